@@ -1,0 +1,1 @@
+"""Optimal transport as a loss, for PyTorch."""

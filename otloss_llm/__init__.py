@@ -1,0 +1,1 @@
+"""Optimal-transport training of causal language models."""
