@@ -43,3 +43,44 @@ def check_reduction(reduction: str) -> None:
     """Raise ValueError unless `reduction` is one of "mean", "sum", "none"."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, expected one of {REDUCTIONS}.")
+
+
+def check_positive(name: str, value: float) -> float:
+    """Return `value` if it is a finite number above zero, else raise ValueError."""
+    if not (0 < value < float("inf")):
+        raise ValueError(f"{name} is {value}, expected a finite number above 0.")
+    return value
+
+
+def check_index(name: str, index: Any, size: int) -> Tensor:
+    """Return `index` as int64 if it is a one-axis integer tensor within [0, size), else raise."""
+    tensor = check_tensor(name, index)
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected integers; call {name}.long().")
+    if tensor.dim() != 1:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected one axis; call {name}.reshape(-1).")
+    bad = (tensor < 0) | (tensor >= size)
+    if bad.any():
+        where = int(bad.nonzero()[0])
+        raise ValueError(
+            f"{name}[{where}] is {int(tensor[where])}, expected 0 to {size - 1}; "
+            "drop ignored labels (such as -100) before asking for their rows."
+        )
+    return tensor.long()
+
+
+def check_last_axis(name: str, tensor: Tensor, size: int) -> None:
+    """Raise ValueError unless the last axis of `tensor` has `size` entries."""
+    if tensor.dim() == 0 or tensor.shape[-1] != size:
+        raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected a last axis of {size} entries.")
+
+
+def check_broadcast(**shapes: tuple[int, ...]) -> torch.Size:
+    """Return the shape that the named batch shapes broadcast to, else raise ValueError."""
+    try:
+        return torch.broadcast_shapes(*shapes.values())
+    except RuntimeError:
+        got = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ValueError(
+            f"the batch axes do not broadcast: got {got}; expected equal sizes or 1, counted from the right."
+        ) from None
