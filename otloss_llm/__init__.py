@@ -1,1 +1,54 @@
-"""Optimal-transport training of causal language models."""
+"""Optimal-transport training of causal language models: EMO and its relatives at the price of cross-entropy.
+
+    from otloss_llm import EMO, EmbeddingCost, linear_token_loss      # losses: torch only
+    from otloss_llm import ObjectiveTrainer                           # training: pip install "otloss[llm]"
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from otloss_llm.costs import EmbeddingCost as EmbeddingCost
+from otloss_llm.dense import dense_token_loss as dense_token_loss
+from otloss_llm.objectives import EMO as EMO
+from otloss_llm.objectives import MLE as MLE
+from otloss_llm.objectives import MixCE as MixCE
+from otloss_llm.objectives import TaiLr as TaiLr
+from otloss_llm.objectives import parse_objective as parse_objective
+from otloss_llm.token_loss import TokenLoss as TokenLoss
+from otloss_llm.token_loss import emo_loss as emo_loss
+from otloss_llm.token_loss import linear_token_loss as linear_token_loss
+from otloss_llm.token_loss import token_loss as token_loss
+
+if TYPE_CHECKING:
+    from otloss_llm.trainer import ObjectiveMixin as ObjectiveMixin
+    from otloss_llm.trainer import ObjectiveTrainer as ObjectiveTrainer
+
+__all__ = [
+    "EMO",
+    "MLE",
+    "EmbeddingCost",
+    "MixCE",
+    "ObjectiveMixin",
+    "ObjectiveTrainer",
+    "TaiLr",
+    "TokenLoss",
+    "dense_token_loss",
+    "emo_loss",
+    "linear_token_loss",
+    "parse_objective",
+    "token_loss",
+]
+
+_NEEDS_TRANSFORMERS = ("ObjectiveMixin", "ObjectiveTrainer")
+
+
+def __getattr__(name: str) -> Any:
+    """Load the trainer on first use: the losses alone need no transformers."""
+    if name not in _NEEDS_TRANSFORMERS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        from otloss_llm import trainer
+    except ImportError as error:
+        raise ImportError(f'{name} needs {error.name}: pip install "otloss[llm]"') from error
+    return getattr(trainer, name)

@@ -1,0 +1,102 @@
+"""What the token losses share around their kernels: validation of arguments, choice of positions, reduction."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from otloss._checks import check_floating, check_reduction, check_tensor
+from otloss.costs import Cost
+from otloss_llm.objectives import Objective, needs_cost
+
+
+def check_head(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    check_floating("hidden", hidden)
+    check_floating("weight", weight)
+    if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[-1]:
+        raise ValueError(
+            f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}, expected (..., d) and (V, d)."
+        )
+    if bias is not None and check_floating("bias", bias).shape != weight.shape[:1]:
+        raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({weight.shape[0]},), one per row of weight.")
+    for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
+        if tensor is not None and tensor.device != hidden.device:
+            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; move one to the other's device.")
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
+        dtype = torch.get_autocast_dtype(device)
+        return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    if hidden.dtype != weight.dtype or (bias is not None and bias.dtype != weight.dtype):
+        raise TypeError(
+            f"hidden is {hidden.dtype}, weight {weight.dtype}{'' if bias is None else f', bias {bias.dtype}'}; "
+            "expected one dtype. Cast one, or run under torch.autocast."
+        )
+    return hidden, weight, bias
+
+
+def check_objective(objective: Objective, cost: Cost | None, vocab: int) -> None:
+    if not callable(objective):
+        raise TypeError(f"objective is {objective!r}, expected a callable (nll, cost) -> value such as EMO() or MLE().")
+    if cost is None:
+        if hasattr(objective, "needs_cost") and needs_cost(objective):
+            raise ValueError(f"{objective!r} needs cost=, for example EmbeddingCost.from_model(model).")
+        return
+    if not isinstance(cost, Cost):
+        raise TypeError(f"cost is a {type(cost).__name__}, expected a vocabulary cost such as EmbeddingCost(embedding).")
+    if tuple(cost.shape) != (vocab, vocab):
+        raise ValueError(
+            f"cost is over a vocabulary of {cost.shape[-1]} tokens, the logits have {vocab}; "
+            "build the cost from the embedding of this model (EmbeddingCost.from_model(model))."
+        )
+
+
+def check_token_reduction(reduction: str, num_items: int | Tensor | None) -> None:
+    check_reduction(reduction)
+    if num_items is not None and reduction != "mean":
+        raise ValueError(f'num_items={num_items} needs reduction="mean", got {reduction!r}.')
+    if num_items is not None and not bool(torch.as_tensor(num_items) > 0):
+        raise ValueError(f"num_items is {num_items}, expected a positive count.")
+
+
+def valid_positions(labels: Tensor, batch: torch.Size, vocab: int, ignore_index: int, beside: str) -> Tensor:
+    """Mask of labelled positions; raises on labels of another shape, dtype or range."""
+    check_tensor("labels", labels)
+    if labels.dtype not in (torch.int64, torch.int32):
+        raise TypeError(f"labels have dtype {labels.dtype}, expected int64 (or int32) token ids.")
+    if labels.shape != batch:
+        raise ValueError(
+            f"labels have shape {tuple(labels.shape)}, expected {tuple(batch)}, the leading axes of {beside}."
+        )
+    valid = labels != ignore_index
+    outside = valid & ((labels < 0) | (labels >= vocab))
+    if outside.any():
+        first = tuple(int(i) for i in outside.nonzero()[0])
+        raise ValueError(
+            f"labels hold {int(outside.sum())} ids outside the vocabulary, the first at {first}: {int(labels[first])}; "
+            f"expected 0..{vocab - 1} or ignore_index={ignore_index}. Is the tokenizer the model's own?"
+        )
+    return valid
+
+
+def reduction_factor(reduction: str, num_items: int | Tensor | None, like: Tensor) -> Tensor:
+    """What the sum over valid tokens (the rows of `like`) is multiplied by, in float32 or wider."""
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    if reduction != "mean":
+        return torch.ones((), dtype=dtype, device=like.device)
+    count = torch.as_tensor(max(1, len(like)) if num_items is None else num_items, device=like.device)
+    return 1.0 / count.to(dtype)
+
+
+def scatter(values: Tensor, valid: Tensor) -> Tensor:
+    """Per-token values back at their positions, 0 elsewhere."""
+    return values.new_zeros(valid.shape).masked_scatter(valid, values)
+
+
+def masked_label_message(nll: Tensor, labels: Tensor) -> str:
+    first = int((~torch.isfinite(nll)).nonzero()[0])
+    return (
+        f"-log q is {float(nll[first])} for label {int(labels[first])}: its logit is -inf or overflowed; "
+        "expected finite logits at every label. Unmask that token, or set its label to ignore_index."
+    )

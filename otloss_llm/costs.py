@@ -1,0 +1,61 @@
+"""Costs between the tokens of a vocabulary, for objectives that measure how far a prediction misses.
+
+    EmbeddingCost   c(i, j) = 1 - cos(e_i, e_j), e the rows of a frozen language-model head (arXiv 2310.04691)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._checks import check_floating
+from otloss.costs import CosineCost
+from otloss_llm.heads import find_head
+
+if TYPE_CHECKING:
+    from torch import nn
+
+
+class EmbeddingCost(CosineCost):
+    """Cosine cost of a vocabulary embedding that is always detached: training never moves the geometry it is judged by.
+
+    It is no module and belongs to none, so it enters no checkpoint and no optimizer.
+
+    Args:
+        embedding: `(V, d)`, copied without its graph. Zero rows (padding) cost 1 to every other token.
+
+    Example:
+        >>> EmbeddingCost(torch.eye(3)).rows(torch.tensor([1]))
+        tensor([[1., 0., 1.]])
+    """
+
+    def __init__(self, embedding: Float[Tensor, "vocab width"]) -> None:
+        super().__init__(check_floating("embedding", embedding).detach().clone())
+
+    @classmethod
+    def from_model(cls, model: nn.Module) -> EmbeddingCost:
+        """Copy and freeze the output embedding (head) of a causal LM of transformers: tied, resized or PEFT-wrapped.
+
+        Args:
+            model: has `get_output_embeddings()`.
+
+        Raises:
+            TypeError, ValueError: the model has no head, or one that cannot be read, named in the message.
+        """
+        return cls(find_head(model).weight)
+
+    def random_like(self, generator: torch.Generator | None = None) -> EmbeddingCost:
+        """The control without semantics: Gaussian rows of the same shape, so that c is near 1 between all tokens."""
+        unit = self.unit
+        return EmbeddingCost(torch.randn(unit.shape, generator=generator, dtype=unit.dtype).to(unit.device))
+
+    def shuffled(self, generator: torch.Generator | None = None) -> EmbeddingCost:
+        """The control with the same geometry but tokens assigned to it at random."""
+        order = torch.randperm(self.unit.shape[0], generator=generator).to(self.unit.device)
+        return EmbeddingCost(self.unit[order])
+
+
+__all__: list[Any] = ["EmbeddingCost"]

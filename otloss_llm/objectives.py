@@ -1,0 +1,225 @@
+"""Objectives of language-model training: small pure functions `(nll, cost) -> value`, one value per token.
+
+Notation: `q` is the model's distribution over the vocabulary and `y` the label;
+`nll = -log q_y` in nats and `cost = D = sum_i q_i c(i, y)`, the transport cost to the one-hot target, are vectors
+with one entry per token. `sg` is stop-gradient (`detach`).
+
+    MLE        nll
+    TaiLr      sg(clamp(q / (gamma + (1 - gamma) q), min_weight, 1)) nll       Ji et al. 2023, arXiv 2302.13344
+    MixCE      (gamma + (1 - gamma) sg(q)) nll                                 Zhang et al. 2023, arXiv 2305.16958
+    EMO        0.5 (nll + sg(nll / D) D)                                       Ren et al. 2023, arXiv 2310.04691, Eq. 19
+
+The *value* of EMO equals nll exactly; only its gradient differs. Watch `TokenLoss.cost` to see what it does.
+
+Any callable of this form is an objective. The kernels obtain d value / d nll and d value / d cost per token by autograd
+on the two vectors, so a new objective needs nothing else. An objective must treat tokens independently: entry `t` of
+the value may depend on entry `t` of its arguments only, because the kernels pass the tokens in chunks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+Objective = Callable[[Tensor, "Tensor | None"], Tensor]
+
+
+def needs_cost(objective: Objective) -> bool:
+    """Whether `objective` reads the transport cost (True unless it says `needs_cost = False`)."""
+    return bool(getattr(objective, "needs_cost", True))
+
+
+def _require_cost(name: str, cost: Tensor | None) -> Tensor:
+    if cost is None:
+        raise ValueError(f"{name} needs the transport cost; pass cost=, for example EmbeddingCost.from_model(model).")
+    return cost
+
+
+def _check_gamma(name: str, gamma: float) -> None:
+    if not 0.0 <= gamma <= 1.0:
+        raise ValueError(f"{name} has gamma={gamma}, expected a number in [0, 1].")
+
+
+def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """`numerator / denominator` without gradient, defined as 0 where the denominator is 0."""
+    numerator, denominator = numerator.detach(), denominator.detach()
+    empty = denominator == 0
+    return torch.where(empty, 0.0, numerator / torch.where(empty, 1.0, denominator))
+
+
+@dataclass(frozen=True)
+class MLE:
+    """Maximum likelihood: the value is nll itself.
+
+    Example:
+        >>> MLE()(torch.tensor([0.5]), None)
+        tensor([0.5000])
+    """
+
+    needs_cost: ClassVar[bool] = False
+
+    def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
+        return nll
+
+
+@dataclass(frozen=True)
+class TaiLr:
+    """Total-variation training: nll weighted by how well the model already predicts the token.
+
+    Args:
+        gamma: 0 is MLE; 1 weighs by the probability itself, the gradient of the total variation distance.
+        min_weight: lower clamp of the weight, in [0, 1]; keeps improbable tokens from being ignored.
+
+    Example:
+        >>> TaiLr(gamma=1.0)(torch.tensor([0.0, 20.0]), None)
+        tensor([0.0000e+00, 4.1223e-08])
+    """
+
+    gamma: float
+    min_weight: float = 0.0
+    needs_cost: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_gamma("TaiLr", self.gamma)
+        if not 0.0 <= self.min_weight <= 1.0:
+            raise ValueError(f"TaiLr has min_weight={self.min_weight}, expected a number in [0, 1].")
+
+    def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
+        # q / (gamma + (1 - gamma) q) = 1 / (1 - gamma + gamma / q): no 0 / 0 when q underflows.
+        weight = 1.0 / (1.0 - self.gamma + self.gamma * nll.detach().exp()) if self.gamma else torch.ones_like(nll)
+        return weight.clamp(self.min_weight, 1.0) * nll
+
+
+@dataclass(frozen=True)
+class MixCE:
+    """Forward and (self-reinforced) reverse cross-entropy mixed: nll weighted by `gamma + (1 - gamma) q`.
+
+    Args:
+        gamma: share of the forward cross-entropy; 1 is MLE.
+
+    Example:
+        >>> MixCE(gamma=0.5)(torch.tensor([0.0, 0.6931]), None)
+        tensor([0.0000, 0.5198])
+    """
+
+    gamma: float
+    needs_cost: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        _check_gamma("MixCE", self.gamma)
+
+    def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
+        return (self.gamma + (1.0 - self.gamma) * (-nll.detach()).exp()) * nll
+
+
+@dataclass(frozen=True)
+class EMO:
+    """Earth mover distance optimization: likelihood and transport cost at equal weight.
+
+    Args:
+        weighting: "ratio" is Eq. 19 of the paper per token, `0.5 (nll + sg(nll / D) D)`; "transport" is the second
+            mode of the published code, `sg(D / nll) nll + D`; a float `w` is a fixed weight, `nll + w D`.
+        ratio_clip: upper bound of the detached ratio (the published package clips at 3); None leaves it free.
+            Only with "ratio" and "transport".
+
+    Where the ratio's denominator is 0 the ratio is 0.
+
+    Example:
+        >>> EMO()(torch.tensor([0.7]), torch.tensor([0.2]))
+        tensor([0.7000])
+    """
+
+    weighting: str | float = "ratio"
+    ratio_clip: float | None = None
+    needs_cost: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if isinstance(self.weighting, str):
+            if self.weighting not in ("ratio", "transport"):
+                raise ValueError(f'EMO has weighting={self.weighting!r}, expected "ratio", "transport" or a float.')
+        elif not 0.0 <= float(self.weighting) < float("inf"):
+            raise ValueError(f"EMO has weighting={self.weighting}, expected a finite, non-negative weight.")
+        if self.ratio_clip is not None and not self.ratio_clip > 0:
+            raise ValueError(f"EMO has ratio_clip={self.ratio_clip}, expected a positive number or None.")
+        if self.ratio_clip is not None and not isinstance(self.weighting, str):
+            raise ValueError(f"ratio_clip={self.ratio_clip} has no ratio to clip when weighting is a fixed number.")
+
+    def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
+        transport = _require_cost("EMO", cost)
+        if self.weighting == "ratio":
+            return 0.5 * (nll + self._clipped(nll, transport) * transport)
+        if self.weighting == "transport":
+            return self._clipped(transport, nll) * nll + transport
+        return nll + float(self.weighting) * transport
+
+    def _clipped(self, numerator: Tensor, denominator: Tensor) -> Tensor:
+        ratio = _ratio(numerator, denominator)
+        return ratio if self.ratio_clip is None else ratio.clamp(max=self.ratio_clip)
+
+
+def value_and_slopes(
+    objective: Objective, nll: Tensor, cost: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The objective's value per token with `alpha = d value / d nll` and `beta = d value / d cost` (None: unused).
+
+    Args:
+        objective: any `(nll, cost) -> value`.
+        nll: `(N,)` nats.
+        cost: `(N,)` transport cost, or None.
+
+    Raises:
+        ValueError: if the value has another shape than `nll`, or depends on neither argument.
+
+    Example:
+        >>> value, alpha, beta = value_and_slopes(EMO(), torch.tensor([0.8]), torch.tensor([0.2]))
+        >>> alpha, beta
+        (tensor([0.5000]), tensor([2.]))
+    """
+    with torch.enable_grad():
+        nll = nll.detach().requires_grad_()
+        cost = cost.detach().requires_grad_() if cost is not None else None
+        value = objective(nll, cost)
+        if not isinstance(value, Tensor) or value.shape != nll.shape:
+            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+            raise ValueError(f"objective {objective!r} returned {got}, expected one value per token, {tuple(nll.shape)}.")
+        if not value.requires_grad:
+            raise ValueError(f"objective {objective!r} returned a value that depends on neither nll nor cost.")
+        inputs = [nll] if cost is None else [nll, cost]
+        slopes = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
+    alpha = slopes[0] if slopes[0] is not None else torch.zeros_like(nll)
+    return value.detach(), alpha, slopes[1] if cost is not None else None
+
+
+_BY_NAME: dict[str, Callable[..., Objective]] = {"mle": MLE, "tailr": TaiLr, "mixce": MixCE, "emo": EMO}
+_DEFAULT_GAMMA = {"tailr": 0.9, "mixce": 0.8}  # within the sweep {0.9, 0.8, 0.7} of the EMO paper
+
+
+def parse_objective(text: str) -> Objective:
+    """An objective from its name: `mle`, `tailr:0.9`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`.
+
+    What follows the colon is gamma for TaiLr and MixCE (defaults 0.9 and 0.8) and the weighting for EMO.
+
+    Raises:
+        ValueError: unknown name or parameter.
+
+    Example:
+        >>> parse_objective("mixce:0.7")
+        MixCE(gamma=0.7)
+    """
+    name, _, parameter = text.strip().lower().partition(":")
+    if name not in _BY_NAME:
+        raise ValueError(f"objective is {text!r}, expected one of {', '.join(_BY_NAME)}, with a parameter after a colon.")
+    if not parameter:
+        return _BY_NAME[name](*([_DEFAULT_GAMMA[name]] if name in _DEFAULT_GAMMA else []))
+    if name == "mle":
+        raise ValueError(f"objective is {text!r}, but mle has no parameter.")
+    if name == "emo" and parameter in ("ratio", "transport"):
+        return EMO(parameter)
+    try:
+        return _BY_NAME[name](float(parameter))
+    except ValueError as error:
+        raise ValueError(f"objective {text!r}: {error}") from None

@@ -1,0 +1,205 @@
+"""Token losses of a causal language model: validation, the choice of kernel, and reduction.
+
+Labels are aligned with logits (or hidden states): position `t` is scored against label `t`; shift before the call.
+`D = sum_i q_i c(i, y)` is the exact transport cost to the one-hot target, because a one-hot target leaves
+only one coupling.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._checks import check_finite, check_floating
+from otloss.costs import Cost
+from otloss_llm._positions import (
+    check_head,
+    check_objective,
+    check_token_reduction,
+    masked_label_message,
+    reduction_factor,
+    scatter,
+    valid_positions,
+)
+from otloss_llm.costs import EmbeddingCost
+from otloss_llm.kernels import chunked, reference
+from otloss_llm.objectives import EMO, Objective
+
+IMPLEMENTATIONS = ("auto", "reference", "chunked")
+
+
+class TokenLoss(NamedTuple):
+    """What a token loss returns.
+
+    Attributes:
+        loss: the reduced objective, with a graph; float32 for 16-bit inputs.
+        nll: detached per-token `-log q_y` in nats, shaped like the labels; 0 at ignored positions.
+        cost: detached per-token transport cost D, likewise; None when no cost was given.
+    """
+
+    loss: Tensor
+    nll: Tensor
+    cost: Tensor | None
+
+
+def token_loss(
+    logits: Float[Tensor, "*batch vocab"],
+    labels: Int[Tensor, "*batch"],
+    *,
+    objective: Objective,
+    cost: Cost | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+) -> TokenLoss:
+    """An objective of `(nll, D)` per token, from logits: the specification the fused kernels are tested against.
+
+    Args:
+        logits: `(..., V)`; 16-bit logits are computed with in float32.
+        labels: `(...)` token ids aligned with `logits` (no hidden shift); `ignore_index` leaves a position out.
+        objective: `(nll, D) -> value`, for example `EMO()`.
+        cost: vocabulary cost with `rows(labels) -> (U, V)`; needed by objectives that read D, else only reported.
+        ignore_index: label that leaves a position out of the loss.
+        reduction: "mean" over the labelled positions, "sum", or "none" (0 at ignored positions).
+        num_items: with "mean", divide by this count instead (gradient accumulation, several processes).
+
+    Returns:
+        `TokenLoss(loss, nll, cost)`. All positions ignored: loss 0 with a graph and zero gradients.
+
+    Raises:
+        ValueError: shapes that do not fit, labels out of range, a cost of another vocabulary, non-finite logits.
+        TypeError: non-floating logits, non-integer labels, an objective that is not callable.
+
+    Example:
+        >>> logits = torch.tensor([[2.0, 0.0, 1.0]], requires_grad=True)
+        >>> out = token_loss(logits, torch.tensor([0]), objective=EMO(), cost=EmbeddingCost(torch.eye(3)))
+        >>> out.loss, out.cost  # with an orthonormal embedding D is 1 - q_y
+        (tensor(0.4076, grad_fn=<MulBackward0>), tensor([0.3348]))
+    """
+    check_floating("logits", logits)
+    check_objective(objective, cost, logits.shape[-1])
+    check_token_reduction(reduction, num_items)
+    valid = valid_positions(labels, logits.shape[:-1], logits.shape[-1], ignore_index, "logits")
+    chosen = logits[valid]
+    chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
+    value, nll, transport = reference.token_values(chosen, labels[valid], objective=objective, cost=cost)
+    if not torch.isfinite(nll).all():
+        check_finite("logits", chosen)
+        raise ValueError(masked_label_message(nll, labels[valid]))
+    factor = reduction_factor(reduction, num_items, value)
+    loss = scatter(value, valid) if reduction == "none" else value.sum() * factor
+    return TokenLoss(loss, scatter(nll.detach(), valid), None if transport is None else scatter(transport.detach(), valid))
+
+
+def linear_token_loss(
+    hidden: Float[Tensor, "*batch width"],
+    weight: Float[Tensor, "vocab width"],
+    labels: Int[Tensor, "*batch"],
+    *,
+    objective: Objective,
+    cost: Cost | None = None,
+    bias: Float[Tensor, "vocab"] | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+) -> TokenLoss:
+    """`token_loss(softcap(scale * (hidden @ weight.T + bias)), labels)` without ever forming the full logits.
+
+    Args:
+        hidden: `(..., d)` hidden states before the head.
+        weight: `(V, d)` head; trained or frozen.
+        labels: `(...)` token ids aligned with `hidden` (no hidden shift).
+        objective, cost, ignore_index, reduction, num_items: as in `token_loss`.
+        bias: `(V,)` of the head.
+        logit_scale: factor on the logits.
+        logit_softcap: `softcap * tanh(logits / softcap)` after the scale; None for no cap.
+        impl: "chunked" holds a few buffers of (chunk, V) float32 beyond inputs and gradients, and is first-order only;
+            "reference" forms the full logits and allows second derivatives; "auto" is "chunked".
+        chunk_size: tokens per chunk; None takes as many as fit 64 MiB of float32 logits.
+
+    Under `torch.autocast` the matrix products run in the autocast dtype, as the model's own head would.
+
+    Returns:
+        `TokenLoss(loss, nll, cost)`.
+
+    Raises:
+        ValueError, TypeError: as `token_loss`; also hidden states and head of different width, dtype or device.
+        RuntimeError: a second derivative through "chunked".
+
+    Example:
+        >>> hidden, weight = torch.randn(4, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+        >>> out = linear_token_loss(hidden, weight, torch.tensor([1, 2, 3, -100]),
+        ...                         objective=EMO(), cost=EmbeddingCost(weight))
+        >>> out.loss.backward(); hidden.grad.shape, bool(hidden.grad[3].any())
+        (torch.Size([4, 8]), False)
+    """
+    hidden, weight, bias = check_head(hidden, weight, bias, labels)
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}, expected one of {IMPLEMENTATIONS}.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, expected a positive number of tokens or None.")
+    if logit_softcap is not None and not logit_softcap > 0:
+        raise ValueError(f"logit_softcap is {logit_softcap}, expected a positive number or None.")
+    check_objective(objective, cost, weight.shape[0])
+    check_token_reduction(reduction, num_items)
+    valid = valid_positions(labels, hidden.shape[:-1], weight.shape[0], ignore_index, "hidden")
+    h, y = hidden[valid], labels[valid]
+    factor = reduction_factor(reduction, num_items, h)
+    transport: Tensor | None
+    with torch.autocast(hidden.device.type, enabled=False):
+        if impl == "reference":
+            logits = reference.head_logits(h, weight, bias, scale=logit_scale, softcap=logit_softcap)
+            value, nll, transport = reference.token_values(logits, y, objective=objective, cost=cost)
+            loss = value if reduction == "none" else value.sum() * factor
+        else:
+            head = chunked.Head(objective, cost, logit_scale, logit_softcap, chunk_size)
+            if reduction == "none":
+                loss, nll, transport = chunked.per_token(h, weight, bias, y, head)
+            else:
+                loss, nll, transport = chunked.summed(h, weight, bias, y, factor, head)
+    if not torch.isfinite(nll).all():
+        for name, tensor in (("hidden", hidden[valid]), ("weight", weight), ("bias", bias)):
+            if tensor is not None and (name != "bias" or torch.isnan(tensor).any()):
+                check_finite(name, tensor)
+        raise ValueError(masked_label_message(nll, y))
+    if reduction == "none":
+        loss = scatter(loss, valid)
+    return TokenLoss(loss, scatter(nll.detach(), valid), None if transport is None else scatter(transport.detach(), valid))
+
+
+def emo_loss(
+    logits: Float[Tensor, "*batch vocab"],
+    labels: Int[Tensor, "*batch"],
+    embedding: Float[Tensor, "vocab width"] | EmbeddingCost,
+    *,
+    weighting: str | float = "ratio",
+    ratio_clip: float | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+) -> Tensor:
+    """EMO from logits in one line: `token_loss` with `EMO` and the cosine cost of `embedding`, returning the loss.
+
+    Args:
+        logits: `(..., V)`, aligned with the labels like those of `torch.nn.functional.cross_entropy`
+            (the vocabulary is the last axis here).
+        labels: `(...)` token ids; `ignore_index` leaves a position out.
+        embedding: `(V, d)` rows of a frozen head, always detached; pass an `EmbeddingCost` to normalise it only once.
+        weighting, ratio_clip: as in `EMO`.
+        ignore_index, reduction: as in `token_loss`.
+
+    Example:
+        >>> emo_loss(torch.zeros(2, 3), torch.tensor([0, 2]), torch.eye(3))
+        tensor(1.0986)
+    """
+    cost = embedding if isinstance(embedding, Cost) else EmbeddingCost(embedding)
+    objective = EMO(weighting=weighting, ratio_clip=ratio_clip)
+    return token_loss(
+        logits, labels, objective=objective, cost=cost, ignore_index=ignore_index, reduction=reduction
+    ).loss

@@ -1,0 +1,223 @@
+"""Training with any objective on top of the Hugging Face `Trainer`: `ObjectiveMixin`, `ObjectiveTrainer`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer
+
+from otloss.costs import Cost
+from otloss_llm.costs import EmbeddingCost
+from otloss_llm.fused import fused_loss, unwrap
+from otloss_llm.heads import LanguageModelHead, find_head
+from otloss_llm.objectives import Objective, needs_cost, parse_objective
+from otloss_llm.token_loss import TokenLoss, linear_token_loss, token_loss
+
+IGNORE_INDEX = -100
+
+
+class ObjectiveMixin:
+    """Give a `transformers.Trainer` (or a subclass of it) an objective of `(nll, transport cost)`.
+
+    Mix it in before the trainer: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`. The loss is computed from hidden
+    states inside the model's own forward pass, so the logits are never formed; labels are shifted here, once.
+
+    Args:
+        objective: an objective, or its name: "mle", "emo", "tailr:0.9", "mixce:0.8" (see `parse_objective`).
+        cost: "embedding" copies and freezes the head of `model` as it is now (the start of training); or any
+            vocabulary cost; or None. It is used by objectives that need it, and reported by `evaluate()`.
+        impl, chunk_size: as in `linear_token_loss`.
+        *args, **kwargs: of the trainer.
+
+    Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means since the
+    last log. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and `eval_transport_cost`.
+
+    Raises:
+        TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective.
+    """
+
+    # compute_loss divides by the tokens of the whole accumulated batch itself.
+    loss_is_scaled_for_ga = True
+
+    def __init__(
+        self,
+        *args: Any,
+        objective: Objective | str = "emo",
+        cost: Cost | str | None = "embedding",
+        impl: str = "auto",
+        chunk_size: int | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self.objective = parse_objective(objective) if isinstance(objective, str) else objective
+        self.impl, self.chunk_size = impl, chunk_size
+        self._refuse_unsupported()
+        head = find_head(unwrap(self.model))
+        if isinstance(cost, str):
+            if cost != "embedding":
+                raise ValueError(f'cost is {cost!r}, expected "embedding", a vocabulary cost, or None.')
+            cost = EmbeddingCost(head.weight)
+        if cost is not None and cost.shape[-1] != head.weight.shape[0]:
+            raise ValueError(
+                f"the cost is over a vocabulary of {cost.shape[-1]} tokens, the model's head has "
+                f"{head.weight.shape[0]}; build it from this model (EmbeddingCost.from_model(model))."
+            )
+        if cost is None and needs_cost(self.objective):
+            raise ValueError(f'{self.objective!r} needs a cost; leave cost="embedding" or pass one.')
+        self.transport_cost = cost
+        # Whatever the model's own forward accepts, the token count is ours to use.
+        self.model_accepts_loss_kwargs = True
+        self._logits_wanted = False
+        self._train_sums: Tensor | None = None
+        self._eval_sums: Tensor | None = None
+
+    def _refuse_unsupported(self) -> None:
+        if self.args.n_gpu > 1:
+            raise ValueError(f"{self.args.n_gpu} GPUs under nn.DataParallel are not supported; start with torchrun.")
+        if self.args.label_smoothing_factor:
+            raise ValueError(
+                f"label_smoothing_factor={self.args.label_smoothing_factor} is not supported with an objective; "
+                "use dense_token_loss with a smoothed target."
+            )
+        if self.compute_loss_func is not None:
+            raise ValueError("compute_loss_func and an objective were both given; leave compute_loss_func out.")
+
+    # ---- the loss -------------------------------------------------------------------------------------------------
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
+        inputs = dict(inputs)
+        labels = _aligned_labels(inputs)
+        training = model.training
+        cost = self._cost_on(labels.device) if needs_cost(self.objective) or not training else None
+        num_items = num_items_in_batch if training else None
+        if num_items is not None and not bool(torch.as_tensor(num_items) > 0):
+            num_items = 1  # nothing but ignored labels: the sum is 0 whatever it is divided by
+        result, outputs = self._score(model, inputs, labels, cost, num_items)
+        self._remember(result, labels, training)
+        loss = result.loss
+        if training and num_items_in_batch is None:
+            loss = loss / self.current_gradient_accumulation_steps
+        elif training and self.args.average_tokens_across_devices:
+            loss = loss * self.accelerator.num_processes  # gradients are averaged over processes, tokens were summed
+        return (loss, outputs) if return_outputs else loss
+
+    def _score(
+        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, cost: Cost | None, num_items: Any
+    ) -> tuple[TokenLoss, dict[str, Tensor]]:
+        settings: dict[str, Any] = {
+            "objective": self.objective, "cost": cost, "ignore_index": IGNORE_INDEX, "num_items": num_items,
+        }  # fmt: skip
+        if self._logits_wanted:
+            outputs = model(**inputs)
+            result = token_loss(outputs["logits"], labels, **settings)
+            return result, {"loss": result.loss, "logits": outputs["logits"]}
+
+        def score(hidden: Tensor, head: LanguageModelHead) -> TokenLoss:
+            if hidden.shape[:-1] != labels.shape:
+                raise ValueError(
+                    f"the head sees hidden states of shape {tuple(hidden.shape)}, the labels have {tuple(labels.shape)}; "
+                    "models that add or drop positions (prompt tuning) are not supported."
+                )
+            return linear_token_loss(
+                hidden, head.weight, labels, bias=head.bias, logit_scale=head.scale, logit_softcap=head.softcap,
+                impl=self.impl, chunk_size=self.chunk_size, **settings,
+            )  # fmt: skip
+
+        with fused_loss(model, score):
+            outputs = model(**inputs)
+        return TokenLoss(outputs["loss"], outputs["nll"], outputs.get("cost")), {"loss": outputs["loss"]}
+
+    def _cost_on(self, device: torch.device) -> Cost | None:
+        if self.transport_cost is not None and self.transport_cost.device != device:
+            self.transport_cost = self.transport_cost.to(device)
+        return self.transport_cost
+
+    def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> tuple[list, Any]:
+        """The batches of one optimizer step, and the number of *predicted* tokens in them over all processes."""
+        batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
+        if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
+            return batches, None
+        count = sum((_aligned_labels(dict(batch)) != IGNORE_INDEX).sum() for batch in batches).to(device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            count = self.accelerator.gather(count).sum()
+        return batches, count
+
+    def prediction_step(
+        self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        """As the trainer's; the logits are formed only where somebody asks for them (`compute_metrics`, `predict`)."""
+        self._logits_wanted = not prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # of the Trainer
+        finally:
+            self._logits_wanted = False
+
+    # ---- reports --------------------------------------------------------------------------------------------------
+
+    def _remember(self, result: TokenLoss, labels: Tensor, training: bool) -> None:
+        """Add this batch's sums of (nll, transport cost, value, tokens)."""
+        valid = labels != IGNORE_INDEX
+        cost = torch.full_like(result.nll, math.nan) if result.cost is None else result.cost
+        value = self.objective(result.nll[valid], None if result.cost is None else result.cost[valid])
+        columns = [result.nll, cost, torch.zeros_like(result.nll).masked_scatter(valid, value), valid]
+        sums = torch.stack([column.double().sum(-1) for column in columns], dim=-1)  # (batch, 4)
+        if training:
+            total = sums.sum(0)
+            self._train_sums = total if self._train_sums is None else self._train_sums + total
+        else:
+            # Per example, so that examples repeated to fill the last distributed batch are dropped.
+            total = self.accelerator.gather_for_metrics(sums).sum(0)
+            self._eval_sums = total if self._eval_sums is None else self._eval_sums + total
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As the trainer's, with token-weighted `nll` and `transport_cost` beside `loss`."""
+        if "loss" in logs and self._train_sums is not None:
+            sums = self.accelerator.reduce(self._train_sums, reduction="sum")
+            self._train_sums = None
+            logs |= {key: value for key, value in _means(sums).items() if key in ("nll", "transport_cost")}
+        super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As the trainer's, with token-weighted loss, nll, perplexity and transport cost."""
+        self._eval_sums = None
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]  # of the Trainer
+        if self._eval_sums is not None:
+            means = _means(self._eval_sums)
+            means["perplexity"] = math.exp(min(means["nll"], 700.0))
+            output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
+        return output
+
+
+class ObjectiveTrainer(ObjectiveMixin, Trainer):
+    """`transformers.Trainer` with an objective: `ObjectiveTrainer(model, args, objective="emo", train_dataset=...)`.
+
+    See `ObjectiveMixin` for the arguments it adds, and the Hugging Face documentation for the rest.
+    """
+
+
+def _aligned_labels(inputs: dict[str, Any]) -> Tensor:
+    """Take the labels out of a batch, aligned with positions: entry `t` is the token that position `t` predicts."""
+    labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+    if shifted is not None:
+        return shifted
+    if labels is None:
+        raise ValueError(f"the batch has {sorted(inputs)} but no labels; use a collator that makes them "
+                         "(DataCollatorForLanguageModeling(tokenizer, mlm=False)).")  # fmt: skip
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+
+
+def _means(sums: Tensor) -> dict[str, float]:
+    nll, cost, value, tokens = sums.tolist()
+    tokens = max(tokens, 1.0)
+    means = {"loss": value / tokens, "nll": nll / tokens, "transport_cost": cost / tokens}
+    return {key: mean for key, mean in means.items() if not math.isnan(mean)}
