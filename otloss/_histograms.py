@@ -1,0 +1,134 @@
+"""A pair of histograms made ready for transport: checked, promoted, balanced, with centred gradients.
+
+Transport needs equal masses, and float sums never agree to the last bit. Masses that agree within `MASS_TOLERANCE`
+are rescaled to their mean, both sides alike, so that d(p, q) = d(q, p); larger differences are an error.
+
+The value is defined on pairs of equal mass only, so its weight gradient is defined up to a constant: only the
+differences between bins mean anything (a softmax removes the constant anyway). `centre_gradient` returns the
+representative with mean zero over the bins, which makes gradients comparable between functions and solvers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._checks import check_broadcast, check_finite, check_floating
+
+# Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
+# each, and a histogram normalised in its own dtype carries that of its sum too.
+MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-9}
+
+
+@dataclass(frozen=True)
+class HistogramPair:
+    """Two histograms in the arithmetic dtype with equal masses, and the dtype that the answer takes.
+
+    Attributes:
+        p: (..., n).
+        q: (..., m), the leading axes broadcast against those of p.
+        mass: (...,), their common mass, without a graph.
+        dtype: the promoted dtype of the inputs.
+    """
+
+    p: Float[Tensor, "*batch n"]
+    q: Float[Tensor, "*batch m"]
+    mass: Float[Tensor, "*batch"]
+    dtype: torch.dtype
+
+
+def histogram_pair(p: Any, q: Any, *others: torch.dtype) -> HistogramPair:
+    """Check, promote and balance `p` and `q`; `others` are dtypes of further inputs that take part in the promotion.
+
+    Raises:
+        TypeError: if p or q is no floating tensor.
+        ValueError: if an entry is NaN, infinite or negative, if the masses differ by more than `MASS_TOLERANCE`,
+            or if the batch axes or the devices do not fit.
+    """
+    mass_p, mass_q = _checked_mass("p", p), _checked_mass("q", q)
+    if p.device != q.device:
+        raise ValueError(f"p is on {p.device} and q on {q.device}, expected one device; move one of them with .to().")
+    check_broadcast(p=p.shape[:-1], q=q.shape[:-1])
+    _check_equal_mass(mass_p, mass_q, max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)))
+    dtype = torch.promote_types(p.dtype, q.dtype)
+    for other in others:
+        dtype = torch.promote_types(dtype, other)
+    arithmetic = torch.promote_types(dtype, torch.float32)
+    mass = (mass_p + mass_q) / 2
+    return HistogramPair(
+        p=centre_gradient(_rescaled(p, mass_p, mass, arithmetic)),
+        q=centre_gradient(_rescaled(q, mass_q, mass, arithmetic)),
+        mass=mass.to(arithmetic),
+        dtype=dtype,
+    )
+
+
+def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:
+    """Return `weights` unchanged; its gradient loses its mean over the bins."""
+    centred: Tensor = _CentreGradient.apply(weights)
+    return centred
+
+
+class _CentreGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        (gradient,) = gradients
+        return gradient - gradient.mean(-1, keepdim=True)
+
+
+def _checked_mass(name: str, weights: Any) -> Tensor:
+    check_floating(name, weights)
+    if weights.dim() == 0 or weights.shape[-1] == 0:
+        raise ValueError(f"{name} has shape {tuple(weights.shape)}, expected (..., bins) with at least one bin.")
+    weights = weights.detach()
+    mass = weights.sum(-1, dtype=torch.float64)
+    if not torch.isfinite(mass).all():
+        check_finite(name, weights)
+        raise ValueError(f"{name} has a mass beyond float64, expected finite sums; rescale it.")
+    smallest, bin_index = weights.min(-1)
+    if (smallest < 0).any():
+        row = _first(smallest < 0)
+        raise ValueError(
+            f"{name} holds {float(smallest[row])} in bin {int(bin_index[row])}{_at(row)}, expected weights >= 0; "
+            "clamp rounding errors with .clamp(min=0), or turn scores into weights with softmax."
+        )
+    return mass
+
+
+def _check_equal_mass(mass_p: Tensor, mass_q: Tensor, tolerance: float) -> None:
+    larger = torch.maximum(mass_p, mass_q)
+    excess = (mass_p - mass_q).abs() - tolerance * larger
+    if (excess > 0).any():
+        # The worst row relative to its own mass, so that one heavy problem does not hide a light one.
+        relative = (mass_p - mass_q).abs() / larger.clamp(min=torch.finfo(torch.float64).tiny)
+        row = _first(relative == relative.max())
+        got_p, got_q = (float(mass.expand(relative.shape)[row]) for mass in (mass_p, mass_q))
+        raise ValueError(
+            f"p and q hold different masses{_at(row)}: {got_p:.9g} and {got_q:.9g}, a relative difference of "
+            f"{float(relative[row]):.2g}; expected at most {tolerance:g}. Normalise both, for example p / p.sum(-1, "
+            "keepdim=True)."
+        )
+
+
+def _rescaled(weights: Tensor, mass: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+    # The scale carries no graph: its gradient is the same for every bin, and centring removes it.
+    scale = torch.where(mass > 0, target / mass.masked_fill(mass == 0, 1.0), 1.0)
+    return weights.to(dtype) * scale.to(dtype).unsqueeze(-1)
+
+
+def _first(mask: Tensor) -> tuple[int, ...]:
+    return tuple(int(i) for i in mask.nonzero()[0])
+
+
+def _at(row: tuple[int, ...]) -> str:
+    if not row:
+        return ""
+    return f" of row {row[0]}" if len(row) == 1 else f" of row {row}"
