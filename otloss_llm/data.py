@@ -38,9 +38,6 @@ END_OF_TEXT = "<|endoftext|>"
 DOCUMENTS_PER_CALL = 256  # documents handed to the tokenizer at a time
 
 
-# ---------------------------------------------------------------------------------------------------- documents
-
-
 def read_texts(source: str | Path, *, split: str = "train", text_column: str = "text") -> list[str]:
     """Read `source` into a list of documents.
 
@@ -181,9 +178,6 @@ def _without_duplicates(documents: Iterable[str]) -> list[str]:
     return list(first.values())
 
 
-# ------------------------------------------------------------------------------------------- the docstring corpus
-
-
 def docstring_corpus(package: str, *, min_chars: int = 80) -> list[str]:
     """Collect the docstrings of an installed package as documents, without importing its modules.
 
@@ -231,12 +225,18 @@ def _docstrings(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates and files for other Python versions
             return
-    documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-    nodes = [node for node in ast.walk(tree) if isinstance(node, documented)]
-    for node in sorted(nodes, key=lambda node: getattr(node, "lineno", 0)):
+    yield from _documented(tree)
+
+
+def _documented(node: ast.AST) -> Iterator[str]:
+    """Docstrings below `node` in the order of the source; only statements are visited, expressions hold none."""
+    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         docstring = ast.get_docstring(node, clean=False)
         if docstring:
             yield docstring
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
+            yield from _documented(child)
 
 
 UNDERLINE = r"[ \t]*(?:-{3,}|={3,}|~{3,}|\^{3,}|\*{3,}|\+{3,}|#{3,})[ \t]*\n"
@@ -253,9 +253,6 @@ def _prose(docstring: str) -> str:
     for pattern in DELETIONS:
         text = pattern.sub("", text)
     return BLANK_LINES.sub("\n\n", text).strip()
-
-
-# -------------------------------------------------------------------------------------------- tokens and blocks
 
 
 def train_bpe_tokenizer(
@@ -401,19 +398,27 @@ def split_blocks(
     return PackedBlocks(first), PackedBlocks(second), PackedBlocks(third)
 
 
+def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before a text by itself: `[BOS]` or nothing.
+
+    >>> opening_ids(train_bpe_tokenizer(["a b c d"], 257))
+    []
+    """
+    return [tokenizer.bos_token_id] if tokenizer.bos_token_id in tokenizer("")["input_ids"] else []
+
+
 def _token_stream(documents: Sequence[str], tokenizer: Any, *, progress: bool) -> Iterator[np.ndarray]:
     """Yield the packed ids of a few documents at a time."""
     from tqdm import tqdm
 
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no EOS token to keep documents apart; set tokenizer.eos_token first.")
-    opening = [tokenizer.bos_token_id] if tokenizer.bos_token_id in tokenizer("")["input_ids"] else []
-    is_long = sum(map(len, documents)) > 5_000_000
-    with tqdm(total=len(documents), desc="tokenising", unit="doc", disable=not (progress and is_long)) as bar:
+    opening, end = opening_ids(tokenizer), tokenizer.eos_token_id
+    with tqdm(total=len(documents), desc="tokenising", unit="doc", disable=not progress, delay=2.0) as bar:
         for start in range(0, len(documents), DOCUMENTS_PER_CALL):
             batch = documents[start : start + DOCUMENTS_PER_CALL]
             # verbose=False: the remark on texts longer than the model's context has no meaning for packing.
             rows = tokenizer(batch, add_special_tokens=False, truncation=False, padding=False, verbose=False)
-            stream = [id_ for ids in rows["input_ids"] for id_ in (*opening, *ids, tokenizer.eos_token_id)]
+            stream = [token for ids in rows["input_ids"] for token in (*opening, *ids, end)]
             yield np.array(stream, dtype=np.int32)
             bar.update(len(batch))

@@ -1,0 +1,301 @@
+"""How likely a causal language model finds given tokens: of itself on held-out text, or of another model's samples.
+
+    nll_t = -log q_t(y_t)      D_t = sum_{i != y_t} q_t(i) c(i, y_t)      perplexity = exp(mean of nll_t)
+
+Means are over tokens, not over sequences or batches, and sums are kept in float64. Nats per token can be compared
+only between models with one tokenizer; `score_texts` also gives nats per character and bits per byte, which can be
+compared between any.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import takewhile
+from math import log
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss.costs import Cost
+from otloss_llm.data import PackedBlocks
+from otloss_llm.objectives import MLE
+from otloss_llm.token_loss import TokenLoss, token_loss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+IGNORE = -100
+
+
+@dataclass(frozen=True)
+class Perplexity:
+    """Scores of a model on blocks: token-weighted means, in nats and in units of the cost."""
+
+    nll: float
+    transport_cost: float | None
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nll)."""
+        return _exp(self.nll)
+
+
+@dataclass(frozen=True)
+class SequenceScores:
+    """Scores per sequence: `nll` (sequences,) float64, summed over its scored tokens; `tokens` (sequences,) int64."""
+
+    nll: Float[Tensor, "sequences"]
+    tokens: Int[Tensor, "sequences"]
+
+    @property
+    def mean_nll(self) -> float:
+        """Nats per token over all tokens of all sequences."""
+        return float(self.nll.sum() / self.tokens.sum())
+
+    @property
+    def perplexity(self) -> float:
+        """exp(mean_nll)."""
+        return _exp(self.mean_nll)
+
+
+@dataclass(frozen=True)
+class TextScores:
+    """Scores of texts under a judge; `nll` is the sum in nats, the counts are those of the scored text alone."""
+
+    nll: float
+    tokens: int
+    characters: int
+    bytes: int
+
+    @property
+    def nats_per_token(self) -> float:
+        """Mean over the judge's own tokens."""
+        return self.nll / self.tokens
+
+    @property
+    def perplexity(self) -> float:
+        """exp(nats_per_token)."""
+        return _exp(self.nats_per_token)
+
+    @property
+    def nats_per_character(self) -> float:
+        """Comparable between judges with different tokenizers."""
+        return self.nll / self.characters
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable between judges with different tokenizers; bytes of UTF-8."""
+        return self.nll / log(2) / self.bytes
+
+
+def perplexity(
+    model: PreTrainedModel,
+    blocks: PackedBlocks | Int[Tensor, "blocks block_size"],
+    *,
+    batch_size: int = 8,
+    cost: Cost | None = None,
+    progress: bool = True,
+) -> Perplexity:
+    """Score a model on blocks of token ids: every token but the first of each block, which has no context.
+
+    `blocks` is a `PackedBlocks` or integer ids `(blocks, block_size)`. With a vocabulary `cost` the mean transport
+    cost is reported too. The model is scored in eval mode and left as it was.
+
+    Raises ValueError where there is no block, a block is longer than the model's context, or an id lies outside its
+    vocabulary.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    >>> scores = perplexity(model, torch.arange(16).view(2, 8) % 10)
+    >>> scores.tokens, 9 < scores.perplexity < 11
+    (14, True)
+    """
+    ids = blocks.ids if isinstance(blocks, PackedBlocks) else blocks
+    if ids.ndim != 2 or ids.is_floating_point() or ids.shape[0] < 1 or ids.shape[1] < 2:
+        raise ValueError(
+            f"blocks has shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integer ids (blocks, block_size), "
+            f"one block of two tokens at least; PackedBlocks.from_texts makes them."
+        )
+    _check_batch_size(batch_size)
+    _check_fit(model, ids.shape[1], int(ids.min()), int(ids.max()))
+    nll = transport = 0.0
+    with evaluation_mode(model):
+        for batch in _with_bar(ids.split(batch_size), "perplexity", progress):
+            batch = batch.long()
+            scored = _score(model, batch, labels=batch, cost=cost)
+            nll += float(scored.nll.sum(dtype=torch.float64))
+            transport += 0.0 if scored.cost is None else float(scored.cost.sum(dtype=torch.float64))
+    tokens = ids.shape[0] * (ids.shape[1] - 1)
+    return Perplexity(nll / tokens, None if cost is None else transport / tokens, tokens)
+
+
+def sequence_nll(
+    model: PreTrainedModel,
+    sequences: Sequence[Sequence[int]],
+    *,
+    prefix_lengths: Sequence[int] | None = None,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> SequenceScores:
+    """Score token sequences of unequal length under a model that shares their tokenizer.
+
+    The first `prefix_lengths[i]` tokens of sequence i are context only: at least 1, the default, because the first
+    token has no context; the whole length leaves nothing to score, which counts as 0 nats over 0 tokens.
+
+    Raises ValueError where no token is left to score, a sequence is longer than the model's context, a prefix does
+    not fit, or an id lies outside the vocabulary.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    >>> sequence_nll(model, [[0, 1, 2], [0, 3], [0, 1, 2, 3]], prefix_lengths=[1, 1, 3]).tokens
+    tensor([2, 1, 1])
+    """
+    _check_batch_size(batch_size)
+    prefixes = [1] * len(sequences) if prefix_lengths is None else list(prefix_lengths)
+    _check_sequences(model, sequences, prefixes)
+    tokens = torch.tensor([len(ids) for ids in sequences]) - torch.tensor(prefixes)
+    nll = torch.zeros(len(sequences), dtype=torch.float64)
+    # Neighbours in length share a batch, so that little of it is padding.
+    order = sorted((i for i in range(len(sequences)) if tokens[i] > 0), key=lambda i: len(sequences[i]))
+    starts = range(0, len(order), batch_size)
+    with evaluation_mode(model):
+        for start in _with_bar(starts, "scoring", progress):
+            rows = order[start : start + batch_size]
+            ids = torch.zeros(len(rows), len(sequences[rows[-1]]), dtype=torch.long)
+            labels = torch.full_like(ids, IGNORE)
+            mask = torch.zeros_like(ids)
+            # Padding on the right: no scored token sees it, and positions count from 0 as they do without it.
+            for row, i in enumerate(rows):
+                length = len(sequences[i])
+                ids[row, :length] = torch.as_tensor(sequences[i])
+                labels[row, prefixes[i] : length] = ids[row, prefixes[i] : length]
+                mask[row, :length] = 1
+            nll[rows] = _score(model, ids, labels=labels, mask=mask).nll.sum(dim=1, dtype=torch.float64).cpu()
+    return SequenceScores(nll, tokens)
+
+
+def score_texts(
+    judge: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    prompts: Sequence[str] | None = None,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> TextScores:
+    """Score texts under a judge with a tokenizer of its own, whatever model wrote them.
+
+    Each text is tokenised anew, with BOS (else EOS) before it as the first token's context. With `prompts`, text i is
+    the continuation of `prompts[i]`, which is context only; a judge's token that straddles the border is scored. The
+    end of the text is not scored, since the judge would mark it by a token of its own.
+
+    Raises ValueError where no text is left to score, a text is longer than the judge's context, or the tokenizer has
+    neither BOS nor EOS.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from otloss_llm.data import train_bpe_tokenizer
+    >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
+    >>> judge = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))
+    >>> scores = score_texts(judge, tokenizer, [" two", " drei"], prompts=["one", "zwei"])
+    >>> scores.tokens, scores.bytes, 7.9 < scores.bits_per_byte < 8.1
+    (9, 9, True)
+    """
+    if prompts is not None and len(prompts) != len(texts):
+        raise ValueError(f"there are {len(prompts)} prompts for {len(texts)} texts; give one per text, '' for none.")
+    first = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
+    if first is None:
+        raise ValueError("the judge's tokenizer has neither BOS nor EOS for the first token's context; set one first.")
+    sequences, prefixes = [], []
+    for prompt, text in zip(prompts or [""] * len(texts), texts, strict=True):
+        ids, prompt_tokens = _text_ids(tokenizer, prompt, text)
+        sequences.append([first, *ids])
+        prefixes.append(1 + prompt_tokens)
+    scores = sequence_nll(judge, sequences, prefix_lengths=prefixes, batch_size=batch_size, progress=progress)
+    size = sum(len(text.encode()) for text in texts)
+    return TextScores(float(scores.nll.sum()), int(scores.tokens.sum()), sum(map(len, texts)), size)
+
+
+@contextmanager
+def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put the model in eval mode without gradients, and give every module its own mode back afterwards."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def context_length(model: torch.nn.Module) -> int | None:
+    """The number of positions the model was built for, None where its configuration does not say."""
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+
+def _score(
+    model: Any, ids: Tensor, *, labels: Tensor, mask: Tensor | None = None, cost: Cost | None = None
+) -> TokenLoss:
+    device = next(model.parameters()).device
+    mask = None if mask is None else mask.to(device)
+    logits = model(input_ids=ids.to(device), attention_mask=mask, use_cache=False).logits
+    return token_loss(logits[:, :-1], labels[:, 1:].to(logits.device), objective=MLE(), cost=cost, ignore_index=IGNORE)
+
+
+def _text_ids(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], int]:
+    """Ids of `prompt + text`, and how many of the first of them lie wholly within the prompt."""
+    settings = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
+    if not prompt:
+        return tokenizer(text, **settings)["input_ids"], 0
+    if not tokenizer.is_fast:
+        raise ValueError("prompts need a fast tokenizer, which says where its tokens lie; load one, or omit prompts.")
+    encoded = tokenizer(prompt + text, return_offsets_mapping=True, **settings)
+    within = takewhile(lambda span: span[1] <= len(prompt), encoded["offset_mapping"])
+    return encoded["input_ids"], sum(1 for _ in within)
+
+
+def _check_batch_size(batch_size: int) -> None:
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}, expected 1 or more.")
+
+
+def _check_sequences(model: Any, sequences: Sequence[Sequence[int]], prefixes: Sequence[int]) -> None:
+    if len(prefixes) != len(sequences):
+        raise ValueError(f"there are {len(prefixes)} prefix lengths for {len(sequences)} sequences; give one for each.")
+    for i, (ids, prefix) in enumerate(zip(sequences, prefixes, strict=True)):
+        if not 1 <= prefix <= len(ids):
+            raise ValueError(
+                f"sequence {i} has {len(ids)} tokens and prefix length {prefix}, expected 1 <= prefix <= tokens; "
+                f"begin it with BOS or EOS, or leave it out."
+            )
+    if all(len(ids) == prefix for ids, prefix in zip(sequences, prefixes, strict=True)):
+        raise ValueError(f"none of the {len(sequences)} sequences has a token to score; all are empty or prefix only.")
+    low, high = min(map(min, sequences)), max(map(max, sequences))
+    _check_fit(model, max(map(len, sequences)), low, high)
+
+
+def _check_fit(model: Any, length: int, low: int, high: int) -> None:
+    context = context_length(model)
+    if context is not None and length > context:
+        raise ValueError(f"a sequence has {length} tokens, more than the model's context of {context}; shorten it.")
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"token ids run from {low} to {high}, outside the model's vocabulary of {vocabulary}; "
+            f"was the text tokenised by another model's tokenizer?"
+        )
+
+
+def _with_bar(items: Sequence[Any], name: str, progress: bool) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(items, desc=name, disable=not progress, delay=2.0, leave=False)
+
+
+def _exp(nats: float) -> float:
+    return float(torch.tensor(nats, dtype=torch.float64).exp())  # inf rather than OverflowError
