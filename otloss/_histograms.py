@@ -93,12 +93,11 @@ def _checked_mass(name: str, weights: Any) -> Tensor:
     if not torch.isfinite(mass).all():
         check_finite(name, weights)
         raise ValueError(f"{name} has a mass beyond float64, expected finite sums; rescale it.")
-    smallest, bin_index = weights.min(-1)
-    if (smallest < 0).any():
-        row = _first(smallest < 0)
+    if (weights.amin(-1) < 0).any():
+        *row, bin_index = _first(weights < 0)
         raise ValueError(
-            f"{name} holds {float(smallest[row])} in bin {int(bin_index[row])}{_at(row)}, expected weights >= 0; "
-            "clamp rounding errors with .clamp(min=0), or turn scores into weights with softmax."
+            f"{name} holds {float(weights[*row, bin_index])} in bin {bin_index}{_at(tuple(row))}, "
+            "expected weights >= 0; clamp rounding errors with .clamp(min=0), or turn scores into weights with softmax."
         )
     return mass
 

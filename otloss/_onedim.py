@@ -68,14 +68,15 @@ def cdf_distance(
             f"p has {p.shape[-1]} bins and q {q.shape[-1]}, expected the same bins; "
             "for different bins use wasserstein_1d with positions x and y."
         )
-    weights_p, weights_q, gaps = pair.p, pair.q, pair.p.new_ones(p.shape[-1] - 1)
-    if x is not None:
-        x_sorted, order = _positions("x", x, pair.p).sort(dim=-1, stable=True)
-        weights_p, weights_q, gaps = _take(weights_p, order), _take(weights_q, order), x_sorted.diff(dim=-1)
+    x = _positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
+    x_sorted, order = x.sort(dim=-1, stable=True)
+    # The last bin has no gap behind it; a gap of 0 there is cheaper than slicing the histograms.
+    gaps = x_sorted.diff(dim=-1, append=x_sorted[..., -1:])
+    weights_p, weights_q = _take(pair.p, order), _take(pair.q, order)
     if power == 1:
         apart = _absolute_cdf_difference(weights_p, weights_q)
     else:
-        apart = _power((weights_p - weights_q).cumsum(-1)[..., :-1], power)
+        apart = _power((weights_p - weights_q).cumsum(-1), power)
     return (gaps * apart).sum(-1).to(pair.dtype)
 
 
@@ -174,21 +175,21 @@ def _to_occupied(weights: Tensor, positions: Tensor) -> Tensor:
 
 
 def _absolute_cdf_difference(p: Tensor, q: Tensor) -> Tensor:
-    """Return |F - G| at the first n - 1 bins; its slope is one-sided where no mass lies before, or none after."""
+    """Return |F - G|; its slope is one-sided where no mass lies up to the bin, or none behind it."""
     before_p, after_p = _empty_ends(p)
     before_q, after_q = _empty_ends(q)
     before, after = before_p & before_q, after_p & after_q
     # Rounding of the last sums must not choose a side.
-    apart = (p - q).cumsum(-1)[..., :-1].masked_fill(before | after, 0.0)
+    apart = (p - q).cumsum(-1).masked_fill(before | after, 0.0)
     # Mass that arrives in the empty front of either histogram raises |F - G|; in the empty back it lowers F or G
     # there, and raises |F - G| again. The difference from the detached twin adds these slopes and no value.
-    both = (p + q).cumsum(-1)[..., :-1]
+    both = (p + q).cumsum(-1)
     return apart.abs() + (before.to(p.dtype) - after.to(p.dtype)) * (both - both.detach())
 
 
 def _empty_ends(weights: Tensor) -> tuple[Tensor, Tensor]:
     occupied = (weights.detach() > 0).long().cumsum(-1)
-    return occupied[..., :-1] == 0, occupied[..., :-1] == occupied[..., -1:]
+    return occupied == 0, occupied == occupied[..., -1:]
 
 
 def _power(difference: Tensor, power: float) -> Tensor:
@@ -201,7 +202,8 @@ def _power(difference: Tensor, power: float) -> Tensor:
 
 def _take(weights: Tensor, order: Int[Tensor, "*batch n"]) -> Tensor:
     if order.dim() == 1:
-        return weights[..., order]
+        identity = torch.arange(order.shape[0], device=order.device)
+        return weights if torch.equal(order, identity) else weights[..., order]
     batch = torch.broadcast_shapes(weights.shape[:-1], order.shape[:-1])
     return weights.expand(*batch, -1).gather(-1, order.expand(*batch, -1))
 
