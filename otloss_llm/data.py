@@ -109,7 +109,7 @@ def _read_dataset(source: str, *, split: str, text_column: str) -> list[str]:
         import datasets
     except ImportError as error:
         raise ImportError(
-            f"{source!r} is no local path, and reading it as a Hugging Face dataset needs the datasets package: "
+            f"{source!r} is no local path, and to read it as a Hugging Face dataset the datasets package is missing: "
             f'pip install "otloss[data]"'
         ) from error
     name, _, config = source.partition(":")
@@ -126,7 +126,13 @@ def _read_dataset(source: str, *, split: str, text_column: str) -> list[str]:
             f"dataset {source!r} has no column {text_column!r}, found {rows.column_names}; "
             f"name the right one in text_column."
         )
-    return list(rows[text_column])
+    texts = list(rows[text_column])
+    for number, text in enumerate(texts):
+        if not isinstance(text, str):
+            raise ValueError(
+                f"dataset {source!r}, row {number}: column {text_column!r} is {text!r}, expected a string."
+            )
+    return texts
 
 
 def split_documents(documents: Iterable[str], fractions: Mapping[str, float], *, seed: int = 0) -> dict[str, list[str]]:
@@ -192,10 +198,8 @@ def docstring_corpus(package: str, *, min_chars: int = 80) -> list[str]:
     >>> corpus[0][:53]
     'JSON (JavaScript Object Notation) <https://json.org> '
     """
-    documents: list[str] = []
-    for path in _source_files(package):
-        documents.extend(_prose(docstring) for docstring in _docstrings(path))
-    documents = _without_duplicates(document for document in documents if len(document) >= min_chars)
+    prose = (_prose(docstring) for path in _source_files(package) for docstring in _docstrings(path))
+    documents = _without_duplicates(document for document in prose if len(document) >= max(1, min_chars))
     if not documents:
         raise ValueError(f"package {package!r} has no docstring of {min_chars} or more characters in .py files.")
     return documents
@@ -225,18 +229,15 @@ def _docstrings(path: Path) -> Iterator[str]:
             tree = ast.parse(path.read_bytes())
         except (SyntaxError, ValueError):  # templates and files for other Python versions
             return
-    yield from _documented(tree)
-
-
-def _documented(node: ast.AST) -> Iterator[str]:
-    """Docstrings below `node` in the order of the source; only statements are visited, expressions hold none."""
-    if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-        docstring = ast.get_docstring(node, clean=False)
-        if docstring:
-            yield docstring
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case):
-            yield from _documented(child)
+    stack: list[ast.AST] = [tree]
+    while stack:  # in the order of the source; only statements are visited, for expressions hold no docstring
+        node = stack.pop()
+        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            yield ast.get_docstring(node, clean=False) or ""
+        children = ast.iter_child_nodes(node)
+        stack += reversed(
+            [child for child in children if isinstance(child, ast.stmt | ast.ExceptHandler | ast.match_case)]
+        )
 
 
 UNDERLINE = r"[ \t]*(?:-{3,}|={3,}|~{3,}|\^{3,}|\*{3,}|\+{3,}|#{3,})[ \t]*\n"
@@ -278,9 +279,7 @@ def train_bpe_tokenizer(
         raise ValueError(f"vocab_size is {vocab_size}, expected at least {len(alphabet) + 1}: the bytes and the end.")
     documents = list(_as_documents(texts))
     if not any(document.strip() for document in documents):
-        raise ValueError(
-            f"the {len(documents)} texts hold nothing to train a tokenizer on; give at least one document."
-        )
+        raise ValueError(f"the {len(documents)} texts hold nothing to train on; give at least one document.")
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -292,13 +291,8 @@ def train_bpe_tokenizer(
         show_progress=progress,
     )
     backend.train_from_iterator(documents, trainer=trainer, length=len(documents))
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        bos_token=END_OF_TEXT,
-        eos_token=END_OF_TEXT,
-        pad_token=END_OF_TEXT,
-        clean_up_tokenization_spaces=False,
-    )
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
 
 
 class PackedBlocks(Dataset[dict[str, Tensor]]):
@@ -342,7 +336,7 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         if blocks == 0:
             raise ValueError(
                 f"the text is {len(stream)} tokens long (end-of-text included), less than one block of {block_size}; "
-                f"give more text or a block_size of at most {len(stream)}."
+                f"give more text or smaller blocks."
             )
         ids = torch.from_numpy(stream[: blocks * block_size].reshape(blocks, block_size))
         return cls(ids, dropped_tokens=dropped)
@@ -391,9 +385,7 @@ def split_blocks(
     held_out = [max(1, round(fraction * len(blocks))) if fraction else 0 for fraction in fractions.values()]
     train = len(blocks) - sum(held_out)
     if train < 1:
-        raise ValueError(
-            f"{len(blocks)} blocks leave none to train on with {fractions}; give more text, smaller blocks or shares."
-        )
+        raise ValueError(f"{len(blocks)} blocks leave none to train on with {fractions}; give more text or less share.")
     first, second, third = blocks.ids.split([train, *held_out])
     return PackedBlocks(first), PackedBlocks(second), PackedBlocks(third)
 
