@@ -1,0 +1,109 @@
+"""Command-line arguments, read by `transformers.HfArgumentParser` beside `TrainingArguments`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from transformers import TrainingArguments
+
+
+@dataclass
+class ModelArguments:
+    """Which model."""
+
+    model_name_or_path: str = field(metadata={"help": "Folder (or hub name) of a causal language model to start from."})
+    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, if it is not the model's own."})
+
+
+@dataclass
+class TextArguments:
+    """Which text, and how it is cut."""
+
+    train_text: str = field(metadata={"help": "A .txt, .md or .jsonl file, a folder of them, or a datasets name."})
+    validation_text: str | None = field(
+        default=None, metadata={"help": "Likewise; default: cut off the end of the training text."}
+    )
+    test_text: str | None = field(default=None, metadata={"help": "Likewise (compare only)."})
+    text_column: str = field(default="text", metadata={"help": "Column of .jsonl files and datasets."})
+    block_size: int = field(default=256, metadata={"help": "Tokens in a training example."})
+    validation_fraction: float = field(default=0.05, metadata={"help": "Share cut off for validation; 0 for none."})
+    test_fraction: float = field(default=0.05, metadata={"help": "Share cut off for the test (compare only)."})
+
+
+@dataclass
+class ObjectiveArguments:
+    """What is minimised."""
+
+    objective: str = field(
+        default="emo", metadata={"help": "mle, tailr:GAMMA, mixce:GAMMA, emo, emo:transport, or emo:WEIGHT."}
+    )
+    cost_embedding: str = field(
+        default="model",
+        metadata={"help": "Embedding of the cost: model (its own head), random, shuffled, a .npy file, or a model."},
+    )
+    impl: str = field(default="auto", metadata={"help": "Kernel: auto, chunked, or reference."})
+    chunk_size: int | None = field(default=None, metadata={"help": "Tokens per chunk of the kernel."})
+
+
+@dataclass
+class ObjectiveTrainingArguments(TrainingArguments):
+    """The Hugging Face training arguments, with an output folder that must be named and progress bars."""
+
+    disable_tqdm: bool | None = field(default=False, metadata={"help": "Leave out the progress bars."})
+    dataloader_pin_memory: bool = field(
+        default_factory=torch.cuda.is_available, metadata={"help": "Pin host memory; default: where there is a GPU."}
+    )
+    logging_steps: float = field(default=50, metadata={"help": "Log every so many steps."})
+    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept in a run folder."})
+
+    def __post_init__(self) -> None:
+        if not self.output_dir:
+            raise ValueError("output_dir is missing; name the folder of this run with --output_dir.")
+        super().__post_init__()
+
+
+@dataclass
+class GenerateArguments:
+    """How text is sampled."""
+
+    prompt: list[str] = field(default_factory=list, metadata={"help": "Prompts; none: start from nothing."})
+    prompts_file: str | None = field(default=None, metadata={"help": "A UTF-8 file with one prompt per line."})
+    num_samples: int = field(default=1, metadata={"help": "Continuations of each prompt."})
+    max_new_tokens: int = field(default=100, metadata={"help": "Longest continuation, in tokens."})
+    temperature: float = field(default=1.0, metadata={"help": "1 samples the model's distribution; 0 is greedy."})
+    top_p: float = field(default=1.0, metadata={"help": "Nucleus; 1 leaves the distribution whole."})
+    top_k: int = field(default=0, metadata={"help": "0 leaves the distribution whole."})
+    batch_size: int = field(default=16, metadata={"help": "Continuations made at a time."})
+    seed: int = field(default=0, metadata={"help": "One seed and batch size give one result."})
+    output_file: str | None = field(default=None, metadata={"help": "Write JSON lines here instead of text to stdout."})
+
+
+@dataclass
+class EvaluateArguments:
+    """What is scored."""
+
+    text: str = field(metadata={"help": "A .txt, .md or .jsonl file, a folder of them, or a datasets name."})
+    text_column: str = field(default="text", metadata={"help": "Column of .jsonl files and datasets."})
+    split: str = field(default="test", metadata={"help": "Split, where the text is a datasets name."})
+    block_size: int = field(default=256, metadata={"help": "Tokens in a block; its first token has no context."})
+    batch_size: int = field(default=8, metadata={"help": "Blocks scored at a time."})
+    cost_embedding: str = field(default="model", metadata={"help": "As for train; compare models under one cost."})
+    output_file: str | None = field(default=None, metadata={"help": "Write the JSON here too."})
+
+
+@dataclass
+class CompareArguments:
+    """What is compared, and how it is sampled."""
+
+    objectives: list[str] = field(
+        default_factory=lambda: ["mle", "emo"],
+        metadata={"help": "Arms: objective[/random | /shuffled][/T=temperature], e.g. mle mixce:0.8 emo emo/random."},
+    )
+    seeds: list[int] = field(default_factory=lambda: [0, 1], metadata={"help": "Every arm is trained once per seed."})
+    judge: str | None = field(default=None, metadata={"help": "An independent model that scores the samples."})
+    num_prompts: int = field(default=64, metadata={"help": "Test blocks whose beginnings are continued."})
+    prompt_tokens: int = field(default=20, metadata={"help": "Length of those beginnings."})
+    samples_per_prompt: int = field(default=1, metadata={"help": "Continuations of each prompt."})
+    max_new_tokens: int = field(default=100, metadata={"help": "Longest continuation, in tokens."})
+    sample_batch_size: int = field(default=32, metadata={"help": "Continuations made, and blocks scored, at a time."})

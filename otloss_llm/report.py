@@ -1,0 +1,157 @@
+"""The report of a comparison: a Markdown table (mean and standard deviation over seeds), a figure, JSON, samples."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from pathlib import Path
+from typing import Any
+
+from otloss_llm.runs import write_json
+
+# key, heading, number format, which way is better
+COLUMNS = (
+    ("test_perplexity", "test perplexity ↓", "{:.2f}"),
+    ("judge_perplexity", "judge perplexity of samples ↓", "{:.2f}"),
+    ("transport_cost", "transport cost ↓", "{:.4f}"),
+    ("distinct_2", "distinct-2", "{:.3f}"),
+    ("distinct_3", "distinct-3", "{:.3f}"),
+    ("seconds_per_step", "ms / step", "{:.0f}"),
+)
+_SCALE = {"seconds_per_step": 1000.0}
+
+NOTES = """\
+- Mean ± standard deviation over {seeds} seed{plural}; a seed changes the order of batches and the samples, for all arms alike.
+- *test perplexity*: of held-out text under the model itself. *judge perplexity*: of sampled continuations under an
+  independent model. It falls both when samples become better and when they become blander: read it together with
+  distinct-n (share of different n-grams), and against `{human}` (what the judge makes of the real continuations).
+- *transport cost*: mean exact earth mover's distance between prediction and token, in the geometry of the start model's
+  head (1 - cosine).
+- `/random`: EMO with a random embedding, a control without semantics. `/T=...`: the same trained model sampled at that
+  temperature, a control for sharpening alone.
+- *ms / step*: median wall time of an optimizer step of the whole training, as measured on this machine in this run.
+"""
+
+
+def write_report(results: dict[str, Any], folder: Path, *, title: str = "Comparison of objectives") -> str:
+    """Write report.md, report.json, samples.md and (with matplotlib) figure.png; returns the Markdown table."""
+    from otloss_llm.compare import HUMAN
+
+    table = markdown_table(results)
+    seeds = len({run["seed"] for run in results["runs"]})
+    notes = NOTES.format(seeds=seeds, plural="" if seeds == 1 else "s", human=HUMAN)
+    figure = _write_figure(results, folder / "figure.png")
+    picture = "\n![figure](figure.png)\n" if figure else "\n(no figure: pip install \"otloss[plot]\")\n"
+    write_json(folder / "report.json", results)
+    (folder / "samples.md").write_text(_samples(results), encoding="utf-8")
+    report = f"# {title}\n\n{table}\n{notes}{picture}\nSamples side by side: [samples.md](samples.md). Every number and setting: report.json.\n"
+    (folder / "report.md").write_text(report, encoding="utf-8")
+    return table
+
+
+def summarise(results: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
+    """`{arm: {key: (mean, standard deviation over seeds)}}`, arms in the order they were asked for."""
+    summary: dict[str, dict[str, tuple[float, float]]] = {}
+    for arm in dict.fromkeys(run["arm"] for run in results["runs"]):
+        runs = [run for run in results["runs"] if run["arm"] == arm]
+        summary[arm] = {}
+        for key, *_ in COLUMNS:
+            values = [run[key] * _SCALE.get(key, 1.0) for run in runs if run.get(key) is not None]
+            if values:
+                spread = statistics.stdev(values) if len(values) > 1 else math.nan
+                summary[arm][key] = (statistics.fmean(values), spread)
+    return summary
+
+
+def markdown_table(results: dict[str, Any]) -> str:
+    """One row an arm, and one for the text itself; columns that nobody has are left out."""
+    from otloss_llm.compare import HUMAN
+
+    summary = summarise(results)
+    columns = [column for column in COLUMNS if any(column[0] in row for row in summary.values())]
+    lines = ["| arm | " + " | ".join(heading for _, heading, _ in columns) + " |", "|---|" + "---:|" * len(columns)]
+    for arm, row in summary.items():
+        lines.append(f"| {arm} | " + " | ".join(_cell(row.get(key), form) for key, _, form in columns) + " |")
+    human = {key: (value, math.nan) for key, value in results["reference"].items() if isinstance(value, float)}
+    lines.append(f"| {HUMAN} | " + " | ".join(_cell(human.get(key), form) for key, _, form in columns) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(value: tuple[float, float] | None, form: str) -> str:
+    if value is None:
+        return ""
+    mean, spread = value
+    return form.format(mean) + ("" if math.isnan(spread) else f" ± {form.format(spread)}")
+
+
+def _samples(results: dict[str, Any], *, shown: int = 8) -> str:
+    """The first seed's continuations of the same prompts, arm beside arm."""
+    first = results["runs"][0]["seed"]
+    runs = [run for run in results["runs"] if run["seed"] == first]
+    prompts = results["prompts"]
+    lines = [f"# Continuations of the same prompts (seed {first})\n"]
+    for i, prompt in enumerate(prompts[:shown]):
+        lines.append(f"## {i + 1}. `{_one_line(prompt)}`\n\n| arm | continuation |\n|---|---|")
+        for run in runs:
+            repeats = len(run["samples"]) // len(prompts)
+            lines.append(f"| {run['arm']} | {_one_line(run['samples'][i * repeats])} |")
+        lines.append(f"| text itself | {_one_line(results['reference']['samples'][i])} |\n")
+    return "\n".join(lines)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|").replace("`", "'")
+
+
+def _write_figure(results: dict[str, Any], path: Path) -> bool:
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        return False
+    judged = any("judge_perplexity" in run for run in results["runs"])
+    figure = Figure(figsize=(11.0 if judged else 6.0, 4.4), layout="constrained")
+    axes = figure.subplots(1, 2 if judged else 1, squeeze=False)[0]
+    if judged:
+        _draw_trade(axes[0], results)
+    _draw_costs(axes[-1], results)
+    figure.savefig(path, dpi=130)
+    return True
+
+
+def _draw_trade(axes: Any, results: dict[str, Any]) -> None:
+    """Every run as a point: how well it predicts real text, and what the judge makes of its own text."""
+    for number, (arm, row) in enumerate(summarise(results).items()):
+        runs = [run for run in results["runs"] if run["arm"] == arm]
+        colour = f"C{number}"
+        axes.scatter([run["test_perplexity"] for run in runs], [run["judge_perplexity"] for run in runs],
+                     color=colour, alpha=0.35, s=25)  # fmt: skip
+        axes.scatter(row["test_perplexity"][0], row["judge_perplexity"][0], color=colour, s=90, label=arm,
+                     edgecolor="black", linewidth=0.6)  # fmt: skip
+    human = results["reference"].get("judge_perplexity")
+    if human is not None:
+        axes.axhline(human, color="grey", linestyle="--", linewidth=1)
+        axes.annotate("the real text under the judge", (0.99, human), xycoords=("axes fraction", "data"), ha="right",
+                      va="bottom", fontsize=8, color="grey")  # fmt: skip
+    axes.set_xlabel("test perplexity: real text under the model\n← predicts real text better")
+    axes.set_ylabel("judge perplexity: the model's own text under a judge\n← more like what the judge has read")
+    axes.set_title("What each objective trades", fontsize=11)
+    axes.legend(fontsize=8)
+
+
+def _draw_costs(axes: Any, results: dict[str, Any]) -> None:
+    """Mean transport cost of each training: how far predictions miss."""
+    seen: dict[str, tuple[float, float]] = {}
+    trainings = {run["arm"]: run["training"] for run in results["runs"]}
+    for arm, row in summarise(results).items():
+        seen.setdefault(trainings[arm], row["transport_cost"])
+    names = list(seen)
+    means = [seen[name][0] for name in names]
+    spreads = [0.0 if math.isnan(seen[name][1]) else seen[name][1] for name in names]
+    axes.errorbar(means, range(len(names)), xerr=spreads, fmt="o", markersize=8, capsize=4, color="C0")
+    axes.set_yticks(range(len(names)), names)
+    axes.invert_yaxis()
+    axes.margins(x=0.25, y=0.15)
+    for row_number, mean in enumerate(means):
+        axes.annotate(f"{mean:.4f}", (mean, row_number), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9)
+    axes.set_xlabel("mean transport cost on test text\n← misses land on more similar tokens")
+    axes.set_title("How far predictions miss, in the embedding's geometry", fontsize=11)
