@@ -238,6 +238,16 @@ def context_length(model: torch.nn.Module) -> int | None:
     return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
+def check_vocabulary(model: Any, low: int, high: int) -> None:
+    """Raise ValueError unless ids from `low` to `high` lie in the model's vocabulary."""
+    vocabulary = model.get_input_embeddings().num_embeddings
+    if low < 0 or high >= vocabulary:
+        raise ValueError(
+            f"token ids run from {low} to {high}, outside the model's vocabulary of {vocabulary}; "
+            f"was the text tokenised by another model's tokenizer?"
+        )
+
+
 def _score(
     model: Any, ids: Tensor, *, labels: Tensor, mask: Tensor | None = None, cost: Cost | None = None
 ) -> TokenLoss:
@@ -283,12 +293,7 @@ def _check_fit(model: Any, length: int, low: int, high: int) -> None:
     context = context_length(model)
     if context is not None and length > context:
         raise ValueError(f"a sequence has {length} tokens, more than the model's context of {context}; shorten it.")
-    vocabulary = model.get_input_embeddings().num_embeddings
-    if low < 0 or high >= vocabulary:
-        raise ValueError(
-            f"token ids run from {low} to {high}, outside the model's vocabulary of {vocabulary}; "
-            f"was the text tokenised by another model's tokenizer?"
-        )
+    check_vocabulary(model, low, high)
 
 
 def _with_bar(items: Sequence[Any], name: str, progress: bool) -> Any:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from otloss_llm.data import opening_ids
-from otloss_llm.evaluation.perplexity import context_length, evaluation_mode
+from otloss_llm.evaluation.perplexity import check_vocabulary, context_length, evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -77,7 +77,7 @@ def sample_texts(
         raise TypeError("prompts is one string, expected a list of them; pass [prompt].")
     prompts = [""] if prompts is None else list(prompts)
     inputs = [_prompt_ids(tokenizer, prompt) for prompt in prompts]
-    _check_lengths(model, prompts, inputs, max_new_tokens)
+    _check_inputs(model, prompts, inputs, max_new_tokens)
     settings = _generation_config(
         model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
     )
@@ -114,10 +114,12 @@ def _generation_config(model: Any, tokenizer: Any, *, temperature: float, **sett
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a text: the tokenizer's, and those the model adds (chat models have several)."""
+    """Ids that end a text: the tokenizer's EOS, and those the model adds, as chat models do."""
     own = model.generation_config.eos_token_id
-    ids = {tokenizer.eos_token_id, *(own if isinstance(own, (list, tuple)) else [own])}
-    return sorted(id_ for id_ in ids if id_ is not None)
+    ids = set(own) if isinstance(own, (list, tuple)) else {own}
+    # A configuration's default EOS (2 for Llama) may be an ordinary word of another tokenizer.
+    ends = {id_ for id_ in ids if id_ in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[id_].special}
+    return sorted(ends | ({tokenizer.eos_token_id} - {None}))
 
 
 def _generate(model: Any, rows: list[list[int]], settings: GenerationConfig) -> list[tuple[list[int], bool]]:
@@ -198,9 +200,10 @@ def _check_settings(
         raise ValueError(f"top_k is {top_k}, expected 0 (off) or the number of tokens to keep.")
 
 
-def _check_lengths(model: Any, prompts: list[str], inputs: list[list[int]], max_new_tokens: int) -> None:
+def _check_inputs(model: Any, prompts: list[str], inputs: list[list[int]], max_new_tokens: int) -> None:
     if not prompts:
         raise ValueError("prompts is an empty list; give at least one, or None to start from the beginning of a text.")
+    check_vocabulary(model, min(map(min, inputs)), max(map(max, inputs)))
     context = context_length(model)
     longest = max(range(len(inputs)), key=lambda i: len(inputs[i]))
     if context is not None and len(inputs[longest]) + max_new_tokens > context:
