@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
+DATASET_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?", re.ASCII)
 TEST_FOLDERS = frozenset({"test", "tests"})
 END_OF_TEXT = "<|endoftext|>"
 DOCUMENTS_PER_CALL = 256  # documents handed to the tokenizer at a time
@@ -63,7 +64,7 @@ def read_texts(source: str | Path, *, split: str = "train", text_column: str = "
         documents = [text for file in files for text in _read_file(file, text_column)]
     elif path.is_file():
         documents = _read_file(path, text_column)
-    elif path.suffix in TEXT_SUFFIXES or path.is_absolute() or str(source).startswith((".", "~")):
+    elif path.suffix in TEXT_SUFFIXES or not DATASET_NAME.fullmatch(str(source)):
         raise FileNotFoundError(f"there is no file or folder {str(source)!r}; check the path (now in {Path.cwd()}).")
     else:
         documents = _read_dataset(str(source), split=split, text_column=text_column)
@@ -118,7 +119,7 @@ def _read_dataset(source: str, *, split: str, text_column: str) -> list[str]:
     except (FileNotFoundError, ConnectionError) as error:  # not on the hub, or no hub
         raise FileNotFoundError(
             f"{source!r} is neither a local file or folder (looked in {Path.cwd()}) nor a dataset that can be "
-            f"reached: load_dataset({name!r}, {config or None!r}, split={split!r}) said: {error}. "
+            f"reached: load_dataset({name!r}, {config or None!r}, split={split!r}) said: {str(error).rstrip('.')}. "
             f"Check the spelling, or download the text and give its path."
         ) from error
     if text_column not in rows.column_names:

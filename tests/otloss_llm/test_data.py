@@ -76,8 +76,9 @@ def test_bad_files_are_named(tmp_path, name, content, message):
 def test_missing_path_and_empty_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file or folder 'nowhere/a\.txt'"):
         read_texts("nowhere/a.txt")
-    with pytest.raises(FileNotFoundError, match="no file or folder"):
-        read_texts(tmp_path / "absent")
+    for absent in (tmp_path / "absent", "./absent", "~/absent", "a/b/c", "my corpus"):  # no dataset has such a name
+        with pytest.raises(FileNotFoundError, match="no file or folder"):
+            read_texts(absent)
     with pytest.raises(ValueError, match=r"holds no \.txt, \.md, \.jsonl file"):
         read_texts(tmp_path)
 
