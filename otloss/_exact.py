@@ -25,7 +25,6 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from otloss._checks import check_broadcast, check_finite
 from otloss._histograms import HistogramPair, histogram_pair
@@ -116,33 +115,51 @@ class _ExactTransport(torch.autograd.Function):
         solutions = [
             _solve(sources[k], targets[k], matrices[owner], _name(k, batch)) for k, owner in enumerate(owners.tolist())
         ]
+        ctx.save_for_backward(p, q, matrix)
         ctx.solutions, ctx.owners, ctx.batch = solutions, owners, batch
-        ctx.like, ctx.shapes = p.new_empty(0), (p.shape, q.shape, matrix.shape)
-        ctx.matrix_dtype = matrix.dtype
         return p.new_tensor([s.value for s in solutions]).reshape(batch)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
         upstream = gradients[0].detach().to("cpu", torch.float64).reshape(-1)
-        shape_p, shape_q, shape_matrix = ctx.shapes
-        by_weights: list[Tensor | None] = [None, None]
-        for side, (potentials, shape) in enumerate(
-            (([s.f for s in ctx.solutions], shape_p), ([s.g for s in ctx.solutions], shape_q))
-        ):
-            if ctx.needs_input_grad[side]:
-                stacked = np.stack(potentials) if potentials else np.zeros((0, shape[-1]))
-                full = (upstream.unsqueeze(-1) * torch.from_numpy(stacked)).reshape(*ctx.batch, shape[-1])
-                by_weights[side] = full.sum_to_size(shape).to(ctx.like)
-        by_cost = None
+        found: list[Tensor | None] = [None, None, None]
+        if ctx.needs_input_grad[0]:
+            found[0] = _by_weights(upstream, [s.f for s in ctx.solutions], ctx.batch, inputs[0])
+        if ctx.needs_input_grad[1]:
+            found[1] = _by_weights(upstream, [s.g for s in ctx.solutions], ctx.batch, inputs[1])
         if ctx.needs_input_grad[2]:
-            flat = torch.zeros(shape_matrix.numel(), dtype=torch.float64)
-            n, m = shape_matrix[-2:]
-            for owner, scale, s in zip(ctx.owners.tolist(), upstream, ctx.solutions, strict=True):
-                cells = torch.from_numpy(owner * n * m + s.rows * m + s.columns)
-                flat.index_add_(0, cells, scale * torch.from_numpy(s.flows))
-            by_cost = flat.reshape(shape_matrix).to(ctx.like.device, ctx.matrix_dtype)
-        return by_weights[0], by_weights[1], by_cost
+            found[2] = _by_cost(upstream, ctx.solutions, ctx.owners, inputs[2])
+        return tuple(None if g is None else _OnceOnly.apply(g, gradients[0], *inputs) for g in found)
+
+
+class _OnceOnly(torch.autograd.Function):
+    """Hold a gradient to the graph, so that differentiating it is an error and not a silent zero."""
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        raise RuntimeError(
+            "a second derivative of emd was asked for, but emd is piecewise linear and gives first derivatives only; "
+            "drop create_graph=True, or use a smooth (entropic) transport cost."
+        )
+
+
+def _by_weights(upstream: Tensor, potentials: list[np.ndarray], batch: torch.Size, like: Tensor) -> Tensor:
+    stacked = np.stack(potentials) if potentials else np.zeros((0, like.shape[-1]))
+    full = upstream.unsqueeze(-1) * torch.from_numpy(stacked)
+    return full.reshape(*batch, like.shape[-1]).sum_to_size(like.shape).to(like)
+
+
+def _by_cost(upstream: Tensor, solutions: list[_Solution], owners: Tensor, like: Tensor) -> Tensor:
+    n, m = like.shape[-2:]
+    flat = torch.zeros(like.numel(), dtype=torch.float64)
+    for owner, scale, s in zip(owners.tolist(), upstream, solutions, strict=True):
+        flat.index_add_(0, torch.from_numpy(owner * n * m + s.rows * m + s.columns), scale * torch.from_numpy(s.flows))
+    return flat.reshape(like.shape).to(like)
 
 
 def _solve(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, name: str) -> _Solution:

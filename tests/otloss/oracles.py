@@ -1,0 +1,69 @@
+"""Slow, independent answers: linear programming, and one-sided finite differences of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import torch
+from scipy.optimize import linprog
+from torch import Tensor
+
+
+def linprog_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray) -> float:
+    """The optimum of the transport problem by scipy's HiGHS, exact to about 1e-7."""
+    n, m = matrix.shape
+    marginals = np.zeros((n + m, n * m))
+    for i in range(n):
+        marginals[i, i * m : (i + 1) * m] = 1
+    for j in range(m):
+        marginals[n + j, j::m] = 1
+    # One marginal follows from the others; leaving it out lets masses differ by rounding.
+    result = linprog(
+        matrix.ravel(), A_eq=marginals[:-1], b_eq=np.concatenate([p, q])[:-1], bounds=(0, None), method="highs"
+    )
+    assert result.status == 0, result.message
+    return float(result.fun)
+
+
+def weight_slopes(value: Callable[[np.ndarray], float], weights: np.ndarray, step: float) -> tuple[int, np.ndarray]:
+    """Return the heaviest bin k and, for every bin i, the one-sided slope of moving mass from bin k to bin i."""
+    heaviest = int(np.argmax(weights))
+    base = value(weights)
+    slopes = np.zeros(weights.size)
+    for i in range(weights.size):
+        if i != heaviest:
+            moved = weights.copy()
+            moved[i] += step
+            moved[heaviest] -= step
+            slopes[i] = (value(moved) - base) / step
+    return heaviest, slopes
+
+
+def central_slopes(value: Callable[[np.ndarray], float], point: np.ndarray, step: float) -> np.ndarray:
+    """Return the central finite differences of `value` at `point`, entry by entry."""
+    slopes = np.zeros(point.shape)
+    for index in np.ndindex(*point.shape):
+        ahead, behind = point.copy(), point.copy()
+        ahead[index] += step
+        behind[index] -= step
+        slopes[index] = (value(ahead) - value(behind)) / (2 * step)
+    return slopes
+
+
+def cosine_matrix(embedding: Tensor) -> Tensor:
+    """1 - cos by float64 loops over pairs; zero rows cost 1 to others, 0 to themselves."""
+    rows = embedding.double()
+    size = rows.shape[0]
+    matrix = torch.zeros(size, size, dtype=torch.float64)
+    for i in range(size):
+        for j in range(size):
+            if i != j:
+                lengths = float(rows[i].norm()) * float(rows[j].norm())
+                matrix[i, j] = 1.0 if lengths == 0 else 1.0 - float(rows[i] @ rows[j]) / lengths
+    return matrix
+
+
+def as_double(array: np.ndarray, *, grad: bool = False) -> Tensor:
+    """A float64 tensor, optionally a leaf with a gradient."""
+    return torch.tensor(array, dtype=torch.float64, requires_grad=grad)
