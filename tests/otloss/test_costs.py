@@ -1,0 +1,195 @@
+"""Costs against loops in float64: rows, products, soft minima, degenerate rows, dtypes, messages."""
+
+from __future__ import annotations
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+
+from otloss.costs import CosineCost, Cost, DenseCost, LineCost, as_cost
+from tests.otloss.oracles import as_double, cosine_matrix
+from tests.otloss.strategies import square_problems
+
+
+def embedding(dtype: torch.dtype = torch.float64) -> Tensor:
+    rows = torch.randn(40, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rows[3] = 0
+    rows[7] = rows[8] * 3
+    rows[9] = -rows[8]
+    return rows.to(dtype)
+
+
+def costs() -> list[Cost]:
+    matrix = torch.rand(5, 7, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.tensor([2.0, -1.0, 2.0, 5.0], dtype=torch.float64)
+    return [DenseCost(matrix), CosineCost(embedding()), LineCost(x), LineCost(x, power=2), LineCost(x, power=0.5)]
+
+
+@pytest.mark.parametrize("cost", costs(), ids=repr)
+def test_every_question_agrees_with_the_matrix(cost: Cost) -> None:
+    n, m = cost.shape
+    dense = cost.dense()
+    assert dense.shape == (n, m)
+    index = torch.tensor([n - 1, 0, 0])
+    torch.testing.assert_close(cost.rows(index), dense[index])
+    assert cost.rows(index[:0]).shape == (0, m)
+    v = torch.randn(2, 3, m, dtype=torch.float64)
+    torch.testing.assert_close(cost.apply(v), v @ dense.T)
+    torch.testing.assert_close(cost.T.apply(v[..., :1].expand(2, 3, n)), v[..., :1].expand(2, 3, n) @ dense)
+    for epsilon in (10.0, 0.1, 1e-4):
+        expected = -epsilon * torch.logsumexp((v.unsqueeze(-2) - dense) / epsilon, -1)
+        torch.testing.assert_close(cost.softmin(v, epsilon), expected)
+    if n == m:
+        assert cost.diagonal().tolist() == dense.diagonal().tolist() == [0.0] * n
+    assert dense.min() >= 0
+
+
+@pytest.mark.parametrize("cost", costs(), ids=repr)
+def test_pickle_and_to(cost: Cost) -> None:
+    again = pickle.loads(pickle.dumps(cost))
+    assert repr(again) == repr(cost)
+    assert torch.equal(again.dense(), cost.dense())
+    single = cost.to(torch.float32)
+    assert (single.dtype, cost.dtype, type(single)) == (torch.float32, torch.float64, type(cost))
+    assert single.to(device="cpu").dense().dtype == torch.float32
+    assert cost.device == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"asked for in torch.bfloat16, expected float32 or float64"):
+        cost.to(torch.bfloat16)
+
+
+def test_softmin_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    cost, potential = CosineCost(embedding()), torch.randn(3, 40, dtype=torch.float64)
+    whole = cost.softmin(potential, 0.1)
+    monkeypatch.setattr("otloss.costs._BLOCK_ENTRIES", 1000)
+    torch.testing.assert_close(cost.softmin(potential, 0.1), whole)
+
+
+@settings(max_examples=200, deadline=None)
+@given(square_problems())
+def test_cosine_rows_are_the_definition(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    points = as_double(problem[2])
+    cost = CosineCost(points)
+    dense = cost.dense()
+    usable = (points.abs().amax(-1) > 1e-100) | cost.zero_rows  # the loop's own squares vanish below
+    torch.testing.assert_close(dense[usable][:, usable], cosine_matrix(points)[usable][:, usable], atol=1e-12, rtol=0)
+    assert cost.zero_rows.tolist() == [not row.any() for row in problem[2]]
+    assert dense.diagonal().abs().max() == 0
+    assert dense.min() >= 0
+    assert dense.max() <= 2
+
+
+def test_zero_rows_and_duplicates() -> None:
+    for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
+        cost = CosineCost(embedding(dtype))
+        dense = cost.dense()
+        assert dense[3].tolist() == [1.0] * 3 + [0.0] + [1.0] * 36
+        assert dense[:, 3].tolist() == dense[3].tolist()
+        assert 0 <= dense[8, 7] < 1e-4
+        assert cost.unit[3].abs().sum() == 0
+        if dtype in (torch.float64, torch.float32):
+            assert dense[8, 7] < 10 * torch.finfo(dtype).eps
+            assert dense[8, 9].item() == pytest.approx(2)
+        assert dense.diagonal().abs().max() == 0
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1.0, 1e30, 3e37])
+def test_norms_of_any_size(scale: float) -> None:
+    rows = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [0.0, 0.0]])
+    scaled = rows.clone()
+    scaled[2] *= scale
+    dense = CosineCost(scaled).dense()
+    torch.testing.assert_close(dense, cosine_matrix(rows).float(), atol=3e-7, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_low_precision_costs_are_float32(dtype: torch.dtype) -> None:
+    rows = embedding(dtype)
+    cost = CosineCost(rows)
+    exact = cosine_matrix(rows)
+    assert cost.dtype == cost.rows(torch.tensor([1])).dtype == torch.float32
+    assert (cost.dense() - exact).abs().max() < 1e-6
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (cost.dense() - exact).abs().max() < 1e-6
+        v = torch.rand(40)
+        assert (cost.apply(v) - exact @ v.double()).abs().max() < 1e-6 * v.sum()
+    assert cost.apply(torch.rand(40, dtype=torch.bfloat16)).dtype == torch.float32
+    assert cost.apply(torch.rand(40, dtype=torch.float64)).dtype == torch.float64
+    assert DenseCost(torch.ones(2, 2, dtype=dtype)).dtype == LineCost(torch.ones(2, dtype=dtype)).dtype == torch.float32
+
+
+def test_gradients() -> None:
+    rows = embedding()[:9].clone().requires_grad_()
+    v = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
+    away = torch.tensor([0, 1, 2, 4, 5])  # the clamp at duplicates and the zero row are kinks
+    few = rows.detach()[away].requires_grad_()
+    assert torch.autograd.gradcheck(lambda e: CosineCost(e).dense(), few)
+    assert torch.autograd.gradcheck(lambda e, v: CosineCost(e).apply(v), (few, v.detach()[:, :5].requires_grad_()))
+    assert torch.autograd.gradcheck(
+        lambda e, v: CosineCost(e).softmin(v, 0.3), (few, v.detach()[:, :5].requires_grad_())
+    )
+    (by_rows,) = torch.autograd.grad(CosineCost(rows).dense().square().sum(), rows)
+    assert torch.isfinite(by_rows).all()
+    assert by_rows[3].abs().sum() == 0
+    matrix = torch.rand(3, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda c, v: DenseCost(c).apply(v), (matrix, v.detach()[:, :4].requires_grad_()))
+    for power in (0.5, 1, 1.5, 2):
+        x = torch.tensor([0.0, 1.0, 3.5], dtype=torch.float64, requires_grad=True)
+        upper = torch.ones(3, 3).triu(1).bool()
+        assert torch.autograd.gradcheck(lambda x, p=power, u=upper: LineCost(x, power=p).dense()[u], x)
+        (by_x,) = torch.autograd.grad(LineCost(x, power=power).dense().sum(), x)
+        assert torch.isfinite(by_x).all()
+
+
+def test_batched_matrices() -> None:
+    cost = DenseCost(torch.rand(3, 4, 5))
+    assert (cost.shape, cost.batch_shape, cost.T.shape) == ((4, 5), (3,), (5, 4))
+    v = torch.rand(3, 5)
+    torch.testing.assert_close(cost.apply(v)[1], cost.dense()[1] @ v[1])
+    assert cost.softmin(v, 0.5).shape == (3, 4)
+    with pytest.raises(ValueError, match=r"batch axes \(3,\) are ambiguous"):
+        cost.rows(torch.tensor([0]))
+
+
+def test_as_cost() -> None:
+    cost = LineCost(torch.arange(3.0))
+    assert as_cost(cost) is cost
+    assert torch.equal(as_cost(torch.ones(2, 3)).dense(), torch.ones(2, 3))
+    assert repr(cost) == "LineCost(shape=(3, 3), dtype=torch.float32, device='cpu', power=1)"
+    assert repr(CosineCost(embedding())).endswith("device='cpu', zero_rows=1)")
+
+
+three = LineCost(torch.arange(3.0))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: DenseCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(..., n, m\)"),
+        (lambda: DenseCost(torch.ones(3, 0)), ValueError, r"shape \(3, 0\)"),
+        (lambda: DenseCost(torch.ones(3, 3).int()), TypeError, "cost matrix has dtype torch.int32"),
+        (lambda: DenseCost(torch.tensor([[0.0, -0.25]])), ValueError, r"holds -0.25 at index \(0, 1\).*clamp rounding"),
+        (lambda: DenseCost(torch.tensor([[torch.nan]])), ValueError, r"cost matrix holds 1 NaN"),
+        (lambda: CosineCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(V, d\)"),
+        (lambda: CosineCost(torch.ones(3, 3).long()), TypeError, "embedding has dtype"),
+        (lambda: CosineCost(torch.tensor([[1.0], [torch.inf], [torch.nan]])), ValueError, "embedding row 1 holds"),
+        (lambda: LineCost(torch.ones(3, 1)), ValueError, r"x has shape \(3, 1\)"),
+        (lambda: LineCost(torch.ones(3), power=0), ValueError, "power is 0, expected a finite number above 0"),
+        (lambda: three.rows(torch.tensor([0, 3])), ValueError, r"index\[1\] is 3, expected 0 to 2"),
+        (lambda: three.rows(torch.tensor([-100])), ValueError, r"index\[0\] is -100.*drop ignored labels"),
+        (lambda: CosineCost(torch.eye(3)).rows(torch.tensor([3])), ValueError, r"index\[0\] is 3"),
+        (lambda: DenseCost(torch.eye(3)).rows(torch.tensor([3])), ValueError, r"index\[0\] is 3"),
+        (lambda: three.rows(torch.tensor([0.0])), TypeError, "index has dtype torch.float32"),
+        (lambda: three.rows(torch.tensor([True])), TypeError, "index has dtype torch.bool"),
+        (lambda: three.rows(torch.tensor(1)), ValueError, "expected one axis"),
+        (lambda: three.apply(torch.ones(4)), ValueError, r"v has shape \(4,\), expected a last axis of 3"),
+        (lambda: three.softmin(torch.ones(3), 0.0), ValueError, "epsilon is 0.0"),
+        (lambda: three.softmin(torch.ones(2), 1.0), ValueError, r"potential has shape \(2,\)"),
+    ],
+)
+def test_bad_input(call: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()  # type: ignore[operator]
