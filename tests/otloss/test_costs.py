@@ -96,6 +96,13 @@ def test_zero_rows_and_duplicates() -> None:
         assert dense.diagonal().abs().max() == 0
 
 
+def test_rounding_of_duplicates_stays_at_or_above_zero() -> None:
+    rows = torch.randn(100, 17, generator=torch.Generator().manual_seed(0)).repeat(2, 1)
+    unit = CosineCost(rows).unit
+    assert (1 - unit @ unit.T).min() < 0  # what the clamp is there for
+    assert CosineCost(rows).dense().min() == 0
+
+
 @pytest.mark.parametrize("scale", [1e-45, 1e-38, 1e-30, 1.0, 1e30, 3e37])
 def test_norms_of_any_size(scale: float) -> None:
     rows = torch.tensor([[1.0, 0.0], [0.0, 2.0], [3.0, 3.0], [0.0, 0.0]])

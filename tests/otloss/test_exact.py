@@ -185,6 +185,17 @@ def test_cost_objects_carry_gradients_to_what_they_hold() -> None:
     assert emd(as_double(p), as_double(q), LineCost(x, power=2)).item() == pytest.approx(on_line.item())
 
 
+@pytest.mark.gpu
+def test_cuda_tensors_come_back_on_their_device() -> None:
+    p, q, matrix = (as_double(a).cuda().requires_grad_() for a in random_problem(0, 5, 6, zeros=True))
+    value = emd(p, q, matrix)
+    assert value.device == p.device
+    torch.testing.assert_close(value.cpu(), emd(p.cpu(), q.cpu(), matrix.cpu()))
+    assert all(g.device == p.device for g in torch.autograd.grad(value, [p, q, matrix]))
+    with pytest.raises(ValueError, match="expected one device"):
+        emd(p, q.cpu(), matrix)
+
+
 def test_second_derivative_is_refused() -> None:
     p = torch.tensor([0.25, 0.75], requires_grad=True)
     (by_p,) = torch.autograd.grad(emd(p, torch.tensor([0.5, 0.5]), torch.rand(2, 2)), p, create_graph=True)

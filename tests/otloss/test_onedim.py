@@ -209,7 +209,27 @@ def test_float32_is_as_good_as_its_inputs_on_many_bins() -> None:
     assert cdf_distance(p, q, power=1).item() == pytest.approx(exact.item(), rel=1e-4)
 
 
+@pytest.mark.parametrize("order", [1, 1.5, 2])
+def test_bins_before_and_behind_all_mass_have_one_sided_gradients(order: float) -> None:
+    p, q = np.array([0.0, 0.0, 0.5, 0.5, 0.0, 0.0]), np.array([0.0, 0.0, 0.2, 0.4, 0.4, 0.0])
+    x = np.array([0.0, 1.0, 3.0, 4.0, 6.0, 7.0])
+    matrix = line_matrix(x, x, order)
+    P, Q = as_double(p, grad=True), as_double(q, grad=True)
+    by_p, by_q = torch.autograd.grad(wasserstein_1d(P, Q, as_double(x), order=order), [P, Q])
+    k, slopes = weight_slopes(lambda w: linprog_value(w, q, matrix), p, 1e-5)
+    np.testing.assert_allclose((by_p - by_p[k]).numpy(), slopes, atol=1e-4)
+    k, slopes = weight_slopes(lambda w: linprog_value(p, w, matrix), q, 1e-5)
+    np.testing.assert_allclose((by_q - by_q[k]).numpy(), slopes, atol=1e-4)
+    assert abs(slopes[0]) >= 1
+
+
 def test_masses_off_by_rounding_are_balanced() -> None:
+    p, q = (
+        torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64),
+        torch.tensor([0.3, 0.4, 0.3], dtype=torch.float64) * (1 + 8e-10),
+    )
+    assert wasserstein_1d(p, q).item() == pytest.approx(0.6 * (1 + 4e-10), rel=1e-13)
+    assert wasserstein_1d(q, p).item() == pytest.approx(0.6 * (1 + 4e-10), rel=1e-13)
     p = torch.tensor([0.1, 0.2, 0.7], dtype=torch.float64)
     assert cdf_distance(p, p * (1 + 1e-10)).item() == 0.0
     assert wasserstein_1d(p, p * (1 + 1e-10), torch.arange(3), torch.arange(3), order=2).item() < 1e-12
