@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
+
 import torch
 from torch import Tensor
 
-from otloss._checks import check_floating, check_reduction, check_tensor
+from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
 from otloss.costs import Cost
-from otloss_llm.objectives import Objective, needs_cost
+from otloss_llm.objectives import Objective, needs_cost, value_and_slopes
 
 
 def check_head(
@@ -23,7 +25,7 @@ def check_head(
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({weight.shape[0]},), one per row of weight.")
     for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
         if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}; move one to the other's device.")
+            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}, expected one device; move one.")
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -44,7 +46,7 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int) -> None
             raise ValueError(f"{objective!r} needs cost=, for example EmbeddingCost.from_model(model).")
         return
     if not isinstance(cost, Cost):
-        raise TypeError(f"cost is a {type(cost).__name__}, expected a vocabulary cost such as EmbeddingCost(embedding).")
+        raise TypeError(f"cost is a {type(cost).__name__}, expected a cost such as EmbeddingCost(embedding).")
     if tuple(cost.shape) != (vocab, vocab):
         raise ValueError(
             f"cost is over a vocabulary of {cost.shape[-1]} tokens, the logits have {vocab}; "
@@ -94,9 +96,26 @@ def scatter(values: Tensor, valid: Tensor) -> Tensor:
     return values.new_zeros(valid.shape).masked_scatter(valid, values)
 
 
-def masked_label_message(nll: Tensor, labels: Tensor) -> str:
-    first = int((~torch.isfinite(nll)).nonzero()[0])
-    return (
-        f"-log q is {float(nll[first])} for label {int(labels[first])}: its logit is -inf or overflowed; "
-        "expected finite logits at every label. Unmask that token, or set its label to ignore_index."
-    )
+def raise_not_finite(
+    nll: Tensor, transport: Tensor | None, labels: Tensor, objective: Objective, **inputs: Tensor | None
+) -> NoReturn:
+    """Raise a ValueError that names why the loss over these valid tokens is not finite.
+
+    Args:
+        inputs: what the loss was made of. Their NaN and +inf are at fault first; -inf masks a token out of the
+            vocabulary, at fault only where that token is a label.
+    """
+    for name, tensor in inputs.items():
+        if tensor is not None:
+            check_finite(name, tensor.detach().masked_fill(tensor == -torch.inf, 0.0))
+    bad = ~torch.isfinite(nll)
+    if bad.any():
+        first = int(bad.nonzero()[0])
+        raise ValueError(
+            f"-log q is {float(nll[first])} for label {int(labels[first])}: its logit is -inf or overflowed; "
+            "expected finite logits at every label. Unmask that token, or set its label to ignore_index."
+        )
+    value, _, _ = value_and_slopes(objective, nll, transport)
+    first = int((~torch.isfinite(value)).nonzero()[0]) if not torch.isfinite(value).all() else 0
+    at = f"nll={float(nll[first]):.6g}" + ("" if transport is None else f", D={float(transport[first]):.6g}")
+    raise ValueError(f"objective {objective!r} has a value or slope that is not finite, first at {at}; guard it there.")

@@ -15,8 +15,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._bounds import upper_bound
+from otloss import upper_bound
 from otloss._checks import check_finite, check_floating
+from otloss._histograms import MASS_TOLERANCE
 from otloss.costs import Cost
 from otloss_llm._positions import check_objective, check_token_reduction, reduction_factor, scatter
 from otloss_llm.objectives import Objective
@@ -77,12 +78,12 @@ def dense_token_loss(
     dtype = torch.promote_types(torch.promote_types(z.dtype, p.dtype), torch.float32)
     z, p = z.to(dtype), p.to(dtype)
     check_finite("logits", z)
-    _check_distributions(p, logits.dtype if logits.dtype.itemsize < target.dtype.itemsize else target.dtype)
+    # Normalised once for both terms: what rounding leaves over would have nowhere to go in the transport problem.
+    p = p / _checked_masses(p, MASS_TOLERANCE[target.dtype]).to(dtype)[..., None]
     log_q = torch.log_softmax(z, dim=-1)
     nll = -(p * log_q).sum(-1)
     if bound == "residual":
-        # Both sides to the same mass: what rounding leaves over would otherwise have nowhere to go.
-        transport = upper_bound(p / p.sum(-1, keepdim=True), log_q.exp(), cost, coupling="residual")
+        transport = upper_bound(p, log_q.exp(), cost, coupling="residual")
     else:
         transport = ((log_q.exp() - p).abs() * cost.apply(p).to(dtype)).sum(-1)
     value = objective(nll, transport)
@@ -90,14 +91,15 @@ def dense_token_loss(
     return TokenLoss(loss, scatter(nll.detach(), valid), scatter(transport.detach(), valid))
 
 
-def _check_distributions(p: Tensor, given: torch.dtype) -> None:
+def _checked_masses(p: Tensor, tolerance: float) -> Tensor:
+    check_finite("target", p)
     if p.numel() and not bool((p >= 0).all()):
         raise ValueError(f"target holds {float(p.min())}, expected probabilities >= 0.")
     masses = p.sum(-1, dtype=torch.float64)
-    tolerance = torch.finfo(given).eps * p.shape[-1] ** 0.5 * 4
     off = (masses - 1).abs() > tolerance
     if off.any():
         row = int(off.nonzero()[0])
         raise ValueError(
             f"target row {row} (of those kept) sums to {float(masses[row]):.6g}, expected 1; divide it by its sum."
         )
+    return masses

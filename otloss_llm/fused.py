@@ -1,12 +1,13 @@
 """Score the hidden states inside a causal LM's own forward pass, so that its logits are never formed.
 
 For the time of one forward pass the head's `forward` is replaced by one that scores its input and returns a
-placeholder of one column instead of V, and a hook on the root module hands out the loss instead of the logits.
+placeholder of one position, and a hook on the root module hands out the loss instead of the logits.
 No model's forward is copied, and everything runs inside the wrapped root (DDP, FSDP, ZeRO hooks see what they expect:
 the head's parameters are gathered while the head runs, and the loss is part of the root's output).
 
 What a model does to its logits after the head (scale, soft cap) is read from its config and *checked*: the placeholder
-goes through the same code, and what comes out has to be what the config says. Otherwise the model is refused.
+holds another number in each column of the vocabulary and goes through the same code, and what comes out has to be
+what the config says. Otherwise the model is refused, be it for another scale, a masked column or a dropped one.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ def fused_loss(model: nn.Module, score: Callable[[Tensor, LanguageModelHead], To
 
     Raises:
         TypeError: the head cannot be handled.
-        ValueError: the model treats its logits in another way than its config says, or never calls its head.
+        ValueError: the model treats its logits in another way than its config says, adds a loss of its own, or does
+            not call its head exactly once.
     """
     root = unwrap(model)
     head = find_head(root)
@@ -54,8 +56,8 @@ def fused_loss(model: nn.Module, score: Callable[[Tensor, LanguageModelHead], To
         if "result" in made:
             raise ValueError(f"{name} calls its head more than once in a forward pass; it cannot be fused.")
         made["result"] = score(hidden, head)
-        probe = torch.linspace(-40.0, 40.0, hidden[..., 0].numel(), device=hidden.device)
-        made["probe"] = probe.reshape(*hidden.shape[:-1], 1)
+        probe = torch.linspace(-40.0, 40.0, head.weight.shape[0], device=hidden.device)
+        made["probe"] = probe.reshape([1] * (hidden.ndim - 1) + [-1])
         return made["probe"].clone()
 
     def hand_out(module: nn.Module, args: Any, output: Any) -> dict[str, Tensor]:
@@ -63,20 +65,25 @@ def fused_loss(model: nn.Module, score: Callable[[Tensor, LanguageModelHead], To
             raise ValueError(f"{name} did not call its head {type(head.module).__name__} in its forward pass.")
         logits = output["logits"] if isinstance(output, dict) else output[0]
         _check_transform(name, head, made["probe"], logits)
+        if isinstance(output, dict) and output.get("aux_loss") is not None:
+            raise ValueError(
+                f"{name} adds an auxiliary loss (mixture of experts), which the objective does not include; "
+                "set output_router_logits=False in its config."
+            )
         result: TokenLoss = made["result"]
         return {"loss": result.loss, "nll": result.nll} | ({} if result.cost is None else {"cost": result.cost})
 
-    replaced = head.module.__dict__.get("forward")
-    head.module.forward = score_hidden  # type: ignore[method-assign]  # for one forward pass; restored below
+    if "forward" in head.module.__dict__:
+        raise TypeError(
+            f"the head of {name} had its forward replaced (device_map, another patch?); it cannot be fused."
+        )
+    head.module.forward = score_hidden  # type: ignore[method-assign, assignment]  # for one forward pass; restored below
     handle = root.register_forward_hook(hand_out, prepend=True)
     try:
         yield
     finally:
         handle.remove()
-        if replaced is None:
-            del head.module.forward
-        else:
-            head.module.forward = replaced  # type: ignore[method-assign]  # as it was
+        del head.module.forward
 
 
 def _check_transform(name: str, head: LanguageModelHead, probe: Tensor, seen: Tensor) -> None:

@@ -36,7 +36,7 @@ def find_head(model: nn.Module) -> LanguageModelHead:
         model: has `get_output_embeddings()`; its `config` tells scale and soft cap of the logits.
 
     Raises:
-        TypeError: no head, or a head that is not one linear map; the message names it.
+        TypeError: no causal LM, no head, or a head that is not one linear map; the message names it.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -45,6 +45,7 @@ def find_head(model: nn.Module) -> LanguageModelHead:
         torch.Size([11, 8])
     """
     name = type(model).__name__
+    _refuse_other_tasks(model, name)
     getter = getattr(model, "get_output_embeddings", None)
     module = getter() if callable(getter) else None
     if module is None:
@@ -56,19 +57,31 @@ def find_head(model: nn.Module) -> LanguageModelHead:
     return LanguageModelHead(_linear(module, name), scale, softcap)
 
 
-def _linear(module: nn.Module, model_name: str) -> nn.Linear:
+def _refuse_other_tasks(model: nn.Module, name: str) -> None:
+    """Only causal models predict token t + 1 at position t, which is how labels are shifted."""
+    can_generate = getattr(model, "can_generate", None)
+    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
+        raise TypeError(f"{name} is an encoder-decoder, expected a causal language model (its labels are not shifted).")
+    if callable(can_generate) and not can_generate():
+        raise TypeError(
+            f"{name} does not generate text, expected a causal language model; load it with AutoModelForCausalLM."
+        )
+
+
+def _linear(module: Any, model_name: str) -> nn.Linear:
     """Look through PEFT's wrappers to the linear map that makes the logits."""
     kind = type(module).__name__
-    if hasattr(module, "modules_to_save"):  # PEFT trains a full copy of the head; the active copy makes the logits
+    copies: Any = getattr(module, "modules_to_save", None)
+    if copies is not None:  # PEFT trains a full copy of the head; the active copy makes the logits
         active = module.active_adapter if not isinstance(module.active_adapter, list) else module.active_adapter[0]
         disabled = getattr(module, "disable_adapters", False)
-        return _linear(module.original_module if disabled else module.modules_to_save[active], model_name)
+        return _linear(module.original_module if disabled else copies[active], model_name)
     if hasattr(module, "lora_A") or hasattr(module, "base_layer"):
         raise TypeError(
             f"the head of {model_name} is wrapped in {kind}, whose logits are more than one linear map; "
             "leave the head out of target_modules (or name it in modules_to_save instead)."
         )
-    if not isinstance(module, nn.Linear):
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         raise TypeError(f"the head of {model_name} is a {kind}, expected torch.nn.Linear; its logits cannot be fused.")
     return module
 

@@ -13,11 +13,13 @@ The *value* of EMO equals nll exactly; only its gradient differs. Watch `TokenLo
 
 Any callable of this form is an objective. The kernels obtain d value / d nll and d value / d cost per token by autograd
 on the two vectors, so a new objective needs nothing else. An objective must treat tokens independently: entry `t` of
-the value may depend on entry `t` of its arguments only, because the kernels pass the tokens in chunks.
+the value may depend on entry `t` of its arguments only, because the kernels pass the tokens in chunks, in any order.
+`check_tokenwise` catches those that do not.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -161,10 +163,10 @@ class EMO:
         return ratio if self.ratio_clip is None else ratio.clamp(max=self.ratio_clip)
 
 
-def value_and_slopes(
-    objective: Objective, nll: Tensor, cost: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor | None]:
+def value_and_slopes(objective: Objective, nll: Tensor, cost: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The objective's value per token with `alpha = d value / d nll` and `beta = d value / d cost` (None: unused).
+
+    The value is NaN where a slope is not finite, which would otherwise show in the gradient only.
 
     Args:
         objective: any `(nll, cost) -> value`.
@@ -185,13 +187,36 @@ def value_and_slopes(
         value = objective(nll, cost)
         if not isinstance(value, Tensor) or value.shape != nll.shape:
             got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"objective {objective!r} returned {got}, expected one value per token, {tuple(nll.shape)}.")
+            raise ValueError(f"objective {objective!r} returned {got}, expected a value per token, {tuple(nll.shape)}.")
         if not value.requires_grad:
             raise ValueError(f"objective {objective!r} returned a value that depends on neither nll nor cost.")
         inputs = [nll] if cost is None else [nll, cost]
         slopes = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
-    alpha = slopes[0] if slopes[0] is not None else torch.zeros_like(nll)
-    return value.detach(), alpha, slopes[1] if cost is not None else None
+    alpha, beta = (*slopes, None)[:2]
+    alpha = torch.zeros_like(nll) if alpha is None else alpha
+    smooth = torch.isfinite(alpha) if beta is None else torch.isfinite(alpha) & torch.isfinite(beta)
+    return value.detach().masked_fill(~smooth, math.nan), alpha, beta
+
+
+def check_tokenwise(objective: Objective, nll: Tensor, cost: Tensor | None, value: Tensor) -> None:
+    """Raise ValueError unless half of the tokens get from `objective` what they got among all of them.
+
+    It catches statistics over the batch (`nll.mean()`), tensors of one entry per token that an objective closes over,
+    and parameters of its own, whose gradient the kernels would lose.
+    """
+    half = (len(nll) + 1) // 2
+    with torch.enable_grad():
+        part = objective(nll[:half].detach(), None if cost is None else cost[:half].detach())
+    if part.requires_grad:
+        raise ValueError(
+            f"objective {objective!r} holds parameters that require grad, which this kernel does not differentiate; "
+            'use impl="reference", or detach them.'
+        )
+    if part.shape != (half,) or not torch.allclose(part, value[:half], rtol=1e-3, atol=1e-6, equal_nan=True):
+        raise ValueError(
+            f"objective {objective!r} gives a token another value beside other tokens; entry t of the value may depend "
+            "on entry t of nll and cost only. Compute statistics over the batch beforehand and pass them as numbers."
+        )
 
 
 _BY_NAME: dict[str, Callable[..., Objective]] = {"mle": MLE, "tailr": TaiLr, "mixce": MixCE, "emo": EMO}
@@ -212,7 +237,7 @@ def parse_objective(text: str) -> Objective:
     """
     name, _, parameter = text.strip().lower().partition(":")
     if name not in _BY_NAME:
-        raise ValueError(f"objective is {text!r}, expected one of {', '.join(_BY_NAME)}, with a parameter after a colon.")
+        raise ValueError(f"objective is {text!r}, expected one of {', '.join(_BY_NAME)}, a parameter after a colon.")
     if not parameter:
         return _BY_NAME[name](*([_DEFAULT_GAMMA[name]] if name in _DEFAULT_GAMMA else []))
     if name == "mle":

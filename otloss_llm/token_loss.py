@@ -13,13 +13,13 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating
+from otloss._checks import check_floating
 from otloss.costs import Cost
 from otloss_llm._positions import (
     check_head,
     check_objective,
     check_token_reduction,
-    masked_label_message,
+    raise_not_finite,
     reduction_factor,
     scatter,
     valid_positions,
@@ -85,13 +85,12 @@ def token_loss(
     valid = valid_positions(labels, logits.shape[:-1], logits.shape[-1], ignore_index, "logits")
     chosen = logits[valid]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
-    value, nll, transport = reference.token_values(chosen, labels[valid], objective=objective, cost=cost)
-    if not torch.isfinite(nll).all():
-        check_finite("logits", chosen)
-        raise ValueError(masked_label_message(nll, labels[valid]))
-    factor = reduction_factor(reduction, num_items, value)
-    loss = scatter(value, valid) if reduction == "none" else value.sum() * factor
-    return TokenLoss(loss, scatter(nll.detach(), valid), None if transport is None else scatter(transport.detach(), valid))
+    y = labels[valid].long()
+    value, nll, transport = reference.token_values(chosen, y, objective=objective, cost=cost)
+    if not (torch.isfinite(value).all() and torch.isfinite(nll).all()):
+        raise_not_finite(nll.detach(), transport, y, objective, logits=chosen)
+    loss = value if reduction == "none" else value.sum() * reduction_factor(reduction, num_items, value)
+    return _at_positions(loss, nll, transport, valid)
 
 
 def linear_token_loss(
@@ -150,28 +149,32 @@ def linear_token_loss(
     check_objective(objective, cost, weight.shape[0])
     check_token_reduction(reduction, num_items)
     valid = valid_positions(labels, hidden.shape[:-1], weight.shape[0], ignore_index, "hidden")
-    h, y = hidden[valid], labels[valid]
-    factor = reduction_factor(reduction, num_items, h)
-    transport: Tensor | None
+    h, y = hidden[valid], labels[valid].long()
+    factor = None if reduction == "none" else reduction_factor(reduction, num_items, h)
+    head = chunked.Head(objective, cost, logit_scale, logit_softcap, chunk_size)
+    kernel = _reference if impl == "reference" else chunked.token_values
     with torch.autocast(hidden.device.type, enabled=False):
-        if impl == "reference":
-            logits = reference.head_logits(h, weight, bias, scale=logit_scale, softcap=logit_softcap)
-            value, nll, transport = reference.token_values(logits, y, objective=objective, cost=cost)
-            loss = value if reduction == "none" else value.sum() * factor
-        else:
-            head = chunked.Head(objective, cost, logit_scale, logit_softcap, chunk_size)
-            if reduction == "none":
-                loss, nll, transport = chunked.per_token(h, weight, bias, y, head)
-            else:
-                loss, nll, transport = chunked.summed(h, weight, bias, y, factor, head)
-    if not torch.isfinite(nll).all():
-        for name, tensor in (("hidden", hidden[valid]), ("weight", weight), ("bias", bias)):
-            if tensor is not None and (name != "bias" or torch.isnan(tensor).any()):
-                check_finite(name, tensor)
-        raise ValueError(masked_label_message(nll, y))
-    if reduction == "none":
-        loss = scatter(loss, valid)
-    return TokenLoss(loss, scatter(nll.detach(), valid), None if transport is None else scatter(transport.detach(), valid))
+        loss, nll, transport = kernel(h, weight, bias, y, factor, head)
+    if not (torch.isfinite(loss).all() and torch.isfinite(nll).all()):
+        raise_not_finite(nll.detach(), transport, y, objective, hidden=h, weight=weight, bias=bias)
+    return _at_positions(loss, nll, transport, valid)
+
+
+def _reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor | None, head: chunked.Head
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    logits = reference.head_logits(hidden, weight, bias, scale=head.scale, softcap=head.softcap)
+    value, nll, transport = reference.token_values(logits, labels, objective=head.objective, cost=head.cost)
+    return value if factor is None else value.sum() * factor, nll, transport
+
+
+def _at_positions(loss: Tensor, nll: Tensor, transport: Tensor | None, valid: Tensor) -> TokenLoss:
+    """Per-token tensors back at their positions (the loss too, unless it is reduced)."""
+    return TokenLoss(
+        loss=scatter(loss, valid) if loss.ndim else loss,
+        nll=scatter(nll.detach(), valid),
+        cost=None if transport is None else scatter(transport.detach(), valid),
+    )
 
 
 def emo_loss(

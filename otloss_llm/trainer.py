@@ -32,15 +32,19 @@ class ObjectiveMixin:
         impl, chunk_size: as in `linear_token_loss`.
         *args, **kwargs: of the trainer.
 
-    Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means since the
-    last log. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and `eval_transport_cost`.
+    Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
+    since the last log. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
+    `eval_transport_cost`.
 
     Raises:
         TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective.
     """
 
-    # compute_loss divides by the tokens of the whole accumulated batch itself.
-    loss_is_scaled_for_ga = True
+    # Of the trainer beside it in the class.
+    model: Any
+    args: Any
+    accelerator: Any
+    compute_loss_func: Any
 
     def __init__(
         self,
@@ -105,9 +109,7 @@ class ObjectiveMixin:
         result, outputs = self._score(model, inputs, labels, cost, num_items)
         self._remember(result, labels, training)
         loss = result.loss
-        if training and num_items_in_batch is None:
-            loss = loss / self.current_gradient_accumulation_steps
-        elif training and self.args.average_tokens_across_devices:
+        if num_items is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes, tokens were summed
         return (loss, outputs) if return_outputs else loss
 
@@ -125,7 +127,7 @@ class ObjectiveMixin:
         def score(hidden: Tensor, head: LanguageModelHead) -> TokenLoss:
             if hidden.shape[:-1] != labels.shape:
                 raise ValueError(
-                    f"the head sees hidden states of shape {tuple(hidden.shape)}, the labels have {tuple(labels.shape)}; "
+                    f"the head sees hidden states of shape {tuple(hidden.shape)}, labels have {tuple(labels.shape)}; "
                     "models that add or drop positions (prompt tuning) are not supported."
                 )
             return linear_token_loss(
@@ -147,7 +149,8 @@ class ObjectiveMixin:
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
-        count = sum((_aligned_labels(dict(batch)) != IGNORE_INDEX).sum() for batch in batches).to(device)
+        predicted = [(_aligned_labels(dict(batch)) != IGNORE_INDEX).sum() for batch in batches]
+        count = torch.stack(predicted).sum().to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             count = self.accelerator.gather(count).sum()
         return batches, count
@@ -157,6 +160,8 @@ class ObjectiveMixin:
     ) -> Any:
         """As the trainer's; the logits are formed only where somebody asks for them (`compute_metrics`, `predict`)."""
         self._logits_wanted = not prediction_loss_only
+        if "shift_labels" in inputs:
+            inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # of the Trainer
         finally:

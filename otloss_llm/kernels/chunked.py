@@ -10,21 +10,24 @@ Tokens are sorted by label, so that a cost row is computed once per distinct lab
 gradient is known in advance (sum and mean), dh and dW are made in the forward pass, while the chunk is at hand;
 for per-token values ("none") the backward pass recomputes the chunks.
 
+The entry of the label is kept apart from the others throughout: `1 - q_y` and `q_y - 1` are sums of the other,
+small entries instead of differences of numbers near 1, so nll, D and the gradient stay accurate as q_y -> 1.
+
 Memory beyond inputs and gradients: a few buffers of (chunk, vocab) float32.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from otloss.costs import Cost
-from otloss_llm.objectives import Objective, value_and_slopes
+from otloss_llm.objectives import Objective, check_tokenwise, value_and_slopes
 
 CHUNK_BYTES = 64 * 2**20  # of float32 logits: 512 rows of a 32k vocabulary; three such buffers live at once
 
@@ -100,71 +103,99 @@ def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Hea
     return z.mul_(head.softcap), slope
 
 
-def _softmax_except_label(z: Tensor, label: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Overwrite `z` by q with q_y set to 0; return it with q_y and nll, both accurate where q_y is near 1.
+@dataclass
+class _Chunk:
+    """Some tokens: their distribution with the label's entry apart, and their cost rows."""
 
-    Taking the label out of the sum keeps `1 - q_y` as a sum of small numbers instead of a difference of large ones.
-    """
-    top, position = z.max(dim=-1, keepdim=True)
-    z_y = z.gather(-1, label)
-    e = z.sub_(top).exp_()
-    e_y = (z_y - top).exp()
-    e.scatter_(-1, label, 0.0)
-    others = e.sum(-1, keepdim=True)
-    total = others + e_y
-    # top - z_y is exactly 0 when the label is the largest, and then e_y is 1.
-    nll = torch.where(position == label, torch.log1p(others), (top - z_y) + total.log())
-    return e.div_(total), e_y / total, nll.squeeze(-1)
+    label: Int[Tensor, "chunk 1"]
+    others: Float[Tensor, "chunk vocab"]  # q, 0 at the label
+    q_y: Float[Tensor, "chunk 1"]
+    nll: Float[Tensor, " chunk"]
+    rows: Float[Tensor, "chunk vocab"] | None = None
+    transport: Float[Tensor, " chunk"] | None = None
+
+    @classmethod
+    def of(cls, z: Tensor, label: Tensor, rows: Tensor | None) -> _Chunk:
+        """Overwrites the logits `z`."""
+        top, position = z.max(dim=-1, keepdim=True)
+        z_y = z.gather(-1, label)
+        e = z.sub_(top).exp_()
+        e_y = (z_y - top).exp()
+        e.scatter_(-1, label, 0.0)
+        others = e.sum(-1, keepdim=True)
+        total = others + e_y
+        # top - z_y is exactly 0 when the label is the largest, and then e_y is 1.
+        nll = torch.where(position == label, torch.log1p(others), (top - z_y) + total.log()).squeeze(-1)
+        chunk = cls(label, e.div_(total), e_y / total, nll, rows)
+        if rows is not None:
+            chunk.transport = torch.linalg.vecdot(chunk.others, rows) + (chunk.q_y * rows.gather(-1, label)).squeeze(-1)
+        return chunk
+
+    def logit_gradient(self, alpha: Tensor, beta: Tensor | None) -> Tensor:
+        """`q_i (alpha + beta (c_i - D)) - alpha [i = y]`; overwrites `others` and `rows`."""
+        alpha = alpha[:, None]
+        dz_y = -alpha * self.others.sum(-1, keepdim=True)
+        if beta is None or self.rows is None or self.transport is None:
+            dz = self.others.mul_(alpha)
+        else:
+            beta, transport = beta[:, None], self.transport[:, None]
+            dz_y = dz_y + beta * self.q_y * (self.rows.gather(-1, self.label) - transport)
+            dz = self.others.mul_(self.rows.sub_(transport).mul_(beta).add_(alpha))
+        return dz.scatter_(-1, self.label, dz_y)
+
+
+def _chunks(labels: Tensor, vocab: int, head: Head) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Token positions of each chunk, equal labels side by side, and their cost rows (a copy)."""
+    if not len(labels):
+        return
+    order = labels.argsort(stable=True)
+    step = head.rows_per_chunk(vocab)
+    if head.cost is None:
+        yield from ((tokens, None) for tokens in order.split(step))
+        return
+    distinct, which = torch.unique_consecutive(labels[order], return_inverse=True)
+    pieces = which.split(step)
+    # One synchronisation for all chunks: the first and last distinct label of each.
+    bounds = torch.stack([torch.stack([piece[0], piece[-1]]) for piece in pieces]).tolist()
+    for tokens, piece, (first, last) in zip(order.split(step), pieces, bounds, strict=True):
+        yield tokens, head.cost.rows(distinct[first : last + 1]).index_select(0, piece - first)
 
 
 def _pass(
     hidden: Float[Tensor, "tokens width"],
     weight: Float[Tensor, "vocab width"],
-    bias: Float[Tensor, "vocab"] | None,
-    labels: Int[Tensor, "tokens"],
+    bias: Float[Tensor, " vocab"] | None,
+    labels: Int[Tensor, " tokens"],
     head: Head,
     *,
     upstream: Tensor | None,
     gradients: Gradients,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Per-token (value, nll, D); adds d(sum_t upstream_t value_t) to `gradients`."""
-    wide = torch.promote_types(hidden.dtype, torch.float32)
-    value, nll = hidden.new_empty(len(labels), dtype=wide), hidden.new_empty(len(labels), dtype=wide)
-    transport = torch.empty_like(nll) if head.cost is not None else None
-    order = labels.argsort(stable=True)  # equal labels side by side: their cost row is computed once
-    for tokens in order.split(head.rows_per_chunk(weight.shape[0])) if len(order) else ():
-        h, y = hidden[tokens], labels[tokens]
+    value = hidden.new_empty(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32))
+    nll = torch.empty_like(value)
+    transport = torch.empty_like(value) if head.cost is not None else None
+    checked = False
+    for tokens, rows in _chunks(labels, weight.shape[0], head):
+        h = hidden[tokens]
         z, cap_slope = _chunk_logits(h, weight, bias, head)
-        q, q_y, nll_chunk = _softmax_except_label(z, y[:, None])
-        rows, distance = None, None
-        if head.cost is not None:
-            distinct, which = torch.unique_consecutive(y, return_inverse=True)
-            rows = head.cost.rows(distinct).to(q.dtype).index_select(0, which)
-            at_label = rows.gather(-1, y[:, None])
-            distance = torch.linalg.vecdot(q, rows) + (q_y * at_label).squeeze(-1)
-        value_chunk, alpha, beta = value_and_slopes(head.objective, nll_chunk, distance)
-        value[tokens], nll[tokens] = value_chunk.to(wide), nll_chunk
-        if transport is not None and distance is not None:
-            transport[tokens] = distance
-        if not gradients.wanted:
-            continue
-        # dz overwrites q (others) and rows; the label's entry is set apart: q_y - 1 is minus the sum of the others.
-        alpha, others = alpha[:, None], q.sum(-1, keepdim=True)
-        dz_y = -alpha * others
-        if rows is not None and beta is not None and distance is not None:
-            beta, distance = beta[:, None], distance[:, None]
-            dz_y = dz_y + beta * q_y * (at_label - distance)
-            dz = q.mul_(rows.sub_(distance).mul_(beta).add_(alpha))
-        else:
-            dz = q.mul_(alpha)
-        dz.scatter_(-1, y[:, None], dz_y)
-        if cap_slope is not None:
-            dz.mul_(cap_slope)
-        if upstream is not None:
-            dz.mul_(upstream[tokens][:, None] if upstream.ndim else upstream)
-        if head.scale != 1.0:
-            dz.mul_(head.scale)
-        gradients.add(tokens, dz, h, weight)
+        chunk = _Chunk.of(z, labels[tokens, None], None if rows is None else rows.to(z.dtype))
+        value_chunk, alpha, beta = value_and_slopes(head.objective, chunk.nll, chunk.transport)
+        if not checked:
+            check_tokenwise(head.objective, chunk.nll, chunk.transport, value_chunk)
+            checked = True
+        value[tokens], nll[tokens] = value_chunk.to(value.dtype), chunk.nll
+        if transport is not None and chunk.transport is not None:
+            transport[tokens] = chunk.transport
+        if gradients.wanted:
+            dz = chunk.logit_gradient(alpha, beta)
+            if cap_slope is not None:
+                dz.mul_(cap_slope)
+            if upstream is not None:
+                dz.mul_(upstream[tokens, None] if upstream.ndim else upstream)
+            if head.scale != 1.0:
+                dz.mul_(head.scale)
+            gradients.add(tokens, dz, h, weight)
     return value, nll, transport
 
 
@@ -172,7 +203,7 @@ class _Summed(torch.autograd.Function):
     """`factor * sum_t value_t`, its gradients made in the forward pass."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # torch types it for any arguments
+    def forward(
         ctx: Any,
         hidden: Tensor,
         weight: Tensor,
@@ -183,17 +214,15 @@ class _Summed(torch.autograd.Function):
         wanted: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         gradients = Gradients.like(hidden, weight, bias, wanted)
-        value, nll, transport = _pass(
-            hidden, weight, bias, labels, head, upstream=factor, gradients=gradients
-        )
+        value, nll, transport = _pass(hidden, weight, bias, labels, head, upstream=factor, gradients=gradients)
         ctx.dtypes = (hidden.dtype, weight.dtype, bias.dtype if bias is not None else None)
         ctx.save_for_backward(gradients.hidden, gradients.weight, gradients.bias)
         ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
         return value.sum() * factor.to(value.dtype), nll, transport
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # as above
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        _refuse_second_order()
         scaled = (
             None if saved is None else (saved * upstream).to(dtype)
             for saved, dtype in zip(ctx.saved_tensors, ctx.dtypes, strict=True)
@@ -205,20 +234,18 @@ class _PerToken(torch.autograd.Function):
     """`value_t` for each token; the backward pass recomputes the chunks."""
 
     @staticmethod
-    def forward(  # type: ignore[override]  # torch types it for any arguments
+    def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.head = head
         ctx.save_for_backward(hidden, weight, bias, labels)
-        value, nll, transport = _pass(
-            hidden, weight, bias, labels, head, upstream=None, gradients=Gradients()
-        )
+        value, nll, transport = _pass(hidden, weight, bias, labels, head, upstream=None, gradients=Gradients())
         ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
         return value, nll, transport
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:  # type: ignore[override]  # as above
+    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+        _refuse_second_order()
         hidden, weight, bias, labels = ctx.saved_tensors
         gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
         _pass(hidden, weight, bias, labels, ctx.head, upstream=upstream, gradients=gradients)
@@ -228,17 +255,21 @@ class _PerToken(torch.autograd.Function):
         return (*cast, None, None)
 
 
-def summed(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor, head: Head
+def _refuse_second_order() -> None:
+    # torch's once_differentiable would hand out constants here, and a gradient penalty would silently do nothing.
+    if torch.is_grad_enabled():
+        raise RuntimeError(
+            'the "chunked" kernel has no second derivative, and create_graph=True asked this backward pass for one; '
+            'use impl="reference".'
+        )
+
+
+def token_values(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor | None, head: Head
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`(factor * sum of values, nll, D)`; every label is a valid token."""
+    """`(factor * sum of values, nll, D)`, or with no factor `(values, nll, D)`; every label is a valid token."""
+    if factor is None:
+        return _PerToken.apply(hidden, weight, bias, labels, head)
     needs = [tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     wanted = tuple(need and torch.is_grad_enabled() for need in needs)
     return _Summed.apply(hidden, weight, bias, labels, factor, head, wanted)
-
-
-def per_token(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`(values, nll, D)` per token; every label is a valid token."""
-    return _PerToken.apply(hidden, weight, bias, labels, head)

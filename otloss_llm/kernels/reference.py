@@ -23,14 +23,24 @@ def token_values(
     cost: Cost | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Per-token `(value, nll, D)`, differentiable in the logits; every label is a valid token."""
-    log_q = torch.log_softmax(logits, dim=-1)
-    nll = -log_q.gather(-1, labels[:, None]).squeeze(-1)
+    nll = _negative_log_likelihood(logits, labels[:, None])
     transport = None
     if cost is not None:
         # Summed directly: 1 - <q-mean embedding, e_y> would cancel to noise where D is small.
         rows = cost.rows(labels).to(logits.dtype)
-        transport = (log_q.exp() * rows).sum(-1)
+        transport = (torch.log_softmax(logits, dim=-1).exp() * rows).sum(-1)
     return objective(nll, transport), nll, transport
+
+
+def _negative_log_likelihood(logits: Tensor, label: Tensor) -> Tensor:
+    """`log(1 + sum_{i != y} exp(z_i - z_y))`: equal to `-log_softmax(z)_y`, and accurate also where q_y is near 1.
+
+    `log_softmax` rounds to 0 every nll below the dtype's epsilon; the ratio nll / D of EMO would be lost with it.
+    """
+    # The lowest finite number and not -inf: with everything else masked, -inf minus -inf would make NaN gradients.
+    others = logits.scatter(-1, label, torch.finfo(logits.dtype).min).logsumexp(-1)
+    margin = others - logits.gather(-1, label).squeeze(-1)
+    return torch.logaddexp(torch.zeros_like(margin), margin)
 
 
 def head_logits(

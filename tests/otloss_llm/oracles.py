@@ -1,0 +1,117 @@
+"""Slow, independent answers for token losses: float64 autograd of the formulas, and small random problems."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from otloss_llm import EMO, MLE, MixCE, TaiLr
+from otloss_llm.objectives import Objective
+
+Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def curved(nll: Tensor, cost: Tensor | None) -> Tensor:
+    """A user's objective: neither linear in nll nor in the cost, and of mixed slopes."""
+    assert cost is not None
+    return nll.square() * 0.3 + (1 + cost).log() + nll * cost
+
+
+# name -> (objective, the formula from (q_y, nll, D) written out once more)
+OBJECTIVES: dict[str, tuple[Objective, Formula]] = {
+    "mle": (MLE(), lambda q, nll, d: nll),
+    "tailr": (TaiLr(0.7), lambda q, nll, d: (q / (0.7 + 0.3 * q)).detach() * nll),
+    "tailr-clamped": (TaiLr(1.0, min_weight=0.2), lambda q, nll, d: q.detach().clamp(0.2, 1) * nll),
+    "mixce": (MixCE(0.3), lambda q, nll, d: (0.3 + 0.7 * q.detach()) * nll),
+    "emo": (EMO(), lambda q, nll, d: 0.5 * (nll + (nll / d).detach() * d)),
+    "emo-clipped": (EMO(ratio_clip=3.0), lambda q, nll, d: 0.5 * (nll + (nll / d).detach().clamp(max=3) * d)),
+    "emo-transport": (EMO("transport"), lambda q, nll, d: (d / nll).detach() * nll + d),
+    "emo-fixed": (EMO(0.7), lambda q, nll, d: nll + 0.7 * d),
+    "user": (curved, lambda q, nll, d: 0.3 * nll**2 + torch.log(1 + d) + nll * d),
+}
+
+
+def cosine_matrix(embedding: Tensor) -> Tensor:
+    """1 - cos in float64; zero rows cost 1 to others, every row 0 to itself."""
+    rows = embedding.double()
+    lengths = rows.norm(dim=1, keepdim=True)
+    unit = torch.where(lengths > 0, rows / lengths, 0.0)
+    return (1 - unit @ unit.T).fill_diagonal_(0.0)
+
+
+@dataclass
+class Problem:
+    """A head, hidden states and labels; `labels` may hold ignored positions."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    embedding: Tensor
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def leaves(self) -> list[Tensor]:
+        """Fresh leaves (hidden, weight, and bias if there is one) that require a gradient."""
+        tensors = [self.hidden, self.weight] + ([] if self.bias is None else [self.bias])
+        return [tensor.detach().clone().requires_grad_() for tensor in tensors]
+
+    def to(self, dtype: torch.dtype) -> Problem:
+        bias = None if self.bias is None else self.bias.to(dtype)
+        moved = (self.hidden.to(dtype), self.weight.to(dtype), bias, self.labels, self.embedding.to(dtype))
+        return Problem(*moved, self.scale, self.softcap)
+
+
+def problem(
+    seed: int = 0,
+    *,
+    batch: tuple[int, ...] = (37,),
+    vocab: int = 41,
+    width: int = 16,
+    sharpness: float = 1.0,
+    bias: bool = True,
+    ignored: float = 0.2,
+    dtype: torch.dtype = torch.float64,
+) -> Problem:
+    """A random problem with repeated labels; a share `ignored` of its positions carries -100."""
+    generator = torch.Generator().manual_seed(seed)
+    labels = (torch.rand(batch, generator=generator).square() * vocab).long()
+    labels = labels.masked_fill(torch.rand(batch, generator=generator) < ignored, -100)
+    return Problem(
+        hidden=torch.randn(*batch, width, generator=generator, dtype=torch.float64) * sharpness,
+        weight=torch.randn(vocab, width, generator=generator, dtype=torch.float64),
+        bias=torch.randn(vocab, generator=generator, dtype=torch.float64) if bias else None,
+        labels=labels,
+        embedding=torch.randn(vocab, width, generator=generator, dtype=torch.float64),
+    ).to(dtype)
+
+
+def dense_values(leaves: list[Tensor], given: Problem, formula: Formula) -> tuple[Tensor, Tensor, Tensor]:
+    """(value, nll, D) of every labelled position, from full logits, in the dtype of the leaves or float32."""
+    hidden, weight, *rest = leaves
+    kept = given.labels != -100
+    logits = torch.nn.functional.linear(hidden[kept], weight, rest[0] if rest else None)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * given.scale
+    if given.softcap is not None:
+        logits = given.softcap * torch.tanh(logits / given.softcap)
+    log_q = torch.log_softmax(logits, -1)
+    nll = -log_q[torch.arange(len(log_q)), given.labels[kept].long()]
+    rows = cosine_matrix(given.embedding)[given.labels[kept].long()].to(logits.dtype)
+    transport = (log_q.exp() * rows).sum(-1)
+    return formula((-nll).exp(), nll, transport), nll, transport
+
+
+def truth(given: Problem, formula: Formula, upstream: Tensor | float = 1.0) -> tuple[Tensor, list[Tensor]]:
+    """Per-token float64 values, and the gradients of `sum_t upstream_t value_t`, on the inputs as they are rounded."""
+    leaves = given.to(torch.float64).leaves()
+    value, _, _ = dense_values(leaves, given.to(torch.float64), formula)
+    return value.detach(), list(torch.autograd.grad((value * upstream).sum(), leaves))
+
+
+def relative_error(got: Tensor, true: Tensor) -> float:
+    """Norm of the error over the norm of the truth."""
+    true = true.double()
+    return float((got.detach().double() - true).norm() / true.norm().clamp_min(1e-30))
