@@ -68,7 +68,9 @@ class GenerateArguments:
     """How text is sampled."""
 
     prompt: list[str] = field(default_factory=list, metadata={"help": "Prompts; none: start from nothing."})
-    prompts_file: str | None = field(default=None, metadata={"help": "A UTF-8 file with one prompt per line."})
+    prompts_file: str | None = field(
+        default=None, metadata={"help": "A UTF-8 file with one prompt per line (.jsonl: per record)."}
+    )
     num_samples: int = field(default=1, metadata={"help": "Continuations of each prompt."})
     max_new_tokens: int = field(default=100, metadata={"help": "Longest continuation, in tokens."})
     temperature: float = field(default=1.0, metadata={"help": "1 samples the model's distribution; 0 is greedy."})

@@ -1,12 +1,13 @@
 """The command line: `python -m otloss_llm train | generate | evaluate | compare` (also installed as `otloss-llm`).
 
 Options are those of the dataclasses in `otloss_llm.arguments` and, for train and compare, of the Hugging Face
-`TrainingArguments` (fsdp, deepspeed, bf16, report_to, ...). A folder of a killed run is gone on with by the same command.
+`TrainingArguments` (fsdp, deepspeed, bf16, report_to, ...). The same command goes on with the folder of a killed run.
 What the user can mend ends with a one-line message and exit code 2.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -102,7 +103,9 @@ def _generate(arguments: Sequence[str]) -> None:
     model_args, args = _parse("generate", (ModelArguments, GenerateArguments), arguments)
     prompts = list(args.prompt)
     if args.prompts_file:
-        prompts += [line for line in read_texts(args.prompts_file)[0].splitlines() if line.strip()]
+        texts = read_texts(args.prompts_file)
+        whole = args.prompts_file.endswith(".jsonl")  # one prompt per record; of other files, one per line
+        prompts += texts if whole else [line for text in texts for line in text.splitlines() if line.strip()]
     _refuse_existing(args.output_file)
     model, tokenizer = load_model_and_tokenizer(model_args.model_name_or_path, model_args.tokenizer_name)
     samples = sample_texts(
@@ -111,8 +114,7 @@ def _generate(arguments: Sequence[str]) -> None:
         batch_size=args.batch_size, seed=args.seed,
     )  # fmt: skip
     if args.output_file:
-        lines = [json.dumps({"prompt": sample.prompt, "continuation": sample.continuation}, ensure_ascii=False)
-                 for sample in samples]  # fmt: skip
+        lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False) for sample in samples]
         Path(args.output_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
         return
     for number, sample in enumerate(samples, 1):

@@ -12,11 +12,11 @@ comparison, started again, trains and samples only what is missing.
 from __future__ import annotations
 
 import copy
-import gc
+import functools
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from transformers import TrainingArguments
 from otloss.costs import Cost
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation import distinct_n, perplexity, sample_texts, score_texts
-from otloss_llm.loading import COST_SOURCES, load_cost, load_model
+from otloss_llm.loading import COST_SOURCES, load_cost, load_model, load_tokenizer
 from otloss_llm.objectives import needs_cost, parse_objective
 from otloss_llm.runs import open_run, train_run, write_json
 
@@ -104,12 +104,11 @@ class Comparison:
     samples_per_prompt: int = 1
     max_new_tokens: int = 100
     batch_size: int = 32
-    extra_settings: dict[str, Any] = field(default_factory=dict)
 
     def settings(self) -> dict[str, Any]:
         """What identifies the comparison, without arms and seeds: those may be added later."""
-        values = asdict(self) | self.extra_settings
-        return {key: value for key, value in values.items() if key not in ("arms", "seeds", "extra_settings", "batch_size")}
+        values = asdict(self)
+        return {key: value for key, value in values.items() if key not in ("arms", "seeds", "batch_size")}
 
 
 @dataclass(frozen=True)
@@ -152,38 +151,41 @@ def run_comparison(
     prompts, references = _prompts(comparison, data, tokenizer)
     start_cost = load_cost("model", load_model(comparison.start))
     reference = _once(folder / "reference.json", lambda: _judge(comparison, references, prompts))
-    runs = []
     jobs = [(seed, arm) for seed in comparison.seeds for arm in comparison.arms]
+    runs = []
     for number, (seed, arm) in enumerate(jobs, 1):
         say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
         trained = _train(comparison, data, tokenizer, args, arm, seed)
-        home = Path(trained["folder"])
-        model: Any = None
-
-        def loaded(home: Path = home) -> Any:
-            nonlocal model
-            model = load_model(str(home)) if model is None else model
-            return model
-
-        scores = _once(home / "test.json", lambda: _test(loaded(), data.test, comparison, start_cost))
-        samples = _once(
-            home / f"samples-T{arm.temperature:g}.json",
-            lambda: _sample(loaded(), tokenizer, prompts, comparison, arm, seed),
-        )
-        judged = _once(home / f"judged-T{arm.temperature:g}.json", lambda: _judge(comparison, samples, prompts))
-        runs.append(
-            {"arm": arm.name, "training": arm.training, "seed": seed, "temperature": arm.temperature}
-            | scores | judged
-            | {"seconds_per_step": trained["seconds_per_step"], "steps": trained["steps"], "samples": samples}
-        )  # fmt: skip
-        del model
-        gc.collect()
+        measured = _measure(comparison, data, tokenizer, Path(trained["folder"]), arm, seed, start_cost, prompts)
+        timing = {key: trained[key] for key in ("steps", "seconds_per_step")}
+        runs.append({"arm": arm.name, "training": arm.training, "seed": seed} | asdict(arm) | timing | measured)
     return {
         "settings": settings | {"training": args.to_dict()},
         "prompts": prompts,
         "reference": reference | {"samples": references},
         "runs": runs,
     }
+
+
+def _measure(
+    comparison: Comparison,
+    data: Data,
+    tokenizer: Any,
+    home: Path,
+    arm: Arm,
+    seed: int,
+    cost: Cost,
+    prompts: list[str],
+) -> dict[str, Any]:
+    """Scores on the test text, samples and what the judge makes of them; each made once and kept in `home`."""
+    model = functools.cache(lambda: load_model(str(home)))
+    scores = _once(home / "test.json", lambda: _test(model(), data.test, comparison, cost))
+    temperature = f"T{arm.temperature:g}"
+    samples = _once(
+        home / f"samples-{temperature}.json", lambda: _sample(model(), tokenizer, prompts, comparison, arm, seed)
+    )
+    judged = _once(home / f"judged-{temperature}.json", lambda: _judge(comparison, samples, prompts))
+    return scores | judged | {"samples": samples}
 
 
 def _check(comparison: Comparison, data: Data) -> None:
@@ -221,7 +223,11 @@ def _train(
     model = load_model(comparison.start)
     objective = parse_objective(arm.objective)
     cost: Cost = load_cost(arm.embedding, model, seed=seed)
-    settings = {"start": comparison.start, "objective": repr(objective), "embedding": arm.embedding} | data.fingerprints()
+    settings = {
+        "start": comparison.start,
+        "objective": repr(objective),
+        "embedding": arm.embedding,
+    } | data.fingerprints()
     results = train_run(
         model, tokenizer, data.train, args=own, objective=objective, cost=cost, validation=data.validation,
         settings=settings, bar=f"{arm.training} seed {seed}",
@@ -234,9 +240,7 @@ def _test(model: Any, blocks: PackedBlocks, comparison: Comparison, cost: Cost) 
     return {"test_nll": scores.nll, "test_perplexity": scores.perplexity, "transport_cost": scores.transport_cost}
 
 
-def _sample(
-    model: Any, tokenizer: Any, prompts: list[str], comparison: Comparison, arm: Arm, seed: int
-) -> list[str]:
+def _sample(model: Any, tokenizer: Any, prompts: list[str], comparison: Comparison, arm: Arm, seed: int) -> list[str]:
     samples = sample_texts(
         model, tokenizer, prompts=prompts, num_samples=comparison.samples_per_prompt,
         max_new_tokens=comparison.max_new_tokens, temperature=arm.temperature, batch_size=comparison.batch_size,
@@ -250,8 +254,6 @@ def _judge(comparison: Comparison, texts: list[str], prompts: list[str]) -> dict
     scores: dict[str, Any] = {f"distinct_{n}": distinct_n(texts, n) for n in (1, 2, 3)}
     if comparison.judge is None:
         return scores
-    from otloss_llm.loading import load_tokenizer
-
     judge = load_model(comparison.judge)
     repeats = len(texts) // len(prompts)
     told = [prompt for prompt in prompts for _ in range(repeats)]

@@ -40,8 +40,8 @@ def load_model_and_tokenizer(path: str, tokenizer_path: str | None = None) -> tu
     vocab = find_head(model).weight.shape[0]
     if len(tokenizer) > vocab:
         raise ValueError(
-            f"the tokenizer of {tokenizer_path or path!r} has {len(tokenizer)} tokens, the model {path!r} only {vocab}; "
-            "give the model's own tokenizer, or resize the model's embeddings and save it."
+            f"the tokenizer of {tokenizer_path or path!r} has {len(tokenizer)} tokens, the model {path!r} only "
+            f"{vocab}; give the model's own tokenizer, or resize the model's embeddings and save it."
         )
     return model, tokenizer
 
@@ -83,7 +83,9 @@ def load_cost(source: str, model: Any, *, seed: int = 0) -> EmbeddingCost:
                 "shuffled": lambda: own.shuffled(generator)}[source]()  # fmt: skip
     if source.endswith(".npy"):
         if not Path(source).is_file():
-            raise FileNotFoundError(f"no embedding file {source!r}; expected a .npy array of shape (vocabulary, width).")
+            raise FileNotFoundError(
+                f"no embedding file {source!r}; expected a .npy array of shape (vocabulary, width)."
+            )
         embedding = torch.as_tensor(np.load(source, allow_pickle=False))
         cost = EmbeddingCost(embedding.float() if not embedding.is_floating_point() else embedding)
     else:

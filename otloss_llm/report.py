@@ -7,6 +7,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from otloss_llm.compare import HUMAN
 from otloss_llm.runs import write_json
 
 # key, heading, number format, which way is better
@@ -21,7 +22,8 @@ COLUMNS = (
 _SCALE = {"seconds_per_step": 1000.0}
 
 NOTES = """\
-- Mean ± standard deviation over {seeds} seed{plural}; a seed changes the order of batches and the samples, for all arms alike.
+- Mean ± standard deviation over {seeds} seed{plural}; a seed sets the order of batches and the samples, for all
+  arms alike.
 - *test perplexity*: of held-out text under the model itself. *judge perplexity*: of sampled continuations under an
   independent model. It falls both when samples become better and when they become blander: read it together with
   distinct-n (share of different n-grams), and against `{human}` (what the judge makes of the real continuations).
@@ -35,16 +37,15 @@ NOTES = """\
 
 def write_report(results: dict[str, Any], folder: Path, *, title: str = "Comparison of objectives") -> str:
     """Write report.md, report.json, samples.md and (with matplotlib) figure.png; returns the Markdown table."""
-    from otloss_llm.compare import HUMAN
-
     table = markdown_table(results)
     seeds = len({run["seed"] for run in results["runs"]})
     notes = NOTES.format(seeds=seeds, plural="" if seeds == 1 else "s", human=HUMAN)
     figure = _write_figure(results, folder / "figure.png")
-    picture = "\n![figure](figure.png)\n" if figure else "\n(no figure: pip install \"otloss[plot]\")\n"
+    picture = "\n![figure](figure.png)\n" if figure else '\n(no figure: pip install "otloss[plot]")\n'
     write_json(folder / "report.json", results)
     (folder / "samples.md").write_text(_samples(results), encoding="utf-8")
-    report = f"# {title}\n\n{table}\n{notes}{picture}\nSamples side by side: [samples.md](samples.md). Every number and setting: report.json.\n"
+    links = "Samples side by side: [samples.md](samples.md). Every number and setting: report.json."
+    report = f"# {title}\n\n{table}\n{notes}{picture}\n{links}\n"
     (folder / "report.md").write_text(report, encoding="utf-8")
     return table
 
@@ -65,8 +66,6 @@ def summarise(results: dict[str, Any]) -> dict[str, dict[str, tuple[float, float
 
 def markdown_table(results: dict[str, Any]) -> str:
     """One row an arm, and one for the text itself; columns that nobody has are left out."""
-    from otloss_llm.compare import HUMAN
-
     summary = summarise(results)
     columns = [column for column in COLUMNS if any(column[0] in row for row in summary.values())]
     lines = ["| arm | " + " | ".join(heading for _, heading, _ in columns) + " |", "|---|" + "---:|" * len(columns)]
@@ -152,6 +151,8 @@ def _draw_costs(axes: Any, results: dict[str, Any]) -> None:
     axes.invert_yaxis()
     axes.margins(x=0.25, y=0.15)
     for row_number, mean in enumerate(means):
-        axes.annotate(f"{mean:.4f}", (mean, row_number), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9)
+        axes.annotate(
+            f"{mean:.4f}", (mean, row_number), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9
+        )
     axes.set_xlabel("mean transport cost on test text\n← misses land on more similar tokens")
     axes.set_title("How far predictions miss, in the embedding's geometry", fontsize=11)

@@ -1,13 +1,14 @@
 """Run folders: one training run a folder, which can be killed at any moment and gone on with by the same command.
 
-    run.json        the settings, written first; a run with other settings does not enter the folder
-    checkpoint-N/   of the Hugging Face Trainer; complete once its trainer_state.json is there, which is written last
-    results.json    written when the run has finished
+run.json        the settings, written first; a run with other settings does not enter the folder
+checkpoint-N/   of the Hugging Face Trainer; complete once its trainer_state.json is there, which is written last
+results.json    written when the run has finished
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import statistics
 import time
@@ -22,6 +23,8 @@ from otloss.costs import Cost
 from otloss_llm.data import PackedBlocks
 from otloss_llm.objectives import Objective
 from otloss_llm.trainer import ObjectiveTrainer
+
+logger = logging.getLogger(__name__)
 
 SETTINGS_FILE, RESULTS_FILE = "run.json", "results.json"
 
@@ -44,7 +47,9 @@ def write_json(path: Path, content: Any) -> None:
 def decisive_settings(args: TrainingArguments) -> dict[str, Any]:
     """The training arguments on which the trained weights depend."""
     values = {name: getattr(args, name, None) for name in _DECISIVE_ARGUMENTS}
-    return {name: value if isinstance(value, (int, float, type(None))) else str(value) for name, value in values.items()}
+    return {
+        name: value if isinstance(value, (int, float, type(None))) else str(value) for name, value in values.items()
+    }
 
 
 def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
@@ -59,7 +64,9 @@ def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
         before = json.loads(path.read_text(encoding="utf-8"))
         keys = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
         if keys:
-            changes = "; ".join(f"{key}: {before.get(key)!r} there, {settings.get(key)!r} asked for" for key in keys[:5])
+            changes = "; ".join(
+                f"{key}: {before.get(key)!r} there, {settings.get(key)!r} asked for" for key in keys[:5]
+            )
             raise ValueError(
                 f"{folder} holds another run ({changes}{'; ...' if len(keys) > 5 else ''}). "
                 "Choose another output folder, or delete that one."
@@ -120,6 +127,7 @@ def train_run(
     with args.main_process_first(desc="open the run folder"):
         finished = open_run(folder, settings | decisive_settings(args))
     if finished is not None:
+        logger.warning("%s holds this very run, finished: nothing is trained again", folder)
         return finished
     timer = _StepTimer()
     trainer = ObjectiveTrainer(
