@@ -17,6 +17,7 @@ def check_head(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     check_floating("hidden", hidden)
     check_floating("weight", weight)
+    check_tensor("labels", labels)
     if weight.ndim != 2 or hidden.ndim < 1 or hidden.shape[-1] != weight.shape[-1]:
         raise ValueError(
             f"hidden has shape {tuple(hidden.shape)} and weight {tuple(weight.shape)}, expected (..., d) and (V, d)."
@@ -51,6 +52,15 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int) -> None
         raise ValueError(
             f"cost is over a vocabulary of {cost.shape[-1]} tokens, the logits have {vocab}; "
             "build the cost from the embedding of this model (EmbeddingCost.from_model(model))."
+        )
+
+
+def check_fixed(cost: Cost | None) -> None:
+    """The fused kernels give the cost no gradient; a cost that wants one must not lose it silently."""
+    if cost is not None and torch.is_grad_enabled() and cost._data.requires_grad:
+        raise ValueError(
+            "the cost requires grad, which this kernel does not give it; build it from a detached tensor "
+            '(EmbeddingCost does), or use impl="reference".'
         )
 
 

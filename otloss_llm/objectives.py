@@ -163,6 +163,19 @@ class EMO:
         return ratio if self.ratio_clip is None else ratio.clamp(max=self.ratio_clip)
 
 
+def value_of(objective: Objective, nll: Tensor, cost: Tensor | None) -> Tensor:
+    """The objective's value per token, checked to be one number per token.
+
+    Raises:
+        ValueError: if it has another shape than `nll`.
+    """
+    value = objective(nll, cost)
+    if not isinstance(value, Tensor) or value.shape != nll.shape:
+        got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+        raise ValueError(f"objective {objective!r} returned {got}, expected a value per token, {tuple(nll.shape)}.")
+    return value
+
+
 def value_and_slopes(objective: Objective, nll: Tensor, cost: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The objective's value per token with `alpha = d value / d nll` and `beta = d value / d cost` (None: unused).
 
@@ -184,10 +197,7 @@ def value_and_slopes(objective: Objective, nll: Tensor, cost: Tensor | None) -> 
     with torch.enable_grad():
         nll = nll.detach().requires_grad_()
         cost = cost.detach().requires_grad_() if cost is not None else None
-        value = objective(nll, cost)
-        if not isinstance(value, Tensor) or value.shape != nll.shape:
-            got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
-            raise ValueError(f"objective {objective!r} returned {got}, expected a value per token, {tuple(nll.shape)}.")
+        value = value_of(objective, nll, cost)
         if not value.requires_grad:
             raise ValueError(f"objective {objective!r} returned a value that depends on neither nll nor cost.")
         inputs = [nll] if cost is None else [nll, cost]
@@ -212,7 +222,8 @@ def check_tokenwise(objective: Objective, nll: Tensor, cost: Tensor | None, valu
             f"objective {objective!r} holds parameters that require grad, which this kernel does not differentiate; "
             'use impl="reference", or detach them.'
         )
-    if part.shape != (half,) or not torch.allclose(part, value[:half], rtol=1e-3, atol=1e-6, equal_nan=True):
+    expected = torch.where(value.isnan()[:half], part, value[:half])  # NaN marks a slope, see value_and_slopes
+    if part.shape != (half,) or not torch.allclose(part, expected, rtol=1e-3, atol=1e-6, equal_nan=True):
         raise ValueError(
             f"objective {objective!r} gives a token another value beside other tokens; entry t of the value may depend "
             "on entry t of nll and cost only. Compute statistics over the batch beforehand and pass them as numbers."

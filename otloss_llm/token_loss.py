@@ -7,6 +7,7 @@ only one coupling.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 from otloss._checks import check_floating
 from otloss.costs import Cost
 from otloss_llm._positions import (
+    check_fixed,
     check_head,
     check_objective,
     check_token_reduction,
@@ -144,6 +146,8 @@ def linear_token_loss(
         raise ValueError(f"impl is {impl!r}, expected one of {IMPLEMENTATIONS}.")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"chunk_size is {chunk_size}, expected a positive number of tokens or None.")
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"logit_scale is {logit_scale}, expected a finite number.")
     if logit_softcap is not None and not logit_softcap > 0:
         raise ValueError(f"logit_softcap is {logit_softcap}, expected a positive number or None.")
     check_objective(objective, cost, weight.shape[0])
@@ -152,6 +156,8 @@ def linear_token_loss(
     h, y = hidden[valid], labels[valid].long()
     factor = None if reduction == "none" else reduction_factor(reduction, num_items, h)
     head = chunked.Head(objective, cost, logit_scale, logit_softcap, chunk_size)
+    if impl != "reference":
+        check_fixed(cost)
     kernel = _reference if impl == "reference" else chunked.token_values
     with torch.autocast(hidden.device.type, enabled=False):
         loss, nll, transport = kernel(h, weight, bias, y, factor, head)

@@ -27,7 +27,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss_llm.objectives import Objective, check_tokenwise, value_and_slopes
+from otloss_llm.objectives import Objective, check_tokenwise, value_and_slopes, value_of
 
 CHUNK_BYTES = 64 * 2**20  # of float32 logits: 512 rows of a 32k vocabulary; three such buffers live at once
 
@@ -180,7 +180,10 @@ def _pass(
         h = hidden[tokens]
         z, cap_slope = _chunk_logits(h, weight, bias, head)
         chunk = _Chunk.of(z, labels[tokens, None], None if rows is None else rows.to(z.dtype))
-        value_chunk, alpha, beta = value_and_slopes(head.objective, chunk.nll, chunk.transport)
+        if gradients.wanted:
+            value_chunk, alpha, beta = value_and_slopes(head.objective, chunk.nll, chunk.transport)
+        else:
+            value_chunk = value_of(head.objective, chunk.nll, chunk.transport)
         if not checked:
             check_tokenwise(head.objective, chunk.nll, chunk.transport, value_chunk)
             checked = True
@@ -248,7 +251,9 @@ class _PerToken(torch.autograd.Function):
         _refuse_second_order()
         hidden, weight, bias, labels = ctx.saved_tensors
         gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
-        _pass(hidden, weight, bias, labels, ctx.head, upstream=upstream, gradients=gradients)
+        values = _pass(hidden, weight, bias, labels, ctx.head, upstream=upstream, gradients=gradients)[0]
+        if not torch.isfinite(values).all():
+            raise ValueError(f"objective {ctx.head.objective!r} has a slope that is not finite; guard it there.")
         made = (gradients.hidden, gradients.weight, gradients.bias)
         inputs = (hidden, weight, bias)
         cast = (None if g is None else g.to(x.dtype) for g, x in zip(made, inputs, strict=True))

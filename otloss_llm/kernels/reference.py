@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss_llm.objectives import Objective
+from otloss_llm.objectives import Objective, value_of
 
 
 def token_values(
@@ -29,7 +29,7 @@ def token_values(
         # Summed directly: 1 - <q-mean embedding, e_y> would cancel to noise where D is small.
         rows = cost.rows(labels).to(logits.dtype)
         transport = (torch.log_softmax(logits, dim=-1).exp() * rows).sum(-1)
-    return objective(nll, transport), nll, transport
+    return value_of(objective, nll, transport), nll, transport
 
 
 def _negative_log_likelihood(logits: Tensor, label: Tensor) -> Tensor:
@@ -37,6 +37,7 @@ def _negative_log_likelihood(logits: Tensor, label: Tensor) -> Tensor:
 
     `log_softmax` rounds to 0 every nll below the dtype's epsilon; the ratio nll / D of EMO would be lost with it.
     """
+    logits = logits - logits.detach().amax(-1, keepdim=True)  # first: logsumexp adds its maximum back, and rounds
     # The lowest finite number and not -inf: with everything else masked, -inf minus -inf would make NaN gradients.
     others = logits.scatter(-1, label, torch.finfo(logits.dtype).min).logsumexp(-1)
     margin = others - logits.gather(-1, label).squeeze(-1)

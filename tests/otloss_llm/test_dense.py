@@ -1,0 +1,190 @@
+"""Losses against a full target distribution: bounds against exact transport, gradients against finite differences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from otloss import emd
+from otloss.costs import DenseCost
+from otloss_llm import EMO, MLE, EmbeddingCost, dense_token_loss, token_loss
+from tests.otloss_llm.oracles import OBJECTIVES, cosine_matrix
+
+BOUNDS = ["residual", "difference"]
+seeds = st.integers(0, 10**6)
+
+
+def make(seed: int, batch: tuple[int, ...] = (6,), vocab: int = 7) -> tuple[Tensor, Tensor, EmbeddingCost]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(*batch, vocab, generator=generator, dtype=torch.float64) * 2
+    target = torch.softmax(torch.randn(*batch, vocab, generator=generator, dtype=torch.float64) * 2, -1)
+    return logits, target, EmbeddingCost(torch.randn(vocab, 3, generator=generator, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_a_one_hot_target_gives_the_token_loss(name: str, bound: str) -> None:
+    objective, _ = OBJECTIVES[name]
+    for seed in range(3):
+        logits, _, cost = make(seed)
+        labels = torch.tensor([0, 1, 6, 3, 3, 2])
+        target = torch.nn.functional.one_hot(labels, 7).double()
+        results = []
+        for call in (token_loss, dense_token_loss):
+            leaf = logits.clone().requires_grad_()
+            settings: dict[str, Any] = {"bound": bound} if call is dense_token_loss else {}
+            out = call(leaf, labels if call is token_loss else target, objective=objective, cost=cost, **settings)
+            assert out.cost is not None
+            results.append([out.loss.detach(), out.nll, out.cost, torch.autograd.grad(out.loss, leaf)[0]])
+        for a, b in zip(*results, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-13)
+
+
+@given(seed=seeds)
+@settings(max_examples=25, deadline=None)
+def test_both_bounds_are_at_least_the_exact_cost(seed: int) -> None:
+    logits, target, cost = make(seed)
+    exact = emd(target, torch.softmax(logits, -1), cosine_matrix(cost.unit))
+    for bound in BOUNDS:
+        transport = dense_token_loss(logits, target, objective=MLE(), cost=cost, bound=bound).cost
+        assert transport is not None
+        assert (transport >= exact - 1e-9).all(), bound
+
+
+@given(seed=seeds)
+@settings(max_examples=25, deadline=None)
+def test_the_bounds_are_their_formulas(seed: int) -> None:
+    logits, p, cost = make(seed)
+    q, matrix = torch.softmax(logits, -1), cosine_matrix(cost.unit)
+    got = dense_token_loss(logits, p, objective=MLE(), cost=cost, bound="difference").cost
+    torch.testing.assert_close(got, torch.einsum("ti,ij,tj->t", (q - p).abs(), matrix, p), rtol=1e-10, atol=1e-12)
+    got = dense_token_loss(logits, p, objective=MLE(), cost=cost, bound="residual").cost
+    a, b = (p - q).relu(), (q - p).relu()
+    torch.testing.assert_close(got, torch.einsum("ti,ij,tj->t", a, matrix, b) / a.sum(-1), rtol=1e-8, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_the_residual_bound_is_0_at_the_target_only(dtype: torch.dtype) -> None:
+    _, target, cost = make(1)
+    target = target.to(dtype)
+    for bound in BOUNDS:
+        logits = target.log().requires_grad_()
+        out = dense_token_loss(logits, target, objective=EMO(1.0), cost=cost, bound=bound)
+        assert out.cost is not None
+        assert out.cost.abs().max() < 8 * torch.finfo(dtype).eps
+        (gradient,) = torch.autograd.grad(out.loss, logits)
+        assert torch.isfinite(gradient).all()
+    moved = target.log() + 0.01 * torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
+    out = dense_token_loss(moved, target, objective=EMO(1.0), cost=cost)
+    assert out.cost is not None
+    assert (out.cost > 1e-5).all()
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+@pytest.mark.parametrize("name", ["mle", "emo-fixed", "user"])  # without stop-gradient
+def test_gradients_against_finite_differences(name: str, bound: str) -> None:
+    objective, _ = OBJECTIVES[name]
+    for seed in range(3):
+        logits, target, cost = make(seed, batch=(3,), vocab=5)
+        for cost_ in (cost, DenseCost(torch.rand(5, 5, dtype=torch.float64))):
+            settings: dict[str, Any] = {"objective": objective, "cost": cost_, "bound": bound, "reduction": "sum"}
+
+            def loss(z: Tensor, target: Tensor = target, settings: dict[str, Any] = settings) -> Tensor:
+                return dense_token_loss(z, target, **settings).loss
+
+            assert torch.autograd.gradcheck(loss, [logits.clone().requires_grad_()])
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_label_smoothing(bound: str) -> None:
+    """nll is torch's smoothed cross-entropy, and its gradient that of MLE."""
+    logits, _, cost = make(2)
+    labels = torch.tensor([0, 1, 6, 3, 3, 2])
+    target = torch.nn.functional.one_hot(labels, 7).double() * 0.9 + 0.1 / 7
+    leaf, other = logits.clone().requires_grad_(), logits.clone().requires_grad_()
+    out = dense_token_loss(leaf, target, objective=MLE(), cost=cost, bound=bound)
+    expected = torch.nn.functional.cross_entropy(other, labels, label_smoothing=0.1)
+    torch.testing.assert_close(out.loss, expected)
+    torch.testing.assert_close(torch.autograd.grad(out.loss, leaf), torch.autograd.grad(expected, other))
+    # EMO's value is the cross-entropy for a full target, too.
+    torch.testing.assert_close(dense_token_loss(leaf, target, objective=EMO(), cost=cost, bound=bound).loss, expected)
+
+
+@pytest.mark.parametrize("bound", BOUNDS)
+def test_mask_and_reductions(bound: str) -> None:
+    logits, target, cost = make(3, batch=(2, 4))
+    mask = torch.tensor([[True, False, True, True], [False, False, True, True]])
+    logits[~mask], target[~mask] = torch.nan, torch.nan  # what is masked is not read
+    settings: dict[str, Any] = {"objective": EMO(), "cost": cost, "bound": bound, "mask": mask}
+    leaf = logits.clone().requires_grad_()
+    none = dense_token_loss(leaf, target, reduction="none", **settings)
+    single = torch.stack([dense_token_loss(z, p, objective=EMO(), cost=cost, bound=bound).loss
+                          for z, p in zip(logits[mask], target[mask], strict=True)])  # fmt: skip
+    torch.testing.assert_close(none.loss[mask].detach(), single)
+    assert not none.loss[~mask].any()
+    assert none.nll.shape == mask.shape
+    torch.testing.assert_close(dense_token_loss(leaf, target, reduction="sum", **settings).loss.detach(), single.sum())
+    mean = dense_token_loss(leaf, target, **settings).loss
+    torch.testing.assert_close(mean.detach(), single.mean())
+    (gradient,) = torch.autograd.grad(mean, leaf)
+    assert not gradient[~mask].any()
+    nothing = dense_token_loss(leaf, target, **settings | {"mask": torch.zeros_like(mask)}).loss
+    assert nothing == 0
+    assert not torch.autograd.grad(nothing, leaf)[0].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_a_real_vocabulary_in_low_precision(dtype: torch.dtype) -> None:
+    """50k tokens: targets normalised in their own dtype are taken, and D within rounding of float64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(2, 50_000, generator=generator) * 3).to(dtype)
+    target = torch.softmax(torch.randn(2, 50_000, generator=generator) * 3, -1).to(dtype)
+    if dtype == torch.float16:
+        target = torch.softmax(torch.randn(2, 50_000, generator=generator) * 9, -1).to(dtype)  # flat ones underflow
+    cost = EmbeddingCost(torch.randn(50_000, 8, generator=generator).to(dtype))
+    for bound in BOUNDS:
+        out = dense_token_loss(logits, target, objective=EMO(), cost=cost, bound=bound)
+        p = target.double() / target.double().sum(-1, keepdim=True)
+        true = dense_token_loss(logits.double(), p, objective=EMO(), cost=cost.to(torch.float64), bound=bound)
+        assert out.loss.dtype == torch.float32
+        assert out.cost is not None
+        torch.testing.assert_close(out.cost.double(), true.cost, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(out.nll.double(), true.nll, rtol=1e-5, atol=0)
+
+
+def test_the_target_gets_no_gradient() -> None:
+    logits, target, cost = make(4)
+    teacher = target.log().requires_grad_()
+    out = dense_token_loss(logits.requires_grad_(), teacher.softmax(-1), objective=EMO(), cost=cost)
+    out.loss.backward()
+    assert teacher.grad is None
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"target": lambda p: p * 1.01}, ValueError, r"target row 0 .* sums to 1.01"),
+        ({"target": lambda p: p - 0.3}, ValueError, "expected probabilities >= 0"),
+        ({"target": lambda p: p * torch.nan}, ValueError, "target holds .* NaN"),
+        ({"target": lambda p: p[:, :3]}, ValueError, r"target has shape \(6, 3\)"),
+        ({"target": lambda p: p.argmax(-1)}, TypeError, "target has dtype torch.int64"),
+        ({"logits": lambda z: z + torch.inf}, ValueError, "logits holds"),
+        ({"bound": "independent"}, ValueError, "bound is 'independent'"),
+        ({"cost": EmbeddingCost(torch.eye(8))}, ValueError, "vocabulary of 8"),
+        ({"mask": torch.ones(6)}, ValueError, "expected bool"),
+        ({"mask": torch.ones(5, dtype=torch.bool)}, ValueError, r"of shape \(5,\)"),
+        ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'"),
+    ],
+)  # fmt: skip
+def test_refusals(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    logits, target, cost = make(5)
+    settings: dict[str, Any] = {"objective": EMO(), "cost": cost} | change
+    logits = settings.pop("logits", lambda z: z)(logits)
+    target = settings.pop("target", lambda p: p)(target)
+    with pytest.raises(error, match=message):
+        dense_token_loss(logits, target, **settings)

@@ -1,0 +1,143 @@
+"""Against the published package EMOLoss 0.0.3: equal where it is right, ours beside float64 where it is not."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from otloss_llm import EMO, EmbeddingCost, emo_loss
+from tests.otloss_llm.oracles import cosine_matrix, relative_error
+
+emo = pytest.importorskip("emo", reason="needs the published package: pip install EMOLoss==0.0.3")
+
+MODES: dict[int, dict[str, Any]] = {1: {"ratio_clip": 3.0}, 2: {"weighting": "transport"}}
+
+
+def case(seed: int, sharpness: float = 2.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.randn(3, 10, 29, generator=generator) * sharpness
+    embedding = torch.randn(29, 16, generator=generator)
+    labels = torch.randint(29, (3, 10), generator=generator)
+    return logits.to(dtype), labels, embedding.to(dtype)
+
+
+def published(logits: Tensor, labels: Tensor, embedding: Tensor, mode: int) -> tuple[Tensor, Tensor]:
+    leaf = logits.clone().requires_grad_()
+    loss = emo.EMOLoss(leaf, labels, embedding, mode=mode)
+    return loss, torch.autograd.grad(loss, leaf)[0]
+
+
+def ours(logits: Tensor, labels: Tensor, embedding: Tensor, mode: int) -> tuple[Tensor, Tensor]:
+    """With the shift of labels that the published function makes itself."""
+    leaf = logits.clone().requires_grad_()
+    loss = emo_loss(leaf[:, :-1], labels[:, 1:], embedding, **MODES[mode])
+    return loss, torch.autograd.grad(loss, leaf)[0]
+
+
+def truth(logits: Tensor, labels: Tensor, embedding: Tensor, mode: int) -> tuple[Tensor, Tensor]:
+    """Float64 autograd of the formula; a ratio is 0 where its denominator is."""
+    leaf = logits.double().requires_grad_()
+    kept = labels[:, 1:] != -100
+    label = labels[:, 1:][kept]
+    log_q = torch.log_softmax(leaf[:, :-1][kept], -1)
+    nll = -log_q.gather(-1, label[:, None])[:, 0]
+    transport = (log_q.exp() * cosine_matrix(embedding)[label]).sum(-1)
+    if mode == 1:
+        value = 0.5 * (nll + (nll / transport).detach().clamp(max=3) * transport)
+    else:
+        value = (transport / nll).detach() * nll + transport
+    return value.mean().detach(), torch.autograd.grad(value.mean(), leaf)[0]
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+@pytest.mark.parametrize("sharpness", [0.3, 2.0])
+def test_equal_in_float32_and_float64(sharpness: float, mode: int) -> None:
+    for seed in range(5):
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-7)):  # the peer adds 1e-10 to denominators
+            logits, labels, embedding = case(seed, sharpness, dtype)
+            (loss, gradient), (theirs, their_gradient) = (f(logits, labels, embedding, mode) for f in (ours, published))
+            torch.testing.assert_close(loss, theirs, rtol=tolerance, atol=0)
+            assert relative_error(gradient, their_gradient) < tolerance
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_ignored_labels_are_equal_too(mode: int) -> None:
+    logits, labels, embedding = case(0)
+    labels[:, 3:7] = -100
+    (loss, gradient), (theirs, their_gradient) = (f(logits, labels, embedding, mode) for f in (ours, published))
+    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=0)
+    assert relative_error(gradient, their_gradient) < 1e-5
+    assert not gradient[:, 2:6].any()
+
+
+def errors(logits: Tensor, labels: Tensor, embedding: Tensor, mode: int) -> tuple[float, float, float, float]:
+    """Relative errors against float64 on the same inputs: our loss and gradient, the peer's loss and gradient."""
+    loss, gradient = truth(logits, labels, embedding, mode)
+    made = [f(logits, labels, embedding, mode) for f in (ours, published)]
+    mine, theirs = ((relative_error(value, loss), relative_error(slope, gradient)) for value, slope in made)
+    return *mine, *theirs
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_bfloat16_near_certainty(mode: int) -> None:
+    """D is near 1e-2: 1 - dot cancels in 8 bits, the sum of q_i c_i does not."""
+    logits, labels, embedding = case(1, dtype=torch.bfloat16)
+    logits[:, :-1].scatter_(-1, labels[:, 1:, None], 12.0)
+    our_loss, our_gradient, their_loss, their_gradient = errors(logits, labels, embedding, mode)
+    assert our_loss < 1e-5
+    assert our_gradient < 2**-8
+    assert their_loss > 10 * our_loss
+    assert their_gradient > 10 * our_gradient
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_float16(mode: int) -> None:
+    """The peer's 1e-15 and 1e-10 are 0 in float16: a certain token divides 0 by 0."""
+    logits, labels, embedding = case(2, dtype=torch.float16)
+    logits[0, 0, labels[0, 1]] = 100.0
+    our_loss, our_gradient, their_loss, _ = errors(logits.where(logits < 50, 20.0), labels, embedding, mode)
+    assert our_loss < 1e-5
+    assert our_gradient < 2**-10
+    loss, gradient = ours(logits, labels, embedding, mode)
+    assert torch.isfinite(loss)
+    assert torch.isfinite(gradient).all()
+    theirs, _ = published(logits, labels, embedding, mode)
+    assert not torch.isfinite(theirs) or their_loss > 10 * our_loss
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_a_zero_row_makes_the_peer_nan(mode: int) -> None:
+    logits, labels, embedding = case(3)
+    embedding[0] = 0
+    loss, gradient = ours(logits, labels, embedding, mode)
+    true_loss, true_gradient = truth(logits, labels, embedding, mode)
+    assert relative_error(loss, true_loss) < 1e-6
+    assert relative_error(gradient, true_gradient) < 1e-5
+    assert published(logits, labels, embedding, mode)[0].isnan()
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_all_labels_ignored(mode: int) -> None:
+    logits, labels, embedding = case(4)
+    loss, gradient = ours(logits, torch.full_like(labels, -100), embedding, mode)
+    assert loss == 0
+    assert not gradient.any()
+
+
+def test_the_embedding_is_trained_by_the_peer_and_not_by_us() -> None:
+    """Given a live head the peer moves the geometry it is judged by; ours is detached."""
+    logits, labels, embedding = case(5)
+    live = embedding.clone().requires_grad_()
+    assert torch.autograd.grad(emo.EMOLoss(logits, labels, live), live)[0].any()
+    loss = emo_loss(logits.requires_grad_(), labels, live)
+    assert torch.autograd.grad(loss, live, allow_unused=True) == (None,)
+
+
+def test_one_cost_for_many_calls() -> None:
+    logits, labels, embedding = case(6)
+    cost = EmbeddingCost(embedding)
+    assert EMO(ratio_clip=3.0).ratio_clip == 3.0
+    assert torch.equal(emo_loss(logits, labels, cost), emo_loss(logits, labels, embedding))

@@ -1,0 +1,428 @@
+"""Token losses against float64 autograd of the formulas: values and gradients, for every objective, dtype and shape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from otloss.costs import DenseCost
+from otloss_llm import EMO, MLE, EmbeddingCost, TokenLoss, emo_loss, linear_token_loss, token_loss
+from tests.otloss_llm.oracles import OBJECTIVES, Problem, dense_values, problem, relative_error, truth
+
+IMPLEMENTATIONS = ["reference", "chunked"]
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+
+
+def fused(leaves: list[Tensor], given: Problem, **settings: Any) -> TokenLoss:
+    hidden, weight, *rest = leaves
+    settings = {"cost": EmbeddingCost(given.embedding), "chunk_size": 7} | settings
+    return linear_token_loss(
+        hidden, weight, given.labels, bias=rest[0] if rest else None,
+        logit_scale=given.scale, logit_softcap=given.softcap, **settings,
+    )  # fmt: skip
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def assert_all_close(got: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+# ---- rounding --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_errors_are_those_of_the_naive_computation(name: str, dtype: torch.dtype, impl: str) -> None:
+    """Mean over 5 seeds of the relative errors of loss, hidden, weight and bias: at most 1.5 x naive + eps.
+
+    Naive: logits by one linear map in the same dtype, then float32 autograd of the formula. In float64 it is the
+    oracle itself, and the bound is 16 eps.
+    """
+    objective, formula = OBJECTIVES[name]
+    ours, naive = [], []
+    for seed in range(5):
+        given = problem(seed, dtype=dtype)
+        value, expected = truth(given, formula)
+        for errors, make in (
+            (ours, lambda leaves: fused(leaves, given, objective=objective, reduction="sum", impl=impl).loss),  # noqa: B023
+            (naive, lambda leaves: dense_values(leaves, given, formula)[0].sum()),  # noqa: B023
+        ):
+            leaves = given.leaves()
+            loss = make(leaves)
+            grads = gradients(loss, leaves)
+            assert [g.dtype for g in grads] == [dtype] * 3
+            pairs = zip([loss, *grads], [value.sum(), *expected], strict=True)
+            errors.append([relative_error(a, b) for a, b in pairs])
+    eps = torch.finfo(dtype).eps
+    bound = 1.5 * torch.tensor(naive).mean(0) + (16 if dtype == torch.float64 else 1) * eps
+    assert (torch.tensor(ours).mean(0) <= bound).all(), (torch.tensor(ours).mean(0) / eps, bound / eps)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("sharpness", [0.0, 0.1, 10.0])
+def test_flat_and_sharp_distributions(sharpness: float, impl: str) -> None:
+    given = problem(3, sharpness=sharpness)
+    for objective, formula in OBJECTIVES.values():
+        value, expected = truth(given, formula)
+        leaves = given.leaves()
+        out = fused(leaves, given, objective=objective, reduction="sum", impl=impl)
+        torch.testing.assert_close(out.loss, value.sum(), rtol=1e-12, atol=0)
+        assert_all_close(gradients(out.loss, leaves), expected, 1e-10)
+
+
+# ---- shapes, reductions, arguments -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none", "num_items"])
+@pytest.mark.parametrize("name", ["mle", "emo", "user"])
+def test_reductions_with_an_upstream_gradient(name: str, reduction: str, impl: str) -> None:
+    objective, formula = OBJECTIVES[name]
+    given = problem(1, batch=(4, 9))
+    kept = given.labels != -100
+    count = int(kept.sum())
+    upstream = torch.randn(count, dtype=torch.float64) if reduction == "none" else -2.5
+    factor = {"mean": 1 / count, "sum": 1.0, "none": 1.0, "num_items": 1 / 50}[reduction]
+    value, expected = truth(given, formula, upstream * factor)
+    leaves = given.leaves()
+    settings = {"num_items": torch.tensor(50)} if reduction == "num_items" else {"reduction": reduction}
+    out = fused(leaves, given, objective=objective, impl=impl, **settings)
+    if reduction == "none":
+        assert out.loss.shape == given.labels.shape
+        assert not out.loss[~kept].any()
+        torch.testing.assert_close(out.loss[kept], value, rtol=1e-12, atol=1e-14)
+        total = (out.loss * torch.full(kept.shape, torch.e).double().masked_scatter(kept, upstream)).sum()
+    else:
+        torch.testing.assert_close(out.loss, value.sum() * factor, rtol=1e-12, atol=1e-14)
+        total = out.loss * upstream
+    assert_all_close(gradients(total, leaves), expected)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_nll_and_cost_are_reported_per_position_without_a_graph(impl: str) -> None:
+    given = problem(2, batch=(3, 5))
+    _, nll, transport = dense_values(given.leaves(), given, OBJECTIVES["mle"][1])
+    kept = given.labels != -100
+    out = fused(given.leaves(), given, objective=MLE(), impl=impl)
+    assert out.loss.requires_grad
+    assert not out.nll.requires_grad
+    assert out.cost is not None
+    assert not out.cost.requires_grad
+    torch.testing.assert_close(out.nll[kept], nll.detach(), rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(out.cost[kept], transport.detach(), rtol=1e-12, atol=1e-14)
+    assert not out.nll[~kept].any()
+    assert not out.cost[~kept].any()
+    assert fused(given.leaves(), given, objective=MLE(), cost=None, impl=impl).cost is None
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 3, 10, 11, 12, 1000, None])
+@pytest.mark.parametrize("labels", ["random", "one", "all", "single"])
+def test_chunk_sizes_and_label_patterns(labels: str, chunk_size: int | None) -> None:
+    """U = 1, U = N, a last chunk of one token (3 and 10 into 31 and 11), one chunk, one token."""
+    given = problem(4, batch=(31,), ignored=0.0)
+    if labels != "random":
+        given.hidden = given.hidden[:11]
+        given.labels = torch.full((11,), 5) if labels == "one" else torch.randperm(41)[:11]
+    if labels == "single":
+        given.hidden, given.labels = given.hidden[:1], given.labels[:1]
+    for name in ("mle", "emo", "user"):
+        objective, formula = OBJECTIVES[name]
+        for reduction in ("sum", "none"):
+            value, expected = truth(given, formula)
+            leaves = given.leaves()
+            out = fused(leaves, given, objective=objective, chunk_size=chunk_size, reduction=reduction)
+            torch.testing.assert_close(out.loss.sum(), value.sum(), rtol=1e-12, atol=0)
+            assert_all_close(gradients(out.loss.sum(), leaves), expected)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("scale", "softcap"), [(0.25, None), (-3.0, None), (1.0, 2.0), (1.7, 5.0)])
+def test_scale_and_soft_cap(scale: float, softcap: float | None, impl: str) -> None:
+    given = problem(5)
+    given.scale, given.softcap = scale, softcap
+    for name in ("mle", "mixce", "emo", "user"):
+        objective, formula = OBJECTIVES[name]
+        for reduction in ("sum", "none"):
+            value, expected = truth(given, formula)
+            leaves = given.leaves()
+            out = fused(leaves, given, objective=objective, impl=impl, reduction=reduction)
+            torch.testing.assert_close(out.loss.sum(), value.sum(), rtol=1e-12, atol=0)
+            assert_all_close(gradients(out.loss.sum(), leaves), expected, 1e-11)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 1), (0, 2)])
+def test_frozen_inputs(frozen: tuple[int, ...], reduction: str, impl: str) -> None:
+    objective, formula = OBJECTIVES["emo"]
+    given = problem(6)
+    _, expected = truth(given, formula)
+    leaves = given.leaves()
+    for index in frozen:
+        leaves[index].requires_grad_(False)
+    fused(leaves, given, objective=objective, reduction=reduction, impl=impl).loss.sum().backward()
+    for index, leaf in enumerate(leaves):
+        if index in frozen:
+            assert leaf.grad is None
+        else:
+            torch.testing.assert_close(leaf.grad, expected[index], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_layouts_and_leading_axes(impl: str) -> None:
+    """Non-contiguous and expanded inputs, int32 labels, any number of leading axes: the flat answer."""
+    objective, formula = OBJECTIVES["emo"]
+    flat = problem(7, batch=(24,))
+    value, expected = truth(flat, formula)
+    hidden, weight, bias = flat.leaves()
+    strided = hidden.reshape(2, 3, 4, 16).permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0)
+    assert not strided.is_contiguous()
+    wide = torch.stack([weight, weight], -1)[..., 0]
+    for labels in (flat.labels.reshape(2, 3, 4), flat.labels.int().reshape(2, 3, 4)):
+        given = Problem(strided, wide, bias, labels, flat.embedding)
+        out = fused([strided, wide, bias], given, objective=objective, reduction="sum", impl=impl)
+        assert out.nll.shape == (2, 3, 4)
+        torch.testing.assert_close(out.loss, value.sum(), rtol=1e-12, atol=0)
+        assert_all_close(gradients(out.loss, [hidden, weight, bias]), expected)
+        logits = torch.nn.functional.linear(strided, wide, bias)
+        same = token_loss(logits, labels, objective=objective, cost=EmbeddingCost(flat.embedding), reduction="sum")
+        torch.testing.assert_close(same.loss, value.sum(), rtol=1e-12, atol=0)
+        assert_all_close(gradients(same.loss, [hidden, weight, bias]), expected)
+    one = fused([hidden[0], weight, bias], Problem(hidden, weight, bias, torch.tensor(3), flat.embedding),
+                objective=objective, reduction="none", impl=impl)  # fmt: skip
+    assert one.loss.shape == one.nll.shape == ()
+
+
+@pytest.mark.parametrize("ignore_index", [-100, 0, 7, -1])
+def test_ignore_index(ignore_index: int) -> None:
+    objective, formula = OBJECTIVES["emo"]
+    given = problem(8, ignored=0.0)
+    given.labels[::3] = 7
+    kept = given.labels != ignore_index
+    marked = Problem(given.hidden, given.weight, given.bias, given.labels.where(kept, -100), given.embedding)
+    value, expected = truth(marked, formula)
+    leaves = given.leaves()
+    out = fused(leaves, given, objective=objective, reduction="sum", ignore_index=ignore_index)
+    torch.testing.assert_close(out.loss, value.sum(), rtol=1e-12, atol=0)
+    assert_all_close(gradients(out.loss, leaves), expected)
+
+
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("batch", [(0,), (2, 0), (4,)])
+def test_nothing_to_predict_gives_zero_with_a_graph(batch: tuple[int, ...], reduction: str, impl: str) -> None:
+    for objective, _ in OBJECTIVES.values():
+        given = problem(9, batch=batch, ignored=2.0)
+        leaves = given.leaves()
+        if impl == "logits":
+            logits = torch.nn.functional.linear(*leaves)
+            cost = EmbeddingCost(given.embedding)
+            loss = token_loss(logits, given.labels, objective=objective, cost=cost, reduction=reduction).loss
+        else:
+            loss = fused(leaves, given, objective=objective, reduction=reduction, impl=impl).loss
+        assert loss.requires_grad
+        assert not loss.any()
+        loss.sum().backward()
+        assert all(leaf.grad is not None and not leaf.grad.any() for leaf in leaves)
+
+
+def test_nan_at_ignored_positions_does_not_spread() -> None:
+    objective, _ = OBJECTIVES["emo"]
+    given = problem(10)
+    clean = fused(given.leaves(), given, objective=objective).loss
+    given.hidden[given.labels == -100] = torch.nan
+    leaves = given.leaves()
+    loss = fused(leaves, given, objective=objective).loss
+    assert loss == clean
+    assert all(torch.isfinite(grad).all() for grad in gradients(loss, leaves))
+
+
+@given(st.data())
+@settings(max_examples=60, deadline=None)
+def test_both_kernels_agree_on_anything(data: st.DataObject) -> None:
+    name = data.draw(st.sampled_from(list(OBJECTIVES)))
+    given_ = problem(
+        data.draw(st.integers(0, 10**6)),
+        batch=tuple(data.draw(st.lists(st.integers(0, 4), min_size=1, max_size=3))),
+        vocab=data.draw(st.integers(2, 9)),
+        width=data.draw(st.integers(2, 5)),
+        sharpness=data.draw(st.sampled_from([0.0, 1.0, 5.0])),
+        bias=data.draw(st.booleans()),
+        ignored=data.draw(st.sampled_from([0.0, 0.5, 1.0])),
+    )
+    objective, formula = OBJECTIVES[name]
+    value, expected = truth(given_, formula)
+    for impl in IMPLEMENTATIONS:
+        leaves = given_.leaves()
+        chunk_size = data.draw(st.integers(1, 5))
+        out = fused(leaves, given_, objective=objective, reduction="sum", impl=impl, chunk_size=chunk_size)
+        torch.testing.assert_close(out.loss, value.sum(), rtol=1e-10, atol=1e-12)
+        assert_all_close(gradients(out.loss, leaves), expected, 1e-8)
+
+
+# ---- autograd contracts ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(reduction: str, impl: str) -> None:
+    # Objectives without stop-gradient: their value is a function whose finite differences are its gradient.
+    for objective in (MLE(), EMO(0.7), OBJECTIVES["user"][0]):
+        given = problem(11, batch=(5,), vocab=6, width=3)
+        given.softcap = 4.0
+
+        def loss(*leaves: Tensor, given: Problem = given, objective: Any = objective) -> Tensor:
+            return fused(list(leaves), given, objective=objective, reduction=reduction, impl=impl, chunk_size=2).loss
+
+        assert torch.autograd.gradcheck(loss, given.leaves())
+        if impl == "reference":
+            assert torch.autograd.gradgradcheck(loss, given.leaves())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_derivative_through_the_chunked_kernel_is_refused(reduction: str) -> None:
+    given = problem(12)
+    leaves = given.leaves()
+    loss = fused(leaves, given, objective=EMO(), reduction=reduction).loss.sum()
+    with pytest.raises(RuntimeError, match=r'no second derivative.*impl="reference"'):
+        torch.autograd.grad(loss, leaves, create_graph=True)
+
+
+def test_backward_twice_over_a_retained_graph() -> None:
+    given = problem(13)
+    for reduction in ("mean", "none"):
+        leaves = given.leaves()
+        loss = fused(leaves, given, objective=EMO(), reduction=reduction).loss.sum()
+        first = torch.autograd.grad(loss, leaves, retain_graph=True)
+        assert_all_close(list(first), gradients(loss, leaves), 0.0)
+
+
+def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from otloss_llm.kernels.chunked import Gradients, _Chunk
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("gradient work")
+
+    monkeypatch.setattr(Gradients, "add", refuse)
+    monkeypatch.setattr(_Chunk, "logit_gradient", refuse)
+    given = problem(14)
+    frozen = [leaf.detach() for leaf in given.leaves()]
+    for reduction in ("mean", "none"):
+        with torch.no_grad():
+            out = fused(given.leaves(), given, objective=EMO(), reduction=reduction)
+        assert not out.loss.requires_grad
+        assert not fused(frozen, given, objective=EMO(), reduction=reduction).loss.requires_grad
+        with torch.inference_mode():
+            fused(given.leaves(), given, objective=EMO(), reduction=reduction)
+    with pytest.raises(AssertionError, match="gradient work"):
+        fused(given.leaves(), given, objective=EMO())
+
+
+def test_the_full_logits_never_exist() -> None:
+    """No tensor of the chunked forward and backward pass is as large as N x V."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        entries = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, Tensor):
+                    self.entries = max(self.entries, tensor.numel())
+            return out
+
+    given = problem(15, batch=(256,), vocab=64, width=4, ignored=0.0)
+    for reduction in ("mean", "none"):
+        with Largest() as seen:
+            leaves = given.leaves()
+            fused(leaves, given, objective=EMO(), reduction=reduction, chunk_size=16).loss.sum().backward()
+        assert seen.entries <= 16 * 64, seen.entries
+
+
+def test_cost_rows_are_made_once_for_each_label() -> None:
+    class Counting(DenseCost):
+        asked: list[int]
+
+        def rows(self, index: Tensor) -> Tensor:
+            self.asked += index.tolist()
+            return super().rows(index)
+
+    given = problem(16, batch=(200,))
+    cost = Counting(torch.rand(41, 41, dtype=torch.float64))
+    cost.asked = []
+    fused(given.leaves(), given, objective=EMO(), cost=cost, chunk_size=200)
+    assert sorted(cost.asked) == given.labels[given.labels >= 0].unique().tolist()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["mle", "emo"])
+def test_autocast_equals_casting_by_hand(name: str, impl: str) -> None:
+    objective, _ = OBJECTIVES[name]
+    given = problem(17, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        leaves = given.leaves()
+        loss = fused(leaves, given, objective=objective, impl=impl).loss
+    assert loss.dtype == torch.float32
+    by_hand = given.leaves()
+    expected = fused([leaf.bfloat16() for leaf in by_hand], given, objective=objective, impl=impl).loss
+    assert torch.equal(loss, expected)
+    assert_all_close(gradients(loss, leaves), gradients(expected, by_hand), 0.0)
+    full = fused(given.leaves(), given, objective=objective, impl=impl).loss
+    assert not torch.equal(loss, full)  # autocast did something
+
+
+def test_a_cost_that_is_no_embedding() -> None:
+    """An asymmetric cost with a price for staying: rows are those of the label."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.rand(41, 41, generator=generator, dtype=torch.float64)
+    given = problem(18)
+    kept = given.labels != -100
+    for impl in IMPLEMENTATIONS:
+        leaves = given.leaves()
+        out = fused(leaves, given, objective=EMO(2.0), cost=DenseCost(matrix), reduction="sum", impl=impl)
+        again = given.leaves()
+        log_q = torch.log_softmax(torch.nn.functional.linear(*again)[kept], -1)
+        label = given.labels[kept]
+        nll = -log_q.gather(-1, label[:, None])[:, 0]
+        expected = (nll + 2.0 * (log_q.exp() * matrix[label]).sum(-1)).sum()
+        torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=0)
+        assert_all_close(gradients(out.loss, leaves), gradients(expected, again))
+
+
+def test_a_learned_cost_needs_the_reference() -> None:
+    matrix = torch.rand(41, 41, dtype=torch.float64, requires_grad=True)
+    given = problem(19)
+    loss = fused(given.leaves(), given, objective=EMO(), cost=DenseCost(matrix), impl="reference").loss
+    assert gradients(loss, [matrix])[0].any()
+    with pytest.raises(ValueError, match=r'cost requires grad.*impl="reference"'):
+        fused(given.leaves(), given, objective=EMO(), cost=DenseCost(matrix))
+    with torch.no_grad():
+        fused(given.leaves(), given, objective=EMO(), cost=DenseCost(matrix))
+
+
+def test_the_drop_in() -> None:
+    given = problem(20, batch=(3, 7))
+    logits = torch.nn.functional.linear(*given.leaves()).detach().requires_grad_()
+    live = given.embedding.clone().requires_grad_()
+    for options in ({}, {"weighting": "transport"}, {"ratio_clip": 3.0}, {"weighting": 0.3}):
+        objective = EMO(**options)
+        expected = token_loss(logits, given.labels, objective=objective, cost=EmbeddingCost(given.embedding)).loss
+        for embedding in (live, EmbeddingCost(given.embedding)):
+            assert torch.equal(emo_loss(logits, given.labels, embedding, **options), expected)
+    emo_loss(logits, given.labels, live).backward()
+    assert live.grad is None
+    assert logits.grad is not None
+    none = emo_loss(logits, given.labels.where(given.labels >= 0, 5), live, reduction="none", ignore_index=5)
+    assert none.shape == (3, 7)

@@ -1,0 +1,324 @@
+"""Where optimal-transport losses lose their digits: certain predictions, duplicates, zero rows, 16 bits, masks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from otloss.costs import CosineCost, DenseCost
+from otloss_llm import EMO, MLE, EmbeddingCost, emo_loss, linear_token_loss, token_loss
+from tests.otloss_llm.oracles import OBJECTIVES, Problem, cosine_matrix, problem, relative_error, truth
+
+IMPLEMENTATIONS = ["reference", "chunked"]
+INF = float("inf")
+
+
+def from_logits(logits: Tensor, labels: Tensor, impl: str, **settings: Any) -> Any:
+    """The linear loss whose logits are exactly `logits` (hidden = one-hot rows, weight = the logits)."""
+    rows = torch.eye(len(logits), dtype=logits.dtype)
+    return linear_token_loss(rows, logits.T.contiguous(), labels, impl=impl, **settings)
+
+
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_certain_predictions_keep_their_digits(dtype: torch.dtype, impl: str) -> None:
+    """q_y = 1 - 1e-2 ... 1 - 1e-35: nll, D and nll / D to 64 float32 roundings, though 1 - q_y is 0 in float32.
+
+    64: the differences of logits of size 80 are rounded before they are exponentiated.
+    """
+    generator = torch.Generator().manual_seed(0)
+    lead = torch.tensor([5.0, 10.0, 20.0, 40.0, 60.0, 80.0])
+    logits = torch.randn(len(lead), 30, generator=generator)
+    labels = torch.arange(len(lead)) * 4
+    logits[torch.arange(len(lead)), labels] = lead
+    logits, embedding = logits.to(dtype), torch.randn(30, 8, generator=generator).to(dtype)
+    z = logits.double()
+    others = z.scatter(-1, labels[:, None], -INF).logsumexp(-1) - z.gather(-1, labels[:, None])[:, 0]
+    nll = others.exp().log1p()
+    transport = (torch.softmax(z, -1) * cosine_matrix(embedding)[labels]).sum(-1)
+    settings: dict[str, Any] = {"objective": EMO(), "cost": EmbeddingCost(embedding), "reduction": "none"}
+    given = logits.clone().requires_grad_()
+    out = token_loss(given, labels, **settings) if impl == "logits" else from_logits(given, labels, impl, **settings)
+    tolerance = 64 * torch.finfo(torch.float32).eps
+    torch.testing.assert_close(out.nll.double(), nll, rtol=tolerance, atol=0)
+    torch.testing.assert_close(out.cost.double(), transport, rtol=tolerance, atol=0)
+    torch.testing.assert_close((out.nll / out.cost).double(), nll / transport, rtol=2 * tolerance, atol=0)
+    # The gradient, alpha = 1/2 and beta = nll / 2 D, row by row: small rows count as much as large ones.
+    out.loss.sum().backward()
+    q, rows = torch.softmax(z, -1), cosine_matrix(embedding)[labels]
+    dz = q * (0.5 + 0.5 * (nll / transport)[:, None] * (rows - transport[:, None]))
+    off = torch.ones_like(dz, dtype=torch.bool).scatter(-1, labels[:, None], False)
+    dz[~off] = -(dz * off).sum(-1)
+    assert given.grad is not None
+    representable = 2 if dtype == torch.float16 else len(dz)  # beyond, the gradient underflows float16
+    for mine, true in zip(given.grad[:representable], dz[:representable], strict=True):
+        assert relative_error(mine, true) < max(2 * tolerance, torch.finfo(dtype).eps)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_prediction_certain_to_the_last_bit(impl: str) -> None:
+    """q_y = 1 exactly: D = 0, ratio 0, loss 0, gradient 0 (both EMO weightings), never NaN."""
+    logits = torch.tensor([[0.0, -2e4, -2e4], [3e4, -3e4, 0.0]]).requires_grad_()
+    for weighting in ("ratio", "transport", 1.0):
+        out = from_logits(
+            logits, torch.tensor([0, 0]), impl, objective=EMO(weighting), cost=EmbeddingCost(torch.eye(3))
+        )
+        assert out.loss == 0
+        assert not out.cost.any()
+        (gradient,) = torch.autograd.grad(out.loss, logits)
+        assert not gradient.any()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("seed", range(5))
+def test_duplicate_tokens_cost_nothing_exactly(seed: int, impl: str) -> None:
+    """Mass split between a label and its duplicates: D = 0 and ratio 0, not a ratio of rounding errors (about 1e7)."""
+    generator = torch.Generator().manual_seed(seed)
+    embedding = torch.randn(12, 50, generator=generator)
+    embedding[4], embedding[7] = embedding[1], 3 * embedding[1]
+    cost = EmbeddingCost(embedding)
+    assert not cost.rows(torch.tensor([1, 4, 7]))[:, [1, 4, 7]].any()
+    logits = torch.full((1, 12), -INF)
+    logits[0, [1, 4, 7]] = torch.tensor([0.1, 0.5, -0.3])
+    bias = logits[0].clone().requires_grad_()
+    hidden, weight = torch.zeros(1, 2), torch.zeros(12, 2)
+    out = linear_token_loss(hidden, weight, torch.tensor([1]), bias=bias, objective=EMO(), cost=cost, impl=impl)
+    assert out.cost == 0
+    torch.testing.assert_close(out.loss, 0.5 * out.nll[0])  # Eq. 19 with ratio 0
+    (gradient,) = torch.autograd.grad(out.loss, bias)
+    expected = 0.5 * (torch.softmax(logits[0], -1) - torch.eye(12)[1])
+    torch.testing.assert_close(gradient, expected)
+
+
+def test_near_duplicates_keep_their_cost() -> None:
+    """Snapping rounding errors to 0 leaves angles of 1 / 200 radian alone."""
+    embedding = torch.tensor([[1.0, 0.0], [1.0, 0.005]])
+    got = EmbeddingCost(embedding).rows(torch.tensor([0]))[0, 1].double()
+    torch.testing.assert_close(got, cosine_matrix(embedding)[0, 1], rtol=0.01, atol=0)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["emo", "emo-transport", "user"])
+def test_zero_rows_of_the_embedding(name: str, impl: str) -> None:
+    """A padding row costs 1 to every other token, as label and as prediction, and nothing is NaN."""
+    objective, formula = OBJECTIVES[name]
+    given = problem(0, ignored=0.0)
+    given.embedding[[0, 3]] = 0.0
+    given.labels[:6] = torch.tensor([0, 3, 0, 3, 1, 2])
+    value, expected = truth(given, formula)
+    leaves = given.leaves()
+    cost = EmbeddingCost(given.embedding)
+    out = linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], objective=objective, cost=cost,
+                            reduction="sum", impl=impl)  # fmt: skip
+    torch.testing.assert_close(out.loss, value.sum(), rtol=1e-12, atol=0)
+    for leaf, true in zip(torch.autograd.grad(out.loss, leaves), expected, strict=True):
+        torch.testing.assert_close(leaf, true, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 6e4), (torch.float32, 1e4), (torch.bfloat16, 1e4)])
+def test_enormous_logits(dtype: torch.dtype, size: float, impl: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits = ((torch.rand(6, 20, generator=generator) * 2 - 1) * size).to(dtype)
+    logits[0], logits[1] = size, -size  # flat rows at both ends
+    labels = torch.tensor([3, 4, int(logits[2].argmax()), int(logits[3].argmin()), 0, 19])
+    z = logits.double()
+    nll = -torch.log_softmax(z, -1).gather(-1, labels[:, None])[:, 0]
+    embedding = torch.randn(20, 8, generator=generator)
+    settings: dict[str, Any] = {"objective": EMO(), "cost": EmbeddingCost(embedding), "reduction": "none"}
+    given = logits.clone().requires_grad_()
+    out = token_loss(given, labels, **settings) if impl == "logits" else from_logits(given, labels, impl, **settings)
+    torch.testing.assert_close(out.nll.double(), nll, rtol=1e-6, atol=1e-9)
+    torch.testing.assert_close(out.loss.double(), nll, rtol=1e-6, atol=1e-9)
+    out.loss.sum().backward()
+    assert given.grad is not None
+    assert torch.isfinite(given.grad).all()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_masked_vocabulary(softcap: float | None, impl: str) -> None:
+    """A bias of -inf takes tokens out: the loss over the rest, and exactly no gradient at what is masked."""
+    given = problem(1, ignored=0.0)
+    given.labels = given.labels.clamp(min=10)
+    assert given.bias is not None
+    given.bias[:10] = -INF
+    leaves = given.leaves()
+    cost = EmbeddingCost(given.embedding)
+    for name in ("mle", "emo"):
+        objective, formula = OBJECTIVES[name]
+        settings: dict[str, Any] = {"objective": objective, "impl": impl, "logit_softcap": softcap}
+        out = linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], cost=cost, **settings)
+        grads = torch.autograd.grad(out.loss, leaves)
+        assert all(torch.isfinite(grad).all() for grad in grads)
+        if softcap is None:  # the cap would make -inf a finite -softcap
+            assert not grads[1][:10].any()
+            assert not grads[2][:10].any()
+            kept = Problem(given.hidden, given.weight[10:], given.bias[10:], given.labels - 10, given.embedding[10:])
+            value, expected = truth(kept, formula)
+            torch.testing.assert_close(out.loss, value.mean(), rtol=1e-12, atol=0)
+            torch.testing.assert_close(grads[0] * len(value), expected[0], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_everything_masked_but_the_label(impl: str) -> None:
+    hidden, weight = torch.randn(2, 3).requires_grad_(), torch.randn(5, 3).requires_grad_()
+    bias = torch.tensor([-INF, -INF, 0.0, -INF, -INF])
+    out = linear_token_loss(hidden, weight, torch.tensor([2, 2]), bias=bias, objective=EMO(),
+                            cost=EmbeddingCost(torch.randn(5, 4)), impl=impl)  # fmt: skip
+    assert out.loss == 0
+    assert not any(grad.any() for grad in torch.autograd.grad(out.loss, [hidden, weight]))
+
+
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
+def test_a_masked_label_is_an_error_that_names_it(impl: str) -> None:
+    labels = torch.tensor([2, 1])
+    settings: dict[str, Any] = {"objective": EMO(), "cost": EmbeddingCost(torch.eye(3))}
+    if impl == "logits":
+        call = partial(token_loss, torch.tensor([[0.0, -INF, 1.0], [2.0, -INF, 0.5]]), labels, **settings)
+    else:
+        bias = torch.tensor([0.0, -INF, 1.0])
+        call = partial(linear_token_loss, torch.ones(2, 2), torch.zeros(3, 2), labels, bias=bias, impl=impl, **settings)
+    with pytest.raises(ValueError, match="-log q is inf for label 1: its logit is -inf"):
+        call()
+
+
+@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
+@pytest.mark.parametrize("bad", [float("nan"), INF])
+def test_inputs_that_are_not_finite_are_named(bad: float, impl: str) -> None:
+    settings: dict[str, Any] = {"objective": MLE()}
+    labels = torch.tensor([1, 0, -100])
+    for name in ("logits",) if impl == "logits" else ("hidden", "weight", "bias"):
+        tensors = {"logits": torch.ones(3, 4)} if impl == "logits" else {
+            "hidden": torch.ones(3, 2), "weight": torch.ones(4, 2), "bias": torch.ones(4)
+        }  # fmt: skip
+        tensors[name].view(-1)[1 if name == "bias" else tensors[name].shape[1]] = bad
+        if impl != "logits":
+            settings["impl"] = impl
+        call = partial(token_loss if impl == "logits" else linear_token_loss, labels=labels, **tensors, **settings)
+        with pytest.raises(ValueError, match=rf"{name} holds 1 NaN or infinite values, the first at index \(1"):
+            call()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_an_objective_with_an_infinite_slope_is_an_error(reduction: str) -> None:
+    """sqrt(D) at D = 0: the value is finite, the gradient is not."""
+    logits = torch.tensor([[0.0, -200.0, -200.0]], requires_grad=True)
+    settings: dict[str, Any] = {"objective": lambda nll, d: nll + d.sqrt(), "reduction": reduction}
+    with pytest.raises(ValueError, match="slope that is not finite"):
+        from_logits(logits, torch.tensor([0]), "chunked", cost=EmbeddingCost(torch.eye(3)), **settings).loss.backward()
+
+
+def test_emo_value_is_nll_and_its_gradient_is_not() -> None:
+    given = problem(2, dtype=torch.float32)
+    leaves = given.leaves()
+    cost = EmbeddingCost(given.embedding)
+    for impl in IMPLEMENTATIONS:
+        emo, mle = (
+            linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], objective=objective, cost=cost,
+                              impl=impl, reduction="none")
+            for objective in (EMO(), MLE())
+        )  # fmt: skip
+        torch.testing.assert_close(emo.loss, mle.loss, rtol=3e-7, atol=0)
+        gradients = [torch.autograd.grad(out.loss.sum(), leaves[0])[0] for out in (emo, mle)]
+        assert relative_error(*gradients) > 0.1
+
+
+def test_orthonormal_embedding_gives_the_gradient_of_mixce() -> None:
+    """With c = 1 between all tokens D = 1 - q_y, and the gradient of D is that of q_y nll."""
+    given = problem(3, vocab=16)
+    cost = EmbeddingCost(torch.eye(16, dtype=torch.float64))
+    leaves = given.leaves()
+    out = linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], objective=lambda n, d: d, cost=cost)
+    torch.testing.assert_close(out.cost, torch.where(given.labels == -100, 0.0, 1 - (-out.nll).exp()))
+    same = linear_token_loss(
+        leaves[0], leaves[1], given.labels, bias=leaves[2], objective=OBJECTIVES["mixce"][0].__class__(0.0)
+    )
+    for a, b in zip(torch.autograd.grad(out.loss, leaves), torch.autograd.grad(same.loss, leaves), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+
+
+# ---- the cost stays fixed --------------------------------------------------------------------------------------------
+
+
+def test_a_live_tied_head_is_detached_and_copied() -> None:
+    head = torch.nn.Linear(6, 11, bias=False)
+    hidden, labels = torch.randn(5, 6), torch.tensor([1, 2, 3, 4, 5])
+    cost = EmbeddingCost(head.weight)
+    before = cost.rows(torch.arange(11)).clone()
+    frozen = EmbeddingCost(head.weight.detach().clone())
+    for impl in IMPLEMENTATIONS:
+        live, still = (
+            linear_token_loss(hidden, head.weight, labels, objective=EMO(), cost=c, impl=impl) for c in (cost, frozen)
+        )
+        assert torch.equal(*(torch.autograd.grad(out.loss, head.weight)[0] for out in (live, still)))
+    with torch.no_grad():
+        head.weight.add_(torch.randn(11, 6))
+    assert torch.equal(cost.rows(torch.arange(11)), before)
+
+
+def test_a_cosine_cost_of_a_live_head_is_not_silently_trained() -> None:
+    weight = torch.randn(11, 6, requires_grad=True)
+    with pytest.raises(ValueError, match=r"cost requires grad.*EmbeddingCost does"):
+        linear_token_loss(torch.randn(2, 6), weight, torch.tensor([1, 2]), objective=EMO(), cost=CosineCost(weight))
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+
+def call(**changes: Any) -> Any:
+    arguments: dict[str, Any] = {
+        "hidden": torch.randn(2, 3, 4), "weight": torch.randn(7, 4), "labels": torch.zeros(2, 3, dtype=torch.long),
+        "objective": EMO(), "cost": EmbeddingCost(torch.eye(7)),
+    } | changes  # fmt: skip
+    return linear_token_loss(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("labels"), **arguments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"labels": torch.zeros(3, dtype=torch.long)}, ValueError, r"labels have shape \(3,\), expected \(2, 3\)"),
+        ({"labels": torch.zeros(2, 3)}, TypeError, "labels have dtype torch.float32"),
+        ({"labels": [[0] * 3] * 2}, TypeError, "labels is a list"),
+        ({"labels": torch.full((2, 3), 7)}, ValueError, r"6 ids outside the vocabulary, the first at \(0, 0\): 7"),
+        ({"labels": torch.full((2, 3), -1)}, ValueError, "ignore_index=-100"),
+        ({"weight": torch.randn(7, 5)}, ValueError, r"expected \(..., d\) and \(V, d\)"),
+        ({"weight": torch.randn(7, 4).double()}, TypeError, "hidden is torch.float32, weight torch.float64"),
+        ({"weight": torch.ones(7, 4, dtype=torch.int8)}, TypeError, "weight has dtype torch.int8"),
+        ({"bias": torch.randn(4)}, ValueError, r"bias has shape \(4,\), expected \(7,\)"),
+        ({"bias": torch.randn(7).half()}, TypeError, "bias torch.float16"),
+        ({"cost": None}, ValueError, r"EMO\(.*needs cost="),
+        ({"cost": EmbeddingCost(torch.eye(8))}, ValueError, "a vocabulary of 8 tokens, the logits have 7"),
+        ({"cost": torch.eye(7)}, TypeError, "cost is a Tensor"),
+        ({"cost": DenseCost(torch.rand(7, 6))}, ValueError, "a vocabulary of 6"),
+        ({"objective": "emo"}, TypeError, "objective is 'emo'"),
+        ({"reduction": "avg"}, ValueError, "reduction is 'avg'"),
+        ({"num_items": 3, "reduction": "sum"}, ValueError, 'num_items=3 needs reduction="mean"'),
+        ({"num_items": 0}, ValueError, "num_items is 0"),
+        ({"impl": "triton"}, ValueError, "impl is 'triton'"),
+        ({"chunk_size": 0}, ValueError, "chunk_size is 0"),
+        ({"logit_softcap": 0.0}, ValueError, "logit_softcap is 0.0"),
+        ({"logit_scale": float("nan")}, ValueError, "logit_scale is nan"),
+        ({"objective": lambda n, d: n.sum()}, ValueError, "expected a value per token"),
+        ({"objective": lambda n, d: n * n.mean()}, ValueError, "another value beside other tokens"),
+        ({"weight": torch.empty(7, 4, device="meta")}, ValueError, "weight is on meta"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+)  # fmt: skip
+def test_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call(**changes)
+
+
+def test_refusals_from_logits() -> None:
+    labels = torch.tensor([0])
+    with pytest.raises(TypeError, match=r"logits has dtype torch\.int64"):
+        token_loss(torch.ones(1, 3, dtype=torch.long), labels, objective=MLE())
+    with pytest.raises(ValueError, match=r"needs cost="):
+        token_loss(torch.ones(1, 3), labels, objective=EMO())
+    with pytest.raises(ValueError, match="vocabulary of 4"):
+        emo_loss(torch.ones(1, 3), labels, torch.eye(4))
