@@ -1,0 +1,59 @@
+"""Causal language models of every shape of head, two layers deep, built from configs alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+VOCAB = 31
+_COMMON: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "max_position_embeddings": 32, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+_LLAMA = _COMMON | {"intermediate_size": 24, "num_key_value_heads": 1}
+
+# name -> (class prefix, config fields)
+TINY: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32,
+                      "bos_token_id": 1, "eos_token_id": 2}),
+    "gpt2-untied": ("GPT2", {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32,
+                             "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}),
+    "llama": ("Llama", _LLAMA),
+    "llama-tied": ("Llama", _LLAMA | {"tie_word_embeddings": True}),
+    "opt": ("OPT", _COMMON | {"ffn_dim": 24}),
+    "opt-projected": ("OPT", _COMMON | {"ffn_dim": 24, "word_embed_proj_dim": 8}),
+    "qwen2": ("Qwen2", _LLAMA),
+    "qwen3": ("Qwen3", _LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
+    "gemma2": ("Gemma2", _LLAMA | {"head_dim": 8, "final_logit_softcapping": 3.0}),
+    "cohere": ("Cohere", _LLAMA | {"logit_scale": 0.25}),
+    "granite": ("Granite", _LLAMA | {"logits_scaling": 4.0}),
+    "gpt_neox": ("GPTNeoX", _COMMON | {"intermediate_size": 24}),
+    "phi": ("Phi", _LLAMA),  # its head has a bias
+    "mistral": ("Mistral", _LLAMA),
+}  # fmt: skip
+
+
+def tiny_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """The model `name` of TINY with random weights larger than at initialisation, so that errors show."""
+    prefix, fields = TINY[name]
+    config = getattr(transformers, f"{prefix}Config")(**fields | changes)
+    kind = {"GPT2": "GPT2LMHeadModel"}.get(prefix, f"{prefix}ForCausalLM")
+    torch.manual_seed(seed)
+    model: nn.Module = getattr(transformers, kind)(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+def tiny_batch(seed: int = 0, rows: int = 3, length: int = 8) -> dict[str, Tensor]:
+    """Token ids with labels; some ignored, another number in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCAB, (rows, length), generator=generator)
+    labels = ids.clone()
+    for row in range(rows):
+        labels[row, : row + 1] = -100
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
