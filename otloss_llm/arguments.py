@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+_POSITIVE = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "save_steps",
+    "logging_steps",
+)  # fmt: skip
+
 
 @dataclass
 class ModelArguments:
@@ -14,6 +19,14 @@ class ModelArguments:
 
     model_name_or_path: str = field(metadata={"help": "Folder (or hub name) of a causal language model to start from."})
     tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, if it is not the model's own."})
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Type of the weights: float32, bfloat16, float16, or auto (as stored). Default: float32 in "
+            "training, where small steps are lost in less (--bf16 computes in it all the same), else auto.",
+            "choices": ["auto", "float32", "bfloat16", "float16"],
+        },
+    )
 
 
 @dataclass
@@ -60,6 +73,19 @@ class ObjectiveTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if not self.output_dir:
             raise ValueError("output_dir is missing; name the folder of this run with --output_dir.")
+        if self.resume_from_checkpoint:
+            raise ValueError(
+                f"resume_from_checkpoint is {self.resume_from_checkpoint!r}, but a run goes on by itself: give the "
+                "same command and --output_dir again. To start from other weights, name them as the model."
+            )
+        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+            raise ValueError(
+                f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}: nothing would be "
+                "trained; give a positive number of steps, or leave max_steps out and give epochs above 0."
+            )
+        for name in _POSITIVE:
+            if getattr(self, name) <= 0:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a number above 0.")
         super().__post_init__()
 
 

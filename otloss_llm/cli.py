@@ -2,7 +2,8 @@
 
 Options are those of the dataclasses in `otloss_llm.arguments` and, for train and compare, of the Hugging Face
 `TrainingArguments` (fsdp, deepspeed, bf16, report_to, ...). The same command goes on with the folder of a killed run.
-What the user can mend ends with a one-line message and exit code 2.
+The result, and nothing else, goes to stdout; progress and logs go to stderr. What the user can mend ends with a
+one-line message and exit code 2.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 USAGE = """\
 usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options)
@@ -21,67 +24,121 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
   generate   sample text from a model
   evaluate   perplexity and mean transport cost of a model on text
   compare    several objectives and seeds from one start: a table, a figure, samples
+
+With --traceback an error shows where it arose.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, file=sys.stdout if arguments else sys.stderr)
-        return 0 if arguments else 2
-    command = _COMMANDS.get(arguments[0])
+    """Run one command; returns the exit code: 0; 2 for what the user can mend; 1 where a run of a comparison failed."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in given
+    given = [argument for argument in given if argument != "--traceback"]
+    if not given or given[0] in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if given else sys.stderr, end="")
+        return 0 if given else 2
+    command = _COMMANDS.get(given[0])
     if command is None:
-        print(f"otloss-llm: error: no command {arguments[0]!r}\n\n{USAGE}", file=sys.stderr)
-        return 2
+        return _fail(f"no command {given[0]!r}, expected {' | '.join(_COMMANDS)}; see --help.")
     try:
-        command(arguments[1:])
-    except ImportError as error:
-        missing = getattr(error, "name", None)
-        hint = ' (pip install "otloss[llm]")' if missing in ("transformers", "accelerate", "tqdm", "tokenizers") else ""
-        print(f"otloss-llm: error: {error}{hint}", file=sys.stderr)
-        return 2
-    except (ValueError, TypeError, OSError) as error:
-        if "--traceback" in arguments:
-            raise
-        print(f"otloss-llm: error: {error}", file=sys.stderr)
-        return 2
+        with _transformers_messages():
+            parsed = _parse(given[0], command.kinds, given[1:])
+            # Trainer, tqdm and other libraries print what they please while the command works.
+            with redirect_stdout(sys.stderr):
+                text, code = command.run(*parsed)
+    except SystemExit as stop:  # of --help
+        return int(stop.code or 0)
     except KeyboardInterrupt:
-        print("otloss-llm: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
-        return 130
-    return 0
+        return _fail("interrupted; train and compare go on from the last checkpoint with the same command.", code=130)
+    except Exception as error:
+        message = _message(error)
+        if traceback or message is None:
+            raise
+        return _fail(message)
+    if text:
+        print(text)
+    return code
 
 
-def _parse(command: str, kinds: Sequence[type], arguments: Sequence[str]) -> tuple[Any, ...]:
-    from transformers import HfArgumentParser
+def _message(error: Exception) -> str | None:
+    """What to tell the user about it in one line; None for what no user can mend."""
+    import torch
+
+    text = " ".join(str(error).split())
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {text} Take smaller batches (with --gradient_accumulation_steps) or blocks."
+    if isinstance(error, ImportError):
+        from_extra = error.name in ("transformers", "accelerate", "tqdm", "tokenizers", "safetensors")
+        return text + (' (pip install "otloss[llm]")' if from_extra else "")
+    return text if isinstance(error, ValueError | TypeError | OSError) else None
+
+
+def _fail(message: str, *, code: int = 2) -> int:
+    print(f"otloss-llm: error: {message}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _transformers_messages() -> Iterator[None]:
+    """Warnings only, and no bars for loading and writing weights; restored afterwards."""
     from transformers.utils import logging
 
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_warning()
-    parser = HfArgumentParser(kinds, prog=f"python -m otloss_llm {command}")
-    given = [argument for argument in arguments if argument != "--traceback"]
-    return parser.parse_args_into_dataclasses(args=given)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
 
 
-def _train(arguments: Sequence[str]) -> None:
-    from otloss_llm.arguments import ModelArguments, ObjectiveArguments, ObjectiveTrainingArguments, TextArguments
-    from otloss_llm.loading import load_blocks, load_cost, load_model_and_tokenizer
-    from otloss_llm.objectives import needs_cost, parse_objective
+def _parse(command: str, kinds: Sequence[str], given: Sequence[str]) -> tuple[Any, ...]:
+    from transformers import HfArgumentParser
+
+    from otloss_llm import arguments
+
+    class Parser(HfArgumentParser):
+        def error(self, message: str) -> NoReturn:  # in place of some 600 lines of usage
+            raise ValueError(f"{message} (see {command} --help).")
+
+    parser = Parser([getattr(arguments, kind) for kind in kinds], prog=f"python -m otloss_llm {command}")
+    *parsed, unknown = parser.parse_args_into_dataclasses(
+        args=list(given), return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        raise ValueError(
+            f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''} "
+            f"(see {command} --help)."
+        )
+    return tuple(parsed)
+
+
+def _train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tuple[str, int]:
+    from otloss_llm.loading import COST_SOURCES, fingerprint, load_blocks, load_cost, load_model_and_tokenizer
+    from otloss_llm.objectives import parse_objective
     from otloss_llm.runs import train_run
 
-    kinds = (ModelArguments, TextArguments, ObjectiveArguments, ObjectiveTrainingArguments)
-    model_args, text_args, objective_args, args = _parse("train", kinds, arguments)
     objective = parse_objective(objective_args.objective)
-    model, tokenizer = load_model_and_tokenizer(model_args.model_name_or_path, model_args.tokenizer_name)
+    model, tokenizer = load_model_and_tokenizer(
+        model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "float32"
+    )
     blocks, validation, _ = load_blocks(
         tokenizer, train=text_args.train_text, validation=text_args.validation_text, test=None,
         block_size=text_args.block_size, validation_fraction=text_args.validation_fraction, test_fraction=0.0,
         text_column=text_args.text_column,
     )  # fmt: skip
-    cost = load_cost(objective_args.cost_embedding, model, seed=args.seed)
+    source = objective_args.cost_embedding
+    cost = load_cost(source, model, seed=args.seed)
     settings = {
         "model": model_args.model_name_or_path,
+        "model_fingerprint": fingerprint(model.named_parameters()),
         "objective": repr(objective),
-        "cost_embedding": objective_args.cost_embedding if needs_cost(objective) else None,
+        "cost_embedding": source,
+        "cost_fingerprint": None if source in COST_SOURCES else fingerprint([("unit", cost.unit)]),
         "train_blocks": blocks.fingerprint,
         "validation_blocks": None if validation is None else validation.fingerprint,
     }
@@ -89,48 +146,49 @@ def _train(arguments: Sequence[str]) -> None:
         model, tokenizer, blocks, args=args, objective=objective, cost=cost, validation=validation, settings=settings,
         impl=objective_args.impl, chunk_size=objective_args.chunk_size,
     )  # fmt: skip
-    if args.process_index == 0:
-        print(json.dumps(results, indent=2, sort_keys=True))
-        print(f"model, tokenizer and results are in {args.output_dir}", file=sys.stderr)
+    if args.process_index != 0:
+        return "", 0
+    print(f"model, tokenizer and results are in {args.output_dir}", file=sys.stderr)
+    return json.dumps(results, indent=2, sort_keys=True), 0
 
 
-def _generate(arguments: Sequence[str]) -> None:
-    from otloss_llm.arguments import GenerateArguments, ModelArguments
+def _generate(model_args: Any, args: Any) -> tuple[str, int]:
     from otloss_llm.data import read_texts
     from otloss_llm.evaluation import sample_texts
     from otloss_llm.loading import load_model_and_tokenizer
+    from otloss_llm.runs import write_text
 
-    model_args, args = _parse("generate", (ModelArguments, GenerateArguments), arguments)
     prompts = list(args.prompt)
     if args.prompts_file:
         texts = read_texts(args.prompts_file)
         whole = args.prompts_file.endswith(".jsonl")  # one prompt per record; of other files, one per line
         prompts += texts if whole else [line for text in texts for line in text.splitlines() if line.strip()]
-    _refuse_existing(args.output_file)
-    model, tokenizer = load_model_and_tokenizer(model_args.model_name_or_path, model_args.tokenizer_name)
+    _check_output_file(args.output_file)
+    model, tokenizer = load_model_and_tokenizer(
+        model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
+    )
     samples = sample_texts(
         _on_best_device(model), tokenizer, prompts=prompts or None, num_samples=args.num_samples,
         max_new_tokens=args.max_new_tokens, temperature=args.temperature, top_p=args.top_p, top_k=args.top_k,
         batch_size=args.batch_size, seed=args.seed,
     )  # fmt: skip
     if args.output_file:
-        lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False) for sample in samples]
-        Path(args.output_file).write_text("\n".join(lines) + "\n", encoding="utf-8")
-        return
-    for number, sample in enumerate(samples, 1):
-        print(f"--- {number}\n{sample.text}")
+        lines = [json.dumps(dataclasses.asdict(sample), ensure_ascii=False) + "\n" for sample in samples]
+        write_text(Path(args.output_file), "".join(lines))
+        return "", 0
+    return "\n".join(f"--- {number}\n{sample.text}" for number, sample in enumerate(samples, 1)), 0
 
 
-def _evaluate(arguments: Sequence[str]) -> None:
-    from otloss_llm.arguments import EvaluateArguments, ModelArguments
+def _evaluate(model_args: Any, args: Any) -> tuple[str, int]:
     from otloss_llm.data import PackedBlocks, read_texts
     from otloss_llm.evaluation import perplexity
     from otloss_llm.loading import load_cost, load_model_and_tokenizer
-    from otloss_llm.runs import write_json
+    from otloss_llm.runs import write_text
 
-    model_args, args = _parse("evaluate", (ModelArguments, EvaluateArguments), arguments)
-    _refuse_existing(args.output_file)
-    model, tokenizer = load_model_and_tokenizer(model_args.model_name_or_path, model_args.tokenizer_name)
+    _check_output_file(args.output_file)
+    model, tokenizer = load_model_and_tokenizer(
+        model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
+    )
     texts = read_texts(args.text, split=args.split, text_column=args.text_column)
     blocks = PackedBlocks.from_texts(texts, tokenizer, args.block_size)
     model = _on_best_device(model)
@@ -146,23 +204,22 @@ def _evaluate(arguments: Sequence[str]) -> None:
         "perplexity": scores.perplexity,
         "transport_cost": scores.transport_cost,
     }
-    print(json.dumps(results, indent=2))
+    text = json.dumps(results, indent=2)
     if args.output_file:
-        write_json(Path(args.output_file), results)
+        write_text(Path(args.output_file), text + "\n")
+    return text, 0
 
 
-def _compare(arguments: Sequence[str]) -> None:
-    from otloss_llm.arguments import CompareArguments, ModelArguments, ObjectiveTrainingArguments, TextArguments
+def _compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tuple[str, int]:
     from otloss_llm.compare import Comparison, Data, parse_arm, run_comparison
-    from otloss_llm.loading import load_blocks, load_model_and_tokenizer
+    from otloss_llm.loading import load_blocks, load_tokenizer
     from otloss_llm.report import write_report
 
-    kinds = (ModelArguments, TextArguments, CompareArguments, ObjectiveTrainingArguments)
-    model_args, text_args, compare_args, args = _parse("compare", kinds, arguments)
     if args.world_size > 1:
         raise ValueError(f"compare runs in one process, not {args.world_size}; start it without torchrun.")
     comparison = Comparison(
         start=model_args.model_name_or_path,
+        dtype=model_args.dtype or "float32",
         arms=[parse_arm(text) for text in compare_args.objectives],
         seeds=compare_args.seeds,
         judge=compare_args.judge,
@@ -172,7 +229,7 @@ def _compare(arguments: Sequence[str]) -> None:
         max_new_tokens=compare_args.max_new_tokens,
         batch_size=compare_args.sample_batch_size,
     )
-    _, tokenizer = load_model_and_tokenizer(model_args.model_name_or_path, model_args.tokenizer_name)
+    tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
     train, validation, test = load_blocks(
         tokenizer, train=text_args.train_text, validation=text_args.validation_text, test=text_args.test_text,
         block_size=text_args.block_size, validation_fraction=text_args.validation_fraction,
@@ -181,13 +238,19 @@ def _compare(arguments: Sequence[str]) -> None:
     if test is None:
         raise ValueError("there is no test text; give --test_text or a --test_fraction above 0.")
     results = run_comparison(comparison, Data(train, test, validation), tokenizer, args)
-    print(write_report(results, Path(args.output_dir)))
+    table = write_report(results, Path(args.output_dir))
     print(f"report, figure and samples are in {args.output_dir}", file=sys.stderr)
+    return table, 1 if results["failures"] else 0
 
 
-def _refuse_existing(path: str | None) -> None:
-    if path is not None and Path(path).exists():
+def _check_output_file(path: str | None) -> None:
+    """Before the work, so that it is not done in vain."""
+    if path is None:
+        return
+    if Path(path).exists():
         raise ValueError(f"{path} exists already; name another output file, or delete that one.")
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"there is no folder {str(Path(path).parent)!r} to write {path} in; make it first.")
 
 
 def _on_best_device(model: Any) -> Any:
@@ -196,9 +259,16 @@ def _on_best_device(model: Any) -> Any:
     return model.to("cuda") if torch.cuda.is_available() else model
 
 
-_COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "train": _train,
-    "generate": _generate,
-    "evaluate": _evaluate,
-    "compare": _compare,
+class _Command(NamedTuple):
+    run: Callable[..., tuple[str, int]]  # the dataclasses -> what goes to stdout, exit code
+    kinds: tuple[str, ...]  # dataclasses of otloss_llm.arguments
+
+
+_COMMANDS = {
+    "train": _Command(_train, ("ModelArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments")),
+    "generate": _Command(_generate, ("ModelArguments", "GenerateArguments")),
+    "evaluate": _Command(_evaluate, ("ModelArguments", "EvaluateArguments")),
+    "compare": _Command(
+        _compare, ("ModelArguments", "TextArguments", "CompareArguments", "ObjectiveTrainingArguments")
+    ),
 }

@@ -6,7 +6,8 @@ An *arm* is what is compared: an objective, the embedding its cost is made of, a
     mle    tailr:0.9    mixce:0.8    emo    emo/random    emo/shuffled    mle/T=0.8
 
 Arms that differ only in temperature share one training. Every arm and seed has a folder with its results; a killed
-comparison, started again, trains and samples only what is missing.
+comparison, started again, trains and samples only what is missing, and so does one with more arms or seeds. A run that
+fails (diverges, say) is reported as such and takes no other with it.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from transformers import TrainingArguments
 from otloss.costs import Cost
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation import distinct_n, perplexity, sample_texts, score_texts
-from otloss_llm.loading import COST_SOURCES, load_cost, load_model, load_tokenizer
+from otloss_llm.loading import COST_SOURCES, fingerprint, load_cost, load_model, load_tokenizer
 from otloss_llm.objectives import needs_cost, parse_objective
-from otloss_llm.runs import open_run, train_run, write_json
+from otloss_llm.runs import check_fit, decisive_settings, environment, open_run, train_run, write_json
 
-HUMAN = "text itself"
+HUMAN, START = "text itself", "start model"
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,7 @@ class Comparison:
         num_prompts: test blocks whose first `prompt_tokens` tokens are continued.
         samples_per_prompt, max_new_tokens: how much is sampled.
         batch_size: of evaluation and sampling.
+        dtype: of the weights in training.
     """
 
     start: str
@@ -104,6 +106,7 @@ class Comparison:
     samples_per_prompt: int = 1
     max_new_tokens: int = 100
     batch_size: int = 32
+    dtype: str = "float32"
 
     def settings(self) -> dict[str, Any]:
         """What identifies the comparison, without arms and seeds: those may be added later."""
@@ -113,7 +116,7 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Data:
-    """Packed blocks of the three parts; the cost and the prompts come from `test`."""
+    """Packed blocks of the three parts; the prompts come from `test`."""
 
     train: PackedBlocks
     test: PackedBlocks
@@ -134,133 +137,171 @@ def run_comparison(
 ) -> dict[str, Any]:
     """Train, evaluate and sample every arm and seed in folders below `args.output_dir`; return all results.
 
+    The start model and the test text itself are measured first, by the same steps as the arms: what cannot be
+    sampled or judged fails before anything is trained.
+
     Args:
         args: training arguments of each arm; `output_dir` and `seed` are set per run.
         say: receives a line per run.
 
     Returns:
-        `{"settings": ..., "reference": ..., "runs": [...]}`, one entry in runs per arm and seed.
+        `{"settings": ..., "environment": ..., "prompts": ..., "reference": ..., "start": ..., "runs": [...],
+        "failures": [...]}`: one entry per arm and seed in runs or in failures.
 
     Raises:
         ValueError: no arm, the same arm twice, prompts longer than a block, or a folder that holds something else.
+        Exception: the first failure, where every run failed.
     """
     _check(comparison, data)
     folder = Path(args.output_dir)
+    start = load_model(comparison.start, dtype=comparison.dtype)
+    check_fit(start, data.train)
     settings = comparison.settings() | data.fingerprints()
-    open_run(folder, settings)
-    prompts, references = _prompts(comparison, data, tokenizer)
-    start_cost = load_cost("model", load_model(comparison.start))
-    reference = _once(folder / "reference.json", lambda: _judge(comparison, references, prompts))
-    jobs = [(seed, arm) for seed in comparison.seeds for arm in comparison.arms]
-    runs = []
-    for number, (seed, arm) in enumerate(jobs, 1):
-        say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
-        trained = _train(comparison, data, tokenizer, args, arm, seed)
-        measured = _measure(comparison, data, tokenizer, Path(trained["folder"]), arm, seed, start_cost, prompts)
-        timing = {key: trained[key] for key in ("steps", "seconds_per_step")}
-        runs.append({"arm": arm.name, "training": arm.training, "seed": seed} | asdict(arm) | timing | measured)
+    settings["start_fingerprint"] = fingerprint(start.named_parameters())
+    training = {key: value for key, value in decisive_settings(args).items() if key != "seed"}
+    open_run(folder, settings | training)
+    bench = _Bench(comparison, data, tokenizer, load_cost("model", start), args.device)
+    reference = _once(folder / "reference.json", lambda: bench.judge(bench.references))
+    before = bench.measure(folder / "start", start, temperature=1.0, seed=0)
+    del start
+    runs, failures = _run_all(bench, args, settings, say)
     return {
-        "settings": settings | {"training": args.to_dict()},
-        "prompts": prompts,
-        "reference": reference | {"samples": references},
+        "settings": settings | {"training": args.to_dict(), "sample_batch_size": comparison.batch_size},
+        "environment": environment(args.device),
+        "prompts": bench.prompts,
+        "reference": reference | {"samples": bench.references},
+        "start": before,
         "runs": runs,
+        "failures": failures,
     }
-
-
-def _measure(
-    comparison: Comparison,
-    data: Data,
-    tokenizer: Any,
-    home: Path,
-    arm: Arm,
-    seed: int,
-    cost: Cost,
-    prompts: list[str],
-) -> dict[str, Any]:
-    """Scores on the test text, samples and what the judge makes of them; each made once and kept in `home`."""
-    model = functools.cache(lambda: load_model(str(home)))
-    scores = _once(home / "test.json", lambda: _test(model(), data.test, comparison, cost))
-    temperature = f"T{arm.temperature:g}"
-    samples = _once(
-        home / f"samples-{temperature}.json", lambda: _sample(model(), tokenizer, prompts, comparison, arm, seed)
-    )
-    judged = _once(home / f"judged-{temperature}.json", lambda: _judge(comparison, samples, prompts))
-    return scores | judged | {"samples": samples}
 
 
 def _check(comparison: Comparison, data: Data) -> None:
     names = [arm.name for arm in comparison.arms]
     if not names or not comparison.seeds:
         raise ValueError(f"there are {len(names)} arms and {len(comparison.seeds)} seeds; give at least one of each.")
-    for kind, values in (("arms", names), ("seeds", list(comparison.seeds))):
-        if len(set(values)) < len(values):
-            raise ValueError(f"the {kind} are {values}, expected each once.")
-    if not 0 < comparison.prompt_tokens < data.test.block_size:
+    same = [(parse_objective(arm.objective), arm.embedding, arm.temperature) for arm in comparison.arms]
+    if any(same.count(one) > 1 for one in same):
+        raise ValueError(f"the arms are {names}, expected each once (an objective has one arm under all its names).")
+    if len(set(comparison.seeds)) < len(comparison.seeds):
+        raise ValueError(f"the seeds are {list(comparison.seeds)}, expected each once.")
+    for name in ("num_prompts", "prompt_tokens", "samples_per_prompt", "max_new_tokens", "batch_size"):
+        if getattr(comparison, name) < 1:
+            raise ValueError(f"{name} is {getattr(comparison, name)}, expected 1 or more.")
+    whole = comparison.prompt_tokens + comparison.max_new_tokens
+    if whole > data.test.block_size:
         raise ValueError(
-            f"prompt_tokens is {comparison.prompt_tokens}, expected 1 to {data.test.block_size - 1}, "
-            "since prompts are the beginnings of test blocks."
+            f"prompt_tokens and max_new_tokens make {whole}, expected at most the block_size, {data.test.block_size}, "
+            "since prompts are the beginnings of test blocks and samples are compared with how the blocks go on."
         )
 
 
-def _prompts(comparison: Comparison, data: Data, tokenizer: Any) -> tuple[list[str], list[str]]:
-    """Beginnings of test blocks spread over the test text, and how the text itself goes on."""
-    count = min(comparison.num_prompts, len(data.test))
-    chosen = torch.linspace(0, len(data.test) - 1, count).round().long()
-    stop = comparison.prompt_tokens + comparison.max_new_tokens
-    prompts, references = [], []
-    for ids in data.test.ids[chosen].tolist():
-        prompts.append(tokenizer.decode(ids[: comparison.prompt_tokens], skip_special_tokens=True))
-        references.append(tokenizer.decode(ids[comparison.prompt_tokens : stop], skip_special_tokens=True))
-    return prompts, references
+def _run_all(
+    bench: _Bench, args: TrainingArguments, settings: dict[str, Any], say: Callable[[str], None]
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every arm with every seed; a training that failed is not tried again for its other temperatures."""
+    comparison = bench.comparison
+    jobs = [(seed, arm) for seed in comparison.seeds for arm in comparison.arms]
+    runs: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
+    failed: dict[tuple[int, str], Exception] = {}
+    for number, (seed, arm) in enumerate(jobs, 1):
+        say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
+        job = {"arm": arm.name, "training": arm.training, "seed": seed} | asdict(arm)
+        key = (seed, arm.training)
+        try:
+            if key in failed:
+                raise failed[key]
+            home, timing = _train(bench, args, settings, arm, seed)
+            runs.append(job | timing | bench.measure(home, None, temperature=arm.temperature, seed=seed))
+        except (ValueError, ArithmeticError, RuntimeError) as error:
+            failed[key] = error.with_traceback(None)  # whose frames would keep the model in memory
+            failures.append(job | {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+            say(f"[{number}/{len(jobs)}] failed: {failures[-1]['error']}")
+    if not runs:
+        raise next(iter(failed.values()))
+    return runs, failures
 
 
 def _train(
-    comparison: Comparison, data: Data, tokenizer: Any, args: TrainingArguments, arm: Arm, seed: int
-) -> dict[str, Any]:
+    bench: _Bench, args: TrainingArguments, settings: dict[str, Any], arm: Arm, seed: int
+) -> tuple[Path, dict[str, Any]]:
+    """Train an arm in a folder of its own; returns it, and how many steps it took of how many seconds."""
     own = copy.copy(args)
-    own.output_dir = str(Path(args.output_dir) / f"{arm.training.replace('/', '-').replace(':', '-')}-seed{seed}")
-    own.seed = seed
-    model = load_model(comparison.start)
+    home = Path(args.output_dir) / f"{arm.training.replace('/', '-').replace(':', '-')}-seed{seed}"
+    own.output_dir, own.seed = str(home), seed
+    model = load_model(bench.comparison.start, dtype=bench.comparison.dtype)
     objective = parse_objective(arm.objective)
-    cost: Cost = load_cost(arm.embedding, model, seed=seed)
-    settings = {
-        "start": comparison.start,
-        "objective": repr(objective),
-        "embedding": arm.embedding,
-    } | data.fingerprints()
     results = train_run(
-        model, tokenizer, data.train, args=own, objective=objective, cost=cost, validation=data.validation,
-        settings=settings, bar=f"{arm.training} seed {seed}",
+        model, bench.tokenizer, bench.data.train, args=own, objective=objective,
+        cost=load_cost(arm.embedding, model, seed=seed), validation=bench.data.validation,
+        settings={
+            "start_fingerprint": settings["start_fingerprint"], "objective": repr(objective),
+            "embedding": arm.embedding, **bench.data.fingerprints(),
+        },
+        bar=f"{arm.training} seed {seed}",
     )  # fmt: skip
-    return results | {"folder": own.output_dir}
+    return home, {key: results[key] for key in ("steps", "seconds_per_step")}
 
 
-def _test(model: Any, blocks: PackedBlocks, comparison: Comparison, cost: Cost) -> dict[str, Any]:
-    scores = perplexity(model, blocks, batch_size=comparison.batch_size, cost=cost, progress=False)
-    return {"test_nll": scores.nll, "test_perplexity": scores.perplexity, "transport_cost": scores.transport_cost}
+class _Bench:
+    """Measures any model in the same way: on the test text, by its samples, and by what the judge makes of them."""
 
+    def __init__(self, comparison: Comparison, data: Data, tokenizer: Any, cost: Cost, device: torch.device) -> None:
+        self.comparison, self.data, self.tokenizer, self.device = comparison, data, tokenizer, device
+        self.cost = cost.to(device)
+        self.prompts, self.references = self._cut_prompts()
 
-def _sample(model: Any, tokenizer: Any, prompts: list[str], comparison: Comparison, arm: Arm, seed: int) -> list[str]:
-    samples = sample_texts(
-        model, tokenizer, prompts=prompts, num_samples=comparison.samples_per_prompt,
-        max_new_tokens=comparison.max_new_tokens, temperature=arm.temperature, batch_size=comparison.batch_size,
-        seed=seed, progress=False,
-    )  # fmt: skip
-    return [sample.continuation for sample in samples]
+    def _cut_prompts(self) -> tuple[list[str], list[str]]:
+        """Beginnings of test blocks spread over the test text, and how the text itself goes on."""
+        comparison, test = self.comparison, self.data.test
+        chosen = torch.linspace(0, len(test) - 1, min(comparison.num_prompts, len(test))).round().long()
+        begin, stop = comparison.prompt_tokens, comparison.prompt_tokens + comparison.max_new_tokens
+        rows = test.ids[chosen].tolist()
+        decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
+        return [decode(ids[:begin]) for ids in rows], [decode(ids[begin:stop]) for ids in rows]
 
+    def measure(self, home: Path, model: Any, *, temperature: float, seed: int) -> dict[str, Any]:
+        """Scores of `model` (None: the one in `home`) on the test text, its samples, and what the judge makes of
+        them; each made once and kept in `home`."""
+        load = functools.cache(lambda: (load_model(str(home)) if model is None else model).to(self.device))
+        at = f"T{temperature:g}"
+        scores = _once(home / "test.json", lambda: self.test(load()))
+        samples = _once(home / f"samples-{at}.json", lambda: self.sample(load(), temperature, seed))
+        judged = _once(home / f"judged-{at}.json", lambda: self.judge(samples))
+        return scores | judged | {"samples": samples}
 
-def _judge(comparison: Comparison, texts: list[str], prompts: list[str]) -> dict[str, Any]:
-    """How varied the texts are, and how well the judge predicts them."""
-    scores: dict[str, Any] = {f"distinct_{n}": distinct_n(texts, n) for n in (1, 2, 3)}
-    if comparison.judge is None:
-        return scores
-    judge = load_model(comparison.judge)
-    repeats = len(texts) // len(prompts)
-    told = [prompt for prompt in prompts for _ in range(repeats)]
-    judged = score_texts(
-        judge, load_tokenizer(comparison.judge), texts, prompts=told, batch_size=comparison.batch_size, progress=False
-    )
-    return scores | {"judge_perplexity": judged.perplexity, "judge_bits_per_byte": judged.bits_per_byte}
+    def test(self, model: Any) -> dict[str, Any]:
+        scores = perplexity(
+            model, self.data.test, batch_size=self.comparison.batch_size, cost=self.cost, progress=False
+        )
+        return {"test_nll": scores.nll, "test_perplexity": scores.perplexity, "transport_cost": scores.transport_cost}
+
+    def sample(self, model: Any, temperature: float, seed: int) -> list[str]:
+        comparison = self.comparison
+        samples = sample_texts(
+            model, self.tokenizer, prompts=self.prompts, num_samples=comparison.samples_per_prompt,
+            max_new_tokens=comparison.max_new_tokens, temperature=temperature, batch_size=comparison.batch_size,
+            seed=seed, progress=False,
+        )  # fmt: skip
+        return [sample.continuation for sample in samples]
+
+    def judge(self, texts: list[str]) -> dict[str, Any]:
+        """How varied the texts are, and how well the judge predicts them."""
+        scores: dict[str, Any] = {f"distinct_{n}": distinct_n(texts, n) for n in (1, 2, 3)}
+        if self._judge is None:
+            return scores
+        model, tokenizer = self._judge
+        repeats = len(texts) // len(self.prompts)
+        told = [prompt for prompt in self.prompts for _ in range(repeats)]
+        size = self.comparison.batch_size
+        judged = score_texts(model, tokenizer, texts, prompts=told, batch_size=size, progress=False)
+        return scores | {"judge_perplexity": judged.perplexity, "judge_bits_per_byte": judged.bits_per_byte}
+
+    @functools.cached_property
+    def _judge(self) -> tuple[Any, Any] | None:
+        path = self.comparison.judge
+        return None if path is None else (load_model(path).to(self.device), load_tokenizer(path))
 
 
 def _once(path: Path, make: Callable[[], Any]) -> Any:

@@ -2,29 +2,48 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks, read_texts, split_blocks
 from otloss_llm.heads import find_head
 
 COST_SOURCES = ("model", "random", "shuffled")
+HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
+HUB_PATIENCE = 5.0  # seconds
 
 
 def load_model(path: str, **kwargs: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained(path)`, refusing what is not there or cannot be used by name.
+    """`AutoModelForCausalLM.from_pretrained(path)`, refusing what is not there or cannot be used as one.
 
     Raises:
         FileNotFoundError: neither a folder with a model nor a reachable model of the hub.
-        ValueError: a model that is no causal language model.
+        ValueError: a model that is no causal language model, or whose weights are missing, misshapen, NaN or infinite.
     """
     from transformers import AutoModelForCausalLM
 
-    return _from_pretrained(AutoModelForCausalLM, path, "model", **kwargs)
+    model, info = _from_pretrained(AutoModelForCausalLM, path, "model", output_loading_info=True, **kwargs)
+    made_up = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
+    if made_up:
+        raise ValueError(
+            f"the model {path!r} lacks {len(made_up)} weights ({_some(made_up)}), which would be random; "
+            "save it with save_pretrained of a causal language model."
+        )
+    broken = [name for name, weight in model.named_parameters() if not weight.is_meta and not weight.isfinite().all()]
+    if broken:
+        raise ValueError(
+            f"the model {path!r} has NaN or infinite weights in {_some(broken)}; take a checkpoint from before that."
+        )
+    _refuse_bidirectional(model, path)
+    return model
 
 
 def load_tokenizer(path: str) -> Any:
@@ -34,9 +53,9 @@ def load_tokenizer(path: str) -> Any:
     return _from_pretrained(AutoTokenizer, path, "tokenizer")
 
 
-def load_model_and_tokenizer(path: str, tokenizer_path: str | None = None) -> tuple[Any, Any]:
+def load_model_and_tokenizer(path: str, tokenizer_path: str | None = None, **kwargs: Any) -> tuple[Any, Any]:
     """A causal LM with its tokenizer; raises ValueError where the tokenizer has more tokens than the model."""
-    model, tokenizer = load_model(path), load_tokenizer(tokenizer_path or path)
+    model, tokenizer = load_model(path, **kwargs), load_tokenizer(tokenizer_path or path)
     vocab = find_head(model).weight.shape[0]
     if len(tokenizer) > vocab:
         raise ValueError(
@@ -46,21 +65,88 @@ def load_model_and_tokenizer(path: str, tokenizer_path: str | None = None) -> tu
     return model, tokenizer
 
 
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """A short hash of names, shapes and up to some 2,000 entries of each tensor: cheap, and another after any training.
+
+    >>> fingerprint([("w", torch.zeros(3))]) == fingerprint([("w", torch.ones(3))])
+    False
+    """
+    digest = hashlib.sha256()
+    for name, tensor in tensors:
+        flat = tensor.detach().flatten()
+        picked = flat[:: max(1, flat.numel() // 1024)].float().cpu()
+        digest.update(f"{name} {tuple(tensor.shape)}\0".encode() + picked.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+
+
 def _from_pretrained(kind: Any, path: str, what: str, **kwargs: Any) -> Any:
-    local = Path(path).expanduser()
-    if local.is_dir() and not any(local.glob("*.json")):
+    folder = Path(path).expanduser()
+    if folder.is_dir() and not any(folder.glob("*.json")):
         raise FileNotFoundError(f"{path!r} is a folder without a {what}: expected config.json and its files in it.")
+    source = str(folder) if folder.is_dir() else _on_the_hub(path, what)
     try:
-        return kind.from_pretrained(str(local) if local.is_dir() else path, **kwargs)
-    except OSError as error:
-        if local.is_dir():
-            raise ValueError(f"the {what} in {path!r} cannot be loaded: {error}") from error
-        raise FileNotFoundError(
-            f"no {what} {path!r}: there is no such folder here, and the Hugging Face hub gave none "
-            f"({type(error).__name__}: {str(error).splitlines()[0]}). Check the path, or the name and the connection."
+        return kind.from_pretrained(source, **kwargs)
+    except Exception as error:  # whatever goes wrong here lies in files the user named
+        reason = next((line.strip() for line in str(error).splitlines() if line.strip()), "no reason given")
+        article = "" if what == "tokenizer" else " as a causal language model"
+        raise ValueError(
+            f"the {what} {path!r} cannot be loaded{article}: {type(error).__name__}: {reason[:300]}"
         ) from error
-    except (ValueError, KeyError) as error:
-        raise ValueError(f"the {what} {path!r} cannot be used as a causal language model: {error}") from error
+
+
+def _on_the_hub(name: str, what: str) -> str:
+    """`name` if the hub answers, else the folder where an earlier download lies.
+
+    Asked once and briefly: `from_pretrained` tries again for most of a minute before it says that there is no network.
+    """
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    if not HUB_NAME.fullmatch(name):
+        raise FileNotFoundError(
+            f"there is no {what} folder {name!r}, looked in {Path.cwd()}; give the folder that save_pretrained wrote."
+        )
+    try:
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_PATIENCE)
+    except RepositoryNotFoundError as error:
+        raise FileNotFoundError(
+            f"no {what} {name!r}: there is no such folder in {Path.cwd()}, and the Hugging Face hub has none of that "
+            "name that you may read. Check the spelling, or log in if it is private."
+        ) from error
+    except HfHubHTTPError:
+        return name  # it answered; from_pretrained knows what to make of the rest
+    except Exception as error:
+        try:
+            return snapshot_download(name, local_files_only=True)
+        except LocalEntryNotFoundError:
+            raise FileNotFoundError(
+                f"no {what} {name!r}: there is no such folder in {Path.cwd()}, no download of that name, and the "
+                f"Hugging Face hub cannot be reached ({type(error).__name__}: {error}). Check the path or the network."
+            ) from error
+    return name
+
+
+def _refuse_bidirectional(model: Any, path: str) -> None:
+    """An encoder such as BERT loads as a causal LM, reads the tokens it is to predict, and reaches perplexity 1.
+
+    `is_decoder=False` marks the suspects, but GPT-NeoX carries it too: only the model's own answer is sure.
+    """
+    if getattr(model.config, "is_decoder", True):
+        return
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
+    training = model.training
+    with torch.no_grad():
+        first, second = model.eval()(input_ids=ids).logits[:, :3].float()
+    model.train(training)
+    if (first - second).abs().max() > 1e-5 * first.abs().max():
+        raise ValueError(
+            f"the model {path!r} ({type(model).__name__}) sees the tokens to its right, so it is no causal language "
+            "model; take a decoder, or one trained with is_decoder=true."
+        )
 
 
 def load_cost(source: str, model: Any, *, seed: int = 0) -> EmbeddingCost:
@@ -81,15 +167,8 @@ def load_cost(source: str, model: Any, *, seed: int = 0) -> EmbeddingCost:
         own = EmbeddingCost.from_model(model)
         return {"model": lambda: own, "random": lambda: own.random_like(generator),
                 "shuffled": lambda: own.shuffled(generator)}[source]()  # fmt: skip
-    if source.endswith(".npy"):
-        if not Path(source).is_file():
-            raise FileNotFoundError(
-                f"no embedding file {source!r}; expected a .npy array of shape (vocabulary, width)."
-            )
-        embedding = torch.as_tensor(np.load(source, allow_pickle=False))
-        cost = EmbeddingCost(embedding.float() if not embedding.is_floating_point() else embedding)
-    else:
-        cost = EmbeddingCost.from_model(load_model(source))
+    own_file = source.endswith(".npy")
+    cost = EmbeddingCost(_read_array(source)) if own_file else EmbeddingCost.from_model(load_model(source))
     vocab = find_head(model).weight.shape[0]
     if cost.shape[0] != vocab:
         raise ValueError(
@@ -97,6 +176,27 @@ def load_cost(source: str, model: Any, *, seed: int = 0) -> EmbeddingCost:
             "take it from a model with the same tokenizer."
         )
     return cost
+
+
+def _read_array(source: str) -> Tensor:
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise FileNotFoundError(f"no embedding file {source!r}; expected a .npy array of shape (vocabulary, width).")
+    try:
+        array = np.load(path, allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{source!r} is no .npy array ({error}); write it with numpy.save.") from error
+    if array.ndim != 2 or not np.isrealobj(array) or not np.issubdtype(array.dtype, np.number) or 0 in array.shape:
+        raise ValueError(
+            f"{source!r} has shape {array.shape} and dtype {array.dtype}, expected real numbers (vocabulary, width)."
+        )
+    wrong = np.flatnonzero(~np.isfinite(array).all(axis=1))
+    if len(wrong):
+        raise ValueError(
+            f"{source!r} has NaN or infinity in {len(wrong)} of {len(array)} rows, the first is row {wrong[0]}; "
+            "expected finite numbers (a row of zeros stands for a token without a meaning)."
+        )
+    return torch.as_tensor(array if array.dtype in (np.float32, np.float64) else array.astype(np.float32))
 
 
 def load_blocks(

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import html
 import math
+import re
 import statistics
 from pathlib import Path
 from typing import Any
 
-from otloss_llm.compare import HUMAN
-from otloss_llm.runs import write_json
+from otloss_llm.compare import HUMAN, START
+from otloss_llm.runs import write_json, write_text
 
 # key, heading, number format, which way is better
 COLUMNS = (
@@ -27,26 +29,26 @@ NOTES = """\
 - *test perplexity*: of held-out text under the model itself. *judge perplexity*: of sampled continuations under an
   independent model. It falls both when samples become better and when they become blander: read it together with
   distinct-n (share of different n-grams), and against `{human}` (what the judge makes of the real continuations).
-- *transport cost*: mean exact earth mover's distance between prediction and token, in the geometry of the start model's
-  head (1 - cosine).
+- *transport cost*: mean exact earth mover's distance between prediction and token on the test text, in the geometry of
+  the start model's head (1 - cosine).
 - `/random`: EMO with a random embedding, a control without semantics. `/T=...`: the same trained model sampled at that
   temperature, a control for sharpening alone.
+- `{start}`: where every arm begins, measured in the same way.
 - *ms / step*: median wall time of an optimizer step of the whole training, as measured on this machine in this run.
 """
 
 
 def write_report(results: dict[str, Any], folder: Path, *, title: str = "Comparison of objectives") -> str:
-    """Write report.md, report.json, samples.md and (with matplotlib) figure.png; returns the Markdown table."""
-    table = markdown_table(results)
+    """Write report.md, report.json, samples.md and (with matplotlib) figure.png; returns table and failures."""
+    table = markdown_table(results) + _failures(results)
     seeds = len({run["seed"] for run in results["runs"]})
-    notes = NOTES.format(seeds=seeds, plural="" if seeds == 1 else "s", human=HUMAN)
+    notes = NOTES.format(seeds=seeds, plural="" if seeds == 1 else "s", human=HUMAN, start=START)
     figure = _write_figure(results, folder / "figure.png")
     picture = "\n![figure](figure.png)\n" if figure else '\n(no figure: pip install "otloss[plot]")\n'
     write_json(folder / "report.json", results)
-    (folder / "samples.md").write_text(_samples(results), encoding="utf-8")
+    write_text(folder / "samples.md", _samples(results))
     links = "Samples side by side: [samples.md](samples.md). Every number and setting: report.json."
-    report = f"# {title}\n\n{table}\n{notes}{picture}\n{links}\n"
-    (folder / "report.md").write_text(report, encoding="utf-8")
+    write_text(folder / "report.md", f"# {title}\n\n{table}\n{notes}{picture}\n{links}\n")
     return table
 
 
@@ -65,15 +67,18 @@ def summarise(results: dict[str, Any]) -> dict[str, dict[str, tuple[float, float
 
 
 def markdown_table(results: dict[str, Any]) -> str:
-    """One row an arm, and one for the text itself; columns that nobody has are left out."""
+    """One row an arm, one for the start and one for the text itself; columns that nobody has are left out."""
     summary = summarise(results)
     columns = [column for column in COLUMNS if any(column[0] in row for row in summary.values())]
     lines = ["| arm | " + " | ".join(heading for _, heading, _ in columns) + " |", "|---|" + "---:|" * len(columns)]
-    for arm, row in summary.items():
+    rows = {START: _single(results["start"])} | summary | {HUMAN: _single(results["reference"])}
+    for arm, row in rows.items():
         lines.append(f"| {arm} | " + " | ".join(_cell(row.get(key), form) for key, _, form in columns) + " |")
-    human = {key: (value, math.nan) for key, value in results["reference"].items() if isinstance(value, float)}
-    lines.append(f"| {HUMAN} | " + " | ".join(_cell(human.get(key), form) for key, _, form in columns) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _single(scores: dict[str, Any]) -> dict[str, tuple[float, float]]:
+    return {key: (value, math.nan) for key, value in scores.items() if isinstance(value, float)}
 
 
 def _cell(value: tuple[float, float] | None, form: str) -> str:
@@ -83,23 +88,32 @@ def _cell(value: tuple[float, float] | None, form: str) -> str:
     return form.format(mean) + ("" if math.isnan(spread) else f" ± {form.format(spread)}")
 
 
+def _failures(results: dict[str, Any]) -> str:
+    """Which runs the table goes without."""
+    failures = results["failures"]
+    lines = [f"- failed: {failure['arm']}, seed {failure['seed']}: {failure['error']}" for failure in failures]
+    return "".join(f"{line}\n" for line in (["", *lines] if lines else []))
+
+
 def _samples(results: dict[str, Any], *, shown: int = 8) -> str:
     """The first seed's continuations of the same prompts, arm beside arm."""
-    first = results["runs"][0]["seed"]
-    runs = [run for run in results["runs"] if run["seed"] == first]
-    prompts = results["prompts"]
+    first, prompts = results["runs"][0]["seed"], results["prompts"]
+    columns = {START: results["start"]["samples"]}
+    columns |= {run["arm"]: run["samples"] for run in results["runs"] if run["seed"] == first}
+    columns[HUMAN] = results["reference"]["samples"]
     lines = [f"# Continuations of the same prompts (seed {first})\n"]
     for i, prompt in enumerate(prompts[:shown]):
-        lines.append(f"## {i + 1}. `{_one_line(prompt)}`\n\n| arm | continuation |\n|---|---|")
-        for run in runs:
-            repeats = len(run["samples"]) // len(prompts)
-            lines.append(f"| {run['arm']} | {_one_line(run['samples'][i * repeats])} |")
-        lines.append(f"| text itself | {_one_line(results['reference']['samples'][i])} |\n")
+        lines.append(f"## Prompt {i + 1}\n\n| | {_in_table(prompt)} |\n|---|---|")
+        for name, texts in columns.items():
+            lines.append(f"| {name} | {_in_table(texts[i * (len(texts) // len(prompts))])} |")
+        lines.append("")
     return "\n".join(lines)
 
 
-def _one_line(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("`", "'")
+def _in_table(text: str) -> str:
+    """Text as the content of a Markdown table's cell, which shows it as it is: no mark-up, line ends as <br>."""
+    escaped = re.sub(r"([\\`*_\[\]|~$])", r"\\\1", html.escape(text, quote=False))
+    return re.sub(r"\r\n?|\n", "<br>", escaped)
 
 
 def _write_figure(results: dict[str, Any], path: Path) -> bool:

@@ -1,8 +1,10 @@
 """Run folders: one training run a folder, which can be killed at any moment and gone on with by the same command.
 
-run.json        the settings, written first; a run with other settings does not enter the folder
+run.json        the settings, written first; a run with other settings does not enter a folder that holds work
 checkpoint-N/   of the Hugging Face Trainer; complete once its trainer_state.json is there, which is written last
 results.json    written when the run has finished
+
+A resumed run ends with the weights, the log and the results (but for wall times) of an unbroken one.
 """
 
 from __future__ import annotations
@@ -10,89 +12,163 @@ from __future__ import annotations
 import json
 import logging
 import os
+import platform
+import shutil
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import transformers
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments, default_data_collator
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+import otloss
 from otloss.costs import Cost
 from otloss_llm.data import PackedBlocks
+from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
 from otloss_llm.objectives import Objective
 from otloss_llm.trainer import ObjectiveTrainer
 
 logger = logging.getLogger(__name__)
 
-SETTINGS_FILE, RESULTS_FILE = "run.json", "results.json"
+SETTINGS_FILE, RESULTS_FILE, LOG_FILE = "run.json", "results.json", "log.json"
 
 # Training arguments that change the trained weights; the others (logging, saving, reporting) may change on resume.
 _DECISIVE_ARGUMENTS = (
     "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
-    "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "max_grad_norm",
-    "optim", "seed", "data_seed", "bf16", "fp16", "neftune_noise_alpha", "world_size", "load_best_model_at_end",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "max_grad_norm", "optim", "optim_args", "seed", "data_seed", "bf16", "fp16", "neftune_noise_alpha",
+    "train_sampling_strategy", "dataloader_drop_last", "world_size", "load_best_model_at_end",
 )  # fmt: skip
+# Those that also do when the best checkpoint is taken in the end.
+_CHOICE_OF_CHECKPOINT = (
+    "eval_strategy", "eval_steps", "save_strategy", "save_steps", "metric_for_best_model", "greater_is_better",
+)  # fmt: skip
+
+
+class DivergenceError(ValueError):
+    """Training left the finite numbers."""
 
 
 def write_json(path: Path, content: Any) -> None:
     """Write JSON so that a reader sees the old file or the whole new one, whenever the writer is killed."""
+    write_text(path, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a UTF-8 file in one step, as `write_json` does."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".partial-{os.getpid()}")
-    partial.write_text(json.dumps(content, indent=2, sort_keys=True, default=str) + "\n", encoding="utf-8")
+    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
+    partial.write_text(text, encoding="utf-8")
     partial.replace(path)
 
 
 def decisive_settings(args: TrainingArguments) -> dict[str, Any]:
     """The training arguments on which the trained weights depend."""
-    values = {name: getattr(args, name, None) for name in _DECISIVE_ARGUMENTS}
+    names = _DECISIVE_ARGUMENTS + (_CHOICE_OF_CHECKPOINT if args.load_best_model_at_end else ())
+    values = {name: getattr(args, name, None) for name in names}
     return {
         name: value if isinstance(value, (int, float, type(None))) else str(value) for name, value in values.items()
+    }
+
+
+def environment(device: Any) -> dict[str, Any]:
+    """What numbers depend on beside the settings: versions, machine, threads."""
+    device = torch.device(device)
+    return {
+        "otloss": otloss.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
     }
 
 
 def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Enter a run folder: new, or left by the same run. Returns the results if that run has finished, else None.
 
+    A folder in which a run was begun, but nothing kept yet, counts as new.
+
     Raises:
         ValueError: the folder holds a run with other settings, or files that are no run.
+        OSError: it cannot be written.
     """
     settings = json.loads(json.dumps(settings, default=str))
-    path = folder / SETTINGS_FILE
-    if path.is_file():
-        before = json.loads(path.read_text(encoding="utf-8"))
-        keys = sorted(key for key in before.keys() | settings.keys() if before.get(key) != settings.get(key))
-        if keys:
-            changes = "; ".join(
-                f"{key}: {before.get(key)!r} there, {settings.get(key)!r} asked for" for key in keys[:5]
-            )
-            raise ValueError(
-                f"{folder} holds another run ({changes}{'; ...' if len(keys) > 5 else ''}). "
-                "Choose another output folder, or delete that one."
-            )
-    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    path, results = folder / SETTINGS_FILE, folder / RESULTS_FILE
+    if folder.exists() and not folder.is_dir():
+        raise ValueError(f"the output folder {folder} is a file; name a folder.")
+    work = _work_in(folder)
+    if work and not path.is_file():
         raise ValueError(
-            f"{folder} exists and holds no run of ours (no {SETTINGS_FILE}); choose a new or empty output folder."
+            f"{folder} exists and holds no run of ours (there is {work[0]!r}, but no {SETTINGS_FILE}); "
+            "choose a new or empty output folder."
         )
+    if work:
+        _refuse_other_settings(folder, json.loads(path.read_text(encoding="utf-8")), settings)
     else:
-        write_json(path, settings)
-    results = folder / RESULTS_FILE
+        try:
+            write_json(path, settings)
+        except OSError as error:
+            raise OSError(
+                f"cannot write in the output folder {folder} ({error.strerror}); choose one that can be written."
+            ) from error
     return json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
+
+
+def _work_in(folder: Path) -> list[str]:
+    """Names of what would be lost with the folder: all but the settings and what was being written at a kill."""
+    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    torn = {Path(name).name for name in _checkpoints(folder, complete=False).values()}
+    return [name for name in names if name != SETTINGS_FILE and ".partial-" not in name and name not in torn]
+
+
+def _refuse_other_settings(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
+    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
+    if keys:
+        changes = "; ".join(f"{key}: {before.get(key)!r} there, {now.get(key)!r} asked for" for key in keys[:5])
+        raise ValueError(
+            f"{folder} holds another run ({changes}{'; ...' if len(keys) > 5 else ''}). "
+            "Choose another output folder, or delete that one."
+        )
 
 
 def last_complete_checkpoint(folder: Path) -> str | None:
     """The newest checkpoint that was written to its end, or None."""
-    complete: dict[int, Path] = {}
+    complete = _checkpoints(folder, complete=True)
+    return complete[max(complete)] if complete else None
+
+
+def _checkpoints(folder: Path, *, complete: bool) -> dict[int, str]:
+    """`{step: path}` of the checkpoints that were written to their end, or of those that were not."""
+    found = {}
     for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        number = checkpoint.name.rpartition("-")[2]
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            continue  # killed while writing it: an older one is whole
-        if number.isdigit():
-            complete[int(number)] = checkpoint
-    return str(complete[max(complete)]) if complete else None
+        step = checkpoint.name.rpartition("-")[2]
+        if step.isdigit() and checkpoint.is_dir() and _is_complete(checkpoint) is complete:
+            found[int(step)] = str(checkpoint)
+    return found
+
+
+def _is_complete(checkpoint: Path) -> bool:
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False  # killed while writing it: an older one is whole
+    return True
+
+
+def check_fit(model: Any, blocks: PackedBlocks) -> None:
+    """Raise ValueError where blocks are longer than the model's context, or of another vocabulary."""
+    context = context_length(model)
+    if context is not None and blocks.block_size > context:
+        raise ValueError(
+            f"block_size is {blocks.block_size}, more than the model's context of {context} tokens; make it smaller."
+        )
+    check_vocabulary(model, int(blocks.ids.min()), int(blocks.ids.max()))
 
 
 def train_run(
@@ -118,37 +194,96 @@ def train_run(
         bar: label of one quiet progress bar in the place of the trainer's own output.
 
     Returns:
-        The results, also found in `results.json`: metrics, steps, and `seconds_per_step` (median of this process).
+        The results, also found in `results.json`: steps, means over the training, the evaluation on `validation`, and
+        `seconds_per_step` (median of this process).
 
     Raises:
-        ValueError: the folder holds another run.
+        ValueError: the folder holds another run, or blocks do not fit the model.
+        DivergenceError: the loss or the weights became NaN or infinite; checkpoints from before that stay.
     """
     folder = Path(args.output_dir)
-    with args.main_process_first(desc="open the run folder"):
-        finished = open_run(folder, settings | decisive_settings(args))
-    if finished is not None:
-        logger.warning("%s holds this very run, finished: nothing is trained again", folder)
-        return finished
+    for part in (blocks, *([] if validation is None else [validation])):
+        check_fit(model, part)
     timer = _StepTimer()
+    # Before the folder is made: what the trainer refuses leaves no trace.
     trainer = ObjectiveTrainer(
         model, args, objective=objective, cost=cost, impl=impl, chunk_size=chunk_size,
-        train_dataset=blocks, eval_dataset=validation, processing_class=tokenizer, callbacks=[timer],
+        train_dataset=blocks, eval_dataset=validation, processing_class=tokenizer, callbacks=[timer, _Watch()],
         data_collator=default_data_collator,  # blocks are of one length: nothing to pad
     )  # fmt: skip
+    with args.main_process_first(desc="open the run folder"):
+        finished = open_run(folder, settings | decisive_settings(args))
+        for torn in _checkpoints(folder, complete=False).values():
+            shutil.rmtree(torn, ignore_errors=True)  # or it would count among the checkpoints to keep
+    if finished is not None:
+        if bar is None:
+            logger.warning("%s holds this very run, finished: nothing is trained again", folder)
+        return finished
     if bar is not None:
         for callback in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(callback)
         trainer.add_callback(_QuietBar(bar))
-    output = trainer.train(resume_from_checkpoint=last_complete_checkpoint(folder))
-    results: dict[str, Any] = dict(output.metrics) | {"steps": output.global_step}
+    # Weights without the optimizer's state are no point to go on from.
+    trainer.train(resume_from_checkpoint=None if args.save_only_model else last_complete_checkpoint(folder))
+    return _finish(trainer, folder, timer, evaluated=validation is not None)
+
+
+def _finish(trainer: ObjectiveTrainer, folder: Path, timer: _StepTimer, *, evaluated: bool) -> dict[str, Any]:
+    """Check, evaluate and save what was trained; `results.json` comes last, for it marks the run as finished."""
+    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
+    if not sharded and not all(weight.isfinite().all() for weight in trainer.model.parameters()):
+        raise _diverged(trainer.state.global_step, "the weights are not all finite")
+    # The trainer's closing entry covers this process alone, which may have run the last few steps only.
+    history = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
+    steps = trainer.state.global_step
+    results: dict[str, Any] = {"steps": steps, "epoch": trainer.state.epoch} | _training_means(history)
     results["seconds_per_step"] = statistics.median(timer.seconds) if timer.seconds else None
-    if validation is not None:
-        results |= trainer.evaluate()
+    if evaluated:
+        metrics = trainer.evaluate()
+        results |= metrics
+        history.append(metrics | {"step": steps})
     trainer.save_model(str(folder))
     if trainer.is_world_process_zero():
-        write_json(folder / "log.json", trainer.state.log_history)
+        write_json(folder / LOG_FILE, history)
         write_json(folder / RESULTS_FILE, results)
     return results
+
+
+def _training_means(history: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over all steps of what was logged; each entry covers the steps since the one before it."""
+    logged = [entry for entry in history if "loss" in entry]
+    widths = [entry["step"] - before for entry, before in zip(logged, [0, *(e["step"] for e in logged)], strict=False)]
+    keys = [key for key in ("loss", "nll", "transport_cost") if logged and all(key in entry for entry in logged)]
+    means = {key: sum(e[key] * w for e, w in zip(logged, widths, strict=True)) / sum(widths) for key in keys}
+    return {f"train_{key}": value for key, value in means.items()}
+
+
+def _diverged(step: int, what: str) -> DivergenceError:
+    return DivergenceError(
+        f"training diverged by step {step}: {what}; lower the learning rate, warm up longer, or clip gradients harder."
+    )
+
+
+class _Watch(TrainerCallback):
+    """Log before every checkpoint and at the end, and stop where the numbers end.
+
+    With a log at each checkpoint no entry spans one, so a resumed run logs what an unbroken one does; and since
+    divergence shows in the log, no diverged checkpoint is ever kept.
+    """
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save or state.global_step >= state.max_steps:
+            control.should_log = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save:
+            control.should_log = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        for key in ("nll", "transport_cost", "eval_nll"):
+            value = (logs or {}).get(key, 0.0)
+            if not abs(value) < float("inf"):
+                raise _diverged(state.global_step, f"{key} is {value}")
 
 
 class _StepTimer(TrainerCallback):
@@ -175,8 +310,9 @@ class _QuietBar(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         from tqdm import tqdm
 
+        hidden = args.disable_tqdm or not state.is_world_process_zero
         self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.label, unit="step",
-                         disable=not state.is_world_process_zero, mininterval=0.5)  # fmt: skip
+                         disable=hidden, mininterval=0.5)  # fmt: skip
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.update(1)
