@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NoReturn
 
 import torch
@@ -10,6 +11,8 @@ from torch import Tensor
 from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
 from otloss.costs import Cost
 from otloss_llm.objectives import Objective, needs_cost, value_and_slopes
+
+IMPLEMENTATIONS = ("auto", "reference", "chunked")
 
 
 def check_head(
@@ -53,6 +56,20 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int) -> None
             f"cost is over a vocabulary of {cost.shape[-1]} tokens, the logits have {vocab}; "
             "build the cost from the embedding of this model (EmbeddingCost.from_model(model))."
         )
+
+
+def check_kernel(impl: str, chunk_size: int | None) -> None:
+    if impl not in IMPLEMENTATIONS:
+        raise ValueError(f"impl is {impl!r}, expected one of {IMPLEMENTATIONS}.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size}, expected a positive number of tokens or None.")
+
+
+def check_transform(logit_scale: float, logit_softcap: float | None) -> None:
+    if not math.isfinite(logit_scale):
+        raise ValueError(f"logit_scale is {logit_scale}, expected a finite number.")
+    if logit_softcap is not None and not logit_softcap > 0:
+        raise ValueError(f"logit_softcap is {logit_softcap}, expected a positive number or None.")
 
 
 def check_fixed(cost: Cost | None) -> None:

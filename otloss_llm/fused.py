@@ -52,6 +52,7 @@ def fused_loss(model: nn.Module, score: Callable[[Tensor, LanguageModelHead], To
     name = type(root).__name__
     made: dict[str, Any] = {}
 
+    @torch.compiler.disable  # a compiled graph would keep the labels of the call that compiled it
     def score_hidden(hidden: Tensor) -> Tensor:
         if "result" in made:
             raise ValueError(f"{name} calls its head more than once in a forward pass; it cannot be fused.")
@@ -60,6 +61,7 @@ def fused_loss(model: nn.Module, score: Callable[[Tensor, LanguageModelHead], To
         made["probe"] = probe.reshape([1] * (hidden.ndim - 1) + [-1])
         return made["probe"].clone()
 
+    @torch.compiler.disable
     def hand_out(module: nn.Module, args: Any, output: Any) -> dict[str, Tensor]:
         if "result" not in made:
             raise ValueError(f"{name} did not call its head {type(head.module).__name__} in its forward pass.")
@@ -77,7 +79,7 @@ def fused_loss(model: nn.Module, score: Callable[[Tensor, LanguageModelHead], To
         raise TypeError(
             f"the head of {name} had its forward replaced (device_map, another patch?); it cannot be fused."
         )
-    head.module.forward = score_hidden  # type: ignore[method-assign, assignment]  # for one forward pass; restored below
+    head.module.forward = score_hidden  # type: ignore[method-assign]  # for one forward pass; restored below
     handle = root.register_forward_hook(hand_out, prepend=True)
     try:
         yield

@@ -7,7 +7,6 @@ only one coupling.
 
 from __future__ import annotations
 
-import math
 from typing import NamedTuple
 
 import torch
@@ -19,8 +18,10 @@ from otloss.costs import Cost
 from otloss_llm._positions import (
     check_fixed,
     check_head,
+    check_kernel,
     check_objective,
     check_token_reduction,
+    check_transform,
     raise_not_finite,
     reduction_factor,
     scatter,
@@ -29,8 +30,6 @@ from otloss_llm._positions import (
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.kernels import chunked, reference
 from otloss_llm.objectives import EMO, Objective
-
-IMPLEMENTATIONS = ("auto", "reference", "chunked")
 
 
 class TokenLoss(NamedTuple):
@@ -142,14 +141,8 @@ def linear_token_loss(
         (torch.Size([4, 8]), False)
     """
     hidden, weight, bias = check_head(hidden, weight, bias, labels)
-    if impl not in IMPLEMENTATIONS:
-        raise ValueError(f"impl is {impl!r}, expected one of {IMPLEMENTATIONS}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}, expected a positive number of tokens or None.")
-    if not math.isfinite(logit_scale):
-        raise ValueError(f"logit_scale is {logit_scale}, expected a finite number.")
-    if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"logit_softcap is {logit_softcap}, expected a positive number or None.")
+    check_kernel(impl, chunk_size)
+    check_transform(logit_scale, logit_softcap)
     check_objective(objective, cost, weight.shape[0])
     check_token_reduction(reduction, num_items)
     valid = valid_positions(labels, hidden.shape[:-1], weight.shape[0], ignore_index, "hidden")

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from otloss.costs import Cost
+from otloss_llm._positions import check_kernel, check_objective
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.fused import fused_loss, unwrap
 from otloss_llm.heads import LanguageModelHead, find_head
@@ -17,6 +18,7 @@ from otloss_llm.objectives import Objective, needs_cost, parse_objective
 from otloss_llm.token_loss import TokenLoss, linear_token_loss, token_loss
 
 IGNORE_INDEX = -100
+LESS_IS_BETTER = ("nll", "perplexity", "transport_cost")
 
 
 class ObjectiveMixin:
@@ -29,12 +31,13 @@ class ObjectiveMixin:
         objective: an objective, or its name: "mle", "emo", "tailr:0.9", "mixce:0.8" (see `parse_objective`).
         cost: "embedding" copies and freezes the head of `model` as it is now (the start of training); or any
             vocabulary cost; or None. It is used by objectives that need it, and reported by `evaluate()`.
+            It is in no checkpoint: to resume a run, give the trainer the model that the run started from.
         impl, chunk_size: as in `linear_token_loss`.
         *args, **kwargs: of the trainer.
 
     Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
     since the last log. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
-    `eval_transport_cost`.
+    `eval_transport_cost`; less is better for each of them as `metric_for_best_model`.
 
     Raises:
         TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective.
@@ -64,14 +67,11 @@ class ObjectiveMixin:
             if cost != "embedding":
                 raise ValueError(f'cost is {cost!r}, expected "embedding", a vocabulary cost, or None.')
             cost = EmbeddingCost(head.weight)
-        if cost is not None and cost.shape[-1] != head.weight.shape[0]:
-            raise ValueError(
-                f"the cost is over a vocabulary of {cost.shape[-1]} tokens, the model's head has "
-                f"{head.weight.shape[0]}; build it from this model (EmbeddingCost.from_model(model))."
-            )
-        if cost is None and needs_cost(self.objective):
-            raise ValueError(f'{self.objective!r} needs a cost; leave cost="embedding" or pass one.')
+        check_objective(self.objective, cost, head.weight.shape[0])
+        check_kernel(impl, chunk_size)
         self.transport_cost = cost
+        if (self.args.metric_for_best_model or "").removeprefix("eval_") in LESS_IS_BETTER:
+            self.args.greater_is_better = False  # the trainer guesses it from the name, for "loss" only
         # Whatever the model's own forward accepts, the token count is ours to use.
         self.model_accepts_loss_kwargs = True
         self._logits_wanted = False
