@@ -38,7 +38,8 @@ def training_arguments(
     """Settings shared by all trainings: pre-training and adapting differ in length, batch size and learning rate."""
     return ObjectiveTrainingArguments(
         output_dir=str(folder), max_steps=steps, learning_rate=learning_rate, per_device_train_batch_size=batch,
-        lr_scheduler_type="cosine", warmup_steps=max(1, steps // 20), weight_decay=0.1, adam_beta2=0.98, logging_steps=10, use_cpu=True,
+        lr_scheduler_type="cosine", warmup_steps=max(1, steps // 20), weight_decay=0.1, adam_beta2=0.98,
+        logging_steps=10, use_cpu=True,
         save_steps=max(1, steps // 2), save_total_limit=1, **settings,
     )  # fmt: skip
 
