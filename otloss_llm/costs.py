@@ -26,7 +26,8 @@ class EmbeddingCost(CosineCost):
 
     Args:
         embedding: `(V, d)`, copied without its graph. Zero rows (padding) cost 1 to every other token; rows of one
-            direction (duplicate tokens) cost 0 to each other.
+            direction (duplicate tokens) cost 0 to each other. A sharded one (DTensor) is gathered: every process
+            has to make the call.
 
     Example:
         >>> EmbeddingCost(torch.eye(3)).rows(torch.tensor([1]))
@@ -34,7 +35,10 @@ class EmbeddingCost(CosineCost):
     """
 
     def __init__(self, embedding: Float[Tensor, "vocab width"]) -> None:
-        super().__init__(check_floating("embedding", embedding).detach())  # normalising copies
+        embedding = check_floating("embedding", embedding).detach()
+        if hasattr(embedding, "full_tensor"):
+            embedding = embedding.full_tensor()
+        super().__init__(embedding)  # normalising copies
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
         """Return the costs C[index, :]; what rounding leaves between rows of one direction is 0.

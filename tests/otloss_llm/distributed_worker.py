@@ -1,0 +1,146 @@
+"""What test_distributed.py runs in each process: `torchrun distributed_worker.py CHECK FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from otloss_llm import EMO, EmbeddingCost
+from otloss_llm.fused import fused_loss
+from tests.otloss_llm.test_heads import aligned, scorer
+from tests.otloss_llm.test_trainer import rows, trainer
+from tests.otloss_llm.tiny_models import tiny_batch, tiny_model
+
+BATCH, ROWS = 2, 24
+
+
+def train(folder: Path, per_device: int) -> None:
+    """A short run of ObjectiveTrainer; one rank's rows hold many more labels than the other's."""
+    model = tiny_model("llama-tied")
+    data = rows(ROWS)
+    for index in range(0, ROWS, 6):
+        data[index]["labels"] = [-100] * len(data[index]["labels"])
+    run = trainer(
+        folder / "run", model, objective="emo", optim="sgd", max_steps=4, gradient_accumulation_steps=2,
+        per_device_train_batch_size=per_device, train_dataset=data, ddp_find_unused_parameters=False,
+    )  # fmt: skip
+    run.train()
+    metrics = run.evaluate()
+    if run.accelerator.is_main_process:
+        logs = [entry for entry in run.state.log_history if "nll" in entry]
+        wanted = ("loss", "nll", "transport_cost")
+        torch.save(
+            {
+                "weights": {name: p.detach() for name, p in model.named_parameters()},
+                "logs": [[entry[key] for key in wanted] for entry in logs],
+                "metrics": {key: metrics[f"eval_{key}"] for key in (*wanted, "perplexity")},
+            },
+            folder / f"train-{per_device}.pt",
+        )
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], num_items: int, cost: EmbeddingCost) -> Tensor:
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    score = scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, num_items=num_items, chunk_size=5)
+    with fused_loss(model, score):
+        loss: Tensor = model(**inputs)["loss"]
+    loss.backward()
+    return loss
+
+
+def own_half(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+    return {key: value.chunk(size)[rank] for key, value in batch.items()}
+
+
+def expected_step(name: str, batch: dict[str, Tensor], num_items: int) -> tuple[Tensor, dict[str, Tensor]]:
+    model = tiny_model(name)
+    loss = step(model, batch, num_items, EmbeddingCost.from_model(model))
+    return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(model: nn.Module, loss: Tensor, expected: tuple[Tensor, dict[str, Tensor]], size: int) -> float:
+    """Largest relative error of the summed loss and the averaged gradients (times the number of processes)."""
+    dist.all_reduce(loss)
+    errors = [float((loss - expected[0]).abs() / expected[0])]
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        assert gradient is not None, name
+        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        want = expected[1][name.removeprefix("module.")]
+        errors.append(float((full * size - want).norm() / (want.norm() + 1e-4)))
+    return max(errors)
+
+
+def sharded(name: str, rank: int, size: int, *, head_apart: bool, reshard: bool) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (size,))
+    batch = tiny_batch(rows=4)
+    num_items = int((aligned(batch["labels"]) != -100).sum())
+    expected = expected_step(name, batch, num_items)
+    model: Any = tiny_model(name)
+    cost = EmbeddingCost.from_model(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    if head_apart:
+        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    loss = step(model, own_half(batch, rank, size), num_items, cost)
+    error = compare(model, loss.detach().clone(), expected, size)
+    assert torch.equal(EmbeddingCost.from_model(model).dense(), cost.dense())  # gathers the shards of the head
+    return error
+
+
+def replicated(name: str, rank: int, size: int, *, idle: bool) -> float:
+    """Plain DDP; `idle`: the second rank has nothing but ignored labels, and still takes part."""
+    batch = tiny_batch(rows=4)
+    if idle:
+        batch["labels"][2:] = -100
+    num_items = int((aligned(batch["labels"]) != -100).sum())
+    expected = expected_step(name, batch, num_items)
+    model = DistributedDataParallel(tiny_model(name))
+    cost = EmbeddingCost.from_model(model.module)
+    loss = step(model, own_half(batch, rank, size), num_items, cost)
+    return compare(model, loss.detach().clone(), expected, size)
+
+
+def main() -> None:
+    check, folder = sys.argv[1], Path(sys.argv[2])
+    if check == "train":
+        train(folder, BATCH)
+    elif check == "train-whole":
+        train(folder, 2 * BATCH)
+    else:
+        dist.init_process_group("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        errors = {
+            "ddp": replicated("llama", rank, size, idle=False),
+            "ddp-tied": replicated("llama-tied", rank, size, idle=False),
+            "ddp-idle": replicated("llama", rank, size, idle=True),
+            "fsdp": sharded("llama", rank, size, head_apart=False, reshard=True),
+            "fsdp-tied": sharded("llama-tied", rank, size, head_apart=False, reshard=True),
+            "fsdp-head-apart": sharded("llama", rank, size, head_apart=True, reshard=True),
+            "fsdp-kept": sharded("llama", rank, size, head_apart=True, reshard=False),
+        }
+        if rank == 0:
+            torch.save(errors, folder / "errors.pt")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    # About one time in ten torch's threads abort an interpreter that shuts down after FSDP2 over gloo. All is written.
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,57 @@
+"""Two processes (gloo, CPU) against one: ObjectiveTrainer under torchrun, plain DDP, and FSDP2 with the fused loss."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.skipif(not dist.is_available() or not dist.is_gloo_available(), reason="needs torch.distributed, gloo"),
+]
+
+WORKER = Path(__file__).with_name("distributed_worker.py")
+
+
+def launch(check: str, folder: Path, processes: int) -> None:
+    """Run the worker under torchrun, each process on one thread; what it printed is in the failure."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    done = subprocess.run(
+        [*command, str(WORKER), check, str(folder)],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
+def test_the_trainer_gives_the_weights_of_one_process(tmp_path: Path) -> None:
+    """4 steps of 2 x 2 rows on each of 2 processes = 4 steps of 2 x 4 rows on one, logs and evaluation included."""
+    launch("train", tmp_path, 2)
+    two = torch.load(tmp_path / "train-2.pt")
+    launch("train-whole", tmp_path, 1)
+    one = torch.load(tmp_path / "train-4.pt")
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-5, atol=1e-6)
+    assert len(one["logs"]) == 4
+    for mine, expected in zip(two["logs"], one["logs"], strict=True):
+        assert mine == pytest.approx(expected, rel=1e-5)
+    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-5)  # 11 rows do not divide by 2 x 3
+
+
+def test_ddp_and_fsdp2_give_loss_and_gradients_of_one_process(tmp_path: Path) -> None:
+    launch("steps", tmp_path, 2)
+    errors = torch.load(tmp_path / "errors.pt")
+    assert set(errors) == {"ddp", "ddp-tied", "ddp-idle", "fsdp", "fsdp-tied", "fsdp-head-apart", "fsdp-kept"}
+    assert all(error < 1e-5 for error in errors.values()), errors
