@@ -50,7 +50,13 @@ def load_tokenizer(path: str) -> Any:
     """`AutoTokenizer.from_pretrained(path)`, with the errors of `load_model`."""
     from transformers import AutoTokenizer
 
-    return _from_pretrained(AutoTokenizer, path, "tokenizer")
+    tokenizer = _from_pretrained(AutoTokenizer, path, "tokenizer")
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what a model's folder without tokenizer files gives
+        raise ValueError(
+            f"the tokenizer {path!r} has no token but {tokenizer.all_special_tokens}; its files (tokenizer.json) are "
+            "missing: save the tokenizer there, or name one with --tokenizer_name."
+        )
+    return tokenizer
 
 
 def load_model_and_tokenizer(path: str, tokenizer_path: str | None = None, **kwargs: Any) -> tuple[Any, Any]:

@@ -100,8 +100,7 @@ def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """
     settings = json.loads(json.dumps(settings, default=str))
     path, results = folder / SETTINGS_FILE, folder / RESULTS_FILE
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"the output folder {folder} is a file; name a folder.")
+    make_folder(folder)
     work = _work_in(folder)
     if work and not path.is_file():
         raise ValueError(
@@ -111,18 +110,24 @@ def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     if work:
         _refuse_other_settings(folder, json.loads(path.read_text(encoding="utf-8")), settings)
     else:
-        try:
-            write_json(path, settings)
-        except OSError as error:
-            raise OSError(
-                f"cannot write in the output folder {folder} ({error.strerror}); choose one that can be written."
-            ) from error
+        write_json(path, settings)
     return json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
+
+
+def make_folder(folder: Path) -> None:
+    """Make the output folder, if it is not there; raises OSError where it cannot be made or written."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        reason = None if os.access(folder, os.W_OK) else "no permission"
+    except OSError as error:
+        reason = error.strerror
+    if reason is not None:
+        raise OSError(f"cannot write in the output folder {folder} ({reason}); choose one that can be written.")
 
 
 def _work_in(folder: Path) -> list[str]:
     """Names of what would be lost with the folder: all but the settings and what was being written at a kill."""
-    names = sorted(file.name for file in folder.iterdir()) if folder.is_dir() else []
+    names = sorted(file.name for file in folder.iterdir())
     torn = {Path(name).name for name in _checkpoints(folder, complete=False).values()}
     return [name for name in names if name != SETTINGS_FILE and ".partial-" not in name and name not in torn]
 
@@ -204,8 +209,9 @@ def train_run(
     folder = Path(args.output_dir)
     for part in (blocks, *([] if validation is None else [validation])):
         check_fit(model, part)
+    make_folder(folder)
     timer = _StepTimer()
-    # Before the folder is made: what the trainer refuses leaves no trace.
+    # Before the run is opened: what the trainer refuses leaves nothing in the folder.
     trainer = ObjectiveTrainer(
         model, args, objective=objective, cost=cost, impl=impl, chunk_size=chunk_size,
         train_dataset=blocks, eval_dataset=validation, processing_class=tokenizer, callbacks=[timer, _Watch()],
@@ -224,15 +230,18 @@ def train_run(
             trainer.remove_callback(callback)
         trainer.add_callback(_QuietBar(bar))
     # Weights without the optimizer's state are no point to go on from.
-    trainer.train(resume_from_checkpoint=None if args.save_only_model else last_complete_checkpoint(folder))
+    checkpoint = None if args.save_only_model else last_complete_checkpoint(folder)
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except ValueError as error:  # the kernels refuse NaN wherever they meet it
+        _refuse_diverged(trainer, blocks, error)
+        raise
+    _refuse_diverged(trainer, blocks)
     return _finish(trainer, folder, timer, evaluated=validation is not None)
 
 
 def _finish(trainer: ObjectiveTrainer, folder: Path, timer: _StepTimer, *, evaluated: bool) -> dict[str, Any]:
-    """Check, evaluate and save what was trained; `results.json` comes last, for it marks the run as finished."""
-    sharded = trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled
-    if not sharded and not all(weight.isfinite().all() for weight in trainer.model.parameters()):
-        raise _diverged(trainer.state.global_step, "the weights are not all finite")
+    """Evaluate and save what was trained; `results.json` comes last, for it marks the run as finished."""
     # The trainer's closing entry covers this process alone, which may have run the last few steps only.
     history = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
     steps = trainer.state.global_step
@@ -256,6 +265,16 @@ def _training_means(history: list[dict[str, Any]]) -> dict[str, float]:
     keys = [key for key in ("loss", "nll", "transport_cost") if logged and all(key in entry for entry in logged)]
     means = {key: sum(e[key] * w for e, w in zip(logged, widths, strict=True)) / sum(widths) for key in keys}
     return {f"train_{key}": value for key, value in means.items()}
+
+
+def _refuse_diverged(trainer: ObjectiveTrainer, blocks: PackedBlocks, cause: Exception | None = None) -> None:
+    """Raise DivergenceError where the model's predictions are not finite (weights may be, and too large)."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # no model to call on one process
+        return
+    with torch.no_grad():
+        logits = trainer.model(input_ids=blocks.ids[:1].long().to(trainer.args.device)).logits
+    if not logits.isfinite().all():
+        raise _diverged(trainer.state.global_step, "the predictions are NaN or infinite") from cause
 
 
 def _diverged(step: int, what: str) -> DivergenceError:
