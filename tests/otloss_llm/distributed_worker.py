@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 from otloss_llm import EMO, EmbeddingCost
 from otloss_llm.fused import fused_loss
 from tests.otloss_llm.test_heads import aligned, scorer
-from tests.otloss_llm.test_trainer import rows, trainer
 from tests.otloss_llm.tiny_models import tiny_batch, tiny_model
+from tests.otloss_llm.training import rows, trainer
 
 BATCH, ROWS = 2, 24
 

@@ -1,4 +1,4 @@
-"""ObjectiveTrainer: the loss of an accumulated batch, reports, evaluation, PEFT, resuming, refusals."""
+"""ObjectiveTrainer: the loss of an accumulated batch, logs, mixed precision, PEFT, resuming."""
 
 from __future__ import annotations
 
@@ -15,73 +15,20 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from otloss_llm import EMO, MLE, EmbeddingCost, MixCE, ObjectiveMixin, ObjectiveTrainer, TaiLr, token_loss
-from tests.otloss_llm.tiny_models import VOCAB, tiny_model
+from otloss_llm import EMO, EmbeddingCost, MixCE, ObjectiveMixin, token_loss
+from tests.otloss_llm.tiny_models import tiny_model
+from tests.otloss_llm.training import (
+    WARNINGS,
+    assert_same_weights,
+    by_hand,
+    logs,
+    one_step,
+    padded,
+    rows,
+    trainer,
+)
 
-pytestmark = [
-    # PEFT asks transformers for a name that transformers has deprecated.
-    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning"),
-    # accelerate's loader pins memory and warns on machines without an accelerator.
-    pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
-]
-
-Row = dict[str, list[int]]
-
-
-def rows(count: int, seed: int = 0) -> list[Row]:
-    """Token rows of 6 to 10 tokens; their first labels are ignored, another number in each row."""
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for index in range(count):
-        ids = torch.randint(3, VOCAB, (6 + index % 5,), generator=generator).tolist()
-        ignored = (3 * index) % 5
-        made.append({"input_ids": ids, "labels": [-100] * ignored + ids[ignored:]})
-    return made
-
-
-def padded(batch: list[Row]) -> dict[str, Tensor]:
-    """A collator that pads on the right; padding is ignored."""
-    width = max(len(row["input_ids"]) for row in batch)
-
-    def pad(key: str, fill: int) -> Tensor:
-        return torch.tensor([row[key] + [fill] * (width - len(row[key])) for row in batch])
-
-    ids, labels = pad("input_ids", 0), pad("labels", -100)
-    mask = torch.tensor([[i < len(row["input_ids"]) for i in range(width)] for row in batch]).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
-
-
-def arguments(path: Path, **settings: Any) -> transformers.TrainingArguments:
-    base: dict[str, Any] = {
-        "output_dir": str(path), "report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1,
-        "save_strategy": "no", "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, "max_steps": 3,
-        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "seed": 0, "weight_decay": 0.0,
-        "dataloader_pin_memory": False,
-    }  # fmt: skip
-    return transformers.TrainingArguments(**base | settings)
-
-
-def trainer(path: Path, model: nn.Module, kind: type = ObjectiveTrainer, **settings: Any) -> Any:
-    own = ("objective", "cost", "chunk_size", "impl", "compute_metrics", "callbacks", "train_dataset", "eval_dataset")
-    passed = {key: settings.pop(key) for key in own if key in settings}
-    data = {"train_dataset": rows(24), "eval_dataset": rows(11, seed=1)} | passed
-    return kind(model=model, args=arguments(path, **settings), data_collator=padded, **data)
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-
-
-def assert_same_weights(a: nn.Module, b: nn.Module, tolerance: float = 0.0) -> None:
-    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
-        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
-
-
-def logs(made: Any, key: str) -> list[float]:
-    return [entry[key] for entry in made.state.log_history if key in entry]
-
-
-# ---- training -------------------------------------------------------------------------------------------------------
+pytestmark = WARNINGS
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
@@ -101,14 +48,6 @@ def test_mle_is_the_plain_trainer_step_for_step(tmp_path: Path, name: str, accum
     assert logs(ours, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)
     assert_same_weights(first, second, 1e-5)
     assert logs(ours, "nll") == pytest.approx(logs(ours, "loss"), rel=1e-5)
-
-
-def one_step(path: Path, model: nn.Module, objective: Any, **settings: Any) -> dict[str, Tensor]:
-    """The change that one step of plain gradient descent makes: -gradient."""
-    before = weights(model)
-    made = trainer(path, model, objective=objective, max_steps=1, optim="sgd", learning_rate=1.0, **settings)
-    made.train()
-    return {name: before[name] - parameter for name, parameter in weights(model).items()}
 
 
 @pytest.mark.parametrize("objective", ["mle", "emo", "emo:transport", "tailr:0.8", "mixce:0.5", "emo:0.5"])
@@ -264,172 +203,3 @@ def test_the_cost_stays_that_of_the_start(tmp_path: Path) -> None:
     run.train()
     assert torch.equal(run.transport_cost.dense(), before)
     assert not torch.allclose(EmbeddingCost.from_model(model).dense(), before)
-
-
-# ---- evaluation -----------------------------------------------------------------------------------------------------
-
-
-def by_hand(model: nn.Module, data: list[Row], objective: Any, cost: EmbeddingCost) -> dict[str, float]:
-    """Row by row, without padding, from the model's own logits, in float64."""
-    sums = torch.zeros(4, dtype=torch.float64)
-    training = model.training
-    model.eval()
-    for row in data:
-        with torch.no_grad():
-            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].double()
-        labels = torch.tensor(row["labels"][1:])
-        out = token_loss(logits, labels, objective=objective, cost=cost, reduction="none")
-        assert out.cost is not None
-        columns = (out.loss, out.nll, out.cost, labels != -100)
-        sums += torch.stack([column.double().sum() for column in columns])
-    model.train(training)
-    loss, nll, transport = (sums[:3] / sums[3]).tolist()
-    return {"loss": loss, "nll": nll, "transport_cost": transport, "perplexity": float(torch.tensor(nll).exp())}
-
-
-@pytest.mark.parametrize("objective", [MLE(), EMO(), EMO(0.5), TaiLr(0.5), MixCE(0.5)], ids=repr)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
-def test_evaluation_is_weighted_by_tokens(tmp_path: Path, name: str, objective: Any) -> None:
-    """11 rows in batches of 3, 3, 3 and 2, padded, with unequal numbers of labels."""
-    model = tiny_model(name)
-    run = trainer(tmp_path, model, objective=objective)
-    expected = by_hand(model, rows(11, seed=1), objective, run.transport_cost)
-    for metrics in (run.evaluate(), run.evaluate(metric_key_prefix="valid"), run.evaluate()):
-        prefix = "valid" if "valid_nll" in metrics else "eval"
-        for key, value in expected.items():
-            assert metrics[f"{prefix}_{key}"] == pytest.approx(value, rel=1e-4), key
-    assert run.evaluate(rows(2))["eval_nll"] == pytest.approx(
-        by_hand(model, rows(2), objective, run.transport_cost)["nll"], rel=1e-4
-    )
-
-
-def test_predict_and_metrics_get_real_logits(tmp_path: Path) -> None:
-    seen: list[Any] = []
-
-    def metrics(prediction: Any) -> dict[str, float]:
-        seen.append(prediction)
-        return {"rows": float(len(prediction.predictions))}
-
-    model = tiny_model("gemma2")
-    data = rows(11, seed=1)
-    run = trainer(tmp_path, model, objective="emo", compute_metrics=metrics)
-    expected = by_hand(model, data, EMO(), run.transport_cost)
-    out = run.evaluate()
-    assert out["eval_rows"] == 11
-    for key, value in expected.items():
-        assert out[f"eval_{key}"] == pytest.approx(value, rel=1e-4), key
-    predicted = run.predict(data)
-    batch = padded(data)
-    with torch.no_grad():
-        logits = model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-    for predictions in (seen[0].predictions, predicted.predictions):
-        assert predictions.shape == logits.shape
-        mask = batch["attention_mask"].bool()
-        torch.testing.assert_close(torch.tensor(predictions)[mask], logits[mask], rtol=1e-4, atol=1e-4)
-    assert (predicted.label_ids == batch["labels"].numpy()).all()
-    assert predicted.metrics["test_nll"] == pytest.approx(expected["nll"], rel=1e-4)
-    assert predicted.metrics["test_transport_cost"] == pytest.approx(expected["transport_cost"], rel=1e-4)
-
-
-@pytest.mark.parametrize("keep_labels", [False, True])
-def test_shifted_labels_in_the_batch(tmp_path: Path, keep_labels: bool) -> None:
-    """`shift_labels` are aligned already; they win over labels, in training and evaluation."""
-
-    def collate(batch: list[Row]) -> dict[str, Tensor]:
-        made = padded(batch)
-        labels = made["labels"] if keep_labels else made.pop("labels")
-        return made | {"shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
-
-    first = tiny_model("llama")
-    second = copy.deepcopy(first)
-    run = trainer(tmp_path, first, objective="emo", remove_unused_columns=False)
-    run.data_collator = collate
-    ordinary = trainer(tmp_path, second, objective="emo")
-    for key, value in ordinary.evaluate().items():
-        if key.startswith(("eval_loss", "eval_nll", "eval_transport", "eval_perplexity")):
-            assert run.evaluate()[key] == pytest.approx(value, rel=1e-6)
-    run.train(), ordinary.train()
-    assert_same_weights(first, second)
-    assert run.predict(rows(3)).predictions.shape[0] == 3
-
-
-def test_the_best_model_by_nll_is_loaded_at_the_end(tmp_path: Path) -> None:
-    run = trainer(
-        tmp_path, tiny_model("llama"), objective="emo", max_steps=6, learning_rate=0.3, load_best_model_at_end=True,
-        metric_for_best_model="nll", eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
-    )  # fmt: skip
-    run.train()
-    measured = logs(run, "eval_nll")
-    assert run.state.best_metric == min(measured)
-    assert run.evaluate()["eval_nll"] == pytest.approx(min(measured), rel=1e-6)
-
-
-def test_evaluation_without_a_cost(tmp_path: Path) -> None:
-    run = trainer(tmp_path, tiny_model("llama"), objective="mle", cost=None)
-    metrics = run.evaluate()
-    assert "eval_transport_cost" not in metrics
-    assert metrics["eval_loss"] == pytest.approx(metrics["eval_nll"])
-    run.train()
-
-
-def test_another_cost_and_kernel(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    control = EmbeddingCost.from_model(model).random_like(torch.Generator().manual_seed(0))
-    default = one_step(tmp_path, copy.deepcopy(model), "emo")
-    other = one_step(tmp_path, copy.deepcopy(model), "emo", cost=control)
-    assert not torch.allclose(other["lm_head.weight"], default["lm_head.weight"], rtol=0.1)
-    for settings in ({"impl": "reference"}, {"chunk_size": 1}):
-        same = one_step(tmp_path, copy.deepcopy(model), "emo", **settings)
-        torch.testing.assert_close(same["lm_head.weight"], default["lm_head.weight"], rtol=1e-3, atol=1e-5)
-
-
-# ---- refusals -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"objective": "wasserstein"}, "'wasserstein', expected one of mle, tailr, mixce, emo"),
-        ({"cost": EmbeddingCost(torch.eye(7))}, "a vocabulary of 7 tokens, the logits have 31"),
-        ({"cost": "head"}, "cost is 'head'"),
-        ({"cost": None}, "needs cost="),
-        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*dense_token_loss"),
-        ({"impl": "fast"}, "impl is 'fast'"),
-        ({"chunk_size": 0}, "chunk_size is 0"),
-    ],
-)
-def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        trainer(tmp_path, tiny_model("llama"), **settings)
-
-
-def test_more_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
-        return outputs.logits.sum()
-
-    common = {"args": arguments(tmp_path), "train_dataset": rows(4), "data_collator": padded}
-    with pytest.raises(ValueError, match="compute_loss_func and an objective"):
-        ObjectiveTrainer(model=tiny_model("llama"), compute_loss_func=loss, **common)
-    t5 = transformers.T5Config(vocab_size=VOCAB, num_layers=1, num_heads=2, d_model=16, d_ff=24, d_kv=8)
-    with pytest.raises(TypeError, match="encoder-decoder"):
-        ObjectiveTrainer(model=transformers.T5ForConditionalGeneration(t5), **common)
-    with pytest.raises(TypeError, match="GPT2Model does not generate"):
-        ObjectiveTrainer(model=transformers.GPT2Model(tiny_model("gpt2").config), **common)
-    with pytest.raises(TypeError, match="objective is 3"):
-        ObjectiveTrainer(model=tiny_model("llama"), objective=3, **common)
-    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
-    with pytest.raises(ValueError, match=r"2 GPUs under nn\.DataParallel"):
-        ObjectiveTrainer(model=tiny_model("llama"), **common)
-
-
-def test_batches_without_labels_are_refused(tmp_path: Path) -> None:
-    run = trainer(tmp_path, tiny_model("llama"))
-    run.data_collator = lambda batch: {"input_ids": padded(batch)["input_ids"]}
-    with pytest.raises(ValueError, match=r"the batch has \['input_ids'\] but no labels"):
-        run.train()
-
-
-def test_a_label_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
-    data = [{"input_ids": [3, 4, 5], "labels": [3, 4, VOCAB]}] * 4
-    with pytest.raises(ValueError, match=r"outside the vocabulary.*tokenizer"):
-        trainer(tmp_path, tiny_model("llama"), train_dataset=data).train()

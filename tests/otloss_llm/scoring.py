@@ -1,0 +1,32 @@
+"""Short calls for the tests of token losses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otloss_llm import EmbeddingCost, TokenLoss, linear_token_loss
+from tests.otloss_llm.oracles import Problem
+
+IMPLEMENTATIONS = ["reference", "chunked"]
+
+
+def fused(leaves: list[Tensor], given: Problem, **settings: Any) -> TokenLoss:
+    hidden, weight, *rest = leaves
+    settings = {"cost": EmbeddingCost(given.embedding), "chunk_size": 7} | settings
+    return linear_token_loss(
+        hidden, weight, given.labels, bias=rest[0] if rest else None,
+        logit_scale=given.scale, logit_softcap=given.softcap, **settings,
+    )  # fmt: skip
+
+
+def gradients(loss: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad(loss, leaves))
+
+
+def assert_all_close(got: list[Tensor], expected: list[Tensor], tolerance: float = 1e-12) -> None:
+    assert len(got) == len(expected)
+    for a, b in zip(got, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)

@@ -1,0 +1,102 @@
+"""Tiny data and settings for the tests of ObjectiveTrainer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from otloss_llm import EmbeddingCost, ObjectiveTrainer, token_loss
+from tests.otloss_llm.tiny_models import VOCAB
+
+WARNINGS = [
+    # PEFT asks transformers for a name that transformers has deprecated.
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning"),
+    # accelerate's loader pins memory and warns on machines without an accelerator.
+    pytest.mark.filterwarnings("ignore:.*pin_memory.*"),
+]
+
+Row = dict[str, list[int]]
+
+
+def rows(count: int, seed: int = 0) -> list[Row]:
+    """Token rows of 6 to 10 tokens; their first labels are ignored, another number in each row."""
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for index in range(count):
+        ids = torch.randint(3, VOCAB, (6 + index % 5,), generator=generator).tolist()
+        ignored = (3 * index) % 5
+        made.append({"input_ids": ids, "labels": [-100] * ignored + ids[ignored:]})
+    return made
+
+
+def padded(batch: list[Row]) -> dict[str, Tensor]:
+    """A collator that pads on the right; padding is ignored."""
+    width = max(len(row["input_ids"]) for row in batch)
+
+    def pad(key: str, fill: int) -> Tensor:
+        return torch.tensor([row[key] + [fill] * (width - len(row[key])) for row in batch])
+
+    ids, labels = pad("input_ids", 0), pad("labels", -100)
+    mask = torch.tensor([[i < len(row["input_ids"]) for i in range(width)] for row in batch]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def arguments(path: Path, **settings: Any) -> transformers.TrainingArguments:
+    base: dict[str, Any] = {
+        "output_dir": str(path), "report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1,
+        "save_strategy": "no", "per_device_train_batch_size": 4, "per_device_eval_batch_size": 3, "max_steps": 3,
+        "learning_rate": 1e-2, "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "seed": 0, "weight_decay": 0.0,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    return transformers.TrainingArguments(**base | settings)
+
+
+def trainer(path: Path, model: nn.Module, kind: type = ObjectiveTrainer, **settings: Any) -> Any:
+    own = ("objective", "cost", "chunk_size", "impl", "compute_metrics", "callbacks", "train_dataset", "eval_dataset")
+    passed = {key: settings.pop(key) for key in own if key in settings}
+    data = {"train_dataset": rows(24), "eval_dataset": rows(11, seed=1)} | passed
+    return kind(model=model, args=arguments(path, **settings), data_collator=padded, **data)
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_same_weights(a: nn.Module, b: nn.Module, tolerance: float = 0.0) -> None:
+    for (name, p), q in zip(a.named_parameters(), b.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=tolerance, atol=tolerance, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def logs(made: Any, key: str) -> list[float]:
+    return [entry[key] for entry in made.state.log_history if key in entry]
+
+
+def by_hand(model: nn.Module, data: list[Row], objective: Any, cost: EmbeddingCost) -> dict[str, float]:
+    """Row by row, without padding, from the model's own logits, in float64."""
+    sums = torch.zeros(4, dtype=torch.float64)
+    training = model.training
+    model.eval()
+    for row in data:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([row["input_ids"]])).logits[0, :-1].double()
+        labels = torch.tensor(row["labels"][1:])
+        out = token_loss(logits, labels, objective=objective, cost=cost, reduction="none")
+        assert out.cost is not None
+        columns = (out.loss, out.nll, out.cost, labels != -100)
+        sums += torch.stack([column.double().sum() for column in columns])
+    model.train(training)
+    loss, nll, transport = (sums[:3] / sums[3]).tolist()
+    return {"loss": loss, "nll": nll, "transport_cost": transport, "perplexity": float(torch.tensor(nll).exp())}
+
+
+def one_step(path: Path, model: nn.Module, objective: Any, **settings: Any) -> dict[str, Tensor]:
+    """The change that one step of plain gradient descent makes: -gradient."""
+    before = weights(model)
+    made = trainer(path, model, objective=objective, max_steps=1, optim="sgd", learning_rate=1.0, **settings)
+    made.train()
+    return {name: before[name] - parameter for name, parameter in weights(model).items()}
