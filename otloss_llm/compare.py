@@ -12,6 +12,7 @@ fails (diverges, say) is reported as such and takes no other with it.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import json
@@ -287,9 +288,12 @@ class _Bench:
         return [sample.continuation for sample in samples]
 
     def judge(self, texts: list[str]) -> dict[str, Any]:
-        """How varied the texts are, and how well the judge predicts them."""
-        scores: dict[str, Any] = {f"distinct_{n}": distinct_n(texts, n) for n in (1, 2, 3)}
-        if self._judge is None:
+        """How varied the texts are, and how well the judge predicts them; what is too short for either is left out."""
+        scores: dict[str, Any] = {}
+        for n in (1, 2, 3):
+            with contextlib.suppress(ValueError):  # no text of n tokens
+                scores[f"distinct_{n}"] = distinct_n(texts, n)
+        if self._judge is None or not any(texts):
             return scores
         model, tokenizer = self._judge
         repeats = len(texts) // len(self.prompts)

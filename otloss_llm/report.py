@@ -60,7 +60,7 @@ def summarise(results: dict[str, Any]) -> dict[str, dict[str, tuple[float, float
         summary[arm] = {}
         for key, *_ in COLUMNS:
             values = [run[key] * _SCALE.get(key, 1.0) for run in runs if run.get(key) is not None]
-            if values:
+            if len(values) == len(runs):  # a mean over some of the seeds would not be told from one over all
                 spread = statistics.stdev(values) if len(values) > 1 else math.nan
                 summary[arm][key] = (statistics.fmean(values), spread)
     return summary
