@@ -155,8 +155,8 @@ def _train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> t
 def _generate(model_args: Any, args: Any) -> tuple[str, int]:
     from otloss_llm.data import read_texts
     from otloss_llm.evaluation import sample_texts
+    from otloss_llm.folders import write_text
     from otloss_llm.loading import load_model_and_tokenizer
-    from otloss_llm.runs import write_text
 
     prompts = list(args.prompt)
     if args.prompts_file:
@@ -182,8 +182,8 @@ def _generate(model_args: Any, args: Any) -> tuple[str, int]:
 def _evaluate(model_args: Any, args: Any) -> tuple[str, int]:
     from otloss_llm.data import PackedBlocks, read_texts
     from otloss_llm.evaluation import perplexity
+    from otloss_llm.folders import write_text
     from otloss_llm.loading import load_cost, load_model_and_tokenizer
-    from otloss_llm.runs import write_text
 
     _check_output_file(args.output_file)
     model, tokenizer = load_model_and_tokenizer(

@@ -28,9 +28,10 @@ from transformers import TrainingArguments
 from otloss.costs import Cost
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation import distinct_n, perplexity, sample_texts, score_texts
+from otloss_llm.folders import open_run, write_json
 from otloss_llm.loading import COST_SOURCES, fingerprint, load_cost, load_model, load_tokenizer
 from otloss_llm.objectives import needs_cost, parse_objective
-from otloss_llm.runs import check_fit, decisive_settings, environment, open_run, train_run, write_json
+from otloss_llm.runs import check_fit, decisive_settings, environment, train_run
 
 HUMAN, START = "text itself", "start model"
 

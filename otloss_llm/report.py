@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from otloss_llm.compare import HUMAN, START
-from otloss_llm.runs import write_json, write_text
+from otloss_llm.folders import write_json, write_text
 
 # key, heading, number format, which way is better
 COLUMNS = (

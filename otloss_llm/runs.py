@@ -1,17 +1,11 @@
-"""Run folders: one training run a folder, which can be killed at any moment and gone on with by the same command.
-
-run.json        the settings, written first; a run with other settings does not enter a folder that holds work
-checkpoint-N/   of the Hugging Face Trainer; complete once its trainer_state.json is there, which is written last
-results.json    written when the run has finished
+"""One training run in one folder (`otloss_llm.folders`), which can be killed and gone on with by the same command.
 
 A resumed run ends with the weights, the log and the results (but for wall times) of an unbroken one.
 """
 
 from __future__ import annotations
 
-import json
 import logging
-import os
 import platform
 import shutil
 import statistics
@@ -23,18 +17,24 @@ from typing import Any
 import torch
 import transformers
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments, default_data_collator
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 import otloss
 from otloss.costs import Cost
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
+from otloss_llm.folders import (
+    LOG_FILE,
+    RESULTS_FILE,
+    last_complete_checkpoint,
+    make_folder,
+    open_run,
+    torn_checkpoints,
+    write_json,
+)
 from otloss_llm.objectives import Objective
 from otloss_llm.trainer import ObjectiveTrainer
 
 logger = logging.getLogger(__name__)
-
-SETTINGS_FILE, RESULTS_FILE, LOG_FILE = "run.json", "results.json", "log.json"
 
 # Training arguments that change the trained weights; the others (logging, saving, reporting) may change on resume.
 _DECISIVE_ARGUMENTS = (
@@ -53,17 +53,8 @@ class DivergenceError(ValueError):
     """Training left the finite numbers."""
 
 
-def write_json(path: Path, content: Any) -> None:
-    """Write JSON so that a reader sees the old file or the whole new one, whenever the writer is killed."""
-    write_text(path, json.dumps(content, indent=2, sort_keys=True, default=str) + "\n")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a UTF-8 file in one step, as `write_json` does."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+class _NothingLeftError(Exception):
+    """The checkpoint to go on from is that of the last step."""
 
 
 def decisive_settings(args: TrainingArguments) -> dict[str, Any]:
@@ -87,83 +78,6 @@ def environment(device: Any) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
     }
-
-
-def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
-    """Enter a run folder: new, or left by the same run. Returns the results if that run has finished, else None.
-
-    A folder in which a run was begun, but nothing kept yet, counts as new.
-
-    Raises:
-        ValueError: the folder holds a run with other settings, or files that are no run.
-        OSError: it cannot be written.
-    """
-    settings = json.loads(json.dumps(settings, default=str))
-    path, results = folder / SETTINGS_FILE, folder / RESULTS_FILE
-    make_folder(folder)
-    work = _work_in(folder)
-    if work and not path.is_file():
-        raise ValueError(
-            f"{folder} exists and holds no run of ours (there is {work[0]!r}, but no {SETTINGS_FILE}); "
-            "choose a new or empty output folder."
-        )
-    if work:
-        _refuse_other_settings(folder, json.loads(path.read_text(encoding="utf-8")), settings)
-    else:
-        write_json(path, settings)
-    return json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
-
-
-def make_folder(folder: Path) -> None:
-    """Make the output folder, if it is not there; raises OSError where it cannot be made or written."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        reason = None if os.access(folder, os.W_OK) else "no permission"
-    except OSError as error:
-        reason = error.strerror
-    if reason is not None:
-        raise OSError(f"cannot write in the output folder {folder} ({reason}); choose one that can be written.")
-
-
-def _work_in(folder: Path) -> list[str]:
-    """Names of what would be lost with the folder: all but the settings and what was being written at a kill."""
-    names = sorted(file.name for file in folder.iterdir())
-    torn = {Path(name).name for name in _checkpoints(folder, complete=False).values()}
-    return [name for name in names if name != SETTINGS_FILE and ".partial-" not in name and name not in torn]
-
-
-def _refuse_other_settings(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:
-    keys = sorted(key for key in before.keys() | now.keys() if before.get(key) != now.get(key))
-    if keys:
-        changes = "; ".join(f"{key}: {before.get(key)!r} there, {now.get(key)!r} asked for" for key in keys[:5])
-        raise ValueError(
-            f"{folder} holds another run ({changes}{'; ...' if len(keys) > 5 else ''}). "
-            "Choose another output folder, or delete that one."
-        )
-
-
-def last_complete_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end, or None."""
-    complete = _checkpoints(folder, complete=True)
-    return complete[max(complete)] if complete else None
-
-
-def _checkpoints(folder: Path, *, complete: bool) -> dict[int, str]:
-    """`{step: path}` of the checkpoints that were written to their end, or of those that were not."""
-    found = {}
-    for checkpoint in folder.glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        step = checkpoint.name.rpartition("-")[2]
-        if step.isdigit() and checkpoint.is_dir() and _is_complete(checkpoint) is complete:
-            found[int(step)] = str(checkpoint)
-    return found
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    try:
-        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False  # killed while writing it: an older one is whole
-    return True
 
 
 def check_fit(model: Any, blocks: PackedBlocks) -> None:
@@ -219,7 +133,7 @@ def train_run(
     )  # fmt: skip
     with args.main_process_first(desc="open the run folder"):
         finished = open_run(folder, settings | decisive_settings(args))
-        for torn in _checkpoints(folder, complete=False).values():
+        for torn in torn_checkpoints(folder):
             shutil.rmtree(torn, ignore_errors=True)  # or it would count among the checkpoints to keep
     if finished is not None:
         if bar is None:
@@ -230,14 +144,21 @@ def train_run(
             trainer.remove_callback(callback)
         trainer.add_callback(_QuietBar(bar))
     # Weights without the optimizer's state are no point to go on from.
-    checkpoint = None if args.save_only_model else last_complete_checkpoint(folder)
+    _train(trainer, None if args.save_only_model else last_complete_checkpoint(folder), blocks)
+    return _finish(trainer, folder, timer, evaluated=validation is not None)
+
+
+def _train(trainer: ObjectiveTrainer, checkpoint: str | None, blocks: PackedBlocks) -> None:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
+    except _NothingLeftError:
+        trainer.is_in_train = False
+        if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+            trainer._load_best_model()
     except ValueError as error:  # the kernels refuse NaN wherever they meet it
         _refuse_diverged(trainer, blocks, error)
         raise
     _refuse_diverged(trainer, blocks)
-    return _finish(trainer, folder, timer, evaluated=validation is not None)
 
 
 def _finish(trainer: ObjectiveTrainer, folder: Path, timer: _StepTimer, *, evaluated: bool) -> dict[str, Any]:
@@ -284,11 +205,16 @@ def _diverged(step: int, what: str) -> DivergenceError:
 
 
 class _Watch(TrainerCallback):
-    """Log before every checkpoint and at the end, and stop where the numbers end.
+    """Log before every checkpoint and at the end, and stop where the numbers or the steps end.
 
     With a log at each checkpoint no entry spans one, so a resumed run logs what an unbroken one does; and since
     divergence shows in the log, no diverged checkpoint is ever kept.
     """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # By now the checkpoint is loaded. Resumed from that of the last step, the Trainer would take one step more.
+        if state.global_step >= state.max_steps:
+            raise _NothingLeftError
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save or state.global_step >= state.max_steps:
