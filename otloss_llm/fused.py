@@ -8,6 +8,9 @@ the head's parameters are gathered while the head runs, and the loss is part of 
 What a model does to its logits after the head (scale, soft cap) is read from its config and *checked*: the placeholder
 holds another number in each column of the vocabulary and goes through the same code, and what comes out has to be
 what the config says. Otherwise the model is refused, be it for another scale, a masked column or a dropped one.
+
+A head that FSDP2 shards apart from the root and reshards after its forward is gone when the backward pass comes: there
+the gradients have to be made in the forward pass, as the "chunked" kernel does for sums and means (else torch raises).
 """
 
 from __future__ import annotations

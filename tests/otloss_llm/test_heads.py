@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -94,6 +95,16 @@ def test_what_the_config_says_is_read() -> None:
     assert {name: head.softcap for name, head in heads.items() if head.softcap} == {"gemma2": 3.0}
     assert {name for name, head in heads.items() if head.bias is not None} == {"phi"}
     assert heads["opt-projected"].weight.shape == (VOCAB, 8)
+
+
+def test_a_trained_model() -> None:
+    folder = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip("needs stories260K in ../shared/data")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(3, model.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+    ids[:, 1:] = model.generate(ids[:, :1], max_length=20, min_length=20, do_sample=False)[:, 1:]
+    assert_same_training(model, {"input_ids": ids, "labels": ids.clone()})
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)

@@ -46,6 +46,23 @@ def test_errors_are_those_of_the_naive_computation(name: str, dtype: torch.dtype
     assert (torch.tensor(ours).mean(0) <= bound).all(), (torch.tensor(ours).mean(0) / eps, bound / eps)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_sums_over_many_chunks_are_kept_in_float32(reduction: str, dtype: torch.dtype) -> None:
+    """512 chunks: added up in 8 bits, gradients of the head would stop growing."""
+    given = problem(0, batch=(2048,), vocab=11, width=8, ignored=0.0, dtype=dtype)
+    for name in ("mle", "emo"):
+        objective, formula = OBJECTIVES[name]
+        _, expected = truth(given, formula)
+        leaves = given.leaves()
+        naive = gradients(dense_values(leaves, given, formula)[0].sum(), leaves)
+        made = gradients(
+            fused(leaves, given, objective=objective, reduction=reduction, chunk_size=4).loss.sum(), leaves
+        )
+        for mine, other, true in zip(made, naive, expected, strict=True):
+            assert relative_error(mine, true) <= 1.5 * relative_error(other, true) + torch.finfo(dtype).eps
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("sharpness", [0.0, 0.1, 10.0])
 def test_flat_and_sharp_distributions(sharpness: float, impl: str) -> None:

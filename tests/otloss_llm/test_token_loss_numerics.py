@@ -139,6 +139,22 @@ def test_enormous_logits(dtype: torch.dtype, size: float, impl: str) -> None:
     assert torch.isfinite(given.grad).all()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_loss_scaling_saves_float16_gradients(reduction: str) -> None:
+    """Gradients of 1e-9 underflow float16; a loss scaler's factor must reach them before they are rounded."""
+    objective, formula = OBJECTIVES["emo"]
+    given = problem(4, dtype=torch.float16)
+    factor, scale = 2.0**-24, 2.0**24
+    _, expected = truth(given, formula)
+    leaves = given.leaves()
+    settings: dict[str, Any] = {"num_items": 1 / factor} if reduction == "mean" else {"reduction": reduction}
+    out = linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], objective=objective,
+                            cost=EmbeddingCost(given.embedding), **settings)  # fmt: skip
+    loss = out.loss if reduction == "mean" else (out.loss * factor).sum()
+    for gradient, true in zip(torch.autograd.grad(loss * scale, leaves), expected, strict=True):
+        assert relative_error(gradient, true) < 4 * torch.finfo(torch.float16).eps
+
+
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("softcap", [None, 5.0])
 def test_masked_vocabulary(softcap: float | None, impl: str) -> None:
