@@ -1,7 +1,7 @@
 """Optimal-transport training of causal language models: EMO and its relatives at the price of cross-entropy.
 
-    from otloss_llm import EMO, EmbeddingCost, linear_token_loss      # losses: torch only
-    from otloss_llm import ObjectiveTrainer                           # training: pip install "otloss[llm]"
+from otloss_llm import EMO, EmbeddingCost, linear_token_loss      # losses: torch only
+from otloss_llm import ObjectiveTrainer                           # training: pip install "otloss[llm]"
 """
 
 from __future__ import annotations
