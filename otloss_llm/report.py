@@ -121,52 +121,62 @@ def _write_figure(results: dict[str, Any], path: Path) -> bool:
         from matplotlib.figure import Figure
     except ImportError:
         return False
-    judged = any("judge_perplexity" in run for run in results["runs"])
-    figure = Figure(figsize=(11.0 if judged else 6.0, 4.4), layout="constrained")
+    summary = summarise(results)
+    judged = any("judge_perplexity" in row for row in summary.values())
+    rows: dict[str, tuple[float, float]] = {}
+    for run in results["runs"]:  # arms of one training differ in their samples only
+        rows.setdefault(run["training"], summary[run["arm"]]["transport_cost"])
+    height = max(4.4, 1.4 + 0.32 * len(rows)) + (0.25 * math.ceil((len(summary) + 1) / 6) if judged else 0.0)
+    figure = Figure(figsize=(11.0 if judged else 6.0, height), layout="constrained")
     axes = figure.subplots(1, 2 if judged else 1, squeeze=False)[0]
     if judged:
-        _draw_trade(axes[0], results)
-    _draw_costs(axes[-1], results)
+        _draw_trade(axes[0], results, summary)
+        figure.legend(loc="outside lower center", ncols=6, fontsize=8)
+    _draw_costs(axes[-1], rows)
     figure.savefig(path, dpi=130)
     return True
 
 
-def _draw_trade(axes: Any, results: dict[str, Any]) -> None:
+def _draw_trade(axes: Any, results: dict[str, Any], summary: dict[str, dict[str, tuple[float, float]]]) -> None:
     """Every run as a point: how well it predicts real text, and what the judge makes of its own text."""
-    for number, (arm, row) in enumerate(summarise(results).items()):
+    x, y = "test_perplexity", "judge_perplexity"
+    for number, (arm, row) in enumerate(summary.items()):
+        if y not in row:
+            continue
+        style = {"color": f"C{number % 10}", "marker": "osD^v"[number // 10 % 5]}
         runs = [run for run in results["runs"] if run["arm"] == arm]
-        colour = f"C{number}"
-        axes.scatter([run["test_perplexity"] for run in runs], [run["judge_perplexity"] for run in runs],
-                     color=colour, alpha=0.35, s=25)  # fmt: skip
-        axes.scatter(row["test_perplexity"][0], row["judge_perplexity"][0], color=colour, s=90, label=arm,
-                     edgecolor="black", linewidth=0.6)  # fmt: skip
-    human = results["reference"].get("judge_perplexity")
+        axes.scatter([run[x] for run in runs], [run[y] for run in runs], alpha=0.35, s=25, **style)
+        axes.scatter(row[x][0], row[y][0], s=90, label=arm, edgecolor="black", linewidth=0.6, **style)
+    human = results["reference"].get(y)
     if human is not None:
-        axes.axhline(human, color="grey", linestyle="--", linewidth=1)
-        axes.annotate("the real text under the judge", (0.99, human), xycoords=("axes fraction", "data"), ha="right",
-                      va="bottom", fontsize=8, color="grey")  # fmt: skip
+        axes.axhline(human, color="grey", linestyle="--", linewidth=1, label="real text under the judge")
+    for axis, key in ((axes.xaxis, x), (axes.yaxis, y)):
+        _spread_out(axis, [row[key][0] for row in summary.values() if y in row])
     axes.set_xlabel("test perplexity: real text under the model\n← predicts real text better")
-    axes.set_ylabel("judge perplexity: the model's own text under a judge\n← more like what the judge has read")
+    axes.set_ylabel("judge perplexity: its own text under a judge\n← more like what the judge has read")
     axes.set_title("What each objective trades", fontsize=11)
-    axes.legend(fontsize=8)
 
 
-def _draw_costs(axes: Any, results: dict[str, Any]) -> None:
+def _spread_out(axis: Any, values: list[float]) -> None:
+    """A logarithmic axis where one arm lies so far off that the others would fall together."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    if max(values) > 8 * min(values) > 0:
+        getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
+        axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axis.set_major_formatter("{x:g}")
+        axis.set_minor_formatter(NullFormatter())
+
+
+def _draw_costs(axes: Any, rows: dict[str, tuple[float, float]]) -> None:
     """Mean transport cost of each training: how far predictions miss."""
-    seen: dict[str, tuple[float, float]] = {}
-    trainings = {run["arm"]: run["training"] for run in results["runs"]}
-    for arm, row in summarise(results).items():
-        seen.setdefault(trainings[arm], row["transport_cost"])
-    names = list(seen)
-    means = [seen[name][0] for name in names]
-    spreads = [0.0 if math.isnan(seen[name][1]) else seen[name][1] for name in names]
-    axes.errorbar(means, range(len(names)), xerr=spreads, fmt="o", markersize=8, capsize=4, color="C0")
-    axes.set_yticks(range(len(names)), names)
-    axes.invert_yaxis()
-    axes.margins(x=0.25, y=0.15)
-    for row_number, mean in enumerate(means):
-        axes.annotate(
-            f"{mean:.4f}", (mean, row_number), xytext=(0, 8), textcoords="offset points", ha="center", fontsize=9
-        )
+    means = [mean for mean, _ in rows.values()]
+    spreads = [0.0 if math.isnan(spread) else spread for _, spread in rows.values()]
+    axes.errorbar(means, range(len(rows)), xerr=spreads, fmt="o", markersize=8, capsize=4, color="C0")
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.set_ylim(len(rows) - 0.4, -0.8)  # from the top downwards
+    axes.margins(x=0.2)
+    for number, mean in enumerate(means):
+        axes.annotate(f"{mean:.4f}", (mean, number), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8)
     axes.set_xlabel("mean transport cost on test text\n← misses land on more similar tokens")
     axes.set_title("How far predictions miss, in the embedding's geometry", fontsize=11)

@@ -210,8 +210,8 @@ def test_killed_between_the_last_checkpoint_and_the_results(
 ) -> None:
     """A constant learning rate, under which one step too many would show."""
     changes: dict[str, Any] = {"lr_scheduler_type": "constant"}
-    if best:  # at a rate so high that the last is not the best
-        changes |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "learning_rate": 0.3}
+    if best:  # at a rate so high that the last checkpoint is not the best
+        changes |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "learning_rate": 1.0}
     whole = getattr(runs, function)
 
     def killed(*args: Any, **kwargs: Any) -> Any:
@@ -220,6 +220,9 @@ def test_killed_between_the_last_checkpoint_and_the_results(
         raise KeyboardInterrupt
 
     cli(*train_options(tiny, tmp_path / "unbroken", **changes))
+    if best:
+        *_, last, taken = [e["eval_nll"] for e in read(tmp_path / "unbroken/log.json") if "eval_nll" in e]
+        assert taken < last
     with monkeypatch.context() as patch:
         patch.setattr(runs, function, killed)
         assert cli(*train_options(tiny, tmp_path / "broken", **changes)).code == 130

@@ -1,0 +1,112 @@
+"""The report's table, samples and figure, on made-up results."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from otloss_llm.compare import HUMAN, START
+from otloss_llm.report import summarise, write_report
+
+NASTY = (
+    "a | b",
+    "`code` and ``more``",
+    "first\nsecond\r\nthird",
+    "*stars* __under__ [link](x) <b>bold</b> &amp; $x$ ~~no~~ \\ back\\slash \\| end",
+    "| --- |",
+    "",
+    "# head",
+    "- item  two  blanks",
+)
+
+
+def made_up(arms: list[str], seeds: list[int], *, judged: bool = True, samples: tuple[str, ...] = ("x",)) -> dict:
+    """Results of the shape that run_comparison returns."""
+    generator = random.Random(0)
+    runs = []
+    for seed in seeds:
+        for number, arm in enumerate(arms):
+            run: dict[str, Any] = {"arm": arm, "training": arm.split("/T=")[0], "seed": seed, "samples": list(samples)}
+            run["test_perplexity"] = 20 + number + generator.random()
+            run["transport_cost"] = 0.6 - 0.01 * number + 0.001 * generator.random()
+            run["seconds_per_step"] = 0.05
+            runs.append(run | ({"judge_perplexity": 50 - number + generator.random()} if judged else {}))
+    reference = {"samples": list(samples)} | ({"judge_perplexity": 31.0} if judged else {})
+    start = {"samples": list(samples), "test_perplexity": 100.0, "transport_cost": 0.7}
+    prompts = [f"prompt {i}" for i in range(len(samples))]
+    return {"runs": runs, "failures": [], "prompts": prompts, "reference": reference, "start": start}
+
+
+def unescaped(cell: str) -> str:
+    """What a reader of the rendered table sees: its text, line ends from <br>."""
+    markdown_it = pytest.importorskip("markdown_it")
+    html = markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(f"| a |\n|---|\n| {cell} |\n")
+    inner = html.split("<tbody>")[1].split("<td>")[1].split("</td>")[0]
+    for entity, char in (("<br>", "\n"), ("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&amp;", "&")):
+        inner = inner.replace(entity, char)
+    return inner
+
+
+def test_samples_are_shown_as_they_are(tmp_path: Path) -> None:
+    results = made_up(["mle", "emo"], [0], samples=NASTY)
+    results["prompts"] = list(NASTY)
+    write_report(results, tmp_path)
+    lines = (tmp_path / "samples.md").read_text(encoding="utf-8").split("\n")
+    cells = [line.removeprefix("| mle | ").removesuffix(" |") for line in lines if line.startswith("| mle |")]
+    assert len(cells) == len(NASTY)
+    for cell, text in zip(cells, NASTY, strict=True):
+        assert unescaped(cell).strip() == text.replace("\r\n", "\n").strip()
+    for name in (START, "mle", "emo", HUMAN):
+        assert sum(line.startswith(f"| {name} |") for line in lines) == len(NASTY)
+
+
+def test_each_prompt_shows_its_own_first_sample(tmp_path: Path) -> None:
+    results = made_up(["mle"], [3, 4], samples=("one", "two"))
+    for run in results["runs"]:
+        run["samples"] = [f"{run['seed']}{letter}" for letter in "abcd"]  # two for each prompt
+    write_report(results, tmp_path)
+    text = (tmp_path / "samples.md").read_text(encoding="utf-8")
+    assert "seed 3" in text
+    assert [line for line in text.splitlines() if line.startswith("| mle")] == ["| mle | 3a |", "| mle | 3c |"]
+
+
+def test_a_mean_is_over_all_seeds_or_not_given() -> None:
+    results = made_up(["mle"], [0, 1])
+    del results["runs"][1]["judge_perplexity"]
+    summary = summarise(results)["mle"]
+    assert "judge_perplexity" not in summary
+    assert summary["seconds_per_step"] == (50.0, 0.0)
+    assert math.isnan(summarise(made_up(["mle"], [0]))["mle"]["test_perplexity"][1])
+
+
+MANY = [f"mixce:{i / 20}" for i in range(11)] + ["emo", "emo/random", "mle/T=0.8"]
+
+
+@pytest.mark.parametrize("case", ["few", "many", "one", "no judge", "outlier", "judge of some"])
+def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: str) -> None:
+    """What it looks like was looked at; here it must only come out, and without a warning."""
+    pytest.importorskip("matplotlib")
+    arms = MANY if case == "many" else ["emo"] if case == "one" else ["mle", "tailr", "emo"]
+    results = made_up(arms, [0] if case == "one" else [0, 1], judged=case != "no judge")
+    if case == "outlier":
+        results["runs"][1] |= {"test_perplexity": 1596.0, "judge_perplexity": 2.0}
+    if case == "judge of some":
+        del results["runs"][0]["judge_perplexity"]
+    table = write_report(results, tmp_path)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert table.splitlines()[2].startswith(f"| {START} | 100.00 |")
+    assert "![figure](figure.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    write_report(made_up(["mle"], [0]), tmp_path)
+    assert "otloss[plot]" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert not (tmp_path / "figure.png").exists()
