@@ -30,7 +30,8 @@ NOTES = """\
   independent model. It falls both when samples become better and when they become blander: read it together with
   distinct-n (share of different n-grams), and against `{human}` (what the judge makes of the real continuations).
 - *transport cost*: mean exact earth mover's distance between prediction and token on the test text, in the geometry of
-  the start model's head (1 - cosine).
+  the start model's head (1 - cosine). It also falls when predictions merely retreat to frequent tokens: low cost at a
+  high test perplexity is collapse.
 - `/random`: EMO with a random embedding, a control without semantics. `/T=...`: the same trained model sampled at that
   temperature, a control for sharpening alone.
 - `{start}`: where every arm begins, measured in the same way.
