@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from otloss_llm import MLE
@@ -39,8 +39,7 @@ def training_arguments(
     return ObjectiveTrainingArguments(
         output_dir=str(folder), max_steps=steps, learning_rate=learning_rate, per_device_train_batch_size=batch,
         lr_scheduler_type="cosine", warmup_steps=max(1, steps // 20), weight_decay=0.1, adam_beta2=0.98,
-        logging_steps=10, use_cpu=True,
-        save_steps=max(1, steps // 2), save_total_limit=1, **settings,
+        logging_steps=10, use_cpu=True, save_steps=max(1, steps // 2), save_total_limit=1, **settings,
     )  # fmt: skip
 
 
@@ -53,12 +52,12 @@ def small_llama(vocab: int) -> LlamaForCausalLM:
     ))  # fmt: skip
 
 
-def small_gpt2(vocab: int) -> GPT2LMHeadModel:
+def small_neox(vocab: int) -> GPTNeoXForCausalLM:
     """The judge: another architecture, another seed."""
     torch.manual_seed(1)
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=vocab, n_embd=128, n_layer=4, n_head=4, n_positions=2 * BLOCK, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    return GPTNeoXForCausalLM(GPTNeoXConfig(
+        vocab_size=vocab, hidden_size=128, intermediate_size=512, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=2 * BLOCK, rotary_pct=1.0, tie_word_embeddings=True, bos_token_id=0, eos_token_id=0,
     ))  # fmt: skip
 
 
@@ -93,8 +92,8 @@ def main() -> None:
 
     start, judge = options.output / "start", options.output / "judge"
     print("Pre-training the small Llama on SciPy's docstrings, and the judge apart from it.", flush=True)
-    pretrain(small_llama(len(tokenizer)), tokenizer, packed(scipy), start, steps(2400), 0, "start model")
-    pretrain(small_gpt2(len(tokenizer)), tokenizer, packed(scipy + sklearn["judge"]), judge, steps(2800), 1, "judge")
+    pretrain(small_llama(len(tokenizer)), tokenizer, packed(scipy), start, steps(2000), 0, "start model")
+    pretrain(small_neox(len(tokenizer)), tokenizer, packed(scipy + sklearn["judge"]), judge, steps(2200), 1, "judge")
 
     print("Adapting to scikit-learn's docstrings, with each objective from the same start.", flush=True)
     comparison = Comparison(
@@ -102,7 +101,7 @@ def main() -> None:
         num_prompts=128, max_new_tokens=64, batch_size=64,
     )  # fmt: skip
     data = Data(train=packed(sklearn["train"]), test=packed(sklearn["test"]))
-    args = training_arguments(options.output / "compare", steps(240), batch=8, learning_rate=1e-3)
+    args = training_arguments(options.output / "compare", steps(200), batch=8, learning_rate=1e-3)
     results = run_comparison(comparison, data, tokenizer, args)
     table = write_report(
         results, options.output / "compare", title="EMO against MLE, from SciPy to scikit-learn docstrings"
