@@ -3,7 +3,7 @@
 An *arm* is what is compared: an objective, the embedding its cost is made of, and the temperature it is sampled at.
 `parse_arm` reads it from `objective[/random | /shuffled][/T=temperature]`:
 
-    mle    tailr:0.9    mixce:0.8    emo    emo/random    emo/shuffled    mle/T=0.8
+    mle    tailr:0.001    mixce:0.8    emo    emo/random    emo/shuffled    mle/T=0.8
 
 Arms that differ only in temperature share one training. Every arm and seed has a folder with its results; a killed
 comparison, started again, trains and samples only what is missing, and so does one with more arms or seeds. A run that

@@ -28,7 +28,7 @@ class ObjectiveMixin:
     states inside the model's own forward pass, so the logits are never formed; labels are shifted here, once.
 
     Args:
-        objective: an objective, or its name: "mle", "emo", "tailr:0.9", "mixce:0.8" (see `parse_objective`).
+        objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8" (see `parse_objective`).
         cost: "embedding" copies and freezes the head of `model` as it is now (the start of training); or any
             vocabulary cost; or None. It is used by objectives that need it, and reported by `evaluate()`.
             It is in no checkpoint: to resume a run, give the trainer the model that the run started from.
