@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from jaxtyping import Float, Int
@@ -28,6 +28,9 @@ from torch import Tensor
 
 from otloss.costs import Cost
 from otloss_llm.objectives import Objective, check_tokenwise, value_and_slopes, value_of
+
+if TYPE_CHECKING:
+    from otloss_llm.kernels.row_pass import CompiledChunk
 
 CHUNK_BYTES = 64 * 2**20  # of float32 logits: 512 rows of a 32k vocabulary; three such buffers live at once
 
@@ -104,8 +107,8 @@ def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Hea
 
 
 @dataclass
-class _Chunk:
-    """Some tokens: their distribution with the label's entry apart, and their cost rows."""
+class Chunk:
+    """Some tokens: their distribution with the label's entry apart, and their cost rows. Any device and dtype."""
 
     label: Int[Tensor, "chunk 1"]
     others: Float[Tensor, "chunk vocab"]  # q, 0 at the label
@@ -115,8 +118,9 @@ class _Chunk:
     transport: Float[Tensor, " chunk"] | None = None
 
     @classmethod
-    def of(cls, z: Tensor, label: Tensor, rows: Tensor | None) -> _Chunk:
-        """Overwrites the logits `z`."""
+    def of(cls, z: Tensor, label: Tensor, costs: Tensor | None, which: Tensor | None) -> Chunk:
+        """Overwrites the logits `z`; `costs` holds a row per distinct label, `which` the row of each token."""
+        label = label[:, None]
         top, position = z.max(dim=-1, keepdim=True)
         z_y = z.gather(-1, label)
         e = z.sub_(top).exp_()
@@ -126,39 +130,49 @@ class _Chunk:
         total = others + e_y
         # top - z_y is exactly 0 when the label is the largest, and then e_y is 1.
         nll = torch.where(position == label, torch.log1p(others), (top - z_y) + total.log()).squeeze(-1)
-        chunk = cls(label, e.div_(total), e_y / total, nll, rows)
-        if rows is not None:
-            chunk.transport = torch.linalg.vecdot(chunk.others, rows) + (chunk.q_y * rows.gather(-1, label)).squeeze(-1)
+        chunk = cls(label, e.div_(total), e_y / total, nll)
+        if costs is not None and which is not None:
+            chunk.rows = costs.index_select(0, which)
+            at_label = chunk.q_y * chunk.rows.gather(-1, label)
+            chunk.transport = torch.linalg.vecdot(chunk.others, chunk.rows) + at_label.squeeze(-1)
         return chunk
 
-    def logit_gradient(self, alpha: Tensor, beta: Tensor | None) -> Tensor:
-        """`q_i (alpha + beta (c_i - D)) - alpha [i = y]`; overwrites `others` and `rows`."""
-        alpha = alpha[:, None]
+    def logit_gradient(self, alpha: Tensor, beta: Tensor | None, factor: Tensor) -> Tensor:
+        """`factor (q_i (alpha + beta (c_i - D)) - alpha [i = y])`; overwrites `others` and `rows`."""
+        alpha = (alpha * factor)[:, None]
         dz_y = -alpha * self.others.sum(-1, keepdim=True)
         if beta is None or self.rows is None or self.transport is None:
             dz = self.others.mul_(alpha)
         else:
-            beta, transport = beta[:, None], self.transport[:, None]
+            beta, transport = (beta * factor)[:, None], self.transport[:, None]
             dz_y = dz_y + beta * self.q_y * (self.rows.gather(-1, self.label) - transport)
             dz = self.others.mul_(self.rows.sub_(transport).mul_(beta).add_(alpha))
         return dz.scatter_(-1, self.label, dz_y)
 
 
-def _chunks(labels: Tensor, vocab: int, head: Head) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Token positions of each chunk, equal labels side by side, and their cost rows (a copy)."""
+def _chunk(z: Tensor, label: Tensor, costs: Tensor | None, which: Tensor | None) -> Chunk | CompiledChunk:
+    if z.device.type != "cpu" or z.dtype != torch.float32:
+        return Chunk.of(z, label, costs, which)
+    from otloss_llm.kernels.row_pass import CompiledChunk  # numba takes half a second to import
+
+    return CompiledChunk.of(z, label, costs, which)
+
+
+def _chunks(labels: Tensor, vocab: int, head: Head) -> Iterator[tuple[Tensor, Tensor | None, Tensor | None]]:
+    """Per chunk: token positions, equal labels side by side; a cost row per distinct label; the row of each token."""
     if not len(labels):
         return
     order = labels.argsort(stable=True)
     step = head.rows_per_chunk(vocab)
     if head.cost is None:
-        yield from ((tokens, None) for tokens in order.split(step))
+        yield from ((tokens, None, None) for tokens in order.split(step))
         return
     distinct, which = torch.unique_consecutive(labels[order], return_inverse=True)
     pieces = which.split(step)
     # One synchronisation for all chunks: the first and last distinct label of each.
     bounds = torch.stack([torch.stack([piece[0], piece[-1]]) for piece in pieces]).tolist()
     for tokens, piece, (first, last) in zip(order.split(step), pieces, bounds, strict=True):
-        yield tokens, head.cost.rows(distinct[first : last + 1]).index_select(0, piece - first)
+        yield tokens, head.cost.rows(distinct[first : last + 1]), piece - first
 
 
 def _pass(
@@ -168,7 +182,7 @@ def _pass(
     labels: Int[Tensor, " tokens"],
     head: Head,
     *,
-    upstream: Tensor | None,
+    upstream: Tensor,
     gradients: Gradients,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Per-token (value, nll, D); adds d(sum_t upstream_t value_t) to `gradients`."""
@@ -176,10 +190,10 @@ def _pass(
     nll = torch.empty_like(value)
     transport = torch.empty_like(value) if head.cost is not None else None
     checked = False
-    for tokens, rows in _chunks(labels, weight.shape[0], head):
+    for tokens, costs, which in _chunks(labels, weight.shape[0], head):
         h = hidden[tokens]
         z, cap_slope = _chunk_logits(h, weight, bias, head)
-        chunk = _Chunk.of(z, labels[tokens, None], None if rows is None else rows.to(z.dtype))
+        chunk = _chunk(z, labels[tokens], None if costs is None else costs.to(z.dtype), which)
         if gradients.wanted:
             value_chunk, alpha, beta = value_and_slopes(head.objective, chunk.nll, chunk.transport)
         else:
@@ -191,13 +205,10 @@ def _pass(
         if transport is not None and chunk.transport is not None:
             transport[tokens] = chunk.transport
         if gradients.wanted:
-            dz = chunk.logit_gradient(alpha, beta)
+            factor = head.scale * (upstream[tokens] if upstream.ndim else upstream)
+            dz = chunk.logit_gradient(alpha, beta, factor)
             if cap_slope is not None:
                 dz.mul_(cap_slope)
-            if upstream is not None:
-                dz.mul_(upstream[tokens, None] if upstream.ndim else upstream)
-            if head.scale != 1.0:
-                dz.mul_(head.scale)
             gradients.add(tokens, dz, h, weight)
     return value, nll, transport
 
@@ -242,7 +253,9 @@ class _PerToken(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         ctx.head = head
         ctx.save_for_backward(hidden, weight, bias, labels)
-        value, nll, transport = _pass(hidden, weight, bias, labels, head, upstream=None, gradients=Gradients())
+        value, nll, transport = _pass(
+            hidden, weight, bias, labels, head, upstream=hidden.new_ones(()), gradients=Gradients()
+        )
         ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
         return value, nll, transport
 

@@ -49,13 +49,15 @@ def test_backward_twice_over_a_retained_graph() -> None:
 
 
 def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from otloss_llm.kernels.chunked import Gradients, _Chunk
+    from otloss_llm.kernels.chunked import Chunk, Gradients
+    from otloss_llm.kernels.row_pass import CompiledChunk
 
     def refuse(*args: Any) -> None:
         raise AssertionError("gradient work")
 
     monkeypatch.setattr(Gradients, "add", refuse)
-    monkeypatch.setattr(_Chunk, "logit_gradient", refuse)
+    for kind in (Chunk, CompiledChunk):
+        monkeypatch.setattr(kind, "logit_gradient", refuse)
     given = problem(14)
     frozen = [leaf.detach() for leaf in given.leaves()]
     for reduction in ("mean", "none"):
