@@ -5,6 +5,7 @@ With M the common mass, r = min(p, q) entry by entry, a = p - r, b = q - r and m
     independent    p^T C q / M                        the product coupling
     residual       sum_i r_i C_ii + a^T C b / m       what both share stays, the rest moves by its product coupling
     centroid       |U^T (p - q)|^2 / (2 M)            Jensen, since 1 - cos = |u_i - u_j|^2 / 2 on unit rows u
+                   (x^T (p - q))^2 / M                likewise, squared distances on the line
     relaxed        max(sum_i p_i min_j C_ij, sum_j q_j min_i C_ij)
                                                       minima over bins with mass; each drops one marginal constraint
 
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from otloss._checks import check_broadcast
 from otloss._histograms import HistogramPair, histogram_pair
-from otloss.costs import CosineCost, Cost, as_cost
+from otloss.costs import CosineCost, Cost, LineCost, as_cost
 
 COUPLINGS = ("independent", "residual", "best")
 
@@ -95,8 +96,9 @@ def lower_bound(
 ) -> Float[Tensor, "*batch"]:
     """Return a lower bound of `emd(p, q, cost)` that needs no solver, per problem.
 
-    The centroid bound for a `CosineCost`, smooth; the best relaxed marginal bound otherwise, piecewise linear in the
-    weights on a given set of bins with mass, where the side that is not active gets a gradient of zero.
+    The centroid bound for a `CosineCost` and a `LineCost` of power 2, smooth; the best relaxed marginal bound
+    otherwise, piecewise linear in the weights on a given set of bins with mass, where the side that is not active gets
+    a gradient of zero.
 
     Args:
         p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
@@ -123,7 +125,12 @@ def lower_bound(
         tensor(1.5000)
     """
     pair, fitted = _problem(p, q, cost)
-    value = _centroid(pair, fitted) if isinstance(fitted, CosineCost) else _relaxed_marginals(pair, fitted)
+    if isinstance(fitted, CosineCost):
+        value = _centroid(pair, fitted)
+    elif isinstance(fitted, LineCost) and fitted.power == 2:
+        value = _centroid_on_line(pair, fitted)
+    else:
+        value = _relaxed_marginals(pair, fitted)
     return value.to(pair.dtype)
 
 
@@ -152,6 +159,12 @@ def _residual(pair: HistogramPair, cost: Cost) -> Tensor:
     # Divided before the product: a^T C b underflows where p and q nearly agree, and would hide that they differ.
     share = excess / _or_one(moved).unsqueeze(-1)
     return _not_negative((share * cost.apply(lack)).sum(-1)) + ((pair.p - excess) * cost.diagonal()).sum(-1)
+
+
+def _centroid_on_line(pair: HistogramPair, cost: LineCost) -> Tensor:
+    """The squared difference of the means: `E |x - y|^2 >= (E x - E y)^2` for every coupling."""
+    x = cost.x - cost.x.mean()  # far from the origin the difference of the means would cancel
+    return ((pair.p - pair.q) * x).sum(-1).square() / _or_one(pair.mass)
 
 
 def _centroid(pair: HistogramPair, cost: CosineCost) -> Tensor:

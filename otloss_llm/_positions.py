@@ -68,8 +68,8 @@ def check_kernel(impl: str, chunk_size: int | None) -> None:
 def check_transform(logit_scale: float, logit_softcap: float | None) -> None:
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale is {logit_scale}, expected a finite number.")
-    if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"logit_softcap is {logit_softcap}, expected a positive number or None.")
+    if logit_softcap is not None and not 0 < logit_softcap < float("inf"):
+        raise ValueError(f"logit_softcap is {logit_softcap}, expected a positive, finite number, or None for no cap.")
 
 
 def check_fixed(cost: Cost | None) -> None:
@@ -85,8 +85,10 @@ def check_token_reduction(reduction: str, num_items: int | Tensor | None) -> Non
     check_reduction(reduction)
     if num_items is not None and reduction != "mean":
         raise ValueError(f'num_items={num_items} needs reduction="mean", got {reduction!r}.')
-    if num_items is not None and not bool(torch.as_tensor(num_items) > 0):
-        raise ValueError(f"num_items is {num_items}, expected a positive count.")
+    if num_items is not None:
+        count = torch.as_tensor(num_items)
+        if count.numel() != 1 or not 0 < float(count) < float("inf"):
+            raise ValueError(f"num_items is {num_items}, expected one positive count.")
 
 
 def valid_positions(labels: Tensor, batch: torch.Size, vocab: int, ignore_index: int, beside: str) -> Tensor:

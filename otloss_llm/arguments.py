@@ -49,7 +49,8 @@ class ObjectiveArguments:
     """What is minimised."""
 
     objective: str = field(
-        default="emo", metadata={"help": "mle, tailr:GAMMA, mixce:GAMMA, emo, emo:transport, or emo:WEIGHT."}
+        default="emo",
+        metadata={"help": "mle, tailr:GAMMA, mixce:GAMMA, emo, emo:clip=3, emo:transport, or emo:WEIGHT."},
     )
     cost_embedding: str = field(
         default="model",

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from jaxtyping import Float, Int
@@ -39,6 +39,7 @@ class EmbeddingCost(CosineCost):
         if hasattr(embedding, "full_tensor"):
             embedding = embedding.full_tensor()
         super().__init__(embedding)  # normalising copies
+        self._rounding = 16 * torch.finfo(self.dtype).eps  # of these rows, whatever dtype they are moved to later
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
         """Return the costs C[index, :]; what rounding leaves between rows of one direction is 0.
@@ -47,7 +48,7 @@ class EmbeddingCost(CosineCost):
         prediction split between duplicates 1e7, and its gradient noise of full size.
         """
         rows = super().rows(index)
-        return torch.threshold_(rows, 16 * torch.finfo(rows.dtype).eps, 0.0)
+        return torch.threshold_(rows, self._rounding, 0.0)
 
     @classmethod
     def from_model(cls, model: nn.Module) -> EmbeddingCost:
@@ -70,6 +71,3 @@ class EmbeddingCost(CosineCost):
         """The control with the same geometry but tokens assigned to it at random."""
         order = torch.randperm(self.unit.shape[0], generator=generator).to(self.unit.device)
         return EmbeddingCost(self.unit[order])
-
-
-__all__: list[Any] = ["EmbeddingCost"]

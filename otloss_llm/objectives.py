@@ -9,7 +9,8 @@ with one entry per token. `sg` is stop-gradient (`detach`).
     MixCE      (gamma + (1 - gamma) sg(q)) nll                                 Zhang et al. 2023, arXiv 2305.16958
     EMO        0.5 (nll + sg(nll / D) D)                                       Ren et al. 2023, arXiv 2310.04691, Eq. 19
 
-The *value* of EMO equals nll exactly; only its gradient differs. Watch `TokenLoss.cost` to see what it does.
+Where D > 0 and nothing is clipped the *value* of EMO equals nll exactly; only its gradient differs. Watch
+`TokenLoss.cost` to see what it does.
 
 Any callable of this form is an objective. The kernels obtain d value / d nll and d value / d cost per token by autograd
 on the two vectors, so a new objective needs nothing else. An objective must treat tokens independently: entry `t` of
@@ -209,21 +210,24 @@ def value_and_slopes(objective: Objective, nll: Tensor, cost: Tensor | None) -> 
 
 
 def check_tokenwise(objective: Objective, nll: Tensor, cost: Tensor | None, value: Tensor) -> None:
-    """Raise ValueError unless half of the tokens get from `objective` what they got among all of them.
+    """Raise ValueError unless every second token gets from `objective` what it got among all of them, or in its chunk.
 
     It catches statistics over the batch (`nll.mean()`), tensors of one entry per token that an objective closes over,
     and parameters of its own, whose gradient the kernels would lose.
     """
-    half = (len(nll) + 1) // 2
     with torch.enable_grad():
-        part = objective(nll[:half].detach(), None if cost is None else cost[:half].detach())
+        part = objective(nll[::2].detach(), None if cost is None else cost[::2].detach())
     if part.requires_grad:
         raise ValueError(
             f"objective {objective!r} holds parameters that require grad, which this kernel does not differentiate; "
             'use impl="reference", or detach them.'
         )
-    expected = torch.where(value.isnan()[:half], part, value[:half])  # NaN marks a slope, see value_and_slopes
-    if part.shape != (half,) or not torch.allclose(part, expected, rtol=1e-3, atol=1e-6, equal_nan=True):
+    value = value[::2]
+    same = part.shape == value.shape
+    if same:
+        expected = torch.where(value.isnan(), part, value)  # NaN marks a slope, see value_and_slopes
+        same = torch.allclose(part, expected, rtol=1e-3, atol=1e-6, equal_nan=True)
+    if not same:
         raise ValueError(
             f"objective {objective!r} gives a token another value beside other tokens; entry t of the value may depend "
             "on entry t of nll and cost only. Compute statistics over the batch beforehand and pass them as numbers."
@@ -237,9 +241,9 @@ _DEFAULT_GAMMA = {"tailr": 1e-3, "mixce": 0.8}
 
 
 def parse_objective(text: str) -> Objective:
-    """An objective from its name: `mle`, `tailr:0.001`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`.
+    """An objective from its name: `mle`, `tailr:0.001`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`, `emo:clip=3`.
 
-    What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8) and the weighting for EMO.
+    What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip.
 
     Raises:
         ValueError: unknown name or parameter.
@@ -257,9 +261,10 @@ def parse_objective(text: str) -> Objective:
         raise ValueError(f"objective is {text!r}, but mle has no parameter.")
     if name == "emo" and parameter in ("ratio", "transport"):
         return EMO(parameter)
+    clipped = name == "emo" and parameter.startswith("clip=")
     try:
-        number = float(parameter)
+        number = float(parameter.removeprefix("clip=") if clipped else parameter)
     except ValueError:
-        kinds = '"ratio", "transport" or a number' if name == "emo" else "a number in [0, 1]"
+        kinds = '"ratio", "transport", "clip=NUMBER" or a number' if name == "emo" else "a number in [0, 1]"
         raise ValueError(f"objective is {text!r}, expected {kinds} after the colon.") from None
-    return _BY_NAME[name](number)
+    return EMO(ratio_clip=number) if clipped else _BY_NAME[name](number)

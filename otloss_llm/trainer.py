@@ -72,8 +72,6 @@ class ObjectiveMixin:
         self.transport_cost = cost
         if (self.args.metric_for_best_model or "").removeprefix("eval_") in LESS_IS_BETTER:
             self.args.greater_is_better = False  # the trainer guesses it from the name, for "loss" only
-        # Whatever the model's own forward accepts, the token count is ours to use.
-        self.model_accepts_loss_kwargs = True
         self._logits_wanted = False
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
@@ -197,6 +195,8 @@ class ObjectiveMixin:
         self._eval_sums = None
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]  # of the Trainer
         if self._eval_sums is not None:
+            if not self._eval_sums[-1] > 0:
+                raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
             means = _means(self._eval_sums)
             means["perplexity"] = math.exp(min(means["nll"], 700.0))
             output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})

@@ -43,7 +43,7 @@ def test_losses_need_no_transformers() -> None:
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_files_are_short_and_named_by_what_they_do(path: Path) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 380
+    assert len(text.splitlines()) <= 350
     assert path.stem.strip("_") not in {"utils", "util", "common", "helpers", "helper", "misc"}
     assert ast.get_docstring(ast.parse(text)), "a module says what it is"
 

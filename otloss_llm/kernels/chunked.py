@@ -189,7 +189,6 @@ def _pass(
     value = hidden.new_empty(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32))
     nll = torch.empty_like(value)
     transport = torch.empty_like(value) if head.cost is not None else None
-    checked = False
     for tokens, costs, which in _chunks(labels, weight.shape[0], head):
         h = hidden[tokens]
         z, cap_slope = _chunk_logits(h, weight, bias, head)
@@ -198,9 +197,6 @@ def _pass(
             value_chunk, alpha, beta = value_and_slopes(head.objective, chunk.nll, chunk.transport)
         else:
             value_chunk = value_of(head.objective, chunk.nll, chunk.transport)
-        if not checked:
-            check_tokenwise(head.objective, chunk.nll, chunk.transport, value_chunk)
-            checked = True
         value[tokens], nll[tokens] = value_chunk.to(value.dtype), chunk.nll
         if transport is not None and chunk.transport is not None:
             transport[tokens] = chunk.transport
@@ -210,6 +206,7 @@ def _pass(
             if cap_slope is not None:
                 dz.mul_(cap_slope)
             gradients.add(tokens, dz, h, weight)
+    check_tokenwise(head.objective, nll, transport, value)
     return value, nll, transport
 
 

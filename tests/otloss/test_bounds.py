@@ -272,3 +272,16 @@ half = torch.tensor([0.5, 0.5])
 def test_bad_input(call: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()  # type: ignore[operator]
+
+
+def test_squared_distances_on_the_line_have_the_centroid_bound() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = 1e3 + 5 * torch.rand(9, generator=generator, dtype=torch.float64)
+    p, q = torch.rand(2, 50, 9, generator=generator, dtype=torch.float64).softmax(-1)
+    bound, exact = lower_bound(p, q, LineCost(x, power=2)), emd(p, q, LineCost(x, power=2))
+    torch.testing.assert_close(bound, ((p - q) @ x).square(), rtol=1e-6, atol=1e-12)
+    assert (bound <= exact + 1e-12).all()
+    shifted = torch.eye(9, dtype=torch.float64)
+    torch.testing.assert_close(
+        lower_bound(shifted[:1], shifted[4:5], LineCost(x, power=2)), (x[:1] - x[4]).square(), rtol=1e-9, atol=0
+    )

@@ -188,3 +188,55 @@ def test_refusals(change: dict[str, Any], error: type[Exception], message: str) 
     target = settings.pop("target", lambda p: p)(target)
     with pytest.raises(error, match=message):
         dense_token_loss(logits, target, **settings)
+
+
+@pytest.mark.parametrize("bound", ["residual", "difference"])
+@pytest.mark.parametrize("lead", [2.0, 10.0, 18.0, 30.0])
+def test_confident_one_hot_targets_keep_float32_accuracy(bound: str, lead: float) -> None:
+    """Against `token_loss` in float64: 1 - q_y may not be taken as a difference in float32."""
+    generator = torch.Generator().manual_seed(7)
+    embedding = torch.randn(30, 8, generator=generator)
+    z = torch.randn(1, 30, generator=generator)
+    z[0, 3] = lead
+    dense, exact = z.clone().requires_grad_(), z.double().requires_grad_()
+    target = torch.eye(30)[3:4]
+    out = dense_token_loss(dense, target, objective=EMO(), cost=EmbeddingCost(embedding), bound=bound)
+    label, cost = torch.tensor([3]), EmbeddingCost(embedding.double())
+    want = token_loss(exact, label, objective=EMO(), cost=cost)
+    out.loss.backward()
+    want.loss.backward()
+    assert dense.grad is not None
+    assert exact.grad is not None
+    # The bound's vectors are float64: 1 - q_y, here about nll, is good to their eps.
+    tolerance = 16 * torch.finfo(torch.float32).eps + torch.finfo(torch.float64).eps / float(want.nll)
+    assert abs(float(out.cost) / float(want.cost) - 1) < tolerance
+    assert abs(float(out.nll) / float(want.nll) - 1) < tolerance
+    assert float((dense.grad - exact.grad).norm() / exact.grad.norm()) < tolerance
+
+
+@pytest.mark.parametrize("bound", ["residual", "difference"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_at_the_target_there_is_no_noise_for_the_ratio(bound: str, dtype: torch.dtype) -> None:
+    """A student that equals its teacher up to rounding: D is 0, its ratio 0, and the gradient that of nll alone."""
+    z = torch.randn(4, 200, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    target = z.detach().softmax(-1).to(dtype)
+    out = dense_token_loss(
+        z, target, objective=EMO(), cost=EmbeddingCost(torch.randn(200, 8)), bound=bound, reduction="sum"
+    )
+    out.loss.backward()
+    assert out.cost is not None
+    assert (out.cost == 0).all()
+    assert z.grad is not None
+    assert float(z.grad.abs().max()) < 8 * torch.finfo(dtype).eps
+
+
+def test_an_asymmetric_cost_is_read_by_rows_everywhere() -> None:
+    generator = torch.Generator().manual_seed(5)
+    matrix = torch.rand(6, 6, generator=generator, dtype=torch.float64).fill_diagonal_(0.0)
+    z, label = torch.randn(6, 6, generator=generator, dtype=torch.float64), torch.arange(6)
+    cost, target = DenseCost(matrix), torch.eye(6, dtype=torch.float64)
+    want = token_loss(z, label, objective=EMO(1.0), cost=cost).cost
+    torch.testing.assert_close(want, emd(target, z.softmax(-1), matrix))
+    for bound in ("residual", "difference"):
+        got = dense_token_loss(z, target, objective=EMO(1.0), cost=cost, bound=bound).cost
+        torch.testing.assert_close(got, want)

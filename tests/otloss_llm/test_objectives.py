@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otloss_llm import EMO, MLE, MixCE, TaiLr, parse_objective
+from otloss_llm import EMO, MLE, MixCE, TaiLr, linear_token_loss, parse_objective
 from otloss_llm.objectives import check_tokenwise, needs_cost, value_and_slopes
 from tests.otloss_llm.oracles import OBJECTIVES
 
@@ -80,7 +80,7 @@ def test_repr_and_pickle_give_the_same_objective(objective: object) -> None:
     [
         ("mle", MLE()), (" MLE ", MLE()), ("tailr", TaiLr(1e-3)), ("tailr:0.7", TaiLr(0.7)), ("mixce", MixCE(0.8)),
         ("mixce:0", MixCE(0.0)), ("emo", EMO()), ("emo:ratio", EMO()), ("EMO:transport", EMO("transport")),
-        ("emo:0.5", EMO(0.5)),
+        ("emo:0.5", EMO(0.5)), ("emo:clip=3", EMO(ratio_clip=3.0)),
     ],
 )  # fmt: skip
 def test_names_of_objectives(text: str, objective: object) -> None:
@@ -153,3 +153,15 @@ def test_objectives_that_mix_tokens_are_caught() -> None:
         check_tokenwise(lambda n, d: n + learned * d, nll, cost, value)
     for objective in ALL:
         check_tokenwise(objective, nll, cost, value_and_slopes(objective, nll, cost)[0])
+
+
+@pytest.mark.parametrize("chunk_size", [1, 2, 64])
+def test_batch_statistics_are_refused_whatever_the_chunks(chunk_size: int) -> None:
+    """Chunks of one token, or of equal tokens, agree with themselves; the whole batch does not."""
+    hidden, weight = torch.randn(12, 4), torch.randn(9, 4)
+    hidden[:6] = hidden[0]
+    labels = torch.tensor([1] * 6 + [2, 3, 4, 5, 6, 7])
+    with pytest.raises(ValueError, match="another value beside other tokens"):
+        linear_token_loss(
+            hidden, weight, labels, objective=lambda nll, cost: nll * nll.detach().mean(), chunk_size=chunk_size
+        )

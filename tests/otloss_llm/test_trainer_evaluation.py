@@ -179,3 +179,10 @@ def test_a_label_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
     data = [{"input_ids": [3, 4, 5], "labels": [3, 4, VOCAB]}] * 4
     with pytest.raises(ValueError, match=r"outside the vocabulary.*tokenizer"):
         trainer(tmp_path, tiny_model("llama"), train_dataset=data).train()
+
+
+def test_nothing_to_score_is_no_perfect_model(tmp_path: Path) -> None:
+    blank = [{"input_ids": [3, 4, 5], "labels": [-100, -100, -100]}] * 3
+    run = trainer(tmp_path, tiny_model("llama"), eval_dataset=blank)
+    with pytest.raises(ValueError, match="no labelled token"):
+        run.evaluate()
