@@ -27,7 +27,7 @@ bench: $(STAMP)  ## ratios against peers measured in the same run
 wheel: $(STAMP)
 	$(BIN)/python -m build
 
-# torch is pinned in constraints.txt: the plain name may bring gigabytes of CUDA with it.
+# constraints.txt pins torch and the other packages: everybody tests the same versions.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip

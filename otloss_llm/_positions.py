@@ -43,6 +43,11 @@ def check_head(
 
 
 def check_objective(objective: Objective, cost: Cost | None, vocab: int) -> None:
+    """Raise unless the objective can be called, and has the cost it needs, over the vocabulary of the logits."""
+    if isinstance(objective, type):
+        raise TypeError(
+            f"objective is the class {objective.__name__}, expected an instance; write {objective.__name__}()."
+        )
     if not callable(objective):
         raise TypeError(f"objective is {objective!r}, expected a callable (nll, cost) -> value such as EMO() or MLE().")
     if cost is None:
@@ -59,13 +64,15 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int) -> None
 
 
 def check_kernel(impl: str, chunk_size: int | None) -> None:
+    """Raise ValueError unless kernel and chunk size are ones there are."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}, expected one of {IMPLEMENTATIONS}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size}, expected a positive number of tokens or None.")
+    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+        raise ValueError(f"chunk_size is {chunk_size!r}, expected a positive whole number of tokens, or None.")
 
 
 def check_transform(logit_scale: float, logit_softcap: float | None) -> None:
+    """Raise ValueError unless logits stay finite under scale and soft cap."""
     if not math.isfinite(logit_scale):
         raise ValueError(f"logit_scale is {logit_scale}, expected a finite number.")
     if logit_softcap is not None and not 0 < logit_softcap < float("inf"):
@@ -82,6 +89,7 @@ def check_fixed(cost: Cost | None) -> None:
 
 
 def check_token_reduction(reduction: str, num_items: int | Tensor | None) -> None:
+    """Raise ValueError unless reduction and count fit each other."""
     check_reduction(reduction)
     if num_items is not None and reduction != "mean":
         raise ValueError(f'num_items={num_items} needs reduction="mean", got {reduction!r}.')

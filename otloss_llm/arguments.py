@@ -37,11 +37,19 @@ class TextArguments:
     validation_text: str | None = field(
         default=None, metadata={"help": "Likewise; default: cut off the end of the training text."}
     )
-    test_text: str | None = field(default=None, metadata={"help": "Likewise (compare only)."})
     text_column: str = field(default="text", metadata={"help": "Column of .jsonl files and datasets."})
     block_size: int = field(default=256, metadata={"help": "Tokens in a training example."})
     validation_fraction: float = field(default=0.05, metadata={"help": "Share cut off for validation; 0 for none."})
-    test_fraction: float = field(default=0.05, metadata={"help": "Share cut off for the test (compare only)."})
+
+
+@dataclass
+class CompareTextArguments(TextArguments):
+    """The same, with a test text."""
+
+    test_text: str | None = field(
+        default=None, metadata={"help": "Likewise; default: cut off the end of the training text."}
+    )
+    test_fraction: float = field(default=0.05, metadata={"help": "Share cut off for the test."})
 
 
 @dataclass
@@ -79,7 +87,7 @@ class ObjectiveTrainingArguments(TrainingArguments):
                 f"resume_from_checkpoint is {self.resume_from_checkpoint!r}, but a run goes on by itself: give the "
                 "same command and --output_dir again. To start from other weights, name them as the model."
             )
-        if self.max_steps == 0 or (self.max_steps < 0 and self.num_train_epochs <= 0):
+        if self.max_steps == 0 or self.max_steps < -1 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError(
                 f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}: nothing would be "
                 "trained; give a positive number of steps, or leave max_steps out and give epochs above 0."

@@ -70,6 +70,8 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, ImportError):
         from_extra = error.name in ("transformers", "accelerate", "tqdm", "tokenizers", "safetensors")
         return text + (' (pip install "otloss[llm]")' if from_extra else "")
+    if type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "huggingface_hub", "requests"):
+        return f"the Hugging Face hub could not be used: {type(error).__name__}: {text}"
     return text if isinstance(error, ValueError | TypeError | OSError) else None
 
 
@@ -103,7 +105,10 @@ def _parse(command: str, kinds: Sequence[str], given: Sequence[str]) -> tuple[An
         def error(self, message: str) -> NoReturn:  # in place of some 600 lines of usage
             raise ValueError(f"{message} (see {command} --help).")
 
-    parser = Parser([getattr(arguments, kind) for kind in kinds], prog=f"python -m otloss_llm {command}")
+    # No abbreviations: a misspelt option would silently be taken for another.
+    parser = Parser(
+        [getattr(arguments, kind) for kind in kinds], prog=f"python -m otloss_llm {command}", allow_abbrev=False
+    )
     *parsed, unknown = parser.parse_args_into_dataclasses(
         args=list(given), return_remaining_strings=True, look_for_args_file=False
     )
@@ -239,7 +244,7 @@ def _compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> t
         raise ValueError("there is no test text; give --test_text or a --test_fraction above 0.")
     results = run_comparison(comparison, Data(train, test, validation), tokenizer, args)
     table = write_report(results, Path(args.output_dir))
-    print(f"report, figure and samples are in {args.output_dir}", file=sys.stderr)
+    print(f"the report is {Path(args.output_dir) / 'report.md'}", file=sys.stderr)
     return table, 1 if results["failures"] else 0
 
 
@@ -269,6 +274,6 @@ _COMMANDS = {
     "generate": _Command(_generate, ("ModelArguments", "GenerateArguments")),
     "evaluate": _Command(_evaluate, ("ModelArguments", "EvaluateArguments")),
     "compare": _Command(
-        _compare, ("ModelArguments", "TextArguments", "CompareArguments", "ObjectiveTrainingArguments")
+        _compare, ("ModelArguments", "CompareTextArguments", "CompareArguments", "ObjectiveTrainingArguments")
     ),
 }

@@ -15,7 +15,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -28,7 +27,7 @@ from transformers import TrainingArguments
 from otloss.costs import Cost
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation import distinct_n, perplexity, sample_texts, score_texts
-from otloss_llm.folders import open_run, write_json
+from otloss_llm.folders import open_run, read_json, write_json
 from otloss_llm.loading import COST_SOURCES, fingerprint, load_cost, load_model, load_tokenizer
 from otloss_llm.objectives import needs_cost, parse_objective
 from otloss_llm.runs import check_fit, decisive_settings, environment, train_run
@@ -113,7 +112,7 @@ class Comparison:
     def settings(self) -> dict[str, Any]:
         """What identifies the comparison, without arms and seeds: those may be added later."""
         values = asdict(self)
-        return {key: value for key, value in values.items() if key not in ("arms", "seeds", "batch_size")}
+        return {key: value for key, value in values.items() if key not in ("arms", "seeds")}
 
 
 @dataclass(frozen=True)
@@ -160,13 +159,21 @@ def run_comparison(
     check_fit(start, data.train)
     settings = comparison.settings() | data.fingerprints()
     settings["start_fingerprint"] = fingerprint(start.named_parameters())
+    if comparison.judge is not None:
+        judge_fingerprint = fingerprint(load_model(comparison.judge).named_parameters())
+        settings["judge_fingerprint"] = judge_fingerprint
+        if judge_fingerprint == settings["start_fingerprint"]:
+            say("note: the judge is the start model itself, no independent one")
     training = {key: value for key, value in decisive_settings(args).items() if key != "seed"}
     open_run(folder, settings | training)
     bench = _Bench(comparison, data, tokenizer, load_cost("model", start), args.device)
+    if len(bench.prompts) < comparison.num_prompts:
+        say(f"note: the test text has {len(bench.prompts)} blocks, so {len(bench.prompts)} prompts")
     reference = _once(folder / "reference.json", lambda: bench.judge(bench.references))
     before = bench.measure(folder / "start", start, temperature=1.0, seed=0)
     del start
     runs, failures = _run_all(bench, args, settings, say)
+    _note_what_is_left_out(folder, comparison, say)
     return {
         "settings": settings | {"training": args.to_dict(), "sample_batch_size": comparison.batch_size},
         "environment": environment(args.device),
@@ -309,8 +316,19 @@ class _Bench:
         return None if path is None else (load_model(path).to(self.device), load_tokenizer(path))
 
 
+def _note_what_is_left_out(folder: Path, comparison: Comparison, say: Callable[[str], None]) -> None:
+    """The report covers the arms asked for; arms compared in this folder before are kept, but not in it."""
+    path = folder / "arms.json"
+    asked = [arm.name for arm in comparison.arms]
+    before = read_json(path) if path.is_file() else []
+    left_out = [name for name in before if name not in asked]
+    if left_out:
+        say(f"note: compared here before and left out of the new report: {' '.join(left_out)}; ask for them as well")
+    write_json(path, before + [name for name in asked if name not in before])
+
+
 def _once(path: Path, make: Callable[[], Any]) -> Any:
     """The content of `path`, made and written if it is not there yet."""
     if not path.is_file():
         write_json(path, make())
-    return json.loads(path.read_text(encoding="utf-8"))
+    return read_json(path)

@@ -159,7 +159,8 @@ def split_blocks(
     held_out = [max(1, round(fraction * len(blocks))) if fraction else 0 for fraction in fractions.values()]
     train = len(blocks) - sum(held_out)
     if train < 1:
-        raise ValueError(f"{len(blocks)} blocks leave none to train on with {fractions}; give more text or less share.")
+        shares = ", ".join(f"{name}={fraction}" for name, fraction in fractions.items())
+        raise ValueError(f"{len(blocks)} block(s) leave none to train on with {shares}; give more text or less share.")
     first, second, third = blocks.ids.split([train, *held_out])
     return PackedBlocks(first), PackedBlocks(second), PackedBlocks(third)
 

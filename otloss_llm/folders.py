@@ -30,6 +30,14 @@ def write_text(path: Path, text: str) -> None:
     partial.replace(path)
 
 
+def read_json(path: Path) -> Any:
+    """What `write_json` wrote; raises ValueError naming the file where it is damaged."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path} is damaged ({error}); delete it, or choose another output folder.") from error
+
+
 def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Enter a run folder: new, or left by the same run. Returns the results if that run has finished, else None.
 
@@ -49,10 +57,10 @@ def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
             "choose a new or empty output folder."
         )
     if work:
-        _refuse_other_settings(folder, json.loads(path.read_text(encoding="utf-8")), settings)
+        _refuse_other_settings(folder, read_json(path), settings)
     else:
         write_json(path, settings)
-    return json.loads(results.read_text(encoding="utf-8")) if results.is_file() else None
+    return read_json(results) if results.is_file() else None
 
 
 def make_folder(folder: Path) -> None:

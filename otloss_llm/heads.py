@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 # Configuration field -> how the model treats its logits. Whoever uses these checks them against the model's forward.
@@ -95,3 +96,23 @@ def _logit_transform(config: Any) -> tuple[float, float | None]:
             scale *= float(value) ** power
     caps = [getattr(text, field) for field in _SOFTCAPS if getattr(text, field, None) is not None]
     return scale, float(caps[0]) if caps else None
+
+
+def check_causal(model: nn.Module) -> None:
+    """Raise ValueError for a model that sees tokens to the right of the position that predicts them.
+
+    An encoder such as BERT or a permutation model such as XLNet passes for a causal LM, reads the tokens it is to
+    predict, and reaches perplexity 1. No field of a config tells them apart; only the model's own answer is sure.
+    """
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=next(model.parameters()).device)
+    modes = [(module, module.training) for module in model.modules()]
+    with torch.no_grad():
+        outputs = model.eval()(input_ids=ids)
+    for module, training in modes:
+        module.training = training
+    first, second = outputs["logits"][:, :3].float()
+    if (first - second).abs().max() > 1e-5 * first.abs().max():
+        raise ValueError(
+            f"the model ({type(model).__name__}) sees the tokens to its right, so it is no causal language model; "
+            "take a decoder, or one trained with is_decoder=true."
+        )

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks, read_texts, split_blocks
-from otloss_llm.heads import find_head
+from otloss_llm.heads import check_causal, find_head
 
 COST_SOURCES = ("model", "random", "shuffled")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -42,7 +42,7 @@ def load_model(path: str, **kwargs: Any) -> Any:
         raise ValueError(
             f"the model {path!r} has NaN or infinite weights in {_some(broken)}; take a checkpoint from before that."
         )
-    _refuse_bidirectional(model, path)
+    check_causal(model)
     return model
 
 
@@ -134,25 +134,6 @@ def _on_the_hub(name: str, what: str) -> str:
                 f"Hugging Face hub cannot be reached ({type(error).__name__}: {error}). Check the path or the network."
             ) from error
     return name
-
-
-def _refuse_bidirectional(model: Any, path: str) -> None:
-    """An encoder such as BERT loads as a causal LM, reads the tokens it is to predict, and reaches perplexity 1.
-
-    `is_decoder=False` marks the suspects, but GPT-NeoX carries it too: only the model's own answer is sure.
-    """
-    if getattr(model.config, "is_decoder", True):
-        return
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]])
-    training = model.training
-    with torch.no_grad():
-        first, second = model.eval()(input_ids=ids).logits[:, :3].float()
-    model.train(training)
-    if (first - second).abs().max() > 1e-5 * first.abs().max():
-        raise ValueError(
-            f"the model {path!r} ({type(model).__name__}) sees the tokens to its right, so it is no causal language "
-            "model; take a decoder, or one trained with is_decoder=true."
-        )
 
 
 def load_cost(source: str, model: Any, *, seed: int = 0) -> EmbeddingCost:

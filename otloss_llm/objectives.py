@@ -254,7 +254,9 @@ def parse_objective(text: str) -> Objective:
     """
     name, _, parameter = text.strip().lower().partition(":")
     if name not in _BY_NAME:
-        raise ValueError(f"objective is {text!r}, expected one of {', '.join(_BY_NAME)}, a parameter after a colon.")
+        raise ValueError(
+            f"objective is {text!r}, expected one of {', '.join(_BY_NAME)}, perhaps with a parameter after a colon."
+        )
     if not parameter:
         return _BY_NAME[name](*([_DEFAULT_GAMMA[name]] if name in _DEFAULT_GAMMA else []))
     if name == "mle":
@@ -267,4 +269,7 @@ def parse_objective(text: str) -> Objective:
     except ValueError:
         kinds = '"ratio", "transport", "clip=NUMBER" or a number' if name == "emo" else "a number in [0, 1]"
         raise ValueError(f"objective is {text!r}, expected {kinds} after the colon.") from None
-    return EMO(ratio_clip=number) if clipped else _BY_NAME[name](number)
+    try:
+        return EMO(ratio_clip=number) if clipped else _BY_NAME[name](number)
+    except ValueError as error:
+        raise ValueError(f"objective {text!r}: {error}") from None

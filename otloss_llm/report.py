@@ -34,6 +34,7 @@ NOTES = """\
   high test perplexity is collapse.
 - `/random`: EMO with a random embedding, a control without semantics. `/T=...`: the same trained model sampled at that
   temperature, a control for sharpening alone.
+- Samples continue {prompts} beginnings of the test text.
 - `{start}`: where every arm begins, measured in the same way.
 - *ms / step*: median wall time of an optimizer step of the whole training, as measured on this machine in this run.
 """
@@ -43,7 +44,9 @@ def write_report(results: dict[str, Any], folder: Path, *, title: str = "Compari
     """Write report.md, report.json, samples.md and (with matplotlib) figure.png; returns table and failures."""
     table = markdown_table(results) + _failures(results)
     seeds = len({run["seed"] for run in results["runs"]})
-    notes = NOTES.format(seeds=seeds, plural="" if seeds == 1 else "s", human=HUMAN, start=START)
+    notes = NOTES.format(
+        seeds=seeds, plural="" if seeds == 1 else "s", human=HUMAN, start=START, prompts=len(results["prompts"])
+    )
     figure = _write_figure(results, folder / "figure.png")
     picture = "\n![figure](figure.png)\n" if figure else '\n(no figure: pip install "otloss[plot]")\n'
     write_json(folder / "report.json", results)
@@ -152,7 +155,8 @@ def _draw_trade(axes: Any, results: dict[str, Any], summary: dict[str, dict[str,
     if human is not None:
         axes.axhline(human, color="grey", linestyle="--", linewidth=1, label="real text under the judge")
     for axis, key in ((axes.xaxis, x), (axes.yaxis, y)):
-        _spread_out(axis, [row[key][0] for row in summary.values() if y in row])
+        shown = [row[key][0] for row in summary.values() if y in row]
+        _spread_out(axis, shown + ([human] if key == y and human is not None else []))
     axes.set_xlabel("test perplexity: real text under the model\n← predicts real text better")
     axes.set_ylabel("judge perplexity: its own text under a judge\n← more like what the judge has read")
     axes.set_title("What each objective trades", fontsize=11)

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments, default_data_collator
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 
 import otloss
 from otloss.costs import Cost
@@ -123,14 +123,23 @@ def train_run(
     folder = Path(args.output_dir)
     for part in (blocks, *([] if validation is None else [validation])):
         check_fit(model, part)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "no parameter of the model requires grad, so nothing can be trained; the folder of a PEFT adapter loads "
+            "frozen: merge it into its base model (merge_and_unload) and save that."
+        )
     make_folder(folder)
     timer = _StepTimer()
     # Before the run is opened: what the trainer refuses leaves nothing in the folder.
-    trainer = ObjectiveTrainer(
-        model, args, objective=objective, cost=cost, impl=impl, chunk_size=chunk_size,
-        train_dataset=blocks, eval_dataset=validation, processing_class=tokenizer, callbacks=[timer, _Watch()],
-        data_collator=default_data_collator,  # blocks are of one length: nothing to pad
-    )  # fmt: skip
+    try:
+        trainer = ObjectiveTrainer(
+            model, args, objective=objective, cost=cost, impl=impl, chunk_size=chunk_size, train_dataset=blocks,
+            eval_dataset=validation, processing_class=tokenizer, callbacks=[timer, _Watch()],
+        )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a reporting integration that is not installed, for example
+        raise ValueError(f"the trainer cannot be set up with these arguments: {error}") from error
     with args.main_process_first(desc="open the run folder"):
         finished = open_run(folder, settings | decisive_settings(args))
         for torn in torn_checkpoints(folder):

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer
+from transformers import Trainer, default_data_collator
 
 from otloss.costs import Cost
 from otloss_llm._positions import check_kernel, check_objective
 from otloss_llm.costs import EmbeddingCost
+from otloss_llm.data import PackedBlocks
 from otloss_llm.fused import fused_loss, unwrap
-from otloss_llm.heads import LanguageModelHead, find_head
+from otloss_llm.heads import LanguageModelHead, check_causal, find_head
 from otloss_llm.objectives import Objective, needs_cost, parse_objective
 from otloss_llm.token_loss import TokenLoss, linear_token_loss, token_loss
 
@@ -48,6 +49,8 @@ class ObjectiveMixin:
     args: Any
     accelerator: Any
     compute_loss_func: Any
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
 
     def __init__(
         self,
@@ -58,11 +61,16 @@ class ObjectiveMixin:
         chunk_size: int | None = None,
         **kwargs: Any,
     ) -> None:
+        if isinstance(kwargs.get("train_dataset"), PackedBlocks) and kwargs.get("data_collator") is None:
+            kwargs["data_collator"] = default_data_collator  # blocks are of one length: nothing to pad
         super().__init__(*args, **kwargs)
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size = impl, chunk_size
         self._refuse_unsupported()
         head = find_head(unwrap(self.model))
+        sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # no single process can run such a model here
+        if not sharded and not any(parameter.is_meta for parameter in self.model.parameters()):
+            check_causal(self.model)
         if isinstance(cost, str):
             if cost != "embedding":
                 raise ValueError(f'cost is {cost!r}, expected "embedding", a vocabulary cost, or None.')

@@ -235,7 +235,8 @@ def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
 
 def context_length(model: torch.nn.Module) -> int | None:
     """The number of positions the model was built for, None where its configuration does not say."""
-    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+    return positions if positions is not None and positions > 0 else None  # XLNet says -1
 
 
 def check_vocabulary(model: Any, low: int, high: int) -> None:

@@ -210,8 +210,11 @@ def test_killed_between_the_last_checkpoint_and_the_results(
 ) -> None:
     """A constant learning rate, under which one step too many would show."""
     changes: dict[str, Any] = {"lr_scheduler_type": "constant"}
-    if best:  # at a rate so high that the last checkpoint is not the best
-        changes |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4, "learning_rate": 1.0}
+    if best:  # what it learns of one text makes the other ever less likely: the last checkpoint is not the best
+        for name, word in (("train_text", "ab "), ("validation_text", "xyz! ")):
+            changes[name] = tmp_path / f"{name}.txt"
+            changes[name].write_text(word * 1500, encoding="utf-8")
+        changes |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4}
     whole = getattr(runs, function)
 
     def killed(*args: Any, **kwargs: Any) -> Any:
