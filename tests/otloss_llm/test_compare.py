@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -11,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from otloss_llm import compare
 from otloss_llm.compare import HUMAN, START, Arm, parse_arm
+from otloss_llm.loading import load_model
 from otloss_llm.runs import DivergenceError
 from tests.otloss_llm.conftest import (
     Cli,
@@ -252,3 +255,24 @@ def test_best_checkpoint_per_epoch(cli: Cli, tiny: Tiny, tmp_path: Path) -> None
     assert cli(*options).code == 0
     log = read(tmp_path / "run/emo-seed0/log.json")
     assert len([entry for entry in log if "eval_nll" in entry]) == 3
+
+
+def test_another_judge_under_the_same_path_is_refused(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    judge = tmp_path / "judge"
+    shutil.copytree(tiny.gpt2, judge)
+    asked = compare_options(tiny, tmp_path / "run", judge=judge, objectives=["mle"], seeds=[0])
+    assert cli(*asked).code == 0
+    other = load_model(str(judge))
+    with torch.no_grad():
+        next(other.parameters()).mul_(2.0)
+    other.save_pretrained(judge)
+    done = cli(*asked)
+    assert done.code == 2
+    assert "judge_fingerprint" in done.error
+
+
+def test_arms_that_the_new_report_leaves_out_are_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    for objectives in (["mle"], ["mixce:1.0"]):
+        done = cli(*compare_options(tiny, tmp_path / "run", objectives=objectives, seeds=[0]))
+        assert done.code == 0
+    assert "left out of the new report: mle" in done.error

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from otloss_llm import EmbeddingCost, runs
-from otloss_llm.loading import load_model
+from otloss_llm.loading import load_model, load_tokenizer
 from otloss_llm.runs import decisive_settings, last_complete_checkpoint, open_run, write_json
 from tests.otloss_llm.conftest import (
     Cli,
@@ -310,3 +310,23 @@ def test_two_processes_write_one_run(tiny: Tiny, tmp_path: Path) -> None:
     assert results["eval_nll"] == pytest.approx(one["eval_nll"], abs=0.1)  # dropout differs
     assert load_file(tmp_path / "two/model.safetensors").keys() == load_file(tmp_path / "one/model.safetensors").keys()
     assert load_model(str(tmp_path / "two"))
+
+
+def test_a_damaged_settings_file_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    cli(*train_options(tiny, folder))
+    (folder / "run.json").write_text("{", encoding="utf-8")
+    done = cli(*train_options(tiny, folder))
+    assert done.code == 2
+    assert "run.json is damaged" in done.error
+
+
+def test_an_adapter_is_refused_before_anything_is_written(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(load_model(str(tiny.llama)), peft.LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    load_tokenizer(str(tiny.llama)).save_pretrained(tmp_path / "adapter")
+    done = cli(*train_options(tiny, tmp_path / "run", model_name_or_path=tmp_path / "adapter"))
+    assert done.code == 2
+    assert "merge_and_unload" in done.error
+    assert not (tmp_path / "run").exists()

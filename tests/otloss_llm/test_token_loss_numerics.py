@@ -341,3 +341,8 @@ def test_refusals_from_logits() -> None:
         token_loss(torch.ones(1, 3), labels, objective=EMO())
     with pytest.raises(ValueError, match="vocabulary of 4"):
         emo_loss(torch.ones(1, 3), labels, torch.eye(4))
+
+
+def test_a_class_in_the_place_of_an_objective_is_named() -> None:
+    with pytest.raises(TypeError, match=r"the class EMO, expected an instance; write EMO\(\)"):
+        token_loss(torch.zeros(2, 3), torch.tensor([0, 1]), objective=EMO, cost=EmbeddingCost(torch.eye(3)))

@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from otloss_llm import EMO, MLE, EmbeddingCost, MixCE, ObjectiveTrainer, TaiLr
+from otloss_llm.data import PackedBlocks, train_bpe_tokenizer
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 from tests.otloss_llm.training import (
     WARNINGS,
@@ -186,3 +187,24 @@ def test_nothing_to_score_is_no_perfect_model(tmp_path: Path) -> None:
     run = trainer(tmp_path, tiny_model("llama"), eval_dataset=blank)
     with pytest.raises(ValueError, match="no labelled token"):
         run.evaluate()
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlnet"])
+def test_models_that_see_their_labels_are_refused(tmp_path: Path, kind: str) -> None:
+    small: dict[str, Any] = {
+        "bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+        "xlnet": {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16},
+    }
+    config = transformers.AutoConfig.for_model(kind, vocab_size=40, **small[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises((ValueError, TypeError), match=type(model).__name__):
+        trainer(tmp_path, model)
+
+
+def test_packed_blocks_need_no_padding_token(tmp_path: Path) -> None:
+    blocks = PackedBlocks(torch.randint(3, 20, (6, 8)))
+    tokenizer = train_bpe_tokenizer(["one two three"], 257)
+    tokenizer.pad_token = None
+    args = arguments(tmp_path, max_steps=1)
+    run = ObjectiveTrainer(tiny_model("llama"), args, train_dataset=blocks, processing_class=tokenizer)
+    assert run.train().global_step == 1
