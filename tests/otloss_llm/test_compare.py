@@ -275,4 +275,4 @@ def test_arms_that_the_new_report_leaves_out_are_named(cli: Cli, tiny: Tiny, tmp
     for objectives in (["mle"], ["mixce:1.0"]):
         done = cli(*compare_options(tiny, tmp_path / "run", objectives=objectives, seeds=[0]))
         assert done.code == 0
-    assert "left out of the new report: mle" in done.error
+    assert "left out of the new report: mle" in done.err

@@ -321,6 +321,8 @@ def test_a_damaged_settings_file_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) 
     assert "run.json is damaged" in done.error
 
 
+# PEFT asks transformers for a name that transformers has deprecated.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
 def test_an_adapter_is_refused_before_anything_is_written(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(load_model(str(tiny.llama)), peft.LoraConfig(target_modules=["q_proj"]))
