@@ -160,7 +160,7 @@ def split_blocks(
     train = len(blocks) - sum(held_out)
     if train < 1:
         shares = ", ".join(f"{name}={fraction}" for name, fraction in fractions.items())
-        raise ValueError(f"{len(blocks)} block(s) leave none to train on with {shares}; give more text or less share.")
+        raise ValueError(f"{len(blocks)} blocks leave none to train on with {shares}; give more text or less share.")
     first, second, third = blocks.ids.split([train, *held_out])
     return PackedBlocks(first), PackedBlocks(second), PackedBlocks(third)
 
