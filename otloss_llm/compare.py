@@ -159,14 +159,15 @@ def run_comparison(
     check_fit(start, data.train)
     settings = comparison.settings() | data.fingerprints()
     settings["start_fingerprint"] = fingerprint(start.named_parameters())
+    judge = None
     if comparison.judge is not None:
-        judge_fingerprint = fingerprint(load_model(comparison.judge).named_parameters())
-        settings["judge_fingerprint"] = judge_fingerprint
-        if judge_fingerprint == settings["start_fingerprint"]:
+        judge = (load_model(comparison.judge), load_tokenizer(comparison.judge))
+        settings["judge_fingerprint"] = fingerprint(judge[0].named_parameters())
+        if settings["judge_fingerprint"] == settings["start_fingerprint"]:
             say("note: the judge is the start model itself, no independent one")
     training = {key: value for key, value in decisive_settings(args).items() if key != "seed"}
     open_run(folder, settings | training)
-    bench = _Bench(comparison, data, tokenizer, load_cost("model", start), args.device)
+    bench = _Bench(comparison, data, tokenizer, load_cost("model", start), judge, args.device)
     if len(bench.prompts) < comparison.num_prompts:
         say(f"note: the test text has {len(bench.prompts)} blocks, so {len(bench.prompts)} prompts")
     reference = _once(folder / "reference.json", lambda: bench.judge(bench.references))
@@ -175,7 +176,7 @@ def run_comparison(
     runs, failures = _run_all(bench, args, settings, say)
     _note_what_is_left_out(folder, comparison, say)
     return {
-        "settings": settings | {"training": args.to_dict(), "sample_batch_size": comparison.batch_size},
+        "settings": settings | {"training": args.to_dict()},
         "environment": environment(args.device),
         "prompts": bench.prompts,
         "reference": reference | {"samples": bench.references},
@@ -256,9 +257,18 @@ def _train(
 class _Bench:
     """Measures any model in the same way: on the test text, by its samples, and by what the judge makes of them."""
 
-    def __init__(self, comparison: Comparison, data: Data, tokenizer: Any, cost: Cost, device: torch.device) -> None:
+    def __init__(
+        self,
+        comparison: Comparison,
+        data: Data,
+        tokenizer: Any,
+        cost: Cost,
+        judge: tuple[Any, Any] | None,
+        device: torch.device,
+    ) -> None:
         self.comparison, self.data, self.tokenizer, self.device = comparison, data, tokenizer, device
         self.cost = cost.to(device)
+        self._judge = None if judge is None else (judge[0].to(device), judge[1])  # model and its tokenizer
         self.prompts, self.references = self._cut_prompts()
 
     def _cut_prompts(self) -> tuple[list[str], list[str]]:
@@ -309,11 +319,6 @@ class _Bench:
         size = self.comparison.batch_size
         judged = score_texts(model, tokenizer, texts, prompts=told, batch_size=size, progress=False)
         return scores | {"judge_perplexity": judged.perplexity, "judge_bits_per_byte": judged.bits_per_byte}
-
-    @functools.cached_property
-    def _judge(self) -> tuple[Any, Any] | None:
-        path = self.comparison.judge
-        return None if path is None else (load_model(path).to(self.device), load_tokenizer(path))
 
 
 def _note_what_is_left_out(folder: Path, comparison: Comparison, say: Callable[[str], None]) -> None:
