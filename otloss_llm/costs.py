@@ -41,14 +41,16 @@ class EmbeddingCost(CosineCost):
         super().__init__(embedding)  # normalising copies
         self._rounding = 16 * torch.finfo(self.dtype).eps  # of these rows, whatever dtype they are moved to later
 
-    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
+    def rows(
+        self, index: Int[Tensor, " picked"], *, out: Float[Tensor, " entries"] | None = None
+    ) -> Float[Tensor, "picked vocab"]:
         """Return the costs C[index, :]; what rounding leaves between rows of one direction is 0.
 
         Vocabularies hold duplicates (reserved tokens). A noisy 6e-8 in place of 0 would make the ratio nll / D of a
         prediction split between duplicates 1e7, and its gradient noise of full size.
         """
-        rows = super().rows(index)
-        return torch.threshold_(rows, self._rounding, 0.0)
+        rows = torch.threshold_(self._one_minus_cosine(index, out), self._rounding, 0.0)
+        return rows.scatter_(1, index.unsqueeze(1), 0.0)
 
     @classmethod
     def from_model(cls, model: nn.Module) -> EmbeddingCost:

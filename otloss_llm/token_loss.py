@@ -29,6 +29,7 @@ from otloss_llm._positions import (
 )
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.kernels import chunked, reference
+from otloss_llm.kernels.logits import Head
 from otloss_llm.objectives import EMO, Objective
 
 
@@ -148,7 +149,7 @@ def linear_token_loss(
     valid = valid_positions(labels, hidden.shape[:-1], weight.shape[0], ignore_index, "hidden")
     h, y = hidden[valid], labels[valid].long()
     factor = None if reduction == "none" else reduction_factor(reduction, num_items, h)
-    head = chunked.Head(objective, cost, logit_scale, logit_softcap, chunk_size)
+    head = Head(objective, cost, logit_scale, logit_softcap, chunk_size, impl)
     if impl != "reference":
         check_fixed(cost)
     kernel = _reference if impl == "reference" else chunked.token_values
@@ -160,7 +161,7 @@ def linear_token_loss(
 
 
 def _reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor | None, head: chunked.Head
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor | None, head: Head
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     logits = reference.head_logits(hidden, weight, bias, scale=head.scale, softcap=head.softcap)
     value, nll, transport = reference.token_values(logits, labels, objective=head.objective, cost=head.cost)

@@ -49,15 +49,15 @@ def test_backward_twice_over_a_retained_graph() -> None:
 
 
 def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from otloss_llm.kernels.chunked import Chunk, Gradients
-    from otloss_llm.kernels.row_pass import CompiledChunk
+    from otloss_llm.kernels import rows, rows_compiled
+    from otloss_llm.kernels.gradients import Gradients
 
     def refuse(*args: Any) -> None:
         raise AssertionError("gradient work")
 
     monkeypatch.setattr(Gradients, "add", refuse)
-    for kind in (Chunk, CompiledChunk):
-        monkeypatch.setattr(kind, "logit_gradient", refuse)
+    for sweeps in (rows, rows_compiled):
+        monkeypatch.setattr(sweeps, "gradient_rows", refuse)
     given = problem(14)
     frozen = [leaf.detach() for leaf in given.leaves()]
     for reduction in ("mean", "none"):

@@ -1,0 +1,81 @@
+"""Gradients of hidden states, head and bias, summed over chunks of tokens in float32."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Gradients:
+    """Which gradients a pass accumulates, and the buffers it accumulates them in (None: not wanted)."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    math_dtype: torch.dtype
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype | None]
+    empty: bool = True
+
+    @classmethod
+    def like(cls, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: tuple[bool, ...]) -> Gradients:
+        """Buffers for the wanted ones; weight and bias sums accumulate in float32 (float64 for float64 inputs)."""
+        # Gradients of float16 inputs stay float32 until the upstream (loss scaler's) factor has been applied.
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        math_dtype = torch.float32 if hidden.dtype == torch.float16 else hidden.dtype
+        return cls(
+            hidden=torch.zeros_like(hidden, dtype=math_dtype) if wanted[0] else None,
+            weight=torch.empty_like(weight, dtype=wide, memory_format=torch.contiguous_format) if wanted[1] else None,
+            bias=torch.zeros_like(bias, dtype=wide) if wanted[2] and bias is not None else None,
+            math_dtype=math_dtype,
+            dtypes=(hidden.dtype, weight.dtype, None if bias is None else bias.dtype),
+        )
+
+    @property
+    def wanted(self) -> bool:
+        return self.hidden is not None or self.weight is not None or self.bias is not None
+
+    def add(self, tokens: Tensor, dz: Tensor, hidden: Tensor, weight: Tensor) -> None:
+        """Accumulate one chunk: `dh = dz W`, `dW += dz^T h`, `db += sum dz`."""
+        narrow = dz.to(self.math_dtype)
+        if self.hidden is not None:
+            self.hidden[tokens] = narrow @ weight.to(self.math_dtype)
+        if self.weight is not None:
+            self._add_to_weight(narrow.T, hidden.to(self.math_dtype))
+        if self.bias is not None:
+            self.bias += dz.sum(0)
+        self.empty = False
+
+    def _add_to_weight(self, dz: Tensor, hidden: Tensor) -> None:
+        total = self.weight
+        assert total is not None
+        if total.dtype != self.math_dtype:
+            product = dz @ hidden
+            if self.empty:
+                total.copy_(product)
+            else:
+                total += product
+        elif self.empty:  # writing is cheaper than clearing and adding
+            torch.mm(dz, hidden, out=total)
+        else:
+            total.addmm_(dz, hidden)
+
+    def times(self, upstream: Tensor | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """The gradients in the dtypes of the inputs, times a factor; the buffers are given away."""
+        if self.empty and self.weight is not None:
+            self.weight.zero_()
+        # On a CPU the factor can be looked at: it is 1 unless the loss was scaled.
+        if upstream is not None and upstream.device.type == "cpu" and bool(upstream == 1):
+            upstream = None
+
+        def finished(total: Tensor | None, dtype: torch.dtype | None) -> Tensor | None:
+            if total is None:
+                return None
+            return (total if upstream is None else total.mul_(upstream)).to(dtype)
+
+        made = (self.hidden, self.weight, self.bias)
+        self.hidden = self.weight = self.bias = None
+        hidden, weight, bias = (finished(g, dtype) for g, dtype in zip(made, self.dtypes, strict=True))
+        return hidden, weight, bias
