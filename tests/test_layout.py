@@ -51,12 +51,12 @@ def test_files_are_short_and_named_by_what_they_do(path: Path) -> None:
 # ---- floors ------------------------------------------------------------------------------------------------------
 
 PLANTED = {
-    "a package above": ("otloss/costs.py", "import otloss_llm"),
+    "a package above": ("otloss/costs/_cost.py", "import otloss_llm"),
     "POT by another door": ("otloss/_bounds.py", "import ot"),
     "a sibling of otloss": ("otloss/_onedim.py", "import otloss._exact"),
     "a sibling of otloss_llm": ("otloss_llm/loading.py", "import otloss_llm.runs"),
     "a floor above": ("otloss_llm/objectives.py", "import otloss_llm.trainer"),
-    "language models in the generic layer": ("otloss/costs.py", "import transformers"),
+    "language models in the generic layer": ("otloss/costs/_cost.py", "import transformers"),
     "a module without a floor": ("otloss_llm/stray.py", "import torch"),
 }
 

@@ -64,7 +64,7 @@ def test_pickle_and_to(cost: Cost) -> None:
 def test_softmin_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     cost, potential = CosineCost(embedding()), torch.randn(3, 40, dtype=torch.float64)
     whole = cost.softmin(potential, 0.1)
-    monkeypatch.setattr("otloss.costs._BLOCK_ENTRIES", 1000)
+    monkeypatch.setattr("otloss.costs._cost._BLOCK_ENTRIES", 1000)
     torch.testing.assert_close(cost.softmin(potential, 0.1), whole)
 
 

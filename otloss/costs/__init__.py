@@ -1,0 +1,21 @@
+"""Cost objects: `C[i, j]` is the price of moving one unit of mass from bin i of p to bin j of q.
+
+A loss with a one-hot target y needs one row of C only, `D = sum_j C[y, j] q_j`, and a bound or a Sinkhorn
+iteration needs products and soft minima only. A cost therefore answers four questions, and forms the
+whole matrix only when `dense()` asks for it:
+
+    rows(y)            C[y, :]                                              (U, m)
+    apply(v)           (C v)_i = sum_j C_ij v_j                             (..., m) -> (..., n)
+    softmin(h, eps)    -eps log sum_j exp((h_j - C_ij) / eps)               (..., m) -> (..., n)
+    dense()            C                                                    (n, m)
+
+Half-precision data is raised to float32 at construction: 1 - cos cancels, and bfloat16 has 8 bits.
+"""
+
+from otloss.costs._cosine import CosineCost as CosineCost
+from otloss.costs._cost import Cost as Cost
+from otloss.costs._dense import DenseCost as DenseCost
+from otloss.costs._dense import as_cost as as_cost
+from otloss.costs._line import LineCost as LineCost
+
+__all__ = ["CosineCost", "Cost", "DenseCost", "LineCost", "as_cost"]

@@ -1,0 +1,91 @@
+"""A cost that is a matrix."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._checks import check_finite, check_floating, check_index, check_last_axis, check_positive
+from otloss.costs._cost import Cost, arithmetic_dtype, softmin_of
+
+
+class DenseCost(Cost):
+    """A cost given as a matrix, which may be asymmetric, rectangular, or one matrix per problem.
+
+    Args:
+        matrix: (n, m), or (..., n, m) for one matrix per problem; finite, non-negative, in the user's own units.
+            The graph is kept: losses are differentiable in it.
+
+    Raises:
+        TypeError: if `matrix` is no floating tensor.
+        ValueError: if it has fewer than two axes, no entries in a row or column, or a NaN, infinite or negative entry.
+
+    Example:
+        >>> cost = DenseCost(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
+        >>> cost.rows(torch.tensor([1]))
+        tensor([[1., 0.]])
+        >>> cost.apply(torch.tensor([0.5, 0.5]))
+        tensor([1.0000, 0.5000])
+    """
+
+    def __init__(self, matrix: Float[Tensor, "*batch n m"]) -> None:
+        check_floating("cost matrix", matrix)
+        if matrix.dim() < 2 or 0 in matrix.shape[-2:]:
+            raise ValueError(f"the cost matrix has shape {tuple(matrix.shape)}, expected (..., n, m) with n, m >= 1.")
+        check_finite("cost matrix", matrix)
+        if (matrix < 0).any():
+            first = tuple(int(i) for i in (matrix < 0).nonzero()[0])
+            raise ValueError(
+                f"the cost matrix holds {matrix.detach()[first]} at index {first}, expected costs >= 0; "
+                "add a constant to all of them (it changes no optimal plan) or clamp rounding errors to 0."
+            )
+        self.matrix = matrix.to(arithmetic_dtype(matrix.dtype))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape[-2], self.matrix.shape[-1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.matrix.shape[:-2]
+
+    @property
+    def _data(self) -> Tensor:
+        return self.matrix
+
+    @property
+    def T(self) -> DenseCost:  # noqa: N802
+        transposed = copy.copy(self)
+        transposed.matrix = self.matrix.mT
+        return transposed
+
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked m"]:
+        if self.batch_shape:
+            raise ValueError(
+                f"rows of a cost with batch axes {tuple(self.batch_shape)} are ambiguous; "
+                "expected one (n, m) matrix. Pick the problem's matrix first."
+            )
+        return self.matrix[check_index("index", index, self.shape[0])]
+
+    def dense(self) -> Float[Tensor, "*batch n m"]:
+        return self.matrix
+
+    def diagonal(self) -> Float[Tensor, "*batch n"]:
+        return self.matrix.diagonal(dim1=-2, dim2=-1)
+
+    def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float) -> Float[Tensor, "*batch n"]:
+        check_last_axis("potential", potential, self.shape[1])
+        return softmin_of(self.matrix, potential, check_positive("epsilon", epsilon))
+
+
+def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
+    """Return `cost` itself if it is a cost object, else wrap the matrix.
+
+    Example:
+        >>> as_cost(torch.ones(2, 3))
+        DenseCost(shape=(2, 3), dtype=torch.float32, device='cpu')
+    """
+    return cost if isinstance(cost, Cost) else DenseCost(cost)
