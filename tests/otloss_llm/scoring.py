@@ -15,7 +15,9 @@ IMPLEMENTATIONS = ["reference", "chunked"]
 
 def fused(leaves: list[Tensor], given: Problem, **settings: Any) -> TokenLoss:
     hidden, weight, *rest = leaves
-    settings = {"cost": EmbeddingCost(given.embedding), "chunk_size": 7} | settings
+    if "cost" not in settings:
+        settings["cost"] = EmbeddingCost(given.embedding)
+    settings = {"chunk_size": 7} | settings
     return linear_token_loss(
         hidden, weight, given.labels, bias=rest[0] if rest else None,
         logit_scale=given.scale, logit_softcap=given.softcap, **settings,
