@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from otloss_llm.costs import EmbeddingCost as EmbeddingCost
 from otloss_llm.dense import dense_token_loss as dense_token_loss
+from otloss_llm.number_costs import MixedCost as MixedCost
+from otloss_llm.number_costs import NumberCost as NumberCost
 from otloss_llm.objectives import EMO as EMO
 from otloss_llm.objectives import MLE as MLE
 from otloss_llm.objectives import MixCE as MixCE
@@ -29,6 +31,8 @@ __all__ = [
     "MLE",
     "EmbeddingCost",
     "MixCE",
+    "MixedCost",
+    "NumberCost",
     "ObjectiveMixin",
     "ObjectiveTrainer",
     "TaiLr",

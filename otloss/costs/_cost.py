@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from abc import ABC, abstractmethod
 from typing import Any, Self
 
@@ -102,6 +103,11 @@ class Cost(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device='{self.device}')"
+
+
+def takes_out(cost: Cost) -> bool:
+    """Whether `cost.rows` knows the keyword `out`."""
+    return "out" in inspect.signature(cost.rows).parameters
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
