@@ -19,6 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -26,9 +27,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
+from otloss_llm._shards import VocabShard
 from otloss_llm.kernels.gradients import Gradients
 from otloss_llm.kernels.logits import ROW_MULTIPLE, Head, Logits, sweeps_for
 from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
+from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
 from otloss_llm.objectives import check_tokenwise, value_and_slopes, value_of
 
 
@@ -47,8 +50,8 @@ class Tokens:
         """From the sums over a whole row; the label's entry stays apart, so nll and D keep their digits as q_y -> 1."""
         e_y = (sums.z_y - sums.top).exp()
         total = sums.others + e_y
-        # top - z_y is exactly 0 when the label is the largest, and then e_y is 1.
-        nll = torch.where(sums.z_y == sums.top, torch.log1p(sums.others), (sums.top - sums.z_y) + total.log())
+        # Where e_y is 1 the label is the largest, but for rounding. Where all is masked e_y is NaN, and so is nll.
+        nll = torch.where(e_y == 1, torch.log1p(sums.others), (sums.top - sums.z_y) + total.log())
         transport = None
         if sums.others_cost is not None and sums.c_y is not None:
             transport = (sums.others_cost + e_y * sums.c_y) / total
@@ -69,8 +72,8 @@ def _chunks(labels: Tensor, vocab: int, head: Head) -> Iterator[tuple[Tensor, Co
     """Per chunk: token positions, equal labels side by side; their cost rows, valid until the next chunk."""
     if not len(labels):
         return
-    # Grouped by label, the groups in no order: frequent tokens have low ids in many vocabularies, and sorting by id would
-    # give the last chunks most of the distinct labels, and the buffer of cost rows their size.
+    # Grouped by label, the groups in no order: frequent tokens have low ids in many vocabularies, and sorting by id
+    # would give the last chunks most of the distinct labels, and the buffer of cost rows their size.
     order = (labels * 0x9E3779B1 & 0xFFFFFFFF).argsort(stable=True)
     step = head.rows_per_chunk(vocab)
     if head.cost is None:
@@ -108,8 +111,13 @@ def chunked_pass(
     *,
     upstream: Tensor,
     gradients: Gradients,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Per-token (value, nll, D); adds d(sum_t upstream_t value_t) to `gradients`."""
+    """Per-token (value, nll, D); adds d(sum_t upstream_t value_t) to `gradients`.
+
+    With a `shard`, `weight`, `bias` and the columns of the cost are those of this process, and everything else is equal
+    in all of them, the chunk size included.
+    """
     value = hidden.new_empty(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32))
     nll = torch.empty_like(value)
     transport = torch.empty_like(value) if head.cost is not None else None
@@ -117,7 +125,7 @@ def chunked_pass(
     for tokens, cost in _chunks(labels, weight.shape[0], head):
         h, label = hidden[tokens], labels[tokens]
         z, cap_slope = logits.of(h)
-        sweeps = sweeps_for(z, head.impl)
+        sweeps = _sweeps_for(z, head, shard)
         sums = sweeps.softmax_rows(z, label, cost)
         chunk = Tokens.of(sums)
         if gradients.wanted:
@@ -133,8 +141,15 @@ def chunked_pass(
             if cap_slope is not None:
                 z.mul_(cap_slope)
             gradients.add(tokens, z, h, weight)
+    if shard is not None and gradients.hidden is not None:
+        sum_over(gradients.hidden, shard.group)
     check_tokenwise(head.objective, nll, transport, value)
     return value, nll, transport
+
+
+def _sweeps_for(z: Tensor, head: Head, shard: VocabShard | None) -> ModuleType | ShardedSweeps:
+    sweeps = sweeps_for(z, head.impl)
+    return sweeps if shard is None else ShardedSweeps(sweeps, shard)
 
 
 class _Summed(torch.autograd.Function):
@@ -149,12 +164,15 @@ class _Summed(torch.autograd.Function):
         labels: Tensor,
         factor: Tensor,
         head: Head,
+        shard: VocabShard | None,
         wanted: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         gradients = Gradients.like(hidden, weight, bias, wanted)
-        value, nll, transport = chunked_pass(hidden, weight, bias, labels, head, upstream=factor, gradients=gradients)
-        ctx.head, ctx.gradients = head, gradients
-        # Not read unless a retained graph is gone through again; the gradients themselves are handed over the first time.
+        value, nll, transport = chunked_pass(
+            hidden, weight, bias, labels, head, upstream=factor, gradients=gradients, shard=shard
+        )
+        ctx.head, ctx.shard, ctx.gradients = head, shard, gradients
+        # Not read unless a retained graph is gone through again; the gradients are handed over the first time.
         ctx.save_for_backward(hidden, weight, bias, labels, factor)
         ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
         return value.sum() * factor.to(value.dtype), nll, transport
@@ -166,8 +184,8 @@ class _Summed(torch.autograd.Function):
         if gradients is None:
             hidden, weight, bias, labels, factor = ctx.saved_tensors
             gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
-            chunked_pass(hidden, weight, bias, labels, ctx.head, upstream=factor, gradients=gradients)
-        return (*gradients.times(upstream), None, None, None, None)
+            chunked_pass(hidden, weight, bias, labels, ctx.head, upstream=factor, gradients=gradients, shard=ctx.shard)
+        return (*gradients.times(upstream), None, None, None, None, None)
 
 
 class _PerToken(torch.autograd.Function):
@@ -175,13 +193,19 @@ class _PerToken(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        head: Head,
+        shard: VocabShard | None,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.head = head
+        ctx.head, ctx.shard = head, shard
         ctx.save_for_backward(hidden, weight, bias, labels)
         none = Gradients.like(hidden, weight, bias, (False, False, False))
         value, nll, transport = chunked_pass(
-            hidden, weight, bias, labels, head, upstream=hidden.new_ones(()), gradients=none
+            hidden, weight, bias, labels, head, upstream=hidden.new_ones(()), gradients=none, shard=shard
         )
         ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
         return value, nll, transport
@@ -191,10 +215,12 @@ class _PerToken(torch.autograd.Function):
         _refuse_second_order()
         hidden, weight, bias, labels = ctx.saved_tensors
         gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
-        values = chunked_pass(hidden, weight, bias, labels, ctx.head, upstream=upstream, gradients=gradients)[0]
-        if not torch.isfinite(values).all():
+        values = chunked_pass(
+            hidden, weight, bias, labels, ctx.head, upstream=upstream, gradients=gradients, shard=ctx.shard
+        )
+        if not torch.isfinite(values[0]).all():
             raise ValueError(f"objective {ctx.head.objective!r} has a slope that is not finite; guard it there.")
-        return (*gradients.times(None), None, None)
+        return (*gradients.times(None), None, None, None)
 
 
 def _refuse_second_order() -> None:
@@ -207,11 +233,17 @@ def _refuse_second_order() -> None:
 
 
 def token_values(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor | None, head: Head
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    factor: Tensor | None,
+    head: Head,
+    shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`(factor * sum of values, nll, D)`, or with no factor `(values, nll, D)`; every label is a valid token."""
     if factor is None:
-        return _PerToken.apply(hidden, weight, bias, labels, head)
+        return _PerToken.apply(hidden, weight, bias, labels, head, shard)
     needs = [tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
     wanted = tuple(need and torch.is_grad_enabled() for need in needs)
-    return _Summed.apply(hidden, weight, bias, labels, factor, head, wanted)
+    return _Summed.apply(hidden, weight, bias, labels, factor, head, shard, wanted)
