@@ -17,6 +17,7 @@ from otloss_llm.objectives import MLE as MLE
 from otloss_llm.objectives import MixCE as MixCE
 from otloss_llm.objectives import TaiLr as TaiLr
 from otloss_llm.objectives import parse_objective as parse_objective
+from otloss_llm.sharded_costs import ShardedEmbeddingCost as ShardedEmbeddingCost
 from otloss_llm.token_loss import TokenLoss as TokenLoss
 from otloss_llm.token_loss import emo_loss as emo_loss
 from otloss_llm.token_loss import linear_token_loss as linear_token_loss
@@ -35,6 +36,7 @@ __all__ = [
     "NumberCost",
     "ObjectiveMixin",
     "ObjectiveTrainer",
+    "ShardedEmbeddingCost",
     "TaiLr",
     "TokenLoss",
     "dense_token_loss",

@@ -7,9 +7,12 @@ only one coupling.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
@@ -27,10 +30,13 @@ from otloss_llm._positions import (
     scatter,
     valid_positions,
 )
+from otloss_llm._shards import VocabShard, fingerprint, local_tensors
+from otloss_llm.compiled import key_of, traced_token_loss
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.kernels import chunked, reference
 from otloss_llm.kernels.logits import Head
 from otloss_llm.objectives import EMO, Objective
+from otloss_llm.sharded_costs import own_columns
 
 
 class TokenLoss(NamedTuple):
@@ -110,6 +116,7 @@ def linear_token_loss(
     logit_softcap: float | None = None,
     impl: str = "auto",
     chunk_size: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
 ) -> TokenLoss:
     """`token_loss(softcap(scale * (hidden @ weight.T + bias)), labels)` without ever forming the full logits.
 
@@ -122,8 +129,17 @@ def linear_token_loss(
         logit_scale: factor on the logits.
         logit_softcap: `softcap * tanh(logits / softcap)` after the scale; None for no cap.
         impl: "chunked" holds a few buffers of (chunk, V) float32 beyond inputs and gradients, and is first-order only;
-            "reference" forms the full logits and allows second derivatives; "auto" is "chunked".
-        chunk_size: tokens per chunk; None takes as many as fit 64 MiB of float32 logits.
+            "triton" is the same in chunks whose softmax and gradient are made by Triton kernels, for CUDA tensors of
+            at most 32 bits, and holds (chunk, V) in bfloat16 if the inputs are; "reference" forms the full logits and
+            allows second derivatives. "auto" is "triton" on CUDA where Triton is installed, else "chunked".
+        chunk_size: tokens per chunk; None takes, of the tokens at hand, as many as fit 128 MiB of float32 logits, or
+            on a GPU 2^28 logits (512 MiB in bfloat16): 2048 tokens of a vocabulary of 128256.
+        process_group: processes that hold the rows of `weight` (and `bias`) together, in the order of ranks, and have
+            the same `hidden` and `labels` each (tensor parallelism). Labels are ids in the whole vocabulary; the loss
+            and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
+            is a whole one, or a `ShardedEmbeddingCost`. None: all rows are here.
+
+    DTensors speak for themselves: a weight with placements `[Shard(0)]` goes with replicated hidden states.
 
     Under `torch.autocast` the matrix products run in the autocast dtype, as the model's own head would.
 
@@ -141,23 +157,70 @@ def linear_token_loss(
         >>> out.loss.backward(); hidden.grad.shape, bool(hidden.grad[3].any())
         (torch.Size([4, 8]), False)
     """
+    hidden, weight, bias, labels, process_group = local_tensors(hidden, weight, bias, labels, process_group)
+    shard = None
+    if process_group is not None:
+        head = Head(objective, cost, logit_scale, logit_softcap, chunk_size, impl)
+        reduced = (reduction, num_items, ignore_index)
+        shard = _agreed_shard(process_group, (hidden, weight, bias, labels), head, reduced)
     hidden, weight, bias = check_head(hidden, weight, bias, labels)
+    if torch.compiler.is_compiling():
+        key = key_of(linear_token_loss, ("objective", "cost"), objective, cost)
+        count = None if num_items is None else torch.as_tensor(num_items, device=hidden.device)
+        settings = (reduction, ignore_index, logit_scale, logit_softcap, impl, chunk_size)
+        return TokenLoss(*traced_token_loss(key, (hidden, weight, labels, bias, count), settings))
     check_kernel(impl, chunk_size)
     check_transform(logit_scale, logit_softcap)
-    check_objective(objective, cost, weight.shape[0])
+    vocab = weight.shape[0] if shard is None else shard.vocab
+    check_objective(objective, cost, vocab)
     check_token_reduction(reduction, num_items)
-    valid = valid_positions(labels, hidden.shape[:-1], weight.shape[0], ignore_index, "hidden")
+    valid = valid_positions(labels, hidden.shape[:-1], vocab, ignore_index, "hidden")
     h, y = hidden[valid], labels[valid].long()
     factor = None if reduction == "none" else reduction_factor(reduction, num_items, h)
     head = Head(objective, cost, logit_scale, logit_softcap, chunk_size, impl)
     if impl != "reference":
         check_fixed(cost)
-    kernel = _reference if impl == "reference" else chunked.token_values
+    kernel = _reference if impl == "reference" else partial(chunked.token_values, shard=shard)
+    if shard is not None:
+        columns = None if cost is None else own_columns(cost, shard, y)
+        head = replace(head, cost=columns, chunk_size=head.rows_per_chunk(max(shard.sizes)))  # chunks in step
     with torch.autocast(hidden.device.type, enabled=False):
         loss, nll, transport = kernel(h, weight, bias, y, factor, head)
     if not (torch.isfinite(loss).all() and torch.isfinite(nll).all()):
         raise_not_finite(nll.detach(), transport, y, objective, hidden=h, weight=weight, bias=bias)
     return _at_positions(loss, nll, transport, valid)
+
+
+def _agreed_shard(
+    group: dist.ProcessGroup,
+    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
+    head: Head,
+    reduced: tuple[str, int | Tensor | None, int],
+) -> VocabShard:
+    """Which rows of the head are here; raises in every process if the arguments of one are wrong."""
+    hidden, weight, bias, labels = tensors
+    cost = head.cost
+
+    def check() -> dict[str, Any]:
+        reduction, num_items, ignore_index = reduced
+        h, w, b = check_head(hidden, weight, bias, labels)
+        check_kernel(head.impl, head.chunk_size)
+        check_transform(head.scale, head.softcap)
+        check_token_reduction(reduction, num_items)
+        check_objective(head.objective, cost, cost.shape[0] if isinstance(cost, Cost) else 0)
+        if head.impl == "reference":
+            raise ValueError('impl="reference" forms all logits in one process; with process_group expected "auto".')
+        check_fixed(cost)
+        return {
+            "hidden": (tuple(h.shape), h.dtype),
+            "labels": (tuple(labels.shape), fingerprint(labels)),
+            "gradients": [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (h, w, b)],
+            "cost": None if cost is None else (type(cost).__name__, cost.shape, cost.dtype),
+            "logits": (head.scale, head.softcap, head.impl, head.chunk_size),
+            "reduction": (reduction, None if num_items is None else float(num_items), ignore_index),
+        }
+
+    return VocabShard.agreed(group, weight, check)
 
 
 def _reference(

@@ -1,0 +1,189 @@
+"""A head whose rows are spread over processes: who holds which, and whether all of them ask for the same.
+
+Notation: process r of a group holds the rows start_r .. stop_r of the (V, d) head, in the order of ranks, some perhaps
+none. Hidden states and labels are whole, and equal, in every process: tensor parallelism, not data parallelism.
+
+A process that raises alone leaves the others waiting for it for ever. So arguments are checked before the first
+collective, which also tells the others; what is computed later is equal in all processes, and so are its errors.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class VocabShard:
+    """The rows of this process, and the number of rows of every other.
+
+    Attributes:
+        group: the processes that hold the vocabulary together.
+        rank: of this process in the group.
+        sizes: rows of each process.
+    """
+
+    group: dist.ProcessGroup
+    rank: int
+    sizes: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        return sum(self.sizes[: self.rank])
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.sizes[self.rank]
+
+    @property
+    def vocab(self) -> int:
+        return sum(self.sizes)
+
+    def local(self, index: Int[Tensor, " picked"]) -> Int[Tensor, " picked"]:
+        """Where tokens lie among the rows of this process; -1 for those of another."""
+        return torch.where((index >= self.start) & (index < self.stop), index - self.start, -1)
+
+    @classmethod
+    def agreed(cls, group: dist.ProcessGroup, block: Tensor, check: Callable[[], Facts]) -> VocabShard:
+        """Tell the others how many rows `block` has, and that this process has found its arguments right.
+
+        Args:
+            check: raises, or returns what has to be equal in all processes.
+
+        Raises:
+            Exception: that of `check`.
+            ValueError: `check` raised in another process, or the processes' facts differ.
+        """
+        error: Exception | None = None
+        facts: Facts = {}
+        try:
+            facts = check()
+        except Exception as caught:  # whatever it is: the others wait for this process
+            error = caught
+        rows = -1 if error is not None else len(block)
+        mine = torch.tensor([rows, zlib.crc32(repr(facts).encode())], device=getattr(block, "device", None))
+        everyone = gathered(mine, group)
+        if error is not None:
+            raise error
+        sizes, digests = zip(*everyone.tolist(), strict=True)
+        if -1 in sizes:
+            raise ValueError(f"process {sizes.index(-1)} of the group refused its arguments; its own error says why.")
+        if len(set(digests)) > 1:
+            raise ValueError(
+                f"the processes of the group do not ask for the same; here it is {facts}. Expected everything but the "
+                "rows of the head to be equal: in data parallelism, where tokens differ, leave process_group out."
+            )
+        return cls(group, dist.get_rank(group), sizes)
+
+
+def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """The tensors of all processes, stacked, in one collective."""
+    everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
+    # torch 2.13 has renamed the function, and warns at the name it has in torch 2.6.
+    gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    gather(everyone, mine.reshape(-1), group=group)
+    return everyone.view(-1, *mine.shape)
+
+
+def fingerprint(labels: Int[Tensor, "*batch"]) -> int:
+    """A number that differs between labels that differ."""
+    flat = labels.detach().reshape(-1).long()
+    weights = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1 + 1  # wraps, as does the sum
+    return int(((flat + 1) * weights).sum())
+
+
+class LocalTensors(NamedTuple):
+    """Plain tensors of this process, and the group whose processes hold the other rows of the head (None: all here)."""
+
+    hidden: Float[Tensor, "*batch width"]
+    weight: Float[Tensor, "rows width"]
+    bias: Float[Tensor, " rows"] | None
+    labels: Int[Tensor, "*batch"]
+    group: dist.ProcessGroup | None
+
+
+def local_tensors(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, group: dist.ProcessGroup | None
+) -> LocalTensors:
+    """Look into DTensors: a head sharded by rows goes with replicated hidden states, a replicated one is whole.
+
+    Raises:
+        ValueError: another placement, or one that leaves open which tokens the other processes hold.
+    """
+    if not any(hasattr(tensor, "placements") for tensor in (hidden, weight, bias, labels)):
+        return LocalTensors(hidden, weight, bias, labels, group)
+    if is_row_shard(weight):
+        return _of_row_shards(hidden, weight, bias, labels, group)
+    if hasattr(weight, "placements") and group is not None:
+        raise ValueError(
+            f"weight is a DTensor with placements {_placements(weight)}, and process_group was given; expected the "
+            "rows of this process: pass weight.to_local() of a weight with placements [Shard(0)]."
+        )
+    return LocalTensors(
+        _replica("hidden", hidden),
+        _replica("weight", weight),
+        None if bias is None else _replica("bias", bias),
+        _replica("labels", labels),
+        group,
+    )
+
+
+def _of_row_shards(
+    hidden: Tensor, weight: Any, bias: Any, labels: Tensor, group: dist.ProcessGroup | None
+) -> LocalTensors:
+    mesh = weight.device_mesh
+    if not hasattr(hidden, "placements") and group is None:
+        raise ValueError(
+            "weight is a DTensor sharded by rows and hidden a plain tensor, so it is open whether other processes hold "
+            "other tokens (FSDP2) or the same (tensor parallelism). For FSDP2 make the call inside the model's forward "
+            "pass, where the weight is gathered (ObjectiveTrainer does); for tensor parallelism pass hidden as a "
+            "DTensor with placements [Replicate()], or weight.to_local() with process_group=."
+        )
+    if hasattr(hidden, "placements") and hidden.device_mesh != mesh:  # type: ignore[attr-defined]
+        raise ValueError("hidden and weight are DTensors of different device meshes, expected one mesh.")
+    own = mesh.get_group()
+    if group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(own):
+        raise ValueError("process_group has other processes than the device mesh of weight; leave process_group out.")
+    if bias is not None and not (is_row_shard(bias) and bias.device_mesh == mesh):
+        raise ValueError(f"bias is {_placements(bias)}, expected a DTensor sharded by rows on the mesh of weight.")
+    return LocalTensors(
+        _replica("hidden", hidden),
+        weight.to_local(),
+        None if bias is None else bias.to_local(),
+        _replica("labels", labels),
+        own,
+    )
+
+
+def is_row_shard(tensor: Any) -> bool:
+    """Whether this is a DTensor of placement Shard(0) on a mesh of one axis."""
+    if not hasattr(tensor, "placements"):
+        return False
+    from torch.distributed.tensor import Shard  # slow to import, and needed for DTensors only
+
+    return len(tensor.placements) == 1 and type(tensor.placements[0]) is Shard and tensor.placements[0].dim == 0
+
+
+def _replica(name: str, tensor: Any) -> Tensor:
+    if not hasattr(tensor, "placements"):
+        return tensor
+    if not all(placement.is_replicate() for placement in tensor.placements):
+        rows = ", or (on a mesh of one axis) [Shard(0)]" if name == "weight" else ""
+        raise ValueError(
+            f"{name} is a DTensor with placements {_placements(tensor)}, expected replicated ones{rows}; "
+            f"call {name}.redistribute(placements=[Replicate()])."
+        )
+    return tensor.to_local()
+
+
+def _placements(tensor: Any) -> str:
+    return str(list(tensor.placements)) if hasattr(tensor, "placements") else "a plain tensor"

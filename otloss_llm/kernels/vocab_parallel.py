@@ -1,0 +1,87 @@
+"""The two sweeps where each process holds some columns of the vocabulary: the interface of `rows`, sums over all.
+
+Notation: process r sweeps over its own columns and finds top_r, others_r, ... (`RowSums`; a label elsewhere is -1).
+
+    top = max_r top_r        s_r = exp(top_r - top)        others = sum_r s_r others_r        others_cost likewise
+
+One collective a chunk carries five numbers per token and process, whatever the size of the vocabulary. Every process
+computes the same merged numbers from the same gathered ones, bit for bit, so that alpha and beta agree without a word.
+A NaN in one process is a NaN in all of them.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss_llm._shards import VocabShard, gathered
+from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
+
+
+class ShardedSweeps:
+    """Both sweeps over one chunk: the module of local sweeps inside, labels and sums of the whole vocabulary outside.
+
+    Args:
+        local: `rows` or a twin of it.
+        shard: the columns of this process.
+    """
+
+    def __init__(self, local: ModuleType, shard: VocabShard) -> None:
+        self.local, self.shard = local, shard
+
+    def softmax_rows(
+        self, z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: CostRows | None
+    ) -> RowSums:
+        """The sums of each row over all processes; `cost` holds the columns of this one."""
+        own = self.shard.local(label)
+        sums = self.local.softmax_rows(z, own, cost) if z.shape[1] else _of_no_columns(z, cost)
+        self._own_top = sums.top
+        return merged(sums, self.shard.group)
+
+    def gradient_rows(
+        self,
+        z: Float[Tensor, "rows columns"],
+        top: Float[Tensor, " rows"],
+        label: Int[Tensor, " rows"],
+        cost: CostRows | None,
+        slopes: Slopes,
+    ) -> None:
+        """As `rows.gradient_rows`, with the merged `top` and slopes."""
+        if not z.shape[1]:
+            return
+        # The local sweeps may have left exp(z - own top) in z: what is missing goes into the slopes.
+        share = (self._own_top - top).exp()
+        b = None if slopes.b is None else slopes.b * share
+        # Where every column here is masked, -inf less -inf would be NaN in the sweeps that read z again.
+        shift = torch.where(self._own_top == -torch.inf, 0.0, self._own_top)
+        own = Slopes(slopes.a * share, b, slopes.transport, slopes.at_label)
+        self.local.gradient_rows(z, shift, self.shard.local(label), cost, own)
+
+
+def merged(sums: RowSums, group: dist.ProcessGroup) -> RowSums:
+    """The sums over the columns of all processes, from those over each one's own."""
+    with_cost = [part for part in (sums.others_cost, sums.c_y) if part is not None]
+    mine = torch.stack([sums.top, sums.others, sums.z_y, *with_cost])
+    tops, others, z_y, *costs = gathered(mine, group).unbind(1)  # (processes, rows) each
+    top = tops.amax(0)
+    share = (tops - top).exp()  # NaN where a logit is, and where no column of any process is left
+    total = (others * share).sum(0)
+    if not costs:
+        return RowSums(top, total, None, z_y.amax(0), None)
+    return RowSums(top, total, (costs[0] * share).sum(0), z_y.amax(0), costs[1].sum(0))
+
+
+def _of_no_columns(z: Tensor, cost: CostRows | None) -> RowSums:
+    nothing = z.new_zeros(len(z), dtype=torch.promote_types(z.dtype, torch.float32))
+    masked = torch.full_like(nothing, -torch.inf)
+    return RowSums(masked, nothing, None if cost is None else nothing, masked, None if cost is None else nothing)
+
+
+def sum_over(tensor: Tensor, group: dist.ProcessGroup) -> None:
+    """Add up in place what each process has computed from its own columns."""
+    if tensor.numel():
+        dist.all_reduce(tensor, group=group)
