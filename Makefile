@@ -21,7 +21,7 @@ lint: $(STAMP)  ## formatting, types, and the floors of the layout
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)  ## ratios against peers measured in the same run
+bench: $(STAMP)  ## ratios against peers measured in the same run, and how they scale; about 25 minutes on 2 cores
 	$(BIN)/python -m benchmarks
 
 wheel: $(STAMP)

@@ -1,22 +1,44 @@
-"""`python -m benchmarks [token_loss]`: run one benchmark, or all of them."""
+"""`python -m benchmarks [token_loss | scaling]`: run one benchmark, or all of them."""
 
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
-from benchmarks import token_loss
+from benchmarks import scaling, token_loss
+from benchmarks.labels import BESIDE, find_data
+from benchmarks.measure import FOLDER, Settings
 
-BENCHMARKS = {"token_loss": token_loss.main}
+BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("name", nargs="?", choices=sorted(BENCHMARKS), help="default: all")
-    parser.add_argument("--rounds", type=int, default=7, help="interleaved repetitions; medians are reported")
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
+    parser.add_argument("name", nargs="?", choices=list(BENCHMARKS), help="default: all")
+    parser.add_argument(
+        "--rounds", type=int, help=f"interleaved repetitions ({token_loss.ROUNDS}; scaling {scaling.ROUNDS})"
+    )
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs; keeps no results")
+    parser.add_argument(
+        "--data", type=Path, help=f"folder with text/*.txt and tokenizers/gpt2 (default: {'/'.join(BESIDE.parts[-2:])} "
+        "beside the repository; labels follow a Zipf law where there is none)",
+    )  # fmt: skip
+    parser.add_argument("--text", default=Settings.text, help="the text the labels come from (%(default)s)")
+    parser.add_argument("--output", type=Path, help="folder for results (default: benchmarks, with --small none)")
+    parser.add_argument("--resume", action="store_true", help="scaling: go on where an interrupted run stopped")
     options = parser.parse_args()
+    if options.rounds is not None and options.rounds < 1:
+        parser.error(f"--rounds is {options.rounds}, expected 1 or more")
+    settings = Settings(
+        rounds=options.rounds,
+        small=options.small,
+        data=find_data(options.data, options.text),
+        text=options.text,
+        output=options.output or (None if options.small else FOLDER),
+        resume=options.resume,
+    )
     for name in [options.name] if options.name else BENCHMARKS:
-        BENCHMARKS[name](rounds=options.rounds, small=options.small)
+        BENCHMARKS[name](settings)
 
 
 if __name__ == "__main__":

@@ -7,15 +7,60 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
 
 import torch
 
-RESULTS = Path(__file__).parent / "results.csv"
-FIELDS = ("date", "benchmark", "case", "name", "seconds", "ratio", "peer", "rounds", "hardware", "torch")
+Row = dict[str, str]  # of a CSV file
+
+FOLDER = Path(__file__).parent
+FIELDS = ("date", "benchmark", "case", "name", "seconds", "mebibytes", "error", "ratio", "peer", "rounds", "spread",
+          "hardware", "torch")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the command line asks of every benchmark.
+
+    Attributes:
+        rounds: interleaved repetitions; None leaves it to the benchmark.
+        small: tiny sizes, to see that everything runs.
+        data: folder with text/*.txt and tokenizers/gpt2; None for Zipf labels.
+        text: which of the texts the labels come from.
+        output: folder that the CSV files and figures go to; None keeps nothing.
+        resume: go on with the rows of an interrupted run, where the benchmark can.
+    """
+
+    rounds: int | None = None
+    small: bool = False
+    data: Path | None = None
+    text: str = "wikitext2-valid"
+    output: Path | None = None
+    resume: bool = False
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of one contestant in all rounds."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Range of the middle half over the median: what noise does to a single round."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / self.median
 
 
 def hardware() -> str:
@@ -27,34 +72,97 @@ def hardware() -> str:
     return f"{model or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {' '.join(sets)}"
 
 
-def interleaved(contestants: dict[str, Callable[[], Any]], *, rounds: int) -> dict[str, float]:
-    """Median seconds of each contestant; one warm-up, then each once a round, so that noise meets all alike."""
-    for run in contestants.values():
-        run()
+def timed_rounds(
+    contestants: dict[str, Callable[[], Any]], *, rounds: int, before_round: Callable[[int], Any] | None = None
+) -> dict[str, Timing]:
+    """Each contestant once a round, so that noise meets all alike, after a warm-up that counts for nothing.
+
+    `before_round(i)` may change what all of them work on; the warm-up is round 0. All begin with the same number of
+    threads, whatever the one before left behind.
+    """
+    threads = torch.get_num_threads()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
-    for _ in range(rounds):
+    for i in range(rounds + 1):
+        if before_round is not None:
+            before_round(i)
         for name, run in contestants.items():
+            torch.set_num_threads(threads)
             started = time.perf_counter()
             run()
             seconds[name].append(time.perf_counter() - started)
-    return {name: statistics.median(values) for name, values in seconds.items()}
+    torch.set_num_threads(threads)
+    return {name: Timing(tuple(values[1:])) for name, values in seconds.items()}
 
 
-def report(benchmark: str, case: str, medians: dict[str, float], *, peer: str, rounds: int, keep: bool) -> None:
-    """Print seconds and ratios to `peer`, and append them to the CSV if `keep`."""
-    print(f"\n{benchmark}: {case}\n  {hardware()}, torch {torch.__version__}, {rounds} rounds")
+def interleaved(contestants: dict[str, Callable[[], Any]], *, rounds: int) -> dict[str, float]:
+    """Median seconds of each contestant in interleaved rounds."""
+    return {name: timing.median for name, timing in timed_rounds(contestants, rounds=rounds).items()}
+
+
+@contextmanager
+def matmul_precision(precision: str) -> Iterator[None]:
+    """`torch.set_float32_matmul_precision` for a while."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def say(text: str) -> None:
+    """Progress, at once."""
+    print(text, flush=True)
+
+
+def heading(benchmark: str, case: str, note: str) -> None:
+    say(f"\n{benchmark}: {case}\n  {hardware()}, torch {torch.__version__}, {note}")
+
+
+def table(rows: Sequence[Sequence[str]]) -> None:
+    """Columns of equal width; the first row is the head."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for i, row in enumerate(rows):
+        say("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
+        if i == 0:
+            say("|" + "|".join("-" * (width + 2) for width in widths) + "|")
+
+
+def append(file: Path, fields: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
+    """Rows at the end of a CSV file, which begins with its field names; what a row does not have stays empty.
+
+    Raises:
+        ValueError: the file has other fields.
+    """
+    file.parent.mkdir(parents=True, exist_ok=True)
+    head = file.read_text(encoding="utf-8").partition("\n")[0] if file.exists() else ""
+    if head not in ("", ",".join(fields)):
+        raise ValueError(f"{file} has the fields {head}, expected {','.join(fields)}; move it away.")
+    with file.open("a", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, fields, restval="", lineterminator="\n")
+        if not head:
+            writer.writeheader()
+        writer.writerows(rows)
+
+
+def keep(output: Path | None, benchmark: str, case: str, rows: Sequence[dict[str, Any]]) -> None:
+    """Append to results.csv in `output`, with date, hardware and torch named; nothing where that is None."""
+    if output is None:
+        return
+    common = {"date": date.today().isoformat(), "benchmark": benchmark, "case": case, "hardware": hardware(),
+              "torch": torch.__version__}  # fmt: skip
+    append(output / "results.csv", FIELDS, [{**common, **row} for row in rows])
+
+
+def report_times(
+    benchmark: str, case: str, timings: dict[str, Timing], *, peer: str, rounds: int, output: Path | None
+) -> None:
+    """Print medians and ratios to `peer`, and append them to results.csv."""
+    heading(benchmark, case, f"{rounds} rounds")
     rows = []
-    for name, median in medians.items():
-        ratio = median / medians[peer]
-        print(f"  {name:<42} {median * 1000:9.1f} ms   {ratio:6.2f} x {peer}")
-        rows.append(
-            dict(zip(FIELDS, (date.today().isoformat(), benchmark, case, name, f"{median:.6f}", f"{ratio:.4f}", peer,
-                              rounds, hardware(), torch.__version__), strict=True))
-        )  # fmt: skip
-    if keep:
-        fresh = not RESULTS.exists()
-        with RESULTS.open("a", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, FIELDS)
-            if fresh:
-                writer.writeheader()
-            writer.writerows(rows)
+    for name, timing in timings.items():
+        ratio = timing.median / timings[peer].median
+        say(f"  {name:<30} {timing.median * 1000:9.1f} ms ± {timing.spread:4.0%}   {ratio:6.3f} x {peer}")
+        rows.append({"name": name, "seconds": f"{timing.median:.6f}", "ratio": f"{ratio:.4f}", "peer": peer,
+                     "rounds": rounds, "spread": f"{timing.spread:.3f}"})  # fmt: skip
+    keep(output, benchmark, case, rows)

@@ -1,75 +1,207 @@
-"""Forward and backward of the token losses against their peers, from hidden states and head.
+"""What a token loss costs: time, memory and gradient error of forward and backward, from hidden states and head.
 
-Labels follow a Zipf law over the vocabulary, like words do; `u` is the share of distinct labels, on which the price of
-the cost rows depends.
+Dense cross-entropy, `F.linear_cross_entropy` with its best chunk of a sweep and with its automatic choice, EMOLoss,
+and ours with its default chunk. Every round has new labels, the same for all contestants of the round; `u` is the mean
+share of distinct labels, on which the price of EMO's cost rows depends. EMO's cost object is made once, as in training.
+`F.linear_cross_entropy` without options is not among them: it is dense cross-entropy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import gc
+from dataclasses import dataclass
 
-import torch
-from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+from benchmarks.contestants import (
+    DENSE,
+    EMO_OURS,
+    HAS_TORCH,
+    MLE_OURS,
+    OTHER_OBJECTIVES,
+    PUBLISHED,
+    TORCH,
+    TORCH_AUTO,
+    Problem,
+    has_published,
+    our_chunk,
+    steps,
+    torch_name,
+)
+from benchmarks.gradient_error import contestants as judged
+from benchmarks.gradient_error import gradient_errors, make_problem
+from benchmarks.labels import labels_for, share_distinct
+from benchmarks.measure import (
+    Settings,
+    Timing,
+    heading,
+    keep,
+    matmul_precision,
+    report_times,
+    say,
+    table,
+    timed_rounds,
+)
+from benchmarks.memory import MIB, counted_bytes, extra_bytes
 
-from benchmarks.measure import interleaved, report
-from otloss_llm import EMO, MLE, EmbeddingCost, linear_token_loss
-
-CASES = ((2048, 32000, 768),)
-SMALL = ((64, 500, 32),)
-DENSE = "dense cross-entropy"
-
-
-def zipf_labels(tokens: int, vocab: int, generator: torch.Generator) -> Tensor:
-    """Token ids with probability proportional to 1 / rank."""
-    weights = 1.0 / torch.arange(1, vocab + 1, dtype=torch.float64)
-    return torch.multinomial(weights, tokens, replacement=True, generator=generator)
-
-
-def contestants(tokens: int, vocab: int, width: int) -> tuple[dict[str, Callable[[], None]], float]:
-    """One forward and backward pass each, on the same inputs; and the share of distinct labels."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(tokens, width, generator=generator).requires_grad_()
-    weight = (torch.randn(vocab, width, generator=generator) * width**-0.5).requires_grad_()
-    labels = zipf_labels(tokens, vocab, generator)
-    cost = EmbeddingCost(weight)
-
-    def step(loss: Callable[[], Tensor]) -> Callable[[], None]:
-        def run() -> None:
-            hidden.grad = weight.grad = None
-            loss().backward()
-
-        return run
-
-    runs = {
-        DENSE: step(lambda: F.cross_entropy(F.linear(hidden, weight), labels)),
-        "otloss MLE (chunked)": step(lambda: linear_token_loss(hidden, weight, labels, objective=MLE()).loss),
-        "otloss EMO (chunked)": step(
-            lambda: linear_token_loss(hidden, weight, labels, objective=EMO(), cost=cost).loss
-        ),
-    }
-    if hasattr(F, "linear_cross_entropy"):
-        runs["F.linear_cross_entropy"] = step(lambda: F.linear_cross_entropy(hidden, weight, labels))
-    try:
-        from emo import EMOLoss
-    except ImportError:
-        print('EMOLoss is left out: pip install "otloss[bench]"')
-    else:
-        frozen = weight.detach().clone()
-        # It shifts labels itself: one more position in front of the labels aligns them.
-        shifted = torch.cat([labels[:1], labels])[None]
-
-        def published() -> Tensor:
-            logits = F.linear(hidden, weight)
-            return EMOLoss(torch.cat([logits, logits[-1:]])[None], shifted, frozen)
-
-        runs["EMOLoss 0.0.3"] = step(published)
-    return runs, len(labels.unique()) / tokens
+NAME = "token_loss"
+ROUNDS, SMALL_ROUNDS, SWEEP_ROUNDS = 7, 2, 3
+CHUNKS = (128, 256, 512, 1024, 2048)
+BF16 = "bf16 products (opt-in: matmul precision medium)"
 
 
-def main(*, rounds: int, small: bool) -> None:
-    for tokens, vocab, width in SMALL if small else CASES:
-        runs, share = contestants(tokens, vocab, width)
-        medians = interleaved(runs, rounds=rounds)
-        case = f"N={tokens} V={vocab} d={width} float32 u={share:.2f} Zipf labels"
-        report("token_loss", case, medians, peer=DENSE, rounds=rounds, keep=not small)
+@dataclass(frozen=True)
+class Size:
+    tokens: int
+    vocab: int
+    width: int
+
+    def __str__(self) -> str:
+        return f"N={self.tokens} V={self.vocab} d={self.width}"
+
+
+SIZES = (Size(2048, 32000, 768), Size(4096, 50257, 768))
+ERROR_SIZE = Size(512, 32000, 768)
+SMALL = (Size(256, 600, 32),)
+SMALL_ERROR = Size(64, 600, 32)
+SHARPNESS = (1.0, 3.0, 10.0)  # standard deviation of the logits
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A row of the table: `measured / peer` is to stay at or under `limit`."""
+
+    what: str
+    limit: float
+
+    def judged(self, ratio: float | None) -> list[str]:
+        verdict = "not measured" if ratio is None else f"{ratio:.3f} {'met' if ratio <= self.limit else 'missed'}"
+        return [self.what, f"<= {self.limit:.2f}", verdict]
+
+
+EMO_TORCH = Limit(f"EMO time / best {TORCH} time", 1.10)
+EMO_DENSE_CE = Limit("EMO time / dense cross-entropy time", 0.95)
+EMO_PUBLISHED = Limit("EMO time / EMOLoss 0.0.3 time", 0.33)
+MLE_TORCH = Limit(f"MLE time / best {TORCH} time", 1.00)
+MEMORY = Limit("EMO peak extra memory / dense cross-entropy's", 0.35)
+EMO_ERROR = Limit("EMO gradient error / dense cross-entropy's", 2.00)
+MLE_ERROR = Limit("MLE gradient error / dense cross-entropy's", 2.00)
+
+
+class Case:
+    """One size: its labels, its problem, and the words that name it."""
+
+    def __init__(self, size: Size, settings: Settings) -> None:
+        self.size, self.settings = size, settings
+        self.labels = labels_for(settings, size.vocab)
+        self.rounds = settings.rounds or (SMALL_ROUNDS if settings.small else ROUNDS)
+        self.problem = Problem.random(size.tokens, size.vocab, size.width, self.labels.draw(size.tokens, 0))
+
+    def name(self, share: float, note: str = "") -> str:
+        parts = [
+            f"{self.size} float32 u={share:.2f}",
+            self.labels.name,
+            f"our chunk {our_chunk(self.size.tokens, self.size.vocab)}",
+            note,
+        ]
+        return ", ".join(part for part in parts if part)
+
+    def times(self, names: list[str], *, rounds: int) -> tuple[dict[str, Timing], float]:
+        """Interleaved rounds, each with labels of its own; and the mean share of distinct ones."""
+        shares = []
+
+        def new_labels(i: int) -> None:
+            self.problem.labels = self.labels.draw(self.size.tokens, i)
+            if i:
+                shares.append(share_distinct(self.problem.labels))
+
+        timings = timed_rounds(steps(names, self.problem), rounds=rounds, before_round=new_labels)
+        return timings, sum(shares) / len(shares)
+
+    def report(self, names: list[str], *, rounds: int, note: str = "") -> dict[str, Timing]:
+        timings, share = self.times(names, rounds=rounds)
+        report_times(NAME, self.name(share, note), timings, peer=names[0], rounds=rounds, output=self.settings.output)
+        return timings
+
+    def torch_contestants(self) -> list[str]:
+        """The best chunk of a sweep, and the automatic choice."""
+        if not HAS_TORCH:
+            return []
+        chunks = sorted({min(chunk, self.size.tokens) for chunk in CHUNKS})
+        names = [TORCH_AUTO, *map(torch_name, chunks)]
+        swept = self.report(names, rounds=min(SWEEP_ROUNDS, self.rounds), note=f"sweep of {TORCH}")
+        return [min(names[1:], key=lambda name: swept[name].median), TORCH_AUTO]
+
+
+def time_case(case: Case, in_torch: list[str], *, objectives: bool) -> list[list[str]]:
+    """The main comparison, and the verdicts on it; `objectives`: TaiLr and MixCE beside MLE and EMO."""
+    published = [PUBLISHED] if has_published() else []
+    others = list(OTHER_OBJECTIVES) if objectives else []
+    timings = case.report([DENSE, *in_torch, MLE_OURS, EMO_OURS, *others, *published], rounds=case.rounds)
+    best = min((timings[name].median for name in in_torch), default=None)
+    emo, mle = timings[EMO_OURS].median, timings[MLE_OURS].median
+    return [
+        EMO_TORCH.judged(best and emo / best),
+        EMO_DENSE_CE.judged(emo / timings[DENSE].median),
+        EMO_PUBLISHED.judged(emo / timings[PUBLISHED].median if published else None),
+        MLE_TORCH.judged(best and mle / best),
+    ]
+
+
+def memory_case(case: Case, in_torch: list[str]) -> list[list[str]]:
+    """Peaks in processes of their own, beside what a count of the largest tensors gives."""
+    size, settings = case.size, case.settings
+    names = [DENSE, *in_torch, MLE_OURS, EMO_OURS, *([PUBLISHED] if has_published() else [])]
+    labels = case.labels.draw(size.tokens, 1)
+    share = share_distinct(labels)
+    extra = extra_bytes(names, labels, size.vocab, size.width, processes="one" if settings.small else "each")
+    text = case.name(share)
+    heading(f"{NAME} memory", text, "peak beyond inputs and gradients, MALLOC_MMAP_THRESHOLD_=131072")
+    rows = []
+    for name, measured in extra.items():
+        counted = counted_bytes(name, size.tokens, size.vocab, size.width, share)
+        ratio = measured / extra[DENSE]
+        beside = "" if counted is None else f"   ({counted / MIB:.0f} MiB counted)"
+        say(f"  {name:<30} {measured / MIB:9.1f} MiB   {ratio:6.3f} x {DENSE}{beside}")
+        rows.append({"name": name, "mebibytes": f"{measured / MIB:.1f}", "ratio": f"{ratio:.4f}", "peer": DENSE})
+    keep(settings.output, f"{NAME} memory", text, rows)
+    return [MEMORY.judged(extra[EMO_OURS] / extra[DENSE])]
+
+
+def error_case(settings: Settings, *, precision: str = "highest") -> list[list[str]]:
+    """Gradient errors at each sharpness; the verdicts are on the worst."""
+    size = SMALL_ERROR if settings.small else ERROR_SIZE
+    labels = labels_for(settings, size.vocab)
+    note = "" if precision == "highest" else f", {BF16}"
+    worst = {EMO_OURS: 0.0, MLE_OURS: 0.0}
+    for sharpness in SHARPNESS[:1] if settings.small else SHARPNESS:
+        case = f"{size} float32, logits of standard deviation {sharpness:g}, half the labels argmax{note}"
+        problem = make_problem(size.tokens, size.vocab, size.width, labels, sharpness=sharpness)
+        errors = gradient_errors(problem, judged(), precision=precision)
+        heading(f"{NAME} gradient error", case, "relative Frobenius error against float64")
+        rows = []
+        for name, error in errors.items():
+            ratio = error.over(errors[DENSE])
+            say(f"  {name:<30} dh {error.hidden:.2e}   dW {error.weight:.2e}   {ratio:8.2f} x {DENSE} (the worse)")
+            rows.append({"name": name, "error": f"{max(error.hidden, error.weight):.3e}", "ratio": f"{ratio:.3f}",
+                         "peer": DENSE})  # fmt: skip
+            worst[name] = max(worst.get(name, 0.0), ratio)
+        keep(settings.output, f"{NAME} gradient error", case, rows)
+    return [EMO_ERROR.judged(worst[EMO_OURS]), MLE_ERROR.judged(worst[MLE_OURS])]
+
+
+def main(settings: Settings) -> None:
+    sizes = SMALL if settings.small else SIZES
+    verdicts: list[list[str]] = []
+    for size in sizes:
+        case = Case(size, settings)
+        in_torch = case.torch_contestants()
+        found = time_case(case, in_torch, objectives=size is sizes[0])
+        with matmul_precision("medium"):
+            case.report([DENSE, *in_torch, MLE_OURS, EMO_OURS], rounds=min(SWEEP_ROUNDS, case.rounds), note=BF16)
+        gc.collect()
+        found += memory_case(case, in_torch)
+        verdicts += [[str(size), *row] for row in found]
+    error_size = str(SMALL_ERROR if settings.small else ERROR_SIZE)
+    verdicts += [[error_size, *row] for row in error_case(settings)]
+    error_case(settings, precision="medium")
+    say("\nRatios of medians, in float32 with products at full precision:")
+    table([["size", "quantity", "limit", "measured"], *verdicts])

@@ -1,0 +1,95 @@
+"""Error of the gradients in float32 against float64, relative in the Frobenius norm, dh and dW apart.
+
+Truth is autograd in float64 through the plain formulas below, written without our kernels; EMOLoss, which clips EMO's
+ratio at 3, is judged by itself in float64. Half of the labels are what the model finds most probable, so that confident
+tokens occur, where D is small and nll / D loses digits first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+
+from benchmarks.contestants import (
+    DENSE,
+    EMO_DENSE,
+    EMO_OURS,
+    HAS_TORCH,
+    MLE_OURS,
+    PUBLISHED,
+    TORCH_AUTO,
+    Problem,
+    has_published,
+    loss_named,
+)
+from benchmarks.labels import Labels
+from benchmarks.measure import matmul_precision
+
+
+@dataclass(frozen=True)
+class GradientError:
+    """Relative Frobenius errors of dh and dW."""
+
+    hidden: float
+    weight: float
+
+    def over(self, other: GradientError) -> float:
+        """The larger of the two ratios."""
+        return max(self.hidden / other.hidden, self.weight / other.weight)
+
+
+def _gradients(loss: Callable[[Problem], Tensor], problem: Problem) -> tuple[Tensor, Tensor]:
+    hidden, weight = torch.autograd.grad(loss(problem), (problem.hidden, problem.weight))
+    return hidden.double(), weight.double()
+
+
+def _exact_emo(problem: Problem) -> Tensor:
+    """Mean of `0.5 (nll + sg(nll / D) D)` with `D = sum over i != y of q_i (1 - cos(e_i, e_y))`."""
+    log_q = F.log_softmax(problem.hidden @ problem.weight.T, -1)
+    nll = F.nll_loss(log_q, problem.labels, reduction="none")
+    unit = F.normalize(problem.weight.detach(), dim=1)
+    cost = (1 - unit[problem.labels] @ unit.T).scatter(1, problem.labels[:, None], 0.0)
+    transport = (log_q.exp() * cost).sum(1)
+    return (0.5 * (nll + (nll / transport).detach() * transport)).mean()
+
+
+def _truth(name: str) -> Callable[[Problem], Tensor]:
+    if name in (EMO_OURS, EMO_DENSE):
+        return _exact_emo
+    return loss_named(PUBLISHED if name == PUBLISHED else DENSE)
+
+
+def make_problem(tokens: int, vocab: int, width: int, labels: Labels, *, sharpness: float) -> Problem:
+    """Every other label is the model's most probable token."""
+    problem = Problem.random(tokens, vocab, width, labels.draw(tokens, 0), sharpness=sharpness)
+    with torch.no_grad():
+        best = (problem.hidden @ problem.weight.T).argmax(1)
+    return replace(problem, labels=torch.where(torch.arange(tokens) % 2 == 0, best, problem.labels))
+
+
+def gradient_errors(problem: Problem, names: Sequence[str], *, precision: str = "highest") -> dict[str, GradientError]:
+    """Of each contestant in float32, with matrix products of the precision given."""
+    hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (problem.hidden, problem.weight))
+    exact = Problem(hidden, weight, problem.labels)
+    truths: dict[Callable[[Problem], Tensor], tuple[Tensor, Tensor]] = {}
+    errors = {}
+    for name in names:
+        truth = _truth(name)
+        if truth not in truths:
+            truths[truth] = _gradients(truth, exact)
+        with matmul_precision(precision):
+            ours = _gradients(loss_named(name), problem)
+        errors[name] = GradientError(
+            *(float((a - b).norm() / b.norm()) for a, b in zip(ours, truths[truth], strict=True))
+        )
+    return errors
+
+
+def contestants() -> list[str]:
+    """All that have a gradient of their own."""
+    return [DENSE, *([TORCH_AUTO] if HAS_TORCH else []), MLE_OURS, EMO_OURS, EMO_DENSE,
+            *([PUBLISHED] if has_published() else [])]  # fmt: skip

@@ -1,0 +1,100 @@
+"""Labels of benchmarks: real text, or distributions over the vocabulary.
+
+The price of EMO's cost rows depends on the share u of distinct labels among the tokens, so labels have to repeat like
+those of real text do: blocks of 256 consecutive tokens from random places of a text, by the tokenizer of GPT-2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from benchmarks.measure import Settings
+
+BESIDE = Path(__file__).parents[2] / "shared/data"
+BLOCK = 256
+
+
+@dataclass(frozen=True)
+class Labels:
+    """Where labels come from: `draw(tokens, seed)`, and the words that name them in a table."""
+
+    draw: Callable[[int, int], Tensor]
+    name: str
+
+
+def share_distinct(labels: Tensor) -> float:
+    """u, the number of distinct labels over the number of labels."""
+    return len(labels.unique()) / len(labels)
+
+
+def zipf(vocab: int) -> Labels:
+    """Token ids with probability proportional to 1 / rank."""
+    weights = 1.0 / torch.arange(1, vocab + 1, dtype=torch.float64)
+
+    def draw(tokens: int, seed: int) -> Tensor:
+        return torch.multinomial(weights, tokens, replacement=True, generator=torch.Generator().manual_seed(seed))
+
+    return Labels(draw, "Zipf labels, no text at hand")
+
+
+def uniform(kinds: int) -> Labels:
+    """Token ids uniform over the first `kinds`."""
+
+    def draw(tokens: int, seed: int) -> Tensor:
+        return torch.randint(kinds, (tokens,), generator=torch.Generator().manual_seed(seed))
+
+    return Labels(draw, f"labels uniform over {kinds} ids")
+
+
+@lru_cache(maxsize=2)
+def _token_ids(data: Path, text: str) -> Tensor:
+    from tokenizers import ByteLevelBPETokenizer
+
+    folder = data / "tokenizers/gpt2"
+    tokenizer = ByteLevelBPETokenizer(str(folder / "vocab.json"), str(folder / "merges.txt"))
+    return torch.tensor(tokenizer.encode((data / "text" / f"{text}.txt").read_text(encoding="utf-8")).ids)
+
+
+def from_text(data: Path, text: str, vocab: int) -> Labels:
+    """Blocks of consecutive tokens; ids that the vocabulary does not hold are dropped before."""
+    ids = _token_ids(data, text)
+    known = ids[ids < vocab]
+
+    def draw(tokens: int, seed: int) -> Tensor:
+        block = min(BLOCK, tokens)
+        generator = torch.Generator().manual_seed(seed)
+        starts = torch.randint(len(known) - block + 1, (-(-tokens // block), 1), generator=generator)
+        return known[starts + torch.arange(block)].flatten()[:tokens].clone()
+
+    dropped = f", {1 - len(known) / len(ids):.0%} of ids >= V dropped" if len(known) < len(ids) else ""
+    return Labels(draw, f"GPT-2 tokens of {text}{dropped}")
+
+
+def labels_for(settings: Settings, vocab: int) -> Labels:
+    """Text where there is one, else Zipf."""
+    return zipf(vocab) if settings.data is None else from_text(settings.data, settings.text, vocab)
+
+
+def find_data(asked: Path | None, text: str) -> Path | None:
+    """The folder asked for, or the one beside the repository if it exists.
+
+    Raises:
+        FileNotFoundError: the folder asked for lacks the text or the tokenizer.
+    """
+    folder = asked or BESIDE
+    missing = [str(path) for path in (folder / "text" / f"{text}.txt", folder / "tokenizers/gpt2/vocab.json")
+               if not path.is_file()]  # fmt: skip
+    if asked is not None and missing:
+        raise FileNotFoundError(f"--data {asked} lacks {' and '.join(missing)}; leave it out for Zipf labels.")
+    try:
+        import tokenizers  # noqa: F401
+    except ImportError:
+        print('Labels follow a Zipf law: text needs pip install "otloss[llm]"')
+        return None
+    return None if missing else folder
