@@ -12,7 +12,7 @@ from otloss._checks import check_finite, check_floating, check_reduction, check_
 from otloss.costs import Cost
 from otloss_llm.objectives import Objective, needs_cost, value_and_slopes
 
-IMPLEMENTATIONS = ("auto", "reference", "chunked")
+IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
 
 
 def check_head(

@@ -64,7 +64,7 @@ class ObjectiveArguments:
         default="model",
         metadata={"help": "Embedding of the cost: model (its own head), random, shuffled, a .npy file, or a model."},
     )
-    impl: str = field(default="auto", metadata={"help": "Kernel: auto, chunked, or reference."})
+    impl: str = field(default="auto", metadata={"help": "Kernel: auto, chunked, triton, or reference."})
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens per chunk of the kernel."})
 
 

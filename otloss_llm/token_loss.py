@@ -158,10 +158,12 @@ def linear_token_loss(
         (torch.Size([4, 8]), False)
     """
     hidden, weight, bias, labels, process_group = local_tensors(hidden, weight, bias, labels, process_group)
+    head = Head(objective, cost, logit_scale, logit_softcap, chunk_size, impl)
     shard = None
     if process_group is not None:
-        head = Head(objective, cost, logit_scale, logit_softcap, chunk_size, impl)
-        reduced = (reduction, num_items, ignore_index)
+        reduced = {"reduction": reduction, "num_items": num_items, "ignore_index": ignore_index}
+        if torch.compiler.is_compiling():
+            return _not_compiled(hidden, weight, bias, labels, head, process_group, reduced)
         shard = _agreed_shard(process_group, (hidden, weight, bias, labels), head, reduced)
     hidden, weight, bias = check_head(hidden, weight, bias, labels)
     if torch.compiler.is_compiling():
@@ -177,13 +179,13 @@ def linear_token_loss(
     valid = valid_positions(labels, hidden.shape[:-1], vocab, ignore_index, "hidden")
     h, y = hidden[valid], labels[valid].long()
     factor = None if reduction == "none" else reduction_factor(reduction, num_items, h)
-    head = Head(objective, cost, logit_scale, logit_softcap, chunk_size, impl)
     if impl != "reference":
         check_fixed(cost)
     kernel = _reference if impl == "reference" else partial(chunked.token_values, shard=shard)
     if shard is not None:
         columns = None if cost is None else own_columns(cost, shard, y)
-        head = replace(head, cost=columns, chunk_size=head.rows_per_chunk(max(shard.sizes)))  # chunks in step
+        step = head.rows_per_chunk(max(1, *shard.sizes), hidden.device.type)  # one for all processes
+        head = replace(head, cost=columns, chunk_size=step)
     with torch.autocast(hidden.device.type, enabled=False):
         loss, nll, transport = kernel(h, weight, bias, y, factor, head)
     if not (torch.isfinite(loss).all() and torch.isfinite(nll).all()):
@@ -195,18 +197,18 @@ def _agreed_shard(
     group: dist.ProcessGroup,
     tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
     head: Head,
-    reduced: tuple[str, int | Tensor | None, int],
+    reduced: dict[str, Any],
 ) -> VocabShard:
     """Which rows of the head are here; raises in every process if the arguments of one are wrong."""
     hidden, weight, bias, labels = tensors
     cost = head.cost
 
     def check() -> dict[str, Any]:
-        reduction, num_items, ignore_index = reduced
+        count = reduced["num_items"]
         h, w, b = check_head(hidden, weight, bias, labels)
         check_kernel(head.impl, head.chunk_size)
         check_transform(head.scale, head.softcap)
-        check_token_reduction(reduction, num_items)
+        check_token_reduction(reduced["reduction"], count)
         check_objective(head.objective, cost, cost.shape[0] if isinstance(cost, Cost) else 0)
         if head.impl == "reference":
             raise ValueError('impl="reference" forms all logits in one process; with process_group expected "auto".')
@@ -217,10 +219,21 @@ def _agreed_shard(
             "gradients": [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (h, w, b)],
             "cost": None if cost is None else (type(cost).__name__, cost.shape, cost.dtype),
             "logits": (head.scale, head.softcap, head.impl, head.chunk_size),
-            "reduction": (reduction, None if num_items is None else float(num_items), ignore_index),
+            "reduction": reduced | {"num_items": None if count is None else float(count)},
         }
 
     return VocabShard.agreed(group, weight, check)
+
+
+@torch.compiler.disable
+def _not_compiled(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head, group: Any, reduced: dict[str, Any]
+) -> TokenLoss:
+    """Collectives whose number depends on the labels stay out of compiled graphs."""
+    return linear_token_loss(
+        hidden, weight, labels, objective=head.objective, cost=head.cost, bias=bias, logit_scale=head.scale,
+        logit_softcap=head.softcap, impl=head.impl, chunk_size=head.chunk_size, process_group=group, **reduced,
+    )  # fmt: skip
 
 
 def _reference(

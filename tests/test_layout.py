@@ -53,6 +53,7 @@ def test_files_are_short_and_named_by_what_they_do(path: Path) -> None:
 PLANTED = {
     "a package above": ("otloss/costs/_cost.py", "import otloss_llm"),
     "POT by another door": ("otloss/_bounds.py", "import ot"),
+    "Triton by another door": ("otloss_llm/kernels/logits.py", "import triton"),
     "a sibling of otloss": ("otloss/_onedim.py", "import otloss._exact"),
     "a sibling of otloss_llm": ("otloss_llm/loading.py", "import otloss_llm.runs"),
     "a floor above": ("otloss_llm/objectives.py", "import otloss_llm.trainer"),

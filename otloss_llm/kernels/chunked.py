@@ -68,14 +68,14 @@ class Tokens:
         return Slopes(a, b, self.transport, at_label + b * self.e_y * (self.sums.c_y - self.transport))
 
 
-def _chunks(labels: Tensor, vocab: int, head: Head) -> Iterator[tuple[Tensor, CostRows | None]]:
+def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor, CostRows | None]]:
     """Per chunk: token positions, equal labels side by side; their cost rows, valid until the next chunk."""
     if not len(labels):
         return
     # Grouped by label, the groups in no order: frequent tokens have low ids in many vocabularies, and sorting by id
     # would give the last chunks most of the distinct labels, and the buffer of cost rows their size.
     order = (labels * 0x9E3779B1 & 0xFFFFFFFF).argsort(stable=True)
-    step = head.rows_per_chunk(vocab)
+    step = head.rows_per_chunk(weight.shape[0], weight.device.type)
     if head.cost is None:
         yield from ((tokens, None) for tokens in order.split(step))
         return
@@ -83,17 +83,18 @@ def _chunks(labels: Tensor, vocab: int, head: Head) -> Iterator[tuple[Tensor, Co
     pieces = which.split(step)
     # One synchronisation for all chunks: the first and last distinct label of each.
     bounds = torch.stack([torch.stack([piece[0], piece[-1]]) for piece in pieces]).tolist()
-    make_rows = _rows_in_one_buffer(head.cost, max(last + 1 - first for first, last in bounds))
+    most = max(last + 1 - first for first, last in bounds)
+    make_rows = _rows_in_one_buffer(head.cost, most, head.cost_dtype(weight))
     for tokens, piece, (first, last) in zip(order.split(step), pieces, bounds, strict=True):
         yield tokens, CostRows(make_rows(distinct[first : last + 1]), piece - first)
 
 
-def _rows_in_one_buffer(cost: Cost, most: int) -> Callable[[Tensor], Tensor]:
+def _rows_in_one_buffer(cost: Cost, most: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """`cost.rows` for up to `most` labels at a time, in the same memory each time if the cost can."""
     if "out" not in inspect.signature(cost.rows).parameters:
         return cost.rows
     most += -most % ROW_MULTIPLE
-    buffer = torch.empty(most * cost.shape[1], dtype=cost.dtype, device=cost.device)
+    buffer = torch.empty(most * cost.shape[1], dtype=dtype, device=cost.device)
 
     def rows(index: Tensor) -> Tensor:
         padding = index[-1:].expand(-len(index) % ROW_MULTIPLE)
@@ -122,7 +123,7 @@ def chunked_pass(
     nll = torch.empty_like(value)
     transport = torch.empty_like(value) if head.cost is not None else None
     logits = Logits(hidden, weight, bias, head)
-    for tokens, cost in _chunks(labels, weight.shape[0], head):
+    for tokens, cost in _chunks(labels, weight, head):
         h, label = hidden[tokens], labels[tokens]
         z, cap_slope = logits.of(h)
         sweeps = _sweeps_for(z, head, shard)

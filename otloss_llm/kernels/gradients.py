@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+SLAB_ROWS = 8192  # of the head, whose product is made at a time where it cannot be added in float32 at once
 
 
 @dataclass
@@ -45,13 +48,15 @@ class Gradients:
         if self.weight is not None:
             self._add_to_weight(narrow.T, hidden.to(self.math_dtype))
         if self.bias is not None:
-            self.bias += dz.sum(0)
+            self.bias += dz.sum(0, dtype=self.bias.dtype)
         self.empty = False
 
     def _add_to_weight(self, dz: Tensor, hidden: Tensor) -> None:
         total = self.weight
         assert total is not None
-        if total.dtype != self.math_dtype:
+        if total.dtype != self.math_dtype and total.is_cuda:
+            _add_in_float32(total, dz, hidden, fresh=self.empty)
+        elif total.dtype != self.math_dtype:
             product = dz @ hidden
             if self.empty:
                 total.copy_(product)
@@ -79,3 +84,33 @@ class Gradients:
         self.hidden = self.weight = self.bias = None
         hidden, weight, bias = (finished(g, dtype) for g, dtype in zip(made, self.dtypes, strict=True))
         return hidden, weight, bias
+
+
+def _add_in_float32(total: Tensor, dz: Tensor, hidden: Tensor, *, fresh: bool) -> None:
+    """`total += dz hidden` (or `=`) of 16-bit factors, without a second matrix of the head's size."""
+    if _has_float32_products(total.device, dz.dtype):
+        if fresh:
+            torch.ops.aten.mm.dtype_out(dz, hidden, torch.float32, out=total)
+        else:
+            torch.ops.aten.addmm.dtype_out(total, dz, hidden, torch.float32, out=total)
+        return
+    for part, slab in zip(total.split(SLAB_ROWS), dz.split(SLAB_ROWS), strict=True):
+        product = slab @ hidden
+        if fresh:
+            part.copy_(product)
+        else:
+            part += product
+
+
+@functools.cache
+def _has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether 16-bit products can be added to a float32 sum in place: from torch 2.8 the operator is there, and in some
+    versions it refused a float32 sum or did not add it."""
+    ones = torch.ones(16, 16, device=device, dtype=dtype)
+    total = torch.ones(16, 16, device=device)
+    try:
+        torch.ops.aten.mm.dtype_out(ones, ones, torch.float32, out=total)
+        torch.ops.aten.addmm.dtype_out(total, ones, ones, torch.float32, out=total)
+    except (AttributeError, RuntimeError):
+        return False
+    return bool((total == 32).all())

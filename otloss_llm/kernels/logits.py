@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 
 import torch
@@ -12,8 +14,10 @@ from otloss.costs import Cost
 from otloss_llm.kernels import rows
 from otloss_llm.objectives import Objective
 
-CHUNK_BYTES = 128 * 2**20  # of logits: 1048 rows of a 32k vocabulary in float32
-ROW_MULTIPLE = 16  # matrix products of other heights cost up to a fifth more
+# Logits in a chunk. On a CPU 128 MiB in float32: 1048 rows of a 32k vocabulary. On a GPU 512 MiB in 16 bits: 2048 rows
+# of a vocabulary of 128256, for each chunk reads and writes the gradient of the whole head, 4 GiB at a width of 4096.
+CHUNK_ENTRIES, CHUNK_ENTRIES_ON_GPU = 2**25, 2**28
+ROW_MULTIPLE, ROW_MULTIPLE_ON_GPU = 16, 128  # matrix products of other heights cost up to a fifth more
 
 
 @dataclass(frozen=True)
@@ -27,10 +31,22 @@ class Head:
     chunk_size: int | None = None
     impl: str = "auto"
 
-    def rows_per_chunk(self, vocab: int) -> int:
-        """Tokens in one chunk."""
-        fitting = CHUNK_BYTES // (4 * vocab)
-        return self.chunk_size or max(1, fitting - fitting % ROW_MULTIPLE)
+    def rows_per_chunk(self, vocab: int, device: str = "cpu") -> int:
+        """Tokens in one chunk on a device of this type."""
+        on_cpu = device == "cpu"
+        fitting = (CHUNK_ENTRIES if on_cpu else CHUNK_ENTRIES_ON_GPU) // vocab
+        multiple = ROW_MULTIPLE if on_cpu else ROW_MULTIPLE_ON_GPU
+        return self.chunk_size or max(1, fitting - fitting % multiple)
+
+    def cost_dtype(self, weight: Tensor) -> torch.dtype:
+        """What the cost rows are made in: 16 bits where 16-bit logits meet a cost that offers it, on a GPU.
+
+        There a float32 product costs ten times a 16-bit one, which may not be spent on a tenth of all products.
+        """
+        assert self.cost is not None
+        wanted = weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16)
+        offered = getattr(self.cost, "has_rows_in_16_bits", False)
+        return weight.dtype if wanted and offered and runs_on_triton(weight, self.impl) else self.cost.dtype
 
 
 class Logits:
@@ -38,18 +54,27 @@ class Logits:
 
     def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> None:
         self.weight, self.bias, self.head = weight, bias, head
-        step = min(len(hidden), head.rows_per_chunk(weight.shape[0]))
+        on_triton = runs_on_triton(hidden, head.impl)
+        self.row_major = on_triton or hidden.device.type != "cpu"
+        step = min(len(hidden), head.rows_per_chunk(weight.shape[0], hidden.device.type))
         self.product = hidden.new_empty(step * weight.shape[0])
         wide = torch.promote_types(hidden.dtype, torch.float32)
+        # The Triton sweeps compute in float32 whatever they read, and bfloat16 holds any gradient. In float16 many
+        # would be 0 (q_i / N is 1e-9) before a loss scaler's factor saves them: both are float32 there.
+        if on_triton and hidden.dtype == torch.bfloat16 and head.scale == 1.0 and head.softcap is None:
+            wide = hidden.dtype
         self.wide = self.product if wide == hidden.dtype else torch.empty_like(self.product, dtype=wide)
 
     def _rows(self, buffer: Tensor, rows: int) -> Tensor:
         vocab = self.weight.shape[0]
         flat = buffer[: rows * vocab]
-        return flat.view(vocab, rows).T if buffer.device.type == "cpu" else flat.view(rows, vocab)
+        return flat.view(rows, vocab) if self.row_major else flat.view(vocab, rows).T
 
     def of(self, hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits in float32 (or float64), valid until the next call; and the soft cap's derivative where there is one."""
+        """Logits, valid until the next call, and the soft cap's derivative where there is one.
+
+        In float32 or float64, but untransformed ones of bfloat16 stay as they are if the Triton sweeps read them.
+        """
         z = self._rows(self.product, len(hidden))
         if self.bias is None:
             torch.mm(hidden, self.weight.T, out=z)
@@ -67,9 +92,31 @@ class Logits:
 
 
 def sweeps_for(z: Tensor, impl: str) -> ModuleType:
-    """The module with `softmax_rows` and `gradient_rows` for these logits."""
+    """The module with `softmax_rows` and `gradient_rows` for these logits.
+
+    "auto" is Triton on a CUDA device, else "chunked": compiled for float32 on a CPU, plain torch for the rest.
+    """
+    if runs_on_triton(z, impl):
+        from otloss_llm.kernels import rows_triton
+
+        return rows_triton
     if z.device.type != "cpu" or z.dtype != torch.float32:
         return rows
     from otloss_llm.kernels import rows_compiled  # numba takes half a second to import
 
     return rows_compiled
+
+
+def runs_on_triton(tensor: Tensor, impl: str) -> bool:
+    """Whether the Triton sweeps are for logits like this tensor; raises where they were asked for and cannot run."""
+    if impl == "triton":
+        from otloss_llm.kernels import rows_triton
+
+        rows_triton.check_usable(tensor.device, tensor.dtype)
+        return True
+    return impl == "auto" and tensor.device.type == "cuda" and tensor.dtype != torch.float64 and _triton_is_installed()
+
+
+@functools.cache
+def _triton_is_installed() -> bool:
+    return find_spec("triton") is not None

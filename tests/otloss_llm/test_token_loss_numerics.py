@@ -318,7 +318,7 @@ def call(**changes: Any) -> Any:
         ({"num_items": float("inf")}, ValueError, "num_items is inf"),
         ({"num_items": torch.tensor([1, 2])}, ValueError, "expected one positive count"),
         ({"logit_softcap": float("inf")}, ValueError, "logit_softcap is inf"),
-        ({"impl": "triton"}, ValueError, "impl is 'triton'"),
+        ({"impl": "cuda"}, ValueError, "impl is 'cuda'"),
         ({"chunk_size": 0}, ValueError, "chunk_size is 0"),
         ({"logit_softcap": 0.0}, ValueError, "logit_softcap is 0.0"),
         ({"logit_scale": float("nan")}, ValueError, "logit_scale is nan"),
