@@ -172,8 +172,8 @@ class _Summed(torch.autograd.Function):
         value, nll, transport = chunked_pass(
             hidden, weight, bias, labels, head, upstream=factor, gradients=gradients, shard=shard
         )
-        ctx.head, ctx.shard, ctx.gradients = head, shard, gradients
-        # Not read unless a retained graph is gone through again; the gradients are handed over the first time.
+        ctx.head, ctx.shard, ctx.gradients = head, shard, gradients if gradients.wanted else None
+        # Read where the gradients were put off, or a retained graph is gone through again: they are given away once.
         ctx.save_for_backward(hidden, weight, bias, labels, factor)
         ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
         return value.sum() * factor.to(value.dtype), nll, transport
@@ -233,6 +233,15 @@ def _refuse_second_order() -> None:
         )
 
 
+def _is_checkpointed() -> bool:
+    """Whether saved tensors go through hooks, as in activation checkpointing: what is made now may be thrown away.
+
+    The backward pass then makes the gradients, once; the forward pass and its repetition do no work for them.
+    """
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # no public way to ask
+    return top_hooks is not None and top_hooks(False) is not None
+
+
 def token_values(
     hidden: Tensor,
     weight: Tensor,
@@ -245,6 +254,6 @@ def token_values(
     """`(factor * sum of values, nll, D)`, or with no factor `(values, nll, D)`; every label is a valid token."""
     if factor is None:
         return _PerToken.apply(hidden, weight, bias, labels, head, shard)
-    needs = [tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)]
-    wanted = tuple(need and torch.is_grad_enabled() for need in needs)
+    now = torch.is_grad_enabled() and not _is_checkpointed()
+    wanted = tuple(now and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     return _Summed.apply(hidden, weight, bias, labels, factor, head, shard, wanted)

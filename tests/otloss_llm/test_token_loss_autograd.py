@@ -71,6 +71,40 @@ def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> No
         fused(given.leaves(), given, objective=EMO())
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_activation_checkpointing_makes_gradients_once(
+    reduction: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from otloss_llm.kernels.gradients import Gradients
+
+    given = problem(21)
+    cost = EmbeddingCost(given.embedding)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return fused([torch.tanh(leaves[0]), *leaves[1:]], given, objective=EMO(), cost=cost, reduction=reduction).loss
+
+    chunks, add = [0], Gradients.add
+
+    def counted(*args: Any) -> None:
+        chunks[0] += 1
+        add(*args)
+
+    monkeypatch.setattr(Gradients, "add", counted)
+    plain, leaves = given.leaves(), given.leaves()
+    expected = loss(*plain).sum()
+    want = gradients(expected, plain)
+    once, chunks[0] = chunks[0], 0
+    got = checkpoint(loss, *leaves, use_reentrant=reentrant).sum()
+    assert chunks[0] == 0
+    torch.testing.assert_close(got, expected)
+    got.backward()
+    assert_all_close([leaf.grad for leaf in leaves if leaf.grad is not None], want, 1e-14)
+    assert chunks[0] == once
+
+
 def test_the_full_logits_never_exist() -> None:
     """No tensor of the chunked forward and backward pass is as large as N x V."""
     from torch.utils._python_dispatch import TorchDispatchMode
