@@ -25,6 +25,7 @@ from benchmarks.contestants import (
     Problem,
     has_published,
     loss_named,
+    torch_name,
 )
 from benchmarks.labels import Labels
 from benchmarks.measure import matmul_precision
@@ -91,5 +92,5 @@ def gradient_errors(problem: Problem, names: Sequence[str], *, precision: str = 
 
 def contestants() -> list[str]:
     """All that have a gradient of their own."""
-    return [DENSE, *([TORCH_AUTO] if HAS_TORCH else []), MLE_OURS, EMO_OURS, EMO_DENSE,
+    return [DENSE, *([torch_name(512), TORCH_AUTO] if HAS_TORCH else []), MLE_OURS, EMO_OURS, EMO_DENSE,
             *([PUBLISHED] if has_published() else [])]  # fmt: skip
