@@ -158,8 +158,8 @@ def _softmax(  # type: ignore[no-untyped-def]
             d = d * shrink + e * c
         top = new
     others = tl.reduce(s, 0, tl.standard._sum_combine)
-    # Maxima pass over NaN, and a label of +inf leaves no trace in the sum of the others.
-    broken = (others != others) | (z_y != z_y) | (top == float("inf"))
+    # Maxima pass over NaN. In the sum NaN shows, and +inf too, since inf - inf is NaN; only the label is not in it.
+    broken = (others != others) | (z_y != z_y)
     tl.store(sums + row, tl.where(broken, float("nan"), top))
     tl.store(sums + rows + row, others)
     tl.store(sums + 2 * rows + row, z_y)
