@@ -191,9 +191,12 @@ def _arrays(cost: CostRows | None, z: Tensor) -> tuple[np.ndarray, np.ndarray]:
 
 @contextmanager
 def _as_many_threads_as_torch() -> Iterator[None]:
-    before = numba.get_num_threads()
-    numba.set_num_threads(max(1, min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS)))
+    # They share one OpenMP, whose number of threads each of the two sets: numba when it first starts its own.
+    of_torch, of_numba = torch.get_num_threads(), numba.get_num_threads()
+    numba.set_num_threads(max(1, min(of_torch, numba.config.NUMBA_NUM_THREADS)))
     try:
         yield
     finally:
-        numba.set_num_threads(before)
+        numba.set_num_threads(of_numba)
+        if torch.get_num_threads() != of_torch:
+            torch.set_num_threads(of_torch)

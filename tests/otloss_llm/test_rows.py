@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -149,12 +153,19 @@ def test_a_masked_label_is_infinitely_unlikely() -> None:
 
 
 def test_threads_are_left_as_they_were() -> None:
-    import numba
-
-    before, torch_before = numba.get_num_threads(), torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        Sweeps(rows_compiled, torch.randn(4, 8), torch.zeros(4, dtype=torch.long), None)
-        assert numba.get_num_threads() == before
-    finally:
-        torch.set_num_threads(torch_before)
+    """In a fresh process: numba starts its threads, and sets their number, when the first sweep runs."""
+    code = (
+        "import torch, numba; torch.set_num_threads(1); before = numba.get_num_threads()\n"
+        "from otloss_llm import EMO, EmbeddingCost, linear_token_loss\n"
+        "h, w = torch.randn(40, 8, requires_grad=True), torch.randn(50, 8)\n"
+        "loss = linear_token_loss(h, w, torch.arange(40), objective=EMO(), cost=EmbeddingCost(w)).loss\n"
+        "assert torch.get_num_threads() == 1, torch.get_num_threads()\n"
+        "loss.backward()\n"
+        "assert torch.get_num_threads() == 1, torch.get_num_threads()\n"
+        "assert numba.get_num_threads() == before"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
