@@ -58,7 +58,7 @@ class EmbeddingCost(CosineCost):
         float32. Costs have the digits of that dtype, and those up to twice what rounding has added to the square of a
         row's length are 0: 5e-4 for bfloat16 and a width of 4096, at most 2 eps.
         """
-        with _without_tf32():
+        with without_tf32():
             if out is None or (out.dtype == self.dtype and not out.is_cuda):
                 rows, rounding = self._one_minus_cosine(index, out), self._rounding
             else:
@@ -109,7 +109,7 @@ class EmbeddingCost(CosineCost):
 
 
 @contextmanager
-def _without_tf32() -> Iterator[None]:
+def without_tf32() -> Iterator[None]:
     """A user may have allowed TF32 for products of float32; 1 - cos would have no correct digit left near 0."""
     products = torch.backends.cuda.matmul
     name, full = ("fp32_precision", "ieee") if hasattr(products, "fp32_precision") else ("allow_tf32", False)

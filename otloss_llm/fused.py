@@ -9,6 +9,8 @@ What a model does to its logits after the head (scale, soft cap) is read from it
 holds another number in each column of the vocabulary and goes through the same code, and what comes out has to be
 what the config says. Otherwise the model is refused, be it for another scale, a masked column or a dropped one.
 
+A head that torch's `ColwiseParallel` has spread over processes is scored where it is, its placeholder spread likewise.
+
 A head that FSDP2 shards apart from the root and reshards after its forward is gone when the backward pass comes: there
 the gradients have to be made in the forward pass, as the "chunked" kernel does for sums and means (else torch raises).
 """
@@ -22,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from otloss_llm._shards import is_row_shard
 from otloss_llm.heads import LanguageModelHead, find_head
 from otloss_llm.token_loss import TokenLoss
 
@@ -62,7 +65,7 @@ def fused_loss(model: nn.Module, score: Callable[[Tensor, LanguageModelHead], To
         made["result"] = score(hidden, head)
         probe = torch.linspace(-40.0, 40.0, head.weight.shape[0], device=hidden.device)
         made["probe"] = probe.reshape([1] * (hidden.ndim - 1) + [-1])
-        return made["probe"].clone()
+        return _spread_like(head.weight, made["probe"]) if is_row_shard(head.weight) else made["probe"].clone()
 
     @torch.compiler.disable
     def hand_out(module: nn.Module, args: Any, output: Any) -> dict[str, Tensor]:
@@ -80,7 +83,8 @@ def fused_loss(model: nn.Module, score: Callable[[Tensor, LanguageModelHead], To
 
     if "forward" in head.module.__dict__:
         raise TypeError(
-            f"the head of {name} had its forward replaced (device_map, another patch?); it cannot be fused."
+            f"the head of {name} had its forward replaced (device_map, a tp_plan of transformers, another patch?); "
+            "it cannot be fused. torch's own ColwiseParallel on the head can."
         )
     head.module.forward = score_hidden  # type: ignore[method-assign]  # for one forward pass; restored below
     handle = root.register_forward_hook(hand_out, prepend=True)
@@ -91,7 +95,19 @@ def fused_loss(model: nn.Module, score: Callable[[Tensor, LanguageModelHead], To
         del head.module.forward
 
 
-def _check_transform(name: str, head: LanguageModelHead, probe: Tensor, seen: Tensor) -> None:
+def _spread_like(weight: Any, probe: Tensor) -> Any:
+    """The placeholder as the logits of a head sharded by rows would come: each process has its own columns."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = DTensor.from_local(probe, weight.device_mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(probe.ndim - 1)])
+
+
+def _check_transform(name: str, head: LanguageModelHead, probe: Tensor, seen: Any) -> None:
+    if hasattr(seen, "placements"):
+        seen = seen.full_tensor()
+    elif is_row_shard(head.weight) and seen.shape[-1] != probe.shape[-1]:
+        probe = _spread_like(head.weight, probe).to_local()
     expected = probe.float() * head.scale
     if head.softcap is not None:
         expected = head.softcap * torch.tanh(expected / head.softcap)

@@ -2,7 +2,7 @@
 
 Notation: process r holds the rows start_r .. stop_r of the head, and needs C[y, start_r:stop_r] of each label y.
 An embedding cost makes these from the rows e_y of the labels and its own unit rows: of an embedding that is whole in
-every process, or spread likewise (`ShardedEmbeddingCost`), where one collective exchanges the e_y, never the whole of it.
+every process, or spread likewise (`ShardedEmbeddingCost`): then one collective exchanges the e_y, never all of it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from otloss._checks import check_floating
 from otloss.costs import Cost
 from otloss_llm._shards import VocabShard, is_row_shard
-from otloss_llm.costs import EmbeddingCost
+from otloss_llm.costs import EmbeddingCost, without_tf32
 
 
 class ShardedEmbeddingCost(Cost):
@@ -121,7 +121,7 @@ class _EmbeddingColumns(_Columns):
         flat = self.unit.new_empty(len(index) * columns) if out is None else out[: len(index) * columns]
         # In the order of memory that the sweeps read: on a CPU a column of memory is a row.
         costs = flat.view(columns, len(index)).T if self.device.type == "cpu" else flat.view(len(index), columns)
-        with torch.autocast(self.device.type, enabled=False):
+        with without_tf32(), torch.autocast(self.device.type, enabled=False):
             costs.fill_(1).addmm_(e_y, self.unit.T, alpha=-1)
         torch.threshold_(costs, self._rounding, 0.0)
         if columns:

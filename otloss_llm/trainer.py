@@ -74,7 +74,7 @@ class ObjectiveMixin:
         if isinstance(cost, str):
             if cost != "embedding":
                 raise ValueError(f'cost is {cost!r}, expected "embedding", a vocabulary cost, or None.')
-            cost = EmbeddingCost(head.weight)
+            cost = EmbeddingCost(self._as_on_first_process(head.weight))
         check_objective(self.objective, cost, head.weight.shape[0])
         check_kernel(impl, chunk_size)
         self.transport_cost = cost
@@ -83,6 +83,16 @@ class ObjectiveMixin:
         self._logits_wanted = False
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
+
+    def _as_on_first_process(self, weight: Tensor) -> Tensor:
+        """DDP starts from the first process's weights; with FSDP's cpu_ram_efficient_loading no other has any."""
+        weight = weight.detach()
+        if self.args.world_size == 1 or not torch.distributed.is_initialized() or hasattr(weight, "placements"):
+            return weight
+        device = self.accelerator.device
+        weight = torch.empty_like(weight, device=device) if weight.is_meta else weight.to(device, copy=True)
+        torch.distributed.broadcast(weight, src=0)
+        return weight
 
     def _refuse_unsupported(self) -> None:
         if self.args.n_gpu > 1:

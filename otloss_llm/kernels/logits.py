@@ -34,7 +34,7 @@ class Head:
     def rows_per_chunk(self, vocab: int, device: str = "cpu") -> int:
         """Tokens in one chunk on a device of this type."""
         on_cpu = device == "cpu"
-        fitting = (CHUNK_ENTRIES if on_cpu else CHUNK_ENTRIES_ON_GPU) // vocab
+        fitting = (CHUNK_ENTRIES if on_cpu else CHUNK_ENTRIES_ON_GPU) // max(1, vocab)
         multiple = ROW_MULTIPLE if on_cpu else ROW_MULTIPLE_ON_GPU
         return self.chunk_size or max(1, fitting - fitting % multiple)
 

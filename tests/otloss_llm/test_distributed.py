@@ -27,7 +27,7 @@ def launch(check: str, folder: Path, processes: int) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     done = subprocess.run(
         [*command, str(WORKER), check, str(folder)],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=110,
@@ -36,12 +36,15 @@ def launch(check: str, folder: Path, processes: int) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-def test_the_trainer_gives_the_weights_of_one_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["ddp-tied", "fsdp-untied"])
+def test_the_trainer_gives_the_weights_of_one_process(kind: str, tmp_path: Path) -> None:
     """4 steps of 2 x 2 rows on each of 2 processes = 4 steps of 2 x 4 rows on one, logs and evaluation included."""
-    launch("train", tmp_path, 2)
-    two = torch.load(tmp_path / "train-2.pt")
-    launch("train-whole", tmp_path, 1)
-    one = torch.load(tmp_path / "train-4.pt")
+    launch(kind, tmp_path, 2)
+    two = torch.load(tmp_path / f"{kind}.pt")
+    name = "one-" + kind.partition("-")[2]
+    launch(name, tmp_path, 1)
+    one = torch.load(tmp_path / f"{name}.pt")
+    assert two["weights"].keys() == one["weights"].keys()
     for name, weight in one["weights"].items():
         torch.testing.assert_close(two["weights"][name], weight, rtol=1e-5, atol=1e-6)
     assert len(one["logs"]) == 4

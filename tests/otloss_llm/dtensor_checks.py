@@ -1,0 +1,153 @@
+"""Heads that are DTensors, in the functions and inside models: what vocab_parallel_worker.py runs in each process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from otloss_llm import EMO, EmbeddingCost, ShardedEmbeddingCost, linear_token_loss
+from otloss_llm.fused import fused_loss
+from tests.otloss_llm.oracles import Problem, problem
+from tests.otloss_llm.test_heads import aligned, scorer
+from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
+
+
+def line() -> DeviceMesh:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def placed(tensor: Tensor, placement: Any, mesh: DeviceMesh) -> Any:
+    return distribute_tensor(tensor.detach().clone(), mesh, [placement]).requires_grad_()
+
+
+def loss_of(hidden: Tensor, weight: Tensor, bias: Tensor | None, given: Problem, **settings: Any) -> Tensor:
+    settings = {"objective": EMO(), "cost": EmbeddingCost(given.embedding), "chunk_size": 7} | settings
+    return linear_token_loss(hidden, weight, given.labels, bias=bias, **settings).loss
+
+
+def assert_placed_like(got: Any, want: Tensor | None, tensor: Any) -> None:
+    """The gradient of a DTensor: one of the same placement."""
+    assert want is not None
+    if isinstance(tensor, DTensor):
+        assert isinstance(got, DTensor)
+        assert got.placements == tensor.placements
+        assert got.to_local().shape == tensor.to_local().shape
+        got = got.full_tensor()
+    torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def check_dtensor_heads() -> None:
+    mesh = line()
+    # 41 rows: 14, 14 and 13 of them over three processes; 1 row: the others have none.
+    for given in (problem(), problem(1, vocab=1)):
+        whole = given.leaves()
+        one = loss_of(*whole, given)
+        (1.5 * one).backward()
+        head = [placed(tensor, Shard(0), mesh) for tensor in whole[1:]]
+        plain, replicated = whole[0].detach().clone().requires_grad_(), placed(whole[0], Replicate(), mesh)
+        sharded = ShardedEmbeddingCost(placed(given.embedding, Shard(0), mesh))
+        for hidden, settings in (
+            (replicated, {}),
+            (plain, {"process_group": mesh.get_group()}),
+            (replicated, {"cost": sharded, "process_group": dist.group.WORLD}),
+        ):
+            loss = loss_of(hidden, *head, given, **settings)
+            torch.testing.assert_close(loss, one, rtol=1e-12, atol=1e-12)
+            assert not isinstance(loss, DTensor)
+            (1.5 * loss).backward()
+            for got, want in zip((hidden, *head), whole, strict=True):
+                assert_placed_like(got.grad, want.grad, got)
+                got.grad = None
+        everywhere = [placed(tensor, Replicate(), mesh) for tensor in whole[1:]]
+        for hidden in (plain, replicated):
+            (1.5 * loss_of(hidden, *everywhere, given)).backward()
+            for got, want in zip((hidden, *everywhere), whole, strict=True):
+                assert_placed_like(got.grad, want.grad, got)
+                got.grad = None
+
+
+def check_dtensor_refusals() -> None:
+    mesh, given = line(), problem()
+    hidden, weight, bias = given.leaves()
+    by_rows, by_columns = placed(weight, Shard(0), mesh), placed(weight, Shard(1), mesh)
+    everywhere, bias_rows = placed(hidden, Replicate(), mesh), placed(bias, Shard(0), mesh)
+    group = dist.group.WORLD
+    cases: list[tuple[tuple[Any, Any, Any], dict[str, Any], str]] = [
+        ((hidden, by_rows, None), {}, r"open whether other processes hold other tokens \(FSDP2\) or the same"),
+        ((everywhere, by_columns, None), {}, r"weight is a DTensor with placements \[Shard\(dim=1\)\]"),
+        ((placed(hidden, Shard(0), mesh), by_rows, None), {}, "hidden is a DTensor with placements .*redistribute"),
+        ((everywhere, by_rows, bias), {}, "bias is a plain tensor, expected a DTensor sharded by rows"),
+        ((everywhere, placed(weight, Replicate(), mesh), None), {"process_group": group}, "expected the rows of this"),
+        ((hidden, weight, bias_rows), {}, "bias is a DTensor with placements"),
+        ((everywhere, by_rows, None), {"impl": "reference"}, 'impl="reference"'),
+    ]
+    grid = init_device_mesh("cpu", (1, dist.get_world_size()), mesh_dim_names=("data", "model"))
+    on_grid = distribute_tensor(weight.detach(), grid, [Replicate(), Shard(0)])
+    cases.append(((everywhere, on_grid, None), {}, "on a mesh of one axis"))
+    for tensors, settings, message in cases:
+        with pytest.raises(ValueError, match=message):
+            loss_of(*tensors, given, **settings)
+    with pytest.raises(ValueError, match="a sharded cost needs the rows of this process"):
+        ShardedEmbeddingCost(by_columns)
+    assert torch.equal(EmbeddingCost(by_rows).dense(), EmbeddingCost(weight).dense())  # gathers
+
+
+# ---- inside models -------------------------------------------------------------------------------------------------
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], cost: Any) -> Tensor:
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    with fused_loss(model, scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, chunk_size=5)):
+        loss: Tensor = model(**inputs)["loss"]
+    loss.backward()
+    return loss
+
+
+def check_models_with_a_parallel_head() -> None:
+    """torch's ColwiseParallel on the head (31 tokens do not divide by 2 or 3), with every form of its output."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh, batch = line(), tiny_batch()
+    outputs: list[dict[str, Any]] = [
+        {"output_layouts": Replicate()},
+        {"output_layouts": Replicate(), "use_local_output": False},
+        {},  # each process sees its own columns of the logits
+        {"use_local_output": False},
+    ]
+    # Gemma caps and Cohere scales its logits; the head of Phi has a bias.
+    for name, forms in (("llama", outputs), ("gemma2", outputs[:2]), ("cohere", outputs[2:]), ("phi", outputs[:1])):
+        plain = tiny_model(name, tie_word_embeddings=False)
+        cost = EmbeddingCost.from_model(plain)
+        want = step(plain, batch, cost)
+        expected = {key: parameter.grad for key, parameter in plain.named_parameters()}
+        for form in forms:
+            model = tiny_model(name, tie_word_embeddings=False)
+            parallelize_module(model, mesh, {"lm_head": ColwiseParallel(**form)})
+            for own_cost in (EmbeddingCost.from_model(model), ShardedEmbeddingCost(model.lm_head.weight)):
+                model.zero_grad()
+                torch.testing.assert_close(step(model, batch, own_cost), want, rtol=1e-6, atol=0)
+                for key, parameter in model.named_parameters():
+                    gradient: Any = parameter.grad
+                    full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+                    torch.testing.assert_close(full, expected[key], rtol=1e-4, atol=1e-6, msg=f"{name} {form} {key}")
+    model = tiny_model("cohere", tie_word_embeddings=False)
+    parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
+    model.logit_scale = 0.5  # type: ignore[assignment]  # its config says 0.25
+    with pytest.raises(ValueError, match="changes its logits after the head"):
+        step(model, batch, cost=EmbeddingCost(torch.eye(VOCAB)))
+
+
+def check_model_of_a_tp_plan() -> None:
+    """transformers replaces the head's forward by its own: refused before any number."""
+    from transformers.distributed.tensor_parallel import ColwiseParallel
+
+    model: Any = tiny_model("llama")
+    ColwiseParallel(output_layouts=Replicate()).install_forward(model.lm_head, line())
+    with pytest.raises(TypeError, match="tp_plan of transformers"):
+        step(model, tiny_batch(), EmbeddingCost.from_model(model))
