@@ -42,7 +42,8 @@ class EmbeddingCost(CosineCost):
             embedding = embedding.full_tensor()
         super().__init__(embedding)  # normalising copies
         self._rounding = 16 * torch.finfo(self.dtype).eps  # of these rows, whatever dtype they are moved to later
-        self._rounded: tuple[Tensor, float] | None = None
+        self._rounded: Tensor | None = None  # the unit rows in 16 bits, once asked for
+        self._roundings: dict[torch.dtype, float] = {}
 
     has_rows_in_16_bits = True
 
@@ -56,34 +57,50 @@ class EmbeddingCost(CosineCost):
 
         `out` may be of a 16-bit dtype, for speed on a GPU: the product is then one of 16-bit numbers, summed up in
         float32. Costs have the digits of that dtype, and those up to twice what rounding has added to the square of a
-        row's length are 0: 5e-4 for bfloat16 and a width of 4096, at most 2 eps.
+        row's length are 0: 5e-4 for bfloat16 and a width of 4096, at most 2 eps. The same holds on a CPU where
+        `torch.set_float32_matmul_precision("medium")` allows products of bfloat16.
         """
         with without_tf32():
             if out is None or (out.dtype == self.dtype and not out.is_cuda):
-                rows, rounding = self._one_minus_cosine(index, out), self._rounding
+                rows = self._one_minus_cosine(index, out)
+                rounding = self._rounding_in(torch.bfloat16 if self._product_is_of_bfloat16() else self.dtype)
             else:
-                rows, rounding = self._row_major(index, out)
+                rows, rounding = self._row_major(index, out), self._rounding_in(out.dtype)
         return torch.threshold_(rows, rounding, 0.0).scatter_(1, index.unsqueeze(1), 0.0)
 
-    def _row_major(self, index: Tensor, out: Tensor) -> tuple[Tensor, float]:
-        """1 - cos with a row's costs side by side, as a GPU reads them, and what rounding may leave in place of 0.
+    def _row_major(self, index: Tensor, out: Tensor) -> Tensor:
+        """1 - cos with a row's costs side by side, as a GPU reads them.
 
         The index is trusted: a look at it would wait for the device.
         """
-        unit, rounding = (self.unit, self._rounding) if out.dtype == self.dtype else self._in_16_bits(out.dtype)
+        unit = self.unit if out.dtype == self.dtype else self._in_16_bits(out.dtype)
         shape = (len(index), self.shape[0])
         ones = out[: shape[0] * shape[1]].view(shape).fill_(1)
         with torch.autocast(self.device.type, enabled=False):
-            return ones.addmm_(unit[index], unit.T, alpha=-1), rounding
+            return ones.addmm_(unit[index], unit.T, alpha=-1)
 
-    def _in_16_bits(self, dtype: torch.dtype) -> tuple[Tensor, float]:
-        """The unit rows, rounded once and kept, and twice what that has added to the square of a length."""
-        if self._rounded is None or self._rounded[0].dtype != dtype or self._rounded[0].device != self.device:
-            unit = self.unit.to(dtype)
-            square = torch.linalg.vector_norm(unit, dim=1, dtype=torch.float32).square()
-            added = (square - 1).abs().masked_fill(self.zero_rows, 0.0).max()
-            self._rounded = unit, 2 * float(added) + self._rounding
+    def _in_16_bits(self, dtype: torch.dtype) -> Tensor:
+        if self._rounded is None or self._rounded.dtype != dtype or self._rounded.device != self.device:
+            self._rounded = self.unit.to(dtype)
         return self._rounded
+
+    def _rounding_in(self, dtype: torch.dtype) -> float:
+        """What rounding may leave in place of 0: twice what that to `dtype` has added to the square of a length."""
+        if dtype == self.dtype:
+            return self._rounding
+        if dtype not in self._roundings:
+            square = torch.linalg.vector_norm(self.unit.to(dtype), dim=1, dtype=torch.float32).square()
+            added = (square - 1).abs().masked_fill(self.zero_rows, 0.0).max()
+            self._roundings[dtype] = 2 * float(added) + self._rounding
+        return self._roundings[dtype]
+
+    def _product_is_of_bfloat16(self) -> bool:
+        if self.device.type != "cpu" or self.dtype != torch.float32:
+            return False
+        products = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9; before, one setting for all devices
+        if products is None:
+            return torch.get_float32_matmul_precision() == "medium"
+        return products.fp32_precision == "bf16"
 
     @classmethod
     def from_model(cls, model: nn.Module) -> EmbeddingCost:

@@ -141,3 +141,22 @@ def test_from_resized_and_peft_models() -> None:
     cost = EmbeddingCost.from_model(adapted)
     trained = adapted.base_model.model.lm_head.modules_to_save["default"].weight
     torch.testing.assert_close(cost.dense().double(), cosine_matrix(trained.detach()), rtol=0, atol=2e-6)
+
+
+def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> None:
+    """Where the machine has none the product is one of float32, and the test says little."""
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(64, 256, generator=generator)
+    embedding[32:] = 2.0 * embedding[:32]
+    cost = EmbeddingCost(embedding)
+    exact = cost.dense()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        rows = cost.dense()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    twin = (torch.arange(64) + 32) % 64
+    assert (rows[torch.arange(64), twin] == 0).all()
+    torch.testing.assert_close(rows, exact, rtol=0, atol=2e-3)
+    assert torch.equal(rows == 0, exact == 0)
+    assert torch.equal(cost.dense(), exact)
