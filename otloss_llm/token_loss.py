@@ -128,12 +128,13 @@ def linear_token_loss(
         bias: `(V,)` of the head.
         logit_scale: factor on the logits.
         logit_softcap: `softcap * tanh(logits / softcap)` after the scale; None for no cap.
-        impl: "chunked" holds a few buffers of (chunk, V) float32 beyond inputs and gradients, and is first-order only;
+        impl: "chunked" holds, beyond inputs and gradients, (chunk, V) float32 and the cost rows of a chunk's distinct
+            labels, never (N, V), and is first-order only;
             "triton" is the same in chunks whose softmax and gradient are made by Triton kernels, for CUDA tensors of
             at most 32 bits, and holds (chunk, V) in bfloat16 if the inputs are; "reference" forms the full logits and
             allows second derivatives. "auto" is "triton" on CUDA where Triton is installed, else "chunked".
-        chunk_size: tokens per chunk; None takes, of the tokens at hand, as many as fit 128 MiB of float32 logits, or
-            on a GPU 2^28 logits (512 MiB in bfloat16): 2048 tokens of a vocabulary of 128256.
+        chunk_size: tokens per chunk; None takes, of the tokens at hand, as many as fit 128 MiB of float32 logits, at
+            most 1024, or on a GPU 2^28 logits (512 MiB in bfloat16): 2048 tokens of a vocabulary of 128256.
         process_group: processes that hold the rows of `weight` (and `bias`) together, in the order of ranks, and have
             the same `hidden` and `labels` each (tensor parallelism). Labels are ids in the whole vocabulary; the loss
             and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
