@@ -14,7 +14,7 @@ from otloss.costs import Cost
 from otloss_llm.kernels import rows
 from otloss_llm.objectives import Objective
 
-# Logits in a chunk. On a CPU 128 MiB in float32 (656 rows of a 50k vocabulary), and at most 1024 rows: beyond, a product
+# Logits in a chunk. On a CPU 128 MiB in float32 (656 rows of a 50k vocabulary), at most 1024 rows: beyond, a product
 # gains nothing and a small vocabulary's buffer only costs fresh memory. On a GPU 512 MiB in 16 bits: 2048 rows of a
 # vocabulary of 128256, for each chunk reads and writes the gradient of the whole head, 4 GiB at a width of 4096.
 CHUNK_ENTRIES, CHUNK_ENTRIES_ON_GPU = 2**25, 2**28
