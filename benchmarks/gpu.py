@@ -51,6 +51,7 @@ FIELDS = (
 MIB = 2**20
 LIGER, DENSE, TORCH, PUBLISHED = "Liger", "dense cross-entropy", "F.linear_cross_entropy", "EMOLoss 0.0.3"
 CHUNKS = (1024, 2048, 4096)
+USED = "EMO as called without impl and chunk_size"
 DEFAULT_CHUNK = 2048  # what chunk_size=None takes at the size measured
 
 
@@ -122,10 +123,12 @@ def dense() -> Loss:
     return lambda problem: F.cross_entropy(F.linear(problem.hidden, problem.weight), problem.labels)
 
 
-def torch_fused() -> Loss:
-    if not hasattr(F, "linear_cross_entropy"):
-        raise ImportError(f"torch {torch.__version__} has no linear_cross_entropy")
-    return lambda problem: F.linear_cross_entropy(problem.hidden, problem.weight, problem.labels)
+def torch_fused(chunk: int | None) -> Loss:
+    """In chunks of that many tokens, or of its own choice; without options it would be dense cross-entropy."""
+    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
+        raise ImportError(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    options = torch.nn.LinearCrossEntropyOptions(**({} if chunk is None else {"batch_chunk_size": chunk}))
+    return lambda problem: F.linear_cross_entropy(problem.hidden, problem.weight, problem.labels, options=options)
 
 
 def published() -> Loss:
@@ -153,7 +156,10 @@ def contestants(size: Size) -> dict[str, Callable[[], Loss]]:
     for chunk in size.chunks:
         makers[emo_at(chunk)] = lambda chunk=chunk: ours(EMO(), chunk)
         makers[mle_at(chunk)] = lambda chunk=chunk: ours(MLE(), chunk)
-    return makers | {LIGER: liger, DENSE: dense, TORCH: torch_fused, PUBLISHED: published}
+        makers[f"{TORCH} chunk={chunk}"] = lambda chunk=chunk: torch_fused(chunk)
+    makers[USED] = lambda: ours(EMO(), None, "auto" if size.device == "cuda" else "triton")
+    makers[f"{TORCH} automatic"] = lambda: torch_fused(None)
+    return makers | {LIGER: liger, DENSE: dense, PUBLISHED: published}
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------

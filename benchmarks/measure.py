@@ -63,6 +63,12 @@ class Timing:
         return (high - low) / self.median
 
 
+def ratios(timing: Timing, *peers: Timing) -> list[float]:
+    """Round by round, over the peer with the least median."""
+    best = min(peers, key=lambda peer: peer.median)
+    return [mine / other for mine, other in zip(timing.seconds, best.seconds, strict=True)]
+
+
 def hardware() -> str:
     """Processor, threads, and the instruction sets that matter for float32."""
     info = Path("/proc/cpuinfo")
@@ -75,7 +81,9 @@ def hardware() -> str:
 def timed_rounds(
     contestants: dict[str, Callable[[], Any]], *, rounds: int, before_round: Callable[[int], Any] | None = None
 ) -> dict[str, Timing]:
-    """Each contestant once a round, so that noise meets all alike, after a warm-up that counts for nothing.
+    """Each contestant once a round, every round from another one on, so that noise and neighbours meet all alike.
+
+    A warm-up that counts for nothing comes first.
 
     `before_round(i)` may change what all of them work on; the warm-up is round 0. All begin with the same number of
     threads, whatever the one before left behind.
@@ -85,7 +93,10 @@ def timed_rounds(
     for i in range(rounds + 1):
         if before_round is not None:
             before_round(i)
-        for name, run in contestants.items():
+        names = list(contestants)
+        first = i % len(names)
+        for name in names[first:] + names[:first]:
+            run = contestants[name]
             torch.set_num_threads(threads)
             started = time.perf_counter()
             run()

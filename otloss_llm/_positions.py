@@ -42,7 +42,7 @@ def check_head(
     return hidden, weight, bias
 
 
-def check_objective(objective: Objective, cost: Cost | None, vocab: int) -> None:
+def check_objective(objective: Objective, cost: Cost | None, vocab: int, device: torch.device | None = None) -> None:
     """Raise unless the objective can be called, and has the cost it needs, over the vocabulary of the logits."""
     if isinstance(objective, type):
         raise TypeError(
@@ -54,6 +54,8 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int) -> None
         if hasattr(objective, "needs_cost") and needs_cost(objective):
             raise ValueError(f"{objective!r} needs cost=, for example EmbeddingCost.from_model(model).")
         return
+    if isinstance(cost, type):
+        raise TypeError(f"cost is the class {cost.__name__}, expected an instance, such as EmbeddingCost(embedding).")
     if not isinstance(cost, Cost):
         raise TypeError(f"cost is a {type(cost).__name__}, expected a cost such as EmbeddingCost(embedding).")
     if tuple(cost.shape) != (vocab, vocab):
@@ -61,22 +63,51 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int) -> None
             f"cost is over a vocabulary of {cost.shape[-1]} tokens, the logits have {vocab}; "
             "build the cost from the embedding of this model (EmbeddingCost.from_model(model))."
         )
+    _check_device(cost, device)
+
+
+def _check_device(cost: Cost, device: torch.device | None) -> None:
+    if device is not None and cost.device != device:
+        raise ValueError(
+            f'the cost is on {cost.device}, the logits on {device}, expected one device: cost.to("{device}").'
+        )
 
 
 def check_kernel(impl: str, chunk_size: int | None) -> None:
     """Raise ValueError unless kernel and chunk size are ones there are."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}, expected one of {IMPLEMENTATIONS}.")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or chunk_size < 1):
+    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
         raise ValueError(f"chunk_size is {chunk_size!r}, expected a positive whole number of tokens, or None.")
 
 
-def check_transform(logit_scale: float, logit_softcap: float | None) -> None:
-    """Raise ValueError unless logits stay finite under scale and soft cap."""
-    if not math.isfinite(logit_scale):
+def check_transform(logit_scale: float, logit_softcap: float | None) -> tuple[float, float | None]:
+    """The scale and soft cap as numbers, under which logits stay finite.
+
+    Raises:
+        ValueError: they do not; or a tensor that requires grad, which the kernels would not give it.
+        TypeError: no number.
+    """
+    scale = _plain_number("logit_scale", logit_scale)
+    if not -math.inf < scale < math.inf:
         raise ValueError(f"logit_scale is {logit_scale}, expected a finite number.")
-    if logit_softcap is not None and not 0 < logit_softcap < float("inf"):
+    softcap = None if logit_softcap is None else _plain_number("logit_softcap", logit_softcap)
+    if softcap is not None and not 0 < softcap < float("inf"):
         raise ValueError(f"logit_softcap is {logit_softcap}, expected a positive, finite number, or None for no cap.")
+    return scale, softcap
+
+
+def _plain_number(name: str, value: object) -> float:
+    if isinstance(value, Tensor) and value.requires_grad:
+        raise ValueError(
+            f"{name} is a tensor that requires grad, expected a number; make a learned scale part of the graph by "
+            "passing hidden * scale."
+        )
+    if isinstance(value, bool) or not (
+        isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+    ):
+        raise TypeError(f"{name} is {value!r}, expected a number.")
+    return float(value)
 
 
 def check_fixed(cost: Cost | None) -> None:
@@ -94,6 +125,8 @@ def check_token_reduction(reduction: str, num_items: int | Tensor | None) -> Non
     if num_items is not None and reduction != "mean":
         raise ValueError(f'num_items={num_items} needs reduction="mean", got {reduction!r}.')
     if num_items is not None:
+        if not isinstance(num_items, (int, float, Tensor)):
+            raise TypeError(f"num_items is {num_items!r}, expected a count: a number or a tensor of one.")
         count = torch.as_tensor(num_items)
         if count.numel() != 1 or not 0 < float(count) < float("inf"):
             raise ValueError(f"num_items is {num_items}, expected one positive count.")
@@ -102,6 +135,8 @@ def check_token_reduction(reduction: str, num_items: int | Tensor | None) -> Non
 def valid_positions(labels: Tensor, batch: torch.Size, vocab: int, ignore_index: int, beside: str) -> Tensor:
     """Mask of labelled positions; raises on labels of another shape, dtype or range."""
     check_tensor("labels", labels)
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index is {ignore_index!r}, expected a whole number that is no label, such as -100.")
     if labels.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"labels have dtype {labels.dtype}, expected int64 (or int32) token ids.")
     if labels.shape != batch:
@@ -125,7 +160,7 @@ def reduction_factor(reduction: str, num_items: int | Tensor | None, like: Tenso
     if reduction != "mean":
         return torch.ones((), dtype=dtype, device=like.device)
     count = torch.as_tensor(max(1, len(like)) if num_items is None else num_items, device=like.device)
-    return 1.0 / count.to(dtype)
+    return 1.0 / count.to(dtype).reshape(())
 
 
 def scatter(values: Tensor, valid: Tensor) -> Tensor:

@@ -13,31 +13,69 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-Score = Callable[..., Any]  # linear_token_loss with everything by name
+from otloss_llm.objectives import from_recipe, recipe
+
+Score = Callable[..., Any]
+_SCORES: list[Score] = []  # linear_token_loss, which stands a floor above
+
+
+def scores_with(score: Score) -> Score:
+    """Decorator: what the operators call."""
+    _SCORES.append(score)
+    return score
+
 
 _AUTOGRAD_KEYS = [
     getattr(torch._C.DispatchKey, name)
     for name in ("AutogradFunctionality", "AutogradOther", "AutogradCPU", "AutogradCUDA", "ADInplaceOrView")
     if hasattr(torch._C.DispatchKey, name)
 ]
-_TABLE: list[tuple[Score, dict[str, Any]]] = []
+_TABLE: list[dict[str, Any]] = []
 
 
-@torch.compiler.assume_constant_result
-def key_of(score: Score, names: tuple[str, ...], *objects: Any) -> int:
-    """The table's entry for `score` with these objects by these names; tracing guards on the identity of each object.
+def _while_tracing(function: Any) -> Any:
+    """Decorator: run when a program is traced, and its result put into the graph as a constant.
+
+    `torch.compiler.assume_constant_result` does no more, but imports the compiler: a second for everybody.
+    """
+    function._dynamo_marked_constant = True
+    return function
+
+
+@_while_tracing
+def key_of(made: Any, objective_id: int, cost: Any, cost_id: int) -> int:
+    """The table's entry for an objective (or its `recipe`) and a cost; tracing guards on the identity of each.
 
     Entries stay for good: a compiled graph may ask for its own at any time.
+
+    Args:
+        objective_id, cost_id: as the traced program sees them.
+
+    Raises:
+        ValueError: an object that the traced program itself makes. It does not exist yet: what arrives here is a shell
+            whose `__init__` never ran, with the defaults of its class for attributes.
     """
-    for key, (known, settings) in enumerate(_TABLE):
-        if known is score and all(settings[name] is made for name, made in zip(names, objects, strict=True)):
+    if torch.compiler.is_exporting():
+        raise ValueError("the fused loss cannot be exported: its objective and cost are objects of this process.")
+    known = isinstance(made, (tuple, MethodType)) or (isinstance(made, partial) and isinstance(made.func, FunctionType))
+    for name, thing, seen, fine in (("objective", made, objective_id, known), ("cost", cost, cost_id, False)):
+        if not fine and id(thing) != seen:
+            raise ValueError(
+                f"the {name} ({type(thing).__name__}) is made inside the compiled function; make it outside, once."
+            )
+    objective = from_recipe(made)
+    for key, entry in enumerate(_TABLE):
+        same = entry["objective"] is objective or (isinstance(made, tuple) and recipe(entry["objective"]) == made)
+        if same and entry["cost"] is cost:
             return key
-    _TABLE.append((score, dict(zip(names, objects, strict=True))))
+    _TABLE.append({"objective": objective, "cost": cost})
     return len(_TABLE) - 1
 
 
@@ -57,6 +95,21 @@ def _gradients(loss: Tensor, leaves: Leaves, upstream: Tensor | None) -> list[Te
     wanted = [leaf for leaf in leaves if leaf is not None and leaf.requires_grad]
     made = iter(torch.autograd.grad(loss, wanted, upstream) if wanted else ())
     return [next(made) if leaf is not None and leaf.requires_grad else loss.new_empty(0) for leaf in leaves]
+
+
+def _call(leaves: Leaves, labels: Tensor, num_items: Tensor | None, settings: tuple[Any, ...]) -> Any:
+    key, reduction, ignore_index, logit_scale, logit_softcap, impl, chunk_size = settings
+    return _SCORES[0](
+        leaves[0], leaves[1], labels, bias=leaves[2], num_items=num_items, reduction=reduction,
+        ignore_index=ignore_index, logit_scale=logit_scale, logit_softcap=logit_softcap, impl=impl,
+        chunk_size=chunk_size, **_TABLE[key],
+    )  # fmt: skip
+
+
+def _puts_off(hidden: Tensor, reduction: str) -> bool:
+    """Whether the gradients wait for the backward pass: for an upstream gradient per token, or in float16 for a loss
+    scaler's factor, which has to save the small ones before they are rounded."""
+    return reduction == "none" or hidden.dtype == torch.float16
 
 
 @contextmanager
@@ -79,15 +132,11 @@ def _operator(
     key: int, reduction: str, ignore_index: int, logit_scale: float, logit_softcap: float | None, impl: str,
     chunk_size: int | None, wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    score, objects = _TABLE[key]
-    graph = any(wanted) and reduction != "none"
+    graph = any(wanted) and not _puts_off(hidden, reduction)
+    settings = (key, reduction, ignore_index, logit_scale, logit_softcap, impl, chunk_size)
     with _eager(hidden, graph):
         leaves = _leaves(hidden, weight, bias, wanted if graph else [False] * 3)
-        out = score(
-            leaves[0], leaves[1], labels, bias=leaves[2], num_items=num_items, reduction=reduction,
-            ignore_index=ignore_index, logit_scale=logit_scale, logit_softcap=logit_softcap, impl=impl,
-            chunk_size=chunk_size, **objects,
-        )  # fmt: skip
+        out = _call(leaves, labels, num_items, settings)
         gradients = _gradients(out.loss, leaves, None)
     cost = out.nll.new_empty(0) if out.cost is None else out.cost
     return out.loss.detach(), out.nll, cost, gradients[0], gradients[1], gradients[2]
@@ -100,15 +149,10 @@ def _backward_operator(
     key: int, reduction: str, ignore_index: int, logit_scale: float, logit_softcap: float | None, impl: str,
     chunk_size: int | None, wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    score, objects = _TABLE[key]
+    settings = (key, reduction, ignore_index, logit_scale, logit_softcap, impl, chunk_size)
     with _eager(hidden, True):
         leaves = _leaves(hidden, weight, bias, wanted)
-        out = score(
-            leaves[0], leaves[1], labels, bias=leaves[2], num_items=num_items, reduction=reduction,
-            ignore_index=ignore_index, logit_scale=logit_scale, logit_softcap=logit_softcap, impl=impl,
-            chunk_size=chunk_size, **objects,
-        )  # fmt: skip
-        gradients = _gradients(out.loss, leaves, upstream)
+        gradients = _gradients(_call(leaves, labels, num_items, settings).loss, leaves, upstream)
     return gradients[0], gradients[1], gradients[2]
 
 
@@ -124,10 +168,14 @@ def _(hidden: Tensor, weight: Tensor, labels: Tensor, bias: Tensor | None, num_i
     key, reduction, wanted = rest[0], rest[1], rest[-1]
     wide = torch.promote_types(hidden.dtype, torch.float32)
     nll = torch.empty_like(labels, dtype=wide, memory_format=torch.contiguous_format)
-    per_token = reduction == "none"
-    loss = torch.empty_like(nll) if per_token else nll.new_empty(())
-    cost = nll.new_empty(0) if _TABLE[key][1]["cost"] is None else torch.empty_like(nll)
-    return loss, nll, cost, *_shapes((hidden, weight, bias), [False] * 3 if per_token else wanted, nll)
+    loss = torch.empty_like(nll) if reduction == "none" else nll.new_empty(())
+    cost = nll.new_empty(0) if _TABLE[key]["cost"] is None else torch.empty_like(nll)
+    return (
+        loss,
+        nll,
+        cost,
+        *_shapes((hidden, weight, bias), [False] * 3 if _puts_off(hidden, reduction) else wanted, nll),
+    )
 
 
 @_backward_operator.register_fake
@@ -136,12 +184,14 @@ def _(upstream: Tensor, hidden: Tensor, weight: Tensor, labels: Any, bias: Tenso
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.settings, ctx.per_token, ctx.wanted = inputs[5:], inputs[6] == "none", inputs[-1]
-    ctx.save_for_backward(*(inputs[:5] if ctx.per_token else output[3:]))
+    ctx.settings, ctx.put_off, ctx.wanted = inputs[5:], _puts_off(inputs[0], inputs[6]), inputs[-1]
+    ctx.save_for_backward(*(inputs[:5] if ctx.put_off else output[3:]))
 
 
 def _backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-    if ctx.per_token:
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling() and type(upstream) is Tensor:
+        raise RuntimeError("the fused loss has no second derivative inside torch.compile; call it outside.")
+    if ctx.put_off:
         made = _backward_operator(upstream, *ctx.saved_tensors, *ctx.settings)
     else:
         made = tuple((saved * upstream).to(saved.dtype) for saved in ctx.saved_tensors)
@@ -170,6 +220,6 @@ def traced_token_loss(
     return loss, nll.detach(), cost.detach() if _has_cost(key) else None
 
 
-@torch.compiler.assume_constant_result
+@_while_tracing
 def _has_cost(key: int) -> bool:
-    return _TABLE[key][1]["cost"] is not None
+    return _TABLE[key]["cost"] is not None

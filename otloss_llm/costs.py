@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from jaxtyping import Float, Int
@@ -60,10 +61,10 @@ class EmbeddingCost(CosineCost):
         row's length are 0: 5e-4 for bfloat16 and a width of 4096, at most 2 eps. The same holds on a CPU where
         `torch.set_float32_matmul_precision("medium")` allows products of bfloat16.
         """
-        with without_tf32():
+        with without_tf32(self.device):
             if out is None or (out.dtype == self.dtype and not out.is_cuda):
                 rows = self._one_minus_cosine(index, out)
-                rounding = self._rounding_in(torch.bfloat16 if self._product_is_of_bfloat16() else self.dtype)
+                rounding = self.rounding_now()
             else:
                 rows, rounding = self._row_major(index, out), self._rounding_in(out.dtype)
         return torch.threshold_(rows, rounding, 0.0).scatter_(1, index.unsqueeze(1), 0.0)
@@ -89,18 +90,19 @@ class EmbeddingCost(CosineCost):
         if dtype == self.dtype:
             return self._rounding
         if dtype not in self._roundings:
-            square = torch.linalg.vector_norm(self.unit.to(dtype), dim=1, dtype=torch.float32).square()
-            added = (square - 1).abs().masked_fill(self.zero_rows, 0.0).max()
-            self._roundings[dtype] = 2 * float(added) + self._rounding
+            self._roundings[dtype] = 2 * added_by_rounding(self.unit, self.zero_rows, dtype) + self._rounding
         return self._roundings[dtype]
 
-    def _product_is_of_bfloat16(self) -> bool:
-        if self.device.type != "cpu" or self.dtype != torch.float32:
-            return False
-        products = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9; before, one setting for all devices
-        if products is None:
-            return torch.get_float32_matmul_precision() == "medium"
-        return products.fp32_precision == "bf16"
+    def rounding_now(self) -> float:
+        """What the rounding of a product in the cost's own dtype may leave in place of 0, as torch is set."""
+        return self._rounding_in(torch.bfloat16 if products_are_of_bfloat16(self.unit) else self.dtype)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the same cost elsewhere, as `Cost.to`."""
+        moved = super().to(*args, **kwargs)
+        moved._rounding = max(self._rounding, 16 * torch.finfo(moved.dtype).eps)
+        moved._rounded, moved._roundings = None, {}
+        return moved
 
     @classmethod
     def from_model(cls, model: nn.Module) -> EmbeddingCost:
@@ -125,14 +127,52 @@ class EmbeddingCost(CosineCost):
         return EmbeddingCost(self.unit[order])
 
 
+def products_are_of_bfloat16(unit: Tensor) -> bool:
+    """Whether `torch.set_float32_matmul_precision("medium")` lets a CPU round the factors of a float32 product."""
+    if unit.device.type != "cpu" or unit.dtype != torch.float32:
+        return False
+    products = getattr(torch.backends.mkldnn, "matmul", None)  # torch 2.9; before, one setting for all devices
+    if products is None:
+        return torch.get_float32_matmul_precision() == "medium"
+    return products.fp32_precision == "bf16"
+
+
+def added_by_rounding(unit: Tensor, zero_rows: Tensor, dtype: torch.dtype) -> float:
+    """The most that rounding unit rows to `dtype` adds to the square of a length, or takes from it."""
+    if not len(unit):
+        return 0.0
+    square = torch.linalg.vector_norm(unit.to(dtype), dim=1, dtype=torch.float32).square()
+    return float((square - 1).abs().masked_fill(zero_rows, 0.0).max())
+
+
+class _Tf32:
+    """How often, by the threads of this process, TF32 is switched off now; and what it was before."""
+
+    lock: ClassVar[threading.Lock] = threading.Lock()
+    depth: ClassVar[int] = 0
+    before: ClassVar[Any] = None
+
+
 @contextmanager
-def without_tf32() -> Iterator[None]:
-    """A user may have allowed TF32 for products of float32; 1 - cos would have no correct digit left near 0."""
+def without_tf32(device: torch.device) -> Iterator[None]:
+    """A user may have allowed TF32 for products of float32; 1 - cos would have no correct digit left near 0.
+
+    The setting belongs to the process: the first thread in switches it off, the last one out restores it.
+    """
+    if device.type != "cuda":
+        yield
+        return
     products = torch.backends.cuda.matmul
     name, full = ("fp32_precision", "ieee") if hasattr(products, "fp32_precision") else ("allow_tf32", False)
-    before = getattr(products, name)
-    setattr(products, name, full)
+    with _Tf32.lock:
+        if not _Tf32.depth:
+            _Tf32.before = getattr(products, name)
+            setattr(products, name, full)
+        _Tf32.depth += 1
     try:
         yield
     finally:
-        setattr(products, name, before)
+        with _Tf32.lock:
+            _Tf32.depth -= 1
+            if not _Tf32.depth:
+                setattr(products, name, _Tf32.before)

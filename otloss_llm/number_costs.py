@@ -92,6 +92,7 @@ class MixedCost(Cost):
             unrelated tokens.
 
     Raises:
+        TypeError: no costs, or in the other order.
         ValueError: vocabularies that differ, a `scale` that is not positive.
 
     Example:
@@ -103,6 +104,11 @@ class MixedCost(Cost):
     """
 
     def __init__(self, numbers: NumberCost, other: Cost, *, scale: float | None = None) -> None:
+        if not isinstance(numbers, NumberCost) or not isinstance(other, Cost):
+            raise TypeError(
+                f"MixedCost got {type(numbers).__name__} and {type(other).__name__}, expected a NumberCost and another "
+                "cost, in this order."
+            )
         if numbers.shape != other.shape:
             raise ValueError(f"numbers are over {numbers.shape[0]} tokens, the other cost over {other.shape[0]}.")
         self.numbers, self.other = numbers, other.to(numbers.device)

@@ -15,7 +15,7 @@ from torch import Tensor
 from otloss._checks import check_floating
 from otloss.costs import Cost
 from otloss_llm._shards import VocabShard, is_row_shard
-from otloss_llm.costs import EmbeddingCost, without_tf32
+from otloss_llm.costs import EmbeddingCost, added_by_rounding, products_are_of_bfloat16, without_tf32
 
 
 class ShardedEmbeddingCost(Cost):
@@ -51,6 +51,13 @@ class ShardedEmbeddingCost(Cost):
         wide = torch.promote_types(embedding.dtype, torch.float32)
         self.unit = made[0].unit if made else embedding.to(wide)
         self._rounding = 16 * torch.finfo(wide).eps
+        added = torch.tensor([added_by_rounding(self.unit, ~self.unit.any(1), torch.bfloat16)], device=self.unit.device)
+        dist.all_reduce(added, op=dist.ReduceOp.MAX, group=process_group)
+        self._rounding_of_bfloat16 = 2 * float(added) + self._rounding
+
+    def rounding_now(self) -> float:
+        """As that of `EmbeddingCost`, over the rows of all processes."""
+        return self._rounding_of_bfloat16 if products_are_of_bfloat16(self.unit) else self._rounding
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -112,7 +119,7 @@ class _EmbeddingColumns(_Columns):
             self.e_y, self.unit = cost.embedding_of(self.labels), cost.unit
         else:
             self.e_y, self.unit = cost.unit[self.labels], cost.unit[shard.start : shard.stop]
-        self._rounding = cost._rounding
+        self._rounding = cost.rounding_now()
 
     def rows(
         self, index: Int[Tensor, " picked"], *, out: Float[Tensor, " entries"] | None = None
@@ -121,7 +128,7 @@ class _EmbeddingColumns(_Columns):
         flat = self.unit.new_empty(len(index) * columns) if out is None else out[: len(index) * columns]
         # In the order of memory that the sweeps read: on a CPU a column of memory is a row.
         costs = flat.view(columns, len(index)).T if self.device.type == "cpu" else flat.view(len(index), columns)
-        with without_tf32(), torch.autocast(self.device.type, enabled=False):
+        with without_tf32(self.device), torch.autocast(self.device.type, enabled=False):
             costs.fill_(1).addmm_(e_y, self.unit.T, alpha=-1)
         torch.threshold_(costs, self._rounding, 0.0)
         if columns:

@@ -31,11 +31,11 @@ from otloss_llm._positions import (
     valid_positions,
 )
 from otloss_llm._shards import VocabShard, fingerprint, local_tensors
-from otloss_llm.compiled import key_of, traced_token_loss
+from otloss_llm.compiled import key_of, scores_with, traced_token_loss
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.kernels import chunked, reference
 from otloss_llm.kernels.logits import Head
-from otloss_llm.objectives import EMO, Objective
+from otloss_llm.objectives import EMO, Objective, recipe
 from otloss_llm.sharded_costs import own_columns
 
 
@@ -88,7 +88,7 @@ def token_loss(
         (tensor(0.4076, grad_fn=<MulBackward0>), tensor([0.3348]))
     """
     check_floating("logits", logits)
-    check_objective(objective, cost, logits.shape[-1])
+    check_objective(objective, cost, logits.shape[-1], logits.device)
     check_token_reduction(reduction, num_items)
     valid = valid_positions(labels, logits.shape[:-1], logits.shape[-1], ignore_index, "logits")
     chosen = logits[valid]
@@ -101,6 +101,7 @@ def token_loss(
     return _at_positions(loss, nll, transport, valid)
 
 
+@scores_with
 def linear_token_loss(
     hidden: Float[Tensor, "*batch width"],
     weight: Float[Tensor, "vocab width"],
@@ -138,11 +139,14 @@ def linear_token_loss(
         process_group: processes that hold the rows of `weight` (and `bias`) together, in the order of ranks, and have
             the same `hidden` and `labels` each (tensor parallelism). Labels are ids in the whole vocabulary; the loss
             and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
-            is a whole one, or a `ShardedEmbeddingCost`. None: all rows are here.
+            is a whole one, or a `ShardedEmbeddingCost`. Runs outside of compiled graphs. None: all rows are here.
 
     DTensors speak for themselves: a weight with placements `[Shard(0)]` goes with replicated hidden states.
 
-    Under `torch.autocast` the matrix products run in the autocast dtype, as the model's own head would.
+    Under `torch.autocast` the matrix products run in the autocast dtype, as the model's own head would. `torch.compile`
+    keeps the call in one graph. Derivatives of second order and `torch.func` need impl="reference", uncompiled.
+    Where gradients are made in the backward pass (reduction "none", checkpointing, a graph gone through again) the
+    objective is asked again then: it must not have changed.
 
     Returns:
         `TokenLoss(loss, nll, cost)`.
@@ -163,19 +167,28 @@ def linear_token_loss(
     shard = None
     if process_group is not None:
         reduced = {"reduction": reduction, "num_items": num_items, "ignore_index": ignore_index}
-        if torch.compiler.is_compiling():
-            return _not_compiled(hidden, weight, bias, labels, head, process_group, reduced)
+        if torch.compiler.is_compiling():  # collectives whose number depends on the labels stay out of graphs
+            from otloss_llm._uncompiled import uncompiled
+
+            return uncompiled(
+                linear_token_loss, hidden, weight, labels, objective=objective, cost=cost, bias=bias,
+                logit_scale=logit_scale, logit_softcap=logit_softcap, impl=impl, chunk_size=chunk_size,
+                process_group=process_group, **reduced,
+            )  # fmt: skip
         shard = _agreed_shard(process_group, (hidden, weight, bias, labels), head, reduced)
+    check_kernel(impl, chunk_size)
+    logit_scale, logit_softcap = check_transform(logit_scale, logit_softcap)
+    head = replace(head, scale=logit_scale, softcap=logit_softcap)
     hidden, weight, bias = check_head(hidden, weight, bias, labels)
     if torch.compiler.is_compiling():
-        key = key_of(linear_token_loss, ("objective", "cost"), objective, cost)
-        count = None if num_items is None else torch.as_tensor(num_items, device=hidden.device)
+        key = key_of(recipe(objective), id(objective), cost, id(cost))
+        count = num_items
+        if count is not None and not isinstance(count, Tensor):  # one that stays symbolic, unlike that of as_tensor
+            count = torch.full((), count, dtype=torch.int64 if isinstance(count, int) else torch.float64)
         settings = (reduction, ignore_index, logit_scale, logit_softcap, impl, chunk_size)
         return TokenLoss(*traced_token_loss(key, (hidden, weight, labels, bias, count), settings))
-    check_kernel(impl, chunk_size)
-    check_transform(logit_scale, logit_softcap)
     vocab = weight.shape[0] if shard is None else shard.vocab
-    check_objective(objective, cost, vocab)
+    check_objective(objective, cost, vocab, weight.device)
     check_token_reduction(reduction, num_items)
     valid = valid_positions(labels, hidden.shape[:-1], vocab, ignore_index, "hidden")
     h, y = hidden[valid], labels[valid].long()
@@ -208,7 +221,7 @@ def _agreed_shard(
         count = reduced["num_items"]
         h, w, b = check_head(hidden, weight, bias, labels)
         check_kernel(head.impl, head.chunk_size)
-        check_transform(head.scale, head.softcap)
+        scale, softcap = check_transform(head.scale, head.softcap)
         check_token_reduction(reduced["reduction"], count)
         check_objective(head.objective, cost, cost.shape[0] if isinstance(cost, Cost) else 0)
         if head.impl == "reference":
@@ -219,22 +232,11 @@ def _agreed_shard(
             "labels": (tuple(labels.shape), fingerprint(labels)),
             "gradients": [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (h, w, b)],
             "cost": None if cost is None else (type(cost).__name__, cost.shape, cost.dtype),
-            "logits": (head.scale, head.softcap, head.impl, head.chunk_size),
+            "logits": (scale, softcap, head.impl, head.chunk_size),
             "reduction": reduced | {"num_items": None if count is None else float(count)},
         }
 
     return VocabShard.agreed(group, weight, check)
-
-
-@torch.compiler.disable
-def _not_compiled(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: Head, group: Any, reduced: dict[str, Any]
-) -> TokenLoss:
-    """Collectives whose number depends on the labels stay out of compiled graphs."""
-    return linear_token_loss(
-        hidden, weight, labels, objective=head.objective, cost=head.cost, bias=bias, logit_scale=head.scale,
-        logit_softcap=head.softcap, impl=head.impl, chunk_size=head.chunk_size, process_group=group, **reduced,
-    )  # fmt: skip
 
 
 def _reference(

@@ -40,6 +40,13 @@ def test_losses_need_no_transformers() -> None:
     assert 'pip install "otloss[llm]"' in done.stdout
 
 
+def test_importing_the_losses_imports_no_compiler() -> None:
+    """`torch._dynamo` takes a second, and numba half a one."""
+    code = "import sys, otloss_llm; print([m for m in ('torch._dynamo', 'numba', 'triton') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.strip() == "[]"
+
+
 @pytest.mark.parametrize("path", FILES, ids=str)
 def test_files_are_short_and_named_by_what_they_do(path: Path) -> None:
     text = (ROOT / path).read_text(encoding="utf-8")

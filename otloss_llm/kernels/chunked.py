@@ -86,7 +86,10 @@ def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor
     most = max(last + 1 - first for first, last in bounds)
     make_rows = _rows_in_one_buffer(head.cost, most, head.cost_dtype(weight))
     for tokens, piece, (first, last) in zip(order.split(step), pieces, bounds, strict=True):
-        yield tokens, CostRows(make_rows(distinct[first : last + 1]), piece - first)
+        rows = make_rows(distinct[first : last + 1])
+        if (rows.dtype == torch.float64) != (weight.dtype == torch.float64):
+            rows = rows.to(torch.promote_types(weight.dtype, torch.float32))
+        yield tokens, CostRows(rows, piece - first)
 
 
 def _rows_in_one_buffer(cost: Cost, most: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

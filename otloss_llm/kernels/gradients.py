@@ -44,7 +44,7 @@ class Gradients:
         """Accumulate one chunk: `dh = dz W`, `dW += dz^T h`, `db += sum dz`."""
         narrow = dz.to(self.math_dtype)
         if self.hidden is not None:
-            self.hidden[tokens] = narrow @ weight.to(self.math_dtype)
+            self.hidden[tokens] = _times_weight(narrow, weight)
         if self.weight is not None:
             self._add_to_weight(narrow.T, hidden.to(self.math_dtype))
         if self.bias is not None:
@@ -54,14 +54,8 @@ class Gradients:
     def _add_to_weight(self, dz: Tensor, hidden: Tensor) -> None:
         total = self.weight
         assert total is not None
-        if total.dtype != self.math_dtype and total.is_cuda:
+        if total.dtype != self.math_dtype:
             _add_in_float32(total, dz, hidden, fresh=self.empty)
-        elif total.dtype != self.math_dtype:
-            product = dz @ hidden
-            if self.empty:
-                total.copy_(product)
-            else:
-                total += product
         elif self.empty:  # writing is cheaper than clearing and adding
             torch.mm(dz, hidden, out=total)
         else:
@@ -86,9 +80,19 @@ class Gradients:
         return hidden, weight, bias
 
 
+def _times_weight(dz: Tensor, weight: Tensor) -> Tensor:
+    """`dz W`, of float16 rows in float32, without a second matrix of the head's size."""
+    if weight.dtype == dz.dtype:
+        return dz @ weight
+    made = dz.new_zeros(len(dz), weight.shape[1])
+    for part, slab in zip(dz.split(SLAB_ROWS, dim=1), weight.split(SLAB_ROWS), strict=True):
+        made.addmm_(part, slab.to(dz.dtype))
+    return made
+
+
 def _add_in_float32(total: Tensor, dz: Tensor, hidden: Tensor, *, fresh: bool) -> None:
     """`total += dz hidden` (or `=`) of 16-bit factors, without a second matrix of the head's size."""
-    if _has_float32_products(total.device, dz.dtype):
+    if total.is_cuda and _has_float32_products(total.device, dz.dtype):
         if fresh:
             torch.ops.aten.mm.dtype_out(dz, hidden, torch.float32, out=total)
         else:

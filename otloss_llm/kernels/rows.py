@@ -66,7 +66,7 @@ def softmax_rows(z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], 
     e.scatter_(-1, column, torch.where(here[:, None], 0.0, e.gather(-1, column)))
     if cost is None:
         return RowSums(top, e.sum(-1), None, z_y, None)
-    rows = cost.rows.index_select(0, cost.which)
+    rows = cost.rows.index_select(0, cost.which).to(e.dtype)
     c_y = torch.where(here, rows.gather(-1, column).squeeze(-1), 0.0)
     return RowSums(top, e.sum(-1), torch.linalg.vecdot(e, rows), z_y, c_y)
 
@@ -83,7 +83,7 @@ def gradient_rows(
     if cost is None or slopes.b is None or slopes.transport is None:
         e.mul_(slopes.a[:, None])
     else:
-        rows = cost.rows.index_select(0, cost.which)
+        rows = cost.rows.index_select(0, cost.which).to(e.dtype)
         e.mul_(rows.sub_(slopes.transport[:, None]).mul_(slopes.b[:, None]).add_(slopes.a[:, None]))
     column = label.clamp(min=0)[:, None]
     e.scatter_(-1, column, torch.where(label >= 0, slopes.at_label, e.gather(-1, column).squeeze(-1))[:, None])

@@ -6,6 +6,7 @@ through memory once.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -64,7 +65,13 @@ def _exp(x: Any) -> Any:
     return F32(0.0) if x <= SMALLEST else y
 
 
-_SWEEP: dict[str, Any] = {"parallel": True, "fastmath": {"contract", "nsz"}, "error_model": "numpy", "cache": True}
+def _sweep(function: Any) -> Any:
+    """Compile on first use, and keep the result on disk where there is a place that may be written to."""
+    options: dict[str, Any] = {"parallel": True, "fastmath": {"contract", "nsz"}, "error_model": "numpy"}
+    try:
+        return njit(cache=True, **options)(function)
+    except RuntimeError:  # "no locator available": a read-only installation without a home
+        return njit(**options)(function)
 
 
 @njit(inline="always")
@@ -74,7 +81,7 @@ def _spread(costs: Any, which: Any, c: Any) -> None:
         c[t] = costs[which[t]]
 
 
-@njit(**_SWEEP)
+@_sweep
 def _softmax(z: Any, cost: Any, which: Any, top: Any, others: Any, others_cost: Any, block: int) -> None:
     """Each part of the vocabulary (axis 0 of the results) apart: its largest logit, and the sums relative to that."""
     vocab, tokens = z.shape
@@ -116,7 +123,7 @@ def _softmax(z: Any, cost: Any, which: Any, top: Any, others: Any, others_cost: 
                 d[t] += block_d[t]
 
 
-@njit(**_SWEEP)
+@_sweep
 def _gradient(z: Any, top: Any, cost: Any, which: Any, a: Any, b: Any, transport: Any, parts: int) -> None:
     vocab, tokens = z.shape
     with_cost = cost.shape[0] > 0
@@ -189,14 +196,19 @@ def _arrays(cost: CostRows | None, z: Tensor) -> tuple[np.ndarray, np.ndarray]:
     return cost.rows.to(z.dtype).T.contiguous().numpy(), cost.which.numpy().astype(np.uint32)
 
 
+_ONE_AT_A_TIME = threading.Lock()
+
+
 @contextmanager
 def _as_many_threads_as_torch() -> Iterator[None]:
-    # They share one OpenMP, whose number of threads each of the two sets: numba when it first starts its own.
-    of_torch, of_numba = torch.get_num_threads(), numba.get_num_threads()
-    numba.set_num_threads(max(1, min(of_torch, numba.config.NUMBA_NUM_THREADS)))
-    try:
-        yield
-    finally:
-        numba.set_num_threads(of_numba)
-        if torch.get_num_threads() != of_torch:
-            torch.set_num_threads(of_torch)
+    # numba's layer of last resort ends the process when two threads are in it, and the number of threads is shared.
+    with _ONE_AT_A_TIME:
+        # torch and numba share one OpenMP, whose number of threads each of them sets: numba when it starts its own.
+        of_torch, of_numba = torch.get_num_threads(), numba.get_num_threads()
+        numba.set_num_threads(max(1, min(of_torch, numba.config.NUMBA_NUM_THREADS)))
+        try:
+            yield
+        finally:
+            numba.set_num_threads(of_numba)
+            if torch.get_num_threads() != of_torch:
+                torch.set_num_threads(of_torch)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
-from otloss_llm import EMO, MLE, EmbeddingCost, MixCE, TokenLoss, linear_token_loss
+from otloss_llm import EMO, MLE, EmbeddingCost, MixCE, TaiLr, TokenLoss, linear_token_loss
 from tests.otloss_llm.oracles import OBJECTIVES, problem
 from tests.otloss_llm.scoring import assert_all_close, fused, gradients
 
@@ -81,7 +83,7 @@ class Tiny(nn.Module):
         self.objective = objective or EMO()
         self.cost = EmbeddingCost(self.head.weight)
 
-    def forward(self, ids: Tensor, labels: Tensor, num_items: Tensor | None = None) -> TokenLoss:
+    def forward(self, ids: Tensor, labels: Tensor, num_items: Tensor | int | None = None) -> TokenLoss:
         hidden = torch.tanh(self.embed(ids))
         return linear_token_loss(
             hidden, self.head.weight, labels, objective=self.objective, cost=self.cost, num_items=num_items
@@ -108,6 +110,20 @@ def test_a_model_of_changing_lengths(dynamic: bool | None) -> None:
             got.loss.backward(), want.loss.backward()
     for mine, expected in zip(model.parameters(), eager.parameters(), strict=True):
         torch.testing.assert_close(mine.grad, expected.grad)
+
+
+def test_counts_of_items_do_not_recompile() -> None:
+    model, eager = Tiny(), Tiny()
+    compilations = CompileCounter()
+    run = torch.compile(model, backend=compilations, fullgraph=True)
+    for number in range(3, 12):
+        torch.testing.assert_close(run(*batch(), number).loss, eager(*batch(), number).loss)
+    assert compilations.frame_count <= 2
+
+
+def test_an_exported_program_would_lose_the_objective() -> None:
+    with pytest.raises(Exception, match="cannot be exported"):
+        torch.export.export(Tiny(), batch())
 
 
 def test_training_follows_eager_step_by_step() -> None:
@@ -170,11 +186,68 @@ def test_errors_reach_the_caller() -> None:
         run(*batch())
 
 
-def test_a_compiled_backward_has_no_second_derivative() -> None:
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_backward_has_no_second_derivative(backend: str) -> None:
     model = Tiny()
-    loss = compiled(model)(*batch()).loss
-    with pytest.raises(RuntimeError):
+    loss = compiled(model, backend)(*batch()).loss
+    message = "no second derivative" if backend == "eager" else "double backward"
+    with pytest.raises(RuntimeError, match=message):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)[0].sum().backward()
+
+
+class Scaled:
+    """A user's objective with a class-level default that an unfinished object would show."""
+
+    weight = 1.0
+
+    def __init__(self, weight: float) -> None:
+        self.weight = weight
+
+    def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
+        return self.weight * nll
+
+
+def weighted(nll: Tensor, cost: Tensor | None, *, weight: float) -> Tensor:
+    assert cost is not None
+    return nll + weight * cost
+
+
+def test_objectives_made_inside_the_compiled_function() -> None:
+    given = problem(33)
+    cost = EmbeddingCost(given.embedding)
+    makers: list[Callable[[], Any]] = [
+        MLE, EMO, lambda: EMO(0.5), lambda: EMO(ratio_clip=2.0), lambda: EMO("transport"), lambda: TaiLr(0.3),
+        lambda: TaiLr(0.3, min_weight=0.1), lambda: MixCE(0.3), lambda: partial(weighted, weight=0.3),
+    ]  # fmt: skip
+    for make in makers:
+        torch.compiler.reset()
+
+        def score(*leaves: Tensor, make: Callable[[], Any] = make) -> Tensor:
+            return fused(list(leaves), given, objective=make(), cost=cost).loss
+
+        leaves, again = given.leaves(), given.leaves()
+        got, want = compiled(score)(*leaves), score(*again)
+        torch.testing.assert_close(got, want, rtol=1e-14, atol=0)
+        assert_all_close(gradients(got, leaves), gradients(want, again), 1e-14)
+
+    outside = Scaled(3.0)
+    got = compiled(lambda *leaves: fused(list(leaves), given, objective=outside, cost=cost).loss)(*given.leaves())
+    torch.testing.assert_close(got, fused(given.leaves(), given, objective=Scaled(3.0), cost=cost).loss)
+    with pytest.raises(Exception, match="made inside the compiled function; make it outside"):
+        compiled(lambda *leaves: fused(list(leaves), given, objective=Scaled(3.0), cost=cost).loss)(*given.leaves())
+
+
+def test_loss_scaling_saves_float16_gradients() -> None:
+    given = problem(34, batch=(64,), vocab=512, dtype=torch.float16, ignored=0.0)
+    cost = EmbeddingCost(given.embedding)
+
+    def score(*leaves: Tensor) -> Tensor:
+        return fused(list(leaves), given, objective=EMO(), cost=cost, num_items=100_000).loss
+
+    leaves, again = given.leaves(), given.leaves()
+    got = gradients(compiled(score)(*leaves) * 2.0**16, leaves)
+    for mine, expected in zip(got, gradients(score(*again) * 2.0**16, again), strict=True):
+        assert torch.equal(mine, expected)
 
 
 def test_the_operator_keeps_its_contract() -> None:
@@ -183,7 +256,8 @@ def test_the_operator_keeps_its_contract() -> None:
 
     given = problem(32, batch=(7,), vocab=11, width=3)
     hidden, weight = given.leaves()[:2]
-    key = module.key_of(linear_token_loss, ("objective", "cost"), EMO(), EmbeddingCost(given.embedding))
+    objective, cost = EMO(), EmbeddingCost(given.embedding)
+    key = module.key_of(objective, id(objective), cost, id(cost))
     for reduction in ("mean", "none"):
         settings = (reduction, -100, 1.0, None, "auto", 3, [True, True, False])
         torch.library.opcheck(module._operator, (hidden, weight, given.labels, None, None, key, *settings))

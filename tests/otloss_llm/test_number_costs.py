@@ -120,6 +120,8 @@ def test_refusals() -> None:
             NumberCost(values(), text=text)
     with pytest.raises(ValueError, match="7 tokens, the other cost over 3"):
         MixedCost(NumberCost(values()), EmbeddingCost(torch.eye(3)))
+    with pytest.raises(TypeError, match="EmbeddingCost and NumberCost, expected a NumberCost and another"):
+        MixedCost(EmbeddingCost(torch.eye(7)), NumberCost(values()))  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="no transpose"):
         _ = NumberCost(values()).T
     assert NumberCost(torch.tensor([3.0, math.nan])).rows(torch.tensor([0])).tolist() == [[0.0, pytest.approx(1.01)]]

@@ -163,8 +163,44 @@ def test_threads_are_left_as_they_were() -> None:
         "loss.backward()\n"
         "assert torch.get_num_threads() == 1, torch.get_num_threads()"
     )
-    done = subprocess.run(
+    done = in_a_fresh_process(code, OMP_NUM_THREADS="1")
+    assert done.returncode == 0, done.stderr
+
+
+def in_a_fresh_process(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2], check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        env=os.environ | environment,
     )  # fmt: skip
+
+
+LOSS = (
+    "import torch\n"
+    "from otloss_llm import EMO, EmbeddingCost, linear_token_loss\n"
+    "def loss():\n"
+    "    h, w = torch.randn(40, 8, requires_grad=True), torch.randn(50, 8)\n"
+    "    linear_token_loss(h, w, torch.arange(40), objective=EMO(), cost=EmbeddingCost(w)).loss.backward()\n"
+)
+
+
+def test_without_a_place_for_compiled_code() -> None:
+    """A read-only installation and no home: compiled at every start, but compiled."""
+    code = "from numba.core.caching import CacheImpl\nCacheImpl._locator_classes = []\n" + LOSS + "loss()"
+    done = in_a_fresh_process(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_forked_process_has_the_plain_sweeps() -> None:
+    code = LOSS + "import os\nloss()\nchild = os.fork()\nif not child: loss(); os._exit(0)\n"
+    done = in_a_fresh_process(code + "assert os.waitpid(child, 0)[1] == 0", PYTHONWARNINGS="ignore")
+    assert done.returncode == 0, done.stderr
+
+
+def test_two_threads_at_once() -> None:
+    code = LOSS + (
+        "from threading import Thread\n"
+        "threads = [Thread(target=lambda: [loss() for _ in range(20)]) for _ in range(2)]\n"
+        "[t.start() for t in threads], [t.join() for t in threads]"
+    )
+    done = in_a_fresh_process(code, NUMBA_THREADING_LAYER="workqueue")
     assert done.returncode == 0, done.stderr

@@ -39,13 +39,21 @@ def test_a_second_derivative_through_the_chunked_kernel_is_refused(reduction: st
         torch.autograd.grad(loss, leaves, create_graph=True)
 
 
-def test_backward_twice_over_a_retained_graph() -> None:
+def test_backward_again_over_a_retained_graph() -> None:
+    """The gradients of a mean are given away in the first backward pass, in place times its upstream gradient."""
     given = problem(13)
     for reduction in ("mean", "none"):
+        want = gradients(fused(plain := given.leaves(), given, objective=EMO(), reduction=reduction).loss.sum(), plain)
         leaves = given.leaves()
         loss = fused(leaves, given, objective=EMO(), reduction=reduction).loss.sum()
-        first = torch.autograd.grad(loss, leaves, retain_graph=True)
-        assert_all_close(list(first), gradients(loss, leaves), 0.0)
+        for upstream in (3.0, 1.0, -0.5):
+            got = torch.autograd.grad(loss, leaves, torch.tensor(upstream, dtype=loss.dtype), retain_graph=True)
+            assert_all_close(list(got), [upstream * g for g in want], 1e-14)
+        apart = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for leaf in leaves]
+        assert_all_close(apart, want, 1e-14)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_all_close([leaf.grad for leaf in leaves if leaf.grad is not None], [2 * g for g in want], 1e-14)
 
 
 def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -105,7 +113,8 @@ def test_activation_checkpointing_makes_gradients_once(
     assert chunks[0] == once
 
 
-def test_the_full_logits_never_exist() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_full_logits_never_exist(dtype: torch.dtype) -> None:
     """No tensor of the chunked forward and backward pass is as large as N x V."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -119,12 +128,51 @@ def test_the_full_logits_never_exist() -> None:
                     self.entries = max(self.entries, tensor.numel())
             return out
 
-    given = problem(15, batch=(256,), vocab=64, width=4, ignored=0.0)
+    given = problem(15, batch=(256,), vocab=64, width=4, ignored=0.0, dtype=dtype)
     for reduction in ("mean", "none"):
         with Largest() as seen:
             leaves = given.leaves()
             fused(leaves, given, objective=EMO(), reduction=reduction, chunk_size=16).loss.sum().backward()
         assert seen.entries <= 16 * 64, seen.entries
+
+
+def test_labels_are_looked_at_once_whatever_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`unique` and `tolist` wait for a GPU: both are hoisted out of the loop over chunks."""
+    calls = {"unique": 0, "tolist": 0}
+    unique, tolist = torch.unique_consecutive, Tensor.tolist
+
+    def counting_unique(*args: Any, **kwargs: Any) -> Any:
+        calls["unique"] += 1
+        return unique(*args, **kwargs)
+
+    def counting_tolist(*args: Any) -> Any:
+        calls["tolist"] += 1
+        return tolist(*args)
+
+    monkeypatch.setattr(torch, "unique_consecutive", counting_unique)
+    monkeypatch.setattr(Tensor, "tolist", counting_tolist)
+    given = problem(16, batch=(200,))
+    fused(given.leaves(), given, objective=EMO(), chunk_size=5)
+    assert calls == {"unique": 1, "tolist": 1}
+
+
+def test_a_cost_of_another_dtype_than_the_logits() -> None:
+    given = problem(22)
+    narrow = EmbeddingCost(given.embedding.float())
+    for impl in IMPLEMENTATIONS:
+        leaves, again = given.leaves(), given.leaves()
+        got = fused(leaves, given, objective=EMO(), cost=narrow, impl=impl).loss
+        want = fused(again, given, objective=EMO(), impl=impl).loss
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        assert_all_close(gradients(got, leaves), gradients(want, again), 1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_count_of_shape_one(impl: str) -> None:
+    given = problem(23)
+    got = fused(given.leaves(), given, objective=MLE(), num_items=torch.tensor([4.0]), impl=impl).loss
+    assert got.shape == ()
+    torch.testing.assert_close(got, fused(given.leaves(), given, objective=MLE(), num_items=4, impl=impl).loss)
 
 
 def test_cost_rows_are_made_once_for_each_label() -> None:

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otloss_llm import EMO, EmbeddingCost, token_loss
+from otloss_llm.costs import without_tf32
 from tests.otloss_llm.oracles import cosine_matrix
 
 
@@ -160,3 +161,26 @@ def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> Non
     torch.testing.assert_close(rows, exact, rtol=0, atol=2e-3)
     assert torch.equal(rows == 0, exact == 0)
     assert torch.equal(cost.dense(), exact)
+
+
+def test_duplicates_cost_nothing_in_a_narrower_dtype() -> None:
+    embedding = torch.randn(200, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    embedding[100:] = 1.7 * embedding[:100]
+    dense = EmbeddingCost(embedding).to(torch.float32).dense()
+    assert (dense[torch.arange(100), torch.arange(100, 200)] == 0).all()
+
+
+def test_tf32_is_off_for_as_long_as_any_thread_needs_it() -> None:
+    device, products = torch.device("cuda"), torch.backends.cuda.matmul  # the setting is there without a device
+    if not hasattr(products, "fp32_precision"):
+        pytest.skip("torch before 2.9")
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        with without_tf32(device):
+            with without_tf32(device):
+                assert products.fp32_precision == "ieee"
+            assert products.fp32_precision == "ieee"
+        assert products.fp32_precision == "tf32"
+    finally:
+        products.fp32_precision = before

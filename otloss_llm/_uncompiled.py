@@ -1,0 +1,14 @@
+"""A call that `torch.compile` leaves alone; in a module of its own, for the decorator imports the compiler."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+@torch.compiler.disable
+def uncompiled(function: Callable[..., Any], *args: Any, **settings: Any) -> Any:
+    """`function(*args, **settings)`, outside of any graph that is being traced."""
+    return function(*args, **settings)
