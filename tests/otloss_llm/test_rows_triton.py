@@ -428,7 +428,8 @@ def test_auto_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_chunks_on_a_gpu_are_large() -> None:
     head = Head(MLE())
     assert head.rows_per_chunk(128256, "cuda") == 2048
-    assert head.rows_per_chunk(32000, "cpu") == 1040
+    assert head.rows_per_chunk(50257, "cpu") == 656
+    assert head.rows_per_chunk(500, "cpu") == 1024
     assert Head(MLE(), chunk_size=7).rows_per_chunk(128256, "cuda") == 7
 
 

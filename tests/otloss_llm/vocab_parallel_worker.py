@@ -187,6 +187,21 @@ def check_costs() -> None:
         token_loss(torch.zeros(3, VOCAB), torch.tensor([1, 2, 3]), objective=EMO(), cost=sharded)
 
 
+def check_duplicates_where_bfloat16_is_allowed() -> None:
+    embedding = torch.randn(600, 512, generator=torch.Generator().manual_seed(2))
+    embedding[300:] = 1.3 * embedding[:300]
+    size, labels = dist.get_world_size(), torch.arange(300)
+    sharded = ShardedEmbeddingCost(embedding.chunk(size)[dist.get_rank()], dist.group.WORLD)
+    torch.set_float32_matmul_precision("medium")
+    try:
+        for cost in (sharded, EmbeddingCost(embedding)):
+            columns = own_columns(cost, sharded.shard, labels).rows(labels)
+            twins = sharded.shard.local(labels + 300)
+            assert (columns[twins >= 0, twins[twins >= 0]] == 0).all()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
 def check_masked_columns() -> None:
     """A process with nothing but masked columns, for tokens whose labels lie elsewhere; and a row with none left."""
     for dtype in (torch.float64, torch.float32):
