@@ -53,14 +53,17 @@ class NumberCost(Cost):
         values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
         self.is_number = ~values.isnan()
         self.values = values.nan_to_num(nan=0.0)
-        numbers = self.values[self.is_number]
-        widest = float(numbers.max() - numbers.min())
-        # With a single number the widest distance is 0, and text must still cost something.
-        self.text = check_positive("text", 1.01 * (widest or 1.0) if text is None else text)
+        self.text = check_positive("text", 1.01 * self.widest if text is None else text)
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.values), len(self.values)
+
+    @property
+    def widest(self) -> float:
+        """The largest distance between two numbers; 1 where all are equal, for it is a unit to measure in."""
+        numbers = self.values[self.is_number]
+        return float(numbers.max() - numbers.min()) or 1.0
 
     @property
     def _data(self) -> Tensor:
@@ -112,9 +115,7 @@ class MixedCost(Cost):
         if numbers.shape != other.shape:
             raise ValueError(f"numbers are over {numbers.shape[0]} tokens, the other cost over {other.shape[0]}.")
         self.numbers, self.other = numbers, other.to(numbers.device)
-        among = numbers.values[numbers.is_number]
-        widest = float(among.max() - among.min())
-        self.scale = check_positive("scale", 1.0 / (widest or 1.0) if scale is None else scale)
+        self.scale = check_positive("scale", 1.0 / numbers.widest if scale is None else scale)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -16,7 +16,6 @@ Memory beyond inputs and gradients: one buffer of (chunk, vocab), the cost rows 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -27,6 +26,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
+from otloss.costs._cost import takes_out
 from otloss_llm._shards import VocabShard
 from otloss_llm.kernels.gradients import Gradients
 from otloss_llm.kernels.logits import ROW_MULTIPLE, Head, Logits, sweeps_for
@@ -94,7 +94,7 @@ def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor
 
 def _rows_in_one_buffer(cost: Cost, most: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """`cost.rows` for up to `most` labels at a time, in the same memory each time if the cost can."""
-    if "out" not in inspect.signature(cost.rows).parameters:
+    if not takes_out(cost):
         return cost.rows
     most += -most % ROW_MULTIPLE
     buffer = torch.empty(most * cost.shape[1], dtype=dtype, device=cost.device)
