@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
 from dataclasses import dataclass
 from importlib.util import find_spec
 from types import ModuleType
@@ -11,6 +10,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
+from otloss._kernels import may_run_on
 from otloss.costs import Cost
 from otloss_llm.kernels import rows
 from otloss_llm.objectives import Objective
@@ -104,7 +104,7 @@ def sweeps_for(z: Tensor, impl: str) -> ModuleType:
         from otloss_llm.kernels import rows_triton
 
         return rows_triton
-    if z.device.type != "cpu" or z.dtype != torch.float32 or _is_forked:
+    if z.dtype != torch.float32 or not may_run_on(z):
         return rows
     from otloss_llm.kernels import rows_compiled  # numba takes half a second to import
 
@@ -119,19 +119,6 @@ def runs_on_triton(tensor: Tensor, impl: str) -> bool:
         rows_triton.check_usable(tensor.device, tensor.dtype)
         return True
     return impl == "auto" and tensor.device.type == "cuda" and tensor.dtype != torch.float64 and _triton_is_installed()
-
-
-_is_forked = False
-
-
-def _note_fork() -> None:
-    global _is_forked
-    _is_forked = True
-
-
-# The OpenMP of numba ends a forked process that uses it after its parent has.
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_note_fork)
 
 
 @functools.cache

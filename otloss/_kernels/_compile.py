@@ -1,0 +1,125 @@
+"""How kernels are compiled, on how many threads they run, and the exponential that compilers can vectorise."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numba
+import numpy as np
+import torch
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic
+
+F32, F64 = np.float32, np.float64
+LOG2_E_32, LOG2_E_64 = F32(1.4426950408889634), F64(1.4426950408889634)
+# ln 2 in two parts; the first has so few bits that n * LN2_HIGH is exact.
+LN2_HIGH_32, LN2_LOW_32 = F32(0.693359375), F32(-2.12194440e-4)
+LN2_HIGH_64, LN2_LOW_64 = F64(6.93147180369123816490e-01), F64(1.90821492927058770002e-10)
+ROUNDER_32, ROUNDER_64 = F32(1.5 * 2**23), F64(1.5 * 2**52)  # numbers of this size are whole
+ONE_BITS_32, ONE_BITS_64 = np.int32(0x3F800000), np.int64(0x3FF0000000000000)  # 1.0
+SMALLEST_32, SMALLEST_64 = F32(-87.0), F64(-708.0)  # below, exp leaves the normal numbers
+# exp(r) = 1 + r + r^2 P(r) on [-ln 2 / 2, ln 2 / 2], P the minimax polynomial of Cephes' expf.
+P0, P1, P2 = F32(1.9875691500e-4), F32(1.3981999507e-3), F32(8.3334519073e-3)
+P3, P4, P5 = F32(4.1665795894e-2), F32(1.6666665459e-1), F32(5.0000001201e-1)
+# Taylor's coefficients 1 / k!: at |r| <= ln 2 / 2 the first one left out, 1 / 14!, adds 4e-18.
+Q13, Q12, Q11, Q10 = F64(1 / 6227020800), F64(1 / 479001600), F64(1 / 39916800), F64(1 / 3628800)
+Q9, Q8, Q7, Q6 = F64(1 / 362880), F64(1 / 40320), F64(1 / 5040), F64(1 / 720)
+Q5, Q4, Q3 = F64(1 / 120), F64(1 / 24), F64(1 / 6)
+
+
+def compiled(**options: Any) -> Callable[[Any], Any]:
+    """`numba.njit` with the options of this library: compiled on first use, kept on disk where that may be written to.
+
+    Floating-point sums are not reordered unless the caller asks for it (`fastmath=`); NaN and infinity keep their
+    meaning always.
+    """
+    chosen: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy", "nogil": True, **options}
+
+    def decorate(function: Any) -> Any:
+        try:
+            return njit(cache=True, **chosen)(function)
+        except RuntimeError:  # "no locator available": a read-only installation without a home
+            return njit(**chosen)(function)
+
+    return decorate
+
+
+def _reinterpreted(source: Any, target: Any) -> Any:
+    # The signature names the width: integers in numba grow to 64 bits by arithmetic, and are cut to it again here.
+    kinds = {
+        types.float32: ir.FloatType(),
+        types.float64: ir.DoubleType(),
+        types.int32: ir.IntType(32),
+        types.int64: ir.IntType(64),
+    }
+
+    @intrinsic
+    def cast(typing_context: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+            return builder.bitcast(arguments[0], kinds[target])
+
+        return target(source), codegen
+
+    return cast
+
+
+_float32_of_bits, _bits_of_float32 = (
+    _reinterpreted(types.int32, types.float32),
+    _reinterpreted(types.float32, types.int32),
+)
+_float64_of_bits, _bits_of_float64 = (
+    _reinterpreted(types.int64, types.float64),
+    _reinterpreted(types.float64, types.int64),
+)
+
+
+@njit(inline="always", fastmath={"contract"})
+def exp32(x: Any) -> Any:
+    """exp of x <= 0 in float32 to 1.2e-7, in operations that the compiler vectorises; 0 to exp(-87), NaN for NaN."""
+    bounded = SMALLEST_32 if x < SMALLEST_32 else x
+    shifted = bounded * LOG2_E_32 + ROUNDER_32  # its last bits are the nearest whole number n
+    n = shifted - ROUNDER_32
+    r = bounded - n * LN2_HIGH_32
+    r = r - n * LN2_LOW_32
+    p = ((((P0 * r + P1) * r + P2) * r + P3) * r + P4) * r + P5
+    power = _float32_of_bits((_bits_of_float32(shifted) << np.int32(23)) + ONE_BITS_32)  # 2^n
+    y = (p * (r * r) + (r + F32(1.0))) * power
+    return F32(0.0) if x <= SMALLEST_32 else y
+
+
+@njit(inline="always", fastmath={"contract"})
+def exp64(x: Any) -> Any:
+    """exp of x <= 0 in float64 to 4e-16, in operations that the compiler vectorises; 0 to exp(-708), NaN for NaN."""
+    bounded = SMALLEST_64 if x < SMALLEST_64 else x
+    shifted = bounded * LOG2_E_64 + ROUNDER_64
+    n = shifted - ROUNDER_64
+    r = bounded - n * LN2_HIGH_64
+    r = r - n * LN2_LOW_64
+    p = ((((Q13 * r + Q12) * r + Q11) * r + Q10) * r + Q9) * r + Q8
+    p = (((((p * r + Q7) * r + Q6) * r + Q5) * r + Q4) * r + Q3) * r + F64(0.5)
+    power = _float64_of_bits((_bits_of_float64(shifted) << np.int64(52)) + ONE_BITS_64)
+    y = (p * (r * r) + (r + F64(1.0))) * power
+    return F64(0.0) if x <= SMALLEST_64 else y
+
+
+_ONE_AT_A_TIME = threading.Lock()
+
+
+@contextmanager
+def as_many_threads_as_torch() -> Iterator[None]:
+    """Hold numba to torch's number of threads for a parallel kernel, one kernel at a time, and restore both."""
+    # numba's layer of last resort ends the process when two threads are in it, and the number of threads is shared.
+    with _ONE_AT_A_TIME:
+        # torch and numba share one OpenMP, whose number of threads each of them sets: numba when it starts its own.
+        of_torch, of_numba = torch.get_num_threads(), numba.get_num_threads()
+        numba.set_num_threads(max(1, min(of_torch, numba.config.NUMBA_NUM_THREADS)))
+        try:
+            yield
+        finally:
+            numba.set_num_threads(of_numba)
+            if torch.get_num_threads() != of_torch:
+                torch.set_num_threads(of_torch)
