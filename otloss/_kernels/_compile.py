@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -41,9 +42,13 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
 
     def decorate(function: Any) -> Any:
         try:
-            return njit(cache=True, **chosen)(function)
-        except RuntimeError:  # "no locator available": a read-only installation without a home
+            kept = njit(cache=True, **chosen)(function)
+            # numba looks at the file of the kernel alone, and would go on using an exponential that was changed here.
+            file = kept._cache._cache_file
+            file._source_stamp = (file._source_stamp, os.stat(__file__).st_mtime_ns)
+        except (RuntimeError, AttributeError, OSError):  # a read-only installation without a home, another numba
             return njit(**chosen)(function)
+        return kept
 
     return decorate
 
