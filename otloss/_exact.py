@@ -1,4 +1,4 @@
-"""Exact transport between histograms, the only door to POT's network simplex.
+"""Exact transport between histograms, and the only door to POT's network simplex.
 
     emd(p, q, C) = min <C, P>  over  P >= 0,  P 1 = p,  P^T 1 = q
                  = max f.p + g.q  over  f_i + g_j <= C_ij
@@ -13,6 +13,9 @@ and which is feasible whatever the solver returned. So `<C, P> - (f.p + g.q)` ce
 
 Where the optimum is degenerate (a proper part of p's mass equals a part of q's, as in assignment problems), potentials
 are not unique and the value has a kink in the weights: the gradient is one of its subgradients.
+
+Routes: a `LineCost` of power >= 1 has a closed form (`wasserstein_1d`). All else goes to the compiled network simplex of
+`_kernels.exact`, one problem per thread; where compiled kernels may not run, POT solves the problems one by one.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite
@@ -76,6 +79,66 @@ def emd(
     return value.to(pair.dtype)
 
 
+@dataclass(frozen=True)
+class ExactSolution:
+    """Optima of a batch of problems, in float64 on the CPU and without a graph.
+
+    Attributes:
+        value: (...), the least costs.
+        f: (..., n), g: (..., m): dual potentials, the derivatives of the value in p and q, one-sided at bins without
+            mass. f_i + g_j <= C_ij wherever bin i or bin j holds mass.
+        rows, columns, flows: (..., n + m - 1), the cells of the plan that hold mass, padded with empty ones.
+        gap: (...), the duality gap, 0 up to rounding.
+        iterations: (...), pivots of the simplex.
+    """
+
+    value: Float[Tensor, "*batch"]
+    f: Float[Tensor, "*batch n"]
+    g: Float[Tensor, "*batch m"]
+    rows: Int[Tensor, "*batch cells"]
+    columns: Int[Tensor, "*batch cells"]
+    flows: Float[Tensor, "*batch cells"]
+    gap: Float[Tensor, "*batch"]
+    iterations: Int[Tensor, "*batch"]
+
+    def plan(self) -> Float[Tensor, "*batch n m"]:
+        """Return the optimal plan as a dense tensor."""
+        n, m = self.f.shape[-1], self.g.shape[-1]
+        flat = self.flows.new_zeros(*self.value.shape, n * m)
+        return flat.scatter_add_(-1, self.rows * m + self.columns, self.flows).unflatten(-1, (n, m))
+
+
+def solve_exact(
+    p: Float[Tensor, "*batch n"],
+    q: Float[Tensor, "*batch m"],
+    matrix: Float[Tensor, "*batch n m"],
+    *,
+    start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None,
+) -> ExactSolution:
+    """Solve checked problems (weights as `histogram_pair` returns them, finite costs), without a graph.
+
+    Args:
+        p, q, matrix: as for `emd`; their leading axes broadcast.
+        start: potentials (f, g) of similar problems, whose axes broadcast likewise; they save pivots and change no value.
+
+    Raises:
+        RuntimeError: if the optimum of a problem is not reached; the message names the problem.
+    """
+    batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], matrix.shape[:-2])
+    sources, targets = (_flat(t, batch) for t in (p, q))
+    matrices = _to_numpy(matrix.reshape(-1, *matrix.shape[-2:]))
+    owners = _owners(matrix.shape[:-2], batch)
+    answers = [_solve(sources[k], targets[k], matrices[o], _name(k, batch)) for k, o in enumerate(owners.tolist())]
+    n, m = matrix.shape[-2:]
+    sizes = ((), (n,), (m,), (n + m - 1,), (n + m - 1,), (n + m - 1,), (), ())
+    kinds = (float, float, float, np.int64, np.int64, float, float, np.int64)
+    fields = []
+    for k, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
+        column = np.array([answer[k] for answer in answers], dtype=kind)
+        fields.append(torch.from_numpy(column).reshape(*batch, *size) if batch + size else torch.from_numpy(column)[0])
+    return ExactSolution(*fields)
+
+
 def _problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Tensor]:
     matrix = as_cost(cost).dense()
     pair = histogram_pair(p, q, cost.dtype)
@@ -92,45 +155,25 @@ def _problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Tensor]:
     return pair, matrix
 
 
-@dataclass(frozen=True)
-class _Solution:
-    """The optimum of one problem in float64; the plan as a list of cells, since a basis has at most n + m - 1."""
-
-    value: float
-    f: np.ndarray  # (n,)
-    g: np.ndarray  # (m,)
-    rows: np.ndarray
-    columns: np.ndarray
-    flows: np.ndarray
-
-
 class _ExactTransport(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, p: Tensor, q: Tensor, matrix: Tensor) -> Tensor:
-        batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], matrix.shape[:-2])
-        sources, targets = (_to_numpy(t.expand(*batch, t.shape[-1]).reshape(-1, t.shape[-1])) for t in (p, q))
-        matrices = _to_numpy(matrix.reshape(-1, *matrix.shape[-2:]))
-        # Which matrix each problem uses: a shared one is neither copied nor given a gradient per problem.
-        owners = torch.arange(matrices.shape[0]).reshape(matrix.shape[:-2]).expand(batch).reshape(-1)
-        solutions = [
-            _solve(sources[k], targets[k], matrices[owner], _name(k, batch)) for k, owner in enumerate(owners.tolist())
-        ]
+        solution = solve_exact(p, q, matrix)
         ctx.save_for_backward(p, q, matrix)
-        ctx.solutions, ctx.owners, ctx.batch = solutions, owners, batch
-        return p.new_tensor([s.value for s in solutions]).reshape(batch)
+        ctx.solution = solution
+        # A copy: the output gets a graph, which the solution must not hold.
+        return solution.value.to(p, copy=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        upstream = gradients[0].detach().to("cpu", torch.float64).reshape(-1)
-        found: list[Tensor | None] = [None, None, None]
-        if ctx.needs_input_grad[0]:
-            found[0] = _by_weights(upstream, [s.f for s in ctx.solutions], ctx.batch, inputs[0])
-        if ctx.needs_input_grad[1]:
-            found[1] = _by_weights(upstream, [s.g for s in ctx.solutions], ctx.batch, inputs[1])
-        if ctx.needs_input_grad[2]:
-            found[2] = _by_cost(upstream, ctx.solutions, ctx.owners, inputs[2])
-        return tuple(None if g is None else _OnceOnly.apply(g, gradients[0], *inputs) for g in found)
+        p, q, matrix = ctx.saved_tensors
+        upstream = gradients[0].detach().to("cpu", torch.float64)
+        found = (
+            _by_weights(upstream, ctx.solution.f, p) if ctx.needs_input_grad[0] else None,
+            _by_weights(upstream, ctx.solution.g, q) if ctx.needs_input_grad[1] else None,
+            _by_cost(upstream, ctx.solution, matrix) if ctx.needs_input_grad[2] else None,
+        )
+        return tuple(None if g is None else _OnceOnly.apply(g, gradients[0], p, q, matrix) for g in found)
 
 
 class _OnceOnly(torch.autograd.Function):
@@ -148,28 +191,30 @@ class _OnceOnly(torch.autograd.Function):
         )
 
 
-def _by_weights(upstream: Tensor, potentials: list[np.ndarray], batch: torch.Size, like: Tensor) -> Tensor:
-    stacked = np.stack(potentials) if potentials else np.zeros((0, like.shape[-1]))
-    full = upstream.unsqueeze(-1) * torch.from_numpy(stacked)
-    return full.reshape(*batch, like.shape[-1]).sum_to_size(like.shape).to(like)
+def _by_weights(upstream: Tensor, potential: Tensor, like: Tensor) -> Tensor:
+    return (upstream.unsqueeze(-1) * potential).sum_to_size(like.shape).to(like)
 
 
-def _by_cost(upstream: Tensor, solutions: list[_Solution], owners: Tensor, like: Tensor) -> Tensor:
+def _by_cost(upstream: Tensor, solution: ExactSolution, like: Tensor) -> Tensor:
     n, m = like.shape[-2:]
+    owners = _owners(like.shape[:-2], upstream.shape)
+    cells = owners.reshape(*upstream.shape, 1) * (n * m) + solution.rows * m + solution.columns
+    amounts = upstream.unsqueeze(-1) * solution.flows
     flat = torch.zeros(like.numel(), dtype=torch.float64)
-    for owner, scale, s in zip(owners.tolist(), upstream, solutions, strict=True):
-        flat.index_add_(0, torch.from_numpy(owner * n * m + s.rows * m + s.columns), scale * torch.from_numpy(s.flows))
-    return flat.reshape(like.shape).to(like)
+    return flat.index_add_(0, cells.flatten(), amounts.flatten()).reshape(like.shape).to(like)
 
 
-def _solve(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, name: str) -> _Solution:
+def _solve(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, name: str) -> tuple[Any, ...]:
+    """The slow twin: POT on the bins with mass; the fields of `ExactSolution` for one problem."""
+    n, m = matrix.shape
+    cells, flows = np.zeros((2, n + m - 1), dtype=np.int64), np.zeros(n + m - 1)
     rows, columns = np.flatnonzero(p), np.flatnonzero(q)
     if rows.size == 0:
         # Without mass there is no plan and f_i + g_j <= C_ij is all that is left: the first grain pays its row's least.
-        empty = np.zeros(0, dtype=np.int64)
-        return _Solution(0.0, matrix.min(axis=1), np.zeros(q.size), empty, empty, np.zeros(0))
+        return 0.0, matrix.min(axis=1), np.zeros(m), *cells, flows, 0.0, 0
+    mass = p.sum()
     block = matrix[np.ix_(rows, columns)]
-    a, b = p[rows] / p.sum(), q[columns] / q.sum()
+    a, b = p[rows] / mass, q[columns] / q.sum()
     plan, g = _block_plan(a, b, block, name)
     f = (block - g).min(axis=1)
     g = (block - f[:, None]).min(axis=0)
@@ -179,8 +224,10 @@ def _solve(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, name: str) -> _Solu
         raise RuntimeError(f"the exact solver left a duality gap of {gap:.3g} at a value of {value:.6g} in {name}.")
     f_all = (matrix[:, columns] - g).min(axis=1)
     g_all = (matrix[rows] - f[:, None]).min(axis=0)
-    kept = np.nonzero(plan)
-    return _Solution(value * p.sum(), f_all, g_all, rows[kept[0]], columns[kept[1]], plan[kept] * p.sum())
+    at_rows, at_columns = np.nonzero(plan)
+    cells[:, : at_rows.size] = rows[at_rows], columns[at_columns]
+    flows[: at_rows.size] = plan[at_rows, at_columns] * mass
+    return value * mass, f_all, g_all, *cells, flows, gap * mass, 0
 
 
 def _block_plan(a: np.ndarray, b: np.ndarray, block: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -200,6 +247,15 @@ def _block_plan(a: np.ndarray, b: np.ndarray, block: np.ndarray, name: str) -> t
             f"the exact solver stopped early on {name}, {a.size} by {b.size} bins with mass: {log['warning']}"
         )
     return plan, scale * log["v"]
+
+
+def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:
+    return _to_numpy(weights.expand(*batch, weights.shape[-1]).reshape(-1, weights.shape[-1]))
+
+
+def _owners(own: torch.Size, batch: torch.Size) -> Int[Tensor, " problems"]:
+    """Which matrix each problem uses: a shared one is neither copied nor given a gradient per problem."""
+    return torch.arange(own.numel()).reshape(own).expand(batch).reshape(-1)
 
 
 def _to_numpy(tensor: Tensor) -> np.ndarray:
