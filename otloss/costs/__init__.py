@@ -17,5 +17,6 @@ from otloss.costs._cost import Cost as Cost
 from otloss.costs._dense import DenseCost as DenseCost
 from otloss.costs._dense import as_cost as as_cost
 from otloss.costs._line import LineCost as LineCost
+from otloss.costs._point import PointCost as PointCost
 
-__all__ = ["CosineCost", "Cost", "DenseCost", "LineCost", "as_cost"]
+__all__ = ["CosineCost", "Cost", "DenseCost", "LineCost", "PointCost", "as_cost"]

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._checks import check_floating, check_index, check_last_axis
-from otloss.costs._cost import Cost, arithmetic_dtype
+from otloss.costs._cost import Cost, arithmetic_dtype, unit_rows
 
 
 class CosineCost(Cost):
@@ -47,7 +47,7 @@ class CosineCost(Cost):
         check_floating("embedding", embedding)
         if embedding.dim() != 2 or 0 in embedding.shape:
             raise ValueError(f"embedding has shape {tuple(embedding.shape)}, expected (V, d) with V, d >= 1.")
-        self.unit, self.zero_rows = _normalise_rows(embedding.to(arithmetic_dtype(embedding.dtype)))
+        self.unit, self.zero_rows = unit_rows("embedding", embedding.to(arithmetic_dtype(embedding.dtype)))
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -91,19 +91,3 @@ class CosineCost(Cost):
     def __repr__(self) -> str:
         zeros = int(self.zero_rows.sum())
         return super().__repr__()[:-1] + f", zero_rows={zeros})"
-
-
-def _normalise_rows(embedding: Tensor) -> tuple[Tensor, Tensor]:
-    # Squares overflow at 1e20 and vanish at 1e-23 in float32, so each row is first scaled by its largest entry.
-    # The direction does not depend on that scale, so no gradient flows through it.
-    largest = embedding.detach().abs().amax(-1, keepdim=True)  # (V, 1)
-    if not torch.isfinite(largest).all():
-        row = int((~torch.isfinite(largest)).nonzero()[0, 0])
-        raise ValueError(
-            f"embedding row {row} holds a NaN or an infinity, expected finite numbers; "
-            "mend that row (a zero row is allowed) before building the cost."
-        )
-    zero = largest == 0
-    scaled = embedding / largest.masked_fill(zero, 1.0)
-    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).masked_fill(zero, 1.0)
-    return (scaled / norm).masked_fill(zero, 0.0), zero.squeeze(-1)

@@ -1,20 +1,32 @@
-"""What a cost is: rows, products and soft minima, and the matrix only when asked for."""
+"""What a cost is: rows, products, soft minima and slopes, and the matrix only when asked for.
+
+Notation: n bins of p, m bins of q, h a potential over the bins of q, `top_i = max_j h_j - C_ij`. The soft minimum is
+
+    -eps log sum_j exp((h_j - C_ij) / eps) = -top_i - eps log sum_j exp((h_j - C_ij - top_i) / eps)
+
+and its terms lie in (0, 1]. Those below exp(-80) are counted as exp(-80): no float64 sum can tell, and torch's exp on a
+CPU is ten times slower where it underflows.
+"""
 
 from __future__ import annotations
 
 import copy
 import inspect
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
-from otloss._checks import check_floating, check_last_axis, check_positive
+from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis, check_positive
+from otloss._kernels import may_run_on
 
-# softmin works through blocks of rows of about this many entries, 16 MiB in float32.
+# Work goes through blocks of rows of about this many entries, 16 MiB in float32.
 _BLOCK_ENTRIES = 2**22
+_LEAST_EXPONENT = -80.0
 
 
 class Cost(ABC):
@@ -57,39 +69,138 @@ class Cost(ABC):
         may make the rows in: callers in a loop then touch the same memory again instead of fresh pages.
         """
 
-    def dense(self) -> Float[Tensor, "n m"]:
+    def row_block(self, start: int, stop: int) -> Float[Tensor, "*batch block m"]:
+        """Return the rows start to stop - 1, of every problem where the cost holds one matrix per problem."""
+        return self.rows(torch.arange(start, stop, device=self.device))
+
+    def dense(self) -> Float[Tensor, "*batch n m"]:
         """Return the whole matrix."""
-        return self.rows(torch.arange(self.shape[0], device=self.device))
+        return self.row_block(0, self.shape[0])
 
     def diagonal(self) -> Float[Tensor, " n"]:
         """Return the costs of staying, C[i, i]; only a square cost has them."""
         return torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
 
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
-        """Return C v over the last axis, in the promoted dtype of the cost and `v`."""
+        """Return C v over the last axis, in the promoted dtype of the cost and `v`, block by block of rows."""
         check_last_axis("v", v, self.shape[1])
         cost = self._promoted(v)
+        column = v.to(cost.dtype).unsqueeze(-1)
         with torch.autocast(self.device.type, enabled=False):
-            return (cost.dense() @ v.to(cost.dtype).unsqueeze(-1)).squeeze(-1)
-
-    def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float) -> Float[Tensor, "*batch n"]:
-        """Return -epsilon logsumexp_j((potential_j - C_ij) / epsilon), block by block of rows."""
-        check_last_axis("potential", potential, self.shape[1])
-        check_positive("epsilon", epsilon)
-        n, m = self.shape
-        step = max(1, _BLOCK_ENTRIES // max(1, m * potential[..., 0].numel()))
-        blocks = []
-        for start in range(0, n, step):
-            rows = self.rows(torch.arange(start, min(start + step, n), device=self.device))
-            blocks.append(softmin_of(rows, potential, epsilon))
+            blocks = [(cost.row_block(*block) @ column).squeeze(-1) for block in cost._blocks(cost.batch_shape)]
         return torch.cat(blocks, dim=-1)
+
+    def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        """Return -epsilon logsumexp_j((potential_j - C_ij) / epsilon), block by block of rows.
+
+        Args:
+            potential: (..., m), -inf at bins that take no part. A row without a bin that takes part gives +inf.
+            epsilon: at least 0, in the unit of the cost; a number, or (...) with one per problem, without a graph. At 0
+                it is the hard minimum, min_j C_ij - potential_j.
+
+        Returns:
+            (..., n) in the promoted dtype, differentiable in the potential and the cost. Its error is that of one
+            rounding of the costs in their own dtype, also for a potential in float64, plus 1e-6 epsilon in float32.
+
+        Raises:
+            ValueError: if epsilon is negative or no finite number, or shapes do not fit.
+        """
+        potential, epsilon, batch = self._softmin_arguments(potential, epsilon)
+        blocks = list(self._blocks(batch))
+        recomputed = len(blocks) > 1 and makes_graph(potential, *self.parameters())
+
+        def part(start: int, stop: int) -> Tensor:
+            return softmin_of(self.row_block(start, stop), potential, epsilon)
+
+        if recomputed:
+            # The graph of every block would hold the whole matrix several times.
+            parts = [checkpoint(part, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
+            return torch.cat(parts, dim=-1)
+        return torch.cat([part(*block) for block in blocks], dim=-1)
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Return the floating tensors of this cost that require a gradient, each once."""
+        found: dict[int, Tensor] = {}
+        for value in vars(self).values():
+            if isinstance(value, Cost):
+                found.update({id(t): t for t in value.parameters()})
+            elif isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad:
+                found[id(value)] = value
+        return tuple(found.values())
+
+    def plan_slopes(
+        self,
+        f: Float[Tensor, "*batch n"],
+        g: Float[Tensor, "*batch m"],
+        log_p: Float[Tensor, "*batch n"],
+        log_q: Float[Tensor, "*batch m"],
+        *,
+        epsilon: float | Tensor,
+        upstream: Float[Tensor, "*batch"],
+    ) -> tuple[Tensor, ...]:
+        """Return the gradients of `sum upstream <C, P>` at fixed P, one for each tensor of `parameters()`.
+
+        P_ij = exp(log_p_i + log_q_j + (f_i + g_j - C_ij) / epsilon), of which no more than a block of rows is formed.
+
+        Args:
+            f, log_p: (..., n); g, log_q: (..., m). Log weights are -inf at bins without mass, f and g finite.
+            epsilon: above 0; a number, or (...) with one per problem.
+            upstream: (...), a factor per problem.
+        """
+        parameters = self.parameters()
+        epsilon = check_epsilon(epsilon, above_zero=True)
+        if not parameters:
+            return ()
+        leaves = [t.detach().requires_grad_() for t in parameters]
+        twin = self._replaced({id(t): leaf for t, leaf in zip(parameters, leaves, strict=True)})
+        totals = [torch.zeros_like(t) for t in leaves]
+        batch = torch.broadcast_shapes(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
+        for start, stop in self._blocks(batch):
+            with torch.enable_grad():
+                rows = twin.row_block(start, stop)
+            part = slice(start, stop)
+            plan = plan_rows(rows.detach(), f[..., part], g, (log_p[..., part], log_q), epsilon)
+            weights = (plan * upstream[..., None, None]).sum_to_size(rows.shape).to(rows.dtype)
+            found = torch.autograd.grad(rows, leaves, weights, allow_unused=True)
+            for total, gradient in zip(totals, found, strict=True):
+                if gradient is not None:
+                    total += gradient
+        return tuple(totals)
+
+    def within(self) -> tuple[Cost, Cost]:
+        """Return the costs among the bins of p and among those of q, which debiasing needs.
+
+        Raises:
+            ValueError: if this cost does not tell them.
+        """
+        if self.T is self:
+            return self, self
+        raise ValueError(
+            f"{self!r} does not tell the costs among the bins of p and among those of q; give them with cost_p= and "
+            "cost_q=, or use a PointCost."
+        )
+
+    def largest(self) -> Float[Tensor, "*batch"]:
+        """Return the largest cost, or a bound of it, per matrix and without a graph."""
+        with torch.no_grad():
+            found = [self.row_block(*block).amax((-2, -1)) for block in self._blocks(self.batch_shape)]
+            return torch.stack(found).amax(0)
+
+    def mean(self) -> Float[Tensor, "*batch"]:
+        """Return the mean of all n m costs, per matrix and without a graph."""
+        with torch.no_grad():
+            share = torch.full((self.shape[1],), 1 / self.shape[1], dtype=self.dtype, device=self.device)
+            return self.apply(share).mean(-1)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere: arguments as for `Tensor.to`, dtypes float32 or float64."""
         moved = copy.copy(self)
+        same: dict[int, Tensor] = {}  # one tensor under two names stays one
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and value.is_floating_point():
-                setattr(moved, name, value.to(*args, **kwargs))
+                if id(value) not in same:
+                    same[id(value)] = value.to(*args, **kwargs)
+                setattr(moved, name, same[id(value)])
         if moved.dtype not in (torch.float32, torch.float64):
             raise ValueError(f"the cost was asked for in {moved.dtype}, expected float32 or float64: 1 - cos cancels.")
         for name, value in vars(self).items():
@@ -100,6 +211,34 @@ class Cost(ABC):
     def _promoted(self, v: Tensor) -> Self:
         dtype = torch.promote_types(self.dtype, check_floating("v", v).dtype)
         return self if dtype == self.dtype else self.to(dtype)
+
+    def _softmin_arguments(self, potential: Any, epsilon: Any) -> tuple[Tensor, float | Tensor, torch.Size]:
+        """Checked, with the potential in the promoted dtype; and the batch shape of the answer."""
+        check_last_axis("potential", check_floating("potential", potential), self.shape[1])
+        epsilon = check_epsilon(epsilon)
+        batch = check_broadcast(
+            potential=potential.shape[:-1],
+            cost=self.batch_shape,
+            epsilon=epsilon.shape if isinstance(epsilon, Tensor) else (),
+        )
+        return potential.to(torch.promote_types(potential.dtype, self.dtype)), epsilon, batch
+
+    def _blocks(self, batch: torch.Size) -> Iterator[tuple[int, int]]:
+        """First and last-but-one row of each block, for matrices of this many problems at a time."""
+        n, m = self.shape
+        step = max(1, _BLOCK_ENTRIES // max(1, m * batch.numel()))
+        for start in range(0, n, step):
+            yield start, min(start + step, n)
+
+    def _replaced(self, new: dict[int, Tensor]) -> Self:
+        """The same cost with other tensors in place of those with these ids."""
+        twin = copy.copy(self)
+        for name, value in vars(self).items():
+            if isinstance(value, Cost):
+                setattr(twin, name, value._replaced(new))
+            elif id(value) in new:
+                setattr(twin, name, new[id(value)])
+        return twin
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device='{self.device}')"
@@ -115,6 +254,74 @@ def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.promote_types(dtype, torch.float32)
 
 
-def softmin_of(rows: Tensor, potential: Tensor, epsilon: float) -> Tensor:
-    """Soft minimum over the last axis of `rows - potential`."""
-    return -epsilon * ((potential.unsqueeze(-2) - rows) / epsilon).logsumexp(-1)
+def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:
+    """Return `epsilon` if it is a number, or a tensor of numbers, that is finite and at least (or above) zero."""
+    if not isinstance(epsilon, Tensor):
+        return epsilon if epsilon == 0 and not above_zero else check_positive("epsilon", epsilon)
+    check_finite("epsilon", check_floating("epsilon", epsilon))
+    if epsilon.requires_grad:
+        raise ValueError("epsilon requires a gradient, which is not given; pass epsilon.detach().")
+    if epsilon.numel() and (epsilon.amin() < 0 or (above_zero and epsilon.amin() == 0)):
+        raise ValueError(f"epsilon is {float(epsilon.amin())}, expected numbers {'above' if above_zero else '>='} 0.")
+    return epsilon
+
+
+def softmin_of(
+    rows: Float[Tensor, "*batch n m"], potential: Float[Tensor, "*batch m"], epsilon: float | Tensor
+) -> Float[Tensor, "*batch n"]:
+    """Return the soft minimum over the last axis of `rows - potential`, in the dtype of the potential."""
+    if may_run_on(rows, potential) and not makes_graph(rows, potential):
+        from otloss._kernels.softmin import dense_softmin
+
+        return dense_softmin(rows, potential, epsilon)
+    return softmin_in_torch(rows, potential, epsilon)
+
+
+def softmin_in_torch(
+    rows: Float[Tensor, "*batch n m"], potential: Float[Tensor, "*batch m"], epsilon: float | Tensor
+) -> Float[Tensor, "*batch n"]:
+    """The slow twin of the kernels: any device, and differentiable."""
+    scores = potential.unsqueeze(-2) - rows
+    least = -scores.amax(-1)  # (*batch, n)
+    if not isinstance(epsilon, Tensor):
+        epsilon = potential.new_tensor(epsilon)
+    epsilon = epsilon.to(scores)[..., None]  # (*batch or nothing, 1)
+    is_soft = epsilon >= torch.finfo(scores.dtype).tiny
+    if not is_soft.any():
+        return least.expand(torch.broadcast_shapes(least.shape, epsilon.shape[:-1] + least.shape[-1:]))
+    width = torch.where(is_soft, epsilon, 1.0)
+    empty = least.detach() == torch.inf
+    shift = least.detach().masked_fill(empty, 0.0)  # -top, so that no infinity is taken from another
+    terms = ((scores + shift.unsqueeze(-1)) / width.unsqueeze(-1)).clamp(min=_LEAST_EXPONENT).exp()
+    soft = (shift - width * terms.sum(-1).log()).masked_fill(empty, torch.inf)
+    return torch.where(is_soft, soft, least)
+
+
+def plan_rows(
+    rows: Tensor, f: Tensor, g: Tensor, log_weights: tuple[Tensor, Tensor], epsilon: float | Tensor
+) -> Tensor:
+    width = epsilon[..., None, None] if isinstance(epsilon, Tensor) else epsilon
+    log_p, log_q = log_weights
+    exponent = (f.unsqueeze(-1) + g.unsqueeze(-2) - rows) / width + log_p.unsqueeze(-1) + log_q.unsqueeze(-2)
+    return exponent.clamp_(min=_LEAST_EXPONENT).exp_()
+
+
+def makes_graph(*tensors: Tensor) -> bool:
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+
+
+def unit_rows(name: str, data: Float[Tensor, "*batch rows d"]) -> tuple[Tensor, Tensor]:
+    """Return the rows scaled to length one, and which of them are zero and stay so."""
+    # Squares overflow at 1e20 and vanish at 1e-23 in float32, so each row is first scaled by its largest entry.
+    # The direction does not depend on that scale, so no gradient flows through it.
+    largest = data.detach().abs().amax(-1, keepdim=True)  # (*batch, rows, 1)
+    if not torch.isfinite(largest).all():
+        *_, row, _ = (int(i) for i in (~torch.isfinite(largest)).nonzero()[0])
+        raise ValueError(
+            f"{name} row {row} holds a NaN or an infinity, expected finite numbers; "
+            "mend that row (a zero row is allowed) before building the cost."
+        )
+    zero = largest == 0
+    scaled = data / largest.masked_fill(zero, 1.0)
+    norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True).masked_fill(zero, 1.0)
+    return (scaled / norm).masked_fill(zero, 0.0), zero.squeeze(-1)

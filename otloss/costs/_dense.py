@@ -8,8 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_index, check_last_axis, check_positive
-from otloss.costs._cost import Cost, arithmetic_dtype, softmin_of
+from otloss._checks import check_finite, check_floating, check_index, check_last_axis
+from otloss._kernels import may_run_on
+from otloss.costs._cost import Cost, arithmetic_dtype, check_epsilon, makes_graph, plan_rows, softmin_of
 
 
 class DenseCost(Cost):
@@ -76,9 +77,62 @@ class DenseCost(Cost):
     def diagonal(self) -> Float[Tensor, "*batch n"]:
         return self.matrix.diagonal(dim1=-2, dim2=-1)
 
-    def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float) -> Float[Tensor, "*batch n"]:
-        check_last_axis("potential", potential, self.shape[1])
-        return softmin_of(self.matrix, potential, check_positive("epsilon", epsilon))
+    def row_block(self, start: int, stop: int) -> Float[Tensor, "*batch block m"]:
+        return self.matrix[..., start:stop, :]
+
+    def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
+        check_last_axis("v", v, self.shape[1])
+        cost = self._promoted(v)
+        with torch.autocast(self.device.type, enabled=False):
+            return (cost.matrix @ v.to(cost.dtype).unsqueeze(-1)).squeeze(-1)
+
+    def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        # The matrix is there: unless a graph or torch needs room for scores, it is gone through as one block.
+        if may_run_on(self.matrix, potential) and not makes_graph(self.matrix, potential):
+            potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
+            return softmin_of(self.matrix, potential, epsilon)
+        return super().softmin(potential, epsilon)
+
+    def plan_slopes(
+        self,
+        f: Float[Tensor, "*batch n"],
+        g: Float[Tensor, "*batch m"],
+        log_p: Float[Tensor, "*batch n"],
+        log_q: Float[Tensor, "*batch m"],
+        *,
+        epsilon: float | Tensor,
+        upstream: Float[Tensor, "*batch"],
+    ) -> tuple[Tensor, ...]:
+        # The gradient in the matrix is the plan itself.
+        epsilon = check_epsilon(epsilon, above_zero=True)
+        if not self.matrix.requires_grad:
+            return ()
+        batch = torch.broadcast_shapes(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
+        slopes = torch.empty_like(self.matrix, requires_grad=False)
+        for start, stop in self._blocks(batch):
+            part = slice(start, stop)
+            rows = self.matrix.detach()[..., part, :]
+            plan = plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon)
+            slopes[..., part, :] = (plan * upstream[..., None, None]).sum_to_size(rows.shape)
+        return (slopes,)
+
+    def within(self) -> tuple[Cost, Cost]:
+        matrix = self.matrix.detach()
+        if matrix.shape[-2] == matrix.shape[-1]:
+            allowed = 8 * torch.finfo(self.dtype).eps * matrix.amax()
+            # Without the zeros a matrix between other bins, of a single one for example, would pass.
+            if (matrix - matrix.mT).abs().amax() <= allowed and self.diagonal().detach().abs().amax() <= allowed:
+                return self, self
+        raise ValueError(
+            f"the cost matrix of shape {tuple(matrix.shape)} is not square and symmetric with a diagonal of zeros, so "
+            "it does not tell the costs among the bins of p and among those of q; give them with cost_p= and cost_q=."
+        )
+
+    def largest(self) -> Float[Tensor, "*batch"]:
+        return self.matrix.detach().amax((-2, -1))
+
+    def mean(self) -> Float[Tensor, "*batch"]:
+        return self.matrix.detach().mean((-2, -1))
 
 
 def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:

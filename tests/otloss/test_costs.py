@@ -193,7 +193,7 @@ three = LineCost(torch.arange(3.0))
         (lambda: three.rows(torch.tensor([True])), TypeError, "index has dtype torch.bool"),
         (lambda: three.rows(torch.tensor(1)), ValueError, "expected one axis"),
         (lambda: three.apply(torch.ones(4)), ValueError, r"v has shape \(4,\), expected a last axis of 3"),
-        (lambda: three.softmin(torch.ones(3), 0.0), ValueError, "epsilon is 0.0"),
+        (lambda: three.softmin(torch.ones(3), -1.0), ValueError, "epsilon is -1.0"),
         (lambda: three.softmin(torch.ones(2), 1.0), ValueError, r"potential has shape \(2,\)"),
     ],
 )

@@ -1,0 +1,257 @@
+"""Soft minima and slopes on a CPU, over the rows of matrices and over clouds of points whose matrix is never formed.
+
+    out_i = -eps log sum_j exp((h_j - C_ij) / eps)
+    s_i   = sum_j P_ij dC_ij / dx_i,    P_ij = exp((a_i + b_j - C_ij) / eps)
+
+Each row is gone through once, in pieces that stay in a core's nearest cache: the scores h - C of a piece are made in a
+buffer, what is summed up so far is brought to the new maximum, and the terms of the piece are added. Everything runs in
+the dtype of the costs. A potential in float64 over costs in float32 is first moved by its own maximum, in float64: what
+is then rounded to float32 is, for every bin that matters, no larger than the range of the costs.
+
+Slow twins: `otloss.costs._cost.softmin_in_torch` and `Cost.plan_slopes`. The kernels of this file share its inlined
+parts: a change in another file would not be seen by what numba keeps on disk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numba import njit, prange, types
+from numba.extending import overload
+from torch import Tensor
+
+from otloss._kernels._compile import as_many_threads_as_torch, compiled, exp32, exp64
+
+F32, F64 = np.float32, np.float64
+PIECE = 1024  # scores of a row made at a time
+ROWS = 16  # rows that are gone through for one problem after the other while they are in cache
+SQUARED, EUCLIDEAN, ABSOLUTE = 0, 1, 2
+
+_kernel = compiled(parallel=True)
+
+
+def _exp(x: Any) -> Any:
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_exp, jit_options={"fastmath": {"contract"}})
+def _exp_of_its_width(x: Any) -> Any:
+    def narrow(x: Any) -> Any:
+        return exp32(x)
+
+    def wide(x: Any) -> Any:
+        return exp64(x)
+
+    return narrow if x == types.float32 else wide
+
+
+@njit(fastmath={"nnan", "nsz"})
+def _largest(scores: Any, count: int) -> Any:
+    # Apart from its callers: comparisons vectorise only where NaN is left out of account. A NaN shows in the sum.
+    top = scores[0]
+    for j in range(1, count):
+        top = max(top, scores[j])
+    return top
+
+
+@njit(fastmath={"reassoc", "nsz"})
+def _sum(terms: Any, count: int) -> Any:
+    total = terms[0]
+    for j in range(1, count):
+        total += terms[j]
+    return total
+
+
+@njit
+def _terms(scores: Any, count: int, inverse: Any, state: Any) -> bool:
+    """Turn the scores of a piece into terms relative to the row's maximum so far, `state[0]`.
+
+    `state[1]` is then the factor that brings earlier sums to that maximum. `inverse` is 1 / eps, or 0 where nothing
+    but the maximum is asked for. False if no bin of the piece takes part.
+    """
+    top = _largest(scores, count)
+    if top == -np.inf:
+        return False
+    state[1] = 1.0
+    if top > state[0]:
+        state[1] = _exp((state[0] - top) * inverse) if inverse > 0 else 0.0
+        state[0] = top
+    top = state[0]
+    if inverse > 0:
+        for j in range(count):
+            scores[j] = _exp((scores[j] - top) * inverse)
+    return True
+
+
+@njit(fastmath={"contract"})
+def _distances(x: Any, y: Any, start: int, metric: int, out: Any, count: int) -> None:
+    """The costs of one point x (d,) to `count` of the points y (d, m)."""
+    for k in range(x.shape[0]):
+        x_k, y_k = x[k], y[k, start : start + count]
+        if metric == 2:
+            if k == 0:
+                for j in range(count):
+                    out[j] = abs(x_k - y_k[j])
+            else:
+                for j in range(count):
+                    out[j] += abs(x_k - y_k[j])
+        elif k == 0:
+            for j in range(count):
+                out[j] = (x_k - y_k[j]) * (x_k - y_k[j])
+        else:
+            for j in range(count):
+                out[j] += (x_k - y_k[j]) * (x_k - y_k[j])
+    if metric == 1:
+        for j in range(count):
+            out[j] = np.sqrt(out[j])
+
+
+@_kernel
+def matrix_softmin(matrices: Any, which: Any, h: Any, inverse: Any, out: Any, total: Any) -> None:
+    """Per problem b and row i: the largest score in `out[b, i]`, and the sum of exp relative to it in `total[b, i]`.
+
+    matrices (K, n, m), of which problem b uses `which[b]`; h (B, m); inverse (B,); out, total (B, n).
+    """
+    n, m = matrices.shape[1:]
+    problems = h.shape[0]
+    for task in prange((n + ROWS - 1) // ROWS * problems):
+        first, b = task // problems * ROWS, task % problems
+        scores, state = np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
+        for i in range(first, min(first + ROWS, n)):
+            row, added = matrices[which[b], i], h.dtype.type(0)
+            state[0] = -np.inf
+            for start in range(0, m, PIECE):
+                count = min(PIECE, m - start)
+                for j in range(count):
+                    scores[j] = h[b, start + j] - row[start + j]
+                if _terms(scores, count, inverse[b], state) and inverse[b] > 0:
+                    added = added * state[1] + _sum(scores, count)
+            out[b, i], total[b, i] = state[0], added
+
+
+@_kernel
+def points_softmin(
+    x: Any, y: Any, which_x: Any, which_y: Any, h: Any, inverse: Any, metric: int, out: Any, total: Any
+) -> None:
+    """As `matrix_softmin`, for the distances of x (K, n, d) to y (L, d, m)."""
+    n, m = x.shape[1], y.shape[2]
+    problems = h.shape[0]
+    for task in prange((n + ROWS - 1) // ROWS * problems):
+        first, b = task // problems * ROWS, task % problems
+        scores, state = np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
+        for i in range(first, min(first + ROWS, n)):
+            added = h.dtype.type(0)
+            state[0] = -np.inf
+            for start in range(0, m, PIECE):
+                count = min(PIECE, m - start)
+                _distances(x[which_x[b], i], y[which_y[b]], start, metric, scores, count)
+                for j in range(count):
+                    scores[j] = h[b, start + j] - scores[j]
+                if _terms(scores, count, inverse[b], state) and inverse[b] > 0:
+                    added = added * state[1] + _sum(scores, count)
+            out[b, i], total[b, i] = state[0], added
+
+
+@njit(fastmath={"reassoc", "contract", "nsz"})
+def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
+    """sum_j terms_j (x_k - y_kj), or with the sign of the difference."""
+    total = terms.dtype.type(0)
+    if is_sign:
+        for j in range(count):
+            total += terms[j] if x_k > y_k[j] else (-terms[j] if x_k < y_k[j] else terms.dtype.type(0))
+    else:
+        for j in range(count):
+            total += terms[j] * (x_k - y_k[j])
+    return total
+
+
+@_kernel
+def points_slopes(
+    x: Any, y: Any, which_x: Any, which_y: Any, a: Any, b: Any, inverse: Any, metric: int, out: Any
+) -> None:
+    """s (B, n, d) in `out`, the slopes in x at a fixed plan; a (B, n) in float64, b (B, m), inverse (B,) above 0."""
+    n, d = x.shape[1:]
+    m = y.shape[2]
+    problems = b.shape[0]
+    for task in prange((n + ROWS - 1) // ROWS * problems):
+        first, p = task // problems * ROWS, task % problems
+        scores, distances, state = np.empty(PIECE, b.dtype), np.empty(PIECE, b.dtype), np.empty(2, b.dtype)
+        pulls, cloud = np.empty(d, F64), y[which_y[p]]
+        for i in range(first, min(first + ROWS, n)):
+            point = x[which_x[p], i]
+            state[0] = -np.inf
+            pulls[:] = 0.0
+            for start in range(0, m, PIECE):
+                count = min(PIECE, m - start)
+                _distances(point, cloud, start, metric, distances, count)
+                for j in range(count):
+                    scores[j] = b[p, start + j] - distances[j]
+                if _terms(scores, count, inverse[p], state):
+                    if metric == 1:
+                        for j in range(count):
+                            scores[j] = scores[j] / distances[j] if distances[j] > 0 else b.dtype.type(0)
+                    for k in range(d):
+                        pull = _pull(scores, point[k], cloud[k, start : start + count], metric == 2, count)
+                        pulls[k] = pulls[k] * state[1] + pull
+            weight = 0.0
+            if state[0] > -np.inf and a[p, i] > -np.inf:
+                weight = np.exp((a[p, i] + state[0]) * inverse[p]) * (2.0 if metric == 0 else 1.0)
+            for k in range(d):
+                out[p, i, k] = weight * pulls[k]
+
+
+def dense_softmin(
+    rows: Float[Tensor, "*batch n m"], potential: Float[Tensor, "*batch m"], epsilon: float | Tensor
+) -> Float[Tensor, "*batch n"]:
+    """Return the soft minimum over the last axis of `rows - potential`, in the dtype of the potential."""
+    shape = torch.Size(epsilon.shape) if isinstance(epsilon, Tensor) else torch.Size()
+    batch = torch.broadcast_shapes(rows.shape[:-2], potential.shape[:-1], shape)
+    matrices, which = shared(rows, 2, batch)
+    h, shift, inverse, width = centred(potential, epsilon, batch, rows.dtype)
+    out, total = (np.empty((h.shape[0], rows.shape[-2]), h.dtype) for _ in range(2))
+    with as_many_threads_as_torch():
+        matrix_softmin(matrices, which, h, inverse, out, total)
+    return finished(out, total, shift, width).reshape(*batch, -1).to(potential.dtype)
+
+
+def shared(data: Tensor, own_axes: int, batch: torch.Size) -> tuple[np.ndarray, np.ndarray]:
+    """The matrices (or clouds) that occur, one behind the other, and which of them each problem uses."""
+    data = data.detach()
+    leading, own = data.shape[:-own_axes], data.shape[-own_axes:]
+    flat = data.reshape(leading.numel(), *own).contiguous()
+    which = torch.arange(leading.numel()).reshape(leading).expand(batch).reshape(-1)
+    return flat.numpy(), which.numpy()
+
+
+def centred(
+    potential: Tensor, epsilon: float | Tensor, batch: torch.Size, dtype: torch.dtype
+) -> tuple[np.ndarray, Tensor, np.ndarray, Tensor]:
+    """Potentials (B, m) with maximum 0 in the dtype of the costs, what was taken off (B, 1), 1 / eps (B,), eps (B, 1).
+
+    1 / eps is 0 where it would be infinite: there the hard minimum is asked for.
+    """
+    potential = potential.detach()
+    shift = potential.amax(-1, keepdim=True)
+    shift = shift.masked_fill(shift == -torch.inf, 0.0)
+    h = (potential - shift).to(dtype)
+    m = potential.shape[-1]
+    width = torch.as_tensor(epsilon, dtype=torch.float64).expand(batch).reshape(-1, 1)
+    inverse = torch.where(width >= torch.finfo(dtype).tiny, 1 / width, 0.0).to(dtype)
+    return (
+        h.expand(*batch, m).reshape(-1, m).contiguous().numpy(),
+        shift.expand(*batch, 1).reshape(-1, 1),
+        inverse.squeeze(-1).contiguous().numpy(),
+        width,
+    )
+
+
+def finished(out: np.ndarray, total: np.ndarray, shift: Tensor, width: Tensor) -> Tensor:
+    """-shift - largest score - eps log(sum), (B, n); +inf where no bin takes part."""
+    value = -(torch.from_numpy(out).to(torch.float64) + shift)
+    log = torch.from_numpy(total).to(torch.float64).clamp_(min=torch.finfo(torch.float64).tiny).log_()
+    soft = width >= torch.finfo(torch.float32 if out.dtype == np.float32 else torch.float64).tiny
+    value.sub_(torch.where(soft, log * width, 0.0))
+    return value.masked_fill_(torch.from_numpy(out == -np.inf), torch.inf)
