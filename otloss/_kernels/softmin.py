@@ -23,7 +23,16 @@ from numba import njit, prange, types
 from numba.extending import overload
 from torch import Tensor
 
-from otloss._kernels._compile import as_many_threads_as_torch, compiled, exp32, exp64
+from otloss._kernels._compile import (
+    _bits_of_float32,
+    _bits_of_float64,
+    _float32_of_bits,
+    _float64_of_bits,
+    as_many_threads_as_torch,
+    compiled,
+    exp32,
+    exp64,
+)
 
 F32, F64 = np.float32, np.float64
 PIECE = 1024  # scores of a row made at a time
@@ -48,13 +57,31 @@ def _exp_of_its_width(x: Any) -> Any:
     return narrow if x == types.float32 else wide
 
 
-@njit(fastmath={"nnan", "nsz"})
 def _largest(scores: Any, count: int) -> Any:
-    # Apart from its callers: comparisons vectorise only where NaN is left out of account. A NaN shows in the sum.
-    top = scores[0]
-    for j in range(1, count):
-        top = max(top, scores[j])
-    return top
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_largest)
+def _largest_of_its_width(scores: Any, count: Any) -> Any:
+    # The bits of floats, read as whole numbers and with those of negative ones flipped, are ordered as the floats are:
+    # the compiler vectorises the maximum of whole numbers, and that of floats only one by one.
+    def narrow(scores: Any, count: Any) -> Any:
+        top = np.int32(-(2**31))
+        for j in range(count):
+            bits = _bits_of_float32(scores[j])
+            bits = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(2**31 - 1)))
+            top = bits if bits > top else top
+        return _float32_of_bits(np.int32(top ^ ((top >> np.int32(31)) & np.int32(2**31 - 1))))
+
+    def wide(scores: Any, count: Any) -> Any:
+        top = np.int64(-(2**63))
+        for j in range(count):
+            bits = _bits_of_float64(scores[j])
+            bits = bits ^ ((bits >> np.int64(63)) & np.int64(2**63 - 1))
+            top = bits if bits > top else top
+        return _float64_of_bits(top ^ ((top >> np.int64(63)) & np.int64(2**63 - 1)))
+
+    return narrow if scores.dtype == types.float32 else wide
 
 
 @njit(fastmath={"reassoc", "nsz"})
