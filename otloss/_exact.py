@@ -21,7 +21,7 @@ Routes: a `LineCost` of power >= 1 has a closed form (`wasserstein_1d`). All els
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import numpy as np
@@ -31,6 +31,7 @@ from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite
 from otloss._histograms import HistogramPair, histogram_pair
+from otloss._kernels import may_run_on
 from otloss.costs import Cost, as_cost
 
 # Pivots, not problems; the simplex needs a small multiple of n + m, so this only stops a cycle.
@@ -125,18 +126,99 @@ def solve_exact(
         RuntimeError: if the optimum of a problem is not reached; the message names the problem.
     """
     batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], matrix.shape[:-2])
-    sources, targets = (_flat(t, batch) for t in (p, q))
-    matrices = _to_numpy(matrix.reshape(-1, *matrix.shape[-2:]))
-    owners = _owners(matrix.shape[:-2], batch)
-    answers = [_solve(sources[k], targets[k], matrices[o], _name(k, batch)) for k, o in enumerate(owners.tolist())]
+    work = _Work.of(p, q, matrix, batch, start)
+    if may_run_on(work.matrices):
+        _solve_compiled(work)
+    else:
+        for k in range(batch.numel()):
+            _solve_by_pot(work, k)
+    _check_ends(work, batch)
     n, m = matrix.shape[-2:]
-    sizes = ((), (n,), (m,), (n + m - 1,), (n + m - 1,), (n + m - 1,), (), ())
-    kinds = (float, float, float, np.int64, np.int64, float, float, np.int64)
-    fields = []
-    for k, (size, kind) in enumerate(zip(sizes, kinds, strict=True)):
-        column = np.array([answer[k] for answer in answers], dtype=kind)
-        fields.append(torch.from_numpy(column).reshape(*batch, *size) if batch + size else torch.from_numpy(column)[0])
-    return ExactSolution(*fields)
+    return ExactSolution(
+        value=work.ends[:, 0].reshape(batch),
+        f=work.f.reshape(*batch, n),
+        g=work.g.reshape(*batch, m),
+        rows=work.cells[:, 0].reshape(*batch, n + m - 1),
+        columns=work.cells[:, 1].reshape(*batch, n + m - 1),
+        flows=work.flows.reshape(*batch, n + m - 1),
+        gap=work.ends[:, 1].reshape(batch),
+        iterations=work.ends[:, 3].long().reshape(batch),
+    )
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A flat batch of B problems on the CPU, and the arrays that a solver fills.
+
+    Attributes:
+        p, q: (B, n) and (B, m), float64.
+        matrices: (K, n, m), float32 or float64; problem k uses matrices[owners[k]], so a shared one is not copied.
+        start: (B, m) potentials to start from, or (B, 0).
+        f, g, cells, flows: (B, n), (B, m), (B, 2, n + m - 1), (B, n + m - 1), as in `ExactSolution`.
+        ends: (B, 4), value, gap, the scale that the gap is judged by, and pivots, -1 where they did not suffice.
+    """
+
+    p: Tensor
+    q: Tensor
+    matrices: Tensor
+    owners: Tensor
+    start: Tensor
+    f: Tensor
+    g: Tensor
+    cells: Tensor
+    flows: Tensor
+    ends: Tensor
+
+    @classmethod
+    def of(cls, p: Tensor, q: Tensor, matrix: Tensor, batch: torch.Size, start: Any) -> _Work:
+        (n, m), size = matrix.shape[-2:], batch.numel()
+        return cls(
+            p=_flat(p, batch),
+            q=_flat(q, batch),
+            matrices=matrix.detach().cpu().reshape(matrix.shape[:-2].numel(), n, m).contiguous(),
+            owners=_owners(matrix.shape[:-2], batch).reshape(size),
+            start=torch.empty(size, 0, dtype=torch.float64) if start is None else _flat(start[1], batch),
+            f=torch.empty(size, n, dtype=torch.float64),
+            g=torch.empty(size, m, dtype=torch.float64),
+            cells=torch.empty(size, 2, n + m - 1, dtype=torch.int64),
+            flows=torch.empty(size, n + m - 1, dtype=torch.float64),
+            ends=torch.empty(size, 4, dtype=torch.float64),
+        )
+
+
+def _solve_compiled(work: _Work) -> None:
+    from otloss._kernels._compile import as_many_threads_as_torch
+    from otloss._kernels.exact import solve_at_once, solve_in_turn
+
+    w = {field.name: getattr(work, field.name).numpy() for field in fields(work)}
+    arguments = (w["p"], w["q"], w["matrices"], w["owners"], w["start"], _MAX_PIVOTS)
+    results = (w["f"], w["g"], w["cells"], w["flows"], w["ends"])
+    if len(work.p) < 2 or torch.get_num_threads() == 1:
+        solve_in_turn(*arguments, *results)
+    else:
+        with as_many_threads_as_torch():
+            solve_at_once(*arguments, *results)
+
+
+def _check_ends(work: _Work, batch: torch.Size) -> None:
+    value, gap, scale, pivots = work.ends.unbind(1)
+    stopped = pivots < 0
+    # Not "gap > ...": an overflow leaves a NaN.
+    apart = ~(gap <= _GAP_TOLERANCE * scale.clamp(min=torch.finfo(torch.float64).tiny))
+    if not (stopped | apart).any():
+        return
+    k = int((stopped | apart).nonzero()[0])
+    if stopped[k]:
+        sizes = " by ".join(str(int((w[k] > 0).sum())) for w in (work.p, work.q))
+        raise RuntimeError(
+            f"the exact solver stopped early on {_name(k, batch)}, {sizes} bins with mass: "
+            f"{_MAX_PIVOTS} pivots were not enough; use an entropic transport cost for problems of this size."
+        )
+    raise RuntimeError(
+        f"the exact solver left a duality gap of {float(gap[k]):.3g} at a value of {float(value[k]):.6g} in "
+        f"{_name(k, batch)}, expected at most {_GAP_TOLERANCE:g} of the largest cost times the mass ({float(scale[k]):.3g}); "
+        "costs or masses that overflow together leave such gaps: rescale them."
+    )
 
 
 def _problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Tensor]:
@@ -198,69 +280,61 @@ def _by_weights(upstream: Tensor, potential: Tensor, like: Tensor) -> Tensor:
 def _by_cost(upstream: Tensor, solution: ExactSolution, like: Tensor) -> Tensor:
     n, m = like.shape[-2:]
     owners = _owners(like.shape[:-2], upstream.shape)
-    cells = owners.reshape(*upstream.shape, 1) * (n * m) + solution.rows * m + solution.columns
+    cells = owners.unsqueeze(-1) * (n * m) + solution.rows * m + solution.columns
     amounts = upstream.unsqueeze(-1) * solution.flows
     flat = torch.zeros(like.numel(), dtype=torch.float64)
     return flat.index_add_(0, cells.flatten(), amounts.flatten()).reshape(like.shape).to(like)
 
 
-def _solve(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, name: str) -> tuple[Any, ...]:
-    """The slow twin: POT on the bins with mass; the fields of `ExactSolution` for one problem."""
-    n, m = matrix.shape
-    cells, flows = np.zeros((2, n + m - 1), dtype=np.int64), np.zeros(n + m - 1)
+def _solve_by_pot(work: _Work, k: int) -> None:
+    """The slow twin of the compiled solver: POT on the bins with mass of problem k."""
+    p, q, matrix = (t.numpy() for t in (work.p[k], work.q[k], work.matrices[work.owners[k]].double()))
+    f, g, cells, flows = (t[k].numpy() for t in (work.f, work.g, work.cells, work.flows))
+    cells[:], flows[:] = 0, 0.0
     rows, columns = np.flatnonzero(p), np.flatnonzero(q)
     if rows.size == 0:
         # Without mass there is no plan and f_i + g_j <= C_ij is all that is left: the first grain pays its row's least.
-        return 0.0, matrix.min(axis=1), np.zeros(m), *cells, flows, 0.0, 0
-    mass = p.sum()
-    block = matrix[np.ix_(rows, columns)]
+        f[:], g[:] = matrix.min(axis=1), 0.0
+        work.ends[k] = 0.0
+        return
+    mass, block = p.sum(), matrix[np.ix_(rows, columns)]
     a, b = p[rows] / mass, q[columns] / q.sum()
-    plan, g = _block_plan(a, b, block, name)
-    f = (block - g).min(axis=1)
-    g = (block - f[:, None]).min(axis=0)
-    value = float((block * plan).sum())
-    gap = value - float(f @ a + g @ b)
-    if gap > _GAP_TOLERANCE * max(float(block.max()), np.finfo(np.float64).tiny):
-        raise RuntimeError(f"the exact solver left a duality gap of {gap:.3g} at a value of {value:.6g} in {name}.")
-    f_all = (matrix[:, columns] - g).min(axis=1)
-    g_all = (matrix[rows] - f[:, None]).min(axis=0)
+    plan, g_block, pivots = _plan_by_pot(a, b, block)
+    f_block = (block - g_block).min(axis=1)
+    g_block = (block - f_block[:, None]).min(axis=0)
+    f[:] = (matrix[:, columns] - g_block).min(axis=1)
+    g[:] = (matrix[rows] - f_block[:, None]).min(axis=0)
     at_rows, at_columns = np.nonzero(plan)
     cells[:, : at_rows.size] = rows[at_rows], columns[at_columns]
     flows[: at_rows.size] = plan[at_rows, at_columns] * mass
-    return value * mass, f_all, g_all, *cells, flows, gap * mass, 0
+    value = float((block * plan).sum())
+    gap = value - float(f_block @ a + g_block @ b)
+    work.ends[k] = torch.tensor([value * mass, gap * mass, np.abs(block).max() * mass, pivots])
 
 
-def _block_plan(a: np.ndarray, b: np.ndarray, block: np.ndarray, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the optimal plan and column potentials between positive weights that sum to one."""
+def _plan_by_pot(a: np.ndarray, b: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
+    """Return an optimal plan between positive weights that sum to one, column potentials, and -1 for too many pivots."""
     if a.size == 1 or b.size == 1:
         # The only plan there is; every column (or the one) is paired with the first row.
-        return np.outer(a, b), block[0].copy() if a.size == 1 else np.zeros(1)
+        return np.outer(a, b), block[0].copy() if a.size == 1 else np.zeros(1), 0
     from ot.lp import emd as solve  # POT takes a second to import
 
-    scale = float(block.max()) or 1.0
+    scale = float(np.abs(block).max()) or 1.0
     with warnings.catch_warnings():
         # The outcome is read from the log, and checked by its duality gap.
         warnings.simplefilter("ignore")
         plan, log = solve(a, b, np.ascontiguousarray(block / scale), numItermax=_MAX_PIVOTS, log=True)
-    if log["warning"] is not None:
-        raise RuntimeError(
-            f"the exact solver stopped early on {name}, {a.size} by {b.size} bins with mass: {log['warning']}"
-        )
-    return plan, scale * log["v"]
+    return plan, scale * log["v"], 0 if log["warning"] is None else -1
 
 
-def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:
-    return _to_numpy(weights.expand(*batch, weights.shape[-1]).reshape(-1, weights.shape[-1]))
+def _flat(weights: Tensor, batch: torch.Size) -> Tensor:
+    flat = weights.detach().to("cpu", torch.float64).expand(*batch, weights.shape[-1])
+    return flat.reshape(batch.numel(), weights.shape[-1]).contiguous()
 
 
-def _owners(own: torch.Size, batch: torch.Size) -> Int[Tensor, " problems"]:
+def _owners(own: torch.Size, batch: torch.Size) -> Int[Tensor, "*batch"]:
     """Which matrix each problem uses: a shared one is neither copied nor given a gradient per problem."""
-    return torch.arange(own.numel()).reshape(own).expand(batch).reshape(-1)
-
-
-def _to_numpy(tensor: Tensor) -> np.ndarray:
-    array: np.ndarray = tensor.detach().to("cpu", torch.float64).numpy()
-    return array
+    return torch.arange(own.numel()).reshape(own).expand(batch).contiguous()
 
 
 def _name(problem: int, batch: torch.Size) -> str:
