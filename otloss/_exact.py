@@ -14,8 +14,8 @@ and which is feasible whatever the solver returned. So `<C, P> - (f.p + g.q)` ce
 Where the optimum is degenerate (a proper part of p's mass equals a part of q's, as in assignment problems), potentials
 are not unique and the value has a kink in the weights: the gradient is one of its subgradients.
 
-Routes: a `LineCost` of power >= 1 has a closed form (`wasserstein_1d`). All else goes to the compiled network simplex of
-`_kernels.exact`, one problem per thread; where compiled kernels may not run, POT solves the problems one by one.
+Routes: a `LineCost` of power >= 1 has a closed form (`wasserstein_1d`). All else goes to the compiled network simplex
+of `_kernels.exact`, one problem per thread; where compiled kernels may not run, POT solves the problems in turn.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from torch import Tensor
 from otloss._checks import check_broadcast, check_finite
 from otloss._histograms import HistogramPair, histogram_pair
 from otloss._kernels import may_run_on
-from otloss.costs import Cost, as_cost
+from otloss._onedim import wasserstein_1d
+from otloss.costs import Cost, LineCost, as_cost
 
 # Pivots, not problems; the simplex needs a small multiple of n + m, so this only stops a cycle.
 _MAX_PIVOTS = 10_000_000
@@ -55,7 +56,8 @@ def emd(
     Returns:
         (...), in the promoted dtype; its unit is that of the cost times that of the mass. Solved in float64 on the CPU.
         Differentiable once in p, q (centred over the bins; one-sided derivatives at bins without mass; a subgradient
-        where the optimum is degenerate) and in the cost, or whatever the cost object was built from.
+        where the optimum is degenerate) and in the cost, or whatever the cost object was built from. A `LineCost` of
+        power >= 1 is solved and differentiated by `wasserstein_1d`.
 
     Raises:
         TypeError: if p, q or a cost matrix is no floating tensor.
@@ -75,6 +77,8 @@ def emd(
         >>> p.grad
         tensor([ 2.3333, -0.6667, -1.6667])
     """
+    if type(cost) is LineCost and cost.power >= 1:
+        return _emd_on_line(p, q, cost)
     pair, matrix = _problem(p, q, cost)
     value: Tensor = _ExactTransport.apply(pair.p, pair.q, matrix)
     return value.to(pair.dtype)
@@ -120,7 +124,8 @@ def solve_exact(
 
     Args:
         p, q, matrix: as for `emd`; their leading axes broadcast.
-        start: potentials (f, g) of similar problems, whose axes broadcast likewise; they save pivots and change no value.
+        start: potentials (f, g) of similar problems, with axes that broadcast likewise. They save pivots and change no
+            value; POT, where it stands in, goes without.
 
     Raises:
         RuntimeError: if the optimum of a problem is not reached; the message names the problem.
@@ -216,25 +221,53 @@ def _check_ends(work: _Work, batch: torch.Size) -> None:
         )
     raise RuntimeError(
         f"the exact solver left a duality gap of {float(gap[k]):.3g} at a value of {float(value[k]):.6g} in "
-        f"{_name(k, batch)}, expected at most {_GAP_TOLERANCE:g} of the largest cost times the mass ({float(scale[k]):.3g}); "
-        "costs or masses that overflow together leave such gaps: rescale them."
+        f"{_name(k, batch)}, expected at most {_GAP_TOLERANCE:g} of the largest cost times the mass, "
+        f"{float(scale[k]):.3g}; rescale costs or masses that overflow float64."
     )
 
 
 def _problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Tensor]:
-    matrix = as_cost(cost).dense()
+    matrix = _checked_matrix(cost)
     pair = histogram_pair(p, q, cost.dtype)
-    shape = (pair.p.shape[-1], pair.q.shape[-1])
-    if matrix.shape[-2:] != shape:
+    _check_fit(pair, tuple(matrix.shape), matrix.device)
+    check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=matrix.shape[:-2])
+    return pair, matrix
+
+
+def _checked_matrix(cost: Any) -> Tensor:
+    """The dense cost in the arithmetic dtype; good ones are recognised in one pass over them."""
+    matrix = cost.dense() if isinstance(cost, Cost) else cost
+    if isinstance(matrix, Tensor) and matrix.is_floating_point() and matrix.dim() >= 2 and matrix.numel():
+        low, high = torch.aminmax(matrix.detach())
+        if low >= 0 and high < torch.inf:
+            return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+    matrix = as_cost(cost).dense()
+    check_finite("cost", matrix)
+    return matrix
+
+
+def _check_fit(pair: HistogramPair, shape: tuple[int, ...], device: torch.device) -> None:
+    expected = (pair.p.shape[-1], pair.q.shape[-1])
+    if shape[-2:] != expected:
         raise ValueError(
-            f"the cost has shape {tuple(matrix.shape)}, expected a last two axes of {shape}: "
+            f"the cost has shape {shape}, expected a last two axes of {expected}: "
             "rows for the bins of p, columns for those of q."
         )
-    if matrix.device != pair.p.device:
-        raise ValueError(f"the cost is on {matrix.device} and p on {pair.p.device}, expected one device.")
-    check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=matrix.shape[:-2])
-    check_finite("cost", matrix)
-    return pair, matrix
+    if device != pair.p.device:
+        raise ValueError(f"the cost is on {device} and p on {pair.p.device}, expected one device.")
+
+
+def _emd_on_line(p: Any, q: Any, cost: LineCost) -> Tensor:
+    pair = histogram_pair(p, q, cost.dtype)
+    _check_fit(pair, cost.shape, cost.device)
+    wide = pair.p.dtype if cost.device.type == "mps" else torch.float64
+    # Masses that agreed up to the rounding of their own dtype must now do so in a wider one.
+    sources, targets = (w.to(wide) * _ratio(pair.mass.to(wide), w.detach().to(wide).sum(-1)) for w in (pair.p, pair.q))
+    return wasserstein_1d(sources, targets, cost.x.to(wide), order=cost.power).to(pair.dtype)
+
+
+def _ratio(mass: Tensor, found: Tensor) -> Tensor:
+    return torch.where(found > 0, mass / found.masked_fill(found == 0, 1.0), 1.0).unsqueeze(-1)
 
 
 class _ExactTransport(torch.autograd.Function):
@@ -282,8 +315,11 @@ def _by_cost(upstream: Tensor, solution: ExactSolution, like: Tensor) -> Tensor:
     owners = _owners(like.shape[:-2], upstream.shape)
     cells = owners.unsqueeze(-1) * (n * m) + solution.rows * m + solution.columns
     amounts = upstream.unsqueeze(-1) * solution.flows
-    flat = torch.zeros(like.numel(), dtype=torch.float64)
-    return flat.index_add_(0, cells.flatten(), amounts.flatten()).reshape(like.shape).to(like)
+    # A matrix of its own per problem gets one flow per cell; where problems share one, flows add up in float64.
+    alone = like.shape[:-2].numel() == upstream.numel()
+    flat = torch.zeros(like.numel(), dtype=like.dtype if alone else torch.float64)
+    flat.index_add_(0, cells.flatten(), amounts.flatten().to(flat.dtype))
+    return flat.reshape(like.shape).to(like)
 
 
 def _solve_by_pot(work: _Work, k: int) -> None:

@@ -71,7 +71,7 @@ def _best(row: Any, price: Any, base: float, mask: int) -> int:
 
 @compiled(fastmath=VECTOR)
 def _least(row: Any, price: Any) -> float:
-    """The least of row - price, exactly: whole numbers are ordered like the numbers once negative ones are turned over."""
+    """The least of row - price; whole numbers are ordered like the numbers once negative ones are turned over."""
     least = np.int64(0x7FFFFFFFFFFFFFFF)
     for j in range(row.size):
         bits = _bits_of_float64(row[j] - price[j])
@@ -388,8 +388,8 @@ def solve_in_turn(
 ) -> None:
     """Solve all problems on this thread: p (B, n), q (B, m), matrices (K, n, m) of which problem k uses owners[k].
 
-    `start` (B, m) holds potentials of q's bins to start from, or (B, 0) nothing. Fills f, g, cells (B, 2, n + m - 1), flows
-    and `ends` (B, 4): value, duality gap, the scale that the gap is to be judged by, pivots (-1: more than `most`).
+    `start` (B, m) holds potentials of q's bins to start from, or (B, 0) nothing. Fills f, g, cells (B, 2, n + m - 1),
+    flows, and `ends` (B, 4): value, duality gap, the scale the gap is to be judged by, pivots (-1: more than `most`).
     """
     for k in range(p.shape[0]):
         _solve(p[k], q[k], matrices[owners[k]], start[k], most, f[k], g[k], cells[k], flows[k], ends[k])
