@@ -4,8 +4,9 @@ With M the common mass, r = min(p, q) entry by entry, a = p - r, b = q - r and m
 
     independent    p^T C q / M                        the product coupling
     residual       sum_i r_i C_ii + a^T C b / m       what both share stays, the rest moves by its product coupling
-    centroid       |U^T (p - q)|^2 / (2 M)            Jensen, since 1 - cos = |u_i - u_j|^2 / 2 on unit rows u
-                   (x^T (p - q))^2 / M                likewise, squared distances on the line
+    centroid       M h(sum_i p_i x_i / M - sum_j q_j y_j / M)
+                                                      Jensen, for costs h(x_i - y_j) with h convex: distances, and
+                                                      their powers from 1 on; 1 - cos = |u_i - u_j|^2 / 2 on unit rows
     relaxed        max(sum_i p_i min_j C_ij, sum_j q_j min_i C_ij)
                                                       minima over bins with mass; each drops one marginal constraint
 
@@ -13,7 +14,8 @@ With M the common mass, r = min(p, q) entry by entry, a = p - r, b = q - r and m
 
 The residual is zero exactly when p = q (for costs that vanish on the diagonal only), and never looser than the
 independent bound when the cost is a metric. Cosine and squared costs violate the triangle inequality and can break
-that. A cost object answers through `apply` here: the cosine bounds take O(V d) and form no V x V matrix.
+that. A cost object answers through `apply`, `diagonal` and hard minima here: no n x m matrix is formed, and bounds of
+squared and cosine costs between points take O((n + m) d).
 
 Sources: EMO, arXiv 2310.04691 (product coupling); Y. Rubner, C. Tomasi, L. Guibas, The Earth Mover's Distance as a
 Metric for Image Retrieval, 2000 (centroids); M. Kusner et al., From Word Embeddings To Document Distances, 2015.
@@ -29,7 +31,7 @@ from torch import Tensor
 
 from otloss._checks import check_broadcast
 from otloss._histograms import HistogramPair, histogram_pair
-from otloss.costs import CosineCost, Cost, LineCost, as_cost
+from otloss.costs import CosineCost, Cost, GridCost, LineCost, PointCost, as_cost
 
 COUPLINGS = ("independent", "residual", "best")
 
@@ -96,9 +98,10 @@ def lower_bound(
 ) -> Float[Tensor, "*batch"]:
     """Return a lower bound of `emd(p, q, cost)` that needs no solver, per problem.
 
-    The centroid bound for a `CosineCost` and a `LineCost` of power 2, smooth; the best relaxed marginal bound
-    otherwise, piecewise linear in the weights on a given set of bins with mass, where the side that is not active gets
-    a gradient of zero.
+    The centroid bound for cosine and squared Euclidean costs (`CosineCost`, `PointCost`, `LineCost` and `GridCost` of
+    power 2), smooth. Otherwise the best relaxed marginal bound, piecewise linear in the weights on a given set of bins
+    with mass; or the centroid bound where it is larger, for other `PointCost` metrics and powers from 1 on. The bound
+    that is not active gets a gradient of zero.
 
     Args:
         p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
@@ -125,12 +128,13 @@ def lower_bound(
         tensor(1.5000)
     """
     pair, fitted = _problem(p, q, cost)
-    if isinstance(fitted, CosineCost):
-        value = _centroid(pair, fitted)
-    elif isinstance(fitted, LineCost) and fitted.power == 2:
-        value = _centroid_on_line(pair, fitted)
-    else:
+    centroid = _centroid(pair, fitted)
+    if centroid is None:
         value = _relaxed_marginals(pair, fitted)
+    elif _is_smooth(fitted):
+        value = centroid
+    else:
+        value = torch.maximum(centroid, _relaxed_marginals(pair, fitted))
     return value.to(pair.dtype)
 
 
@@ -161,32 +165,92 @@ def _residual(pair: HistogramPair, cost: Cost) -> Tensor:
     return _not_negative((share * cost.apply(lack)).sum(-1)) + ((pair.p - excess) * cost.diagonal()).sum(-1)
 
 
-def _centroid_on_line(pair: HistogramPair, cost: LineCost) -> Tensor:
-    """The squared difference of the means: `E |x - y|^2 >= (E x - E y)^2` for every coupling."""
-    x = cost.x - cost.x.mean()  # far from the origin the difference of the means would cancel
-    return ((pair.p - pair.q) * x).sum(-1).square() / _or_one(pair.mass)
+def _is_smooth(cost: Cost) -> bool:
+    """Whether the cost is cosine or squared Euclidean, whose centroid bound has a slope everywhere."""
+    if isinstance(cost, PointCost):
+        return cost.metric in ("sqeuclidean", "cosine")
+    return isinstance(cost, CosineCost) or (isinstance(cost, LineCost | GridCost) and cost.power == 2)
 
 
-def _centroid(pair: HistogramPair, cost: CosineCost) -> Tensor:
-    difference = pair.p - pair.q
-    with torch.autocast(cost.device.type, enabled=False):
-        drift = difference @ cost.unit  # (..., d)
-    # A zero row costs 1 to every other, like an axis of its own orthogonal to all.
-    squares = drift.square().sum(-1) + (difference.square() * cost.zero_rows).sum(-1)
-    return squares / (2 * _or_one(pair.mass))
+def _centroid(pair: HistogramPair, cost: Cost) -> Tensor | None:
+    """The cost between the centroids, for costs that are convex in the difference of two positions."""
+    if isinstance(cost, CosineCost):
+        return _half_square(pair.p, pair.q, cost.unit, cost.unit) / _or_one(pair.mass)
+    if isinstance(cost, PointCost) and isinstance(cost.metric, str):
+        if cost.metric == "cosine":
+            return _half_square(pair.p, pair.q, cost.x, cost.y) / _or_one(pair.mass)
+        drift = _drift(pair.p, pair.q, cost.x, cost.y)
+        if cost.metric == "sqeuclidean":
+            return drift.square().sum(-1) / _or_one(pair.mass)
+        return drift.abs().sum(-1) if cost.metric == "l1" else torch.linalg.vector_norm(drift, dim=-1)
+    if isinstance(cost, LineCost) and cost.power >= 1:
+        x = cost.x.unsqueeze(-1)
+        return _power(_drift(pair.p, pair.q, x, x).squeeze(-1), pair.mass, cost.power)
+    if isinstance(cost, GridCost) and cost.power >= 1:
+        return _power(_drift_on_grid(pair.p - pair.q, cost), pair.mass.unsqueeze(-1), cost.power).sum(-1)
+    return None
+
+
+def _power(drift: Tensor, mass: Tensor, power: float) -> Tensor:
+    """M |drift / M|^power."""
+    mean = drift.abs() / _or_one(mass)
+    return mean * drift.abs() if power == 2 else mass * mean**power
+
+
+def _drift(p: Tensor, q: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    """sum_i p_i x_i - sum_j q_j y_j, (..., d)."""
+    centre = y.detach().mean(-2, keepdim=True)  # far from the origin the sums would cancel
+    with torch.autocast(x.device.type, enabled=False):
+        if x is y:
+            return _moment(p - q, x - centre)
+        return _moment(p, x - centre) - _moment(q, y - centre)
+
+
+def _moment(weights: Tensor, points: Tensor) -> Tensor:
+    return weights @ points if points.dim() == 2 else (weights.unsqueeze(-2) @ points).squeeze(-2)
+
+
+def _half_square(p: Tensor, q: Tensor, u: Tensor, v: Tensor) -> Tensor:
+    """|sum_i p_i u_i - sum_j q_j v_j|^2 / 2 for points of length one, and zero rows on axes of their own.
+
+    A zero row costs 1 to every other point, like one that is orthogonal to all of them.
+    """
+    with torch.autocast(u.device.type, enabled=False):
+        if u is v:
+            difference = p - q
+            square = _moment(difference, u).square().sum(-1)
+            return (square + (difference.square() * _is_zero(u)).sum(-1)) / 2
+        square = (_moment(p, u) - _moment(q, v)).square().sum(-1)
+        return (square + (p.square() * _is_zero(u)).sum(-1) + (q.square() * _is_zero(v)).sum(-1)) / 2
+
+
+def _is_zero(points: Tensor) -> Tensor:
+    return (points.detach() == 0).all(-1)
+
+
+def _drift_on_grid(difference: Tensor, cost: GridCost) -> Tensor:
+    """How far the mean moves along each axis, times the mass: (..., axes)."""
+    axes = len(cost.cells)
+    image = difference.reshape(*difference.shape[:-1], *cost.cells)
+    drifts = []
+    for axis, (size, spacing) in enumerate(zip(cost.cells, cost.spacing, strict=True)):
+        others = [k - axes for k in range(axes) if k != axis]
+        steps = torch.arange(size, dtype=difference.dtype, device=difference.device) - (size - 1) / 2
+        marginal = image.sum(others) if others else image
+        drifts.append((marginal * steps).sum(-1) * spacing)
+    return torch.stack(drifts, dim=-1)
 
 
 def _relaxed_marginals(pair: HistogramPair, cost: Cost) -> Tensor:
-    matrix = cost.dense()
-    to_q = _least(matrix, pair.q)  # (..., n)
-    to_p = _least(matrix.mT, pair.p)  # (..., m)
+    to_q = _least(cost, pair.q)  # (..., n)
+    to_p = _least(cost.T, pair.p)  # (..., m)
     return torch.maximum((pair.p * to_q).sum(-1), (pair.q * to_p).sum(-1))
 
 
-def _least(matrix: Tensor, weights: Tensor) -> Tensor:
+def _least(cost: Cost, weights: Tensor) -> Tensor:
     """Return each row's least cost over the columns that hold mass, 0 where none does."""
     empty = weights.detach() == 0
-    least = matrix.masked_fill(empty.unsqueeze(-2), torch.inf).amin(-1)
+    least = cost.softmin(torch.zeros_like(weights.detach()).masked_fill(empty, -torch.inf), 0.0)
     return least.masked_fill(empty.all(-1, keepdim=True), 0.0)
 
 

@@ -34,7 +34,7 @@ def points_softmin(
     out, total = (np.empty((h.shape[0], x.shape[-2]), h.dtype) for _ in range(2))
     with as_many_threads_as_torch():
         _points_softmin(points, others, which_x, which_y, h, inverse, METRICS[metric], out, total)
-    return finished(out, total, shift, width).reshape(*batch, -1).to(potential.dtype)
+    return finished(out, total, shift, width).reshape(*batch, x.shape[-2]).to(potential.dtype)
 
 
 def slopes_in_x(

@@ -241,7 +241,7 @@ def dense_softmin(
     out, total = (np.empty((h.shape[0], rows.shape[-2]), h.dtype) for _ in range(2))
     with as_many_threads_as_torch():
         matrix_softmin(matrices, which, h, inverse, out, total)
-    return finished(out, total, shift, width).reshape(*batch, -1).to(potential.dtype)
+    return finished(out, total, shift, width).reshape(*batch, rows.shape[-2]).to(potential.dtype)
 
 
 def shared(data: Tensor, own_axes: int, batch: torch.Size) -> tuple[np.ndarray, np.ndarray]:

@@ -88,6 +88,10 @@ class CosineCost(Cost):
         # A zero row has no product with itself to cancel its own mass.
         return product - v * cost.zero_rows
 
+    def largest(self) -> Tensor:
+        """Return 2, which no cosine cost exceeds."""
+        return torch.full((), 2.0, dtype=self.dtype, device=self.device)
+
     def __repr__(self) -> str:
         zeros = int(self.zero_rows.sum())
         return super().__repr__()[:-1] + f", zero_rows={zeros})"

@@ -226,7 +226,7 @@ class Cost(ABC):
     def _blocks(self, batch: torch.Size) -> Iterator[tuple[int, int]]:
         """First and last-but-one row of each block, for matrices of this many problems at a time."""
         n, m = self.shape
-        step = max(1, _BLOCK_ENTRIES // max(1, m * batch.numel()))
+        step = max(1, block_entries() // max(1, m * batch.numel()))
         for start in range(0, n, step):
             yield start, min(start + step, n)
 
@@ -304,6 +304,11 @@ def plan_rows(
     log_p, log_q = log_weights
     exponent = (f.unsqueeze(-1) + g.unsqueeze(-2) - rows) / width + log_p.unsqueeze(-1) + log_q.unsqueeze(-2)
     return exponent.clamp_(min=_LEAST_EXPONENT).exp_()
+
+
+def block_entries() -> int:
+    """How many entries of a matrix to form at a time."""
+    return _BLOCK_ENTRIES
 
 
 def makes_graph(*tensors: Tensor) -> bool:

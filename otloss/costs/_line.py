@@ -9,7 +9,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_index, check_positive
-from otloss.costs._cost import Cost, arithmetic_dtype
+from otloss._kernels import may_run_on
+from otloss.costs._cost import Cost, arithmetic_dtype, makes_graph
 
 
 class LineCost(Cost):
@@ -62,6 +63,20 @@ class LineCost(Cost):
         # Below power 1 the slope at 0 is infinite, and infinity times the zero slope of |.| would be NaN.
         apart = distance > 0
         return torch.where(apart, torch.where(apart, distance, 1.0) ** self.power, 0.0)
+
+    def softmin(self, potential: Float[Tensor, "*batch n"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        metric = {1.0: "l1", 2.0: "sqeuclidean"}.get(self.power)
+        if metric is None or makes_graph(potential, self.x) or not may_run_on(self.x, potential):
+            return super().softmin(potential, epsilon)
+        from otloss._kernels.points import points_softmin
+
+        potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
+        points = self.x.unsqueeze(-1)
+        return points_softmin(points, points, potential, epsilon=epsilon, metric=metric)
+
+    def largest(self) -> Tensor:
+        x = self.x.detach()
+        return (x.amax() - x.amin()) ** self.power
 
     def __repr__(self) -> str:
         return super().__repr__()[:-1] + f", power={self.power})"

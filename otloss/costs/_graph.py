@@ -1,0 +1,91 @@
+"""Shortest paths between the nodes of a graph, with slopes in the lengths of its edges.
+
+    D_ij = sum of the lengths A_ab of the edges (a, b) on a shortest path from i to j
+    dD_ij / dA_ab = 1 if the edge is on that path, else 0
+
+The paths from one node form a tree, so `sum_ij G_ij dD_ij / dA` collects G from the leaves of each tree to its root: an
+edge gets the sum of G over all nodes behind it. Where two paths are equally short, D has a kink, and the slope is that
+of the path found.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._checks import check_floating
+from otloss.costs._cost import arithmetic_dtype
+
+
+def shortest_paths(adjacency: Any) -> Float[Tensor, "nodes nodes"]:
+    """Return the lengths of the shortest paths between all nodes; arguments and errors as for `graph_cost`."""
+    if hasattr(adjacency, "tocsr"):
+        lengths, _ = _solve(adjacency.tocsr())
+        return torch.from_numpy(lengths.astype(adjacency.dtype if adjacency.dtype == np.float32 else np.float64))
+    check_floating("adjacency", adjacency)
+    adjacency = adjacency.to(arithmetic_dtype(adjacency.dtype))
+    lengths_of: Tensor = _ShortestPaths.apply(adjacency)
+    return lengths_of
+
+
+class _ShortestPaths(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, adjacency: Tensor) -> Tensor:
+        from scipy.sparse import csr_array
+
+        array = adjacency.detach().to("cpu", torch.float64).numpy()
+        lengths, ctx.before = _solve(csr_array(np.where(np.isposinf(array), 0.0, array)))
+        return torch.from_numpy(lengths).to(adjacency)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
+        gradient = gradients[0].detach().to("cpu", torch.float64).numpy()
+        return torch.from_numpy(_by_edge(ctx.before, gradient)).to(gradients[0])
+
+
+def _solve(edges: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lengths (n, n), and for each source (row) the node before each node, negative at the source."""
+    from scipy.sparse.csgraph import shortest_path
+
+    if edges.ndim != 2 or edges.shape[0] != edges.shape[1] or 0 in edges.shape:
+        raise ValueError(f"adjacency has shape {tuple(edges.shape)}, expected (n, n) with n >= 1.")
+    bad = ~(edges.data >= 0) | np.isinf(edges.data)
+    if bad.any():
+        at = int(np.flatnonzero(bad)[0])
+        edge = int(np.searchsorted(edges.indptr, at, side="right")) - 1, int(edges.indices[at])
+        raise ValueError(
+            f"adjacency holds {edges.data[at]} at {edge}, expected lengths >= 0; leave an edge out, or make it 0, "
+            "where there is none."
+        )
+    lengths, before = shortest_path(edges.astype(np.float64), method="D", return_predecessors=True)
+    if np.isinf(lengths).any():
+        i, j = (int(k) for k in np.argwhere(np.isinf(lengths))[0])
+        raise ValueError(
+            f"no path leads from node {i} to node {j}, expected a connected graph (strongly connected, if its edges "
+            "have directions); add edges, or give a matrix with costs of your own for such pairs."
+        )
+    return lengths, before
+
+
+def _by_edge(before: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+    n = len(before)
+    nodes = np.arange(n)
+    ancestor = np.where(before < 0, nodes[:, None], before)
+    hops = (before >= 0).astype(np.int64)
+    while True:  # doubles the distance looked back each time
+        further = hops + np.take_along_axis(hops, ancestor, axis=1)
+        if (further == hops).all():
+            break
+        hops, ancestor = further, np.take_along_axis(ancestor, ancestor, axis=1)
+    behind = gradient.copy()
+    slopes = np.zeros((n, n))
+    for column in np.argsort(-hops, axis=1, kind="stable").T[:-1]:  # of each source the farthest first, never itself
+        parent, carried = before[nodes, column], behind[nodes, column]
+        behind[nodes, parent] += carried
+        np.add.at(slopes, (parent, column), carried)
+    return slopes
