@@ -15,6 +15,7 @@ same rule fixes the slope of |F - G| where both histograms are still, or already
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,7 +23,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite, check_last_axis, check_tensor
-from otloss._histograms import histogram_pair
+from otloss._histograms import MASS_TOLERANCE, histogram_pair
+from otloss._kernels import may_run_on
+
+# Bins below which the operations of torch take no longer than starting a kernel.
+_SMALL = 2**13
 
 
 def cdf_distance(
@@ -62,6 +67,14 @@ def cdf_distance(
         tensor(2.)
     """
     _check_exponent("power", power)
+    if _suits_kernel(p, q, x) and p.shape[-1] == q.shape[-1]:
+        value = _compiled((p, q, x), power, _cdf_distance)
+        if value is not None:
+            return value
+    return _cdf_distance(p, q, x, power)
+
+
+def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tensor:
     pair = histogram_pair(p, q, *_position_dtypes(x=x))
     if p.shape[-1] != q.shape[-1]:
         raise ValueError(
@@ -76,7 +89,10 @@ def cdf_distance(
     if power == 1:
         apart = _absolute_cdf_difference(weights_p, weights_q)
     else:
-        apart = _power((weights_p - weights_q).cumsum(-1), power)
+        apart = (weights_p - weights_q).cumsum(-1)
+        if power < 2:  # its slope at rounding errors is their root
+            apart = apart.masked_fill(_empty_ends(weights_p)[1] & _empty_ends(weights_q)[1], 0.0)
+        apart = _power(apart, power)
     return (gaps * apart).sum(-1).to(pair.dtype)
 
 
@@ -119,6 +135,14 @@ def wasserstein_1d(
     _check_exponent("order", order)
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
+    if _suits_kernel(p, q, x, y) and (y is not None or p.shape[-1] == q.shape[-1]):
+        value = _compiled((p, q, x, y), order, _wasserstein_1d)
+        if value is not None:
+            return value
+    return _wasserstein_1d(p, q, x, y, order)
+
+
+def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, order: float) -> Tensor:
     pair = histogram_pair(p, q, *_position_dtypes(x=x, y=y))
     if y is None and p.shape[-1] != q.shape[-1]:
         raise ValueError(
@@ -131,6 +155,41 @@ def wasserstein_1d(
     y_sorted, order_y = y.sort(dim=-1, stable=True)
     value = _quantile_cost(_take(pair.p, order_x), _take(pair.q, order_y), x_sorted, y_sorted, order)
     return value.to(pair.dtype)
+
+
+def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
+    """Whether the compiled kernels may take this; what is odd in type or shape goes the slow way, which says why."""
+    given = [t for t in (p, q, *places) if t is not None]
+    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) and t.dim() > 0 for t in given):
+        return False
+    if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*given)):
+        return False
+    weights = [p, q, *([q] * (len(places) - 1))]
+    fits = all(t is None or t.shape[-1] == w.shape[-1] for t, w in zip(places, weights[:1] + weights[2:], strict=True))
+    try:
+        problems = torch.broadcast_shapes(*(t.shape[:-1] for t in given)).numel()
+    except RuntimeError:
+        return False
+    return fits and problems * (p.shape[-1] + q.shape[-1]) >= _SMALL
+
+
+def _compiled(tensors: tuple[Tensor | None, ...], exponent: float, twin: Callable[..., Tensor]) -> Tensor | None:
+    """Return the value by a kernel, or None if the numbers are no transport problem: the twin then says which."""
+    from otloss._kernels import line_gradients
+
+    given = [t for t in tensors if t is not None]
+    p, q = given[:2]
+    dtype = p.dtype
+    for tensor in given[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    arithmetic = torch.promote_types(dtype, torch.float32)
+    x = torch.arange(p.shape[-1]) if tensors[2] is None else tensors[2]
+    places = [x if place is None else place for place in tensors[2:]]
+    build = line_gradients.cdf if len(places) == 1 else line_gradients.merged
+    tolerance = max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q))
+    form = build(exponent, lambda *rows: twin(*rows, exponent))
+    value = line_gradients.value_of(form, tuple(t.to(arithmetic) for t in (p, q, *places)), tolerance)
+    return None if value is None else value.to(dtype)
 
 
 def _quantile_cost(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> Tensor:

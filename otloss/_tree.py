@@ -10,7 +10,7 @@ S_{a_r(v)} for all v at once gives the sums for r + 1. That takes log2(depth) st
 differences of prefix sums; and if some node has an ancestor left after log2(n) steps, there is a cycle.
 
 Nodes without mass get one-sided derivatives: where the subtree of v is empty in both histograms, mass that arrives
-there has to leave by the edge, and costs its length on either side; where all else is empty, it spares the edge that length.
+there has to leave by the edge, and costs its length on either side; where all else is empty, it spares that length.
 """
 
 from __future__ import annotations
