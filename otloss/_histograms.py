@@ -31,7 +31,7 @@ class HistogramPair:
     Attributes:
         p: (..., n).
         q: (..., m), the leading axes broadcast against those of p.
-        mass: (...,), their common mass, without a graph.
+        mass: (...,), their common mass (the mean of both where they need not agree), without a graph.
         dtype: the promoted dtype of the inputs.
     """
 
@@ -41,8 +41,10 @@ class HistogramPair:
     dtype: torch.dtype
 
 
-def histogram_pair(p: Any, q: Any, *others: torch.dtype) -> HistogramPair:
+def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) -> HistogramPair:
     """Check, promote and balance `p` and `q`; `others` are dtypes of further inputs that take part in the promotion.
+
+    Not balanced, they keep their own masses, and their gradients are not centred: every mass has a value then.
 
     Raises:
         TypeError: if p or q is no floating tensor.
@@ -53,12 +55,15 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype) -> HistogramPair:
     if p.device != q.device:
         raise ValueError(f"p is on {p.device} and q on {q.device}, expected one device; move one of them with .to().")
     check_broadcast(p=p.shape[:-1], q=q.shape[:-1])
-    _check_equal_mass(mass_p, mass_q, max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)))
+    if balanced:
+        _check_equal_mass(mass_p, mass_q, max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)))
     dtype = torch.promote_types(p.dtype, q.dtype)
     for other in others:
         dtype = torch.promote_types(dtype, other)
     arithmetic = torch.promote_types(dtype, torch.float32)
     mass = (mass_p + mass_q) / 2
+    if not balanced:
+        return HistogramPair(p.to(arithmetic), q.to(arithmetic), mass.to(arithmetic), dtype)
     return HistogramPair(
         p=centre_gradient(_rescaled(p, mass_p, mass, arithmetic)),
         q=centre_gradient(_rescaled(q, mass_q, mass, arithmetic)),

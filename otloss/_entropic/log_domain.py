@@ -1,0 +1,201 @@
+"""Sinkhorn in the log domain: any cost object, any device, balanced or not; holds no matrix and no history.
+
+The twin of the compiled kernel, with the same epsilon steps and the same over-relaxation (see there), for a whole batch
+at a time; a problem that has converged stays as it is. Unbalanced problems are also shifted, f + t and g - t with the
+best t in closed form, without which the balance of the two masses would be the slowest thing to settle (T. Séjourné,
+F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn, 2022).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._entropic.problem import EntropicProblem
+
+STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
+STAGE_ITERATIONS = 3
+BLOCK = 8  # iterations between two looks at the contraction
+STEEPEST = 1.5  # |softmin(g) - f| w / epsilon, beyond which an update is not over-relaxed
+WORSE, LEAST_CHANGE = 3.0, 0.02
+
+
+def iterate_in_logs(
+    problem: EntropicProblem,
+    start: tuple[Tensor, Tensor] | None,
+    *,
+    tolerance: float,
+    most: int,
+    symmetric: bool = False,
+) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"], Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
+    """Return f, g, the marginal error and the number of iterations, per problem."""
+    sweep = Sweep.of(problem)
+    f, g = (torch.zeros_like(w) for w in (sweep.log_p, sweep.log_q))
+    if start is not None:
+        f, g = start[0].to(f.dtype), start[1].to(g.dtype)
+    done = torch.zeros(problem.batch, dtype=torch.int64, device=f.device)
+    for epsilon in _steps(problem) if start is None else []:
+        if symmetric:
+            break
+        staged = sweep.at(epsilon)
+        for _ in range(min(STAGE_ITERATIONS, most)):
+            f = staged.f_from(g)
+            g = staged.g_from(f)
+            done = done + 1
+    search = _symmetric_search if symmetric else _relaxed_search
+    return search(sweep, f, g, done, tolerance, most)
+
+
+def _steps(problem: EntropicProblem) -> list[Tensor]:
+    """Epsilons from a share of the largest cost down to four times the one asked for, the same number for all."""
+    largest = FIRST_EPSILON * problem.cost.largest()
+    steps: list[Tensor] = []
+    epsilon = problem.epsilon / STAGE_FACTOR
+    while (epsilon <= largest).any():
+        steps.insert(0, torch.where(epsilon <= largest, epsilon, problem.epsilon))
+        epsilon = epsilon / STAGE_FACTOR
+    return steps
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The two updates of a problem at one epsilon.
+
+    Attributes:
+        problem: without a graph, or with one to be unrolled.
+        log_p, log_q: in the dtype of the potentials.
+        epsilon: (..., 1) likewise.
+        damping: (..., 1), k of the module above this; 1 for balanced problems.
+    """
+
+    problem: EntropicProblem
+    log_p: Tensor
+    log_q: Tensor
+    epsilon: Tensor
+    damping: Tensor
+
+    @staticmethod
+    def of(problem: EntropicProblem) -> Sweep:
+        # On a CPU potentials of float32 costs are kept in float64: f / epsilon would carry f's rounding at its full size.
+        dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
+        epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
+        sweep = Sweep(problem, problem.p.to(dtype).log(), problem.q.to(dtype).log(), epsilon, epsilon)
+        return sweep.at(problem.epsilon)
+
+    def at(self, epsilon: Tensor) -> Sweep:
+        width = epsilon.to(self.log_p.dtype).unsqueeze(-1)
+        reach = self.problem.reach
+        damping = torch.ones_like(width) if reach is None else reach / (reach + width)
+        return Sweep(self.problem, self.log_p, self.log_q, width, damping)
+
+    def softmin_rows(self, g: Tensor) -> Tensor:
+        return self.problem.cost.softmin(g + self.epsilon * self.log_q, self.epsilon.squeeze(-1).detach())
+
+    def softmin_columns(self, f: Tensor) -> Tensor:
+        return self.problem.cost.T.softmin(f + self.epsilon * self.log_p, self.epsilon.squeeze(-1).detach())
+
+    def f_from(self, g: Tensor) -> Tensor:
+        return self.damping * self.softmin_rows(g)
+
+    def g_from(self, f: Tensor) -> Tensor:
+        return self.damping * self.softmin_columns(f)
+
+    def error(self, held: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
+        """sum |P 1 - what it should be| before an update, relative to the latter."""
+        goal = log_weights.exp()
+        if self.problem.reach is not None:
+            goal = goal * (-held / self.problem.reach).exp()
+        off = ((held - updated) / (self.damping * self.epsilon)).clamp(max=80.0).expm1().abs()
+        return (goal * off).sum(-1) / goal.sum(-1)
+
+    def shifted(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The best f + t, g - t: for unbalanced problems, where the sum alone does not decide the value."""
+        reach = self.problem.reach
+        if reach is None:
+            return f, g
+        outside_p = torch.logsumexp(self.log_p - f / reach, -1, keepdim=True)
+        outside_q = torch.logsumexp(self.log_q - g / reach, -1, keepdim=True)
+        shift = reach / 2 * (outside_p - outside_q)
+        return f + shift, g - shift
+
+
+def _relaxed_search(
+    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, tolerance: float, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    w = torch.ones_like(sweep.epsilon)
+    looks = _Looks(w.squeeze(-1))
+    active = torch.ones_like(done, dtype=torch.bool)
+    counted = 0
+    while True:
+        new_f = sweep.f_from(g)
+        off = sweep.error(f, new_f, sweep.log_p)
+        relaxed_f = _relax(f, new_f, w, sweep.epsilon)
+        new_g = sweep.g_from(relaxed_f)
+        off = off + sweep.error(g, new_g, sweep.log_q)
+        relaxed_g = _relax(g, new_g, w, sweep.epsilon)
+        relaxed_f, relaxed_g = sweep.shifted(relaxed_f, relaxed_g)
+        keep = active.unsqueeze(-1)
+        f, g = torch.where(keep, relaxed_f, f), torch.where(keep, relaxed_g, g)
+        done = done + active
+        counted += 1
+        # On other devices every look makes the host wait.
+        if f.device.type == "cpu" or counted % BLOCK == 0 or counted >= most:
+            finished = off <= tolerance
+            if counted >= most or bool(finished[active].all()):
+                settled = sweep.f_from(g)
+                error = sweep.error(g, sweep.g_from(settled), sweep.log_q)
+                active = error > tolerance
+                if counted >= most or not bool(active.any()):
+                    return settled, g, error, done
+            else:
+                active = active & ~finished
+        if counted % BLOCK == 0:
+            w = looks.at(off).unsqueeze(-1)
+
+
+def _symmetric_search(
+    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, tolerance: float, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    for _ in range(most):
+        update = sweep.f_from(g)
+        error = sweep.error(g, update, sweep.log_p)
+        unfinished = error > tolerance
+        if not bool(unfinished.any()):
+            break
+        done = done + unfinished
+        mean, _ = sweep.shifted((g + update) / 2, (g + update) / 2)
+        g = torch.where(unfinished.unsqueeze(-1), mean, g)
+    update = sweep.f_from(g)
+    return update, g, sweep.error(g, sweep.g_from(update), sweep.log_q), done
+
+
+def _relax(held: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:
+    step = updated - held
+    return torch.where((w * step).abs() < STEEPEST * epsilon, held + w * step, updated)
+
+
+class _Looks:
+    """Each problem's w, from the contraction of its error between two looks; the rule of the compiled kernel."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.w = w
+        self.before = torch.full_like(w, torch.inf)
+        self.least = torch.full_like(w, torch.inf)
+        self.settling = torch.ones_like(w, dtype=torch.bool)
+
+    def at(self, off: Tensor) -> Tensor:
+        off = off.to(self.w.dtype)
+        contraction = (off / self.before) ** (1 / BLOCK)
+        worse = off > WORSE * self.least
+        told = (contraction > self.w - 1) & (contraction < 1) & ~worse & ~self.settling
+        eigenvalue = ((contraction + self.w - 1) ** 2 / (self.w**2 * contraction)).clamp(0, 1)
+        better = torch.minimum(2 / (1 + (1 - eigenvalue).sqrt()), 1 + self.w / 2)
+        raised = told & (better > self.w + LEAST_CHANGE)
+        self.w = torch.where(worse, (1 + self.w) / 2, torch.where(raised, better, self.w))
+        self.settling = worse | raised
+        self.least = torch.where(worse, off, torch.minimum(self.least, off))
+        self.before = off
+        return self.w

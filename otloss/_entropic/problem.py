@@ -1,0 +1,163 @@
+"""An entropic problem, checked, and the options of its solution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, TypedDict
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._checks import check_broadcast, check_floating, check_positive, check_tensor
+from otloss._histograms import histogram_pair
+from otloss.costs import Cost, as_cost
+
+GRADS = ("envelope", "implicit", "unrolled")
+IMPLS = ("auto", "compiled", "torch")
+RELATIVE_TO = (None, "mean_cost")
+# Sum of the errors of both marginals relative to the mass: about 100 roundings, and what small problems reach fast.
+DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-9}
+
+
+class Options(TypedDict, total=False):
+    """Options of `sinkhorn`, `sinkhorn_divergence` and `solve`; see `sinkhorn` for what they mean."""
+
+    epsilon_relative_to: str | None
+    reach: float | None
+    grad: str
+    tolerance: float | None
+    max_iterations: int
+    start: tuple[Tensor, Tensor] | None
+    strict: bool
+    impl: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options, checked."""
+
+    epsilon_relative_to: str | None = None
+    reach: float | None = None
+    grad: str = "envelope"
+    tolerance: float | None = None
+    max_iterations: int = 10_000
+    start: tuple[Tensor, Tensor] | None = None
+    strict: bool = False
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("grad", GRADS), ("impl", IMPLS), ("epsilon_relative_to", RELATIVE_TO)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {allowed}.")
+        for name in ("reach", "tolerance"):
+            if getattr(self, name) is not None:
+                check_positive(name, getattr(self, name))
+        if isinstance(self.max_iterations, bool) or not isinstance(self.max_iterations, int) or self.max_iterations < 1:
+            raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
+
+    @staticmethod
+    def of(options: Any) -> Settings:
+        unknown = sorted(set(options) - set(Options.__annotations__))
+        if unknown:
+            raise TypeError(f"unknown options {unknown}, expected some of {sorted(Options.__annotations__)}.")
+        return Settings(**options)
+
+
+@dataclass(frozen=True)
+class EntropicProblem:
+    """A batch of problems in one arithmetic dtype.
+
+    Attributes:
+        p, q: (..., n), (..., m), expanded to the whole batch, with their graphs.
+        cost: of the same dtype, with its graph.
+        epsilon: (...), above 0; with a graph where it follows the cost.
+        reach: the price of a unit of mass that appears or vanishes, in units of the cost; None holds the marginals.
+        dtype: of the answer.
+    """
+
+    p: Float[Tensor, "*batch n"]
+    q: Float[Tensor, "*batch m"]
+    cost: Cost
+    epsilon: Float[Tensor, "*batch"]
+    reach: float | None
+    dtype: torch.dtype
+
+    @property
+    def batch(self) -> torch.Size:
+        return self.p.shape[:-1]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that an answer depends on."""
+        return (self.p, self.q, self.epsilon, *self.cost.parameters())
+
+
+def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) -> EntropicProblem:
+    """Check everything, and bring it to one dtype and one batch shape."""
+    fitted = as_cost(cost)
+    pair = histogram_pair(p, q, cost.dtype, balanced=settings.reach is None)
+    shape = (pair.p.shape[-1], pair.q.shape[-1])
+    if fitted.shape != shape:
+        raise ValueError(
+            f"the cost has shape {fitted.shape}, expected {shape}: rows for the bins of p, columns for those of q."
+        )
+    if fitted.device != pair.p.device:
+        raise ValueError(f"the cost is on {fitted.device} and p on {pair.p.device}, expected one device.")
+    if fitted.dtype != pair.p.dtype:
+        fitted = fitted.to(pair.p.dtype)
+    width = _epsilon(epsilon, fitted, settings)
+    batch = check_broadcast(
+        p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape, epsilon=tuple(width.shape)
+    )
+    return EntropicProblem(
+        p=pair.p.expand(*batch, shape[0]),
+        q=pair.q.expand(*batch, shape[1]),
+        cost=fitted,
+        epsilon=width.expand(batch),
+        reach=settings.reach,
+        dtype=pair.dtype,
+    )
+
+
+def _epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
+    if isinstance(epsilon, Tensor):
+        check_floating("epsilon", epsilon)
+        bad = ~((epsilon > 0) & (epsilon < torch.inf))
+        if bad.any():
+            raise ValueError(
+                f"epsilon holds {float(epsilon.detach()[bad][0])}, expected finite numbers above 0; "
+                "solve(..., epsilon=None) is exact transport."
+            )
+        width = epsilon.to(cost.device, cost.dtype)
+    else:
+        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
+            raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number or a tensor of one per problem.")
+        width = torch.tensor(check_positive("epsilon", epsilon), dtype=cost.dtype, device=cost.device)
+    if settings.epsilon_relative_to is None:
+        return width
+    m = cost.shape[1]
+    mean = cost.apply(torch.full((m,), 1 / m, dtype=cost.dtype, device=cost.device)).mean(-1)
+    if not (mean > 0).all():
+        raise ValueError('the mean cost is 0, and epsilon_relative_to="mean_cost" asks for a share of it.')
+    return width * mean
+
+
+def check_start(start: Any, problem: EntropicProblem) -> tuple[Tensor, Tensor] | None:
+    """Return the potentials to start from, expanded to the batch and without a graph."""
+    if start is None:
+        return None
+    if not isinstance(start, tuple | list) or len(start) != 2:
+        raise TypeError(f"start is a {type(start).__name__}, expected a pair (f, g) of potentials.")
+    fitted = []
+    for name, potential, weights in zip(("f", "g"), start, (problem.p, problem.q), strict=True):
+        check_tensor(f"start {name}", potential)
+        if potential.shape[-1:] != weights.shape[-1:]:
+            raise ValueError(
+                f"start {name} has shape {tuple(potential.shape)}, expected a last axis of {weights.shape[-1]} bins."
+            )
+        check_broadcast(**{f"start {name}": potential.shape[:-1], "the problems": problem.batch})
+        if not torch.isfinite(potential).all():
+            raise ValueError(f"start {name} holds a NaN or an infinity, expected the potentials of a similar problem.")
+        fitted.append(potential.detach().to(weights).expand(weights.shape))
+    return fitted[0], fitted[1]

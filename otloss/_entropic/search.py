@@ -1,0 +1,134 @@
+"""The potentials of entropic problems: by the compiled kernel, or in the log domain on any device."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from otloss._entropic.log_domain import iterate_in_logs
+from otloss._entropic.problem import DEFAULT_TOLERANCE, EntropicProblem, Settings, check_start
+from otloss._kernels import may_run_on
+
+# Matrices up to this many entries stay in a core's own cache, where the scaling form is fastest.
+LARGEST_COMPILED = 2**20
+# Costs of all problems together that may be held as matrices for the compiled kernel: 1 GiB in float32.
+MOST_COMPILED = 2**28
+
+
+class ConvergenceWarning(UserWarning):
+    """A transport problem was not solved to the tolerance."""
+
+
+@dataclass(frozen=True)
+class Potentials:
+    """Where the search ended, per problem and without a graph.
+
+    Attributes:
+        f: (..., n), g: (..., m), finite on all bins; f is an exact update from g.
+        error: (...), sum of the errors of both marginals relative to the mass.
+        converged: (...), whether that is within the tolerance.
+        iterations: (...).
+    """
+
+    f: Float[Tensor, "*batch n"]
+    g: Float[Tensor, "*batch m"]
+    error: Float[Tensor, "*batch"]
+    converged: Bool[Tensor, "*batch"]
+    iterations: Int[Tensor, "*batch"]
+
+
+def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: bool = False) -> Potentials:
+    """Solve for the potentials; a problem without mass on a side gets potentials of zero.
+
+    Args:
+        symmetric: p and q are the same and so is the cost of either way; saves iterations.
+    """
+    tolerance = settings.tolerance or DEFAULT_TOLERANCE[problem.cost.dtype]
+    start = check_start(settings.start, problem)
+    empty = (problem.p.detach().sum(-1) == 0) | (problem.q.detach().sum(-1) == 0)
+    with torch.no_grad():
+        # Weights of one in the place of none: the answer of that problem is not looked at.
+        p, q = (w.detach().masked_fill(empty.unsqueeze(-1), 1.0 / w.shape[-1]) for w in (problem.p, problem.q))
+        solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.reach, problem.dtype)
+        compiled = runs_compiled(problem, settings.impl)
+        search = _compiled if compiled else iterate_in_logs
+        f, g, error, iterations = search(
+            solid, start, tolerance=tolerance, most=settings.max_iterations, symmetric=symmetric
+        )
+        if empty.any():
+            f, g = f.masked_fill(empty.unsqueeze(-1), 0.0), g.masked_fill(empty.unsqueeze(-1), 0.0)
+            error, iterations = error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0)
+        found = Potentials(f, g, error, error <= tolerance, iterations)
+    report(found, settings, problem.cost.dtype)
+    return found
+
+
+def runs_compiled(problem: EntropicProblem, impl: str) -> bool:
+    """Whether the compiled kernel is for this problem; raises where it was asked for and cannot run."""
+    n, m = problem.cost.shape
+    able = problem.reach is None and may_run_on(problem.p)
+    if impl == "compiled":
+        if not able:
+            raise ValueError(
+                f'impl="compiled" solves balanced problems on the CPU, outside of forked processes; got '
+                f'reach={problem.reach} on {problem.p.device}. Use impl="torch" or "auto".'
+            )
+        return True
+    matrices = problem.cost.batch_shape.numel()
+    return impl == "auto" and able and n * m <= LARGEST_COMPILED and matrices * n * m <= MOST_COMPILED
+
+
+def _compiled(
+    problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, *, tolerance: float, most: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    import numba  # takes half a second
+
+    from otloss._kernels._compile import as_many_threads_as_torch
+    from otloss._kernels.sinkhorn import sinkhorn_problems
+
+    batch, (n, m) = problem.batch, problem.cost.shape
+    p, q = (w.double().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
+    mass = p.sum(-1, keepdim=True)
+    p, q = p / mass, q / q.sum(-1, keepdim=True)
+    costs = problem.cost.dense()
+    own = torch.arange(costs.shape[:-2].numel()).reshape(costs.shape[:-2]).expand(batch).reshape(-1)
+    f = p.new_zeros(p.shape[0], n)
+    g = p.new_zeros(p.shape[0], m)
+    epsilon = problem.epsilon.double().reshape(-1)
+    # The kernel's problems have mass one; f + g of the plan of mass M is less by epsilon log M.
+    shift = epsilon.unsqueeze(-1) * mass.log()
+    if start is not None:
+        f.copy_(start[0].reshape(-1, n) + shift)
+        g.copy_(start[1].reshape(-1, m))
+    error, iterations = p.new_zeros(p.shape[0]), torch.zeros(p.shape[0], dtype=torch.int64)
+    arrays = (p, q, costs.reshape(-1, n, m), own, epsilon, f, g, error, iterations)
+    with as_many_threads_as_torch(), numba.parallel_chunksize(1 if p.shape[0] < 32 else 4):
+        sinkhorn_problems(
+            *(array.contiguous().numpy() for array in arrays), tolerance, most, start is not None, symmetric
+        )
+    f -= shift
+    return f.reshape(*batch, n), g.reshape(*batch, m), error.reshape(batch), iterations.reshape(batch)
+
+
+def report(found: Potentials, settings: Settings, dtype: torch.dtype) -> None:
+    """Warn of the worst problem that did not converge, or raise with strict=True."""
+    tolerance = settings.tolerance or DEFAULT_TOLERANCE[dtype]
+    if found.converged.all():
+        return
+    error = found.error.nan_to_num(nan=torch.inf)
+    worst = tuple(int(i) for i in (error == error.max()).nonzero()[0])
+    name = f"problem {worst}" if worst else "the problem"
+    count = int((~found.converged).sum())
+    message = (
+        f"{count} of {found.converged.numel()} entropic problems did not converge; worst is {name}, with a marginal "
+        f"error of {float(found.error[worst]):.3g} where {tolerance:.3g} was asked for, after "
+        f"{int(found.iterations[worst])} iterations. Raise epsilon, raise max_iterations (now "
+        f"{settings.max_iterations}), or accept a larger tolerance; solve() tells the duality gap of each problem."
+    )
+    if settings.strict:
+        raise RuntimeError(message)
+    warnings.warn(message, ConvergenceWarning, stacklevel=4)

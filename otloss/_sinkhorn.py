@@ -1,0 +1,155 @@
+"""Entropic transport and its debiased divergence. The formulas are in `otloss._entropic`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Unpack
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._entropic.graph import implicit_state, unrolled_state
+from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem
+from otloss._entropic.search import find_potentials, report
+from otloss._entropic.value import envelope_value
+from otloss.costs import Cost, as_cost
+
+
+def sinkhorn(
+    p: Float[Tensor, "*batch n"],
+    q: Float[Tensor, "*batch m"],
+    cost: Cost | Float[Tensor, "*batch n m"],
+    *,
+    epsilon: float | Float[Tensor, "*batch"],
+    **options: Unpack[Options],
+) -> Float[Tensor, "*batch"]:
+    """Return the entropic transport cost, min over plans P of `<C, P> + epsilon KL(P | p q^T)`, per problem.
+
+    Args:
+        p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
+        q: (..., m) weights >= 0, with the mass of p up to rounding unless `reach` is given.
+        cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
+        epsilon: above 0, in the unit of the cost; a number, or one per problem (...).
+        options:
+            epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
+            reach: the price, in the unit of the cost, of mass that appears or vanishes: adds
+                `reach KL(P 1 | p) + reach KL(P^T 1 | q)` in place of the marginal constraints.
+            grad: "envelope" (default), first derivatives, exact at convergence, no history held; "implicit", also
+                second ones, by a linear system of the size of the smaller side; "unrolled", through every iteration.
+            tolerance: sum of the errors of both marginals relative to the mass, 1e-5 in float32, 1e-9 in float64.
+            max_iterations: 10 000.
+            start: potentials (f, g) of a similar problem.
+            strict: raise where a problem does not converge, in place of a `ConvergenceWarning`.
+            impl: "compiled", scaling form on the CPU, for matrices; "torch", log domain, any cost and device;
+                "auto", the first for balanced problems of up to 2**20 entries on a CPU, else the second.
+
+    Returns:
+        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p, q
+        (centred over the bins unless `reach` is given; one-sided derivatives at bins without mass), the cost, and what
+        a cost object was built from. A problem in which p and q hold no mass has the value 0 and no slope.
+
+    Raises:
+        TypeError: if p, q or a cost matrix is no floating tensor, or an option is unknown.
+        ValueError: if shapes or masses differ, a weight or a cost is negative, or a number is not finite or in range.
+        RuntimeError: with strict=True, if a problem does not converge; if a second derivative of "envelope" is asked
+            for, or "implicit" meets equations that are singular to rounding.
+
+    Source:
+        M. Cuturi, Sinkhorn Distances: Lightspeed Computation of Optimal Transport, 2013.
+
+    Example:
+        >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+        >>> cost = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+        >>> sinkhorn(p, q, cost, epsilon=0.01), sinkhorn(p, q, cost, epsilon=100.0)
+        (tensor(0.2548), tensor(0.5000))
+    """
+    settings = Settings.of(options)
+    problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
+    return value_of(problem, settings)
+
+
+def sinkhorn_divergence(
+    p: Float[Tensor, "*batch n"],
+    q: Float[Tensor, "*batch m"],
+    cost: Cost | Float[Tensor, "*batch n m"],
+    *,
+    epsilon: float | Float[Tensor, "*batch"],
+    cost_p: Cost | Float[Tensor, "*batch n n"] | None = None,
+    cost_q: Cost | Float[Tensor, "*batch m m"] | None = None,
+    **options: Unpack[Options],
+) -> Float[Tensor, "*batch"]:
+    """Return the debiased divergence `S(p, q) - S(p, p) / 2 - S(q, q) / 2`, S the entropic transport cost, per problem.
+
+    It is zero at p = q, and at least zero where `exp(-C / epsilon)` is positive definite: for distances, squared
+    distances and the cosine cost, not for every matrix.
+
+    Args:
+        p, q, cost, epsilon: as for `sinkhorn`; with `reach`, `epsilon (mass_p - mass_q)^2 / 2` is added.
+        cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix tell
+            them; a rectangular or asymmetric matrix does not.
+        options: as for `sinkhorn`; `start` serves S(p, q) alone. With epsilon_relative_to the mean cost is that of
+            `cost`, for all three.
+
+    Returns:
+        (...), in the promoted dtype, differentiable as `sinkhorn` is.
+
+    Raises:
+        TypeError, RuntimeError: as for `sinkhorn`.
+        ValueError: as for `sinkhorn`; if the costs among the bins are not known, or not symmetric.
+
+    Source:
+        J. Feydy et al., Interpolating between Optimal Transport and MMD using Sinkhorn Divergences, 2019.
+
+    Example:
+        >>> from otloss.costs import PointCost
+        >>> x, y = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [3.0]])
+        >>> p = torch.tensor([0.5, 0.5])
+        >>> sinkhorn_divergence(p, p, PointCost(x, y), epsilon=0.1)
+        tensor(2.)
+    """
+    settings = Settings.of(options)
+    among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
+    problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
+    alone = dataclasses.replace(settings, start=None, epsilon_relative_to=None)
+    value = value_of(problem, settings, cast=False)
+    for weights, among in ((problem.p, among_p), (problem.q, among_q)):
+        with_itself = dataclasses.replace(problem, p=weights, q=weights, cost=among.to(problem.cost.dtype))
+        value = value - value_of(with_itself, alone, symmetric=True, cast=False) / 2
+    if settings.reach is not None:
+        apart = problem.p.sum(-1) - problem.q.sum(-1)
+        value = value + problem.epsilon * apart.square() / 2
+    return value.to(problem.dtype)
+
+
+def _among(cost: Cost, cost_p: Cost | Tensor | None, cost_q: Cost | Tensor | None) -> tuple[Cost, Cost]:
+    if cost_p is None or cost_q is None:
+        if (cost_p is None) != (cost_q is None):
+            raise ValueError("only one of cost_p and cost_q is given, expected both or none.")
+        return cost.within()
+    found = []
+    for name, given, size in (("cost_p", cost_p, cost.shape[0]), ("cost_q", cost_q, cost.shape[1])):
+        among = as_cost(given)
+        if among.shape != (size, size):
+            raise ValueError(f"{name} has shape {among.shape}, expected {(size, size)}: the costs among those bins.")
+        if isinstance(given, Tensor) and not torch.allclose(given, given.mT, rtol=1e-5):
+            raise ValueError(f"{name} is not symmetric; pass ({name} + {name}.mT) / 2.")
+        found.append(among)
+    return found[0], found[1]
+
+
+def value_of(
+    problem: EntropicProblem, settings: Settings, *, symmetric: bool = False, cast: bool = True
+) -> Float[Tensor, "*batch"]:
+    """Return the value with the graph asked for, in the problem's dtype or (cast=False) in that of the arithmetic."""
+    if settings.grad == "unrolled":
+        state, found = unrolled_state(problem, settings)
+        report(found, settings, problem.cost.dtype)
+        value = state.value(problem)
+    else:
+        found = find_potentials(problem, settings, symmetric=symmetric)
+        if settings.grad == "implicit":
+            value = implicit_state(problem, found).value(problem)
+        else:
+            value = envelope_value(problem, found.f, found.g)
+    return value.to(problem.dtype) if cast else value
