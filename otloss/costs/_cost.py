@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any, Self
@@ -303,7 +304,8 @@ def plan_rows(
     width = epsilon[..., None, None] if isinstance(epsilon, Tensor) else epsilon
     log_p, log_q = log_weights
     exponent = (f.unsqueeze(-1) + g.unsqueeze(-2) - rows) / width + log_p.unsqueeze(-1) + log_q.unsqueeze(-2)
-    return exponent.clamp_(min=_LEAST_EXPONENT).exp_()
+    plan = exponent.clamp_(min=_LEAST_EXPONENT).exp_()
+    return torch.threshold_(plan, 1.01 * math.exp(_LEAST_EXPONENT), 0.0)
 
 
 def block_entries() -> int:

@@ -90,7 +90,7 @@ class GridCost(Cost):
         total = torch.zeros((len(index), *self.cells), dtype=self.dtype, device=self.device)
         for axis, at in enumerate(torch.unravel_index(index, self.cells)):
             total += self.axis_costs(axis)[at].reshape(-1, *self._along(axis))
-        return total.reshape(len(index), -1)
+        return total.reshape(len(index), self.shape[1])
 
     def apply(self, v: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         check_last_axis("v", v, self.shape[1])

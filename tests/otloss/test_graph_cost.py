@@ -1,0 +1,124 @@
+"""Shortest paths against Floyd and Warshall's three loops; slopes in the lengths against finite differences."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import scipy.sparse
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otloss import emd
+from otloss.costs import graph_cost
+from tests.otloss.oracles import as_double, central_slopes
+
+
+def floyd_warshall(lengths: np.ndarray) -> np.ndarray:
+    n = len(lengths)
+    best = np.where((lengths == 0) | np.isinf(lengths), math.inf, lengths)
+    np.fill_diagonal(best, 0.0)
+    for k in range(n):
+        for i in range(n):
+            for j in range(n):
+                best[i, j] = min(best[i, j], best[i, k] + best[k, j])
+    return best
+
+
+def random_graph(n: int, seed: int, *, directed: bool) -> np.ndarray:
+    """A ring, which connects it, and some chords."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.uniform(0.5, 2.0, (n, n)) * (rng.random((n, n)) < 0.3)
+    lengths[np.arange(n), (np.arange(n) + 1) % n] = rng.uniform(0.5, 2.0, n)
+    if directed:
+        return lengths
+    return (
+        np.triu(lengths, 1)
+        + np.triu(lengths, 1).T
+        + (lengths[-1, 0] if n > 2 else 0)
+        * (np.eye(n, k=n - 1) + np.eye(n, k=1 - n))
+        * (np.triu(lengths, 1)[0, -1] == 0)
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(2, 9), st.integers(0, 1000), st.booleans())
+def test_lengths_are_those_of_the_shortest_paths(n: int, seed: int, directed: bool) -> None:
+    lengths = random_graph(n, seed, directed=directed)
+    expected = torch.from_numpy(floyd_warshall(lengths))
+    torch.testing.assert_close(graph_cost(torch.from_numpy(lengths)).dense(), expected)
+    torch.testing.assert_close(graph_cost(scipy.sparse.csr_array(lengths)).dense(), expected)
+    infinite = torch.from_numpy(np.where(lengths == 0, np.inf, lengths))
+    torch.testing.assert_close(graph_cost(infinite).dense(), expected)
+    assert graph_cost(torch.from_numpy(lengths).float()).dtype == torch.float32
+    assert graph_cost(torch.from_numpy(lengths).bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize("directed", [True, False])
+def test_slopes_in_the_lengths(directed: bool) -> None:
+    for seed in range(4):
+        lengths = random_graph(8, seed, directed=directed)
+        weight = np.random.default_rng(seed).normal(size=(8, 8))
+
+        def value(array: np.ndarray, w: np.ndarray = weight) -> float:
+            return float((graph_cost(torch.from_numpy(array)).dense().numpy() * w).sum())
+
+        leaf = torch.from_numpy(lengths).requires_grad_()
+        (slopes,) = torch.autograd.grad((graph_cost(leaf).dense() * torch.from_numpy(weight)).sum(), leaf)
+        moved = central_slopes(lambda a, e=lengths: value(np.where(e > 0, a, 0.0)), lengths, 1e-6)
+        np.testing.assert_allclose(slopes.numpy(), moved, atol=1e-7)
+        assert slopes.abs().max() > 0.5
+
+
+def test_a_long_path_and_edges_that_rounding_swallows() -> None:
+    n = 300
+    lengths = np.diag(np.full(n - 1, 1.0), 1)
+    lengths[3, 4] = 1e-30
+    lengths += lengths.T
+    leaf = torch.from_numpy(lengths).requires_grad_()
+    cost = graph_cost(leaf)
+    (slopes,) = torch.autograd.grad(cost.dense()[0, n - 1], leaf)
+    expected = np.diag(np.ones(n - 1), 1)
+    assert np.array_equal(slopes.numpy(), expected)
+    assert cost.dense()[0, n - 1] == n - 2
+
+
+def test_slopes_through_exact_transport() -> None:
+    lengths = random_graph(6, 3, directed=False)
+    rng = np.random.default_rng(0)
+    p, q = (as_double(rng.dirichlet(np.ones(6))) for _ in range(2))
+
+    def value(array: np.ndarray) -> float:
+        return emd(p, q, graph_cost(torch.from_numpy(np.where(lengths > 0, array, 0.0)))).item()
+
+    leaf = torch.from_numpy(lengths).requires_grad_()
+    (slopes,) = torch.autograd.grad(emd(p, q, graph_cost(leaf)), leaf)
+    np.testing.assert_allclose(slopes.numpy(), central_slopes(value, lengths, 1e-6), atol=1e-7)
+
+
+def test_stored_zeros_of_a_sparse_matrix_are_edges() -> None:
+    edges = scipy.sparse.csr_array((np.array([0.0, 2.0, 0.0, 2.0]), ([0, 1, 1, 2], [1, 2, 0, 1])), shape=(3, 3))
+    assert graph_cost(edges).dense().tolist() == [[0, 0, 2], [0, 0, 2], [2, 2, 0]]
+    assert graph_cost(edges.astype(np.float32)).dtype == torch.float32
+    assert graph_cost(torch.zeros(1, 1)).dense().tolist() == [[0.0]]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: graph_cost(torch.ones(2, 3)), ValueError, r"adjacency has shape \(2, 3\), expected \(n, n\)"),
+        (lambda: graph_cost(torch.ones(3)), ValueError, r"adjacency has shape \(3,\)"),
+        (lambda: graph_cost(torch.ones(2, 2).long()), TypeError, "adjacency has dtype torch.int64"),
+        (lambda: graph_cost(np.ones((2, 2))), TypeError, "adjacency is a ndarray"),
+        (lambda: graph_cost(torch.tensor([[0.0, -1.0], [1.0, 0.0]])), ValueError, r"holds -1.0 at \(0, 1\)"),
+        (lambda: graph_cost(torch.tensor([[0.0, 1.0], [torch.nan, 0.0]])), ValueError, r"holds nan at \(1, 0\)"),
+        (lambda: graph_cost(torch.tensor([[0.0, 1.0], [-torch.inf, 0.0]])), ValueError, r"holds -inf at \(1, 0\)"),
+        (lambda: graph_cost(torch.tensor([[0.0, 1.0], [0.0, 0.0]])), ValueError, "no path leads from node 1 to node 0"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
