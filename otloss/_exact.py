@@ -21,7 +21,7 @@ of `_kernels.exact`, one problem per thread; where compiled kernels may not run,
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -32,6 +32,7 @@ from torch import Tensor
 from otloss._checks import check_broadcast, check_finite
 from otloss._histograms import HistogramPair, histogram_pair
 from otloss._kernels import may_run_on
+from otloss._kernels.problems import FlatProblems, owners_of, solve_compiled
 from otloss._onedim import wasserstein_1d
 from otloss.costs import Cost, LineCost, as_cost
 
@@ -65,7 +66,7 @@ def emd(
         RuntimeError: if the solver does not reach the optimum of a problem, or a second derivative is asked for.
 
     Source:
-        N. Bonneel et al., Displacement Interpolation Using Lagrangian Mass Transport, 2011, as implemented in POT.
+        R. Ahuja, T. Magnanti, J. Orlin, Network Flows, 1993, chapter 11.
 
     Example:
         >>> p = torch.tensor([0.5, 0.5, 0.0], requires_grad=True)
@@ -131,9 +132,11 @@ def solve_exact(
         RuntimeError: if the optimum of a problem is not reached; the message names the problem.
     """
     batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], matrix.shape[:-2])
-    work = _Work.of(p, q, matrix, batch, start)
+    if start is not None:
+        check_finite("start", start[1])
+    work = FlatProblems.of(p, q, matrix, batch=batch, g=None if start is None else start[1])
     if may_run_on(work.matrices):
-        _solve_compiled(work)
+        solve_compiled(work, most=_MAX_PIVOTS)
     else:
         for k in range(batch.numel()):
             _solve_by_pot(work, k)
@@ -151,61 +154,7 @@ def solve_exact(
     )
 
 
-@dataclass(frozen=True)
-class _Work:
-    """A flat batch of B problems on the CPU, and the arrays that a solver fills.
-
-    Attributes:
-        p, q: (B, n) and (B, m), float64.
-        matrices: (K, n, m), float32 or float64; problem k uses matrices[owners[k]], so a shared one is not copied.
-        start: (B, m) potentials to start from, or (B, 0).
-        f, g, cells, flows: (B, n), (B, m), (B, 2, n + m - 1), (B, n + m - 1), as in `ExactSolution`.
-        ends: (B, 4), value, gap, the scale that the gap is judged by, and pivots, -1 where they did not suffice.
-    """
-
-    p: Tensor
-    q: Tensor
-    matrices: Tensor
-    owners: Tensor
-    start: Tensor
-    f: Tensor
-    g: Tensor
-    cells: Tensor
-    flows: Tensor
-    ends: Tensor
-
-    @classmethod
-    def of(cls, p: Tensor, q: Tensor, matrix: Tensor, batch: torch.Size, start: Any) -> _Work:
-        (n, m), size = matrix.shape[-2:], batch.numel()
-        return cls(
-            p=_flat(p, batch),
-            q=_flat(q, batch),
-            matrices=matrix.detach().cpu().reshape(matrix.shape[:-2].numel(), n, m).contiguous(),
-            owners=_owners(matrix.shape[:-2], batch).reshape(size),
-            start=torch.empty(size, 0, dtype=torch.float64) if start is None else _flat(start[1], batch),
-            f=torch.empty(size, n, dtype=torch.float64),
-            g=torch.empty(size, m, dtype=torch.float64),
-            cells=torch.empty(size, 2, n + m - 1, dtype=torch.int64),
-            flows=torch.empty(size, n + m - 1, dtype=torch.float64),
-            ends=torch.empty(size, 4, dtype=torch.float64),
-        )
-
-
-def _solve_compiled(work: _Work) -> None:
-    from otloss._kernels._compile import as_many_threads_as_torch
-    from otloss._kernels.exact import solve_at_once, solve_in_turn
-
-    w = {field.name: getattr(work, field.name).numpy() for field in fields(work)}
-    arguments = (w["p"], w["q"], w["matrices"], w["owners"], w["start"], _MAX_PIVOTS)
-    results = (w["f"], w["g"], w["cells"], w["flows"], w["ends"])
-    if len(work.p) < 2 or torch.get_num_threads() == 1:
-        solve_in_turn(*arguments, *results)
-    else:
-        with as_many_threads_as_torch():
-            solve_at_once(*arguments, *results)
-
-
-def _check_ends(work: _Work, batch: torch.Size) -> None:
+def _check_ends(work: FlatProblems, batch: torch.Size) -> None:
     value, gap, scale, pivots = work.ends.unbind(1)
     stopped = pivots < 0
     # Not "gap > ...": an overflow leaves a NaN.
@@ -312,7 +261,7 @@ def _by_weights(upstream: Tensor, potential: Tensor, like: Tensor) -> Tensor:
 
 def _by_cost(upstream: Tensor, solution: ExactSolution, like: Tensor) -> Tensor:
     n, m = like.shape[-2:]
-    owners = _owners(like.shape[:-2], upstream.shape)
+    owners = owners_of(like.shape[:-2], upstream.shape)
     cells = owners.unsqueeze(-1) * (n * m) + solution.rows * m + solution.columns
     amounts = upstream.unsqueeze(-1) * solution.flows
     # A matrix of its own per problem gets one flow per cell; where problems share one, flows add up in float64.
@@ -322,7 +271,7 @@ def _by_cost(upstream: Tensor, solution: ExactSolution, like: Tensor) -> Tensor:
     return flat.reshape(like.shape).to(like)
 
 
-def _solve_by_pot(work: _Work, k: int) -> None:
+def _solve_by_pot(work: FlatProblems, k: int) -> None:
     """The slow twin of the compiled solver: POT on the bins with mass of problem k."""
     p, q, matrix = (t.numpy() for t in (work.p[k], work.q[k], work.matrices[work.owners[k]].double()))
     f, g, cells, flows = (t[k].numpy() for t in (work.f, work.g, work.cells, work.flows))
@@ -349,7 +298,7 @@ def _solve_by_pot(work: _Work, k: int) -> None:
 
 
 def _plan_by_pot(a: np.ndarray, b: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return an optimal plan between positive weights that sum to one, column potentials, and -1 for too many pivots."""
+    """Return an optimal plan between positive weights of sum one, column potentials, and -1 for too many pivots."""
     if a.size == 1 or b.size == 1:
         # The only plan there is; every column (or the one) is paired with the first row.
         return np.outer(a, b), block[0].copy() if a.size == 1 else np.zeros(1), 0
@@ -361,16 +310,6 @@ def _plan_by_pot(a: np.ndarray, b: np.ndarray, block: np.ndarray) -> tuple[np.nd
         warnings.simplefilter("ignore")
         plan, log = solve(a, b, np.ascontiguousarray(block / scale), numItermax=_MAX_PIVOTS, log=True)
     return plan, scale * log["v"], 0 if log["warning"] is None else -1
-
-
-def _flat(weights: Tensor, batch: torch.Size) -> Tensor:
-    flat = weights.detach().to("cpu", torch.float64).expand(*batch, weights.shape[-1])
-    return flat.reshape(batch.numel(), weights.shape[-1]).contiguous()
-
-
-def _owners(own: torch.Size, batch: torch.Size) -> Int[Tensor, "*batch"]:
-    """Which matrix each problem uses: a shared one is neither copied nor given a gradient per problem."""
-    return torch.arange(own.numel()).reshape(own).expand(batch).contiguous()
 
 
 def _name(problem: int, batch: torch.Size) -> str:

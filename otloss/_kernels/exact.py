@@ -1,37 +1,46 @@
-"""The network simplex on dense bipartite transport problems, compiled, one problem per thread.
+"""Batches of dense transport problems by the network simplex, compiled, one problem per thread.
 
     min <C, P>  over  P >= 0,  P 1 = p,  P^T 1 = q
 
-A basis is a spanning tree on the n + m bins whose edges are cells of the plan. Potentials satisfy f_i + g_j = C_ij on the
-edges. A pivot brings in a cell whose reduced cost C_ij - f_i - g_j is negative, moves mass around the cycle it closes, and
-drops the edge that runs empty; the part of the tree behind that edge is hung up again at the entering cell
-(R. Ahuja, T. Magnanti, J. Orlin, Network Flows, 1993, chapter 11).
+Only the bins with mass take part in the search (`_kernels.simplex`). Masses are whole numbers there: those of p's bins
+one unit above a multiple of more than n, those of q's such multiples. So no partial sums of the two agree, no edge is
+ever empty, every pivot lowers the cost, and the search ends without rules against cycling (the perturbation of
+A. Charnes, 1952). The units are 2^-61 of the mass; the flows that are returned are summed up from the real masses along
+the last tree.
 
-Masses are whole numbers during the search. Those of p's bins carry one unit above a multiple of more than n, q's are
-multiples: then no partial sums of the two agree, no edge is ever empty, every pivot lowers the cost, and the search ends
-without rules against cycling (the perturbation of A. Charnes, 1952). The units are 2^-61 of the mass; the flows that are
-returned are summed up from the real masses along the last tree.
-
-Notation: node v < n is bin v of p, node n + j is bin j of q; `tree[v, PARENT]` and so on; `flow[v]` is the mass on the
-edge from v to its parent; `potential` holds f, then g. All of it concerns the bins with mass only.
+The search starts from a greedy plan. Bins ship, one after the other, to their cheapest partners that are open, until
+they are empty; each shipment closes one of its two bins, and hangs it below the other as a leaf. From potentials of a
+similar problem, bins ship in the order of leaves of a shortest spanning tree by reduced costs, which is the tree of the
+optimum if the potentials are still optimal.
 """
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
 from numba import prange
 
-from otloss._kernels._compile import _bits_of_float64, _float64_of_bits, compiled
+from otloss._kernels import simplex
+from otloss._kernels._compile import _bits_of_float64, compiled
+from otloss._kernels.simplex import (
+    ORDER,
+    PARENT,
+    SPARE,
+    VECTOR,
+    best_key,
+    largest,
+    least,
+    lower,
+    number,
+    place_mask,
+    refresh,
+    search,
+)
 
-PARENT, SIZE, POSITION, ORDER, SPARE = range(5)
 UNITS = 2.0**61
-# Reduced costs above this, relative to the numbers they are the difference of, count as zero.
-ROUNDING = 4e-16
-# Cells looked at for each pivot; at least two rows.
-LOOK_AT = 512
-VECTOR = {"contract", "nsz", "nnan", "reassoc"}
+NONE = -1
 
 
 @compiled()
@@ -56,237 +65,106 @@ def _whole_masses(p: Any, q: Any, left: Any) -> None:
 
 
 @compiled(fastmath=VECTOR)
-def _best(row: Any, price: Any, base: float, mask: int) -> int:
-    """The largest of base + price - row, with the last bits of the number exchanged for its place; -1 if none is > 0.
-
-    Positive numbers are ordered as their bits are, and compilers vectorise the maximum of whole numbers: this finds the
-    best cell and its place ten times faster than comparing numbers does, at a resolution of 2^-40 or so.
-    """
-    best = np.int64(-1)
-    for j in range(row.size):
-        key = (_bits_of_float64(base + price[j] - row[j]) & ~mask) | j
-        best = max(best, key)
-    return best
+def _nearest(near: Any, mask: int) -> Any:
+    """The place of the smallest of numbers >= 0."""
+    key = np.int64(0x7FFFFFFFFFFFFFFF)
+    for v in range(near.size):
+        key = min(key, (_bits_of_float64(near[v]) & ~mask) | v)
+    return key & mask
 
 
 @compiled(fastmath=VECTOR)
-def _least(row: Any, price: Any) -> float:
-    """The least of row - price; whole numbers are ordered like the numbers once negative ones are turned over."""
-    least = np.int64(0x7FFFFFFFFFFFFFFF)
-    for j in range(row.size):
-        bits = _bits_of_float64(row[j] - price[j])
-        least = min(least, bits ^ ((bits >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
-    return _float64_of_bits(least ^ ((least >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
-
-
-@compiled(fastmath=VECTOR)
-def _largest(cost: Any) -> float:
-    """The largest absolute entry."""
-    largest = np.int64(0)
-    for i in range(cost.shape[0]):
-        row = cost[i]
-        for j in range(row.size):
-            largest = max(largest, _bits_of_float64(abs(np.float64(row[j]))))
-    return _float64_of_bits(largest)
-
-
-@compiled(fastmath=VECTOR)
-def _lower(bound: Any, row: Any, by: float) -> None:
-    """bound = min(bound, row - by), entry by entry."""
-    for j in range(row.size):
-        bound[j] = min(bound[j], row[j] - by)
+def _approach(near: Any, hint: Any, row: Any, price: Any, by: float, node: int) -> None:
+    """Offer `node` to all bins of a side at row - by - price."""
+    for j in range(near.size):
+        away = max(row[j] - by - price[j], 0.0)
+        closer = away < near[j]
+        near[j] = away if closer else near[j]
+        hint[j] = node if closer else hint[j]
 
 
 @compiled()
-def _mask(m: int) -> int:
-    """The bits that hold the numbers below m."""
-    mask = np.int64(1)
-    while mask < m:
-        mask *= 2
-    return mask - 1
-
-
-@compiled()
-def _greedy_start(cost: Any, left: Any, price: Any, tree: Any, flow: Any) -> None:
-    """Bin after bin of p ships to its cheapest open bins of q. Each shipment closes one bin, a leaf at the other."""
+def _shortest_tree(cost: Any, f: Any, g: Any, hint: Any, order: Any) -> None:
+    """Prim's shortest spanning tree by reduced costs: nodes as they come in, and the node each comes in by."""
     n, m = cost.shape
-    closed = tree[SPARE]
-    mask = _mask(m)
+    mask = place_mask(n + m)
+    near = np.full(n + m, np.inf)
+    # Bins that are in get the price -inf: nothing comes nearer to them.
+    f_out, g_out = f.copy(), g.copy()
+    v = 0
+    hint[0] = NONE
+    for t in range(n + m):
+        if t:
+            v = _nearest(near, mask)
+        order[t] = v
+        near[v] = np.inf
+        if v < n:
+            f_out[v] = -np.inf
+            _approach(near[n:], hint[n:], cost[v], g_out, f[v], v)
+        else:
+            g_out[v - n] = -np.inf
+            _approach(near[:n], hint[:n], cost[:, v - n], f_out, g[v - n], v)
+
+
+@compiled()
+def _cheapest(cost: Any, f_open: Any, g_open: Any, v: int, base: float) -> int:
+    """The open node that v ships to at the least reduced cost."""
+    n, m = cost.shape
+    if v < n:
+        mask = place_mask(m)
+        return n + (best_key(cost[v], g_open, base, mask) & mask)
+    mask = place_mask(n)
+    return best_key(cost[:, v - n], f_open, base, mask) & mask
+
+
+@compiled()
+def _ship(cost: Any, left: Any, f_open: Any, g_open: Any, hint: Any, order: Any, tree: Any, flow: Any) -> None:
+    """Empty the nodes from the end of `order`, first to the node in `hint`, then to the cheapest; build the tree."""
+    n, m = cost.shape
     # So large that open bins have positive keys, whatever their price. Closed ones get the price -inf.
-    base = 2 * (_largest(cost) + _largest(price.reshape(1, m))) or 1.0
-    done = 0
-    for i in range(n):
-        while True:
-            j = _best(cost[i], price, base, mask) & mask
-            column = n + j
-            if left[column] < left[i]:
-                leaf, other = column, i
-                price[j] = -np.inf
-            else:
-                leaf, other = i, column
+    prices = max(largest(f_open.reshape(1, n)), largest(g_open.reshape(1, m)))
+    base = 2 * (largest(cost) + prices) or 1.0
+    closed, done, t = tree[SPARE], 0, order.size
+    other = 0
+    while done < n + m - 1:
+        t -= 1
+        v = order[t]
+        while left[v] > 0 and done < n + m - 1:
+            w = hint[v]
+            if w == NONE or left[w] == 0:
+                w = _cheapest(cost, f_open, g_open, v, base)
+            leaf, other = (v, w) if left[v] <= left[w] else (w, v)
             tree[PARENT, leaf], flow[leaf] = other, left[leaf]
             left[other] -= left[leaf]
+            left[leaf] = 0
+            if leaf < n:
+                f_open[leaf] = -np.inf
+            else:
+                g_open[leaf - n] = -np.inf
             closed[done] = leaf
             done += 1
-            if leaf == i:
-                break
-    root = closed[done] = n + j
-    tree[PARENT, root] = root
-    _number(tree)
+    closed[done], tree[PARENT, other] = other, other
+    number(tree)
 
 
 @compiled()
-def _number(tree: Any) -> None:
-    """Sizes and positions from the parents, with the nodes in SPARE from the leaves to the root."""
-    parent, size, position, order, closed = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
-    size[:] = 1
-    last = closed.size - 1
-    for t in range(last):
-        size[parent[closed[t]]] += size[closed[t]]
-    # `order` serves as the next free place below each node, until all are placed.
-    position[closed[last]], order[closed[last]] = 0, 1
-    for t in range(last - 1, -1, -1):
-        v = closed[t]
-        position[v] = order[parent[v]]
-        order[parent[v]] += size[v]
-        order[v] = position[v] + 1
-    for v in range(last + 1):
-        order[position[v]] = v
-
-
-@compiled()
-def _refresh(cost: Any, tree: Any, potential: Any) -> None:
-    """Potentials from the tree alone."""
-    n = cost.shape[0]
-    potential[tree[ORDER, 0]] = 0.0
-    for t in range(1, potential.size):
-        v = tree[ORDER, t]
-        up = tree[PARENT, v]
-        potential[v] = (cost[v, up - n] if v < n else cost[up, v - n]) - potential[up]
-
-
-@compiled()
-def _raise(order: Any, potential: Any, begin: int, end: int, by: float, n: int) -> None:
-    """Raise f and lower g at the nodes in places begin to end."""
-    for t in range(begin, end):
-        v = order[t]
-        potential[v] += by if v < n else -by
-
-
-@compiled()
-def _hang(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> tuple[int, int]:
-    """Hang the subtree of `out` below `above` by its `node`; return its new places."""
-    parent, size, position, order, spare = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
-    begin, count = position[out], size[out]
-    # Behind `above` itself or behind all of its subtree, whichever is nearer.
-    first, last = position[above] + 1, position[above] + size[above]
-    # In preorder the subtree turned over is its old pieces, from the inside out.
-    a = b = position[node]
-    inner, filled = 0, 0
-    while True:
-        old_a, old_b, old_size, old_parent, old_flow = a, b, size[node], parent[node], flow[node]
-        a, b = position[node], position[node] + old_size
-        if inner == 0:
-            old_a = old_b = b
-        for t in range(a, old_a):
-            spare[filled] = order[t]
-            filled += 1
-        for t in range(old_b, b):
-            spare[filled] = order[t]
-            filled += 1
-        parent[node], flow[node], size[node] = above, moved, count - inner
-        if node == out:
-            break
-        above, node, moved, inner = node, old_parent, old_flow, old_size
-    if last <= begin or (first <= begin and begin - first < last - begin - count):
-        target = last if last <= begin else first
-        for t in range(begin - 1, target - 1, -1):
-            order[t + count] = order[t]
-        low, high = target, begin + count
-    else:
-        target = (first if first >= begin + count else last) - count
-        for t in range(begin, target):
-            order[t] = order[t + count]
-        low, high = begin, target + count
-    for t in range(count):
-        order[target + t] = spare[t]
-    for t in range(low, high):
-        position[order[t]] = t
-    return target, target + count
-
-
-@compiled()
-def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced: float, n: int) -> None:
-    """Bring in the cell of nodes `row` and `column`."""
-    parent, size, position = tree[PARENT], tree[SIZE], tree[POSITION]
-    # Mass that enters from row to column leaves every second edge of the path between them, the ends included.
-    moved, out, behind_row = np.int64(2**62), row, True
-    u, place = row, position[column]
-    while not position[u] <= place < position[u] + size[u]:
-        if u < n and flow[u] < moved:
-            moved, out = flow[u], u
-        u = parent[u]
-    top, v = u, column
-    while v != top:
-        if v >= n and flow[v] < moved:
-            moved, out, behind_row = flow[v], v, False
-        v = parent[v]
-    u, v = row, column
-    while u != top:
-        flow[u] += -moved if u < n else moved
-        u = parent[u]
-    while v != top:
-        flow[v] += moved if v < n else -moved
-        v = parent[v]
-    node, above = (row, column) if behind_row else (column, row)
-    left_behind = parent[out]
-    begin, end = _hang(tree, flow, node, above, out, moved)
-    while left_behind != top:
-        size[left_behind] -= end - begin
-        left_behind = parent[left_behind]
-    while above != top:
-        size[above] += end - begin
-        above = parent[above]
-    # Potentials count up to a constant: the smaller part moves.
-    by = reduced if behind_row else -reduced
-    if 2 * (end - begin) <= flow.size:
-        _raise(tree[ORDER], potential, begin, end, by, n)
-    else:
-        _raise(tree[ORDER], potential, 0, begin, -by, n)
-        _raise(tree[ORDER], potential, end, flow.size, -by, n)
-
-
-@compiled()
-def _search(cost: Any, tree: Any, flow: Any, potential: Any, most: int) -> int:
-    """Pivot until no reduced cost is negative; return the pivots made, or -1 where `most` are not enough."""
+def _start(cost: Any, left: Any, columns: Any, given: Any, tree: Any, flow: Any) -> None:
+    """A first tree, from potentials of q's bins or from nothing."""
     n, m = cost.shape
-    f, g = potential[:n], potential[n:]
-    mask, together = _mask(m), min(n, max(2, LOOK_AT // m))
-    pivots, i, clean, rounding, fresh = 0, 0, 0, ROUNDING, True
-    while True:
-        best, row = np.int64(-1), 0
-        for _ in range(together):
-            key = _best(cost[i], g, f[i], mask)
-            if key > best:
-                best, row = key, i
-            i = i + 1 if i + 1 < n else 0
-        clean += together
-        if best > 0:
-            j = best & mask
-            reduced = cost[row, j] - f[row] - g[j]
-            if reduced < -rounding * (abs(cost[row, j]) + abs(f[row]) + abs(g[j])):
-                if pivots == most:
-                    return -1
-                _pivot(tree, flow, potential, row, n + j, reduced, n)
-                pivots += 1
-                clean, fresh = 0, False
-        if clean >= n:
-            if fresh:
-                return pivots
-            # What rounding has added up over the pivots goes; the same small numbers cannot keep the search going.
-            _refresh(cost, tree, potential)
-            rounding *= 2
-            clean, fresh = 0, True
+    hint = np.full(n + m, NONE)
+    f, g = np.zeros(n), np.full(m, np.inf)
+    if given.size == 0:
+        for i in range(n):
+            lower(g, cost[i], 0.0)
+        _ship(cost, left, f, g, hint, np.arange(n), tree, flow)
+        return
+    for j in range(m):
+        g[j] = given[columns[j]]
+    for i in range(n):
+        f[i] = least(cost[i], g)
+    order = np.empty(n + m, np.int64)
+    _shortest_tree(cost, f, g, hint, order)
+    _ship(cost, left, f, g, hint, order, tree, flow)
 
 
 @compiled()
@@ -309,11 +187,11 @@ def _extend(matrix: Any, rows: Any, columns: Any, g: Any, f_all: Any, g_all: Any
     for j in range(columns.size):
         g_all[columns[j]] = g[j]
     for i in rows:
-        f_all[i] = _least(matrix[i], g_all)
+        f_all[i] = least(matrix[i], g_all)
     price = np.full(g_all.size, -np.inf)
     g_all[:] = np.inf
     for i in rows:
-        _lower(g_all, matrix[i], f_all[i])
+        lower(g_all, matrix[i], f_all[i])
     for j in columns:
         price[j] = g_all[j]
     if rows.size < f_all.size:
@@ -321,20 +199,7 @@ def _extend(matrix: Any, rows: Any, columns: Any, g: Any, f_all: Any, g_all: Any
         occupied[rows] = True
         for i in range(f_all.size):
             if not occupied[i]:
-                f_all[i] = _least(matrix[i], price)
-
-
-@compiled()
-def _prices(cost: Any, columns: Any, start: Any) -> Any:
-    """The prices of q's bins that the start goes by: those given, or the least costs."""
-    price = np.full(columns.size, np.inf)
-    if start.size:
-        for j in range(columns.size):
-            price[j] = start[columns[j]]
-    else:
-        for i in range(cost.shape[0]):
-            _lower(price, cost[i], 0.0)
-    return price
+                f_all[i] = least(matrix[i], price)
 
 
 @compiled()
@@ -349,7 +214,7 @@ def _solve(
         # Without mass f_i + g_j <= C_ij is all that is left: the first grain pays the least of its row.
         g[:] = 0.0
         for i in range(p.size):
-            f[i] = _least(matrix[i], g)
+            f[i] = least(matrix[i], g)
         end[:] = 0.0
         return
     a, b, cost = p, q, matrix
@@ -363,9 +228,9 @@ def _solve(
     left, flow = np.empty(n + m, np.int64), np.empty(n + m, np.int64)
     tree, potential = np.empty((5, n + m), np.int32), np.empty(n + m)
     _whole_masses(a, b, left)
-    _greedy_start(cost, left, _prices(cost, columns, start), tree, flow)
-    _refresh(cost, tree, potential)
-    pivots = _search(cost, tree, flow, potential, most)
+    _start(cost, left, columns, start, tree, flow)
+    refresh(cost, tree, potential)
+    pivots = search(cost, tree, flow, potential, most)
     _extend(matrix, rows, columns, potential[n:], f, g)
     dual = 0.0
     for i in range(n):
@@ -379,7 +244,7 @@ def _solve(
         i, j = (v, tree[PARENT, v] - n) if v < n else (tree[PARENT, v], v - n)
         cells[0, t - 1], cells[1, t - 1], flows[t - 1] = rows[i], columns[j], potential[v]
         value += potential[v] * cost[i, j]
-    end[0], end[1], end[2], end[3] = value, value - dual, _largest(cost) * mass, pivots
+    end[0], end[1], end[2], end[3] = value, value - dual, largest(cost) * mass, pivots
 
 
 @compiled()
@@ -402,3 +267,10 @@ def solve_at_once(
     """`solve_in_turn`, on all threads."""
     for k in prange(p.shape[0]):
         _solve(p[k], q[k], matrices[owners[k]], start[k], most, f[k], g[k], cells[k], flows[k], ends[k])
+
+
+# numba looks at the file of a kernel alone; what is compiled here contains the search.
+for _kernel in (solve_in_turn, solve_at_once):
+    if hasattr(_kernel._cache, "_cache_file"):
+        _file = _kernel._cache._cache_file
+        _file._source_stamp = (_file._source_stamp, os.stat(simplex.__file__).st_mtime_ns)

@@ -1,0 +1,81 @@
+"""A batch of transport problems laid out flat for a solver, and the call of the compiled one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class FlatProblems:
+    """B problems on the CPU, and the arrays that a solver fills.
+
+    Attributes:
+        p, q: (B, n) and (B, m), float64 weights.
+        matrices: (K, n, m), float32 or float64; problem k uses matrices[owners[k]], so a shared one is not copied.
+        start: (B, m) potentials of q's bins to start from, or (B, 0).
+        f, g: (B, n) and (B, m), the potentials.
+        cells, flows: (B, 2, n + m - 1) and (B, n + m - 1), rows and columns of the plan's cells and the mass there.
+        ends: (B, 4), value, duality gap, the scale to judge the gap by, and pivots, -1 where they did not suffice.
+    """
+
+    p: Float[Tensor, "problems n"]
+    q: Float[Tensor, "problems m"]
+    matrices: Float[Tensor, "matrices n m"]
+    owners: Int[Tensor, " problems"]
+    start: Float[Tensor, "problems m_or_none"]
+    f: Float[Tensor, "problems n"]
+    g: Float[Tensor, "problems m"]
+    cells: Int[Tensor, "problems 2 cells"]
+    flows: Float[Tensor, "problems cells"]
+    ends: Float[Tensor, "problems 4"]
+
+    @classmethod
+    def of(cls, p: Tensor, q: Tensor, matrix: Tensor, *, batch: torch.Size, g: Tensor | None) -> FlatProblems:
+        """Lay out weights and costs whose leading axes broadcast to `batch`; `g` are potentials to start from."""
+        (n, m), size = matrix.shape[-2:], batch.numel()
+
+        def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.empty(size, *shape, dtype=dtype)
+
+        return cls(
+            p=_flat(p, batch),
+            q=_flat(q, batch),
+            matrices=matrix.detach().cpu().reshape(matrix.shape[:-2].numel(), n, m).contiguous(),
+            owners=owners_of(matrix.shape[:-2], batch).reshape(size),
+            start=empty(0) if g is None else _flat(g, batch),
+            f=empty(n),
+            g=empty(m),
+            cells=empty(2, n + m - 1, dtype=torch.int64),
+            flows=empty(n + m - 1),
+            ends=empty(4),
+        )
+
+
+def owners_of(own: torch.Size, batch: torch.Size) -> Int[Tensor, "*batch"]:
+    """Which matrix each problem uses, as an index into the flattened axes `own`."""
+    return torch.arange(own.numel()).reshape(own).expand(batch).contiguous()
+
+
+def solve_compiled(work: FlatProblems, *, most: int) -> None:
+    """Solve by the compiled simplex with at most `most` pivots each, on torch's number of threads."""
+    from otloss._kernels._compile import as_many_threads_as_torch
+    from otloss._kernels.exact import solve_at_once, solve_in_turn
+
+    arrays: dict[str, Any] = {field.name: getattr(work, field.name).numpy() for field in fields(work)}
+    given = [arrays[name] for name in ("p", "q", "matrices", "owners", "start")]
+    filled = [arrays[name] for name in ("f", "g", "cells", "flows", "ends")]
+    if len(work.p) < 2 or torch.get_num_threads() == 1:
+        solve_in_turn(*given, most, *filled)
+    else:
+        with as_many_threads_as_torch():
+            solve_at_once(*given, most, *filled)
+
+
+def _flat(weights: Tensor, batch: torch.Size) -> Tensor:
+    flat = weights.detach().to("cpu", torch.float64).expand(*batch, weights.shape[-1])
+    return flat.reshape(batch.numel(), weights.shape[-1]).contiguous()
