@@ -1,8 +1,9 @@
-"""Transport on the line, row by row: masses, sorting, and both closed forms with their slopes.
+"""Transport on the line, row by row: both closed forms, and their slopes.
 
 Rows are problems. An operand with one row serves them all. Weights and positions are float32 or float64, C-contiguous;
-sums, levels and differences are float64. `order_x` (rows, n) sorts the positions of a row, as `sort_rows` returns it.
-`scales` (2, problems) multiply the weights of p and q, so that both sides hold the same mass. An `upstream` slope
+sums, levels and differences are float64. `order_x` (rows, n) sorts the positions of a row.
+`scales` (2, problems) multiply the weights of p and q, so that both sides hold the same mass; the kernels of values
+write them, and NaN where the masses differ by more than `tolerance` or a weight is no weight. An `upstream` slope
 (problems,) multiplies the slopes. Slopes in weights come centred, as mean zero over the bins of a row.
 
 What `otloss._onedim` computes in torch operations is the specification, with the notation used here.
@@ -22,78 +23,23 @@ _SUMS = {"reassoc", "nsz", "contract", "arcp"}  # sums in the order that vectori
 
 @compiled(fastmath=_SUMS)
 def _mass(weights: Any) -> Any:
-    total = 0.0
-    least = weights.dtype.type(0.0)
+    """Return the sum; NaN where a weight is negative or NaN."""
+    total, negative = 0.0, 0.0
     for k in range(weights.shape[0]):
         total += weights[k]
-        least = min(least, weights[k])
-    return total if least >= 0 else np.nan
-
-
-@compiled(parallel=True)
-def row_masses(weights: Any, masses: Any, threads: int) -> None:
-    """Sum each row of `weights` into `masses`; NaN where a weight is negative or NaN."""
-    rows = weights.shape[0]
-    for thread in prange(threads):
-        for row in range(rows * thread // threads, rows * (thread + 1) // threads):
-            masses[row] = _mass(weights[row])
+        negative += 1.0 if weights[k] < 0 else 0.0
+    return total if negative == 0 else np.nan
 
 
 @compiled()
-def _sort_row(bits: Any, order: Any, keys: Any, spare: Any, places: Any, counts: Any) -> bool:
-    """Radix sort, a byte at a time; stable. Return whether all numbers are finite."""
-    n, width = bits.shape[0], bits.itemsize * 8
-    mask = np.int64(0x7FFFFFFF) if width == 32 else np.int64(0x7FFFFFFFFFFFFFFF)
-    exponent = np.int64(0x7F800000) if width == 32 else np.int64(0x7FF0000000000000)
-    counts[:] = 0
-    finite, ascending = True, True
-    for k in range(n):
-        number = np.int64(bits[k])
-        finite &= (number & exponent) != exponent
-        # Floats in the order of two's complement: those below zero have their other bits turned; -0 becomes 0.
-        keys[k] = (number ^ mask) + 1 if number < 0 else number
-        ascending &= k == 0 or keys[k - 1] <= keys[k]
-        order[k] = k
-    if ascending:
-        return finite
-    last = width // 8 - 1
-    for k in range(n):
-        for digit in range(last):
-            counts[digit, (keys[k] >> (8 * digit)) & 255] += 1
-        counts[last, ((keys[k] >> (8 * last)) & 255) ^ 128] += 1
-    source, target, origin, place = keys, spare, order, places
-    swaps = 0
-    for digit in range(last + 1):
-        flip = 128 if digit == last else 0
-        if counts[digit, ((source[0] >> (8 * digit)) & 255) ^ flip] == n:
-            continue
-        start = 0
-        for value in range(256):
-            count = counts[digit, value]
-            counts[digit, value] = start
-            start += count
-        for k in range(n):
-            value = ((source[k] >> (8 * digit)) & 255) ^ flip
-            at = counts[digit, value]
-            counts[digit, value] = at + 1
-            target[at] = source[k]
-            place[at] = origin[k]
-        source, target, origin, place = target, source, place, origin
-        swaps += 1
-    if swaps % 2 == 1:
-        order[:] = places
-    return finite
-
-
-@compiled(parallel=True)
-def sort_rows(bits: Any, order: Any, finite: Any, threads: int) -> None:
-    """Write into `order` what sorts each row of float32 or float64 numbers, given by their bits as integers."""
-    rows, n = bits.shape
-    for thread in prange(threads):
-        keys, spare = np.empty(n, np.int64), np.empty(n, np.int64)
-        places, counts = np.empty(n, np.int32), np.empty((8, 256), np.int64)
-        for row in range(rows * thread // threads, rows * (thread + 1) // threads):
-            finite[row] = _sort_row(bits[row], order[row], keys, spare, places, counts)
+def _balance(p: Any, q: Any, tolerance: float) -> Any:
+    """Return the factors that bring both masses to their mean; NaN where p and q are no pair of histograms."""
+    mass_p, mass_q = _mass(p), _mass(q)
+    mean, apart = (mass_p + mass_q) / 2, abs(mass_p - mass_q)
+    # Written so that NaN fails too.
+    if not (apart <= tolerance * max(mass_p, mass_q) and mean < np.inf):
+        return np.nan, np.nan
+    return mean / mass_p if mass_p > 0 else 1.0, mean / mass_q if mass_q > 0 else 1.0
 
 
 @compiled()
@@ -123,7 +69,7 @@ def _row(operand: Any, row: int) -> Any:
 @compiled()
 def _put(values: Any, factor: float, target: Any, row: int) -> None:
     if target.shape[0] > 0:
-        for k in range(values.shape[0]):
+        for k in range(target.shape[1]):
             target[row, k] = values[k] * factor
 
 
@@ -147,22 +93,29 @@ def _cdf_value(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float)
     return total
 
 
+@compiled()
+def _cdf_values(problem: Any, settings: Any, values: Any, scales: Any, begin: int, end: int) -> None:
+    p, q, x, order = problem
+    power, tolerance = settings
+    gaps = np.empty(x.shape[1] - 1)
+    for r in range(begin, end):
+        if r == begin or x.shape[0] > 1:
+            _gaps(_row(x, r), _row(order, r), gaps)
+        scale_p, scale_q = _balance(_row(p, r), _row(q, r), tolerance)
+        scales[0, r], scales[1, r] = scale_p, scale_q
+        values[r] = _cdf_value(_row(p, r), _row(q, r), (scale_p, scale_q), gaps, _row(order, r), power)
+
+
 @compiled(parallel=True)
-def cdf_values(problem: Any, power: float, values: Any, threads: int) -> None:
-    """Write sum_k gap_k |F_k - G_k|^power of each problem (p, q, x, order_x, scales) into `values`."""
-    p, q, x, order, scales = problem
-    problems, n = values.shape[0], x.shape[1]
+def cdf_values(problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
+    """Write sum_k gap_k |F_k - G_k|^power of each problem (p, q, x, order_x); settings are (power, tolerance)."""
+    problems = values.shape[0]
     for thread in prange(threads):
-        gaps = np.empty(n - 1)
-        first = problems * thread // threads
-        for r in range(first, problems * (thread + 1) // threads):
-            if r == first or x.shape[0] > 1:
-                _gaps(_row(x, r), _row(order, r), gaps)
-            values[r] = _cdf_value(_row(p, r), _row(q, r), (scales[0, r], scales[1, r]), gaps, _row(order, r), power)
+        _cdf_values(problem, settings, values, scales, problems * thread // threads, problems * (thread + 1) // threads)
 
 
 @compiled()
-def _cdf_slopes(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float, out: Any) -> None:
+def _cdf_slopes_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float, out: Any) -> None:
     """Write the slopes in p, q and x into the rows of `out`; its last row is for work."""
     scale_p, scale_q = scales
     by_p, by_q, by_x, slopes = out[0], out[1], out[2], out[3]
@@ -202,92 +155,134 @@ def _cdf_slopes(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float
         by_q[k] = (by_q[k] - sum_q / n) * scale_q
 
 
-@compiled(parallel=True)
-def cdf_slopes(problem: Any, power: float, upstream: Any, slopes: Any, threads: int) -> None:
-    """Write the slopes of `cdf_values` into `slopes`, (by_p, by_q, by_x), those without rows left out."""
-    p, q, x, order, scales = problem
+@compiled()
+def _cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, begin: int, end: int) -> None:
+    p, q, x, order = problem
     by_p, by_q, by_x = slopes
-    problems, n = upstream.shape[0], x.shape[1]
+    n = x.shape[1]
+    gaps, out = np.empty(n - 1), np.empty((4, n))
+    for r in range(begin, end):
+        if r == begin or x.shape[0] > 1:
+            _gaps(_row(x, r), _row(order, r), gaps)
+        scale = (scales[0, r], scales[1, r])
+        _cdf_slopes_of_row(_row(p, r), _row(q, r), scale, gaps, _row(order, r), power, out)
+        _put(out[0], upstream[r], by_p, r)
+        _put(out[1], upstream[r], by_q, r)
+        _put(out[2], upstream[r], by_x, r)
+
+
+@compiled(parallel=True)
+def cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
+    """Write the slopes of `cdf_values` into `slopes`, (by_p, by_q, by_x), those without rows left out."""
+    problems = upstream.shape[0]
     for thread in prange(threads):
-        gaps, out = np.empty(n - 1), np.empty((4, n))
-        first = problems * thread // threads
-        for r in range(first, problems * (thread + 1) // threads):
-            if r == first or x.shape[0] > 1:
-                _gaps(_row(x, r), _row(order, r), gaps)
-            scale = (scales[0, r], scales[1, r])
-            _cdf_slopes(_row(p, r), _row(q, r), scale, gaps, _row(order, r), power, out)
-            _put(out[0], upstream[r], by_p, r)
-            _put(out[1], upstream[r], by_q, r)
-            _put(out[2], upstream[r], by_x, r)
+        _cdf_slopes(
+            problem, power, upstream, scales, slopes, problems * thread // threads, problems * (thread + 1) // threads
+        )
 
 
 # --------------------------------------------------------------------------------------------- merged quantiles
 
-# One side of a problem: its bins with mass, sorted, as rows of a float64 and an int64 array.
+# One side of a problem: its bins with mass, sorted, as rows of a float64 and an int64 array. Levels come behind a 0.
 _LEVEL, _PLACE, _PRICE, _FORCE, _BY_WEIGHT, _BY_PLACE = range(6)
 _OCCUPIED, _PARTNER = range(2)
+_ONE = np.uint64(1)  # an index of this type needs no test whether it is negative
 
 
 @compiled()
-def _levels(weights: Any, scale: float, x: Any, order: Any, side: Any, bins: Any) -> int:
+def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> tuple[int, int]:
     """Write index, cumulative mass and position of the bins that hold mass; return how many they are."""
-    levels, places, occupied = side[_LEVEL], side[_PLACE], bins[_OCCUPIED]
-    count, level = 0, 0.0
-    for k in range(order.shape[0]):
-        at = order[k]
-        weight = np.float64(weights[at])
-        level += weight * scale
-        occupied[count] = k
-        levels[count] = level
-        places[count] = x[at]
-        count += 1 if weight > 0 else 0
-    return count
+    (scale_p, scale_q), (order_x, order_y), (side_p, side_q) = scales, orders, sides
+    levels_p, levels_q, places_p, places_q = side_p[_LEVEL], side_q[_LEVEL], side_p[_PLACE], side_q[_PLACE]
+    occupied_p, occupied_q = bins[0][_OCCUPIED], bins[1][_OCCUPIED]
+    n, m, count_p, count_q, level_p, level_q = order_x.shape[0], order_y.shape[0], 0, 0, 0.0, 0.0
+    for k in range(max(n, m)):  # both sums at once, as each has to wait for itself
+        if k < n:
+            at = order_x[k]
+            level_p += p[at] * scale_p
+            occupied_p[count_p], levels_p[count_p + 1], places_p[count_p] = k, level_p, x[at]
+            count_p += 1 if p[at] > 0 else 0
+        if k < m:
+            at = order_y[k]
+            level_q += q[at] * scale_q
+            occupied_q[count_q], levels_q[count_q + 1], places_q[count_q] = k, level_q, y[at]
+            count_q += 1 if q[at] > 0 else 0
+    return count_p, count_q
 
 
 @compiled()
 def _merged_value(levels_p: Any, levels_q: Any, x: Any, y: Any, sizes: Any, order: float) -> float:
+    """Walk over the merged levels from both ends at once, as every step has to wait for the one before it."""
     n, m = sizes
     if n == 0 or m == 0:
         return 0.0
-    mass = levels_p[n - 1]
+    low, high, total, rest = 0.0, levels_p[n], 0.0, 0.0
     # The last levels agree up to rounding: neither may be passed before the other one is reached.
-    levels_p[n - 1] = levels_q[m - 1] = np.inf
-    i, j, level, total = 0, 0, 0.0, 0.0
-    for _ in range(n + m - 2):
-        from_p = levels_p[i] <= levels_q[j]
-        following = min(levels_p[i], levels_q[j])
-        total += (following - level) * _price(x[i] - y[j], order)
-        level = following
+    levels_p[0] = levels_q[0] = -np.inf
+    levels_p[n] = levels_q[m] = np.inf
+    i, j, k, o = np.uint64(0), np.uint64(0), np.uint64(n - 1), np.uint64(m - 1)
+    for _ in range((n + m - 1) // 2):
+        next_p, next_q = levels_p[i + _ONE], levels_q[j + _ONE]
+        following = next_p if next_p <= next_q else next_q
+        total += (following - low) * _price(x[i] - y[j], order)
+        low = following
+        from_p = np.uint64(next_p <= next_q)
         i += from_p
-        j += 1 - from_p
-    return total + (mass - level) * _price(x[i] - y[j], order)
+        j += _ONE - from_p
+        last_p, last_q = levels_p[k], levels_q[o]
+        previous = last_q if last_q >= last_p else last_p
+        rest += (high - previous) * _price(x[k] - y[o], order)
+        high = previous
+        from_q = np.uint64(last_q >= last_p)
+        o -= from_q
+        k -= _ONE - from_q
+    if (n + m) % 2 == 0:  # an odd number of cells: the one in the middle is left
+        total += (high - low) * _price(x[i] - y[j], order)
+    return total + rest
+
+
+@compiled()
+def _merged_values(problem: Any, settings: Any, values: Any, scales: Any, begin: int, end: int) -> None:
+    p, q, x, y, order_x, order_y = problem
+    order, tolerance = settings
+    n, m = x.shape[1], y.shape[1]
+    sides, bins = (
+        (np.empty((2, n + 1)), np.empty((2, m + 1))),
+        (np.empty((1, n), np.int64), np.empty((1, m), np.int64)),
+    )
+    for r in range(begin, end):
+        p_row, q_row, x_row, y_row, orders = (
+            _row(p, r),
+            _row(q, r),
+            _row(x, r),
+            _row(y, r),
+            (_row(order_x, r), _row(order_y, r)),
+        )
+        scale = _balance(p_row, q_row, tolerance)
+        scales[0, r], scales[1, r] = scale
+        values[r] = 0.0
+        if scale[0] > 0:
+            sizes = _levels(p_row, q_row, scale, x_row, y_row, orders, sides, bins)
+            values[r] = _merged_value(
+                sides[0][_LEVEL], sides[1][_LEVEL], sides[0][_PLACE], sides[1][_PLACE], sizes, order
+            )
 
 
 @compiled(parallel=True)
-def merged_values(problem: Any, order: float, values: Any, threads: int) -> None:
-    """Write the cost of matching quantiles of each problem (p, q, x, y, order_x, order_y, scales) into `values`."""
-    p, q, x, y, order_x, order_y, scales = problem
-    problems, n, m = values.shape[0], x.shape[1], y.shape[1]
+def merged_values(problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
+    """Write the cost of matching quantiles of (p, q, x, y, order_x, order_y); settings are (order, tolerance)."""
+    problems = values.shape[0]
     for thread in prange(threads):
-        side_p, bins_p, side_q, bins_q = (
-            np.empty((2, n)),
-            np.empty((1, n), np.int64),
-            np.empty((2, m)),
-            np.empty((1, m), np.int64),
+        _merged_values(
+            problem, settings, values, scales, problems * thread // threads, problems * (thread + 1) // threads
         )
-        for r in range(problems * thread // threads, problems * (thread + 1) // threads):
-            some = _levels(_row(p, r), scales[0, r], _row(x, r), _row(order_x, r), side_p, bins_p)
-            others = _levels(_row(q, r), scales[1, r], _row(y, r), _row(order_y, r), side_q, bins_q)
-            values[r] = _merged_value(
-                side_p[_LEVEL], side_q[_LEVEL], side_p[_PLACE], side_q[_PLACE], (some, others), order
-            )
 
 
 @compiled()
 def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, order: float) -> None:
     """Write the slopes in the positions, and for each bin the partner that it meets last."""
     n, m = sizes
-    levels_p, levels_q, x, y = side_p[_LEVEL], side_q[_LEVEL], side_p[_PLACE], side_q[_PLACE]
+    levels_p, levels_q, x, y = side_p[_LEVEL, 1:], side_q[_LEVEL, 1:], side_p[_PLACE], side_q[_PLACE]
     by_x, by_y = side_p[_FORCE], side_q[_FORCE]
     mass = levels_p[n - 1]
     levels_p[n - 1] = levels_q[m - 1] = np.inf
@@ -314,7 +309,7 @@ def _prices(x: Any, y: Any, partner: Any, n: int, order: float, prices: Any) -> 
     prices[n - 1] = 0.0
     for i in range(n - 2, -1, -1):
         there = y[partner[i]]
-        prices[i] = prices[i + 1] + _price(x[i] - there, order) - _price(x[i + 1] - there, order)
+        prices[i] = prices[i + 1] + (_price(x[i] - there, order) - _price(x[i + 1] - there, order))
 
 
 @compiled()
@@ -345,34 +340,41 @@ def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: f
         by_weight[k] = (by_weight[k] - total / size) * scale
 
 
-@compiled(parallel=True)
-def merged_slopes(problem: Any, order: float, upstream: Any, slopes: Any, threads: int) -> None:
-    """Write the slopes of `merged_values` into `slopes`, (by_p, by_q, by_x, by_y), those without rows left out."""
-    p, q, x, y, order_x, order_y, scales = problem
+@compiled()
+def _merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, begin: int, end: int) -> None:
+    p, q, x, y, order_x, order_y = problem
     by_p, by_q, by_x, by_y = slopes
-    problems, n, m = upstream.shape[0], x.shape[1], y.shape[1]
+    n, m = x.shape[1], y.shape[1]
+    sides, bins = (
+        (np.empty((6, n + 1)), np.empty((6, m + 1))),
+        (np.empty((2, n), np.int64), np.empty((2, m), np.int64)),
+    )
+    side_p, side_q, bins_p, bins_q = sides[0], sides[1], bins[0], bins[1]
+    for r in range(begin, end):
+        scale = (scales[0, r], scales[1, r])
+        x_row, y_row, orders = _row(x, r), _row(y, r), (_row(order_x, r), _row(order_y, r))
+        some, others = _levels(_row(p, r), _row(q, r), scale, x_row, y_row, orders, sides, bins)
+        if some == 0 or others == 0:
+            side_p[_BY_WEIGHT:] = 0.0
+            side_q[_BY_WEIGHT:] = 0.0
+        else:
+            _walk(side_p, side_q, bins_p[_PARTNER], bins_q[_PARTNER], (some, others), order)
+            places_p, places_q = side_p[_PLACE], side_q[_PLACE]
+            _prices(places_p, places_q, bins_p[_PARTNER], some, order, side_p[_PRICE])
+            _prices(places_q, places_p, bins_q[_PARTNER], others, order, side_q[_PRICE])
+            _spread(x_row, orders[0], side_p, bins_p, some, places_q, scale[0], order)
+            _spread(y_row, orders[1], side_q, bins_q, others, places_p, scale[1], order)
+        _put(side_p[_BY_WEIGHT], upstream[r], by_p, r)
+        _put(side_q[_BY_WEIGHT], upstream[r], by_q, r)
+        _put(side_p[_BY_PLACE], upstream[r], by_x, r)
+        _put(side_q[_BY_PLACE], upstream[r], by_y, r)
+
+
+@compiled(parallel=True)
+def merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
+    """Write the slopes of `merged_values` into `slopes`, (by_p, by_q, by_x, by_y), those without rows left out."""
+    problems = upstream.shape[0]
     for thread in prange(threads):
-        side_p, bins_p, side_q, bins_q = (
-            np.empty((6, n)),
-            np.empty((2, n), np.int64),
-            np.empty((6, m)),
-            np.empty((2, m), np.int64),
+        _merged_slopes(
+            problem, order, upstream, scales, slopes, problems * thread // threads, problems * (thread + 1) // threads
         )
-        for r in range(problems * thread // threads, problems * (thread + 1) // threads):
-            x_row, y_row, order_p, order_q = _row(x, r), _row(y, r), _row(order_x, r), _row(order_y, r)
-            some = _levels(_row(p, r), scales[0, r], x_row, order_p, side_p, bins_p)
-            others = _levels(_row(q, r), scales[1, r], y_row, order_q, side_q, bins_q)
-            if some == 0 or others == 0:
-                side_p[_BY_WEIGHT:] = 0.0
-                side_q[_BY_WEIGHT:] = 0.0
-            else:
-                _walk(side_p, side_q, bins_p[_PARTNER], bins_q[_PARTNER], (some, others), order)
-                places_p, places_q = side_p[_PLACE], side_q[_PLACE]
-                _prices(places_p, places_q, bins_p[_PARTNER], some, order, side_p[_PRICE])
-                _prices(places_q, places_p, bins_q[_PARTNER], others, order, side_q[_PRICE])
-                _spread(x_row, order_p, side_p, bins_p, some, places_q, scales[0, r], order)
-                _spread(y_row, order_q, side_q, bins_q, others, places_p, scales[1, r], order)
-            _put(side_p[_BY_WEIGHT], upstream[r], by_p, r)
-            _put(side_q[_BY_WEIGHT], upstream[r], by_q, r)
-            _put(side_p[_BY_PLACE], upstream[r], by_x, r)
-            _put(side_q[_BY_PLACE], upstream[r], by_y, r)

@@ -14,10 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss._kernels import line
+from otloss._kernels import line, sorting
 from otloss._kernels._compile import as_many_threads_as_torch
-
-_BITS = {torch.float32: torch.int32, torch.float64: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -55,30 +53,33 @@ def value_of(closed: Closed, tensors: tuple[Tensor, ...], tolerance: float) -> T
         tolerance: relative difference of the masses of p and q that is rounding.
     """
     batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
-    rows = tuple(_rows(t, batch) for t in tensors)
-    scales = _scales(rows[0], rows[1], batch.numel(), tolerance)
-    orders = [_order(t) for t in rows[2:]] if scales is not None else [None]
-    if scales is None or any(order is None for order in orders):
+    rows = [_rows(t, batch) for t in tensors]
+    orders = _orders(rows[2:])
+    if orders is None:
         return None
-    value: Tensor = _ClosedForm.apply(closed, scales, tuple(orders), *rows)
-    return value.reshape(batch)
+    scales = np.empty((2, batch.numel()))
+    value: Tensor = _ClosedForm.apply(closed, tolerance, scales, orders, *rows)
+    return None if np.isnan(scales).any() else value.reshape(batch)
 
 
 class _ClosedForm(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, closed: Closed, scales: np.ndarray, orders: tuple[np.ndarray, ...], *rows: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, closed: Closed, tolerance: float, scales: np.ndarray, orders: list[np.ndarray], *rows: Tensor
+    ) -> Tensor:
         ctx.save_for_backward(*rows)
         ctx.closed, ctx.scales, ctx.orders = closed, scales, orders
         values = np.empty(scales.shape[1], _numpy(rows[0]).dtype)
+        problem = (*map(_numpy, rows), *orders)
         with as_many_threads_as_torch():
-            closed.values((*map(_numpy, rows), *orders, scales), closed.exponent, values, torch.get_num_threads())
+            closed.values(problem, (closed.exponent, tolerance), values, scales, torch.get_num_threads())
         return torch.from_numpy(values)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        rows, closed, wanted = ctx.saved_tensors, ctx.closed, ctx.needs_input_grad[3:]
+        rows, closed, wanted = ctx.saved_tensors, ctx.closed, ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():
-            return None, None, None, *_gradients_of_twin(closed, rows, upstream[0], wanted)
+            return None, None, None, None, *_gradients_of_twin(closed, rows, upstream[0], wanted)
         problems = ctx.scales.shape[1]
         slopes = tuple(
             torch.empty(problems if want else 0, t.shape[-1], dtype=t.dtype)
@@ -86,9 +87,10 @@ class _ClosedForm(torch.autograd.Function):
         )
         with as_many_threads_as_torch():
             closed.slopes(
-                (*map(_numpy, rows), *ctx.orders, ctx.scales),
+                (*map(_numpy, rows), *ctx.orders),
                 closed.exponent,
                 upstream[0].contiguous().numpy(),
+                ctx.scales,
                 tuple(map(_numpy, slopes)),
                 torch.get_num_threads(),
             )
@@ -96,7 +98,7 @@ class _ClosedForm(torch.autograd.Function):
             (s.sum(0, keepdim=True) if t.shape[0] == 1 and problems > 1 else s) if want else None
             for want, s, t in zip(wanted, slopes, rows, strict=True)
         )
-        return None, None, None, *found
+        return None, None, None, None, *found
 
 
 def _gradients_of_twin(
@@ -117,31 +119,25 @@ def _rows(tensor: Tensor, batch: torch.Size) -> Tensor:
     return tensor.expand(*batch, size).reshape(-1, size).contiguous()
 
 
-def _scales(p: Tensor, q: Tensor, problems: int, tolerance: float) -> np.ndarray | None:
-    """Return the factors (2, problems) that bring both masses to their mean; None if they are too far apart."""
-    masses = [np.empty(t.shape[0]) for t in (p, q)]
-    with as_many_threads_as_torch():
-        for tensor, mass in zip((p, q), masses, strict=True):
-            line.row_masses(_numpy(tensor), mass, torch.get_num_threads())
-    of_p, of_q = masses
-    # Written so that NaN, which marks a weight that is negative or not a number, is refused too.
-    if not (np.abs(of_p - of_q) <= tolerance * np.maximum(of_p, of_q)).all() or not np.isfinite(of_p).all():
-        return None
-    mean = (of_p + of_q) / 2
-    scales = np.ones((2, problems))
-    for scale, mass in zip(scales, masses, strict=True):
-        np.divide(mean, mass, out=scale, where=np.broadcast_to(mass > 0, scale.shape))
-    return scales
+def _orders(positions: list[Tensor]) -> list[np.ndarray] | None:
+    """Return what sorts the rows of each of one or two tensors, or None if a position is not finite."""
+    several = [t for t in dict.fromkeys(positions) if t.shape[0] > 1]
+    found = dict(zip(several, _orders_of_rows(several), strict=True)) if several else {}
+    for t in positions:
+        if t not in found:  # no kernel for a single row
+            found[t] = t.detach().argsort(dim=-1, stable=True).to(torch.int32).numpy() if t.isfinite().all() else None
+    orders = [found[t] for t in positions]
+    return None if any(order is None for order in orders) else orders
 
 
-def _order(positions: Tensor) -> np.ndarray | None:
-    """Return what sorts each row, or None if a position is not finite."""
-    order = np.empty(positions.shape, np.int32)
-    finite = np.empty(positions.shape[0], np.bool_)
+def _orders_of_rows(tensors: list[Tensor]) -> list[np.ndarray | None]:
+    bits = [_numpy(t).view(np.int32 if t.dtype == torch.float32 else np.int64) for t in tensors]
+    bits.append(bits[0][:0])  # the kernel takes two
+    orders = [np.empty(b.shape, np.int32) for b in bits]
+    finite = [np.empty(b.shape[0], np.bool_) for b in bits]
     with as_many_threads_as_torch():
-        bits = positions.detach().view(_BITS[positions.dtype]).numpy()
-        line.sort_rows(bits, order, finite, torch.get_num_threads())
-    return order if finite.all() else None
+        sorting.sort_rows(tuple(bits[:2]), tuple(orders[:2]), tuple(finite[:2]), torch.get_num_threads())
+    return [order if is_finite.all() else None for order, is_finite in zip(orders, finite, strict=True)][: len(tensors)]
 
 
 def _numpy(tensor: Tensor) -> np.ndarray:

@@ -148,18 +148,22 @@ def test_second_derivatives_are_the_twins() -> None:
 def test_rows_are_sorted_stably(row: list[float]) -> None:
     for dtype in (torch.float32, torch.float64):
         x = torch.tensor([row, row[::-1], sorted(row)], dtype=dtype)
-        order = line_gradients._order(x)
-        assert order is not None
+        (order,) = line_gradients._orders([x])
         assert np.array_equal(order, x.sort(dim=-1, stable=True).indices.numpy())
 
 
 def test_numbers_that_are_none_are_found() -> None:
     for bad in (torch.nan, torch.inf, -torch.inf):
         for dtype in (torch.float32, torch.float64):
-            assert line_gradients._order(torch.tensor([[0.0, 1.0], [bad, 2.0]], dtype=dtype)) is None
-    masses = np.empty(4)
-    line.row_masses(np.array([[1.0, 2.0], [-1.0, 2.0], [np.nan, 1.0], [np.inf, 0.0]]), masses, 1)
-    np.testing.assert_array_equal(masses, [3.0, np.nan, np.nan, np.inf])
+            good, wrong = torch.zeros(2, 2, dtype=dtype), torch.tensor([[0.0, 1.0], [bad, 2.0]], dtype=dtype)
+            assert line_gradients._orders([good, wrong]) is None
+            assert line_gradients._orders([good, wrong[1:]]) is None
+            assert line_gradients._orders([wrong]) is None
+    for drawn, balanced in [([1.0, 2.0], True), ([-1.0, 4.0], False), ([torch.nan, 3.0], False), ([1.0, 2.1], False)]:
+        scales = line._balance(np.array([1.0, 2.0]), np.array(drawn), 1e-9)
+        assert scales == (1.0, 1.0) if balanced else np.isnan(scales).all()
+    for drawn in ([np.inf], [1.0]):
+        assert np.isnan(line._balance(np.array(drawn), np.array([np.inf]), 1e-9)).all()
 
 
 def test_messages_are_the_twins() -> None:
