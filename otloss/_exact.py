@@ -129,6 +129,7 @@ def solve_exact(
             value; POT, where it stands in, goes without.
 
     Raises:
+        ValueError: if `start` holds a NaN or an infinity.
         RuntimeError: if the optimum of a problem is not reached; the message names the problem.
     """
     batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], matrix.shape[:-2])

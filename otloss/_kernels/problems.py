@@ -9,6 +9,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+# Entries of all matrices together, about half a millisecond of work: below, waking threads up may cost more.
+_WORTH_THREADS = 20_000
+
 
 @dataclass(frozen=True)
 class FlatProblems:
@@ -69,7 +72,8 @@ def solve_compiled(work: FlatProblems, *, most: int) -> None:
     arrays: dict[str, Any] = {field.name: getattr(work, field.name).numpy() for field in fields(work)}
     given = [arrays[name] for name in ("p", "q", "matrices", "owners", "start")]
     filled = [arrays[name] for name in ("f", "g", "cells", "flows", "ends")]
-    if len(work.p) < 2 or torch.get_num_threads() == 1:
+    entries = len(work.p) * work.f.shape[1] * work.g.shape[1]
+    if len(work.p) < 2 or torch.get_num_threads() == 1 or entries < _WORTH_THREADS:
         solve_in_turn(*given, most, *filled)
     else:
         with as_many_threads_as_torch():

@@ -131,7 +131,8 @@ def test_uniform_weights_are_an_assignment() -> None:
 
 
 @pytest.mark.parametrize("own", [False, True])
-def test_threads_and_batches_change_nothing(own: bool) -> None:
+def test_threads_and_batches_change_nothing(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otloss._kernels.problems._WORTH_THREADS", 0)
     generator = torch.Generator().manual_seed(5)
     p, q = (torch.randn(3, 4, k, generator=generator, dtype=torch.float64).softmax(-1) for k in (15, 11))
     matrix = torch.rand(*((4,) if own else ()), 15, 11, generator=generator)
