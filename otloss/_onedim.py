@@ -162,7 +162,7 @@ def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
     given = [t for t in (p, q, *places) if t is not None]
     if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) and t.dim() > 0 for t in given):
         return False
-    if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*given)):
+    if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*given)) or 0 in (p.shape[-1], q.shape[-1]):
         return False
     weights = [p, q, *([q] * (len(places) - 1))]
     fits = all(t is None or t.shape[-1] == w.shape[-1] for t, w in zip(places, weights[:1] + weights[2:], strict=True))
@@ -183,8 +183,8 @@ def _compiled(tensors: tuple[Tensor | None, ...], exponent: float, twin: Callabl
     for tensor in given[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     arithmetic = torch.promote_types(dtype, torch.float32)
-    x = torch.arange(p.shape[-1]) if tensors[2] is None else tensors[2]
-    places = [x if place is None else place for place in tensors[2:]]
+    x = (torch.arange(p.shape[-1]) if tensors[2] is None else tensors[2]).to(arithmetic)
+    places = [x if place is None or place is tensors[2] else place for place in tensors[2:]]
     build = line_gradients.cdf if len(places) == 1 else line_gradients.merged
     tolerance = max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q))
     form = build(exponent, lambda *rows: twin(*rows, exponent))

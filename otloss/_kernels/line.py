@@ -62,6 +62,11 @@ def _slope(difference: float, order: float) -> float:
 
 
 @compiled()
+def _share(problems: int, thread: int, threads: int) -> tuple[int, int]:
+    return problems * thread // threads, problems * (thread + 1) // threads
+
+
+@compiled()
 def _row(operand: Any, row: int) -> Any:
     return operand[row if operand.shape[0] > 1 else 0]
 
@@ -94,12 +99,12 @@ def _cdf_value(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float)
 
 
 @compiled()
-def _cdf_values(problem: Any, settings: Any, values: Any, scales: Any, begin: int, end: int) -> None:
+def _cdf_values(problem: Any, settings: Any, values: Any, scales: Any, share: Any) -> None:
     p, q, x, order = problem
     power, tolerance = settings
     gaps = np.empty(x.shape[1] - 1)
-    for r in range(begin, end):
-        if r == begin or x.shape[0] > 1:
+    for r in range(share[0], share[1]):
+        if r == share[0] or x.shape[0] > 1:
             _gaps(_row(x, r), _row(order, r), gaps)
         scale_p, scale_q = _balance(_row(p, r), _row(q, r), tolerance)
         scales[0, r], scales[1, r] = scale_p, scale_q
@@ -109,9 +114,8 @@ def _cdf_values(problem: Any, settings: Any, values: Any, scales: Any, begin: in
 @compiled(parallel=True)
 def cdf_values(problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
     """Write sum_k gap_k |F_k - G_k|^power of each problem (p, q, x, order_x); settings are (power, tolerance)."""
-    problems = values.shape[0]
     for thread in prange(threads):
-        _cdf_values(problem, settings, values, scales, problems * thread // threads, problems * (thread + 1) // threads)
+        _cdf_values(problem, settings, values, scales, _share(scales.shape[1], thread, threads))
 
 
 @compiled()
@@ -156,13 +160,13 @@ def _cdf_slopes_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power
 
 
 @compiled()
-def _cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, begin: int, end: int) -> None:
+def _cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, share: Any) -> None:
     p, q, x, order = problem
     by_p, by_q, by_x = slopes
     n = x.shape[1]
     gaps, out = np.empty(n - 1), np.empty((4, n))
-    for r in range(begin, end):
-        if r == begin or x.shape[0] > 1:
+    for r in range(share[0], share[1]):
+        if r == share[0] or x.shape[0] > 1:
             _gaps(_row(x, r), _row(order, r), gaps)
         scale = (scales[0, r], scales[1, r])
         _cdf_slopes_of_row(_row(p, r), _row(q, r), scale, gaps, _row(order, r), power, out)
@@ -174,11 +178,8 @@ def _cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: 
 @compiled(parallel=True)
 def cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
     """Write the slopes of `cdf_values` into `slopes`, (by_p, by_q, by_x), those without rows left out."""
-    problems = upstream.shape[0]
     for thread in prange(threads):
-        _cdf_slopes(
-            problem, power, upstream, scales, slopes, problems * thread // threads, problems * (thread + 1) // threads
-        )
+        _cdf_slopes(problem, power, upstream, scales, slopes, _share(scales.shape[1], thread, threads))
 
 
 # --------------------------------------------------------------------------------------------- merged quantiles
@@ -242,15 +243,13 @@ def _merged_value(levels_p: Any, levels_q: Any, x: Any, y: Any, sizes: Any, orde
 
 
 @compiled()
-def _merged_values(problem: Any, settings: Any, values: Any, scales: Any, begin: int, end: int) -> None:
+def _merged_values(problem: Any, settings: Any, values: Any, scales: Any, share: Any) -> None:
     p, q, x, y, order_x, order_y = problem
     order, tolerance = settings
     n, m = x.shape[1], y.shape[1]
-    sides, bins = (
-        (np.empty((2, n + 1)), np.empty((2, m + 1))),
-        (np.empty((1, n), np.int64), np.empty((1, m), np.int64)),
-    )
-    for r in range(begin, end):
+    sides = (np.empty((2, n + 1)), np.empty((2, m + 1)))
+    bins = (np.empty((1, n), np.int64), np.empty((1, m), np.int64))
+    for r in range(share[0], share[1]):
         p_row, q_row, x_row, y_row, orders = (
             _row(p, r),
             _row(q, r),
@@ -271,11 +270,8 @@ def _merged_values(problem: Any, settings: Any, values: Any, scales: Any, begin:
 @compiled(parallel=True)
 def merged_values(problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
     """Write the cost of matching quantiles of (p, q, x, y, order_x, order_y); settings are (order, tolerance)."""
-    problems = values.shape[0]
     for thread in prange(threads):
-        _merged_values(
-            problem, settings, values, scales, problems * thread // threads, problems * (thread + 1) // threads
-        )
+        _merged_values(problem, settings, values, scales, _share(scales.shape[1], thread, threads))
 
 
 @compiled()
@@ -315,13 +311,8 @@ def _prices(x: Any, y: Any, partner: Any, n: int, order: float, prices: Any) -> 
 @compiled()
 def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: float, order: float) -> None:
     """Write the slopes of all bins; an empty one pays the partner that the bin before it meets last."""
-    prices, places, forces, occupied, partner = (
-        side[_PRICE],
-        side[_PLACE],
-        side[_FORCE],
-        bins[_OCCUPIED],
-        bins[_PARTNER],
-    )
+    prices, places, forces = side[_PRICE], side[_PLACE], side[_FORCE]
+    occupied, partner = bins[_OCCUPIED], bins[_PARTNER]
     by_weight, by_place = side[_BY_WEIGHT], side[_BY_PLACE]
     size, total, count = order_x.shape[0], 0.0, 0
     for k in range(size):
@@ -341,16 +332,14 @@ def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: f
 
 
 @compiled()
-def _merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, begin: int, end: int) -> None:
+def _merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, share: Any) -> None:
     p, q, x, y, order_x, order_y = problem
     by_p, by_q, by_x, by_y = slopes
     n, m = x.shape[1], y.shape[1]
-    sides, bins = (
-        (np.empty((6, n + 1)), np.empty((6, m + 1))),
-        (np.empty((2, n), np.int64), np.empty((2, m), np.int64)),
-    )
+    sides = (np.empty((6, n + 1)), np.empty((6, m + 1)))
+    bins = (np.empty((2, n), np.int64), np.empty((2, m), np.int64))
     side_p, side_q, bins_p, bins_q = sides[0], sides[1], bins[0], bins[1]
-    for r in range(begin, end):
+    for r in range(share[0], share[1]):
         scale = (scales[0, r], scales[1, r])
         x_row, y_row, orders = _row(x, r), _row(y, r), (_row(order_x, r), _row(order_y, r))
         some, others = _levels(_row(p, r), _row(q, r), scale, x_row, y_row, orders, sides, bins)
@@ -373,8 +362,5 @@ def _merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slope
 @compiled(parallel=True)
 def merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
     """Write the slopes of `merged_values` into `slopes`, (by_p, by_q, by_x, by_y), those without rows left out."""
-    problems = upstream.shape[0]
     for thread in prange(threads):
-        _merged_slopes(
-            problem, order, upstream, scales, slopes, problems * thread // threads, problems * (thread + 1) // threads
-        )
+        _merged_slopes(problem, order, upstream, scales, slopes, _share(scales.shape[1], thread, threads))

@@ -53,7 +53,8 @@ def value_of(closed: Closed, tensors: tuple[Tensor, ...], tolerance: float) -> T
         tolerance: relative difference of the masses of p and q that is rounding.
     """
     batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
-    rows = [_rows(t, batch) for t in tensors]
+    made = {t: _rows(t, batch) for t in tensors}  # positions shared by both sides are sorted once
+    rows = [made[t] for t in tensors]
     orders = _orders(rows[2:])
     if orders is None:
         return None
@@ -126,8 +127,8 @@ def _orders(positions: list[Tensor]) -> list[np.ndarray] | None:
     for t in positions:
         if t not in found:  # no kernel for a single row
             found[t] = t.detach().argsort(dim=-1, stable=True).to(torch.int32).numpy() if t.isfinite().all() else None
-    orders = [found[t] for t in positions]
-    return None if any(order is None for order in orders) else orders
+    orders = [order for t in positions if (order := found[t]) is not None]
+    return orders if len(orders) == len(positions) else None
 
 
 def _orders_of_rows(tensors: list[Tensor]) -> list[np.ndarray | None]:

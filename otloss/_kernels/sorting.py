@@ -16,7 +16,6 @@ def _sort_row(bits: Any, order: Any, keys: Any, spare: Any, places: Any, counts:
     n, width = bits.shape[0], bits.itemsize * 8
     mask = np.int64(0x7FFFFFFF) if width == 32 else np.int64(0x7FFFFFFFFFFFFFFF)
     exponent = np.int64(0x7F800000) if width == 32 else np.int64(0x7FF0000000000000)
-    counts[:] = 0
     finite, ascending = True, True
     for k in range(n):
         number = np.int64(bits[k])
@@ -25,9 +24,15 @@ def _sort_row(bits: Any, order: Any, keys: Any, spare: Any, places: Any, counts:
         keys[k] = (number ^ mask) + 1 if number < 0 else number
         ascending &= k == 0 or keys[k - 1] <= keys[k]
         order[k] = k
-    if ascending:
-        return finite
-    last = width // 8 - 1
+    if not ascending:
+        _by_radix(keys, spare, order, places, counts, width // 8 - 1)
+    return finite
+
+
+@compiled()
+def _by_radix(keys: Any, spare: Any, order: Any, places: Any, counts: Any, last: int) -> None:
+    n = keys.shape[0]
+    counts[:] = 0
     for k in range(n):
         for digit in range(last):
             counts[digit, (keys[k] >> (8 * digit)) & 255] += 1
@@ -53,7 +58,6 @@ def _sort_row(bits: Any, order: Any, keys: Any, spare: Any, places: Any, counts:
         swaps += 1
     if swaps % 2 == 1:
         order[:] = places
-    return finite
 
 
 @compiled(parallel=True)
