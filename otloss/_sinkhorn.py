@@ -37,7 +37,7 @@ def sinkhorn(
                 `reach KL(P 1 | p) + reach KL(P^T 1 | q)` in place of the marginal constraints.
             grad: "envelope" (default), first derivatives, exact at convergence, no history held; "implicit", also
                 second ones, by a linear system of the size of the smaller side; "unrolled", through every iteration.
-            tolerance: sum of the errors of both marginals relative to the mass, 1e-5 in float32, 1e-9 in float64.
+            tolerance: sum of the errors of both marginals relative to the mass, 1e-5 in float32, 1e-8 in float64.
             max_iterations: 10 000.
             start: potentials (f, g) of a similar problem.
             strict: raise where a problem does not converge, in place of a `ConvergenceWarning`.

@@ -166,23 +166,41 @@ def duality_gap(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor,
         return gap.clamp(min=0)
 
 
-def _gap_balanced(problem: EntropicProblem, f: Tensor, g: Tensor) -> Tensor:
+def _rounding(problem: EntropicProblem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log y, and the masses r and s that `P diag(y)` lacks in its rows and columns."""
     sweep = Sweep.of(problem)
-    p, q, epsilon = sweep.log_p.exp(), sweep.log_q.exp(), sweep.epsilon.squeeze(-1)
-    log_y = ((sweep.softmin_columns(f) - g) / sweep.epsilon).clamp(max=0.0)
-    columns = torch.minimum(q, q * (-((sweep.softmin_columns(f) - g) / sweep.epsilon)).exp())  # of A
+    p, q = sweep.log_p.exp(), sweep.log_q.exp()
+    log_ratio = (sweep.softmin_columns(f) - g) / sweep.epsilon  # of q to P^T 1
+    log_y = log_ratio.clamp(max=0.0)
+    columns = torch.minimum(q, q * (-log_ratio).exp())
     rows = p * ((f - sweep.softmin_rows(g + sweep.epsilon * log_y)) / sweep.epsilon).exp()
-    rows = torch.minimum(rows, p)
-    r, s = p - rows, q - columns
+    return log_y, p - torch.minimum(rows, p), q - columns
+
+
+def _moved(problem: EntropicProblem, r: Tensor, s: Tensor) -> Tensor:
+    """`<C, r s^T / d>`."""
+    lack = (r.sum(-1) + s.sum(-1)) / 2
+    return (r * problem.cost.apply(s)).sum(-1) / lack.clamp(min=torch.finfo(r.dtype).tiny)
+
+
+def rounded_linear_cost(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return the cost of the plan made feasible, A + B: an upper bound of the exact transport cost."""
+    log_y, r, s = _rounding(problem, f, g)
+    kept = linear_cost(problem, f, g + problem.epsilon.detach().to(f.dtype).unsqueeze(-1) * log_y)
+    return kept + _moved(problem, r, s)
+
+
+def _gap_balanced(problem: EntropicProblem, f: Tensor, g: Tensor) -> Tensor:
+    log_y, r, s = _rounding(problem, f, g)
+    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
     lack, mass = (r.sum(-1) + s.sum(-1)) / 2, p.sum(-1)
     share = (lack / mass.clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1.0)
-    moved = (r * problem.cost.apply(s)).sum(-1) / lack.clamp(min=torch.finfo(mass.dtype).tiny)
     spread = torch.xlogy(r, r / p).nan_to_num(nan=0.0).sum(-1) + torch.xlogy(s, s / q).nan_to_num(nan=0.0).sum(-1)
     entropy = spread - torch.xlogy(lack, lack) - torch.xlogy(lack, share)
-    # Everything relative to the dual, term by term: the large parts of both cancel exactly.
-    kept = -(f * r).sum(-1) - (g * s).sum(-1) + epsilon * (log_y * columns).sum(-1)
-    kept = kept - epsilon * (mass - lack) * torch.log1p(-share.clamp(max=1 - 1e-16))
-    return torch.where(lack > 0, kept + moved + epsilon * entropy, 0.0)
+    # The dual's own terms are left out of both sides, so that what remains is small where the gap is.
+    kept = -(f * r).sum(-1) - (g * s).sum(-1) + epsilon * (log_y * (q - s)).sum(-1)
+    kept = kept - epsilon * torch.xlogy(mass - lack, 1 - share)
+    return torch.where(lack > 0, kept + _moved(problem, r, s) + epsilon * entropy, 0.0)
 
 
 def _gap_unbalanced(problem: EntropicProblem, f: Tensor, g: Tensor) -> Tensor:
