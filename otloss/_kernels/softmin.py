@@ -93,6 +93,13 @@ def _sum(terms: Any, count: int) -> Any:
 
 
 @njit
+def _subtract(h: Any, costs: Any, out: Any) -> None:
+    # With slices made by the caller: an index into a matrix or an offset would keep the loop from being vectorised.
+    for j in range(h.shape[0]):
+        out[j] = h[j] - costs[j]
+
+
+@njit
 def _terms(scores: Any, count: int, inverse: Any, state: Any) -> bool:
     """Turn the scores of a piece into terms relative to the row's maximum so far, `state[0]`.
 
@@ -152,8 +159,7 @@ def matrix_softmin(matrices: Any, which: Any, h: Any, inverse: Any, out: Any, to
             state[0] = -np.inf
             for start in range(0, m, PIECE):
                 count = min(PIECE, m - start)
-                for j in range(count):
-                    scores[j] = h[b, start + j] - row[start + j]
+                _subtract(h[b, start : start + count], row[start : start + count], scores)
                 if _terms(scores, count, inverse[b], state) and inverse[b] > 0:
                     added = added * state[1] + _sum(scores, count)
             out[b, i], total[b, i] = state[0], added
@@ -168,15 +174,14 @@ def points_softmin(
     problems = h.shape[0]
     for task in prange((n + ROWS - 1) // ROWS * problems):
         first, b = task // problems * ROWS, task % problems
-        scores, state = np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
+        scores, distances, state = np.empty(PIECE, h.dtype), np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
         for i in range(first, min(first + ROWS, n)):
             added = h.dtype.type(0)
             state[0] = -np.inf
             for start in range(0, m, PIECE):
                 count = min(PIECE, m - start)
-                _distances(x[which_x[b], i], y[which_y[b]], start, metric, scores, count)
-                for j in range(count):
-                    scores[j] = h[b, start + j] - scores[j]
+                _distances(x[which_x[b], i], y[which_y[b]], start, metric, distances, count)
+                _subtract(h[b, start : start + count], distances, scores)
                 if _terms(scores, count, inverse[b], state) and inverse[b] > 0:
                     added = added * state[1] + _sum(scores, count)
             out[b, i], total[b, i] = state[0], added
@@ -214,8 +219,7 @@ def points_slopes(
             for start in range(0, m, PIECE):
                 count = min(PIECE, m - start)
                 _distances(point, cloud, start, metric, distances, count)
-                for j in range(count):
-                    scores[j] = b[p, start + j] - distances[j]
+                _subtract(b[p, start : start + count], distances, scores)
                 if _terms(scores, count, inverse[p], state):
                     if metric == 1:
                         for j in range(count):

@@ -29,7 +29,6 @@ from otloss.costs._cost import Cost, arithmetic_dtype, check_epsilon, makes_grap
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 _KERNEL_METRICS = METRICS[:3]
-_KERNEL_AXES = 16  # with more coordinates, making the distances is most of the work, and torch's products are faster
 
 
 class PointCost(Cost):
@@ -198,7 +197,7 @@ class PointCost(Cost):
         return width.square().sum(-1) if self.metric == "sqeuclidean" else torch.linalg.vector_norm(width, dim=-1)
 
     def _has_kernel(self, *tensors: Tensor) -> bool:
-        return self.metric in _KERNEL_METRICS and self.x.shape[-1] <= _KERNEL_AXES and may_run_on(self.x, *tensors)
+        return self.metric in _KERNEL_METRICS and may_run_on(self.x, *tensors)
 
     def _between(self, x: Tensor, y: Tensor, metric: Metric) -> PointCost:
         cost = copy.copy(self)
