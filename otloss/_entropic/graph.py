@@ -10,6 +10,11 @@ gives the derivatives of b by p, q, C and epsilon: one step the first, two steps
 a step is the square of that before. Weights stand as factors, not as logarithms, so that bins without mass have their
 one-sided derivatives. The system has the size of the smaller side.
 
+Where epsilon is small the plan falls into parts that hardly exchange mass, and the system is singular to rounding: how
+potentials of one part stand to those of another is then all but undetermined. The plan does not feel that, nor do its
+derivatives in the costs, so a tiny multiple of the identity is added and changes nothing. Derivatives in the weights do
+feel it (mass that must move from one part to another), and are refused.
+
 Unrolled: the iterations themselves, every one in the graph.
 """
 
@@ -25,7 +30,8 @@ from otloss._entropic.problem import DEFAULT_TOLERANCE, EntropicProblem, Setting
 from otloss._entropic.search import Potentials
 
 NEWTON_STEPS = 2
-RESIDUAL = 1e-6  # of the linear system, in float64; a thousand times that in float32
+RIDGE = 1e-11
+LARGEST_CONDITION = 1e13
 
 
 @dataclass(frozen=True)
@@ -61,58 +67,67 @@ def check_mass(problem: EntropicProblem) -> None:
 def implicit_state(problem: EntropicProblem, found: Potentials) -> GraphState:
     """Return the solution with derivatives of first, second and third order by the implicit function theorem."""
     check_mass(problem)
-    f, g = found.f, found.g
-    p, q, epsilon = (t.to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
-    matrix = problem.cost.dense().to(f.dtype)
-    width = epsilon[..., None, None]
-    ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / width).exp()  # G
+    wide = found.f.dtype if found.f.device.type == "mps" else torch.float64
+    f, g, p, q, epsilon = (t.to(wide) for t in (found.f, found.g, problem.p, problem.q, problem.epsilon))
+    matrix = problem.cost.dense().to(wide)
+    ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()  # G
+    system = _System(epsilon.unsqueeze(-1), problem.reach, p.requires_grad or q.requires_grad)
     if p.shape[-1] >= q.shape[-1]:
-        a, b = _newton(ratio, (p, q), (f, g), epsilon.unsqueeze(-1), problem.reach)
+        a, b = system.newton(ratio, (p, q), (f, g))
     else:
-        b, a = _newton(ratio.mT, (q, p), (g, f), epsilon.unsqueeze(-1), problem.reach)
+        b, a = system.newton(ratio.mT, (q, p), (g, f))
     plan = (p * a.exp()).unsqueeze(-1) * ratio * (q * b.exp()).unsqueeze(-2)
     return GraphState(f + epsilon.unsqueeze(-1) * a, g + epsilon.unsqueeze(-1) * b, plan, matrix)
 
 
-def _newton(
-    ratio: Tensor, weights: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor], epsilon: Tensor, reach: float | None
-) -> tuple[Tensor, Tensor]:
-    (p, q), (f, g) = weights, held
-    damping = torch.ones_like(epsilon) if reach is None else reach / (reach + epsilon)
-    offset_f, offset_g = (torch.zeros_like(t) if reach is None else -t / reach for t in (f, g))
-    b = torch.zeros_like(g)
-    identity = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
-    share = q / q.sum(-1, keepdim=True)
-    for _ in range(NEWTON_STEPS):
-        along = ratio * (q * b.exp()).unsqueeze(-2)
-        total = along.sum(-1)
-        a = damping * (offset_f - total.log())
-        across = ratio * (p * a.exp()).unsqueeze(-1)
-        received = across.sum(-2)
-        missing = damping * (offset_g - received.log()) - b
-        # Row-stochastic: what a change of b does to b in one round.
-        round_trip = (across / received.unsqueeze(-2)).mT @ (along / total.unsqueeze(-1))
-        system = identity - damping.unsqueeze(-1) ** 2 * round_trip
-        if reach is None:
-            # A constant in b changes nothing; q is what the round trip leaves as it is.
-            system = system + share.unsqueeze(-2).expand_as(system)
-            missing = missing - (share * missing).sum(-1, keepdim=True)
-        b = b + _solve(system, missing)
-    return damping * (offset_f - (ratio * (q * b.exp()).unsqueeze(-2)).sum(-1).log()), b
+@dataclass(frozen=True)
+class _System:
+    epsilon: Tensor  # (..., 1)
+    reach: float | None
+    through_weights: bool
 
+    def newton(
+        self, ratio: Tensor, weights: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        (p, q), (f, g), reach = weights, held, self.reach
+        damping = torch.ones_like(self.epsilon) if reach is None else reach / (reach + self.epsilon)
+        offset_f, offset_g = (torch.zeros_like(t) if reach is None else -t / reach for t in (f, g))
+        b = torch.zeros_like(g)
+        identity = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
+        share = q / q.sum(-1, keepdim=True)
+        for _ in range(NEWTON_STEPS):
+            along = ratio * (q * b.exp()).unsqueeze(-2)
+            total = along.sum(-1)
+            a = damping * (offset_f - total.log())
+            across = ratio * (p * a.exp()).unsqueeze(-1)
+            received = across.sum(-2)
+            missing = damping * (offset_g - received.log()) - b
+            # Row-stochastic: what a change of b does to b in one round.
+            round_trip = (across / received.unsqueeze(-2)).mT @ (along / total.unsqueeze(-1))
+            system = identity - damping.unsqueeze(-1) ** 2 * round_trip
+            if reach is None:
+                # A constant in b changes nothing; q is what the round trip leaves as it is.
+                system = system + share.unsqueeze(-2).expand_as(system)
+                missing = missing - (share * missing).sum(-1, keepdim=True)
+            b = b + self.solve(system, missing, identity)
+        return damping * (offset_f - (ratio * (q * b.exp()).unsqueeze(-2)).sum(-1).log()), b
 
-def _solve(system: Tensor, right: Tensor) -> Tensor:
-    try:
-        answer: Tensor = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
-        fits = bool(torch.isfinite(answer).all()) and _condition(system.detach()) < 0.01 / torch.finfo(right.dtype).eps
-    except torch.linalg.LinAlgError:
-        fits = False
-    if not fits:
-        raise RuntimeError(
-            'grad="implicit" is out of reach: the plan falls into parts that hardly exchange mass, and the equations '
-            'for its derivatives are singular to rounding. Raise epsilon, use float64, or use grad="envelope".'
-        )
-    return answer
+    def solve(self, system: Tensor, right: Tensor, identity: Tensor) -> Tensor:
+        if not self.through_weights:
+            answer: Tensor = torch.linalg.solve(system + RIDGE * identity, right.unsqueeze(-1)).squeeze(-1)
+            return answer
+        try:
+            answer = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
+            fits = bool(torch.isfinite(answer).all()) and _condition(system.detach()) < LARGEST_CONDITION
+        except torch.linalg.LinAlgError:
+            fits = False
+        if not fits:
+            raise RuntimeError(
+                'grad="implicit" is out of reach: the plan falls into parts that hardly exchange mass, and the '
+                "equations for its derivatives in the weights are singular to rounding. Raise epsilon, use "
+                'grad="envelope", or detach the weights if only the cost is to be differentiated.'
+            )
+        return answer
 
 
 def _condition(system: Tensor) -> float:
@@ -128,7 +143,7 @@ def unrolled_state(problem: EntropicProblem, settings: Settings) -> tuple[GraphS
                 f'{name} has bins without mass and requires a gradient: grad="unrolled" goes through log {name} and has '
                 'no derivative there. Use grad="implicit" or "envelope".'
             )
-    dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
+    dtype = problem.cost.dtype if problem.p.device.type == "mps" else torch.float64
     p, q, epsilon = (t.to(dtype) for t in (problem.p, problem.q, problem.epsilon))
     matrix, width = problem.cost.dense().to(dtype), epsilon.unsqueeze(-1)
     scores, log_p, log_q = -matrix / width.unsqueeze(-1), p.log(), q.log()
