@@ -108,7 +108,7 @@ class Cost(ABC):
         """
         potential, epsilon, batch = self._softmin_arguments(potential, epsilon)
         blocks = list(self._blocks(batch))
-        recomputed = len(blocks) > 1 and makes_graph(potential, *self.parameters())
+        recomputed = len(blocks) > 1 and makes_graph(potential, *Cost.parameters(self))
 
         def part(start: int, stop: int) -> Tensor:
             return softmin_of(self.row_block(start, stop), potential, epsilon)

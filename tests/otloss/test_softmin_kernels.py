@@ -86,7 +86,7 @@ def test_far_from_the_origin(metric: str) -> None:
     assert (got - expected).abs().max() <= 1e-6 * (expected.abs().max() + 1)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 2100), st.integers(1, 6), st.sampled_from(["sqeuclidean", "euclidean", "l1"]))
 def test_any_size(n: int, m: int, d: int, metric: str) -> None:
     x, y, potential = clouds(n, m, d, torch.float64, seed=n + m)
