@@ -196,19 +196,20 @@ def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any
     (scale_p, scale_q), (order_x, order_y), (side_p, side_q) = scales, orders, sides
     levels_p, levels_q, places_p, places_q = side_p[_LEVEL], side_q[_LEVEL], side_p[_PLACE], side_q[_PLACE]
     occupied_p, occupied_q = bins[0][_OCCUPIED], bins[1][_OCCUPIED]
-    n, m, count_p, count_q, level_p, level_q = order_x.shape[0], order_y.shape[0], 0, 0, 0.0, 0.0
+    n, m, level_p, level_q = order_x.shape[0], order_y.shape[0], 0.0, 0.0
+    count_p, count_q = np.uint64(0), np.uint64(0)
     for k in range(max(n, m)):  # both sums at once, as each has to wait for itself
         if k < n:
-            at = order_x[k]
+            at = np.uint32(order_x[k])
             level_p += p[at] * scale_p
-            occupied_p[count_p], levels_p[count_p + 1], places_p[count_p] = k, level_p, x[at]
-            count_p += 1 if p[at] > 0 else 0
+            occupied_p[count_p], levels_p[count_p + _ONE], places_p[count_p] = k, level_p, x[at]
+            count_p += np.uint64(p[at] > 0)
         if k < m:
-            at = order_y[k]
+            at = np.uint32(order_y[k])
             level_q += q[at] * scale_q
-            occupied_q[count_q], levels_q[count_q + 1], places_q[count_q] = k, level_q, y[at]
-            count_q += 1 if q[at] > 0 else 0
-    return count_p, count_q
+            occupied_q[count_q], levels_q[count_q + _ONE], places_q[count_q] = k, level_q, y[at]
+            count_q += np.uint64(q[at] > 0)
+    return np.int64(count_p), np.int64(count_q)
 
 
 @compiled()
