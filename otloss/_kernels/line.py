@@ -191,7 +191,7 @@ _ONE = np.uint64(1)  # an index of this type needs no test whether it is negativ
 
 
 @compiled()
-def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> tuple[int, int]:
+def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> Any:
     """Write index, cumulative mass and position of the bins that hold mass; return how many they are."""
     (scale_p, scale_q), (order_x, order_y), (side_p, side_q) = scales, orders, sides
     levels_p, levels_q, places_p, places_q = side_p[_LEVEL], side_q[_LEVEL], side_p[_PLACE], side_q[_PLACE]
