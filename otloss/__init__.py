@@ -5,18 +5,36 @@ from importlib.metadata import version as _version
 from otloss import costs as costs
 from otloss._bounds import lower_bound as lower_bound
 from otloss._bounds import upper_bound as upper_bound
+from otloss._circle import wasserstein_circular as wasserstein_circular
+from otloss._entropic.search import ConvergenceWarning as ConvergenceWarning
 from otloss._exact import emd as emd
 from otloss._onedim import cdf_distance as cdf_distance
 from otloss._onedim import wasserstein_1d as wasserstein_1d
+from otloss._sinkhorn import sinkhorn as sinkhorn
+from otloss._sinkhorn import sinkhorn_divergence as sinkhorn_divergence
+from otloss._sliced import sliced_wasserstein as sliced_wasserstein
+from otloss._solve import Certificate as Certificate
+from otloss._solve import Transport as Transport
+from otloss._solve import solve as solve
+from otloss._tree import wasserstein_tree as wasserstein_tree
 
 __version__ = _version("otloss")
 
 __all__ = [
+    "Certificate",
+    "ConvergenceWarning",
+    "Transport",
     "__version__",
     "cdf_distance",
     "costs",
     "emd",
     "lower_bound",
+    "sinkhorn",
+    "sinkhorn_divergence",
+    "sliced_wasserstein",
+    "solve",
     "upper_bound",
     "wasserstein_1d",
+    "wasserstein_circular",
+    "wasserstein_tree",
 ]

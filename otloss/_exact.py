@@ -29,6 +29,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._autograd import once_only
 from otloss._checks import check_broadcast, check_finite
 from otloss._histograms import HistogramPair, histogram_pair
 from otloss._kernels import may_run_on
@@ -80,9 +81,8 @@ def emd(
     """
     if type(cost) is LineCost and cost.power >= 1:
         return _emd_on_line(p, q, cost)
-    pair, matrix = _problem(p, q, cost)
-    value: Tensor = _ExactTransport.apply(pair.p, pair.q, matrix)
-    return value.to(pair.dtype)
+    pair, matrix = exact_problem(p, q, cost)
+    return exact_value(pair, matrix, solve_exact(pair.p, pair.q, matrix))
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,8 @@ def _check_ends(work: FlatProblems, batch: torch.Size) -> None:
     )
 
 
-def _problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Tensor]:
+def exact_problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Tensor]:
+    """Return the checked histograms and the cost as a matrix in its arithmetic dtype, with its graph."""
     matrix = _checked_matrix(cost)
     pair = histogram_pair(p, q, cost.dtype)
     _check_fit(pair, tuple(matrix.shape), matrix.device)
@@ -220,10 +221,15 @@ def _ratio(mass: Tensor, found: Tensor) -> Tensor:
     return torch.where(found > 0, mass / found.masked_fill(found == 0, 1.0), 1.0).unsqueeze(-1)
 
 
+def exact_value(pair: HistogramPair, matrix: Tensor, solution: ExactSolution) -> Float[Tensor, "*batch"]:
+    """Return the value of a solved problem with its first derivatives: the potentials, and the plan."""
+    value: Tensor = _ExactTransport.apply(solution, pair.p, pair.q, matrix)
+    return value.to(pair.dtype)
+
+
 class _ExactTransport(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, p: Tensor, q: Tensor, matrix: Tensor) -> Tensor:
-        solution = solve_exact(p, q, matrix)
+    def forward(ctx: Any, solution: ExactSolution, p: Tensor, q: Tensor, matrix: Tensor) -> Tensor:
         ctx.save_for_backward(p, q, matrix)
         ctx.solution = solution
         # A copy: the output gets a graph, which the solution must not hold.
@@ -234,26 +240,16 @@ class _ExactTransport(torch.autograd.Function):
         p, q, matrix = ctx.saved_tensors
         upstream = gradients[0].detach().to("cpu", torch.float64)
         found = (
-            _by_weights(upstream, ctx.solution.f, p) if ctx.needs_input_grad[0] else None,
-            _by_weights(upstream, ctx.solution.g, q) if ctx.needs_input_grad[1] else None,
-            _by_cost(upstream, ctx.solution, matrix) if ctx.needs_input_grad[2] else None,
+            _by_weights(upstream, ctx.solution.f, p) if ctx.needs_input_grad[1] else None,
+            _by_weights(upstream, ctx.solution.g, q) if ctx.needs_input_grad[2] else None,
+            _by_cost(upstream, ctx.solution, matrix) if ctx.needs_input_grad[3] else None,
         )
-        return tuple(None if g is None else _OnceOnly.apply(g, gradients[0], p, q, matrix) for g in found)
-
-
-class _OnceOnly(torch.autograd.Function):
-    """Hold a gradient to the graph, so that differentiating it is an error and not a silent zero."""
-
-    @staticmethod
-    def forward(ctx: Any, gradient: Tensor, *inputs: Tensor) -> Tensor:
-        return gradient.view_as(gradient)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> None:
-        raise RuntimeError(
+        message = (
             "a second derivative of emd was asked for, but emd is piecewise linear and gives first derivatives only; "
             "drop create_graph=True, or use a smooth (entropic) transport cost."
         )
+        held = (None if g is None else once_only(g, message, gradients[0], p, q, matrix) for g in found)
+        return (None, *held)
 
 
 def _by_weights(upstream: Tensor, potential: Tensor, like: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
     value = min over P >= 0 of  <C, P> + epsilon KL(P | p q^T)  and  P 1 = p, P^T 1 = q       (balanced)
                                                    or  + reach KL(P 1 | p) + reach KL(P^T 1 | q)    (unbalanced)
 
-with `KL(a | b) = sum a log(a / b) - a + b`. The optimal plan is `P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon)`, where
-the potentials solve, with `softmin(g)_i = -epsilon log sum_j q_j exp((g_j - C_ij) / epsilon)`,
+with `KL(a | b) = sum a log(a / b) - a + b`. The optimal plan is `P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon)`,
+where the potentials solve, with `softmin(g)_i = -epsilon log sum_j q_j exp((g_j - C_ij) / epsilon)`,
 
     f = k softmin(g),  g = k softmin(f),     k = 1, or reach / (reach + epsilon)
 

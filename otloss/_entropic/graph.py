@@ -5,9 +5,9 @@ changed problem, and G = exp((f + g - C) / epsilon). Balanced, they solve
 
     a = -log(G (q e^b)),   b = -log(G^T (p e^a))
 
-and unbalanced the same with `k (-f / reach - log ...)`. Newton's method on b, from b = 0 and with every step in the graph,
-gives the derivatives of b by p, q, C and epsilon: one step the first, two steps the second and third, for the error of
-a step is the square of that before. Weights stand as factors, not as logarithms, so that bins without mass have their
+and unbalanced the same with `k (-f / reach - log ...)`. Newton's method on b, from b = 0 and with every step in the
+graph, gives the derivatives of b by p, q, C and epsilon: one step the first, two steps the second and third, for the
+error of a step is the square of that before. Weights stand as factors, not as logarithms, so that bins without mass have their
 one-sided derivatives. The system has the size of the smaller side.
 
 Where epsilon is small the plan falls into parts that hardly exchange mass, and the system is singular to rounding: how
@@ -140,8 +140,8 @@ def unrolled_state(problem: EntropicProblem, settings: Settings) -> tuple[GraphS
     for name, weights in (("p", problem.p), ("q", problem.q)):
         if weights.requires_grad and bool((weights.detach() == 0).any()):
             raise ValueError(
-                f'{name} has bins without mass and requires a gradient: grad="unrolled" goes through log {name} and has '
-                'no derivative there. Use grad="implicit" or "envelope".'
+                f'{name} has bins without mass and requires a gradient: grad="unrolled" goes through log {name} and '
+                'has no derivative there. Use grad="implicit" or "envelope".'
             )
     dtype = problem.cost.dtype if problem.p.device.type == "mps" else torch.float64
     p, q, epsilon = (t.to(dtype) for t in (problem.p, problem.q, problem.epsilon))

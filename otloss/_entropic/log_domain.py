@@ -79,7 +79,7 @@ class Sweep:
 
     @staticmethod
     def of(problem: EntropicProblem) -> Sweep:
-        # On a CPU potentials of float32 costs are kept in float64: f / epsilon would carry f's rounding at its full size.
+        # On a CPU potentials of float32 costs are kept in float64: f / epsilon would carry f's rounding in full.
         dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
         epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
         sweep = Sweep(problem, problem.p.to(dtype).log(), problem.q.to(dtype).log(), epsilon, epsilon)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numba
@@ -43,14 +43,18 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
     def decorate(function: Any) -> Any:
         try:
             kept = njit(cache=True, **chosen)(function)
-            # numba looks at the file of the kernel alone, and would go on using an exponential that was changed here.
+            # numba looks at the file of the kernel alone, and would go on using what was changed in another one.
             file = kept._cache._cache_file
-            file._source_stamp = (file._source_stamp, os.stat(__file__).st_mtime_ns)
+            file._source_stamp = (file._source_stamp, _newest_beside(function.__code__.co_filename, __file__))
         except (RuntimeError, AttributeError, OSError):  # a read-only installation without a home, another numba
             return njit(**chosen)(function)
         return kept
 
     return decorate
+
+
+def _newest_beside(*files: str) -> int:
+    return max(path.stat().st_mtime_ns for file in files for path in Path(file).parent.glob("*.py"))
 
 
 def _reinterpreted(source: Any, target: Any) -> Any:
@@ -72,11 +76,11 @@ def _reinterpreted(source: Any, target: Any) -> Any:
     return cast
 
 
-_float32_of_bits, _bits_of_float32 = (
+float32_of_bits, bits_of_float32 = (
     _reinterpreted(types.int32, types.float32),
     _reinterpreted(types.float32, types.int32),
 )
-_float64_of_bits, _bits_of_float64 = (
+float64_of_bits, bits_of_float64 = (
     _reinterpreted(types.int64, types.float64),
     _reinterpreted(types.float64, types.int64),
 )
@@ -93,7 +97,7 @@ def exp32(x: Any) -> Any:
     r = bounded - n * LN2_HIGH_32
     r = r - n * LN2_LOW_32
     p = ((((P0 * r + P1) * r + P2) * r + P3) * r + P4) * r + P5
-    power = _float32_of_bits((_bits_of_float32(shifted) << np.int32(23)) + ONE_BITS_32)  # 2^n
+    power = float32_of_bits((bits_of_float32(shifted) << np.int32(23)) + ONE_BITS_32)  # 2^n
     y = (p * (r * r) + (r + F32(1.0))) * power
     return F32(0.0) if x <= SMALLEST_32 else y
 
@@ -108,7 +112,7 @@ def exp64(x: Any) -> Any:
     r = r - n * LN2_LOW_64
     p = ((((Q13 * r + Q12) * r + Q11) * r + Q10) * r + Q9) * r + Q8
     p = (((((p * r + Q7) * r + Q6) * r + Q5) * r + Q4) * r + Q3) * r + F64(0.5)
-    power = _float64_of_bits((_bits_of_float64(shifted) << np.int64(52)) + ONE_BITS_64)
+    power = float64_of_bits((bits_of_float64(shifted) << np.int64(52)) + ONE_BITS_64)
     y = (p * (r * r) + (r + F64(1.0))) * power
     return F64(0.0) if x <= SMALLEST_64 else y
 

@@ -16,14 +16,12 @@ optimum if the potentials are still optimal.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import numpy as np
 from numba import prange
 
-from otloss._kernels import simplex
-from otloss._kernels._compile import _bits_of_float64, compiled
+from otloss._kernels._compile import bits_of_float64, compiled
 from otloss._kernels.simplex import (
     ORDER,
     PARENT,
@@ -69,7 +67,7 @@ def _nearest(near: Any, mask: int) -> Any:
     """The place of the smallest of numbers >= 0."""
     key = np.int64(0x7FFFFFFFFFFFFFFF)
     for v in range(near.size):
-        key = min(key, (_bits_of_float64(near[v]) & ~mask) | v)
+        key = min(key, (bits_of_float64(near[v]) & ~mask) | v)
     return key & mask
 
 
@@ -267,10 +265,3 @@ def solve_at_once(
     """`solve_in_turn`, on all threads."""
     for k in prange(p.shape[0]):
         _solve(p[k], q[k], matrices[owners[k]], start[k], most, f[k], g[k], cells[k], flows[k], ends[k])
-
-
-# numba looks at the file of a kernel alone; what is compiled here contains the search.
-for _kernel in (solve_in_turn, solve_at_once):
-    if hasattr(_kernel._cache, "_cache_file"):
-        _file = _kernel._cache._cache_file
-        _file._source_stamp = (_file._source_stamp, os.stat(simplex.__file__).st_mtime_ns)

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from otloss._kernels._compile import _bits_of_float64, _float64_of_bits, compiled
+from otloss._kernels._compile import bits_of_float64, compiled, float64_of_bits
 
 PARENT, SIZE, POSITION, ORDER, SPARE = range(5)
 # Reduced costs above this, relative to the numbers they are the difference of, count as zero.
@@ -38,7 +38,7 @@ def best_key(row: Any, price: Any, base: float, mask: int) -> Any:
     """
     best = np.int64(-1)
     for j in range(row.size):
-        key = (_bits_of_float64(base + price[j] - row[j]) & ~mask) | j
+        key = (bits_of_float64(base + price[j] - row[j]) & ~mask) | j
         best = max(best, key)
     return best
 
@@ -48,9 +48,9 @@ def least(row: Any, price: Any) -> float:
     """The least of row - price; whole numbers are ordered like the numbers once negative ones are turned over."""
     key = np.int64(0x7FFFFFFFFFFFFFFF)
     for j in range(row.size):
-        bits = _bits_of_float64(row[j] - price[j])
+        bits = bits_of_float64(row[j] - price[j])
         key = min(key, bits ^ ((bits >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
-    return _float64_of_bits(key ^ ((key >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
+    return float64_of_bits(key ^ ((key >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
 
 
 @compiled(fastmath=VECTOR)
@@ -60,8 +60,8 @@ def largest(cost: Any) -> float:
     for i in range(cost.shape[0]):
         row = cost[i]
         for j in range(row.size):
-            bits = max(bits, _bits_of_float64(abs(np.float64(row[j]))))
-    return _float64_of_bits(bits)
+            bits = max(bits, bits_of_float64(abs(np.float64(row[j]))))
+    return float64_of_bits(bits)
 
 
 @compiled(fastmath=VECTOR)

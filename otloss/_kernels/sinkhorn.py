@@ -236,7 +236,6 @@ def _one(
     warm: bool, symmetric: bool,
 ) -> tuple[float, int]:  # fmt: skip
     """One problem of mass one; f and g come in as the start and leave as the answer, on all bins."""
-    number = cost.dtype.type
     rows, columns = np.flatnonzero(p > negligible), np.flatnonzero(q > negligible)
     n, m = rows.shape[0], columns.shape[0]
     block, kernel = np.empty((n, m), cost.dtype), np.empty((n, m), cost.dtype)

@@ -24,14 +24,14 @@ from numba.extending import overload
 from torch import Tensor
 
 from otloss._kernels._compile import (
-    _bits_of_float32,
-    _bits_of_float64,
-    _float32_of_bits,
-    _float64_of_bits,
     as_many_threads_as_torch,
+    bits_of_float32,
+    bits_of_float64,
     compiled,
     exp32,
     exp64,
+    float32_of_bits,
+    float64_of_bits,
 )
 
 F32, F64 = np.float32, np.float64
@@ -68,18 +68,18 @@ def _largest_of_its_width(scores: Any, count: Any) -> Any:
     def narrow(scores: Any, count: Any) -> Any:
         top = np.int32(-(2**31))
         for j in range(count):
-            bits = _bits_of_float32(scores[j])
+            bits = bits_of_float32(scores[j])
             bits = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(2**31 - 1)))
             top = bits if bits > top else top
-        return _float32_of_bits(np.int32(top ^ ((top >> np.int32(31)) & np.int32(2**31 - 1))))
+        return float32_of_bits(np.int32(top ^ ((top >> np.int32(31)) & np.int32(2**31 - 1))))
 
     def wide(scores: Any, count: Any) -> Any:
         top = np.int64(-(2**63))
         for j in range(count):
-            bits = _bits_of_float64(scores[j])
+            bits = bits_of_float64(scores[j])
             bits = bits ^ ((bits >> np.int64(63)) & np.int64(2**63 - 1))
             top = bits if bits > top else top
-        return _float64_of_bits(top ^ ((top >> np.int64(63)) & np.int64(2**63 - 1)))
+        return float64_of_bits(top ^ ((top >> np.int64(63)) & np.int64(2**63 - 1)))
 
     return narrow if scores.dtype == types.float32 else wide
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from otloss._checks import check_floating
 from otloss.costs._cost import arithmetic_dtype
+from otloss.costs._dense import DenseCost
 
 
 def shortest_paths(adjacency: Any) -> Float[Tensor, "nodes nodes"]:
@@ -89,3 +90,33 @@ def _by_edge(before: np.ndarray, gradient: np.ndarray) -> np.ndarray:
         behind[nodes, parent] += carried
         np.add.at(slopes, (parent, column), carried)
     return slopes
+
+
+def graph_cost(adjacency: Any) -> DenseCost:
+    """Return the cost between the nodes of a graph, the length of the shortest path from one to the other.
+
+    Args:
+        adjacency: (n, n) lengths >= 0 of the edges from row to column, in the unit of the cost; 0 or infinity where
+            there is none. Asymmetric if edges have directions. Or a scipy sparse matrix, whose stored entries are the
+            edges. The graph of a tensor is kept: the cost has first derivatives in the lengths, those of the path
+            that was found where several are shortest.
+
+    Returns:
+        (n, n), in the dtype of `adjacency` (at least float32), solved in float64 on the CPU.
+
+    Raises:
+        TypeError: if `adjacency` is neither a floating tensor nor a sparse matrix.
+        ValueError: if it is not square, a length is negative or NaN, or no path leads from one node to another.
+
+    Source:
+        E. W. Dijkstra, A note on two problems in connexion with graphs, 1959, as implemented in scipy.
+
+    Example:
+        >>> import torch
+        >>> path = torch.tensor([[0.0, 1.0, 0.0], [1.0, 0.0, 2.0], [0.0, 2.0, 0.0]])
+        >>> graph_cost(path).dense()
+        tensor([[0., 1., 3.],
+                [1., 0., 2.],
+                [3., 2., 0.]])
+    """
+    return DenseCost(shortest_paths(adjacency))

@@ -1,0 +1,289 @@
+"""solve: a transport problem with everything that is known about its answer."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from functools import cached_property
+from typing import NamedTuple, Unpack
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from otloss._autograd import without_gradient
+from otloss._bounds import lower_bound, upper_bound
+from otloss._entropic.graph import GraphState, implicit_state, unrolled_state
+from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem
+from otloss._entropic.search import Potentials, find_potentials, report
+from otloss._entropic.value import (
+    dual_value,
+    duality_gap,
+    envelope_value,
+    linear_cost,
+    plan_blocks,
+    rounded_linear_cost,
+)
+from otloss._exact import ExactSolution, exact_problem, exact_value, solve_exact
+from otloss.costs import Cost
+
+
+class Certificate(NamedTuple):
+    """Bounds of the exact transport cost, per problem: what is sure whatever has converged.
+
+    Attributes:
+        lower: (...), the best of the dual value of the potentials (made feasible) and of `lower_bound`.
+        upper: (...), the least of the cost of the plan (made feasible) and of `upper_bound`.
+    """
+
+    lower: Float[Tensor, "*batch"]
+    upper: Float[Tensor, "*batch"]
+
+
+class Transport(ABC):
+    """The answer of `solve`, per problem; what takes another pass over the cost is made when it is asked for.
+
+    Attributes:
+        value: (...), the optimum of the problem that was asked for, differentiable like `emd` or `sinkhorn`.
+        potentials: (f, g), (..., n) and (..., m): the derivatives of the value in p and q, up to a constant.
+        marginal_error: (...), sum of the errors of both marginals relative to the mass.
+        converged: (...), whether that is within the tolerance.
+        iterations: (...), of Sinkhorn, or pivots of the simplex.
+    """
+
+    value: Float[Tensor, "*batch"]
+    potentials: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]
+    marginal_error: Float[Tensor, "*batch"]
+    converged: Bool[Tensor, "*batch"]
+    iterations: Int[Tensor, "*batch"]
+
+    @property
+    @abstractmethod
+    def linear_cost(self) -> Float[Tensor, "*batch"]:
+        """(...), `<C, P>`: what the plan itself costs, without the entropy."""
+
+    @property
+    @abstractmethod
+    def dual_value(self) -> Float[Tensor, "*batch"]:
+        """(...), the dual objective at the potentials, a lower bound of the optimum; without a graph."""
+
+    @property
+    @abstractmethod
+    def gap(self) -> Float[Tensor, "*batch"]:
+        """(...), at least 0: the objective of a plan that keeps the marginals, minus `dual_value`; without a graph.
+
+        The true optimum lies between `dual_value` and `dual_value + gap`.
+        """
+
+    @property
+    @abstractmethod
+    def certificate(self) -> Certificate:
+        """Bounds of the exact transport cost."""
+
+    @abstractmethod
+    def plan(self) -> Float[Tensor, "*batch n m"]:
+        """Return the plan P as a dense tensor."""
+
+    def apply(self, v: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch n k"]:
+        """Return P v, for example (divided by p) the mean position that each bin of p moves to."""
+        return self.plan() @ _columns("v", v, self.potentials[1])
+
+    def apply_transpose(self, u: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch m k"]:
+        """Return P^T u."""
+        return self.plan().mT @ _columns("u", u, self.potentials[0])
+
+    def __repr__(self) -> str:
+        count, done = self.converged.numel(), int(self.converged.sum())
+        shape = (self.potentials[0].shape[-1], self.potentials[1].shape[-1])
+        error = float(self.marginal_error.amax()) if count else 0.0
+        return (
+            f"Transport(problems={tuple(self.converged.shape)}, bins={shape}, converged={done}/{count}, "
+            f"worst marginal_error={error:.2g}, dtype={self.value.dtype}, device='{self.value.device}')"
+        )
+
+
+def solve(
+    p: Float[Tensor, "*batch n"],
+    q: Float[Tensor, "*batch m"],
+    cost: Cost | Float[Tensor, "*batch n m"],
+    *,
+    epsilon: float | Float[Tensor, "*batch"] | None = None,
+    **options: Unpack[Options],
+) -> Transport:
+    """Solve transport problems, exactly or with an entropy, and say how well each of them is solved.
+
+    Args:
+        p, q, cost: as for `emd` and `sinkhorn`.
+        epsilon: None for exact transport, else as for `sinkhorn`.
+        options: as for `sinkhorn`. grad="implicit" or "unrolled" makes `linear_cost`, `potentials`, `plan()` and its
+            products differentiable too; with "envelope" a backward pass through them is an error. Exact transport
+            takes `start` alone.
+
+    Returns:
+        A `Transport`.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as `emd` and `sinkhorn`; ValueError also for an option that exact
+            transport does not take.
+
+    Example:
+        >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+        >>> cost = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+        >>> answer = solve(p, q, cost, epsilon=0.1)
+        >>> answer.converged, answer.gap < 1e-5
+        (tensor(True), tensor(True))
+        >>> solve(p, q, cost).plan()
+        tensor([[0.2500, 0.2500],
+                [0.0000, 0.5000]])
+    """
+    settings = Settings.of(options)
+    if epsilon is None:
+        not_taken = sorted(set(options) - {"start", "strict"})
+        if not_taken:
+            raise ValueError(
+                f"exact transport (epsilon=None) does not take {not_taken}; give an epsilon, or drop them."
+            )
+        return _Exact(p, q, cost, settings.start)
+    return _Entropic(entropic_problem(p, q, cost, epsilon=epsilon, settings=settings), settings)
+
+
+class _Entropic(Transport):
+    def __init__(self, problem: EntropicProblem, settings: Settings) -> None:
+        self._problem, self._settings = problem, settings
+        self._state: GraphState | None = None
+        if settings.grad == "unrolled":
+            self._state, found = unrolled_state(problem, settings)
+            report(found, settings, problem.cost.dtype)
+        else:
+            found = find_potentials(problem, settings)
+            if settings.grad == "implicit":
+                self._state = implicit_state(problem, found)
+        self._found: Potentials = found
+        if self._state is None:
+            self.value = self._cast(envelope_value(problem, found.f, found.g))
+            self.potentials = (self._refusing(found.f), self._refusing(found.g))
+        else:
+            self.value = self._cast(self._state.value(problem))
+            self.potentials = (self._cast(self._state.f), self._cast(self._state.g))
+        self.marginal_error = self._cast(found.error)
+        self.converged, self.iterations = found.converged, found.iterations
+
+    @cached_property
+    def linear_cost(self) -> Tensor:
+        if self._state is not None:
+            return self._cast(self._state.linear_cost)
+        return self._refusing(linear_cost(self._problem, self._found.f, self._found.g))
+
+    @cached_property
+    def dual_value(self) -> Tensor:
+        return self._cast(dual_value(self._problem, self._found.f, self._found.g))
+
+    @cached_property
+    def gap(self) -> Tensor:
+        return self._cast(duality_gap(self._problem, self._found.f, self._found.g))
+
+    @cached_property
+    def certificate(self) -> Certificate:
+        problem = self._problem
+        if problem.reach is not None:
+            raise ValueError(
+                "exact transport holds both marginals, so an unbalanced problem (reach) does not bound it."
+            )
+        with torch.no_grad():
+            f, g = self._found.f, self._found.g
+            p, q = problem.p.detach().to(f.dtype), problem.q.detach().to(f.dtype)
+            # The c-transform over the bins that hold mass makes the potentials feasible for the exact dual.
+            hard = problem.cost.softmin(g.masked_fill(q == 0, -torch.inf), 0.0).masked_fill(p == 0, 0.0)
+            dual = (p * hard).sum(-1) + (q * g).sum(-1)
+            primal = rounded_linear_cost(problem, f, g)
+            lower = torch.maximum(dual, lower_bound(p, q, problem.cost).to(f.dtype))
+            upper = torch.minimum(primal, upper_bound(p, q, problem.cost).to(f.dtype))
+        return Certificate(self._cast(lower), self._cast(upper))
+
+    def plan(self) -> Tensor:
+        if self._state is not None:
+            return self._cast(self._state.plan)
+        blocks = [plan for _, plan, _ in plan_blocks(self._problem, self._found.f, self._found.g)]
+        return self._refusing(torch.cat(blocks, dim=-2))
+
+    def apply(self, v: Tensor) -> Tensor:
+        v = _columns("v", v, self.potentials[1])
+        if self._state is not None:
+            return super().apply(v)
+        found = [plan @ v.detach().to(plan) for _, plan, _ in plan_blocks(self._problem, self._found.f, self._found.g)]
+        return self._refusing(torch.cat(found, dim=-2), v)
+
+    def apply_transpose(self, u: Tensor) -> Tensor:
+        u = _columns("u", u, self.potentials[0])
+        if self._state is not None:
+            return super().apply_transpose(u)
+        total: Tensor | None = None
+        for part, plan, _ in plan_blocks(self._problem, self._found.f, self._found.g):
+            share = plan.mT @ u.detach().to(plan)[..., part, :]
+            total = share if total is None else total + share
+        assert total is not None
+        return self._refusing(total, u)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._problem.dtype)
+
+    def _refusing(self, tensor: Tensor, *more: Tensor) -> Tensor:
+        message = (
+            'grad="envelope" gives the derivative of `value` alone; solve with grad="implicit" to go through the plan, '
+            "the potentials or the linear cost."
+        )
+        return without_gradient(self._cast(tensor), message, *self._problem.inputs, *more)
+
+
+class _Exact(Transport):
+    def __init__(self, p: Tensor, q: Tensor, cost: Cost | Tensor, start: tuple[Tensor, Tensor] | None) -> None:
+        self._pair, self._matrix = exact_problem(p, q, cost)
+        self._solution: ExactSolution = solve_exact(self._pair.p, self._pair.q, self._matrix, start=start)
+        self.value = exact_value(self._pair, self._matrix, self._solution)
+        self.potentials = (self._refusing(self._solution.f), self._refusing(self._solution.g))
+        self.iterations = self._solution.iterations.to(self._pair.p.device)
+        self.converged = torch.ones_like(self.iterations, dtype=torch.bool)
+
+    @cached_property
+    def marginal_error(self) -> Tensor:  # type: ignore[override]
+        plan = self._solution.plan()
+        p, q = (w.detach().to(plan) for w in (self._pair.p, self._pair.q))
+        off = (plan.sum(-1) - p).abs().sum(-1) + (plan.sum(-2) - q).abs().sum(-1)
+        return self._cast(off / p.sum(-1).clamp(min=torch.finfo(p.dtype).tiny))
+
+    @property
+    def linear_cost(self) -> Tensor:
+        return self.value
+
+    @cached_property
+    def dual_value(self) -> Tensor:
+        return self._cast(self._solution.value - self._solution.gap)
+
+    @cached_property
+    def gap(self) -> Tensor:
+        return self._cast(self._solution.gap)
+
+    @property
+    def certificate(self) -> Certificate:
+        return Certificate(self.dual_value, self.value.detach())
+
+    def plan(self) -> Tensor:
+        return self._refusing(self._solution.plan())
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._pair.p.device, self._pair.dtype)
+
+    def _refusing(self, tensor: Tensor) -> Tensor:
+        message = (
+            "an exact plan and its potentials jump where they change at all, so they have no derivative; use `value`, "
+            'or an epsilon with grad="implicit".'
+        )
+        return without_gradient(self._cast(tensor), message, self._pair.p, self._pair.q, self._matrix)
+
+
+def _columns(name: str, values: Tensor, like: Tensor) -> Tensor:
+    if values.dim() < 2 or values.shape[-2] != like.shape[-1]:
+        raise ValueError(
+            f"{name} has shape {tuple(values.shape)}, expected (..., {like.shape[-1]}, k), a column for each quantity; "
+            f"a single one is {name}[..., None]."
+        )
+    return values.to(like.dtype)
