@@ -7,8 +7,8 @@ changed problem, and G = exp((f + g - C) / epsilon). Balanced, they solve
 
 and unbalanced the same with `k (-f / reach - log ...)`. Newton's method on b, from b = 0 and with every step in the
 graph, gives the derivatives of b by p, q, C and epsilon: one step the first, two steps the second and third, for the
-error of a step is the square of that before. Weights stand as factors, not as logarithms, so that bins without mass have their
-one-sided derivatives. The system has the size of the smaller side.
+error of a step is the square of that before. Weights stand as factors, not as logarithms, so that bins without mass
+have their one-sided derivatives. The system has the size of the smaller side.
 
 Where epsilon is small the plan falls into parts that hardly exchange mass, and the system is singular to rounding: how
 potentials of one part stand to those of another is then all but undetermined. The plan does not feel that, nor do its

@@ -3,8 +3,9 @@
 All of it is made of soft minima and products, so that costs without a matrix stay without.
 
 The gap needs a plan that keeps the marginals. Where f is an exact update the rows of P are right, and only its
-columns are off. With `y = min(1, q / P^T 1)` the plan `A = P diag(y)` is too small everywhere, and what is missing, r in the rows
-and s in the columns, d in all, is moved by `B = r s^T / d`. A + B is feasible, and by the convexity of the entropy
+columns are off. With `y = min(1, q / P^T 1)` the plan `A = P diag(y)` is too small everywhere, and what is missing, r
+in the rows and s in the columns, d in all, is moved by `B = r s^T / d`. A + B is feasible, and by the convexity of the
+entropy
 
     primal(A + B) <= <C, A> + epsilon sum A log(A / (t p q^T)) + <C, B> + epsilon sum B log(B / ((1 - t) p q^T)) + ...
 

@@ -36,8 +36,9 @@ class DenseCost(Cost):
         check_floating("cost matrix", matrix)
         if matrix.dim() < 2 or 0 in matrix.shape[-2:]:
             raise ValueError(f"the cost matrix has shape {tuple(matrix.shape)}, expected (..., n, m) with n, m >= 1.")
-        check_finite("cost matrix", matrix)
-        if (matrix < 0).any():
+        low, high = torch.aminmax(matrix.detach()) if matrix.numel() else (0.0, 0.0)
+        if not (low >= 0 and high < torch.inf):
+            check_finite("cost matrix", matrix)
             first = tuple(int(i) for i in (matrix < 0).nonzero()[0])
             raise ValueError(
                 f"the cost matrix holds {matrix.detach()[first]} at index {first}, expected costs >= 0; "

@@ -367,8 +367,8 @@ def test_divergence_needs_the_costs_among_the_bins() -> None:
         sinkhorn_divergence(p, q, matrix, epsilon=0.1)
     with pytest.raises(ValueError, match="only one"):
         sinkhorn_divergence(p, q, matrix, epsilon=0.1, cost_p=torch.zeros(4, 4))
+    skew = torch.rand(4, 4, dtype=torch.float64)
     with pytest.raises(ValueError, match="not symmetric"):
-        skew = torch.rand(4, 4, dtype=torch.float64)
         sinkhorn_divergence(p, q, matrix, epsilon=0.1, cost_p=skew, cost_q=torch.zeros(5, 5))
     given_both = sinkhorn_divergence(
         p, q, DenseCost(PointCost(X, Y).dense()), epsilon=0.1, cost_p=PointCost(X), cost_q=PointCost(Y).dense()
