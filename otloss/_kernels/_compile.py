@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from llvmlite import ir
 from numba import njit, types
-from numba.extending import intrinsic
+from numba.extending import intrinsic, overload
 
 F32, F64 = np.float32, np.float64
 LOG2_E_32, LOG2_E_64 = F32(1.4426950408889634), F64(1.4426950408889634)
@@ -115,6 +115,50 @@ def exp64(x: Any) -> Any:
     power = float64_of_bits((bits_of_float64(shifted) << np.int64(52)) + ONE_BITS_64)
     y = (p * (r * r) + (r + F64(1.0))) * power
     return F64(0.0) if x <= SMALLEST_64 else y
+
+
+def exp(x: Any) -> Any:
+    """`exp32` or `exp64`, by the width of x; in compiled code."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(exp, jit_options={"fastmath": {"contract"}, "forceinline": True})
+def _exp_of_its_width(x: Any) -> Any:
+    def narrow(x: Any) -> Any:
+        return exp32(x)
+
+    def wide(x: Any) -> Any:
+        return exp64(x)
+
+    return narrow if x == types.float32 else wide
+
+
+def largest(scores: Any, count: int) -> Any:
+    """The largest of the first scores; in compiled code."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(largest)
+def _largest_of_its_width(scores: Any, count: Any) -> Any:
+    # The bits of floats, read as whole numbers and with those of negative ones flipped, are ordered as the floats are:
+    # the compiler vectorises the maximum of whole numbers, and that of floats only one by one.
+    def narrow(scores: Any, count: Any) -> Any:
+        top = np.int32(-(2**31))
+        for j in range(count):
+            bits = bits_of_float32(scores[j])
+            bits = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(2**31 - 1)))
+            top = bits if bits > top else top
+        return float32_of_bits(np.int32(top ^ ((top >> np.int32(31)) & np.int32(2**31 - 1))))
+
+    def wide(scores: Any, count: Any) -> Any:
+        top = np.int64(-(2**63))
+        for j in range(count):
+            bits = bits_of_float64(scores[j])
+            bits = bits ^ ((bits >> np.int64(63)) & np.int64(2**63 - 1))
+            top = bits if bits > top else top
+        return float64_of_bits(top ^ ((top >> np.int64(63)) & np.int64(2**63 - 1)))
+
+    return narrow if scores.dtype == types.float32 else wide
 
 
 _ONE_AT_A_TIME = threading.Lock()

@@ -24,10 +24,9 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit, prange, types
-from numba.extending import overload
+from numba import njit, prange
 
-from otloss._kernels._compile import compiled, exp32, exp64
+from otloss._kernels._compile import compiled, exp, largest
 
 STAGE_FACTOR = 0.25  # of epsilon, from one step to the next
 FIRST_EPSILON = 0.25  # of the largest cost, at most
@@ -45,15 +44,6 @@ NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-28, 1e-250
 _fast = {"fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}
 
 
-def _exp(x):  # type: ignore[no-untyped-def]  # numba compares the signatures
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_exp, jit_options={"forceinline": True})
-def _exp_of_its_width(x):  # type: ignore[no-untyped-def]
-    return (lambda x: exp32(x)) if x == types.float32 else (lambda x: exp64(x))
-
-
 @njit(**_fast)
 def _absorb(
     cost: Any, log_q: Any, p: Any, beta: Any, epsilon: float, alpha: Any, kernel: Any, scores: Any, negligible: float
@@ -64,13 +54,12 @@ def _absorb(
     inverse, least = 1.0 / epsilon, number(negligible)
     for i in range(n):
         row, plan = cost[i], kernel[i]
-        top = -np.inf
         for j in range(m):
             scores[j] = (beta[j] - row[j]) * inverse + log_q[j]
-            top = scores[j] if scores[j] > top else top
+        top = largest(scores, m)
         total = number(0)
         for j in range(m):
-            e = _exp(number(scores[j] - top))
+            e = exp(number(scores[j] - top))
             e = e if e > least else number(0)
             plan[j] = e
             total += e

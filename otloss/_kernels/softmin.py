@@ -8,8 +8,7 @@ buffer, what is summed up so far is brought to the new maximum, and the terms of
 the dtype of the costs. A potential in float64 over costs in float32 is first moved by its own maximum, in float64: what
 is then rounded to float32 is, for every bin that matters, no larger than the range of the costs.
 
-Slow twins: `otloss.costs._cost.softmin_in_torch` and `Cost.plan_slopes`. The kernels of this file share its inlined
-parts: a change in another file would not be seen by what numba keeps on disk.
+Slow twins: `otloss.costs._cost.softmin_in_torch` and `Cost.plan_slopes`.
 """
 
 from __future__ import annotations
@@ -19,20 +18,10 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from numba import njit, prange, types
-from numba.extending import overload
+from numba import njit, prange
 from torch import Tensor
 
-from otloss._kernels._compile import (
-    as_many_threads_as_torch,
-    bits_of_float32,
-    bits_of_float64,
-    compiled,
-    exp32,
-    exp64,
-    float32_of_bits,
-    float64_of_bits,
-)
+from otloss._kernels._compile import as_many_threads_as_torch, compiled, exp, largest
 
 F32, F64 = np.float32, np.float64
 PIECE = 1024  # scores of a row made at a time
@@ -40,48 +29,6 @@ ROWS = 16  # rows that are gone through for one problem after the other while th
 SQUARED, EUCLIDEAN, ABSOLUTE = 0, 1, 2
 
 _kernel = compiled(parallel=True)
-
-
-def _exp(x: Any) -> Any:
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_exp, jit_options={"fastmath": {"contract"}})
-def _exp_of_its_width(x: Any) -> Any:
-    def narrow(x: Any) -> Any:
-        return exp32(x)
-
-    def wide(x: Any) -> Any:
-        return exp64(x)
-
-    return narrow if x == types.float32 else wide
-
-
-def _largest(scores: Any, count: int) -> Any:
-    raise NotImplementedError("compiled code only")
-
-
-@overload(_largest)
-def _largest_of_its_width(scores: Any, count: Any) -> Any:
-    # The bits of floats, read as whole numbers and with those of negative ones flipped, are ordered as the floats are:
-    # the compiler vectorises the maximum of whole numbers, and that of floats only one by one.
-    def narrow(scores: Any, count: Any) -> Any:
-        top = np.int32(-(2**31))
-        for j in range(count):
-            bits = bits_of_float32(scores[j])
-            bits = np.int32(bits ^ ((bits >> np.int32(31)) & np.int32(2**31 - 1)))
-            top = bits if bits > top else top
-        return float32_of_bits(np.int32(top ^ ((top >> np.int32(31)) & np.int32(2**31 - 1))))
-
-    def wide(scores: Any, count: Any) -> Any:
-        top = np.int64(-(2**63))
-        for j in range(count):
-            bits = bits_of_float64(scores[j])
-            bits = bits ^ ((bits >> np.int64(63)) & np.int64(2**63 - 1))
-            top = bits if bits > top else top
-        return float64_of_bits(top ^ ((top >> np.int64(63)) & np.int64(2**63 - 1)))
-
-    return narrow if scores.dtype == types.float32 else wide
 
 
 @njit(fastmath={"reassoc", "nsz"})
@@ -106,17 +53,17 @@ def _terms(scores: Any, count: int, inverse: Any, state: Any) -> bool:
     `state[1]` is then the factor that brings earlier sums to that maximum. `inverse` is 1 / eps, or 0 where nothing
     but the maximum is asked for. False if no bin of the piece takes part.
     """
-    top = _largest(scores, count)
+    top = largest(scores, count)
     if top == -np.inf:
         return False
     state[1] = 1.0
     if top > state[0]:
-        state[1] = _exp((state[0] - top) * inverse) if inverse > 0 else 0.0
+        state[1] = exp((state[0] - top) * inverse) if inverse > 0 else 0.0
         state[0] = top
     top = state[0]
     if inverse > 0:
         for j in range(count):
-            scores[j] = _exp((scores[j] - top) * inverse)
+            scores[j] = exp((scores[j] - top) * inverse)
     return True
 
 
