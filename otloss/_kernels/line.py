@@ -1,4 +1,4 @@
-"""Transport on the line, row by row: both closed forms, and their slopes.
+"""Transport on the line by cumulative distributions, row by row: the values, and their slopes.
 
 Rows are problems. An operand with one row serves them all. Weights and positions are float32 or float64, C-contiguous;
 sums, levels and differences are float64. `order_x` (rows, n) sorts the positions of a row.
@@ -32,7 +32,7 @@ def _mass(weights: Any) -> Any:
 
 
 @compiled()
-def _balance(p: Any, q: Any, tolerance: float) -> Any:
+def balance(p: Any, q: Any, tolerance: float) -> Any:
     """Return the factors that bring both masses to their mean; NaN where p and q are no pair of histograms."""
     mass_p, mass_q = _mass(p), _mass(q)
     mean, apart = (mass_p + mass_q) / 2, abs(mass_p - mass_q)
@@ -43,7 +43,7 @@ def _balance(p: Any, q: Any, tolerance: float) -> Any:
 
 
 @compiled()
-def _price(difference: float, order: float) -> float:
+def price(difference: float, order: float) -> float:
     if order == 1.0:
         return abs(difference)
     if order == 2.0:
@@ -52,7 +52,7 @@ def _price(difference: float, order: float) -> float:
 
 
 @compiled()
-def _slope(difference: float, order: float) -> float:
+def slope(difference: float, order: float) -> float:
     if order == 2.0:
         return 2.0 * difference
     sign = 1.0 if difference > 0 else (-1.0 if difference < 0 else 0.0)
@@ -62,23 +62,20 @@ def _slope(difference: float, order: float) -> float:
 
 
 @compiled()
-def _share(problems: int, thread: int, threads: int) -> tuple[int, int]:
+def share_of(problems: int, thread: int, threads: int) -> tuple[int, int]:
     return problems * thread // threads, problems * (thread + 1) // threads
 
 
 @compiled()
-def _row(operand: Any, row: int) -> Any:
+def row_of(operand: Any, row: int) -> Any:
     return operand[row if operand.shape[0] > 1 else 0]
 
 
 @compiled()
-def _put(values: Any, factor: float, target: Any, row: int) -> None:
+def put(values: Any, factor: float, target: Any, row: int) -> None:
     if target.shape[0] > 0:
         for k in range(target.shape[1]):
             target[row, k] = values[k] * factor
-
-
-# ------------------------------------------------------------------------------------- cumulative distributions
 
 
 @compiled()
@@ -94,7 +91,7 @@ def _cdf_value(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float)
     for k in range(gaps.shape[0]):
         at = order[k]
         apart += p[at] * scale_p - q[at] * scale_q
-        total += gaps[k] * _price(apart, power)
+        total += gaps[k] * price(apart, power)
     return total
 
 
@@ -105,17 +102,17 @@ def _cdf_values(problem: Any, settings: Any, values: Any, scales: Any, share: An
     gaps = np.empty(x.shape[1] - 1)
     for r in range(share[0], share[1]):
         if r == share[0] or x.shape[0] > 1:
-            _gaps(_row(x, r), _row(order, r), gaps)
-        scale_p, scale_q = _balance(_row(p, r), _row(q, r), tolerance)
+            _gaps(row_of(x, r), row_of(order, r), gaps)
+        scale_p, scale_q = balance(row_of(p, r), row_of(q, r), tolerance)
         scales[0, r], scales[1, r] = scale_p, scale_q
-        values[r] = _cdf_value(_row(p, r), _row(q, r), (scale_p, scale_q), gaps, _row(order, r), power)
+        values[r] = _cdf_value(row_of(p, r), row_of(q, r), (scale_p, scale_q), gaps, row_of(order, r), power)
 
 
 @compiled(parallel=True)
 def cdf_values(problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
     """Write sum_k gap_k |F_k - G_k|^power of each problem (p, q, x, order_x); settings are (power, tolerance)."""
     for thread in prange(threads):
-        _cdf_values(problem, settings, values, scales, _share(scales.shape[1], thread, threads))
+        _cdf_values(problem, settings, values, scales, share_of(scales.shape[1], thread, threads))
 
 
 @compiled()
@@ -132,8 +129,8 @@ def _cdf_slopes_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power
             front = min(front, k)
             back = k
         apart += p[at] * scale_p - q[at] * scale_q
-        slopes[k] = gaps[k] * _slope(apart, power) if k < n - 1 else 0.0
-        here = _price(apart, power) if k < n - 1 else 0.0
+        slopes[k] = gaps[k] * slope(apart, power) if k < n - 1 else 0.0
+        here = price(apart, power) if k < n - 1 else 0.0
         by_x[at] = before - here
         before = here
     one_sided = power == 1.0 and front < n
@@ -167,201 +164,16 @@ def _cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: 
     gaps, out = np.empty(n - 1), np.empty((4, n))
     for r in range(share[0], share[1]):
         if r == share[0] or x.shape[0] > 1:
-            _gaps(_row(x, r), _row(order, r), gaps)
+            _gaps(row_of(x, r), row_of(order, r), gaps)
         scale = (scales[0, r], scales[1, r])
-        _cdf_slopes_of_row(_row(p, r), _row(q, r), scale, gaps, _row(order, r), power, out)
-        _put(out[0], upstream[r], by_p, r)
-        _put(out[1], upstream[r], by_q, r)
-        _put(out[2], upstream[r], by_x, r)
+        _cdf_slopes_of_row(row_of(p, r), row_of(q, r), scale, gaps, row_of(order, r), power, out)
+        put(out[0], upstream[r], by_p, r)
+        put(out[1], upstream[r], by_q, r)
+        put(out[2], upstream[r], by_x, r)
 
 
 @compiled(parallel=True)
 def cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
     """Write the slopes of `cdf_values` into `slopes`, (by_p, by_q, by_x), those without rows left out."""
     for thread in prange(threads):
-        _cdf_slopes(problem, power, upstream, scales, slopes, _share(scales.shape[1], thread, threads))
-
-
-# --------------------------------------------------------------------------------------------- merged quantiles
-
-# One side of a problem: its bins with mass, sorted, as rows of a float64 and an int64 array. Levels come behind a 0.
-_LEVEL, _PLACE, _PRICE, _FORCE, _BY_WEIGHT, _BY_PLACE = range(6)
-_OCCUPIED, _PARTNER = range(2)
-_ONE = np.uint64(1)  # an index of this type needs no test whether it is negative
-
-
-@compiled()
-def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> Any:
-    """Write index, cumulative mass and position of the bins that hold mass; return how many they are."""
-    (scale_p, scale_q), (order_x, order_y), (side_p, side_q) = scales, orders, sides
-    levels_p, levels_q, places_p, places_q = side_p[_LEVEL], side_q[_LEVEL], side_p[_PLACE], side_q[_PLACE]
-    occupied_p, occupied_q = bins[0][_OCCUPIED], bins[1][_OCCUPIED]
-    n, m, level_p, level_q = order_x.shape[0], order_y.shape[0], 0.0, 0.0
-    count_p, count_q = np.uint64(0), np.uint64(0)
-    for k in range(max(n, m)):  # both sums at once, as each has to wait for itself
-        if k < n:
-            at = np.uint32(order_x[k])
-            level_p += p[at] * scale_p
-            occupied_p[count_p], levels_p[count_p + _ONE], places_p[count_p] = k, level_p, x[at]
-            count_p += np.uint64(p[at] > 0)
-        if k < m:
-            at = np.uint32(order_y[k])
-            level_q += q[at] * scale_q
-            occupied_q[count_q], levels_q[count_q + _ONE], places_q[count_q] = k, level_q, y[at]
-            count_q += np.uint64(q[at] > 0)
-    return np.int64(count_p), np.int64(count_q)
-
-
-@compiled()
-def _merged_value(levels_p: Any, levels_q: Any, x: Any, y: Any, sizes: Any, order: float) -> float:
-    """Walk over the merged levels from both ends at once, as every step has to wait for the one before it."""
-    n, m = sizes
-    if n == 0 or m == 0:
-        return 0.0
-    low, high, total, rest = 0.0, levels_p[n], 0.0, 0.0
-    # The last levels agree up to rounding: neither may be passed before the other one is reached.
-    levels_p[0] = levels_q[0] = -np.inf
-    levels_p[n] = levels_q[m] = np.inf
-    i, j, k, o = np.uint64(0), np.uint64(0), np.uint64(n - 1), np.uint64(m - 1)
-    for _ in range((n + m - 1) // 2):
-        next_p, next_q = levels_p[i + _ONE], levels_q[j + _ONE]
-        following = next_p if next_p <= next_q else next_q
-        total += (following - low) * _price(x[i] - y[j], order)
-        low = following
-        from_p = np.uint64(next_p <= next_q)
-        i += from_p
-        j += _ONE - from_p
-        last_p, last_q = levels_p[k], levels_q[o]
-        previous = last_q if last_q >= last_p else last_p
-        rest += (high - previous) * _price(x[k] - y[o], order)
-        high = previous
-        from_q = np.uint64(last_q >= last_p)
-        o -= from_q
-        k -= _ONE - from_q
-    if (n + m) % 2 == 0:  # an odd number of cells: the one in the middle is left
-        total += (high - low) * _price(x[i] - y[j], order)
-    return total + rest
-
-
-@compiled()
-def _merged_values(problem: Any, settings: Any, values: Any, scales: Any, share: Any) -> None:
-    p, q, x, y, order_x, order_y = problem
-    order, tolerance = settings
-    n, m = x.shape[1], y.shape[1]
-    sides = (np.empty((2, n + 1)), np.empty((2, m + 1)))
-    bins = (np.empty((1, n), np.int64), np.empty((1, m), np.int64))
-    for r in range(share[0], share[1]):
-        p_row, q_row, x_row, y_row, orders = (
-            _row(p, r),
-            _row(q, r),
-            _row(x, r),
-            _row(y, r),
-            (_row(order_x, r), _row(order_y, r)),
-        )
-        scale = _balance(p_row, q_row, tolerance)
-        scales[0, r], scales[1, r] = scale
-        values[r] = 0.0
-        if scale[0] > 0:
-            sizes = _levels(p_row, q_row, scale, x_row, y_row, orders, sides, bins)
-            values[r] = _merged_value(
-                sides[0][_LEVEL], sides[1][_LEVEL], sides[0][_PLACE], sides[1][_PLACE], sizes, order
-            )
-
-
-@compiled(parallel=True)
-def merged_values(problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
-    """Write the cost of matching quantiles of (p, q, x, y, order_x, order_y); settings are (order, tolerance)."""
-    for thread in prange(threads):
-        _merged_values(problem, settings, values, scales, _share(scales.shape[1], thread, threads))
-
-
-@compiled()
-def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, order: float) -> None:
-    """Write the slopes in the positions, and for each bin the partner that it meets last."""
-    n, m = sizes
-    levels_p, levels_q, x, y = side_p[_LEVEL, 1:], side_q[_LEVEL, 1:], side_p[_PLACE], side_q[_PLACE]
-    by_x, by_y = side_p[_FORCE], side_q[_FORCE]
-    mass = levels_p[n - 1]
-    levels_p[n - 1] = levels_q[m - 1] = np.inf
-    by_x[:n] = 0.0
-    by_y[:m] = 0.0
-    i, j, level = 0, 0, 0.0
-    for step in range(n + m - 1):
-        following = min(min(levels_p[i], levels_q[j]), mass)
-        force = (following - level) * _slope(x[i] - y[j], order)
-        level = following
-        by_x[i] += force
-        by_y[j] -= force
-        partner_p[i] = j
-        partner_q[j] = i
-        if step < n + m - 2:
-            from_p = levels_p[i] <= levels_q[j]
-            i += from_p
-            j += 1 - from_p
-
-
-@compiled()
-def _prices(x: Any, y: Any, partner: Any, n: int, order: float, prices: Any) -> None:
-    """Write potentials: neighbours differ by what they cost with the partner that the first of them meets last."""
-    prices[n - 1] = 0.0
-    for i in range(n - 2, -1, -1):
-        there = y[partner[i]]
-        prices[i] = prices[i + 1] + (_price(x[i] - there, order) - _price(x[i + 1] - there, order))
-
-
-@compiled()
-def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: float, order: float) -> None:
-    """Write the slopes of all bins; an empty one pays the partner that the bin before it meets last."""
-    prices, places, forces = side[_PRICE], side[_PLACE], side[_FORCE]
-    occupied, partner = bins[_OCCUPIED], bins[_PARTNER]
-    by_weight, by_place = side[_BY_WEIGHT], side[_BY_PLACE]
-    size, total, count = order_x.shape[0], 0.0, 0
-    for k in range(size):
-        at = order_x[k]
-        if count < n and occupied[count] == k:
-            price, by_place[at] = prices[count], forces[count]
-            count += 1
-        else:
-            near = max(count - 1, 0)
-            there = y[partner[near] if count > 0 else 0]
-            price = prices[near] + _price(x[at] - there, order) - _price(places[near] - there, order)
-            by_place[at] = 0.0
-        by_weight[at] = price
-        total += price
-    for k in range(size):
-        by_weight[k] = (by_weight[k] - total / size) * scale
-
-
-@compiled()
-def _merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, share: Any) -> None:
-    p, q, x, y, order_x, order_y = problem
-    by_p, by_q, by_x, by_y = slopes
-    n, m = x.shape[1], y.shape[1]
-    sides = (np.empty((6, n + 1)), np.empty((6, m + 1)))
-    bins = (np.empty((2, n), np.int64), np.empty((2, m), np.int64))
-    side_p, side_q, bins_p, bins_q = sides[0], sides[1], bins[0], bins[1]
-    for r in range(share[0], share[1]):
-        scale = (scales[0, r], scales[1, r])
-        x_row, y_row, orders = _row(x, r), _row(y, r), (_row(order_x, r), _row(order_y, r))
-        some, others = _levels(_row(p, r), _row(q, r), scale, x_row, y_row, orders, sides, bins)
-        if some == 0 or others == 0:
-            side_p[_BY_WEIGHT:] = 0.0
-            side_q[_BY_WEIGHT:] = 0.0
-        else:
-            _walk(side_p, side_q, bins_p[_PARTNER], bins_q[_PARTNER], (some, others), order)
-            places_p, places_q = side_p[_PLACE], side_q[_PLACE]
-            _prices(places_p, places_q, bins_p[_PARTNER], some, order, side_p[_PRICE])
-            _prices(places_q, places_p, bins_q[_PARTNER], others, order, side_q[_PRICE])
-            _spread(x_row, orders[0], side_p, bins_p, some, places_q, scale[0], order)
-            _spread(y_row, orders[1], side_q, bins_q, others, places_p, scale[1], order)
-        _put(side_p[_BY_WEIGHT], upstream[r], by_p, r)
-        _put(side_q[_BY_WEIGHT], upstream[r], by_q, r)
-        _put(side_p[_BY_PLACE], upstream[r], by_x, r)
-        _put(side_q[_BY_PLACE], upstream[r], by_y, r)
-
-
-@compiled(parallel=True)
-def merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
-    """Write the slopes of `merged_values` into `slopes`, (by_p, by_q, by_x, by_y), those without rows left out."""
-    for thread in prange(threads):
-        _merged_slopes(problem, order, upstream, scales, slopes, _share(scales.shape[1], thread, threads))
+        _cdf_slopes(problem, power, upstream, scales, slopes, share_of(scales.shape[1], thread, threads))

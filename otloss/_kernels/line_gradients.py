@@ -1,4 +1,4 @@
-"""The kernels of `line` as differentiable functions of torch tensors.
+"""The kernels of `line` and `quantiles` as differentiable functions of torch tensors.
 
 The gradient is computed by kernels as well. Where a graph of it is asked for (create_graph=True), it is that of the
 slow twin, which the caller hands over: so second derivatives are those of the twin too, and never silently zero.
@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss._kernels import line, sorting
+from otloss._kernels import line, quantiles, sorting
 from otloss._kernels._compile import as_many_threads_as_torch
 
 
@@ -41,7 +41,7 @@ def cdf(power: float, twin: Callable[..., Tensor]) -> Closed:
 
 def merged(order: float, twin: Callable[..., Tensor]) -> Closed:
     """The cost of matching quantiles, of (p, q, x, y)."""
-    return Closed(line.merged_values, line.merged_slopes, float(order), twin)
+    return Closed(quantiles.merged_values, quantiles.merged_slopes, float(order), twin)
 
 
 def value_of(closed: Closed, tensors: tuple[Tensor, ...], tolerance: float) -> Tensor | None:
