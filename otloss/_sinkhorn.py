@@ -13,6 +13,7 @@ from otloss._entropic.graph import implicit_state, unrolled_state
 from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem
 from otloss._entropic.search import find_potentials, report
 from otloss._entropic.value import envelope_value
+from otloss._geomloss import with_start
 from otloss.costs import Cost, as_cost
 
 
@@ -42,7 +43,9 @@ def sinkhorn(
             start: potentials (f, g) of a similar problem.
             strict: raise where a problem does not converge, in place of a `ConvergenceWarning`.
             impl: "compiled", scaling form on the CPU, for matrices; "torch", log domain, any cost and device;
-                "auto", the first for balanced problems of up to 2**20 entries on a CPU, else the second.
+                "geomloss", the same from a start by GeomLoss, for one pair of clouds; "auto", the first for balanced
+                problems of up to 2**20 entries on a CPU, the last for large clouds on a GPU that has KeOps, else the
+                second.
 
     Returns:
         (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p, q
@@ -147,7 +150,7 @@ def value_of(
         report(found, settings, problem.cost.dtype)
         value = state.value(problem)
     else:
-        found = find_potentials(problem, settings, symmetric=symmetric)
+        found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric)
         if settings.grad == "implicit":
             value = implicit_state(problem, found).value(problem)
         else:

@@ -24,6 +24,7 @@ from otloss._entropic.value import (
     rounded_linear_cost,
 )
 from otloss._exact import ExactSolution, exact_problem, exact_value, solve_exact
+from otloss._geomloss import with_start
 from otloss.costs import Cost
 
 
@@ -154,7 +155,7 @@ class _Entropic(Transport):
             self._state, found = unrolled_state(problem, settings)
             report(found, settings, problem.cost.dtype)
         else:
-            found = find_potentials(problem, settings)
+            found = find_potentials(problem, with_start(problem, settings))
             if settings.grad == "implicit":
                 self._state = implicit_state(problem, found)
         self._found: Potentials = found

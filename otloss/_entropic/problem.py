@@ -14,7 +14,7 @@ from otloss._histograms import histogram_pair
 from otloss.costs import Cost, as_cost
 
 GRADS = ("envelope", "implicit", "unrolled")
-IMPLS = ("auto", "compiled", "torch")
+IMPLS = ("auto", "compiled", "torch", "geomloss")
 RELATIVE_TO = (None, "mean_cost")
 # Sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
 DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
