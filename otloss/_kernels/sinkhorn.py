@@ -227,12 +227,17 @@ def _one(
     """One problem of mass one; f and g come in as the start and leave as the answer, on all bins."""
     rows, columns = np.flatnonzero(p > negligible), np.flatnonzero(q > negligible)
     n, m = rows.shape[0], columns.shape[0]
-    block, kernel = np.empty((n, m), cost.dtype), np.empty((n, m), cost.dtype)
-    largest = 0.0
+    kernel = np.empty((n, m), cost.dtype)
+    if n == cost.shape[0] and m == cost.shape[1]:
+        block = cost
+    else:
+        block = np.empty((n, m), cost.dtype)
+        for i in range(n):
+            for j in range(m):
+                block[i, j] = cost[rows[i], columns[j]]
+    highest = 0.0
     for i in range(n):
-        for j in range(m):
-            block[i, j] = cost[rows[i], columns[j]]
-            largest = max(largest, np.float64(block[i, j]))
+        highest = max(highest, np.float64(largest(block[i], m)))
     log_p, log_q, alpha, beta = np.log(p[rows]), np.log(q[columns]), np.zeros(n), g[columns]
     a, b = p[rows].astype(cost.dtype), q[columns].astype(cost.dtype)
     u, v, sums, scores = np.empty(n, cost.dtype), np.empty(m, cost.dtype), np.empty(m, cost.dtype), np.empty(m)
@@ -242,7 +247,7 @@ def _one(
         )
     else:
         done, step = 0, epsilon
-        while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * largest:
+        while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
             step /= STAGE_FACTOR
         while True:
             last = step <= epsilon

@@ -1,0 +1,288 @@
+"""Sorting, ranking and picking the largest entries as entropic transport: smooth, with derivatives of every order.
+
+The n entries of a row x, of weight 1/n each, are transported to increasing places on the line at a squared cost. With
+u = (x - min x) / (max x - min x), so that nothing depends on the offset and scale of x,
+
+    sort, rank    places t_j = (j - 1) / (n - 1) for j = 1, ..., n, of weight 1/n, and S = n P:
+                  S_ij = exp(2 u_i t_j / epsilon + a_i + b_j)       rows and columns sum to one
+                  soft_sort(x) = S^T x,   soft_rank(x) = S (1, ..., n)
+    top k         places 0 and 1, of weights (n - k)/n and k/n: what is sent to 1 is
+                  mask_i = 1 / (1 + exp(theta - 2 u_i / epsilon))    theta such that they sum to k
+
+(M. Cuturi, O. Teboul, J.-P. Vert, Differentiable Ranking and Sorting using Optimal Transport, 2019, arXiv 1905.11885;
+Y. Xie et al., Differentiable Top-k with Optimal Transport, 2020, arXiv 2002.06504.) As epsilon falls to 0, S becomes
+the permutation that sorts x, with equal shares among equal entries.
+
+b solves n equations by Newton's method, from the potentials of the exact problem: there place j and place j + 1 are
+worth the same to a value between the j-th and the (j + 1)-th smallest. That start is so near, whatever epsilon is, that
+half a dozen steps do. Derivatives come from the equations that hold at the solution, not from the way to it. For a
+change dZ of the scores 2 u_i t_j / epsilon,
+
+    dS = S * (dZ + da 1^T + 1 db^T),    da + S db = -(S * dZ) 1,    S^T da + db = -(S * dZ)^T 1
+
+and d theta = sum_i w_i dz_i / sum_i w_i with w = mask (1 - mask). All of it is computed in float64.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._checks import check_finite, check_floating, check_positive
+
+# Entries of a row that a plan is made for: two matrices of this size take a quarter of a GiB.
+_LARGEST_PLAN = 4096
+# Below, the scores 2 / epsilon carry so few digits behind the point that the answer is no better than torch.sort's.
+_LEAST_EPSILON = 1e-8
+_NEWTON_STEPS, _BISECTIONS = 50, 200
+# Of the columns' sums. The scores are rounded to 2e-16 of 2 / epsilon, and the sums with them.
+_TOLERANCE, _ROUNDING = 1e-11, 1e-15
+# Where the plan falls into parts that hardly exchange mass, their equations are singular to rounding; the plan and its
+# derivatives do not feel what this adds.
+_RIDGE = 1e-12
+
+
+def soft_sort(
+    x: Float[Tensor, "*batch n"], *, epsilon: float = 0.01, descending: bool = False
+) -> Float[Tensor, "*batch n"]:
+    """Return the sorted entries of each row, each a mean over the entries that are near it in value.
+
+    Args:
+        x: (..., n) finite, n from 1 to 4096.
+        epsilon: relative to the squared range of the row, at least 1e-8. Entries about sqrt(epsilon / 2) of the range
+            apart mix; much less than that yields the sorted entries themselves and derivatives that are nearly those of
+            a permutation.
+        descending: largest first.
+
+    Returns:
+        (..., n) in the dtype and unit of x, with the sum of x. `soft_sort(a x + b) = a soft_sort(x) + b` for a > 0.
+        Differentiable any number of times, except where the row's largest or smallest entry is shared: the range has a
+        kink there, and the gradient is a subgradient. A row of equal entries is returned as it is, every entry with the
+        gradient of the mean. Costs O(n^3) per row, and as much again for the gradient; holds n^2 numbers per row.
+
+    Raises:
+        TypeError: if x is no floating tensor, or epsilon no number.
+        ValueError: if x has no entries or more than 4096, or is not finite, or epsilon is too small.
+
+    Source:
+        M. Cuturi, O. Teboul, J.-P. Vert, Differentiable Ranking and Sorting using Optimal Transport, 2019.
+
+    Example:
+        >>> soft_sort(torch.tensor([3.0, 1.0, 2.0]), epsilon=1e-3)
+        tensor([1., 2., 3.])
+        >>> soft_sort(torch.tensor([3.0, 1.0, 2.0]), epsilon=0.5)
+        tensor([1.4674, 2.0000, 2.5326])
+    """
+    _check("soft_sort", x, epsilon)
+    low, spread, u = _in_units_of_range(x)
+    found = low + spread * (_plan(u, epsilon).mT @ u.unsqueeze(-1)).squeeze(-1)
+    return (found.flip(-1) if descending else found).to(x.dtype)
+
+
+def soft_rank(
+    x: Float[Tensor, "*batch n"], *, epsilon: float = 0.01, descending: bool = False
+) -> Float[Tensor, "*batch n"]:
+    """Return the rank of each entry in its row, from 1 for the smallest to n for the largest, made smooth.
+
+    Args:
+        x: (..., n) finite, n from 1 to 4096.
+        epsilon: as for `soft_sort`; as it falls to 0, equal entries get the mean of the ranks they take up.
+        descending: 1 for the largest.
+
+    Returns:
+        (..., n) in the dtype of x, between 1 and n, with the sum n (n + 1) / 2; unchanged by `a x + b` with a > 0.
+        Differentiable as `soft_sort` is, at its price. In a row of equal entries every rank is (n + 1) / 2; ranks jump
+        there, so there is no derivative, and the gradient is 0.
+
+    Raises:
+        TypeError, ValueError: as for `soft_sort`.
+
+    Source:
+        M. Cuturi, O. Teboul, J.-P. Vert, Differentiable Ranking and Sorting using Optimal Transport, 2019.
+
+    Example:
+        >>> soft_rank(torch.tensor([10.0, -5.0, 10.0, 40.0]), epsilon=1e-3)
+        tensor([2.5000, 1.0000, 2.5000, 4.0000])
+    """
+    _check("soft_rank", x, epsilon)
+    _, _, u = _in_units_of_range(x)
+    n = x.shape[-1]
+    ranks = torch.arange(1, n + 1, dtype=u.dtype, device=u.device)
+    found = _plan(u, epsilon) @ ranks
+    return (n + 1 - found if descending else found).to(x.dtype)
+
+
+def soft_top_k(x: Float[Tensor, "*batch n"], k: int, *, epsilon: float = 0.1) -> Float[Tensor, "*batch n"]:
+    """Return a mask of the k largest entries of each row, made smooth: shares in [0, 1] that sum to k.
+
+    Args:
+        x: (..., n) finite, n at least 1.
+        k: from 0 to n.
+        epsilon: relative to the squared range of the row, at least 1e-8. Shares go from 0.1 to 0.9 over 2.2 epsilon
+            of the range; as it falls to 0 the k largest get 1, and those that tie for the last places equal parts.
+
+    Returns:
+        (..., n) in the dtype of x, unchanged by `a x + b` with a > 0. Differentiable as `soft_rank` is; in a row of
+        equal entries every share is k / n, with the gradient 0. Costs O(n) per row after a sort.
+
+    Raises:
+        TypeError: if x is no floating tensor, epsilon no number, or k no whole number.
+        ValueError: if k is not within 0 to n, x has no entries or is not finite, or epsilon is too small.
+
+    Source:
+        Y. Xie et al., Differentiable Top-k with Optimal Transport, 2020.
+
+    Example:
+        >>> soft_top_k(torch.tensor([0.1, 0.9, 0.4, 0.8]), 2, epsilon=1e-3)
+        tensor([0., 1., 0., 1.])
+        >>> soft_top_k(torch.tensor([0.0, 1.0, 0.5, 0.7]), 2, epsilon=0.2)
+        tensor([0.0026, 0.9827, 0.2764, 0.7384])
+    """
+    _check("soft_top_k", x, epsilon)
+    n = x.shape[-1]
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k is a {type(k).__name__}, expected a whole number.")
+    if not 0 <= k <= n:
+        raise ValueError(f"k is {k}, expected 0 to {n}, the number of entries in a row of x.")
+    _, _, u = _in_units_of_range(x)
+    if k in (0, n):
+        return (0 * u + (k > 0)).to(x.dtype)  # the same for every x, and in its graph
+    beside = u.detach().topk(k + 1, dim=-1).values[..., k - 1 :].mean(-1, keepdim=True)
+    # The mask does not depend on what is taken off all of u; with the threshold near 0 no digits are lost there.
+    scores = 2 * (u - beside) / epsilon
+    threshold: Tensor = _Threshold.apply(scores, k)
+    return torch.sigmoid(scores - threshold).to(x.dtype)
+
+
+def _check(function: str, x: Any, epsilon: Any) -> None:
+    check_floating("x", x)
+    if x.dim() == 0 or x.shape[-1] == 0:
+        raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n) with at least one entry.")
+    if x.device.type == "mps":
+        raise ValueError(f"x is on {x.device}, where there is no float64, which {function} needs; pass x.cpu().")
+    if function != "soft_top_k" and x.shape[-1] > _LARGEST_PLAN:
+        raise ValueError(
+            f"x has {x.shape[-1]} entries in a row, expected at most {_LARGEST_PLAN}: {function} solves n equations "
+            "with an n x n matrix. soft_top_k takes rows of any length, and so does torch.sort, whose values have "
+            "gradients too."
+        )
+    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
+        raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number.")
+    if check_positive("epsilon", epsilon) < _LEAST_EPSILON:
+        raise ValueError(f"epsilon is {epsilon}, expected at least {_LEAST_EPSILON}; the limit 0 is torch.sort.")
+    check_finite("x", x)
+
+
+def _in_units_of_range(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the smallest entry, the range and u, in float64; u is 0, without a slope, where the range is."""
+    wide = x.to(torch.float64)
+    low = wide.amin(-1, keepdim=True)
+    spread = wide.amax(-1, keepdim=True) - low
+    if torch.isinf(spread.detach()).any():
+        raise ValueError("the range of a row of x is beyond float64, expected less than 1.7e308; rescale x.")
+    flat = spread == 0
+    u = (wide - low) / spread.masked_fill(flat, 1.0)
+    return low, spread, u.masked_fill(flat, 0.0)
+
+
+def _plan(u: Tensor, epsilon: float) -> Float[Tensor, "*batch n n"]:
+    """S, with its graph in u."""
+    n = u.shape[-1]
+    places = torch.linspace(0, 1, n, dtype=u.dtype, device=u.device)
+    scores = (2 / epsilon) * u.unsqueeze(-1) * places
+    ascending = u.detach().sort(-1).values
+    between = (ascending[..., 1:] + ascending[..., :-1]) / (epsilon * max(n - 1, 1))
+    start = -torch.cat([torch.zeros_like(u[..., :1]), between.cumsum(-1)], -1).detach()
+    plan: Tensor = _Balanced.apply(scores, start, max(_TOLERANCE, _ROUNDING / epsilon))
+    return plan
+
+
+class _Balanced(torch.autograd.Function):
+    """exp(scores + a_i + b_j) with rows and columns that sum to one."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, start: Tensor, tolerance: float) -> Tensor:
+        plan = _balance(scores, start, tolerance)
+        ctx.save_for_backward(plan)
+        return plan
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
+        # In terms of the plan, which is this function's own output: so this can be differentiated again.
+        (plan,), (upstream,) = ctx.saved_tensors, gradients
+        weighted = plan * upstream
+        by_rows, by_columns = weighted.sum(-1, keepdim=True), weighted.sum(-2).unsqueeze(-1)
+        b = torch.linalg.solve(_exchange(plan), by_columns - plan.mT @ by_rows)
+        a = by_rows - plan @ b
+        return plan * (upstream - a - b.mT), None, None
+
+
+def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
+    """Newton's method on b; a keeps the rows' sums at one throughout.
+
+    The function whose slopes the columns' errors are has a third derivative of at most the spread of a step times the
+    second, which makes a step shortened to log(1 + spread) / spread go uphill always.
+    """
+    for _ in range(_NEWTON_STEPS):
+        plan = torch.softmax(scores + b.unsqueeze(-2), -1)
+        lack = 1 - plan.sum(-2)
+        off = lack.abs().amax(-1, keepdim=True)
+        unfinished = off > tolerance
+        if not bool(unfinished.any()):
+            return plan
+        step = torch.linalg.solve(_exchange(plan), lack.unsqueeze(-1)).squeeze(-1)
+        spread = (step.amax(-1, keepdim=True) - step.amin(-1, keepdim=True)).clamp(min=torch.finfo(b.dtype).tiny)
+        b = torch.where(unfinished, b + torch.log1p(spread) / spread * step, b)
+    raise RuntimeError(
+        f"{int(unfinished.sum())} rows were not sorted to the tolerance in {_NEWTON_STEPS} steps of Newton's method, "
+        f"the worst with an error of {float(off.max()):.3g} where {tolerance:.3g} was expected; raise epsilon."
+    )
+
+
+def _exchange(plan: Tensor) -> Tensor:
+    """diag(S^T 1) - S^T S, what columns exchange through rows, made regular: it leaves a constant in b undecided."""
+    n = plan.shape[-1]
+    identity = torch.eye(n, dtype=plan.dtype, device=plan.device)
+    return torch.diag_embed(plan.sum(-2)) - plan.mT @ plan + 1 / n + _RIDGE * identity
+
+
+class _Threshold(torch.autograd.Function):
+    """theta (..., 1) with sum_i sigmoid(scores_i - theta) = k."""
+
+    @staticmethod
+    def forward(ctx: Any, scores: Tensor, k: int) -> Tensor:
+        threshold = _find_threshold(scores, k)
+        ctx.save_for_backward(scores, threshold)
+        return threshold
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        scores, threshold = ctx.saved_tensors
+        logits = scores - threshold
+        # In logarithms: a wide gap beside theta leaves no weight that is not below the smallest float.
+        log_weights = torch.nn.functional.logsigmoid(logits) + torch.nn.functional.logsigmoid(-logits)
+        return gradients[0] * torch.softmax(log_weights, -1), None
+
+
+def _find_threshold(scores: Tensor, k: int) -> Tensor:
+    """Newton's method from 0, between the k-th largest score and the next; bisection where it leaves the bracket."""
+    n, enough = scores.shape[-1], 4 * torch.finfo(scores.dtype).eps
+    # Beyond log n from these two scores the shares add to more, or less, than k whatever the others are.
+    high, low = scores.topk(k + 1, dim=-1).values[..., k - 1 :].split(1, -1)
+    low, high = low - math.log(n) - 1, high + math.log(n) + 1
+    theta = torch.zeros_like(low)
+    for _ in range(_BISECTIONS):
+        shares = torch.sigmoid(scores - theta)
+        excess = shares.sum(-1, keepdim=True) - k
+        low, high = torch.where(excess > 0, theta, low), torch.where(excess < 0, theta, high)
+        done = (excess.abs() <= enough * k) | (high - low <= enough * theta.abs())
+        if bool(done.all()):
+            break
+        newton = theta + excess / (shares * (1 - shares)).sum(-1, keepdim=True)
+        inside = (newton > low) & (newton < high)
+        theta = torch.where(done, theta, torch.where(inside, newton, (low + high) / 2))
+    return theta
