@@ -1,23 +1,24 @@
-"""`python -m benchmarks [token_loss | scaling]`: run one benchmark, or all of them."""
+"""`python -m benchmarks [token_loss | scaling | solvers]`: run one benchmark, or all of them."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import scaling, token_loss
+from benchmarks import scaling, solvers, token_loss
 from benchmarks.labels import BESIDE, find_data
 from benchmarks.measure import FOLDER, Settings
 
-BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main}
+BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main, "solvers": solvers.main}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     parser.add_argument("name", nargs="?", choices=list(BENCHMARKS), help="default: all")
     parser.add_argument(
-        "--rounds", type=int, help=f"interleaved repetitions ({token_loss.ROUNDS}; scaling {scaling.ROUNDS})"
-    )
+        "--rounds", type=int, help=f"interleaved repetitions ({token_loss.ROUNDS}; scaling {scaling.ROUNDS}; solvers "
+        f"{solvers.ROUNDS})",
+    )  # fmt: skip
     parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs; keeps no results")
     parser.add_argument(
         "--data", type=Path, help=f"folder with text/*.txt and tokenizers/gpt2 (default: {'/'.join(BESIDE.parts[-2:])} "

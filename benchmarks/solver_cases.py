@@ -1,0 +1,106 @@
+"""Transport problems for the solvers benchmark, and the one ruler that all contestants are measured with.
+
+The entropic problem is `min <C, P> + epsilon KL(P | p q^T)` over plans with marginals p and q. Whatever a contestant
+returns becomes a plan; the plan is made to keep both marginals (rows scaled down, then columns, then the rest added as
+a product: J. Altschuler, J. Weed, P. Rigollet, Near-linear time approximation algorithms for optimal transport via
+Sinkhorn iteration, 2017, algorithm 2); and its objective, less the value of the dual at potentials solved tightly, is
+the gap. The dual bounds the optimum from below at any potentials, so no error of ours can flatter a gap. All of it is
+numpy in float64, apart from the library.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from scipy.special import xlogy
+from torch import Tensor
+
+import otloss
+
+Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Problems:
+    """A batch in float32: p (B, n), q (B, m), cost (B, n, m) with its largest entry 1 and its least near 0."""
+
+    p: Tensor
+    q: Tensor
+    cost: Tensor
+
+    @staticmethod
+    def random(batch: int, n: int, *, dim: int = 2, seed: int = 0, uniform: bool = False) -> Problems:
+        """Squared distances between points in a unit cube; weights uniform in (0.05, 1.05), then scaled to sum 1."""
+        generator = torch.Generator().manual_seed(seed)
+        x, y = (torch.rand(batch, n, dim, generator=generator) for _ in range(2))
+        cost = torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square()
+        p, q = (torch.rand(batch, n, generator=generator) + 0.05 for _ in range(2))
+        if uniform:
+            p, q = torch.ones_like(p), torch.ones_like(q)
+        return Problems(
+            p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), cost / cost.amax((-2, -1), keepdim=True)
+        )
+
+    def arrays(self) -> Arrays:
+        """p, q and the cost in float64, the masses exactly one."""
+        p, q = (w.double().numpy() for w in (self.p, self.q))
+        return p / p.sum(-1, keepdims=True), q / q.sum(-1, keepdims=True), self.cost.double().numpy()
+
+    def with_gradients(self) -> tuple[Tensor, Tensor, Tensor]:
+        return self.p.clone().requires_grad_(), self.q.clone().requires_grad_(), self.cost.clone().requires_grad_()
+
+
+def rounded(plan: np.ndarray, p: np.ndarray, q: np.ndarray) -> np.ndarray:
+    """The plan (..., n, m) with its marginals put right."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        plan = plan * np.fmin(1.0, p / plan.sum(-1))[..., None]
+        plan = plan * np.fmin(1.0, q / plan.sum(-2))[..., None, :]
+    # Rounding leaves a lack of -1e-17, and no plan has such mass.
+    lack_p, lack_q = np.maximum(p - plan.sum(-1), 0.0), np.maximum(q - plan.sum(-2), 0.0)
+    lack = np.maximum(lack_p.sum(-1), np.finfo(float).tiny)[..., None, None]
+    return plan + lack_p[..., None] * lack_q[..., None, :] / lack
+
+
+def objective(plan: np.ndarray, arrays: Arrays, epsilon: float) -> np.ndarray:
+    """<C, P> + epsilon KL(P | p q^T) of plans that keep the marginals."""
+    p, q, cost = arrays
+    entropy = xlogy(plan, plan).sum((-2, -1)) - xlogy(p, p).sum(-1) - xlogy(q, q).sum(-1)
+    return (cost * plan).sum((-2, -1)) + epsilon * entropy
+
+
+def plan_of(f: Tensor | np.ndarray, g: Tensor | np.ndarray, arrays: Arrays, epsilon: float) -> np.ndarray:
+    """P = p q^T exp((f + g - C) / epsilon)."""
+    p, q, cost = arrays
+    f, g = (np.asarray(t, dtype=np.float64) for t in (f, g))
+    return p[..., None] * q[..., None, :] * np.exp((f[..., None] + g[..., None, :] - cost) / epsilon)
+
+
+class Ruler:
+    """Relative duality gaps for one batch of problems at one epsilon.
+
+    Attributes:
+        dual: (B,), the dual's values at potentials solved to a marginal error of `tolerance`.
+        own: (B,), the relative gaps of those potentials themselves: how far the ruler can be off.
+    """
+
+    def __init__(self, problems: Problems, epsilon: float, *, tolerance: float = 1e-9) -> None:
+        self.arrays, self.epsilon = problems.arrays(), epsilon
+        answer = otloss.solve(
+            *map(torch.from_numpy, self.arrays), epsilon=epsilon, tolerance=tolerance, max_iterations=1_000_000
+        )
+        f, g = (t.detach().numpy() for t in answer.potentials)
+        plan = plan_of(f, g, self.arrays, epsilon)
+        p, q, _ = self.arrays
+        self.dual = (f * p).sum(-1) + (g * q).sum(-1) - epsilon * (plan.sum((-2, -1)) - 1)
+        self.own = self.gaps(plan)
+
+    def gaps(self, plan: np.ndarray) -> np.ndarray:
+        """(B,), of these plans (B, n, m); infinite where a plan is no plan."""
+        p, q, _ = self.arrays
+        plan = np.asarray(plan, dtype=np.float64)
+        sound = np.isfinite(plan).all((-2, -1)) & (plan >= 0).all((-2, -1))
+        kept = rounded(np.where(sound[:, None, None], plan, 0.0), p, q)
+        gaps: np.ndarray = (objective(kept, self.arrays, self.epsilon) - self.dual) / self.dual
+        return np.where(sound, gaps, np.inf)
