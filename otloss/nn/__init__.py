@@ -1,0 +1,33 @@
+"""The functions of this package as modules: settings and tensors in the constructor, one call in `forward`.
+
+A loss takes `reduction="mean"`, "sum" or "none" over the problems of a batch. What a module is given to hold
+(positions, trees, cost matrices, cost objects) moves with `.to()` and is kept in the `state_dict`; a
+`torch.nn.Parameter` among it is found by `.parameters()`, and so can be trained. It stays in float32 or wider when the
+model around it goes to half precision, where neighbouring positions and small costs would become equal.
+"""
+
+from otloss.nn._closed_forms import CdfDistance as CdfDistance
+from otloss.nn._closed_forms import SlicedWasserstein as SlicedWasserstein
+from otloss.nn._closed_forms import Wasserstein1d as Wasserstein1d
+from otloss.nn._closed_forms import WassersteinCircular as WassersteinCircular
+from otloss.nn._closed_forms import WassersteinTree as WassersteinTree
+from otloss.nn._soft import SoftRank as SoftRank
+from otloss.nn._soft import SoftSort as SoftSort
+from otloss.nn._soft import SoftTopK as SoftTopK
+from otloss.nn._solvers import Emd as Emd
+from otloss.nn._solvers import Sinkhorn as Sinkhorn
+from otloss.nn._solvers import SinkhornDivergence as SinkhornDivergence
+
+__all__ = [
+    "CdfDistance",
+    "Emd",
+    "Sinkhorn",
+    "SinkhornDivergence",
+    "SlicedWasserstein",
+    "SoftRank",
+    "SoftSort",
+    "SoftTopK",
+    "Wasserstein1d",
+    "WassersteinCircular",
+    "WassersteinTree",
+]
