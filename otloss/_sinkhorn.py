@@ -25,7 +25,9 @@ def sinkhorn(
     epsilon: float | Float[Tensor, "*batch"],
     **options: Unpack[Options],
 ) -> Float[Tensor, "*batch"]:
-    """Return the entropic transport cost, min over plans P of `<C, P> + epsilon KL(P | p q^T)`, per problem.
+    """Return the entropic transport cost, min over plans P of `<C, P> + epsilon sum P log(P / p q^T)`, per problem.
+
+    The sum is `KL(P | p q^T)`; masses other than one would add `mass^2 - mass` to the latter, which no plan can change.
 
     Args:
         p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
@@ -35,7 +37,8 @@ def sinkhorn(
         options:
             epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
             reach: the price, in the unit of the cost, of mass that appears or vanishes: adds
-                `reach KL(P 1 | p) + reach KL(P^T 1 | q)` in place of the marginal constraints.
+                `reach KL(P 1 | p) + reach KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then
+                those between measures, `KL(a | b) = sum a log(a / b) - a + b`.
             grad: "envelope" (default), first derivatives, exact at convergence, no history held; "implicit", also
                 second ones, by a linear system of the size of the smaller side; "unrolled", through every iteration.
             tolerance: sum of the errors of both marginals relative to the mass, 1e-5 in float32, 1e-8 in float64.
@@ -147,7 +150,7 @@ def value_of(
     """Return the value with the graph asked for, in the problem's dtype or (cast=False) in that of the arithmetic."""
     if settings.grad == "unrolled":
         state, found = unrolled_state(problem, settings)
-        report(found, settings, problem.cost.dtype)
+        report(found, problem, settings)
         value = state.value(problem)
     else:
         found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric)

@@ -13,7 +13,8 @@ from torch import Tensor
 from otloss._autograd import without_gradient
 from otloss._bounds import lower_bound, upper_bound
 from otloss._entropic.graph import GraphState, implicit_state, unrolled_state
-from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem
+from otloss._entropic.log_domain import Sweep
+from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem, in_float64
 from otloss._entropic.search import Potentials, find_potentials, report
 from otloss._entropic.value import (
     dual_value,
@@ -153,7 +154,7 @@ class _Entropic(Transport):
         self._state: GraphState | None = None
         if settings.grad == "unrolled":
             self._state, found = unrolled_state(problem, settings)
-            report(found, settings, problem.cost.dtype)
+            report(found, problem, settings)
         else:
             found = find_potentials(problem, with_start(problem, settings))
             if settings.grad == "implicit":
@@ -175,23 +176,32 @@ class _Entropic(Transport):
         return self._refusing(linear_cost(self._problem, self._found.f, self._found.g))
 
     @cached_property
+    def _judged(self) -> tuple[EntropicProblem, Tensor, Tensor]:
+        """The problem in float64, with f an exact update there: bounds must not be off by rounding."""
+        problem = in_float64(self._problem)
+        with torch.no_grad():
+            g = self._found.g.to(problem.p.dtype)
+            f = Sweep.of(problem).f_from(g)
+        empty = (problem.p.sum(-1, keepdim=True) == 0) | (problem.q.sum(-1, keepdim=True) == 0)
+        return problem, f.masked_fill(empty, 0.0), g
+
+    @cached_property
     def dual_value(self) -> Tensor:
-        return self._cast(dual_value(self._problem, self._found.f, self._found.g))
+        return self._cast(dual_value(*self._judged))
 
     @cached_property
     def gap(self) -> Tensor:
-        return self._cast(duality_gap(self._problem, self._found.f, self._found.g))
+        return self._cast(duality_gap(*self._judged))
 
     @cached_property
     def certificate(self) -> Certificate:
-        problem = self._problem
+        problem, f, g = self._judged
         if problem.reach is not None:
             raise ValueError(
                 "exact transport holds both marginals, so an unbalanced problem (reach) does not bound it."
             )
         with torch.no_grad():
-            f, g = self._found.f, self._found.g
-            p, q = problem.p.detach().to(f.dtype), problem.q.detach().to(f.dtype)
+            p, q = problem.p, problem.q
             # The c-transform over the bins that hold mass makes the potentials feasible for the exact dual.
             hard = problem.cost.softmin(g.masked_fill(q == 0, -torch.inf), 0.0).masked_fill(p == 0, 0.0)
             dual = (p * hard).sum(-1) + (q * g).sum(-1)

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._entropic.problem import DEFAULT_TOLERANCE, EntropicProblem, Settings
+from otloss._entropic.problem import EntropicProblem, Settings, has_float64, tolerance_of
 from otloss._entropic.search import Potentials
 
 NEWTON_STEPS = 2
@@ -50,8 +50,8 @@ class GraphState:
     def value(self, problem: EntropicProblem) -> Float[Tensor, "*batch"]:
         """D, whose derivatives in the potentials vanish."""
         p, q, epsilon = (t.to(self.f.dtype) for t in (problem.p, problem.q, problem.epsilon))
-        mass = p.sum(-1) * q.sum(-1)
         reach = problem.reach
+        mass = p.sum(-1) if reach is None else p.sum(-1) * q.sum(-1)
         f = self.f if reach is None else -reach * torch.expm1(-self.f / reach)
         g = self.g if reach is None else -reach * torch.expm1(-self.g / reach)
         return (f * p).sum(-1) + (g * q).sum(-1) - epsilon * (self.plan.sum((-2, -1)) - mass)
@@ -67,7 +67,7 @@ def check_mass(problem: EntropicProblem) -> None:
 def implicit_state(problem: EntropicProblem, found: Potentials) -> GraphState:
     """Return the solution with derivatives of first, second and third order by the implicit function theorem."""
     check_mass(problem)
-    wide = found.f.dtype if found.f.device.type == "mps" else torch.float64
+    wide = torch.float64 if has_float64(found.f.device) else found.f.dtype
     f, g, p, q, epsilon = (t.to(wide) for t in (found.f, found.g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
     ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()  # G
@@ -143,12 +143,12 @@ def unrolled_state(problem: EntropicProblem, settings: Settings) -> tuple[GraphS
                 f'{name} has bins without mass and requires a gradient: grad="unrolled" goes through log {name} and '
                 'has no derivative there. Use grad="implicit" or "envelope".'
             )
-    dtype = problem.cost.dtype if problem.p.device.type == "mps" else torch.float64
+    dtype = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
     p, q, epsilon = (t.to(dtype) for t in (problem.p, problem.q, problem.epsilon))
     matrix, width = problem.cost.dense().to(dtype), epsilon.unsqueeze(-1)
     scores, log_p, log_q = -matrix / width.unsqueeze(-1), p.log(), q.log()
     damping = 1.0 if problem.reach is None else problem.reach / (problem.reach + width)
-    tolerance = settings.tolerance or DEFAULT_TOLERANCE[problem.cost.dtype]
+    tolerance = tolerance_of(problem, settings)
     f, g = torch.zeros_like(p), torch.zeros_like(q)
     if settings.start is not None:
         g = g + settings.start[1].detach().to(dtype)

@@ -18,6 +18,8 @@ IMPLS = ("auto", "compiled", "torch", "geomloss")
 RELATIVE_TO = (None, "mean_cost")
 # Sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
 DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
+# Epsilon over the largest cost from which float32 problems are solved in float64.
+WIDE_FROM = 10.0
 
 
 class Options(TypedDict, total=False):
@@ -73,7 +75,7 @@ class EntropicProblem:
         cost: of the same dtype, with its graph.
         epsilon: (...), above 0; with a graph where it follows the cost.
         reach: the price of a unit of mass that appears or vanishes, in units of the cost; None holds the marginals.
-        dtype: of the answer.
+        dtype: of the answer; the arithmetic is in that of p, q and the cost.
     """
 
     p: Float[Tensor, "*batch n"]
@@ -107,17 +109,42 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
     if fitted.dtype != pair.p.dtype:
         fitted = fitted.to(pair.p.dtype)
     width = _epsilon(epsilon, fitted, settings)
+    p, q = pair.p, pair.q
+    if fitted.dtype == torch.float32 and has_float64(fitted.device):
+        highest = fitted.largest()
+        if bool(((width.detach() > WIDE_FROM * highest) & (highest > 0)).any()):
+            # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
+            p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
     batch = check_broadcast(
         p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape, epsilon=tuple(width.shape)
     )
     return EntropicProblem(
-        p=pair.p.expand(*batch, shape[0]),
-        q=pair.q.expand(*batch, shape[1]),
+        p=p.expand(*batch, shape[0]),
+        q=q.expand(*batch, shape[1]),
         cost=fitted,
         epsilon=width.expand(batch),
         reach=settings.reach,
         dtype=pair.dtype,
     )
+
+
+def tolerance_of(problem: EntropicProblem, settings: Settings) -> float:
+    """Return the tolerance that was asked for, or the default of the answer's dtype."""
+    return settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether there are float64 numbers on this device."""
+    return device.type != "mps"
+
+
+def in_float64(problem: EntropicProblem) -> EntropicProblem:
+    """Return the same problem, without a graph, in float64 where the device has it."""
+    wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
+    p, q, epsilon = (t.detach().to(wide) for t in (problem.p, problem.q, problem.epsilon))
+    with torch.no_grad():
+        cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
+    return EntropicProblem(p, q, cost, epsilon, problem.reach, problem.dtype)
 
 
 def _epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:

@@ -10,7 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._entropic.log_domain import iterate_in_logs
-from otloss._entropic.problem import DEFAULT_TOLERANCE, EntropicProblem, Settings, check_start
+from otloss._entropic.problem import EntropicProblem, Settings, check_start, tolerance_of
 from otloss._kernels import may_run_on
 
 # Matrices up to this many entries stay in a core's own cache, where the scaling form is fastest.
@@ -47,7 +47,7 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
     Args:
         symmetric: p and q are the same and so is the cost of either way; saves iterations.
     """
-    tolerance = settings.tolerance or DEFAULT_TOLERANCE[problem.cost.dtype]
+    tolerance = tolerance_of(problem, settings)
     start = check_start(settings.start, problem)
     empty = (problem.p.detach().sum(-1) == 0) | (problem.q.detach().sum(-1) == 0)
     with torch.no_grad():
@@ -63,7 +63,7 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
             f, g = f.masked_fill(empty.unsqueeze(-1), 0.0), g.masked_fill(empty.unsqueeze(-1), 0.0)
             error, iterations = error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0)
         found = Potentials(f, g, error, error <= tolerance, iterations)
-    report(found, settings, problem.cost.dtype)
+    report(found, problem, settings)
     return found
 
 
@@ -114,9 +114,9 @@ def _compiled(
     return f.reshape(*batch, n), g.reshape(*batch, m), error.reshape(batch), iterations.reshape(batch)
 
 
-def report(found: Potentials, settings: Settings, dtype: torch.dtype) -> None:
+def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> None:
     """Warn of the worst problem that did not converge, or raise with strict=True."""
-    tolerance = settings.tolerance or DEFAULT_TOLERANCE[dtype]
+    tolerance = tolerance_of(problem, settings)
     if found.converged.all():
         return
     error = found.error.nan_to_num(nan=torch.inf)

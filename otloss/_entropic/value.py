@@ -31,9 +31,9 @@ _BLOCK_ENTRIES = 2**22
 def dual_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return D at potentials of which f is an exact update from g."""
     p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
-    mass_p, mass_q = p.sum(-1), q.sum(-1)
     if problem.reach is None:
-        return (f * p).sum(-1) + (g * q).sum(-1) - epsilon * (mass_p - mass_p * mass_q)
+        return (f * p).sum(-1) + (g * q).sum(-1)
+    mass_p, mass_q = p.sum(-1), q.sum(-1)
     kept = (p * (-f / problem.reach).exp()).sum(-1)
     outside = (p * _slope(f, problem.reach)).sum(-1) + (q * _slope(g, problem.reach)).sum(-1)
     value = outside - epsilon * (kept - mass_p * mass_q)
@@ -137,11 +137,14 @@ def linear_cost(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor,
 
 
 def relative_entropy(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
-    """Return `KL(P | p q^T)`, the derivative of the value in epsilon."""
+    """Return the entropy term, `sum P log(P / p q^T)` or KL: the derivative of the value in epsilon."""
     rows, columns = row_marginal(problem, f, g), column_marginal(problem, f, g)
     inner = (f * rows).sum(-1) + (g * columns).sum(-1) - linear_cost(problem, f, g)
+    entropy = inner / problem.epsilon.detach().to(f.dtype)
+    if problem.reach is None:
+        return entropy
     mass = problem.p.detach().to(f.dtype).sum(-1) * problem.q.detach().to(f.dtype).sum(-1)
-    return inner / problem.epsilon.detach().to(f.dtype) - rows.sum(-1) + mass
+    return entropy - rows.sum(-1) + mass
 
 
 def plan_blocks(problem: EntropicProblem, f: Tensor, g: Tensor) -> Any:
