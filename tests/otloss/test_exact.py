@@ -237,3 +237,19 @@ half = torch.tensor([0.5, 0.5])
 def test_bad_input(p: object, q: object, cost: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         emd(p, q, cost)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("uniform", [True, False])
+def test_agrees_with_scipy_in_several_dimensions(uniform: bool) -> None:
+    """`scipy.stats.wasserstein_distance_nd` solves a linear program of its own."""
+    from scipy.stats import wasserstein_distance_nd
+
+    from otloss.costs import PointCost
+
+    rng = np.random.default_rng(0)
+    x, y = rng.random((7, 3)), rng.random((9, 3))
+    p, q = (np.ones(7), np.ones(9)) if uniform else (rng.random(7), rng.random(9))
+    p, q = p / p.sum(), q / q.sum()
+    cost = PointCost(as_double(x), as_double(y), metric="euclidean")
+    value = emd(as_double(p), as_double(q), cost)
+    assert float(value) == pytest.approx(wasserstein_distance_nd(x, y, p, q), rel=1e-9)
