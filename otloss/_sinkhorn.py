@@ -47,7 +47,7 @@ def sinkhorn(
             strict: raise where a problem does not converge, in place of a `ConvergenceWarning`.
             impl: "compiled", scaling form on the CPU, for matrices; "torch", log domain, any cost and device;
                 "geomloss", the same from a start by GeomLoss, for one pair of clouds; "auto", the first for balanced
-                problems of up to 2**20 entries on a CPU, the last for large clouds on a GPU that has KeOps, else the
+                problems of up to 2**24 entries on a CPU, the last for large clouds on a GPU that has KeOps, else the
                 second.
 
     Returns:

@@ -11,5 +11,6 @@ and left out. The optimal plan is `P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsil
 
 and the value is the dual's, `D = f.p + g.q - epsilon (sum P - mass)`; unbalanced, `reach (1 - exp(-f / reach))` stands
 in place of f, and of g, and mass_p mass_q in place of the mass. Sources: M. Cuturi, Sinkhorn Distances, 2013;
-T. Séjourné, J. Feydy, F.-X. Vialard, A. Trouvé, G. Peyré, Sinkhorn Divergences for Unbalanced Optimal Transport, arXiv 1910.12958.
+T. Séjourné, J. Feydy, F.-X. Vialard, A. Trouvé, G. Peyré, Sinkhorn Divergences for Unbalanced Optimal Transport,
+arXiv 1910.12958.
 """

@@ -13,8 +13,8 @@ from otloss._entropic.log_domain import iterate_in_logs
 from otloss._entropic.problem import EntropicProblem, Settings, check_start, tolerance_of
 from otloss._kernels import may_run_on
 
-# Matrices up to this many entries stay in a core's own cache, where the scaling form is fastest.
-LARGEST_COMPILED = 2**20
+# Matrices up to this many entries: beyond, a single problem on one thread takes longer than soft minima on all of them.
+LARGEST_COMPILED = 2**24
 # Costs of all problems together that may be held as matrices for the compiled kernel: 1 GiB in float32.
 MOST_COMPILED = 2**28
 
