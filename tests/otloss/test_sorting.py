@@ -119,7 +119,7 @@ def test_slopes_at_ties_and_at_small_epsilon(operator: Callable[..., Tensor]) ->
 @given(
     st.lists(st.integers(-20, 20), min_size=1, max_size=12),
     st.sampled_from([torch.float32, F64]),
-    st.sampled_from([1e-5, 1e-6, 1e-8]),
+    st.sampled_from([1e-5, 1e-6, 1e-7]),
     st.data(),
 )
 def test_the_limit_is_the_operator_itself(
@@ -217,7 +217,7 @@ def test_hard_rows_are_solved(spread: str) -> None:
     else:
         x = torch.arange(60, dtype=F64).expand(3, 60)
     ranks = torch.arange(1, 61, dtype=F64)
-    for epsilon in (1e-8, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0):
+    for epsilon in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0):
         found = soft_rank(x, epsilon=epsilon)
         torch.testing.assert_close(found.sum(-1), ranks.sum().expand(3))
         # The order is kept whatever epsilon is.
@@ -317,7 +317,7 @@ ramp = torch.arange(4.0)
         (lambda: soft_sort(ramp / 0), ValueError, "x holds 4 NaN or infinite values"),
         (lambda: soft_sort(torch.zeros(5000)), ValueError, "5000 entries in a row, expected at most 4096: soft_sort"),
         (lambda: soft_sort(ramp, epsilon=0), ValueError, "epsilon is 0, expected a finite number above 0"),
-        (lambda: soft_sort(ramp, epsilon=1e-9), ValueError, "epsilon is 1e-09, expected at least 1e-08"),
+        (lambda: soft_sort(ramp, epsilon=1e-8), ValueError, "epsilon is 1e-08, expected at least 1e-07"),
         (lambda: soft_sort(ramp, epsilon=torch.ones(1)), TypeError, "epsilon is a Tensor, expected a number"),  # type: ignore[arg-type]
         (lambda: soft_top_k(ramp, 5), ValueError, "k is 5, expected 0 to 4"),
         (lambda: soft_top_k(ramp, -1), ValueError, "k is -1, expected 0 to 4"),
