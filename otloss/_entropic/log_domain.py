@@ -8,6 +8,7 @@ F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invar
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._entropic.problem import EntropicProblem
+from otloss.costs import Cost, DenseCost
 
 STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
 STAGE_ITERATIONS = 3
@@ -65,13 +67,15 @@ class Sweep:
     """The two updates of a problem at one epsilon.
 
     Attributes:
-        problem: without a graph, or with one to be unrolled.
+        problem: whose graph is not followed.
+        transposed: its cost the other way; a matrix is laid out for it once, and not in every soft minimum.
         log_p, log_q: in the dtype of the potentials.
         epsilon: (..., 1) likewise.
         damping: (..., 1), k of the module above this; 1 for balanced problems.
     """
 
     problem: EntropicProblem
+    transposed: Cost
     log_p: Tensor
     log_q: Tensor
     epsilon: Tensor
@@ -82,20 +86,23 @@ class Sweep:
         # On a CPU potentials of float32 costs are kept in float64: f / epsilon would carry f's rounding in full.
         dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
         epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
-        sweep = Sweep(problem, problem.p.to(dtype).log(), problem.q.to(dtype).log(), epsilon, epsilon)
-        return sweep.at(problem.epsilon)
+        p, q = problem.p.detach().to(dtype), problem.q.detach().to(dtype)
+        transposed = problem.cost.T
+        if isinstance(transposed, DenseCost):
+            transposed = DenseCost(transposed.matrix.detach().contiguous())
+        return Sweep(problem, transposed, p.log(), q.log(), epsilon, epsilon).at(problem.epsilon)
 
     def at(self, epsilon: Tensor) -> Sweep:
         width = epsilon.to(self.log_p.dtype).unsqueeze(-1)
         reach = self.problem.reach
         damping = torch.ones_like(width) if reach is None else reach / (reach + width)
-        return Sweep(self.problem, self.log_p, self.log_q, width, damping)
+        return dataclasses.replace(self, epsilon=width, damping=damping)
 
     def softmin_rows(self, g: Tensor) -> Tensor:
         return self.problem.cost.softmin(g + self.epsilon * self.log_q, self.epsilon.squeeze(-1).detach())
 
     def softmin_columns(self, f: Tensor) -> Tensor:
-        return self.problem.cost.T.softmin(f + self.epsilon * self.log_p, self.epsilon.squeeze(-1).detach())
+        return self.transposed.softmin(f + self.epsilon * self.log_p, self.epsilon.squeeze(-1).detach())
 
     def f_from(self, g: Tensor) -> Tensor:
         return self.damping * self.softmin_rows(g)
