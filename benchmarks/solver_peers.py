@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -99,12 +100,8 @@ def pot(problems: Problems, epsilon: float) -> list[Contestant]:
     Iterations are given, and its own look at convergence every ten of them never ends the search, so no setting in
     between is passed over. In the scaling form float32 ends early at small epsilon, so float64 competes too.
     """
-    found = []
-    for method in ("log_sinkhorn", "sinkhorn"):
-        for library in ("torch", "numpy"):
-            for dtype in ("float32", "float64"):
-                found.append(_pot(problems, epsilon, method, library, dtype))
-    return found
+    kinds = itertools.product(("log_sinkhorn", "sinkhorn"), ("torch", "numpy"), ("float32", "float64"))
+    return [_pot(problems, epsilon, *kind) for kind in kinds]
 
 
 def _pot(problems: Problems, epsilon: float, method: str, library: str, dtype: str) -> Contestant:

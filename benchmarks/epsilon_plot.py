@@ -1,0 +1,132 @@
+"""What epsilon costs and brings: errors against exact transport, and times, over epsilon; `docs/solvers.png`.
+
+Run as `python -m benchmarks.epsilon_plot [file]`. 64 problems of 64 points each in the unit square, weights at random,
+squared distances scaled so that the largest of each problem is 1; float32, default tolerance. A marker is hollow where
+some of the problems stopped at the default limit of iterations.
+"""
+
+from __future__ import annotations
+
+import argparse
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from torch import Tensor
+
+import otloss
+from benchmarks.measure import hardware, timed_rounds
+from otloss.costs import PointCost
+
+FILE = Path(__file__).parents[1] / "docs" / "solvers.png"
+EPSILONS = [10 ** (-k / 3) for k in range(13)]
+# Of Okabe and Ito's palette; the markers tell them apart in grey.
+VALUE, LINEAR, DEBIASED, EXACT = ("#D55E00", "D"), ("#0072B2", "^"), ("#009E73", "o"), ("#000000", "s")
+NAMES = {
+    "value": ("entropic value, sinkhorn", VALUE),
+    "linear": ("its plan's cost, linear_cost", LINEAR),
+    "debiased": ("sinkhorn_divergence", DEBIASED),
+}
+
+
+def problems(batch: int, n: int) -> tuple[Tensor, Tensor, PointCost]:
+    """p, q (B, n), and costs with a largest entry of 1 in each problem."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.rand(batch, n, 2, generator=generator) for _ in range(2))
+    p, q = (torch.rand(batch, n, generator=generator) + 0.05 for _ in range(2))
+    largest = PointCost(x, y).dense().amax((-2, -1), keepdim=True)
+    cost = PointCost(x / largest.sqrt(), y / largest.sqrt())
+    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), cost
+
+
+def measured(epsilons: list[float], *, batch: int, n: int, rounds: int) -> dict[str, Any]:
+    """Return errors relative to the exact values, (epsilons, B), median seconds, and how many problems converged."""
+    p, q, cost = problems(batch, n)
+    matrix = cost.dense()
+    among = {"cost_p": cost.within()[0].dense(), "cost_q": cost.within()[1].dense()}
+    exact = otloss.emd(p, q, matrix)
+    errors: dict[str, list[Tensor]] = {name: [] for name in NAMES}
+    converged: list[int] = []
+    steps: dict[str, Any] = {"exact": lambda: otloss.emd(p, q, matrix)}
+    for epsilon in epsilons:
+        answer = otloss.solve(p, q, matrix, epsilon=epsilon)
+        converged.append(int(answer.converged.sum()))
+        debiased = otloss.sinkhorn_divergence(p, q, matrix, epsilon=epsilon, **among)
+        for name, found in (("value", answer.value), ("linear", answer.linear_cost), ("debiased", debiased)):
+            errors[name].append((found - exact).abs() / exact)
+        steps[f"value {epsilon}"] = lambda e=epsilon: otloss.sinkhorn(p, q, matrix, epsilon=e)
+        steps[f"debiased {epsilon}"] = lambda e=epsilon: otloss.sinkhorn_divergence(p, q, matrix, epsilon=e, **among)
+    timings = timed_rounds(steps, rounds=rounds)
+    seconds = {name: [timings[f"{name} {e}"].median for e in epsilons] for name in ("value", "debiased")}
+    return {
+        "errors": {name: torch.stack(rows) for name, rows in errors.items()},
+        "seconds": seconds,
+        "exact": timings["exact"].median,
+        "converged": converged,
+    }
+
+
+def _plot(ax: Axes, x: list[float], y: Any, style: tuple[str, str], name: str, hollow: list[bool]) -> None:
+    ax.plot(x, y, color=style[0], marker=style[1], markersize=4.5, linewidth=1.5, label=name)
+    at = [i for i, is_hollow in enumerate(hollow) if is_hollow]
+    ax.plot([x[i] for i in at], [y[i] for i in at], style[1], color=style[0], markerfacecolor="white", markersize=4.5)
+
+
+def draw(file: Path, epsilons: list[float], found: dict[str, Any], *, title: str) -> None:
+    """Write the figure: errors on the left, times on the right."""
+    figure = Figure(figsize=(10, 4.4), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, sharex=True)
+    hollow = [count < found["errors"]["value"].shape[-1] for count in found["converged"]]
+    for name, (label, style) in NAMES.items():
+        errors = found["errors"][name]
+        _plot(left, epsilons, errors.median(-1).values, style, label, hollow)
+        left.fill_between(epsilons, errors.quantile(0.1, -1), errors.quantile(0.9, -1), color=style[0], alpha=0.15)
+    left.set_ylabel("|value - exact| / exact\nmedian and middle 80 % of the problems")
+    for name, seconds in found["seconds"].items():
+        _plot(right, epsilons, [1000 * s for s in seconds], NAMES[name][1], NAMES[name][0], hollow)
+    exact = right.axhline(1000 * found["exact"], color=EXACT[0], linestyle="--", linewidth=1.5, label="exact, emd")
+    right.set_ylabel("time for the whole batch, values only (ms)")
+    for ax in (left, right):
+        ax.set_xscale("log")
+        ax.set_yscale("log")
+        ax.set_xlabel("epsilon / largest cost")
+        ax.grid(color="0.9", linewidth=0.7)
+        ax.spines[["top", "right"]].set_visible(False)
+    right.set_ylim(bottom=1)
+    handles, labels = left.get_legend_handles_labels()
+    handles.append(exact)
+    figure.legend(handles, [*labels, "exact, emd"], loc="outside lower center", ncols=4, frameon=False, fontsize=9)
+    figure.suptitle(title, fontsize=10)
+    figure.savefig(file, dpi=130)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.epsilon_plot", description=__doc__, allow_abbrev=False)
+    parser.add_argument("file", nargs="?", type=Path, default=FILE)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
+    options = parser.parse_args()
+    batch, n = (4, 8) if options.small else (64, 64)
+    epsilons = EPSILONS[::4] if options.small else EPSILONS
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", otloss.ConvergenceWarning)  # shown by hollow markers
+        found = measured(epsilons, batch=batch, n=n, rounds=options.rounds)
+    for i, epsilon in enumerate(epsilons):
+        medians = {name: float(errors[i].median()) for name, errors in found["errors"].items()}
+        print(f"epsilon {epsilon:.2g}: {found['converged'][i]} of {batch} converged,", ", ".join(
+            f"{name} {error:.2g}" for name, error in medians.items()
+        ))  # fmt: skip
+    title = (
+        f"{batch} problems of {n} points in the plane, squared distances, float32, default tolerance 1e-5\n"
+        f"{hardware()}, torch {torch.__version__}"
+    )
+    draw(options.file, epsilons, found, title=title)
+
+
+if __name__ == "__main__":
+    main()
