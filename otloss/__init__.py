@@ -3,6 +3,7 @@
 from importlib.metadata import version as _version
 
 from otloss import costs as costs
+from otloss import nn as nn
 from otloss._bounds import lower_bound as lower_bound
 from otloss._bounds import upper_bound as upper_bound
 from otloss._circle import wasserstein_circular as wasserstein_circular
@@ -16,6 +17,9 @@ from otloss._sliced import sliced_wasserstein as sliced_wasserstein
 from otloss._solve import Certificate as Certificate
 from otloss._solve import Transport as Transport
 from otloss._solve import solve as solve
+from otloss._sorting import soft_rank as soft_rank
+from otloss._sorting import soft_sort as soft_sort
+from otloss._sorting import soft_top_k as soft_top_k
 from otloss._tree import wasserstein_tree as wasserstein_tree
 
 __version__ = _version("otloss")
@@ -29,9 +33,13 @@ __all__ = [
     "costs",
     "emd",
     "lower_bound",
+    "nn",
     "sinkhorn",
     "sinkhorn_divergence",
     "sliced_wasserstein",
+    "soft_rank",
+    "soft_sort",
+    "soft_top_k",
     "solve",
     "upper_bound",
     "wasserstein_1d",

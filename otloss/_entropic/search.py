@@ -10,13 +10,18 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._entropic.log_domain import iterate_in_logs
-from otloss._entropic.problem import EntropicProblem, Settings, check_start, tolerance_of
+from otloss._entropic.newton import newton_search
+from otloss._entropic.problem import EntropicProblem, Settings, check_start, has_float64, tolerance_of
 from otloss._kernels import may_run_on
+from otloss.costs import DenseCost
 
 # Matrices up to this many entries: beyond, a single problem on one thread takes longer than soft minima on all of them.
 LARGEST_COMPILED = 2**24
 # Costs of all problems together that may be held as matrices for the compiled kernel: 1 GiB in float32.
 MOST_COMPILED = 2**28
+# Iterations after which problems of up to so many entries are handed to Newton's method: a step costs as much as a
+# hundred of them.
+PATIENCE, LARGEST_NEWTON = 1000, 2**20
 
 
 class ConvergenceWarning(UserWarning):
@@ -54,17 +59,49 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
         # Weights of one in the place of none: the answer of that problem is not looked at.
         p, q = (w.detach().masked_fill(empty.unsqueeze(-1), 1.0 / w.shape[-1]) for w in (problem.p, problem.q))
         solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.reach, problem.dtype)
-        compiled = runs_compiled(problem, settings.impl)
-        search = _compiled if compiled else iterate_in_logs
-        f, g, error, iterations = search(
-            solid, start, tolerance=tolerance, most=settings.max_iterations, symmetric=symmetric
-        )
+        search = _compiled if runs_compiled(problem, settings.impl) else iterate_in_logs
+        patient = symmetric or not _can_take_newton(solid)
+        first = settings.max_iterations if patient else min(settings.max_iterations, PATIENCE)
+        f, g, error, iterations = search(solid, start, tolerance=tolerance, most=first, symmetric=symmetric)
+        if first < settings.max_iterations and bool((error > tolerance).any()):
+            f, g, error, steps = _by_newton(solid, (f, g, error), tolerance)
+            iterations = iterations + steps
+            left = settings.max_iterations - first
+            if bool((error > tolerance).any()):
+                f, g, error, more = search(solid, (f, g), tolerance=tolerance, most=left, symmetric=symmetric)
+                iterations = iterations + more
         if empty.any():
             f, g = f.masked_fill(empty.unsqueeze(-1), 0.0), g.masked_fill(empty.unsqueeze(-1), 0.0)
             error, iterations = error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0)
         found = Potentials(f, g, error, error <= tolerance, iterations)
     report(found, problem, settings)
     return found
+
+
+def _can_take_newton(problem: EntropicProblem) -> bool:
+    n, m = problem.cost.shape
+    return problem.reach is None and n * m <= LARGEST_NEWTON and has_float64(problem.p.device)
+
+
+def _by_newton(
+    problem: EntropicProblem, found: tuple[Tensor, Tensor, Tensor], tolerance: float
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Newton's method for the problems whose error is beyond the tolerance; kept where it lessens that."""
+    f, g, error = found
+    stuck = error > tolerance
+    costs = problem.cost.dense().expand(*problem.batch, *problem.cost.shape)[stuck]
+    hard = EntropicProblem(
+        problem.p[stuck].double(), problem.q[stuck].double(), DenseCost(costs.double()),
+        problem.epsilon[stuck].double(), None, problem.dtype,
+    )  # fmt: skip
+    new_f, new_g, new_error, steps = newton_search(hard, g[stuck].double(), tolerance=tolerance)
+    better = new_error < error[stuck]
+    f, g, error, counted = f.clone(), g.clone(), error.clone(), torch.zeros_like(error, dtype=torch.int64)
+    f[stuck] = torch.where(better.unsqueeze(-1), new_f.to(f.dtype), f[stuck])
+    g[stuck] = torch.where(better.unsqueeze(-1), new_g.to(g.dtype), g[stuck])
+    error[stuck] = torch.where(better, new_error.to(error.dtype), error[stuck])
+    counted[stuck] = steps
+    return f, g, error, counted
 
 
 def runs_compiled(problem: EntropicProblem, impl: str) -> bool:

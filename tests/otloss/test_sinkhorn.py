@@ -475,3 +475,24 @@ def test_bad_masses_and_shapes() -> None:
         sinkhorn(p, q, matrix.T, epsilon=0.1)
     with pytest.raises(ValueError, match="NaN"):
         sinkhorn(p, q, matrix.log().where(matrix > 0.5, torch.nan), epsilon=0.1)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("epsilon", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("n", [3, 20])
+def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> None:
+    """Equal weights, points that match: Sinkhorn alone is not there after 10 000 iterations; Newton's method ends it.
+
+    Potentials that are right make the value right to the square of the error: against weights that fall apart too.
+    """
+    x = torch.rand(4, n, 1, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    places = torch.linspace(0, 1, n, dtype=torch.float64)
+    cost = (x - places).square()
+    weights = torch.full((4, n), 1 / n, dtype=torch.float64)
+    weights[1] = torch.linspace(1, 2, n, dtype=torch.float64) / torch.linspace(1, 2, n, dtype=torch.float64).sum()
+    from otloss._solve import solve
+
+    answer = solve(weights, weights, cost, epsilon=epsilon, impl=impl)
+    assert answer.converged.all()
+    assert (answer.gap < 1e-8).all()
+    assert (answer.iterations < 1100).all()
