@@ -203,20 +203,47 @@ def _at_epsilon(
     return error, done
 
 
+@njit(**_fast)
+def _halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any) -> float:
+    """u half the way, in logarithms, to rows of `diag(weight) diag(u) K diag(u)` that sum to p; their error before."""
+    n = kernel.shape[0]
+    nothing = p[0] - p[0]
+    off = nothing
+    for i in range(n):
+        row, total = kernel[i], nothing
+        for j in range(n):
+            total += row[j] * u[j]
+        sums[i] = total * u[i] * weight[i]
+    for i in range(n):
+        off += abs(sums[i] - p[i])
+        u[i] *= np.sqrt(p[i] / sums[i])
+    return 2 * off
+
+
 @njit
 def _with_itself(
-    cost: Any, p: Any, log_p: Any, alpha: Any, beta: Any, kernel: Any, sums: Any, scores: Any, epsilon: float,
+    cost: Any, p: Any, log_p: Any, alpha: Any, beta: Any, kernel: Any, u: Any, sums: Any, scores: Any, epsilon: float,
     negligible: float, tolerance: float, most: int,
 ) -> tuple[float, int]:  # fmt: skip
     done = 0
+    weight = np.empty_like(u)
     while True:
         _absorb(cost, log_p, p, beta, epsilon, alpha, kernel, scores, negligible)
         error, _ = _column_error(kernel, p, sums)
         if error <= tolerance or done >= most:
             return error, done
-        done += 1
         for i in range(p.shape[0]):
-            beta[i] = (alpha[i] + beta[i]) / 2
+            # K has alpha in its rows; the symmetric plan has beta there too.
+            weight[i] = math.exp((beta[i] - alpha[i]) / epsilon)
+        u[:] = 1
+        off = np.inf
+        while off > tolerance and done < most:
+            off = np.float64(_halve(kernel, p, weight, u, sums))
+            done += 1
+            if done % BLOCK == 0 and _outgrown(u):
+                break
+        for i in range(p.shape[0]):
+            beta[i] += epsilon * math.log(u[i])
 
 
 @njit
@@ -243,7 +270,7 @@ def _one(
     u, v, sums, scores = np.empty(n, cost.dtype), np.empty(m, cost.dtype), np.empty(m, cost.dtype), np.empty(m)
     if symmetric:
         error, done = _with_itself(
-            block, a, log_p, alpha, beta, kernel, sums, scores, epsilon, negligible, tolerance, most
+            block, a, log_p, alpha, beta, kernel, u, sums, scores, epsilon, negligible, tolerance, most
         )
     else:
         done, step = 0, epsilon
