@@ -23,8 +23,8 @@ from otloss.costs import PointCost
 
 BLUR = 0.05
 VALUE_ERROR, GRADIENT_ERROR = 1e-3, 1e-2
-SCALINGS = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.97, 0.98, 0.99)
-TOLERANCES = [10 ** (-k / 2) for k in range(2, 11)]
+SCALINGS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.98, 0.99)
+TOLERANCES = [10 ** (-k / 4) for k in range(4, 21)]
 HAS_KEOPS = importlib.util.find_spec("pykeops") is not None
 Answer = tuple[float, Tensor]
 
