@@ -1,15 +1,16 @@
-"""`python -m benchmarks [token_loss | scaling | solvers]`: run one benchmark, or all of them."""
+"""`python -m benchmarks [token_loss | scaling | solvers | gradients]`: run one benchmark, or all of them."""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import scaling, solvers, token_loss
+from benchmarks import gradients, scaling, solvers, token_loss
 from benchmarks.labels import BESIDE, find_data
 from benchmarks.measure import FOLDER, Settings
 
-BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main, "solvers": solvers.main}
+BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main, "solvers": solvers.main,
+              "gradients": gradients.main}  # fmt: skip
 
 
 def main() -> None:
