@@ -1,11 +1,19 @@
-"""Gradients that must not be mistaken: an error where a derivative is not given, in place of a constant or a zero."""
+"""Gradients that must not be mistaken: an error where a derivative is not given, in place of a constant or a zero.
+
+And functions that stay out of compiled graphs.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
@@ -29,3 +37,18 @@ class _Refusal(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
         raise RuntimeError(ctx.message)
+
+
+def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function whose solvers `torch.compile` cannot trace: a program around it is split there."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **settings: _P.kwargs) -> _R:
+        if torch.compiler.is_compiling():
+            from otloss._uncompiled import uncompiled  # takes a second: it imports the compiler
+
+            found: _R = uncompiled(function, *args, **settings)
+            return found
+        return function(*args, **settings)
+
+    return call

@@ -29,8 +29,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import once_only
-from otloss._checks import check_broadcast, check_finite
+from otloss._autograd import eager, once_only
+from otloss._checks import broadcast_shape, check_broadcast, check_finite
 from otloss._histograms import HistogramPair, histogram_pair
 from otloss._kernels import may_run_on
 from otloss._kernels.problems import FlatProblems, owners_of, solve_compiled
@@ -43,6 +43,7 @@ _MAX_PIVOTS = 10_000_000
 _GAP_TOLERANCE = 1e-7
 
 
+@eager
 def emd(
     p: Float[Tensor, "*batch n"],
     q: Float[Tensor, "*batch m"],
@@ -132,7 +133,7 @@ def solve_exact(
         ValueError: if `start` holds a NaN or an infinity.
         RuntimeError: if the optimum of a problem is not reached; the message names the problem.
     """
-    batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1], matrix.shape[:-2])
+    batch = broadcast_shape(p.shape[:-1], q.shape[:-1], matrix.shape[:-2])
     if start is not None:
         check_finite("start", start[1])
     work = FlatProblems.of(p, q, matrix, batch=batch, g=None if start is None else start[1])

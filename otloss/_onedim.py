@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_finite, check_last_axis, check_tensor
+from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_last_axis, check_tensor
 from otloss._histograms import MASS_TOLERANCE, histogram_pair
 from otloss._kernels import may_run_on
 
@@ -167,7 +167,7 @@ def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
     weights = [p, q, *([q] * (len(places) - 1))]
     fits = all(t is None or t.shape[-1] == w.shape[-1] for t, w in zip(places, weights[:1] + weights[2:], strict=True))
     try:
-        problems = torch.broadcast_shapes(*(t.shape[:-1] for t in given)).numel()
+        problems = broadcast_shape(*(t.shape[:-1] for t in given)).numel()
     except RuntimeError:
         return False
     return fits and problems * (p.shape[-1] + q.shape[-1]) >= _SMALL
@@ -210,7 +210,7 @@ def _quantile_cost(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> 
 def _merged_path(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> tuple[Tensor, Tensor]:
     """Return the masses (..., n + m) between neighbouring merged levels and the price of each."""
     n, m = p.shape[-1], q.shape[-1]
-    batch = torch.broadcast_shapes(p.shape[:-1], q.shape[:-1])
+    batch = broadcast_shape(p.shape[:-1], q.shape[:-1])
     p, x = p.expand(*batch, n), x.expand(*batch, n)
     q, y = q.expand(*batch, m), y.expand(*batch, m)
     levels, origin = torch.cat([p.cumsum(-1), q.cumsum(-1)], dim=-1).sort(dim=-1, stable=True)
@@ -263,12 +263,12 @@ def _take(weights: Tensor, order: Int[Tensor, "*batch n"]) -> Tensor:
     if order.dim() == 1:
         identity = torch.arange(order.shape[0], device=order.device)
         return weights if torch.equal(order, identity) else weights[..., order]
-    batch = torch.broadcast_shapes(weights.shape[:-1], order.shape[:-1])
+    batch = broadcast_shape(weights.shape[:-1], order.shape[:-1])
     return weights.expand(*batch, -1).gather(-1, order.expand(*batch, -1))
 
 
 def _to_shape_of(positions: Tensor, weights: Tensor) -> Tensor:
-    return positions.expand(torch.broadcast_shapes(positions.shape, weights.shape))
+    return positions.expand(broadcast_shape(positions.shape, weights.shape))
 
 
 def _position_dtypes(**given: Any) -> list[torch.dtype]:

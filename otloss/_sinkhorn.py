@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from typing import Unpack
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import eager
 from otloss._entropic.graph import implicit_state, unrolled_state
 from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem
 from otloss._entropic.search import find_potentials, report
@@ -17,6 +17,7 @@ from otloss._geomloss import with_start
 from otloss.costs import Cost, as_cost
 
 
+@eager
 def sinkhorn(
     p: Float[Tensor, "*batch n"],
     q: Float[Tensor, "*batch m"],
@@ -75,6 +76,7 @@ def sinkhorn(
     return value_of(problem, settings)
 
 
+@eager
 def sinkhorn_divergence(
     p: Float[Tensor, "*batch n"],
     q: Float[Tensor, "*batch m"],
@@ -138,10 +140,14 @@ def _among(cost: Cost, cost_p: Cost | Tensor | None, cost_q: Cost | Tensor | Non
         among = as_cost(given)
         if among.shape != (size, size):
             raise ValueError(f"{name} has shape {among.shape}, expected {(size, size)}: the costs among those bins.")
-        if isinstance(given, Tensor) and not torch.allclose(given, given.mT, rtol=1e-5):
+        if isinstance(given, Tensor) and not _is_symmetric(given.detach()):
             raise ValueError(f"{name} is not symmetric; pass ({name} + {name}.mT) / 2.")
         found.append(among)
     return found[0], found[1]
+
+
+def _is_symmetric(matrix: Tensor) -> bool:
+    return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.amax()).all()) if matrix.numel() else True
 
 
 def value_of(

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._autograd import without_gradient
+from otloss._autograd import eager, without_gradient
 from otloss._bounds import lower_bound, upper_bound
 from otloss._entropic.graph import GraphState, implicit_state, unrolled_state
 from otloss._entropic.log_domain import Sweep
@@ -103,6 +103,7 @@ class Transport(ABC):
         )
 
 
+@eager
 def solve(
     p: Float[Tensor, "*batch n"],
     q: Float[Tensor, "*batch m"],

@@ -168,7 +168,7 @@ def linear_token_loss(
     if process_group is not None:
         reduced = {"reduction": reduction, "num_items": num_items, "ignore_index": ignore_index}
         if torch.compiler.is_compiling():  # collectives whose number depends on the labels stay out of graphs
-            from otloss_llm._uncompiled import uncompiled
+            from otloss._uncompiled import uncompiled
 
             return uncompiled(
                 linear_token_loss, hidden, weight, labels, objective=objective, cost=cost, bias=bias,

@@ -142,6 +142,10 @@ def in_float64(problem: EntropicProblem) -> EntropicProblem:
     """Return the same problem, without a graph, in float64 where the device has it."""
     wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
     p, q, epsilon = (t.detach().to(wide) for t in (problem.p, problem.q, problem.epsilon))
+    if problem.reach is None:
+        # Masses that agreed up to the rounding of their own dtype now do so in the wider one.
+        mass_p, mass_q = p.sum(-1, keepdim=True), q.sum(-1, keepdim=True)
+        q = q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
     with torch.no_grad():
         cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
     return EntropicProblem(p, q, cost, epsilon, problem.reach, problem.dtype)

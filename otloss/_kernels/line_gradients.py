@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otloss._checks import broadcast_shape
 from otloss._kernels import line, quantiles, sorting
 from otloss._kernels._compile import as_many_threads_as_torch
 
@@ -52,7 +53,7 @@ def value_of(closed: Closed, tensors: tuple[Tensor, ...], tolerance: float) -> T
         tensors: p, q and positions, (..., bins), in float32 or float64 on the CPU, with batch axes that broadcast.
         tolerance: relative difference of the masses of p and q that is rounding.
     """
-    batch = torch.broadcast_shapes(*(t.shape[:-1] for t in tensors))
+    batch = broadcast_shape(*(t.shape[:-1] for t in tensors))
     made = {t: _rows(t, batch) for t in tensors}  # positions shared by both sides are sorted once
     rows = [made[t] for t in tensors]
     orders = _orders(rows[2:])

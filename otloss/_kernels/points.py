@@ -11,6 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._checks import broadcast_shape
 from otloss._kernels._compile import as_many_threads_as_torch
 from otloss._kernels.softmin import ABSOLUTE, EUCLIDEAN, SQUARED, centred, finished, points_slopes, shared
 from otloss._kernels.softmin import points_softmin as _points_softmin
@@ -28,7 +29,7 @@ def points_softmin(
 ) -> Float[Tensor, "*batch n"]:
     """Return -epsilon logsumexp_j((potential_j - C_ij) / epsilon), in the dtype of the potential."""
     shape = epsilon.shape if isinstance(epsilon, Tensor) else ()
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], potential.shape[:-1], shape)
+    batch = broadcast_shape(x.shape[:-2], y.shape[:-2], potential.shape[:-1], shape)
     (points, which_x), (others, which_y) = shared(x, 2, batch), shared(y.mT, 2, batch)
     h, shift, inverse, width = centred(potential, epsilon, batch, x.dtype)
     out, total = (np.empty((h.shape[0], x.shape[-2]), h.dtype) for _ in range(2))
@@ -48,7 +49,7 @@ def slopes_in_x(
 ) -> Float[Tensor, "*batch n d"]:
     """Return sum_j P_ij dC_ij / dx_i at fixed P, P_ij = exp((a_i + b_j - C_ij) / epsilon)."""
     shape = epsilon.shape if isinstance(epsilon, Tensor) else ()
-    batch = torch.broadcast_shapes(x.shape[:-2], y.shape[:-2], a.shape[:-1], b.shape[:-1], shape)
+    batch = broadcast_shape(x.shape[:-2], y.shape[:-2], a.shape[:-1], b.shape[:-1], shape)
     (points, which_x), (others, which_y) = shared(x, 2, batch), shared(y.mT, 2, batch)
     h, shift, inverse, _ = centred(b, epsilon, batch, x.dtype)
     n, d = x.shape[-2:]

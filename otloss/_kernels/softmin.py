@@ -21,6 +21,7 @@ from jaxtyping import Float
 from numba import njit, prange
 from torch import Tensor
 
+from otloss._checks import broadcast_shape
 from otloss._kernels._compile import as_many_threads_as_torch, compiled, exp, largest
 
 F32, F64 = np.float32, np.float64
@@ -186,7 +187,7 @@ def dense_softmin(
 ) -> Float[Tensor, "*batch n"]:
     """Return the soft minimum over the last axis of `rows - potential`, in the dtype of the potential."""
     shape = torch.Size(epsilon.shape) if isinstance(epsilon, Tensor) else torch.Size()
-    batch = torch.broadcast_shapes(rows.shape[:-2], potential.shape[:-1], shape)
+    batch = broadcast_shape(rows.shape[:-2], potential.shape[:-1], shape)
     matrices, which = shared(rows, 2, batch)
     h, shift, inverse, width = centred(potential, epsilon, batch, rows.dtype)
     out, total = (np.empty((h.shape[0], rows.shape[-2]), h.dtype) for _ in range(2))

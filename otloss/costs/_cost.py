@@ -22,7 +22,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis, check_positive
+from otloss._checks import (
+    broadcast_shape,
+    check_broadcast,
+    check_finite,
+    check_floating,
+    check_last_axis,
+    check_positive,
+)
 from otloss._kernels import may_run_on
 
 # Work goes through blocks of rows of about this many entries, 16 MiB in float32.
@@ -155,7 +162,7 @@ class Cost(ABC):
         leaves = [t.detach().requires_grad_() for t in parameters]
         twin = self._replaced({id(t): leaf for t, leaf in zip(parameters, leaves, strict=True)})
         totals = [torch.zeros_like(t) for t in leaves]
-        batch = torch.broadcast_shapes(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
+        batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
         for start, stop in self._blocks(batch):
             with torch.enable_grad():
                 rows = twin.row_block(start, stop)
@@ -289,7 +296,7 @@ def softmin_in_torch(
     epsilon = epsilon.to(scores)[..., None]  # (*batch or nothing, 1)
     is_soft = epsilon >= torch.finfo(scores.dtype).tiny
     if not is_soft.any():
-        return least.expand(torch.broadcast_shapes(least.shape, epsilon.shape[:-1] + least.shape[-1:]))
+        return least.expand(broadcast_shape(least.shape, epsilon.shape[:-1] + least.shape[-1:]))
     width = torch.where(is_soft, epsilon, 1.0)
     empty = least.detach() == torch.inf
     shift = least.detach().masked_fill(empty, 0.0)  # -top, so that no infinity is taken from another

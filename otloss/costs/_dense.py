@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_index, check_last_axis
+from otloss._checks import broadcast_shape, check_finite, check_floating, check_index, check_last_axis
 from otloss._kernels import may_run_on
 from otloss.costs._cost import Cost, arithmetic_dtype, check_epsilon, makes_graph, plan_rows, softmin_of
 
@@ -108,7 +108,7 @@ class DenseCost(Cost):
         epsilon = check_epsilon(epsilon, above_zero=True)
         if not self.matrix.requires_grad:
             return ()
-        batch = torch.broadcast_shapes(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
+        batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
         if may_run_on(self.matrix, f) and batch == self.batch_shape:
             from otloss._kernels.plan import scaled_plans
 

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_finite, check_floating, check_index, check_last_axis
+from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_floating, check_index, check_last_axis
 from otloss._kernels import may_run_on
 from otloss.costs._cost import Cost, arithmetic_dtype, check_epsilon, makes_graph, unit_rows
 
@@ -88,7 +88,7 @@ class PointCost(Cost):
 
     @property
     def batch_shape(self) -> torch.Size:
-        return torch.broadcast_shapes(self.x.shape[:-2], self.y.shape[:-2])
+        return broadcast_shape(self.x.shape[:-2], self.y.shape[:-2])
 
     @property
     def _data(self) -> Tensor:
@@ -212,7 +212,7 @@ class PointCost(Cost):
                 return costs
             return costs.masked_fill(index.unsqueeze(-1) == torch.arange(self.shape[1], device=self.device), 0.0)
         costs = self.metric(x, self.y)
-        batch = torch.broadcast_shapes(x.shape[:-2], self.y.shape[:-2])
+        batch = broadcast_shape(x.shape[:-2], self.y.shape[:-2])
         if costs.shape != (*batch, x.shape[-2], self.shape[1]):
             raise ValueError(
                 f"the metric gave costs of shape {tuple(costs.shape)} for clouds {tuple(x.shape)} and "

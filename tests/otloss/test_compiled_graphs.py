@@ -1,0 +1,42 @@
+"""torch.compile around a transport loss: the solver runs outside of the graph, and nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+
+import otloss
+from otloss.costs import PointCost
+
+GENERATOR = torch.Generator().manual_seed(0)
+MATRIX, POINTS = torch.rand(5, 5, generator=GENERATOR), torch.rand(5, 2, generator=GENERATOR)
+TARGET = torch.full((5,), 0.2)
+LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
+    "emd": lambda p: otloss.emd(p, TARGET, MATRIX),
+    "sinkhorn": lambda p: otloss.sinkhorn(p, TARGET, MATRIX, epsilon=0.1),
+    "sinkhorn_divergence": lambda p: otloss.sinkhorn_divergence(p, TARGET, PointCost(POINTS), epsilon=0.1),
+    "solve": lambda p: otloss.solve(p, TARGET, MATRIX, epsilon=0.1, grad="implicit").linear_cost,
+    "cdf_distance": lambda p: otloss.cdf_distance(p, TARGET),
+    "wasserstein_1d": lambda p: otloss.wasserstein_1d(p, TARGET, order=2),
+    "soft_rank": otloss.soft_rank,
+}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the compiler itself
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_compiled_function_gives_the_same(name: str) -> None:
+    def value(z: Tensor) -> Tensor:
+        return LOSSES[name](2 * z.softmax(-1) / 2).sum()
+
+    z = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
+    torch._dynamo.reset()
+    found = []
+    for function in (value, torch.compile(value, backend="aot_eager")):
+        leaf = z.clone().requires_grad_()
+        result = function(leaf)
+        result.backward()
+        found.append((result.detach(), leaf.grad))
+    torch.testing.assert_close(found[0], found[1])
