@@ -25,7 +25,8 @@ LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # by the compiler itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # both by the compiler itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("name", LOSSES)
 def test_a_compiled_function_gives_the_same(name: str) -> None:
     def value(z: Tensor) -> Tensor:
