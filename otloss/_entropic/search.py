@@ -54,10 +54,13 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
     """
     tolerance = tolerance_of(problem, settings)
     start = check_start(settings.start, problem)
-    empty = (problem.p.detach().sum(-1) == 0) | (problem.q.detach().sum(-1) == 0)
     with torch.no_grad():
-        # Weights of one in the place of none: the answer of that problem is not looked at.
-        p, q = (w.detach().masked_fill(empty.unsqueeze(-1), 1.0 / w.shape[-1]) for w in (problem.p, problem.q))
+        p, q = problem.p.detach(), problem.q.detach()
+        empty = (p.sum(-1) == 0) | (q.sum(-1) == 0)
+        some_empty = bool(empty.any())
+        if some_empty:
+            # Weights of one in the place of none: the answer of that problem is not looked at.
+            p, q = (w.masked_fill(empty.unsqueeze(-1), 1.0 / w.shape[-1]) for w in (p, q))
         solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.reach, problem.dtype)
         search = _compiled if runs_compiled(problem, settings.impl) else iterate_in_logs
         patient = symmetric or not _can_take_newton(solid)
@@ -70,7 +73,7 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
             if bool((error > tolerance).any()):
                 f, g, error, more = search(solid, (f, g), tolerance=tolerance, most=left, symmetric=symmetric)
                 iterations = iterations + more
-        if empty.any():
+        if some_empty:
             f, g = f.masked_fill(empty.unsqueeze(-1), 0.0), g.masked_fill(empty.unsqueeze(-1), 0.0)
             error, iterations = error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0)
         found = Potentials(f, g, error, error <= tolerance, iterations)
