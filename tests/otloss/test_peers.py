@@ -236,6 +236,7 @@ def test_the_unbalanced_value_where_that_of_pot_is_zero() -> None:
     still_wrong(abs(float(solved.value)) < 1e-6, "ot.solve(unbalanced=)")
 
 
+@pytest.mark.filterwarnings("ignore:The use of `x.T`")
 def test_empty_bins_on_the_line_where_the_slope_of_pot_is_not_that_of_its_value() -> None:
     p, q, _ = problem()
     p[1], x, y = 0, torch.tensor([0.0, 0.3, 0.9, 0.4]).double(), torch.tensor([0.2, 0.7, 0.1, 0.8, 0.5]).double()
