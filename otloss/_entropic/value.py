@@ -160,7 +160,8 @@ def plan_blocks(problem: EntropicProblem, f: Tensor, g: Tensor) -> Any:
             exponent = (f[..., part, None] + g[..., None, :] - rows) / epsilon
             exponent = exponent + log_p[..., part, None] + log_q[..., None, :]
             # exp is ten times slower where its result underflows, and an entry of exp(-200) is none.
-            yield part, exponent.clamp_(min=-200.0).exp_().masked_fill_(exponent <= -199.0, 0.0), rows
+            nothing = exponent <= -200.0
+            yield part, exponent.clamp_(min=-200.0).exp_().masked_fill_(nothing, 0.0), rows
 
 
 def duality_gap(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:

@@ -43,10 +43,43 @@ class _ShortestPaths(torch.autograd.Function):
         return torch.from_numpy(lengths).to(adjacency)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        gradient = gradients[0].detach().to("cpu", torch.float64).numpy()
-        return torch.from_numpy(_by_edge(ctx.before, gradient)).to(gradients[0])
+        # The paths are constant between kinks: what is left to differentiate is the sum over them.
+        collected: Tensor = _Collected.apply(gradients[0], ctx.before)
+        return collected
+
+
+class _Collected(torch.autograd.Function):
+    """Each edge's sum of the values of all pairs whose path it is on; linear, and its transpose sums along paths."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, before: np.ndarray) -> Tensor:
+        ctx.before = before
+        return torch.from_numpy(_by_edge(before, _to_numpy(values))).to(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        summed: Tensor = _Summed.apply(gradients[0], ctx.before)
+        return summed, None
+
+
+class _Summed(torch.autograd.Function):
+    """Each pair's sum of the values of the edges on its path."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, before: np.ndarray) -> Tensor:
+        ctx.before = before
+        return torch.from_numpy(_along_paths(before, _to_numpy(values))).to(values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        collected: Tensor = _Collected.apply(gradients[0], ctx.before)
+        return collected, None
+
+
+def _to_numpy(values: Tensor) -> np.ndarray:
+    array: np.ndarray = values.detach().to("cpu", torch.float64).numpy()
+    return array
 
 
 def _solve(edges: Any) -> tuple[np.ndarray, np.ndarray]:
@@ -73,7 +106,8 @@ def _solve(edges: Any) -> tuple[np.ndarray, np.ndarray]:
     return lengths, before
 
 
-def _by_edge(before: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+def _nearest_first(before: np.ndarray) -> np.ndarray:
+    """Row k: for each source the node that is k-th in number of hops, itself the first."""
     n = len(before)
     nodes = np.arange(n)
     ancestor = np.where(before < 0, nodes[:, None], before)
@@ -83,9 +117,22 @@ def _by_edge(before: np.ndarray, gradient: np.ndarray) -> np.ndarray:
         if (further == hops).all():
             break
         hops, ancestor = further, np.take_along_axis(ancestor, ancestor, axis=1)
-    behind = gradient.copy()
+    return np.argsort(hops, axis=1, kind="stable").T
+
+
+def _along_paths(before: np.ndarray, values: np.ndarray) -> np.ndarray:
+    nodes, sums = np.arange(len(before)), np.zeros_like(values)
+    for column in _nearest_first(before)[1:]:
+        parent = before[nodes, column]
+        sums[nodes, column] = sums[nodes, parent] + values[parent, column]
+    return sums
+
+
+def _by_edge(before: np.ndarray, gradient: np.ndarray) -> np.ndarray:
+    n = len(before)
+    nodes, behind = np.arange(n), gradient.copy()
     slopes = np.zeros((n, n))
-    for column in np.argsort(-hops, axis=1, kind="stable").T[:-1]:  # of each source the farthest first, never itself
+    for column in _nearest_first(before)[:0:-1]:  # of each source the farthest first, never itself
         parent, carried = before[nodes, column], behind[nodes, column]
         behind[nodes, parent] += carried
         np.add.at(slopes, (parent, column), carried)
@@ -98,7 +145,7 @@ def graph_cost(adjacency: Any) -> DenseCost:
     Args:
         adjacency: (n, n) lengths >= 0 of the edges from row to column, in the unit of the cost; 0 or infinity where
             there is none. Asymmetric if edges have directions. Or a scipy sparse matrix, whose stored entries are the
-            edges. The graph of a tensor is kept: the cost has first derivatives in the lengths, those of the path
+            edges. The graph of a tensor is kept: the cost has derivatives in the lengths, those of the path
             that was found where several are shortest.
 
     Returns:

@@ -267,7 +267,40 @@ def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
     if metric == "cosine":
         with torch.autocast(x.device.type, enabled=False):
             return (1 - x @ y.mT).clamp(0, 2)
-    return _cdist(x, y, 2.0 if metric == "euclidean" else 1.0)
+    distances: Tensor = _Distances.apply(x, y, 2.0 if metric == "euclidean" else 1.0)
+    return distances
+
+
+class _Distances(torch.autograd.Function):
+    """Euclidean or l1 distances, whose slopes are 0 where points coincide; torch.cdist is differentiable once only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, p: float) -> Tensor:
+        distances = _cdist(x, y, p)
+        ctx.save_for_backward(x, y, distances)
+        ctx.p = p
+        return distances
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y, distances = ctx.saved_tensors
+        (upstream,) = gradients
+        if not torch.is_grad_enabled():
+            batch = distances.shape[:-2]
+            wide_x, wide_y = (t.expand(*batch, *t.shape[-2:]).contiguous() for t in (x, y))
+            pull = torch.ops.aten._cdist_backward
+            by_x = pull(upstream.contiguous(), wide_x, wide_y, ctx.p, distances)
+            by_y = pull(upstream.mT.contiguous(), wide_y, wide_x, ctx.p, distances.mT.contiguous())
+        else:  # with a graph, and an array of n m d
+            apart = x.unsqueeze(-2) - y.unsqueeze(-3)
+            if ctx.p == 1:
+                direction = apart.detach().sign()
+            else:
+                near = distances == 0
+                direction = (apart / distances.masked_fill(near, 1.0).unsqueeze(-1)).masked_fill(near.unsqueeze(-1), 0)
+            forces = upstream.unsqueeze(-1) * direction
+            by_x, by_y = forces.sum(-2), -forces.sum(-3)
+        return by_x.sum_to_size(x.shape), by_y.sum_to_size(y.shape), None
 
 
 def _cdist(x: Tensor, y: Tensor, p: float) -> Tensor:

@@ -46,24 +46,7 @@ def second_derivatives_are_right(case: Case) -> None:
         np.testing.assert_allclose(analytic, expected, rtol=1e-4, atol=1e-4, err_msg=f"second derivative in {name}")
 
 
-def right_or_refused(case: Case, name: str) -> None:
-    """Costs that are differentiable once must say so."""
-    if name in ("euclidean", "l1", "graph"):
-        try:
-            second_derivatives_are_right(case)
-        except RuntimeError:
-            return
-    second_derivatives_are_right(case)
-
-
-# torch.autograd.grad goes around the error that `once_differentiable` leaves behind.
-TWICE = [
-    pytest.param(name, marks=pytest.mark.xfail(reason="graph_cost drops second derivatives", strict=True))
-    if name == "graph"
-    else name
-    for name in COSTS
-    if name != "one cloud"
-]
+TWICE = [name for name in COSTS if name != "one cloud"]
 
 
 @pytest.mark.parametrize("grad", ["implicit", "unrolled"])
@@ -74,7 +57,7 @@ def test_entropic_second_derivatives(function: str, name: str, reach: float | No
     case = entropic_case(function, name, 0.3, reach, grad)
     if grad == "unrolled":
         case = Case({**case.inputs, **weights(4, COSTS[name][0], empty=False)}, case.value, case.exact, case.held)
-    right_or_refused(case, name)
+    second_derivatives_are_right(case)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
@@ -98,7 +81,7 @@ def test_exact_transport_refuses_second_derivatives(function: str, name: str) ->
 def test_second_derivatives_of_bounds(function: str, name: str) -> None:
     if function == "residual" and name not in SQUARE:
         pytest.skip("needs the same bins on both sides")
-    right_or_refused(transport_case(PLAIN[function], name), name)
+    second_derivatives_are_right(transport_case(PLAIN[function], name))
 
 
 @pytest.mark.parametrize("name", ["matrix", "sqeuclidean", "euclidean", "cosine", "line"])
