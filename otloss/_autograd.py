@@ -28,6 +28,23 @@ def without_gradient(value: Tensor, message: str, *inputs: Tensor) -> Tensor:
     return held
 
 
+class Unchanged:
+    """Notices where one of some tensors was changed in place since."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        # Inference tensors count no versions.
+        self._held = [(t, t._version) for t in tensors if not t.is_inference()]
+
+    def check(self, what: str) -> None:
+        """Raise RuntimeError if one was; `what` names what was to be computed from them."""
+        for tensor, version in self._held:
+            if tensor._version != version:
+                raise RuntimeError(
+                    f"{what} was asked for after a tensor of shape {tuple(tensor.shape)} that the problem is made of "
+                    "was changed in place; ask for it before, or solve with a clone of that tensor."
+                )
+
+
 class _Refusal(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, message: str, *inputs: Tensor) -> Tensor:

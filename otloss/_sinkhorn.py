@@ -14,7 +14,7 @@ from otloss._entropic.problem import EntropicProblem, Options, Settings, entropi
 from otloss._entropic.search import find_potentials, report
 from otloss._entropic.value import envelope_value
 from otloss._geomloss import with_start
-from otloss.costs import Cost, as_cost
+from otloss.costs import Cost, DenseCost, PointCost, as_cost
 
 
 @eager
@@ -66,6 +66,7 @@ def sinkhorn(
         M. Cuturi, Sinkhorn Distances: Lightspeed Computation of Optimal Transport, 2013.
 
     Example:
+        >>> import torch
         >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
         >>> cost = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
         >>> sinkhorn(p, q, cost, epsilon=0.01), sinkhorn(p, q, cost, epsilon=100.0)
@@ -110,6 +111,7 @@ def sinkhorn_divergence(
         J. Feydy et al., Interpolating between Optimal Transport and MMD using Sinkhorn Divergences, 2019.
 
     Example:
+        >>> import torch
         >>> from otloss.costs import PointCost
         >>> x, y = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [3.0]])
         >>> p = torch.tensor([0.5, 0.5])
@@ -140,14 +142,21 @@ def _among(cost: Cost, cost_p: Cost | Tensor | None, cost_q: Cost | Tensor | Non
         among = as_cost(given)
         if among.shape != (size, size):
             raise ValueError(f"{name} has shape {among.shape}, expected {(size, size)}: the costs among those bins.")
-        if isinstance(given, Tensor) and not _is_symmetric(given.detach()):
-            raise ValueError(f"{name} is not symmetric; pass ({name} + {name}.mT) / 2.")
+        if not _is_symmetric(among):
+            raise ValueError(
+                f"{name} is not symmetric, expected the costs among the same bins; pass a matrix ({name} + {name}.mT) "
+                "/ 2, or PointCost(x)."
+            )
         found.append(among)
     return found[0], found[1]
 
 
-def _is_symmetric(matrix: Tensor) -> bool:
-    return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.amax()).all()) if matrix.numel() else True
+def _is_symmetric(cost: Cost) -> bool:
+    if isinstance(cost, DenseCost):
+        matrix = cost.matrix.detach()
+        return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.amax()).all()) if matrix.numel() else True
+    # A cost between two clouds is its own transpose where both are the same tensor.
+    return not isinstance(cost, PointCost) or cost.x is cost.y
 
 
 def value_of(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from functools import cached_property
 from typing import NamedTuple, Unpack
 
@@ -10,8 +11,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager, without_gradient
+from otloss._autograd import Unchanged, eager, without_gradient
 from otloss._bounds import lower_bound, upper_bound
+from otloss._checks import check_finite, check_floating
 from otloss._entropic.graph import GraphState, implicit_state, unrolled_state
 from otloss._entropic.log_domain import Sweep
 from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem, in_float64
@@ -66,12 +68,12 @@ class Transport(ABC):
     @property
     @abstractmethod
     def dual_value(self) -> Float[Tensor, "*batch"]:
-        """(...), the dual objective at the potentials, a lower bound of the optimum; without a graph."""
+        """(...), the dual objective at the potentials, a lower bound of the optimum; in float64, without a graph."""
 
     @property
     @abstractmethod
     def gap(self) -> Float[Tensor, "*batch"]:
-        """(...), at least 0: the objective of a plan that keeps the marginals, minus `dual_value`; without a graph.
+        """(...), at least 0: the objective of a plan that keeps the marginals, minus `dual_value`; likewise.
 
         The true optimum lies between `dual_value` and `dual_value + gap`.
         """
@@ -79,7 +81,7 @@ class Transport(ABC):
     @property
     @abstractmethod
     def certificate(self) -> Certificate:
-        """Bounds of the exact transport cost."""
+        """Bounds of the exact transport cost, in float64 and without a graph."""
 
     @abstractmethod
     def plan(self) -> Float[Tensor, "*batch n m"]:
@@ -87,11 +89,11 @@ class Transport(ABC):
 
     def apply(self, v: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch n k"]:
         """Return P v, for example (divided by p) the mean position that each bin of p moves to."""
-        return self.plan() @ _columns("v", v, self.potentials[1])
+        return _product(self.plan(), _columns("v", v, self.potentials[1]))
 
     def apply_transpose(self, u: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch m k"]:
         """Return P^T u."""
-        return self.plan().mT @ _columns("u", u, self.potentials[0])
+        return _product(self.plan().mT, _columns("u", u, self.potentials[0]))
 
     def __repr__(self) -> str:
         count, done = self.converged.numel(), int(self.converged.sum())
@@ -161,6 +163,7 @@ class _Entropic(Transport):
             if settings.grad == "implicit":
                 self._state = implicit_state(problem, found)
         self._found: Potentials = found
+        self._unchanged = Unchanged(problem.p, problem.q, problem.epsilon, *problem.cost.tensors())
         if self._state is None:
             self.value = self._cast(envelope_value(problem, found.f, found.g))
             self.potentials = (self._refusing(found.f), self._refusing(found.g))
@@ -174,11 +177,13 @@ class _Entropic(Transport):
     def linear_cost(self) -> Tensor:
         if self._state is not None:
             return self._cast(self._state.linear_cost)
+        self._unchanged.check("linear_cost")
         return self._refusing(linear_cost(self._problem, self._found.f, self._found.g))
 
     @cached_property
     def _judged(self) -> tuple[EntropicProblem, Tensor, Tensor]:
         """The problem in float64, with f an exact update there: bounds must not be off by rounding."""
+        self._unchanged.check("what certifies the answer")
         problem = in_float64(self._problem)
         with torch.no_grad():
             g = self._found.g.to(problem.p.dtype)
@@ -188,11 +193,11 @@ class _Entropic(Transport):
 
     @cached_property
     def dual_value(self) -> Tensor:
-        return self._cast(dual_value(*self._judged))
+        return dual_value(*self._judged)
 
     @cached_property
     def gap(self) -> Tensor:
-        return self._cast(duality_gap(*self._judged))
+        return duality_gap(*self._judged)
 
     @cached_property
     def certificate(self) -> Certificate:
@@ -209,19 +214,18 @@ class _Entropic(Transport):
             primal = rounded_linear_cost(problem, f, g)
             lower = torch.maximum(dual, lower_bound(p, q, problem.cost).to(f.dtype))
             upper = torch.minimum(primal, upper_bound(p, q, problem.cost).to(f.dtype))
-        return Certificate(self._cast(lower), self._cast(upper))
+        return Certificate(lower, upper)
 
     def plan(self) -> Tensor:
         if self._state is not None:
             return self._cast(self._state.plan)
-        blocks = [plan for _, plan, _ in plan_blocks(self._problem, self._found.f, self._found.g)]
-        return self._refusing(torch.cat(blocks, dim=-2))
+        return self._refusing(torch.cat([plan for _, plan in self._plan_blocks()], dim=-2))
 
     def apply(self, v: Tensor) -> Tensor:
         v = _columns("v", v, self.potentials[1])
         if self._state is not None:
             return super().apply(v)
-        found = [plan @ v.detach().to(plan) for _, plan, _ in plan_blocks(self._problem, self._found.f, self._found.g)]
+        found = [_product(plan, v.detach().to(plan)) for _, plan in self._plan_blocks()]
         return self._refusing(torch.cat(found, dim=-2), v)
 
     def apply_transpose(self, u: Tensor) -> Tensor:
@@ -229,11 +233,16 @@ class _Entropic(Transport):
         if self._state is not None:
             return super().apply_transpose(u)
         total: Tensor | None = None
-        for part, plan, _ in plan_blocks(self._problem, self._found.f, self._found.g):
-            share = plan.mT @ u.detach().to(plan)[..., part, :]
+        for part, plan in self._plan_blocks():
+            share = _product(plan.mT, u.detach().to(plan)[..., part, :])
             total = share if total is None else total + share
         assert total is not None
         return self._refusing(total, u)
+
+    def _plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        self._unchanged.check("the plan")
+        for part, plan, _ in plan_blocks(self._problem, self._found.f, self._found.g):
+            yield part, plan
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._problem.dtype)
@@ -268,15 +277,15 @@ class _Exact(Transport):
 
     @cached_property
     def dual_value(self) -> Tensor:
-        return self._cast(self._solution.value - self._solution.gap)
+        return (self._solution.value - self._solution.gap).to(self._matrix.device)
 
     @cached_property
     def gap(self) -> Tensor:
-        return self._cast(self._solution.gap)
+        return self._solution.gap.clamp(min=0).to(self._matrix.device)
 
     @property
     def certificate(self) -> Certificate:
-        return Certificate(self.dual_value, self.value.detach())
+        return Certificate(self.dual_value, self.dual_value + self.gap)
 
     def plan(self) -> Tensor:
         return self._refusing(self._solution.plan())
@@ -292,7 +301,13 @@ class _Exact(Transport):
         return without_gradient(self._cast(tensor), message, self._pair.p, self._pair.q, self._matrix)
 
 
+def _product(plan: Tensor, columns: Tensor) -> Tensor:
+    with torch.autocast(plan.device.type, enabled=False):
+        return plan @ columns
+
+
 def _columns(name: str, values: Tensor, like: Tensor) -> Tensor:
+    check_finite(name, check_floating(name, values))
     if values.dim() < 2 or values.shape[-2] != like.shape[-1]:
         raise ValueError(
             f"{name} has shape {tuple(values.shape)}, expected (..., {like.shape[-1]}, k), a column for each quantity; "

@@ -30,6 +30,7 @@ from otloss._entropic.problem import EntropicProblem, Settings, has_float64, tol
 from otloss._entropic.search import Potentials
 
 NEWTON_STEPS = 2
+SMALL_STEP = 0.1  # of g / epsilon
 RIDGE = 1e-11
 LARGEST_CONDITION = 1e13
 
@@ -110,22 +111,27 @@ class _System:
                 system = system + share.unsqueeze(-2).expand_as(system)
                 missing = missing - (share * missing).sum(-1, keepdim=True)
             b = b + self.solve(system, missing, identity)
+        # Far from a solution the steps lead nowhere: then they give derivatives alone, and the potentials stay.
+        near = b.detach().abs().amax(-1, keepdim=True) < SMALL_STEP
+        b = torch.where(near, b, b - b.detach())
         return damping * (offset_f - (ratio * (q * b.exp()).unsqueeze(-2)).sum(-1).log()), b
 
     def solve(self, system: Tensor, right: Tensor, identity: Tensor) -> Tensor:
         if not self.through_weights:
-            answer: Tensor = torch.linalg.solve(system + RIDGE * identity, right.unsqueeze(-1)).squeeze(-1)
-            return answer
+            system = system + RIDGE * identity
         try:
-            answer = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
-            fits = bool(torch.isfinite(answer).all()) and _condition(system.detach()) < LARGEST_CONDITION
+            answer: Tensor = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
+            fits = bool(torch.isfinite(answer).all())
+            if self.through_weights:
+                fits = fits and _condition(system.detach()) < LARGEST_CONDITION
         except torch.linalg.LinAlgError:
             fits = False
         if not fits:
             raise RuntimeError(
-                'grad="implicit" is out of reach: the plan falls into parts that hardly exchange mass, and the '
-                "equations for its derivatives in the weights are singular to rounding. Raise epsilon, use "
-                'grad="envelope", or detach the weights if only the cost is to be differentiated.'
+                'grad="implicit" is out of reach: the plan falls into parts that hardly exchange mass (or has not '
+                "converged), and the equations for its derivatives in the weights are singular to rounding. Raise "
+                'epsilon or max_iterations, use grad="envelope", or detach the weights if only the cost is to be '
+                "differentiated."
             )
         return answer
 
@@ -154,16 +160,18 @@ def unrolled_state(problem: EntropicProblem, settings: Settings) -> tuple[GraphS
         g = g + settings.start[1].detach().to(dtype)
     done = torch.zeros(problem.batch, dtype=torch.int64, device=p.device)
     error = torch.full(problem.batch, torch.inf, dtype=dtype, device=p.device)
-    for _ in range(settings.max_iterations):
+    for left in range(settings.max_iterations - 1, -1, -1):
         f = -damping * width * torch.logsumexp(scores + (g / width + log_q).unsqueeze(-2), -1)
         updated = -damping * width * torch.logsumexp(scores.mT + (f / width + log_p).unsqueeze(-2), -1)
         with torch.no_grad():
             goal = q if problem.reach is None else q * (-g / problem.reach).exp()
             off = (((g - updated) / (damping * width)).clamp(max=80.0).expm1().abs() * goal).sum(-1)
             error = off / goal.sum(-1)
-        if bool((error <= tolerance).all()):
+        done = done + (error > tolerance)
+        # The error is that of f and this g, so they go together.
+        if left == 0 or bool((error <= tolerance).all()):
             break
-        g, done = updated, done + (error > tolerance)
+        g = updated
     plan = (scores + (f / width + log_p).unsqueeze(-1) + (g / width + log_q).unsqueeze(-2)).exp()
     found = Potentials(f.detach(), g.detach(), error, error <= tolerance, done)
     return GraphState(f, g, plan, matrix), found

@@ -1,9 +1,10 @@
 """Sinkhorn in the log domain: any cost object, any device, balanced or not; holds no matrix and no history.
 
-The twin of the compiled kernel, with the same epsilon steps and the same over-relaxation (see there), for a whole batch
-at a time; a problem that has converged stays as it is. Unbalanced problems are also shifted, f + t and g - t with the
-best t in closed form, without which the balance of the two masses would be the slowest thing to settle (T. Séjourné,
-F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn, 2022).
+The twin of the compiled kernel, for a whole batch at a time: epsilon steps and over-relaxation as there, with bounds
+that suit whole batches and logarithms; a problem that has converged stays as it is. Unbalanced problems are also
+shifted, f + t and g - t with the best t in closed form, without which the balance of the two masses would be the
+slowest thing to settle (T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation
+Invariant Sinkhorn, 2022).
 """
 
 from __future__ import annotations
@@ -39,16 +40,15 @@ def iterate_in_logs(
     if start is not None:
         f, g = start[0].to(f.dtype), start[1].to(g.dtype)
     done = torch.zeros(problem.batch, dtype=torch.int64, device=f.device)
-    for epsilon in _steps(problem) if start is None else []:
-        if symmetric:
-            break
+    left = most
+    for epsilon in _steps(problem) if start is None and not symmetric else []:
         staged = sweep.at(epsilon)
-        for _ in range(min(STAGE_ITERATIONS, most)):
+        for _ in range(min(STAGE_ITERATIONS, left - 1)):
             f = staged.f_from(g)
             g = staged.g_from(f)
-            done = done + 1
+            left -= 1
     search = _symmetric_search if symmetric else _relaxed_search
-    return search(sweep, f, g, done, tolerance, most)
+    return search(sweep, f, g, done + (most - left), tolerance, left)
 
 
 def _steps(problem: EntropicProblem) -> list[Tensor]:

@@ -25,7 +25,7 @@ RIDGE = 1e-13  # of the mass: the constant in b, and parts that exchange nothing
 
 
 def newton_search(
-    problem: EntropicProblem, g: Float[Tensor, "*batch m"], *, tolerance: float
+    problem: EntropicProblem, g: Float[Tensor, "*batch m"], *, tolerance: float, most: int
 ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"], Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
     """Return f, g, the marginal error and the number of steps; balanced problems with mass, in float64."""
     sweep = Sweep.of(problem)
@@ -34,7 +34,7 @@ def newton_search(
     scores = -problem.cost.dense() / problem.epsilon[..., None, None] + sweep.log_q.unsqueeze(-2)
     b = g / sweep.epsilon
     done = torch.zeros(problem.batch, dtype=torch.int64, device=p.device)
-    for _ in range(STEPS):
+    for _ in range(min(STEPS, most)):
         rows = torch.softmax(scores + b.unsqueeze(-2), -1)
         received = (p.unsqueeze(-2) @ rows).squeeze(-2)
         lack = q - received

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, TypedDict
 
 import torch
@@ -18,6 +19,8 @@ IMPLS = ("auto", "compiled", "torch", "geomloss")
 RELATIVE_TO = (None, "mean_cost")
 # Sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
 DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
+# Over the largest cost plus a hundred epsilons: starts beyond are not those of a similar problem.
+SANE_START = 100.0
 # Epsilon over the largest cost from which float32 problems are solved in float64.
 WIDE_FROM = 10.0
 
@@ -53,8 +56,14 @@ class Settings:
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {allowed}.")
         for name in ("reach", "tolerance"):
-            if getattr(self, name) is not None:
-                check_positive(name, getattr(self, name))
+            number = getattr(self, name)
+            if number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, Real):
+                raise TypeError(f"{name} is a {type(number).__name__}, expected a number; a tensor gives .item().")
+            object.__setattr__(self, name, float(check_positive(name, float(number))))
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"strict is {self.strict!r}, expected True or False.")
         if isinstance(self.max_iterations, bool) or not isinstance(self.max_iterations, int) or self.max_iterations < 1:
             raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
 
@@ -115,6 +124,7 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
         if bool(((width.detach() > WIDE_FROM * highest) & (highest > 0)).any()):
             # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
             p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
+            q = q if settings.reach is not None else _of_the_mass_of(p, q)
     batch = check_broadcast(
         p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape, epsilon=tuple(width.shape)
     )
@@ -143,12 +153,16 @@ def in_float64(problem: EntropicProblem) -> EntropicProblem:
     wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
     p, q, epsilon = (t.detach().to(wide) for t in (problem.p, problem.q, problem.epsilon))
     if problem.reach is None:
-        # Masses that agreed up to the rounding of their own dtype now do so in the wider one.
-        mass_p, mass_q = p.sum(-1, keepdim=True), q.sum(-1, keepdim=True)
-        q = q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
+        q = _of_the_mass_of(p, q)
     with torch.no_grad():
         cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
     return EntropicProblem(p, q, cost, epsilon, problem.reach, problem.dtype)
+
+
+def _of_the_mass_of(p: Tensor, q: Tensor) -> Tensor:
+    """q for masses that agreed up to the rounding of a narrower dtype."""
+    mass_p, mass_q = (w.detach().sum(-1, keepdim=True) for w in (p, q))
+    return q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
 
 
 def _epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
@@ -162,9 +176,9 @@ def _epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
             )
         width = epsilon.to(cost.device, cost.dtype)
     else:
-        if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
+        if isinstance(epsilon, bool) or not isinstance(epsilon, Real):
             raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number or a tensor of one per problem.")
-        width = torch.tensor(check_positive("epsilon", epsilon), dtype=cost.dtype, device=cost.device)
+        width = torch.tensor(check_positive("epsilon", float(epsilon)), dtype=cost.dtype, device=cost.device)
     if settings.epsilon_relative_to is None:
         return width
     m = cost.shape[1]
@@ -187,8 +201,28 @@ def check_start(start: Any, problem: EntropicProblem) -> tuple[Tensor, Tensor] |
             raise ValueError(
                 f"start {name} has shape {tuple(potential.shape)}, expected a last axis of {weights.shape[-1]} bins."
             )
-        check_broadcast(**{f"start {name}": potential.shape[:-1], "the problems": problem.batch})
+        if check_broadcast(start=potential.shape[:-1], problems=problem.batch) != problem.batch:
+            raise ValueError(
+                f"start {name} has shape {tuple(potential.shape)}, expected leading axes of {tuple(problem.batch)}."
+            )
+        potential = potential.detach().to(weights)
         if not torch.isfinite(potential).all():
-            raise ValueError(f"start {name} holds a NaN or an infinity, expected the potentials of a similar problem.")
-        fitted.append(potential.detach().to(weights).expand(weights.shape))
-    return fitted[0], fitted[1]
+            raise ValueError(
+                f"start {name} holds a NaN or an infinity (in {weights.dtype}), expected the potentials of a similar "
+                "problem."
+            )
+        fitted.append(potential.expand(weights.shape))
+    return _within_reason(problem, fitted[0], fitted[1])
+
+
+def _within_reason(problem: EntropicProblem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Starts without the constant that moves from f to g, whose rounding would stay; zeros for those far too large."""
+    q = problem.q.detach()
+    if problem.reach is None:
+        shift = (g * q).sum(-1, keepdim=True) / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        f, g = f + shift, g - shift
+    # Potentials differ by no more than the costs do, and by the logarithms of weights times epsilon.
+    most = SANE_START * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
+    sane = (g.masked_fill(q == 0, 0.0).abs() <= most).all(-1, keepdim=True)
+    g = torch.where(sane & (g.abs() <= most), g, 0.0)
+    return torch.where(sane, f, 0.0), g

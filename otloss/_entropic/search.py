@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from otloss._entropic.log_domain import iterate_in_logs
 from otloss._entropic.newton import newton_search
-from otloss._entropic.problem import EntropicProblem, Settings, check_start, has_float64, tolerance_of
+from otloss._entropic.problem import EntropicProblem, Settings, check_start, has_float64, in_float64, tolerance_of
 from otloss._kernels import may_run_on
 from otloss.costs import DenseCost
 
@@ -63,16 +65,9 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
             p, q = (w.masked_fill(empty.unsqueeze(-1), 1.0 / w.shape[-1]) for w in (p, q))
         solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.reach, problem.dtype)
         search = _compiled if runs_compiled(problem, settings.impl) else iterate_in_logs
-        patient = symmetric or not _can_take_newton(solid)
-        first = settings.max_iterations if patient else min(settings.max_iterations, PATIENCE)
-        f, g, error, iterations = search(solid, start, tolerance=tolerance, most=first, symmetric=symmetric)
-        if first < settings.max_iterations and bool((error > tolerance).any()):
-            f, g, error, steps = _by_newton(solid, (f, g, error), tolerance)
-            iterations = iterations + steps
-            left = settings.max_iterations - first
-            if bool((error > tolerance).any()):
-                f, g, error, more = search(solid, (f, g), tolerance=tolerance, most=left, symmetric=symmetric)
-                iterations = iterations + more
+        f, g, error, iterations = _in_turns(
+            solid, start, search, tolerance=tolerance, most=settings.max_iterations, symmetric=symmetric
+        )
         if some_empty:
             f, g = f.masked_fill(empty.unsqueeze(-1), 0.0), g.masked_fill(empty.unsqueeze(-1), 0.0)
             error, iterations = error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0)
@@ -81,13 +76,38 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
     return found
 
 
+def _in_turns(
+    problem: EntropicProblem,
+    start: tuple[Tensor, Tensor] | None,
+    search: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    *,
+    tolerance: float,
+    most: int,
+    symmetric: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Sinkhorn; after a while Newton's method, where it can be had; then Sinkhorn again, in float64."""
+    newton = not symmetric and _can_take_newton(problem)
+    narrow = search is iterate_in_logs and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
+    first = min(most, PATIENCE) if newton or narrow else most
+    f, g, error, iterations = search(problem, start, tolerance=tolerance, most=first, symmetric=symmetric)
+    left = most - first
+    if newton and left > 0 and bool((error > tolerance).any()):
+        f, g, error, steps = _by_newton(problem, (f, g, error), tolerance=tolerance, most=left)
+        iterations, left = iterations + steps, left - int(steps.amax())
+    if left > 0 and bool((error > tolerance).any()):
+        again = in_float64(problem) if narrow else problem
+        f, g, error, more = search(again, (f, g), tolerance=tolerance, most=left, symmetric=symmetric)
+        iterations = iterations + more
+    return f, g, error, iterations
+
+
 def _can_take_newton(problem: EntropicProblem) -> bool:
     n, m = problem.cost.shape
     return problem.reach is None and n * m <= LARGEST_NEWTON and has_float64(problem.p.device)
 
 
 def _by_newton(
-    problem: EntropicProblem, found: tuple[Tensor, Tensor, Tensor], tolerance: float
+    problem: EntropicProblem, found: tuple[Tensor, Tensor, Tensor], *, tolerance: float, most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Newton's method for the problems whose error is beyond the tolerance; kept where it lessens that."""
     f, g, error = found
@@ -97,7 +117,7 @@ def _by_newton(
         problem.p[stuck].double(), problem.q[stuck].double(), DenseCost(costs.double()),
         problem.epsilon[stuck].double(), None, problem.dtype,
     )  # fmt: skip
-    new_f, new_g, new_error, steps = newton_search(hard, g[stuck].double(), tolerance=tolerance)
+    new_f, new_g, new_error, steps = newton_search(hard, g[stuck].double(), tolerance=tolerance, most=most)
     better = new_error < error[stuck]
     f, g, error, counted = f.clone(), g.clone(), error.clone(), torch.zeros_like(error, dtype=torch.int64)
     f[stuck] = torch.where(better.unsqueeze(-1), new_f.to(f.dtype), f[stuck])
@@ -135,7 +155,7 @@ def _compiled(
     mass = p.sum(-1, keepdim=True)
     p, q = p / mass, q / q.sum(-1, keepdim=True)
     costs = problem.cost.dense()
-    own = torch.arange(costs.shape[:-2].numel()).reshape(costs.shape[:-2]).expand(batch).reshape(-1)
+    own = torch.arange(costs.shape[:-2].numel(), device="cpu").reshape(costs.shape[:-2]).expand(batch).reshape(-1)
     f = p.new_zeros(p.shape[0], n)
     g = p.new_zeros(p.shape[0], m)
     epsilon = problem.epsilon.double().reshape(-1)
@@ -144,7 +164,7 @@ def _compiled(
     if start is not None:
         f.copy_(start[0].reshape(-1, n) + shift)
         g.copy_(start[1].reshape(-1, m))
-    error, iterations = p.new_zeros(p.shape[0]), torch.zeros(p.shape[0], dtype=torch.int64)
+    error, iterations = p.new_zeros(p.shape[0]), torch.zeros(p.shape[0], dtype=torch.int64, device="cpu")
     arrays = (p, q, costs.reshape(-1, n, m), own, epsilon, f, g, error, iterations)
     with as_many_threads_as_torch(), numba.parallel_chunksize(1 if p.shape[0] < 32 else 4):
         sinkhorn_problems(
@@ -171,4 +191,12 @@ def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> N
     )
     if settings.strict:
         raise RuntimeError(message)
-    warnings.warn(message, ConvergenceWarning, stacklevel=4)
+    warnings.warn(message, ConvergenceWarning, stacklevel=_level_of_the_caller())
+
+
+def _level_of_the_caller() -> int:
+    """The stack level, for a warning of the function that asks, of the first frame outside this library and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("otloss", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

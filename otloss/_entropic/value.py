@@ -25,7 +25,7 @@ from otloss._autograd import once_only
 from otloss._entropic.log_domain import Sweep
 from otloss._entropic.problem import EntropicProblem
 
-_BLOCK_ENTRIES = 2**22
+_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of it are alive
 
 
 def dual_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
@@ -58,13 +58,15 @@ def envelope_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tens
 class _EnvelopeValue(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, problem: EntropicProblem, f: Tensor, g: Tensor, *inputs: Tensor) -> Tensor:
-        ctx.problem = problem
-        ctx.save_for_backward(f, g, *inputs)
+        ctx.problem, ctx.count = problem, len(inputs)
+        # Those without a gradient too: torch then notices where one of them was changed in place in between.
+        ctx.save_for_backward(f, g, *inputs, *problem.cost.tensors())
         return dual_value(problem, f, g)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        f, g, *inputs = ctx.saved_tensors
+        f, g, *held = ctx.saved_tensors
+        inputs = held[: ctx.count]
         problem: EntropicProblem = ctx.problem
         upstream = gradients[0].detach()
         wanted = ctx.needs_input_grad[3:]
@@ -205,7 +207,7 @@ def _gap_balanced(problem: EntropicProblem, f: Tensor, g: Tensor) -> Tensor:
     # The dual's own terms are left out of both sides, so that what remains is small where the gap is.
     kept = -(f * r).sum(-1) - (g * s).sum(-1) + epsilon * (log_y * (q - s)).sum(-1)
     kept = kept - epsilon * torch.xlogy(mass - lack, 1 - share)
-    return torch.where(lack > 0, kept + _moved(problem, r, s) + epsilon * entropy, 0.0)
+    return torch.where(lack == 0, 0.0, kept + _moved(problem, r, s) + epsilon * entropy)
 
 
 def _gap_unbalanced(problem: EntropicProblem, f: Tensor, g: Tensor) -> Tensor:

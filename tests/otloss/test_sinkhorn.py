@@ -481,10 +481,7 @@ def test_bad_masses_and_shapes() -> None:
 @pytest.mark.parametrize("epsilon", [1e-2, 1e-3, 1e-4])
 @pytest.mark.parametrize("n", [3, 20])
 def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> None:
-    """Equal weights, points that match: Sinkhorn alone is not there after 10 000 iterations; Newton's method ends it.
-
-    Potentials that are right make the value right to the square of the error: against weights that fall apart too.
-    """
+    """Equal weights, points that match: after 10 000 iterations Sinkhorn is not there; Newton's method ends it."""
     x = torch.rand(4, n, 1, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
     places = torch.linspace(0, 1, n, dtype=torch.float64)
     cost = (x - places).square()
@@ -496,3 +493,109 @@ def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> No
     assert answer.converged.all()
     assert (answer.gap < 1e-8).all()
     assert (answer.iterations < 1100).all()
+
+
+# ---- what was wrong once -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e10, 1e16])
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["noise", "constant"])
+def test_a_start_of_any_size_leads_to_the_same(scale: float, impl: str, kind: str) -> None:
+    p, q, matrix = case()
+    generator = torch.Generator().manual_seed(0)
+    f, g = (torch.randn(k, generator=generator, dtype=torch.float64) for k in (4, 5))
+    if kind == "constant":
+        f, g = -torch.ones_like(f), torch.ones_like(g)
+    expected = sinkhorn(p, q, matrix, epsilon=0.05, **TIGHT)
+    value = sinkhorn(p, q, matrix, epsilon=0.05, start=(scale * f, scale * g), impl=impl, **TIGHT)
+    np.testing.assert_allclose(float(value), float(expected), rtol=1e-9)
+    with pytest.raises(ValueError, match="float32"):
+        sinkhorn(p.float(), q.float(), matrix.float(), epsilon=0.05, start=(1e300 * f, 1e300 * g))
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 10, 50])
+@pytest.mark.parametrize("reach", [None, 0.5])
+def test_implicit_without_convergence_keeps_the_value(iterations: int, reach: float | None) -> None:
+    """Newton's steps from far away lead nowhere."""
+    p, q, matrix = case(n=30, m=30)
+    for epsilon in (0.01, 0.001):
+        options: dict[str, Any] = {"epsilon": epsilon, "reach": reach, "max_iterations": iterations}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            envelope = sinkhorn(p, q, matrix, grad="envelope", **options)
+            try:
+                implicit = sinkhorn(p, q, matrix, grad="implicit", **options)
+            except RuntimeError as refusal:
+                assert "out of reach" in str(refusal)  # noqa: PT017 - a value or a refusal
+                continue
+        assert implicit.isfinite()
+        assert abs(float(implicit - envelope)) < 0.02 * float(envelope)
+
+
+@pytest.mark.parametrize("epsilon", [1e3, 1e6, 1e9])
+def test_float32_at_large_epsilon(epsilon: float) -> None:
+    """The product coupling; the rounding of the masses counts, times epsilon, and both ways must see the same."""
+    p, q, matrix = (t.float() for t in case(n=40, m=50))
+    mass_p, mass_q = (float(w.double().sum()) for w in (p, q))
+    mass = (mass_p + mass_q) / 2
+    for impl in IMPLS:
+        value = float(sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, tolerance=1e-12))
+        linear = float(p.double() @ matrix.double() @ q.double())
+        # The weights are rescaled to the mean of their masses in float32.
+        assert value == pytest.approx(linear - epsilon * mass * np.log(mass), abs=1e-4 + 1e-7 * epsilon)
+    values = [float(sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, tolerance=1e-12)) for impl in IMPLS]
+    assert values[0] == pytest.approx(values[1], abs=1e-4 + 1e-13 * epsilon)
+
+
+@pytest.mark.parametrize("reach", [0.1, 1.0])
+@pytest.mark.parametrize("epsilon", [1e-3, 1e-4])
+def test_float32_unbalanced_at_small_epsilon(reach: float, epsilon: float) -> None:
+    p, q, _ = case(n=30, m=30, batch=(3,))
+    x, y = torch.rand(3, 30, 2, generator=torch.Generator().manual_seed(1)), Y[:, :2].float().repeat(6, 1)
+    value = sinkhorn(p.float() * 1.3, q.float(), PointCost(x, y), epsilon=epsilon, reach=reach, tolerance=1e-4)
+    wide = sinkhorn(p * 1.3, q, PointCost(x.double(), y.double()), epsilon=epsilon, reach=reach, tolerance=1e-6)
+    np.testing.assert_allclose(value, wide, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_changed_in_place_are_noticed() -> None:
+    p, q, matrix = case()
+    y = Y.clone()
+    value = sinkhorn(p, q, PointCost(X.clone().requires_grad_(), y), epsilon=0.05)
+    y.add_(5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+    width = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
+    value = sinkhorn(p, q, matrix, epsilon=width)
+    matrix.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_costs_among_the_bins_are_symmetric_objects_too() -> None:
+    p, q, matrix = case()
+    skew = DenseCost(torch.rand(4, 4, dtype=torch.float64))
+    for wrong in (skew, PointCost(X, X.clone() + 1)):
+        with pytest.raises(ValueError, match="not symmetric"):
+            sinkhorn_divergence(p, q, matrix, epsilon=0.05, cost_p=wrong, cost_q=PointCost(Y))
+
+
+def test_iterations_stay_within_what_was_allowed() -> None:
+    from otloss._solve import solve
+
+    p, q, matrix = case(n=30, m=30)
+    for impl in IMPLS:
+        for most in (1, 5, 1001):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                answer = solve(p, q, matrix, epsilon=1e-4, impl=impl, max_iterations=most, tolerance=1e-15)
+            assert 0 < int(answer.iterations) <= most
+
+
+def test_the_warning_names_the_line_of_the_caller() -> None:
+    p, q, matrix = case(n=30, m=30)
+    for function in (sinkhorn, sinkhorn_divergence):
+        cost = PointCost(torch.rand(30, 2, dtype=torch.float64)) if function is sinkhorn_divergence else matrix
+        with pytest.warns(ConvergenceWarning) as caught:
+            function(p, q, cost, epsilon=1e-3, max_iterations=2)
+        assert {warning.filename for warning in caught} == {__file__}
