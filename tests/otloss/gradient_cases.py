@@ -140,8 +140,10 @@ def transport_case(
     held: bool = True,
     empty: bool = True,
     as_given: bool = False,
+    extra: Inputs | None = None,
 ) -> Case:
-    """value(p, q, cost) on the problem of that name; as_given, the value hangs on what kind of cost it is."""
+    """value(p, q, cost, **extra) on the problem of that name; as_given, it hangs on what kind of cost it is."""
+    extra = extra or {}
     m, make, cost, _ = COSTS[name]
     pair = weights(4, m, empty=empty)
     if not held:
@@ -151,10 +153,13 @@ def transport_case(
         # Where the cost itself takes no batch, its matrices do.
         alone = [] if as_given else [key for key in t if key in ALONE]
         fitted = matrices(cost, alone[0], t[alone[0]]) if alone else cost(t)
-        return (exact or value)(t["p"], t["q"], fitted)
+        return (exact or value)(t["p"], t["q"], fitted, **{key: t[key] for key in extra})
+
+    def given(t: Inputs) -> Tensor:
+        return value(t["p"], t["q"], cost(t), **{key: t[key] for key in extra})
 
     one_by_one = tuple(ALONE) if as_given else ("length",)
-    return Case({**pair, **make()}, lambda t: value(t["p"], t["q"], cost(t)), exactly, held, one_by_one)
+    return Case({**pair, **make(), **extra}, given, exactly, held, one_by_one)
 
 
 def matrices(cost: Callable[[Inputs], Any], name: str, data: Tensor) -> Tensor:
@@ -210,15 +215,21 @@ CLOSED_FORMS: dict[str, tuple[Callable[[], Inputs], Callable[[Inputs], Tensor]]]
 ENTROPIC = ("sinkhorn", "divergence", "linear_cost")
 
 
-def entropic_case(function: str, name: str, share: float, reach: float | None, grad: str) -> Case:
-    epsilon = share * COSTS[name][3]
+def entropic_case(
+    function: str, name: str, share: float, reach: float | None, grad: str, *, per: str = "range", empty: bool = True
+) -> Case:
+    """Epsilon is that share of the range of the costs; of their mean; or a tensor, which is then an input too."""
+    tensor = torch.tensor([share, 1.5 * share], dtype=torch.float64) * COSTS[name][3]
+    fixed: dict[str, Any] = {"reach": reach, "epsilon": share * COSTS[name][3]}
+    if per == "mean_cost":
+        fixed |= {"epsilon": share, "epsilon_relative_to": per}
     if function == "divergence" and COSTS[name][0] != 4 and "matrix" in name:
         among: dict[str, Any] = {"cost_p": symmetric(draw(4, 4, seed=2)), "cost_q": symmetric(draw(5, 5, seed=3))}
     else:
         among = {}
 
     def value(p: Tensor, q: Tensor, cost: Any, **options: Any) -> Tensor:
-        options = {"epsilon": epsilon, "reach": reach, **options}
+        options = {**fixed, **options}
         if function == "sinkhorn":
             return otloss.sinkhorn(p, q, cost, **options)
         if function == "linear_cost":
@@ -228,11 +239,12 @@ def entropic_case(function: str, name: str, share: float, reach: float | None, g
         return otloss.sinkhorn_divergence(p, q, cost, **options, **{k: v.to(p.dtype) for k, v in among.items()})
 
     return transport_case(
-        lambda p, q, cost: value(p, q, cost, grad=grad, **(TIGHT if p.dtype == torch.float64 else {})),
+        lambda *given, **extra: value(*given, grad=grad, **extra, **(TIGHT if given[0].dtype == torch.float64 else {})),
         name,
-        lambda p, q, cost: value(p, q, cost, **TIGHT),
+        lambda *given, **extra: value(*given, **extra, **TIGHT),
         held=reach is None,
         # Where points are far apart, a grain in an empty bin pays for its neighbours only as long as it is smaller than
         # exp(-2 distance / epsilon): no finite difference sees that slope of S(p, p).
-        empty=function != "divergence" or share == 1.0,
+        empty=empty and (function != "divergence" or share == 1.0),
+        extra={"epsilon": tensor} if per == "tensor" else None,
     )
