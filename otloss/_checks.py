@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import torch
@@ -39,17 +40,53 @@ def check_finite(name: str, tensor: Tensor) -> None:
         )
 
 
+def check_below_infinity(name: str, tensor: Tensor) -> None:
+    """Raise ValueError if an entry is NaN or +inf; -inf may occur."""
+    tensor = tensor.detach()
+    if tensor.numel() and not tensor.amax() < torch.inf:  # NaN where any entry is
+        bad = tensor[~(tensor < torch.inf)]
+        raise ValueError(
+            f"{name} holds {bad.numel()} NaN or +inf, the first {float(bad[0])}; expected finite numbers, or -inf at "
+            "bins that take no part. Find where they arise before this call."
+        )
+
+
 def check_reduction(reduction: str) -> None:
     """Raise ValueError unless `reduction` is one of "mean", "sum", "none"."""
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction is {reduction!r}, expected one of {REDUCTIONS}.")
 
 
-def check_positive(name: str, value: float) -> float:
-    """Return `value` if it is a finite number above zero, else raise ValueError."""
-    if not (0 < value < float("inf")):
+def check_number(name: str, value: Any) -> float:
+    """Return `value` if it is a real number, of Python or numpy and no bool, else raise TypeError."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(
+            f"{name} is a {type(value).__name__} ({value!r}), expected a number; "
+            f"convert it first, for example with float({name})."
+        )
+    return value  # type: ignore[return-value]
+
+
+def check_positive(name: str, value: Any) -> float:
+    """Return `value` if it is a finite number above zero, else raise TypeError or ValueError."""
+    if not (0 < check_number(name, value) < float("inf")):
         raise ValueError(f"{name} is {value}, expected a finite number above 0.")
     return value
+
+
+def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:
+    """Return `epsilon` if it is a number, or a tensor of numbers, that is finite and at least (or above) zero."""
+    if not isinstance(epsilon, Tensor):
+        check_number("epsilon", epsilon)
+        return epsilon if epsilon == 0 and not above_zero else check_positive("epsilon", epsilon)
+    if check_floating("epsilon", epsilon).requires_grad:
+        raise ValueError("epsilon requires a gradient, which is not given; pass epsilon.detach().")
+    low, high = torch.aminmax(epsilon) if epsilon.numel() else (1.0, 1.0)
+    if not (low > 0 and high < torch.inf):
+        check_finite("epsilon", epsilon)
+        if low < 0 or above_zero:
+            raise ValueError(f"epsilon is {float(low)}, expected numbers {'above' if above_zero else '>='} 0.")
+    return epsilon
 
 
 def check_index(name: str, index: Any, size: int) -> Tensor:

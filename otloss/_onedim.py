@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_last_axis, check_tensor
+from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_last_axis, check_number, check_tensor
 from otloss._histograms import MASS_TOLERANCE, histogram_pair
 from otloss._kernels import may_run_on
 
@@ -183,7 +183,7 @@ def _compiled(tensors: tuple[Tensor | None, ...], exponent: float, twin: Callabl
     for tensor in given[1:]:
         dtype = torch.promote_types(dtype, tensor.dtype)
     arithmetic = torch.promote_types(dtype, torch.float32)
-    x = (torch.arange(p.shape[-1]) if tensors[2] is None else tensors[2]).to(arithmetic)
+    x = (torch.arange(p.shape[-1], device=p.device) if tensors[2] is None else tensors[2]).to(arithmetic)
     places = [x if place is None or place is tensors[2] else place for place in tensors[2:]]
     build = line_gradients.cdf if len(places) == 1 else line_gradients.merged
     tolerance = max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q))
@@ -284,5 +284,5 @@ def _positions(name: str, positions: Tensor, weights: Tensor) -> Tensor:
 
 
 def _check_exponent(name: str, value: float) -> None:
-    if not 1 <= value < float("inf"):
+    if not 1 <= check_number(name, value) < float("inf"):
         raise ValueError(f"{name} is {value}, expected a finite number of at least 1.")

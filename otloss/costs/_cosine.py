@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_floating, check_index, check_last_axis
+from otloss._checks import check_floating, check_index
 from otloss.costs._cost import Cost, arithmetic_dtype, unit_rows
 
 
@@ -80,9 +80,7 @@ class CosineCost(Cost):
 
     def apply(self, v: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
         """Return C v in O(V d); the absolute error is that of a sum over `|v|`, since the product cancels."""
-        check_last_axis("v", v, self.shape[1])
-        cost = self._promoted(v)
-        v = v.to(cost.dtype)
+        cost, v = self._product_arguments(v)
         with torch.autocast(self.device.type, enabled=False):
             product = v.sum(-1, keepdim=True) - (v @ cost.unit) @ cost.unit.T  # (..., V)
         # A zero row has no product with itself to cancel its own mass.

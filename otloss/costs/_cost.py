@@ -24,11 +24,11 @@ from torch.utils.checkpoint import checkpoint
 
 from otloss._checks import (
     broadcast_shape,
+    check_below_infinity,
     check_broadcast,
-    check_finite,
+    check_epsilon,
     check_floating,
     check_last_axis,
-    check_positive,
 )
 from otloss._kernels import may_run_on
 
@@ -91,11 +91,11 @@ class Cost(ABC):
 
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
         """Return C v over the last axis, in the promoted dtype of the cost and `v`, block by block of rows."""
-        check_last_axis("v", v, self.shape[1])
-        cost = self._promoted(v)
-        column = v.to(cost.dtype).unsqueeze(-1)
+        cost, v = self._product_arguments(v)
         with torch.autocast(self.device.type, enabled=False):
-            blocks = [(cost.row_block(*block) @ column).squeeze(-1) for block in cost._blocks(cost.batch_shape)]
+            blocks = [
+                (cost.row_block(*block) @ v.unsqueeze(-1)).squeeze(-1) for block in cost._blocks(cost.batch_shape)
+            ]
         return torch.cat(blocks, dim=-1)
 
     def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
@@ -111,7 +111,8 @@ class Cost(ABC):
             rounding of the costs in their own dtype, also for a potential in float64, plus 1e-6 epsilon in float32.
 
         Raises:
-            ValueError: if epsilon is negative or no finite number, or shapes do not fit.
+            TypeError: if the potential is no floating tensor, or epsilon no number.
+            ValueError: if the potential holds a NaN or +inf, epsilon is negative or infinite, or shapes do not fit.
         """
         potential, epsilon, batch = self._softmin_arguments(potential, epsilon)
         blocks = list(self._blocks(batch))
@@ -126,15 +127,19 @@ class Cost(ABC):
             return torch.cat(parts, dim=-1)
         return torch.cat([part(*block) for block in blocks], dim=-1)
 
-    def parameters(self) -> tuple[Tensor, ...]:
-        """Return the floating tensors of this cost that require a gradient, each once."""
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the floating tensors that this cost is made of, each once."""
         found: dict[int, Tensor] = {}
         for value in vars(self).values():
             if isinstance(value, Cost):
-                found.update({id(t): t for t in value.parameters()})
-            elif isinstance(value, Tensor) and value.is_floating_point() and value.requires_grad:
+                found.update({id(t): t for t in value.tensors()})
+            elif isinstance(value, Tensor) and value.is_floating_point():
                 found[id(value)] = value
         return tuple(found.values())
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        """Return those of `tensors()` that require a gradient."""
+        return tuple(t for t in self.tensors() if t.requires_grad)
 
     def plan_slopes(
         self,
@@ -216,13 +221,16 @@ class Cost(ABC):
                 setattr(moved, name, value.to(moved.device))
         return moved
 
-    def _promoted(self, v: Tensor) -> Self:
-        dtype = torch.promote_types(self.dtype, check_floating("v", v).dtype)
-        return self if dtype == self.dtype else self.to(dtype)
+    def _product_arguments(self, v: Any) -> tuple[Self, Tensor]:
+        """The cost and the checked `v`, both in the promoted dtype."""
+        check_last_axis("v", check_floating("v", v), self.shape[1])
+        dtype = torch.promote_types(self.dtype, v.dtype)
+        return self if dtype == self.dtype else self.to(dtype), v.to(dtype)
 
     def _softmin_arguments(self, potential: Any, epsilon: Any) -> tuple[Tensor, float | Tensor, torch.Size]:
         """Checked, with the potential in the promoted dtype; and the batch shape of the answer."""
         check_last_axis("potential", check_floating("potential", potential), self.shape[1])
+        check_below_infinity("potential", potential)
         epsilon = check_epsilon(epsilon)
         batch = check_broadcast(
             potential=potential.shape[:-1],
@@ -260,18 +268,6 @@ def takes_out(cost: Cost) -> bool:
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype costs of such data are computed in."""
     return torch.promote_types(dtype, torch.float32)
-
-
-def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:
-    """Return `epsilon` if it is a number, or a tensor of numbers, that is finite and at least (or above) zero."""
-    if not isinstance(epsilon, Tensor):
-        return epsilon if epsilon == 0 and not above_zero else check_positive("epsilon", epsilon)
-    check_finite("epsilon", check_floating("epsilon", epsilon))
-    if epsilon.requires_grad:
-        raise ValueError("epsilon requires a gradient, which is not given; pass epsilon.detach().")
-    if epsilon.numel() and (epsilon.amin() < 0 or (above_zero and epsilon.amin() == 0)):
-        raise ValueError(f"epsilon is {float(epsilon.amin())}, expected numbers {'above' if above_zero else '>='} 0.")
-    return epsilon
 
 
 def softmin_of(

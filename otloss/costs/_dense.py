@@ -8,9 +8,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_finite, check_floating, check_index, check_last_axis
+from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating, check_index
 from otloss._kernels import may_run_on
-from otloss.costs._cost import Cost, arithmetic_dtype, check_epsilon, makes_graph, plan_rows, softmin_of
+from otloss.costs._cost import Cost, arithmetic_dtype, makes_graph, plan_rows, softmin_of
 
 
 class DenseCost(Cost):
@@ -33,7 +33,7 @@ class DenseCost(Cost):
     """
 
     def __init__(self, matrix: Float[Tensor, "*batch n m"]) -> None:
-        check_floating("cost matrix", matrix)
+        check_floating("matrix", matrix)
         if matrix.dim() < 2 or 0 in matrix.shape[-2:]:
             raise ValueError(f"the cost matrix has shape {tuple(matrix.shape)}, expected (..., n, m) with n, m >= 1.")
         low, high = torch.aminmax(matrix.detach()) if matrix.numel() else (0.0, 0.0)
@@ -82,12 +82,12 @@ class DenseCost(Cost):
         return self.matrix[..., start:stop, :]
 
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
-        check_last_axis("v", v, self.shape[1])
-        cost = self._promoted(v)
+        cost, v = self._product_arguments(v)
         with torch.autocast(self.device.type, enabled=False):
-            return (cost.matrix @ v.to(cost.dtype).unsqueeze(-1)).squeeze(-1)
+            return (cost.matrix @ v.unsqueeze(-1)).squeeze(-1)
 
     def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        check_floating("potential", potential)
         # The matrix is there: unless a graph or torch needs room for scores, it is gone through as one block.
         if may_run_on(self.matrix, potential) and not makes_graph(self.matrix, potential):
             potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
@@ -112,7 +112,7 @@ class DenseCost(Cost):
         if may_run_on(self.matrix, f) and batch == self.batch_shape:
             from otloss._kernels.plan import scaled_plans
 
-            inverse = 1 / torch.as_tensor(epsilon, dtype=torch.float64)
+            inverse = 1 / torch.as_tensor(epsilon, dtype=torch.float64, device=self.device)
             a, b = (h * inverse[..., None] + log_weights for h, log_weights in ((f, log_p), (g, log_q)))
             return (scaled_plans(self.matrix, (a, b), inverse, upstream),)
         slopes = torch.empty_like(self.matrix, requires_grad=False)
@@ -145,8 +145,19 @@ class DenseCost(Cost):
 def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
     """Return `cost` itself if it is a cost object, else wrap the matrix.
 
+    Raises:
+        TypeError: if it is neither a cost object nor a floating tensor.
+        ValueError: as for `DenseCost`.
+
     Example:
         >>> as_cost(torch.ones(2, 3))
         DenseCost(shape=(2, 3), dtype=torch.float32, device='cpu')
     """
-    return cost if isinstance(cost, Cost) else DenseCost(cost)
+    if isinstance(cost, Cost):
+        return cost
+    if not isinstance(cost, Tensor):
+        raise TypeError(
+            f"cost is a {type(cost).__name__}, expected a cost object such as PointCost(x, y), or a torch.Tensor "
+            "(..., n, m) of costs; turn a numpy array into one with torch.as_tensor(cost)."
+        )
+    return DenseCost(check_floating("cost", cost))

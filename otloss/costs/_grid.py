@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from otloss._checks import check_index, check_last_axis, check_positive
+from otloss._checks import check_index, check_positive
 from otloss._kernels import may_run_on
 from otloss.costs._cost import Cost, block_entries, makes_graph, softmin_of
 
@@ -65,7 +65,7 @@ class GridCost(Cost):
         self.power = check_positive("power", power)
         # Numbers of Python, so that a cost moved to float64 has all their digits.
         self.spacing = tuple(check_positive("spacing", step) for step in spacings)
-        self._kind = torch.zeros((), dtype=torch.float32)
+        self._kind = torch.zeros((), dtype=torch.float32, device="cpu")
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -93,9 +93,8 @@ class GridCost(Cost):
         return total.reshape(len(index), self.shape[1])
 
     def apply(self, v: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-        check_last_axis("v", v, self.shape[1])
-        cost = self._promoted(v)
-        v = v.to(cost.dtype).reshape(*v.shape[:-1], *self.cells)
+        cost, v = self._product_arguments(v)
+        v = v.reshape(*v.shape[:-1], *self.cells)
         total = torch.zeros_like(v)
         for axis in range(len(self.cells)):
             others = [k - len(self.cells) for k in range(len(self.cells)) if k != axis]

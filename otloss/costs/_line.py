@@ -65,6 +65,7 @@ class LineCost(Cost):
         return torch.where(apart, torch.where(apart, distance, 1.0) ** self.power, 0.0)
 
     def softmin(self, potential: Float[Tensor, "*batch n"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        check_floating("potential", potential)
         metric = {1.0: "l1", 2.0: "sqeuclidean"}.get(self.power)
         if metric is None or makes_graph(potential, self.x) or not may_run_on(self.x, potential):
             return super().softmin(potential, epsilon)

@@ -22,9 +22,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_floating, check_index, check_last_axis
+from otloss._checks import broadcast_shape, check_broadcast, check_epsilon, check_finite, check_floating, check_index
 from otloss._kernels import may_run_on
-from otloss.costs._cost import Cost, arithmetic_dtype, check_epsilon, makes_graph, unit_rows
+from otloss.costs._cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
@@ -129,17 +129,16 @@ class PointCost(Cost):
 
         The absolute error of the short forms is that of a sum over `|v|` times the largest cost, since they cancel.
         """
-        check_last_axis("v", v, self.shape[1])
         if self.metric not in ("sqeuclidean", "cosine"):
             return super().apply(v)
-        cost = self._promoted(v)
-        v = v.to(cost.dtype)
+        cost, v = self._product_arguments(v)
         with torch.autocast(self.device.type, enabled=False):
             if self.metric == "cosine":
                 return _cosine_product(cost, v)
             return _square_product(cost, v)
 
     def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        check_floating("potential", potential)
         if makes_graph(potential, self.x, self.y) or not self._has_kernel(potential):
             return super().softmin(potential, epsilon)
         from otloss._kernels.points import points_softmin
@@ -150,7 +149,7 @@ class PointCost(Cost):
     def parameters(self) -> tuple[Tensor, ...]:
         if callable(self.metric):
             with torch.enable_grad():
-                probe = self.metric(self.x.detach()[..., :1, :], self.y.detach()[..., :1, :])
+                probe = _given_by(self.metric, self.x.detach()[..., :1, :], self.y.detach()[..., :1, :])
             if probe.requires_grad:
                 raise ValueError(
                     "the metric has parameters of its own that require gradients, which would get none here; "
@@ -211,7 +210,7 @@ class PointCost(Cost):
             if self.metric != "cosine" or self.x is not self.y:
                 return costs
             return costs.masked_fill(index.unsqueeze(-1) == torch.arange(self.shape[1], device=self.device), 0.0)
-        costs = self.metric(x, self.y)
+        costs = _given_by(self.metric, x, self.y)
         batch = broadcast_shape(x.shape[:-2], self.y.shape[:-2])
         if costs.shape != (*batch, x.shape[-2], self.shape[1]):
             raise ValueError(
@@ -237,7 +236,17 @@ class _Swapped:
         self.metric = metric
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.metric(y, x).mT
+        return _given_by(self.metric, y, x).mT
+
+
+def _given_by(metric: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    costs = metric(x, y)
+    if not isinstance(costs, Tensor):
+        raise TypeError(
+            f"the metric gave a {type(costs).__name__}, expected a torch.Tensor of the costs between all points of "
+            "both clouds; write it in torch operations, so that it has gradients too."
+        )
+    return costs
 
 
 class _SquaredDistances(torch.autograd.Function):

@@ -282,7 +282,7 @@ half = torch.tensor([0.5, 0.5])
         (lambda: lower_bound(half, half, LineCost(torch.arange(3.0))), ValueError, r"cost has shape \(3, 3\)"),
         (lambda: lower_bound(half, half * 2, torch.eye(2)), ValueError, "p and q hold different masses: 1 and 2"),
         (lambda: upper_bound(half.long(), half, torch.eye(2)), TypeError, "p has dtype torch.int64"),
-        (lambda: upper_bound(half, half, torch.eye(2).long()), TypeError, "cost matrix has dtype"),
+        (lambda: upper_bound(half, half, torch.eye(2).long()), TypeError, "cost has dtype"),
         (lambda: upper_bound(half, half - 1, torch.eye(2)), ValueError, "q holds -0.5 in bin 0"),
         (lambda: upper_bound(half.expand(3, 2), half, torch.ones(4, 2, 2)), ValueError, r"cost \(4,\)"),
     ],

@@ -150,6 +150,7 @@ third = torch.full((3,), 1 / 3)
             ValueError,
             "period is 0, expected a finite number above",
         ),
+        (lambda: wasserstein_circular(third, third, period="24"), TypeError, r"period is a str \('24'\)"),  # type: ignore[arg-type]
         (lambda: wasserstein_circular(third, torch.ones(1)), ValueError, "p has 3 bins and q 1"),
         (lambda: wasserstein_circular(third, third, torch.ones(2), period=1), ValueError, r"x has shape \(2,\)"),
         (lambda: wasserstein_circular(third, third, third / 0, period=1), ValueError, "x holds 3 NaN or infinite"),

@@ -178,7 +178,7 @@ three = LineCost(torch.arange(3.0))
     [
         (lambda: DenseCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(..., n, m\)"),
         (lambda: DenseCost(torch.ones(3, 0)), ValueError, r"shape \(3, 0\)"),
-        (lambda: DenseCost(torch.ones(3, 3).int()), TypeError, "cost matrix has dtype torch.int32"),
+        (lambda: DenseCost(torch.ones(3, 3).int()), TypeError, "matrix has dtype torch.int32"),
         (lambda: DenseCost(torch.tensor([[0.0, -0.25]])), ValueError, r"holds -0.25 at index \(0, 1\).*clamp rounding"),
         (lambda: DenseCost(torch.tensor([[torch.nan]])), ValueError, r"cost matrix holds 1 NaN"),
         (lambda: CosineCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(V, d\)"),
@@ -194,7 +194,16 @@ three = LineCost(torch.arange(3.0))
         (lambda: three.rows(torch.tensor([True])), TypeError, "index has dtype torch.bool"),
         (lambda: three.rows(torch.tensor(1)), ValueError, "expected one axis"),
         (lambda: three.apply(torch.ones(4)), ValueError, r"v has shape \(4,\), expected a last axis of 3"),
+        (lambda: three.apply(np.ones(3)), TypeError, r"v is a ndarray, expected a torch.Tensor"),  # type: ignore[arg-type]
+        (lambda: LineCost(torch.ones(3), power="2"), TypeError, r"power is a str \('2'\), expected a number"),  # type: ignore[arg-type]
+        (lambda: LineCost(torch.ones(3), power=True), TypeError, "power is a bool"),
+        (lambda: as_cost(None), TypeError, r"cost is a NoneType, expected a cost object such as PointCost"),  # type: ignore[arg-type]
+        (lambda: as_cost(np.eye(2)), TypeError, r"cost is a ndarray, .*torch.as_tensor\(cost\)"),  # type: ignore[arg-type]
+        (lambda: as_cost(torch.eye(2).int()), TypeError, r"call cost.float\(\)"),
         (lambda: three.softmin(torch.ones(3), -1.0), ValueError, "epsilon is -1.0"),
+        (lambda: three.softmin(torch.ones(3), "a"), TypeError, r"epsilon is a str \('a'\), expected a number"),  # type: ignore[arg-type]
+        (lambda: three.softmin(torch.ones(3), False), TypeError, "epsilon is a bool"),
+        (lambda: three.softmin(torch.ones(3), torch.tensor([0.0, torch.nan])), ValueError, "epsilon holds 1 NaN"),
         (lambda: three.softmin(torch.ones(2), 1.0), ValueError, r"potential has shape \(2,\)"),
     ],
 )

@@ -218,8 +218,8 @@ half = torch.tensor([0.5, 0.5])
     [
         (torch.tensor([1, 0]), half, torch.ones(2, 2), TypeError, r"p has dtype torch.int64.*p.float\(\)"),
         ([0.5, 0.5], half, torch.ones(2, 2), TypeError, "p is a list"),
-        (half, half, torch.ones(2, 2).long(), TypeError, "cost matrix has dtype torch.int64"),
-        (half, half, [[0.0]], TypeError, "cost matrix is a list"),
+        (half, half, torch.ones(2, 2).long(), TypeError, "cost has dtype torch.int64"),
+        (half, half, [[0.0]], TypeError, "cost is a list, expected a cost object"),
         (half, torch.tensor([0.5, torch.nan]), torch.ones(2, 2), ValueError, r"q holds 1 NaN.*\(1,\)"),
         (torch.tensor([[0.5, 0.5], [1.5, -0.5]]), half, torch.ones(2, 2), ValueError, r"-0.5 in bin 1 of row 1"),
         (torch.tensor([-0.5, 1.5]), half, torch.ones(2, 2), ValueError, r"p holds -0.5 in bin 0, expected"),

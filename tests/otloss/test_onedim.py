@@ -254,6 +254,8 @@ third = torch.full((3,), 1 / 3)
             "power is 0.5, expected a finite number of at least 1",
         ),
         (lambda: wasserstein_1d(third, third, order=float("inf")), ValueError, "order is inf"),
+        (lambda: wasserstein_1d(third, third, order="1"), TypeError, r"order is a str \('1'\), expected a number"),  # type: ignore[arg-type]
+        (lambda: cdf_distance(third, third, power=True), TypeError, "power is a bool"),
         (lambda: cdf_distance(third, torch.ones(1)), ValueError, "p has 3 bins and q 1.*wasserstein_1d"),
         (lambda: wasserstein_1d(third, torch.ones(1), order=2), ValueError, "pass y, the positions of q's bins"),
         (

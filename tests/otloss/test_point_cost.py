@@ -238,6 +238,13 @@ pairs = torch.zeros(3, 2)
         (lambda: PointCost(pairs, metric="manhattan"), ValueError, r"metric is 'manhattan', expected one of \('sqeu"),
         (lambda: PointCost(pairs, metric=lambda x, y: x).dense(), ValueError, r"gave costs of shape \(3, 2\)"),
         (lambda: PointCost(pairs, metric=lambda x, y: x @ y.mT - 1).dense(), ValueError, "costs from -1.0 to -1.0"),
+        (
+            lambda: PointCost(pairs, metric=lambda x, y: [0.0]).dense(),
+            TypeError,
+            "the metric gave a list, expected a to",
+        ),  # type: ignore[arg-type,return-value]
+        (lambda: PointCost(pairs, metric=lambda x, y: 0.0).T.dense(), TypeError, "the metric gave a float"),  # type: ignore[arg-type,return-value]
+        (lambda: PointCost(pairs, metric=lambda x, y: None).parameters(), TypeError, "the metric gave a NoneType"),  # type: ignore[arg-type,return-value]
         (lambda: PointCost(pairs).rows(torch.tensor([3])), ValueError, r"index\[0\] is 3"),
         (lambda: PointCost(pairs).apply(torch.ones(2)), ValueError, r"v has shape \(2,\)"),
         (lambda: PointCost(pairs).softmin(torch.ones(3).long(), 1.0), TypeError, "potential has dtype"),

@@ -194,3 +194,25 @@ def test_the_largest_of_any_floats(dtype: type) -> None:
         array = np.array(scores, dtype=dtype)
         assert largest(array) == array.max()
     assert np.isnan(largest(np.array([1.0, np.nan, -1.0], dtype=dtype)))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+@pytest.mark.parametrize("cost", every_cost(torch.float32), ids=repr)
+def test_nan_and_infinity_are_refused(cost: Cost, epsilon: float, bad: float) -> None:
+    for graph in (False, True):
+        potential = torch.zeros(2, 37)
+        potential[1, 3], potential[0, 0] = bad, -torch.inf
+        with pytest.raises(ValueError, match=f"potential holds 1 NaN or .inf, the first {bad}; expected finite"):
+            cost.softmin(potential.requires_grad_(graph), epsilon)
+
+
+@pytest.mark.parametrize("cost", every_cost(torch.float32), ids=repr)
+def test_arrays_are_refused_and_numbers_of_numpy_are_not(cost: Cost) -> None:
+    with pytest.raises(TypeError, match="potential is a ndarray"):
+        cost.softmin(np.zeros(37), 0.1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="v is a ndarray"):
+        cost.apply(np.zeros(37))  # type: ignore[arg-type]
+    expected = cost.softmin(torch.zeros(37), 0.5)
+    assert torch.equal(cost.softmin(torch.zeros(37), np.float32(0.5)), expected)  # type: ignore[arg-type]
+    assert LineCost(torch.ones(3), power=np.int64(2)).power == 2  # type: ignore[arg-type]
