@@ -53,7 +53,8 @@ def sliced_wasserstein(
         gradient.
 
     Raises:
-        TypeError: if x, y, a or b is no floating tensor, or projections neither a number nor a tensor.
+        TypeError: if x, y, a or b is no floating tensor, projections neither a number nor a tensor, order no number, or
+            generator no torch.Generator.
         ValueError: if shapes do not fit, masses differ, a weight is negative, a number is not finite, or a given
             direction is zero.
 
@@ -89,21 +90,26 @@ def sliced_wasserstein(
 
 
 def _summed(directions: Tensor, x: Tensor, y: Tensor, a: Tensor, b: Tensor, order: float) -> Tensor:
-    along_x, along_y = (torch.matmul(directions, cloud.transpose(-1, -2)) for cloud in (x, y))  # (..., k, n)
+    with torch.autocast(x.device.type, enabled=False):
+        along_x, along_y = directions @ x.mT, directions @ y.mT  # (..., k, n)
     return wasserstein_1d(a, b, along_x, along_y, order=order).sum(-1)
 
 
 def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     # Without a graph: the distance does not depend on the origin.
     n, m = x.shape[-2], y.shape[-2]
-    means = (cloud.detach().mean(-2, keepdim=True, dtype=torch.float64) for cloud in (x, y))
-    centre = sum(mean * (size / (n + m)) for mean, size in zip(means, (n, m), strict=True))
-    centre = torch.as_tensor(centre, dtype=x.dtype)
+    mean_x, mean_y = (cloud.detach().mean(-2, keepdim=True, dtype=torch.float64) for cloud in (x, y))
+    centre = (mean_x * (n / (n + m)) + mean_y * (m / (n + m))).to(x.dtype)
     return x - centre, y - centre
 
 
 def _directions(projections: Any, d: int, generator: torch.Generator | None) -> Tensor:
     """Return directions (k, d) of length 1."""
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise TypeError(
+            f"generator is a {type(generator).__name__}, expected a torch.Generator; "
+            "for a seed pass torch.Generator().manual_seed(seed)."
+        )
     if isinstance(projections, Tensor):
         check_floating("projections", projections)
         if projections.dim() != 2 or projections.shape[0] == 0 or projections.shape[1] != d:

@@ -71,7 +71,8 @@ def wasserstein_tree(
     weights_p, weights_q = (w.expand(*batch, n).movedim(-1, 0) for w in (pair.p, pair.q))  # (n, ...)
     carried = _carried(weights_p, weights_q, ancestors)
     lengths = length.to(pair.p.dtype).masked_fill(ancestors[0] == n, 0.0)  # the root has no edge
-    return torch.tensordot(lengths, carried, dims=1).to(pair.dtype)
+    with torch.autocast(p.device.type, enabled=False):
+        return torch.tensordot(lengths, carried, dims=1).to(pair.dtype)
 
 
 def _carried(p: Tensor, q: Tensor, ancestors: list[Tensor]) -> Tensor:

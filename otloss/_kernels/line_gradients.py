@@ -84,7 +84,7 @@ class _ClosedForm(torch.autograd.Function):
             return None, None, None, None, *_gradients_of_twin(closed, rows, upstream[0], wanted)
         problems = ctx.scales.shape[1]
         slopes = tuple(
-            torch.empty(problems if want else 0, t.shape[-1], dtype=t.dtype)
+            torch.empty(problems if want else 0, t.shape[-1], dtype=t.dtype, device=t.device)
             for want, t in zip(wanted, rows, strict=True)
         )
         with as_many_threads_as_torch():

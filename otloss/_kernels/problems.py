@@ -43,7 +43,7 @@ class FlatProblems:
         (n, m), size = matrix.shape[-2:], batch.numel()
 
         def empty(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
-            return torch.empty(size, *shape, dtype=dtype)
+            return torch.empty(size, *shape, dtype=dtype, device="cpu")
 
         return cls(
             p=_flat(p, batch),
@@ -61,7 +61,7 @@ class FlatProblems:
 
 def owners_of(own: torch.Size, batch: torch.Size) -> Int[Tensor, "*batch"]:
     """Which matrix each problem uses, as an index into the flattened axes `own`."""
-    return torch.arange(own.numel()).reshape(own).expand(batch).contiguous()
+    return torch.arange(own.numel(), device="cpu").reshape(own).expand(batch).contiguous()
 
 
 def solve_compiled(work: FlatProblems, *, most: int) -> None:

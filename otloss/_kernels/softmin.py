@@ -201,7 +201,7 @@ def shared(data: Tensor, own_axes: int, batch: torch.Size) -> tuple[np.ndarray, 
     data = data.detach()
     leading, own = data.shape[:-own_axes], data.shape[-own_axes:]
     flat = data.reshape(leading.numel(), *own).contiguous()
-    which = torch.arange(leading.numel()).reshape(leading).expand(batch).reshape(-1)
+    which = torch.arange(leading.numel(), device="cpu").reshape(leading).expand(batch).reshape(-1)
     return flat.numpy(), which.numpy()
 
 
@@ -217,7 +217,7 @@ def centred(
     shift = shift.masked_fill(shift == -torch.inf, 0.0)
     h = (potential - shift).to(dtype)
     m = potential.shape[-1]
-    width = torch.as_tensor(epsilon, dtype=torch.float64).expand(batch).reshape(-1, 1)
+    width = torch.as_tensor(epsilon, dtype=torch.float64, device="cpu").expand(batch).reshape(-1, 1)
     inverse = torch.where(width >= torch.finfo(dtype).tiny, 1 / width, 0.0).to(dtype)
     return (
         h.expand(*batch, m).reshape(-1, m).contiguous().numpy(),

@@ -162,6 +162,7 @@ square = torch.rand(4, 2)
         ),
         (lambda: sliced_wasserstein(square, square, projections=torch.eye(3)), ValueError, r"expected \(k, 2\)"),
         (lambda: sliced_wasserstein(square, square, order=0.5), ValueError, "order is 0.5"),
+        (lambda: sliced_wasserstein(square, square, generator=3), TypeError, r"generator is a int.*manual_seed"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input(call: object, error: type[Exception], message: str) -> None:
