@@ -26,6 +26,9 @@ VALUE_ERROR, GRADIENT_ERROR = 1e-3, 1e-2
 SCALINGS = (0.5, 0.7, 0.8, 0.85, 0.9, 0.92, 0.94, 0.96, 0.98, 0.99)
 TOLERANCES = [10 ** (-k / 4) for k in range(4, 21)]
 HAS_KEOPS = importlib.util.find_spec("pykeops") is not None
+BACKENDS = ("tensorized", "online", "multiscale") if HAS_KEOPS else ("tensorized",)
+WHICH = f"GeomLoss {', '.join(BACKENDS)}" if HAS_KEOPS else "KeOps not installed: GeomLoss tensorized only"
+SWEEP_SECONDS = 120.0  # after which a peer begins no further run
 Answer = tuple[float, Tensor]
 
 
@@ -62,7 +65,10 @@ class CloudContestant:
 
 @dataclass(frozen=True)
 class CloudFound:
-    """The cheapest setting that is accurate enough (None: none was), its errors and the seconds of its one run."""
+    """The cheapest setting that is accurate enough (None: none was), its errors and the seconds of its one run.
+
+    Where none was, errors and seconds are those of the costliest setting that was tried.
+    """
 
     setting: float | None
     value_error: float
@@ -95,7 +101,7 @@ def geomloss(clouds: Clouds, backend: str) -> CloudContestant:
 
 def peers(clouds: Clouds) -> list[CloudContestant]:
     """All backends that run here; without pykeops that is the one that holds the matrices."""
-    return [geomloss(clouds, backend) for backend in ("tensorized", *(("online", "multiscale") if HAS_KEOPS else ()))]
+    return [geomloss(clouds, backend) for backend in BACKENDS]
 
 
 def reference(clouds: Clouds, *, tolerance: float = 1e-6) -> Answer:
@@ -104,21 +110,25 @@ def reference(clouds: Clouds, *, tolerance: float = 1e-6) -> Answer:
 
 
 def cheapest(contestant: CloudContestant, truth: Answer, *, most_seconds: float) -> CloudFound:
-    """Go through the settings until value and gradient are near enough to the truth, or one run takes too long."""
+    """Go through the settings until value and gradient are near enough to the truth, or time is up.
+
+    That is after a run of more than `most_seconds`, or after `SWEEP_SECONDS` in all.
+    """
     value, gradient = truth
-    found = CloudFound(None, float("inf"), float("inf"), 0.0)
+    found, spent = CloudFound(None, float("inf"), float("inf"), 0.0), 0.0
     for setting in contestant.settings:
         started = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what does not converge shows in the errors
             got, slope = contestant.solve(setting)
         seconds = time.perf_counter() - started
+        spent += seconds
         errors = abs(got / value - 1), float((slope.double() - gradient).norm() / gradient.norm())
         say(f"  {contestant.name:<34} {contestant.knob} {setting:.3g}: value error {errors[0]:.1e}, gradient error "
             f"{errors[1]:.1e}, {seconds:.1f} s")  # fmt: skip
         if errors[0] <= VALUE_ERROR and errors[1] <= GRADIENT_ERROR:
             return CloudFound(setting, *errors, seconds)
         found = CloudFound(None, *errors, seconds)
-        if seconds > most_seconds:
+        if seconds > most_seconds or spent > SWEEP_SECONDS:
             break
     return found

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +18,7 @@ import torch
 pytest.importorskip("matplotlib")
 
 from benchmarks import epsilon_plot, solver_clouds, solvers
+from benchmarks.measure import Settings
 from benchmarks.solver_cases import Problems, Ruler, objective, plan_of, rounded
 from benchmarks.solver_peers import Contestant, cheapest, geomloss_batch, ours, pot
 
@@ -77,6 +79,38 @@ def test_every_contestant_solves_the_same_problem() -> None:
         found = cheapest(contestant, ruler, gap=1e-5, most_seconds=60.0)
         assert found.setting is not None, contestant.name
         assert found.gap <= 1e-5
+
+
+def test_iterations_are_the_least_that_are_enough() -> None:
+    problems, gap = Problems.random(2, 8), 1e-4
+    ruler = Ruler(problems, 0.02)
+    for contestant in pot(problems, 0.02)[:6:5]:
+        found = cheapest(contestant, ruler, gap=gap, most_seconds=60.0).setting
+        assert found is not None
+        gaps = [float(ruler.gaps(contestant.plan(contestant.solve(found - k))).max()) for k in (0, 1)]
+        assert gaps[0] <= gap < gaps[1]
+
+
+def test_slow_clouds_run_once() -> None:
+    runs: list[float] = []
+
+    def contestant(name: str, error: float, pause: float) -> solver_clouds.CloudContestant:
+        def solve(setting: float) -> solver_clouds.Answer:
+            runs.append(setting)
+            time.sleep(pause)
+            return 1 + error, torch.ones(2, 3)
+
+        return solver_clouds.CloudContestant(name, "knob", [pause], solve)
+
+    truth = (1.0, torch.ones(2, 3).double())
+    limit, bench = solvers.AtLeast("work", 1.0), solvers.Bench(Settings(rounds=1))
+    mine = contestant("ours", 0.0, 0.002)
+    for error, told in ((0.0, "x, met"), (0.1, "x our time, met")):
+        peer = contestant("peer", error, 0.1)
+        found = {c: solver_clouds.cheapest(c, truth, most_seconds=1.0) for c in (mine, peer)}
+        verdict = solvers.clouds_judged(bench, "case", limit, mine, found)[-1]
+        assert verdict.endswith(told)
+    assert runs.count(0.1) == 2  # one in each search, and none after
 
 
 def test_impatience_is_told() -> None:
