@@ -239,9 +239,11 @@ def entropic_case(
         return otloss.sinkhorn_divergence(p, q, cost, **options, **{k: v.to(p.dtype) for k, v in among.items()})
 
     return transport_case(
-        lambda *given, **extra: value(*given, grad=grad, **extra, **(TIGHT if given[0].dtype == torch.float64 else {})),
+        lambda p, q, cost, **extra: value(
+            p, q, cost, grad=grad, **extra, **(TIGHT if p.dtype == torch.float64 else {})
+        ),
         name,
-        lambda *given, **extra: value(*given, **extra, **TIGHT),
+        lambda p, q, cost, **extra: value(p, q, cost, **extra, **TIGHT),
         held=reach is None,
         # Where points are far apart, a grain in an empty bin pays for its neighbours only as long as it is smaller than
         # exp(-2 distance / epsilon): no finite difference sees that slope of S(p, p).
