@@ -171,8 +171,6 @@ def _check(function: str, x: Any, epsilon: Any) -> None:
             "with an n x n matrix. soft_top_k takes rows of any length, and so does torch.sort, whose values have "
             "gradients too."
         )
-    if isinstance(epsilon, bool) or not isinstance(epsilon, int | float):
-        raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number.")
     if check_positive("epsilon", epsilon) < _LEAST_EPSILON:
         raise ValueError(f"epsilon is {epsilon}, expected at least {_LEAST_EPSILON}; the limit 0 is torch.sort.")
     check_finite("x", x)

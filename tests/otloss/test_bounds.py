@@ -101,7 +101,8 @@ def test_residual_is_zero_iff_equal(problem: SquareProblem, exponent: int) -> No
     assert upper_bound(p, p.clone(), cost, coupling="residual") == 0
     assert lower_bound(p, p.clone(), CosineCost(torch.eye(p.numel(), dtype=torch.float64))) == 0
     near = p + (q - p) * 10.0**exponent
-    if not torch.equal(p, q):
+    # Equal masses are made by rescaling, which may remove a difference of one rounding.
+    if ((p - near).abs() > 4 * torch.finfo(torch.float64).eps * torch.maximum(p, near)).any():
         assert upper_bound(p, near, cost, coupling="residual") > 0
 
 
