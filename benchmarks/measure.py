@@ -79,11 +79,16 @@ def hardware() -> str:
 
 
 def timed_rounds(
-    contestants: dict[str, Callable[[], Any]], *, rounds: int, before_round: Callable[[int], Any] | None = None
+    contestants: dict[str, Callable[[], Any]],
+    *,
+    rounds: int,
+    before_round: Callable[[int], Any] | None = None,
+    turn: float = 0.0,
 ) -> dict[str, Timing]:
     """Each contestant once a round, every round from another one on, so that noise and neighbours meet all alike.
 
-    A warm-up that counts for nothing comes first.
+    A warm-up that counts for nothing comes first. With `turn`, in seconds, a contestant is called as often (at most ten
+    times) as fills its turn, and the mean counts: what takes a millisecond would else be measured on others' caches.
 
     `before_round(i)` may change what all of them work on; the warm-up is round 0. All begin with the same number of
     threads, whatever the one before left behind.
@@ -98,9 +103,11 @@ def timed_rounds(
         for name in names[first:] + names[:first]:
             run = contestants[name]
             torch.set_num_threads(threads)
+            calls = 1 if i == 0 else max(1, min(10, round(turn / max(seconds[name][0], 1e-6))))
             started = time.perf_counter()
-            run()
-            seconds[name].append(time.perf_counter() - started)
+            for _ in range(calls):
+                run()
+            seconds[name].append((time.perf_counter() - started) / calls)
     torch.set_num_threads(threads)
     return {name: Timing(tuple(values[1:])) for name, values in seconds.items()}
 
