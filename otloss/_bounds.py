@@ -31,7 +31,7 @@ from torch import Tensor
 
 from otloss._checks import check_broadcast
 from otloss._histograms import HistogramPair, histogram_pair
-from otloss.costs import CosineCost, Cost, GridCost, LineCost, PointCost, as_cost
+from otloss.costs import CosineCost, Cost, GridCost, LineCost, PointCost, as_cost, cost_between
 
 COUPLINGS = ("independent", "residual", "best")
 
@@ -141,15 +141,9 @@ def lower_bound(
 def _problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
     fitted = as_cost(cost)
     pair = histogram_pair(p, q, cost.dtype)
-    shape = (pair.p.shape[-1], pair.q.shape[-1])
-    if fitted.shape != shape:
-        raise ValueError(
-            f"the cost has shape {fitted.shape}, expected {shape}: rows for the bins of p, columns for those of q."
-        )
-    if fitted.device != pair.p.device:
-        raise ValueError(f"the cost is on {fitted.device} and p on {pair.p.device}, expected one device.")
+    fitted = cost_between(pair.p, pair.q, fitted)
     check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
-    return pair, fitted if fitted.dtype == pair.p.dtype else fitted.to(pair.p.dtype)
+    return pair, fitted
 
 
 def _independent(pair: HistogramPair, cost: Cost) -> Tensor:

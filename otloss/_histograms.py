@@ -74,6 +74,8 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
 
 def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:
     """Return `weights` unchanged; its gradient loses its mean over the bins."""
+    if not (torch.is_grad_enabled() and weights.requires_grad):
+        return weights
     centred: Tensor = _CentreGradient.apply(weights)
     return centred
 
@@ -98,7 +100,7 @@ def _checked_mass(name: str, weights: Any) -> Tensor:
     if not torch.isfinite(mass).all():
         check_finite(name, weights)
         raise ValueError(f"{name} has a mass beyond float64, expected finite sums; rescale it.")
-    if (weights.amin(-1) < 0).any():
+    if weights.numel() and weights.amin() < 0:
         *row, bin_index = _first(weights < 0)
         raise ValueError(
             f"{name} holds {float(weights[*row, bin_index])} in bin {bin_index}{_at(tuple(row))}, "

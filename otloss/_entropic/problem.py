@@ -12,7 +12,7 @@ from torch import Tensor
 
 from otloss._checks import check_broadcast, check_floating, check_positive, check_tensor
 from otloss._histograms import histogram_pair
-from otloss.costs import Cost, as_cost
+from otloss.costs import Cost, as_cost, cost_between
 
 GRADS = ("envelope", "implicit", "unrolled")
 IMPLS = ("auto", "compiled", "torch", "geomloss")
@@ -108,15 +108,7 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
     """Check everything, and bring it to one dtype and one batch shape."""
     fitted = as_cost(cost)
     pair = histogram_pair(p, q, cost.dtype, balanced=settings.reach is None)
-    shape = (pair.p.shape[-1], pair.q.shape[-1])
-    if fitted.shape != shape:
-        raise ValueError(
-            f"the cost has shape {fitted.shape}, expected {shape}: rows for the bins of p, columns for those of q."
-        )
-    if fitted.device != pair.p.device:
-        raise ValueError(f"the cost is on {fitted.device} and p on {pair.p.device}, expected one device.")
-    if fitted.dtype != pair.p.dtype:
-        fitted = fitted.to(pair.p.dtype)
+    fitted = cost_between(pair.p, pair.q, fitted)
     width = _epsilon(epsilon, fitted, settings)
     p, q = pair.p, pair.q
     if fitted.dtype == torch.float32 and has_float64(fitted.device):
@@ -125,6 +117,7 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
             # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
             p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
             q = q if settings.reach is not None else _of_the_mass_of(p, q)
+    shape = fitted.shape
     batch = check_broadcast(
         p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape, epsilon=tuple(width.shape)
     )

@@ -50,6 +50,8 @@ def envelope_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tens
 
     That is exact at convergence, where D does not change with the potentials, and holds no history of iterations.
     """
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in problem.inputs)):
+        return dual_value(problem, f, g)
     _check_mass_for_slopes(problem)
     value: Tensor = _EnvelopeValue.apply(problem, f, g, *problem.inputs)
     return value

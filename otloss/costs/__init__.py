@@ -16,9 +16,20 @@ from otloss.costs._cosine import CosineCost as CosineCost
 from otloss.costs._cost import Cost as Cost
 from otloss.costs._dense import DenseCost as DenseCost
 from otloss.costs._dense import as_cost as as_cost
+from otloss.costs._dense import cost_between as cost_between
 from otloss.costs._graph import graph_cost as graph_cost
 from otloss.costs._grid import GridCost as GridCost
 from otloss.costs._line import LineCost as LineCost
 from otloss.costs._point import PointCost as PointCost
 
-__all__ = ["CosineCost", "Cost", "DenseCost", "GridCost", "LineCost", "PointCost", "as_cost", "graph_cost"]
+__all__ = [
+    "CosineCost",
+    "Cost",
+    "DenseCost",
+    "GridCost",
+    "LineCost",
+    "PointCost",
+    "as_cost",
+    "cost_between",
+    "graph_cost",
+]

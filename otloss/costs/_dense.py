@@ -161,3 +161,23 @@ def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
             "(..., n, m) of costs; turn a numpy array into one with torch.as_tensor(cost)."
         )
     return DenseCost(check_floating("cost", cost))
+
+
+def cost_between(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"], cost: Cost) -> Cost:
+    """Return `cost` in the dtype of these histograms.
+
+    Raises:
+        ValueError: if its shape is not theirs, or it lies on another device.
+
+    Example:
+        >>> cost_between(torch.ones(2), torch.ones(3), DenseCost(torch.ones(2, 3))).shape
+        (2, 3)
+    """
+    shape = (p.shape[-1], q.shape[-1])
+    if cost.shape != shape:
+        raise ValueError(
+            f"the cost has shape {cost.shape}, expected {shape}: rows for the bins of p, columns for those of q."
+        )
+    if cost.device != p.device:
+        raise ValueError(f"the cost is on {cost.device} and p on {p.device}, expected one device.")
+    return cost if cost.dtype == p.dtype else cost.to(p.dtype)
