@@ -188,7 +188,7 @@ def test_any_start_will_do() -> None:
         found = solve_exact(p, q, matrix, start=(torch.zeros(20), start))
         check_optimal(p, q, matrix, found)
         torch.testing.assert_close(found.value, expected)
-    with pytest.raises(ValueError, match="start holds 1 NaN"):
+    with pytest.raises(ValueError, match="start g holds 1 NaN"):
         solve_exact(p, q, matrix, start=(torch.zeros(20), torch.zeros(30).index_fill(0, torch.tensor(3), torch.nan)))
 
 
