@@ -120,6 +120,20 @@ def broadcast_shape(*shapes: tuple[int, ...]) -> torch.Size:
     return torch.broadcast_shapes(*shapes)
 
 
+def check_potentials(start: Any, bins: tuple[int, int], batch: torch.Size) -> tuple[Tensor, Tensor]:
+    """Return the pair (f, g) of finite potentials whose leading axes broadcast to `batch`, else raise."""
+    if not isinstance(start, tuple | list) or len(start) != 2:
+        raise TypeError(f"start is a {type(start).__name__}, expected a pair (f, g) of potentials.")
+    for name, potential, size in zip(("start f", "start g"), start, bins, strict=True):
+        check_finite(name, check_floating(name, potential))
+        check_last_axis(name, potential, size)
+        if check_broadcast(start=potential.shape[:-1], problems=batch) != batch:
+            raise ValueError(
+                f"{name} has shape {tuple(potential.shape)}, expected leading axes of {tuple(batch)}, as the problems."
+            )
+    return start[0], start[1]
+
+
 def check_broadcast(**shapes: tuple[int, ...]) -> torch.Size:
     """Return the shape that the named batch shapes broadcast to, else raise ValueError."""
     try:

@@ -30,7 +30,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._autograd import eager, once_only
-from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_floating, check_last_axis
+from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_potentials
 from otloss._histograms import HistogramPair, histogram_pair
 from otloss._kernels import may_run_on
 from otloss._kernels.problems import FlatProblems, owners_of, solve_compiled
@@ -135,7 +135,7 @@ def solve_exact(
     """
     batch = broadcast_shape(p.shape[:-1], q.shape[:-1], matrix.shape[:-2])
     if start is not None:
-        _check_start(start, (p.shape[-1], q.shape[-1]), batch)
+        check_potentials(start, (p.shape[-1], q.shape[-1]), batch)
     work = FlatProblems.of(p, q, matrix, batch=batch, g=None if start is None else start[1])
     if may_run_on(work.matrices):
         solve_compiled(work, most=_MAX_PIVOTS)
@@ -154,18 +154,6 @@ def solve_exact(
         gap=work.ends[:, 1].reshape(batch),
         iterations=work.ends[:, 3].long().reshape(batch),
     )
-
-
-def _check_start(start: Any, bins: tuple[int, int], batch: torch.Size) -> None:
-    if not isinstance(start, tuple | list) or len(start) != 2:
-        raise TypeError(f"start is a {type(start).__name__}, expected a pair (f, g) of potentials.")
-    for name, potential, size in zip(("start f", "start g"), start, bins, strict=True):
-        check_finite(name, check_floating(name, potential))
-        check_last_axis(name, potential, size)
-        if check_broadcast(start=potential.shape[:-1], problems=batch) != batch:
-            raise ValueError(
-                f"{name} has shape {tuple(potential.shape)}, expected leading axes of {tuple(batch)}, as the problems."
-            )
 
 
 def _check_ends(work: FlatProblems, batch: torch.Size) -> None:

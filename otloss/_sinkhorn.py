@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import eager
-from otloss._entropic.graph import implicit_state, unrolled_state
+from otloss._entropic.graph import GraphState, implicit_state, unrolled_state
 from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem
-from otloss._entropic.search import find_potentials, report
+from otloss._entropic.search import Potentials, find_potentials, report
 from otloss._entropic.value import envelope_value
 from otloss._geomloss import with_start
 from otloss.costs import Cost, DenseCost, PointCost, as_cost
@@ -74,7 +74,7 @@ def sinkhorn(
     """
     settings = Settings.of(options)
     problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
-    return value_of(problem, settings)
+    return solved(problem, settings).value.to(problem.dtype)
 
 
 @eager
@@ -122,10 +122,10 @@ def sinkhorn_divergence(
     among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
     problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
     alone = dataclasses.replace(settings, start=None, epsilon_relative_to=None)
-    value = value_of(problem, settings, cast=False)
+    value = solved(problem, settings).value
     for weights, among in ((problem.p, among_p), (problem.q, among_q)):
         with_itself = dataclasses.replace(problem, p=weights, q=weights, cost=among.to(problem.cost.dtype))
-        value = value - value_of(with_itself, alone, symmetric=True, cast=False) / 2
+        value = value - solved(with_itself, alone, symmetric=True).value / 2
     if settings.reach is not None:
         apart = problem.p.sum(-1) - problem.q.sum(-1)
         value = value + problem.epsilon * apart.square() / 2
@@ -159,18 +159,25 @@ def _is_symmetric(cost: Cost) -> bool:
     return not isinstance(cost, PointCost) or cost.x is cost.y
 
 
-def value_of(
-    problem: EntropicProblem, settings: Settings, *, symmetric: bool = False, cast: bool = True
-) -> Float[Tensor, "*batch"]:
-    """Return the value with the graph asked for, in the problem's dtype or (cast=False) in that of the arithmetic."""
+class Solved(NamedTuple):
+    """A solved problem: its potentials, what "implicit" and "unrolled" know beside, and its value.
+
+    The value is in the dtype of the arithmetic, with the graph that was asked for.
+    """
+
+    found: Potentials
+    state: GraphState | None
+    value: Float[Tensor, "*batch"]
+
+
+def solved(problem: EntropicProblem, settings: Settings, *, symmetric: bool = False) -> Solved:
+    """Solve a problem; `symmetric` as for `find_potentials`."""
     if settings.grad == "unrolled":
         state, found = unrolled_state(problem, settings)
         report(found, problem, settings)
-        value = state.value(problem)
-    else:
-        found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric)
-        if settings.grad == "implicit":
-            value = implicit_state(problem, found).value(problem)
-        else:
-            value = envelope_value(problem, found.f, found.g)
-    return value.to(problem.dtype) if cast else value
+        return Solved(found, state, state.value(problem))
+    found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric)
+    if settings.grad == "implicit":
+        state = implicit_state(problem, found)
+        return Solved(found, state, state.value(problem))
+    return Solved(found, None, envelope_value(problem, found.f, found.g))

@@ -14,20 +14,17 @@ from torch import Tensor
 from otloss._autograd import Unchanged, eager, without_gradient
 from otloss._bounds import lower_bound, upper_bound
 from otloss._checks import check_finite, check_floating
-from otloss._entropic.graph import GraphState, implicit_state, unrolled_state
 from otloss._entropic.log_domain import Sweep
 from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem, in_float64
-from otloss._entropic.search import Potentials, find_potentials, report
 from otloss._entropic.value import (
     dual_value,
     duality_gap,
-    envelope_value,
     linear_cost,
     plan_blocks,
     rounded_linear_cost,
 )
 from otloss._exact import ExactSolution, exact_problem, exact_value, solve_exact
-from otloss._geomloss import with_start
+from otloss._sinkhorn import solved
 from otloss.costs import Cost
 
 
@@ -153,22 +150,14 @@ def solve(
 
 class _Entropic(Transport):
     def __init__(self, problem: EntropicProblem, settings: Settings) -> None:
-        self._problem, self._settings = problem, settings
-        self._state: GraphState | None = None
-        if settings.grad == "unrolled":
-            self._state, found = unrolled_state(problem, settings)
-            report(found, problem, settings)
-        else:
-            found = find_potentials(problem, with_start(problem, settings))
-            if settings.grad == "implicit":
-                self._state = implicit_state(problem, found)
-        self._found: Potentials = found
+        self._problem = problem
+        found, self._state, value = solved(problem, settings)
+        self._found = found
         self._unchanged = Unchanged(problem.p, problem.q, problem.epsilon, *problem.cost.tensors())
+        self.value = self._cast(value)
         if self._state is None:
-            self.value = self._cast(envelope_value(problem, found.f, found.g))
             self.potentials = (self._refusing(found.f), self._refusing(found.g))
         else:
-            self.value = self._cast(self._state.value(problem))
             self.potentials = (self._cast(self._state.f), self._cast(self._state.g))
         self.marginal_error = self._cast(found.error)
         self.converged, self.iterations = found.converged, found.iterations

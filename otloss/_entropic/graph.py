@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._entropic.problem import EntropicProblem, Settings, has_float64, tolerance_of
+from otloss._entropic.problem import EntropicProblem, Settings, check_start, has_float64, paid, tolerance_of
 from otloss._entropic.search import Potentials
 
 NEWTON_STEPS = 2
@@ -53,9 +53,8 @@ class GraphState:
         p, q, epsilon = (t.to(self.f.dtype) for t in (problem.p, problem.q, problem.epsilon))
         reach = problem.reach
         mass = p.sum(-1) if reach is None else p.sum(-1) * q.sum(-1)
-        f = self.f if reach is None else -reach * torch.expm1(-self.f / reach)
-        g = self.g if reach is None else -reach * torch.expm1(-self.g / reach)
-        return (f * p).sum(-1) + (g * q).sum(-1) - epsilon * (self.plan.sum((-2, -1)) - mass)
+        outside = (paid(self.f, reach) * p).sum(-1) + (paid(self.g, reach) * q).sum(-1)
+        return outside - epsilon * (self.plan.sum((-2, -1)) - mass)
 
 
 def check_mass(problem: EntropicProblem) -> None:
@@ -156,8 +155,9 @@ def unrolled_state(problem: EntropicProblem, settings: Settings) -> tuple[GraphS
     damping = 1.0 if problem.reach is None else problem.reach / (problem.reach + width)
     tolerance = tolerance_of(problem, settings)
     f, g = torch.zeros_like(p), torch.zeros_like(q)
-    if settings.start is not None:
-        g = g + settings.start[1].detach().to(dtype)
+    start = check_start(settings.start, problem)
+    if start is not None:
+        g = g + start[1].to(dtype)
     done = torch.zeros(problem.batch, dtype=torch.int64, device=p.device)
     error = torch.full(problem.batch, torch.inf, dtype=dtype, device=p.device)
     for left in range(settings.max_iterations - 1, -1, -1):

@@ -93,16 +93,16 @@ class Sweep:
         return Sweep(problem, transposed, p.log(), q.log(), epsilon, epsilon).at(problem.epsilon)
 
     def at(self, epsilon: Tensor) -> Sweep:
-        width = epsilon.to(self.log_p.dtype).unsqueeze(-1)
+        width = epsilon.detach().to(self.log_p.dtype).unsqueeze(-1)
         reach = self.problem.reach
         damping = torch.ones_like(width) if reach is None else reach / (reach + width)
         return dataclasses.replace(self, epsilon=width, damping=damping)
 
     def softmin_rows(self, g: Tensor) -> Tensor:
-        return self.problem.cost.softmin(g + self.epsilon * self.log_q, self.epsilon.squeeze(-1).detach())
+        return self.problem.cost.softmin(g + self.epsilon * self.log_q, self.epsilon.squeeze(-1))
 
     def softmin_columns(self, f: Tensor) -> Tensor:
-        return self.transposed.softmin(f + self.epsilon * self.log_p, self.epsilon.squeeze(-1).detach())
+        return self.transposed.softmin(f + self.epsilon * self.log_p, self.epsilon.squeeze(-1))
 
     def f_from(self, g: Tensor) -> Tensor:
         return self.damping * self.softmin_rows(g)

@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_floating, check_positive, check_tensor
+from otloss._checks import check_broadcast, check_floating, check_positive, check_potentials
 from otloss._histograms import histogram_pair
 from otloss.costs import Cost, as_cost, cost_between
 
@@ -131,6 +131,11 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
     )
 
 
+def paid(potential: Tensor, reach: float | None) -> Tensor:
+    """What stands for a potential in the dual: itself, or `reach (1 - exp(-f / reach))` where mass may vanish."""
+    return potential if reach is None else -reach * torch.expm1(-potential / reach)
+
+
 def tolerance_of(problem: EntropicProblem, settings: Settings) -> float:
     """Return the tolerance that was asked for, or the default of the answer's dtype."""
     return settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
@@ -185,19 +190,10 @@ def check_start(start: Any, problem: EntropicProblem) -> tuple[Tensor, Tensor] |
     """Return the potentials to start from, expanded to the batch and without a graph."""
     if start is None:
         return None
-    if not isinstance(start, tuple | list) or len(start) != 2:
-        raise TypeError(f"start is a {type(start).__name__}, expected a pair (f, g) of potentials.")
+    bins = (problem.p.shape[-1], problem.q.shape[-1])
     fitted = []
-    for name, potential, weights in zip(("f", "g"), start, (problem.p, problem.q), strict=True):
-        check_tensor(f"start {name}", potential)
-        if potential.shape[-1:] != weights.shape[-1:]:
-            raise ValueError(
-                f"start {name} has shape {tuple(potential.shape)}, expected a last axis of {weights.shape[-1]} bins."
-            )
-        if check_broadcast(start=potential.shape[:-1], problems=problem.batch) != problem.batch:
-            raise ValueError(
-                f"start {name} has shape {tuple(potential.shape)}, expected leading axes of {tuple(problem.batch)}."
-            )
+    potentials = check_potentials(start, bins, problem.batch)
+    for name, potential, weights in zip(("f", "g"), potentials, (problem.p, problem.q), strict=True):
         potential = potential.detach().to(weights)
         if not torch.isfinite(potential).all():
             raise ValueError(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from otloss._autograd import once_only
 from otloss._entropic.log_domain import Sweep
-from otloss._entropic.problem import EntropicProblem
+from otloss._entropic.problem import EntropicProblem, paid
 
 _BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of it are alive
 
@@ -35,14 +35,9 @@ def dual_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, 
         return (f * p).sum(-1) + (g * q).sum(-1)
     mass_p, mass_q = p.sum(-1), q.sum(-1)
     kept = (p * (-f / problem.reach).exp()).sum(-1)
-    outside = (p * _slope(f, problem.reach)).sum(-1) + (q * _slope(g, problem.reach)).sum(-1)
+    outside = (p * paid(f, problem.reach)).sum(-1) + (q * paid(g, problem.reach)).sum(-1)
     value = outside - epsilon * (kept - mass_p * mass_q)
     return torch.where((mass_p == 0) | (mass_q == 0), problem.reach * (mass_p + mass_q), value)
-
-
-def _slope(potential: Tensor, reach: float) -> Tensor:
-    """reach (1 - exp(-f / reach)): f itself where the marginals are held."""
-    return -reach * torch.expm1(-potential / reach)
 
 
 def envelope_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
@@ -109,7 +104,7 @@ def _weight_slope(problem: EntropicProblem, potential: Tensor, other: Tensor) ->
     epsilon, mass = problem.epsilon.detach().to(potential.dtype), other.detach().to(potential.dtype).sum(-1)
     share = (-potential / problem.reach).exp()
     empty = (mass == 0).unsqueeze(-1)
-    slope = _slope(potential, problem.reach) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
+    slope = paid(potential, problem.reach) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
     return torch.where(empty, torch.full_like(slope, problem.reach), slope)
 
 
@@ -222,5 +217,5 @@ def _gap_unbalanced(problem: EntropicProblem, f: Tensor, g: Tensor) -> Tensor:
     for held, weights in ((rows, p), (columns, q)):
         ratio = torch.where(weights > 0, held / weights, 1.0)
         primal = primal + reach * (torch.xlogy(held, ratio) - held + weights).sum(-1)
-    dual = (p * _slope(f, reach)).sum(-1) + (q * _slope(g, reach)).sum(-1) - epsilon * (rows.sum(-1) - mass)
+    dual = (p * paid(f, reach)).sum(-1) + (q * paid(g, reach)).sum(-1) - epsilon * (rows.sum(-1) - mass)
     return torch.where(empty, 0.0, primal - dual)
