@@ -1,0 +1,116 @@
+"""The metrics as scorers, for `scoring=` of scikit-learn's model selection.
+
+`sklearn.metrics.make_scorer` serves no metric of ordinal probabilities: for two classes it hands on one column, and a
+model that was fitted on a fold without some class has fewer columns than the metric has classes. A scorer here asks the
+model for its `classes_` and gives the missing class probability 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Shaped
+from numpy.typing import ArrayLike
+
+from otloss.metrics import _decisions, _forecasts
+from otloss.metrics._inputs import rank_order
+
+_OF_LABELS: dict[str, tuple[Callable[..., float], int]] = {
+    "quadratic_weighted_kappa": (_decisions.quadratic_weighted_kappa, 1),
+    "linear_weighted_kappa": (_decisions.linear_weighted_kappa, 1),
+    "kendall_tau_b": (_decisions.kendall_tau_b, 1),
+    "off_by_one_accuracy": (_decisions.off_by_one_accuracy, 1),
+    "ordinal_mae": (_decisions.ordinal_mae, -1),
+    "macro_mae": (_decisions.macro_mae, -1),
+    "maximum_mae": (_decisions.maximum_mae, -1),
+}
+_OF_PROBABILITIES: dict[str, Callable[..., float]] = {
+    "ranked_probability_score": _forecasts.ranked_probability_score,
+    "ordinal_emd": _forecasts.ordinal_emd,
+    "threshold_calibration_error": _forecasts.threshold_calibration_error,
+}
+
+
+class OrdinalScorer:
+    """A callable (estimator, X, y) -> float, larger is better; made by `scorer`."""
+
+    def __init__(self, metric: str, labels: ArrayLike | None, options: dict[str, Any]) -> None:
+        self.metric = metric
+        self.labels = labels
+        self.options = options
+        self._requests: dict[str, Any] = {}
+
+    def __call__(
+        self, estimator: Any, X: Any, y: Shaped[np.ndarray, " n"], *, sample_weight: ArrayLike | None = None
+    ) -> float:
+        """Return the metric of the estimator's predictions for X, with the opposite sign where less is better."""
+        if self.metric in _OF_LABELS:
+            metric, sign = _OF_LABELS[self.metric]
+            return sign * metric(y, estimator.predict(X), labels=self.labels, **self._options(sample_weight))
+        classes = _classes(estimator)
+        labels = rank_order(None, y=y, classes=classes) if self.labels is None else self.labels
+        proba: Float[np.ndarray, "n classes"] = np.asarray(estimator.predict_proba(X))
+        metric = _OF_PROBABILITIES[self.metric]
+        return -metric(y, proba, labels=labels, columns=classes, **self._options(sample_weight))
+
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"scorer({self.metric!r}, labels={self.labels!r}{options})"
+
+    def _options(self, sample_weight: ArrayLike | None) -> dict[str, Any]:
+        return self.options if sample_weight is None else {**self.options, "sample_weight": sample_weight}
+
+    def set_score_request(self, *, sample_weight: bool | str | None = None) -> OrdinalScorer:
+        """Ask scikit-learn's metadata routing for sample weights (True, or the name they go by), or not (False)."""
+        self._requests = {"sample_weight": sample_weight}
+        return self
+
+    def get_metadata_routing(self) -> Any:
+        """Return what was asked for, in the form of scikit-learn's metadata routing."""
+        from sklearn.utils.metadata_routing import MetadataRequest
+
+        request = MetadataRequest(owner=self)
+        request.score.add_request(param="sample_weight", alias=self._requests.get("sample_weight"))
+        return request
+
+
+def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> OrdinalScorer:
+    """Return a scorer for `scoring=` of GridSearchCV, cross_val_score and their like.
+
+    Larger is better: errors and scores of which less is better come back negative, as from scikit-learn's own
+    "neg_..." scorers. Classes that are missing from a fold are fine.
+
+    Args:
+        metric: "quadratic_weighted_kappa", "linear_weighted_kappa", "kendall_tau_b", "off_by_one_accuracy",
+            "ordinal_mae", "macro_mae", "maximum_mae" of `predict`, or "ranked_probability_score", "ordinal_emd",
+            "threshold_calibration_error" of `predict_proba`.
+        labels: (K,) all classes in rank order. By default the sorted labels of the model and the fold; for whole
+            numbers all from the smallest to the largest.
+        options: other arguments of the metric, such as `values`.
+
+    Raises:
+        ValueError: if there is no such metric.
+
+    Example:
+        >>> from sklearn.linear_model import LogisticRegression
+        >>> from sklearn.model_selection import cross_val_score
+        >>> X, y = np.arange(30.0)[:, None], np.repeat(["low", "mid", "high"], 10)
+        >>> scoring = scorer("ordinal_mae", labels=["low", "mid", "high"])
+        >>> cross_val_score(LogisticRegression(), X, y, scoring=scoring, cv=5)
+        array([-0.33333333, -0.        , -0.        , -0.        , -0.33333333])
+    """
+    if metric not in (*_OF_LABELS, *_OF_PROBABILITIES):
+        raise ValueError(f"metric is {metric!r}, expected one of {sorted((*_OF_LABELS, *_OF_PROBABILITIES))}.")
+    return OrdinalScorer(metric, labels, options)
+
+
+def _classes(estimator: Any) -> Any:
+    classes = getattr(estimator, "classes_", None)
+    if classes is None:
+        raise TypeError(
+            f"{type(estimator).__name__} has no classes_, so the columns of predict_proba have no labels; "
+            "expected a fitted classifier."
+        )
+    return classes
