@@ -21,6 +21,8 @@ from otloss._sorting import soft_rank as soft_rank
 from otloss._sorting import soft_sort as soft_sort
 from otloss._sorting import soft_top_k as soft_top_k
 from otloss._tree import wasserstein_tree as wasserstein_tree
+from otloss.losses import histogram_loss as histogram_loss
+from otloss.losses import ordinal_loss as ordinal_loss
 
 __version__ = _version("otloss")
 
@@ -32,8 +34,10 @@ __all__ = [
     "cdf_distance",
     "costs",
     "emd",
+    "histogram_loss",
     "lower_bound",
     "nn",
+    "ordinal_loss",
     "sinkhorn",
     "sinkhorn_divergence",
     "sliced_wasserstein",

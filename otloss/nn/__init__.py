@@ -11,6 +11,8 @@ from otloss.nn._closed_forms import SlicedWasserstein as SlicedWasserstein
 from otloss.nn._closed_forms import Wasserstein1d as Wasserstein1d
 from otloss.nn._closed_forms import WassersteinCircular as WassersteinCircular
 from otloss.nn._closed_forms import WassersteinTree as WassersteinTree
+from otloss.nn._ordinal import HistogramLoss as HistogramLoss
+from otloss.nn._ordinal import OrdinalLoss as OrdinalLoss
 from otloss.nn._soft import SoftRank as SoftRank
 from otloss.nn._soft import SoftSort as SoftSort
 from otloss.nn._soft import SoftTopK as SoftTopK
@@ -21,6 +23,8 @@ from otloss.nn._solvers import SinkhornDivergence as SinkhornDivergence
 __all__ = [
     "CdfDistance",
     "Emd",
+    "HistogramLoss",
+    "OrdinalLoss",
     "Sinkhorn",
     "SinkhornDivergence",
     "SlicedWasserstein",

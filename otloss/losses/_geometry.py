@@ -1,0 +1,190 @@
+"""How far apart classes are, and what a distribution over them costs against a label.
+
+With P = softmax(z) over K classes of values x, gaps d_k = x_{k+1} - x_k, F the cumulative sum of P, G that of the label
+and r = F - G:
+
+    on the line      sum_k d_k |r_k|^power                       power 1 is W_1, power 2 the ranked probability score
+    on the circle    W_1, or min over m of sum_k d_k (r_k - m)^2, d_{K-1} = period - (x_{K-1} - x_0) closing it
+    by a cost        sum_i P_i C[y, i]                           exact: one class is transported in one way only;
+                     min <C, plan>                               for soft labels
+
+At power 1 and for one class y, the first line is sum_i P_i |x_i - x_y| too, and on the circle sum_i P_i arc(i, y).
+
+|r_k| is made of that tail which is small: F_k below the label's class and 1 - F_k above it, each a sum of positive
+terms. So a prediction that is nearly right keeps its relative accuracy, where F_k - 1 would cancel. Its derivative in
+P is then a sum of positive terms as well, zero at the label's class.
+
+Source: L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916, eq. 6.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._checks import check_finite, check_number, check_positive, check_tensor
+from otloss._circle import wasserstein_circular
+from otloss._exact import emd
+from otloss._histograms import centre_gradient
+from otloss._onedim import cdf_distance
+from otloss.costs import Cost, as_cost
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """How far apart the classes are: values on the line, values on a circle, or a cost.
+
+    Attributes:
+        x: (K,) class values, strictly increasing; None with a cost.
+        power: at least 1; 1 or 2 on a circle.
+        period: the circumference, or None on the line.
+        cost: (K, K) costs[true, predicted] >= 0, or None.
+    """
+
+    x: Float[Tensor, " classes"] | None
+    power: float = 2
+    period: float | None = None
+    cost: Float[Tensor, "classes classes"] | None = None
+
+    def to(self, dtype: torch.dtype) -> Geometry:
+        x, cost = (None if t is None else t.to(dtype) for t in (self.x, self.cost))
+        return Geometry(x, self.power, self.period, cost)
+
+    def from_classes(self, P: Float[Tensor, "rows classes"], y: Tensor) -> Float[Tensor, " rows"]:
+        """Return the distance of each row of P to the class y of that row."""
+        if self.cost is not None:
+            return (P * self.cost[y]).sum(-1)
+        assert self.x is not None
+        if self.power == 1:
+            apart = (self.x - self.x[y].unsqueeze(-1)).abs()  # (rows, classes)
+            if self.period is not None:
+                apart = torch.minimum(apart, self.period - apart)
+            return (P * apart).sum(-1)
+        above, below = P.cumsum(-1), P.flip(-1).cumsum(-1).flip(-1)
+        is_below = torch.arange(P.shape[-1], device=P.device) < y.unsqueeze(-1)
+        if self.period is None:
+            tail = torch.where(is_below[:, :-1], above[:, :-1], below[:, 1:])
+            return (self.x.diff() * _raised(tail, self.power)).sum(-1)
+        return self._around(torch.where(is_below, above, -_behind(below)))
+
+    def from_histograms(self, P: Float[Tensor, "rows classes"], T: Tensor) -> Float[Tensor, " rows"]:
+        """Return the distance of each row of P to that row of soft labels T."""
+        T = centre_gradient(T)
+        if self.cost is not None:
+            return emd(T, P, self.cost)
+        assert self.x is not None
+        if self.period is not None and self.power == 1:
+            return wasserstein_circular(P, T, self.x, period=self.period)
+        if self.period is None and T.requires_grad:  # labels without mass have slopes too: one-sided ones
+            return cdf_distance(P, T, self.x, power=self.power)
+        apart = _difference(P, T)
+        if self.period is None:
+            return (self.x.diff() * _raised(apart[:, :-1].abs(), self.power)).sum(-1)
+        return self._around(apart)
+
+    def _around(self, apart: Tensor) -> Tensor:
+        assert self.x is not None
+        assert self.period is not None
+        gaps = torch.cat([self.x.diff(), self.period - (self.x[-1:] - self.x[:1])])
+        mean = (gaps * apart).sum(-1, keepdim=True) / self.period
+        return (gaps * (apart - mean).square()).sum(-1)
+
+
+def _difference(P: Tensor, T: Tensor) -> Tensor:
+    """Return F - G (rows, classes), from that end of the classes which has less mass."""
+    above, below = (P - T).cumsum(-1), (T - P).flip(-1).cumsum(-1).flip(-1)
+    is_low = (P + T).detach().cumsum(-1) <= 1
+    return torch.where(is_low, above, _behind(below))
+
+
+def _behind(below: Tensor) -> Tensor:
+    """Return the sums over the classes after each one, of those from each one on."""
+    return torch.cat([below[:, 1:], torch.zeros_like(below[:, :1])], dim=-1)
+
+
+def _raised(size: Tensor, power: float) -> Tensor:
+    if power == 1:
+        return size
+    if power == 2:
+        return size.square()
+    # The second slope at 0 may be infinite; where the tail underflows it is none.
+    some = size > torch.finfo(size.dtype).tiny
+    return torch.where(some, size, 1.0) ** power * some
+
+
+def geometry(
+    classes: int,
+    device: torch.device,
+    *,
+    x: Any = None,
+    power: Any = 2,
+    cost: Any = None,
+    circular: bool = False,
+    period: Any = None,
+) -> Geometry:
+    """Check the settings of `ordinal_loss` that say how far apart the classes are.
+
+    Raises:
+        TypeError, ValueError: as `ordinal_loss` says.
+    """
+    _check_power(power, circular)
+    for name, tensor in (("x", x), ("cost", cost)):
+        if isinstance(tensor, Tensor | Cost) and tensor.device != device:
+            raise ValueError(f"{name} is on {tensor.device}, logits on {device}, expected one device; move one.")
+    if cost is not None:
+        for name, given in (("x", x is not None), ("power", power != 2), ("circular", circular), ("period", period)):
+            if given:
+                raise ValueError(f"cost and {name} are both given; a cost says all about distances: leave {name} out.")
+        return Geometry(None, cost=_cost_matrix(cost, classes))
+    values = torch.arange(classes, device=device) if x is None else _class_values(x, classes)
+    if not circular:
+        if period is not None:
+            raise ValueError(f"period={period} is given for classes on a line; add circular=True, or leave it out.")
+        return Geometry(values, power)
+    if period is None:
+        if x is not None:
+            raise ValueError("x is given on a circle without period=, its circumference (such as 24, 360 or 2 pi).")
+        period = float(classes)
+    length = float((values[-1] - values[0]).detach())
+    if not length < check_positive("period", period):
+        raise ValueError(f"period is {period}, expected more than {length:g}, the span of x; give one turn of classes.")
+    return Geometry(values, power, float(period))
+
+
+def _check_power(power: Any, circular: bool) -> None:
+    if not 1 <= check_number("power", power) < float("inf"):
+        raise ValueError(f"power is {power}, expected a finite number of at least 1.")
+    if circular and power not in (1, 2):
+        raise ValueError(f"power is {power}, expected 1 or 2 for classes on a circle.")
+
+
+def _class_values(x: Any, classes: int) -> Tensor:
+    if check_tensor("x", x).shape != (classes,):
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}, expected ({classes},), one value for each class of the logits."
+        )
+    check_finite("x", x)
+    held = x.detach()
+    down = held.diff() <= 0
+    if down.any():
+        k = int(down.nonzero()[0])
+        raise ValueError(
+            f"x[{k}] is {float(held[k]):g} and x[{k + 1}] {float(held[k + 1]):g}, expected strictly increasing class "
+            "values; sort the classes by value, and merge those that share one."
+        )
+    return x
+
+
+def _cost_matrix(cost: Any, classes: int) -> Tensor:
+    matrix = as_cost(cost).dense()
+    if matrix.shape != (classes, classes):
+        raise ValueError(
+            f"the cost has shape {tuple(matrix.shape)}, expected ({classes}, {classes}): a row for each true class, a "
+            "column for each predicted one."
+        )
+    check_finite("cost", matrix)
+    return matrix

@@ -1,0 +1,228 @@
+"""What the losses over classes share: checked logits and labels, the weights of the positions, and the reduction.
+
+A position is one label with its row of logits. Positions that are left out are not looked at: their logits may hold
+anything, and get a gradient of zero.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from otloss._checks import check_below_infinity, check_finite, check_floating, check_number, check_tensor
+from otloss._histograms import MASS_TOLERANCE
+
+
+@dataclass(frozen=True)
+class Labelled:
+    """The positions that take part, in one row each.
+
+    Attributes:
+        logits: (rows, K), finite or -inf, with a finite one in every row.
+        target: (rows,) class positions in int64, or (rows, K) soft labels of mass one.
+        weight: (rows,) weights >= 0, or None where all are one.
+        kept: which positions these are, or None for all of them.
+        shape: that of the positions.
+        dtype: that of the answer; everything floating here has at least float32.
+    """
+
+    logits: Float[Tensor, "rows classes"]
+    target: Tensor
+    weight: Float[Tensor, " rows"] | None
+    kept: Bool[Tensor, "*batch"] | None
+    shape: torch.Size
+    dtype: torch.dtype
+
+    @property
+    def is_soft(self) -> bool:
+        return self.target.is_floating_point()
+
+    def reduced(self, values: Float[Tensor, " rows"], reduction: str) -> Tensor:
+        """Return the weighted mean, the weighted sum, or the weighted values at their positions."""
+        weighted = values if self.weight is None else values * self.weight
+        if reduction == "none":
+            if self.kept is not None:
+                weighted = weighted.new_zeros(self.shape).masked_scatter(self.kept, weighted)
+            return weighted.reshape(self.shape).to(self.dtype)
+        total = weighted.sum()
+        if reduction == "mean":
+            if self.weight is None:
+                total = total / max(1, values.numel())
+            else:
+                mass = self.weight.sum()
+                total = total / mass.masked_fill(mass == 0, 1.0)
+        return total.to(self.dtype)
+
+
+def class_count(logits: Any) -> int:
+    """Return K for logits (..., K), else raise."""
+    check_floating("logits", logits)
+    if logits.dim() == 0 or logits.shape[-1] == 0:
+        raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (..., K) with at least one class.")
+    return int(logits.shape[-1])
+
+
+def labelled(
+    logits: Any, target: Any, *others: Tensor | None, class_weight: Any, sample_weight: Any, ignore_index: int | None
+) -> Labelled:
+    """Check and flatten what a loss over classes is called with; `others` are further inputs that set the dtype.
+
+    Raises:
+        TypeError, ValueError: as `ordinal_loss` says.
+    """
+    classes, shape = class_count(logits), logits.shape[:-1]
+    soft = _is_soft(check_tensor("target", target), logits)
+    given = [("target", target), ("class_weight", class_weight), ("sample_weight", sample_weight)]
+    for name, tensor in given:
+        if tensor is not None and check_tensor(name, tensor).device != logits.device:
+            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}, expected one device; move one.")
+    dtype = logits.dtype
+    for tensor in (*(tensor for _, tensor in given), *others):
+        if tensor is not None and tensor.is_floating_point():
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    arithmetic = torch.promote_types(dtype, torch.float32)
+    kept = None if soft else _kept(target, classes, ignore_index)
+    if soft and ignore_index is not None:
+        raise ValueError(
+            f"ignore_index={ignore_index} leaves class positions out, and target holds soft labels; give the positions "
+            "to leave out sample_weight 0."
+        )
+    rows = (logits.reshape(-1, classes) if kept is None else logits[kept]).to(arithmetic)
+    check_logits(rows)
+    if soft:
+        labels = _soft_labels(target.reshape(-1, classes), arithmetic)
+    else:
+        labels = (target.reshape(-1) if kept is None else target[kept]).long()
+    weight = _weights(class_weight, sample_weight, labels, kept, shape, classes, arithmetic)
+    return Labelled(rows, labels, weight, kept, shape, dtype)
+
+
+def _is_soft(target: Tensor, logits: Tensor) -> bool:
+    """Whether the target holds soft labels; raises where it holds neither those nor class positions."""
+    classes = logits.shape[-1]
+    if target.is_complex() or target.dtype == torch.bool:
+        raise TypeError(f"target has dtype {target.dtype}, expected integer class positions or floating soft labels.")
+    expected = (
+        f"expected class positions {tuple(logits.shape[:-1])} in an integer dtype or soft labels {tuple(logits.shape)} "
+        "in a floating one, for logits"
+    )
+    if target.shape == logits.shape:
+        if not target.is_floating_point():
+            raise TypeError(
+                f"target has shape {tuple(target.shape)} and dtype {target.dtype}, {expected} of that shape; call "
+                "target.float() for one-hot labels, or target.argmax(-1) for their positions."
+            )
+        return True
+    if target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}, {expected} {tuple(logits.shape)}: the last axis of the logits "
+            f"is that of the {classes} classes."
+        )
+    if target.is_floating_point():
+        raise TypeError(
+            f"target has dtype {target.dtype} and shape {tuple(target.shape)}, {expected} {tuple(logits.shape)}; call "
+            "target.long() if these are whole class positions; for real values use histogram_loss."
+        )
+    return False
+
+
+def _kept(target: Tensor, classes: int, ignore_index: int | None) -> Tensor | None:
+    kept = None
+    if ignore_index is not None:
+        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+            raise TypeError(f"ignore_index is {ignore_index!r}, expected a whole number such as -100, or None.")
+        kept = target != ignore_index
+        if kept.all():
+            kept = None
+    outside = (target < 0) | (target >= classes)
+    if kept is not None:
+        outside &= kept
+    if outside.any():
+        first = tuple(int(i) for i in outside.nonzero()[0])
+        ignored = "" if ignore_index is None else f" or ignore_index={ignore_index}"
+        raise ValueError(
+            f"target holds {int(outside.sum())} positions outside of the {classes} classes, the first at {first}: "
+            f"{int(target[first])}; expected 0 to {classes - 1}{ignored}. Number the classes by rank from 0, and name "
+            "the label of positions to leave out with ignore_index=."
+        )
+    return kept
+
+
+def check_logits(rows: Float[Tensor, "rows classes"]) -> None:
+    """Raise ValueError if an entry is NaN or +inf, or a row is -inf throughout."""
+    top = rows.detach().amax(-1)  # NaN where any entry is
+    if torch.isfinite(top).all():
+        return
+    check_below_infinity("logits", rows)
+    row = int((top == -torch.inf).nonzero()[0])
+    raise ValueError(
+        f"the logits of row {row} (of the positions that take part) are -inf for every class, expected a finite one; "
+        "leave a class to choose, or leave the position out."
+    )
+
+
+def _soft_labels(target: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return soft labels in `dtype` with a mass of one; raises where the mass is not one up to rounding."""
+    check_finite("target", target)
+    held = target.detach()
+    if held.numel() and held.amin() < 0:
+        row, k = (int(i) for i in (held < 0).nonzero()[0])
+        raise ValueError(f"target holds {float(held[row, k])} for class {k} of row {row}, expected soft labels >= 0.")
+    mass = held.sum(-1, dtype=torch.float64)
+    off = (mass - 1).abs() > MASS_TOLERANCE[target.dtype]
+    if off.any():
+        row = int(off.nonzero()[0])
+        raise ValueError(
+            f"the soft labels of row {row} sum to {float(mass[row]):.9g}, expected 1; normalise them with "
+            "target / target.sum(-1, keepdim=True)."
+        )
+    # The mass carries no graph, as that of a histogram in transport does not.
+    return target.to(dtype) / mass.unsqueeze(-1).to(dtype)
+
+
+def _weights(
+    class_weight: Tensor | None,
+    sample_weight: Tensor | None,
+    labels: Tensor,
+    kept: Tensor | None,
+    shape: torch.Size,
+    classes: int,
+    dtype: torch.dtype,
+) -> Tensor | None:
+    """Return the product of both weights per row, or None without any."""
+    weight = None
+    if class_weight is not None:
+        if class_weight.shape != (classes,):
+            raise ValueError(f"class_weight has shape {tuple(class_weight.shape)}, expected ({classes},), one a class.")
+        by_class = _check_weights("class_weight", class_weight).to(dtype)
+        weight = (labels * by_class).sum(-1) if labels.is_floating_point() else by_class[labels]
+    if sample_weight is not None:
+        _check_weights("sample_weight", sample_weight)
+        try:
+            spread = sample_weight.expand(shape)
+        except RuntimeError:
+            raise ValueError(
+                f"sample_weight has shape {tuple(sample_weight.shape)}, expected {tuple(shape)}, one a position."
+            ) from None
+        by_sample = (spread.reshape(-1) if kept is None else spread[kept]).to(dtype)
+        weight = by_sample if weight is None else weight * by_sample
+    return weight
+
+
+def _check_weights(name: str, weights: Tensor) -> Tensor:
+    check_finite(name, weights)
+    if weights.numel() and weights.detach().amin() < 0:
+        first = tuple(int(i) for i in (weights < 0).nonzero()[0])
+        raise ValueError(f"{name} holds {float(weights.detach()[first])} at index {first}, expected weights >= 0.")
+    return weights
+
+
+def check_cross_entropy(weight: Any) -> float:
+    """Return the weight of cross-entropy if it is a finite number of at least zero, else raise."""
+    if not 0 <= check_number("cross_entropy", weight) < float("inf"):
+        raise ValueError(f"cross_entropy is {weight}, expected a finite weight of at least 0.")
+    return float(weight)

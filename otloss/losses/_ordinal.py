@@ -1,0 +1,116 @@
+"""The loss of a distribution over ordered classes: how far its mass lies from the label.
+
+    value = L(softmax(z), label) + cross_entropy * nll        L by `_geometry`, nll = -log softmax(z) at the label
+
+For a label of one class, with s the derivative of L in P = softmax(z), the gradient is g_i = P_i (s_i - P.s).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._checks import check_reduction
+from otloss.costs import Cost
+from otloss.losses._geometry import Geometry, geometry
+from otloss.losses._labels import Labelled, check_cross_entropy, class_count, labelled
+
+
+def ordinal_loss(
+    logits: Float[Tensor, "*batch classes"],
+    target: Int[Tensor, "*batch"] | Float[Tensor, "*batch classes"],
+    *,
+    x: Float[Tensor, " classes"] | None = None,
+    power: float = 2,
+    cost: Cost | Float[Tensor, "classes classes"] | None = None,
+    circular: bool = False,
+    period: float | None = None,
+    cross_entropy: float = 0.0,
+    class_weight: Float[Tensor, " classes"] | None = None,
+    sample_weight: Float[Tensor, "*batch"] | None = None,
+    ignore_index: int | None = None,
+    reduction: str = "mean",
+) -> Float[Tensor, "*batch"]:
+    """Return how far softmax(logits) lies from labels among ordered classes: what moving its mass to them costs.
+
+    Power 2 (the default) is the squared EMD, or ranked probability score: a proper score, least at the true
+    probabilities. Power 1 is W_1; it is no proper score, but is least at a point mass at the median, and so leads to
+    overconfident predictions: mix in some `cross_entropy` where probabilities matter. The same holds for a cost.
+
+    Where softmax has underflowed at the label, the gradient of all these has too; `cross_entropy` mends that as well.
+
+    Args:
+        logits: (..., K); a class with -inf takes no part.
+        target: (...) class positions 0 to K - 1 by rank, in an integer dtype; or (..., K) soft labels that sum to 1.
+        x: (K,) strictly increasing class values, 0 to K - 1 by default.
+        power: at least 1: sum_k (x_{k+1} - x_k) |F_k - G_k|^power for the cumulative distributions F and G.
+        cost: (K, K) costs >= 0, **cost[true, predicted]**, or a cost object; in place of x, power and circular. A label
+            of one class costs sum_i P_i cost[y, i]; soft labels the exact transport `otloss.emd(target, P, cost)`,
+            whose gradient is a subgradient where the optimum is degenerate.
+        circular: the last class is next to the first, as among hours or angles. Power 1 is W_1 on the circle, power 2
+            the least of sum_k d_k (F_k - G_k - m)^2 over m, the gap that closes the circle included.
+        period: the circumference, K by default when x is not given.
+        cross_entropy: weight of the cross-entropy that is added.
+        class_weight: (K,) weights >= 0 by true class; a soft label takes its expectation.
+        sample_weight: (...) weights >= 0.
+        ignore_index: target that leaves a position out, whatever its logits hold; it may be a class position.
+        reduction: "mean" is sum(weight * loss) / sum(weight) over the positions that take part, "sum" the former
+            alone, and "none" gives weight * loss in the shape of the positions, 0 where ignored.
+
+    Returns:
+        A scalar, or (...), in the promoted dtype of the floating inputs; its unit is that of x or the cost.
+        Differentiable in logits, x, the cost and the weights; in soft labels too, centred over the classes except for
+        the cross-entropy. Second derivatives are right, but for soft labels with a cost, where they raise. Without any
+        weight (all positions ignored, an empty batch) a mean is 0, with gradients of zero.
+
+    Raises:
+        TypeError: if logits are not floating, or target has neither dtype and shape of positions nor of soft labels.
+        ValueError: if a position is out of range, soft labels do not sum to 1, x does not increase strictly, a cost is
+            negative or not K x K, a weight is negative or does not fit, settings exclude each other, a number is NaN
+            or infinite, or the cross-entropy is (a label whose logit is -inf).
+
+    Source:
+        L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916, eq. 6.
+
+    Example:
+        >>> logits = torch.tensor([[0.0, 2.0, 0.0], [0.0, 0.0, 2.0]])
+        >>> ordinal_loss(logits, torch.tensor([0, 0]), reduction="none")  # the second one is further off
+        tensor([0.8097, 1.4177])
+        >>> cost = torch.tensor([[0.0, 1.0, 9.0], [1.0, 0.0, 1.0], [5.0, 1.0, 0.0]])  # rows are true classes
+        >>> ordinal_loss(logits, torch.tensor([0, 0]), cost=cost, cross_entropy=0.1)
+        tensor(4.6914)
+    """
+    check_reduction(reduction)
+    mix = check_cross_entropy(cross_entropy)
+    classes = class_count(logits)
+    apart = geometry(classes, logits.device, x=x, power=power, cost=cost, circular=circular, period=period)
+    rows = labelled(
+        logits, target, apart.x, apart.cost,
+        class_weight=class_weight, sample_weight=sample_weight, ignore_index=ignore_index,
+    )  # fmt: skip
+    return rows.reduced(_values(rows, apart.to(rows.logits.dtype), mix), reduction)
+
+
+def _values(rows: Labelled, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+    P = rows.logits.softmax(-1)
+    values = apart.from_histograms(P, rows.target) if rows.is_soft else apart.from_classes(P, rows.target)
+    return values + mix * _cross_entropy(rows) if mix else values
+
+
+def _cross_entropy(rows: Labelled) -> Float[Tensor, " rows"]:
+    log_q = rows.logits.log_softmax(-1)
+    if rows.is_soft:
+        absent = (rows.target == 0) & (log_q == -torch.inf)
+        nll = -(rows.target * log_q.masked_fill(absent, 0.0)).sum(-1)
+    else:
+        nll = -log_q.gather(-1, rows.target.unsqueeze(-1)).squeeze(-1)
+    finite = torch.isfinite(nll.detach())
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"the cross-entropy of row {row} (of the positions that take part) is {float(nll[row])}: the logit of its "
+            "label is -inf or overflowed; expected finite logits at every label. Unmask that class, leave the position "
+            "out, or set cross_entropy=0."
+        )
+    return nll
