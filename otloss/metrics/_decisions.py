@@ -3,7 +3,7 @@
 With O[i, j] the weight of the examples of true class i that were predicted as j (ranks 0 to K - 1), a and b the sums
 of its rows and columns, T its total, and v the class values:
 
-    weighted kappa      1 - sum_ij w_ij O_ij / sum_ij w_ij a_i b_j / T; w_ij is |i - j| (linear) or (i - j)^2 (quadratic)
+    weighted kappa      1 - sum_ij w_ij O_ij / sum_ij w_ij a_i b_j / T;    w_ij is |i - j| or (i - j)^2
     MAE                 sum_ij |v_i - v_j| O_ij / T;    of class i: sum_j |v_i - v_j| O_ij / a_i
     Kendall's tau-b     (concordant - discordant) / sqrt((T^2 - sum a^2) / 2 * (T^2 - sum b^2) / 2)
 

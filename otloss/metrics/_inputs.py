@@ -9,6 +9,7 @@ anything is computed. Two orders meet here and are kept apart:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,7 @@ def read_forecast(
     named = None if isinstance(columns, str) else plain_labels("columns", columns)
     if named is None and columns not in ("sorted", "rank"):
         raise ValueError(f'columns is {columns!r}, expected "sorted", "rank", or the label of each column.')
-    if labels is None and named is not None and not _categories(y_true):
+    if labels is None and named is not None and _categories(y_true) is None:
         labels = np.unique(named)
     order = _order_of_columns(y_true, table.shape[1]) if labels is None else rank_order(labels)
     if named is None:
@@ -142,9 +143,10 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}, expected one axis of labels; call np.ravel({name}).")
     # numpy turns the numbers of a list into strings where it holds one string.
-    items = array.tolist() if array.dtype.kind in "OT" else list(values) if _is_mixable(array, values) else None
+    mixable = array.dtype.kind == "U" and isinstance(values, Iterable) and not isinstance(values, np.ndarray)
+    items = array.tolist() if array.dtype.kind in "OT" else list(values) if mixable else None  # type: ignore[arg-type]
     if items is not None:
-        _check_present(name, np.array([v is None or v is not v or _unequal(v) for v in items], dtype=bool))
+        _check_present(name, np.array([v is None or _unequal(v) for v in items], dtype=bool))
         if len({isinstance(v, str) for v in items}) > 1:
             raise TypeError(f"{name} mixes strings with other types, expected labels of one type.")
         array = np.array(items)
@@ -217,12 +219,8 @@ def _order_of_columns(y_true: ArrayLike, columns: int) -> Labels:
 
 
 def _categories(target: Any) -> Any:
-    dtype = getattr(target, "dtype", None)
+    dtype: Any = getattr(target, "dtype", None)
     return dtype.categories if getattr(dtype, "ordered", False) else None
-
-
-def _is_mixable(array: np.ndarray, values: Any) -> bool:
-    return array.dtype.kind == "U" and not isinstance(values, np.ndarray)
 
 
 def _unequal(value: Any) -> bool:
