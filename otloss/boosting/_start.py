@@ -1,0 +1,67 @@
+"""The scores that boosting starts from: those of a model that knows the frequencies of the classes alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from otloss._checks import check_number
+from otloss.boosting._rows import check_rows
+
+
+def start_scores(
+    labels: ArrayLike, num_classes: int, *, sample_weight: ArrayLike | None = None, single: bool = False
+) -> NDArray[np.float64]:
+    """Return the logarithms of the frequencies of the classes, (K,): the constant scores of least cross-entropy.
+
+    They are also those of least ranked probability score. A class that never occurs counts as half a row (of mean
+    weight), so that its score is finite.
+
+    XGBoost 3.1 and later keep them in the model, where prediction finds them: `"base_score": scores.tolist()`. Else,
+    `DMatrix(..., base_margin=numpy.tile(scores, (n, 1)))` for training, validation and prediction alike. LightGBM takes
+    `Dataset(..., init_score=numpy.tile(scores, (n, 1)))`, and adds nothing when it predicts: add them to its raw scores
+    before the softmax.
+
+    Args:
+        labels: (n,) class positions, 0 to K - 1.
+        num_classes: K.
+        sample_weight: (n,) weights >= 0; multiply them with the class weights where the objective has some.
+        single: with two classes, return the one score (1,) of a model that has one: log-odds of the second class. In
+            XGBoost it is a `base_margin`; the `base_score` of its "binary:logistic" is a probability.
+
+    Returns:
+        (K,), or (1,).
+
+    Raises:
+        ValueError: if a label or weight is none, all weights are zero, or `single` is asked of more than two classes.
+
+    Examples:
+        >>> start_scores([0, 0, 0, 2], 3).round(3).tolist()
+        [-0.405, -2.197, -1.504]
+    """
+    if check_number("num_classes", num_classes) < 2 or num_classes != int(num_classes):
+        raise ValueError(f"num_classes is {num_classes}, expected a whole number, at least 2.")
+    if single and num_classes != 2:
+        raise ValueError(f"single is asked of {num_classes} classes, expected 2; a score each is what more need.")
+    y, weights = _vector("labels", labels), _vector("sample_weight", sample_weight)
+    if not y.size:
+        raise ValueError("labels are empty, expected at least one.")
+    if sample_weight is not None and weights.shape != y.shape:
+        raise ValueError(f"sample_weight has shape {weights.shape}, expected {y.shape}: one for each label.")
+    check_rows(np.zeros((1, int(num_classes))), y, weights)
+    masses = np.bincount(y.astype(np.int64), weights if weights.size else None, minlength=int(num_classes))
+    if not masses.sum() > 0:
+        raise ValueError("sample_weight is 0 everywhere, expected some weight.")
+    half = 0.5 * masses.sum() / (np.count_nonzero(weights) if weights.size else y.size)
+    masses = np.where(masses > 0, masses, half)
+    scores: NDArray[np.float64] = np.log(masses / masses.sum())
+    return scores[1:] - scores[:1] if single else scores
+
+
+def _vector(name: str, values: Any) -> NDArray[np.float64]:
+    array = np.zeros(0) if values is None else np.asarray(values, dtype=np.float64)
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}, expected one axis.")
+    return array
