@@ -1,0 +1,6 @@
+"""scikit-learn classifiers of ordered labels: linear, multi-layer and boosted, trained with transport losses."""
+
+from otloss.estimators._classifier import OrdinalClassifier as OrdinalClassifier
+from otloss.estimators._labels import EncodedLabelsWarning as EncodedLabelsWarning
+
+__all__ = ["EncodedLabelsWarning", "OrdinalClassifier"]

@@ -1,0 +1,127 @@
+"""What both estimators share: labels in and out, weights, parts held out, calibration, decoding."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import check_is_fitted, validate_data
+
+from otloss.estimators._calibrated import CALIBRATIONS, fit_calibration
+from otloss.estimators._criterion import Criterion, check_choice, check_decode, check_real, make_criterion
+from otloss.estimators._decode import decode
+from otloss.estimators._labels import LabelOrder, label_order
+from otloss.estimators._weights import row_weights, split_off
+
+SMALLEST_PRIOR = 1e-6  # of a class all of whose rows have weight zero
+
+
+class OrdinalBase(ClassifierMixin, BaseEstimator):
+    """Frame of a classifier of ordered labels; a subclass checks its own settings, trains, and returns logits."""
+
+    classes_: np.ndarray
+    categories_: np.ndarray
+    _order: LabelOrder
+    _criterion: Criterion
+    _calibration: Any
+
+    def predict(self, X: Any) -> np.ndarray:
+        """Return the label of each row, (n,), by the rule `decode`."""
+        distribution = self._distribution(X)
+        criterion = self._criterion
+        return self._order.by_position[decode(distribution, self.decode, values=criterion.values, cost=criterion.cost)]
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        """Return probabilities (n, len(classes_)), columns in the order of `classes_`, which is sorted."""
+        return self._distribution(X)[:, self._order.columns]
+
+    def predict_distribution(self, X: Any) -> np.ndarray:
+        """Return probabilities (n, K), columns in the rank order of `categories_`; 0 for labels not seen in training."""
+        distribution = self._distribution(X)
+        everything = np.zeros((len(distribution), len(self._order.categories)))
+        everything[:, self._order.ranks] = distribution
+        return everything
+
+    def expected_value(self, X: Any) -> np.ndarray:
+        """Return the expected class value of each row, (n,): of `values`, or of the ranks 0..K-1 without."""
+        return self._distribution(X) @ self._criterion.values
+
+    def _distribution(self, X: Any) -> np.ndarray:
+        """Calibrated probabilities (n, m) over positions."""
+        check_is_fitted(self)
+        checked = validate_data(self, X, reset=False, **self._accepts())
+        return self._calibrated(self._raw_distribution(checked))
+
+    def _calibrated(self, distribution: np.ndarray) -> np.ndarray:
+        return distribution if self._calibration is None else self._calibration.predict(distribution)
+
+    def _raw_distribution(self, X: np.ndarray) -> np.ndarray:
+        if len(self.classes_) == 1:
+            return np.ones((len(X), 1))
+        return softmax(self._logits(X))
+
+    def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
+        """Check everything, train, and calibrate."""
+        X, y = validate_data(self, X, y, **self._accepts())
+        self._check_settings()
+        self._set_order(label_order(y, self.categories))
+        positions = self._order.positions(y)
+        weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
+        random = check_random_state(self.random_state)
+        self._calibration = None
+        if self.calibration is None or len(self.classes_) == 1:
+            self._train(X, positions, weights, random=random)
+            return
+        kept, held = split_off(positions, self.calibration_fraction, random=random, purpose="calibration")
+        self._train(X[kept], positions[kept], weights[kept], random=random)
+        self._calibration = fit_calibration(
+            self.calibration,
+            self._raw_distribution(X[held]),
+            positions[held],
+            values=self._criterion.values,
+            sample_weight=weights[held],
+        )
+
+    def _set_order(self, order: LabelOrder) -> None:
+        self._criterion = make_criterion(
+            order,
+            values=self.values,
+            power=self.power,
+            cost=self.cost,
+            transport=self.transport,
+            cross_entropy=self.cross_entropy,
+        )
+        self._order, self.classes_, self.categories_ = order, order.classes, order.categories
+
+    def _check_settings(self) -> None:
+        """Raise where a setting that both estimators have is wrong; subclasses extend this."""
+        check_decode(self.decode, has_cost=self.cost is not None)
+        check_choice("calibration", self.calibration, CALIBRATIONS)
+        check_real("calibration_fraction", self.calibration_fraction, least=0.0, above=True, most=0.9)
+        check_real("validation_fraction", self.validation_fraction, least=0.0, above=True, most=0.9)
+
+    def _accepts(self) -> dict[str, Any]:
+        return {"dtype": np.float64}
+
+    def _train(
+        self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState
+    ) -> None:
+        raise NotImplementedError
+
+    def _logits(self, X: np.ndarray) -> np.ndarray:
+        raise NotImplementedError
+
+
+def softmax(logits: np.ndarray) -> np.ndarray:
+    """Rows of `logits` (n, m) as probabilities."""
+    powers = np.exp(logits - logits.max(1, keepdims=True))
+    return powers / powers.sum(1, keepdims=True)
+
+
+def class_prior(positions: np.ndarray, weights: np.ndarray, number: int) -> np.ndarray:
+    """Shares (m,) of the weight by position, each above zero."""
+    mass = np.bincount(positions, weights=weights, minlength=number)
+    prior = np.maximum(mass / mass.sum(), SMALLEST_PRIOR)
+    return prior / prior.sum()

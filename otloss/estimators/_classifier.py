@@ -1,0 +1,270 @@
+"""A linear or multi-layer classifier of ordered labels, trained with transport losses."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils import check_random_state
+from sklearn.utils.validation import validate_data
+
+from otloss.estimators._base import OrdinalBase, class_prior
+from otloss.estimators._criterion import check_choice, check_count, check_real
+from otloss.estimators._labels import LabelOrder, label_order
+from otloss.estimators._scores import MODELS, ScoreFunction
+from otloss.estimators._training import Adam, Objective, Rows, train_adam, train_epoch, train_lbfgs
+from otloss.estimators._weights import row_weights, split_off
+
+SOLVERS = ("auto", "lbfgs", "adam")
+
+
+class OrdinalClassifier(OrdinalBase):
+    """DOC"""
+
+    def __init__(
+        self,
+        *,
+        categories: Any = None,
+        values: Any = None,
+        power: int = 2,
+        cost: Any = None,
+        transport: float = 1.0,
+        cross_entropy: float = 0.0,
+        model: str = "softmax",
+        hidden_layer_sizes: Any = (),
+        alpha: float = 0.1,
+        class_weight: Any = None,
+        decode: str = "argmax",
+        calibration: str | None = None,
+        calibration_fraction: float = 0.2,
+        standardize: bool = True,
+        solver: str = "auto",
+        learning_rate: float = 1e-3,
+        batch_size: int = 200,
+        max_iter: int = 1000,
+        tol: float = 1e-6,
+        early_stopping: bool = False,
+        validation_fraction: float = 0.1,
+        n_iter_no_change: int = 10,
+        warm_start: bool = False,
+        random_state: Any = None,
+        verbose: int = 0,
+    ) -> None:
+        self.categories = categories
+        self.values = values
+        self.power = power
+        self.cost = cost
+        self.transport = transport
+        self.cross_entropy = cross_entropy
+        self.model = model
+        self.hidden_layer_sizes = hidden_layer_sizes
+        self.alpha = alpha
+        self.class_weight = class_weight
+        self.decode = decode
+        self.calibration = calibration
+        self.calibration_fraction = calibration_fraction
+        self.standardize = standardize
+        self.solver = solver
+        self.learning_rate = learning_rate
+        self.batch_size = batch_size
+        self.max_iter = max_iter
+        self.tol = tol
+        self.early_stopping = early_stopping
+        self.validation_fraction = validation_fraction
+        self.n_iter_no_change = n_iter_no_change
+        self.warm_start = warm_start
+        self.random_state = random_state
+        self.verbose = verbose
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OrdinalClassifier:
+        """Fit to features X (n, d), labels y (n,), and weights (n,) if given; return self.
+
+        Raises:
+            ValueError: if a label, a weight, a feature or a setting is wrong; the message says which.
+        """
+        self._fit(X, y, sample_weight)
+        return self
+
+    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OrdinalClassifier:
+        """Go once over the rows given, with Adam, from where the last call ended; return self.
+
+        The first call fixes the labels: `classes` if given, else `categories`, else those of y. Features are standardised
+        by the mean and the deviation of all rows so far; what was learnt is carried over exactly when these move.
+
+        Raises:
+            ValueError: as `fit`; if y holds a label that the first call did not name; if calibration is asked for.
+        """
+        first = not hasattr(self, "classes_")
+        X, y = validate_data(self, X, y, reset=first, **self._accepts())
+        self._check_settings()
+        if self.calibration is not None:
+            raise ValueError(
+                f"calibration is {self.calibration!r}, which partial_fit has no rows to hold out for; use fit."
+            )
+        if first:
+            named = self.categories if classes is None else classes
+            self._calibration = None
+            self._set_order(label_order(y, self.categories, classes=named))
+        elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
+            raise ValueError(
+                f"classes is {classes!r}, expected {self.classes_.tolist()} as in the first call, or None."
+            )
+        positions = self._order.positions(y)
+        weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
+        if not hasattr(self, "_adam"):
+            self._adam, self._random = Adam(), check_random_state(self.random_state)
+            self.n_iter_ = getattr(self, "n_iter_", 0)
+        self._prepare(X, positions, weights, random=self._random, onward=not first)
+        self.n_iter_ += 1
+        if len(self.classes_) > 1:
+            self._parameters, _ = train_epoch(
+                self._objective(),
+                self._parameters,
+                Rows.of(self._features(X), positions, weights),
+                adam=self._adam,
+                random=self._random,
+                **self._steps(),
+            )
+        return self
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        # One score for all classes cannot tell classes apart that do not follow each other along a line.
+        tags.classifier_tags.poor_score = self.model == "cumulative" and not self._hidden()
+        return tags
+
+    def _set_order(self, order: LabelOrder) -> None:
+        if self.warm_start and hasattr(self, "classes_") and not np.array_equal(order.classes, self.classes_):
+            raise ValueError(
+                f"y holds the labels {order.classes.tolist()}, expected those of the last fit, {self.classes_.tolist()}, "
+                "with warm_start=True; set it to False to start anew."
+            )
+        super()._set_order(order)
+
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        check_choice("model", self.model, MODELS)
+        check_choice("solver", self.solver, SOLVERS)
+        check_real("alpha", self.alpha, least=0.0)
+        check_real("learning_rate", self.learning_rate, least=0.0, above=True)
+        check_real("tol", self.tol, least=0.0)
+        for name in ("batch_size", "max_iter", "n_iter_no_change"):
+            check_count(name, getattr(self, name))
+        for width in self._hidden():
+            check_count("hidden_layer_sizes", width)
+        if self.early_stopping and self.solver == "lbfgs":
+            raise ValueError("early_stopping=True with solver='lbfgs', which goes to the optimum; use solver='adam'.")
+
+    def _hidden(self) -> tuple[int, ...]:
+        widths = self.hidden_layer_sizes
+        return tuple(widths) if np.iterable(widths) else (widths,)
+
+    def _train(
+        self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState
+    ) -> None:
+        for name in ("_adam", "_random"):
+            self.__dict__.pop(name, None)
+        self.n_iter_ = 1
+        self._prepare(X, positions, weights, random=random, onward=self.warm_start and hasattr(self, "_parameters"))
+        if len(self.classes_) == 1:
+            return
+        rows = Rows.of(self._features(X), positions, weights)
+        uses_adam = self.solver == "adam" or (self.solver == "auto" and bool(self._hidden() or self.early_stopping))
+        if uses_adam:
+            settled = self._by_adam(rows, random)
+        else:
+            self._parameters, self.n_iter_, settled = train_lbfgs(
+                self._objective(), self._parameters, rows, max_iter=self.max_iter, tol=self.tol
+            )
+        if not settled:
+            warnings.warn(
+                f"OrdinalClassifier did not converge in max_iter={self.max_iter} iterations; raise max_iter or tol.",
+                ConvergenceWarning,
+                stacklevel=4,
+            )
+
+    def _by_adam(self, rows: Rows, random: np.random.RandomState) -> bool:
+        held_out = None
+        if self.early_stopping:
+            kept, held = split_off(
+                rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping"
+            )
+            rows, held_out = rows[kept], rows[held]
+            if not (held_out.weight.any() and rows.weight.any()):
+                raise ValueError(
+                    "the rows held out for early stopping, or those kept, all have weight 0; drop such rows."
+                )
+        self._parameters, self.n_iter_, settled = train_adam(
+            self._objective(),
+            self._parameters,
+            rows,
+            held_out=held_out,
+            max_iter=self.max_iter,
+            n_iter_no_change=self.n_iter_no_change,
+            tol=self.tol,
+            verbose=self.verbose,
+            random=random,
+            **self._steps(),
+        )
+        return settled
+
+    def _prepare(
+        self,
+        X: np.ndarray,
+        positions: np.ndarray,
+        weights: np.ndarray,
+        *,
+        random: np.random.RandomState,
+        onward: bool,
+    ) -> None:
+        """Standardise and start the parameters; or go `onward`, both moved so that the scores stay what they were."""
+        scores = ScoreFunction(X.shape[1], self._hidden(), len(self.classes_), self.model)
+        if onward and scores != self._scores:
+            raise ValueError(
+                f"X and the settings make {scores}, expected {self._scores} as in the last call; set warm_start=False "
+                "and call fit to start anew."
+            )
+        known = self._scaler if onward else None
+        if not self.standardize:
+            scaler = StandardScaler(with_mean=False, with_std=False).fit(X)
+        elif known is not None and hasattr(self, "_adam"):
+            scaler = deepcopy(known).partial_fit(X, sample_weight=weights)
+        else:
+            scaler = StandardScaler().fit(X, sample_weight=weights)
+        shift, stretch = _centre(scaler), _scale(scaler)
+        if onward and len(self.classes_) > 1:
+            self._parameters = scores.restandardised(
+                self._parameters,
+                shift=(shift - _centre(self._scaler)) / _scale(self._scaler),
+                stretch=stretch / _scale(self._scaler),
+            )
+        elif len(self.classes_) > 1:
+            self._parameters = scores.start(class_prior(positions, weights, len(self.classes_)), random)
+        self._scores, self._scaler = scores, scaler
+
+    def _features(self, X: np.ndarray) -> np.ndarray:
+        return (X - _centre(self._scaler)) / _scale(self._scaler)
+
+    def _objective(self) -> Objective:
+        return Objective(self._scores, self._criterion, self.alpha)
+
+    def _steps(self) -> dict[str, Any]:
+        return {"learning_rate": self.learning_rate, "batch_size": self.batch_size}
+
+    def _logits(self, X: np.ndarray) -> np.ndarray:
+        with torch.no_grad():
+            logits = self._scores(torch.from_numpy(self._parameters), torch.from_numpy(self._features(X)))
+        return logits.numpy()
+
+
+def _centre(scaler: StandardScaler) -> np.ndarray:
+    return np.zeros(scaler.n_features_in_) if scaler.mean_ is None else scaler.mean_
+
+
+def _scale(scaler: StandardScaler) -> np.ndarray:
+    return np.ones(scaler.n_features_in_) if scaler.scale_ is None else scaler.scale_

@@ -1,0 +1,186 @@
+"""Labels of any type as rank positions: which label comes after which, and which of them a training set holds.
+
+Three numberings meet in a classifier of ordered labels, and this module is the only place that translates them:
+
+- `categories`: all labels in rank order, lowest first; the user's knowledge. Ranks 0..K-1 count them.
+- `classes`: the labels seen in training, sorted as scikit-learn sorts them; columns of `predict_proba` follow these.
+- positions 0..m-1: the labels seen, in rank order; a model has one output per position. A label that no training row
+  holds has no output and probability zero, and the class values of the labels seen keep their distances.
+
+scikit-learn's `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` do not pass labels
+on: they pass the index of each label among the sorted labels. Such codes are recognised where they are unmistakable.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from sklearn.utils.multiclass import check_classification_targets
+
+Array = np.ndarray
+
+
+class EncodedLabelsWarning(UserWarning):
+    """Labels were read as indices into the sorted categories, whose order differs from their rank order."""
+
+
+@dataclass(frozen=True)
+class LabelOrder:
+    """Labels in rank order, and where the labels seen in training stand among them.
+
+    Attributes:
+        categories: (K,) labels in rank order, in the terms of the labels passed to `fit`.
+        classes: (m,) labels seen, sorted.
+        ranks: (m,) rank of each position, increasing.
+        columns: (m,) position of each of `classes`: column j of a table over classes is column `columns[j]` of a table
+            over positions.
+        names: (K,) the user's own labels in rank order; differs from `categories` where codes were passed.
+    """
+
+    categories: Array
+    classes: Array
+    ranks: Array
+    columns: Array
+    names: Array
+
+    @property
+    def by_position(self) -> Array:
+        """(m,) labels seen, in rank order."""
+        return self.classes[np.argsort(self.columns)]
+
+    def positions(self, y: Array) -> Array:
+        """Positions (n,) of labels `y`, all of them among `classes`.
+
+        Raises:
+            ValueError: if a label is not among the classes.
+        """
+        seen, inverse = np.unique(y, return_inverse=True)
+        column_of = {label: column for column, label in enumerate(self.classes.tolist())}
+        unknown = [label for label in seen.tolist() if label not in column_of]
+        if unknown:
+            raise ValueError(
+                f"y holds the label {unknown[0]!r}, which is none of the classes {self.classes.tolist()} that this "
+                "estimator was first fitted to; name all labels from the start, with categories= or partial_fit(classes=)."
+            )
+        return self.columns[[column_of[label] for label in seen.tolist()]][inverse]
+
+
+def label_order(y: Array, categories: Any = None, classes: Any = None) -> LabelOrder:
+    """The order of the labels `y` (n,), given the rank order `categories` or, without it, as sorted.
+
+    Args:
+        y: labels of a training set.
+        categories: all labels in rank order, or None for the sorted labels.
+        classes: labels to keep an output for though `y` may lack them, or None for those of `y`.
+
+    Raises:
+        ValueError: if a label is missing (NaN, None) or unknown, or if categories repeat.
+    """
+    seen = _sorted_labels(y)
+    if classes is not None:
+        kept = _sorted_labels(_as_labels("classes", classes))
+        unknown = [label for label in seen.tolist() if label not in set(kept.tolist())]
+        if unknown:
+            raise ValueError(f"y holds the label {unknown[0]!r}, which is none of classes={kept.tolist()}.")
+        seen = kept
+    if categories is None:
+        check_classification_targets(y)
+        everything = np.arange(len(seen))
+        return LabelOrder(seen, seen, everything, everything, seen)
+    names = _as_labels("categories", categories)
+    known = _as_codes(seen, names) if _are_codes(seen, names) else names
+    rank_of = {label: rank for rank, label in enumerate(known.tolist())}
+    unknown = [label for label in seen.tolist() if label not in rank_of]
+    if unknown:
+        raise ValueError(
+            f"y holds the label {unknown[0]!r}, which is none of categories={names.tolist()}; "
+            "expected only labels named there. Add it at its rank, or drop its rows."
+        )
+    rank_of_class = np.array([rank_of[label] for label in seen.tolist()])
+    ranks = np.sort(rank_of_class)
+    return LabelOrder(known, seen, ranks, np.searchsorted(ranks, rank_of_class), names)
+
+
+def _as_labels(name: str, labels: Any) -> Array:
+    if isinstance(labels, str) or not np.iterable(labels):
+        raise ValueError(f"{name} is {labels!r}, expected a sequence of labels, lowest rank first.")
+    array = np.asarray(list(labels))
+    if array.ndim != 1 or array.size == 0:
+        raise ValueError(f"{name} has shape {array.shape}, expected one axis with at least one label.")
+    if array.dtype.kind in "US" and not all(isinstance(label, str | bytes) for label in labels):
+        array = np.asarray(list(labels), dtype=object)  # numpy turns [1, "a"] into ["1", "a"]
+    _refuse_missing(name, array)
+    repeated = [label for label in array.tolist() if array.tolist().count(label) > 1]
+    if repeated:
+        raise ValueError(f"{name} holds {repeated[0]!r} more than once, expected distinct labels.")
+    return array
+
+
+def _sorted_labels(y: Array) -> Array:
+    _refuse_missing("y", y)
+    try:
+        return np.unique(y)
+    except TypeError:
+        kinds = sorted({type(label).__name__ for label in y.tolist()})
+        raise ValueError(
+            f"y mixes labels of the types {', '.join(kinds)}, which cannot be sorted; expected one type. "
+            "Convert them, for example with [str(label) for label in y]."
+        ) from None
+
+
+def _refuse_missing(name: str, labels: Array) -> None:
+    if labels.dtype.kind == "f":
+        missing = ~np.isfinite(labels)
+    elif labels.dtype.kind == "O":
+        missing = np.array([label is None or label != label for label in labels.tolist()], dtype=bool)
+    else:
+        return
+    if missing.any():
+        where = int(np.flatnonzero(missing)[0])
+        raise ValueError(
+            f"Input {name} contains NaN, None or infinity: {name}[{where}] is {labels[where]!r}; "
+            "expected a label in each row. Drop the rows without one."
+        )
+
+
+def _are_codes(seen: Array, names: Array) -> bool:
+    """Whether the labels seen are indices into the sorted categories, by the proof that the text below gives.
+
+    An index is among 0..K-1, and some label is no category. The largest index must be there: if it is not, then the
+    indices may count fewer labels than there are categories, and which they leave out cannot be known.
+    """
+    if seen.dtype.kind not in "iu" or seen[0] < 0 or seen[-1] >= len(names):
+        return False
+    if set(seen.tolist()) <= set(names.tolist()):
+        return False
+    if seen[-1] < len(names) - 1:
+        raise ValueError(
+            f"y holds the label {_first_unknown(seen, names)!r}, which is none of categories={names.tolist()}. Labels "
+            f"{seen.tolist()} could be indices among the sorted categories, as scikit-learn's Voting, Stacking, Bagging "
+            f"and cross_val_predict pass them; but without the last, {len(names) - 1}, which categories they count "
+            "is not certain. Use labels 0, 1, 2, ... in rank order there."
+        )
+    return True
+
+
+def _as_codes(seen: Array, names: Array) -> Array:
+    """Indices (K,) of the categories among the sorted categories, in rank order."""
+    by_name = _sorted_labels(names)
+    codes = np.searchsorted(by_name, names)
+    if (np.diff(codes) < 0).any() and len(seen) > 1:
+        pairs = ", ".join(f"{code} = {label!r}" for code, label in enumerate(by_name.tolist()))
+        warnings.warn(
+            f"y holds {seen.tolist()} and none of categories={names.tolist()}: read as indices among the sorted "
+            f"categories ({pairs}), as scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass them. If you "
+            "meant ranks, pass categories=range(K) or none.",
+            EncodedLabelsWarning,
+            stacklevel=5,
+        )
+    return codes
+
+
+def _first_unknown(seen: Array, names: Array) -> Any:
+    return next(label for label in seen.tolist() if label not in set(names.tolist()))

@@ -1,0 +1,109 @@
+"""Scores of ordered classes from features: a linear map or a multi-layer perceptron, as pure functions of one vector.
+
+    softmax:      z = h W + b                            one score per position
+    cumulative:   P(y <= k) = sigmoid(theta_k - f),      f = h w + b,  theta_0 = 0,  theta_k = theta_{k-1} + exp(gap_k)
+
+with h the standardised features, or the last hidden layer of rectified units. The cumulative model (proportional odds;
+McCullagh 1980) shares its weights between all classes: far fewer parameters, and ordered by construction. Its
+log-probabilities serve as logits, for log-softmax leaves them as they are:
+
+    log P_k = log(sigmoid(a_k) - sigmoid(a_{k-1})) = log sigmoid(a_k) + log sigmoid(-a_{k-1}) + log(1 - exp(-exp(gap_k)))
+
+with a_k = theta_k - f, which loses no digits in either tail.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+MODELS = ("softmax", "cumulative")
+
+
+@dataclass(frozen=True)
+class ScoreFunction:
+    """Sizes of the layers, positions counted, and the model at the end; parameters come with each call.
+
+    Attributes:
+        inputs: number of features.
+        hidden: widths of the hidden layers; empty for a linear model.
+        positions: number m of classes, at least 2.
+        model: one of `MODELS`.
+    """
+
+    inputs: int
+    hidden: tuple[int, ...]
+    positions: int
+    model: str
+
+    @property
+    def widths(self) -> tuple[int, ...]:
+        """Widths of all layers, features first."""
+        return (self.inputs, *self.hidden, 1 if self.model == "cumulative" else self.positions)
+
+    @property
+    def shapes(self) -> list[tuple[int, ...]]:
+        """Shapes of all parameters: weights and bias of each layer in turn, then the log-gaps of the thresholds."""
+        layers = [shape for pair in zip(self.widths, self.widths[1:], strict=False) for shape in (pair, pair[1:])]
+        return [*layers, (self.positions - 2,)] if self.model == "cumulative" else layers
+
+    def unpack(self, parameters: Float[Tensor, " parameters"]) -> list[Tensor]:
+        """The parameters as tensors of `shapes`."""
+        sizes = [int(np.prod(shape)) for shape in self.shapes]
+        return [part.view(shape) for part, shape in zip(parameters.split(sizes), self.shapes, strict=True)]
+
+    def __call__(
+        self, parameters: Float[Tensor, " parameters"], features: Float[Tensor, "rows inputs"]
+    ) -> Float[Tensor, "rows positions"]:
+        """Logits whose softmax is the distribution over positions."""
+        tensors = self.unpack(parameters)
+        layers = 2 * (len(self.widths) - 1)
+        hidden = features
+        for index in range(0, layers, 2):
+            hidden = torch.addmm(tensors[index + 1], hidden, tensors[index])
+            if index < layers - 2:
+                hidden = hidden.relu()
+        return _log_cumulative(hidden, tensors[-1]) if self.model == "cumulative" else hidden
+
+    def penalised(self) -> np.ndarray:
+        """1 for each weight of a layer, 0 for biases and gaps; as long as the parameters."""
+        return np.concatenate([np.full(int(np.prod(shape)), float(len(shape) == 2)) for shape in self.shapes])
+
+    def start(self, prior: np.ndarray, random: np.random.RandomState) -> np.ndarray:
+        """Parameters whose distribution is `prior` (m,) all over (linear) or near to it (hidden layers).
+
+        Weights of a linear model are zero; those of hidden layers are Glorot's uniform ones.
+        """
+        parts = []
+        for shape in self.shapes:
+            bound = np.sqrt(6.0 / sum(shape)) if self.hidden else 0.0
+            parts.append(random.uniform(-bound, bound, shape) if len(shape) == 2 else np.zeros(shape))
+        if self.model == "cumulative":
+            below = prior.cumsum()[:-1]
+            logit = np.log(below) - np.log1p(-below)
+            parts[-2][:] = -logit[0]
+            parts[-1][:] = np.log(np.diff(logit))
+        else:
+            parts[-1][:] = np.log(prior)
+        return np.concatenate([part.ravel() for part in parts])
+
+    def restandardised(self, parameters: np.ndarray, *, shift: np.ndarray, stretch: np.ndarray) -> np.ndarray:
+        """Parameters with the same scores once features h are replaced by (h - shift) / stretch."""
+        parameters = parameters.copy()
+        weights, bias = (part.numpy() for part in self.unpack(torch.from_numpy(parameters))[:2])
+        bias += shift @ weights
+        weights *= stretch[:, None]
+        return parameters
+
+
+def _log_cumulative(f: Float[Tensor, "rows 1"], log_gaps: Float[Tensor, " gaps"]) -> Float[Tensor, "rows positions"]:
+    gaps = log_gaps.exp()
+    a = torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]) - f  # (rows, positions - 1)
+    ends = torch.zeros_like(f)
+    between = torch.cat([gaps.new_zeros(1), torch.log(-torch.expm1(-gaps)), gaps.new_zeros(1)])
+    return torch.cat([logsigmoid(a), ends], 1) + torch.cat([ends, logsigmoid(-a)], 1) + between

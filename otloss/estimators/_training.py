@@ -1,0 +1,193 @@
+"""Training of a score function: L-BFGS on all rows in float64, or Adam on batches of them.
+
+Both minimise   sum_i w_i L(z(x_i), y_i) / sum_i w_i  +  alpha / (2 sum_i w_i) |W|^2,
+
+so that a weight of two is a row given twice, and `alpha` is the prior of ridge regression and of scikit-learn's 1 / C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from scipy.optimize import minimize
+from torch import Tensor
+
+from otloss.estimators._criterion import Criterion
+from otloss.estimators._scores import ScoreFunction
+from otloss.losses import ordinal_loss
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Standardised features (n, d), positions (n,) and weights (n,) of training rows."""
+
+    features: Tensor
+    target: Tensor
+    weight: Tensor
+
+    @classmethod
+    def of(cls, features: np.ndarray, target: np.ndarray, weight: np.ndarray) -> Rows:
+        """Rows in float64 on the CPU, whatever torch's defaults are."""
+        return cls(*(torch.tensor(part, device="cpu") for part in (features, target, weight)))
+
+    def __len__(self) -> int:
+        return len(self.target)
+
+    def __getitem__(self, index: np.ndarray) -> Rows:
+        chosen = torch.from_numpy(index)
+        return Rows(self.features[chosen], self.target[chosen], self.weight[chosen])
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Loss of all parameters over rows: the mean by weight, and the penalty's share of one unit of weight."""
+
+    scores: ScoreFunction
+    criterion: Criterion
+    alpha: float
+
+    def data_loss(self, parameters: Tensor, rows: Rows) -> Tensor:
+        """Weighted mean loss, without the penalty."""
+        losses = row_losses(self.scores(parameters, rows.features), rows.target, self.criterion)
+        return losses @ rows.weight / rows.weight.sum()
+
+    def value_and_gradient(self, parameters: np.ndarray, rows: Rows, mass: float) -> tuple[float, np.ndarray]:
+        """Penalised loss over `rows` out of a training set of weight `mass`, and its gradient."""
+        with torch.inference_mode(False), torch.enable_grad():
+            leaf = torch.tensor(parameters, device="cpu", requires_grad=True)
+            value = self.data_loss(leaf, rows)
+            (gradient,) = torch.autograd.grad(value, leaf)
+        pull = self.alpha / mass * self.scores.penalised() * parameters
+        return float(value) + 0.5 * float(pull @ parameters), gradient.numpy() + pull
+
+
+def row_losses(logits: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
+    """Loss of each row, (n,)."""
+    if criterion.transport == 0:
+        return criterion.cross_entropy * torch.nn.functional.cross_entropy(logits, target, reduction="none")
+    geometry = {
+        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+        for name, value in criterion.geometry.items()
+    }
+    mix = criterion.cross_entropy / criterion.transport
+    return criterion.transport * ordinal_loss(logits, target, cross_entropy=mix, reduction="none", **geometry)
+
+
+def train_lbfgs(
+    objective: Objective, start: np.ndarray, rows: Rows, *, max_iter: int, tol: float
+) -> tuple[np.ndarray, int, bool]:
+    """Parameters, iterations, and whether the largest slope fell below `tol`."""
+    mass = float(rows.weight.sum())
+    found = minimize(
+        lambda parameters: objective.value_and_gradient(parameters, rows, mass),
+        start,
+        jac=True,
+        method="L-BFGS-B",
+        options={"maxiter": max_iter, "maxfun": 5 * max_iter, "gtol": tol, "ftol": 64 * np.finfo(float).eps},
+    )
+    return found.x, max(int(found.nit), 1), bool(found.success)
+
+
+@dataclass
+class Adam:
+    """Adam (Kingma and Ba 2015) on one vector; what it has gathered is kept between calls of `partial_fit`."""
+
+    mean: np.ndarray | float = 0.0
+    square: np.ndarray | float = 0.0
+    steps: int = 0
+
+    def step(self, gradient: np.ndarray) -> np.ndarray:
+        """What to subtract from the parameters, at a learning rate of 1."""
+        self.steps += 1
+        self.mean = 0.9 * self.mean + 0.1 * gradient
+        self.square = 0.999 * self.square + 0.001 * gradient**2
+        slope = self.mean / (1 - 0.9**self.steps)
+        return np.asarray(slope / (np.sqrt(self.square / (1 - 0.999**self.steps)) + 1e-8))
+
+
+def train_epoch(
+    objective: Objective,
+    parameters: np.ndarray,
+    rows: Rows,
+    *,
+    adam: Adam,
+    learning_rate: float,
+    batch_size: int,
+    random: np.random.RandomState,
+) -> tuple[np.ndarray, float]:
+    """New parameters after one pass over the rows in random batches, and the mean of the penalised losses met."""
+    mass = float(rows.weight.sum())
+    total = 0.0
+    for batch in _batches(rows, batch_size, random):
+        # Each row counts by its weight, also where a batch happens to hold light rows only.
+        share = float(batch.weight.sum()) * len(rows) / (mass * len(batch))
+        value, gradient = objective.value_and_gradient(parameters, batch, mass * share)
+        parameters = parameters - learning_rate * adam.step(share * gradient)
+        total += value * float(batch.weight.sum()) / mass
+    return parameters, total
+
+
+def train_adam(
+    objective: Objective,
+    parameters: np.ndarray,
+    rows: Rows,
+    *,
+    held_out: Rows | None,
+    max_iter: int,
+    n_iter_no_change: int,
+    tol: float,
+    verbose: int,
+    **settings: Any,
+) -> tuple[np.ndarray, int, bool]:
+    """Parameters, epochs, and whether they stopped before `max_iter`: by the loss held out, if any, or that trained on."""
+    stopping = EarlyStopping(n_iter_no_change, tol)
+    adam = Adam()
+    for epoch in range(1, max_iter + 1):
+        parameters, loss = train_epoch(objective, parameters, rows, adam=adam, **settings)
+        if held_out is not None:
+            with torch.no_grad():
+                loss = float(objective.data_loss(torch.from_numpy(parameters), held_out))
+        if verbose:
+            print(f"epoch {epoch}: loss {loss:.6f}{' held out' if held_out is not None else ''}")
+        if stopping.stop_after(loss, parameters):
+            return (stopping.parameters if held_out is not None else parameters), epoch, True  # type: ignore[return-value]
+    return (stopping.parameters if held_out is not None else parameters), max_iter, False  # type: ignore[return-value]
+
+
+@dataclass
+class EarlyStopping:
+    """Remembers the best parameters by a loss, and says when `patience` rounds brought less than `tol`."""
+
+    patience: int
+    tol: float
+    best: float = np.inf
+    parameters: np.ndarray | None = None
+    _waited: int = 0
+    _reference: float = np.inf
+
+    def stop_after(self, loss: float, parameters: np.ndarray) -> bool:
+        """Take note of one round's loss; whether to stop."""
+        if not np.isfinite(loss):
+            raise ValueError(f"the loss is {loss} in training; lower learning_rate, or raise alpha.")
+        if loss < self.best:
+            self.best, self.parameters = loss, parameters
+        if loss < self._reference - self.tol:
+            self._reference, self._waited = loss, 0
+        else:
+            self._waited += 1
+        return self._waited >= self.patience
+
+
+def _batches(rows: Rows, batch_size: int, random: np.random.RandomState) -> Iterator[Rows]:
+    if len(rows) <= batch_size:
+        yield rows
+        return
+    # As equal as can be: a last batch of three rows would weigh as much as one of two hundred.
+    for index in np.array_split(random.permutation(len(rows)), -(-len(rows) // batch_size)):
+        batch = rows[index]
+        if batch.weight.sum() > 0:
+            yield batch
