@@ -66,7 +66,7 @@ def histogram_loss(
         >>> histogram_loss(logits, torch.tensor([25.0]), ages)
         tensor(7.6131e-08)
         >>> histogram_loss(logits, torch.tensor([40.0]), ages, power=1)
-        tensor(15.)
+        tensor(15.0000)
     """
     classes = class_count(logits)
     check_form(labels, sigma, outside)

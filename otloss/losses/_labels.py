@@ -67,9 +67,9 @@ def class_count(logits: Any) -> int:
 
 
 def labelled(
-    logits: Any, target: Any, *others: Tensor | None, class_weight: Any, sample_weight: Any, ignore_index: int | None
+    logits: Any, target: Any, *others: torch.dtype, class_weight: Any, sample_weight: Any, ignore_index: int | None
 ) -> Labelled:
-    """Check and flatten what a loss over classes is called with; `others` are further inputs that set the dtype.
+    """Check and flatten what a loss over classes is called with; `others` are dtypes that take part.
 
     Raises:
         TypeError, ValueError: as `ordinal_loss` says.
@@ -81,9 +81,9 @@ def labelled(
         if tensor is not None and check_tensor(name, tensor).device != logits.device:
             raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}, expected one device; move one.")
     dtype = logits.dtype
-    for tensor in (*(tensor for _, tensor in given), *others):
-        if tensor is not None and tensor.is_floating_point():
-            dtype = torch.promote_types(dtype, tensor.dtype)
+    for other in (*(tensor.dtype for _, tensor in given if tensor is not None), *others):
+        if other.is_floating_point:
+            dtype = torch.promote_types(dtype, other)
     arithmetic = torch.promote_types(dtype, torch.float32)
     kept = None if soft else _kept(target, classes, ignore_index)
     if soft and ignore_index is not None:

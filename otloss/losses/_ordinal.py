@@ -86,7 +86,7 @@ def ordinal_loss(
     classes = class_count(logits)
     apart = geometry(classes, logits.device, x=x, power=power, cost=cost, circular=circular, period=period)
     rows = labelled(
-        logits, target, apart.x, apart.cost,
+        logits, target, *(t.dtype for t in (x, cost) if t is not None),
         class_weight=class_weight, sample_weight=sample_weight, ignore_index=ignore_index,
     )  # fmt: skip
     return rows.reduced(_values(rows, apart.to(rows.logits.dtype), mix), reduction)

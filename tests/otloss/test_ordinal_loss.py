@@ -1,0 +1,464 @@
+"""The ordinal loss against plain formulas in float64, exact transport, finite differences and high precision."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.functional import cross_entropy as torch_cross_entropy
+from torch.nn.functional import one_hot
+
+from otloss import cdf_distance, ordinal_loss, wasserstein_circular
+from otloss.costs import LineCost
+from tests.otloss.oracles import as_double, central_slopes, linprog_value
+from tests.otloss.strategies import weights
+
+X = np.array([0.0, 0.5, 2.0, 5.0, 5.5])
+COST = np.random.default_rng(0).uniform(0.1, 3, (5, 5))
+
+
+def softmax(z: np.ndarray) -> np.ndarray:
+    e = np.exp(z - z.max())
+    return e / e.sum()
+
+
+def arcs(x: np.ndarray, period: float) -> np.ndarray:
+    apart = np.abs(np.subtract.outer(x, x))
+    return np.minimum(apart, period - apart)
+
+
+def plain(p: np.ndarray, t: np.ndarray, settings: dict[str, Any]) -> float:
+    """The loss by its definition, transport by linear programming."""
+    x = settings.get("x", np.arange(p.size, dtype=float))
+    power, period = settings.get("power", 2), settings.get("period", float(p.size))
+    if "cost" in settings:
+        return linprog_value(t, p, settings["cost"])
+    if settings.get("circular"):
+        if power == 1:
+            return linprog_value(t, p, arcs(x, period))
+        gaps = np.append(np.diff(x), period - (x[-1] - x[0]))
+        r = np.cumsum(p - t)
+        candidates = np.linspace(r.min(), r.max(), 4001)  # the least over m, by a search and not by the mean
+        return float(min((gaps * (r - m) ** 2).sum() for m in candidates))
+    return float((np.diff(x) * np.abs(np.cumsum(p - t)[:-1]) ** power).sum())
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "power 1": {"power": 1},
+    "power 2": {},
+    "power 1.5": {"power": 1.5},
+    "power 3": {"power": 3, "x": X},
+    "spaced 1": {"power": 1, "x": X},
+    "spaced 2": {"x": X},
+    "cost": {"cost": COST},
+    "circle 1": {"circular": True, "power": 1},
+    "circle 2": {"circular": True},
+    "spaced circle 1": {"circular": True, "power": 1, "x": X, "period": 7.0},
+    "spaced circle 2": {"circular": True, "x": X, "period": 7.0},
+}
+SMOOTH = [name for name in SETTINGS if name != "cost"]
+every_setting = pytest.mark.parametrize("name", SETTINGS)
+
+
+def tensors(name: str, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    return {k: torch.tensor(v, dtype=dtype) if isinstance(v, np.ndarray) else v for k, v in SETTINGS[name].items()}
+
+
+def drawn(*shape: int, seed: int, scale: float = 1.5) -> Tensor:
+    return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@every_setting
+def test_classes_and_one_hot_labels_are_the_definition(name: str) -> None:
+    z = drawn(6, 5, seed=0)
+    y = torch.tensor([0, 1, 2, 3, 4, 2])
+    expected = [plain(softmax(row.numpy()), np.eye(5)[k], SETTINGS[name]) for row, k in zip(z, y, strict=True)]
+    for target in (y, y.int(), y.to(torch.uint8), one_hot(y, 5).double()):
+        value = ordinal_loss(z, target, **tensors(name), reduction="none")
+        np.testing.assert_allclose(value.numpy(), expected, atol=2e-6)
+
+
+@every_setting
+@settings(max_examples=25, deadline=None)
+@given(weights(5), st.lists(st.floats(-4, 4), min_size=5, max_size=5))
+def test_soft_labels_are_the_definition(name: str, t: np.ndarray, z: list[float]) -> None:
+    value = ordinal_loss(as_double(np.array(z)), as_double(t), **tensors(name))
+    assert value.item() == pytest.approx(plain(softmax(np.array(z)), t, SETTINGS[name]), abs=2e-6)
+
+
+@every_setting
+@pytest.mark.parametrize("soft", [False, True])
+def test_gradients_are_finite_differences(name: str, soft: bool) -> None:
+    z = drawn(5, seed=1)
+    t = np.array([0.1, 0.0, 0.25, 0.65, 0.0]) if soft else np.eye(5)[3]
+    target = as_double(t) if soft else torch.tensor(3)
+    leaf = z.clone().requires_grad_()
+    (found,) = torch.autograd.grad(ordinal_loss(leaf, target, **tensors(name), cross_entropy=0.3), leaf)
+
+    def value(z: np.ndarray) -> float:
+        p = softmax(z)
+        return plain(p, t, SETTINGS[name]) - 0.3 * float((t * np.log(p)).sum())
+
+    # The circle's search over m is a grid.
+    tolerance = 2e-4 if name.endswith("circle 2") or name == "circle 2" else 2e-6
+    np.testing.assert_allclose(found.numpy(), central_slopes(value, z.numpy(), 1e-5 if tolerance < 1e-4 else 1e-3),
+                               atol=tolerance)  # fmt: skip
+    assert found.abs().max() > 0.02
+
+
+@every_setting
+def test_first_and_second_derivatives_by_autograd(name: str) -> None:
+    z, y = drawn(3, 5, seed=2).requires_grad_(), torch.tensor([0, 2, 4])
+    t = drawn(3, 5, seed=3).softmax(-1)
+    for target in (y, t):
+        if name == "cost" and target is t:
+            continue
+
+        def value(z: Tensor) -> Tensor:
+            return ordinal_loss(z, target, **tensors(name), cross_entropy=0.2, reduction="none")  # noqa: B023
+
+        assert torch.autograd.gradcheck(value, z)
+        assert torch.autograd.gradgradcheck(value, z)
+
+
+def test_a_second_derivative_of_soft_labels_with_a_cost_is_refused() -> None:
+    z = drawn(5, seed=2).requires_grad_()
+    value = ordinal_loss(z, drawn(5, seed=3).softmax(-1), **tensors("cost"))
+    (slope,) = torch.autograd.grad(value, z, create_graph=True)
+    with pytest.raises(RuntimeError, match="second derivative of emd"):
+        slope.square().sum().backward()
+
+
+def test_gradients_of_class_values_costs_weights_and_soft_labels() -> None:
+    z, y = drawn(4, 5, seed=4), torch.tensor([0, 1, 4, 2])
+    x, cost = as_double(X, grad=True), as_double(COST, grad=True)
+    by_class, by_sample = (drawn(n, seed=n).exp().requires_grad_() for n in (5, 4))
+    weights = {"class_weight": by_class, "sample_weight": by_sample}
+    for options in ({"power": 1}, {"power": 2}, {"circular": True, "period": 8.0}):
+        call = lambda x, v, w: ordinal_loss(z, y, x=x, class_weight=v, sample_weight=w, **options)  # noqa: B023, E731
+        assert torch.autograd.gradcheck(call, (x, by_class, by_sample))
+    assert torch.autograd.gradcheck(lambda c: ordinal_loss(z, y, cost=c, **weights), cost)
+    for name in ("power 1", "spaced 2", "circle 2", "spaced circle 1"):
+        logits = drawn(4, 5, seed=6).requires_grad_()
+
+        def value(labels: Tensor) -> Tensor:
+            return ordinal_loss(z, labels.softmax(-1), **tensors(name), cross_entropy=0.5)  # noqa: B023
+
+        assert torch.autograd.gradcheck(value, logits)
+        # In the labels themselves, slopes are centred.
+        labels = logits.detach().softmax(-1).requires_grad_()
+        (slope,) = torch.autograd.grad(ordinal_loss(z, labels, **tensors(name)), labels)
+        assert slope.sum(-1).abs().max() < 1e-12
+
+
+def test_soft_labels_without_mass_have_one_sided_slopes() -> None:
+    t = as_double(np.array([0.0, 0.0, 1.0, 0.0, 0.0]), grad=True)
+    (found,) = torch.autograd.grad(ordinal_loss(drawn(5, seed=7), t, power=1), t)
+    (expected,) = torch.autograd.grad(cdf_distance(drawn(5, seed=7).softmax(-1), t, power=1), t)
+    torch.testing.assert_close(found, expected)
+
+
+def test_peers_within_the_package_agree() -> None:
+    z, t = drawn(50, 5, seed=8), drawn(50, 5, seed=9, scale=3).softmax(-1)
+    for power in (1, 1.5, 2):
+        found = ordinal_loss(z, t, power=power, x=as_double(X), reduction="none")
+        torch.testing.assert_close(found, cdf_distance(z.softmax(-1), t, as_double(X), power=power))
+    found = ordinal_loss(z, t, power=1, circular=True, reduction="none")
+    torch.testing.assert_close(found, wasserstein_circular(z.softmax(-1), t))
+    y = torch.arange(50) % 5
+    by_cost = ordinal_loss(z, y, cost=LineCost(as_double(X)))
+    torch.testing.assert_close(by_cost, ordinal_loss(z, y, power=1, x=as_double(X)))
+    torch.testing.assert_close(ordinal_loss(z, t, cost=LineCost(as_double(X))), cdf_distance(z.softmax(-1), t, as_double(X), power=1).mean())  # fmt: skip
+
+
+def test_turning_the_circle_changes_nothing() -> None:
+    z, y = drawn(7, 12, seed=10), torch.arange(7)
+    for power in (1, 2):
+        value = ordinal_loss(z, y, circular=True, power=power, reduction="none")
+        for turn in (1, 5, 11):
+            turned = ordinal_loss(z.roll(turn, -1), (y + turn) % 12, circular=True, power=power, reduction="none")
+            torch.testing.assert_close(turned, value)
+    near, far = (
+        ordinal_loss(20 * one_hot(torch.tensor(k), 12).double(), torch.tensor(0), circular=True) for k in (11, 6)
+    )
+    assert near < far
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["power 1", "power 2", "power 1.5", "cost", "circle 1", "circle 2"])
+@pytest.mark.parametrize("margin", [5.0, 12.0, 25.0])
+def test_nearly_right_predictions_keep_their_relative_accuracy(name: str, margin: float) -> None:
+    z = margin * one_hot(torch.tensor([0, 2, 4, 3]), 5).double() + drawn(4, 5, seed=11, scale=0.3)
+    y = torch.tensor([0, 2, 4, 3])
+    options = tensors(name)
+    if name == "cost":
+        options["cost"] = options["cost"] - options["cost"].diagonal().diag()
+    narrow = {k: v.float() if isinstance(v, Tensor) else v for k, v in options.items()}
+    found, wide = z.float().requires_grad_(), z.float().double().requires_grad_()
+    values = ordinal_loss(found, y, **narrow, reduction="none")
+    # Oracle: tails from float64 exponentials, summed one by one.
+    expected = ordinal_loss(wide, y, **options, reduction="none")
+    by_hand = [tails(row.detach().numpy(), int(k), name, options) for row, k in zip(wide, y, strict=True)]
+    np.testing.assert_allclose(expected.detach().numpy(), by_hand, rtol=1e-12)
+    np.testing.assert_allclose(values.detach().double().numpy(), by_hand, rtol=1e-5)
+    (slope,) = torch.autograd.grad(values.sum(), found)
+    (true_slope,) = torch.autograd.grad(expected.sum(), wide)
+    torch.testing.assert_close(slope.double(), true_slope, rtol=3e-5, atol=0)
+
+
+def tails(z: np.ndarray, y: int, name: str, options: dict[str, Any]) -> float:
+    e = np.exp(z - z[y])
+    p = e / e.sum()
+    if name == "cost":
+        return float(sum(p[i] * options["cost"][y, i] for i in range(5)))
+    if name == "circle 1":
+        return float(sum(p[i] * min(abs(i - y), 5 - abs(i - y)) for i in range(5)))
+    r = np.array([sum(p[: k + 1]) if k < y else -sum(p[k + 1 :]) for k in range(5)])
+    if name == "circle 2":
+        return float(((r - r.mean()) ** 2).sum())
+    return float((np.abs(r[:-1]) ** {"power 1": 1, "power 2": 2, "power 1.5": 1.5}[name]).sum())
+
+
+@every_setting
+@pytest.mark.parametrize("scale", [1e4, 1e30])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_large_logits(name: str, scale: float, dtype: torch.dtype) -> None:
+    z = (scale * torch.tensor([[1.0, -1, 0, 0.5, -0.5], [0, 0, 1, 1, -1]], dtype=dtype)).requires_grad_()
+    for target in (torch.tensor([2, 2]), torch.tensor([[0.5, 0, 0, 0, 0.5], [0, 0, 0.5, 0.5, 0]], dtype=dtype)):
+        value = ordinal_loss(z, target, **tensors(name, dtype), cross_entropy=0.5, reduction="none")
+        assert torch.isfinite(value).all()
+        (slope,) = torch.autograd.grad(value.sum(), z)
+        assert torch.isfinite(slope).all()
+        assert slope.abs().max() >= 0.2  # the cross-entropy still pulls
+
+
+@every_setting
+@pytest.mark.parametrize("n", [1, 500])
+def test_masked_classes_take_no_part(name: str, n: int) -> None:
+    z = drawn(n, 5, seed=12).float()
+    z[:, 1] = -torch.inf
+    z.requires_grad_()
+    low = torch.where(torch.isinf(z.detach()), torch.tensor(-1e4), z.detach()).requires_grad_()
+    y = torch.arange(n) % 5
+    t = one_hot(y, 5).float() * 0.5 + torch.tensor([0.5, 0, 0, 0, 0])
+    for target in (y, t):
+        slopes = []
+        for leaf in (z, low):
+            value = ordinal_loss(leaf, target, **tensors(name, torch.float32), reduction="none")
+            assert torch.isfinite(value).all()
+            slopes.append(torch.autograd.grad(value.sum(), leaf)[0])
+        assert torch.equal(slopes[0][:, 1], torch.zeros(n))
+        torch.testing.assert_close(*slopes, rtol=1e-5, atol=1e-6)
+    with_mix = ordinal_loss(z, torch.full((n,), 3), cross_entropy=1.0, **tensors(name, torch.float32))
+    assert torch.isfinite(torch.autograd.grad(with_mix, z)[0]).all()
+    label = torch.tensor([0.5, 0.0, 0.0, 0.5, 0.0]).expand(n, 5)
+    with_mix = ordinal_loss(z, label, cross_entropy=1.0, **tensors(name, torch.float32))
+    assert torch.isfinite(torch.autograd.grad(with_mix, z)[0]).all()
+
+
+@every_setting
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_dtypes_and_layouts(name: str, dtype: torch.dtype) -> None:
+    wide = drawn(5, 4, 3, seed=13)
+    z = wide.to(dtype).permute(2, 1, 0).requires_grad_()  # strided, (3, 4, 5)
+    y = (torch.arange(12) % 5).reshape(4, 3).T
+    value = ordinal_loss(z, y, **tensors(name, dtype), reduction="none")
+    assert (value.dtype, value.shape) == (dtype, (3, 4))
+    exact = z.detach().double().requires_grad_()
+    expected = ordinal_loss(exact, y, **{k: v.double() if isinstance(v, Tensor) else v
+                                         for k, v in tensors(name, dtype).items()}, reduction="none")  # fmt: skip
+    eps = torch.finfo(dtype).eps
+    torch.testing.assert_close(value.double(), expected, rtol=eps, atol=1e-6)
+    (slope,), (true_slope,) = (torch.autograd.grad(v.sum(), leaf) for v, leaf in ((value, z), (expected, exact)))
+    assert slope.dtype == dtype
+    torch.testing.assert_close(slope.double(), true_slope, rtol=eps, atol=1e-5)
+
+
+def test_the_answer_takes_the_promoted_dtype() -> None:
+    z, y = torch.zeros(2, 3, dtype=torch.bfloat16), torch.tensor([0, 1])
+    assert ordinal_loss(z, y).dtype == torch.bfloat16
+    assert ordinal_loss(z, y, x=torch.tensor([0, 1, 5])).dtype == torch.bfloat16
+    assert ordinal_loss(z, y, class_weight=torch.ones(3)).dtype == torch.float32
+    assert ordinal_loss(z, torch.eye(3)[:2].double()).dtype == torch.float64
+    assert ordinal_loss(z, y, cost=torch.ones(3, 3)).dtype == torch.float32
+
+
+@every_setting
+def test_batches_equal_a_loop(name: str) -> None:
+    z = drawn(2, 3, 5, seed=14)
+    y, t = torch.tensor([[0, 1, 2], [3, 4, 0]]), drawn(2, 3, 5, seed=15).softmax(-1)
+    for target in (y, t):
+        batched = ordinal_loss(z, target, **tensors(name), cross_entropy=0.1, reduction="none")
+        for i, j in np.ndindex(2, 3):
+            alone = ordinal_loss(z[i, j], target[i, j], **tensors(name), cross_entropy=0.1)
+            torch.testing.assert_close(alone, batched[i, j])
+    assert ordinal_loss(z[:0], y[:0], **tensors(name), reduction="none").shape == (0, 3)
+
+
+def test_one_class_costs_nothing() -> None:
+    z = torch.zeros(3, 1, requires_grad=True)
+    value = ordinal_loss(z, torch.zeros(3, dtype=torch.long), cross_entropy=1.0)
+    value.backward()
+    assert value.item() == 0
+    assert torch.equal(z.grad, torch.zeros(3, 1))  # type: ignore[arg-type]
+
+
+# ---- weights, ignored positions, reductions ----------------------------------------------------------------------
+
+
+def test_weights_and_reductions_are_those_of_cross_entropy() -> None:
+    # A far too heavy mix leaves the cross-entropy alone.
+    z, y = drawn(40, 5, seed=16), torch.arange(40) % 5
+    y[::7] = -100
+    weight = torch.tensor([0.5, 0.0, 2.0, 1.0, 3.0], dtype=torch.float64)
+    for reduction in ("mean", "sum", "none"):
+        found = ordinal_loss(
+            z, y, cross_entropy=1e9, class_weight=weight, ignore_index=-100, reduction=reduction
+        ) / 1e9  # fmt: skip
+        torch.testing.assert_close(found, torch_cross_entropy(z, y, weight, reduction=reduction), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("n", [8, 4000])
+def test_sample_weights_count_as_copies(n: int) -> None:
+    z, y = drawn(n, 5, seed=17), torch.arange(n) % 5
+    copies = torch.arange(n) % 4
+    weight, by_class = copies.double(), torch.tensor([1.0, 2.0, 0.5, 3.0, 0.0], dtype=torch.float64)
+    for reduction in ("mean", "sum"):
+        leaf = z.clone().requires_grad_()
+        weighted = ordinal_loss(leaf, y, sample_weight=weight, class_weight=by_class, reduction=reduction)
+        again = z.clone().requires_grad_()
+        repeated = ordinal_loss(
+            again.repeat_interleave(copies, 0), y.repeat_interleave(copies), class_weight=by_class, reduction=reduction
+        )
+        torch.testing.assert_close(weighted, repeated)
+        torch.testing.assert_close(*(torch.autograd.grad(v, l)[0] for v, l in ((weighted, leaf), (repeated, again))))
+
+
+def test_soft_labels_take_the_expected_class_weight() -> None:
+    z, t = drawn(6, 5, seed=18), drawn(6, 5, seed=19).softmax(-1)
+    by_class = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.0], dtype=torch.float64)
+    plain_values = ordinal_loss(z, t, reduction="none")
+    weight = t @ by_class
+    torch.testing.assert_close(ordinal_loss(z, t, class_weight=by_class, reduction="none"), weight * plain_values)
+    torch.testing.assert_close(ordinal_loss(z, t, class_weight=by_class), (weight * plain_values).sum() / weight.sum())
+
+
+@pytest.mark.parametrize("ignored", [-100, 2, 7])
+@pytest.mark.parametrize("n", [20, 4000])
+def test_ignored_positions_are_not_looked_at(ignored: int, n: int) -> None:
+    z, y = drawn(n, 5, seed=20), torch.arange(n) % 5
+    y[3::6] = ignored
+    left_out = y == ignored
+    z[left_out] = torch.nan
+    z.requires_grad_()
+    values = ordinal_loss(z, y, ignore_index=ignored, reduction="none")
+    assert torch.equal(values == 0, left_out)
+    expected = ordinal_loss(z[~left_out], y[~left_out])
+    found = ordinal_loss(z, y, ignore_index=ignored)
+    torch.testing.assert_close(found, expected)
+    (slope,) = torch.autograd.grad(found, z)
+    assert torch.equal(slope[left_out], torch.zeros_like(slope[left_out]))
+    torch.testing.assert_close(slope, torch.autograd.grad(expected, z)[0])
+
+
+def test_nothing_to_learn_is_zero_with_zero_slopes() -> None:
+    z = drawn(4, 5, seed=21).requires_grad_()
+    for options in (
+        {"target": torch.full((4,), -100), "ignore_index": -100},
+        {"target": torch.zeros(4, dtype=torch.long), "sample_weight": torch.zeros(4)},
+        {"target": torch.zeros(4, dtype=torch.long), "class_weight": torch.tensor([0.0, 1, 1, 1, 1])},
+    ):
+        for reduction in ("mean", "sum"):
+            value = ordinal_loss(z, **options, reduction=reduction)
+            assert value.item() == 0
+            assert torch.equal(torch.autograd.grad(value, z)[0], torch.zeros_like(z))
+    empty = torch.zeros(0, 5, requires_grad=True)
+    assert ordinal_loss(empty, torch.zeros(0, dtype=torch.long)).item() == 0
+
+
+def test_power_1_is_least_at_a_point_mass_and_power_2_at_the_truth() -> None:
+    truth = torch.tensor([0.1, 0.5, 0.4], dtype=torch.float64)
+
+    def risk(p: Tensor, power: int) -> float:
+        values = ordinal_loss(p.log().expand(3, 3), torch.arange(3), power=power, reduction="none")
+        return float(truth @ values)
+
+    median = torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64)
+    assert risk(median, 1) < risk(truth, 1)
+    assert risk(truth, 2) < min(risk(median, 2), risk(truth + torch.tensor([0.05, -0.05, 0.0]), 2))
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------
+
+Z, Y = torch.zeros(2, 3), torch.tensor([0, 1])
+T = torch.full((2, 3), 1 / 3)
+SQUARE = torch.ones(3, 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: ordinal_loss(Z, torch.tensor([0, 3])), ValueError, r"1 positions outside of the 3 classes, the first at \(1,\): 3; expected 0 to 2"),
+        (lambda: ordinal_loss(Z, torch.tensor([-100, 3]), ignore_index=-100), ValueError, r"\(1,\): 3; expected 0 to 2 or ignore_index=-100"),
+        (lambda: ordinal_loss(Z, torch.tensor([0, -100])), ValueError, "-100; expected 0 to 2. .* ignore_index="),
+        (lambda: ordinal_loss(Z, torch.tensor([0.0, 1.0])), TypeError, "target has dtype torch.float32 .* histogram_loss"),
+        (lambda: ordinal_loss(Z, torch.tensor([True, False])), TypeError, "target has dtype torch.bool"),
+        (lambda: ordinal_loss(Z, torch.eye(3)[:2].long()), TypeError, r"target.float\(\) for one-hot"),
+        (lambda: ordinal_loss(Z, torch.tensor([[0], [1]])), ValueError, r"target has shape \(2, 1\), expected class positions \(2,\)"),
+        (lambda: ordinal_loss(Z, torch.full((2, 4), 0.25)), ValueError, r"target has shape \(2, 4\)"),
+        (lambda: ordinal_loss(Z, [0, 1]), TypeError, "target is a list"),  # type: ignore[arg-type]
+        (lambda: ordinal_loss(Z, T * torch.nan), ValueError, "target holds 6 NaN"),
+        (lambda: ordinal_loss(Z, 2 * T), ValueError, "soft labels of row 0 sum to 2"),
+        (lambda: ordinal_loss(Z, torch.tensor([[1.0, 0, 0], [1.5, -0.5, 0]])), ValueError, r"-0.5 for class 1 of row 1"),
+        (lambda: ordinal_loss(Z, T, ignore_index=-100), ValueError, "ignore_index=-100 leaves class positions out"),
+        (lambda: ordinal_loss(Z, Y, ignore_index=1.5), TypeError, "ignore_index is 1.5"),  # type: ignore[arg-type]
+        (lambda: ordinal_loss(Z.long(), Y), TypeError, "logits has dtype torch.int64"),
+        (lambda: ordinal_loss(torch.zeros(2, 0), Y), ValueError, r"logits have shape \(2, 0\)"),
+        (lambda: ordinal_loss(torch.tensor(1.0), Y), ValueError, r"logits have shape \(\)"),
+        (lambda: ordinal_loss(Z * torch.nan, Y), ValueError, "logits holds 6 NaN"),
+        (lambda: ordinal_loss(Z + torch.inf, Y), ValueError, r"logits holds 6 NaN or \+inf"),
+        (lambda: ordinal_loss(Z - torch.inf, Y), ValueError, "logits of row 0 .* are -inf for every class"),
+        (lambda: ordinal_loss(torch.tensor([[-torch.inf, 0.0]]), torch.tensor([0]), cross_entropy=1.0), ValueError, "cross-entropy of row 0"),
+        (lambda: ordinal_loss(Z, Y, power=0.5), ValueError, "power is 0.5, expected a finite number of at least 1"),
+        (lambda: ordinal_loss(Z, Y, power="2"), TypeError, "power is a str"),  # type: ignore[arg-type]
+        (lambda: ordinal_loss(Z, Y, circular=True, power=3), ValueError, "power is 3, expected 1 or 2"),
+        (lambda: ordinal_loss(Z, Y, period=3.0), ValueError, "period=3.0 is given for classes on a line"),
+        (lambda: ordinal_loss(Z, Y, circular=True, period=2.0), ValueError, "period is 2.0, expected more than 2"),
+        (lambda: ordinal_loss(Z, Y, circular=True, x=torch.tensor([0.0, 1, 2])), ValueError, "without period="),
+        (lambda: ordinal_loss(Z, Y, x=torch.tensor([0.0, 2, 1])), ValueError, r"x\[1\] is 2 and x\[2\] 1, expected strictly"),
+        (lambda: ordinal_loss(Z, Y, x=torch.tensor([0.0, 1, 1])), ValueError, r"x\[1\] is 1 and x\[2\] 1, expected strictly"),
+        (lambda: ordinal_loss(Z, Y, x=torch.tensor([0.0, 1])), ValueError, r"x has shape \(2,\), expected \(3,\)"),
+        (lambda: ordinal_loss(Z, Y, x=torch.tensor([0.0, torch.nan, 1])), ValueError, "x holds 1 NaN"),
+        (lambda: ordinal_loss(Z, Y, x=[0, 1, 2]), TypeError, "x is a list"),  # type: ignore[arg-type]
+        (lambda: ordinal_loss(Z, Y, cost=SQUARE, x=torch.arange(3)), ValueError, "cost and x are both given"),
+        (lambda: ordinal_loss(Z, Y, cost=SQUARE, power=1), ValueError, "cost and power are both given"),
+        (lambda: ordinal_loss(Z, Y, cost=SQUARE, circular=True), ValueError, "cost and circular are both given"),
+        (lambda: ordinal_loss(Z, Y, cost=torch.ones(4, 4)), ValueError, r"cost has shape \(4, 4\), expected \(3, 3\)"),
+        (lambda: ordinal_loss(Z, Y, cost=torch.ones(2, 3, 3)), ValueError, r"cost has shape \(2, 3, 3\), expected \(3, 3\)"),
+        (lambda: ordinal_loss(Z, Y, cost=-SQUARE), ValueError, r"-1.0 at index \(0, 0\), expected costs >= 0"),
+        (lambda: ordinal_loss(Z, Y, cost=SQUARE * torch.nan), ValueError, "cost matrix holds 9 NaN"),
+        (lambda: ordinal_loss(Z, Y, cost=np.ones((3, 3))), TypeError, "cost is a ndarray"),  # type: ignore[arg-type]
+        (lambda: ordinal_loss(Z, Y, cross_entropy=-1.0), ValueError, "cross_entropy is -1.0"),
+        (lambda: ordinal_loss(Z, Y, class_weight=torch.ones(2)), ValueError, r"class_weight has shape \(2,\), expected \(3,\)"),
+        (lambda: ordinal_loss(Z, Y, class_weight=-torch.ones(3)), ValueError, r"class_weight holds -1.0 at index \(0,\)"),
+        (lambda: ordinal_loss(Z, Y, sample_weight=torch.ones(3)), ValueError, r"sample_weight has shape \(3,\), expected \(2,\)"),
+        (lambda: ordinal_loss(Z, Y, sample_weight=torch.ones(2, 1)), ValueError, r"sample_weight has shape \(2, 1\)"),
+        (lambda: ordinal_loss(Z, Y, sample_weight=torch.tensor([1.0, -2.0])), ValueError, r"sample_weight holds -2.0 at index \(1,\)"),
+        (lambda: ordinal_loss(Z, Y, sample_weight=torch.tensor([1.0, torch.nan])), ValueError, "sample_weight holds 1 NaN"),
+        (lambda: ordinal_loss(Z, Y, sample_weight=[1.0, 2.0]), TypeError, "sample_weight is a list"),  # type: ignore[arg-type]
+        (lambda: ordinal_loss(Z, Y, reduction="median"), ValueError, "reduction is 'median'"),
+        (lambda: ordinal_loss(Z, Y.to("meta")), ValueError, "target is on meta, logits on cpu"),
+        (lambda: ordinal_loss(Z, Y, x=torch.arange(3, device="meta")), ValueError, "x is on meta, logits on cpu"),
+    ],
+)  # fmt: skip
+def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
