@@ -170,7 +170,7 @@ def plot_reliability(
         ax.scatter(curve.forecast, curve.observed, s=sizes, color=[colour], edgecolor="white", linewidth=0.6, zorder=3)
     ax.set(title="Reliability by threshold", xlabel="forecast P(Y ≤ class)", ylabel="observed frequency")
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
-    _legend_beside(ax, title="class: error")
+    _legend_beside(ax, title="calibration error")
     return ax
 
 

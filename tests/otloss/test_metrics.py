@@ -1,0 +1,272 @@
+"""Ordinal metrics against scikit-learn, scipy, sums over pairs of examples, and the same data with copied examples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.stats import kendalltau, wasserstein_distance
+from sklearn.calibration import calibration_curve
+from sklearn.metrics import cohen_kappa_score, confusion_matrix, mean_absolute_error
+
+import otloss
+from otloss import metrics
+
+NAMES = ["low", "mid", "high", "top", "best"]  # not in the order of the alphabet
+OF_LABELS = [
+    metrics.quadratic_weighted_kappa,
+    metrics.linear_weighted_kappa,
+    metrics.ordinal_mae,
+    metrics.macro_mae,
+    metrics.maximum_mae,
+    metrics.off_by_one_accuracy,
+    metrics.kendall_tau_b,
+]
+OF_PROBABILITIES = [
+    metrics.ranked_probability_score,
+    metrics.ordinal_emd,
+    metrics.threshold_calibration_error,
+    lambda *args, **kwargs: metrics.threshold_calibration_error(*args, strategy="quantile", bins=4, **kwargs),
+]
+
+
+def draw(seed: int, n: int = 40, classes: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    proba = rng.dirichlet(np.full(classes, 0.6), n)
+    y = np.array([rng.choice(classes, p=row) for row in proba])
+    return y, np.clip(y + rng.integers(-1, 3, n), 0, classes - 1), proba
+
+
+decisions = st.integers(1, 30).flatmap(
+    lambda n: st.tuples(*[st.lists(st.integers(0, 4), min_size=n, max_size=n) for _ in range(3)])
+)
+
+
+@settings(deadline=None, max_examples=60)
+@given(decisions)
+def test_against_peers_on_weighted_examples_with_absent_classes(drawn: Any) -> None:
+    y, predicted, weight = map(np.array, drawn)
+    if weight.sum() == 0:
+        weight[0] = 1
+    given: dict[str, Any] = {"labels": range(5), "sample_weight": weight}
+    copies = y.repeat(weight), predicted.repeat(weight)
+    np.testing.assert_array_equal(
+        metrics.ordinal_confusion_matrix(y, predicted, **given), confusion_matrix(*copies, labels=range(5))
+    )
+    assert metrics.ordinal_mae(y, predicted, **given) == pytest.approx(mean_absolute_error(*copies))
+    errors = [np.abs(copies[0] - copies[1])[copies[0] == c].mean() for c in np.unique(copies[0])]
+    assert metrics.macro_mae(y, predicted, **given) == pytest.approx(np.mean(errors))
+    assert metrics.maximum_mae(y, predicted, **given) == pytest.approx(np.max(errors))
+    near = np.mean(np.abs(copies[0] - copies[1]) <= 1)
+    assert metrics.off_by_one_accuracy(y, predicted, **given) == pytest.approx(near)
+    if len(np.unique(copies)) > 1:
+        for name, weights in (("quadratic_weighted_kappa", "quadratic"), ("linear_weighted_kappa", "linear")):
+            theirs = cohen_kappa_score(*copies, labels=range(5), weights=weights)
+            assert getattr(metrics, name)(y, predicted, **given) == pytest.approx(theirs, abs=1e-12)
+    if min(len(np.unique(labels)) for labels in copies) > 1:
+        theirs = kendalltau(*copies).statistic
+        assert metrics.kendall_tau_b(y, predicted, **given) == pytest.approx(theirs, abs=1e-12)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_scores_of_probabilities_against_sums_over_pairs_of_outcomes(seed: int) -> None:
+    y, _, proba = draw(seed)
+    values = np.array([0.0, 1.0, 1.5, 4.0, 10.0])
+    rng = np.random.default_rng(seed)
+    weight = rng.integers(0, 4, len(y)).astype(float)
+    to_truth = np.abs(values - values[y][:, None])
+    apart = np.abs(values[:, None] - values)
+    emd = (proba * to_truth).sum(1)
+    # E|X - y| - E|X - X'| / 2, T. Gneiting and A. E. Raftery (2007), eq. 21.
+    rps = emd - 0.5 * np.einsum("ni,ij,nj->n", proba, apart, proba)
+    given: dict[str, Any] = {"labels": range(5), "values": values, "sample_weight": weight}
+    assert metrics.ordinal_emd(y, proba, **given) == pytest.approx(np.average(emd, weights=weight))
+    assert metrics.ranked_probability_score(y, proba, **given) == pytest.approx(np.average(rps, weights=weight))
+    for score in (metrics.ordinal_emd, metrics.ranked_probability_score):
+        assert score(y, proba, normalize=True, **given) == pytest.approx(score(y, proba, **given) / 10)
+    one = wasserstein_distance(values, values[y[:1]], proba[0])
+    assert metrics.ordinal_emd(y[:1], proba[:1], labels=range(5), values=values) == pytest.approx(one)
+    p, q, x = (torch.tensor(a) for a in (proba, np.eye(5)[y], values))
+    ours = metrics.ranked_probability_score(y, proba, labels=range(5), values=values)
+    assert ours == pytest.approx(otloss.cdf_distance(p, q, x).mean().item())
+
+
+def test_worst_forecast_scores_one_when_normalised() -> None:
+    for score in (metrics.ordinal_emd, metrics.ranked_probability_score):
+        assert score([0], [[0.0, 0.0, 1.0]], labels=[0, 1, 2], values=[0, 1, 7], normalize=True) == 1.0
+        assert score([0], [[1.0, 0.0, 0.0]], labels=[0, 1, 2]) == 0.0
+
+
+@pytest.mark.parametrize(("strategy", "bins"), [("uniform", 10), ("uniform", 3), ("quantile", 5)])
+def test_reliability_against_scikit_learn(strategy: str, bins: int) -> None:
+    y, _, proba = draw(7, n=200)
+    curves = metrics.threshold_reliability(y, proba, bins=bins, strategy=strategy)
+    below = proba.cumsum(1)
+    errors = []
+    for k, curve in enumerate(curves):
+        observed, forecast = calibration_curve(y <= k, below[:, k].clip(max=1), n_bins=bins, strategy=strategy)
+        np.testing.assert_allclose(curve.forecast, forecast)
+        np.testing.assert_allclose(curve.observed, observed)
+        assert curve.threshold == k
+        assert curve.share.sum() == pytest.approx(1)
+        errors.append(curve.error)
+    error = metrics.threshold_calibration_error(y, proba, bins=bins, strategy=strategy)
+    assert error == pytest.approx(np.mean(errors))
+
+
+def test_calibrated_and_miscalibrated_forecasts() -> None:
+    y, _, proba = draw(3, n=40_000)
+    sharp = proba**3 / (proba**3).sum(1, keepdims=True)
+    assert metrics.threshold_calibration_error(y, proba) < 0.01
+    assert metrics.threshold_calibration_error(y, sharp) > 0.04
+    assert metrics.ranked_probability_score(y, proba) < metrics.ranked_probability_score(y, sharp)
+    # Bins take their own lower edge, sums of thirds and tenths included.
+    (curve,) = metrics.threshold_reliability([0, 1, 1], [[0.1 + 0.2, 0.7]] * 3, bins=10)
+    assert curve.share.tolist() == [1.0]
+
+
+@pytest.mark.parametrize("metric", [*OF_LABELS, *OF_PROBABILITIES])
+def test_weights_are_copies_and_names_do_not_matter(metric: Callable[..., float]) -> None:
+    y, predicted, proba = draw(11)
+    given = predicted if metric in OF_LABELS else proba
+    weight = np.random.default_rng(0).integers(0, 3, len(y))
+    plain = metric(y, given, labels=range(5), sample_weight=weight)
+    assert metric(y.repeat(weight), given.repeat(weight, axis=0), labels=range(5)) == pytest.approx(plain)
+    assert metric(y, given, labels=range(5), sample_weight=weight * 1e-9) == pytest.approx(plain)
+    names = np.array(NAMES)[y]
+    if metric in OF_LABELS:
+        named = [metric(names, np.array(NAMES)[predicted], labels=NAMES, sample_weight=weight)]
+        named += [metric(list(names), pd.Series(np.array(NAMES)[predicted]), labels=NAMES, sample_weight=weight)]
+    else:
+        alphabet = np.argsort(NAMES)
+        named = [
+            metric(names, proba, labels=NAMES, columns="rank", sample_weight=weight),
+            metric(names, proba[:, alphabet], labels=NAMES, sample_weight=weight),
+            metric(pd.Series(names), proba[:, ::-1], labels=NAMES, columns=NAMES[::-1], sample_weight=weight),
+        ]
+    assert named == pytest.approx([plain] * len(named))
+
+
+@pytest.mark.parametrize("metric", OF_LABELS)
+def test_absent_class_keeps_its_rank(metric: Callable[..., float]) -> None:
+    y, predicted = np.array([0, 0, 3, 4, 4]), np.array([0, 3, 3, 4, 0])
+    whole = metric(y, predicted, labels=range(5))
+    assert metric(y, predicted) == whole
+    assert metric(y + 1.0, predicted + 1) == whole
+    ordered = [pd.Categorical(np.array(NAMES)[labels], categories=NAMES, ordered=True) for labels in (y, predicted)]
+    assert metric(ordered[0], ordered[1]) == whole
+    assert metric(pd.Series(ordered[0]), list(ordered[1])) == whole
+
+
+def test_absent_class_where_a_peer_compresses_it() -> None:
+    dlordinal = pytest.importorskip("dlordinal.metrics")
+    y, predicted = np.array([0, 0, 2]), np.array([0, 2, 2])
+    assert metrics.macro_mae(y, predicted) == 0.5
+    assert metrics.maximum_mae(y, predicted) == 1.0
+    assert dlordinal.amae(y, predicted) == 0.25
+    assert dlordinal.mmae(y, predicted) == 0.5
+
+
+def test_one_class_folds() -> None:
+    one, other = np.zeros(4, int), np.array([0, 1, 2, 2])
+    for kappa in (metrics.quadratic_weighted_kappa, metrics.linear_weighted_kappa):
+        assert kappa(one, one) == kappa(one, one, labels=range(3)) == 1.0
+        assert np.isnan(kappa(one, one, undefined=float("nan")))
+        assert kappa(one, other) == kappa(other, one) == 0.0
+    assert metrics.kendall_tau_b(one, other) == metrics.kendall_tau_b(other, one) == 0.0
+    assert metrics.kendall_tau_b(one, one, undefined=1.0) == 1.0
+    assert metrics.macro_mae(one, other) == metrics.maximum_mae(one, other) == 1.25
+    # Classes whose examples have no weight do not occur.
+    assert metrics.macro_mae([0, 1], [0, 3], sample_weight=[1, 0]) == 0.0
+    proba = np.full((4, 3), 1 / 3)
+    assert metrics.ranked_probability_score(one, proba, labels=range(3)) == pytest.approx(5 / 9)
+    assert metrics.ordinal_emd(one, proba, labels=range(3)) == pytest.approx(1)
+    assert metrics.threshold_calibration_error(one, proba, labels=range(3)) == pytest.approx(0.5)
+
+
+def test_columns_of_a_model_that_has_not_seen_every_class() -> None:
+    proba = np.array([[0.25, 0.75], [0.5, 0.5]])
+    full = np.array([[0.75, 0.0, 0.25], [0.5, 0.0, 0.5]])
+    classes = np.array(["high", "low"])
+    for metric in OF_PROBABILITIES:
+        partial = metric(["mid", "low"], proba, labels=NAMES[:3], columns=classes)
+        assert partial == metric(["mid", "low"], full, labels=NAMES[:3], columns="rank")
+    assert metrics.ordinal_emd(["high", "low"], proba, columns=classes) == metrics.ordinal_emd(["high", "low"], proba)
+
+
+def test_float32_and_torch_probabilities() -> None:
+    y, _, proba = draw(5)
+    exact = metrics.ranked_probability_score(y, proba, labels=range(5))
+    logits = torch.tensor(proba, dtype=torch.float32).log()
+    for rounded, tolerance in ((logits.softmax(-1), 1e-6), (logits.softmax(-1).half(), 1e-3)):
+        assert metrics.ranked_probability_score(torch.tensor(y), rounded, labels=range(5)) == pytest.approx(
+            exact, rel=tolerance
+        )
+
+
+def test_result_is_a_float() -> None:
+    y, predicted, proba = draw(5)
+    results = [metric(y, predicted) for metric in OF_LABELS] + [metric(y, proba) for metric in OF_PROBABILITIES]
+    assert {type(result) for result in results} == {float}
+
+
+half = [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: metrics.ordinal_mae([0, 1], [0]), ValueError, "y_true has 2 labels and y_pred 1"),
+        (lambda: metrics.ordinal_mae([], []), ValueError, "y_true is empty"),
+        (lambda: metrics.ordinal_mae([[0]], [0]), ValueError, r"y_true has shape \(1, 1\), expected one axis"),
+        (lambda: metrics.ordinal_mae([0, np.nan], [0, 1]), ValueError, r"y_true\[1\] is missing"),
+        (lambda: metrics.ordinal_mae(["a", None], ["a", "a"]), ValueError, r"y_true\[1\] is missing"),
+        (lambda: metrics.ordinal_mae(pd.array([0, pd.NA]), [0, 1]), ValueError, r"y_true\[1\] is missing"),
+        (lambda: metrics.ordinal_mae(["a", 1], ["a", "a"]), TypeError, "y_true mixes strings with other types"),
+        (lambda: metrics.ordinal_mae([0, 1], ["0", "1"]), TypeError, "y_true holds numbers and y_pred holds strings"),
+        (lambda: metrics.ordinal_mae([0], [0], labels=["0"]), TypeError, "y_true holds numbers and labels holds str"),
+        (lambda: metrics.ordinal_mae([0, 5], [0, 1], labels=[1, 0]), ValueError, r"y_true\[1\] is 5, .*\[1, 0\]"),
+        (lambda: metrics.ordinal_mae(["x"], ["y"], labels=["x"]), ValueError, r"y_pred\[0\] is 'y'"),
+        (
+            lambda: metrics.ordinal_mae([0], [0], labels=[0, 0]),
+            ValueError,
+            r"labels is \[0, 0\], expected each class once",
+        ),
+        (lambda: metrics.ordinal_mae([0], [10**9]), ValueError, "go from 0 to 1000000000"),
+        (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), ValueError, r"sample_weight\[0\] is -1"),
+        (lambda: metrics.ordinal_mae([0], [0], sample_weight=[0]), ValueError, "sample_weight is 0 everywhere"),
+        (lambda: metrics.ordinal_mae([0], [0], sample_weight=[1, 1]), ValueError, r"sample_weight has shape \(2,\)"),
+        (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1, 1]), ValueError, r"values is \[1. 1.\], .*increasing"),
+        (
+            lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1]),
+            ValueError,
+            r"values has shape \(1,\), expected \(2,\)",
+        ),
+        (lambda: metrics.ordinal_emd([0], half), ValueError, "2 columns but y_true holds 1 classes.*Pass labels="),
+        (lambda: metrics.ordinal_emd([0], half, labels=[0, 1, 2]), ValueError, "2 columns, expected 3.*model.classes_"),
+        (lambda: metrics.ordinal_emd([0, 1], half), ValueError, "y_true has 2 labels and proba 1 rows"),
+        (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns="x"), ValueError, "columns is 'x'"),
+        (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 0]), ValueError, "expected each label once"),
+        (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 2]), ValueError, r"columns\[1\] is 2"),
+        (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), ValueError, r"proba\[0\] .* softmax"),
+        (lambda: metrics.ordinal_emd([0], [[0.5, 0.6]], labels=[0, 1]), ValueError, "of sum 1.1"),
+        (lambda: metrics.ordinal_emd([0], [[np.nan, 1.0]], labels=[0, 1]), ValueError, r"proba\[0\]"),
+        (
+            lambda: metrics.ordinal_emd([0], [0.5], labels=[0, 1]),
+            ValueError,
+            r"proba has shape \(1,\), expected \(n, K\)",
+        ),
+        (lambda: metrics.threshold_calibration_error([0], [[1.0]]), ValueError, "at least two classes"),
+        (lambda: metrics.threshold_calibration_error([0, 1], half * 2, bins=0), ValueError, "bins is 0"),
+        (lambda: metrics.threshold_calibration_error([0, 1], half * 2, strategy="x"), ValueError, "strategy is 'x'"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
