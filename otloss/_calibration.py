@@ -33,6 +33,7 @@ from numpy.typing import ArrayLike
 from scipy.optimize import minimize, minimize_scalar
 from scipy.special import expit
 
+from otloss._checks import check_number
 from otloss.metrics._inputs import positions, read_probabilities, read_values, read_weights
 
 # Temperatures and slopes stay between exp(-3) and exp(3).
@@ -60,7 +61,7 @@ class Temperature:
         array([[0.75, 0.25]])
     """
 
-    def __init__(self, *, criterion: str = "rps", values: ArrayLike | None = None, shrinkage: float = 2.0) -> None:
+    def __init__(self, *, criterion: str = "rps", values: ArrayLike | None = None, shrinkage: float = 4.0) -> None:
         self.criterion = criterion
         self.values = values
         self.shrinkage = shrinkage
@@ -79,6 +80,7 @@ class Temperature:
         """
         if self.criterion not in ("rps", "nll"):
             raise ValueError(f'criterion is {self.criterion!r}, expected "rps" or "nll".')
+        _check_shrinkage(self.shrinkage)
         data = _Held.read(proba, y, sample_weight)
         if self.criterion == "nll" and (data.proba[np.arange(data.y.size), data.y] == 0).any():
             raise ValueError(
@@ -165,6 +167,7 @@ class OrdinalRecalibration:
             ValueError: if rows are no probabilities, a position is out of range, sizes differ, a weight is negative,
                 or the values do not increase.
         """
+        _check_shrinkage(self.shrinkage)
         data = _Held.read(proba, y, sample_weight)
         self.gaps_ = np.diff(read_values(self.values, data.classes))
         below, above = _both_sides(data.proba)
@@ -282,6 +285,11 @@ def _in_order(below: Float[np.ndarray, "n thresholds"], gaps: Float[np.ndarray, 
     ordered = below.copy()
     ordered[crossing] = np.maximum.accumulate(nearest.clip(0, 1), axis=1)
     return ordered
+
+
+def _check_shrinkage(value: float) -> None:
+    if not 0 <= check_number("shrinkage", value) < float("inf"):
+        raise ValueError(f"shrinkage is {value}, expected a finite number of at least 0.")
 
 
 def _both_sides(proba: Float[np.ndarray, "n classes"]) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ model for its `classes_` and gives the missing class probability 0.
 from __future__ import annotations
 
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import numpy as np
@@ -92,6 +93,7 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
 
     Raises:
         ValueError: if there is no such metric.
+        TypeError: if it has no such option.
 
     Example:
         >>> from sklearn.linear_model import LogisticRegression
@@ -103,6 +105,11 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
     """
     if metric not in (*_OF_LABELS, *_OF_PROBABILITIES):
         raise ValueError(f"metric is {metric!r}, expected one of {sorted((*_OF_LABELS, *_OF_PROBABILITIES))}.")
+    arguments = signature(_OF_LABELS[metric][0] if metric in _OF_LABELS else _OF_PROBABILITIES[metric]).parameters
+    own = set(arguments) - {"y_true", "y_pred", "proba", "labels", "columns", "sample_weight"}
+    for option in options:
+        if option not in own:
+            raise TypeError(f"{option!r} is no argument of {metric} for a scorer, expected one of {sorted(own)}.")
     return OrdinalScorer(metric, labels, options)
 
 

@@ -1,0 +1,114 @@
+"""Scorers within scikit-learn's model selection: signs, folds without some class, weights, two classes, pickling."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import numpy as np
+import pytest
+import sklearn
+from sklearn.linear_model import LogisticRegression
+from sklearn.model_selection import GridSearchCV, KFold, cross_val_score, cross_validate
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from otloss import metrics
+from otloss.metrics import scorer
+
+NAMES = ["low", "mid", "high"]
+ALL = [
+    "quadratic_weighted_kappa", "linear_weighted_kappa", "kendall_tau_b", "off_by_one_accuracy", "ordinal_mae",
+    "macro_mae", "maximum_mae", "ranked_probability_score", "ordinal_emd", "threshold_calibration_error",
+]  # fmt: skip
+LESS_IS_BETTER = ALL[4:]
+
+
+def data(seed: int = 0, n: int = 90) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    X = rng.normal(size=(n, 2))
+    return X, np.array(NAMES)[np.digitize(X[:, 0] + 0.5 * rng.normal(size=n), [-0.5, 0.7])]
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_is_the_metric_of_the_predictions(name: str) -> None:
+    X, y = data()
+    model = LogisticRegression().fit(X[:60], y[:60])
+    predictions: Any = model.predict(X) if name in ALL[:7] else model.predict_proba(X)
+    value = getattr(metrics, name)(y, predictions, labels=NAMES)
+    sign = -1 if name in LESS_IS_BETTER else 1
+    score = scorer(name, labels=NAMES)
+    assert score(model, X, y) == sign * value
+    again = pickle.loads(pickle.dumps(score))
+    assert again(model, X, y) == sign * value
+    assert repr(again) == f"scorer({name!r}, labels={NAMES!r})"
+    weight = np.arange(len(y))
+    weighted = getattr(metrics, name)(y, predictions, labels=NAMES, sample_weight=weight)
+    assert score(model, X, y, sample_weight=weight) == sign * weighted
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_grid_search_prefers_the_better_model(name: str) -> None:
+    X, y = data(n=300)
+    search = GridSearchCV(make_pipeline(StandardScaler(), LogisticRegression()),
+                          {"logisticregression__C": [1e-6, 1.0]}, scoring=scorer(name, labels=NAMES), cv=3)  # fmt: skip
+    assert search.fit(X, y).best_params_["logisticregression__C"] == 1.0 or name == "threshold_calibration_error"
+
+
+def test_folds_without_some_class() -> None:
+    X, y = data()
+    order = np.argsort(y, kind="stable")  # each fold tests what the others hardly saw
+    for name in ALL:
+        scores = cross_val_score(
+            LogisticRegression(),
+            X[order],
+            y[order],
+            cv=KFold(3),
+            scoring=scorer(name, labels=NAMES),
+            error_score="raise",
+        )
+        assert np.isfinite(scores).all()
+    model = LogisticRegression().fit(X[y != "mid"], y[y != "mid"])
+    proba = np.insert(model.predict_proba(X), 2, 0, axis=1)  # sorted: high, low, mid
+    score = scorer("ranked_probability_score", labels=NAMES, normalize=True)
+    assert score(model, X, y) == -metrics.ranked_probability_score(y, proba, labels=NAMES, normalize=True)
+
+
+def test_order_of_integers_needs_no_labels() -> None:
+    X, y = data()
+    ranks = np.array([0, 1, 3])[np.searchsorted(["high", "low", "mid"], y)]
+    model = LogisticRegression().fit(X, ranks)
+    expected = metrics.ordinal_emd(ranks, model.predict_proba(X), labels=range(4), columns=[0, 1, 3])
+    assert scorer("ordinal_emd")(model, X, ranks) == -expected
+
+
+def test_two_classes_and_several_metrics() -> None:
+    X, y = data()
+    both = {name: scorer(name, labels=["low", "high"]) for name in ALL}
+    result = cross_validate(LogisticRegression(), X[y != "mid"], y[y != "mid"], scoring=both, cv=3, error_score="raise")
+    for name in ALL:
+        assert np.isfinite(result[f"test_{name}"]).all()
+
+
+def test_metadata_routing_of_weights() -> None:
+    X, y = data()
+    weight = np.random.default_rng(1).random(len(y))
+    with sklearn.config_context(enable_metadata_routing=True):
+        asked = scorer("ordinal_mae", labels=NAMES).set_score_request(sample_weight=True)
+        model = LogisticRegression().set_fit_request(sample_weight=False)
+        routed = cross_val_score(model, X, y, scoring=asked, params={"sample_weight": weight}, cv=KFold(3))
+        refused = scorer("ordinal_mae", labels=NAMES).set_score_request(sample_weight=False)
+        with pytest.raises(TypeError, match="not routed to any object"):
+            cross_val_score(model, X, y, scoring=refused, params={"sample_weight": weight})
+    for score, (train, test) in zip(routed, KFold(3).split(X), strict=True):
+        predicted = LogisticRegression().fit(X[train], y[train]).predict(X[test])
+        assert score == -metrics.ordinal_mae(y[test], predicted, labels=NAMES, sample_weight=weight[test])
+
+
+def test_bad_input() -> None:
+    with pytest.raises(ValueError, match="metric is 'rps', expected one of"):
+        scorer("rps")
+    with pytest.raises(TypeError, match="StandardScaler has no classes_"):
+        scorer("ordinal_emd", labels=NAMES)(StandardScaler(), *data())
+    with pytest.raises(TypeError, match="'vlues' is no argument of ordinal_mae"):
+        scorer("ordinal_mae", vlues=[1, 2])
