@@ -75,9 +75,13 @@ def check_decode(rule: Any, *, has_cost: bool) -> str:
 
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`."""
-    if isinstance(value, bool) != any(isinstance(choice, bool) for choice in choices) or value not in choices:
+    """Raise ValueError unless `value` is one of `choices`; True is no 1."""
+    if not any(_is_bool(value) == _is_bool(choice) and value == choice for choice in choices):
         raise ValueError(f"{name} is {value!r}, expected one of {choices}.")
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, bool | np.bool_)
 
 
 def check_real(name: str, value: Any, *, least: float, above: bool = False, most: float = np.inf) -> None:

@@ -81,7 +81,7 @@ class ScoreFunction:
         """
         parts = []
         for shape in self.shapes:
-            bound = np.sqrt(6.0 / sum(shape)) if self.hidden else 0.0
+            bound = np.sqrt(6.0 / sum(shape)) if self.hidden and len(shape) == 2 else 0.0
             parts.append(random.uniform(-bound, bound, shape) if len(shape) == 2 else np.zeros(shape))
         if self.model == "cumulative":
             below = prior.cumsum()[:-1]
