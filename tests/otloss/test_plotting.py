@@ -1,0 +1,163 @@
+"""Figures: what is drawn where, on the Axes that was given, for odd sizes, and without matplotlib."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import otloss
+from otloss import metrics, plotting
+
+matplotlib = pytest.importorskip("matplotlib")
+matplotlib.use("agg")
+from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.colors import to_rgb  # noqa: E402
+
+NAMES = ["poor", "fair", "good", "excellent"]
+
+
+@pytest.fixture(autouse=True)
+def _close() -> Iterator[None]:
+    yield
+    plt.close("all")
+
+
+def draw(seed: int = 0, n: int = 200, classes: int = 4) -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    proba = rng.dirichlet(np.ones(classes), n)
+    return proba, np.array([rng.choice(classes, p=row) for row in proba])
+
+
+CALLS: dict[str, Callable[..., Any]] = {
+    "cdfs": lambda proba, y, **given: plotting.plot_cdfs(proba, y, labels=range(proba.shape[1]), **given),
+    "confusion": lambda proba, y, **given: plotting.plot_confusion_matrix(
+        y, proba.argmax(1), labels=range(proba.shape[1]), **given
+    ),
+    "reliability": lambda proba, y, **given: plotting.plot_reliability(y, proba, labels=range(proba.shape[1]), **given),
+    "plan": lambda proba, y, **given: plotting.plot_transport_plan(proba, **given),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize(("n", "classes"), [(1, 2), (200, 4), (60, 30)])
+def test_draws_on_the_axes_that_is_given_and_returns_it(name: str, n: int, classes: int) -> None:
+    data = draw(0, n, classes)
+    figure, (left, right) = plt.subplots(1, 2, layout="constrained")
+    assert CALLS[name](*data, ax=right) is right
+    assert not left.has_data()
+    assert right.has_data()
+    figure.canvas.draw()  # ticks, legends and colour bars are laid out without a warning
+    fresh = CALLS[name](*data)
+    assert fresh.figure is not figure
+    assert fresh.get_title()
+    assert fresh.get_xlabel()
+    assert fresh.get_ylabel()
+    fresh.figure.canvas.draw()
+
+
+@pytest.mark.parametrize("name", ["cdfs", "reliability"])
+def test_legend_covers_nothing(name: str) -> None:
+    ax = CALLS[name](*draw(0, 100, 12))
+    ax.figure.canvas.draw()
+    legend, drawn = ax.get_legend().get_window_extent(), ax.get_window_extent()
+    assert legend.x0 > drawn.x1
+    assert legend.x1 <= ax.figure.bbox.x1
+
+
+def test_cumulative_distributions() -> None:
+    proba, y = draw()
+    values = [0.0, 1.0, 5.0, 7.0]
+    ax = plotting.plot_cdfs(proba, np.array(NAMES)[y], labels=NAMES, columns="rank", values=values)
+    predicted, true = ax.get_lines()
+    np.testing.assert_allclose(predicted.get_ydata()[:4], proba.cumsum(1).mean(0))
+    np.testing.assert_allclose(true.get_ydata()[:4], [(y <= k).mean() for k in range(4)])
+    np.testing.assert_allclose(predicted.get_xdata()[:4], values)
+    assert [text.get_text() for text in ax.get_xticklabels()] == NAMES
+    # The named area of one example is its earth mover's distance.
+    one = plotting.plot_cdfs(proba[:1], y[:1], labels=range(4), values=values)
+    emd = metrics.ordinal_emd(y[:1], proba[:1], labels=range(4), values=values)
+    assert f"area: {emd:.3g}\n(earth mover's distance)" in [text.get_text() for text in one.get_legend().get_texts()]
+
+
+def test_band_of_forecasts_follows_weights() -> None:
+    proba = np.stack([np.full(11, 0.5), np.linspace(0, 0.5, 11), np.linspace(0.5, 0, 11)], axis=1)
+    weight = np.ones(11)
+    weight[0] = 1000.0
+    for given, low in ((None, 0.55), (weight, 0.5)):
+        ax = plotting.plot_cdfs(proba, np.zeros(11, int), labels=range(3), sample_weight=given)
+        band = ax.collections[0].get_paths()[0].vertices
+        inside = band[(band[:, 0] > 1) & (band[:, 0] < 2.1)]
+        assert inside[:, 1].min() == pytest.approx(low)
+        assert len(inside) >= 1
+
+
+def test_confusion_matrix_shows_counts_and_distances() -> None:
+    y, predicted = np.array([0, 0, 1, 2, 2, 2]), np.array([0, 2, 1, 2, 2, 1])
+    ax = plotting.plot_confusion_matrix(np.array(NAMES)[y], np.array(NAMES)[predicted], labels=NAMES)
+    texts = {text.get_position(): text.get_text() for text in ax.texts}
+    assert texts == {(0, 0): "1\n50%", (2, 0): "1\n50%", (1, 1): "1\n100%", (2, 2): "2\n67%", (1, 2): "1\n33%"}
+    image = ax.images[0].get_array()
+    np.testing.assert_allclose(image[1, 1], to_rgb("#0072B2"), atol=1e-6)
+    assert (image[3] == 1).all(), "a class that nobody has is an empty row"
+    blueness = image[..., 2] - image[..., 0]
+    assert blueness[0, 0] > 0 > blueness[0, 2], "right is blue, wrong is not"
+    assert [text.get_text() for text in ax.get_yticklabels()] == NAMES
+
+
+def test_reliability_shows_the_curves_of_the_metric() -> None:
+    proba, y = draw()
+    ax = plotting.plot_reliability(y, proba, bins=5, strategy="quantile")
+    curves = metrics.threshold_reliability(y, proba, bins=5, strategy="quantile")
+    for line, curve in zip(ax.get_lines()[1:], curves, strict=True):
+        np.testing.assert_allclose(line.get_xydata().T, [curve.forecast, curve.observed])
+        assert line.get_label() == f"≤ {curve.threshold}: {curve.error:.3f}"
+
+
+def test_plan_of_a_transport_at_its_positions() -> None:
+    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.75, 0.25])
+    x, y = torch.tensor([3.0, 0.0, 1.0]), torch.tensor([0.0, 2.0])
+    answer = otloss.solve(p, q, (x[:, None] - y).abs())
+    ax = plotting.plot_transport_plan(answer, x=x, y=y)
+    mesh = ax.collections[0]
+    np.testing.assert_allclose(mesh.get_array(), answer.plan()[[1, 2, 0]])
+    np.testing.assert_allclose(mesh.get_coordinates()[:, 0, 1], [-0.5, 0.5, 2.0, 4.0])
+    np.testing.assert_allclose(mesh.get_coordinates()[0, :, 0], [-1.0, 1.0, 3.0])
+    top, side = ax.child_axes
+    np.testing.assert_allclose(top.patches[0].get_data().values, q)
+    np.testing.assert_allclose(side.patches[0].get_data().values, [0.25, 0.25, 0.5])
+    plan = answer.plan().requires_grad_()
+    assert plotting.plot_transport_plan(plan[None]).has_data()
+
+
+def test_without_matplotlib_the_message_says_what_to_install() -> None:
+    code = (
+        "import sys; sys.modules['matplotlib'] = None\n"
+        "from otloss import plotting\n"
+        "try: plotting.plot_transport_plan([[1.0]])\n"
+        "except ImportError as e: print(e)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == 'figures need matplotlib: pip install "otloss[plot]"'
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: plotting.plot_transport_plan(np.ones((2, 3, 3))), r"plan has shape \(2, 3, 3\), expected \(n, m\)"),
+        (lambda: plotting.plot_transport_plan([[0.0]]), "masses from 0.0 to 0.0"),
+        (lambda: plotting.plot_transport_plan([[-1.0, 1.0]]), "masses from -1.0"),
+        (lambda: plotting.plot_transport_plan([[np.nan]]), "expected finite"),
+        (lambda: plotting.plot_transport_plan([[1.0]], x=[0, 1]), r"x has shape \(2,\), expected \(1,\)"),
+        (lambda: plotting.plot_transport_plan([[1.0, 1.0]], y=[2, 2]), "y holds a position twice"),
+        (lambda: plotting.plot_cdfs([[0.5, 0.5]], ["a"]), "Pass labels="),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()
