@@ -38,7 +38,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         return self._distribution(X)[:, self._order.columns]
 
     def predict_distribution(self, X: Any) -> np.ndarray:
-        """Return probabilities (n, K), columns in the rank order of `categories_`; 0 for labels not seen in training."""
+        """Return probabilities (n, K), columns in rank order as `categories_`; 0 for labels not seen in training."""
         distribution = self._distribution(X)
         everything = np.zeros((len(distribution), len(self._order.categories)))
         everything[:, self._order.ranks] = distribution

@@ -27,7 +27,62 @@ ENOUGH_TO_HOLD_OUT = 200  # rows from which early_stopping="auto" holds some out
 
 
 class OrdinalBoostingClassifier(OrdinalBase):
-    """DOC"""
+    """Classifier of ordered labels: boosted trees of XGBoost or LightGBM with the gradients of a transport loss.
+
+    Minimises the sum by weight of transport * L + cross_entropy * (-log P_y), starting from the class frequencies;
+    L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
+    as one row of their weight, for `subsample` too. NaN features are missing values.
+
+    `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass on indices into the
+    sorted labels in place of labels. These are recognised, also with `categories`; where the two orders differ (such as
+    "high", "low", "medium") an `EncodedLabelsWarning` says how they were read. Labels that sort in their rank order
+    avoid it.
+
+    Args:
+        booster: "xgboost" or "lightgbm".
+        categories: all labels in rank order, lowest first, of any type that sorts; by default the sorted labels of y. A
+            training set may lack some of them.
+        values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
+            the loss, `decode="mean"` and `expected_value` are made of.
+        power: 2, the ranked probability score, or 1, W_1; unused with a cost.
+        cost: (K, K) costs >= 0 over the categories, **cost[true, predicted]**, in place of values and power.
+        transport: weight of the transport loss; 0 leaves cross-entropy alone.
+        cross_entropy: weight of the cross-entropy added; advisable at power 1 and with a cost, which alone drive
+            probabilities to 0 and 1.
+        hessian: what stands for the Hessian; see `otloss.boosting.xgboost_objective`.
+        n_estimators: rounds, at most where training stops early.
+        learning_rate, max_depth, min_child_weight, subsample, colsample_bytree, reg_lambda: as XGBoost names them;
+            `min_child_weight` is a sum of curvatures. LightGBM limits leaves by it alone, not by a number of rows.
+        booster_params: further settings by the library's own names; they take precedence.
+        class_weight: None, "balanced", or a dict from label to weight.
+        decode: how `predict` chooses: "argmax" (most probable; what scikit-learn expects of a classifier), "median"
+            (least expected absolute error in ranks), "mean" (class value nearest to the expected one), or "cost"
+            (least expected cost; needs a cost).
+        calibration: None, "temperature" or "ordinal" (`otloss._calibration`), fitted to rows held out of training.
+        calibration_fraction: share of rows held out for it, class by class.
+        early_stopping: hold rows out, and stop when their loss has not fallen for `n_iter_no_change` rounds; "auto":
+            from 200 rows on.
+        validation_fraction: share of rows held out for it, class by class.
+        refit: then train again on all rows, for the best number of rounds.
+        n_jobs: threads; None is 1, -1 all cores.
+        random_state: seed or `numpy.random.RandomState` for rows held out and the library's own sampling.
+        verbose: 1 prints what the library says.
+
+    Attributes:
+        classes_: (m,) the labels seen in training, sorted; the columns of `predict_proba`.
+        categories_: (K,) all labels in rank order; the columns of `predict_distribution`.
+        n_features_in_, feature_names_in_: as in all of scikit-learn.
+        n_estimators_: rounds trained.
+
+    Source:
+        L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916 (the loss).
+
+    Example:
+        >>> X = np.linspace(0, 3, 60)[:, None]
+        >>> y = np.minimum(X[:, 0], 2.9).astype(int)
+        >>> OrdinalBoostingClassifier(n_estimators=20).fit(X, y).predict([[0.2], [1.5], [2.8]]).tolist()
+        [0, 1, 2]
+    """
 
     def __init__(
         self,
@@ -135,9 +190,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         if not (enough if self.early_stopping == "auto" else self.early_stopping):
             self._trees = train_trees(self.booster, settings, rows)
         else:
-            kept, held = split_off(
-                rows.target, self.validation_fraction, random=random, purpose="early stopping"
-            )
+            kept, held = split_off(rows.target, self.validation_fraction, random=random, purpose="early stopping")
             self._trees = train_trees(self.booster, settings, rows[kept], rows[held])
             if self.refit:
                 again = replace(settings, n_estimators=self._trees.rounds)

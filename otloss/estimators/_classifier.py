@@ -24,7 +24,71 @@ SOLVERS = ("auto", "lbfgs", "adam")
 
 
 class OrdinalClassifier(OrdinalBase):
-    """DOC"""
+    """Classifier of ordered labels: a linear model or a multi-layer perceptron trained with a transport loss.
+
+    Minimises the mean by weight of transport * L + cross_entropy * (-log P_y), plus alpha / (2 sum of weights) |W|^2;
+    L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i].
+
+    `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass on indices into the
+    sorted labels in place of labels. These are recognised, also with `categories`; where the two orders differ (such as
+    "high", "low", "medium") an `EncodedLabelsWarning` says how they were read. Labels that sort in their rank order
+    avoid it.
+
+    Args:
+        categories: all labels in rank order, lowest first, of any type that sorts; by default the sorted labels of y. A
+            training set may lack some of them.
+        values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
+            the loss, `decode="mean"` and `expected_value` are made of.
+        power: 2, the ranked probability score, or 1, W_1; unused with a cost.
+        cost: (K, K) costs >= 0 over the categories, **cost[true, predicted]**, in place of values and power.
+        transport: weight of the transport loss; 0 leaves cross-entropy alone.
+        cross_entropy: weight of the cross-entropy added; advisable at power 1 and with a cost, which alone drive
+            probabilities to 0 and 1.
+        model: "softmax", a score for each class, or "cumulative", one score with K - 1 ordered thresholds
+            (proportional odds): few parameters, for few rows or labels that follow one direction of the features.
+        hidden_layer_sizes: widths of hidden layers of rectified units; () for a linear model.
+        alpha: L2 penalty on the weights, as 1 / C in `LogisticRegression`; biases and thresholds have none.
+        class_weight: None, "balanced", or a dict from label to weight.
+        decode: how `predict` chooses: "argmax" (most probable; what scikit-learn expects of a classifier), "median"
+            (least expected absolute error in ranks), "mean" (class value nearest to the expected one), or "cost"
+            (least expected cost; needs a cost).
+        calibration: None, "temperature" or "ordinal" (`otloss._calibration`), fitted to rows held out of training.
+        calibration_fraction: share of rows held out for it, class by class.
+        standardize: give features mean 0 and deviation 1 (by weight) first; penalty and step size suppose so.
+        solver: "lbfgs" (all rows, float64, deterministic), "adam" (batches), or "auto": lbfgs for linear models without
+            early stopping, else adam.
+        learning_rate, batch_size: of adam.
+        max_iter: iterations of lbfgs, or epochs of adam.
+        tol: lbfgs ends at slopes below it, adam where `n_iter_no_change` epochs improve the loss by less.
+        early_stopping: hold rows out, and keep the parameters that were best on them (adam).
+        validation_fraction: share of rows held out for it, class by class.
+        warm_start: `fit` goes on from the last solution; labels, features and layers must stay.
+        random_state: seed or `numpy.random.RandomState` for rows held out, batches and first weights of hidden layers.
+        verbose: 1 prints the loss of each epoch of adam.
+
+    Attributes:
+        classes_: (m,) the labels seen in training, sorted; the columns of `predict_proba`.
+        categories_: (K,) all labels in rank order; the columns of `predict_distribution`.
+        n_features_in_, feature_names_in_: as in all of scikit-learn.
+        n_iter_: iterations or epochs.
+
+    Source:
+        L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916 (the loss);
+        P. McCullagh, Regression models for ordinal data, JRSS B 1980 (the cumulative model).
+
+    Example:
+        >>> X = np.linspace(0, 3, 60)[:, None]
+        >>> y = np.array(["low", "mid", "high"])[np.minimum(X[:, 0], 2.9).astype(int)]
+        >>> model = OrdinalClassifier(categories=["low", "mid", "high"]).fit(X, y)
+        >>> model.predict([[0.2], [1.5], [2.8]]).tolist(), model.classes_.tolist()
+        (['low', 'mid', 'high'], ['high', 'low', 'mid'])
+    """
+
+    _scores: ScoreFunction
+    _scaler: StandardScaler
+    _parameters: np.ndarray
+    _adam: Adam
+    _random: np.random.RandomState
 
     def __init__(
         self,
@@ -93,8 +157,9 @@ class OrdinalClassifier(OrdinalBase):
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OrdinalClassifier:
         """Go once over the rows given, with Adam, from where the last call ended; return self.
 
-        The first call fixes the labels: `classes` if given, else `categories`, else those of y. Features are standardised
-        by the mean and the deviation of all rows so far; what was learnt is carried over exactly when these move.
+        The first call fixes the labels: `classes` if given, else `categories`, else those of y. Features are
+        standardised by the mean and the deviation of all rows so far; when these move, what was learnt is carried over
+        exactly.
 
         Raises:
             ValueError: as `fit`; if y holds a label that the first call did not name; if calibration is asked for.
@@ -141,8 +206,8 @@ class OrdinalClassifier(OrdinalBase):
     def _set_order(self, order: LabelOrder) -> None:
         if self.warm_start and hasattr(self, "classes_") and not np.array_equal(order.classes, self.classes_):
             raise ValueError(
-                f"y holds the labels {order.classes.tolist()}, expected those of the last fit, {self.classes_.tolist()}, "
-                "with warm_start=True; set it to False to start anew."
+                f"y holds the labels {order.classes.tolist()}, expected those of the last fit, "
+                f"{self.classes_.tolist()}, with warm_start=True; set it to False to start anew."
             )
         super()._set_order(order)
 

@@ -49,7 +49,8 @@ def make_criterion(
 
     Raises:
         ValueError: if values are not K increasing finite numbers, power is not 1 or 2, a cost is not K x K,
-            finite and non-negative, values and cost are both given, or transport or cross_entropy is negative or both are 0.
+            finite and non-negative, values and cost are both given, or transport or cross_entropy is negative, or
+            both are 0.
     """
     if values is not None and cost is not None:
         raise ValueError("values and cost are both given, expected one: a cost matrix holds all distances already.")
@@ -88,7 +89,8 @@ def check_real(name: str, value: Any, *, least: float, above: bool = False, most
     """Raise unless `value` is a finite number from `least` (or above it) up to `most`."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{name} is {value!r}, expected a number.")
-    if not (least < value if above else least <= value) or not value <= most or not np.isfinite(value):
+    number = float(value)
+    if not (least < number if above else least <= number) or not number <= most or not np.isfinite(number):
         top = "" if most == np.inf else f" and at most {most:g}"
         raise ValueError(f"{name} is {value}, expected a finite number {'above' if above else '>='} {least:g}{top}.")
 
@@ -121,8 +123,8 @@ def _checked_cost(cost: Any, number: int) -> np.ndarray:
     array = _as_numbers("cost", cost)
     if array.shape != (number, number):
         raise ValueError(
-            f"cost has shape {array.shape}, expected ({number}, {number}): cost[true, predicted] over the categories in "
-            "rank order. Where a training set may lack a class, name all of them with categories=."
+            f"cost has shape {array.shape}, expected ({number}, {number}): cost[true, predicted] over the categories "
+            "in rank order. Where a training set may lack a class, name all of them with categories=."
         )
     if (array < 0).any():
         row, column = (int(i) for i in np.argwhere(array < 0)[0])

@@ -12,7 +12,7 @@ RULES = ("argmax", "median", "mean", "cost")
 
 
 def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.ndarray | None = None) -> np.ndarray:
-    """Positions (n,) for rows of `distribution` (n, m); `values` (m,) are class values, `cost` (m, m) is cost[true, predicted].
+    """Positions (n,) for rows of `distribution` (n, m), by class values (m,) or cost[true, predicted] (m, m).
 
     Ties go to the lower position.
 

@@ -63,7 +63,7 @@ class LabelOrder:
         if unknown:
             raise ValueError(
                 f"y holds the label {unknown[0]!r}, which is none of the classes {self.classes.tolist()} that this "
-                "estimator was first fitted to; name all labels from the start, with categories= or partial_fit(classes=)."
+                "estimator was first fitted to; name all labels from the start: categories= or partial_fit(classes=)."
             )
         return self.columns[[column_of[label] for label in seen.tolist()]][inverse]
 
@@ -159,9 +159,9 @@ def _are_codes(seen: Array, names: Array) -> bool:
     if seen[-1] < len(names) - 1:
         raise ValueError(
             f"y holds the label {_first_unknown(seen, names)!r}, which is none of categories={names.tolist()}. Labels "
-            f"{seen.tolist()} could be indices among the sorted categories, as scikit-learn's Voting, Stacking, Bagging "
-            f"and cross_val_predict pass them; but without the last, {len(names) - 1}, which categories they count "
-            "is not certain. Use labels 0, 1, 2, ... in rank order there."
+            f"{seen.tolist()} could be indices among the sorted categories, as scikit-learn's Voting, Stacking, "
+            f"Bagging and cross_val_predict pass them; but without the last, {len(names) - 1}, which categories they "
+            "count is not certain. Use labels 0, 1, 2, ... in rank order there."
         )
     return True
 
@@ -174,8 +174,8 @@ def _as_codes(seen: Array, names: Array) -> Array:
         pairs = ", ".join(f"{code} = {label!r}" for code, label in enumerate(by_name.tolist()))
         warnings.warn(
             f"y holds {seen.tolist()} and none of categories={names.tolist()}: read as indices among the sorted "
-            f"categories ({pairs}), as scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass them. If you "
-            "meant ranks, pass categories=range(K) or none.",
+            f"categories ({pairs}), as scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass them. "
+            "If you meant ranks, pass categories=range(K) or none.",
             EncodedLabelsWarning,
             stacklevel=5,
         )

@@ -7,7 +7,8 @@ with h the standardised features, or the last hidden layer of rectified units. T
 McCullagh 1980) shares its weights between all classes: far fewer parameters, and ordered by construction. Its
 log-probabilities serve as logits, for log-softmax leaves them as they are:
 
-    log P_k = log(sigmoid(a_k) - sigmoid(a_{k-1})) = log sigmoid(a_k) + log sigmoid(-a_{k-1}) + log(1 - exp(-exp(gap_k)))
+    log P_k = log(sigmoid(a_k) - sigmoid(a_{k-1}))
+            = log sigmoid(a_k) + log sigmoid(-a_{k-1}) + log(1 - exp(-exp(gap_k)))
 
 with a_k = theta_k - f, which loses no digits in either tail.
 """
@@ -49,7 +50,9 @@ class ScoreFunction:
     @property
     def shapes(self) -> list[tuple[int, ...]]:
         """Shapes of all parameters: weights and bias of each layer in turn, then the log-gaps of the thresholds."""
-        layers = [shape for pair in zip(self.widths, self.widths[1:], strict=False) for shape in (pair, pair[1:])]
+        layers: list[tuple[int, ...]] = [
+            shape for pair in zip(self.widths, self.widths[1:], strict=False) for shape in (pair, pair[1:])
+        ]
         return [*layers, (self.positions - 2,)] if self.model == "cumulative" else layers
 
     def unpack(self, parameters: Float[Tensor, " parameters"]) -> list[Tensor]:

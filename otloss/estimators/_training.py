@@ -62,14 +62,14 @@ class Objective:
             value = self.data_loss(leaf, rows)
             (gradient,) = torch.autograd.grad(value, leaf)
         pull = self.alpha / mass * self.scores.penalised() * parameters
-        return float(value) + 0.5 * float(pull @ parameters), gradient.numpy() + pull
+        return float(value.detach()) + 0.5 * float(pull @ parameters), gradient.numpy() + pull
 
 
 def row_losses(logits: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
     """Loss of each row, (n,)."""
     if criterion.transport == 0:
         return criterion.cross_entropy * torch.nn.functional.cross_entropy(logits, target, reduction="none")
-    geometry = {
+    geometry: dict[str, Any] = {
         name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
         for name, value in criterion.geometry.items()
     }
@@ -143,7 +143,7 @@ def train_adam(
     verbose: int,
     **settings: Any,
 ) -> tuple[np.ndarray, int, bool]:
-    """Parameters, epochs, and whether they stopped before `max_iter`: by the loss held out, if any, or that trained on."""
+    """Parameters, epochs, and whether these ended before `max_iter`, by the loss held out or else by the other."""
     stopping = EarlyStopping(n_iter_no_change, tol)
     adam = Adam()
     for epoch in range(1, max_iter + 1):
