@@ -22,7 +22,7 @@ class Labelled:
     """The positions that take part, in one row each.
 
     Attributes:
-        logits: (rows, K), finite or -inf, with a finite one in every row.
+        logits: (rows, K), not looked at yet: see `check_logits`.
         target: (rows,) class positions in int64, or (rows, K) soft labels of mass one.
         weight: (rows,) weights >= 0, or None where all are one.
         kept: which positions these are, or None for all of them.
@@ -92,7 +92,6 @@ def labelled(
             "to leave out sample_weight 0."
         )
     rows = (logits.reshape(-1, classes) if kept is None else logits[kept]).to(arithmetic)
-    check_logits(rows)
     if soft:
         labels = _soft_labels(target.reshape(-1, classes), arithmetic)
     else:

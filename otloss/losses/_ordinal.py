@@ -10,11 +10,16 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
 from otloss._checks import check_reduction
+from otloss._kernels import may_run_on
 from otloss.costs import Cost
 from otloss.losses._geometry import Geometry, geometry
-from otloss.losses._labels import Labelled, check_cross_entropy, class_count, labelled
+from otloss.losses._labels import Labelled, check_cross_entropy, check_logits, class_count, labelled
+
+# Logits below which the operations of torch take no longer than starting a kernel.
+_SMALL = 2**13
 
 
 def ordinal_loss(
@@ -93,18 +98,44 @@ def ordinal_loss(
 
 
 def _values(rows: Labelled, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
-    P = rows.logits.softmax(-1)
-    values = apart.from_histograms(P, rows.target) if rows.is_soft else apart.from_classes(P, rows.target)
-    return values + mix * _cross_entropy(rows) if mix else values
+    if _suits_kernel(rows, apart):
+        from otloss.losses._compiled import RankedScore, values_of
 
-
-def _cross_entropy(rows: Labelled) -> Float[Tensor, " rows"]:
+        assert apart.x is not None
+        score = RankedScore(apart.x.diff(), mix, lambda z, y: _of_classes(z, y, apart, mix))
+        values = values_of(score, rows.logits, rows.target)
+        if torch.isfinite(values.detach()).all():
+            return values
+    check_logits(rows.logits)
+    if not rows.is_soft:
+        return _of_classes(rows.logits, rows.target, apart, mix)
+    values = apart.from_histograms(rows.logits.softmax(-1), rows.target)
+    if not mix:
+        return values
     log_q = rows.logits.log_softmax(-1)
-    if rows.is_soft:
-        absent = (rows.target == 0) & (log_q == -torch.inf)
-        nll = -(rows.target * log_q.masked_fill(absent, 0.0)).sum(-1)
-    else:
-        nll = -log_q.gather(-1, rows.target.unsqueeze(-1)).squeeze(-1)
+    absent = (rows.target == 0) & (log_q == -torch.inf)
+    return values + mix * _checked_nll(-(rows.target * log_q.masked_fill(absent, 0.0)).sum(-1))
+
+
+def _of_classes(logits: Tensor, y: Tensor, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+    values = apart.from_classes(logits.softmax(-1), y)
+    if not mix:
+        return values
+    return values + mix * _checked_nll(cross_entropy_of_classes(logits, y, reduction="none"))
+
+
+def _suits_kernel(rows: Labelled, apart: Geometry) -> bool:
+    fits = apart.x is not None and apart.period is None and apart.power == 2 and not apart.x.requires_grad
+    return (
+        fits
+        and not rows.is_soft
+        and rows.logits.numel() >= _SMALL
+        and not torch.compiler.is_compiling()
+        and may_run_on(rows.logits)
+    )
+
+
+def _checked_nll(nll: Tensor) -> Tensor:
     finite = torch.isfinite(nll.detach())
     if not finite.all():
         row = int((~finite).nonzero()[0])

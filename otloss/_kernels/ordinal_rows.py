@@ -1,0 +1,142 @@
+"""Ranked probability scores of softmax(logits) at classes, row by row: the values, and their slopes.
+
+    value = sum_k gap_k (F_k - G_k)^2 + mix * nll
+
+`logits` (rows, classes) and `gaps` (classes - 1,) are float32 or float64, C-contiguous; `labels` (rows,) are int64 in
+range. Sums are float64. Blocks of rows lie class by class in buffers of each thread, so that running sums over the
+classes vectorise over the rows. A row whose logits make no distribution gets NaN.
+
+What `otloss.losses._geometry` computes in torch operations is the specification, with the notation used here: the tails
+|F - G| are summed from their own ends, and slopes s in the probabilities are zero at the label and positive elsewhere.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import prange
+
+from otloss._kernels._compile import compiled, exp
+
+ROWS = 64  # of a block
+
+
+@compiled()
+def _softmax(logits: Any, first: int, count: int, P: Any, sums: Any) -> None:
+    """Write probabilities (classes, ROWS), and the largest logit and the sum of exponentials of each row."""
+    top, total, scale = sums
+    classes = P.shape[0]
+    for b in range(ROWS):
+        row = first + min(b, count - 1)  # the last block is filled up with its last row
+        for k in range(classes):
+            P[k, b] = logits[row, k]
+    for b in range(ROWS):
+        top[b] = P[0, b]
+        total[b] = 0.0
+    for k in range(1, classes):
+        for b in range(ROWS):
+            top[b] = P[k, b] if P[k, b] > top[b] else top[b]
+    for k in range(classes):
+        for b in range(ROWS):
+            e = exp(P[k, b] - top[b])
+            P[k, b] = e
+            total[b] += np.float64(e)
+    for b in range(ROWS):
+        scale[b] = 1.0 / total[b]
+    for k in range(classes):
+        for b in range(ROWS):
+            P[k, b] *= scale[b]
+
+
+@compiled()
+def _block_values(P: Any, label: Any, gaps: Any, found: Any, run: Any) -> None:
+    classes = P.shape[0]
+    for b in range(ROWS):
+        found[b] = 0.0
+        run[b] = 0.0
+    for k in range(classes - 1):
+        gap = np.float64(gaps[k])
+        for b in range(ROWS):
+            tail = run[b] + np.float64(P[k, b])
+            run[b] = tail
+            found[b] += gap * tail * tail if k < label[b] else 0.0
+    for b in range(ROWS):
+        run[b] = 0.0
+    for k in range(classes - 1, 0, -1):
+        gap = np.float64(gaps[k - 1])
+        for b in range(ROWS):
+            tail = run[b] + np.float64(P[k, b])
+            run[b] = tail
+            found[b] += gap * tail * tail if k > label[b] else 0.0
+
+
+@compiled()
+def _block_slopes(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: Any) -> None:
+    """Turn probabilities into slopes in the logits, and write the values into the first of `sums`."""
+    found, others, run, total = sums
+    classes = P.shape[0]
+    for b in range(ROWS):
+        found[b] = 0.0
+        others[b] = 0.0
+        run[b] = 0.0
+    for k in range(classes):
+        for b in range(ROWS):
+            tail = run[b] + np.float64(P[k, b])
+            run[b] = tail
+            tails[k, b] = tail
+    for b in range(ROWS):
+        run[b] = 0.0
+        total[b] = 0.0
+    for k in range(classes - 1, -1, -1):
+        gap = np.float64(gaps[k]) if k < classes - 1 else 0.0
+        for b in range(ROWS):
+            p = np.float64(P[k, b])
+            tail = tails[k, b] if k < label[b] else run[b]
+            slope = 2.0 * gap * tail
+            found[b] += gap * tail * tail
+            so_far = total[b] + (slope if k < label[b] else 0.0)
+            total[b] = so_far
+            tails[k, b] = so_far if k < label[b] else slope  # s below the label; from it on, what s will be made of
+            run[b] += p
+            others[b] += 0.0 if k == label[b] else p
+    for b in range(ROWS):
+        total[b] = 0.0
+    for k in range(classes):
+        for b in range(ROWS):
+            p, held, so_far = np.float64(P[k, b]), tails[k, b], total[b]
+            s = held if k < label[b] else so_far
+            total[b] = so_far + (0.0 if k < label[b] else held)
+            # P . s is twice the value: the score is a square of P.
+            P[k, b] = p * (s - 2.0 * found[b]) + mix * (-others[b] if k == label[b] else p)
+
+
+@compiled(parallel=True)
+def scores(logits: Any, labels: Any, gaps: Any, mix: float, values: Any, slopes: Any, threads: int) -> None:
+    """Write the value of each row, and its slopes in the logits (rows, classes), or none where `slopes` has no rows."""
+    rows, classes = logits.shape
+    blocks = (rows + ROWS - 1) // ROWS
+    wanted = slopes.shape[0] > 0
+    for thread in prange(threads):
+        P, tails = np.empty((classes, ROWS), logits.dtype), np.empty((classes, ROWS))
+        top, scale = np.empty(ROWS, logits.dtype), np.empty(ROWS, logits.dtype)
+        sums = np.empty((5, ROWS))
+        mass, score, others, run, total = sums[0], sums[1], sums[2], sums[3], sums[4]
+        label = np.empty(ROWS, np.int64)
+        for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+            first = block * ROWS
+            count = min(ROWS, rows - first)
+            for b in range(ROWS):
+                label[b] = labels[first + min(b, count - 1)]
+            _softmax(logits, first, count, P, (top, mass, scale))
+            if wanted:
+                _block_slopes(P, label, gaps, mix, tails, (score, others, run, total))
+                for b in range(count):
+                    for k in range(classes):
+                        slopes[first + b, k] = P[k, b]
+            else:
+                _block_values(P, label, gaps, score, run)
+            for b in range(count):
+                nll = np.log(mass[b]) + (np.float64(top[b]) - np.float64(logits[first + b, label[b]]))
+                # The sum of exponentials is NaN where there is no distribution, whatever label and classes are.
+                values[first + b] = score[b] + (mix * nll if mix > 0 else 0.0 * mass[b])
