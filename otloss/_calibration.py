@@ -87,7 +87,7 @@ class Temperature:
                 'a class came true that was given probability 0, so "nll" is infinite; use criterion="rps".'
             )
         score = self._score(data, _log(data.proba))
-        step = 0.2
+        step = 0.4
         candidates = [0.0, *np.arange(-_LARGEST_LOG, _LARGEST_LOG + step / 2, step)]
         # The score may have several valleys: look everywhere first. At equal scores nothing is done.
         valley = min(candidates, key=score)

@@ -107,9 +107,17 @@ def rank_order(labels: ArrayLike | None, **targets: ArrayLike) -> Labels:
         return order
     plain = {name: plain_labels(name, values) for name, values in targets.items()}
     _check_same_kind(**plain)
+    for name, given in plain.items():
+        if given.size == 0:
+            raise ValueError(f"{name} is empty, expected at least one label.")
     seen = np.unique(np.concatenate(list(plain.values())))
-    if seen.size == 0 or seen.dtype.kind not in "iuf" or (seen != np.rint(seen)).any():
+    if seen.dtype.kind not in "iuf":
         return seen
+    if (seen != np.rint(seen)).any():
+        raise ValueError(
+            f"the labels hold {seen[seen != np.rint(seen)][0]}, which is no whole number; bring continuous predictions "
+            "to the nearest class first, or pass labels=, the classes in rank order."
+        )
     if seen[-1] - seen[0] >= _MOST_CLASSES:
         raise ValueError(
             f"the labels go from {seen[0]} to {seen[-1]}; without labels= every integer between is a class. "

@@ -238,6 +238,7 @@ half = [[0.5, 0.5]]
             ValueError,
             r"labels is \[0, 0\], expected each class once",
         ),
+        (lambda: metrics.ordinal_mae([0, 1, 2], [0.5, 1, 2]), ValueError, "hold 0.5, which is no whole number"),
         (lambda: metrics.ordinal_mae([0], [10**9]), ValueError, "go from 0 to 1000000000"),
         (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), ValueError, r"sample_weight\[0\] is -1"),
         (lambda: metrics.ordinal_mae([0], [0], sample_weight=[0]), ValueError, "sample_weight is 0 everywhere"),
