@@ -154,6 +154,7 @@ class OrdinalClassifier(OrdinalBase):
         self._fit(X, y, sample_weight)
         return self
 
+    @torch.inference_mode(False)
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OrdinalClassifier:
         """Go once over the rows given, with Adam, from where the last call ended; return self.
 
@@ -229,6 +230,7 @@ class OrdinalClassifier(OrdinalBase):
         widths = self.hidden_layer_sizes
         return tuple(widths) if np.iterable(widths) else (widths,)
 
+    @torch.inference_mode(False)
     def _train(
         self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState
     ) -> None:

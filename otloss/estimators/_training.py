@@ -57,7 +57,7 @@ class Objective:
 
     def value_and_gradient(self, parameters: np.ndarray, rows: Rows, mass: float) -> tuple[float, np.ndarray]:
         """Penalised loss over `rows` out of a training set of weight `mass`, and its gradient."""
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.enable_grad():
             leaf = torch.tensor(parameters, device="cpu", requires_grad=True)
             value = self.data_loss(leaf, rows)
             (gradient,) = torch.autograd.grad(value, leaf)
