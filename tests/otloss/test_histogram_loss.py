@@ -1,0 +1,195 @@
+"""Histogram losses against integrals, plain formulas and finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.integrate import quad
+from scipy.stats import norm
+from torch import Tensor
+
+from otloss import cdf_distance, histogram_loss, ordinal_loss
+from otloss.losses import histogram_labels, histogram_mean
+from tests.otloss.oracles import as_double, central_slopes
+
+CENTRES = np.array([0.0, 1.0, 4.0, 6.0, 7.0])
+EDGES = np.array([-0.5, 0.5, 2.5, 5.0, 6.5, 7.5])  # midway, and half a gap further at both ends
+FORMS = ("two_hot", "one_hot", "gaussian")
+
+
+def drawn(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.floats(0.0, 7.0), st.sampled_from(FORMS), st.booleans())
+def test_labels_are_what_they_say(value: float, form: str, by_edges: bool) -> None:
+    centres = (EDGES[1:] + EDGES[:-1]) / 2 if by_edges else CENTRES
+    if form == "two_hot":
+        value = float(np.clip(value, centres[0], centres[-1]))
+    options: dict[str, Any] = {"sigma": 0.8} if form == "gaussian" else {}
+    found = histogram_labels(as_double(np.array(value)), as_double(EDGES if by_edges else CENTRES), 5,
+                             labels=form, **options).numpy()  # fmt: skip
+    assert found.sum() == pytest.approx(1, abs=1e-14)
+    if form == "two_hot":
+        assert found @ centres == pytest.approx(value, abs=1e-13)
+        assert np.ptp(np.flatnonzero(found)) <= 1
+    elif form == "one_hot":
+        k = int(found.argmax())
+        assert found[k] == 1
+        assert EDGES[k] <= value <= EDGES[k + 1]
+    else:
+        mass = np.array([quad(norm(value, 0.8).pdf, a, b)[0] for a, b in pairwise(EDGES)])
+        np.testing.assert_allclose(found, mass / mass.sum(), atol=1e-12)
+
+
+@pytest.mark.parametrize("sigma", [1e-4, 0.3, 1e4])
+def test_gaussian_tails_keep_their_relative_accuracy(sigma: float) -> None:
+    edges = torch.arange(21.0, dtype=torch.float64)
+    for value in (0.0, 3.3, 16.7, 20.0):
+        found = histogram_labels(as_double(np.array(value)), edges, 20, labels="gaussian", sigma=sigma).numpy()
+        e = edges.numpy()
+        right = e[:-1] >= value
+        mass = np.where(right, norm.sf(e[:-1], value, sigma) - norm.sf(e[1:], value, sigma),
+                        norm.cdf(e[1:], value, sigma) - norm.cdf(e[:-1], value, sigma))  # fmt: skip
+        np.testing.assert_allclose(found, mass / mass.sum(), rtol=1e-8, atol=1e-300)
+
+
+def test_the_default_deviation_is_three_quarters_of_a_bin() -> None:
+    edges, value = torch.linspace(0, 10, 6), torch.tensor([3.0, 9.9])
+    found = histogram_labels(value, edges, 5, labels="gaussian")
+    torch.testing.assert_close(found, histogram_labels(value, edges, 5, labels="gaussian", sigma=1.5))
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("power", [1, 2])
+@pytest.mark.parametrize("bins", [CENTRES, EDGES], ids=["centres", "edges"])
+def test_is_the_distance_to_the_labels(form: str, power: int, bins: np.ndarray) -> None:
+    z, values = drawn(9, 5, seed=0), torch.linspace(0, 6.9, 9, dtype=torch.float64)
+    centres = as_double((bins[1:] + bins[:-1]) / 2 if bins.size == 6 else bins)
+    labels = histogram_labels(values, as_double(bins), 5, labels=form)
+    found = histogram_loss(z, values, as_double(bins), labels=form, power=power, reduction="none")
+    torch.testing.assert_close(found, cdf_distance(z.softmax(-1), labels, centres, power=power))
+    torch.testing.assert_close(histogram_loss(z, labels, as_double(bins), power=power, reduction="none"), found)
+    mixed = histogram_loss(z, values, as_double(bins), labels=form, power=power, cross_entropy=0.5)
+    nll = -(labels * z.log_softmax(-1)).sum(-1)
+    torch.testing.assert_close(mixed, (found + 0.5 * nll).mean())
+
+
+def test_gradients_in_logits_histograms_and_values() -> None:
+    z, values = drawn(4, 5, seed=1), torch.tensor([0.3, 2.0, 6.6, 5.0], dtype=torch.float64)
+    bins = as_double(CENTRES)
+    for form in FORMS:
+        call = lambda z, form=form: histogram_loss(z, values, bins, labels=form, cross_entropy=0.2)  # noqa: E731
+        assert torch.autograd.gradcheck(call, z.clone().requires_grad_())
+        assert torch.autograd.gradgradcheck(call, z.clone().requires_grad_())
+    for form in ("two_hot", "gaussian"):
+        leaf = values.clone().requires_grad_()
+        (found,) = torch.autograd.grad(histogram_loss(z, leaf, bins, labels=form), leaf)
+
+        def value(v: np.ndarray) -> float:
+            return float(histogram_loss(z, as_double(v), bins, labels=form))  # noqa: B023
+
+        np.testing.assert_allclose(found.numpy(), central_slopes(value, values.numpy(), 1e-5), atol=1e-7)
+        assert found.abs().max() > 0.05
+    t = drawn(4, 5, seed=2).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: histogram_loss(z, t.softmax(-1), bins, power=1), t)
+
+
+def test_the_way_back() -> None:
+    z = drawn(3, 4, 5, seed=3)
+    expected = torch.einsum("abk,k->ab", z.softmax(-1), as_double(CENTRES))
+    torch.testing.assert_close(histogram_mean(z, as_double(CENTRES)), expected)
+    torch.testing.assert_close(
+        histogram_mean(z, as_double(EDGES)), z.softmax(-1) @ as_double((EDGES[1:] + EDGES[:-1]) / 2)
+    )
+    assert torch.autograd.gradcheck(lambda z: histogram_mean(z, as_double(CENTRES)), z.requires_grad_())
+    values = torch.tensor([0.2, 5.5, 7.0])
+    labels = histogram_labels(values, torch.tensor(CENTRES), 5)
+    torch.testing.assert_close(histogram_mean(labels.log(), torch.tensor(CENTRES)), values.double(), atol=1e-6, rtol=0)
+    masked = torch.tensor([[-torch.inf, 0.0, -torch.inf, -torch.inf, 1e30]])
+    assert histogram_mean(masked, torch.tensor(CENTRES)).item() == 7.0
+
+
+def test_values_outside_are_refused_or_clamped() -> None:
+    z, bins = torch.zeros(2, 5), torch.tensor(CENTRES).float()
+    with pytest.raises(ValueError, match=r'1 values outside of \[0, 7\], the centres .* index \(1,\) is 7.2. .*clamp"'):
+        histogram_loss(z, torch.tensor([1.0, 7.2]), bins)
+    with pytest.raises(ValueError, match=r"outside of \[-0.5, 7.5\], the bins; the first at index \(0,\) is -1"):
+        histogram_loss(z, torch.tensor([-1.0, 7.2]), bins, labels="one_hot")
+    for form in FORMS:
+        beyond = histogram_loss(z, torch.tensor([-3.0, 90.0]), bins, labels=form, outside="clamp", reduction="none")
+        ends = (0.0, 7.0) if form == "two_hot" else (-0.5, 7.5)
+        torch.testing.assert_close(beyond, histogram_loss(z, torch.tensor(ends), bins, labels=form, reduction="none"))
+
+
+def test_dtypes_shapes_and_weights() -> None:
+    bins = torch.tensor([0, 10, 20])
+    z, ages = torch.zeros(2, 4, 3, dtype=torch.bfloat16), torch.tensor([[0, 5, 10, 20], [1, 2, 3, 19]])
+    values = histogram_loss(z, ages, bins, reduction="none")
+    assert (values.dtype, values.shape) == (torch.bfloat16, (2, 4))
+    assert histogram_loss(z, ages.double(), bins).dtype == torch.float64
+    assert histogram_loss(z, ages, bins.float()).dtype == torch.float32
+    assert histogram_labels(ages, bins, 3).dtype == torch.float32
+    weight = torch.arange(8.0).reshape(2, 4)
+    wide = histogram_loss(z.float(), ages, bins, reduction="none")
+    torch.testing.assert_close(
+        histogram_loss(z.float(), ages, bins, sample_weight=weight), (wide * weight).sum() / weight.sum()
+    )
+    for i in range(4):
+        torch.testing.assert_close(histogram_loss(z[0, i].float(), ages[0, i], bins), wide[0, i])
+    assert histogram_loss(z[:0], ages[:0], bins, reduction="none").shape == (0, 4)
+    one = histogram_loss(torch.zeros(2, 1), torch.tensor([1.0, 1.5]), torch.tensor([0.0, 2.0]), labels="one_hot")
+    assert one.item() == 0
+
+
+def test_one_hot_bins_are_ordinal_classes() -> None:
+    z, values = drawn(2000, 5, seed=4), torch.linspace(-0.4, 7.4, 2000, dtype=torch.float64)
+    k = torch.bucketize(values, as_double(EDGES)[1:-1], right=True)
+    found = histogram_loss(z, values, as_double(CENTRES), labels="one_hot")
+    torch.testing.assert_close(found, ordinal_loss(z, k, x=as_double(CENTRES)))
+
+
+Z, V, B = torch.zeros(2, 3), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: histogram_loss(Z, V, B.flip(0)), ValueError, r"bins\[0\] is 2 and bins\[1\] 1, expected strictly"),
+        (lambda: histogram_loss(Z, V, torch.tensor([0.0, 1, 1])), ValueError, r"bins\[1\] is 1 and bins\[2\] 1"),
+        (lambda: histogram_loss(Z, V, B[:2]), ValueError, r"bins has shape \(2,\), expected \(3,\) centres or \(4,\)"),
+        (lambda: histogram_loss(Z, V, B * torch.nan), ValueError, "bins holds 3 NaN"),
+        (lambda: histogram_loss(Z, V, [0, 1, 2]), TypeError, "bins is a list"),  # type: ignore[arg-type]
+        (lambda: histogram_loss(Z, V, B.clone().requires_grad_()), ValueError, "bins require a gradient"),
+        (lambda: histogram_loss(Z[:, :1], V, B[:1]), ValueError, "bins holds one centre"),
+        (lambda: histogram_loss(Z, V[:1], B), ValueError, r"target has shape \(1,\), expected values \(2,\)"),
+        (lambda: histogram_loss(Z, V[:, None], B), ValueError, r"target has shape \(2, 1\).*squeeze\(-1\)"),
+        (lambda: histogram_loss(Z, V * torch.nan, B), ValueError, "target holds 2 NaN"),
+        (lambda: histogram_loss(Z, V > 1, B), TypeError, "target has dtype torch.bool"),
+        (lambda: histogram_loss(Z, [1.0, 2.0], B), TypeError, "target is a list"),  # type: ignore[arg-type]
+        (lambda: histogram_loss(Z, torch.ones(2, 3), B), ValueError, "soft labels of row 0 sum to 3"),
+        (lambda: histogram_loss(Z, V, B, labels="hard"), ValueError, "labels is 'hard', expected one of"),
+        (lambda: histogram_loss(Z, V, B, outside="drop"), ValueError, "outside is 'drop'"),
+        (lambda: histogram_loss(Z, V, B, sigma=1.0), ValueError, "sigma=1.0 is given with labels='two_hot'"),
+        (lambda: histogram_loss(Z, V, B, labels="gaussian", sigma=0), ValueError, "sigma is 0, expected"),
+        (lambda: histogram_loss(Z, V.requires_grad_(), B, labels="one_hot"), ValueError, "target requires a gradient"),
+        (lambda: histogram_loss(Z, V.detach(), B, cross_entropy=-1), ValueError, "cross_entropy is -1"),
+        (lambda: histogram_loss(Z, V.detach(), B, sample_weight=-V.detach()), ValueError, "sample_weight holds -1"),
+        (lambda: histogram_loss(Z.long(), V, B), TypeError, "logits has dtype torch.int64"),
+        (lambda: histogram_loss(Z, V.to("meta"), B), ValueError, "target is on meta"),
+        (lambda: histogram_mean(Z * torch.nan, B), ValueError, "logits holds 6 NaN"),
+        (lambda: histogram_mean(Z, B[:2]), ValueError, r"bins has shape \(2,\)"),
+        (lambda: histogram_labels(V.detach() + 5, B, 3), ValueError, "values outside of"),
+    ],
+)
+def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
