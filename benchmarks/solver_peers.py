@@ -90,7 +90,8 @@ def _tried(contestant: Contestant, ruler: Ruler, setting: float) -> tuple[float,
     return float(ruler.gaps(contestant.plan(result)).max()), seconds
 
 
-TOLERANCES = [10 ** (-k / 4) for k in range(4, 25)]
+# Twelve to a decade: peers get the least number of iterations that is enough.
+TOLERANCES = [10 ** (-k / 12) for k in range(6, 73)]
 ITERATIONS = sorted({round(2 ** (k / 2)) for k in range(34)})
 
 

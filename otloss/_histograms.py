@@ -18,10 +18,12 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite, check_floating
+from otloss._kernels import may_run_on
 
 # Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
 # each, and a histogram normalised in its own dtype carries that of its sum too.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-9}
+_KERNEL_DTYPES = (torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,10 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         ValueError: if an entry is NaN, infinite or negative, if the masses differ by more than `MASS_TOLERANCE`,
             or if the batch axes or the devices do not fit.
     """
+    if balanced and _suits_kernel(p, q):
+        pair = _balanced_by_kernel(p, q, *others)
+        if pair is not None:
+            return pair
     mass_p, mass_q = _checked_mass("p", p), _checked_mass("q", q)
     if p.device != q.device:
         raise ValueError(f"p is on {p.device} and q on {q.device}, expected one device; move one of them with .to().")
@@ -122,6 +128,35 @@ def _check_equal_mass(mass_p: Tensor, mass_q: Tensor, tolerance: float) -> None:
             f"{float(relative[row]):.2g}; expected at most {tolerance:g}. Normalise both, for example p / p.sum(-1, "
             "keepdim=True)."
         )
+
+
+def _suits_kernel(p: Any, q: Any) -> bool:
+    if torch.compiler.is_compiling() or not (isinstance(p, Tensor) and isinstance(q, Tensor) and may_run_on(p, q)):
+        return False
+    if p.dtype not in _KERNEL_DTYPES or q.dtype != p.dtype or p.dim() == 0 or q.dim() == 0:
+        return False
+    return p.shape[:-1] == q.shape[:-1] and 0 not in (p.shape[-1], q.shape[-1])
+
+
+def _balanced_by_kernel(p: Tensor, q: Tensor, *others: torch.dtype) -> HistogramPair | None:
+    """None where something is wrong, which the way in torch operations finds again and says."""
+    from otloss._kernels.histograms import balance_rows
+
+    batch = p.shape[:-1]
+    balanced = torch.empty(3, batch.numel(), dtype=torch.float64, device="cpu")
+    rows = (w.detach().reshape(-1, w.shape[-1]).contiguous().numpy() for w in (p, q))
+    if not balance_rows(*rows, MASS_TOLERANCE[p.dtype], balanced.numpy()):
+        return None
+    dtype = p.dtype
+    for other in others:
+        dtype = torch.promote_types(dtype, other)
+    scale_p, scale_q, mass = balanced.to(dtype).reshape(3, *batch)
+    return HistogramPair(
+        p=centre_gradient(p.to(dtype) * scale_p.unsqueeze(-1)),
+        q=centre_gradient(q.to(dtype) * scale_q.unsqueeze(-1)),
+        mass=mass,
+        dtype=dtype,
+    )
 
 
 def _rescaled(weights: Tensor, mass: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:

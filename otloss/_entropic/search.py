@@ -57,20 +57,10 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
     tolerance = tolerance_of(problem, settings)
     start = check_start(settings.start, problem)
     with torch.no_grad():
-        p, q = problem.p.detach(), problem.q.detach()
-        empty = (p.sum(-1) == 0) | (q.sum(-1) == 0)
-        some_empty = bool(empty.any())
-        if some_empty:
-            # Weights of one in the place of none: the answer of that problem is not looked at.
-            p, q = (w.masked_fill(empty.unsqueeze(-1), 1.0 / w.shape[-1]) for w in (p, q))
-        solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.reach, problem.dtype)
-        search = _compiled if runs_compiled(problem, settings.impl) else iterate_in_logs
+        search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
         f, g, error, iterations = _in_turns(
-            solid, start, search, tolerance=tolerance, most=settings.max_iterations, symmetric=symmetric
+            problem, start, search, tolerance=tolerance, most=settings.max_iterations, symmetric=symmetric
         )
-        if some_empty:
-            f, g = f.masked_fill(empty.unsqueeze(-1), 0.0), g.masked_fill(empty.unsqueeze(-1), 0.0)
-            error, iterations = error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0)
         found = Potentials(f, g, error, error <= tolerance, iterations)
     report(found, problem, settings)
     return found
@@ -87,11 +77,13 @@ def _in_turns(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Sinkhorn; after a while Newton's method, where it can be had; then Sinkhorn again, in float64."""
     newton = not symmetric and _can_take_newton(problem)
-    narrow = search is iterate_in_logs and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
+    narrow = search is _in_logs and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
     first = min(most, PATIENCE) if newton or narrow else most
     f, g, error, iterations = search(problem, start, tolerance=tolerance, most=first, symmetric=symmetric)
     left = most - first
-    if newton and left > 0 and bool((error > tolerance).any()):
+    if left == 0 or not (error > tolerance).any():
+        return f, g, error, iterations
+    if newton:
         f, g, error, steps = _by_newton(problem, (f, g, error), tolerance=tolerance, most=left)
         iterations, left = iterations + steps, left - int(steps.amax())
     if left > 0 and bool((error > tolerance).any()):
@@ -150,28 +142,36 @@ def _compiled(
     from otloss._kernels._compile import as_many_threads_as_torch
     from otloss._kernels.sinkhorn import sinkhorn_problems
 
-    batch, (n, m) = problem.batch, problem.cost.shape
-    p, q = (w.double().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
-    mass = p.sum(-1, keepdim=True)
-    p, q = p / mass, q / q.sum(-1, keepdim=True)
-    costs = problem.cost.dense()
-    own = torch.arange(costs.shape[:-2].numel(), device="cpu").reshape(costs.shape[:-2]).expand(batch).reshape(-1)
-    f = p.new_zeros(p.shape[0], n)
-    g = p.new_zeros(p.shape[0], m)
-    epsilon = problem.epsilon.double().reshape(-1)
-    # The kernel's problems have mass one; f + g of the plan of mass M is less by epsilon log M.
-    shift = epsilon.unsqueeze(-1) * mass.log()
+    (n, m), batch, count = problem.cost.shape, problem.batch, problem.batch.numel()
+    p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
+    costs = problem.cost.dense().detach()
+    owner = torch.arange(costs.shape[:-2].numel(), device="cpu")
+    if costs.shape[:-2] != batch:
+        owner = owner.reshape(costs.shape[:-2]).expand(batch).reshape(-1)
+    epsilon = problem.epsilon.detach().reshape(-1).double()
+    f, g = (torch.zeros(count, size, dtype=torch.float64, device="cpu") for size in (n, m))
+    error, iterations = torch.empty_like(epsilon), torch.empty(count, dtype=torch.int64, device="cpu")
     if start is not None:
-        f.copy_(start[0].reshape(-1, n) + shift)
         g.copy_(start[1].reshape(-1, m))
-    error, iterations = p.new_zeros(p.shape[0]), torch.zeros(p.shape[0], dtype=torch.int64, device="cpu")
-    arrays = (p, q, costs.reshape(-1, n, m), own, epsilon, f, g, error, iterations)
-    with as_many_threads_as_torch(), numba.parallel_chunksize(1 if p.shape[0] < 32 else 4):
+    arrays = (p, q, costs.reshape(-1, n, m), owner, epsilon, f, g, error, iterations)
+    with as_many_threads_as_torch(), numba.parallel_chunksize(1 if count < 32 else 4):
         sinkhorn_problems(
             *(array.contiguous().numpy() for array in arrays), tolerance, most, start is not None, symmetric
         )
-    f -= shift
     return f.reshape(*batch, n), g.reshape(*batch, m), error.reshape(batch), iterations.reshape(batch)
+
+
+def _in_logs(
+    problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, *, tolerance: float, most: int, symmetric: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    p, q = problem.p.detach(), problem.q.detach()
+    empty = (p.sum(-1) == 0) | (q.sum(-1) == 0)
+    # Weights of one in the place of none: the answer of that problem is not looked at.
+    p, q = (torch.where(empty.unsqueeze(-1), 1.0 / w.shape[-1], w) for w in (p, q))
+    solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.reach, problem.dtype)
+    f, g, error, iterations = iterate_in_logs(solid, start, tolerance=tolerance, most=most, symmetric=symmetric)
+    f, g = (potential.masked_fill(empty.unsqueeze(-1), 0.0) for potential in (f, g))
+    return f, g, error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0)
 
 
 def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> None:

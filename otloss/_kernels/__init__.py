@@ -8,14 +8,20 @@ from __future__ import annotations
 
 import os
 
+import torch
 from torch import Tensor
 
 _is_forked = False
 
 
 def may_run_on(*tensors: Tensor) -> bool:
-    """Whether compiled kernels may work on these tensors: on a CPU, and not in a forked child of the process."""
-    return not _is_forked and all(tensor.device.type == "cpu" for tensor in tensors)
+    """Whether compiled kernels may work on these tensors.
+
+    On a CPU, not in a forked child of the process, and not inside `torch.func` transforms, whose tensors hold no data.
+    """
+    if _is_forked or torch._C._are_functorch_transforms_active():
+        return False
+    return all(tensor.device.type == "cpu" for tensor in tensors)
 
 
 def _note_fork() -> None:

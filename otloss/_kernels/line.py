@@ -17,29 +17,7 @@ import numpy as np
 from numba import prange
 
 from otloss._kernels._compile import compiled
-
-_SUMS = {"reassoc", "nsz", "contract", "arcp"}  # sums in the order that vectorises
-
-
-@compiled(fastmath=_SUMS)
-def _mass(weights: Any) -> Any:
-    """Return the sum; NaN where a weight is negative or NaN."""
-    total, negative = 0.0, 0.0
-    for k in range(weights.shape[0]):
-        total += weights[k]
-        negative += 1.0 if weights[k] < 0 else 0.0
-    return total if negative == 0 else np.nan
-
-
-@compiled()
-def balance(p: Any, q: Any, tolerance: float) -> Any:
-    """Return the factors that bring both masses to their mean; NaN where p and q are no pair of histograms."""
-    mass_p, mass_q = _mass(p), _mass(q)
-    mean, apart = (mass_p + mass_q) / 2, abs(mass_p - mass_q)
-    # Written so that NaN fails too.
-    if not (apart <= tolerance * max(mass_p, mass_q) and mean < np.inf):
-        return np.nan, np.nan
-    return mean / mass_p if mass_p > 0 else 1.0, mean / mass_q if mass_q > 0 else 1.0
+from otloss._kernels.histograms import balance
 
 
 @compiled()
@@ -103,7 +81,7 @@ def _cdf_values(problem: Any, settings: Any, values: Any, scales: Any, share: An
     for r in range(share[0], share[1]):
         if r == share[0] or x.shape[0] > 1:
             _gaps(row_of(x, r), row_of(order, r), gaps)
-        scale_p, scale_q = balance(row_of(p, r), row_of(q, r), tolerance)
+        scale_p, scale_q, _ = balance(row_of(p, r), row_of(q, r), tolerance)
         scales[0, r], scales[1, r] = scale_p, scale_q
         values[r] = _cdf_value(row_of(p, r), row_of(q, r), (scale_p, scale_q), gaps, row_of(order, r), power)
 

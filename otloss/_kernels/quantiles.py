@@ -12,7 +12,8 @@ import numpy as np
 from numba import prange
 
 from otloss._kernels._compile import compiled
-from otloss._kernels.line import balance, price, put, row_of, share_of, slope
+from otloss._kernels.histograms import balance
+from otloss._kernels.line import price, put, row_of, share_of, slope
 
 # One side of a problem: its bins with mass, sorted, as rows of a float64 and an int64 array. Levels come behind a 0.
 _LEVEL, _PLACE, _PRICE, _FORCE, _BY_WEIGHT, _BY_PLACE = range(6)
@@ -88,7 +89,7 @@ def _merged_values(problem: Any, settings: Any, values: Any, scales: Any, share:
             row_of(y, r),
             (row_of(order_x, r), row_of(order_y, r)),
         )
-        scale = balance(p_row, q_row, tolerance)
+        scale = balance(p_row, q_row, tolerance)[:2]
         scales[0, r], scales[1, r] = scale
         values[r] = 0.0
         if scale[0] > 0:

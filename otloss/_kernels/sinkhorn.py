@@ -1,8 +1,8 @@
 """Balanced Sinkhorn for a batch of dense problems on a CPU: scaling form, one problem per thread at a time.
 
-With p, q of mass one and potentials f, g the plan is `P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon)`. It is held as
-`P_ij = u_i K_ij v_j`, where K is the plan at potentials (alpha, beta) that were absorbed before, so that no entry can
-overflow and none that matters underflows:
+With p, q over their mass and potentials f, g the plan is `P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon)`. It is held
+as `P_ij = u_i K_ij v_j`, where K is the plan at potentials (alpha, beta) that were absorbed before, so that no entry
+can overflow and none that matters underflows:
 
     absorb      alpha = softmin(beta), K from it: an exact update of f, its exponents in float64 where epsilon is small
     iterate     u = p / (K v),  v = q / (K^T u)
@@ -25,9 +25,11 @@ from typing import Any
 import numpy as np
 from numba import njit, prange
 
-from otloss._kernels._compile import compiled, largest
+from otloss._kernels._compile import compiled, largest, log64
 from otloss._kernels.sinkhorn_steps import (
+    FAST,
     absorb,
+    add_logs,
     column_error,
     column_sums,
     halve,
@@ -45,9 +47,9 @@ BLOCK = 10  # iterations between two looks at the contraction
 STEEPEST = 0.8  # |x - 1| / (x + 1) times w, beyond which an update is not over-relaxed
 WORSE = 3.0  # an error this many times the least is a sign that w is too large
 LEAST_CHANGE = 0.02  # of w
-# Epsilon over the largest cost from which exponents are made in the width of the costs: their rounding, that of the
-# cost itself over epsilon, then stays below the errors of the marginals. Steps before the last need no more either.
-NARROW_FROM = 0.02
+# Exponents are made in the width of the costs where their rounding, that of the largest cost over epsilon, is below
+# this share of the tolerance, or epsilon over that cost this large. Steps before the last need no more either.
+ROUNDING_32, NARROW_SHARE, NARROW_FROM = 2.0**-24, 0.3, 0.02
 LOST = 1e-12  # of a column's mass: its potential is too far off for K to hold it
 # Entries this small beside the largest of their row are left out, and so are bins beside the whole mass: their
 # products would leave the normal numbers, which are ten times slower.
@@ -62,19 +64,19 @@ def _shift(beta: Any, log_q: Any, epsilon: float, shifted: Any) -> None:
 
 @njit
 def _renew(
-    cost: Any, p: Any, q: Any, log_p: Any, log_q: Any, alpha: Any, beta: Any, kernel: Any, u: Any, v: Any, sums: Any,
+    cost: Any, p: Any, q: Any, log_q: Any, alpha: Any, beta: Any, kernel: Any, u: Any, v: Any, sums: Any,
     rooms: Any, epsilon: float, negligible: float, narrow: bool,
 ) -> float:  # fmt: skip
     """Absorb, with one exact update of g in between where K could not hold a column; return the columns' error."""
-    shifted, scores, narrow_shifted, narrow_scores = rooms
+    shifted, scores, narrow_shifted, narrow_scores, totals = rooms
     u[:], v[:] = 1, 1
     for attempt in range(2):
         if narrow:
             _shift(beta, log_q, epsilon, narrow_shifted)
-            absorb(cost, narrow_shifted, p, epsilon, alpha, kernel, sums, narrow_scores, negligible)
+            absorb(cost, narrow_shifted, p, epsilon, alpha, kernel, sums, (narrow_scores, totals), negligible)
         else:
             _shift(beta, log_q, epsilon, shifted)
-            absorb(cost, shifted, p, epsilon, alpha, kernel, sums, scores, negligible)
+            absorb(cost, shifted, p, epsilon, alpha, kernel, sums, (scores, totals), negligible)
         lost = False
         for j in range(q.shape[0]):
             lost |= not sums[j] > LOST * q[j]
@@ -83,15 +85,15 @@ def _renew(
         column = np.empty(cost.shape[0])
         for j in range(cost.shape[1]):
             for i in range(cost.shape[0]):
-                column[i] = (alpha[i] - cost[i, j]) / epsilon + log_p[i]
+                column[i] = (alpha[i] - cost[i, j]) / epsilon + math.log(p[i])
             beta[j] = softmin_at(column, epsilon)
     return column_error(q, sums, v)
 
 
 @njit
 def _at_epsilon(
-    cost: Any, p: Any, q: Any, log_p: Any, log_q: Any, alpha: Any, beta: Any, kernel: Any, u: Any, v: Any, sums: Any,
-    rooms: Any, epsilon: float, negligible: float, narrow: bool, tolerance: float, most: int, last: bool,
+    cost: Any, p: Any, q: Any, log_q: Any, alpha: Any, beta: Any, kernel: Any, u: Any, v: Any, held: Any,
+    sums: Any, rooms: Any, epsilon: float, negligible: float, narrow: bool, tolerance: float, most: int, last: bool,
 ) -> tuple[float, int]:  # fmt: skip
     """Iterate until the error is within the tolerance; leaves beta, and after the last epsilon alpha, as found."""
     done, since, settling = 0, 0, True
@@ -100,10 +102,10 @@ def _at_epsilon(
     number = u.dtype.type
     one, steepest = number(1), number(STEEPEST)
     error = _renew(
-        cost, p, q, log_p, log_q, alpha, beta, kernel, u, v, sums, rooms, epsilon, negligible, narrow
+        cost, p, q, log_q, alpha, beta, kernel, u, v, sums, rooms, epsilon, negligible, narrow
     )  # fmt: skip
     while error > tolerance and done < most:
-        off = update_rows(kernel, p, u, v, number(w), steepest)
+        off = update_rows(kernel, p, u, v, number(w), steepest, held)
         column_sums(kernel, u, sums)
         off += update_columns(q, sums, v, number(w), steepest)
         done += 1
@@ -111,7 +113,7 @@ def _at_epsilon(
         finished = off <= tolerance or done >= most
         if finished and last:
             # An exact update of f, and what it leaves of the columns' error: that is the one to report.
-            update_rows(kernel, p, u, v, one, one)
+            update_rows(kernel, p, u, v, one, one, held)
             column_sums(kernel, u, sums)
             error = column_error(q, sums, v)
             finished = error <= tolerance or done >= most
@@ -129,15 +131,12 @@ def _at_epsilon(
                 w = better if settling else w
             before, least, since = off, min(least, off), 0
             if outgrown(u) or outgrown(v):
-                for j in range(v.shape[0]):
-                    beta[j] += epsilon * math.log(v[j])
+                add_logs(beta, v, epsilon)
                 error = _renew(
-                    cost, p, q, log_p, log_q, alpha, beta, kernel, u, v, sums, rooms, epsilon, negligible, narrow
+                    cost, p, q, log_q, alpha, beta, kernel, u, v, sums, rooms, epsilon, negligible, narrow
                 )  # fmt: skip
-    for j in range(v.shape[0]):
-        beta[j] += epsilon * math.log(v[j])
-    for i in range(u.shape[0]):
-        alpha[i] += epsilon * math.log(u[i])
+    add_logs(beta, v, epsilon)
+    add_logs(alpha, u, epsilon)
     return error, done
 
 
@@ -146,12 +145,12 @@ def _with_itself(
     cost: Any, p: Any, log_p: Any, alpha: Any, beta: Any, kernel: Any, u: Any, sums: Any, rooms: Any, epsilon: float,
     negligible: float, tolerance: float, most: int,
 ) -> tuple[float, int]:  # fmt: skip
-    shifted, scores, _, _ = rooms
+    shifted, scores, _, _, totals = rooms
     done = 0
     weight, ones = np.empty_like(u), np.ones_like(u)
     while True:
         _shift(beta, log_p, epsilon, shifted)
-        absorb(cost, shifted, p, epsilon, alpha, kernel, sums, scores, negligible)
+        absorb(cost, shifted, p, epsilon, alpha, kernel, sums, (scores, totals), negligible)
         error = column_error(p, sums, ones)
         if error <= tolerance or done >= most:
             return error, done
@@ -165,8 +164,31 @@ def _with_itself(
             done += 1
             if done % BLOCK == 0 and outgrown(u):
                 break
-        for i in range(p.shape[0]):
-            beta[i] += epsilon * math.log(u[i])
+        add_logs(beta, u, epsilon)
+
+
+@njit(**FAST)
+def _shares(weights: Any, shares: Any) -> float:
+    """Write the weights over their mass, and return that."""
+    mass = 0.0
+    for k in range(weights.shape[0]):
+        mass += np.float64(weights[k])
+    inverse = 1 / mass if mass > 0 else 0.0
+    for k in range(weights.shape[0]):
+        shares[k] = weights[k] * inverse
+    return mass
+
+
+@njit
+def _taken(shares: Any, negligible: float, places: Any) -> Any:
+    """Where shares are not negligible; the shares there move to the front."""
+    count = 0
+    for k in range(shares.shape[0]):
+        places[count] = k
+        count += shares[k] > negligible
+    for k in range(count):
+        shares[k] = shares[places[k]]
+    return places[:count]
 
 
 @njit
@@ -174,9 +196,32 @@ def _one(
     p: Any, q: Any, cost: Any, f: Any, g: Any, epsilon: float, negligible: float, tolerance: float, most: int,
     warm: bool, symmetric: bool,
 ) -> tuple[float, int]:  # fmt: skip
-    """One problem of mass one; f and g come in as the start and leave as the answer, on all bins."""
-    rows, columns = np.flatnonzero(p > negligible), np.flatnonzero(q > negligible)
+    """One problem; g comes in as the start, and f and g leave as the answer, on all bins."""
+    # Few pieces of memory, cut up: on small problems each would cost as much as an iteration.
+    longest = max(p.shape[0], q.shape[0])
+    wide, narrow = np.empty((8, longest)), np.empty((8, longest), cost.dtype)
+    places = np.empty((2, longest + 1), np.int64)
+    mass, other = _shares(p, wide[0, : p.shape[0]]), _shares(q, wide[1, : q.shape[0]])
+    if mass == 0 or other == 0:
+        f[:], g[:] = 0, 0
+        return 0.0, 0
+    rows = _taken(wide[0, : p.shape[0]], negligible, places[0])
+    columns = _taken(wide[1, : q.shape[0]], negligible, places[1])
     n, m = rows.shape[0], columns.shape[0]
+    share_p, alpha, totals = wide[0, :n], wide[2, :n], wide[3, :n]
+    share_q, log_q, beta, shifted, scores = wide[1, :m], wide[4, :m], wide[5, :m], wide[6, :m], wide[7, :m]
+    a, u, held = narrow[0, :n], narrow[1, :n], narrow[2, :n]
+    b, v, sums, narrow_shifted, narrow_scores = (
+        narrow[3, :m],
+        narrow[4, :m],
+        narrow[5, :m],
+        narrow[6, :m],
+        narrow[7, :m],
+    )
+    rooms = (shifted, scores, narrow_shifted, narrow_scores, totals)
+    a[:], b[:], alpha[:] = share_p, share_q, 0
+    for j in range(m):
+        log_q[j], beta[j] = log64(share_q[j]), g[columns[j]]
     kernel = np.empty((n, m), cost.dtype)
     if n == cost.shape[0] and m == cost.shape[1]:
         block = cost
@@ -188,13 +233,9 @@ def _one(
     highest = 0.0
     for i in range(n):
         highest = max(highest, np.float64(largest(block[i], m)))
-    log_p, log_q, alpha, beta = np.log(p[rows]), np.log(q[columns]), np.zeros(n), g[columns]
-    a, b = p[rows].astype(cost.dtype), q[columns].astype(cost.dtype)
-    u, v, sums = np.empty(n, cost.dtype), np.empty(m, cost.dtype), np.empty(m, cost.dtype)
-    rooms = (np.empty(m), np.empty(m), np.empty(m, cost.dtype), np.empty(m, cost.dtype))
     if symmetric:
         error, done = _with_itself(
-            block, a, log_p, alpha, beta, kernel, u, sums, rooms, epsilon, negligible, tolerance, most
+            block, a, log_q, alpha, beta, kernel, u, sums, rooms, epsilon, negligible, tolerance, most
         )
     else:
         done, step = 0, epsilon
@@ -202,38 +243,51 @@ def _one(
             step /= STAGE_FACTOR
         while True:
             last = step <= epsilon
-            narrow = not last or step > NARROW_FROM * highest
+            rounding = ROUNDING_32 * highest / step
+            narrow_exponents = not last or rounding < NARROW_SHARE * tolerance or step > NARROW_FROM * highest
             error, more = _at_epsilon(
-                block, a, b, log_p, log_q, alpha, beta, kernel, u, v, sums, rooms, step, negligible, narrow,
-                tolerance if last else STAGE_ERROR, most - done if last else min(STAGE_ITERATIONS, most - done), last,
+                block, a, b, log_q, alpha, beta, kernel, u, v, held, sums, rooms, step, negligible,
+                narrow_exponents, tolerance if last else STAGE_ERROR,
+                most - done if last else min(STAGE_ITERATIONS, most - done), last,
             )  # fmt: skip
             done += more
             if last:
                 break
             step = max(epsilon, step * STAGE_FACTOR)
-    _extend(cost, rows, columns, log_p, log_q, alpha, beta, epsilon, f, g)
+    _extend(cost, (rows, columns), (share_p, share_q), (alpha, beta), epsilon, f, g)
+    # The plan of the shares is one of mass one; f + g of the plan of mass M is less by epsilon log M.
+    shift = epsilon * math.log(mass)
+    for i in range(f.shape[0]):
+        f[i] -= shift
     return error, done
 
 
 @njit
-def _extend(
-    cost: Any, rows: Any, columns: Any, log_p: Any, log_q: Any, alpha: Any, beta: Any, epsilon: float, f: Any, g: Any
-) -> None:
+def _extend(cost: Any, places: Any, shares: Any, potentials: Any, epsilon: float, f: Any, g: Any) -> None:
     """Potentials of all bins: those of the solver, and soft minima at the bins that stayed out."""
-    n, m = cost.shape
-    f[:], g[:] = np.inf, np.inf
-    f[rows], g[columns] = alpha, beta
-    along, across = np.empty(columns.shape[0]), np.empty(rows.shape[0])
-    for i in range(n):
-        if f[i] == np.inf:
-            for j in range(columns.shape[0]):
-                along[j] = (beta[j] - cost[i, columns[j]]) / epsilon + log_q[j]
-            f[i] = softmin_at(along, epsilon)
-    for j in range(m):
-        if g[j] == np.inf:
-            for i in range(rows.shape[0]):
-                across[i] = (alpha[i] - cost[rows[i], j]) / epsilon + log_p[i]
-            g[j] = softmin_at(across, epsilon)
+    _put(potentials[0], places[0], f)
+    _put(potentials[1], places[1], g)
+    if places[0].shape[0] < cost.shape[0]:
+        _fill(cost, places[1], shares[1], potentials[1], epsilon, f)
+    if places[1].shape[0] < cost.shape[1]:
+        _fill(cost.T, places[0], shares[0], potentials[0], epsilon, g)
+
+
+@njit
+def _put(potential: Any, places: Any, out: Any) -> None:
+    out[:] = np.inf
+    for i in range(places.shape[0]):
+        out[places[i]] = potential[i]
+
+
+@njit
+def _fill(cost: Any, places: Any, shares: Any, potential: Any, epsilon: float, out: Any) -> None:
+    scores = np.empty(places.shape[0])
+    for i in range(out.shape[0]):
+        if out[i] == np.inf:
+            for j in range(places.shape[0]):
+                scores[j] = (potential[j] - cost[i, places[j]]) / epsilon + math.log(shares[j])
+            out[i] = softmin_at(scores, epsilon)
 
 
 @compiled(parallel=True)
@@ -241,10 +295,10 @@ def sinkhorn_problems(
     p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, error: Any, iterations: Any,
     tolerance: float, most: int, warm: bool, symmetric: bool,
 ) -> None:  # fmt: skip
-    """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]); f[k], g[k] come in as the start.
+    """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]); g[k] comes in as the start.
 
-    p, q: (B, n), (B, m) in float64, of mass one. costs: (matrices, n, m) in float32 or float64, the width that the
-    iterations run in. epsilon, error: (B,) in float64. f, g: (B, n), (B, m) in float64.
+    p, q: (B, n), (B, m), of one mass; without any, potentials are 0. costs: (matrices, n, m). These are in float32 or
+    float64, the width that the iterations run in. epsilon, error: (B,), f, g: (B, n), (B, m), in float64.
     """
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
     for k in prange(p.shape[0]):

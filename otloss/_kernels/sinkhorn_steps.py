@@ -8,22 +8,24 @@ from typing import Any
 import numpy as np
 from numba import njit
 
-from otloss._kernels._compile import exp, largest
+from otloss._kernels._compile import exp, largest, log64
 
 SCALING_LIMIT = 1e4  # of u and v, then they are absorbed
 
-_fast = {"fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}
+FAST = {"fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}
 
 
-@njit(**_fast)
+@njit(**FAST)
 def absorb(
-    cost: Any, shifted: Any, p: Any, epsilon: float, alpha: Any, kernel: Any, sums: Any, scores: Any, negligible: float
+    cost: Any, shifted: Any, p: Any, epsilon: float, alpha: Any, kernel: Any, sums: Any, rooms: Any, negligible: float
 ) -> None:
     """alpha = softmin(beta) and the plan K, row by row, and the sums of its columns.
 
-    `shifted` is beta / epsilon + log q, in the dtype that exponents are made in; `scores` is room for one row of it.
+    `shifted` is beta / epsilon + log q, in the dtype that exponents are made in; `rooms` are one for a row of it, and
+    one for n numbers in float64.
     """
     n, m = cost.shape
+    scores, totals = rooms
     number = kernel.dtype.type
     inverse, least = shifted.dtype.type(1.0 / epsilon), number(negligible)
     sums[:] = number(0)
@@ -45,28 +47,60 @@ def absorb(
             e = plan[j] * share
             plan[j] = e
             sums[j] += e
-        alpha[i] = -epsilon * (np.float64(top) + math.log(np.float64(total)))
+        alpha[i], totals[i] = top, total
+    for i in range(n):
+        alpha[i] = -epsilon * (alpha[i] + log64(totals[i]))
 
 
-@njit(**_fast)
-def update_rows(kernel: Any, p: Any, u: Any, v: Any, w: Any, steepest: Any) -> float:
-    """One update of u; returns the error of the rows before it."""
-    nothing = w - w  # in the dtype of the kernel
-    off = nothing
-    for i in range(kernel.shape[0]):
-        row, held = kernel[i], nothing
-        for j in range(row.shape[0]):
-            held += row[j] * v[j]
-        held *= u[i]
-        lack, total = p[i] - held, p[i] + held
+@njit(**FAST)
+def add_logs(potential: Any, factors: Any, epsilon: float) -> None:
+    for i in range(factors.shape[0]):
+        potential[i] += epsilon * log64(np.float64(factors[i]))
+
+
+@njit(**FAST)
+def _row_sums(kernel: Any, v: Any, held: Any) -> None:
+    """K v; four rows at a time, so that v is read less often and sums need not wait for each other."""
+    n, m = kernel.shape
+    nothing = v[0] - v[0]
+    whole = n - n % 4
+    for i in range(0, whole, 4):
+        a, b, c, d = nothing, nothing, nothing, nothing
+        for j in range(m):
+            a += kernel[i, j] * v[j]
+            b += kernel[i + 1, j] * v[j]
+            c += kernel[i + 2, j] * v[j]
+            d += kernel[i + 3, j] * v[j]
+        held[i], held[i + 1], held[i + 2], held[i + 3] = a, b, c, d
+    for i in range(whole, n):
+        a = nothing
+        for j in range(m):
+            a += kernel[i, j] * v[j]
+        held[i] = a
+
+
+@njit(**FAST)
+def _update(weights: Any, held: Any, factors: Any, w: Any, steepest: Any) -> float:
+    """Bring factors * held nearer to the weights, over-relaxed by w; return the error before."""
+    off = w - w  # in the dtype of the kernel
+    for i in range(factors.shape[0]):
+        now = held[i] * factors[i]
+        lack, total = weights[i] - now, weights[i] + now
         off += abs(lack)
         push = w * lack
         push = push if abs(push) < steepest * total else lack
-        u[i] *= (total + push) / (total - push)
+        factors[i] *= (total + push) / (total - push)
     return np.float64(off)
 
 
-@njit(**_fast)
+@njit
+def update_rows(kernel: Any, p: Any, u: Any, v: Any, w: Any, steepest: Any, held: Any) -> float:
+    """One update of u; returns the error of the rows before it."""
+    _row_sums(kernel, v, held)
+    return _update(p, held, u, w, steepest)
+
+
+@njit(**FAST)
 def column_sums(kernel: Any, u: Any, sums: Any) -> None:
     """K^T u; four rows at a time, so that the sums are read and written less often."""
     n, m = kernel.shape
@@ -83,21 +117,13 @@ def column_sums(kernel: Any, u: Any, sums: Any) -> None:
             sums[j] += row[j] * x
 
 
-@njit(**_fast)
+@njit
 def update_columns(q: Any, sums: Any, v: Any, w: Any, steepest: Any) -> float:
     """One update of v from K^T u; returns the error of the columns before it."""
-    off = w - w
-    for j in range(v.shape[0]):
-        held = sums[j] * v[j]
-        lack, total = q[j] - held, q[j] + held
-        off += abs(lack)
-        push = w * lack
-        push = push if abs(push) < steepest * total else lack
-        v[j] *= (total + push) / (total - push)
-    return np.float64(off)
+    return _update(q, sums, v, w, steepest)
 
 
-@njit(**_fast)
+@njit(**FAST)
 def column_error(q: Any, sums: Any, v: Any) -> float:
     off = q[0] - q[0]
     for j in range(v.shape[0]):
@@ -138,7 +164,7 @@ def softmin_at(scores: Any, epsilon: float) -> float:
     return -epsilon * (top + math.log(total))
 
 
-@njit(**_fast)
+@njit(**FAST)
 def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any) -> float:
     """u half the way, in logarithms, to rows of `diag(weight) diag(u) K diag(u)` that sum to p; their error before."""
     n = kernel.shape[0]

@@ -36,8 +36,9 @@ class DenseCost(Cost):
         check_floating("matrix", matrix)
         if matrix.dim() < 2 or 0 in matrix.shape[-2:]:
             raise ValueError(f"the cost matrix has shape {tuple(matrix.shape)}, expected (..., n, m) with n, m >= 1.")
-        low, high = torch.aminmax(matrix.detach()) if matrix.numel() else (0.0, 0.0)
-        if not (low >= 0 and high < torch.inf):
+        entries = matrix.detach()
+        # Each by itself takes less than half of what torch.aminmax does.
+        if entries.numel() and not (entries.amin() >= 0 and entries.amax() < torch.inf):
             check_finite("cost matrix", matrix)
             first = tuple(int(i) for i in (matrix < 0).nonzero()[0])
             raise ValueError(
