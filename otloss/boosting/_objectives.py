@@ -31,9 +31,8 @@ class _Objective:
 
     def _slopes(self, rows: Rows) -> Slopes:
         chosen = curvature(self.loss, self.hessian, library=self.library, single=rows.single)
-        order = "F" if self.library == "lightgbm" else "C"
         gradient, hessian = slopes(
-            rows.scores, rows.labels, rows.weights, loss=self.loss, curvature=chosen, order=order
+            rows.scores, rows.labels, rows.weights, loss=self.loss, curvature=chosen, order=ORDERS[self.library]
         )
         if rows.single:
             return gradient[:, 1].reshape(rows.shape), hessian[:, 1].reshape(rows.shape)
@@ -109,10 +108,11 @@ def xgboost_objective(
 
     Examples:
         >>> import numpy as np
-        >>> objective = xgboost_objective(3, interface="sklearn")
+        >>> objective = xgboost_objective(3, power=1, interface="sklearn")
         >>> gradient, hessian = objective(np.array([0, 2]), np.zeros((2, 3)))
-        >>> gradient.round(3).tolist()
-        [[-0.333, -0.0, 0.333], [0.333, 0.0, -0.333]]
+        >>> gradient.round(3)
+        array([[-0.333,  0.   ,  0.333],
+               [ 0.333,  0.   , -0.333]], dtype=float32)
     """
     loss = row_loss(
         num_classes, power=power, x=x, cost=cost, transport=transport, cross_entropy=cross_entropy,
@@ -160,8 +160,9 @@ def lightgbm_objective(
         >>> import numpy as np
         >>> objective = lightgbm_objective(3, power=1, interface="sklearn")
         >>> gradient, hessian = objective(np.array([0, 2]), np.zeros((2, 3)))
-        >>> gradient.round(3).tolist()
-        [[-0.333, 0.0, 0.333], [0.333, 0.0, -0.333]]
+        >>> gradient.round(3)
+        array([[-0.333,  0.   ,  0.333],
+               [ 0.333,  0.   , -0.333]], dtype=float32)
     """
     loss = row_loss(
         num_classes, power=power, x=x, cost=cost, transport=transport, cross_entropy=cross_entropy,

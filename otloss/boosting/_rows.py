@@ -43,6 +43,8 @@ GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2
 # Least curvature, of a transport term whose neighbouring classes lie 1 apart: both derivatives vanish where a row is
 # certain, right or wrong, and the second one does so first.
 _FLOOR = 1e-2
+# Rows below which numpy is as fast; a single one would be in both orders at once, and be compiled for anew.
+_SMALL = 32
 _SMALLEST = 1e-16  # what xgboost puts under its own
 
 
@@ -91,7 +93,7 @@ def slopes(
     Raises:
         ValueError: if a score, label or weight is none.
     """
-    if not may_run_on():
+    if len(scores) < _SMALL or not may_run_on():
         check_rows(scores, labels, weights)
         gradient, hessian = slopes_in_numpy(scores, labels, weights, loss=loss, curvature=curvature)
         return np.asarray(gradient, np.float32, order=order), np.asarray(hessian, np.float32, order=order)
@@ -99,7 +101,7 @@ def slopes(
     from otloss._kernels._compile import as_many_threads_as_torch
 
     scores = _laid_out(scores, order)
-    answers = tuple(np.empty(scores.shape, np.float32, order=order) for _ in range(2))
+    answers = tuple(np.empty_like(scores, np.float32) for _ in range(2))  # laid out as the scores are
     settings = (
         curvature.kind,
         loss.transport,
@@ -113,12 +115,12 @@ def slopes(
         bad = ordinal.slopes(inputs, loss.class_weights, of_loss, settings, answers, torch.get_num_threads())
     if bad:
         check_rows(scores, labels, weights)
-    return answers[0], answers[1]
+    return np.asarray(answers[0], order=order), np.asarray(answers[1], order=order)
 
 
 def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLoss, order: Order) -> Floats:
     """Return the loss of each row, (n,), without weights, which are checked all the same; arguments as in `slopes`."""
-    if not may_run_on():
+    if len(scores) < _SMALL or not may_run_on():
         check_rows(scores, labels, weights)
         return values_in_numpy(scores, labels, loss=loss)
     from otloss._kernels import ordinal
@@ -134,9 +136,10 @@ def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLo
 
 
 def _laid_out(scores: NDArray[Any], order: Order) -> NDArray[Any]:
-    """Float32 in C order or float64 in either: each other type would be compiled anew."""
-    dtype = np.float32 if scores.dtype == np.float32 and order == "C" else np.float64
-    return np.require(scores, dtype, [order, "W"])
+    """As XGBoost passes them, float32 by rows, or as LightGBM does, float64 by columns: others would compile anew."""
+    if scores.dtype == np.float32 and order == "C":
+        return np.require(scores, np.float32, ["C", "W"])
+    return np.require(scores, np.float64, ["F", "W"])
 
 
 def check_rows(scores: NDArray[Any], labels: Floats, weights: Floats) -> None:

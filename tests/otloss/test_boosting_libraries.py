@@ -1,0 +1,331 @@
+"""Objectives and metrics inside XGBoost and LightGBM, by their native and their scikit-learn interfaces."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import pickle
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.special import expit, softmax
+
+from otloss.boosting import lightgbm_metric, lightgbm_objective, start_scores, xgboost_metric, xgboost_objective
+
+lgb = pytest.importorskip("lightgbm")
+xgb = pytest.importorskip("xgboost")
+
+K = 4
+XGB = {"objective": "multi:softprob", "num_class": K, "base_score": 0.5, "nthread": 1, "max_depth": 3,
+       "disable_default_eval_metric": True}  # fmt: skip
+LGB = {"num_class": K, "num_threads": 1, "num_leaves": 7, "verbose": -1, "deterministic": True, "metric": "none",
+       "force_row_wise": True}  # fmt: skip
+ONLY_CROSS_ENTROPY = {"transport": 0.0, "cross_entropy": 1.0}
+
+
+@pytest.fixture(autouse=True)
+def quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"lightgbm|xgboost|sklearn")
+        yield
+
+
+@pytest.fixture(scope="module")
+def rows() -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Features, labels, weights."""
+    rng = np.random.default_rng(0)
+    X = rng.normal(size=(600, 5))
+    y = np.clip(np.round(X[:, 0] + X[:, 1] * X[:, 2] + rng.normal(size=600) * 0.5 + 1.5), 0, K - 1).astype(int)
+    return X, y, rng.uniform(0.2, 2, size=600)
+
+
+def rps(P: np.ndarray, y: np.ndarray, weights: np.ndarray | None = None) -> float:
+    lost = ((np.cumsum(P, 1)[:, :-1] - (y[:, None] <= np.arange(P.shape[1] - 1))) ** 2).sum(1)
+    return float(np.average(lost, weights=weights))
+
+
+# ---- cross-entropy is the libraries' own ---------------------------------------------------------------------------
+
+
+def trees(booster: Any) -> list[dict[str, Any]]:
+    """Features, thresholds and leaves, without what else a tree knows."""
+    kept = ("split_indices", "split_conditions", "left_children", "right_children")
+    model = json.loads(booster.save_raw("json"))["learner"]["gradient_booster"]["model"]
+    return [{name: tree[name] for name in kept} for tree in model["trees"]]
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_cross_entropy_grows_the_trees_of_xgboost(rows: Any, weighted: bool) -> None:
+    X, y, weights = rows
+    data = xgb.DMatrix(X, y, weight=weights if weighted else None)
+    own = xgb.train(XGB, data, 8)
+    ours = xgb.train(XGB, data, 8, obj=xgboost_objective(K, **ONLY_CROSS_ENTROPY))
+    for mine, theirs in zip(trees(ours), trees(own), strict=True):
+        assert mine["split_indices"] == theirs["split_indices"]
+        assert mine["left_children"] == theirs["left_children"]
+        np.testing.assert_allclose(mine["split_conditions"], theirs["split_conditions"], rtol=1e-4, atol=1e-6)
+    np.testing.assert_allclose(ours.predict(data), own.predict(data), atol=1e-5)
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("classes", [2, K])
+def test_cross_entropy_grows_the_trees_of_lightgbm(rows: Any, classes: int, weighted: bool) -> None:
+    X, y, weights = rows
+    y = np.minimum(y, classes - 1)
+
+    def data() -> Any:
+        start = np.zeros((len(y), classes))
+        return lgb.Dataset(X, y, weight=weights if weighted else None, init_score=start, free_raw_data=False)
+
+    settings = {**LGB, "num_class": classes, "boost_from_average": False}
+    own = lgb.train({**settings, "objective": "multiclass"}, data(), 8)
+    ours = lgb.train({**settings, "objective": lightgbm_objective(classes, **ONLY_CROSS_ENTROPY)}, data(), 8)
+    mine, theirs = ours.trees_to_dataframe(), own.trees_to_dataframe()
+    assert mine["split_feature"].equals(theirs["split_feature"])
+    np.testing.assert_allclose(mine["threshold"], theirs["threshold"], rtol=1e-6)
+    np.testing.assert_allclose(mine["value"], theirs["value"], rtol=1e-4, atol=1e-6)
+
+
+def test_cross_entropy_of_one_score_is_binary_logistic(rows: Any) -> None:
+    X, y, weights = rows
+    data = xgb.DMatrix(X, y > 1, weight=weights)
+    settings = {"objective": "binary:logistic", "base_score": 0.5, "nthread": 1}
+    own = xgb.train(settings, data, 5)
+    ours = xgb.train(settings, data, 5, obj=xgboost_objective(2, **ONLY_CROSS_ENTROPY))
+    np.testing.assert_allclose(ours.predict(data), own.predict(data), atol=1e-5)
+    data = lgb.Dataset(X, y > 1, weight=weights, init_score=np.zeros(len(y)), free_raw_data=False)
+    settings = {"num_threads": 1, "verbose": -1, "boost_from_average": False}
+    own = lgb.train({**settings, "objective": "binary"}, data, 5)
+    ours = lgb.train({**settings, "objective": lightgbm_objective(2, **ONLY_CROSS_ENTROPY)}, data, 5)
+    np.testing.assert_allclose(ours.predict(X, raw_score=True), own.predict(X, raw_score=True), atol=1e-5)
+
+
+# ---- training ----------------------------------------------------------------------------------------------------
+
+LOSSES: list[dict[str, Any]] = [
+    {}, {"power": 1}, {"power": 1, "cross_entropy": 0.5}, {"x": [0.0, 1.0, 1.5, 4.0]},
+    {"cost": np.subtract.outer(np.arange(K), np.arange(K)) ** 2.0},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_xgboost_learns_and_reports_what_it_learns(rows: Any, loss: dict[str, Any]) -> None:
+    X, y, weights = rows
+    data = xgb.DMatrix(X, y, weight=weights)
+    start, history = start_scores(y, K, sample_weight=weights), {}
+    metric = xgboost_metric(K, **loss)
+    booster = xgb.train(
+        {**XGB, "base_score": start.tolist()}, data, 15, obj=xgboost_objective(K, **loss), custom_metric=metric,
+        evals=[(data, "train")], evals_result=history, verbose_eval=False,
+    )  # fmt: skip
+    reported = history["train"][metric.__name__]
+    assert all(b < a for a, b in itertools.pairwise(reported))
+    before = metric(np.tile(start, (len(y), 1)), data)[1]
+    assert reported[0] < before
+    assert reported[-1] < 0.7 * before
+    P = booster.predict(data)
+    np.testing.assert_allclose(P.sum(1), 1, rtol=1e-5)
+    by_probabilities = xgboost_metric(K, predictions="probabilities", **loss)
+    assert by_probabilities(P, data)[1] == pytest.approx(reported[-1], abs=2e-6)
+
+
+@pytest.mark.parametrize("loss", LOSSES, ids=str)
+def test_lightgbm_learns_and_reports_what_it_learns(rows: Any, loss: dict[str, Any]) -> None:
+    X, y, weights = rows
+    start = start_scores(y, K, sample_weight=weights)
+    data = lgb.Dataset(X, y, weight=weights, init_score=np.tile(start, (len(y), 1)), free_raw_data=False)
+    history: dict[str, Any] = {}
+    metric = lightgbm_metric(K, **loss)
+    booster = lgb.train(
+        {**LGB, "objective": lightgbm_objective(K, **loss)}, data, 15, feval=metric, valid_sets=[data],
+        valid_names=["train"], callbacks=[lgb.record_evaluation(history)],
+    )  # fmt: skip
+    reported = history["train"][metric.__name__]
+    assert all(b < a for a, b in itertools.pairwise(reported))
+    scores = booster.predict(X) + start
+    assert metric(np.asfortranarray(scores), data)[1] == pytest.approx(reported[-1], rel=1e-6)
+    assert reported[-1] < 0.7 * metric(np.tile(start, (len(y), 1)), data)[1]
+
+
+def test_the_ranked_probability_score_is_the_metrics_value(rows: Any) -> None:
+    X, y, weights = rows
+    data = xgb.DMatrix(X, y, weight=weights)
+    P = xgb.train(XGB, data, 5).predict(data)
+    metric = xgboost_metric(K, predictions="probabilities")
+    assert metric(P, data) == ("rps", pytest.approx(rps(P.astype(float), y, weights), rel=1e-6))
+
+
+def test_scores_of_lightgbm_are_not_scrambled(rows: Any) -> None:
+    """(n, K) arrays come and go by columns: read by rows, a class would learn from another one's rows."""
+    X, y, _ = rows
+    seen: list[Any] = []
+    objective = lightgbm_objective(K)
+
+    def spy(predictions: np.ndarray, data: Any) -> Any:
+        answer = objective(predictions, data)
+        seen.append((predictions.copy(), *answer))
+        return answer
+
+    data = lgb.Dataset(X, y, free_raw_data=False)
+    booster = lgb.train({**LGB, "objective": spy}, data, 3)
+    np.testing.assert_allclose(seen[2][0], booster.predict(X, raw_score=True, num_iteration=2), rtol=1e-9)
+    gradient = seen[0][1]
+    assert gradient.flags.f_contiguous
+    own = np.arange(K) == y[:, None]
+    # From equal scores on, an end class falls unless it is the label.
+    assert (gradient[own] < 0).all()
+    assert (gradient[:, 0][y >= 2] > 0).all()
+    scrambled = lgb.train(
+        {**LGB, "objective": lambda p, d: [a.reshape(K, -1).T for a in objective(p, d)]}, data, 20
+    )  # fmt: skip
+    right = lgb.train({**LGB, "objective": objective}, data, 20)
+    assert rps(softmax(right.predict(X), 1), y) < 0.6 * rps(softmax(scrambled.predict(X), 1), y)
+
+
+def test_weights_in_the_native_interfaces_are_repeated_rows(rows: Any) -> None:
+    X, y, _ = rows
+    times = np.random.default_rng(1).integers(1, 4, size=len(y))
+    Xr, yr = np.repeat(X, times, axis=0), np.repeat(y, times)
+    settings = {**XGB, "tree_method": "exact"}
+    objective = xgboost_objective(K)
+    one = xgb.train(settings, xgb.DMatrix(X, y, weight=times), 5, obj=objective).predict(xgb.DMatrix(X))
+    other = xgb.train(settings, xgb.DMatrix(Xr, yr), 5, obj=objective).predict(xgb.DMatrix(X))
+    np.testing.assert_allclose(one, other, atol=1e-4)
+    plain = xgb.train(settings, xgb.DMatrix(X, y), 5, obj=objective).predict(xgb.DMatrix(X))
+    assert np.abs(plain - one).max() > 0.01
+
+
+def test_base_margins_serve_training_and_prediction(rows: Any) -> None:
+    X, y, _ = rows
+    start = start_scores(y, K)
+    margin = np.tile(start, (len(y), 1))
+    objective = xgboost_objective(K)
+    by_margin = xgb.train(XGB, xgb.DMatrix(X, y, base_margin=margin), 5, obj=objective)
+    kept = xgb.train({**XGB, "base_score": start.tolist()}, xgb.DMatrix(X, y), 5, obj=objective)
+    np.testing.assert_allclose(
+        by_margin.predict(xgb.DMatrix(X, base_margin=margin)), kept.predict(xgb.DMatrix(X)), atol=1e-6
+    )
+
+
+# ---- scikit-learn's interfaces -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_classifier_of_xgboost_is_its_native_training(rows: Any, weighted: bool) -> None:
+    X, y, weights = rows
+    weights = weights if weighted else None
+    model = xgb.XGBClassifier(
+        objective=xgboost_objective(K, interface="sklearn"), eval_metric=xgboost_metric(K, interface="sklearn"),
+        n_estimators=40, max_depth=3, n_jobs=1, base_score=start_scores(y, K).tolist(), early_stopping_rounds=3,
+    )  # fmt: skip
+    model.fit(X[:400], y[:400], sample_weight=None if weights is None else weights[:400], verbose=False,
+              eval_set=[(X[400:], y[400:])])  # fmt: skip
+    history = model.evals_result()["validation_0"]["rps"]
+    assert np.argmin(history) == model.best_iteration
+    assert model.best_score == pytest.approx(rps(model.predict_proba(X[400:]).astype(float), y[400:]), rel=1e-4)
+    data = xgb.DMatrix(X[:400], y[:400], weight=None if weights is None else weights[:400])
+    native = xgb.train(
+        {**XGB, "base_score": start_scores(y, K).tolist()}, data, model.best_iteration + 1, obj=xgboost_objective(K)
+    )
+    np.testing.assert_allclose(model.predict_proba(X), native.predict(xgb.DMatrix(X)), atol=1e-6)
+    assert (pickle.loads(pickle.dumps(model)).predict(X) == model.predict(X)).all()
+
+
+@pytest.mark.parametrize("weighted", [False, True])
+def test_the_classifier_of_lightgbm_is_its_native_training(rows: Any, weighted: bool) -> None:
+    X, y, weights = rows
+    weights = weights if weighted else None
+    start = np.tile(start_scores(y, K), (len(y), 1))
+    settings = {"num_leaves": 7, "n_jobs": 1, "verbose": -1, "deterministic": True, "force_row_wise": True}
+    model = lgb.LGBMClassifier(objective=lightgbm_objective(K, interface="sklearn"), n_estimators=10, **settings)
+    metric = lightgbm_metric(K, interface="sklearn")
+    model.fit(X, y, sample_weight=weights, init_score=start, eval_set=[(X, y)], eval_metric=metric,
+              eval_init_score=[start])  # fmt: skip
+    native = lgb.train(
+        {**LGB, "objective": lightgbm_objective(K)}, lgb.Dataset(X, y, weight=weights, init_score=start), 10
+    )
+    scores = model.predict_proba(X)
+    np.testing.assert_allclose(scores, native.predict(X), rtol=1e-6, atol=1e-9)
+    history = next(iter(model.evals_result_.values()))["rps"]
+    assert history[-1] == pytest.approx(rps(softmax(scores + start, axis=1), y, weights), rel=1e-6)
+    assert (pickle.loads(pickle.dumps(model)).predict_proba(X) == scores).all()
+
+
+def test_two_classes_have_one_score_in_the_classifiers(rows: Any) -> None:
+    X, y, weights = rows
+    y = (y > 1).astype(int)
+    model = xgb.XGBClassifier(
+        objective=xgboost_objective(2, interface="sklearn"), eval_metric=xgboost_metric(2, interface="sklearn"),
+        n_estimators=10, n_jobs=1, base_score=0.5,
+    ).fit(X, y, sample_weight=weights, eval_set=[(X, y)], verbose=False)  # fmt: skip
+    P = model.predict_proba(X).astype(float)
+    assert model.evals_result()["validation_0"]["rps"][-1] == pytest.approx(rps(P, y), rel=1e-4)
+    assert rps(P, y) < 0.12
+    light = lgb.LGBMClassifier(objective=lightgbm_objective(2, interface="sklearn"), n_estimators=20, verbose=-1)
+    light.fit(X, y, sample_weight=weights, eval_set=[(X, y)], eval_metric=lightgbm_metric(2, interface="sklearn"))
+    p = expit(light.predict(X, raw_score=True))
+    assert rps(np.stack([1 - p, p], 1), y) < 0.12
+    assert next(iter(light.evals_result_.values()))["rps"][-1] == pytest.approx(
+        np.average((y - p) ** 2, weights=weights), rel=1e-6
+    )
+
+
+def test_two_classes_with_a_score_each(rows: Any) -> None:
+    X, y, _ = rows
+    data = xgb.DMatrix(X, y > 1)
+    booster = xgb.train({**XGB, "num_class": 2}, data, 10, obj=xgboost_objective(2))
+    assert rps(booster.predict(data).astype(float), (y > 1).astype(int)) < 0.12
+
+
+def test_own_objectives_with_our_metric(rows: Any) -> None:
+    """After an objective of their own the libraries pass probabilities."""
+    X, y, _ = rows
+    model = xgb.XGBClassifier(
+        n_estimators=5, n_jobs=1, eval_metric=xgboost_metric(K, interface="sklearn", predictions="probabilities")
+    ).fit(X, y, eval_set=[(X, y)], verbose=False)
+    assert model.evals_result()["validation_0"]["rps"][-1] == pytest.approx(rps(model.predict_proba(X), y), rel=1e-4)
+    light = lgb.LGBMClassifier(n_estimators=5, verbose=-1)
+    metric = lightgbm_metric(K, interface="sklearn", predictions="probabilities")
+    light.fit(X, y, eval_set=[(X, y)], eval_metric=metric)
+    history = next(iter(light.evals_result_.values()))["rps"]
+    assert history[-1] == pytest.approx(rps(light.predict_proba(X), y), rel=1e-6)
+    with pytest.raises(ValueError, match='choose predictions="probabilities"'):
+        light.fit(X, y, eval_set=[(X, y)], eval_metric=lightgbm_metric(K, interface="sklearn"))
+
+
+def test_cross_validation_and_clones_take_them(rows: Any) -> None:
+    from sklearn.base import clone
+    from sklearn.model_selection import cross_val_predict
+
+    X, y, _ = rows
+    result = xgb.cv(XGB, xgb.DMatrix(X, y), 5, nfold=3, obj=xgboost_objective(K), custom_metric=xgboost_metric(K))
+    assert (np.diff(result["test-rps-mean"]) < 0).all()
+    model = clone(xgb.XGBClassifier(objective=xgboost_objective(K, interface="sklearn"), n_estimators=5, n_jobs=1))
+    P = cross_val_predict(model, X, y, cv=3, method="predict_proba")
+    assert rps(P, y) < 0.4
+
+
+# ---- what does not fit ---------------------------------------------------------------------------------------------
+
+
+def test_settings_that_do_not_fit_the_data_are_told(rows: Any) -> None:
+    X, y, _ = rows
+    with pytest.raises(ValueError, match=r"label of row \d+ is 3, expected whole numbers 0 to 2"):
+        xgb.train({**XGB, "num_class": 3}, xgb.DMatrix(X, y), 1, obj=xgboost_objective(3))
+    with pytest.raises(ValueError, match=r"shape \(600, 4\).*set num_class=5"):
+        xgb.train(XGB, xgb.DMatrix(X, y), 1, obj=xgboost_objective(5))
+    with pytest.raises(ValueError, match=r"shape \(600,\).*set num_class=4"):
+        lgb.train({**LGB, "num_class": 1, "objective": lightgbm_objective(K)}, lgb.Dataset(X, y), 1)
+    with pytest.raises(TypeError, match='choose interface="sklearn"'):
+        xgb.XGBClassifier(objective=xgboost_objective(K), n_estimators=1).fit(X, y)
+    with pytest.raises(TypeError, match='choose interface="sklearn"'):
+        lgb.LGBMClassifier(objective=lightgbm_objective(K), n_estimators=1).fit(X, y)
+    with pytest.raises(TypeError, match='choose interface="native"'):
+        xgb.train(XGB, xgb.DMatrix(X, y), 1, obj=xgboost_objective(K, interface="sklearn"))
+    data = xgb.DMatrix(X, y)
+    data.set_label(np.where(np.arange(600) == 7, 1.5, y))
+    with pytest.raises(ValueError, match=r"label of row 7 is 1\.5"):
+        xgb.train(XGB, data, 1, obj=xgboost_objective(K))
