@@ -9,12 +9,13 @@ from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from otloss.estimators._calibrated import CALIBRATIONS, fit_calibration
-from otloss.estimators._criterion import Criterion, check_choice, check_decode, check_real, make_criterion
+from otloss.estimators._calibrated import CALIBRATIONS, apply_calibration, fit_calibration
+from otloss.estimators._criterion import Criterion, check_choice, check_count, check_decode, check_real, make_criterion
 from otloss.estimators._decode import decode
 from otloss.estimators._labels import LabelOrder, label_order
 from otloss.estimators._weights import row_weights, split_off
 
+ENOUGH_TO_HOLD_OUT = 200  # rows from which early_stopping="auto" holds some out
 SMALLEST_PRIOR = 1e-6  # of a class all of whose rows have weight zero
 
 
@@ -52,10 +53,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         """Calibrated probabilities (n, m) over positions."""
         check_is_fitted(self)
         checked = validate_data(self, X, reset=False, **self._accepts())
-        return self._calibrated(self._raw_distribution(checked))
-
-    def _calibrated(self, distribution: np.ndarray) -> np.ndarray:
-        return distribution if self._calibration is None else self._calibration.predict(distribution)
+        return apply_calibration(self._calibration, self._raw_distribution(checked))
 
     def _raw_distribution(self, X: np.ndarray) -> np.ndarray:
         if len(self.classes_) == 1:
@@ -100,7 +98,12 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         check_decode(self.decode, has_cost=self.cost is not None)
         check_choice("calibration", self.calibration, CALIBRATIONS)
         check_real("calibration_fraction", self.calibration_fraction, least=0.0, above=True, most=0.9)
+        check_choice("early_stopping", self.early_stopping, (True, False, "auto"))
+        check_count("n_iter_no_change", self.n_iter_no_change)
         check_real("validation_fraction", self.validation_fraction, least=0.0, above=True, most=0.9)
+
+    def _stops_early(self, rows: int) -> bool:
+        return rows >= ENOUGH_TO_HOLD_OUT if self.early_stopping == "auto" else bool(self.early_stopping)
 
     def _accepts(self) -> dict[str, Any]:
         return {"dtype": np.float64}

@@ -7,6 +7,7 @@ prediction, so that a model of no trees predicts the frequencies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -75,7 +76,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Trees:
-    """A trained booster with the scores (m,) that it started from, and the number of its rounds."""
+    """A trained booster (None without rounds), the scores (m,) that it started from, and the number of its rounds."""
 
     library: str
     booster: Any
@@ -85,12 +86,22 @@ class Trees:
     def scores(self, features: np.ndarray) -> np.ndarray:
         """Scores (n, m) whose softmax is the distribution over positions."""
         margin = np.tile(self.start, (len(features), 1))
+        if self.booster is None:
+            return margin
         if self.library == "lightgbm":
             return margin + self.booster.predict(features, raw_score=True)
         import xgboost
 
         data = xgboost.DMatrix(features, base_margin=margin)
         return np.asarray(self.booster.predict(data, output_margin=True), dtype=np.float64)
+
+
+def require_library(name: str) -> None:
+    """Raise ImportError, with how to install it, if the library is not there."""
+    try:
+        import_module(name)
+    except ImportError as error:
+        raise ImportError(f'booster="{name}" needs the library {name}: pip install "otloss[boost]".') from error
 
 
 def train_trees(library: str, settings: TreeSettings, rows: Part, held_out: Part | None = None) -> Trees:
@@ -100,9 +111,15 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, held_out: Part
     """
     rows = rows.merged()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
+    if _all_alike(rows.features):  # nothing to split on, which LightGBM refuses
+        return Trees(library, None, start, 0)
     train = _train_lightgbm if library == "lightgbm" else _train_xgboost
     booster, rounds = train(settings, rows, held_out, start)
     return Trees(library, booster, start, rounds)
+
+
+def _all_alike(features: np.ndarray) -> bool:
+    return bool(((features == features[0]) | (np.isnan(features) & np.isnan(features[0]))).all())
 
 
 def _train_xgboost(settings: TreeSettings, rows: Part, held_out: Part | None, start: np.ndarray) -> tuple[Any, int]:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from otloss.estimators._base import OrdinalBase
-from otloss.estimators._boosters import BOOSTERS, Part, TreeSettings, train_trees
+from otloss.estimators._boosters import BOOSTERS, Part, TreeSettings, require_library, train_trees
 from otloss.estimators._criterion import check_choice, check_count, check_real
 from otloss.estimators._weights import split_off
 
@@ -23,7 +23,6 @@ SHARED_SETTINGS = (
     "hessian",
     "verbose",
 )
-ENOUGH_TO_HOLD_OUT = 200  # rows from which early_stopping="auto" holds some out
 
 
 class OrdinalBoostingClassifier(OrdinalBase):
@@ -95,12 +94,12 @@ class OrdinalBoostingClassifier(OrdinalBase):
         transport: float = 1.0,
         cross_entropy: float = 0.0,
         hessian: str = "auto",
-        n_estimators: int = 300,
-        learning_rate: float = 0.1,
-        max_depth: int = 4,
+        n_estimators: int = 500,
+        learning_rate: float = 0.05,
+        max_depth: int = 3,
         min_child_weight: float = 1.0,
-        subsample: float = 1.0,
-        colsample_bytree: float = 1.0,
+        subsample: float = 0.8,
+        colsample_bytree: float = 0.8,
         reg_lambda: float = 1.0,
         booster_params: dict[str, Any] | None = None,
         class_weight: Any = None,
@@ -164,8 +163,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
     def _check_settings(self) -> None:
         super()._check_settings()
         check_choice("booster", self.booster, BOOSTERS)
-        check_choice("early_stopping", self.early_stopping, (True, False, "auto"))
-        for name in ("n_estimators", "max_depth", "n_iter_no_change"):
+        require_library(self.booster)
+        for name in ("n_estimators", "max_depth"):
             check_count(name, getattr(self, name))
         for name in ("min_child_weight", "reg_lambda"):
             check_real(name, getattr(self, name), least=0.0)
@@ -186,14 +185,13 @@ class OrdinalBoostingClassifier(OrdinalBase):
         if len(self.classes_) == 1:
             return
         settings = self._tree_settings(seed=int(random.randint(2**31 - 1)))
-        enough = len(rows.target) >= ENOUGH_TO_HOLD_OUT
-        if not (enough if self.early_stopping == "auto" else self.early_stopping):
+        if not self._stops_early(len(rows.target)):
             self._trees = train_trees(self.booster, settings, rows)
         else:
             kept, held = split_off(rows.target, self.validation_fraction, random=random, purpose="early stopping")
             self._trees = train_trees(self.booster, settings, rows[kept], rows[held])
             if self.refit:
-                again = replace(settings, n_estimators=self._trees.rounds)
+                again = replace(settings, n_estimators=max(self._trees.rounds, 1))
                 self._trees = train_trees(self.booster, again, rows)
         self.n_estimators_ = self._trees.rounds
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -56,11 +57,11 @@ class OrdinalClassifier(OrdinalBase):
         calibration_fraction: share of rows held out for it, class by class.
         standardize: give features mean 0 and deviation 1 (by weight) first; penalty and step size suppose so.
         solver: "lbfgs" (all rows, float64, deterministic), "adam" (batches), or "auto": lbfgs for linear models without
-            early stopping, else adam.
+            early_stopping=True, else adam.
         learning_rate, batch_size: of adam.
         max_iter: iterations of lbfgs, or epochs of adam.
         tol: lbfgs ends at slopes below it, adam where `n_iter_no_change` epochs improve the loss by less.
-        early_stopping: hold rows out, and keep the parameters that were best on them (adam).
+        early_stopping: with adam, hold rows out and keep the parameters that were best on them; "auto": from 200 rows.
         validation_fraction: share of rows held out for it, class by class.
         warm_start: `fit` goes on from the last solution; labels, features and layers must stay.
         random_state: seed or `numpy.random.RandomState` for rows held out, batches and first weights of hidden layers.
@@ -88,6 +89,7 @@ class OrdinalClassifier(OrdinalBase):
     _scaler: StandardScaler
     _parameters: np.ndarray
     _adam: Adam
+    _mass: float
     _random: np.random.RandomState
 
     def __init__(
@@ -98,23 +100,23 @@ class OrdinalClassifier(OrdinalBase):
         power: int = 2,
         cost: Any = None,
         transport: float = 1.0,
-        cross_entropy: float = 0.0,
+        cross_entropy: float = 0.2,
         model: str = "softmax",
         hidden_layer_sizes: Any = (),
-        alpha: float = 0.1,
+        alpha: float = 0.3,
         class_weight: Any = None,
         decode: str = "argmax",
         calibration: str | None = None,
         calibration_fraction: float = 0.2,
         standardize: bool = True,
         solver: str = "auto",
-        learning_rate: float = 1e-3,
+        learning_rate: float = 2e-3,
         batch_size: int = 200,
         max_iter: int = 1000,
         tol: float = 1e-6,
-        early_stopping: bool = False,
+        early_stopping: bool | str = "auto",
         validation_fraction: float = 0.1,
-        n_iter_no_change: int = 10,
+        n_iter_no_change: int = 20,
         warm_start: bool = False,
         random_state: Any = None,
         verbose: int = 0,
@@ -188,8 +190,10 @@ class OrdinalClassifier(OrdinalBase):
         self._prepare(X, positions, weights, random=self._random, onward=not first)
         self.n_iter_ += 1
         if len(self.classes_) > 1:
+            # The penalty is shared by all rows so far, of which these are a part.
+            share = float(weights.sum()) / self._mass
             self._parameters, _ = train_epoch(
-                self._objective(),
+                replace(self._objective(), alpha=self.alpha * share),
                 self._parameters,
                 Rows.of(self._features(X), positions, weights),
                 adam=self._adam,
@@ -219,11 +223,11 @@ class OrdinalClassifier(OrdinalBase):
         check_real("alpha", self.alpha, least=0.0)
         check_real("learning_rate", self.learning_rate, least=0.0, above=True)
         check_real("tol", self.tol, least=0.0)
-        for name in ("batch_size", "max_iter", "n_iter_no_change"):
+        for name in ("batch_size", "max_iter"):
             check_count(name, getattr(self, name))
         for width in self._hidden():
             check_count("hidden_layer_sizes", width)
-        if self.early_stopping and self.solver == "lbfgs":
+        if self.early_stopping is True and self.solver == "lbfgs":
             raise ValueError("early_stopping=True with solver='lbfgs', which goes to the optimum; use solver='adam'.")
 
     def _hidden(self) -> tuple[int, ...]:
@@ -241,7 +245,9 @@ class OrdinalClassifier(OrdinalBase):
         if len(self.classes_) == 1:
             return
         rows = Rows.of(self._features(X), positions, weights)
-        uses_adam = self.solver == "adam" or (self.solver == "auto" and bool(self._hidden() or self.early_stopping))
+        uses_adam = self.solver == "adam" or (
+            self.solver == "auto" and bool(self._hidden() or self.early_stopping is True)
+        )
         if uses_adam:
             settled = self._by_adam(rows, random)
         else:
@@ -257,7 +263,7 @@ class OrdinalClassifier(OrdinalBase):
 
     def _by_adam(self, rows: Rows, random: np.random.RandomState) -> bool:
         held_out = None
-        if self.early_stopping:
+        if self._stops_early(len(rows)):
             kept, held = split_off(
                 rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping"
             )
@@ -303,6 +309,7 @@ class OrdinalClassifier(OrdinalBase):
             scaler = deepcopy(known).partial_fit(X, sample_weight=weights)
         else:
             scaler = StandardScaler().fit(X, sample_weight=weights)
+        self._mass = float(weights.sum()) + (self._mass if onward and hasattr(self, "_adam") else 0.0)
         shift, stretch = _centre(scaler), _scale(scaler)
         if onward and len(self.classes_) > 1:
             self._parameters = scores.restandardised(
