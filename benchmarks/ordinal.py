@@ -1,0 +1,236 @@
+"""Ordinal labels: our estimators against cross-entropy in the same models, and against other packages.
+
+Thirty stratified holdouts (a quarter of the rows) of every set of `ordinal_data`, the same for all contestants of
+`ordinal_models`. Recorded: the ranked probability score (sum over thresholds of squared differences of the cumulative
+distributions, not divided by their number), the mean absolute error of the median of the forecast, which is the best
+decision for it, and of the contestant's own `predict`, and the quadratic weighted kappa of the latter.
+
+Rows of every fit go to ordinal_fits.csv as they come (`--resume` goes on with it), means and deviations by set to
+ordinal.csv. Differences between our loss and cross-entropy in the same model are tested over the holdouts by the
+corrected resampled t-test (C. Nadeau, Y. Bengio, Inference for the generalization error, 2003), which counts the rows
+that holdouts share; mean ranks over the sets compare everybody.
+"""
+
+from __future__ import annotations
+
+import csv
+import statistics
+import time
+import warnings
+from collections import defaultdict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from scipy import stats
+from sklearn.metrics import cohen_kappa_score
+from sklearn.model_selection import train_test_split
+
+from benchmarks.measure import Row, Settings, append, hardware, say, table
+from benchmarks.ordinal_data import OrdinalSet, ordinal_sets
+from benchmarks.ordinal_models import CROSS_ENTROPY, OURS, PEER, Model, fitted, models
+from otloss.metrics import ranked_probability_score
+
+NAME = "ordinal"
+HOLDOUTS, HELD_OUT = 30, 0.25
+SMALL_HOLDOUTS, SMALL_SETS = 2, 1
+SCORES = ("rps", "mae", "mae_predict", "qwk")  # the last one is better when larger
+FITS, MEANS = "ordinal_fits.csv", "ordinal.csv"
+FIT_FIELDS = ("set", "holdout", "model", *SCORES, "seconds")
+MEAN_FIELDS = ("set", "rows", "classes", "model", "holdouts", *(f"{s}_{k}" for s in SCORES for k in ("mean", "std")),
+               "seconds")  # fmt: skip
+SIGNIFICANT = 0.05
+# Mean absolute errors that the TOC-UCO archive publishes for 30 holdouts, of its own splits and preparation.
+PUBLISHED = {"era": {"LogAT": 1.485, "LogIT": 1.271, "MLP-CLM": 1.569, "XGB": 1.693},
+             "winequality-red": {"LogAT": 0.801, "LogIT": 0.620, "MLP-CLM": 0.606, "XGB": 0.528}}  # fmt: skip
+
+Fits = dict[tuple[str, str], dict[int, dict[str, float]]]  # (set, model) -> holdout -> scores
+
+
+def main(settings: Settings) -> None:
+    sets = list(ordinal_sets(None if settings.data is None else settings.data / NAME))
+    holdouts = settings.rounds or (SMALL_HOLDOUTS if settings.small else HOLDOUTS)
+    contestants = models()
+    if settings.small:
+        sets = sets[:SMALL_SETS]
+    say(f"\n{NAME}: {len(sets)} sets, {holdouts} holdouts, {len(contestants)} contestants\n  {hardware()}")
+    fits = _known(settings)
+    _run(sets, contestants, holdouts, fits, settings.output)
+    if settings.output is not None:
+        _keep_means(settings.output / MEANS, sets, contestants, fits)
+    _tables(sets, contestants, fits)
+
+
+def _known(settings: Settings) -> Fits:
+    fits: Fits = defaultdict(dict)
+    path = None if settings.output is None else settings.output / FITS
+    if path is None or not path.exists():
+        return fits
+    if not settings.resume:
+        raise FileExistsError(f"{path} holds the fits of an earlier run; go on with --resume, or move it away.")
+    with path.open(newline="", encoding="utf-8") as stream:
+        for row in csv.DictReader(stream):
+            fits[row["set"], row["model"]][int(row["holdout"])] = _numbers(row)
+    return fits
+
+
+def _numbers(row: Row) -> dict[str, float]:
+    return {name: float(row[name]) for name in (*SCORES, "seconds")}
+
+
+def _run(sets: list[OrdinalSet], contestants: list[Model], holdouts: int, fits: Fits, output: Path | None) -> None:
+    """Holdout by holdout, so that an interrupted run has whole ones of every set."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # tables this small gain nothing from more
+    try:
+        for holdout in range(holdouts):
+            started = time.perf_counter()
+            for one in sets:
+                rows = [
+                    {"set": one.name, "holdout": holdout, "model": model.name, **_scores(one, model, holdout)}
+                    for model in contestants
+                    if holdout not in fits[one.name, model.name]
+                ]
+                for row in rows:
+                    fits[row["set"], row["model"]][holdout] = _numbers(row)
+                if output is not None and rows:
+                    append(output / FITS, FIT_FIELDS, rows)
+            say(f"  holdout {holdout + 1} of {holdouts}: {time.perf_counter() - started:.0f} s")
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _scores(one: OrdinalSet, model: Model, holdout: int) -> dict[str, Any]:
+    X, X_out, y, y_out = train_test_split(one.X, one.y, test_size=HELD_OUT, stratify=one.y, random_state=holdout)
+    started = time.perf_counter()
+    found = fitted(model, X, y, seed=holdout, classes=one.classes)
+    seconds = time.perf_counter() - started
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        proba, chosen = np.asarray(found.predict_proba(X_out), np.float64), np.asarray(found.predict(X_out))
+    if proba.shape != (len(y_out), one.classes) or not np.isfinite(proba).all():
+        raise RuntimeError(f"{model.name} on {one.name}, holdout {holdout}: probabilities {proba.shape} are not right.")
+    proba = np.clip(proba, 0, None) / np.clip(proba, 0, None).sum(1, keepdims=True)
+    median = (proba.cumsum(1) >= 0.5 - 1e-9).argmax(1)
+    scores = {
+        "rps": ranked_probability_score(y_out, proba, labels=np.arange(one.classes)),
+        "mae": np.abs(median - y_out).mean(),
+        "mae_predict": np.abs(chosen - y_out).mean(),
+        "qwk": cohen_kappa_score(y_out, chosen, weights="quadratic", labels=np.arange(one.classes)),
+    }
+    return {name: f"{value:.5f}" for name, value in {**scores, "seconds": seconds}.items()}
+
+
+def _keep_means(path: Path, sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> None:
+    rows = []
+    for one in sets:
+        for model in contestants:
+            known = list(fits[one.name, model.name].values())
+            row: dict[str, Any] = {"set": one.name, "rows": len(one.y), "classes": one.classes, "model": model.name,
+                                   "holdouts": len(known)}  # fmt: skip
+            for score in SCORES:
+                values = [fit[score] for fit in known]
+                row[f"{score}_mean"] = f"{statistics.fmean(values):.4f}"
+                row[f"{score}_std"] = f"{statistics.pstdev(values):.4f}"
+            rows.append({**row, "seconds": f"{statistics.median(fit['seconds'] for fit in known):.3f}"})
+    path.unlink(missing_ok=True)
+    append(path, MEAN_FIELDS, rows)
+
+
+# ---- what is printed ---------------------------------------------------------------------------------------------
+
+
+def _mean(fits: Fits, one: OrdinalSet, model: Model, score: str) -> float:
+    return statistics.fmean(fit[score] for fit in fits[one.name, model.name].values())
+
+
+def mean_ranks(sets: Iterable[OrdinalSet], contestants: list[Model], fits: Fits, score: str) -> dict[str, float]:
+    """Over the sets, of the means over the holdouts; 1 is best."""
+    sign = -1 if score == "qwk" else 1
+    ranks = [stats.rankdata([sign * _mean(fits, one, model, score) for model in contestants]) for one in sets]
+    return {model.name: float(rank) for model, rank in zip(contestants, np.mean(ranks, 0), strict=True)}
+
+
+def resampled_t_test(differences: np.ndarray) -> float:
+    """The p-value of paired differences over random holdouts of the same rows."""
+    if np.ptp(differences) == 0:
+        return 1.0 if differences[0] == 0 else 0.0
+    shared = HELD_OUT / (1 - HELD_OUT)
+    scale = np.sqrt((1 / len(differences) + shared) * differences.var(ddof=1))
+    return float(2 * stats.t.sf(abs(differences.mean() / scale), len(differences) - 1))
+
+
+def _tables(sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> None:
+    ranks = {score: mean_ranks(sets, contestants, fits, score) for score in SCORES}
+    say(f"\nmean rank of {len(contestants)} over {len(sets)} sets; 1 is best")
+    names = sorted(contestants, key=lambda model: ranks["rps"][model.name] + ranks["mae"][model.name])
+    rows = [["model", "family", *SCORES, "median s per fit"]]
+    for model in names:
+        seconds = statistics.median(fit["seconds"] for one in sets for fit in fits[one.name, model.name].values())
+        rows.append([model.name, model.family, *(f"{ranks[s][model.name]:.2f}" for s in SCORES), f"{seconds:.2f}"])
+    table(rows)
+    _verdict(contestants, ranks)
+    _against_cross_entropy(sets, contestants, fits)
+    for score in ("rps", "mae"):
+        _by_set(sets, contestants, fits, score)
+    _published(sets, contestants, fits)
+
+
+def _verdict(contestants: list[Model], ranks: dict[str, dict[str, float]]) -> None:
+    ours = [model.name for model in contestants if model.whose == OURS]
+    peers = [model.name for model in contestants if model.whose == PEER]
+    best = min(ours, key=lambda name: ranks["rps"][name] + ranks["mae"][name])
+    for score in ("rps", "mae"):
+        peer = min(peers, key=ranks[score].__getitem__)
+        met = "not worse" if ranks[score][best] <= ranks[score][peer] else "WORSE"
+        say(
+            f"  {score}: {best} {ranks[score][best]:.2f}, best of other packages {peer} {ranks[score][peer]:.2f}: {met}"
+        )
+
+
+def _against_cross_entropy(sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> None:
+    say(f"\nour loss against cross-entropy in the same model: sets won / lost, of them with p < {SIGNIFICANT}")
+    rows = [["model", *SCORES]]
+    mine = [model for model in contestants if model.whose == OURS]
+    twins = [model for model in contestants if model.whose == CROSS_ENTROPY]
+    for model, twin in zip(mine, twins, strict=True):
+        row = [model.name]
+        for score in SCORES:
+            counts = dict.fromkeys(("won", "lost", "won clearly", "lost clearly"), 0)
+            for one in sets:
+                a, b = (
+                    np.array([fit[score] for _, fit in sorted(fits[one.name, m.name].items())]) for m in (model, twin)
+                )
+                gain = (a - b) if score == "qwk" else (b - a)
+                if gain.mean() == 0:
+                    continue
+                outcome = "won" if gain.mean() > 0 else "lost"
+                counts[outcome] += 1
+                counts[f"{outcome} clearly"] += len(gain) > 1 and resampled_t_test(gain) < SIGNIFICANT
+            row.append(f"{counts['won']} / {counts['lost']} ({counts['won clearly']} / {counts['lost clearly']})")
+        rows.append(row)
+    table(rows)
+
+
+def _by_set(sets: list[OrdinalSet], contestants: list[Model], fits: Fits, score: str) -> None:
+    """Mean and deviation of the best of each kind."""
+    say(f"\n{score} by set: mean and deviation over the holdouts of the best of each kind")
+    rows = [["set", "rows", "classes", OURS, CROSS_ENTROPY, PEER]]
+    for one in sets:
+        row = [one.name, str(len(one.y)), str(one.classes)]
+        for whose in (OURS, CROSS_ENTROPY, PEER):
+            best = min((m for m in contestants if m.whose == whose), key=lambda m: _mean(fits, one, m, score))
+            values = [fit[score] for fit in fits[one.name, best.name].values()]
+            row.append(f"{statistics.fmean(values):.3f} ± {statistics.pstdev(values):.3f} {best.name}")
+        rows.append(row)
+    table(rows)
+
+
+def _published(sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> None:
+    for one in sets:
+        if one.name in PUBLISHED:
+            told = ", ".join(f"{name} {value}" for name, value in PUBLISHED[one.name].items())
+            here = ", ".join(f"{m.name} {_mean(fits, one, m, 'mae_predict'):.3f}" for m in contestants)
+            say(f"\n{one.name}, mean absolute error of predict; published elsewhere: {told}\n  here: {here}")
