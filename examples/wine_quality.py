@@ -22,12 +22,12 @@ import numpy as np
 from sklearn.datasets import load_diabetes
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import cohen_kappa_score, mean_absolute_error
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, train_test_split
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 
 from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
+from otloss.metrics import ordinal_mae, quadratic_weighted_kappa, scorer
 
 LABELS = ("quality", "response")
 
@@ -50,17 +50,15 @@ def graded_diabetes() -> tuple[np.ndarray, np.ndarray]:
     return X, np.searchsorted(np.quantile(progress, [0.2, 0.4, 0.6, 0.8]), progress)
 
 
-def ranked_probability_score(model: Any, X: np.ndarray, y: np.ndarray) -> float:
-    """Mean of sum_k (F_k - 1[y <= k])^2 over the grades that the model knows."""
-    below = model.predict_proba(X).cumsum(1)[:, :-1]
-    return float(((below - (y[:, None] <= model.classes_[:-1])) ** 2).sum(1).mean())
-
-
 def candidates(grades: list[int], quick: bool) -> dict[str, tuple[Any, dict[str, list[Any]]]]:
     """Name, model, and what to search."""
     linear = OrdinalClassifier(categories=grades, decode="median")
     network = OrdinalClassifier(
-        categories=grades, decode="median", hidden_layer_sizes=(16 if quick else 100,), random_state=0
+        categories=grades,
+        decode="median",
+        hidden_layer_sizes=(16 if quick else 100,),
+        max_iter=20 if quick else 1000,
+        random_state=0,
     )
     trees = OrdinalBoostingClassifier(
         categories=grades, decode="median", n_estimators=20 if quick else 500, random_state=0
@@ -88,6 +86,7 @@ def main() -> None:
     X, y, grades = X[kept], y[kept], grades[counts >= 4].tolist()
     X_train, X_test, y_train, y_test = train_test_split(X, y, test_size=0.25, stratify=y, random_state=0)
     print(f"{len(y_train)} rows to learn from, {len(y_test)} held out, grades {grades}")
+    by_score = scorer("ranked_probability_score", labels=grades)
     print(f"{'model':20s} {'RPS':>7s} {'MAE':>7s} {'kappa':>7s}  best settings")
     folds = StratifiedKFold(2 if options.quick else 5, shuffle=True, random_state=0)
     for name, (model, grid) in candidates(grades, options.quick).items():
@@ -95,18 +94,18 @@ def main() -> None:
         search = GridSearchCV(
             pipeline,
             {f"model__{key}": choices for key, choices in grid.items()},
-            scoring=lambda fitted, X, y: -ranked_probability_score(fitted, X, y),
+            scoring=by_score,
             cv=folds,
         )
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             search.fit(X_train, y_train)
         predicted = search.predict(X_test)
-        kappa = cohen_kappa_score(y_test, predicted, labels=grades, weights="quadratic")
+        kappa = quadratic_weighted_kappa(y_test, predicted, labels=grades)
         settings = ", ".join(f"{key.removeprefix('model__')}={value}" for key, value in search.best_params_.items())
         print(
-            f"{name:20s} {ranked_probability_score(search, X_test, y_test):7.4f} "
-            f"{mean_absolute_error(y_test, predicted):7.4f} {kappa:7.4f}  {settings}"
+            f"{name:20s} {-by_score(search, X_test, y_test):7.4f} "
+            f"{ordinal_mae(y_test, predicted, labels=grades):7.4f} {kappa:7.4f}  {settings}"
         )
 
 
