@@ -12,7 +12,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from otloss.estimators._calibrated import CALIBRATIONS, apply_calibration, fit_calibration
 from otloss.estimators._criterion import Criterion, check_choice, check_count, check_decode, check_real, make_criterion
 from otloss.estimators._decode import decode
-from otloss.estimators._labels import LabelOrder, label_order
+from otloss.estimators._labels import LabelOrder, label_order, ordered_categories
 from otloss.estimators._weights import row_weights, split_off
 
 ENOUGH_TO_HOLD_OUT = 200  # rows from which early_stopping="auto" holds some out
@@ -58,13 +58,21 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def _raw_distribution(self, X: np.ndarray) -> np.ndarray:
         if len(self.classes_) == 1:
             return np.ones((len(X), 1))
-        return softmax(self._logits(X))
+        logits = self._logits(X)
+        if not np.isfinite(logits).all():
+            row = int(np.flatnonzero(~np.isfinite(logits).all(1))[0])
+            raise ValueError(
+                f"the scores of row {row} overflow: its features lie too far from those of training. Look for wrong "
+                "units, and for marks of missing values such as 1e300."
+            )
+        return softmax(logits)
 
     def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
         """Check everything, train, and calibrate."""
+        categories = ordered_categories(y) if self.categories is None else self.categories
         X, y = validate_data(self, X, y, **self._accepts())
         self._check_settings()
-        self._set_order(label_order(y, self.categories))
+        self._set_order(label_order(y, categories))
         positions = self._order.positions(y)
         weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
         random = check_random_state(self.random_state)

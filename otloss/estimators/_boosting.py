@@ -39,8 +39,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
     Args:
         booster: "xgboost" or "lightgbm".
-        categories: all labels in rank order, lowest first, of any type that sorts; by default the sorted labels of y. A
-            training set may lack some of them.
+        categories: all labels in rank order, lowest first, of any type that sorts; a training set may lack some. By
+            default the order of an ordered pandas Categorical, else the sorted labels of y: for words, the alphabet.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
             the loss, `decode="mean"` and `expected_value` are made of.
         power: 2, the ranked probability score, or 1, W_1; unused with a cost.
@@ -175,6 +175,11 @@ class OrdinalBoostingClassifier(OrdinalBase):
             check_count("n_jobs", self.n_jobs, least=-1)
         if self.booster_params is not None and not isinstance(self.booster_params, dict):
             raise TypeError(f"booster_params is {self.booster_params!r}, expected a dict of {self.booster}'s settings.")
+        for name in ("objective", "num_class"):
+            if name in (self.booster_params or {}):
+                raise ValueError(
+                    f"booster_params holds {name!r}, which follows from the labels and the loss; remove it."
+                )
 
     def _train(
         self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState

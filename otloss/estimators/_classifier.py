@@ -16,7 +16,7 @@ from sklearn.utils.validation import validate_data
 
 from otloss.estimators._base import OrdinalBase, class_prior
 from otloss.estimators._criterion import check_choice, check_count, check_real
-from otloss.estimators._labels import LabelOrder, label_order
+from otloss.estimators._labels import LabelOrder, label_order, ordered_categories
 from otloss.estimators._scores import MODELS, ScoreFunction
 from otloss.estimators._training import Adam, Objective, Rows, train_adam, train_epoch, train_lbfgs
 from otloss.estimators._weights import row_weights, split_off
@@ -36,8 +36,8 @@ class OrdinalClassifier(OrdinalBase):
     avoid it.
 
     Args:
-        categories: all labels in rank order, lowest first, of any type that sorts; by default the sorted labels of y. A
-            training set may lack some of them.
+        categories: all labels in rank order, lowest first, of any type that sorts; a training set may lack some. By
+            default the order of an ordered pandas Categorical, else the sorted labels of y: for words, the alphabet.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
             the loss, `decode="mean"` and `expected_value` are made of.
         power: 2, the ranked probability score, or 1, W_1; unused with a cost.
@@ -168,6 +168,7 @@ class OrdinalClassifier(OrdinalBase):
             ValueError: as `fit`; if y holds a label that the first call did not name; if calibration is asked for.
         """
         first = not hasattr(self, "classes_")
+        categories = ordered_categories(y) if self.categories is None else self.categories
         X, y = validate_data(self, X, y, reset=first, **self._accepts())
         self._check_settings()
         if self.calibration is not None:
@@ -175,9 +176,8 @@ class OrdinalClassifier(OrdinalBase):
                 f"calibration is {self.calibration!r}, which partial_fit has no rows to hold out for; use fit."
             )
         if first:
-            named = self.categories if classes is None else classes
             self._calibration = None
-            self._set_order(label_order(y, self.categories, classes=named))
+            self._set_order(label_order(y, categories, classes=categories if classes is None else classes))
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise ValueError(
                 f"classes is {classes!r}, expected {self.classes_.tolist()} as in the first call, or None."

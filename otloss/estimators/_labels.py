@@ -104,6 +104,12 @@ def label_order(y: Array, categories: Any = None, classes: Any = None) -> LabelO
     return LabelOrder(known, seen, ranks, np.searchsorted(ranks, rank_of_class), names)
 
 
+def ordered_categories(y: Any) -> Any:
+    """The categories of `y` in rank order if it is an ordered pandas Categorical, or a Series of one, else None."""
+    dtype: Any = getattr(y, "dtype", None)
+    return dtype.categories.tolist() if getattr(dtype, "ordered", False) else None
+
+
 def _as_labels(name: str, labels: Any) -> Array:
     if isinstance(labels, str) or not np.iterable(labels):
         raise ValueError(f"{name} is {labels!r}, expected a sequence of labels, lowest rank first.")

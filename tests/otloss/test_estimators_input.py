@@ -1,0 +1,145 @@
+"""Bad input to the estimators: messages that name what came in, what was expected, and the mend."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.sparse import csr_array
+
+from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
+from tests.otloss.test_estimators import BOTH, NAMES, both, ordered_rows
+
+GOOD_X, GOOD_RANK = ordered_rows(30)
+GOOD_Y = np.array(NAMES)[GOOD_RANK]
+BAD_SETTINGS = [
+    ({"values": [0, 2, 1]}, "values[1] is 2 and values[2] is 1, expected strictly increasing"),
+    ({"values": [0, 1, 1]}, "values[1] is 1 and values[2] is 1, expected strictly increasing"),
+    ({"values": [0, 1]}, "values has shape (2,), expected (3,)"),
+    ({"values": [0, 1, np.nan]}, "values holds nan"),
+    ({"values": "abc"}, "values is 'abc', expected numbers"),
+    ({"cost": np.ones((2, 3))}, "cost has shape (2, 3), expected (3, 3)"),
+    ({"cost": -np.ones((3, 3))}, "cost[0, 0] is -1, expected costs >= 0"),
+    ({"cost": np.full((3, 3), np.inf)}, "cost holds inf"),
+    ({"cost": np.ones((3, 3)), "values": [0, 1, 2]}, "values and cost are both given"),
+    ({"power": 3}, "power is 3, expected one of (1, 2)"),
+    ({"cross_entropy": -1.0}, "cross_entropy is -1.0, expected a finite number >= 0"),
+    ({"transport": 0.0, "cross_entropy": 0.0}, "transport and cross_entropy are both 0"),
+    ({"decode": "mode"}, "decode is 'mode', expected one of"),
+    ({"decode": "cost"}, "decode is 'cost' without a cost matrix"),
+    ({"calibration": "platt"}, "calibration is 'platt', expected one of"),
+    ({"calibration": "ordinal", "calibration_fraction": 1.5}, "calibration_fraction is 1.5"),
+    ({"class_weight": {"tall": 2.0}}, "class_weight names the label 'tall'"),
+    ({"class_weight": {"low": -2.0}}, "class_weight['low'] is -2.0"),
+    ({"class_weight": "equal"}, "class_weight is 'equal'"),
+    ({"categories": ["low", "high", "low"]}, "categories holds 'low' more than once"),
+    ({"categories": "low"}, "categories is 'low', expected a sequence"),
+    ({"categories": ["low", "high"]}, "y holds the label 'medium', which is none of categories=['low', 'high']"),
+    ({"categories": [0, 1, 2]}, "which is none of categories=[0, 1, 2]"),
+]
+
+
+@BOTH
+@pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=lambda value: str(value)[:40])
+def test_bad_settings_are_named(index: int, settings: dict[str, Any], message: str) -> None:
+    model = both(**{"categories": NAMES, **settings})[index]
+    with pytest.raises(ValueError, match=re.escape(message)):
+        model.fit(GOOD_X, GOOD_Y)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("y", "message"),
+    [
+        (np.where(GOOD_RANK == 1, np.nan, GOOD_RANK * 1.0), "Input y contains NaN"),
+        (np.array([None, *GOOD_Y[1:]], dtype=object), "Input y contains NaN, None or infinity: y[0] is None"),
+        (np.array([1, *GOOD_Y[1:]], dtype=object), "y mixes labels of the types int, str"),
+        (np.array(["tall", *GOOD_Y[1:]]), "y holds the label 'tall'"),
+        (GOOD_RANK[:-1], "inconsistent numbers of samples"),
+        (np.minimum(GOOD_RANK, 1), "without the last, 2, which categories they count is not certain"),
+    ],
+    ids=["nan", "none", "mixed", "unknown", "short", "codes"],
+)
+def test_bad_labels_are_named(index: int, y: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        both(categories=NAMES)[index].fit(GOOD_X, y)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        (np.r_[-1.0, np.ones(29)], "sample_weight[0] is -1.0, expected finite weights >= 0"),
+        (np.r_[np.ones(29), np.nan], "sample_weight[29] is nan"),
+        (np.ones(29), "sample_weight has shape (29,), expected (30,)"),
+        (np.ones((30, 2)), "Sample weights must be 1D"),
+        (np.zeros(30), "all are zero"),
+    ],
+    ids=["negative", "nan", "short", "table", "zero"],
+)
+def test_bad_weights_are_named(index: int, weights: np.ndarray, message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        both()[index].fit(GOOD_X, GOOD_Y, sample_weight=weights)
+
+
+@pytest.mark.parametrize("settings", [{}, {"model": "cumulative"}, {"hidden_layer_sizes": 3, "tol": 1.0}], ids=str)
+def test_scores_that_overflow_are_refused(settings: dict[str, Any]) -> None:
+    model = OrdinalClassifier(random_state=0, **settings).fit(GOOD_X * 1e-3, GOOD_Y)
+    far = GOOD_X.copy()
+    far[2] = 1.7e308
+    with np.errstate(all="ignore"), pytest.raises(ValueError, match="the scores of row 2 overflow"):
+        model.predict_proba(far)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"alpha": -1.0}, ValueError),
+        ({"alpha": "a"}, TypeError),
+        ({"model": "probit"}, ValueError),
+        ({"solver": "sgd"}, ValueError),
+        ({"solver": "lbfgs", "early_stopping": True}, ValueError),
+        ({"hidden_layer_sizes": (0,)}, ValueError),
+        ({"hidden_layer_sizes": (2.5,)}, TypeError),
+        ({"max_iter": 0}, ValueError),
+        ({"learning_rate": 0.0}, ValueError),
+        ({"validation_fraction": 0.0}, ValueError),
+    ],
+    ids=str,
+)
+def test_bad_settings_of_the_linear_model_are_named(settings: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{list(settings)[-1]}"):
+        OrdinalClassifier(**settings).fit(GOOD_X, GOOD_Y)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"booster": "catboost"}, ValueError),
+        ({"early_stopping": 1}, ValueError),
+        ({"n_estimators": 0}, ValueError),
+        ({"subsample": 0.0}, ValueError),
+        ({"subsample": 1.5}, ValueError),
+        ({"min_child_weight": -1}, ValueError),
+        ({"n_jobs": -2}, ValueError),
+        ({"booster_params": [1]}, TypeError),
+        ({"booster_params": {"num_class": 3}}, ValueError),
+        ({"hessian": "exact"}, ValueError),
+    ],
+    ids=str,
+)
+def test_bad_settings_of_boosting_are_named(settings: dict[str, Any], error: type[Exception]) -> None:
+    with pytest.raises(error, match=f"{list(settings)[-1]}"):
+        OrdinalBoostingClassifier(**{"booster": "lightgbm", **settings}).fit(GOOD_X, GOOD_Y)
+
+
+@BOTH
+def test_sparse_and_missing_features_are_refused_where_they_have_no_meaning(index: int) -> None:
+    with pytest.raises(TypeError, match="Sparse data was passed"):
+        both()[index].fit(csr_array(GOOD_X), GOOD_Y)
+    X = GOOD_X.copy()
+    X[3, 1] = np.nan
+    with pytest.raises(ValueError, match="Input X contains NaN"):
+        OrdinalClassifier().fit(X, GOOD_Y)
