@@ -1,21 +1,25 @@
-"""`python -m benchmarks [token_loss | scaling | solvers | gradients]`: run one benchmark, or all of them."""
+"""`python -m benchmarks [token_loss | scaling | solvers | gradients | boosting | ordinal]`: run one benchmark, or all.
+
+The last one takes hours and compares with packages of the extra "peers", so it runs only when it is named.
+"""
 
 from __future__ import annotations
 
 import argparse
 from pathlib import Path
 
-from benchmarks import gradients, scaling, solvers, token_loss
+from benchmarks import boosting, gradients, ordinal, scaling, solvers, token_loss
 from benchmarks.labels import BESIDE, find_data
 from benchmarks.measure import FOLDER, Settings
 
 BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main, "solvers": solvers.main,
-              "gradients": gradients.main}  # fmt: skip
+              "gradients": gradients.main, "boosting": boosting.main}  # fmt: skip
+BY_NAME = {"ordinal": ordinal.main}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    parser.add_argument("name", nargs="?", choices=list(BENCHMARKS), help="default: all")
+    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but ordinal")
     parser.add_argument(
         "--rounds", type=int, help=f"interleaved repetitions ({token_loss.ROUNDS}; scaling {scaling.ROUNDS}; solvers "
         f"{solvers.ROUNDS})",
@@ -27,7 +31,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--text", default=Settings.text, help="the text the labels come from (%(default)s)")
     parser.add_argument("--output", type=Path, help="folder for results (default: benchmarks, with --small none)")
-    parser.add_argument("--resume", action="store_true", help="scaling: go on where an interrupted run stopped")
+    parser.add_argument(
+        "--resume", action="store_true", help="scaling, ordinal: go on where an interrupted run stopped"
+    )
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected 1 or more")
@@ -40,7 +46,7 @@ def main() -> None:
         resume=options.resume,
     )
     for name in [options.name] if options.name else BENCHMARKS:
-        BENCHMARKS[name](settings)
+        (BENCHMARKS | BY_NAME)[name](settings)
 
 
 if __name__ == "__main__":

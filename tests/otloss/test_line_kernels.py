@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otloss import _onedim, cdf_distance, wasserstein_1d
-from otloss._kernels import line, line_gradients
+from otloss._kernels import histograms, line_gradients
 from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
 from tests.otloss.strategies import line_problems, positions, weights
 
@@ -160,10 +160,10 @@ def test_numbers_that_are_none_are_found() -> None:
             assert line_gradients._orders([good, wrong[1:]]) is None
             assert line_gradients._orders([wrong]) is None
     for drawn, balanced in [([1.0, 2.0], True), ([-1.0, 4.0], False), ([torch.nan, 3.0], False), ([1.0, 2.1], False)]:
-        scales = line.balance(np.array([1.0, 2.0]), np.array(drawn), 1e-9)
-        assert scales == (1.0, 1.0) if balanced else np.isnan(scales).all()
+        scales = histograms.balance(np.array([1.0, 2.0]), np.array(drawn), 1e-9)
+        assert scales == (1.0, 1.0, 3.0) if balanced else np.isnan(scales).all()
     for drawn in ([np.inf], [1.0]):
-        assert np.isnan(line.balance(np.array(drawn), np.array([np.inf]), 1e-9)).all()
+        assert np.isnan(histograms.balance(np.array(drawn), np.array([np.inf]), 1e-9)).all()
 
 
 def test_messages_are_the_twins() -> None:
