@@ -70,7 +70,6 @@ class OrdinalBoostingClassifier(OrdinalBase):
     Attributes:
         classes_: (m,) the labels seen in training, sorted; the columns of `predict_proba`.
         categories_: (K,) all labels in rank order; the columns of `predict_distribution`.
-        n_features_in_, feature_names_in_: as in all of scikit-learn.
         n_estimators_: rounds trained.
 
     Source:

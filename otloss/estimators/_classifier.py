@@ -12,6 +12,7 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
+from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import validate_data
 
 from otloss.estimators._base import OrdinalBase, class_prior
@@ -22,6 +23,15 @@ from otloss.estimators._training import Adam, Objective, Rows, train_adam, train
 from otloss.estimators._weights import row_weights, split_off
 
 SOLVERS = ("auto", "lbfgs", "adam")
+
+
+def _learns_in_parts(classifier: OrdinalClassifier) -> bool:
+    if classifier.calibration is not None:
+        raise AttributeError(
+            f"calibration is {classifier.calibration!r}, which partial_fit has no rows to hold out for; use fit, or "
+            "calibration=None."
+        )
+    return True
 
 
 class OrdinalClassifier(OrdinalBase):
@@ -70,7 +80,6 @@ class OrdinalClassifier(OrdinalBase):
     Attributes:
         classes_: (m,) the labels seen in training, sorted; the columns of `predict_proba`.
         categories_: (K,) all labels in rank order; the columns of `predict_distribution`.
-        n_features_in_, feature_names_in_: as in all of scikit-learn.
         n_iter_: iterations or epochs.
 
     Source:
@@ -156,6 +165,7 @@ class OrdinalClassifier(OrdinalBase):
         self._fit(X, y, sample_weight)
         return self
 
+    @available_if(_learns_in_parts)
     @torch.inference_mode(False)
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OrdinalClassifier:
         """Go once over the rows given, with Adam, from where the last call ended; return self.
@@ -165,18 +175,15 @@ class OrdinalClassifier(OrdinalBase):
         exactly.
 
         Raises:
-            ValueError: as `fit`; if y holds a label that the first call did not name; if calibration is asked for.
+            AttributeError: if calibration is asked for, for which there are no rows to hold out.
+            ValueError: as `fit`, or if y holds a label that the first call did not name.
         """
         first = not hasattr(self, "classes_")
         categories = ordered_categories(y) if self.categories is None else self.categories
         X, y = validate_data(self, X, y, reset=first, **self._accepts())
         self._check_settings()
-        if self.calibration is not None:
-            raise ValueError(
-                f"calibration is {self.calibration!r}, which partial_fit has no rows to hold out for; use fit."
-            )
+        self._calibration = None
         if first:
-            self._calibration = None
             self._set_order(label_order(y, categories, classes=categories if classes is None else classes))
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise ValueError(
@@ -227,7 +234,7 @@ class OrdinalClassifier(OrdinalBase):
             check_count(name, getattr(self, name))
         for width in self._hidden():
             check_count("hidden_layer_sizes", width)
-        if self.early_stopping is True and self.solver == "lbfgs":
+        if self.solver == "lbfgs" and self.early_stopping not in (False, "auto"):
             raise ValueError("early_stopping=True with solver='lbfgs', which goes to the optimum; use solver='adam'.")
 
     def _hidden(self) -> tuple[int, ...]:
@@ -245,9 +252,8 @@ class OrdinalClassifier(OrdinalBase):
         if len(self.classes_) == 1:
             return
         rows = Rows.of(self._features(X), positions, weights)
-        uses_adam = self.solver == "adam" or (
-            self.solver == "auto" and bool(self._hidden() or self.early_stopping is True)
-        )
+        in_batches = bool(self._hidden()) or self.early_stopping not in (False, "auto")
+        uses_adam = self.solver == "adam" or (self.solver == "auto" and in_batches)
         if uses_adam:
             settled = self._by_adam(rows, random)
         else:

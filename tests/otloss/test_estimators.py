@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pickle
 import re
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -56,7 +58,7 @@ CHECKED = [
     OrdinalBoostingClassifier(booster="xgboost", n_estimators=8, learning_rate=0.4),
 ]
 CHECKED_SLOWLY = [
-    OrdinalClassifier(power=1, cross_entropy=0.3, alpha=1.0, calibration="temperature"),
+    OrdinalClassifier(power=1, cross_entropy=0.3, alpha=1.0),
     OrdinalClassifier(solver="adam", learning_rate=0.1, max_iter=30, cross_entropy=0.1),
     OrdinalClassifier(model="cumulative", hidden_layer_sizes=10, learning_rate=0.03, max_iter=40),
     OrdinalClassifier(hidden_layer_sizes=(10,)),
@@ -262,3 +264,12 @@ def test_ordered_categoricals_bring_their_order(index: int) -> None:
         assert model.categories_.tolist() == [*NAMES, "very high"]
         np.testing.assert_array_equal(model.predict_distribution(X)[:, :3], both()[index].fit(X, rank).predict_proba(X))
     assert OrdinalClassifier().partial_fit(X, y).categories_.tolist() == [*NAMES, "very high"]
+
+
+def test_importing_the_estimators_imports_no_boosting_library_and_no_compiler() -> None:
+    code = (
+        "import sys, otloss; assert 'sklearn' not in sys.modules\n"
+        "import otloss.estimators; print([m for m in ('xgboost', 'lightgbm', 'numba', 'torch._dynamo') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

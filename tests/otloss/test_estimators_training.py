@@ -262,8 +262,9 @@ def test_partial_fit_starts_with_few_labels_and_says_what_it_cannot() -> None:
         model.partial_fit(X, np.array(["c", "b", "a"])[y], classes=["a", "b"])
     with pytest.raises(ValueError, match=r"is none of classes=\[1, 2\]"):
         OrdinalClassifier().partial_fit(X, y, classes=[1, 2])
-    with pytest.raises(ValueError, match="partial_fit has no rows to hold out"):
+    with pytest.raises(AttributeError, match="has no attribute 'partial_fit'") as caught:
         OrdinalClassifier(calibration="ordinal").partial_fit(X, y)
+    assert "partial_fit has no rows to hold out" in str(caught.value.__cause__)
     fitted = OrdinalClassifier().fit(X, y)
     before = fitted.predict_proba(X)
     after = fitted.set_params(learning_rate=1e-5).partial_fit(X, y).predict_proba(X)
