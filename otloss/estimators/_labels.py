@@ -156,7 +156,9 @@ def _are_codes(seen: Array, names: Array) -> bool:
     """Whether the labels seen are indices into the sorted categories, by the proof that the text below gives.
 
     An index is among 0..K-1, and some label is no category. The largest index must be there: if it is not, then the
-    indices may count fewer labels than there are categories, and which they leave out cannot be known.
+    indices may count fewer labels than there are categories, and which they leave out cannot be known. Indices that are
+    all categories themselves are taken for labels: 1, 2, 3 of the categories 1 to 4 stand for themselves, which keeps
+    their order, but a fold of the indices 0 to 3 without a 0 is one rank too low for `values` or a cost.
     """
     if seen.dtype.kind not in "iu" or seen[0] < 0 or seen[-1] >= len(names):
         return False

@@ -269,7 +269,8 @@ def test_ordered_categoricals_bring_their_order(index: int) -> None:
 def test_importing_the_estimators_imports_no_boosting_library_and_no_compiler() -> None:
     code = (
         "import sys, otloss; assert 'sklearn' not in sys.modules\n"
-        "import otloss.estimators; print([m for m in ('xgboost', 'lightgbm', 'numba', 'torch._dynamo') if m in sys.modules])"
+        "import otloss.estimators\n"
+        "print([m for m in ('xgboost', 'lightgbm', 'numba', 'torch._dynamo') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
