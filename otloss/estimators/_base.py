@@ -15,7 +15,7 @@ from otloss.estimators._decode import decode
 from otloss.estimators._labels import LabelOrder, label_order, ordered_categories
 from otloss.estimators._weights import row_weights, split_off
 
-ENOUGH_TO_HOLD_OUT = 200  # rows from which early_stopping="auto" holds some out
+ENOUGH_TO_HOLD_OUT = 50  # rows from which early_stopping="auto" holds some out
 SMALLEST_PRIOR = 1e-6  # of a class all of whose rows have weight zero
 
 

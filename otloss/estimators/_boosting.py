@@ -60,7 +60,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         calibration: None, "temperature" or "ordinal" (`otloss._calibration`), fitted to rows held out of training.
         calibration_fraction: share of rows held out for it, class by class.
         early_stopping: hold rows out, and stop when their loss has not fallen for `n_iter_no_change` rounds; "auto":
-            from 200 rows on.
+            from 50 rows on.
         validation_fraction: share of rows held out for it, class by class.
         refit: then train again on all rows, for the best number of rounds.
         n_jobs: threads; None is 1, -1 all cores.

@@ -71,7 +71,7 @@ class OrdinalClassifier(OrdinalBase):
         learning_rate, batch_size: of adam.
         max_iter: iterations of lbfgs, or epochs of adam.
         tol: lbfgs ends at slopes below it, adam where `n_iter_no_change` epochs improve the loss by less.
-        early_stopping: with adam, hold rows out and keep the parameters that were best on them; "auto": from 200 rows.
+        early_stopping: with adam, hold rows out and keep the parameters that were best on them; "auto": from 50 rows.
         validation_fraction: share of rows held out for it, class by class.
         warm_start: `fit` goes on from the last solution; labels, features and layers must stay.
         random_state: seed or `numpy.random.RandomState` for rows held out, batches and first weights of hidden layers.

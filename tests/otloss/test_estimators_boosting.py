@@ -69,7 +69,7 @@ def test_a_weight_is_a_repetition_and_zero_is_absence(library: str) -> None:
     X, y = ordered_rows(80)
     X = X.round(1)
     weight = np.random.default_rng(0).integers(0, 4, size=80)
-    settings = {"n_estimators": 10, "learning_rate": 0.3}
+    settings = {"n_estimators": 10, "learning_rate": 0.3, "early_stopping": False}
     weighted = boosted(library, **settings).fit(X, y, weight)
     repeated = boosted(library, **settings).fit(X.repeat(weight, 0), y.repeat(weight))
     shuffled = np.random.default_rng(1).permutation(80)
@@ -86,7 +86,7 @@ def test_early_stopping_finds_few_rounds_and_refits_on_all_rows(library: str) ->
     again = boosted(library, refit=True, **settings).fit(X, y)
     assert 1 <= stopped.n_estimators_ == again.n_estimators_ < 100
     assert np.abs(stopped.predict_proba(X) - again.predict_proba(X)).max() > 0
-    assert boosted(library, n_estimators=7).fit(X[:150], y[:150]).n_estimators_ == 7  # too few rows to hold some out
+    assert boosted(library, n_estimators=7).fit(X[:40], y[:40]).n_estimators_ == 7  # too few rows to hold some out
     with pytest.raises(ValueError, match="leave none to hold out for early stopping"):
         boosted(library, early_stopping=True).fit(X[:3], [0, 1, 2])
 
