@@ -142,19 +142,18 @@ def _balanced_by_kernel(p: Tensor, q: Tensor, *others: torch.dtype) -> Histogram
     """None where something is wrong, which the way in torch operations finds again and says."""
     from otloss._kernels.histograms import balance_rows
 
-    batch = p.shape[:-1]
-    balanced = torch.empty(3, batch.numel(), dtype=torch.float64, device="cpu")
+    balanced = torch.empty(3, *p.shape[:-1], 1, dtype=torch.float64, device="cpu")
     rows = (w.detach().reshape(-1, w.shape[-1]).contiguous().numpy() for w in (p, q))
-    if not balance_rows(*rows, MASS_TOLERANCE[p.dtype], balanced.numpy()):
+    if not balance_rows(*rows, MASS_TOLERANCE[p.dtype], balanced.view(3, -1).numpy()):
         return None
     dtype = p.dtype
     for other in others:
         dtype = torch.promote_types(dtype, other)
-    scale_p, scale_q, mass = balanced.to(dtype).reshape(3, *batch)
+    scale_p, scale_q, mass = balanced.to(dtype)
     return HistogramPair(
-        p=centre_gradient(p.to(dtype) * scale_p.unsqueeze(-1)),
-        q=centre_gradient(q.to(dtype) * scale_q.unsqueeze(-1)),
-        mass=mass,
+        p=centre_gradient(p.to(dtype) * scale_p),
+        q=centre_gradient(q.to(dtype) * scale_q),
+        mass=mass.squeeze(-1),
         dtype=dtype,
     )
 

@@ -112,8 +112,7 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
     width = _epsilon(epsilon, fitted, settings)
     p, q = pair.p, pair.q
     if fitted.dtype == torch.float32 and has_float64(fitted.device):
-        highest = fitted.largest()
-        if bool(((width.detach() > WIDE_FROM * highest) & (highest > 0)).any()):
+        if _is_wide(width.detach(), fitted.largest()):
             # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
             p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
             q = q if settings.reach is not None else _of_the_mass_of(p, q)
@@ -129,6 +128,12 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
         reach=settings.reach,
         dtype=pair.dtype,
     )
+
+
+def _is_wide(width: Tensor, highest: Tensor) -> bool:
+    if not (width > WIDE_FROM * highest).any():
+        return False
+    return bool(((width > WIDE_FROM * highest) & (highest > 0)).any())
 
 
 def paid(potential: Tensor, reach: float | None) -> Tensor:

@@ -30,9 +30,9 @@ _BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of it are alive
 
 def dual_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return D at potentials of which f is an exact update from g."""
-    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
     if problem.reach is None:
-        return (f * p).sum(-1) + (g * q).sum(-1)
+        return (f * problem.p.detach()).sum(-1) + (g * problem.q.detach()).sum(-1)
+    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
     mass_p, mass_q = p.sum(-1), q.sum(-1)
     kept = (p * (-f / problem.reach).exp()).sum(-1)
     outside = (p * paid(f, problem.reach)).sum(-1) + (q * paid(g, problem.reach)).sum(-1)
