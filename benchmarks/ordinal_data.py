@@ -15,7 +15,7 @@ import numpy as np
 import pandas as pd
 
 FEWEST = 4
-MOST_ROWS = 1200
+MOST_ROWS = 1000
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 Each is made by `make(seed, classes)` and has `fit(X, y)`, `predict` and `predict_proba` with a column for each rank.
 Settings are the defaults of each package; features are standardised for those that need it. Networks of other packages
-are the same small perceptron, trained in the same way as each other: Adam in batches of 200, a fifth held out for early
-stopping on their own loss, the best epoch kept.
+have the same hidden layer as ours and are trained in the same way as each other: Adam in batches of 200, a fifth held
+out for early stopping on their own loss, the best epoch kept.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def models() -> list[Model]:
 # ---- ours, and cross-entropy in the same models -------------------------------------------------------------------
 
 _LINEAR: dict[str, dict[str, Any]] = {"linear": {}, "cumulative": {"model": "cumulative"}}
-_MLP: dict[str, Any] = {"hidden_layer_sizes": (HIDDEN,), "learning_rate": STEP, "n_iter_no_change": PATIENCE}
+_MLP: dict[str, Any] = {"hidden_layer_sizes": (HIDDEN,)}
 _ALONE: dict[str, Any] = {"transport": 0.0, "cross_entropy": 1.0}
 
 

@@ -111,11 +111,10 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
     fitted = cost_between(pair.p, pair.q, fitted)
     width = _epsilon(epsilon, fitted, settings)
     p, q = pair.p, pair.q
-    if fitted.dtype == torch.float32 and has_float64(fitted.device):
-        if _is_wide(width.detach(), fitted.largest()):
-            # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
-            p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
-            q = q if settings.reach is not None else _of_the_mass_of(p, q)
+    if fitted.dtype == torch.float32 and has_float64(fitted.device) and _is_wide(width.detach(), fitted.largest()):
+        # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
+        p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
+        q = q if settings.reach is not None else _of_the_mass_of(p, q)
     shape = fitted.shape
     batch = check_broadcast(
         p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape, epsilon=tuple(width.shape)

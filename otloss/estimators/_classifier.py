@@ -73,6 +73,7 @@ class OrdinalClassifier(OrdinalBase):
         tol: lbfgs ends at slopes below it, adam where `n_iter_no_change` epochs improve the loss by less.
         early_stopping: with adam, hold rows out and keep the parameters that were best on them; "auto": from 50 rows.
         validation_fraction: share of rows held out for it, class by class.
+        refit: then train again from the same start on all rows, for the best number of epochs.
         warm_start: `fit` goes on from the last solution; labels, features and layers must stay.
         random_state: seed or `numpy.random.RandomState` for rows held out, batches and first weights of hidden layers.
         verbose: 1 prints the loss of each epoch of adam.
@@ -119,13 +120,14 @@ class OrdinalClassifier(OrdinalBase):
         calibration_fraction: float = 0.2,
         standardize: bool = True,
         solver: str = "auto",
-        learning_rate: float = 2e-3,
+        learning_rate: float = 5e-3,
         batch_size: int = 200,
         max_iter: int = 1000,
         tol: float = 1e-6,
         early_stopping: bool | str = "auto",
-        validation_fraction: float = 0.1,
+        validation_fraction: float = 0.2,
         n_iter_no_change: int = 20,
+        refit: bool = True,
         warm_start: bool = False,
         random_state: Any = None,
         verbose: int = 0,
@@ -152,6 +154,7 @@ class OrdinalClassifier(OrdinalBase):
         self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
         self.n_iter_no_change = n_iter_no_change
+        self.refit = refit
         self.warm_start = warm_start
         self.random_state = random_state
         self.verbose = verbose
@@ -268,7 +271,7 @@ class OrdinalClassifier(OrdinalBase):
             )
 
     def _by_adam(self, rows: Rows, random: np.random.RandomState) -> bool:
-        held_out = None
+        held_out, everything = None, rows
         if self._stops_early(len(rows)):
             kept, held = split_off(
                 rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping"
@@ -278,18 +281,20 @@ class OrdinalClassifier(OrdinalBase):
                 raise ValueError(
                     "the rows held out for early stopping, or those kept, all have weight 0; drop such rows."
                 )
-        self._parameters, self.n_iter_, settled = train_adam(
-            self._objective(),
-            self._parameters,
-            rows,
-            held_out=held_out,
-            max_iter=self.max_iter,
-            n_iter_no_change=self.n_iter_no_change,
-            tol=self.tol,
-            verbose=self.verbose,
-            random=random,
-            **self._steps(),
-        )
+        settings = {"tol": self.tol, "verbose": self.verbose, "random": random, **self._steps()}
+        start, objective = self._parameters, self._objective()
+        found = train_adam(
+            objective, start, rows, held_out=held_out, max_iter=self.max_iter, n_iter_no_change=self.n_iter_no_change,
+            **settings,
+        )  # fmt: skip
+        settled = found.settled
+        if held_out is not None and self.refit:
+            # For as many epochs, however the loss goes.
+            found = train_adam(
+                objective, start, everything, held_out=None, max_iter=found.epochs,
+                n_iter_no_change=found.epochs + 1, **settings,
+            )  # fmt: skip
+        self._parameters, self.n_iter_ = found.parameters, found.epochs
         return settled
 
     def _prepare(

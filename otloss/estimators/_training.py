@@ -131,6 +131,15 @@ def train_epoch(
     return parameters, total
 
 
+@dataclass(frozen=True)
+class Trained:
+    """Parameters, the epochs that led to them, and whether training ended before `max_iter` by itself."""
+
+    parameters: np.ndarray
+    epochs: int
+    settled: bool
+
+
 def train_adam(
     objective: Objective,
     parameters: np.ndarray,
@@ -142,10 +151,13 @@ def train_adam(
     tol: float,
     verbose: int,
     **settings: Any,
-) -> tuple[np.ndarray, int, bool]:
-    """Parameters, epochs, and whether these ended before `max_iter`, by the loss held out or else by the other."""
+) -> Trained:
+    """Train until the loss held out, or without such rows the loss met, no longer falls.
+
+    With rows held out the parameters are those of the best epoch, and the epochs are counted up to it.
+    """
     stopping = EarlyStopping(n_iter_no_change, tol)
-    adam = Adam()
+    adam, settled = Adam(), False
     for epoch in range(1, max_iter + 1):
         parameters, loss = train_epoch(objective, parameters, rows, adam=adam, **settings)
         if held_out is not None:
@@ -153,9 +165,12 @@ def train_adam(
                 loss = float(objective.data_loss(torch.from_numpy(parameters), held_out))
         if verbose:
             print(f"epoch {epoch}: loss {loss:.6f}{' held out' if held_out is not None else ''}")
-        if stopping.stop_after(loss, parameters):
-            return (stopping.parameters if held_out is not None else parameters), epoch, True  # type: ignore[return-value]
-    return (stopping.parameters if held_out is not None else parameters), max_iter, False  # type: ignore[return-value]
+        settled = stopping.stop_after(loss, parameters)
+        if settled:
+            break
+    if held_out is None or stopping.parameters is None:
+        return Trained(parameters, epoch, settled)
+    return Trained(stopping.parameters, stopping.round, settled)
 
 
 @dataclass
@@ -166,6 +181,8 @@ class EarlyStopping:
     tol: float
     best: float = np.inf
     parameters: np.ndarray | None = None
+    round: int = 0  # of the best
+    _rounds: int = 0
     _waited: int = 0
     _reference: float = np.inf
 
@@ -173,8 +190,9 @@ class EarlyStopping:
         """Take note of one round's loss; whether to stop."""
         if not np.isfinite(loss):
             raise ValueError(f"the loss is {loss} in training; lower learning_rate, or raise alpha.")
+        self._rounds += 1
         if loss < self.best:
-            self.best, self.parameters = loss, parameters
+            self.best, self.parameters, self.round = loss, parameters, self._rounds
         if loss < self._reference - self.tol:
             self._reference, self._waited = loss, 0
         else:

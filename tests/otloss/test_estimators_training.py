@@ -217,6 +217,18 @@ def test_early_stopping_ends_before_max_iter_and_keeps_the_best() -> None:
     assert surprise[0] < 0.5 * surprise[1]
 
 
+def test_refit_trains_on_all_rows_for_the_best_number_of_epochs() -> None:
+    X, y = ordered_rows(150)  # one batch, whose order does not matter
+    settings_ = {"hidden_layer_sizes": 20, "learning_rate": 0.02, "random_state": 0}
+    searched, again = (OrdinalClassifier(refit=refit, **settings_).fit(X, y) for refit in (False, True))
+    assert searched.n_iter_ == again.n_iter_ > 1
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        plain = OrdinalClassifier(early_stopping=False, max_iter=again.n_iter_, **settings_).fit(X, y)
+    np.testing.assert_allclose(again.predict_proba(X), plain.predict_proba(X), rtol=1e-9)
+    assert np.abs(again.predict_proba(X) - searched.predict_proba(X)).max() > 1e-3
+
+
 def test_not_converged_is_said() -> None:
     X, y = ordered_rows()
     for settings_ in ({"max_iter": 1}, {"max_iter": 1, "solver": "adam"}):
