@@ -34,7 +34,8 @@ from scipy.optimize import minimize, minimize_scalar
 from scipy.special import expit
 
 from otloss._checks import check_number
-from otloss.metrics._inputs import positions, read_probabilities, read_values, read_weights
+from otloss.metrics._labels import positions
+from otloss.metrics._numbers import read_probabilities, read_values, read_weights
 
 # Temperatures and slopes stay between exp(-3) and exp(3).
 _LARGEST_LOG = 3.0

@@ -14,7 +14,9 @@ from numpy.typing import ArrayLike
 
 from otloss._solve import Transport
 from otloss.metrics import ordinal_confusion_matrix, threshold_reliability
-from otloss.metrics._inputs import Forecast, rank_order, read_forecast, read_values
+from otloss.metrics._inputs import Forecast, read_forecast
+from otloss.metrics._labels import rank_order
+from otloss.metrics._numbers import read_values
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from otloss.metrics._inputs import read_decisions, read_values, read_weights
+from otloss.metrics._inputs import read_decisions
+from otloss.metrics._numbers import read_shares, read_values, read_weights
 
 Table = Float[np.ndarray, "classes classes"]
 
@@ -40,7 +41,8 @@ def ordinal_confusion_matrix(
         sample_weight: (n,) weights >= 0; counts by default.
 
     Raises:
-        ValueError: if a label is missing or not among `labels`, lengths differ, or a weight is negative.
+        ValueError: if a label is missing or not among `labels`, lengths differ, a weight is negative,
+            their sum is infinite, or ordered Categoricals differ in their order.
         TypeError: if the labels are of different types.
 
     Example:
@@ -52,6 +54,10 @@ def ordinal_confusion_matrix(
     true, predicted, order = read_decisions(y_true, y_pred, labels)
     weight = read_weights(sample_weight, true.size)
     cells = np.bincount(true * order.size + predicted, weight, minlength=order.size**2)
+    if not np.isfinite(cells).all():
+        raise ValueError(
+            f"sample_weight is up to {weight.max()} and adds to infinity, expected a finite sum; divide by its maximum."
+        )
     return cells.reshape(order.size, order.size)
 
 
@@ -81,7 +87,7 @@ def quadratic_weighted_kappa(
         >>> round(quadratic_weighted_kappa([0, 1, 2, 2], [0, 2, 2, 2]), 6)
         0.833333
     """
-    table = ordinal_confusion_matrix(y_true, y_pred, labels=labels, sample_weight=sample_weight)
+    table = _table(y_true, y_pred, labels, sample_weight)
     return _weighted_kappa(table, 2, undefined)
 
 
@@ -101,7 +107,7 @@ def linear_weighted_kappa(
         >>> round(linear_weighted_kappa([0, 1, 2, 2], [0, 2, 2, 2]), 6)
         0.714286
     """
-    table = ordinal_confusion_matrix(y_true, y_pred, labels=labels, sample_weight=sample_weight)
+    table = _table(y_true, y_pred, labels, sample_weight)
     return _weighted_kappa(table, 1, undefined)
 
 
@@ -129,7 +135,7 @@ def ordinal_mae(
         >>> ordinal_mae([0, 1, 2], [1, 1, 0], labels=[0, 1, 2], values=[0, 10, 30])
         13.333333333333334
     """
-    table = ordinal_confusion_matrix(y_true, y_pred, labels=labels, sample_weight=sample_weight)
+    table = _table(y_true, y_pred, labels, sample_weight)
     return float((table * _distances(values, len(table))).sum() / table.sum())
 
 
@@ -193,7 +199,7 @@ def off_by_one_accuracy(
         >>> off_by_one_accuracy([0, 1, 2, 3], [0, 0, 0, 0])
         0.5
     """
-    table = ordinal_confusion_matrix(y_true, y_pred, labels=labels, sample_weight=sample_weight)
+    table = _table(y_true, y_pred, labels, sample_weight)
     return float(table[_distances(None, len(table)) <= 1].sum() / table.sum())
 
 
@@ -222,8 +228,7 @@ def kendall_tau_b(
         >>> round(kendall_tau_b([0, 1, 2, 2], [0, 2, 2, 2]), 6)
         0.774597
     """
-    table = ordinal_confusion_matrix(y_true, y_pred, labels=labels, sample_weight=sample_weight)
-    # Divided by the total, weights of any unit neither overflow nor underflow.
+    table = _table(y_true, y_pred, labels, sample_weight)
     table = table / table.sum()
     rows, columns = table.sum(1), table.sum(0)
     if np.count_nonzero(rows) < 2 or np.count_nonzero(columns) < 2:
@@ -235,6 +240,12 @@ def kendall_tau_b(
     ordered_rows = (rows[1:] * rows.cumsum()[:-1]).sum()
     ordered_columns = (columns[1:] * columns.cumsum()[:-1]).sum()
     return float((table * (lower - crossed)).sum() / np.sqrt(ordered_rows * ordered_columns))
+
+
+def _table(y_true: ArrayLike, y_pred: ArrayLike, labels: ArrayLike | None, sample_weight: ArrayLike | None) -> Table:
+    """Return the confusion matrix up to a factor: counts, or shares of weights, which of any unit do not overflow."""
+    shares = None if sample_weight is None else read_shares(sample_weight, np.size(sample_weight))
+    return ordinal_confusion_matrix(y_true, y_pred, labels=labels, sample_weight=shares)
 
 
 def _weighted_kappa(table: Table, power: int, undefined: float) -> float:
@@ -251,7 +262,7 @@ def _errors_by_class(
     values: ArrayLike | None,
     sample_weight: ArrayLike | None,
 ) -> Float[np.ndarray, " present"]:
-    table = ordinal_confusion_matrix(y_true, y_pred, labels=labels, sample_weight=sample_weight)
+    table = _table(y_true, y_pred, labels, sample_weight)
     errors, weight = (table * _distances(values, len(table))).sum(1), table.sum(1)
     return errors[weight > 0] / weight[weight > 0]
 

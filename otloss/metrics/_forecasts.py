@@ -15,7 +15,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from otloss.metrics._inputs import Forecast, read_forecast, read_values
+from otloss.metrics._inputs import Forecast, read_forecast
+from otloss.metrics._numbers import read_values
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def ranked_probability_score(
             labels of y_true if they are as many as the columns, or the sorted labels of `columns`.
         columns: the order of the columns of `proba`: "sorted" by label, as in scikit-learn; "rank", the order of
             `labels`; or the label of each column, such as `model.classes_`. A class without column has probability 0.
+            The columns of a data frame that are named by labels go by their names.
         values: (K,) strictly increasing class values in rank order; 0 to K - 1 by default.
         normalize: divide by the distance between the first class and the last (K - 1 by default), for a score between
             0 and 1; otherwise, by default, by nothing.
@@ -66,7 +68,7 @@ def ranked_probability_score(
 
     Raises:
         ValueError: if a label is missing or not among `labels`, rows are no probabilities, sizes differ, the columns
-            cannot be told, a weight is negative, or the values do not increase.
+            cannot be told or have other names than `columns` says, a weight is negative, or the values do not increase.
         TypeError: if the labels are of different types.
 
     Source:
@@ -174,9 +176,14 @@ def threshold_reliability(
         )
         held = share > 0
         curves.append(
-            Reliability(forecast.labels[k].item(), hoped[held] / share[held], seen[held] / share[held], share[held])
+            Reliability(_scalar(forecast.labels[k]), hoped[held] / share[held], seen[held] / share[held], share[held])
         )
     return curves
+
+
+def _scalar(label: np.generic) -> object:
+    """The label as a plain number or string; dates stay numpy's, whose `item` turns nanoseconds into an integer."""
+    return label if label.dtype.kind == "M" else label.item()
 
 
 def _bin_index(below: np.ndarray, weight: np.ndarray, bins: int, strategy: str) -> np.ndarray:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Shaped
 from numpy.typing import ArrayLike
 
 from otloss.metrics import _decisions, _forecasts
-from otloss.metrics._inputs import rank_order
+from otloss.metrics._labels import rank_order
 
 _OF_LABELS: dict[str, tuple[Callable[..., float], int]] = {
     "quadratic_weighted_kappa": (_decisions.quadratic_weighted_kappa, 1),
@@ -52,7 +52,7 @@ class OrdinalScorer:
             return sign * metric(y, estimator.predict(X), labels=self.labels, **self._options(sample_weight))
         classes = _classes(estimator)
         labels = rank_order(None, y=y, classes=classes) if self.labels is None else self.labels
-        proba: Float[np.ndarray, "n classes"] = np.asarray(estimator.predict_proba(X))
+        proba: Float[np.ndarray, "n classes"] = estimator.predict_proba(X)
         metric = _OF_PROBABILITIES[self.metric]
         return -metric(y, proba, labels=labels, columns=classes, **self._options(sample_weight))
 
@@ -92,8 +92,8 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
         options: other arguments of the metric, such as `values`.
 
     Raises:
-        ValueError: if there is no such metric.
-        TypeError: if it has no such option.
+        ValueError: if there is no such metric, or the metric refuses the labels or an option.
+        TypeError: if it has no such option, or the type of one is wrong.
 
     Example:
         >>> from sklearn.linear_model import LogisticRegression
@@ -110,7 +110,18 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
     for option in options:
         if option not in own:
             raise TypeError(f"{option!r} is no argument of {metric} for a scorer, expected one of {sorted(own)}.")
+    _try_out(metric, labels, options)
     return OrdinalScorer(metric, labels, options)
+
+
+def _try_out(metric: str, labels: ArrayLike | None, options: dict[str, Any]) -> None:
+    """Let the metric itself check labels and options, on forecasts that are right, before a search is under way."""
+    values = options.get("values")
+    order = rank_order(np.arange(2 if values is None else max(np.size(values), 1)) if labels is None else labels)
+    if metric in _OF_LABELS:
+        _OF_LABELS[metric][0](order, order, labels=order, **options)
+    else:
+        _OF_PROBABILITIES[metric](order, np.eye(order.size), labels=order, columns="rank", **options)
 
 
 def _classes(estimator: Any) -> Any:

@@ -1,0 +1,154 @@
+"""Labels of any type, their rank order, and their positions 0 to K - 1 in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from datetime import date
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Shaped
+from numpy.typing import ArrayLike
+
+from otloss.metrics._numbers import as_array
+
+# Integers without labels= stand for all integers between the smallest and the largest; more are hardly ranks.
+_MOST_CLASSES = 10_000
+KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings", "S": "bytes", "M": "dates"}
+
+Labels = Shaped[np.ndarray, " classes"]
+
+
+def rank_order(labels: ArrayLike | None, **targets: ArrayLike) -> Labels:
+    """Return `labels` checked, or the order that the targets themselves tell.
+
+    That is the order of the ordered pandas Categoricals among them, which must agree; all integers from the smallest to
+    the largest where every label is a whole number, so that a class nobody has does not bring its neighbours together;
+    else the sorted labels.
+    """
+    if labels is None:
+        labels = _common_categories(targets)
+    if labels is not None:
+        order = plain_labels("labels", labels)
+        if order.size == 0 or np.unique(order).size != order.size:
+            raise ValueError(f"labels is {shown(order)}, expected each class once, in rank order.")
+        return order
+    plain = {name: plain_labels(name, values) for name, values in targets.items()}
+    _check_same_kind(**plain)
+    for name, given in plain.items():
+        if given.size == 0:
+            raise ValueError(f"{name} is empty, expected at least one label.")
+    seen = np.unique(np.concatenate(list(plain.values())))
+    if seen.dtype.kind not in "iuf":
+        return seen
+    if (seen != np.rint(seen)).any():
+        raise ValueError(
+            f"the labels hold {seen[seen != np.rint(seen)][0]}, which is no whole number; bring continuous predictions "
+            "to the nearest class first, or pass labels=, the classes in rank order."
+        )
+    if seen[-1] - seen[0] >= _MOST_CLASSES:
+        raise ValueError(
+            f"the labels go from {seen[0]} to {seen[-1]}; without labels= every integer between is a class. "
+            "Pass labels=, the classes in rank order."
+        )
+    return np.arange(int(seen[0]), int(seen[-1]) + 1)
+
+
+def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " n"]:
+    """Return where in `order` each label stands, else raise ValueError naming the first one that does not."""
+    given = plain_labels(name, values)
+    if given.size == 0:
+        raise ValueError(f"{name} is empty, expected at least one label.")
+    _check_same_kind(**{name: given}, labels=order)
+    sorter = np.argsort(order)
+    place = np.searchsorted(order, given, sorter=sorter).clip(max=order.size - 1)
+    found = sorter[place]
+    unknown = order[found] != given
+    if unknown.any():
+        first = int(np.flatnonzero(unknown)[0])
+        raise ValueError(
+            f"{name}[{first}] is {_plain(given[first : first + 1])[0]!r}, expected one of the labels {shown(order)}; "
+            "pass labels=, all classes in rank order."
+        )
+    return found
+
+
+def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
+    """Return labels as an array of numbers, strings or dates with one axis, none of them missing."""
+    array = as_array(values)
+    if array.ndim == 0:
+        raise TypeError(
+            f"{name} is {values!r}, a {type(values).__name__}; expected a list or array of labels, whose order counts."
+        )
+    if array.ndim != 1:
+        raise ValueError(f"{name} has shape {array.shape}, expected one axis of labels; call np.ravel({name}).")
+    # numpy turns the numbers of a list into strings where it holds one string.
+    mixable = array.dtype.kind == "U" and isinstance(values, Iterable) and not isinstance(values, np.ndarray)
+    items = array.tolist() if array.dtype.kind in "OT" else list(values) if mixable else None  # type: ignore[arg-type]
+    if items is not None:
+        _check_present(name, np.array([v is None or _unequal(v) for v in items], dtype=bool))
+        if len({isinstance(v, str) for v in items}) > 1:
+            raise TypeError(f"{name} mixes strings with other types, expected labels of one type.")
+        array = _dates(name, items) if items and all(isinstance(v, date) for v in items) else np.array(items)
+    if array.dtype.kind not in KINDS or array.ndim != 1:
+        first = items[0] if items else array[0]
+        raise TypeError(
+            f"{name} holds {first!r}, a {type(first).__name__}, expected labels that are numbers, strings or dates."
+        )
+    if array.dtype.kind in "fM":
+        _check_present(name, array != array)
+    return array
+
+
+def categories_of(target: Any) -> Any:
+    """Return the categories of an ordered pandas Categorical, lowest first; None of anything else."""
+    dtype: Any = getattr(target, "dtype", None)
+    return dtype.categories if getattr(dtype, "ordered", False) else None
+
+
+def shown(labels: np.ndarray) -> str:
+    """Return labels for a message; of many, the first and the last."""
+    items = _plain(labels)
+    return repr(items) if len(items) <= 12 else f"{items[:5]!r} ... {items[-1]!r} ({len(items)} in all)"
+
+
+def _common_categories(targets: dict[str, Any]) -> Any:
+    """Return the categories of the ordered Categoricals among the targets, None without; raise where they differ."""
+    given = {name: c for name, target in targets.items() if (c := categories_of(target)) is not None}
+    first: Any = next(iter(given.values()), None)
+    for name, categories in given.items():
+        if list(categories) != list(first):
+            raise ValueError(
+                f"{next(iter(given))} has the ordered categories {list(first)!r} and {name} {list(categories)!r}, "
+                "expected the same; pass labels=, the classes in rank order."
+            )
+    return first
+
+
+def _dates(name: str, items: list[Any]) -> Shaped[np.ndarray, " n"]:
+    """Return dates, `datetime`s and pandas Timestamps as datetime64."""
+    if any(getattr(v, "tzinfo", None) is not None for v in items):
+        raise TypeError(f"{name} holds dates with a time zone, expected dates without; call tz_localize(None) on them.")
+    unit = "ns" if any(getattr(v, "nanosecond", 0) for v in items) else "us"
+    return np.array(items, dtype=f"datetime64[{unit}]")
+
+
+def _unequal(value: Any) -> bool:
+    same = value == value
+    return not isinstance(same, bool | np.bool_) or not same  # pandas.NA is neither equal nor unequal to itself
+
+
+def _check_present(name: str, missing: np.ndarray) -> None:
+    if missing.any():
+        first = int(np.flatnonzero(missing)[0])
+        raise ValueError(f"{name}[{first}] is missing (NaN or None), expected a label; drop such examples first.")
+
+
+def _check_same_kind(**arrays: np.ndarray) -> None:
+    kinds = {name: KINDS[array.dtype.kind] for name, array in arrays.items() if array.size}
+    if len(set(kinds.values())) > 1:
+        raise TypeError(f"{' and '.join(f'{n} holds {k}' for n, k in kinds.items())}, expected labels of one type.")
+
+
+def _plain(labels: np.ndarray) -> list[Any]:
+    return labels.astype(str).tolist() if labels.dtype.kind == "M" else labels.tolist()

@@ -1,0 +1,93 @@
+"""Probabilities, sample weights and class values, checked and in float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+
+
+def read_probabilities(name: str, proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
+    """Return (n, K) probabilities in float64, each row divided by its sum, which is 1 up to rounding."""
+    given = as_array(proba)
+    if given.ndim != 2 or 0 in given.shape:
+        raise ValueError(
+            f"{name} has shape {given.shape}, expected (n, K): a row for each example, a column for each class."
+        )
+    if given.dtype.kind not in "fiu":
+        raise TypeError(f"{name} has dtype {given.dtype}, expected floating-point probabilities.")
+    table = given.astype(float)
+    sums = table.sum(1)
+    # bfloat16 arrives as float32, but no more exact than it was.
+    size = proba.dtype.itemsize if isinstance(proba, torch.Tensor) else given.dtype.itemsize
+    tolerance = 1e-2 if size < 4 else 1e-4
+    bad = ~(np.isfinite(table).all(1) & (table.min(1) >= 0) & (np.abs(sums - 1) <= tolerance))
+    if bad.any():
+        row = int(np.flatnonzero(bad)[0])
+        raise ValueError(
+            f"{name}[{row}] is {table[row]}, of sum {sums[row]:.6g}; expected probabilities >= 0 of sum 1. "
+            "Scores and logits need a softmax first."
+        )
+    return table / sums[:, None]
+
+
+def read_weights(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarray, " n"]:
+    """Return (n,) weights >= 0, some of them above 0; ones by default."""
+    if sample_weight is None:
+        return np.ones(count)
+    weight = _read_numbers("sample_weight", sample_weight, f"({count},): one for each example")
+    if weight.shape != (count,):
+        raise ValueError(f"sample_weight has shape {weight.shape}, expected ({count},): one for each example.")
+    bad = ~(np.isfinite(weight) & (weight >= 0))
+    if bad.any():
+        first = int(np.flatnonzero(bad)[0])
+        raise ValueError(f"sample_weight[{first}] is {weight[first]}, expected finite weights >= 0.")
+    if not weight.any():
+        raise ValueError("sample_weight is 0 everywhere, expected a sum above 0.")
+    return weight
+
+
+def read_shares(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarray, " n"]:
+    """Return (n,) weights of sum 1."""
+    weight = read_weights(sample_weight, count)
+    weight = weight / weight.max()  # so that weights of any unit neither overflow nor underflow
+    return weight / weight.sum()
+
+
+def read_values(values: ArrayLike | None, classes: int) -> Float[np.ndarray, " classes"]:
+    """Return the K class values in rank order, 0 to K - 1 by default."""
+    if values is None:
+        return np.arange(float(classes))
+    array = _read_numbers("values", values, f"({classes},): one for each class, in rank order")
+    if array.shape != (classes,):
+        raise ValueError(f"values has shape {array.shape}, expected ({classes},): one for each class, in rank order.")
+    finite = np.isfinite(array).all() and array[-1] / 2 - array[0] / 2 < np.finfo(float).max / 2
+    if not finite or (np.diff(array) <= 0).any():
+        raise ValueError(f"values is {array}, expected finite, strictly increasing numbers in rank order.")
+    return array
+
+
+def _read_numbers(name: str, given: Any, expected: str) -> Float[np.ndarray, "..."]:
+    array = as_array(given)
+    texts = array.dtype.kind == "O" and any(isinstance(v, str) for v in array.ravel().tolist())
+    try:
+        if texts or array.dtype.kind not in "fiuO":
+            raise TypeError
+        return array.astype(float)
+    except (TypeError, ValueError):
+        shown = given if array.size <= 12 else array.ravel()[:5].tolist()
+        mend = f" Pass [{name}[c] for c in labels]." if isinstance(given, dict) else ""
+        raise TypeError(
+            f"{name} is {shown!r}, a {type(given).__name__}; expected numbers of shape {expected}.{mend}"
+        ) from None
+
+
+def as_array(values: Any) -> np.ndarray:
+    """`np.asarray`, also of tensors that are on another device, carry a graph, or are bfloat16."""
+    if isinstance(values, torch.Tensor):
+        values = values.detach().cpu()
+        values = values.float() if values.dtype == torch.bfloat16 else values
+    return np.asarray(values)
