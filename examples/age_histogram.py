@@ -91,7 +91,7 @@ def draw_figure(path: str, test: Neighbourhoods, predictions: dict[str, Tensor])
     for k, axis in enumerate(axes.flat):
         axis.bar(CENTRES.numpy(), test.truth[k].numpy(), width=4.6, color="0.85", label="true")
         for name in ("cross-entropy", "EMD, power 2"):
-            axis.step(CENTRES.numpy(), predictions[name][k].softmax(-1).numpy(), where="mid", label=name)
+            axis.stairs(predictions[name][k].softmax(-1).numpy(), EDGES.numpy(), linewidth=1.5, label=name)
         axis.set_title(f"neighbourhood {k + 1}", fontsize=10)
     for axis in axes[-1]:
         axis.set_xlabel("age in years")

@@ -1,10 +1,11 @@
-"""Ranked probability scores of softmax(logits) at classes, row by row: the values, and their slopes.
+"""Ranked probability scores of softmax(logits) at labels, row by row: the values, and their slopes.
 
     value = sum_k gap_k (F_k - G_k)^2 + mix * nll
 
 `logits` (rows, classes) and `gaps` (classes - 1,) are float32 or float64, C-contiguous; `labels` (rows,) are int64 in
-range. Sums are float64. Blocks of rows lie class by class in buffers of each thread, so that running sums over the
-classes vectorise over the rows. A row whose logits make no distribution gets NaN.
+range, soft ones (rows, classes) have the dtype of the logits. Sums are float64. Blocks of rows lie class by class in
+buffers of each thread, so that running sums over the classes vectorise over the rows. A row whose logits or soft labels
+make no distribution gets NaN.
 
 What `otloss.losses._geometry` computes in torch operations is the specification, with the notation used here: the tails
 |F - G| are summed from their own ends, and slopes s in the probabilities are zero at the label and positive elsewhere.
@@ -140,3 +141,129 @@ def scores(logits: Any, labels: Any, gaps: Any, mix: float, values: Any, slopes:
                 nll = np.log(mass[b]) + (np.float64(top[b]) - np.float64(logits[first + b, label[b]]))
                 # The sum of exponentials is NaN where there is no distribution, whatever label and classes are.
                 values[first + b] = score[b] + (mix * nll if mix > 0 else 0.0 * mass[b])
+
+
+@compiled()
+def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, tolerance: float) -> None:
+    """Write soft labels (classes, ROWS) of mass one, and for each row 0, or NaN where they are no distribution."""
+    wrong, mass, least = sums
+    classes = T.shape[0]
+    for b in range(ROWS):
+        row = first + min(b, count - 1)
+        for k in range(classes):
+            T[k, b] = T_of[row, k]
+    for b in range(ROWS):
+        mass[b] = 0.0
+        least[b] = 0.0
+    for k in range(classes):
+        for b in range(ROWS):
+            t = np.float64(T[k, b])
+            mass[b] += t
+            least[b] = t if t < least[b] else least[b]
+    for b in range(ROWS):
+        wrong[b] = 0.0 if least[b] >= 0.0 and abs(mass[b] - 1.0) <= tolerance else np.nan
+        mass[b] = 1.0 / mass[b]
+    for k in range(classes):
+        for b in range(ROWS):
+            T[k, b] *= mass[b]
+
+
+@compiled()
+def _block_to_histograms(P: Any, T: Any, gaps: Any, tails: Any, sums: Any, low: Any) -> None:
+    """Write the values into the first of `sums`, and into `tails` what `_slopes_to_histograms` needs.
+
+    Below class `low` of a row, F - G is summed from the first class on, and from the last one on above it: from that
+    end which holds less of both masses.
+    """
+    found, whole, apart, behind, total = sums
+    classes = P.shape[0]
+    for b in range(ROWS):
+        found[b] = 0.0
+        apart[b] = 0.0
+        whole[b] = 0.0
+    for k in range(classes):
+        for b in range(ROWS):
+            p, t = np.float64(P[k, b]), np.float64(T[k, b])
+            apart[b] += p - t
+            whole[b] += p + t
+            tails[k, b] = apart[b]
+    for b in range(ROWS):
+        apart[b] = 0.0
+        behind[b] = 0.0
+        total[b] = 0.0
+        low[b] = 0
+    for k in range(classes - 1, -1, -1):
+        gap = np.float64(gaps[k]) if k < classes - 1 else 0.0
+        for b in range(ROWS):
+            p, t = np.float64(P[k, b]), np.float64(T[k, b])
+            is_low = 2.0 * behind[b] >= whole[b]
+            r = tails[k, b] if is_low else -apart[b]
+            found[b] += gap * r * r
+            slope = 2.0 * gap * r
+            total[b] += slope if is_low else 0.0
+            tails[k, b] = total[b] if is_low else -slope
+            low[b] += 1 if is_low else 0
+            apart[b] += p - t
+            behind[b] += p + t
+
+
+@compiled()
+def _slopes_to_histograms(P: Any, T: Any, mix: float, tails: Any, sums: Any, low: Any) -> None:
+    """Turn probabilities into slopes in the logits."""
+    total, mean = sums
+    classes = P.shape[0]
+    for b in range(ROWS):
+        total[b] = 0.0
+        mean[b] = 0.0
+    for k in range(classes):
+        for b in range(ROWS):
+            held, so_far = tails[k, b], total[b]
+            s = held if k < low[b] else so_far
+            total[b] = so_far + (0.0 if k < low[b] else held)
+            tails[k, b] = s
+            mean[b] += np.float64(P[k, b]) * s
+    for k in range(classes):
+        for b in range(ROWS):
+            p, t = np.float64(P[k, b]), np.float64(T[k, b])
+            P[k, b] = p * (tails[k, b] - mean[b]) + mix * (p - t)
+
+
+@compiled()
+def _entropy(z: Any, t: Any, top: float, log_mass: float) -> float:
+    """Return the cross-entropy of soft labels; a class without mass may have a logit of -inf."""
+    found = 0.0
+    for k in range(z.size):
+        if t[k] > 0:
+            found += np.float64(t[k]) * (log_mass + (top - np.float64(z[k])))
+    return found
+
+
+@compiled(parallel=True)
+def scores_of_histograms(
+    logits: Any, labels: Any, gaps: Any, mix: float, tolerance: float, values: Any, slopes: Any, threads: int
+) -> None:
+    """`scores` for soft labels (rows, classes), whose masses are within `tolerance` of one."""
+    rows, classes = logits.shape
+    blocks = (rows + ROWS - 1) // ROWS
+    for thread in prange(threads):
+        PT, tails = np.empty((2, classes, ROWS), logits.dtype), np.empty((classes, ROWS))
+        P, T = PT[0], PT[1]
+        top, scale = np.empty(ROWS, logits.dtype), np.empty(ROWS, logits.dtype)
+        sums, low = np.empty((7, ROWS)), np.empty(ROWS, np.int64)
+        mass, wrong, score, first_sum, second_sum = sums[0], sums[1], sums[2], sums[3], sums[4]
+        for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
+            first = block * ROWS
+            count = min(ROWS, rows - first)
+            _load_histograms(labels, first, count, T, (wrong, first_sum, second_sum), tolerance)
+            _softmax(logits, first, count, P, (top, mass, scale))
+            _block_to_histograms(P, T, gaps, tails, (score, first_sum, second_sum, sums[5], sums[6]), low)
+            if slopes.shape[0] > 0:
+                _slopes_to_histograms(P, T, mix, tails, (first_sum, second_sum), low)
+                for b in range(count):
+                    for k in range(classes):
+                        slopes[first + b, k] = P[k, b]
+            for b in range(count):
+                value = score[b] + wrong[b] + 0.0 * mass[b]
+                if mix > 0:
+                    value += mix * _entropy(logits[first + b], T[:, b], np.float64(top[b]), np.log(mass[b]))
+                values[first + b] = value

@@ -23,7 +23,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_finite, check_positive, check_tensor
+from otloss._checks import check_finite, check_positive
+from otloss.losses._real import check_real, wide_enough
 
 FORMS = ("two_hot", "one_hot", "gaussian")
 # Deviation in mean bin widths; J. Farebrother et al., Stop Regressing, arXiv 2403.03950, section 3.1.
@@ -46,11 +47,13 @@ class Bins:
     def of(bins: Any, count: int, dtype: torch.dtype) -> Bins:
         """Take K centres or K + 1 edges, in `dtype` or wider; the edges of centres lie midway between them.
 
+        Whole numbers that `dtype` would round, such as seconds since 1970 in float32, become float64.
+
         Raises:
-            TypeError: if `bins` is no tensor.
+            TypeError: if `bins` is no tensor of real numbers.
             ValueError: if its length is neither, it does not increase strictly, or a number is not finite.
         """
-        if check_tensor("bins", bins).shape not in ((count,), (count + 1,)):
+        if check_real("bins", bins).shape not in ((count,), (count + 1,)):
             raise ValueError(
                 f"bins has shape {tuple(bins.shape)}, expected ({count},) centres or ({count + 1},) edges for logits "
                 f"over {count} bins."
@@ -58,14 +61,16 @@ class Bins:
         if bins.requires_grad:
             raise ValueError("bins require a gradient, which is not given; pass bins.detach().")
         check_finite("bins", bins)
-        down = bins.diff() <= 0
+        bins = bins if bins.is_floating_point() else bins.long()
+        down = bins[1:] <= bins[:-1]  # differences of whole numbers may wrap around
         if down.any():
             k = int(down.nonzero()[0])
             raise ValueError(
-                f"bins[{k}] is {float(bins[k]):g} and bins[{k + 1}] {float(bins[k + 1]):g}, expected strictly "
+                f"bins[{k}] is {bins[k].item():.9g} and bins[{k + 1}] {bins[k + 1].item():.9g}, expected strictly "
                 "increasing centres or edges; sort them, and drop repeated ones."
             )
-        bins = bins.to(torch.promote_types(bins.dtype, dtype) if bins.is_floating_point() else dtype)
+        wide = torch.promote_types(bins.dtype, dtype) if bins.is_floating_point() else dtype
+        bins = bins.to(wide_enough("bins", bins, wide))
         if bins.shape[0] == count + 1:
             return Bins((bins[:-1] + bins[1:]) / 2, bins)
         if count == 1:
@@ -82,7 +87,8 @@ def labels_of(values: Tensor, bins: Bins, *, form: str, sigma: float | None, out
     """
     check_form(form, sigma, outside)
     check_finite("target", values)
-    values = values.to(bins.centres.dtype)
+    values = values.to(wide_enough("target", values, bins.centres.dtype))
+    bins = Bins(bins.centres.to(values.dtype), bins.edges.to(values.dtype))
     ends = bins.centres if form == "two_hot" else bins.edges
     low, high = float(ends[0]), float(ends[-1])
     beyond = ((values < low) | (values > high)).detach()
@@ -97,13 +103,6 @@ def labels_of(values: Tensor, bins: Bins, *, form: str, sigma: float | None, out
     if form == "gaussian":
         return _gaussian(values, bins, sigma)
     return _two_hot(values, bins.centres) if form == "two_hot" else _one_hot(values, bins)
-
-
-def check_real(name: str, tensor: Any) -> Tensor:
-    """Return `tensor` if it holds real numbers, else raise TypeError."""
-    if check_tensor(name, tensor).is_complex() or tensor.dtype == torch.bool:
-        raise TypeError(f"{name} has dtype {tensor.dtype}, expected real numbers; call {name}.float().")
-    return tensor
 
 
 def check_values(values: Tensor, logits: Tensor) -> None:
@@ -141,19 +140,29 @@ def _two_hot(values: Tensor, centres: Tensor) -> Tensor:
         return torch.ones_like(values).unsqueeze(-1)
     left = torch.searchsorted(centres[1:-1].contiguous(), values.detach().contiguous(), right=True)
     share = (values - centres[left]) / (centres[left + 1] - centres[left])
-    bins = torch.arange(count, device=values.device)
-    left, share = left.unsqueeze(-1), share.unsqueeze(-1)
-    return torch.where(bins == left, 1 - share, 0.0) + torch.where(bins == left + 1, share, 0.0)
+    both = torch.stack([left, left + 1], dim=-1), torch.stack([1 - share, share], dim=-1)
+    return values.new_zeros(*values.shape, count).scatter(-1, *both)
 
 
 def _gaussian(values: Tensor, bins: Bins, sigma: float | None) -> Tensor:
     edges = bins.edges
     if sigma is None:
         sigma = _SIGMA * float(edges[-1] - edges[0]) / bins.centres.shape[0]
+    least = torch.finfo(edges.dtype).tiny
+    if sigma < least:
+        raise ValueError(f'sigma is {sigma}, expected at least {least:g} in {edges.dtype}; use labels="one_hot".')
     scaled = (edges - values.unsqueeze(-1)) / sigma  # (..., K + 1)
     lower, upper = scaled[..., :-1], scaled[..., 1:]
     # Far to the right both tails are near one: there the mirrored tails are subtracted, which are small.
     mirrored = lower > 0
     near, far = torch.where(mirrored, -upper, lower), torch.where(mirrored, -lower, upper)
     mass = (torch.erfc(-far / math.sqrt(2)) - torch.erfc(-near / math.sqrt(2))) / 2
-    return mass / mass.sum(-1, keepdim=True)
+    within = mass.sum(-1, keepdim=True)
+    # Each difference of tails is off by a rounding of one, which must stay small beside their sum.
+    if within.numel() and not within.detach().amin() >= torch.finfo(edges.dtype).eps ** 0.5:
+        raise ValueError(
+            f"sigma is {sigma}, so wide beside the bins from {float(edges[0]):g} to {float(edges[-1]):g} that too "
+            f"little of the normal distribution lies within them for {edges.dtype}; expected a deviation in the unit "
+            "of the bins, less than 100 times their span."
+        )
+    return mass / within

@@ -1,4 +1,4 @@
-"""The kernel of `otloss._kernels.ordinal_rows` as a differentiable function of the logits.
+"""The kernels of `otloss._kernels.ordinal_rows` as a differentiable function of the logits.
 
 The gradient is made together with the values. Where a graph of it is asked for (create_graph=True), it is that of the
 slow twin, which the caller hands over.
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
 from otloss._kernels import ordinal_rows
@@ -20,25 +20,29 @@ from otloss._kernels._compile import as_many_threads_as_torch
 
 @dataclass(frozen=True)
 class RankedScore:
-    """What the kernel needs beside logits and labels.
+    """What the kernels need beside logits and labels.
 
     Attributes:
         gaps: (K - 1,) between neighbouring class values, in the dtype of the logits, without a graph.
         mix: weight of the cross-entropy.
+        tolerance: how far the mass of soft labels may be from one.
         twin: the same function of (logits, labels) in torch operations.
     """
 
     gaps: Float[Tensor, " gaps"]
     mix: float
+    tolerance: float
     twin: Callable[[Tensor, Tensor], Tensor]
 
 
-def values_of(
-    score: RankedScore, logits: Float[Tensor, "rows classes"], labels: Int[Tensor, " rows"]
-) -> Float[Tensor, " rows"]:
-    """Return the value of each row, NaN or infinite where its logits make no distribution or no cross-entropy."""
+def scored(score: RankedScore, logits: Float[Tensor, "rows classes"], labels: Tensor) -> Float[Tensor, " rows"]:
+    """Return the value of each row for labels (rows,) in int64, or soft ones (rows, K) in the dtype of the logits.
+
+    It is NaN or infinite where logits or soft labels make no distribution, or the cross-entropy is infinite.
+    """
     wanted = torch.is_grad_enabled() and logits.requires_grad
-    found: Tensor = _RankedScore.apply(score, wanted, logits.contiguous(), labels.contiguous())
+    logits, labels = (t.contiguous().resolve_neg() for t in (logits, labels))
+    found: Tensor = _RankedScore.apply(score, wanted, logits, labels)
     return found
 
 
@@ -50,8 +54,12 @@ class _RankedScore(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, slopes)
         ctx.score = score
         rows = (t.detach().numpy() for t in (logits, labels, score.gaps.contiguous()))
+        found = values.numpy(), slopes.numpy(), torch.get_num_threads()
         with as_many_threads_as_torch():
-            ordinal_rows.scores(*rows, score.mix, values.numpy(), slopes.numpy(), torch.get_num_threads())
+            if labels.is_floating_point():
+                ordinal_rows.scores_of_histograms(*rows, score.mix, score.tolerance, *found)
+            else:
+                ordinal_rows.scores(*rows, score.mix, *found)
         return values
 
     @staticmethod

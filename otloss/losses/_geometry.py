@@ -26,12 +26,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_finite, check_number, check_positive, check_tensor
+from otloss._checks import check_finite, check_number, check_positive
 from otloss._circle import wasserstein_circular
 from otloss._exact import emd
 from otloss._histograms import centre_gradient
 from otloss._onedim import cdf_distance
 from otloss.costs import Cost, as_cost
+from otloss.losses._real import check_real, wide_enough
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Geometry:
     """How far apart the classes are: values on the line, values on a circle, or a cost.
 
     Attributes:
-        x: (K,) class values, strictly increasing; None with a cost.
+        x: (K,) class values, strictly increasing; whole ones start at 0. None with a cost.
         power: at least 1; 1 or 2 on a circle.
         period: the circumference, or None on the line.
         cost: (K, K) costs[true, predicted] >= 0, or None.
@@ -51,8 +52,9 @@ class Geometry:
     cost: Float[Tensor, "classes classes"] | None = None
 
     def to(self, dtype: torch.dtype) -> Geometry:
-        x, cost = (None if t is None else t.to(dtype) for t in (self.x, self.cost))
-        return Geometry(x, self.power, self.period, cost)
+        """Return the geometry in `dtype`; class values in float64 where `dtype` would round whole ones."""
+        x = None if self.x is None else self.x.to(wide_enough("x - x[0]", self.x, dtype))
+        return Geometry(x, self.power, self.period, None if self.cost is None else self.cost.to(dtype))
 
     def from_classes(self, P: Float[Tensor, "rows classes"], y: Tensor) -> Float[Tensor, " rows"]:
         """Return the distance of each row of P to the class y of that row."""
@@ -131,28 +133,38 @@ def geometry(
     Raises:
         TypeError, ValueError: as `ordinal_loss` says.
     """
-    _check_power(power, circular)
+    check_settings(x=x, power=power, cost=cost, circular=circular, period=period)
     for name, tensor in (("x", x), ("cost", cost)):
         if isinstance(tensor, Tensor | Cost) and tensor.device != device:
             raise ValueError(f"{name} is on {tensor.device}, logits on {device}, expected one device; move one.")
     if cost is not None:
+        return Geometry(None, cost=_cost_matrix(cost, classes))
+    values = torch.arange(classes, device=device, dtype=torch.float32) if x is None else _class_values(x, classes)
+    if not circular:
+        return Geometry(values, power)
+    if period is None:
+        period = float(classes)
+    length = float((values[-1] - values[0]).detach())
+    if not length < period:
+        raise ValueError(f"period is {period}, expected more than {length:g}, the span of x; give one turn of classes.")
+    return Geometry(values, power, float(period))
+
+
+def check_settings(
+    *, x: Any = None, power: Any = 2, cost: Any = None, circular: bool = False, period: Any = None
+) -> None:
+    """Raise unless the settings of `ordinal_loss` that say how far apart classes are go together."""
+    _check_power(power, circular)
+    if cost is not None:
         for name, given in (("x", x is not None), ("power", power != 2), ("circular", circular), ("period", period)):
             if given:
                 raise ValueError(f"cost and {name} are both given; a cost says all about distances: leave {name} out.")
-        return Geometry(None, cost=_cost_matrix(cost, classes))
-    values = torch.arange(classes, device=device) if x is None else _class_values(x, classes)
-    if not circular:
-        if period is not None:
+    if period is not None:
+        if not circular:
             raise ValueError(f"period={period} is given for classes on a line; add circular=True, or leave it out.")
-        return Geometry(values, power)
-    if period is None:
-        if x is not None:
-            raise ValueError("x is given on a circle without period=, its circumference (such as 24, 360 or 2 pi).")
-        period = float(classes)
-    length = float((values[-1] - values[0]).detach())
-    if not length < check_positive("period", period):
-        raise ValueError(f"period is {period}, expected more than {length:g}, the span of x; give one turn of classes.")
-    return Geometry(values, power, float(period))
+        check_positive("period", period)
+    elif circular and x is not None:
+        raise ValueError("x is given on a circle without period=, its circumference (such as 24, 360 or 2 pi).")
 
 
 def _check_power(power: Any, circular: bool) -> None:
@@ -163,20 +175,31 @@ def _check_power(power: Any, circular: bool) -> None:
 
 
 def _class_values(x: Any, classes: int) -> Tensor:
-    if check_tensor("x", x).shape != (classes,):
+    if check_real("x", x).shape != (classes,):
         raise ValueError(
             f"x has shape {tuple(x.shape)}, expected ({classes},), one value for each class of the logits."
         )
-    check_finite("x", x)
-    held = x.detach()
-    down = held.diff() <= 0
+    if x.is_floating_point():
+        check_finite("x", x)
+    held = x.detach() if x.is_floating_point() else x.long()
+    down = held[1:] <= held[:-1]  # differences of whole numbers may wrap around
     if down.any():
         k = int(down.nonzero()[0])
         raise ValueError(
-            f"x[{k}] is {float(held[k]):g} and x[{k + 1}] {float(held[k + 1]):g}, expected strictly increasing class "
-            "values; sort the classes by value, and merge those that share one."
+            f"x[{k}] is {held[k].item():.9g} and x[{k + 1}] {held[k + 1].item():.9g}, expected strictly increasing "
+            "class values; sort the classes by value, and merge those that share one. (Values whose differences "
+            f"{x.dtype} cannot hold: pass x - x[0].)"
         )
-    return x
+    if x.is_floating_point():
+        return x
+    # From the first one on: years or seconds are then as small as they can be, and their gaps exact.
+    values = held - held[:1]
+    if values.amin() < 0:
+        raise ValueError(
+            f"x reaches from {int(held[0])} to {int(held[-1])}, expected whole numbers less than 2^53 = {2**53} apart; "
+            "count in a coarser unit."
+        )
+    return values
 
 
 def _cost_matrix(cost: Any, classes: int) -> Tensor:

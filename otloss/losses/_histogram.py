@@ -10,9 +10,12 @@ from jaxtyping import Float, Real
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from otloss.losses._bins import Bins, check_form, check_real, check_values, labels_of
-from otloss.losses._labels import check_logits, class_count
-from otloss.losses._ordinal import ordinal_loss
+from otloss._checks import check_reduction, check_tensor
+from otloss.losses._bins import Bins, check_form, check_values, labels_of
+from otloss.losses._geometry import geometry
+from otloss.losses._labels import check_cross_entropy, check_logits, class_count, labelled
+from otloss.losses._ordinal import values_of
+from otloss.losses._real import check_real
 
 
 def histogram_loss(
@@ -69,17 +72,20 @@ def histogram_loss(
         tensor(15.0000)
     """
     classes = class_count(logits)
+    check_reduction(reduction)
     check_form(labels, sigma, outside)
-    dtype = _promoted(logits, target=target, bins=bins, sample_weight=sample_weight)
+    mix = check_cross_entropy(cross_entropy)
+    dtype = _promoted(
+        logits, target=check_real("target", target), bins=check_real("bins", bins), sample_weight=sample_weight
+    )
     placed = Bins.of(bins, classes, torch.promote_types(dtype, torch.float32))
-    if target.shape != logits.shape:
+    apart = geometry(classes, logits.device, x=placed.centres, power=power)
+    made = target.shape != logits.shape
+    if made:
         check_values(target, logits)
         target = labels_of(target, placed, form=labels, sigma=sigma, outside=outside)
-    value = ordinal_loss(
-        logits, target, x=placed.centres, power=power, cross_entropy=cross_entropy, sample_weight=sample_weight,
-        reduction=reduction,
-    )  # fmt: skip
-    return value.to(dtype)
+    rows = labelled(logits, target, placed.centres.dtype, sure=made, sample_weight=sample_weight)
+    return rows.reduced(values_of(rows, apart.to(rows.logits.dtype), mix), reduction).to(dtype)
 
 
 def histogram_mean(
@@ -102,7 +108,7 @@ def histogram_mean(
         tensor(10.)
     """
     classes = class_count(logits)
-    dtype = _promoted(logits, bins=bins)
+    dtype = _promoted(logits, bins=check_real("bins", bins))
     arithmetic = torch.promote_types(dtype, torch.float32)
     placed = Bins.of(bins, classes, arithmetic)
     check_logits(logits.reshape(-1, classes))
@@ -150,7 +156,7 @@ def _promoted(logits: Tensor, **others: Any) -> torch.dtype:
     for name, tensor in others.items():
         if tensor is None:
             continue
-        if check_real(name, tensor).device != logits.device:
+        if check_tensor(name, tensor).device != logits.device:
             raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}, expected one device; move one.")
         if tensor.is_floating_point():
             dtype = torch.promote_types(dtype, tensor.dtype)

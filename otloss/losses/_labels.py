@@ -15,6 +15,7 @@ from torch import Tensor
 
 from otloss._checks import check_below_infinity, check_finite, check_floating, check_number, check_tensor
 from otloss._histograms import MASS_TOLERANCE
+from otloss.losses._real import check_not_complex
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Labelled:
 
     Attributes:
         logits: (rows, K), not looked at yet: see `check_logits`.
-        target: (rows,) class positions in int64, or (rows, K) soft labels of mass one.
+        target: (rows,) class positions in int64; or (rows, K) soft labels, not looked at yet: see `histograms`.
+        sure: whether soft labels were made here, so that nothing can be wrong with them.
         weight: (rows,) weights >= 0, or None where all are one.
         kept: which positions these are, or None for all of them.
         shape: that of the positions.
@@ -32,6 +34,7 @@ class Labelled:
 
     logits: Float[Tensor, "rows classes"]
     target: Tensor
+    sure: bool
     weight: Float[Tensor, " rows"] | None
     kept: Bool[Tensor, "*batch"] | None
     shape: torch.Size
@@ -40,6 +43,10 @@ class Labelled:
     @property
     def is_soft(self) -> bool:
         return self.target.is_floating_point()
+
+    def histograms(self) -> Float[Tensor, "rows classes"]:
+        """Return soft labels of mass one in the dtype of the logits; raises where they are none."""
+        return self.target if self.sure else normalised(self.target, self.logits.dtype)
 
     def reduced(self, values: Float[Tensor, " rows"], reduction: str) -> Tensor:
         """Return the weighted mean, the weighted sum, or the weighted values at their positions."""
@@ -67,9 +74,17 @@ def class_count(logits: Any) -> int:
 
 
 def labelled(
-    logits: Any, target: Any, *others: torch.dtype, class_weight: Any, sample_weight: Any, ignore_index: int | None
+    logits: Any,
+    target: Any,
+    *others: torch.dtype,
+    sure: bool = False,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    ignore_index: int | None = None,
 ) -> Labelled:
     """Check and flatten what a loss over classes is called with; `others` are dtypes that take part.
+
+    Soft labels that are `sure` have a mass of one, and are checked nowhere.
 
     Raises:
         TypeError, ValueError: as `ordinal_loss` says.
@@ -78,13 +93,15 @@ def labelled(
     soft = _is_soft(check_tensor("target", target), logits)
     given = [("target", target), ("class_weight", class_weight), ("sample_weight", sample_weight)]
     for name, tensor in given:
-        if tensor is not None and check_tensor(name, tensor).device != logits.device:
+        if tensor is not None and check_not_complex(name, tensor).device != logits.device:
             raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}, expected one device; move one.")
     dtype = logits.dtype
     for other in (*(tensor.dtype for _, tensor in given if tensor is not None), *others):
         if other.is_floating_point:
             dtype = torch.promote_types(dtype, other)
     arithmetic = torch.promote_types(dtype, torch.float32)
+    # In a narrow dtype, comparisons would be modulo its width.
+    target = target if soft else target.long()
     kept = None if soft else _kept(target, classes, ignore_index)
     if soft and ignore_index is not None:
         raise ValueError(
@@ -93,11 +110,13 @@ def labelled(
         )
     rows = (logits.reshape(-1, classes) if kept is None else logits[kept]).to(arithmetic)
     if soft:
-        labels = _soft_labels(target.reshape(-1, classes), arithmetic)
+        labels = target.reshape(-1, classes)
+        if sure or class_weight is not None:
+            labels, sure = labels.to(arithmetic) if sure else normalised(labels, arithmetic), True
     else:
-        labels = (target.reshape(-1) if kept is None else target[kept]).long()
+        labels = target.reshape(-1) if kept is None else target[kept]
     weight = _weights(class_weight, sample_weight, labels, kept, shape, classes, arithmetic)
-    return Labelled(rows, labels, weight, kept, shape, dtype)
+    return Labelled(rows, labels, sure, weight, kept, shape, dtype)
 
 
 def _is_soft(target: Tensor, logits: Tensor) -> bool:
@@ -131,9 +150,8 @@ def _is_soft(target: Tensor, logits: Tensor) -> bool:
 
 def _kept(target: Tensor, classes: int, ignore_index: int | None) -> Tensor | None:
     kept = None
+    check_ignore_index(ignore_index)
     if ignore_index is not None:
-        if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-            raise TypeError(f"ignore_index is {ignore_index!r}, expected a whole number such as -100, or None.")
         kept = target != ignore_index
         if kept.all():
             kept = None
@@ -151,6 +169,12 @@ def _kept(target: Tensor, classes: int, ignore_index: int | None) -> Tensor | No
     return kept
 
 
+def check_ignore_index(ignore_index: Any) -> None:
+    """Raise TypeError unless it is a whole number or None."""
+    if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
+        raise TypeError(f"ignore_index is {ignore_index!r}, expected a whole number such as -100, or None.")
+
+
 def check_logits(rows: Float[Tensor, "rows classes"]) -> None:
     """Raise ValueError if an entry is NaN or +inf, or a row is -inf throughout."""
     top = rows.detach().amax(-1)  # NaN where any entry is
@@ -164,17 +188,21 @@ def check_logits(rows: Float[Tensor, "rows classes"]) -> None:
     )
 
 
-def _soft_labels(target: Tensor, dtype: torch.dtype) -> Tensor:
+def normalised(target: Tensor, dtype: torch.dtype) -> Tensor:
     """Return soft labels in `dtype` with a mass of one; raises where the mass is not one up to rounding."""
-    check_finite("target", target)
     held = target.detach()
-    if held.numel() and held.amin() < 0:
-        row, k = (int(i) for i in (held < 0).nonzero()[0])
-        raise ValueError(f"target holds {float(held[row, k])} for class {k} of row {row}, expected soft labels >= 0.")
     mass = held.sum(-1, dtype=torch.float64)
-    off = (mass - 1).abs() > MASS_TOLERANCE[target.dtype]
-    if off.any():
-        row = int(off.nonzero()[0])
+    off = (mass - 1).abs()
+    # NaN and infinity show in the mass, and in their comparison.
+    if held.numel() and not (held.amin() >= 0 and off.amax() <= MASS_TOLERANCE[target.dtype]):
+        check_finite("target", target)
+        if held.amin() < 0:
+            row, k = (int(i) for i in (held < 0).nonzero()[0])
+            raise ValueError(
+                f"target holds {float(held[row, k])} for class {k} of row {row}, expected soft labels >= 0; clamp "
+                "rounding errors with target.clamp(min=0)."
+            )
+        row = int(off.argmax())
         raise ValueError(
             f"the soft labels of row {row} sum to {float(mass[row]):.9g}, expected 1; normalise them with "
             "target / target.sum(-1, keepdim=True)."

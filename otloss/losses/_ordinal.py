@@ -10,13 +10,15 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
 from otloss._checks import check_reduction
+from otloss._histograms import MASS_TOLERANCE
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
 from otloss.losses._geometry import Geometry, geometry
-from otloss.losses._labels import Labelled, check_cross_entropy, check_logits, class_count, labelled
+from otloss.losses._labels import Labelled, check_cross_entropy, check_logits, class_count, labelled, normalised
 
 # Logits below which the operations of torch take no longer than starting a kernel.
 _SMALL = 2**13
@@ -94,27 +96,19 @@ def ordinal_loss(
         logits, target, *(t.dtype for t in (x, cost) if t is not None),
         class_weight=class_weight, sample_weight=sample_weight, ignore_index=ignore_index,
     )  # fmt: skip
-    return rows.reduced(_values(rows, apart.to(rows.logits.dtype), mix), reduction)
+    return rows.reduced(values_of(rows, apart.to(rows.logits.dtype), mix), reduction)
 
 
-def _values(rows: Labelled, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+def values_of(rows: Labelled, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+    """Return the value of each row; what is wrong with its logits or its soft labels is raised here."""
     if _suits_kernel(rows, apart):
-        from otloss.losses._compiled import RankedScore, values_of
-
-        assert apart.x is not None
-        score = RankedScore(apart.x.diff(), mix, lambda z, y: _of_classes(z, y, apart, mix))
-        values = values_of(score, rows.logits, rows.target)
+        values = _by_kernel(rows, apart, mix)
         if torch.isfinite(values.detach()).all():
             return values
     check_logits(rows.logits)
-    if not rows.is_soft:
-        return _of_classes(rows.logits, rows.target, apart, mix)
-    values = apart.from_histograms(rows.logits.softmax(-1), rows.target)
-    if not mix:
-        return values
-    log_q = rows.logits.log_softmax(-1)
-    absent = (rows.target == 0) & (log_q == -torch.inf)
-    return values + mix * _checked_nll(-(rows.target * log_q.masked_fill(absent, 0.0)).sum(-1))
+    if rows.is_soft:
+        return _of_histograms(rows.logits, rows.histograms(), apart, mix)
+    return _of_classes(rows.logits, rows.target, apart, mix)
 
 
 def _of_classes(logits: Tensor, y: Tensor, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
@@ -124,14 +118,40 @@ def _of_classes(logits: Tensor, y: Tensor, apart: Geometry, mix: float) -> Float
     return values + mix * _checked_nll(cross_entropy_of_classes(logits, y, reduction="none"))
 
 
+def _of_histograms(logits: Tensor, T: Tensor, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+    values = apart.from_histograms(logits.softmax(-1), T)
+    if not mix:
+        return values
+    log_q = logits.log_softmax(-1)
+    absent = (T == 0) & (log_q == -torch.inf)
+    return values + mix * _checked_nll(-(T * log_q.masked_fill(absent, 0.0)).sum(-1))
+
+
+def _by_kernel(rows: Labelled, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+    from otloss.losses._compiled import RankedScore, scored
+
+    def of_histograms(z: Tensor, t: Tensor) -> Tensor:
+        return _of_histograms(z, normalised(t, z.dtype), apart, mix)
+
+    def of_classes(z: Tensor, y: Tensor) -> Tensor:
+        return _of_classes(z, y, apart, mix)
+
+    assert apart.x is not None
+    twin = of_histograms if rows.is_soft else of_classes
+    gaps = apart.x.diff().to(rows.logits.dtype)
+    return scored(RankedScore(gaps, mix, MASS_TOLERANCE[rows.logits.dtype], twin), rows.logits, rows.target)
+
+
 def _suits_kernel(rows: Labelled, apart: Geometry) -> bool:
     fits = apart.x is not None and apart.period is None and apart.power == 2 and not apart.x.requires_grad
+    if rows.is_soft:  # labels in half precision keep their tolerance in the operations of torch
+        fits = fits and rows.target.dtype == rows.logits.dtype and not rows.target.requires_grad
     return (
         fits
-        and not rows.is_soft
         and rows.logits.numel() >= _SMALL
         and not torch.compiler.is_compiling()
         and may_run_on(rows.logits)
+        and all(unpack_dual(t).tangent is None for t in (rows.logits, rows.target))
     )
 
 
@@ -140,8 +160,8 @@ def _checked_nll(nll: Tensor) -> Tensor:
     if not finite.all():
         row = int((~finite).nonzero()[0])
         raise ValueError(
-            f"the cross-entropy of row {row} (of the positions that take part) is {float(nll[row])}: the logit of its "
-            "label is -inf or overflowed; expected finite logits at every label. Unmask that class, leave the position "
-            "out, or set cross_entropy=0."
+            f"the cross-entropy of row {row} (of the positions that take part) is {float(nll.detach()[row])}: the "
+            "logit of its label is -inf or overflowed; expected finite logits at every label. Unmask that class, leave "
+            "the position out, or set cross_entropy=0."
         )
     return nll

@@ -8,6 +8,9 @@ from torch import Tensor
 from otloss._checks import check_tensor
 from otloss.costs import Cost, as_cost
 from otloss.losses import histogram_loss, histogram_mean, ordinal_loss
+from otloss.losses._bins import check_form
+from otloss.losses._geometry import check_settings
+from otloss.losses._labels import check_cross_entropy, check_ignore_index
 from otloss.nn._base import HeldCost, Loss, described
 
 
@@ -44,6 +47,9 @@ class OrdinalLoss(Loss):
         reduction: str = "mean",
     ) -> None:
         super().__init__(reduction)
+        check_settings(x=x, power=power, cost=cost, circular=circular, period=period)
+        check_cross_entropy(cross_entropy)
+        check_ignore_index(ignore_index)
         self.hold("x", x)
         self.hold("class_weight", class_weight)
         self.cost = None if cost is None else HeldCost(as_cost(cost))
@@ -101,6 +107,9 @@ class HistogramLoss(Loss):
         reduction: str = "mean",
     ) -> None:
         super().__init__(reduction)
+        check_settings(power=power)
+        check_form(labels, sigma, outside)
+        check_cross_entropy(cross_entropy)
         self.hold("bins", check_tensor("bins", bins))
         self.labels, self.sigma, self.outside = labels, sigma, outside
         self.power, self.cross_entropy = power, cross_entropy
