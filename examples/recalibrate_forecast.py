@@ -16,11 +16,12 @@ import argparse
 from pathlib import Path
 
 import numpy as np
+from sklearn.base import clone
 from sklearn.datasets import load_diabetes
 from sklearn.model_selection import train_test_split
 from sklearn.naive_bayes import GaussianNB
 
-from otloss._calibration import OrdinalRecalibration, Temperature
+from otloss.estimators import OrdinalRecalibration, Temperature
 from otloss.metrics import ordinal_emd, ranked_probability_score, threshold_calibration_error
 
 GRADES = ["mild", "slight", "moderate", "marked", "severe"]
@@ -54,7 +55,7 @@ def forecasts(seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     held, test = model.predict_proba(X_held), model.predict_proba(X_test)
     return y_test, {
         "as it is": test,
-        **{name: method.fit(held, y_held).predict(test) for name, method in RECALIBRATIONS.items()},
+        **{name: clone(method).fit(held, y_held).predict(test) for name, method in RECALIBRATIONS.items()},
     }
 
 

@@ -32,6 +32,8 @@ from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 from scipy.optimize import minimize, minimize_scalar
 from scipy.special import expit
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_number
 from otloss.metrics._labels import positions
@@ -44,7 +46,7 @@ _UNCHANGED = 1e-3
 _PULL_TO_COMMON = 4.0
 
 
-class Temperature:
+class Temperature(BaseEstimator):
     """One temperature for all classes: P'_j proportional to P_j^(1 / T).
 
     T > 1 tones down a forecaster that is too sure. Probabilities of 0 stay 0; which class is most likely stays.
@@ -55,7 +57,7 @@ class Temperature:
         shrinkage: the m of the module's formula, in examples; 0 for none.
 
     Attributes:
-        temperature_: the T that was learned, 1 where none is better.
+        temperature_: the T that was learned, between exp(-3) and exp(3); 1 where none is better.
 
     Example:
         >>> Temperature(shrinkage=0).fit([[0.9, 0.1]] * 4, [0, 0, 0, 1]).predict([[0.9, 0.1]]).round(3)
@@ -89,12 +91,11 @@ class Temperature:
             )
         score = self._score(data, _log(data.proba))
         step = 0.4
-        candidates = [0.0, *np.arange(-_LARGEST_LOG, _LARGEST_LOG + step / 2, step)]
+        candidates = [0.0, *np.linspace(-_LARGEST_LOG, _LARGEST_LOG, round(2 * _LARGEST_LOG / step) + 1).tolist()]
         # The score may have several valleys: look everywhere first. At equal scores nothing is done.
         valley = min(candidates, key=score)
-        refined = minimize_scalar(
-            score, bounds=(valley - step, valley + step), method="bounded", options={"xatol": 1e-6}
-        )
+        bounds = max(valley - step, -_LARGEST_LOG), min(valley + step, _LARGEST_LOG)
+        refined = minimize_scalar(score, bounds=bounds, method="bounded", options={"xatol": 1e-6})
         best = min((valley, float(refined.x)), key=score)
         self.temperature_ = float(np.exp(best))
         return self
@@ -107,7 +108,9 @@ class Temperature:
 
         Raises:
             ValueError: if rows are no probabilities.
+            sklearn.exceptions.NotFittedError: before `fit`.
         """
+        check_is_fitted(self, "temperature_")
         table = read_probabilities("proba", proba)
         return table if self.temperature_ == 1 else _tempered(_log(table), self.temperature_)
 
@@ -129,12 +132,12 @@ class Temperature:
         return score
 
 
-class OrdinalRecalibration:
+class OrdinalRecalibration(BaseEstimator):
     """A monotone map for each threshold's forecast P(Y <= k), by the ranked probability score; never crossing.
 
     Mends forecasts that are too sure or not sure enough, and that lean to one side, differently for low and high
     classes. It does not keep which class is most likely. A thousandth of the forecast is left as it was, so that no
-    class of positive probability ends with 0.
+    class of positive probability (above 1e-305, less than which a thousandth is 0) ends with 0.
 
     Args:
         values: (K,) strictly increasing class values, the gaps of the score; 0 to K - 1 by default.
@@ -193,7 +196,9 @@ class OrdinalRecalibration:
 
         Raises:
             ValueError: if rows are no probabilities, or their number is not that of the fit.
+            sklearn.exceptions.NotFittedError: before `fit`.
         """
+        check_is_fitted(self, "offset_")
         table = read_probabilities("proba", proba)
         if table.shape[1] != self.offset_.size + 1:
             raise ValueError(f"proba has {table.shape[1]} columns, expected {self.offset_.size + 1} as in the fit.")
@@ -204,7 +209,7 @@ class OrdinalRecalibration:
         return mapped + _UNCHANGED * (table - mapped) if changed.any() else table
 
     def _logits(self, below: np.ndarray, above: np.ndarray) -> Float[np.ndarray, "n thresholds"]:
-        floor = self.smallest_ / 2
+        floor = max(self.smallest_ / 2, np.finfo(float).tiny)  # half of the least float is 0
         return np.log(np.maximum(below, floor)) - np.log(np.maximum(above, floor))
 
 

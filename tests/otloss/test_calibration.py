@@ -12,9 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize_scalar
 from scipy.special import expit, softmax
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
 from sklearn.isotonic import isotonic_regression
 
-from otloss._calibration import OrdinalRecalibration, Temperature, _in_order
+from otloss._calibration import _in_order
+from otloss.estimators import OrdinalRecalibration, Temperature
 from otloss.metrics import ranked_probability_score, threshold_calibration_error
 
 
@@ -85,6 +88,28 @@ def test_temperature_is_the_minimum_of_the_score() -> None:
     assert score(fitted.temperature_) <= best.fun + 1e-10
 
 
+def test_the_deepest_of_several_valleys() -> None:
+    # Right by a logit of 0.6, wrong by 0.3, wrong by 11.5: sharp forecasts are best, very flat ones next.
+    logits, weight = np.array([0.6, -0.3, -11.5]), [0.72, 0.15, 0.13]
+    proba = expit(np.stack([logits, -logits], axis=1))
+    fitted = Temperature(shrinkage=0).fit(proba, [0, 0, 0], weight)
+    grid = np.exp(np.linspace(-3, 3, 500))
+    scores = [weight @ expit(-logits / t) ** 2 for t in grid]
+    assert fitted.temperature_ == pytest.approx(grid[np.argmin(scores)], rel=0.02)
+    assert fitted.temperature_ < 0.5
+    assert rps([0] * 3, fitted.predict(proba), sample_weight=weight) <= min(scores) + 1e-12
+
+
+@pytest.mark.parametrize("criterion", ["rps", "nll"])
+def test_temperature_stays_within_its_bounds(criterion: str) -> None:
+    proba = [[0.6, 0.4]] * 10
+    hottest = Temperature(criterion=criterion, shrinkage=0).fit(proba, [1] * 10)
+    coldest = Temperature(criterion=criterion, shrinkage=0).fit(proba, [0] * 10)
+    assert [hottest.temperature_, coldest.temperature_] == pytest.approx([np.exp(3), np.exp(-3)], rel=1e-4)
+    assert hottest.temperature_ <= np.exp(3)
+    assert coldest.temperature_ >= np.exp(-3)
+
+
 def test_maps_of_thresholds_are_recovered() -> None:
     offset, slope = np.array([0.8, 0.5, 0.2, -0.1]), np.array([0.5, 0.6, 0.7, 0.8])
     rng = np.random.default_rng(2)
@@ -132,6 +157,19 @@ def test_certain_and_wrong_forecasts_are_mended() -> None:
     mended = OrdinalRecalibration().fit(np.eye(3)[seen], y).predict(np.eye(3))
     np.testing.assert_allclose(np.diag(mended), 0.8, atol=0.06)
     assert (mended > 0).all()
+    # All but certain: the score is flat where the descent would start.
+    nearly = softmax(12 * np.eye(3), axis=1)
+    mended = OrdinalRecalibration().fit(nearly[seen], y).predict(nearly)
+    np.testing.assert_allclose(np.diag(mended), 0.8, atol=0.06)
+
+
+def test_least_floats_are_probabilities() -> None:
+    proba = np.array([[1.0, 5e-324], [1.0, 0.0], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
+    for y in ([0, 0, 1, 0, 1], [1, 0, 1, 0, 1]):
+        mended = OrdinalRecalibration().fit(proba, y).predict(proba)
+        assert np.isfinite(mended).all()
+        np.testing.assert_allclose(mended.sum(1), 1)
+        assert rps(y, mended) < rps(y, proba)
 
 
 def test_no_class_of_positive_probability_ends_with_none() -> None:
@@ -181,6 +219,21 @@ def test_projection_on_ordered_rows(seed: int, thresholds: int) -> None:
     rows, gaps = rng.random((4, thresholds)).round(1), rng.random(thresholds) + 0.01
     expected = [isotonic_regression(row, sample_weight=gaps) for row in rows]
     np.testing.assert_allclose(_in_order(rows, gaps), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", [Temperature, OrdinalRecalibration])
+def test_behaves_as_an_estimator_of_scikit_learn(family: Any) -> None:
+    method = family(values=[0, 1, 5], shrinkage=2.0)
+    assert repr(method) == f"{family.__name__}(shrinkage=2.0, values=[0, 1, 5])"
+    with pytest.raises(NotFittedError, match=f"This {family.__name__} instance is not fitted yet"):
+        method.predict([[0.5, 0.3, 0.2]])
+    proba = np.array([[0.5, 0.3, 0.2]])
+    fitted = method.fit(proba, [2])
+    assert (fitted.predict(proba) != proba).any()
+    again = clone(fitted)
+    assert again.get_params() == fitted.get_params()
+    with pytest.raises(NotFittedError):
+        again.predict(proba)
 
 
 two = [[0.5, 0.5]]
