@@ -32,11 +32,29 @@ def made_up(rows: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def from_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Features, and the grades as they stand in the file."""
+    """Features, and the grades as they stand in the file; an empty cell is a feature that is missing, NaN."""
     with path.open(newline="", encoding="utf-8") as stream:
-        rows = list(csv.DictReader(stream))
-    grades = np.array([float(row.pop("response")) for row in rows])
-    return np.array([[float(cell) for cell in row.values()] for row in rows]), grades
+        lines = list(csv.reader(stream))
+    if not lines or "response" not in lines[0]:
+        raise ValueError(f"{path} has the columns {lines[:1]}, expected one named 'response'.")
+    table = np.array([numbers(line, lines[0], where=f"row {k} of {path}") for k, line in enumerate(lines[1:], 1)])
+    response = lines[0].index("response")
+    return np.delete(table, response, axis=1), table[:, response]
+
+
+def numbers(cells: list[str], names: list[str], *, where: str) -> list[float]:
+    """The cells of a row as numbers, or an error that says which one is none."""
+    if len(cells) != len(names):
+        raise ValueError(f"{where} has {len(cells)} cells, expected {len(names)}: {', '.join(names)}.")
+    row = []
+    for name, cell in zip(names, cells, strict=True):
+        try:
+            row.append(float(cell if cell.strip() or name == "response" else "nan"))
+        except ValueError:
+            raise ValueError(
+                f"{where} holds {cell!r} as {name!r}, expected a number; encode words as numbers."
+            ) from None
+    return row
 
 
 def train(

@@ -17,6 +17,7 @@ from numba import prange
 
 from otloss._kernels._compile import compiled, exp64
 
+LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting._settings
 ROWS = 64  # of a block: five classes of it, in all buffers, stay in the first cache
 
 GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2
@@ -34,7 +35,7 @@ def _read(inputs: Any, first: int, last: int, rows: Any) -> int:
         label[b] = np.int64(y) if fits else 0
         w = weights[first + b] if weights.shape[0] > 0 else 1.0
         weight[b] = w
-        bad += 0 if fits and w >= 0 and w < np.inf else 1
+        bad += 0 if fits and w >= 0 and w <= LARGEST_WEIGHT else 1
     for k in range(classes):
         for b in range(last - first):
             bad += 0 if abs(scores[first + b, k]) < np.inf else 1
@@ -42,10 +43,11 @@ def _read(inputs: Any, first: int, last: int, rows: Any) -> int:
 
 
 @compiled()
-def _softmax(scores: Any, first: int, count: int, P: Any, log_total: Any) -> None:
-    """Probabilities of a block (classes, rows), and the logarithm of the sum that they were divided by."""
+def _softmax(scores: Any, first: int, count: int, P: Any, parts: Any) -> None:
+    """Probabilities of a block (classes, rows), the largest score, and one over the sum of exp(score - largest)."""
     classes = scores.shape[1]
-    top, total = np.empty(ROWS), np.zeros(ROWS)
+    top, total = parts
+    total[:] = 0
     for b in range(count):
         top[b] = scores[first + b, 0]
     for k in range(classes):
@@ -59,7 +61,6 @@ def _softmax(scores: Any, first: int, count: int, P: Any, log_total: Any) -> Non
             P[k, b] = e
             total[b] += e
     for b in range(count):
-        log_total[b] = top[b] + np.log(total[b])
         total[b] = 1 / total[b]
     for k in range(classes):
         for b in range(count):
@@ -169,7 +170,7 @@ def slopes(inputs: Any, class_weights: Any, loss: Any, settings: Any, answers: A
         P, F, s = np.empty((classes, ROWS)), np.empty((classes, ROWS)), np.empty((classes, ROWS))
         curvature = np.empty((classes, ROWS))
         label, weight = np.zeros(ROWS, np.int64), np.ones(ROWS)
-        mean, log_total = np.empty(ROWS), np.empty(ROWS)
+        mean, top, total = np.empty(ROWS), np.empty(ROWS), np.empty(ROWS)
         for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
             first = block * ROWS
             last = min(first + ROWS, count)
@@ -177,7 +178,7 @@ def slopes(inputs: Any, class_weights: Any, loss: Any, settings: Any, answers: A
             bad += _read(inputs, first, last, (label, weight))
             for b in range(size):
                 weight[b] *= class_weights[label[b]]
-            _softmax(inputs[0], first, size, P, log_total)
+            _softmax(inputs[0], first, size, P, (top, total))
             _cumulative(P, F, size)
             _potential(loss, label, F, s, size)
             _average(P, s, mean, size)
@@ -202,13 +203,13 @@ def values(inputs: Any, loss: Any, settings: Any, answers: Any, threads: int) ->
     for thread in prange(threads):
         P, F = np.empty((classes, ROWS)), np.empty((classes, ROWS))
         label, weight = np.zeros(ROWS, np.int64), np.ones(ROWS)
-        log_total, moved = np.empty(ROWS), np.empty(ROWS)
+        top, total, moved = np.empty(ROWS), np.empty(ROWS), np.empty(ROWS)
         for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
             first = block * ROWS
             last = min(first + ROWS, count)
             size = last - first
             bad += _read(inputs, first, last, (label, weight))
-            _softmax(scores, first, size, P, log_total)
+            _softmax(scores, first, size, P, (top, total))
             _cumulative(P, F, size)
             moved[:] = 0
             for k in range(gaps.shape[0]):
@@ -218,6 +219,10 @@ def values(inputs: Any, loss: Any, settings: Any, answers: Any, threads: int) ->
                 for b in range(size):
                     moved[b] += P[k, b] * costs[label[b], k]
             for b in range(size):
-                surprise = log_total[b] - scores[first + b, label[b]]
-                answers[first + b] = settings[0] * moved[b] + settings[1] * surprise
+                answers[first + b] = settings[0] * moved[b]
+            if settings[1] > 0:
+                for b in range(size):
+                    # In this order: beside large scores the logarithm of the sum would be lost in rounding.
+                    surprise = (top[b] - scores[first + b, label[b]]) - np.log(total[b])
+                    answers[first + b] += settings[1] * surprise
     return bad

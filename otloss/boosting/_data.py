@@ -8,9 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from otloss.boosting._settings import Floats
+from otloss.boosting._settings import Floats, as_floats
 
 INTERFACES = ("native", "sklearn")
+LABELS_MEND = (
+    "number the classes from 0 in their order, for example by sklearn.preprocessing.OrdinalEncoder(categories=[[...]])."
+)
 
 
 @dataclass(frozen=True)
@@ -49,10 +52,10 @@ def rows_of_arrays(labels: Any, predictions: Any, weights: ArrayLike | None, *, 
         )
     if labels is None:
         raise ValueError("the data has no labels, expected one for each row; pass label= to DMatrix or Dataset.")
-    scores, labels = np.asarray(predictions), np.array(labels, dtype=np.float64)
+    scores, labels = np.asarray(predictions), as_floats("labels", labels, mend=LABELS_MEND)
     if not np.issubdtype(scores.dtype, np.floating):
-        scores = scores.astype(np.float64)
-    weights = np.zeros(0) if weights is None else np.array(weights, dtype=np.float64)
+        scores = as_floats("predictions", scores, mend="pass the array that the library predicts.")
+    weights = np.zeros(0) if weights is None else as_floats("weights", weights, mend="pass an array of dtype float.")
     shape, rows = scores.shape, labels.shape[0] if labels.ndim else -1
     single = num_classes == 2 and shape in ((rows,), (rows, 1))
     if labels.ndim != 1 or not (single or shape == (rows, num_classes)):

@@ -73,7 +73,8 @@ def xgboost_metric(
 
     Args:
         predictions: "scores" beside an objective that is a callable, as ours; "probabilities" beside an objective of
-            the library ("multi:softprob", "binary:logistic"), after which XGBoost passes those.
+            the library ("multi:softprob", "binary:logistic"), after which XGBoost passes those. The wrong one is told
+            with three classes or more; with two, probabilities may well be scores, and the mean would be a wrong one.
         interface: "native" for `xgboost.train(custom_metric=)`, "sklearn" for `XGBClassifier(eval_metric=)`.
         num_classes, power, x, cost, transport, cross_entropy, class_weight: as in `xgboost_objective`.
 
@@ -170,7 +171,8 @@ def _as_scores(rows: Rows) -> NDArray[np.float64]:
 def _checked_scores(rows: Rows) -> NDArray[Any]:
     # Scores that a model has learnt are no probabilities in each and every row; before that all rows are alike.
     learnt = len(rows.scores) > 1 and (rows.scores != rows.scores[0]).any()
-    if learnt and not rows.single and _are_probabilities(rows).all():
+    # Scores of two classes that started at 1/2 each sum to 1 for ever: what one gains, the other loses.
+    if learnt and rows.scores.shape[1] > 2 and _are_probabilities(rows).all():
         raise ValueError(
             "the predictions of all rows are probabilities, expected scores; beside an objective of the library "
             'choose predictions="probabilities".'

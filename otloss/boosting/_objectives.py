@@ -12,6 +12,8 @@ from otloss.boosting._data import INTERFACES, Rows, rows_of, rows_of_arrays
 from otloss.boosting._rows import ORDERS, curvature, slopes
 from otloss.boosting._settings import RowLoss, check_choice, check_hessian, row_loss
 
+# XGBoost takes the square of a sum of gradients in float32: where it overflows, no split is found, and none is told.
+_LARGEST_SUM = 1e19
 Slopes = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
@@ -34,6 +36,8 @@ class _Objective:
         gradient, hessian = slopes(
             rows.scores, rows.labels, rows.weights, loss=self.loss, curvature=chosen, order=ORDERS[self.library]
         )
+        if self.library == "xgboost":
+            _check_sum(self.loss, rows)
         if rows.single:
             return gradient[:, 1].reshape(rows.shape), hessian[:, 1].reshape(rows.shape)
         return gradient, hessian
@@ -86,7 +90,8 @@ def xgboost_objective(
         cost: (K, K) costs >= 0, [true, predicted], in place of power and x.
         transport: factor of the transport term; 0 leaves plain cross-entropy, with the trees of the library's own.
         cross_entropy: factor of the cross-entropy.
-        class_weight: (K,) numbers or a dict from position to number, which multiply the weights of rows.
+        class_weight: (K,) numbers, or a dict or pandas Series from position to number, which multiply the weights of
+            rows. Series and DataFrames, also as x and cost, are read by their index, which names positions.
         hessian: "gauss-newton", the diagonal of that matrix (power 2 only); "bound", a diagonal that bounds the
             Hessian and so never lets a small step ascend; "absolute", the absolute diagonal of the Hessian, fastest
             and least careful. "auto" is twice Gauss-Newton at power 2, else the bound; cross-entropy is then curved
@@ -145,7 +150,10 @@ def lightgbm_objective(
 
     Args:
         interface: "native" for `lightgbm.train({"objective": f})`: f(predictions, dataset). "sklearn" for
-            `LGBMClassifier(objective=)`: f(y_true, y_pred, weight).
+            `LGBMClassifier(objective=)`: f(y_true, y_pred, weight). Fit that one to positions, not to names:
+            `LGBMClassifier` numbers its labels by the alphabet ("high" < "low" < "mid") before this loss sees them.
+            Encode them by `sklearn.preprocessing.OrdinalEncoder(categories=[["low", "mid", "high"]])`, or use
+            `otloss.estimators.OrdinalBoostingClassifier(categories=["low", "mid", "high"])`.
 
     Returns:
         A picklable, unchangeable callable that returns (gradient, hessian), each (n, K) float32 in Fortran order, times
@@ -169,6 +177,16 @@ def lightgbm_objective(
         class_weight=class_weight,
     )  # fmt: skip
     return _objective("lightgbm", loss, hessian, interface)
+
+
+def _check_sum(loss: RowLoss, rows: Rows) -> None:
+    total = loss.steepest * (float(rows.weights.sum()) if rows.weights.size else len(rows.labels))
+    if total > _LARGEST_SUM:
+        raise ValueError(
+            f"gradients of {len(rows.labels)} rows may sum to {total:.3g}, expected at most {_LARGEST_SUM:g}: XGBoost "
+            "squares the sum in float32, and beyond that finds no split. Divide the weights of rows by one number, or "
+            "x, cost or transport and cross_entropy."
+        )
 
 
 def _objective(library: str, loss: RowLoss, hessian: str, interface: str) -> _Objective:

@@ -34,7 +34,7 @@ import torch
 from numpy.typing import NDArray
 
 from otloss._kernels import may_run_on
-from otloss.boosting._settings import Floats, RowLoss
+from otloss.boosting._settings import LARGEST_WEIGHT, Floats, RowLoss
 
 Order = Literal["C", "F"]
 ORDERS: dict[str, Order] = {"xgboost": "C", "lightgbm": "F"}  # of the scores they pass, and of what they read fastest
@@ -153,10 +153,13 @@ def check_rows(scores: NDArray[Any], labels: Floats, weights: Floats) -> None:
             f"the label of row {row} is {labels[row]:g}, expected whole numbers 0 to {classes - 1}, the positions of "
             f"{classes} classes in their order; encode labels by sklearn.preprocessing.OrdinalEncoder(categories=...)."
         )
-    misfits = np.flatnonzero(~((weights >= 0) & (weights < np.inf)))
+    misfits = np.flatnonzero(~((weights >= 0) & (weights <= LARGEST_WEIGHT)))
     if misfits.size:
         row = int(misfits[0])
-        raise ValueError(f"the weight of row {row} is {weights[row]:g}, expected finite weights >= 0.")
+        raise ValueError(
+            f"the weight of row {row} is {weights[row]:g}, expected weights from 0 to {LARGEST_WEIGHT:g}; divide all "
+            "of them by the largest."
+        )
     rows = np.flatnonzero(~np.isfinite(scores).all(1))
     if rows.size:
         raise ValueError(
@@ -202,8 +205,11 @@ def values_in_numpy(scores: NDArray[Any], labels: Floats, *, loss: RowLoss) -> F
     moved = (loss.gaps * r**2).sum(1) if loss.is_square else (P * loss.costs[y]).sum(1)
     z = scores.astype(np.float64)
     top = z.max(1)
-    surprise = top + np.log(np.exp(z - top[:, None]).sum(1)) - z[np.arange(len(z)), y]
-    answer: Floats = loss.transport * moved + loss.cross_entropy * surprise
+    answer: Floats = loss.transport * moved
+    if loss.cross_entropy:
+        # In this order: beside large scores the logarithm of the sum would be lost in rounding.
+        surprise = np.log(np.exp(z - top[:, None]).sum(1)) + (top - z[np.arange(len(z)), y])
+        answer += loss.cross_entropy * surprise
     return answer
 
 
@@ -223,5 +229,4 @@ def _sums_from(terms: Floats) -> Floats:
 
 def _scale(loss: RowLoss) -> float:
     """What a step to the neighbouring class costs, on average."""
-    furthest = loss.gaps.sum() if loss.is_square else loss.costs.max()
-    return float(furthest) / (loss.num_classes - 1)
+    return loss.furthest / (loss.num_classes - 1)

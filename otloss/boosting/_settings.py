@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from otloss._checks import check_number
 
 HESSIANS = ("auto", "gauss-newton", "bound", "absolute")
+# Gradients are float32: at these bounds sums of them over 1e8 rows are finite still.
+STEEPEST, LARGEST_WEIGHT = 1e18, 1e12
 
 Floats = NDArray[np.float64]
 
@@ -58,6 +60,16 @@ class RowLoss:
             return np.array(self.cost)
         return np.abs(np.subtract.outer(self._values, self._values))
 
+    @property
+    def furthest(self) -> float:
+        """What the transport term is at most, before its factor."""
+        return float(self.gaps.sum() if self.is_square else self.costs.max())
+
+    @property
+    def steepest(self) -> float:
+        """What no gradient of a row of weight 1 exceeds."""
+        return float(self.class_weights.max()) * (self.transport * self.furthest + self.cross_entropy)
+
     @cached_property
     def class_weights(self) -> Floats:
         return np.ones(self.num_classes) if self.class_weight is None else np.array(self.class_weight)
@@ -86,11 +98,8 @@ def row_loss(
         TypeError: if a number is none.
         ValueError: if a setting cannot be one; the message says which.
     """
-    check_number("num_classes", num_classes)
-    if num_classes != int(num_classes) or num_classes < 2:
-        raise ValueError(f"num_classes is {num_classes}, expected a whole number, at least 2.")
-    classes = int(num_classes)
-    if power not in (1, 2):
+    classes = check_classes(num_classes)
+    if check_number("power", power) not in (1, 2):
         raise ValueError(f"power is {power!r}, expected 1 or 2; other prices of a distance go into cost=.")
     if cost is not None and x is not None:
         raise ValueError("both cost and x are given, expected one of them: a cost matrix says all that x would say.")
@@ -99,7 +108,7 @@ def row_loss(
             raise ValueError(f"{name} is {value}, expected a finite number, at least 0.")
     if transport == cross_entropy == 0:
         raise ValueError("transport and cross_entropy are both 0, expected one above 0: nothing is left to learn from.")
-    return RowLoss(
+    loss = RowLoss(
         num_classes=classes,
         power=int(power),
         x=_checked_values(x, classes),
@@ -108,6 +117,15 @@ def row_loss(
         cross_entropy=float(cross_entropy),
         class_weight=_checked_class_weight(class_weight, classes),
     )
+    _check_size(loss)
+    return loss
+
+
+def check_classes(num_classes: Any) -> int:
+    """Return the number of classes if it is one, else raise TypeError or ValueError."""
+    if not 2 <= check_number("num_classes", num_classes) < np.inf or num_classes != int(num_classes):
+        raise ValueError(f"num_classes is {num_classes}, expected a whole number, at least 2.")
+    return int(num_classes)
 
 
 def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> str:
@@ -128,11 +146,54 @@ def check_hessian(hessian: Any, loss: RowLoss) -> str:
     return str(hessian)
 
 
-def _array(name: str, values: ArrayLike) -> Floats:
+def as_floats(name: str, values: Any, *, mend: str) -> Floats:
+    """Return a float64 copy of numbers, else raise TypeError; text is none, even where it spells numbers."""
     try:
-        array = np.asarray(values, dtype=np.float64)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name} is {values!r}, expected numbers.") from error
+        array = np.asarray(values)
+        text = [value for value in array.flat if isinstance(value, str | bytes)] if array.dtype.kind in "OSU" else []
+        if not text and array.dtype.kind in "biufO":
+            return np.array(array, dtype=np.float64)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors with a graph
+        raise TypeError(f"{name} cannot be read: {error}; expected numbers; {mend}") from error
+    found = repr(str(text[0])) if text else f"values of dtype {array.dtype}"
+    raise TypeError(f"{name}: found {found}, expected numbers; {mend}")
+
+
+def _by_position(name: str, values: Any, classes: int) -> Any:
+    """A pandas Series or DataFrame as an array in the order of the class positions that its index names."""
+    if not (hasattr(values, "axes") and hasattr(values, "to_numpy")):
+        return values
+    array = values.to_numpy()
+    for axis, index in enumerate(values.axes):
+        keys = list(index)
+        if _strangers(keys, classes) or not len(keys) == len(set(keys)) == classes:
+            raise ValueError(
+                f"the index of {name} is {keys}, expected each of the class positions 0 to {classes - 1} once; "
+                f"reindex(range({classes})) shows what is missing, and {name}.to_numpy() is read in the order it has."
+            )
+        array = np.take(array, np.argsort(keys), axis=axis)
+    return array
+
+
+def _strangers(keys: Iterable[Any], classes: int) -> list[Any]:
+    """Keys that are no class positions."""
+    return [key for key in keys if isinstance(key, bool | np.bool_) or key not in range(classes)]
+
+
+def _check_size(loss: RowLoss) -> None:
+    with np.errstate(over="ignore"):
+        steepest, furthest = loss.steepest, loss.furthest
+    if not steepest <= STEEPEST:
+        what = "the largest cost" if loss.cost is not None else "the span of x"
+        raise ValueError(
+            f"gradients reach {steepest:.3g}: transport {loss.transport:g} times {what} {furthest:g}, plus "
+            f"cross_entropy {loss.cross_entropy:g}, times the largest class weight {loss.class_weights.max():g}; "
+            f"expected at most {STEEPEST:g}, for the libraries hold them in float32. Divide them by one number."
+        )
+
+
+def _array(name: str, values: Any, classes: int) -> Floats:
+    array = as_floats(name, _by_position(name, values, classes), mend="pass an array of dtype float.")
     if not np.isfinite(array).all():
         first = tuple(int(i) for i in np.argwhere(~np.isfinite(array))[0])
         raise ValueError(f"{name} holds {array[first]} at index {first}, expected finite numbers.")
@@ -142,10 +203,10 @@ def _array(name: str, values: ArrayLike) -> Floats:
 def _checked_values(x: Any, classes: int) -> tuple[float, ...] | None:
     if x is None:
         return None
-    array = _array("x", x)
+    array = _array("x", x, classes)
     if array.shape != (classes,):
         raise ValueError(f"x has shape {array.shape}, expected ({classes},): one value for each class.")
-    falls = np.flatnonzero(np.diff(array) <= 0)
+    falls = np.flatnonzero(array[1:] <= array[:-1])
     if falls.size:
         k = int(falls[0])
         raise ValueError(
@@ -158,7 +219,7 @@ def _checked_values(x: Any, classes: int) -> tuple[float, ...] | None:
 def _checked_cost(cost: Any, classes: int) -> tuple[tuple[float, ...], ...] | None:
     if cost is None:
         return None
-    array = _array("cost", cost)
+    array = _array("cost", cost, classes)
     if array.shape != (classes, classes):
         raise ValueError(
             f"cost has shape {array.shape}, expected ({classes}, {classes}): a row for each true class, a column for "
@@ -182,11 +243,14 @@ def _checked_class_weight(class_weight: Any, classes: int) -> tuple[float, ...] 
             f'for "balanced" pass sklearn.utils.class_weight.compute_class_weight("balanced", classes=..., y=...).'
         )
     if isinstance(class_weight, Mapping):
-        unknown = [key for key in class_weight if key not in range(classes)]
-        if unknown:
-            raise ValueError(f"class_weight has the key {unknown[0]!r}, expected class positions 0 to {classes - 1}.")
+        strangers = _strangers(class_weight, classes)
+        if strangers:
+            raise ValueError(
+                f"class_weight has the key {strangers[0]!r}, expected class positions 0 to {classes - 1}: a class goes "
+                "by its position in the order of the classes, not by its label."
+            )
         class_weight = [class_weight.get(k, 1.0) for k in range(classes)]
-    array = _array("class_weight", class_weight)
+    array = _array("class_weight", class_weight, classes)
     if array.shape != (classes,):
         raise ValueError(f"class_weight has shape {array.shape}, expected ({classes},): one weight for each class.")
     if (array < 0).any():

@@ -7,8 +7,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from otloss._checks import check_number
+from otloss.boosting._data import LABELS_MEND
 from otloss.boosting._rows import check_rows
+from otloss.boosting._settings import as_floats, check_classes
 
 
 def start_scores(
@@ -35,23 +36,24 @@ def start_scores(
         (K,), or (1,).
 
     Raises:
+        TypeError: if labels or weights hold no numbers.
         ValueError: if a label or weight is none, all weights are zero, or `single` is asked of more than two classes.
 
     Examples:
         >>> start_scores([0, 0, 0, 2], 3).round(3).tolist()
         [-0.405, -2.197, -1.504]
     """
-    if check_number("num_classes", num_classes) < 2 or num_classes != int(num_classes):
-        raise ValueError(f"num_classes is {num_classes}, expected a whole number, at least 2.")
-    if single and num_classes != 2:
-        raise ValueError(f"single is asked of {num_classes} classes, expected 2; a score each is what more need.")
-    y, weights = _vector("labels", labels), _vector("sample_weight", sample_weight)
+    classes = check_classes(num_classes)
+    if single and classes != 2:
+        raise ValueError(f"single is asked of {classes} classes, expected 2; a score each is what more need.")
+    y = _vector("labels", labels, mend=LABELS_MEND)
+    weights = _vector("sample_weight", sample_weight, mend="pass an array of dtype float.")
     if not y.size:
         raise ValueError("labels are empty, expected at least one.")
     if sample_weight is not None and weights.shape != y.shape:
         raise ValueError(f"sample_weight has shape {weights.shape}, expected {y.shape}: one for each label.")
-    check_rows(np.zeros((1, int(num_classes))), y, weights)
-    masses = np.bincount(y.astype(np.int64), weights if weights.size else None, minlength=int(num_classes))
+    check_rows(np.zeros((1, classes)), y, weights)
+    masses = np.bincount(y.astype(np.int64), weights if weights.size else None, minlength=classes)
     if not masses.sum() > 0:
         raise ValueError("sample_weight is 0 everywhere, expected some weight.")
     half = 0.5 * masses.sum() / (np.count_nonzero(weights) if weights.size else y.size)
@@ -60,8 +62,8 @@ def start_scores(
     return scores[1:] - scores[:1] if single else scores
 
 
-def _vector(name: str, values: Any) -> NDArray[np.float64]:
-    array = np.zeros(0) if values is None else np.asarray(values, dtype=np.float64)
+def _vector(name: str, values: Any, *, mend: str) -> NDArray[np.float64]:
+    array = np.zeros(0) if values is None else as_floats(name, values, mend=mend)
     if array.ndim != 1:
         raise ValueError(f"{name} has shape {array.shape}, expected one axis.")
     return array

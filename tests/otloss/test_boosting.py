@@ -1,10 +1,7 @@
-"""Boosting objectives: their derivatives by differences and autograd, their bounds by eigenvalues, their messages."""
+"""Boosting objectives: their derivatives by differences and autograd, their bounds by eigenvalues, kernel and twin."""
 
 from __future__ import annotations
 
-import pickle
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -12,59 +9,20 @@ import pytest
 import torch
 
 from otloss.boosting import _rows as rows_module
-from otloss.boosting import lightgbm_metric, lightgbm_objective, start_scores, xgboost_metric, xgboost_objective
-from otloss.boosting._rows import curvature, slopes_in_numpy, values_in_numpy
-from otloss.boosting._settings import RowLoss, row_loss
-
-NONE = np.zeros(0)
-K = 5
-VALUES = np.array([-1.0, 0.0, 0.5, 3.0, 4.5])
-COST = np.random.default_rng(5).uniform(0, 3, size=(K, K))
-
-LOSSES: dict[str, dict[str, Any]] = {
-    "power 2": {},
-    "power 1": {"power": 1},
-    "power 2, uneven": {"x": VALUES},
-    "power 1, uneven": {"power": 1, "x": VALUES},
-    "a cost": {"cost": COST},
-    "power 2 and cross-entropy": {"x": VALUES, "cross_entropy": 0.3},
-    "a cost and cross-entropy": {"cost": COST, "cross_entropy": 0.7, "transport": 2.0},
-    "cross-entropy": {"transport": 0.0, "cross_entropy": 1.5},
-    "classes that weigh": {"class_weight": [1.0, 0.0, 2.0, 0.5, 3.0], "cross_entropy": 0.1},
-}  # fmt: skip
-
-
-def make(classes: int = K, **settings: Any) -> RowLoss:
-    defaults: dict[str, Any] = {
-        "power": 2, "x": None, "cost": None, "transport": 1.0, "cross_entropy": 0.0, "class_weight": None,
-    }  # fmt: skip
-    return row_loss(classes, **(defaults | settings))
-
-
-def scores_and_labels(rows: int = 60, classes: int = K, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
-    """From undecided rows to certain ones, right and wrong."""
-    rng = np.random.default_rng(seed)
-    spread = np.repeat([0.1, 1.0, 6.0], -(-rows // 3))[:rows, None]
-    return rng.normal(size=(rows, classes)) * spread, rng.integers(0, classes, size=rows).astype(float)
-
-
-def torch_loss(z: torch.Tensor, y: int, loss: RowLoss) -> torch.Tensor:
-    """One row, straight from the definition."""
-    log_p = torch.log_softmax(z, -1)
-    p, classes = log_p.exp(), loss.num_classes
-    x = torch.arange(classes, dtype=z.dtype) if loss.x is None else torch.tensor(loss.x, dtype=z.dtype)
-    if loss.cost is not None:
-        moved = (p * torch.tensor(loss.cost[y], dtype=z.dtype)).sum()
-    else:
-        apart = p.cumsum(0)[:-1] - (torch.arange(classes - 1) >= y).to(z.dtype)
-        moved = ((x[1:] - x[:-1]) * apart.abs() ** loss.power).sum()
-    weight = 1.0 if loss.class_weight is None else loss.class_weight[y]
-    return weight * (loss.transport * moved - loss.cross_entropy * log_p[y])
-
-
-def spec(loss: RowLoss, hessian: str = "auto", **where: Any) -> Any:
-    return curvature(loss, hessian, **({"library": "xgboost", "single": False} | where))
-
+from otloss.boosting import lightgbm_metric, lightgbm_objective, xgboost_metric, xgboost_objective
+from otloss.boosting._rows import slopes_in_numpy, values_in_numpy
+from otloss.boosting._settings import RowLoss
+from tests.otloss.boosting_cases import (
+    COST,
+    LOSSES,
+    NONE,
+    VALUES,
+    K,
+    make,
+    scores_and_labels,
+    spec,
+    torch_loss,
+)
 
 # ---- the derivatives ---------------------------------------------------------------------------------------------
 
@@ -106,9 +64,10 @@ def test_diagonals_against_the_whole_hessian(name: str) -> None:
     ])  # fmt: skip
     weights = loss.class_weights[y.astype(int)]
     scale = np.abs(exact).max()
-    _, bound = slopes_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "bound"))
-    least = np.linalg.eigvalsh(bound[:, :, None] * np.eye(K) - exact).min()
-    assert least >= -1e-12 * scale
+    for library in ("xgboost", "lightgbm"):
+        _, bound = slopes_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "bound", library=library))
+        least = np.linalg.eigvalsh(bound[:, :, None] * np.eye(K) - exact).min()
+        assert least >= -1e-12 * scale
     _, absolute = slopes_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "absolute"))
     floor = weights[:, None] * spec(loss).floor
     diagonal = np.abs(np.diagonal(exact, axis1=1, axis2=2))
@@ -240,6 +199,38 @@ def test_large_scores_are_no_trouble(name: str, scale: float) -> None:
         assert (bend[weights > 0] > 0).all()
 
 
+@pytest.mark.parametrize("rows", [1, 40])
+def test_cross_entropy_of_large_scores_keeps_the_logarithm(rows: int) -> None:
+    metric = xgboost_metric(3, transport=0, cross_entropy=1, interface="sklearn")
+    assert metric(np.zeros(rows), np.tile([1e17, 1e17, 0], (rows, 1))) == pytest.approx(np.log(2), rel=1e-12)
+    assert metric(np.zeros(rows), np.tile([0, 1e17, 1e17], (rows, 1))) == 1e17
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_no_cross_entropy_is_none_for_scores_as_far_apart_as_floats_are(rows: int) -> None:
+    metric = lightgbm_metric(3, interface="sklearn")
+    with np.errstate(over="ignore"):
+        assert metric(np.zeros(rows), np.tile([-1.5e308, 1.5e308, 0], (rows, 1)))[1] == 1
+
+
+@pytest.mark.parametrize("rows", [2, 40])
+def test_the_largest_settings_and_weights_are_finite(rows: int) -> None:
+    z, y = scores_and_labels(rows, 3)
+    for settings in ({"x": [-4.9e17, 0, 4.9e17]}, {"cost": 9e17 * (1 - np.eye(3)), "class_weight": [1, 0, 1]}):
+        for hessian in ("auto", "bound", "absolute"):
+            objective = lightgbm_objective(3, hessian=hessian, cross_entropy=1e16, interface="sklearn", **settings)
+            for answer in objective(y, z, np.full(rows, 1e12)):
+                assert np.isfinite(answer).all()
+                assert np.abs(answer).max() < 1e31
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_no_gradient_is_steeper_than_said(name: str) -> None:
+    loss = make(**LOSSES[name])
+    gradient, _ = slopes_in_numpy(*scores_and_labels(3000), NONE, loss=loss, curvature=spec(loss))
+    assert 0.2 * loss.steepest < np.abs(gradient).max() <= loss.steepest
+
+
 def test_weights_are_repeated_rows() -> None:
     z, y = scores_and_labels(30)
     times = np.random.default_rng(0).integers(0, 4, size=30)
@@ -266,6 +257,17 @@ def test_the_metric_is_the_mean_loss_with_weights() -> None:
         assert by_probabilities(y, P, weights)[1] == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_one_probability_for_two_classes_is_that_of_the_second(shape: tuple[int, ...]) -> None:
+    def mean(**settings: Any) -> float:
+        metric = xgboost_metric(2, predictions="probabilities", interface="sklearn", **settings)
+        return float(metric([0, 1], np.array([0.2, 0.6]).reshape(shape)))
+
+    assert mean() == pytest.approx((0.2**2 + 0.4**2) / 2, rel=1e-12)
+    assert mean(power=1) == pytest.approx((0.2 + 0.4) / 2, rel=1e-12)
+    assert mean(transport=0, cross_entropy=1) == pytest.approx(-(np.log(0.8) + np.log(0.6)) / 2, rel=1e-12)
+
+
 @pytest.mark.parametrize("power", [1, 2])
 def test_the_recipe_that_circulates_ascends_where_ours_descends(power: int) -> None:
     """sign(F - G) for a gradient and ones for a Hessian: no sums from the other end, no Jacobian of the softmax."""
@@ -290,156 +292,3 @@ def test_a_whole_newton_step_with_the_bound_descends_from_undecided_rows() -> No
         gradient, hessian = slopes_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "bound"))
         after = values_in_numpy(z - gradient / hessian, y, loss=loss)
         assert (after <= values_in_numpy(z, y, loss=loss) + 1e-12).all()
-
-
-# ---- the objects -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("interface", ["native", "sklearn"])
-@pytest.mark.parametrize("make_one", [xgboost_objective, xgboost_metric, lightgbm_objective, lightgbm_metric])
-def test_callables_are_values(make_one: Any, interface: str) -> None:
-    one = make_one(3, x=[0, 1, 3], cross_entropy=0.5, interface=interface)
-    again = pickle.loads(pickle.dumps(one))
-    assert again == one == eval(repr(one), {make_one.__name__: make_one})
-    assert hash(again) == hash(one)
-    assert one != make_one(3, interface=interface)
-    assert isinstance(one.__name__, str)
-    with pytest.raises(AttributeError):
-        one.loss = None
-
-
-def test_repr_names_what_was_chosen() -> None:
-    assert repr(xgboost_objective(4, power=1)) == 'xgboost_objective(4, power=1, hessian="auto")'
-    assert "cost=((0.0, 1.0), (2.0, 0.0))" in repr(lightgbm_metric(2, cost=[[0, 1], [2, 0]]))
-
-
-def test_importing_boosting_imports_no_library() -> None:
-    code = (
-        "import sys, otloss.boosting\n"
-        "print([m for m in ('xgboost', 'lightgbm', 'numba', 'sklearn', 'matplotlib') if m in sys.modules])"
-    )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"power": 3}, "power is 3, expected 1 or 2"),
-        ({"x": [0, 1, 1]}, r"x\[1\] is 1.0 and x\[2\] is 1.0, expected strictly increasing"),
-        ({"x": [0, 1]}, r"x has shape \(2,\), expected \(3,\)"),
-        ({"x": [0, 1, np.nan]}, "x holds nan at index"),
-        ({"cost": np.ones((3, 2))}, r"cost has shape \(3, 2\), expected \(3, 3\)"),
-        ({"cost": -np.eye(3)}, r"cost\[0, 0\] is -1.0, expected costs >= 0"),
-        ({"cost": np.full((3, 3), np.nan)}, "cost holds nan"),
-        ({"cost": np.eye(3), "x": [0, 1, 2]}, "both cost and x"),
-        ({"cross_entropy": -1}, "cross_entropy is -1"),
-        ({"cross_entropy": np.inf}, "cross_entropy is inf"),
-        ({"transport": 0}, "transport and cross_entropy are both 0"),
-        ({"class_weight": [1, 2]}, r"class_weight has shape \(2,\)"),
-        ({"class_weight": [1, 2, -1]}, r"class_weight\[2\] is -1.0"),
-        ({"class_weight": "balanced"}, "compute_class_weight"),
-        ({"class_weight": {7: 2.0}}, "the key 7"),
-        ({"hessian": "exact"}, "hessian is 'exact', expected one of"),
-        ({"hessian": "gauss-newton", "power": 1}, "linear in the probabilities"),
-        ({"interface": "keras"}, "interface is 'keras', expected one of"),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        xgboost_objective(3, **settings)
-
-
-@pytest.mark.parametrize("classes", [1, 2.5])
-def test_numbers_of_classes_that_cannot_be(classes: Any) -> None:
-    with pytest.raises(ValueError, match=f"num_classes is {classes}, expected a whole number, at least 2"):
-        xgboost_objective(classes)
-    with pytest.raises(ValueError, match="num_classes"):
-        start_scores([0], classes)
-
-
-@pytest.mark.parametrize("compiled", [True, False])
-@pytest.mark.parametrize(
-    ("labels", "scores", "weights", "message"),
-    [
-        ([0, 3], np.zeros((2, 3)), None, "label of row 1 is 3, expected whole numbers 0 to 2"),
-        ([0, -1], np.zeros((2, 3)), None, "label of row 1 is -1"),
-        ([0.5, 1], np.zeros((2, 3)), None, "label of row 0 is 0.5"),
-        ([0, np.nan], np.zeros((2, 3)), None, "label of row 1 is nan"),
-        ([0, 1], np.zeros((2, 4)), None, r"shape \(2, 4\) beside labels of shape \(2,\), expected 3 scores"),
-        ([0, 1], np.zeros(6), None, r"shape \(6,\)"),
-        ([0, 1], np.zeros((2, 3)), [1, -1], "weight of row 1 is -1"),
-        ([0, 1], np.zeros((2, 3)), [np.nan, 1], "weight of row 0 is nan"),
-        ([0, 1], np.zeros((2, 3)), [1, 1, 1], r"weights have shape \(3,\), expected \(2,\)"),
-        ([0, 1], np.array([[0, 0, 0], [0, np.nan, 0]]), None, "scores of row 1"),
-        ([0, 1], np.array([[0, 0, 0], [0, 0, -np.inf]]), None, "scores of row 1"),
-    ],
-)
-def test_rows_that_cannot_be(
-    labels: Any, scores: Any, weights: Any, message: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(rows_module, "_SMALL", 2 if compiled else 1000)
-    for f in (xgboost_objective(3, interface="sklearn"), lightgbm_metric(3, interface="sklearn")):
-        with pytest.raises(ValueError, match=message):
-            f(labels, scores, weights)
-
-
-def test_predictions_of_the_other_kind_are_told() -> None:
-    z, y = scores_and_labels()
-    P = torch.tensor(z).softmax(-1).numpy()
-    with pytest.raises(ValueError, match='choose predictions="probabilities"'):
-        xgboost_metric(K, interface="sklearn")(y, P)
-    with pytest.raises(ValueError, match='choose predictions="scores"'):
-        xgboost_metric(K, interface="sklearn", predictions="probabilities")(y, z)
-    assert xgboost_metric(2, interface="sklearn")([0, 1], np.full((2, 2), 0.5)) == pytest.approx(0.25)
-
-
-def test_the_other_interface_is_told() -> None:
-    class Data:
-        def get_label(self) -> Any: ...
-
-    z, y = scores_and_labels()
-    with pytest.raises(TypeError, match='choose interface="sklearn"'):
-        xgboost_objective(K)(y, z)
-    with pytest.raises(TypeError, match='choose interface="native"'):
-        xgboost_objective(K, interface="sklearn")(z, Data())
-
-
-def test_weights_of_zero_have_no_mean() -> None:
-    with pytest.raises(ValueError, match="the weights of 2 rows sum to 0"):
-        xgboost_metric(3, interface="sklearn")([0, 1], np.zeros((2, 3)), [0, 0])
-
-
-# ---- the start ---------------------------------------------------------------------------------------------------
-
-
-def test_starts_are_least_in_mean_loss() -> None:
-    rng = np.random.default_rng(0)
-    y, weights = rng.choice(K, p=[0.4, 0.1, 0.1, 0.3, 0.1], size=500), rng.uniform(size=500)
-    start = start_scores(y, K, sample_weight=weights)
-    assert np.exp(start).sum() == pytest.approx(1)
-    for settings in ({}, {"x": VALUES}, {"transport": 0, "cross_entropy": 1}):
-        gradient, _ = xgboost_objective(K, interface="sklearn", **settings)(y, np.tile(start, (500, 1)), weights)
-        np.testing.assert_allclose(gradient.sum(0, dtype=float), 0, atol=1e-5)
-
-
-def test_starts_with_absent_classes_are_finite() -> None:
-    np.testing.assert_allclose(start_scores([1, 1, 1], 3), np.log([0.125, 0.75, 0.125]))
-    np.testing.assert_allclose(start_scores([0, 1, 1, 1], 2, single=True), [np.log(3)])
-    np.testing.assert_allclose(start_scores([1, 1, 0], 2, sample_weight=[4, 4, 0]), np.log([1 / 5, 4 / 5]))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "settings", "message"),
-    [
-        (([0, 3], 3), {}, "label of row 1 is 3"),
-        (([], 3), {}, "labels are empty"),
-        (([0, 1], 3), {"sample_weight": [1]}, "sample_weight has shape"),
-        (([0, 1], 3), {"sample_weight": [0, 0]}, "sample_weight is 0 everywhere"),
-        (([0, 1], 3), {"sample_weight": [-1, 0]}, "weight of row 0 is -1"),
-        (([0, 1], 3), {"single": True}, "single is asked of 3 classes"),
-        (([[0, 1]], 3), {}, "labels has shape"),
-    ],
-)
-def test_starts_that_cannot_be(arguments: Any, settings: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        start_scores(*arguments, **settings)

@@ -45,6 +45,31 @@ def test_it_reads_a_file(example: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a,response\n1,3\nred,4\n", r"row 2 of .*bad\.csv holds 'red' as 'a', expected a number; encode words"),
+        ("a,response\n1,\n", "row 1 of .* holds '' as 'response'"),
+        ("a,response\n1\n", "row 1 of .* has 1 cells, expected 2: a, response"),
+        ("a,grade\n1,2\n", "has the columns .*'a', 'grade'.*, expected one named 'response'"),
+        ("", "expected one named 'response'"),
+    ],
+)
+def test_files_that_it_cannot_read(example: Any, tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "bad.csv"
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ValueError, match=message):
+        example.from_csv(path)
+
+
+def test_empty_cells_are_missing_features(example: Any, tmp_path: Path) -> None:
+    path = tmp_path / "gaps.csv"
+    path.write_text("a,response,b\n1,3,2\n,4,5\n", encoding="utf-8")
+    X, grades = example.from_csv(path)
+    np.testing.assert_array_equal(X, [[1, 2], [np.nan, 5]])
+    np.testing.assert_array_equal(grades, [3, 4])
+
+
 def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lightgbm")
     from benchmarks import boosting

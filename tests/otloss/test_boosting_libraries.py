@@ -273,11 +273,20 @@ def test_two_classes_have_one_score_in_the_classifiers(rows: Any) -> None:
     )
 
 
-def test_two_classes_with_a_score_each(rows: Any) -> None:
+@pytest.mark.parametrize("start", [None, 0.5, [-0.6, -0.8]])
+def test_two_classes_with_a_score_each(rows: Any, start: Any) -> None:
+    """From 1/2 each, XGBoost's default, the scores of a row sum to 1 as probabilities do."""
     X, y, _ = rows
-    data = xgb.DMatrix(X, y > 1)
-    booster = xgb.train({**XGB, "num_class": 2}, data, 10, obj=xgboost_objective(2))
-    assert rps(booster.predict(data).astype(float), (y > 1).astype(int)) < 0.12
+    y = (y > 1).astype(int)
+    data, history = xgb.DMatrix(X, y), {}
+    settings = {name: value for name, value in XGB.items() if name != "base_score"} | {"num_class": 2}
+    booster = xgb.train(
+        settings | ({} if start is None else {"base_score": start}), data, 10, obj=xgboost_objective(2),
+        custom_metric=xgboost_metric(2), evals=[(data, "train")], evals_result=history, verbose_eval=False,
+    )  # fmt: skip
+    learnt = rps(booster.predict(data).astype(float), y)
+    assert learnt < 0.12
+    assert history["train"]["rps"][-1] == pytest.approx(learnt, rel=1e-4)
 
 
 def test_own_objectives_with_our_metric(rows: Any) -> None:
