@@ -88,39 +88,66 @@ def _run(sets: list[OrdinalSet], contestants: list[Model], holdouts: int, fits: 
         for holdout in range(holdouts):
             started = time.perf_counter()
             for one in sets:
-                rows = [
-                    {"set": one.name, "holdout": holdout, "model": model.name, **_scores(one, model, holdout)}
-                    for model in contestants
-                    if holdout not in fits[one.name, model.name]
-                ]
+                if all(holdout in fits[one.name, model.name] for model in contestants):
+                    continue
+                rows = _holdout(one, contestants, holdout)
                 for row in rows:
                     fits[row["set"], row["model"]][holdout] = _numbers(row)
-                if output is not None and rows:
+                if output is not None:
                     append(output / FITS, FIT_FIELDS, rows)
             say(f"  holdout {holdout + 1} of {holdouts}: {time.perf_counter() - started:.0f} s")
     finally:
         torch.set_num_threads(threads)
 
 
-def _scores(one: OrdinalSet, model: Model, holdout: int) -> dict[str, Any]:
+def _holdout(one: OrdinalSet, contestants: list[Model], holdout: int) -> list[dict[str, Any]]:
+    """The scores of all contestants on one split of one set."""
     X, X_out, y, y_out = train_test_split(one.X, one.y, test_size=HELD_OUT, stratify=one.y, random_state=holdout)
-    started = time.perf_counter()
-    found = fitted(model, X, y, seed=holdout, classes=one.classes)
-    seconds = time.perf_counter() - started
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        proba, chosen = np.asarray(found.predict_proba(X_out), np.float64), np.asarray(found.predict(X_out))
-    if proba.shape != (len(y_out), one.classes) or not np.isfinite(proba).all():
-        raise RuntimeError(f"{model.name} on {one.name}, holdout {holdout}: probabilities {proba.shape} are not right.")
-    proba = np.clip(proba, 0, None) / np.clip(proba, 0, None).sum(1, keepdims=True)
-    median = (proba.cumsum(1) >= 0.5 - 1e-9).argmax(1)
-    scores = {
-        "rps": ranked_probability_score(y_out, proba, labels=np.arange(one.classes)),
-        "mae": np.abs(median - y_out).mean(),
-        "mae_predict": np.abs(chosen - y_out).mean(),
-        "qwk": cohen_kappa_score(y_out, chosen, weights="quadratic", labels=np.arange(one.classes)),
+    forecasts: dict[str, np.ndarray] = {}
+    chosen: dict[str, np.ndarray] = {}
+    seconds: dict[str, float] = {}
+    for model in contestants:
+        if model.members:
+            continue
+        started = time.perf_counter()
+        found = fitted(model, X, y, seed=holdout, classes=one.classes)
+        seconds[model.name] = time.perf_counter() - started
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            proba, chosen[model.name] = found.predict_proba(X_out), np.asarray(found.predict(X_out))
+        forecasts[model.name] = _checked(np.asarray(proba, np.float64), (len(y_out), one.classes), model.name, one.name)
+    for model in contestants:
+        if model.members:
+            forecasts[model.name] = np.mean([forecasts[member] for member in model.members], 0)
+            chosen[model.name] = _median(forecasts[model.name])
+            seconds[model.name] = sum(seconds[member] for member in model.members)
+    rows = []
+    for model in contestants:
+        scores = _scores(y_out, forecasts[model.name], chosen[model.name])
+        numbers = {name: f"{value:.5f}" for name, value in {**scores, "seconds": seconds[model.name]}.items()}
+        rows.append({"set": one.name, "holdout": holdout, "model": model.name, **numbers})
+    return rows
+
+
+def _checked(proba: np.ndarray, shape: tuple[int, int], model: str, name: str) -> np.ndarray:
+    if proba.shape != shape or not np.isfinite(proba).all():
+        raise RuntimeError(f"{model} on {name}: forecasts of shape {proba.shape}, expected finite ones of {shape}.")
+    proba = np.clip(proba, 0, None)  # float32 differences of others may be -1e-8
+    return proba / proba.sum(1, keepdims=True)
+
+
+def _median(proba: np.ndarray) -> np.ndarray:
+    return (proba.cumsum(1) >= 0.5 - 1e-9).argmax(1)
+
+
+def _scores(y: np.ndarray, proba: np.ndarray, chosen: np.ndarray) -> dict[str, float]:
+    classes = np.arange(proba.shape[1])
+    return {
+        "rps": ranked_probability_score(y, proba, labels=classes),
+        "mae": np.abs(_median(proba) - y).mean(),
+        "mae_predict": np.abs(chosen - y).mean(),
+        "qwk": cohen_kappa_score(y, chosen, weights="quadratic", labels=classes),
     }
-    return {name: f"{value:.5f}" for name, value in {**scores, "seconds": seconds}.items()}
 
 
 def _keep_means(path: Path, sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> None:
@@ -179,15 +206,19 @@ def _tables(sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> Non
 
 
 def _verdict(contestants: list[Model], ranks: dict[str, dict[str, float]]) -> None:
-    ours = [model.name for model in contestants if model.whose == OURS]
-    peers = [model.name for model in contestants if model.whose == PEER]
-    best = min(ours, key=lambda name: ranks["rps"][name] + ranks["mae"][name])
-    for score in ("rps", "mae"):
-        peer = min(peers, key=ranks[score].__getitem__)
-        met = "not worse" if ranks[score][best] <= ranks[score][peer] else "WORSE"
-        say(
-            f"  {score}: {best} {ranks[score][best]:.2f}, best of other packages {peer} {ranks[score][peer]:.2f}: {met}"
-        )
+    """Our best one, by the sum of both ranks, against the best of others in each; votes against votes too."""
+    for kind, votes in (("alone", (False,)), ("votes too", (False, True))):
+        entered = [model for model in contestants if bool(model.members) in votes]
+        ours = [model.name for model in entered if model.whose == OURS]
+        peers = [model.name for model in entered if model.whose == PEER]
+        best = min(ours, key=lambda name: ranks["rps"][name] + ranks["mae"][name])
+        for score in ("rps", "mae"):
+            peer = min(peers, key=ranks[score].__getitem__)
+            met = "not worse" if ranks[score][best] <= ranks[score][peer] else "WORSE"
+            say(
+                f"  {kind}, {score}: {best} {ranks[score][best]:.2f}; best of other packages {peer} "
+                f"{ranks[score][peer]:.2f}: {met}"
+            )
 
 
 def _against_cross_entropy(sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> None:

@@ -31,16 +31,21 @@ OURS, CROSS_ENTROPY, PEER = "otloss", "cross-entropy in our model", "other packa
 
 @dataclass(frozen=True)
 class Model:
-    """A contestant: its family ("linear", "network", "trees"), whose it is, and how it is made."""
+    """A contestant: its family ("linear", "network", "trees", "vote"), whose it is, and how it is made.
+
+    A vote is made of the forecasts of its members instead, their mean, and predicts its median.
+    """
 
     name: str
     family: str
     whose: str
-    make: Callable[[int, int], Any]
+    make: Callable[[int, int], Any] | None
+    members: tuple[str, ...] = ()
 
 
 def models() -> list[Model]:
-    return [*_ours(), *_linear_peers(), *_networks(), *_trees()]
+    """All contestants; ours and their twins trained by cross-entropy come in the same order."""
+    return [*_ours(), *_votes(), *_linear_peers(), *_networks(), *_trees()]
 
 
 # ---- ours, and cross-entropy in the same models -------------------------------------------------------------------
@@ -72,6 +77,22 @@ def _pair(name: str, family: str, make: Callable[..., Any]) -> list[Model]:
     return [
         Model(f"otloss {name}", family, OURS, lambda seed, classes: make(seed)),
         Model(f"{name}, cross-entropy", family, CROSS_ENTROPY, lambda seed, classes: make(seed, **_ALONE)),
+    ]
+
+
+def _votes() -> list[Model]:
+    networks, trees = ("network", "cumulative network"), ("boosting, xgboost",)
+    found = []
+    for name, members in (("vote of networks", networks), ("vote of networks and trees", networks + trees)):
+        found += [
+            Model(f"otloss {name}", "vote", OURS, None, tuple(f"otloss {member}" for member in members)),
+            Model(f"{name}, cross-entropy", "vote", CROSS_ENTROPY, None, tuple(f"{m}, cross-entropy" for m in members)),
+        ]
+    of_peers = ("dlordinal CLM network", "coral-pytorch CORN network")
+    return [
+        *found,
+        Model("vote of CLM and CORN", "vote", PEER, None, of_peers),
+        Model("vote of CLM, CORN and LGBM", "vote", PEER, None, (*of_peers, "LGBMClassifier")),
     ]
 
 
@@ -251,6 +272,7 @@ class Network:
 
 
 def fitted(model: Model, X: np.ndarray, y: np.ndarray, *, seed: int, classes: int) -> Any:
+    assert model.make is not None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of peers: iterations, feature names, a Hessian that cannot be inverted
         return model.make(seed, classes).fit(X, y)
