@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 
@@ -20,6 +22,7 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.colors import to_rgb  # noqa: E402
 
 NAMES = ["poor", "fair", "good", "excellent"]
+LIKERT = ["strongly disagree", "disagree", "neither agree nor disagree", "agree", "strongly agree"]
 
 
 @pytest.fixture(autouse=True)
@@ -89,12 +92,52 @@ def test_band_of_forecasts_follows_weights() -> None:
     proba = np.stack([np.full(11, 0.5), np.linspace(0, 0.5, 11), np.linspace(0.5, 0, 11)], axis=1)
     weight = np.ones(11)
     weight[0] = 1000.0
-    for given, low in ((None, 0.55), (weight, 0.5)):
+    for given, edges in ((None, [0.55, 0.95]), (weight, [0.5])):
         ax = plotting.plot_cdfs(proba, np.zeros(11, int), labels=range(3), sample_weight=given)
         band = ax.collections[0].get_paths()[0].vertices
         inside = band[(band[:, 0] > 1) & (band[:, 0] < 2.1)]
-        assert inside[:, 1].min() == pytest.approx(low)
-        assert len(inside) >= 1
+        # From the last class on the band is at 1.
+        assert np.unique(inside[:, 1].round(9)).tolist() == pytest.approx([*edges, 1.0])
+
+
+def names_on_x(ax: Any) -> list[Any]:
+    ax.figure.canvas.draw()
+    texts = [text for text in ax.get_xticklabels() if text.get_text()]
+    boxes = [text.get_window_extent() for text in texts]
+    if texts[0].get_rotation() == 0:
+        assert all(left.x1 < right.x0 for left, right in itertools.pairwise(boxes)), "names run into each other"
+    return texts
+
+
+def test_names_are_slanted_only_where_they_would_touch() -> None:
+    proba, y = draw(0, 50, 5)
+    long = plotting.plot_cdfs(proba, np.array(LIKERT)[y], labels=LIKERT, columns="rank")
+    assert [text.get_text() for text in names_on_x(long)] == LIKERT
+    assert {text.get_rotation() for text in names_on_x(long)} == {30.0}
+    short = plotting.plot_cdfs(proba, y, labels=range(5))
+    assert {text.get_rotation() for text in names_on_x(short)} == {0.0}
+    longer = [f"{name}, all things considered" for name in LIKERT]
+    names = [text.get_text() for text in names_on_x(plotting.plot_cdfs(proba, y, labels=range(5)))]
+    assert names == ["0", "1", "2", "3", "4"]
+    ax = plotting.plot_confusion_matrix(np.array(longer)[y], np.array(longer)[y], labels=longer)
+    assert names_on_x(ax)[0].get_text() == "strongly disagree, … onsidered"
+
+
+@pytest.mark.parametrize("values", [[0, 1, 2, 4, 100], [0, 96, 98, 99, 100], [0, 1, 2, 3, 4]])
+@pytest.mark.parametrize("names", [LIKERT, list("abcde"), range(1000, 1005)])
+def test_names_of_uneven_classes_are_thinned_out(values: list[float], names: Any) -> None:
+    proba, y = draw(0, 50, 5)
+    _, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
+    ax = plotting.plot_cdfs(proba, np.array(names)[y], labels=names, columns="rank", values=values, ax=axes[0])
+    texts = names_on_x(ax)
+    places = [text.get_position()[0] for text in texts]
+    assert [text.get_text() for text in texts] == [str(names[values.index(place)]) for place in places]
+    assert len(texts) >= 2
+    assert sorted([*places, *ax.get_xticks(minor=True)]) == values, "classes without a name keep their mark"
+    if values == [0, 1, 2, 3, 4]:
+        assert len(texts) == 5
+    widths = np.diff(ax.transData.transform([(place, 0.0) for place in places])[:, 0])
+    assert widths.min() > 15  # pixels: slanted names are a line apart
 
 
 def test_confusion_matrix_shows_counts_and_distances() -> None:
@@ -117,6 +160,53 @@ def test_reliability_shows_the_curves_of_the_metric() -> None:
     for line, curve in zip(ax.get_lines()[1:], curves, strict=True):
         np.testing.assert_allclose(line.get_xydata().T, [curve.forecast, curve.observed])
         assert line.get_label() == f"≤ {curve.threshold}: {curve.error:.3f}"
+
+
+def test_many_thresholds_are_not_all_coloured() -> None:
+    proba, y = draw(0, 300, 12)
+    ax = plotting.plot_reliability(y, proba, labels=range(12))
+    labels = [text.get_text() for text in ax.get_legend().get_texts()]
+    assert [label.split(":")[0] for label in labels] == ["≤ 0", "≤ 2", "≤ 4", "≤ 6", "≤ 8", "≤ 10", "the other 5"]
+    curves = [line for line in ax.get_lines()[1:] if to_rgb(line.get_color()) != to_rgb("#D8D8D8")]
+    assert len(curves) == 6
+    assert len(ax.get_lines()) == 12  # with the diagonal
+
+
+@pytest.mark.parametrize("panels", [1, 2])
+def test_long_names_cut_nothing_off(panels: int) -> None:
+    proba, y = draw(0, 100, 5)
+    figure, axes = plt.subplots(1, panels, figsize=(6.4 * panels, 4.5), layout="constrained", squeeze=False)
+    ax = plotting.plot_reliability(np.array(LIKERT)[y], proba, labels=LIKERT, columns="rank", ax=axes[0, 0])
+    figure.canvas.draw()
+    free = figure.bbox.x1 if panels == 1 else axes[0, 1].get_tightbbox().x0
+    assert ax.get_legend().get_window_extent().x1 <= free
+    assert ax.yaxis.label.get_window_extent().x0 >= 0
+    assert ax.get_window_extent().width > 200
+
+
+def test_amounts_are_written_in_full_and_in_a_colour_that_stands_out() -> None:
+    y, predicted = np.array([0, 0, 1]), np.array([0, 1, 1])
+    weight = [192000.0, 30000.0, 2.5e6]
+    ax = plotting.plot_confusion_matrix(y, predicted, sample_weight=weight)
+    assert [text.get_text() for text in ax.texts] == ["192000\n86%", "30000\n14%", "2.5M\n100%"]
+    light = plotting.plot_confusion_matrix(y, predicted, sample_weight=[0.98765, 0.00123, 3.0])
+    assert [text.get_text().split()[0] for text in light.texts] == ["0.988", "0.00123", "3"]
+    assert [text.get_color() for text in light.texts] == ["white", "black", "white"]
+
+
+@pytest.mark.parametrize("unit", ["D", "ns"])
+def test_dates_and_floats_are_named_as_one_would_write_them(unit: str) -> None:
+    proba, y = draw(0, 50, 3)
+    dates = np.array(["2020-01-01", "2021-01-01", "2022-01-01"], dtype=f"M8[{unit}]")
+    names = ["2020-01-01", "2021-01-01", "2022-01-01"]
+    ax = plotting.plot_confusion_matrix(dates[y], dates[proba.argmax(1)], labels=dates)
+    assert [text.get_text() for text in ax.get_yticklabels()] == names
+    legend = plotting.plot_reliability(dates[y], proba, labels=dates).get_legend()
+    assert [text.get_text()[:12] for text in legend.get_texts()] == [f"≤ {name}" for name in names[:2]]
+    for floats, written in (([0.1, 0.1 + 0.2, 1 / 3], ["0.1", "0.3", "0.333333"]),
+                            ([1.0, 1 + 1e-7, 2.0], ["1", "1.0000001", "2"])):  # fmt: skip
+        ax = plotting.plot_cdfs(proba, np.array(floats)[y], values=[0, 1, 2])
+        assert [text.get_text() for text in ax.get_xticklabels()] == written
 
 
 def test_plan_of_a_transport_at_its_positions() -> None:
@@ -156,8 +246,20 @@ def test_without_matplotlib_the_message_says_what_to_install() -> None:
         (lambda: plotting.plot_transport_plan([[1.0]], x=[0, 1]), r"x has shape \(2,\), expected \(1,\)"),
         (lambda: plotting.plot_transport_plan([[1.0, 1.0]], y=[2, 2]), "y holds a position twice"),
         (lambda: plotting.plot_cdfs([[0.5, 0.5]], ["a"]), "Pass labels="),
+        (
+            lambda: plotting.plot_transport_plan([[1.0]], ax=plt.figure()),
+            "ax is a Figure, expected one matplotlib Axes",
+        ),
+        (lambda: plotting.plot_transport_plan([[1.0]], ax=plt.subplots(1, 2)[1]), r"ax is a ndarray.*axes\[0\]"),
     ],
 )
 def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(TypeError if message.startswith("ax") else ValueError, match=message):
         call()
+
+
+def test_columns_of_a_data_frame_go_by_their_names() -> None:
+    proba, y = draw()
+    frame = pd.DataFrame(proba, columns=NAMES)[NAMES[::-1]]
+    predicted = plotting.plot_cdfs(frame, np.array(NAMES)[y], labels=NAMES).get_lines()[0]
+    np.testing.assert_allclose(predicted.get_ydata()[:4], proba.cumsum(1).mean(0))

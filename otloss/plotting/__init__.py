@@ -1,0 +1,11 @@
+"""Figures of ordinal forecasts and transport plans; every function draws on one Axes and returns it.
+
+Colours are those of M. Okabe and K. Ito (2008) and of viridis, which the colour-blind can tell apart.
+"""
+
+from otloss.plotting._confusion import plot_confusion_matrix as plot_confusion_matrix
+from otloss.plotting._forecasts import plot_cdfs as plot_cdfs
+from otloss.plotting._forecasts import plot_reliability as plot_reliability
+from otloss.plotting._plan import plot_transport_plan as plot_transport_plan
+
+__all__ = ["plot_cdfs", "plot_confusion_matrix", "plot_reliability", "plot_transport_plan"]

@@ -1,0 +1,103 @@
+"""The Axes that is drawn on, names of classes that do not run into each other, and legends that cover nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from jaxtyping import Bool, Float, Int
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+BLUE, ORANGE, VERMILION, GREY, PALE = "#0072B2", "#E69F00", "#D55E00", "#767676", "#D8D8D8"
+MOST_NAMES = 15  # classes beyond which names, and numbers in cells, are too small to read
+_LONGEST = 30  # letters of a name
+_SLANTED = 2.5  # letters' room that a slanted name takes
+
+
+def axes_to_draw_on(ax: Axes | None) -> Axes:
+    """Return `ax`, or that of a new figure."""
+    try:
+        from matplotlib import pyplot
+        from matplotlib.axes import Axes
+    except ImportError as error:
+        raise ImportError('figures need matplotlib: pip install "otloss[plot]"') from error
+    if ax is None:
+        return pyplot.subplots(layout="constrained")[1]
+    if not isinstance(ax, Axes):
+        raise TypeError(
+            f"ax is a {type(ax).__name__}, expected one matplotlib Axes, such as figure.add_subplot() of a figure or "
+            "axes[0] of an array."
+        )
+    return ax
+
+
+def figure_of(ax: Axes) -> Any:
+    """Return the figure, or the part of one, that holds `ax`."""
+    return ax.get_figure(root=False)
+
+
+def names_of(labels: np.ndarray) -> list[str]:
+    """Return labels as words: dates and floats as short as tells them apart, what is very long without its middle."""
+    if labels.dtype.kind == "M":
+        return [str(name) for name in np.datetime_as_string(labels, unit="auto")]
+    names = [str(label) for label in labels.tolist()]
+    if labels.dtype.kind == "f":
+        shorter = ([f"{label:.{digits}g}" for label in labels] for digits in (6, 9))
+        names = next((short for short in shorter if len(set(short)) == len(names)), names)
+    return [name if len(name) <= _LONGEST else f"{name[:18].rstrip()} … {name[-9:].lstrip()}" for name in names]
+
+
+def name_classes(axis: Any, places: Float[np.ndarray, " classes"], labels: np.ndarray) -> None:
+    """Name the classes; on the x axis aslant where names would touch, and of those that still would only some."""
+    names, chosen, slanted = names_of(labels), every(len(labels), MOST_NAMES), False
+    if axis.axis_name == "x":
+        at, lengths = _in_letters(axis.axes, places), np.array([len(name) for name in names])
+        chosen = _apart(at, lengths)
+        slanted = len(chosen) < len(_apart(at, np.minimum(lengths, _SLANTED))) and lengths.max() > 4
+        chosen = _apart(at, np.minimum(lengths, _SLANTED)) if slanted else chosen
+    axis.set_ticks(places[chosen], [names[k] for k in chosen])
+    axis.set_ticks(np.delete(places, chosen), minor=True)
+    if slanted:
+        axis.set_tick_params(rotation=30)
+        for text in axis.get_ticklabels():
+            text.set(horizontalalignment="right", rotation_mode="anchor")
+
+
+def every(count: int, most: int) -> Int[np.ndarray, " chosen"]:
+    """Return positions 0 to count - 1, or every second or third and so on where they are more than `most`."""
+    return np.arange(0, count, -(-count // most))
+
+
+def legend_beside(ax: Axes, title: str | None = None) -> None:
+    """Put the legend beside the axes, where it covers nothing."""
+    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize="small", title=title)
+
+
+def _in_letters(ax: Axes, places: Float[np.ndarray, " classes"]) -> Float[np.ndarray, " classes"]:
+    """Return places on the x axis in letters from its start."""
+    low, high = ax.get_xlim()
+    # A letter is about 0.6 of the font's size, here 10 points, or 1/72 of 10 inches. What stands beside the axes will
+    # take a fifth of the width or so.
+    width = 0.8 * ax.get_window_extent().width / figure_of(ax).dpi * 72 / 6
+    return (places - low) / (high - low) * width
+
+
+def _apart(at: Float[np.ndarray, " classes"], lengths: Float[np.ndarray, " classes"]) -> Int[np.ndarray, " chosen"]:
+    """Return positions of names of these lengths, in letters, of which no two neighbours touch: all if possible."""
+
+    def touch(chosen: np.ndarray) -> Bool[np.ndarray, " pairs"]:
+        room, length = np.diff(at[chosen]), lengths[chosen]
+        return room < (length[1:] + length[:-1]) / 2 + 1
+
+    if np.allclose(np.diff(at, n=2), 0):
+        most = MOST_NAMES
+        while touch(chosen := every(len(at), most)).any():
+            most -= 1
+        return chosen
+    kept = [0]
+    for k in range(1, len(at)):
+        if not touch(np.array([kept[-1], k])).any():
+            kept.append(k)
+    return np.array(kept)
