@@ -174,7 +174,9 @@ def test_predictions_of_the_other_kind_are_told() -> None:
         xgboost_metric(K, interface="sklearn")(y, P)
     with pytest.raises(ValueError, match='choose predictions="scores"'):
         xgboost_metric(K, interface="sklearn", predictions="probabilities")(y, z)
-    assert xgboost_metric(2, interface="sklearn")([0, 1], np.full((2, 2), 0.5)) == pytest.approx(0.25)
+    for classes, mean in ((2, 0.25), (4, 0.625)):  # equal scores, before anything is learnt
+        metric = xgboost_metric(classes, interface="sklearn")
+        assert metric([0, 1], np.full((2, classes), 1 / classes)) == pytest.approx(mean)
 
 
 def test_the_other_interface_is_told() -> None:
