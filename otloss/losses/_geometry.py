@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from jaxtyping import Float
 from torch import Tensor
+from torch.nn.functional import pad
 
 from otloss._checks import check_finite, check_number, check_positive
 from otloss._circle import wasserstein_circular
@@ -66,12 +67,11 @@ class Geometry:
             if self.period is not None:
                 apart = torch.minimum(apart, self.period - apart)
             return (P * apart).sum(-1)
-        above, below = P.cumsum(-1), P.flip(-1).cumsum(-1).flip(-1)
-        is_below = torch.arange(P.shape[-1], device=P.device) < y.unsqueeze(-1)
+        above, behind = P[:, :-1].cumsum(-1), P[:, 1:].flip(-1).cumsum(-1).flip(-1)
+        is_below = torch.arange(P.shape[-1] - 1, device=P.device) < y.unsqueeze(-1)
         if self.period is None:
-            tail = torch.where(is_below[:, :-1], above[:, :-1], below[:, 1:])
-            return (self.x.diff() * _raised(tail, self.power)).sum(-1)
-        return self._around(torch.where(is_below, above, -_behind(below)))
+            return (self.x.diff() * _raised(torch.where(is_below, above, behind), self.power)).sum(-1)
+        return self._around(torch.where(is_below, above, -behind))
 
     def from_histograms(self, P: Float[Tensor, "rows classes"], T: Tensor) -> Float[Tensor, " rows"]:
         """Return the distance of each row of P to that row of soft labels T."""
@@ -85,34 +85,31 @@ class Geometry:
             return cdf_distance(P, T, self.x, power=self.power)
         apart = _difference(P, T)
         if self.period is None:
-            return (self.x.diff() * _raised(apart[:, :-1].abs(), self.power)).sum(-1)
+            return (self.x.diff() * _raised(apart, self.power)).sum(-1)
         return self._around(apart)
 
-    def _around(self, apart: Tensor) -> Tensor:
+    def _around(self, apart: Float[Tensor, "rows gaps"]) -> Float[Tensor, " rows"]:
         assert self.x is not None
         assert self.period is not None
         gaps = torch.cat([self.x.diff(), self.period - (self.x[-1:] - self.x[:1])])
+        apart = pad(apart, (0, 1))  # behind the last class F = G
         mean = (gaps * apart).sum(-1, keepdim=True) / self.period
         return (gaps * (apart - mean).square()).sum(-1)
 
 
 def _difference(P: Tensor, T: Tensor) -> Tensor:
-    """Return F - G (rows, classes), from that end of the classes which has less mass."""
-    above, below = (P - T).cumsum(-1), (T - P).flip(-1).cumsum(-1).flip(-1)
-    is_low = (P + T).detach().cumsum(-1) <= 1
-    return torch.where(is_low, above, _behind(below))
+    """Return F - G (rows, classes - 1), from that end of the classes which has less mass."""
+    above, behind = (P - T)[:, :-1].cumsum(-1), (T - P)[:, 1:].flip(-1).cumsum(-1).flip(-1)
+    is_low = (P + T).detach()[:, :-1].cumsum(-1) <= 1
+    return torch.where(is_low, above, behind)
 
 
-def _behind(below: Tensor) -> Tensor:
-    """Return the sums over the classes after each one, of those from each one on."""
-    return torch.cat([below[:, 1:], torch.zeros_like(below[:, :1])], dim=-1)
-
-
-def _raised(size: Tensor, power: float) -> Tensor:
+def _raised(apart: Tensor, power: float) -> Tensor:
+    if power == 2:
+        return apart.square()
+    size = apart.abs()
     if power == 1:
         return size
-    if power == 2:
-        return size.square()
     # The second slope at 0 may be infinite; where the tail underflows it is none.
     some = size > torch.finfo(size.dtype).tiny
     return torch.where(some, size, 1.0) ** power * some
@@ -155,6 +152,8 @@ def check_settings(
 ) -> None:
     """Raise unless the settings of `ordinal_loss` that say how far apart classes are go together."""
     _check_power(power, circular)
+    if x is not None:
+        check_real("x", x)
     if cost is not None:
         for name, given in (("x", x is not None), ("power", power != 2), ("circular", circular), ("period", period)):
             if given:
@@ -175,7 +174,7 @@ def _check_power(power: Any, circular: bool) -> None:
 
 
 def _class_values(x: Any, classes: int) -> Tensor:
-    if check_real("x", x).shape != (classes,):
+    if x.shape != (classes,):
         raise ValueError(
             f"x has shape {tuple(x.shape)}, expected ({classes},), one value for each class of the logits."
         )
@@ -187,8 +186,8 @@ def _class_values(x: Any, classes: int) -> Tensor:
         k = int(down.nonzero()[0])
         raise ValueError(
             f"x[{k}] is {held[k].item():.9g} and x[{k + 1}] {held[k + 1].item():.9g}, expected strictly increasing "
-            "class values; sort the classes by value, and merge those that share one. (Values whose differences "
-            f"{x.dtype} cannot hold: pass x - x[0].)"
+            "class values; sort the classes by value, and merge those that share one; where rounding to "
+            f"{x.dtype} has merged them, pass x - x[0] of the values before."
         )
     if x.is_floating_point():
         return x

@@ -11,6 +11,7 @@ from otloss.losses import histogram_loss, histogram_mean, ordinal_loss
 from otloss.losses._bins import check_form
 from otloss.losses._geometry import check_settings
 from otloss.losses._labels import check_cross_entropy, check_ignore_index
+from otloss.losses._real import check_not_complex
 from otloss.nn._base import HeldCost, Loss, described
 
 
@@ -48,6 +49,8 @@ class OrdinalLoss(Loss):
     ) -> None:
         super().__init__(reduction)
         check_settings(x=x, power=power, cost=cost, circular=circular, period=period)
+        if class_weight is not None:
+            check_not_complex("class_weight", class_weight)
         check_cross_entropy(cross_entropy)
         check_ignore_index(ignore_index)
         self.hold("x", x)

@@ -150,6 +150,22 @@ def test_dtypes_shapes_and_weights() -> None:
     assert one.item() == 0
 
 
+@pytest.mark.parametrize("form", FORMS)
+def test_large_whole_bins_and_values_keep_their_differences(form: str) -> None:
+    z, bins = drawn(2, 3, seed=5).float(), torch.tensor([1_700_000_000, 1_700_000_010, 1_700_000_020])
+    values = torch.tensor([1_700_000_003, 1_700_000_020])
+    found = histogram_loss(z, values, bins, labels=form, reduction="none")
+    assert found.dtype == torch.float32
+    near = (values - bins[0]).double(), (bins - bins[0]).double()
+    torch.testing.assert_close(found, histogram_loss(z, *near, labels=form, reduction="none").float())
+    torch.testing.assert_close(
+        histogram_labels(values, bins, 3, labels=form), histogram_labels(*near, 3, labels=form).float()
+    )
+    # Whole values finer than float bins.
+    coarse = torch.tensor([20_000_000.0, 20_000_004.0])
+    assert histogram_labels(torch.tensor(20_000_003), coarse, 2).tolist() == [0.25, 0.75]
+
+
 def test_one_hot_bins_are_ordinal_classes() -> None:
     z, values = drawn(2000, 5, seed=4), torch.linspace(-0.4, 7.4, 2000, dtype=torch.float64)
     k = torch.bucketize(values, as_double(EDGES)[1:-1], right=True)
@@ -183,6 +199,20 @@ Z, V, B = torch.zeros(2, 3), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2
         (lambda: histogram_loss(Z, V.requires_grad_(), B, labels="one_hot"), ValueError, "target requires a gradient"),
         (lambda: histogram_loss(Z, V.detach(), B, cross_entropy=-1), ValueError, "cross_entropy is -1"),
         (lambda: histogram_loss(Z, V.detach(), B, sample_weight=-V.detach()), ValueError, "sample_weight holds -1"),
+        (
+            lambda: histogram_loss(Z, V.detach(), B, labels="gaussian", sigma=1e9),
+            ValueError,
+            r"sigma is 1000000000.0, so wide .* from -0.5 to 2.5",
+        ),
+        (
+            lambda: histogram_loss(Z, V.detach(), B, labels="gaussian", sigma=1e-50),
+            ValueError,
+            "sigma is 1e-50, expected at least 1.17549e-38",
+        ),
+        (lambda: histogram_loss(Z, V.detach(), B, sample_weight=V.cfloat()), TypeError, "sample_weight has dtype"),
+        (lambda: histogram_loss(Z, V.detach(), B.cfloat()), TypeError, r"bins has dtype .* pass bins.real"),
+        (lambda: histogram_loss(Z, V.detach(), B > 0), TypeError, "bins has dtype torch.bool"),
+        (lambda: histogram_loss(Z, V.detach(), torch.tensor([0, 1, 2**60])), ValueError, r"bins reaches .* 2\^53"),
         (lambda: histogram_loss(Z.long(), V, B), TypeError, "logits has dtype torch.int64"),
         (lambda: histogram_loss(Z, V.to("meta"), B), ValueError, "target is on meta"),
         (lambda: histogram_mean(Z * torch.nan, B), ValueError, "logits holds 6 NaN"),

@@ -72,6 +72,29 @@ def test_histogram_loss(labels: str, bins: Tensor) -> None:
     assert list(module.state_dict()) == ["bins"]
 
 
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: nn.OrdinalLoss(power=0.5), ValueError, "power is 0.5"),
+        (lambda: nn.OrdinalLoss(x=X, cost=COST), ValueError, "cost and x are both given"),
+        (lambda: nn.OrdinalLoss(x=X > 1), TypeError, "x has dtype torch.bool"),
+        (lambda: nn.OrdinalLoss(x=X, circular=True), ValueError, "without period="),
+        (lambda: nn.OrdinalLoss(circular=True, period=-1.0), ValueError, "period is -1.0"),
+        (lambda: nn.OrdinalLoss(class_weight=X.cfloat()), TypeError, "class_weight has dtype torch.complex64"),
+        (lambda: nn.OrdinalLoss(ignore_index=0.5), TypeError, "ignore_index is 0.5"),  # type: ignore[arg-type]
+        (lambda: nn.OrdinalLoss(cross_entropy=-1.0), ValueError, "cross_entropy is -1.0"),
+        (lambda: nn.HistogramLoss(bins=X, power=0.5), ValueError, "power is 0.5"),
+        (lambda: nn.HistogramLoss(bins=X, labels="hard"), ValueError, "labels is 'hard'"),
+        (lambda: nn.HistogramLoss(bins=X, sigma=1.0), ValueError, "sigma=1.0 is given"),
+    ],
+)
+def test_bad_settings_are_refused_at_construction(
+    call: Callable[[], Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
 def test_representations() -> None:
     assert repr(nn.OrdinalLoss()) == "OrdinalLoss(power=2, reduction='mean')"
     assert "circular=True, period=12.0" in repr(nn.OrdinalLoss(circular=True, x=X, period=12.0))

@@ -1,4 +1,4 @@
-"""The compiled ranked probability score against its slow twin in float64: values, first and second derivatives."""
+"""The compiled ranked probability scores against their slow twins in float64: values, first and second derivatives."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from otloss import ordinal_loss
 from otloss.losses import _ordinal
@@ -129,3 +130,116 @@ def test_bad_logits_are_found(spoil: float, options: dict[str, float], message: 
     z[0, 0] = 0
     with pytest.raises(ValueError, match=r"logits of row 5 .* are -inf for every class"):
         ordinal_loss(z, y)
+
+
+def soft_labels(rows: int, classes: int, z: Tensor) -> Tensor:
+    """Labels of every kind: nearly one class, nearly the prediction, some classes empty, spread out."""
+    generator = torch.Generator().manual_seed(rows)
+    t = (4 * torch.randn(rows, classes, generator=generator, dtype=torch.float64)).softmax(-1)
+    t[1::4] = (50 * t[1::4]).softmax(-1)
+    t[2::4] = (z[2::4].double() + 1e-3 * t[2::4]).softmax(-1)
+    t[3::4, ::2] = 0
+    t[3::4, -1] += 0.1
+    t = t / t.sum(-1, keepdim=True)
+    return t.to(z.dtype)
+
+
+def exactly(t: Tensor) -> Tensor:
+    return t.double() / t.double().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mix", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_soft_labels_equal_their_twin(shape: tuple[int, int], mix: float, dtype: torch.dtype, monkeypatch: Any) -> None:
+    z, _, x = problem(*shape, dtype)
+    t = soft_labels(*shape, z)
+    found = value_and_slope(z, t, x=x, cross_entropy=mix)
+    alone = ordinal_loss(z, t, x=x, cross_entropy=mix, reduction="none")  # without a gradient
+    torch.testing.assert_close(alone, found[0], rtol=1e-6, atol=0)
+    by_twin(monkeypatch)
+    naive = value_and_slope(z, t, x=x, cross_entropy=mix)
+    exact = value_and_slope(z.double(), exactly(t), x=x.double(), cross_entropy=mix)
+    for quick, slow, true in zip(found, naive, exact, strict=True):
+        size = float(true.abs().max())
+        ulps = 30 + shape[1] / 20
+        allowed = 2 * (slow.double() - true).abs().max() + ulps * torch.finfo(dtype).eps * size
+        assert (quick.double() - true).abs().max() <= allowed
+
+
+def test_soft_labels_of_one_class_are_that_class(monkeypatch: Any) -> None:
+    z, y, x = problem(1000, 9, torch.float64, scale=0.3)
+    z = (z + 20 * torch.nn.functional.one_hot(y, 9)).float()
+    found = value_and_slope(z, torch.nn.functional.one_hot(y, 9).float(), x=x.float())
+    expected = value_and_slope(z, y, x=x.float())
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(found[1], expected[1], rtol=3e-5, atol=0)
+
+
+def test_second_derivatives_of_soft_labels_are_those_of_the_twin(monkeypatch: Any) -> None:
+    z, _, x = problem(1000, 9, torch.float64)
+    t = soft_labels(1000, 9, z)
+
+    def product() -> tuple[Tensor, Tensor]:
+        leaf = z.clone().requires_grad_()
+        value = ordinal_loss(leaf, t, x=x, cross_entropy=0.3)
+        (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
+        return slope.detach(), torch.autograd.grad((slope * z).sum(), leaf)[0]
+
+    quick = product()
+    by_twin(monkeypatch)
+    torch.testing.assert_close(quick, product())
+
+
+def test_bad_soft_labels_are_found() -> None:
+    z, _, _ = problem(1000, 9, torch.float32)
+    for spoil, message in (
+        ((0.1, 0.3), "the soft labels of row 7 sum to 1.1"),
+        ((torch.nan, 0.0), "target holds 1 NaN"),
+        ((-0.25, 1.25), "-0.25 for class 2 of row 7"),
+    ):
+        t = torch.full((1000, 9), 1 / 9)
+        t[7] = torch.tensor([0.7, 0.0, spoil[0], 0, 0, 0, 0, 0, spoil[1]])
+        if spoil[0] < 0:
+            t[7, 0] = 0
+        with pytest.raises(ValueError, match=message):
+            ordinal_loss(z, t)
+    t = soft_labels(1000, 9, z)
+    z[5, 3], t[5, 3], t[5, 4] = -torch.inf, 0.5, 0.5
+    t[5] = t[5] / t[5].sum()
+    with pytest.raises(ValueError, match="cross-entropy of row 5"):
+        ordinal_loss(z, t, cross_entropy=1.0)
+
+
+@pytest.mark.parametrize("low", [-torch.inf, -1e4, -1e30])
+@pytest.mark.parametrize("mix", [0.0, 0.7])
+def test_masked_classes_take_no_part(low: float, mix: float) -> None:
+    z, y, x = problem(2000, 6, torch.float32)
+    z[:, 2] = low
+    y[y == 2] = 3
+    kept = torch.tensor([0, 1, 3, 4, 5])
+    t = torch.nn.functional.one_hot(y, 6).float() * 0.75 + torch.tensor([0.25, 0, 0, 0, 0, 0])
+    narrow = y - (y > 2).long()
+    for target, without in ((y, narrow), (t, t[:, kept])):
+        found = value_and_slope(z, target, x=x, cross_entropy=mix)
+        expected = value_and_slope(z[:, kept], without, x=x[kept], cross_entropy=mix)
+        assert torch.equal(found[1][:, 2], torch.zeros(2000))
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[1][:, kept], expected[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("soft", [False, True])
+def test_forward_derivatives_and_lazy_negatives(soft: bool) -> None:
+    z, y, x = problem(1000, 9, torch.float64)
+    target = soft_labels(1000, 9, z) if soft else y
+    direction = z.roll(1, 0)
+    _, slope = value_and_slope(z, target, x=x, cross_entropy=0.3)
+    upstream = torch.linspace(-1, 2, 1000, dtype=torch.float64)
+    with forward_ad.dual_level():
+        dual = ordinal_loss(forward_ad.make_dual(z, direction), target, x=x, cross_entropy=0.3, reduction="none")
+        tangent = forward_ad.unpack_dual(dual).tangent
+    assert (tangent @ upstream).item() == pytest.approx((slope * direction).sum().item(), rel=1e-10)
+    torch.testing.assert_close(ordinal_loss(torch._neg_view(-z), target, x=x), ordinal_loss(z, target, x=x))
+    if soft:
+        torch.testing.assert_close(ordinal_loss(z, torch._neg_view(-target), x=x), ordinal_loss(z, target, x=x))
