@@ -50,7 +50,8 @@ def ordinal_loss(
     Args:
         logits: (..., K); a class with -inf takes no part.
         target: (...) class positions 0 to K - 1 by rank, in an integer dtype; or (..., K) soft labels that sum to 1.
-        x: (K,) strictly increasing class values, 0 to K - 1 by default.
+        x: (K,) strictly increasing class values, 0 to K - 1 by default. Gaps between whole numbers in an integer dtype,
+            such as years or seconds since 1970, are kept exactly.
         power: at least 1: sum_k (x_{k+1} - x_k) |F_k - G_k|^power for the cumulative distributions F and G.
         cost: (K, K) costs >= 0, **cost[true, predicted]**, or a cost object; in place of x, power and circular. A label
             of one class costs sum_i P_i cost[y, i]; soft labels the exact transport `otloss.emd(target, P, cost)`,

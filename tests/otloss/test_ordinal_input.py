@@ -1,4 +1,4 @@
-"""What the ordinal loss is called with: whole numbers of every dtype, and bad input."""
+"""What the ordinal loss is called with: whole numbers of every dtype, weights, positions to leave out, bad input."""
 
 from __future__ import annotations
 
@@ -72,6 +72,65 @@ def test_truth_values_may_weigh() -> None:
     z, y = drawn(4, 3, seed=33), torch.tensor([0, 1, 2, 0])
     kept = torch.tensor([True, False, True, True])
     torch.testing.assert_close(ordinal_loss(z, y, sample_weight=kept), ordinal_loss(z[kept], y[kept]))
+
+
+@pytest.mark.parametrize("n", [8, 4000])
+def test_sample_weights_count_as_copies(n: int) -> None:
+    z, y = drawn(n, 5, seed=17), torch.arange(n) % 5
+    copies = torch.arange(n) % 4
+    weight, by_class = copies.double(), torch.tensor([1.0, 2.0, 0.5, 3.0, 0.0], dtype=torch.float64)
+    for reduction in ("mean", "sum"):
+        leaf = z.clone().requires_grad_()
+        weighted = ordinal_loss(leaf, y, sample_weight=weight, class_weight=by_class, reduction=reduction)
+        again = z.clone().requires_grad_()
+        repeated = ordinal_loss(
+            again.repeat_interleave(copies, 0), y.repeat_interleave(copies), class_weight=by_class, reduction=reduction
+        )
+        torch.testing.assert_close(weighted, repeated)
+        (slope,), (expected,) = torch.autograd.grad(weighted, leaf), torch.autograd.grad(repeated, again)
+        torch.testing.assert_close(slope, expected)
+
+
+def test_soft_labels_take_the_expected_class_weight() -> None:
+    z, t = drawn(6, 5, seed=18), drawn(6, 5, seed=19).softmax(-1)
+    by_class = torch.tensor([1.0, 2.0, 0.5, 3.0, 0.0], dtype=torch.float64)
+    plain_values = ordinal_loss(z, t, reduction="none")
+    weight = t @ by_class
+    torch.testing.assert_close(ordinal_loss(z, t, class_weight=by_class, reduction="none"), weight * plain_values)
+    torch.testing.assert_close(ordinal_loss(z, t, class_weight=by_class), (weight * plain_values).sum() / weight.sum())
+
+
+@pytest.mark.parametrize("ignored", [-100, 2, 7])
+@pytest.mark.parametrize("n", [20, 4000])
+def test_ignored_positions_are_not_looked_at(ignored: int, n: int) -> None:
+    z, y = drawn(n, 5, seed=20), torch.arange(n) % 5
+    y[3::6] = ignored
+    left_out = y == ignored
+    z[left_out] = torch.nan
+    z.requires_grad_()
+    values = ordinal_loss(z, y, ignore_index=ignored, reduction="none")
+    assert torch.equal(values == 0, left_out)
+    expected = ordinal_loss(z[~left_out], y[~left_out])
+    found = ordinal_loss(z, y, ignore_index=ignored)
+    torch.testing.assert_close(found, expected)
+    (slope,) = torch.autograd.grad(found, z)
+    assert torch.equal(slope[left_out], torch.zeros_like(slope[left_out]))
+    torch.testing.assert_close(slope, torch.autograd.grad(expected, z)[0])
+
+
+def test_nothing_to_learn_is_zero_with_zero_slopes() -> None:
+    z = drawn(4, 5, seed=21).requires_grad_()
+    for options in (
+        {"target": torch.full((4,), -100), "ignore_index": -100},
+        {"target": torch.zeros(4, dtype=torch.long), "sample_weight": torch.zeros(4)},
+        {"target": torch.zeros(4, dtype=torch.long), "class_weight": torch.tensor([0.0, 1, 1, 1, 1])},
+    ):
+        for reduction in ("mean", "sum"):
+            value = ordinal_loss(z, **options, reduction=reduction)
+            assert value.item() == 0
+            assert torch.equal(torch.autograd.grad(value, z)[0], torch.zeros_like(z))
+    empty = torch.zeros(0, 5, requires_grad=True)
+    assert ordinal_loss(empty, torch.zeros(0, dtype=torch.long)).item() == 0
 
 
 @pytest.mark.parametrize(
