@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import eager
+from otloss._entropic.direct import direct_value
 from otloss._entropic.graph import GraphState, implicit_state, unrolled_state
 from otloss._entropic.problem import EntropicProblem, Options, Settings, entropic_problem
 from otloss._entropic.search import Potentials, find_potentials, report
@@ -73,6 +74,9 @@ def sinkhorn(
         (tensor(0.2522), tensor(0.4991))
     """
     settings = Settings.of(options)
+    value = direct_value(p, q, cost, epsilon=epsilon, settings=settings)
+    if value is not None:
+        return value
     problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
     return solved(problem, settings).value.to(problem.dtype)
 

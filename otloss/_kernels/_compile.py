@@ -180,6 +180,33 @@ def _largest_of_its_width(scores: Any, count: Any) -> Any:
     return narrow if scores.dtype == types.float32 else wide
 
 
+def largest_cost(costs: Any, count: int) -> Any:
+    """The largest of the first costs; NaN where one is negative, at least infinity or NaN where one is not finite."""
+    raise NotImplementedError("compiled code only")
+
+
+@overload(largest_cost)
+def _largest_cost_of_its_width(costs: Any, count: Any) -> Any:
+    # The bits of numbers that are not negative are ordered as whole numbers too, with infinity and NaN above the rest.
+    def narrow(costs: Any, count: Any) -> Any:
+        top, every = np.int32(0), np.int32(0)
+        for j in range(count):
+            bits = bits_of_float32(costs[j])
+            every = np.int32(every | bits)
+            top = bits if bits > top else top
+        return np.float64(float32_of_bits(top)) if every >= 0 else np.nan
+
+    def wide(costs: Any, count: Any) -> Any:
+        top, every = np.int64(0), np.int64(0)
+        for j in range(count):
+            bits = bits_of_float64(costs[j])
+            every = every | bits
+            top = bits if bits > top else top
+        return float64_of_bits(top) if every >= 0 else np.nan
+
+    return narrow if costs.dtype == types.float32 else wide
+
+
 _ONE_AT_A_TIME = threading.Lock()
 
 

@@ -192,7 +192,7 @@ def _taken(shares: Any, negligible: float, places: Any) -> Any:
 
 
 @njit
-def _one(
+def solve_one(
     p: Any, q: Any, cost: Any, f: Any, g: Any, epsilon: float, negligible: float, tolerance: float, most: int,
     warm: bool, symmetric: bool,
 ) -> tuple[float, int]:  # fmt: skip
@@ -302,6 +302,6 @@ def sinkhorn_problems(
     """
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
     for k in prange(p.shape[0]):
-        error[k], iterations[k] = _one(
+        error[k], iterations[k] = solve_one(
             p[k], q[k], costs[owner[k]], f[k], g[k], epsilon[k], negligible, tolerance, most, warm, symmetric
         )

@@ -1,0 +1,153 @@
+"""Entropic values in one compiled call against the usual way, which a gradient that is asked for takes."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numba import njit
+from torch import Tensor
+
+import otloss
+from otloss import ConvergenceWarning, _sinkhorn
+from otloss._entropic.direct import direct_value
+from otloss._entropic.problem import WIDE_FROM, Settings
+from otloss._entropic.search import PATIENCE
+from otloss._kernels._compile import largest_cost
+
+DTYPES = (torch.float32, torch.float64)
+
+
+def _problems(
+    *batch: int, n: int = 6, m: int = 5, dtype: torch.dtype = torch.float64, seed: int = 0
+) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (torch.rand(*batch, size, generator=generator, dtype=dtype) + 0.01 for size in (n, m))
+    cost = torch.rand(*batch, n, m, generator=generator, dtype=dtype)
+    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), cost
+
+
+def _directly(p: Any, q: Any, cost: Any, epsilon: Any, **options: Any) -> Tensor | None:
+    return direct_value(p, q, cost, epsilon=epsilon, settings=Settings.of(options))
+
+
+def _usually(p: Tensor, q: Tensor, cost: Tensor, epsilon: float, **options: Any) -> Tensor:
+    value = otloss.sinkhorn(p.clone().requires_grad_(), q, cost, epsilon=epsilon, **options)
+    assert value.requires_grad
+    return value.detach()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("batch", [(), (1,), (7,), (2, 3), (40,)])
+@pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.01, 0.002])
+def test_it_gives_what_the_usual_way_gives(dtype: torch.dtype, batch: tuple[int, ...], epsilon: float) -> None:
+    p, q, cost = _problems(*batch, n=9, m=17, dtype=dtype)
+    value = _directly(p, q, cost, epsilon, tolerance=1e-4)
+    if value is None:  # one of them is left to Newton's method
+        assert epsilon < 0.1
+        assert otloss.solve(p, q, cost, epsilon=epsilon, tolerance=1e-4).iterations.max() > PATIENCE
+        return
+    assert value.dtype == dtype
+    assert value.shape == batch
+    torch.testing.assert_close(value, _usually(p, q, cost, epsilon, tolerance=1e-4), rtol=3e-6, atol=1e-6)
+    torch.testing.assert_close(value, otloss.sinkhorn(p, q, cost, epsilon=epsilon, tolerance=1e-4), rtol=0, atol=0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    n=st.integers(1, 12), m=st.integers(1, 12), mass=st.sampled_from([1e-6, 1.0, 3.0, 1e5]),
+    zeros=st.floats(0, 0.9), unit=st.sampled_from([1e-3, 1.0, 1e4]), share=st.sampled_from([0.03, 0.3, 3.0, 30.0]),
+    seed=st.integers(0, 1000),
+)  # fmt: skip
+def test_weights_without_mass_other_masses_other_units(
+    n: int, m: int, mass: float, zeros: float, unit: float, share: float, seed: int
+) -> None:
+    p, q, cost = _problems(3, n=n, m=m, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (w * (torch.rand(w.shape, generator=generator) >= zeros) for w in (p, q))
+    p, q = (torch.where(w.sum(-1, keepdim=True) > 0, w, torch.ones_like(w)) for w in (p, q))
+    p, q = (mass * w / w.sum(-1, keepdim=True) for w in (p, q))
+    p[2], q[2] = 0, 0
+    value = _directly(p, q, unit * cost, unit * share)
+    if value is None:
+        assert otloss.solve(p, q, unit * cost, epsilon=unit * share).iterations.max() > PATIENCE or share > WIDE_FROM
+        return
+    expected = _usually(p, q, unit * cost, unit * share)
+    torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7 * mass * unit)
+    assert value[2] == 0
+
+
+def test_masses_that_differ_by_rounding_are_balanced_alike() -> None:
+    p, q, cost = _problems(5)
+    q = q * (1 + 8e-10)
+    torch.testing.assert_close(_directly(p, q, cost, 0.1), _usually(p, q, cost, 0.1), rtol=1e-12, atol=0)
+    torch.testing.assert_close(_directly(q, p, cost.mT, 0.1), _usually(q, p, cost.mT, 0.1), rtol=1e-12, atol=0)
+
+
+def test_strides_do_not_matter() -> None:
+    p, q, cost = _problems(4)
+    wide = torch.stack([cost, -torch.ones_like(cost)], -1)[..., 0]
+    torch.testing.assert_close(_directly(p, q, wide, 0.1), _directly(p, q, cost, 0.1), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("wrong", ["negative weight", "nan weight", "masses", "negative cost", "nan cost", "inf cost"])
+def test_what_is_wrong_is_said_as_usual(wrong: str) -> None:
+    p, q, cost = _problems(3)
+    if "cost" in wrong:
+        cost[1, 2, 3] = {"negative cost": -0.1, "nan cost": torch.nan, "inf cost": torch.inf}[wrong]
+    else:
+        p[1, 2] = {"negative weight": -0.1, "nan weight": torch.nan, "masses": 0.9}[wrong]
+    assert _directly(p, q, cost, 0.1) is None
+    with pytest.raises(ValueError) as raised:
+        otloss.sinkhorn(p, q, cost, epsilon=0.1)
+    with pytest.raises(ValueError) as usual:
+        otloss.sinkhorn(p.requires_grad_(), q, cost, epsilon=0.1)
+    assert str(raised.value) == str(usual.value)
+
+
+def test_what_does_not_converge_is_said() -> None:
+    p, q, cost = _problems(3)
+    assert _directly(p, q, cost, 1e-3, max_iterations=2) is None
+    with pytest.warns(ConvergenceWarning, match="of 3 entropic problems did not converge"):
+        otloss.sinkhorn(p, q, cost, epsilon=1e-3, max_iterations=2)
+    with pytest.raises(RuntimeError, match="did not converge"):
+        otloss.sinkhorn(p, q, cost, epsilon=1e-3, max_iterations=2, strict=True)
+
+
+def test_everything_else_goes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q, cost = _problems(3)
+    assert _directly(p, q, cost, 0.1) is not None
+    for options in (
+        {"reach": 1.0}, {"grad": "implicit"}, {"grad": "unrolled"}, {"impl": "torch"},
+        {"epsilon_relative_to": "mean_cost"}, {"start": (torch.zeros(3, 6), torch.zeros(3, 5))},
+    ):  # fmt: skip
+        assert _directly(p, q, cost, 0.1, **options) is None
+    for epsilon in (0.0, -1.0, float("nan"), float("inf"), True, "0.1", torch.tensor(0.1), 1e6):
+        assert _directly(p, q, cost, epsilon) is None
+    for given_instead in (
+        (p.float(), q, cost), (p.half(), q.half(), cost.half()), (p[0], q, cost), (p, q, cost[0]),
+        (p, q, cost[..., :4]), (p.numpy(), q, cost), (p, q, otloss.costs.DenseCost(cost)), (p[:0], q[:0], cost[:0]), (p[..., :0], q, cost),
+        (p.clone().requires_grad_(), q, cost), (p, q, cost.clone().requires_grad_()),
+    ):  # fmt: skip
+        assert _directly(*given_instead, 0.1) is None
+    with torch.no_grad():
+        assert _directly(p.clone().requires_grad_(), q, cost, 0.1) is not None
+    monkeypatch.setattr(_sinkhorn, "direct_value", lambda *arguments, **options: None)
+    assert otloss.sinkhorn(p, q, cost, epsilon=0.1).shape == (3,)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_largest_cost(dtype: type) -> None:
+    @njit
+    def of(costs: Any) -> float:
+        return largest_cost(costs, costs.shape[0])
+
+    costs = np.random.default_rng(0).random(37).astype(dtype)
+    assert of(costs) == costs.max()
+    assert of(np.zeros(3, dtype)) == 0
+    for bad in (np.nan, np.inf, -1e-30, -np.inf, -np.nan):
+        wrong = costs.copy()
+        wrong[20] = bad
+        assert not of(wrong) < np.inf
