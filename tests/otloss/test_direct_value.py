@@ -126,11 +126,20 @@ def test_everything_else_goes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> 
         assert _directly(p, q, cost, 0.1, **options) is None
     for epsilon in (0.0, -1.0, float("nan"), float("inf"), True, "0.1", torch.tensor(0.1), 1e6):
         assert _directly(p, q, cost, epsilon) is None
+    half, learnt = torch.float16, [t.clone().requires_grad_() for t in (p, cost)]
     for given_instead in (
-        (p.float(), q, cost), (p.half(), q.half(), cost.half()), (p[0], q, cost), (p, q, cost[0]),
-        (p, q, cost[..., :4]), (p.numpy(), q, cost), (p, q, otloss.costs.DenseCost(cost)), (p[:0], q[:0], cost[:0]), (p[..., :0], q, cost),
-        (p.clone().requires_grad_(), q, cost), (p, q, cost.clone().requires_grad_()),
-    ):  # fmt: skip
+        (p.float(), q, cost),
+        (p.to(half), q.to(half), cost.to(half)),
+        (p[0], q, cost),
+        (p, q, cost[0]),
+        (p, q, cost[..., :4]),
+        (p.numpy(), q, cost),
+        (p, q, otloss.costs.DenseCost(cost)),
+        (p[:0], q[:0], cost[:0]),
+        (p[..., :0], q, cost),
+        (learnt[0], q, cost),
+        (p, q, learnt[1]),
+    ):
         assert _directly(*given_instead, 0.1) is None
     with torch.no_grad():
         assert _directly(p.clone().requires_grad_(), q, cost, 0.1) is not None
