@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,11 +14,34 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from otloss.estimators._calibrated import CALIBRATIONS, apply_calibration, fit_calibration
 from otloss.estimators._criterion import Criterion, check_choice, check_count, check_decode, check_real, make_criterion
 from otloss.estimators._decode import decode
-from otloss.estimators._labels import LabelOrder, label_order, ordered_categories
+from otloss.estimators._labels import LabelOrder, label_order, ordered_categories, refuse_missing_objects
 from otloss.estimators._weights import row_weights, split_off
 
 ENOUGH_TO_HOLD_OUT = 50  # rows from which early_stopping="auto" holds some out
 SMALLEST_PRIOR = 1e-6  # of a class all of whose rows have weight zero
+
+
+@contextmanager
+def unchanged_on_error(estimator: BaseEstimator) -> Iterator[None]:
+    """Put back what `estimator` held if the body raises: old weights never meet new labels."""
+    before = vars(estimator).copy()
+    try:
+        yield
+    except BaseException:
+        vars(estimator).clear()
+        vars(estimator).update(before)
+        raise
+
+
+def check_magnitude(X: np.ndarray, largest: float, *, mend: str) -> None:
+    """Raise where a number in X (n, d), NaN apart, is beyond `largest`."""
+    beyond = np.abs(X) > largest
+    if beyond.any():
+        row, column = (int(i) for i in np.argwhere(beyond)[0])
+        raise ValueError(
+            f"X[{row}, {column}] is {X[row, column]:g}, expected numbers of at most {largest:.3g} in size. Look for "
+            f"marks of missing values such as 1e300; {mend}."
+        )
 
 
 class OrdinalBase(ClassifierMixin, BaseEstimator):
@@ -32,6 +57,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         """Return the label of each row, (n,), by the rule `decode`."""
         distribution = self._distribution(X)
         criterion = self._criterion
+        check_decode(self.decode, has_cost=criterion.cost is not None)
         return self._order.by_position[decode(distribution, self.decode, values=criterion.values, cost=criterion.cost)]
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -69,12 +95,12 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
         """Check everything, train, and calibrate."""
+        refuse_missing_objects(y)
         categories = ordered_categories(y) if self.categories is None else self.categories
         X, y = validate_data(self, X, y, **self._accepts())
         self._check_settings()
         self._set_order(label_order(y, categories))
-        positions = self._order.positions(y)
-        weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
+        X, positions, weights = self._weighted_rows(X, y, sample_weight)
         random = check_random_state(self.random_state)
         self._calibration = None
         if self.calibration is None or len(self.classes_) == 1:
@@ -89,6 +115,19 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
             values=self._criterion.values,
             sample_weight=weights[held],
         )
+
+    def _weighted_rows(self, X: np.ndarray, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
+        """Features, positions and weights of the rows that have weight: without it, a row is one left out."""
+        positions = self._order.positions(y)
+        weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
+        kept = weights > 0
+        if not kept.all():
+            X, positions, weights = X[kept], positions[kept], weights[kept]
+        self._check_features(X)
+        return X, positions, weights
+
+    def _check_features(self, X: np.ndarray) -> None:
+        """Raise where features are larger than training or prediction can take."""
 
     def _set_order(self, order: LabelOrder) -> None:
         self._criterion = make_criterion(
@@ -107,6 +146,8 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         check_choice("calibration", self.calibration, CALIBRATIONS)
         check_real("calibration_fraction", self.calibration_fraction, least=0.0, above=True, most=0.9)
         check_choice("early_stopping", self.early_stopping, (True, False, "auto"))
+        check_choice("refit", self.refit, (True, False))
+        check_count("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, least=0)
         check_count("n_iter_no_change", self.n_iter_no_change)
         check_real("validation_fraction", self.validation_fraction, least=0.0, above=True, most=0.9)
 

@@ -6,8 +6,11 @@ prediction, so that a model of no trees predicts the frequencies.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from importlib import import_module
+from json import loads
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,38 @@ from otloss.boosting import (
 )
 
 BOOSTERS = ("xgboost", "lightgbm")
+LIGHTGBM_ZERO = 1e-35  # what it holds features up to this size for
+XGBOOST_SETTINGS: dict[str, Any] = {
+    "objective": "multi:softprob",
+    "num_class": 2,
+    "disable_default_eval_metric": True,
+    "tree_method": "hist",
+}
+XGBOOST_FIRST_NAMES = {
+    "eta": "learning_rate",
+    "min_split_loss": "gamma",
+    "n_jobs": "nthread",
+    "random_state": "seed",
+    "reg_alpha": "alpha",
+    "reg_lambda": "lambda",
+}
+_ROUNDS = "is set by n_estimators of the estimator"
+_STOPPING = "is set by early_stopping and n_iter_no_change of the estimator"
+_METRIC = "is the loss itself"
+# By the first names of both libraries, and by those of their functions and scikit-learn interfaces.
+OWN_SETTINGS = {
+    "objective": "follows from the loss",
+    "num_class": "follows from the labels",
+    "base_score": "follows from the class frequencies",
+    "metric": _METRIC,
+    "eval_metric": _METRIC,
+    "disable_default_eval_metric": _METRIC,
+    "num_iterations": _ROUNDS,
+    "num_boost_round": _ROUNDS,
+    "n_estimators": _ROUNDS,
+    "early_stopping_round": _STOPPING,
+    "early_stopping_rounds": _STOPPING,
+}
 
 
 @dataclass(frozen=True)
@@ -111,15 +146,99 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, held_out: Part
     """
     rows = rows.merged()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
-    if _all_alike(rows.features):  # nothing to split on, which LightGBM refuses
+    if _all_alike(rows.features, library):  # nothing to split on, which LightGBM refuses
         return Trees(library, None, start, 0)
     train = _train_lightgbm if library == "lightgbm" else _train_xgboost
     booster, rounds = train(settings, rows, held_out, start)
     return Trees(library, booster, start, rounds)
 
 
-def _all_alike(features: np.ndarray) -> bool:
+def checked_parameters(library: str, given: Any, *, may_stop_early: bool) -> dict[str, Any]:
+    """Settings by the library's own names with each name turned into its first one, so that ours give way to them.
+
+    Raises:
+        TypeError: if they are no dict of names.
+        ValueError: if a name is unknown, names a setting twice, or one that the estimator sets itself, or if they ask
+            for trees that cannot be cut off at the best round.
+    """
+    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
+        raise TypeError(f"booster_params is {given!r}, expected a dict of {library}'s settings.")
+    first_names = _lightgbm_names() if library == "lightgbm" else _xgboost_names(given)
+    found: dict[str, Any] = {}
+    for name, value in given.items():
+        first = str(first_names.get(name, name))
+        if first in OWN_SETTINGS:
+            raise ValueError(f"booster_params holds {name!r}, which {OWN_SETTINGS[first]}; remove it.")
+        if name not in first_names:
+            near = get_close_matches(name, first_names)
+            raise ValueError(f"booster_params holds {name!r}, expected settings of {library}{_or(near)}.")
+        if first in found:
+            raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
+        found[first] = value
+    _check_kind(library, found, may_stop_early)
+    return found
+
+
+def _check_kind(library: str, found: dict[str, Any], may_stop_early: bool) -> None:
+    kind = found.get("boosting") if library == "lightgbm" else found.get("booster")
+    if library == "lightgbm" and kind in ("rf", "random_forest"):
+        raise ValueError("booster_params asks for boosting='rf', which cannot start from the class frequencies.")
+    if kind in ("dart", "gblinear") and may_stop_early:
+        raise ValueError(
+            f"booster_params asks for {kind!r}, which changes earlier rounds and so has no best one to stop at; set "
+            "early_stopping=False."
+        )
+
+
+def _or(names: list[str]) -> str:
+    return f", such as {' or '.join(repr(name) for name in names)}" if names else ""
+
+
+def _lightgbm_names() -> dict[str, str]:
+    """The first name of each name that LightGBM knows."""
+    from lightgbm.basic import _ConfigAliases
+
+    aliases = _ConfigAliases._get_all_param_aliases()
+    return {name: first for first, names in aliases.items() for name in (first, *names)}
+
+
+def _xgboost_names(given: dict[str, Any]) -> dict[str, str]:
+    """The first name of each name that XGBoost knows for the kind of trees that `given` asks for."""
+    import xgboost
+
+    def names(config: Any) -> Iterator[str]:
+        for name, value in config.items() if isinstance(config, dict) else ():
+            yield from names(value) if isinstance(value, dict) else (name,)
+
+    settings: dict[str, Any] = {**XGBOOST_SETTINGS, "verbosity": 0}
+    settings.update({name: given[name] for name in ("booster", "tree_method", "updater") if name in given})
+    data = xgboost.DMatrix(np.zeros((1, 1)))
+    config = xgboost.Booster(settings, cache=[data]).save_config()
+    known: list[str] = [*names(loads(config)), "verbosity"]
+    return {name: XGBOOST_FIRST_NAMES.get(name, name) for name in known}
+
+
+def _all_alike(features: np.ndarray, library: str) -> bool:
+    if library == "lightgbm":
+        features = np.where(np.abs(features) <= LIGHTGBM_ZERO, 0.0, features)
     return bool(((features == features[0]) | (np.isnan(features) & np.isnan(features[0]))).all())
+
+
+def _xgboost_parameters(settings: TreeSettings) -> dict[str, Any]:
+    return {
+        **XGBOOST_SETTINGS,
+        "num_class": settings.positions,
+        "learning_rate": settings.learning_rate,
+        "max_depth": settings.max_depth,
+        "min_child_weight": settings.min_child_weight,
+        "subsample": settings.subsample,
+        "colsample_bytree": settings.colsample_bytree,
+        "lambda": settings.reg_lambda,
+        "nthread": settings.threads,
+        "seed": settings.seed,
+        "verbosity": min(settings.verbose, 1),
+        **settings.extra,
+    }
 
 
 def _train_xgboost(settings: TreeSettings, rows: Part, held_out: Part | None, start: np.ndarray) -> tuple[Any, int]:
@@ -129,22 +248,6 @@ def _train_xgboost(settings: TreeSettings, rows: Part, held_out: Part | None, st
         margin = np.tile(start, (len(part.target), 1))
         return xgboost.DMatrix(part.features, label=part.target, weight=part.weight, base_margin=margin)
 
-    parameters = {
-        "objective": "multi:softprob",
-        "num_class": settings.positions,
-        "disable_default_eval_metric": True,
-        "learning_rate": settings.learning_rate,
-        "max_depth": settings.max_depth,
-        "min_child_weight": settings.min_child_weight,
-        "subsample": settings.subsample,
-        "colsample_bytree": settings.colsample_bytree,
-        "lambda": settings.reg_lambda,
-        "nthread": settings.threads,
-        "seed": settings.seed,
-        "tree_method": "hist",
-        "verbosity": min(settings.verbose, 1),
-        **settings.extra,
-    }
     stopping: dict[str, Any] = {}
     if held_out is not None:
         stopping = {
@@ -153,7 +256,7 @@ def _train_xgboost(settings: TreeSettings, rows: Part, held_out: Part | None, st
             "early_stopping_rounds": settings.patience,
         }
     booster = xgboost.train(
-        parameters,
+        _xgboost_parameters(settings),
         data(rows),
         num_boost_round=settings.n_estimators,
         obj=xgboost_objective(settings.positions, hessian=settings.hessian, **settings.loss),
@@ -166,29 +269,26 @@ def _train_xgboost(settings: TreeSettings, rows: Part, held_out: Part | None, st
     return booster[:rounds], rounds
 
 
-def _train_lightgbm(settings: TreeSettings, rows: Part, held_out: Part | None, start: np.ndarray) -> tuple[Any, int]:
-    import lightgbm
-
-    def data(part: Part, reference: Any = None) -> Any:
-        margin = np.tile(start, (len(part.target), 1))
-        return lightgbm.Dataset(
-            part.features, part.target, weight=part.weight, init_score=margin, reference=reference, params=parameters
-        )
-
-    parameters = {
+def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
+    extra = settings.extra
+    depth = extra.get("max_depth", settings.max_depth)
+    # Trees on gradients sampled by their size have no bagging beside.
+    sampled = "goss" in (extra.get("boosting"), extra.get("data_sample_strategy"))
+    fraction = extra.get("bagging_fraction", 1.0 if sampled else settings.subsample)
+    return {
         "objective": lightgbm_objective(settings.positions, hessian=settings.hessian, **settings.loss),
         "num_class": settings.positions,
         "metric": "none",
         "learning_rate": settings.learning_rate,
-        "max_depth": settings.max_depth,
-        "num_leaves": 2 ** min(settings.max_depth, 10),
+        "max_depth": depth,
+        "num_leaves": 2 ** min(depth, 10) if depth > 0 else 2**10,
         # Weights are repetitions, so leaves and bins are limited by weight, not by number of rows.
         "min_sum_hessian_in_leaf": settings.min_child_weight,
         "min_data_in_leaf": 1,
         "min_data_in_bin": 1,
         "feature_pre_filter": False,
-        "bagging_fraction": settings.subsample,
-        "bagging_freq": int(settings.subsample < 1),
+        "bagging_fraction": fraction,
+        "bagging_freq": int(fraction < 1),
         "feature_fraction": settings.colsample_bytree,
         "lambda_l2": settings.reg_lambda,
         "num_threads": settings.threads,
@@ -196,8 +296,21 @@ def _train_lightgbm(settings: TreeSettings, rows: Part, held_out: Part | None, s
         "deterministic": True,
         "force_row_wise": True,
         "verbosity": -1,
-        **settings.extra,
+        **extra,
     }
+
+
+def _train_lightgbm(settings: TreeSettings, rows: Part, held_out: Part | None, start: np.ndarray) -> tuple[Any, int]:
+    import lightgbm
+
+    parameters = _lightgbm_parameters(settings)
+
+    def data(part: Part, reference: Any = None) -> Any:
+        margin = np.tile(start, (len(part.target), 1))
+        return lightgbm.Dataset(
+            part.features, part.target, weight=part.weight, init_score=margin, reference=reference, params=parameters
+        )
+
     training = data(rows)
     stopping: dict[str, Any] = {"callbacks": [lightgbm.log_evaluation(1)] if settings.verbose else []}
     if held_out is not None:
@@ -205,4 +318,5 @@ def _train_lightgbm(settings: TreeSettings, rows: Part, held_out: Part | None, s
         stopping["feval"] = lightgbm_metric(settings.positions, **settings.loss)
         stopping["callbacks"].append(lightgbm.early_stopping(settings.patience, verbose=bool(settings.verbose)))
     booster = lightgbm.train(parameters, training, num_boost_round=settings.n_estimators, **stopping)
-    return booster, booster.best_iteration if held_out is not None else settings.n_estimators
+    rounds = booster.best_iteration if held_out is not None else settings.n_estimators
+    return booster, min(rounds, booster.current_iteration())  # where nothing can be split it ends by itself

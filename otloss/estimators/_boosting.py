@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from numbers import Integral
 from typing import Any
 
 import numpy as np
+from joblib import effective_n_jobs  # type: ignore[import-untyped]
 
-from otloss.estimators._base import OrdinalBase
-from otloss.estimators._boosters import BOOSTERS, Part, TreeSettings, require_library, train_trees
+from otloss.estimators._base import OrdinalBase, check_magnitude, unchanged_on_error
+from otloss.estimators._boosters import BOOSTERS, Part, TreeSettings, checked_parameters, require_library, train_trees
 from otloss.estimators._criterion import check_choice, check_count, check_real
 from otloss.estimators._weights import split_off
 
@@ -33,16 +35,18 @@ class OrdinalBoostingClassifier(OrdinalBase):
     as one row of their weight, for `subsample` too. NaN features are missing values.
 
     `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass on indices into the
-    sorted labels in place of labels. These are recognised, also with `categories`; where the two orders differ (such as
-    "high", "low", "medium") an `EncodedLabelsWarning` says how they were read. Labels that sort in their rank order
-    avoid it.
+    sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Indices are
+    recognised by their being no categories, and an `EncodedLabelsWarning` says how they were read where the orders
+    differ ("high", "low", "medium") or categories are numbers. Among the categories 1 to K, a fold of indices without
+    the lowest class reads as labels one rank too low, with a warning: prefer labels 0 to K - 1.
 
     Args:
         booster: "xgboost" or "lightgbm".
         categories: all labels in rank order, lowest first, of any type that sorts; a training set may lack some. By
             default the order of an ordered pandas Categorical, else the sorted labels of y: for words, the alphabet.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
-            the loss, `decode="mean"` and `expected_value` are made of.
+            the loss, `decode="mean"` and `expected_value` are made of. A Series, as a cost in a DataFrame, goes by its
+            index. Training divides values by their mean gap, a cost by its largest entry over K - 1.
         power: 2, the ranked probability score, or 1, W_1; unused with a cost.
         cost: (K, K) costs >= 0 over the categories, **cost[true, predicted]**, in place of values and power.
         transport: weight of the transport loss; 0 leaves cross-entropy alone.
@@ -52,7 +56,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
         n_estimators: rounds, at most where training stops early.
         learning_rate, max_depth, min_child_weight, subsample, colsample_bytree, reg_lambda: as XGBoost names them;
             `min_child_weight` is a sum of curvatures. LightGBM limits leaves by it alone, not by a number of rows.
-        booster_params: further settings by the library's own names; they take precedence.
+        booster_params: further settings by any of the library's own names; they take precedence. "dart" and "gblinear"
+            need early_stopping=False.
         class_weight: None, "balanced", or a dict from label to weight.
         decode: how `predict` chooses: "argmax" (most probable; what scikit-learn expects of a classifier), "median"
             (least expected absolute error in ranks), "mean" (class value nearest to the expected one), or "cost"
@@ -63,7 +68,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
             from 50 rows on.
         validation_fraction: share of rows held out for it, class by class.
         refit: then train again on all rows, for the best number of rounds.
-        n_jobs: threads; None is 1, -1 all cores.
+        n_jobs: threads; None is 1, -1 all cores, -2 all but one, as in joblib.
         random_state: seed or `numpy.random.RandomState` for rows held out and the library's own sampling.
         verbose: 1 prints what the library says.
 
@@ -148,7 +153,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
             ImportError: if the library of `booster` is not installed.
             ValueError: if a label, a weight, a feature or a setting is wrong; the message says which.
         """
-        self._fit(X, y, sample_weight)
+        with unchanged_on_error(self):
+            self._fit(X, y, sample_weight)
         return self
 
     def __sklearn_tags__(self) -> Any:
@@ -171,19 +177,21 @@ class OrdinalBoostingClassifier(OrdinalBase):
         for name in ("subsample", "colsample_bytree"):
             check_real(name, getattr(self, name), least=0.0, above=True, most=1.0)
         if self.n_jobs is not None:
-            check_count("n_jobs", self.n_jobs, least=-1)
-        if self.booster_params is not None and not isinstance(self.booster_params, dict):
-            raise TypeError(f"booster_params is {self.booster_params!r}, expected a dict of {self.booster}'s settings.")
-        for name in ("objective", "num_class"):
-            if name in (self.booster_params or {}):
-                raise ValueError(
-                    f"booster_params holds {name!r}, which follows from the labels and the loss; remove it."
-                )
+            check_count("n_jobs", abs(self.n_jobs) if isinstance(self.n_jobs, Integral) else self.n_jobs)
+        self._checked_parameters()
+
+    def _check_features(self, X: np.ndarray) -> None:
+        if self.booster == "xgboost":
+            check_magnitude(X, float(np.finfo(np.float32).max), mend="XGBoost holds features in float32")
+
+    def _checked_parameters(self) -> dict[str, Any]:
+        given = {} if self.booster_params is None else self.booster_params
+        return checked_parameters(self.booster, given, may_stop_early=self.early_stopping is not False)
 
     def _train(
         self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState
     ) -> None:
-        rows = Part(X, positions, weights)[weights > 0]
+        rows = Part(X, positions, weights)
         self.n_estimators_ = 0
         self._trees = None
         if len(self.classes_) == 1:
@@ -205,13 +213,14 @@ class OrdinalBoostingClassifier(OrdinalBase):
         return TreeSettings(
             positions=len(self.classes_),
             **{name: getattr(self, name) for name in SHARED_SETTINGS},
-            threads=1 if self.n_jobs is None else max(self.n_jobs, 0),
+            threads=1 if self.n_jobs is None else effective_n_jobs(self.n_jobs),
             seed=seed,
             patience=self.n_iter_no_change,
             loss={**geometry, "transport": criterion.transport, "cross_entropy": criterion.cross_entropy},
-            extra=self.booster_params or {},
+            extra=self._checked_parameters(),
         )
 
     def _logits(self, X: np.ndarray) -> np.ndarray:
         assert self._trees is not None
+        self._check_features(X)
         return self._trees.scores(X)

@@ -10,18 +10,19 @@ from typing import Any
 import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import validate_data
 
-from otloss.estimators._base import OrdinalBase, class_prior
+from otloss.estimators._base import OrdinalBase, check_magnitude, class_prior, unchanged_on_error
 from otloss.estimators._criterion import check_choice, check_count, check_real
-from otloss.estimators._labels import LabelOrder, label_order, ordered_categories
+from otloss.estimators._features import LARGEST_FEATURE, centre_of, fitted_scaler, scale_of
+from otloss.estimators._labels import LabelOrder, label_order, ordered_categories, refuse_missing_objects
 from otloss.estimators._scores import MODELS, ScoreFunction
-from otloss.estimators._training import Adam, Objective, Rows, train_adam, train_epoch, train_lbfgs
-from otloss.estimators._weights import row_weights, split_off
+from otloss.estimators._training import Adam, Objective, Rows, train_adam_in_parts, train_epoch, train_lbfgs
+from otloss.estimators._weights import split_off
 
+ROUNDING = 1e-8  # slopes below which float64 may see no difference in the loss
 SOLVERS = ("auto", "lbfgs", "adam")
 
 
@@ -41,20 +42,22 @@ class OrdinalClassifier(OrdinalBase):
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i].
 
     `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass on indices into the
-    sorted labels in place of labels. These are recognised, also with `categories`; where the two orders differ (such as
-    "high", "low", "medium") an `EncodedLabelsWarning` says how they were read. Labels that sort in their rank order
-    avoid it.
+    sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Indices are
+    recognised by their being no categories, and an `EncodedLabelsWarning` says how they were read where the orders
+    differ ("high", "low", "medium") or categories are numbers. Among the categories 1 to K, a fold of indices without
+    the lowest class reads as labels one rank too low, with a warning: prefer labels 0 to K - 1.
 
     Args:
         categories: all labels in rank order, lowest first, of any type that sorts; a training set may lack some. By
             default the order of an ordered pandas Categorical, else the sorted labels of y: for words, the alphabet.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
-            the loss, `decode="mean"` and `expected_value` are made of.
+            the loss, `decode="mean"` and `expected_value` are made of. A Series, as a cost in a DataFrame, goes by its
+            index. Training divides values by their mean gap, a cost by its largest entry over K - 1.
         power: 2, the ranked probability score, or 1, W_1; unused with a cost.
         cost: (K, K) costs >= 0 over the categories, **cost[true, predicted]**, in place of values and power.
         transport: weight of the transport loss; 0 leaves cross-entropy alone.
         cross_entropy: weight of the cross-entropy added; advisable at power 1 and with a cost, which alone drive
-            probabilities to 0 and 1.
+            probabilities to 0 and 1, to a local optimum.
         model: "softmax", a score for each class, or "cumulative", one score with K - 1 ordered thresholds
             (proportional odds): few parameters, for few rows or labels that follow one direction of the features.
         hidden_layer_sizes: widths of hidden layers of rectified units; () for a linear model.
@@ -65,7 +68,8 @@ class OrdinalClassifier(OrdinalBase):
             (least expected cost; needs a cost).
         calibration: None, "temperature" or "ordinal" (`otloss._calibration`), fitted to rows held out of training.
         calibration_fraction: share of rows held out for it, class by class.
-        standardize: give features mean 0 and deviation 1 (by weight) first; penalty and step size suppose so.
+        standardize: give features deviation 1 (by weight) first, as penalty and step size suppose; they are centred
+            always.
         solver: "lbfgs" (all rows, float64, deterministic), "adam" (batches), or "auto": lbfgs for linear models without
             early_stopping=True, else adam.
         learning_rate, batch_size: of adam.
@@ -96,7 +100,7 @@ class OrdinalClassifier(OrdinalBase):
     """
 
     _scores: ScoreFunction
-    _scaler: StandardScaler
+    _scaler: Any
     _parameters: np.ndarray
     _adam: Adam
     _mass: float
@@ -165,23 +169,33 @@ class OrdinalClassifier(OrdinalBase):
         Raises:
             ValueError: if a label, a weight, a feature or a setting is wrong; the message says which.
         """
-        self._fit(X, y, sample_weight)
+        with unchanged_on_error(self), torch.inference_mode(False):
+            self._fit(X, y, sample_weight)
         return self
 
     @available_if(_learns_in_parts)
-    @torch.inference_mode(False)
     def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OrdinalClassifier:
         """Go once over the rows given, with Adam, from where the last call ended; return self.
 
         The first call fixes the labels: `classes` if given, else `categories`, else those of y. Features are
-        standardised by the mean and the deviation of all rows so far; when these move, what was learnt is carried over
-        exactly.
+        standardised by all rows so far; when these move mean and deviation, what was learnt is carried over exactly.
 
         Raises:
             AttributeError: if calibration is asked for, for which there are no rows to hold out.
-            ValueError: as `fit`, or if y holds a label that the first call did not name.
+            ValueError: as `fit`, if y holds a label that the first call did not name, or class_weight is "balanced".
         """
+        if isinstance(self.class_weight, str):
+            raise ValueError(
+                f"class_weight is {self.class_weight!r}, which partial_fit cannot know from a part of the rows; pass "
+                "a dict of labels: sklearn.utils.class_weight.compute_class_weight makes weights out of all of them."
+            )
+        with unchanged_on_error(self), torch.inference_mode(False):
+            self._go_over(X, y, classes, sample_weight)
+        return self
+
+    def _go_over(self, X: Any, y: Any, classes: Any, sample_weight: Any) -> None:
         first = not hasattr(self, "classes_")
+        refuse_missing_objects(y)
         categories = ordered_categories(y) if self.categories is None else self.categories
         X, y = validate_data(self, X, y, reset=first, **self._accepts())
         self._check_settings()
@@ -192,25 +206,24 @@ class OrdinalClassifier(OrdinalBase):
             raise ValueError(
                 f"classes is {classes!r}, expected {self.classes_.tolist()} as in the first call, or None."
             )
-        positions = self._order.positions(y)
-        weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
+        X, positions, weights = self._weighted_rows(X, y, sample_weight)
         if not hasattr(self, "_adam"):
-            self._adam, self._random = Adam(), check_random_state(self.random_state)
+            self._random = check_random_state(self.random_state)
             self.n_iter_ = getattr(self, "n_iter_", 0)
+        self._adam = deepcopy(getattr(self, "_adam", Adam()))  # the one before stays, should this call fail
         self._prepare(X, positions, weights, random=self._random, onward=not first)
         self.n_iter_ += 1
         if len(self.classes_) > 1:
             # The penalty is shared by all rows so far, of which these are a part.
-            share = float(weights.sum()) / self._mass
+            alpha = self.alpha * float(weights.sum()) / self._mass
             self._parameters, _ = train_epoch(
-                replace(self._objective(), alpha=self.alpha * share),
+                replace(self._objective(), alpha=alpha),
                 self._parameters,
                 Rows.of(self._features(X), positions, weights),
                 adam=self._adam,
                 random=self._random,
                 **self._steps(),
             )
-        return self
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -230,6 +243,8 @@ class OrdinalClassifier(OrdinalBase):
         super()._check_settings()
         check_choice("model", self.model, MODELS)
         check_choice("solver", self.solver, SOLVERS)
+        for name in ("standardize", "warm_start"):
+            check_choice(name, getattr(self, name), (True, False))
         check_real("alpha", self.alpha, least=0.0)
         check_real("learning_rate", self.learning_rate, least=0.0, above=True)
         check_real("tol", self.tol, least=0.0)
@@ -244,7 +259,6 @@ class OrdinalClassifier(OrdinalBase):
         widths = self.hidden_layer_sizes
         return tuple(widths) if np.iterable(widths) else (widths,)
 
-    @torch.inference_mode(False)
     def _train(
         self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState
     ) -> None:
@@ -257,45 +271,33 @@ class OrdinalClassifier(OrdinalBase):
         rows = Rows.of(self._features(X), positions, weights)
         in_batches = bool(self._hidden()) or self.early_stopping not in (False, "auto")
         uses_adam = self.solver == "adam" or (self.solver == "auto" and in_batches)
-        if uses_adam:
-            settled = self._by_adam(rows, random)
-        else:
-            self._parameters, self.n_iter_, settled = train_lbfgs(
-                self._objective(), self._parameters, rows, max_iter=self.max_iter, tol=self.tol
-            )
-        if not settled:
-            warnings.warn(
-                f"OrdinalClassifier did not converge in max_iter={self.max_iter} iterations; raise max_iter or tol.",
-                ConvergenceWarning,
-                stacklevel=4,
-            )
+        problem = self._by_adam(rows, random) if uses_adam else self._by_lbfgs(rows)
+        if problem:
+            warnings.warn(f"OrdinalClassifier did not converge {problem}.", ConvergenceWarning, stacklevel=4)
 
-    def _by_adam(self, rows: Rows, random: np.random.RandomState) -> bool:
-        held_out, everything = None, rows
+    def _by_lbfgs(self, rows: Rows) -> str:
+        scale = min(self._criterion.transport + self._criterion.cross_entropy, 1.0)  # of the loss
+        self._parameters, self.n_iter_, slope = train_lbfgs(
+            self._objective(), self._parameters, rows, max_iter=self.max_iter, tol=self.tol * scale
+        )
+        if slope <= max(self.tol, ROUNDING) * scale:
+            return ""
+        if self.n_iter_ >= self.max_iter:
+            return f"in max_iter={self.max_iter} iterations; raise max_iter or tol"
+        return (
+            f"to tol={self.tol:g}: at slopes of {slope:.2g} the loss falls no more; use standardize=True, or raise tol"
+        )
+
+    def _by_adam(self, rows: Rows, random: np.random.RandomState) -> str:
+        parts = None
         if self._stops_early(len(rows)):
-            kept, held = split_off(
-                rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping"
-            )
-            rows, held_out = rows[kept], rows[held]
-            if not (held_out.weight.any() and rows.weight.any()):
-                raise ValueError(
-                    "the rows held out for early stopping, or those kept, all have weight 0; drop such rows."
-                )
-        settings = {"tol": self.tol, "verbose": self.verbose, "random": random, **self._steps()}
-        start, objective = self._parameters, self._objective()
-        found = train_adam(
-            objective, start, rows, held_out=held_out, max_iter=self.max_iter, n_iter_no_change=self.n_iter_no_change,
-            **settings,
+            parts = split_off(rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping")
+        found = train_adam_in_parts(
+            self._objective(), self._parameters, rows, parts=parts, refit=self.refit, max_iter=self.max_iter,
+            n_iter_no_change=self.n_iter_no_change, tol=self.tol, verbose=self.verbose, random=random, **self._steps(),
         )  # fmt: skip
-        settled = found.settled
-        if held_out is not None and self.refit:
-            # For as many epochs, however the loss goes.
-            found = train_adam(
-                objective, start, everything, held_out=None, max_iter=found.epochs,
-                n_iter_no_change=found.epochs + 1, **settings,
-            )  # fmt: skip
         self._parameters, self.n_iter_ = found.parameters, found.epochs
-        return settled
+        return "" if found.settled else f"in max_iter={self.max_iter} iterations; raise max_iter or tol"
 
     def _prepare(
         self,
@@ -313,27 +315,26 @@ class OrdinalClassifier(OrdinalBase):
                 f"X and the settings make {scores}, expected {self._scores} as in the last call; set warm_start=False "
                 "and call fit to start anew."
             )
-        known = self._scaler if onward else None
-        if not self.standardize:
-            scaler = StandardScaler(with_mean=False, with_std=False).fit(X)
-        elif known is not None and hasattr(self, "_adam"):
-            scaler = deepcopy(known).partial_fit(X, sample_weight=weights)
-        else:
-            scaler = StandardScaler().fit(X, sample_weight=weights)
-        self._mass = float(weights.sum()) + (self._mass if onward and hasattr(self, "_adam") else 0.0)
-        shift, stretch = _centre(scaler), _scale(scaler)
+        in_parts = onward and hasattr(self, "_adam")
+        known = self._scaler if in_parts else None
+        scaler = fitted_scaler(X, weights, standardize=bool(self.standardize), known=known)
+        self._mass = float(weights.sum()) + (self._mass if in_parts else 0.0)
         if onward and len(self.classes_) > 1:
+            stretch = scale_of(self._scaler)
             self._parameters = scores.restandardised(
                 self._parameters,
-                shift=(shift - _centre(self._scaler)) / _scale(self._scaler),
-                stretch=stretch / _scale(self._scaler),
+                shift=(centre_of(scaler) - centre_of(self._scaler)) / stretch,
+                stretch=scale_of(scaler) / stretch,
             )
         elif len(self.classes_) > 1:
             self._parameters = scores.start(class_prior(positions, weights, len(self.classes_)), random)
         self._scores, self._scaler = scores, scaler
 
     def _features(self, X: np.ndarray) -> np.ndarray:
-        return (X - _centre(self._scaler)) / _scale(self._scaler)
+        return (X - centre_of(self._scaler)) / scale_of(self._scaler)
+
+    def _check_features(self, X: np.ndarray) -> None:
+        check_magnitude(X, LARGEST_FEATURE, mend="divide the feature by a power of ten")
 
     def _objective(self) -> Objective:
         return Objective(self._scores, self._criterion, self.alpha)
@@ -343,13 +344,7 @@ class OrdinalClassifier(OrdinalBase):
 
     def _logits(self, X: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            logits = self._scores(torch.from_numpy(self._parameters), torch.from_numpy(self._features(X)))
+            # Copied: joblib may have loaded the parameters as memory that must not be written.
+            parameters = torch.tensor(self._parameters, device="cpu")
+            logits = self._scores(parameters, torch.from_numpy(self._features(X)))
         return logits.numpy()
-
-
-def _centre(scaler: StandardScaler) -> np.ndarray:
-    return np.zeros(scaler.n_features_in_) if scaler.mean_ is None else scaler.mean_
-
-
-def _scale(scaler: StandardScaler) -> np.ndarray:
-    return np.ones(scaler.n_features_in_) if scaler.scale_ is None else scaler.scale_

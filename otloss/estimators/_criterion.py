@@ -2,6 +2,10 @@
 
 Cutting down is exact: with no mass on the other classes, the CDF distance over all K classes is that over the m seen,
 at the class values that these have.
+
+Training sees distances in a unit of their own, so that penalties, tolerances and bounds on curvatures mean the same
+whether values are euros or cents: the mean gap of all K values, or the largest cost over K - 1. A cost of
+|values[i] - values[j]| has the unit of its values, and both are 1 for 0..K-1.
 """
 
 from __future__ import annotations
@@ -13,7 +17,9 @@ from typing import Any
 import numpy as np
 
 from otloss.estimators._decode import RULES
-from otloss.estimators._labels import LabelOrder
+from otloss.estimators._labels import LabelOrder, in_rank_order
+
+SMALLEST_SPAN = 1e-150  # of values or costs, and one over the largest: their squares are floats
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,7 @@ class Criterion:
         cost: (m, m) cost[true, predicted] or None.
         transport: weight of the transport loss.
         cross_entropy: weight of the cross-entropy added.
+        unit: what training divides values or the cost by.
     """
 
     values: np.ndarray
@@ -33,13 +40,14 @@ class Criterion:
     cost: np.ndarray | None
     transport: float
     cross_entropy: float
+    unit: float = 1.0
 
     @property
     def geometry(self) -> dict[str, Any]:
-        """What the loss is told of the distances between classes."""
+        """What the loss is told of the distances between classes, in units of `unit`."""
         if self.cost is not None:
-            return {"cost": self.cost}
-        return {"x": self.values, "power": self.power}
+            return {"cost": self.cost / self.unit}
+        return {"x": (self.values - self.values[0]) / self.unit, "power": self.power}
 
 
 def make_criterion(
@@ -60,11 +68,16 @@ def make_criterion(
     if transport == 0 and cross_entropy == 0:
         raise ValueError("transport and cross_entropy are both 0, expected one above 0: nothing is left to learn from.")
     number = len(order.categories)
-    every_value = np.arange(number, dtype=np.float64) if values is None else _checked_values(values, number)
-    kept_cost = None
+    every_value = np.arange(number, dtype=np.float64)
+    if values is not None:
+        every_value = _checked_values(in_rank_order("values", values, order.names), number)
+    kept_cost, span = None, every_value[-1] - every_value[0]
     if cost is not None:
-        kept_cost = np.ascontiguousarray(_checked_cost(cost, number)[np.ix_(order.ranks, order.ranks)])
-    return Criterion(every_value[order.ranks], int(power), kept_cost, float(transport), float(cross_entropy))
+        every_cost = _checked_cost(in_rank_order("cost", cost, order.names), number)
+        kept_cost, span = np.ascontiguousarray(every_cost[np.ix_(order.ranks, order.ranks)]), every_cost.max()
+    unit = float(span) / max(number - 1, 1)
+    weights = float(transport), float(cross_entropy)
+    return Criterion(every_value[order.ranks], int(power), kept_cost, *weights, unit=unit or 1.0)
 
 
 def check_decode(rule: Any, *, has_cost: bool) -> str:
@@ -77,7 +90,7 @@ def check_decode(rule: Any, *, has_cost: bool) -> str:
 
 def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
     """Raise ValueError unless `value` is one of `choices`; True is no 1."""
-    if not any(_is_bool(value) == _is_bool(choice) and value == choice for choice in choices):
+    if np.ndim(value) or not any(_is_bool(value) == _is_bool(choice) and value == choice for choice in choices):
         raise ValueError(f"{name} is {value!r}, expected one of {choices}.")
 
 
@@ -110,12 +123,14 @@ def _checked_values(values: Any, number: int) -> np.ndarray:
             f"values has shape {array.shape}, expected ({number},): one number for each category in rank order. "
             "Where a training set may lack a class, name all of them with categories=."
         )
-    if (np.diff(array) <= 0).any():
-        where = int(np.flatnonzero(np.diff(array) <= 0)[0])
+    rises = array[1:] > array[:-1]
+    if not rises.all():
+        where = int(np.flatnonzero(~rises)[0])
         raise ValueError(
             f"values[{where}] is {array[where]:g} and values[{where + 1}] is {array[where + 1]:g}, expected strictly "
             "increasing numbers; order categories and values by rank, and merge classes with one value."
         )
+    _check_span("values", float(array.max() / 2 - array.min() / 2))
     return array
 
 
@@ -129,7 +144,16 @@ def _checked_cost(cost: Any, number: int) -> np.ndarray:
     if (array < 0).any():
         row, column = (int(i) for i in np.argwhere(array < 0)[0])
         raise ValueError(f"cost[{row}, {column}] is {array[row, column]:g}, expected costs >= 0.")
+    _check_span("cost", float(array.max() / 2))
     return array
+
+
+def _check_span(name: str, half: float) -> None:
+    if half > 0 and not SMALLEST_SPAN <= half <= 1 / SMALLEST_SPAN:
+        raise ValueError(
+            f"{name} spans {2 * half:.3g}, expected between {SMALLEST_SPAN:g} and {1 / SMALLEST_SPAN:g}; multiply all "
+            "of it by one number: only ratios matter in training."
+        )
 
 
 def _as_numbers(name: str, numbers: Any) -> np.ndarray:

@@ -14,7 +14,9 @@ on: they pass the index of each label among the sorted labels. Such codes are re
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ Array = np.ndarray
 
 
 class EncodedLabelsWarning(UserWarning):
-    """Labels were read as indices into the sorted categories, whose order differs from their rank order."""
+    """Labels were read as indices into the sorted categories, or may have been meant so: see whether that is right."""
 
 
 @dataclass(frozen=True)
@@ -104,16 +106,50 @@ def label_order(y: Array, categories: Any = None, classes: Any = None) -> LabelO
     return LabelOrder(known, seen, ranks, np.searchsorted(ranks, rank_of_class), names)
 
 
+def refuse_missing_objects(y: Any) -> None:
+    """Raise ValueError where `y` (n,) of Python objects lacks a label; pandas.NA stops scikit-learn's own checks."""
+    labels = np.asarray(y) if hasattr(y, "dtype") else np.zeros(0)
+    if labels.dtype.kind == "O" and labels.ndim == 1:
+        _refuse_missing("y", labels)
+
+
 def ordered_categories(y: Any) -> Any:
-    """The categories of `y` in rank order if it is an ordered pandas Categorical, or a Series of one, else None."""
-    dtype: Any = getattr(y, "dtype", None)
+    """The categories of `y` in rank order if it is an ordered pandas Categorical, or a Series or column, else None."""
+    columns: Any = getattr(y, "dtypes", None)  # of a data frame; a Series has its dtype there
+    alone = columns.iloc[0] if len(getattr(columns, "shape", ())) == 1 and len(columns) == 1 else None
+    dtype: Any = getattr(y, "dtype", alone)
     return dtype.categories.tolist() if getattr(dtype, "ordered", False) else None
 
 
+def in_rank_order(name: str, table: Any, names: Array) -> Any:
+    """A pandas Series or DataFrame of numbers by category as an array in rank order; anything else as it is.
+
+    An index 0, 1, 2, ..., as pandas gives by itself, names categories only where these are such numbers.
+
+    Raises:
+        ValueError: if an index lacks a category, or holds one twice.
+    """
+    if not (hasattr(table, "axes") and hasattr(table, "to_numpy")):
+        return table
+    array, wanted = table.to_numpy(), names.tolist()
+    for axis, index in enumerate(table.axes):
+        keys = list(index)
+        place = {key: where for where, key in enumerate(keys)}
+        if len(place) == len(keys) and set(wanted) <= set(keys):
+            array = np.take(array, [place[key] for key in wanted], axis=axis)
+        elif keys != list(range(len(keys))):
+            raise ValueError(
+                f"the {('index', 'columns')[axis]} of {name} is {keys}, expected each of the categories {wanted} once; "
+                f"name them with categories=, or pass {name}.to_numpy(), which is read in rank order."
+            )
+    return array
+
+
 def _as_labels(name: str, labels: Any) -> Array:
-    if isinstance(labels, str) or not np.iterable(labels):
-        raise ValueError(f"{name} is {labels!r}, expected a sequence of labels, lowest rank first.")
-    array = np.asarray(list(labels))
+    if isinstance(labels, str | bytes | Set | Mapping) or not np.iterable(labels):
+        raise ValueError(f"{name} is {labels!r}, expected a sequence of labels, lowest rank first, such as a list.")
+    labels = list(labels)
+    array = np.asarray(labels)
     if array.ndim != 1 or array.size == 0:
         raise ValueError(f"{name} has shape {array.shape}, expected one axis with at least one label.")
     if array.dtype.kind in "US" and not all(isinstance(label, str | bytes) for label in labels):
@@ -140,8 +176,10 @@ def _sorted_labels(y: Array) -> Array:
 def _refuse_missing(name: str, labels: Array) -> None:
     if labels.dtype.kind == "f":
         missing = ~np.isfinite(labels)
+    elif labels.dtype.kind in "mM":
+        missing = np.isnat(labels)
     elif labels.dtype.kind == "O":
-        missing = np.array([label is None or label != label for label in labels.tolist()], dtype=bool)
+        missing = np.array([_is_missing(label) for label in labels.tolist()], dtype=bool)
     else:
         return
     if missing.any():
@@ -152,17 +190,34 @@ def _refuse_missing(name: str, labels: Array) -> None:
         )
 
 
+def _is_missing(label: Any) -> bool:
+    try:
+        return label is None or bool(label != label)
+    except TypeError:  # pandas.NA is neither equal nor unequal to anything
+        return True
+
+
 def _are_codes(seen: Array, names: Array) -> bool:
     """Whether the labels seen are indices into the sorted categories, by the proof that the text below gives.
 
     An index is among 0..K-1, and some label is no category. The largest index must be there: if it is not, then the
     indices may count fewer labels than there are categories, and which they leave out cannot be known. Indices that are
     all categories themselves are taken for labels: 1, 2, 3 of the categories 1 to 4 stand for themselves, which keeps
-    their order, but a fold of the indices 0 to 3 without a 0 is one rank too low for `values` or a cost.
+    their order, but a fold of the indices 0 to 3 without a 0 is one rank too low for `values` or a cost: a warning
+    says so.
     """
     if seen.dtype.kind not in "iu" or seen[0] < 0 or seen[-1] >= len(names):
         return False
     if set(seen.tolist()) <= set(names.tolist()):
+        if sorted(names.tolist()) != list(range(len(names))):
+            warnings.warn(
+                f"y holds {seen.tolist()} out of categories={names.tolist()}: read as these labels. If they are "
+                "indices among the sorted categories, as scikit-learn's Voting, Stacking, Bagging and "
+                "cross_val_predict pass them, each is taken for another category. Labels 0, 1, 2, ... are the same "
+                "either way.",
+                EncodedLabelsWarning,
+                stacklevel=5,
+            )
         return False
     if seen[-1] < len(names) - 1:
         raise ValueError(
@@ -178,7 +233,9 @@ def _as_codes(seen: Array, names: Array) -> Array:
     """Indices (K,) of the categories among the sorted categories, in rank order."""
     by_name = _sorted_labels(names)
     codes = np.searchsorted(by_name, names)
-    if (np.diff(codes) < 0).any() and len(seen) > 1:
+    # Numbers that are no categories are as likely labels that the user forgot.
+    are_numbers = all(isinstance(name, Real) for name in names.tolist())
+    if are_numbers or ((np.diff(codes) < 0).any() and len(seen) > 1):
         pairs = ", ".join(f"{code} = {label!r}" for code, label in enumerate(by_name.tolist()))
         warnings.warn(
             f"y holds {seen.tolist()} and none of categories={names.tolist()}: read as indices among the sorted "

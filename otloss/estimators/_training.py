@@ -8,7 +8,7 @@ so that a weight of two is a row given twice, and `alpha` is the prior of ridge 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -79,17 +79,28 @@ def row_losses(logits: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
 
 def train_lbfgs(
     objective: Objective, start: np.ndarray, rows: Rows, *, max_iter: int, tol: float
-) -> tuple[np.ndarray, int, bool]:
-    """Parameters, iterations, and whether the largest slope fell below `tol`."""
+) -> tuple[np.ndarray, int, float]:
+    """Parameters, iterations, and the largest slope at the end: above `tol` where training has not converged."""
     mass = float(rows.weight.sum())
-    found = minimize(
-        lambda parameters: objective.value_and_gradient(parameters, rows, mass),
-        start,
-        jac=True,
-        method="L-BFGS-B",
-        options={"maxiter": max_iter, "maxfun": 5 * max_iter, "gtol": tol, "ftol": 64 * np.finfo(float).eps},
-    )
-    return found.x, max(int(found.nit), 1), bool(found.success)
+
+    def descended(start: np.ndarray, *, iterations: int, ftol: float) -> tuple[np.ndarray, float, int, float]:
+        found = minimize(
+            lambda parameters: objective.value_and_gradient(parameters, rows, mass),
+            start,
+            jac=True,
+            method="L-BFGS-B",
+            options={"maxiter": iterations, "maxfun": 5 * iterations, "gtol": tol, "ftol": ftol},
+        )
+        return found.x, float(found.fun), int(found.nit), float(np.abs(found.jac).max())
+
+    parameters, value, spent, slope = descended(start, iterations=max_iter, ftol=64 * np.finfo(float).eps)
+    while slope > tol and spent < max_iter:
+        # A step that gains next to nothing may be a bad one: begin again from there, without the curvatures gathered.
+        onward, lower, more, slope_there = descended(parameters, iterations=max_iter - spent, ftol=0.0)
+        if (lower, slope_there) >= (value, slope):
+            break
+        parameters, value, spent, slope = onward, lower, spent + more, slope_there
+    return parameters, max(spent, 1), slope
 
 
 @dataclass
@@ -173,6 +184,32 @@ def train_adam(
     return Trained(stopping.parameters, stopping.round, settled)
 
 
+def train_adam_in_parts(
+    objective: Objective,
+    start: np.ndarray,
+    rows: Rows,
+    *,
+    parts: tuple[np.ndarray, np.ndarray] | None,
+    refit: bool,
+    max_iter: int,
+    n_iter_no_change: int,
+    **settings: Any,
+) -> Trained:
+    """Train on the first of two `parts` of the rows while the loss of the second falls; or on all rows without parts.
+
+    `refit` then trains on all rows from the same start, for as many epochs as were best, however the loss goes.
+    """
+    patience = {"max_iter": max_iter, "n_iter_no_change": n_iter_no_change}
+    if parts is None:
+        return train_adam(objective, start, rows, held_out=None, **patience, **settings)
+    kept, held = (rows[index] for index in parts)
+    found = train_adam(objective, start, kept, held_out=held, **patience, **settings)
+    if not refit:
+        return found
+    patience = {"max_iter": found.epochs, "n_iter_no_change": found.epochs + 1}
+    return replace(train_adam(objective, start, rows, held_out=None, **patience, **settings), settled=found.settled)
+
+
 @dataclass
 class EarlyStopping:
     """Remembers the best parameters by a loss, and says when `patience` rounds brought less than `tol`."""
@@ -206,6 +243,4 @@ def _batches(rows: Rows, batch_size: int, random: np.random.RandomState) -> Iter
         return
     # As equal as can be: a last batch of three rows would weigh as much as one of two hundred.
     for index in np.array_split(random.permutation(len(rows)), -(-len(rows) // batch_size)):
-        batch = rows[index]
-        if batch.weight.sum() > 0:
-            yield batch
+        yield rows[index]

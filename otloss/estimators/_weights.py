@@ -8,6 +8,8 @@ import numpy as np
 
 from otloss.estimators._labels import LabelOrder
 
+LARGEST_WEIGHT = 1e12  # of a row; gradients of boosting are float32
+
 
 def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, positions: np.ndarray) -> np.ndarray:
     """Weights (n,): the sample weights times those of the rows' classes.
@@ -24,6 +26,7 @@ def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, pos
     weights = weights * _class_weights(class_weight, order, positions, weights)[positions]
     if not weights.any():
         raise ValueError(f"class_weight {class_weight!r} leaves no row a weight above zero; expected one at least.")
+    _check_size(weights)
     return weights
 
 
@@ -53,7 +56,18 @@ def checked_sample_weight(sample_weight: Any, rows: int) -> np.ndarray:
         )
     if not weights.any():
         raise ValueError("Sample weights must contain at least one non-zero number; all are zero.")
+    _check_size(weights)
     return weights
+
+
+def _check_size(weights: np.ndarray) -> None:
+    # A weight of two is a row given twice, beside penalties that stay: a common factor cannot be taken out here.
+    largest = float(weights.max())
+    if not 1 / LARGEST_WEIGHT <= largest <= LARGEST_WEIGHT:
+        raise ValueError(
+            f"the largest weight of a row (sample weight times class weight) is {largest:g}, expected between "
+            f"{1 / LARGEST_WEIGHT:g} and {LARGEST_WEIGHT:g}; multiply all weights by one number."
+        )
 
 
 def split_off(
@@ -61,10 +75,13 @@ def split_off(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Indices (kept, held out): of each class about `fraction` of its rows are held out, and at least one is kept.
 
+    One row at least is held out, of the largest class if need be.
+
     Raises:
-        ValueError: if no row can be held out.
+        ValueError: if no class has two rows.
     """
     held: list[np.ndarray] = []
+    largest = np.zeros(0, dtype=int)
     surplus = random.uniform()  # carried from class to class, so that small classes are held out in proportion
     for position in np.unique(positions):
         rows = random.permutation(np.flatnonzero(positions == position))
@@ -72,11 +89,14 @@ def split_off(
         number = min(int(wanted), len(rows) - 1)
         surplus = min(wanted - number, 1.0)
         held.append(rows[:number])
+        largest = rows if len(rows) > len(largest) else largest
     chosen = np.sort(np.concatenate(held))
     if len(chosen) == 0:
+        chosen = largest[:1]
+    if len(largest) < 2:
         raise ValueError(
-            f"{len(positions)} rows leave none to hold out for {purpose} at a fraction of {fraction:g}, and each class "
-            "keeps one; raise the fraction, or turn it off."
+            f"{len(positions)} rows leave none to hold out for {purpose}: each class keeps one; add rows, or turn it "
+            "off."
         )
     kept = np.ones(len(positions), dtype=bool)
     kept[chosen] = False
@@ -92,8 +112,10 @@ def _class_weights(class_weight: Any, order: LabelOrder, positions: np.ndarray, 
     if not isinstance(class_weight, dict):
         raise ValueError(f"class_weight is {class_weight!r}, expected None, 'balanced' or a dict of labels.")
     factors = np.ones(len(order.categories))
-    known = order.categories.tolist()
-    names = known if any(label in known for label in class_weight) else order.names.tolist()
+    # The user's own labels come first: of 1, 2, 3, which are passed on as 0, 1, 2, the 1 is the first.
+    names = order.names.tolist()
+    if not any(label in names for label in class_weight):
+        names = order.categories.tolist()
     for label, factor in class_weight.items():
         if label not in names:
             raise ValueError(f"class_weight names the label {label!r}, which is none of {names}.")

@@ -113,18 +113,18 @@ def test_any_type_of_label(categories: Any) -> None:
 def test_a_class_missing_from_training_keeps_its_place_and_distance(index: int) -> None:
     X, rank = ordered_rows()
     labels = np.array(["a", "b", "d"])[rank]
-    model = both(categories=list("abcde"), values=[0, 1, 2, 5, 9])[index].fit(X, labels)
+    # Both of mean gap 2.5, the unit in training.
+    model = both(categories=list("abcde"), values=[0, 1, 2, 5, 10])[index].fit(X, labels)
     same = both(values=[0, 1, 5])[index].fit(X, rank)
     assert model.classes_.tolist() == ["a", "b", "d"]
     everything = model.predict_distribution(X)
     assert everything.shape == (len(X), 5)
     assert not everything[:, [2, 4]].any()
     np.testing.assert_array_equal(everything[:, [0, 1, 3]], same.predict_proba(X))
-    np.testing.assert_allclose(model.expected_value(X), everything @ [0, 1, 2, 5, 9])
-    by_default = both(categories=list("abcde"))[index].fit(X, labels)
-    np.testing.assert_array_equal(
-        by_default.predict_proba(X), both(values=[0, 1, 3])[index].fit(X, rank).predict_proba(X)
-    )
+    np.testing.assert_allclose(model.expected_value(X), everything @ [0, 1, 2, 5, 10])
+    by_default = both(categories=list("abcde"))[index].fit(X, np.array(["a", "c", "e"])[rank])
+    twice = both(values=[0, 1, 2], transport=2.0)[index].fit(X, rank)
+    np.testing.assert_array_equal(by_default.predict_proba(X), twice.predict_proba(X))
 
 
 @BOTH
@@ -180,7 +180,7 @@ def test_meta_estimators_pass_codes_and_get_right_columns(index: int, categories
     labels = np.array(categories)[rank]
     model = both(categories=categories, values=[0, 1, 2.5])[index]
     codes = sorted(categories)
-    needs_warning = categories != codes
+    needs_warning = categories != codes or isinstance(codes[0], int)
 
     def quietly(call: Any) -> Any:
         if needs_warning:

@@ -10,7 +10,7 @@ import pytest
 from scipy.sparse import csr_array
 
 from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
-from tests.otloss.test_estimators import BOTH, NAMES, both, ordered_rows
+from tests.otloss.test_estimators import BOTH, NAMES, boosted, both, ordered_rows
 
 GOOD_X, GOOD_RANK = ordered_rows(30)
 GOOD_Y = np.array(NAMES)[GOOD_RANK]
@@ -36,6 +36,11 @@ BAD_SETTINGS = [
     ({"class_weight": "equal"}, "class_weight is 'equal'"),
     ({"categories": ["low", "high", "low"]}, "categories holds 'low' more than once"),
     ({"categories": "low"}, "categories is 'low', expected a sequence"),
+    ({"categories": {"low": 1, "medium": 2, "high": 3}}, "expected a sequence of labels, lowest rank first"),
+    ({"categories": set(NAMES)}, "expected a sequence of labels, lowest rank first"),
+    ({"values": [0, 1e-160, 2e-160]}, "values spans 2e-160, expected between 1e-150"),
+    ({"values": [-1.5e308, 0, 1.5e308]}, "multiply all of it by one number"),
+    ({"cost": np.full((3, 3), 1e200)}, "cost spans 1e+200"),
     ({"categories": ["low", "high"]}, "y holds the label 'medium', which is none of categories=['low', 'high']"),
     ({"categories": [0, 1, 2]}, "which is none of categories=[0, 1, 2]"),
 ]
@@ -59,8 +64,12 @@ def test_bad_settings_are_named(index: int, settings: dict[str, Any], message: s
         (np.array(["tall", *GOOD_Y[1:]]), "y holds the label 'tall'"),
         (GOOD_RANK[:-1], "inconsistent numbers of samples"),
         (np.minimum(GOOD_RANK, 1), "without the last, 2, which categories they count is not certain"),
+        (
+            np.array(["NaT", *["2020-01-01"] * 29], dtype="datetime64[D]"),
+            "Input y contains NaN, None or infinity: y[0]",
+        ),
     ],
-    ids=["nan", "none", "mixed", "unknown", "short", "codes"],
+    ids=["nan", "none", "mixed", "unknown", "short", "codes", "no date"],
 )
 def test_bad_labels_are_named(index: int, y: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -76,8 +85,10 @@ def test_bad_labels_are_named(index: int, y: np.ndarray, message: str) -> None:
         (np.ones(29), "sample_weight has shape (29,), expected (30,)"),
         (np.ones((30, 2)), "Sample weights must be 1D"),
         (np.zeros(30), "all are zero"),
+        (np.full(30, 1e150), "the largest weight of a row (sample weight times class weight) is 1e+150"),
+        (np.full(30, 1e-300), "is 1e-300, expected between 1e-12 and 1e+12"),
     ],
-    ids=["negative", "nan", "short", "table", "zero"],
+    ids=["negative", "nan", "short", "table", "zero", "large", "small"],
 )
 def test_bad_weights_are_named(index: int, weights: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -106,6 +117,10 @@ def test_scores_that_overflow_are_refused(settings: dict[str, Any]) -> None:
         ({"max_iter": 0}, ValueError),
         ({"learning_rate": 0.0}, ValueError),
         ({"validation_fraction": 0.0}, ValueError),
+        ({"verbose": -1}, ValueError),
+        ({"standardize": "no"}, ValueError),
+        ({"warm_start": 1}, ValueError),
+        ({"power": np.array([1, 2])}, ValueError),
     ],
     ids=str,
 )
@@ -123,7 +138,9 @@ def test_bad_settings_of_the_linear_model_are_named(settings: dict[str, Any], er
         ({"subsample": 0.0}, ValueError),
         ({"subsample": 1.5}, ValueError),
         ({"min_child_weight": -1}, ValueError),
-        ({"n_jobs": -2}, ValueError),
+        ({"n_jobs": 0}, ValueError),
+        ({"verbose": "x"}, TypeError),
+        ({"refit": "no"}, ValueError),
         ({"booster_params": [1]}, TypeError),
         ({"booster_params": {"num_class": 3}}, ValueError),
         ({"hessian": "exact"}, ValueError),
@@ -143,3 +160,39 @@ def test_sparse_and_missing_features_are_refused_where_they_have_no_meaning(inde
     X[3, 1] = np.nan
     with pytest.raises(ValueError, match="Input X contains NaN"):
         OrdinalClassifier().fit(X, GOOD_Y)
+
+
+def test_missing_values_of_pandas_are_no_label() -> None:
+    pandas = pytest.importorskip("pandas")
+    labels = np.array([pandas.NA, *GOOD_Y[1:]], dtype=object)
+    with pytest.raises(ValueError, match=r"contains NaN.*y\[0\] is <NA>"):
+        OrdinalClassifier(categories=NAMES).fit(GOOD_X, labels)
+
+
+@BOTH
+@pytest.mark.parametrize("where", ["fit", "predict"])
+def test_features_too_large_are_named(index: int, where: str) -> None:
+    model = [OrdinalClassifier(), boosted("xgboost")][index].fit(GOOD_X, GOOD_Y)
+    X = GOOD_X.copy()
+    X[2, 1] = -1e308 if index == 0 else -1e39
+    message = r"X\[2, 1\] is -1e\+(308|39), expected numbers of at most"
+    if index == 0 and where == "predict":
+        message = "the scores of row 2 overflow"
+    with np.errstate(all="ignore"), pytest.raises(ValueError, match=message):
+        model.fit(X, GOOD_Y) if where == "fit" else model.predict(np.where(X == -1e308, -1.79e308, X))
+
+
+def test_features_too_small_for_lightgbm_leave_the_frequencies() -> None:
+    model = boosted("lightgbm").fit(GOOD_X * 1e-36, GOOD_Y)
+    assert model.n_estimators_ == 0
+    np.testing.assert_allclose(model.predict_proba(GOOD_X[:1]), [[1 / 3, 1 / 3, 1 / 3]], atol=0.05)
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("rule", "message"), [("cost", "decode is 'cost' without a cost"), ("mode", "expected one of")]
+)
+def test_a_rule_set_after_the_fit_is_checked(index: int, rule: str, message: str) -> None:
+    model = both()[index].fit(GOOD_X, GOOD_Y).set_params(decode=rule)
+    with pytest.raises(ValueError, match=message):
+        model.predict(GOOD_X)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import minimize
 from scipy.special import expit, log_expit
@@ -72,7 +72,7 @@ def test_cumulative_cross_entropy_is_the_ordered_logit() -> None:
 def test_no_small_step_lowers_the_objective(model: str, power: int) -> None:
     """At the optimum, by the naive formula in numpy."""
     X, y = ordered_rows(80, 4)
-    values, weight = np.array([0.0, 1.0, 3.0, 3.5]), np.random.default_rng(0).exponential(size=80)
+    values, weight = np.array([0.0, 0.5, 2.0, 3.0]), np.random.default_rng(0).exponential(size=80)  # of mean gap 1
     settings = {"model": model, "power": power, "values": values, "cross_entropy": 0.3, "alpha": 0.7}
     fitted = OrdinalClassifier(**settings, tol=1e-9).fit(X, y, weight)
 
@@ -307,11 +307,10 @@ def test_rows_held_out(labels: list[int], fraction: float, seed: int) -> None:
         with pytest.raises(ValueError, match="leave none to hold out for testing"):
             split_off(positions, fraction, random=random, purpose="testing")
         return
-    assume(fraction * np.bincount(positions).max() >= 1)
     kept, held = split_off(positions, fraction, random=random, purpose="testing")
     assert sorted([*kept, *held]) == list(range(len(labels)))
     assert set(positions[kept]) == set(labels)
-    assert len(held) <= fraction * len(labels) + 1
+    assert 1 <= len(held) <= fraction * len(labels) + 1
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.permutations(range(7)))
