@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,12 +35,11 @@ def direct_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings)
     batch, (n, m) = p.shape[:-1], cost.shape[-2:]
     tolerance = settings.tolerance or DEFAULT_TOLERANCE[p.dtype]
     limits = (MASS_TOLERANCE[p.dtype], WIDE_FROM, float(tolerance), min(PATIENCE, settings.max_iterations))
-    values = torch.empty(batch, dtype=torch.float64, device="cpu")
-    arrays = (p.detach().reshape(-1, n), q.detach().reshape(-1, m), cost.detach().reshape(-1, n, m))
-    with as_many_threads_as_torch(), numba.parallel_chunksize(1 if values.numel() < 32 else 4):
-        sinkhorn_values(*(t.contiguous().numpy() for t in arrays), float(epsilon), limits, values.view(-1).numpy())
-    found = values.to(p.dtype)
-    return None if found.sum().isnan() else found
+    values = np.empty(batch)
+    arrays = (t.detach().numpy().reshape(-1, *shape) for t, shape in ((p, (n,)), (q, (m,)), (cost, (n, m))))
+    with as_many_threads_as_torch(), numba.parallel_chunksize(1 if values.size < 32 else 4):
+        sinkhorn_values(*map(np.ascontiguousarray, arrays), float(epsilon), limits, values.reshape(-1))
+    return None if np.isnan(values.sum()) else torch.from_numpy(values).to(p.dtype)
 
 
 def _is_plain(settings: Settings) -> bool:

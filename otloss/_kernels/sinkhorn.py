@@ -193,10 +193,13 @@ def _taken(shares: Any, negligible: float, places: Any) -> Any:
 
 @njit
 def solve_one(
-    p: Any, q: Any, cost: Any, f: Any, g: Any, epsilon: float, negligible: float, tolerance: float, most: int,
-    warm: bool, symmetric: bool,
+    p: Any, q: Any, cost: Any, f: Any, g: Any, highest: float, epsilon: float, negligible: float, tolerance: float,
+    most: int, warm: bool, symmetric: bool,
 ) -> tuple[float, int]:  # fmt: skip
-    """One problem; g comes in as the start, and f and g leave as the answer, on all bins."""
+    """One problem; g comes in as the start, and f and g leave as the answer, on all bins.
+
+    `highest` is the largest cost.
+    """
     # Few pieces of memory, cut up: on small problems each would cost as much as an iteration.
     longest = max(p.shape[0], q.shape[0])
     wide, narrow = np.empty((8, longest)), np.empty((8, longest), cost.dtype)
@@ -230,9 +233,6 @@ def solve_one(
         for i in range(n):
             for j in range(m):
                 block[i, j] = cost[rows[i], columns[j]]
-    highest = 0.0
-    for i in range(n):
-        highest = max(highest, np.float64(largest(block[i], m)))
     if symmetric:
         error, done = _with_itself(
             block, a, log_q, alpha, beta, kernel, u, sums, rooms, epsilon, negligible, tolerance, most
@@ -290,6 +290,14 @@ def _fill(cost: Any, places: Any, shares: Any, potential: Any, epsilon: float, o
             out[i] = softmin_at(scores, epsilon)
 
 
+@njit
+def _highest(cost: Any) -> float:
+    top = 0.0
+    for i in range(cost.shape[0]):
+        top = max(top, np.float64(largest(cost[i], cost.shape[1])))
+    return top
+
+
 @compiled(parallel=True)
 def sinkhorn_problems(
     p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, error: Any, iterations: Any,
@@ -302,6 +310,7 @@ def sinkhorn_problems(
     """
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
     for k in prange(p.shape[0]):
+        cost = costs[owner[k]]
         error[k], iterations[k] = solve_one(
-            p[k], q[k], costs[owner[k]], f[k], g[k], epsilon[k], negligible, tolerance, most, warm, symmetric
+            p[k], q[k], cost, f[k], g[k], _highest(cost), epsilon[k], negligible, tolerance, most, warm, symmetric
         )

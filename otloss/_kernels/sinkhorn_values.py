@@ -49,7 +49,7 @@ def _value(
     if mean == 0:
         return 0.0
     f, g = np.empty(p.shape[0]), np.zeros(q.shape[0])
-    error, _ = solve_one(p, q, cost, f, g, epsilon, negligible, tolerance, most, False, False)
+    error, _ = solve_one(p, q, cost, f, g, highest, epsilon, negligible, tolerance, most, False, False)
     if not error <= tolerance:
         return np.nan
     # f is that of p as it came, whose mass is not yet the mean of both.

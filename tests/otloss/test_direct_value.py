@@ -72,7 +72,8 @@ def test_weights_without_mass_other_masses_other_units(
     p[2], q[2] = 0, 0
     value = _directly(p, q, unit * cost, unit * share)
     if value is None:
-        assert otloss.solve(p, q, unit * cost, epsilon=unit * share).iterations.max() > PATIENCE or share > WIDE_FROM
+        wide = share > WIDE_FROM * cost.amax((-2, -1)).min()
+        assert wide or otloss.solve(p, q, unit * cost, epsilon=unit * share).iterations.max() > PATIENCE
         return
     expected = _usually(p, q, unit * cost, unit * share)
     torch.testing.assert_close(value, expected, rtol=1e-6, atol=1e-7 * mass * unit)
