@@ -29,4 +29,4 @@ def test_example_prints_a_line_for_each_model(
     assert "grades [3, 4, 5]" in lines[0] if from_file else "grades [0, 1, 2, 3, 4]" in lines[0]
     assert [line[:20].strip() for line in lines[2:]] == list(MODELS)
     scores = [float(line[20:28]) for line in lines[2:]]
-    assert max(scores) < (0.4 if from_file else 1.2)
+    assert max(scores) < (0.3 if from_file else 0.75)  # the frequencies alone score 0.44 and 0.8

@@ -88,7 +88,7 @@ def test_tables_whose_index_lacks_a_category_are_refused() -> None:
     pandas = pytest.importorskip("pandas")
     y = np.array(NAMES)[RANK]
     for index in (["low", "high", "mid"], ["low", "low", "medium"], [1, 2, 3]):
-        with pytest.raises(ValueError, match="the index of values is .* expected each of the categories"):
+        with pytest.raises(ValueError, match=r"the index of values is .* expected each of the categories"):
             OrdinalClassifier(categories=NAMES, values=pandas.Series([0.0, 1, 2], index=index)).fit(X, y)
     with pytest.raises(ValueError, match="the columns of cost is "):
         OrdinalClassifier(categories=NAMES, cost=pandas.DataFrame(COST, index=NAMES, columns=list("abc"))).fit(X, y)
