@@ -14,11 +14,9 @@ def _without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_histograms, "may_run_on", lambda *tensors: False)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("batch", [(), (5,), (2, 3), (0,)])
-def test_it_gives_what_torch_operations_give(
-    dtype: torch.dtype, batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_gives_what_torch_operations_give(batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    dtype = torch.float32
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.rand(*batch, n, generator=generator, dtype=dtype) for n in (70, 33))
     q = q * (p.sum(-1) / q.sum(-1)).unsqueeze(-1) * (1 + 2 * torch.finfo(dtype).eps)
