@@ -135,6 +135,8 @@ def _suits_kernel(p: Any, q: Any) -> bool:
     # Not for float64: the kernel sums in another order than torch does, and costs of 1e12 would tell.
     if p.dtype != torch.float32 or q.dtype != p.dtype or p.dim() == 0 or q.dim() == 0:
         return False
+    if p.is_neg() or q.is_neg():
+        return False
     return p.shape[:-1] == q.shape[:-1] and 0 not in (p.shape[-1], q.shape[-1])
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from otloss._entropic.problem import DEFAULT_TOLERANCE, WIDE_FROM, Settings
 from otloss._entropic.search import LARGEST_COMPILED, MOST_COMPILED, PATIENCE
@@ -25,7 +26,7 @@ def direct_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings)
     """Return the values without a graph, or None where the usual way is to be gone."""
     if not (_is_plain(settings) and type(epsilon) in (int, float) and 0 < epsilon < float("inf")):
         return None
-    if not _are_plain(p, q, cost):
+    if not _are_plain(p, q, cost) or epsilon < torch.finfo(p.dtype).tiny:
         return None
     import numba  # takes half a second
 
@@ -54,11 +55,11 @@ def _is_plain(settings: Settings) -> bool:
 
 def _are_plain(p: Any, q: Any, cost: Any) -> bool:
     given = (p, q, cost)
-    if not all(isinstance(t, Tensor) and t.dtype == p.dtype for t in given) or p.dtype not in _DTYPES:
+    if not all(type(t) in (Tensor, Parameter) and t.dtype == p.dtype and not t.is_neg() for t in given):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
         return False
-    if min(p.dim(), q.dim()) == 0 or p.shape[:-1] != q.shape[:-1]:
+    if p.dtype not in _DTYPES or min(p.dim(), q.dim()) == 0 or p.shape[:-1] != q.shape[:-1]:
         return False
     if cost.shape != (*p.shape, q.shape[-1]) or not 0 < cost.numel() <= MOST_COMPILED:
         return False

@@ -189,20 +189,20 @@ def largest_cost(costs: Any, count: int) -> Any:
 def _largest_cost_of_its_width(costs: Any, count: Any) -> Any:
     # The bits of numbers that are not negative are ordered as whole numbers too, with infinity and NaN above the rest.
     def narrow(costs: Any, count: Any) -> Any:
-        top, every = np.int32(0), np.int32(0)
+        top, wrong = np.int32(0), np.int32(0)
         for j in range(count):
             bits = bits_of_float32(costs[j])
-            every = np.int32(every | bits)
+            wrong += np.int32(0) if costs[j] >= 0 else np.int32(1)
             top = bits if bits > top else top
-        return np.float64(float32_of_bits(top)) if every >= 0 else np.nan
+        return np.float64(float32_of_bits(top)) if wrong == 0 else np.nan
 
     def wide(costs: Any, count: Any) -> Any:
-        top, every = np.int64(0), np.int64(0)
+        top, wrong = np.int64(0), np.int64(0)
         for j in range(count):
             bits = bits_of_float64(costs[j])
-            every = every | bits
+            wrong += 0 if costs[j] >= 0 else 1
             top = bits if bits > top else top
-        return float64_of_bits(top) if every >= 0 else np.nan
+        return float64_of_bits(top) if wrong == 0 else np.nan
 
     return narrow if costs.dtype == types.float32 else wide
 

@@ -229,10 +229,11 @@ def solve_one(
     if n == cost.shape[0] and m == cost.shape[1]:
         block = cost
     else:
-        block = np.empty((n, m), cost.dtype)
+        block, highest = np.empty((n, m), cost.dtype), 0.0  # of the bins that take part alone
         for i in range(n):
             for j in range(m):
                 block[i, j] = cost[rows[i], columns[j]]
+                highest = max(highest, np.float64(block[i, j]))
     if symmetric:
         error, done = _with_itself(
             block, a, log_q, alpha, beta, kernel, u, sums, rooms, epsilon, negligible, tolerance, most
@@ -244,7 +245,9 @@ def solve_one(
         while True:
             last = step <= epsilon
             rounding = ROUNDING_32 * highest / step
-            narrow_exponents = not last or rounding < NARROW_SHARE * tolerance or step > NARROW_FROM * highest
+            # A start may be far larger than the costs, and its rounding with it.
+            coarse = rounding < NARROW_SHARE * tolerance or step > NARROW_FROM * highest
+            narrow_exponents = not last or (coarse and not warm)
             error, more = _at_epsilon(
                 block, a, b, log_q, alpha, beta, kernel, u, v, held, sums, rooms, step, negligible,
                 narrow_exponents, tolerance if last else STAGE_ERROR,

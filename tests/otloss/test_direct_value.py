@@ -13,8 +13,8 @@ from torch import Tensor
 import otloss
 from otloss import ConvergenceWarning, _sinkhorn
 from otloss._entropic.direct import direct_value
-from otloss._entropic.problem import WIDE_FROM, Settings
-from otloss._entropic.search import PATIENCE
+from otloss._entropic.problem import WIDE_FROM, Settings, entropic_problem
+from otloss._entropic.search import PATIENCE, find_potentials
 from otloss._kernels._compile import largest_cost
 
 DTYPES = (torch.float32, torch.float64)
@@ -161,3 +161,45 @@ def test_the_largest_cost(dtype: type) -> None:
         wrong = costs.copy()
         wrong[20] = bad
         assert not of(wrong) < np.inf
+
+
+def test_zeros_may_have_a_sign_and_tensors_the_negative_bit() -> None:
+    p, q, cost = _problems(3)
+    cost[1, 2, 3] = -0.0
+    assert _directly(p, q, cost, 0.1) is not None
+    negated = torch.complex(torch.zeros_like(p), -p).conj().imag
+    assert negated.is_neg()
+    torch.testing.assert_close(otloss.sinkhorn(negated, q, cost, epsilon=0.1), otloss.sinkhorn(p, q, cost, epsilon=0.1))
+
+
+def test_an_epsilon_that_is_no_normal_number_of_the_dtype_is_refused() -> None:
+    p, q, cost = _problems(2, dtype=torch.float32)
+    for epsilon in (1e-50, torch.tensor(1e-50, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="rescale the costs"):
+            otloss.sinkhorn(p, q, cost, epsilon=epsilon)
+
+
+@pytest.mark.parametrize("tolerance", [1e-3, 1e-4])
+def test_errors_are_honest_from_rough_starts(tolerance: float) -> None:
+    p, q, cost = _problems(20, n=30, m=30, dtype=torch.float32)
+    start = (torch.zeros(20, 30), torch.zeros(20, 30))
+    start[1][:, 0] = 50
+    options = Settings.of({"tolerance": tolerance, "start": start})
+    problem = entropic_problem(p, q, cost, epsilon=2.1e-3, settings=options)
+    found = find_potentials(problem, options)
+    p, q = problem.p.double(), problem.q.double()
+    plan = ((found.f[..., None] + found.g[..., None, :] - cost) / 2.1e-3).exp() * p[..., None] * q[..., None, :]
+    off = (plan.sum(-1) - p).abs().sum(-1) + (plan.sum(-2) - q).abs().sum(-1)
+    assert (off[found.converged] <= 1.5 * tolerance).all()
+    assert found.converged.any()
+
+
+def test_costs_of_bins_without_mass_make_no_difference() -> None:
+    p, q, cost = _problems(4)
+    p[:, -1], q[:, -1] = 0, 0
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    plain = otloss.solve(p, q, cost, epsilon=0.02)
+    cost[:, -1], cost[..., -1] = 1e12, 1e12
+    padded = otloss.solve(p, q, cost, epsilon=0.02)
+    torch.testing.assert_close(padded.value, plain.value)
+    assert torch.equal(padded.iterations, plain.iterations)
