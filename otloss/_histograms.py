@@ -10,6 +10,7 @@ representative with mean zero over the bins, which makes gradients comparable be
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,9 +63,7 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
     check_broadcast(p=p.shape[:-1], q=q.shape[:-1])
     if balanced:
         _check_equal_mass(mass_p, mass_q, max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)))
-    dtype = torch.promote_types(p.dtype, q.dtype)
-    for other in others:
-        dtype = torch.promote_types(dtype, other)
+    dtype = _promoted(p.dtype, q.dtype, *others)
     arithmetic = torch.promote_types(dtype, torch.float32)
     mass = (mass_p + mass_q) / 2
     if not balanced:
@@ -129,6 +128,10 @@ def _check_equal_mass(mass_p: Tensor, mass_q: Tensor, tolerance: float) -> None:
         )
 
 
+def _promoted(*dtypes: torch.dtype) -> torch.dtype:
+    return functools.reduce(torch.promote_types, dtypes)
+
+
 def _suits_kernel(p: Any, q: Any) -> bool:
     if torch.compiler.is_compiling() or not (isinstance(p, Tensor) and isinstance(q, Tensor) and may_run_on(p, q)):
         return False
@@ -148,9 +151,7 @@ def _balanced_by_kernel(p: Tensor, q: Tensor, *others: torch.dtype) -> Histogram
     rows = (w.detach().reshape(-1, w.shape[-1]).contiguous().numpy() for w in (p, q))
     if not balance_rows(*rows, MASS_TOLERANCE[p.dtype], balanced.view(3, -1).numpy()):
         return None
-    dtype = p.dtype
-    for other in others:
-        dtype = torch.promote_types(dtype, other)
+    dtype = _promoted(p.dtype, *others)
     scale_p, scale_q, mass = balanced.to(dtype)
     return HistogramPair(
         p=centre_gradient(p.to(dtype) * scale_p),

@@ -130,9 +130,8 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
 
 
 def _is_wide(width: Tensor, highest: Tensor) -> bool:
-    if not (width > WIDE_FROM * highest).any():
-        return False
-    return bool(((width > WIDE_FROM * highest) & (highest > 0)).any())
+    wide = width > WIDE_FROM * highest
+    return bool(wide.any()) and bool((wide & (highest > 0)).any())  # the second is seldom asked
 
 
 def paid(potential: Tensor, reach: float | None) -> Tensor:

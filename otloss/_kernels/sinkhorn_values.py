@@ -18,7 +18,8 @@ from otloss._kernels.sinkhorn import NEGLIGIBLE_32, NEGLIGIBLE_64, solve_one
 
 
 @njit
-def _highest(cost: Any) -> float:
+def _checked_highest(cost: Any) -> float:
+    """The largest cost; NaN where one is negative, NaN or infinite."""
     top = 0.0
     for i in range(cost.shape[0]):
         row = largest_cost(cost[i], cost.shape[1])
@@ -38,11 +39,9 @@ def _weighted(potential: Any, weights: Any, scale: float) -> float:
 
 
 @njit
-def _value(
-    p: Any, q: Any, cost: Any, epsilon: float, limits: Any, negligible: float
-) -> float:  # fmt: skip
+def _value(p: Any, q: Any, cost: Any, epsilon: float, limits: Any, negligible: float) -> float:
     mass_tolerance, widest, tolerance, most = limits
-    highest = _highest(cost)
+    highest = _checked_highest(cost)
     scale_p, scale_q, mean = balance(p, q, mass_tolerance)
     if not (highest < np.inf and mean < np.inf) or 0 < widest * highest < epsilon:
         return np.nan
