@@ -22,6 +22,7 @@ from otloss._sorting import soft_sort as soft_sort
 from otloss._sorting import soft_top_k as soft_top_k
 from otloss._tree import wasserstein_tree as wasserstein_tree
 from otloss.losses import histogram_loss as histogram_loss
+from otloss.losses import number_token_loss as number_token_loss
 from otloss.losses import ordinal_loss as ordinal_loss
 
 __version__ = _version("otloss")
@@ -37,6 +38,7 @@ __all__ = [
     "histogram_loss",
     "lower_bound",
     "nn",
+    "number_token_loss",
     "ordinal_loss",
     "sinkhorn",
     "sinkhorn_divergence",

@@ -1,0 +1,188 @@
+"""Number tokens as points on a line, what lies between two of them, and what a distribution over them is charged.
+
+Notation: v_j the value of token j, x_j its position, y the label, p the distribution over the number tokens (of mass
+one), mu = sum_j p_j x_j, d_ij = |x_i - x_j|.
+
+    absolute   x = v                    log    x = sign(v) log(1 + |v|)
+    rank       x = rank of v among the distinct values, / (their number - 1): in [0, 1]
+    squash f   distances go to 1 + (d - d_min) (f - 1) / (d_max - d_min), and 0 stays 0: the farthest number is f times
+               as wrong as the nearest one
+
+    wasserstein   sum_j p_j d_jy         the transport cost
+    mse           (mu - x_y)^2           zero for half the mass on 0 and half on 8 at 4: of the mean number only
+    mae           |mu - x_y|
+    huber         (mu - x_y)^2 / 2 up to delta, linear beyond
+
+The last three are phi(mu - x_y), and `bent` gives their tangent's cost of each number, phi + phi' (x_j - mu): the mean
+of these is phi again, and their slopes in p are those of phi.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from otloss._checks import check_floating, check_number, check_positive
+
+FORMS = ("wasserstein", "mse", "mae", "huber")
+SCALINGS = ("absolute", "log", "rank", "squash")
+SQUASH = 9.0  # what the ten digits have by themselves
+# Text is a little worse than the worst number, as in the published loss.
+TEXT_OVER_WORST = 1.01
+
+
+@dataclass(frozen=True, eq=False)
+class NumberLine:
+    """The number tokens of a vocabulary on a scaled line.
+
+    Attributes:
+        columns: the tokens that are numbers, ascending.
+        x: their positions.
+        place: (V,) which of them each token is, -1 where it is none.
+        shift, slope: between different positions the distance is shift + slope |x_i - x_j|.
+        form, delta: what a distribution is charged.
+        text: what mass on no number is charged.
+    """
+
+    columns: Int[Tensor, " numbers"]
+    x: Float[Tensor, " numbers"]
+    place: Int[Tensor, " vocab"]
+    shift: float
+    slope: float
+    form: str
+    delta: float
+    text: float
+
+    def is_number(self, labels: Int[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
+        """Whether each label is a number."""
+        return self.place[labels] >= 0
+
+    def distances(self, labels: Int[Tensor, " picked"]) -> Float[Tensor, "picked numbers"]:
+        """From labels that are numbers to all numbers; `x_j - x_y` with its sign where the form bends the mean."""
+        apart = self.x - self.x[self.place[labels]].unsqueeze(1)
+        if self.form != "wasserstein":
+            return apart
+        apart = apart.abs_()
+        if self.shift == 0.0 and self.slope == 1.0:
+            return apart
+        return torch.where(apart == 0, 0.0, self.shift + self.slope * apart)
+
+    def bent(
+        self, apart: Float[Tensor, "rows numbers"], weights: Float[Tensor, "rows numbers"]
+    ) -> Float[Tensor, "rows numbers"]:
+        """The tangent's costs of each number; weights are proportional to p, and may be 0 throughout."""
+        mass = weights.sum(-1, keepdim=True)
+        mean = (weights * apart).sum(-1, keepdim=True) / mass.masked_fill(mass == 0, 1.0)
+        value, slope = self.charge(mean)
+        return value + slope * (apart - mean)
+
+    def charge(self, gap: Tensor) -> tuple[Tensor, Tensor]:
+        """phi and phi' of a signed gap; the forms that bend the mean only."""
+        if self.form == "mse":
+            return gap * gap, 2 * gap
+        if self.form == "mae":
+            return gap.abs(), gap.sign()
+        far = gap.abs() > self.delta
+        value = torch.where(far, self.delta * (gap.abs() - 0.5 * self.delta), 0.5 * gap * gap)
+        return value, gap.clamp(-self.delta, self.delta)
+
+    def to(self, *args: Any, **kwargs: Any) -> NumberLine:
+        """The same line on another device, or in another floating dtype."""
+        x = self.x.to(*args, **kwargs)
+        return replace(self, x=x, columns=self.columns.to(x.device), place=self.place.to(x.device))
+
+
+def number_line(
+    values: Float[Tensor, " vocab"],
+    *,
+    form: str = "wasserstein",
+    delta: float = 1.0,
+    scaling: str = "absolute",
+    squash: float | None = None,
+    text: float | None = None,
+) -> NumberLine:
+    """Put the values of the tokens on a line.
+
+    Raises:
+        TypeError, ValueError: as `number_token_loss` says of these arguments.
+    """
+    values = checked_values(values)
+    _check_choice("form", form, FORMS)
+    _check_choice("scaling", scaling, SCALINGS)
+    squash = SQUASH if squash is None and scaling == "squash" else squash
+    if squash is not None and not 1.0 < check_number("squash", squash) < float("inf"):
+        raise ValueError(
+            f"squash is {squash}, expected a finite factor above 1: how much worse the farthest number is."
+        )
+    if squash is not None and form != "wasserstein":
+        raise ValueError(
+            f'squash={squash} maps distances between two numbers, and form="{form}" has none, only the mean number; '
+            'use form="wasserstein", or scaling="log" or "rank".'
+        )
+    delta = check_positive("delta", delta)
+    columns = (~values.isnan()).nonzero().squeeze(-1)
+    x = _scaled(values[columns], scaling)
+    shift, slope, widest = 0.0, 1.0, float(x.amax() - x.amin())
+    if squash is not None:
+        shift, slope, widest = _squashed(x, float(squash), widest)
+    line = NumberLine(columns, x, _places(columns, len(values)), shift, slope, form, delta, 0.0)
+    if text is None:
+        worst = widest if form == "wasserstein" else float(line.charge(x.amax() - x.amin())[0])
+        return replace(line, text=TEXT_OVER_WORST * (worst or 1.0))
+    return replace(line, text=check_positive("text", text))
+
+
+def checked_values(values: Any) -> Float[Tensor, " vocab"]:
+    """Values of the tokens in float32 or wider; raises unless there is a number, and none is infinite."""
+    check_floating("values", values)
+    if values.dim() != 1 or not len(values):
+        raise ValueError(f"values have shape {tuple(values.shape)}, expected (V,): the value of each token.")
+    values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    if values.isinf().any():
+        first = int(values.isinf().nonzero()[0])
+        raise ValueError(
+            f"values hold {float(values[first])} at token {first}, expected finite values, or NaN for a token that is "
+            "no number."
+        )
+    if values.isnan().all():
+        raise ValueError(
+            f"none of the {len(values)} values is a number (all are NaN), expected the value of at least one token; "
+            "NaN stands for tokens that are no numbers."
+        )
+    return values
+
+
+def _check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} is {value!r}, expected one of {', '.join(map(repr, choices))}.")
+
+
+def _places(columns: Tensor, vocab: int) -> Tensor:
+    place = torch.full((vocab,), -1, dtype=torch.long, device=columns.device)
+    place[columns] = torch.arange(len(columns), device=columns.device)
+    return place
+
+
+def _scaled(v: Float[Tensor, " numbers"], scaling: str) -> Float[Tensor, " numbers"]:
+    if scaling == "log":
+        return v.sign() * v.abs().log1p()
+    if scaling == "rank":
+        distinct, rank = v.unique(return_inverse=True)
+        return rank.to(v.dtype) / max(1, len(distinct) - 1)
+    return v
+
+
+def _squashed(x: Float[Tensor, " numbers"], factor: float, widest: float) -> tuple[float, float, float]:
+    """Shift, slope and the largest distance of the squashed line."""
+    gaps = x.unique().diff()
+    if not len(gaps):
+        return 1.0, 0.0, 1.0
+    nearest = float(gaps.amin())
+    if widest == nearest:  # two values: one distance
+        return 1.0, 0.0, 1.0
+    slope = (factor - 1.0) / (widest - nearest)
+    return 1.0 - slope * nearest, slope, factor
