@@ -1,7 +1,16 @@
-"""Evaluation of language models: held-out and judged likelihood, sampling, and the variety of samples."""
+"""Evaluation of language models: likelihood, held-out and judged, sampling and its variety, numbers and answers."""
 
 from __future__ import annotations
 
+from otloss_llm.evaluation.answering import NumberTokenScores as NumberTokenScores
+from otloss_llm.evaluation.answering import answer_questions as answer_questions
+from otloss_llm.evaluation.answering import number_token_scores as number_token_scores
+from otloss_llm.evaluation.numbers import NumberScores as NumberScores
+from otloss_llm.evaluation.numbers import extract_answer as extract_answer
+from otloss_llm.evaluation.numbers import final_number as final_number
+from otloss_llm.evaluation.numbers import same_answer as same_answer
+from otloss_llm.evaluation.numbers import score_answers as score_answers
+from otloss_llm.evaluation.numbers import style_of as style_of
 from otloss_llm.evaluation.overlap import distinct_n as distinct_n
 from otloss_llm.evaluation.overlap import repetition as repetition
 from otloss_llm.evaluation.perplexity import Perplexity as Perplexity
@@ -14,14 +23,23 @@ from otloss_llm.evaluation.sampling import Sample as Sample
 from otloss_llm.evaluation.sampling import sample_texts as sample_texts
 
 __all__ = [
+    "NumberScores",
+    "NumberTokenScores",
     "Perplexity",
     "Sample",
     "SequenceScores",
     "TextScores",
+    "answer_questions",
     "distinct_n",
+    "extract_answer",
+    "final_number",
+    "number_token_scores",
     "perplexity",
     "repetition",
+    "same_answer",
     "sample_texts",
+    "score_answers",
     "score_texts",
     "sequence_nll",
+    "style_of",
 ]

@@ -1,0 +1,193 @@
+"""What a causal language model makes of numbers: the answers it writes, and its distribution where a number is due.
+
+At a position whose label is a number token of value y, with q the model's distribution over the vocabulary, v the
+values of the number tokens, m = sum_j q_j their mass and p_j = q_j / m:
+
+    right: v at the largest q is y        error = sum_j p_j |v_j - y|        log error = sum_j p_j |s(v_j) - s(y)|
+
+with s(v) = sign(v) log(1 + |v|), which one token of a huge value does not decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss_llm.data import PackedBlocks
+from otloss_llm.evaluation.perplexity import check_vocabulary, context_length, evaluation_mode
+from otloss_llm.evaluation.sampling import sample_texts
+from otloss_llm.heads import find_head
+from otloss_llm.questions import IGNORE, SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def answer_questions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    *,
+    max_new_tokens: int,
+    batch_size: int = 32,
+    separator: str = SEPARATOR,
+    progress: bool = True,
+) -> list[str]:
+    """The model's answers, decoded greedily, in the order of the questions; without special tokens.
+
+    It is asked with the ids that a row of `AnsweredQuestions` with the same separator begins with. The model is in
+    eval mode for it and left as it was.
+
+    Raises ValueError where there is no question, a setting is below 1, or a question and `max_new_tokens` exceed the
+    model's context.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from otloss_llm.data import train_bpe_tokenizer
+    >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))
+    >>> len(answer_questions(model, tokenizer, [Question("1 + 1", "2"), Question("2", "2")], max_new_tokens=4))
+    2
+    """
+    if not questions:
+        raise ValueError("questions is an empty list; give at least one question.")
+    prompts = [prompt_text(question, separator) for question in questions]
+    # Neighbours in length share a batch: less padding, and short texts mostly have short answers.
+    order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
+    samples = sample_texts(
+        model, tokenizer, prompts=[prompts[i] for i in order], max_new_tokens=max_new_tokens, temperature=0.0,
+        batch_size=batch_size, progress=progress,
+    )  # fmt: skip
+    answers = [""] * len(prompts)
+    for i, sample in zip(order, samples, strict=True):
+        answers[i] = sample.continuation
+    return answers
+
+
+@dataclass(frozen=True)
+class NumberTokenScores:
+    """Means over the tokens that are numbers, under teacher forcing; `tokens` is how many there are.
+
+    `accuracy` counts a most probable token of equal value as right. `expected_absolute_error` and `expected_log_error`
+    are under the model's distribution among number tokens, `number_mass` is what it gives to them all.
+    """
+
+    tokens: int
+    accuracy: float
+    expected_absolute_error: float
+    expected_log_error: float
+    number_mass: float
+
+
+def number_token_scores(
+    model: PreTrainedModel,
+    data: AnsweredQuestions | PackedBlocks,
+    values: Float[Tensor, " vocab"],
+    *,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> NumberTokenScores:
+    """Score a model's distribution at every label that is a number token, given the true tokens before it.
+
+    `values` holds the value of each token of the model's vocabulary, NaN where it is no number. Ignored labels and the
+    first token of a row are left out. The model is scored in eval mode and left as it was.
+
+    Raises ValueError where the values do not fit the model's head or hold no number or an infinite one, there is no
+    number among the labels, a row exceeds the model's context, or an id lies outside its vocabulary.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    >>> values = torch.tensor([float("nan")] * 8 + [1.0, 5.0])
+    >>> scores = number_token_scores(model, PackedBlocks(torch.arange(16).view(2, 8) % 10), values)
+    >>> scores.tokens, 1.9 < scores.expected_absolute_error < 2.1, 0.15 < scores.number_mass < 0.25
+    (1, True, True)
+    """
+    if batch_size < 1:
+        raise ValueError(f"batch_size is {batch_size}, expected 1 or more.")
+    _check_values(values, find_head(model).weight.shape[0])
+    values = values.detach().double().to(next(model.parameters()).device)
+    sums = torch.zeros(4, dtype=torch.float64)
+    tokens = 0
+    with evaluation_mode(model):
+        for batch in _batches(model, data, batch_size, progress):
+            labels = batch["labels"][:, 1:]
+            due = (labels != IGNORE) & ~values[labels.clamp(min=0)].isnan()
+            if due.any():
+                logits = model(
+                    input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
+                ).logits[:, :-1]
+                sums += _score(logits[due.to(logits.device)], values, values[labels[due]]).cpu()
+                tokens += int(due.sum())
+    if tokens == 0:
+        raise ValueError(
+            f"none of the labels of the {len(data)} rows is a number; check the values against the tokens."
+        )
+    return NumberTokenScores(tokens, *(sums / tokens).tolist())
+
+
+def _score(
+    logits: Float[Tensor, "tokens vocab"], values: Float[Tensor, " vocab"], target: Float[Tensor, " tokens"]
+) -> Float[Tensor, "4"]:
+    """Sums over tokens of what `NumberTokenScores` has the means of."""
+    logits = logits.to(values.device).float()
+    columns = (~values.isnan()).nonzero().squeeze(-1)
+    among = logits[:, columns].double()  # (tokens, numbers)
+    share = among.softmax(dim=-1)
+    mass = (among.logsumexp(dim=-1) - logits.double().logsumexp(dim=-1)).exp()
+    y, v = target.unsqueeze(-1), values[columns]
+    error = (share * (v - y).abs()).sum(dim=-1)
+    log_error = (share * (_log(v) - _log(y)).abs()).sum(dim=-1)
+    right = (values[logits.argmax(dim=-1)] == target).double()
+    return torch.stack([right, error, log_error, mass]).sum(dim=-1)
+
+
+def _log(values: Tensor) -> Tensor:
+    return values.sign() * values.abs().log1p()
+
+
+def _batches(
+    model: Any, data: AnsweredQuestions | PackedBlocks, batch_size: int, progress: bool
+) -> Iterator[dict[str, Int[Tensor, "batch longest"]]]:
+    """Padded batches on the model's device, rows of like length together."""
+    from tqdm import tqdm
+
+    if not len(data):
+        raise ValueError("there are no rows to score; give at least one.")
+    items = [data[i] for i in range(len(data))]
+    items.sort(key=lambda item: len(item["input_ids"]))
+    longest, context = len(items[-1]["input_ids"]), context_length(model)
+    if context is not None and longest > context:
+        raise ValueError(f"a row has {longest} tokens, the model's context is {context}; leave longer rows out.")
+    check_vocabulary(
+        model, min(int(item["input_ids"].min()) for item in items), max(int(item["input_ids"].max()) for item in items)
+    )
+    device = next(model.parameters()).device
+    for start in tqdm(range(0, len(items), batch_size), desc="numbers", disable=not progress, delay=2.0, leave=False):
+        rows = [
+            item | {"attention_mask": torch.ones_like(item["labels"])} for item in items[start : start + batch_size]
+        ]
+        yield {key: tensor.to(device) for key, tensor in pad_questions(rows).items()}
+
+
+def _check_values(values: Tensor, vocabulary: int) -> None:
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        raise TypeError(f"values is {type(values).__name__}, expected a floating tensor (vocab,), NaN for no number.")
+    if values.dim() != 1 or values.isnan().all():
+        raise ValueError(
+            f"values have shape {tuple(values.shape)} and {int((~values.isnan()).sum())} numbers, expected (vocab,) "
+            "with at least one number."
+        )
+    if values.isinf().any():
+        raise ValueError(
+            f"values hold {float(values[values.isinf()][0])} at token {int(values.isinf().nonzero()[0])}, expected "
+            "finite values, or NaN for no number."
+        )
+    if len(values) != vocabulary:
+        raise ValueError(
+            f"values are {len(values)}, the model's head has {vocabulary} rows; give one value per row, NaN for those "
+            "that are padding."
+        )

@@ -1,0 +1,224 @@
+"""Answers that are numbers: what a text answers, whether that is right, and how far off it is.
+
+For a question with the right value y and the value p that was predicted, s(v) = sign(v) log(1 + |v|):
+
+    absolute error  |p - y|        relative error  |p - y| / max(|y|, 1)        log error  |s(p) - s(y)|
+    right order of magnitude:  p = y, or p and y have one sign and |log10(p / y)| < 1/2; at y = 0 only 0 is
+
+An answer is taken from a text in one of three styles:
+
+    gsm8k        the number behind the first `####` that has one, else what stands in its line; commas of thousands,
+                 '$', '%' and a '.' at its end do not count, nor do words after it; 72, 72.0 and $72 are equal
+    mathematics  the whole text but for blanks around it; equal where it is the same, character by character (that of
+                 DeepMind's mathematics dataset, where 1/2, 5, 6 or 2*sqrt(3) are answers too)
+    last         the last number in the text; equal by value
+
+Numbers are decimal, in ASCII digits, with a sign ('-', '+', U+2212), commas of thousands and a decimal point; 'a/b'
+where it is the whole answer is its quotient. What stands in a word ('x2', '1e5') is none, and neither is anything of
+more than 300 characters.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from statistics import fmean, median
+
+STYLES = ("gsm8k", "mathematics", "last")
+MARK = "####"
+LONGEST = 300  # characters: what is shorter fits a float
+
+_DIGITS = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?>\.[0-9]+)?|(?<![.0-9])\.[0-9]+"
+# No number begins in a word or behind a decimal point; a sign behind a word, a number or a bracket is a minus.
+_NUMBER = re.compile(
+    rf"(?P<sign>(?<![\w)\]}}])[-+][$€£]?)?(?<!\w)(?<![0-9]\.)(?P<size>(?>{_DIGITS}))(?![eE][-+]?[0-9])"
+)
+_WHOLE = re.compile(rf"(?P<sign>[-+])?(?P<size>(?>{_DIGITS}))(?:/(?P<below>0*[1-9][0-9]*))?")
+_MARKED = re.compile(rf"(?P<number>[-+]?(?>{_DIGITS})(?:/[0-9]+)?)\.?(?:\s[^0-9]*)?")
+
+
+def final_number(text: str) -> float | None:
+    """The value of the last number in a text, None where there is none.
+
+    >>> final_number("It costs $1,250.50, not 3."), final_number("5 - 3"), final_number("none")
+    (3.0, 3.0, None)
+    """
+    answer = extract_answer(text, "last")
+    value = None if answer is None else _value(answer)
+    return None if value is None else float(value)
+
+
+def extract_answer(text: str, style: str) -> str | None:
+    """What a text answers, in the style's plain form; None where it has no answer of this style.
+
+    Raises ValueError for an unknown style.
+
+    >>> extract_answer("6 * 12 = 72\\n#### $1,072.", "gsm8k"), extract_answer(" 2*sqrt(3) ", "mathematics")
+    ('1072', '2*sqrt(3)')
+    """
+    if style == "mathematics":
+        return text.strip() or None
+    if style == "gsm8k":
+        marked = [_marked(rest.partition("\n")[0]) for rest in text.split(MARK)[1:]]
+        return next((line for line in marked if _value(line) is not None), marked[0] if marked else "") or None
+    if style == "last":
+        found = list(_NUMBER.finditer(_one_minus(text)))
+        return _plain((found[-1]["sign"] or "") + found[-1]["size"]) if found else None
+    raise ValueError(f"the answer style is {style!r}, expected one of {', '.join(STYLES)}.")
+
+
+def style_of(answers: Sequence[str]) -> str:
+    """The style of right answers: 'gsm8k' where every one has something behind a `####`, else 'mathematics'.
+
+    >>> style_of(["so 1 + 1 is\\n#### 2"]), style_of(["2"])
+    ('gsm8k', 'mathematics')
+    """
+    return "gsm8k" if all(extract_answer(answer, "gsm8k") is not None for answer in answers) else "mathematics"
+
+
+def same_answer(predicted: str, expected: str, style: str) -> bool:
+    """Whether two texts give the same answer; a text without an answer gives none.
+
+    >>> same_answer("#### 72.0", "#### $72", "gsm8k"), same_answer("72.0", "72", "mathematics")
+    (True, False)
+    """
+    ours, right = extract_answer(predicted, style), extract_answer(expected, style)
+    if ours is None or right is None:
+        return False
+    if style != "mathematics":
+        values = _value(ours), _value(right)
+        if None not in values:
+            return values[0] == values[1]  # exact, as fractions
+    return ours == right
+
+
+@dataclass(frozen=True)
+class NumberScores:
+    """Scores of answers; shares in [0, 1], errors as in the module's formulas, None where they have no question.
+
+    Attributes:
+        questions: how many there are.
+        exact_match: share of them answered right, in the sense of `same_answer`.
+        numeric: share of them whose right answer is a number; what follows is about these.
+        answered: share of the numeric ones for which a number was predicted.
+        number_accuracy: share of the numeric ones with the right value; what is unanswered is wrong.
+        order_of_magnitude_accuracy: likewise, of the right order.
+        capped_relative_error: mean over all numeric ones of min(relative error, 1), 1 where nothing was answered: one
+            wild answer does not decide it, and no one does better by not answering.
+        mean_absolute_error, median_absolute_error, mean_relative_error, mean_log_error: over those answered alone, so
+            to be read beside `answered`; a single wild answer may decide the first and the third.
+        by_kind: exact match of each kind of question.
+    """
+
+    questions: int
+    exact_match: float
+    numeric: float
+    answered: float | None
+    number_accuracy: float | None
+    order_of_magnitude_accuracy: float | None
+    capped_relative_error: float | None
+    mean_absolute_error: float | None
+    median_absolute_error: float | None
+    mean_relative_error: float | None
+    mean_log_error: float | None
+    by_kind: dict[str, float]
+
+
+def score_answers(
+    predicted: Sequence[str], expected: Sequence[str], *, style: str, kinds: Sequence[str | None] | None = None
+) -> NumberScores:
+    """Score predicted against right answers, whole texts each, in one style.
+
+    Raises ValueError where their numbers differ or are 0, or a right answer has no answer of this style.
+
+    >>> scores = score_answers(["7", "-3", "x"], ["7", "1", "2"], style="mathematics")
+    >>> scores.exact_match, scores.answered, scores.mean_absolute_error, scores.capped_relative_error
+    (0.3333333333333333, 0.6666666666666666, 2.0, 0.6666666666666666)
+    """
+    kinds = [None] * len(expected) if kinds is None else kinds
+    _check_answers(predicted, expected, style, kinds)
+    right = [same_answer(ours, theirs, style) for ours, theirs in zip(predicted, expected, strict=True)]
+    of_kind: dict[str, list[bool]] = {}
+    for kind, correct in zip(kinds, right, strict=True):
+        if kind is not None:
+            of_kind.setdefault(kind, []).append(correct)
+    values = [
+        (_value_of(ours, style), _value_of(theirs, style)) for ours, theirs in zip(predicted, expected, strict=True)
+    ]
+    numeric = [(ours, theirs) for ours, theirs in values if theirs is not None]
+    answered = [(float(ours), float(theirs)) for ours, theirs in numeric if ours is not None]
+    absolute = [abs(ours - theirs) for ours, theirs in answered]
+    relative = [error / max(abs(theirs), 1.0) for error, (_, theirs) in zip(absolute, answered, strict=True)]
+    capped = [min(error, 1.0) for error in relative] + [1.0] * (len(numeric) - len(answered))
+    return NumberScores(
+        questions=len(expected),
+        exact_match=fmean(right),
+        numeric=len(numeric) / len(expected),
+        answered=len(answered) / len(numeric) if numeric else None,
+        number_accuracy=fmean(ours == theirs for ours, theirs in numeric) if numeric else None,
+        order_of_magnitude_accuracy=(sum(_same_order(*pair) for pair in answered) / len(numeric) if numeric else None),
+        capped_relative_error=fmean(capped) if capped else None,
+        mean_absolute_error=fmean(absolute) if absolute else None,
+        median_absolute_error=median(absolute) if absolute else None,
+        mean_relative_error=fmean(relative) if relative else None,
+        mean_log_error=fmean(abs(_log(ours) - _log(theirs)) for ours, theirs in answered) if answered else None,
+        by_kind={kind: fmean(of_kind[kind]) for kind in sorted(of_kind)},
+    )
+
+
+def _check_answers(predicted: Sequence[str], expected: Sequence[str], style: str, kinds: Sequence[str | None]) -> None:
+    for name, texts in (("predicted", predicted), ("expected", expected)):
+        if isinstance(texts, str):
+            raise TypeError(f"{name} is one string, expected a list of them; pass [text].")
+    if not len(predicted) == len(expected) == len(kinds) or not len(expected):
+        raise ValueError(
+            f"there are {len(predicted)} predicted and {len(expected)} expected answers and {len(kinds)} kinds, "
+            "expected as many of each, one at least."
+        )
+    for number, text in enumerate(expected):
+        if extract_answer(text, style) is None:
+            raise ValueError(
+                f"expected answer {number} ({text[-40:]!r}) has no answer of the style {style!r}; choose another of "
+                f"{', '.join(STYLES)}."
+            )
+
+
+def _value_of(text: str, style: str) -> Fraction | None:
+    answer = extract_answer(text, style)
+    return None if answer is None else _value(answer)
+
+
+def _value(answer: str) -> Fraction | None:
+    """The value of a text that is one number, or a quotient of two, and nothing else."""
+    match = _WHOLE.fullmatch(_one_minus(answer)) if len(answer) <= LONGEST else None
+    if match is None:
+        return None
+    value = Fraction(_plain(match["size"])) / int(match["below"] or 1)
+    return -value if match["sign"] == "-" else value
+
+
+def _marked(text: str) -> str:
+    text = re.sub(r"[$%€£]", "", _one_minus(text)).strip()
+    match = _MARKED.fullmatch(text)
+    return _plain(match["number"]) if match else text
+
+
+def _one_minus(text: str) -> str:
+    return text.replace("\N{MINUS SIGN}", "-")
+
+
+def _plain(number: str) -> str:
+    return re.sub(r"[,$€£]", "", number).removeprefix("+")
+
+
+def _same_order(ours: float, theirs: float) -> bool:
+    if ours == 0 or theirs == 0:
+        return ours == theirs
+    return (ours > 0) == (theirs > 0) and abs(math.log10(abs(ours)) - math.log10(abs(theirs))) < 0.5
+
+
+def _log(value: float) -> float:
+    return math.copysign(math.log1p(abs(value)), value)
