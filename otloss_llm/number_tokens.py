@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import re
 import string
-import sys
 import unicodedata
 from collections import Counter, defaultdict
 from collections.abc import Mapping
@@ -130,8 +129,10 @@ class NumberTokens:
 
         Example:
             >>> from otloss_llm.data import train_bpe_tokenizer
-            >>> NumberTokens.of(train_bpe_tokenizer(["7 7 7 7"], 258), vocab_size=264)
-            NumberTokens(TokenizersBackend, 11 numbers among 264 tokens)
+            >>> print(NumberTokens.of(train_bpe_tokenizer(["7 7 7 7"], 258), vocab_size=264).coverage())
+            11 of 264 tokens are numbers: 10 values from 0 to 9
+            by count of digits: 1: 11
+            values of several tokens: 1, such as 7 by '7', ' 7'
         """
         texts = token_texts(tokenizer)
         name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
@@ -144,7 +145,7 @@ class NumberTokens:
         if held.isnan().all():
             shown = [text for text in texts if text and text.strip() and _UNREADABLE not in text]
             raise ValueError(
-                f"the tokenizer {name} has no token that is a number; its tokens are such as {_shown(shown, 8)}. Name "
+                f"the tokenizer {name} has no token that is a number; it has {_shown(shown, 8)}. Name "
                 "the numbers with values={id: value}, or take a tokenizer with digits among its tokens."
             )
         return cls(held, tuple(texts), name)
@@ -229,8 +230,8 @@ class Coverage:
 
 
 def _check_tokenizer(tokenizer: Any) -> None:
-    missing = [name for name in _ASKED if not callable(getattr(tokenizer, name, None))]
-    missing += [] if hasattr(tokenizer, "all_special_ids") else ["all_special_ids"]
+    missing = [name for name in (*_ASKED, "all_special_ids") if not hasattr(tokenizer, name)]
+    missing += ["an instance"] * isinstance(tokenizer, type)
     if missing:
         raise TypeError(
             f"tokenizer is {_shown([tokenizer], 1)} of {type(tokenizer).__name__}, which lacks {', '.join(missing)}; "
@@ -294,11 +295,12 @@ def _checked_overrides(values: Any, known: set[int], name: str) -> dict[int, flo
             )
         if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
             raise TypeError(f"values[{token}] is {value!r}, expected a number, or None where the token is none.")
-        if value is not None and abs(value) > sys.float_info.max:
-            raise ValueError(
-                f"values[{token}] is {_shown([value], 1)}, expected a finite number, or None where the token is none."
-            )
-        checked[int(token)] = math.nan if value is None else float(value)
+        try:
+            checked[int(token)] = math.nan if value is None else float(value)
+        except OverflowError:  # of an integer
+            checked[int(token)] = math.inf
+        if math.isinf(checked[int(token)]):
+            raise ValueError(f"values[{token}] is infinite, expected a finite number, or None where the token is none.")
     return checked
 
 
