@@ -118,14 +118,30 @@ class GenerateArguments:
 
 @dataclass
 class EvaluateArguments:
-    """What is scored."""
+    """What is scored: text, answers to questions, or both."""
 
-    text: str = field(metadata={"help": "A .txt, .md or .jsonl file, a folder of them, or a datasets name."})
+    text: str | None = field(
+        default=None, metadata={"help": "A .txt, .md or .jsonl file, a folder of them, or a datasets name."}
+    )
     text_column: str = field(default="text", metadata={"help": "Column of .jsonl files and datasets."})
     split: str = field(default="test", metadata={"help": "Split, where the text is a datasets name."})
     block_size: int = field(default=256, metadata={"help": "Tokens in a block; its first token has no context."})
-    batch_size: int = field(default=8, metadata={"help": "Blocks scored at a time."})
+    batch_size: int = field(default=8, metadata={"help": "Blocks scored, or questions answered, at a time."})
     cost_embedding: str = field(default="model", metadata={"help": "As for train; compare models under one cost."})
+    questions: str | None = field(
+        default=None, metadata={"help": "A .jsonl file of questions to answer, greedily: columns question and answer."}
+    )
+    answer_style: str | None = field(
+        default=None,
+        metadata={
+            "help": "gsm8k, mathematics or last (number). None: gsm8k where all answers have ####, or mathematics."
+        },
+    )
+    max_new_tokens: int = field(default=32, metadata={"help": "Longest answer, in tokens."})
+    num_questions: int | None = field(
+        default=None, metadata={"help": "Answer at most so many, evenly spaced; None: all."}
+    )
+    predictions_file: str | None = field(default=None, metadata={"help": "Write the answers here, as JSON lines."})
     output_file: str | None = field(default=None, metadata={"help": "Write the JSON here too."})
 
 

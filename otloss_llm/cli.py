@@ -22,7 +22,7 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
 
   train      train a causal language model on text with an objective: MLE, TaiLr, MixCE, EMO
   generate   sample text from a model
-  evaluate   perplexity and mean transport cost of a model on text
+  evaluate   perplexity and mean transport cost of a model on text; its answers to questions
   compare    several objectives and seeds from one start: a table, a figure, samples
 
 With --traceback an error shows where it arose.
@@ -186,33 +186,80 @@ def _generate(model_args: Any, args: Any) -> tuple[str, int]:
 
 def _evaluate(model_args: Any, args: Any) -> tuple[str, int]:
     from otloss_llm.data import PackedBlocks, read_texts
-    from otloss_llm.evaluation import perplexity
     from otloss_llm.folders import write_text
-    from otloss_llm.loading import load_cost, load_model_and_tokenizer
+    from otloss_llm.loading import load_model_and_tokenizer
 
+    if not (args.text or args.questions):
+        raise ValueError("there is nothing to evaluate on; give --text, --questions, or both.")
     _check_output_file(args.output_file)
+    _check_output_file(args.predictions_file)
+    if args.output_file is not None and args.output_file == args.predictions_file:
+        raise ValueError(f"{args.output_file} is both the output_file and the predictions_file; name two files.")
+    questions, style = _questions(args)
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
     )
-    texts = read_texts(args.text, split=args.split, text_column=args.text_column)
-    blocks = PackedBlocks.from_texts(texts, tokenizer, args.block_size)
-    model = _on_best_device(model)
-    cost = load_cost(args.cost_embedding, model).to(model.device)
-    scores = perplexity(model, blocks, batch_size=args.batch_size, cost=cost)
-    results = {
-        "model": model_args.model_name_or_path,
-        "text": args.text,
-        "blocks": blocks.fingerprint,
-        "cost_embedding": args.cost_embedding,
-        "tokens": scores.tokens,
-        "nll": scores.nll,
-        "perplexity": scores.perplexity,
-        "transport_cost": scores.transport_cost,
-    }
+    results: dict[str, Any] = {"model": model_args.model_name_or_path}
+    if args.text:
+        texts = read_texts(args.text, split=args.split, text_column=args.text_column)
+        blocks = PackedBlocks.from_texts(texts, tokenizer, args.block_size)
+        model = _on_best_device(model)
+        results |= _score_text(model, blocks, args)
+    if questions:
+        results |= _score_questions(_on_best_device(model), tokenizer, questions, style, args)
     text = json.dumps(results, indent=2)
     if args.output_file:
         write_text(Path(args.output_file), text + "\n")
     return text, 0
+
+
+def _score_text(model: Any, blocks: Any, args: Any) -> dict[str, Any]:
+    from otloss_llm.evaluation import perplexity
+    from otloss_llm.loading import load_cost
+
+    cost = load_cost(args.cost_embedding, model).to(model.device)
+    scores = perplexity(model, blocks, batch_size=args.batch_size, cost=cost)
+    settings = {"text": args.text, "blocks": blocks.fingerprint, "cost_embedding": args.cost_embedding}
+    return settings | dataclasses.asdict(scores) | {"perplexity": scores.perplexity}
+
+
+def _questions(args: Any) -> tuple[list[Any], str]:
+    """Those to answer, and the style of their answers, wrong settings refused before a model is loaded."""
+    from otloss_llm.evaluation import style_of
+    from otloss_llm.evaluation.numbers import check_expected
+    from otloss_llm.questions import read_questions, spread
+
+    if not args.questions:
+        names = ("answer_style", "num_questions", "predictions_file")
+        given = [f"--{name}" for name in names if getattr(args, name) is not None]
+        if given:
+            raise ValueError(f"{', '.join(given)} need --questions; name the file of them.")
+        return [], ""
+    questions = read_questions(args.questions)
+    answers = [question.answer for question in questions]
+    style = style_of(answers) if args.answer_style is None else args.answer_style
+    check_expected(answers, style)
+    return questions if args.num_questions is None else spread(questions, args.num_questions), style
+
+
+def _score_questions(model: Any, tokenizer: Any, questions: list[Any], style: str, args: Any) -> dict[str, Any]:
+    from otloss_llm.evaluation import answer_questions, same_answer, score_answers
+    from otloss_llm.folders import write_text
+
+    predicted = answer_questions(
+        model, tokenizer, questions, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size
+    )
+    expected = [question.answer for question in questions]
+    if args.predictions_file:
+        lines = [
+            {"question": question.question, "expected": right, "predicted": ours,
+             "correct": same_answer(ours, right, style)}
+            for question, right, ours in zip(questions, expected, predicted, strict=True)
+        ]  # fmt: skip
+        write_text(Path(args.predictions_file), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    scores = score_answers(predicted, expected, style=style, kinds=[question.kind for question in questions])
+    settings = {"questions": args.questions, "answer_style": style, "max_new_tokens": args.max_new_tokens}
+    return settings | {"answers": dataclasses.asdict(scores)}
 
 
 def _compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tuple[str, int]:

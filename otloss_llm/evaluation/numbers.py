@@ -178,7 +178,12 @@ def _check_answers(predicted: Sequence[str], expected: Sequence[str], style: str
             f"there are {len(predicted)} predicted and {len(expected)} expected answers and {len(kinds)} kinds, "
             "expected as many of each, one at least."
         )
-    for number, text in enumerate(expected):
+    check_expected(expected, style)
+
+
+def check_expected(answers: Sequence[str], style: str) -> None:
+    """Raise ValueError unless every right answer has an answer of the style."""
+    for number, text in enumerate(answers):
         if extract_answer(text, style) is None:
             raise ValueError(
                 f"expected answer {number} ({text[-40:]!r}) has no answer of the style {style!r}; choose another of "
