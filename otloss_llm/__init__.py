@@ -15,6 +15,7 @@ from otloss_llm.number_costs import NumberCost as NumberCost
 from otloss_llm.objectives import EMO as EMO
 from otloss_llm.objectives import MLE as MLE
 from otloss_llm.objectives import MixCE as MixCE
+from otloss_llm.objectives import NumberToken as NumberToken
 from otloss_llm.objectives import TaiLr as TaiLr
 from otloss_llm.objectives import parse_objective as parse_objective
 from otloss_llm.sharded_costs import ShardedEmbeddingCost as ShardedEmbeddingCost
@@ -34,6 +35,7 @@ __all__ = [
     "MixCE",
     "MixedCost",
     "NumberCost",
+    "NumberToken",
     "ObjectiveMixin",
     "ObjectiveTrainer",
     "ShardedEmbeddingCost",

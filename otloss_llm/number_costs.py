@@ -1,36 +1,55 @@
 """Costs that know the numbers among the tokens of a vocabulary: `NumberCost`, and `MixedCost` of it and another cost.
 
-NumberCost    c(y, j) = |v_j - v_y| between number tokens, `text` from a number to any other token, 0 for labels that
+NumberCost    c(y, j) = |x_j - x_y| between number tokens, `text` from a number to any other token, 0 for labels that
               are no numbers: they say nothing about how far off a number is
-MixedCost     |v_j - v_y| times a scale between number tokens, another cost everywhere else
+MixedCost     |x_j - x_y| times a scale between number tokens, another cost everywhere else
+
+x is the value of a token on a scaled line (`otloss.losses._number_line`).
 """
 
 from __future__ import annotations
 
-from typing import Self
+import copy
+import sys
+from collections.abc import Mapping
+from typing import Any, Self, TextIO
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_floating, check_index, check_positive
+from otloss._checks import check_index, check_positive
 from otloss.costs import Cost
 from otloss.costs._cost import takes_out
+from otloss.losses._number_line import checked_values, number_line
+from otloss_llm.few_columns import FewColumns
+from otloss_llm.number_tokens import Coverage, NumberTokens
+
+# Of the table of distances between all numbers; beyond, the rows of the labels at hand are made.
+_MOST_IN_TABLE = 2**22
 
 
 class NumberCost(Cost):
     """The distance between the values of number tokens; what is no number is `text` away from every number.
 
-    With it `nll + w D` is the Wasserstein form of the number token loss (Zausinger et al. 2024, arXiv 2411.02083), the
-    probability that lands on no number at all included.
+    With it `nll + w D` is the number token loss (Zausinger et al. 2024, arXiv 2411.02083), the probability that lands
+    on no number included. In `linear_token_loss` no row over the whole vocabulary is made: it costs next to nothing.
 
     Args:
         values: `(V,)` value of each token, NaN where it is no number; at least one number.
         text: cost from a number to a token that is none; None takes 1.01 times the largest distance between numbers.
+        form: "wasserstein", the transport cost; or "mse", "mae", "huber" (with `delta`), which charge the distance of
+            the mean number, as in `otloss.number_token_loss`. Those are no cost of single tokens: they have no `rows`.
+        scaling, squash: of the distances, as in `otloss.number_token_loss`: vocabularies with multi-digit tokens need
+            "log", "rank" or "squash" to be bounded.
+
+    Attributes:
+        values: `(V,)`, as given, in float32 or wider.
+        is_number: `(V,)` which tokens are numbers.
 
     Raises:
         TypeError: `values` is no floating tensor.
-        ValueError: not one axis, no number among them, an infinite value, a `text` that is not positive.
+        ValueError: not one axis, no number among them, an infinite value, a setting that is unknown or not positive.
 
     Example:
         >>> NumberCost(torch.tensor([1.0, 5.0, float("nan")]), text=6.0).rows(torch.tensor([0, 2]))
@@ -38,32 +57,75 @@ class NumberCost(Cost):
                 [0., 0., 0.]])
     """
 
-    def __init__(self, values: Float[Tensor, " vocab"], *, text: float | None = None) -> None:
-        check_floating("values", values)
-        if values.dim() != 1 or values.isnan().all():
+    def __init__(
+        self,
+        values: Float[Tensor, " vocab"],
+        *,
+        text: float | None = None,
+        form: str = "wasserstein",
+        delta: float = 1.0,
+        scaling: str = "absolute",
+        squash: float | None = None,
+    ) -> None:
+        self.values = checked_values(values)
+        self.line = number_line(self.values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
+        self.settings = {"form": form, "scaling": scaling, "squash": squash}
+        self.tokens: NumberTokens | None = None
+        self._table: FewColumns | None = None
+
+    @classmethod
+    def from_tokenizer(
+        cls,
+        tokenizer: Any,
+        *,
+        vocab_size: int | None = None,
+        values: Mapping[int, float | None] | None = None,
+        **settings: Any,
+    ) -> Self:
+        """Read the values off a tokenizer of transformers, by decoding each token; the tokenizer stays as it is.
+
+        "7", " 7" and "##7" are all 7; so are digits of other scripts. `coverage()` says what was taken for a number.
+
+        Args:
+            vocab_size: rows of the model's head, where it is padded beyond the tokenizer.
+            values: `{id: value}` overrides what was read; None for a token that shall be no number.
+            settings: of the constructor, as `scaling="log"`.
+
+        Raises:
+            TypeError, ValueError: no tokenizer, one without a number token, a head smaller than the vocabulary, an
+                override of a token that is not there.
+        """
+        tokens = NumberTokens.of(tokenizer, vocab_size=vocab_size, values=values)
+        cost = cls(tokens.values.to(torch.get_default_dtype()), **settings)
+        cost.tokens = tokens
+        return cost
+
+    def coverage(self, *, file: TextIO | None = None) -> Coverage:
+        """Print (to `file`, by default stdout) what was taken for a number and what was not; and return it.
+
+        Raises:
+            ValueError: a cost of values, not from a tokenizer.
+        """
+        if self.tokens is None:
             raise ValueError(
-                f"values have shape {tuple(values.shape)} and {int((~values.isnan()).sum())} numbers, "
-                "expected (V,) with at least one that is not NaN."
+                "this NumberCost was made of values, expected one of NumberCost.from_tokenizer(tokenizer)."
             )
-        if values.isinf().any():
-            first = int(values.isinf().nonzero()[0])
-            raise ValueError(
-                f"values hold {float(values[first])} at token {first}, expected finite values, or NaN for text."
-            )
-        values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
-        self.is_number = ~values.isnan()
-        self.values = values.nan_to_num(nan=0.0)
-        self.text = check_positive("text", 1.01 * self.widest if text is None else text)
+        coverage = self.tokens.coverage()
+        print(coverage, file=sys.stdout if file is None else file)
+        return coverage
 
     @property
     def shape(self) -> tuple[int, int]:
         return len(self.values), len(self.values)
 
     @property
-    def widest(self) -> float:
-        """The largest distance between two numbers; 1 where all are equal, for it is a unit to measure in."""
-        numbers = self.values[self.is_number]
-        return float(numbers.max() - numbers.min()) or 1.0
+    def is_number(self) -> Bool[Tensor, " vocab"]:
+        return self.line.place >= 0
+
+    @property
+    def text(self) -> float:
+        """What a token that is no number costs."""
+        return self.line.text
 
     @property
     def _data(self) -> Tensor:
@@ -77,26 +139,70 @@ class NumberCost(Cost):
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
         index = check_index("index", index, self.shape[0])
-        distance = (self.values[index].unsqueeze(1) - self.values).abs_()  # (picked, V)
-        distance.masked_fill_(~self.is_number, self.text)
-        return distance.masked_fill_(~self.is_number[index].unsqueeze(1), 0.0)
+        self.check_rows()
+        place = self.line.place[index]
+        rows = self.values.new_full((len(index), self.shape[0]), self.text)
+        rows[:, self.line.columns] = self.line.distances(index.where(place >= 0, self.line.columns[0]))
+        return rows.masked_fill_((place < 0).unsqueeze(1), 0.0)
+
+    def check_rows(self) -> None:
+        """Raise ValueError where the loss is no mean of costs."""
+        if self.line.form != "wasserstein":
+            raise ValueError(
+                f'form="{self.line.form}" charges the mean number and has no cost of single tokens; use it with '
+                'token_loss or linear_token_loss (without process_group), or take form="wasserstein".'
+            )
+
+    def few_columns(self, labels: Int[Tensor, "*batch"], valid: Bool[Tensor, "*batch"]) -> FewColumns:
+        """The costs of the labels at the valid positions, in the columns of the numbers and outside."""
+        line, y = self.line, labels[valid].long()
+        place = line.place[y]
+        if len(line.x) ** 2 > _MOST_IN_TABLE:
+            kinds, which = place.unique(return_inverse=True)
+            return self._rows_of(kinds, which)
+        if self._table is None or self._table.rows.device != y.device:
+            every = torch.arange(-1, len(line.x), device=line.x.device)
+            self._table = self._rows_of(every, every)
+        table = self._table
+        return FewColumns(table.columns, table.rows, table.rest, place + 1, table.bend)
+
+    def _rows_of(self, kinds: Int[Tensor, " kinds"], which: Int[Tensor, " tokens"]) -> FewColumns:
+        """Rows from these places on the line; -1 is a label that is no number."""
+        line, number = self.line, kinds >= 0
+        rows = line.distances(line.columns[kinds.clamp(min=0)]).masked_fill_(~number.unsqueeze(1), 0.0)
+        rest = number.to(rows.dtype) * line.text
+        return FewColumns(line.columns, rows, rest, which, None if line.form == "wasserstein" else line.bent)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the same cost elsewhere, as `Cost.to`."""
+        moved = super().to(*args, **kwargs)
+        moved.line, moved._table = self.line.to(moved.device, moved.dtype), None
+        return moved
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_table": None}
 
     def __repr__(self) -> str:
-        return super().__repr__()[:-1] + f", numbers={int(self.is_number.sum())}, text={self.text:g})"
+        settings = "".join(
+            f", {name}={value!r}"
+            for name, value in self.settings.items()
+            if value not in ("wasserstein", "absolute", None)
+        )
+        return super().__repr__()[:-1] + f", numbers={len(self.line.x)}, text={self.text:g}{settings})"
 
 
 class MixedCost(Cost):
     """Numeric distance between number tokens, another cost (an `EmbeddingCost`) between all others.
 
     Args:
-        numbers: which tokens are numbers, and their values.
+        numbers: which tokens are numbers, and their distances (of form "wasserstein").
         other: cost of the same vocabulary.
         scale: of the distance between numbers; None maps the widest one to 1, about what a cosine cost has between
             unrelated tokens.
 
     Raises:
         TypeError: no costs, or in the other order.
-        ValueError: vocabularies that differ, a `scale` that is not positive.
+        ValueError: vocabularies that differ, a `scale` that is not positive, numbers of another form.
 
     Example:
         >>> numbers = NumberCost(torch.tensor([1.0, 5.0, float("nan")]))
@@ -114,12 +220,18 @@ class MixedCost(Cost):
             )
         if numbers.shape != other.shape:
             raise ValueError(f"numbers are over {numbers.shape[0]} tokens, the other cost over {other.shape[0]}.")
+        numbers.check_rows()
         self.numbers, self.other = numbers, other.to(numbers.device)
-        self.scale = check_positive("scale", 1.0 / numbers.widest if scale is None else scale)
+        self.scale = check_positive("scale", 1.0 / numbers.line.worst if scale is None else scale)
 
     @property
     def shape(self) -> tuple[int, int]:
         return self.other.shape
+
+    @property
+    def has_rows_in_16_bits(self) -> bool:
+        """Whether the other cost makes its rows in 16 bits, for speed on a GPU."""
+        return bool(getattr(self.other, "has_rows_in_16_bits", False))
 
     @property
     def _data(self) -> Tensor:
@@ -135,16 +247,16 @@ class MixedCost(Cost):
         """Return the costs C[index, :]; `out` as in `Cost.rows`, for the other cost."""
         # Written into below: rows made here may be, those of a stranger are copied first.
         rows = self.other.rows(index, out=out) if takes_out(self.other) else self.other.rows(index).clone()  # type: ignore[call-arg]
-        columns = self.numbers.is_number.nonzero().squeeze(-1)
-        among = self.numbers.is_number[index].nonzero().squeeze(-1)
-        values = self.numbers.values.to(rows.dtype)
-        distance = (values[index[among]].unsqueeze(1) - values[columns]).abs_() * self.scale
-        rows[among.unsqueeze(1), columns] = distance
+        line = self.numbers.line
+        among = line.is_number(index).nonzero().squeeze(-1)
+        rows[among.unsqueeze(1), line.columns] = (line.distances(index[among]) * self.scale).to(rows.dtype)
         return rows
 
     def to(self, *args: object, **kwargs: object) -> Self:
         """Return the same cost elsewhere, as `Cost.to`."""
-        return type(self)(self.numbers.to(*args, **kwargs), self.other.to(*args, **kwargs), scale=self.scale)
+        moved = copy.copy(self)
+        moved.numbers, moved.other = self.numbers.to(*args, **kwargs), self.other.to(*args, **kwargs)
+        return moved
 
     def __repr__(self) -> str:
         return f"MixedCost({self.numbers!r}, {self.other!r}, scale={self.scale:g})"

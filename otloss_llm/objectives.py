@@ -8,6 +8,7 @@ with one entry per token. `sg` is stop-gradient (`detach`).
     TaiLr      sg(clamp(q / (gamma + (1 - gamma) q), min_weight, 1)) nll       Ji et al. 2023, arXiv 2302.13344
     MixCE      (gamma + (1 - gamma) sg(q)) nll                                 Zhang et al. 2023, arXiv 2305.16958
     EMO        0.5 (nll + sg(nll / D) D)                                       Ren et al. 2023, arXiv 2310.04691, Eq. 19
+    Number     nll + w D, D between the values of number tokens                Zausinger et al. 2024, arXiv 2411.02083
 
 Where D > 0 and nothing is clipped the *value* of EMO equals nll exactly; only its gradient differs. Watch
 `TokenLoss.cost` to see what it does.
@@ -164,6 +165,36 @@ class EMO:
         return ratio if self.ratio_clip is None else ratio.clamp(max=self.ratio_clip)
 
 
+@dataclass(frozen=True)
+class NumberToken:
+    """Likelihood, and beside it how far off the predicted numbers are: `nll + weight D` with a `NumberCost`.
+
+    D is 0 at labels that are no numbers. The published loss takes the mean of D over the number positions alone; here
+    every token counts alike in the mean, so the same weight acts less, by the share of labels that are numbers.
+
+    Args:
+        weight: of D, in nats per unit of the cost; finite, at least 0.
+
+    Example:
+        >>> NumberToken()(torch.tensor([0.7]), torch.tensor([2.0]))
+        tensor([1.3000])
+    """
+
+    weight: float = 0.3
+    needs_cost: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.weight < float("inf"):
+            raise ValueError(f"NumberToken has weight={self.weight}, expected a finite, non-negative weight.")
+
+    def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
+        if cost is None:
+            raise ValueError(
+                "NumberToken needs the distance of numbers; pass cost=NumberCost.from_tokenizer(tokenizer)."
+            )
+        return nll + self.weight * cost
+
+
 def recipe(objective: Objective) -> tuple[str | float | None, ...] | Objective:
     """The name and the fields of an objective of this module, from which `from_recipe` makes it again; others as are.
 
@@ -177,6 +208,8 @@ def recipe(objective: Objective) -> tuple[str | float | None, ...] | Objective:
         return ("MixCE", objective.gamma)
     if type(objective) is EMO:
         return ("EMO", objective.weighting, objective.ratio_clip)
+    if type(objective) is NumberToken:
+        return ("NumberToken", objective.weight)
     return objective
 
 
@@ -184,7 +217,7 @@ def from_recipe(made: tuple[str | float | None, ...] | Objective) -> Objective:
     """The objective that `recipe` has taken apart."""
     if not isinstance(made, tuple):
         return made
-    kind = {"MLE": MLE, "TaiLr": TaiLr, "MixCE": MixCE, "EMO": EMO}[str(made[0])]
+    kind = {"MLE": MLE, "TaiLr": TaiLr, "MixCE": MixCE, "EMO": EMO, "NumberToken": NumberToken}[str(made[0])]
     return kind(*made[1:])
 
 
@@ -258,16 +291,20 @@ def check_tokenwise(objective: Objective, nll: Tensor, cost: Tensor | None, valu
         )
 
 
-_BY_NAME: dict[str, Callable[..., Objective]] = {"mle": MLE, "tailr": TaiLr, "mixce": MixCE, "emo": EMO}
+_BY_NAME: dict[str, Callable[..., Objective]] = {
+    "mle": MLE, "tailr": TaiLr, "mixce": MixCE, "emo": EMO, "number_token": NumberToken, "emo+number": EMO,
+}  # fmt: skip
 # MixCE: within the sweep of the EMO paper. TaiLr: a larger gamma collapses where the text is far from what the model
 # knows (docs/log.md has the sweep), since tokens it finds improbable then get next to no gradient.
 _DEFAULT_GAMMA = {"tailr": 1e-3, "mixce": 0.8}
 
 
 def parse_objective(text: str) -> Objective:
-    """An objective from its name: `mle`, `tailr:0.001`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`, `emo:clip=3`.
+    """An objective from its name: `mle`, `tailr:0.001`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`, `emo:clip=3`,
+    `number_token`, `number_token:0.3`, `emo+number`.
 
-    What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip.
+    What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip, for
+    the number token loss its weight (default 0.3). `emo+number` is EMO; its name asks for another cost (`cost_kind`).
 
     Raises:
         ValueError: unknown name or parameter.
@@ -285,15 +322,31 @@ def parse_objective(text: str) -> Objective:
         return _BY_NAME[name](*([_DEFAULT_GAMMA[name]] if name in _DEFAULT_GAMMA else []))
     if name == "mle":
         raise ValueError(f"objective is {text!r}, but mle has no parameter.")
-    if name == "emo" and parameter in ("ratio", "transport"):
+    emo = _BY_NAME[name] is EMO
+    if emo and parameter in ("ratio", "transport"):
         return EMO(parameter)
-    clipped = name == "emo" and parameter.startswith("clip=")
+    clipped = emo and parameter.startswith("clip=")
     try:
         number = float(parameter.removeprefix("clip=") if clipped else parameter)
     except ValueError:
-        kinds = '"ratio", "transport", "clip=NUMBER" or a number' if name == "emo" else "a number in [0, 1]"
+        bounded = "a number of at least 0" if name == "number_token" else "a number in [0, 1]"
+        kinds = '"ratio", "transport", "clip=NUMBER" or a number' if emo else bounded
         raise ValueError(f"objective is {text!r}, expected {kinds} after the colon.") from None
     try:
         return EMO(ratio_clip=number) if clipped else _BY_NAME[name](number)
     except ValueError as error:
         raise ValueError(f"objective {text!r}: {error}") from None
+
+
+def cost_kind(objective: Objective | str) -> str:
+    """The cost an objective is meant for: "number", "mixed" (numbers and embedding) or "embedding".
+
+    Example:
+        >>> cost_kind("emo+number:0.5"), cost_kind(NumberToken()), cost_kind("mle")
+        ('mixed', 'number', 'embedding')
+    """
+    if isinstance(objective, str):
+        if objective.strip().lower().partition(":")[0] == "emo+number":
+            return "mixed"
+        objective = parse_objective(objective)
+    return "number" if isinstance(objective, NumberToken) else "embedding"

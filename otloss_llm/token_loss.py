@@ -33,6 +33,7 @@ from otloss_llm._positions import (
 from otloss_llm._shards import VocabShard, fingerprint, local_tensors
 from otloss_llm.compiled import key_of, scores_with, traced_token_loss
 from otloss_llm.costs import EmbeddingCost
+from otloss_llm.few_columns import FewColumns
 from otloss_llm.kernels import chunked, reference
 from otloss_llm.kernels.logits import Head
 from otloss_llm.objectives import EMO, Objective, recipe
@@ -94,7 +95,7 @@ def token_loss(
     chosen = logits[valid]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     y = labels[valid].long()
-    value, nll, transport = reference.token_values(chosen, y, objective=objective, cost=cost)
+    value, nll, transport = reference.token_values(chosen, y, objective=objective, cost=_at(cost, labels, valid))
     if not (torch.isfinite(value).all() and torch.isfinite(nll).all()):
         raise_not_finite(nll.detach(), transport, y, objective, logits=chosen)
     loss = value if reduction == "none" else value.sum() * reduction_factor(reduction, num_items, value)
@@ -200,6 +201,8 @@ def linear_token_loss(
         columns = None if cost is None else own_columns(cost, shard, y)
         step = head.rows_per_chunk(max(1, *shard.sizes), hidden.device.type)  # one for all processes
         head = replace(head, cost=columns, chunk_size=step)
+    else:
+        head = replace(head, cost=_at(cost, labels, valid))
     with torch.autocast(hidden.device.type, enabled=False):
         loss, nll, transport = kernel(h, weight, bias, y, factor, head)
     if not (torch.isfinite(loss).all() and torch.isfinite(nll).all()):
@@ -216,6 +219,7 @@ def _agreed_shard(
     """Which rows of the head are here; raises in every process if the arguments of one are wrong."""
     hidden, weight, bias, labels = tensors
     cost = head.cost
+    assert not isinstance(cost, FewColumns)  # made for the labels at hand, further down
 
     def check() -> dict[str, Any]:
         count = reduced["num_items"]
@@ -237,6 +241,12 @@ def _agreed_shard(
         }
 
     return VocabShard.agreed(group, weight, check)
+
+
+def _at(cost: Cost | None, labels: Tensor, valid: Tensor) -> Cost | FewColumns | None:
+    """The cost as the kernels take it: for the labels at hand, where it is one number but in a few columns."""
+    few_columns = getattr(cost, "few_columns", None)
+    return cost if few_columns is None else few_columns(labels, valid)
 
 
 def _reference(

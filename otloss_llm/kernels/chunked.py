@@ -28,6 +28,8 @@ from torch import Tensor
 from otloss.costs import Cost
 from otloss.costs._cost import takes_out
 from otloss_llm._shards import VocabShard
+from otloss_llm.few_columns import FewColumns, FewRows
+from otloss_llm.kernels.few_columns import FewColumnSweeps
 from otloss_llm.kernels.gradients import Gradients
 from otloss_llm.kernels.logits import ROW_MULTIPLE, Head, Logits, sweeps_for
 from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
@@ -68,14 +70,18 @@ class Tokens:
         return Slopes(a, b, self.transport, at_label + b * self.e_y * (self.sums.c_y - self.transport))
 
 
-def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor, CostRows | None]]:
+def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor, CostRows | FewRows | None]]:
     """Per chunk: token positions, equal labels side by side; their cost rows, valid until the next chunk."""
     if not len(labels):
+        return
+    step = head.rows_per_chunk(weight.shape[0], weight.device.type)
+    if isinstance(head.cost, FewColumns):
+        for tokens in torch.arange(len(labels), device=labels.device).split(step):
+            yield tokens, head.cost.of(tokens)
         return
     # Grouped by label, the groups in no order: frequent tokens have low ids in many vocabularies, and sorting by id
     # would give the last chunks most of the distinct labels, and the buffer of cost rows their size.
     order = (labels * 0x9E3779B1 & 0xFFFFFFFF).argsort(stable=True)
-    step = head.rows_per_chunk(weight.shape[0], weight.device.type)
     if head.cost is None:
         yield from ((tokens, None) for tokens in order.split(step))
         return
@@ -129,7 +135,7 @@ def chunked_pass(
     for tokens, cost in _chunks(labels, weight, head):
         h, label = hidden[tokens], labels[tokens]
         z, cap_slope = logits.of(h)
-        sweeps = _sweeps_for(z, head, shard)
+        sweeps: Any = _sweeps_for(z, head, shard)
         sums = sweeps.softmax_rows(z, label, cost)
         chunk = Tokens.of(sums)
         if gradients.wanted:
@@ -151,8 +157,10 @@ def chunked_pass(
     return value, nll, transport
 
 
-def _sweeps_for(z: Tensor, head: Head, shard: VocabShard | None) -> ModuleType | ShardedSweeps:
+def _sweeps_for(z: Tensor, head: Head, shard: VocabShard | None) -> ModuleType | ShardedSweeps | FewColumnSweeps:
     sweeps = sweeps_for(z, head.impl)
+    if isinstance(head.cost, FewColumns):
+        return FewColumnSweeps(sweeps)
     return sweeps if shard is None else ShardedSweeps(sweeps, shard)
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
+from otloss_llm.few_columns import FewColumns
 from otloss_llm.kernels import rows
 from otloss_llm.objectives import Objective
 
@@ -28,7 +29,7 @@ class Head:
     """How logits come from hidden states, `softcap * tanh(scale * (h W^T + b) / softcap)`, and what is made of them."""
 
     objective: Objective
-    cost: Cost | None = None
+    cost: Cost | FewColumns | None = None
     scale: float = 1.0
     softcap: float | None = None
     chunk_size: int | None = None
@@ -47,7 +48,7 @@ class Head:
 
         There a float32 product costs ten times a 16-bit one, which may not be spent on a tenth of all products.
         """
-        assert self.cost is not None
+        assert isinstance(self.cost, Cost)
         wanted = weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16)
         offered = getattr(self.cost, "has_rows_in_16_bits", False)
         return weight.dtype if wanted and offered and runs_on_triton(weight, self.impl) else self.cost.dtype

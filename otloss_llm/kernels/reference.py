@@ -12,6 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
+from otloss_llm.few_columns import FewColumns
 from otloss_llm.objectives import Objective, value_of
 
 
@@ -20,16 +21,26 @@ def token_values(
     labels: Int[Tensor, "tokens"],
     *,
     objective: Objective,
-    cost: Cost | None,
+    cost: Cost | FewColumns | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Per-token `(value, nll, D)`, differentiable in the logits; every label is a valid token."""
     nll = _negative_log_likelihood(logits, labels[:, None])
     transport = None
-    if cost is not None:
+    if isinstance(cost, FewColumns):
+        transport = _mean_cost(torch.log_softmax(logits, dim=-1).exp(), cost)
+    elif cost is not None:
         # Summed directly: 1 - <q-mean embedding, e_y> would cancel to noise where D is small.
         rows = cost.rows(labels).to(logits.dtype)
         transport = (torch.log_softmax(logits, dim=-1).exp() * rows).sum(-1)
     return value_of(objective, nll, transport), nll, transport
+
+
+def _mean_cost(q: Float[Tensor, "tokens vocab"], cost: FewColumns) -> Float[Tensor, " tokens"]:
+    """`sum_i q_i c_i`; where the costs are a tangent, it is the tangent of itself, to any order of derivatives."""
+    rows = cost.of(torch.arange(len(q), device=q.device))
+    few = q.index_select(-1, cost.columns)
+    text = q.index_fill(-1, cost.columns, 0.0).sum(-1)
+    return (few * rows.costs(few)).sum(-1) + rows.rest.to(q.dtype) * text
 
 
 def _negative_log_likelihood(logits: Tensor, label: Tensor) -> Tensor:

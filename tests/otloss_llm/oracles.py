@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from otloss_llm import EMO, MLE, MixCE, TaiLr
+from otloss_llm import EMO, MLE, MixCE, NumberToken, TaiLr
 from otloss_llm.objectives import Objective
 
 Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -29,6 +29,7 @@ OBJECTIVES: dict[str, tuple[Objective, Formula]] = {
     "emo": (EMO(), lambda q, nll, d: 0.5 * (nll + (nll / d).detach() * d)),
     "emo-clipped": (EMO(ratio_clip=3.0), lambda q, nll, d: 0.5 * (nll + (nll / d).detach().clamp(max=3) * d)),
     "emo-transport": (EMO("transport"), lambda q, nll, d: (d / nll).detach() * nll + d),
+    "number-token": (NumberToken(0.4), lambda q, nll, d: nll + 0.4 * d),
     "emo-fixed": (EMO(0.7), lambda q, nll, d: nll + 0.7 * d),
     "user": (curved, lambda q, nll, d: 0.3 * nll**2 + torch.log(1 + d) + nll * d),
 }

@@ -107,7 +107,7 @@ def test_elsewhere_and_back() -> None:
 
 def test_refusals() -> None:
     for bad, message in (
-        (torch.full((3,), math.nan), "0 numbers"),
+        (torch.full((3,), math.nan), "none of the 3 values is a number"),
         (torch.ones(2, 2), r"shape \(2, 2\)"),
         (torch.tensor([1.0, math.inf]), "inf at token 1"),
     ):
