@@ -1,0 +1,5 @@
+"""The value of a whole number of several tokens: `NumberSpanCost` judges each of its tokens by what it makes of it."""
+
+from otloss_llm.number_spans._cost import NumberSpanCost as NumberSpanCost
+
+__all__ = ["NumberSpanCost"]

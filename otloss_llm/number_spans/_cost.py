@@ -1,0 +1,308 @@
+"""Costs that know the value of a whole number of several tokens.
+
+Under teacher forcing, a token of a number is judged by what the number would become with another token in its place,
+all other tokens staying. For a number of value y at position t, and a token j there,
+
+    c_t(j) = dist(y, y_t(j)),    y_t(j) the value with the digits of j in place of the label's
+
+so that place value, sign and decimal point come by themselves and leading digits weigh more. With j = v_j of n_j
+digits, the label of n_t; `pre` and `suf` what the tokens before and behind it are worth, 10^e the place of its last
+digit, f the digits behind the point:
+
+    before the point   y_t(j) = pre 10^(n_j - n_t) + v_j 10^e + suf
+    behind the point   y_t(j) = pre + (v_j 10^e + suf) 10^(n_t - n_j)
+    at the point       y_t(j) = (pre 10^n_j + v_j + suf) 10^f
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, NoReturn, Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from otloss._checks import check_positive
+from otloss.costs import Cost
+from otloss.costs._cost import block_entries
+from otloss_llm.few_columns import FewColumns
+from otloss_llm.number_spans._reading import BARE, BLANK, MINUS, POINT, Alphabet, Reading, one_before, read
+from otloss_llm.number_tokens import NumberTokens
+
+SCALES = ("log", "relative")
+
+# Quotients of the longest numbers by the unit stay below the end of float64.
+_WIDEST_UNIT = 1e30
+
+# No number at all is a little worse than the worst number.
+_WORSE = 1.01
+
+
+class NumberSpanCost(Cost):
+    """The distance between a whole number and what it becomes with another token at one of its positions.
+
+    A number is digits, a sign directly before them, one point between digits: `[-]12[.5]`, of tokens that are ASCII
+    digits (one leading blank begins a new number), a minus (a leading blank allowed) and '.'. A minus is a sign at the
+    beginning and behind a blank, an opening bracket or an operator; in '3-4' it is none. Ignored labels and all other
+    tokens end a number: '1,000' is two numbers, and tokens such as '-7' or '.5' are text. So is a number of more than
+    200 digits. Digits beyond the 16 that float64 holds cost nothing.
+
+        the label is                these tokens                                       all others
+        digits                      digits: dist; at the beginning also behind a       1.01 times the largest
+                                    blank, and a minus: dist to -y                     of the row
+        the sign                    a minus: 0                                         dist to -y (none of 0)
+        the point                   '.': 0, digits that close the gap: dist            as for digits
+        text right behind a number  digits that lengthen it: dist                      0
+        anything else                                                                  0
+
+    Digits without a blank that would join another number before them are among the others: in place of ' 5' in '12 5'.
+
+    Args:
+        tokens: what each token of the vocabulary adds to a text.
+        scale: "log" is |s(a) - s(b)|, s(v) = sign(v) log(1 + |v| / unit): about |a - b| / unit below the unit, and
+            2.3 a decimal place above, without bound. "relative" is |a - b| / max(|a|, |b|, unit), at most 1 between
+            numbers of one sign and 2 between others.
+        unit: below it, differences count as they are; 1e-30 to 1e30.
+        dtype: of the rows, float32 or float64; they are computed in float64.
+
+    Raises:
+        TypeError: `tokens` is no NumberTokens.
+        ValueError: no token of digits, another `scale` or `dtype`, a `unit` out of range.
+
+    Example:
+        >>> values = torch.tensor([*range(10), *[float("nan")] * 3], dtype=torch.float64)
+        >>> tokens = NumberTokens(values=values, texts=(*"0123456789", "-", ".", " kg"), name="digits")
+        >>> cost = NumberSpanCost(tokens, scale="relative")
+        >>> found = cost.few_columns(torch.tensor([4, 0, 12]), torch.ones(3, dtype=torch.bool))  # 40 kg
+        >>> found.rows[found.which][:2, :5].round(decimals=2)  # to 00 10 20 30 40, and to 40 41 42 43 44
+        tensor([[1.0000, 0.7500, 0.5000, 0.2500, 0.0000],
+                [0.0000, 0.0200, 0.0500, 0.0700, 0.0900]])
+    """
+
+    def __init__(
+        self, tokens: NumberTokens, *, scale: str = "log", unit: float = 1.0, dtype: torch.dtype = torch.float32
+    ) -> None:
+        if not isinstance(tokens, NumberTokens):
+            raise TypeError(
+                f"tokens is a {type(tokens).__name__}, expected NumberTokens; use NumberSpanCost.from_tokenizer."
+            )
+        if scale not in SCALES:
+            raise ValueError(f"scale is {scale!r}, expected one of {SCALES}.")
+        if dtype not in (torch.float32, torch.float64):
+            raise ValueError(f"dtype is {dtype}, expected torch.float32 or torch.float64.")
+        if not 1 / _WIDEST_UNIT <= check_positive("unit", unit) <= _WIDEST_UNIT:
+            raise ValueError(f"unit is {unit}, expected 1e-30 to 1e30: beyond, quotients of long numbers overflow.")
+        self.scale, self.unit = scale, float(unit)
+        self.alphabet = Alphabet.of(tokens)
+        part = self.alphabet.part
+        self.columns = torch.cat([(part == kind).nonzero().squeeze(-1) for kind in (BARE, BLANK, MINUS, POINT)])
+        self.made_in = torch.zeros(0, dtype=dtype)
+
+    @classmethod
+    def from_tokenizer(
+        cls, tokenizer: Any, *, vocab_size: int | None = None, scale: str = "log", unit: float = 1.0
+    ) -> Self:
+        """Return the cost over the tokens of a tokenizer; `vocab_size` as in `NumberTokens.of`."""
+        return cls(NumberTokens.of(tokenizer, vocab_size=vocab_size), scale=scale, unit=unit)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.alphabet.part), len(self.alphabet.part)
+
+    @property
+    def _data(self) -> Tensor:
+        return self.made_in
+
+    @property
+    def T(self) -> Cost:  # noqa: N802
+        raise ValueError("NumberSpanCost measures from the numbers of a text and has no transpose.")
+
+    def rows(self, index: Int[Tensor, " picked"]) -> NoReturn:
+        """Raise ValueError: there is no row of a label alone."""
+        raise ValueError(
+            "NumberSpanCost has no row for a label alone: its costs depend on the number that the label is part of. "
+            "Give it to token_loss or linear_token_loss, or ask for few_columns(labels, valid)."
+        )
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the same cost elsewhere, as `Cost.to`; a dtype is that of the rows."""
+        moved = super().to(*args, **kwargs)
+        moved.alphabet = self.alphabet.to(moved.device)
+        return moved
+
+    def few_columns(self, labels: Int[Tensor, "*batch length"], valid: Bool[Tensor, "*batch length"]) -> FewColumns:
+        """Return the costs of the valid positions in row-major order; sequences run along the last axis.
+
+        Labels that are not valid may be anything, the others are ids of the vocabulary. Row 0 is that of positions
+        without a number about them, 0 throughout; every other position has a row of its own.
+
+        Raises:
+            ValueError: labels without an axis, or `valid` of another shape.
+        """
+        if labels.dim() == 0 or labels.shape != valid.shape:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)} and valid {tuple(valid.shape)}, expected (..., length) twice."
+            )
+        labels = labels.where(valid, 0).reshape(labels.shape[:-1].numel(), labels.shape[-1])
+        valid = valid.reshape(labels.shape)
+        at, sums = _sums(self.alphabet, labels, read(self.alphabet, labels, valid))
+        few = len(self.columns)
+        rows = torch.zeros(1 + len(at), few, dtype=self.dtype, device=labels.device)
+        rest = torch.zeros(1 + len(at), dtype=self.dtype, device=labels.device)
+        step = max(1, block_entries() // few)
+        for first in range(0, len(at), step):
+            block = slice(first, first + step)
+            rows[1:][block], rest[1:][block] = self._costs(sums.of(block))
+        which = torch.zeros(labels.numel(), dtype=torch.long, device=labels.device)
+        which[at] = torch.arange(1, len(at) + 1, device=labels.device)
+        return FewColumns(columns=self.columns, rows=rows, rest=rest, which=which[valid.reshape(-1)])
+
+    def _costs(self, sums: _Sums) -> tuple[Float[Tensor, "rows few"], Float[Tensor, " rows"]]:
+        """The costs in the few columns, and in the rest."""
+        became = _became(self.alphabet, sums)
+        own = became.gather(1, sums.string.unsqueeze(1)).squeeze(1)
+        true = torch.where(sums.digits, own, sums.known)  # where the label is one of them, equal to the last bit
+        opposite = self._distance_to_opposite(true)
+        part = self.alphabet.part[self.columns]
+        few = self._distance(became, true.unsqueeze(1))[:, self.alphabet.string[self.columns]]
+        few[:, part == MINUS] = opposite.masked_fill(sums.sign, 0.0).unsqueeze(1)
+        few[:, part == POINT] = 0.0
+        among = sums.among[:, part - BARE]
+        few.masked_fill_(~among, 0.0)
+        rest = torch.where(sums.sign, opposite, (_WORSE * few.amax(1)).masked_fill(sums.behind, 0.0))
+        return torch.where(among, few, rest.unsqueeze(1)), rest
+
+    def _distance(self, a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """dist(a, b) for a, b >= 0; no logarithm is taken from another, which would cancel."""
+        gap = (a - b).abs_()
+        if self.scale == "log":
+            return gap.div_(torch.minimum(a, b).add_(self.unit)).log1p_()
+        return gap.div_(torch.maximum(a, b).clamp_(min=self.unit))
+
+    def _distance_to_opposite(self, value: Float[Tensor, " rows"]) -> Float[Tensor, " rows"]:
+        """dist(y, -y) for y >= 0."""
+        if self.scale == "log":
+            return 2.0 * (value / self.unit).log1p()
+        return 2.0 * value / value.clamp(min=self.unit)
+
+    def __repr__(self) -> str:
+        return super().__repr__()[:-1] + f", few={len(self.columns)}, scale={self.scale!r}, unit={self.unit:g})"
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """What the costs of a position are made of; names as in the formulas."""
+
+    string: Int[Tensor, " rows"]
+    known: Float[Tensor, " rows"]  # y
+    pre: Float[Tensor, " rows"]
+    suf: Float[Tensor, " rows"]
+    place: Int[Tensor, " rows"]
+    size: Int[Tensor, " rows"]
+    whole: Bool[Tensor, " rows"]  # before the point
+    decimals: Int[Tensor, " rows"]  # at the point
+    among: Bool[Tensor, "rows 4"]  # whether bare and blank digits, minus and point are no others
+    sign: Bool[Tensor, " rows"]
+    behind: Bool[Tensor, " rows"]
+    digits: Bool[Tensor, " rows"]
+
+    def of(self, block: slice) -> _Sums:
+        return _Sums(**{field.name: getattr(self, field.name)[block] for field in fields(self)})
+
+
+def _sums(
+    alphabet: Alphabet, labels: Int[Tensor, "batch length"], reading: Reading
+) -> tuple[Int[Tensor, " rows"], _Sums]:
+    """The positions that have a row, and what their costs are made of."""
+    string = alphabet.string[labels.reshape(-1)]
+    inside, start, point, sign, behind, glued, negative = (
+        mask.reshape(-1)
+        for mask in (
+            reading.inside, reading.start, reading.point, reading.sign, reading.behind, reading.glued,
+            one_before(reading.sign),
+        )
+    )  # fmt: skip
+    table = _Table.of(alphabet, string, inside, start=start, point=point)
+    row = (inside | sign | behind).nonzero().squeeze(-1)
+    sign, behind, point, first, glued, negative = (
+        mask[row] for mask in (sign, behind, point, start & ~negative, glued, negative)
+    )
+    near = table.cell[row + sign.long() - behind.long()]  # the cell of the position, or of the number beside it
+    pre, worth, suf = table.pre.take(near), table.worth.take(near), table.suf.take(near)
+    among = torch.stack([~(sign | glued), first, first | sign, point], dim=1)
+    return row, _Sums(
+        string=string[row],
+        known=pre + worth + suf,
+        pre=pre + worth * behind,
+        suf=suf,
+        place=table.place.take(near),
+        size=table.size.take(near) * ~behind,
+        whole=table.whole.take(near),
+        decimals=table.decimals.take(near) * point,
+        among=among,
+        sign=sign,
+        behind=behind,
+        digits=~(sign | behind | point),
+    )
+
+
+@dataclass(frozen=True)
+class _Table:
+    """Numbers x their tokens, for sums along one number: sums along the whole batch would cancel."""
+
+    cell: Int[Tensor, " positions"]  # of each position in a number
+    worth: Float[Tensor, "numbers tokens"]  # v 10^e
+    pre: Float[Tensor, "numbers tokens"]
+    suf: Float[Tensor, "numbers tokens"]
+    place: Int[Tensor, "numbers tokens"]
+    size: Int[Tensor, "numbers tokens"]
+    whole: Bool[Tensor, "numbers tokens"]
+    decimals: Int[Tensor, "numbers tokens"]
+
+    @classmethod
+    def of(cls, alphabet: Alphabet, string: Tensor, inside: Tensor, *, start: Tensor, point: Tensor) -> _Table:
+        at, begins = inside.nonzero().squeeze(-1), start.nonzero().squeeze(-1)
+        number = start.cumsum(0)[at] - 1
+        slot = at - begins[number]
+        shape = (len(begins), int(slot.max()) + 1 if len(at) else 0)
+        cell = torch.zeros_like(string)
+        cell[at] = number * shape[1] + slot
+
+        def spread(entries: Tensor) -> Tensor:
+            return entries.new_zeros(shape).put_(cell[at], entries)
+
+        size = spread(alphabet.sizes[string[at]] * ~point[at])
+        points = spread(point[at].long())
+        whole = points.cumsum(1) == points  # at the point too
+        decimals = (size * ~whole).sum(1, keepdim=True)
+        place = size.sum(1, keepdim=True) - decimals - size.cumsum(1)
+        worth = spread(alphabet.values[string[at]] * ~point[at]) * alphabet.power(place)
+        return cls(
+            cell=cell,
+            worth=worth,
+            pre=_sum_before(worth),
+            suf=_sum_before(worth.flip(1)).flip(1),
+            place=place,
+            size=size,
+            whole=whole,
+            decimals=decimals.expand(shape),
+        )
+
+
+def _sum_before(entries: Float[Tensor, "numbers tokens"]) -> Float[Tensor, "numbers tokens"]:
+    """The sum of all entries of the row before each."""
+    sums = torch.zeros_like(entries)
+    sums[:, 1:] = entries[:, :-1].cumsum(1)
+    return sums
+
+
+def _became(alphabet: Alphabet, sums: _Sums) -> Float[Tensor, "rows strings"]:
+    """The absolute value of the number with each string of digits at the position."""
+    power = alphabet.power
+    grown, shrunk, size = power(alphabet.sizes), power(-alphabet.sizes), power(sums.size)
+    whole = sums.whole.unsqueeze(1)
+    value = alphabet.values * power(sums.place).unsqueeze(1) + sums.suf.unsqueeze(1)
+    value *= torch.where(whole, 1.0, shrunk) * torch.where(sums.whole, 1.0, size).unsqueeze(1)
+    value += torch.where(whole, grown, 1.0) * torch.where(sums.whole, sums.pre / size, sums.pre).unsqueeze(1)
+    return value * power(sums.decimals).unsqueeze(1)

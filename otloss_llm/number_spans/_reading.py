@@ -1,0 +1,171 @@
+"""Where the numbers of a batch of labels are: what each token can be in a number, and what each position is.
+
+A number is `[-]12[.5]`: digits, a sign directly before them, one point between digits, read from the left.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, fields
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from otloss_llm.number_tokens import NumberTokens
+
+# What a token can be in a number; IGNORED is what labels are that do not count.
+IGNORED, TEXT, BARE, BLANK, MINUS, POINT = range(-1, 5)
+
+# 200 digits, and a token of 64 among them, stay far from the end of float64 at 10^308.
+MOST_DIGITS = 200
+_DIGITS = re.compile(" ?[0-9]{1,64}")
+_LARGEST_POWER = 300
+
+# A minus behind these, a blank or nothing is a sign; behind a digit, a letter, a closing bracket it takes a difference.
+_BEFORE_A_SIGN = frozenset("([{<=>+-−*/×÷^,:;|&~$€£")
+
+
+@dataclass(frozen=True)
+class Alphabet:
+    """What the tokens of a vocabulary are to a number.
+
+    Strings are the distinct strings of digits: '7' and ' 7' are one, and so cost the same to the last bit.
+
+    Attributes:
+        part: TEXT, BARE digits, digits behind a BLANK, MINUS or POINT.
+        opens: whether a minus behind the token is a sign.
+        spaced: whether the token begins with a blank.
+        string: which string the token is; 0 where it is none.
+        sizes: how many digits a string has.
+        values: what a string is worth.
+        powers: of ten, each rounded once.
+    """
+
+    part: Int[Tensor, " vocab"]
+    opens: Bool[Tensor, " vocab"]
+    spaced: Bool[Tensor, " vocab"]
+    string: Int[Tensor, " vocab"]
+    sizes: Int[Tensor, " strings"]
+    values: Float[Tensor, " strings"]
+    powers: Float[Tensor, " powers"]
+
+    @classmethod
+    def of(cls, tokens: NumberTokens) -> Self:
+        """Raises ValueError if no token is digits alone."""
+        parts = [_part(*pair) for pair in zip(tokens.texts, tokens.values.tolist(), strict=True)]
+        digits = [
+            (text or "").strip() if part in (BARE, BLANK) else ""
+            for text, part in zip(tokens.texts, parts, strict=True)
+        ]
+        strings = sorted(set(digits) - {""})
+        if not strings:
+            raise ValueError(
+                f"{tokens.name} has no token of ASCII digits alone among {len(parts)}, so no number is made of them; "
+                "use NumberCost, which takes the value of each token."
+            )
+        place = {string: i for i, string in enumerate(strings)} | {"": 0}
+        return cls(
+            part=torch.tensor(parts),
+            opens=torch.tensor([not text or _opens(text[-1]) for text in tokens.texts]),
+            spaced=torch.tensor([(text or "").startswith(" ") for text in tokens.texts]),
+            string=torch.tensor([place[text] for text in digits]),
+            sizes=torch.tensor([len(text) for text in strings]),
+            values=torch.tensor([float(text) for text in strings], dtype=torch.float64),
+            powers=torch.tensor(
+                [float(f"1e{k}") for k in range(-_LARGEST_POWER, _LARGEST_POWER + 1)], dtype=torch.float64
+            ),
+        )
+
+    def power(self, exponent: Int[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        """10^exponent in float64."""
+        return self.powers[exponent + _LARGEST_POWER]
+
+    def to(self, device: torch.device) -> Self:
+        """The same on another device; values stay in float64."""
+        return type(self)(**{field.name: getattr(self, field.name).to(device) for field in fields(self)})
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What the positions of a batch are.
+
+    Attributes:
+        inside: digits or point of a number.
+        start: its first digits.
+        point: its decimal point.
+        sign: its sign, one before the start.
+        behind: no part of a number, but right behind the last digits of one.
+        glued: first digits behind a blank; without it, they would join another number.
+    """
+
+    inside: Bool[Tensor, "batch length"]
+    start: Bool[Tensor, "batch length"]
+    point: Bool[Tensor, "batch length"]
+    sign: Bool[Tensor, "batch length"]
+    behind: Bool[Tensor, "batch length"]
+    glued: Bool[Tensor, "batch length"]
+
+
+def read(alphabet: Alphabet, labels: Int[Tensor, "batch length"], valid: Bool[Tensor, "batch length"]) -> Reading:
+    """Find the numbers of each sequence; labels are ids of the vocabulary, also where they are not valid."""
+    part = alphabet.part[labels].masked_fill(~valid, IGNORED)
+    bare, dot = part == BARE, part == POINT
+    digits = bare | (part == BLANK)
+    # In 1.2.3.4 every other point is a decimal one: 1.2 and 3.4.
+    between = dot & one_before(digits) & _one_behind(bare)
+    count = between.cumsum(-1)
+    chain = digits & ~(bare & one_before(digits | between))
+    nth = count - count.where(chain, 0).cummax(-1).values if count.numel() else count
+    point = between & (nth % 2 == 1)
+    start = digits & ~(bare & one_before(digits | point))
+    size = alphabet.sizes[alphabet.string[labels]] * digits
+    short = (digits | point) & ~_too_long(start, size)
+    start = start & short
+    sign = (part == MINUS) & _one_behind(start & bare)
+    sign &= alphabet.spaced[labels] | ~one_before(valid & ~alphabet.opens[labels])
+    return Reading(
+        inside=short,
+        start=start,
+        point=point & short,
+        sign=sign,
+        behind=valid & ~(digits | point | sign) & one_before(short),
+        glued=start & ~bare & one_before(digits | (dot & one_before(digits))),
+    )
+
+
+def _too_long(start: Bool[Tensor, "batch length"], size: Int[Tensor, "batch length"]) -> Bool[Tensor, "batch length"]:
+    """Whether the number that a position is in has more digits than are counted."""
+    number = start.reshape(-1).cumsum(0)  # 0 is what comes before the first
+    total = number.new_zeros(len(number) + 1).index_add_(0, number, size.reshape(-1))
+    return (total[number] > MOST_DIGITS).reshape(start.shape)
+
+
+def one_before(mask: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch length"]:
+    """Whether it holds one position before; False at the beginning."""
+    moved = torch.zeros_like(mask)
+    moved[:, 1:] = mask[:, :-1]
+    return moved
+
+
+def _one_behind(mask: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch length"]:
+    """Whether it holds one position behind; False at the end."""
+    moved = torch.zeros_like(mask)
+    moved[:, :-1] = mask[:, 1:]
+    return moved
+
+
+def _part(text: str | None, value: float) -> int:
+    """What a token can be in a number; one that was declared no number is text."""
+    if text is None:
+        return TEXT
+    if _DIGITS.fullmatch(text) and value == value:
+        return BLANK if text[0] == " " else BARE
+    if text.removeprefix(" ") in ("-", "−"):
+        return MINUS
+    return POINT if text == "." else TEXT
+
+
+def _opens(character: str) -> bool:
+    return character.isspace() or character in _BEFORE_A_SIGN
