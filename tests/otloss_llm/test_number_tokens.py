@@ -139,8 +139,9 @@ def test_texts_that_are_none(text: str) -> None:
 
 
 def test_zero_has_no_sign() -> None:
-    assert math.copysign(1, read_number("-0") or 0.0) == 1
-    assert read_number("-0") == 0
+    value = read_number("-0")
+    assert value == 0
+    assert math.copysign(1, value) == 1
 
 
 @pytest.mark.parametrize("text", [None, 7, b"7"])
@@ -161,6 +162,13 @@ def test_blanks_in_front_survive() -> None:
     assert token_texts(wordpiece()) == [None, None, " a", " is", " 7", "7", " 12", "12", " and", ".", ".5"]
     assert token_texts(metaspace_bpe()) == [None, " ", "7", " 7", "a", " a", "."]
     assert token_texts(wordlevel())[:6] == [None, " the", " 7", None, None, " -7"]
+
+
+def test_blanks_survive_a_tokenizer_that_tidies_up() -> None:
+    tokenizer = wrap(Tokenizer(models.WordLevel({"the": 0, ".": 1, "7": 2})))
+    tokenizer.clean_up_tokenization_spaces = True
+    assert tokenizer.decode([0, 1]) == "the."
+    assert token_texts(tokenizer) == [" the", " .", " 7"]
 
 
 def test_texts_add_up_to_what_is_decoded(tokenizer: Any) -> None:
@@ -324,6 +332,11 @@ def test_report_of_single_digits() -> None:
     assert not coverage.left_out
     assert not coverage.digits_missing
     assert str(coverage) == "10 of 20 tokens are numbers: 10 values from 0 to 9\nby count of digits: 1: 10"
+
+
+def test_report_of_what_looks_like_a_number() -> None:
+    coverage = NumberTokens.of(characters("7a²½")).coverage()
+    assert coverage.left_out == ((3, "²"), (4, "½"))
 
 
 def test_report_of_gpt2() -> None:
