@@ -25,6 +25,8 @@ from otloss.losses._number_line import checked_values, number_line
 from otloss_llm.few_columns import FewColumns
 from otloss_llm.number_tokens import Coverage, NumberTokens
 
+AUTO = "auto"
+_SINGLE_DIGITS = 9.0  # the widest distance of a vocabulary of single digits
 # Of the table of distances between all numbers; beyond, the rows of the labels at hand are made.
 _MOST_IN_TABLE = 2**22
 
@@ -80,6 +82,7 @@ class NumberCost(Cost):
         *,
         vocab_size: int | None = None,
         values: Mapping[int, float | None] | None = None,
+        scaling: str = AUTO,
         **settings: Any,
     ) -> Self:
         """Read the values off a tokenizer of transformers, by decoding each token; the tokenizer stays as it is.
@@ -89,14 +92,19 @@ class NumberCost(Cost):
         Args:
             vocab_size: rows of the model's head, where it is padded beyond the tokenizer.
             values: `{id: value}` overrides what was read; None for a token that shall be no number.
-            settings: of the constructor, as `scaling="log"`.
+            scaling: of the constructor; "auto" takes "absolute" where no two numbers are more than 9 apart, which are
+                the single digits, and else "log", for absolute distances would be hundreds and swamp the likelihood.
+            settings: of the constructor, as `form="mse"`.
 
         Raises:
             TypeError, ValueError: no tokenizer, one without a number token, a head smaller than the vocabulary, an
                 override of a token that is not there.
         """
         tokens = NumberTokens.of(tokenizer, vocab_size=vocab_size, values=values)
-        cost = cls(tokens.values.to(torch.get_default_dtype()), **settings)
+        if scaling == AUTO:
+            numbers = tokens.values[~tokens.values.isnan()]
+            scaling = "absolute" if float(numbers.amax() - numbers.amin()) <= _SINGLE_DIGITS else "log"
+        cost = cls(tokens.values.to(torch.get_default_dtype()), scaling=scaling, **settings)
         cost.tokens = tokens
         return cost
 

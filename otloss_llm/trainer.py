@@ -11,11 +11,13 @@ from transformers import Trainer, default_data_collator
 
 from otloss.costs import Cost
 from otloss_llm._positions import check_kernel, check_objective
+from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks
 from otloss_llm.fused import fused_loss, unwrap
 from otloss_llm.heads import LanguageModelHead, check_causal, find_head
-from otloss_llm.objectives import Objective, needs_cost, parse_objective
+from otloss_llm.objectives import Objective, cost_kind, needs_cost, parse_objective
+from otloss_llm.questions import AnsweredQuestions, pad_questions
 from otloss_llm.token_loss import TokenLoss, linear_token_loss, token_loss
 
 IGNORE_INDEX = -100
@@ -29,10 +31,14 @@ class ObjectiveMixin:
     states inside the model's own forward pass, so the logits are never formed; labels are shifted here, once.
 
     Args:
-        objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8" (see `parse_objective`).
-        cost: "embedding" copies and freezes the head of `model` as it is now (the start of training); or any
-            vocabulary cost; or None. It is used by objectives that need it, and reported by `evaluate()`.
+        objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number"
+            (see `parse_objective`).
+        cost: "embedding" copies and freezes the head of `model` as it is now (the start of training); "number" reads
+            the values of number tokens off the trainer's `processing_class`; "mixed" is both (`MixedCost`); "auto" the
+            one of them that the objective is meant for; or any vocabulary cost; or None. It is used by objectives that
+            need it, and reported by `evaluate()`.
             It is in no checkpoint: to resume a run, give the trainer the model that the run started from.
+        numbers: form, scaling and span of the costs "number" and "mixed".
         impl, chunk_size: as in `linear_token_loss`.
         *args, **kwargs: of the trainer.
 
@@ -49,6 +55,7 @@ class ObjectiveMixin:
     args: Any
     accelerator: Any
     compute_loss_func: Any
+    processing_class: Any
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
 
@@ -56,13 +63,16 @@ class ObjectiveMixin:
         self,
         *args: Any,
         objective: Objective | str = "emo",
-        cost: Cost | str | None = "embedding",
+        cost: Cost | str | None = "auto",
+        numbers: NumberSettings | None = None,
         impl: str = "auto",
         chunk_size: int | None = None,
         **kwargs: Any,
     ) -> None:
         if isinstance(kwargs.get("train_dataset"), PackedBlocks) and kwargs.get("data_collator") is None:
             kwargs["data_collator"] = default_data_collator  # blocks are of one length: nothing to pad
+        if isinstance(kwargs.get("train_dataset"), AnsweredQuestions) and kwargs.get("data_collator") is None:
+            kwargs["data_collator"] = pad_questions
         super().__init__(*args, **kwargs)
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size = impl, chunk_size
@@ -72,9 +82,11 @@ class ObjectiveMixin:
         if not sharded and not any(parameter.is_meta for parameter in self.model.parameters()):
             check_causal(self.model)
         if isinstance(cost, str):
-            if cost != "embedding":
-                raise ValueError(f'cost is {cost!r}, expected "embedding", a vocabulary cost, or None.')
-            cost = EmbeddingCost(self._as_on_first_process(head.weight))
+            cost = choose_cost(
+                cost_kind(objective) if cost == "auto" else cost,
+                embedding=lambda: EmbeddingCost(self._as_on_first_process(head.weight)),
+                tokenizer=self.processing_class, vocab_size=head.weight.shape[0], numbers=numbers,
+            )  # fmt: skip
         check_objective(self.objective, cost, head.weight.shape[0])
         check_kernel(impl, chunk_size)
         self.transport_cost = cost
