@@ -31,14 +31,27 @@ class ModelArguments:
 
 @dataclass
 class TextArguments:
-    """Which text, and how it is cut."""
+    """Which text, or which questions, and how they are cut."""
 
-    train_text: str = field(metadata={"help": "A .txt, .md or .jsonl file, a folder of them, or a datasets name."})
+    train_text: str | None = field(
+        default=None, metadata={"help": "A .txt, .md or .jsonl file, a folder of them, or a datasets name."}
+    )
+    train_questions: str | None = field(
+        default=None, metadata={"help": "In place of text, a .jsonl file with the columns question and answer."}
+    )
+    validation_questions: str | None = field(
+        default=None, metadata={"help": "Likewise; default: taken from the training questions, evenly spaced."}
+    )
+    train_on_question: bool = field(
+        default=False, metadata={"help": "Train on the tokens of the questions too, not on those of answers alone."}
+    )
     validation_text: str | None = field(
         default=None, metadata={"help": "Likewise; default: cut off the end of the training text."}
     )
     text_column: str = field(default="text", metadata={"help": "Column of .jsonl files and datasets."})
-    block_size: int = field(default=256, metadata={"help": "Tokens in a training example."})
+    block_size: int = field(
+        default=256, metadata={"help": "Tokens in a training example; longer questions are left out, with a warning."}
+    )
     validation_fraction: float = field(default=0.05, metadata={"help": "Share cut off for validation; 0 for none."})
 
 
@@ -58,7 +71,23 @@ class ObjectiveArguments:
 
     objective: str = field(
         default="emo",
-        metadata={"help": "mle, tailr:GAMMA, mixce:GAMMA, emo, emo:clip=3, emo:transport, or emo:WEIGHT."},
+        metadata={
+            "help": "mle, tailr:GAMMA, mixce:GAMMA, emo, emo:clip=3, emo:transport, emo:WEIGHT, number_token:WEIGHT, "
+            "or emo+number (and emo+number:...)."
+        },
+    )
+    number_form: str = field(
+        default="wasserstein",
+        metadata={"help": "How number_token charges a prediction: wasserstein, mse, mae or huber."},
+    )
+    number_scaling: str = field(
+        default="auto",
+        metadata={
+            "help": "Distance of numbers: absolute, log, rank, squash; auto: absolute for single digits, or log."
+        },
+    )
+    number_span: str | None = field(
+        default=None, metadata={"help": "log or relative: judge tokens by the value of the whole number they are in."}
     )
     cost_embedding: str = field(
         default="model",

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, NoReturn
 USAGE = """\
 usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options)
 
-  train      train a causal language model on text with an objective: MLE, TaiLr, MixCE, EMO
+  train      train a causal language model on text or questions with MLE, TaiLr, MixCE, EMO, number_token
   generate   sample text from a model
   evaluate   perplexity and mean transport cost of a model on text; its answers to questions
   compare    several objectives and seeds from one start: a table, a figure, samples
@@ -123,38 +123,76 @@ def _parse(command: str, kinds: Sequence[str], given: Sequence[str]) -> tuple[An
 
 
 def _train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tuple[str, int]:
-    from otloss_llm.loading import COST_SOURCES, fingerprint, load_blocks, load_cost, load_model_and_tokenizer
-    from otloss_llm.objectives import parse_objective
+    from otloss_llm.cost_choice import NumberSettings
+    from otloss_llm.loading import load_cost, load_model_and_tokenizer
+    from otloss_llm.objectives import cost_kind, parse_objective
     from otloss_llm.runs import train_run
 
-    objective = parse_objective(objective_args.objective)
+    objective, kind = parse_objective(objective_args.objective), cost_kind(objective_args.objective)
+    numbers = NumberSettings(objective_args.number_form, objective_args.number_scaling, objective_args.number_span)
+    if kind == "embedding" and numbers != NumberSettings():
+        raise ValueError(
+            f"{objective_args.objective} reads no numbers; --number_... goes with number_token, emo+number."
+        )
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "float32"
     )
-    blocks, validation, _ = load_blocks(
-        tokenizer, train=text_args.train_text, validation=text_args.validation_text, test=None,
-        block_size=text_args.block_size, validation_fraction=text_args.validation_fraction, test_fraction=0.0,
-        text_column=text_args.text_column,
-    )  # fmt: skip
+    rows, validation = _training_rows(tokenizer, text_args)
     source = objective_args.cost_embedding
-    cost = load_cost(source, model, seed=args.seed)
+    cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
+    if kind != "embedding":
+        getattr(cost, "numbers", cost).coverage(file=sys.stderr)
     settings = {
         "model": model_args.model_name_or_path,
-        "model_fingerprint": fingerprint(model.named_parameters()),
         "objective": repr(objective),
         "cost_embedding": source,
-        "cost_fingerprint": None if source in COST_SOURCES else fingerprint([("unit", cost.unit)]),
-        "train_blocks": blocks.fingerprint,
+        "train_blocks": rows.fingerprint,
         "validation_blocks": None if validation is None else validation.fingerprint,
-    }
+    } | _identity(model, cost, source, kind)
     results = train_run(
-        model, tokenizer, blocks, args=args, objective=objective, cost=cost, validation=validation, settings=settings,
+        model, tokenizer, rows, args=args, objective=objective, cost=cost, validation=validation, settings=settings,
         impl=objective_args.impl, chunk_size=objective_args.chunk_size,
     )  # fmt: skip
     if args.process_index != 0:
         return "", 0
     print(f"model, tokenizer and results are in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True), 0
+
+
+def _training_rows(tokenizer: Any, text_args: Any) -> tuple[Any, Any]:
+    """Training and validation rows, of text or of questions."""
+    from otloss_llm.loading import load_blocks, load_questions
+
+    if (text_args.train_text is None) == (text_args.train_questions is None):
+        given = "both" if text_args.train_text else "neither"
+        raise ValueError(f"got {given} of --train_text and --train_questions, expected one: what to train on.")
+    shares = {"validation_fraction": text_args.validation_fraction, "test_fraction": 0.0}
+    if text_args.train_questions:
+        if text_args.validation_text:
+            raise ValueError("--validation_text goes with --train_text; name --validation_questions instead.")
+        rows, validation, _ = load_questions(
+            tokenizer, train=text_args.train_questions, validation=text_args.validation_questions, test=None,
+            max_length=text_args.block_size, train_on_question=text_args.train_on_question, **shares,
+        )  # fmt: skip
+        return rows, validation
+    if text_args.validation_questions or text_args.train_on_question:
+        raise ValueError("--validation_questions and --train_on_question go with --train_questions.")
+    blocks, held_out, _ = load_blocks(
+        tokenizer, train=text_args.train_text, validation=text_args.validation_text, test=None,
+        block_size=text_args.block_size, text_column=text_args.text_column, **shares,
+    )  # fmt: skip
+    return blocks, held_out
+
+
+def _identity(model: Any, cost: Any, source: str, kind: str) -> dict[str, Any]:
+    """What a run with another start or another cost differs in."""
+    from otloss_llm.loading import COST_SOURCES, fingerprint
+
+    known = kind == "number" or source in COST_SOURCES
+    return {
+        "model_fingerprint": fingerprint(model.named_parameters()),
+        "cost_fingerprint": None if known else fingerprint([("unit", getattr(cost, "other", cost).unit)]),
+    } | ({} if kind == "embedding" else {"numbers": repr(getattr(cost, "numbers", cost))})
 
 
 def _generate(model_args: Any, args: Any) -> tuple[str, int]:

@@ -121,6 +121,16 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
         return self.ids.shape[1]
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row: the block size."""
+        return self.block_size
+
+    @property
+    def id_range(self) -> tuple[int, int]:
+        """The lowest and the highest id."""
+        return int(self.ids.min()), int(self.ids.max())
+
+    @property
     def fingerprint(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of the block size and the ids."""
         digest = hashlib.sha256(f"{self.block_size}\0".encode())

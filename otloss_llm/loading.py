@@ -12,9 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otloss.costs import Cost
+from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks, read_texts, split_blocks
 from otloss_llm.heads import check_causal, find_head
+from otloss_llm.questions import AnsweredQuestions, Question, read_questions, spread
 
 COST_SOURCES = ("model", "random", "shuffled")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -136,19 +139,37 @@ def _on_the_hub(name: str, what: str) -> str:
     return name
 
 
-def load_cost(source: str, model: Any, *, seed: int = 0) -> EmbeddingCost:
+def load_cost(
+    source: str,
+    model: Any,
+    *,
+    seed: int = 0,
+    kind: str = "embedding",
+    tokenizer: Any = None,
+    numbers: NumberSettings | None = None,
+) -> Cost:
     """A vocabulary cost for `model`.
 
     Args:
-        source: "model" (its own head as it is now), "random" or "shuffled" (the controls, drawn with `seed`), a `.npy`
-            file of shape (V, d), or a model (folder or name) whose head is taken.
+        source: of the embedding: "model" (its own head as it is now), "random" or "shuffled" (the controls, drawn with
+            `seed`), a `.npy` file of shape (V, d), or a model (folder or name) whose head is taken.
         model: the model that will be trained; the cost must be over its vocabulary.
         seed: of the random and shuffled controls.
+        kind, tokenizer, numbers: as in `otloss_llm.cost_choice.choose_cost`; the kind "number" has no embedding.
 
     Raises:
-        ValueError: an embedding of another vocabulary, or one that is not a (V, d) array of finite numbers.
+        ValueError: an embedding of another vocabulary, or one that is not a (V, d) array of finite numbers; a tokenizer
+            without numbers.
         FileNotFoundError: a path that is not there.
     """
+    vocab = find_head(model).weight.shape[0]
+    return choose_cost(
+        kind, embedding=lambda: _load_embedding(source, model, seed), tokenizer=tokenizer, vocab_size=vocab,
+        numbers=numbers,
+    )  # fmt: skip
+
+
+def _load_embedding(source: str, model: Any, seed: int) -> EmbeddingCost:
     generator = torch.Generator().manual_seed(seed)
     if source in COST_SOURCES:
         own = EmbeddingCost.from_model(model)
@@ -212,3 +233,39 @@ def load_blocks(
             texts = read_texts(source, split=split, text_column=text_column)
             parts.append(PackedBlocks.from_texts(texts, tokenizer, block_size))
     return first, parts[0], parts[1]
+
+
+def load_questions(
+    tokenizer: Any,
+    *,
+    train: str,
+    validation: str | None,
+    test: str | None,
+    max_length: int,
+    validation_fraction: float,
+    test_fraction: float,
+    train_on_question: bool = False,
+) -> tuple[AnsweredQuestions, AnsweredQuestions | None, list[Question]]:
+    """Training and validation rows and test questions; a part without a file of its own is taken from `train`.
+
+    Such a part is taken evenly spaced, because files are often sorted by the kind of question.
+    """
+    rest, parts = read_questions(train), []
+    for source, fraction in ((validation, validation_fraction), (test, test_fraction)):
+        if not 0 <= fraction < 1:
+            raise ValueError(f"a share of {fraction} of the questions was asked for, expected one in [0, 1).")
+        if source is not None:
+            parts.append(read_questions(source))
+        else:
+            parts.append(spread(rest, max(1, round(fraction * len(rest)))) if fraction else [])
+            taken = {id(question) for question in parts[-1]}
+            rest = [question for question in rest if id(question) not in taken]
+    if not rest:
+        raise ValueError(f"no question of {train!r} is left to train on; give more of them, or smaller shares.")
+
+    def rows(questions: list[Question]) -> AnsweredQuestions:
+        return AnsweredQuestions.from_questions(
+            questions, tokenizer, max_length=max_length, train_on_question=train_on_question
+        )
+
+    return rows(rest), rows(parts[0]) if parts[0] else None, parts[1]

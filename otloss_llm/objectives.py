@@ -169,11 +169,8 @@ class EMO:
 class NumberToken:
     """Likelihood, and beside it how far off the predicted numbers are: `nll + weight D` with a `NumberCost`.
 
-    D is 0 at labels that are no numbers. The published loss takes the mean of D over the number positions alone; here
-    every token counts alike in the mean, so the same weight acts less, by the share of labels that are numbers.
-
-    Args:
-        weight: of D, in nats per unit of the cost; finite, at least 0.
+    D is 0 at other labels. The published loss takes the mean of D over number positions alone; here every token counts
+    alike in the mean, so that a weight (nats per unit of the cost) acts less, by the share of labels that are numbers.
 
     Example:
         >>> NumberToken()(torch.tensor([0.7]), torch.tensor([2.0]))

@@ -206,6 +206,16 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         return [len(row) for row in self._rows]
 
     @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths)
+
+    @property
+    def id_range(self) -> tuple[int, int]:
+        """The lowest and the highest id."""
+        return min(int(row.min()) for row in self._rows), max(int(row.max()) for row in self._rows)
+
+    @property
     def fingerprint(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of the lengths, the ids, and what is trained on."""
         digest = hashlib.sha256(f"{self.lengths}{self.prompt_lengths}{self.train_on_question}\0".encode())
@@ -223,7 +233,7 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
     def __repr__(self) -> str:
-        size = f"{len(self)} row{'' if len(self) == 1 else 's'} of at most {max(self.lengths)} tokens"
+        size = f"{len(self)} row{'' if len(self) == 1 else 's'} of at most {self.longest} tokens"
         return f"{type(self).__name__}({size}, {self.dropped} dropped, fingerprint={self.fingerprint})"
 
 

@@ -32,7 +32,10 @@ from otloss_llm.folders import (
     write_json,
 )
 from otloss_llm.objectives import Objective
+from otloss_llm.questions import AnsweredQuestions
 from otloss_llm.trainer import ObjectiveTrainer
+
+Rows = PackedBlocks | AnsweredQuestions  # what can be trained and evaluated on
 
 logger = logging.getLogger(__name__)
 
@@ -80,25 +83,26 @@ def environment(device: Any) -> dict[str, Any]:
     }
 
 
-def check_fit(model: Any, blocks: PackedBlocks) -> None:
-    """Raise ValueError where blocks are longer than the model's context, or of another vocabulary."""
+def check_fit(model: Any, rows: Rows) -> None:
+    """Raise ValueError where rows are longer than the model's context, or of another vocabulary."""
     context = context_length(model)
-    if context is not None and blocks.block_size > context:
+    if context is not None and rows.longest > context:
+        what = "block_size is" if isinstance(rows, PackedBlocks) else "a question with its answer has"
         raise ValueError(
-            f"block_size is {blocks.block_size}, more than the model's context of {context} tokens; make it smaller."
+            f"{what} {rows.longest}, more than the model's context of {context} tokens; make block_size smaller."
         )
-    check_vocabulary(model, int(blocks.ids.min()), int(blocks.ids.max()))
+    check_vocabulary(model, *rows.id_range)
 
 
 def train_run(
     model: Any,
     tokenizer: Any,
-    blocks: PackedBlocks,
+    rows: Rows,
     *,
     args: TrainingArguments,
     objective: Objective,
     cost: Cost | None,
-    validation: PackedBlocks | None = None,
+    validation: Rows | None = None,
     settings: dict[str, Any],
     impl: str = "auto",
     chunk_size: int | None = None,
@@ -117,11 +121,11 @@ def train_run(
         `seconds_per_step` (median of this process).
 
     Raises:
-        ValueError: the folder holds another run, or blocks do not fit the model.
+        ValueError: the folder holds another run, or rows do not fit the model.
         DivergenceError: the loss or the weights became NaN or infinite; checkpoints from before that stay.
     """
     folder = Path(args.output_dir)
-    for part in (blocks, *([] if validation is None else [validation])):
+    for part in (rows, *([] if validation is None else [validation])):
         check_fit(model, part)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ValueError(
@@ -133,7 +137,7 @@ def train_run(
     # Before the run is opened: what the trainer refuses leaves nothing in the folder.
     try:
         trainer = ObjectiveTrainer(
-            model, args, objective=objective, cost=cost, impl=impl, chunk_size=chunk_size, train_dataset=blocks,
+            model, args, objective=objective, cost=cost, impl=impl, chunk_size=chunk_size, train_dataset=rows,
             eval_dataset=validation, processing_class=tokenizer, callbacks=[timer, _Watch()],
         )  # fmt: skip
     except torch.OutOfMemoryError:
@@ -153,11 +157,11 @@ def train_run(
             trainer.remove_callback(callback)
         trainer.add_callback(_QuietBar(bar))
     # Weights without the optimizer's state are no point to go on from.
-    _train(trainer, None if args.save_only_model else last_complete_checkpoint(folder), blocks)
+    _train(trainer, None if args.save_only_model else last_complete_checkpoint(folder), rows)
     return _finish(trainer, folder, timer, evaluated=validation is not None)
 
 
-def _train(trainer: ObjectiveTrainer, checkpoint: str | None, blocks: PackedBlocks) -> None:
+def _train(trainer: ObjectiveTrainer, checkpoint: str | None, rows: Rows) -> None:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except _NothingLeftError:
@@ -165,9 +169,9 @@ def _train(trainer: ObjectiveTrainer, checkpoint: str | None, blocks: PackedBloc
         if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
             trainer._load_best_model()
     except ValueError as error:  # the kernels refuse NaN wherever they meet it
-        _refuse_diverged(trainer, blocks, error)
+        _refuse_diverged(trainer, rows, error)
         raise
-    _refuse_diverged(trainer, blocks)
+    _refuse_diverged(trainer, rows)
 
 
 def _finish(trainer: ObjectiveTrainer, folder: Path, timer: _StepTimer, *, evaluated: bool) -> dict[str, Any]:
@@ -197,12 +201,12 @@ def _training_means(history: list[dict[str, Any]]) -> dict[str, float]:
     return {f"train_{key}": value for key, value in means.items()}
 
 
-def _refuse_diverged(trainer: ObjectiveTrainer, blocks: PackedBlocks, cause: Exception | None = None) -> None:
+def _refuse_diverged(trainer: ObjectiveTrainer, rows: Rows, cause: Exception | None = None) -> None:
     """Raise DivergenceError where the model's predictions are not finite (weights may be, and too large)."""
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # no model to call on one process
         return
     with torch.no_grad():
-        logits = trainer.model(input_ids=blocks.ids[:1].long().to(trainer.args.device)).logits
+        logits = trainer.model(input_ids=rows[0]["input_ids"].unsqueeze(0).to(trainer.args.device)).logits
     if not logits.isfinite().all():
         raise _diverged(trainer.state.global_step, "the predictions are NaN or infinite") from cause
 

@@ -1,5 +1,6 @@
 """The value of a whole number of several tokens: `NumberSpanCost` judges each of its tokens by what it makes of it."""
 
+from otloss_llm.number_spans._cost import SCALES as SCALES
 from otloss_llm.number_spans._cost import NumberSpanCost as NumberSpanCost
 
-__all__ = ["NumberSpanCost"]
+__all__ = ["SCALES", "NumberSpanCost"]
