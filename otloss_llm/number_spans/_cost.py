@@ -25,7 +25,6 @@ from torch import Tensor
 
 from otloss._checks import check_positive
 from otloss.costs import Cost
-from otloss.costs._cost import block_entries
 from otloss_llm.few_columns import FewColumns
 from otloss_llm.number_spans._reading import BARE, BLANK, MINUS, POINT, Alphabet, Reading, one_before, read
 from otloss_llm.number_tokens import NumberTokens
@@ -34,6 +33,11 @@ SCALES = ("log", "relative")
 
 # Quotients of the longest numbers by the unit stay below the end of float64.
 _WIDEST_UNIT = 1e30
+
+# Rows are made through blocks of about this many entries, 2 MiB in float64: they stay in the cache.
+_BLOCK_ENTRIES = 2**18
+
+_COLUMNS = (BARE, BLANK, MINUS, POINT)
 
 # No number at all is a little worse than the worst number.
 _WORSE = 1.01
@@ -45,8 +49,8 @@ class NumberSpanCost(Cost):
     A number is digits, a sign directly before them, one point between digits: `[-]12[.5]`, of tokens that are ASCII
     digits (one leading blank begins a new number), a minus (a leading blank allowed) and '.'. A minus is a sign at the
     beginning and behind a blank, an opening bracket or an operator; in '3-4' it is none. Ignored labels and all other
-    tokens end a number: '1,000' is two numbers, and tokens such as '-7' or '.5' are text. So is a number of more than
-    200 digits. Digits beyond the 16 that float64 holds cost nothing.
+    tokens end a number: '1,000' is two numbers, and tokens such as '-7', '.5' or '(-' are text. So is a number of more
+    than 200 digits. Digits beyond the 16 that float64 holds cost nothing.
 
         the label is                these tokens                                       all others
         digits                      digits: dist; at the beginning also behind a       1.01 times the largest
@@ -96,7 +100,8 @@ class NumberSpanCost(Cost):
         self.scale, self.unit = scale, float(unit)
         self.alphabet = Alphabet.of(tokens)
         part = self.alphabet.part
-        self.columns = torch.cat([(part == kind).nonzero().squeeze(-1) for kind in (BARE, BLANK, MINUS, POINT)])
+        self.columns = torch.cat([(part == kind).nonzero().squeeze(-1) for kind in _COLUMNS])
+        self.counts = tuple(int((part == kind).sum()) for kind in _COLUMNS)
         self.made_in = torch.zeros(0, dtype=dtype)
 
     @classmethod
@@ -150,7 +155,7 @@ class NumberSpanCost(Cost):
         few = len(self.columns)
         rows = torch.zeros(1 + len(at), few, dtype=self.dtype, device=labels.device)
         rest = torch.zeros(1 + len(at), dtype=self.dtype, device=labels.device)
-        step = max(1, block_entries() // few)
+        step = max(1, _BLOCK_ENTRIES // few)
         for first in range(0, len(at), step):
             block = slice(first, first + step)
             rows[1:][block], rest[1:][block] = self._costs(sums.of(block))
@@ -165,10 +170,10 @@ class NumberSpanCost(Cost):
         true = torch.where(sums.digits, own, sums.known)  # where the label is one of them, equal to the last bit
         opposite = self._distance_to_opposite(true)
         part = self.alphabet.part[self.columns]
-        few = self._distance(became, true.unsqueeze(1))[:, self.alphabet.string[self.columns]]
+        few = self._distance(became, true.unsqueeze(1)).index_select(1, self.alphabet.string[self.columns])
         few[:, part == MINUS] = opposite.masked_fill(sums.sign, 0.0).unsqueeze(1)
         few[:, part == POINT] = 0.0
-        among = sums.among[:, part - BARE]
+        among = torch.cat([sums.among[:, [i]].expand(-1, n) for i, n in enumerate(self.counts)], dim=1)
         few.masked_fill_(~among, 0.0)
         rest = torch.where(sums.sign, opposite, (_WORSE * few.amax(1)).masked_fill(sums.behind, 0.0))
         return torch.where(among, few, rest.unsqueeze(1)), rest
@@ -229,17 +234,20 @@ def _sums(
         mask[row] for mask in (sign, behind, point, start & ~negative, glued, negative)
     )
     near = table.cell[row + sign.long() - behind.long()]  # the cell of the position, or of the number beside it
-    pre, worth, suf = table.pre.take(near), table.worth.take(near), table.suf.take(near)
+    pre, worth, suf, place, size, whole, decimals = (
+        entries.reshape(-1)[near]
+        for entries in (table.pre, table.worth, table.suf, table.place, table.size, table.whole, table.decimals)
+    )
     among = torch.stack([~(sign | glued), first, first | sign, point], dim=1)
     return row, _Sums(
         string=string[row],
         known=pre + worth + suf,
         pre=pre + worth * behind,
         suf=suf,
-        place=table.place.take(near),
-        size=table.size.take(near) * ~behind,
-        whole=table.whole.take(near),
-        decimals=table.decimals.take(near) * point,
+        place=place,
+        size=size * ~behind,
+        whole=whole,
+        decimals=decimals * point,
         among=among,
         sign=sign,
         behind=behind,

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import pickle
 import random
 import re
 from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from otloss_llm import linear_token_loss, token_loss
 from otloss_llm.few_columns import FewColumns
 from otloss_llm.number_spans import NumberSpanCost
 from otloss_llm.number_tokens import NumberTokens
+from tests.otloss_llm.oracles import OBJECTIVES
 
+DATA = Path(__file__).parents[3] / "shared/data"
 DIGITS = list("0123456789")
 SINGLE = [*DIGITS, "-", ".", " ", "x", "(", ")", "=", None]
 PARTS = ["00", "05", "7", "12", "345", "100", "999", "0000", "12345678"]
@@ -177,3 +182,215 @@ def test_random_sequences_against_strings(texts: list[str | None], unit: float, 
 def test_hand_made_texts_against_strings(text: str, scale: str) -> None:
     labels = torch.tensor([[MULTI.index(character) for character in text.replace(",", "=")]])
     compare(labels, torch.ones_like(labels, dtype=torch.bool), MULTI, scale=scale, unit=1.0)
+
+
+# ---- what rows must be like ------------------------------------------------------------------------------------------
+
+
+def dense_of(text: str, texts: list[str | None], **given: Any) -> Tensor:
+    """(characters, V), of a text whose characters are tokens."""
+    labels = torch.tensor([texts.index(character) for character in text])
+    found = span_cost(texts, **given).few_columns(labels, torch.ones_like(labels, dtype=torch.bool))
+    return dense(found, len(texts))
+
+
+def test_rows_by_hand() -> None:
+    rows = dense_of("45", TEN, scale="relative")
+    assert rows[0].tolist() == pytest.approx(
+        [40 / 45, 30 / 45, 20 / 45, 10 / 45, 0, 10 / 55, 20 / 65, 30 / 75, 40 / 85, 50 / 95, 2, 2.02, 2.02]
+    )
+    worst = 1.01 * 5 / 45
+    assert rows[1].tolist() == pytest.approx(
+        [5 / 45, 4 / 45, 3 / 45, 2 / 45, 1 / 45, 0, 1 / 46, 2 / 47, 3 / 48, 4 / 49, worst, worst, worst]
+    )
+    sign, digit, behind = dense_of("-3x", SINGLE)
+    assert sign.tolist() == pytest.approx([2 * math.log(4) if text != "-" else 0.0 for text in SINGLE])
+    assert digit[:10].tolist() == pytest.approx([abs(math.log((1 + j) / 4)) for j in range(10)])
+    assert behind.tolist() == pytest.approx([math.log((31 + j) / 4) for j in range(10)] + [0.0] * 8)
+
+
+@pytest.mark.parametrize("scale", ["log", "relative"])
+def test_leading_digits_weigh_more_and_farther_digits_cost_more(scale: str) -> None:
+    rows = dense_of("555.55", TEN, scale=scale)[[0, 1, 2, 4, 5], :10]
+    assert (rows[:-1] >= 2 * rows[1:]).masked_fill(rows[:-1] == 0, True).all()
+    away = rows[:, 5:].diff(dim=1), rows[:, :6].flip(1).diff(dim=1)
+    assert all((steps > 0).all() for steps in away)
+    assert (rows[:, 5] == 0).all()
+
+
+@pytest.mark.parametrize("scale", ["log", "relative"])
+@pytest.mark.parametrize("text", ["0", "0.0", "00", "-0"])
+def test_zero_is_a_number_like_any_other(text: str, scale: str) -> None:
+    rows = dense_of(text, TEN, scale=scale)
+    assert torch.isfinite(rows).all()
+    for character, row in zip(text, rows, strict=True):
+        if character.isdecimal():
+            assert row[0] == 0
+            assert (row[1:10] > 0).all()
+            assert row[12] == row.amax() > row[:10].amax()
+
+
+def test_a_token_and_its_variants_cost_exactly_nothing() -> None:
+    labels = random_labels(MULTI, (40, 50), seed=1)
+    found = span_cost(MULTI).few_columns(labels, torch.ones_like(labels, dtype=torch.bool))
+    rows, flat = dense(found, len(MULTI)), labels.reshape(-1)
+    assert (rows.gather(1, flat[:, None]) == 0).all()
+    alone = torch.tensor([[MULTI.index("x"), MULTI.index(" 345"), MULTI.index("12"), MULTI.index(",")]])
+    row = dense(span_cost(MULTI).few_columns(alone, alone > -1), len(MULTI))[1]
+    assert row[MULTI.index("345")] == row[MULTI.index(" 345")] == 0
+
+
+@pytest.mark.parametrize("scale", ["log", "relative"])
+@pytest.mark.parametrize(("before", "behind"), [(200, 0), (1, 199), (199, 1), (25, 25)])
+def test_long_numbers_stay_finite(before: int, behind: int, scale: str) -> None:
+    texts: list[str | None] = [*TEN, "9" * 64, "0" * 64]
+    text = "9" * before + "." * (behind > 0) + "1" * behind + "-"
+    rows = dense_of(text, texts, scale=scale, unit=1e-30, dtype=torch.float32)
+    assert torch.isfinite(rows).all()
+    assert (rows >= 0).all()
+    assert rows[0, 0] > 0
+    assert (rows[-1, 5] > 0) == (behind == 0)  # a digit behind many is lost in float64
+
+
+def test_a_number_of_more_than_200_digits_is_text() -> None:
+    rows = dense_of("-" + "9" * 201 + ".x-7", [*TEN, "x"])
+    assert (rows[:-2] == 0).all()
+    assert (rows[-1] != 0).sum() == 13  # all but '7': the number behind is read
+
+
+def test_tokens_that_were_declared_no_numbers_are_text() -> None:
+    tokens = number_tokens(TEN)
+    values = tokens.values.clone()
+    values[7] = math.nan
+    cost = NumberSpanCost(NumberTokens(values=values, texts=tokens.texts, name="no sevens"))
+    labels = torch.tensor([1, 7, 3])
+    found = cost.few_columns(labels, labels > -1)
+    assert 7 not in found.columns
+    rows = dense(found, len(TEN))
+    torch.testing.assert_close(rows[0, [3, 7]], torch.tensor([math.log(2), 1.01 * math.log(5)]))  # 3, and the worst: 9
+
+
+# ---- shapes, devices, errors -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 4), (2, 3, 5)])
+def test_batches_without_numbers(shape: tuple[int, ...]) -> None:
+    labels = torch.full(shape, 12)
+    found = span_cost(TEN).few_columns(labels, torch.ones(shape, dtype=torch.bool))
+    assert (found.rows.shape, found.rest.shape, found.which.shape) == ((1, 12), (1,), (labels.numel(),))
+    assert not found.rows.any()
+    assert not found.rest.any()
+    ignored = span_cost(TEN).few_columns(labels - 112, torch.zeros(shape, dtype=torch.bool))
+    assert (ignored.rows.shape, ignored.which.shape) == ((1, 12), (0,))
+
+
+def test_leading_axes_are_rows_and_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    labels = random_labels(MULTI, (12, 20), seed=2)
+    valid = torch.rand(12, 20, generator=torch.Generator().manual_seed(1)) > 0.2
+    cost = span_cost(MULTI)
+    expected = dense(cost.few_columns(labels, valid), len(MULTI))
+    monkeypatch.setattr("otloss_llm.number_spans._cost._BLOCK_ENTRIES", 100)
+    again = cost.few_columns(labels.reshape(3, 4, 20), valid.reshape(3, 4, 20))
+    assert torch.equal(dense(again, len(MULTI)), expected)
+    lines = [dense(cost.few_columns(a, b), len(MULTI)) for a, b in zip(labels, valid, strict=True)]
+    assert torch.equal(torch.cat(lines), expected)
+
+
+def test_dtypes_and_copies() -> None:
+    texts: list[str | None] = [*TEN, "16777217"]  # not a float32
+    labels = torch.tensor([13, 2, 12])
+    cost = span_cost(texts)
+    exact = cost.few_columns(labels, labels > -1).rows
+    for copy in (cost.to(torch.float32).to(torch.float64), pickle.loads(pickle.dumps(cost))):
+        assert torch.equal(copy.few_columns(labels, labels > -1).rows, exact)
+    single = cost.to(torch.float32)
+    assert single.few_columns(labels, labels > -1).rows.dtype == single.dtype == torch.float32
+    assert torch.equal(single.few_columns(labels, labels > -1).rows, exact.float())
+    assert cost.shape == (14, 14)
+    assert repr(single) == (
+        "NumberSpanCost(shape=(14, 14), dtype=torch.float32, device='cpu', few=13, scale='log', unit=1)"
+    )
+    assert NumberSpanCost(number_tokens(TEN)).dtype == torch.float32
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_same() -> None:
+    labels = random_labels(MULTI, (30, 40), seed=3)
+    valid = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) > 0.1
+    cost = span_cost(MULTI)
+    moved = cost.to("cuda").few_columns(labels.cuda(), valid.cuda())
+    torch.testing.assert_close(
+        dense(moved, len(MULTI)).cpu(), dense(cost.few_columns(labels, valid), len(MULTI)), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_bad_input_is_named() -> None:
+    tokens = number_tokens(TEN)
+    with pytest.raises(TypeError, match="tokens is a list, expected NumberTokens"):
+        NumberSpanCost(TEN)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"scale is 'rank', expected one of \('log', 'relative'\)"):
+        NumberSpanCost(tokens, scale="rank")
+    with pytest.raises(ValueError, match=r"dtype is torch.float16, expected torch.float32"):
+        NumberSpanCost(tokens, dtype=torch.float16)
+    for unit in (0.0, -1.0, math.nan, math.inf, 1e31, 1e-31):
+        with pytest.raises(ValueError, match=re.escape(f"unit is {unit}, expected")):
+            NumberSpanCost(tokens, unit=unit)
+    with pytest.raises(ValueError, match=r"made up has no token of ASCII digits alone among 4, .* use NumberCost"):
+        span_cost(["٣", "-7", "x", None])
+    cost = NumberSpanCost(tokens)
+    with pytest.raises(ValueError, match=r"no row for a label alone: .* linear_token_loss"):
+        cost.rows(torch.tensor([3]))
+    with pytest.raises(ValueError, match="no row for a label alone"):
+        cost.dense()
+    with pytest.raises(ValueError, match="has no transpose"):
+        _ = cost.T
+    for shape in ((2, 3), ()):
+        with pytest.raises(ValueError, match=r"labels have shape .* and valid .*, expected \(\.\.\., length\) twice"):
+            cost.few_columns(torch.zeros(shape, dtype=torch.long), torch.ones(3, dtype=torch.bool))
+    with pytest.raises(ValueError, match=r"labels have shape \(\)"):
+        cost.few_columns(torch.tensor(1), torch.tensor(True))
+
+
+# ---- in losses, and of real tokenizers -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["number-token", "mle", "user"])
+def test_through_the_token_losses(name: str) -> None:
+    objective, formula = OBJECTIVES[name]
+    labels = random_labels(MULTI, (5, 12), seed=4)
+    labels[torch.rand(5, 12, generator=torch.Generator().manual_seed(3)) < 0.2] = -100
+    valid = labels != -100
+    cost = span_cost(MULTI)
+    generator = torch.Generator().manual_seed(4)
+    hidden = torch.randn(5, 12, 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    weight = torch.randn(len(MULTI), 6, dtype=torch.float64, generator=generator, requires_grad=True)
+    q = (hidden @ weight.T).softmax(-1)[valid]
+    own = q.gather(1, labels[valid][:, None]).squeeze(1)
+    d = (q * dense(cost.few_columns(labels, valid), len(MULTI))).sum(1)
+    expected = formula(own, -own.log(), d).mean()
+    slopes = torch.autograd.grad(expected, [hidden, weight])
+    for impl in ("reference", "chunked"):
+        got = linear_token_loss(hidden, weight, labels, objective=objective, cost=cost, impl=impl, chunk_size=7)
+        torch.testing.assert_close(got.loss, expected, rtol=1e-12, atol=1e-12)
+        assert got.cost is not None
+        torch.testing.assert_close(got.cost[valid], d, rtol=1e-12, atol=1e-12)
+        for a, b in zip(torch.autograd.grad(got.loss, [hidden, weight]), slopes, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+    got = token_loss(hidden @ weight.T, labels, objective=objective, cost=cost)
+    torch.testing.assert_close(got.loss, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("folder", ["tokenizers/gpt2", "models/stories260K"])
+def test_texts_of_real_tokenizers(folder: str) -> None:
+    transformers = pytest.importorskip("transformers")
+    if not (DATA / folder).is_dir():
+        pytest.skip(f"{folder} is not among the shared data")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(DATA / folder)
+    tokens = NumberTokens.of(tokenizer)
+    texts = list(tokens.texts)
+    ids = tokenizer("It is -12.5 kg, (-3) or 20348-7")["input_ids"]
+    labels = torch.tensor([ids])
+    assert compare(labels, labels > -1, texts, scale="log", unit=1.0) >= 11
+    again = NumberSpanCost.from_tokenizer(tokenizer, vocab_size=len(texts) + 7, scale="relative", unit=0.1)
+    assert again.shape == (len(texts) + 7, len(texts) + 7)
+    assert (again.scale, again.unit) == ("relative", 0.1)
