@@ -57,10 +57,13 @@ class TextArguments:
 
 @dataclass
 class CompareTextArguments(TextArguments):
-    """The same, with a test text."""
+    """The same, with a test."""
 
     test_text: str | None = field(
         default=None, metadata={"help": "Likewise; default: cut off the end of the training text."}
+    )
+    test_questions: str | None = field(
+        default=None, metadata={"help": "Likewise; default: taken from the training questions, evenly spaced."}
     )
     test_fraction: float = field(default=0.05, metadata={"help": "Share cut off for the test."})
 
@@ -180,12 +183,24 @@ class CompareArguments:
 
     objectives: list[str] = field(
         default_factory=lambda: ["mle", "emo"],
-        metadata={"help": "Arms: objective[/random | /shuffled][/T=temperature], e.g. mle mixce:0.8 emo emo/random."},
+        metadata={
+            "help": "Arms: objective[/random | /shuffled][/T=temperature], e.g. mle mixce:0.8 emo emo/random; of "
+            "numbers also [/mse | /mae | /huber][/absolute | /log | /rank | /squash] or [/span-log | /span-relative], "
+            "e.g. number_token/mse number_token/span-log emo+number."
+        },
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1], metadata={"help": "Every arm is trained once per seed."})
     judge: str | None = field(default=None, metadata={"help": "An independent model that scores the samples."})
-    num_prompts: int = field(default=64, metadata={"help": "Test blocks whose beginnings are continued."})
+    num_prompts: int = field(
+        default=64, metadata={"help": "Test blocks whose beginnings are continued; questions shown with their answers."}
+    )
     prompt_tokens: int = field(default=20, metadata={"help": "Length of those beginnings."})
     samples_per_prompt: int = field(default=1, metadata={"help": "Continuations of each prompt."})
-    max_new_tokens: int = field(default=100, metadata={"help": "Longest continuation, in tokens."})
+    max_new_tokens: int = field(default=100, metadata={"help": "Longest continuation or answer, in tokens."})
+    answer_style: str | None = field(
+        default=None, metadata={"help": "Of questions: gsm8k, mathematics or last. None: as evaluate chooses it."}
+    )
+    num_questions: int | None = field(
+        default=None, metadata={"help": "Ask at most so many test questions, evenly spaced; None: all."}
+    )
     sample_batch_size: int = field(default=32, metadata={"help": "Continuations made, and blocks scored, at a time."})

@@ -301,9 +301,10 @@ def _score_questions(model: Any, tokenizer: Any, questions: list[Any], style: st
 
 
 def _compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tuple[str, int]:
-    from otloss_llm.compare import Comparison, Data, parse_arm, run_comparison
-    from otloss_llm.loading import load_blocks, load_tokenizer
+    from otloss_llm.compare import Comparison, Data, QuestionData, parse_arm, run_comparison
+    from otloss_llm.loading import load_tokenizer
     from otloss_llm.report import write_report
+    from otloss_llm.training_data import load_rows
 
     if args.world_size > 1:
         raise ValueError(f"compare runs in one process, not {args.world_size}; start it without torchrun.")
@@ -318,16 +319,17 @@ def _compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> t
         samples_per_prompt=compare_args.samples_per_prompt,
         max_new_tokens=compare_args.max_new_tokens,
         batch_size=compare_args.sample_batch_size,
+        answer_style=compare_args.answer_style,
+        num_questions=compare_args.num_questions,
     )
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
-    train, validation, test = load_blocks(
-        tokenizer, train=text_args.train_text, validation=text_args.validation_text, test=text_args.test_text,
-        block_size=text_args.block_size, validation_fraction=text_args.validation_fraction,
-        test_fraction=text_args.test_fraction, text_column=text_args.text_column,
-    )  # fmt: skip
-    if test is None:
-        raise ValueError("there is no test text; give --test_text or a --test_fraction above 0.")
-    results = run_comparison(comparison, Data(train, test, validation), tokenizer, args)
+    rows: Any = load_rows(tokenizer, text_args)
+    train, validation, test = rows
+    if not test:
+        kind = "questions" if text_args.train_questions else "text"
+        raise ValueError(f"there is no test {kind}; give --test_{kind} or a --test_fraction above 0.")
+    data = (QuestionData if text_args.train_questions else Data)(train, test, validation)
+    results = run_comparison(comparison, data, tokenizer, args)
     table = write_report(results, Path(args.output_dir))
     print(f"the report is {Path(args.output_dir) / 'report.md'}", file=sys.stderr)
     return table, 1 if results["failures"] else 0

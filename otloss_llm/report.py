@@ -9,11 +9,21 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-from otloss_llm.compare import HUMAN, START
+from otloss_llm.compare import HUMAN, RIGHT, START
 from otloss_llm.folders import write_json, write_text
 
 # key, heading, number format, which way is better
 COLUMNS = (
+    ("exact_match", "exact match, % ↑", "{:.1f}"),
+    ("number_accuracy", "number accuracy, % ↑", "{:.1f}"),
+    ("median_absolute_error", "median absolute error ↓", "{:.3g}"),
+    ("mean_absolute_error", "mean absolute error ↓", "{:.3g}"),
+    ("capped_relative_error", "capped relative error ↓", "{:.3f}"),
+    ("order_of_magnitude_accuracy", "right order of magnitude, % ↑", "{:.1f}"),
+    ("mean_log_error", "log error ↓", "{:.3f}"),
+    ("answered", "answered, %", "{:.1f}"),
+    ("answer_nll", "nll of answers ↓", "{:.3f}"),
+    ("number_token_log_error", "log error of number tokens ↓", "{:.3f}"),
     ("test_perplexity", "test perplexity ↓", "{:.2f}"),
     ("judge_perplexity", "judge perplexity of samples ↓", "{:.2f}"),
     ("transport_cost", "transport cost ↓", "{:.4f}"),
@@ -21,7 +31,26 @@ COLUMNS = (
     ("distinct_3", "distinct-3", "{:.3f}"),
     ("seconds_per_step", "ms / step", "{:.0f}"),
 )
-_SCALE = {"seconds_per_step": 1000.0}
+_SHARES = ("exact_match", "number_accuracy", "order_of_magnitude_accuracy", "answered")
+_SCALE = dict.fromkeys(_SHARES, 100.0) | {"seconds_per_step": 1000.0}
+
+NOTES_ON_QUESTIONS = """\
+- Mean ± standard deviation over {seeds} seed{plural} of training; a seed sets the order of batches, for all arms alike.
+- {count} test questions, answered greedily (the likeliest token each time); answers are read in the style `{style}`.
+- *exact match*: share of answers that are right. {numeric} of the right answers are numbers, and what follows is about
+  these. *number accuracy*: share with the right value; *right order of magnitude*: with the right sign, and within a
+  factor of √10. *answered*: share for which a number was predicted at all; in the shares before it, the rest are wrong.
+- With the right value y and the predicted p: *absolute error* |p - y|, of which a few wild answers decide the mean;
+  *capped relative error*: mean of min(|p - y| / max(|y|, 1), 1), 1 where no number was predicted; *log error*: mean of
+  |s(p) - s(y)|, s(v) = sign(v) log(1 + |v|). Absolute and log error are over what was answered, to be read beside it.
+- Given the true answer up to there: *nll of answers* in nats per token, its end included; *log error of number tokens*:
+  |s(v) - s(y)| of the token values v expected under the model's distribution among number tokens.
+- `number_token/mse`, `/log`, ...: form and scaling of the distance between number tokens; `/span-log`: between the
+  whole numbers that they make. `emo+number`: EMO whose cost between number tokens is their distance. `/random`: with a
+  random embedding, a control without semantics.
+- `{start}`: where every arm begins, measured in the same way.
+- *ms / step*: median wall time of an optimizer step of the whole training, as measured on this machine in this run.
+"""
 
 NOTES = """\
 - Mean ± standard deviation over {seeds} seed{plural}; a seed sets the order of batches and the samples, for all
@@ -43,17 +72,39 @@ NOTES = """\
 def write_report(results: dict[str, Any], folder: Path, *, title: str = "Comparison of objectives") -> str:
     """Write report.md, report.json, samples.md and (with matplotlib) figure.png; returns table and failures."""
     table = markdown_table(results) + _failures(results)
-    seeds = len({run["seed"] for run in results["runs"]})
-    notes = NOTES.format(
-        seeds=seeds, plural="" if seeds == 1 else "s", human=HUMAN, start=START, prompts=len(results["prompts"])
-    )
+    notes = _by_kind(results) + _notes(results)
     figure = _write_figure(results, folder / "figure.png")
     picture = "\n![figure](figure.png)\n" if figure else '\n(no figure: pip install "otloss[plot]")\n'
     write_json(folder / "report.json", results)
     write_text(folder / "samples.md", _samples(results))
-    links = "Samples side by side: [samples.md](samples.md). Every number and setting: report.json."
+    shown = "Answers" if "questions" in results else "Samples"
+    links = f"{shown} side by side: [samples.md](samples.md). Every number and setting: report.json."
     write_text(folder / "report.md", f"# {title}\n\n{table}\n{notes}{picture}\n{links}\n")
     return table
+
+
+def _notes(results: dict[str, Any]) -> str:
+    seeds = len({run["seed"] for run in results["runs"]})
+    shared = {"seeds": seeds, "plural": "" if seeds == 1 else "s", "start": START}
+    told = results.get("questions")
+    if told is None:
+        return NOTES.format(human=HUMAN, prompts=len(results["prompts"]), **shared)
+    numeric = round(results["start"]["numeric"] * told["count"])
+    return NOTES_ON_QUESTIONS.format(count=told["count"], style=told["style"], numeric=numeric, **shared)
+
+
+def _by_kind(results: dict[str, Any]) -> str:
+    """Exact match of each kind of question, where there are several."""
+    kinds = results.get("questions", {}).get("kinds", {})
+    if len(kinds) < 2:
+        return ""
+    arms = list(dict.fromkeys(run["arm"] for run in results["runs"]))
+    lines = ["", "Exact match, %, by kind of question:", "", f"| kind | questions | {' | '.join(arms)} |"]
+    lines.append("|---|---:|" + "---:|" * len(arms))
+    for kind, count in kinds.items():
+        of_arms = [[run["by_kind"][kind] for run in results["runs"] if run["arm"] == arm] for arm in arms]
+        lines.append(f"| {kind} | {count} | " + " | ".join(f"{100 * statistics.fmean(x):.1f}" for x in of_arms) + " |")
+    return "\n".join(lines) + "\n\n"
 
 
 def summarise(results: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
@@ -71,18 +122,20 @@ def summarise(results: dict[str, Any]) -> dict[str, dict[str, tuple[float, float
 
 
 def markdown_table(results: dict[str, Any]) -> str:
-    """One row an arm, one for the start and one for the text itself; columns that nobody has are left out."""
+    """One row an arm, one for the start, and of text one for the text itself; no column without a value."""
     summary = summarise(results)
     columns = [column for column in COLUMNS if any(column[0] in row for row in summary.values())]
     lines = ["| arm | " + " | ".join(heading for _, heading, _ in columns) + " |", "|---|" + "---:|" * len(columns)]
-    rows = {START: _single(results["start"])} | summary | {HUMAN: _single(results["reference"])}
+    rows = {START: _single(results["start"])} | summary
+    if "questions" not in results:
+        rows[HUMAN] = _single(results["reference"])
     for arm, row in rows.items():
         lines.append(f"| {arm} | " + " | ".join(_cell(row.get(key), form) for key, _, form in columns) + " |")
     return "\n".join(lines) + "\n"
 
 
 def _single(scores: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    return {key: (value, math.nan) for key, value in scores.items() if isinstance(value, float)}
+    return {key: (value * _SCALE.get(key, 1.0), math.nan) for key, value in scores.items() if isinstance(value, float)}
 
 
 def _cell(value: tuple[float, float] | None, form: str) -> str:
@@ -100,14 +153,14 @@ def _failures(results: dict[str, Any]) -> str:
 
 
 def _samples(results: dict[str, Any], *, shown: int = 8) -> str:
-    """The first seed's continuations of the same prompts, arm beside arm."""
-    first, prompts = results["runs"][0]["seed"], results["prompts"]
+    """The first seed's continuations of the same prompts, or its answers to the same questions, arm beside arm."""
+    first, prompts, asked = results["runs"][0]["seed"], results["prompts"], "questions" in results
     columns = {START: results["start"]["samples"]}
     columns |= {run["arm"]: run["samples"] for run in results["runs"] if run["seed"] == first}
-    columns[HUMAN] = results["reference"]["samples"]
-    lines = [f"# Continuations of the same prompts (seed {first})\n"]
+    columns[RIGHT if asked else HUMAN] = results["reference"]["samples"]
+    lines = [f"# {'Answers to the same questions' if asked else 'Continuations of the same prompts'} (seed {first})\n"]
     for i, prompt in enumerate(prompts[:shown]):
-        lines.append(f"## Prompt {i + 1}\n\n| | {_in_table(prompt)} |\n|---|---|")
+        lines.append(f"## {'Question' if asked else 'Prompt'} {i + 1}\n\n| | {_in_table(prompt)} |\n|---|---|")
         for name, texts in columns.items():
             lines.append(f"| {name} | {_in_table(texts[i * (len(texts) // len(prompts))])} |")
         lines.append("")
@@ -122,9 +175,17 @@ def _in_table(text: str) -> str:
 
 def _write_figure(results: dict[str, Any], path: Path) -> bool:
     try:
-        from matplotlib.figure import Figure
+        import matplotlib.figure  # noqa: F401
     except ImportError:
         return False
+    figure = _figure_of_questions(results) if "questions" in results else _figure_of_text(results)
+    figure.savefig(path, dpi=130)
+    return True
+
+
+def _figure_of_text(results: dict[str, Any]) -> Any:
+    from matplotlib.figure import Figure
+
     summary = summarise(results)
     judged = any("judge_perplexity" in row for row in summary.values())
     rows: dict[str, tuple[float, float]] = {}
@@ -136,9 +197,36 @@ def _write_figure(results: dict[str, Any], path: Path) -> bool:
     if judged:
         _draw_trade(axes[0], results, summary)
         figure.legend(loc="outside lower center", ncols=6, fontsize=8)
-    _draw_costs(axes[-1], rows)
-    figure.savefig(path, dpi=130)
-    return True
+    _draw_rows(
+        axes[-1], rows, form="{:.4f}", label="mean transport cost on test text\n← misses land on more similar tokens",
+        title="How far predictions miss, in the embedding's geometry",
+    )  # fmt: skip
+    return figure
+
+
+def _figure_of_questions(results: dict[str, Any]) -> Any:
+    """How often each arm is right, and how far off its numbers are."""
+    from matplotlib.figure import Figure
+
+    summary = summarise(results)
+    panels = (
+        ("exact_match", "{:.1f}", "exact match, %\nmore often right →", "How often answers are right"),
+        ("mean_log_error", "{:.3f}", "mean log error of answered numbers\n← numbers nearer to the right one",
+         "How far off the numbers are"),
+    )  # fmt: skip
+    panels = tuple(panel for panel in panels if any(panel[0] in row for row in summary.values()))
+    height = max(3.2, 1.4 + 0.4 * len(summary))
+    figure = Figure(figsize=(5.5 * len(panels), height), layout="constrained")
+    for axes, (key, form, label, title) in zip(
+        figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True
+    ):
+        rows = {arm: row.get(key, (math.nan, math.nan)) for arm, row in summary.items()}
+        _draw_rows(axes, rows, form=form, label=label, title=title)
+        for number, arm in enumerate(rows):
+            seen = [run[key] for run in results["runs"] if run["arm"] == arm and run.get(key) is not None]
+            points = [value * _SCALE.get(key, 1.0) for value in seen]
+            axes.scatter(points, [number] * len(points), color="grey", alpha=0.6, s=18, zorder=3)
+    return figure
 
 
 def _draw_trade(axes: Any, results: dict[str, Any], summary: dict[str, dict[str, tuple[float, float]]]) -> None:
@@ -173,15 +261,17 @@ def _spread_out(axis: Any, values: list[float]) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_costs(axes: Any, rows: dict[str, tuple[float, float]]) -> None:
-    """Mean transport cost of each training: how far predictions miss."""
+def _draw_rows(axes: Any, rows: dict[str, tuple[float, float]], *, form: str, label: str, title: str) -> None:
+    """A line for each name with its mean and spread, from the top downwards."""
     means = [mean for mean, _ in rows.values()]
     spreads = [0.0 if math.isnan(spread) else spread for _, spread in rows.values()]
     axes.errorbar(means, range(len(rows)), xerr=spreads, fmt="o", markersize=8, capsize=4, color="C0")
     axes.set_yticks(range(len(rows)), list(rows))
-    axes.set_ylim(len(rows) - 0.4, -0.8)  # from the top downwards
+    axes.set_ylim(len(rows) - 0.4, -0.8)
     axes.margins(x=0.2)
     for number, mean in enumerate(means):
-        axes.annotate(f"{mean:.4f}", (mean, number), xytext=(0, 7), textcoords="offset points", ha="center", fontsize=8)
-    axes.set_xlabel("mean transport cost on test text\n← misses land on more similar tokens")
-    axes.set_title("How far predictions miss, in the embedding's geometry", fontsize=11)
+        if not math.isnan(mean):
+            place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
+            axes.annotate(form.format(mean), (mean, number), **place)
+    axes.set_xlabel(label)
+    axes.set_title(title, fontsize=11)

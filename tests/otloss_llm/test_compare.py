@@ -17,7 +17,7 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from otloss_llm import compare
+from otloss_llm import compare, measuring
 from otloss_llm.compare import HUMAN, START, Arm, parse_arm
 from otloss_llm.loading import load_model
 from otloss_llm.runs import DivergenceError
@@ -159,14 +159,14 @@ def test_an_interrupted_comparison_ends_like_an_unbroken_one(
             patch.setattr(compare, "train_run", third)
         else:
             name, after = {"sampling": ("sample_texts", 3), "judging": ("score_texts", 4)}[moment]
-            work = getattr(compare, name)
+            work = getattr(measuring, name)
 
             def late(*args: Any, **kwargs: Any) -> Any:
                 if next(calls) == after:
                     raise KeyboardInterrupt
                 return work(*args, **kwargs)
 
-            patch.setattr(compare, name, late)
+            patch.setattr(measuring, name, late)
         assert cli(*compare_options(tiny, broken)).code == 130
     assert (broken / "mle-seed0/results.json").exists()
     done = (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns

@@ -1,0 +1,50 @@
+"""The training, validation and test rows that a command line names: of text, or of questions with answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from otloss_llm.data import PackedBlocks
+from otloss_llm.loading import load_blocks, load_questions
+from otloss_llm.questions import AnsweredQuestions, Question
+
+_OF_TEXT = ("validation_text", "test_text")
+_OF_QUESTIONS = ("validation_questions", "test_questions", "train_on_question")
+
+
+def load_rows(
+    tokenizer: Any, asked: Any
+) -> (
+    tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]
+    | tuple[AnsweredQuestions, AnsweredQuestions | None, list[Question]]
+):
+    """Rows to train and validate on, and the test: blocks or None of text, a list (perhaps empty) of questions.
+
+    Args:
+        asked: `TextArguments`, or `CompareTextArguments`, without which there is no test.
+
+    Raises:
+        ValueError: text and questions both or neither, an option of the one beside the other, or nothing left.
+        FileNotFoundError: a file that is not there.
+    """
+    if (asked.train_text is None) == (asked.train_questions is None):
+        given = "neither" if asked.train_text is None else "both"
+        raise ValueError(f"got {given} of --train_text and --train_questions, expected one: what to train on.")
+    kind, strays = ("questions", _OF_TEXT) if asked.train_questions else ("text", _OF_QUESTIONS)
+    given = [f"--{name}" for name in strays if getattr(asked, name, None)]
+    if given:
+        raise ValueError(f"{', '.join(given)} does not go with --train_{kind}; leave it out.")
+    shares = {
+        "validation_fraction": asked.validation_fraction,
+        "test_fraction": getattr(asked, "test_fraction", 0.0),
+    }
+    if kind == "questions":
+        return load_questions(
+            tokenizer, train=asked.train_questions, validation=asked.validation_questions,
+            test=getattr(asked, "test_questions", None), max_length=asked.block_size,
+            train_on_question=asked.train_on_question, **shares,
+        )  # fmt: skip
+    return load_blocks(
+        tokenizer, train=asked.train_text, validation=asked.validation_text, test=getattr(asked, "test_text", None),
+        block_size=asked.block_size, text_column=asked.text_column, **shares,
+    )  # fmt: skip
