@@ -1,4 +1,4 @@
-"""`python -m benchmarks [token_loss | scaling | solvers | gradients | boosting | ordinal]`: run one benchmark, or all.
+"""`python -m benchmarks [token_loss | scaling | numbers | solvers | gradients | boosting | ordinal]`: one of them, or all.
 
 The last one takes hours and compares with packages of the extra "peers", so it runs only when it is named.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import boosting, gradients, ordinal, scaling, solvers, token_loss
+from benchmarks import boosting, gradients, numbers, ordinal, scaling, solvers, token_loss
 from benchmarks.labels import BESIDE, find_data
 from benchmarks.measure import FOLDER, Settings
 
-BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main, "solvers": solvers.main,
+BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main, "numbers": numbers.main, "solvers": solvers.main,
               "gradients": gradients.main, "boosting": boosting.main}  # fmt: skip
 BY_NAME = {"ordinal": ordinal.main}
 

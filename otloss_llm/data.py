@@ -31,13 +31,18 @@ DOCUMENTS_PER_CALL = 256  # documents handed to the tokenizer at a time
 
 
 def train_bpe_tokenizer(
-    texts: Iterable[str], vocab_size: int, *, min_frequency: int = 2, progress: bool = False
+    texts: Iterable[str],
+    vocab_size: int,
+    *,
+    min_frequency: int = 2,
+    split_digits: bool = False,
+    progress: bool = False,
 ) -> PreTrainedTokenizerFast:
     """Train a byte-level BPE tokenizer whose decoding gives every text back unchanged.
 
     `<|endoftext|>` has id 0 and serves as end, beginning and padding token; it is never added to a text unasked.
     Training is deterministic. `vocab_size` counts it and the 256 bytes; the vocabulary comes out smaller where the
-    texts have too few pairs that occur `min_frequency` times.
+    texts have too few pairs that occur `min_frequency` times. With `split_digits` every digit is a token of its own.
 
     Raises ValueError where `vocab_size` is below 257 or there is no text.
 
@@ -55,7 +60,8 @@ def train_bpe_tokenizer(
     if not any(document.strip() for document in documents):
         raise ValueError(f"the {len(documents)} texts hold nothing to train on; give at least one document.")
     backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    split: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split_digits else []
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,

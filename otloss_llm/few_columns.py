@@ -6,8 +6,8 @@ Notation: S the few columns, c_j the cost of a token's row there, r its cost in 
 
 A row of the vocabulary's size never exists: the sweeps over the logits are those without any cost, and S is small.
 
-Where the loss is no mean of costs but bends the mean number (the squared error of the expected value), `bend` gives the
-costs of its tangent: with m = sum_S q_j and mu = sum_S q_j x_j / m, D = m phi(mu) + r (1 - m) is again sum q_i c_i for
+Where the loss is no mean of costs but bends the mean number (the squared error of the expected value), `tangent` gives
+the costs: with m = sum_S q_j and mu = sum_S q_j x_j / m, D = m phi(mu) + r (1 - m) is again sum q_i c_i for
 c_j = phi(mu) + phi'(mu) (x_j - mu), and its slope in the logits is q_i (c_i - D), as for any row of costs.
 """
 
@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from jaxtyping import Float, Int
 from torch import Tensor
 
-Bend = Callable[[Tensor, Tensor], Tensor]
+# mu -> (phi - phi' mu, phi'), one each for every token: c_j = intercept + slope x_j.
+Tangent = Callable[[Tensor], tuple[Tensor, Tensor]]
 
 
 @dataclass(frozen=True)
@@ -28,34 +29,24 @@ class FewColumns:
 
     Attributes:
         columns: the few, distinct ids of the vocabulary.
-        rows: the costs there, one row a kind of token; with `bend`, the signed distances x_j from the label.
+        rows: the costs there, one row a kind of token; with `tangent`, the signed distances x_j from the label.
         rest: the cost in all other columns; of the label too, if it is one of them, so that a row of text has 0.
         which: the row of each token.
-        bend: `(rows, weights) -> costs`, both `(tokens, few)`; weights are proportional to q. None: rows are costs.
+        tangent: what makes costs of x, given its mean; None: rows are costs.
     """
 
     columns: Int[Tensor, " few"]
     rows: Float[Tensor, "kinds few"]
     rest: Float[Tensor, " kinds"]
     which: Int[Tensor, " tokens"]
-    bend: Bend | None = None
+    tangent: Tangent | None = None
 
-    def of(self, tokens: Int[Tensor, " chunk"]) -> FewRows:
-        """The rows of these tokens."""
-        which = self.which[tokens]
-        return FewRows(self.columns, self.rows[which], self.rest[which], self.bend)
+    def of(self, tokens: Int[Tensor, " chunk"]) -> FewColumns:
+        """The same for a chunk of the tokens."""
+        return FewColumns(self.columns, self.rows, self.rest, self.which[tokens], self.tangent)
 
-
-@dataclass(frozen=True)
-class FewRows:
-    """`FewColumns` of the tokens of a chunk, a row each."""
-
-    columns: Int[Tensor, " few"]
-    rows: Float[Tensor, "tokens few"]
-    rest: Float[Tensor, " tokens"]
-    bend: Bend | None = None
-
-    def costs(self, weights: Float[Tensor, "tokens few"]) -> Float[Tensor, "tokens few"]:
-        """The costs in the few columns, where q is proportional to `weights`."""
-        rows = self.rows.to(weights.dtype)
-        return rows if self.bend is None else self.bend(rows, weights)
+    def costs_from(self, mean: Float[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
+        """Intercept and slope of each token's costs in `rows`, where their mean under q is this."""
+        if self.tangent is None:
+            return mean.new_zeros(mean.shape), mean.new_ones(mean.shape)
+        return self.tangent(mean)

@@ -172,14 +172,14 @@ class NumberCost(Cost):
             every = torch.arange(-1, len(line.x), device=line.x.device)
             self._table = self._rows_of(every, every)
         table = self._table
-        return FewColumns(table.columns, table.rows, table.rest, place + 1, table.bend)
+        return FewColumns(table.columns, table.rows, table.rest, place + 1, table.tangent)
 
     def _rows_of(self, kinds: Int[Tensor, " kinds"], which: Int[Tensor, " tokens"]) -> FewColumns:
         """Rows from these places on the line; -1 is a label that is no number."""
         line, number = self.line, kinds >= 0
         rows = line.distances(line.columns[kinds.clamp(min=0)]).masked_fill_(~number.unsqueeze(1), 0.0)
         rest = number.to(rows.dtype) * line.text
-        return FewColumns(line.columns, rows, rest, which, None if line.form == "wasserstein" else line.bent)
+        return FewColumns(line.columns, rows, rest, which, None if line.form == "wasserstein" else line.tangent)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere, as `Cost.to`."""

@@ -13,8 +13,8 @@ one), mu = sum_j p_j x_j, d_ij = |x_i - x_j|.
     mae           |mu - x_y|
     huber         (mu - x_y)^2 / 2 up to delta, linear beyond
 
-The last three are phi(mu - x_y), and `bent` gives their tangent's cost of each number, phi + phi' (x_j - mu): the mean
-of these is phi again, and their slopes in p are those of phi.
+The last three are phi(mu - x_y), and `tangent` gives costs of each number, phi + phi' (x_j - mu), whose mean is phi and
+whose slopes in p are those of phi.
 """
 
 from __future__ import annotations
@@ -73,14 +73,10 @@ class NumberLine:
             return apart
         return torch.where(apart == 0, 0.0, self.shift + self.slope * apart)
 
-    def bent(
-        self, apart: Float[Tensor, "rows numbers"], weights: Float[Tensor, "rows numbers"]
-    ) -> Float[Tensor, "rows numbers"]:
-        """The tangent's costs of each number; weights are proportional to p, and may be 0 throughout."""
-        mass = weights.sum(-1, keepdim=True)
-        mean = (weights * apart).sum(-1, keepdim=True) / mass.masked_fill(mass == 0, 1.0)
+    def tangent(self, mean: Tensor) -> tuple[Tensor, Tensor]:
+        """Intercept and slope of the tangent's costs in `x_j - x_y`, at this mean of it."""
         value, slope = self.charge(mean)
-        return value + slope * (apart - mean)
+        return value - slope * mean, slope
 
     def charge(self, gap: Tensor) -> tuple[Tensor, Tensor]:
         """phi and phi' of a signed gap; the forms that bend the mean only."""
@@ -142,7 +138,9 @@ def checked_values(values: Any) -> Float[Tensor, " vocab"]:
     check_floating("values", values)
     if values.dim() != 1 or not len(values):
         raise ValueError(f"values have shape {tuple(values.shape)}, expected (V,): the value of each token.")
-    values = values.detach().to(torch.promote_types(values.dtype, torch.float32))
+    if values.requires_grad:
+        raise ValueError("values require a gradient, which is not given; pass values.detach().")
+    values = values.to(torch.promote_types(values.dtype, torch.float32))
     if values.isinf().any():
         first = int(values.isinf().nonzero()[0])
         raise ValueError(

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -28,8 +27,8 @@ from torch import Tensor
 from otloss.costs import Cost
 from otloss.costs._cost import takes_out
 from otloss_llm._shards import VocabShard
-from otloss_llm.few_columns import FewColumns, FewRows
-from otloss_llm.kernels.few_columns import FewColumnSweeps
+from otloss_llm.few_columns import FewColumns
+from otloss_llm.kernels.few_columns import few_column_sweeps
 from otloss_llm.kernels.gradients import Gradients
 from otloss_llm.kernels.logits import ROW_MULTIPLE, Head, Logits, sweeps_for
 from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
@@ -70,7 +69,7 @@ class Tokens:
         return Slopes(a, b, self.transport, at_label + b * self.e_y * (self.sums.c_y - self.transport))
 
 
-def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor, CostRows | FewRows | None]]:
+def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor, CostRows | FewColumns | None]]:
     """Per chunk: token positions, equal labels side by side; their cost rows, valid until the next chunk."""
     if not len(labels):
         return
@@ -157,10 +156,10 @@ def chunked_pass(
     return value, nll, transport
 
 
-def _sweeps_for(z: Tensor, head: Head, shard: VocabShard | None) -> ModuleType | ShardedSweeps | FewColumnSweeps:
+def _sweeps_for(z: Tensor, head: Head, shard: VocabShard | None) -> Any:
     sweeps = sweeps_for(z, head.impl)
     if isinstance(head.cost, FewColumns):
-        return FewColumnSweeps(sweeps)
+        return few_column_sweeps(sweeps)
     return sweeps if shard is None else ShardedSweeps(sweeps, shard)
 
 

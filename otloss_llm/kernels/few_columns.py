@@ -1,27 +1,71 @@
 """The two sweeps where the cost of a token is one number but in a few columns of the vocabulary (`FewColumns`).
 
-The logits of the few columns are taken out and set to -inf; the sweeps over the others are those without a cost. With
-s the label's slopes, r the cost elsewhere and e = exp(z - top):
+The logits of the few columns S are taken out and set to -inf; the sweeps over the others are those without a cost. With
+r the cost elsewhere, c = A + B x in S, and e = exp(z - top):
 
-    others_cost = r sum_{i not in S} e_i + sum_{j in S} c_j e_j        z_i <- e_i (a + b (r - D)) for i not in S
+    others_cost = r text + A few + B few_x        text = sum_{i not in S} e_i, few = sum_S e_j, few_x = sum_S e_j x_j
+    z_i <- e_i (a + b (r - D)) for i not in S,    z_j <- e_j (a + b (c_j - D)) for j in S
 
 so that text and numbers are summed apart: as a difference, the mass on either would lose its digits where it is small.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from types import ModuleType
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss_llm.few_columns import FewRows
+from otloss_llm.few_columns import FewColumns
 from otloss_llm.kernels.rows import RowSums, Slopes
 
 
+@dataclass(frozen=True)
+class FewSums:
+    """Sums relative to `top` over all columns but the label: of text, of the few, and of x there."""
+
+    top: Float[Tensor, " rows"]
+    text: Float[Tensor, " rows"]
+    few: Float[Tensor, " rows"]
+    few_x: Float[Tensor, " rows"]
+
+
+class Meaning:
+    """What the sums of a chunk mean: its `RowSums`, and the slopes of both kinds of columns."""
+
+    def __init__(self, sums: FewSums, z_y: Tensor, own_x: Tensor, own: Tensor, cost: FewColumns) -> None:
+        """`own`: whether the label is among the few; `own_x`: its x there."""
+        wide = sums.text.dtype
+        self.r = cost.rest[cost.which].to(wide)
+        e_y = torch.where(own, (z_y - sums.top).exp(), 0.0)
+        mass = sums.few + e_y
+        self.A, self.B = cost.costs_from((sums.few_x + e_y * own_x) / mass.masked_fill(mass == 0, 1.0))
+        c_y = torch.where(own, self.A + self.B * own_x, self.r)
+        others_cost = self.r * sums.text + self.A * sums.few + self.B * sums.few_x
+        self.sums = RowSums(sums.top, sums.text + sums.few, others_cost, z_y, c_y)
+
+    def slopes(self, slopes: Slopes) -> tuple[Tensor, Tensor, Tensor]:
+        """What multiplies e in text, and intercept and slope in x of what does among the few."""
+        if slopes.b is None or slopes.transport is None:
+            return slopes.a, slopes.a, torch.zeros_like(slopes.a)
+        text = slopes.a + slopes.b * (self.r - slopes.transport)
+        return text, slopes.a + slopes.b * (self.A - slopes.transport), slopes.b * self.B
+
+
+def largest(*tops: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest logit of each row, NaN where one is NaN or +inf; and what to subtract where all are -inf."""
+    top = tops[0]
+    for other in tops[1:]:
+        top = torch.maximum(top, other)  # NaN stays
+    top = torch.where(top == torch.inf, torch.nan, top)
+    return top, torch.where(top == -torch.inf, 0.0, top)
+
+
 class FewColumnSweeps:
-    """Both sweeps over one chunk of logits: the interface of `rows`, with `FewRows` in the place of cost rows.
+    """Both sweeps over one chunk of logits: the interface of `rows`, with `FewColumns` in the place of cost rows.
 
     Args:
         sweeps: `rows` or a twin of it, for all other columns.
@@ -30,66 +74,39 @@ class FewColumnSweeps:
     def __init__(self, sweeps: ModuleType) -> None:
         self.sweeps = sweeps
 
-    def softmax_rows(self, z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: FewRows) -> RowSums:
+    def softmax_rows(self, z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: FewColumns) -> RowSums:
         """The sums of each row; takes the few columns out of `z`."""
         wide = torch.promote_types(z.dtype, torch.float32)
         z_y = z.gather(-1, label[:, None]).squeeze(-1).to(wide)
-        few = _columns_of(z, cost.columns).to(wide)
-        _fill_columns(z, cost.columns, -torch.inf)
+        few = z.index_select(1, cost.columns).to(wide)
+        z.index_fill_(1, cost.columns, -torch.inf)
         rest = self.sweeps.softmax_rows(z, label, None)
         own = cost.columns == label[:, None]  # (rows, few)
         few.masked_fill_(own, -torch.inf)
-        top = torch.maximum(rest.top.to(wide), z_y)
-        top = torch.maximum(top, few.amax(-1)) if few.shape[1] else top  # NaN stays
-        top = torch.where(top == torch.inf, torch.nan, top)
-        shift = torch.where(top == -torch.inf, 0.0, top)
-        e = few.sub_(shift[:, None]).exp_()
-        text = rest.others.to(wide) * (rest.top - shift).exp()
-        e_y = (z_y - shift).exp()
-        costs = cost.costs(torch.where(own, e_y[:, None], e))
-        r = cost.rest.to(wide)
-        self._rest_top, self._e, self._costs, self._own, self._r = rest.top, e, costs, own, r
-        others_cost = r * text + torch.linalg.vecdot(e, costs)
-        c_y = torch.where(own.any(-1), (costs * own).sum(-1), r)
-        return RowSums(top, text + e.sum(-1), others_cost, z_y, c_y)
+        rest_top = rest.top.to(wide)
+        top, shift = largest(rest_top, z_y, *([few.amax(-1)] if few.shape[1] else []))
+        e, x = few.sub_(shift[:, None]).exp_(), cost.rows[cost.which].to(wide)
+        text = rest.others.to(wide) * (rest_top - shift).exp()
+        sums = FewSums(top, text, e.sum(-1), torch.linalg.vecdot(e, x))
+        self._meaning = Meaning(sums, z_y, (x * own).sum(-1), own.any(-1), cost)
+        self._rest_top, self._e, self._x, self._own = rest_top, e, x, own
+        return self._meaning.sums
 
-    def gradient_rows(
-        self,
-        z: Float[Tensor, "rows columns"],
-        top: Float[Tensor, " rows"],
-        label: Int[Tensor, " rows"],
-        cost: FewRows,
-        slopes: Slopes,
-    ) -> None:
+    def gradient_rows(self, z: Tensor, top: Tensor, label: Tensor, cost: FewColumns, slopes: Slopes) -> None:
         """As `rows.gradient_rows`, of what `softmax_rows` has left."""
-        a, slope = slopes.a, slopes.a[:, None]
-        if slopes.b is not None and slopes.transport is not None:
-            a = a + slopes.b * (self._r - slopes.transport)
-            slope = slope + slopes.b[:, None] * (self._costs - slopes.transport[:, None])
+        a, few_a, few_b = self._meaning.slopes(slopes)
         # The sweeps may have left exp(z - their own top) in z: what is missing goes into the slope.
-        shift = torch.where(self._rest_top == -torch.inf, 0.0, self._rest_top)
+        _, shift = largest(self._rest_top)
         share = (self._rest_top - top).exp()
         self.sweeps.gradient_rows(z, shift, label, None, Slopes(a * share, None, None, slopes.at_label))
-        few = torch.where(self._own, slopes.at_label[:, None], self._e.mul_(slope))
-        _put_columns(z, cost.columns, few.to(z.dtype))
+        few = self._e.mul_(self._x.mul_(few_b[:, None]).add_(few_a[:, None]))
+        z.index_copy_(1, cost.columns, torch.where(self._own, slopes.at_label[:, None], few).to(z.dtype))
 
 
-# On a CPU the columns of logits are rows of memory; `index_select` and its like go through them as they lie.
+def few_column_sweeps(sweeps: ModuleType) -> Any:
+    """The sweeps with few columns that go with these."""
+    if sweeps.__name__.endswith(".rows_compiled"):
+        from otloss_llm.kernels.few_compiled import CompiledFewColumnSweeps
 
-
-def _columns_of(z: Tensor, columns: Tensor) -> Tensor:
-    return z.T.index_select(0, columns).T if z.T.is_contiguous() else z.index_select(1, columns)
-
-
-def _fill_columns(z: Tensor, columns: Tensor, value: float) -> None:
-    if z.T.is_contiguous():
-        z.T.index_fill_(0, columns, value)
-    else:
-        z.index_fill_(1, columns, value)
-
-
-def _put_columns(z: Tensor, columns: Tensor, values: Tensor) -> None:
-    if z.T.is_contiguous():
-        z.T.index_copy_(0, columns, values.T)
-    else:
-        z.index_copy_(1, columns, values)
+        return CompiledFewColumnSweeps()
+    return FewColumnSweeps(sweeps)

@@ -37,10 +37,11 @@ def token_values(
 
 def _mean_cost(q: Float[Tensor, "tokens vocab"], cost: FewColumns) -> Float[Tensor, " tokens"]:
     """`sum_i q_i c_i`; where the costs are a tangent, it is the tangent of itself, to any order of derivatives."""
-    rows = cost.of(torch.arange(len(q), device=q.device))
-    few = q.index_select(-1, cost.columns)
+    few, x = q.index_select(-1, cost.columns), cost.rows[cost.which].to(q.dtype)
     text = q.index_fill(-1, cost.columns, 0.0).sum(-1)
-    return (few * rows.costs(few)).sum(-1) + rows.rest.to(q.dtype) * text
+    mass = few.sum(-1)
+    intercept, slope = cost.costs_from((few * x).sum(-1) / mass.masked_fill(mass == 0, 1.0))
+    return (few * (intercept[:, None] + slope[:, None] * x)).sum(-1) + cost.rest[cost.which].to(q.dtype) * text
 
 
 def _negative_log_likelihood(logits: Tensor, label: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ _sweep = compiled(parallel=True)
 
 
 @njit(inline="always")
-def _spread(costs: Any, which: Any, c: Any) -> None:
+def spread(costs: Any, which: Any, c: Any) -> None:
     """The cost of each token, from that of each label: by itself, since a gather keeps a loop from being vectorised."""
     for t in range(c.shape[0]):
         c[t] = costs[which[t]]
@@ -60,7 +60,7 @@ def _softmax(z: Any, cost: Any, which: Any, top: Any, others: Any, others_cost: 
             for i in range(start, stop):
                 row = z[i]
                 if with_cost:
-                    _spread(cost[i], which, c)
+                    spread(cost[i], which, c)
                     for t in range(tokens):
                         e = _exp(row[t] - new[t])
                         block_s[t] += e
@@ -82,7 +82,7 @@ def _gradient(z: Any, top: Any, cost: Any, which: Any, a: Any, b: Any, transport
         for i in range(vocab * part // parts, vocab * (part + 1) // parts):
             row = z[i]
             if with_cost:
-                _spread(cost[i], which, c)
+                spread(cost[i], which, c)
                 for t in range(tokens):
                     row[t] = _exp(row[t] - top[t]) * (a[t] + b[t] * (c[t] - transport[t]))
             else:
@@ -97,10 +97,10 @@ def softmax_rows(z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], 
     positions = torch.arange(len(label))
     z_y = torch.where(here, z[positions, column], -torch.inf)
     z[positions[here], label[here]] = -torch.inf
-    parts, block = _parts(z), max(1, BLOCK_ENTRIES // max(1, len(label)))
+    parts, block = parts_of(z), max(1, BLOCK_ENTRIES // max(1, len(label)))
     top, others, others_cost = (z.new_empty(parts, len(label)) for _ in range(3))
     with as_many_threads_as_torch():
-        _softmax(_columns(z), *_arrays(cost, z), top.numpy(), others.numpy(), others_cost.numpy(), block)
+        _softmax(columns_of(z), *_arrays(cost, z), top.numpy(), others.numpy(), others_cost.numpy(), block)
     overall = torch.maximum(top.amax(0), z_y)
     shrink = (top - overall).nan_to_num_(nan=-torch.inf).exp_()
     others = (others * shrink).sum(0)
@@ -125,16 +125,16 @@ def gradient_rows(
     transport = nothing if slopes.transport is None else slopes.transport
     vectors = [v.to(torch.float32).contiguous().numpy() for v in (slopes.a, b, transport)]
     with as_many_threads_as_torch():
-        _gradient(_columns(z), top.numpy(), *_arrays(None if slopes.b is None else cost, z), *vectors, _parts(z))
+        _gradient(columns_of(z), top.numpy(), *_arrays(None if slopes.b is None else cost, z), *vectors, parts_of(z))
     here = label >= 0
     z[here.nonzero().squeeze(-1), label[here]] = slopes.at_label[here]
 
 
-def _parts(z: Tensor) -> int:
+def parts_of(z: Tensor) -> int:
     return max(1, min(4 * torch.get_num_threads(), z.shape[1]))
 
 
-def _columns(z: Tensor) -> np.ndarray:
+def columns_of(z: Tensor) -> np.ndarray:
     assert z.T.is_contiguous()
     return z.T.numpy()
 
