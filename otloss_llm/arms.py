@@ -4,7 +4,7 @@ An *arm* is what is compared: an objective, what its cost is made of, and the te
 reads it from `objective[/modifier ...]`:
 
     mle    tailr:0.001    mixce:0.8    emo    emo/random    emo/shuffled    mle/T=0.8
-    number_token    number_token/mse    number_token/log    number_token/span-log    emo+number/random/huber
+    number_token    number_token/mse    number_token/log    number_token/span-log    emo+number/random/log
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def parse_arm(text: str) -> Arm:
             reason = f"{modifier!r} is an embedding, and it reads none"
         elif sort in ("form", "scaling", "span") and kind == "embedding":
             reason = f"{modifier!r} is a distance of numbers, and it reads none (number_token and emo+number do)"
-        elif sort == "span" and kind == "mixed":
-            reason = f"{modifier!r} goes with number_token, a mixture needs the values of single tokens"
+        elif sort in ("form", "span") and value != _DEFAULTS.form and kind == "mixed":
+            reason = f"{modifier!r} goes with number_token, a mixture needs the distance of single tokens"
         else:
             given[sort] = value
             continue

@@ -326,8 +326,8 @@ def _compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> t
     rows: Any = load_rows(tokenizer, text_args)
     train, validation, test = rows
     if not test:
-        kind = "questions" if text_args.train_questions else "text"
-        raise ValueError(f"there is no test {kind}; give --test_{kind} or a --test_fraction above 0.")
+        missing, kind = ("are no", "questions") if text_args.train_questions else ("is no", "text")
+        raise ValueError(f"there {missing} test {kind}; give --test_{kind} or a --test_fraction above 0.")
     data = (QuestionData if text_args.train_questions else Data)(train, test, validation)
     results = run_comparison(comparison, data, tokenizer, args)
     table = write_report(results, Path(args.output_dir))

@@ -209,12 +209,12 @@ def _figure_of_questions(results: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     summary = summarise(results)
-    panels = (
+    both = (
         ("exact_match", "{:.1f}", "exact match, %\nmore often right →", "How often answers are right"),
         ("mean_log_error", "{:.3f}", "mean log error of answered numbers\n← numbers nearer to the right one",
          "How far off the numbers are"),
     )  # fmt: skip
-    panels = tuple(panel for panel in panels if any(panel[0] in row for row in summary.values()))
+    panels = [panel for panel in both if any(panel[0] in row for row in summary.values())]
     height = max(3.2, 1.4 + 0.4 * len(summary))
     figure = Figure(figsize=(5.5 * len(panels), height), layout="constrained")
     for axes, (key, form, label, title) in zip(

@@ -31,13 +31,11 @@ def load_rows(
         given = "neither" if asked.train_text is None else "both"
         raise ValueError(f"got {given} of --train_text and --train_questions, expected one: what to train on.")
     kind, strays = ("questions", _OF_TEXT) if asked.train_questions else ("text", _OF_QUESTIONS)
-    given = [f"--{name}" for name in strays if getattr(asked, name, None)]
-    if given:
-        raise ValueError(f"{', '.join(given)} does not go with --train_{kind}; leave it out.")
-    shares = {
-        "validation_fraction": asked.validation_fraction,
-        "test_fraction": getattr(asked, "test_fraction", 0.0),
-    }
+    wrong = [f"--{name}" for name in strays if getattr(asked, name, None)]
+    if wrong:
+        raise ValueError(f"{', '.join(wrong)} given beside --train_{kind}, expected none of it; leave it out.")
+    cut = getattr(asked, "test_fraction", 0.0)
+    shares = {"validation_fraction": asked.validation_fraction, "test_fraction": cut}
     if kind == "questions":
         return load_questions(
             tokenizer, train=asked.train_questions, validation=asked.validation_questions,

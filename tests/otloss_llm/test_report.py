@@ -110,3 +110,38 @@ def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pyte
     write_report(made_up(["mle"], [0]), tmp_path)
     assert "otloss[plot]" in (tmp_path / "report.md").read_text(encoding="utf-8")
     assert not (tmp_path / "figure.png").exists()
+
+
+def made_up_answers(arms: list[str], seeds: list[int], *, answered: bool = True) -> dict[str, Any]:
+    """Results of a comparison on questions."""
+    results = made_up(arms, seeds, judged=False, samples=("7", "x"))
+    generator = random.Random(1)
+    for run in [*results["runs"], results["start"]]:
+        for key in ("test_perplexity", "transport_cost"):
+            del run[key]
+        run |= {"exact_match": generator.random(), "answer_nll": 1.0, "numeric": 0.5}
+        run |= {"mean_log_error": generator.random() if answered else None, "by_kind": {"a": 0.25, "b": 0.75}}
+    return results | {"questions": {"count": 4, "style": "last", "kinds": {"a": 3, "b": 1}}}
+
+
+@pytest.mark.parametrize("case", ["few", "many", "one seed", "nobody answered", "one did not"])
+def test_the_report_on_questions(tmp_path: Path, case: str) -> None:
+    """As above, and the notes are its own."""
+    pytest.importorskip("matplotlib")
+    arms = [f"number_token:0.{i}/span-log" for i in range(10)] if case == "many" else ["mle", "emo", "emo+number"]
+    results = made_up_answers(arms, [0] if case == "one seed" else [0, 1], answered=case != "nobody answered")
+    if case == "one did not":
+        results["runs"][1]["mean_log_error"] = None
+    table = write_report(results, tmp_path)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert ("log error" in table) == (case != "nobody answered")
+    assert (f"| {START} |" in table, HUMAN in table) == (True, False)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "4 test questions" in text
+    assert "2 of the right answers are numbers" in text
+    assert "judge" not in text
+    assert f"| b | 1 | {' | '.join(['75.0'] * len(arms))} |" in text
+    share = f"{100 * results['start']['exact_match']:.1f}"
+    assert table.splitlines()[2].startswith(f"| {START} | {share} |")
+    if case == "one did not":
+        assert [line.split("|")[3].strip() == "" for line in table.splitlines()[3:6]] == [False, True, False]
