@@ -16,13 +16,18 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss._autograd import eager
 from otloss._checks import check_below_infinity, check_floating, check_reduction, check_tensor
 from otloss.losses._labels import check_ignore_index
-from otloss.losses._number_line import NumberLine, number_line
+from otloss.losses._number_line import number_line
+from otloss.losses._number_rows import loss_of_rows
+from otloss.losses._real import check_not_complex
 
 OVER = ("vocabulary", "numbers")
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 
+@eager
 def number_token_loss(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],
@@ -35,7 +40,7 @@ def number_token_loss(
     squash: float | None = None,
     text: float | None = None,
     sample_weight: Float[Tensor, "*batch"] | None = None,
-    ignore_index: int = -100,
+    ignore_index: int | None = -100,
     reduction: str = "mean",
 ) -> Float[Tensor, "*batch"]:
     """Return how far the numbers that `softmax(logits)` predicts are from the number that is the label.
@@ -58,7 +63,7 @@ def number_token_loss(
             Only with form "wasserstein".
         text: what mass on no number is charged; None takes 1.01 times the worst number.
         sample_weight: (...) weights >= 0.
-        ignore_index: label that leaves a position out, whatever its logits hold.
+        ignore_index: label that leaves a position out, whatever its logits hold; None leaves none out.
         reduction: "mean" is sum(weight * loss) / sum(weight) over the *number* positions, "sum" the former alone,
             "none" gives weight * loss in the shape of the labels, 0 where there is no number.
 
@@ -69,7 +74,8 @@ def number_token_loss(
     Raises:
         TypeError: if logits or values are not floating, or labels not integers.
         ValueError: if shapes do not fit, a label is out of range, values hold an infinity or no number, a setting is
-            unknown, a weight is negative, or logits of a number position are NaN, +inf, or -inf for all that counts.
+            unknown, a weight is negative or not finite, or logits of a number position are NaN, +inf, or -inf for all
+            that counts.
 
     Source:
         J. Zausinger et al., Regress, Don't Guess: a Regression-like Loss on Number Tokens for Language Models,
@@ -82,46 +88,29 @@ def number_token_loss(
         tensor([1.4851, 3.3301])
     """
     check_reduction(reduction)
+    check_over(over)
+    line = number_line(values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
+    labels, kept = _taking_part(logits, labels, len(values), ignore_index)
+    line = line.to(logits.device).to(torch.promote_types(logits.dtype, line.x.dtype))
+    kept = kept & line.is_number(labels.masked_fill(~kept, 0))
+    weight = _weights(sample_weight, labels, kept)
+    # A position by itself is a batch of one.
+    rows, at = (logits.unsqueeze(0), kept.unsqueeze(0)) if kept.dim() == 0 else (logits, kept)
+    where = at.nonzero(as_tuple=True)
+    losses = loss_of_rows(rows, where, labels[kept], line, over)
+    if not torch.isfinite(losses.detach()).all():
+        read = rows[where] if over == "vocabulary" else rows[where][:, line.columns]
+        _raise_not_finite(read.detach(), ~torch.isfinite(losses), kept)
+    dtype = torch.promote_types(logits.dtype, values.dtype)
+    if weight is not None and sample_weight is not None and sample_weight.is_floating_point():
+        dtype = torch.promote_types(dtype, sample_weight.dtype)
+    return _reduced(losses, weight, kept, reduction).to(dtype)
+
+
+def check_over(over: Any) -> None:
+    """Raise ValueError unless it is one of `OVER`."""
     if over not in OVER:
         raise ValueError(f"over is {over!r}, expected one of {', '.join(map(repr, OVER))}.")
-    line = number_line(values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
-    _check_positions(logits, labels, len(values), ignore_index)
-    line = line.to(logits.device)
-    kept = labels != ignore_index
-    kept = kept & line.is_number(labels.long().masked_fill(~kept, 0))
-    rows = logits[kept]
-    z = rows.to(torch.promote_types(rows.dtype, line.x.dtype))
-    losses = _of_rows(z, labels[kept].long(), line.to(z.dtype), over)
-    if not torch.isfinite(losses.detach()).all():
-        _raise_not_finite(rows, losses)
-    weight = _weights(sample_weight, labels, kept)
-    dtype = torch.promote_types(logits.dtype, values.dtype)
-    return _reduced(losses, weight, kept, reduction).to(
-        dtype if weight is None else torch.promote_types(dtype, weight.dtype)
-    )
-
-
-def _of_rows(
-    z: Float[Tensor, "rows vocab"], y: Int[Tensor, " rows"], line: NumberLine, over: str
-) -> Float[Tensor, " rows"]:
-    """The loss of positions whose label is a number."""
-    z_numbers = z[:, line.columns]
-    apart = line.distances(y)
-    if over == "vocabulary":  # where every number is masked out, softmax would be NaN: they have no mass below
-        p = z_numbers.masked_fill(z_numbers.detach().amax(-1, keepdim=True) == -torch.inf, 0.0).softmax(-1)
-    else:
-        p = z_numbers.softmax(-1)
-    of_numbers = (p * apart).sum(-1)
-    if line.form != "wasserstein":
-        of_numbers = line.charge(of_numbers)[0]
-    if over == "numbers":
-        return of_numbers
-    # Mass on text is summed by itself: 1 - m would have no digit left where m is near 1.
-    z_text = z.index_fill(-1, line.columns, -torch.inf)
-    top = z.detach().amax(-1, keepdim=True)
-    e_text, e_numbers = (z_text - top).exp().sum(-1), (z_numbers - top).exp().sum(-1)
-    total = e_text + e_numbers
-    return (e_numbers * of_numbers + e_text * line.text) / total
 
 
 def _reduced(losses: Tensor, weight: Tensor | None, kept: Tensor, reduction: str) -> Tensor:
@@ -131,56 +120,74 @@ def _reduced(losses: Tensor, weight: Tensor | None, kept: Tensor, reduction: str
     total = weighted.sum()
     if reduction == "sum":
         return total
-    mass = torch.tensor(float(len(losses))) if weight is None else weight.sum()
-    return total / mass.masked_fill(mass == 0, 1.0).to(total.device)
+    if weight is None:
+        return total / max(1, len(losses))
+    mass = weight.sum()
+    return total / mass.masked_fill(mass == 0, 1.0)
 
 
 def _weights(sample_weight: Any, labels: Tensor, kept: Tensor) -> Tensor | None:
     if sample_weight is None:
         return None
-    check_tensor("sample_weight", sample_weight)
+    _check_place("sample_weight", sample_weight, labels.device)
     if sample_weight.shape != labels.shape:
         raise ValueError(
             f"sample_weight has shape {tuple(sample_weight.shape)}, expected {tuple(labels.shape)}, that of the labels."
         )
-    if sample_weight.is_complex():
-        raise TypeError(f"sample_weight has dtype {sample_weight.dtype}, expected real weights.")
-    weight = sample_weight[kept]
+    weight = check_not_complex("sample_weight", sample_weight)[kept]
     weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
     wrong = ~(weight.isfinite() & (weight >= 0))
     if wrong.any():
-        raise ValueError(f"sample_weight holds {float(weight[wrong][0])}, expected finite weights >= 0.")
+        raise ValueError(
+            f"sample_weight holds {float(weight[wrong][0])} at a number, expected finite weights >= 0; where a "
+            "position is to be left out, give it 0."
+        )
     return weight
 
 
-def _check_positions(logits: Any, labels: Any, vocab: int, ignore_index: Any) -> None:
+def _taking_part(logits: Any, labels: Any, vocab: int, ignore_index: Any) -> tuple[Tensor, Tensor]:
+    """The labels in int64, and which of them are not ignored."""
     check_floating("logits", logits)
-    check_tensor("labels", labels)
+    _check_place("labels", labels, logits.device)
     check_ignore_index(ignore_index)
     if logits.dim() == 0 or logits.shape[-1] != vocab:
         raise ValueError(
             f"values have {vocab} entries, logits shape {tuple(logits.shape)}, expected one value per token, (..., "
             f"{vocab}); where the head is padded beyond the tokenizer, pad the values with NaN."
         )
-    if labels.dtype not in (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8):
-        raise TypeError(f"labels have dtype {labels.dtype}, expected int64 token ids.")
+    if labels.dtype not in _LABELS:
+        raise TypeError(f"labels have dtype {labels.dtype}, expected token ids in int64; call labels.long().")
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}, expected {tuple(logits.shape[:-1])}, the leading axes of logits."
         )
-    outside = (labels != ignore_index) & ((labels < 0) | (labels >= vocab))
+    labels = labels.long()  # in a narrow dtype, comparisons would be modulo its width
+    kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    outside = kept & ((labels < 0) | (labels >= vocab))
     if outside.any():
         first = tuple(int(i) for i in outside.nonzero()[0])
         raise ValueError(
             f"labels hold {int(outside.sum())} ids outside the vocabulary, the first at {first}: {int(labels[first])}; "
-            f"expected 0..{vocab - 1} or ignore_index={ignore_index}."
+            f"expected 0..{vocab - 1} or ignore_index={ignore_index}. Ids of another tokenizer?"
         )
+    return labels, kept
 
 
-def _raise_not_finite(rows: Tensor, losses: Tensor) -> None:
-    check_below_infinity("logits", rows)
-    row = int((~torch.isfinite(losses)).nonzero()[0])
+def _check_place(name: str, value: Any, device: torch.device) -> None:
+    if check_tensor(name, value).device != device:
+        raise ValueError(f"{name} is on {value.device}, logits on {device}, expected one device; move one.")
+
+
+def _raise_not_finite(read: Tensor, bad: Tensor, kept: Tensor) -> None:
+    check_below_infinity("logits", read)
+    row = int(bad.nonzero()[0])
+    place = tuple(int(i) for i in kept.nonzero()[row])
+    if read[row].amax() > -torch.inf:
+        raise ValueError(
+            f"the loss of position {place} exceeds the range of its dtype, expected values and text= whose costs fit; "
+            'use scaling="log" or "rank".'
+        )
     raise ValueError(
-        f"the logits of number position {row} are -inf for all tokens that count, expected a finite one; leave a "
-        "number to choose, or leave the position out with ignore_index."
+        f"the logits of position {place} are -inf for all tokens that count, expected a finite one; leave a number to "
+        "choose, or leave the position out with ignore_index."
     )

@@ -11,6 +11,7 @@ from otloss.nn._closed_forms import SlicedWasserstein as SlicedWasserstein
 from otloss.nn._closed_forms import Wasserstein1d as Wasserstein1d
 from otloss.nn._closed_forms import WassersteinCircular as WassersteinCircular
 from otloss.nn._closed_forms import WassersteinTree as WassersteinTree
+from otloss.nn._numbers import NumberTokenLoss as NumberTokenLoss
 from otloss.nn._ordinal import HistogramLoss as HistogramLoss
 from otloss.nn._ordinal import OrdinalLoss as OrdinalLoss
 from otloss.nn._soft import SoftRank as SoftRank
@@ -24,6 +25,7 @@ __all__ = [
     "CdfDistance",
     "Emd",
     "HistogramLoss",
+    "NumberTokenLoss",
     "OrdinalLoss",
     "Sinkhorn",
     "SinkhornDivergence",
