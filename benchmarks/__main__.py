@@ -1,6 +1,6 @@
-"""`python -m benchmarks [token_loss | scaling | numbers | solvers | gradients | boosting | ordinal]`: one of them, or all.
+"""`python -m benchmarks [NAME]`: token_loss, scaling, numbers, solvers, gradients, boosting, ordinal, mathematics; or all.
 
-The last one takes hours and compares with packages of the extra "peers", so it runs only when it is named.
+The last two train for an hour, and ordinal compares with packages of the extra "peers": they run when they are named.
 """
 
 from __future__ import annotations
@@ -8,18 +8,18 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import boosting, gradients, numbers, ordinal, scaling, solvers, token_loss
+from benchmarks import boosting, gradients, mathematics, numbers, ordinal, scaling, solvers, token_loss
 from benchmarks.labels import BESIDE, find_data
 from benchmarks.measure import FOLDER, Settings
 
 BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main, "numbers": numbers.main, "solvers": solvers.main,
               "gradients": gradients.main, "boosting": boosting.main}  # fmt: skip
-BY_NAME = {"ordinal": ordinal.main}
+BY_NAME = {"ordinal": ordinal.main, "mathematics": mathematics.main}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but ordinal")
+    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but the last two")
     parser.add_argument(
         "--rounds", type=int, help=f"interleaved repetitions ({token_loss.ROUNDS}; scaling {scaling.ROUNDS}; solvers "
         f"{solvers.ROUNDS})",
@@ -32,7 +32,7 @@ def main() -> None:
     parser.add_argument("--text", default=Settings.text, help="the text the labels come from (%(default)s)")
     parser.add_argument("--output", type=Path, help="folder for results (default: benchmarks, with --small none)")
     parser.add_argument(
-        "--resume", action="store_true", help="scaling, ordinal: go on where an interrupted run stopped"
+        "--resume", action="store_true", help="scaling, ordinal, mathematics: go on where an interrupted run stopped"
     )
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 1:

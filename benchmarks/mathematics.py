@@ -1,0 +1,155 @@
+"""Does a loss that knows numbers help a small model to calculate? Trained from scratch, asked what it has not seen.
+
+Questions of DeepMind mathematics (25 kinds of arithmetic, comparison, numbers, measurement), tested on questions of the
+same kinds that are not among the training ones ("interpolate"), once with a token for each digit and once with a
+multi-digit BPE; and GSM8K word problems with their solutions, where a model this small answers nothing right, and what
+can fall is the error of the numbers under teacher forcing.
+
+Everything runs through `python -m otloss_llm compare`, with an equal number of steps, the same start and the same order
+of batches for all arms of a seed. Its folders stay in mathematics_runs/ (`--resume` goes on with them); means and
+deviations over the seeds go to mathematics.csv.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from benchmarks.measure import Settings, hardware, say
+from otloss_llm.cli import main as command_line
+from otloss_llm.data import train_bpe_tokenizer
+from otloss_llm.questions import read_questions
+from otloss_llm.report import markdown_table, summarise
+
+NAME = "mathematics"
+ARMS = ("mle", "number_token", "number_token/mse", "number_token/span-log", "emo", "emo+number")
+SEEDS, SMALL_SEEDS = (0, 1, 2), (0,)
+RUNS, MEANS = "mathematics_runs", "mathematics.csv"
+FIELDS = ("case", "arm", "measure", "mean", "std", "seeds", "hardware", "torch")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tokenizer on one set of questions.
+
+    Attributes:
+        train, test: files of questions; without a test file a share of the training questions is kept for it.
+        vocab_size, split_digits: of the tokenizer.
+        arms, seeds, steps, batch: what is trained, and for how long.
+    """
+
+    name: str
+    train: str
+    test: str | None
+    vocab_size: int
+    split_digits: bool
+    arms: tuple[str, ...]
+    seeds: tuple[int, ...]
+    steps: int
+    batch: int
+    questions: int
+    longest: int
+    answer: int = 24  # tokens of an answer at most
+
+
+def cases(small: bool) -> list[Case]:
+    steps, seeds, questions = (4, SMALL_SEEDS, 20) if small else (1200, SEEDS, 1000)
+    files = ("mathematics-train.jsonl", "mathematics-interpolate.jsonl")
+    arms = ARMS[:2] if small else ARMS
+    made = [
+        Case("digits", *files, 512, True, arms, seeds, steps, 64, questions, 160),
+        Case("multi-digit BPE", *files, 1024, False, arms, seeds, steps, 64, questions, 160),
+    ]
+    if not small:
+        of_numbers = ("mle", "number_token", "number_token/span-log")
+        made.append(
+            Case("GSM8K", "gsm8k-train.jsonl", None, 2048, False, of_numbers, (0,), 400, 16, 100, 384, answer=8)
+        )
+    return made
+
+
+def main(settings: Settings) -> None:
+    folder = None if settings.data is None else settings.data / "math"
+    if folder is None or not folder.is_dir():
+        say(f"\n{NAME}: left out, it needs --data with math/*.jsonl")
+        return
+    for case in cases(settings.small):
+        if settings.output is None:
+            with TemporaryDirectory() as scratch:
+                run_case(case, folder, Path(scratch), settings)
+        else:
+            run_case(case, folder, settings.output, settings)
+
+
+def run_case(case: Case, folder: Path, output: Path, settings: Settings) -> None:
+    """Train and measure every arm and seed of a case, and keep the means."""
+    home = output / RUNS / case.name.replace(" ", "-")
+    if home.exists() and not settings.resume:
+        raise FileExistsError(f"{home} holds an earlier run; go on with --resume, or move it away.")
+    start = home / "start"
+    if not (start / "config.json").exists():
+        make_start(case, folder / case.train, start)
+    say(f"\n{NAME}: {case.name}\n  {hardware()}, torch {torch.__version__}")
+    code = command_line(options(case, folder, home))
+    if code:
+        sys.exit(code)
+    results = json.loads((home / "compare" / "report.json").read_text(encoding="utf-8"))
+    say(markdown_table(results))
+    if settings.output is not None:
+        keep_means(case, results, output / MEANS)
+
+
+def make_start(case: Case, train: Path, start: Path) -> None:
+    """A tokenizer trained on the questions, and a small Llama with random weights."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    texts = [f"{question.question}\n{question.answer}" for question in read_questions(train)]
+    tokenizer = train_bpe_tokenizer(texts, case.vocab_size, split_digits=case.split_digits)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=len(tokenizer), hidden_size=128, intermediate_size=344, num_hidden_layers=4,
+            num_attention_heads=4, max_position_embeddings=case.longest + 32, tie_word_embeddings=True,
+            bos_token_id=0, eos_token_id=0, pad_token_id=0,
+        )
+    )  # fmt: skip
+    model.save_pretrained(start)
+    tokenizer.save_pretrained(start)
+
+
+def options(case: Case, folder: Path, home: Path) -> list[str]:
+    """The command line of the comparison."""
+    test = ["--test_fraction", "0.1"] if case.test is None else ["--test_questions", str(folder / case.test)]
+    given: dict[str, Any] = {
+        "model_name_or_path": home / "start", "train_questions": folder / case.train, "validation_fraction": 0,
+        "num_questions": case.questions, "block_size": case.longest, "output_dir": home / "compare",
+        "per_device_train_batch_size": case.batch, "max_steps": case.steps, "learning_rate": 2e-3,
+        "lr_scheduler_type": "cosine", "warmup_steps": max(1, case.steps // 10), "adam_beta2": 0.98,
+        "weight_decay": 0.01, "train_sampling_strategy": "group_by_length", "save_strategy": "no",
+        "max_new_tokens": case.answer, "sample_batch_size": 250, "disable_tqdm": True,
+    }  # fmt: skip
+    plain = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    return ["compare", *plain, *test, "--objectives", *case.arms, "--seeds", *map(str, case.seeds)]
+
+
+def keep_means(case: Case, results: dict[str, Any], path: Path) -> None:
+    """The rows of this case in the committed file, in the place of earlier ones of it."""
+    rows: list[dict[str, Any]] = []
+    if path.exists():
+        with path.open(newline="", encoding="utf-8") as stream:
+            rows = [row for row in csv.DictReader(stream) if row["case"] != case.name]
+    for arm, measures in summarise(results).items():
+        for measure, (mean, std) in measures.items():
+            rows.append({"case": case.name, "arm": arm, "measure": measure, "mean": f"{mean:.6g}", "std": f"{std:.3g}",
+                         "seeds": len(case.seeds), "hardware": hardware(), "torch": torch.__version__})  # fmt: skip
+    with path.open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.DictWriter(stream, FIELDS, lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(rows)
