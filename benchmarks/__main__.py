@@ -1,6 +1,6 @@
-"""`python -m benchmarks [NAME]`: token_loss, scaling, numbers, solvers, gradients, boosting, ordinal, mathematics; or all.
+"""`python -m benchmarks [token_loss | scaling | numbers | solvers | gradients | boosting]`: one of them, or all.
 
-The last two train for an hour, and ordinal compares with packages of the extra "peers": they run when they are named.
+ordinal (with packages of the extra "peers") and mathematics train for an hour and more: they run when they are named.
 """
 
 from __future__ import annotations
