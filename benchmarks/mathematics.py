@@ -29,7 +29,7 @@ from otloss_llm.questions import read_questions
 from otloss_llm.report import markdown_table, summarise
 
 NAME = "mathematics"
-ARMS = ("mle", "number_token", "number_token/mse", "number_token/span-log", "emo", "emo+number")
+ARMS = ("mle", "number_token", "number_token/mse", "number_token/span-log", "emo+number")
 SEEDS, SMALL_SEEDS = (0, 1, 2), (0,)
 RUNS, MEANS = "mathematics_runs", "mathematics.csv"
 FIELDS = ("case", "arm", "measure", "mean", "std", "seeds", "hardware", "torch")
@@ -60,12 +60,12 @@ class Case:
 
 
 def cases(small: bool) -> list[Case]:
-    steps, seeds, questions = (4, SMALL_SEEDS, 20) if small else (1200, SEEDS, 1000)
+    steps, seeds, questions = (4, SMALL_SEEDS, 20) if small else (1500, SEEDS, 1000)
     files = ("mathematics-train.jsonl", "mathematics-interpolate.jsonl")
     arms = ARMS[:2] if small else ARMS
     made = [
-        Case("digits", *files, 512, True, arms, seeds, steps, 64, questions, 160),
-        Case("multi-digit BPE", *files, 1024, False, arms, seeds, steps, 64, questions, 160),
+        Case("digits", *files, 512, True, arms, seeds, steps, 32, questions, 160),
+        Case("multi-digit BPE", *files, 1024, False, arms, seeds, steps, 32, questions, 160),
     ]
     if not small:
         of_numbers = ("mle", "number_token", "number_token/span-log")
@@ -130,7 +130,7 @@ def options(case: Case, folder: Path, home: Path) -> list[str]:
     given: dict[str, Any] = {
         "model_name_or_path": home / "start", "train_questions": folder / case.train, "validation_fraction": 0,
         "num_questions": case.questions, "block_size": case.longest, "output_dir": home / "compare",
-        "per_device_train_batch_size": case.batch, "max_steps": case.steps, "learning_rate": 2e-3,
+        "per_device_train_batch_size": case.batch, "max_steps": case.steps, "learning_rate": 1.5e-3,
         "lr_scheduler_type": "cosine", "warmup_steps": max(1, case.steps // 10), "adam_beta2": 0.98,
         "weight_decay": 0.01, "train_sampling_strategy": "group_by_length", "save_strategy": "no",
         "max_new_tokens": case.answer, "sample_batch_size": 250, "disable_tqdm": True,
