@@ -70,9 +70,9 @@ def parse_arm(text: str) -> Arm:
         elif sort in given:
             reason = f"{modifier!r} is a second {sort}"
         elif sort == "embedding" and (not reads_cost or kind == "number"):
-            reason = f"{modifier!r} is an embedding, and it reads none"
+            reason = f"{modifier!r} is an embedding, and it reads {'none' if reads_cost else 'no cost'}"
         elif sort in ("form", "scaling", "span") and kind == "embedding":
-            reason = f"{modifier!r} is a distance of numbers, and it reads none (number_token and emo+number do)"
+            reason = f"{modifier!r} is a distance of numbers, which number_token and emo+number read"
         elif sort in ("form", "span") and value != _DEFAULTS.form and kind == "mixed":
             reason = f"{modifier!r} goes with number_token, a mixture needs the distance of single tokens"
         else:

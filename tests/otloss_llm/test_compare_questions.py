@@ -91,7 +91,8 @@ def test_arms_of_numbers_are_read_from_their_names(text: str, arm: Arm, name: st
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mle/mse", "'mse' is a distance of numbers, and it reads none"),
+        ("mle/random", "'random' is an embedding, and it reads no cost"),
+        ("mle/mse", "'mse' is a distance of numbers, which number_token and emo\\+number read; expected"),
         ("emo/span-log", "'span-log' is a distance of numbers"),
         ("number_token/random", "'random' is an embedding, and it reads none"),
         ("number_token/mse/huber", "'huber' is a second form"),
