@@ -55,7 +55,13 @@ def plain_loss_of_rows(
     z_text = z.index_fill(-1, line.columns, -torch.inf)
     top = z.detach().amax(-1, keepdim=True)
     e_text, e_numbers = (z_text - top).exp().sum(-1), (z_numbers - top).exp().sum(-1)
-    return (e_numbers * found + e_text * line.text) / (e_numbers + e_text)
+    return _mixed(found, line.text, e_numbers, e_text)
+
+
+def _mixed(of_numbers: Tensor, of_text: float, e_numbers: Tensor, e_text: Tensor) -> Float[Tensor, " rows"]:
+    """m L + (1 - m) text, rounded about once: as a small change of the heavier of the two."""
+    total, worse = e_numbers + e_text, of_text - of_numbers
+    return torch.where(e_numbers < e_text, of_text - e_numbers / total * worse, of_numbers + e_text / total * worse)
 
 
 def _of_numbers(
@@ -89,7 +95,7 @@ class _LossOfRows(torch.autograd.Function):
             e_numbers = (z_numbers - top).exp().sum(-1)
             e_text = z.sub_(top).exp_().index_fill_(-1, line.columns, 0.0).sum(-1)
             found = _of_numbers(z_numbers, y[piece], line, over)[0]
-            values[piece] = (e_numbers * found + e_text * line.text) / (e_numbers + e_text)
+            values[piece] = _mixed(found, line.text, e_numbers, e_text)
             sums[:, piece] = torch.stack((top.squeeze(-1), e_numbers, e_text))
         ctx.save_for_backward(logits, y, sums, *where)
         ctx.line, ctx.over = line, over
@@ -124,7 +130,7 @@ def _slopes(
     top, e_numbers, e_text = sums.unsqueeze(-1)
     total = e_numbers + e_text
     mass, worse = e_numbers / total, line.text - value.unsqueeze(-1)
-    of_numbers = weight * mass * p * (bent - e_text / total * worse)
+    of_numbers = weight * ((z[:, line.columns] - top).exp() / total) * (bent - e_text / total * worse)
     of_text = z.sub_(top).exp_().mul_(weight * mass * worse / total)
     return of_text.index_copy_(-1, line.columns, of_numbers)
 
