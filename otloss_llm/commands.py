@@ -15,6 +15,7 @@ from typing import Any
 def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tuple[str, int]:
     from otloss_llm.cost_choice import NumberSettings
     from otloss_llm.loading import load_cost, load_model_and_tokenizer
+    from otloss_llm.number_tokens import NumberTokens
     from otloss_llm.objectives import cost_kind, parse_objective
     from otloss_llm.runs import train_run
     from otloss_llm.training_data import load_rows
@@ -25,15 +26,20 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
         raise ValueError(
             f"{objective_args.objective} reads no numbers; --number_... goes with number_token, emo+number."
         )
+    source = objective_args.cost_embedding
+    if kind == "number" and source != "model":
+        raise ValueError(
+            f"{objective_args.objective} reads no embedding, got --cost_embedding {source}; leave it out, or take "
+            "emo+number."
+        )
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "float32"
     )
+    cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
+    if kind != "embedding" and args.process_index == 0:
+        print(NumberTokens.of(tokenizer, vocab_size=cost.shape[0]).coverage(), file=sys.stderr)
     parts: Any = load_rows(tokenizer, text_args)
     rows, validation, _ = parts
-    source = objective_args.cost_embedding
-    cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
-    if kind != "embedding":
-        getattr(cost, "numbers", cost).coverage(file=sys.stderr)
     settings = {
         "model": model_args.model_name_or_path,
         "objective": repr(objective),

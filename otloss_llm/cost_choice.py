@@ -82,13 +82,20 @@ def choose_cost(
         tokenizer, vocab_size, numbers: of the cost of numbers.
 
     Raises:
-        TypeError, ValueError: an unknown kind, or whatever keeps the cost from being made.
+        TypeError, ValueError: an unknown kind, settings that the kind does not read, or whatever keeps the cost from
+            being made.
     """
-    numbers = numbers or NumberSettings()
-    if kind == "embedding":
-        return embedding()
+    numbers = NumberSettings() if numbers is None else numbers
+    if not isinstance(numbers, NumberSettings):
+        raise TypeError(f"numbers is {numbers!r}, expected NumberSettings(form=..., scaling=..., span=...), or None.")
     if kind not in KINDS:
-        raise ValueError(f"cost is {kind!r}, expected one of {KINDS}, a vocabulary cost, or None.")
+        raise ValueError(f'cost is {kind!r}, expected "auto", one of {KINDS}, a vocabulary cost, or None.')
+    if kind == "embedding":
+        if numbers != NumberSettings():
+            raise ValueError(
+                f'{numbers!r} goes with the cost "number" or "mixed", the cost "embedding" reads no numbers.'
+            )
+        return embedding()
     if kind == "number":
         return number_cost(tokenizer, vocab_size, numbers)
     if numbers.span is not None:

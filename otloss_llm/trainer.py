@@ -87,6 +87,10 @@ class ObjectiveMixin:
                 embedding=lambda: EmbeddingCost(self._as_on_first_process(head.weight)),
                 tokenizer=self.processing_class, vocab_size=head.weight.shape[0], numbers=numbers,
             )  # fmt: skip
+        elif numbers is not None:
+            raise ValueError(
+                f'{numbers!r} goes with the cost "auto", "number" or "mixed", got a cost made already: {cost}.'
+            )
         check_objective(self.objective, cost, head.weight.shape[0])
         check_kernel(impl, chunk_size)
         self.transport_cost = cost
