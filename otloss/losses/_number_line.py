@@ -130,9 +130,10 @@ def number_line(
     line = NumberLine(columns, x, _places(columns, len(values)), shift, slope, form, delta, 1.0, 1.0)
     worst = (widest if form == "wasserstein" else float(line.charge(x.amax() - x.amin())[0])) or 1.0
     if not TEXT_OVER_WORST * worst < torch.finfo(x.dtype).max:
+        low, high = (float(end) for end in torch.aminmax(values[columns]))
         raise ValueError(
-            f'values reach from {float(values[columns].amin()):.6g} to {float(values[columns].amax()):.6g}, and form="{form}" '
-            f'of that is out of the range of {x.dtype}, expected costs within; use scaling="log" or "rank".'
+            f'values reach from {low:.6g} to {high:.6g}, and form="{form}" of that is out of the range of {x.dtype}, '
+            'expected costs within; use scaling="log" or "rank".'
         )
     text = TEXT_OVER_WORST * worst if text is None else check_positive("text", text)
     return replace(line, worst=worst, text=text)

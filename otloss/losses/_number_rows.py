@@ -126,11 +126,12 @@ def _slopes(
 ) -> Float[Tensor, "rows vocab"]:
     """Those over the whole vocabulary; rows is overwritten where it has the dtype of the line."""
     z = rows.to(line.x.dtype)
-    value, p, bent = _of_numbers(z[:, line.columns], y, line, "vocabulary")
+    z_numbers = z[:, line.columns]
+    value, _, bent = _of_numbers(z_numbers, y, line, "vocabulary")
     top, e_numbers, e_text = sums.unsqueeze(-1)
     total = e_numbers + e_text
     mass, worse = e_numbers / total, line.text - value.unsqueeze(-1)
-    of_numbers = weight * ((z[:, line.columns] - top).exp() / total) * (bent - e_text / total * worse)
+    of_numbers = weight * ((z_numbers - top).exp() / total) * (bent - e_text / total * worse)
     of_text = z.sub_(top).exp_().mul_(weight * mass * worse / total)
     return of_text.index_copy_(-1, line.columns, of_numbers)
 

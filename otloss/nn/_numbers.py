@@ -66,5 +66,5 @@ class NumberTokenLoss(Loss):
     def extra_repr(self) -> str:
         bend = ("delta",) if self.form == "huber" else ()
         scale = ("scaling",) if self.scaling != "absolute" else ()
-        skip = ("ignore_index",) if self.ignore_index != -100 else ()
-        return described(self, ("values", "form", "over", *bend, *scale, "squash", "text", *skip, "reduction"))
+        shown = described(self, ("values", "form", "over", *bend, *scale, "squash", "text", "reduction"))
+        return shown if self.ignore_index == -100 else f"{shown}, ignore_index={self.ignore_index}"

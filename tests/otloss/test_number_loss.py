@@ -401,7 +401,6 @@ def test_error_is_at_most_that_of_the_naive_formula(dtype: torch.dtype, lift: fl
     ):
         off, rival_off = ((t.detach().double() - exact_t.detach()).abs() for t in (found_t, rival_t))
         assert off.mean() <= 1.1 * rival_off.mean()
-        assert off.square().mean() <= 1.1 * rival_off.square().mean()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
