@@ -5,8 +5,12 @@ same kinds that are not among the training ones ("interpolate"), once with a tok
 multi-digit BPE; and GSM8K word problems with their solutions, where a model this small answers nothing right, and what
 can fall is the error of the numbers under teacher forcing.
 
-Everything runs through `python -m otloss_llm compare`, with an equal number of steps, the same start and the same order
-of batches for all arms of a seed. Its folders stay in mathematics_runs/ (`--resume` goes on with them); means and
+A model this small, trained from scratch on the answers alone for the minutes that an arm may take, learns little more
+than to say True or False. So all arms of a tokenizer begin with one model, trained from scratch by maximum likelihood on
+questions and answers; from there each goes on with its own objective, on the answers.
+
+Everything runs through `python -m otloss_llm train` and `compare`, with an equal number of steps, the same start and the
+same order of batches for all arms of a seed. Its folders stay in mathematics_runs/ (`--resume` goes on with them); means and
 deviations over the seeds go to mathematics.csv.
 """
 
@@ -42,7 +46,8 @@ class Case:
     Attributes:
         train, test: files of questions; without a test file a share of the training questions is kept for it.
         vocab_size, split_digits: of the tokenizer.
-        arms, seeds, steps, batch: what is trained, and for how long.
+        arms, seeds, steps, batch: what is compared, and for how long each is trained.
+        warm_up: steps by maximum likelihood that all have behind them.
     """
 
     name: str
@@ -52,6 +57,7 @@ class Case:
     split_digits: bool
     arms: tuple[str, ...]
     seeds: tuple[int, ...]
+    warm_up: int
     steps: int
     batch: int
     questions: int
@@ -60,17 +66,17 @@ class Case:
 
 
 def cases(small: bool) -> list[Case]:
-    steps, seeds, questions = (4, SMALL_SEEDS, 20) if small else (1500, SEEDS, 1000)
+    warm_up, steps, seeds, questions = (3, 4, SMALL_SEEDS, 20) if small else (3000, 800, SEEDS, 1000)
     files = ("mathematics-train.jsonl", "mathematics-interpolate.jsonl")
     arms = ARMS[:2] if small else ARMS
     made = [
-        Case("digits", *files, 512, True, arms, seeds, steps, 32, questions, 160),
-        Case("multi-digit BPE", *files, 1024, False, arms, seeds, steps, 32, questions, 160),
+        Case("digits", *files, 512, True, arms, seeds, warm_up, steps, 32, questions, 160),
+        Case("multi-digit BPE", *files, 1024, False, arms, seeds, warm_up, steps, 32, questions, 160),
     ]
     if not small:
         of_numbers = ("mle", "number_token", "number_token/span-log")
         made.append(
-            Case("GSM8K", "gsm8k-train.jsonl", None, 2048, False, of_numbers, (0,), 400, 16, 100, 384, answer=8)
+            Case("GSM8K", "gsm8k-train.jsonl", None, 2048, False, of_numbers, (0,), 600, 200, 16, 100, 384, answer=8)
         )
     return made
 
@@ -93,20 +99,20 @@ def run_case(case: Case, folder: Path, output: Path, settings: Settings) -> None
     home = output / RUNS / case.name.replace(" ", "-")
     if home.exists() and not settings.resume:
         raise FileExistsError(f"{home} holds an earlier run; go on with --resume, or move it away.")
-    start = home / "start"
-    if not (start / "config.json").exists():
-        make_start(case, folder / case.train, start)
     say(f"\n{NAME}: {case.name}\n  {hardware()}, torch {torch.__version__}")
-    code = command_line(options(case, folder, home))
-    if code:
-        sys.exit(code)
+    if not (home / "random" / "config.json").exists():
+        make_model(case, folder / case.train, home / "random")
+    for command in (warm_up(case, folder, home), comparison(case, folder, home)):
+        code = command_line(command)
+        if code:
+            sys.exit(code)
     results = json.loads((home / "compare" / "report.json").read_text(encoding="utf-8"))
     say(markdown_table(results))
     if settings.output is not None:
         keep_means(case, results, output / MEANS)
 
 
-def make_start(case: Case, train: Path, start: Path) -> None:
+def make_model(case: Case, train: Path, made: Path) -> None:
     """A tokenizer trained on the questions, and a small Llama with random weights."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -120,22 +126,35 @@ def make_start(case: Case, train: Path, start: Path) -> None:
             bos_token_id=0, eos_token_id=0, pad_token_id=0,
         )
     )  # fmt: skip
-    model.save_pretrained(start)
-    tokenizer.save_pretrained(start)
+    model.save_pretrained(made)
+    tokenizer.save_pretrained(made)
 
 
-def options(case: Case, folder: Path, home: Path) -> list[str]:
+def _options(case: Case, folder: Path, **more: Any) -> list[str]:
+    given: dict[str, Any] = {
+        "train_questions": folder / case.train, "validation_fraction": 0, "block_size": case.longest,
+        "per_device_train_batch_size": case.batch, "lr_scheduler_type": "cosine", "adam_beta2": 0.98,
+        "weight_decay": 0.01, "train_sampling_strategy": "group_by_length", "save_strategy": "no", "disable_tqdm": True,
+    }  # fmt: skip
+    return [text for name, value in (given | more).items() for text in (f"--{name}", str(value))]
+
+
+def warm_up(case: Case, folder: Path, home: Path) -> list[str]:
+    """The command line that trains what all arms begin with."""
+    return ["train", *_options(
+        case, folder, model_name_or_path=home / "random", output_dir=home / "start", objective="mle",
+        train_on_question=True, max_steps=case.warm_up, warmup_steps=max(1, case.warm_up // 10), learning_rate=1.5e-3,
+    )]  # fmt: skip
+
+
+def comparison(case: Case, folder: Path, home: Path) -> list[str]:
     """The command line of the comparison."""
     test = ["--test_fraction", "0.1"] if case.test is None else ["--test_questions", str(folder / case.test)]
-    given: dict[str, Any] = {
-        "model_name_or_path": home / "start", "train_questions": folder / case.train, "validation_fraction": 0,
-        "num_questions": case.questions, "block_size": case.longest, "output_dir": home / "compare",
-        "per_device_train_batch_size": case.batch, "max_steps": case.steps, "learning_rate": 1.5e-3,
-        "lr_scheduler_type": "cosine", "warmup_steps": max(1, case.steps // 10), "adam_beta2": 0.98,
-        "weight_decay": 0.01, "train_sampling_strategy": "group_by_length", "save_strategy": "no",
-        "max_new_tokens": case.answer, "sample_batch_size": 250, "disable_tqdm": True,
-    }  # fmt: skip
-    plain = [text for name, value in given.items() for text in (f"--{name}", str(value))]
+    plain = _options(
+        case, folder, model_name_or_path=home / "start", output_dir=home / "compare", num_questions=case.questions,
+        max_steps=case.steps, warmup_steps=max(1, case.steps // 10), learning_rate=5e-4, max_new_tokens=case.answer,
+        sample_batch_size=250,
+    )  # fmt: skip
     return ["compare", *plain, *test, "--objectives", *case.arms, "--seeds", *map(str, case.seeds)]
 
 
