@@ -6,12 +6,12 @@ multi-digit BPE; and GSM8K word problems with their solutions, where a model thi
 can fall is the error of the numbers under teacher forcing.
 
 A model this small, trained from scratch on the answers alone for the minutes that an arm may take, learns little more
-than to say True or False. So all arms of a tokenizer begin with one model, trained from scratch by maximum likelihood on
-questions and answers; from there each goes on with its own objective, on the answers.
+than to say True or False. So all arms of a tokenizer begin with one model, trained from scratch by maximum likelihood
+on questions and answers; from there each goes on with its own objective, on the answers.
 
-Everything runs through `python -m otloss_llm train` and `compare`, with an equal number of steps, the same start and the
-same order of batches for all arms of a seed. Its folders stay in mathematics_runs/ (`--resume` goes on with them); means and
-deviations over the seeds go to mathematics.csv.
+Everything runs through `python -m otloss_llm train` and `compare`, with an equal number of steps, the same start and
+the same order of batches for all arms of a seed. Its folders stay in mathematics_runs/ (`--resume` goes on with them);
+means and deviations over the seeds go to mathematics.csv.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from __future__ import annotations
 import csv
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,7 +44,7 @@ class Case:
     """One tokenizer on one set of questions.
 
     Attributes:
-        train, test: files of questions; without a test file a share of the training questions is kept for it.
+        train, test: files of questions; without a test file every tenth question is kept for it.
         vocab_size, split_digits: of the tokenizer.
         arms, seeds, steps, batch: what is compared, and for how long each is trained.
         warm_up: steps by maximum likelihood that all have behind them.
@@ -100,6 +100,8 @@ def run_case(case: Case, folder: Path, output: Path, settings: Settings) -> None
     if home.exists() and not settings.resume:
         raise FileExistsError(f"{home} holds an earlier run; go on with --resume, or move it away.")
     say(f"\n{NAME}: {case.name}\n  {hardware()}, torch {torch.__version__}")
+    if case.test is None:
+        case, folder = hold_out(case, folder, home), home
     if not (home / "random" / "config.json").exists():
         make_model(case, folder / case.train, home / "random")
     for command in (warm_up(case, folder, home), comparison(case, folder, home)):
@@ -110,6 +112,16 @@ def run_case(case: Case, folder: Path, output: Path, settings: Settings) -> None
     say(markdown_table(results))
     if settings.output is not None:
         keep_means(case, results, output / MEANS)
+
+
+def hold_out(case: Case, folder: Path, home: Path) -> Case:
+    """The case with two files of its own, every tenth question in the second: no arm and no warm-up sees those."""
+    lines = (folder / case.train).read_text(encoding="utf-8").splitlines(keepends=True)
+    home.mkdir(parents=True, exist_ok=True)
+    (home / "test.jsonl").write_text("".join(lines[::10]), encoding="utf-8")
+    kept = [line for number, line in enumerate(lines) if number % 10]
+    (home / "train.jsonl").write_text("".join(kept), encoding="utf-8")
+    return replace(case, train="train.jsonl", test="test.jsonl")
 
 
 def make_model(case: Case, train: Path, made: Path) -> None:
@@ -149,13 +161,13 @@ def warm_up(case: Case, folder: Path, home: Path) -> list[str]:
 
 def comparison(case: Case, folder: Path, home: Path) -> list[str]:
     """The command line of the comparison."""
-    test = ["--test_fraction", "0.1"] if case.test is None else ["--test_questions", str(folder / case.test)]
+    assert case.test is not None
     plain = _options(
-        case, folder, model_name_or_path=home / "start", output_dir=home / "compare", num_questions=case.questions,
+        case, folder, test_questions=folder / case.test, model_name_or_path=home / "start", output_dir=home / "compare", num_questions=case.questions,
         max_steps=case.steps, warmup_steps=max(1, case.steps // 10), learning_rate=5e-4, max_new_tokens=case.answer,
         sample_batch_size=250,
     )  # fmt: skip
-    return ["compare", *plain, *test, "--objectives", *case.arms, "--seeds", *map(str, case.seeds)]
+    return ["compare", *plain, "--objectives", *case.arms, "--seeds", *map(str, case.seeds)]
 
 
 def keep_means(case: Case, results: dict[str, Any], path: Path) -> None:
