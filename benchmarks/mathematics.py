@@ -163,9 +163,9 @@ def comparison(case: Case, folder: Path, home: Path) -> list[str]:
     """The command line of the comparison."""
     assert case.test is not None
     plain = _options(
-        case, folder, test_questions=folder / case.test, model_name_or_path=home / "start", output_dir=home / "compare", num_questions=case.questions,
-        max_steps=case.steps, warmup_steps=max(1, case.steps // 10), learning_rate=5e-4, max_new_tokens=case.answer,
-        sample_batch_size=250,
+        case, folder, model_name_or_path=home / "start", output_dir=home / "compare",
+        test_questions=folder / case.test, num_questions=case.questions, max_steps=case.steps,
+        warmup_steps=max(1, case.steps // 10), learning_rate=5e-4, max_new_tokens=case.answer, sample_batch_size=250,
     )  # fmt: skip
     return ["compare", *plain, "--objectives", *case.arms, "--seeds", *map(str, case.seeds)]
 
