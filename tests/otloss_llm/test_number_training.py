@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
+import runpy
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,8 @@ pytestmark = WARNINGS
 
 DATA = Path(__file__).parents[3] / "shared/data"
 STORIES, GSM8K = DATA / "models/stories260K", DATA / "math/gsm8k-train.jsonl"
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "number_tokens.py"
 
 CHARACTERS = "0123456789-.+= ab?"
 SUMS = ("12+7=19", "a=-0.5", "90-8=82 b", "ab?", "3.25+1=4.25", "7 7", "-12+2=-10", "b 2")
@@ -504,3 +508,30 @@ def test_the_error_of_the_numbers_of_real_text_falls(
     assert after.expected_log_error < 0.95 * before.expected_log_error
     assert after.accuracy > 2 * before.accuracy
     assert after.number_mass > 2 * before.number_mass
+
+
+# ---- the example -----------------------------------------------------------------------------------------------------
+
+
+def test_the_example_prints_coverage_and_a_line_for_each_arm(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["number_tokens.py", "--steps", "3", "--questions", "60", "--largest", "9"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    verbosity, bars = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
+    try:
+        made = runpy.run_path(str(EXAMPLE), run_name="__main__")
+    finally:
+        transformers.utils.logging.set_verbosity(verbosity)
+        if bars:
+            transformers.utils.logging.enable_progress_bar()
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("10 of 257 tokens are numbers: 10 values from 0 to 9")
+    assert "54 sums to train on, 6 others to answer" in lines[2]
+    assert [line[:20].strip() for line in lines[5:8]] == list(made["ARMS"])
+    assert "One seed and 6 sums" in lines[-1]
+    right, wrong = ["42", "7", "100"], ["42", "8", "none"]
+    told = made["line"]("arm", wrong, right)
+    assert told.split() == ["arm", "33.3%", "66.7%", "1", "0.118"]  # log(9 / 8), of 8 for 7
+    assert made["line"]("arm", right, right).split() == ["arm", "100.0%", "100.0%"]
+    assert "no answer that is wrong is a number" in made["line"]("arm", ["x"], ["1"])
