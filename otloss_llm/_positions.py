@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
 from otloss.costs import Cost
-from otloss_llm.objectives import Objective, needs_cost, value_and_slopes
+from otloss_llm.objectives import NumberToken, Objective, needs_cost, value_and_slopes
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
 
@@ -52,7 +52,9 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int, device:
         raise TypeError(f"objective is {objective!r}, expected a callable (nll, cost) -> value such as EMO() or MLE().")
     if cost is None:
         if hasattr(objective, "needs_cost") and needs_cost(objective):
-            raise ValueError(f"{objective!r} needs cost=, for example EmbeddingCost.from_model(model).")
+            numbers = isinstance(objective, NumberToken)
+            made = "NumberCost.from_tokenizer(tokenizer)" if numbers else "EmbeddingCost.from_model(model)"
+            raise ValueError(f"{objective!r} needs cost=, for example {made}.")
         return
     if isinstance(cost, type):
         raise TypeError(f"cost is the class {cost.__name__}, expected an instance, such as EmbeddingCost(embedding).")
@@ -61,7 +63,7 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int, device:
     if tuple(cost.shape) != (vocab, vocab):
         raise ValueError(
             f"cost is over a vocabulary of {cost.shape[-1]} tokens, the logits have {vocab}; "
-            "build the cost from the embedding of this model (EmbeddingCost.from_model(model))."
+            "build the cost from the embedding of this model (EmbeddingCost.from_model(model)), or with vocab_size=."
         )
     _check_device(cost, device)
 

@@ -193,7 +193,7 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
             f"{dropped} of {len(questions)} questions are longer than max_length={max_length} tokens with their answers"
         )
         if not kept:
-            raise ValueError(f"{said}, the shortest has {min(lengths)}; none is left. Raise max_length.")
+            raise ValueError(f"{said}, the shortest has {min(lengths)}; none is left. Raise max_length (--block_size).")
         if dropped:
             warnings.warn(f"{said} (the longest has {max(lengths)}) and were dropped.", UserWarning, stacklevel=2)
         return cls(

@@ -127,7 +127,7 @@ class NumberSpanCost(Cost):
         """Raise ValueError: there is no row of a label alone."""
         raise ValueError(
             "NumberSpanCost has no row for a label alone: its costs depend on the number that the label is part of. "
-            "Give it to token_loss or linear_token_loss, or ask for few_columns(labels, valid)."
+            "Give it to token_loss or linear_token_loss (without process_group), or ask for few_columns(labels, valid)."
         )
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
