@@ -66,7 +66,7 @@ class Case:
 
 
 def cases(small: bool) -> list[Case]:
-    warm_up, steps, seeds, questions = (3, 4, SMALL_SEEDS, 20) if small else (3000, 800, SEEDS, 1000)
+    warm_up, steps, seeds, questions = (3, 4, SMALL_SEEDS, 20) if small else (3000, 500, SEEDS, 750)
     files = ("mathematics-train.jsonl", "mathematics-interpolate.jsonl")
     arms = ARMS[:2] if small else ARMS
     made = [
