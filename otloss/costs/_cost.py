@@ -215,7 +215,10 @@ class Cost(ABC):
                     same[id(value)] = value.to(*args, **kwargs)
                 setattr(moved, name, same[id(value)])
         if moved.dtype not in (torch.float32, torch.float64):
-            raise ValueError(f"the cost was asked for in {moved.dtype}, expected float32 or float64: 1 - cos cancels.")
+            raise ValueError(
+                f"the cost was asked for in {moved.dtype}, expected float32 or float64: 16 bits do not tell near costs "
+                "apart; cast the answer instead."
+            )
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and not value.is_floating_point():
                 setattr(moved, name, value.to(moved.device))

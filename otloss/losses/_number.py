@@ -56,12 +56,12 @@ def number_token_loss(
             of the *mean* number, and are 0 for half the mass on 0 and half on 8 where 4 is right.
         over: "vocabulary" counts the probability m of number tokens: m times the form, and (1 - m) times `text`;
             "numbers" renormalises over the number tokens, whatever their mass.
-        delta: of form "huber", where it becomes linear; in units of the scaled values.
+        delta: where form "huber" becomes linear, in units of the scaled values; 1.0 with any other form.
         scaling: "absolute" takes values as they are; "log" sign(v) log(1 + |v|); "rank" their rank among the distinct
             values, in [0, 1]; "squash" is "absolute" with squash=9. Vocabularies with "123" need one of these.
         squash: factor above 1: distances between numbers are mapped to 1 (the nearest pair) up to this (the farthest).
             Only with form "wasserstein".
-        text: what mass on no number is charged; None takes 1.01 times the worst number.
+        text: what mass on no number is charged; None takes 1.01 times the worst number. Only over "vocabulary".
         sample_weight: (...) weights >= 0.
         ignore_index: label that leaves a position out, whatever its logits hold; None leaves none out.
         reduction: "mean" is sum(weight * loss) / sum(weight) over the *number* positions, "sum" the former alone,
@@ -74,8 +74,9 @@ def number_token_loss(
     Raises:
         TypeError: if logits or values are not floating, or labels not integers.
         ValueError: if shapes do not fit, a label is out of range, values hold an infinity or no number, a setting is
-            unknown, a weight is negative or not finite, or logits of a number position are NaN, +inf, or -inf for all
-            that counts.
+            unknown or meets another that leaves it without effect, a weight is negative or not finite, logits that
+            count are NaN, +inf or all -inf, or the answer exceeds its dtype. Those that count are of positions whose
+            label is a number; with over="numbers", of the number tokens alone.
 
     Source:
         J. Zausinger et al., Regress, Don't Guess: a Regression-like Loss on Number Tokens for Language Models,
@@ -88,7 +89,7 @@ def number_token_loss(
         tensor([1.4851, 3.3301])
     """
     check_reduction(reduction)
-    check_over(over)
+    check_over(over, text)
     line = number_line(values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
     labels, kept = _taking_part(logits, labels, len(values), ignore_index)
     line = line.to(logits.device).to(torch.promote_types(logits.dtype, line.x.dtype))
@@ -104,13 +105,22 @@ def number_token_loss(
     dtype = torch.promote_types(logits.dtype, values.dtype)
     if weight is not None and sample_weight is not None and sample_weight.is_floating_point():
         dtype = torch.promote_types(dtype, sample_weight.dtype)
-    return _reduced(losses, weight, kept, reduction).to(dtype)
+    reduced = _reduced(losses, weight, kept, reduction)
+    answer = reduced.to(dtype)
+    if not torch.isfinite(answer.detach()).all():
+        _raise_too_large(reduced.detach(), dtype, reduction)
+    return answer
 
 
-def check_over(over: Any) -> None:
-    """Raise ValueError unless it is one of `OVER`."""
+def check_over(over: Any, text: float | None) -> None:
+    """Raise ValueError unless it is one of `OVER`, and one where `text`, if given, is charged."""
     if over not in OVER:
         raise ValueError(f"over is {over!r}, expected one of {', '.join(map(repr, OVER))}.")
+    if over == "numbers" and text is not None:
+        raise ValueError(
+            f'text={text} is charged for mass on no number, which over="numbers" leaves out; leave text at None, or use '
+            'over="vocabulary".'
+        )
 
 
 def _reduced(losses: Tensor, weight: Tensor | None, kept: Tensor, reduction: str) -> Tensor:
@@ -176,6 +186,17 @@ def _taking_part(logits: Any, labels: Any, vocab: int, ignore_index: Any) -> tup
 def _check_place(name: str, value: Any, device: torch.device) -> None:
     if check_tensor(name, value).device != device:
         raise ValueError(f"{name} is on {value.device}, logits on {device}, expected one device; move one.")
+
+
+def _raise_too_large(reduced: Tensor, dtype: torch.dtype, reduction: str) -> None:
+    bad = float(reduced[~torch.isfinite(reduced.to(dtype))][0])
+    mend = "give values in float32, and the answer is float32"
+    if torch.promote_types(dtype, torch.float32) == dtype:
+        mend = 'give smaller weights, values in float64, or use scaling="log" or "rank"'
+    raise ValueError(
+        f'the loss with reduction="{reduction}" is {bad:.6g}, expected at most {torch.finfo(dtype).max:.6g}, the '
+        f"largest {dtype}; {mend}."
+    )
 
 
 def _raise_not_finite(read: Tensor, bad: Tensor, kept: Tensor) -> None:

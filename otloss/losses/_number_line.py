@@ -30,6 +30,7 @@ from otloss._checks import check_floating, check_number, check_positive
 
 FORMS = ("wasserstein", "mse", "mae", "huber")
 SCALINGS = ("absolute", "log", "rank", "squash")
+DELTA = 1.0
 SQUASH = 9.0  # what the ten digits have by themselves
 # Text is a little worse than the worst number, as in the published loss.
 TEXT_OVER_WORST = 1.01
@@ -98,7 +99,7 @@ def number_line(
     values: Float[Tensor, " vocab"],
     *,
     form: str = "wasserstein",
-    delta: float = 1.0,
+    delta: float = DELTA,
     scaling: str = "absolute",
     squash: float | None = None,
     text: float | None = None,
@@ -122,6 +123,11 @@ def number_line(
             'use form="wasserstein", or scaling="log" or "rank".'
         )
     delta = check_positive("delta", delta)
+    if delta != DELTA and form != "huber":
+        raise ValueError(
+            f'delta={delta} is where form="huber" becomes linear, and form="{form}" has no such place; leave delta at '
+            f'{DELTA}, or use form="huber".'
+        )
     columns = (~values.isnan()).nonzero().squeeze(-1)
     x = _scaled(values[columns], scaling)
     shift, slope, widest = 0.0, 1.0, float(x.amax() - x.amin())

@@ -44,7 +44,7 @@ class NumberTokenLoss(Loss):
     ) -> None:
         super().__init__(reduction)
         number_line(values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
-        check_over(over)
+        check_over(over, text)
         check_ignore_index(ignore_index)
         self.hold("values", values)
         self.form, self.over, self.delta = form, over, delta

@@ -455,6 +455,24 @@ def test_dtypes_of_the_answer() -> None:
             assert slopes(found.sum(), leaf)[0].dtype == dtype
 
 
+@pytest.mark.parametrize(
+    ("reduction", "form", "wrong", "shown"),
+    [("sum", "wasserstein", 9, "180000"), ("mean", "mse", 300, "90000"), ("none", "mse", 300, "90000")],
+)
+def test_answers_beyond_half_precision_name_the_mend(reduction: str, form: str, wrong: int, shown: str) -> None:
+    values = torch.tensor([0.0, wrong, NAN])
+    logits = torch.tensor([-INF, 0.0, -INF]).half().expand(20000, 3)
+    labels = torch.zeros(20000, dtype=torch.long)
+    message = f'reduction="{reduction}" is {shown}, expected at most 65504, .* torch.float16; give values in float32'
+    with pytest.raises(ValueError, match=message):
+        number_token_loss(logits, labels, values.half(), form=form, reduction=reduction)
+    mended = number_token_loss(logits, labels, values, form=form, reduction=reduction)
+    assert mended.dtype == torch.float32
+    torch.testing.assert_close(mended, torch.full_like(mended, float(shown)))
+    sevens = number_token_loss(logits[:7], labels[:7], torch.tensor([0.0, 9.0, NAN]).half(), reduction="sum")
+    assert (sevens.dtype, float(sevens)) == (torch.float16, 63.0)
+
+
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int16, torch.int8, torch.uint8])
 def test_narrow_labels(dtype: torch.dtype) -> None:
     """A vocabulary wider than the dtype of the labels; and -100, which is 156 in eight bits without a sign."""
@@ -628,8 +646,16 @@ def call(z: Any = Z5, y: Any = Y5, v: Any = V5, **options: Any) -> Callable[[], 
         (call(scaling="squash", form="mae"), ValueError, 'squash=9.0 maps distances.*form="mae" has none'),
         (call(delta=0.0), ValueError, "delta is 0.0, expected a finite number above 0"),
         (call(delta=None), TypeError, "delta is a NoneType"),
+        (call(delta=2.0), ValueError, 'delta=2.0 is where form="huber" becomes linear, and form="wasserstein" has no'),
+        (call(delta=0.5, form="mse"), ValueError, 'form="mse" has no such place; leave delta at 1.0, or use form="hub'),
         (call(text=-1.0), ValueError, "text is -1.0, expected a finite number above 0"),
         (call(text=True), TypeError, "text is a bool"),
+        (call(text=3.0, over="numbers"), ValueError, 'text=3.0 is charged.*over="numbers" leaves out; leave text at N'),
+        (
+            call(sample_weight=torch.full((2,), 3e38), reduction="sum"),
+            ValueError,
+            'reduction="sum" is inf, expected at most 3.4.*, the largest torch.float32; give smaller weights',
+        ),
         (call(text=1e39), ValueError, r"the loss of position \(0,\) exceeds the range of its dtype"),
         (call(reduction="median"), ValueError, "reduction is 'median'"),
         (call(sample_weight=[1.0, 1.0]), TypeError, "sample_weight is a list"),
