@@ -8,10 +8,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from otloss_llm.cost_choice import NumberSettings as NumberSettings
 from otloss_llm.costs import EmbeddingCost as EmbeddingCost
 from otloss_llm.dense import dense_token_loss as dense_token_loss
 from otloss_llm.number_costs import MixedCost as MixedCost
 from otloss_llm.number_costs import NumberCost as NumberCost
+from otloss_llm.number_spans import NumberSpanCost as NumberSpanCost
+from otloss_llm.number_tokens import NumberTokens as NumberTokens
 from otloss_llm.objectives import EMO as EMO
 from otloss_llm.objectives import MLE as MLE
 from otloss_llm.objectives import MixCE as MixCE
@@ -35,7 +38,10 @@ __all__ = [
     "MixCE",
     "MixedCost",
     "NumberCost",
+    "NumberSettings",
+    "NumberSpanCost",
     "NumberToken",
+    "NumberTokens",
     "ObjectiveMixin",
     "ObjectiveTrainer",
     "ShardedEmbeddingCost",

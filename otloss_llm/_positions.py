@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
 from otloss.costs import Cost
-from otloss_llm.objectives import NumberToken, Objective, needs_cost, value_and_slopes
+from otloss_llm.objectives import EMO, NumberToken, Objective, needs_cost, value_and_slopes
 
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
 
@@ -60,6 +60,12 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int, device:
         raise TypeError(f"cost is the class {cost.__name__}, expected an instance, such as EmbeddingCost(embedding).")
     if not isinstance(cost, Cost):
         raise TypeError(f"cost is a {type(cost).__name__}, expected a cost such as EmbeddingCost(embedding).")
+    if getattr(cost, "is_zero_on_text", False) and isinstance(objective, EMO) and isinstance(objective.weighting, str):
+        raise ValueError(
+            f"{objective!r} weighs nll by a cost that {type(cost).__name__} has at numbers only, and would hardly "
+            "train text; use MixedCost(numbers, EmbeddingCost.from_model(model)), NumberToken(), or EMO with a number for "
+            "its weighting."
+        )
     if tuple(cost.shape) != (vocab, vocab):
         raise ValueError(
             f"cost is over a vocabulary of {cost.shape[-1]} tokens, the logits have {vocab}; "

@@ -21,12 +21,13 @@ from torch import Tensor
 from otloss._checks import check_index, check_positive
 from otloss.costs import Cost
 from otloss.costs._cost import takes_out
-from otloss.losses._number_line import checked_values, number_line
+from otloss.losses._number_line import TEXT_OVER_WORST, checked_values, number_line
 from otloss_llm.few_columns import FewColumns
 from otloss_llm.number_tokens import Coverage, NumberTokens
 
 AUTO = "auto"
-_SINGLE_DIGITS = 9.0  # the widest distance of a vocabulary of single digits
+_FEW_UNITS = 20.0  # the widest distance of single digits, perhaps with a word or two for a larger number
+_RARE = 0.01  # share of the numbers at either end that do not decide what "far" is: GPT-2 has a token 66666666
 # Of the table of distances between all numbers; beyond, the rows of the labels at hand are made.
 _MOST_IN_TABLE = 2**22
 
@@ -36,14 +37,15 @@ class NumberCost(Cost):
 
     With it `nll + w D` is the number token loss (Zausinger et al. 2024, arXiv 2411.02083), the probability that lands
     on no number included. In `linear_token_loss` no row over the whole vocabulary is made: it costs next to nothing.
+    For EMO, which weighs nll by D, take a `MixedCost`: D is 0 here where the label is text.
 
     Args:
         values: `(V,)` value of each token, NaN where it is no number; at least one number.
         text: cost from a number to a token that is none; None takes 1.01 times the largest distance between numbers.
         form: "wasserstein", the transport cost; or "mse", "mae", "huber" (with `delta`), which charge the distance of
             the mean number, as in `otloss.number_token_loss`. Those are no cost of single tokens: they have no `rows`.
-        scaling, squash: of the distances, as in `otloss.number_token_loss`: vocabularies with multi-digit tokens need
-            "log", "rank" or "squash" to be bounded.
+        scaling, squash: of the distances, as in `otloss.number_token_loss`: with multi-digit tokens take "log" or
+            "rank"; squashed absolute distances are bounded too, but between small numbers all the same.
 
     Attributes:
         values: `(V,)`, as given, in float32 or wider.
@@ -59,6 +61,8 @@ class NumberCost(Cost):
                 [0., 0., 0.]])
     """
 
+    is_zero_on_text = True
+
     def __init__(
         self,
         values: Float[Tensor, " vocab"],
@@ -71,7 +75,8 @@ class NumberCost(Cost):
     ) -> None:
         self.values = checked_values(values)
         self.line = number_line(self.values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
-        self.settings = {"form": form, "scaling": scaling, "squash": squash}
+        bend = delta if form == "huber" else None
+        self.settings = {"form": form, "delta": bend, "scaling": scaling, "squash": squash}
         self.tokens: NumberTokens | None = None
         self._table: FewColumns | None = None
 
@@ -83,28 +88,40 @@ class NumberCost(Cost):
         vocab_size: int | None = None,
         values: Mapping[int, float | None] | None = None,
         scaling: str = AUTO,
+        squash: float | None = None,
+        text: float | None = None,
         **settings: Any,
     ) -> Self:
         """Read the values off a tokenizer of transformers, by decoding each token; the tokenizer stays as it is.
 
         "7", " 7" and "##7" are all 7; so are digits of other scripts. `coverage()` says what was taken for a number.
+        Costs are in float32, or in float64 where that is torch's default.
 
         Args:
             vocab_size: rows of the model's head, where it is padded beyond the tokenizer.
             values: `{id: value}` overrides what was read; None for a token that shall be no number.
-            scaling: of the constructor; "auto" takes "absolute" where no two numbers are more than 9 apart, which are
-                the single digits, and else "log", for absolute distances would be hundreds and swamp the likelihood.
-            settings: of the constructor, as `form="mse"`.
+            scaling: of the constructor; "auto" takes "absolute" where no two numbers are more than 20 apart, as with
+                single digits, and else "log", for absolute distances would be hundreds and swamp the likelihood. With
+                `squash` it is "absolute".
+            text: as of the constructor, but the largest distance is that of the middle 98 % of the numbers, if there
+                are a hundred or more: one rare token of a huge value shall not decide what everything else costs.
+            squash, settings: of the constructor, as `form="mse"`.
 
         Raises:
             TypeError, ValueError: no tokenizer, one without a number token, a head smaller than the vocabulary, an
                 override of a token that is not there.
         """
         tokens = NumberTokens.of(tokenizer, vocab_size=vocab_size, values=values)
+        numbers = tokens.values[~tokens.values.isnan()]
         if scaling == AUTO:
-            numbers = tokens.values[~tokens.values.isnan()]
-            scaling = "absolute" if float(numbers.amax() - numbers.amin()) <= _SINGLE_DIGITS else "log"
-        cost = cls(tokens.values.to(torch.get_default_dtype()), scaling=scaling, **settings)
+            few = squash is not None or float(numbers.amax() - numbers.amin()) <= _FEW_UNITS
+            scaling = "absolute" if few else "log"
+        given = {"scaling": scaling, "squash": squash, **settings}
+        if text is None and len(numbers) * _RARE >= 1.0:
+            common = numbers.clamp(*numbers.quantile(torch.tensor([_RARE, 1 - _RARE], dtype=numbers.dtype)).tolist())
+            text = number_line(common, **given).text
+        # Scaled in float64: a default dtype of 16 bits would round 257 to 256.
+        cost = cls(tokens.values, text=text, **given).to(torch.promote_types(torch.get_default_dtype(), torch.float32))
         cost.tokens = tokens
         return cost
 
@@ -119,7 +136,9 @@ class NumberCost(Cost):
                 "this NumberCost was made of values, expected one of NumberCost.from_tokenizer(tokenizer)."
             )
         coverage = self.tokens.coverage()
-        print(coverage, file=sys.stdout if file is None else file)
+        settings = ", ".join(f"{name} {value}" for name, value in self.settings.items() if value is not None)
+        lines = f"{coverage}\ndistances: {settings}; a token that is no number costs {self.text:.3g}"
+        print(lines, file=sys.stdout if file is None else file)
         return coverage
 
     @property
@@ -205,8 +224,8 @@ class MixedCost(Cost):
     Args:
         numbers: which tokens are numbers, and their distances (of form "wasserstein").
         other: cost of the same vocabulary.
-        scale: of the distance between numbers; None maps the widest one to 1, about what a cosine cost has between
-            unrelated tokens.
+        scale: of the distance between numbers; None maps what text costs in `numbers` to 1.01, so that far numbers cost
+            about 1, as unrelated tokens do in a cosine cost.
 
     Raises:
         TypeError: no costs, or in the other order.
@@ -230,7 +249,7 @@ class MixedCost(Cost):
             raise ValueError(f"numbers are over {numbers.shape[0]} tokens, the other cost over {other.shape[0]}.")
         numbers.check_rows()
         self.numbers, self.other = numbers, other.to(numbers.device)
-        self.scale = check_positive("scale", 1.0 / numbers.line.worst if scale is None else scale)
+        self.scale = check_positive("scale", TEXT_OVER_WORST / numbers.text if scale is None else scale)
 
     @property
     def shape(self) -> tuple[int, int]:

@@ -224,7 +224,7 @@ class Coverage:
         if max(self.by_length, default=0) > 1:
             lines.append(
                 f"tokens of several digits: values lie up to {_plain(self.highest - self.lowest)} apart; "
-                'scaling="log", "rank" or "squash" bounds their distances'
+                'scaling="log" (what "auto" takes) or "rank" bounds their distances'
             )
         return "\n".join(lines)
 

@@ -29,6 +29,8 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from otloss._checks import check_number
+
 Objective = Callable[[Tensor, "Tensor | None"], Tensor]
 
 
@@ -37,9 +39,9 @@ def needs_cost(objective: Objective) -> bool:
     return bool(getattr(objective, "needs_cost", True))
 
 
-def _require_cost(name: str, cost: Tensor | None) -> Tensor:
+def _require_cost(name: str, cost: Tensor | None, made: str = "EmbeddingCost.from_model(model)") -> Tensor:
     if cost is None:
-        raise ValueError(f"{name} needs the transport cost; pass cost=, for example EmbeddingCost.from_model(model).")
+        raise ValueError(f"{name} needs the transport cost; pass cost=, for example {made}.")
     return cost
 
 
@@ -171,6 +173,7 @@ class NumberToken:
 
     D is 0 at other labels. The published loss takes the mean of D over number positions alone; here every token counts
     alike in the mean, so that a weight (nats per unit of the cost) acts less, by the share of labels that are numbers.
+    With another cost it is EMO with a fixed weight.
 
     Example:
         >>> NumberToken()(torch.tensor([0.7]), torch.tensor([2.0]))
@@ -181,15 +184,11 @@ class NumberToken:
     needs_cost: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.weight < float("inf"):
+        if not 0.0 <= check_number("weight", self.weight) < float("inf"):
             raise ValueError(f"NumberToken has weight={self.weight}, expected a finite, non-negative weight.")
 
     def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
-        if cost is None:
-            raise ValueError(
-                "NumberToken needs the distance of numbers; pass cost=NumberCost.from_tokenizer(tokenizer)."
-            )
-        return nll + self.weight * cost
+        return nll + self.weight * _require_cost("NumberToken", cost, "NumberCost.from_tokenizer(tokenizer)")
 
 
 def recipe(objective: Objective) -> tuple[str | float | None, ...] | Objective:

@@ -84,6 +84,8 @@ class NumberSpanCost(Cost):
                 [0.0000, 0.0200, 0.0500, 0.0700, 0.0900]])
     """
 
+    is_zero_on_text = True
+
     def __init__(
         self, tokens: NumberTokens, *, scale: str = "log", unit: float = 1.0, dtype: torch.dtype = torch.float32
     ) -> None:
