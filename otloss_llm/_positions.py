@@ -63,8 +63,8 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int, device:
     if getattr(cost, "is_zero_on_text", False) and isinstance(objective, EMO) and isinstance(objective.weighting, str):
         raise ValueError(
             f"{objective!r} weighs nll by a cost that {type(cost).__name__} has at numbers only, and would hardly "
-            "train text; use MixedCost(numbers, EmbeddingCost.from_model(model)), NumberToken(), or EMO with a number for "
-            "its weighting."
+            "train text; use MixedCost(numbers, EmbeddingCost.from_model(model)), NumberToken(), or EMO with a "
+            "number for its weighting."
         )
     if tuple(cost.shape) != (vocab, vocab):
         raise ValueError(

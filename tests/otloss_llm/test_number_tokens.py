@@ -322,7 +322,8 @@ def test_report_of_a_mixed_vocabulary() -> None:
         "values of several tokens: 1, such as 7 by ' 7', ' seven'",
         "tokens with digits that are no numbers: 3, such as ' 5.', ' 1,000', ' x7'",
         "digits without a token of their own: 0, 1, 2, 3, 4, 5, 6, 8, 9",
-        'tokens of several digits: values lie up to 14 apart; scaling="log" (what "auto" takes) or "rank" bounds their distances',
+        'tokens of several digits: values lie up to 14 apart; scaling="log" (what "auto" takes) or "rank" bounds their '
+        "distances",
     ]
 
 
