@@ -28,6 +28,7 @@ import torch
 
 from benchmarks.measure import Settings, hardware, say
 from otloss_llm.cli import main as command_line
+from otloss_llm.compare import START
 from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.questions import read_questions
 from otloss_llm.report import markdown_table, summarise
@@ -102,7 +103,7 @@ def run_case(case: Case, folder: Path, output: Path, settings: Settings) -> None
     say(f"\n{NAME}: {case.name}\n  {hardware()}, torch {torch.__version__}")
     if case.test is None:
         case, folder = hold_out(case, folder, home), home
-    if not (home / "random" / "config.json").exists():
+    if not (home / "random" / "tokenizer.json").exists():  # written last
         make_model(case, folder / case.train, home / "random")
     for command in (warm_up(case, folder, home), comparison(case, folder, home)):
         code = command_line(command)
@@ -155,7 +156,8 @@ def warm_up(case: Case, folder: Path, home: Path) -> list[str]:
     """The command line that trains what all arms begin with."""
     return ["train", *_options(
         case, folder, model_name_or_path=home / "random", output_dir=home / "start", objective="mle",
-        train_on_question=True, max_steps=case.warm_up, warmup_steps=max(1, case.warm_up // 10), learning_rate=1.5e-3,
+        train_on_question=True, save_strategy="steps", save_steps=500, max_steps=case.warm_up,
+        warmup_steps=max(1, case.warm_up // 10), learning_rate=1.5e-3,
     )]  # fmt: skip
 
 
@@ -176,7 +178,8 @@ def keep_means(case: Case, results: dict[str, Any], path: Path) -> None:
     if path.exists():
         with path.open(newline="", encoding="utf-8") as stream:
             rows = [row for row in csv.DictReader(stream) if row["case"] != case.name]
-    for arm, measures in summarise(results).items():
+    start = summarise({"runs": [results["start"] | {"arm": START}]})
+    for arm, measures in (start | summarise(results)).items():
         for measure, (mean, std) in measures.items():
             rows.append({"case": case.name, "arm": arm, "measure": measure, "mean": f"{mean:.6g}", "std": f"{std:.3g}",
                          "seeds": len(case.seeds), "hardware": hardware(), "torch": torch.__version__})  # fmt: skip

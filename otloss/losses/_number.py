@@ -118,8 +118,8 @@ def check_over(over: Any, text: float | None) -> None:
         raise ValueError(f"over is {over!r}, expected one of {', '.join(map(repr, OVER))}.")
     if over == "numbers" and text is not None:
         raise ValueError(
-            f'text={text} is charged for mass on no number, which over="numbers" leaves out; leave text at None, or use '
-            'over="vocabulary".'
+            f'text={text} is charged for mass on no number, which over="numbers" leaves out; leave text at None, or '
+            'use over="vocabulary".'
         )
 
 

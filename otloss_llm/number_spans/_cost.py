@@ -3,21 +3,16 @@
 Under teacher forcing, a token of a number is judged by what the number would become with another token in its place,
 all other tokens staying. For a number of value y at position t, and a token j there,
 
-    c_t(j) = dist(y, y_t(j)),    y_t(j) the value with the digits of j in place of the label's
+    c_t(j) = dist(y, y_t(j)),    y_t(j) the value with the digits of j in place of the label's (`_sums`)
 
-so that place value, sign and decimal point come by themselves and leading digits weigh more. With j = v_j of n_j
-digits, the label of n_t; `pre` and `suf` what the tokens before and behind it are worth, 10^e the place of its last
-digit, f the digits behind the point:
-
-    before the point   y_t(j) = pre 10^(n_j - n_t) + v_j 10^e + suf
-    behind the point   y_t(j) = pre + (v_j 10^e + suf) 10^(n_t - n_j)
-    at the point       y_t(j) = (pre 10^n_j + v_j + suf) 10^f
+so that place value, sign and decimal point come by themselves and leading digits weigh more.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any, NoReturn, Self
+import sys
+from collections.abc import Mapping
+from typing import Any, NoReturn, Self, TextIO
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -26,8 +21,9 @@ from torch import Tensor
 from otloss._checks import check_positive
 from otloss.costs import Cost
 from otloss_llm.few_columns import FewColumns
-from otloss_llm.number_spans._reading import BARE, BLANK, MINUS, POINT, Alphabet, Reading, one_before, read
-from otloss_llm.number_tokens import NumberTokens
+from otloss_llm.number_spans._reading import BARE, BLANK, MINUS, POINT, Alphabet, read
+from otloss_llm.number_spans._sums import Sums, became_with, sums_of
+from otloss_llm.number_tokens import Coverage, NumberTokens
 
 SCALES = ("log", "relative")
 
@@ -62,8 +58,11 @@ class NumberSpanCost(Cost):
 
     Digits without a blank that would join another number before them are among the others: in place of ' 5' in '12 5'.
 
+    Sequences run along the last axis of the labels. In a flattened batch, a row that ends in '1' and one that begins
+    with '234' are one number, 1234: keep (batch, length), or put an ignored label between sequences.
+
     Args:
-        tokens: what each token of the vocabulary adds to a text.
+        tokens: what each token of the vocabulary adds to a text; values only tell which are no numbers, by NaN.
         scale: "log" is |s(a) - s(b)|, s(v) = sign(v) log(1 + |v| / unit): about |a - b| / unit below the unit, and
             2.3 a decimal place above, without bound. "relative" is |a - b| / max(|a|, |b|, unit), at most 1 between
             numbers of one sign and 2 between others.
@@ -72,7 +71,8 @@ class NumberSpanCost(Cost):
 
     Raises:
         TypeError: `tokens` is no NumberTokens.
-        ValueError: no token of digits, another `scale` or `dtype`, a `unit` out of range.
+        ValueError: no token of digits, or each behind a blank, so that none join (`NumberCost` is for those); a value
+            that is not that of the text; another `scale` or `dtype`, a `unit` out of range.
 
     Example:
         >>> values = torch.tensor([*range(10), *[float("nan")] * 3], dtype=torch.float64)
@@ -100,7 +100,7 @@ class NumberSpanCost(Cost):
         if not 1 / _WIDEST_UNIT <= check_positive("unit", unit) <= _WIDEST_UNIT:
             raise ValueError(f"unit is {unit}, expected 1e-30 to 1e30: beyond, quotients of long numbers overflow.")
         self.scale, self.unit = scale, float(unit)
-        self.alphabet = Alphabet.of(tokens)
+        self.tokens, self.alphabet = tokens, Alphabet.of(tokens)
         part = self.alphabet.part
         self.columns = torch.cat([(part == kind).nonzero().squeeze(-1) for kind in _COLUMNS])
         self.counts = tuple(int((part == kind).sum()) for kind in _COLUMNS)
@@ -108,10 +108,44 @@ class NumberSpanCost(Cost):
 
     @classmethod
     def from_tokenizer(
-        cls, tokenizer: Any, *, vocab_size: int | None = None, scale: str = "log", unit: float = 1.0
+        cls,
+        tokenizer: Any,
+        *,
+        vocab_size: int | None = None,
+        values: Mapping[int, float | None] | None = None,
+        scale: str = "log",
+        unit: float = 1.0,
     ) -> Self:
-        """Return the cost over the tokens of a tokenizer; `vocab_size` as in `NumberTokens.of`."""
-        return cls(NumberTokens.of(tokenizer, vocab_size=vocab_size), scale=scale, unit=unit)
+        """Return the cost over the tokens of a tokenizer.
+
+        `vocab_size` and `values` as in `NumberTokens.of`; but `values` can only take numbers out, `{id: None}`.
+        """
+        return cls(NumberTokens.of(tokenizer, vocab_size=vocab_size, values=values), scale=scale, unit=unit)
+
+    def coverage(self, *, file: TextIO | None = None) -> Coverage:
+        """Print (to `file`, by default stdout) which tokens are numbers and what joins them; and return the former."""
+        coverage = self.tokens.coverage()
+        print(coverage, self._joins(), sep="\n", file=sys.stdout if file is None else file)
+        return coverage
+
+    def _joins(self) -> str:
+        """What makes a number of several tokens, on one line."""
+        missing = {"'-'": "signs"} if not self._signs else {}
+        missing |= {"'.'": "decimals"} if not self._points else {}
+        marks = "'-' and '.' do too"
+        if missing:
+            marks = f"no {' or '.join(missing)} joins digits here: {' and '.join(missing.values())} are not read"
+        bare, blank, *_ = self.counts
+        return f"whole numbers: {bare} tokens of digits join others, {blank} behind a blank begin one; {marks}"
+
+    @property
+    def _signs(self) -> bool:
+        """Whether a minus without a blank is there: with blanks alone, every digit behind one has its own."""
+        return bool(((self.alphabet.part == MINUS) & ~self.alphabet.spaced).any())
+
+    @property
+    def _points(self) -> bool:
+        return self.counts[_COLUMNS.index(POINT)] > 0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -153,7 +187,7 @@ class NumberSpanCost(Cost):
             )
         labels = labels.where(valid, 0).reshape(labels.shape[:-1].numel(), labels.shape[-1])
         valid = valid.reshape(labels.shape)
-        at, sums = _sums(self.alphabet, labels, read(self.alphabet, labels, valid))
+        at, sums = sums_of(self.alphabet, labels, read(self.alphabet, labels, valid))
         few = len(self.columns)
         rows = torch.zeros(1 + len(at), few, dtype=self.dtype, device=labels.device)
         rest = torch.zeros(1 + len(at), dtype=self.dtype, device=labels.device)
@@ -165,9 +199,9 @@ class NumberSpanCost(Cost):
         which[at] = torch.arange(1, len(at) + 1, device=labels.device)
         return FewColumns(columns=self.columns, rows=rows, rest=rest, which=which[valid.reshape(-1)])
 
-    def _costs(self, sums: _Sums) -> tuple[Float[Tensor, "rows few"], Float[Tensor, " rows"]]:
+    def _costs(self, sums: Sums) -> tuple[Float[Tensor, "rows few"], Float[Tensor, " rows"]]:
         """The costs in the few columns, and in the rest."""
-        became = _became(self.alphabet, sums)
+        became = became_with(self.alphabet, sums)
         own = became.gather(1, sums.string.unsqueeze(1)).squeeze(1)
         true = torch.where(sums.digits, own, sums.known)  # where the label is one of them, equal to the last bit
         opposite = self._distance_to_opposite(true)
@@ -194,125 +228,5 @@ class NumberSpanCost(Cost):
         return 2.0 * value / value.clamp(min=self.unit)
 
     def __repr__(self) -> str:
-        return super().__repr__()[:-1] + f", few={len(self.columns)}, scale={self.scale!r}, unit={self.unit:g})"
-
-
-@dataclass(frozen=True)
-class _Sums:
-    """What the costs of a position are made of; names as in the formulas."""
-
-    string: Int[Tensor, " rows"]
-    known: Float[Tensor, " rows"]  # y
-    pre: Float[Tensor, " rows"]
-    suf: Float[Tensor, " rows"]
-    place: Int[Tensor, " rows"]
-    size: Int[Tensor, " rows"]
-    whole: Bool[Tensor, " rows"]  # before the point
-    decimals: Int[Tensor, " rows"]  # at the point
-    among: Bool[Tensor, "rows 4"]  # whether bare and blank digits, minus and point are no others
-    sign: Bool[Tensor, " rows"]
-    behind: Bool[Tensor, " rows"]
-    digits: Bool[Tensor, " rows"]
-
-    def of(self, block: slice) -> _Sums:
-        return _Sums(**{field.name: getattr(self, field.name)[block] for field in fields(self)})
-
-
-def _sums(
-    alphabet: Alphabet, labels: Int[Tensor, "batch length"], reading: Reading
-) -> tuple[Int[Tensor, " rows"], _Sums]:
-    """The positions that have a row, and what their costs are made of."""
-    string = alphabet.string[labels.reshape(-1)]
-    inside, start, point, sign, behind, glued, negative = (
-        mask.reshape(-1)
-        for mask in (
-            reading.inside, reading.start, reading.point, reading.sign, reading.behind, reading.glued,
-            one_before(reading.sign),
-        )
-    )  # fmt: skip
-    table = _Table.of(alphabet, string, inside, start=start, point=point)
-    row = (inside | sign | behind).nonzero().squeeze(-1)
-    sign, behind, point, first, glued, negative = (
-        mask[row] for mask in (sign, behind, point, start & ~negative, glued, negative)
-    )
-    near = table.cell[row + sign.long() - behind.long()]  # the cell of the position, or of the number beside it
-    pre, worth, suf, place, size, whole, decimals = (
-        entries.reshape(-1)[near]
-        for entries in (table.pre, table.worth, table.suf, table.place, table.size, table.whole, table.decimals)
-    )
-    among = torch.stack([~(sign | glued), first, first | sign, point], dim=1)
-    return row, _Sums(
-        string=string[row],
-        known=pre + worth + suf,
-        pre=pre + worth * behind,
-        suf=suf,
-        place=place,
-        size=size * ~behind,
-        whole=whole,
-        decimals=decimals * point,
-        among=among,
-        sign=sign,
-        behind=behind,
-        digits=~(sign | behind | point),
-    )
-
-
-@dataclass(frozen=True)
-class _Table:
-    """Numbers x their tokens, for sums along one number: sums along the whole batch would cancel."""
-
-    cell: Int[Tensor, " positions"]  # of each position in a number
-    worth: Float[Tensor, "numbers tokens"]  # v 10^e
-    pre: Float[Tensor, "numbers tokens"]
-    suf: Float[Tensor, "numbers tokens"]
-    place: Int[Tensor, "numbers tokens"]
-    size: Int[Tensor, "numbers tokens"]
-    whole: Bool[Tensor, "numbers tokens"]
-    decimals: Int[Tensor, "numbers tokens"]
-
-    @classmethod
-    def of(cls, alphabet: Alphabet, string: Tensor, inside: Tensor, *, start: Tensor, point: Tensor) -> _Table:
-        at, begins = inside.nonzero().squeeze(-1), start.nonzero().squeeze(-1)
-        number = start.cumsum(0)[at] - 1
-        slot = at - begins[number]
-        shape = (len(begins), int(slot.max()) + 1 if len(at) else 0)
-        cell = torch.zeros_like(string)
-        cell[at] = number * shape[1] + slot
-
-        def spread(entries: Tensor) -> Tensor:
-            return entries.new_zeros(shape).put_(cell[at], entries)
-
-        size = spread(alphabet.sizes[string[at]] * ~point[at])
-        points = spread(point[at].long())
-        whole = points.cumsum(1) == points  # at the point too
-        decimals = (size * ~whole).sum(1, keepdim=True)
-        place = size.sum(1, keepdim=True) - decimals - size.cumsum(1)
-        worth = spread(alphabet.values[string[at]] * ~point[at]) * alphabet.power(place)
-        return cls(
-            cell=cell,
-            worth=worth,
-            pre=_sum_before(worth),
-            suf=_sum_before(worth.flip(1)).flip(1),
-            place=place,
-            size=size,
-            whole=whole,
-            decimals=decimals.expand(shape),
-        )
-
-
-def _sum_before(entries: Float[Tensor, "numbers tokens"]) -> Float[Tensor, "numbers tokens"]:
-    """The sum of all entries of the row before each."""
-    sums = torch.zeros_like(entries)
-    sums[:, 1:] = entries[:, :-1].cumsum(1)
-    return sums
-
-
-def _became(alphabet: Alphabet, sums: _Sums) -> Float[Tensor, "rows strings"]:
-    """The absolute value of the number with each string of digits at the position."""
-    power = alphabet.power
-    grown, shrunk, size = power(alphabet.sizes), power(-alphabet.sizes), power(sums.size)
-    whole = sums.whole.unsqueeze(1)
-    value = alphabet.values * power(sums.place).unsqueeze(1) + sums.suf.unsqueeze(1)
-    value *= torch.where(whole, 1.0, shrunk) * torch.where(sums.whole, 1.0, size).unsqueeze(1)
-    value += torch.where(whole, grown, 1.0) * torch.where(sums.whole, sums.pre / size, sums.pre).unsqueeze(1)
-    return value * power(sums.decimals).unsqueeze(1)
+        read = f"digits={sum(self.counts[:2])}, sign={self._signs}, point={self._points}"
+        return super().__repr__()[:-1] + f", {read}, scale={self.scale!r}, unit={self.unit:g})"

@@ -5,6 +5,7 @@ A number is `[-]12[.5]`: digits, a sign directly before them, one point between 
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Self
@@ -13,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss_llm.number_tokens import NumberTokens
+from otloss_llm.number_tokens import NumberTokens, read_number
 
 # What a token can be in a number; IGNORED is what labels are that do not count.
 IGNORED, TEXT, BARE, BLANK, MINUS, POINT = range(-1, 5)
@@ -53,7 +54,8 @@ class Alphabet:
 
     @classmethod
     def of(cls, tokens: NumberTokens) -> Self:
-        """Raises ValueError if no token is digits alone."""
+        """Raises ValueError if no token is digits that can join, or one has a value that its text has not."""
+        _check_values(tokens)
         parts = [_part(*pair) for pair in zip(tokens.texts, tokens.values.tolist(), strict=True)]
         digits = [
             (text or "").strip() if part in (BARE, BLANK) else ""
@@ -64,6 +66,11 @@ class Alphabet:
             raise ValueError(
                 f"{tokens.name} has no token of ASCII digits alone among {len(parts)}, so no number is made of them; "
                 "use NumberCost, which takes the value of each token."
+            )
+        if BARE not in parts:
+            raise ValueError(
+                f"{tokens.name} has {parts.count(BLANK)} tokens of digits, each with a blank before them, as ' "
+                f"{strings[0]}', so no two join to one number; use NumberCost, which takes the value of each token."
             )
         place = {string: i for i, string in enumerate(strings)} | {"": 0}
         return cls(
@@ -154,6 +161,23 @@ def _one_behind(mask: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch lengt
     moved = torch.zeros_like(mask)
     moved[:, :-1] = mask[:, 1:]
     return moved
+
+
+def _check_values(tokens: NumberTokens) -> None:
+    """Raise ValueError where a value is not that of the text: numbers are put together of digits, not of values."""
+    numbers = (~tokens.values.isnan()).nonzero().squeeze(-1).tolist()
+    read = [read_number(tokens.texts[i] or "") for i in numbers]
+    own = torch.tensor([math.nan if value is None else value for value in read], dtype=torch.float64)
+    held = tokens.values[numbers]
+    wrong = (held.cpu() != own.to(held.dtype)).nonzero()  # NaN is none
+    if len(wrong):
+        first = int(wrong[0])
+        i, value = numbers[first], read[first]
+        raise ValueError(
+            f"token {i} of {tokens.name}, {tokens.texts[i]!r}, is given the value {float(held[first]):.12g}, expected "
+            f"{'none' if value is None else f'its own, {value:.12g},'} (or NaN): NumberSpanCost reads numbers off the "
+            "digits. Leave it out of values=, or use NumberCost, which takes the value of each token."
+        )
 
 
 def _part(text: str | None, value: float) -> int:

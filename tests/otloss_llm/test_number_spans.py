@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 import pickle
 import random
@@ -27,6 +28,7 @@ PARTS = ["00", "05", "7", "12", "345", "100", "999", "0000", "12345678"]
 TEXTS = [" -", "−", " ", "x", " kg", "(", ")", " =", "=", ",", "a7", ".5", "-7", "", None, "]", "\n", "�", "٣", "7 "]
 MULTI = [*DIGITS, *PARTS, *(" " + d for d in [*DIGITS, *PARTS]), "-", ".", *TEXTS]
 TEN = [*DIGITS, "-", ".", " kg"]
+WORD_PIECES = [*DIGITS, *(" " + d for d in DIGITS), " -", " .", " kg"]
 
 
 def number_tokens(texts: list[str | None]) -> NumberTokens:
@@ -270,6 +272,68 @@ def test_tokens_that_were_declared_no_numbers_are_text() -> None:
     torch.testing.assert_close(rows[0, [3, 7]], torch.tensor([math.log(2), 1.01 * math.log(5)]))  # 3, and the worst: 9
 
 
+@pytest.mark.parametrize(
+    ("token", "value", "expected"),
+    [(5, 500.0, "its own, 5, (or NaN)"), (12, 3.0, "none (or NaN)"), (13, 7.0, "none (or NaN)")],
+)
+def test_values_that_texts_do_not_have_are_refused(token: int, value: float, expected: str) -> None:
+    tokens = number_tokens([*TEN, None])
+    values = tokens.values.clone()
+    values[token] = value
+    shown = f"token {token} of odd, {tokens.texts[token]!r}, is given the value {value:g}, expected {expected}"
+    with pytest.raises(ValueError, match=re.escape(shown) + ".*Leave it out of values=, or use NumberCost"):
+        NumberSpanCost(NumberTokens(values=values, texts=tokens.texts, name="odd"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_rounded_values_are_those_of_their_texts(dtype: torch.dtype) -> None:
+    texts = (*TEN, "16777217")
+    exact = number_tokens([*texts])
+    cost = NumberSpanCost(NumberTokens(values=exact.values.to(dtype), texts=texts, name="rounded"))
+    labels = torch.tensor([13, 2])
+    few = (NumberSpanCost(exact).few_columns(labels, labels > -1), cost.few_columns(labels, labels > -1))
+    assert torch.equal(few[0].rows, few[1].rows)
+
+
+@pytest.mark.parametrize(
+    ("texts", "line"),
+    [
+        (TEN, "10 tokens of digits join others, 0 behind a blank begin one; '-' and '.' do too"),
+        (DIGITS, "0 behind a blank begin one; no '-' or '.' joins digits here: signs and decimals are not read"),
+        (WORD_PIECES, "10 behind a blank begin one; no '-' or '.' joins digits here: signs and decimals are not read"),
+        ([*DIGITS, "−"], "no '.' joins digits here: decimals are not read"),
+        ([*DIGITS, "."], "no '-' joins digits here: signs are not read"),
+    ],
+)
+def test_coverage_says_what_joins(texts: list[str | None], line: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cost = span_cost(texts)
+    coverage = cost.coverage()
+    assert coverage == number_tokens(texts).coverage()
+    printed = capsys.readouterr().out
+    *first, last = printed.splitlines()
+    assert "\n".join(first) == str(coverage)
+    assert last.startswith("whole numbers: 10 tokens")
+    assert last.endswith(line)
+    file = io.StringIO()
+    cost.coverage(file=file)
+    assert file.getvalue() == printed
+    assert capsys.readouterr().out == ""
+
+
+def test_flattened_sequences_join_and_an_ignored_label_parts_them() -> None:
+    """The rows 'kg 1' and '234', as one sequence '1234'."""
+    apart, flat = torch.tensor([[12, 12, 1], [2, 3, 4]]), torch.tensor([12, 12, 1, 2, 3, 4])
+    parted = torch.tensor([12, 12, 1, 0, 2, 3, 4])
+    cost = span_cost(TEN)
+    rows = [
+        dense(cost.few_columns(labels, valid), len(TEN))
+        for labels, valid in ((apart, apart > -1), (flat, flat > -1), (parted, torch.arange(7) != 3))
+    ]
+    assert torch.equal(rows[0], rows[2])
+    torch.testing.assert_close(rows[0][2, 2], torch.tensor(math.log(3 / 2)).double())  # 2 for 1
+    torch.testing.assert_close(rows[1][2, 2], torch.tensor(math.log(2235 / 1235)).double())  # 2234 for 1234
+
+
 # ---- shapes, devices, errors -----------------------------------------------------------------------------------------
 
 
@@ -308,8 +372,10 @@ def test_dtypes_and_copies() -> None:
     assert torch.equal(single.few_columns(labels, labels > -1).rows, exact.float())
     assert cost.shape == (14, 14)
     assert repr(single) == (
-        "NumberSpanCost(shape=(14, 14), dtype=torch.float32, device='cpu', few=13, scale='log', unit=1)"
+        "NumberSpanCost(shape=(14, 14), dtype=torch.float32, device='cpu', digits=11, sign=True, point=True, "
+        "scale='log', unit=1)"
     )
+    assert "digits=20, sign=False, point=False" in repr(span_cost(WORD_PIECES))
     assert NumberSpanCost(number_tokens(TEN)).dtype == torch.float32
 
 
@@ -337,6 +403,8 @@ def test_bad_input_is_named() -> None:
             NumberSpanCost(tokens, unit=unit)
     with pytest.raises(ValueError, match=r"made up has no token of ASCII digits alone among 4, .* use NumberCost"):
         span_cost(["٣", "-7", "x", None])
+    with pytest.raises(ValueError, match=r"made up has 2 tokens of digits, each with a blank .* ' 12', so no two join"):
+        span_cost([" 7", " 12", "-", "."])
     cost = NumberSpanCost(tokens)
     with pytest.raises(ValueError, match=r"no row for a label alone: .* linear_token_loss"):
         cost.rows(torch.tensor([3]))
@@ -394,3 +462,9 @@ def test_texts_of_real_tokenizers(folder: str) -> None:
     again = NumberSpanCost.from_tokenizer(tokenizer, vocab_size=len(texts) + 7, scale="relative", unit=0.1)
     assert again.shape == (len(texts) + 7, len(texts) + 7)
     assert (again.scale, again.unit) == ("relative", 0.1)
+    seven = texts.index("7")
+    without = NumberSpanCost.from_tokenizer(tokenizer, values={seven: None})
+    assert sorted([*without.columns.tolist(), seven]) == sorted(NumberSpanCost(tokens).columns.tolist())
+    assert without.coverage(file=io.StringIO()).numbers == tokens.coverage().numbers - 1
+    with pytest.raises(ValueError, match=rf"token {seven} of .*, '7', is given the value 70, expected its own, 7,"):
+        NumberSpanCost.from_tokenizer(tokenizer, values={seven: 70})
