@@ -7,6 +7,7 @@ import math
 import pickle
 import random
 import re
+from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -31,13 +32,13 @@ TEN = [*DIGITS, "-", ".", " kg"]
 WORD_PIECES = [*DIGITS, *(" " + d for d in DIGITS), " -", " .", " kg"]
 
 
-def number_tokens(texts: list[str | None]) -> NumberTokens:
+def number_tokens(texts: Sequence[str | None]) -> NumberTokens:
     """Values as by decoding: of digits, and of '-7' and '.5' too."""
     values = [float(t) if t and re.fullmatch(r"\s*-?[0-9.]*[0-9]\s*", t) else math.nan for t in texts]
     return NumberTokens(values=torch.tensor(values, dtype=torch.float64), texts=tuple(texts), name="made up")
 
 
-def span_cost(texts: list[str | None], **given: Any) -> NumberSpanCost:
+def span_cost(texts: Sequence[str | None], **given: Any) -> NumberSpanCost:
     return NumberSpanCost(number_tokens(texts), **({"dtype": torch.float64} | given))
 
 
@@ -189,7 +190,7 @@ def test_hand_made_texts_against_strings(text: str, scale: str) -> None:
 # ---- what rows must be like ------------------------------------------------------------------------------------------
 
 
-def dense_of(text: str, texts: list[str | None], **given: Any) -> Tensor:
+def dense_of(text: str, texts: Sequence[str | None], **given: Any) -> Tensor:
     """(characters, V), of a text whose characters are tokens."""
     labels = torch.tensor([texts.index(character) for character in text])
     found = span_cost(texts, **given).few_columns(labels, torch.ones_like(labels, dtype=torch.bool))
@@ -288,7 +289,7 @@ def test_values_that_texts_do_not_have_are_refused(token: int, value: float, exp
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_rounded_values_are_those_of_their_texts(dtype: torch.dtype) -> None:
     texts = (*TEN, "16777217")
-    exact = number_tokens([*texts])
+    exact = number_tokens(texts)
     cost = NumberSpanCost(NumberTokens(values=exact.values.to(dtype), texts=texts, name="rounded"))
     labels = torch.tensor([13, 2])
     few = (NumberSpanCost(exact).few_columns(labels, labels > -1), cost.few_columns(labels, labels > -1))
