@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 SEPARATOR = "\n"  # between a question and its answer
 IGNORE = -100
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
@@ -52,7 +54,7 @@ def read_questions(
     The texts stay as they are. `kind_column` may be missing; the other two may not. Blank lines are left out.
 
     Raises FileNotFoundError where there is no such file, and ValueError where it is no UTF-8, a line is no JSON
-    object, lacks a column, or has no text in it, or no line is left.
+    object, lacks a column, or has no text in it or half a surrogate pair, or no line is left.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "sums.jsonl"
@@ -104,6 +106,12 @@ def _text(record: dict[str, Any], column: str, place: str) -> str:
     value = record[column]
     if not isinstance(value, str) or not value.strip():
         raise ValueError(f"{place}: column {column!r} is {value!r}, expected a string that is not blank.")
+    half = _SURROGATE.search(value)
+    if half is not None:  # JSON can name it, no tokenizer can read it
+        raise ValueError(
+            f"{place}: column {column!r} has {half.group()!r} at character {half.start()}, half of a pair and no "
+            "character; write the whole pair, or leave it out."
+        )
     return value
 
 

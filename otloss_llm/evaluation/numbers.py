@@ -7,15 +7,16 @@ For a question with the right value y and the value p that was predicted, s(v) =
 
 An answer is taken from a text in one of three styles:
 
-    gsm8k        the number behind the first `####` that has one, else what stands in its line; commas of thousands,
-                 '$', '%' and a '.' at its end do not count, nor do words after it; 72, 72.0 and $72 are equal
+    gsm8k        the number that follows the first `####` which a number follows, else what stands in the line of the
+                 first; commas of thousands, currencies and marks of emphasis before it do not count, nor does what
+                 comes after it ('72.', '72 clips', '72 (see 1)'), unless that goes on with a digit ('1 000', '10:30')
     mathematics  the whole text but for blanks around it; equal where it is the same, character by character (that of
                  DeepMind's mathematics dataset, where 1/2, 5, 6 or 2*sqrt(3) are answers too)
-    last         the last number in the text; equal by value
+    last         the last number in the text, a quotient where it is written 'a/b' without blanks; equal by value
 
-Numbers are decimal, in ASCII digits, with a sign ('-', '+', U+2212), commas of thousands and a decimal point; 'a/b'
-where it is the whole answer is its quotient. What stands in a word ('x2', '1e5') is none, and neither is anything of
-more than 300 characters.
+Numbers are decimal, in ASCII digits, with a sign ('-', '+', U+2212), commas of thousands and a decimal point; 72, 72.0
+and $72 are equal. 'a/b' is a quotient, and has no value where b is 0. '1e5' is no number, nor is what stands behind a
+letter ('x2') or has more than 300 characters.
 """
 
 from __future__ import annotations
@@ -32,19 +33,26 @@ MARK = "####"
 LONGEST = 300  # characters: what is shorter fits a float
 
 _DIGITS = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?>\.[0-9]+)?|(?<![.0-9])\.[0-9]+"
-# No number begins in a word or behind a decimal point; a sign behind a word, a number or a bracket is a minus.
+_QUOTIENT = rf"(?>{_DIGITS})/(?>{_DIGITS})"
+# No number begins in a word or behind a decimal point; a sign behind a word, a number or a bracket is a minus. What is
+# joined by several strokes (1/2/2020) is no quotient.
 _NUMBER = re.compile(
-    rf"(?P<sign>(?<![\w)\]}}])[-+][$€£]?)?(?<!\w)(?<![0-9]\.)(?P<size>(?>{_DIGITS}))(?![eE][-+]?[0-9])"
+    r"(?P<sign>(?<![\w)\]}])[-+][$€£]?)?(?<!\w)(?<![0-9]\.)"
+    rf"(?P<size>(?<!\w/){_QUOTIENT}(?!/[0-9.])|(?>{_DIGITS}))(?![eE][-+]?[0-9])"
 )
-_WHOLE = re.compile(rf"(?P<sign>[-+])?(?P<size>(?>{_DIGITS}))(?:/(?P<below>0*[1-9][0-9]*))?")
-_MARKED = re.compile(rf"(?P<number>[-+]?(?>{_DIGITS})(?:/[0-9]+)?)\.?(?:\s[^0-9]*)?")
+_WHOLE = re.compile(rf"(?P<sign>[-+])?(?P<above>(?>{_DIGITS}))(?:/(?P<below>(?>{_DIGITS})))?")
+# Before it, what sets off or prices a number; after it, nothing that makes it part of another.
+_MARKED = re.compile(
+    rf"[\s*_`(\\$€£]*+(?P<sign>[-+])?[\\$€£]*+(?P<size>{_QUOTIENT}|(?>{_DIGITS}))"
+    r"(?!\s*[/:]?\s*[0-9]|[.,]+[0-9]|[eE][-+]?[0-9])"
+)
 
 
 def final_number(text: str) -> float | None:
     """The value of the last number in a text, None where there is none.
 
-    >>> final_number("It costs $1,250.50, not 3."), final_number("5 - 3"), final_number("none")
-    (3.0, 3.0, None)
+    >>> final_number("It costs $1,250.50, not 3."), final_number("5 - 3"), final_number("3/4"), final_number("none")
+    (3.0, 3.0, 0.75, None)
     """
     answer = extract_answer(text, "last")
     value = None if answer is None else _value(answer)
@@ -71,12 +79,21 @@ def extract_answer(text: str, style: str) -> str | None:
 
 
 def style_of(answers: Sequence[str]) -> str:
-    """The style of right answers: 'gsm8k' where every one has something behind a `####`, else 'mathematics'.
+    """The style of right answers: 'gsm8k' where every one has something behind a `####`, 'mathematics' where none has.
+
+    Raises ValueError where some have and some have not.
 
     >>> style_of(["so 1 + 1 is\\n#### 2"]), style_of(["2"])
     ('gsm8k', 'mathematics')
     """
-    return "gsm8k" if all(extract_answer(answer, "gsm8k") is not None for answer in answers) else "mathematics"
+    without = [number for number, answer in enumerate(answers) if extract_answer(answer, "gsm8k") is None]
+    if without and len(without) < len(answers):
+        raise ValueError(
+            f"expected answer {without[0]} ({answers[without[0]][-40:]!r}) has nothing behind a {MARK}, while "
+            f"{len(answers) - len(without)} of {len(answers)} have; mend it, or choose the style (--answer_style) of "
+            f"{', '.join(STYLES)}."
+        )
+    return "mathematics" if without else "gsm8k"
 
 
 def same_answer(predicted: str, expected: str, style: str) -> bool:
@@ -201,14 +218,17 @@ def _value(answer: str) -> Fraction | None:
     match = _WHOLE.fullmatch(_one_minus(answer)) if len(answer) <= LONGEST else None
     if match is None:
         return None
-    value = Fraction(_plain(match["size"])) / int(match["below"] or 1)
-    return -value if match["sign"] == "-" else value
+    above, below = Fraction(_plain(match["above"])), Fraction(_plain(match["below"] or "1"))
+    if below == 0:
+        return None
+    return -above / below if match["sign"] == "-" else above / below
 
 
 def _marked(text: str) -> str:
-    text = re.sub(r"[$%€£]", "", _one_minus(text)).strip()
-    match = _MARKED.fullmatch(text)
-    return _plain(match["number"]) if match else text
+    match = _MARKED.match(_one_minus(text))
+    if match:
+        return _plain((match["sign"] or "") + match["size"])
+    return re.sub(r"[$%€£]", "", _one_minus(text)).strip()
 
 
 def _one_minus(text: str) -> str:

@@ -41,8 +41,10 @@ FINAL = {
     "42": 42.0, "The answer is 42.": 42.0, "first 3, then 4": 4.0, "007": 7.0, "0.05 or so": 0.05, "about .5": 0.5,
     "it is...5": 5.0, "-7": -7.0, "x = -7": -7.0, "(−7)": -7.0, "+7": 7.0, "3-4": 4.0, "(3)-4": 4.0, "5 - 3": 3.0,
     "a-3": 3.0, "$1,250.50 left": 1250.5, "-$5": -5.0, "$-5": -5.0, "1,000,000": 1e6, "1,2,3": 3.0, "2, 100": 100.0,
-    "12,34": 34.0, "1,0801": 801.0, "3/4": 4.0, "5kg": 5.0, "50%": 50.0, "72.0": 72.0, "**8**": 8.0, "\\boxed{9}": 9.0,
-    "": None, "none": None, "x2": None, "v1.5": None, "1e5": None, "12e5": None, "٣": None, "²": None, "9" * 301: None,
+    "12,34": 34.0, "1,0801": 801.0, "5kg": 5.0, "50%": 50.0, "72.0": 72.0, "**8**": 8.0, "\\boxed{9}": 9.0,
+    "3/4": 0.75, "so -3/4.": -0.75, "1,000/2.5": 400.0, "3 / 4": 4.0, "3/4 of 8": 8.0, "1/2/2020": 2020.0,
+    "1/2, 1/4": 0.25, "1/2e5": 1.0, "x1/2": 2.0, "1/0": None, "": None, "none": None,
+    "x2": None, "v1.5": None, "1e5": None, "12e5": None, "٣": None, "²": None, "9" * 301: None,
 }  # fmt: skip
 
 
@@ -55,7 +57,13 @@ MARKED = {
     "so 6 * 12 = 72\n#### 72": "72", "#### 72.0": "72.0", "#### 72 clips": "72", "#### $72.": "72", "#### 50%": "50",
     "#### 1,080": "1080", "#### -$1,080.50": "-1080.50", "#### −3": "-3", "#### +7": "7", "####7": "7",
     "#### 72\n\nQuestion: 5": "72", "#### Step 1 of it\nthen\n#### 3": "3", "#### 1\n#### 2": "1", "#### 5/8": "5/8",
-    "in a line #### 4": "4", "#### 1 or 2": "1 or 2", "#### 10:30": "10:30", "#### twelve": "twelve",
+    "in a line #### 4": "4", "#### twelve": "twelve",
+    "#### 72, which": "72", "#### 72!": "72", "#### 72;": "72", "#### 72)": "72", "#### (72)": "72",
+    "#### 72dollars": "72", "#### **72**": "72", "#### **-$72**": "-72", "#### \\$-7.50": "-7.50",
+    "#### 72 (see 1)": "72", "#### $18/hour": "18", "#### 18 dollars for 3 apples": "18", "#### 1 or 2": "1",
+    "#### 72: done": "72", "#### 2 + 3 = 5": "2",
+    "#### 10:30": "10:30", "#### 1 000": "1 000", "#### 2 1/2": "2 1/2", "#### 1,0801": "1,0801", "#### 1.2.3": "1.2.3",
+    "#### 1/2/2020": "1/2/2020", "#### 5 / 8": "5 / 8", "#### 1e5": "1e5", "#### 1,2\n#### 3": "3",
     "72": None, "####": None, "#### \n": None, "#### $": None,
 }  # fmt: skip
 
@@ -71,11 +79,16 @@ def test_other_styles() -> None:
     assert extract_answer("$1,250.50, not -$3,000", "last") == "-3000"
     assert extract_answer("none", "last") is None
     assert style_of(["x\n#### 1", "#### two"]) == "gsm8k"
-    assert style_of(["x\n#### 1", "2"]) == "mathematics"
+    assert style_of(["x\n#### 1 or so", "#### \u2212.5"]) == "gsm8k"
+    assert style_of(["1", "2 ####"]) == "mathematics"
+    said = r"answer 1 \('2'\) has nothing behind a ####, while 2 of 4 have; .*\(--answer_style\) of gsm8k, "
+    with pytest.raises(ValueError, match=said):
+        style_of(["x\n#### 1", "2", "####", "#### 4"])
     with pytest.raises(ValueError, match=r"answer style is 'first', expected one of gsm8k, mathematics, last"):
         extract_answer("1", "first")
 
 
+OFFICIAL = re.compile(r"#### (\-?[0-9.,]+)")  # of the dataset's own evaluation
 SAME = [
     ("#### 72", "#### 72.0", "gsm8k", True), ("#### $1,072 left.", "#### 1072", "gsm8k", True),
     ("72", "#### 72", "gsm8k", False), ("#### 73", "#### 72", "gsm8k", False), ("#### -72", "#### 72", "gsm8k", False),
@@ -84,7 +97,9 @@ SAME = [
     ("####", "#### 1", "gsm8k", False),
     (" 72\n", "72", "mathematics", True), ("72.0", "72", "mathematics", False), ("5, 6", "5, 6", "mathematics", True),
     ("5,6", "5, 6", "mathematics", False), ("True", "true", "mathematics", False), ("", "72", "mathematics", False),
-    ("I say 72.0", "72", "last", True), ("72 or 73", "72", "last", False), ("none", "72", "last", False),
+    ("3/2", "1/2", "last", False), ("2/4", "1/2", "last", True), ("it is 0.5", "1/2", "last", True),
+    ("2", "1/2", "last", False), ("1/0", "2/0", "last", False), ("I say 72.0", "72", "last", True),
+    ("72 or 73", "72", "last", False), ("none", "72", "last", False),
 ]  # fmt: skip
 
 
@@ -96,13 +111,42 @@ def test_same_answer(predicted: str, expected: str, style: str, same: bool) -> N
 @needs_data
 def test_every_answer_of_gsm8k_is_a_number() -> None:
     answers = [question.answer for question in read_questions(GSM8K)]
-    # As the dataset's own evaluation reads them: its pattern behind the mark, without commas.
-    official = [re.search(r"#### (\-?[0-9.,]+)", answer)[1].replace(",", "") for answer in answers]  # type: ignore[index]
+    official = [OFFICIAL.search(answer)[1].replace(",", "") for answer in answers]  # type: ignore[index]
     assert len(answers) == 7473
     assert [extract_answer(answer, "gsm8k") for answer in answers] == official
     assert [final_number(answer) for answer in answers] == [float(text) for text in official]
     scores = score_answers([f"#### {Decimal(text)}.00" for text in official], answers, style=style_of(answers))
     assert (scores.exact_match, scores.numeric, scores.answered, scores.mean_log_error) == (1.0, 1.0, 1.0, 0.0)
+
+
+DIRT = [
+    "",
+    ".",
+    ",",
+    "!",
+    ";",
+    ")",
+    ", which",
+    " (see 1)",
+    "dollars",
+    "%",
+    "**",
+    ". Then 5",
+    ", or 7",
+    " for 3 apples",
+    "/day",
+]
+
+
+@pytest.mark.parametrize("number", ["72", "-72", "0", "1,080", "-1,234,567", "0.05", "12.50", "007", "9" * 40])
+def test_dirty_answers_are_read_as_by_the_dataset(number: str) -> None:
+    for dirt in DIRT:
+        text = f"6 * 12 = 5\n#### {number}{dirt}\n#### 8"
+        found = OFFICIAL.search(text)
+        assert found is not None
+        assert extract_answer(text, "gsm8k") == found[1].rstrip(".,").replace(",", ""), text
+        assert same_answer(text, f"#### {number}", "gsm8k")
+        assert not same_answer(text, f"#### {number}1", "gsm8k")
 
 
 @needs_data

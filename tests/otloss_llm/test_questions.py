@@ -48,6 +48,8 @@ def test_read_what_was_written(tmp_path: Path) -> None:
         tmp_path / "q.jsonl", "\ufeff" + json.dumps(first, ensure_ascii=False), "", {"question": "c", "answer": "2"}
     )
     assert read_questions(path) == [Question("a\u2028b?", " 1\n#### 1", "m"), Question("c", "2")]
+    pair = write(tmp_path / "pair.jsonl", '{"question": "\\ud83d\\ude00", "answer": "2"}')
+    assert read_questions(pair) == [Question("\U0001f600", "2")]
     named = write(tmp_path / "named.jsonl", {"Q": "c", "A": "2", "topic": None}, {"Q": "d", "A": "3", "topic": "t"})
     columns = {"question_column": "Q", "answer_column": "A", "kind_column": "topic"}
     assert read_questions(str(named), **columns) == [Question("c", "2"), Question("d", "3", "t")]
@@ -64,6 +66,10 @@ BAD_FILES: dict[str, tuple[tuple[object, ...], str]] = {
     "blank answer": (({"question": "q", "answer": " \n"},), r"line 1: column 'answer' is ' \\n', expected a string"),
     "number as answer": (({"question": "q", "answer": 72},), r"line 1: column 'answer' is 72, expected a string"),
     "kind no text": ((GOOD | {"module": 3},), r"line 1: column 'module' is 3"),
+    "half a character": (
+        ('{"question": "q", "answer": "72 \\ud800"}',),
+        r"line 1: column 'answer' has '\\ud800' at character 3, half of a pair",
+    ),
     "nothing": (("", " "), r"holds no question"),
 }
 
