@@ -3,18 +3,26 @@
 "embedding"    cosine distance between the rows of the model's head: EMO
 "number"       distance between number tokens, or between the values of whole numbers: `NumberToken`
 "mixed"        the former between number tokens, the embedding's everywhere else: EMO with numbers
+
+The number tokens of a tokenizer, and their costs, are made once: decoding a vocabulary of 50,000 takes seconds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Hashable
+from dataclasses import asdict, dataclass, fields
 from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from otloss.costs import Cost
 from otloss.losses._number_line import FORMS, SCALINGS
 from otloss_llm.number_costs import AUTO, MixedCost, NumberCost
 from otloss_llm.number_spans import SCALES, NumberSpanCost
+from otloss_llm.number_tokens import NumberTokens
 
 KINDS = ("embedding", "number", "mixed")
 
@@ -36,18 +44,68 @@ class NumberSettings:
 
     def __post_init__(self) -> None:
         for name, choices in (("form", FORMS), ("scaling", (AUTO, *SCALINGS)), ("span", (None, *SCALES))):
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} of numbers is {getattr(self, name)!r}, expected one of {choices}.")
-        if self.span is not None and (self.form, self.scaling) != ("wasserstein", AUTO):
+            value = getattr(self, name)
+            if value not in choices:
+                mend = "; leave it out for the values of single tokens" if value in ("none", "None") else ""
+                raise ValueError(f"{name} of numbers is {value!r}, expected one of {choices}{mend}.")
+        beside = self._given("form", "scaling")
+        if self.span is not None and beside:
             raise ValueError(
-                f"span={self.span!r} judges whole numbers, and goes with neither form={self.form!r} nor "
-                f"scaling={self.scaling!r}; leave them out."
+                f"span={self.span!r} judges whole numbers by a scale of its own, and goes without {beside}; leave one "
+                "of them out."
             )
+
+    def _given(self, *names: str) -> str:
+        """Those that differ from the defaults: "form='mse'"."""
+        given = {field.name: field.default for field in fields(self) if field.name in names}
+        return " and ".join(
+            f"{name}={getattr(self, name)!r}" for name, default in given.items() if getattr(self, name) != default
+        )
 
     def __str__(self) -> str:
         """What differs from the defaults, as an arm of a comparison names it: "mse", "log", "span-log"."""
         given = [value for name, value in asdict(self).items() if name != "span" and value not in ("wasserstein", AUTO)]
         return "/".join([*given, *([] if self.span is None else [f"span-{self.span}"])])
+
+
+_MADE: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
+
+
+def _once(tokenizer: Any, key: Hashable, make: Callable[[], Any]) -> Any:
+    """What was made of this tokenizer as it is now; a tokenizer that cannot be remembered is read anew."""
+    try:
+        kept = _MADE.setdefault(tokenizer, {})
+    except TypeError:  # not hashable, or without weak references
+        return make()
+    if key not in kept or kept[key][0] != _as_it_is(tokenizer):
+        made = make()
+        kept[key] = (_as_it_is(tokenizer), made)
+    return kept[key][1]
+
+
+def _as_it_is(tokenizer: Any) -> Hashable:
+    """Tokens may be added to a tokenizer, or become special."""
+    return len(tokenizer.get_vocab()), tuple(tokenizer.all_special_ids)
+
+
+def number_tokens(tokenizer: Any, vocab_size: int) -> NumberTokens:
+    """`NumberTokens.of(tokenizer, vocab_size=vocab_size)`, read once; with its errors."""
+    tokens: NumberTokens = _once(tokenizer, vocab_size, lambda: NumberTokens.of(tokenizer, vocab_size=vocab_size))
+    return tokens
+
+
+def number_values(tokenizer: Any, vocab_size: int) -> Float[Tensor, " vocab"] | None:
+    """Values of the number tokens, NaN elsewhere; None for a tokenizer without any.
+
+    Raises:
+        TypeError, ValueError: no tokenizer, or one of more ids than `vocab_size`.
+    """
+    try:
+        return number_tokens(tokenizer, vocab_size).values
+    except ValueError:
+        if max(tokenizer.get_vocab().values(), default=-1) >= vocab_size:
+            raise
+        return None
 
 
 def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> NumberCost | NumberSpanCost:
@@ -62,8 +120,37 @@ def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> Num
             "processing_class=tokenizer, or cost=NumberCost(values)."
         )
     if numbers.span is not None:
-        return NumberSpanCost.from_tokenizer(tokenizer, vocab_size=vocab_size, scale=numbers.span)
-    return NumberCost.from_tokenizer(tokenizer, vocab_size=vocab_size, form=numbers.form, scaling=numbers.scaling)
+        return NumberSpanCost(number_tokens(tokenizer, vocab_size), scale=numbers.span)
+
+    def made() -> NumberCost:
+        return NumberCost.from_tokenizer(tokenizer, vocab_size=vocab_size, form=numbers.form, scaling=numbers.scaling)
+
+    cost: NumberCost = _once(tokenizer, (vocab_size, numbers, torch.get_default_dtype()), made)
+    if cost.tokens is not None:
+        _once(tokenizer, vocab_size, lambda: cost.tokens)
+    return cost
+
+
+def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
+    """The settings, or the default ones, if a cost of this kind reads them.
+
+    Raises:
+        TypeError, ValueError: no settings, an unknown kind, or settings that it does not read.
+    """
+    numbers = NumberSettings() if numbers is None else numbers
+    if not isinstance(numbers, NumberSettings):
+        raise TypeError(f"numbers is {numbers!r}, expected NumberSettings(form=..., scaling=..., span=...), or None.")
+    if kind not in KINDS:
+        raise ValueError(f'cost is {kind!r}, expected "auto", one of {KINDS}, a vocabulary cost, or None.')
+    if kind == "embedding" and numbers != NumberSettings():
+        raise ValueError(f'{numbers!r} goes with the cost "number" or "mixed", the cost "embedding" reads no numbers.')
+    wrong = numbers._given("form", "span") if kind == "mixed" else ""
+    if wrong:
+        raise ValueError(
+            f'{wrong} of numbers goes with number_token (the cost "number"), emo+number mixes the distances of single '
+            "tokens; leave it out (--number_form, --number_span)."
+        )
+    return numbers
 
 
 def choose_cost(
@@ -85,21 +172,8 @@ def choose_cost(
         TypeError, ValueError: an unknown kind, settings that the kind does not read, or whatever keeps the cost from
             being made.
     """
-    numbers = NumberSettings() if numbers is None else numbers
-    if not isinstance(numbers, NumberSettings):
-        raise TypeError(f"numbers is {numbers!r}, expected NumberSettings(form=..., scaling=..., span=...), or None.")
-    if kind not in KINDS:
-        raise ValueError(f'cost is {kind!r}, expected "auto", one of {KINDS}, a vocabulary cost, or None.')
+    numbers = check_settings(kind, numbers)
     if kind == "embedding":
-        if numbers != NumberSettings():
-            raise ValueError(
-                f'{numbers!r} goes with the cost "number" or "mixed", the cost "embedding" reads no numbers.'
-            )
         return embedding()
-    if kind == "number":
-        return number_cost(tokenizer, vocab_size, numbers)
-    if numbers.span is not None:
-        raise ValueError(f'span={numbers.span!r} goes with the cost "number", a mixture needs the values of tokens.')
     made = number_cost(tokenizer, vocab_size, numbers)
-    assert isinstance(made, NumberCost)
-    return MixedCost(made, embedding())
+    return MixedCost(made, embedding()) if kind == "mixed" and isinstance(made, NumberCost) else made

@@ -11,7 +11,8 @@ pytest.importorskip("transformers")
 import torch
 
 from otloss_llm import EMO, EmbeddingCost, MixedCost, NumberCost, NumberToken
-from otloss_llm.cost_choice import NumberSettings, choose_cost, number_cost
+from otloss_llm import number_tokens as number_tokens_module
+from otloss_llm.cost_choice import NumberSettings, choose_cost, number_cost, number_tokens, number_values
 from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.number_spans import NumberSpanCost
 from otloss_llm.objectives import cost_kind
@@ -60,7 +61,7 @@ def test_each_kind_over_a_padded_head(tokenizer: Any) -> None:
         assert type(cost) is expected
         assert cost.shape == (size, size)
     cost = made(tokenizer, "number")
-    assert cost.settings == {"form": "wasserstein", "scaling": "absolute", "squash": None}
+    assert cost.settings == {"form": "wasserstein", "delta": None, "scaling": "absolute", "squash": None}
     assert set(cost.values[cost.is_number].tolist()) == set(range(10))
     assert not cost.is_number[-3:].any()
 
@@ -83,6 +84,60 @@ def test_numbers_of_several_digits_get_a_bounded_scale() -> None:
     assert cost.text < 20
 
 
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of the vocabularies that are decoded from here on."""
+    decoded: list[int] = []
+    read = number_tokens_module.token_texts
+
+    def counting(tokenizer: Any) -> Any:
+        decoded.append(len(tokenizer))
+        return read(tokenizer)
+
+    monkeypatch.setattr(number_tokens_module, "token_texts", counting)
+    return decoded
+
+
+def test_a_vocabulary_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the costs, the spans and the values; and again where the tokenizer has changed."""
+    tokenizer = train_bpe_tokenizer(["a b 1 2 1 2"], 260, split_digits=True)
+    decoded = counted(monkeypatch)
+    first, again = (number_cost(tokenizer, 300, NumberSettings()) for _ in range(2))
+    assert first is again
+    span = number_cost(tokenizer, 300, NumberSettings(span="log"))
+    values = number_values(tokenizer, 300)
+    assert values is not None
+    assert values.shape == span.shape[:1] == (300,)
+    assert decoded == [len(tokenizer)]
+    assert number_tokens(tokenizer, 301).values.shape == (301,)
+    assert len(decoded) == 2
+    tokenizer.add_tokens(["77"])
+    assert 77.0 in number_tokens(tokenizer, 300).values.tolist()
+    changed = number_cost(tokenizer, 300, NumberSettings())
+    assert isinstance(changed, NumberCost)
+    assert 77.0 in changed.values.tolist()
+    tokenizer.add_special_tokens({"pad_token": "7"})
+    assert 7.0 not in number_tokens(tokenizer, 300).values.tolist()
+
+
+def test_costs_follow_the_default_dtype(tokenizer: Any) -> None:
+    single = number_cost(tokenizer, 300, NumberSettings())
+    torch.set_default_dtype(torch.float64)
+    try:
+        double = number_cost(tokenizer, 300, NumberSettings())
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (single.dtype, double.dtype) == (torch.float32, torch.float64)
+
+
+def test_values_of_a_tokenizer_without_numbers(tokenizer: Any, wordy: Any) -> None:
+    assert number_values(wordy, 9) is None
+    for each in (tokenizer, wordy):
+        with pytest.raises(ValueError, match="vocab_size is 3, but the tokenizer"):
+            number_values(each, 3)
+    with pytest.raises(TypeError, match="tokenizer is 3"):
+        number_values(3, 9)
+
+
 def test_names_of_settings() -> None:
     assert str(NumberSettings()) == ""
     assert str(NumberSettings("mse", "log")) == "mse/log"
@@ -95,8 +150,10 @@ def test_names_of_settings() -> None:
         ({"form": "l1"}, r"form of numbers is 'l1', expected one of .*wasserstein"),
         ({"scaling": "linear"}, r"scaling of numbers is 'linear', expected one of \('auto', 'absolute'"),
         ({"span": "absolute"}, r"span of numbers is 'absolute', expected one of \(None, 'log', 'relative'\)"),
-        ({"span": "log", "form": "mse"}, "span='log' judges whole numbers, and goes with neither form='mse'"),
-        ({"span": "log", "scaling": "rank"}, "scaling='rank'; leave them out"),
+        ({"span": "none"}, r"span of numbers is 'none', expected one of \(None, .*\); leave it out"),
+        ({"span": "log", "form": "mse"}, "span='log' judges whole numbers .*goes without form='mse'; leave one"),
+        ({"span": "log", "scaling": "rank"}, "goes without scaling='rank'; leave one"),
+        ({"span": "log", "form": "mae", "scaling": "rank"}, "goes without form='mae' and scaling='rank'; leave"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
@@ -109,10 +166,13 @@ def test_costs_that_cannot_be(tokenizer: Any, wordy: Any) -> None:
         made(tokenizer, "numbers")
     with pytest.raises(ValueError, match=r"form='mse'.* reads no numbers"):
         made(tokenizer, "embedding", form="mse")
-    with pytest.raises(ValueError, match="span='log' goes with the cost \"number\", a mixture needs the values"):
-        made(tokenizer, "mixed", span="log")
-    with pytest.raises(ValueError, match='form="mse" charges the mean number and has no cost of single tokens'):
-        made(tokenizer, "mixed", form="mse")
+    for settings in ({"span": "log"}, {"form": "mse"}):
+        [(name, value)] = settings.items()
+        with pytest.raises(ValueError, match=f"^{name}='{value}' of numbers goes with number_token .*--number_form"):
+            choose_cost(
+                "mixed", embedding=lambda: pytest.fail("made"), tokenizer=None, vocab_size=9,
+                numbers=NumberSettings(**settings),
+            )  # fmt: skip
     with pytest.raises(TypeError, match=r"numbers is \{'form': 'mse'\}, expected NumberSettings\(form"):
         choose_cost(
             "number", embedding=lambda: EmbeddingCost(torch.eye(3)), tokenizer=tokenizer, vocab_size=400,
