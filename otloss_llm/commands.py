@@ -13,9 +13,8 @@ from typing import Any
 
 
 def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tuple[str, int]:
-    from otloss_llm.cost_choice import NumberSettings
-    from otloss_llm.loading import load_cost, load_model_and_tokenizer
-    from otloss_llm.number_tokens import NumberTokens
+    from otloss_llm.cost_choice import NumberSettings, check_settings, number_tokens
+    from otloss_llm.loading import load_cost, load_model_and_tokenizer, say_of_numbers
     from otloss_llm.objectives import cost_kind, parse_objective
     from otloss_llm.runs import train_run
     from otloss_llm.training_data import load_rows
@@ -26,6 +25,7 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
         raise ValueError(
             f"{objective_args.objective} reads no numbers; --number_... goes with number_token, emo+number."
         )
+    check_settings(kind, numbers)
     source = objective_args.cost_embedding
     if kind == "number" and source != "model":
         raise ValueError(
@@ -36,10 +36,15 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "float32"
     )
     cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
-    if kind != "embedding" and args.process_index == 0:
-        print(NumberTokens.of(tokenizer, vocab_size=cost.shape[0]).coverage(), file=sys.stderr)
     parts: Any = load_rows(tokenizer, text_args)
     rows, validation, _ = parts
+    if kind != "embedding":
+        first = args.process_index == 0
+        if first:
+            getattr(cost, "numbers", cost).coverage(file=sys.stderr)
+        said = say_of_numbers(rows, number_tokens(tokenizer, cost.shape[0]).values, objective_args.objective)
+        if first:
+            print(said, file=sys.stderr)
     settings = {
         "model": model_args.model_name_or_path,
         "objective": repr(objective),
@@ -106,6 +111,7 @@ def evaluate(model_args: Any, args: Any) -> tuple[str, int]:
     _check_output_file(args.predictions_file)
     if args.output_file is not None and args.output_file == args.predictions_file:
         raise ValueError(f"{args.output_file} is both the output_file and the predictions_file; name two files.")
+    args = _settled(args)
     questions, style = _questions(args)
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
@@ -115,7 +121,7 @@ def evaluate(model_args: Any, args: Any) -> tuple[str, int]:
         texts = read_texts(args.text, split=args.split, text_column=args.text_column)
         blocks = PackedBlocks.from_texts(texts, tokenizer, args.block_size)
         model = _on_best_device(model)
-        results |= _score_text(model, blocks, args)
+        results |= _score_text(model, tokenizer, blocks, args)
     if questions:
         results |= _score_questions(_on_best_device(model), tokenizer, questions, style, args)
     text = json.dumps(results, indent=2)
@@ -124,14 +130,31 @@ def evaluate(model_args: Any, args: Any) -> tuple[str, int]:
     return text, 0
 
 
-def _score_text(model: Any, blocks: Any, args: Any) -> dict[str, Any]:
-    from otloss_llm.evaluation import perplexity
+def _settled(args: Any) -> Any:
+    """The arguments of evaluate with their defaults, none given that would not be read."""
+    from otloss_llm.arguments import EVALUATE_QUESTIONS, EVALUATE_TEXT
+
+    for source, defaults in (("text", EVALUATE_TEXT), ("questions", EVALUATE_QUESTIONS)):
+        given = [name for name in defaults if getattr(args, name) is not None]
+        if given and not getattr(args, source):
+            needs = "needs" if len(given) == 1 else "need"
+            raise ValueError(
+                f"{', '.join(f'--{name}' for name in given)} {needs} --{source}; name one, or leave this out."
+            )
+        args = dataclasses.replace(args, **{name: defaults[name] for name in defaults if name not in given})
+    return args
+
+
+def _score_text(model: Any, tokenizer: Any, blocks: Any, args: Any) -> dict[str, Any]:
+    from otloss_llm.evaluation import perplexity, score_number_labels
     from otloss_llm.loading import load_cost
 
     cost = load_cost(args.cost_embedding, model).to(model.device)
     scores = perplexity(model, blocks, batch_size=args.batch_size, cost=cost)
     settings = {"text": args.text, "blocks": blocks.fingerprint, "cost_embedding": args.cost_embedding}
-    return settings | dataclasses.asdict(scores) | {"perplexity": scores.perplexity}
+    results = settings | dataclasses.asdict(scores) | {"perplexity": scores.perplexity}
+    numbers = score_number_labels(model, tokenizer, blocks, batch_size=args.batch_size)
+    return results if numbers is None else results | {"number_tokens": dataclasses.asdict(numbers)}
 
 
 def _questions(args: Any) -> tuple[list[Any], str]:
@@ -141,10 +164,6 @@ def _questions(args: Any) -> tuple[list[Any], str]:
     from otloss_llm.questions import read_questions, spread
 
     if not args.questions:
-        names = ("answer_style", "num_questions", "predictions_file")
-        given = [f"--{name}" for name in names if getattr(args, name) is not None]
-        if given:
-            raise ValueError(f"{', '.join(given)} need --questions; name the file of them.")
         return [], ""
     questions = read_questions(args.questions)
     answers = [question.answer for question in questions]
@@ -156,7 +175,18 @@ def _questions(args: Any) -> tuple[list[Any], str]:
 def _score_questions(model: Any, tokenizer: Any, questions: list[Any], style: str, args: Any) -> dict[str, Any]:
     from otloss_llm.evaluation import answer_questions, same_answer, score_answers
     from otloss_llm.folders import write_text
+    from otloss_llm.questions import token_counts
 
+    lengths = token_counts(questions, tokenizer)
+    cut_short = sum(answer > args.max_new_tokens for _, answer in lengths)
+    if cut_short:
+        print(
+            f"note: {cut_short} of {len(questions)} right answers are longer than max_new_tokens={args.max_new_tokens} "
+            f"(the longest has {max(answer for _, answer in lengths)}), and cannot be given; raise --max_new_tokens",
+            file=sys.stderr,
+        )
+    # Before anything is answered: what cannot be scored takes no answers with it.
+    numbers = _score_answer_tokens(model, tokenizer, questions, lengths, args.batch_size)
     predicted = answer_questions(
         model, tokenizer, questions, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size
     )
@@ -170,7 +200,29 @@ def _score_questions(model: Any, tokenizer: Any, questions: list[Any], style: st
         write_text(Path(args.predictions_file), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     scores = score_answers(predicted, expected, style=style, kinds=[question.kind for question in questions])
     settings = {"questions": args.questions, "answer_style": style, "max_new_tokens": args.max_new_tokens}
-    return settings | {"answers": dataclasses.asdict(scores)}
+    return settings | {"cut_short": cut_short, "answers": dataclasses.asdict(scores)} | numbers
+
+
+def _score_answer_tokens(
+    model: Any, tokenizer: Any, questions: list[Any], lengths: list[tuple[int, int]], batch_size: int
+) -> dict[str, Any]:
+    """Scores of the number tokens of right answers, given what is right before them; {} where there are none."""
+    from otloss_llm.evaluation import score_number_labels
+    from otloss_llm.evaluation.perplexity import context_length
+    from otloss_llm.questions import AnsweredQuestions
+
+    context = sys.maxsize if tokenizer.eos_token_id is not None else 0  # without EOS an answer has no end, and no row
+    context = min(context, context_length(model) or sys.maxsize)
+    rows = [question for question, length in zip(questions, lengths, strict=True) if sum(length) < context]
+    if len(rows) < len(questions):
+        reason = "exceed the model's context with their answers" if context else "have answers that no EOS can end"
+        said = f"note: {len(questions) - len(rows)} of {len(questions)} questions {reason}"
+        print(f"{said}, and are left out of answer_number_tokens", file=sys.stderr)
+    if not rows:
+        return {}
+    data = AnsweredQuestions.from_questions(rows, tokenizer, max_length=context)
+    scores = score_number_labels(model, tokenizer, data, batch_size=batch_size)
+    return {} if scores is None else {"answer_number_tokens": {"questions": len(rows)} | dataclasses.asdict(scores)}
 
 
 def compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Load models, tokenizers, costs and text from what a command line names, with errors that say what to do."""
+"""Load models, tokenizers, costs, data from what a command line names, with errors that say what to do."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost
@@ -17,7 +18,8 @@ from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks, read_texts, split_blocks
 from otloss_llm.heads import check_causal, find_head
-from otloss_llm.questions import AnsweredQuestions, Question, read_questions, spread
+from otloss_llm.objectives import cost_kind
+from otloss_llm.questions import IGNORE, AnsweredQuestions, Question, read_questions
 
 COST_SOURCES = ("model", "random", "shuffled")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -248,20 +250,31 @@ def load_questions(
 ) -> tuple[AnsweredQuestions, AnsweredQuestions | None, list[Question]]:
     """Training and validation rows and test questions; a part without a file of its own is taken from `train`.
 
-    Such a part is taken evenly spaced, because files are often sorted by the kind of question.
+    Such a part is a share of all the questions in `train`, evenly spaced, because files are often sorted by the kind of
+    question. Questions of equal text go into one part: none is trained on that is asked later.
     """
     rest, parts = read_questions(train), []
-    for source, fraction in ((validation, validation_fraction), (test, test_fraction)):
+    texts = list(dict.fromkeys(question.question for question in rest))
+    left = texts
+    for name, source, fraction in (
+        ("validation", validation, validation_fraction), ("test", test, test_fraction)
+    ):  # fmt: skip
         if not 0 <= fraction < 1:
-            raise ValueError(f"a share of {fraction} of the questions was asked for, expected one in [0, 1).")
+            raise ValueError(f"--{name}_fraction is {fraction}, expected a share of the questions in [0, 1).")
         if source is not None:
             parts.append(read_questions(source))
-        else:
-            parts.append(spread(rest, max(1, round(fraction * len(rest)))) if fraction else [])
-            taken = {id(question) for question in parts[-1]}
-            rest = [question for question in rest if id(question) not in taken]
+            continue
+        count = min(max(1, round(fraction * len(texts))), len(left)) if fraction else 0
+        taken = {left[i * len(left) // count] for i in range(count)}
+        parts.append([question for question in rest if question.question in taken])
+        rest = [question for question in rest if question.question not in taken]
+        left = [text for text in left if text not in taken]
     if not rest:
-        raise ValueError(f"no question of {train!r} is left to train on; give more of them, or smaller shares.")
+        there = "1 different question" if len(texts) == 1 else f"{len(texts)} different questions"
+        raise ValueError(
+            f"the {there} of {train!r} leave none to train on, with --validation_fraction {validation_fraction} and "
+            f"--test_fraction {test_fraction}; give more questions, or a share of 0."
+        )
 
     def rows(questions: list[Question]) -> AnsweredQuestions:
         return AnsweredQuestions.from_questions(
@@ -269,3 +282,46 @@ def load_questions(
         )
 
     return rows(rest), rows(parts[0]) if parts[0] else None, parts[1]
+
+
+def count_number_labels(rows: PackedBlocks | AnsweredQuestions, values: Float[Tensor, " vocab"]) -> tuple[int, int]:
+    """How many of the labels that are predicted are numbers, and how many labels there are.
+
+    Args:
+        values: value of each token of the vocabulary, NaN where it is no number.
+
+    >>> values = torch.tensor([float("nan"), 1.0, 2.0])
+    >>> count_number_labels(PackedBlocks(torch.tensor([[1, 2, 0], [0, 0, 0]])), values)
+    (1, 4)
+    """
+    is_number = ~values.isnan()
+    if isinstance(rows, PackedBlocks):
+        batches: Iterable[Tensor] = rows.ids[:, 1:].split(4096)  # the first token of a block is context
+    else:
+        batches = (rows[i]["labels"][1:] for i in range(len(rows)))
+    numbers = labels = 0
+    for batch in batches:
+        predicted = batch[batch != IGNORE].long()
+        numbers += int(is_number[predicted].sum())
+        labels += predicted.numel()
+    return numbers, labels
+
+
+def say_of_numbers(rows: PackedBlocks | AnsweredQuestions, values: Float[Tensor, " vocab"], objective: str) -> str:
+    """How much of what is trained on is numbers, in a line.
+
+    Raises:
+        ValueError: nothing of it is: the objective would be another one in silence.
+    """
+    numbers, labels = count_number_labels(rows, values)
+    if numbers == 0:
+        mend = (
+            "name other questions, or add --train_on_question where the numbers are in the questions"
+            if isinstance(rows, AnsweredQuestions) and not rows.train_on_question
+            else "train on what has numbers"
+        )
+        raise ValueError(
+            f"none of the {labels} tokens that are trained on is a number, and {objective} would be "
+            f"{'emo' if cost_kind(objective) == 'mixed' else 'mle'}; {mend}, or take that one."
+        )
+    return f"{numbers} of the {labels} tokens that are trained on are numbers ({numbers / labels:.1%})"

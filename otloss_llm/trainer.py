@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import Subset
 from transformers import Trainer, default_data_collator
 
 from otloss.costs import Cost
@@ -69,10 +70,9 @@ class ObjectiveMixin:
         chunk_size: int | None = None,
         **kwargs: Any,
     ) -> None:
-        if isinstance(kwargs.get("train_dataset"), PackedBlocks) and kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = default_data_collator  # blocks are of one length: nothing to pad
-        if isinstance(kwargs.get("train_dataset"), AnsweredQuestions) and kwargs.get("data_collator") is None:
-            kwargs["data_collator"] = pad_questions
+        collator = _collator_for(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
+        if collator is not None and kwargs.get("data_collator") is None:
+            kwargs["data_collator"] = collator
         super().__init__(*args, **kwargs)
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size = impl, chunk_size
@@ -242,6 +242,18 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
 
     See `ObjectiveMixin` for the arguments it adds, and the Hugging Face documentation for the rest.
     """
+
+
+def _collator_for(train: Any, evaluation: Any) -> Any:
+    """What makes batches of our own rows, whole or a `Subset` of them; None, the trainer's own, for any others."""
+    rows = train if train is not None else evaluation
+    if isinstance(rows, dict):  # several to evaluate on, by name
+        rows = next(iter(rows.values()), None)
+    while isinstance(rows, Subset):
+        rows = rows.dataset
+    if isinstance(rows, PackedBlocks):
+        return default_data_collator  # blocks are of one length: nothing to pad
+    return pad_questions if isinstance(rows, AnsweredQuestions) else None
 
 
 def _aligned_labels(inputs: dict[str, Any]) -> Tensor:

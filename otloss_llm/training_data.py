@@ -8,8 +8,9 @@ from otloss_llm.data import PackedBlocks
 from otloss_llm.loading import load_blocks, load_questions
 from otloss_llm.questions import AnsweredQuestions, Question
 
-_OF_TEXT = ("validation_text", "test_text")
-_OF_QUESTIONS = ("validation_questions", "test_questions", "train_on_question")
+# With the defaults, which are not told from what was not given.
+_OF_TEXT = {"validation_text": None, "test_text": None, "text_column": "text"}
+_OF_QUESTIONS = {"validation_questions": None, "test_questions": None, "train_on_question": False}
 
 
 def load_rows(
@@ -27,11 +28,11 @@ def load_rows(
         ValueError: text and questions both or neither, an option of the one beside the other, or nothing left.
         FileNotFoundError: a file that is not there.
     """
-    if (asked.train_text is None) == (asked.train_questions is None):
-        given = "neither" if asked.train_text is None else "both"
+    if bool(asked.train_text) == bool(asked.train_questions):
+        given = "both" if asked.train_text else "neither"
         raise ValueError(f"got {given} of --train_text and --train_questions, expected one: what to train on.")
     kind, strays = ("questions", _OF_TEXT) if asked.train_questions else ("text", _OF_QUESTIONS)
-    wrong = [f"--{name}" for name in strays if getattr(asked, name, None)]
+    wrong = [f"--{name}" for name, default in strays.items() if getattr(asked, name, default) != default]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} given beside --train_{kind}, expected none of it; leave it out.")
     cut = getattr(asked, "test_fraction", 0.0)

@@ -17,6 +17,7 @@ pytest.importorskip("accelerate")
 
 import torch  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
+from torch.utils.data import Subset  # noqa: E402
 
 from otloss_llm import (  # noqa: E402
     EMO,
@@ -32,7 +33,7 @@ from otloss_llm.evaluation import number_token_scores  # noqa: E402
 from otloss_llm.loading import load_model, load_tokenizer  # noqa: E402
 from otloss_llm.number_spans import NumberSpanCost  # noqa: E402
 from otloss_llm.number_tokens import NumberTokens  # noqa: E402
-from otloss_llm.questions import AnsweredQuestions, Question, read_questions  # noqa: E402
+from otloss_llm.questions import AnsweredQuestions, Question, pad_questions, read_questions  # noqa: E402
 from tests.otloss_llm.conftest import Cli, Tiny, read, save, train_options  # noqa: E402
 from tests.otloss_llm.oracles import cosine_matrix, problem  # noqa: E402
 from tests.otloss_llm.scoring import assert_all_close, fused, gradients  # noqa: E402
@@ -303,6 +304,42 @@ def test_questions_need_no_collator(tmp_path: Path) -> None:
         torch.testing.assert_close(ours[name], change, rtol=1e-4, atol=1e-7)
 
 
+@pytest.mark.parametrize("case", ["evaluated alone", "evaluated by name", "subset", "subset of a subset"])
+def test_other_ways_to_give_questions_need_no_collator_either(tmp_path: Path, case: str) -> None:
+    """The mean nll of rows of three lengths, each row by itself."""
+    tokenizer, model = of_characters(), tiny_model("llama").eval()
+    questions = [Question("a", "4"), Question("a+b", "12"), Question("a = b", "-0.5"), Question("b", "99")]
+    rows: Any = AnsweredQuestions.from_questions(questions, tokenizer, max_length=24)
+    given: dict[str, Any] = {"train_dataset": None, "data_collator": None, "tokenizer": tokenizer, "objective": "mle"}
+    if case.startswith("subset"):
+        rows = Subset(rows, [2, 0, 1])
+        rows = Subset(rows, [1, 0]) if case == "subset of a subset" else rows
+        given["train_dataset"] = rows
+    evaluated = {"named": rows} if case == "evaluated by name" else rows
+    trainer = a_trainer(tmp_path, model, eval_dataset=evaluated, max_steps=1, **given)
+    total, tokens = 0.0, 0
+    for i in range(len(rows)):
+        ids, labels = rows[i]["input_ids"], rows[i]["labels"][1:]
+        with torch.no_grad():
+            logs = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+        total -= float(logs[labels >= 0, labels[labels >= 0]].sum())
+        tokens += int((labels >= 0).sum())
+    metrics = trainer.evaluate()
+    prefix = "eval_named_" if case == "evaluated by name" else "eval_"
+    assert metrics[f"{prefix}nll"] == pytest.approx(total / tokens, rel=1e-5)
+    if given["train_dataset"] is not None:
+        assert trainer.train().global_step == 1
+
+
+def test_the_collator_of_other_rows_is_left_to_the_trainer(tmp_path: Path) -> None:
+    rows = AnsweredQuestions([[1]], [[5]])
+    with pytest.raises(KeyError, match="mine"):
+        a_trainer(tmp_path, tiny_model("llama"), objective="mle", train_dataset=rows, max_steps=1,
+                  data_collator=lambda items: {}["mine"]).train()  # fmt: skip
+    other = a_trainer(tmp_path, tiny_model("llama"), objective="mle", train_dataset=sums()[:1], data_collator=None)
+    assert other.data_collator is not pad_questions
+
+
 def test_training_lowers_the_error_of_numbers(tmp_path: Path) -> None:
     tokenizer, start = of_characters(), tiny_model("llama")
     data = AnsweredQuestions.from_questions([Question("a", "4"), Question("b", "82")], tokenizer, max_length=9)
@@ -339,7 +376,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         {"objective": "number_token", "cost": NumberCost.from_tokenizer(of_characters())},
         f"vocabulary of {FIRST + len(CHARACTERS)} tokens, the logits have {VOCAB}",
     ),
-    "spans of a mixture": ({"objective": "emo+number"} | SPAN, "a mixture needs the values of tokens"),
+    "spans of a mixture": ({"objective": "emo+number"} | SPAN, "span='relative' of numbers goes with number_token"),
     "no number": ({"objective": "number_token", "tokenizer": of_characters("ab?")}, "no token that is a number"),
     "too many tokens": (
         {"objective": "number_token", "tokenizer": of_characters(CHARACTERS + "cdefghijklmn")}, "31"
@@ -430,6 +467,7 @@ def test_train_on_numbers(
     assert ended.json["eval_transport_cost"] > 0
     values = NumberTokens.of(load_tokenizer(str(tiny.llama)), vocab_size=load_model(str(tiny.llama)).config.vocab_size)
     assert str(values.coverage()) in ended.err
+    assert "tokens that are trained on are numbers (" in ended.err
     assert said in read(tmp_path / "run/run.json")["numbers"]
     assert cli(*given).json == ended.json, "finished: nothing is trained again"
 
@@ -454,9 +492,29 @@ BAD_COMMANDS: dict[str, tuple[dict[str, object], list[str]]] = {
     "unknown form": ({"number_form": "l1"}, ["'l1'", "huber"]),
     "unknown scaling": ({"number_scaling": "linear"}, ["'linear'", "rank"]),
     "unknown span": ({"number_span": "absolute"}, ["'absolute'", "relative"]),
-    "span and scaling": ({"number_span": "log", "number_scaling": "log"}, ["span='log'", "leave them out"]),
-    "span of a mixture": ({"objective": "emo+number", "number_span": "log"}, ["span='log'", "mixture"]),
-    "form of a mixture": ({"objective": "emo+number", "number_form": "mse"}, ['form="mse"', "wasserstein"]),
+    "no span": ({"number_span": "none"}, ["'none'", "leave it out"]),
+    "span and scaling": ({"number_span": "log", "number_scaling": "log"}, ["goes without scaling='log'; leave one"]),
+    "span of a mixture": (
+        {"objective": "emo+number", "number_span": "log", "model_name_or_path": "nowhere"},
+        ["span='log'", "emo+number mixes", "--number_span"],
+    ),
+    "form of a mixture": (
+        {"objective": "emo+number", "number_form": "mse", "model_name_or_path": "nowhere"},
+        ["form='mse'", "emo+number mixes", "--number_form"],
+    ),
+    "empty name": ({"train_questions": ""}, ["neither", "--train_text", "--train_questions"]),
+    "column of text": ({"text_column": "story"}, ["--text_column", "--train_questions", "leave it out"]),
+    "no share left": (
+        {"train_questions": "one.jsonl"}, ["the 1 different question of", "--validation_fraction 0.05", "a share of 0"]
+    ),
+    "wrong share": ({"validation_fraction": 1}, ["--validation_fraction is 1.0", "[0, 1)"]),
+    "no number to answer": (
+        {"train_questions": "words.jsonl"}, ["none of the 6 tokens", "would be mle", "--train_on_question"]
+    ),
+    "no number at all": (
+        {"train_questions": "words.jsonl", "train_on_question": True, "objective": "emo+number"},
+        ["none of the 9 tokens", "would be emo; train on what has numbers"],
+    ),
     "negative weight": ({"objective": "number_token:-1"}, ["number_token:-1", "non-negative"]),
     "no numbers": ({"model_name_or_path": "wordy"}, ["no token that is a number", "' one'"]),
 }  # fmt: skip
@@ -468,6 +526,9 @@ def test_a_training_on_numbers_that_cannot_be_is_refused(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     changes, said = BAD_COMMANDS[case]
+    (tmp_path / "one.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n', encoding="utf-8")
+    words = [{"question": question, "answer": "a"} for question in ("b", "c", "d", "e")]
+    (tmp_path / "words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in words), encoding="utf-8")
     if case == "no numbers":
         save(tiny_model("llama"), of_words(), tmp_path / "wordy")
     error = cli(*on_questions(tiny, tmp_path / "run", questions, **changes)).error
