@@ -148,28 +148,50 @@ class GenerateArguments:
     output_file: str | None = field(default=None, metadata={"help": "Write JSON lines here instead of text to stdout."})
 
 
+# Read where there is a text, or where there are questions, alone. As defaults of the fields they would hide what was
+# given in vain.
+EVALUATE_TEXT = {"text_column": "text", "split": "test", "block_size": 256, "cost_embedding": "model"}
+EVALUATE_QUESTIONS = {"max_new_tokens": 100, "answer_style": None, "num_questions": None, "predictions_file": None}
+
+
 @dataclass
 class EvaluateArguments:
-    """What is scored: text, answers to questions, or both."""
+    """What is scored: text, answers to questions, or both; None stands for a default until both are known."""
 
     text: str | None = field(
         default=None, metadata={"help": "A .txt, .md or .jsonl file, a folder of them, or a datasets name."}
     )
-    text_column: str = field(default="text", metadata={"help": "Column of .jsonl files and datasets."})
-    split: str = field(default="test", metadata={"help": "Split, where the text is a datasets name."})
-    block_size: int = field(default=256, metadata={"help": "Tokens in a block; its first token has no context."})
+    text_column: str | None = field(
+        default=None,
+        metadata={"help": f"Column of .jsonl files and datasets. None: {EVALUATE_TEXT['text_column']}."},
+    )
+    split: str | None = field(
+        default=None,
+        metadata={"help": f"Split, where the text is a datasets name. None: {EVALUATE_TEXT['split']}."},
+    )
+    block_size: int | None = field(
+        default=None,
+        metadata={"help": f"Tokens in a block; its first has no context. None: {EVALUATE_TEXT['block_size']}."},
+    )
     batch_size: int = field(default=8, metadata={"help": "Blocks scored, or questions answered, at a time."})
-    cost_embedding: str = field(default="model", metadata={"help": "As for train; compare models under one cost."})
+    cost_embedding: str | None = field(
+        default=None,
+        metadata={"help": f"As for train; compare models under one cost. None: {EVALUATE_TEXT['cost_embedding']}."},
+    )
     questions: str | None = field(
         default=None, metadata={"help": "A .jsonl file of questions to answer, greedily: columns question and answer."}
     )
     answer_style: str | None = field(
         default=None,
         metadata={
-            "help": "gsm8k, mathematics or last (number). None: gsm8k where all answers have ####, or mathematics."
+            "help": "gsm8k, mathematics or last (number). None: gsm8k where all answers have ####, mathematics where "
+            "none has."
         },
     )
-    max_new_tokens: int = field(default=32, metadata={"help": "Longest answer, in tokens."})
+    max_new_tokens: int | None = field(
+        default=None,
+        metadata={"help": f"Longest answer, in tokens. None: {EVALUATE_QUESTIONS['max_new_tokens']}."},
+    )
     num_questions: int | None = field(
         default=None, metadata={"help": "Answer at most so many, evenly spaced; None: all."}
     )

@@ -132,6 +132,21 @@ def prompt_text(question: Question, separator: str = SEPARATOR) -> str:
     return question.question + separator
 
 
+def token_counts(
+    questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, *, separator: str = SEPARATOR
+) -> list[tuple[int, int]]:
+    """Tokens of each prompt, with BOS where the tokenizer begins with it, and of each answer, without EOS.
+
+    >>> from otloss_llm.data import train_bpe_tokenizer
+    >>> token_counts([Question("ab", "c"), Question("a", "bcd")], train_bpe_tokenizer(["a b c d"], 257))
+    [(3, 1), (2, 3)]
+    """
+    opening = len(opening_ids(tokenizer))
+    prompts = _ids(tokenizer, [prompt_text(question, separator) for question in questions])
+    answers = _ids(tokenizer, [question.answer for question in questions])
+    return [(opening + len(prompt), len(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
 class AnsweredQuestions(Dataset[dict[str, Tensor]]):
     """Rows of prompt and answer, as a dataset for training and scoring causal language models.
 

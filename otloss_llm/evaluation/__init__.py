@@ -5,6 +5,7 @@ from __future__ import annotations
 from otloss_llm.evaluation.answering import NumberTokenScores as NumberTokenScores
 from otloss_llm.evaluation.answering import answer_questions as answer_questions
 from otloss_llm.evaluation.answering import number_token_scores as number_token_scores
+from otloss_llm.evaluation.answering import score_number_labels as score_number_labels
 from otloss_llm.evaluation.numbers import NumberScores as NumberScores
 from otloss_llm.evaluation.numbers import extract_answer as extract_answer
 from otloss_llm.evaluation.numbers import final_number as final_number
@@ -39,6 +40,7 @@ __all__ = [
     "same_answer",
     "sample_texts",
     "score_answers",
+    "score_number_labels",
     "score_texts",
     "sequence_nll",
     "style_of",

@@ -22,10 +22,13 @@ from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length, evaluation_mode
 from otloss_llm.evaluation.sampling import sample_texts
 from otloss_llm.heads import find_head
+from otloss_llm.number_tokens import read_number, token_texts
 from otloss_llm.questions import IGNORE, SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+ROWS = 512  # scored at a time, in float64 over the whole vocabulary
 
 
 def answer_questions(
@@ -120,7 +123,8 @@ def number_token_scores(
                 logits = model(
                     input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
                 ).logits[:, :-1]
-                sums += _score(logits[due.to(logits.device)], values, values[labels[due]]).cpu()
+                rows, targets = logits[due.to(logits.device)].split(ROWS), values[labels[due]].split(ROWS)
+                sums += sum(_score(*pair, values=values).cpu() for pair in zip(rows, targets, strict=True))
                 tokens += int(due.sum())
     if tokens == 0:
         raise ValueError(
@@ -129,8 +133,40 @@ def number_token_scores(
     return NumberTokenScores(tokens, *(sums / tokens).tolist())
 
 
+def score_number_labels(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    data: AnsweredQuestions | PackedBlocks,
+    *,
+    batch_size: int = 8,
+    progress: bool = True,
+) -> NumberTokenScores | None:
+    """`number_token_scores` under the values that the tokens have when decoded; None where no label is a number.
+
+    Tokens beyond the model's head, which it cannot give, and rows of the head beyond the tokenizer are no numbers.
+    Raises ValueError as `number_token_scores` does otherwise.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> from otloss_llm.data import train_bpe_tokenizer
+    >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))
+    >>> texts = (["1 + 2 = 3"], ["one and two"])
+    >>> blocks = [PackedBlocks.from_texts(text, tokenizer, 8) for text in texts]
+    >>> [score and score.tokens for score in (score_number_labels(model, tokenizer, block) for block in blocks)]
+    [1, None]
+    """
+    values = torch.full((find_head(model).weight.shape[0],), torch.nan, dtype=torch.float64)
+    read = [read_number(text or "") for text in token_texts(tokenizer)[: len(values)]]
+    numbers = torch.tensor([token for token, value in enumerate(read) if value is not None], dtype=torch.long)
+    labels = torch.cat([data[i]["labels"][1:] for i in range(len(data))])
+    if not torch.isin(labels, numbers).any():
+        return None
+    values[numbers] = torch.tensor([value for value in read if value is not None], dtype=torch.float64)
+    return number_token_scores(model, data, values, batch_size=batch_size, progress=progress)
+
+
 def _score(
-    logits: Float[Tensor, "tokens vocab"], values: Float[Tensor, " vocab"], target: Float[Tensor, " tokens"]
+    logits: Float[Tensor, "tokens vocab"], target: Float[Tensor, " tokens"], *, values: Float[Tensor, " vocab"]
 ) -> Float[Tensor, "4"]:
     """Sums over tokens of what `NumberTokenScores` has the means of."""
     logits = logits.to(values.device).float()

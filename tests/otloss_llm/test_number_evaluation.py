@@ -14,6 +14,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
+from otloss_llm.arguments import CompareArguments  # noqa: E402
 from otloss_llm.data import PackedBlocks, train_bpe_tokenizer  # noqa: E402
 from otloss_llm.evaluation import (  # noqa: E402
     NumberTokenScores,
@@ -24,8 +25,10 @@ from otloss_llm.evaluation import (  # noqa: E402
     same_answer,
     sample_texts,
     score_answers,
+    score_number_labels,
     style_of,
 )
+from otloss_llm.number_tokens import NumberTokens  # noqa: E402
 from otloss_llm.questions import AnsweredQuestions, Question, read_questions  # noqa: E402
 from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, options, read  # noqa: E402
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model  # noqa: E402
@@ -348,6 +351,29 @@ def test_a_variant_of_equal_value_is_right() -> None:
     assert (scores.accuracy, scores.expected_absolute_error, scores.number_mass) == (0.0, 0.0, 0.0)
 
 
+def test_many_number_labels_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = PackedBlocks(torch.randint(3, 13, (5, 9), generator=torch.Generator().manual_seed(0)))
+    whole = number_token_scores(tiny_model("llama"), blocks, VALUES)
+    assert whole.tokens == 40
+    monkeypatch.setattr("otloss_llm.evaluation.answering.ROWS", 7)
+    assert_close(number_token_scores(tiny_model("llama"), blocks, VALUES), whole)
+
+
+@pytest.mark.parametrize("beyond", [-8, 0, 5])
+def test_number_labels_by_their_texts(tokenizer: Any, beyond: int) -> None:
+    """The head may be padded, or end before the tokenizer; what it cannot give is no label."""
+    rows = len(tokenizer) + beyond
+    model = tiny_model("gpt2", vocab_size=rows, n_positions=64)
+    data = PackedBlocks(torch.randint(1, len(tokenizer) - 8, (30, 20), generator=torch.Generator().manual_seed(0)))
+    values = torch.full((rows,), math.nan, dtype=torch.float64)
+    found = NumberTokens.of(tokenizer).values[:rows]
+    values[: len(found)] = found
+    scores = score_number_labels(model, tokenizer, data)
+    assert scores == number_token_scores(model, data, values)
+    words = AnsweredQuestions.from_questions([Question("1 + 1", "two")], tokenizer, max_length=64)
+    assert score_number_labels(model, tokenizer, words) is None, "the numbers of a question are no labels"
+
+
 def test_number_tokens_that_cannot_be() -> None:
     model = tiny_model("llama")
     blocks = PackedBlocks(torch.full((2, 5), 10))
@@ -399,6 +425,8 @@ def test_evaluate_prints_the_scores_of_the_answers(cli: Cli, tiny: Tiny, tmp_pat
     assert [(line["question"], line["expected"]) for line in lines] == [(q.question, q.answer) for q in QUESTIONS]
     results = ended.json
     assert read(output) == results
+    assert results["cut_short"] == 0
+    assert "note:" not in ended.err
     assert (results["questions"], results["answer_style"], results["max_new_tokens"]) == (str(asked), "mathematics", 6)
     assert "perplexity" not in results
     scores = score_answers(
@@ -412,6 +440,58 @@ def test_evaluate_prints_the_scores_of_the_answers(cli: Cli, tiny: Tiny, tmp_pat
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
     samples = sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=6, temperature=0.0)
     assert [line["predicted"] for line in lines] == [sample.continuation for sample in samples]
+    numbers = number_token_scores(
+        model, AnsweredQuestions.from_questions(QUESTIONS, tokenizer, max_length=64), NumberTokens.of(tokenizer).values
+    )
+    assert numbers.tokens >= len(QUESTIONS)
+    assert results["answer_number_tokens"] == {"questions": len(QUESTIONS)} | vars(numbers)
+
+
+def test_right_answers_that_are_too_long_are_counted(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """Too long for the limit: they cannot be given. Too long for the context: nor be scored, and the rest are."""
+    fitting = [Question("7?", "Nine.\n#### 9"), Question("2?", "#### 3")]
+    questions = [*fitting, Question("8?", "!" * CONTEXT + "\n#### 9")]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"question": q.question, "answer": q.answer}) + "\n" for q in questions))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    first, second, longest = (len(tokenizer(question.answer)["input_ids"]) for question in questions)
+    assert second < first < CONTEXT <= longest
+    given = ["evaluate", *options(model_name_or_path=tiny.gpt2, questions=asked)]
+    for limit, cut_short in ((first, 1), (first - 1, 2), (1, 3)):
+        ended = cli(*given, *options(max_new_tokens=limit))
+        assert ended.json["cut_short"] == cut_short
+        assert f"{cut_short} of 3 right answers are longer than max_new_tokens={limit} (the longest has {longest})" in (
+            ended.err
+        )
+        assert "note: 1 of 3 questions exceed the model's context with their answers, and are left out" in ended.err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
+    rows = AnsweredQuestions.from_questions(fitting, tokenizer, max_length=CONTEXT)
+    numbers = number_token_scores(model, rows, NumberTokens.of(tokenizer).values)
+    assert ended.json["answer_number_tokens"] == {"questions": 2} | vars(numbers)
+    assert f"max_new_tokens={CompareArguments().max_new_tokens} exceeds" in cli(*given).error, "one default"
+
+
+def test_answers_in_words_have_no_number_tokens(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    asked, text = tmp_path / "asked.jsonl", tmp_path / "text.txt"
+    asked.write_text('{"question": "1?", "answer": "one"}\n{"question": "2?", "answer": "two"}\n', "utf-8")
+    text.write_text("A dog sleeps. " * 20, "utf-8")
+    ended = cli("evaluate", *options(
+        model_name_or_path=tiny.gpt2, questions=asked, text=text, block_size=24, max_new_tokens=9,
+    ))  # fmt: skip
+    assert ended.json["answers"]["questions"] == 2
+    assert {"number_tokens", "answer_number_tokens"}.isdisjoint(ended.json)
+
+
+def test_a_tokenizer_without_an_end(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    ended = cli("evaluate", *options(
+        model_name_or_path=tiny.gpt2, tokenizer_name=tmp_path / "endless", questions=asked, max_new_tokens=3,
+    ))  # fmt: skip
+    assert "note: 11 of 11 questions have answers that no EOS can end" in ended.err
+    assert ended.json["answers"]["questions"] == len(QUESTIONS)
+    assert "answer_number_tokens" not in ended.json
 
 
 def test_evaluate_on_text_and_some_questions(cli: Cli, tiny: Tiny, asked: Path) -> None:
@@ -421,7 +501,14 @@ def test_evaluate_on_text_and_some_questions(cli: Cli, tiny: Tiny, asked: Path) 
     assert results["answers"]["questions"] == 3
     assert results["answer_style"] == "last"
     assert results["perplexity"] == text["perplexity"]
-    assert {*text, "questions", "answer_style", "max_new_tokens", "answers"} == {*results}
+    own = {"questions", "answer_style", "max_new_tokens", "cut_short", "answers", "answer_number_tokens"}
+    assert {*text} | own == {*results}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    blocks = PackedBlocks.from_texts([tiny.text.read_text("utf-8")], tokenizer, 24)
+    scores = number_token_scores(model, blocks, NumberTokens.of(tokenizer).values)
+    assert scores.tokens > 100
+    assert results["number_tokens"] == vars(scores)
 
 
 def test_evaluations_that_cannot_be(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
@@ -429,7 +516,16 @@ def test_evaluations_that_cannot_be(cli: Cli, tiny: Tiny, tmp_path: Path, asked:
     given = [*bare, *options(questions=asked)]
     assert "--text, --questions, or both" in cli(*bare).error
     error = cli(*bare, *options(text=tiny.text, num_questions=0, answer_style="last")).error
-    assert "--answer_style, --num_questions need --questions" in error
+    assert "--answer_style, --num_questions need --questions; name one, or leave this out" in error
+    assert "--max_new_tokens needs --questions" in cli(*bare, *options(text=tiny.text, max_new_tokens=5)).error
+    stray = options(cost_embedding="nope", text_column="z", block_size=7, split="train")
+    error = cli(*given, *stray).error
+    assert "--text_column, --split, --block_size, --cost_embedding need --text" in error
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text('{"question": "1?", "answer": "#### 1"}\n{"question": "2?", "answer": "2"}\n', "utf-8")
+    error = cli(*bare, *options(questions=mixed, num_questions=1)).error
+    assert "expected answer 1 ('2') has nothing behind a ####, while 1 of 2 have" in error
+    assert "--answer_style" in error
     assert "none.jsonl" in cli(*bare, *options(questions=tmp_path / "none.jsonl")).error
     assert "answer style is 'gsm'" in cli(*given, *options(answer_style="gsm")).error
     assert (
