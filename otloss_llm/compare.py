@@ -21,14 +21,17 @@ from transformers import TrainingArguments
 
 from otloss_llm.arms import Arm
 from otloss_llm.arms import parse_arm as parse_arm
-from otloss_llm.cost_choice import number_cost
+from otloss_llm.cost_choice import number_cost, number_tokens
+from otloss_llm.data import PackedBlocks
+from otloss_llm.evaluation import style_of
+from otloss_llm.evaluation.numbers import check_expected
 from otloss_llm.folders import open_run, read_json, write_json
 from otloss_llm.heads import find_head
-from otloss_llm.loading import fingerprint, load_cost, load_model, load_tokenizer
+from otloss_llm.loading import fingerprint, load_cost, load_model, load_tokenizer, say_of_numbers
 from otloss_llm.measuring import Data, QuestionBench, QuestionData, TextBench
-from otloss_llm.number_tokens import NumberTokens
+from otloss_llm.number_spans import NumberSpanCost
 from otloss_llm.objectives import cost_kind, parse_objective
-from otloss_llm.questions import spread
+from otloss_llm.questions import AnsweredQuestions, spread
 from otloss_llm.runs import check_fit, decisive_settings, environment, train_run
 
 HUMAN, START, RIGHT = "text itself", "start model", "right answer"
@@ -99,16 +102,24 @@ def run_comparison(
         Exception: the first failure, where every run failed.
     """
     _check(comparison, data)
-    if isinstance(data, QuestionData) and comparison.num_questions is not None:
-        data = replace(data, test=spread(data.test, comparison.num_questions))
+    style = ""
+    if isinstance(data, QuestionData):
+        # Of all of them, as `evaluate` does: one file has one style, however many are asked.
+        answers = [question.answer for question in data.test]
+        style = style_of(answers) if comparison.answer_style is None else comparison.answer_style
+        check_expected(answers, style)
+        if comparison.num_questions is not None:
+            data = replace(data, test=spread(data.test, comparison.num_questions))
     folder = Path(args.output_dir)
     start = load_model(comparison.start, dtype=comparison.dtype)
     for part in (data.train, *([] if data.validation is None else [data.validation])):
         check_fit(start, part)
-    _check_numbers(comparison.arms, tokenizer, find_head(start).weight.shape[0], say=say)
+    _check_numbers(comparison.arms, tokenizer, find_head(start).weight.shape[0], rows=data.train, say=say)
     settings = comparison.settings(data) | data.fingerprints()
     settings["start_fingerprint"] = fingerprint(start.named_parameters())
-    bench = _bench(comparison, data, tokenizer, start=start, device=args.device, settings=settings, say=say)
+    bench = _bench(
+        comparison, data, tokenizer, start=start, style=style, device=args.device, settings=settings, say=say
+    )
     training = {key: value for key, value in decisive_settings(args).items() if key != "seed"}
     open_run(folder, settings | training)
     reference = bench.reference(folder)
@@ -165,13 +176,31 @@ def _check_greedy(arms: Sequence[Arm]) -> None:
         raise ValueError(f"the arms {sampled} have a temperature, but answers to questions are greedy; leave it out.")
 
 
-def _check_numbers(arms: Sequence[Arm], tokenizer: Any, vocab_size: int, *, say: Callable[[str], None]) -> None:
+def _check_numbers(
+    arms: Sequence[Arm],
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    rows: PackedBlocks | AnsweredQuestions,
+    say: Callable[[str], None],
+) -> None:
     """Make the costs of numbers once, that what keeps them from being made is found before anything is trained."""
-    numeric = {arm.numbers for arm in arms if cost_kind(arm.objective) != "embedding"}
-    for numbers in numeric:
-        number_cost(tokenizer, vocab_size, numbers)
+    numeric = [arm for arm in arms if cost_kind(arm.objective) != "embedding"]
+    same: dict[Any, Arm] = {}
+    for arm in numeric:
+        cost = number_cost(tokenizer, vocab_size, arm.numbers)
+        made = arm.numbers.span if isinstance(cost, NumberSpanCost) else tuple(cost.settings.items())
+        key = (parse_objective(arm.objective), cost_kind(arm.objective), arm.embedding, arm.temperature, made)
+        other = same.setdefault(key, arm)
+        if other is not arm:
+            raise ValueError(
+                f"the arms {other.name} and {arm.name} come to the same cost with this tokenizer, {cost!r}; expected "
+                "each once."
+            )
     if numeric:
-        say(str(NumberTokens.of(tokenizer, vocab_size=vocab_size).coverage()))
+        tokens = number_tokens(tokenizer, vocab_size)
+        say(str(tokens.coverage()))
+        say(say_of_numbers(rows, tokens.values, numeric[0].objective))
 
 
 def _bench(
@@ -180,6 +209,7 @@ def _bench(
     tokenizer: Any,
     *,
     start: Any,
+    style: str,
     device: Any,
     settings: dict[str, Any],
     say: Callable[[str], None],
@@ -188,11 +218,13 @@ def _bench(
     names = ("num_prompts", "max_new_tokens", "batch_size")
     shared: dict[str, Any] = {name: getattr(comparison, name) for name in names} | {"device": device}
     if isinstance(data, QuestionData):
-        asked = QuestionBench(data, tokenizer, start=start, answer_style=comparison.answer_style, **shared)
+        asked = QuestionBench(data, tokenizer, start=start, style=style, **shared)
+        if asked.seen:
+            say(f"note: {asked.seen} of {len(asked.expected)} test questions are among the training questions too")
         if asked.cut_short:
             say(
                 f"note: {asked.cut_short} right answers are longer than max_new_tokens={comparison.max_new_tokens}, "
-                "and cannot be given"
+                "and cannot be given; raise --max_new_tokens"
             )
         return asked
     judge = None

@@ -97,15 +97,14 @@ def number_tokens(tokenizer: Any, vocab_size: int) -> NumberTokens:
 def number_values(tokenizer: Any, vocab_size: int) -> Float[Tensor, " vocab"] | None:
     """Values of the number tokens, NaN elsewhere; None for a tokenizer without any.
 
-    Raises:
-        TypeError, ValueError: no tokenizer, or one of more ids than `vocab_size`.
+    Tokens beyond the head, which a model cannot give, are left out.
     """
+    known = 1 + max(tokenizer.get_vocab().values(), default=-1)
     try:
-        return number_tokens(tokenizer, vocab_size).values
-    except ValueError:
-        if max(tokenizer.get_vocab().values(), default=-1) >= vocab_size:
-            raise
+        values = number_tokens(tokenizer, max(vocab_size, known)).values[:vocab_size]
+    except ValueError:  # no token is a number
         return None
+    return None if values.isnan().all() else values
 
 
 def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> NumberCost | NumberSpanCost:

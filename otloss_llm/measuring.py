@@ -2,7 +2,7 @@
 
 Everything made is kept in the model's folder and read from there the next time:
 
-    text        test.json (perplexity, transport cost), samples-T*.json, judged-T*.json
+    text        test.json (perplexity, transport cost, number tokens), samples-T*.json, judged-T*.json
     questions   test.json (right answers under teacher forcing), answers.json (greedy)
 """
 
@@ -24,6 +24,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost
+from otloss_llm.cost_choice import number_values
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation import (
     answer_questions,
@@ -34,14 +35,11 @@ from otloss_llm.evaluation import (
     score_answers,
     score_texts,
     sequence_nll,
-    style_of,
 )
-from otloss_llm.evaluation.numbers import check_expected
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.folders import read_json, write_json
 from otloss_llm.heads import find_head
-from otloss_llm.loading import load_model
-from otloss_llm.number_tokens import NumberTokens, read_number, token_texts
+from otloss_llm.loading import count_number_labels, load_model
 from otloss_llm.questions import AnsweredQuestions, Question
 
 
@@ -75,6 +73,12 @@ class QuestionData:
         }
 
 
+def _values(tokenizer: Any, vocab_size: int, rows: PackedBlocks | AnsweredQuestions) -> Float[Tensor, " vocab"] | None:
+    """Values of the number tokens; None where there is none among the labels of the test, nothing to score."""
+    values = number_values(tokenizer, vocab_size)
+    return None if values is None or count_number_labels(rows, values)[0] == 0 else values
+
+
 class TextBench:
     """Measures a model on the test text, by its samples, and by what the judge makes of them.
 
@@ -99,6 +103,7 @@ class TextBench:
         self.data, self.tokenizer, self.device, self.cost = data, tokenizer, device, cost.to(device)
         self._judge = None if judge is None else (judge[0].to(device), judge[1])  # model and its tokenizer
         self.samples_per_prompt, self.max_new_tokens, self.batch_size = samples_per_prompt, max_new_tokens, batch_size
+        self.values = _values(tokenizer, cost.shape[0], data.test)
         chosen = torch.linspace(0, len(data.test) - 1, min(num_prompts, len(data.test))).round().long()
         rows = data.test.ids[chosen].tolist()
         decode = functools.partial(tokenizer.decode, skip_special_tokens=True)
@@ -124,7 +129,8 @@ class TextBench:
 
     def test(self, model: Any) -> dict[str, Any]:
         scores = perplexity(model, self.data.test, batch_size=self.batch_size, cost=self.cost, progress=False)
-        return {"test_nll": scores.nll, "test_perplexity": scores.perplexity, "transport_cost": scores.transport_cost}
+        found = {"test_nll": scores.nll, "test_perplexity": scores.perplexity, "transport_cost": scores.transport_cost}
+        return found | _score_numbers(model, self.data.test, self.values, self.batch_size)
 
     def sample(self, model: Any, temperature: float, seed: int) -> list[str]:
         samples = sample_texts(
@@ -154,11 +160,15 @@ class QuestionBench:
 
     Args:
         start: any model that is measured, for the size of its head and the length of its context.
-        answer_style: of `score_answers`; None takes `style_of` the right answers.
+        style: of `score_answers`.
         num_prompts: questions, spread over the test, that the report shows with their answers.
 
+    Attributes:
+        cut_short: right answers of more than `max_new_tokens` tokens, which no model can give.
+        seen: questions that are among the training ones too.
+
     Raises:
-        ValueError: a right answer that has none of this style, or a tokenizer with more ids than the model's head.
+        ValueError: a question that the model has no room to answer.
     """
 
     def __init__(
@@ -167,7 +177,7 @@ class QuestionBench:
         tokenizer: Any,
         *,
         start: Any,
-        answer_style: str | None,
+        style: str,
         device: torch.device,
         num_prompts: int,
         max_new_tokens: int,
@@ -176,36 +186,29 @@ class QuestionBench:
         self.data, self.tokenizer, self.device = data, tokenizer, device
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.expected = [question.answer for question in data.test]
-        self.style = style_of(self.expected) if answer_style is None else answer_style
-        check_expected(self.expected, self.style)
-        self.rows = AnsweredQuestions.from_questions(
-            data.test, tokenizer, max_length=context_length(start) or sys.maxsize
+        self.style = style
+        whole = AnsweredQuestions.from_questions(data.test, tokenizer, max_length=sys.maxsize)
+        context = context_length(start) or sys.maxsize
+        _check_room(whole.prompt_lengths, context, max_new_tokens)
+        self.rows = (
+            whole
+            if whole.longest <= context
+            else AnsweredQuestions.from_questions(data.test, tokenizer, max_length=context)
         )
-        self.values = self._values(find_head(start).weight.shape[0])
+        self.values = _values(tokenizer, find_head(start).weight.shape[0], self.rows)
+        lengths = zip(whole.lengths, whole.prompt_lengths, strict=True)
+        self.cut_short = sum(length - prompt - 1 > max_new_tokens for length, prompt in lengths)  # without EOS
+        trained = set(_prompts(data.train))
+        self.seen = sum(prompt in trained for prompt in _prompts(whole))
         count = min(num_prompts, len(data.test))
         self._shown = [i * len(data.test) // count for i in range(count)]
         self.prompts = [data.test[i].question for i in self._shown]
-
-    def _values(self, vocab_size: int) -> Float[Tensor, " vocab"] | None:
-        """Values of the number tokens; None where the tokenizer or the right answers have none."""
-        texts = (text for text in token_texts(self.tokenizer) if text)
-        if all(read_number(text) is None for text in texts):
-            return None
-        values = NumberTokens.of(self.tokenizer, vocab_size=vocab_size).values
-        answers = [self.rows[i]["input_ids"][begin:] for i, begin in enumerate(self.rows.prompt_lengths)]
-        return None if values[torch.cat(answers)].isnan().all() else values
-
-    @property
-    def cut_short(self) -> int:
-        """Right answers of more than `max_new_tokens` tokens, which no model can give."""
-        lengths = zip(self.rows.lengths, self.rows.prompt_lengths, strict=True)
-        return sum(length - prompt - 1 > self.max_new_tokens for length, prompt in lengths)  # without EOS
 
     def about(self) -> dict[str, Any]:
         """What a report has to know of the data."""
         kinds = dict(sorted(Counter(question.kind for question in self.data.test if question.kind is not None).items()))
         told = {"count": len(self.data.test), "style": self.style, "kinds": kinds}
-        return {"prompts": self.prompts, "questions": told}
+        return {"prompts": self.prompts, "questions": told | {"cut_short": self.cut_short, "seen": self.seen}}
 
     def reference(self, folder: Path) -> dict[str, Any]:
         """The right answers of the questions that are shown."""
@@ -227,22 +230,46 @@ class QuestionBench:
             model, rows, prefix_lengths=self.rows.prompt_lengths, batch_size=self.batch_size, progress=False
         )
         scores: dict[str, Any] = {"answer_nll": likely.mean_nll, "answer_tokens": int(likely.tokens.sum())}
-        if self.values is None:
-            return scores
-        numbers = number_token_scores(model, self.rows, self.values, batch_size=self.batch_size, progress=False)
-        return scores | {
-            "number_tokens": numbers.tokens,
-            "number_token_accuracy": numbers.accuracy,
-            "number_token_absolute_error": numbers.expected_absolute_error,
-            "number_token_log_error": numbers.expected_log_error,
-            "number_token_mass": numbers.number_mass,
-        }
+        return scores | _score_numbers(model, self.rows, self.values, self.batch_size)
 
     def answer(self, model: Any) -> list[str]:
         return answer_questions(
             model, self.tokenizer, self.data.test, max_new_tokens=self.max_new_tokens, batch_size=self.batch_size,
             progress=False,
         )  # fmt: skip
+
+
+def _check_room(prompts: Sequence[int], context: int, max_new_tokens: int) -> None:
+    """Raise ValueError where prompts of so many tokens leave the model no room to answer."""
+    wide = sum(length + max_new_tokens > context for length in prompts)
+    if wide:
+        room = context - max(prompts)
+        mend = f"give at most --max_new_tokens {room}, or leave" if room > 0 else "leave"
+        raise ValueError(
+            f"{wide} of {len(prompts)} test questions and an answer of --max_new_tokens {max_new_tokens} exceed the "
+            f"model's context of {context} tokens, the longest question has {max(prompts)}; {mend} the long ones out."
+        )
+
+
+def _prompts(rows: AnsweredQuestions) -> list[tuple[int, ...]]:
+    """The ids of each question: equal for equal texts."""
+    return [tuple(rows[i]["input_ids"][:length].tolist()) for i, length in enumerate(rows.prompt_lengths)]
+
+
+def _score_numbers(
+    model: Any, rows: PackedBlocks | AnsweredQuestions, values: Float[Tensor, " vocab"] | None, batch_size: int
+) -> dict[str, Any]:
+    """How far off the number tokens are that are expected in the true text; nothing without values."""
+    if values is None:
+        return {}
+    numbers = number_token_scores(model, rows, values, batch_size=batch_size, progress=False)
+    return {
+        "number_tokens": numbers.tokens,
+        "number_token_accuracy": numbers.accuracy,
+        "number_token_absolute_error": numbers.expected_absolute_error,
+        "number_token_log_error": numbers.expected_log_error,
+        "number_token_mass": numbers.number_mass,
+    }
 
 
 def _loader(home: Path, model: Any, device: torch.device) -> Callable[[], Any]:

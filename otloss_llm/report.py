@@ -23,16 +23,28 @@ COLUMNS = (
     ("mean_log_error", "log error ↓", "{:.3f}"),
     ("answered", "answered, %", "{:.1f}"),
     ("answer_nll", "nll of answers ↓", "{:.3f}"),
-    ("number_token_log_error", "log error of number tokens ↓", "{:.3f}"),
     ("test_perplexity", "test perplexity ↓", "{:.2f}"),
     ("judge_perplexity", "judge perplexity of samples ↓", "{:.2f}"),
     ("transport_cost", "transport cost ↓", "{:.4f}"),
+    ("number_token_accuracy", "number tokens right, % ↑", "{:.1f}"),
+    ("number_token_log_error", "log error of number tokens ↓", "{:.3f}"),
     ("distinct_2", "distinct-2", "{:.3f}"),
     ("distinct_3", "distinct-3", "{:.3f}"),
     ("seconds_per_step", "ms / step", "{:.0f}"),
 )
-_SHARES = ("exact_match", "number_accuracy", "order_of_magnitude_accuracy", "answered")
+_SHARES = ("exact_match", "number_accuracy", "order_of_magnitude_accuracy", "answered", "number_token_accuracy")
 _SCALE = dict.fromkeys(_SHARES, 100.0) | {"seconds_per_step": 1000.0}
+
+NOTES_ON_NUMBERS = """\
+- `number_token`: likelihood, and beside it the distance of the number tokens that are expected from the right one;
+  `/mse`, `/log`, ...: form and scaling of that distance; `/span-log`: between the whole numbers that tokens make.
+  `emo+number`: EMO whose cost between number tokens is their distance, and the embedding's everywhere else.
+"""
+NOTES_ON_NUMBER_TOKENS = """\
+- *number tokens right*: share of the number tokens in the {where} for which the likeliest token has the right value y,
+  given the true text before; *log error of number tokens*: |s(v) - s(y)|, s(v) = sign(v) log(1 + |v|), of the token
+  values v expected under the model's distribution among number tokens.
+"""
 
 NOTES_ON_QUESTIONS = """\
 - Mean ± standard deviation over {seeds} seed{plural} of training; a seed sets the order of batches, for all arms alike.
@@ -43,11 +55,11 @@ NOTES_ON_QUESTIONS = """\
 - With the right value y and the predicted p: *absolute error* |p - y|, of which a few wild answers decide the mean;
   *capped relative error*: mean of min(|p - y| / max(|y|, 1), 1), 1 where no number was predicted; *log error*: mean of
   |s(p) - s(y)|, s(v) = sign(v) log(1 + |v|). Absolute and log error are over what was answered, to be read beside it.
-- Given the true answer up to there: *nll of answers* in nats per token, its end included; *log error of number tokens*:
-  |s(v) - s(y)| of the token values v expected under the model's distribution among number tokens.
-- `number_token/mse`, `/log`, ...: form and scaling of the distance between number tokens; `/span-log`: between the
-  whole numbers that they make. `emo+number`: EMO whose cost between number tokens is their distance. `/random`: with a
-  random embedding, a control without semantics.
+- *nll of answers*: in nats per token, given the true answer up to there; its end included.
+- An empty cell: one of the seeds has no such value, as where it answered no question with a number.
+- {cut_short} of the right answers are longer than the {longest} tokens that an answer may have, and cannot be given.
+- {seen} of the test questions are among the training questions too, and may be known by heart.
+{numbers}- `/random`: with a random embedding, a control without semantics.
 - `{start}`: where every arm begins, measured in the same way.
 - *ms / step*: median wall time of an optimizer step of the whole training, as measured on this machine in this run.
 """
@@ -63,7 +75,7 @@ NOTES = """\
   high test perplexity is collapse.
 - `/random`: EMO with a random embedding, a control without semantics. `/T=...`: the same trained model sampled at that
   temperature, a control for sharpening alone.
-- Samples continue {prompts} beginnings of the test text.
+{numbers}- Samples continue {prompts} beginnings of the test text.
 - `{start}`: where every arm begins, measured in the same way.
 - *ms / step*: median wall time of an optimizer step of the whole training, as measured on this machine in this run.
 """
@@ -85,12 +97,23 @@ def write_report(results: dict[str, Any], folder: Path, *, title: str = "Compari
 
 def _notes(results: dict[str, Any]) -> str:
     seeds = len({run["seed"] for run in results["runs"]})
-    shared = {"seeds": seeds, "plural": "" if seeds == 1 else "s", "start": START}
     told = results.get("questions")
+    shared = {"seeds": seeds, "plural": "" if seeds == 1 else "s", "start": START}
+    shared["numbers"] = _notes_on_numbers(results["runs"], "test text" if told is None else "right answers")
     if told is None:
         return NOTES.format(human=HUMAN, prompts=len(results["prompts"]), **shared)
     numeric = round(results["start"]["numeric"] * told["count"])
-    return NOTES_ON_QUESTIONS.format(count=told["count"], style=told["style"], numeric=numeric, **shared)
+    return NOTES_ON_QUESTIONS.format(
+        numeric=numeric, longest=results["settings"]["max_new_tokens"],
+        **{key: told[key] for key in ("count", "style", "cut_short", "seen")}, **shared,
+    )  # fmt: skip
+
+
+def _notes_on_numbers(runs: list[dict[str, Any]], where: str) -> str:
+    """What is said of number tokens and of the arms that know them, where there are any."""
+    measured = any("number_token_accuracy" in run for run in runs)
+    arms = any("number" in run["arm"] for run in runs)
+    return (NOTES_ON_NUMBER_TOKENS.format(where=where) if measured else "") + (NOTES_ON_NUMBERS if arms else "")
 
 
 def _by_kind(results: dict[str, Any]) -> str:
@@ -103,7 +126,9 @@ def _by_kind(results: dict[str, Any]) -> str:
     lines.append("|---|---:|" + "---:|" * len(arms))
     for kind, count in kinds.items():
         of_arms = [[run["by_kind"][kind] for run in results["runs"] if run["arm"] == arm] for arm in arms]
-        lines.append(f"| {kind} | {count} | " + " | ".join(f"{100 * statistics.fmean(x):.1f}" for x in of_arms) + " |")
+        lines.append(
+            f"| {_in_table(kind)} | {count} | " + " | ".join(f"{100 * statistics.fmean(x):.1f}" for x in of_arms) + " |"
+        )
     return "\n".join(lines) + "\n\n"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ pytest.importorskip("accelerate")
 from otloss_llm import measuring
 from otloss_llm.compare import HUMAN, RIGHT, START, Arm, Comparison, QuestionData, parse_arm, run_comparison
 from otloss_llm.cost_choice import NumberSettings
-from otloss_llm.loading import load_model, load_tokenizer
+from otloss_llm.loading import load_blocks, load_model, load_tokenizer
 from otloss_llm.questions import AnsweredQuestions, Question
 from tests.otloss_llm.conftest import Cli, Tiny, compare_options, options, read, save, without_wall_times
 
@@ -126,7 +127,9 @@ def test_every_run_is_in_the_table_and_the_text_itself_is_not(compared: Path) ->
     assert [(run["arm"], run["seed"]) for run in report["runs"]] == [
         (arm, seed) for seed in (0, 1) for arm in ("mle", "number_token/span-log")
     ]
-    assert report["questions"] == {"count": 4, "style": "mathematics", "kinds": {"big": 2, "tiny": 2}}
+    assert report["questions"] == {
+        "count": 4, "style": "mathematics", "kinds": {"big": 2, "tiny": 2}, "cut_short": 0, "seen": 0,
+    }  # fmt: skip
     text = (compared / "report.md").read_text(encoding="utf-8")
     rows = rows_of(text.split("\n\n", 1)[1])
     assert list(rows) == [START, "mle", "number_token/span-log"]
@@ -257,6 +260,60 @@ def test_test_questions_are_taken_from_the_training_ones_and_cut_to_a_number(
     assert "num_questions: 3 there, 4 asked for" in cli(*given, "--num_questions", "4").error
 
 
+def test_what_is_refused_leaves_room_for_another_try(
+    cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """Some questions have room for their answers, one has not; the limit that is named is one that works."""
+    lines = [json.loads(line) for line in files[1].read_text().splitlines()]
+    lines[1]["question"] = "?" * 40
+    (tmp_path / "long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    given = {"test_questions": tmp_path / "long.jsonl", "objectives": ["mle"], "seeds": [0], "max_steps": 1}
+    error = cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=30)).error
+    said = re.search(r"^1 of 4 test questions .* give at most --max_new_tokens (\d+), or leave the long ones", error)
+    assert said is not None
+    room = int(said[1])
+    assert "1 of 4" in cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=room + 1)).error
+    assert cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=room)).code == 0
+
+
+def test_questions_that_were_trained_on_are_counted(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    train = write_questions(tmp_path / "train.jsonl", SUMS[:8])
+    test = write_questions(tmp_path / "test.jsonl", [*SUMS[6:10], SUMS[6]])
+    ended = cli(*asked(tiny, (train, test), tmp_path / "run", objectives=["mle"], seeds=[0], validation_fraction=0))
+    assert ended.code == 0
+    assert "note: 3 of 5 test questions are among the training questions too" in ended.err
+    assert read(tmp_path / "run/report.json")["questions"]["seen"] == 3
+    assert "3 of the test questions are among the" in (tmp_path / "run/report.md").read_text(encoding="utf-8")
+
+
+def test_the_style_is_that_of_all_questions(cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path) -> None:
+    """However few are asked: the first has a mark, which is a style of its own only where all have one."""
+    lines = [{"question": f"{a} + {b}?", "answer": f"#### {a + b}"} for a, b in SUMS[8:]]
+    path = tmp_path / "test.jsonl"
+    given = {"test_questions": path, "objectives": ["mle"], "seeds": [0], "max_steps": 1, "num_questions": 1}
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert cli(*asked(tiny, files, tmp_path / "run", **given)).code == 0
+    assert read(tmp_path / "run/report.json")["questions"]["style"] == "gsm8k"
+    lines[-1]["answer"] = "66"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    assert "--answer_style" in cli(*asked(tiny, files, tmp_path / "mixed", **given)).error
+    assert not (tmp_path / "mixed").exists()
+
+
+def test_questions_without_a_number_to_train_on(cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path) -> None:
+    path = tmp_path / "words.jsonl"
+    lines = [{"question": f"{a} and 1?", "answer": "fox"} for a in range(4)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    given = {"train_questions": path, "objectives": ["mle", "number_token"], "seeds": [0], "validation_fraction": 0}
+    error = cli(*asked(tiny, files, tmp_path / "run", **given)).error
+    assert re.match(r"none of the \d+ tokens that are trained on is a number, and number_token would be mle", error)
+    assert not (tmp_path / "run").exists()
+    given |= {"train_on_question": True, "objectives": ["number_token"], "max_steps": 1}
+    ended = cli(*asked(tiny, files, tmp_path / "run", **given))
+    assert ended.code == 0
+    assert re.search(r"^\d+ of the \d+ tokens that are trained on are numbers \(\d", ended.err, re.MULTILINE)
+
+
 def test_a_tokenizer_without_numbers(tiny: Tiny, tmp_path: Path) -> None:
     """Words alone: the number tokens have no scores, and an arm of numbers is refused before anything is made."""
     import transformers
@@ -305,7 +362,18 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "too few": ({"num_questions": 0}, "num_questions is 0, expected 1 or more"),
     "twice": ({"objectives": ["number_token", "number_token:0.3/wasserstein"]}, "expected each once"),
     "arm": ({"objectives": ["mle/log"]}, "arm 'mle/log': 'log' is a distance of numbers"),
-    "answers too long": ({"max_new_tokens": 60}, "context"),
+    "no span": ({"objectives": ["number_token/mse/span-log"]}, "span='log' judges whole numbers"),
+    "same cost": (
+        {"objectives": ["number_token", "mle", "number_token:0.3/absolute"]},
+        "the arms number_token and number_token:0.3/absolute come to the same cost with this tokenizer, NumberCost(",
+    ),
+    "same span": ({"objectives": ["number_token/span-log", "number_token:0.3/span-log"]}, "expected each once"),
+    "column of text": ({"text_column": "story"}, "--text_column given beside --train_questions"),
+    "answers too long": (
+        {"max_new_tokens": 60, "num_questions": 3},
+        "3 of 3 test questions and an answer of --max_new_tokens 60 exceed the model's context of 64 tokens, the "
+        "longest question has",
+    ),
 }
 
 
@@ -314,8 +382,10 @@ def test_what_does_not_go_with_questions(
     cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path, case: str
 ) -> None:
     changes, message = REFUSED[case]
-    assert message in cli(*asked(tiny, files, tmp_path / "run", **changes)).error
-    assert not list(tmp_path.glob("run/*seed*"))
+    ended = cli(*asked(tiny, files, tmp_path / "run", **changes))
+    assert message in ended.error
+    assert "dropped" not in ended.err
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.parametrize(
@@ -344,5 +414,29 @@ def test_emo_and_emo_with_numbers_are_two_arms_and_text_goes_on_as_before(cli: C
     assert whole.keys() >= {"judge", "num_prompts", "prompt_tokens", "samples_per_prompt"}
     assert mixed.keys() - emo.keys() == {"cost", "numbers"}
     assert not {"cost", "numbers"} & emo.keys()
-    runs = read(tmp_path / "run/report.json")["runs"]
+    report = read(tmp_path / "run/report.json")
+    runs = report["runs"]
+    start, tokenizer = load_model(str(tmp_path / "run/emo-seed0")).eval(), load_tokenizer(str(tiny.llama))
+    texts = [tokenizer.decode([i]).strip() for i in range(len(tokenizer))]
+    numbers = {i: int(text) for i, text in enumerate(texts) if text.isdecimal()}
+    blocks = load_blocks(
+        tokenizer, train=str(tiny.text), validation=None, test=None, block_size=24, validation_fraction=0.05,
+        test_fraction=0.05,
+    )[2]  # fmt: skip
+    assert blocks is not None
+    right, errors = [], []
+    for block in blocks.ids.long():
+        with torch.no_grad():
+            logs = start(input_ids=block[None]).logits[0].double().log_softmax(-1)
+        for t in range(1, len(block)):
+            if int(block[t]) in numbers:
+                value = numbers[int(block[t])]
+                right.append(numbers.get(int(logs[t - 1].argmax())) == value)
+                share = torch.stack([logs[t - 1, i] for i in numbers]).softmax(0).tolist()
+                far = [abs(math.log1p(v) - math.log1p(value)) for v in numbers.values()]
+                errors.append(sum(p * d for p, d in zip(share, far, strict=True)))
+    assert runs[0]["number_token_accuracy"] == pytest.approx(np.mean(right))
+    assert runs[0]["number_token_log_error"] == pytest.approx(np.mean(errors), rel=1e-5)
+    assert f"{np.mean(errors):.3f}" in rows_of(ended.out)["emo"]["log error of number tokens ↓"]
+    assert report["start"].keys() >= {"number_token_accuracy", "number_token_log_error"}
     assert len({run["test_nll"] for run in runs}) == 3

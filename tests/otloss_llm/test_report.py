@@ -121,7 +121,8 @@ def made_up_answers(arms: list[str], seeds: list[int], *, answered: bool = True)
             del run[key]
         run |= {"exact_match": generator.random(), "answer_nll": 1.0, "numeric": 0.5}
         run |= {"mean_log_error": generator.random() if answered else None, "by_kind": {"a": 0.25, "b": 0.75}}
-    return results | {"questions": {"count": 4, "style": "last", "kinds": {"a": 3, "b": 1}}}
+    told = {"count": 4, "style": "last", "kinds": {"a": 3, "b": 1}, "cut_short": 2, "seen": 1}
+    return results | {"questions": told, "settings": {"max_new_tokens": 7}}
 
 
 @pytest.mark.parametrize("case", ["few", "many", "one seed", "nobody answered", "one did not"])
@@ -140,8 +141,39 @@ def test_the_report_on_questions(tmp_path: Path, case: str) -> None:
     assert "4 test questions" in text
     assert "2 of the right answers are numbers" in text
     assert "judge" not in text
+    assert "2 of the right answers are longer than the 7 tokens" in text
+    assert "1 of the test questions are among the training questions" in text
+    assert "An empty cell" in text
+    assert "`emo+number`: EMO whose" in text
     assert f"| b | 1 | {' | '.join(['75.0'] * len(arms))} |" in text
     share = f"{100 * results['start']['exact_match']:.1f}"
     assert table.splitlines()[2].startswith(f"| {START} | {share} |")
     if case == "one did not":
         assert [line.split("|")[3].strip() == "" for line in table.splitlines()[3:6]] == [False, True, False]
+
+
+def test_a_kind_is_shown_as_it_is(tmp_path: Path) -> None:
+    results = made_up_answers(["mle"], [0])
+    results["questions"]["kinds"] = {"a | b": 3, "b": 1}
+    for run in results["runs"]:
+        run["by_kind"] = {"a | b": 0.5, "b": 0.25}
+    write_report(results, tmp_path)
+    assert "| a \\| b | 3 | 50.0 |" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("arms", [["mle", "emo"], ["mle", "number_token/log"]])
+def test_notes_on_numbers_are_for_those_who_have_them(tmp_path: Path, arms: list[str]) -> None:
+    results, numeric = made_up(arms, [0, 1]), "number" in arms[1]
+    if numeric:
+        for run in results["runs"]:
+            run |= {"number_token_accuracy": 0.25, "number_token_log_error": 1.5}
+        results["start"] |= {"number_token_accuracy": 0.125}
+    table = write_report(results, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    headings = [cell.strip() for cell in table.splitlines()[0].split("|")]
+    said = "share of the number tokens in the test text", "- `number_token`: likelihood", "number tokens right, % ↑"
+    assert [note in text for note in said] == [numeric] * 3
+    if numeric:
+        column = headings.index("number tokens right, % ↑")
+        cells = [line.split("|")[column].strip() for line in table.splitlines()[2:]]
+        assert cells == ["12.5", "25.0 ± 0.0", "25.0 ± 0.0", ""]
