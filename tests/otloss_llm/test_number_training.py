@@ -588,8 +588,9 @@ def test_the_example_prints_coverage_and_a_line_for_each_arm(
             transformers.utils.logging.enable_progress_bar()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("10 of 257 tokens are numbers: 10 values from 0 to 9")
-    assert "54 sums to train on, 6 others to answer" in lines[2]
-    assert [line[:20].strip() for line in lines[5:8]] == list(made["ARMS"])
+    assert lines[2].startswith("distances: form wasserstein, scaling absolute; ")
+    assert "54 sums to train on, 6 others to answer" in lines[3]
+    assert [line[:20].strip() for line in lines[6:9]] == list(made["ARMS"])
     assert "One seed and 6 sums" in lines[-1]
     right, wrong = ["42", "7", "100"], ["42", "8", "none"]
     told = made["line"]("arm", wrong, right)
