@@ -17,13 +17,15 @@ def test_more_than_two_to_the_31_logits() -> None:
     labels = torch.randint(20, (tokens,), generator=generator)
     labels[-5:] = torch.arange(vocab - 5, vocab)  # the far corner
     cost = EmbeddingCost(weight)
+    # Of fixed weight: at width 2 the ratio nll / D divides by costs of the size of their rounding, which CPUs differ in.
+    objective = EMO(0.5)
     leaves = [hidden.repeat(times, 1).requires_grad_(), weight.clone().requires_grad_()]
-    out = linear_token_loss(*leaves, labels.repeat(times), objective=EMO(), cost=cost, reduction="sum")
+    out = linear_token_loss(*leaves, labels.repeat(times), objective=objective, cost=cost, reduction="sum")
     out.loss.backward()
 
     once = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     wide = EmbeddingCost(weight).to(torch.float64)
-    want = linear_token_loss(*once, labels, objective=EMO(), cost=wide, reduction="sum", impl="reference")
+    want = linear_token_loss(*once, labels, objective=objective, cost=wide, reduction="sum", impl="reference")
     want.loss.backward()
     assert out.cost is not None
     assert want.cost is not None
