@@ -17,23 +17,26 @@ def test_more_than_two_to_the_31_logits() -> None:
     labels = torch.randint(20, (tokens,), generator=generator)
     labels[-5:] = torch.arange(vocab - 5, vocab)  # the far corner
     cost = EmbeddingCost(weight)
-    # Of fixed weight: at width 2 the ratio nll / D divides by costs of the size of their rounding, which CPUs differ in.
-    objective = EMO(0.5)
     leaves = [hidden.repeat(times, 1).requires_grad_(), weight.clone().requires_grad_()]
-    out = linear_token_loss(*leaves, labels.repeat(times), objective=objective, cost=cost, reduction="sum")
+    out = linear_token_loss(*leaves, labels.repeat(times), objective=EMO(), cost=cost, reduction="sum")
     out.loss.backward()
 
     once = [hidden.double().requires_grad_(), weight.double().requires_grad_()]
     wide = EmbeddingCost(weight).to(torch.float64)
-    want = linear_token_loss(*once, labels, objective=objective, cost=wide, reduction="sum", impl="reference")
+    want = linear_token_loss(*once, labels, objective=EMO(), cost=wide, reduction="sum", impl="reference")
     want.loss.backward()
     assert out.cost is not None
     assert want.cost is not None
     torch.testing.assert_close(out.loss.double(), times * want.loss, rtol=1e-5, atol=0)
     torch.testing.assert_close(out.nll.double(), want.nll.repeat(times), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.cost.double(), want.cost.repeat(times), rtol=1e-5, atol=1e-5)
-    for got, expected in zip((leaves[0].grad, leaves[1].grad), (once[0].grad, once[1].grad), strict=True):
+    # Sums of n equal terms: added up one by one they are wrong by up to n eps / 2, and CPUs differ in how their matrix
+    # products add. One token in the wrong place would show as 1 / 70 of dh, one chunk as 1 / 70 of dW.
+    eps = torch.finfo(torch.float32).eps
+    bounds = (vocab * eps / 8, tokens * times * eps / 8)  # 5e-4 and 1e-3
+    gradients = zip((leaves[0].grad, leaves[1].grad), (once[0].grad, once[1].grad), bounds, strict=True)
+    for got, expected, bound in gradients:
         assert got is not None
         assert expected is not None
         expected = expected.repeat(times, 1) if got.shape[0] > vocab else times * expected
-        assert float((got - expected).norm() / expected.norm()) < 1e-5
+        assert float((got - expected).norm() / expected.norm()) < bound
