@@ -35,7 +35,7 @@ from otloss import number_token_loss
 from otloss_llm import EMO, MLE, EmbeddingCost, MixedCost, NumberCost, NumberToken, linear_token_loss
 
 NAME = "numbers"
-ROUNDS, SMALL_ROUNDS = 7, 2
+ROUNDS, SMALL_ROUNDS = 5, 2
 DENSE, MLE_OURS, EMO_OURS = "dense cross-entropy", "otloss MLE", "otloss EMO"
 DIGITS, ALL, MSE, MIXED = (
     "number_token, 10 digits",
@@ -83,8 +83,8 @@ def main(settings: Settings) -> None:
 
     timings = timed_rounds({name: step(loss) for name, loss in losses.items()}, rounds=rounds, before_round=new_labels)
     report_times(NAME, case.name, timings, peer=MLE_OURS, rounds=rounds, output=settings.output)
-    _memory(case, [name for name in (DENSE, MLE_OURS, ALL, NTLOSS) if name in losses], folder, text, settings)
     _verdicts(timings)
+    _memory(case, [name for name in (DENSE, MLE_OURS, ALL, NTLOSS) if name in losses], folder, text, settings)
 
 
 class _Case:
