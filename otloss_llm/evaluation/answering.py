@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss_llm.cost_choice import number_values
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length, evaluation_mode
 from otloss_llm.evaluation.sampling import sample_texts
 from otloss_llm.heads import find_head
-from otloss_llm.number_tokens import read_number, token_texts
 from otloss_llm.questions import IGNORE, SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
 
 if TYPE_CHECKING:
@@ -155,13 +155,13 @@ def score_number_labels(
     >>> [score and score.tokens for score in (score_number_labels(model, tokenizer, block) for block in blocks)]
     [1, None]
     """
-    values = torch.full((find_head(model).weight.shape[0],), torch.nan, dtype=torch.float64)
-    read = [read_number(text or "") for text in token_texts(tokenizer)[: len(values)]]
-    numbers = torch.tensor([token for token, value in enumerate(read) if value is not None], dtype=torch.long)
+    values = number_values(tokenizer, find_head(model).weight.shape[0])
+    if values is None:
+        return None
+    numbers = (~values.isnan()).nonzero().squeeze(-1)
     labels = torch.cat([data[i]["labels"][1:] for i in range(len(data))])
     if not torch.isin(labels, numbers).any():
         return None
-    values[numbers] = torch.tensor([value for value in read if value is not None], dtype=torch.float64)
     return number_token_scores(model, data, values, batch_size=batch_size, progress=progress)
 
 
