@@ -21,10 +21,6 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
 
     objective, kind = parse_objective(objective_args.objective), cost_kind(objective_args.objective)
     numbers = NumberSettings(objective_args.number_form, objective_args.number_scaling, objective_args.number_span)
-    if kind == "embedding" and numbers != NumberSettings():
-        raise ValueError(
-            f"{objective_args.objective} reads no numbers; --number_... goes with number_token, emo+number."
-        )
     check_settings(kind, numbers)
     source = objective_args.cost_embedding
     if kind == "number" and source != "model":

@@ -178,9 +178,14 @@ def _places(columns: Tensor, vocab: int) -> Tensor:
     return place
 
 
+def signed_log(v: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """sign(v) log(1 + |v|): the logarithm of a large value, and 0 of 0."""
+    return v.sign() * v.abs().log1p()
+
+
 def _scaled(v: Float[Tensor, " numbers"], scaling: str) -> Float[Tensor, " numbers"]:
     if scaling == "log":
-        return v.sign() * v.abs().log1p()
+        return signed_log(v)
     if scaling == "rank":
         distinct, rank = v.unique(return_inverse=True)
         return rank.to(v.dtype) / max(1, len(distinct) - 1)

@@ -18,6 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss.losses._number_line import checked_values, signed_log
 from otloss_llm.cost_choice import number_values
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length, evaluation_mode
@@ -177,13 +178,9 @@ def _score(
     mass = (among.logsumexp(dim=-1) - logits.double().logsumexp(dim=-1)).exp()
     y, v = target.unsqueeze(-1), values[columns]
     error = (share * (v - y).abs()).sum(dim=-1)
-    log_error = (share * (_log(v) - _log(y)).abs()).sum(dim=-1)
+    log_error = (share * (signed_log(v) - signed_log(y)).abs()).sum(dim=-1)
     right = (values[logits.argmax(dim=-1)] == target).double()
     return torch.stack([right, error, log_error, mass]).sum(dim=-1)
-
-
-def _log(values: Tensor) -> Tensor:
-    return values.sign() * values.abs().log1p()
 
 
 def _batches(
@@ -211,19 +208,7 @@ def _batches(
 
 
 def _check_values(values: Tensor, vocabulary: int) -> None:
-    if not isinstance(values, Tensor) or not values.is_floating_point():
-        raise TypeError(f"values is {type(values).__name__}, expected a floating tensor (vocab,), NaN for no number.")
-    if values.dim() != 1 or values.isnan().all():
-        raise ValueError(
-            f"values have shape {tuple(values.shape)} and {int((~values.isnan()).sum())} numbers, expected (vocab,) "
-            "with at least one number."
-        )
-    if values.isinf().any():
-        raise ValueError(
-            f"values hold {float(values[values.isinf()][0])} at token {int(values.isinf().nonzero()[0])}, expected "
-            "finite values, or NaN for no number."
-        )
-    if len(values) != vocabulary:
+    if len(checked_values(values)) != vocabulary:
         raise ValueError(
             f"values are {len(values)}, the model's head has {vocabulary} rows; give one value per row, NaN for those "
             "that are padding."
