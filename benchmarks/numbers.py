@@ -7,6 +7,9 @@ difference between two contestants of the same round:
     ntloss    (F.cross_entropy + 0.3 NTLoss) - F.cross_entropy, from dense logits, with its defaults
     logits    (F.cross_entropy + 0.3 number_token_loss) - F.cross_entropy, where a loop has dense logits anyway
 
+What numbers add to MLE, or to EMO, is less than what their matrix products vary by. It does not depend on the width of
+the hidden states, so it is also timed at a width where products take little time, and given in percent of MLE.
+
 ntloss finds 10 number tokens with its default `digit_level`, and the hundreds without a blank with `digit_level=False`;
 ours all 1691. Both are timed with both.
 """
@@ -55,6 +58,7 @@ class Size:
 
 
 SIZE, SMALL = Size(4096, 768), Size(256, 32)
+NARROW, NARROW_ROUNDS = 8, 15
 Loss = Callable[[Problem], Tensor]
 
 
@@ -68,8 +72,20 @@ def main(settings: Settings) -> None:
     case = _Case(folder, text, size)
     names = [DENSE, MLE_OURS, EMO_OURS, DIGITS, ALL, MSE, MIXED, LOGITS, LOGITS_ALL]
     names += [NTLOSS, NTLOSS_ALL] if has_ntloss() else []
-    losses = {name: case.loss(name) for name in names}
     rounds = settings.rounds or (SMALL_ROUNDS if settings.small else ROUNDS)
+    timings = _timed(case, names, rounds)
+    report_times(NAME, case.name, timings, peer=MLE_OURS, rounds=rounds, output=settings.output)
+    _verdicts(timings)
+    narrow = _Case(folder, text, Size(size.tokens, NARROW))
+    rounds = settings.rounds or (SMALL_ROUNDS if settings.small else NARROW_ROUNDS)
+    apart = _timed(narrow, [MLE_OURS, EMO_OURS, DIGITS, ALL, MSE, MIXED], rounds)
+    report_times(f"{NAME} narrow", narrow.name, apart, peer=MLE_OURS, rounds=rounds, output=settings.output)
+    _extra_at_full_width(apart, timings[MLE_OURS])
+    _memory(case, [name for name in (DENSE, MLE_OURS, ALL, NTLOSS) if name in names], folder, text, settings)
+
+
+def _timed(case: _Case, names: list[str], rounds: int) -> dict[str, Timing]:
+    """Forward and backward of each, with new labels every round."""
 
     def step(loss: Loss) -> Callable[[], None]:
         def run() -> None:
@@ -81,10 +97,8 @@ def main(settings: Settings) -> None:
     def new_labels(i: int) -> None:
         case.problem.labels = case.draw(i)
 
-    timings = timed_rounds({name: step(loss) for name, loss in losses.items()}, rounds=rounds, before_round=new_labels)
-    report_times(NAME, case.name, timings, peer=MLE_OURS, rounds=rounds, output=settings.output)
-    _verdicts(timings)
-    _memory(case, [name for name in (DENSE, MLE_OURS, ALL, NTLOSS) if name in losses], folder, text, settings)
+    contestants = {name: step(case.loss(name)) for name in names}
+    return timed_rounds(contestants, rounds=rounds, before_round=new_labels)
 
 
 class _Case:
@@ -218,5 +232,16 @@ def _verdicts(timings: dict[str, Timing]) -> None:
             mine, theirs = (statistics.median(x) for x in (_extra(ours, base, timings), _extra(peer, DENSE, timings)))
             found = f"{mine / theirs:.3f} ({1e3 * mine:.0f} of {1e3 * theirs:.0f} ms)"
             rows.append([f"extra of {ours} / extra of {peer}", f"<= {PRICE_LIMIT:.2f}", found])
+    say("")
+    table(rows)
+
+
+def _extra_at_full_width(narrow: dict[str, Timing], wide: Timing) -> None:
+    """What numbers add where products take no time, beside MLE at the width of the benchmark."""
+    rows = [[f"what numbers add, timed at width {NARROW}", "limit", "median (quartiles)"]]
+    for name, base in ((DIGITS, MLE_OURS), (ALL, MLE_OURS), (MSE, MLE_OURS), (MIXED, EMO_OURS)):
+        median, low, high = (x / wide.median for x in _quartiles(_extra(name, base, narrow)))
+        limit, found = f"<= {TIME_LIMIT - 1:.0%}", f"{median:.2%} ({low:.2%} to {high:.2%})"
+        rows.append([f"({name} - {base}) / {MLE_OURS}", limit, found])
     say("")
     table(rows)

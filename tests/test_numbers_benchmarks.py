@@ -37,7 +37,8 @@ def test_prices(tmp_path: Path) -> None:
     assert "extra of number_token, 10 digits / extra of ntloss digits" in said
     with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
-    assert {row["benchmark"] for row in rows} == {"numbers", "numbers memory"}
+    assert "| (number_token, all numbers - otloss MLE) / otloss MLE" in said
+    assert {row["benchmark"] for row in rows} == {"numbers", "numbers narrow", "numbers memory"}
     assert all("% of labels numbers" in row["case"] for row in rows)
 
 
