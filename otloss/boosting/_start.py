@@ -53,13 +53,18 @@ def start_scores(
     if sample_weight is not None and weights.shape != y.shape:
         raise ValueError(f"sample_weight has shape {weights.shape}, expected {y.shape}: one for each label.")
     check_rows(np.zeros((1, classes)), y, weights)
-    masses = np.bincount(y.astype(np.int64), weights if weights.size else None, minlength=classes)
-    if not masses.sum() > 0:
+    weights = weights if weights.size else np.ones(y.size)
+    if not weights.any():
         raise ValueError("sample_weight is 0 everywhere, expected some weight.")
-    half = 0.5 * masses.sum() / (np.count_nonzero(weights) if weights.size else y.size)
-    masses = np.where(masses > 0, masses, half)
-    scores: NDArray[np.float64] = np.log(masses / masses.sum())
+    scores: NDArray[np.float64] = np.log(class_shares(y.astype(np.int64), weights, classes))
     return scores[1:] - scores[:1] if single else scores
+
+
+def class_shares(positions: NDArray[np.int64], weights: NDArray[np.float64], classes: int) -> NDArray[np.float64]:
+    """Shares (K,) of the weight by position, sum 1; an absent class counts as half a row of mean weight."""
+    masses = np.bincount(positions, weights, minlength=classes)
+    masses = np.where(masses > 0, masses, 0.5 * masses.sum() / np.count_nonzero(weights))
+    return np.asarray(masses / masses.sum())
 
 
 def _vector(name: str, values: Any, *, mend: str) -> NDArray[np.float64]:

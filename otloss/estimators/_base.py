@@ -18,7 +18,6 @@ from otloss.estimators._labels import LabelOrder, label_order, ordered_categorie
 from otloss.estimators._weights import row_weights, split_off
 
 ENOUGH_TO_HOLD_OUT = 50  # rows from which early_stopping="auto" holds some out
-SMALLEST_PRIOR = 1e-6  # of a class all of whose rows have weight zero
 
 
 @contextmanager
@@ -170,10 +169,3 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     """Rows of `logits` (n, m) as probabilities."""
     powers = np.exp(logits - logits.max(1, keepdims=True))
     return powers / powers.sum(1, keepdims=True)
-
-
-def class_prior(positions: np.ndarray, weights: np.ndarray, number: int) -> np.ndarray:
-    """Shares (m,) of the weight by position, each above zero."""
-    mass = np.bincount(positions, weights=weights, minlength=number)
-    prior = np.maximum(mass / mass.sum(), SMALLEST_PRIOR)
-    return prior / prior.sum()

@@ -14,7 +14,8 @@ from sklearn.utils import check_random_state
 from sklearn.utils.metaestimators import available_if
 from sklearn.utils.validation import validate_data
 
-from otloss.estimators._base import OrdinalBase, check_magnitude, class_prior, unchanged_on_error
+from otloss.boosting._start import class_shares
+from otloss.estimators._base import OrdinalBase, check_magnitude, unchanged_on_error
 from otloss.estimators._criterion import check_choice, check_count, check_real
 from otloss.estimators._features import LARGEST_FEATURE, centre_of, fitted_scaler, scale_of
 from otloss.estimators._labels import LabelOrder, label_order, ordered_categories, refuse_missing_objects
@@ -300,13 +301,7 @@ class OrdinalClassifier(OrdinalBase):
         return "" if found.settled else f"in max_iter={self.max_iter} iterations; raise max_iter or tol"
 
     def _prepare(
-        self,
-        X: np.ndarray,
-        positions: np.ndarray,
-        weights: np.ndarray,
-        *,
-        random: np.random.RandomState,
-        onward: bool,
+        self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState, onward: bool
     ) -> None:
         """Standardise and start the parameters; or go `onward`, both moved so that the scores stay what they were."""
         scores = ScoreFunction(X.shape[1], self._hidden(), len(self.classes_), self.model)
@@ -327,7 +322,7 @@ class OrdinalClassifier(OrdinalBase):
                 stretch=scale_of(scaler) / stretch,
             )
         elif len(self.classes_) > 1:
-            self._parameters = scores.start(class_prior(positions, weights, len(self.classes_)), random)
+            self._parameters = scores.start(class_shares(positions, weights, len(self.classes_)), random)
         self._scores, self._scaler = scores, scaler
 
     def _features(self, X: np.ndarray) -> np.ndarray:
