@@ -113,7 +113,9 @@ def lightgbm_metric(
 ) -> _Metric:
     """Return a metric for LightGBM; the loss and the arguments are those of `xgboost_metric`.
 
-    `Dataset(init_score=)` of the validation set holds what the training started from, or its scores lack it.
+    `Dataset(init_score=)` of the validation set holds what the training started from, or its scores lack it. Create
+    `LGBMClassifier(metric="None")`: else it adds its own log-loss, which takes the scores of an objective that is a
+    callable for probabilities, and `lightgbm.early_stopping`, which watches every metric, stops by it.
 
     Args:
         interface: "native" for `lightgbm.train(feval=)`, "sklearn" for `LGBMClassifier.fit(eval_metric=)`.

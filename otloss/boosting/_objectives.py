@@ -146,7 +146,12 @@ def lightgbm_objective(
 
     LightGBM forgets what it started from and applies no softmax after an objective that is not its own: probabilities
     are `scipy.special.softmax(booster.predict(features) + start[0], axis=1)`, also for `LGBMClassifier`, whose
-    `predict_proba` returns raw scores then.
+    `predict_proba` returns raw scores then, (n, K), and whose `predict` returns the same scores, not labels: these are
+    the `argmax(axis=1)` of the probabilities. `otloss.estimators.OrdinalBoostingClassifier(booster="lightgbm")` does
+    all that by itself.
+
+    `LGBMClassifier(metric="None")` where it stops early: else it adds its own log-loss, which takes our scores for
+    probabilities, and `lightgbm.early_stopping` watches every metric and so ends training on a wrong one.
 
     Args:
         interface: "native" for `lightgbm.train({"objective": f})`: f(predictions, dataset). "sklearn" for
