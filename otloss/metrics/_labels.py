@@ -81,7 +81,9 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
             f"{name} is {values!r}, a {type(values).__name__}; expected a list or array of labels, whose order counts."
         )
     if array.ndim != 1:
-        raise ValueError(f"{name} has shape {array.shape}, expected one axis of labels; call np.ravel({name}).")
+        table = array.ndim == 2 and array.shape[1] > 1
+        mend = f"of scores of classes take {name}.argmax(axis=1)" if table else f"call np.ravel({name})"
+        raise ValueError(f"{name} has shape {array.shape}, expected one axis of labels; {mend}.")
     # numpy turns the numbers of a list into strings where it holds one string.
     mixable = array.dtype.kind == "U" and isinstance(values, Iterable) and not isinstance(values, np.ndarray)
     items = array.tolist() if array.dtype.kind in "OT" else list(values) if mixable else None  # type: ignore[arg-type]

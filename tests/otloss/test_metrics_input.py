@@ -47,6 +47,11 @@ half = [[0.5, 0.5]]
         (lambda: metrics.ordinal_mae([0, 1], [0]), ValueError, "y_true has 2 labels and y_pred 1"),
         (lambda: metrics.ordinal_mae([], []), ValueError, "y_true is empty"),
         (lambda: metrics.ordinal_mae([[0]], [0]), ValueError, r"y_true has shape \(1, 1\), expected one axis"),
+        (
+            lambda: metrics.ordinal_mae([0], [[0.1, 2.0]]),
+            ValueError,
+            r"of scores of classes take y_pred.argmax\(axis=1\)",
+        ),
         (lambda: metrics.ordinal_mae([0, np.nan], [0, 1]), ValueError, r"y_true\[1\] is missing"),
         (lambda: metrics.ordinal_mae(["a", None], ["a", "a"]), ValueError, r"y_true\[1\] is missing"),
         (lambda: metrics.ordinal_mae(pd.array([0, pd.NA]), [0, 1]), ValueError, r"y_true\[1\] is missing"),
