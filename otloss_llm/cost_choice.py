@@ -142,9 +142,10 @@ def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
     if kind not in KINDS:
         raise ValueError(f'cost is {kind!r}, expected "auto", one of {KINDS}, a vocabulary cost, or None.')
     if kind == "embedding" and numbers != NumberSettings():
+        takers = "number_token" if numbers._given("form", "span") else "number_token or emo+number"
         raise ValueError(
-            f"{numbers!r} goes with number_token or emo+number, and the embedding cost of other objectives reads no "
-            "numbers; leave it out (--number_form, --number_scaling, --number_span)."
+            f"{numbers!r} goes with {takers}, and the embedding cost of other objectives reads no numbers; leave it "
+            "out (--number_form, --number_scaling, --number_span)."
         )
     wrong = numbers._given("form", "span") if kind == "mixed" else ""
     if wrong:

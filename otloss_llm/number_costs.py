@@ -87,10 +87,11 @@ class NumberCost(Cost):
         *,
         vocab_size: int | None = None,
         values: Mapping[int, float | None] | None = None,
+        form: str = "wasserstein",
+        delta: float = 1.0,
         scaling: str = AUTO,
         squash: float | None = None,
         text: float | None = None,
-        **settings: Any,
     ) -> Self:
         """Read the values off a tokenizer of transformers, by decoding each token; the tokenizer stays as it is.
 
@@ -105,7 +106,7 @@ class NumberCost(Cost):
                 `squash` it is "absolute".
             text: as of the constructor, but the largest distance is that of the middle 98 % of the numbers, if there
                 are a hundred or more: one rare token of a huge value shall not decide what everything else costs.
-            squash, settings: of the constructor, as `form="mse"`.
+            form, delta, squash: of the constructor.
 
         Raises:
             TypeError, ValueError: no tokenizer, one without a number token, a head smaller than the vocabulary, an
@@ -116,7 +117,7 @@ class NumberCost(Cost):
         if scaling == AUTO:
             few = squash is not None or float(numbers.amax() - numbers.amin()) <= _FEW_UNITS
             scaling = "absolute" if few else "log"
-        given = {"scaling": scaling, "squash": squash, **settings}
+        given: dict[str, Any] = {"form": form, "delta": delta, "scaling": scaling, "squash": squash}
         if text is None and len(numbers) * _RARE >= 1.0:
             common = numbers.clamp(*numbers.quantile(torch.tensor([_RARE, 1 - _RARE], dtype=numbers.dtype)).tolist())
             text = number_line(common, **given).text

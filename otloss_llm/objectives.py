@@ -173,7 +173,7 @@ class NumberToken:
 
     D is 0 at other labels. The published loss takes the mean of D over number positions alone; here every token counts
     alike in the mean, so that a weight (nats per unit of the cost) acts less, by the share of labels that are numbers.
-    With another cost it is EMO with a fixed weight.
+    With an embedding's cost it would be `EMO(weight)`, and is refused under this name.
 
     Example:
         >>> NumberToken()(torch.tensor([0.7]), torch.tensor([2.0]))
@@ -300,7 +300,8 @@ def parse_objective(text: str) -> Objective:
     `number_token`, `number_token:0.3`, `emo+number`.
 
     What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip, for
-    the number token loss its weight (default 0.3). `emo+number` is EMO; its name asks for another cost (`cost_kind`).
+    the number token loss its weight (default 0.3). `emo+number` is EMO, and only its name asks for the cost
+    with numbers (`cost_kind`): hand the trainer the name, or the objective and `cost="mixed"`.
 
     Raises:
         ValueError: unknown name or parameter.

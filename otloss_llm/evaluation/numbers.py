@@ -15,8 +15,8 @@ An answer is taken from a text in one of three styles:
     last         the last number in the text, a quotient where it is written 'a/b' without blanks; equal by value
 
 Numbers are decimal, in ASCII digits, with a sign ('-', '+', U+2212), commas of thousands and a decimal point; 72, 72.0
-and $72 are equal. 'a/b' is a quotient, and has no value where b is 0. '1e5' is no number, nor is what stands behind a
-letter ('x2') or has more than 300 characters.
+and $72 are equal. 'a/b' is a quotient, and has no value where b is 0. '1e-5' and '0x1F' are no numbers, nor is what
+stands behind a letter ('x2') or has more than 300 characters.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ LONGEST = 300  # characters: what is shorter fits a float
 
 _DIGITS = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?>\.[0-9]+)?|(?<![.0-9])\.[0-9]+"
 _QUOTIENT = rf"(?>{_DIGITS})/(?>{_DIGITS})"
-# No number begins in a word or behind a decimal point; a sign behind a word, a number or a bracket is a minus. What is
-# joined by several strokes (1/2/2020) is no quotient.
+# No number begins in a word, behind a decimal point or as an exponent; a sign behind a word, a number or a bracket is a
+# minus. What is joined by several strokes (1/2/2020) is no quotient.
 _NUMBER = re.compile(
-    r"(?P<sign>(?<![\w)\]}])[-+][$€£]?)?(?<!\w)(?<![0-9]\.)"
-    rf"(?P<size>(?<!\w/){_QUOTIENT}(?!/[0-9.])|(?>{_DIGITS}))(?![eE][-+]?[0-9])"
+    r"(?P<sign>(?<![\w)\]}])[-+][$€£]?)?(?<!\w)(?<![0-9]\.)(?<![0-9.][eE][-+])"
+    rf"(?P<size>(?<!\w/){_QUOTIENT}(?!/[0-9.])|(?>{_DIGITS}))(?![eE][-+]?[0-9])(?!(?<=(?<!\w)0)[xX][0-9A-Fa-f])"
 )
 _WHOLE = re.compile(rf"(?P<sign>[-+])?(?P<above>(?>{_DIGITS}))(?:/(?P<below>(?>{_DIGITS})))?")
 # Before it, what sets off or prices a number; after it, nothing that makes it part of another.

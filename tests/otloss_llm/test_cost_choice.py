@@ -164,8 +164,10 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 def test_costs_that_cannot_be(tokenizer: Any, wordy: Any) -> None:
     with pytest.raises(ValueError, match=r'cost is \'numbers\', expected "auto", one of .*"?number'):
         made(tokenizer, "numbers")
-    with pytest.raises(ValueError, match=r"form='mse'.* reads no numbers"):
-        made(tokenizer, "embedding", form="mse")
+    for numbers, takers in (({"form": "mse"}, "number_token"), ({"span": "log"}, "number_token"),
+                            ({"scaling": "rank"}, r"number_token or emo\+number")):  # fmt: skip
+        with pytest.raises(ValueError, match=rf"goes with {takers}, .* reads no numbers"):
+            made(tokenizer, "embedding", **numbers)
     for settings in ({"span": "log"}, {"form": "mse"}):
         [(name, value)] = settings.items()
         with pytest.raises(ValueError, match=f"^{name}='{value}' of numbers goes with number_token .*--number_form"):

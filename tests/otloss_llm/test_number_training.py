@@ -366,6 +366,10 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "no tokenizer": ({"objective": "number_token", "tokenizer": None}, "processing_class=tokenizer"),
     "no tokenizer for a mixture": ({"objective": "emo+number", "tokenizer": None}, "processing_class=tokenizer"),
     "no cost": ({"objective": "number_token", "cost": None}, r"NumberToken\(weight=0.3\) needs cost="),
+    "a cost without numbers": (
+        {"objective": "number_token:0.5", "cost": "embedding"},
+        r"NumberToken\(weight=0.5\) reads how far apart numbers are, and EmbeddingCost knows .* take EMO\(0.5\)",
+    ),
     "unknown cost": ({"objective": "number_token", "cost": "numbers"}, r"cost is 'numbers', expected \"auto\", one of"),
     "settings beside mle": ({"objective": "mle", "numbers": NumberSettings("mse")}, "reads no numbers"),
     "settings beside a cost": (
@@ -389,6 +393,13 @@ def test_what_cannot_be_is_refused(tmp_path: Path, case: str) -> None:
     settings, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         a_trainer(tmp_path, tiny_model("llama"), **{"tokenizer": of_characters()} | settings)
+
+
+def test_an_objective_changed_for_one_that_reads_numbers_is_refused(tmp_path: Path) -> None:
+    run = a_trainer(tmp_path, tiny_model("llama"), objective="mle", tokenizer=of_characters())
+    run.objective = NumberToken()
+    with pytest.raises(ValueError, match=r"pass NumberCost\.from_tokenizer"):
+        run.train()
 
 
 def test_wrong_types_are_refused(tmp_path: Path) -> None:
