@@ -20,6 +20,7 @@ from torch import Tensor
 
 from otloss._checks import check_positive
 from otloss.costs import Cost
+from otloss.losses._number_line import TEXT_OVER_WORST
 from otloss_llm.few_columns import FewColumns
 from otloss_llm.number_spans._reading import BARE, BLANK, MINUS, POINT, Alphabet, read
 from otloss_llm.number_spans._sums import Sums, became_with, sums_of
@@ -34,9 +35,6 @@ _WIDEST_UNIT = 1e30
 _BLOCK_ENTRIES = 2**18
 
 _COLUMNS = (BARE, BLANK, MINUS, POINT)
-
-# No number at all is a little worse than the worst number.
-_WORSE = 1.01
 
 
 class NumberSpanCost(Cost):
@@ -211,7 +209,7 @@ class NumberSpanCost(Cost):
         few[:, part == POINT] = 0.0
         among = torch.cat([sums.among[:, [i]].expand(-1, n) for i, n in enumerate(self.counts)], dim=1)
         few.masked_fill_(~among, 0.0)
-        rest = torch.where(sums.sign, opposite, (_WORSE * few.amax(1)).masked_fill(sums.behind, 0.0))
+        rest = torch.where(sums.sign, opposite, (TEXT_OVER_WORST * few.amax(1)).masked_fill(sums.behind, 0.0))
         return torch.where(among, few, rest.unsqueeze(1)), rest
 
     def _distance(self, a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -16,9 +16,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from otloss.losses import _number_line
 from otloss_llm import linear_token_loss, token_loss
 from otloss_llm.few_columns import FewColumns
-from otloss_llm.number_spans import NumberSpanCost
+from otloss_llm.number_spans import NumberSpanCost, _cost
 from otloss_llm.number_tokens import NumberTokens
 from tests.otloss_llm.oracles import OBJECTIVES
 
@@ -210,6 +211,14 @@ def test_rows_by_hand() -> None:
     assert sign.tolist() == pytest.approx([2 * math.log(4) if text != "-" else 0.0 for text in SINGLE])
     assert digit[:10].tolist() == pytest.approx([abs(math.log((1 + j) / 4)) for j in range(10)])
     assert behind.tolist() == pytest.approx([math.log((31 + j) / 4) for j in range(10)] + [0.0] * 8)
+
+
+def test_text_costs_what_it_does_beside_single_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One constant for both."""
+    assert _cost.TEXT_OVER_WORST is _number_line.TEXT_OVER_WORST
+    rows = dense_of("x45", [*TEN, "x"])
+    monkeypatch.setattr(_cost, "TEXT_OVER_WORST", 2 * _number_line.TEXT_OVER_WORST)
+    torch.testing.assert_close(dense_of("x45", [*TEN, "x"])[:, 12], 2 * rows[:, 12])
 
 
 @pytest.mark.parametrize("scale", ["log", "relative"])
