@@ -49,9 +49,11 @@ class OrdinalScorer:
         """Return the metric of the estimator's predictions for X, with the opposite sign where less is better."""
         if self.metric in _OF_LABELS:
             metric, sign = _OF_LABELS[self.metric]
-            return sign * metric(y, estimator.predict(X), labels=self.labels, **self._options(sample_weight))
+            predicted = estimator.predict(X)
+            labels = self._labels(y=y, predicted=predicted, classes=getattr(estimator, "classes_", predicted))
+            return sign * metric(y, predicted, labels=labels, **self._options(sample_weight))
         classes = _classes(estimator)
-        labels = rank_order(None, y=y, classes=classes) if self.labels is None else self.labels
+        labels = self._labels(y=y, classes=classes)
         proba: Float[np.ndarray, "n classes"] = estimator.predict_proba(X)
         metric = _OF_PROBABILITIES[self.metric]
         return -metric(y, proba, labels=labels, columns=classes, **self._options(sample_weight))
@@ -59,6 +61,9 @@ class OrdinalScorer:
     def __repr__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"scorer({self.metric!r}, labels={self.labels!r}{options})"
+
+    def _labels(self, **known: ArrayLike) -> ArrayLike:
+        return rank_order(None, **known) if self.labels is None else self.labels
 
     def _options(self, sample_weight: ArrayLike | None) -> dict[str, Any]:
         return self.options if sample_weight is None else {**self.options, "sample_weight": sample_weight}

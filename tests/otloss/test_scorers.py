@@ -126,3 +126,28 @@ def test_bad_input() -> None:
     with pytest.raises(TypeError, match="labels is 'low', a str"):
         scorer("ordinal_emd", labels="low")
     assert scorer("ordinal_emd", values=[0, 1, 5]).options == {"values": [0, 1, 5]}
+
+
+class Constant:
+    """Predicts one label, of the classes that it knows."""
+
+    classes_ = np.array(["A", "B", "C"])
+
+    def predict(self, X: Any) -> np.ndarray:
+        return np.full(len(X), "A")
+
+    def predict_proba(self, X: Any) -> np.ndarray:
+        return np.tile([1.0, 0.0, 0.0], (len(X), 1))
+
+
+@pytest.mark.parametrize("name", ["ordinal_mae", "ordinal_emd"])
+def test_classes_that_the_fold_lacks_keep_their_rank(name: str) -> None:
+    assert scorer(name)(Constant(), np.zeros(2), np.array(["C", "A"])) == -1.0
+
+
+def test_a_predictor_without_classes_is_scored_by_its_labels() -> None:
+    class Rounded:
+        def predict(self, X: Any) -> np.ndarray:
+            return np.full(len(X), 3)
+
+    assert scorer("ordinal_mae")(Rounded(), np.zeros(2), np.array([1, 3])) == -1.0
