@@ -27,7 +27,7 @@ def token_values(
     nll = _negative_log_likelihood(logits, labels[:, None])
     transport = None
     if isinstance(cost, FewColumns):
-        transport = _mean_cost(torch.log_softmax(logits, dim=-1).exp(), cost)
+        transport = _mean_cost(logits, cost)
     elif cost is not None:
         # Summed directly: 1 - <q-mean embedding, e_y> would cancel to noise where D is small.
         rows = cost.rows(labels).to(logits.dtype)
@@ -35,12 +35,14 @@ def token_values(
     return value_of(objective, nll, transport), nll, transport
 
 
-def _mean_cost(q: Float[Tensor, "tokens vocab"], cost: FewColumns) -> Float[Tensor, " tokens"]:
+def _mean_cost(logits: Float[Tensor, "tokens vocab"], cost: FewColumns) -> Float[Tensor, " tokens"]:
     """`sum_i q_i c_i`; where the costs are a tangent, it is the tangent of itself, to any order of derivatives."""
-    few, x = q.index_select(-1, cost.columns), cost.rows[cost.which].to(q.dtype)
-    text = q.index_fill(-1, cost.columns, 0.0).sum(-1)
-    mass = few.sum(-1)
-    intercept, slope = cost.costs_from((few * x).sum(-1) / mass.masked_fill(mass == 0, 1.0))
+    q, x = torch.log_softmax(logits, dim=-1).exp(), cost.rows[cost.which].to(logits.dtype)
+    few, text = q.index_select(-1, cost.columns), q.index_fill(-1, cost.columns, 0.0).sum(-1)
+    # From the logits: `few / few.sum()` has NaN gradients where the mass on the few is subnormal.
+    z = logits.index_select(-1, cost.columns)
+    p = z.masked_fill((z == -torch.inf).all(-1, keepdim=True), 0.0).softmax(-1)
+    intercept, slope = cost.costs_from((p * x).sum(-1))
     return (few * (intercept[:, None] + slope[:, None] * x)).sum(-1) + cost.rest[cost.which].to(q.dtype) * text
 
 

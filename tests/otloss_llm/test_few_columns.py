@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from otloss import number_token_loss
 from otloss.costs import Cost
-from otloss_llm import EMO, NumberCost, NumberToken, TokenLoss, token_loss
+from otloss_llm import EMO, NumberCost, NumberToken, TokenLoss, linear_token_loss, token_loss
 from otloss_llm.few_columns import FewColumns
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, problem
 from tests.otloss_llm.scoring import assert_all_close, fused, gradients
@@ -159,6 +160,71 @@ def test_small_masses_keep_their_digits() -> None:
         assert isinstance(out, TokenLoss)
         assert out.cost is not None
         torch.testing.assert_close(out.cost, torch.tensor([10.0, 5.0]) * math.exp(-28), rtol=1e-5, atol=0.0)
+
+
+def hardly_a_number(z: list[float], y: int, values: list[float], form: str) -> tuple[float, list[float]]:
+    """D and its slopes in the logits by the closed form, in Python numbers; text is charged 100, huber bends at 1."""
+    numbers = [j for j, v in enumerate(values) if not math.isnan(v)]
+    top, top_number = max(z), max(z[j] for j in numbers)
+    total = math.fsum(math.exp(entry - top) for entry in z)
+    q = [math.exp(entry - top) / total for entry in z]
+    p = {j: math.exp(z[j] - top_number) for j in numbers}
+    p = {j: mass / math.fsum(p.values()) for j, mass in p.items()}
+    gap = {j: values[j] - values[y] for j in numbers}
+    if form == "wasserstein":
+        gap = {j: abs(g) for j, g in gap.items()}
+    mean = math.fsum(p[j] * gap[j] for j in numbers)
+    bent = 0.5 * mean * mean if abs(mean) <= 1 else abs(mean) - 0.5
+    sign = math.copysign(1.0, mean)
+    value, slope = {
+        "wasserstein": (mean, 1.0),
+        "mse": (mean * mean, 2 * mean),
+        "mae": (abs(mean), sign),
+        "huber": (bent, min(1.0, max(-1.0, mean))),
+    }[form]
+    few = math.fsum(q[j] for j in numbers)
+    text = math.fsum(q[j] for j in range(len(z)) if j not in numbers)
+    slopes = [
+        q[j] * (slope * (gap[j] - mean) - text * (100.0 - value)) if j in numbers else q[j] * few * (100.0 - value)
+        for j in range(len(z))
+    ]
+    return few * value + text * 100.0, slopes
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("impl", ["logits", *KERNELS])
+def test_numbers_of_subnormal_mass(monkeypatch: pytest.MonkeyPatch, impl: str, form: str) -> None:
+    """To the last digit that the mass on numbers has: a mean of `q / sum q` would overflow in the backward pass."""
+    if impl == "triton":
+        pytest.importorskip("triton")
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    values, y = [math.nan, 0.0, 5.0, 9.0, math.nan, 9.0], 2
+    objectives: Any = (((lambda nll, cost: cost), 0.0), (NumberToken(1.0), 1.0))
+    for dtype, gaps in ((torch.float32, (0, 80, 95, 100, 120)), (torch.float64, (0, 700, 720, 740, 800))):
+        if impl == "triton" and dtype == torch.float64:
+            continue
+        cost = NumberCost(torch.tensor(values, dtype=dtype), form=form, text=100.0)
+        eps, smallest = torch.finfo(dtype).eps, torch.finfo(dtype).tiny
+        for gap, (objective, of_nll) in itertools.product(gaps, objectives):
+            z = [0.0, -gap + 0.25, -gap - 0.5, -gap + 1.0, 1.0, -math.inf]
+            value, slopes = hardly_a_number(z, y, values, form)
+            leaf, label = torch.tensor(z, dtype=dtype, requires_grad=True), torch.tensor([y])
+            if impl == "logits":
+                out = token_loss(leaf[None], label, objective=objective, cost=cost)
+            else:
+                nothing = torch.zeros(6, 1, dtype=dtype)
+                out = linear_token_loss(
+                    nothing[:1], nothing, label, bias=leaf, objective=objective, cost=cost, impl=impl
+                )
+            assert out.cost is not None
+            assert float(out.cost) == pytest.approx(value, rel=16 * eps)
+            got = torch.autograd.grad(out.loss, leaf)[0].double()
+            wide = leaf.detach().double()
+            wanted = wide.new_tensor(slopes) + of_nll * (wide.softmax(-1) - wide.new_tensor([0, 0, 1, 0, 0, 0]))
+            # Text has the cancelling `100 - D`; numbers have what is representable of their mass.
+            bound = wide.new_tensor([1e3 * eps if math.isnan(v) else 1e3 * smallest for v in values])
+            off = (got - wanted).abs()
+            assert (off <= bound + 8 * eps * (1 + gap) * wanted.abs()).all(), (dtype, gap, got, wanted)
 
 
 def test_nan_and_infinity_are_refused() -> None:
