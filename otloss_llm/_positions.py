@@ -12,6 +12,7 @@ from otloss._checks import check_finite, check_floating, check_reduction, check_
 from otloss.costs import CosineCost, Cost
 from otloss_llm.objectives import EMO, NumberToken, Objective, needs_cost, value_and_slopes
 
+IGNORE_INDEX = -100  # a label that is left out, as in torch and transformers
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
 
 

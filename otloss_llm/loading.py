@@ -14,12 +14,13 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost
+from otloss_llm._positions import IGNORE_INDEX
 from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks, read_texts, split_blocks
 from otloss_llm.heads import check_causal, find_head
 from otloss_llm.objectives import cost_kind
-from otloss_llm.questions import IGNORE, AnsweredQuestions, Question, read_questions
+from otloss_llm.questions import AnsweredQuestions, Question, read_questions
 
 COST_SOURCES = ("model", "random", "shuffled")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -301,7 +302,7 @@ def count_number_labels(rows: PackedBlocks | AnsweredQuestions, values: Float[Te
         batches = (rows[i]["labels"][1:] for i in range(len(rows)))
     numbers = labels = 0
     for batch in batches:
-        predicted = batch[batch != IGNORE].long()
+        predicted = batch[batch != IGNORE_INDEX].long()
         numbers += int(is_number[predicted].sum())
         labels += predicted.numel()
     return numbers, labels

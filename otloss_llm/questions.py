@@ -23,13 +23,13 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from otloss_llm._positions import IGNORE_INDEX
 from otloss_llm.data import opening_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SEPARATOR = "\n"  # between a question and its answer
-IGNORE = -100
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -252,7 +252,7 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         ids = self._rows[index].long()
         labels = ids.clone()
         if not self.train_on_question:
-            labels[: self.prompt_lengths[index]] = IGNORE
+            labels[: self.prompt_lengths[index]] = IGNORE_INDEX
         return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
     def __repr__(self) -> str:
@@ -270,7 +270,7 @@ def pad_questions(items: Sequence[dict[str, Tensor]]) -> dict[str, Int[Tensor, "
     tensor([[-100,    5, -100, -100],
             [-100, -100,    6,    7]])
     """
-    fills = {"input_ids": 0, "labels": IGNORE, "attention_mask": 0}
+    fills = {"input_ids": 0, "labels": IGNORE_INDEX, "attention_mask": 0}
     pad = torch.nn.utils.rnn.pad_sequence
     return {
         key: pad([item[key] for item in items], batch_first=True, padding_value=fill) for key, fill in fills.items()

@@ -19,6 +19,7 @@ from torch import Tensor
 from otloss._checks import check_floating
 from otloss.costs import Cost
 from otloss_llm._positions import (
+    IGNORE_INDEX,
     check_fixed,
     check_head,
     check_kernel,
@@ -60,7 +61,7 @@ def token_loss(
     *,
     objective: Objective,
     cost: Cost | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
 ) -> TokenLoss:
@@ -111,7 +112,7 @@ def linear_token_loss(
     objective: Objective,
     cost: Cost | None = None,
     bias: Float[Tensor, "vocab"] | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
     logit_scale: float = 1.0,
@@ -273,7 +274,7 @@ def emo_loss(
     *,
     weighting: str | float = "ratio",
     ratio_clip: float | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
 ) -> Tensor:
     """EMO from logits in one line: `token_loss` with `EMO` and the cosine cost of `embedding`, returning the loss.

@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from transformers import Trainer, default_data_collator
 
 from otloss.costs import Cost
-from otloss_llm._positions import check_kernel, check_objective
+from otloss_llm._positions import IGNORE_INDEX, check_kernel, check_objective
 from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks
@@ -21,7 +21,6 @@ from otloss_llm.objectives import Objective, cost_kind, needs_cost, parse_object
 from otloss_llm.questions import AnsweredQuestions, pad_questions
 from otloss_llm.token_loss import TokenLoss, linear_token_loss, token_loss
 
-IGNORE_INDEX = -100
 LESS_IS_BETTER = ("nll", "perplexity", "transport_cost")
 
 

@@ -19,12 +19,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.losses._number_line import checked_values, signed_log
+from otloss_llm._positions import IGNORE_INDEX
 from otloss_llm.cost_choice import number_values
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length, evaluation_mode
 from otloss_llm.evaluation.sampling import sample_texts
 from otloss_llm.heads import find_head
-from otloss_llm.questions import IGNORE, SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
+from otloss_llm.questions import SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -120,7 +121,7 @@ def number_token_scores(
     with evaluation_mode(model):
         for batch in _batches(model, data, batch_size, progress):
             labels = batch["labels"][:, 1:]
-            due = (labels != IGNORE) & ~values[labels.clamp(min=0)].isnan()
+            due = (labels != IGNORE_INDEX) & ~values[labels.clamp(min=0)].isnan()
             if due.any():
                 logits = model(
                     input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False

@@ -21,14 +21,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
+from otloss_llm._positions import IGNORE_INDEX
 from otloss_llm.data import PackedBlocks
 from otloss_llm.objectives import MLE
 from otloss_llm.token_loss import TokenLoss, token_loss
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
-
-IGNORE = -100
 
 
 @dataclass(frozen=True)
@@ -167,7 +166,7 @@ def sequence_nll(
         for start in _with_bar(starts, "scoring", progress):
             rows = order[start : start + batch_size]
             ids = torch.zeros(len(rows), len(sequences[rows[-1]]), dtype=torch.long)
-            labels = torch.full_like(ids, IGNORE)
+            labels = torch.full_like(ids, IGNORE_INDEX)
             mask = torch.zeros_like(ids)
             # Padding on the right: no scored token sees it, and positions count from 0 as they do without it.
             for row, i in enumerate(rows):
@@ -255,7 +254,9 @@ def _score(
     device = next(model.parameters()).device
     mask = None if mask is None else mask.to(device)
     logits = model(input_ids=ids.to(device), attention_mask=mask, use_cache=False).logits
-    return token_loss(logits[:, :-1], labels[:, 1:].to(logits.device), objective=MLE(), cost=cost, ignore_index=IGNORE)
+    return token_loss(
+        logits[:, :-1], labels[:, 1:].to(logits.device), objective=MLE(), cost=cost, ignore_index=IGNORE_INDEX
+    )
 
 
 def _text_ids(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], int]:
