@@ -46,7 +46,6 @@ class NumberLine:
         place: (V,) which of them each token is, -1 where it is none.
         shift, slope: between different positions the distance is shift + slope |x_i - x_j|.
         form, delta: what a distribution is charged.
-        worst: the most that a number can be charged; 1 where all are equal, for it is a unit to measure in.
         text: what mass on no number is charged.
     """
 
@@ -57,7 +56,6 @@ class NumberLine:
     slope: float
     form: str
     delta: float
-    worst: float
     text: float
 
     def is_number(self, labels: Int[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
@@ -133,7 +131,8 @@ def number_line(
     shift, slope, widest = 0.0, 1.0, float(x.amax() - x.amin())
     if squash is not None:
         shift, slope, widest = _squashed(x, float(squash), widest)
-    line = NumberLine(columns, x, _places(columns, len(values)), shift, slope, form, delta, 1.0, 1.0)
+    line = NumberLine(columns, x, _places(columns, len(values)), shift, slope, form, delta, text=1.0)
+    # Where all numbers are equal, 1: text is to be worse than they are.
     worst = (widest if form == "wasserstein" else float(line.charge(x.amax() - x.amin())[0])) or 1.0
     if not TEXT_OVER_WORST * worst < torch.finfo(x.dtype).max:
         low, high = (float(end) for end in torch.aminmax(values[columns]))
@@ -142,7 +141,7 @@ def number_line(
             'expected costs within; use scaling="log" or "rank".'
         )
     text = TEXT_OVER_WORST * worst if text is None else check_positive("text", text)
-    return replace(line, worst=worst, text=text)
+    return replace(line, text=text)
 
 
 def checked_values(values: Any) -> Float[Tensor, " vocab"]:
