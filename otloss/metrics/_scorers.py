@@ -50,10 +50,11 @@ class OrdinalScorer:
         if self.metric in _OF_LABELS:
             metric, sign = _OF_LABELS[self.metric]
             predicted = estimator.predict(X)
-            labels = self._labels(y=y, predicted=predicted, classes=getattr(estimator, "classes_", predicted))
+            classes = getattr(estimator, "classes_", predicted)
+            labels = self._labels(estimator, y=y, predicted=predicted, classes=classes)
             return sign * metric(y, predicted, labels=labels, **self._options(sample_weight))
         classes = _classes(estimator)
-        labels = self._labels(y=y, classes=classes)
+        labels = self._labels(estimator, y=y, classes=classes)
         proba: Float[np.ndarray, "n classes"] = estimator.predict_proba(X)
         metric = _OF_PROBABILITIES[self.metric]
         return -metric(y, proba, labels=labels, columns=classes, **self._options(sample_weight))
@@ -62,8 +63,11 @@ class OrdinalScorer:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"scorer({self.metric!r}, labels={self.labels!r}{options})"
 
-    def _labels(self, **known: ArrayLike) -> ArrayLike:
-        return rank_order(None, **known) if self.labels is None else self.labels
+    def _labels(self, estimator: Any, **known: ArrayLike) -> ArrayLike:
+        if self.labels is not None:
+            return self.labels
+        told = _order_told(estimator)
+        return rank_order(None, **known) if told is None else rank_order(told)
 
     def _options(self, sample_weight: ArrayLike | None) -> dict[str, Any]:
         return self.options if sample_weight is None else {**self.options, "sample_weight": sample_weight}
@@ -92,8 +96,10 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
         metric: "quadratic_weighted_kappa", "linear_weighted_kappa", "kendall_tau_b", "off_by_one_accuracy",
             "ordinal_mae", "macro_mae", "maximum_mae" of `predict`, or "ranked_probability_score", "ordinal_emd",
             "threshold_calibration_error" of `predict_proba`.
-        labels: (K,) all classes in rank order. By default the sorted labels of the model and the fold; for whole
-            numbers all from the smallest to the largest.
+        labels: (K,) all classes in rank order. By default the order that the model was told, the `categories_` of the
+            estimators here, also as the last step of a pipeline or the best of a search; else that of an ordered
+            pandas Categorical; else the sorted labels of the model and the fold, for whole numbers all from the
+            smallest to the largest.
         options: other arguments of the metric, such as `values`.
 
     Raises:
@@ -127,6 +133,18 @@ def _try_out(metric: str, labels: ArrayLike | None, options: dict[str, Any]) -> 
         _OF_LABELS[metric][0](order, order, labels=order, **options)
     else:
         _OF_PROBABILITIES[metric](order, np.eye(order.size), labels=order, columns="rank", **options)
+
+
+def _order_told(estimator: Any) -> Any:
+    """Return the rank order that an estimator of `otloss.estimators` was told, None where it only sorted labels."""
+    estimator = getattr(estimator, "best_estimator_", estimator)
+    if isinstance(steps := getattr(estimator, "steps", None), list):
+        estimator = steps[-1][1]
+    categories, classes = (getattr(estimator, name, None) for name in ("categories_", "classes_"))
+    if not isinstance(categories, np.ndarray) or classes is None:
+        return None
+    told = getattr(estimator, "categories", None) is not None or not np.array_equal(categories, classes)
+    return categories if told else None
 
 
 def _classes(estimator: Any) -> Any:

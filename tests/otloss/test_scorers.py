@@ -6,14 +6,16 @@ import pickle
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import sklearn
 from sklearn.linear_model import LogisticRegression
 from sklearn.model_selection import GridSearchCV, KFold, cross_val_score, cross_validate
 from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.preprocessing import OrdinalEncoder, StandardScaler
 
 from otloss import metrics
+from otloss.estimators import OrdinalClassifier
 from otloss.metrics import scorer
 
 NAMES = ["low", "mid", "high"]
@@ -151,3 +153,31 @@ def test_a_predictor_without_classes_is_scored_by_its_labels() -> None:
             return np.full(len(X), 3)
 
     assert scorer("ordinal_mae")(Rounded(), np.zeros(2), np.array([1, 3])) == -1.0
+
+
+@pytest.mark.parametrize("name", ["quadratic_weighted_kappa", "ranked_probability_score"])
+def test_the_order_that_a_model_was_told_is_the_default(name: str) -> None:
+    X, y = data()
+    model = OrdinalClassifier(categories=NAMES)
+    told = [
+        model.fit(X, y),
+        make_pipeline(StandardScaler(), model).fit(X, y),
+        GridSearchCV(make_pipeline(model), {"ordinalclassifier__alpha": [1.0]}, cv=2).fit(X, y),
+        OrdinalClassifier().fit(X, pd.Series(pd.Categorical(y, NAMES, ordered=True))),
+    ]
+    by_alphabet = sorted(NAMES)
+    for fitted in told:
+        assert scorer(name)(fitted, X, y) == scorer(name, labels=NAMES)(fitted, X, y)
+        assert scorer(name, labels=by_alphabet)(fitted, X, y) != scorer(name)(fitted, X, y)
+    untold = OrdinalClassifier().fit(X, y)
+    assert scorer(name)(untold, X, y) == scorer(name, labels=by_alphabet)(untold, X, y)
+
+
+def test_sorted_labels_of_a_model_are_no_order_that_it_was_told() -> None:
+    """Whole numbers between those of the fold it was fitted to keep their rank."""
+    X, y = data()
+    ranks = np.array([0, 1, 3])[np.searchsorted(["high", "low", "mid"], y)]
+    model = OrdinalClassifier().fit(X, ranks)
+    assert scorer("ordinal_mae")(model, X, ranks) == scorer("ordinal_mae", labels=range(4))(model, X, ranks)
+    encoder = make_pipeline(OrdinalEncoder(), LogisticRegression()).fit(X, y)
+    assert scorer("ordinal_mae")(encoder, X, y) == scorer("ordinal_mae", labels=sorted(NAMES))(encoder, X, y)
