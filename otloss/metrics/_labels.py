@@ -75,6 +75,7 @@ def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " 
 
 def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     """Return labels as an array of numbers, strings or dates with one axis, none of them missing."""
+    values = _as_column(values)
     array = as_array(values)
     if array.ndim == 0:
         raise TypeError(
@@ -104,7 +105,7 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
 
 def categories_of(target: Any) -> Any:
     """Return the categories of an ordered pandas Categorical, lowest first; None of anything else."""
-    dtype: Any = getattr(target, "dtype", None)
+    dtype: Any = getattr(_as_column(target), "dtype", None)
     return dtype.categories if getattr(dtype, "ordered", False) else None
 
 
@@ -112,6 +113,12 @@ def shown(labels: np.ndarray) -> str:
     """Return labels for a message; of many, the first and the last."""
     items = _plain(labels)
     return repr(items) if len(items) <= 12 else f"{items[:5]!r} ... {items[-1]!r} ({len(items)} in all)"
+
+
+def _as_column(values: Any) -> Any:
+    """Return the column of a data frame that has one, which keeps the order of a Categorical; else the values."""
+    alone = hasattr(values, "iloc") and getattr(values, "shape", ())[1:] == (1,)
+    return values.iloc[:, 0] if alone else values
 
 
 def _common_categories(targets: dict[str, Any]) -> Any:

@@ -133,3 +133,15 @@ half = [[0.5, 0.5]]
 def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call()
+
+
+def test_a_frame_of_one_column_is_its_column() -> None:
+    grades = ["low", "mid", "high"]
+    true, predicted = (pd.Categorical(labels, grades, ordered=True) for labels in (["low", "high"], ["mid", "high"]))
+    frame = pd.DataFrame({"grade": true})
+    assert metrics.ordinal_mae(frame, predicted) == 0.5
+    assert metrics.ordinal_mae(predicted, frame) == 0.5
+    assert metrics.ranked_probability_score(frame, np.eye(3)[[1, 2]], columns="rank") == 0.5
+    np.testing.assert_array_equal(metrics.ordinal_confusion_matrix(frame, frame), np.diag([1, 0, 1]))
+    with pytest.raises(ValueError, match=r"y_true has shape \(2, 2\)"):
+        metrics.ordinal_mae(frame.assign(again=true), predicted)
