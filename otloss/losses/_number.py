@@ -68,7 +68,7 @@ def number_token_loss(
             "none" gives weight * loss in the shape of the labels, 0 where there is no number.
 
     Returns:
-        A scalar, or (...), in the promoted dtype of logits, values and weights; computed in float32 or wider.
+        A scalar, or (...), in the promoted dtype of logits, values and weights; computed in that, and in float32 if it has 16 bits.
         Differentiable in logits and weights, twice. A batch without numbers gives 0 with a graph and zero gradients.
 
     Raises:
@@ -90,11 +90,13 @@ def number_token_loss(
     """
     check_reduction(reduction)
     check_over(over, text)
-    line = number_line(values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
+    dtype = _dtype_of_answer(check_floating("logits", logits), check_floating("values", values), sample_weight)
+    wide = torch.promote_types(dtype, torch.float32)
+    line = number_line(values.to(wide), form=form, delta=delta, scaling=scaling, squash=squash, text=text)
+    line = line.to(logits.device)
     labels, kept = _taking_part(logits, labels, len(values), ignore_index)
-    line = line.to(logits.device).to(torch.promote_types(logits.dtype, line.x.dtype))
     kept = kept & line.is_number(labels.masked_fill(~kept, 0))
-    weight = _weights(sample_weight, labels, kept)
+    weight = _weights(sample_weight, labels, kept, wide)
     # A position by itself is a batch of one.
     rows, at = (logits.unsqueeze(0), kept.unsqueeze(0)) if kept.dim() == 0 else (logits, kept)
     where = at.nonzero(as_tuple=True)
@@ -102,9 +104,6 @@ def number_token_loss(
     if not torch.isfinite(losses.detach()).all():
         read = rows[where] if over == "vocabulary" else rows[where][:, line.columns]
         _raise_not_finite(read.detach(), ~torch.isfinite(losses), kept)
-    dtype = torch.promote_types(logits.dtype, values.dtype)
-    if weight is not None and sample_weight is not None and sample_weight.is_floating_point():
-        dtype = torch.promote_types(dtype, sample_weight.dtype)
     reduced = _reduced(losses, weight, kept, reduction)
     answer = reduced.to(dtype)
     if not torch.isfinite(answer.detach()).all():
@@ -123,6 +122,13 @@ def check_over(over: Any, text: float | None) -> None:
         )
 
 
+def _dtype_of_answer(logits: Tensor, values: Tensor, sample_weight: Any) -> torch.dtype:
+    dtype = torch.promote_types(logits.dtype, values.dtype)
+    if isinstance(sample_weight, Tensor) and sample_weight.is_floating_point():
+        return torch.promote_types(dtype, sample_weight.dtype)
+    return dtype
+
+
 def _reduced(losses: Tensor, weight: Tensor | None, kept: Tensor, reduction: str) -> Tensor:
     weighted = losses if weight is None else losses * weight
     if reduction == "none":
@@ -136,7 +142,7 @@ def _reduced(losses: Tensor, weight: Tensor | None, kept: Tensor, reduction: str
     return total / mass.masked_fill(mass == 0, 1.0)
 
 
-def _weights(sample_weight: Any, labels: Tensor, kept: Tensor) -> Tensor | None:
+def _weights(sample_weight: Any, labels: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor | None:
     if sample_weight is None:
         return None
     _check_place("sample_weight", sample_weight, labels.device)
@@ -144,8 +150,7 @@ def _weights(sample_weight: Any, labels: Tensor, kept: Tensor) -> Tensor | None:
         raise ValueError(
             f"sample_weight has shape {tuple(sample_weight.shape)}, expected {tuple(labels.shape)}, that of the labels."
         )
-    weight = check_not_complex("sample_weight", sample_weight)[kept]
-    weight = weight.to(torch.promote_types(weight.dtype, torch.float32))
+    weight = check_not_complex("sample_weight", sample_weight)[kept].to(dtype)
     wrong = ~(weight.isfinite() & (weight >= 0))
     if wrong.any():
         raise ValueError(
@@ -155,9 +160,8 @@ def _weights(sample_weight: Any, labels: Tensor, kept: Tensor) -> Tensor | None:
     return weight
 
 
-def _taking_part(logits: Any, labels: Any, vocab: int, ignore_index: Any) -> tuple[Tensor, Tensor]:
+def _taking_part(logits: Tensor, labels: Any, vocab: int, ignore_index: Any) -> tuple[Tensor, Tensor]:
     """The labels in int64, and which of them are not ignored."""
-    check_floating("logits", logits)
     _check_place("labels", labels, logits.device)
     check_ignore_index(ignore_index)
     if logits.dim() == 0 or logits.shape[-1] != vocab:

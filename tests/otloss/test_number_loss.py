@@ -456,6 +456,24 @@ def test_dtypes_of_the_answer() -> None:
 
 
 @pytest.mark.parametrize(
+    "options", [*({"scaling": scaling} for scaling in ("absolute", "log", "rank")), {"squash": 5.0}]
+)
+@pytest.mark.parametrize("wide", ["logits", "values", "weight"])
+def test_an_answer_in_float64_has_its_digits(options: dict[str, Any], wide: str) -> None:
+    """One wide argument makes a wide answer; the others, as they are rounded, are taken in float64 from the start."""
+    y = torch.arange(400) % 10
+    given = {"logits": drawn(400, 10), "values": WIDE * 0.7, "weight": drawn(400, seed=1).abs()}
+    given |= {name: tensor.float() for name, tensor in given.items() if name != wide}
+    for form, reduction in itertools.product(FORMS[: 1 if "squash" in options else 4], ("mean", "sum", "none")):
+        found, truth = (
+            number_token_loss(z, y, values, sample_weight=weight, form=form, reduction=reduction, **options)
+            for z, values, weight in (given.values(), [tensor.double() for tensor in given.values()])
+        )
+        assert found.dtype == torch.float64
+        torch.testing.assert_close(found, truth, rtol=1e-14, atol=0.0)
+
+
+@pytest.mark.parametrize(
     ("reduction", "form", "wrong", "shown"),
     [("sum", "wasserstein", 9, "180000"), ("mean", "mse", 300, "90000"), ("none", "mse", 300, "90000")],
 )
