@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
-from otloss.costs import CosineCost, Cost
+from otloss.costs import Cost
 from otloss_llm.objectives import EMO, NumberToken, Objective, needs_cost, value_and_slopes
 
 IGNORE_INDEX = -100  # a label that is left out, as in torch and transformers
@@ -66,11 +66,6 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int, device:
             f"{objective!r} weighs nll by a cost that {type(cost).__name__} has at numbers only, and would hardly "
             "train text; use MixedCost(numbers, EmbeddingCost.from_model(model)), NumberToken(), or EMO with a "
             "number for its weighting."
-        )
-    if isinstance(objective, NumberToken) and isinstance(cost, CosineCost):
-        raise ValueError(
-            f"{objective!r} reads how far apart numbers are, and {type(cost).__name__} knows of none; pass "
-            f"NumberCost.from_tokenizer(tokenizer), or take EMO({objective.weight}) with this cost."
         )
     if tuple(cost.shape) != (vocab, vocab):
         raise ValueError(

@@ -173,7 +173,7 @@ class NumberToken:
 
     D is 0 at other labels. The published loss takes the mean of D over number positions alone; here every token counts
     alike in the mean, so that a weight (nats per unit of the cost) acts less, by the share of labels that are numbers.
-    With an embedding's cost it would be `EMO(weight)`, and is refused under this name.
+    With an embedding's cost it is `EMO(weight)`, and a trainer refuses it under this name.
 
     Example:
         >>> NumberToken()(torch.tensor([0.7]), torch.tensor([2.0]))

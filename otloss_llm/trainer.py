@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import Trainer, default_data_collator
 
-from otloss.costs import Cost
+from otloss.costs import CosineCost, Cost
 from otloss_llm._positions import IGNORE_INDEX, check_kernel, check_objective
 from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks
 from otloss_llm.fused import fused_loss, unwrap
 from otloss_llm.heads import LanguageModelHead, check_causal, find_head
-from otloss_llm.objectives import Objective, cost_kind, needs_cost, parse_objective
+from otloss_llm.objectives import NumberToken, Objective, cost_kind, needs_cost, parse_objective
 from otloss_llm.questions import AnsweredQuestions, pad_questions
 from otloss_llm.token_loss import TokenLoss, linear_token_loss, token_loss
 
@@ -91,6 +91,7 @@ class ObjectiveMixin:
                 f'{numbers!r} goes with the cost "auto", "number" or "mixed", got a cost made already: {cost}.'
             )
         check_objective(self.objective, cost, head.weight.shape[0])
+        _check_numbers(self.objective, cost)
         check_kernel(impl, chunk_size)
         self.transport_cost = cost
         if (self.args.metric_for_best_model or "").removeprefix("eval_") in LESS_IS_BETTER:
@@ -133,6 +134,7 @@ class ObjectiveMixin:
         inputs = dict(inputs)
         labels = _aligned_labels(inputs)
         training = model.training
+        _check_numbers(self.objective, self.transport_cost)  # the objective may have been changed since
         cost = self._cost_on(labels.device) if needs_cost(self.objective) or not training else None
         num_items = num_items_in_batch if training else None
         if num_items is not None and not bool(torch.as_tensor(num_items) > 0):
@@ -241,6 +243,15 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
 
     See `ObjectiveMixin` for the arguments it adds, and the Hugging Face documentation for the rest.
     """
+
+
+def _check_numbers(objective: Objective, cost: Cost | None) -> None:
+    """Raise ValueError where the values of numbers are wanted, and the cost was made of an embedding."""
+    if isinstance(objective, NumberToken) and isinstance(cost, CosineCost):
+        raise ValueError(
+            f"{objective!r} reads how far apart numbers are, and {type(cost).__name__} knows of none; give the trainer "
+            f'cost="number" or NumberCost.from_tokenizer(tokenizer), or take EMO({objective.weight}) with this cost.'
+        )
 
 
 def _collator_for(train: Any, evaluation: Any) -> Any:

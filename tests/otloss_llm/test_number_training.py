@@ -398,7 +398,7 @@ def test_what_cannot_be_is_refused(tmp_path: Path, case: str) -> None:
 def test_an_objective_changed_for_one_that_reads_numbers_is_refused(tmp_path: Path) -> None:
     run = a_trainer(tmp_path, tiny_model("llama"), objective="mle", tokenizer=of_characters())
     run.objective = NumberToken()
-    with pytest.raises(ValueError, match=r"pass NumberCost\.from_tokenizer"):
+    with pytest.raises(ValueError, match=r"give the trainer cost=\"number\" or NumberCost"):
         run.train()
 
 
