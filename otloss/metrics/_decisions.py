@@ -35,9 +35,9 @@ def ordinal_confusion_matrix(
     Args:
         y_true: (n,) labels.
         y_pred: (n,) labels.
-        labels: (K,) all classes in rank order, of any label type. By default the order of an ordered pandas
-            Categorical; all integers from the smallest label to the largest where the labels are whole numbers; else
-            the sorted labels, which for strings is the alphabet and seldom what is meant.
+        labels: (K,) all classes in rank order, of any label type, also the intervals of `pandas.cut`. By default the
+            order of an ordered pandas Categorical; all integers from the smallest label to the largest where the labels
+            are whole numbers; else the sorted labels, which for strings is the alphabet and seldom what is meant.
         sample_weight: (n,) weights >= 0; counts by default.
 
     Raises:

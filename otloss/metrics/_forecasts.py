@@ -181,9 +181,9 @@ def threshold_reliability(
     return curves
 
 
-def _scalar(label: np.generic) -> object:
+def _scalar(label: object) -> object:
     """The label as a plain number or string; dates stay numpy's, whose `item` turns nanoseconds into an integer."""
-    return label if label.dtype.kind == "M" else label.item()
+    return label.item() if isinstance(label, np.generic) and label.dtype.kind != "M" else label
 
 
 def _bin_index(below: np.ndarray, weight: np.ndarray, bins: int, strategy: str) -> np.ndarray:

@@ -14,7 +14,8 @@ from otloss.metrics._numbers import as_array
 
 # Integers without labels= stand for all integers between the smallest and the largest; more are hardly ranks.
 _MOST_CLASSES = 10_000
-KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings", "S": "bytes", "M": "dates"}
+KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings", "S": "bytes", "M": "dates",
+         "O": "intervals"}  # fmt: skip
 
 Labels = Shaped[np.ndarray, " classes"]
 
@@ -74,7 +75,7 @@ def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " 
 
 
 def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
-    """Return labels as an array of numbers, strings or dates with one axis, none of them missing."""
+    """Return labels as an array of numbers, strings, dates or intervals with one axis, none of them missing."""
     values = _as_column(values)
     array = as_array(values)
     if array.ndim == 0:
@@ -93,10 +94,12 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
         if len({isinstance(v, str) for v in items}) > 1:
             raise TypeError(f"{name} mixes strings with other types, expected labels of one type.")
         array = _dates(name, items) if items and all(isinstance(v, date) for v in items) else np.array(items)
-    if array.dtype.kind not in KINDS or array.ndim != 1:
+    known = all(_is_interval(v) for v in items) if items and array.dtype.kind == "O" else array.dtype.kind in KINDS
+    if not known or array.ndim != 1:
         first = items[0] if items else array[0]
         raise TypeError(
-            f"{name} holds {first!r}, a {type(first).__name__}, expected labels that are numbers, strings or dates."
+            f"{name} holds {first!r}, a {type(first).__name__}, expected labels that are numbers, strings, dates or "
+            "the intervals of pandas.cut."
         )
     if array.dtype.kind in "fM":
         _check_present(name, array != array)
@@ -140,6 +143,11 @@ def _dates(name: str, items: list[Any]) -> Shaped[np.ndarray, " n"]:
         raise TypeError(f"{name} holds dates with a time zone, expected dates without; call tz_localize(None) on them.")
     unit = "ns" if any(getattr(v, "nanosecond", 0) for v in items) else "us"
     return np.array(items, dtype=f"datetime64[{unit}]")
+
+
+def _is_interval(value: Any) -> bool:
+    """Whether this is a pandas Interval, which sorts by its ends; pandas need not be there."""
+    return all(hasattr(value, name) for name in ("left", "right", "closed_left"))
 
 
 def _unequal(value: Any) -> bool:

@@ -145,3 +145,23 @@ def test_a_frame_of_one_column_is_its_column() -> None:
     np.testing.assert_array_equal(metrics.ordinal_confusion_matrix(frame, frame), np.diag([1, 0, 1]))
     with pytest.raises(ValueError, match=r"y_true has shape \(2, 2\)"):
         metrics.ordinal_mae(frame.assign(again=true), predicted)
+
+
+def test_intervals_are_labels() -> None:
+    ages = pd.Series(pd.cut([3, 14, 15, 30], [0, 10, 20, 40]))
+    ranks = ages.cat.codes.to_numpy()
+    predicted = np.asarray(ages)[::-1]
+    proba = np.random.default_rng(0).dirichlet([1.0, 1.0, 1.0], size=4)
+    named = pd.DataFrame(proba[:, ::-1], columns=ages.cat.categories[::-1])
+    for labels in (None, ages.cat.categories, list(ages.cat.categories)):
+        assert metrics.ordinal_mae(ages, predicted, labels=labels) == metrics.ordinal_mae(ranks, ranks[::-1])
+        expected = metrics.ranked_probability_score(ranks, proba)
+        assert metrics.ranked_probability_score(ages, proba, labels=labels) == expected
+        assert metrics.ranked_probability_score(np.asarray(ages), named, labels=labels) == expected
+    assert metrics.threshold_reliability(ages, proba)[1].threshold == pd.Interval(10, 20)
+    with pytest.raises(ValueError, match=r"y_true\[1\] is missing"):
+        metrics.ordinal_mae(pd.cut([3, 50], [0, 10, 20]), predicted[:2])
+    with pytest.raises(TypeError, match="y_true holds intervals and y_pred holds numbers"):
+        metrics.ordinal_mae(np.asarray(ages), ranks)
+    with pytest.raises(TypeError, match=r"y_true holds \{1\}, a set, expected .* or the intervals of pandas.cut"):
+        metrics.ordinal_mae(np.array([{1}]), predicted[:1])

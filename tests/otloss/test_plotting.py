@@ -263,3 +263,15 @@ def test_columns_of_a_data_frame_go_by_their_names() -> None:
     frame = pd.DataFrame(proba, columns=NAMES)[NAMES[::-1]]
     predicted = plotting.plot_cdfs(frame, np.array(NAMES)[y], labels=NAMES).get_lines()[0]
     np.testing.assert_allclose(predicted.get_ydata()[:4], proba.cumsum(1).mean(0))
+
+
+def test_intervals_name_the_classes() -> None:
+    proba, y = draw()
+    ages = pd.cut(10 * y + 5, [0, 10, 20, 30, 40])
+    names = [str(interval) for interval in ages.categories]
+    matrix = plotting.plot_confusion_matrix(ages, np.asarray(ages)[::-1])
+    assert [text.get_text() for text in matrix.get_yticklabels()] == names
+    predicted = plotting.plot_cdfs(proba, ages).get_lines()[0]
+    np.testing.assert_allclose(predicted.get_ydata()[:4], proba.cumsum(1).mean(0))
+    legend = plotting.plot_reliability(ages, proba).get_legend()
+    assert [text.get_text().split(":")[0] for text in legend.get_texts()] == [f"≤ {name}" for name in names[:3]]
