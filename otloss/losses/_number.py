@@ -68,7 +68,7 @@ def number_token_loss(
             "none" gives weight * loss in the shape of the labels, 0 where there is no number.
 
     Returns:
-        A scalar, or (...), in the promoted dtype of logits, values and weights; computed in that, and in float32 if it has 16 bits.
+        A scalar, or (...), in the promoted dtype of logits, values and weights; 16 bits are computed in float32.
         Differentiable in logits and weights, twice. A batch without numbers gives 0 with a graph and zero gradients.
 
     Raises:
