@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from otloss import nn, number_token_loss
 from otloss.costs import Cost, DenseCost
-from otloss_llm import EMO, EmbeddingCost, MixedCost, NumberCost
+from otloss_llm import EMO, EmbeddingCost, MixedCost, NumberCost, NumberToken, token_loss
 from tests.otloss_llm.oracles import OBJECTIVES, problem
 from tests.otloss_llm.scoring import assert_all_close, fused, gradients
 
@@ -162,6 +163,25 @@ def test_one_rare_token_does_not_price_text() -> None:
     mixed = MixedCost(cost, EmbeddingCost(torch.randn(len(words), 3)))
     assert mixed.scale == pytest.approx(1.01 / cost.text)
     assert float(mixed.rows(torch.tensor([6]))[0, 200]) > 0.5  # 199 for 5
+
+
+def test_the_loss_from_logits_wants_the_text_of_the_cost() -> None:
+    """Values and scaling of a tokenizer are not enough: one rare token sets the price of text by itself."""
+    words = ["a", "b", *map(str, range(200)), "66666666"]
+    numbers = NumberCost.from_tokenizer(tokenizer(words))
+    logits = torch.randn(9, len(words), generator=torch.Generator().manual_seed(0))
+    logits[:, :2] += 5.0  # about half of the mass
+    labels = torch.tensor([7, 2, 0, -100, 202, 201, 101, 1, 52])
+    expected = token_loss(logits, labels, objective=NumberToken(), cost=numbers).cost
+    assert expected is not None
+    given: dict[str, Any] = {"scaling": numbers.settings["scaling"], "reduction": "none"}
+    found = number_token_loss(logits, labels, numbers.values, text=numbers.text, **given)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    module = nn.NumberTokenLoss(numbers.values, text=numbers.text, **given)
+    torch.testing.assert_close(module(logits, labels), expected, rtol=1e-5, atol=1e-5)
+    alone, number = number_token_loss(logits, labels, numbers.values, **given), expected > 0
+    assert int(number.sum()) == 6
+    assert (alone[number] > 1.3 * expected[number]).all()
 
 
 def test_values_are_scaled_before_they_are_rounded() -> None:
