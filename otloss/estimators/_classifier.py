@@ -49,8 +49,9 @@ class OrdinalClassifier(OrdinalBase):
     the lowest class reads as labels one rank too low, with a warning: prefer labels 0 to K - 1.
 
     Args:
-        categories: all labels in rank order, lowest first, of any type that sorts; a training set may lack some. By
-            default the order of an ordered pandas Categorical, else the sorted labels of y: for words, the alphabet.
+        categories: all labels in rank order, lowest first, of any type that sorts, or an ordered CategoricalDtype; a
+            training set may lack some. By default the order of an ordered pandas Categorical, else the sorted labels of
+            y: for words, the alphabet.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
             the loss, `decode="mean"` and `expected_value` are made of. A Series, as a cost in a DataFrame, goes by its
             index. Training divides values by their mean gap, a cost by its largest entry over K - 1.
@@ -67,7 +68,8 @@ class OrdinalClassifier(OrdinalBase):
         decode: how `predict` chooses: "argmax" (most probable; what scikit-learn expects of a classifier), "median"
             (least expected absolute error in ranks), "mean" (class value nearest to the expected one), or "cost"
             (least expected cost; needs a cost).
-        calibration: None, "temperature" or "ordinal" (`otloss._calibration`), fitted to rows held out of training.
+        calibration: None, "temperature" (`otloss.estimators.Temperature`) or "ordinal" (`OrdinalRecalibration`, beside
+            it), fitted to rows held out of training.
         calibration_fraction: share of rows held out for it, class by class.
         standardize: give features deviation 1 (by weight) first, as penalty and step size suppose; they are centred
             always.

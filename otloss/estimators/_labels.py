@@ -146,6 +146,13 @@ def in_rank_order(name: str, table: Any, names: Array) -> Any:
 
 
 def _as_labels(name: str, labels: Any) -> Array:
+    if not np.iterable(labels) and hasattr(labels, "categories"):
+        if not getattr(labels, "ordered", False):
+            raise ValueError(
+                f"{name} is {labels!r}, which has no order, expected a CategoricalDtype with ordered=True or a "
+                "sequence of labels, lowest rank first."
+            )
+        labels = labels.categories
     if isinstance(labels, str | bytes | Set | Mapping) or not np.iterable(labels):
         raise ValueError(f"{name} is {labels!r}, expected a sequence of labels, lowest rank first, such as a list.")
     labels = list(labels)

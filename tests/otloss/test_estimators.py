@@ -20,6 +20,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
+import otloss.estimators
 from otloss.estimators import EncodedLabelsWarning, OrdinalBoostingClassifier, OrdinalClassifier
 from otloss.metrics import scorer
 
@@ -292,3 +293,10 @@ def test_importing_the_estimators_imports_no_boosting_library_and_no_compiler() 
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("kind", [OrdinalClassifier, OrdinalBoostingClassifier])
+def test_docstrings_name_the_maps_by_their_public_path(kind: Any) -> None:
+    assert "otloss._" not in kind.__doc__
+    assert "`otloss.estimators.Temperature`" in kind.__doc__
+    assert {"Temperature", "OrdinalRecalibration"} <= set(otloss.estimators.__all__)

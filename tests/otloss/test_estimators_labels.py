@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from sklearn.base import clone
 from sklearn.ensemble import VotingClassifier
 
 from otloss.estimators import EncodedLabelsWarning, OrdinalBoostingClassifier, OrdinalClassifier
@@ -92,3 +93,25 @@ def test_tables_whose_index_lacks_a_category_are_refused() -> None:
             OrdinalClassifier(categories=NAMES, values=pandas.Series([0.0, 1, 2], index=index)).fit(X, y)
     with pytest.raises(ValueError, match="the columns of cost is "):
         OrdinalClassifier(categories=NAMES, cost=pandas.DataFrame(COST, index=NAMES, columns=list("abc"))).fit(X, y)
+
+
+@BOTH
+def test_an_ordered_dtype_is_a_rank_order(index: int) -> None:
+    pandas = pytest.importorskip("pandas")
+    y = np.array(NAMES)[RANK]
+    wanted = [*NAMES, "very high"]
+    model = both(categories=pandas.CategoricalDtype(wanted, ordered=True))[index].fit(X, y)
+    assert model.categories_.tolist() == wanted
+    np.testing.assert_array_equal(model.predict_proba(X), both(categories=wanted)[index].fit(X, y).predict_proba(X))
+    clone(model).fit(X, pandas.Categorical(y))
+    with pytest.raises(ValueError, match="categories is CategoricalDtype.* has no order, expected .*ordered=True"):
+        both(categories=pandas.CategoricalDtype(wanted))[index].fit(X, y)
+    with pytest.raises(ValueError, match="categories is None, expected a sequence of labels"):
+        both(categories=pandas.CategoricalDtype(ordered=True))[index].fit(X, y)
+
+
+def test_an_ordered_dtype_names_the_classes_of_a_stream() -> None:
+    pandas = pytest.importorskip("pandas")
+    dtype = pandas.CategoricalDtype(NAMES, ordered=True)
+    model = OrdinalClassifier(categories=dtype).partial_fit(X[:1], ["low"])
+    assert model.classes_.tolist() == sorted(NAMES)
