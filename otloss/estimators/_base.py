@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from scipy.sparse import issparse
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
@@ -43,6 +44,11 @@ def check_magnitude(X: np.ndarray, largest: float, *, mend: str) -> None:
         )
 
 
+def as_dense(X: Any) -> np.ndarray:
+    """X (n, d) as an array: what a sparse matrix does not hold is 0, where XGBoost would take it for missing."""
+    return X.toarray() if issparse(X) else X
+
+
 class OrdinalBase(ClassifierMixin, BaseEstimator):
     """Frame of a classifier of ordered labels; a subclass checks its own settings, trains, and returns logits."""
 
@@ -51,6 +57,11 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     _order: LabelOrder
     _criterion: Criterion
     _calibration: Any
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        tags.input_tags.sparse = True
+        return tags
 
     def predict(self, X: Any) -> np.ndarray:
         """Return the label of each row, (n,), by the rule `decode`."""
@@ -77,7 +88,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def _distribution(self, X: Any) -> np.ndarray:
         """Calibrated probabilities (n, m) over positions."""
         check_is_fitted(self)
-        checked = validate_data(self, X, reset=False, **self._accepts())
+        checked = as_dense(validate_data(self, X, reset=False, **self._accepts()))
         return apply_calibration(self._calibration, self._raw_distribution(checked))
 
     def _raw_distribution(self, X: np.ndarray) -> np.ndarray:
@@ -115,9 +126,9 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
             sample_weight=weights[held],
         )
 
-    def _weighted_rows(self, X: np.ndarray, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
+    def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
         """Features, positions and weights of the rows that have weight: without it, a row is one left out."""
-        positions = self._order.positions(y)
+        X, positions = as_dense(X), self._order.positions(y)
         weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
         kept = weights > 0
         if not kept.all():
@@ -154,7 +165,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         return rows >= ENOUGH_TO_HOLD_OUT if self.early_stopping == "auto" else bool(self.early_stopping)
 
     def _accepts(self) -> dict[str, Any]:
-        return {"dtype": np.float64}
+        return {"dtype": np.float64, "accept_sparse": "csr"}
 
     def _train(
         self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState

@@ -151,6 +151,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OrdinalBoostingClassifier:
         """Fit to features X (n, d), NaN where missing, labels y (n,), and weights (n,) if given; return self.
 
+        A sparse X is made dense; what it does not hold is 0, not missing.
+
         Raises:
             ImportError: if the library of `booster` is not installed.
             ValueError: if a label, a weight, a feature or a setting is wrong; the message says which.
@@ -165,7 +167,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         return tags
 
     def _accepts(self) -> dict[str, Any]:
-        return {"dtype": np.float64, "ensure_all_finite": "allow-nan"}
+        return {**super()._accepts(), "ensure_all_finite": "allow-nan"}
 
     def _check_settings(self) -> None:
         super()._check_settings()

@@ -167,7 +167,7 @@ class OrdinalClassifier(OrdinalBase):
         self.verbose = verbose
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OrdinalClassifier:
-        """Fit to features X (n, d), labels y (n,), and weights (n,) if given; return self.
+        """Fit to features X (n, d), made dense if sparse, labels y (n,), and weights (n,) if given; return self.
 
         Raises:
             ValueError: if a label, a weight, a feature or a setting is wrong; the message says which.

@@ -80,7 +80,8 @@ def cannot_pass(estimator: Any) -> dict[str, str]:
     reasons = {}
     if estimator.calibration or estimator.early_stopping is True or getattr(estimator, "batch_size", 200) < 200:
         drawn = "rows are drawn at random, and a row given twice is drawn twice"
-        reasons["check_sample_weight_equivalence_on_dense_data"] = drawn
+        for data in ("dense", "sparse"):
+            reasons[f"check_sample_weight_equivalence_on_{data}_data"] = drawn
     if estimator.decode != "argmax":
         reasons["check_classifiers_train"] = "predict is not the most probable class"
     return reasons

@@ -7,7 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from scipy.sparse import csr_array
+from scipy.sparse import coo_matrix, csc_array, csr_array, issparse
+from sklearn.compose import ColumnTransformer
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder
 
 from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
 from tests.otloss.test_estimators import BOTH, NAMES, boosted, both, ordered_rows
@@ -153,13 +156,39 @@ def test_bad_settings_of_boosting_are_named(settings: dict[str, Any], error: typ
 
 
 @BOTH
-def test_sparse_and_missing_features_are_refused_where_they_have_no_meaning(index: int) -> None:
-    with pytest.raises(TypeError, match="Sparse data was passed"):
-        both()[index].fit(csr_array(GOOD_X), GOOD_Y)
+@pytest.mark.parametrize("container", [csr_array, csc_array, coo_matrix])
+def test_sparse_features_are_dense_ones(index: int, container: Any) -> None:
+    X = np.where(np.abs(GOOD_X) > 0.5, GOOD_X, 0.0)
+    model, dense = both()[index].fit(container(X), GOOD_Y), both()[index].fit(X, GOOD_Y)
+    np.testing.assert_array_equal(model.predict_proba(X), dense.predict_proba(X))
+    np.testing.assert_array_equal(model.predict(container(X)), dense.predict(X))
+    assert model.__sklearn_tags__().input_tags.sparse
+
+
+@BOTH
+def test_columns_made_one_hot_and_sparse_are_features(index: int) -> None:
+    pandas = pytest.importorskip("pandas")
+    frame = pandas.DataFrame({"colour": np.arange(30).astype(str), "size": GOOD_X[:, 0]})
+    hot = [("hot", OneHotEncoder(), ["colour"])]
+    made = [ColumnTransformer(hot, remainder="passthrough", sparse_threshold=share) for share in (1, 0)]
+    fitted = [make_pipeline(maker, both()[index]).fit(frame, GOOD_Y) for maker in made]
+    assert issparse(made[0].transform(frame))
+    np.testing.assert_array_equal(*(model.predict_proba(frame) for model in fitted))
+
+
+def test_a_stream_of_sparse_features_is_one_of_dense_ones() -> None:
+    models = [OrdinalClassifier(random_state=0).partial_fit(X, GOOD_Y) for X in (csr_array(GOOD_X), GOOD_X)]
+    np.testing.assert_array_equal(*(model.predict_proba(GOOD_X) for model in models))
+
+
+def test_missing_features_are_refused_where_they_have_no_meaning() -> None:
     X = GOOD_X.copy()
     X[3, 1] = np.nan
-    with pytest.raises(ValueError, match="Input X contains NaN"):
-        OrdinalClassifier().fit(X, GOOD_Y)
+    for features in (X, csr_array(X)):
+        with pytest.raises(ValueError, match="Input X contains NaN"):
+            OrdinalClassifier().fit(features, GOOD_Y)
+    kept = OrdinalBoostingClassifier(n_estimators=3, random_state=0)
+    np.testing.assert_array_equal(*(kept.fit(f, GOOD_Y).predict_proba(X) for f in (X, csr_array(X))))
 
 
 def test_missing_values_of_pandas_are_no_label() -> None:

@@ -104,7 +104,7 @@ def test_an_ordered_dtype_is_a_rank_order(index: int) -> None:
     assert model.categories_.tolist() == wanted
     np.testing.assert_array_equal(model.predict_proba(X), both(categories=wanted)[index].fit(X, y).predict_proba(X))
     clone(model).fit(X, pandas.Categorical(y))
-    with pytest.raises(ValueError, match="categories is CategoricalDtype.* has no order, expected .*ordered=True"):
+    with pytest.raises(ValueError, match=r"categories is CategoricalDtype.* has no order, expected .*ordered=True"):
         both(categories=pandas.CategoricalDtype(wanted))[index].fit(X, y)
     with pytest.raises(ValueError, match="categories is None, expected a sequence of labels"):
         both(categories=pandas.CategoricalDtype(ordered=True))[index].fit(X, y)
