@@ -36,6 +36,9 @@ _BLOCK_ENTRIES = 2**18
 
 _COLUMNS = (BARE, BLANK, MINUS, POINT)
 
+# One in so many tokens of digits, the longest, does not decide what far is: GPT-2 has one of 16 zeros.
+_RARE = 50
+
 
 class NumberSpanCost(Cost):
     """The distance between a whole number and what it becomes with another token at one of its positions.
@@ -47,12 +50,16 @@ class NumberSpanCost(Cost):
     than 200 digits. Digits beyond the 16 that float64 holds cost nothing.
 
         the label is                these tokens                                       all others
-        digits                      digits: dist; at the beginning also behind a       1.01 times the largest
-                                    blank, and a minus: dist to -y                     of the row
+        digits                      digits: dist; at the beginning also behind a       1.01 times the largest of
+                                    blank, and a minus: dist to -y                     the row for usual lengths
         the sign                    a minus: 0                                         dist to -y (none of 0)
         the point                   '.': 0, digits that close the gap: dist            as for digits
         text right behind a number  digits that lengthen it: dist                      0
         anything else                                                                  0
+
+    Usual lengths are those up to the count of digits that 98 % of the tokens of digits do not exceed (4 in GPT-2; all
+    lengths where there are fewer than 50). Longer tokens cost dist too, but at most 1.01 times the largest for usual
+    lengths: rare ones, such as the 16 zeros of GPT-2, shall not decide what text costs at every number.
 
     Digits without a blank that would join another number before them are among the others: in place of ' 5' in '12 5'.
 
@@ -102,6 +109,9 @@ class NumberSpanCost(Cost):
         part = self.alphabet.part
         self.columns = torch.cat([(part == kind).nonzero().squeeze(-1) for kind in _COLUMNS])
         self.counts = tuple(int((part == kind).sum()) for kind in _COLUMNS)
+        size = self.alphabet.sizes[self.alphabet.string[self.columns[: sum(self.counts[:2])]]]
+        self.usual = int(size.sort().values[-1 - len(size) // _RARE])
+        self.longer = (size > self.usual).nonzero().squeeze(-1)  # which of the few columns
         self.made_in = torch.zeros(0, dtype=dtype)
 
     @classmethod
@@ -134,7 +144,10 @@ class NumberSpanCost(Cost):
         if missing:
             marks = f"no {' or '.join(missing)} joins digits here: {' and '.join(missing.values())} are not read"
         bare, blank, *_ = self.counts
-        return f"whole numbers: {bare} tokens of digits join others, {blank} behind a blank begin one; {marks}"
+        line = f"whole numbers: {bare} tokens of digits join others, {blank} behind a blank begin one; {marks}"
+        if not len(self.longer):
+            return line
+        return f"{line}; {len(self.longer)} of more than {self.usual} digits do not decide what text costs"
 
     @property
     def _signs(self) -> bool:
@@ -209,7 +222,9 @@ class NumberSpanCost(Cost):
         few[:, part == POINT] = 0.0
         among = torch.cat([sums.among[:, [i]].expand(-1, n) for i, n in enumerate(self.counts)], dim=1)
         few.masked_fill_(~among, 0.0)
-        rest = torch.where(sums.sign, opposite, (TEXT_OVER_WORST * few.amax(1)).masked_fill(sums.behind, 0.0))
+        worst = TEXT_OVER_WORST * few.index_fill(1, self.longer, 0.0).amax(1)
+        few = torch.minimum(few, worst.unsqueeze(1), out=few)
+        rest = torch.where(sums.sign, opposite, worst.masked_fill(sums.behind, 0.0))
         return torch.where(among, few, rest.unsqueeze(1)), rest
 
     def _distance(self, a: Float[Tensor, "*shape"], b: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 import math
 import pickle
@@ -101,11 +102,20 @@ def row_in(number: list[str], at: int, texts: list[str | None], *, glued: bool, 
             elif number[at] == "." or text != ".":
                 became = value_of("".join([*number[:at], text, *number[at + 1 :]]))
         costs.append(None if became is None else distance(y, became, scale=scale, unit=unit))
-    if signed and at == 0:
-        rest = distance(y, -y, scale=scale, unit=unit)
-    else:
-        rest = 1.01 * max(c for c in costs if c is not None)
-    return [rest if c is None else c for c in costs]
+    rest = distance(y, -y, scale=scale, unit=unit) if signed and at == 0 else most_of(costs, texts)
+    return [rest if c is None else min(c, rest) for c in costs]
+
+
+def most_of(costs: Sequence[float | None], texts: list[str | None]) -> float:
+    """1.01 times the largest cost, the longest fiftieth of the tokens of digits left out."""
+    usual = usual_length(tuple(texts))
+    return 1.01 * max(c for c, t in zip(costs, texts, strict=True) if c is not None and len((t or "").strip()) <= usual)
+
+
+@functools.lru_cache
+def usual_length(texts: tuple[str | None, ...]) -> int:
+    lengths = sorted(len(t.strip()) for t in texts if t and re.fullmatch(" ?[0-9]{1,64}", t))
+    return lengths[len(lengths) - len(lengths) // 50 - 1]
 
 
 def slow_rows(
@@ -129,12 +139,14 @@ def slow_rows(
             if b < len(pieces) and b not in [at for span in spans for at in range(*span)]:
                 y = value_of("".join(number))
                 assert y is not None
-                rows[stretch[b]] = [
+                costs = [
                     distance(y, value_of("".join(number) + t) or Fraction(0), scale=scale, unit=unit)
                     if t and re.fullmatch("[0-9]+", t)
                     else 0.0
                     for t in texts
                 ]
+                most = most_of(costs, texts)
+                rows[stretch[b]] = [min(cost, most) for cost in costs]
         stretch = []
     return [rows[i] for i in sorted(rows)]
 
@@ -219,6 +231,40 @@ def test_text_costs_what_it_does_beside_single_numbers(monkeypatch: pytest.Monke
     rows = dense_of("x45", [*TEN, "x"])
     monkeypatch.setattr(_cost, "TEXT_OVER_WORST", 2 * _number_line.TEXT_OVER_WORST)
     torch.testing.assert_close(dense_of("x45", [*TEN, "x"])[:, 12], 2 * rows[:, 12])
+
+
+HUNDRED = [f"{i:02}" for i in range(100)]
+
+
+@pytest.mark.parametrize("scale", ["log", "relative"])
+def test_rare_long_tokens_do_not_decide_what_text_costs(scale: str) -> None:
+    """Two of 112 tokens, 16 zeros and 12345678, do not count; a third is no longer rare."""
+    plain = [*TEN[:-1], "x", *HUNDRED]
+    long: list[str | None] = ["0" * 16, "12345678"]
+    without, rows = (dense_of("x5x12.5x", texts, scale=scale) for texts in (plain, plain + long))
+    assert torch.equal(rows[:, : len(plain)], without)
+    most = without[:, 12].clone()  # text
+    most[[2, 7]] = 1.01 * without[[2, 7]].amax(1)  # the label is text, right behind a number
+    assert (rows[:, -2:] <= most[:, None]).all()
+    assert (rows[1:, -1] > 0).all()
+    two, three = (dense_of("x12", [*plain, *more], scale=scale)[2, 12] for more in (long, [*long, "0" * 9]))
+    assert three > 1.01 * two
+    labels = random_labels([*plain, *long], (20, 12), seed=5)
+    assert compare(labels, labels > -1, [*plain, *long], scale=scale, unit=1.0) > 100
+
+
+def test_a_rare_token_keeps_a_distance_below_the_price_of_text() -> None:
+    texts = [*TEN, *HUNDRED, "12345678"]
+    labels = torch.tensor([12, 0, 11, texts.index("12")])  # kg0.12
+    row = dense(span_cost(texts).few_columns(labels, labels > -1), len(texts))[3]
+    assert row[-1].item() == pytest.approx(math.log(1.12345678 / 1.12))
+    assert row[12].item() == pytest.approx(1.01 * math.log(1.99 / 1.12))
+
+
+def test_coverage_says_which_lengths_are_rare() -> None:
+    printed = io.StringIO()
+    span_cost([*TEN, *HUNDRED, "0000", "12345"]).coverage(file=printed)
+    assert printed.getvalue().endswith("do too; 2 of more than 2 digits do not decide what text costs\n")
 
 
 @pytest.mark.parametrize("scale", ["log", "relative"])
