@@ -63,6 +63,10 @@ class NumberSpanCost(Cost):
 
     Digits without a blank that would join another number before them are among the others: in place of ' 5' in '12 5'.
 
+    What stands before a row is not known: labels lose their first to the shift, and a packed block begins anywhere. So
+    the number that a row begins with costs nothing (nll stays), unless there is a blank before it; put an ignored label
+    first where it is whole. The number that a row ends in counts as far as the row goes.
+
     Sequences run along the last axis of the labels. In a flattened batch, a row that ends in '1' and one that begins
     with '234' are one number, 1234: keep (batch, length), or put an ignored label between sequences.
 
@@ -83,7 +87,8 @@ class NumberSpanCost(Cost):
         >>> values = torch.tensor([*range(10), *[float("nan")] * 3], dtype=torch.float64)
         >>> tokens = NumberTokens(values=values, texts=(*"0123456789", "-", ".", " kg"), name="digits")
         >>> cost = NumberSpanCost(tokens, scale="relative")
-        >>> found = cost.few_columns(torch.tensor([4, 0, 12]), torch.ones(3, dtype=torch.bool))  # 40 kg
+        >>> labels = torch.tensor([-100, 4, 0, 12])  # 40 kg
+        >>> found = cost.few_columns(labels, labels != -100)
         >>> found.rows[found.which][:2, :5].round(decimals=2)  # to 00 10 20 30 40, and to 40 41 42 43 44
         tensor([[1.0000, 0.7500, 0.5000, 0.2500, 0.0000],
                 [0.0000, 0.0200, 0.0500, 0.0700, 0.0900]])

@@ -116,7 +116,10 @@ class Reading:
 
 
 def read(alphabet: Alphabet, labels: Int[Tensor, "batch length"], valid: Bool[Tensor, "batch length"]) -> Reading:
-    """Find the numbers of each sequence; labels are ids of the vocabulary, also where they are not valid."""
+    """Find the numbers of each sequence but one that its first label may be in the middle of (`_may_be_cut`).
+
+    Labels are ids of the vocabulary, also where they are not valid.
+    """
     part = alphabet.part[labels].masked_fill(~valid, IGNORED)
     bare, dot = part == BARE, part == POINT
     digits = bare | (part == BLANK)
@@ -128,10 +131,12 @@ def read(alphabet: Alphabet, labels: Int[Tensor, "batch length"], valid: Bool[Te
     point = between & (nth % 2 == 1)
     start = digits & ~(bare & one_before(digits | point))
     size = alphabet.sizes[alphabet.string[labels]] * digits
+    minus, spaced = part == MINUS, alphabet.spaced[labels]
     short = (digits | point) & ~_too_long(start, size)
+    short &= ~_may_be_cut(start, bare, dot | (minus & ~spaced))
     start = start & short
-    sign = (part == MINUS) & _one_behind(start & bare)
-    sign &= alphabet.spaced[labels] | ~one_before(valid & ~alphabet.opens[labels])
+    sign = minus & _one_behind(start & bare)
+    sign &= spaced | ~one_before(valid & ~alphabet.opens[labels])
     return Reading(
         inside=short,
         start=start,
@@ -147,6 +152,18 @@ def _too_long(start: Bool[Tensor, "batch length"], size: Int[Tensor, "batch leng
     number = start.reshape(-1).cumsum(0)  # 0 is what comes before the first
     total = number.new_zeros(len(number) + 1).index_add_(0, number, size.reshape(-1))
     return (total[number] > MOST_DIGITS).reshape(start.shape)
+
+
+def _may_be_cut(
+    start: Bool[Tensor, "batch length"], bare: Bool[Tensor, "batch length"], mark: Bool[Tensor, "batch length"]
+) -> Bool[Tensor, "batch length"]:
+    """Up to the second number of a row, True if its first label is a digit, or a mark before one, without a blank.
+
+    What stands before a row is not known: labels lose their first to the shift, and packed blocks begin anywhere.
+    """
+    joins = start & bare
+    cut = (joins | (mark & _one_behind(joins)))[:, :1]
+    return cut & (start.cumsum(-1) == 1)
 
 
 def one_before(mask: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch length"]:

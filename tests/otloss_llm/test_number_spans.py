@@ -130,8 +130,12 @@ def slow_rows(
             continue
         pieces = [plain(texts[labels[k]]) for k in stretch]
         spans = spans_of(pieces)
+        at_start = bool(stretch) and stretch[0] == 0
         for a, b in spans:
             number = pieces[a:b]
+            begins = a == 0 or (a == 1 and pieces[0] == ".")
+            if at_start and begins and number[0][0] != " ":
+                continue  # may be the rest of a longer one
             before = "".join(pieces[:a])
             glued = number[0][0] == " " and re.search(r"[0-9]\.?$", before) is not None
             for at in range(b - a):
@@ -198,15 +202,17 @@ def test_random_sequences_against_strings(texts: list[str | None], unit: float, 
 def test_hand_made_texts_against_strings(text: str, scale: str) -> None:
     labels = torch.tensor([[MULTI.index(character) for character in text.replace(",", "=")]])
     compare(labels, torch.ones_like(labels, dtype=torch.bool), MULTI, scale=scale, unit=1.0)
+    begun = torch.nn.functional.pad(labels, (1, 0), value=-100)
+    compare(begun.clamp(min=0), begun != -100, MULTI, scale=scale, unit=1.0)
 
 
 # ---- what rows must be like ------------------------------------------------------------------------------------------
 
 
 def dense_of(text: str, texts: Sequence[str | None], **given: Any) -> Tensor:
-    """(characters, V), of a text whose characters are tokens."""
-    labels = torch.tensor([texts.index(character) for character in text])
-    found = span_cost(texts, **given).few_columns(labels, torch.ones_like(labels, dtype=torch.bool))
+    """(characters, V), of a whole text whose characters are tokens."""
+    labels = torch.tensor([-100, *(texts.index(character) for character in text)])
+    found = span_cost(texts, **given).few_columns(labels, labels != -100)
     return dense(found, len(texts))
 
 
@@ -321,7 +327,7 @@ def test_tokens_that_were_declared_no_numbers_are_text() -> None:
     values = tokens.values.clone()
     values[7] = math.nan
     cost = NumberSpanCost(NumberTokens(values=values, texts=tokens.texts, name="no sevens"))
-    labels = torch.tensor([1, 7, 3])
+    labels = torch.tensor([-100, 1, 7, 3])
     found = cost.few_columns(labels, labels > -1)
     assert 7 not in found.columns
     rows = dense(found, len(TEN))
@@ -346,7 +352,7 @@ def test_rounded_values_are_those_of_their_texts(dtype: torch.dtype) -> None:
     texts = (*TEN, "16777217")
     exact = number_tokens(texts)
     cost = NumberSpanCost(NumberTokens(values=exact.values.to(dtype), texts=texts, name="rounded"))
-    labels = torch.tensor([13, 2])
+    labels = torch.tensor([-100, 13, 2])
     few = (NumberSpanCost(exact).few_columns(labels, labels > -1), cost.few_columns(labels, labels > -1))
     assert torch.equal(few[0].rows, few[1].rows)
 
@@ -378,16 +384,47 @@ def test_coverage_says_what_joins(texts: list[str | None], line: str, capsys: py
 
 def test_flattened_sequences_join_and_an_ignored_label_parts_them() -> None:
     """The rows 'kg 1' and '234', as one sequence '1234'."""
-    apart, flat = torch.tensor([[12, 12, 1], [2, 3, 4]]), torch.tensor([12, 12, 1, 2, 3, 4])
-    parted = torch.tensor([12, 12, 1, 0, 2, 3, 4])
+    apart, flat = torch.tensor([[12, 12, 1, 12], [-100, 2, 3, 4]]), torch.tensor([12, 12, 1, 2, 3, 4])
+    parted = torch.tensor([12, 12, 1, -100, 2, 3, 4])
     cost = span_cost(TEN)
-    rows = [
-        dense(cost.few_columns(labels, valid), len(TEN))
-        for labels, valid in ((apart, apart > -1), (flat, flat > -1), (parted, torch.arange(7) != 3))
-    ]
-    assert torch.equal(rows[0], rows[2])
+    rows = [dense(cost.few_columns(labels, labels != -100), len(TEN)) for labels in (apart, flat, parted)]
+    assert torch.equal(rows[0][[0, 1, 2, 4, 5, 6]], rows[2])
     torch.testing.assert_close(rows[0][2, 2], torch.tensor(math.log(3 / 2)).double())  # 2 for 1
     torch.testing.assert_close(rows[1][2, 2], torch.tensor(math.log(2235 / 1235)).double())  # 2234 for 1234
+
+
+@pytest.mark.parametrize(
+    ("row", "unjudged"),
+    [
+        (["7", "+", "2", "5"], 2),  # of '17+25', whose first label the shift drops; '+' is right behind the rest
+        (["7", ".", "2", "5", "+", "1"], 5),
+        ([".", "5", "+", "1"], 3),
+        (["-", "5", "+", "1"], 3),
+        (["-"], 1),
+        (["."], 1),
+        (["+", "5"], 0),
+        ([" 7", "5", "+"], 0),  # a blank begins a number
+        (["-", " 7", "5"], 0),
+        ([" -", "5", "+"], 0),
+    ],
+)
+def test_what_may_be_the_rest_of_a_number_is_not_judged(row: list[str], unjudged: int) -> None:
+    texts = [*TEN, " -", " 7", "+"]
+    cost = span_cost(texts)
+    labels = torch.tensor([texts.index(text) for text in row])
+    whole = torch.cat([torch.tensor([-100]), labels])
+    expected = dense(cost.few_columns(whole, whole != -100), len(texts))
+    assert bool(expected[:unjudged].any()) == (unjudged > 1)
+    expected[:unjudged] = 0.0
+    got = dense(cost.few_columns(labels, labels > -1), len(texts))
+    assert torch.equal(got, expected)
+    assert bool(got.any()) == (unjudged < len(row))
+
+
+def test_each_row_of_a_batch_begins_by_itself() -> None:
+    labels = torch.tensor([[1, 2, 12], [12, 1, 2], [-100, 1, 2]])
+    rows = dense(span_cost(TEN).few_columns(labels, labels > -1), len(TEN))
+    assert [bool(row.any()) for row in rows] == [False, False, False, False, True, True, True, True]
 
 
 # ---- shapes, devices, errors -----------------------------------------------------------------------------------------
@@ -418,7 +455,7 @@ def test_leading_axes_are_rows_and_blocks_do_not_show(monkeypatch: pytest.Monkey
 
 def test_dtypes_and_copies() -> None:
     texts: list[str | None] = [*TEN, "16777217"]  # not a float32
-    labels = torch.tensor([13, 2, 12])
+    labels = torch.tensor([-100, 13, 2, 12])
     cost = span_cost(texts)
     exact = cost.few_columns(labels, labels > -1).rows
     for copy in (cost.to(torch.float32).to(torch.float64), pickle.loads(pickle.dumps(cost))):
