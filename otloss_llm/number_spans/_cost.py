@@ -22,7 +22,7 @@ from otloss._checks import check_positive
 from otloss.costs import Cost
 from otloss.losses._number_line import TEXT_OVER_WORST
 from otloss_llm.few_columns import FewColumns
-from otloss_llm.number_spans._reading import BARE, BLANK, MINUS, POINT, Alphabet, read
+from otloss_llm.number_spans._reading import BARE, BLANK, MINUS, POINT, Alphabet, read, writes_decimals
 from otloss_llm.number_spans._sums import Sums, became_with, sums_of
 from otloss_llm.number_tokens import Coverage, NumberTokens
 
@@ -77,6 +77,8 @@ class NumberSpanCost(Cost):
             numbers of one sign and 2 between others.
         unit: below it, differences count as they are; 1e-30 to 1e30.
         dtype: of the rows, float32 or float64; they are computed in float64.
+        decimals: whether digits can stand right behind a point. WordPiece writes 1.5 as '1', '.', ' 5', so that they
+            cannot: then '.' is text. `from_tokenizer` looks.
 
     Raises:
         TypeError: `tokens` is no NumberTokens.
@@ -97,7 +99,13 @@ class NumberSpanCost(Cost):
     is_zero_on_text = True
 
     def __init__(
-        self, tokens: NumberTokens, *, scale: str = "log", unit: float = 1.0, dtype: torch.dtype = torch.float32
+        self,
+        tokens: NumberTokens,
+        *,
+        scale: str = "log",
+        unit: float = 1.0,
+        dtype: torch.dtype = torch.float32,
+        decimals: bool = True,
     ) -> None:
         if not isinstance(tokens, NumberTokens):
             raise TypeError(
@@ -110,7 +118,7 @@ class NumberSpanCost(Cost):
         if not 1 / _WIDEST_UNIT <= check_positive("unit", unit) <= _WIDEST_UNIT:
             raise ValueError(f"unit is {unit}, expected 1e-30 to 1e30: beyond, quotients of long numbers overflow.")
         self.scale, self.unit = scale, float(unit)
-        self.tokens, self.alphabet = tokens, Alphabet.of(tokens)
+        self.tokens, self.alphabet = tokens, Alphabet.of(tokens, decimals=decimals)
         part = self.alphabet.part
         self.columns = torch.cat([(part == kind).nonzero().squeeze(-1) for kind in _COLUMNS])
         self.counts = tuple(int((part == kind).sum()) for kind in _COLUMNS)
@@ -133,7 +141,8 @@ class NumberSpanCost(Cost):
 
         `vocab_size` and `values` as in `NumberTokens.of`; but `values` can only take numbers out, `{id: None}`.
         """
-        return cls(NumberTokens.of(tokenizer, vocab_size=vocab_size, values=values), scale=scale, unit=unit)
+        tokens = NumberTokens.of(tokenizer, vocab_size=vocab_size, values=values)
+        return cls(tokens, scale=scale, unit=unit, decimals=writes_decimals(tokenizer, tokens))
 
     def coverage(self, *, file: TextIO | None = None) -> Coverage:
         """Print (to `file`, by default stdout) which tokens are numbers and what joins them; and return the former."""

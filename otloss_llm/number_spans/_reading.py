@@ -5,10 +5,11 @@ A number is `[-]12[.5]`: digits, a sign directly before them, one point between 
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass, fields
-from typing import Self
+from typing import Any, Self
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -53,10 +54,12 @@ class Alphabet:
     powers: Float[Tensor, " powers"]
 
     @classmethod
-    def of(cls, tokens: NumberTokens) -> Self:
+    def of(cls, tokens: NumberTokens, *, decimals: bool) -> Self:
         """Raises ValueError if no token is digits that can join, or one has a value that its text has not."""
         _check_values(tokens)
         parts = [_part(*pair) for pair in zip(tokens.texts, tokens.values.tolist(), strict=True)]
+        if not decimals:
+            parts = [TEXT if part == POINT else part for part in parts]
         digits = [
             (text or "").strip() if part in (BARE, BLANK) else ""
             for text, part in zip(tokens.texts, parts, strict=True)
@@ -178,6 +181,14 @@ def _one_behind(mask: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch lengt
     moved = torch.zeros_like(mask)
     moved[:, :-1] = mask[:, 1:]
     return moved
+
+
+def writes_decimals(tokenizer: Any, tokens: NumberTokens) -> bool:
+    """Whether '1.5' has no blank behind its point; True for a tokenizer that only decodes."""
+    if not hasattr(tokenizer, "encode"):
+        return True
+    texts = [tokens.texts[i] or "" for i in tokenizer.encode("1.5", add_special_tokens=False)]
+    return not any(a == "." and b.startswith(" ") for a, b in itertools.pairwise(texts))
 
 
 def _check_values(tokens: NumberTokens) -> None:

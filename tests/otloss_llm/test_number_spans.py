@@ -382,6 +382,35 @@ def test_coverage_says_what_joins(texts: list[str | None], line: str, capsys: py
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize("kind", ["WordPiece", "characters"])
+def test_decimals_are_read_where_the_tokenizer_writes_them(kind: str) -> None:
+    """WordPiece puts a blank behind the point: '12', '.', ' 5'."""
+    pytest.importorskip("tokenizers")
+    pytest.importorskip("transformers")
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    from tests.otloss_llm.test_number_tokens import BUILT, wrap
+
+    tokenizer = BUILT["characters"]()
+    if kind == "WordPiece":
+        words = ["[UNK]", "a", "kg", ".", *DIGITS, *("##" + digit for digit in DIGITS)]
+        backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+        backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+        tokenizer = wrap(backend, unk_token="[UNK]")
+    cost = NumberSpanCost.from_tokenizer(tokenizer)
+    printed = io.StringIO()
+    cost.coverage(file=printed)
+    text = kind == "WordPiece"
+    assert (f"point={not text}" in repr(cost), "decimals are not read" in printed.getvalue()) == (True, text)
+    labels = torch.tensor([-100, *tokenizer.encode("12.5", add_special_tokens=False)])
+    found = dense(cost.few_columns(labels, labels != -100), cost.shape[0])
+    seven = cost.tokens.texts.index("7")
+    worth = (17, 12) if text else (17.5, 12.5)
+    assert found[1, seven].item() == pytest.approx(math.log((1 + worth[0]) / (1 + worth[1])))
+    point = cost.tokens.texts.index(".")
+    assert (point in cost.columns) == (not text)
+
+
 def test_flattened_sequences_join_and_an_ignored_label_parts_them() -> None:
     """The rows 'kg 1' and '234', as one sequence '1234'."""
     apart, flat = torch.tensor([[12, 12, 1, 12], [-100, 2, 3, 4]]), torch.tensor([12, 12, 1, 2, 3, 4])
