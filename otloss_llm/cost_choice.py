@@ -21,7 +21,7 @@ from torch import Tensor
 from otloss.costs import Cost
 from otloss.losses._number_line import FORMS, SCALINGS
 from otloss_llm.number_costs import AUTO, MixedCost, NumberCost
-from otloss_llm.number_spans import SCALES, NumberSpanCost
+from otloss_llm.number_spans import SCALES, NumberSpanCost, writes_decimals
 from otloss_llm.number_tokens import NumberTokens
 
 KINDS = ("embedding", "number", "mixed")
@@ -119,7 +119,8 @@ def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> Num
             "processing_class=tokenizer, or cost=NumberCost(values)."
         )
     if numbers.span is not None:
-        return NumberSpanCost(number_tokens(tokenizer, vocab_size), scale=numbers.span)
+        tokens = number_tokens(tokenizer, vocab_size)
+        return NumberSpanCost(tokens, scale=numbers.span, decimals=writes_decimals(tokenizer, tokens))
 
     def made() -> NumberCost:
         return NumberCost.from_tokenizer(tokenizer, vocab_size=vocab_size, form=numbers.form, scaling=numbers.scaling)

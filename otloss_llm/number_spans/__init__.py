@@ -2,5 +2,6 @@
 
 from otloss_llm.number_spans._cost import SCALES as SCALES
 from otloss_llm.number_spans._cost import NumberSpanCost as NumberSpanCost
+from otloss_llm.number_spans._reading import writes_decimals as writes_decimals
 
-__all__ = ["SCALES", "NumberSpanCost"]
+__all__ = ["SCALES", "NumberSpanCost", "writes_decimals"]

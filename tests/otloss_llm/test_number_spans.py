@@ -389,6 +389,7 @@ def test_decimals_are_read_where_the_tokenizer_writes_them(kind: str) -> None:
     pytest.importorskip("transformers")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
+    from otloss_llm.cost_choice import NumberSettings, number_cost
     from tests.otloss_llm.test_number_tokens import BUILT, wrap
 
     tokenizer = BUILT["characters"]()
@@ -398,6 +399,8 @@ def test_decimals_are_read_where_the_tokenizer_writes_them(kind: str) -> None:
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
         tokenizer = wrap(backend, unk_token="[UNK]")
     cost = NumberSpanCost.from_tokenizer(tokenizer)
+    in_training = number_cost(tokenizer, cost.shape[0], NumberSettings(span="log"))
+    assert torch.equal(in_training.columns, cost.columns)
     printed = io.StringIO()
     cost.coverage(file=printed)
     text = kind == "WordPiece"
