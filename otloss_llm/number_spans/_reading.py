@@ -185,10 +185,20 @@ def _one_behind(mask: Bool[Tensor, "batch length"]) -> Bool[Tensor, "batch lengt
 
 def writes_decimals(tokenizer: Any, tokens: NumberTokens) -> bool:
     """Whether '1.5' has no blank behind its point; True for a tokenizer that only decodes."""
-    if not hasattr(tokenizer, "encode"):
-        return True
-    texts = [tokens.texts[i] or "" for i in tokenizer.encode("1.5", add_special_tokens=False)]
+    texts = [tokens.texts[i] or "" for i in _encoded("1.5", tokenizer)]
     return not any(a == "." and b.startswith(" ") for a, b in itertools.pairwise(texts))
+
+
+def _encoded(text: str, tokenizer: Any) -> list[int]:
+    """Ids of a text, none from a tokenizer that only decodes; it stays as it is.
+
+    A fast tokenizer of transformers would drop the truncation and padding that its backend is set to.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        made = backend.encode(text, add_special_tokens=False)
+        return [i for i, is_text in zip(made.ids, made.attention_mask, strict=True) if is_text]
+    return tokenizer.encode(text, add_special_tokens=False) if hasattr(tokenizer, "encode") else []
 
 
 def _check_values(tokens: NumberTokens) -> None:

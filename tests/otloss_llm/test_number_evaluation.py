@@ -388,10 +388,10 @@ def test_number_tokens_that_cannot_be() -> None:
     for values, kind, message in (
         (VALUES[:-1], ValueError, rf"values are {VOCAB - 1}, the model's head has {VOCAB} rows"),
         (VALUES.expand(2, -1), ValueError, rf"shape \(2, {VOCAB}\)"),
-        (torch.full((VOCAB,), math.nan), ValueError, "none of the [0-9]+ values is a number"),
+        (torch.full((VOCAB,), math.nan), ValueError, f"none of the {VOCAB} values is a number"),
         (infinite, ValueError, "hold inf at token 4"),
         (torch.arange(VOCAB), TypeError, "values has dtype torch.int64, expected a floating"),
-        (VALUES.tolist(), TypeError, "values is "),
+        (VALUES.tolist(), TypeError, "values is a list, expected a torch.Tensor"),
     ):
         with pytest.raises(kind, match=message):
             score(values)

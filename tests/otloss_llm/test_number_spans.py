@@ -398,7 +398,11 @@ def test_decimals_are_read_where_the_tokenizer_writes_them(kind: str) -> None:
         backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
         backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
         tokenizer = wrap(backend, unk_token="[UNK]")
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=6)
+    before = tokenizer.backend_tokenizer.to_str()
     cost = NumberSpanCost.from_tokenizer(tokenizer)
+    assert tokenizer.backend_tokenizer.to_str() == before
     in_training = number_cost(tokenizer, cost.shape[0], NumberSettings(span="log"))
     assert torch.equal(in_training.columns, cost.columns)
     printed = io.StringIO()
