@@ -21,7 +21,8 @@ import os
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -76,7 +77,7 @@ def main(settings: Settings) -> None:
     timings = _timed(case, names, rounds)
     report_times(NAME, case.name, timings, peer=MLE_OURS, rounds=rounds, output=settings.output)
     _verdicts(timings)
-    narrow = _Case(folder, text, Size(size.tokens, NARROW))
+    narrow = case.at_width(NARROW)
     rounds = settings.rounds or (SMALL_ROUNDS if settings.small else NARROW_ROUNDS)
     apart = _timed(narrow, [MLE_OURS, EMO_OURS, DIGITS, ALL, MSE, MIXED], rounds)
     report_times(f"{NAME} narrow", narrow.name, apart, peer=MLE_OURS, rounds=rounds, output=settings.output)
@@ -111,16 +112,30 @@ class _Case:
         lines = [json.loads(line) for line in text.read_text(encoding="utf-8").splitlines()]
         ids = self.tokenizer([f"{line['question']}\n{line['answer']}" for line in lines])["input_ids"]
         self.ids = torch.tensor([token for row in ids for token in row])
-        self.size, self.vocab = size, len(self.tokenizer)
-        self.problem = Problem.random(size.tokens, self.vocab, size.width, self.draw(0))
+        self.vocab = len(self.tokenizer)
         self.numbers = NumberCost.from_tokenizer(self.tokenizer)
         values = self.numbers.values
         single = torch.tensor([len((text or "").strip()) == 1 for text in self.numbers.tokens.texts])
         blank = torch.tensor([(text or " ").startswith(" ") for text in self.numbers.tokens.texts])
         self.digits = NumberCost(values.where(single & ~blank, torch.nan))  # the ten that ntloss finds
-        labels = self.problem.labels
-        self.name = (
-            f"N={size.tokens} V={self.vocab} d={size.width} float32, GPT-2 tokens of GSM8K, "
+        self.size = size
+        self.problem = self._problem()
+
+    def _problem(self) -> Problem:
+        return Problem.random(self.size.tokens, self.vocab, self.size.width, self.draw(0))
+
+    def at_width(self, width: int) -> _Case:
+        """The same tokens with hidden states of another width."""
+        other = copy(self)
+        other.size = replace(self.size, width=width)
+        other.problem = other._problem()
+        return other
+
+    @property
+    def name(self) -> str:
+        labels = self.draw(0)
+        return (
+            f"N={self.size.tokens} V={self.vocab} d={self.size.width} float32, GPT-2 tokens of GSM8K, "
             f"u={share_distinct(labels):.2f}, "
             f"{float(self.numbers.is_number[labels].float().mean()):.0%} of labels numbers, "
             f"{float(self.digits.is_number[labels].float().mean()):.0%} single digits without a blank"
