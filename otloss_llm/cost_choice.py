@@ -142,11 +142,12 @@ def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
         raise TypeError(f"numbers is {numbers!r}, expected NumberSettings(form=..., scaling=..., span=...), or None.")
     if kind not in KINDS:
         raise ValueError(f'cost is {kind!r}, expected "auto", one of {KINDS}, a vocabulary cost, or None.')
-    if kind == "embedding" and numbers != NumberSettings():
+    unread = numbers._given("form", "scaling", "span") if kind == "embedding" else ""
+    if unread:
         takers = "number_token" if numbers._given("form", "span") else "number_token or emo+number"
         raise ValueError(
-            f"{numbers!r} goes with {takers}, and the embedding cost of other objectives reads no numbers; leave it "
-            "out (--number_form, --number_scaling, --number_span)."
+            f"{unread} of numbers goes with {takers}, and the embedding cost of other objectives reads no numbers; "
+            "leave it out (--number_form, --number_scaling, --number_span)."
         )
     wrong = numbers._given("form", "span") if kind == "mixed" else ""
     if wrong:
