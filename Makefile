@@ -1,38 +1,65 @@
-# Two commands are enough on a fresh machine: `make demo` and `make test`.
+# Two commands are enough on a fresh machine: `make demo` and `make test`. Each sets up .venv on first use.
 PYTHON ?= python3
+# The address of an index with another build of torch, taken before the rest: see "Install" in README.md.
+TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+FOR_DEMO := $(VENV)/.installed-demo
+FOR_DEV := $(VENV)/.installed-dev
+OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
-.PHONY: demo test test-all lint bench wheel clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test test-all lint bench wheel clean
 
-demo: $(STAMP)  ## EMO against MLE on a small model and real text; results in demo-output/
+help:  ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@echo "Variables: PYTHON=python3.12 (the Python that .venv is made with), TORCH_INDEX=URL (see README.md)"
+
+demo: $(FOR_DEMO)  ## EMO against MLE on a small model and real text; results in demo-output/
 	$(BIN)/python examples/emo_demo.py
 
-test: $(STAMP)  ## everything that is not slow and needs no GPU
+test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
 	$(BIN)/python -m pytest
 
-test-all: $(STAMP)  ## the slow ones too
+test-all: $(FOR_DEV)  ## the slow tests too
 	$(BIN)/python -m pytest -m "not gpu"
 
-lint: $(STAMP)  ## formatting, types, and the floors of the layout
+lint: $(FOR_DEV)  ## formatting, types, and the order of the layers
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-bench: $(STAMP)  ## ratios against peers measured in the same run, and how they scale; about 25 minutes on 2 cores
+bench: $(FOR_DEV)  ## ratios against peers measured in the same run, and how they scale; about 25 minutes on 2 cores
 	$(BIN)/python -m benchmarks
 
-wheel: $(STAMP)
+wheel: $(FOR_DEV)  ## sdist and wheel in dist/
 	$(BIN)/python -m build
 
-# constraints.txt pins torch and the other packages: everybody tests the same versions.
-$(STAMP): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
-	touch $@
-
-clean:
+clean:  ## remove .venv and what was built
 	rm -rf $(VENV) build dist *.egg-info
+
+$(BIN)/python:
+	@$(PYTHON) -c '$(OLD_ENOUGH)' 2>/dev/null || { echo "otloss needs Python 3.11 or newer, got $(PYTHON):" \
+		"$$($(PYTHON) --version 2>&1 | tail -1). Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# constraints.txt pins torch and the other packages: everybody tests the same versions. torch alone comes from
+# TORCH_INDEX, without what it depends on, which the index may lack.
+define install
+	@$(BIN)/python -c '$(OLD_ENOUGH)' || { echo "otloss needs Python 3.11 or newer, $(VENV) has" \
+		"$$($(BIN)/python --version 2>&1). Make it anew: make clean $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing into $(VENV) what $(1) needs; the first time this takes some minutes."
+	@$(BIN)/python -m pip install --quiet --upgrade pip
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --index-url $(TORCH_INDEX) torch)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(1)]"
+endef
+
+$(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,demo)
+	@touch $@
+
+# "dev" has all of "demo" in it.
+$(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
+	$(call install,dev)
+	@touch $(FOR_DEMO) $@

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from otloss import __version__ as __version__
 from otloss_llm.cost_choice import NumberSettings as NumberSettings
 from otloss_llm.costs import EmbeddingCost as EmbeddingCost
 from otloss_llm.dense import dense_token_loss as dense_token_loss
@@ -47,6 +48,7 @@ __all__ = [
     "ShardedEmbeddingCost",
     "TaiLr",
     "TokenLoss",
+    "__version__",
     "dense_token_loss",
     "emo_loss",
     "linear_token_loss",
