@@ -1,4 +1,4 @@
-"""Large point clouds on a GPU through GeomLoss and KeOps, of which this is the only door.
+"""Large point clouds on a GPU: the adapter for GeomLoss and KeOps, which no other module imports.
 
 GeomLoss makes the start: a few soft minima per scale, multiscale or by KeOps, without a matrix. The search in logs then
 goes on from there to the tolerance that was asked for, and value, gradient and certificate are our own: GeomLoss stops
@@ -28,15 +28,20 @@ _SCALING = 0.7
 
 
 def has_keops() -> bool:
-    """Whether KeOps is installed; that is found out without importing it, for it compiles when it is."""
+    """Whether KeOps is installed; without importing it, because the import compiles."""
     return find_spec("pykeops") is not None
+
+
+def has_geomloss() -> bool:
+    """Whether GeomLoss is installed."""
+    return find_spec("geomloss") is not None
 
 
 def with_start(problem: EntropicProblem, settings: Settings) -> Settings:
     """Return the settings, with a start from GeomLoss where that is asked for, or "auto" finds it worth it."""
     n, m = problem.cost.shape
     large = problem.p.device.type == "cuda" and n * m > _MOST_WITHOUT_KEOPS
-    chosen = settings.impl == "auto" and large and _fits(problem) and has_keops()
+    chosen = settings.impl == "auto" and large and _fits(problem) and has_keops() and has_geomloss()
     if settings.start is not None or not (chosen or settings.impl == "geomloss"):
         return settings
     return dataclasses.replace(settings, start=start_from_geomloss(problem))
@@ -47,18 +52,20 @@ def start_from_geomloss(problem: EntropicProblem) -> tuple[Tensor, Tensor]:
 
     Raises:
         ValueError: if the problem is not one pair of clouds with a cost that GeomLoss has.
-        ImportError: if the clouds are too large to go without KeOps.
+        ImportError: if GeomLoss is not installed, or the clouds are so large that it needs KeOps, which is not.
     """
     if not _fits(problem):
         raise ValueError(
             f'impl="geomloss" is for one problem and a PointCost of metric {sorted(_METRICS)}; got {problem.cost!r} '
             f'and a batch of {tuple(problem.batch)}. Use impl="auto".'
         )
+    try:
+        from geomloss import SamplesLoss
+    except ImportError as error:
+        raise ImportError('impl="geomloss" needs GeomLoss: pip install "otloss[geomloss]"') from error
     n, m = problem.cost.shape
     if n * m > _MOST_WITHOUT_KEOPS and not has_keops():
         raise ImportError(f'GeomLoss needs KeOps for {n} by {m} points; pip install "otloss[keops]", or impl="torch".')
-    from geomloss import SamplesLoss
-
     cost = problem.cost
     assert isinstance(cost, PointCost)
     factor, exponent = _METRICS[str(cost.metric)]

@@ -43,7 +43,10 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def check_usable(device: torch.device, dtype: torch.dtype) -> None:
     """Raise unless the kernels run on such tensors here, saying what would."""
     if triton is None:
-        raise ImportError('impl="triton" needs Triton: pip install "otloss[gpu]", or use impl="chunked".')
+        raise ImportError(
+            'impl="triton" needs Triton, which builds of torch for CUDA install on Linux; install one of them, or use '
+            'impl="chunked".'
+        )
     if dtype == torch.float64:
         raise ValueError(
             'impl="triton" got torch.float64, expected float32, bfloat16 or float16: its arithmetic is float32; '

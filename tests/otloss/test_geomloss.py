@@ -73,6 +73,13 @@ def test_large_clouds_ask_for_keops(monkeypatch: pytest.MonkeyPatch) -> None:
         otloss.sinkhorn(p, q, PointCost(x, y), epsilon=0.1, impl="geomloss")
 
 
+def test_without_geomloss_the_error_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "geomloss", None)  # an import of it fails
+    p, q, x, y = clouds()
+    with pytest.raises(ImportError, match=r'^impl="geomloss" needs GeomLoss: pip install "otloss\[geomloss\]"$'):
+        otloss.sinkhorn(p, q, PointCost(x, y), epsilon=0.1, impl="geomloss")
+
+
 def test_importing_otloss_imports_neither() -> None:
     code = "import sys, otloss; print([m for m in ('geomloss', 'pykeops', 'ot', 'numba') if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
