@@ -1,4 +1,4 @@
-"""Argument checks: every message names the value that came in, what was expected, and how to mend it."""
+"""Argument checks: every message names the value that came in, what was expected, and how to fix it."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ REDUCTIONS = ("mean", "sum", "none")
 
 def check_tensor(name: str, value: Any) -> Tensor:
     """Return `value` if it is a tensor, else raise TypeError."""
-    if not isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} is a {type(value).__name__}, expected a torch.Tensor; "
-            f"convert it first, for example with torch.as_tensor({name})."
-        )
-    return value
+    if isinstance(value, Tensor):
+        return value
+    kind = type(value).__name__
+    if isinstance(value, torch.nn.Module):
+        has_weight = isinstance(getattr(value, "weight", None), Tensor)
+        fix = "; pass the weight of the module, such as head.weight" if has_weight else ""
+        raise TypeError(f"{name} is a {kind} module, expected a torch.Tensor{fix}.")
+    raise TypeError(
+        f"{name} is a {kind}, expected a torch.Tensor; convert it first, for example with torch.as_tensor({name})."
+    )
 
 
 def check_floating(name: str, value: Any) -> Tensor:

@@ -1,9 +1,9 @@
 """The command line: `python -m otloss_llm train | generate | evaluate | compare` (also installed as `otloss-llm`).
 
 Options are those of the dataclasses in `otloss_llm.arguments` and, for train and compare, of the Hugging Face
-`TrainingArguments` (fsdp, deepspeed, bf16, report_to, ...). The same command goes on with the folder of a killed run.
-The result, and nothing else, goes to stdout; progress and logs go to stderr. What the user can mend ends with a
-one-line message and exit code 2.
+`TrainingArguments` (fsdp, deepspeed, bf16, report_to, ...). The same command continues the folder of a killed run.
+The result, and nothing else, goes to stdout; progress and logs go to stderr. An error that the user can fix prints a
+one-line message; the exit code is 2.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
 from typing import Any, NamedTuple, NoReturn
 
-from otloss_llm import commands
+from otloss_llm import __version__, commands
 
 USAGE = """\
 usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options)
@@ -24,18 +24,21 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
   evaluate   perplexity and mean transport cost of a model on text; its answers to questions
   compare    several objectives and seeds from one start: a table, a figure, samples
 
-With --traceback an error shows where it arose.
+--version prints the version. With --traceback an error shows where it arose.
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0; 2 for what the user can mend; 1 where a run of a comparison failed."""
+    """Run one command; returns the exit code: 0, 2 after an error that the user can fix, 1 after a failed comparison."""
     given = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in given
     given = [argument for argument in given if argument != "--traceback"]
     if not given or given[0] in ("-h", "--help"):
         print(USAGE, file=sys.stdout if given else sys.stderr, end="")
         return 0 if given else 2
+    if given[0] == "--version":
+        print(f"otloss-llm {__version__}")
+        return 0
     command = _COMMANDS.get(given[0])
     if command is None:
         return _fail(f"no command {given[0]!r}, expected {' | '.join(_COMMANDS)}; see --help.")
@@ -60,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str | None:
-    """What to tell the user about it in one line; None for what no user can mend."""
+    """What to tell the user about it in one line; None for an error that no user can fix."""
     import torch
 
     text = " ".join(str(error).split())

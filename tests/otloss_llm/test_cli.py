@@ -15,6 +15,7 @@ pytest.importorskip("accelerate")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+import otloss_llm  # noqa: E402
 from otloss_llm import EmbeddingCost  # noqa: E402
 from otloss_llm.cli import main  # noqa: E402
 from otloss_llm.data import PackedBlocks  # noqa: E402
@@ -42,6 +43,11 @@ def test_help_lists_the_options_on_stdout(cli: Cli, command: str) -> None:
     assert "--model_name_or_path" in ended.out
     assert ("--learning_rate" in ended.out) == (command in ("train", "compare"))
     assert ended.err == ""
+
+
+def test_version(cli: Cli) -> None:
+    ended = cli("--version")
+    assert (ended.code, ended.out, ended.err) == (0, f"otloss-llm {otloss_llm.__version__}\n", "")
 
 
 def test_usage(cli: Cli) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata as metadata
 import inspect
 import subprocess
 import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
+import torch
 
+import otloss
 import otloss_llm
+from otloss_llm import EMO, MLE, EmbeddingCost, ShardedEmbeddingCost, emo_loss, linear_token_loss
 
 WITHOUT_TRANSFORMERS = """
 import sys
@@ -77,3 +83,60 @@ for name in ("ObjectiveTrainer", "ObjectiveMixin"):
     )
     for name, line in zip(("ObjectiveTrainer", "ObjectiveMixin"), out.splitlines(), strict=True):
         assert line == f'{name} needs transformers: pip install "otloss[llm]"'
+
+
+# ---- a module in place of its weight -----------------------------------------------------------------------------
+
+HIDDEN, LOGITS, LABELS = torch.randn(2, 3), torch.randn(2, 7), torch.tensor([1, 2])
+WITH_A_MODULE: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "linear_token_loss": ("weight", lambda module: linear_token_loss(HIDDEN, module, LABELS, objective=MLE())),
+    "EmbeddingCost": ("embedding", EmbeddingCost),
+    "ShardedEmbeddingCost": ("embedding", ShardedEmbeddingCost),
+    "emo_loss": ("embedding", lambda module: emo_loss(LOGITS, LABELS, module)),
+    "CosineCost": ("embedding", otloss.costs.CosineCost),
+}
+
+
+@pytest.mark.parametrize("name", WITH_A_MODULE)
+@pytest.mark.parametrize("module", [torch.nn.Linear(3, 7), torch.nn.Embedding(7, 3)], ids=["Linear", "Embedding"])
+def test_a_module_in_place_of_its_weight_is_named(name: str, module: torch.nn.Module) -> None:
+    argument, call = WITH_A_MODULE[name]
+    kind = type(module).__name__
+    with pytest.raises(TypeError, match=rf"^{argument} is a {kind} module, expected .*the weight.*head\.weight"):
+        call(module)
+
+
+def test_a_module_without_a_weight_is_a_plain_type_error() -> None:
+    for module in (torch.nn.ReLU(), torch.nn.Linear):
+        with pytest.raises(TypeError, match=r"^weight is a .*expected a torch\.Tensor") as raised:
+            linear_token_loss(HIDDEN, module, LABELS, objective=EMO())  # type: ignore[arg-type]
+        assert ".weight" not in str(raised.value)
+
+
+# ---- the version -------------------------------------------------------------------------------------------------
+
+
+def test_the_version_needs_no_metadata_of_an_installation() -> None:
+    """As from a source tree on PYTHONPATH."""
+    out = run(
+        """
+import importlib.metadata as metadata
+found = metadata.distribution
+def without_ours(name):
+    if name.startswith("otloss"):
+        raise metadata.PackageNotFoundError(name)
+    return found(name)
+metadata.distribution = without_ours
+import otloss, otloss_llm
+print(otloss.__version__, otloss_llm.__version__)
+"""
+    )
+    assert out.split() == [otloss.__version__] * 2
+
+
+def test_the_version_is_that_of_the_installation() -> None:
+    try:
+        installed = metadata.version("otloss")
+    except metadata.PackageNotFoundError:
+        pytest.skip("otloss is not installed, the tests run from its sources")
+    assert installed == otloss.__version__
