@@ -29,7 +29,7 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code: 0, 2 after an error that the user can fix, 1 after a failed comparison."""
+    """Run one command; returns the exit code: 0, 2 after an error the user can fix, 1 after a failed comparison."""
     given = list(sys.argv[1:] if argv is None else argv)
     traceback = "--traceback" in given
     given = [argument for argument in given if argument != "--traceback"]
