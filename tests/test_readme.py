@@ -1,0 +1,68 @@
+"""The README: its Python blocks run as printed, and its links lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import sys
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+LINKS = re.findall(r"\]\(([^)\s]+)\)", README)
+
+
+def names_of_the_reader(folder: Path) -> dict[str, Any]:
+    """What the block about trainers takes for granted: a model, its arguments and its data."""
+    from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+    from otloss_llm.data import PackedBlocks, read_texts, train_bpe_tokenizer
+
+    texts = read_texts("README.md")
+    tokenizer = train_bpe_tokenizer(texts, 300)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        bos_token_id=0, eos_token_id=0, pad_token_id=0,
+    )  # fmt: skip
+    args = TrainingArguments(str(folder / "run"), max_steps=2, use_cpu=True, report_to=[], save_strategy="no")
+    blocks = PackedBlocks.from_texts(texts, tokenizer, block_size=64)
+    return {
+        "model": LlamaForCausalLM(config), "tokenizer": tokenizer, "args": args, "sft_args": args,
+        "blocks": blocks, "dataset": blocks,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("number", range(1, len(BLOCKS) + 1))
+def test_a_block_runs(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = BLOCKS[number - 1]
+    namespace: dict[str, Any] = {}
+    (tmp_path / "README.md").write_text(README, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    if "otloss_llm" in block:
+        transformers = pytest.importorskip("transformers")
+        pytest.importorskip("accelerate")
+    if "SFTTrainer" in block:
+        namespace = names_of_the_reader(tmp_path)
+        # TRL is no dependency of the tests; its trainer is a subclass of this one.
+        trl = types.ModuleType("trl")
+        trl.SFTTrainer = transformers.Trainer  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "trl", trl)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the libraries: a reader's script has no filter for errors
+        exec(compile(block, f"README.md, block {number}", "exec"), namespace)
+    printed = capsys.readouterr().out
+    assert "nan" not in printed
+    assert printed or "print(" not in block
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_a_link_leads_somewhere(link: str) -> None:
+    """To a file of the repository: pyproject.toml turns these into addresses for a package index."""
+    assert link.startswith("https://") or (ROOT / link).is_file()
