@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -18,6 +17,7 @@ from otloss._entropic.problem import DEFAULT_TOLERANCE, WIDE_FROM, Settings
 from otloss._entropic.search import LARGEST_COMPILED, MOST_COMPILED, PATIENCE
 from otloss._histograms import MASS_TOLERANCE
 from otloss._kernels import may_run_on
+from otloss._kernels.sinkhorn_call import ERROR, VALUE, run_kernel
 
 _DTYPES = (torch.float32, torch.float64)
 
@@ -28,19 +28,18 @@ def direct_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings)
         return None
     if not _are_plain(p, q, cost) or epsilon < torch.finfo(p.dtype).tiny:
         return None
-    import numba  # takes half a second
-
-    from otloss._kernels._compile import as_many_threads_as_torch
-    from otloss._kernels.sinkhorn_values import sinkhorn_values
-
     batch, (n, m) = p.shape[:-1], cost.shape[-2:]
     tolerance = settings.tolerance or DEFAULT_TOLERANCE[p.dtype]
-    limits = (MASS_TOLERANCE[p.dtype], WIDE_FROM, float(tolerance), min(PATIENCE, settings.max_iterations))
-    values = np.empty(batch)
-    arrays = (t.detach().numpy().reshape(-1, *shape) for t, shape in ((p, (n,)), (q, (m,)), (cost, (n, m))))
-    with as_many_threads_as_torch(), numba.parallel_chunksize(1 if values.size < 32 else 4):
-        sinkhorn_values(*map(np.ascontiguousarray, arrays), float(epsilon), limits, values.reshape(-1))
-    return None if np.isnan(values.sum()) else torch.from_numpy(values).to(p.dtype)
+    count = batch.numel()
+    _, _, ends = run_kernel(
+        p.detach().reshape(count, n), q.detach().reshape(count, m), cost.detach().reshape(count, n, m),
+        owner=torch.arange(count, device="cpu"),
+        epsilon=torch.full((count,), float(epsilon), dtype=torch.float64, device="cpu"),
+        tolerance=float(tolerance), most=min(PATIENCE, settings.max_iterations),
+        mass_tolerance=MASS_TOLERANCE[p.dtype], widest=WIDE_FROM,
+    )  # fmt: skip
+    converged = bool((ends[:, ERROR] <= tolerance).all())
+    return ends[:, VALUE].reshape(batch).to(p.dtype) if converged else None
 
 
 def _is_plain(settings: Settings) -> bool:

@@ -15,6 +15,7 @@ from otloss._entropic.log_domain import iterate_in_logs
 from otloss._entropic.newton import newton_search
 from otloss._entropic.problem import EntropicProblem, Settings, check_start, has_float64, in_float64, tolerance_of
 from otloss._kernels import may_run_on
+from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, run_kernel
 from otloss.costs import DenseCost
 
 # Matrices up to this many entries: beyond, a single problem on one thread takes longer than soft minima on all of them.
@@ -137,28 +138,18 @@ def runs_compiled(problem: EntropicProblem, impl: str) -> bool:
 def _compiled(
     problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, *, tolerance: float, most: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    import numba  # takes half a second
-
-    from otloss._kernels._compile import as_many_threads_as_torch
-    from otloss._kernels.sinkhorn import sinkhorn_problems
-
-    (n, m), batch, count = problem.cost.shape, problem.batch, problem.batch.numel()
+    (n, m), batch = problem.cost.shape, problem.batch
     p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
     costs = problem.cost.dense().detach()
     owner = torch.arange(costs.shape[:-2].numel(), device="cpu")
     if costs.shape[:-2] != batch:
         owner = owner.reshape(costs.shape[:-2]).expand(batch).reshape(-1)
-    epsilon = problem.epsilon.detach().reshape(-1).double()
-    f, g = (torch.zeros(count, size, dtype=torch.float64, device="cpu") for size in (n, m))
-    error, iterations = torch.empty_like(epsilon), torch.empty(count, dtype=torch.int64, device="cpu")
-    if start is not None:
-        g.copy_(start[1].reshape(-1, m))
-    arrays = (p, q, costs.reshape(-1, n, m), owner, epsilon, f, g, error, iterations)
-    with as_many_threads_as_torch(), numba.parallel_chunksize(1 if count < 32 else 4):
-        sinkhorn_problems(
-            *(array.contiguous().numpy() for array in arrays), tolerance, most, start is not None, symmetric
-        )
-    return f.reshape(*batch, n), g.reshape(*batch, m), error.reshape(batch), iterations.reshape(batch)
+    f, g, ends = run_kernel(
+        p, q, costs.reshape(-1, n, m), owner=owner, epsilon=problem.epsilon.detach().reshape(-1).double(),
+        g=None if start is None else start[1].reshape(-1, m), tolerance=tolerance, most=most, symmetric=symmetric,
+    )  # fmt: skip
+    error, iterations = ends[:, ERROR].reshape(batch), ends[:, ITERATIONS].long().reshape(batch)
+    return f.reshape(*batch, n), g.reshape(*batch, m), error, iterations
 
 
 def _in_logs(

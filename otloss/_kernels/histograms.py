@@ -9,28 +9,28 @@ from typing import Any
 
 import numpy as np
 
-from otloss._kernels._compile import compiled
+from otloss._kernels._compile import compiled, inner
 
 _SUMS = {"reassoc", "nsz", "contract", "arcp"}  # sums in the order that vectorises
 
 
-@compiled(fastmath=_SUMS)
-def _mass(weights: Any) -> Any:
+@inner(fastmath=_SUMS)
+def mass_of(weights: Any) -> float:
     """Return the sum; NaN where a weight is negative or NaN."""
     total, negative = 0.0, 0.0
     for k in range(weights.shape[0]):
-        total += weights[k]
+        total += np.float64(weights[k])
         negative += 1.0 if weights[k] < 0 else 0.0
     return total if negative == 0 else np.nan
 
 
-@compiled()
-def balance(p: Any, q: Any, tolerance: float) -> Any:
+@inner()
+def balance(p: Any, q: Any, tolerance: float) -> tuple[float, float, float]:
     """Return the factors that bring both masses to their mean, and that; NaN where p and q are no such pair."""
-    mass_p, mass_q = _mass(p), _mass(q)
+    mass_p, mass_q = mass_of(p), mass_of(q)
     mean, apart = (mass_p + mass_q) / 2, abs(mass_p - mass_q)
     # Written so that NaN fails too.
-    if not (apart <= tolerance * max(mass_p, mass_q) and mean < np.inf):
+    if not (apart <= tolerance * (mass_p if mass_p > mass_q else mass_q) and mean < np.inf):
         return np.nan, np.nan, np.nan
     return mean / mass_p if mass_p > 0 else 1.0, mean / mass_q if mass_q > 0 else 1.0, mean
 

@@ -11,15 +11,15 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from numba import njit, prange
 from torch import Tensor
 
-from otloss._kernels._compile import as_many_threads_as_torch, compiled, exp
+from otloss._kernels._compile import compiled, exp, inner
+from otloss._kernels._threads import ENTRIES, next_task, run_on_threads
 
 ROWS = 16  # rows of a task
 
 
-@njit(fastmath={"contract", "nsz"})
+@inner()
 def _row(costs: Any, a: float, b: Any, inverse: float, factor: Any, scores: Any, out: Any) -> None:
     for j in range(out.shape[0]):
         scores[j] = a + b[j] - costs[j] * inverse
@@ -27,14 +27,17 @@ def _row(costs: Any, a: float, b: Any, inverse: float, factor: Any, scores: Any,
         out[j] = factor * exp(out.dtype.type(scores[j]))
 
 
-@compiled(parallel=True)
-def _fill(matrices: Any, a: Any, b: Any, inverse: Any, factor: Any, out: Any) -> None:
+@compiled()
+def _fill(counter: Any, matrices: Any, a: Any, b: Any, inverse: Any, factor: Any, out: Any) -> None:
     problems, n, m = matrices.shape
     blocks = (n + ROWS - 1) // ROWS
-    for task in prange(blocks * problems):
+    scores = np.empty(m)
+    while True:
+        task = next_task(counter)
         k, first = task // blocks, task % blocks * ROWS
-        scores = np.empty(m)
-        for i in range(first, min(first + ROWS, n)):
+        if k >= problems:
+            return
+        for i in range(first, first + ROWS if first + ROWS < n else n):
             _row(matrices[k, i], a[k, i], b[k], inverse[k], factor[k], scores, out[k, i])
 
 
@@ -54,6 +57,6 @@ def scaled_plans(
     wide = inverse.to(torch.float64).expand(batch).reshape(-1).contiguous().numpy()
     scale = factor.to(flat.dtype).expand(batch).reshape(-1).contiguous().numpy()
     out = torch.empty_like(flat)
-    with as_many_threads_as_torch():
-        _fill(flat.numpy(), a, b, wide, scale, out.numpy())
+    tasks = (n + ROWS - 1) // ROWS * len(flat)
+    run_on_threads(_fill, tasks, (flat.numpy(), a, b, wide, scale, out.numpy()), one_thread=flat.numel() < ENTRIES)
     return out.reshape(matrices.shape)

@@ -12,8 +12,17 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import broadcast_shape
-from otloss._kernels._compile import as_many_threads_as_torch
-from otloss._kernels.softmin import ABSOLUTE, EUCLIDEAN, SQUARED, centred, finished, points_slopes, shared
+from otloss._kernels._threads import ENTRIES, run_on_threads
+from otloss._kernels.softmin import (
+    ABSOLUTE,
+    EUCLIDEAN,
+    SQUARED,
+    centred,
+    finished,
+    points_slopes,
+    shared,
+    tasks,
+)
 from otloss._kernels.softmin import points_softmin as _points_softmin
 
 METRICS = {"sqeuclidean": SQUARED, "euclidean": EUCLIDEAN, "l1": ABSOLUTE}
@@ -33,8 +42,8 @@ def points_softmin(
     (points, which_x), (others, which_y) = shared(x, 2, batch), shared(y.mT, 2, batch)
     h, shift, inverse, width = centred(potential, epsilon, batch, x.dtype)
     out, total = (np.empty((h.shape[0], x.shape[-2]), h.dtype) for _ in range(2))
-    with as_many_threads_as_torch():
-        _points_softmin(points, others, which_x, which_y, h, inverse, METRICS[metric], out, total)
+    given = (points, others, which_x, which_y, h, inverse, METRICS[metric], out, total)
+    run_on_threads(_points_softmin, tasks(x.shape[-2], len(h)), given, one_thread=out.size * y.shape[-2] < ENTRIES)
     return finished(out, total, shift, width).reshape(*batch, x.shape[-2]).to(potential.dtype)
 
 
@@ -55,6 +64,6 @@ def slopes_in_x(
     n, d = x.shape[-2:]
     weights = (a.detach().to(torch.float64).expand(*batch, n).reshape(-1, n) + shift).contiguous().numpy()
     out = np.empty((h.shape[0], n, d), h.dtype)
-    with as_many_threads_as_torch():
-        points_slopes(points, others, which_x, which_y, weights, h, inverse, METRICS[metric], out)
+    given = (points, others, which_x, which_y, weights, h, inverse, METRICS[metric], out)
+    run_on_threads(points_slopes, tasks(n, len(h)), given, one_thread=len(h) * n * y.shape[-2] < ENTRIES)
     return torch.from_numpy(out).reshape(*batch, n, d)

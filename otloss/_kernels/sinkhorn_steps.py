@@ -1,4 +1,7 @@
-"""The steps of Sinkhorn in scaling form, on one problem; `sinkhorn` has the notation and the order they come in."""
+"""The steps of Sinkhorn in scaling form, on one problem; `sinkhorn` has the notation and the order they come in.
+
+Arrays may be longer than the n rows and m columns that take part: the counts are given.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,27 @@ import math
 from typing import Any
 
 import numpy as np
-from numba import njit
 
-from otloss._kernels._compile import exp, largest, log64
+from otloss._kernels._compile import exp, inner, largest, log64
 
 SCALING_LIMIT = 1e4  # of u and v, then they are absorbed
 
-FAST = {"fastmath": {"reassoc", "contract", "nsz"}, "error_model": "numpy"}
+FAST = {"reassoc", "contract", "nsz"}
 
 
-@njit(**FAST)
+@inner(fastmath=FAST)
 def absorb(
-    cost: Any, shifted: Any, p: Any, epsilon: float, alpha: Any, kernel: Any, sums: Any, rooms: Any, negligible: float
-) -> None:
+    cost: Any, shifted: Any, scores: Any, p: Any, epsilon: float, alpha: Any, totals: Any, kernel: Any, sums: Any,
+    n: int, m: int, negligible: float,
+) -> None:  # fmt: skip
     """alpha = softmin(beta) and the plan K, row by row, and the sums of its columns.
 
-    `shifted` is beta / epsilon + log q, in the dtype that exponents are made in; `rooms` are one for a row of it, and
-    one for n numbers in float64.
+    `shifted` is beta / epsilon + log q; it, `scores` (m) and `totals` (n), which are overwritten, are in float64.
     """
-    n, m = cost.shape
-    scores, totals = rooms
     number = kernel.dtype.type
-    inverse, least = shifted.dtype.type(1.0 / epsilon), number(negligible)
-    sums[:] = number(0)
+    inverse, least = 1.0 / epsilon, number(negligible)
+    for j in range(m):
+        sums[j] = number(0)
     for i in range(n):
         row, plan = cost[i], kernel[i]
         for j in range(m):
@@ -52,59 +53,40 @@ def absorb(
         alpha[i] = -epsilon * (alpha[i] + log64(totals[i]))
 
 
-@njit(**FAST)
-def add_logs(potential: Any, factors: Any, epsilon: float) -> None:
-    for i in range(factors.shape[0]):
+@inner(fastmath=FAST)
+def add_logs(potential: Any, factors: Any, epsilon: float, count: int) -> None:
+    """potential += epsilon log(factors)."""
+    for i in range(count):
         potential[i] += epsilon * log64(np.float64(factors[i]))
 
 
-@njit(**FAST)
-def _row_sums(kernel: Any, v: Any, held: Any) -> None:
+@inner(fastmath=FAST)
+def row_sums(kernel: Any, v: Any, held: Any, n: int, m: int) -> None:
     """K v; four rows at a time, so that v is read less often and sums need not wait for each other."""
-    n, m = kernel.shape
     nothing = v[0] - v[0]
     whole = n - n % 4
     for i in range(0, whole, 4):
         a, b, c, d = nothing, nothing, nothing, nothing
+        row_a, row_b, row_c, row_d = kernel[i], kernel[i + 1], kernel[i + 2], kernel[i + 3]
         for j in range(m):
-            a += kernel[i, j] * v[j]
-            b += kernel[i + 1, j] * v[j]
-            c += kernel[i + 2, j] * v[j]
-            d += kernel[i + 3, j] * v[j]
+            a += row_a[j] * v[j]
+            b += row_b[j] * v[j]
+            c += row_c[j] * v[j]
+            d += row_d[j] * v[j]
         held[i], held[i + 1], held[i + 2], held[i + 3] = a, b, c, d
     for i in range(whole, n):
-        a = nothing
+        row, a = kernel[i], nothing
         for j in range(m):
-            a += kernel[i, j] * v[j]
+            a += row[j] * v[j]
         held[i] = a
 
 
-@njit(**FAST)
-def _update(weights: Any, held: Any, factors: Any, w: Any, steepest: Any) -> float:
-    """Bring factors * held nearer to the weights, over-relaxed by w; return the error before."""
-    off = w - w  # in the dtype of the kernel
-    for i in range(factors.shape[0]):
-        now = held[i] * factors[i]
-        lack, total = weights[i] - now, weights[i] + now
-        off += abs(lack)
-        push = w * lack
-        push = push if abs(push) < steepest * total else lack
-        factors[i] *= (total + push) / (total - push)
-    return np.float64(off)
-
-
-@njit
-def update_rows(kernel: Any, p: Any, u: Any, v: Any, w: Any, steepest: Any, held: Any) -> float:
-    """One update of u; returns the error of the rows before it."""
-    _row_sums(kernel, v, held)
-    return _update(p, held, u, w, steepest)
-
-
-@njit(**FAST)
-def column_sums(kernel: Any, u: Any, sums: Any) -> None:
+@inner(fastmath=FAST)
+def column_sums(kernel: Any, u: Any, sums: Any, n: int, m: int) -> None:
     """K^T u; four rows at a time, so that the sums are read and written less often."""
-    n, m = kernel.shape
-    sums[:] = u[0] - u[0]
+    nothing = u[0] - u[0]
+    for j in range(m):
+        sums[j] = nothing
     whole = n - n % 4
     for i in range(0, whole, 4):
         a, b, c, d = u[i], u[i + 1], u[i + 2], u[i + 3]
@@ -117,30 +99,39 @@ def column_sums(kernel: Any, u: Any, sums: Any) -> None:
             sums[j] += row[j] * x
 
 
-@njit
-def update_columns(q: Any, sums: Any, v: Any, w: Any, steepest: Any) -> float:
-    """One update of v from K^T u; returns the error of the columns before it."""
-    return _update(q, sums, v, w, steepest)
+@inner(fastmath=FAST)
+def update(weights: Any, sums: Any, factors: Any, w: Any, steepest: Any, count: int) -> float:
+    """Bring factors * sums nearer to the weights, over-relaxed by w; return the error before."""
+    off = w - w  # in the dtype of the kernel
+    for i in range(count):
+        now = sums[i] * factors[i]
+        lack, total = weights[i] - now, weights[i] + now
+        off += abs(lack)
+        push = w * lack
+        push = push if abs(push) < steepest * total else lack
+        factors[i] *= (total + push) / (total - push)
+    return np.float64(off)
 
 
-@njit(**FAST)
-def column_error(q: Any, sums: Any, v: Any) -> float:
+@inner(fastmath=FAST)
+def column_error(q: Any, sums: Any, v: Any, m: int) -> float:
     off = q[0] - q[0]
-    for j in range(v.shape[0]):
+    for j in range(m):
         off += abs(sums[j] * v[j] - q[j])
     return np.float64(off)
 
 
-@njit
-def outgrown(u: Any) -> bool:
+@inner()
+def outgrown(u: Any, count: int) -> bool:
+    """Whether a factor is so large or small that it has to be absorbed."""
     low, high = np.inf, 0.0
-    for i in range(u.shape[0]):
+    for i in range(count):
         low = u[i] if u[i] < low else low
         high = u[i] if u[i] > high else high
     return not (low > 1 / SCALING_LIMIT and high < SCALING_LIMIT)
 
 
-@njit
+@inner()
 def relaxation(contraction: float, w: float) -> float:
     """The w for the eigenvalue of plain Sinkhorn that this contraction under the present w tells of.
 
@@ -149,25 +140,27 @@ def relaxation(contraction: float, w: float) -> float:
     """
     if not w - 1.0 < contraction < 1.0:
         return w
-    eigenvalue = min((contraction + w - 1.0) ** 2 / (w * w * contraction), 1.0)
-    return min(2.0 / (1.0 + math.sqrt(1.0 - eigenvalue)), 1.0 + w / 2)
+    excess = contraction + w - 1.0
+    eigenvalue = excess * excess / (w * w * contraction)
+    least = 2.0 / (1.0 + math.sqrt(1.0 - eigenvalue)) if eigenvalue < 1.0 else 2.0
+    return least if least < 1.0 + w / 2 else 1.0 + w / 2
 
 
-@njit
-def softmin_at(scores: Any, epsilon: float) -> float:
+@inner()
+def softmin_at(scores: Any, epsilon: float, count: int) -> float:
+    """The soft minimum of costs that come as scores, -cost / epsilon and the logarithm of a weight."""
     top = -np.inf
-    for i in range(scores.shape[0]):
+    for i in range(count):
         top = scores[i] if scores[i] > top else top
     total = 0.0
-    for i in range(scores.shape[0]):
+    for i in range(count):
         total += math.exp(scores[i] - top)
     return -epsilon * (top + math.log(total))
 
 
-@njit(**FAST)
-def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any) -> float:
+@inner(fastmath=FAST)
+def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, n: int) -> float:
     """u half the way, in logarithms, to rows of `diag(weight) diag(u) K diag(u)` that sum to p; their error before."""
-    n = kernel.shape[0]
     nothing = p[0] - p[0]
     off = nothing
     for i in range(n):
@@ -178,4 +171,4 @@ def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any) -> float:
     for i in range(n):
         off += abs(sums[i] - p[i])
         u[i] *= np.sqrt(p[i] / sums[i])
-    return 2 * off
+    return np.float64(2 * off)

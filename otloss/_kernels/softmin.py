@@ -18,21 +18,24 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float
-from numba import njit, prange
 from torch import Tensor
 
 from otloss._checks import broadcast_shape
-from otloss._kernels._compile import as_many_threads_as_torch, compiled, exp, largest
+from otloss._kernels._compile import compiled, exp, inner, largest
+from otloss._kernels._threads import ENTRIES, next_task, run_on_threads
 
 F32, F64 = np.float32, np.float64
 PIECE = 1024  # scores of a row made at a time
 ROWS = 16  # rows that are gone through for one problem after the other while they are in cache
 SQUARED, EUCLIDEAN, ABSOLUTE = 0, 1, 2
 
-_kernel = compiled(parallel=True)
+
+def tasks(n: int, problems: int) -> int:
+    """Return the number of blocks of rows."""
+    return (n + ROWS - 1) // ROWS * problems
 
 
-@njit(fastmath={"reassoc", "nsz"})
+@inner(fastmath={"reassoc", "nsz"})
 def _sum(terms: Any, count: int) -> Any:
     total = terms[0]
     for j in range(1, count):
@@ -40,14 +43,14 @@ def _sum(terms: Any, count: int) -> Any:
     return total
 
 
-@njit
+@inner(fastmath=False)
 def _subtract(h: Any, costs: Any, out: Any) -> None:
     # With slices made by the caller: an index into a matrix or an offset would keep the loop from being vectorised.
     for j in range(h.shape[0]):
         out[j] = h[j] - costs[j]
 
 
-@njit
+@inner(fastmath=False)
 def _terms(scores: Any, count: int, inverse: Any, state: Any) -> bool:
     """Turn the scores of a piece into terms relative to the row's maximum so far, `state[0]`.
 
@@ -68,7 +71,7 @@ def _terms(scores: Any, count: int, inverse: Any, state: Any) -> bool:
     return True
 
 
-@njit(fastmath={"contract"})
+@inner(fastmath={"contract"})
 def _distances(x: Any, y: Any, start: int, metric: int, out: Any, count: int) -> None:
     """The costs of one point x (d,) to `count` of the points y (d, m)."""
     for k in range(x.shape[0]):
@@ -91,43 +94,49 @@ def _distances(x: Any, y: Any, start: int, metric: int, out: Any, count: int) ->
             out[j] = np.sqrt(out[j])
 
 
-@_kernel
-def matrix_softmin(matrices: Any, which: Any, h: Any, inverse: Any, out: Any, total: Any) -> None:
+@compiled()
+def matrix_softmin(counter: Any, matrices: Any, which: Any, h: Any, inverse: Any, out: Any, total: Any) -> None:
     """Per problem b and row i: the largest score in `out[b, i]`, and the sum of exp relative to it in `total[b, i]`.
 
     matrices (K, n, m), of which problem b uses `which[b]`; h (B, m); inverse (B,); out, total (B, n).
     """
     n, m = matrices.shape[1:]
     problems = h.shape[0]
-    for task in prange((n + ROWS - 1) // ROWS * problems):
+    scores, state = np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
+    while True:
+        task = next_task(counter)
         first, b = task // problems * ROWS, task % problems
-        scores, state = np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
-        for i in range(first, min(first + ROWS, n)):
+        if first >= n:
+            return
+        for i in range(first, first + ROWS if first + ROWS < n else n):
             row, added = matrices[which[b], i], h.dtype.type(0)
             state[0] = -np.inf
             for start in range(0, m, PIECE):
-                count = min(PIECE, m - start)
+                count = m - start if m - start < PIECE else PIECE
                 _subtract(h[b, start : start + count], row[start : start + count], scores)
                 if _terms(scores, count, inverse[b], state) and inverse[b] > 0:
                     added = added * state[1] + _sum(scores, count)
             out[b, i], total[b, i] = state[0], added
 
 
-@_kernel
+@compiled()
 def points_softmin(
-    x: Any, y: Any, which_x: Any, which_y: Any, h: Any, inverse: Any, metric: int, out: Any, total: Any
+    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, h: Any, inverse: Any, metric: int, out: Any, total: Any
 ) -> None:
     """As `matrix_softmin`, for the distances of x (K, n, d) to y (L, d, m)."""
     n, m = x.shape[1], y.shape[2]
     problems = h.shape[0]
-    for task in prange((n + ROWS - 1) // ROWS * problems):
+    scores, distances, state = np.empty(PIECE, h.dtype), np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
+    while True:
+        task = next_task(counter)
         first, b = task // problems * ROWS, task % problems
-        scores, distances, state = np.empty(PIECE, h.dtype), np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
-        for i in range(first, min(first + ROWS, n)):
+        if first >= n:
+            return
+        for i in range(first, first + ROWS if first + ROWS < n else n):
             added = h.dtype.type(0)
             state[0] = -np.inf
             for start in range(0, m, PIECE):
-                count = min(PIECE, m - start)
+                count = m - start if m - start < PIECE else PIECE
                 _distances(x[which_x[b], i], y[which_y[b]], start, metric, distances, count)
                 _subtract(h[b, start : start + count], distances, scores)
                 if _terms(scores, count, inverse[b], state) and inverse[b] > 0:
@@ -135,7 +144,7 @@ def points_softmin(
             out[b, i], total[b, i] = state[0], added
 
 
-@njit(fastmath={"reassoc", "contract", "nsz"})
+@inner(fastmath={"reassoc", "contract", "nsz"})
 def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
     """sum_j terms_j (x_k - y_kj), or with the sign of the difference."""
     total = terms.dtype.type(0)
@@ -148,24 +157,29 @@ def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
     return total
 
 
-@_kernel
+@compiled()
 def points_slopes(
-    x: Any, y: Any, which_x: Any, which_y: Any, a: Any, b: Any, inverse: Any, metric: int, out: Any
+    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, a: Any, b: Any, inverse: Any, metric: int, out: Any
 ) -> None:
     """s (B, n, d) in `out`, the slopes in x at a fixed plan; a (B, n) in float64, b (B, m), inverse (B,) above 0."""
     n, d = x.shape[1:]
     m = y.shape[2]
     problems = b.shape[0]
-    for task in prange((n + ROWS - 1) // ROWS * problems):
+    scores, distances, state = np.empty(PIECE, b.dtype), np.empty(PIECE, b.dtype), np.empty(2, b.dtype)
+    pulls = np.empty(d, F64)
+    while True:
+        task = next_task(counter)
         first, p = task // problems * ROWS, task % problems
-        scores, distances, state = np.empty(PIECE, b.dtype), np.empty(PIECE, b.dtype), np.empty(2, b.dtype)
-        pulls, cloud = np.empty(d, F64), y[which_y[p]]
-        for i in range(first, min(first + ROWS, n)):
+        if first >= n:
+            return
+        cloud = y[which_y[p]]
+        for i in range(first, first + ROWS if first + ROWS < n else n):
             point = x[which_x[p], i]
             state[0] = -np.inf
-            pulls[:] = 0.0
+            for k in range(d):
+                pulls[k] = 0.0
             for start in range(0, m, PIECE):
-                count = min(PIECE, m - start)
+                count = m - start if m - start < PIECE else PIECE
                 _distances(point, cloud, start, metric, distances, count)
                 _subtract(b[p, start : start + count], distances, scores)
                 if _terms(scores, count, inverse[p], state):
@@ -191,8 +205,12 @@ def dense_softmin(
     matrices, which = shared(rows, 2, batch)
     h, shift, inverse, width = centred(potential, epsilon, batch, rows.dtype)
     out, total = (np.empty((h.shape[0], rows.shape[-2]), h.dtype) for _ in range(2))
-    with as_many_threads_as_torch():
-        matrix_softmin(matrices, which, h, inverse, out, total)
+    run_on_threads(
+        matrix_softmin,
+        tasks(*out.T.shape),
+        (matrices, which, h, inverse, out, total),
+        one_thread=h.size * len(out.T) < ENTRIES,
+    )
     return finished(out, total, shift, width).reshape(*batch, rows.shape[-2]).to(potential.dtype)
 
 

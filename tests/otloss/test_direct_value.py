@@ -2,12 +2,10 @@
 
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numba import njit
 from torch import Tensor
 
 import otloss
@@ -15,7 +13,6 @@ from otloss import ConvergenceWarning, _sinkhorn
 from otloss._entropic.direct import direct_value
 from otloss._entropic.problem import WIDE_FROM, Settings, entropic_problem
 from otloss._entropic.search import PATIENCE, find_potentials
-from otloss._kernels._compile import largest_cost
 
 DTYPES = (torch.float32, torch.float64)
 
@@ -148,19 +145,15 @@ def test_everything_else_goes_the_usual_way(monkeypatch: pytest.MonkeyPatch) -> 
     assert otloss.sinkhorn(p, q, cost, epsilon=0.1).shape == (3,)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-def test_the_largest_cost(dtype: type) -> None:
-    @njit
-    def of(costs: Any) -> float:
-        return largest_cost(costs, costs.shape[0])
-
-    costs = np.random.default_rng(0).random(37).astype(dtype)
-    assert of(costs) == costs.max()
-    assert of(np.zeros(3, dtype)) == 0
-    for bad in (np.nan, np.inf, -1e-30, -np.inf, -np.nan):
-        wrong = costs.copy()
-        wrong[20] = bad
-        assert not of(wrong) < np.inf
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_cost_that_is_negative_or_not_finite_gives_no_value(dtype: torch.dtype) -> None:
+    p, q, cost = _problems(3, n=5, m=37, dtype=dtype)
+    assert _directly(p, q, cost, 0.1) is not None
+    assert _directly(p, q, torch.zeros_like(cost), 0.1) is not None
+    for bad in (torch.nan, torch.inf, -1e-30, -torch.inf, -torch.nan):
+        wrong = cost.clone()
+        wrong[1, 2, 20] = bad
+        assert _directly(p, q, wrong, 0.1) is None
 
 
 def test_zeros_may_have_a_sign_and_tensors_the_negative_bit() -> None:
