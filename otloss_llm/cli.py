@@ -70,8 +70,10 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {text} Take smaller batches (with --gradient_accumulation_steps) or blocks."
     if isinstance(error, ImportError):
-        from_extra = error.name in ("transformers", "accelerate", "tqdm", "tokenizers", "safetensors")
-        return text + (' (pip install "otloss[llm]")' if from_extra else "")
+        package = (error.name or "").partition(".")[0]
+        if package in ("transformers", "accelerate", "tqdm", "tokenizers", "safetensors"):
+            return f'the command needs {package}: pip install "otloss[llm]"'
+        return text
     if type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "huggingface_hub", "requests"):
         return f"the Hugging Face hub could not be used: {type(error).__name__}: {text}"
     return text if isinstance(error, ValueError | TypeError | OSError) else None

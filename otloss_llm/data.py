@@ -50,8 +50,11 @@ def train_bpe_tokenizer(
     >>> tokenizer.tokenize("slow"), tokenizer.decode(tokenizer("naïve 6²")["input_ids"])
     (['s', 'low'], 'naïve 6²')
     """
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ImportError(f'train_bpe_tokenizer needs {error.name}: pip install "otloss[llm]"') from error
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 1:

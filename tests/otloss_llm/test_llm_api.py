@@ -85,6 +85,28 @@ for name in ("ObjectiveTrainer", "ObjectiveMixin"):
         assert line == f'{name} needs transformers: pip install "otloss[llm]"'
 
 
+def test_what_else_needs_the_extra_names_it() -> None:
+    out = run(
+        WITHOUT_TRANSFORMERS
+        + """
+from contextlib import redirect_stderr
+from otloss_llm.cli import main
+from otloss_llm.data import train_bpe_tokenizer
+try:
+    train_bpe_tokenizer(["text"], 300)
+except ImportError as error:
+    print(error)
+with redirect_stderr(sys.stdout):
+    print(main(["train"]))
+print(main(["--help"]), main(["--version"]))
+"""
+    )
+    lines = out.splitlines()
+    assert lines[0] == 'train_bpe_tokenizer needs tokenizers: pip install "otloss[llm]"'
+    assert lines[1:3] == ['otloss-llm: error: the command needs transformers: pip install "otloss[llm]"', "2"]
+    assert lines[-1] == "0 0"
+
+
 # ---- a module in place of its weight -----------------------------------------------------------------------------
 
 HIDDEN, LOGITS, LABELS = torch.randn(2, 3), torch.randn(2, 7), torch.tensor([1, 2])
