@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import tomllib
 import types
 import warnings
 from pathlib import Path
@@ -66,3 +67,22 @@ def test_a_block_runs(
 def test_a_link_leads_somewhere(link: str) -> None:
     """To a file of the repository: pyproject.toml turns these into addresses for a package index."""
     assert link.startswith("https://") or (ROOT / link).is_file()
+
+
+def test_a_package_index_gets_absolute_links() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    text = README
+    for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
+        text = re.sub(change["pattern"], change["replacement"], text)
+    links = re.findall(r"\]\(([^)\s]+)\)", text)
+    assert len(links) == len(LINKS)
+    assert [link for link in links if not link.startswith("https://")] == []
+    home = project["project"]["urls"]["Homepage"]
+    assert (
+        f"![The demo: what each objective trades, and how far predictions miss]({home}".replace(
+            "https://github.com", "https://raw.githubusercontent.com"
+        )
+        in text
+    )
+    assert f"({home}/blob/main/docs/solvers.md)" in text
+    assert home in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
