@@ -1,4 +1,4 @@
-"""Exact transport between histograms, and the only door to POT's network simplex.
+"""Exact transport between histograms.
 
     emd(p, q, C) = min <C, P>  over  P >= 0,  P 1 = p,  P^T 1 = q
                  = max f.p + g.q  over  f_i + g_j <= C_ij
@@ -14,13 +14,12 @@ and which is feasible whatever the solver returned. So `<C, P> - (f.p + g.q)` ce
 Where the optimum is degenerate (a proper part of p's mass equals a part of q's, as in assignment problems), potentials
 are not unique and the value has a kink in the weights: the gradient is one of its subgradients.
 
-Routes: a `LineCost` of power >= 1 has a closed form (`wasserstein_1d`). All else goes to the compiled network simplex
-of `_kernels.exact`, one problem per thread; where compiled kernels may not run, POT solves the problems in turn.
+A `LineCost` of power >= 1 has a closed form (`wasserstein_1d`). All else is solved by the network simplex of
+`_kernels.exact`, one problem per thread.
 """
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,7 +31,6 @@ from torch import Tensor
 from otloss._autograd import eager, once_only
 from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_potentials
 from otloss._histograms import HistogramPair, histogram_pair
-from otloss._kernels import may_run_on
 from otloss._kernels.problems import FlatProblems, owners_of, solve_compiled
 from otloss._onedim import wasserstein_1d
 from otloss.costs import Cost, LineCost, as_cost
@@ -127,7 +125,7 @@ def solve_exact(
     Args:
         p, q, matrix: as for `emd`; their leading axes broadcast.
         start: potentials (f, g) of similar problems, with axes that broadcast likewise. They save pivots and change no
-            value; POT, where it stands in, goes without.
+            value.
 
     Raises:
         ValueError: if `start` holds a NaN or an infinity.
@@ -137,11 +135,7 @@ def solve_exact(
     if start is not None:
         check_potentials(start, (p.shape[-1], q.shape[-1]), batch)
     work = FlatProblems.of(p, q, matrix, batch=batch, g=None if start is None else start[1])
-    if may_run_on(work.matrices):
-        solve_compiled(work, most=_MAX_PIVOTS)
-    else:
-        for k in range(batch.numel()):
-            _solve_by_pot(work, k)
+    solve_compiled(work, most=_MAX_PIVOTS)
     _check_ends(work, batch)
     n, m = matrix.shape[-2:]
     return ExactSolution(
@@ -267,47 +261,6 @@ def _by_cost(upstream: Tensor, solution: ExactSolution, like: Tensor) -> Tensor:
     flat = torch.zeros(like.numel(), dtype=like.dtype if alone else torch.float64, device="cpu")
     flat.index_add_(0, cells.flatten(), amounts.flatten().to(flat.dtype))
     return flat.reshape(like.shape).to(like)
-
-
-def _solve_by_pot(work: FlatProblems, k: int) -> None:
-    """The slow twin of the compiled solver: POT on the bins with mass of problem k."""
-    p, q, matrix = (t.numpy() for t in (work.p[k], work.q[k], work.matrices[work.owners[k]].double()))
-    f, g, cells, flows = (t[k].numpy() for t in (work.f, work.g, work.cells, work.flows))
-    cells[:], flows[:] = 0, 0.0
-    rows, columns = np.flatnonzero(p), np.flatnonzero(q)
-    if rows.size == 0:
-        # Without mass there is no plan and f_i + g_j <= C_ij is all that is left: the first grain pays its row's least.
-        f[:], g[:] = matrix.min(axis=1), 0.0
-        work.ends[k] = 0.0
-        return
-    mass, block = p.sum(), matrix[np.ix_(rows, columns)]
-    a, b = p[rows] / mass, q[columns] / q.sum()
-    plan, g_block, pivots = _plan_by_pot(a, b, block)
-    f_block = (block - g_block).min(axis=1)
-    g_block = (block - f_block[:, None]).min(axis=0)
-    f[:] = (matrix[:, columns] - g_block).min(axis=1)
-    g[:] = (matrix[rows] - f_block[:, None]).min(axis=0)
-    at_rows, at_columns = np.nonzero(plan)
-    cells[:, : at_rows.size] = rows[at_rows], columns[at_columns]
-    flows[: at_rows.size] = plan[at_rows, at_columns] * mass
-    value = float((block * plan).sum())
-    gap = value - float(f_block @ a + g_block @ b)
-    work.ends[k] = torch.tensor([value * mass, gap * mass, np.abs(block).max() * mass, pivots], device="cpu")
-
-
-def _plan_by_pot(a: np.ndarray, b: np.ndarray, block: np.ndarray) -> tuple[np.ndarray, np.ndarray, int]:
-    """Return an optimal plan between positive weights of sum one, column potentials, and -1 for too many pivots."""
-    if a.size == 1 or b.size == 1:
-        # The only plan there is; every column (or the one) is paired with the first row.
-        return np.outer(a, b), block[0].copy() if a.size == 1 else np.zeros(1), 0
-    from ot.lp import emd as solve  # POT takes a second to import
-
-    scale = float(np.abs(block).max()) or 1.0
-    with warnings.catch_warnings():
-        # The outcome is read from the log, and checked by its duality gap.
-        warnings.simplefilter("ignore")
-        plan, log = solve(a, b, np.ascontiguousarray(block / scale), numItermax=_MAX_PIVOTS, log=True)
-    return plan, scale * log["v"], 0 if log["warning"] is None else -1
 
 
 def _name(problem: int, batch: torch.Size) -> str:

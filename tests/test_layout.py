@@ -1,4 +1,4 @@
-"""The layout: public names, floors between modules, sizes and names of files."""
+"""The layout: public names, layers of modules, names of files."""
 
 from __future__ import annotations
 
@@ -47,20 +47,18 @@ def test_importing_the_losses_imports_no_compiler() -> None:
     assert done.stdout.strip() == "[]"
 
 
-@pytest.mark.parametrize("path", FILES, ids=str)
-def test_files_are_short_and_named_by_what_they_do(path: Path) -> None:
-    text = (ROOT / path).read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= 350
-    assert path.stem.strip("_") not in {"utils", "util", "common", "helpers", "helper", "misc"}
-    assert ast.get_docstring(ast.parse(text)), "a module says what it is"
+def test_files_are_named_by_what_they_do() -> None:
+    for path in FILES:
+        assert path.stem.strip("_") not in {"utils", "util", "common", "helpers", "helper", "misc"}, path
+        assert ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))), f"{path} has no docstring"
 
 
 # ---- floors ------------------------------------------------------------------------------------------------------
 
 PLANTED = {
     "a package above": ("otloss/costs/_cost.py", "import otloss_llm"),
-    "POT by another door": ("otloss/_bounds.py", "import ot"),
-    "Triton by another door": ("otloss_llm/kernels/logits.py", "import triton"),
+    "POT": ("otloss/_bounds.py", "import ot"),
+    "Triton outside of its adapter": ("otloss_llm/kernels/logits.py", "import triton"),
     "a sibling of otloss": ("otloss/_onedim.py", "import otloss._exact"),
     "a sibling of otloss_llm": ("otloss_llm/loading.py", "import otloss_llm.runs"),
     "a floor above": ("otloss_llm/objectives.py", "import otloss_llm.trainer"),

@@ -1,18 +1,18 @@
-"""How kernels are compiled, on how many threads they run, and the exponential that compilers can vectorise."""
+"""How kernels are compiled, and elementary functions that compilers can vectorise."""
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import gc
+import logging
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
-import torch
 from llvmlite import ir
 from numba import njit, types
+from numba.core import event
 from numba.extending import intrinsic, overload
 
 F32, F64 = np.float32, np.float64
@@ -35,13 +35,18 @@ L3, L5, L7, L9, L11 = F64(1 / 3), F64(1 / 5), F64(1 / 7), F64(1 / 9), F64(1 / 11
 L13, L15, L17, L19 = F64(1 / 13), F64(1 / 15), F64(1 / 17), F64(1 / 19)
 
 
+_log = logging.getLogger("otloss")
+
+
 def compiled(**options: Any) -> Callable[[Any], Any]:
-    """`numba.njit` with the options of this library: compiled on first use, kept on disk where that may be written to.
+    """`numba.njit` with the options of this library: compiled at the first call for each dtype, and kept on disk.
 
     Floating-point sums are not reordered unless the caller asks for it (`fastmath=`); NaN and infinity keep their
     meaning always.
     """
-    chosen: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy", "nogil": True, **options}
+    chosen: dict[str, Any] = {
+        "fastmath": {"contract", "nsz"}, "error_model": "numpy", "nogil": True, "no_cfunc_wrapper": True, **options,
+    }  # fmt: skip
 
     def decorate(function: Any) -> Any:
         try:
@@ -56,13 +61,68 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
     return decorate
 
 
+class _Notice(event.Listener):
+    """Logs one line where a kernel of this library is about to be compiled, for the call looks hung meanwhile.
+
+    Python's garbage collector rests until the kernel is there: it goes through all objects of torch again and again
+    while numba makes new ones, a quarter of the time.
+    """
+
+    def __init__(self) -> None:
+        self._depth, self._collects, self._start = 0, False, 0.0
+
+    def on_start(self, found: Any) -> None:
+        self._depth += self._depth > 0 or _is_ours(found.data["dispatcher"])
+        if self._depth != 1:
+            return
+        dispatcher, arguments = found.data["dispatcher"], found.data["args"]
+        folder = dispatcher.stats.cache_path
+        kept = (
+            f"kept in {folder}"
+            if folder
+            else (
+                "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR to one that can"
+            )
+        )
+        _log.warning(
+            "compiling the CPU kernel %s%s: some seconds, once; %s", _name(dispatcher), _dtypes(arguments), kept
+        )
+        self._collects, self._start = gc.isenabled(), time.perf_counter()
+        gc.disable()
+
+    def on_end(self, found: Any) -> None:
+        if self._depth == 1:
+            if self._collects:
+                gc.enable()
+            seconds = time.perf_counter() - self._start
+            _log.info("compiled the CPU kernel %s in %.1f s", _name(found.data["dispatcher"]), seconds)
+        self._depth -= self._depth > 0
+
+
+def _is_ours(dispatcher: Any) -> bool:
+    return dispatcher.py_func.__module__.startswith("otloss")
+
+
+def _name(dispatcher: Any) -> str:
+    return f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__name__}"
+
+
+def _dtypes(arguments: Any) -> str:
+    """The widths of floats among the arrays, the first of the two ways a kernel differs by its arguments."""
+    found = sorted({str(a.dtype) for a in arguments if isinstance(a, types.Array) and isinstance(a.dtype, types.Float)})
+    return f" for {' and '.join(found)}" if found else ""
+
+
+event.register("numba:compile", _Notice())
+
+
 def inner(**options: Any) -> Callable[[Any], Any]:
     """`numba.njit` for a function that other kernels call: neither kept by itself, nor to be called from Python.
 
     Without the wrappers for Python it compiles in half the time.
     """
     chosen: dict[str, Any] = {"fastmath": {"contract", "nsz"}, "error_model": "numpy", **options}
-    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **chosen)  # type: ignore[no-any-return]
+    return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **chosen)
 
 
 # For the one place that calls a large function: its body is compiled as a part of the caller's, with its options, where
@@ -192,22 +252,3 @@ def _largest_of_its_width(scores: Any, count: Any) -> Any:
         return float64_of_bits(top ^ ((top >> np.int64(63)) & np.int64(2**63 - 1)))
 
     return narrow if scores.dtype == types.float32 else wide
-
-
-_ONE_AT_A_TIME = threading.Lock()
-
-
-@contextmanager
-def as_many_threads_as_torch() -> Iterator[None]:
-    """Hold numba to torch's number of threads for a parallel kernel, one kernel at a time, and restore both."""
-    # numba's layer of last resort ends the process when two threads are in it, and the number of threads is shared.
-    with _ONE_AT_A_TIME:
-        # torch and numba share one OpenMP, whose number of threads each of them sets: numba when it starts its own.
-        of_torch, of_numba = torch.get_num_threads(), numba.get_num_threads()
-        numba.set_num_threads(max(1, min(of_torch, numba.config.NUMBA_NUM_THREADS)))
-        try:
-            yield
-        finally:
-            numba.set_num_threads(of_numba)
-            if torch.get_num_threads() != of_torch:
-                torch.set_num_threads(of_torch)

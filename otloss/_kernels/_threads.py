@@ -41,20 +41,19 @@ def run_on_threads(
     scratch: Callable[[], Sequence[Any]] = tuple,
     *,
     one_thread: bool = False,
-) -> None:
-    """Call `kernel(counter, *arguments, *scratch())` on as many threads as torch uses, or on this one alone.
+) -> list[Any]:
+    """Return what `kernel(counter, *arguments, *scratch())` returns on each of as many threads as torch uses.
 
     The kernel does task `next_task(counter)` until that number reaches its number of tasks. Each thread gets its own
-    `scratch()`. In a forked process, such as a worker of a DataLoader, there is one thread.
+    `scratch()`. Only the calling thread works with `one_thread`, and in a forked process (a worker of a DataLoader).
     """
     if tasks == 0:
-        return
+        return []
     threads = 1 if one_thread or _is_forked else min(torch.get_num_threads(), tasks)
     counter = np.zeros(1, np.int64)
     others = [_executor().submit(kernel, counter, *arguments, *scratch()) for _ in range(threads - 1)]
-    kernel(counter, *arguments, *scratch())
-    for other in others:
-        other.result()
+    own = kernel(counter, *arguments, *scratch())
+    return [own, *(other.result() for other in others)]
 
 
 def _executor() -> ThreadPoolExecutor:

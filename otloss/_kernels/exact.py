@@ -19,9 +19,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from otloss._kernels._compile import bits_of_float64, compiled
+from otloss._kernels._compile import bits_of_float64, compiled, inner, spliced
+from otloss._kernels._threads import next_task
 from otloss._kernels.simplex import (
     ORDER,
     PARENT,
@@ -39,100 +39,147 @@ from otloss._kernels.simplex import (
 
 UNITS = 2.0**61
 NONE = -1
+# Rows of the scratch arrays of a thread.
+LEFT, FLOW, HINT, ROWS, COLUMNS, SEQUENCE = range(6)
+POTENTIAL, NEAR, PRICE_P, PRICE_Q, MASS_P, MASS_Q = range(6)
+# What is written per problem.
+VALUE, GAP, SCALE, PIVOTS = range(4)
 
 
-@compiled()
-def _whole_masses(p: Any, q: Any, left: Any) -> None:
+def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
+    """Return what a thread works in: (whole numbers, numbers, tree, costs). Pages that are not used are not touched."""
+    return (
+        np.empty((6, n + m), np.int64),
+        np.empty((6, n + m)),
+        np.empty((5, n + m), np.int32),
+        np.empty((n, m), dtype),
+    )
+
+
+@inner()
+def _occupied(weights: Any, places: Any, held: Any) -> int:
+    """Write the places of bins with mass, and their masses; return how many they are."""
+    count = 0
+    for k in range(weights.shape[0]):
+        if weights[k] > 0:
+            places[count], held[count] = k, weights[k]
+            count += 1
+    return count
+
+
+@inner()
+def _sum(values: Any, count: int) -> float:
+    total = 0.0
+    for k in range(count):
+        total += values[k]
+    return total
+
+
+@inner()
+def _whole_masses(p: Any, q: Any, n: int, m: int, left: Any) -> None:
     """Write the masses as whole numbers of units, balanced at the heaviest bin of q."""
-    n, m = p.size, q.size
     step = 1
     while step <= n:
         step *= 2
-    units, mass_p, mass_q = UNITS / step, p.sum(), q.sum()
-    total = 0
+    units, mass_p, mass_q = UNITS / step, _sum(p, n), _sum(q, m)
+    total, heaviest = 0, 0
     for i in range(n):
         left[i] = int(p[i] / mass_p * units) * step + 1
         total += left[i]
-    heaviest = 0
     for j in range(m):
-        left[n + j] = max(int(q[j] / mass_q * units), 1) * step
+        whole = int(q[j] / mass_q * units)
+        left[n + j] = (whole if whole > 1 else 1) * step
         total -= left[n + j]
         if q[j] > q[heaviest]:
             heaviest = j
     left[n + heaviest] += total
 
 
-@compiled(fastmath=VECTOR)
-def _nearest(near: Any, mask: int) -> Any:
+@inner(fastmath=VECTOR)
+def _nearest(near: Any, mask: int, count: int) -> Any:
     """The place of the smallest of numbers >= 0."""
     key = np.int64(0x7FFFFFFFFFFFFFFF)
-    for v in range(near.size):
-        key = min(key, (bits_of_float64(near[v]) & ~mask) | v)
+    for v in range(count):
+        at = (bits_of_float64(near[v]) & ~mask) | v
+        key = at if at < key else key
     return key & mask
 
 
-@compiled(fastmath=VECTOR)
-def _approach(near: Any, hint: Any, row: Any, price: Any, by: float, node: int) -> None:
-    """Offer `node` to all bins of a side at row - by - price."""
-    for j in range(near.size):
-        away = max(row[j] - by - price[j], 0.0)
-        closer = away < near[j]
-        near[j] = away if closer else near[j]
-        hint[j] = node if closer else hint[j]
+@inner()
+def _shortest_tree(cost: Any, f: Any, g: Any, n: int, m: int, near: Any, hint: Any, order: Any) -> None:
+    """Prim's shortest spanning tree by reduced costs: nodes in the order they enter, and the node each enters by.
 
-
-@compiled()
-def _shortest_tree(cost: Any, f: Any, g: Any, hint: Any, order: Any) -> None:
-    """Prim's shortest spanning tree by reduced costs: nodes as they come in, and the node each comes in by."""
-    n, m = cost.shape
+    f and g are overwritten: bins that are in the tree get the price -inf, so that nothing comes nearer to them.
+    """
     mask = place_mask(n + m)
-    near = np.full(n + m, np.inf)
-    # Bins that are in get the price -inf: nothing comes nearer to them.
-    f_out, g_out = f.copy(), g.copy()
+    for k in range(n + m):
+        near[k] = np.inf
     v = 0
     hint[0] = NONE
     for t in range(n + m):
-        if t:
-            v = _nearest(near, mask)
+        if t > 0:
+            v = _nearest(near, mask, n + m)
         order[t] = v
         near[v] = np.inf
         if v < n:
-            f_out[v] = -np.inf
-            _approach(near[n:], hint[n:], cost[v], g_out, f[v], v)
+            by, row = f[v], cost[v]
+            f[v] = -np.inf
+            for j in range(m):
+                away = row[j] - by - g[j]
+                away = away if away > 0 else 0.0
+                if away < near[n + j]:
+                    near[n + j], hint[n + j] = away, v
         else:
-            g_out[v - n] = -np.inf
-            _approach(near[:n], hint[:n], cost[:, v - n], f_out, g[v - n], v)
+            by = g[v - n]
+            g[v - n] = -np.inf
+            for i in range(n):
+                away = cost[i, v - n] - by - f[i]
+                away = away if away > 0 else 0.0
+                if away < near[i]:
+                    near[i], hint[i] = away, v
 
 
-@compiled()
-def _cheapest(cost: Any, f_open: Any, g_open: Any, v: int, base: float) -> int:
+@inner()
+def _cheapest(cost: Any, f_open: Any, g_open: Any, n: int, m: int, v: int, base: float) -> int:
     """The open node that v ships to at the least reduced cost."""
-    n, m = cost.shape
     if v < n:
         mask = place_mask(m)
-        return n + (best_key(cost[v], g_open, base, mask) & mask)
-    mask = place_mask(n)
-    return best_key(cost[:, v - n], f_open, base, mask) & mask
+        return n + (best_key(cost[v], g_open, base, mask, m) & mask)
+    best, place = -np.inf, 0
+    for i in range(n):
+        gain = f_open[i] - cost[i, v - n]
+        if gain > best:
+            best, place = gain, i
+    return place
 
 
-@compiled()
-def _ship(cost: Any, left: Any, f_open: Any, g_open: Any, hint: Any, order: Any, tree: Any, flow: Any) -> None:
-    """Empty the nodes from the end of `order`, first to the node in `hint`, then to the cheapest; build the tree."""
-    n, m = cost.shape
+@spliced
+def _ship(
+    cost: Any, left: Any, f_open: Any, g_open: Any, n: int, m: int, hint: Any, order: Any, last: int, tree: Any,
+    flow: Any,
+) -> None:  # fmt: skip
+    """Empty the nodes order[last], order[last - 1], ..., first to the node in `hint`, then to the cheapest."""
     # So large that open bins have positive keys, whatever their price. Closed ones get the price -inf.
-    prices = max(largest(f_open.reshape(1, n)), largest(g_open.reshape(1, m)))
-    base = 2 * (largest(cost) + prices) or 1.0
-    closed, done, t = tree[SPARE], 0, order.size
+    prices = 0.0
+    for i in range(n):
+        prices = abs(f_open[i]) if abs(f_open[i]) > prices else prices
+    for j in range(m):
+        prices = abs(g_open[j]) if abs(g_open[j]) > prices else prices
+    base = 2 * (largest(cost, n, m) + prices)
+    base = base if base > 0 else 1.0
+    parent, closed, done, t = tree[PARENT], tree[SPARE], 0, last
     other = 0
     while done < n + m - 1:
-        t -= 1
         v = order[t]
+        t -= 1
         while left[v] > 0 and done < n + m - 1:
             w = hint[v]
             if w == NONE or left[w] == 0:
-                w = _cheapest(cost, f_open, g_open, v, base)
-            leaf, other = (v, w) if left[v] <= left[w] else (w, v)
-            tree[PARENT, leaf], flow[leaf] = other, left[leaf]
+                w = _cheapest(cost, f_open, g_open, n, m, v, base)
+            leaf, other = v, w
+            if left[v] > left[w]:
+                leaf, other = w, v
+            parent[leaf], flow[leaf] = other, left[leaf]
             left[other] -= left[leaf]
             left[leaf] = 0
             if leaf < n:
@@ -141,127 +188,171 @@ def _ship(cost: Any, left: Any, f_open: Any, g_open: Any, hint: Any, order: Any,
                 g_open[leaf - n] = -np.inf
             closed[done] = leaf
             done += 1
-    closed[done], tree[PARENT, other] = other, other
-    number(tree)
+    closed[done], parent[other] = other, other
+    number(tree, n + m)
 
 
-@compiled()
-def _start(cost: Any, left: Any, columns: Any, given: Any, tree: Any, flow: Any) -> None:
-    """A first tree, from potentials of q's bins or from nothing."""
-    n, m = cost.shape
-    hint = np.full(n + m, NONE)
-    f, g = np.zeros(n), np.full(m, np.inf)
-    if given.size == 0:
-        for i in range(n):
-            lower(g, cost[i], 0.0)
-        _ship(cost, left, f, g, hint, np.arange(n), tree, flow)
-        return
-    for j in range(m):
-        g[j] = given[columns[j]]
+@inner()
+def _prices(cost: Any, n: int, m: int, f: Any, g: Any) -> None:
+    """Potentials of the greedy plan without a start: 0, and the least cost of each column."""
     for i in range(n):
-        f[i] = least(cost[i], g)
-    order = np.empty(n + m, np.int64)
-    _shortest_tree(cost, f, g, hint, order)
-    _ship(cost, left, f, g, hint, order, tree, flow)
+        f[i] = 0.0
+    for j in range(m):
+        g[j] = np.inf
+    for i in range(n):
+        lower(g, cost[i], 0.0, m)
 
 
-@compiled()
-def _flows(tree: Any, p: Any, q: Any, excess: Any) -> None:
-    """Turn `excess` into the real mass on the edge above each node, summed up from the leaves."""
-    n = p.size
-    excess[:n] = p
-    excess[n:] = -q
-    for t in range(excess.size - 1, 0, -1):
-        v = tree[ORDER, t]
-        excess[tree[PARENT, v]] += excess[v]
-        # Flows of nearly nothing may come out negative: the search worked with rounded masses.
-        excess[v] = max(excess[v] if v < n else -excess[v], 0.0)
-
-
-@compiled()
-def _extend(matrix: Any, rows: Any, columns: Any, g: Any, f_all: Any, g_all: Any) -> None:
+@inner()
+def _extend(matrix: Any, rows: Any, columns: Any, n: int, m: int, g: Any, price: Any, f_all: Any, g_all: Any) -> None:
     """Feasible potentials of all bins by c-transforms over the bins with mass, from potentials g of those."""
-    g_all[:] = -np.inf
-    for j in range(columns.size):
+    width = g_all.shape[0]
+    for j in range(width):
+        g_all[j], price[j] = -np.inf, -np.inf
+    for j in range(m):
         g_all[columns[j]] = g[j]
-    for i in rows:
-        f_all[i] = least(matrix[i], g_all)
-    price = np.full(g_all.size, -np.inf)
-    g_all[:] = np.inf
-    for i in rows:
-        lower(g_all, matrix[i], f_all[i])
-    for j in columns:
-        price[j] = g_all[j]
-    if rows.size < f_all.size:
-        occupied = np.zeros(f_all.size, np.bool_)
-        occupied[rows] = True
-        for i in range(f_all.size):
-            if not occupied[i]:
-                f_all[i] = least(matrix[i], price)
+    for i in range(n):
+        f_all[rows[i]] = least(matrix[rows[i]], g_all, width)
+    for j in range(width):
+        g_all[j] = np.inf
+    for i in range(n):
+        lower(g_all, matrix[rows[i]], f_all[rows[i]], width)
+    for j in range(m):
+        price[columns[j]] = g_all[columns[j]]
+    at = 0
+    for i in range(f_all.shape[0]):
+        if at < n and rows[at] == i:
+            at += 1
+        else:
+            f_all[i] = least(matrix[i], price, width)
 
 
-@compiled()
-def _solve(
-    p: Any, q: Any, matrix: Any, start: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, end: Any
-) -> None:
-    """Solve one problem, as `solve_in_turn` says."""
-    rows, columns = np.flatnonzero(p), np.flatnonzero(q)
-    n, m = rows.size, columns.size
-    cells[:], flows[:] = 0, 0.0
+@spliced
+def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> tuple[int, int]:
+    """Write places, masses (of one sum) and costs of the bins with mass; return how many they are."""
+    rows, columns, a, b = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q]
+    n, m = _occupied(p, rows, a), _occupied(q, columns, b)
     if n == 0 or m == 0:
-        # Without mass f_i + g_j <= C_ij is all that is left: the first grain pays the least of its row.
-        g[:] = 0.0
-        for i in range(p.size):
-            f[i] = least(matrix[i], g)
-        end[:] = 0.0
-        return
-    a, b, cost = p, q, matrix
-    if n < p.size or m < q.size:
-        a, b, cost = p[rows], q[columns], np.empty((n, m), matrix.dtype)
+        return 0, 0
+    scale = _sum(a, n) / _sum(b, m)
+    for j in range(m):
+        b[j] *= scale
+    if n < p.shape[0] or m < q.shape[0]:
         for i in range(n):
+            source, target = matrix[rows[i]], block[i]
             for j in range(m):
-                cost[i, j] = matrix[rows[i], columns[j]]
-    mass = a.sum()
-    b = b * (mass / b.sum())
-    left, flow = np.empty(n + m, np.int64), np.empty(n + m, np.int64)
-    tree, potential = np.empty((5, n + m), np.int32), np.empty(n + m)
-    _whole_masses(a, b, left)
-    _start(cost, left, columns, start, tree, flow)
-    refresh(cost, tree, potential)
-    pivots = search(cost, tree, flow, potential, most)
-    _extend(matrix, rows, columns, potential[n:], f, g)
+                target[j] = source[columns[j]]
+    _whole_masses(a, b, n, m, whole[LEFT])
+    hint = whole[HINT]
+    for k in range(n + m):
+        hint[k] = NONE
+    return n, m
+
+
+@inner()
+def _without_mass(matrix: Any, f: Any, g: Any, cells: Any, flows: Any, ends: Any) -> None:
+    # f_i + g_j <= C_ij is the only condition left: the derivative in p_i is the least cost of its row.
+    for j in range(g.shape[0]):
+        g[j] = 0.0
+    for i in range(f.shape[0]):
+        f[i] = least(matrix[i], g, g.shape[0])
+    for t in range(flows.shape[0]):
+        cells[0, t], cells[1, t], flows[t] = 0, 0, 0.0
+    for k in range(4):
+        ends[k] = 0.0
+
+
+@spliced
+def _finish(
+    matrix: Any, cost: Any, n: int, m: int, most: int, whole: Any, real: Any, tree: Any, f: Any, g: Any, cells: Any,
+    flows: Any, ends: Any,
+) -> None:  # fmt: skip
+    """Search from the tree, and write the answer."""
+    rows, columns, a, b, potential = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q], real[POTENTIAL]
+    parent, order = tree[PARENT], tree[ORDER]
+    refresh(cost, tree, potential, n, m)
+    pivots = search(cost, tree, whole[FLOW], potential, n, m, most)
+    _extend(matrix, rows, columns, n, m, potential[n:], real[PRICE_Q], f, g)
     dual = 0.0
     for i in range(n):
         dual += a[i] * f[rows[i]]
     for j in range(m):
         dual += b[j] * g[columns[j]]
-    _flows(tree, a, b, potential)
+    # The real mass on the edge above each node, summed up from the leaves.
+    excess = potential
+    for i in range(n):
+        excess[i] = a[i]
+    for j in range(m):
+        excess[n + j] = -b[j]
     value = 0.0
-    for t in range(1, n + m):
-        v = tree[ORDER, t]
-        i, j = (v, tree[PARENT, v] - n) if v < n else (tree[PARENT, v], v - n)
-        cells[0, t - 1], cells[1, t - 1], flows[t - 1] = rows[i], columns[j], potential[v]
-        value += potential[v] * cost[i, j]
-    end[0], end[1], end[2], end[3] = value, value - dual, largest(cost) * mass, pivots
+    for t in range(n + m - 1, 0, -1):
+        v = order[t]
+        up = parent[v]
+        excess[up] += excess[v]
+        i, j = (v, up - n) if v < n else (up, v - n)
+        # Flows of nearly nothing may come out negative: the search worked with rounded masses.
+        moved = excess[v] if v < n else -excess[v]
+        moved = moved if moved > 0 else 0.0
+        cells[0, t - 1], cells[1, t - 1], flows[t - 1] = rows[i], columns[j], moved
+        value += moved * cost[i, j]
+    for t in range(n + m - 1, flows.shape[0]):
+        cells[0, t], cells[1, t], flows[t] = 0, 0, 0.0
+    ends[VALUE], ends[GAP], ends[SCALE], ends[PIVOTS] = value, value - dual, largest(cost, n, m) * _sum(a, n), pivots
 
 
 @compiled()
-def solve_in_turn(
-    p: Any, q: Any, matrices: Any, owners: Any, start: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, ends: Any
-) -> None:
-    """Solve all problems on this thread: p (B, n), q (B, m), matrices (K, n, m) of which problem k uses owners[k].
+def solve_problems(
+    counter: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any, flows: Any,
+    ends: Any, whole: Any, real: Any, tree: Any, block: Any,
+) -> None:  # fmt: skip
+    """Solve problem k: p[k] (n), q[k] (m), matrices[owners[k]] (n, m).
 
-    `start` (B, m) holds potentials of q's bins to start from, or (B, 0) nothing. Fills f, g, cells (B, 2, n + m - 1),
-    flows, and `ends` (B, 4): value, duality gap, the scale the gap is to be judged by, pivots (-1: more than `most`).
+    Fills f, g, cells (B, 2, n + m - 1), flows, and `ends` (B, 4): value, duality gap, the scale the gap is to be judged
+    by, pivots (-1: more than `most`).
     """
-    for k in range(p.shape[0]):
-        _solve(p[k], q[k], matrices[owners[k]], start[k], most, f[k], g[k], cells[k], flows[k], ends[k])
+    sequence, prices_p, prices_q = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q]
+    while True:
+        k = next_task(counter)
+        if k >= p.shape[0]:
+            return
+        matrix = matrices[owners[k]]
+        n, m = _prepare(p[k], q[k], matrix, whole, real, block)
+        if n == 0:
+            _without_mass(matrix, f[k], g[k], cells[k], flows[k], ends[k])
+            continue
+        cost = matrix if n == p.shape[1] and m == q.shape[1] else block
+        _prices(cost, n, m, prices_p, prices_q)
+        for i in range(n):
+            sequence[i] = i
+        _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n - 1, tree, whole[FLOW])
+        _finish(matrix, cost, n, m, most, whole, real, tree, f[k], g[k], cells[k], flows[k], ends[k])
 
 
-@compiled(parallel=True)
-def solve_at_once(
-    p: Any, q: Any, matrices: Any, owners: Any, start: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, ends: Any
-) -> None:
-    """`solve_in_turn`, on all threads."""
-    for k in prange(p.shape[0]):
-        _solve(p[k], q[k], matrices[owners[k]], start[k], most, f[k], g[k], cells[k], flows[k], ends[k])
+@compiled()
+def solve_problems_from(
+    counter: Any, start: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any,
+    flows: Any, ends: Any, whole: Any, real: Any, tree: Any, block: Any,
+) -> None:  # fmt: skip
+    """As `solve_problems`, from potentials `start` (B, m) of q's bins."""
+    sequence, prices_p, prices_q, columns = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q], whole[COLUMNS]
+    open_p, open_q = real[POTENTIAL], real[NEAR]
+    while True:
+        k = next_task(counter)
+        if k >= p.shape[0]:
+            return
+        matrix = matrices[owners[k]]
+        n, m = _prepare(p[k], q[k], matrix, whole, real, block)
+        if n == 0:
+            _without_mass(matrix, f[k], g[k], cells[k], flows[k], ends[k])
+            continue
+        cost = matrix if n == p.shape[1] and m == q.shape[1] else block
+        for j in range(m):
+            prices_q[j] = start[k, columns[j]]
+        for i in range(n):
+            prices_p[i] = least(cost[i], prices_q, m)
+            open_p[i] = prices_p[i]
+        _shortest_tree(cost, open_p, prices_q, n, m, open_q, whole[HINT], sequence)
+        for j in range(m):
+            prices_q[j] = start[k, columns[j]]
+        _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n + m - 1, tree, whole[FLOW])
+        _finish(matrix, cost, n, m, most, whole, real, tree, f[k], g[k], cells[k], flows[k], ends[k])

@@ -14,13 +14,13 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from otloss._kernels._compile import compiled
+from otloss._kernels._compile import compiled, inner
+from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import balance
 
 
-@compiled()
+@inner()
 def price(difference: float, order: float) -> float:
     if order == 1.0:
         return abs(difference)
@@ -29,7 +29,7 @@ def price(difference: float, order: float) -> float:
     return abs(difference) ** order
 
 
-@compiled()
+@inner()
 def slope(difference: float, order: float) -> float:
     if order == 2.0:
         return 2.0 * difference
@@ -39,30 +39,30 @@ def slope(difference: float, order: float) -> float:
     return sign * order * abs(difference) ** (order - 1.0)
 
 
-@compiled()
+@inner()
 def share_of(problems: int, thread: int, threads: int) -> tuple[int, int]:
     return problems * thread // threads, problems * (thread + 1) // threads
 
 
-@compiled()
+@inner()
 def row_of(operand: Any, row: int) -> Any:
     return operand[row if operand.shape[0] > 1 else 0]
 
 
-@compiled()
+@inner()
 def put(values: Any, factor: float, target: Any, row: int) -> None:
     if target.shape[0] > 0:
         for k in range(target.shape[1]):
             target[row, k] = values[k] * factor
 
 
-@compiled()
+@inner()
 def _gaps(x: Any, order: Any, gaps: Any) -> None:
     for k in range(gaps.shape[0]):
         gaps[k] = np.float64(x[order[k + 1]]) - np.float64(x[order[k]])
 
 
-@compiled()
+@inner()
 def _cdf_value(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float) -> float:
     scale_p, scale_q = scales
     apart, total = 0.0, 0.0
@@ -73,7 +73,7 @@ def _cdf_value(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float)
     return total
 
 
-@compiled()
+@inner()
 def _cdf_values(problem: Any, settings: Any, values: Any, scales: Any, share: Any) -> None:
     p, q, x, order = problem
     power, tolerance = settings
@@ -86,14 +86,17 @@ def _cdf_values(problem: Any, settings: Any, values: Any, scales: Any, share: An
         values[r] = _cdf_value(row_of(p, r), row_of(q, r), (scale_p, scale_q), gaps, row_of(order, r), power)
 
 
-@compiled(parallel=True)
-def cdf_values(problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
+@compiled()
+def cdf_values(counter: Any, problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
     """Write sum_k gap_k |F_k - G_k|^power of each problem (p, q, x, order_x); settings are (power, tolerance)."""
-    for thread in prange(threads):
+    while True:
+        thread = next_task(counter)
+        if thread >= threads:
+            return
         _cdf_values(problem, settings, values, scales, share_of(scales.shape[1], thread, threads))
 
 
-@compiled()
+@inner()
 def _cdf_slopes_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float, out: Any) -> None:
     """Write the slopes in p, q and x into the rows of `out`; its last row is for work."""
     scale_p, scale_q = scales
@@ -134,7 +137,7 @@ def _cdf_slopes_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power
         by_q[k] = (by_q[k] - sum_q / n) * scale_q
 
 
-@compiled()
+@inner()
 def _cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, share: Any) -> None:
     p, q, x, order = problem
     by_p, by_q, by_x = slopes
@@ -150,8 +153,11 @@ def _cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: 
         put(out[2], upstream[r], by_x, r)
 
 
-@compiled(parallel=True)
-def cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
+@compiled()
+def cdf_slopes(counter: Any, problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
     """Write the slopes of `cdf_values` into `slopes`, (by_p, by_q, by_x), those without rows left out."""
-    for thread in prange(threads):
+    while True:
+        thread = next_task(counter)
+        if thread >= threads:
+            return
         _cdf_slopes(problem, power, upstream, scales, slopes, share_of(scales.shape[1], thread, threads))

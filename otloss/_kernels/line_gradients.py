@@ -16,7 +16,7 @@ from torch import Tensor
 
 from otloss._checks import broadcast_shape
 from otloss._kernels import line, quantiles, sorting
-from otloss._kernels._compile import as_many_threads_as_torch
+from otloss._kernels._threads import run_on_threads
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ class _ClosedForm(torch.autograd.Function):
         ctx.closed, ctx.scales, ctx.orders = closed, scales, orders
         values = np.empty(scales.shape[1], _numpy(rows[0]).dtype)
         problem = (*map(_numpy, rows), *orders)
-        with as_many_threads_as_torch():
-            closed.values(problem, (closed.exponent, tolerance), values, scales, torch.get_num_threads())
+        threads = torch.get_num_threads()
+        run_on_threads(closed.values, threads, (problem, (closed.exponent, tolerance), values, scales, threads))
         return torch.from_numpy(values)
 
     @staticmethod
@@ -87,15 +87,9 @@ class _ClosedForm(torch.autograd.Function):
             torch.empty(problems if want else 0, t.shape[-1], dtype=t.dtype, device=t.device)
             for want, t in zip(wanted, rows, strict=True)
         )
-        with as_many_threads_as_torch():
-            closed.slopes(
-                (*map(_numpy, rows), *ctx.orders),
-                closed.exponent,
-                upstream[0].contiguous().numpy(),
-                ctx.scales,
-                tuple(map(_numpy, slopes)),
-                torch.get_num_threads(),
-            )
+        threads, problem = torch.get_num_threads(), (*map(_numpy, rows), *ctx.orders)
+        given = (problem, closed.exponent, upstream[0].contiguous().numpy(), ctx.scales, tuple(map(_numpy, slopes)))
+        run_on_threads(closed.slopes, threads, (*given, threads))
         found = (
             (s.sum(0, keepdim=True) if t.shape[0] == 1 and problems > 1 else s) if want else None
             for want, s, t in zip(wanted, slopes, rows, strict=True)
@@ -137,8 +131,8 @@ def _orders_of_rows(tensors: list[Tensor]) -> list[np.ndarray | None]:
     bits.append(bits[0][:0])  # the kernel takes two
     orders = [np.empty(b.shape, np.int32) for b in bits]
     finite = [np.empty(b.shape[0], np.bool_) for b in bits]
-    with as_many_threads_as_torch():
-        sorting.sort_rows(tuple(bits[:2]), tuple(orders[:2]), tuple(finite[:2]), torch.get_num_threads())
+    threads = torch.get_num_threads()
+    run_on_threads(sorting.sort_rows, threads, (tuple(bits[:2]), tuple(orders[:2]), tuple(finite[:2]), threads))
     return [order if is_finite.all() else None for order, is_finite in zip(orders, finite, strict=True)][: len(tensors)]
 
 

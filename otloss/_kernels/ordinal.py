@@ -13,9 +13,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from otloss._kernels._compile import compiled, exp64
+from otloss._kernels._compile import compiled, exp64, inner
+from otloss._kernels._threads import next_task
 
 LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting._settings
 ROWS = 64  # of a block: five classes of it, in all buffers, stay in the first cache
@@ -23,7 +23,7 @@ ROWS = 64  # of a block: five classes of it, in all buffers, stay in the first c
 GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2
 
 
-@compiled()
+@inner()
 def _read(inputs: Any, first: int, last: int, rows: Any) -> int:
     """Labels and weights of a block; return how many of them, or of its scores, are none."""
     scores, labels, weights = inputs
@@ -42,7 +42,7 @@ def _read(inputs: Any, first: int, last: int, rows: Any) -> int:
     return bad
 
 
-@compiled()
+@inner()
 def _softmax(scores: Any, first: int, count: int, P: Any, parts: Any) -> None:
     """Probabilities of a block (classes, rows), the largest score, and one over the sum of exp(score - largest)."""
     classes = scores.shape[1]
@@ -67,7 +67,7 @@ def _softmax(scores: Any, first: int, count: int, P: Any, parts: Any) -> None:
             P[k, b] *= total[b]
 
 
-@compiled()
+@inner()
 def _cumulative(P: Any, F: Any, count: int) -> None:
     for b in range(count):
         F[0, b] = P[0, b]
@@ -76,7 +76,7 @@ def _cumulative(P: Any, F: Any, count: int) -> None:
             F[k, b] = F[k - 1, b] + P[k, b]
 
 
-@compiled()
+@inner()
 def _potential(loss: Any, label: Any, F: Any, s: Any, count: int) -> None:
     """The slope of the transport term in the probabilities."""
     gaps, costs = loss
@@ -92,7 +92,7 @@ def _potential(loss: Any, label: Any, F: Any, s: Any, count: int) -> None:
             s[k, b] = s[k + 1, b] + 2 * gaps[k] * (F[k, b] - (1.0 if label[b] <= k else 0.0))
 
 
-@compiled()
+@inner()
 def _of_squares(kind: int, gaps: Any, P: Any, F: Any, curvature: Any, count: int) -> None:
     """The diagonal of 2 sum_k d_k J_k J_k^T, or (`BOUND`) one that bounds that matrix; of no gaps it is zero."""
     classes = P.shape[0]
@@ -115,7 +115,7 @@ def _of_squares(kind: int, gaps: Any, P: Any, F: Any, curvature: Any, count: int
             curvature[i, b] = factor * (curvature[i, b] + total[b])
 
 
-@compiled()
+@inner()
 def _add_bound(P: Any, s: Any, mean: Any, curvature: Any, count: int) -> None:
     """Add what bounds the part of the Hessian that comes of a slope s in the probabilities."""
     classes = P.shape[0]
@@ -130,7 +130,7 @@ def _add_bound(P: Any, s: Any, mean: Any, curvature: Any, count: int) -> None:
             curvature[k, b] += 2 * (own * (1 - p) + p * (total[b] - own))
 
 
-@compiled()
+@inner()
 def _average(P: Any, s: Any, mean: Any, count: int) -> None:
     mean[:count] = 0
     for k in range(P.shape[0]):
@@ -138,7 +138,7 @@ def _average(P: Any, s: Any, mean: Any, count: int) -> None:
             mean[b] += P[k, b] * s[k, b]
 
 
-@compiled()
+@inner()
 def _write(block: Any, rows: Any, settings: Any, answers: Any, first: int, count: int) -> None:
     P, s, curvature = block
     label, weight, mean = rows
@@ -156,8 +156,8 @@ def _write(block: Any, rows: Any, settings: Any, answers: Any, first: int, count
             hessian[first + b, k] = weight[b] * max(bend, floor)
 
 
-@compiled(parallel=True)
-def slopes(inputs: Any, class_weights: Any, loss: Any, settings: Any, answers: Any, threads: int) -> int:
+@compiled()
+def slopes(counter: Any, inputs: Any, class_weights: Any, loss: Any, settings: Any, answers: Any, threads: int) -> int:
     """Write gradient and hessian (rows, classes); return the number of scores, labels and weights that are none.
 
     `inputs` are (scores, labels, weights), `loss` is (gaps, costs), `answers` are (gradient, hessian), and `settings`
@@ -166,7 +166,10 @@ def slopes(inputs: Any, class_weights: Any, loss: Any, settings: Any, answers: A
     count, classes = inputs[0].shape
     blocks = (count + ROWS - 1) // ROWS
     bad = 0
-    for thread in prange(threads):
+    while True:
+        thread = next_task(counter)
+        if thread >= threads:
+            return bad
         P, F, s = np.empty((classes, ROWS)), np.empty((classes, ROWS)), np.empty((classes, ROWS))
         curvature = np.empty((classes, ROWS))
         label, weight = np.zeros(ROWS, np.int64), np.ones(ROWS)
@@ -189,8 +192,8 @@ def slopes(inputs: Any, class_weights: Any, loss: Any, settings: Any, answers: A
     return bad
 
 
-@compiled(parallel=True)
-def values(inputs: Any, loss: Any, settings: Any, answers: Any, threads: int) -> int:
+@compiled()
+def values(counter: Any, inputs: Any, loss: Any, settings: Any, answers: Any, threads: int) -> int:
     """Write the loss of each row, without weights; return the number of scores, labels and weights that are none.
 
     `settings` are (transport, cross_entropy).
@@ -200,7 +203,10 @@ def values(inputs: Any, loss: Any, settings: Any, answers: Any, threads: int) ->
     gaps, costs = loss
     blocks = (count + ROWS - 1) // ROWS
     bad = 0
-    for thread in prange(threads):
+    while True:
+        thread = next_task(counter)
+        if thread >= threads:
+            return bad
         P, F = np.empty((classes, ROWS)), np.empty((classes, ROWS))
         label, weight = np.zeros(ROWS, np.int64), np.ones(ROWS)
         top, total, moved = np.empty(ROWS), np.empty(ROWS), np.empty(ROWS)

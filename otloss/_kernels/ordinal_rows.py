@@ -16,14 +16,14 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from otloss._kernels._compile import compiled, exp
+from otloss._kernels._compile import compiled, exp, inner
+from otloss._kernels._threads import next_task
 
 ROWS = 64  # of a block
 
 
-@compiled()
+@inner()
 def _softmax(logits: Any, first: int, count: int, P: Any, sums: Any) -> None:
     """Write probabilities (classes, ROWS), and the largest logit and the sum of exponentials of each row."""
     top, total, scale = sums
@@ -50,7 +50,7 @@ def _softmax(logits: Any, first: int, count: int, P: Any, sums: Any) -> None:
             P[k, b] *= scale[b]
 
 
-@compiled()
+@inner()
 def _block_values(P: Any, label: Any, gaps: Any, found: Any, run: Any) -> None:
     classes = P.shape[0]
     for b in range(ROWS):
@@ -72,7 +72,7 @@ def _block_values(P: Any, label: Any, gaps: Any, found: Any, run: Any) -> None:
             found[b] += gap * tail * tail if k > label[b] else 0.0
 
 
-@compiled()
+@inner()
 def _block_slopes(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: Any) -> None:
     """Turn probabilities into slopes in the logits, and write the values into the first of `sums`."""
     found, others, run, total = sums
@@ -112,13 +112,18 @@ def _block_slopes(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: A
             P[k, b] = p * (s - 2.0 * found[b]) + mix * (-others[b] if k == label[b] else p)
 
 
-@compiled(parallel=True)
-def scores(logits: Any, labels: Any, gaps: Any, mix: float, values: Any, slopes: Any, threads: int) -> None:
+@compiled()
+def scores(
+    counter: Any, logits: Any, labels: Any, gaps: Any, mix: float, values: Any, slopes: Any, threads: int
+) -> None:
     """Write the value of each row, and its slopes in the logits (rows, classes), or none where `slopes` has no rows."""
     rows, classes = logits.shape
     blocks = (rows + ROWS - 1) // ROWS
     wanted = slopes.shape[0] > 0
-    for thread in prange(threads):
+    while True:
+        thread = next_task(counter)
+        if thread >= threads:
+            return
         P, tails = np.empty((classes, ROWS), logits.dtype), np.empty((classes, ROWS))
         top, scale = np.empty(ROWS, logits.dtype), np.empty(ROWS, logits.dtype)
         sums = np.empty((5, ROWS))
@@ -143,7 +148,7 @@ def scores(logits: Any, labels: Any, gaps: Any, mix: float, values: Any, slopes:
                 values[first + b] = score[b] + (mix * nll if mix > 0 else 0.0 * mass[b])
 
 
-@compiled()
+@inner()
 def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, tolerance: float) -> None:
     """Write soft labels (classes, ROWS) of mass one, and for each row 0, or NaN where they are no distribution."""
     wrong, mass, least = sums
@@ -168,7 +173,7 @@ def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, toler
             T[k, b] *= mass[b]
 
 
-@compiled()
+@inner()
 def _block_to_histograms(P: Any, T: Any, gaps: Any, tails: Any, sums: Any, low: Any) -> None:
     """Write the values into the first of `sums`, and into `tails` what `_slopes_to_histograms` needs.
 
@@ -207,7 +212,7 @@ def _block_to_histograms(P: Any, T: Any, gaps: Any, tails: Any, sums: Any, low: 
             behind[b] += p + t
 
 
-@compiled()
+@inner()
 def _slopes_to_histograms(P: Any, T: Any, mix: float, tails: Any, sums: Any, low: Any) -> None:
     """Turn probabilities into slopes in the logits."""
     total, mean = sums
@@ -228,7 +233,7 @@ def _slopes_to_histograms(P: Any, T: Any, mix: float, tails: Any, sums: Any, low
             P[k, b] = p * (tails[k, b] - mean[b]) + mix * (p - t)
 
 
-@compiled()
+@inner()
 def _entropy(z: Any, t: Any, top: float, log_mass: float) -> float:
     """Return the cross-entropy of soft labels; a class without mass may have a logit of -inf."""
     found = 0.0
@@ -238,14 +243,25 @@ def _entropy(z: Any, t: Any, top: float, log_mass: float) -> float:
     return found
 
 
-@compiled(parallel=True)
+@compiled()
 def scores_of_histograms(
-    logits: Any, labels: Any, gaps: Any, mix: float, tolerance: float, values: Any, slopes: Any, threads: int
+    counter: Any,
+    logits: Any,
+    labels: Any,
+    gaps: Any,
+    mix: float,
+    tolerance: float,
+    values: Any,
+    slopes: Any,
+    threads: int,
 ) -> None:
     """`scores` for soft labels (rows, classes), whose masses are within `tolerance` of one."""
     rows, classes = logits.shape
     blocks = (rows + ROWS - 1) // ROWS
-    for thread in prange(threads):
+    while True:
+        thread = next_task(counter)
+        if thread >= threads:
+            return
         PT, tails = np.empty((2, classes, ROWS), logits.dtype), np.empty((classes, ROWS))
         P, T = PT[0], PT[1]
         top, scale = np.empty(ROWS, logits.dtype), np.empty(ROWS, logits.dtype)

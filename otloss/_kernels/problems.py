@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-# Entries of all matrices together, about half a millisecond of work: below, waking threads up may cost more.
-_WORTH_THREADS = 20_000
 
 
 @dataclass(frozen=True)
@@ -66,18 +62,16 @@ def owners_of(own: torch.Size, batch: torch.Size) -> Int[Tensor, "*batch"]:
 
 def solve_compiled(work: FlatProblems, *, most: int) -> None:
     """Solve by the compiled simplex with at most `most` pivots each, on torch's number of threads."""
-    from otloss._kernels._compile import as_many_threads_as_torch
-    from otloss._kernels.exact import solve_at_once, solve_in_turn
+    from otloss._kernels._threads import ENTRIES, run_on_threads
+    from otloss._kernels.exact import scratch, solve_problems, solve_problems_from
 
-    arrays: dict[str, Any] = {field.name: getattr(work, field.name).numpy() for field in fields(work)}
-    given = [arrays[name] for name in ("p", "q", "matrices", "owners", "start")]
-    filled = [arrays[name] for name in ("f", "g", "cells", "flows", "ends")]
-    entries = len(work.p) * work.f.shape[1] * work.g.shape[1]
-    if len(work.p) < 2 or torch.get_num_threads() == 1 or entries < _WORTH_THREADS:
-        solve_in_turn(*given, most, *filled)
-    else:
-        with as_many_threads_as_torch():
-            solve_at_once(*given, most, *filled)
+    names = ("p", "q", "matrices", "owners", "f", "g", "cells", "flows", "ends")
+    p, q, matrices, owners, *filled = (getattr(work, name).numpy() for name in names)
+    (count, n), m = p.shape, q.shape[1]
+    kernel, given = solve_problems, (p, q, matrices, owners, most, *filled)
+    if work.start.shape[1]:
+        kernel, given = solve_problems_from, (work.start.numpy(), *given)
+    run_on_threads(kernel, count, given, lambda: scratch(n, m, matrices.dtype), one_thread=count * n * m < ENTRIES)
 
 
 def _flat(weights: Tensor, batch: torch.Size) -> Tensor:

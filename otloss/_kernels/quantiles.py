@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from otloss._kernels._compile import compiled
+from otloss._kernels._compile import compiled, inner
+from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import balance
 from otloss._kernels.line import price, put, row_of, share_of, slope
 
@@ -21,7 +21,7 @@ _OCCUPIED, _PARTNER = range(2)
 _ONE = np.uint64(1)  # an index of this type needs no test whether it is negative
 
 
-@compiled()
+@inner()
 def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any, bins: Any) -> Any:
     """Write index, cumulative mass and position of the bins that hold mass; return how many they are."""
     (scale_p, scale_q), (order_x, order_y), (side_p, side_q) = scales, orders, sides
@@ -43,7 +43,7 @@ def _levels(p: Any, q: Any, scales: Any, x: Any, y: Any, orders: Any, sides: Any
     return np.int64(count_p), np.int64(count_q)
 
 
-@compiled()
+@inner()
 def _merged_value(levels_p: Any, levels_q: Any, x: Any, y: Any, sizes: Any, order: float) -> float:
     """Walk over the merged levels from both ends at once, as every step has to wait for the one before it."""
     n, m = sizes
@@ -74,7 +74,7 @@ def _merged_value(levels_p: Any, levels_q: Any, x: Any, y: Any, sizes: Any, orde
     return total + rest
 
 
-@compiled()
+@inner()
 def _merged_values(problem: Any, settings: Any, values: Any, scales: Any, share: Any) -> None:
     p, q, x, y, order_x, order_y = problem
     order, tolerance = settings
@@ -99,14 +99,17 @@ def _merged_values(problem: Any, settings: Any, values: Any, scales: Any, share:
             )
 
 
-@compiled(parallel=True)
-def merged_values(problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
+@compiled()
+def merged_values(counter: Any, problem: Any, settings: Any, values: Any, scales: Any, threads: int) -> None:
     """Write the cost of matching quantiles of (p, q, x, y, order_x, order_y); settings are (order, tolerance)."""
-    for thread in prange(threads):
+    while True:
+        thread = next_task(counter)
+        if thread >= threads:
+            return
         _merged_values(problem, settings, values, scales, share_of(scales.shape[1], thread, threads))
 
 
-@compiled()
+@inner()
 def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, order: float) -> None:
     """Write the slopes in the positions, and for each bin the partner that it meets last."""
     n, m = sizes
@@ -114,8 +117,10 @@ def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, 
     by_x, by_y = side_p[_FORCE], side_q[_FORCE]
     mass = levels_p[n - 1]
     levels_p[n - 1] = levels_q[m - 1] = np.inf
-    by_x[:n] = 0.0
-    by_y[:m] = 0.0
+    for i in range(n):
+        by_x[i] = 0.0
+    for j in range(m):
+        by_y[j] = 0.0
     i, j, level = 0, 0, 0.0
     for step in range(n + m - 1):
         following = min(min(levels_p[i], levels_q[j]), mass)
@@ -131,7 +136,7 @@ def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, 
             j += 1 - from_p
 
 
-@compiled()
+@inner()
 def _prices(x: Any, y: Any, partner: Any, n: int, order: float, prices: Any) -> None:
     """Write potentials: neighbours differ by what they cost with the partner that the first of them meets last."""
     prices[n - 1] = 0.0
@@ -140,7 +145,7 @@ def _prices(x: Any, y: Any, partner: Any, n: int, order: float, prices: Any) -> 
         prices[i] = prices[i + 1] + (price(x[i] - there, order) - price(x[i + 1] - there, order))
 
 
-@compiled()
+@inner()
 def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: float, order: float) -> None:
     """Write the slopes of all bins; an empty one pays the partner that the bin before it meets last."""
     prices, places, forces = side[_PRICE], side[_PLACE], side[_FORCE]
@@ -163,7 +168,7 @@ def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: f
         by_weight[k] = (by_weight[k] - total / size) * scale
 
 
-@compiled()
+@inner()
 def _merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, share: Any) -> None:
     p, q, x, y, order_x, order_y = problem
     by_p, by_q, by_x, by_y = slopes
@@ -191,8 +196,13 @@ def _merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slope
         put(side_q[_BY_PLACE], upstream[r], by_y, r)
 
 
-@compiled(parallel=True)
-def merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
+@compiled()
+def merged_slopes(
+    counter: Any, problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, threads: int
+) -> None:
     """Write the slopes of `merged_values` into `slopes`, (by_p, by_q, by_x, by_y), those without rows left out."""
-    for thread in prange(threads):
+    while True:
+        thread = next_task(counter)
+        if thread >= threads:
+            return
         _merged_slopes(problem, order, upstream, scales, slopes, share_of(scales.shape[1], thread, threads))

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from otloss._kernels._compile import bits_of_float64, compiled, float64_of_bits
+from otloss._kernels._compile import bits_of_float64, float64_of_bits, inner, spliced
 
 PARENT, SIZE, POSITION, ORDER, SPARE = range(5)
 # Reduced costs above this, relative to the numbers they are the difference of, count as zero.
@@ -29,49 +29,52 @@ LOOK_AT = 512
 VECTOR = {"contract", "nsz", "nnan", "reassoc"}
 
 
-@compiled(fastmath=VECTOR)
-def best_key(row: Any, price: Any, base: float, mask: int) -> Any:
+@inner(fastmath=VECTOR)
+def best_key(row: Any, price: Any, base: float, mask: int, count: int) -> Any:
     """The largest of base + price - row, with the last bits of the number exchanged for its place; -1 if none is > 0.
 
     Positive numbers are ordered as their bits are, and compilers vectorise the maximum of whole numbers: this finds the
     best cell and its place ten times faster than comparing numbers does, at a resolution of 2^-40 or so.
     """
     best = np.int64(-1)
-    for j in range(row.size):
+    for j in range(count):
         key = (bits_of_float64(base + price[j] - row[j]) & ~mask) | j
-        best = max(best, key)
+        best = key if key > best else best
     return best
 
 
-@compiled(fastmath=VECTOR)
-def least(row: Any, price: Any) -> float:
+@inner(fastmath=VECTOR)
+def least(row: Any, price: Any, count: int) -> float:
     """The least of row - price; whole numbers are ordered like the numbers once negative ones are turned over."""
     key = np.int64(0x7FFFFFFFFFFFFFFF)
-    for j in range(row.size):
+    for j in range(count):
         bits = bits_of_float64(row[j] - price[j])
-        key = min(key, bits ^ ((bits >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
+        ordered = bits ^ ((bits >> 63) & np.int64(0x7FFFFFFFFFFFFFFF))
+        key = ordered if ordered < key else key
     return float64_of_bits(key ^ ((key >> 63) & np.int64(0x7FFFFFFFFFFFFFFF)))
 
 
-@compiled(fastmath=VECTOR)
-def largest(cost: Any) -> float:
+@inner(fastmath=VECTOR)
+def largest(cost: Any, n: int, m: int) -> float:
     """The largest absolute entry."""
     bits = np.int64(0)
-    for i in range(cost.shape[0]):
+    for i in range(n):
         row = cost[i]
-        for j in range(row.size):
-            bits = max(bits, bits_of_float64(abs(np.float64(row[j]))))
+        for j in range(m):
+            size = bits_of_float64(abs(np.float64(row[j])))
+            bits = size if size > bits else bits
     return float64_of_bits(bits)
 
 
-@compiled(fastmath=VECTOR)
-def lower(bound: Any, row: Any, by: float) -> None:
+@inner(fastmath=VECTOR)
+def lower(bound: Any, row: Any, by: float, count: int) -> None:
     """bound = min(bound, row - by), entry by entry."""
-    for j in range(row.size):
-        bound[j] = min(bound[j], row[j] - by)
+    for j in range(count):
+        price = row[j] - by
+        bound[j] = price if price < bound[j] else bound[j]
 
 
-@compiled()
+@inner()
 def place_mask(m: int) -> Any:
     """The bits that hold the numbers below m."""
     mask = np.int64(1)
@@ -80,12 +83,13 @@ def place_mask(m: int) -> Any:
     return mask - 1
 
 
-@compiled()
-def number(tree: Any) -> None:
+@inner()
+def number(tree: Any, count: int) -> None:
     """Sizes and positions from the parents, with the nodes in SPARE from the leaves to the root."""
     parent, size, position, order, closed = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
-    size[:] = 1
-    last = closed.size - 1
+    last = count - 1
+    for v in range(count):
+        size[v] = 1
     for t in range(last):
         size[parent[closed[t]]] += size[closed[t]]
     # `order` serves as the next free place below each node, until all are placed.
@@ -99,18 +103,18 @@ def number(tree: Any) -> None:
         order[position[v]] = v
 
 
-@compiled()
-def refresh(cost: Any, tree: Any, potential: Any) -> None:
+@inner()
+def refresh(cost: Any, tree: Any, potential: Any, n: int, m: int) -> None:
     """Potentials from the tree alone."""
-    n = cost.shape[0]
-    potential[tree[ORDER, 0]] = 0.0
-    for t in range(1, potential.size):
-        v = tree[ORDER, t]
-        up = tree[PARENT, v]
+    order, parent = tree[ORDER], tree[PARENT]
+    potential[order[0]] = 0.0
+    for t in range(1, n + m):
+        v = order[t]
+        up = parent[v]
         potential[v] = (cost[v, up - n] if v < n else cost[up, v - n]) - potential[up]
 
 
-@compiled()
+@inner()
 def _raise(order: Any, potential: Any, begin: int, end: int, by: float, n: int) -> None:
     """Raise f and lower g at the nodes in places begin to end."""
     for t in range(begin, end):
@@ -118,7 +122,7 @@ def _raise(order: Any, potential: Any, begin: int, end: int, by: float, n: int) 
         potential[v] += by if v < n else -by
 
 
-@compiled()
+@inner()
 def _hang(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> tuple[int, int]:
     """Hang the subtree of `out` below `above` by its `node`; return its new places."""
     parent, size, position, order, spare = tree[PARENT], tree[SIZE], tree[POSITION], tree[ORDER], tree[SPARE]
@@ -158,8 +162,8 @@ def _hang(tree: Any, flow: Any, node: int, above: int, out: int, moved: int) -> 
     return target, target + count
 
 
-@compiled()
-def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced: float, n: int) -> None:
+@spliced
+def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced: float, n: int, m: int) -> None:
     """Bring in the cell of nodes `row` and `column`."""
     parent, size, position = tree[PARENT], tree[SIZE], tree[POSITION]
     # Mass that enters from row to column leaves every second edge of the path between them, the ends included.
@@ -192,24 +196,25 @@ def _pivot(tree: Any, flow: Any, potential: Any, row: int, column: int, reduced:
         above = parent[above]
     # Potentials count up to a constant: the smaller part moves.
     by = reduced if behind_row else -reduced
-    if 2 * (end - begin) <= flow.size:
+    if 2 * (end - begin) <= n + m:
         _raise(tree[ORDER], potential, begin, end, by, n)
     else:
-        _raise(tree[ORDER], potential, 0, begin, -by, n)
-        _raise(tree[ORDER], potential, end, flow.size, -by, n)
+        first = begin - begin  # numba would compile another version for a literal 0
+        _raise(tree[ORDER], potential, first, begin, -by, n)
+        _raise(tree[ORDER], potential, end, n + m, -by, n)
 
 
-@compiled()
-def search(cost: Any, tree: Any, flow: Any, potential: Any, most: int) -> int:
+@spliced
+def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, most: int) -> int:
     """Pivot until no reduced cost is negative; return the pivots made, or -1 where `most` are not enough."""
-    n, m = cost.shape
     f, g = potential[:n], potential[n:]
-    mask, together = place_mask(m), min(n, max(2, LOOK_AT // m))
+    mask, together = place_mask(m), LOOK_AT // m if LOOK_AT // m > 2 else 2
+    together = together if together < n else n
     pivots, i, clean, rounding, fresh = 0, 0, 0, ROUNDING, True
     while True:
         best, row = np.int64(-1), 0
         for _ in range(together):
-            key = best_key(cost[i], g, f[i], mask)
+            key = best_key(cost[i], g, f[i], mask, m)
             if key > best:
                 best, row = key, i
             i = i + 1 if i + 1 < n else 0
@@ -220,13 +225,13 @@ def search(cost: Any, tree: Any, flow: Any, potential: Any, most: int) -> int:
             if reduced < -rounding * (abs(cost[row, j]) + abs(f[row]) + abs(g[j])):
                 if pivots == most:
                     return -1
-                _pivot(tree, flow, potential, row, n + j, reduced, n)
+                _pivot(tree, flow, potential, row, n + j, reduced, n, m)
                 pivots += 1
                 clean, fresh = 0, False
         if clean >= n:
             if fresh:
                 return pivots
             # What rounding has added up over the pivots goes; the same small numbers cannot keep the search going.
-            refresh(cost, tree, potential)
+            refresh(cost, tree, potential, n, m)
             rounding *= 2
             clean, fresh = 0, True

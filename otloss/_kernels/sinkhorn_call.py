@@ -44,15 +44,11 @@ def run_kernel(
         else g.to(torch.float64, copy=True, memory_format=torch.contiguous_format)
     )
     ends = torch.empty(count, 3, dtype=torch.float64, device="cpu")
-    p, q, costs, owner, epsilon, f_, g_, ends_ = (
-        t.contiguous().numpy() for t in (p, q, costs, owner, epsilon, f, g, ends)
-    )
-    dtype = costs.dtype
-    one = count * n * m < ENTRIES
+    arrays = [t.contiguous().numpy() for t in (p, q, costs, owner, epsilon, f, g, ends)]
+    one, dtype = count * n * m < ENTRIES, arrays[2].dtype
     if symmetric:
-        given = (p, costs, owner, epsilon, f_, g_, ends_, tolerance, most)
-        run_on_threads(symmetric_problems, count, given, lambda: scratch(n, m, dtype), one_thread=one)
+        kernel, given = symmetric_problems, (arrays[0], *arrays[2:], tolerance, most)
     else:
-        given = (p, q, costs, owner, epsilon, f_, g_, ends_, (mass_tolerance, widest, tolerance, most), warm)
-        run_on_threads(sinkhorn_problems, count, given, lambda: scratch(n, m, dtype), one_thread=one)
+        kernel, given = sinkhorn_problems, (*arrays, (mass_tolerance, widest, tolerance, most), warm)
+    run_on_threads(kernel, count, given, lambda: scratch(n, m, dtype), one_thread=one)
     return f, g, ends

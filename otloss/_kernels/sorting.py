@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import prange
 
-from otloss._kernels._compile import compiled
+from otloss._kernels._compile import compiled, inner
+from otloss._kernels._threads import next_task
 
 
-@compiled()
+@inner()
 def _sort_row(bits: Any, order: Any, keys: Any, spare: Any, places: Any, counts: Any) -> bool:
     """Radix sort, a byte at a time; stable. Return whether all numbers are finite."""
     n, width = bits.shape[0], bits.itemsize * 8
@@ -29,10 +29,12 @@ def _sort_row(bits: Any, order: Any, keys: Any, spare: Any, places: Any, counts:
     return finite
 
 
-@compiled()
+@inner()
 def _by_radix(keys: Any, spare: Any, order: Any, places: Any, counts: Any, last: int) -> None:
     n = keys.shape[0]
-    counts[:] = 0
+    for digit in range(last + 1):
+        for value in range(256):
+            counts[digit, value] = 0
     for k in range(n):
         for digit in range(last):
             counts[digit, (keys[k] >> (8 * digit)) & 255] += 1
@@ -57,13 +59,17 @@ def _by_radix(keys: Any, spare: Any, order: Any, places: Any, counts: Any, last:
         source, target, origin, place = target, source, place, origin
         swaps += 1
     if swaps % 2 == 1:
-        order[:] = places
+        for k in range(n):
+            order[k] = places[k]
 
 
-@compiled(parallel=True)
-def sort_rows(bits: Any, orders: Any, finite: Any, threads: int) -> None:
+@compiled()
+def sort_rows(counter: Any, bits: Any, orders: Any, finite: Any, threads: int) -> None:
     """Write into `orders` what sorts each row of two arrays of floats, given by their bits as integers."""
-    for thread in prange(threads):
+    while True:
+        thread = next_task(counter)
+        if thread >= threads:
+            return
         for side in range(2):
             numbers, order, is_finite = bits[side], orders[side], finite[side]
             rows, n = numbers.shape

@@ -98,7 +98,7 @@ def slopes(
         gradient, hessian = slopes_in_numpy(scores, labels, weights, loss=loss, curvature=curvature)
         return np.asarray(gradient, np.float32, order=order), np.asarray(hessian, np.float32, order=order)
     from otloss._kernels import ordinal
-    from otloss._kernels._compile import as_many_threads_as_torch
+    from otloss._kernels._threads import run_on_threads
 
     scores = _laid_out(scores, order)
     answers = tuple(np.empty_like(scores, np.float32) for _ in range(2))  # laid out as the scores are
@@ -111,9 +111,8 @@ def slopes(
         curvature.floor,
     )
     inputs, of_loss = (scores, labels, weights), (loss.gaps, loss.costs)
-    with as_many_threads_as_torch():
-        bad = ordinal.slopes(inputs, loss.class_weights, of_loss, settings, answers, torch.get_num_threads())
-    if bad:
+    threads = torch.get_num_threads()
+    if any(run_on_threads(ordinal.slopes, threads, (inputs, loss.class_weights, of_loss, settings, answers, threads))):
         check_rows(scores, labels, weights)
     return np.asarray(answers[0], order=order), np.asarray(answers[1], order=order)
 
@@ -124,13 +123,12 @@ def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLo
         check_rows(scores, labels, weights)
         return values_in_numpy(scores, labels, loss=loss)
     from otloss._kernels import ordinal
-    from otloss._kernels._compile import as_many_threads_as_torch
+    from otloss._kernels._threads import run_on_threads
 
     answers = np.empty(len(scores))
     inputs, of_loss = (_laid_out(scores, order), labels, weights), (loss.gaps, loss.costs)
-    with as_many_threads_as_torch():
-        bad = ordinal.values(inputs, of_loss, (loss.transport, loss.cross_entropy), answers, torch.get_num_threads())
-    if bad:
+    threads, settings = torch.get_num_threads(), (loss.transport, loss.cross_entropy)
+    if any(run_on_threads(ordinal.values, threads, (inputs, of_loss, settings, answers, threads))):
         check_rows(scores, labels, weights)
     return answers
 

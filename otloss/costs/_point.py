@@ -29,6 +29,9 @@ from otloss.costs._cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 _KERNEL_METRICS = METRICS[:3]
+# Costs of all problems together up to which torch takes at most 0.2 ms longer than the kernels, which have to be
+# compiled first.
+SMALL = 2**16
 
 
 class PointCost(Cost):
@@ -195,8 +198,11 @@ class PointCost(Cost):
             return width.sum(-1)
         return width.square().sum(-1) if self.metric == "sqeuclidean" else torch.linalg.vector_norm(width, dim=-1)
 
-    def _has_kernel(self, *tensors: Tensor) -> bool:
-        return self.metric in _KERNEL_METRICS and may_run_on(self.x, *tensors)
+    def _has_kernel(self, *potentials: Tensor) -> bool:
+        problems = broadcast_shape(self.batch_shape, *(t.shape[:-1] for t in potentials)).numel()
+        if self.metric not in _KERNEL_METRICS or problems * self.shape[0] * self.shape[1] <= SMALL:
+            return False
+        return may_run_on(self.x, *potentials)
 
     def _between(self, x: Tensor, y: Tensor, metric: Metric) -> PointCost:
         cost = copy.copy(self)

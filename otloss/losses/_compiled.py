@@ -15,7 +15,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._kernels import ordinal_rows
-from otloss._kernels._compile import as_many_threads_as_torch
+from otloss._kernels._threads import run_on_threads
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,13 @@ class _RankedScore(torch.autograd.Function):
         ctx.save_for_backward(logits, labels, slopes)
         ctx.score = score
         rows = (t.detach().numpy() for t in (logits, labels, score.gaps.contiguous()))
-        found = values.numpy(), slopes.numpy(), torch.get_num_threads()
-        with as_many_threads_as_torch():
-            if labels.is_floating_point():
-                ordinal_rows.scores_of_histograms(*rows, score.mix, score.tolerance, *found)
-            else:
-                ordinal_rows.scores(*rows, score.mix, *found)
+        threads = torch.get_num_threads()
+        found = values.numpy(), slopes.numpy(), threads
+        if labels.is_floating_point():
+            given = (*rows, score.mix, score.tolerance, *found)
+            run_on_threads(ordinal_rows.scores_of_histograms, threads, given)
+        else:
+            run_on_threads(ordinal_rows.scores, threads, (*rows, score.mix, *found))
         return values
 
     @staticmethod

@@ -10,34 +10,40 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from numba import prange
 from torch import Tensor
 
-from otloss._kernels._compile import as_many_threads_as_torch, compiled
+from otloss._kernels._compile import compiled
 from otloss._kernels._compile import exp32 as _exp
+from otloss._kernels._threads import next_task, run_on_threads
 from otloss_llm.few_columns import FewColumns
 from otloss_llm.kernels.few_columns import FewSums, Meaning, largest
 from otloss_llm.kernels.rows import RowSums, Slopes
 from otloss_llm.kernels.rows_compiled import BLOCK_ENTRIES, columns_of, parts_of, spread
 
 F32 = np.float32
-_sweep = compiled(parallel=True)
 
 
-@_sweep
-def _softmax(z: Any, place: Any, x: Any, which: Any, top: Any, text: Any, few: Any, few_x: Any, block: int) -> None:
+@compiled()
+def _softmax(
+    counter: Any, z: Any, place: Any, x: Any, which: Any, top: Any, text: Any, few: Any, few_x: Any, block: int
+) -> None:
     """Each part of the vocabulary (axis 0 of the results) apart; `place` is a column's row in `x`, or -1."""
     vocab, tokens = z.shape
     parts = top.shape[0]
-    for part in prange(parts):
+    while True:
+        part = next_task(counter)
+        if part >= parts:
+            return
         first, last = vocab * part // parts, vocab * (part + 1) // parts
         m, s, f, d = top[part], text[part], few[part], few_x[part]
         new, block_s = np.empty(tokens, F32), np.empty(tokens, F32)
         block_f, block_d, c = np.empty(tokens, F32), np.empty(tokens, F32), np.empty(tokens, F32)
-        m[:], s[:], f[:], d[:] = -np.inf, 0.0, 0.0, 0.0
+        for t in range(tokens):
+            m[t], s[t], f[t], d[t] = F32(-np.inf), F32(0.0), F32(0.0), F32(0.0)
         for start in range(first, last, block):
             stop = min(start + block, last)
-            new[:], block_s[:], block_f[:], block_d[:] = m, 0.0, 0.0, 0.0
+            for t in range(tokens):
+                new[t], block_s[t], block_f[t], block_d[t] = m[t], F32(0.0), F32(0.0), F32(0.0)
             for i in range(start, stop):
                 row = z[i]
                 for t in range(tokens):
@@ -67,10 +73,15 @@ def _softmax(z: Any, place: Any, x: Any, which: Any, top: Any, text: Any, few: A
                 d[t] += block_d[t]
 
 
-@_sweep
-def _gradient(z: Any, top: Any, place: Any, x: Any, which: Any, a: Any, few_a: Any, few_b: Any, parts: int) -> None:
+@compiled()
+def _gradient(
+    counter: Any, z: Any, top: Any, place: Any, x: Any, which: Any, a: Any, few_a: Any, few_b: Any, parts: int
+) -> None:
     vocab, tokens = z.shape
-    for part in prange(parts):
+    while True:
+        part = next_task(counter)
+        if part >= parts:
+            return
         c = np.empty(tokens, F32)
         for i in range(vocab * part // parts, vocab * (part + 1) // parts):
             row = z[i]
@@ -98,10 +109,8 @@ class CompiledFewColumnSweeps:
         self._given = place.numpy(), rows.T.contiguous().numpy(), which.numpy().astype(np.uint32)
         parts, block = parts_of(z), max(1, BLOCK_ENTRIES // max(1, len(label)))
         tops, text, few, few_x = (z.new_empty(parts, len(label)) for _ in range(4))
-        with as_many_threads_as_torch():
-            _softmax(
-                columns_of(z), *self._given, tops.numpy(), text.numpy(), few.numpy(), few_x.numpy(), block,
-            )  # fmt: skip
+        given = (columns_of(z), *self._given, tops.numpy(), text.numpy(), few.numpy(), few_x.numpy(), block)
+        run_on_threads(_softmax, parts, given)
         top, shift = largest(tops.amax(0), z_y)
         shrink = (tops - shift).nan_to_num_(nan=-torch.inf).exp_()
         text, few, few_x = ((part * shrink).sum(0) for part in (text, few, few_x))
@@ -115,6 +124,6 @@ class CompiledFewColumnSweeps:
     def gradient_rows(self, z: Tensor, top: Tensor, label: Tensor, cost: FewColumns, slopes: Slopes) -> None:
         """Overwrite `z`, as `softmax_rows` left it, with the gradient in the logits."""
         vectors = [v.to(torch.float32).contiguous().numpy() for v in self._meaning.slopes(slopes)]
-        with as_many_threads_as_torch():
-            _gradient(columns_of(z), top.numpy(), *self._given, *vectors, parts_of(z))
+        parts = parts_of(z)
+        run_on_threads(_gradient, parts, (columns_of(z), top.numpy(), *self._given, *vectors, parts))
         z[torch.arange(len(label)), label] = slopes.at_label

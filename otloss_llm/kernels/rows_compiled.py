@@ -11,17 +11,16 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from numba import njit, prange
+from numba import njit
 from torch import Tensor
 
-from otloss._kernels._compile import as_many_threads_as_torch, compiled
+from otloss._kernels._compile import compiled
 from otloss._kernels._compile import exp32 as _exp
+from otloss._kernels._threads import next_task, run_on_threads
 from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
 
 F32 = np.float32
 BLOCK_ENTRIES = 2**16  # of logits read twice in a row: 256 KiB stay in a core's cache
-
-_sweep = compiled(parallel=True)
 
 
 @njit(inline="always")
@@ -31,21 +30,26 @@ def spread(costs: Any, which: Any, c: Any) -> None:
         c[t] = costs[which[t]]
 
 
-@_sweep
-def _softmax(z: Any, cost: Any, which: Any, top: Any, others: Any, others_cost: Any, block: int) -> None:
+@compiled()
+def _softmax(counter: Any, z: Any, cost: Any, which: Any, top: Any, others: Any, others_cost: Any, block: int) -> None:
     """Each part of the vocabulary (axis 0 of the results) apart: its largest logit, and the sums relative to that."""
     vocab, tokens = z.shape
     parts = top.shape[0]
     with_cost = cost.shape[0] > 0
-    for part in prange(parts):
+    while True:
+        part = next_task(counter)
+        if part >= parts:
+            return
         first, last = vocab * part // parts, vocab * (part + 1) // parts
         m, s, d = top[part], others[part], others_cost[part]
         new, block_s, block_d = np.empty(tokens, F32), np.empty(tokens, F32), np.empty(tokens, F32)
         c = np.empty(tokens, F32)
-        m[:], s[:], d[:] = -np.inf, 0.0, 0.0
+        for t in range(tokens):
+            m[t], s[t], d[t] = F32(-np.inf), F32(0.0), F32(0.0)
         for start in range(first, last, block):
             stop = min(start + block, last)
-            new[:], block_s[:], block_d[:] = m, 0.0, 0.0
+            for t in range(tokens):
+                new[t], block_s[t], block_d[t] = m[t], F32(0.0), F32(0.0)
             for i in range(start, stop):
                 row = z[i]
                 for t in range(tokens):
@@ -73,11 +77,16 @@ def _softmax(z: Any, cost: Any, which: Any, top: Any, others: Any, others_cost: 
                 d[t] += block_d[t]
 
 
-@_sweep
-def _gradient(z: Any, top: Any, cost: Any, which: Any, a: Any, b: Any, transport: Any, parts: int) -> None:
+@compiled()
+def _gradient(
+    counter: Any, z: Any, top: Any, cost: Any, which: Any, a: Any, b: Any, transport: Any, parts: int
+) -> None:
     vocab, tokens = z.shape
     with_cost = cost.shape[0] > 0
-    for part in prange(parts):
+    while True:
+        part = next_task(counter)
+        if part >= parts:
+            return
         c = np.empty(tokens, F32)
         for i in range(vocab * part // parts, vocab * (part + 1) // parts):
             row = z[i]
@@ -99,8 +108,8 @@ def softmax_rows(z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], 
     z[positions[here], label[here]] = -torch.inf
     parts, block = parts_of(z), max(1, BLOCK_ENTRIES // max(1, len(label)))
     top, others, others_cost = (z.new_empty(parts, len(label)) for _ in range(3))
-    with as_many_threads_as_torch():
-        _softmax(columns_of(z), *_arrays(cost, z), top.numpy(), others.numpy(), others_cost.numpy(), block)
+    given = (columns_of(z), *_arrays(cost, z), top.numpy(), others.numpy(), others_cost.numpy(), block)
+    run_on_threads(_softmax, parts, given)
     overall = torch.maximum(top.amax(0), z_y)
     shrink = (top - overall).nan_to_num_(nan=-torch.inf).exp_()
     others = (others * shrink).sum(0)
@@ -124,8 +133,8 @@ def gradient_rows(
     b = nothing if slopes.b is None else slopes.b
     transport = nothing if slopes.transport is None else slopes.transport
     vectors = [v.to(torch.float32).contiguous().numpy() for v in (slopes.a, b, transport)]
-    with as_many_threads_as_torch():
-        _gradient(columns_of(z), top.numpy(), *_arrays(None if slopes.b is None else cost, z), *vectors, parts_of(z))
+    given = (columns_of(z), top.numpy(), *_arrays(None if slopes.b is None else cost, z), *vectors, parts_of(z))
+    run_on_threads(_gradient, parts_of(z), given)
     here = label >= 0
     z[here.nonzero().squeeze(-1), label[here]] = slopes.at_label[here]
 

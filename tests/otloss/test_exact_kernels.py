@@ -1,4 +1,4 @@
-"""The compiled network simplex against its slow twin (POT), assignment and certificates of optimality."""
+"""The network simplex against POT, assignment and certificates of optimality."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ import otloss._exact as exact
 from otloss._exact import ExactSolution, emd, solve_exact
 from otloss.costs import LineCost
 from tests.otloss.oracles import as_double, linprog_value
+from tests.otloss.pot_solver import solve_by_pot
 from tests.otloss.strategies import problems
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -43,7 +44,7 @@ def problem_of(kind: str, seed: int, n: int, m: int) -> Problem:
 
 def by_pot(monkeypatch: pytest.MonkeyPatch, p: Tensor, q: Tensor, matrix: Tensor) -> ExactSolution:
     with monkeypatch.context() as patch:
-        patch.setattr(exact, "may_run_on", lambda *_: False)
+        patch.setattr(exact, "solve_compiled", solve_by_pot)
         return solve_exact(p, q, matrix)
 
 
@@ -95,7 +96,7 @@ def test_gradients_equal_those_by_pot(dtype: torch.dtype, monkeypatch: pytest.Mo
     leaves = [w.requires_grad_() for w in (p, q, torch.rand(5, 12, 20, generator=generator, dtype=dtype))]
     upstream = torch.randn(5, generator=generator, dtype=dtype)
     fast = torch.autograd.grad((emd(*leaves) * upstream).sum(), leaves)
-    monkeypatch.setattr(exact, "may_run_on", lambda *_: False)
+    monkeypatch.setattr(exact, "solve_compiled", solve_by_pot)
     slow = torch.autograd.grad((emd(*leaves) * upstream).sum(), leaves)
     for ours, theirs in zip(fast, slow, strict=True):
         assert ours.dtype == dtype
@@ -132,7 +133,7 @@ def test_uniform_weights_are_an_assignment() -> None:
 
 @pytest.mark.parametrize("own", [False, True])
 def test_threads_and_batches_change_nothing(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otloss._kernels.problems._WORTH_THREADS", 0)
+    monkeypatch.setattr("otloss._kernels._threads.ENTRIES", 0)
     generator = torch.Generator().manual_seed(5)
     p, q = (torch.randn(3, 4, k, generator=generator, dtype=torch.float64).softmax(-1) for k in (15, 11))
     matrix = torch.rand(*((4,) if own else ()), 15, 11, generator=generator)
@@ -150,16 +151,6 @@ def test_threads_and_batches_change_nothing(own: bool, monkeypatch: pytest.Monke
     for name in ("value", "f", "g", "rows", "columns", "flows", "gap", "iterations"):
         assert torch.equal(getattr(found[0], name), getattr(found[1], name))
         assert torch.equal(getattr(found[0], name)[1, 2], getattr(single, name))
-
-
-def test_compiled_kernels_that_may_not_run_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    p, q, matrix = (as_double(a) for a in problem_of("zeros", 1, 10, 12))
-    expected = emd(p, q, matrix)
-    monkeypatch.setattr("otloss._kernels._is_forked", True)
-    monkeypatch.setattr(
-        exact, "solve_compiled", lambda *_, **__: pytest.fail("a compiled kernel ran in a forked child")
-    )
-    torch.testing.assert_close(emd(p, q, matrix), expected)
 
 
 @pytest.mark.parametrize("kind", ["general", "points", "uniform", "zeros"])

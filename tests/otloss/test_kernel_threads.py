@@ -1,0 +1,91 @@
+"""How kernels are distributed over threads, in the process itself and in forked ones."""
+
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+import torch
+
+import otloss
+from otloss._kernels import _threads
+from otloss._kernels._compile import compiled
+from otloss._kernels._threads import next_task, run_on_threads
+
+
+@compiled()
+def _count(counter, done, tasks, own):  # type: ignore[no-untyped-def]
+    finished = 0
+    while True:
+        task = next_task(counter)
+        if task >= tasks:
+            return finished
+        done[task] += 1
+        own[0] += 1
+        finished += 1
+
+
+@pytest.mark.parametrize("tasks", [0, 1, 3, 10_000])
+def test_each_task_is_done_once(tasks: int) -> None:
+    done = np.zeros(tasks, np.int64)
+    results = run_on_threads(_count, tasks, (done, tasks), lambda: (np.zeros(1, np.int64),))
+    assert (done == 1).all()
+    assert sum(results) == tasks
+    assert len(results) == min(torch.get_num_threads(), tasks)
+
+
+def test_one_thread_is_the_calling_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_threads, "_executor", lambda: pytest.fail("a thread was started"))
+    done = np.zeros(9, np.int64)
+    assert run_on_threads(_count, 9, (done, 9, np.zeros(1, np.int64)), one_thread=True) == [9]
+
+
+def test_calls_from_several_threads_do_not_mix() -> None:
+    def call(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        p, q = (torch.rand(30, 12, generator=generator).softmax(-1) for _ in range(2))
+        cost = torch.rand(30, 12, 12, generator=generator)
+        for _ in range(20):
+            found[seed].append((otloss.emd(p, q, cost), otloss.sinkhorn(p, q, cost, epsilon=0.1)))
+
+    found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(4)]
+    threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for values in found:
+        assert len(values) == 20
+        assert all(torch.equal(a, b) for pair in values for a, b in zip(pair, values[0], strict=True))
+
+
+FORK = """
+import os, torch, otloss
+from otloss.costs import PointCost
+generator = torch.Generator().manual_seed(0)
+p, q = (torch.rand(40, 30, generator=generator).softmax(-1) for _ in range(2))
+x = torch.rand(40, 30, 2, generator=generator)
+cost = PointCost(x, x + 0.1)
+labels = torch.zeros(9000, dtype=torch.long)
+logits = torch.randn(9000, 5, generator=generator)
+
+def values():
+    return torch.stack([
+        otloss.emd(p, q, cost).sum(), otloss.sinkhorn(p, q, cost, epsilon=0.05).sum(),
+        otloss.wasserstein_1d(p, q, x[..., 0]).sum(), cost.softmin(q, 0.1).sum(), otloss.ordinal_loss(logits, labels),
+    ])
+
+expected = values()
+child = os.fork()
+if child == 0:
+    torch.set_num_threads(1)  # as a DataLoader does: the OpenMP of torch does not outlive a fork
+    os._exit(0 if torch.equal(values(), expected) else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_kernels_run_in_a_forked_process() -> None:
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=True, timeout=300)
+    assert done.stdout.strip() == "0"
