@@ -1,4 +1,4 @@
-"""`python -m benchmarks [token_loss | scaling | numbers | solvers | gradients | boosting]`: one of them, or all.
+"""`python -m benchmarks [token_loss | scaling | numbers | solvers | gradients | boosting | first_calls]`: one, or all.
 
 ordinal (with packages of the extra "peers") and mathematics train for an hour and more: they run when they are named.
 """
@@ -8,12 +8,12 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from benchmarks import boosting, gradients, mathematics, numbers, ordinal, scaling, solvers, token_loss
+from benchmarks import boosting, first_calls, gradients, mathematics, numbers, ordinal, scaling, solvers, token_loss
 from benchmarks.labels import BESIDE, find_data
 from benchmarks.measure import FOLDER, Settings
 
 BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main, "numbers": numbers.main, "solvers": solvers.main,
-              "gradients": gradients.main, "boosting": boosting.main}  # fmt: skip
+              "gradients": gradients.main, "boosting": boosting.main, "first_calls": first_calls.main}  # fmt: skip
 BY_NAME = {"ordinal": ordinal.main, "mathematics": mathematics.main}
 
 

@@ -19,6 +19,7 @@ from otloss._sorting import soft_rank as soft_rank
 from otloss._sorting import soft_sort as soft_sort
 from otloss._sorting import soft_top_k as soft_top_k
 from otloss._tree import wasserstein_tree as wasserstein_tree
+from otloss._warm_up import warm_up as warm_up
 from otloss.losses import histogram_loss as histogram_loss
 from otloss.losses import number_token_loss as number_token_loss
 from otloss.losses import ordinal_loss as ordinal_loss
@@ -46,6 +47,7 @@ __all__ = [
     "soft_top_k",
     "solve",
     "upper_bound",
+    "warm_up",
     "wasserstein_1d",
     "wasserstein_circular",
     "wasserstein_tree",

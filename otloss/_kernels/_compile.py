@@ -85,7 +85,7 @@ class _Notice(event.Listener):
             )
         )
         _log.warning(
-            "compiling the CPU kernel %s%s: some seconds, once; %s", _name(dispatcher), _dtypes(arguments), kept
+            "compiling the CPU kernel %s%s: takes a few seconds, once; %s", _name(dispatcher), _dtype(arguments), kept
         )
         self._collects, self._start = gc.isenabled(), time.perf_counter()
         gc.disable()
@@ -107,10 +107,10 @@ def _name(dispatcher: Any) -> str:
     return f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__name__}"
 
 
-def _dtypes(arguments: Any) -> str:
-    """The widths of floats among the arrays, the first of the two ways a kernel differs by its arguments."""
-    found = sorted({str(a.dtype) for a in arguments if isinstance(a, types.Array) and isinstance(a.dtype, types.Float)})
-    return f" for {' and '.join(found)}" if found else ""
+def _dtype(arguments: Any) -> str:
+    """The narrowest width of floats among the arrays: potentials are in float64 always."""
+    found = {str(a.dtype) for a in arguments if isinstance(a, types.Array) and isinstance(a.dtype, types.Float)}
+    return f" for {min(found)}" if found else ""  # "float32" is the smaller string
 
 
 event.register("numba:compile", _Notice())

@@ -1,0 +1,143 @@
+"""Compile the CPU kernels before they are needed, for example while a container image is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from otloss._exact import emd
+from otloss._onedim import cdf_distance, wasserstein_1d
+from otloss._sinkhorn import sinkhorn, sinkhorn_divergence
+from otloss._sliced import sliced_wasserstein
+from otloss._solve import solve
+from otloss.boosting import lightgbm_objective, xgboost_objective
+from otloss.costs import PointCost
+from otloss.losses import ordinal_loss
+
+# Large enough that kernels are used where small problems are left to torch.
+_BINS, _ROWS = 300, 5000
+
+
+def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64)) -> None:
+    """Compile the kernels of the functions named, values and gradients, or of all functions that have kernels.
+
+    A kernel is compiled at its first call for each dtype otherwise, which takes some seconds. What is compiled is kept
+    on disk beside the package, or in the user's cache folder where that cannot be written to; the environment variable
+    NUMBA_CACHE_DIR, set before Python starts, chooses another folder. Where nothing can be written, each process
+    compiles for itself, and says so in a log line.
+
+    Args:
+        names: some of "emd", "sinkhorn", "solve", "sinkhorn_divergence", "wasserstein_1d", "cdf_distance",
+            "sliced_wasserstein", "ordinal_loss" and "boosting"; none for all.
+        dtypes: torch.float32, torch.float64 or both.
+
+    Raises:
+        ValueError: if a name or a dtype is not one of these.
+
+    Example:
+        >>> warm_up("cdf_distance", dtypes=[torch.float32])
+    """
+    unknown = sorted(set(names) - set(_EXAMPLES))
+    if unknown:
+        raise ValueError(f"no kernels are known for {unknown}; expected some of {sorted(_EXAMPLES)}.")
+    dtypes = list(dtypes)
+    if any(dtype not in (torch.float32, torch.float64) for dtype in dtypes):
+        raise ValueError(f"dtypes are {dtypes}; expected torch.float32, torch.float64 or both.")
+    for dtype in dtypes:
+        for name in names or _EXAMPLES:
+            _EXAMPLES[name](dtype)
+
+
+def _weights(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.full(shape, 1 / shape[-1], dtype=dtype, device="cpu", requires_grad=True)
+
+
+def _points(count: int, dtype: torch.dtype) -> Tensor:
+    places = torch.linspace(0, 1, count, dtype=dtype, device="cpu")
+    return torch.stack([places, 1 - places.square()], dim=-1).requires_grad_()
+
+
+def _emd(dtype: torch.dtype) -> None:
+    x = _points(8, dtype)
+    emd(_weights(8, dtype=dtype), _weights(8, dtype=dtype), (x[:, None] - x).square().sum(-1)).backward()
+
+
+def _sinkhorn(dtype: torch.dtype) -> None:
+    x = _points(_BINS, dtype)
+    p, q = _weights(_BINS, dtype=dtype), _weights(_BINS, dtype=dtype)
+    sinkhorn(p, q, PointCost(x, x.detach() + 1), epsilon=1.0).backward()
+    sinkhorn(p, q, (x[:, None] - x).square().sum(-1) + 1, epsilon=1.0).backward()
+
+
+def _solve(dtype: torch.dtype) -> None:
+    _emd(dtype)
+    _sinkhorn(dtype)
+    x = _points(_BINS, dtype)
+    p, q = _weights(_BINS, dtype=dtype), _weights(_BINS, dtype=dtype)
+    for cost in (PointCost(x, x.detach() + 1), (x[:, None] - x).square().sum(-1).detach()):
+        _ = solve(p, q, cost, epsilon=1.0).gap
+
+
+def _divergence(dtype: torch.dtype) -> None:
+    x = _points(_BINS, dtype)
+    p, q = _weights(_BINS, dtype=dtype), _weights(_BINS, dtype=dtype)
+    sinkhorn_divergence(p, q, PointCost(x, x.detach() + 1), epsilon=1.0).backward()
+
+
+def _line(function: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    x = torch.linspace(0, 1, _BINS, dtype=dtype, device="cpu").expand(_ROWS // 50, _BINS).clone().requires_grad_()
+    p, q = (_weights(_ROWS // 50, _BINS, dtype=dtype) for _ in range(2))
+    function(p, q, x).sum().backward()
+
+
+def _quantiles(dtype: torch.dtype) -> None:
+    _line(lambda p, q, x: wasserstein_1d(p, q, x, x.detach() + 1, order=2), dtype)
+
+
+def _sliced(dtype: torch.dtype) -> None:
+    x = _points(_BINS, dtype)
+    sliced_wasserstein(x, x.detach() + 1).backward()
+
+
+def _ordinal(dtype: torch.dtype) -> None:
+    logits = torch.zeros(_ROWS, 4, dtype=dtype, device="cpu", requires_grad=True)
+    target = torch.zeros(_ROWS, dtype=torch.long, device="cpu")
+    ordinal_loss(logits, target).backward()
+    ordinal_loss(logits, torch.nn.functional.one_hot(target, 4).to(dtype)).backward()
+
+
+def _boosting(dtype: torch.dtype) -> None:
+    labels, scores = np.arange(64) % 4, np.zeros((64, 4), np.float32)
+    if dtype == torch.float32:  # XGBoost works in float32, LightGBM in float64
+        xgboost_objective(4)(scores, _Labels(labels))
+    else:
+        lightgbm_objective(4)(scores.astype(np.float64, order="F"), _Labels(labels))
+
+
+class _Labels:
+    """What an objective reads of a data set of XGBoost or LightGBM."""
+
+    def __init__(self, labels: np.ndarray) -> None:
+        self._labels = labels.astype(np.float32)
+
+    def get_label(self) -> np.ndarray:
+        return self._labels
+
+    def get_weight(self) -> None:
+        return None
+
+
+_EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {
+    "emd": _emd,
+    "sinkhorn": _sinkhorn,
+    "solve": _solve,
+    "sinkhorn_divergence": _divergence,
+    "wasserstein_1d": _quantiles,
+    "cdf_distance": lambda dtype: _line(cdf_distance, dtype),
+    "sliced_wasserstein": _sliced,
+    "ordinal_loss": _ordinal,
+    "boosting": _boosting,
+}

@@ -1,0 +1,54 @@
+"""`warm_up` compiles what is asked for, and a call that compiles says so in one line."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import otloss
+
+
+def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300,
+        env={**os.environ, **environment},
+    )  # fmt: skip
+
+
+def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
+    warm = "import torch, otloss; otloss.warm_up('emd', dtypes=[torch.float32])"
+    first = run(warm, NUMBA_CACHE_DIR=str(tmp_path))
+    lines = [line for line in first.stderr.splitlines() if "exact.solve_problems" in line]
+    assert len(lines) == 1
+    assert "for float32: takes a few seconds, once; kept in" in lines[0]
+    assert str(tmp_path) in lines[0]
+    call = "import torch, otloss; w = torch.ones(3) / 3; print(otloss.emd(w, w, torch.ones(3, 3)).item())"
+    second = run(call, NUMBA_CACHE_DIR=str(tmp_path))
+    assert second.stderr == ""
+    assert float(second.stdout) == pytest.approx(1.0)
+
+
+def test_a_process_that_cannot_keep_kernels_says_so() -> None:
+    code = (
+        "from numba.core.caching import CacheImpl\nCacheImpl._locator_classes = []\nimport torch, otloss, gc\n"
+        "otloss.wasserstein_1d(torch.ones(2), torch.ones(2))\nassert gc.isenabled()"
+    )
+    assert "kept in this process only" in run(code).stderr
+    assert "NUMBA_CACHE_DIR" in run(code).stderr
+
+
+@pytest.mark.parametrize(
+    ("names", "dtypes", "message"),
+    [(["emdd"], [torch.float32], "no kernels are known for .'emdd'.; expected some of"),
+     ([], [torch.float16], "dtypes are .torch.float16.; expected torch.float32, torch.float64 or both")],
+)  # fmt: skip
+def test_names_and_dtypes_are_checked(names: list[str], dtypes: list[torch.dtype], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        otloss.warm_up(*names, dtypes=dtypes)
+
+
+def test_every_name_runs() -> None:
+    otloss.warm_up()
