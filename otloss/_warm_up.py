@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -110,11 +111,10 @@ def _ordinal(dtype: torch.dtype) -> None:
 
 
 def _boosting(dtype: torch.dtype) -> None:
-    labels, scores = np.arange(64) % 4, np.zeros((64, 4), np.float32)
-    if dtype == torch.float32:  # XGBoost works in float32, LightGBM in float64
-        xgboost_objective(4)(scores, _Labels(labels))
-    else:
-        lightgbm_objective(4)(scores.astype(np.float64, order="F"), _Labels(labels))
+    labels, scores = _Labels(np.arange(64) % 4), np.zeros((64, 4), np.float32)
+    # XGBoost works in float32, LightGBM in float64.
+    objective: Any = xgboost_objective(4) if dtype == torch.float32 else lightgbm_objective(4)
+    objective(scores if dtype == torch.float32 else scores.astype(np.float64, order="F"), labels)
 
 
 class _Labels:
