@@ -24,7 +24,9 @@ from otloss.costs import Cost
 from otloss_llm._positions import IGNORE_INDEX
 from otloss_llm.data import PackedBlocks
 from otloss_llm.objectives import MLE
-from otloss_llm.token_loss import TokenLoss, token_loss
+from otloss_llm.token_loss import token_loss
+
+_LOGITS_AT_ONCE = 2**21  # 8 MiB in float32
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -126,9 +128,9 @@ def perplexity(
     with evaluation_mode(model):
         for batch in _with_bar(ids.split(batch_size), "perplexity", progress):
             batch = batch.long()
-            scored = _score(model, batch, labels=batch, cost=cost)
-            nll += float(scored.nll.sum(dtype=torch.float64))
-            transport += 0.0 if scored.cost is None else float(scored.cost.sum(dtype=torch.float64))
+            token_nll, token_cost = _score(model, batch, labels=batch, cost=cost)
+            nll += float(token_nll.sum(dtype=torch.float64))
+            transport += 0.0 if token_cost is None else float(token_cost.sum(dtype=torch.float64))
     tokens = ids.shape[0] * (ids.shape[1] - 1)
     return Perplexity(nll / tokens, None if cost is None else transport / tokens, tokens)
 
@@ -174,7 +176,7 @@ def sequence_nll(
                 ids[row, :length] = torch.as_tensor(sequences[i])
                 labels[row, prefixes[i] : length] = ids[row, prefixes[i] : length]
                 mask[row, :length] = 1
-            nll[rows] = _score(model, ids, labels=labels, mask=mask).nll.sum(dim=1, dtype=torch.float64).cpu()
+            nll[rows] = _score(model, ids, labels=labels, mask=mask)[0].sum(dim=1, dtype=torch.float64).cpu()
     return SequenceScores(nll, tokens)
 
 
@@ -250,13 +252,20 @@ def check_vocabulary(model: Any, low: int, high: int) -> None:
 
 def _score(
     model: Any, ids: Tensor, *, labels: Tensor, mask: Tensor | None = None, cost: Cost | None = None
-) -> TokenLoss:
+) -> tuple[Tensor, Tensor | None]:
+    """Return nll and transport cost of each token but the first; 0 where the label is ignored."""
     device = next(model.parameters()).device
     mask = None if mask is None else mask.to(device)
     logits = model(input_ids=ids.to(device), attention_mask=mask, use_cache=False).logits
-    return token_loss(
-        logits[:, :-1], labels[:, 1:].to(logits.device), objective=MLE(), cost=cost, ignore_index=IGNORE_INDEX
-    )
+    labels = labels[:, 1:].to(logits.device)
+    # A few sequences at a time: several temporaries of the size of the logits would each go through memory.
+    count = max(1, _LOGITS_AT_ONCE // logits[0].numel())
+    parts = [
+        token_loss(z[:, :-1], y, objective=MLE(), cost=cost, ignore_index=IGNORE_INDEX)
+        for z, y in zip(logits.split(count), labels.split(count), strict=True)
+    ]
+    nll = torch.cat([part.nll for part in parts])
+    return nll, None if cost is None else torch.cat([part.cost for part in parts if part.cost is not None])
 
 
 def _text_ids(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], int]:
