@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Parameter
@@ -33,8 +34,7 @@ def direct_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings)
     count = batch.numel()
     _, _, ends = run_kernel(
         p.detach().reshape(count, n), q.detach().reshape(count, m), cost.detach().reshape(count, n, m),
-        owner=torch.arange(count, device="cpu"),
-        epsilon=torch.full((count,), float(epsilon), dtype=torch.float64, device="cpu"),
+        owner=np.arange(count), epsilon=np.full(count, float(epsilon)),
         tolerance=float(tolerance), most=min(PATIENCE, settings.max_iterations),
         mass_tolerance=MASS_TOLERANCE[p.dtype], widest=WIDE_FROM,
     )  # fmt: skip

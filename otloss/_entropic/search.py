@@ -145,7 +145,8 @@ def _compiled(
     if costs.shape[:-2] != batch:
         owner = owner.reshape(costs.shape[:-2]).expand(batch).reshape(-1)
     f, g, ends = run_kernel(
-        p, q, costs.reshape(-1, n, m), owner=owner, epsilon=problem.epsilon.detach().reshape(-1).double(),
+        p, q, costs.reshape(-1, n, m), owner=owner.contiguous().numpy(),
+        epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
         g=None if start is None else start[1].reshape(-1, m), tolerance=tolerance, most=most, symmetric=symmetric,
     )  # fmt: skip
     error, iterations = ends[:, ERROR].reshape(batch), ends[:, ITERATIONS].long().reshape(batch)

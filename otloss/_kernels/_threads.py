@@ -1,14 +1,18 @@
-"""Run one kernel on several threads, which take tasks from a shared counter.
+"""Run one kernel on torch's own threads, which take tasks from a shared counter.
 
 Kernels are compiled without numba's `parallel=True`: that compiles a kernel a second time (several seconds each for the
-solvers), and its OpenMP ends a forked process. Kernels release the GIL, so plain threads do.
+solvers), and brings a second pool of OpenMP threads. Threads of OpenMP wait for work by spinning, up to 5 ms after the
+last parallel operation of torch, and two pools on the same cores take turns then. So kernels run in the pool that torch
+has: `GOMP_parallel` is what GNU's compiler calls for a parallel region. Kernels release the GIL.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,8 +23,9 @@ from numba.extending import intrinsic
 # Exponentials, or the like, below which waking up a thread takes longer than it saves.
 ENTRIES = 10_000
 
-_pool: ThreadPoolExecutor | None = None
 _is_forked = False
+_pool: ThreadPoolExecutor | None = None
+_work_of_region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 @intrinsic
@@ -51,20 +56,54 @@ def run_on_threads(
         return []
     threads = 1 if one_thread or _is_forked else min(torch.get_num_threads(), tasks)
     counter = np.zeros(1, np.int64)
-    others = [_executor().submit(kernel, counter, *arguments, *scratch()) for _ in range(threads - 1)]
-    own = kernel(counter, *arguments, *scratch())
-    return [own, *(other.result() for other in others)]
+    calls = [(counter, *arguments, *scratch()) for _ in range(threads)]
+    if threads == 1:
+        return [kernel(*calls[0])]
+    return _in_region(kernel, calls) if _openmp is not None else _in_pool(kernel, calls)
 
 
-def _executor() -> ThreadPoolExecutor:
+def _in_region(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def work(_: Any) -> None:
+        try:
+            results.append(kernel(*calls.pop()))
+        except BaseException as error:  # ctypes would print it and go on
+            errors.append(error)
+
+    _openmp.GOMP_parallel(_work_of_region(work), None, len(calls), 0)
+    if errors:
+        raise errors[0]
+    # OpenMP may give fewer threads than were asked for; they have done all tasks.
+    return results
+
+
+def _in_pool(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:
+    """On Python's threads, where torch's OpenMP is another one than GNU's."""
     global _pool
     if _pool is None:
         _pool = ThreadPoolExecutor(os.cpu_count() or 1, thread_name_prefix="otloss")
-    return _pool
+    others = [_pool.submit(kernel, *call) for call in calls[1:]]
+    own = kernel(*calls[0])
+    return [own, *(other.result() for other in others)]
+
+
+def _find_openmp() -> Any:
+    for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
+        library = ctypes.CDLL(str(path))  # the one that is loaded already
+        if hasattr(library, "GOMP_parallel"):
+            library.GOMP_parallel.argtypes = [_work_of_region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
+            library.GOMP_parallel.restype = None
+            return library
+    return None
+
+
+_openmp = _find_openmp()
 
 
 def _after_fork() -> None:
-    # The threads of the pool exist in the parent alone.
+    # The threads of either pool exist in the parent alone.
     global _pool, _is_forked
     _pool, _is_forked = None, True
 

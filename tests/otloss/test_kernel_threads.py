@@ -26,6 +26,15 @@ def _count(counter, done, tasks, own):  # type: ignore[no-untyped-def]
         finished += 1
 
 
+@pytest.fixture(params=["torch's OpenMP", "a pool of Python's threads"])
+def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "a pool of Python's threads":
+        monkeypatch.setattr(_threads, "_openmp", None)
+    elif _threads._openmp is None:
+        pytest.skip("torch uses another OpenMP than GNU's")
+
+
+@pytest.mark.usefixtures("pool")
 @pytest.mark.parametrize("tasks", [0, 1, 3, 10_000])
 def test_each_task_is_done_once(tasks: int) -> None:
     done = np.zeros(tasks, np.int64)
@@ -35,12 +44,23 @@ def test_each_task_is_done_once(tasks: int) -> None:
     assert len(results) == min(torch.get_num_threads(), tasks)
 
 
+@pytest.mark.usefixtures("pool")
+def test_errors_are_raised() -> None:
+    def fails(counter: np.ndarray) -> None:
+        raise KeyError("wrong")
+
+    with pytest.raises(KeyError, match="wrong"):
+        run_on_threads(fails, 5, ())
+
+
 def test_one_thread_is_the_calling_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_threads, "_executor", lambda: pytest.fail("a thread was started"))
+    for name in ("_in_region", "_in_pool"):
+        monkeypatch.setattr(_threads, name, lambda *_: pytest.fail("a thread was started"))
     done = np.zeros(9, np.int64)
     assert run_on_threads(_count, 9, (done, 9, np.zeros(1, np.int64)), one_thread=True) == [9]
 
 
+@pytest.mark.usefixtures("pool")
 def test_calls_from_several_threads_do_not_mix() -> None:
     def call(seed: int) -> None:
         generator = torch.Generator().manual_seed(seed)
