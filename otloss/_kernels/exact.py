@@ -249,19 +249,6 @@ def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> 
     return n, m
 
 
-@inner()
-def _without_mass(matrix: Any, f: Any, g: Any, cells: Any, flows: Any, ends: Any) -> None:
-    # f_i + g_j <= C_ij is the only condition left: the derivative in p_i is the least cost of its row.
-    for j in range(g.shape[0]):
-        g[j] = 0.0
-    for i in range(f.shape[0]):
-        f[i] = least(matrix[i], g, g.shape[0])
-    for t in range(flows.shape[0]):
-        cells[0, t], cells[1, t], flows[t] = 0, 0, 0.0
-    for k in range(4):
-        ends[k] = 0.0
-
-
 @spliced
 def _finish(
     matrix: Any, cost: Any, n: int, m: int, most: int, whole: Any, real: Any, tree: Any, f: Any, g: Any, cells: Any,
@@ -318,8 +305,7 @@ def solve_problems(
         matrix = matrices[owners[k]]
         n, m = _prepare(p[k], q[k], matrix, whole, real, block)
         if n == 0:
-            _without_mass(matrix, f[k], g[k], cells[k], flows[k], ends[k])
-            continue
+            continue  # a problem without mass is left to the caller
         cost = matrix if n == p.shape[1] and m == q.shape[1] else block
         _prices(cost, n, m, prices_p, prices_q)
         for i in range(n):
@@ -343,8 +329,7 @@ def solve_problems_from(
         matrix = matrices[owners[k]]
         n, m = _prepare(p[k], q[k], matrix, whole, real, block)
         if n == 0:
-            _without_mass(matrix, f[k], g[k], cells[k], flows[k], ends[k])
-            continue
+            continue  # a problem without mass is left to the caller
         cost = matrix if n == p.shape[1] and m == q.shape[1] else block
         for j in range(m):
             prices_q[j] = start[k, columns[j]]

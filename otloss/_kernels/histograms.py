@@ -1,4 +1,4 @@
-"""The masses of pairs of histograms, and the factors that make them equal, in one pass over both.
+"""The masses of a pair of histograms, and the factors that make them equal, for kernels.
 
 What `otloss._histograms` computes in torch operations is the specification.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from otloss._kernels._compile import compiled, inner
+from otloss._kernels._compile import inner
 
 _SUMS = {"reassoc", "nsz", "contract", "arcp"}  # sums in the order that vectorises
 
@@ -33,16 +33,3 @@ def balance(p: Any, q: Any, tolerance: float) -> tuple[float, float, float]:
     if not (apart <= tolerance * (mass_p if mass_p > mass_q else mass_q) and mean < np.inf):
         return np.nan, np.nan, np.nan
     return mean / mass_p if mass_p > 0 else 1.0, mean / mass_q if mass_q > 0 else 1.0, mean
-
-
-@compiled()
-def balance_rows(p: Any, q: Any, tolerance: float, balanced: Any) -> bool:
-    """Write what `balance` returns of row k of p and q to balanced[:, k]; False at a row that is no such pair.
-
-    p: (rows, n), q: (rows, m) in float32 or float64. balanced: (3, rows) in float64.
-    """
-    for k in range(p.shape[0]):
-        balanced[0, k], balanced[1, k], balanced[2, k] = balance(p[k], q[k], tolerance)
-        if np.isnan(balanced[2, k]):
-            return False
-    return True

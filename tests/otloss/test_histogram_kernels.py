@@ -1,4 +1,4 @@
-"""The compiled check of pairs of histograms against the one in torch operations, and the logarithm of kernels."""
+"""The check of pairs of histograms in NumPy against the one in torch operations, and the logarithm of kernels."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from otloss._histograms import histogram_pair
 from otloss._kernels._compile import log64
 
 
-def _without_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_histograms, "may_run_on", lambda *tensors: False)
 
 
@@ -23,7 +23,7 @@ def test_it_gives_what_torch_operations_give(batch: tuple[int, ...], monkeypatch
     p, q = p.requires_grad_(), q.requires_grad_()
     fast = histogram_pair(p, q)
     (fast_slope,) = torch.autograd.grad((fast.p * torch.arange(70)).sum(), p)
-    _without_kernel(monkeypatch)
+    _in_torch(monkeypatch)
     slow = histogram_pair(p, q)
     (slow_slope,) = torch.autograd.grad((slow.p * torch.arange(70)).sum(), p)
     assert fast.dtype == slow.dtype == fast.mass.dtype
@@ -33,7 +33,7 @@ def test_it_gives_what_torch_operations_give(batch: tuple[int, ...], monkeypatch
 
 
 @pytest.mark.parametrize("wrong", ["negative", "nan", "infinite", "heavier", "overflowing"])
-def test_messages_do_not_depend_on_the_kernel(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_messages_are_those_of_torch(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
     p, q = torch.full((3, 4), 0.25), torch.full((3, 4), 0.25)
     if wrong == "heavier":
         q[1] *= 1.001
@@ -46,7 +46,7 @@ def test_messages_do_not_depend_on_the_kernel(wrong: str, monkeypatch: pytest.Mo
         with pytest.raises(ValueError) as raised:
             histogram_pair(p, q)
         messages.append(str(raised.value))
-        _without_kernel(monkeypatch)
+        _in_torch(monkeypatch)
     assert messages[0] == messages[1]
 
 
