@@ -1,6 +1,6 @@
 # Two commands are enough on a fresh machine: `make demo` and `make test`. Each sets up .venv on first use.
 PYTHON ?= python3
-# The address of an index with another build of torch, taken before the rest: see "Install" in README.md.
+# The address of an index with another build of torch, taken before the rest: see README.md.
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin

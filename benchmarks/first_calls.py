@@ -23,6 +23,7 @@ x, y = torch.rand(16, 50, 2, dtype=dtype, requires_grad=True), torch.rand(16, 60
 p, q = (torch.full((16, n), 1 / n, dtype=dtype, requires_grad=True) for n in (50, 60))
 costs = torch.cdist(x.detach(), y).requires_grad_()
 logits, labels = torch.randn(4000, 5, dtype=dtype, requires_grad=True), torch.randint(5, (4000,))
+w, z = torch.full((200, 100), 0.01, dtype=dtype), torch.rand(200, 100, dtype=dtype, requires_grad=True)
 begin = time.perf_counter()
 """
 CALLS = {
@@ -33,7 +34,7 @@ CALLS = {
         "t = otloss.solve(p, q, PointCost(x, y), epsilon=0.05); t.value.sum().backward(); t.gap"
     ),
     "sinkhorn_divergence": "otloss.sinkhorn_divergence(p, q, PointCost(x, y), epsilon=0.05).sum().backward()",
-    "wasserstein_1d": "otloss.wasserstein_1d(p, q, x[..., 0], y[..., 0], order=2).sum().backward()",
+    "wasserstein_1d": "otloss.wasserstein_1d(w, w, z, z.detach() + 1, order=2).sum().backward()",
     "ordinal_loss": "otloss.ordinal_loss(logits, labels).backward()",
     "linear_token_loss, EMO": (
         "import otloss_llm as llm; head = torch.randn(2000, 64); hidden = torch.randn(600, 64, requires_grad=True); "

@@ -144,6 +144,8 @@ def _suits_numpy(p: Any, q: Any) -> bool:
         return False
     if p.is_neg() or q.is_neg():
         return False
+    if p.layout != torch.strided or q.layout != torch.strided:
+        return False
     small = max(p.numel(), q.numel()) <= _SMALL
     return small and p.shape[:-1] == q.shape[:-1] and 0 not in (p.shape[-1], q.shape[-1])
 

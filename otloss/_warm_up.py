@@ -1,4 +1,4 @@
-"""Compile the CPU kernels before they are needed, for example while a container image is built."""
+"""Compile the CPU kernels before they are needed."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ _BINS, _ROWS = 300, 5000
 def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.float64)) -> None:
     """Compile the kernels of the functions named, values and gradients, or of all functions that have kernels.
 
-    A kernel is compiled at its first call for each dtype otherwise, which takes some seconds. What is compiled is kept
-    on disk beside the package, or in the user's cache folder where that cannot be written to; the environment variable
-    NUMBA_CACHE_DIR, set before Python starts, chooses another folder. Where nothing can be written, each process
-    compiles for itself, and says so in a log line.
+    Otherwise a kernel is compiled at its first call for each dtype, which takes some seconds. What is compiled is kept
+    on disk beside the package, or in the user's cache folder where that cannot be written to. The environment variable
+    NUMBA_CACHE_DIR, set before Python starts, chooses another folder. numba reads kernels only from a folder that it
+    may write to. Where there is none, each process compiles for itself, and says so in a log line. The token losses
+    have `otloss_llm.warm_up`.
 
     Args:
         names: some of "emd", "sinkhorn", "solve", "sinkhorn_divergence", "wasserstein_1d", "cdf_distance",
@@ -36,20 +37,26 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
         dtypes: torch.float32, torch.float64 or both.
 
     Raises:
+        TypeError: if a name is not a string, or dtypes is not a collection of dtypes.
         ValueError: if a name or a dtype is not one of these.
 
     Example:
         >>> warm_up("cdf_distance", dtypes=[torch.float32])
     """
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f'names are {names}, expected strings one by one, such as warm_up("emd", "solve").')
     unknown = sorted(set(names) - set(_EXAMPLES))
     if unknown:
         raise ValueError(f"no kernels are known for {unknown}; expected some of {sorted(_EXAMPLES)}.")
+    if isinstance(dtypes, (str, torch.dtype)):
+        raise TypeError(f"dtypes is {dtypes!r}, expected a list, such as [torch.float32].")
     dtypes = list(dtypes)
     if any(dtype not in (torch.float32, torch.float64) for dtype in dtypes):
         raise ValueError(f"dtypes are {dtypes}; expected torch.float32, torch.float64 or both.")
-    for dtype in dtypes:
-        for name in names or _EXAMPLES:
-            _EXAMPLES[name](dtype)
+    with torch.inference_mode(False), torch.enable_grad():
+        for dtype in dtypes:
+            for name in names or _EXAMPLES:
+                _EXAMPLES[name](dtype)
 
 
 def _weights(*shape: int, dtype: torch.dtype) -> Tensor:

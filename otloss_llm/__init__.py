@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from otloss import __version__ as __version__
+from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.cost_choice import NumberSettings as NumberSettings
 from otloss_llm.costs import EmbeddingCost as EmbeddingCost
 from otloss_llm.dense import dense_token_loss as dense_token_loss
@@ -54,6 +55,7 @@ __all__ = [
     "linear_token_loss",
     "parse_objective",
     "token_loss",
+    "warm_up",
 ]
 
 _NEEDS_TRANSFORMERS = ("ObjectiveMixin", "ObjectiveTrainer")

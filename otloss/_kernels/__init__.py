@@ -9,6 +9,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+# Entries of soft minima of all problems together up to which torch takes at most 0.2 ms longer than the kernels, which
+# have to be compiled first.
+SMALL = 2**16
+
+
+def is_small(entries: int) -> bool:
+    """Whether a soft minimum over so many costs is left to torch."""
+    return entries <= SMALL
+
 
 def may_run_on(*tensors: Tensor) -> bool:
     """Whether kernels may work on these tensors: on a CPU, not inside `torch.func` transforms, which hold no data."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,9 +40,10 @@ L13, L15, L17, L19 = F64(1 / 13), F64(1 / 15), F64(1 / 17), F64(1 / 19)
 _log = logging.getLogger("otloss")
 
 
-def compiled(**options: Any) -> Callable[[Any], Any]:
+def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
     """`numba.njit` with the options of this library: compiled at the first call for each dtype, and kept on disk.
 
+    `seconds` is about how long that takes on one core, for the log line that announces it.
     Floating-point sums are not reordered unless the caller asks for it (`fastmath=`); NaN and infinity keep their
     meaning always.
     """
@@ -49,6 +52,7 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
     }  # fmt: skip
 
     def decorate(function: Any) -> Any:
+        function.seconds = seconds
         try:
             kept = njit(cache=True, **chosen)(function)
             # numba looks at the file of the kernel alone, and would go on using what was changed in another one.
@@ -64,8 +68,9 @@ def compiled(**options: Any) -> Callable[[Any], Any]:
 class _Notice(event.Listener):
     """Logs one line where a kernel of this library is about to be compiled, for the call looks hung meanwhile.
 
-    Python's garbage collector rests until the kernel is there: it goes through all objects of torch again and again
-    while numba makes new ones, a quarter of the time.
+    Python's garbage collector is off until the kernel is compiled: it would visit all objects of torch again and again
+    while numba creates new ones, which takes a quarter of the time. numba calls listeners for the functions of other
+    packages too, and lets their errors through: nothing here may raise one.
     """
 
     def __init__(self) -> None:
@@ -73,34 +78,41 @@ class _Notice(event.Listener):
 
     def on_start(self, found: Any) -> None:
         self._depth += self._depth > 0 or _is_ours(found.data["dispatcher"])
-        if self._depth != 1:
-            return
-        dispatcher, arguments = found.data["dispatcher"], found.data["args"]
-        folder = dispatcher.stats.cache_path
-        kept = (
-            f"kept in {folder}"
-            if folder
-            else (
-                "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR to one that can"
-            )
-        )
-        _log.warning(
-            "compiling the CPU kernel %s%s: takes a few seconds, once; %s", _name(dispatcher), _dtype(arguments), kept
-        )
-        self._collects, self._start = gc.isenabled(), time.perf_counter()
-        gc.disable()
+        if self._depth == 1:
+            self._collects, self._start = gc.isenabled(), time.perf_counter()
+            gc.disable()
+            with suppress(Exception):
+                _announce(found.data["dispatcher"], found.data["args"])
 
     def on_end(self, found: Any) -> None:
         if self._depth == 1:
             if self._collects:
                 gc.enable()
             seconds = time.perf_counter() - self._start
-            _log.info("compiled the CPU kernel %s in %.1f s", _name(found.data["dispatcher"]), seconds)
+            with suppress(Exception):
+                _log.info("compiled the CPU kernel %s in %.1f s", _name(found.data["dispatcher"]), seconds)
         self._depth -= self._depth > 0
+
+    def after_fork(self) -> None:
+        """In a child that was forked while another thread compiled, nothing ends."""
+        if self._depth > 0 and self._collects:
+            gc.enable()
+        self._depth = 0
+
+
+def _announce(dispatcher: Any, arguments: Any) -> None:
+    folder = dispatcher.stats.cache_path
+    kept = f"kept in {folder}" if folder else (
+        "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR to one that can"
+    )  # fmt: skip
+    name, seconds = _name(dispatcher) + _dtype(arguments), getattr(dispatcher.py_func, "seconds", 1)
+    _log.warning("compiling the CPU kernel %s: takes about %d s, once; %s", name, seconds, kept)
 
 
 def _is_ours(dispatcher: Any) -> bool:
-    return dispatcher.py_func.__module__.startswith("otloss")
+    # Functions that programs make have no module.
+    module = getattr(dispatcher.py_func, "__module__", None) or ""
+    return module.partition(".")[0] in ("otloss", "otloss_llm")
 
 
 def _name(dispatcher: Any) -> str:
@@ -113,7 +125,10 @@ def _dtype(arguments: Any) -> str:
     return f" for {min(found)}" if found else ""  # "float32" is the smaller string
 
 
-event.register("numba:compile", _Notice())
+_notice = _Notice()
+event.register("numba:compile", _notice)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_notice.after_fork)
 
 
 def inner(**options: Any) -> Callable[[Any], Any]:

@@ -91,7 +91,10 @@ def _in_pool(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[A
 
 def _find_openmp() -> Any:
     for path in sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*")):
-        library = ctypes.CDLL(str(path))  # the one that is loaded already
+        try:
+            library = ctypes.CDLL(str(path))  # torch has loaded it, so this only looks it up
+        except OSError:
+            continue
         if hasattr(library, "GOMP_parallel"):
             library.GOMP_parallel.argtypes = [_work_of_region, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
             library.GOMP_parallel.restype = None

@@ -287,7 +287,7 @@ def _finish(
     ends[VALUE], ends[GAP], ends[SCALE], ends[PIVOTS] = value, value - dual, largest(cost, n, m) * _sum(a, n), pivots
 
 
-@compiled()
+@compiled(seconds=4)
 def solve_problems(
     counter: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any, flows: Any,
     ends: Any, whole: Any, real: Any, tree: Any, block: Any,
@@ -314,7 +314,7 @@ def solve_problems(
         _finish(matrix, cost, n, m, most, whole, real, tree, f[k], g[k], cells[k], flows[k], ends[k])
 
 
-@compiled()
+@compiled(seconds=4)
 def solve_problems_from(
     counter: Any, start: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any,
     flows: Any, ends: Any, whole: Any, real: Any, tree: Any, block: Any,

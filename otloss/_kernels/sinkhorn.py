@@ -289,7 +289,7 @@ def _solve(
     ends[VALUE] = value_p * (mass / mass_p) + value_q * (mass / mass_q)
 
 
-@compiled()
+@compiled(seconds=4)
 def sinkhorn_problems(
     counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, ends: Any, limits: Any,
     warm: bool, wide: Any, narrow: Any, matrices: Any, places: Any,

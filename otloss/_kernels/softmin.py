@@ -8,7 +8,7 @@ buffer, what is summed up so far is brought to the new maximum, and the terms of
 the dtype of the costs. A potential in float64 over costs in float32 is first moved by its own maximum, in float64: what
 is then rounded to float32 is, for every bin that matters, no larger than the range of the costs.
 
-Slow twins: `otloss.costs._cost.softmin_in_torch` and `Cost.plan_slopes`.
+Reference implementations: `otloss.costs._cost.softmin_in_torch` and `Cost.plan_slopes`.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ from otloss._checks import (
     check_floating,
     check_last_axis,
 )
-from otloss._kernels import may_run_on
+from otloss._kernels import is_small, may_run_on
 
 # Work goes through blocks of rows of about this many entries, 16 MiB in float32.
 _BLOCK_ENTRIES = 2**22
@@ -277,7 +277,9 @@ def softmin_of(
     rows: Float[Tensor, "*batch n m"], potential: Float[Tensor, "*batch m"], epsilon: float | Tensor
 ) -> Float[Tensor, "*batch n"]:
     """Return the soft minimum over the last axis of `rows - potential`, in the dtype of the potential."""
-    if may_run_on(rows, potential) and not makes_graph(rows, potential):
+    problems = broadcast_shape(rows.shape[:-2], potential.shape[:-1]).numel()
+    small = is_small(problems * rows.shape[-2] * rows.shape[-1])
+    if not small and may_run_on(rows, potential) and not makes_graph(rows, potential):
         from otloss._kernels.softmin import dense_softmin
 
         return dense_softmin(rows, potential, epsilon)
@@ -287,7 +289,7 @@ def softmin_of(
 def softmin_in_torch(
     rows: Float[Tensor, "*batch n m"], potential: Float[Tensor, "*batch m"], epsilon: float | Tensor
 ) -> Float[Tensor, "*batch n"]:
-    """The slow twin of the kernels: any device, and differentiable."""
+    """The reference implementation of the kernels: any device, and differentiable."""
     scores = potential.unsqueeze(-2) - rows
     least = -scores.amax(-1)  # (*batch, n)
     if not isinstance(epsilon, Tensor):

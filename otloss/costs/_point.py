@@ -23,15 +23,12 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import broadcast_shape, check_broadcast, check_epsilon, check_finite, check_floating, check_index
-from otloss._kernels import may_run_on
+from otloss._kernels import is_small, may_run_on
 from otloss.costs._cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 _KERNEL_METRICS = METRICS[:3]
-# Costs of all problems together up to which torch takes at most 0.2 ms longer than the kernels, which have to be
-# compiled first.
-SMALL = 2**16
 
 
 class PointCost(Cost):
@@ -200,7 +197,7 @@ class PointCost(Cost):
 
     def _has_kernel(self, *potentials: Tensor) -> bool:
         problems = broadcast_shape(self.batch_shape, *(t.shape[:-1] for t in potentials)).numel()
-        if self.metric not in _KERNEL_METRICS or problems * self.shape[0] * self.shape[1] <= SMALL:
+        if self.metric not in _KERNEL_METRICS or is_small(problems * self.shape[0] * self.shape[1]):
             return False
         return may_run_on(self.x, *potentials)
 

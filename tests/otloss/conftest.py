@@ -4,6 +4,6 @@ import pytest
 
 
 @pytest.fixture(autouse=True)
-def kernels_for_small_clouds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Test the kernels of point clouds on small clouds, where torch is used otherwise."""
-    monkeypatch.setattr("otloss.costs._point.SMALL", 0)
+def kernels_for_small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Test the kernels of soft minima on small problems, where torch is used otherwise."""
+    monkeypatch.setattr("otloss._kernels.SMALL", 0)

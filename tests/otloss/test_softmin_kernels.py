@@ -154,12 +154,14 @@ def test_slopes_in_the_potential(kind: int, entries: int, monkeypatch: pytest.Mo
         assert slopes.sum().item() == pytest.approx(-37)
 
 
-def test_small_clouds_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_problems_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y, potential = clouds(20, 30, 2, torch.float32)
     fast = PointCost(x, y).softmin(potential, 0.1)
-    monkeypatch.setattr("otloss.costs._point.SMALL", 600)
-    monkeypatch.setattr("otloss._kernels.points.points_softmin", lambda *_, **__: pytest.fail("a kernel ran"))
+    monkeypatch.setattr("otloss._kernels.SMALL", potential.numel() * 20)
+    for name in ("points.points_softmin", "softmin.dense_softmin"):
+        monkeypatch.setattr(f"otloss._kernels.{name}", lambda *_, **__: pytest.fail("a kernel ran"))
     torch.testing.assert_close(PointCost(x, y).softmin(potential, 0.1), fast)
+    torch.testing.assert_close(DenseCost(PointCost(x, y).dense()).softmin(potential, 0.1), fast)
 
 
 def test_threads_do_not_change_a_digit() -> None:
