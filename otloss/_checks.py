@@ -18,8 +18,8 @@ def check_tensor(name: str, value: Any) -> Tensor:
     kind = type(value).__name__
     if isinstance(value, torch.nn.Module):
         has_weight = isinstance(getattr(value, "weight", None), Tensor)
-        fix = "; pass its .weight" if has_weight else ""
-        raise TypeError(f"{name} is a {kind} module, expected a torch.Tensor{fix}.")
+        fix = "; pass the weight of the module, its .weight" if has_weight else ""
+        raise TypeError(f"{name} is a module of type {kind}, expected a torch.Tensor{fix}.")
     raise TypeError(
         f"{name} is a {kind}, expected a torch.Tensor; convert it first, for example with torch.as_tensor({name})."
     )

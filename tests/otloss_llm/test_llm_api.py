@@ -124,7 +124,8 @@ WITH_A_MODULE: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def test_a_module_in_place_of_its_weight_is_named(name: str, module: torch.nn.Module) -> None:
     argument, call = WITH_A_MODULE[name]
     kind = type(module).__name__
-    with pytest.raises(TypeError, match=rf"^{argument} is a {kind} module, expected .*the weight.*head\.weight"):
+    message = rf"^{argument} is a module of type {kind}, expected .*the weight.*its \.weight"
+    with pytest.raises(TypeError, match=message):
         call(module)
 
 
