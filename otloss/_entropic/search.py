@@ -127,7 +127,7 @@ def runs_compiled(problem: EntropicProblem, impl: str) -> bool:
     if impl == "compiled":
         if not able:
             raise ValueError(
-                f'impl="compiled" solves balanced problems on the CPU, outside of forked processes; got '
+                f'impl="compiled" solves balanced problems on the CPU, outside of torch.func transforms; got '
                 f'reach={problem.reach} on {problem.p.device}. Use impl="torch" or "auto".'
             )
         return True

@@ -319,7 +319,7 @@ def solve_problems_from(
     counter: Any, start: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any,
     flows: Any, ends: Any, whole: Any, real: Any, tree: Any, block: Any,
 ) -> None:  # fmt: skip
-    """As `solve_problems`, from potentials `start` (B, m) of q's bins."""
+    """As `solve_problems`, from potentials `start` (B, m) of q's bins; apart, as few calls need it compiled."""
     sequence, prices_p, prices_q, columns = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q], whole[COLUMNS]
     open_p, open_q = real[POTENTIAL], real[NEAR]
     while True:

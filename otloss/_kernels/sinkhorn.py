@@ -26,7 +26,7 @@ import numpy as np
 
 from otloss._kernels._compile import compiled, inner, largest, log64, spliced
 from otloss._kernels._threads import next_task
-from otloss._kernels.histograms import mass_of
+from otloss._kernels.histograms import balance, mass_of
 from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, VALUE
 from otloss._kernels.sinkhorn_steps import (
     absorb,
@@ -207,6 +207,7 @@ def _write_potentials(
     rows, columns, share_p = places[0], places[1], narrow[SHARE_P]
     for j in range(m):
         shifted[j] = beta[j] / epsilon + log_q[j]
+    # `n < 0` and `n >= 0` for False and True: numba would compile `_extend` once for each literal.
     _extend(cost, n < 0, rows, n, alpha, columns, m, shifted, scores, epsilon, f)
     if m < cost.shape[1]:
         for i in range(n):
@@ -239,23 +240,20 @@ def _solve(
     """One problem; g comes in as the start, and f and g leave as the answer, on all bins."""
     mass_tolerance, widest, tolerance, most = limits
     ends[ERROR], ends[ITERATIONS], ends[VALUE] = np.inf, 0, np.nan
-    highest, mass_p, mass_q = _highest(cost), mass_of(p), mass_of(q)
-    mass = (mass_p + mass_q) / 2
-    apart, larger = abs(mass_p - mass_q), mass_p if mass_p > mass_q else mass_q
+    highest = _highest(cost)
+    scale_p, scale_q, mass = balance(p, q, mass_tolerance)
     # Written so that NaN fails too.
-    if not (highest < np.inf and mass < np.inf and apart <= mass_tolerance * larger):
+    if not (highest < np.inf and mass < np.inf) or 0 < widest * highest < epsilon:
         return
-    if 0 < widest * highest < epsilon:
-        return
-    if mass_p == 0 or mass_q == 0:
+    n = _take(p, mass / scale_p, negligible, narrow[SHARE_P], places[0])
+    m = _take(q, mass / scale_q, negligible, narrow[SHARE_Q], places[1])
+    if n == 0 or m == 0:
         for i in range(f.shape[0]):
             f[i] = 0
         for j in range(g.shape[0]):
             g[j] = 0
         ends[ERROR], ends[VALUE] = 0, 0
         return
-    n = _take(p, mass_p, negligible, narrow[SHARE_P], places[0])
-    m = _take(q, mass_q, negligible, narrow[SHARE_Q], places[1])
     alpha, beta, log_q, columns = wide[ALPHA], wide[BETA], wide[LOG_Q], places[1]
     for i in range(n):
         alpha[i] = 0
@@ -286,7 +284,7 @@ def _solve(
     for j in range(g.shape[0]):
         value_q += g[j] * np.float64(q[j])
     ends[ERROR], ends[ITERATIONS] = error, done
-    ends[VALUE] = value_p * (mass / mass_p) + value_q * (mass / mass_q)
+    ends[VALUE] = value_p * scale_p + value_q * scale_q
 
 
 @compiled(seconds=4)

@@ -11,10 +11,9 @@ from typing import Any
 import numpy as np
 import torch
 from jaxtyping import Float, Int
-from numba import njit
 from torch import Tensor
 
-from otloss._kernels._compile import compiled
+from otloss._kernels._compile import compiled, spliced
 from otloss._kernels._compile import exp32 as _exp
 from otloss._kernels._threads import next_task, run_on_threads
 from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
@@ -23,7 +22,7 @@ F32 = np.float32
 BLOCK_ENTRIES = 2**16  # of logits read twice in a row: 256 KiB stay in a core's cache
 
 
-@njit(inline="always")
+@spliced
 def spread(costs: Any, which: Any, c: Any) -> None:
     """The cost of each token, from that of each label: by itself, since a gather keeps a loop from being vectorised."""
     for t in range(c.shape[0]):
@@ -133,8 +132,9 @@ def gradient_rows(
     b = nothing if slopes.b is None else slopes.b
     transport = nothing if slopes.transport is None else slopes.transport
     vectors = [v.to(torch.float32).contiguous().numpy() for v in (slopes.a, b, transport)]
-    given = (columns_of(z), top.numpy(), *_arrays(None if slopes.b is None else cost, z), *vectors, parts_of(z))
-    run_on_threads(_gradient, parts_of(z), given)
+    parts = parts_of(z)
+    given = (columns_of(z), top.numpy(), *_arrays(None if slopes.b is None else cost, z), *vectors, parts)
+    run_on_threads(_gradient, parts, given)
     here = label >= 0
     z[here.nonzero().squeeze(-1), label[here]] = slopes.at_label[here]
 

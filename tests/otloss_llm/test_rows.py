@@ -190,7 +190,7 @@ def test_without_a_place_for_compiled_code() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_forked_process_has_the_plain_sweeps() -> None:
+def test_a_forked_process_has_the_kernels() -> None:
     """On one thread, as torch's loader sets its forked workers: GNU's OpenMP waits for threads left in the parent."""
     code = LOSS + "import os\nloss()\nchild = os.fork()\nif not child: torch.set_num_threads(1); loss(); os._exit(0)\n"
     done = in_a_fresh_process(code + "assert os.waitpid(child, 0)[1] == 0", PYTHONWARNINGS="ignore")
