@@ -1,11 +1,12 @@
 """Balanced Sinkhorn for a batch of dense problems on a CPU: scaling form, one problem per thread at a time.
 
 With p, q over their mass and potentials f, g the plan is `P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon)`. It is held
-as `P_ij = u_i K_ij v_j`, where K is the plan at potentials (alpha, beta) that were absorbed before, so that no entry
-can overflow and none that matters underflows:
+as `P_ij = U_i G_ij V_j`, where `G_ij = exp((alpha_i + beta_j - C_ij) / epsilon)` has the potentials that were absorbed
+before, and U = p, V = q then. At a solution no entry of G is above `1 / max(p_i, q_j)`, so that it fits the numbers,
+and light bins have entries as large as those of others: their potentials are found as well as theirs.
 
-    absorb      alpha = softmin(beta), K from it: an exact update of f, with its exponents in float64
-    iterate     u = p / (K v),  v = q / (K^T u)
+    absorb      alpha = softmin(beta), G from it: an exact update of f, with its exponents in float64
+    iterate     U = p / (G V),  V = q / (G^T U)
 
 Three things shorten the way. Epsilon falls by steps, each from the potentials of the last. Updates are over-relaxed,
 f + w (softmin(g) - f), with w from the observed contraction as in successive over-relaxation (L. Hageman, D. Young,
@@ -13,8 +14,9 @@ Applied Iterative Methods, 1981, ch. 9; for transport A. Thibault et al., 2017);
 Moebius map with the same value and slope at 1, a division. And each problem stops by itself. A problem with itself
 (symmetric) takes the mean of f and softmin(f), which contracts by two at least where the kernel is positive definite.
 
-The error is the sum of `|P 1 - p|` and `|P^T 1 - q|`. The one reported is measured after a last exact update of f, on
-a plan whose rows are exact. Bins of (nearly) no mass stay out, and get their potentials by the soft minimum at the end.
+The error is the sum of `|P 1 - p|` and `|P^T 1 - q|`. It hardly sees light bins, so the iterations end with an exact
+update of g and then of f, and the error that is reported is that of the columns after them. Bins of (nearly) no mass
+stay out, and get their potentials by the soft minimum at the end.
 """
 
 from __future__ import annotations
@@ -24,15 +26,17 @@ from typing import Any
 
 import numpy as np
 
-from otloss._kernels._compile import compiled, inner, largest, log64, spliced
+from otloss._kernels._compile import compiled, inner, largest, spliced
 from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import balance, mass_of
 from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, VALUE
 from otloss._kernels.sinkhorn_steps import (
+    LARGEST_STEP,
     absorb,
     add_logs,
     column_error,
     column_sums,
+    fit,
     halve,
     outgrown,
     relaxation,
@@ -48,14 +52,15 @@ LOOK_EVERY = 10  # iterations between two looks at the contraction
 STEEPEST = 0.8  # |x - 1| / (x + 1) times w, beyond which an update is not over-relaxed
 WORSE = 3.0  # an error this many times the least is a sign that w is too large
 LEAST_CHANGE = 0.02  # of w
-LOST = 1e-12  # of a column's mass: its potential is too far off for K to hold it
-# Entries this small beside the largest of their row are left out, and so are bins beside the whole mass: their
-# products would leave the normal numbers, which are ten times slower.
-NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-28, 1e-250
+LOST = 1e-12  # a column sum of the kernel below this, or above its inverse: the potential there is too far off
+ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
+FAR = 20.0  # |softmin(f) - f| / epsilon from which a symmetric problem takes its steps on the potentials
+# Shares of the mass from which bins take part: 1 / share has to fit the kernel.
+NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-20, 1e-150
 
 
 # Rows of the scratch arrays of a thread, one in float64 and one in the dtype of the costs.
-ALPHA, BETA, LOG_Q, TOTALS, SHIFTED, SCORES = range(6)
+ALPHA, BETA, TOTALS, SHIFTED, SCORES = range(5)
 SHARE_P, SHARE_Q, U, V, SUMS, HELD = range(6)
 KERNEL, COSTS = range(2)
 
@@ -64,7 +69,7 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
     """Return what a thread works in: (wide, narrow, matrices, places). Pages that are not used are never touched."""
     longest = max(n, m)
     return (
-        np.empty((6, longest)),
+        np.empty((5, longest)),
         np.empty((6, longest), dtype),
         np.empty((2, n, m), dtype),
         np.empty((2, longest + 1), np.int64),
@@ -96,26 +101,20 @@ def _take(weights: Any, mass: float, negligible: float, shares: Any, places: Any
 
 
 @spliced
-def _absorb_factors(
-    cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, m: int, epsilon: float, negligible: float
-) -> float:
-    """Absorb, with one exact update of g in between where K could not hold a column; return the columns' error."""
+def _absorb_factors(cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, m: int, epsilon: float) -> float:
+    """Absorb, with exact updates of g in between while a column is lost; return the columns' error."""
     p, q, u, v, sums = narrow[SHARE_P], narrow[SHARE_Q], narrow[U], narrow[V], narrow[SUMS]
-    alpha, beta, log_q, totals, shifted, scores = (
-        wide[ALPHA], wide[BETA], wide[LOG_Q], wide[TOTALS], wide[SHIFTED], wide[SCORES],
-    )  # fmt: skip
+    alpha, beta, totals, scores = wide[ALPHA], wide[BETA], wide[TOTALS], wide[SCORES]
     for i in range(n):
-        u[i] = 1
+        u[i] = p[i]
     for j in range(m):
-        v[j] = 1
-    for attempt in range(2):
-        for j in range(m):
-            shifted[j] = beta[j] / epsilon + log_q[j]
-        absorb(cost, shifted, scores, p, epsilon, alpha, totals, kernel, sums, n, m, negligible)
+        v[j] = q[j]
+    for attempt in range(ATTEMPTS):
+        absorb(cost, beta, scores, p, q, epsilon, alpha, totals, kernel, sums, n, m)
         lost = False
         for j in range(m):
-            lost |= not sums[j] > LOST * q[j]
-        if attempt == 1 or not lost:
+            lost |= not (sums[j] > LOST and sums[j] < 1 / LOST)
+        if not lost or attempt == ATTEMPTS - 1:
             break
         for j in range(m):
             for i in range(n):
@@ -126,8 +125,8 @@ def _absorb_factors(
 
 @spliced
 def _iterate(
-    cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, m: int, epsilon: float, negligible: float,
-    tolerance: float, most: int, last: bool,
+    cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, m: int, epsilon: float, tolerance: float, most: int,
+    last: bool,
 ) -> tuple[float, int]:  # fmt: skip
     """Iterate until the error is within the tolerance; leaves beta, and after the last epsilon alpha, as found."""
     p, q, u, v, sums, held = (
@@ -138,29 +137,31 @@ def _iterate(
     w = 1.0
     before = least = error = np.inf
     number = u.dtype.type
-    steepest = number(STEEPEST)
+    steepest, largest_step = number(STEEPEST), number(LARGEST_STEP)
     while True:
+        steep = False
         if stale:
-            stale = False
-            error = _absorb_factors(cost, kernel, wide, narrow, n, m, epsilon, negligible)
-        if not (error > tolerance and done < most):
-            break
-        row_sums(kernel, v, held, n, m)
-        off = update(p, held, u, number(w), steepest, n)
-        column_sums(kernel, u, sums, n, m)
-        off += update(q, sums, v, number(w), steepest, m)
-        done += 1
-        since += 1
-        finished = off <= tolerance or done >= most
-        if finished and last:
-            # An exact update of f, and what it leaves of the columns' error: that is the one to report.
+            stale, since = False, 0
+            off = _absorb_factors(cost, kernel, wide, narrow, n, m, epsilon)
+        else:
             row_sums(kernel, v, held, n, m)
-            update(p, held, u, number(1), number(1), n)
+            off, steep = update(p, held, u, number(w), steepest, largest_step, n)
+            column_sums(kernel, u, sums, n, m)
+            off_columns, steep_columns = update(q, sums, v, number(w), steepest, largest_step, m)
+            off, steep = off + off_columns, steep or steep_columns
+            done += 1
+            since += 1
+        if off <= tolerance or done >= most:
+            if not last:
+                break
+            column_sums(kernel, u, sums, n, m)
+            fit(q, sums, v, m)
+            row_sums(kernel, v, held, n, m)
+            fit(p, held, u, n)
             column_sums(kernel, u, sums, n, m)
             error = column_error(q, sums, v, m)
-            finished = error <= tolerance or done >= most
-        if finished:
-            break
+            if error <= tolerance or done >= most:
+                break
         if since == LOOK_EVERY:
             contraction = (off / before) ** (1.0 / since)
             if off > WORSE * least:
@@ -173,11 +174,11 @@ def _iterate(
                 w = better if settling else w
             least = off if off < least else least
             before, since = off, 0
-            if outgrown(u, n) or outgrown(v, m):
-                add_logs(beta, v, epsilon, m)
-                stale = True
-    add_logs(beta, v, epsilon, m)
-    add_logs(alpha, u, epsilon, n)
+        if (steep or since == 0) and (outgrown(u, p, n) or outgrown(v, q, m)):
+            add_logs(beta, v, q, epsilon, m)
+            stale = True
+    add_logs(beta, v, q, epsilon, m)
+    add_logs(alpha, u, p, epsilon, n)
     return error, done
 
 
@@ -203,10 +204,10 @@ def _extend(
 def _write_potentials(
     cost: Any, places: Any, wide: Any, narrow: Any, n: int, m: int, epsilon: float, mass: float, f: Any, g: Any
 ) -> None:
-    alpha, beta, log_q, shifted, scores = wide[ALPHA], wide[BETA], wide[LOG_Q], wide[SHIFTED], wide[SCORES]
-    rows, columns, share_p = places[0], places[1], narrow[SHARE_P]
+    alpha, beta, shifted, scores = wide[ALPHA], wide[BETA], wide[SHIFTED], wide[SCORES]
+    rows, columns, share_p, share_q = places[0], places[1], narrow[SHARE_P], narrow[SHARE_Q]
     for j in range(m):
-        shifted[j] = beta[j] / epsilon + log_q[j]
+        shifted[j] = beta[j] / epsilon + math.log(np.float64(share_q[j]))
     # `n < 0` and `n >= 0` for False and True: numba would compile `_extend` once for each literal.
     _extend(cost, n < 0, rows, n, alpha, columns, m, shifted, scores, epsilon, f)
     if m < cost.shape[1]:
@@ -254,11 +255,11 @@ def _solve(
             g[j] = 0
         ends[ERROR], ends[VALUE] = 0, 0
         return
-    alpha, beta, log_q, columns = wide[ALPHA], wide[BETA], wide[LOG_Q], places[1]
+    alpha, beta, columns = wide[ALPHA], wide[BETA], places[1]
     for i in range(n):
         alpha[i] = 0
     for j in range(m):
-        log_q[j], beta[j] = log64(np.float64(narrow[SHARE_Q, j])), g[columns[j]]
+        beta[j] = g[columns[j]]
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
         block = matrices[COSTS]
@@ -270,7 +271,7 @@ def _solve(
         last = step <= epsilon
         left = most - done
         error, more = _iterate(
-            block, matrices[KERNEL], wide, narrow, n, m, step, negligible, tolerance if last else STAGE_ERROR,
+            block, matrices[KERNEL], wide, narrow, n, m, step, tolerance if last else STAGE_ERROR,
             left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, last,
         )  # fmt: skip
         done += more
@@ -312,31 +313,37 @@ def sinkhorn_problems(
 
 @inner()
 def _iterate_symmetric(
-    cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, epsilon: float, negligible: float, tolerance: float,
-    most: int,
-) -> tuple[float, int]:  # fmt: skip
-    p, u, ones, sums, weight = narrow[SHARE_P], narrow[U], narrow[V], narrow[SUMS], narrow[HELD]
-    alpha, beta, log_p, shifted = wide[ALPHA], wide[BETA], wide[LOG_Q], wide[SHIFTED]
+    cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, epsilon: float, tolerance: float, most: int
+) -> tuple[float, int]:
+    p, u, v, sums, weight = narrow[SHARE_P], narrow[U], narrow[V], narrow[SUMS], narrow[HELD]
+    alpha, beta = wide[ALPHA], wide[BETA]
+    largest_step = u.dtype.type(LARGEST_STEP)
     done = 0
-    for i in range(n):
-        ones[i] = 1
     while True:
-        for j in range(n):
-            shifted[j] = beta[j] / epsilon + log_p[j]
-        absorb(cost, shifted, wide[SCORES], p, epsilon, alpha, wide[TOTALS], kernel, sums, n, n, negligible)
-        error = column_error(p, sums, ones, n)
-        if error <= tolerance or done >= most:
+        absorb(cost, beta, wide[SCORES], p, p, epsilon, alpha, wide[TOTALS], kernel, sums, n, n)
+        for i in range(n):
+            v[i] = p[i]
+        error, farthest = column_error(p, sums, v, n), 0.0
+        for i in range(n):
+            farthest = max(farthest, abs(beta[i] - alpha[i]))
+        near = farthest <= FAR * epsilon
+        if (error <= tolerance and near) or done >= most:
             return error, done
         for i in range(n):
-            # K has alpha in its rows; the symmetric plan has beta there too.
-            weight[i], u[i] = math.exp((beta[i] - alpha[i]) / epsilon), 1
+            # G has alpha in its rows; the symmetric plan has beta there too.
+            weight[i], u[i] = math.exp((beta[i] - alpha[i]) / epsilon) if near else 1, p[i]
+        if not near:
+            for i in range(n):
+                beta[i] = (alpha[i] + beta[i]) / 2
+            done += 1
+            continue
         off = np.inf
         while off > tolerance and done < most:
-            off = halve(kernel, p, weight, u, sums, n)
+            off = halve(kernel, p, weight, u, sums, largest_step, n)
             done += 1
-            if done % LOOK_EVERY == 0 and outgrown(u, n):
+            if done % LOOK_EVERY == 0 and outgrown(u, p, n):
                 break
-        add_logs(beta, u, epsilon, n)
+        add_logs(beta, u, p, epsilon, n)
 
 
 @compiled()
@@ -346,7 +353,7 @@ def symmetric_problems(
 ) -> None:  # fmt: skip
     """As `sinkhorn_problems`, of p with itself at symmetric costs; no value, and no epsilon steps."""
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
-    alpha, beta, log_p, rows = wide[ALPHA], wide[BETA], wide[LOG_Q], places[0]
+    alpha, beta, rows = wide[ALPHA], wide[BETA], places[0]
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
@@ -359,13 +366,13 @@ def symmetric_problems(
             continue
         n = _take(p[k], mass, negligible, narrow[SHARE_P], rows)
         for i in range(n):
-            places[1, i], alpha[i] = rows[i], 0
-            log_p[i], beta[i] = log64(np.float64(narrow[SHARE_P, i])), start[rows[i]]
+            places[1, i], alpha[i], beta[i] = rows[i], 0, start[rows[i]]
+            narrow[SHARE_Q, i] = narrow[SHARE_P, i]
         block = cost
         if n < cost.shape[0]:
             block = matrices[COSTS]
             _gather(cost, places, n, n, block)
         ends[k, ERROR], ends[k, ITERATIONS] = _iterate_symmetric(
-            block, matrices[KERNEL], wide, narrow, n, epsilon[k], negligible, tolerance, most
+            block, matrices[KERNEL], wide, narrow, n, epsilon[k], tolerance, most
         )
         _write_potentials(cost, places, wide, narrow, n, n, epsilon[k], mass, f[k], start)

@@ -12,57 +12,57 @@ import numpy as np
 
 from otloss._kernels._compile import exp, inner, largest, log64
 
-SCALING_LIMIT = 1e4  # of u and v, then they are absorbed
+SCALING_LIMIT = 1e4  # of the factors over their weights, then they are absorbed
+LARGEST_STEP = 1e3  # of a factor in one update: the sums of a lost column are zero
 
 FAST = {"reassoc", "contract", "nsz"}
 
 
 @inner(fastmath=FAST)
 def absorb(
-    cost: Any, shifted: Any, scores: Any, p: Any, epsilon: float, alpha: Any, totals: Any, kernel: Any, sums: Any,
-    n: int, m: int, negligible: float,
+    cost: Any, beta: Any, scores: Any, p: Any, q: Any, epsilon: float, alpha: Any, totals: Any, kernel: Any, sums: Any,
+    n: int, m: int,
 ) -> None:  # fmt: skip
-    """alpha = softmin(beta) and the plan K, row by row, and the sums of its columns.
+    """alpha = softmin(beta), the kernel G, row by row, and its column sums G^T p.
 
-    `shifted` is beta / epsilon + log q; it, `scores` (m) and `totals` (n), which are overwritten, are in float64.
+    `scores` (m) and `totals` (n), which are overwritten, are in float64.
     """
     number = kernel.dtype.type
-    inverse, least = 1.0 / epsilon, number(negligible)
+    inverse = 1.0 / epsilon
     for j in range(m):
         sums[j] = number(0)
     for i in range(n):
-        row, plan = cost[i], kernel[i]
+        row, ratio = cost[i], kernel[i]
         for j in range(m):
-            scores[j] = shifted[j] - row[j] * inverse
+            scores[j] = (beta[j] - row[j]) * inverse
         top = largest(scores, m)
         for j in range(m):
-            plan[j] = number(scores[j] - top)
+            ratio[j] = number(scores[j] - top)
         total = number(0)
         for j in range(m):
-            e = exp(plan[j])
-            e = e if e > least else number(0)
-            plan[j] = e
-            total += e
-        share = p[i] / total
+            e = exp(ratio[j])
+            ratio[j] = e
+            total += e * q[j]
+        scale, weight = number(1) / total, p[i]
         for j in range(m):
-            e = plan[j] * share
-            plan[j] = e
-            sums[j] += e
+            e = ratio[j] * scale
+            ratio[j] = e
+            sums[j] += e * weight
         alpha[i], totals[i] = top, total
     for i in range(n):
         alpha[i] = -epsilon * (alpha[i] + log64(totals[i]))
 
 
 @inner(fastmath=FAST)
-def add_logs(potential: Any, factors: Any, epsilon: float, count: int) -> None:
-    """potential += epsilon log(factors)."""
+def add_logs(potential: Any, factors: Any, weights: Any, epsilon: float, count: int) -> None:
+    """potential += epsilon log(factors / weights)."""
     for i in range(count):
-        potential[i] += epsilon * log64(np.float64(factors[i]))
+        potential[i] += epsilon * log64(np.float64(factors[i]) / np.float64(weights[i]))
 
 
 @inner(fastmath=FAST)
 def row_sums(kernel: Any, v: Any, held: Any, n: int, m: int) -> None:
-    """K v; four rows at a time, so that v is read less often and sums need not wait for each other."""
+    """G v; four rows at a time, so that v is read less often and sums need not wait for each other."""
     nothing = v[0] - v[0]
     whole = n - n % 4
     for i in range(0, whole, 4):
@@ -83,7 +83,7 @@ def row_sums(kernel: Any, v: Any, held: Any, n: int, m: int) -> None:
 
 @inner(fastmath=FAST)
 def column_sums(kernel: Any, u: Any, sums: Any, n: int, m: int) -> None:
-    """K^T u; four rows at a time, so that the sums are read and written less often."""
+    """G^T u; four rows at a time, so that the sums are read and written less often."""
     nothing = u[0] - u[0]
     for j in range(m):
         sums[j] = nothing
@@ -100,17 +100,33 @@ def column_sums(kernel: Any, u: Any, sums: Any, n: int, m: int) -> None:
 
 
 @inner(fastmath=FAST)
-def update(weights: Any, sums: Any, factors: Any, w: Any, steepest: Any, count: int) -> float:
-    """Bring factors * sums nearer to the weights, over-relaxed by w; return the error before."""
-    off = w - w  # in the dtype of the kernel
+def update(
+    weights: Any, sums: Any, factors: Any, w: Any, steepest: Any, most: Any, count: int
+) -> tuple[float, bool]:  # fmt: skip
+    """Bring factors * sums nearer to the weights, over-relaxed by w; return the error before, and whether a step was steep.
+
+    `most` bounds a step: where the sums of a lost row or column are zero, the next absorption finds its potential.
+    """
+    nothing = w - w  # in the dtype of the kernel
+    off, steep = nothing, nothing
     for i in range(count):
         now = sums[i] * factors[i]
         lack, total = weights[i] - now, weights[i] + now
-        off += abs(lack)
         push = w * lack
-        push = push if abs(push) < steepest * total else lack
-        factors[i] *= (total + push) / (total - push)
-    return np.float64(off)
+        relaxed = abs(push) < steepest * total
+        # Not (total + lack) / (total - lack): that denominator may round to zero.
+        step = (total + push if relaxed else weights[i]) / (total - push if relaxed else now)
+        off += abs(lack)
+        steep += nothing if relaxed else w
+        factors[i] *= step if step < most else most
+    return np.float64(off), steep > nothing
+
+
+@inner(fastmath=FAST)
+def fit(weights: Any, sums: Any, factors: Any, count: int) -> None:
+    """The exact update, weights / sums; a factor whose sum is zero stays."""
+    for i in range(count):
+        factors[i] = weights[i] / sums[i] if sums[i] > 0 else factors[i]
 
 
 @inner(fastmath=FAST)
@@ -122,12 +138,13 @@ def column_error(q: Any, sums: Any, v: Any, m: int) -> float:
 
 
 @inner()
-def outgrown(u: Any, count: int) -> bool:
-    """Whether a factor is so large or small that it has to be absorbed."""
+def outgrown(factors: Any, weights: Any, count: int) -> bool:
+    """Whether a factor is so large or small beside its weight that it has to be absorbed."""
     low, high = np.inf, 0.0
     for i in range(count):
-        low = u[i] if u[i] < low else low
-        high = u[i] if u[i] > high else high
+        ratio = factors[i] / weights[i]
+        low = ratio if ratio < low else low
+        high = ratio if ratio > high else high
     return not (low > 1 / SCALING_LIMIT and high < SCALING_LIMIT)
 
 
@@ -159,8 +176,8 @@ def softmin_at(scores: Any, epsilon: float, count: int) -> float:
 
 
 @inner(fastmath=FAST)
-def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, n: int) -> float:
-    """u half the way, in logarithms, to rows of `diag(weight) diag(u) K diag(u)` that sum to p; their error before."""
+def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> float:
+    """u half the way, in logarithms, to rows of `diag(weight u) G diag(u)` that sum to p; their error before."""
     nothing = p[0] - p[0]
     off = nothing
     for i in range(n):
@@ -170,5 +187,6 @@ def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, n: int) -> float:
         sums[i] = total * u[i] * weight[i]
     for i in range(n):
         off += abs(sums[i] - p[i])
-        u[i] *= np.sqrt(p[i] / sums[i])
+        step = np.sqrt(p[i] / sums[i])
+        u[i] *= step if step < most else most
     return np.float64(2 * off)
