@@ -11,6 +11,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -26,6 +27,12 @@ def without_gradient(value: Tensor, message: str, *inputs: Tensor) -> Tensor:
     """Return `value`, which depends on `inputs`: a backward pass through it raises RuntimeError(message)."""
     held: Tensor = _Refusal.apply(value.detach(), message, *inputs)
     return held
+
+
+def refuse_forward_mode(message: str, *inputs: Tensor) -> None:
+    """Raise NotImplementedError(message) if an input carries a tangent, which would be lost."""
+    if any(unpack_dual(t).tangent is not None for t in inputs):
+        raise NotImplementedError(message)
 
 
 class Unchanged:

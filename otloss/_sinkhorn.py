@@ -174,13 +174,15 @@ class Solved(NamedTuple):
     value: Float[Tensor, "*batch"]
 
 
-def solved(problem: EntropicProblem, settings: Settings, *, symmetric: bool = False) -> Solved:
-    """Solve a problem; `symmetric` as for `find_potentials`."""
+def solved(
+    problem: EntropicProblem, settings: Settings, *, symmetric: bool = False, settle: bool | None = None
+) -> Solved:
+    """Solve a problem; `symmetric` and `settle` as for `find_potentials`."""
     if settings.grad == "unrolled":
         state, found = unrolled_state(problem, settings)
         report(found, problem, settings)
         return Solved(found, state, state.value(problem))
-    found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric)
+    found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric, settle=settle)
     if settings.grad == "implicit":
         state = implicit_state(problem, found)
         return Solved(found, state, state.value(problem))

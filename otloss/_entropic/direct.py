@@ -12,9 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
-from otloss._entropic.problem import DEFAULT_TOLERANCE, WIDE_FROM, Settings
+from otloss._entropic.problem import DEFAULT_TOLERANCE, LEAST_RATIO, WIDE_FROM, Settings
 from otloss._entropic.search import LARGEST_COMPILED, MOST_COMPILED, PATIENCE
 from otloss._histograms import MASS_TOLERANCE
 from otloss._kernels import may_run_on
@@ -36,7 +37,7 @@ def direct_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings)
         p.detach().reshape(count, n), q.detach().reshape(count, m), cost.detach().reshape(count, n, m),
         owner=np.arange(count), epsilon=np.full(count, float(epsilon)),
         tolerance=float(tolerance), most=min(PATIENCE, settings.max_iterations),
-        mass_tolerance=MASS_TOLERANCE[p.dtype], widest=WIDE_FROM,
+        mass_tolerance=MASS_TOLERANCE[p.dtype], least_ratio=LEAST_RATIO, largest_ratio=WIDE_FROM,
     )  # fmt: skip
     converged = bool((ends[:, ERROR] <= tolerance).all())
     return ends[:, VALUE].reshape(batch).to(p.dtype) if converged else None
@@ -57,6 +58,8 @@ def _are_plain(p: Any, q: Any, cost: Any) -> bool:
     if not all(type(t) in (Tensor, Parameter) and t.dtype == p.dtype and not t.is_neg() for t in given):
         return False
     if torch.is_grad_enabled() and any(t.requires_grad for t in given):
+        return False
+    if any(unpack_dual(t).tangent is not None for t in given):
         return False
     if p.dtype not in _DTYPES or min(p.dim(), q.dim()) == 0 or p.shape[:-1] != q.shape[:-1]:
         return False

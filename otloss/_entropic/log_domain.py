@@ -10,6 +10,7 @@ Invariant Sinkhorn, 2022).
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from otloss.costs import Cost, DenseCost
 
 STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
 STAGE_ITERATIONS = 3
+SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
 BLOCK = 8  # iterations between two looks at the contraction
 STEEPEST = 1.5  # |softmin(g) - f| w / epsilon, beyond which an update is not over-relaxed
 WORSE, LEAST_CHANGE = 3.0, 0.02
@@ -32,9 +34,10 @@ def iterate_in_logs(
     *,
     tolerance: float,
     most: int,
+    settled: float = math.inf,
     symmetric: bool = False,
 ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"], Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
-    """Return f, g, the marginal error and the number of iterations, per problem."""
+    """Return f, g, the marginal error and the number of iterations, per problem; `settled` as for the numba kernel."""
     sweep = Sweep.of(problem)
     f, g = (torch.zeros_like(w) for w in (sweep.log_p, sweep.log_q))
     if start is not None:
@@ -48,7 +51,7 @@ def iterate_in_logs(
             g = staged.g_from(f)
             left -= 1
     search = _symmetric_search if symmetric else _relaxed_search
-    return search(sweep, f, g, done + (most - left), tolerance, left)
+    return search(sweep, f, g, done + (most - left), (tolerance, settled), left)
 
 
 def _steps(problem: EntropicProblem) -> list[Tensor]:
@@ -130,9 +133,10 @@ class Sweep:
 
 
 def _relaxed_search(
-    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, tolerance: float, most: int
+    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, goal: tuple[float, float], most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    w = torch.ones_like(sweep.epsilon)
+    tolerance, settled = goal
+    w, within = torch.ones_like(sweep.epsilon), 0
     looks = _Looks(w.squeeze(-1))
     active = torch.ones_like(done, dtype=torch.bool)
     counted = 0
@@ -152,31 +156,47 @@ def _relaxed_search(
         if f.device.type == "cpu" or counted % BLOCK == 0 or counted >= most:
             finished = off <= tolerance
             if counted >= most or bool(finished[active].all()):
-                settled = sweep.f_from(g)
-                error = sweep.error(g, sweep.g_from(settled), sweep.log_q)
-                active = error > tolerance
+                *closed, change = _closed(sweep, f, g)
+                active = ~(closed[2] <= tolerance)
+                within += not bool(active.any())
+                if within <= SETTLING:
+                    active = active | (change > settled)
                 if counted >= most or not bool(active.any()):
-                    return settled, g, error, done
+                    return closed[0], closed[1], closed[2], done
             else:
                 active = active & ~finished
         if counted % BLOCK == 0:
             w = looks.at(off).unsqueeze(-1)
 
 
+def _closed(sweep: Sweep, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Exact updates of g and then of f, the error after them, and the largest relative change of a factor.
+
+    The error hardly counts light bins; so they are exact too.
+    """
+    new_g = sweep.g_from(f)
+    new_f = sweep.f_from(new_g)
+    change = torch.zeros_like(sweep.epsilon.squeeze(-1))
+    for held, new, log_weights in ((f, new_f, sweep.log_p), (g, new_g, sweep.log_q)):
+        moved = ((new - held) / sweep.epsilon).abs().masked_fill(log_weights == -torch.inf, 0.0)
+        change = torch.maximum(change, moved.amax(-1))
+    return new_f, new_g, sweep.error(new_g, sweep.g_from(new_f), sweep.log_q), change
+
+
 def _symmetric_search(
-    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, tolerance: float, most: int
+    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, goal: tuple[float, float], most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tolerance, settled = goal
     for _ in range(most):
         update = sweep.f_from(g)
-        error = sweep.error(g, update, sweep.log_p)
-        unfinished = error > tolerance
+        moved = ((update - g) / sweep.epsilon).abs().masked_fill(sweep.log_p == -torch.inf, 0.0).amax(-1)
+        unfinished = ~(sweep.error(g, update, sweep.log_p) <= tolerance) | (moved > settled)
         if not bool(unfinished.any()):
             break
         done = done + unfinished
         mean, _ = sweep.shifted((g + update) / 2, (g + update) / 2)
         g = torch.where(unfinished.unsqueeze(-1), mean, g)
-    update = sweep.f_from(g)
-    return update, g, sweep.error(g, sweep.g_from(update), sweep.log_q), done
+    return *_closed(sweep, g, g)[:3], done
 
 
 def _relax(held: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 Where the plan falls into parts that hardly exchange mass, as between clouds of equal weights that nearly match point to
 point, an iteration moves next to nothing between the parts. With b = g / epsilon and S the rows of the plan scaled to
-one, the dual in b has the slope q - S^T p, and the curvature
+one, the dual in b has the gradient q - S^T p, and the curvature
 
     H = diag(S^T p) - S^T diag(p) S
 
@@ -13,6 +13,8 @@ It is a sum of logarithms of sums of exponentials, whose third derivative along 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -21,13 +23,29 @@ from otloss._entropic.log_domain import Sweep
 from otloss._entropic.problem import EntropicProblem
 
 STEPS = 40
+ROUNDING = 1e-15
 RIDGE = 1e-13  # of the mass: the constant in b, and parts that exchange nothing, are left undecided by H
 
 
 def newton_search(
-    problem: EntropicProblem, g: Float[Tensor, "*batch m"], *, tolerance: float, most: int
-) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"], Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
-    """Return f, g, the marginal error and the number of steps; balanced problems with mass, in float64."""
+    problem: EntropicProblem,
+    g: Float[Tensor, "*batch m"],
+    *,
+    tolerance: float,
+    most: int,
+    settled: float = math.inf,
+) -> tuple[
+    Float[Tensor, "*batch n"],
+    Float[Tensor, "*batch m"],
+    Float[Tensor, "*batch"],
+    Int[Tensor, "*batch"],
+    Float[Tensor, "*batch"],
+]:
+    """Return f, g, the marginal error, the number of steps and the error of g; balanced problems, in float64.
+
+    With `settled` it goes on until a step changes no factor of a plan by a larger share. The error of g is infinite
+    where the equations are singular to rounding.
+    """
     sweep = Sweep.of(problem)
     p, q = sweep.log_p.exp(), sweep.log_q.exp()
     mass = p.sum(-1, keepdim=True)
@@ -35,17 +53,11 @@ def newton_search(
     b = g / sweep.epsilon
     done = torch.zeros(problem.batch, dtype=torch.int64, device=p.device)
     for _ in range(min(STEPS, most)):
-        rows = torch.softmax(scores + b.unsqueeze(-2), -1)
-        received = (p.unsqueeze(-2) @ rows).squeeze(-2)
-        lack = q - received
-        # A tenth of the tolerance: the last exact update of f is measured on its own.
-        unfinished = lack.abs().sum(-1) > 0.1 * tolerance * mass.squeeze(-1)
-        if not bool(unfinished.any()):
-            break
-        curvature = torch.diag_embed(received + RIDGE * mass) - (rows * p.unsqueeze(-1)).mT @ rows
-        curvature = curvature + q.unsqueeze(-1) * q.unsqueeze(-2) / mass.unsqueeze(-1)
+        lack, curvature = _lack_and_curvature(scores, b, p, q, mass)
         step, failed = torch.linalg.solve_ex(curvature, lack)
         spread = (step.amax(-1) - step.amin(-1)).clamp(min=torch.finfo(b.dtype).tiny)
+        # A tenth of the tolerance: the last exact update of f is measured on its own.
+        unfinished = (lack.abs().sum(-1) > 0.1 * tolerance * mass.squeeze(-1)) | (spread > settled)
         usable = unfinished & (failed == 0) & torch.isfinite(spread)
         if not bool(usable.any()):
             break
@@ -54,4 +66,33 @@ def newton_search(
         done = done + usable
     f = sweep.f_from(torch.where(q > 0, b * sweep.epsilon, g))
     held = torch.where(q > 0, b * sweep.epsilon, sweep.g_from(f))
-    return f, held, sweep.error(held, sweep.g_from(f), sweep.log_q), done
+    error = sweep.error(held, sweep.g_from(f), sweep.log_q)
+    return f, held, error, done, error_of_potential(problem, held) if settled < math.inf else torch.zeros_like(error)
+
+
+def error_of_potential(problem: EntropicProblem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
+    """Return an estimate of the error of g, a root mean square by the weights q, in the unit of the cost.
+
+    That of the columns over the second least eigenvalue of H in the metric of q. In float64, with the dense matrix.
+    """
+    sweep = Sweep.of(problem)
+    p, q = sweep.log_p.exp(), sweep.log_q.exp()
+    mass = p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
+    scores = -problem.cost.dense().to(p.dtype) / sweep.epsilon.unsqueeze(-1) + sweep.log_q.unsqueeze(-2)
+    lack, curvature = _lack_and_curvature(scores, g.to(p.dtype) / sweep.epsilon, p, q, mass, ridge=0.0)
+    scale = torch.where(q > 0, q, 1.0).sqrt()
+    # Bins without mass get the eigenvalue 1; the constant has it from the product of the weights.
+    scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((q == 0).to(q.dtype))
+    least = torch.linalg.eigvalsh(scaled).amin(-1)
+    residual = (torch.where(q > 0, lack / scale, 0.0).square().sum(-1) / mass.squeeze(-1)).sqrt()
+    error = (residual + ROUNDING) / least.clamp(min=ROUNDING)
+    return torch.where(least > ROUNDING, error, torch.inf) * sweep.epsilon.squeeze(-1)
+
+
+def _lack_and_curvature(
+    scores: Tensor, b: Tensor, p: Tensor, q: Tensor, mass: Tensor, ridge: float = RIDGE
+) -> tuple[Tensor, Tensor]:
+    rows = torch.softmax(scores + torch.where(q > 0, b, 0.0).unsqueeze(-2), -1)
+    received = (p.unsqueeze(-2) @ rows).squeeze(-2)
+    curvature = torch.diag_embed(received + ridge * mass) - (rows * p.unsqueeze(-1)).mT @ rows
+    return q - received, curvature + q.unsqueeze(-1) * q.unsqueeze(-2) / mass.unsqueeze(-1)

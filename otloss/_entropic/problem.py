@@ -23,6 +23,9 @@ DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
 SANE_START = 100.0
 # Epsilon over the largest cost from which float32 problems are solved in float64.
 WIDE_FROM = 10.0
+# Epsilon over the largest cost. Below, the rounding of potentials in float64 changes entries of the plan by more than
+# the tolerance; above, the rounding of their logarithms, times epsilon, is above that of the costs.
+LEAST_RATIO, LARGEST_RATIO = 1e-8, 1e8
 
 
 class Options(TypedDict, total=False):
@@ -111,7 +114,9 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
     fitted = cost_between(pair.p, pair.q, fitted)
     width = _epsilon(epsilon, fitted, settings)
     p, q = pair.p, pair.q
-    if fitted.dtype == torch.float32 and has_float64(fitted.device) and _is_wide(width.detach(), fitted.largest()):
+    highest = fitted.largest()
+    _check_ratio(width.detach(), highest)
+    if fitted.dtype == torch.float32 and has_float64(fitted.device) and _is_wide(width.detach(), highest):
         # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
         p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
         q = q if settings.reach is not None else _of_the_mass_of(p, q)
@@ -132,6 +137,21 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
 def _is_wide(width: Tensor, highest: Tensor) -> bool:
     wide = width > WIDE_FROM * highest
     return bool(wide.any()) and bool((wide & (highest > 0)).any())  # the second is seldom asked
+
+
+def _check_ratio(width: Tensor, highest: Tensor) -> None:
+    outside = (highest > 0) & ((width < LEAST_RATIO * highest) | (width > LARGEST_RATIO * highest))
+    if outside.any():
+        got_width, got_highest = (float(t.expand(outside.shape)[outside][0]) for t in (width, highest))
+        raise ValueError(
+            f"epsilon is {got_width:.3g} where the largest cost is {got_highest:.3g}, expected {LEAST_RATIO:g} to "
+            f"{LARGEST_RATIO:g} times that: beyond, rounding in float64 decides the answer. "
+            + (
+                "Use emd, or solve(..., epsilon=None)."
+                if got_width < got_highest
+                else 'Use upper_bound(..., coupling="independent"), the limit for large epsilon.'
+            )
+        )
 
 
 def paid(potential: Tensor, reach: float | None) -> Tensor:

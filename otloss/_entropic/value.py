@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import once_only
+from otloss._autograd import once_only, refuse_forward_mode
 from otloss._entropic.log_domain import Sweep
 from otloss._entropic.problem import EntropicProblem, paid
 
@@ -45,6 +45,10 @@ def envelope_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tens
 
     That is exact at convergence, where D does not change with the potentials, and holds no history of iterations.
     """
+    refuse_forward_mode(
+        'grad="envelope" has no forward-mode derivative of an entropic value; use grad="implicit", or reverse mode.',
+        *problem.inputs,
+    )
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in problem.inputs)):
         return dual_value(problem, f, g)
     _check_mass_for_slopes(problem)

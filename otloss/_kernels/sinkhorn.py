@@ -29,8 +29,9 @@ import numpy as np
 from otloss._kernels._compile import compiled, inner, largest, spliced
 from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import balance, mass_of
-from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, VALUE
+from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD, VALUE
 from otloss._kernels.sinkhorn_steps import (
+    FAST,
     LARGEST_STEP,
     absorb,
     add_logs,
@@ -38,8 +39,11 @@ from otloss._kernels.sinkhorn_steps import (
     column_sums,
     fit,
     halve,
+    least_eigenvalue,
     outgrown,
+    product,
     relaxation,
+    round_trip,
     row_sums,
     softmin_at,
     update,
@@ -54,6 +58,8 @@ WORSE = 3.0  # an error this many times the least is a sign that w is too large
 LEAST_CHANGE = 0.02  # of w
 LOST = 1e-12  # a column sum of the kernel below this, or above its inverse: the potential there is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
+SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
+LANCZOS_STEPS = 24
 FAR = 20.0  # |softmin(f) - f| / epsilon from which a symmetric problem takes its steps on the potentials
 # Shares of the mass from which bins take part: 1 / share has to fit the kernel.
 NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-20, 1e-150
@@ -61,7 +67,7 @@ NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-20, 1e-150
 
 # Rows of the scratch arrays of a thread, one in float64 and one in the dtype of the costs.
 ALPHA, BETA, TOTALS, SHIFTED, SCORES = range(5)
-SHARE_P, SHARE_Q, U, V, SUMS, HELD = range(6)
+SHARE_P, SHARE_Q, U, V, SUMS, HELD, NEXT, BEFORE = range(8)
 KERNEL, COSTS = range(2)
 
 
@@ -70,7 +76,7 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
     longest = max(n, m)
     return (
         np.empty((5, longest)),
-        np.empty((6, longest), dtype),
+        np.empty((8, longest), dtype),
         np.empty((2, n, m), dtype),
         np.empty((2, longest + 1), np.int64),
     )
@@ -125,15 +131,15 @@ def _absorb_factors(cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, m: i
 
 @spliced
 def _iterate(
-    cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, m: int, epsilon: float, tolerance: float, most: int,
-    last: bool,
+    cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, m: int, epsilon: float, tolerance: float,
+    settled: float, most: int, last: bool,
 ) -> tuple[float, int]:  # fmt: skip
     """Iterate until the error is within the tolerance; leaves beta, and after the last epsilon alpha, as found."""
     p, q, u, v, sums, held = (
         narrow[SHARE_P], narrow[SHARE_Q], narrow[U], narrow[V], narrow[SUMS], narrow[HELD],
     )  # fmt: skip
     alpha, beta = wide[ALPHA], wide[BETA]
-    done, since, settling, stale = 0, 0, True, True
+    done, since, within, settling, stale = 0, 0, 0, True, True
     w = 1.0
     before = least = error = np.inf
     number = u.dtype.type
@@ -155,12 +161,13 @@ def _iterate(
             if not last:
                 break
             column_sums(kernel, u, sums, n, m)
-            fit(q, sums, v, m)
+            change = fit(q, sums, v, m)
             row_sums(kernel, v, held, n, m)
-            fit(p, held, u, n)
+            change = max(change, fit(p, held, u, n))
             column_sums(kernel, u, sums, n, m)
             error = column_error(q, sums, v, m)
-            if error <= tolerance or done >= most:
+            within += error <= tolerance
+            if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most:
                 break
         if since == LOOK_EVERY:
             contraction = (off / before) ** (1.0 / since)
@@ -180,6 +187,50 @@ def _iterate(
     add_logs(beta, v, q, epsilon, m)
     add_logs(alpha, u, p, epsilon, n)
     return error, done
+
+
+@inner(fastmath=FAST)
+def _error_of_potential(kernel: Any, wide: Any, narrow: Any, n: int, m: int) -> tuple[float, float]:
+    """Estimate the error of g / epsilon, a root mean square by q, at factors that have been fitted; and 1 - T's second.
+
+    To first order the error e and the residual r, both as functions on the columns, obey `(1 - T) e = r`, T the round
+    trip: |e| is at most |r| over 1 less the second eigenvalue of T, which a few steps of Lanczos find.
+    """
+    p, q, u, v, sums, held, x, before = (
+        narrow[SHARE_P], narrow[SHARE_Q], narrow[U], narrow[V], narrow[SUMS], narrow[HELD], narrow[NEXT],
+        narrow[BEFORE],
+    )  # fmt: skip
+    diagonal, beside, number = wide[TOTALS], wide[SCORES], u.dtype.type
+    residual = 0.0
+    for j in range(m):
+        off = np.float64(sums[j] * v[j] / q[j]) - 1
+        residual += np.float64(q[j]) * off * off
+        before[j], x[j] = number(0), number((0.6180339887498949 * (j + 1)) % 1.0)
+    count = 0
+    for k in range(min(LANCZOS_STEPS, m - 1)):
+        # Constants are the first eigenvector; rounding brings them back.
+        mean = number(0)
+        for j in range(m):
+            mean += q[j] * x[j]
+        for j in range(m):
+            x[j] -= mean
+        length = math.sqrt(product(q, x, x, m))
+        if k > 0:
+            beside[k - 1] = length
+        if not length > 1e-6:
+            break
+        for j in range(m):
+            x[j] /= number(length)
+        round_trip(kernel, p, q, u, v, x, held, sums, n, m)
+        diagonal[k] = product(q, x, sums, m)
+        count += 1
+        a, b = number(diagonal[k]), number(beside[k - 1] if k > 0 else 0)
+        for j in range(m):
+            after = sums[j] - a * x[j] - b * before[j]
+            before[j], x[j] = x[j], after
+    rounding = 1e-6 if kernel.itemsize == 4 else 1e-15
+    least = least_eigenvalue(diagonal, beside, count)
+    return (math.sqrt(residual) + rounding) / least, least
 
 
 @inner()
@@ -239,12 +290,14 @@ def _solve(
     wide: Any, narrow: Any, matrices: Any, places: Any,
 ) -> None:  # fmt: skip
     """One problem; g comes in as the start, and f and g leave as the answer, on all bins."""
-    mass_tolerance, widest, tolerance, most = limits
+    mass_tolerance, least_ratio, largest_ratio, tolerance, settled, most = limits
     ends[ERROR], ends[ITERATIONS], ends[VALUE] = np.inf, 0, np.nan
     highest = _highest(cost)
     scale_p, scale_q, mass = balance(p, q, mass_tolerance)
     # Written so that NaN fails too.
-    if not (highest < np.inf and mass < np.inf) or 0 < widest * highest < epsilon:
+    if not (highest < np.inf and mass < np.inf) or epsilon < least_ratio * highest:
+        return
+    if 0 < largest_ratio * highest < epsilon:
         return
     n = _take(p, mass / scale_p, negligible, narrow[SHARE_P], places[0])
     m = _take(q, mass / scale_q, negligible, narrow[SHARE_Q], places[1])
@@ -271,7 +324,7 @@ def _solve(
         last = step <= epsilon
         left = most - done
         error, more = _iterate(
-            block, matrices[KERNEL], wide, narrow, n, m, step, tolerance if last else STAGE_ERROR,
+            block, matrices[KERNEL], wide, narrow, n, m, step, tolerance if last else STAGE_ERROR, settled,
             left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, last,
         )  # fmt: skip
         done += more
@@ -279,6 +332,15 @@ def _solve(
             break
         step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
     _write_potentials(cost, places, wide, narrow, n, m, epsilon, mass, f, g)
+    if settled < np.inf:
+        mean, square = 0.0, 0.0
+        for j in range(m):
+            mean += np.float64(narrow[SHARE_Q, j]) * beta[j]
+        for j in range(m):
+            square += np.float64(narrow[SHARE_Q, j]) * (beta[j] - mean) ** 2
+        uncertain, ends[LEAST_EIGENVALUE] = _error_of_potential(matrices[KERNEL], wide, narrow, n, m)
+        ends[POTENTIAL_ERROR] = epsilon * uncertain
+        ends[SPREAD] = math.sqrt(square)
     value_p, value_q = 0.0, 0.0
     for i in range(f.shape[0]):
         value_p += f[i] * np.float64(p[i])
@@ -297,8 +359,8 @@ def sinkhorn_problems(
 
     p, q: (B, n), (B, m); without mass, potentials are 0. costs: (matrices, n, m). These are in float32 or float64, the
     width that the iterations run in. epsilon: (B,), f, g: (B, n), (B, m), in float64. limits: the relative difference
-    of masses, epsilon over the largest cost, tolerance and iterations that are allowed. ends (B, 3) gets the error,
-    the iterations and the dual value; infinity and NaN where the problem is not a valid one.
+    of masses, the least and the largest epsilon over the largest cost, tolerance, `settled` and iterations that are
+    allowed. ends (B, 6) gets what `run_kernel` says; infinity and NaN where the problem is not a valid one.
     """
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
     while True:
@@ -313,12 +375,13 @@ def sinkhorn_problems(
 
 @inner()
 def _iterate_symmetric(
-    cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, epsilon: float, tolerance: float, most: int
-) -> tuple[float, int]:
+    cost: Any, kernel: Any, wide: Any, narrow: Any, n: int, epsilon: float, tolerance: float, settled: float,
+    most: int,
+) -> tuple[float, int]:  # fmt: skip
     p, u, v, sums, weight = narrow[SHARE_P], narrow[U], narrow[V], narrow[SUMS], narrow[HELD]
     alpha, beta = wide[ALPHA], wide[BETA]
     largest_step = u.dtype.type(LARGEST_STEP)
-    done = 0
+    done, closed, change = 0, False, 0.0
     while True:
         absorb(cost, beta, wide[SCORES], p, p, epsilon, alpha, wide[TOTALS], kernel, sums, n, n)
         for i in range(n):
@@ -327,8 +390,15 @@ def _iterate_symmetric(
         for i in range(n):
             farthest = max(farthest, abs(beta[i] - alpha[i]))
         near = farthest <= FAR * epsilon
-        if (error <= tolerance and near) or done >= most:
+        finished = (error <= tolerance and near) or done >= most
+        if finished and closed and (change <= settled or done >= most):
             return error, done
+        if finished and not closed:
+            # The exact update of g; that of f is the absorption that follows.
+            change, closed = fit(p, sums, v, n), True
+            add_logs(beta, v, p, epsilon, n)
+            continue
+        closed = False
         for i in range(n):
             # G has alpha in its rows; the symmetric plan has beta there too.
             weight[i], u[i] = math.exp((beta[i] - alpha[i]) / epsilon) if near else 1, p[i]
@@ -338,8 +408,8 @@ def _iterate_symmetric(
             done += 1
             continue
         off = np.inf
-        while off > tolerance and done < most:
-            off = halve(kernel, p, weight, u, sums, largest_step, n)
+        while (off > tolerance or change > settled) and done < most:
+            off, change = halve(kernel, p, weight, u, sums, largest_step, n)
             done += 1
             if done % LOOK_EVERY == 0 and outgrown(u, p, n):
                 break
@@ -348,8 +418,8 @@ def _iterate_symmetric(
 
 @compiled()
 def symmetric_problems(
-    counter: Any, p: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, ends: Any, tolerance: float, most: int,
-    wide: Any, narrow: Any, matrices: Any, places: Any,
+    counter: Any, p: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, ends: Any, tolerance: float,
+    settled: float, most: int, wide: Any, narrow: Any, matrices: Any, places: Any,
 ) -> None:  # fmt: skip
     """As `sinkhorn_problems`, of p with itself at symmetric costs; no value, and no epsilon steps."""
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
@@ -373,6 +443,6 @@ def symmetric_problems(
             block = matrices[COSTS]
             _gather(cost, places, n, n, block)
         ends[k, ERROR], ends[k, ITERATIONS] = _iterate_symmetric(
-            block, matrices[KERNEL], wide, narrow, n, epsilon[k], tolerance, most
+            block, matrices[KERNEL], wide, narrow, n, epsilon[k], tolerance, settled, most
         )
         _write_potentials(cost, places, wide, narrow, n, n, epsilon[k], mass, f[k], start)

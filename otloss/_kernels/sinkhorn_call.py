@@ -11,7 +11,9 @@ from jaxtyping import Float
 from torch import Tensor
 
 # Columns of what the kernels write per problem.
-ERROR, ITERATIONS, VALUE = range(3)
+ERROR, ITERATIONS, VALUE, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE = range(6)
+# What a few steps of Lanczos tell apart from smaller eigenvalues.
+RESOLVED = 0.01
 
 
 def run_kernel(
@@ -24,31 +26,37 @@ def run_kernel(
     g: Float[Tensor, "problems m"] | None = None,
     tolerance: float,
     most: int,
+    settled: float = math.inf,
     symmetric: bool = False,
     mass_tolerance: float = 1.0,
-    widest: float = math.inf,
-) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems m"], Float[Tensor, "problems 3"]]:
-    """Return f, g and (error, iterations, dual value) of each problem, without a graph.
+    least_ratio: float = 0.0,
+    largest_ratio: float = math.inf,
+) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems m"], Float[Tensor, "problems 6"]]:
+    """Return f, g and (error, iterations, dual value, error and spread of g, least eigenvalue) of each, without a graph.
+
+    With `settled`, iterations also go on until the last exact update changes no factor of a plan by a larger share, and
+    the error of g is estimated; it and the spread are root mean squares by the weights q. The least eigenvalue is that
+    of the equations for g, from above, and not much better than `RESOLVED` where it is below.
 
     Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`, from arrays (problems,). Without a start `g`
-    epsilon falls by steps. Where masses differ by more than `mass_tolerance` of the larger one, epsilon is above
-    `widest` times the largest cost, or a number is not valid, the error is infinite. `symmetric` is for p = q at
+    epsilon falls by steps. Where masses differ by more than `mass_tolerance` of the larger one, epsilon is not
+    between `least_ratio` and `largest_ratio` times the largest cost, or a number is not valid, the error is infinite. `symmetric` is for p = q at
     symmetric costs, and gives no value.
     """
     from otloss._kernels._threads import ENTRIES, run_on_threads
     from otloss._kernels.sinkhorn import scratch, sinkhorn_problems, symmetric_problems
 
     (count, n), m = p.shape, q.shape[1]
-    potential_p, ends = np.empty((count, n)), np.empty((count, 3))
+    potential_p, ends = np.empty((count, n)), np.full((count, 6), np.nan)
     if g is None:
         potential_q = np.zeros((count, m))
     else:
         potential_q = g.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format).numpy()
     weights = [w.contiguous().numpy() for w in ((p,) if symmetric else (p, q))]
     matrices = costs.contiguous().numpy()
-    settings: tuple[Any, ...] = (tolerance, most)
+    settings: tuple[Any, ...] = (tolerance, settled, most)
     if not symmetric:
-        settings = ((mass_tolerance, widest, *settings), g is not None)
+        settings = ((mass_tolerance, least_ratio, largest_ratio, *settings), g is not None)
     run_on_threads(
         symmetric_problems if symmetric else sinkhorn_problems, count,
         (*weights, matrices, owner, epsilon, potential_p, potential_q, ends, *settings),

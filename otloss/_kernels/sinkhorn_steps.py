@@ -123,10 +123,54 @@ def update(
 
 
 @inner(fastmath=FAST)
-def fit(weights: Any, sums: Any, factors: Any, count: int) -> None:
-    """The exact update, weights / sums; a factor whose sum is zero stays."""
+def fit(weights: Any, sums: Any, factors: Any, count: int) -> float:
+    """The exact update, weights / sums; return the largest relative change. A factor whose sum is zero stays."""
+    most = weights[0] - weights[0]
     for i in range(count):
-        factors[i] = weights[i] / sums[i] if sums[i] > 0 else factors[i]
+        now = weights[i] / sums[i] if sums[i] > 0 else factors[i]
+        change = abs(now - factors[i])
+        most = change / now if change > most * now else most
+        factors[i] = now
+    return np.float64(most)
+
+
+@inner(fastmath=FAST)
+def product(weights: Any, x: Any, y: Any, count: int) -> float:
+    """sum of weights x y."""
+    total = weights[0] - weights[0]
+    for i in range(count):
+        total += weights[i] * x[i] * y[i]
+    return np.float64(total)
+
+
+@inner(fastmath=FAST)
+def round_trip(kernel: Any, p: Any, q: Any, u: Any, v: Any, x: Any, held: Any, sums: Any, n: int, m: int) -> None:
+    """Write P^T diag(1 / p) P x / q to `sums`, P = U G V: what two updates do to a small change x of g."""
+    for j in range(m):
+        x[j] *= v[j]
+    row_sums(kernel, x, held, n, m)
+    for i in range(n):
+        held[i] *= u[i] * u[i] / p[i]
+    column_sums(kernel, held, sums, n, m)
+    for j in range(m):
+        x[j] /= v[j]
+        sums[j] *= v[j] / q[j]
+
+
+@inner()
+def least_eigenvalue(diagonal: Any, beside: Any, count: int) -> float:
+    """1 less the largest eigenvalue of a symmetric tridiagonal matrix with eigenvalues in [0, 1], to 10 %, >= 1e-8."""
+    low, high = math.log(1e-8), 0.0
+    for _ in range(8):
+        middle = (low + high) / 2
+        x, above, before = 1 - math.exp(middle), False, 1.0
+        for k in range(count):
+            square = beside[k - 1] * beside[k - 1] if k > 0 else 0.0
+            before = diagonal[k] - x - square / (before if before != 0 else 1e-300)
+            above |= before > 0
+        high = middle if above else high
+        low = low if above else middle
+    return math.exp(low)
 
 
 @inner(fastmath=FAST)
@@ -176,10 +220,13 @@ def softmin_at(scores: Any, epsilon: float, count: int) -> float:
 
 
 @inner(fastmath=FAST)
-def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> float:
-    """u half the way, in logarithms, to rows of `diag(weight u) G diag(u)` that sum to p; their error before."""
+def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> tuple[float, float]:
+    """u half the way, in logarithms, to rows of `diag(weight u) G diag(u)` that sum to p.
+
+    Returns their error before, and the largest relative change of u.
+    """
     nothing = p[0] - p[0]
-    off = nothing
+    off, change = nothing, nothing
     for i in range(n):
         row, total = kernel[i], nothing
         for j in range(n):
@@ -188,5 +235,8 @@ def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int
     for i in range(n):
         off += abs(sums[i] - p[i])
         step = np.sqrt(p[i] / sums[i])
-        u[i] *= step if step < most else most
-    return np.float64(2 * off)
+        step = step if step < most else most
+        u[i] *= step
+        away = abs(step - p[i] / p[i])
+        change = away if away > change else change
+    return np.float64(2 * off), np.float64(change)
