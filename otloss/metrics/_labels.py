@@ -92,7 +92,8 @@ def as_numbers(labels: Labels) -> Shaped[np.ndarray, " labels"] | None:
         numbers = np.array([float(label) for label in labels.tolist()])
     except ValueError:
         return None
-    return numbers if np.isfinite(numbers).all() else None
+    python_only = any("_" in str(label) for label in labels.tolist())  # "1_0" is 10 to Python
+    return None if python_only or not np.isfinite(numbers).all() else numbers
 
 
 def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
