@@ -5,9 +5,11 @@ from otloss._calibration import Temperature as Temperature
 from otloss.estimators._boosting import OrdinalBoostingClassifier as OrdinalBoostingClassifier
 from otloss.estimators._classifier import OrdinalClassifier as OrdinalClassifier
 from otloss.estimators._labels import EncodedLabelsWarning as EncodedLabelsWarning
+from otloss.estimators._labels import LabelOrderWarning as LabelOrderWarning
 
 __all__ = [
     "EncodedLabelsWarning",
+    "LabelOrderWarning",
     "OrdinalBoostingClassifier",
     "OrdinalClassifier",
     "OrdinalRecalibration",

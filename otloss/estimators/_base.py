@@ -82,7 +82,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         return everything
 
     def expected_value(self, X: Any) -> np.ndarray:
-        """Return the expected class value of each row, (n,): of `values`, or of the ranks 0..K-1 without."""
+        """Return the expected class value of each row, (n,): of `values`, or of the ranks 0..K-1 of `categories_`."""
         return self._distribution(X) @ self._criterion.values
 
     def _distribution(self, X: Any) -> np.ndarray:

@@ -46,12 +46,14 @@ class OrdinalClassifier(OrdinalBase):
     sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Indices are
     recognised by their being no categories, and an `EncodedLabelsWarning` says how they were read where the orders
     differ ("high", "low", "medium") or categories are numbers. Among the categories 1 to K, a fold of indices without
-    the lowest class reads as labels one rank too low, with a warning: prefer labels 0 to K - 1.
+    the lowest class reads as labels one rank too low, with a warning: prefer labels 0 to K - 1. Without `categories`
+    the gaps between whole numbers are lost there.
 
     Args:
         categories: all labels in rank order, lowest first, of any type that sorts, or an ordered CategoricalDtype; a
-            training set may lack some. By default the order of an ordered pandas Categorical, else the sorted labels of
-            y: for words, the alphabet.
+            training set may lack some. By default the order of an ordered pandas Categorical. Else whole numbers, also
+            as text, stand for every integer from the smallest to the largest: labels 1, 2, 5 have the positions 0, 1,
+            4, as in `otloss.metrics`. Other labels are sorted; for words a `LabelOrderWarning` says so.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
             the loss, `decode="mean"` and `expected_value` are made of. A Series, as a cost in a DataFrame, goes by its
             index. Training divides values by their mean gap, a cost by its largest entry over K - 1.

@@ -5,7 +5,8 @@ at the class values that these have.
 
 Training sees distances in a unit of their own, so that penalties, tolerances and bounds on curvatures mean the same
 whether values are euros or cents: the mean gap of all K values, or the largest cost over K - 1. A cost of
-|values[i] - values[j]| has the unit of its values, and both are 1 for 0..K-1.
+|values[i] - values[j]| has the unit of its values, and both are 1 for 0..K-1. Where the labels imply the categories, m,
+the number of labels seen, takes the place of K: labels 10, 20, 30 train as 0, 1, 2 do.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ def make_criterion(
     if cost is not None:
         every_cost = _checked_cost(in_rank_order("cost", cost, order.names), number)
         kept_cost, span = np.ascontiguousarray(every_cost[np.ix_(order.ranks, order.ranks)]), every_cost.max()
-    unit = float(span) / max(number - 1, 1)
+    unit = float(span) / max((number if order.told else len(order.classes)) - 1, 1)
     weights = float(transport), float(cross_entropy)
     return Criterion(every_value[order.ranks], int(power), kept_cost, *weights, unit=unit or 1.0)
 
@@ -121,7 +122,7 @@ def _checked_values(values: Any, number: int) -> np.ndarray:
     if array.shape != (number,):
         raise ValueError(
             f"values has shape {array.shape}, expected ({number},): one number for each category in rank order. "
-            "Where a training set may lack a class, name all of them with categories=."
+            "Name all classes with categories=; without it, every integer between whole labels is one."
         )
     rises = array[1:] > array[:-1]
     if not rises.all():
@@ -139,7 +140,7 @@ def _checked_cost(cost: Any, number: int) -> np.ndarray:
     if array.shape != (number, number):
         raise ValueError(
             f"cost has shape {array.shape}, expected ({number}, {number}): cost[true, predicted] over the categories "
-            "in rank order. Where a training set may lack a class, name all of them with categories=."
+            "in rank order. Name all classes with categories=; without it, every integer between whole labels is one."
         )
     if (array < 0).any():
         row, column = (int(i) for i in np.argwhere(array < 0)[0])

@@ -2,7 +2,9 @@
 
 Three numberings meet in a classifier of ordered labels, and this module is the only place that translates them:
 
-- `categories`: all labels in rank order, lowest first; the user's knowledge. Ranks 0..K-1 count them.
+- `categories`: all labels in rank order, lowest first; the user's knowledge, or else what the labels imply by the rule
+  of the metrics (`implied_order`): of whole numbers, every integer from the smallest to the largest. Ranks 0..K-1 count
+  them.
 - `classes`: the labels seen in training, sorted as scikit-learn sorts them; columns of `predict_proba` follow these.
 - positions 0..m-1: the labels seen, in rank order; a model has one output per position. A label that no training row
   holds has no output and probability zero, and the class values of the labels seen keep their distances.
@@ -22,11 +24,17 @@ from typing import Any
 import numpy as np
 from sklearn.utils.multiclass import check_classification_targets
 
+from otloss.metrics._labels import implied_order, plain_labels, positions, shown
+
 Array = np.ndarray
 
 
 class EncodedLabelsWarning(UserWarning):
     """Labels were read as indices into the sorted categories, or may have been meant so: see whether that is right."""
+
+
+class LabelOrderWarning(UserWarning):
+    """Labels were put in an order that they do not tell, such as the alphabet: name their order by `categories`."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +48,7 @@ class LabelOrder:
         columns: (m,) position of each of `classes`: column j of a table over classes is column `columns[j]` of a table
             over positions.
         names: (K,) the user's own labels in rank order; differs from `categories` where codes were passed.
+        told: whether the user gave the categories; else the labels imply them.
     """
 
     categories: Array
@@ -47,6 +56,7 @@ class LabelOrder:
     ranks: Array
     columns: Array
     names: Array
+    told: bool
 
     @property
     def by_position(self) -> Array:
@@ -71,11 +81,12 @@ class LabelOrder:
 
 
 def label_order(y: Array, categories: Any = None, classes: Any = None) -> LabelOrder:
-    """The order of the labels `y` (n,), given the rank order `categories` or, without it, as sorted.
+    """The order of the labels `y` (n,), given the rank order `categories` or, without it, as the labels imply.
 
     Args:
         y: labels of a training set.
-        categories: all labels in rank order, or None for the sorted labels.
+        categories: all labels in rank order, or None for what `otloss.metrics._labels.implied_order` makes of y; it
+            warns where that is in doubt.
         classes: labels to keep an output for though `y` may lack them, or None for those of `y`.
 
     Raises:
@@ -90,8 +101,7 @@ def label_order(y: Array, categories: Any = None, classes: Any = None) -> LabelO
         seen = kept
     if categories is None:
         check_classification_targets(y)
-        everything = np.arange(len(seen))
-        return LabelOrder(seen, seen, everything, everything, seen)
+        return _implied(seen)
     names = _as_labels("categories", categories)
     known = _as_codes(seen, names) if _are_codes(seen, names) else names
     rank_of = {label: rank for rank, label in enumerate(known.tolist())}
@@ -102,8 +112,27 @@ def label_order(y: Array, categories: Any = None, classes: Any = None) -> LabelO
             "expected only labels named there. Add it at its rank, or drop its rows."
         )
     rank_of_class = np.array([rank_of[label] for label in seen.tolist()])
+    return _ordered(known, seen, rank_of_class, names, told=True)
+
+
+def _implied(seen: Array) -> LabelOrder:
+    plain = plain_labels("y", seen)
+    every, doubt = implied_order(plain)
+    if doubt:
+        warnings.warn(
+            f"{doubt}. They are ordered as {shown(every)}, lowest first; pass categories=, all labels in rank order, "
+            "or y as an ordered pandas Categorical.",
+            LabelOrderWarning,
+            stacklevel=5,
+        )
+    # Objects and unsigned integers stay what they are; texts may be longer between the first and the last.
+    categories = every if seen.dtype.kind in "US" else every.astype(seen.dtype)
+    return _ordered(categories, seen, positions("y", plain, every), categories, told=False)
+
+
+def _ordered(categories: Array, seen: Array, rank_of_class: Array, names: Array, *, told: bool) -> LabelOrder:
     ranks = np.sort(rank_of_class)
-    return LabelOrder(known, seen, ranks, np.searchsorted(ranks, rank_of_class), names)
+    return LabelOrder(categories, seen, ranks, np.searchsorted(ranks, rank_of_class), names, told)
 
 
 def refuse_missing_objects(y: Any) -> None:

@@ -35,14 +35,16 @@ def ordinal_confusion_matrix(
     Args:
         y_true: (n,) labels.
         y_pred: (n,) labels.
-        labels: (K,) all classes in rank order, of any label type, also the intervals of `pandas.cut`. By default the
-            order of an ordered pandas Categorical; all integers from the smallest label to the largest where the labels
-            are whole numbers; else the sorted labels, which for strings is the alphabet and seldom what is meant.
+        labels: (K,) all classes in rank order, of any label type, also the intervals of `pandas.cut`; their positions
+            are 0 to K - 1. By default the order of an ordered pandas Categorical; of whole numbers, also as text,
+            every integer from the smallest label to the largest, so that 1, 2, 5 have the positions 0, 1, 4; of dates
+            and intervals the sorted labels.
         sample_weight: (n,) weights >= 0; counts by default.
 
     Raises:
-        ValueError: if a label is missing or not among `labels`, lengths differ, a weight is negative,
-            their sum is infinite, or ordered Categoricals differ in their order.
+        ValueError: if a label is missing or not among `labels`, labels are words or have fractions and `labels` is
+            not given, lengths differ, a weight is negative, their sum is infinite, or ordered Categoricals differ in
+            their order.
         TypeError: if the labels are of different types.
 
     Example:

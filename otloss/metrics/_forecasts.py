@@ -56,8 +56,10 @@ def ranked_probability_score(
     Args:
         y_true: (n,) labels.
         proba: (n, K) probabilities, as `predict_proba` gives them.
-        labels: (K,) all classes in rank order. By default the order of an ordered pandas Categorical, or the sorted
-            labels of y_true if they are as many as the columns, or the sorted labels of `columns`.
+        labels: (K,) all classes in rank order, at the positions 0 to K - 1. By default the order of an ordered pandas
+            Categorical; of whole numbers in y_true and `columns`, also as text, every integer from the smallest to the
+            largest, so that 1, 2, 5 have the positions 0, 1, 4; of numbers with a fraction, dates and intervals the
+            sorted labels. Without `columns`, either the labels of y_true or all classes are as many as the columns.
         columns: the order of the columns of `proba`: "sorted" by label, as in scikit-learn; "rank", the order of
             `labels`; or the label of each column, such as `model.classes_`. A class without column has probability 0.
             The columns of a data frame that are named by labels go by their names.
@@ -67,8 +69,9 @@ def ranked_probability_score(
         sample_weight: (n,) weights >= 0.
 
     Raises:
-        ValueError: if a label is missing or not among `labels`, rows are no probabilities, sizes differ, the columns
-            cannot be told or have other names than `columns` says, a weight is negative, or the values do not increase.
+        ValueError: if a label is missing or not among `labels`, labels are words and `labels` is not given, rows are no
+            probabilities, sizes differ, the columns cannot be told or have other names than `columns` says, a weight
+            is negative, or the values do not increase.
         TypeError: if the labels are of different types.
 
     Source:

@@ -17,7 +17,17 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from otloss.metrics._labels import KINDS, Labels, categories_of, plain_labels, positions, rank_order, shown
+from otloss.metrics._labels import (
+    KINDS,
+    Labels,
+    as_numbers,
+    categories_of,
+    is_whole,
+    plain_labels,
+    positions,
+    rank_order,
+    shown,
+)
 from otloss.metrics._numbers import read_probabilities, read_shares
 
 
@@ -53,10 +63,23 @@ def read_decisions(
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Labels]:
     """Return both label vectors as positions in rank order, and that order."""
     order = rank_order(labels, y_true=y_true, y_pred=y_pred)
+    if labels is None and categories_of(y_true) is None and categories_of(y_pred) is None:
+        _check_whole(order)
     true, predicted = positions("y_true", y_true, order), positions("y_pred", y_pred, order)
     if true.shape != predicted.shape:
         raise ValueError(f"y_true has {true.size} labels and y_pred {predicted.size}, expected as many.")
     return true, predicted, order
+
+
+def _check_whole(order: Labels) -> None:
+    """Raise where labels have fractions: continuous predictions, or classes of which the data may lack some."""
+    numbers = as_numbers(order)
+    if numbers is None or is_whole(numbers).all():
+        return
+    raise ValueError(
+        f"the labels hold {order[~is_whole(numbers)].tolist()[0]!r}, which is no whole number; bring continuous "
+        "predictions to the nearest class first, or pass labels=, the classes in rank order."
+    )
 
 
 def read_forecast(
@@ -68,14 +91,15 @@ def read_forecast(
     if given is None and columns not in ("sorted", "rank"):
         raise ValueError(f'columns is {columns!r}, expected "sorted", "rank", or the label of each column.')
     names = _names_of_columns(proba)
-    if labels is None and given is not None and categories_of(y_true) is None:
-        labels = np.unique(given)
-    order = _order_of_columns(y_true, table.shape[1], names) if labels is None else rank_order(labels)
+    if labels is None:
+        order, of_columns = _order_told(y_true, table.shape[1], given, names)
+    else:
+        order = of_columns = rank_order(labels)
     if given is None and columns == "rank":
-        given = order
+        given = of_columns
     named = _checked_against_names(given, names, order)
     if named is None:
-        named = np.sort(order)
+        named = np.sort(of_columns)
     if table.shape[1] != named.size:
         raise ValueError(
             f"proba has {table.shape[1]} columns, expected {named.size}: one for each of {shown(named)}. "
@@ -92,17 +116,25 @@ def read_forecast(
     return Forecast(observed, in_rank_order, order, read_shares(sample_weight, observed.size))
 
 
-def _order_of_columns(y_true: ArrayLike, columns: int, names: Labels | None) -> Labels:
-    categories = categories_of(y_true)
-    order = np.unique(plain_labels("y_true", y_true)) if categories is None else rank_order(categories)
-    if categories is None and names is not None and (order[:, None] == names).any(1).all():
-        return np.unique(names)
-    if order.size != columns:
-        raise ValueError(
-            f"proba has {columns} columns but y_true holds {order.size} classes, {shown(order)}: which column is "
-            "whose cannot be told. Pass labels=, all classes in rank order."
-        )
-    return order
+def _order_told(y_true: ArrayLike, columns: int, given: Labels | None, names: Labels | None) -> tuple[Labels, Labels]:
+    """Return the rank order that labels and columns tell by themselves, and the labels of the columns in that order."""
+    if categories_of(y_true) is not None:
+        order = rank_order(None, y_true=y_true)
+        return order, order
+    seen = np.unique(plain_labels("y_true", y_true))
+    if given is None and names is not None and (seen[:, None] == names).any(1).all():
+        given = names
+    if given is not None:
+        order = rank_order(None, y_true=y_true, columns=given)
+        return order, order[(order[:, None] == given).any(1)]
+    order = rank_order(None, y_true=y_true)
+    for of_columns in (order[(order[:, None] == seen).any(1)], order):
+        if of_columns.size == columns:
+            return order, of_columns
+    raise ValueError(
+        f"proba has {columns} columns but y_true holds {seen.size} classes, {shown(seen)}: which column is whose "
+        "cannot be told. Pass labels=, all classes in rank order."
+    )
 
 
 def _names_of_columns(proba: Any) -> Labels | None:

@@ -1,8 +1,12 @@
-"""Labels of any type, their rank order, and their positions 0 to K - 1 in it."""
+"""Labels of any type, their rank order, and their positions 0 to K - 1 in it.
+
+`implied_order` is the one rule by which labels without a given order are read. Metrics, scorers and the estimators all
+call it, so that they agree on the position of each class.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import date
 from typing import Any
 
@@ -12,8 +16,7 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics._numbers import as_array
 
-# Integers without labels= stand for all integers between the smallest and the largest; more are hardly ranks.
-_MOST_CLASSES = 10_000
+_MOST_CLASSES = 10_000  # a range of integers with more is hardly one of ranks
 KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings", "S": "bytes", "M": "dates",
          "O": "intervals"}  # fmt: skip
 
@@ -23,9 +26,10 @@ Labels = Shaped[np.ndarray, " classes"]
 def rank_order(labels: ArrayLike | None, **targets: ArrayLike) -> Labels:
     """Return `labels` checked, or the order that the targets themselves tell.
 
-    That is the order of the ordered pandas Categoricals among them, which must agree; all integers from the smallest to
-    the largest where every label is a whole number, so that a class nobody has does not bring its neighbours together;
-    else the sorted labels.
+    That is the order of the ordered pandas Categoricals among them, which must agree; else that of `implied_order`.
+
+    Raises:
+        ValueError: if the targets imply no order, or an ordered Categorical disagrees with another.
     """
     if labels is None:
         labels = _common_categories(targets)
@@ -39,20 +43,62 @@ def rank_order(labels: ArrayLike | None, **targets: ArrayLike) -> Labels:
     for name, given in plain.items():
         if given.size == 0:
             raise ValueError(f"{name} is empty, expected at least one label.")
-    seen = np.unique(np.concatenate(list(plain.values())))
-    if seen.dtype.kind not in "iuf":
-        return seen
-    if (seen != np.rint(seen)).any():
-        raise ValueError(
-            f"the labels hold {seen[seen != np.rint(seen)][0]}, which is no whole number; bring continuous predictions "
-            "to the nearest class first, or pass labels=, the classes in rank order."
-        )
-    if seen[-1] - seen[0] >= _MOST_CLASSES:
-        raise ValueError(
-            f"the labels go from {seen[0]} to {seen[-1]}; without labels= every integer between is a class. "
-            "Pass labels=, the classes in rank order."
-        )
-    return np.arange(int(seen[0]), int(seen[-1]) + 1)
+    order, doubt = implied_order(np.unique(np.concatenate(list(plain.values()))))
+    if doubt:
+        raise ValueError(f"{doubt}. Pass labels=, all classes in rank order, or an ordered pandas Categorical.")
+    return order
+
+
+def implied_order(seen: Labels) -> tuple[Labels, str]:
+    """Return all classes in the rank order that the sorted distinct labels `seen` imply, and why it is in doubt, or "".
+
+    - Whole numbers, also as text ("2" before "10"): every integer from the smallest to the largest is a class, so the
+      distance between two labels is their difference, and a class that no row has does not bring its neighbours
+      together. Labels 1, 2, 5 stand for the classes 1 to 5, at the positions 0, 1 and 4.
+    - Numbers with a fraction, also as text, dates, intervals and booleans: the labels seen in their order, 1 apart.
+    - Other text: likewise, but in doubt, for its order is that of the alphabet. One label alone needs no order.
+    - Whole numbers too far apart to be ranks, and texts that spell one number: likewise in doubt.
+    """
+    numbers = as_numbers(seen)
+    if numbers is None:
+        in_doubt = seen.dtype.kind in "US" and seen.size > 1
+        reason = f"the labels {shown(seen)} are text, whose rank order is not known: it is seldom the alphabet"
+        return seen, reason if in_doubt else ""
+    by_number = seen[np.argsort(numbers, kind="stable")]
+    numbers = np.sort(numbers)
+    if (equal := np.diff(numbers) == 0).any():
+        first = int(np.flatnonzero(equal)[0])
+        return by_number, "the labels {!r} and {!r} are one number".format(*_plain(by_number[first : first + 2]))
+    if not is_whole(numbers).all():
+        return by_number, ""
+    if not float(numbers[-1]) - float(numbers[0]) < _MOST_CLASSES:
+        ends = f"from {by_number[0]} to {by_number[-1]}"
+        return by_number, f"the labels go {ends}, and every integer between would be a class"
+    every = np.arange(int(numbers[0]), int(numbers[-1]) + 1)
+    if seen.dtype.kind not in "US":
+        return every, ""
+    text_of = dict(zip(numbers.astype(int).tolist(), by_number.tolist(), strict=True))
+    spelt: Callable[[int], Any] = str if seen.dtype.kind == "U" else lambda number: b"%d" % number
+    return np.array([text_of.get(number, spelt(number)) for number in every.tolist()]), ""
+
+
+def as_numbers(labels: Labels) -> Shaped[np.ndarray, " labels"] | None:
+    """Return the numbers that labels are, or spell; None where one is no number."""
+    if labels.dtype.kind in "iuf":
+        return labels
+    if labels.dtype.kind not in "US":
+        return None
+    try:
+        numbers = np.array([float(label) for label in labels.tolist()])
+    except ValueError:
+        return None
+    python_only = any("_" in str(label) for label in labels.tolist())  # "1_0" is 10 to Python
+    return None if python_only or not np.isfinite(numbers).all() else numbers
+
+
+def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
+    """Return which of the numbers are integers."""
+    return numbers == np.rint(numbers)
 
 
 def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " n"]:

@@ -16,7 +16,7 @@ from jaxtyping import Float, Shaped
 from numpy.typing import ArrayLike
 
 from otloss.metrics import _decisions, _forecasts
-from otloss.metrics._labels import rank_order
+from otloss.metrics._labels import implied_order, plain_labels, rank_order
 
 _OF_LABELS: dict[str, tuple[Callable[..., float], int]] = {
     "quadratic_weighted_kappa": (_decisions.quadratic_weighted_kappa, 1),
@@ -66,8 +66,12 @@ class OrdinalScorer:
     def _labels(self, estimator: Any, **known: ArrayLike) -> ArrayLike:
         if self.labels is not None:
             return self.labels
-        told = _order_told(estimator)
-        return rank_order(None, **known) if told is None else rank_order(told)
+        order = _order_of(estimator)
+        if order is None:
+            return rank_order(None, **known)
+        # Whole numbers that the fold has and the model's own training set had not extend the range.
+        plain = {name: plain_labels(name, labels) for name, labels in known.items()}
+        return rank_order(None, estimator=order, **plain) if _is_range(estimator, order) else rank_order(order)
 
     def _options(self, sample_weight: ArrayLike | None) -> dict[str, Any]:
         return self.options if sample_weight is None else {**self.options, "sample_weight": sample_weight}
@@ -96,10 +100,10 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
         metric: "quadratic_weighted_kappa", "linear_weighted_kappa", "kendall_tau_b", "off_by_one_accuracy",
             "ordinal_mae", "macro_mae", "maximum_mae" of `predict`, or "ranked_probability_score", "ordinal_emd",
             "threshold_calibration_error" of `predict_proba`.
-        labels: (K,) all classes in rank order. By default the order that the model was told, the `categories_` of the
-            estimators here, also as the last step of a pipeline or the best of a search; else that of an ordered
-            pandas Categorical; else the sorted labels of the model and the fold, for whole numbers all from the
-            smallest to the largest.
+        labels: (K,) all classes in rank order. By default the order that the model uses, the `categories_` of the
+            estimators here, also as the last step of a pipeline or the best of a search; for other models that of an
+            ordered pandas Categorical, or what the labels of model and fold imply, as in the metrics: whole numbers
+            stand for every integer from the smallest to the largest, and words raise.
         options: other arguments of the metric, such as `values`.
 
     Raises:
@@ -135,16 +139,28 @@ def _try_out(metric: str, labels: ArrayLike | None, options: dict[str, Any]) -> 
         _OF_PROBABILITIES[metric](order, np.eye(order.size), labels=order, columns="rank", **options)
 
 
-def _order_told(estimator: Any) -> Any:
-    """Return the rank order that an estimator of `otloss.estimators` was told, None where it only sorted labels."""
-    estimator = getattr(estimator, "best_estimator_", estimator)
-    if isinstance(steps := getattr(estimator, "steps", None), list):
-        estimator = steps[-1][1]
-    categories, classes = (getattr(estimator, name, None) for name in ("categories_", "classes_"))
-    if not isinstance(categories, np.ndarray) or classes is None:
-        return None
-    told = getattr(estimator, "categories", None) is not None or not np.array_equal(categories, classes)
-    return categories if told else None
+def _order_of(estimator: Any) -> Any:
+    """Return the rank order that an estimator of `otloss.estimators` uses, told or not; None of any other."""
+    estimator = _last(estimator)
+    categories = getattr(estimator, "categories_", None)
+    return categories if isinstance(categories, np.ndarray) and hasattr(estimator, "classes_") else None
+
+
+def _is_range(estimator: Any, order: np.ndarray) -> bool:
+    """Whether the estimator was told no categories, and its order is that which any larger set of labels implies."""
+    if getattr(_last(estimator), "categories", None) is not None:
+        return False
+    plain = plain_labels("categories_", order)
+    implied, doubt = implied_order(np.unique(plain))
+    return not doubt and np.array_equal(implied, plain)
+
+
+def _last(estimator: Any) -> Any:
+    """Return the estimator that predicts: the best of a search, the last step of a pipeline."""
+    if hasattr(estimator, "best_estimator_"):
+        return _last(estimator.best_estimator_)
+    steps = getattr(estimator, "steps", None)
+    return _last(steps[-1][1]) if isinstance(steps, list) else estimator
 
 
 def _classes(estimator: Any) -> Any:

@@ -95,12 +95,12 @@ def test_bad_labels_are_named(index: int, y: np.ndarray, message: str) -> None:
 )
 def test_bad_weights_are_named(index: int, weights: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        both()[index].fit(GOOD_X, GOOD_Y, sample_weight=weights)
+        both()[index].fit(GOOD_X, GOOD_RANK, sample_weight=weights)
 
 
 @pytest.mark.parametrize("settings", [{}, {"model": "cumulative"}, {"hidden_layer_sizes": 3, "tol": 1.0}], ids=str)
 def test_scores_that_overflow_are_refused(settings: dict[str, Any]) -> None:
-    model = OrdinalClassifier(random_state=0, **settings).fit(GOOD_X * 1e-3, GOOD_Y)
+    model = OrdinalClassifier(random_state=0, **settings).fit(GOOD_X * 1e-3, GOOD_RANK)
     far = GOOD_X.copy()
     far[2] = 1.7e308
     with np.errstate(all="ignore"), pytest.raises(ValueError, match="the scores of row 2 overflow"):
@@ -129,7 +129,7 @@ def test_scores_that_overflow_are_refused(settings: dict[str, Any]) -> None:
 )
 def test_bad_settings_of_the_linear_model_are_named(settings: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=f"{list(settings)[-1]}"):
-        OrdinalClassifier(**settings).fit(GOOD_X, GOOD_Y)
+        OrdinalClassifier(**settings).fit(GOOD_X, GOOD_RANK)
 
 
 @pytest.mark.parametrize(
@@ -152,14 +152,14 @@ def test_bad_settings_of_the_linear_model_are_named(settings: dict[str, Any], er
 )
 def test_bad_settings_of_boosting_are_named(settings: dict[str, Any], error: type[Exception]) -> None:
     with pytest.raises(error, match=f"{list(settings)[-1]}"):
-        OrdinalBoostingClassifier(**{"booster": "lightgbm", **settings}).fit(GOOD_X, GOOD_Y)
+        OrdinalBoostingClassifier(**{"booster": "lightgbm", **settings}).fit(GOOD_X, GOOD_RANK)
 
 
 @BOTH
 @pytest.mark.parametrize("container", [csr_array, csc_array, coo_matrix])
 def test_sparse_features_are_dense_ones(index: int, container: Any) -> None:
     X = np.where(np.abs(GOOD_X) > 0.5, GOOD_X, 0.0)
-    model, dense = both()[index].fit(container(X), GOOD_Y), both()[index].fit(X, GOOD_Y)
+    model, dense = both()[index].fit(container(X), GOOD_RANK), both()[index].fit(X, GOOD_RANK)
     np.testing.assert_array_equal(model.predict_proba(X), dense.predict_proba(X))
     np.testing.assert_array_equal(model.predict(container(X)), dense.predict(X))
     assert model.__sklearn_tags__().input_tags.sparse
@@ -171,13 +171,13 @@ def test_columns_made_one_hot_and_sparse_are_features(index: int) -> None:
     frame = pandas.DataFrame({"colour": np.arange(30).astype(str), "size": GOOD_X[:, 0]})
     hot = [("hot", OneHotEncoder(), ["colour"])]
     made = [ColumnTransformer(hot, remainder="passthrough", sparse_threshold=share) for share in (1, 0)]
-    fitted = [make_pipeline(maker, both()[index]).fit(frame, GOOD_Y) for maker in made]
+    fitted = [make_pipeline(maker, both()[index]).fit(frame, GOOD_RANK) for maker in made]
     assert issparse(made[0].transform(frame))
     np.testing.assert_array_equal(*(model.predict_proba(frame) for model in fitted))
 
 
 def test_a_stream_of_sparse_features_is_one_of_dense_ones() -> None:
-    models = [OrdinalClassifier(random_state=0).partial_fit(X, GOOD_Y) for X in (csr_array(GOOD_X), GOOD_X)]
+    models = [OrdinalClassifier(random_state=0).partial_fit(X, GOOD_RANK) for X in (csr_array(GOOD_X), GOOD_X)]
     np.testing.assert_array_equal(*(model.predict_proba(GOOD_X) for model in models))
 
 
@@ -186,9 +186,9 @@ def test_missing_features_are_refused_where_they_have_no_meaning() -> None:
     X[3, 1] = np.nan
     for features in (X, csr_array(X)):
         with pytest.raises(ValueError, match="Input X contains NaN"):
-            OrdinalClassifier().fit(features, GOOD_Y)
+            OrdinalClassifier().fit(features, GOOD_RANK)
     kept = OrdinalBoostingClassifier(n_estimators=3, random_state=0)
-    np.testing.assert_array_equal(*(kept.fit(f, GOOD_Y).predict_proba(X) for f in (X, csr_array(X))))
+    np.testing.assert_array_equal(*(kept.fit(f, GOOD_RANK).predict_proba(X) for f in (X, csr_array(X))))
 
 
 def test_missing_values_of_pandas_are_no_label() -> None:
@@ -201,18 +201,18 @@ def test_missing_values_of_pandas_are_no_label() -> None:
 @BOTH
 @pytest.mark.parametrize("where", ["fit", "predict"])
 def test_features_too_large_are_named(index: int, where: str) -> None:
-    model = [OrdinalClassifier(), boosted("xgboost")][index].fit(GOOD_X, GOOD_Y)
+    model = [OrdinalClassifier(), boosted("xgboost")][index].fit(GOOD_X, GOOD_RANK)
     X = GOOD_X.copy()
     X[2, 1] = -1e308 if index == 0 else -1e39
     message = r"X\[2, 1\] is -1e\+(308|39), expected numbers of at most"
     if index == 0 and where == "predict":
         message = "the scores of row 2 overflow"
     with np.errstate(all="ignore"), pytest.raises(ValueError, match=message):
-        model.fit(X, GOOD_Y) if where == "fit" else model.predict(np.where(X == -1e308, -1.79e308, X))
+        model.fit(X, GOOD_RANK) if where == "fit" else model.predict(np.where(X == -1e308, -1.79e308, X))
 
 
 def test_features_too_small_for_lightgbm_leave_the_frequencies() -> None:
-    model = boosted("lightgbm").fit(GOOD_X * 1e-36, GOOD_Y)
+    model = boosted("lightgbm").fit(GOOD_X * 1e-36, GOOD_RANK)
     assert model.n_estimators_ == 0
     np.testing.assert_allclose(model.predict_proba(GOOD_X[:1]), [[1 / 3, 1 / 3, 1 / 3]], atol=0.05)
 
@@ -222,6 +222,6 @@ def test_features_too_small_for_lightgbm_leave_the_frequencies() -> None:
     ("rule", "message"), [("cost", "decode is 'cost' without a cost"), ("mode", "expected one of")]
 )
 def test_a_rule_set_after_the_fit_is_checked(index: int, rule: str, message: str) -> None:
-    model = both()[index].fit(GOOD_X, GOOD_Y).set_params(decode=rule)
+    model = both()[index].fit(GOOD_X, GOOD_RANK).set_params(decode=rule)
     with pytest.raises(ValueError, match=message):
         model.predict(GOOD_X)

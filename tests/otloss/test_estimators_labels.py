@@ -9,7 +9,7 @@ import pytest
 from sklearn.base import clone
 from sklearn.ensemble import VotingClassifier
 
-from otloss.estimators import EncodedLabelsWarning, OrdinalBoostingClassifier, OrdinalClassifier
+from otloss.estimators import EncodedLabelsWarning, LabelOrderWarning, OrdinalBoostingClassifier, OrdinalClassifier
 from tests.otloss.test_estimators import BOTH, NAMES, both, ordered_rows
 
 X, RANK = ordered_rows()
@@ -59,7 +59,8 @@ def test_a_data_frame_of_one_column_keeps_its_order(index: int) -> None:
     pandas = pytest.importorskip("pandas")
     y = pandas.DataFrame({"grade": pandas.Categorical(np.array(NAMES)[RANK], categories=NAMES, ordered=True)})
     assert both()[index].fit(X, y).categories_.tolist() == NAMES
-    assert both()[index].fit(X, y.astype(str)).categories_.tolist() == sorted(NAMES)
+    with pytest.warns(LabelOrderWarning):
+        assert both()[index].fit(X, y.astype(str)).categories_.tolist() == sorted(NAMES)
 
 
 @pytest.mark.parametrize("kind", [OrdinalClassifier, OrdinalBoostingClassifier])
@@ -115,3 +116,44 @@ def test_an_ordered_dtype_names_the_classes_of_a_stream() -> None:
     dtype = pandas.CategoricalDtype(NAMES, ordered=True)
     model = OrdinalClassifier(categories=dtype).partial_fit(X[:1], ["low"])
     assert model.classes_.tolist() == sorted(NAMES)
+
+
+@pytest.mark.parametrize("labels", [["1", "2", "10"], ["-3", "1", "02"], ["0.5", "1.5", "10.0"]], ids=str)
+def test_numbers_as_text_are_ordered_as_numbers(labels: list[str]) -> None:
+    """As text they sort as "1", "10", "2"; no warning, for their order is known."""
+    numbers = np.array([float(label) for label in labels])
+    expected = OrdinalClassifier(categories=None if (numbers % 1 == 0).all() else numbers).fit(X, numbers[RANK])
+    for dtype in (str, object):
+        model = OrdinalClassifier().fit(X, np.array(labels, dtype=dtype)[RANK])
+        assert [float(label) for label in model.categories_.tolist()] == expected.categories_.tolist()
+        assert set(labels) <= set(model.categories_.tolist())
+        np.testing.assert_array_equal(model.predict_distribution(X), expected.predict_distribution(X))
+        np.testing.assert_array_equal(model.predict(X).astype(float), expected.predict(X))
+
+
+def test_text_without_an_order_warns_once_per_fit_where_it_was_called() -> None:
+    pandas = pytest.importorskip("pandas")
+    y = np.array(NAMES)[RANK]
+    message = r"\['high', 'low', 'medium'\] are text, .* ordered as \['high', 'low', 'medium'\].*pass categories="
+    for labels in (y, pandas.Series(pandas.Categorical(y, NAMES)), y.astype(object)):
+        for model in both(calibration="temperature", early_stopping="auto"):
+            with pytest.warns(LabelOrderWarning, match=message) as caught:
+                model.fit(X, labels)
+            assert [warning.filename for warning in caught] == [__file__]
+    with pytest.warns(LabelOrderWarning, match=message) as caught:
+        OrdinalClassifier().partial_fit(X, y).partial_fit(X, y)
+    assert [warning.filename for warning in caught] == [__file__]
+    for doubtful in (["1", "01", "2"], [0, 1, 10**6]):
+        with pytest.warns(LabelOrderWarning, match="one number|every integer between would be a class"):
+            assert len(OrdinalClassifier().fit(X, np.array(doubtful)[RANK]).categories_) == 3
+
+
+@BOTH
+def test_whole_numbers_keep_their_distances_and_their_unit_is_the_mean_gap(index: int) -> None:
+    with_gaps = both()[index].fit(X, np.array([1, 2, 5])[RANK])
+    same = both(values=[0, 0.5, 2])[index].fit(X, RANK)  # the mean gap of the labels, 2, is 1 in training
+    assert with_gaps.categories_.tolist() == [1, 2, 3, 4, 5]
+    np.testing.assert_allclose(with_gaps.predict_proba(X), same.predict_proba(X), atol=1e-6)
+    tens = both()[index].fit(X, np.array([10, 20, 30], dtype=np.uint8)[RANK])
+    assert tens.categories_.dtype == np.uint8
+    np.testing.assert_allclose(tens.predict_proba(X), both()[index].fit(X, RANK).predict_proba(X), atol=1e-6)

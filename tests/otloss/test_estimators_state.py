@@ -24,7 +24,7 @@ def test_a_fit_that_fails_leaves_what_was_learnt(index: int, calibration: str | 
     model = both(calibration=calibration, power=1, random_state=0)[index].fit(X, Y)
     before = model.predict_proba(X)
     bad: list[tuple[Any, ...]] = [
-        (X, np.array(["x", "y", "z"])[Y], -np.ones(150)),
+        (X, np.array(["7", "8", "9"])[Y], -np.ones(150)),
         (X, np.minimum(Y, 1), -np.ones(150)),
         (X[:, :2], Y, -np.ones(150)),
         (X[:, :2], Y, np.ones(3)),

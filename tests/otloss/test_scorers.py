@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import OrdinalEncoder, StandardScaler
 
 from otloss import metrics
-from otloss.estimators import OrdinalClassifier
+from otloss.estimators import LabelOrderWarning, OrdinalClassifier
 from otloss.metrics import scorer
 
 NAMES = ["low", "mid", "high"]
@@ -133,10 +134,10 @@ def test_bad_input() -> None:
 class Constant:
     """Predicts one label, of the classes that it knows."""
 
-    classes_ = np.array(["A", "B", "C"])
+    classes_ = np.array(["2020-01-01", "2021-01-01", "2022-01-01"], dtype="M8[D]")
 
     def predict(self, X: Any) -> np.ndarray:
-        return np.full(len(X), "A")
+        return np.full(len(X), self.classes_[0])
 
     def predict_proba(self, X: Any) -> np.ndarray:
         return np.tile([1.0, 0.0, 0.0], (len(X), 1))
@@ -144,7 +145,7 @@ class Constant:
 
 @pytest.mark.parametrize("name", ["ordinal_mae", "ordinal_emd"])
 def test_classes_that_the_fold_lacks_keep_their_rank(name: str) -> None:
-    assert scorer(name)(Constant(), np.zeros(2), np.array(["C", "A"])) == -1.0
+    assert scorer(name)(Constant(), np.zeros(2), Constant.classes_[[2, 0]]) == -1.0
 
 
 def test_a_predictor_without_classes_is_scored_by_its_labels() -> None:
@@ -169,7 +170,8 @@ def test_the_order_that_a_model_was_told_is_the_default(name: str) -> None:
     for fitted in told:
         assert scorer(name)(fitted, X, y) == scorer(name, labels=NAMES)(fitted, X, y)
         assert scorer(name, labels=by_alphabet)(fitted, X, y) != scorer(name)(fitted, X, y)
-    untold = OrdinalClassifier().fit(X, y)
+    with pytest.warns(LabelOrderWarning):
+        untold = OrdinalClassifier().fit(X, y)
     assert scorer(name)(untold, X, y) == scorer(name, labels=by_alphabet)(untold, X, y)
 
 
@@ -180,4 +182,55 @@ def test_sorted_labels_of_a_model_are_no_order_that_it_was_told() -> None:
     model = OrdinalClassifier().fit(X, ranks)
     assert scorer("ordinal_mae")(model, X, ranks) == scorer("ordinal_mae", labels=range(4))(model, X, ranks)
     encoder = make_pipeline(OrdinalEncoder(), LogisticRegression()).fit(X, y)
-    assert scorer("ordinal_mae")(encoder, X, y) == scorer("ordinal_mae", labels=sorted(NAMES))(encoder, X, y)
+    with pytest.raises(ValueError, match=r"\['high', 'low', 'mid'\] are text, .* Pass labels="):
+        scorer("ordinal_mae")(encoder, X, y)
+
+
+EVERY = list(range(1, 11))
+POSITIONS: dict[str, list[Any]] = {
+    "integers": EVERY, "floats": EVERY, "text": [str(k) for k in EVERY], "unordered": [str(k) for k in EVERY],
+    "alphabet": sorted(NAMES), "ordered": NAMES, "categories": NAMES,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", list(POSITIONS))
+def test_estimator_scorer_and_metric_put_the_classes_at_the_same_positions(kind: str) -> None:
+    """Classes 1, 2 and 10, as numbers and as text, or words: one position each, whoever computes with them."""
+    X, names = data(n=120)
+    numbers = np.array([1, 2, 10])[np.searchsorted(sorted(NAMES), names)]
+    y = {
+        "integers": numbers, "floats": numbers.astype(float), "text": numbers.astype(str),
+        "unordered": pd.Categorical(numbers.astype(str)), "ordered": pd.Categorical(names, NAMES, ordered=True),
+    }.get(kind, names)  # fmt: skip
+    model = OrdinalClassifier(categories=NAMES if kind == "categories" else None)
+    with pytest.warns(LabelOrderWarning) if kind == "alphabet" else nullcontext():
+        model.fit(X, y)
+    places = POSITIONS[kind]
+    assert model.categories_.tolist() == places
+    true, column, predicted = (
+        np.array([places.index(label) for label in np.asarray(labels).tolist()])
+        for labels in (y, model.classes_, model.predict(X))
+    )
+    proba, distribution = model.predict_proba(X), model.predict_distribution(X)
+    np.testing.assert_allclose(model.expected_value(X), proba @ column)
+    thresholds = np.arange(len(places))
+    rps = ((proba @ (column[:, None] <= thresholds) - (true[:, None] <= thresholds)) ** 2).sum(1).mean()
+    mae = np.abs(true - predicted).mean()
+    assert -scorer("ranked_probability_score")(model, X, y) == pytest.approx(rps)
+    assert -scorer("ordinal_mae")(model, X, y) == pytest.approx(mae)
+    order: dict[str, Any] = {"labels": model.categories_} if kind in ("alphabet", "categories") else {}
+    assert metrics.ordinal_mae(y, model.predict(X), **order) == pytest.approx(mae)
+    of_columns = [(proba, model.classes_), (distribution, "rank")] + ([] if order else [(proba, "sorted")])
+    for table, columns in of_columns:
+        assert metrics.ranked_probability_score(y, table, columns=columns, **order) == pytest.approx(rps)
+
+
+def test_whole_numbers_that_only_the_fold_has_extend_the_range() -> None:
+    X, y = data()
+    ranks = np.array([2, 3, 7])[np.searchsorted(sorted(NAMES), y)]
+    for model in (OrdinalClassifier(), LogisticRegression()):
+        model.fit(X[ranks < 7], ranks[ranks < 7])
+        for name in ("ordinal_mae", "ranked_probability_score"):
+            assert scorer(name)(model, X, ranks) == scorer(name, labels=range(2, 8))(model, X, ranks)
+    with pytest.raises(ValueError, match="expected one of the labels"):
+        scorer("ordinal_mae")(OrdinalClassifier(categories=[2, 3]).fit(X[ranks < 7], ranks[ranks < 7]), X, ranks)
