@@ -55,7 +55,7 @@ def _codes(column: Any, categories: Any) -> np.ndarray:
     unknown = (codes < 0) & column.notna().to_numpy()
     if unknown.any():
         raise ValueError(
-            f"column {column.name!r} of X holds {column.iloc[int(unknown.argmax())]!r}, expected one of the "
-            f"{len(categories)} categories of fit. Declare every category in the dtype before fit, or pass NaN."
+            f"column '{column.name}' of X holds {column[unknown].tolist()[0]!r}, expected one of the {len(categories)} "
+            "categories of fit. Declare every category in the dtype before fit, or pass NaN."
         )
     return np.where(codes < 0, np.nan, codes)
