@@ -62,7 +62,11 @@ def candidates(grades: list[int], quick: bool) -> dict[str, tuple[Any, dict[str,
         random_state=0,
     )
     trees = OrdinalBoostingClassifier(
-        categories=grades, decode="median", n_estimators=20 if quick else 500, random_state=0
+        categories=grades,
+        decode="median",
+        n_estimators=20 if quick else 500,
+        early_stopping=not quick,
+        random_state=0,
     )
     penalties = [1.0] if quick else [0.1, 1.0, 10.0]
     losses = [0.0, 0.2]

@@ -74,6 +74,17 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         """Return probabilities (n, len(classes_)), columns in the order of `classes_`, which is sorted."""
         return self._distribution(X)[:, self._order.columns]
 
+    def predict_log_proba(self, X: Any) -> np.ndarray:
+        """Return natural logarithms of `predict_proba`, (n, len(classes_)).
+
+        Without calibration they are finite also where the probability itself rounds to 0.
+        """
+        check_is_fitted(self)
+        if self._calibration is None:
+            return log_softmax(self._finite_logits(self._checked(X)))[:, self._order.columns]
+        with np.errstate(divide="ignore"):
+            return np.log(self.predict_proba(X))
+
     def predict_distribution(self, X: Any) -> np.ndarray:
         """Return probabilities (n, K), columns in rank order as `categories_`; 0 for labels not seen in training."""
         distribution = self._distribution(X)
@@ -88,12 +99,18 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def _distribution(self, X: Any) -> np.ndarray:
         """Calibrated probabilities (n, m) over positions."""
         check_is_fitted(self)
-        checked = as_dense(validate_data(self, X, reset=False, **self._accepts()))
-        return apply_calibration(self._calibration, self._raw_distribution(checked))
+        return apply_calibration(self._calibration, self._raw_distribution(self._checked(X)))
+
+    def _checked(self, X: Any) -> np.ndarray:
+        """Features (n, d) as training took them."""
+        return as_dense(validate_data(self, X, reset=False, **self._accepts()))
 
     def _raw_distribution(self, X: np.ndarray) -> np.ndarray:
+        return softmax(self._finite_logits(X))
+
+    def _finite_logits(self, X: np.ndarray) -> np.ndarray:
         if len(self.classes_) == 1:
-            return np.ones((len(X), 1))
+            return np.zeros((len(X), 1))
         logits = self._logits(X)
         if not np.isfinite(logits).all():
             row = int(np.flatnonzero(~np.isfinite(logits).all(1))[0])
@@ -101,10 +118,10 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
                 f"the scores of row {row} overflow: its features lie too far from those of training. Look for wrong "
                 "units, and for marks of missing values such as 1e300."
             )
-        return softmax(logits)
+        return logits
 
-    def _fit(self, X: Any, y: Any, sample_weight: Any) -> None:
-        """Check everything, train, and calibrate."""
+    def _fit(self, X: Any, y: Any, sample_weight: Any, **training: Any) -> None:
+        """Check everything, train, and calibrate; `training` goes to `_train`."""
         refuse_missing_objects(y)
         categories = ordered_categories(y) if self.categories is None else self.categories
         X, y = validate_data(self, X, y, **self._accepts())
@@ -114,10 +131,10 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         random = check_random_state(self.random_state)
         self._calibration = None
         if self.calibration is None or len(self.classes_) == 1:
-            self._train(X, positions, weights, random=random)
+            self._train(X, positions, weights, random=random, **training)
             return
         kept, held = split_off(positions, self.calibration_fraction, random=random, purpose="calibration")
-        self._train(X[kept], positions[kept], weights[kept], random=random)
+        self._train(X[kept], positions[kept], weights[kept], random=random, **training)
         self._calibration = fit_calibration(
             self.calibration,
             self._raw_distribution(X[held]),
@@ -180,3 +197,9 @@ def softmax(logits: np.ndarray) -> np.ndarray:
     """Rows of `logits` (n, m) as probabilities."""
     powers = np.exp(logits - logits.max(1, keepdims=True))
     return powers / powers.sum(1, keepdims=True)
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """Logarithms of the rows of `softmax(logits)`, (n, m), which lose no digits where probabilities are tiny."""
+    shifted = logits - logits.max(1, keepdims=True)
+    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))

@@ -1,13 +1,13 @@
-"""The door to XGBoost and LightGBM: train trees with our objective on arrays, and get their scores.
+"""The adapter for XGBoost and LightGBM: train trees with our objective on arrays, and get their scores.
 
-Both start from the logarithms of the class frequencies, which are given as the margins of the rows and added at
-prediction, so that a model of no trees predicts the frequencies.
+Both start from the logarithms of the class frequencies, so that a model of no trees predicts the frequencies. XGBoost
+keeps them in the booster; LightGBM takes them as the margins of the rows, and they are added at prediction.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from importlib import import_module
 from json import loads
@@ -63,8 +63,10 @@ class TreeSettings:
     """Settings that both libraries have, by XGBoost's names, and `extra` by the library's own.
 
     Attributes:
-        threads: 0 for all cores.
-        loss: keywords of the objective and of the metric that stops early.
+        threads: 0 for as many as the library uses by itself.
+        patience: rounds that the last part watched may go without a lower loss; None for no early stopping.
+        categorical: columns to split by sets of categories.
+        loss: keywords of the objective and of the metric of parts watched.
         hessian: of the objective.
     """
 
@@ -78,8 +80,9 @@ class TreeSettings:
     reg_lambda: float
     threads: int
     seed: int
-    patience: int
+    patience: int | None
     verbose: int
+    categorical: tuple[int, ...]
     loss: dict[str, Any]
     hessian: str
     extra: dict[str, Any]
@@ -87,7 +90,7 @@ class TreeSettings:
 
 @dataclass(frozen=True)
 class Part:
-    """Features (n, d), positions (n,) and weights (n,) of the rows to train on, or to stop by."""
+    """Features (n, d), positions (n,) and weights (n,) of the rows to train on, or to watch the loss of."""
 
     features: np.ndarray
     target: np.ndarray
@@ -109,26 +112,51 @@ class Part:
         return Part(part.features[first], part.target[first], np.bincount(which, weights=part.weight))
 
 
+History = dict[str, dict[str, list[float]]]  # loss after each round, by the name of the part watched and of the loss
+
+
 @dataclass(frozen=True)
 class Trees:
-    """A trained booster (None without rounds), the scores (m,) that it started from, and the number of its rounds."""
+    """A trained booster.
+
+    Attributes:
+        booster: None where there is nothing to split on.
+        start: the scores (m,) that it started from.
+        categorical: as in the settings.
+        rounds: that predict.
+        history: of all rounds trained, also of those after the best one.
+        settled: whether early stopping, if any, came before the last round allowed.
+    """
 
     library: str
     booster: Any
     start: np.ndarray
+    categorical: tuple[int, ...]
     rounds: int
+    history: History
+    settled: bool
 
     def scores(self, features: np.ndarray) -> np.ndarray:
         """Scores (n, m) whose softmax is the distribution over positions."""
-        margin = np.tile(self.start, (len(features), 1))
         if self.booster is None:
-            return margin
+            return np.tile(self.start, (len(features), 1))
         if self.library == "lightgbm":
-            return margin + self.booster.predict(features, raw_score=True)
+            return self.start + self.booster.predict(features, raw_score=True)
         import xgboost
 
-        data = xgboost.DMatrix(features, base_margin=margin)
+        data = xgboost.DMatrix(features, **_xgboost_types(features, self.categorical))
         return np.asarray(self.booster.predict(data, output_margin=True), dtype=np.float64)
+
+    def gains(self, columns: int) -> np.ndarray:
+        """What the splits on each of `columns` features gain, summed over all trees: (columns,)."""
+        if self.booster is None:
+            return np.zeros(columns)
+        if self.library == "lightgbm":
+            return np.asarray(self.booster.feature_importance("gain"), dtype=np.float64)
+        if loads(self.booster.save_config())["learner"]["gradient_booster"]["name"] == "gblinear":
+            raise AttributeError("feature_importances_ is of trees, and this model is of the kind 'gblinear'.")
+        total = self.booster.get_score(importance_type="total_gain")
+        return np.array([total.get(f"f{column}", 0.0) for column in range(columns)])
 
 
 def require_library(name: str) -> None:
@@ -139,18 +167,32 @@ def require_library(name: str) -> None:
         raise ImportError(f'booster="{name}" needs the library {name}: pip install "otloss[boost]".') from error
 
 
-def train_trees(library: str, settings: TreeSettings, rows: Part, held_out: Part | None = None) -> Trees:
-    """Boost for `n_estimators` rounds, or until the loss of `held_out` has not fallen for `patience` of them.
+def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Sequence[Part] = ()) -> Trees:
+    """Boost for `n_estimators` rounds, or until the loss of the last part `watched` has not fallen for `patience`.
 
-    The rounds after the best one are cut off.
+    The rounds after the best one then predict nothing.
     """
     rows = rows.merged()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
     if _all_alike(rows.features, library):  # nothing to split on, which LightGBM refuses
-        return Trees(library, None, start, 0)
+        return Trees(library, None, start, settings.categorical, 0, {}, settled=True)
+    if not watched:
+        settings = replace(settings, patience=None)
+    named = {f"validation_{number}": part for number, part in enumerate(watched)}
     train = _train_lightgbm if library == "lightgbm" else _train_xgboost
-    booster, rounds = train(settings, rows, held_out, start)
-    return Trees(library, booster, start, rounds)
+    booster, rounds, history = train(settings, rows, named, start)
+    settled = True
+    if settings.patience is not None:
+        losses = _last_losses(history)
+        best = int(np.argmin(losses)) + 1
+        rounds, settled = min(rounds, best), len(losses) - best >= settings.patience
+    return Trees(library, booster, start, settings.categorical, rounds, history, settled)
+
+
+def _last_losses(history: History) -> list[float]:
+    """The losses by which training stops: of the part watched that was named last."""
+    (losses,) = history[list(history)[-1]].values()
+    return losses
 
 
 def checked_parameters(library: str, given: Any, *, may_stop_early: bool) -> dict[str, Any]:
@@ -241,32 +283,42 @@ def _xgboost_parameters(settings: TreeSettings) -> dict[str, Any]:
     }
 
 
-def _train_xgboost(settings: TreeSettings, rows: Part, held_out: Part | None, start: np.ndarray) -> tuple[Any, int]:
+def _xgboost_types(features: np.ndarray, categorical: tuple[int, ...]) -> dict[str, Any]:
+    if not categorical:
+        return {}
+    types = ["c" if column in categorical else "q" for column in range(features.shape[1])]
+    return {"feature_types": types, "enable_categorical": True}
+
+
+def _train_xgboost(
+    settings: TreeSettings, rows: Part, watched: dict[str, Part], start: np.ndarray
+) -> tuple[Any, int, History]:
+    """The booster, without the rounds after the best one, the number of its rounds, and all losses watched."""
     import xgboost
 
     def data(part: Part) -> Any:
-        margin = np.tile(start, (len(part.target), 1))
-        return xgboost.DMatrix(part.features, label=part.target, weight=part.weight, base_margin=margin)
+        types = _xgboost_types(part.features, settings.categorical)
+        return xgboost.DMatrix(part.features, label=part.target, weight=part.weight, **types)
 
-    stopping: dict[str, Any] = {}
-    if held_out is not None:
-        stopping = {
-            "evals": [(data(held_out), "held_out")],
-            "custom_metric": xgboost_metric(settings.positions, **settings.loss),
-            "early_stopping_rounds": settings.patience,
-        }
+    history: dict[str, Any] = {}
     booster = xgboost.train(
-        _xgboost_parameters(settings),
+        {**_xgboost_parameters(settings), "base_score": start.tolist()},
         data(rows),
         num_boost_round=settings.n_estimators,
         obj=xgboost_objective(settings.positions, hessian=settings.hessian, **settings.loss),
+        evals=[(data(part), name) for name, part in watched.items()],
+        custom_metric=xgboost_metric(settings.positions, **settings.loss),
+        early_stopping_rounds=settings.patience,
+        evals_result=history,
         verbose_eval=bool(settings.verbose),
-        **stopping,
     )
-    if held_out is None:
-        return booster, settings.n_estimators
-    rounds = booster.best_iteration + 1
-    return booster[:rounds], rounds
+    if settings.patience is not None:
+        booster = booster[: booster.best_iteration + 1]
+    return booster, booster.num_boosted_rounds(), _plain(history)
+
+
+def _plain(history: dict[str, Any]) -> History:
+    return {name: {loss: list(values) for loss, values in of_part.items()} for name, of_part in history.items()}
 
 
 def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
@@ -286,6 +338,10 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
         "min_sum_hessian_in_leaf": settings.min_child_weight,
         "min_data_in_leaf": 1,
         "min_data_in_bin": 1,
+        # What it counts here are merged rows, by curvatures that are small: by its own settings few categories split.
+        "min_data_per_group": 1,
+        "cat_smooth": 1.0,
+        "cat_l2": 1.0,
         "feature_pre_filter": False,
         "bagging_fraction": fraction,
         "bagging_freq": int(fraction < 1),
@@ -300,7 +356,27 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
     }
 
 
-def _train_lightgbm(settings: TreeSettings, rows: Part, held_out: Part | None, start: np.ndarray) -> tuple[Any, int]:
+@dataclass(frozen=True, eq=False)  # LightGBM hashes it
+class _StopByLast:
+    """Callback of LightGBM that stops by the last part watched; its own stops by whichever part is first to rise."""
+
+    history: dict[str, Any]
+    patience: int
+    order: int = 30  # after the losses of a round are recorded
+
+    def __call__(self, env: Any) -> None:
+        from lightgbm import EarlyStopException
+
+        losses = _last_losses(self.history)
+        best = int(np.argmin(losses))
+        if len(losses) - 1 - best >= self.patience or env.iteration == env.end_iteration - 1:
+            raise EarlyStopException(best, env.evaluation_result_list)
+
+
+def _train_lightgbm(
+    settings: TreeSettings, rows: Part, watched: dict[str, Part], start: np.ndarray
+) -> tuple[Any, int, History]:
+    """The booster, the number of its rounds, some perhaps after the best one, and all losses watched."""
     import lightgbm
 
     parameters = _lightgbm_parameters(settings)
@@ -308,15 +384,24 @@ def _train_lightgbm(settings: TreeSettings, rows: Part, held_out: Part | None, s
     def data(part: Part, reference: Any = None) -> Any:
         margin = np.tile(start, (len(part.target), 1))
         return lightgbm.Dataset(
-            part.features, part.target, weight=part.weight, init_score=margin, reference=reference, params=parameters
-        )
+            part.features, part.target, weight=part.weight, init_score=margin, reference=reference, params=parameters,
+            categorical_feature=list(settings.categorical),
+        )  # fmt: skip
 
     training = data(rows)
-    stopping: dict[str, Any] = {"callbacks": [lightgbm.log_evaluation(1)] if settings.verbose else []}
-    if held_out is not None:
-        stopping["valid_sets"] = [data(held_out, training)]
-        stopping["feval"] = lightgbm_metric(settings.positions, **settings.loss)
-        stopping["callbacks"].append(lightgbm.early_stopping(settings.patience, verbose=bool(settings.verbose)))
-    booster = lightgbm.train(parameters, training, num_boost_round=settings.n_estimators, **stopping)
-    rounds = booster.best_iteration if held_out is not None else settings.n_estimators
-    return booster, min(rounds, booster.current_iteration())  # where nothing can be split it ends by itself
+    history: dict[str, Any] = {}
+    callbacks: list[Callable[[Any], None]] = [lightgbm.record_evaluation(history)]
+    if settings.verbose:
+        callbacks.append(lightgbm.log_evaluation(1))
+    if settings.patience is not None:
+        callbacks.append(_StopByLast(history, settings.patience))
+    booster = lightgbm.train(
+        parameters,
+        training,
+        num_boost_round=settings.n_estimators,
+        valid_sets=[data(part, training) for part in watched.values()],
+        valid_names=list(watched),
+        feval=lightgbm_metric(settings.positions, **settings.loss),
+        callbacks=callbacks,
+    )
+    return booster, booster.current_iteration(), _plain(history)  # where nothing can be split it ends by itself

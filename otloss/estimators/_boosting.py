@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
 import numpy as np
 from joblib import effective_n_jobs  # type: ignore[import-untyped]
+from sklearn.exceptions import ConvergenceWarning
+from sklearn.utils import check_consistent_length, column_or_1d
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from otloss.estimators._base import OrdinalBase, check_magnitude, unchanged_on_error
 from otloss.estimators._boosters import BOOSTERS, Part, TreeSettings, checked_parameters, require_library, train_trees
+from otloss.estimators._columns import CategoryColumns
 from otloss.estimators._criterion import check_choice, check_count, check_real
 from otloss.estimators._weights import split_off
 
@@ -33,6 +38,10 @@ class OrdinalBoostingClassifier(OrdinalBase):
     Minimises the sum by weight of transport * L + cross_entropy * (-log P_y), starting from the class frequencies;
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i]. Equal rows count
     as one row of their weight, for `subsample` too. NaN features are missing values.
+
+    A pandas column of dtype category is split by sets of its categories, and one of ordered categories by their order.
+    The dtype at `fit` declares them all, also for rows to come: `predict` looks labels up there, and raises ValueError
+    at one it does not find.
 
     `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass on indices into the
     sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Indices are
@@ -58,9 +67,11 @@ class OrdinalBoostingClassifier(OrdinalBase):
         hessian: what stands for the Hessian; see `otloss.boosting.xgboost_objective`.
         n_estimators: rounds, at most where training stops early.
         learning_rate, max_depth, min_child_weight, subsample, colsample_bytree, reg_lambda: as XGBoost names them;
-            `min_child_weight` is a sum of curvatures. LightGBM limits leaves by it alone, not by a number of rows.
+            `min_child_weight` is a sum of curvatures, and a row has a small one: 1 would need four rows or many more.
+            LightGBM limits leaves by it alone, not by a number of rows.
         booster_params: further settings by any of the library's own names; they take precedence. "dart" and "gblinear"
-            need early_stopping=False.
+            need early_stopping=False. For columns of categories LightGBM starts from cat_smooth=1, cat_l2=1 and
+            min_data_per_group=1; its own settings are for larger curvatures.
         class_weight: None, "balanced", or a dict from label to weight.
         decode: how `predict` chooses: "argmax" (most probable; what scikit-learn expects of a classifier), "median"
             (least expected absolute error in ranks), "mean" (class value nearest to the expected one), or "cost"
@@ -69,17 +80,27 @@ class OrdinalBoostingClassifier(OrdinalBase):
             it), fitted to rows held out of training.
         calibration_fraction: share of rows held out for it, class by class.
         early_stopping: hold rows out, and stop when their loss has not fallen for `n_iter_no_change` rounds; "auto":
-            from 50 rows on.
+            from 50 rows on. `fit(eval_set=)` takes other rows for it.
         validation_fraction: share of rows held out for it, class by class.
         refit: then train again on all rows, for the best number of rounds.
-        n_jobs: threads; None is 1, -1 all cores, -2 all but one, as in joblib.
+        n_jobs: threads; None for as many as the library takes by itself, which are all that OpenMP allows
+            (OMP_NUM_THREADS); -1 all cores, -2 all but one, as in joblib.
         random_state: seed or `numpy.random.RandomState` for rows held out and the library's own sampling.
         verbose: 1 prints what the library says.
 
     Attributes:
         classes_: (m,) the labels seen in training, sorted; the columns of `predict_proba`.
         categories_: (K,) all labels in rank order; the columns of `predict_distribution`.
-        n_estimators_: rounds trained.
+        n_estimators_: rounds that predict.
+        best_iteration_: rounds until the loss held out was least, counted from 1 as LightGBM does; None without early
+            stopping. `refit` trains as many on all rows.
+        evals_result_: for "validation_0", "validation_1", ... (the parts of `eval_set`, or the rows held out) a dict
+            from the name of the loss to its mean after each round, distances in the unit of training.
+        booster_: the `xgboost.Booster` or `lightgbm.Booster`; None where no feature varies. It takes arrays with codes
+            of categories, and scores classes in rank order; LightGBM's raw scores lack `start_scores_`.
+        start_scores_: (m,) scores that training started from, log-frequencies of the labels seen in rank order.
+        feature_importances_: (d,) shares of the features in what all splits gain, sum 1, or zeros without a split;
+            AttributeError for "gblinear".
 
     Source:
         L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916 (the loss).
@@ -87,8 +108,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
     Example:
         >>> X = np.linspace(0, 3, 60)[:, None]
         >>> y = np.minimum(X[:, 0], 2.9).astype(int)
-        >>> OrdinalBoostingClassifier(n_estimators=20).fit(X, y).predict([[0.2], [1.5], [2.8]]).tolist()
-        [0, 1, 2]
+        >>> model = OrdinalBoostingClassifier(n_estimators=5, learning_rate=0.5, early_stopping=False).fit(X, y)
+        >>> model.predict([[0.2], [1.5], [2.8]]).tolist(), model.feature_importances_.tolist()
+        ([0, 1, 2], [1.0])
     """
 
     def __init__(
@@ -105,9 +127,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
         n_estimators: int = 500,
         learning_rate: float = 0.05,
         max_depth: int = 3,
-        min_child_weight: float = 1.0,
+        min_child_weight: float = 0.1,
         subsample: float = 0.8,
-        colsample_bytree: float = 0.8,
+        colsample_bytree: float = 1.0,
         reg_lambda: float = 1.0,
         booster_params: dict[str, Any] | None = None,
         class_weight: Any = None,
@@ -150,18 +172,46 @@ class OrdinalBoostingClassifier(OrdinalBase):
         self.random_state = random_state
         self.verbose = verbose
 
-    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OrdinalBoostingClassifier:
+    def fit(self, X: Any, y: Any, sample_weight: Any = None, *, eval_set: Any = None) -> OrdinalBoostingClassifier:
         """Fit to features X (n, d), NaN where missing, labels y (n,), and weights (n,) if given; return self.
 
         A sparse X is made dense; what it does not hold is 0, not missing.
 
+        Args:
+            eval_set: list of (X, y) or (X, y, sample_weight), or one such tuple, whose losses go to `evals_result_`.
+                The last one is what early stopping goes by, unless it is False: then all rows of X are trained on, and
+                `validation_fraction` and `refit` are unused. A pipeline passes it on as it is.
+
         Raises:
             ImportError: if the library of `booster` is not installed.
             ValueError: if a label, a weight, a feature or a setting is wrong; the message says which.
+
+        Warns:
+            ConvergenceWarning: if `n_estimators` rounds ended training before early stopping did.
         """
         with unchanged_on_error(self):
-            self._fit(X, y, sample_weight)
+            self._columns = CategoryColumns.of(X)
+            self._fit(self._columns.coded(X), y, sample_weight, eval_set=eval_set)
         return self
+
+    @property
+    def booster_(self) -> Any:
+        """The `xgboost.Booster` or `lightgbm.Booster`."""
+        check_is_fitted(self)
+        return None if self._trees is None else self._trees.booster
+
+    @property
+    def start_scores_(self) -> np.ndarray:
+        """(m,) scores that training started from."""
+        check_is_fitted(self)
+        return np.zeros(1) if self._trees is None else self._trees.start
+
+    @property
+    def feature_importances_(self) -> np.ndarray:
+        """(d,) shares of the features in what all splits gain."""
+        check_is_fitted(self)
+        gains = np.zeros(self.n_features_in_) if self._trees is None else self._trees.gains(self.n_features_in_)
+        return gains / gains.sum() if gains.any() else gains
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -194,24 +244,74 @@ class OrdinalBoostingClassifier(OrdinalBase):
         given = {} if self.booster_params is None else self.booster_params
         return checked_parameters(self.booster, given, may_stop_early=self.early_stopping is not False)
 
+    def _checked(self, X: Any) -> np.ndarray:
+        if self._columns.dtypes and hasattr(X, "columns"):
+            validate_data(self, X, reset=False, skip_check_array=True)  # names of columns, before their categories
+        return super()._checked(self._columns.coded(X))
+
     def _train(
-        self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState
+        self,
+        X: np.ndarray,
+        positions: np.ndarray,
+        weights: np.ndarray,
+        *,
+        random: np.random.RandomState,
+        eval_set: Any = None,
     ) -> None:
         rows = Part(X, positions, weights)
-        self.n_estimators_ = 0
+        self.n_estimators_, self.best_iteration_, self.evals_result_ = 0, None, {}
         self._trees = None
+        watched = [] if eval_set is None else self._evaluation_parts(eval_set)
         if len(self.classes_) == 1:
             return
         settings = self._tree_settings(seed=int(random.randint(2**31 - 1)))
-        if not self._stops_early(len(rows.target)):
-            self._trees = train_trees(self.booster, settings, rows)
-        else:
+        stops = self._stops_early(len(rows.target)) if eval_set is None else self.early_stopping is not False
+        kept = np.arange(len(rows.target))
+        if stops and not watched:
             kept, held = split_off(rows.target, self.validation_fraction, random=random, purpose="early stopping")
-            self._trees = train_trees(self.booster, settings, rows[kept], rows[held])
-            if self.refit:
-                again = replace(settings, n_estimators=max(self._trees.rounds, 1))
-                self._trees = train_trees(self.booster, again, rows)
-        self.n_estimators_ = self._trees.rounds
+            watched = [rows[held]]
+        patience = self.n_iter_no_change if stops else None
+        trees = train_trees(self.booster, replace(settings, patience=patience), rows[kept], watched)
+        self.evals_result_ = trees.history
+        if not trees.settled:
+            warnings.warn(self._unsettled(trees.rounds), ConvergenceWarning, stacklevel=4)
+        if stops and trees.booster is not None:
+            self.best_iteration_ = trees.rounds
+        if self.refit and len(kept) < len(rows.target):
+            trees = train_trees(self.booster, replace(settings, n_estimators=max(trees.rounds, 1)), rows)
+        self._trees, self.n_estimators_ = trees, trees.rounds
+
+    def _unsettled(self, best: int) -> str:
+        return (
+            f"OrdinalBoostingClassifier did not converge in n_estimators={self.n_estimators} rounds: the loss held out "
+            f"was least after {best}, too late for early stopping. Raise n_estimators or learning_rate, or set "
+            "early_stopping=False for exactly that many rounds."
+        )
+
+    def _evaluation_parts(self, eval_set: Any) -> list[Part]:
+        """Each (X, y) or (X, y, sample_weight) of `eval_set` as the rows that training takes."""
+        single = isinstance(eval_set, tuple) and not all(isinstance(part, tuple) for part in eval_set)
+        parts = [eval_set] if single else eval_set
+        if not isinstance(parts, list | tuple) or not parts:
+            raise ValueError(f"eval_set is {eval_set!r}, expected a list of (X, y) or (X, y, sample_weight).")
+        return [self._evaluation_part(f"eval_set[{number}]", part) for number, part in enumerate(parts)]
+
+    def _evaluation_part(self, name: str, part: Any) -> Part:
+        if not isinstance(part, tuple | list) or len(part) not in (2, 3):
+            raise ValueError(f"{name} is a {type(part).__name__}, expected a tuple (X, y) or (X, y, sample_weight).")
+        X, y, sample_weight = (*part, None)[:3]
+        try:
+            X, y = self._checked(X), column_or_1d(y)
+            check_consistent_length(X, y)
+            unknown = set(y.tolist()) - set(self.classes_.tolist())
+            if unknown:
+                raise ValueError(
+                    f"y holds the label {unknown.pop()!r}, which no row of training has; expected only "
+                    f"{self.classes_.tolist()}. Drop its rows."
+                )
+            return Part(*self._weighted_rows(X, y, sample_weight))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
 
     def _tree_settings(self, *, seed: int) -> TreeSettings:
         criterion = self._criterion
@@ -219,9 +319,10 @@ class OrdinalBoostingClassifier(OrdinalBase):
         return TreeSettings(
             positions=len(self.classes_),
             **{name: getattr(self, name) for name in SHARED_SETTINGS},
-            threads=1 if self.n_jobs is None else effective_n_jobs(self.n_jobs),
+            threads=0 if self.n_jobs is None else effective_n_jobs(self.n_jobs),
             seed=seed,
-            patience=self.n_iter_no_change,
+            patience=None,
+            categorical=self._columns.unordered,
             loss={**geometry, "transport": criterion.transport, "cross_entropy": criterion.cross_entropy},
             extra=self._checked_parameters(),
         )

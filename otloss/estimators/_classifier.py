@@ -12,7 +12,7 @@ import torch
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_random_state
 from sklearn.utils.metaestimators import available_if
-from sklearn.utils.validation import validate_data
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from otloss.boosting._start import class_shares
 from otloss.estimators._base import OrdinalBase, check_magnitude, unchanged_on_error
@@ -91,6 +91,12 @@ class OrdinalClassifier(OrdinalBase):
         classes_: (m,) the labels seen in training, sorted; the columns of `predict_proba`.
         categories_: (K,) all labels in rank order; the columns of `predict_distribution`.
         n_iter_: iterations or epochs.
+        coef_, intercept_: of linear models, in the units of the features and before calibration; AttributeError with
+            hidden layers or one class alone. Softmax: (m, d) and (m,), whose `softmax(X @ coef_.T + intercept_)` is
+            `predict_proba`, also for two classes. Cumulative: (1, d) and (m - 1,), whose X @ coef_.T + intercept_ are
+            the log-odds of the labels above each of the first m - 1 seen.
+        thresholds_: (m - 1,) of linear cumulative models, increasing, the negatives of intercept_: the log-odds of the
+            labels up to each of the first m - 1 seen are thresholds_ - X @ coef_.T.
 
     Source:
         L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916 (the loss);
@@ -229,6 +235,41 @@ class OrdinalClassifier(OrdinalBase):
                 random=self._random,
                 **self._steps(),
             )
+
+    @property
+    def coef_(self) -> np.ndarray:
+        """(m, d) weights for the scores of `classes_`, or (1, d) of the cumulative model."""
+        weights = self._linear_part("coef_")[0].T
+        return weights if self._scores.model == "cumulative" else weights[self._order.columns]
+
+    @property
+    def intercept_(self) -> np.ndarray:
+        """(m,) biases of the scores of `classes_`, or (m - 1,) of the cumulative model: its thresholds' negatives."""
+        if self._linear_scores("intercept_").model == "cumulative":
+            return -self.thresholds_
+        return self._linear_part("intercept_")[1][self._order.columns]
+
+    @property
+    def thresholds_(self) -> np.ndarray:
+        """(m - 1,) increasing thresholds of the cumulative model."""
+        if self._linear_scores("thresholds_").model != "cumulative":
+            raise AttributeError("thresholds_ is of model='cumulative', and this one was fitted with model='softmax'.")
+        _, bias, log_gaps = self._linear_part("thresholds_")
+        return np.concatenate([np.zeros(1), np.exp(log_gaps).cumsum()]) - bias
+
+    def _linear_scores(self, name: str) -> ScoreFunction:
+        """The score function, or AttributeError for the attribute `name` if it is not linear."""
+        check_is_fitted(self)
+        if self._scores.hidden or len(self.classes_) == 1:
+            found = f"hidden_layer_sizes={self._scores.hidden}" if self._scores.hidden else "one class alone"
+            raise AttributeError(f"{name} is of linear models of two classes or more, and this one has {found}.")
+        return self._scores
+
+    def _linear_part(self, name: str) -> list[np.ndarray]:
+        """Weights, bias and, if cumulative, log-gaps of the thresholds, for features that are not standardised."""
+        scores, stretch = self._linear_scores(name), 1 / scale_of(self._scaler)
+        plain = scores.restandardised(self._parameters, shift=-centre_of(self._scaler) * stretch, stretch=stretch)
+        return [part.numpy() for part in scores.unpack(torch.from_numpy(plain))]
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

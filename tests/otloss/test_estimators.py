@@ -24,7 +24,7 @@ import otloss.estimators
 from otloss.estimators import EncodedLabelsWarning, OrdinalBoostingClassifier, OrdinalClassifier
 from otloss.metrics import scorer
 
-SMALL = {"n_estimators": 8, "learning_rate": 0.3, "random_state": 0}
+SMALL = {"n_estimators": 8, "learning_rate": 0.3, "early_stopping": False, "n_jobs": 1, "random_state": 0}
 NAMES = ["low", "medium", "high"]  # sorts as high, low, medium
 
 
@@ -55,8 +55,8 @@ CHECKED = [
     OrdinalClassifier(),
     OrdinalClassifier(model="cumulative"),
     OrdinalClassifier(hidden_layer_sizes=(10,), learning_rate=0.03, max_iter=40),
-    OrdinalBoostingClassifier(booster="lightgbm", n_estimators=8, learning_rate=0.4),
-    OrdinalBoostingClassifier(booster="xgboost", n_estimators=8, learning_rate=0.4),
+    OrdinalBoostingClassifier(booster="lightgbm", n_jobs=1, n_estimators=8, learning_rate=0.4),
+    OrdinalBoostingClassifier(booster="xgboost", n_jobs=1, n_estimators=8, learning_rate=0.4),
     OrdinalClassifier(standardize=False, calibration="temperature"),
     OrdinalClassifier(hidden_layer_sizes=(10,), learning_rate=0.03, max_iter=40, early_stopping=True),
     OrdinalClassifier(decode="median"),
@@ -70,8 +70,10 @@ CHECKED_SLOWLY = [
     OrdinalBoostingClassifier(booster="xgboost"),
     OrdinalClassifier(model="cumulative", calibration="ordinal", decode="mean"),
     OrdinalClassifier(hidden_layer_sizes=(10,), learning_rate=0.03, max_iter=40, batch_size=10, early_stopping=False),
-    OrdinalBoostingClassifier(booster="lightgbm", n_estimators=8, learning_rate=0.4, calibration="temperature"),
-    OrdinalBoostingClassifier(booster="xgboost", n_estimators=8, learning_rate=0.4, early_stopping=True),
+    OrdinalBoostingClassifier(
+        booster="lightgbm", n_jobs=1, n_estimators=8, learning_rate=0.4, calibration="temperature"
+    ),
+    OrdinalBoostingClassifier(booster="xgboost", n_jobs=1, n_estimators=8, learning_rate=0.4, early_stopping=True),
 ]
 
 
