@@ -29,7 +29,7 @@ from otloss_llm import (  # noqa: E402
 )
 from otloss_llm.cost_choice import NumberSettings  # noqa: E402
 from otloss_llm.data import PackedBlocks  # noqa: E402
-from otloss_llm.evaluation import number_token_scores  # noqa: E402
+from otloss_llm.evaluation import number_token_scores, perplexity  # noqa: E402
 from otloss_llm.loading import load_model, load_tokenizer  # noqa: E402
 from otloss_llm.number_spans import NumberSpanCost  # noqa: E402
 from otloss_llm.number_tokens import NumberTokens  # noqa: E402
@@ -256,6 +256,18 @@ def test_what_each_objective_is_given(tmp_path: Path) -> None:
     with torch.no_grad():
         _, distance, about = terms(model.eval(), sums(), absolute)
     assert reported["eval_transport_cost"] == pytest.approx(float(distance[about].mean()), rel=1e-4)
+
+
+def test_perplexity_reports_the_transport_cost_of_numbers() -> None:
+    tokenizer, model = of_characters(), tiny_model("llama").eval()
+    ids = [[1, *tokenizer(text)["input_ids"]] for text in ("12+7=19", "a=b ab?", "90-8=82")]
+    with torch.no_grad():
+        nll, distance, about = terms(model, [{"input_ids": row, "labels": row} for row in ids], absolute)
+    cost = NumberCost.from_tokenizer(tokenizer, vocab_size=VOCAB)
+    scores = perplexity(model, torch.tensor(ids), batch_size=2, cost=cost, progress=False)
+    assert 0 < int(about.sum()) < len(about) == scores.tokens
+    assert scores.transport_cost == pytest.approx(float(distance[about].mean()), rel=1e-5)
+    assert scores.nll == pytest.approx(float(nll.mean()), rel=1e-5)
 
 
 def test_a_batch_without_a_number(tmp_path: Path) -> None:
