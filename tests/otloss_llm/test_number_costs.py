@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from otloss import nn, number_token_loss
 from otloss.costs import Cost, DenseCost
@@ -191,6 +192,18 @@ def test_the_loss_from_logits_is_that_of_the_cost() -> None:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
         module = nn.NumberTokenLoss(numbers.values, form=form, **given)
         torch.testing.assert_close(module(logits, labels), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_published_recipe_on_single_digits() -> None:
+    """Cross-entropy and 0.3 times the mean over number positions of the loss in |v_j - v_y|: value and gradient."""
+    numbers = NumberCost.from_tokenizer(tokenizer(["a", "b", *DIGITS])).to(torch.float64)
+    logits = torch.randn(9, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = torch.tensor([7, 2, 0, 1, 1, 11, 0, 1, 5])
+    published = cross_entropy(logits, labels) + 0.3 * number_token_loss(logits, labels, numbers.values)
+    objective = NumberToken(0.3).per_number(tokens=9, numbers=4)
+    ours = token_loss(logits, labels, objective=objective, cost=numbers).loss
+    torch.testing.assert_close(ours, published, rtol=1e-12, atol=0)
+    assert_all_close(torch.autograd.grad(ours, logits), torch.autograd.grad(published, logits), 1e-12)
 
 
 def test_values_are_scaled_before_they_are_rounded() -> None:
