@@ -1,11 +1,12 @@
 """Sums learned by a small language model: likelihood alone, and with the distance of numbers beside it.
 
-A small Llama reads sums such as 17+25=42, one token a digit, and is trained from nothing on the answers: on their
-likelihood (mle), with the expected distance between digits (number_token), and with the expected distance of the whole
-number that a digit stands in (number_token, spans). Same start, same batches, same number of steps. It then answers
-sums that it has not seen.
+A small Llama reads sums such as 17+25=42, one token a digit (or a number, `--long_tokens`), and is trained from nothing
+on the answers: on their likelihood (mle), with the expected distance between tokens (number_token), and with the
+expected distance of the whole number that a token stands in (number_token, spans). Same start, same batches, same
+number of steps. It then answers sums that it has not seen.
 
     python examples/number_tokens.py                 # about a minute on two CPU cores
+    python examples/number_tokens.py --long_tokens   # the same weight where 42 is one token, as in GPT-2
     python examples/number_tokens.py --steps 10      # a quick look at the machinery
 """
 
@@ -69,13 +70,16 @@ def main() -> None:
     parser.add_argument("--steps", default=500, type=int, help="of each training")
     parser.add_argument("--largest", default=99, type=int, help="largest summand")
     parser.add_argument("--questions", default=6000, type=int, help="sums in all; a tenth of them are the test")
+    parser.add_argument("--long_tokens", action="store_true", help="tokens of several digits: most numbers are one")
     options = parser.parse_args()
     logging.set_verbosity_error()
 
     questions = sums(options.questions, options.largest)
     test, train = questions[: len(questions) // 10], questions[len(questions) // 10 :]
     tokenizer = train_bpe_tokenizer(
-        [f"{question.question}\n{question.answer}" for question in train], 280, split_digits=True
+        [f"{question.question}\n{question.answer}" for question in train],
+        600 if options.long_tokens else 280,
+        split_digits=not options.long_tokens,
     )
     rows = AnsweredQuestions.from_questions(train, tokenizer, max_length=32)
     NumberCost.from_tokenizer(tokenizer).coverage()

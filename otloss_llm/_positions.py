@@ -163,6 +163,12 @@ def valid_positions(labels: Tensor, batch: torch.Size, vocab: int, ignore_index:
     return valid
 
 
+def cost_positions(cost: Cost | None, labels: Tensor, valid: Tensor) -> Tensor:
+    """The valid positions that the cost is about: of a cost of numbers the number positions, of any other all."""
+    number_positions = getattr(cost, "number_positions", None)
+    return valid if number_positions is None else number_positions(labels, valid)
+
+
 def reduction_factor(reduction: str, num_items: int | Tensor | None, like: Tensor) -> Tensor:
     """What the sum over valid tokens (the rows of `like`) is multiplied by, in float32 or wider."""
     dtype = torch.promote_types(like.dtype, torch.float32)

@@ -84,9 +84,9 @@ class ObjectiveArguments:
         metadata={"help": "How number_token charges a prediction: wasserstein, mse, mae or huber."},
     )
     number_scaling: str = field(
-        default="auto",
+        default="symlog",
         metadata={
-            "help": "Distance of numbers: absolute, log, rank, squash; auto: absolute for single digits, or log."
+            "help": "Distance of numbers: symlog (that of digits, logarithmic beyond), absolute, log, rank or squash."
         },
     )
     number_span: str | None = field(

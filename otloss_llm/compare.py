@@ -29,7 +29,6 @@ from otloss_llm.folders import open_run, read_json, write_json
 from otloss_llm.heads import find_head
 from otloss_llm.loading import fingerprint, load_cost, load_model, load_tokenizer, say_of_numbers
 from otloss_llm.measuring import Data, QuestionBench, QuestionData, TextBench
-from otloss_llm.number_spans import NumberSpanCost
 from otloss_llm.objectives import cost_kind, parse_objective
 from otloss_llm.questions import AnsweredQuestions, spread
 from otloss_llm.runs import check_fit, decisive_settings, environment, train_run
@@ -186,17 +185,8 @@ def _check_numbers(
 ) -> None:
     """Make the costs of numbers once, that what keeps them from being made is found before anything is trained."""
     numeric = [arm for arm in arms if cost_kind(arm.objective) != "embedding"]
-    same: dict[Any, Arm] = {}
     for arm in numeric:
-        cost = number_cost(tokenizer, vocab_size, arm.numbers)
-        made = arm.numbers.span if isinstance(cost, NumberSpanCost) else tuple(cost.settings.items())
-        key = (parse_objective(arm.objective), cost_kind(arm.objective), arm.embedding, arm.temperature, made)
-        other = same.setdefault(key, arm)
-        if other is not arm:
-            raise ValueError(
-                f"the arms {other.name} and {arm.name} come to the same cost with this tokenizer, {cost!r}; expected "
-                "each once."
-            )
+        number_cost(tokenizer, vocab_size, arm.numbers)
     if numeric:
         tokens = number_tokens(tokenizer, vocab_size)
         say(str(tokens.coverage()))

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from otloss.costs import Cost
 from otloss.losses._number_line import FORMS, SCALINGS
-from otloss_llm.number_costs import AUTO, MixedCost, NumberCost
+from otloss_llm.number_costs import MixedCost, NumberCost
 from otloss_llm.number_spans import SCALES, NumberSpanCost, writes_decimals
 from otloss_llm.number_tokens import NumberTokens
 
@@ -33,17 +33,17 @@ class NumberSettings:
 
     Attributes:
         form: of `NumberCost`: "wasserstein", "mse", "mae" or "huber".
-        scaling: of `NumberCost`: "auto" (absolute for single digits, log for longer numbers), or one by name.
+        scaling: of `NumberCost`: "symlog" (one weight means the same with every tokenizer), or another.
         span: "log" or "relative" judges tokens by the value of the whole number they are in (`NumberSpanCost`), which
             has a scale of its own; None by the values of the tokens.
     """
 
     form: str = "wasserstein"
-    scaling: str = AUTO
+    scaling: str = "symlog"
     span: str | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("form", FORMS), ("scaling", (AUTO, *SCALINGS)), ("span", (None, *SCALES))):
+        for name, choices in (("form", FORMS), ("scaling", SCALINGS), ("span", (None, *SCALES))):
             value = getattr(self, name)
             if value not in choices:
                 mend = "; leave it out for the values of single tokens" if value in ("none", "None") else ""
@@ -64,7 +64,9 @@ class NumberSettings:
 
     def __str__(self) -> str:
         """What differs from the defaults, as an arm of a comparison names it: "mse", "log", "span-log"."""
-        given = [value for name, value in asdict(self).items() if name != "span" and value not in ("wasserstein", AUTO)]
+        given = [
+            value for name, value in asdict(self).items() if name != "span" and value not in ("wasserstein", "symlog")
+        ]
         return "/".join([*given, *([] if self.span is None else [f"span-{self.span}"])])
 
 

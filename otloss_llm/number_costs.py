@@ -25,9 +25,6 @@ from otloss.losses._number_line import TEXT_OVER_WORST, checked_values, number_l
 from otloss_llm.few_columns import FewColumns
 from otloss_llm.number_tokens import Coverage, NumberTokens
 
-AUTO = "auto"
-_FEW_UNITS = 20.0  # the widest distance of single digits, perhaps with a word or two for a larger number
-_RARE = 0.01  # share of the numbers at either end that do not decide what "far" is: GPT-2 has a token 66666666
 # Of the table of distances between all numbers; beyond, the rows of the labels at hand are made.
 _MOST_IN_TABLE = 2**22
 
@@ -44,8 +41,8 @@ class NumberCost(Cost):
         text: cost from a number to a token that is none; None takes 1.01 times the largest distance between numbers.
         form: "wasserstein", the transport cost; or "mse", "mae", "huber" (with `delta`), which charge the distance of
             the mean number, as in `otloss.number_token_loss`. Those are no cost of single tokens: they have no `rows`.
-        scaling, squash: of the distances, as in `otloss.number_token_loss`: with multi-digit tokens take "log" or
-            "rank"; squashed absolute distances are bounded too, but between small numbers all the same.
+        scaling, squash: of the distances, as in `otloss.number_token_loss`: with multi-digit tokens take "symlog", as
+            `from_tokenizer` does; squashed absolute distances are bounded too, but between small numbers all the same.
 
     Attributes:
         values: `(V,)`, as given, in float32 or wider.
@@ -89,40 +86,37 @@ class NumberCost(Cost):
         values: Mapping[int, float | None] | None = None,
         form: str = "wasserstein",
         delta: float = 1.0,
-        scaling: str = AUTO,
+        scaling: str | None = None,
         squash: float | None = None,
         text: float | None = None,
     ) -> Self:
         """Read the values off a tokenizer of transformers, by decoding each token; the tokenizer stays as it is.
 
-        "7", " 7" and "##7" are all 7; so are digits of other scripts. `coverage()` says what was taken for a number.
-        Costs are in float32, or in float64 where that is torch's default.
+        "7", " 7" and "##7" are all 7; digits of other scripts, full-width ones too, are text. `coverage()` says what
+        was taken for a number. Costs are in float32, or in float64 where that is torch's default.
+
+        A weight has one meaning with every tokenizer, for no cost depends on which tokens there are besides: 5 and 9
+        are 4 apart, no two numbers more than 9, and text costs 9.09. Where tokens are single digits these are the
+        published costs. A longer token is one choice in the place of several digits: a factor of ten costs 9, as much
+        as 0 and 9 in one place, so that 100 and 900 lie about as far apart as 1 and 9. A scale made of the vocabulary
+        (its range, or the mean distance of its numbers) would let one added token change what all others cost.
 
         Args:
             vocab_size: rows of the model's head, where it is padded beyond the tokenizer.
             values: `{id: value}` overrides what was read; None for a token that shall be no number.
-            scaling: of the constructor; "auto" takes "absolute" where no two numbers are more than 20 apart, as with
-                single digits, and else "log", for absolute distances would be hundreds and swamp the likelihood. With
-                `squash` it is "absolute".
-            text: as of the constructor, but the largest distance is that of the middle 98 % of the numbers, if there
-                are a hundred or more: one rare token of a huge value shall not decide what everything else costs.
-            form, delta, squash: of the constructor.
+            scaling: of the constructor; None is "symlog", or with `squash`, which bounds distances itself, "absolute".
+            form, delta, squash, text: of the constructor.
 
         Raises:
             TypeError, ValueError: no tokenizer, one without a number token, a head smaller than the vocabulary, an
                 override of a token that is not there.
         """
         tokens = NumberTokens.of(tokenizer, vocab_size=vocab_size, values=values)
-        numbers = tokens.values[~tokens.values.isnan()]
-        if scaling == AUTO:
-            few = squash is not None or float(numbers.amax() - numbers.amin()) <= _FEW_UNITS
-            scaling = "absolute" if few else "log"
-        given: dict[str, Any] = {"form": form, "delta": delta, "scaling": scaling, "squash": squash}
-        if text is None and len(numbers) * _RARE >= 1.0:
-            common = numbers.clamp(*numbers.quantile(torch.tensor([_RARE, 1 - _RARE], dtype=numbers.dtype)).tolist())
-            text = number_line(common, **given).text
+        if scaling is None:
+            scaling = "symlog" if squash is None else "absolute"
         # Scaled in float64: a default dtype of 16 bits would round 257 to 256.
-        cost = cls(tokens.values, text=text, **given).to(torch.promote_types(torch.get_default_dtype(), torch.float32))
+        cost = cls(tokens.values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
+        cost = cost.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
         cost.tokens = tokens
         return cost
 
@@ -180,6 +174,10 @@ class NumberCost(Cost):
                 f'form="{self.line.form}" charges the mean number and has no cost of single tokens; use it with '
                 'token_loss or linear_token_loss (without process_group), or take form="wasserstein".'
             )
+
+    def number_positions(self, labels: Int[Tensor, "*batch"], valid: Bool[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
+        """Return which of the valid positions have a number for a label."""
+        return valid & self.line.is_number(labels.where(valid, 0))
 
     def few_columns(self, labels: Int[Tensor, "*batch"], valid: Bool[Tensor, "*batch"]) -> FewColumns:
         """The costs of the labels at the valid positions, in the columns of the numbers and outside."""

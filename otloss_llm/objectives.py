@@ -171,9 +171,11 @@ class EMO:
 class NumberToken:
     """Likelihood, and beside it how far off the predicted numbers are: `nll + weight D` with a `NumberCost`.
 
-    D is 0 at other labels. The published loss takes the mean of D over number positions alone; here every token counts
-    alike in the mean, so that a weight (nats per unit of the cost) acts less, by the share of labels that are numbers.
-    With an embedding's cost it is `EMO(weight)`, and a trainer refuses it under this name.
+    D is 0 at other labels. The published loss is the mean of nll over all tokens and `weight` times the mean of D over
+    the number positions alone: `ObjectiveTrainer`, `train` and `compare` minimise that one, by `per_number`. A mean of
+    this value over all tokens, as of `token_loss` and `linear_token_loss`, weighs D less, by the share of labels that
+    are numbers. The weight is in nats per unit of the cost, and `NumberCost.from_tokenizer` has one unit for every
+    tokenizer. With an embedding's cost it is `EMO(weight)`, and a trainer refuses it under this name.
 
     Example:
         >>> NumberToken()(torch.tensor([0.7]), torch.tensor([2.0]))
@@ -189,6 +191,15 @@ class NumberToken:
 
     def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
         return nll + self.weight * _require_cost("NumberToken", cost, "NumberCost.from_tokenizer(tokenizer)")
+
+    def per_number(self, tokens: float, numbers: float) -> NumberToken:
+        """Return the objective whose mean over so many tokens has `weight` times the mean of D over so many numbers.
+
+        Example:
+            >>> NumberToken(0.3).per_number(tokens=8, numbers=2)
+            NumberToken(weight=1.2)
+        """
+        return NumberToken(self.weight * tokens / max(1, numbers))
 
 
 def recipe(objective: Objective) -> tuple[str | float | None, ...] | Objective:

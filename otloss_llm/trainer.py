@@ -11,7 +11,7 @@ from torch.utils.data import Subset
 from transformers import Trainer, default_data_collator
 
 from otloss.costs import CosineCost, Cost
-from otloss_llm._positions import IGNORE_INDEX, check_kernel, check_objective
+from otloss_llm._positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
 from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks
@@ -44,7 +44,9 @@ class ObjectiveMixin:
 
     Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
     since the last log. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
-    `eval_transport_cost`; less is better for each of them as `metric_for_best_model`.
+    `eval_transport_cost`; less is better for each of them as `metric_for_best_model`. The transport cost of a cost of
+    numbers is the mean over number positions; `NumberToken(weight)` adds `weight` times this mean to that of nll, in
+    training over the tokens of one optimizer step.
 
     Raises:
         TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective.
@@ -97,6 +99,7 @@ class ObjectiveMixin:
         if (self.args.metric_for_best_model or "").removeprefix("eval_") in LESS_IS_BETTER:
             self.args.greater_is_better = False  # the trainer guesses it from the name, for "loss" only
         self._logits_wanted = False
+        self._numbers_in_step: Tensor | None = None
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
 
@@ -139,7 +142,8 @@ class ObjectiveMixin:
         num_items = num_items_in_batch if training else None
         if num_items is not None and not bool(torch.as_tensor(num_items) > 0):
             num_items = 1  # nothing but ignored labels: the sum is 0 whatever it is divided by
-        result, outputs = self._score(model, inputs, labels, cost, num_items)
+        objective = self._objective_of(labels, num_items) if training else self.objective
+        result, outputs = self._score(model, inputs, labels, cost, num_items, objective)
         self._remember(result, labels, training)
         loss = result.loss
         if num_items is not None and self.args.average_tokens_across_devices:
@@ -147,10 +151,11 @@ class ObjectiveMixin:
         return (loss, outputs) if return_outputs else loss
 
     def _score(
-        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, cost: Cost | None, num_items: Any
-    ) -> tuple[TokenLoss, dict[str, Tensor]]:
+        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, cost: Cost | None, num_items: Any,
+        objective: Objective,
+    ) -> tuple[TokenLoss, dict[str, Tensor]]:  # fmt: skip
         settings: dict[str, Any] = {
-            "objective": self.objective, "cost": cost, "ignore_index": IGNORE_INDEX, "num_items": num_items,
+            "objective": objective, "cost": cost, "ignore_index": IGNORE_INDEX, "num_items": num_items,
         }  # fmt: skip
         if self._logits_wanted:
             outputs = model(**inputs)
@@ -172,6 +177,22 @@ class ObjectiveMixin:
             outputs = model(**inputs)
         return TokenLoss(outputs["loss"], outputs["nll"], outputs.get("cost")), {"loss": outputs["loss"]}
 
+    def _objective_of(self, labels: Tensor, num_items: Any) -> Objective:
+        """Where it is a mean over numbers, with the weight that gives it as a mean over the tokens of this step."""
+        if not isinstance(self.objective, NumberToken):
+            return self.objective
+        tokens, numbers = num_items, self._numbers_in_step
+        if tokens is None or numbers is None:
+            tokens, numbers = self._counts(labels)
+        return self.objective.per_number(float(tokens), float(numbers))
+
+    def _counts(self, labels: Tensor) -> Tensor:
+        """How many predicted tokens there are, and how many of them a mean over numbers is about."""
+        about = valid = labels != IGNORE_INDEX
+        if isinstance(self.objective, NumberToken):
+            about = cost_positions(self._cost_on(labels.device), labels, valid)
+        return torch.stack([valid.sum(), about.sum()])
+
     def _cost_on(self, device: torch.device) -> Cost | None:
         if self.transport_cost is not None and self.transport_cost.device != device:
             self.transport_cost = self.transport_cost.to(device)
@@ -182,10 +203,10 @@ class ObjectiveMixin:
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
-        predicted = [(_aligned_labels(dict(batch)) != IGNORE_INDEX).sum() for batch in batches]
-        count = torch.stack(predicted).sum().to(device)
+        counts = torch.stack([self._counts(_aligned_labels(dict(batch))) for batch in batches]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
-            count = self.accelerator.gather(count).sum()
+            counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
+        count, self._numbers_in_step = counts
         return batches, count
 
     def prediction_step(
@@ -203,12 +224,13 @@ class ObjectiveMixin:
     # ---- reports --------------------------------------------------------------------------------------------------
 
     def _remember(self, result: TokenLoss, labels: Tensor, training: bool) -> None:
-        """Add this batch's sums of (nll, transport cost, value, tokens)."""
+        """Add this batch's sums of (nll, transport cost, value, positions that the cost is about, tokens)."""
         valid = labels != IGNORE_INDEX
         cost = torch.full_like(result.nll, math.nan) if result.cost is None else result.cost
         value = self.objective(result.nll[valid], None if result.cost is None else result.cost[valid])
-        columns = [result.nll, cost, torch.zeros_like(result.nll).masked_scatter(valid, value), valid]
-        sums = torch.stack([column.double().sum(-1) for column in columns], dim=-1)  # (batch, 4)
+        about = cost_positions(None if result.cost is None else self.transport_cost, labels, valid)
+        columns = [result.nll, cost, torch.zeros_like(result.nll).masked_scatter(valid, value), about, valid]
+        sums = torch.stack([column.double().sum(-1) for column in columns], dim=-1)  # (batch, 5)
         if training:
             total = sums.sum(0)
             self._train_sums = total if self._train_sums is None else self._train_sums + total
@@ -233,6 +255,8 @@ class ObjectiveMixin:
             if not self._eval_sums[-1] > 0:
                 raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
             means = _means(self._eval_sums)
+            if isinstance(self.objective, NumberToken):
+                means["loss"] = means["nll"] + self.objective.weight * means["transport_cost"]
             means["perplexity"] = math.exp(min(means["nll"], 700.0))
             output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
         return output
@@ -278,7 +302,7 @@ def _aligned_labels(inputs: dict[str, Any]) -> Tensor:
 
 
 def _means(sums: Tensor) -> dict[str, float]:
-    nll, cost, value, tokens = sums.tolist()
+    nll, cost, value, about, tokens = sums.tolist()
     tokens = max(tokens, 1.0)
-    means = {"loss": value / tokens, "nll": nll / tokens, "transport_cost": cost / tokens}
+    means = {"loss": value / tokens, "nll": nll / tokens, "transport_cost": cost / max(about, 1.0)}
     return {key: mean for key, mean in means.items() if not math.isnan(mean)}

@@ -57,11 +57,14 @@ def number_token_loss(
         over: "vocabulary" counts the probability m of number tokens: m times the form, and (1 - m) times `text`;
             "numbers" renormalises over the number tokens, whatever their mass.
         delta: where form "huber" becomes linear, in units of the scaled values; 1.0 with any other form.
-        scaling: "absolute" takes values as they are; "log" sign(v) log(1 + |v|); "rank" their rank among the distinct
-            values, in [0, 1]; "squash" is "absolute" with squash=9. Vocabularies with "123" need one of these.
+        scaling: "absolute" takes values as they are; "symlog" is the same between the digits 0 to 9 and logarithmic
+            beyond, where a factor of ten costs 9, as does whatever is farther, so that a weight means the same with any
+            vocabulary; "log" sign(v) log(1 + |v|); "rank" their rank among the distinct values, in [0, 1]; "squash" is
+            "absolute" with squash=9. Vocabularies with "123" need one of these: take "symlog".
         squash: factor above 1: distances between numbers are mapped to 1 (the nearest pair) up to this (the farthest).
             Only with form "wasserstein".
-        text: what mass on no number is charged; None takes 1.01 times the worst number. Only over "vocabulary".
+        text: what mass on no number is charged; None takes 1.01 times the worst number (with "symlog" the worst digit).
+            Only over "vocabulary".
         sample_weight: (...) weights >= 0.
         ignore_index: label that leaves a position out, whatever its logits hold; None leaves none out.
         reduction: "mean" is sum(weight * loss) / sum(weight) over the *number* positions, "sum" the former alone,

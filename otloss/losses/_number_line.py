@@ -5,6 +5,7 @@ one), mu = sum_j p_j x_j, d_ij = |x_i - x_j|.
 
     absolute   x = v                    log    x = sign(v) log(1 + |v|)
     rank       x = rank of v among the distinct values, / (their number - 1): in [0, 1]
+    symlog     x = v for |v| <= 9, sign(v) 9 (1 + log10(|v| / 9)) beyond; d = min(|x_i - x_j|, 9)
     squash f   distances go to 1 + (d - d_min) (f - 1) / (d_max - d_min), and 0 stays 0: the farthest number is f times
                as wrong as the nearest one
 
@@ -12,6 +13,11 @@ one), mu = sum_j p_j x_j, d_ij = |x_i - x_j|.
     mse           (mu - x_y)^2           zero for half the mass on 0 and half on 8 at 4: of the mean number only
     mae           |mu - x_y|
     huber         (mu - x_y)^2 / 2 up to delta, linear beyond
+
+"symlog" has one meaning in every vocabulary: between the digits 0 to 9 it is |v_i - v_j|; a factor of ten costs 9, as
+much as from 0 to 9, so that 100 to 900 in one token are about as far apart as the digits 1 to 9; what is farther costs
+9 too, and text 1.01 phi(9). No other token of the vocabulary has a say in it. Signed distances are cut at 9 on either
+side where the form bends their mean.
 
 The last three are phi(mu - x_y), and `tangent` gives costs of each number, phi + phi' (x_j - mu), whose mean is phi and
 whose slopes in p are those of phi.
@@ -29,9 +35,10 @@ from torch import Tensor
 from otloss._checks import check_floating, check_number, check_positive
 
 FORMS = ("wasserstein", "mse", "mae", "huber")
-SCALINGS = ("absolute", "log", "rank", "squash")
+SCALINGS = ("absolute", "symlog", "log", "rank", "squash")
 DELTA = 1.0
 SQUASH = 9.0  # what the ten digits have by themselves
+FARTHEST_DIGITS = 9.0  # from 0 to 9
 # Text is a little worse than the worst number, as in the published loss.
 TEXT_OVER_WORST = 1.01
 
@@ -45,6 +52,7 @@ class NumberLine:
         x: their positions.
         place: (V,) which of them each token is, -1 where it is none.
         shift, slope: between different positions the distance is shift + slope |x_i - x_j|.
+        bound: of the distances.
         form, delta: what a distribution is charged.
         text: what mass on no number is charged.
     """
@@ -54,6 +62,7 @@ class NumberLine:
     place: Int[Tensor, " vocab"]
     shift: float
     slope: float
+    bound: float
     form: str
     delta: float
     text: float
@@ -65,6 +74,8 @@ class NumberLine:
     def distances(self, labels: Int[Tensor, " picked"]) -> Float[Tensor, "picked numbers"]:
         """From labels that are numbers to all numbers; `x_j - x_y` with its sign where the form bends the mean."""
         apart = self.x - self.x[self.place[labels]].unsqueeze(1)
+        if self.bound < float("inf"):
+            apart = apart.clamp_(-self.bound, self.bound)
         if self.form != "wasserstein":
             return apart
         apart = apart.abs_()
@@ -120,6 +131,11 @@ def number_line(
             f'squash={squash} maps distances between two numbers, and form="{form}" has none, only the mean number; '
             'use form="wasserstein", or scaling="log" or "rank".'
         )
+    if squash is not None and scaling == "symlog":
+        raise ValueError(
+            f'squash={squash} and scaling="symlog" each bound the distances; leave one of them out, or use '
+            'scaling="absolute" with squash.'
+        )
     delta = check_positive("delta", delta)
     if delta != DELTA and form != "huber":
         raise ValueError(
@@ -128,12 +144,13 @@ def number_line(
         )
     columns = (~values.isnan()).nonzero().squeeze(-1)
     x = _scaled(values[columns], scaling)
-    shift, slope, widest = 0.0, 1.0, float(x.amax() - x.amin())
+    bound = FARTHEST_DIGITS if scaling == "symlog" else float("inf")
+    shift, slope, widest = 0.0, 1.0, bound if scaling == "symlog" else float(x.amax() - x.amin())
     if squash is not None:
         shift, slope, widest = _squashed(x, float(squash), widest)
-    line = NumberLine(columns, x, _places(columns, len(values)), shift, slope, form, delta, text=1.0)
+    line = NumberLine(columns, x, _places(columns, len(values)), shift, slope, bound, form, delta, text=1.0)
     # Where all numbers are equal, 1: text is to be worse than they are.
-    worst = (widest if form == "wasserstein" else float(line.charge(x.amax() - x.amin())[0])) or 1.0
+    worst = (widest if form == "wasserstein" else float(line.charge(torch.tensor(widest, dtype=x.dtype))[0])) or 1.0
     if not TEXT_OVER_WORST * worst < torch.finfo(x.dtype).max:
         low, high = (float(end) for end in torch.aminmax(values[columns]))
         raise ValueError(
@@ -182,7 +199,14 @@ def signed_log(v: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     return v.sign() * v.abs().log1p()
 
 
+def _symlog(v: Float[Tensor, " numbers"]) -> Float[Tensor, " numbers"]:
+    beyond = FARTHEST_DIGITS * (1.0 + (v.abs().clamp(min=FARTHEST_DIGITS) / FARTHEST_DIGITS).log10())
+    return torch.where(v.abs() <= FARTHEST_DIGITS, v, v.sign() * beyond)
+
+
 def _scaled(v: Float[Tensor, " numbers"], scaling: str) -> Float[Tensor, " numbers"]:
+    if scaling == "symlog":
+        return _symlog(v)
     if scaling == "log":
         return signed_log(v)
     if scaling == "rank":

@@ -15,8 +15,7 @@ from otloss.nn._base import Loss, described
 class NumberTokenLoss(Loss):
     """`otloss.number_token_loss` with held values of the tokens.
 
-    With the values of `otloss_llm.NumberCost.from_tokenizer`, give its `text` too: with None one rare token of a huge
-    value sets the price of text, which it does not there.
+    With the values of `otloss_llm.NumberCost.from_tokenizer`, take scaling="symlog", which is the default there.
 
     Args:
         values, form, over, delta, scaling, squash, text, ignore_index, reduction: as for `otloss.number_token_loss`.

@@ -21,7 +21,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss_llm._positions import IGNORE_INDEX
+from otloss_llm._positions import IGNORE_INDEX, cost_positions
 from otloss_llm.data import PackedBlocks
 from otloss_llm.objectives import MLE
 from otloss_llm.token_loss import token_loss
@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Perplexity:
-    """Scores of a model on blocks: token-weighted means, in nats and in units of the cost."""
+    """Scores of a model on blocks: means over tokens, in nats and in units of the cost.
+
+    A cost of numbers has its mean over number positions.
+    """
 
     nll: float
     transport_cost: float | None
@@ -125,14 +128,18 @@ def perplexity(
     _check_batch_size(batch_size)
     _check_fit(model, ids.shape[1], int(ids.min()), int(ids.max()))
     nll = transport = 0.0
+    about = 0  # positions that the cost is about
     with evaluation_mode(model):
         for batch in _with_bar(ids.split(batch_size), "perplexity", progress):
             batch = batch.long()
             token_nll, token_cost = _score(model, batch, labels=batch, cost=cost)
             nll += float(token_nll.sum(dtype=torch.float64))
-            transport += 0.0 if token_cost is None else float(token_cost.sum(dtype=torch.float64))
+            if cost is not None and token_cost is not None:
+                labels = batch[:, 1:].to(cost.device)
+                transport += float(token_cost.sum(dtype=torch.float64))
+                about += int(cost_positions(cost, labels, torch.ones_like(labels, dtype=torch.bool)).sum())
     tokens = ids.shape[0] * (ids.shape[1] - 1)
-    return Perplexity(nll / tokens, None if cost is None else transport / tokens, tokens)
+    return Perplexity(nll / tokens, None if cost is None else transport / max(1, about), tokens)
 
 
 def sequence_nll(

@@ -197,6 +197,14 @@ class NumberSpanCost(Cost):
         moved.alphabet = self.alphabet.to(moved.device)
         return moved
 
+    def number_positions(
+        self, labels: Int[Tensor, "*batch length"], valid: Bool[Tensor, "*batch length"]
+    ) -> Bool[Tensor, "*batch length"]:
+        """Return which of the valid positions have costs: the tokens of a number, and the text right behind one."""
+        labels, flat = self._in_rows(labels, valid)
+        found = read(self.alphabet, labels, flat)
+        return (found.inside | found.sign | found.behind).reshape(valid.shape)
+
     def few_columns(self, labels: Int[Tensor, "*batch length"], valid: Bool[Tensor, "*batch length"]) -> FewColumns:
         """Return the costs of the valid positions in row-major order; sequences run along the last axis.
 
@@ -206,12 +214,7 @@ class NumberSpanCost(Cost):
         Raises:
             ValueError: labels without an axis, or `valid` of another shape.
         """
-        if labels.dim() == 0 or labels.shape != valid.shape:
-            raise ValueError(
-                f"labels have shape {tuple(labels.shape)} and valid {tuple(valid.shape)}, expected (..., length) twice."
-            )
-        labels = labels.where(valid, 0).reshape(labels.shape[:-1].numel(), labels.shape[-1])
-        valid = valid.reshape(labels.shape)
+        labels, valid = self._in_rows(labels, valid)
         at, sums = sums_of(self.alphabet, labels, read(self.alphabet, labels, valid))
         few = len(self.columns)
         rows = torch.zeros(1 + len(at), few, dtype=self.dtype, device=labels.device)
@@ -223,6 +226,15 @@ class NumberSpanCost(Cost):
         which = torch.zeros(labels.numel(), dtype=torch.long, device=labels.device)
         which[at] = torch.arange(1, len(at) + 1, device=labels.device)
         return FewColumns(columns=self.columns, rows=rows, rest=rest, which=which[valid.reshape(-1)])
+
+    def _in_rows(self, labels: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+        """Labels, 0 where they are not valid, and the latter, both (batch, length)."""
+        if labels.dim() == 0 or labels.shape != valid.shape:
+            raise ValueError(
+                f"labels have shape {tuple(labels.shape)} and valid {tuple(valid.shape)}, expected (..., length) twice."
+            )
+        shape = (labels.shape[:-1].numel(), labels.shape[-1])
+        return labels.where(valid, 0).reshape(shape), valid.reshape(shape)
 
     def _costs(self, sums: Sums) -> tuple[Float[Tensor, "rows few"], Float[Tensor, " rows"]]:
         """The costs in the few columns, and in the rest."""

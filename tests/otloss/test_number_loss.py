@@ -25,7 +25,9 @@ Y = torch.tensor([[1, 2, 0, 4], [-100, 6, 8, 3], [5, 7, 9, 1]])
 FORMS = ("wasserstein", "mse", "mae", "huber")
 SETTINGS: list[dict[str, Any]] = [
     {"form": form, "over": over, "scaling": scaling}
-    for form, over, scaling in itertools.product(FORMS, ("vocabulary", "numbers"), ("absolute", "log", "rank"))
+    for form, over, scaling in itertools.product(
+        FORMS, ("vocabulary", "numbers"), ("absolute", "symlog", "log", "rank")
+    )
 ]
 SETTINGS += [{"over": over, "squash": 5.0, "scaling": s} for over in ("vocabulary", "numbers") for s in ("log", "rank")]
 SETTINGS += [{"scaling": "squash"}, {"scaling": "squash", "squash": 3.0}, {"squash": 1.5, "over": "numbers"}]
@@ -57,13 +59,16 @@ def plain(z: list[float], y: int, values: list[float], options: dict[str, Any]) 
     place = {
         "log": lambda v: math.copysign(math.log(1 + abs(v)), v),
         "rank": lambda v: distinct.index(v) / max(1, len(distinct) - 1),
+        "symlog": lambda v: v if abs(v) <= 9 else math.copysign(9 + 9 * math.log10(abs(v) / 9), v),
     }.get(scaling, lambda v: v)
     points = [place(v) for v in distinct]
     apart = [abs(a - b) for a, b in itertools.combinations(points, 2)]
     squash = 9.0 if scaling == "squash" and squash is None else squash
 
+    bound = 9.0 if scaling == "symlog" else INF
+
     def far(v: float, w: float) -> float:
-        d = abs(place(v) - place(w))
+        d = min(abs(place(v) - place(w)), bound)
         if squash is None or d == 0:
             return d
         least, most = min(apart), max(apart)
@@ -84,10 +89,11 @@ def plain(z: list[float], y: int, values: list[float], options: dict[str, Any]) 
     p = {j: raw[j] / math.fsum(raw.values()) for j in numbers}
     if form == "wasserstein":
         value = math.fsum(p[j] * far(values[j], values[y]) for j in numbers)
-        worst = max((far(v, w) for v in distinct for w in distinct), default=0.0)
+        worst = max(far(v, w) for v in distinct for w in distinct) if bound == INF else bound
     else:
-        value = bend(math.fsum(p[j] * (place(values[j]) - place(values[y])) for j in numbers))
-        worst = bend(points[-1] - points[0])
+        gaps = {j: max(-bound, min(place(values[j]) - place(values[y]), bound)) for j in numbers}
+        value = bend(math.fsum(p[j] * gaps[j] for j in numbers))
+        worst = bend(points[-1] - points[0] if bound == INF else bound)
     if options.get("over") == "numbers":
         return value
     text = options.get("text", 1.01 * (worst or 1.0))
@@ -146,7 +152,7 @@ def test_any_small_problem(data: st.DataObject) -> None:
     assume(numbers)
     logit = st.one_of(st.floats(-40, 40), st.integers(-2, 2).map(float), st.just(-INF))
     options: dict[str, Any] = {"over": data.draw(st.sampled_from(["vocabulary", "numbers"]))}
-    options["scaling"] = data.draw(st.sampled_from(["absolute", "log", "rank", "squash"]))
+    options["scaling"] = data.draw(st.sampled_from(["absolute", "symlog", "log", "rank", "squash"]))
     if options["scaling"] != "squash":
         options["form"] = data.draw(st.sampled_from(FORMS))
     z = torch.tensor(data.draw(st.lists(logit, min_size=2 * vocab, max_size=2 * vocab))).double().reshape(2, vocab)
@@ -202,7 +208,7 @@ def test_scalings_bound_the_loss() -> None:
     """Of a vocabulary with tokens up to 10^6, the worst is what the scaling says."""
     values = torch.tensor([NAN, *(float(10**k) for k in range(7))])
     wrong = torch.full((8,), -INF).index_fill(0, torch.tensor([7]), 0.0)  # a million
-    worst = {"absolute": 999999.0, "log": math.log(1e6 + 1) - math.log(2), "rank": 1.0, "squash": 9.0}
+    worst = {"absolute": 999999.0, "log": math.log(1e6 + 1) - math.log(2), "rank": 1.0, "squash": 9.0, "symlog": 9.0}
     for scaling, expected in worst.items():
         assert float(number_token_loss(wrong, torch.tensor(1), values, scaling=scaling)) == pytest.approx(expected)
         text = torch.full((8,), -INF).index_fill(0, torch.tensor([0]), 0.0)
@@ -655,7 +661,12 @@ def call(z: Any = Z5, y: Any = Y5, v: Any = V5, **options: Any) -> Callable[[], 
             "form is 'transport', expected one of 'wasserstein', 'mse', 'mae', 'huber'",
         ),
         (call(over="all"), ValueError, "over is 'all', expected one of 'vocabulary', 'numbers'"),
-        (call(scaling="sqrt"), ValueError, "scaling is 'sqrt', expected one of 'absolute', 'log', 'rank', 'squash'"),
+        (
+            call(scaling="sqrt"),
+            ValueError,
+            "scaling is 'sqrt', expected one of 'absolute', 'symlog', 'log', 'rank', 'squash'",
+        ),
+        (call(squash=5.0, scaling="symlog"), ValueError, 'squash=5.0 and scaling="symlog" each bound the distances'),
         (call(squash=1.0), ValueError, "squash is 1.0, expected a finite factor above 1"),
         (call(squash=INF), ValueError, "squash is inf"),
         (call(squash=NAN), ValueError, "squash is nan"),

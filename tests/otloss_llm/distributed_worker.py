@@ -14,10 +14,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from otloss_llm import EMO, EmbeddingCost
+from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken
 from otloss_llm.fused import fused_loss
 from tests.otloss_llm.test_heads import aligned, scorer
-from tests.otloss_llm.tiny_models import tiny_batch, tiny_model
+from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
 from tests.otloss_llm.training import rows, trainer
 
 BATCH, ROWS = 2, 24
@@ -29,10 +29,20 @@ FSDP = {"fsdp": True, "fsdp_config": {
 
 
 def train(folder: Path, name: str, per_device: int, *, fsdp: bool = False) -> None:
-    """A short run of ObjectiveTrainer; one rank's rows hold many more labels than the other's.
+    """Short runs of ObjectiveTrainer; one rank's rows hold many more labels, and more numbers, than the other's.
 
     The model of the second rank is another one: DDP and FSDP (cpu_ram_efficient_loading) begin with the first rank's.
     """
+    values = torch.where(torch.arange(VOCAB) % 3 == 0, torch.arange(VOCAB) % 10, torch.nan)
+    settings: dict[str, dict[str, Any]] = {"emo": {"objective": "emo"}}
+    if not fsdp:
+        settings["numbers"] = {"objective": NumberToken(), "cost": NumberCost(values)}
+    made = {kind: _run(folder / kind, name, per_device, fsdp, given) for kind, given in settings.items()}
+    if int(os.environ["RANK"]) == 0:
+        torch.save(made, folder / f"{name}.pt")
+
+
+def _run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, Any]) -> dict[str, Any]:
     model = tiny_model("llama" if name.endswith("untied") else "llama-tied", seed=int(os.environ["RANK"]))
     if fsdp:
         let_accelerate_shard_on_a_cpu()
@@ -40,25 +50,21 @@ def train(folder: Path, name: str, per_device: int, *, fsdp: bool = False) -> No
     for index in range(0, ROWS, 6):
         data[index]["labels"] = [-100] * len(data[index]["labels"])
     run = trainer(
-        folder / "run", model, objective="emo", optim="sgd", max_steps=4, gradient_accumulation_steps=2,
+        folder, model, optim="sgd", max_steps=4, gradient_accumulation_steps=2,
         per_device_train_batch_size=per_device, train_dataset=data, ddp_find_unused_parameters=False,
-        **FSDP if fsdp else {},
+        **given, **FSDP if fsdp else {},
     )  # fmt: skip
     run.train()
     assert run.accelerator.is_fsdp2 == fsdp == hasattr(run.model.lm_head.weight, "placements")
     whole = {key: p.full_tensor() if fsdp else p for key, p in run.model.named_parameters()}  # type: ignore[operator]
     metrics = run.evaluate()
-    if run.accelerator.is_main_process:
-        logs = [entry for entry in run.state.log_history if "nll" in entry]
-        wanted = ("loss", "nll", "transport_cost")
-        torch.save(
-            {
-                "weights": {key: p.detach() for key, p in whole.items()},
-                "logs": [[entry[key] for key in wanted] for entry in logs],
-                "metrics": {key: metrics[f"eval_{key}"] for key in (*wanted, "perplexity")},
-            },
-            folder / f"{name}.pt",
-        )
+    logs = [entry for entry in run.state.log_history if "nll" in entry]
+    wanted = ("loss", "nll", "transport_cost")
+    return {
+        "weights": {key: p.detach() for key, p in whole.items()},
+        "logs": [[entry[key] for key in wanted] for entry in logs],
+        "metrics": {key: metrics[f"eval_{key}"] for key in (*wanted, "perplexity")},
+    }
 
 
 def let_accelerate_shard_on_a_cpu() -> None:

@@ -40,17 +40,19 @@ def launch(check: str, folder: Path, processes: int) -> None:
 def test_the_trainer_gives_the_weights_of_one_process(kind: str, tmp_path: Path) -> None:
     """4 steps of 2 x 2 rows on each of 2 processes = 4 steps of 2 x 4 rows on one, logs and evaluation included."""
     launch(kind, tmp_path, 2)
-    two = torch.load(tmp_path / f"{kind}.pt")
+    of_two = torch.load(tmp_path / f"{kind}.pt")
     name = "one-" + kind.partition("-")[2]
     launch(name, tmp_path, 1)
-    one = torch.load(tmp_path / f"{name}.pt")
-    assert two["weights"].keys() == one["weights"].keys()
-    for name, weight in one["weights"].items():
-        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-5, atol=1e-6)
-    assert len(one["logs"]) == 4
-    for mine, expected in zip(two["logs"], one["logs"], strict=True):
-        assert mine == pytest.approx(expected, rel=1e-5)
-    assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-5)  # 11 rows do not divide by 2 x 3
+    of_one = torch.load(tmp_path / f"{name}.pt")
+    for objective, two in of_two.items():
+        one = of_one[objective]
+        assert two["weights"].keys() == one["weights"].keys()
+        for name, weight in one["weights"].items():
+            torch.testing.assert_close(two["weights"][name], weight, rtol=1e-5, atol=1e-6)
+        assert len(one["logs"]) == 4
+        for mine, expected in zip(two["logs"], one["logs"], strict=True):
+            assert mine == pytest.approx(expected, rel=1e-5)
+        assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-5)  # 11 rows do not divide by 2 x 3
 
 
 def test_ddp_and_fsdp2_give_loss_and_gradients_of_one_process(tmp_path: Path) -> None:

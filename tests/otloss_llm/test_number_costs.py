@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from otloss import nn, number_token_loss
 from otloss.costs import Cost, DenseCost
@@ -141,47 +142,68 @@ def tokenizer(words: list[str]) -> Any:
 DIGITS = [*map(str, range(10))]
 
 
-def test_scaling_by_itself() -> None:
-    """Absolute for single digits, also beside a word of a larger number; log for longer ones; absolute to squash."""
-    digits = NumberCost.from_tokenizer(tokenizer(["a", *DIGITS]))
-    assert digits.settings["scaling"] == "absolute"
-    expected = [1.01 * 9, *[abs(5.0 - v) for v in range(10)]]
-    assert digits.rows(torch.tensor([6]))[0].tolist() == pytest.approx(expected, rel=1e-6)
-    ten = NumberCost.from_tokenizer(tokenizer(["a", *DIGITS, "ten"]), values={11: 10.0})
-    assert ten.settings["scaling"] == "absolute"
-    long = tokenizer(["a", *DIGITS, "100"])
-    assert NumberCost.from_tokenizer(long).settings["scaling"] == "log"
-    assert NumberCost.from_tokenizer(long, squash=5.0).settings["scaling"] == "absolute"
+def test_costs_of_digits_do_not_depend_on_the_other_tokens() -> None:
+    """One weight means the same with every tokenizer: the published costs of digits, and one price of text."""
+    expected = (torch.arange(10.0)[:, None] - torch.arange(10.0)).abs()
+    for others in (
+        [],
+        ["100"],
+        ["\uff11\uff10", "\uff12\uff10"],
+        [*map(str, range(10, 1000)), "66666666"],
+        ["-7", "ten"],
+    ):
+        words = ["a", *DIGITS, *others]
+        given = {len(words) - 1: 10.0} if "ten" in others else None
+        cost = NumberCost.from_tokenizer(tokenizer(words), values=given)
+        rows = cost.rows(torch.arange(1, 11))
+        torch.testing.assert_close(rows[:, 1:11], expected, rtol=0, atol=0)
+        torch.testing.assert_close(rows[:, 0], torch.full((10,), 9.09))
+        assert (rows[:, cost.is_number] < cost.text).all()
+        assert not cost.is_number[[word.startswith("\uff11") for word in words]].any()
+        assert MixedCost(cost, EmbeddingCost(torch.randn(len(words), 3))).scale == pytest.approx(1 / 9)
 
 
-def test_one_rare_token_does_not_price_text() -> None:
-    words = ["a", *map(str, range(200)), "66666666"]
+def test_a_factor_of_ten_costs_as_much_as_all_digits_of_a_place() -> None:
+    words = ["a", "5", "12", "100", "200", "900", "999", "1000", "-100"]
     cost = NumberCost.from_tokenizer(tokenizer(words))
-    assert cost.settings["scaling"] == "log"
-    assert 3.0 < cost.text < 1.01 * math.log(200)
-    assert NumberCost.from_tokenizer(tokenizer(words), text=7.0).text == 7.0
-    mixed = MixedCost(cost, EmbeddingCost(torch.randn(len(words), 3)))
-    assert mixed.scale == pytest.approx(1.01 / cost.text)
-    assert float(mixed.rows(torch.tensor([6]))[0, 200]) > 0.5  # 199 for 5
+    rows = cost.rows(torch.arange(len(words)))
+    for a, b, expected in (
+        ("100", "900", 9 * math.log10(9)), ("100", "200", 9 * math.log10(2)), ("100", "1000", 9.0),
+        ("5", "12", 4 + 9 * math.log10(12 / 9)), ("5", "999", 9.0), ("100", "-100", 9.0), ("999", "a", 9.09),
+    ):  # fmt: skip
+        assert float(rows[words.index(a), words.index(b)]) == pytest.approx(expected, rel=1e-5), (a, b)
+    bent = NumberCost.from_tokenizer(tokenizer(words), form="mse")
+    assert bent.text == pytest.approx(1.01 * 81)
+    assert NumberCost.from_tokenizer(tokenizer(words), squash=5.0).settings["scaling"] == "absolute"
 
 
-def test_the_loss_from_logits_wants_the_text_of_the_cost() -> None:
-    """Values and scaling of a tokenizer are not enough: one rare token sets the price of text by itself."""
+def test_the_loss_from_logits_is_that_of_the_cost() -> None:
+    """With the scaling of the cost alone: no statistic of the vocabulary has a say in the price of text."""
     words = ["a", "b", *map(str, range(200)), "66666666"]
     numbers = NumberCost.from_tokenizer(tokenizer(words))
     logits = torch.randn(9, len(words), generator=torch.Generator().manual_seed(0))
     logits[:, :2] += 5.0  # about half of the mass
     labels = torch.tensor([7, 2, 0, -100, 202, 201, 101, 1, 52])
-    expected = token_loss(logits, labels, objective=NumberToken(), cost=numbers).cost
-    assert expected is not None
     given: dict[str, Any] = {"scaling": numbers.settings["scaling"], "reduction": "none"}
-    found = number_token_loss(logits, labels, numbers.values, text=numbers.text, **given)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    module = nn.NumberTokenLoss(numbers.values, text=numbers.text, **given)
-    torch.testing.assert_close(module(logits, labels), expected, rtol=1e-5, atol=1e-5)
-    alone, number = number_token_loss(logits, labels, numbers.values, **given), expected > 0
-    assert int(number.sum()) == 6
-    assert (alone[number] > 1.3 * expected[number]).all()
+    for form in ("wasserstein", "mse"):
+        cost = NumberCost.from_tokenizer(tokenizer(words), form=form)
+        expected = token_loss(logits, labels, objective=NumberToken(), cost=cost).cost
+        found = number_token_loss(logits, labels, numbers.values, form=form, **given)
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        module = nn.NumberTokenLoss(numbers.values, form=form, **given)
+        torch.testing.assert_close(module(logits, labels), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_the_published_recipe_on_single_digits() -> None:
+    """Cross-entropy and 0.3 times the mean over number positions of the loss in |v_j - v_y|: value and gradient."""
+    numbers = NumberCost.from_tokenizer(tokenizer(["a", "b", *DIGITS])).to(torch.float64)
+    logits = torch.randn(9, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    labels = torch.tensor([7, 2, 0, 1, 1, 11, 0, 1, 5])
+    published = cross_entropy(logits, labels) + 0.3 * number_token_loss(logits, labels, numbers.values)
+    objective = NumberToken(0.3).per_number(tokens=9, numbers=4)
+    ours = token_loss(logits, labels, objective=objective, cost=numbers).loss
+    torch.testing.assert_close(ours, published, rtol=1e-12, atol=0)
+    assert_all_close(torch.autograd.grad(ours, logits), torch.autograd.grad(published, logits), 1e-12)
 
 
 def test_values_are_scaled_before_they_are_rounded() -> None:
@@ -198,13 +220,15 @@ def test_values_are_scaled_before_they_are_rounded() -> None:
 
 
 def test_coverage_says_what_distances_are(capsys: pytest.CaptureFixture[str]) -> None:
-    cost = NumberCost.from_tokenizer(tokenizer(["a", *DIGITS]), vocab_size=16)
-    assert cost.shape == (16, 16)
-    coverage = cost.coverage()
-    printed = capsys.readouterr().out
-    assert str(coverage) in printed
-    assert "10 of 16 tokens are numbers" in printed
-    assert "distances: form wasserstein, scaling absolute; a token that is no number costs 9.09" in printed
+    for words in (DIGITS, [*DIGITS, "100"]):
+        cost = NumberCost.from_tokenizer(tokenizer(["a", *words]), vocab_size=16)
+        assert cost.shape == (16, 16)
+        coverage = cost.coverage()
+        printed = capsys.readouterr().out
+        assert str(coverage) in printed
+        assert f"{len(words)} of 16 tokens are numbers" in printed
+        assert "distances: form wasserstein, scaling symlog; a token that is no number costs 9.09" in printed
+        assert printed.count("scaling") == 1
     with pytest.raises(ValueError, match=r"expected one of NumberCost.from_tokenizer"):
         NumberCost(torch.tensor([1.0])).coverage()
     assert "delta=0.5" in repr(NumberCost(torch.tensor([1.0]), form="huber", delta=0.5))

@@ -120,7 +120,7 @@ def found(tokenizer: Any, **settings: Any) -> dict[str, float]:
     ("text", "value"),
     {
         "7": 7, " 7": 7, "7 \n": 7, "\u00a07": 7, "007": 7, "1234567": 1234567, "0.5": 0.5, ".5": 0.5, "-.5": -0.5,
-        "-7": -7, " +7": 7, "\u22127": -7, "12.250": 12.25, "٣": 3, "٣٤": 34, "७": 7, "७.५": 7.5, "７": 7, "𝟕": 7,
+        "-7": -7, " +7": 7, "\u22127": -7, "12.250": 12.25,
         "9" * 308: float("9" * 308), "0." + "0" * 400 + "1": 0,
     }.items(),
 )  # fmt: skip
@@ -132,7 +132,7 @@ def test_texts_that_are_numbers(text: str, value: float) -> None:
     "text",
     ["", " ", "-", "+", ".", "-.", "5.", "inf", "nan", "-inf", "1e5", "1_0", "0x1", "²", "½", "Ⅷ", "一", "1,000", "7a",
      "a7", "--7", "+-7", "- 7", "7 7", "1.2.3", "7-", "7%", "$7", "٣7", "7７", "\ufffd", "7\ufffd", "9" * 400,
-     "seven"],
+     "seven", "٣", "७.५", "７", "１０", "𝟕"],
 )  # fmt: skip
 def test_texts_that_are_none(text: str) -> None:
     assert read_number(text) is None
@@ -229,12 +229,12 @@ def test_values_of_a_byte_level_vocabulary() -> None:
 
 def test_values_with_prefixes() -> None:
     digits = {f"<0x{0x30 + digit:02X}>": digit for digit in range(10)}
-    assert found(sentencepiece()) == {"▁7": 7, "7": 7, "▁-7": -7, "19": 19, "▁٣": 3, **digits}
+    assert found(sentencepiece()) == {"▁7": 7, "7": 7, "▁-7": -7, "19": 19, **digits}
     assert found(metaspace_bpe()) == {"7": 7, "▁7": 7}
     assert found(wordpiece()) == {"7": 7, "##7": 7, "12": 12, "##12": 12, "##.5": 0.5}
     assert found(wordlevel()) == {"7": 7, "-7": -7, "0.5": 0.5, "\u22123": -3}
     assert found(characters()) == {str(digit): digit for digit in range(10)}
-    assert found(characters("abc٣७７²½")) == {"٣": 3, "७": 7, "７": 7}
+    assert found(characters("abc7٣७７²½")) == {"7": 7}
 
 
 def test_gpt2() -> None:
@@ -302,7 +302,7 @@ def test_pickled() -> None:
     copy = pickle.loads(pickle.dumps(numbers))
     assert torch.equal(copy.values.nan_to_num(99), numbers.values.nan_to_num(99))
     assert (copy.texts, copy.name, repr(copy)) == (numbers.texts, numbers.name, repr(numbers))
-    assert "15 numbers among 300 tokens" in repr(copy)
+    assert "14 numbers among 300 tokens" in repr(copy)
 
 
 # ---- the report --------------------------------------------------------------------------------------------------
@@ -322,8 +322,6 @@ def test_report_of_a_mixed_vocabulary() -> None:
         "values of several tokens: 1, such as 7 by ' 7', ' seven'",
         "tokens with digits that are no numbers: 3, such as ' 5.', ' 1,000', ' x7'",
         "digits without a token of their own: 0, 1, 2, 3, 4, 5, 6, 8, 9",
-        'tokens of several digits: values lie up to 14 apart; scaling="log" (what "auto" takes) or "rank" bounds their '
-        "distances",
     ]
 
 
@@ -336,8 +334,8 @@ def test_report_of_single_digits() -> None:
 
 
 def test_report_of_what_looks_like_a_number() -> None:
-    coverage = NumberTokens.of(characters("7a²½")).coverage()
-    assert coverage.left_out == ((3, "²"), (4, "½"))
+    coverage = NumberTokens.of(characters("7a²½７")).coverage()
+    assert coverage.left_out == ((3, "²"), (4, "½"), (5, "７"))
 
 
 def test_report_of_gpt2() -> None:

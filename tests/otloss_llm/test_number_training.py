@@ -29,7 +29,7 @@ from otloss_llm import (  # noqa: E402
 )
 from otloss_llm.cost_choice import NumberSettings  # noqa: E402
 from otloss_llm.data import PackedBlocks  # noqa: E402
-from otloss_llm.evaluation import number_token_scores  # noqa: E402
+from otloss_llm.evaluation import number_token_scores, perplexity  # noqa: E402
 from otloss_llm.loading import load_model, load_tokenizer  # noqa: E402
 from otloss_llm.number_spans import NumberSpanCost  # noqa: E402
 from otloss_llm.number_tokens import NumberTokens  # noqa: E402
@@ -141,28 +141,37 @@ def mixed(q: Tensor, y: Tensor, spans: Tensor, head: Tensor) -> Tensor:
     return (q * matrix[y]).sum(-1)
 
 
-def emo(nll: Tensor, transport: Tensor) -> Tensor:
-    return 0.5 * (nll + (nll / transport).detach() * transport)
+# ---- (nll, D, whether the cost is about the position) -> loss ---
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def weighted(weight: float) -> Callable[[Tensor, Tensor], Tensor]:
-    return lambda nll, transport: nll + weight * transport
+def emo(nll: Tensor, transport: Tensor, about: Tensor) -> Tensor:
+    return (0.5 * (nll + (nll / transport).detach() * transport)).mean()
+
+
+def published(weight: float) -> Loss:
+    return lambda nll, transport, about: nll.mean() + weight * transport[about].mean()
+
+
+def weighted(weight: float) -> Loss:
+    return lambda nll, transport, about: (nll + weight * transport).mean()
 
 
 SPAN = {"numbers": NumberSettings(span="relative")}
-ARMS: dict[str, tuple[dict[str, Any], Transport, Callable[[Tensor, Tensor], Tensor]]] = {
-    "number_token": ({"objective": "number_token"}, absolute, weighted(0.3)),
-    "weight": ({"objective": NumberToken(0.5)}, absolute, weighted(0.5)),
-    "mse": ({"objective": "number_token:2", "numbers": NumberSettings(form="mse")}, squared_mean, weighted(2.0)),
-    "span": ({"objective": "number_token"} | SPAN, of_spans, weighted(0.3)),
+ARMS: dict[str, tuple[dict[str, Any], Transport, Loss]] = {
+    "number_token": ({"objective": "number_token"}, absolute, published(0.3)),
+    "weight": ({"objective": NumberToken(0.5)}, absolute, published(0.5)),
+    "mse": ({"objective": "number_token:2", "numbers": NumberSettings(form="mse")}, squared_mean, published(2.0)),
+    "span": ({"objective": "number_token"} | SPAN, of_spans, published(0.3)),
     "emo of spans": ({"objective": EMO(0.4), "cost": "number"} | SPAN, of_spans, weighted(0.4)),
     "emo+number": ({"objective": "emo+number"}, mixed, emo),
     "emo, mixed": ({"objective": EMO(), "cost": "mixed"}, mixed, emo),
 }  # fmt: skip
 
 
-def terms(model: nn.Module, data: list[Row], transport: Transport) -> tuple[Tensor, Tensor]:
-    """nll and D of every predicted token, row by row without padding, in float64."""
+def terms(model: nn.Module, data: list[Row], transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
+    """nll, D and what the latter is about, of every predicted token, row by row without padding, in float64."""
     texts = [*NumberTokens.of(of_characters()).texts, *[None] * (VOCAB - FIRST - len(CHARACTERS))]
     head = model.lm_head.weight.detach().double()  # type: ignore[union-attr, operator]
     parts = []
@@ -173,8 +182,10 @@ def terms(model: nn.Module, data: list[Row], transport: Transport) -> tuple[Tens
         y = torch.tensor(labels)[kept]
         spans = torch.tensor(slow_rows(labels, kept, texts, scale="relative", unit=1.0), dtype=torch.float64)
         q = q[kept]
-        parts.append((-q[torch.arange(len(y)), y].log(), transport(q, y, spans, head)))
-    return torch.cat([nll for nll, _ in parts]), torch.cat([distance for _, distance in parts])
+        about = spans.any(-1) if transport is of_spans else (y >= FIRST) & (y < FIRST + 10) | (transport is mixed)
+        parts.append((-q[torch.arange(len(y)), y].log(), transport(q, y, spans, head), about))
+    nll, distance, about = (torch.cat(part) for part in zip(*parts, strict=True))
+    return nll, distance, about
 
 
 @pytest.mark.parametrize("accumulation", [1, 4])
@@ -182,11 +193,19 @@ def terms(model: nn.Module, data: list[Row], transport: Transport) -> tuple[Tens
 def test_a_step_is_the_gradient_of_the_loss_by_hand(tmp_path: Path, arm: str, accumulation: int) -> None:
     settings, transport, formula = ARMS[arm]
     model = tiny_model("llama").double()
-    made = a_step(
+    run = a_trainer(
         tmp_path, copy.deepcopy(model), tokenizer=of_characters(), per_device_train_batch_size=8 // accumulation,
-        gradient_accumulation_steps=accumulation, **settings,
+        gradient_accumulation_steps=accumulation, max_steps=1, optim="sgd", learning_rate=1.0, **settings,
     )  # fmt: skip
-    formula(*terms(model, sums(), transport)).mean().backward()
+    run.train()
+    before, after = weights(model), weights(run.model)
+    made = {name: before[name] - after[name] for name in before}
+    nll, distance, about = terms(model, sums(), transport)
+    loss = formula(nll, distance, about)
+    loss.backward()
+    logged = {"loss": loss, "nll": nll.mean(), "transport_cost": distance[about].mean()}
+    for key, value in logged.items():
+        assert logs(run, key)[0] == pytest.approx(float(value.detach()), rel=1e-4), key
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
         error = float((made[name] - parameter.grad).norm() / (parameter.grad.norm() + 1e-9))
@@ -199,14 +218,14 @@ def test_evaluation_reports_the_transport_cost(tmp_path: Path, arm: str) -> None
     settings, transport, formula = ARMS[arm]
     model = tiny_model("llama")
     with torch.no_grad():
-        nll, distance = terms(model.eval(), sums(), transport)
-    expected = {"loss": formula(nll, distance), "nll": nll, "transport_cost": distance}
+        nll, distance, about = terms(model.eval(), sums(), transport)
+    expected = {"loss": formula(nll, distance, about), "nll": nll.mean(), "transport_cost": distance[about].mean()}
     given = {"eval_dataset": sums(), "tokenizer": of_characters(), **settings}
     plain = a_trainer(tmp_path, model, **given).evaluate()
     with_logits = a_trainer(tmp_path, model, compute_metrics=lambda predicted: {}, **given).evaluate()
     for key, values in expected.items():
         for metrics in (plain, with_logits):
-            assert metrics[f"eval_{key}"] == pytest.approx(float(values.mean()), rel=1e-4), key
+            assert metrics[f"eval_{key}"] == pytest.approx(float(values), rel=1e-4), key
 
 
 def test_a_cost_made_by_hand_is_the_one_read_off_the_tokenizer(tmp_path: Path) -> None:
@@ -235,8 +254,20 @@ def test_what_each_objective_is_given(tmp_path: Path) -> None:
         tmp_path, model, objective="mle", cost="number", tokenizer=tokenizer, eval_dataset=sums()
     ).evaluate()
     with torch.no_grad():
-        _, distance = terms(model.eval(), sums(), absolute)
-    assert reported["eval_transport_cost"] == pytest.approx(float(distance.mean()), rel=1e-4)
+        _, distance, about = terms(model.eval(), sums(), absolute)
+    assert reported["eval_transport_cost"] == pytest.approx(float(distance[about].mean()), rel=1e-4)
+
+
+def test_perplexity_reports_the_transport_cost_of_numbers() -> None:
+    tokenizer, model = of_characters(), tiny_model("llama").eval()
+    ids = [[1, *tokenizer(text)["input_ids"]] for text in ("12+7=19", "a=b ab?", "90-8=82")]
+    with torch.no_grad():
+        nll, distance, about = terms(model, [{"input_ids": row, "labels": row} for row in ids], absolute)
+    cost = NumberCost.from_tokenizer(tokenizer, vocab_size=VOCAB)
+    scores = perplexity(model, torch.tensor(ids), batch_size=2, cost=cost, progress=False)
+    assert 0 < int(about.sum()) < len(about) == scores.tokens
+    assert scores.transport_cost == pytest.approx(float(distance[about].mean()), rel=1e-5)
+    assert scores.nll == pytest.approx(float(nll.mean()), rel=1e-5)
 
 
 def test_a_batch_without_a_number(tmp_path: Path) -> None:
@@ -599,7 +630,7 @@ def test_the_example_prints_coverage_and_a_line_for_each_arm(
             transformers.utils.logging.enable_progress_bar()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("10 of 257 tokens are numbers: 10 values from 0 to 9")
-    assert lines[2].startswith("distances: form wasserstein, scaling absolute; ")
+    assert lines[2].startswith("distances: form wasserstein, scaling symlog; ")
     assert "54 sums to train on, 6 others to answer" in lines[3]
     assert [line[:20].strip() for line in lines[6:9]] == list(made["ARMS"])
     assert "One seed and 6 sums" in lines[-1]
