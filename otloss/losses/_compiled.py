@@ -8,8 +8,7 @@ gradient is asked for (create_graph=True), it is that of the reference implement
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -20,8 +19,7 @@ from otloss._kernels import ordinal_rows
 from otloss._kernels._threads import ENTRIES, run_on_threads
 
 
-@dataclass(frozen=True)
-class RankedScore:
+class RankedScore(NamedTuple):
     """What the kernels need beside logits and labels.
 
     Attributes:

@@ -27,7 +27,7 @@ def problem(rows: int, classes: int, dtype: torch.dtype, scale: float = 3.0) -> 
 
 
 def by_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ordinal, "_suits_kernel", lambda *given: False)
+    monkeypatch.setattr(_ordinal, "_may_run_kernels", lambda *given: False)
 
 
 def value_and_slope(z: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -122,8 +122,25 @@ def test_small_batches_run_the_kernel_on_the_thread_that_calls(monkeypatch: pyte
     monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
     for rows, classes in ((1, 2), (256, 5), (64, 100), (8000, 5)):
         z, y, x = problem(rows, classes, torch.float32)
+        value_and_slope(z, y)
         value_and_slope(z, y, x=x)
-    assert ran == [1, 1, 1, 4]
+    assert ran == [1, 1, 1, 1, 1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_plain_batches_equal_the_reference(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, y, _ = problem(70, 5, torch.float64)
+    direction = z.roll(1, 0)
+
+    def derivatives() -> tuple[Tensor, ...]:
+        leaf = z.clone().requires_grad_()
+        value = ordinal_loss(leaf, y, cross_entropy=0.3, reduction=reduction)
+        (first,) = torch.autograd.grad(value.square().sum(), leaf, create_graph=True)
+        return value.detach(), first.detach(), torch.autograd.grad((first * direction).sum(), leaf)[0]
+
+    quick = derivatives()
+    by_twin(monkeypatch)
+    torch.testing.assert_close(quick, derivatives())
 
 
 class Named(Tensor):
