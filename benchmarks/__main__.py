@@ -1,6 +1,7 @@
 """`python -m benchmarks [token_loss | scaling | numbers | solvers | gradients | boosting | first_calls]`: one, or all.
 
-ordinal (with packages of the extra "peers") and mathematics train for an hour and more: they run when they are named.
+ordinal and ordinal_loss (with packages of the extra "peers") and mathematics run when they are named: ordinal and
+mathematics train for an hour and more.
 """
 
 from __future__ import annotations
@@ -14,12 +15,12 @@ from benchmarks.measure import FOLDER, Settings
 
 BENCHMARKS = {"token_loss": token_loss.main, "scaling": scaling.main, "numbers": numbers.main, "solvers": solvers.main,
               "gradients": gradients.main, "boosting": boosting.main, "first_calls": first_calls.main}  # fmt: skip
-BY_NAME = {"ordinal": ordinal.main, "mathematics": mathematics.main}
+BY_NAME = {"ordinal": ordinal.main, "ordinal_loss": ordinal.times, "mathematics": mathematics.main}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but the last two")
+    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but the last three")
     parser.add_argument(
         "--rounds", type=int, help=f"interleaved repetitions ({token_loss.ROUNDS}; scaling {scaling.ROUNDS}; solvers "
         f"{solvers.ROUNDS})",

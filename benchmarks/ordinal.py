@@ -9,6 +9,9 @@ Rows of every fit go to ordinal_fits.csv as they come (`--resume` goes on with i
 ordinal.csv. Differences between our loss and cross-entropy in the same model are tested over the holdouts by the
 corrected resampled t-test (C. Nadeau, Y. Bengio, Inference for the generalization error, 2003), which counts the rows
 that holdouts share; mean ranks over the sets compare everybody.
+
+`times` is a benchmark of its own (`python -m benchmarks ordinal_loss`): value and gradient of `ordinal_loss` on the
+small batches that such models train on, beside dlordinal's loss of the same formula and torch's cross-entropy.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ import time
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +32,10 @@ from scipy import stats
 from sklearn.metrics import cohen_kappa_score
 from sklearn.model_selection import train_test_split
 
-from benchmarks.measure import Row, Settings, append, hardware, say, table
+from benchmarks.measure import Row, Settings, append, hardware, heading, keep, say, table, timed_rounds
 from benchmarks.ordinal_data import OrdinalSet, ordinal_sets
 from benchmarks.ordinal_models import CROSS_ENTROPY, OURS, PEER, Model, fitted, models
+from otloss import ordinal_loss
 from otloss.metrics import ranked_probability_score
 
 NAME = "ordinal"
@@ -45,6 +50,9 @@ SIGNIFICANT = 0.05
 # Mean absolute errors that the TOC-UCO archive publishes for 30 holdouts, of its own splits and preparation.
 PUBLISHED = {"era": {"LogAT": 1.485, "LogIT": 1.271, "MLP-CLM": 1.569, "XGB": 1.693},
              "winequality-red": {"LogAT": 0.801, "LogIT": 0.620, "MLP-CLM": 0.606, "XGB": 0.528}}  # fmt: skip
+
+BATCHES = ((32, 5), (256, 5), (1024, 10), (64, 100))  # rows, classes
+TIMING_ROUNDS, TURN = 100, 0.01  # seconds of a turn, which the calls of nobody fill: ten calls each
 
 Fits = dict[tuple[str, str], dict[int, dict[str, float]]]  # (set, model) -> holdout -> scores
 
@@ -61,6 +69,41 @@ def main(settings: Settings) -> None:
     if settings.output is not None:
         _keep_means(settings.output / MEANS, sets, contestants, fits)
     _tables(sets, contestants, fits)
+
+
+def times(settings: Settings) -> None:
+    """Value and gradient on one thread, as small batches run; ratios to dlordinal's EMDLoss."""
+    from dlordinal.losses import EMDLoss
+
+    rounds, peer = settings.rounds or (2 if settings.small else TIMING_ROUNDS), "dlordinal EMDLoss"
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        for rows, classes in BATCHES:
+            generator = torch.Generator().manual_seed(rows)
+            logits = torch.randn(rows, classes, generator=generator).requires_grad_()
+            labels = torch.randint(classes, (rows,), generator=generator)
+            losses = {"otloss ordinal_loss": ordinal_loss, peer: EMDLoss(classes),
+                      "torch cross_entropy": torch.nn.functional.cross_entropy}  # fmt: skip
+            steps = {name: partial(_step, loss, logits, labels) for name, loss in losses.items()}
+            for step in steps.values():
+                step()  # compiles or loads the kernel, which would otherwise count as the time of one call
+            timings = timed_rounds(steps, rounds=rounds, turn=TURN)
+            case, kept = f"N={rows} K={classes} float32", []
+            heading("ordinal_loss", case, f"{rounds} rounds")
+            for name, timing in timings.items():
+                ratio = timing.median / timings[peer].median
+                say(f"  {name:<20} {timing.median * 1e6:7.0f} us ± {timing.spread:4.0%}   {ratio:5.2f} x {peer}")
+                kept.append({"name": name, "seconds": f"{timing.median:.6f}", "ratio": f"{ratio:.4f}", "peer": peer,
+                             "rounds": rounds, "spread": f"{timing.spread:.3f}"})  # fmt: skip
+            keep(settings.output, "ordinal_loss", case, kept)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _step(loss: Any, logits: torch.Tensor, labels: torch.Tensor) -> None:
+    logits.grad = None
+    loss(logits, labels).backward()
 
 
 def _known(settings: Settings) -> Fits:

@@ -49,6 +49,12 @@ def test_small_classes_leave_and_large_sets_shrink() -> None:
     np.testing.assert_array_equal(made.y, (made.X[:, 0] >= 3000).astype(int))
 
 
+def test_times_of_small_batches(tmp_path: Path) -> None:
+    pytest.importorskip("dlordinal")
+    ordinal.times(Settings(small=True, output=tmp_path))
+    assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + 3 * len(ordinal.BATCHES)
+
+
 def test_a_run_goes_on_where_it_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for peer in ("mord", "dlordinal", "coral_pytorch", "statsmodels", "xgboost", "lightgbm"):
         pytest.importorskip(peer)

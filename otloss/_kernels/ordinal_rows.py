@@ -2,10 +2,10 @@
 
     value = sum_k gap_k (F_k - G_k)^2 + mix * nll
 
-`logits` (rows, classes) and `gaps` (classes - 1,) are float32 or float64, C-contiguous; `labels` (rows,) are int64 in
-range, soft ones (rows, classes) have the dtype of the logits. Sums are float64. Blocks of rows lie class by class in
-buffers of each thread, so that running sums over the classes vectorise over the rows. A row whose logits or soft labels
-make no distribution gets NaN.
+`logits` (rows, classes) and `gaps` (classes - 1,) are float32 or float64, C-contiguous; `labels` (rows,) are int64,
+soft ones (rows, classes) have the dtype of the logits. Sums are float64. Blocks of rows lie class by class in buffers
+of each thread, so that running sums over the classes vectorise over the rows. A row gets NaN if its label is no class,
+or if its logits or soft labels make no distribution.
 
 What `otloss.losses._geometry` computes in torch operations is the specification, with the notation used here: the tails
 |F - G| are summed from their own ends, and slopes s in the probabilities are zero at the label and positive elsewhere.
@@ -25,48 +25,48 @@ ROWS = 64  # of a block
 
 @inner()
 def _softmax(logits: Any, first: int, count: int, P: Any, sums: Any) -> None:
-    """Write probabilities (classes, ROWS), and the largest logit and the sum of exponentials of each row."""
+    """Write probabilities (classes, rows), and the largest logit and the sum of exponentials of each row."""
     top, total, scale = sums
     classes = P.shape[0]
-    for b in range(ROWS):
-        row = first + min(b, count - 1)  # the last block is filled up with its last row
+    for b in range(P.shape[1]):
+        row = first + min(b, count - 1)  # a last block that is not full repeats its last row
         for k in range(classes):
             P[k, b] = logits[row, k]
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         top[b] = P[0, b]
         total[b] = 0.0
     for k in range(1, classes):
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             top[b] = P[k, b] if P[k, b] > top[b] else top[b]
     for k in range(classes):
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             e = exp(P[k, b] - top[b])
             P[k, b] = e
             total[b] += np.float64(e)
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         scale[b] = 1.0 / total[b]
     for k in range(classes):
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             P[k, b] *= scale[b]
 
 
 @inner()
 def _block_values(P: Any, label: Any, gaps: Any, found: Any, run: Any) -> None:
     classes = P.shape[0]
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         found[b] = 0.0
         run[b] = 0.0
     for k in range(classes - 1):
         gap = np.float64(gaps[k])
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             tail = run[b] + np.float64(P[k, b])
             run[b] = tail
             found[b] += gap * tail * tail if k < label[b] else 0.0
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         run[b] = 0.0
     for k in range(classes - 1, 0, -1):
         gap = np.float64(gaps[k - 1])
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             tail = run[b] + np.float64(P[k, b])
             run[b] = tail
             found[b] += gap * tail * tail if k > label[b] else 0.0
@@ -77,21 +77,21 @@ def _block_slopes(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: A
     """Turn probabilities into slopes in the logits, and write the values into the first of `sums`."""
     found, others, run, total = sums
     classes = P.shape[0]
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         found[b] = 0.0
         others[b] = 0.0
         run[b] = 0.0
     for k in range(classes):
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             tail = run[b] + np.float64(P[k, b])
             run[b] = tail
             tails[k, b] = tail
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         run[b] = 0.0
         total[b] = 0.0
     for k in range(classes - 1, -1, -1):
         gap = np.float64(gaps[k]) if k < classes - 1 else 0.0
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             p = np.float64(P[k, b])
             tail = tails[k, b] if k < label[b] else run[b]
             slope = 2.0 * gap * tail
@@ -101,10 +101,10 @@ def _block_slopes(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: A
             tails[k, b] = so_far if k < label[b] else slope  # s below the label; from it on, what s will be made of
             run[b] += p
             others[b] += 0.0 if k == label[b] else p
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         total[b] = 0.0
     for k in range(classes):
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             p, held, so_far = np.float64(P[k, b]), tails[k, b], total[b]
             s = held if k < label[b] else so_far
             total[b] = so_far + (0.0 if k < label[b] else held)
@@ -114,62 +114,76 @@ def _block_slopes(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: A
 
 @compiled()
 def scores(
-    counter: Any, logits: Any, labels: Any, gaps: Any, mix: float, values: Any, slopes: Any, threads: int
+    counter: Any,
+    logits: Any,
+    labels: Any,
+    gaps: Any,
+    mix: float,
+    share: float,
+    values: Any,
+    slopes: Any,
+    threads: int,
 ) -> None:
-    """Write the value of each row, and its slopes in the logits (rows, classes), or none where `slopes` has no rows."""
+    """Write the value of each row, and its slopes in the logits (rows, classes), or none where `slopes` has no rows.
+
+    All are multiplied by `share`, such as one over the number of rows for a mean.
+    """
     rows, classes = logits.shape
-    blocks = (rows + ROWS - 1) // ROWS
+    width, blocks = min(ROWS, rows), (rows + ROWS - 1) // ROWS  # a small batch fills no block
     wanted = slopes.shape[0] > 0
     while True:
         thread = next_task(counter)
         if thread >= threads:
             return
-        P, tails = np.empty((classes, ROWS), logits.dtype), np.empty((classes, ROWS))
-        top, scale = np.empty(ROWS, logits.dtype), np.empty(ROWS, logits.dtype)
-        sums = np.empty((5, ROWS))
+        P, tails = np.empty((classes, width), logits.dtype), np.empty((classes, width))
+        top, scale = np.empty(width, logits.dtype), np.empty(width, logits.dtype)
+        sums = np.empty((5, width))
         mass, score, others, run, total = sums[0], sums[1], sums[2], sums[3], sums[4]
-        label = np.empty(ROWS, np.int64)
+        label = np.empty(width, np.int64)
         for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
             first = block * ROWS
             count = min(ROWS, rows - first)
-            for b in range(ROWS):
-                label[b] = labels[first + min(b, count - 1)]
+            for b in range(width):
+                given = labels[first + min(b, count - 1)]
+                label[b] = given if 0 <= given < classes else 0
             _softmax(logits, first, count, P, (top, mass, scale))
             if wanted:
                 _block_slopes(P, label, gaps, mix, tails, (score, others, run, total))
                 for b in range(count):
                     for k in range(classes):
-                        slopes[first + b, k] = P[k, b]
+                        slopes[first + b, k] = share * P[k, b]
             else:
                 _block_values(P, label, gaps, score, run)
             for b in range(count):
-                nll = np.log(mass[b]) + (np.float64(top[b]) - np.float64(logits[first + b, label[b]]))
                 # The sum of exponentials is NaN where there is no distribution, whatever label and classes are.
-                values[first + b] = score[b] + (mix * nll if mix > 0 else 0.0 * mass[b])
+                value = score[b] + 0.0 * mass[b]
+                if mix > 0:
+                    value += mix * (np.log(mass[b]) + (np.float64(top[b]) - np.float64(logits[first + b, label[b]])))
+                values[first + b] = share * value if label[b] == labels[first + b] else np.nan
 
 
 @inner()
 def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, tolerance: float) -> None:
-    """Write soft labels (classes, ROWS) of mass one, and for each row 0, or NaN where they are no distribution."""
+    """Write soft labels (classes, rows) of mass one, and for each row 0, or NaN where they are no distribution."""
     wrong, mass, least = sums
     classes = T.shape[0]
-    for b in range(ROWS):
+    for b in range(T.shape[1]):
         row = first + min(b, count - 1)
         for k in range(classes):
             T[k, b] = T_of[row, k]
-    for b in range(ROWS):
+    for b in range(T.shape[1]):
         mass[b] = 0.0
         least[b] = 0.0
     for k in range(classes):
-        for b in range(ROWS):
+        for b in range(T.shape[1]):
             t = np.float64(T[k, b])
             mass[b] += t
             least[b] = t if t < least[b] else least[b]
-    for b in range(ROWS):
+    for b in range(T.shape[1]):
         wrong[b] = 0.0 if least[b] >= 0.0 and abs(mass[b] - 1.0) <= tolerance else np.nan
         mass[b] = 1.0 / mass[b]
     for k in range(classes):
-        for b in range(ROWS):
+        for b in range(T.shape[1]):
             T[k, b] *= mass[b]
 
 
@@ -182,24 +196,24 @@ def _block_to_histograms(P: Any, T: Any, gaps: Any, tails: Any, sums: Any, low: 
     """
     found, whole, apart, behind, total = sums
     classes = P.shape[0]
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         found[b] = 0.0
         apart[b] = 0.0
         whole[b] = 0.0
     for k in range(classes):
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             p, t = np.float64(P[k, b]), np.float64(T[k, b])
             apart[b] += p - t
             whole[b] += p + t
             tails[k, b] = apart[b]
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         apart[b] = 0.0
         behind[b] = 0.0
         total[b] = 0.0
         low[b] = 0
     for k in range(classes - 1, -1, -1):
         gap = np.float64(gaps[k]) if k < classes - 1 else 0.0
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             p, t = np.float64(P[k, b]), np.float64(T[k, b])
             is_low = 2.0 * behind[b] >= whole[b]
             r = tails[k, b] if is_low else -apart[b]
@@ -217,18 +231,18 @@ def _slopes_to_histograms(P: Any, T: Any, mix: float, tails: Any, sums: Any, low
     """Turn probabilities into slopes in the logits."""
     total, mean = sums
     classes = P.shape[0]
-    for b in range(ROWS):
+    for b in range(P.shape[1]):
         total[b] = 0.0
         mean[b] = 0.0
     for k in range(classes):
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             held, so_far = tails[k, b], total[b]
             s = held if k < low[b] else so_far
             total[b] = so_far + (0.0 if k < low[b] else held)
             tails[k, b] = s
             mean[b] += np.float64(P[k, b]) * s
     for k in range(classes):
-        for b in range(ROWS):
+        for b in range(P.shape[1]):
             p, t = np.float64(P[k, b]), np.float64(T[k, b])
             P[k, b] = p * (tails[k, b] - mean[b]) + mix * (p - t)
 
@@ -250,6 +264,7 @@ def scores_of_histograms(
     labels: Any,
     gaps: Any,
     mix: float,
+    share: float,
     tolerance: float,
     values: Any,
     slopes: Any,
@@ -257,15 +272,15 @@ def scores_of_histograms(
 ) -> None:
     """`scores` for soft labels (rows, classes), whose masses are within `tolerance` of one."""
     rows, classes = logits.shape
-    blocks = (rows + ROWS - 1) // ROWS
+    width, blocks = min(ROWS, rows), (rows + ROWS - 1) // ROWS  # a small batch fills no block
     while True:
         thread = next_task(counter)
         if thread >= threads:
             return
-        PT, tails = np.empty((2, classes, ROWS), logits.dtype), np.empty((classes, ROWS))
+        PT, tails = np.empty((2, classes, width), logits.dtype), np.empty((classes, width))
         P, T = PT[0], PT[1]
-        top, scale = np.empty(ROWS, logits.dtype), np.empty(ROWS, logits.dtype)
-        sums, low = np.empty((7, ROWS)), np.empty(ROWS, np.int64)
+        top, scale = np.empty(width, logits.dtype), np.empty(width, logits.dtype)
+        sums, low = np.empty((7, width)), np.empty(width, np.int64)
         mass, wrong, score, first_sum, second_sum = sums[0], sums[1], sums[2], sums[3], sums[4]
         for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
             first = block * ROWS
@@ -277,9 +292,9 @@ def scores_of_histograms(
                 _slopes_to_histograms(P, T, mix, tails, (first_sum, second_sum), low)
                 for b in range(count):
                     for k in range(classes):
-                        slopes[first + b, k] = P[k, b]
+                        slopes[first + b, k] = share * P[k, b]
             for b in range(count):
                 value = score[b] + wrong[b] + 0.0 * mass[b]
                 if mix > 0:
                     value += mix * _entropy(logits[first + b], T[:, b], np.float64(top[b]), np.log(mass[b]))
-                values[first + b] = value
+                values[first + b] = share * value

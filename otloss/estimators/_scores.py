@@ -5,12 +5,8 @@
 
 with h the standardised features, or the last hidden layer of rectified units. The cumulative model (proportional odds;
 McCullagh 1980) shares its weights between all classes: far fewer parameters, and ordered by construction. Its
-log-probabilities serve as logits, for log-softmax leaves them as they are:
-
-    log P_k = log(sigmoid(a_k) - sigmoid(a_{k-1}))
-            = log sigmoid(a_k) + log sigmoid(-a_{k-1}) + log(1 - exp(-exp(gap_k)))
-
-with a_k = theta_k - f, which loses no digits in either tail.
+log-probabilities serve as logits, for log-softmax leaves them as they are; `otloss.losses.cumulative_log_probabilities`
+computes them, and `otloss.nn.CumulativeLinkHead` has the same model for backbones in PyTorch.
 """
 
 from __future__ import annotations
@@ -21,7 +17,8 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+
+from otloss.losses import cumulative_log_probabilities
 
 MODELS = ("softmax", "cumulative")
 
@@ -71,7 +68,7 @@ class ScoreFunction:
             hidden = torch.addmm(tensors[index + 1], hidden, tensors[index])
             if index < layers - 2:
                 hidden = hidden.relu()
-        return _log_cumulative(hidden, tensors[-1]) if self.model == "cumulative" else hidden
+        return cumulative_log_probabilities(hidden.squeeze(1), tensors[-1]) if self.model == "cumulative" else hidden
 
     def penalised(self) -> np.ndarray:
         """1 for each weight of a layer, 0 for biases and gaps; as long as the parameters."""
@@ -102,11 +99,3 @@ class ScoreFunction:
         bias += shift @ weights
         weights *= stretch[:, None]
         return parameters
-
-
-def _log_cumulative(f: Float[Tensor, "rows 1"], log_gaps: Float[Tensor, " gaps"]) -> Float[Tensor, "rows positions"]:
-    gaps = log_gaps.exp()
-    a = torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]) - f  # (rows, positions - 1)
-    ends = torch.zeros_like(f)
-    between = torch.cat([gaps.new_zeros(1), torch.log(-torch.expm1(-gaps)), gaps.new_zeros(1)])
-    return torch.cat([logsigmoid(a), ends], 1) + torch.cat([ends, logsigmoid(-a)], 1) + between

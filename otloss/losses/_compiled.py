@@ -1,44 +1,47 @@
 """The kernels of `otloss._kernels.ordinal_rows` as a differentiable function of the logits.
 
-The gradient is made together with the values. Where a graph of it is asked for (create_graph=True), it is that of the
-slow twin, which the caller hands over.
+The gradient is made together with the values, and a mean or a sum over the rows is taken here too: each further
+operation of torch with its derivative takes longer than the kernel does for a small batch. Where a graph of the
+gradient is asked for (create_graph=True), it is that of the reference implementation, which the caller hands over.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from otloss._kernels import ordinal_rows
-from otloss._kernels._threads import run_on_threads
+from otloss._kernels._threads import ENTRIES, run_on_threads
 
 
-@dataclass(frozen=True)
-class RankedScore:
+class RankedScore(NamedTuple):
     """What the kernels need beside logits and labels.
 
     Attributes:
-        gaps: (K - 1,) between neighbouring class values, in the dtype of the logits, without a graph.
+        gaps: (K - 1,) between neighbouring class values, in the dtype of the logits.
         mix: weight of the cross-entropy.
         tolerance: how far the mass of soft labels may be from one.
-        twin: the same function of (logits, labels) in torch operations.
+        divisor: the result is the sum of the rows divided by it; None for the value of each row.
+        reference: the value of each row from (logits, labels) in torch operations.
     """
 
-    gaps: Float[Tensor, " gaps"]
+    gaps: Float[np.ndarray, " gaps"]
     mix: float
     tolerance: float
-    twin: Callable[[Tensor, Tensor], Tensor]
+    divisor: int | None
+    reference: Callable[[Tensor, Tensor], Tensor]
 
 
-def scored(score: RankedScore, logits: Float[Tensor, "rows classes"], labels: Tensor) -> Float[Tensor, " rows"]:
-    """Return the value of each row for labels (rows,) in int64, or soft ones (rows, K) in the dtype of the logits.
+def scored(score: RankedScore, logits: Float[Tensor, "rows classes"], labels: Tensor) -> Tensor:
+    """Return the values (rows,) or their sum over `score.divisor`, a scalar.
 
-    It is NaN or infinite where logits or soft labels make no distribution, or the cross-entropy is infinite.
+    The labels are (rows,) in int64, or soft ones (rows, K) in the dtype of the logits. The result is NaN or infinite
+    where a label is no class, logits or soft labels make no distribution, or the cross-entropy is infinite.
     """
     wanted = torch.is_grad_enabled() and logits.requires_grad
     logits, labels = (t.contiguous().resolve_neg() for t in (logits, labels))
@@ -49,24 +52,28 @@ def scored(score: RankedScore, logits: Float[Tensor, "rows classes"], labels: Te
 class _RankedScore(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, score: RankedScore, wanted: bool, logits: Tensor, labels: Tensor) -> Tensor:
-        values = torch.empty_like(logits[:, 0])
-        slopes = torch.empty_like(logits if wanted else logits[:0])
+        rows, classes = logits.shape
+        values = logits.new_empty(rows)
+        slopes = logits.new_empty(logits.shape if wanted else (0, classes))
         ctx.save_for_backward(logits, labels, slopes)
         ctx.score = score
-        rows = (t.detach().numpy() for t in (logits, labels, score.gaps.contiguous()))
-        threads = torch.get_num_threads()
-        found = values.numpy(), slopes.numpy(), threads
+        share = 1.0 if score.divisor is None else 1.0 / score.divisor
+        inputs = (logits.detach().numpy(), labels.detach().numpy(), score.gaps, score.mix, share)
+        # A batch as small as most are is done before another thread has woken up.
+        threads = max(1, min(torch.get_num_threads(), logits.numel() // ENTRIES))
+        outputs = (values.numpy(), slopes.numpy(), threads)
         if labels.is_floating_point():
-            given = (*rows, score.mix, score.tolerance, *found)
-            run_on_threads(ordinal_rows.scores_of_histograms, threads, given)
+            run_on_threads(ordinal_rows.scores_of_histograms, threads, (*inputs, score.tolerance, *outputs))
         else:
-            run_on_threads(ordinal_rows.scores, threads, (*rows, score.mix, *found))
-        return values
+            run_on_threads(ordinal_rows.scores, threads, (*inputs, *outputs))
+        return values if score.divisor is None else values.sum()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         logits, labels, slopes = ctx.saved_tensors
+        divisor = ctx.score.divisor
         if not torch.is_grad_enabled():
-            return None, None, slopes * upstream[0].unsqueeze(-1), None
-        value = ctx.score.twin(logits, labels)
+            return None, None, slopes * (upstream[0].unsqueeze(-1) if divisor is None else upstream[0]), None
+        value = ctx.score.reference(logits, labels)
+        value = value if divisor is None else value.sum() / divisor
         return None, None, torch.autograd.grad(value, logits, upstream[0], create_graph=True)[0], None

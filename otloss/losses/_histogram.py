@@ -13,8 +13,8 @@ from torch.nn.functional import one_hot
 from otloss._checks import check_reduction, check_tensor
 from otloss.losses._bins import Bins, check_form, check_values, labels_of
 from otloss.losses._geometry import geometry
-from otloss.losses._labels import check_cross_entropy, check_logits, class_count, labelled
-from otloss.losses._ordinal import values_of
+from otloss.losses._labels import check_cross_entropy, check_logits, class_count, dtype_of_loss, labelled
+from otloss.losses._ordinal import reduced_loss
 from otloss.losses._real import check_real
 
 
@@ -85,7 +85,7 @@ def histogram_loss(
         check_values(target, logits)
         target = labels_of(target, placed, form=labels, sigma=sigma, outside=outside)
     rows = labelled(logits, target, placed.centres.dtype, sure=made, sample_weight=sample_weight)
-    return rows.reduced(values_of(rows, apart.to(rows.logits.dtype), mix), reduction).to(dtype)
+    return reduced_loss(rows, apart.to(rows.logits.dtype), mix, reduction).to(dtype)
 
 
 def histogram_mean(
@@ -152,7 +152,7 @@ def histogram_labels(
 
 def _promoted(logits: Tensor, **others: Any) -> torch.dtype:
     """Check dtypes and devices beside the logits, and return the dtype of the answer."""
-    dtype = logits.dtype
+    dtype = dtype_of_loss(logits)
     for name, tensor in others.items():
         if tensor is None:
             continue

@@ -24,7 +24,10 @@ class Labelled:
 
     Attributes:
         logits: (rows, K), not looked at yet: see `check_logits`.
-        target: (rows,) class positions in int64; or (rows, K) soft labels, not looked at yet: see `histograms`.
+        target: (rows,) class positions in int64, not looked at yet: see `check_positions`; or (rows, K) soft labels,
+            not looked at yet: see `histograms`.
+        given: the target as it was given.
+        ignore_index: target of the positions that are left out.
         sure: whether soft labels were made here, so that nothing can be wrong with them.
         weight: (rows,) weights >= 0, or None where all are one.
         kept: which positions these are, or None for all of them.
@@ -34,6 +37,8 @@ class Labelled:
 
     logits: Float[Tensor, "rows classes"]
     target: Tensor
+    given: Tensor
+    ignore_index: int | None
     sure: bool
     weight: Float[Tensor, " rows"] | None
     kept: Bool[Tensor, "*batch"] | None
@@ -44,9 +49,20 @@ class Labelled:
     def is_soft(self) -> bool:
         return self.target.is_floating_point()
 
+    def check_positions(self) -> None:
+        """Raise ValueError if a class position is out of range."""
+        if not self.is_soft:
+            _check_positions(self.given, self.logits.shape[-1], self.ignore_index)
+
     def histograms(self) -> Float[Tensor, "rows classes"]:
         """Return soft labels of mass one in the dtype of the logits; raises where they are none."""
         return self.target if self.sure else normalised(self.target, self.logits.dtype)
+
+    def unweighted_divisor(self, reduction: str) -> int | None:
+        """Return what a mean or a sum divides the sum of the values by; None for a weighted one or for no reduction."""
+        if self.weight is not None or reduction == "none":
+            return None
+        return max(1, self.logits.shape[0]) if reduction == "mean" else 1
 
     def reduced(self, values: Float[Tensor, " rows"], reduction: str) -> Tensor:
         """Return the weighted mean, the weighted sum, or the weighted values at their positions."""
@@ -56,12 +72,13 @@ class Labelled:
                 weighted = weighted.new_zeros(self.shape).masked_scatter(self.kept, weighted)
             return weighted.reshape(self.shape).to(self.dtype)
         total = weighted.sum()
-        if reduction == "mean":
-            if self.weight is None:
-                total = total / max(1, values.numel())
-            else:
-                mass = self.weight.sum()
-                total = total / mass.masked_fill(mass == 0, 1.0)
+        divisor = self.unweighted_divisor(reduction)
+        if divisor is not None:
+            total = total / divisor
+        elif reduction == "mean":
+            assert self.weight is not None
+            mass = self.weight.sum()
+            total = total / mass.masked_fill(mass == 0, 1.0)
         return total.to(self.dtype)
 
 
@@ -71,6 +88,48 @@ def class_count(logits: Any) -> int:
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (..., K) with at least one class.")
     return int(logits.shape[-1])
+
+
+def dtype_of_loss(logits: Tensor) -> torch.dtype:
+    """Return the dtype of a loss of these logits: their own, but at least float32 under autocast, as torch does."""
+    wide, device = torch.promote_types(logits.dtype, torch.float32), logits.device.type
+    if wide == logits.dtype or not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return logits.dtype
+    return wide
+
+
+def classes_last(logits: Any, target: Any, dim: Any) -> tuple[Any, Any]:
+    """Return logits and target with the classes on the last axis, from axis `dim`, or the last one if it is None.
+
+    Raises:
+        TypeError, ValueError: if dim is no axis of the logits, the target does not fit it, or it has to be given.
+    """
+    check_dim(dim)
+    if not isinstance(target, Tensor) or not isinstance(logits, Tensor) or logits.dim() == 0:
+        return logits, target  # which `labelled` says is wrong
+    shape = tuple(logits.shape)
+    if dim is None:
+        # At axis 1 the losses of torch expect the classes.
+        if len(shape) > 2 and target.shape == shape[:-1] == (shape[0], *shape[2:]):
+            raise ValueError(
+                f"logits have shape {shape} and target {tuple(target.shape)}, which fits classes on the last axis and "
+                "on axis 1; say which one it is: dim=-1 or dim=1."
+            )
+        return logits, target
+    if not -len(shape) <= dim < len(shape):
+        raise ValueError(
+            f"dim is {dim}, expected an axis of the logits {shape}, from {-len(shape)} to {len(shape) - 1}."
+        )
+    axis = dim % len(shape)
+    positions = shape[:axis] + shape[axis + 1 :]
+    if target.shape == shape:
+        return logits.movedim(axis, -1), target.movedim(axis, -1)
+    if target.shape != positions:
+        raise ValueError(
+            f"target has shape {tuple(target.shape)}, expected class positions {positions} or soft labels {shape} for "
+            f"logits {shape} with the classes on axis dim={dim}."
+        )
+    return logits.movedim(axis, -1), target
 
 
 def labelled(
@@ -95,28 +154,35 @@ def labelled(
     for name, tensor in given:
         if tensor is not None and check_not_complex(name, tensor).device != logits.device:
             raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}, expected one device; move one.")
-    dtype = logits.dtype
+    dtype = dtype_of_loss(logits)
     for other in (*(tensor.dtype for _, tensor in given if tensor is not None), *others):
         if other.is_floating_point:
             dtype = torch.promote_types(dtype, other)
     arithmetic = torch.promote_types(dtype, torch.float32)
     # In a narrow dtype, comparisons would be modulo its width.
     target = target if soft else target.long()
-    kept = None if soft else _kept(target, classes, ignore_index)
+    kept = None if soft else _kept(target, ignore_index)
     if soft and ignore_index is not None:
         raise ValueError(
             f"ignore_index={ignore_index} leaves class positions out, and target holds soft labels; give the positions "
             "to leave out sample_weight 0."
         )
-    rows = (logits.reshape(-1, classes) if kept is None else logits[kept]).to(arithmetic)
+    rows = (_in_rows(logits) if kept is None else logits[kept]).to(arithmetic)
     if soft:
-        labels = target.reshape(-1, classes)
+        labels = _in_rows(target)
         if sure or class_weight is not None:
             labels, sure = labels.to(arithmetic) if sure else normalised(labels, arithmetic), True
     else:
         labels = target.reshape(-1) if kept is None else target[kept]
+    if class_weight is not None and not soft:
+        _check_positions(target, classes, ignore_index)
     weight = _weights(class_weight, sample_weight, labels, kept, shape, classes, arithmetic)
-    return Labelled(rows, labels, sure, weight, kept, shape, dtype)
+    return Labelled(rows, labels, target, ignore_index, sure, weight, kept, shape, dtype)
+
+
+def _in_rows(tensor: Tensor) -> Float[Tensor, "rows classes"]:
+    # A view is one more operation to differentiate.
+    return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
 def _is_soft(target: Tensor, logits: Tensor) -> bool:
@@ -136,9 +202,10 @@ def _is_soft(target: Tensor, logits: Tensor) -> bool:
             )
         return True
     if target.shape != logits.shape[:-1]:
+        elsewhere = logits.dim() > 2 and target.shape == (logits.shape[0], *logits.shape[2:])
         raise ValueError(
             f"target has shape {tuple(target.shape)}, {expected} {tuple(logits.shape)}: the last axis of the logits "
-            f"is that of the {classes} classes."
+            f"is that of the {classes} classes{'; pass dim=1 if it is axis 1' if elsewhere else ''}."
         )
     if target.is_floating_point():
         raise TypeError(
@@ -148,16 +215,18 @@ def _is_soft(target: Tensor, logits: Tensor) -> bool:
     return False
 
 
-def _kept(target: Tensor, classes: int, ignore_index: int | None) -> Tensor | None:
-    kept = None
+def _kept(target: Tensor, ignore_index: int | None) -> Tensor | None:
     check_ignore_index(ignore_index)
-    if ignore_index is not None:
-        kept = target != ignore_index
-        if kept.all():
-            kept = None
+    if ignore_index is None:
+        return None
+    kept = target != ignore_index
+    return None if kept.all() else kept
+
+
+def _check_positions(target: Tensor, classes: int, ignore_index: int | None) -> None:
     outside = (target < 0) | (target >= classes)
-    if kept is not None:
-        outside &= kept
+    if ignore_index is not None:
+        outside &= target != ignore_index
     if outside.any():
         first = tuple(int(i) for i in outside.nonzero()[0])
         ignored = "" if ignore_index is None else f" or ignore_index={ignore_index}"
@@ -166,13 +235,18 @@ def _kept(target: Tensor, classes: int, ignore_index: int | None) -> Tensor | No
             f"{int(target[first])}; expected 0 to {classes - 1}{ignored}. Number the classes by rank from 0, and name "
             "the label of positions to leave out with ignore_index=."
         )
-    return kept
 
 
 def check_ignore_index(ignore_index: Any) -> None:
     """Raise TypeError unless it is a whole number or None."""
     if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
         raise TypeError(f"ignore_index is {ignore_index!r}, expected a whole number such as -100, or None.")
+
+
+def check_dim(dim: Any) -> None:
+    """Raise TypeError unless it is a whole number or None."""
+    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
+        raise TypeError(f"dim is {dim!r}, expected the axis of the classes, such as 1 or -1, or None.")
 
 
 def check_logits(rows: Float[Tensor, "rows classes"]) -> None:

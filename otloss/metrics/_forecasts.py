@@ -18,6 +18,8 @@ from numpy.typing import ArrayLike
 from otloss.metrics._inputs import Forecast, read_forecast
 from otloss.metrics._numbers import read_values
 
+NORMAL_95 = 1.959964  # the middle 95 % of a normal variable, in deviations
+
 
 @dataclass(frozen=True)
 class Reliability:
@@ -28,17 +30,27 @@ class Reliability:
         forecast: (B,) mean forecast in each bin that holds examples, increasing.
         observed: (B,) share of examples at or below the threshold.
         share: (B,) of the weight of all examples; sum 1.
+        count: (B,) examples; where they have weights w, (sum w)^2 / sum w^2, the number that would be as precise.
     """
 
     threshold: object
     forecast: Float[np.ndarray, " bins"]
     observed: Float[np.ndarray, " bins"]
     share: Float[np.ndarray, " bins"]
+    count: Float[np.ndarray, " bins"]
 
     @property
     def error(self) -> float:
         """The expected calibration error of this threshold."""
         return float((self.share * np.abs(self.forecast - self.observed)).sum())
+
+    @property
+    def interval(self) -> tuple[Float[np.ndarray, " bins"], Float[np.ndarray, " bins"]]:
+        """Ends of the 95 % interval of each observed share: Wilson's, which is right for a handful of examples too."""
+        spread = NORMAL_95**2 / self.count
+        middle = (self.observed + spread / 2) / (1 + spread)
+        half = np.sqrt(spread * (self.observed * (1 - self.observed) + spread / 4)) / (1 + spread)
+        return np.maximum(middle - half, 0.0), np.minimum(middle + half, 1.0)
 
 
 def ranked_probability_score(
@@ -178,9 +190,9 @@ def threshold_reliability(
             np.bincount(index, forecast.weight * factor, minlength=bins) for factor in (1.0, below, was_below)
         )
         held = share > 0
-        curves.append(
-            Reliability(_scalar(forecast.labels[k]), hoped[held] / share[held], seen[held] / share[held], share[held])
-        )
+        count = share[held] ** 2 / np.bincount(index, forecast.weight**2, minlength=bins)[held]
+        label, share_held = _scalar(forecast.labels[k]), share[held]
+        curves.append(Reliability(label, hoped[held] / share_held, seen[held] / share_held, share_held, count))
     return curves
 
 

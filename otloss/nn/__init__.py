@@ -11,6 +11,7 @@ from otloss.nn._closed_forms import SlicedWasserstein as SlicedWasserstein
 from otloss.nn._closed_forms import Wasserstein1d as Wasserstein1d
 from otloss.nn._closed_forms import WassersteinCircular as WassersteinCircular
 from otloss.nn._closed_forms import WassersteinTree as WassersteinTree
+from otloss.nn._cumulative import CumulativeLinkHead as CumulativeLinkHead
 from otloss.nn._numbers import NumberTokenLoss as NumberTokenLoss
 from otloss.nn._ordinal import HistogramLoss as HistogramLoss
 from otloss.nn._ordinal import OrdinalLoss as OrdinalLoss
@@ -23,6 +24,7 @@ from otloss.nn._solvers import SinkhornDivergence as SinkhornDivergence
 
 __all__ = [
     "CdfDistance",
+    "CumulativeLinkHead",
     "Emd",
     "HistogramLoss",
     "NumberTokenLoss",

@@ -10,7 +10,7 @@ from otloss.costs import Cost, as_cost
 from otloss.losses import histogram_loss, histogram_mean, ordinal_loss
 from otloss.losses._bins import check_form
 from otloss.losses._geometry import check_settings
-from otloss.losses._labels import check_cross_entropy, check_ignore_index
+from otloss.losses._labels import check_cross_entropy, check_dim, check_ignore_index
 from otloss.losses._real import check_not_complex
 from otloss.nn._base import HeldCost, Loss, described
 
@@ -19,7 +19,7 @@ class OrdinalLoss(Loss):
     """`otloss.ordinal_loss` with held class values or costs, and class weights.
 
     Args:
-        x, power, cost, circular, period, cross_entropy, class_weight, ignore_index, reduction: as for
+        x, power, cost, circular, period, cross_entropy, class_weight, ignore_index, reduction, dim: as for
             `otloss.ordinal_loss`.
 
     Example:
@@ -46,6 +46,7 @@ class OrdinalLoss(Loss):
         class_weight: Float[Tensor, " classes"] | None = None,
         ignore_index: int | None = None,
         reduction: str = "mean",
+        dim: int | None = None,
     ) -> None:
         super().__init__(reduction)
         check_settings(x=x, power=power, cost=cost, circular=circular, period=period)
@@ -53,11 +54,12 @@ class OrdinalLoss(Loss):
             check_not_complex("class_weight", class_weight)
         check_cross_entropy(cross_entropy)
         check_ignore_index(ignore_index)
+        check_dim(dim)
         self.hold("x", x)
         self.hold("class_weight", class_weight)
         self.cost = None if cost is None else HeldCost(as_cost(cost))
         self.power, self.circular, self.period = power, circular, period
-        self.cross_entropy, self.ignore_index = cross_entropy, ignore_index
+        self.cross_entropy, self.ignore_index, self.dim = cross_entropy, ignore_index, dim
 
     def forward(
         self,
@@ -70,14 +72,14 @@ class OrdinalLoss(Loss):
             logits, target, x=self.x, power=self.power, cost=None if self.cost is None else self.cost(),
             circular=self.circular, period=self.period, cross_entropy=self.cross_entropy,
             class_weight=self.class_weight, sample_weight=sample_weight, ignore_index=self.ignore_index,
-            reduction=self.reduction,
+            reduction=self.reduction, dim=self.dim,
         )  # fmt: skip
 
     def extra_repr(self) -> str:
         line = ("x", "power") if self.cost is None else ()
         circle = ("circular", "period") if self.circular else ()
         mix = ("cross_entropy",) if self.cross_entropy else ()
-        return described(self, (*line, *circle, *mix, "class_weight", "ignore_index", "reduction"))
+        return described(self, (*line, *circle, *mix, "class_weight", "ignore_index", "reduction", "dim"))
 
 
 class HistogramLoss(Loss):

@@ -70,9 +70,44 @@ def every(count: int, most: int) -> Int[np.ndarray, " chosen"]:
     return np.arange(0, count, -(-count // most))
 
 
-def legend_beside(ax: Axes, title: str | None = None) -> None:
-    """Put the legend beside the axes, where it covers nothing."""
-    ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize="small", title=title)
+def legend(ax: Axes, title: str | None = None) -> None:
+    """Put the legend beside the axes, where it covers nothing, or inside where a neighbour may be beside them."""
+    if _makes_room(ax):
+        ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize="small", title=title)
+    else:
+        ax.legend(loc="best", framealpha=0.7, fontsize="x-small", title=title, title_fontsize="x-small",
+                  handlelength=1.2, borderpad=0.3, labelspacing=0.3)  # fmt: skip
+
+
+def colour_bar(ax: Axes, scale: Any, label: str) -> Any:
+    """Return a colour bar of `scale`, in room that the axes give up."""
+    if _makes_room(ax):
+        return figure_of(ax).colorbar(scale, ax=ax, shrink=0.8, label=label)
+    # Numbers and label stand on the inner side, for a neighbour may begin at the outer one. They take 0.6 inches.
+    pad = min(0.35, 0.62 / inches_wide(ax))
+    bar = figure_of(ax).colorbar(scale, ax=ax, shrink=0.8, label=label, pad=pad, fraction=0.06)
+    bar.ax.yaxis.set_ticks_position("left")
+    bar.ax.yaxis.set_label_position("left")
+    return bar
+
+
+def entitle(ax: Axes, title: str) -> None:
+    """Write the title, in letters as small as the width of the axes asks for."""
+    text = ax.set_title(title)
+    room = 72 * inches_wide(ax) / (0.55 * len(title))
+    text.set_fontsize(min(text.get_fontsize(), max(room, 7.0)))
+
+
+def inches_wide(ax: Axes) -> float:
+    """Return the width of the axes, as it is before the figure is laid out."""
+    return float(ax.get_window_extent().width / figure_of(ax).dpi)
+
+
+def _makes_room(ax: Axes) -> bool:
+    """Whether the figure moves its axes apart until what is drawn around them fits."""
+    figure = ax.get_figure(root=True)
+    assert figure is not None
+    return figure.get_layout_engine() is not None
 
 
 def _in_letters(ax: Axes, places: Float[np.ndarray, " classes"]) -> Float[np.ndarray, " classes"]:
@@ -80,7 +115,7 @@ def _in_letters(ax: Axes, places: Float[np.ndarray, " classes"]) -> Float[np.nda
     low, high = ax.get_xlim()
     # A letter is about 0.6 of the font's size, here 10 points, or 1/72 of 10 inches. What stands beside the axes will
     # take a fifth of the width or so.
-    width = 0.8 * ax.get_window_extent().width / figure_of(ax).dpi * 72 / 6
+    width = 0.8 * inches_wide(ax) * 72 / 6
     return (places - low) / (high - low) * width
 
 

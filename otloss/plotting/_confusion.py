@@ -10,7 +10,17 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics import ordinal_confusion_matrix
 from otloss.metrics._labels import rank_order
-from otloss.plotting._axes import BLUE, MOST_NAMES, VERMILION, axes_to_draw_on, every, figure_of, name_classes
+from otloss.plotting._axes import (
+    BLUE,
+    MOST_NAMES,
+    VERMILION,
+    axes_to_draw_on,
+    colour_bar,
+    entitle,
+    every,
+    inches_wide,
+    name_classes,
+)  # fmt: skip
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -53,10 +63,11 @@ def plot_confusion_matrix(
     ax.imshow(image, interpolation="nearest")
     if len(table) <= MOST_NAMES:
         _write_cells(ax, table, shares, image)
-    ax.set(title="Confusion matrix by distance of ranks", xlabel="predicted class", ylabel="true class")
+    ax.set(xlabel="predicted class", ylabel="true class")
     name_classes(ax.xaxis, np.arange(len(table)), order)
     name_classes(ax.yaxis, np.arange(len(table)), order)
     _legend_of_distances(ax, colours)
+    entitle(ax, "Confusion matrix")
     return ax
 
 
@@ -72,8 +83,8 @@ def _write_cells(ax: Axes, table: np.ndarray, shares: np.ndarray, image: np.ndar
     luminance = image @ np.array([0.299, 0.587, 0.114])
     texts = {(i, j): _amount(table[i, j]) for i, j in zip(*np.nonzero(table), strict=True)}
     # Points of a cell's width, what stands beside the axes left out; a digit takes 0.65 of the font's size.
-    cell = 0.6 * ax.get_window_extent().width / figure_of(ax).dpi * 72 / len(table)
-    size = min(8.5 if len(table) <= 8 else 6, cell / (0.65 * max(map(len, texts.values()))))
+    cell = 0.6 * inches_wide(ax) * 72 / len(table)
+    size = min(8.5 if len(table) <= 8 else 6, cell / (0.65 * max(map(len, texts.values()))), 0.45 * cell)
     for (i, j), text in texts.items():
         colour = "black" if luminance[i, j] > 0.55 else "white"
         share = f"\n{shares[i, j]:.0%}" if len(table) <= 8 else ""
@@ -93,6 +104,6 @@ def _legend_of_distances(ax: Axes, colours: np.ndarray) -> None:
 
     count = len(colours)
     scale = ScalarMappable(BoundaryNorm(np.arange(count + 1) - 0.5, count), ListedColormap(colours))
-    bar = figure_of(ax).colorbar(scale, ax=ax, shrink=0.8, label="ranks from the truth")
+    bar = colour_bar(ax, scale, "ranks from the truth")
     bar.set_ticks(every(count, 10))
     bar.ax.tick_params(length=0)

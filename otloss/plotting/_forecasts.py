@@ -12,15 +12,15 @@ from numpy.typing import ArrayLike
 from otloss.metrics import threshold_reliability
 from otloss.metrics._inputs import Forecast, read_forecast
 from otloss.metrics._numbers import read_values
-from otloss.plotting._axes import BLUE, GREY, ORANGE, PALE, axes_to_draw_on, legend_beside, name_classes, names_of
+from otloss.plotting._axes import BLUE, GREY, ORANGE, PALE, axes_to_draw_on, entitle, legend, name_classes, names_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
 def plot_cdfs(
-    proba: ArrayLike,
     y_true: ArrayLike,
+    proba: ArrayLike,
     *,
     labels: ArrayLike | None = None,
     columns: ArrayLike = "sorted",
@@ -34,21 +34,24 @@ def plot_cdfs(
     frequencies, and a band holds the middle 80 % of the forecasts.
 
     Args:
-        proba: (n, K) probabilities.
         y_true: (n,) labels.
+        proba: (n, K) probabilities.
         labels, columns, values, sample_weight: as for `otloss.metrics.ranked_probability_score`; values also place the
             classes on the axis.
-        ax: where to draw; a new figure by default.
+        ax: where to draw; a new figure by default. The legend is beside it if the figure has a layout, as by
+            `pyplot.subplots(layout="constrained")`, else inside.
 
     Raises:
-        ValueError, TypeError: as `otloss.metrics.ranked_probability_score`.
+        ValueError, TypeError: as `otloss.metrics.ranked_probability_score`; ValueError also if y_true has two axes, as
+            the probabilities.
         ImportError: without matplotlib.
 
     Example:
-        >>> ax = plot_cdfs([[0.5, 0.3, 0.2]], ["high"], labels=["low", "mid", "high"], columns="rank")
+        >>> ax = plot_cdfs(["high"], [[0.5, 0.3, 0.2]], labels=["low", "mid", "high"], columns="rank")
         >>> ax.get_ylabel()
         'P(Y ≤ class)'
     """
+    _check_order("plot_cdfs", y_true, proba)
     forecast = read_forecast(y_true, proba, labels, columns, sample_weight)
     x = read_values(values, forecast.labels.size)
     ax = axes_to_draw_on(ax)
@@ -66,10 +69,11 @@ def plot_cdfs(
                     label=f"area: {area:.3g}" + ("\n(earth mover's distance)" if single else ""))  # fmt: skip
     ax.step(edges, _ended(predicted), where="post", color=BLUE, linewidth=2, label="predicted")
     ax.step(edges, _ended(observed), where="post", color="black", linewidth=2, linestyle="--", label="true")
-    ax.set(title="Predicted and true cumulative distributions", xlabel="class", ylabel="P(Y ≤ class)")
+    ax.set(xlabel="class", ylabel="P(Y ≤ class)")
     ax.set_ylim(-0.02, 1.05)
     name_classes(ax.xaxis, x, forecast.labels)
-    legend_beside(ax)
+    legend(ax)
+    entitle(ax, "Cumulative distributions")
     return ax
 
 
@@ -86,7 +90,8 @@ def plot_reliability(
 ) -> Axes:
     """Draw how often the true class is at most each threshold, against how often that was forecast.
 
-    A calibrated forecaster is on the diagonal; a flat curve is too sure. Markers grow with the weight of their bin, and
+    A calibrated forecaster is on the diagonal; a flat curve is too sure. Markers grow with the weight of their bin, a
+    vertical line is the 95 % interval of the observed frequency (Wilson's; long where a bin holds few examples), and
     the legend gives each threshold's expected calibration error. Of more than eight thresholds, six are told apart by
     colour and the others are pale.
 
@@ -94,10 +99,12 @@ def plot_reliability(
         y_true: (n,) labels.
         proba: (n, K) probabilities.
         labels, columns, bins, strategy, sample_weight: as for `otloss.metrics.threshold_calibration_error`.
-        ax: where to draw; a new figure by default.
+        ax: where to draw; a new figure by default. The legend is beside it if the figure has a layout, as by
+            `pyplot.subplots(layout="constrained")`, else inside.
 
     Raises:
-        ValueError, TypeError: as `otloss.metrics.threshold_calibration_error`.
+        ValueError, TypeError: as `otloss.metrics.threshold_calibration_error`; ValueError also if y_true has two axes,
+            as the probabilities.
         ImportError: without matplotlib.
 
     Example:
@@ -105,6 +112,7 @@ def plot_reliability(
         >>> len(ax.get_lines())  # two thresholds and the diagonal
         3
     """
+    _check_order("plot_reliability", y_true, proba)
     curves = threshold_reliability(
         y_true, proba, labels=labels, columns=columns, bins=bins, strategy=strategy, sample_weight=sample_weight
     )
@@ -119,15 +127,26 @@ def plot_reliability(
         curve = curves[k]
         label = fill(f"≤ {names[k]}: {curve.error:.3f}", 22, subsequent_indent="    ")
         ax.plot(curve.forecast, curve.observed, color=colour, linewidth=1.5, zorder=3, label=label)
+        ax.vlines(curve.forecast, *curve.interval, color=colour, linewidth=1, alpha=0.5, zorder=2)
         sizes = 8 + 150 * curve.share
         ax.scatter(curve.forecast, curve.observed, s=sizes, color=[colour], edgecolor="white", linewidth=0.6, zorder=4)
     for n, k in enumerate(np.setdiff1d(np.arange(len(curves)), shown)):
         others = None if n else f"the other {len(curves) - len(shown)}"
         ax.plot(curves[k].forecast, curves[k].observed, color=PALE, linewidth=0.7, zorder=2, label=others)
-    ax.set(title="Reliability by threshold", xlabel="forecast P(Y ≤ class)", ylabel="observed frequency")
+    ax.set(xlabel="forecast P(Y ≤ class)", ylabel="observed frequency")
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
-    legend_beside(ax, title="calibration error")
+    legend(ax, title="calibration error")
+    entitle(ax, "Reliability by threshold")
     return ax
+
+
+def _check_order(function: str, y_true: ArrayLike, proba: ArrayLike) -> None:
+    axes = np.ndim(y_true), np.ndim(proba)
+    if axes[0] > 1:
+        swapped = f"; the labels come first: {function}(y_true, proba)" if axes[1] < 2 else ""
+        raise ValueError(
+            f"y_true has {axes[0]} axes and proba {axes[1]}, expected labels (n,) and probabilities (n, K){swapped}."
+        )
 
 
 def _told_apart(curves: int) -> Int[np.ndarray, " shown"]:

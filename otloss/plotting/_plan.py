@@ -10,10 +10,12 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._solve import Transport
-from otloss.plotting._axes import ORANGE, axes_to_draw_on, figure_of
+from otloss.plotting._axes import ORANGE, axes_to_draw_on, colour_bar, entitle, inches_wide
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+_MARGINAL = 0.16  # of the width and the height of the axes
 
 
 def plot_transport_plan(
@@ -50,18 +52,23 @@ def plot_transport_plan(
 
     edges_x, edges_y = _cell_edges(rows), _cell_edges(columns)
     mesh = ax.pcolormesh(edges_y, edges_x, masses, cmap="Blues", norm=PowerNorm(0.5, 0, masses.max()))
-    ax.set(xlabel="y, to", ylabel="x, from", xlim=edges_y[[0, -1]], ylim=edges_x[[0, -1]])
-    ax.set_title("Transport plan", y=1.21)
-    top = ax.inset_axes((0, 1.02, 1, 0.18), sharex=ax)
+    ax.set(xlabel="y, to", ylabel="x, from")
+    colour_bar(ax, mesh, "mass")
+    most = int(np.clip(2.5 * inches_wide(ax), 2, 6))
+    # The marginals stand inside the axes, above and to the right of the plan, where nothing else can be drawn.
+    for axis, edges, given in ((ax.xaxis, edges_y, y), (ax.yaxis, edges_x, x)):
+        low, high = edges[[0, -1]]
+        axis.axes.set(**{f"{axis.axis_name}lim": (low, low + (high - low) / (1 - _MARGINAL - 0.02))})
+        ticks = MaxNLocator(most, integer=given is None).tick_values(low, high)
+        axis.set_ticks(ticks[(low <= ticks) & (ticks <= high)])
+    top = ax.inset_axes((0, 1 - _MARGINAL, 1, _MARGINAL), sharex=ax)
     top.stairs(masses.sum(0), edges_y, fill=True, color=ORANGE)
-    side = ax.inset_axes((1.02, 0, 0.18, 1), sharey=ax)
+    side = ax.inset_axes((1 - _MARGINAL, 0, _MARGINAL, 1), sharey=ax)
     side.stairs(masses.sum(1), edges_x, fill=True, color=ORANGE, orientation="horizontal")
     for marginal in (top, side):
         marginal.set_axis_off()
-    for axis, given in ((ax.xaxis, y), (ax.yaxis, x)):
-        if given is None:
-            axis.set_major_locator(MaxNLocator(integer=True))
-    figure_of(ax).colorbar(mesh, ax=ax, label="mass", shrink=0.8)
+    ax.spines[["top", "right"]].set_visible(False)
+    entitle(ax, "Transport plan")
     return ax
 
 

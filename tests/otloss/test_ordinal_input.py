@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otloss import ordinal_loss
+from otloss import histogram_loss, nn, ordinal_loss
 
 Z, Y = torch.zeros(2, 3), torch.tensor([0, 1])
 T = torch.full((2, 3), 1 / 3)
@@ -89,6 +89,45 @@ def test_sample_weights_count_as_copies(n: int) -> None:
         torch.testing.assert_close(weighted, repeated)
         (slope,), (expected,) = torch.autograd.grad(weighted, leaf), torch.autograd.grad(repeated, again)
         torch.testing.assert_close(slope, expected)
+
+
+def test_the_axis_of_the_classes() -> None:
+    z, y = drawn(2, 3, 4, 5, seed=40).float(), torch.arange(40).reshape(2, 4, 5) % 3
+    last = z.movedim(1, -1)
+    soft, weight = drawn(2, 3, 4, 5, seed=41).float().softmax(1), torch.rand(2, 4, 5)
+    for target, moved in ((y, y), (soft, soft.movedim(1, -1))):
+        leaves = z.clone().requires_grad_(), last.clone().requires_grad_()
+        found = ordinal_loss(leaves[0], target, dim=1, sample_weight=weight, reduction="none")
+        expected = ordinal_loss(leaves[1], moved, sample_weight=weight, reduction="none")
+        assert torch.equal(found, expected)
+        slope, expected = (
+            torch.autograd.grad(v.sum(), leaf)[0] for v, leaf in zip((found, expected), leaves, strict=True)
+        )
+        assert torch.equal(slope.movedim(1, -1), expected)
+        assert torch.equal(
+            nn.OrdinalLoss(dim=-3, reduction="none")(z, target), ordinal_loss(last, moved, reduction="none")
+        )
+    # (N, K, K) with (N, K) fits both ways, with different losses.
+    z, y = drawn(2, 3, 3, seed=42), torch.tensor([[0, 1, 2], [2, 2, 1]])
+    with pytest.raises(ValueError, match=r"logits have shape \(2, 3, 3\) and target \(2, 3\), .*: dim=-1 or dim=1"):
+        ordinal_loss(z, y)
+    with pytest.raises(ValueError, match="dim=-1 or dim=1"):
+        nn.OrdinalLoss()(z, y)
+    assert torch.equal(ordinal_loss(z, y, dim=1), ordinal_loss(z.mT, y, dim=-1))
+    assert ordinal_loss(z, y, dim=-1) != ordinal_loss(z, y, dim=1)
+
+
+def test_under_autocast_the_answer_is_that_of_cross_entropy() -> None:
+    z, y = drawn(4, 3, seed=43).bfloat16(), torch.tensor([0, 1, 2, 0])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for found in (
+            ordinal_loss(z, y),
+            ordinal_loss(z, y, power=1),
+            histogram_loss(z, y, torch.arange(3.0).bfloat16()),
+        ):
+            assert found.dtype == torch.nn.functional.cross_entropy(z, y).dtype == torch.float32
+        assert torch.equal(ordinal_loss(z, y), ordinal_loss(z.float(), y))
+        assert ordinal_loss(z.double(), y).dtype == torch.float64
 
 
 def test_soft_labels_take_the_expected_class_weight() -> None:
@@ -257,6 +296,15 @@ def test_nothing_to_learn_is_zero_with_zero_slopes() -> None:
             ValueError,
             "cross-entropy of row 0 .* is inf",
         ),
+        (lambda: ordinal_loss(torch.zeros(2, 5, 4, 3), torch.zeros(2, 4, 3).long()), ValueError, "pass dim=1 if it is"),
+        (
+            lambda: ordinal_loss(torch.zeros(2, 5, 4), torch.zeros(2, 5).long(), dim=1),
+            ValueError,
+            r"target has shape \(2, 5\), expected class positions \(2, 4\) or soft labels \(2, 5, 4\) .* dim=1",
+        ),
+        (lambda: ordinal_loss(Z, Y, dim=2), ValueError, r"dim is 2, expected an axis of the logits \(2, 3\)"),
+        (lambda: ordinal_loss(Z, Y, dim=1.0), TypeError, "dim is 1.0"),  # type: ignore[arg-type]
+        (lambda: nn.OrdinalLoss(dim="1"), TypeError, "dim is '1'"),  # type: ignore[arg-type]
         (lambda: ordinal_loss(Z, Y.to("meta")), ValueError, "target is on meta, logits on cpu"),
         (lambda: ordinal_loss(Z, Y, x=torch.arange(3, device="meta")), ValueError, "x is on meta, logits on cpu"),
     ],

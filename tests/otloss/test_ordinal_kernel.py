@@ -8,11 +8,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
 
 from otloss import ordinal_loss
-from otloss.losses import _ordinal
+from otloss._kernels._threads import run_on_threads
+from otloss.losses import _compiled, _ordinal
 
-SHAPES = [(1, 9000), (64, 130), (1000, 9), (4097, 2), (129, 65)]
+SHAPES = [(1, 9000), (3, 5), (1000, 9), (4097, 2), (129, 65)]
 
 
 def problem(rows: int, classes: int, dtype: torch.dtype, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -25,7 +27,7 @@ def problem(rows: int, classes: int, dtype: torch.dtype, scale: float = 3.0) -> 
 
 
 def by_twin(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ordinal, "_SMALL", 2**62)
+    monkeypatch.setattr(_ordinal, "_may_run_kernels", lambda *given: False)
 
 
 def value_and_slope(z: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
@@ -33,6 +35,11 @@ def value_and_slope(z: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, Tenso
     values = ordinal_loss(leaf, y, reduction="none", **options)
     upstream = torch.linspace(-1, 2, values.numel(), dtype=values.dtype)
     return values.detach(), torch.autograd.grad(values, leaf, upstream)[0]
+
+
+def slope_of_sum(z: Tensor, y: Tensor) -> Tensor:
+    leaf = z.clone().requires_grad_()
+    return torch.autograd.grad(ordinal_loss(leaf, y, reduction="sum"), leaf)[0]
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
@@ -102,6 +109,49 @@ def test_layouts_threads_repeated_passes_and_frozen_logits() -> None:
     assert not ordinal_loss(z, y, x=x).requires_grad
     with torch.no_grad():
         assert not ordinal_loss(leaf, y, x=x).requires_grad
+
+
+def test_small_batches_run_the_kernel_on_the_thread_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def run(kernel: Any, tasks: int, arguments: Any) -> Any:
+        ran.append(tasks)
+        return run_on_threads(kernel, tasks, arguments)
+
+    monkeypatch.setattr(_compiled, "run_on_threads", run)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    for rows, classes in ((1, 2), (256, 5), (64, 100), (8000, 5)):
+        z, y, x = problem(rows, classes, torch.float32)
+        value_and_slope(z, y)
+        value_and_slope(z, y, x=x)
+    assert ran == [1, 1, 1, 1, 1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_plain_batches_equal_the_reference(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, y, _ = problem(70, 5, torch.float64)
+    direction = z.roll(1, 0)
+
+    def derivatives() -> tuple[Tensor, ...]:
+        leaf = z.clone().requires_grad_()
+        value = ordinal_loss(leaf, y, cross_entropy=0.3, reduction=reduction)
+        (first,) = torch.autograd.grad(value.square().sum(), leaf, create_graph=True)
+        return value.detach(), first.detach(), torch.autograd.grad((first * direction).sum(), leaf)[0]
+
+    quick = derivatives()
+    by_twin(monkeypatch)
+    torch.testing.assert_close(quick, derivatives())
+
+
+class Named(Tensor):
+    pass
+
+
+def test_subclasses_and_batches_of_gradients() -> None:
+    z, y, _ = problem(3, 5, torch.float32)
+    assert type(ordinal_loss(z.as_subclass(Named), y)) is Named
+    rows = jacobian(lambda z: ordinal_loss(z, y, reduction="none"), z, vectorize=True)  # a batch of gradients
+    torch.testing.assert_close(rows.sum(0), slope_of_sum(z, y))
 
 
 def test_learned_class_values_get_their_gradient() -> None:

@@ -12,6 +12,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
+from scipy import stats
 
 import otloss
 from otloss import metrics, plotting
@@ -19,6 +20,7 @@ from otloss import metrics, plotting
 matplotlib = pytest.importorskip("matplotlib")
 matplotlib.use("agg")
 from matplotlib import pyplot as plt  # noqa: E402
+from matplotlib.collections import LineCollection  # noqa: E402
 from matplotlib.colors import to_rgb  # noqa: E402
 
 NAMES = ["poor", "fair", "good", "excellent"]
@@ -38,7 +40,7 @@ def draw(seed: int = 0, n: int = 200, classes: int = 4) -> tuple[np.ndarray, np.
 
 
 CALLS: dict[str, Callable[..., Any]] = {
-    "cdfs": lambda proba, y, **given: plotting.plot_cdfs(proba, y, labels=range(proba.shape[1]), **given),
+    "cdfs": lambda proba, y, **given: plotting.plot_cdfs(y, proba, labels=range(proba.shape[1]), **given),
     "confusion": lambda proba, y, **given: plotting.plot_confusion_matrix(
         y, proba.argmax(1), labels=range(proba.shape[1]), **given
     ),
@@ -64,6 +66,43 @@ def test_draws_on_the_axes_that_is_given_and_returns_it(name: str, n: int, class
     fresh.figure.canvas.draw()
 
 
+@pytest.mark.parametrize("name", CALLS)
+def test_what_is_drawn_stays_in_the_room_of_the_axes(name: str) -> None:
+    figure, axes = plt.subplots(1, 3, figsize=(9, 3))  # without a layout that would move neighbours away
+    room = axes[1].get_window_extent().frozen()
+    CALLS[name](*draw(0, 60, 5), ax=axes[1])
+    figure.canvas.draw()
+    drawn = [ax.get_tightbbox() for ax in figure.axes if ax not in (axes[0], axes[2])]
+    assert max(box.x1 for box in drawn) <= room.x1 + 12, "half of a number at the end of the axis"
+    title = axes[1].title.get_window_extent()
+    assert room.x0 <= title.x0
+    assert title.x1 <= room.x1
+
+
+@pytest.mark.parametrize("plot", [plotting.plot_cdfs, plotting.plot_reliability])
+def test_probabilities_in_the_place_of_labels(plot: Callable[..., Any]) -> None:
+    proba, y = draw(0, 50, 4)
+    with pytest.raises(ValueError, match=rf"y_true has 2 axes and proba 1, .*: {plot.__name__}\(y_true, proba\)"):
+        plot(proba, y)
+    with pytest.raises(ValueError, match=r"y_true has 2 axes and proba 2, .*probabilities \(n, K\)\.$"):
+        plot(proba, proba)
+    assert plot(y, proba).has_data()
+
+
+def test_bins_of_few_examples_look_uncertain() -> None:
+    proba = np.repeat([[0.9, 0.1], [0.1, 0.9]], [3, 200], axis=0)
+    y = np.array([0, 0, 1] + [0] * 30 + [1] * 170)
+    ax = plotting.plot_reliability(y, proba)
+    lines = next(part for part in ax.collections if isinstance(part, LineCollection))
+    found = {round(segment[0, 0], 6): segment[:, 1] for segment in lines.get_segments()}
+    for forecast, hits, count in ((0.9, 2, 3), (0.1, 30, 200)):
+        exact = stats.binomtest(hits, count).proportion_ci(method="wilson")
+        np.testing.assert_allclose(found[forecast], [exact.low, exact.high], rtol=1e-5)
+    assert np.ptp(found[0.9]) > 5 * np.ptp(found[0.1])
+    (curve,) = metrics.threshold_reliability(y, proba, sample_weight=np.full(203, 2.0))
+    np.testing.assert_allclose(curve.count, [200, 3])
+
+
 @pytest.mark.parametrize("name", ["cdfs", "reliability"])
 def test_legend_covers_nothing(name: str) -> None:
     ax = CALLS[name](*draw(0, 100, 12))
@@ -76,14 +115,14 @@ def test_legend_covers_nothing(name: str) -> None:
 def test_cumulative_distributions() -> None:
     proba, y = draw()
     values = [0.0, 1.0, 5.0, 7.0]
-    ax = plotting.plot_cdfs(proba, np.array(NAMES)[y], labels=NAMES, columns="rank", values=values)
+    ax = plotting.plot_cdfs(np.array(NAMES)[y], proba, labels=NAMES, columns="rank", values=values)
     predicted, true = ax.get_lines()
     np.testing.assert_allclose(predicted.get_ydata()[:4], proba.cumsum(1).mean(0))
     np.testing.assert_allclose(true.get_ydata()[:4], [(y <= k).mean() for k in range(4)])
     np.testing.assert_allclose(predicted.get_xdata()[:4], values)
     assert [text.get_text() for text in ax.get_xticklabels()] == NAMES
     # The named area of one example is its earth mover's distance.
-    one = plotting.plot_cdfs(proba[:1], y[:1], labels=range(4), values=values)
+    one = plotting.plot_cdfs(y[:1], proba[:1], labels=range(4), values=values)
     emd = metrics.ordinal_emd(y[:1], proba[:1], labels=range(4), values=values)
     assert f"area: {emd:.3g}\n(earth mover's distance)" in [text.get_text() for text in one.get_legend().get_texts()]
 
@@ -93,7 +132,7 @@ def test_band_of_forecasts_follows_weights() -> None:
     weight = np.ones(11)
     weight[0] = 1000.0
     for given, edges in ((None, [0.55, 0.95]), (weight, [0.5])):
-        ax = plotting.plot_cdfs(proba, np.zeros(11, int), labels=range(3), sample_weight=given)
+        ax = plotting.plot_cdfs(np.zeros(11, int), proba, labels=range(3), sample_weight=given)
         band = ax.collections[0].get_paths()[0].vertices
         inside = band[(band[:, 0] > 1) & (band[:, 0] < 2.1)]
         # From the last class on the band is at 1.
@@ -111,13 +150,13 @@ def names_on_x(ax: Any) -> list[Any]:
 
 def test_names_are_slanted_only_where_they_would_touch() -> None:
     proba, y = draw(0, 50, 5)
-    long = plotting.plot_cdfs(proba, np.array(LIKERT)[y], labels=LIKERT, columns="rank")
+    long = plotting.plot_cdfs(np.array(LIKERT)[y], proba, labels=LIKERT, columns="rank")
     assert [text.get_text() for text in names_on_x(long)] == LIKERT
     assert {text.get_rotation() for text in names_on_x(long)} == {30.0}
-    short = plotting.plot_cdfs(proba, y, labels=range(5))
+    short = plotting.plot_cdfs(y, proba, labels=range(5))
     assert {text.get_rotation() for text in names_on_x(short)} == {0.0}
     longer = [f"{name}, all things considered" for name in LIKERT]
-    names = [text.get_text() for text in names_on_x(plotting.plot_cdfs(proba, y, labels=range(5)))]
+    names = [text.get_text() for text in names_on_x(plotting.plot_cdfs(y, proba, labels=range(5)))]
     assert names == ["0", "1", "2", "3", "4"]
     ax = plotting.plot_confusion_matrix(np.array(longer)[y], np.array(longer)[y], labels=longer)
     assert names_on_x(ax)[0].get_text() == "strongly disagree, … onsidered"
@@ -128,7 +167,7 @@ def test_names_are_slanted_only_where_they_would_touch() -> None:
 def test_names_of_uneven_classes_are_thinned_out(values: list[float], names: Any) -> None:
     proba, y = draw(0, 50, 5)
     _, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
-    ax = plotting.plot_cdfs(proba, np.array(names)[y], labels=names, columns="rank", values=values, ax=axes[0])
+    ax = plotting.plot_cdfs(np.array(names)[y], proba, labels=names, columns="rank", values=values, ax=axes[0])
     texts = names_on_x(ax)
     places = [text.get_position()[0] for text in texts]
     assert [text.get_text() for text in texts] == [str(names[values.index(place)]) for place in places]
@@ -205,7 +244,7 @@ def test_dates_and_floats_are_named_as_one_would_write_them(unit: str) -> None:
     assert [text.get_text()[:12] for text in legend.get_texts()] == [f"≤ {name}" for name in names[:2]]
     for floats, written in (([0.1, 0.1 + 0.2, 1 / 3], ["0.1", "0.3", "0.333333"]),
                             ([1.0, 1 + 1e-7, 2.0], ["1", "1.0000001", "2"])):  # fmt: skip
-        ax = plotting.plot_cdfs(proba, np.array(floats)[y], values=[0, 1, 2])
+        ax = plotting.plot_cdfs(np.array(floats)[y], proba, values=[0, 1, 2])
         assert [text.get_text() for text in ax.get_xticklabels()] == written
 
 
@@ -245,7 +284,7 @@ def test_without_matplotlib_the_message_says_what_to_install() -> None:
         (lambda: plotting.plot_transport_plan([[np.nan]]), "expected finite"),
         (lambda: plotting.plot_transport_plan([[1.0]], x=[0, 1]), r"x has shape \(2,\), expected \(1,\)"),
         (lambda: plotting.plot_transport_plan([[1.0, 1.0]], y=[2, 2]), "y holds a position twice"),
-        (lambda: plotting.plot_cdfs([[0.5, 0.5]], ["a"]), "Pass labels="),
+        (lambda: plotting.plot_cdfs(["a"], [[0.5, 0.5]]), "Pass labels="),
         (
             lambda: plotting.plot_transport_plan([[1.0]], ax=plt.figure()),
             "ax is a Figure, expected one matplotlib Axes",
@@ -261,7 +300,7 @@ def test_bad_input(call: Callable[[], object], message: str) -> None:
 def test_columns_of_a_data_frame_go_by_their_names() -> None:
     proba, y = draw()
     frame = pd.DataFrame(proba, columns=NAMES)[NAMES[::-1]]
-    predicted = plotting.plot_cdfs(frame, np.array(NAMES)[y], labels=NAMES).get_lines()[0]
+    predicted = plotting.plot_cdfs(np.array(NAMES)[y], frame, labels=NAMES).get_lines()[0]
     np.testing.assert_allclose(predicted.get_ydata()[:4], proba.cumsum(1).mean(0))
 
 
@@ -271,7 +310,7 @@ def test_intervals_name_the_classes() -> None:
     names = [str(interval) for interval in ages.categories]
     matrix = plotting.plot_confusion_matrix(ages, np.asarray(ages)[::-1])
     assert [text.get_text() for text in matrix.get_yticklabels()] == names
-    predicted = plotting.plot_cdfs(proba, ages).get_lines()[0]
+    predicted = plotting.plot_cdfs(ages, proba).get_lines()[0]
     np.testing.assert_allclose(predicted.get_ydata()[:4], proba.cumsum(1).mean(0))
     legend = plotting.plot_reliability(ages, proba).get_legend()
     assert [text.get_text().split(":")[0] for text in legend.get_texts()] == [f"≤ {name}" for name in names[:3]]
