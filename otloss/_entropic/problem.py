@@ -23,8 +23,8 @@ DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
 SANE_START = 100.0
 # Epsilon over the largest cost from which float32 problems are solved in float64.
 WIDE_FROM = 10.0
-# Epsilon over the largest cost. Below, the rounding of potentials in float64 changes entries of the plan by more than
-# the tolerance; above, the rounding of their logarithms, times epsilon, is above that of the costs.
+# Epsilon over the largest potential: below, its rounding in float64 changes entries of the plan by more than the
+# tolerance. Epsilon over the largest cost: above, the rounding of logarithms, times epsilon, changes the value.
 LEAST_RATIO, LARGEST_RATIO = 1e-8, 1e8
 
 
@@ -115,7 +115,7 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
     width = _epsilon(epsilon, fitted, settings)
     p, q = pair.p, pair.q
     highest = fitted.largest()
-    _check_ratio(width.detach(), highest)
+    _check_not_too_large(width.detach(), highest)
     if fitted.dtype == torch.float32 and has_float64(fitted.device) and _is_wide(width.detach(), highest):
         # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
         p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
@@ -139,18 +139,31 @@ def _is_wide(width: Tensor, highest: Tensor) -> bool:
     return bool(wide.any()) and bool((wide & (highest > 0)).any())  # the second is seldom asked
 
 
-def _check_ratio(width: Tensor, highest: Tensor) -> None:
-    outside = (highest > 0) & ((width < LEAST_RATIO * highest) | (width > LARGEST_RATIO * highest))
+def _check_not_too_large(width: Tensor, highest: Tensor) -> None:
+    outside = (highest > 0) & (width > LARGEST_RATIO * highest)
     if outside.any():
-        got_width, got_highest = (float(t.expand(outside.shape)[outside][0]) for t in (width, highest))
+        got, largest = (float(t.expand(outside.shape)[outside][0]) for t in (width, highest))
         raise ValueError(
-            f"epsilon is {got_width:.3g} where the largest cost is {got_highest:.3g}, expected {LEAST_RATIO:g} to "
-            f"{LARGEST_RATIO:g} times that: beyond, rounding in float64 decides the answer. "
-            + (
-                "Use emd, or solve(..., epsilon=None)."
-                if got_width < got_highest
-                else 'Use upper_bound(..., coupling="independent"), the limit for large epsilon.'
-            )
+            f"epsilon is {got:.3g} where the largest cost is {largest:.3g}, expected at most {LARGEST_RATIO:g} times "
+            'that: rounding would decide the answer. Its limit is upper_bound(..., coupling="independent").'
+        )
+
+
+def check_not_too_small(problem: EntropicProblem, f: Tensor, g: Tensor) -> None:
+    """Raise where epsilon is so small beside the potentials that their rounding decides the plan.
+
+    They tell what the costs do not: a large cost that forbids a pair is harmless where no mass has to take it.
+    """
+    size = torch.maximum(*(
+        potential.masked_fill(weights.detach() == 0, 0.0).abs().amax(-1)
+        for potential, weights in ((f, problem.p), (g, problem.q))
+    ))  # fmt: skip
+    outside = problem.epsilon.detach() < LEAST_RATIO * size
+    if outside.any():
+        raise ValueError(
+            f"epsilon is {float(problem.epsilon.detach()[outside][0]):.3g} where potentials reach "
+            f"{float(size[outside][0]):.3g}, expected at least {LEAST_RATIO:g} times that: rounding in float64 would "
+            "decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon."
         )
 
 

@@ -16,7 +16,15 @@ from torch import Tensor
 
 from otloss._entropic.log_domain import iterate_in_logs
 from otloss._entropic.newton import error_of_potential, newton_search
-from otloss._entropic.problem import EntropicProblem, Settings, check_start, has_float64, in_float64, tolerance_of
+from otloss._entropic.problem import (
+    EntropicProblem,
+    Settings,
+    check_not_too_small,
+    check_start,
+    has_float64,
+    in_float64,
+    tolerance_of,
+)
 from otloss._kernels import may_run_on
 from otloss._kernels.sinkhorn_call import (
     ERROR,
@@ -39,6 +47,7 @@ PATIENCE, LARGEST_NEWTON = 1000, 2**20
 # Potentials are settled where the last update changes a factor of the plan by no more, and where their error is no more
 # of their spread; uncertain where it is more than the second number.
 SETTLED, UNCERTAIN = 1e-3, 1e-2
+LITTLE = 1e-5  # of epsilon: an error that does not count, where potentials hardly differ
 
 
 class ConvergenceWarning(UserWarning):
@@ -104,6 +113,7 @@ def find_potentials(
     with torch.no_grad():
         search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
         f, g, error, iterations, uncertain = _in_turns(problem, start, search, goal)
+        check_not_too_small(problem, f, g)
         if settle and uncertain is not None:
             f, g, error, iterations, uncertain = _settled(problem, (f, g, error, iterations, uncertain), goal)
         # A value whose error is not known must not look like a number.
@@ -134,7 +144,8 @@ def _in_turns(
         return f, g, error, iterations, uncertain
     if newton:
         stuck = ~(error <= tolerance)
-        f, g, error, steps, _ = _by_newton(problem, (f, g, error), stuck, dataclasses.replace(goal, settled=math.inf))
+        rest = dataclasses.replace(goal, most=left, settled=math.inf)
+        f, g, error, steps, _ = _by_newton(problem, (f, g, error), stuck, rest)
         iterations, left = iterations + steps, left - int(steps.amax())
     if left > 0 and not bool((error <= tolerance).all()):
         again = in_float64(problem) if narrow else problem
@@ -177,8 +188,10 @@ def _settled(problem: EntropicProblem, found: _Found, goal: _Goal) -> _Found:
     f, g, error, iterations, known = found
     assert known is not None
     uncertain, spread, eigenvalue = known
-    poor = (~(uncertain <= SETTLED * spread) | (eigenvalue < RESOLVED)) & (error <= goal.tolerance)
-    if goal.symmetric or not _can_take_newton(problem) or not bool(poor.any()):
+    enough = SETTLED * spread + LITTLE * problem.epsilon.detach()
+    poor = (~(uncertain <= enough) | (eigenvalue < RESOLVED)) & (error <= goal.tolerance)
+    goal = dataclasses.replace(goal, most=goal.most - int(iterations.amax()) if iterations.numel() else 0)
+    if goal.most < 1 or goal.symmetric or not _can_take_newton(problem) or not bool(poor.any()):
         return found
     f, g, error, steps, better = _by_newton(problem, (f, g, error), poor, goal)
     return f, g, error, iterations + steps, (torch.where(poor, better, uncertain), spread, eigenvalue)
@@ -239,8 +252,10 @@ def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> N
     """Warn of the worst problem that did not converge, or raise with strict=True."""
     tolerance = tolerance_of(problem, settings)
     if found.converged.all():
-        if found.potential_error is not None and found.spread is not None and _takes_weight_gradients(problem):
-            _warn_of_uncertain(found.potential_error, found.spread)
+        # "implicit" finds out by itself.
+        known = found.potential_error is not None and settings.grad == "envelope"
+        if known and _takes_weight_gradients(problem):
+            _warn_of_uncertain(problem, found)
         return
     error = found.error.nan_to_num(nan=torch.inf)
     worst = tuple(int(i) for i in (error == error.max()).nonzero()[0])
@@ -261,8 +276,10 @@ def _takes_weight_gradients(problem: EntropicProblem) -> bool:
     return torch.is_grad_enabled() and (problem.p.requires_grad or problem.q.requires_grad)
 
 
-def _warn_of_uncertain(error: Tensor, spread: Tensor) -> None:
-    poor = error > UNCERTAIN * spread
+def _warn_of_uncertain(problem: EntropicProblem, found: Potentials) -> None:
+    error, spread = found.potential_error, found.spread
+    assert error is not None and spread is not None
+    poor = error > UNCERTAIN * spread + LITTLE * problem.epsilon.detach()
     if bool(poor.any()):
         share = (error / spread)[poor].amax()
         warnings.warn(

@@ -295,9 +295,7 @@ def _solve(
     highest = _highest(cost)
     scale_p, scale_q, mass = balance(p, q, mass_tolerance)
     # Written so that NaN fails too.
-    if not (highest < np.inf and mass < np.inf) or epsilon < least_ratio * highest:
-        return
-    if 0 < largest_ratio * highest < epsilon:
+    if not (highest < np.inf and mass < np.inf) or 0 < largest_ratio * highest < epsilon:
         return
     n = _take(p, mass / scale_p, negligible, narrow[SHARE_P], places[0])
     m = _take(q, mass / scale_q, negligible, narrow[SHARE_Q], places[1])
@@ -307,6 +305,7 @@ def _solve(
         for j in range(g.shape[0]):
             g[j] = 0
         ends[ERROR], ends[VALUE] = 0, 0
+        ends[POTENTIAL_ERROR], ends[SPREAD], ends[LEAST_EIGENVALUE] = 0, 0, 1
         return
     alpha, beta, columns = wide[ALPHA], wide[BETA], places[1]
     for i in range(n):
@@ -346,7 +345,12 @@ def _solve(
         value_p += f[i] * np.float64(p[i])
     for j in range(g.shape[0]):
         value_q += g[j] * np.float64(q[j])
-    ends[ERROR], ends[ITERATIONS] = error, done
+    reach = 0.0
+    for i in range(n):
+        reach = max(reach, abs(alpha[i]))
+    for j in range(m):
+        reach = max(reach, abs(beta[j]))
+    ends[ERROR], ends[ITERATIONS] = error if epsilon >= least_ratio * reach else np.inf, done
     ends[VALUE] = value_p * scale_p + value_q * scale_q
 
 
@@ -359,8 +363,9 @@ def sinkhorn_problems(
 
     p, q: (B, n), (B, m); without mass, potentials are 0. costs: (matrices, n, m). These are in float32 or float64, the
     width that the iterations run in. epsilon: (B,), f, g: (B, n), (B, m), in float64. limits: the relative difference
-    of masses, the least and the largest epsilon over the largest cost, tolerance, `settled` and iterations that are
-    allowed. ends (B, 6) gets what `run_kernel` says; infinity and NaN where the problem is not a valid one.
+    of masses, the least epsilon over potentials and the largest over the largest cost, tolerance, `settled` and
+    iterations that are allowed. ends (B, 6) gets what `run_kernel` says; infinity and NaN where the problem is not a
+    valid one.
     """
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
     while True:

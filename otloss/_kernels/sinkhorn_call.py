@@ -32,16 +32,16 @@ def run_kernel(
     least_ratio: float = 0.0,
     largest_ratio: float = math.inf,
 ) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems m"], Float[Tensor, "problems 6"]]:
-    """Return f, g and (error, iterations, dual value, error and spread of g, least eigenvalue) of each, without a graph.
+    """Return f, g and (error, iterations, dual value, error and spread of g, least eigenvalue), without a graph.
+
+    Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`, from arrays (problems,). Without a start `g`
+    epsilon falls by steps. The error is infinite where masses differ by more than `mass_tolerance` of the larger one,
+    where epsilon is below `least_ratio` of the potentials or above `largest_ratio` times the largest cost, and where a
+    number is not valid. `symmetric` is for p = q at symmetric costs, and gives no value.
 
     With `settled`, iterations also go on until the last exact update changes no factor of a plan by a larger share, and
     the error of g is estimated; it and the spread are root mean squares by the weights q. The least eigenvalue is that
     of the equations for g, from above, and not much better than `RESOLVED` where it is below.
-
-    Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`, from arrays (problems,). Without a start `g`
-    epsilon falls by steps. Where masses differ by more than `mass_tolerance` of the larger one, epsilon is not
-    between `least_ratio` and `largest_ratio` times the largest cost, or a number is not valid, the error is infinite. `symmetric` is for p = q at
-    symmetric costs, and gives no value.
     """
     from otloss._kernels._threads import ENTRIES, run_on_threads
     from otloss._kernels.sinkhorn import scratch, sinkhorn_problems, symmetric_problems

@@ -103,7 +103,7 @@ def column_sums(kernel: Any, u: Any, sums: Any, n: int, m: int) -> None:
 def update(
     weights: Any, sums: Any, factors: Any, w: Any, steepest: Any, most: Any, count: int
 ) -> tuple[float, bool]:  # fmt: skip
-    """Bring factors * sums nearer to the weights, over-relaxed by w; return the error before, and whether a step was steep.
+    """Bring factors * sums nearer to the weights, over-relaxed by w; return the error before, and if one was steep.
 
     `most` bounds a step: where the sums of a lost row or column are zero, the next absorption finds its potential.
     """

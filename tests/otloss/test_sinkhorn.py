@@ -533,7 +533,7 @@ def test_implicit_without_convergence_keeps_the_value(iterations: int, reach: fl
         assert abs(float(implicit - envelope)) < 0.02 * float(envelope)
 
 
-@pytest.mark.parametrize("epsilon", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize("epsilon", [1e3, 1e5, 1e7])
 def test_float32_at_large_epsilon(epsilon: float) -> None:
     """The product coupling; the rounding of the masses counts, times epsilon, and both ways must see the same."""
     p, q, matrix = (t.float() for t in case(n=40, m=50))
