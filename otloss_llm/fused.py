@@ -113,7 +113,7 @@ def measure_transform(model: nn.Module, inputs: dict[str, Any]) -> LogitTransfor
 
 
 class Probe(NamedTuple):
-    """Placeholders that went through a model, and what came out; both `(..., vocabulary)`, in this process or whole."""
+    """Placeholders that went through a model, and what came out; both `(..., 3, vocabulary)`."""
 
     model_name: str
     sent: Tensor
@@ -181,8 +181,8 @@ def _probed(
         if not made:
             raise ValueError(f"{name} did not call its head {type(head.module).__name__} in its forward pass.")
         logits = output["logits"] if isinstance(output, dict) else output[0]
-        sent, seen = _comparable(made["sent"], logits, made["weight"])
-        return at_root(Probe(name, sent, seen, made["tolerance"]), output)
+        seen = _whole(logits, made["sent"], made["weight"])
+        return at_root(Probe(name, made["sent"], seen, made["tolerance"]), output)
 
     with ExitStack() as undo:
         undo.enter_context(head.replaced(head_forward))
@@ -197,13 +197,18 @@ def _tolerance(hidden: Tensor) -> float:
     return 2.0**-6 if coarse else 1e-5
 
 
-def _comparable(sent: Tensor, seen: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Placeholders before and after the model, both whole or both of this process's columns; on one device."""
-    if hasattr(seen, "placements"):
-        seen = seen.full_tensor()
-    elif is_row_shard(weight) and seen.shape[-1] != sent.shape[-1]:
-        sent = _spread_like(weight, sent).to_local()
-    return sent, seen.to(sent.device)
+def _whole(seen: Any, sent: Tensor, weight: Any) -> Tensor:
+    """Placeholders that went through the model, on the device of those sent, with the columns of all processes."""
+    if is_row_shard(weight) and not hasattr(seen, "placements") and seen.shape[-1] != sent.shape[-1]:
+        from torch.distributed.tensor import DTensor, Shard
+
+        if seen.shape == _spread_like(weight, sent).to_local().shape:
+            placements = [Shard(sent.ndim - 1)]
+            seen = DTensor.from_local(
+                seen, weight.device_mesh, placements, run_check=False, shape=sent.shape, stride=sent.stride()
+            )
+    whole: Tensor = seen.full_tensor() if hasattr(seen, "placements") else seen
+    return whole.to(sent.device)
 
 
 def _spread_like(weight: Any, probe: Tensor) -> Any:

@@ -54,15 +54,23 @@ class LanguageModelHead:
     def matching(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias in one dtype: a quantised layer computes in a dtype of its own."""
         weight, bias = self._weight_and_bias()
+        if weight.requires_grad and torch.is_grad_enabled() and getattr(self._hook(), "offload", False):
+            raise TypeError(
+                f"the head of {self.model_name} is offloaded (device_map) and requires a gradient, which would be lost "
+                "with the copy that is loaded; freeze it with requires_grad_(False), or keep it on a device."
+            )
         if weight.dtype == hidden.dtype or type(self.module) is nn.Linear:
             return hidden, weight, bias
         return hidden.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)
+
+    def _hook(self) -> Any:
+        return getattr(self.module, "_hf_hook", None)
 
     @contextmanager
     def replaced(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
         """Within this context `forward` is called in place of the module's own, inside of accelerate's hooks."""
         attributes = vars(self.module)
-        name = "_old_forward" if hasattr(self.module, "_hf_hook") else "forward"
+        name = "forward" if self._hook() is None else "_old_forward"
         before = attributes.get(name)
         attributes[name] = forward
         try:
@@ -93,10 +101,14 @@ class LanguageModelHead:
             found = f"differ by {error:.2g} of the largest"
         else:
             found = f"have shape {tuple(made.shape)} instead of {tuple(expected.shape)}"
+        patched = "forward" in vars(self.module) and self._hook() is None
         raise TypeError(
             f"the head of {self.model_name} is a {type_name(self.module)} whose logits are not hidden @ weight.T + bias"
-            f" (they {found}); they cannot be fused. Take a torch.nn.Linear, or use token_loss on the model's logits."
-        )
+            f" (they {found}); they cannot be fused. "
+            + ("Its forward was replaced (a tp_plan of transformers, another patch?); torch's own ColwiseParallel on "
+               "the head can be fused." if patched else
+               "Take a torch.nn.Linear, or use token_loss on the model's own logits.")
+        )  # fmt: skip
 
 
 def find_head(model: nn.Module) -> LanguageModelHead:

@@ -339,6 +339,10 @@ def test_a_head_with_hooks_of_accelerate(offload: bool) -> None:
     expected = gradients(plain, fused(plain, batch, objective=MLE())["loss"])
     for name, gradient in gradients(model, fused(model, batch, objective=MLE())["loss"]).items():
         torch.testing.assert_close(gradient, expected[name])
+    model.lm_head.requires_grad_(True)
+    if offload:
+        with pytest.raises(TypeError, match="is offloaded .* gradient, which would be lost"):
+            fused(model, batch, objective=MLE())
 
 
 @pytest.mark.parametrize("name", ["llama", "llama-tied"])
