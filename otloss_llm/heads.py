@@ -222,17 +222,23 @@ def _bitsandbytes_4_bits(layer: Any, model_name: str) -> Tensor:
 
 
 def type_name(module: Any) -> str:
-    """The type's name, with its package where that is not torch: PEFT and bitsandbytes have a Linear, too."""
+    """The type's name, with its module where that is not torch's: PEFT has a Linear, too."""
     kind = type(module)
-    package = kind.__module__.partition(".")[0]
-    return f"{package}.{kind.__name__}" if package in ("peft", "bitsandbytes", "torchao", "optimum") else kind.__name__
+    return kind.__name__ if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}.{kind.__qualname__}"
 
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode without gradients, and give every module its own mode back afterwards."""
+    """Put the model in eval mode without gradients, and give every module its own mode back afterwards.
+
+    Layers of bitsandbytes in 4 bits run in training mode, which they compute alike: on some CPUs one pass in eval mode
+    packs their weights for inference, for good, and no gradient goes through them any more.
+    """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
+    for module, _ in modes:
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.training = True
     try:
         with torch.no_grad():
             yield
