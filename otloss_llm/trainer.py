@@ -44,12 +44,18 @@ class ObjectiveMixin:
         impl, chunk_size: as in `linear_token_loss`.
         *args, **kwargs: of the trainer.
 
+    A mixture of experts that returns a loss to balance its experts (`output_router_logits`, which TRL sets) is trained
+    with it: `loss` is the objective plus that loss times the model's `router_aux_loss_coef`, averaged over the batches
+    of an accumulated step and over processes.
+
     Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
-    since the last log. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
+    since the last log, and `aux_loss`, that of the experts without its weight. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
     `eval_transport_cost`; less is better for each of them as `metric_for_best_model`.
 
     Raises:
-        TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective.
+        TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective,
+            settings that would change the trainer's own loss (`loss_type`, `label_smoothing_factor`,
+            `compute_loss_func`, `use_liger_kernel`).
     """
 
     # Of the trainer beside it in the class.
