@@ -19,6 +19,8 @@ from torch import Tensor
 
 _SMALL, _MIDDLE, _LARGE = 2.0**-6, 40.0, 2.0**10
 _COLUMNS_OF_THE_FIT = 64
+_FINE = 1e-5  # relative error where nothing is rounded to 16 bits
+_NO_SCALE = 2.0**-8  # a median of ratios rounded to bfloat16 is nearer to 1 than that
 
 
 class LogitTransform(NamedTuple):
@@ -62,11 +64,15 @@ def fitted_transform(
     columns = torch.linspace(0, before.shape[-1] - 1, _COLUMNS_OF_THE_FIT, device=before.device).long().unique()
     z, y = before[..., columns].double(), after[..., columns].double()
     scale = _seven_digits(y[0] / z[0])
-    capped = _capped(z, y, scale)
-    for transform in (LogitTransform(), _capped(z, y, 1.0, refine=False), LogitTransform(scale), capped):
-        if deviation(transform, z, y) <= tolerance:
-            return transform
-    return min(LogitTransform(scale), capped, key=lambda transform: deviation(transform, z, y))
+    forms = [LogitTransform(scale), _capped(z, y, scale)]
+    if abs(scale - 1) <= _NO_SCALE:
+        forms = [LogitTransform(), _capped(z, y, 1.0, refine=False), *forms]
+    errors = [deviation(form, z, y) for form in forms]
+    for bound in (min(_FINE, tolerance), tolerance):  # rounding to 16 bits must not hide a scale of 1.01
+        for form, error in zip(forms, errors, strict=True):
+            if error <= bound:
+                return form
+    return forms[errors.index(min(errors))]
 
 
 def deviation(transform: LogitTransform, before: Tensor, after: Tensor) -> float:

@@ -49,8 +49,9 @@ class ObjectiveMixin:
     of an accumulated step and over processes.
 
     Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
-    since the last log, and `aux_loss`, that of the experts without its weight. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
-    `eval_transport_cost`; less is better for each of them as `metric_for_best_model`.
+    since the last log, and `aux_loss`, that of the experts without its weight. `evaluate()` returns token-weighted
+    `eval_loss`, `eval_nll`, `eval_perplexity` and `eval_transport_cost` (less is better for each of them as
+    `metric_for_best_model`), and `eval_aux_loss`.
 
     Raises:
         TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective,
