@@ -95,6 +95,7 @@ def measure_transform(model: nn.Module, inputs: dict[str, Any]) -> LogitTransfor
         TypeError: the head cannot be handled, or is not `hidden @ weight.T + bias`.
         ValueError: what becomes of the logits is neither a scale nor a soft cap; the message shows it.
     """
+    model = getattr(model, "_orig_mod", model)  # torch.compile would make a graph for this one pass
     root = unwrap(model)
     head = find_head(root)
     own_forward, found = head.own_forward(), []
