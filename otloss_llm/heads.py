@@ -1,40 +1,121 @@
-"""The output head of a causal language model: where it is, and what the model does to its logits afterwards."""
+"""The output head of a causal language model: where it is, and the numbers in it as `hidden @ weight.T + bias`.
+
+A head is a linear layer of torch, or one of these around or in place of it:
+
+- accelerate's hooks (`device_map`): they replace the layer's `forward` and hold offloaded weights on the meta device
+- PEFT's `modules_to_save` (a trained copy of the head) and `trainable_token_indices` (trained rows of it)
+- a weight stored in 4 or 8 bits that can be given back as a matrix: bitsandbytes in 4 bits, and whatever has
+  `dequantize()` (torchao, quanto). Such a head is frozen, and is given back whole for one pass, as its own `forward`
+  does it.
+
+Whether the numbers are those that the layer's own `forward` uses is checked by running it (`check_linear`).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-# Configuration field -> how the model treats its logits. Whoever uses these checks them against the model's forward.
-_SCALES = {"logit_scale": 1.0, "logits_scaling": -1.0, "lm_head_multiplier": 1.0}  # power the field enters with
-_SOFTCAPS = ("final_logit_softcapping",)
+# What costs and kernels compute with; a weight of another dtype is stored in some other form.
+_NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
 class LanguageModelHead:
-    """A linear head and the transform of its logits, `softcap * tanh(scale * (h W^T + b) / softcap)`."""
+    """The module whose `forward` makes the logits, and its weight and bias as they are now."""
 
-    module: nn.Linear
-    scale: float = 1.0
-    softcap: float | None = None
+    module: nn.Module
+    model_name: str
 
     @property
     def weight(self) -> Tensor:
-        return self.module.weight
+        """(V, d) with a graph where it is trained; copied where it is offloaded, quantised or trained in some rows."""
+        return self._weight_and_bias()[0]
 
     @property
     def bias(self) -> Tensor | None:
-        return self.module.bias
+        """(V,) or None."""
+        return self._weight_and_bias()[1]
+
+    def _weight_and_bias(self) -> tuple[Tensor, Tensor | None]:
+        layer: Any = self.module
+        if not hasattr(layer, "get_merged_weights"):
+            return _numbers(layer, self.model_name)
+        if layer.disable_adapters or layer.merged or not layer.active_adapters:
+            return _numbers(layer.base_layer, self.model_name)
+        _numbers(layer.base_layer, self.model_name)  # raises where rows cannot be put into it
+        return layer.get_merged_weights(layer.active_adapters), None  # PEFT's own forward leaves out the bias
+
+    def matching(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Hidden states, weight and bias in one dtype: a quantised layer computes in a dtype of its own."""
+        weight, bias = self._weight_and_bias()
+        if weight.requires_grad and torch.is_grad_enabled() and getattr(self._hook(), "offload", False):
+            raise TypeError(
+                f"the head of {self.model_name} is offloaded (device_map) and requires a gradient, which would be lost "
+                "with the copy that is loaded; freeze it with requires_grad_(False), or keep it on a device."
+            )
+        if weight.dtype == hidden.dtype or type(self.module) is nn.Linear:
+            return hidden, weight, bias
+        return hidden.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)
+
+    def _hook(self) -> Any:
+        return getattr(self.module, "_hf_hook", None)
+
+    @contextmanager
+    def replaced(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
+        """Within this context `forward` is called in place of the module's own, inside of accelerate's hooks."""
+        attributes = vars(self.module)
+        name = "forward" if self._hook() is None else "_old_forward"
+        before = attributes.get(name)
+        attributes[name] = forward
+        try:
+            yield
+        finally:
+            if before is None:
+                del attributes[name]
+            else:
+                attributes[name] = before
+
+    def own_forward(self) -> Callable[[Tensor], Tensor]:
+        """The module's own `forward`, without accelerate's hooks."""
+        own: Callable[[Tensor], Tensor] = getattr(self.module, "_old_forward", self.module.forward)
+        return own
+
+    def check_linear(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
+        """Raise TypeError unless the module's own `forward` is `hidden @ weight.T + bias` but for rounding."""
+        few = hidden[..., :8, :]  # positions
+        h, weight, bias = self.matching(few)
+        if getattr(forward, "__func__", None) is nn.Linear.forward and weight is self.module.weight:
+            return
+        made, expected = forward(few), nn.functional.linear(h, weight, bias)
+        coarsest = max(torch.finfo(dtype).eps for dtype in (made.dtype, weight.dtype, hidden.dtype))
+        if made.shape == expected.shape:
+            error = float((made.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30))
+            if error <= 8 * coarsest:
+                return
+            found = f"differ by {error:.2g} of the largest"
+        else:
+            found = f"have shape {tuple(made.shape)} instead of {tuple(expected.shape)}"
+        patched = "forward" in vars(self.module) and self._hook() is None
+        raise TypeError(
+            f"the head of {self.model_name} is a {type_name(self.module)} whose logits are not hidden @ weight.T + bias"
+            f" (they {found}); they cannot be fused. "
+            + ("Its forward was replaced (a tp_plan of transformers, another patch?); torch's own ColwiseParallel on "
+               "the head can be fused." if patched else
+               "Take a torch.nn.Linear, or use token_loss on the model's own logits.")
+        )  # fmt: skip
 
 
 def find_head(model: nn.Module) -> LanguageModelHead:
-    """The linear head of a causal LM of transformers: tied, resized or wrapped by PEFT.
+    """The linear head of a causal LM of transformers: tied, resized, offloaded, quantised or wrapped by PEFT.
 
     Args:
-        model: has `get_output_embeddings()`; its `config` tells scale and soft cap of the logits.
+        model: has `get_output_embeddings()`.
 
     Raises:
         TypeError: no causal LM, no head, or a head that is not one linear map; the message names it.
@@ -54,8 +135,7 @@ def find_head(model: nn.Module) -> LanguageModelHead:
             f"{name} has no output embedding (get_output_embeddings() gives none), expected a causal language model; "
             "load it with AutoModelForCausalLM."
         )
-    scale, softcap = _logit_transform(getattr(model, "config", None))
-    return LanguageModelHead(_linear(module, name), scale, softcap)
+    return LanguageModelHead(_linear(module, name), name)
 
 
 def _refuse_other_tasks(model: nn.Module, name: str) -> None:
@@ -69,33 +149,108 @@ def _refuse_other_tasks(model: nn.Module, name: str) -> None:
         )
 
 
-def _linear(module: Any, model_name: str) -> nn.Linear:
-    """Look through PEFT's wrappers to the linear map that makes the logits."""
-    kind = type(module).__name__
+def _linear(module: Any, model_name: str) -> nn.Module:
+    """Look through PEFT's wrappers to the layer that makes the logits."""
     copies: Any = getattr(module, "modules_to_save", None)
     if copies is not None:  # PEFT trains a full copy of the head; the active copy makes the logits
         active = module.active_adapter if not isinstance(module.active_adapter, list) else module.active_adapter[0]
         disabled = getattr(module, "disable_adapters", False)
         return _linear(module.original_module if disabled else copies[active], model_name)
-    if hasattr(module, "lora_A") or hasattr(module, "base_layer"):
+    layer: nn.Module = getattr(module, "token_adapter", module)  # PEFT trains some rows of the head
+    if hasattr(layer, "get_merged_weights"):
+        return layer
+    if hasattr(layer, "lora_A") or hasattr(layer, "base_layer"):
         raise TypeError(
-            f"the head of {model_name} is wrapped in {kind}, whose logits are more than one linear map; "
+            f"the head of {model_name} is wrapped in {type_name(layer)}, whose logits are more than one linear map; "
             "leave the head out of target_modules (or name it in modules_to_save instead)."
         )
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        raise TypeError(f"the head of {model_name} is a {kind}, expected torch.nn.Linear; its logits cannot be fused.")
-    return module
+    if not isinstance(getattr(layer, "weight", None), Tensor):
+        raise TypeError(f"the head of {model_name} is a {type_name(layer)}, expected torch.nn.Linear; {_WHAT_TO_DO}")
+    plain = type(layer).forward is nn.Linear.forward
+    more = {name for name, _ in layer.named_parameters()} - {"weight", "bias"}
+    if more and not plain:  # they may do nothing as they are now, and something once they are trained
+        raise TypeError(
+            f"the head of {model_name} is a {type_name(layer)} with parameters {sorted(more)} beside weight and bias, "
+            f"expected one linear map; {_WHAT_TO_DO}"
+        )
+    return layer
 
 
-def _logit_transform(config: Any) -> tuple[float, float | None]:
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    scale = 1.0
-    for field, power in _SCALES.items():
-        value = getattr(text, field, None)
-        if value is not None:
-            scale *= float(value) ** power
-    caps = [getattr(text, field) for field in _SOFTCAPS if getattr(text, field, None) is not None]
-    return scale, float(caps[0]) if caps else None
+_WHAT_TO_DO = "keep the head out of quantisation and adapters, or use token_loss on the model's own logits."
+
+
+def _numbers(layer: Any, model_name: str) -> tuple[Tensor, Tensor | None]:
+    """Weight and bias of a linear layer as tensors of numbers."""
+    weight, bias = layer.weight, getattr(layer, "bias", None)
+    if weight.is_meta and hasattr(layer, "_hf_hook"):
+        from accelerate.utils import align_module_device
+
+        with align_module_device(layer):  # loads what is offloaded
+            if not layer.weight.is_meta:
+                return _numbers(layer, model_name)
+    quantised = True
+    if getattr(weight, "quant_state", None) is not None:
+        matrix = _bitsandbytes_4_bits(layer, model_name)
+    elif type(weight).dequantize is not Tensor.dequantize:
+        matrix = weight.dequantize()
+    else:
+        matrix, quantised = weight, False
+    if matrix.dtype not in _NUMBERS or matrix.ndim != 2:
+        raise TypeError(
+            f"the head of {model_name} is a {type_name(layer)} with a weight of dtype {weight.dtype} and shape "
+            f"{tuple(weight.shape)}, which cannot be read as a matrix; {_WHAT_TO_DO} In bitsandbytes that is "
+            'llm_int8_skip_modules=["lm_head"], in torchao modules_to_not_convert=["lm_head"].'
+        )
+    if quantised and torch.is_grad_enabled() and weight.requires_grad:
+        raise TypeError(
+            f"the head of {model_name} is a quantised {type_name(layer)} and requires a gradient, which has nowhere to "
+            "go; freeze it with head.weight.requires_grad_(False), or keep it out of quantisation."
+        )
+    return matrix, bias
+
+
+def _bitsandbytes_4_bits(layer: Any, model_name: str) -> Tensor:
+    from bitsandbytes.functional import dequantize_4bit
+
+    state = layer.weight.quant_state
+    if getattr(state, "packing_format_for_cpu", False):
+        raise TypeError(
+            f"the head of {model_name} is a {type_name(layer)} that bitsandbytes has packed for inference on the CPU, "
+            "which loses digits; load the model anew and train before it is run without gradients."
+        )
+    return dequantize_4bit(layer.weight.data, state).to(getattr(layer, "compute_dtype", None) or state.dtype)
+
+
+def type_name(module: Any) -> str:
+    """The type's name, with its module where that is not torch's: PEFT has a Linear, too."""
+    kind = type(module)
+    return kind.__name__ if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}.{kind.__qualname__}"
+
+
+@contextmanager
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
+    """Put the model in eval mode without gradients, and give every module its own mode back afterwards.
+
+    Layers of bitsandbytes in 4 bits run in training mode, which they compute alike: on some CPUs one pass in eval mode
+    packs their weights for inference, for good, and no gradient goes through them any more.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    for module, _ in modes:
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.training = True
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
+def few_tokens(model: nn.Module) -> Tensor:
+    """Ids (2, 4) that differ in their last token only, for a look at what a model does."""
+    device = next((weight.device for weight in model.parameters() if not weight.is_meta), "cpu")
+    return torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=device)
 
 
 def check_causal(model: nn.Module) -> None:
@@ -104,12 +259,8 @@ def check_causal(model: nn.Module) -> None:
     An encoder such as BERT or a permutation model such as XLNet passes for a causal LM, reads the tokens it is to
     predict, and reaches perplexity 1. No field of a config tells them apart; only the model's own answer is sure.
     """
-    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=next(model.parameters()).device)
-    modes = [(module, module.training) for module in model.modules()]
-    with torch.no_grad():
-        outputs = model.eval()(input_ids=ids)
-    for module, training in modes:
-        module.training = training
+    with evaluation_mode(model):
+        outputs = model(input_ids=few_tokens(model))
     first, second = outputs["logits"][:, :3].float()
     if (first - second).abs().max() > 1e-5 * first.abs().max():
         raise ValueError(

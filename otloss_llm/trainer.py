@@ -9,14 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Subset
 from transformers import Trainer, default_data_collator
+from transformers.modeling_outputs import CausalLMOutput
 
 from otloss.costs import CosineCost, Cost
 from otloss_llm._positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
 from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks
-from otloss_llm.fused import fused_loss, unwrap
-from otloss_llm.heads import LanguageModelHead, check_causal, find_head
+from otloss_llm.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
+from otloss_llm.heads import check_causal, few_tokens, find_head
+from otloss_llm.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberToken, Objective, cost_kind, needs_cost, parse_objective
 from otloss_llm.questions import AnsweredQuestions, pad_questions
 from otloss_llm.token_loss import TokenLoss, linear_token_loss, token_loss
@@ -42,14 +44,21 @@ class ObjectiveMixin:
         impl, chunk_size: as in `linear_token_loss`.
         *args, **kwargs: of the trainer.
 
+    A mixture of experts that returns a loss to balance its experts (`output_router_logits`, which TRL sets) is trained
+    with it: `loss` is the objective plus that loss times the model's `router_aux_loss_coef`, averaged over the batches
+    of an accumulated step and over processes.
+
     Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
-    since the last log. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
-    `eval_transport_cost`; less is better for each of them as `metric_for_best_model`. The transport cost of a cost of
-    numbers is the mean over number positions; `NumberToken(weight)` adds `weight` times this mean to that of nll, in
-    training over the tokens of one optimizer step.
+    since the last log, and `aux_loss`, that of the experts without its weight. `evaluate()` returns token-weighted
+    `eval_loss`, `eval_nll`, `eval_perplexity` and `eval_transport_cost` (less is better for each of them as
+    `metric_for_best_model`), and `eval_aux_loss`. The transport cost of a cost of numbers is the mean over number
+    positions; `NumberToken(weight)` adds `weight` times this mean to that of nll, in training over the tokens of one
+    optimizer step.
 
     Raises:
-        TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective.
+        TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective,
+            settings that would change the trainer's own loss (`loss_type`, `label_smoothing_factor`,
+            `compute_loss_func`, `use_liger_kernel`).
     """
 
     # Of the trainer beside it in the class.
@@ -58,6 +67,8 @@ class ObjectiveMixin:
     accelerator: Any
     compute_loss_func: Any
     processing_class: Any
+    current_gradient_accumulation_steps: int
+    loss_is_scaled_for_ga: bool | None
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
 
@@ -79,9 +90,11 @@ class ObjectiveMixin:
         self.impl, self.chunk_size = impl, chunk_size
         self._refuse_unsupported()
         head = find_head(unwrap(self.model))
+        self._transform: LogitTransform | None = None
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # no single process can run such a model here
         if not sharded and not any(parameter.is_meta for parameter in self.model.parameters()):
             check_causal(self.model)
+            self._transform = measure_transform(self.model, {"input_ids": few_tokens(self.model)})
         if isinstance(cost, str):
             cost = choose_cost(
                 cost_kind(objective) if cost == "auto" else cost,
@@ -114,6 +127,7 @@ class ObjectiveMixin:
         return weight
 
     def _refuse_unsupported(self) -> None:
+        """Raise ValueError for settings that would change the trainer's own loss, and do nothing to an objective."""
         if self.args.n_gpu > 1:
             raise ValueError(f"{self.args.n_gpu} GPUs under nn.DataParallel are not supported; start with torchrun.")
         if self.args.label_smoothing_factor:
@@ -123,6 +137,18 @@ class ObjectiveMixin:
             )
         if self.compute_loss_func is not None:
             raise ValueError("compute_loss_func and an objective were both given; leave compute_loss_func out.")
+        loss_type = getattr(self.args, "loss_type", "nll")  # of TRL's configs
+        if loss_type != "nll":
+            raise ValueError(
+                f"loss_type={loss_type!r} and an objective were both given; leave loss_type out, the objective is "
+                f"{self.objective!r}."
+            )
+        kernels = getattr(self.args, "liger_kernel_config", None) or {}
+        if getattr(self.args, "use_liger_kernel", False) and kernels.get("fused_linear_cross_entropy", True):
+            raise ValueError(
+                "use_liger_kernel=True puts a cross-entropy of its own into the model, where it would do nothing; "
+                'add liger_kernel_config={"fused_linear_cross_entropy": False} to keep its other kernels.'
+            )
 
     # ---- the loss -------------------------------------------------------------------------------------------------
 
@@ -136,46 +162,81 @@ class ObjectiveMixin:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
         inputs = dict(inputs)
         labels = _aligned_labels(inputs)
+        inputs.pop("skip_logits", None)  # the trainer's word to Liger's cross-entropy
+        if getattr(self, "aux_loss_enabled", False):  # TRL's word that experts are to be balanced
+            inputs["output_router_logits"] = True
         training = model.training
         _check_numbers(self.objective, self.transport_cost)  # the objective may have been changed since
-        cost = self._cost_on(labels.device) if needs_cost(self.objective) or not training else None
         num_items = num_items_in_batch if training else None
         if num_items is not None and not bool(torch.as_tensor(num_items) > 0):
             num_items = 1  # nothing but ignored labels: the sum is 0 whatever it is divided by
+        # Of the trainer: whether to divide by the number of accumulated batches. It would look at the model to decide.
+        self.loss_is_scaled_for_ga = num_items is not None
         objective = self._objective_of(labels, num_items) if training else self.objective
-        result, outputs = self._score(model, inputs, labels, cost, num_items, objective)
-        self._remember(result, labels, training)
+        result, auxiliary, logits = self._score(model, inputs, labels, num_items, objective)
+        self._remember(result, auxiliary, labels, training)
         loss = result.loss
         if num_items is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes, tokens were summed
-        return (loss, outputs) if return_outputs else loss
+        if auxiliary is not None:  # a mean over tokens in each batch: its mean over batches and processes
+            batches = self.current_gradient_accumulation_steps if num_items is not None else 1
+            loss = loss + self._auxiliary_weight() * auxiliary / batches
+        return (loss, CausalLMOutput(loss=loss, logits=logits)) if return_outputs else loss
 
     def _score(
-        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, cost: Cost | None, num_items: Any,
-        objective: Objective,
-    ) -> tuple[TokenLoss, dict[str, Tensor]]:  # fmt: skip
-        settings: dict[str, Any] = {
-            "objective": objective, "cost": cost, "ignore_index": IGNORE_INDEX, "num_items": num_items,
-        }  # fmt: skip
-        if self._logits_wanted:
-            outputs = model(**inputs)
-            result = token_loss(outputs["logits"], labels, **settings)
-            return result, {"loss": result.loss, "logits": outputs["logits"]}
+        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, num_items: Any, objective: Objective
+    ) -> tuple[TokenLoss, Tensor | None, Tensor | None]:
+        """The objective, the loss that balances experts where the model returns one, and logits if they are wanted."""
+        wanted = needs_cost(objective) or not model.training
 
-        def score(hidden: Tensor, head: LanguageModelHead) -> TokenLoss:
+        def settings(device: torch.device) -> dict[str, Any]:
+            items = num_items.to(device) if isinstance(num_items, Tensor) else num_items
+            cost = self._cost_on(device) if wanted else None
+            return {"objective": objective, "cost": cost, "ignore_index": IGNORE_INDEX, "num_items": items}
+
+        def score(hidden: Tensor, head: ScoredHead) -> TokenLoss:
             if hidden.shape[:-1] != labels.shape:
                 raise ValueError(
                     f"the head sees hidden states of shape {tuple(hidden.shape)}, labels have {tuple(labels.shape)}; "
                     "models that add or drop positions (prompt tuning) are not supported."
                 )
             return linear_token_loss(
-                hidden, head.weight, labels, bias=head.bias, logit_scale=head.scale, logit_softcap=head.softcap,
-                impl=self.impl, chunk_size=self.chunk_size, **settings,
+                hidden, labels=labels.to(hidden.device), impl=self.impl, chunk_size=self.chunk_size,
+                **head._asdict(), **settings(hidden.device),
             )  # fmt: skip
 
-        with fused_loss(model, score):
+        logits = None
+        if self._logits_wanted:
             outputs = model(**inputs)
-        return TokenLoss(outputs["loss"], outputs["nll"], outputs.get("cost")), {"loss": outputs["loss"]}
+            logits = outputs["logits"]
+            result = token_loss(logits, labels.to(logits.device), **settings(logits.device))
+        else:
+            if self._transform is None:
+                self._transform = measure_transform(model, inputs)
+            with fused_loss(model, self._transform, score):
+                outputs = model(**inputs)
+            result = TokenLoss(outputs["loss"], outputs["nll"], outputs.get("cost"))
+        # The head may be on another device than the batch (device_map).
+        here = [tensor if tensor is None else tensor.to(labels.device) for tensor in (*result, auxiliary_loss(outputs))]
+        loss, nll, cost, auxiliary = here
+        assert loss is not None
+        assert nll is not None
+        return TokenLoss(loss, nll, cost), auxiliary, logits
+
+    def _auxiliary_weight(self) -> float:
+        """The weight of the loss that balances experts: TRL's setting, else the one that the model itself uses."""
+        model: Any = unwrap(self.model)
+        model = model.get_base_model() if hasattr(model, "get_base_model") else model
+        config = model.config.get_text_config()
+        for owner in (self, model, config):
+            for name in ("router_aux_loss_coef", "aux_loss_coef"):
+                weight = getattr(owner, name, None)
+                if weight is not None:
+                    return float(weight)
+        raise ValueError(
+            f"{type(model).__name__} returns an auxiliary loss (mixture of experts) and no router_aux_loss_coef to "
+            "weight it with; set it in the model's config, or output_router_logits=False to train without that loss."
+        )
 
     def _objective_of(self, labels: Tensor, num_items: Any) -> Objective:
         """Where it is a mean over numbers, with the weight that gives it as a mean over the tokens of this step."""
@@ -223,14 +284,17 @@ class ObjectiveMixin:
 
     # ---- reports --------------------------------------------------------------------------------------------------
 
-    def _remember(self, result: TokenLoss, labels: Tensor, training: bool) -> None:
-        """Add this batch's sums of (nll, transport cost, value, positions that the cost is about, tokens)."""
+    def _remember(self, result: TokenLoss, auxiliary: Tensor | None, labels: Tensor, training: bool) -> None:
+        """Add this batch's sums of (nll, cost, value, what the cost is about, tokens, auxiliary loss, rows)."""
         valid = labels != IGNORE_INDEX
         cost = torch.full_like(result.nll, math.nan) if result.cost is None else result.cost
         value = self.objective(result.nll[valid], None if result.cost is None else result.cost[valid])
         about = cost_positions(None if result.cost is None else self.transport_cost, labels, valid)
         columns = [result.nll, cost, torch.zeros_like(result.nll).masked_scatter(valid, value), about, valid]
-        sums = torch.stack([column.double().sum(-1) for column in columns], dim=-1)  # (batch, 5)
+        per_row = [column.double().sum(-1) for column in columns]
+        ones = torch.ones_like(per_row[0])
+        per_row += [ones * (math.nan if auxiliary is None else auxiliary.detach().double()), ones]
+        sums = torch.stack(per_row, dim=-1)  # (batch, 7)
         if training:
             total = sums.sum(0)
             self._train_sums = total if self._train_sums is None else self._train_sums + total
@@ -240,11 +304,11 @@ class ObjectiveMixin:
             self._eval_sums = total if self._eval_sums is None else self._eval_sums + total
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As the trainer's, with token-weighted `nll` and `transport_cost` beside `loss`."""
+        """As the trainer's, with token-weighted `nll` and `transport_cost` (and `aux_loss`) beside `loss`."""
         if "loss" in logs and self._train_sums is not None:
             sums = self.accelerator.reduce(self._train_sums, reduction="sum")
             self._train_sums = None
-            logs |= {key: value for key, value in _means(sums).items() if key in ("nll", "transport_cost")}
+            logs |= {key: value for key, value in _means(sums).items() if key != "loss"}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
@@ -252,11 +316,13 @@ class ObjectiveMixin:
         self._eval_sums = None
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]  # of the Trainer
         if self._eval_sums is not None:
-            if not self._eval_sums[-1] > 0:
+            if not self._eval_sums[4] > 0:
                 raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
             means = _means(self._eval_sums)
             if isinstance(self.objective, NumberToken):
                 means["loss"] = means["nll"] + self.objective.weight * means["transport_cost"]
+            if "aux_loss" in means:
+                means["loss"] += self._auxiliary_weight() * means["aux_loss"]
             means["perplexity"] = math.exp(min(means["nll"], 700.0))
             output.metrics.update({f"{metric_key_prefix}_{key}": value for key, value in means.items()})
         return output
@@ -302,7 +368,11 @@ def _aligned_labels(inputs: dict[str, Any]) -> Tensor:
 
 
 def _means(sums: Tensor) -> dict[str, float]:
-    nll, cost, value, about, tokens = sums.tolist()
+    """Means over tokens, over positions that the cost is about, and over rows for the loss that balances experts."""
+    nll, cost, value, about, tokens, auxiliary, rows = sums.tolist()
     tokens = max(tokens, 1.0)
-    means = {"loss": value / tokens, "nll": nll / tokens, "transport_cost": cost / max(about, 1.0)}
+    means = {
+        "loss": value / tokens, "nll": nll / tokens, "transport_cost": cost / max(about, 1.0),
+        "aux_loss": auxiliary / rows,
+    }  # fmt: skip
     return {key: mean for key, mean in means.items() if not math.isnan(mean)}

@@ -50,6 +50,10 @@ def iterate_in_logs(
             f = staged.f_from(g)
             g = staged.g_from(f)
             left -= 1
+        if problem.reach is None:
+            # The constant that moves from g to f would keep the size of potentials at a large epsilon.
+            share = sweep.log_q.exp()
+            g = g - (share * g).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
     search = _symmetric_search if symmetric else _relaxed_search
     return search(sweep, f, g, done + (most - left), (tolerance, settled), left)
 

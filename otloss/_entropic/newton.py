@@ -22,7 +22,7 @@ from torch import Tensor
 from otloss._entropic.log_domain import Sweep
 from otloss._entropic.problem import EntropicProblem
 
-STEPS = 40
+STEPS = 200
 ROUNDING = 1e-15
 RIDGE = 1e-13  # of the mass: the constant in b, and parts that exchange nothing, are left undecided by H
 

@@ -252,9 +252,7 @@ def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> N
     """Warn of the worst problem that did not converge, or raise with strict=True."""
     tolerance = tolerance_of(problem, settings)
     if found.converged.all():
-        # "implicit" finds out by itself.
-        known = found.potential_error is not None and settings.grad == "envelope"
-        if known and _takes_weight_gradients(problem):
+        if settings.grad == "envelope" and _takes_weight_gradients(problem):  # "implicit" finds out by itself
             _warn_of_uncertain(problem, found)
         return
     error = found.error.nan_to_num(nan=torch.inf)
@@ -278,7 +276,8 @@ def _takes_weight_gradients(problem: EntropicProblem) -> bool:
 
 def _warn_of_uncertain(problem: EntropicProblem, found: Potentials) -> None:
     error, spread = found.potential_error, found.spread
-    assert error is not None and spread is not None
+    if error is None or spread is None:
+        return
     poor = error > UNCERTAIN * spread + LITTLE * problem.epsilon.detach()
     if bool(poor.any()):
         share = (error / spread)[poor].amax()

@@ -329,6 +329,12 @@ def _solve(
         done += more
         if last:
             break
+        # The constant that moves from g to f would keep the size, and the rounding, of potentials at a large epsilon.
+        mean = 0.0
+        for j in range(m):
+            mean += np.float64(narrow[SHARE_Q, j]) * beta[j]
+        for j in range(m):
+            beta[j] -= mean
         step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
     _write_potentials(cost, places, wide, narrow, n, m, epsilon, mass, f, g)
     if settled < np.inf:

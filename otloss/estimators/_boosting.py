@@ -76,8 +76,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
         decode: how `predict` chooses. "median" is the least expected absolute error in ranks; it was 7 % less than
             "argmax" in the mean of 23 sets, at an accuracy 0.6 points lower.
             "argmax", the most probable class, is for accuracy, and the default: scikit-learn's
-            `check_classifiers_train` passes with no other rule. "mean" is the class value nearest to the expected one, "cost" the least expected
-            cost, which needs a cost.
+            `check_classifiers_train` passes with no other rule. "mean" is the class value nearest to the expected one,
+            "cost" the least expected cost, which needs a cost.
         calibration: None, "temperature" (`otloss.estimators.Temperature`) or "ordinal" (`OrdinalRecalibration`, beside
             it), fitted to rows held out of training.
         calibration_fraction: share of rows held out for it, class by class.

@@ -70,8 +70,8 @@ class OrdinalClassifier(OrdinalBase):
         decode: how `predict` chooses. "median" is the least expected absolute error in ranks; it was 8 % less than
             "argmax" in the mean of 23 sets, at equal accuracy (cumulative model: 2 % less, accuracy 1.4 points lower).
             "argmax", the most probable class, is for accuracy, and the default: scikit-learn's
-            `check_classifiers_train` passes with no other rule. "mean" is the class value nearest to the expected one, "cost" the least expected
-            cost, which needs a cost.
+            `check_classifiers_train` passes with no other rule. "mean" is the class value nearest to the expected one,
+            "cost" the least expected cost, which needs a cost.
         calibration: None, "temperature" (`otloss.estimators.Temperature`) or "ordinal" (`OrdinalRecalibration`, beside
             it), fitted to rows held out of training.
         calibration_fraction: share of rows held out for it, class by class.

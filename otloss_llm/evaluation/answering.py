@@ -22,9 +22,9 @@ from otloss.losses._number_line import checked_values, signed_log
 from otloss_llm._positions import IGNORE_INDEX
 from otloss_llm.cost_choice import number_values
 from otloss_llm.data import PackedBlocks
-from otloss_llm.evaluation.perplexity import check_vocabulary, context_length, evaluation_mode
+from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
 from otloss_llm.evaluation.sampling import sample_texts
-from otloss_llm.heads import find_head
+from otloss_llm.heads import evaluation_mode, find_head
 from otloss_llm.questions import SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
 
 if TYPE_CHECKING:

@@ -9,8 +9,7 @@ compared between any.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from math import log
@@ -23,6 +22,7 @@ from torch import Tensor
 from otloss.costs import Cost
 from otloss_llm._positions import IGNORE_INDEX, cost_positions
 from otloss_llm.data import PackedBlocks
+from otloss_llm.heads import evaluation_mode
 from otloss_llm.objectives import MLE
 from otloss_llm.token_loss import token_loss
 
@@ -226,19 +226,6 @@ def score_texts(
     scores = sequence_nll(judge, sequences, prefix_lengths=prefixes, batch_size=batch_size, progress=progress)
     size = sum(len(text.encode()) for text in texts)
     return TextScores(float(scores.nll.sum()), int(scores.tokens.sum()), sum(map(len, texts)), size)
-
-
-@contextmanager
-def evaluation_mode(model: torch.nn.Module) -> Iterator[None]:
-    """Put the model in eval mode without gradients, and give every module its own mode back afterwards."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in modes:
-            module.training = training
 
 
 def context_length(model: torch.nn.Module) -> int | None:

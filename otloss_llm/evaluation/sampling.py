@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from otloss_llm.data import opening_ids
-from otloss_llm.evaluation.perplexity import check_vocabulary, context_length, evaluation_mode
+from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
+from otloss_llm.heads import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken
-from otloss_llm.fused import fused_loss
+from otloss_llm.fused import fused_loss, measure_transform
 from tests.otloss_llm.test_heads import aligned, scorer
 from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
 from tests.otloss_llm.training import rows, trainer
@@ -85,7 +85,7 @@ def let_accelerate_shard_on_a_cpu() -> None:
 def step(model: nn.Module, batch: dict[str, Tensor], num_items: int, cost: EmbeddingCost) -> Tensor:
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     score = scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, num_items=num_items, chunk_size=5)
-    with fused_loss(model, score):
+    with fused_loss(model, measure_transform(model, inputs), score):
         loss: Tensor = model(**inputs)["loss"]
     loss.backward()
     return loss

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from otloss_llm import EMO, EmbeddingCost, ShardedEmbeddingCost, linear_token_loss
-from otloss_llm.fused import fused_loss
+from otloss_llm.fused import fused_loss, measure_transform
+from otloss_llm.logit_transform import LogitTransform
 from tests.otloss_llm.oracles import Problem, problem
 from tests.otloss_llm.test_heads import aligned, scorer
 from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
@@ -101,9 +102,10 @@ def check_dtensor_refusals() -> None:
 # ---- inside models -------------------------------------------------------------------------------------------------
 
 
-def step(model: nn.Module, batch: dict[str, Tensor], cost: Any) -> Tensor:
+def step(model: nn.Module, batch: dict[str, Tensor], cost: Any, transform: LogitTransform | None = None) -> Tensor:
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    with fused_loss(model, scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, chunk_size=5)):
+    transform = transform or measure_transform(model, inputs)
+    with fused_loss(model, transform, scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, chunk_size=5)):
         loss: Tensor = model(**inputs)["loss"]
     loss.backward()
     return loss
@@ -138,9 +140,9 @@ def check_models_with_a_parallel_head() -> None:
                     torch.testing.assert_close(full, expected[key], rtol=1e-4, atol=1e-6, msg=f"{name} {form} {key}")
     model = tiny_model("cohere", tie_word_embeddings=False)
     parallelize_module(model, mesh, {"lm_head": ColwiseParallel()})
-    model.logit_scale = 0.5  # type: ignore[assignment]  # its config says 0.25
+    assert measure_transform(model, {"input_ids": batch["input_ids"]}) == LogitTransform(0.25)
     with pytest.raises(ValueError, match="changes its logits after the head"):
-        step(model, batch, cost=EmbeddingCost(torch.eye(VOCAB)))
+        step(model, batch, cost=EmbeddingCost(torch.eye(VOCAB)), transform=LogitTransform(0.5))
 
 
 def check_model_of_a_tp_plan() -> None:

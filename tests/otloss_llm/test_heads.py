@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ import transformers
 from torch import Tensor, nn
 
 from otloss_llm import EMO, MLE, EmbeddingCost, TokenLoss, linear_token_loss, token_loss
-from otloss_llm.fused import fused_loss, unwrap
-from otloss_llm.heads import LanguageModelHead, find_head
+from otloss_llm.fused import ScoredHead, fused_loss, measure_transform, unwrap
+from otloss_llm.heads import check_causal, find_head
+from otloss_llm.logit_transform import LogitTransform
 from tests.otloss_llm.tiny_models import TINY, VOCAB, tiny_batch, tiny_model
 
 # PEFT asks transformers for a name that transformers has deprecated.
@@ -27,18 +29,17 @@ def aligned(labels: Tensor) -> Tensor:
     return nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
 
 
-def scorer(labels: Tensor, **settings: Any) -> Callable[[Tensor, LanguageModelHead], TokenLoss]:
-    def score(hidden: Tensor, head: LanguageModelHead) -> TokenLoss:
-        return linear_token_loss(
-            hidden, head.weight, labels, bias=head.bias, logit_scale=head.scale, logit_softcap=head.softcap, **settings
-        )
+def scorer(labels: Tensor, **settings: Any) -> Callable[[Tensor, ScoredHead], TokenLoss]:
+    def score(hidden: Tensor, head: ScoredHead) -> TokenLoss:
+        return linear_token_loss(hidden, labels=labels, **head._asdict(), **settings)
 
     return score
 
 
 def fused(model: nn.Module, batch: dict[str, Tensor], **settings: Any) -> dict[str, Tensor]:
     inputs = {key: value for key, value in batch.items() if key != "labels"}
-    with fused_loss(model, scorer(aligned(batch["labels"]), **settings)):
+    transform = measure_transform(model, inputs)
+    with fused_loss(model, transform, scorer(aligned(batch["labels"]), **settings)):
         out: dict[str, Tensor] = model(**inputs)
     return out
 
@@ -89,12 +90,13 @@ def test_resized_embeddings(name: str, size: int) -> None:
     assert_same_training(model, batch)
 
 
-def test_what_the_config_says_is_read() -> None:
-    heads = {name: find_head(tiny_model(name)) for name in TINY}
-    assert {name: head.scale for name, head in heads.items() if head.scale != 1} == {"cohere": 0.25, "granite": 0.25}
-    assert {name: head.softcap for name, head in heads.items() if head.softcap} == {"gemma2": 3.0}
-    assert {name for name, head in heads.items() if head.bias is not None} == {"phi"}
-    assert heads["opt-projected"].weight.shape == (VOCAB, 8)
+def test_the_transform_of_the_logits_is_measured() -> None:
+    models = {name: tiny_model(name) for name in TINY}
+    found = {name: measure_transform(model, {"input_ids": tiny_batch()["input_ids"]}) for name, model in models.items()}
+    assert {name: t.scale for name, t in found.items() if t.scale != 1} == {"cohere": 0.25, "granite": 0.25}
+    assert {name: t.softcap for name, t in found.items() if t.softcap} == {"gemma2": 3.0, "recurrent_gemma": 2.0}
+    assert {name for name, model in models.items() if find_head(model).bias is not None} == {"phi"}
+    assert find_head(models["opt-projected"]).weight.shape == (VOCAB, 8)
 
 
 def test_a_trained_model() -> None:
@@ -207,7 +209,9 @@ def test_disabled_adapters_give_the_loss_of_the_base() -> None:
 
 def test_lora_on_the_head_is_refused_by_name() -> None:
     model = lora(tiny_model("llama"), target_modules=["lm_head"])
-    with pytest.raises(TypeError, match=r"head of PeftModelForCausalLM is wrapped in Linear.*target_modules"):
+    with pytest.raises(
+        TypeError, match=r"head of PeftModelForCausalLM is wrapped in peft.tuners.lora.layer.Linear.*target_modules"
+    ):
         find_head(model)
 
 
@@ -219,7 +223,7 @@ def test_prompt_tuning_is_refused() -> None:
         fused(model, tiny_batch(), objective=MLE())
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- what becomes of the logits -------------------------------------------------------------------------------------
 
 
 class Altered(transformers.LlamaForCausalLM):
@@ -233,34 +237,230 @@ class Altered(transformers.LlamaForCausalLM):
         return out
 
 
+def altered(alter: Callable[[Tensor], Tensor]) -> Any:
+    kind = type("AlteredLlama", (Altered,), {"alter": staticmethod(alter)})
+    torch.manual_seed(0)
+    model = kind(transformers.LlamaConfig(**TINY["llama"][1], logit_scale=0.5)).eval()  # the config tells lies
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)  # logits that feel a cap
+    return model
+
+
 @pytest.mark.parametrize(
     "alter",
     [
-        lambda z: z * 1.1,
-        lambda z: z + 1,
-        lambda z: z.clamp(max=10),
-        lambda z: 30 * torch.tanh(z / 30),
-        lambda z: z[..., :-2],
-        lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., :1], -1e4)], -1),
-        lambda z: z.flip(-1),
-        lambda z: z * torch.linspace(1, 2, z.shape[-1]),
-        lambda z: z.log_softmax(-1),
+        lambda z: z,
+        lambda z: -z / 13,
+        lambda z: 3 * torch.tanh(z / 3),
+        lambda z: 2.5 * torch.tanh(0.7 * z / 2.5),
+        lambda z: 3000 * torch.tanh(1.1 * z / 3000),
     ],
-    ids=["scale", "shift", "clamp", "cap", "drop", "mask", "permute", "columns", "normalise"],
+    ids=["nothing", "scale", "cap", "scale and cap", "high cap"],
 )
-def test_a_transform_that_the_config_does_not_tell_is_refused(alter: Callable[[Tensor], Tensor]) -> None:
-    kind = type("AlteredLlama", (Altered,), {"alter": staticmethod(alter)})
-    model = kind(transformers.LlamaConfig(**TINY["llama"][1]))
-    with pytest.raises(ValueError, match="AlteredLlama changes its logits after the head"):
+def test_unknown_models_train_as_by_their_own_logits(alter: Callable[[Tensor], Tensor]) -> None:
+    model, batch = altered(alter), tiny_batch()
+    cost, labels = EmbeddingCost.from_model(model), aligned(batch["labels"])
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    dense = token_loss(model(**inputs).logits, labels, objective=EMO(), cost=cost).loss
+    out = fused(model, batch, objective=EMO(), cost=cost)
+    torch.testing.assert_close(out["loss"], dense, rtol=2e-6, atol=0)
+    made, wanted = gradients(model, out["loss"]), gradients(model, dense)
+    for name, gradient in made.items():
+        assert float((gradient - wanted[name]).norm()) < 2e-5 * float(wanted[name].norm()) + 1e-7, name
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (lambda z: z + 1, r"off by .* at worst: a logit .* becomes"),
+        (lambda z: z.clamp(max=10), "scale 1 and no soft cap, is off by 0.99 at worst: a logit 1024 becomes 10, "),
+        (lambda z: z / (1 + z.abs() / 30), "is off by"),
+        (lambda z: z[..., :-2], r"shape is \(1, 3, 29\) where it was \(1, 3, 31\)"),
+        (lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., :1], -1e4)], -1), "becomes -10000, not"),
+        (lambda z: z.flip(-1), "is off by"),
+        (lambda z: z * torch.linspace(1, 1.001, z.shape[-1]), "is off by 0.0005"),
+        (lambda z: z.log_softmax(-1), "is off by"),
+        (lambda z: z * 0, "scale 0"),
+        (lambda z: z * nn.Parameter(torch.ones(())), "depend on parameters beside the head"),
+    ],
+    ids=["shift", "clamp", "another cap", "drop", "mask", "permute", "columns", "normalise", "nothing", "parameter"],
+)
+def test_another_transform_of_the_logits_is_refused(alter: Callable[[Tensor], Tensor], message: str) -> None:
+    model = altered(alter)
+    with pytest.raises(ValueError, match=f"AlteredLlama changes its logits after the head .*{message}"):
         fused(model, tiny_batch(), objective=MLE())
     assert "forward" not in vars(model.lm_head)  # undone after the error, too
     assert not model._forward_hooks
 
 
-def test_a_config_that_tells_what_the_model_does_not_do_is_refused() -> None:
-    model = tiny_model("llama", logit_scale=0.5)
-    with pytest.raises(ValueError, match=r"scale 0\.5.*were read"):
+def test_a_model_that_changes_its_transform_is_refused() -> None:
+    """What was measured at the start is looked at in each pass: numbers of another model would be wrong."""
+    model = tiny_model("gemma2")
+    inputs = {"input_ids": tiny_batch()["input_ids"]}
+    transform = measure_transform(model, inputs)
+    model.config.final_logit_softcapping = 3.1
+    score = scorer(aligned(tiny_batch()["labels"]), objective=MLE())
+    with (
+        pytest.raises(ValueError, match=r"scale 1 and soft cap 3, is off by 0\.033"),
+        fused_loss(model, transform, score),
+    ):
+        model(**inputs)
+
+
+# ---- heads in other forms -------------------------------------------------------------------------------------------
+
+
+def assert_trains_as_its_own_logits(model: nn.Module, batch: dict[str, Tensor], tolerance: float = 2e-5) -> None:
+    """EMO fused = token_loss on the model's own logits, gradients too; what has none there has none here."""
+    cost, labels = EmbeddingCost.from_model(model), aligned(batch["labels"])
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    dense = token_loss(model(**inputs).logits.float(), labels, objective=EMO(), cost=cost).loss
+    wanted = gradients(model, dense)
+    out = fused(model, batch, objective=EMO(), cost=cost)
+    torch.testing.assert_close(out["loss"], dense, rtol=tolerance, atol=0)
+    made = gradients(model, out["loss"])
+    assert made.keys() == wanted.keys() != set()
+    largest = max(float(gradient.norm()) for gradient in wanted.values())
+    for name, gradient in made.items():
+        assert float((gradient - wanted[name]).norm()) < tolerance * float(wanted[name].norm()) + 1e-6 * largest, name
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_head_with_hooks_of_accelerate(offload: bool) -> None:
+    """`device_map` replaces the head's forward, and keeps offloaded weights on the meta device between calls."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, batch = tiny_model("phi").eval(), tiny_batch()
+    model.lm_head.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    stored = {name: tensor.clone() for name, tensor in model.lm_head.state_dict().items()}
+    hook = hooks.AlignDevicesHook("cpu", offload=offload, weights_map=stored if offload else None)
+    hooks.add_hook_to_module(model.lm_head, hook)
+    assert model.lm_head.weight.is_meta == offload
+    assert torch.equal(find_head(model).weight, plain.lm_head.weight)
+    assert_trains_as_its_own_logits(model, batch)
+    assert model.lm_head.weight.is_meta == offload
+    expected = gradients(plain, fused(plain, batch, objective=MLE())["loss"])
+    for name, gradient in gradients(model, fused(model, batch, objective=MLE())["loss"]).items():
+        torch.testing.assert_close(gradient, expected[name])
+    model.lm_head.requires_grad_(True)
+    if offload:
+        with pytest.raises(TypeError, match=r"is offloaded .* gradient, which would be lost"):
+            fused(model, batch, objective=MLE())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_trained_rows_of_the_head(name: str) -> None:
+    tokens = {"embed_tokens": [4, 5], "lm_head": [4, 7]} if name == "llama" else [4, 5]
+    model = lora(tiny_model(name), target_modules=["q_proj"], trainable_token_indices=tokens).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "trainable_tokens_delta" in key:
+                parameter.add_(torch.randn_like(parameter))
+    batch = tiny_batch()
+    assert_trains_as_its_own_logits(model, batch)
+    assert any("trainable_tokens_delta" in key for key, p in model.named_parameters() if p.grad is not None)
+    with model.disable_adapter():
+        expected = model(**batch).loss
+        torch.testing.assert_close(fused(model, batch, objective=MLE())["loss"], expected)
+
+
+class Stored(Tensor):
+    """A weight in 8 bits that can be given back, as torchao's and quanto's."""
+
+    @staticmethod
+    def of(weight: Tensor) -> Any:
+        scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        made = (weight.detach() / scale).round().to(torch.int8).as_subclass(Stored)
+        made.scale = scale  # type: ignore[attr-defined]
+        return made
+
+    def dequantize(self) -> Tensor:
+        return self.as_subclass(Tensor).float() * self.scale  # type: ignore[attr-defined]
+
+
+class StoredLinear(nn.Linear):
+    """A head in 8 bits; `rounds_inputs` as LLM.int8() does, with logits that are no linear map of the hidden states."""
+
+    rounds_inputs = False
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        del self.weight
+        self.weight = Stored.of(linear.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.rounds_inputs:
+            unit = hidden.detach().abs().amax(-1, keepdim=True) / 127
+            hidden = (hidden / unit).round() * unit
+        return nn.functional.linear(hidden, self.weight.dequantize())
+
+
+def test_a_quantised_head_that_can_be_given_back() -> None:
+    model = tiny_model("llama").eval()
+    model.lm_head = StoredLinear(model.lm_head)
+    assert_trains_as_its_own_logits(model, tiny_batch())
+
+
+def test_a_quantised_head_that_rounds_its_inputs_is_refused() -> None:
+    model = tiny_model("llama").eval()
+    model.lm_head = StoredLinear(model.lm_head)
+    model.lm_head.rounds_inputs = True
+    with pytest.raises(TypeError, match=r"test_heads\.StoredLinear whose logits are not .*differ by 0\.0"):
         fused(model, tiny_batch(), objective=MLE())
+
+
+def test_a_weight_that_cannot_be_read_is_refused_by_name() -> None:
+    class Linear8bitLt(nn.Linear):
+        pass
+
+    model = tiny_model("llama").eval()
+    model.lm_head = Linear8bitLt(16, VOCAB, bias=False)
+    model.lm_head.weight = nn.Parameter(torch.zeros(VOCAB, 16, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"Linear8bitLt with a weight of dtype torch.int8.*llm_int8_skip_modules"):
+        _ = find_head(model).weight
+    model.lm_head = nn.Sequential(nn.Linear(16, VOCAB))
+    with pytest.raises(TypeError, match=r"is a Sequential, expected torch\.nn\.Linear"):
+        find_head(model)
+
+
+def test_heads_of_torchao() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny_model("llama").eval()
+    quantization.quantize_(model.lm_head, quantization.Int8WeightOnlyConfig())
+    assert_trains_as_its_own_logits(model, tiny_batch())
+
+
+def test_a_look_at_the_model_does_not_pack_its_weights() -> None:
+    class Packs(nn.Linear):  # as bitsandbytes' Linear4bit on a CPU with AVX512-BF16
+        support_avx512bf16_for_cpu = True
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            assert self.training
+            return super().forward(hidden)
+
+    model = tiny_model("llama").eval()
+    model.model.layers[0].mlp.up_proj = Packs(16, 24, bias=False)
+    assert measure_transform(model, {"input_ids": tiny_batch()["input_ids"]}) == LogitTransform()
+    check_causal(model)
+
+
+def test_heads_of_bitsandbytes() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    model, batch = tiny_model("llama", hidden_size=64).eval(), tiny_batch()
+    linear = model.lm_head
+    model.lm_head = bnb.nn.Linear4bit(64, VOCAB, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    model.lm_head.load_state_dict({"weight": linear.weight.detach()})
+    model.lm_head.to("cpu")
+    assert model.lm_head.weight.dtype == torch.uint8
+    assert_trains_as_its_own_logits(model, batch)
+    model.lm_head = bnb.nn.Linear8bitLt(64, VOCAB, bias=False, has_fp16_weights=False)
+    model.lm_head.load_state_dict({"weight": linear.weight.detach()})
+    model.lm_head.to("cpu")
+    with pytest.raises(TypeError, match=r"is a bitsandbytes.nn.modules.Linear8bitLt with a weight of dtype torch.int8"):
+        fused(model, batch, objective=MLE())
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
 
 
 def test_models_of_other_tasks_are_refused() -> None:
@@ -285,23 +485,38 @@ def test_heads_that_are_not_one_linear_map_are_refused() -> None:
         def forward(self, input: Tensor) -> Tensor:
             return 2 * super().forward(input)
 
-    for head, message in ((Scaled(16, VOCAB), "is a Scaled"), (nn.Sequential(nn.Linear(16, VOCAB)), "is a Sequential")):
-        model = tiny_model("llama")
-        model.lm_head = head
-        with pytest.raises(TypeError, match=f"head of LlamaForCausalLM {message}"):
-            find_head(model)
+    class Adapted(nn.Linear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.more = nn.Parameter(torch.zeros(16))  # does nothing yet
+
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input * (1 + self.more))
+
     model = tiny_model("llama")
-    model.lm_head.forward = lambda hidden: 2 * nn.functional.linear(hidden, model.lm_head.weight)
-    with pytest.raises(TypeError, match="had its forward replaced"):
+    model.lm_head = Adapted(16, VOCAB)
+    with pytest.raises(TypeError, match=r"head of LlamaForCausalLM is a .*Adapted with parameters \['more'\]"):
+        find_head(model)
+    model.lm_head = Scaled(16, VOCAB)
+    with pytest.raises(TypeError, match=r"Scaled whose logits are not .*differ by 1 of"):
         fused(model, tiny_batch(), objective=MLE())
+    model = tiny_model("llama")
+    model.lm_head.forward = patch = lambda hidden: 2 * nn.functional.linear(hidden, model.lm_head.weight)
+    with pytest.raises(TypeError, match=r"is a Linear whose logits are not .*differ by 1 of"):
+        fused(model, tiny_batch(), objective=MLE())
+    assert model.lm_head.forward is patch
+    model.lm_head.forward = lambda hidden: nn.functional.linear(hidden, model.lm_head.weight)  # harmless
+    assert_same_training(model, tiny_batch())
 
 
-def test_a_mixture_of_experts_loss_is_not_dropped_silently() -> None:
+def test_the_loss_that_balances_experts_is_handed_out() -> None:
     fields = TINY["llama"][1] | {"num_local_experts": 2, "num_experts_per_tok": 1}
-    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields, output_router_logits=True))
-    with pytest.raises(ValueError, match="adds an auxiliary loss"):
-        fused(model, tiny_batch(), objective=MLE())
-    assert_same_training(transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields)), tiny_batch())
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields, output_router_logits=True)).eval()
+    batch = tiny_batch()
+    own = model(**batch)
+    out = fused(model, batch, objective=MLE())
+    torch.testing.assert_close(out["loss"] + model.router_aux_loss_coef * out["aux_loss"], own.loss)
+    assert_same_training(transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields)), batch)
 
 
 def test_a_head_that_is_not_called_once_is_refused() -> None:

@@ -1,0 +1,120 @@
+"""What a causal language model does to its logits after the head, found out by running it: `T(z)`.
+
+    T(z) = scale * z      or      T(z) = softcap * tanh(scale * z / softcap)
+
+`placeholders` makes logits that go through the model in place of the head's, and `fitted_transform` solves for scale
+and soft cap from what comes out. No name in a config is read, so that models nobody here has heard of work too.
+
+Three rows of placeholders, another number in each column of the vocabulary: small ones, where any cap is nearly the
+identity and the scale shows; ones of the size of logits; and large ones, where the cap shows.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+_SMALL, _MIDDLE, _LARGE = 2.0**-6, 40.0, 2.0**10
+_COLUMNS_OF_THE_FIT = 64
+_FINE = 1e-5  # relative error where nothing is rounded to 16 bits
+_NO_SCALE = 2.0**-8  # a median of ratios rounded to bfloat16 is nearer to 1 than that
+
+
+class LogitTransform(NamedTuple):
+    """`softcap * tanh(scale * z / softcap)`; without a soft cap `scale * z`."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        scaled = logits * self.scale
+        return scaled if self.softcap is None else self.softcap * torch.tanh(scaled / self.softcap)
+
+    def __str__(self) -> str:
+        cap = "no soft cap" if self.softcap is None else f"soft cap {self.softcap:.6g}"
+        return f"scale {self.scale:.6g} and {cap}"
+
+
+def placeholders(vocab: int, device: torch.device | str = "cpu") -> Float[Tensor, "3 vocab"]:
+    """Logits to send through a model in place of its own: small, middle and large ones of both signs.
+
+    >>> placeholders(5)[1]
+    tensor([-40., -20.,   0.,  20.,  40.])
+    """
+    size = torch.linspace(0.5, 1.0, vocab, device=device)
+    signed = torch.where(torch.arange(vocab, device=device) % 2 == 0, size, -size)
+    return torch.stack([_SMALL * signed, torch.linspace(-_MIDDLE, _MIDDLE, vocab, device=device), _LARGE * signed])
+
+
+def fitted_transform(
+    before: Float[Tensor, "3 vocab"], after: Float[Tensor, "3 vocab"], tolerance: float
+) -> LogitTransform:
+    """The simplest transform that makes `after` of the placeholders `before`; if none does, the nearest of the form.
+
+    The caller looks at `deviation` of the result. A cap so high that it changes no placeholder by more than `tolerance`
+    counts as none.
+
+    >>> before = placeholders(7)
+    >>> fitted_transform(before, before / 4, 1e-5)
+    LogitTransform(scale=0.25, softcap=None)
+    """
+    columns = torch.linspace(0, before.shape[-1] - 1, _COLUMNS_OF_THE_FIT, device=before.device).long().unique()
+    z, y = before[..., columns].double(), after[..., columns].double()
+    scale = _seven_digits(y[0] / z[0])
+    forms = [LogitTransform(scale), _capped(z, y, scale)]
+    if abs(scale - 1) <= _NO_SCALE:
+        forms = [LogitTransform(), _capped(z, y, 1.0, refine=False), *forms]
+    errors = [deviation(form, z, y) for form in forms]
+    for bound in (min(_FINE, tolerance), tolerance):  # rounding to 16 bits must not hide a scale of 1.01
+        for form, error in zip(forms, errors, strict=True):
+            if error <= bound:
+                return form
+    return forms[errors.index(min(errors))]
+
+
+def deviation(transform: LogitTransform, before: Tensor, after: Tensor) -> float:
+    """The largest relative error of `transform(before)`; infinity where `after` is not finite.
+
+    The unit is never less than the smallest placeholder: where a placeholder is 0, no error is relative.
+    """
+    expected = transform(before)
+    unit = expected.abs().clamp(min=min(1.0, abs(transform.scale)) * _SMALL / 2)
+    return float(((after.to(before.dtype) - expected).abs() / unit).nan_to_num(nan=torch.inf).max())
+
+
+def _capped(z: Tensor, y: Tensor, scale: float, refine: bool = True) -> LogitTransform:
+    """Solve for the cap from the large placeholders, given the scale; then for the scale from the small ones, and on.
+
+    At a small placeholder a cap changes the scale seen by some `(scale * z / cap)^2 / 3`, so few rounds are enough.
+    """
+    softcap: float | None = None
+    for _ in range(5 if refine else 1):
+        softcap = _cap(z[2], y[2], scale)
+        if softcap is None or not refine:
+            break
+        scale = _seven_digits(softcap * torch.atanh((y[0] / softcap).clamp(-0.999, 0.999)) / z[0])
+    return LogitTransform(scale, softcap)
+
+
+def _cap(z: Tensor, y: Tensor, scale: float) -> float | None:
+    """The cap c with `y = c tanh(scale z / c)`, the median over columns; None where there is none.
+
+    With `x = scale z / c` this is `tanh(x) / x = y / (scale z)`, which falls from 1 to 0 in x: bisection.
+    """
+    seen = y / (scale * z)
+    low, high = torch.full_like(z, -12.0), torch.full_like(z, 12.0)  # of log x
+    for _ in range(70):
+        middle = (low + high) / 2
+        x = middle.exp()
+        too_small = torch.tanh(x) / x > seen
+        low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
+    cap = _seven_digits((scale * z / low.exp()).abs())
+    return cap if 0.0 < cap < torch.finfo(torch.float32).max else None
+
+
+def _seven_digits(found: Tensor) -> float:
+    """The median, as exactly as float32 tells it."""
+    return float(f"{float(found.median()):.7g}")
