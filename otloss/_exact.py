@@ -29,7 +29,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._autograd import eager, once_only
-from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_potentials
+from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_floating, check_potentials
 from otloss._histograms import HistogramPair, histogram_pair
 from otloss._kernels.problems import FlatProblems, owners_of, solve_compiled
 from otloss._onedim import wasserstein_1d
@@ -183,7 +183,7 @@ def exact_problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Tensor]:
 def _checked_matrix(cost: Any) -> Tensor:
     """The dense cost in the arithmetic dtype; good ones are recognised in one pass over them."""
     matrix = cost.dense() if isinstance(cost, Cost) else cost
-    if isinstance(matrix, Tensor) and matrix.is_floating_point() and matrix.dim() >= 2 and matrix.numel():
+    if isinstance(matrix, Tensor) and check_floating("cost", matrix).dim() >= 2 and matrix.numel():
         low, high = torch.aminmax(matrix.detach())
         if low >= 0 and high < torch.inf:
             return matrix.to(torch.promote_types(matrix.dtype, torch.float32))

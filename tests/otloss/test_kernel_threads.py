@@ -80,6 +80,31 @@ def test_calls_from_several_threads_do_not_mix() -> None:
         assert all(torch.equal(a, b) for pair in values for a, b in zip(pair, values[0], strict=True))
 
 
+FORKED_THREADS = """
+import os, threading, numpy as np, torch
+from otloss._kernels._threads import run_on_threads
+
+def kernel(counter):
+    return threading.get_ident()
+
+torch.set_num_threads(2)
+run_on_threads(kernel, 8, ())  # the pool has started
+child = os.fork()
+if child == 0:
+    os._exit(0 if run_on_threads(kernel, 8, ()) == [threading.get_ident()] else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_a_forked_process_uses_one_thread() -> None:
+    """Whatever number torch says it has: neither pool outlives a fork, and waiting for its threads would never end."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED_THREADS], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "0"
+
+
 FORK = """
 import os, torch, otloss
 from otloss.costs import PointCost
