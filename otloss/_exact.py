@@ -32,6 +32,7 @@ from torch import Tensor
 from otloss._autograd import eager, once_only
 from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_floating, check_potentials
 from otloss._histograms import HistogramPair, histogram_pair
+from otloss._kernels import may_run_on
 from otloss._kernels.problems import FlatProblems, owners_of, solve_compiled
 from otloss._onedim import wasserstein_1d
 from otloss.costs import Cost, LineCost, as_cost
@@ -39,6 +40,8 @@ from otloss.costs._cost import makes_graph
 
 # Pivots, not problems; the simplex needs a small multiple of n + m, so this only stops a cycle.
 _MAX_PIVOTS = 10_000_000
+# Entries of costs that are checked by one thread.
+_SMALL = 2**20
 # Duality gap allowed, relative to the largest cost times the mass.
 _GAP_TOLERANCE = 1e-7
 
@@ -207,12 +210,22 @@ def _checked_matrix(cost: Any) -> Tensor:
     """The dense cost in the arithmetic dtype; good ones are recognised in one pass over them."""
     matrix = cost.dense() if isinstance(cost, Cost) else cost
     if isinstance(matrix, Tensor) and check_floating("cost", matrix).dim() >= 2 and matrix.numel():
-        low, high = torch.aminmax(matrix.detach())
+        low, high = _ends_of(matrix.detach())
         if low >= 0 and high < torch.inf:
             return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     matrix = as_cost(cost).dense()
     check_finite("cost", matrix)
     return matrix
+
+
+def _ends_of(matrix: Tensor) -> tuple[Any, Any]:
+    """The least and the largest entry; NaN where one is."""
+    # NumPy works on the calling thread: waiting for another one takes longer, up to 20 ms where the cores are busy.
+    plain = matrix.dtype in (torch.float32, torch.float64) and may_run_on(matrix) and not matrix.is_neg()
+    if plain and matrix.numel() <= _SMALL:
+        entries = matrix.numpy()
+        return entries.min(), entries.max()
+    return torch.aminmax(matrix)
 
 
 def _check_fit(pair: HistogramPair, shape: tuple[int, ...], device: torch.device) -> None:
