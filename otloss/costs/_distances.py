@@ -39,9 +39,12 @@ def distances(
         return found.square_() if squared else found
     batch, (n, m) = broadcast_shape(x.shape[:-2], y.shape[:-2]), (x.shape[-2], y.shape[-2])
     centred = _Centred(y)
-    found = x.new_empty(*batch, n, m)
     step = max(1, _BLOCK_ENTRIES // (batch.numel() * m))
     with torch.autocast(x.device.type, enabled=False):
+        if step >= n:
+            squares = _squares(x, y, centred).to(x.dtype)
+            return squares if squared else squares.sqrt_()
+        found = x.new_empty(*batch, n, m)
         for start in range(0, n, step):
             squares = _squares(x[..., start : start + step, :], y, centred)
             found[..., start : start + step, :] = squares if squared else squares.sqrt_()
