@@ -84,7 +84,8 @@ def _squares(x: Tensor, y: Tensor, centred: _Centred) -> Tensor:
         a = x.to(dtype) - centre
         sums = a.square().sum(-1, keepdim=True) + b_squares
         squares = sums - 2 * (a @ b.mT) if sums.dim() > 2 else torch.addmm(sums, a, b.mT, alpha=-2)
-        near = (squares < sums.mul_(share)).nonzero()
+        # Written so that NaN, the difference of two infinities, counts as near.
+        near = (squares >= sums.mul_(share)).logical_not_().nonzero()
         if len(near) * x.shape[-1] <= _BLOCK_ENTRIES:
             return _from_near(squares, near, x, y)
     return _from_differences(x, y, 2.0).square_()

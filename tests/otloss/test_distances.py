@@ -56,6 +56,13 @@ def test_many_dimensions_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
         PointCost(x.float(), y.float(), metric="euclidean").dense()
 
 
+def test_squares_beyond_float32_leave_distances() -> None:
+    x, y = 1e25 * cloud("apart", 0).float(), 1e25 * cloud("apart", 1).float()
+    expected = np.sqrt(exact_squares(x.double(), y.double())).astype(np.float64)
+    np.testing.assert_allclose(PointCost(x, y, metric="euclidean").dense(), expected, rtol=1e-6)
+    assert (PointCost(x.double() * 1e200, y.double() * 1e200).dense() == torch.inf).all()
+
+
 def test_blocks_of_rows_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.stack([cloud("apart", seed) for seed in range(3)]), cloud("some points near", 3)
     whole = PointCost(x, y).dense()
