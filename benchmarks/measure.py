@@ -6,9 +6,11 @@ import csv
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -115,6 +117,46 @@ def timed_rounds(
 def interleaved(contestants: dict[str, Callable[[], Any]], *, rounds: int) -> dict[str, float]:
     """Median seconds of each contestant in interleaved rounds."""
     return {name: timing.median for name, timing in timed_rounds(contestants, rounds=rounds).items()}
+
+
+@contextmanager
+def busy_neighbours() -> Iterator[None]:
+    """A process on each core that does nothing else than count."""
+    started = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        time.sleep(0.2)
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def slowdowns(
+    contestants: dict[str, Callable[[], Any]], *, rounds: int, turn: float = 0.0
+) -> dict[str, tuple[Timing, Timing]]:
+    """Times of each contestant alone and beside one busy process per core, by turns."""
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
+    for _ in range(rounds):
+        for is_busy in (False, True):
+            with busy_neighbours() if is_busy else nullcontext():
+                for name, timing in timed_rounds(contestants, rounds=1, turn=turn).items():
+                    found[name][is_busy].extend(timing.seconds)
+    return {name: (Timing(tuple(quiet)), Timing(tuple(busy))) for name, (quiet, busy) in found.items()}
+
+
+def report_slowdowns(
+    benchmark: str, case: str, found: dict[str, tuple[Timing, Timing]], *, rounds: int, output: Path | None
+) -> dict[str, float]:
+    """Print how many times as long each takes with busy neighbours, append that to results.csv, and return it."""
+    heading(benchmark, case, f"{rounds} rounds, alone and beside {os.cpu_count()} busy processes")
+    slower = {name: statistics.median(ratios(busy, quiet)) for name, (quiet, busy) in found.items()}
+    rows = []
+    for name, ratio in slower.items():
+        say(f"  {name:<34} {ratio:6.2f} x itself alone")
+        rows.append({"name": name, "ratio": f"{ratio:.4f}", "peer": "itself alone", "rounds": rounds})
+    keep(output, benchmark, f"{case}, beside {os.cpu_count()} busy processes", rows)
+    return slower
 
 
 @contextmanager

@@ -18,10 +18,22 @@ from functools import partial
 from typing import Any
 
 import torch
+from scipy.optimize import linear_sum_assignment
 
 import otloss
 from benchmarks import solver_clouds
-from benchmarks.measure import Settings, Timing, heading, keep, ratios, say, table, timed_rounds
+from benchmarks.measure import (
+    Settings,
+    Timing,
+    heading,
+    keep,
+    ratios,
+    report_slowdowns,
+    say,
+    slowdowns,
+    table,
+    timed_rounds,
+)
 from benchmarks.solver_cases import Problems, Ruler
 from benchmarks.solver_peers import (
     OURS,
@@ -40,6 +52,7 @@ from benchmarks.solver_peers import (
     pot_lines,
     say_found,
 )
+from otloss.costs import PointCost
 
 NAME = "solvers"
 ROUNDS, SMALL_ROUNDS, LONG_ROUNDS = 11, 1, 3  # long: steps of seconds
@@ -145,6 +158,41 @@ def exact_case(bench: Bench, problems: Problems, case: str, limit: AtLeast, *, l
     bench.judge(limit, timings[OURS], [timing for name, timing in timings.items() if name != OURS])
 
 
+def assignment_case(bench: Bench, batch: int, n: int, dim: int) -> None:
+    """Uniform weights, from points: scipy's assignment is a peer, one problem after the other."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(batch, n, dim, generator=generator) for _ in range(2))
+    uniform = torch.full((batch, n), 1 / n)
+
+    def by_scipy() -> torch.Tensor:
+        costs = torch.cdist(x, y).square().numpy()
+        return torch.tensor([cost[linear_sum_assignment(cost)].mean() for cost in costs])
+
+    steps = {OURS: lambda: otloss.emd(uniform, uniform, PointCost(x, y)), "scipy's assignment": by_scipy}
+    notes = _agreement({name: step() for name, step in steps.items()})
+    case = f"exact, {batch} assignments {n} x {n}, points in {dim} dimensions, values"
+    ours, peer = bench.timed(case, steps, notes=notes, rounds=bench.rounds()).values()
+    bench.judge(AtLeast(case.removeprefix("exact, "), 1.0), ours, [peer])
+
+
+def busy_case(bench: Bench, problems: Problems) -> None:
+    """All threads and one, where every core has another process to run; torch's softmax of as many entries beside."""
+    batch, n = problems.p.shape
+    given = (problems.p, problems.q, problems.cost)
+
+    def on_one_thread() -> None:
+        torch.set_num_threads(1)
+        otloss.emd(*given)
+
+    steps = {OURS: lambda: otloss.emd(*given), "otloss, one thread": on_one_thread,
+             "torch softmax": lambda: problems.cost.softmax(-1)}  # fmt: skip
+    found = slowdowns(steps, rounds=bench.rounds(), turn=TURN)
+    case = f"exact, {batch} problems {n} x {n}, values"
+    report_slowdowns(NAME, case, found, rounds=bench.rounds(), output=bench.settings.output)
+    row = AtLeast("exact values beside busy processes: one thread, all threads", 0.8)
+    bench.judge(row, found[OURS][1], [found["otloss, one thread"][1]])
+
+
 def exact_cases(bench: Bench) -> None:
     small = bench.settings.small
     batch, n = (4, 8) if small else (64, 64)
@@ -152,6 +200,9 @@ def exact_cases(bench: Bench) -> None:
         bench, Problems.random(batch, n), f"exact, {batch} problems {n} x {n}, values and gradients in p, q, cost",
         AtLeast(f"{batch} exact problems {n} x {n}, with gradients", 4.0),
     )  # fmt: skip
+    busy_case(bench, Problems.random(batch, n))
+    for assignments in ((4, 4, 2), (1, 8, 20)) if small else ((64, 16, 2), (1, 256, 2), (1, 256, 784)):
+        assignment_case(bench, *assignments)
     n = 30 if small else 2000
     for uniform in (True, False):
         weights = "uniform" if uniform else "random"

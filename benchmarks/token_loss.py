@@ -37,8 +37,10 @@ from benchmarks.measure import (
     keep,
     matmul_precision,
     ratios,
+    report_slowdowns,
     report_times,
     say,
+    slowdowns,
     table,
     timed_rounds,
 )
@@ -91,6 +93,7 @@ class Limit:
 EMO_TORCH = Limit(f"EMO time / best {TORCH} time", 1.10)
 EMO_DENSE_CE = Limit("EMO time / dense cross-entropy time", 0.95)
 EMO_PUBLISHED = Limit("EMO time / EMOLoss 0.0.3 time", 0.33)
+EMO_BUSY = Limit("EMO slowdown beside busy processes / dense cross-entropy's", 1.10)
 MLE_TORCH = Limit(f"MLE time / best {TORCH} time", 1.00)
 MEMORY = Limit("EMO peak extra memory beside its cost object / dense cross-entropy's", 0.35)
 EMO_ERROR = Limit("EMO gradient error / dense cross-entropy's", 2.00)
@@ -157,6 +160,15 @@ def time_case(case: Case, in_torch: list[str], *, objectives: bool) -> list[list
     ]
 
 
+def busy_case(case: Case, in_torch: list[str]) -> list[list[str]]:
+    """How much longer each takes where every core has another process to run."""
+    names, rounds = [DENSE, *in_torch, MLE_OURS, EMO_OURS], min(SWEEP_ROUNDS, case.rounds)
+    found = slowdowns(steps(names, case.problem), rounds=rounds)
+    name = case.name(share_distinct(case.problem.labels))
+    slower = report_slowdowns(NAME, name, found, rounds=rounds, output=case.settings.output)
+    return [EMO_BUSY.judged(slower[EMO_OURS] / slower[DENSE])]
+
+
 def memory_case(case: Case, in_torch: list[str]) -> list[list[str]]:
     """Peaks in processes of their own, beside what a count of the largest tensors gives."""
     size, settings = case.size, case.settings
@@ -210,6 +222,8 @@ def main(settings: Settings) -> None:
         found = time_case(case, in_torch, objectives=size is sizes[0])
         with matmul_precision("medium"):
             case.report([DENSE, *in_torch, MLE_OURS, EMO_OURS], rounds=min(SWEEP_ROUNDS, case.rounds), note=BF16)
+        if size is sizes[0]:
+            found += busy_case(case, in_torch)
         gc.collect()
         found += memory_case(case, in_torch)
         verdicts += [[str(size), *row] for row in found]

@@ -9,11 +9,20 @@ import torch
 from torch import Tensor
 
 REDUCTIONS = ("mean", "sum", "none")
+_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check_tensor(name: str, value: Any) -> Tensor:
-    """Return `value` if it is a tensor, else raise TypeError."""
+    """Return `value` if it is a dense tensor, and not of floats narrower than 16 bits, else raise TypeError."""
     if isinstance(value, Tensor):
+        if value.layout != torch.strided or value.is_nested:
+            got, fix = ("a nested tensor", "pad it with") if value.is_nested else (f"of layout {value.layout}", "call")
+            call = "to_padded_tensor(0.0)" if value.is_nested else "to_dense()"
+            raise TypeError(f"{name} is {got}, expected a dense tensor; {fix} {name}.{call}.")
+        if value.is_floating_point() and value.dtype not in _FLOATS:
+            raise TypeError(
+                f"{name} has dtype {value.dtype}, expected float16, bfloat16, float32 or float64; call {name}.float()."
+            )
         return value
     kind = type(value).__name__
     if isinstance(value, torch.nn.Module):
@@ -26,15 +35,28 @@ def check_tensor(name: str, value: Any) -> Tensor:
 
 
 def check_floating(name: str, value: Any) -> Tensor:
-    """Return `value` if it is a floating-point tensor, else raise TypeError."""
+    """Return `value` if it is a floating-point tensor that holds numbers, else raise TypeError or ValueError."""
     tensor = check_tensor(name, value)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating dtype; call {name}.float().")
+    _check_not_meta(name, tensor)
     return tensor
+
+
+def _check_not_meta(name: str, tensor: Tensor) -> None:
+    if tensor.is_meta:
+        raise ValueError(
+            f"{name} is on the meta device, which holds no numbers; expected a tensor on a CPU or GPU. Load its data "
+            "first, for a module with to_empty() and load_state_dict()."
+        )
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
     """Raise ValueError naming the first NaN or infinity in `tensor`."""
+    _check_not_meta(name, tensor)
+    # A sum is one pass without a temporary, and it is finite only if all numbers are.
+    if torch.isfinite(tensor.detach().sum()):
+        return
     bad = ~torch.isfinite(tensor.detach())
     if bad.any():
         first = tuple(int(i) for i in bad.nonzero()[0])

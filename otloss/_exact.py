@@ -14,8 +14,9 @@ and which is feasible whatever the solver returned. So `<C, P> - (f.p + g.q)` ce
 Where the optimum is degenerate (a proper part of p's mass equals a part of q's, as in assignment problems), potentials
 are not unique and the value has a kink in the weights: the gradient is one of its subgradients.
 
-A `LineCost` of power >= 1 has a closed form (`wasserstein_1d`). All else is solved by the network simplex of
-`_kernels.exact`, one problem per thread.
+A `LineCost` of power >= 1 has a closed form (`wasserstein_1d`). Uniform weights on equally many bins are assigned along
+shortest paths (`_kernels.assignment`), and all else is solved by the network simplex (`_kernels.exact`), one problem
+per thread.
 """
 
 from __future__ import annotations
@@ -29,14 +30,18 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._autograd import eager, once_only
-from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_potentials
+from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_floating, check_potentials
 from otloss._histograms import HistogramPair, histogram_pair
+from otloss._kernels import may_run_on
 from otloss._kernels.problems import FlatProblems, owners_of, solve_compiled
 from otloss._onedim import wasserstein_1d
 from otloss.costs import Cost, LineCost, as_cost
+from otloss.costs._cost import makes_graph
 
 # Pivots, not problems; the simplex needs a small multiple of n + m, so this only stops a cycle.
 _MAX_PIVOTS = 10_000_000
+# Entries of costs that are checked by one thread.
+_SMALL = 2**20
 # Duality gap allowed, relative to the largest cost times the mass.
 _GAP_TOLERANCE = 1e-7
 
@@ -86,31 +91,62 @@ def emd(
 
 @dataclass(frozen=True)
 class ExactSolution:
-    """Optima of a batch of problems, in float64 on the CPU and without a graph.
+    """Optima of a batch of problems, in float64 on the CPU and without a graph; each is made a tensor when read."""
 
-    Attributes:
-        value: (...), the least costs.
-        f: (..., n), g: (..., m): dual potentials, the derivatives of the value in p and q, one-sided at bins without
-            mass. f_i + g_j <= C_ij wherever bin i or bin j holds mass.
-        rows, columns, flows: (..., n + m - 1), the cells of the plan that hold mass, padded with empty ones.
-        gap: (...), the duality gap, 0 up to rounding.
-        iterations: (...), pivots of the simplex.
-    """
+    work: FlatProblems
+    batch: torch.Size
 
-    value: Float[Tensor, "*batch"]
-    f: Float[Tensor, "*batch n"]
-    g: Float[Tensor, "*batch m"]
-    rows: Int[Tensor, "*batch cells"]
-    columns: Int[Tensor, "*batch cells"]
-    flows: Float[Tensor, "*batch cells"]
-    gap: Float[Tensor, "*batch"]
-    iterations: Int[Tensor, "*batch"]
+    @property
+    def value(self) -> Float[Tensor, "*batch"]:
+        """The least costs."""
+        return self.work.ends[:, 0].reshape(self.batch)
+
+    @property
+    def gap(self) -> Float[Tensor, "*batch"]:
+        """The duality gap, 0 up to rounding."""
+        return self.work.ends[:, 1].reshape(self.batch)
+
+    @property
+    def iterations(self) -> Int[Tensor, "*batch"]:
+        """Pivots of the simplex; for an assignment, the columns that were looked at beyond one for each row."""
+        return self.work.ends[:, 3].long().reshape(self.batch)
+
+    @property
+    def f(self) -> Float[Tensor, "*batch n"]:
+        """Dual potentials, the derivatives of the value in p, one-sided at bins without mass.
+
+        f_i + g_j <= C_ij wherever bin i or bin j holds mass.
+        """
+        return self._of_problems(self.work.f)
+
+    @property
+    def g(self) -> Float[Tensor, "*batch m"]:
+        """Dual potentials, the derivatives of the value in q."""
+        return self._of_problems(self.work.g)
+
+    @property
+    def rows(self) -> Int[Tensor, "*batch cells"]:
+        """Rows of the n + m - 1 cells of the plan that hold mass; cells beyond them are empty."""
+        return self._of_problems(self.work.cells[:, 0])
+
+    @property
+    def columns(self) -> Int[Tensor, "*batch cells"]:
+        """Columns of these cells."""
+        return self._of_problems(self.work.cells[:, 1])
+
+    @property
+    def flows(self) -> Float[Tensor, "*batch cells"]:
+        """The mass in these cells."""
+        return self._of_problems(self.work.flows)
 
     def plan(self) -> Float[Tensor, "*batch n m"]:
         """Return the optimal plan as a dense tensor."""
         n, m = self.f.shape[-1], self.g.shape[-1]
-        flat = self.flows.new_zeros(*self.value.shape, n * m)
+        flat = self.flows.new_zeros(*self.batch, n * m)
         return flat.scatter_add_(-1, self.rows * m + self.columns, self.flows).unflatten(-1, (n, m))
+
+    def _of_problems(self, flat: Tensor) -> Tensor:
+        return flat.reshape(*self.batch, flat.shape[-1])
 
 
 def solve_exact(
@@ -137,27 +173,17 @@ def solve_exact(
     work = FlatProblems.of(p, q, matrix, batch=batch, g=None if start is None else start[1])
     solve_compiled(work, most=_MAX_PIVOTS)
     _check_ends(work, batch)
-    n, m = matrix.shape[-2:]
-    return ExactSolution(
-        value=work.ends[:, 0].reshape(batch),
-        f=work.f.reshape(*batch, n),
-        g=work.g.reshape(*batch, m),
-        rows=work.cells[:, 0].reshape(*batch, n + m - 1),
-        columns=work.cells[:, 1].reshape(*batch, n + m - 1),
-        flows=work.flows.reshape(*batch, n + m - 1),
-        gap=work.ends[:, 1].reshape(batch),
-        iterations=work.ends[:, 3].long().reshape(batch),
-    )
+    return ExactSolution(work, batch)
 
 
 def _check_ends(work: FlatProblems, batch: torch.Size) -> None:
-    value, gap, scale, pivots = work.ends.unbind(1)
+    value, gap, scale, pivots = work.ends.numpy().T
     stopped = pivots < 0
-    # Not "gap > ...": an overflow leaves a NaN.
-    apart = ~(gap <= _GAP_TOLERANCE * scale.clamp(min=torch.finfo(torch.float64).tiny))
+    # Not "gap > ...": an overflow leaves a NaN, or an infinity in both.
+    apart = ~(np.abs(gap) <= _GAP_TOLERANCE * np.maximum(scale, np.finfo(np.float64).tiny)) | ~np.isfinite(value)
     if not (stopped | apart).any():
         return
-    k = int((stopped | apart).nonzero()[0])
+    k = int((stopped | apart).argmax())
     if stopped[k]:
         sizes = " by ".join(str(int((w[k] > 0).sum())) for w in (work.p, work.q))
         raise RuntimeError(
@@ -183,13 +209,23 @@ def exact_problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Tensor]:
 def _checked_matrix(cost: Any) -> Tensor:
     """The dense cost in the arithmetic dtype; good ones are recognised in one pass over them."""
     matrix = cost.dense() if isinstance(cost, Cost) else cost
-    if isinstance(matrix, Tensor) and matrix.is_floating_point() and matrix.dim() >= 2 and matrix.numel():
-        low, high = torch.aminmax(matrix.detach())
+    if isinstance(matrix, Tensor) and check_floating("cost", matrix).dim() >= 2 and matrix.numel():
+        low, high = _ends_of(matrix.detach())
         if low >= 0 and high < torch.inf:
             return matrix.to(torch.promote_types(matrix.dtype, torch.float32))
     matrix = as_cost(cost).dense()
     check_finite("cost", matrix)
     return matrix
+
+
+def _ends_of(matrix: Tensor) -> tuple[Any, Any]:
+    """The least and the largest entry; NaN where one is."""
+    # NumPy works on the calling thread: waiting for another one takes longer, up to 20 ms where the cores are busy.
+    plain = matrix.dtype in (torch.float32, torch.float64) and may_run_on(matrix) and not matrix.is_neg()
+    if plain and matrix.numel() <= _SMALL:
+        entries = matrix.numpy()
+        return entries.min(), entries.max()
+    return torch.aminmax(matrix)
 
 
 def _check_fit(pair: HistogramPair, shape: tuple[int, ...], device: torch.device) -> None:
@@ -218,6 +254,8 @@ def _ratio(mass: Tensor, found: Tensor) -> Tensor:
 
 def exact_value(pair: HistogramPair, matrix: Tensor, solution: ExactSolution) -> Float[Tensor, "*batch"]:
     """Return the value of a solved problem with its first derivatives: the potentials, and the plan."""
+    if not makes_graph(pair.p, pair.q, matrix):
+        return solution.value.to(pair.p.device, pair.dtype, copy=True)
     value: Tensor = _ExactTransport.apply(solution, pair.p, pair.q, matrix)
     return value.to(pair.dtype)
 

@@ -23,8 +23,10 @@ from otloss._checks import check_broadcast, check_finite, check_floating
 from otloss._kernels import may_run_on
 
 # Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
-# each, and a histogram normalised in its own dtype carries that of its sum too.
-MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-9}
+# each, and a histogram normalised in its own dtype carries that of its sum too. Those in float64 were often normalised
+# in float32 and cast, which leaves 1e-7 or so. That those in float32 come from 16 bits is not assumed: what these leave
+# is as large as a mistake.
+MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
 
 # Entries of a side up to which NumPy, on one thread and with less to do per call, is faster than torch.
 _SMALL = 2**16
@@ -143,8 +145,6 @@ def _suits_numpy(p: Any, q: Any) -> bool:
     if p.dtype != torch.float32 or q.dtype != p.dtype or p.dim() == 0 or q.dim() == 0:
         return False
     if p.is_neg() or q.is_neg():
-        return False
-    if p.layout != torch.strided or q.layout != torch.strided:
         return False
     small = max(p.numel(), q.numel()) <= _SMALL
     return small and p.shape[:-1] == q.shape[:-1] and 0 not in (p.shape[-1], q.shape[-1])

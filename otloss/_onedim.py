@@ -162,6 +162,8 @@ def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
     given = [t for t in (p, q, *places) if t is not None]
     if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) and t.dim() > 0 for t in given):
         return False
+    if any(t.is_floating_point() and t.dtype not in MASS_TOLERANCE for t in given):
+        return False
     if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*given)) or 0 in (p.shape[-1], q.shape[-1]):
         return False
     weights = [p, q, *([q] * (len(places) - 1))]

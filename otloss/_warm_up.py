@@ -70,7 +70,10 @@ def _points(count: int, dtype: torch.dtype) -> Tensor:
 
 def _emd(dtype: torch.dtype) -> None:
     x = _points(8, dtype)
-    emd(_weights(8, dtype=dtype), _weights(8, dtype=dtype), (x[:, None] - x).square().sum(-1)).backward()
+    cost = (x[:, None] - x).square().sum(-1)
+    uniform, other = _weights(8, dtype=dtype), torch.arange(8, dtype=dtype, device="cpu") / 28
+    emd(uniform, uniform, cost.detach()).backward()
+    emd(uniform, other, cost).backward()
 
 
 def _sinkhorn(dtype: torch.dtype) -> None:

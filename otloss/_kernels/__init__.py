@@ -20,7 +20,7 @@ def is_small(entries: int) -> bool:
 
 
 def may_run_on(*tensors: Tensor) -> bool:
-    """Whether kernels may work on these tensors: on a CPU, not inside `torch.func` transforms, which hold no data."""
+    """Whether kernels may work on these tensors: dense, on a CPU, not inside `torch.func` transforms (without data)."""
     if torch._C._are_functorch_transforms_active():
         return False
-    return all(tensor.device.type == "cpu" for tensor in tensors)
+    return all(t.device.type == "cpu" and t.layout == torch.strided and not t.is_nested for t in tensors)

@@ -4,12 +4,18 @@ Kernels are compiled without numba's `parallel=True`: that compiles a kernel a s
 solvers), and brings a second pool of OpenMP threads. Threads of OpenMP wait for work by spinning, up to 5 ms after the
 last parallel operation of torch, and two pools on the same cores take turns then. So kernels run in the pool that torch
 has: `GOMP_parallel` is what GNU's compiler calls for a parallel region. Kernels release the GIL.
+
+A parallel region ends when its last thread does. Where other processes keep the cores busy, that thread may wait for
+its turn longer than the whole work takes: 10 to 20 ms, for regions of some ms. Where a region took longer than one
+thread would have, kernels run on the calling thread alone for a while.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,7 +28,10 @@ from numba.extending import intrinsic
 
 # Exponentials, or the like, below which waking up a thread takes longer than it saves.
 ENTRIES = 10_000
+# Seconds that a region may take longer than one thread would; and how many times as long as it took no other is begun.
+PATIENCE, PAUSE = 1e-3, 20.0
 
+_alone_until = 0.0  # by time.perf_counter
 _is_forked = False
 _pool: ThreadPoolExecutor | None = None
 _work_of_region = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
@@ -50,16 +59,47 @@ def run_on_threads(
     """Return what `kernel(counter, *arguments, *scratch())` returns on each of as many threads as torch uses.
 
     The kernel does task `next_task(counter)` until that number reaches its number of tasks. Each thread gets its own
-    `scratch()`. Only the calling thread works with `one_thread`, and in a forked process (a worker of a DataLoader).
+    `scratch()`. Only the calling thread works with `one_thread`, in a forked process (a worker of a DataLoader), and
+    while other processes keep the cores busy.
     """
     if tasks == 0:
         return []
-    threads = 1 if one_thread or _is_forked else min(torch.get_num_threads(), tasks)
+    alone = one_thread or _is_forked or time.perf_counter() < _alone_until
+    threads = 1 if alone else min(torch.get_num_threads(), tasks)
     counter = np.zeros(1, np.int64)
     calls = [(counter, *arguments, *scratch()) for _ in range(threads)]
     if threads == 1:
         return [kernel(*calls[0])]
-    return _in_region(kernel, calls) if _openmp is not None else _in_pool(kernel, calls)
+    timed = _Timed(kernel)
+    results = _in_region(timed, calls) if _openmp is not None else _in_pool(timed, calls)
+    _go_alone_after(timed)
+    return results
+
+
+class _Timed:
+    """A kernel whose calls are timed, in seconds of work and, for the thread that made this object, by the clock."""
+
+    def __init__(self, kernel: Callable[..., Any]) -> None:
+        self._kernel = kernel
+        self._caller, self.started = threading.get_ident(), time.perf_counter()
+        self.work: list[float] = []
+        self.delay = 1.0  # seconds by the clock per second of work, of the calling thread
+
+    def __call__(self, *arguments: Any) -> Any:
+        started, worked = time.perf_counter(), time.thread_time()
+        result = self._kernel(*arguments)
+        work = time.thread_time() - worked
+        self.work.append(work)
+        if threading.get_ident() == self._caller:
+            self.delay = (time.perf_counter() - started) / max(work, 1e-6)
+        return result
+
+
+def _go_alone_after(region: _Timed) -> None:
+    global _alone_until
+    now = time.perf_counter()
+    if now - region.started > sum(region.work) * region.delay + PATIENCE:
+        _alone_until = now + PAUSE * (now - region.started)
 
 
 def _in_region(kernel: Callable[..., Any], calls: list[tuple[Any, ...]]) -> list[Any]:

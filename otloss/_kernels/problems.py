@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -61,16 +62,54 @@ def owners_of(own: torch.Size, batch: torch.Size) -> Int[Tensor, "*batch"]:
 
 
 def solve_compiled(work: FlatProblems, *, most: int) -> None:
-    """Solve by the compiled simplex with at most `most` pivots each, on torch's number of threads."""
+    """Solve by numba kernels on torch's number of threads: assignments along shortest paths, all else by the simplex.
+
+    The simplex makes at most `most` pivots for each problem.
+    """
+    names = ("p", "q", "matrices", "owners", "f", "g", "cells", "flows", "ends")
+    p, q, matrices, owners, *filled = (getattr(work, name).numpy() for name in names)
+    start, ends = work.start.numpy(), filled[-1]
+    if not _are_assignments(p, q):
+        _run_simplex(start, p, q, matrices, owners, filled, most=most)
+        return
+    _run_assignment(start, p, matrices, owners, filled)
+    rest = np.flatnonzero(ends[:, 3] < 0)  # given up
+    if rest.size:
+        of_rest = [array[rest] for array in filled]
+        _run_simplex(start[rest], p[rest], q[rest], matrices, owners[rest], of_rest, most=most)
+        for array, part in zip(filled, of_rest, strict=True):
+            array[rest] = part
+
+
+def _are_assignments(p: np.ndarray, q: np.ndarray) -> bool:
+    """Whether all problems have as many bins on either side, all of one mass above zero."""
+    if p.shape != q.shape or not p.size:
+        return False
+    return all(bool((w[:, 0] > 0).all()) and bool((w == w[:, :1]).all()) for w in (p, q))
+
+
+def _run_assignment(
+    start: np.ndarray, p: np.ndarray, matrices: np.ndarray, owners: np.ndarray, filled: list[np.ndarray]
+) -> None:
+    from otloss._kernels._threads import ENTRIES, run_on_threads
+    from otloss._kernels.assignment import assign_problems, scratch
+
+    count, n = p.shape
+    given = (start, p, matrices, owners, *filled)
+    run_on_threads(assign_problems, count, given, lambda: scratch(n), one_thread=count * n * n < ENTRIES)
+
+
+def _run_simplex(
+    start: np.ndarray, p: np.ndarray, q: np.ndarray, matrices: np.ndarray, owners: np.ndarray,
+    filled: list[np.ndarray], *, most: int,
+) -> None:  # fmt: skip
     from otloss._kernels._threads import ENTRIES, run_on_threads
     from otloss._kernels.exact import scratch, solve_problems, solve_problems_from
 
-    names = ("p", "q", "matrices", "owners", "f", "g", "cells", "flows", "ends")
-    p, q, matrices, owners, *filled = (getattr(work, name).numpy() for name in names)
     (count, n), m = p.shape, q.shape[1]
     kernel, given = solve_problems, (p, q, matrices, owners, most, *filled)
-    if work.start.shape[1]:
-        kernel, given = solve_problems_from, (work.start.numpy(), *given)
+    if start.shape[1]:
+        kernel, given = solve_problems_from, (start, *given)
     run_on_threads(kernel, count, given, lambda: scratch(n, m, matrices.dtype), one_thread=count * n * m < ENTRIES)
     empty = ~(p.any(1) & q.any(1))
     if empty.any():

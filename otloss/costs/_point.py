@@ -5,7 +5,7 @@
     l1            sum_k |x_ik - y_jk|      likewise, per coordinate
     cosine        1 - cos(x_i, y_j)        a point at the origin costs 1, and 0 to itself
 
-Distances are sums over differences, right to a few roundings also far from the origin and between near points. With c
+Distances are right to a few roundings also far from the origin and between near points (`costs._distances`). With c
 the centre of y, and u, v for points of length one, products with a vector w need no distances:
 
     sum_j w_j |x_i - y_j|^2 = |x_i - c|^2 sum_j w_j - 2 (x_i - c).sum_j w_j (y_j - c) + sum_j w_j |y_j - c|^2
@@ -25,6 +25,7 @@ from torch import Tensor
 from otloss._checks import broadcast_shape, check_broadcast, check_epsilon, check_finite, check_floating, check_index
 from otloss._kernels import is_small, may_run_on
 from otloss.costs._cost import Cost, arithmetic_dtype, makes_graph, unit_rows
+from otloss.costs._distances import distances, suit_products
 
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
@@ -253,12 +254,12 @@ def _given_by(metric: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) 
 
 
 class _SquaredDistances(torch.autograd.Function):
-    """|x_i - y_j|^2 from differences, with slopes from products: no n m d array in either pass, and both smooth."""
+    """|x_i - y_j|^2, with gradients from products: no n m d array in either pass, and both smooth."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
         ctx.save_for_backward(x, y)
-        return _cdist(x, y, 2.0).square_()
+        return distances(x, y, squared=True)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
@@ -279,8 +280,8 @@ def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
     if metric == "cosine":
         with torch.autocast(x.device.type, enabled=False):
             return (1 - x @ y.mT).clamp(0, 2)
-    distances: Tensor = _Distances.apply(x, y, 2.0 if metric == "euclidean" else 1.0)
-    return distances
+    found: Tensor = _Distances.apply(x, y, 2.0 if metric == "euclidean" else 1.0)
+    return found
 
 
 class _Distances(torch.autograd.Function):
@@ -288,36 +289,45 @@ class _Distances(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, p: float) -> Tensor:
-        distances = _cdist(x, y, p)
-        ctx.save_for_backward(x, y, distances)
+        found = distances(x, y, order=p)
+        ctx.save_for_backward(x, y, found)
         ctx.p = p
-        return distances
+        return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, y, distances = ctx.saved_tensors
+        x, y, found = ctx.saved_tensors
         (upstream,) = gradients
-        if not torch.is_grad_enabled():
-            batch = distances.shape[:-2]
+        if not torch.is_grad_enabled() and ctx.p == 2 and x.dtype == torch.float32 and suit_products(x, y):
+            by_x, by_y = _pulls(x, y, found, upstream)
+        elif not torch.is_grad_enabled():
+            batch = found.shape[:-2]
             wide_x, wide_y = (t.expand(*batch, *t.shape[-2:]).contiguous() for t in (x, y))
             pull = torch.ops.aten._cdist_backward
-            by_x = pull(upstream.contiguous(), wide_x, wide_y, ctx.p, distances)
-            by_y = pull(upstream.mT.contiguous(), wide_y, wide_x, ctx.p, distances.mT.contiguous())
+            by_x = pull(upstream.contiguous(), wide_x, wide_y, ctx.p, found)
+            by_y = pull(upstream.mT.contiguous(), wide_y, wide_x, ctx.p, found.mT.contiguous())
         else:  # with a graph, and an array of n m d
             apart = x.unsqueeze(-2) - y.unsqueeze(-3)
             if ctx.p == 1:
                 direction = apart.detach().sign()
             else:
-                near = distances == 0
-                direction = (apart / distances.masked_fill(near, 1.0).unsqueeze(-1)).masked_fill(near.unsqueeze(-1), 0)
+                near = found == 0
+                direction = (apart / found.masked_fill(near, 1.0).unsqueeze(-1)).masked_fill(near.unsqueeze(-1), 0)
             forces = upstream.unsqueeze(-1) * direction
             by_x, by_y = forces.sum(-2), -forces.sum(-3)
         return by_x.sum_to_size(x.shape), by_y.sum_to_size(y.shape), None
 
 
-def _cdist(x: Tensor, y: Tensor, p: float) -> Tensor:
-    # The product |x|^2 + |y|^2 - 2 x.y, which torch takes for larger clouds, cancels between near points.
-    return torch.cdist(x, y, p=p, compute_mode="donot_use_mm_for_euclid_dist")
+def _pulls(x: Tensor, y: Tensor, found: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients through float32 distances, by products in float64: these keep the digits that near points cancel."""
+    batch, wide_y = found.shape[:-2], y.double()
+    centre = wide_y.mean(-2, keepdim=True)
+    a, b = (x.double() - centre).expand(*batch, *x.shape[-2:]), (wide_y - centre).expand(*batch, *y.shape[-2:])
+    with torch.autocast(x.device.type, enabled=False):
+        forces = upstream.double() / found.masked_fill(found == 0, torch.inf)
+        by_x = forces.sum(-1, keepdim=True) * a - forces @ b
+        by_y = forces.sum(-2).unsqueeze(-1) * b - forces.mT @ a
+    return by_x.to(x), by_y.to(y)
 
 
 def _square_product(cost: PointCost, v: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ def _count(counter, done, tasks, own):  # type: ignore[no-untyped-def]
 
 @pytest.fixture(params=["torch's OpenMP", "a pool of Python's threads"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_threads, "_alone_until", 0.0)
     if request.param == "a pool of Python's threads":
         monkeypatch.setattr(_threads, "_openmp", None)
     elif _threads._openmp is None:
@@ -51,6 +53,28 @@ def test_errors_are_raised() -> None:
 
     with pytest.raises(KeyError, match="wrong"):
         run_on_threads(fails, 5, ())
+
+
+@pytest.mark.usefixtures("pool")
+def test_after_a_long_wait_the_calling_thread_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread that does not get its turn looks like: time goes by in which neither works."""
+    caller = threading.get_ident()
+
+    def kernel(counter: np.ndarray) -> bool:
+        if threading.get_ident() != caller:
+            time.sleep(0.05)
+        return threading.get_ident() == caller
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert sorted(run_on_threads(kernel, 4, ())) == [False, True]
+        assert 0.5 < _threads._alone_until - time.perf_counter() < 60
+        assert run_on_threads(kernel, 4, ()) == [True]
+        monkeypatch.setattr(_threads, "_alone_until", time.perf_counter() - 1)
+        assert sorted(run_on_threads(kernel, 4, ())) == [False, True]
+    finally:
+        torch.set_num_threads(threads)
 
 
 def test_one_thread_is_the_calling_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -78,6 +102,31 @@ def test_calls_from_several_threads_do_not_mix() -> None:
     for values in found:
         assert len(values) == 20
         assert all(torch.equal(a, b) for pair in values for a, b in zip(pair, values[0], strict=True))
+
+
+FORKED_THREADS = """
+import os, threading, numpy as np, torch
+from otloss._kernels._threads import run_on_threads
+
+def kernel(counter):
+    return threading.get_ident()
+
+torch.set_num_threads(2)
+run_on_threads(kernel, 8, ())  # the pool has started
+child = os.fork()
+if child == 0:
+    os._exit(0 if run_on_threads(kernel, 8, ()) == [threading.get_ident()] else 1)
+print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_a_forked_process_uses_one_thread() -> None:
+    """Whatever number torch says it has: neither pool outlives a fork, and waiting for its threads would never end."""
+    done = subprocess.run(
+        [sys.executable, "-c", FORKED_THREADS], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout.strip() == "0"
 
 
 FORK = """

@@ -331,7 +331,7 @@ def call(**changes: Any) -> Any:
         ({"logit_scale": float("nan")}, ValueError, "logit_scale is nan"),
         ({"objective": lambda n, d: n.sum()}, ValueError, "expected a value per token"),
         ({"objective": lambda n, d: n * n.mean()}, ValueError, "another value beside other tokens"),
-        ({"weight": torch.empty(7, 4, device="meta")}, ValueError, "weight is on meta"),
+        ({"weight": torch.empty(7, 4, device="meta")}, ValueError, "weight is on the meta device"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )  # fmt: skip
