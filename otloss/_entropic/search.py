@@ -12,6 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._entropic.log_domain import iterate_in_logs
+from otloss._entropic.multiscale import search_from_clusters, takes_clusters
 from otloss._entropic.newton import newton_search
 from otloss._entropic.problem import EntropicProblem, Settings, check_start, has_float64, in_float64, tolerance_of
 from otloss._kernels import may_run_on
@@ -58,13 +59,30 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
     tolerance = tolerance_of(problem, settings)
     start = check_start(settings.start, problem)
     with torch.no_grad():
-        search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
-        f, g, error, iterations = _in_turns(
-            problem, start, search, tolerance=tolerance, most=settings.max_iterations, symmetric=symmetric
-        )
+        if settings.impl == "auto" and start is None and not symmetric and takes_clusters(problem):
+            f, g, error, iterations = _from_clusters(problem, tolerance=tolerance, most=settings.max_iterations)
+        else:
+            search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
+            f, g, error, iterations = _in_turns(
+                problem, start, search, tolerance=tolerance, most=settings.max_iterations, symmetric=symmetric
+            )
         found = Potentials(f, g, error, error <= tolerance, iterations)
     report(found, problem, settings)
     return found
+
+
+def _from_clusters(
+    problem: EntropicProblem, *, tolerance: float, most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The search from clusters to points; Sinkhorn goes on where that ends early."""
+    found = search_from_clusters(problem, _compiled, tolerance=tolerance, most=most)
+    start, done = (None, 0) if found is None else (found[:2], int(found[3].amax()))
+    if found is not None and (done >= most or bool((found[2] <= tolerance).all())):
+        return found
+    f, g, error, iterations = _in_turns(
+        problem, start, _in_logs, tolerance=tolerance, most=most - done, symmetric=False
+    )
+    return f, g, error, iterations + done
 
 
 def _in_turns(

@@ -43,18 +43,19 @@ def can_leave_out(x: Tensor, y: Tensor) -> bool:
     return x.dim() == y.dim() == 2 and x.shape[-1] <= MOST_AXES and len(x) * len(y) >= LEAST_PAIRS
 
 
-def order_of(points: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:
-    """Return a permutation after which blocks of `ROWS * BLOCK` points lie in small boxes, and each `ROWS` of them too.
+def order_of(points: Float[Tensor, "n d"], sizes: tuple[int, ...] = (ROWS * BLOCK, ROWS)) -> Int[Tensor, " n"]:
+    """Return a permutation after which blocks of so many points lie in small boxes; the last size divides the others.
 
-    Both are cut into slabs, one axis after the other, as in S. Leutenegger, M. Lopez, J. Edgington, STR: A Simple and
+    They are cut into slabs, one axis after the other, as in S. Leutenegger, M. Lopez, J. Edgington, STR: A Simple and
     Efficient Algorithm for R-Tree Packing, 1997.
     """
     x = points.detach().double().numpy()
     low, width = x.min(0), np.ptp(x, axis=0)
     axes = [k for k in np.argsort(-width) if width[k] > 0]
     label, order = np.zeros(len(x)), np.arange(len(x))
-    held = len(x) / ROWS  # in units of ROWS points: what a slab holds; from here on powers of two, so that slabs nest
-    for size, shape in ((BLOCK, width), (1, np.ones_like(width))):
+    unit = sizes[-1]
+    held = len(x) / unit  # what a slab holds, in units; from here on powers of two, so that slabs nest
+    for size, shape in zip((size // unit for size in sizes), (width, np.ones_like(width)), strict=False):
         for done, k in enumerate(axes):
             left = shape[axes[done:]]
             # As many slabs along an axis as make the boxes cubes in a cloud that fills its own box.
@@ -62,7 +63,7 @@ def order_of(points: Float[Tensor, "n d"]) -> Int[Tensor, " n"]:
             held = size * 2.0 ** max(0, round(math.log2(max(held / size / max(cubes, 1.0), 1.0))))
             held = size if len(left) == 1 else held
             order = np.argsort(label + 0.999 * (x[:, k] - low[k]) / width[k])
-            label[order] = np.arange(len(x)) // (ROWS * held)
+            label[order] = np.arange(len(x)) // (unit * held)
     return torch.from_numpy(order)
 
 
