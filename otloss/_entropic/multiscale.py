@@ -10,8 +10,11 @@ that one iteration makes, the solution lies at
 and the last term, which is smooth, is found between clusters: d is averaged over them, `(I - M)^-1` is that of the
 problem between clusters (dense and small, factorised once), and the remaining M takes the answer to the points, by a
 soft minimum over clusters. Each iteration then lessens the error ten times or more, at any epsilon that clusters
-resolve. Where they do not, their own epsilon is larger, the largest errors are still found, for `I - M` is nearly
-proportional to epsilon there, and Anderson's acceleration sees to the rest.
+resolve. Where they do not, they are solved at a larger epsilon. The smoothest errors are still found, for `I - M` is
+nearly proportional to epsilon there, and Anderson's acceleration does the rest.
+
+Between a cloud and itself, where f = g, one update turns the error e into -M e, and the mean of two updates in a row is
+off by (M^2 - M) e / 2, an eighth of e at most: nothing else is needed there.
 
 The start comes from the clusters too. None of this changes the problem that is solved: the error that ends the search
 is that of the points.
@@ -62,7 +65,12 @@ def takes_clusters(problem: EntropicProblem) -> bool:
 
 
 def search_from_clusters(
-    problem: EntropicProblem, solve_clusters: Callable[..., Found], *, tolerance: float, most: int
+    problem: EntropicProblem,
+    solve_clusters: Callable[..., Found],
+    *,
+    tolerance: float,
+    most: int,
+    symmetric: bool = False,
 ) -> Found | None:
     """Return f, g, the marginal error and the number of iterations, as `iterate_in_logs` does.
 
@@ -71,20 +79,21 @@ def search_from_clusters(
 
     Args:
         solve_clusters: as `iterate_in_logs`, for small problems.
+        symmetric: as for `iterate_in_logs`.
     """
     p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
     flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
-    clusters = _Clusters.of(flat, solve_clusters)
+    clusters = _Clusters.of(flat, solve_clusters, symmetric=symmetric)
     if clusters is None:
         return None
-    search = _Search(flat, clusters, clusters.potential_of_points(clusters.f))
-    for epsilon in _steps(float(flat.epsilon), clusters.epsilon):
-        is_last = epsilon == float(flat.epsilon)
-        search.run(
-            epsilon,
-            tolerance=tolerance if is_last else max(STAGE_TOLERANCE, tolerance),
-            most=most - search.iterations if is_last else min(STAGE_ITERATIONS, most - search.iterations - 1),
-        )
+    search = _Search(flat, clusters, symmetric=symmetric)
+    *stages, last = _steps(float(flat.epsilon), clusters.epsilon)
+    for epsilon in stages:
+        left = most - 1 - search.iterations
+        search.run(epsilon, tolerance=max(STAGE_TOLERANCE, tolerance), most=min(STAGE_ITERATIONS, left))
+    search.run(last, tolerance=tolerance, most=most - search.iterations)
+    if search.best is None:
+        return None
     f, g, error = search.best
     counted = torch.full(problem.batch, search.iterations, dtype=torch.int64)
     return f.expand(problem.p.shape), g.expand(problem.q.shape), error.expand(problem.batch), counted
@@ -109,7 +118,8 @@ class _Clusters:
         members, of: the points of q with mass, and the cluster of each.
         q: weights of the clusters of q.
         rows: the plan between clusters with rows scaled to one.
-        scale, factor: of I - M = diag(1 / scale) L L^T diag(scale), but for the constant.
+        scale, factor: of I - M = diag(1 / scale) L L^T diag(scale), but for the constant; None between a cloud and
+            itself.
         at_rest: the potential of the points of q that f gives.
     """
 
@@ -122,10 +132,10 @@ class _Clusters:
     q: Float[Tensor, " L"]
     rows: Float[Tensor, "K L"]
     scale: Float[Tensor, " L"]
-    factor: Float[Tensor, "L L"]
+    factor: Float[Tensor, "L L"] | None
 
     @staticmethod
-    def of(problem: EntropicProblem, solve: Callable[..., Found]) -> _Clusters | None:
+    def of(problem: EntropicProblem, solve: Callable[..., Found], *, symmetric: bool) -> _Clusters | None:
         cost = problem.cost
         assert isinstance(cost, PointCost)
         x, y, epsilon = cost.x.detach(), cost.y.detach(), float(problem.epsilon)
@@ -135,25 +145,32 @@ class _Clusters:
             members, of_members, centres_y, q, within_y = _grouped(y, problem.q, count)
             if not (len(p) and len(q)):
                 return None
-            if epsilon >= RESOLVED * max(within_x, within_y):
+            finest = RESOLVED * max(within_x, within_y)
+            finest = finest if cost.metric == "sqeuclidean" else finest**0.5
+            if epsilon >= finest:
                 break
-        epsilon = max(epsilon, RESOLVED * max(within_x, within_y))
+        epsilon = max(epsilon, finest)
         small = EntropicProblem(
             p, q * (p.sum() / q.sum()), PointCost(centres_x, centres_y, metric=cost.metric),
             torch.tensor(epsilon, dtype=torch.float64), None, torch.float64,
         )  # fmt: skip
-        f, g, _, _ = solve(small, None, tolerance=COARSE_TOLERANCE, most=COARSE_ITERATIONS, symmetric=False)
+        f, g, _, _ = solve(small, None, tolerance=COARSE_TOLERANCE, most=COARSE_ITERATIONS, symmetric=symmetric)
+        if not bool(torch.isfinite(f).all() and torch.isfinite(g).all()):
+            return None
+        to_points = PointCost(y, centres_x.to(y.dtype), metric=cost.metric)
         rows = torch.softmax((g - small.cost.dense()) / epsilon + q.log(), -1)
         received = p @ rows
         # M is similar to B^T B, whose largest eigenvalue, 1, is that of the constant.
         scale = received.sqrt()
         half = p.sqrt().unsqueeze(-1) * rows / scale
         constant = scale / received.sum().sqrt()
-        system = torch.eye(len(q), dtype=torch.float64) * (1 + RIDGE) - half.mT @ half + torch.outer(constant, constant)
-        factor, failed = torch.linalg.cholesky_ex(system)
-        if int(failed) or not bool(torch.isfinite(f).all()):
-            return None
-        to_points = PointCost(y, centres_x.to(y.dtype), metric=cost.metric)
+        factor = None
+        if not symmetric:
+            identity = torch.eye(len(q), dtype=torch.float64)
+            system = (1 + RIDGE) * identity - half.mT @ half + torch.outer(constant, constant)
+            factor, failed = torch.linalg.cholesky_ex(system)
+            if int(failed):
+                return None
         return _Clusters(epsilon, f, p.log(), to_points, members, of_members, q, rows, scale, factor)
 
     def potential_of_points(self, f: Tensor) -> Tensor:
@@ -164,6 +181,7 @@ class _Clusters:
         """`eps M (I - M)^-1 d` at the points, for d (m,) and their weights."""
         sums = torch.zeros_like(self.q).index_add_(0, self.of_members, (weights * change)[self.members])
         mean = sums / self.q
+        assert self.factor is not None
         solution = torch.cholesky_solve((self.scale * mean).unsqueeze(-1), self.factor).squeeze(-1) / self.scale
         solution = solution - (solution * self.q).sum() / self.q.sum()
         return self.potential_of_points(self.f - self.epsilon * (self.rows @ solution)) - at_rest
@@ -189,18 +207,19 @@ def _grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tenso
 class _Search:
     """Iterations with the correction of the clusters, at one epsilon after another."""
 
-    def __init__(self, problem: EntropicProblem, clusters: _Clusters, g: Tensor) -> None:
-        self.clusters, self.at_rest = clusters, g
-        self.sweep = Sweep.of(problem)
-        self.g, self.iterations = g.double(), 0
-        self.best: tuple[Tensor, Tensor, Tensor]
+    def __init__(self, problem: EntropicProblem, clusters: _Clusters, *, symmetric: bool) -> None:
+        self.clusters, self.symmetric = clusters, symmetric
+        self.sweep, self.iterations = Sweep.of(problem), 0
+        self.at_rest = clusters.potential_of_points(clusters.f)
+        self.g = self.at_rest.double()
+        self.best: tuple[Tensor, Tensor, Tensor] | None = None
 
     def run(self, epsilon: float, *, tolerance: float, most: int) -> None:
         self.sweep = self.sweep.at(torch.tensor(epsilon, dtype=torch.float64))
         weights = self.sweep.log_q.exp()
         history = _Anderson(weights.sqrt())
         least, halved, since = float("inf"), float("inf"), 0
-        for _ in range(max(1, most)):
+        for _ in range(most):
             f = self.sweep.f_from(self.g)
             updated = self.sweep.g_from(f)
             error = self.sweep.error(self.g, updated, self.sweep.log_q)
@@ -219,10 +238,14 @@ class _Search:
                 history.clear()
             if off < self._rounding(epsilon) and self._widen():
                 history.clear()
-            change = (updated - self.g) / epsilon
-            step = updated - self.g + self.clusters.correction(change, weights, self.at_rest)
+            if self.symmetric:
+                step = (f + updated) / 2 - self.g
+            else:
+                change = (updated - self.g) / epsilon
+                step = updated - self.g + self.clusters.correction(change, weights, self.at_rest)
             self.g = history.next(self.g, step)
-        self.g = self.best[1]
+        if self.best is not None:
+            self.g = self.best[1]
 
     def _rounding(self, epsilon: float) -> float:
         spread = float(self.g.amax() - self.g.amin())

@@ -59,12 +59,13 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
     tolerance = tolerance_of(problem, settings)
     start = check_start(settings.start, problem)
     with torch.no_grad():
-        if settings.impl == "auto" and start is None and not symmetric and takes_clusters(problem):
-            f, g, error, iterations = _from_clusters(problem, tolerance=tolerance, most=settings.max_iterations)
+        search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
+        most = settings.max_iterations
+        if settings.impl == "auto" and start is None and takes_clusters(problem):
+            f, g, error, iterations = _from_clusters(problem, tolerance=tolerance, most=most, symmetric=symmetric)
         else:
-            search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
             f, g, error, iterations = _in_turns(
-                problem, start, search, tolerance=tolerance, most=settings.max_iterations, symmetric=symmetric
+                problem, start, search, tolerance=tolerance, most=most, symmetric=symmetric
             )
         found = Potentials(f, g, error, error <= tolerance, iterations)
     report(found, problem, settings)
@@ -72,17 +73,18 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
 
 
 def _from_clusters(
-    problem: EntropicProblem, *, tolerance: float, most: int
+    problem: EntropicProblem, *, tolerance: float, most: int, symmetric: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """The search from clusters to points; Sinkhorn goes on where that ends early."""
-    found = search_from_clusters(problem, _compiled, tolerance=tolerance, most=most)
-    start, done = (None, 0) if found is None else (found[:2], int(found[3].amax()))
-    if found is not None and (done >= most or bool((found[2] <= tolerance).all())):
-        return found
-    f, g, error, iterations = _in_turns(
-        problem, start, _in_logs, tolerance=tolerance, most=most - done, symmetric=False
-    )
-    return f, g, error, iterations + done
+    found = search_from_clusters(problem, _compiled, tolerance=tolerance, most=most, symmetric=symmetric)
+    if found is None:
+        return _in_turns(problem, None, _in_logs, tolerance=tolerance, most=most, symmetric=symmetric)
+    f, g, error, iterations = found
+    left = most - int(iterations.amax())
+    if left > 0 and not bool((error <= tolerance).all()):
+        f, g, error, more = _in_turns(problem, (f, g), _in_logs, tolerance=tolerance, most=left, symmetric=symmetric)
+        iterations = iterations + more
+    return f, g, error, iterations
 
 
 def _in_turns(

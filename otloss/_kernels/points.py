@@ -20,8 +20,8 @@ from otloss._checks import broadcast_shape
 from otloss._kernels._threads import ENTRIES, run_on_threads
 from otloss._kernels.softmin import (
     ABSOLUTE,
-    EUCLIDEAN,
     BLOCK,
+    EUCLIDEAN,
     ROWS,
     SQUARED,
     centred,

@@ -196,8 +196,8 @@ def _select(
 
 @compiled(seconds=2)
 def points_softmin(
-    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, h: Any, inverse: Any, cutoff: Any, span: int, metric: int,
-    out: Any, total: Any,
+    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, h: Any, inverse: Any, cutoff: Any, span: int,
+    metric: int, out: Any, total: Any,
 ) -> None:  # fmt: skip
     """As `matrix_softmin`, for the distances of x (K, n, d) to y (L, d, m), by tasks of `span` rows.
 
@@ -249,8 +249,8 @@ def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
 
 @compiled(seconds=2)
 def points_slopes(
-    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, a: Any, b: Any, inverse: Any, cutoff: Any, span: int, metric: int,
-    out: Any,
+    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, a: Any, b: Any, inverse: Any, cutoff: Any, span: int,
+    metric: int, out: Any,
 ) -> None:  # fmt: skip
     """s (B, n, d) in `out`, the slopes in x at a fixed plan; a (B, n) in float64, b (B, m), inverse (B,) above 0."""
     n, d = x.shape[1:]
