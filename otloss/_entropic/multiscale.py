@@ -40,9 +40,10 @@ from otloss.costs import PointCost
 
 METRICS = ("sqeuclidean", "euclidean")
 MOST_AXES = 3
-LEAST_PAIRS = 2**20  # below, the problem is solved as fast as its clusters are found
+LEAST_PAIRS = 2**22  # below, the compiled kernel for matrices takes about as long
 CLUSTERS, MANY_CLUSTERS, MANY_PAIRS = (256, 512), 1024, 2**26
 RESOLVED = 6.0  # epsilon over the variance within a cluster, from which clusters stand for their points
+MOST_COARSENING = 32.0  # of epsilon, for problems that the compiled kernel can solve
 COARSE_TOLERANCE, COARSE_ITERATIONS = 1e-3, 1000
 RIDGE = 1e-9
 DEPTH = 5  # of Anderson's acceleration
@@ -70,21 +71,23 @@ def search_from_clusters(
     *,
     tolerance: float,
     most: int,
-    symmetric: bool = False,
+    symmetric: bool,
+    only_resolved: bool,
 ) -> Found | None:
     """Return f, g, the marginal error and the number of iterations, as `iterate_in_logs` does.
 
-    The search ends early where it gets slow; None where there are no clusters to start from (no mass, or a problem
-    between them that is not solved).
+    The search ends early where it gets slow; None where clusters are of no use (no mass, or a problem between them that
+    is not solved).
 
     Args:
         solve_clusters: as `iterate_in_logs`, for small problems.
         symmetric: as for `iterate_in_logs`.
+        only_resolved: None too where clusters are far larger than epsilon resolves.
     """
     p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
     flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
     clusters = _Clusters.of(flat, solve_clusters, symmetric=symmetric)
-    if clusters is None:
+    if clusters is None or (only_resolved and clusters.epsilon > MOST_COARSENING * float(flat.epsilon)):
         return None
     search = _Search(flat, clusters, symmetric=symmetric)
     *stages, last = _steps(float(flat.epsilon), clusters.epsilon)

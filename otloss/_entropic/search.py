@@ -62,7 +62,9 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
         search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
         most = settings.max_iterations
         if settings.impl == "auto" and start is None and takes_clusters(problem):
-            f, g, error, iterations = _from_clusters(problem, tolerance=tolerance, most=most, symmetric=symmetric)
+            f, g, error, iterations = _from_clusters(
+                problem, search, tolerance=tolerance, most=most, symmetric=symmetric
+            )
         else:
             f, g, error, iterations = _in_turns(
                 problem, start, search, tolerance=tolerance, most=most, symmetric=symmetric
@@ -73,16 +75,23 @@ def find_potentials(problem: EntropicProblem, settings: Settings, *, symmetric: 
 
 
 def _from_clusters(
-    problem: EntropicProblem, *, tolerance: float, most: int, symmetric: bool
+    problem: EntropicProblem,
+    search: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]],
+    *,
+    tolerance: float,
+    most: int,
+    symmetric: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The search from clusters to points; Sinkhorn goes on where that ends early."""
-    found = search_from_clusters(problem, _compiled, tolerance=tolerance, most=most, symmetric=symmetric)
+    """The search from clusters to points; the other one goes on where that ends early."""
+    found = search_from_clusters(
+        problem, _compiled, tolerance=tolerance, most=most, symmetric=symmetric, only_resolved=search is _compiled
+    )
     if found is None:
-        return _in_turns(problem, None, _in_logs, tolerance=tolerance, most=most, symmetric=symmetric)
+        return _in_turns(problem, None, search, tolerance=tolerance, most=most, symmetric=symmetric)
     f, g, error, iterations = found
     left = most - int(iterations.amax())
     if left > 0 and not bool((error <= tolerance).all()):
-        f, g, error, more = _in_turns(problem, (f, g), _in_logs, tolerance=tolerance, most=left, symmetric=symmetric)
+        f, g, error, more = _in_turns(problem, (f, g), search, tolerance=tolerance, most=left, symmetric=symmetric)
         iterations = iterations + more
     return f, g, error, iterations
 
