@@ -118,12 +118,11 @@ class _Clusters:
         epsilon: that of the problem, or larger.
         f: potential of the clusters of p; log_p (K,) their weights.
         cost: from the points of q to the clusters of p.
-        members, of: the points of q with mass, and the cluster of each.
+        members, of_members: the points of q with mass, and the cluster of each.
         q: weights of the clusters of q.
         rows: the plan between clusters with rows scaled to one.
         scale, factor: of I - M = diag(1 / scale) L L^T diag(scale), but for the constant; None between a cloud and
             itself.
-        at_rest: the potential of the points of q that f gives.
     """
 
     epsilon: float
@@ -153,27 +152,21 @@ class _Clusters:
             if epsilon >= finest:
                 break
         epsilon = max(epsilon, finest)
-        small = EntropicProblem(
-            p, q * (p.sum() / q.sum()), PointCost(centres_x, centres_y, metric=cost.metric),
-            torch.tensor(epsilon, dtype=torch.float64), None, torch.float64,
-        )  # fmt: skip
+        width = torch.tensor(epsilon, dtype=y.dtype)
+        # In the dtype of the points, for which the kernel may have been compiled already.
+        few_p, few_q = p.to(y.dtype), q.to(y.dtype)
+        among = PointCost(centres_x.to(y.dtype), centres_y.to(y.dtype), metric=cost.metric)
+        small = EntropicProblem(few_p, few_q * (few_p.sum() / few_q.sum()), among, width, None, y.dtype)
         f, g, _, _ = solve(small, None, tolerance=COARSE_TOLERANCE, most=COARSE_ITERATIONS, symmetric=symmetric)
+        f, g = f.double(), g.double()
         if not bool(torch.isfinite(f).all() and torch.isfinite(g).all()):
             return None
-        to_points = PointCost(y, centres_x.to(y.dtype), metric=cost.metric)
-        rows = torch.softmax((g - small.cost.dense()) / epsilon + q.log(), -1)
-        received = p @ rows
-        # M is similar to B^T B, whose largest eigenvalue, 1, is that of the constant.
-        scale = received.sqrt()
-        half = p.sqrt().unsqueeze(-1) * rows / scale
-        constant = scale / received.sum().sqrt()
-        factor = None
-        if not symmetric:
-            identity = torch.eye(len(q), dtype=torch.float64)
-            system = (1 + RIDGE) * identity - half.mT @ half + torch.outer(constant, constant)
-            factor, failed = torch.linalg.cholesky_ex(system)
-            if int(failed):
-                return None
+        to_points = PointCost(y, among.x, metric=cost.metric)
+        rows = torch.softmax((g - among.dense().double()) / epsilon + q.log(), -1)
+        scale = (p @ rows).sqrt()
+        factor = None if symmetric else _factor(p.sqrt().unsqueeze(-1) * rows / scale, scale)
+        if factor is None and not symmetric:
+            return None
         return _Clusters(epsilon, f, p.log(), to_points, members, of_members, q, rows, scale, factor)
 
     def potential_of_points(self, f: Tensor) -> Tensor:
@@ -188,6 +181,15 @@ class _Clusters:
         solution = torch.cholesky_solve((self.scale * mean).unsqueeze(-1), self.factor).squeeze(-1) / self.scale
         solution = solution - (solution * self.q).sum() / self.q.sum()
         return self.potential_of_points(self.f - self.epsilon * (self.rows @ solution)) - at_rest
+
+
+def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
+    """L of `I - B^T B`, B^T B similar to M, with the constant, its only eigenvector without a decay, added."""
+    constant = scale / torch.linalg.vector_norm(scale)
+    identity = torch.eye(len(scale), dtype=scale.dtype)
+    system = (1 + RIDGE) * identity - half.mT @ half + torch.outer(constant, constant)
+    factor, failed = torch.linalg.cholesky_ex(system)
+    return None if int(failed) else factor
 
 
 def _grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
