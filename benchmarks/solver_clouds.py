@@ -1,4 +1,4 @@
-"""One debiased divergence between two clouds in 3-D, its value and its gradient in the positions, at equal accuracy.
+"""One debiased divergence between two clouds, its value and its gradient in the positions, at equal accuracy.
 
 GeomLoss has the cost |x - y|^2 / 2 and epsilon = blur^2; ours is |x - y|^2, so our epsilon is 2 blur^2 and our value
 twice theirs. Both errors, of value and gradient, are measured against our float64 answer at a tight tolerance, whose
@@ -34,7 +34,7 @@ Answer = tuple[float, Tensor]
 
 @dataclass(frozen=True)
 class Clouds:
-    """x (n, 3) uniform in the unit cube, y (n, 3) in a smaller one within it; weights p, q uniform in (0.05, 1.05)."""
+    """x (n, d) uniform in the unit cube, y (n, d) in a smaller one within it; weights p, q uniform in (0.05, 1.05)."""
 
     x: Tensor
     y: Tensor
@@ -42,9 +42,9 @@ class Clouds:
     q: Tensor
 
     @staticmethod
-    def random(n: int) -> Clouds:
+    def random(n: int, axes: int = 3) -> Clouds:
         generator = torch.Generator().manual_seed(0)
-        x, y = (torch.rand(n, 3, generator=generator) for _ in range(2))
+        x, y = (torch.rand(n, axes, generator=generator) for _ in range(2))
         p, q = (torch.rand(n, generator=generator) + 0.05 for _ in range(2))
         return Clouds(x, 0.2 + 0.7 * y, p / p.sum(), q / q.sum())
 
@@ -76,23 +76,23 @@ class CloudFound:
     seconds: float
 
 
-def ours(clouds: Clouds, *, epsilon: float = 2 * BLUR**2) -> CloudContestant:
+def ours(clouds: Clouds, *, blur: float = BLUR) -> CloudContestant:
     x = clouds.x.clone().requires_grad_()
 
     def solve(tolerance: float) -> Answer:
         value = otloss.sinkhorn_divergence(
-            clouds.p, clouds.q, PointCost(x, clouds.y), epsilon=epsilon, tolerance=tolerance
+            clouds.p, clouds.q, PointCost(x, clouds.y), epsilon=2 * blur**2, tolerance=tolerance
         )
         return value.item(), torch.autograd.grad(value, x)[0]
 
     return CloudContestant("otloss", "tolerance", TOLERANCES, solve)
 
 
-def geomloss(clouds: Clouds, backend: str) -> CloudContestant:
+def geomloss(clouds: Clouds, backend: str, *, blur: float = BLUR) -> CloudContestant:
     x = clouds.x.clone().requires_grad_()
 
     def solve(scaling: float) -> Answer:
-        loss = SamplesLoss("sinkhorn", p=2, blur=BLUR, scaling=scaling, backend=backend)
+        loss = SamplesLoss("sinkhorn", p=2, blur=blur, scaling=scaling, backend=backend)
         value = 2 * loss(clouds.p, x, clouds.q, clouds.y)
         return value.item(), torch.autograd.grad(value, x)[0]
 
@@ -104,29 +104,40 @@ def peers(clouds: Clouds) -> list[CloudContestant]:
     return [geomloss(clouds, backend) for backend in BACKENDS]
 
 
-def reference(clouds: Clouds, *, tolerance: float = 1e-6) -> Answer:
+def reference(clouds: Clouds, *, blur: float = BLUR, tolerance: float = 1e-6) -> Answer:
     """Value and gradient in float64."""
-    return ours(clouds.double()).solve(tolerance)
+    return ours(clouds.double(), blur=blur).solve(tolerance)
 
 
-def cheapest(contestant: CloudContestant, truth: Answer, *, most_seconds: float) -> CloudFound:
+def errors_of(answer: Answer, truth: Answer) -> tuple[float, float]:
+    """Those of the value and of the gradient, relative."""
+    (got, slope), (value, gradient) = answer, truth
+    return abs(got / value - 1), float((slope.double() - gradient).norm() / gradient.norm())
+
+
+def cheapest(
+    contestant: CloudContestant,
+    truth: Answer,
+    *,
+    most_seconds: float,
+    limits: tuple[float, float] = (VALUE_ERROR, GRADIENT_ERROR),
+) -> CloudFound:
     """Go through the settings until value and gradient are near enough to the truth, or time is up.
 
     That is after a run of more than `most_seconds`, or after `SWEEP_SECONDS` in all.
     """
-    value, gradient = truth
     found, spent = CloudFound(None, float("inf"), float("inf"), 0.0), 0.0
     for setting in contestant.settings:
         started = time.perf_counter()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # what does not converge shows in the errors
-            got, slope = contestant.solve(setting)
+            answer = contestant.solve(setting)
         seconds = time.perf_counter() - started
         spent += seconds
-        errors = abs(got / value - 1), float((slope.double() - gradient).norm() / gradient.norm())
+        errors = errors_of(answer, truth)
         say(f"  {contestant.name:<34} {contestant.knob} {setting:.3g}: value error {errors[0]:.1e}, gradient error "
             f"{errors[1]:.1e}, {seconds:.1f} s")  # fmt: skip
-        if errors[0] <= VALUE_ERROR and errors[1] <= GRADIENT_ERROR:
+        if errors[0] <= limits[0] and errors[1] <= limits[1]:
             return CloudFound(setting, *errors, seconds)
         found = CloudFound(None, *errors, seconds)
         if seconds > most_seconds or spent > SWEEP_SECONDS:

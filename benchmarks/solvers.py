@@ -351,6 +351,30 @@ def cloud_case(bench: Bench) -> None:
     bench.verdicts[-1][-1] += f" ({solver_clouds.WHICH})"
 
 
+def planar_cases(bench: Bench) -> None:
+    """GeomLoss' multiscale solver with its default settings, and ours with errors of at most the same."""
+    if not solver_clouds.HAS_KEOPS:
+        say("\nplanar clouds: KeOps is not installed, so GeomLoss' multiscale solver does not run")
+        return
+    for n in (40,) if bench.settings.small else (5_000, 10_000, 20_000):
+        clouds = solver_clouds.Clouds.random(n, axes=2)
+        for blur in (0.05, 0.01):
+            case = f"divergence, n={n} in 2-D, blur {blur:g}, value and gradient in x"
+            truth = solver_clouds.reference(clouds, blur=blur)
+            mine, peer = solver_clouds.ours(clouds, blur=blur), solver_clouds.geomloss(clouds, "multiscale", blur=blur)
+            limits = solver_clouds.errors_of(peer.solve(peer.settings[0]), truth)
+            say(f"\n{case}: errors of at most {limits[0]:.1e} and {limits[1]:.1e}, those of {peer.name}")
+            found = solver_clouds.cheapest(mine, truth, most_seconds=600.0, limits=limits)
+            limit = AtLeast(f"divergence, n={n} in 2-D, blur {blur:g}", 1.0)
+            if found.setting is None:
+                bench.verdicts.append([limit.what, ">= 1 x", "ours was not accurate enough"])
+                continue
+            steps = {mine.name: partial(mine.solve, found.setting), peer.name: partial(peer.solve, peer.settings[0])}
+            notes = {mine.name: f"{found.gradient_error:.1e}", peer.name: f"{limits[1]:.1e}"}
+            timings = bench.timed(case, steps, notes=notes, rounds=bench.rounds(long=True))
+            bench.judge(limit, timings[mine.name], [timings[peer.name]])
+
+
 def clouds_judged(
     bench: Bench,
     case: str,
@@ -391,7 +415,7 @@ def clouds_judged(
 
 def main(settings: Settings) -> None:
     bench = Bench(settings)
-    for cases in (exact_cases, entropic_cases, line_cases, cloud_case):
+    for cases in (exact_cases, entropic_cases, line_cases, cloud_case, planar_cases):
         cases(bench)
     if settings.small:
         say("\nThese sizes are there to see that everything runs; they say nothing about the limits.")

@@ -160,20 +160,20 @@ def _relaxed_search(
         if f.device.type == "cpu" or counted % BLOCK == 0 or counted >= most:
             finished = off <= tolerance
             if counted >= most or bool(finished[active].all()):
-                *closed, change = _closed(sweep, f, g)
-                active = ~(closed[2] <= tolerance)
+                *ended, change = closed(sweep, f, g)
+                active = ~(ended[2] <= tolerance)
                 within += not bool(active.any())
                 if within <= SETTLING:
                     active = active | (change > settled)
                 if counted >= most or not bool(active.any()):
-                    return closed[0], closed[1], closed[2], done
+                    return ended[0], ended[1], ended[2], done
             else:
                 active = active & ~finished
         if counted % BLOCK == 0:
             w = looks.at(off).unsqueeze(-1)
 
 
-def _closed(sweep: Sweep, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def closed(sweep: Sweep, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Exact updates of g and then of f, the error after them, and the largest relative change of a factor.
 
     The error hardly counts light bins; so they are exact too.
@@ -200,7 +200,7 @@ def _symmetric_search(
         done = done + unfinished
         mean, _ = sweep.shifted((g + update) / 2, (g + update) / 2)
         g = torch.where(unfinished.unsqueeze(-1), mean, g)
-    return *_closed(sweep, g, g)[:3], done
+    return *closed(sweep, g, g)[:3], done
 
 
 def _relax(held: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:

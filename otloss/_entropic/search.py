@@ -15,6 +15,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._entropic.log_domain import iterate_in_logs
+from otloss._entropic.multiscale import search_from_clusters, takes_clusters
 from otloss._entropic.newton import error_of_potential, newton_search
 from otloss._entropic.problem import (
     EntropicProblem,
@@ -112,7 +113,9 @@ def find_potentials(
     goal = _Goal(tolerance, settings.max_iterations, settled, symmetric)
     with torch.no_grad():
         search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
-        f, g, error, iterations, uncertain = _in_turns(problem, start, search, goal)
+        from_clusters = settings.impl == "auto" and start is None and takes_clusters(problem)
+        in_order = _from_clusters if from_clusters else _in_turns
+        f, g, error, iterations, uncertain = in_order(problem, start, search, goal)
         check_not_too_small(problem, f, g)
         if settle and uncertain is not None:
             f, g, error, iterations, uncertain = _settled(problem, (f, g, error, iterations, uncertain), goal)
@@ -125,12 +128,35 @@ def find_potentials(
 
 # f, g, the marginal error, iterations, and where they are known (the error of g, its spread, the least eigenvalue).
 _Found = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]
+_Search = Callable[[EntropicProblem, tuple[Tensor, Tensor] | None, "_Goal"], _Found]
+
+
+def _from_clusters(
+    problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, search: _Search, goal: _Goal
+) -> _Found:
+    """The search from clusters to points; the other one goes on where that ends early."""
+
+    def solve_clusters(between: EntropicProblem, *, tolerance: float, most: int, symmetric: bool) -> Any:
+        return _compiled(between, None, _Goal(tolerance, most, symmetric=symmetric))[:4]
+
+    found = search_from_clusters(
+        problem, solve_clusters, tolerance=goal.tolerance, most=goal.most, symmetric=goal.symmetric,
+        only_resolved=search is _compiled,
+    )  # fmt: skip
+    if found is None:
+        return _in_turns(problem, None, search, goal)
+    f, g, error, iterations = found
+    left = goal.most - int(iterations.amax())
+    if left > 0 and not bool((error <= goal.tolerance).all()):
+        f, g, error, more, known = _in_turns(problem, (f, g), search, dataclasses.replace(goal, most=left))
+        return f, g, error, iterations + more, known
+    return f, g, error, iterations, None
 
 
 def _in_turns(
     problem: EntropicProblem,
     start: tuple[Tensor, Tensor] | None,
-    search: Callable[[EntropicProblem, tuple[Tensor, Tensor] | None, _Goal], _Found],
+    search: _Search,
     goal: _Goal,
 ) -> _Found:
     """Sinkhorn; after a while Newton's method, where it can be had; then Sinkhorn again, in float64."""

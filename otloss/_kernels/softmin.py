@@ -8,6 +8,15 @@ buffer, what is summed up so far is brought to the new maximum, and the terms of
 the dtype of the costs. A potential in float64 over costs in float32 is first moved by its own maximum, in float64: what
 is then rounded to float32 is, for every bin that matters, no larger than the range of the costs.
 
+Points of a cloud in low dimension are few of them near each other. A block of rows that lie in a box with the centre a
+and the half widths e therefore first selects its columns: with r the best column at a, and for the squared distance,
+
+    score_j(x) - score_r(x) <= score_j(a) - score_r(a) + 2 sum_k e_k |y_jk - y_rk|      for all x in the box
+
+and (2 |e| in place of the last sum, for distances). Columns below `-cutoff` add up to less than a rounding of the sum
+that they are left out of. The bound holds for any order of the points; where neighbours are close to each other in
+memory, boxes are small and few columns are selected.
+
 Reference implementations: `otloss.costs._cost.softmin_in_torch` and `Cost.plan_slopes`.
 """
 
@@ -27,12 +36,14 @@ from otloss._kernels._threads import ENTRIES, next_task, run_on_threads
 F32, F64 = np.float32, np.float64
 PIECE = 1024  # scores of a row made at a time
 ROWS = 16  # rows that are gone through for one problem after the other while they are in cache
+CHUNK = 16  # columns that are selected together
+BLOCK = 8  # tasks of rows that select columns together, before each selects among those
 SQUARED, EUCLIDEAN, ABSOLUTE = 0, 1, 2
 
 
-def tasks(n: int, problems: int) -> int:
-    """Return the number of blocks of rows."""
-    return (n + ROWS - 1) // ROWS * problems
+def tasks(n: int, problems: int, rows: int = ROWS) -> int:
+    """Return the number of blocks of so many rows."""
+    return (n + rows - 1) // rows * problems
 
 
 @inner(fastmath={"reassoc", "nsz"})
@@ -119,26 +130,105 @@ def matrix_softmin(counter: Any, matrices: Any, which: Any, h: Any, inverse: Any
             out[b, i], total[b, i] = state[0], added
 
 
-@compiled()
+@inner(fastmath={"contract", "nsz"})
+def _add_slack(y: Any, best: int, half: Any, metric: int, bounds: Any) -> None:
+    """Add to the scores at the centre of a box what they can gain on that of the best column within it."""
+    if metric == 0:
+        for k in range(half.shape[0]):
+            y_k, twice, at = y[k], half[k] + half[k], y[k, best]
+            for j in range(bounds.shape[0]):
+                bounds[j] += twice * abs(y_k[j] - at)
+        return
+    radius = bounds.dtype.type(0)
+    for k in range(half.shape[0]):
+        radius += half[k] * half[k] if metric == 1 else half[k]
+    radius = np.sqrt(radius) if metric == 1 else radius
+    for j in range(bounds.shape[0]):
+        bounds[j] += radius + radius
+
+
+@inner(fastmath=False)
+def _first_of(value: Any, scores: Any, count: int) -> int:
+    start = 0
+    while start + PIECE < count and largest(scores[start : start + PIECE], PIECE) != value:
+        start += PIECE
+    while scores[start] != value:
+        start += 1
+    return start
+
+
+@inner(fastmath=False)
+def _select(
+    points: Any, y: Any, h: Any, count: int, cutoff: Any, metric: int, bounds: Any, near: Any, near_h: Any
+) -> int:
+    """Copy those of the first columns that count for any of the points (rows, d) to `near`; return how many it are."""
+    d = y.shape[0]
+    centre, half = np.empty(d, h.dtype), np.empty(d, h.dtype)
+    for k in range(d):
+        low = high = points[0, k]
+        for i in range(1, points.shape[0]):
+            low, high = min(low, points[i, k]), max(high, points[i, k])
+        centre[k] = low + (high - low) * h.dtype.type(0.5)
+        half[k] = max(high - centre[k], centre[k] - low)
+    _distances(centre, y, 0, metric, bounds, count)
+    _subtract(h[:count], bounds, bounds)
+    top = largest(bounds, count)
+    if top == -np.inf:
+        return 0
+    _add_slack(y, _first_of(top, bounds, count), half, metric, bounds[:count])
+    for j in range(count, count + CHUNK):
+        bounds[j] = -np.inf
+    found, least = 0, top - cutoff
+    for start in range(0, count, CHUNK):
+        hits = np.int32(0)
+        for j in range(CHUNK):
+            hits += np.int32(bounds[start + j] >= least)
+        if hits > 0:
+            taken = min(CHUNK, count - start)
+            for k in range(d):
+                for j in range(taken):
+                    near[k, found + j] = y[k, start + j]
+            for j in range(taken):
+                near_h[found + j] = h[start + j]
+            found += taken
+    return found
+
+
+@compiled(seconds=2)
 def points_softmin(
-    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, h: Any, inverse: Any, metric: int, out: Any, total: Any
-) -> None:
-    """As `matrix_softmin`, for the distances of x (K, n, d) to y (L, d, m)."""
+    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, h: Any, inverse: Any, cutoff: Any, span: int,
+    metric: int, out: Any, total: Any,
+) -> None:  # fmt: skip
+    """As `matrix_softmin`, for the distances of x (K, n, d) to y (L, d, m), by tasks of `span` rows.
+
+    cutoff (B,) is infinite where all columns count; else a task selects its columns, and blocks of it among those.
+    """
     n, m = x.shape[1], y.shape[2]
     problems = h.shape[0]
     scores, distances, state = np.empty(PIECE, h.dtype), np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
+    bounds, near, near_h = np.empty(m + CHUNK, h.dtype), np.empty((2, *y.shape[1:]), h.dtype), np.empty((2, m), h.dtype)
     while True:
         task = next_task(counter)
-        first, b = task // problems * ROWS, task % problems
+        first, b = task // problems * span, task % problems
         if first >= n:
             return
-        for i in range(first, first + ROWS if first + ROWS < n else n):
+        cloud, potential, held, taken = y[which_y[b]], h[b], m, m
+        last = first + span if first + span < n else n
+        if cutoff[b] < np.inf:
+            taken = _select(
+                x[which_x[b], first:last], cloud, potential, m, cutoff[b], metric, bounds, near[0], near_h[0]
+            )
+        for i in range(first, last):
+            if cutoff[b] < np.inf and i % ROWS == 0:
+                points = x[which_x[b], i : min(i + ROWS, last)]
+                held = _select(points, near[0], near_h[0], taken, cutoff[b], metric, bounds, near[1], near_h[1])
+                cloud, potential = near[1], near_h[1]
             added = h.dtype.type(0)
             state[0] = -np.inf
-            for start in range(0, m, PIECE):
-                count = m - start if m - start < PIECE else PIECE
-                _distances(x[which_x[b], i], y[which_y[b]], start, metric, distances, count)
-                _subtract(h[b, start : start + count], distances, scores)
+            for start in range(0, held, PIECE):
+                count = held - start if held - start < PIECE else PIECE
+                _distances(x[which_x[b], i], cloud, start, metric, distances, count)
+                _subtract(potential[start : start + count], distances, scores)
                 if _terms(scores, count, inverse[b], state) and inverse[b] > 0:
                     added = added * state[1] + _sum(scores, count)
             out[b, i], total[b, i] = state[0], added
@@ -157,31 +247,42 @@ def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
     return total
 
 
-@compiled()
+@compiled(seconds=2)
 def points_slopes(
-    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, a: Any, b: Any, inverse: Any, metric: int, out: Any
-) -> None:
+    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, a: Any, b: Any, inverse: Any, cutoff: Any, span: int,
+    metric: int, out: Any,
+) -> None:  # fmt: skip
     """s (B, n, d) in `out`, the slopes in x at a fixed plan; a (B, n) in float64, b (B, m), inverse (B,) above 0."""
     n, d = x.shape[1:]
     m = y.shape[2]
     problems = b.shape[0]
     scores, distances, state = np.empty(PIECE, b.dtype), np.empty(PIECE, b.dtype), np.empty(2, b.dtype)
+    bounds, near, near_b = np.empty(m + CHUNK, b.dtype), np.empty((2, *y.shape[1:]), b.dtype), np.empty((2, m), b.dtype)
     pulls = np.empty(d, F64)
     while True:
         task = next_task(counter)
-        first, p = task // problems * ROWS, task % problems
+        first, p = task // problems * span, task % problems
         if first >= n:
             return
-        cloud = y[which_y[p]]
-        for i in range(first, first + ROWS if first + ROWS < n else n):
+        cloud, potential, held, taken = y[which_y[p]], b[p], m, m
+        last = first + span if first + span < n else n
+        if cutoff[p] < np.inf:
+            taken = _select(
+                x[which_x[p], first:last], cloud, potential, m, cutoff[p], metric, bounds, near[0], near_b[0]
+            )
+        for i in range(first, last):
+            if cutoff[p] < np.inf and i % ROWS == 0:
+                points = x[which_x[p], i : min(i + ROWS, last)]
+                held = _select(points, near[0], near_b[0], taken, cutoff[p], metric, bounds, near[1], near_b[1])
+                cloud, potential = near[1], near_b[1]
             point = x[which_x[p], i]
             state[0] = -np.inf
             for k in range(d):
                 pulls[k] = 0.0
-            for start in range(0, m, PIECE):
-                count = m - start if m - start < PIECE else PIECE
+            for start in range(0, held, PIECE):
+                count = held - start if held - start < PIECE else PIECE
                 _distances(point, cloud, start, metric, distances, count)
-                _subtract(b[p, start : start + count], distances, scores)
+                _subtract(potential[start : start + count], distances, scores)
                 if _terms(scores, count, inverse[p], state):
                     if metric == 1:
                         for j in range(count):

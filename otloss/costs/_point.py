@@ -82,6 +82,9 @@ class PointCost(Cost):
             one_cloud = self.y is self.x
             self.x = unit_rows("x", self.x)[0]
             self.y = self.x if one_cloud else unit_rows("y", self.y)[0]
+        # Clouds and their orders for the kernels, shared with what is made of this cost. An order stays a permutation
+        # where a cloud is changed in place, so it can be out of date, but not wrong.
+        self._orders: list[tuple[Tensor, Tensor]] = []
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -145,7 +148,22 @@ class PointCost(Cost):
         from otloss._kernels.points import points_softmin
 
         potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
-        return points_softmin(self.x, self.y, potential, epsilon=epsilon, metric=str(self.metric))
+        orders = self._orders_of(self.x, self.y)
+        return points_softmin(self.x, self.y, potential, epsilon=epsilon, metric=str(self.metric), orders=orders)
+
+    def _orders_of(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        from otloss._kernels.points import can_leave_out, order_of
+
+        if not can_leave_out(x, y):
+            return None
+        found = []
+        for cloud in (x, y):
+            known = [order for points, order in self._orders if points is cloud]
+            if not known:
+                known = [order_of(cloud)]
+                self._orders.append((cloud, known[0]))
+            found.append(known[0])
+        return found[0], found[1]
 
     def parameters(self) -> tuple[Tensor, ...]:
         if callable(self.metric):
@@ -179,7 +197,10 @@ class PointCost(Cost):
         found: dict[int, Tensor] = {}
         for points, others, mine, theirs in ((self.x, self.y, a, b), (self.y, self.x, b, a)):
             if points.requires_grad:
-                slopes = slopes_in_x(points, others, mine, theirs, epsilon=epsilon, metric=str(self.metric))
+                slopes = slopes_in_x(
+                    points, others, mine, theirs,
+                    epsilon=epsilon, metric=str(self.metric), orders=self._orders_of(points, others),
+                )  # fmt: skip
                 slopes = (slopes * upstream[..., None, None].to(slopes)).sum_to_size(points.shape)
                 found[id(points)] = found[id(points)] + slopes if id(points) in found else slopes
         return tuple(found[id(t)] for t in parameters)
