@@ -19,10 +19,10 @@ demo: $(FOR_DEMO)  ## EMO against MLE on a small model and real text; results in
 	$(BIN)/python examples/emo_demo.py
 
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(FOR_DEV)  ## the slow tests too
-	$(BIN)/python -m pytest -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
 
 lint: $(FOR_DEV)  ## formatting, types, and the order of the layers
 	$(BIN)/ruff check .

@@ -61,8 +61,10 @@ def _are_plain(p: Any, q: Any, cost: Any) -> bool:
         return False
     if any(unpack_dual(t).tangent is not None for t in given):
         return False
+    if not may_run_on(*given):
+        return False
     if p.dtype not in _DTYPES or min(p.dim(), q.dim()) == 0 or p.shape[:-1] != q.shape[:-1]:
         return False
     if cost.shape != (*p.shape, q.shape[-1]) or not 0 < cost.numel() <= MOST_COMPILED:
         return False
-    return p.shape[-1] * q.shape[-1] <= LARGEST_COMPILED and may_run_on(*given)
+    return p.shape[-1] * q.shape[-1] <= LARGEST_COMPILED
