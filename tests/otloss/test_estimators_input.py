@@ -40,7 +40,7 @@ BAD_SETTINGS = [
     ({"categories": ["low", "high", "low"]}, "categories holds 'low' more than once"),
     ({"categories": "low"}, "categories is 'low', expected a sequence"),
     ({"categories": {"low": 1, "medium": 2, "high": 3}}, "expected a sequence of labels, lowest rank first"),
-    ({"categories": set(NAMES)}, "expected a sequence of labels, lowest rank first"),
+    ({"categories": set(NAMES[:1])}, "expected a sequence of labels, lowest rank first"),
     ({"values": [0, 1e-160, 2e-160]}, "values spans 2e-160, expected between 1e-150"),
     ({"values": [-1.5e308, 0, 1.5e308]}, "multiply all of it by one number"),
     ({"cost": np.full((3, 3), 1e200)}, "cost spans 1e+200"),
