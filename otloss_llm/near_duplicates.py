@@ -2,8 +2,8 @@
 
 A row is one if, with c(i, j) = 1 - cos(e_i, e_j), a row lies within c = 0.001 of it, or three within 0.01. Untrained
 tokens do, and the new tokens of transformers' `resize_token_embeddings`, which all get the mean of the other rows.
-Trained words do not: in GloVe's 25 dimensions the nearest two of 11,925 are Tuesday and Wednesday, at 0.006, and one
-word has two others within 0.01. In an embedding so narrow that random directions lie that near, nothing is flagged.
+Trained words do not: in GloVe's 25 dimensions the nearest two of 11,925 are Tuesday and Wednesday, at 0.006, and no
+word has three others within 0.01. In an embedding so narrow that random directions lie that near, nothing is flagged.
 
 The search looks at few of the V^2 pairs. Every row gets a sketch, the products with 32 random directions, which tells
 distances to a fifth or so. Its signs make a key; the keys of near rows begin alike, and sorting brings them together.
@@ -37,10 +37,27 @@ def find_near_duplicates(unit: Float[Tensor, "V d"]) -> Bool[Tensor, " V"]:
         >>> find_near_duplicates(unit).nonzero().squeeze(1)
         tensor([3, 7])
     """
-    applicable = criteria_for(*unit.shape)
-    if not applicable:
-        return torch.zeros(len(unit), dtype=torch.bool, device=unit.device)
-    return confirmed(likely_neighbours(sketch(unit), applicable), lambda index: unit[index], applicable)
+    return search(sketch(unit), lambda index: unit[index], width=unit.shape[1])
+
+
+def search(
+    z: Float[Tensor, "V s"],
+    rows: Callable[[Int[Tensor, " picked"]], Float[Tensor, "picked d"]],
+    *,
+    width: int,
+    agree: Callable[[Tensor], Tensor] = lambda found: found,
+) -> Bool[Tensor, " V"]:
+    """Return which rows are near-duplicates, from the sketches of all of them.
+
+    Args:
+        rows: gives the unit rows of these indices.
+        width: of the rows.
+        agree: makes the likely neighbours those of one process, where several search together.
+    """
+    criteria = criteria_for(len(z), width)
+    if not criteria:
+        return torch.zeros(len(z), dtype=torch.bool, device=z.device)
+    return confirmed(agree(likely_neighbours(z, criteria)), rows, criteria, width=width)
 
 
 def describe_criteria() -> str:
@@ -112,22 +129,18 @@ def confirmed(
     neighbours: Int[Tensor, "V kept"],
     rows: Callable[[Int[Tensor, " picked"]], Float[Tensor, "picked d"]],
     criteria: list[tuple[float, int]],
+    *,
+    width: int,
 ) -> Bool[Tensor, " V"]:
-    """Which rows have as many of these neighbours within the costs as a criterion asks for.
-
-    Args:
-        rows: gives the unit rows of these indices.
-    """
+    """Which rows have as many of these neighbours within the costs as a criterion asks for."""
     flagged = torch.zeros(len(neighbours), dtype=torch.bool, device=neighbours.device)
-    width = rows(neighbours.new_zeros(1)).shape[1]
     candidates = (neighbours >= 0).any(1).nonzero().squeeze(1)
     for some in candidates.split(max(1, _AT_ONCE // (neighbours.shape[1] * width))):
         near = neighbours[some].sort(1).values
         absent = near < 0
         absent[:, 1:] |= near[:, 1:] == near[:, :-1]  # found in two orders
         mine, others = rows(some), rows(near.clamp(min=0).flatten()).view(*near.shape, width)
-        with torch.autocast(mine.device.type, enabled=False):
-            cost = 1 - torch.bmm(others, mine.unsqueeze(2)).squeeze(2)
+        cost = 1 - (others * mine.unsqueeze(1)).sum(2)  # no matrix product, which may be of TF32 or bfloat16
         cost.masked_fill_(absent, math.inf)
         met = [(cost <= limit).sum(1) >= others_needed for limit, others_needed in criteria]
         flagged[some] = torch.stack(met).any(0)
