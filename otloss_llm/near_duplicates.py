@@ -83,7 +83,8 @@ def sketch(unit: Float[Tensor, "V d"]) -> Float[Tensor, "V s"]:
     width = unit.shape[1]
     if width <= _SKETCH:
         return unit
-    directions = torch.randn(width, _SKETCH, generator=torch.Generator().manual_seed(0)) / _SKETCH**0.5
+    generator = torch.Generator("cpu").manual_seed(0)
+    directions = torch.randn(width, _SKETCH, generator=generator, dtype=torch.float32, device="cpu") / _SKETCH**0.5
     with torch.autocast(unit.device.type, enabled=False):
         return unit @ directions.to(unit)
 
@@ -94,10 +95,10 @@ def likely_neighbours(z: Float[Tensor, "V s"], criteria: list[tuple[float, int]]
     # Signs about the mean: those about 0 are nearly all alike in an embedding whose rows share a direction.
     signs = (z > z.mean(0)).double()
     half_square = 3 * max(cost for cost, _ in criteria)  # half the squared distance is the cost; sketches err
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator("cpu").manual_seed(1)
     found = []
     for _ in range(1 if count <= _WHOLE else _ORDERS):
-        digits = 2.0 ** torch.randperm(width, generator=generator).double()
+        digits = 2.0 ** torch.randperm(width, generator=generator, device="cpu").double()
         found.append(_neighbours_in((signs @ digits.to(signs)).argsort(), z, half_square))
     return torch.cat(found, dim=1)
 
