@@ -94,7 +94,10 @@ class ObjectiveArguments:
     )
     cost_embedding: str = field(
         default="model",
-        metadata={"help": "Embedding of the cost: model (its own head), random, shuffled, a .npy file, or a model."},
+        metadata={
+            "help": "Embedding of the cost: model (its own head), as-is (the same, near-duplicate rows left as they "
+            "are), random, shuffled, a .npy file, or a model."
+        },
     )
     impl: str = field(default="auto", metadata={"help": "Kernel: auto, chunked, triton, or reference."})
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens per chunk of the kernel."})
@@ -206,9 +209,9 @@ class CompareArguments:
     objectives: list[str] = field(
         default_factory=lambda: ["mle", "emo"],
         metadata={
-            "help": "Arms: objective[/random | /shuffled][/T=temperature], e.g. mle mixce:0.8 emo emo/random; of "
-            "numbers also [/mse | /mae | /huber][/absolute | /log | /rank | /squash] or [/span-log | /span-relative], "
-            "e.g. number_token/mse number_token/span-log emo+number."
+            "help": "Arms: objective[/as-is | /random | /shuffled][/T=temperature], e.g. mle mixce:0.8 emo emo/random; "
+            "of numbers also [/mse | /mae | /huber][/absolute | /log | /rank | /squash] or [/span-log | "
+            "/span-relative], e.g. number_token/mse number_token/span-log emo+number."
         },
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1], metadata={"help": "Every arm is trained once per seed."})

@@ -1,9 +1,9 @@
 """What a comparison compares.
 
-An *arm* is what is compared: an objective, what its cost is made of, and the temperature it is sampled at. `parse_arm`
-reads it from `objective[/modifier ...]`:
+An *arm* is what is compared: an objective, what its cost is made of, and the temperature at which the trained model is
+measured and sampled. `parse_arm` reads it from `objective[/modifier ...]`:
 
-    mle    tailr:0.001    mixce:0.8    emo    emo/random    emo/shuffled    mle/T=0.8
+    mle    tailr:0.001    mixce:0.8    emo    emo/as-is    emo/random    emo/shuffled    mle/T=0.8
     number_token    number_token/mse    number_token/log    number_token/span-log    emo+number/random/log
 """
 
@@ -20,14 +20,14 @@ from otloss_llm.objectives import cost_kind, needs_cost, parse_objective
 
 _DEFAULTS = NumberSettings()
 _MODIFIERS = (
-    f"objective[/random | /shuffled][/{' | /'.join(FORMS[1:])}][/{' | /'.join(SCALINGS)}]"
+    f"objective[/as-is | /random | /shuffled][/{' | /'.join(FORMS[1:])}][/{' | /'.join(SCALINGS)}]"
     f"[/{' | /'.join(f'span-{scale}' for scale in SCALES)}][/T=temperature]"
 )
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing to compare: objective, source of the cost embedding, sampling temperature, distance of numbers."""
+    """One thing to compare: objective, source of the cost embedding, temperature, distance of numbers."""
 
     objective: str
     embedding: str = "model"

@@ -60,12 +60,14 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
 
 def _identity(model: Any, cost: Any, source: str, kind: str) -> dict[str, Any]:
     """What a run with another start or another cost differs in."""
+    from otloss_llm.cost_choice import settings_of_near_duplicates
     from otloss_llm.loading import COST_SOURCES, fingerprint
 
     known = kind == "number" or source in COST_SOURCES
     return {
         "model_fingerprint": fingerprint(model.named_parameters()),
         "cost_fingerprint": None if known else fingerprint([("unit", getattr(cost, "other", cost).unit)]),
+        **settings_of_near_duplicates(cost),
     } | ({} if kind == "embedding" else {"numbers": repr(getattr(cost, "numbers", cost))})
 
 

@@ -21,7 +21,7 @@ from transformers import TrainingArguments
 
 from otloss_llm.arms import Arm
 from otloss_llm.arms import parse_arm as parse_arm
-from otloss_llm.cost_choice import number_cost, number_tokens
+from otloss_llm.cost_choice import number_cost, number_tokens, settings_of_near_duplicates
 from otloss_llm.data import PackedBlocks
 from otloss_llm.evaluation import style_of
 from otloss_llm.evaluation.numbers import check_expected
@@ -204,7 +204,7 @@ def _bench(
     settings: dict[str, Any],
     say: Callable[[str], None],
 ) -> TextBench | QuestionBench:
-    """What measures the models; puts the judge's fingerprint into `settings`."""
+    """What measures the models; puts the judge's fingerprint and the cost's near-duplicates into `settings`."""
     names = ("num_prompts", "max_new_tokens", "batch_size")
     shared: dict[str, Any] = {name: getattr(comparison, name) for name in names} | {"device": device}
     if isinstance(data, QuestionData):
@@ -227,6 +227,7 @@ def _bench(
         data, tokenizer, cost=load_cost("model", start), judge=judge, prompt_tokens=comparison.prompt_tokens,
         samples_per_prompt=comparison.samples_per_prompt, **shared,
     )  # fmt: skip
+    settings |= settings_of_near_duplicates(bench.cost)
     if len(bench.prompts) < comparison.num_prompts:
         say(f"note: the test text has {len(bench.prompts)} blocks, so {len(bench.prompts)} prompts")
     return bench
@@ -288,7 +289,8 @@ def _train(
         validation=bench.data.validation,
         settings={
             "start_fingerprint": settings["start_fingerprint"], "objective": repr(objective),
-            "embedding": arm.embedding, **arm.cost_settings(), **bench.data.fingerprints(),
+            "embedding": arm.embedding, **arm.cost_settings(), **settings_of_near_duplicates(cost),
+            **bench.data.fingerprints(),
         },
         bar=f"{arm.training} seed {seed}",
     )  # fmt: skip

@@ -15,11 +15,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss.costs import Cost
 from otloss.losses._number_line import FORMS, SCALINGS
+from otloss_llm.costs import EmbeddingCost
 from otloss_llm.number_costs import MixedCost, NumberCost
 from otloss_llm.number_spans import SCALES, NumberSpanCost, writes_decimals
 from otloss_llm.number_tokens import NumberTokens
@@ -158,6 +159,20 @@ def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
             "tokens; leave it out (--number_form, --number_span)."
         )
     return numbers
+
+
+def near_duplicates_in(cost: Cost | None) -> Bool[Tensor, " vocab"] | None:
+    """Which rows of the cost's embedding were set to zero as near-duplicates; None where there are none."""
+    if isinstance(cost, MixedCost):
+        cost = cost.other
+    found = cost.near_duplicates if isinstance(cost, EmbeddingCost) else None
+    return found if found is not None and found.any() else None
+
+
+def settings_of_near_duplicates(cost: Cost | None) -> dict[str, int]:
+    """How many such rows a run's cost has, if any: without them, or left as they are, it would be another run."""
+    found = near_duplicates_in(cost)
+    return {} if found is None else {"near_duplicates": int(found.sum())}
 
 
 def choose_cost(

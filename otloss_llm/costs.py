@@ -6,20 +6,25 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._checks import check_floating
 from otloss.costs import CosineCost
 from otloss_llm.heads import find_head
+from otloss_llm.near_duplicates import describe_criteria, find_near_duplicates
 
 if TYPE_CHECKING:
     from torch import nn
+
+
+TREATMENTS = ("zero", "keep")
 
 
 class EmbeddingCost(CosineCost):
@@ -28,20 +33,40 @@ class EmbeddingCost(CosineCost):
     It is no module and belongs to none, so it enters no checkpoint and no optimizer.
 
     Args:
-        embedding: `(V, d)`, copied without its graph. Zero rows (padding) cost 1 to every other token; rows of one
-            direction (duplicate tokens) cost 0 to each other. A sharded one (DTensor) is gathered: every process
-            has to make the call.
+        embedding: `(V, d)`, copied without its graph. Zero rows (padding) cost 1 to every other token. A sharded one
+            (DTensor) is gathered: every process has to make the call.
+        near_duplicates: what becomes of rows that lie within cost 0.001 of another, or 0.01 of three others, such as
+            those of tokens that were never trained, and the new ones that transformers' `resize_token_embeddings`
+            makes. "zero" treats them like rows of zeros, cost 1 to every other token, and warns: at a label among
+            near-duplicates EMO pushes the prediction towards all of them, not towards the label. "keep" leaves them as
+            they are, and does not search: duplicates cost 0 to each other.
+
+    Attributes:
+        near_duplicates: (V,), True for the rows that were set to zero.
+
+    The search takes less than the head's forward pass for 500 tokens: on one core of a CPU 0.2 to 0.3 s for 32,000 rows
+    of width 768 and 1 to 2 s for 128,256 of 2048, and 80 and 210 MiB. Make the cost once, not at every step.
 
     Example:
         >>> EmbeddingCost(torch.eye(3)).rows(torch.tensor([1]))
         tensor([[1., 0., 1.]])
     """
 
-    def __init__(self, embedding: Float[Tensor, "vocab width"]) -> None:
+    near_duplicates: Bool[Tensor, " vocab"]
+
+    def __init__(self, embedding: Float[Tensor, "vocab width"], *, near_duplicates: str = "zero") -> None:
         embedding = check_floating("embedding", embedding).detach()
+        check_treatment(near_duplicates)
         if hasattr(embedding, "full_tensor"):
             embedding = embedding.full_tensor()
         super().__init__(embedding)  # normalising copies
+        self.near_duplicates = torch.zeros_like(self.zero_rows)
+        if near_duplicates == "zero":
+            self.near_duplicates = find_near_duplicates(self.unit)
+            if self.near_duplicates.any():
+                warn_of_near_duplicates(self.near_duplicates, stacklevel=2)
+                self.unit[self.near_duplicates] = 0.0
+                self.zero_rows |= self.near_duplicates
         self._rounding = 16 * torch.finfo(self.dtype).eps  # of these rows, whatever dtype they are moved to later
         self._rounded: Tensor | None = None  # the unit rows in 16 bits, once asked for
         self._roundings: dict[torch.dtype, float] = {}
@@ -105,26 +130,47 @@ class EmbeddingCost(CosineCost):
         return moved
 
     @classmethod
-    def from_model(cls, model: nn.Module) -> EmbeddingCost:
+    def from_model(cls, model: nn.Module, *, near_duplicates: str = "zero") -> EmbeddingCost:
         """Copy and freeze the output embedding (head) of a causal LM of transformers: tied, resized or PEFT-wrapped.
 
         Args:
             model: has `get_output_embeddings()`.
+            near_duplicates: as in the constructor.
 
         Raises:
             TypeError, ValueError: the model has no head, or one that cannot be read, named in the message.
         """
-        return cls(find_head(model).weight)
+        return cls(find_head(model).weight, near_duplicates=near_duplicates)
 
     def random_like(self, generator: torch.Generator | None = None) -> EmbeddingCost:
         """The control without semantics: Gaussian rows of the same shape, so that c is near 1 between all tokens."""
         unit = self.unit
-        return EmbeddingCost(torch.randn(unit.shape, generator=generator, dtype=unit.dtype).to(unit.device))
+        rows = torch.randn(unit.shape, generator=generator, dtype=unit.dtype)
+        return EmbeddingCost(rows.to(unit.device), near_duplicates="keep")
 
     def shuffled(self, generator: torch.Generator | None = None) -> EmbeddingCost:
         """The control with the same geometry but tokens assigned to it at random."""
         order = torch.randperm(self.unit.shape[0], generator=generator).to(self.unit.device)
-        return EmbeddingCost(self.unit[order])
+        shuffled = EmbeddingCost(self.unit[order], near_duplicates="keep")
+        shuffled.near_duplicates = self.near_duplicates[order]
+        return shuffled
+
+
+def check_treatment(near_duplicates: str) -> None:
+    """Raise ValueError unless this is a way to treat near-duplicates."""
+    if near_duplicates not in TREATMENTS:
+        raise ValueError(f"near_duplicates is {near_duplicates!r}, expected one of {TREATMENTS}.")
+
+
+def warn_of_near_duplicates(flagged: Bool[Tensor, " vocab"], *, stacklevel: int) -> None:
+    """Say how many rows were set to zero, and how to leave them as they are."""
+    warnings.warn(
+        f"{int(flagged.sum())} of the {len(flagged)} rows of the embedding are near-duplicates "
+        f"({describe_criteria()}), as rows of tokens that were never trained are. They now cost 1 "
+        "to every other token, like rows of zeros; "
+        'near_duplicates="keep" leaves them as they are (on the command line: the cost embedding as-is).',
+        stacklevel=stacklevel + 1,
+    )
 
 
 def products_are_of_bfloat16(unit: Tensor) -> bool:

@@ -14,15 +14,14 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss_llm._positions import IGNORE_INDEX
 from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks, read_texts, split_blocks
 from otloss_llm.heads import check_causal, find_head
 from otloss_llm.objectives import cost_kind
-from otloss_llm.questions import AnsweredQuestions, Question, read_questions
+from otloss_llm.questions import AnsweredQuestions, Question, count_labels, read_questions
 
-COST_SOURCES = ("model", "random", "shuffled")
+COST_SOURCES = ("model", "as-is", "random", "shuffled")
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 HUB_PATIENCE = 5.0  # seconds
 
@@ -154,8 +153,9 @@ def load_cost(
     """A vocabulary cost for `model`.
 
     Args:
-        source: of the embedding: "model" (its own head as it is now), "random" or "shuffled" (the controls, drawn with
-            `seed`), a `.npy` file of shape (V, d), or a model (folder or name) whose head is taken.
+        source: of the embedding: "model" (its own head as it is now), "as-is" (the same, near-duplicate rows left as
+            they are), "random" or "shuffled" (the controls, drawn with `seed`), a `.npy` file of shape (V, d), or a
+            model (folder or name) whose head is taken.
         model: the model that will be trained; the cost must be over its vocabulary.
         seed: of the random and shuffled controls.
         kind, tokenizer, numbers: as in `otloss_llm.cost_choice.choose_cost`; the kind "number" has no embedding.
@@ -174,10 +174,12 @@ def load_cost(
 
 def _load_embedding(source: str, model: Any, seed: int) -> EmbeddingCost:
     generator = torch.Generator().manual_seed(seed)
+    if source in ("as-is", "random"):
+        own = EmbeddingCost.from_model(model, near_duplicates="keep")
+        return own if source == "as-is" else own.random_like(generator)
     if source in COST_SOURCES:
         own = EmbeddingCost.from_model(model)
-        return {"model": lambda: own, "random": lambda: own.random_like(generator),
-                "shuffled": lambda: own.shuffled(generator)}[source]()  # fmt: skip
+        return own if source == "model" else own.shuffled(generator)
     own_file = source.endswith(".npy")
     cost = EmbeddingCost(_read_array(source)) if own_file else EmbeddingCost.from_model(load_model(source))
     vocab = find_head(model).weight.shape[0]
@@ -295,17 +297,7 @@ def count_number_labels(rows: PackedBlocks | AnsweredQuestions, values: Float[Te
     >>> count_number_labels(PackedBlocks(torch.tensor([[1, 2, 0], [0, 0, 0]])), values)
     (1, 4)
     """
-    is_number = ~values.isnan()
-    if isinstance(rows, PackedBlocks):
-        batches: Iterable[Tensor] = rows.ids[:, 1:].split(4096)  # the first token of a block is context
-    else:
-        batches = (rows[i]["labels"][1:] for i in range(len(rows)))
-    numbers = labels = 0
-    for batch in batches:
-        predicted = batch[batch != IGNORE_INDEX].long()
-        numbers += int(is_number[predicted].sum())
-        labels += predicted.numel()
-    return numbers, labels
+    return count_labels(rows, ~values.isnan())
 
 
 def say_of_numbers(rows: PackedBlocks | AnsweredQuestions, values: Float[Tensor, " vocab"], objective: str) -> str:

@@ -2,7 +2,8 @@
 
 Everything made is kept in the model's folder and read from there the next time:
 
-    text        test.json (perplexity, transport cost, number tokens), samples-T*.json, judged-T*.json
+    text        test.json (perplexity, transport cost, number tokens), samples-T1.json, judged-T1.json; the same at
+                another temperature in test-T*.json, samples-T*.json, judged-T*.json
     questions   test.json (right answers under teacher forcing), answers.json (greedy)
 """
 
@@ -119,18 +120,21 @@ class TextBench:
         return once(folder / "reference.json", lambda: self.judge(self.references)) | {"samples": self.references}
 
     def measure(self, home: Path, model: Any, *, temperature: float, seed: int) -> dict[str, Any]:
-        """Scores of `model` (None: the one in `home`), each made once and kept in `home`."""
+        """Scores of `model` (None: the one in `home`) at a temperature, each made once and kept in `home`."""
         load = _loader(home, model, self.device)
         at = f"T{temperature:g}"
-        scores = once(home / "test.json", lambda: self.test(load()))
+        test = "test.json" if temperature == 1.0 else f"test-{at}.json"
+        scores = once(home / test, lambda: self.test(load(), temperature))
         samples = once(home / f"samples-{at}.json", lambda: self.sample(load(), temperature, seed))
         judged = once(home / f"judged-{at}.json", lambda: self.judge(samples))
         return scores | judged | {"samples": samples}
 
-    def test(self, model: Any) -> dict[str, Any]:
-        scores = perplexity(model, self.data.test, batch_size=self.batch_size, cost=self.cost, progress=False)
+    def test(self, model: Any, temperature: float) -> dict[str, Any]:
+        scores = perplexity(
+            model, self.data.test, batch_size=self.batch_size, cost=self.cost, temperature=temperature, progress=False
+        )
         found = {"test_nll": scores.nll, "test_perplexity": scores.perplexity, "transport_cost": scores.transport_cost}
-        return found | _score_numbers(model, self.data.test, self.values, self.batch_size)
+        return found | _score_numbers(model, self.data.test, self.values, self.batch_size, temperature)
 
     def sample(self, model: Any, temperature: float, seed: int) -> list[str]:
         samples = sample_texts(
@@ -257,12 +261,16 @@ def _prompts(rows: AnsweredQuestions) -> list[tuple[int, ...]]:
 
 
 def _score_numbers(
-    model: Any, rows: PackedBlocks | AnsweredQuestions, values: Float[Tensor, " vocab"] | None, batch_size: int
+    model: Any,
+    rows: PackedBlocks | AnsweredQuestions,
+    values: Float[Tensor, " vocab"] | None,
+    batch_size: int,
+    temperature: float = 1.0,
 ) -> dict[str, Any]:
     """How far off the number tokens are that are expected in the true text; nothing without values."""
     if values is None:
         return {}
-    numbers = number_token_scores(model, rows, values, batch_size=batch_size, progress=False)
+    numbers = number_token_scores(model, rows, values, batch_size=batch_size, temperature=temperature, progress=False)
     return {
         "number_tokens": numbers.tokens,
         "number_token_accuracy": numbers.accuracy,

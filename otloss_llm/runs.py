@@ -276,6 +276,8 @@ class _QuietBar(TrainerCallback):
         self._bar.update(1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if self._bar is None:  # nothing was left to train: only what is evaluated then is logged
+            return
         shown: Sequence[str] = ("nll", "transport_cost")
         self._bar.set_postfix({key: f"{logs[key]:.3f}" for key in shown if logs and key in logs}, refresh=False)
 

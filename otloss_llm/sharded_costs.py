@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._checks import check_floating
 from otloss.costs import Cost
 from otloss_llm._shards import VocabShard, is_row_shard
-from otloss_llm.costs import EmbeddingCost, added_by_rounding, products_are_of_bfloat16, without_tf32
+from otloss_llm.costs import (
+    EmbeddingCost,
+    added_by_rounding,
+    check_treatment,
+    products_are_of_bfloat16,
+    warn_of_near_duplicates,
+    without_tf32,
+)
+from otloss_llm.near_duplicates import search, sketch
 
 
 class ShardedEmbeddingCost(Cost):
@@ -27,12 +35,24 @@ class ShardedEmbeddingCost(Cost):
     Args:
         embedding: `(rows, d)` of this process, copied without its graph; or a DTensor sharded by rows.
         process_group: the processes, whose rows follow each other in the order of ranks; a DTensor knows it.
+        near_duplicates: as in `EmbeddingCost`, among the rows of all processes. The first of them warns.
+
+    Attributes:
+        near_duplicates: (V,), True for the rows, of all processes, that were set to zero.
 
     Raises:
         ValueError: the DTensor has another placement, there is no group, or processes hold rows of different kind.
     """
 
-    def __init__(self, embedding: Float[Tensor, "rows width"], process_group: dist.ProcessGroup | None = None) -> None:
+    near_duplicates: Bool[Tensor, " vocab"]
+
+    def __init__(
+        self,
+        embedding: Float[Tensor, "rows width"],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        near_duplicates: str = "zero",
+    ) -> None:
         embedding = check_floating("embedding", embedding).detach()
         if is_row_shard(embedding) and process_group is None:
             process_group, embedding = embedding.device_mesh.get_group(), embedding.to_local()  # type: ignore[attr-defined]
@@ -44,16 +64,36 @@ class ShardedEmbeddingCost(Cost):
         made: list[EmbeddingCost] = []
 
         def check() -> dict[str, object]:
-            made.extend([EmbeddingCost(embedding)] if len(embedding) else [])
-            return {"width": embedding.shape[1:], "dtype": embedding.dtype}
+            check_treatment(near_duplicates)
+            made.extend([EmbeddingCost(embedding, near_duplicates="keep")] if len(embedding) else [])
+            return {"width": embedding.shape[1:], "dtype": embedding.dtype, "near_duplicates": near_duplicates}
 
         self.shard = VocabShard.agreed(process_group, embedding, check)
         wide = torch.promote_types(embedding.dtype, torch.float32)
         self.unit = made[0].unit if made else embedding.to(wide)
+        self.near_duplicates = torch.zeros(self.shard.vocab, dtype=torch.bool, device=self.unit.device)
+        if near_duplicates == "zero":
+            self._zero_near_duplicates()
         self._rounding = 16 * torch.finfo(wide).eps
         added = torch.tensor([added_by_rounding(self.unit, ~self.unit.any(1), torch.bfloat16)], device=self.unit.device)
         dist.all_reduce(added, op=dist.ReduceOp.MAX, group=process_group)
         self._rounding_of_bfloat16 = 2 * float(added) + self._rounding
+
+    def _zero_near_duplicates(self) -> None:
+        here = slice(self.shard.start, self.shard.stop)
+        part = sketch(self.unit)
+        whole = part.new_zeros(self.shard.vocab, part.shape[1])
+        whole[here] = part
+        dist.all_reduce(whole, group=self.shard.group)  # all but one of the summands are 0: exact
+        self.near_duplicates = search(whole, self.embedding_of, width=self.unit.shape[1], agree=self._agree)
+        self.unit[self.near_duplicates[here]] = 0.0
+        if self.near_duplicates.any() and self.shard.rank == 0:
+            warn_of_near_duplicates(self.near_duplicates, stacklevel=3)
+
+    def _agree(self, found: Tensor) -> Tensor:
+        """What the first process has found, so that all exchange the same rows, whatever rounding made of theirs."""
+        dist.broadcast(found, src=dist.get_global_rank(self.shard.group, 0), group=self.shard.group)
+        return found
 
     def rounding_now(self) -> float:
         """As that of `EmbeddingCost`, over the rows of all processes."""

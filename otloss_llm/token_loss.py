@@ -283,7 +283,8 @@ def emo_loss(
         logits: `(..., V)`, aligned with the labels like those of `torch.nn.functional.cross_entropy`
             (the vocabulary is the last axis here).
         labels: `(...)` token ids; `ignore_index` leaves a position out.
-        embedding: `(V, d)` rows of a frozen head, always detached; pass an `EmbeddingCost` to normalise it only once.
+        embedding: `(V, d)` rows of a frozen head, always detached; pass an `EmbeddingCost` to normalise it, and to look
+            for its near-duplicates, only once.
         weighting, ratio_clip: as in `EMO`.
         ignore_index, reduction: as in `token_loss`.
 

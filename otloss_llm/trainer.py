@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import math
 from typing import Any
 
@@ -13,15 +15,17 @@ from transformers.modeling_outputs import CausalLMOutput
 
 from otloss.costs import CosineCost, Cost
 from otloss_llm._positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
-from otloss_llm.cost_choice import NumberSettings, choose_cost
+from otloss_llm.cost_choice import NumberSettings, choose_cost, near_duplicates_in
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks
 from otloss_llm.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
 from otloss_llm.heads import check_causal, few_tokens, find_head
 from otloss_llm.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberToken, Objective, cost_kind, needs_cost, parse_objective
-from otloss_llm.questions import AnsweredQuestions, pad_questions
+from otloss_llm.questions import AnsweredQuestions, count_labels, pad_questions
 from otloss_llm.token_loss import TokenLoss, linear_token_loss, token_loss
+
+logger = logging.getLogger(__name__)
 
 LESS_IS_BETTER = ("nll", "perplexity", "transport_cost")
 
@@ -49,11 +53,12 @@ class ObjectiveMixin:
     of an accumulated step and over processes.
 
     Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
-    since the last log, and `aux_loss`, that of the experts without its weight. `evaluate()` returns token-weighted
-    `eval_loss`, `eval_nll`, `eval_perplexity` and `eval_transport_cost` (less is better for each of them as
-    `metric_for_best_model`), and `eval_aux_loss`. The transport cost of a cost of numbers is the mean over number
-    positions; `NumberToken(weight)` adds `weight` times this mean to that of nll, in training over the tokens of one
-    optimizer step.
+    since the last log, and `aux_loss`, that of the experts without its weight. Where the cost has near-duplicate rows
+    (see `EmbeddingCost`), one log line says how many labels are such tokens: of the whole training set if it is ours,
+    else up to the first log. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
+    `eval_transport_cost` (less is better for each of them as `metric_for_best_model`), and `eval_aux_loss`. The
+    transport cost of a cost of numbers is the mean over number positions; `NumberToken(weight)` adds `weight` times
+    this mean to that of nll, in training over the tokens of one optimizer step.
 
     Raises:
         TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective,
@@ -71,6 +76,7 @@ class ObjectiveMixin:
     loss_is_scaled_for_ga: bool | None
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
+    is_world_process_zero: Any
 
     def __init__(
         self,
@@ -113,8 +119,21 @@ class ObjectiveMixin:
             self.args.greater_is_better = False  # the trainer guesses it from the name, for "loss" only
         self._logits_wanted = False
         self._numbers_in_step: Tensor | None = None
+        self._near_duplicates: Tensor | None = None  # rows whose labels are still to be counted
+        self._labels_of_them = torch.zeros(2, dtype=torch.long)  # and all labels
+        if needs_cost(self.objective):
+            self._count_near_duplicates(getattr(self, "train_dataset", None))
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
+
+    def _count_near_duplicates(self, rows: Any) -> None:
+        """Say how many labels of our own rows are near-duplicates, or have those of the first batches counted."""
+        self._near_duplicates = near_duplicates_in(self.transport_cost)
+        if self._near_duplicates is not None and isinstance(rows, PackedBlocks | AnsweredQuestions):
+            found, labels = count_labels(rows, self._near_duplicates.cpu())
+            self._near_duplicates = None
+            if self.is_world_process_zero():
+                _say_of_near_duplicates(found, labels, "of the training set")
 
     def _as_on_first_process(self, weight: Tensor) -> Tensor:
         """DDP starts from the first process's weights; with FSDP's cpu_ram_efficient_loading no other has any."""
@@ -295,6 +314,10 @@ class ObjectiveMixin:
         ones = torch.ones_like(per_row[0])
         per_row += [ones * (math.nan if auxiliary is None else auxiliary.detach().double()), ones]
         sums = torch.stack(per_row, dim=-1)  # (batch, 7)
+        if training and self._near_duplicates is not None:
+            self._near_duplicates = self._near_duplicates.to(labels.device)
+            found = torch.stack([self._near_duplicates[labels[valid]].sum(), valid.sum()])
+            self._labels_of_them = self._labels_of_them.to(labels.device) + found
         if training:
             total = sums.sum(0)
             self._train_sums = total if self._train_sums is None else self._train_sums + total
@@ -309,6 +332,11 @@ class ObjectiveMixin:
             sums = self.accelerator.reduce(self._train_sums, reduction="sum")
             self._train_sums = None
             logs |= {key: value for key, value in _means(sums).items() if key != "loss"}
+            if self._near_duplicates is not None:
+                self._near_duplicates = None
+                found, labels = self.accelerator.reduce(self._labels_of_them, reduction="sum").tolist()
+                if self.is_world_process_zero():
+                    _say_of_near_duplicates(found, labels, "so far")
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
@@ -333,6 +361,14 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
 
     See `ObjectiveMixin` for the arguments it adds, and the Hugging Face documentation for the rest.
     """
+
+
+@functools.cache  # once for all the arms and seeds of a comparison
+def _say_of_near_duplicates(found: int, labels: int, where: str) -> None:
+    logger.warning(
+        "%d of the %d labels %s (%.2f %%) are tokens of near-duplicate rows of the embedding, which cost 1 to every "
+        "other token", found, labels, where, 100 * found / max(labels, 1),
+    )  # fmt: skip
 
 
 def _check_numbers(objective: Objective, cost: Cost | None) -> None:

@@ -22,7 +22,7 @@ from otloss.losses._number_line import checked_values, signed_log
 from otloss_llm._positions import IGNORE_INDEX
 from otloss_llm.cost_choice import number_values
 from otloss_llm.data import PackedBlocks
-from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
+from otloss_llm.evaluation.perplexity import check_temperature, check_vocabulary, context_length, tempered
 from otloss_llm.evaluation.sampling import sample_texts
 from otloss_llm.heads import evaluation_mode, find_head
 from otloss_llm.questions import SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
@@ -94,15 +94,18 @@ def number_token_scores(
     values: Float[Tensor, " vocab"],
     *,
     batch_size: int = 8,
+    temperature: float = 1.0,
     progress: bool = True,
 ) -> NumberTokenScores:
     """Score a model's distribution at every label that is a number token, given the true tokens before it.
 
     `values` holds the value of each token of the model's vocabulary, NaN where it is no number. Ignored labels and the
-    first token of a row are left out. The model is scored in eval mode and left as it was.
+    first token of a row are left out. `temperature` is that of the distribution that is scored. The model is scored in
+    eval mode and left as it was.
 
-    Raises ValueError where the values do not fit the model's head or hold no number or an infinite one, there is no
-    number among the labels, a row exceeds the model's context, or an id lies outside its vocabulary.
+    Raises ValueError where the temperature is not positive, the values do not fit the model's head or hold no number or
+    an infinite one, there is no number among the labels, a row exceeds the model's context, or an id lies outside its
+    vocabulary.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> _ = torch.manual_seed(1)
@@ -114,6 +117,7 @@ def number_token_scores(
     """
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, expected 1 or more.")
+    check_temperature(temperature)
     _check_values(values, find_head(model).weight.shape[0])
     values = values.detach().double().to(next(model.parameters()).device)
     sums = torch.zeros(4, dtype=torch.float64)
@@ -126,7 +130,8 @@ def number_token_scores(
                 logits = model(
                     input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
                 ).logits[:, :-1]
-                rows, targets = logits[due.to(logits.device)].split(ROWS), values[labels[due]].split(ROWS)
+                logits = tempered(logits[due.to(logits.device)], temperature)
+                rows, targets = logits.split(ROWS), values[labels[due]].split(ROWS)
                 sums += sum(_score(*pair, values=values).cpu() for pair in zip(rows, targets, strict=True))
                 tokens += int(due.sum())
     if tokens == 0:

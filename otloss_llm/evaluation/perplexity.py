@@ -1,5 +1,6 @@
 """How likely a causal language model finds given tokens: of itself on held-out text, or of another model's samples.
 
+    q_t = softmax(logits_t / T)
     nll_t = -log q_t(y_t)      D_t = sum_{i != y_t} q_t(i) c(i, y_t)      perplexity = exp(mean of nll_t)
 
 Means are over tokens, not over sequences or batches, and sums are kept in float64. Nats per token can be compared
@@ -103,15 +104,17 @@ def perplexity(
     *,
     batch_size: int = 8,
     cost: Cost | None = None,
+    temperature: float = 1.0,
     progress: bool = True,
 ) -> Perplexity:
     """Score a model on blocks of token ids: every token but the first of each block, which has no context.
 
     `blocks` is a `PackedBlocks` or integer ids `(blocks, block_size)`. With a vocabulary `cost` the mean transport
-    cost is reported too. The model is scored in eval mode and left as it was.
+    cost is reported too. `temperature` is that of the distribution that is scored, as for `sample_texts`, above 0. The
+    model is scored in eval mode and left as it was.
 
-    Raises ValueError where there is no block, a block is longer than the model's context, or an id lies outside its
-    vocabulary.
+    Raises ValueError where the temperature is not positive, there is no block, a block is longer than the model's
+    context, or an id lies outside its vocabulary.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1))
@@ -126,13 +129,14 @@ def perplexity(
             f"one block of two tokens at least; PackedBlocks.from_texts makes them."
         )
     _check_batch_size(batch_size)
+    check_temperature(temperature)
     _check_fit(model, ids.shape[1], int(ids.min()), int(ids.max()))
     nll = transport = 0.0
     about = 0  # positions that the cost is about
     with evaluation_mode(model):
         for batch in _with_bar(ids.split(batch_size), "perplexity", progress):
             batch = batch.long()
-            token_nll, token_cost = _score(model, batch, labels=batch, cost=cost)
+            token_nll, token_cost = _score(model, batch, labels=batch, cost=cost, temperature=temperature)
             nll += float(token_nll.sum(dtype=torch.float64))
             if cost is not None and token_cost is not None:
                 labels = batch[:, 1:].to(cost.device)
@@ -234,6 +238,19 @@ def context_length(model: torch.nn.Module) -> int | None:
     return positions if positions is not None and positions > 0 else None  # XLNet says -1
 
 
+def tempered(logits: Float[Tensor, "*batch vocab"], temperature: float) -> Float[Tensor, "*batch vocab"]:
+    """The logits of the distribution at a temperature; 1 leaves them, dtype included, as they are."""
+    return logits if temperature == 1.0 else logits.float() / temperature
+
+
+def check_temperature(temperature: float) -> None:
+    """Raise ValueError unless a distribution can be scored at this temperature."""
+    if not 0.0 < temperature < float("inf"):
+        raise ValueError(
+            f"temperature is {temperature}, expected a positive number: at 0 all but one token are impossible."
+        )
+
+
 def check_vocabulary(model: Any, low: int, high: int) -> None:
     """Raise ValueError unless ids from `low` to `high` lie in the model's vocabulary."""
     vocabulary = model.get_input_embeddings().num_embeddings
@@ -245,7 +262,13 @@ def check_vocabulary(model: Any, low: int, high: int) -> None:
 
 
 def _score(
-    model: Any, ids: Tensor, *, labels: Tensor, mask: Tensor | None = None, cost: Cost | None = None
+    model: Any,
+    ids: Tensor,
+    *,
+    labels: Tensor,
+    mask: Tensor | None = None,
+    cost: Cost | None = None,
+    temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return nll and transport cost of each token but the first; 0 where the label is ignored."""
     device = next(model.parameters()).device
@@ -255,7 +278,7 @@ def _score(
     # A few sequences at a time: several temporaries of the size of the logits would each go through memory.
     count = max(1, _LOGITS_AT_ONCE // logits[0].numel())
     parts = [
-        token_loss(z[:, :-1], y, objective=MLE(), cost=cost, ignore_index=IGNORE_INDEX)
+        token_loss(tempered(z[:, :-1], temperature), y, objective=MLE(), cost=cost, ignore_index=IGNORE_INDEX)
         for z, y in zip(logits.split(count), labels.split(count), strict=True)
     ]
     nll = torch.cat([part.nll for part in parts])

@@ -19,9 +19,10 @@ pytest.importorskip("accelerate")
 
 from otloss_llm import compare, measuring
 from otloss_llm.compare import HUMAN, START, Arm, parse_arm
-from otloss_llm.loading import load_model
+from otloss_llm.loading import load_blocks, load_model, load_tokenizer
 from otloss_llm.runs import DivergenceError
 from tests.otloss_llm.conftest import (
+    BLOCK,
     Cli,
     Tiny,
     compare_options,
@@ -86,9 +87,27 @@ def test_seeds_embeddings_and_temperatures_make_a_difference(compared: Path) -> 
     costs = {name: runs_of(compared, name)[0]["transport_cost"] for name in ("emo", "emo/random", "emo/shuffled")}
     assert len(set(costs.values())) == 3
     cooler = runs_of(compared, "mle/T=0.5")[0]
-    assert cooler["test_nll"] == mle["test_nll"]
     assert cooler["samples"] != mle["samples"]
     assert not list(compared.glob("*T=*"))  # temperatures share a training
+
+
+def test_every_figure_of_an_arm_is_at_its_own_temperature(compared: Path, tiny: Tiny) -> None:
+    _, _, test = load_blocks(
+        load_tokenizer(str(tiny.llama)), train=str(tiny.text), validation=None, test=None, block_size=BLOCK,
+        validation_fraction=0.05, test_fraction=0.05,
+    )  # fmt: skip
+    assert test is not None
+    ids, model = test.ids.long(), load_model(str(compared / "mle-seed0")).double()
+    with torch.no_grad():
+        logits = model(input_ids=ids[:, :-1]).logits
+    for arm, temperature in (("mle", 1.0), ("mle/T=0.5", 0.5)):
+        log_q = torch.log_softmax(logits / temperature, dim=-1)
+        expected = -log_q.gather(2, ids[:, 1:, None]).mean()
+        assert runs_of(compared, arm)[0]["test_nll"] == pytest.approx(float(expected), rel=1e-5)
+    mle, cooler = runs_of(compared, "mle")[0], runs_of(compared, "mle/T=0.5")[0]
+    of_the_distribution = ("transport_cost", "number_token_log_error", "number_token_mass", "judge_perplexity")
+    assert all(mle[key] != cooler[key] for key in of_the_distribution)
+    assert mle["number_token_accuracy"] == cooler["number_token_accuracy"]  # that of the likeliest token
 
 
 def test_table_holds_means_and_standard_deviations(compared: Path) -> None:
@@ -173,6 +192,15 @@ def test_an_interrupted_comparison_ends_like_an_unbroken_one(
     assert cli(*compare_options(tiny, broken)).code == 0
     assert (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns == done
     assert comparable(unbroken) == comparable(broken)
+
+
+def test_killed_between_the_last_step_and_its_results(cli: Cli, compared: Path, tiny: Tiny, tmp_path: Path) -> None:
+    """Nothing is left to train then, only to evaluate."""
+    folder = shutil.copytree(compared, tmp_path / "copy")
+    for name in ("results.json", "log.json", "test.json"):
+        (folder / "mle-seed1" / name).unlink()
+    assert cli(*compare_options(tiny, folder, objectives=["mle"], samples_per_prompt=2)).code == 0
+    assert runs_of(folder, "mle") == runs_of(compared, "mle")
 
 
 def comparable(folder: Path) -> Any:

@@ -101,7 +101,7 @@ def test_arms_of_numbers_are_read_from_their_names(text: str, arm: Arm, name: st
         ("emo+number/span-log", "'span-log' goes with number_token"),
         ("emo+number/mse", "'mse' goes with number_token"),
         ("number_token/mse/span-log", "arm 'number_token/mse/span-log': span='log' judges whole numbers"),
-        ("number_token/span-rank", r"'span-rank' is not understood; expected objective\[/random .*/span-log"),
+        ("number_token/span-rank", r"'span-rank' is not understood; expected objective\[/as-is .*/span-log"),
         ("number_token/cubic", "'cubic' is not understood"),
     ],
 )

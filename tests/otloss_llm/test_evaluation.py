@@ -100,17 +100,23 @@ def test_perplexity_weighs_tokens_and_ignores_the_batching(model, doubled, token
     blocks = PackedBlocks.from_texts(TEXTS, tokenizer, 11)
     assert len(blocks) % 4  # the last batch is smaller
     embedding = torch.randn(VOCABULARY, 5, generator=torch.Generator().manual_seed(2))
-    batched = perplexity(model, blocks, batch_size=4, cost=EmbeddingCost(embedding), progress=False)
-    nll, transport = [], []
+    scored = {"batch_size": 4, "cost": EmbeddingCost(embedding), "progress": False}
+    batched, cooler = perplexity(model, blocks, **scored), perplexity(model, blocks, temperature=0.6, **scored)
+    nll, transport, nll_cooler, transport_cooler = [], [], [], []
     unit = torch.nn.functional.normalize(embedding.double(), dim=1)
     cost = (1 - unit @ unit.T).fill_diagonal_(0)
     for ids in blocks.ids.tolist():
         log_q, target = log_probabilities(doubled, ids), torch.tensor(ids[1:])
         nll.append(-log_q.gather(1, target[:, None]))
         transport.append((log_q.exp() * cost[target]).sum(1))
+        log_q = torch.log_softmax(log_q / 0.6, dim=1)
+        nll_cooler.append(-log_q.gather(1, target[:, None]))
+        transport_cooler.append((log_q.exp() * cost[target]).sum(1))
     assert batched.nll == pytest.approx(float(torch.cat(nll).mean()), rel=2e-6)
     assert batched.transport_cost == pytest.approx(float(torch.cat(transport).mean()), rel=2e-6)
     assert batched.tokens == len(blocks) * 10
+    assert cooler.nll == pytest.approx(float(torch.cat(nll_cooler).mean()), rel=2e-6)
+    assert cooler.transport_cost == pytest.approx(float(torch.cat(transport_cooler).mean()), rel=2e-6)
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -139,6 +145,8 @@ def test_perplexity_in_bfloat16_is_summed_in_float32(gpt2):
 
 
 def test_perplexity_bad_input(gpt2):
+    with pytest.raises(ValueError, match=r"temperature is 0\.0, expected a positive number"):
+        perplexity(gpt2, torch.zeros(1, 4, dtype=torch.long), temperature=0.0)
     with pytest.raises(ValueError, match=r"shape \(5,\) .* expected integer ids \(blocks, block_size\)"):
         perplexity(gpt2, torch.arange(5))
     with pytest.raises(ValueError, match=r"shape \(0, 4\)"):

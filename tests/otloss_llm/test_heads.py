@@ -78,6 +78,7 @@ def test_every_family_trains_as_by_its_own_loss(name: str) -> None:
     assert_same_training(tiny_model(name), tiny_batch())
 
 
+@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
 @pytest.mark.parametrize("name", ["gpt2", "llama", "opt-projected", "phi"])
 @pytest.mark.parametrize("size", [VOCAB + 9, VOCAB - 5])
 def test_resized_embeddings(name: str, size: int) -> None:
@@ -99,6 +100,7 @@ def test_the_transform_of_the_logits_is_measured() -> None:
     assert find_head(models["opt-projected"]).weight.shape == (VOCAB, 8)
 
 
+@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
 def test_a_trained_model() -> None:
     folder = Path(__file__).parents[3] / "shared" / "data" / "models" / "stories260K"
     if not folder.is_dir():

@@ -293,13 +293,13 @@ VALUES[3:13] = torch.arange(10.0)
 VALUES[20:25] = torch.tensor([7.0, -2.5, 100.0, 1e6, 7.0])  # a prefix variant of 7, and values far away
 
 
-def by_hand(model: Any, rows: list[tuple[list[int], list[int]]]) -> NumberTokenScores:
+def by_hand(model: Any, rows: list[tuple[list[int], list[int]]], temperature: float = 1.0) -> NumberTokenScores:
     """One row and one label at a time, from the model's probabilities over the whole vocabulary."""
     sums, tokens = [0.0] * 4, 0
     model.eval()
     for ids, labels in rows:
         with torch.no_grad():
-            logits = model(input_ids=torch.tensor([ids])).logits[0].double()
+            logits = model(input_ids=torch.tensor([ids])).logits[0].double() / temperature
         for t in range(1, len(ids)):
             if labels[t] == -100 or math.isnan(VALUES[labels[t]]):
                 continue
@@ -335,6 +335,8 @@ def test_number_tokens_by_hand(name: str, batch_size: int) -> None:
     expected = by_hand(model, [(row, row) for row in ids.tolist()])
     assert_close(scores, expected)
     assert 0 < scores.number_mass < 1
+    cooler = number_token_scores(model, blocks, VALUES, batch_size=batch_size, temperature=0.5)
+    assert_close(cooler, by_hand(model, [(row, row) for row in ids.tolist()], temperature=0.5))
     rows = AnsweredQuestions([row[: i + 1] for i, row in enumerate(ids.tolist())], [row[7:] for row in ids.tolist()])
     items = [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
     assert_close(number_token_scores(model, rows, VALUES, batch_size=batch_size), by_hand(model, items))

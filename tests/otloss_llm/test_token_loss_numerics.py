@@ -80,7 +80,7 @@ def test_duplicate_tokens_cost_nothing_exactly(seed: int, impl: str) -> None:
     generator = torch.Generator().manual_seed(seed)
     embedding = torch.randn(12, 50, generator=generator)
     embedding[4], embedding[7] = embedding[1], 3 * embedding[1]
-    cost = EmbeddingCost(embedding)
+    cost = EmbeddingCost(embedding, near_duplicates="keep")
     assert not cost.rows(torch.tensor([1, 4, 7]))[:, [1, 4, 7]].any()
     logits = torch.full((1, 12), -INF)
     logits[0, [1, 4, 7]] = torch.tensor([0.1, 0.5, -0.3])

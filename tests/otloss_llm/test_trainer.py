@@ -16,6 +16,7 @@ import transformers
 from torch import Tensor, nn
 
 from otloss_llm import EMO, EmbeddingCost, MixCE, ObjectiveMixin, token_loss
+from otloss_llm.data import PackedBlocks
 from tests.otloss_llm.tiny_models import tiny_model
 from tests.otloss_llm.training import (
     WARNINGS,
@@ -203,3 +204,30 @@ def test_the_cost_stays_that_of_the_start(tmp_path: Path) -> None:
     run.train()
     assert torch.equal(run.transport_cost.dense(), before)
     assert not torch.allclose(EmbeddingCost.from_model(model).dense(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
+@pytest.mark.parametrize("ours", [True, False])
+def test_it_says_how_many_labels_are_near_duplicates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: bool
+) -> None:
+    """Of the whole training set where that can be counted beforehand, else of the batches up to the first log."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5:9] = model.lm_head.weight[4]
+    data = rows(24, seed=5)
+    if ours:
+        ids = torch.tensor([row["input_ids"][:6] for row in data])
+        made = trainer(tmp_path, model, objective="emo", train_dataset=PackedBlocks(ids))
+        labels = ids[:, 1:].flatten()
+    else:
+        made = trainer(tmp_path, model, objective="emo", train_dataset=data, max_steps=6)  # 6 batches of 4: all rows
+        made.args.logging_steps = 6
+        assert "near-duplicate" not in caplog.text
+        made.train()
+        labels = torch.tensor([label for row in data for label in row["labels"][1:] if label != -100])
+    found = int(((labels >= 4) & (labels <= 8)).sum())
+    assert f"{found} of the {len(labels)} labels {'of the training set' if ours else 'so far'}" in caplog.text
+    assert caplog.text.count("near-duplicate rows") == 1
+    trainer(tmp_path / "mle", model, objective="mle", train_dataset=data[:8]).train()  # reads no cost
+    assert caplog.text.count("near-duplicate rows") == 1

@@ -21,7 +21,7 @@ def test_rows_are_one_minus_the_cosine(seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     embedding = (torch.randn(13, 6, generator=generator) * 10 ** float(torch.randn(1, generator=generator))).to(dtype)
     embedding[4], embedding[5], embedding[6] = 0, embedding[2], -embedding[2]
-    cost = EmbeddingCost(embedding)
+    cost = EmbeddingCost(embedding, near_duplicates="keep")
     index = torch.randint(13, (9,), generator=generator)
     rows = cost.rows(index)
     wide = torch.promote_types(dtype, torch.float32)
@@ -134,7 +134,7 @@ def test_from_resized_and_peft_models() -> None:
 
     model = tiny_model("llama-tied")
     model.resize_token_embeddings(40)
-    assert EmbeddingCost.from_model(model).shape == (40, 40)
+    assert EmbeddingCost.from_model(model, near_duplicates="keep").shape == (40, 40)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     adapted = peft.get_peft_model(tiny_model("llama"), config)
     with torch.no_grad():
@@ -149,7 +149,7 @@ def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> Non
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(64, 256, generator=generator)
     embedding[32:] = 2.0 * embedding[:32]
-    cost = EmbeddingCost(embedding)
+    cost = EmbeddingCost(embedding, near_duplicates="keep")
     exact = cost.dense()
     torch.set_float32_matmul_precision("medium")
     try:
@@ -166,7 +166,7 @@ def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> Non
 def test_duplicates_cost_nothing_in_a_narrower_dtype() -> None:
     embedding = torch.randn(200, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     embedding[100:] = 1.7 * embedding[:100]
-    dense = EmbeddingCost(embedding).to(torch.float32).dense()
+    dense = EmbeddingCost(embedding, near_duplicates="keep").to(torch.float32).dense()
     assert (dense[torch.arange(100), torch.arange(100, 200)] == 0).all()
 
 

@@ -177,9 +177,13 @@ def check_costs() -> None:
                 shared(leaves_of(given, sizes), given, cost=cost) for cost in (sharded, EmbeddingCost(given.embedding))
             ]
             assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))  # type: ignore[arg-type]
+            assert torch.equal(sharded.near_duplicates, EmbeddingCost(given.embedding).near_duplicates)
+            assert sharded.near_duplicates.sum() == 38  # 20 pairs but for the zero row and its partner
             shard, labels = sharded.shard, torch.arange(VOCAB).flip(0)
-            whole = EmbeddingCost(given.embedding).rows(labels)[:, shard.start : shard.stop]
-            for cost in (sharded, EmbeddingCost(given.embedding)):
+            kept = EmbeddingCost(given.embedding, near_duplicates="keep")
+            whole = kept.rows(labels)[:, shard.start : shard.stop]
+            block = own(given.embedding, sizes)
+            for cost in (ShardedEmbeddingCost(block, dist.group.WORLD, near_duplicates="keep"), kept):
                 columns = own_columns(cost, shard, labels).rows(labels)
                 assert_close(columns, whole, TOLERANCE[dtype])
                 assert torch.equal(columns == 0, whole == 0)  # nothing of rounding between duplicates
@@ -191,10 +195,11 @@ def check_duplicates_where_bfloat16_is_allowed() -> None:
     embedding = torch.randn(600, 512, generator=torch.Generator().manual_seed(2))
     embedding[300:] = 1.3 * embedding[:300]
     size, labels = dist.get_world_size(), torch.arange(300)
-    sharded = ShardedEmbeddingCost(embedding.chunk(size)[dist.get_rank()], dist.group.WORLD)
+    block = embedding.chunk(size)[dist.get_rank()]
+    sharded = ShardedEmbeddingCost(block, dist.group.WORLD, near_duplicates="keep")
     torch.set_float32_matmul_precision("medium")
     try:
-        for cost in (sharded, EmbeddingCost(embedding)):
+        for cost in (sharded, EmbeddingCost(embedding, near_duplicates="keep")):
             columns = own_columns(cost, sharded.shard, labels).rows(labels)
             twins = sharded.shard.local(labels + 300)
             assert (columns[twins >= 0, twins[twins >= 0]] == 0).all()
