@@ -17,7 +17,7 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
     from otloss_llm.loading import load_cost, load_model_and_tokenizer, say_of_numbers
     from otloss_llm.objectives import cost_kind, parse_objective
     from otloss_llm.runs import train_run
-    from otloss_llm.training_data import load_rows
+    from otloss_llm.training_data import load_rows, read_sources
 
     objective, kind = parse_objective(objective_args.objective), cost_kind(objective_args.objective)
     numbers = NumberSettings(objective_args.number_form, objective_args.number_scaling, objective_args.number_span)
@@ -28,11 +28,12 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
             f"{objective_args.objective} reads no embedding, got --cost_embedding {source}; leave it out, or take "
             "emo+number."
         )
+    documents = read_sources(text_args)
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "float32"
     )
     cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
-    parts: Any = load_rows(tokenizer, text_args)
+    parts: Any = load_rows(tokenizer, text_args, documents)
     rows, validation, _ = parts
     if kind != "embedding":
         first = args.process_index == 0
@@ -109,12 +110,12 @@ def evaluate(model_args: Any, args: Any) -> tuple[str, int]:
         raise ValueError(f"{args.output_file} is both the output_file and the predictions_file; name two files.")
     args = _settled(args)
     questions, style = _questions(args)
+    texts = read_texts(args.text, split=args.split, text_column=args.text_column) if args.text else []
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
     )
     results: dict[str, Any] = {"model": model_args.model_name_or_path}
     if args.text:
-        texts = read_texts(args.text, split=args.split, text_column=args.text_column)
         blocks = PackedBlocks.from_texts(texts, tokenizer, args.block_size)
         model = _on_best_device(model)
         results |= _score_text(model, tokenizer, blocks, args)
@@ -225,7 +226,7 @@ def compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tu
     from otloss_llm.compare import Comparison, Data, QuestionData, parse_arm, run_comparison
     from otloss_llm.loading import load_tokenizer
     from otloss_llm.report import write_report
-    from otloss_llm.training_data import load_rows
+    from otloss_llm.training_data import load_rows, read_sources
 
     if args.world_size > 1:
         raise ValueError(f"compare runs in one process, not {args.world_size}; start it without torchrun.")
@@ -243,8 +244,9 @@ def compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tu
         answer_style=compare_args.answer_style,
         num_questions=compare_args.num_questions,
     )
+    documents = read_sources(text_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
-    rows: Any = load_rows(tokenizer, text_args)
+    rows: Any = load_rows(tokenizer, text_args, documents)
     train, validation, test = rows
     if not test:
         missing, kind = ("are no", "questions") if text_args.train_questions else ("is no", "text")

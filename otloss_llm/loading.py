@@ -210,6 +210,35 @@ def _read_array(source: str) -> Tensor:
     return torch.as_tensor(array if array.dtype in (np.float32, np.float64) else array.astype(np.float32))
 
 
+Documents = tuple[list[str], list[str] | None, list[str] | None]  # to train on, to validate on, of the test
+
+
+def read_documents(train: str, validation: str | None, test: str | None, *, text_column: str = "text") -> Documents:
+    """The documents of each part; None for a part without a source of its own."""
+    others = [
+        None if source is None else read_texts(source, split=split, text_column=text_column)
+        for source, split in ((validation, "validation"), (test, "test"))
+    ]
+    return read_texts(train, text_column=text_column), others[0], others[1]
+
+
+def pack_documents(
+    tokenizer: Any, documents: Documents, *, block_size: int, validation_fraction: float, test_fraction: float
+) -> tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]:
+    """Packed training, validation and test blocks; a part without documents is cut off the end of the training's."""
+    train, *held_out = documents
+    first, *cut = split_blocks(
+        PackedBlocks.from_texts(train, tokenizer, block_size),
+        validation_fraction=validation_fraction if held_out[0] is None else 0.0,
+        test_fraction=test_fraction if held_out[1] is None else 0.0,
+    )
+    parts = [
+        (blocks if len(blocks) else None) if texts is None else PackedBlocks.from_texts(texts, tokenizer, block_size)
+        for texts, blocks in zip(held_out, cut, strict=True)
+    ]
+    return first, parts[0], parts[1]
+
+
 def load_blocks(
     tokenizer: Any,
     *,
@@ -222,20 +251,10 @@ def load_blocks(
     text_column: str = "text",
 ) -> tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]:
     """Packed training, validation and test blocks; a part without a source of its own is cut off the end of `train`."""
-    blocks = PackedBlocks.from_texts(read_texts(train, text_column=text_column), tokenizer, block_size)
-    first, second, third = split_blocks(
-        blocks,
-        validation_fraction=0.0 if validation else validation_fraction,
-        test_fraction=0.0 if test else test_fraction,
-    )
-    parts: list[PackedBlocks | None] = []
-    for source, split, cut in ((validation, "validation", second), (test, "test", third)):
-        if source is None:
-            parts.append(cut if len(cut) else None)
-        else:
-            texts = read_texts(source, split=split, text_column=text_column)
-            parts.append(PackedBlocks.from_texts(texts, tokenizer, block_size))
-    return first, parts[0], parts[1]
+    return pack_documents(
+        tokenizer, read_documents(train, validation, test, text_column=text_column), block_size=block_size,
+        validation_fraction=validation_fraction, test_fraction=test_fraction,
+    )  # fmt: skip
 
 
 def load_questions(

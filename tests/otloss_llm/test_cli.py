@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ import torch  # noqa: E402
 
 import otloss_llm  # noqa: E402
 from otloss_llm import EmbeddingCost  # noqa: E402
+from otloss_llm._start import INTERRUPTED  # noqa: E402
 from otloss_llm.cli import main  # noqa: E402
 from otloss_llm.data import PackedBlocks  # noqa: E402
 from otloss_llm.evaluation import perplexity  # noqa: E402
@@ -288,6 +290,49 @@ def test_out_of_memory_is_no_traceback(cli: Cli, tiny: Tiny, tmp_path: Path, mon
     error = cli(*train_options(tiny, tmp_path / "run")).error
     assert "2.00 GiB" in error
     assert "batches" in error
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "evaluate"])
+def test_a_wrong_text_is_found_before_a_model_is_loaded(
+    cli: Cli, tiny: Tiny, bad: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def loaded(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model or a tokenizer was loaded")
+
+    for name in ("load_model_and_tokenizer", "load_tokenizer"):
+        monkeypatch.setattr(f"otloss_llm.loading.{name}", loaded)
+    source = "text" if command == "evaluate" else "train_text"
+    rest = {} if command == "evaluate" else {"output_dir": bad / "run"}
+    for text, said in (("nothing.txt", "no file"), ("blank.txt", "whitespace"), ("void", "holds no .txt")):
+        given = {"model_name_or_path": tiny.llama, source: text} | rest
+        assert said in cli(command, *options(**given)).error
+
+
+def test_a_full_disk_is_one_line(cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = (
+        OSError(errno.ENOSPC, "No space left on device"),
+        Exception("I/O error: No space left on device (os error 28)"),  # as safetensors and tokenizers say it
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),  # as torch.save does
+    )
+    for error in errors:
+
+        def full(*args: object, error: Exception = error, **kwargs: object) -> None:
+            raise error
+
+        monkeypatch.setattr("otloss_llm.evaluation.sample_texts", full)
+        said = cli("generate", *options(model_name_or_path=tiny.gpt2)).error
+        assert "disk is full" in said
+
+
+def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(Path(otloss_llm.__file__).parents[1])])
+    done = subprocess.run(
+        module_command("generate", "--model_name_or_path", "x"), capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines() == [f"otloss-llm: error: {INTERRUPTED}"]
 
 
 def test_a_bug_is_a_traceback_and_so_is_any_error_on_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
