@@ -13,13 +13,13 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from otloss_llm import __version__, commands
 from otloss_llm._start import INTERRUPTED
 
 USAGE = """\
-usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options)
+usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options, --help_all every one)
 
   train      train a causal language model on text or questions with MLE, TaiLr, MixCE, EMO, number_token
   generate   sample text from a model
@@ -125,18 +125,10 @@ def _transformers_messages() -> Iterator[None]:
 
 
 def _parse(command: str, kinds: Sequence[str], given: Sequence[str]) -> tuple[Any, ...]:
-    from transformers import HfArgumentParser
-
     from otloss_llm import arguments
+    from otloss_llm.options import OptionParser
 
-    class Parser(HfArgumentParser):
-        def error(self, message: str) -> NoReturn:  # in place of some 600 lines of usage
-            raise ValueError(f"{message} (see {command} --help).")
-
-    # No abbreviations: a misspelt option would silently be taken for another.
-    parser = Parser(
-        [getattr(arguments, kind) for kind in kinds], prog=f"python -m otloss_llm {command}", allow_abbrev=False
-    )
+    parser = OptionParser([getattr(arguments, kind) for kind in kinds], prog=f"python -m otloss_llm {command}")
     *parsed, unknown = parser.parse_args_into_dataclasses(
         args=list(given), return_remaining_strings=True, look_for_args_file=False
     )
@@ -157,7 +149,8 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "train": _Command(
-        commands.train, ("ModelArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments")
+        commands.train,
+        ("ModelArguments", "LoraArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments"),
     ),
     "generate": _Command(commands.generate, ("ModelArguments", "GenerateArguments")),
     "evaluate": _Command(commands.evaluate, ("ModelArguments", "EvaluateArguments")),

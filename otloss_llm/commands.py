@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 
-def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tuple[str, int]:
+def train(model_args: Any, lora_args: Any, text_args: Any, objective_args: Any, args: Any) -> tuple[str, int]:
+    from otloss_llm.adapters import add_adapter
     from otloss_llm.cost_choice import NumberSettings, check_settings, number_tokens
     from otloss_llm.loading import load_cost, load_model_and_tokenizer, say_of_numbers
     from otloss_llm.objectives import cost_kind, parse_objective
@@ -28,6 +29,7 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
             f"{objective_args.objective} reads no embedding, got --cost_embedding {source}; leave it out, or take "
             "emo+number."
         )
+    lora = _lora(lora_args)
     documents = read_sources(text_args)
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "float32"
@@ -49,14 +51,30 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
         "train_blocks": rows.fingerprint,
         "validation_blocks": None if validation is None else validation.fingerprint,
     } | _identity(model, cost, source, kind)
+    if lora is not None:
+        settings["lora"] = dataclasses.asdict(lora)
+        model = add_adapter(model, lora, base=model_args.model_name_or_path, seed=args.seed)
     results = train_run(
         model, tokenizer, rows, args=args, objective=objective, cost=cost, validation=validation, settings=settings,
         impl=objective_args.impl, chunk_size=objective_args.chunk_size,
     )  # fmt: skip
     if args.process_index != 0:
         return "", 0
-    print(f"model, tokenizer and results are in {args.output_dir}", file=sys.stderr)
+    print(f"{'model' if lora is None else 'adapter'}, tokenizer and results are in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True), 0
+
+
+def _lora(asked: Any) -> Any:
+    """The settings of an adapter, or None where the whole model is trained."""
+    from otloss_llm.adapters import Lora
+
+    rank, *others = (getattr(asked, f"lora_{name}") for name in ("r", "alpha", "dropout", "target_modules"))
+    alpha, dropout, targets = others
+    if rank is None:
+        if any(other is not None for other in others):
+            raise ValueError("lora_alpha, lora_dropout and lora_target_modules need --lora_r, the rank; give it too.")
+        return None
+    return Lora(rank, 2.0 * rank if alpha is None else alpha, dropout or 0.0, tuple(targets or ("all-linear",)))
 
 
 def _identity(model: Any, cost: Any, source: str, kind: str) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from otloss.costs import Cost
 from otloss_llm._positions import IGNORE_INDEX
+from otloss_llm.adapters import check_peft
 from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks, read_texts, split_blocks
@@ -99,6 +100,8 @@ def _from_pretrained(kind: Any, path: str, what: str, **kwargs: Any) -> Any:
     folder = Path(path).expanduser()
     if folder.is_dir() and not any(folder.glob("*.json")):
         raise FileNotFoundError(f"{path!r} is a folder without a {what}: expected config.json and its files in it.")
+    if what == "model" and (folder / "adapter_config.json").is_file():
+        check_peft(f"the adapter {path!r}")
     source = str(folder) if folder.is_dir() else _on_the_hub(path, what)
     try:
         return kind.from_pretrained(source, **kwargs)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -45,6 +46,19 @@ def test_help_lists_the_options_on_stdout(cli: Cli, command: str) -> None:
     assert "--model_name_or_path" in ended.out
     assert ("--learning_rate" in ended.out) == (command in ("train", "compare"))
     assert ended.err == ""
+
+
+def test_help_is_short_and_in_groups_and_shows_choices(cli: Cli) -> None:
+    short, whole = cli("train", "--help").out, cli("train", "--help_all").out
+    assert len(short.splitlines()) < 180 < len(whole.splitlines())
+    for title in ("model:", "data:", "objective and cost:", "numbers:", "training:", "output and seed:"):
+        assert f"\n{title}\n" in short
+    for shown in ("{wasserstein,mse,mae,huber}", "{auto,reference,chunked,triton}", "--learning_rate X"):
+        assert shown in short
+    assert "--ddp_backend" in whole
+    assert "--ddp_backend" not in short
+    for command in ("train", "compare", "evaluate", "generate"):  # our own options are never hidden
+        assert "\nfurther options:" not in cli(command, "--help").out, "an option of ours is in no group"
 
 
 def test_version(cli: Cli) -> None:
@@ -333,6 +347,39 @@ def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (done.returncode, done.stdout) == (130, "")
     assert done.stderr.splitlines() == [f"otloss-llm: error: {INTERRUPTED}"]
+
+
+# PEFT asks transformers for a name that transformers has deprecated.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+def test_an_adapter_is_trained_resumed_and_loaded_again(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    given = {"lora_r": 2, "lora_target_modules": ["q_proj", "v_proj"], "objective": "mle"}
+    run = tmp_path / "run"
+    first = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given))
+    assert first.code == 0, first.err
+    for name in ("results.json", "adapter_model.safetensors"):
+        (run / name).unlink()
+    shutil.rmtree(run / "checkpoint-4")
+    resumed = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given))
+    assert resumed.json["eval_nll"] == pytest.approx(first.json["eval_nll"], rel=1e-6)
+    assert not (run / "model.safetensors").exists()
+    scored = {"text": tiny.text, "block_size": BLOCK}
+    before = cli("evaluate", *options(model_name_or_path=tiny.llama, **scored)).json["nll"]
+    after = cli("evaluate", *options(model_name_or_path=run, **scored)).json["nll"]
+    assert after < before - 1e-3, "the adapter is loaded with its model"
+    other = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given | {"lora_r": 3})).error
+    assert "lora" in other
+
+
+def test_wrong_adapters_and_a_missing_package(cli: Cli, tiny: Tiny, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def error(**given: object) -> str:
+        return cli(*train_options(tiny, bad / "run", **given)).error
+
+    assert "need --lora_r" in error(lora_alpha=8)
+    assert "lora_r is 0" in error(lora_r=0)
+    assert "lora_dropout is 1.0" in error(lora_r=2, lora_dropout=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert error(lora_r=2) == "--lora_r needs PEFT, which is not installed: pip install peft"
 
 
 def test_a_bug_is_a_traceback_and_so_is_any_error_on_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
