@@ -20,6 +20,7 @@ def train(model_args: Any, lora_args: Any, text_args: Any, objective_args: Any, 
     from otloss_llm.runs import train_run
     from otloss_llm.training_data import load_rows, read_sources
 
+    _refuse_arm(objective_args.objective)
     objective, kind = parse_objective(objective_args.objective), cost_kind(objective_args.objective)
     numbers = NumberSettings(objective_args.number_form, objective_args.number_scaling, objective_args.number_span)
     check_settings(kind, numbers)
@@ -62,6 +63,22 @@ def train(model_args: Any, lora_args: Any, text_args: Any, objective_args: Any, 
         return "", 0
     print(f"{'model' if lora is None else 'adapter'}, tokenizer and results are in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True), 0
+
+
+def _refuse_arm(objective: str) -> None:
+    """Raise ValueError that names the options of train where an arm of compare is given as the objective."""
+    from otloss_llm.arms import parse_arm
+
+    if "/" not in objective:
+        return
+    arm = parse_arm(objective)
+    given = {"objective": arm.objective, "cost_embedding": arm.embedding, "number_form": arm.numbers.form,
+             "number_scaling": arm.numbers.scaling, "number_span": arm.numbers.span}  # fmt: skip
+    plain = dataclasses.asdict(parse_arm(arm.objective).numbers)
+    defaults = {"cost_embedding": "model"} | {f"number_{name}": value for name, value in plain.items()}
+    options = " ".join(f"--{name} {value}" for name, value in given.items() if value != defaults.get(name))
+    sampling = "" if arm.temperature == 1.0 else f" (and generate with --temperature {arm.temperature:g})"
+    raise ValueError(f"objective {objective!r} is an arm of compare; to train it here, give {options}{sampling}.")
 
 
 def _lora(asked: Any) -> Any:

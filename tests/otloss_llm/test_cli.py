@@ -190,6 +190,11 @@ BAD_TRAININGS: dict[str, tuple[dict[str, object], list[str]]] = {
     "short text": ({"train_text": "short.txt"}, ["block", str(BLOCK)]),
     "no text file": ({"train_text": "x.csv"}, [".csv", ".txt"]),
     "unknown objective": ({"objective": "mlee"}, ["mlee", "mixce"]),
+    "arm of compare": (
+        {"objective": "emo+number/random/log"},
+        ["arm of compare", "--objective emo+number --cost_embedding random --number_scaling log."],
+    ),
+    "arm with a temperature": ({"objective": "mle/T=0.8"}, ["--objective mle (and generate with --temperature 0.8)"]),
     "gamma out of range": ({"objective": "mixce:2"}, ["2", "[0, 1]"]),
     "gamma no number": ({"objective": "tailr:x"}, ["tailr:x"]),
     "unknown kernel": ({"impl": "cudnn"}, ["cudnn", "chunked"]),
