@@ -18,6 +18,7 @@ def train(model_args: Any, lora_args: Any, text_args: Any, objective_args: Any, 
     from otloss_llm.loading import load_cost, load_model_and_tokenizer, say_of_numbers
     from otloss_llm.objectives import cost_kind, parse_objective
     from otloss_llm.runs import train_run
+    from otloss_llm.token_store import TokenStore
     from otloss_llm.training_data import load_rows, read_sources
 
     _refuse_arm(objective_args.objective)
@@ -36,7 +37,8 @@ def train(model_args: Any, lora_args: Any, text_args: Any, objective_args: Any, 
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "float32"
     )
     cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
-    parts: Any = load_rows(tokenizer, text_args, documents)
+    store = TokenStore(Path(args.output_dir), tokenizer, text_args.block_size)
+    parts: Any = load_rows(tokenizer, text_args, documents, store)
     rows, validation, _ = parts
     if kind != "embedding":
         first = args.process_index == 0
@@ -57,7 +59,7 @@ def train(model_args: Any, lora_args: Any, text_args: Any, objective_args: Any, 
         model = add_adapter(model, lora, base=model_args.model_name_or_path, seed=args.seed)
     results = train_run(
         model, tokenizer, rows, args=args, objective=objective, cost=cost, validation=validation, settings=settings,
-        impl=objective_args.impl, chunk_size=objective_args.chunk_size,
+        impl=objective_args.impl, chunk_size=objective_args.chunk_size, store=store,
     )  # fmt: skip
     if args.process_index != 0:
         return "", 0
@@ -261,6 +263,7 @@ def compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tu
     from otloss_llm.compare import Comparison, Data, QuestionData, parse_arm, run_comparison
     from otloss_llm.loading import load_tokenizer
     from otloss_llm.report import write_report
+    from otloss_llm.token_store import TokenStore
     from otloss_llm.training_data import load_rows, read_sources
 
     if args.world_size > 1:
@@ -281,13 +284,14 @@ def compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tu
     )
     documents = read_sources(text_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
-    rows: Any = load_rows(tokenizer, text_args, documents)
+    store = TokenStore(Path(args.output_dir), tokenizer, text_args.block_size)
+    rows: Any = load_rows(tokenizer, text_args, documents, store)
     train, validation, test = rows
     if not test:
         missing, kind = ("are no", "questions") if text_args.train_questions else ("is no", "text")
         raise ValueError(f"there {missing} test {kind}; give --test_{kind} or a --test_fraction above 0.")
     data = (QuestionData if text_args.train_questions else Data)(train, test, validation)
-    results = run_comparison(comparison, data, tokenizer, args)
+    results = run_comparison(comparison, data, tokenizer, args, store=store)
     table = write_report(results, Path(args.output_dir))
     print(f"the report is {Path(args.output_dir) / 'report.md'}", file=sys.stderr)
     return table, 1 if results["failures"] else 0

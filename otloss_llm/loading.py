@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -226,17 +226,21 @@ def read_documents(train: str, validation: str | None, test: str | None, *, text
 
 
 def pack_documents(
-    tokenizer: Any, documents: Documents, *, block_size: int, validation_fraction: float, test_fraction: float
+    pack: Callable[[list[str]], PackedBlocks],
+    documents: Documents,
+    *,
+    validation_fraction: float,
+    test_fraction: float,
 ) -> tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]:
     """Packed training, validation and test blocks; a part without documents is cut off the end of the training's."""
     train, *held_out = documents
     first, *cut = split_blocks(
-        PackedBlocks.from_texts(train, tokenizer, block_size),
+        pack(train),
         validation_fraction=validation_fraction if held_out[0] is None else 0.0,
         test_fraction=test_fraction if held_out[1] is None else 0.0,
     )
     parts = [
-        (blocks if len(blocks) else None) if texts is None else PackedBlocks.from_texts(texts, tokenizer, block_size)
+        (blocks if len(blocks) else None) if texts is None else pack(texts)
         for texts, blocks in zip(held_out, cut, strict=True)
     ]
     return first, parts[0], parts[1]
@@ -255,8 +259,9 @@ def load_blocks(
 ) -> tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]:
     """Packed training, validation and test blocks; a part without a source of its own is cut off the end of `train`."""
     return pack_documents(
-        tokenizer, read_documents(train, validation, test, text_column=text_column), block_size=block_size,
-        validation_fraction=validation_fraction, test_fraction=test_fraction,
+        lambda texts: PackedBlocks.from_texts(texts, tokenizer, block_size),
+        read_documents(train, validation, test, text_column=text_column), validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
     )  # fmt: skip
 
 

@@ -7,6 +7,7 @@ from typing import Any
 from otloss_llm.data import PackedBlocks
 from otloss_llm.loading import Documents, load_questions, pack_documents, read_documents
 from otloss_llm.questions import AnsweredQuestions, Question, read_questions
+from otloss_llm.token_store import TokenStore
 
 # With the defaults, which are not told from what was not given.
 _OF_TEXT = {"validation_text": None, "test_text": None, "text_column": "text"}
@@ -42,7 +43,7 @@ def read_sources(asked: Any) -> Documents | None:
 
 
 def load_rows(
-    tokenizer: Any, asked: Any, documents: Documents | None
+    tokenizer: Any, asked: Any, documents: Documents | None, store: TokenStore
 ) -> (
     tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]
     | tuple[AnsweredQuestions, AnsweredQuestions | None, list[Question]]
@@ -52,6 +53,7 @@ def load_rows(
     Args:
         asked: as in `read_sources`.
         documents: what that gave.
+        store: tokenises text, or reads what it kept of the same text.
 
     Raises:
         ValueError: text or questions that leave nothing to train on.
@@ -65,4 +67,4 @@ def load_rows(
             test=getattr(asked, "test_questions", None), max_length=asked.block_size,
             train_on_question=asked.train_on_question, **shares,
         )  # fmt: skip
-    return pack_documents(tokenizer, documents, block_size=asked.block_size, **shares)
+    return pack_documents(store.pack, documents, **shares)
