@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from otloss_llm import _start as _start  # before torch, for Ctrl-C while that is imported
+
+# isort: split
 from otloss import __version__ as __version__
 from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.cost_choice import NumberSettings as NumberSettings

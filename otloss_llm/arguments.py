@@ -7,6 +7,11 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
+from otloss.losses._number_line import FORMS, SCALINGS
+from otloss_llm._positions import IMPLEMENTATIONS
+from otloss_llm.evaluation.numbers import STYLES
+from otloss_llm.number_spans import SCALES
+
 _POSITIVE = (
     "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "save_steps",
     "logging_steps",
@@ -26,6 +31,26 @@ class ModelArguments:
             "training, where small steps are lost in less (--bf16 computes in it all the same), else auto.",
             "choices": ["auto", "float32", "bfloat16", "float16"],
         },
+    )
+
+
+@dataclass
+class LoraArguments:
+    """An adapter in place of the whole model."""
+
+    lora_r: int | None = field(
+        default=None,
+        metadata={
+            "help": "Train a LoRA adapter of this rank (by PEFT) and freeze the model. The run folder then holds the "
+            "adapter, which generate and evaluate load together with the model it belongs to."
+        },
+    )
+    lora_alpha: float | None = field(
+        default=None, metadata={"help": "The update is scaled by lora_alpha / lora_r. Default: 2 lora_r."}
+    )
+    lora_dropout: float | None = field(default=None, metadata={"help": "Dropout before the adapter. Default: 0."})
+    lora_target_modules: list[str] | None = field(
+        default=None, metadata={"help": "Layers with an adapter, as q_proj v_proj. Default: all linear but the head."}
     )
 
 
@@ -81,16 +106,18 @@ class ObjectiveArguments:
     )
     number_form: str = field(
         default="wasserstein",
-        metadata={"help": "How number_token charges a prediction: wasserstein, mse, mae or huber."},
+        metadata={"help": "How number_token charges a prediction.", "choices": FORMS},
     )
     number_scaling: str = field(
         default="symlog",
         metadata={
-            "help": "Distance of numbers: symlog (that of digits, logarithmic beyond), absolute, log, rank or squash."
+            "help": "Distance of numbers: symlog (that of digits, logarithmic beyond), absolute, log, rank or squash.",
+            "choices": SCALINGS,
         },
     )
     number_span: str | None = field(
-        default=None, metadata={"help": "log or relative: judge tokens by the value of the whole number they are in."}
+        default=None,
+        metadata={"help": "Judge tokens by the value of the whole number they are in.", "choices": SCALES},
     )
     cost_embedding: str = field(
         default="model",
@@ -99,7 +126,7 @@ class ObjectiveArguments:
             "are), random, shuffled, a .npy file, or a model."
         },
     )
-    impl: str = field(default="auto", metadata={"help": "Kernel: auto, chunked, triton, or reference."})
+    impl: str = field(default="auto", metadata={"help": "Kernel of the loss.", "choices": IMPLEMENTATIONS})
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens per chunk of the kernel."})
 
 
@@ -188,7 +215,8 @@ class EvaluateArguments:
         default=None,
         metadata={
             "help": "gsm8k, mathematics or last (number). None: gsm8k where all answers have ####, mathematics where "
-            "none has."
+            "none has.",
+            "choices": STYLES,
         },
     )
     max_new_tokens: int | None = field(
@@ -223,7 +251,8 @@ class CompareArguments:
     samples_per_prompt: int = field(default=1, metadata={"help": "Continuations of each prompt."})
     max_new_tokens: int = field(default=100, metadata={"help": "Longest continuation or answer, in tokens."})
     answer_style: str | None = field(
-        default=None, metadata={"help": "Of questions: gsm8k, mathematics or last. None: as evaluate chooses it."}
+        default=None,
+        metadata={"help": "Of answers to questions. Default: as evaluate chooses it.", "choices": STYLES},
     )
     num_questions: int | None = field(
         default=None, metadata={"help": "Ask at most so many test questions, evenly spaced; None: all."}

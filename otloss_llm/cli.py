@@ -8,16 +8,18 @@ one-line message; the exit code is 2.
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from otloss_llm import __version__, commands
+from otloss_llm._start import INTERRUPTED
 
 USAGE = """\
-usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options)
+usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options, --help_all every one)
 
   train      train a causal language model on text or questions with MLE, TaiLr, MixCE, EMO, number_token
   generate   sample text from a model
@@ -48,17 +50,17 @@ def main(argv: Sequence[str] | None = None) -> int:
             # Trainer, tqdm and other libraries print what they please while the command works.
             with redirect_stdout(sys.stderr):
                 text, code = command.run(*parsed)
+            if text:
+                print(text, flush=True)  # flushed here, where a full disk is reported
     except SystemExit as stop:  # of --help
         return int(stop.code or 0)
     except KeyboardInterrupt:
-        return _fail("interrupted; train and compare go on from the last checkpoint with the same command.", code=130)
+        return _fail(INTERRUPTED, code=130)
     except Exception as error:
         message = _message(error)
         if traceback or message is None:
             raise
         return _fail(message)
-    if text:
-        print(text)
     return code
 
 
@@ -67,6 +69,11 @@ def _message(error: Exception) -> str | None:
     import torch
 
     text = " ".join(str(error).split())
+    if _disk_is_full(error):
+        return (
+            f"the disk is full or a quota is used up: {text} Free space and give the same command again; train and "
+            "compare go on from the last whole checkpoint (--save_total_limit 1 keeps fewer of them)."
+        )
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {text} Take smaller batches (with --gradient_accumulation_steps) or blocks."
     if isinstance(error, ImportError):
@@ -77,6 +84,23 @@ def _message(error: Exception) -> str | None:
     if type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "huggingface_hub", "requests"):
         return f"the Hugging Face hub could not be used: {type(error).__name__}: {text}"
     return text if isinstance(error, ValueError | TypeError | OSError) else None
+
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _disk_is_full(error: BaseException | None) -> bool:
+    """Whether a write failed for lack of space. safetensors, tokenizers and torch raise no OSError there."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return True
+        if any(f"(os error {number})" in text for number in _NO_SPACE) or "No space left on device" in text:
+            return True
+        if isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _fail(message: str, *, code: int = 2) -> int:
@@ -101,18 +125,10 @@ def _transformers_messages() -> Iterator[None]:
 
 
 def _parse(command: str, kinds: Sequence[str], given: Sequence[str]) -> tuple[Any, ...]:
-    from transformers import HfArgumentParser
-
     from otloss_llm import arguments
+    from otloss_llm.options import OptionParser
 
-    class Parser(HfArgumentParser):
-        def error(self, message: str) -> NoReturn:  # in place of some 600 lines of usage
-            raise ValueError(f"{message} (see {command} --help).")
-
-    # No abbreviations: a misspelt option would silently be taken for another.
-    parser = Parser(
-        [getattr(arguments, kind) for kind in kinds], prog=f"python -m otloss_llm {command}", allow_abbrev=False
-    )
+    parser = OptionParser([getattr(arguments, kind) for kind in kinds], prog=f"python -m otloss_llm {command}")
     *parsed, unknown = parser.parse_args_into_dataclasses(
         args=list(given), return_remaining_strings=True, look_for_args_file=False
     )
@@ -133,7 +149,8 @@ class _Command(NamedTuple):
 
 _COMMANDS = {
     "train": _Command(
-        commands.train, ("ModelArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments")
+        commands.train,
+        ("ModelArguments", "LoraArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments"),
     ),
     "generate": _Command(commands.generate, ("ModelArguments", "GenerateArguments")),
     "evaluate": _Command(commands.evaluate, ("ModelArguments", "EvaluateArguments")),

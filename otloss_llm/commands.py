@@ -12,13 +12,16 @@ from pathlib import Path
 from typing import Any
 
 
-def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tuple[str, int]:
+def train(model_args: Any, lora_args: Any, text_args: Any, objective_args: Any, args: Any) -> tuple[str, int]:
+    from otloss_llm.adapters import add_adapter
     from otloss_llm.cost_choice import NumberSettings, check_settings, number_tokens
     from otloss_llm.loading import load_cost, load_model_and_tokenizer, say_of_numbers
     from otloss_llm.objectives import cost_kind, parse_objective
     from otloss_llm.runs import train_run
-    from otloss_llm.training_data import load_rows
+    from otloss_llm.token_store import TokenStore
+    from otloss_llm.training_data import load_rows, read_sources
 
+    _refuse_arm(objective_args.objective)
     objective, kind = parse_objective(objective_args.objective), cost_kind(objective_args.objective)
     numbers = NumberSettings(objective_args.number_form, objective_args.number_scaling, objective_args.number_span)
     check_settings(kind, numbers)
@@ -28,11 +31,14 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
             f"{objective_args.objective} reads no embedding, got --cost_embedding {source}; leave it out, or take "
             "emo+number."
         )
+    lora = _lora(lora_args)
+    documents = read_sources(text_args)
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "float32"
     )
     cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
-    parts: Any = load_rows(tokenizer, text_args)
+    store = TokenStore(Path(args.output_dir), tokenizer, text_args.block_size)
+    parts: Any = load_rows(tokenizer, text_args, documents, store)
     rows, validation, _ = parts
     if kind != "embedding":
         first = args.process_index == 0
@@ -48,14 +54,46 @@ def train(model_args: Any, text_args: Any, objective_args: Any, args: Any) -> tu
         "train_blocks": rows.fingerprint,
         "validation_blocks": None if validation is None else validation.fingerprint,
     } | _identity(model, cost, source, kind)
+    if lora is not None:
+        settings["lora"] = dataclasses.asdict(lora)
+        model = add_adapter(model, lora, base=model_args.model_name_or_path, seed=args.seed)
     results = train_run(
         model, tokenizer, rows, args=args, objective=objective, cost=cost, validation=validation, settings=settings,
-        impl=objective_args.impl, chunk_size=objective_args.chunk_size,
+        impl=objective_args.impl, chunk_size=objective_args.chunk_size, store=store,
     )  # fmt: skip
     if args.process_index != 0:
         return "", 0
-    print(f"model, tokenizer and results are in {args.output_dir}", file=sys.stderr)
+    print(f"{'model' if lora is None else 'adapter'}, tokenizer and results are in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True), 0
+
+
+def _refuse_arm(objective: str) -> None:
+    """Raise ValueError that names the options of train where an arm of compare is given as the objective."""
+    from otloss_llm.arms import parse_arm
+
+    if "/" not in objective:
+        return
+    arm = parse_arm(objective)
+    given = {"objective": arm.objective, "cost_embedding": arm.embedding, "number_form": arm.numbers.form,
+             "number_scaling": arm.numbers.scaling, "number_span": arm.numbers.span}  # fmt: skip
+    plain = dataclasses.asdict(parse_arm(arm.objective).numbers)
+    defaults = {"cost_embedding": "model"} | {f"number_{name}": value for name, value in plain.items()}
+    options = " ".join(f"--{name} {value}" for name, value in given.items() if value != defaults.get(name))
+    sampling = "" if arm.temperature == 1.0 else f" (and generate with --temperature {arm.temperature:g})"
+    raise ValueError(f"objective {objective!r} is an arm of compare; to train it here, give {options}{sampling}.")
+
+
+def _lora(asked: Any) -> Any:
+    """The settings of an adapter, or None where the whole model is trained."""
+    from otloss_llm.adapters import Lora
+
+    rank, *others = (getattr(asked, f"lora_{name}") for name in ("r", "alpha", "dropout", "target_modules"))
+    alpha, dropout, targets = others
+    if rank is None:
+        if any(other is not None for other in others):
+            raise ValueError("lora_alpha, lora_dropout and lora_target_modules need --lora_r, the rank; give it too.")
+        return None
+    return Lora(rank, 2.0 * rank if alpha is None else alpha, dropout or 0.0, tuple(targets or ("all-linear",)))
 
 
 def _identity(model: Any, cost: Any, source: str, kind: str) -> dict[str, Any]:
@@ -111,12 +149,12 @@ def evaluate(model_args: Any, args: Any) -> tuple[str, int]:
         raise ValueError(f"{args.output_file} is both the output_file and the predictions_file; name two files.")
     args = _settled(args)
     questions, style = _questions(args)
+    texts = read_texts(args.text, split=args.split, text_column=args.text_column) if args.text else []
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
     )
     results: dict[str, Any] = {"model": model_args.model_name_or_path}
     if args.text:
-        texts = read_texts(args.text, split=args.split, text_column=args.text_column)
         blocks = PackedBlocks.from_texts(texts, tokenizer, args.block_size)
         model = _on_best_device(model)
         results |= _score_text(model, tokenizer, blocks, args)
@@ -227,7 +265,8 @@ def compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tu
     from otloss_llm.compare import Comparison, Data, QuestionData, parse_arm, run_comparison
     from otloss_llm.loading import load_tokenizer
     from otloss_llm.report import write_report
-    from otloss_llm.training_data import load_rows
+    from otloss_llm.token_store import TokenStore
+    from otloss_llm.training_data import load_rows, read_sources
 
     if args.world_size > 1:
         raise ValueError(f"compare runs in one process, not {args.world_size}; start it without torchrun.")
@@ -245,14 +284,16 @@ def compare(model_args: Any, text_args: Any, compare_args: Any, args: Any) -> tu
         answer_style=compare_args.answer_style,
         num_questions=compare_args.num_questions,
     )
+    documents = read_sources(text_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
-    rows: Any = load_rows(tokenizer, text_args)
+    store = TokenStore(Path(args.output_dir), tokenizer, text_args.block_size)
+    rows: Any = load_rows(tokenizer, text_args, documents, store)
     train, validation, test = rows
     if not test:
         missing, kind = ("are no", "questions") if text_args.train_questions else ("is no", "text")
         raise ValueError(f"there {missing} test {kind}; give --test_{kind} or a --test_fraction above 0.")
     data = (QuestionData if text_args.train_questions else Data)(train, test, validation)
-    results = run_comparison(comparison, data, tokenizer, args)
+    results = run_comparison(comparison, data, tokenizer, args, store=store)
     table = write_report(results, Path(args.output_dir))
     print(f"the report is {Path(args.output_dir) / 'report.md'}", file=sys.stderr)
     return table, 1 if results["failures"] else 0

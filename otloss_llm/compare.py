@@ -32,6 +32,7 @@ from otloss_llm.measuring import Data, QuestionBench, QuestionData, TextBench
 from otloss_llm.objectives import cost_kind, parse_objective
 from otloss_llm.questions import AnsweredQuestions, spread
 from otloss_llm.runs import check_fit, decisive_settings, environment, train_run
+from otloss_llm.token_store import TokenStore
 
 HUMAN, START, RIGHT = "text itself", "start model", "right answer"
 
@@ -81,6 +82,7 @@ def run_comparison(
     args: TrainingArguments,
     *,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    store: TokenStore | None = None,
 ) -> dict[str, Any]:
     """Train and measure every arm and seed in folders below `args.output_dir`; return all results.
 
@@ -90,6 +92,7 @@ def run_comparison(
     Args:
         args: training arguments of each arm; `output_dir` and `seed` are set per run.
         say: receives a line per run.
+        store: of the tokenised text, written to the folder once that is known to be this comparison's.
 
     Returns:
         `{"settings": ..., "environment": ..., "prompts": ..., "reference": ..., "start": ..., "runs": [...],
@@ -121,6 +124,8 @@ def run_comparison(
     )
     training = {key: value for key, value in decisive_settings(args).items() if key != "seed"}
     open_run(folder, settings | training)
+    if store is not None:
+        store.write()
     reference = bench.reference(folder)
     before = bench.measure(folder / "start", start, temperature=1.0, seed=0)
     del start

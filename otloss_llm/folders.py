@@ -4,6 +4,7 @@ run.json        the settings, written first; a run with other settings does not 
 checkpoint-N/   of the Hugging Face Trainer; complete once its trainer_state.json is there, which is written last
 log.json        what was logged, written when the run has finished
 results.json    likewise, and last
+tokens-*.npz    the tokenised text (`otloss_llm.token_store`), which may be deleted
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 SETTINGS_FILE, RESULTS_FILE, LOG_FILE = "run.json", "results.json", "log.json"
 STATE_FILE = "trainer_state.json"
+TOKENS_PREFIX = "tokens-"
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -78,7 +80,11 @@ def _work_in(folder: Path) -> list[str]:
     """Names of what would be lost with the folder: all but the settings and what was being written at a kill."""
     names = sorted(file.name for file in folder.iterdir())
     torn = {checkpoint.name for checkpoint in torn_checkpoints(folder)}
-    return [name for name in names if name != SETTINGS_FILE and ".partial-" not in name and name not in torn]
+    needless = {SETTINGS_FILE} | torn
+    return [
+        name for name in names
+        if name not in needless and ".partial-" not in name and not name.startswith(TOKENS_PREFIX)
+    ]  # fmt: skip
 
 
 def _refuse_other_settings(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost
+from otloss_llm.adapters import check_peft
 from otloss_llm.cost_choice import NumberSettings, choose_cost
 from otloss_llm.costs import EmbeddingCost
 from otloss_llm.data import PackedBlocks, read_texts, split_blocks
@@ -98,6 +99,8 @@ def _from_pretrained(kind: Any, path: str, what: str, **kwargs: Any) -> Any:
     folder = Path(path).expanduser()
     if folder.is_dir() and not any(folder.glob("*.json")):
         raise FileNotFoundError(f"{path!r} is a folder without a {what}: expected config.json and its files in it.")
+    if what == "model" and (folder / "adapter_config.json").is_file():
+        check_peft(f"the adapter {path!r}")
     source = str(folder) if folder.is_dir() else _on_the_hub(path, what)
     try:
         return kind.from_pretrained(source, **kwargs)
@@ -212,6 +215,39 @@ def _read_array(source: str) -> Tensor:
     return torch.as_tensor(array if array.dtype in (np.float32, np.float64) else array.astype(np.float32))
 
 
+Documents = tuple[list[str], list[str] | None, list[str] | None]  # to train on, to validate on, of the test
+
+
+def read_documents(train: str, validation: str | None, test: str | None, *, text_column: str = "text") -> Documents:
+    """The documents of each part; None for a part without a source of its own."""
+    others = [
+        None if source is None else read_texts(source, split=split, text_column=text_column)
+        for source, split in ((validation, "validation"), (test, "test"))
+    ]
+    return read_texts(train, text_column=text_column), others[0], others[1]
+
+
+def pack_documents(
+    pack: Callable[[list[str]], PackedBlocks],
+    documents: Documents,
+    *,
+    validation_fraction: float,
+    test_fraction: float,
+) -> tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]:
+    """Packed training, validation and test blocks; a part without documents is cut off the end of the training's."""
+    train, *held_out = documents
+    first, *cut = split_blocks(
+        pack(train),
+        validation_fraction=validation_fraction if held_out[0] is None else 0.0,
+        test_fraction=test_fraction if held_out[1] is None else 0.0,
+    )
+    parts = [
+        (blocks if len(blocks) else None) if texts is None else pack(texts)
+        for texts, blocks in zip(held_out, cut, strict=True)
+    ]
+    return first, parts[0], parts[1]
+
+
 def load_blocks(
     tokenizer: Any,
     *,
@@ -224,20 +260,11 @@ def load_blocks(
     text_column: str = "text",
 ) -> tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]:
     """Packed training, validation and test blocks; a part without a source of its own is cut off the end of `train`."""
-    blocks = PackedBlocks.from_texts(read_texts(train, text_column=text_column), tokenizer, block_size)
-    first, second, third = split_blocks(
-        blocks,
-        validation_fraction=0.0 if validation else validation_fraction,
-        test_fraction=0.0 if test else test_fraction,
-    )
-    parts: list[PackedBlocks | None] = []
-    for source, split, cut in ((validation, "validation", second), (test, "test", third)):
-        if source is None:
-            parts.append(cut if len(cut) else None)
-        else:
-            texts = read_texts(source, split=split, text_column=text_column)
-            parts.append(PackedBlocks.from_texts(texts, tokenizer, block_size))
-    return first, parts[0], parts[1]
+    return pack_documents(
+        lambda texts: PackedBlocks.from_texts(texts, tokenizer, block_size),
+        read_documents(train, validation, test, text_column=text_column), validation_fraction=validation_fraction,
+        test_fraction=test_fraction,
+    )  # fmt: skip
 
 
 def load_questions(

@@ -33,6 +33,7 @@ from otloss_llm.folders import (
 )
 from otloss_llm.objectives import Objective
 from otloss_llm.questions import AnsweredQuestions
+from otloss_llm.token_store import TokenStore
 from otloss_llm.trainer import ObjectiveTrainer
 
 Rows = PackedBlocks | AnsweredQuestions  # what can be trained and evaluated on
@@ -107,6 +108,7 @@ def train_run(
     impl: str = "auto",
     chunk_size: int | None = None,
     bar: str | None = None,
+    store: TokenStore | None = None,
 ) -> dict[str, Any]:
     """Train `model` in `args.output_dir`, going on from the last whole checkpoint of a killed run with these settings.
 
@@ -115,6 +117,7 @@ def train_run(
     Args:
         settings: what identifies the run beside the training arguments (model, text fingerprint, objective).
         bar: label of one quiet progress bar in the place of the trainer's own output.
+        store: written to the folder once that is known to be this run's.
 
     Returns:
         The results, also found in `results.json`: steps, means over the training, the evaluation on `validation`, and
@@ -148,6 +151,8 @@ def train_run(
         finished = open_run(folder, settings | decisive_settings(args))
         for torn in torn_checkpoints(folder):
             shutil.rmtree(torn, ignore_errors=True)  # or it would count among the checkpoints to keep
+        if store is not None and args.process_index == 0:
+            store.write()
     if finished is not None:
         if bar is None:
             logger.warning("%s holds this very run, finished: nothing is trained again", folder)

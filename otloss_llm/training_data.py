@@ -5,27 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 from otloss_llm.data import PackedBlocks
-from otloss_llm.loading import load_blocks, load_questions
-from otloss_llm.questions import AnsweredQuestions, Question
+from otloss_llm.loading import Documents, load_questions, pack_documents, read_documents
+from otloss_llm.questions import AnsweredQuestions, Question, read_questions
+from otloss_llm.token_store import TokenStore
 
 # With the defaults, which are not told from what was not given.
 _OF_TEXT = {"validation_text": None, "test_text": None, "text_column": "text"}
 _OF_QUESTIONS = {"validation_questions": None, "test_questions": None, "train_on_question": False}
 
 
-def load_rows(
-    tokenizer: Any, asked: Any
-) -> (
-    tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]
-    | tuple[AnsweredQuestions, AnsweredQuestions | None, list[Question]]
-):
-    """Rows to train and validate on, and the test: blocks or None of text, a list (perhaps empty) of questions.
+def read_sources(asked: Any) -> Documents | None:
+    """The documents of the text that is named. Of questions None: they are only checked here.
+
+    Cheap, and called before a model is loaded, so that a wrong path is found at once.
 
     Args:
         asked: `TextArguments`, or `CompareTextArguments`, without which there is no test.
 
     Raises:
-        ValueError: text and questions both or neither, an option of the one beside the other, or nothing left.
+        ValueError: text and questions both or neither, an option of the one beside the other, or an invalid file.
         FileNotFoundError: a file that is not there.
     """
     if bool(asked.train_text) == bool(asked.train_questions):
@@ -35,15 +33,38 @@ def load_rows(
     wrong = [f"--{name}" for name, default in strays.items() if getattr(asked, name, default) != default]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} given beside --train_{kind}, expected none of it; leave it out.")
-    cut = getattr(asked, "test_fraction", 0.0)
-    shares = {"validation_fraction": asked.validation_fraction, "test_fraction": cut}
-    if kind == "questions":
+    if kind == "text":
+        test = getattr(asked, "test_text", None)
+        return read_documents(asked.train_text, asked.validation_text, test, text_column=asked.text_column)
+    for source in (asked.train_questions, asked.validation_questions, getattr(asked, "test_questions", None)):
+        if source is not None:
+            read_questions(source)
+    return None
+
+
+def load_rows(
+    tokenizer: Any, asked: Any, documents: Documents | None, store: TokenStore
+) -> (
+    tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]
+    | tuple[AnsweredQuestions, AnsweredQuestions | None, list[Question]]
+):
+    """Rows to train and validate on, and the test: blocks or None of text, a list (perhaps empty) of questions.
+
+    Args:
+        asked: as in `read_sources`.
+        documents: what that gave.
+        store: tokenises text, or reads what it kept of the same text.
+
+    Raises:
+        ValueError: text or questions that leave nothing to train on.
+    """
+    shares = {
+        "validation_fraction": asked.validation_fraction, "test_fraction": getattr(asked, "test_fraction", 0.0)
+    }  # fmt: skip
+    if documents is None:
         return load_questions(
             tokenizer, train=asked.train_questions, validation=asked.validation_questions,
             test=getattr(asked, "test_questions", None), max_length=asked.block_size,
             train_on_question=asked.train_on_question, **shares,
         )  # fmt: skip
-    return load_blocks(
-        tokenizer, train=asked.train_text, validation=asked.validation_text, test=getattr(asked, "test_text", None),
-        block_size=asked.block_size, text_column=asked.text_column, **shares,
-    )  # fmt: skip
+    return pack_documents(store.pack, documents, **shares)

@@ -22,7 +22,7 @@ from torch import Tensor
 from otloss._entropic.log_domain import Sweep
 from otloss._entropic.problem import EntropicProblem
 
-STEPS = 200
+STEPS, SETTLING_STEPS = 200, 40  # the latter within the tolerance: rounding may leave nothing to settle
 ROUNDING = 1e-15
 RIDGE = 1e-13  # of the mass: the constant in b, and parts that exchange nothing, are left undecided by H
 
@@ -52,12 +52,13 @@ def newton_search(
     scores = -problem.cost.dense() / problem.epsilon[..., None, None] + sweep.log_q.unsqueeze(-2)
     b = g / sweep.epsilon
     done = torch.zeros(problem.batch, dtype=torch.int64, device=p.device)
-    for _ in range(min(STEPS, most)):
+    for k in range(min(STEPS, most)):
         lack, curvature = _lack_and_curvature(scores, b, p, q, mass)
         step, failed = torch.linalg.solve_ex(curvature, lack)
         spread = (step.amax(-1) - step.amin(-1)).clamp(min=torch.finfo(b.dtype).tiny)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
-        unfinished = (lack.abs().sum(-1) > 0.1 * tolerance * mass.squeeze(-1)) | (spread > settled)
+        off = lack.abs().sum(-1) / mass.squeeze(-1)
+        unfinished = (off > 0.1 * tolerance) | ((spread > settled) & (off > ROUNDING) & (k < SETTLING_STEPS))
         usable = unfinished & (failed == 0) & torch.isfinite(spread)
         if not bool(usable.any()):
             break

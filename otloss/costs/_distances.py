@@ -42,8 +42,8 @@ def distances(
     step = max(1, _BLOCK_ENTRIES // (batch.numel() * m))
     with torch.autocast(x.device.type, enabled=False):
         if step >= n:
-            squares = _squares(x, y, centred).to(x.dtype)
-            return squares if squared else squares.sqrt_()
+            squares = _squares(x, y, centred)
+            return (squares if squared else squares.sqrt_()).to(x.dtype)
         found = x.new_empty(*batch, n, m)
         for start in range(0, n, step):
             squares = _squares(x[..., start : start + step, :], y, centred)
@@ -82,7 +82,10 @@ def _squares(x: Tensor, y: Tensor, centred: _Centred) -> Tensor:
     for dtype, share in _PRODUCTS[x.dtype]:
         centre, b, b_squares = centred.of(dtype)
         a = x.to(dtype) - centre
-        sums = a.square().sum(-1, keepdim=True) + b_squares
+        a_squares = a.square().sum(-1, keepdim=True)
+        if not a_squares.amax() + b_squares.amax() < torch.inf:
+            continue
+        sums = a_squares + b_squares
         squares = sums - 2 * (a @ b.mT) if sums.dim() > 2 else torch.addmm(sums, a, b.mT, alpha=-2)
         # Written so that NaN, the difference of two infinities, counts as near.
         near = (squares >= sums.mul_(share)).logical_not_().nonzero()

@@ -136,7 +136,7 @@ def test_text_without_an_order_warns_once_per_fit_where_it_was_called() -> None:
     y = np.array(NAMES)[RANK]
     message = r"\['high', 'low', 'medium'\] are text, .* ordered as \['high', 'low', 'medium'\].*pass categories="
     for labels in (y, pandas.Series(pandas.Categorical(y, NAMES)), y.astype(object)):
-        for model in both(calibration="temperature", early_stopping="auto"):
+        for model in both(calibration="temperature", early_stopping=False):
             with pytest.warns(LabelOrderWarning, match=message) as caught:
                 model.fit(X, labels)
             assert [warning.filename for warning in caught] == [__file__]

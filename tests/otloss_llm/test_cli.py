@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -17,6 +19,7 @@ import torch  # noqa: E402
 
 import otloss_llm  # noqa: E402
 from otloss_llm import EmbeddingCost  # noqa: E402
+from otloss_llm._start import INTERRUPTED  # noqa: E402
 from otloss_llm.cli import main  # noqa: E402
 from otloss_llm.data import PackedBlocks  # noqa: E402
 from otloss_llm.evaluation import perplexity  # noqa: E402
@@ -43,6 +46,19 @@ def test_help_lists_the_options_on_stdout(cli: Cli, command: str) -> None:
     assert "--model_name_or_path" in ended.out
     assert ("--learning_rate" in ended.out) == (command in ("train", "compare"))
     assert ended.err == ""
+
+
+def test_help_is_short_and_in_groups_and_shows_choices(cli: Cli) -> None:
+    short, whole = cli("train", "--help").out, cli("train", "--help_all").out
+    assert len(short.splitlines()) < 180 < len(whole.splitlines())
+    for title in ("model:", "data:", "objective and cost:", "numbers:", "training:", "output and seed:"):
+        assert f"\n{title}\n" in short
+    for shown in ("{wasserstein,mse,mae,huber}", "{auto,reference,chunked,triton}", "--learning_rate X"):
+        assert shown in short
+    assert "--ddp_backend" in whole
+    assert "--ddp_backend" not in short
+    for command in ("train", "compare", "evaluate", "generate"):  # our own options are never hidden
+        assert "\nfurther options:" not in cli(command, "--help").out, "an option of ours is in no group"
 
 
 def test_version(cli: Cli) -> None:
@@ -174,6 +190,11 @@ BAD_TRAININGS: dict[str, tuple[dict[str, object], list[str]]] = {
     "short text": ({"train_text": "short.txt"}, ["block", str(BLOCK)]),
     "no text file": ({"train_text": "x.csv"}, [".csv", ".txt"]),
     "unknown objective": ({"objective": "mlee"}, ["mlee", "mixce"]),
+    "arm of compare": (
+        {"objective": "emo+number/random/log"},
+        ["arm of compare", "--objective emo+number --cost_embedding random --number_scaling log."],
+    ),
+    "arm with a temperature": ({"objective": "mle/T=0.8"}, ["--objective mle (and generate with --temperature 0.8)"]),
     "gamma out of range": ({"objective": "mixce:2"}, ["2", "[0, 1]"]),
     "gamma no number": ({"objective": "tailr:x"}, ["tailr:x"]),
     "unknown kernel": ({"impl": "cudnn"}, ["cudnn", "chunked"]),
@@ -288,6 +309,82 @@ def test_out_of_memory_is_no_traceback(cli: Cli, tiny: Tiny, tmp_path: Path, mon
     error = cli(*train_options(tiny, tmp_path / "run")).error
     assert "2.00 GiB" in error
     assert "batches" in error
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "evaluate"])
+def test_a_wrong_text_is_found_before_a_model_is_loaded(
+    cli: Cli, tiny: Tiny, bad: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def loaded(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model or a tokenizer was loaded")
+
+    for name in ("load_model_and_tokenizer", "load_tokenizer"):
+        monkeypatch.setattr(f"otloss_llm.loading.{name}", loaded)
+    source = "text" if command == "evaluate" else "train_text"
+    rest = {} if command == "evaluate" else {"output_dir": bad / "run"}
+    for text, said in (("nothing.txt", "no file"), ("blank.txt", "whitespace"), ("void", "holds no .txt")):
+        given = {"model_name_or_path": tiny.llama, source: text} | rest
+        assert said in cli(command, *options(**given)).error
+
+
+def test_a_full_disk_is_one_line(cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = (
+        OSError(errno.ENOSPC, "No space left on device"),
+        Exception("I/O error: No space left on device (os error 28)"),  # as safetensors and tokenizers say it
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),  # as torch.save does
+    )
+    for error in errors:
+
+        def full(*args: object, error: Exception = error, **kwargs: object) -> None:
+            raise error
+
+        monkeypatch.setattr("otloss_llm.evaluation.sample_texts", full)
+        said = cli("generate", *options(model_name_or_path=tiny.gpt2)).error
+        assert "disk is full" in said
+
+
+def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(Path(otloss_llm.__file__).parents[1])])
+    done = subprocess.run(
+        module_command("generate", "--model_name_or_path", "x"), capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines() == [f"otloss-llm: error: {INTERRUPTED}"]
+
+
+# PEFT asks transformers for a name that transformers has deprecated.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+def test_an_adapter_is_trained_resumed_and_loaded_again(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    given = {"lora_r": 2, "lora_target_modules": ["q_proj", "v_proj"], "objective": "mle"}
+    run = tmp_path / "run"
+    first = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given))
+    assert first.code == 0, first.err
+    for name in ("results.json", "adapter_model.safetensors"):
+        (run / name).unlink()
+    shutil.rmtree(run / "checkpoint-4")
+    resumed = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given))
+    assert resumed.json["eval_nll"] == pytest.approx(first.json["eval_nll"], rel=1e-6)
+    assert not (run / "model.safetensors").exists()
+    scored = {"text": tiny.text, "block_size": BLOCK}
+    before = cli("evaluate", *options(model_name_or_path=tiny.llama, **scored)).json["nll"]
+    after = cli("evaluate", *options(model_name_or_path=run, **scored)).json["nll"]
+    assert after < before - 1e-3, "the adapter is loaded with its model"
+    other = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given | {"lora_r": 3})).error
+    assert "lora" in other
+
+
+def test_wrong_adapters_and_a_missing_package(cli: Cli, tiny: Tiny, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def error(**given: object) -> str:
+        return cli(*train_options(tiny, bad / "run", **given)).error
+
+    assert "need --lora_r" in error(lora_alpha=8)
+    assert "lora_r is 0" in error(lora_r=0)
+    assert "lora_dropout is 1.0" in error(lora_r=2, lora_dropout=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert error(lora_r=2) == "--lora_r needs PEFT, which is not installed: pip install peft"
 
 
 def test_a_bug_is_a_traceback_and_so_is_any_error_on_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:

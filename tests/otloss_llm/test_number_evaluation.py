@@ -531,7 +531,7 @@ def test_evaluations_that_cannot_be(cli: Cli, tiny: Tiny, tmp_path: Path, asked:
     assert "expected answer 1 ('2') has nothing behind a ####, while 1 of 2 have" in error
     assert "--answer_style" in error
     assert "none.jsonl" in cli(*bare, *options(questions=tmp_path / "none.jsonl")).error
-    assert "answer style is 'gsm'" in cli(*given, *options(answer_style="gsm")).error
+    assert "invalid choice: 'gsm'" in cli(*given, *options(answer_style="gsm")).error
     assert (
         "expected answer 0 ('1') has no answer of the style 'gsm8k'"
         in cli(*given, *options(answer_style="gsm8k")).error

@@ -21,6 +21,7 @@ import torch
 from safetensors.torch import load_file
 
 from otloss_llm import EmbeddingCost, runs
+from otloss_llm.data import PackedBlocks
 from otloss_llm.loading import load_model, load_tokenizer
 from otloss_llm.runs import decisive_settings, last_complete_checkpoint, open_run, write_json
 from tests.otloss_llm.conftest import (
@@ -329,6 +330,33 @@ def test_two_processes_write_one_run(tiny: Tiny, tmp_path: Path) -> None:
     assert results["eval_nll"] == pytest.approx(one["eval_nll"], abs=0.1)  # dropout differs
     assert load_file(tmp_path / "two/model.safetensors").keys() == load_file(tmp_path / "one/model.safetensors").keys()
     assert load_model(str(tmp_path / "two"))
+
+
+def test_text_is_tokenised_once_and_again_when_it_changed(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, tokenised, from_texts = tmp_path / "text.txt", [], PackedBlocks.from_texts
+
+    def counted(*args: Any, **kwargs: Any) -> PackedBlocks:
+        tokenised.append(args)
+        return from_texts(*args, **kwargs)
+
+    monkeypatch.setattr(PackedBlocks, "from_texts", counted)
+    text.write_text(tiny.text.read_text(encoding="utf-8"), encoding="utf-8")
+    given = {"train_text": text, "max_steps": 1, "objective": "mle"}
+    first = cli(*train_options(tiny, tmp_path / "run", **given))
+    assert len(tokenised) == 1
+    kept = list((tmp_path / "run").glob("tokens-*.npz"))
+    assert len(kept) == 1
+    (tmp_path / "run/results.json").unlink()
+    assert cli(*train_options(tiny, tmp_path / "run", **given)).json["eval_nll"] == first.json["eval_nll"]
+    assert len(tokenised) == 1, "the same text is not tokenised again"
+    kept[0].write_bytes(b"damaged")
+    assert cli(*train_options(tiny, tmp_path / "run", **given)).code == 0
+    text.write_text("Other text. " * 200, encoding="utf-8")
+    assert "train_blocks" in cli(*train_options(tiny, tmp_path / "run", **given)).error
+    assert len(tokenised) == 3
+    assert list((tmp_path / "run").glob("tokens-*.npz")) == kept, "nothing is written into a folder of another run"
 
 
 def test_a_damaged_settings_file_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
