@@ -23,7 +23,7 @@ from otloss._entropic.log_domain import Sweep
 from otloss._entropic.problem import EntropicProblem
 
 STEPS, SETTLING_STEPS = 200, 40  # the latter within the tolerance: rounding may leave nothing to settle
-ROUNDING = 1e-15
+ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
 RIDGE = 1e-13  # of the mass: the constant in b, and parts that exchange nothing, are left undecided by H
 
 
@@ -84,10 +84,23 @@ def error_of_potential(problem: EntropicProblem, g: Float[Tensor, "*batch m"]) -
     scale = torch.where(q > 0, q, 1.0).sqrt()
     # Bins without mass get the eigenvalue 1; the constant has it from the product of the weights.
     scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((q == 0).to(q.dtype))
-    least = torch.linalg.eigvalsh(scaled).amin(-1)
+    least = _least_eigenvalue(scaled)
     residual = (torch.where(q > 0, lack / scale, 0.0).square().sum(-1) / mass.squeeze(-1)).sqrt()
     error = (residual + ROUNDING) / least.clamp(min=ROUNDING)
     return torch.where(least > ROUNDING, error, torch.inf) * sweep.epsilon.squeeze(-1)
+
+
+def _least_eigenvalue(matrix: Tensor) -> Tensor:
+    """That of symmetric matrices with eigenvalues in [0, 1], by inverse iteration; 0 where they are singular."""
+    factors, pivots, failed = torch.linalg.lu_factor_ex(matrix)
+    start = (0.6180339887498949 * torch.arange(1, matrix.shape[-1] + 1, dtype=matrix.dtype, device=matrix.device)) % 1
+    x = (start - start.mean()).expand(matrix.shape[:-1]).unsqueeze(-1) + 0.01
+    least = torch.ones_like(matrix[..., 0, 0])
+    for _ in range(INVERSE_ITERATIONS):
+        x = x / torch.linalg.vector_norm(x, dim=-2, keepdim=True)
+        x = torch.linalg.lu_solve(factors, pivots, x)
+        least = 1 / torch.linalg.vector_norm(x, dim=(-2, -1))
+    return least.masked_fill((failed != 0) | ~least.isfinite(), 0.0)
 
 
 def _lack_and_curvature(

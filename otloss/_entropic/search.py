@@ -214,7 +214,7 @@ def _settled(problem: EntropicProblem, found: _Found, goal: _Goal) -> _Found:
     f, g, error, iterations, known = found
     assert known is not None
     uncertain, spread, eigenvalue = known
-    enough = SETTLED * spread + LITTLE * problem.epsilon.detach()
+    enough = goal.settled * spread + LITTLE * problem.epsilon.detach()
     poor = (~(uncertain <= enough) | (eigenvalue < RESOLVED)) & (error <= goal.tolerance)
     goal = dataclasses.replace(goal, most=goal.most - int(iterations.amax()) if iterations.numel() else 0)
     if goal.most < 1 or goal.symmetric or not _can_take_newton(problem) or not bool(poor.any()):

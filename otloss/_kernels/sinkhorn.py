@@ -59,7 +59,8 @@ LEAST_CHANGE = 0.02  # of w
 LOST = 1e-12  # a column sum of the kernel below this, or above its inverse: the potential there is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
 SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
-LANCZOS_STEPS = 24
+# Steps of Lanczos; after the first look an eigenvalue above CLEAR is taken: a much smaller one would have shown.
+LANCZOS_STEPS, FIRST_LOOK, CLEAR = 24, 8, 0.1
 FAR = 20.0  # |softmin(f) - f| / epsilon from which a symmetric problem takes its steps on the potentials
 # Shares of the mass from which bins take part: 1 / share has to fit the kernel.
 NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-20, 1e-150
@@ -224,6 +225,8 @@ def _error_of_potential(kernel: Any, wide: Any, narrow: Any, n: int, m: int) -> 
         round_trip(kernel, p, q, u, v, x, held, sums, n, m)
         diagonal[k] = product(q, x, sums, m)
         count += 1
+        if count == FIRST_LOOK and least_eigenvalue(diagonal, beside, count) > CLEAR:
+            break
         a, b = number(diagonal[k]), number(beside[k - 1] if k > 0 else 0)
         for j in range(m):
             after = sums[j] - a * x[j] - b * before[j]

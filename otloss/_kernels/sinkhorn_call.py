@@ -13,7 +13,7 @@ from torch import Tensor
 # Columns of what the kernels write per problem.
 ERROR, ITERATIONS, VALUE, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE = range(6)
 # What a few steps of Lanczos tell apart from smaller eigenvalues.
-RESOLVED = 0.01
+RESOLVED = 0.005
 
 
 def run_kernel(
