@@ -71,7 +71,7 @@ def _message(error: Exception) -> str | None:
     text = " ".join(str(error).split())
     if _disk_is_full(error):
         return (
-            f"the disk is full or a quota is used up: {text} Free space and give the same command again; train and "
+            f"the disk is full or a quota is used up: {text}; free space and give the same command again; train and "
             "compare go on from the last whole checkpoint (--save_total_limit 1 keeps fewer of them)."
         )
     if isinstance(error, torch.OutOfMemoryError):

@@ -151,13 +151,23 @@ def markdown_table(results: dict[str, Any]) -> str:
     """One row an arm, one for the start, and of text one for the text itself; no column without a value."""
     summary = summarise(results)
     columns = [column for column in COLUMNS if any(column[0] in row for row in summary.values())]
-    lines = ["| arm | " + " | ".join(heading for _, heading, _ in columns) + " |", "|---|" + "---:|" * len(columns)]
+    headings = [heading + _counts(key, summary, results["runs"]) for key, heading, _ in columns]
+    lines = [f"| arm | {' | '.join(headings)} |", "|---|" + "---:|" * len(columns)]
     rows = {START: _single(results["start"])} | summary
     if "questions" not in results:
         rows[HUMAN] = _single(results["reference"])
     for arm, row in rows.items():
         lines.append(f"| {arm} | " + " | ".join(_cell(row.get(key), form) for key, _, form in columns) + " |")
     return "\n".join(lines) + "\n"
+
+
+def _counts(key: str, summary: dict[str, dict[str, Any]], runs: list[dict[str, Any]]) -> str:
+    """Over how many number tokens a column is, and how many arms it has, unless it has all."""
+    tokens = {run["number_tokens"] for run in runs if key.startswith("number_token_") and "number_tokens" in run}
+    have = sum(key in row for row in summary.values())
+    said = [f"n = {min(tokens)}"] if len(tokens) == 1 else []
+    said += [f"{have} of {len(summary)} arms"] if have < len(summary) else []
+    return f" ({', '.join(said)})" if said else ""
 
 
 def _single(scores: dict[str, Any]) -> dict[str, tuple[float, float]]:
@@ -249,29 +259,74 @@ def _figure_of_questions(results: dict[str, Any]) -> Any:
         for number, arm in enumerate(rows):
             seen = [run[key] for run in results["runs"] if run["arm"] == arm and run.get(key) is not None]
             points = [value * _SCALE.get(key, 1.0) for value in seen]
-            axes.scatter(points, [number] * len(points), color="grey", alpha=0.6, s=18, zorder=3)
+            limits = usual_range([mean for mean, _ in rows.values()])
+            places = [_into(point, limits) for point in points]
+            axes.scatter(places, [number] * len(points), color="grey", alpha=0.6, s=18, zorder=3)
     return figure
 
 
 def _draw_trade(axes: Any, results: dict[str, Any], summary: dict[str, dict[str, tuple[float, float]]]) -> None:
     """Every run as a point: how well it predicts real text, and what the judge makes of its own text."""
     x, y = "test_perplexity", "judge_perplexity"
+    human = results["reference"].get(y)
+    limits: dict[str, tuple[float, float] | None] = {}
+    for axis, key in ((axes.xaxis, x), (axes.yaxis, y)):
+        shown = [row[key][0] for row in summary.values() if y in row]
+        limits[key] = usual_range(shown)
+        near = [value for value in shown if _into(value, limits[key]) == value]
+        _spread_out(axis, near + ([human] if key == y and human is not None else []))
     for number, (arm, row) in enumerate(summary.items()):
         if y not in row:
             continue
         style = {"color": f"C{number % 10}", "marker": "osD^v"[number // 10 % 5]}
         runs = [run for run in results["runs"] if run["arm"] == arm]
-        axes.scatter([run[x] for run in runs], [run[y] for run in runs], alpha=0.35, s=25, **style)
-        axes.scatter(row[x][0], row[y][0], s=90, label=arm, edgecolor="black", linewidth=0.6, **style)
-    human = results["reference"].get(y)
+        points = [(_into(run[x], limits[x]), _into(run[y], limits[y])) for run in runs]
+        axes.scatter(*zip(*points, strict=True), alpha=0.35, s=25, **style)
+        place = _into(row[x][0], limits[x]), _into(row[y][0], limits[y])
+        axes.scatter(*place, s=90, label=arm, edgecolor="black", linewidth=0.6, **style)
+        if place != (row[x][0], row[y][0]):
+            text = f"{arm}, off the axes: {row[x][0]:.4g}, {row[y][0]:.4g}"
+            _note_outlier(axes, place, text, height=0.7 - 0.08 * (number % 8))
     if human is not None:
         axes.axhline(human, color="grey", linestyle="--", linewidth=1, label="real text under the judge")
-    for axis, key in ((axes.xaxis, x), (axes.yaxis, y)):
-        shown = [row[key][0] for row in summary.values() if y in row]
-        _spread_out(axis, shown + ([human] if key == y and human is not None else []))
     axes.set_xlabel("test perplexity: real text under the model\n← predicts real text better")
     axes.set_ylabel("judge perplexity: its own text under a judge\n← more like what the judge has read")
     axes.set_title("What each objective trades", fontsize=11)
+
+
+def usual_range(values: list[float]) -> tuple[float, float] | None:
+    """Where the axis of a figure ends, a little outside what is usual; None where no value lies far off.
+
+    Far off: more than 8 median absolute deviations from the median, so that with it the axis would be more than 4 times
+    as long as without.
+
+    Example:
+        >>> usual_range([1.0, 1.2, 1.1, 50.0]), usual_range([1.0, 1.2, 1.1])
+        ((0.96, 1.24), None)
+    """
+    values = [value for value in values if math.isfinite(value)]
+    if len(values) < 3:
+        return None
+    middle = statistics.median(values)
+    deviation = max(statistics.median(abs(value - middle) for value in values), 1e-3 * abs(middle))
+    near = [value for value in values if abs(value - middle) <= 8 * deviation]
+    width = max(max(near) - min(near), deviation)
+    if len(near) == len(values) or max(values) - min(values) <= 4 * width:
+        return None
+    return round(min(near) - 0.2 * width, 10), round(max(near) + 0.2 * width, 10)
+
+
+def _into(value: float, limits: tuple[float, float] | None) -> float:
+    """The value, or the end of the axis that it lies beyond."""
+    return value if limits is None or math.isnan(value) else min(max(value, limits[0]), limits[1])
+
+
+def _note_outlier(axes: Any, place: tuple[float, float], text: str, *, height: float) -> None:
+    """Say at the end of an axis what lies beyond it, with an arrow to the point."""
+    axes.annotate(
+        text, place, xytext=(0.5, height), textcoords="axes fraction", ha="center", fontsize=8, color="dimgrey",
+        arrowprops={"arrowstyle": "->", "color": "dimgrey"},
+    )  # fmt: skip
 
 
 def _spread_out(axis: Any, values: list[float]) -> None:
@@ -289,13 +344,22 @@ def _draw_rows(axes: Any, rows: dict[str, tuple[float, float]], *, form: str, la
     """A line for each name with its mean and spread, from the top downwards."""
     means = [mean for mean, _ in rows.values()]
     spreads = [0.0 if math.isnan(spread) else spread for _, spread in rows.values()]
-    axes.errorbar(means, range(len(rows)), xerr=spreads, fmt="o", markersize=8, capsize=4, color="C0")
+    limits = usual_range(means)
+    places = [_into(mean, limits) for mean in means]
+    # The spread of a point at the end of the axis would be drawn about a place where it is not.
+    shown = [spread if place == mean else 0.0 for place, mean, spread in zip(places, means, spreads, strict=True)]
+    axes.errorbar(places, range(len(rows)), xerr=shown, fmt="o", markersize=8, capsize=4, color="C0")
     axes.set_yticks(range(len(rows)), list(rows))
     axes.set_ylim(len(rows) - 0.4, -0.8)
     axes.margins(x=0.2)
     for number, mean in enumerate(means):
         if not math.isnan(mean):
             place = {"xytext": (0, 7), "textcoords": "offset points", "ha": "center", "fontsize": 8}
-            axes.annotate(form.format(mean), (mean, number), **place)
+            beyond = "" if places[number] == mean else " →" if mean > places[number] else "← "
+            text = f"{form.format(mean)}{beyond}" if beyond != "← " else f"{beyond}{form.format(mean)}"
+            axes.annotate(text, (places[number], number), **place)
+    if limits is not None:
+        margin = 0.15 * (limits[1] - limits[0])
+        axes.set_xlim(limits[0] - margin, limits[1] + margin)
     axes.set_xlabel(label)
     axes.set_title(title, fontsize=11)

@@ -12,6 +12,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from otloss_llm import report
 from otloss_llm.compare import HUMAN, START
 from otloss_llm.report import summarise, write_report
 
@@ -103,6 +104,32 @@ def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: 
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert table.splitlines()[2].startswith(f"| {START} | 100.00 |")
     assert "![figure](figure.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_one_outlier_does_not_squash_the_rest() -> None:
+    pytest.importorskip("matplotlib")
+    results = made_up(["mle", "tailr", "mixce", "emo"], [0, 1])
+    for run in results["runs"]:
+        if run["arm"] == "emo":
+            run |= {"test_perplexity": 1e6, "judge_perplexity": 1e5, "transport_cost": 40.0}
+    trade, cost = report._figure_of_text(results).axes
+    assert trade.get_xlim()[1] < 30
+    assert cost.get_xlim()[1] < 1.0
+    said = [text.get_text() for axes in (trade, cost) for text in axes.texts]
+    assert "emo, off the axes: 1e+06, 1e+05" in said
+    assert "40.0000 →" in said
+
+
+def test_columns_say_how_much_they_are_about() -> None:
+    results = made_up(["mle", "emo"], [0, 1])
+    for run in results["runs"]:
+        run |= {"number_tokens": 37, "number_token_accuracy": 0.5}
+        if run["arm"] == "mle":
+            del run["judge_perplexity"]
+    heading = report.markdown_table(results).splitlines()[0]
+    assert "| number tokens right, % ↑ (n = 37) |" in heading
+    assert "| judge perplexity of samples ↓ (1 of 2 arms) |" in heading
+    assert "| test perplexity ↓ |" in heading
 
 
 def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
