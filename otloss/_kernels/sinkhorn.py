@@ -255,9 +255,38 @@ def _extend(
 
 
 @inner()
+def _extend_to_light(
+    cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, potential: Any, scores: Any,
+    epsilon: float, out: Any,
+) -> None:  # fmt: skip
+    """Write potentials of the bins that stayed out, as soft minima over all bins of the other side that hold mass."""
+    at = 0
+    for i in range(out.shape[0]):
+        if at < count and places[at] == i:
+            at += 1
+            continue
+        held = 0
+        for j in range(weights.shape[0]):
+            if weights[j] > 0:
+                c = np.float64(cost[j, i] if is_transposed else cost[i, j])
+                scores[held] = (potential[j] - c) / epsilon + math.log(np.float64(weights[j]) * inverse)
+                held += 1
+        out[i] = softmin_at(scores, epsilon, held)
+
+
+@inner()
+def _count_held(weights: Any) -> int:
+    held = 0
+    for k in range(weights.shape[0]):
+        held += weights[k] > 0
+    return held
+
+
+@inner()
 def _write_potentials(
-    cost: Any, places: Any, wide: Any, narrow: Any, n: int, m: int, epsilon: float, mass: float, f: Any, g: Any
-) -> None:
+    p: Any, q: Any, cost: Any, places: Any, wide: Any, narrow: Any, n: int, m: int, epsilon: float, mass: float,
+    scales: Any, f: Any, g: Any,
+) -> None:  # fmt: skip
     alpha, beta, shifted, scores = wide[ALPHA], wide[BETA], wide[SHIFTED], wide[SCORES]
     rows, columns, share_p, share_q = places[0], places[1], narrow[SHARE_P], narrow[SHARE_Q]
     for j in range(m):
@@ -268,6 +297,10 @@ def _write_potentials(
         for i in range(n):
             shifted[i] = alpha[i] / epsilon + math.log(np.float64(share_p[i]))
     _extend(cost, n >= 0, columns, m, beta, rows, n, shifted, scores, epsilon, g)
+    if n < _count_held(p) and m < _count_held(q):
+        # Light bins of both sides: what heavy bins say of each would let them exchange more than they hold.
+        _extend_to_light(cost, n >= 0, columns, m, p, scales[0] / mass, f, scores, epsilon, g)
+        _extend_to_light(cost, n < 0, rows, n, q, scales[1] / mass, g, scores, epsilon, f)
     # The plan of the shares is one of mass one; f + g of the plan of mass M is less by epsilon log M.
     shift = epsilon * math.log(mass)
     for i in range(f.shape[0]):
@@ -339,7 +372,7 @@ def _solve(
         for j in range(m):
             beta[j] -= mean
         step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
-    _write_potentials(cost, places, wide, narrow, n, m, epsilon, mass, f, g)
+    _write_potentials(p, q, cost, places, wide, narrow, n, m, epsilon, mass, (scale_p, scale_q), f, g)
     if settled < np.inf:
         mean, square = 0.0, 0.0
         for j in range(m):
@@ -459,4 +492,4 @@ def symmetric_problems(
         ends[k, ERROR], ends[k, ITERATIONS] = _iterate_symmetric(
             block, matrices[KERNEL], wide, narrow, n, epsilon[k], tolerance, settled, most
         )
-        _write_potentials(cost, places, wide, narrow, n, n, epsilon[k], mass, f[k], start)
+        _write_potentials(p[k], p[k], cost, places, wide, narrow, n, n, epsilon[k], mass, (1.0, 1.0), f[k], start)
