@@ -35,7 +35,8 @@ def sinkhorn(
         p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
         q: (..., m) weights >= 0, with the mass of p up to rounding unless `reach` is given.
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
-        epsilon: above 0, in the unit of the cost; a number, or one per problem (...).
+        epsilon: above 0, in the unit of the cost; a number, or one per problem (...). Balanced problems are solved for
+            1e8 times the largest cost where it is above that: the limit, the product of the weights, is as near.
         options:
             epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
             reach: the price, in the unit of the cost, of mass that appears or vanishes: adds
@@ -60,7 +61,9 @@ def sinkhorn(
 
     Raises:
         TypeError: if p, q or a cost matrix is no floating tensor, or an option is unknown.
-        ValueError: if shapes or masses differ, a weight or a cost is negative, or a number is not finite or in range.
+        ValueError: if shapes or masses differ, a weight or a cost is negative, a number is not finite or in range, or
+            epsilon is below 1e-8 of the potentials, where their rounding decides the plan.
+        NotImplementedError: if a derivative in forward mode is asked of grad="envelope".
         RuntimeError: with strict=True, if a problem does not converge; if a second derivative of "envelope" is asked
             for, or "implicit" meets equations that are singular to rounding.
 
