@@ -534,7 +534,7 @@ BAD_COMMANDS: dict[str, tuple[dict[str, object], list[str]]] = {
     "unknown form": ({"number_form": "l1"}, ["'l1'", "huber"]),
     "unknown scaling": ({"number_scaling": "linear"}, ["'linear'", "rank"]),
     "unknown span": ({"number_span": "absolute"}, ["'absolute'", "relative"]),
-    "no span": ({"number_span": "none"}, ["'none'", "leave it out"]),
+    "no span": ({"number_span": "none"}, ["'none'", "choose from 'log', 'relative'"]),
     "span and scaling": ({"number_span": "log", "number_scaling": "log"}, ["goes without scaling='log'; leave one"]),
     "span of a mixture": (
         {"objective": "emo+number", "number_span": "log", "model_name_or_path": "nowhere"},
