@@ -52,7 +52,7 @@ class Transport(ABC):
         converged: (...), whether that is within the tolerance.
         iterations: (...), of Sinkhorn, or pivots of the simplex.
         potential_error: (...), an estimate of the error of the potentials, and so of the gradients of the weights: the
-            root mean square by q of that of g, in the unit of the cost. Where the plan falls into parts that hardly
+            largest one of g, in the unit of the cost. Where the plan falls into parts that hardly
             exchange mass it is large although the marginal error is small. Infinite where rounding decides them, NaN
             where it is not known (without the numba kernel, above 2**20 entries or on a GPU), 0 for exact transport,
             whose potentials are optimal, and one pair of many where the optimum is degenerate.
@@ -220,8 +220,8 @@ class _Entropic(Transport):
             hard = problem.cost.softmin(g.masked_fill(q == 0, -torch.inf), 0.0).masked_fill(p == 0, 0.0)
             dual = (p * hard).sum(-1) + (q * g).sum(-1)
             primal = rounded_linear_cost(problem, f, g)
-            lower = torch.maximum(dual - self._rounding, lower_bound(p, q, problem.cost).to(f.dtype))
-            upper = torch.minimum(primal + self._rounding, upper_bound(p, q, problem.cost).to(f.dtype))
+            lower = torch.maximum(dual, lower_bound(p, q, problem.cost).to(f.dtype)) - self._rounding
+            upper = torch.minimum(primal, upper_bound(p, q, problem.cost).to(f.dtype)) + self._rounding
         # Both bounds are off by rounding where they meet.
         return Certificate(lower, torch.maximum(lower, upper))
 

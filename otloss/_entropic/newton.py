@@ -72,9 +72,10 @@ def newton_search(
 
 
 def error_of_potential(problem: EntropicProblem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Return an estimate of the error of g, a root mean square by the weights q, in the unit of the cost.
+    """Return an estimate of the largest error of g, in the unit of the cost.
 
-    That of the columns over the second least eigenvalue of H in the metric of q. In float64, with the dense matrix.
+    The largest relative error of the columns over the second least eigenvalue of H in the metric of q. In float64, with
+    the dense matrix.
     """
     sweep = Sweep.of(problem)
     p, q = sweep.log_p.exp(), sweep.log_q.exp()
@@ -85,7 +86,7 @@ def error_of_potential(problem: EntropicProblem, g: Float[Tensor, "*batch m"]) -
     # Bins without mass get the eigenvalue 1; the constant has it from the product of the weights.
     scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((q == 0).to(q.dtype))
     least = _least_eigenvalue(scaled)
-    residual = (torch.where(q > 0, lack / scale, 0.0).square().sum(-1) / mass.squeeze(-1)).sqrt()
+    residual = torch.where(q > 0, lack / scale.square(), 0.0).abs().amax(-1)
     error = (residual + ROUNDING) / least.clamp(min=ROUNDING)
     return torch.where(least > ROUNDING, error, torch.inf) * sweep.epsilon.squeeze(-1)
 

@@ -46,8 +46,9 @@ MOST_COMPILED = 2**28
 # hundred of them.
 PATIENCE, LARGEST_NEWTON = 1000, 2**20
 # Potentials are settled where the last update changes a factor of the plan by no more, and where their error is no more
-# of their spread; uncertain where it is more than the second number.
-SETTLED, UNCERTAIN = 1e-3, 1e-2
+# of their spread; they are uncertain where their error is more than UNCERTAIN of their spread.
+SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
+UNCERTAIN = 1e-2
 LITTLE = 1e-5  # of epsilon: an error that does not count, where potentials hardly differ
 
 
@@ -64,9 +65,8 @@ class Potentials:
         error: (...), sum of the errors of both marginals relative to the mass.
         converged: (...), whether that is within the tolerance.
         iterations: (...).
-        potential_error: (...), an estimate of the error of g, a root mean square by q; None where it was not asked for
-            or is not known.
-        spread: (...), likewise that of g itself.
+        potential_error: (...), an estimate of the largest error of g; None where it was not asked for or is not known.
+        spread: (...), the largest g minus the least, of bins that hold mass.
     """
 
     f: Float[Tensor, "*batch n"]
@@ -109,7 +109,7 @@ def find_potentials(
     start = check_start(settings.start, problem)
     if settle is None:
         settle = _takes_weight_gradients(problem)
-    settled = max(SETTLED, 100 * tolerance) if settle else math.inf
+    settled = max(SETTLED[problem.cost.dtype], 100 * tolerance) if settle else math.inf
     goal = _Goal(tolerance, settings.max_iterations, settled, symmetric)
     with torch.no_grad():
         search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
@@ -266,9 +266,8 @@ def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal
     f, g, error, iterations = iterate_in_logs(solid, start, **goal.options)
     known = None
     if goal.settled < math.inf and not goal.symmetric and p.device.type == "cpu" and _can_take_newton(problem):
-        share = q / q.sum(-1, keepdim=True)
-        mean = (share * g).sum(-1, keepdim=True)
-        spread = (share * (g - mean).square()).sum(-1).sqrt()
+        held = q > 0
+        spread = g.masked_fill(~held, -torch.inf).amax(-1) - g.masked_fill(~held, torch.inf).amin(-1)
         known = (error_of_potential(solid, g).masked_fill(empty, 0.0), spread, torch.ones_like(spread))
     f, g = (potential.masked_fill(empty.unsqueeze(-1), 0.0) for potential in (f, g))
     return f, g, error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0), known

@@ -40,7 +40,7 @@ def run_kernel(
     number is not valid. `symmetric` is for p = q at symmetric costs, and gives no value.
 
     With `settled`, iterations also go on until the last exact update changes no factor of a plan by a larger share, and
-    the error of g is estimated; it and the spread are root mean squares by the weights q. The least eigenvalue is that
+    the largest error of g is estimated; the spread is the largest g minus the least. The least eigenvalue is that
     of the equations for g, from above, and not much better than `RESOLVED` where it is below.
     """
     from otloss._kernels._threads import ENTRIES, run_on_threads

@@ -17,7 +17,7 @@ from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
-from otloss._checks import check_reduction
+from otloss._checks import check_reduction, check_tensor
 from otloss._histograms import MASS_TOLERANCE
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
@@ -107,6 +107,8 @@ def ordinal_loss(
         >>> ordinal_loss(logits, torch.tensor([0, 0]), cost=cost, cross_entropy=0.1)
         tensor(4.6914)
     """
+    check_tensor("logits", logits)
+    check_tensor("target", target)
     check_reduction(reduction)
     mix = check_cross_entropy(cross_entropy)
     given = (x, cost, period, class_weight, sample_weight, ignore_index, dim)

@@ -246,6 +246,22 @@ def test_forward_mode_is_right_or_an_error() -> None:
     assert float(forward) == pytest.approx(float(weights.grad @ tangent), rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("light", [1e-3, 1e-6, 1e-8])
+def test_gradients_at_bins_that_are_light_on_both_sides(light: float, dtype: torch.dtype) -> None:
+    x = torch.arange(5, dtype=torch.float64)
+    cost = (x[:, None] - x).abs()
+    p, q = torch.full((2, 5), light, dtype=torch.float64)
+    p[0], q[3] = 1, 1
+    p, q = (w / w.sum() for w in (p, q))
+    exact = otloss.solve(p, q, cost, epsilon=0.1, tolerance=1e-14, max_iterations=100_000)
+    answer = otloss.solve(p.to(dtype), q.to(dtype), cost.to(dtype), epsilon=0.1)
+    allowed = float(answer.potential_error) + 1e-5
+    assert allowed < (2e-3 if dtype == torch.float32 else 5e-5)
+    for found, expected in zip(answer.potentials, exact.potentials, strict=True):
+        torch.testing.assert_close((found - found.mean()).double(), expected - expected.mean(), atol=allowed, rtol=0)
+
+
 def test_exact_potentials_are_feasible_at_bins_that_are_empty_in_both() -> None:
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(12, 2, dtype=torch.float64, generator=generator)
