@@ -28,10 +28,10 @@ import torch
 
 from benchmarks.measure import Settings, hardware, say
 from otloss_llm.cli import main as command_line
-from otloss_llm.compare import START
-from otloss_llm.data import train_bpe_tokenizer
-from otloss_llm.questions import read_questions
-from otloss_llm.report import markdown_table, summarise
+from otloss_llm.data.blocks import train_bpe_tokenizer
+from otloss_llm.data.questions import read_questions
+from otloss_llm.experiments.compare import START
+from otloss_llm.experiments.report import markdown_table, summarise
 
 NAME = "mathematics"
 ARMS = ("mle", "number_token", "number_token/mse", "number_token/span-log", "emo+number")

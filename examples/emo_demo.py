@@ -22,11 +22,11 @@ from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaFo
 from transformers.utils import logging
 
 from otloss_llm import MLE
-from otloss_llm.arguments import ObjectiveTrainingArguments
-from otloss_llm.compare import Comparison, Data, parse_arm, run_comparison
+from otloss_llm.cli.arguments import ObjectiveTrainingArguments
 from otloss_llm.data import PackedBlocks, docstring_corpus, split_documents, train_bpe_tokenizer
-from otloss_llm.report import write_report
-from otloss_llm.runs import train_run
+from otloss_llm.experiments.compare import Comparison, Data, parse_arm, run_comparison
+from otloss_llm.experiments.report import write_report
+from otloss_llm.training.runs import train_run
 
 BLOCK = 128
 ARMS = ("mle", "mixce:0.8", "emo", "emo/random", "mle/T=0.9", "mle/T=0.8")

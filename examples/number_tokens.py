@@ -22,10 +22,10 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainin
 from transformers.utils import logging
 
 from otloss_llm import NumberCost, ObjectiveTrainer
-from otloss_llm.cost_choice import NumberSettings
+from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.data import train_bpe_tokenizer
+from otloss_llm.data.questions import AnsweredQuestions, Question
 from otloss_llm.evaluation import answer_questions, score_answers
-from otloss_llm.questions import AnsweredQuestions, Question
 
 ARMS: dict[str, dict[str, Any]] = {
     "mle": {"objective": "mle", "cost": None},

@@ -2,27 +2,27 @@
 
 from otloss import costs as costs
 from otloss import nn as nn
-from otloss._bounds import lower_bound as lower_bound
-from otloss._bounds import upper_bound as upper_bound
-from otloss._circle import wasserstein_circular as wasserstein_circular
-from otloss._entropic.search import ConvergenceWarning as ConvergenceWarning
-from otloss._exact import emd as emd
-from otloss._onedim import cdf_distance as cdf_distance
-from otloss._onedim import wasserstein_1d as wasserstein_1d
-from otloss._sinkhorn import sinkhorn as sinkhorn
-from otloss._sinkhorn import sinkhorn_divergence as sinkhorn_divergence
-from otloss._sliced import sliced_wasserstein as sliced_wasserstein
-from otloss._solve import Certificate as Certificate
-from otloss._solve import Transport as Transport
-from otloss._solve import solve as solve
-from otloss._sorting import soft_rank as soft_rank
-from otloss._sorting import soft_sort as soft_sort
-from otloss._sorting import soft_top_k as soft_top_k
-from otloss._tree import wasserstein_tree as wasserstein_tree
 from otloss._warm_up import warm_up as warm_up
 from otloss.losses import histogram_loss as histogram_loss
 from otloss.losses import number_token_loss as number_token_loss
 from otloss.losses import ordinal_loss as ordinal_loss
+from otloss.solvers.bounds import lower_bound as lower_bound
+from otloss.solvers.bounds import upper_bound as upper_bound
+from otloss.solvers.circle import wasserstein_circular as wasserstein_circular
+from otloss.solvers.entropic.search import ConvergenceWarning as ConvergenceWarning
+from otloss.solvers.exact import emd as emd
+from otloss.solvers.line import cdf_distance as cdf_distance
+from otloss.solvers.line import wasserstein_1d as wasserstein_1d
+from otloss.solvers.sinkhorn import sinkhorn as sinkhorn
+from otloss.solvers.sinkhorn import sinkhorn_divergence as sinkhorn_divergence
+from otloss.solvers.sliced import sliced_wasserstein as sliced_wasserstein
+from otloss.solvers.solve import Certificate as Certificate
+from otloss.solvers.solve import Transport as Transport
+from otloss.solvers.solve import solve as solve
+from otloss.solvers.sorting import soft_rank as soft_rank
+from otloss.solvers.sorting import soft_sort as soft_sort
+from otloss.solvers.sorting import soft_top_k as soft_top_k
+from otloss.solvers.tree import wasserstein_tree as wasserstein_tree
 
 __version__ = "0.1.0"
 

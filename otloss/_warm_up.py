@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from otloss._exact import emd
-from otloss._onedim import cdf_distance, wasserstein_1d
-from otloss._sinkhorn import sinkhorn, sinkhorn_divergence
-from otloss._sliced import sliced_wasserstein
-from otloss._solve import solve
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.losses import ordinal_loss
+from otloss.solvers.exact import emd
+from otloss.solvers.line import cdf_distance, wasserstein_1d
+from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
+from otloss.solvers.sliced import sliced_wasserstein
+from otloss.solvers.solve import solve
 
 # Large enough that kernels are used where small problems are left to torch.
 _BINS, _ROWS = 300, 5000

@@ -13,28 +13,28 @@ from otloss_llm import _start as _start  # before torch, for Ctrl-C while that i
 # isort: split
 from otloss import __version__ as __version__
 from otloss_llm._warm_up import warm_up as warm_up
-from otloss_llm.cost_choice import NumberSettings as NumberSettings
-from otloss_llm.costs import EmbeddingCost as EmbeddingCost
-from otloss_llm.dense import dense_token_loss as dense_token_loss
-from otloss_llm.number_costs import MixedCost as MixedCost
-from otloss_llm.number_costs import NumberCost as NumberCost
-from otloss_llm.number_spans import NumberSpanCost as NumberSpanCost
-from otloss_llm.number_tokens import NumberTokens as NumberTokens
+from otloss_llm.costs.choice import NumberSettings as NumberSettings
+from otloss_llm.costs.embedding import EmbeddingCost as EmbeddingCost
+from otloss_llm.costs.number_spans import NumberSpanCost as NumberSpanCost
+from otloss_llm.costs.number_tokens import NumberTokens as NumberTokens
+from otloss_llm.costs.numbers import MixedCost as MixedCost
+from otloss_llm.costs.numbers import NumberCost as NumberCost
+from otloss_llm.costs.sharded import ShardedEmbeddingCost as ShardedEmbeddingCost
+from otloss_llm.losses.dense import dense_token_loss as dense_token_loss
+from otloss_llm.losses.token_loss import TokenLoss as TokenLoss
+from otloss_llm.losses.token_loss import emo_loss as emo_loss
+from otloss_llm.losses.token_loss import linear_token_loss as linear_token_loss
+from otloss_llm.losses.token_loss import token_loss as token_loss
 from otloss_llm.objectives import EMO as EMO
 from otloss_llm.objectives import MLE as MLE
 from otloss_llm.objectives import MixCE as MixCE
 from otloss_llm.objectives import NumberToken as NumberToken
 from otloss_llm.objectives import TaiLr as TaiLr
 from otloss_llm.objectives import parse_objective as parse_objective
-from otloss_llm.sharded_costs import ShardedEmbeddingCost as ShardedEmbeddingCost
-from otloss_llm.token_loss import TokenLoss as TokenLoss
-from otloss_llm.token_loss import emo_loss as emo_loss
-from otloss_llm.token_loss import linear_token_loss as linear_token_loss
-from otloss_llm.token_loss import token_loss as token_loss
 
 if TYPE_CHECKING:
-    from otloss_llm.trainer import ObjectiveMixin as ObjectiveMixin
-    from otloss_llm.trainer import ObjectiveTrainer as ObjectiveTrainer
+    from otloss_llm.training.trainer import ObjectiveMixin as ObjectiveMixin
+    from otloss_llm.training.trainer import ObjectiveTrainer as ObjectiveTrainer
 
 __all__ = [
     "EMO",
@@ -69,7 +69,7 @@ def __getattr__(name: str) -> Any:
     if name not in _NEEDS_TRANSFORMERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        from otloss_llm import trainer
+        from otloss_llm.training import trainer
     except ImportError as error:
         raise ImportError(f'{name} needs {error.name}: pip install "otloss[llm]"') from error
     return getattr(trainer, name)

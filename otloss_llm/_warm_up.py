@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from otloss_llm.costs import EmbeddingCost
-from otloss_llm.number_costs import NumberCost
+from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.costs.numbers import NumberCost
+from otloss_llm.losses.token_loss import linear_token_loss
 from otloss_llm.objectives import EMO, NumberToken
-from otloss_llm.token_loss import linear_token_loss
 
 
 def warm_up() -> None:

@@ -56,13 +56,11 @@ def test_files_are_named_by_what_they_do() -> None:
 # ---- floors ------------------------------------------------------------------------------------------------------
 
 PLANTED = {
-    "a package above": ("otloss/costs/_cost.py", "import otloss_llm"),
-    "POT": ("otloss/_bounds.py", "import ot"),
+    "a package above": ("otloss/costs/cost.py", "import otloss_llm"),
+    "POT": ("otloss/solvers/bounds.py", "import ot"),
     "Triton outside of its adapter": ("otloss_llm/kernels/logits.py", "import triton"),
-    "a sibling of otloss": ("otloss/_onedim.py", "import otloss._exact"),
-    "a sibling of otloss_llm": ("otloss_llm/loading.py", "import otloss_llm.runs"),
-    "a floor above": ("otloss_llm/objectives.py", "import otloss_llm.trainer"),
-    "language models in the generic layer": ("otloss/costs/_cost.py", "import transformers"),
+    "a floor above": ("otloss_llm/objectives.py", "import otloss_llm.training.trainer"),
+    "language models in the generic layer": ("otloss/costs/cost.py", "import transformers"),
     "a module without a floor": ("otloss_llm/stray.py", "import torch"),
 }
 

@@ -22,7 +22,7 @@ def names_of_the_reader(folder: Path) -> dict[str, Any]:
     """What the block about trainers takes for granted: a model, its arguments and its data."""
     from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
 
-    from otloss_llm.data import PackedBlocks, read_texts, train_bpe_tokenizer
+    from otloss_llm.data.blocks import PackedBlocks, read_texts, train_bpe_tokenizer
 
     texts = read_texts("README.md")
     tokenizer = train_bpe_tokenizer(texts, 300)

@@ -6,7 +6,7 @@ sums, levels and differences are float64. `order_x` (rows, n) sorts the position
 write them, and NaN where the masses differ by more than `tolerance` or a weight is no weight. An `upstream` slope
 (problems,) multiplies the slopes. Slopes in weights come centred, as mean zero over the bins of a row.
 
-What `otloss._onedim` computes in torch operations is the specification, with the notation used here.
+What `otloss.solvers.line` computes in torch operations is the specification, with the notation used here.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ whatever the number of classes and however the scores are laid out. Arithmetic i
 any floats in any layout; `labels` (rows,) are whole numbers kept as float64; `weights` (rows,) or (0,) for ones.
 `costs` is (classes, classes), or (0, 0) where the loss is that of the `gaps` (classes - 1,), at power 2.
 
-What `otloss.boosting._rows` computes in numpy operations is the specification, with the notation used here.
+What `otloss.boosting.rows` computes in numpy operations is the specification, with the notation used here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from otloss._kernels._compile import compiled, exp64, inner
 from otloss._kernels._threads import next_task
 
-LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting._settings
+LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting.settings
 ROWS = 64  # of a block: five classes of it, in all buffers, stay in the first cache
 
 GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2

@@ -7,7 +7,7 @@ soft ones (rows, classes) have the dtype of the logits. Sums are float64. Blocks
 of each thread, so that running sums over the classes vectorise over the rows. A row gets NaN if its label is no class,
 or if its logits or soft labels make no distribution.
 
-What `otloss.losses._geometry` computes in torch operations is the specification, with the notation used here: the tails
+What `otloss.losses.geometry` computes in torch operations is the specification, with the notation used here: the tails
 |F - G| are summed from their own ends, and slopes s in the probabilities are zero at the label and positive elsewhere.
 """
 

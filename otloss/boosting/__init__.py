@@ -2,13 +2,13 @@
 
 Labels are the positions 0 to K - 1 of classes in their order. Callables fit the native interfaces (`xgboost.train`,
 `lightgbm.train`) or, with `interface="sklearn"`, those of `XGBClassifier` and `LGBMClassifier`. Neither library is
-imported here. The loss, its derivatives and what stands for the Hessian: `otloss.boosting._rows`.
+imported here. The loss, its derivatives and what stands for the Hessian: `otloss.boosting.rows`.
 """
 
-from otloss.boosting._metrics import lightgbm_metric as lightgbm_metric
-from otloss.boosting._metrics import xgboost_metric as xgboost_metric
-from otloss.boosting._objectives import lightgbm_objective as lightgbm_objective
-from otloss.boosting._objectives import xgboost_objective as xgboost_objective
-from otloss.boosting._start import start_scores as start_scores
+from otloss.boosting.metrics import lightgbm_metric as lightgbm_metric
+from otloss.boosting.metrics import xgboost_metric as xgboost_metric
+from otloss.boosting.objectives import lightgbm_objective as lightgbm_objective
+from otloss.boosting.objectives import xgboost_objective as xgboost_objective
+from otloss.boosting.start import start_scores as start_scores
 
 __all__ = ["lightgbm_metric", "lightgbm_objective", "start_scores", "xgboost_metric", "xgboost_objective"]

@@ -12,15 +12,15 @@ whole matrix only when `dense()` asks for it:
 Half-precision data is raised to float32 at construction: 1 - cos cancels, and bfloat16 has 8 bits.
 """
 
-from otloss.costs._cosine import CosineCost as CosineCost
-from otloss.costs._cost import Cost as Cost
-from otloss.costs._dense import DenseCost as DenseCost
-from otloss.costs._dense import as_cost as as_cost
-from otloss.costs._dense import cost_between as cost_between
-from otloss.costs._graph import graph_cost as graph_cost
-from otloss.costs._grid import GridCost as GridCost
-from otloss.costs._line import LineCost as LineCost
-from otloss.costs._point import PointCost as PointCost
+from otloss.costs.cosine import CosineCost as CosineCost
+from otloss.costs.cost import Cost as Cost
+from otloss.costs.dense import DenseCost as DenseCost
+from otloss.costs.dense import as_cost as as_cost
+from otloss.costs.dense import cost_between as cost_between
+from otloss.costs.graph import graph_cost as graph_cost
+from otloss.costs.grid import GridCost as GridCost
+from otloss.costs.line import LineCost as LineCost
+from otloss.costs.points import PointCost as PointCost
 
 __all__ = [
     "CosineCost",

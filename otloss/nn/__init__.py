@@ -6,21 +6,21 @@ A loss takes `reduction="mean"`, "sum" or "none" over the problems of a batch. W
 model around it goes to half precision, where neighbouring positions and small costs would become equal.
 """
 
-from otloss.nn._closed_forms import CdfDistance as CdfDistance
-from otloss.nn._closed_forms import SlicedWasserstein as SlicedWasserstein
-from otloss.nn._closed_forms import Wasserstein1d as Wasserstein1d
-from otloss.nn._closed_forms import WassersteinCircular as WassersteinCircular
-from otloss.nn._closed_forms import WassersteinTree as WassersteinTree
-from otloss.nn._cumulative import CumulativeLinkHead as CumulativeLinkHead
-from otloss.nn._numbers import NumberTokenLoss as NumberTokenLoss
-from otloss.nn._ordinal import HistogramLoss as HistogramLoss
-from otloss.nn._ordinal import OrdinalLoss as OrdinalLoss
-from otloss.nn._soft import SoftRank as SoftRank
-from otloss.nn._soft import SoftSort as SoftSort
-from otloss.nn._soft import SoftTopK as SoftTopK
-from otloss.nn._solvers import Emd as Emd
-from otloss.nn._solvers import Sinkhorn as Sinkhorn
-from otloss.nn._solvers import SinkhornDivergence as SinkhornDivergence
+from otloss.nn.closed_forms import CdfDistance as CdfDistance
+from otloss.nn.closed_forms import SlicedWasserstein as SlicedWasserstein
+from otloss.nn.closed_forms import Wasserstein1d as Wasserstein1d
+from otloss.nn.closed_forms import WassersteinCircular as WassersteinCircular
+from otloss.nn.closed_forms import WassersteinTree as WassersteinTree
+from otloss.nn.cumulative import CumulativeLinkHead as CumulativeLinkHead
+from otloss.nn.numbers import NumberTokenLoss as NumberTokenLoss
+from otloss.nn.ordinal import HistogramLoss as HistogramLoss
+from otloss.nn.ordinal import OrdinalLoss as OrdinalLoss
+from otloss.nn.soft import SoftRank as SoftRank
+from otloss.nn.soft import SoftSort as SoftSort
+from otloss.nn.soft import SoftTopK as SoftTopK
+from otloss.nn.solvers import Emd as Emd
+from otloss.nn.solvers import Sinkhorn as Sinkhorn
+from otloss.nn.solvers import SinkhornDivergence as SinkhornDivergence
 
 __all__ = [
     "CdfDistance",

@@ -3,9 +3,9 @@
 Colours are those of M. Okabe and K. Ito (2008) and of viridis, which the colour-blind can tell apart.
 """
 
-from otloss.plotting._confusion import plot_confusion_matrix as plot_confusion_matrix
-from otloss.plotting._forecasts import plot_cdfs as plot_cdfs
-from otloss.plotting._forecasts import plot_reliability as plot_reliability
-from otloss.plotting._plan import plot_transport_plan as plot_transport_plan
+from otloss.plotting.confusion import plot_confusion_matrix as plot_confusion_matrix
+from otloss.plotting.forecasts import plot_cdfs as plot_cdfs
+from otloss.plotting.forecasts import plot_reliability as plot_reliability
+from otloss.plotting.plan import plot_transport_plan as plot_transport_plan
 
 __all__ = ["plot_cdfs", "plot_confusion_matrix", "plot_reliability", "plot_transport_plan"]

@@ -18,14 +18,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss.losses._number_line import checked_values, signed_log
-from otloss_llm._positions import IGNORE_INDEX
-from otloss_llm.cost_choice import number_values
-from otloss_llm.data import PackedBlocks
+from otloss.losses.number_line import checked_values, signed_log
+from otloss_llm.costs.choice import number_values
+from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
 from otloss_llm.evaluation.perplexity import check_temperature, check_vocabulary, context_length, tempered
 from otloss_llm.evaluation.sampling import sample_texts
-from otloss_llm.heads import evaluation_mode, find_head
-from otloss_llm.questions import SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
+from otloss_llm.losses.positions import IGNORE_INDEX
+from otloss_llm.models.heads import evaluation_mode, find_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -52,7 +52,7 @@ def answer_questions(
     model's context.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> from otloss_llm.data import train_bpe_tokenizer
+    >>> from otloss_llm.data.blocks import train_bpe_tokenizer
     >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))
     >>> len(answer_questions(model, tokenizer, [Question("1 + 1", "2"), Question("2", "2")], max_new_tokens=4))
@@ -155,7 +155,7 @@ def score_number_labels(
     Raises ValueError as `number_token_scores` does otherwise.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> from otloss_llm.data import train_bpe_tokenizer
+    >>> from otloss_llm.data.blocks import train_bpe_tokenizer
     >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))
     >>> texts = (["1 + 2 = 3"], ["one and two"])

@@ -21,11 +21,11 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss_llm._positions import IGNORE_INDEX, cost_positions
-from otloss_llm.data import PackedBlocks
-from otloss_llm.heads import evaluation_mode
+from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.losses.positions import IGNORE_INDEX, cost_positions
+from otloss_llm.losses.token_loss import token_loss
+from otloss_llm.models.heads import evaluation_mode
 from otloss_llm.objectives import MLE
-from otloss_llm.token_loss import token_loss
 
 _LOGITS_AT_ONCE = 2**21  # 8 MiB in float32
 
@@ -210,7 +210,7 @@ def score_texts(
     neither BOS nor EOS.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> from otloss_llm.data import train_bpe_tokenizer
+    >>> from otloss_llm.data.blocks import train_bpe_tokenizer
     >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
     >>> judge = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))
     >>> scores = score_texts(judge, tokenizer, [" two", " drei"], prompts=["one", "zwei"])

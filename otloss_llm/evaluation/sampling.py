@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from otloss_llm.data import opening_ids
+from otloss_llm.data.blocks import opening_ids
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
-from otloss_llm.heads import evaluation_mode
+from otloss_llm.models.heads import evaluation_mode
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -66,7 +66,7 @@ def sample_texts(
     Raises ValueError where a setting is out of range, or a prompt and `max_new_tokens` exceed the model's context.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
-    >>> from otloss_llm.data import train_bpe_tokenizer
+    >>> from otloss_llm.data.blocks import train_bpe_tokenizer
     >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))
     >>> samples = sample_texts(model, tokenizer, prompts=["one", ""], num_samples=2, max_new_tokens=5)

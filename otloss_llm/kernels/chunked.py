@@ -25,14 +25,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss.costs._cost import takes_out
-from otloss_llm._shards import VocabShard
-from otloss_llm.few_columns import FewColumns
+from otloss.costs.cost import takes_out
+from otloss_llm.costs.few_columns import FewColumns
 from otloss_llm.kernels.few_columns import few_column_sweeps
 from otloss_llm.kernels.gradients import Gradients
 from otloss_llm.kernels.logits import ROW_MULTIPLE, Head, Logits, sweeps_for
 from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
 from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
+from otloss_llm.models.sharded_heads import VocabShard
 from otloss_llm.objectives import check_tokenwise, value_and_slopes, value_of
 
 

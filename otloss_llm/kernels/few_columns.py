@@ -19,7 +19,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss_llm.few_columns import FewColumns
+from otloss_llm.costs.few_columns import FewColumns
 from otloss_llm.kernels.rows import RowSums, Slopes
 
 
@@ -106,7 +106,7 @@ class FewColumnSweeps:
 def few_column_sweeps(sweeps: ModuleType) -> Any:
     """The sweeps with few columns that go with these."""
     if sweeps.__name__.endswith(".rows_compiled"):
-        from otloss_llm.kernels.few_compiled import CompiledFewColumnSweeps
+        from otloss_llm.kernels.few_columns_numba import CompiledFewColumnSweeps
 
         return CompiledFewColumnSweeps()
     return FewColumnSweeps(sweeps)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
-from otloss_llm.few_columns import FewColumns
+from otloss_llm.costs.few_columns import FewColumns
 from otloss_llm.kernels import rows
 from otloss_llm.objectives import Objective
 
@@ -107,7 +107,7 @@ def sweeps_for(z: Tensor, impl: str) -> ModuleType:
         return rows_triton
     if z.dtype != torch.float32 or not may_run_on(z):
         return rows
-    from otloss_llm.kernels import rows_compiled  # numba takes half a second to import
+    from otloss_llm.kernels import rows_numba as rows_compiled  # numba takes half a second to import
 
     return rows_compiled
 

@@ -12,7 +12,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss_llm.few_columns import FewColumns
+from otloss_llm.costs.few_columns import FewColumns
 from otloss_llm.objectives import Objective, value_of
 
 

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss_llm._shards import VocabShard, gathered
 from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
+from otloss_llm.models.sharded_heads import VocabShard, gathered
 
 
 class ShardedSweeps:

@@ -35,7 +35,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
     transformers = pytest.importorskip("transformers")
     import torch
 
-    from otloss_llm.data import train_bpe_tokenizer
+    from otloss_llm.data.blocks import train_bpe_tokenizer
 
     root = tmp_path_factory.mktemp("tiny")
     text = tiny_text()

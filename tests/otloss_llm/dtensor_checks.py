@@ -12,10 +12,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from otloss_llm import EMO, EmbeddingCost, ShardedEmbeddingCost, linear_token_loss
-from otloss_llm.fused import fused_loss, measure_transform
-from otloss_llm.logit_transform import LogitTransform
+from otloss_llm.models.logit_transform import LogitTransform
+from otloss_llm.training.fused import fused_loss, measure_transform
+from tests.otloss_llm.models.test_heads import aligned, scorer
 from tests.otloss_llm.oracles import Problem, problem
-from tests.otloss_llm.test_heads import aligned, scorer
 from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
 
 

@@ -91,7 +91,7 @@ def test_what_else_needs_the_extra_names_it() -> None:
         + """
 from contextlib import redirect_stderr
 from otloss_llm.cli import main
-from otloss_llm.data import train_bpe_tokenizer
+from otloss_llm.data.blocks import train_bpe_tokenizer
 try:
     train_bpe_tokenizer(["text"], 300)
 except ImportError as error:

@@ -1,0 +1,230 @@
+"""Values, gradients and curvatures of rows of raw scores: formulas in numpy, and the door to the compiled kernel.
+
+A row has scores z and a label y among K classes; P = softmax(z), F = cumsum(P), G_k = 1[y <= k], r = F - G, both
+without their last entry. The loss of the row is, with d_k the gap from one class value to the next,
+
+    transport * T + cross_entropy * (-log P_y)      T = sum_k d_k r_k^2          power 2, the ranked probability score
+                                                    T = sum_i P_i c(y, i)        power 1: c(y, i) = |x_y - x_i|
+
+Let s be the slope of T in P: s_j = sum_{k >= j} 2 d_k r_k, or c(y, j). Then, with s' = s - P.s,
+
+    dT/dz_i   = P_i s'_i
+    d2T/dz2   = M + 2 sum_k d_k J_k J_k^T           the second term at power 2 only; J_ki = P_i (1[i <= k] - F_k)
+    v^T M v   = sum_i P_i s'_i (v_i - P.v)^2
+
+"gauss-newton" is the diagonal of the second term. "bound" is a diagonal D with v^T D v >= v^T (d2T/dz2) v for all v:
+(v_i - P.v)^2 <= 2 (1 - P_i) [(1 - P_i) v_i^2 + sum_{j != i} P_j v_j^2] by Cauchy and Schwarz, and J J^T is at most the
+diagonal of |J_i| sum_j |J_j|, where sum_i |J_ki| = 2 F_k (1 - F_k). So, with w_i = P_i max(s'_i, 0) (1 - P_i),
+
+    D_i = 2 [w_i (1 - P_i) + P_i sum_{j != i} w_j]
+          + 4 P_i [sum_{k >= i} d_k F_k (1 - F_k)^2 + sum_{k < i} d_k F_k^2 (1 - F_k)]
+
+and 2 P_i (1 - P_i) for cross-entropy. "absolute" is |d2/dz_i^2|. Sources: L. Hou, C.-P. Yu, D. Samaras, Squared Earth
+Mover's Distance-based Loss, arXiv 1611.05916; D. Böhning, Multinomial logistic regression algorithm, Annals of the
+Institute of Statistical Mathematics 44 (1992), for bounds in place of Hessians.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from otloss._kernels import may_run_on
+from otloss.boosting.settings import LARGEST_WEIGHT, Floats, RowLoss
+
+Order = Literal["C", "F"]
+ORDERS: dict[str, Order] = {"xgboost": "C", "lightgbm": "F"}  # of the scores they pass, and of what they read fastest
+GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2
+
+# Least curvature, of a transport term whose neighbouring classes lie 1 apart: both derivatives vanish where a row is
+# certain, right or wrong, and the second one does so first.
+_FLOOR = 1e-2
+# Rows below which numpy is as fast; a single one would be in both orders at once, and be compiled for anew.
+_SMALL = 32
+_SMALLEST = 1e-16  # what xgboost puts under its own
+
+
+@dataclass(frozen=True)
+class Curvature:
+    """transport * factor * (diagonal of `kind`) + cross_entropy * entropy_factor * P (1 - P), at least `floor`.
+
+    The factors mean nothing to `ABSOLUTE`.
+    """
+
+    kind: int
+    factor: float
+    entropy_factor: float
+    floor: float
+
+
+def curvature(loss: RowLoss, hessian: str, *, library: str, single: bool) -> Curvature:
+    """What `hessian` stands for; `single` is for two classes with one score between them.
+
+    A diagonal leaves out that the scores move together, hence the 2 for several; one score has nothing to leave out.
+    For "auto" the factor of cross-entropy is that of the library's own objective.
+    """
+    together = 1.0 if single else 2.0
+    floor = max(_FLOOR * loss.transport * _scale(loss), _SMALLEST)
+    if hessian == "absolute":
+        return Curvature(ABSOLUTE, 1.0, 1.0, floor)
+    if hessian == "gauss-newton":
+        return Curvature(GAUSS_NEWTON, 1.0, 1.0, floor)
+    own = loss.num_classes / (loss.num_classes - 1) if library == "lightgbm" and not single else together
+    entropy_factor = together if hessian == "bound" else own
+    if hessian == "auto" and loss.is_square:
+        return Curvature(GAUSS_NEWTON, together, entropy_factor, floor)
+    return Curvature(BOUND, together / 2, entropy_factor, floor)
+
+
+def slopes(
+    scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLoss, curvature: Curvature, order: Order
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Return gradient and hessian, each (n, K) float32 in the memory order "C" or "F", times weights.
+
+    Args:
+        scores: (n, K), any floats.
+        labels: (n,), whole numbers.
+        weights: (n,), or (0,) for ones.
+
+    Raises:
+        ValueError: if a score, label or weight is none.
+    """
+    if len(scores) < _SMALL or not may_run_on():
+        check_rows(scores, labels, weights)
+        gradient, hessian = slopes_in_numpy(scores, labels, weights, loss=loss, curvature=curvature)
+        return np.asarray(gradient, np.float32, order=order), np.asarray(hessian, np.float32, order=order)
+    from otloss._kernels import ordinal
+    from otloss._kernels._threads import run_on_threads
+
+    scores = _laid_out(scores, order)
+    answers = tuple(np.empty_like(scores, np.float32) for _ in range(2))  # laid out as the scores are
+    settings = (
+        curvature.kind,
+        loss.transport,
+        loss.cross_entropy,
+        curvature.factor,
+        curvature.entropy_factor,
+        curvature.floor,
+    )
+    inputs, of_loss = (scores, labels, weights), (loss.gaps, loss.costs)
+    threads = torch.get_num_threads()
+    if any(run_on_threads(ordinal.slopes, threads, (inputs, loss.class_weights, of_loss, settings, answers, threads))):
+        check_rows(scores, labels, weights)
+    return np.asarray(answers[0], order=order), np.asarray(answers[1], order=order)
+
+
+def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLoss, order: Order) -> Floats:
+    """Return the loss of each row, (n,), without weights, which are checked all the same; arguments as in `slopes`."""
+    if len(scores) < _SMALL or not may_run_on():
+        check_rows(scores, labels, weights)
+        return values_in_numpy(scores, labels, loss=loss)
+    from otloss._kernels import ordinal
+    from otloss._kernels._threads import run_on_threads
+
+    answers = np.empty(len(scores))
+    inputs, of_loss = (_laid_out(scores, order), labels, weights), (loss.gaps, loss.costs)
+    threads, settings = torch.get_num_threads(), (loss.transport, loss.cross_entropy)
+    if any(run_on_threads(ordinal.values, threads, (inputs, of_loss, settings, answers, threads))):
+        check_rows(scores, labels, weights)
+    return answers
+
+
+def _laid_out(scores: NDArray[Any], order: Order) -> NDArray[Any]:
+    """As XGBoost passes them, float32 by rows, or as LightGBM does, float64 by columns: others would compile anew."""
+    if scores.dtype == np.float32 and order == "C":
+        return np.require(scores, np.float32, ["C", "W"])
+    return np.require(scores, np.float64, ["F", "W"])
+
+
+def check_rows(scores: NDArray[Any], labels: Floats, weights: Floats) -> None:
+    """Raise ValueError naming the first score, label or weight that is none."""
+    classes = scores.shape[1]
+    with np.errstate(invalid="ignore"):
+        misfits = np.flatnonzero(~((labels >= 0) & (labels < classes) & (labels == np.floor(labels))))
+    if misfits.size:
+        row = int(misfits[0])
+        raise ValueError(
+            f"the label of row {row} is {labels[row]:g}, expected whole numbers 0 to {classes - 1}, the positions of "
+            f"{classes} classes in their order; encode labels by sklearn.preprocessing.OrdinalEncoder(categories=...)."
+        )
+    misfits = np.flatnonzero(~((weights >= 0) & (weights <= LARGEST_WEIGHT)))
+    if misfits.size:
+        row = int(misfits[0])
+        raise ValueError(
+            f"the weight of row {row} is {weights[row]:g}, expected weights from 0 to {LARGEST_WEIGHT:g}; divide all "
+            "of them by the largest."
+        )
+    rows = np.flatnonzero(~np.isfinite(scores).all(1))
+    if rows.size:
+        raise ValueError(
+            f"the scores of row {int(rows[0])} are {scores[rows[0]].tolist()}, expected finite numbers; look for NaN "
+            "or infinities in base_margin or init_score, or lower the learning rate."
+        )
+
+
+def slopes_in_numpy(
+    scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLoss, curvature: Curvature
+) -> tuple[Floats, Floats]:
+    """The specification of `slopes`, in float64."""
+    P, F, r = _distributions(scores, labels)
+    y, d = labels.astype(np.int64), loss.gaps
+    zeros = np.zeros((len(P), 1))
+    s = np.concatenate([_sums_from(2 * d * r), zeros], axis=1) if loss.is_square else loss.costs[y]
+    moved = P * (s - (P * s).sum(1, keepdims=True))
+    own = np.arange(loss.num_classes) == y[:, None]
+    spread = P * (1 - P)
+    bend = np.zeros_like(P)
+    if loss.is_square:
+        above, below = d * (1 - F) ** 2, d * F**2
+        if curvature.kind == BOUND:
+            above, below = above * F, below * (1 - F)
+        sums = np.concatenate([_sums_from(above), zeros], 1) + np.concatenate([zeros, np.cumsum(below, 1)], 1)
+        bend = 4 * P * sums if curvature.kind == BOUND else 2 * P**2 * sums
+    if curvature.kind == BOUND:
+        w = np.maximum(moved, 0) * (1 - P)
+        bend = bend + 2 * (w * (1 - P) + P * (w.sum(1, keepdims=True) - w))
+    if curvature.kind == ABSOLUTE:
+        bend = np.abs(loss.transport * (moved * (1 - 2 * P) + bend) + loss.cross_entropy * spread)
+    else:
+        bend = loss.transport * curvature.factor * bend + loss.cross_entropy * curvature.entropy_factor * spread
+    weight = ((weights if weights.size else 1.0) * loss.class_weights[y])[:, None]
+    gradient = loss.transport * moved + loss.cross_entropy * (P - own)
+    return weight * gradient, weight * np.maximum(bend, curvature.floor)
+
+
+def values_in_numpy(scores: NDArray[Any], labels: Floats, *, loss: RowLoss) -> Floats:
+    """The specification of `values`, in float64."""
+    P, _, r = _distributions(scores, labels)
+    y = labels.astype(np.int64)
+    moved = (loss.gaps * r**2).sum(1) if loss.is_square else (P * loss.costs[y]).sum(1)
+    z = scores.astype(np.float64)
+    top = z.max(1)
+    answer: Floats = loss.transport * moved
+    if loss.cross_entropy:
+        # In this order: beside large scores the logarithm of the sum would be lost in rounding.
+        surprise = np.log(np.exp(z - top[:, None]).sum(1)) + (top - z[np.arange(len(z)), y])
+        answer += loss.cross_entropy * surprise
+    return answer
+
+
+def _distributions(scores: NDArray[Any], labels: Floats) -> tuple[Floats, Floats, Floats]:
+    """P, F and r."""
+    z = scores.astype(np.float64)
+    e = np.exp(z - z.max(1, keepdims=True))
+    P = e / e.sum(1, keepdims=True)
+    F = np.cumsum(P, 1)[:, :-1]
+    return P, F, F - (labels[:, None] <= np.arange(F.shape[1]))
+
+
+def _sums_from(terms: Floats) -> Floats:
+    """sum_{k >= j}."""
+    return np.cumsum(terms[:, ::-1], 1)[:, ::-1]
+
+
+def _scale(loss: RowLoss) -> float:
+    """What a step to the neighbouring class costs, on average."""
+    return loss.furthest / (loss.num_classes - 1)

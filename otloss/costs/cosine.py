@@ -1,0 +1,95 @@
+"""The cosine cost of EMO (arXiv 2310.04691), `c(i, j) = 1 - cos(e_i, e_j)`.
+
+With `U` for the rows scaled to length one, `C v = sum(v) - U (U^T v)` costs O(V d).
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from otloss._checks import check_floating, check_index
+from otloss.costs.cost import Cost, arithmetic_dtype, unit_rows
+
+
+class CosineCost(Cost):
+    """The cosine cost between the rows of an embedding, `c(i, j) = 1 - cos(e_i, e_j)`, without the V x V matrix.
+
+    The diagonal is exactly 0 and no cost is negative. A row of norm zero (a padding row) has no direction: it costs
+    1 to every other row and 0 to itself, and receives no gradient. The graph of `embedding` is kept.
+
+    Args:
+        embedding: (V, d), finite, of any scale. float16 and bfloat16 rows are normalised, and their costs
+            computed, in float32.
+
+    Attributes:
+        unit: (V, d), the rows scaled to length one, zero rows left at zero.
+        zero_rows: (V,), True where the norm is zero.
+
+    Raises:
+        TypeError: if `embedding` is no floating tensor.
+        ValueError: if it is not (V, d), or a row holds a NaN or an infinity.
+
+    Example:
+        >>> cost = CosineCost(torch.tensor([[1.0, 0.0], [2.0, 0.0], [0.0, 3.0], [-1.0, 0.0], [0.0, 0.0]]))
+        >>> cost.rows(torch.tensor([0, 4]))
+        tensor([[0., 0., 1., 2., 1.],
+                [1., 1., 1., 1., 0.]])
+    """
+
+    unit: Float[Tensor, "V d"]
+    zero_rows: Bool[Tensor, " V"]
+
+    def __init__(self, embedding: Float[Tensor, "V d"]) -> None:
+        check_floating("embedding", embedding)
+        if embedding.dim() != 2 or 0 in embedding.shape:
+            raise ValueError(f"embedding has shape {tuple(embedding.shape)}, expected (V, d) with V, d >= 1.")
+        self.unit, self.zero_rows = unit_rows("embedding", embedding.to(arithmetic_dtype(embedding.dtype)))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.unit.shape[0], self.unit.shape[0]
+
+    @property
+    def _data(self) -> Tensor:
+        return self.unit
+
+    @property
+    def T(self) -> Self:  # noqa: N802
+        return self
+
+    def rows(
+        self, index: Int[Tensor, " picked"], *, out: Float[Tensor, " entries"] | None = None
+    ) -> Float[Tensor, "picked V"]:
+        """Return the costs C[index, :] by one matrix product; `out` as in `Cost.rows`, unused where a graph is made."""
+        return self._one_minus_cosine(index, out).clamp_(0, 2).scatter_(1, index.unsqueeze(1), 0.0)
+
+    def _one_minus_cosine(self, index: Tensor, out: Tensor | None) -> Tensor:
+        """Rows in the order of memory that the product is fastest in on a CPU: a column of memory is a row."""
+        index = check_index("index", index, self.shape[0])
+        shape = (self.shape[0], len(index))
+        # Autocast would run the product in half precision, where 1 - cos has no correct digit left near 0.
+        with torch.autocast(self.device.type, enabled=False):
+            if torch.is_grad_enabled() and self.unit.requires_grad:
+                return 1 - self.unit[index] @ self.unit.T
+            ones = self.unit.new_empty(shape) if out is None else out[: shape[0] * shape[1]].view(shape)
+            return ones.fill_(1).addmm_(self.unit, self.unit[index].T, alpha=-1).T  # (picked, V)
+
+    def apply(self, v: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
+        """Return C v in O(V d); the absolute error is that of a sum over `|v|`, since the product cancels."""
+        cost, v = self._product_arguments(v)
+        with torch.autocast(self.device.type, enabled=False):
+            product = v.sum(-1, keepdim=True) - (v @ cost.unit) @ cost.unit.T  # (..., V)
+        # A zero row has no product with itself to cancel its own mass.
+        return product - v * cost.zero_rows
+
+    def largest(self) -> Tensor:
+        """Return 2, which no cosine cost exceeds."""
+        return torch.full((), 2.0, dtype=self.dtype, device=self.device)
+
+    def __repr__(self) -> str:
+        zeros = int(self.zero_rows.sum())
+        return super().__repr__()[:-1] + f", zero_rows={zeros})"

@@ -1,0 +1,184 @@
+"""A cost that is a matrix."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating, check_index
+from otloss._kernels import may_run_on
+from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, plan_rows, softmin_of
+
+
+class DenseCost(Cost):
+    """A cost given as a matrix, which may be asymmetric, rectangular, or one matrix per problem.
+
+    Args:
+        matrix: (n, m), or (..., n, m) for one matrix per problem; finite, non-negative, in the user's own units.
+            The graph is kept: losses are differentiable in it.
+
+    Raises:
+        TypeError: if `matrix` is no floating tensor.
+        ValueError: if it has fewer than two axes, no entries in a row or column, or a NaN, infinite or negative entry.
+
+    Example:
+        >>> cost = DenseCost(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))
+        >>> cost.rows(torch.tensor([1]))
+        tensor([[1., 0.]])
+        >>> cost.apply(torch.tensor([0.5, 0.5]))
+        tensor([1.0000, 0.5000])
+    """
+
+    def __init__(self, matrix: Float[Tensor, "*batch n m"]) -> None:
+        check_floating("matrix", matrix)
+        if matrix.dim() < 2 or 0 in matrix.shape[-2:]:
+            raise ValueError(f"the cost matrix has shape {tuple(matrix.shape)}, expected (..., n, m) with n, m >= 1.")
+        entries = matrix.detach()
+        # Each by itself takes less than half of what torch.aminmax does.
+        if entries.numel() and not (entries.amin() >= 0 and entries.amax() < torch.inf):
+            check_finite("cost matrix", matrix)
+            first = tuple(int(i) for i in (matrix < 0).nonzero()[0])
+            raise ValueError(
+                f"the cost matrix holds {matrix.detach()[first]} at index {first}, expected costs >= 0; "
+                "add a constant to all of them (it changes no optimal plan) or clamp rounding errors to 0."
+            )
+        self.matrix = matrix.to(arithmetic_dtype(matrix.dtype))
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.matrix.shape[-2], self.matrix.shape[-1]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return self.matrix.shape[:-2]
+
+    @property
+    def _data(self) -> Tensor:
+        return self.matrix
+
+    @property
+    def T(self) -> DenseCost:  # noqa: N802
+        transposed = copy.copy(self)
+        transposed.matrix = self.matrix.mT
+        return transposed
+
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked m"]:
+        if self.batch_shape:
+            raise ValueError(
+                f"rows of a cost with batch axes {tuple(self.batch_shape)} are ambiguous; "
+                "expected one (n, m) matrix. Pick the problem's matrix first."
+            )
+        return self.matrix[check_index("index", index, self.shape[0])]
+
+    def dense(self) -> Float[Tensor, "*batch n m"]:
+        return self.matrix
+
+    def diagonal(self) -> Float[Tensor, "*batch n"]:
+        return self.matrix.diagonal(dim1=-2, dim2=-1)
+
+    def row_block(self, start: int, stop: int) -> Float[Tensor, "*batch block m"]:
+        return self.matrix[..., start:stop, :]
+
+    def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
+        cost, v = self._product_arguments(v)
+        with torch.autocast(self.device.type, enabled=False):
+            return (cost.matrix @ v.unsqueeze(-1)).squeeze(-1)
+
+    def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        check_floating("potential", potential)
+        # The matrix is there: unless a graph or torch needs room for scores, it is gone through as one block.
+        if may_run_on(self.matrix, potential) and not makes_graph(self.matrix, potential):
+            potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
+            return softmin_of(self.matrix, potential, epsilon)
+        return super().softmin(potential, epsilon)
+
+    def plan_slopes(
+        self,
+        f: Float[Tensor, "*batch n"],
+        g: Float[Tensor, "*batch m"],
+        log_p: Float[Tensor, "*batch n"],
+        log_q: Float[Tensor, "*batch m"],
+        *,
+        epsilon: float | Tensor,
+        upstream: Float[Tensor, "*batch"],
+    ) -> tuple[Tensor, ...]:
+        # The gradient in the matrix is the plan itself.
+        epsilon = check_epsilon(epsilon, above_zero=True)
+        if not self.matrix.requires_grad:
+            return ()
+        batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
+        if may_run_on(self.matrix, f) and batch == self.batch_shape:
+            from otloss._kernels.plan import scaled_plans
+
+            inverse = 1 / torch.as_tensor(epsilon, dtype=torch.float64, device=self.device)
+            a, b = (h * inverse[..., None] + log_weights for h, log_weights in ((f, log_p), (g, log_q)))
+            return (scaled_plans(self.matrix, (a, b), inverse, upstream),)
+        slopes = torch.empty_like(self.matrix, requires_grad=False)
+        for start, stop in self._blocks(batch):
+            part = slice(start, stop)
+            rows = self.matrix.detach()[..., part, :]
+            plan = plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon)
+            slopes[..., part, :] = (plan * upstream[..., None, None]).sum_to_size(rows.shape)
+        return (slopes,)
+
+    def within(self) -> tuple[Cost, Cost]:
+        matrix = self.matrix.detach()
+        if matrix.shape[-2] == matrix.shape[-1]:
+            allowed = 8 * torch.finfo(self.dtype).eps * matrix.amax()
+            # Without the zeros a matrix between other bins, of a single one for example, would pass.
+            if (matrix - matrix.mT).abs().amax() <= allowed and self.diagonal().detach().abs().amax() <= allowed:
+                return self, self
+        raise ValueError(
+            f"the cost matrix of shape {tuple(matrix.shape)} is not square and symmetric with a diagonal of zeros, so "
+            "it does not tell the costs among the bins of p and among those of q; give them with cost_p= and cost_q=."
+        )
+
+    def largest(self) -> Float[Tensor, "*batch"]:
+        return self.matrix.detach().amax((-2, -1))
+
+    def mean(self) -> Float[Tensor, "*batch"]:
+        return self.matrix.detach().mean((-2, -1))
+
+
+def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
+    """Return `cost` itself if it is a cost object, else wrap the matrix.
+
+    Raises:
+        TypeError: if it is neither a cost object nor a floating tensor.
+        ValueError: as for `DenseCost`.
+
+    Example:
+        >>> as_cost(torch.ones(2, 3))
+        DenseCost(shape=(2, 3), dtype=torch.float32, device='cpu')
+    """
+    if isinstance(cost, Cost):
+        return cost
+    if not isinstance(cost, Tensor):
+        raise TypeError(
+            f"cost is a {type(cost).__name__}, expected a cost object such as PointCost(x, y), or a torch.Tensor "
+            "(..., n, m) of costs; turn a numpy array into one with torch.as_tensor(cost)."
+        )
+    return DenseCost(check_floating("cost", cost))
+
+
+def cost_between(p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"], cost: Cost) -> Cost:
+    """Return `cost` in the dtype of these histograms.
+
+    Raises:
+        ValueError: if its shape is not theirs, or it lies on another device.
+
+    Example:
+        >>> cost_between(torch.ones(2), torch.ones(3), DenseCost(torch.ones(2, 3))).shape
+        (2, 3)
+    """
+    shape = (p.shape[-1], q.shape[-1])
+    if cost.shape != shape:
+        raise ValueError(
+            f"the cost has shape {cost.shape}, expected {shape}: rows for the bins of p, columns for those of q."
+        )
+    if cost.device != p.device:
+        raise ValueError(f"the cost is on {cost.device} and p on {p.device}, expected one device.")
+    return cost if cost.dtype == p.dtype else cost.to(p.dtype)

@@ -1,0 +1,149 @@
+"""The cost between the cells of a regular grid, axis by axis.
+
+Cell i = (i_1, ..., i_d) lies at (spacing_1 i_1, ..., spacing_d i_d), and the cost is a sum over the axes,
+
+    C_ij = sum_k c_k(i_k, j_k),    c_k(a, b) = (spacing_k |a - b|)^power
+
+so products need the marginals of a vector only, and soft minima (hard ones likewise) go through one axis after the
+other, since exp(-C / eps) is a product (J. Solomon et al., Convolutional Wasserstein Distances, 2015):
+
+    (C v)_i = sum_k sum_b c_k(i_k, b) v^(k)_b            v^(k) the sums of v over all axes but k
+    h <- -softmin_b of c_k(a, b) - h_b along axis k      for k = 1, ..., d
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from otloss._checks import check_index, check_positive
+from otloss._kernels import may_run_on
+from otloss.costs.cost import Cost, block_entries, makes_graph, softmin_of
+
+
+class GridCost(Cost):
+    """The cost between the cells of a grid, `sum_k (spacing_k |i_k - j_k|)^power`, such as the pixels of an image.
+
+    Histograms over it are flattened in C order: `image.reshape(*batch, -1)` for images (..., height, width).
+
+    Args:
+        shape: cells along each axis, each at least 1.
+        power: above 0; the squared Euclidean distance at 2 (no 1/2), the l1 distance at 1.
+        spacing: distance of neighbouring cells, above 0: a number, or one per axis. The unit of the cost is its unit
+            to the power `power`.
+
+    Raises:
+        TypeError: if `shape` is no sequence of whole numbers.
+        ValueError: if it is empty or a number in it is below 1, `spacing` does not fit, or a number is not above 0.
+
+    Example:
+        >>> cost = GridCost((2, 3), spacing=(10.0, 1.0))
+        >>> cost.rows(torch.tensor([0])).reshape(2, 3)
+        tensor([[  0.,   1.,   4.],
+                [100., 101., 104.]])
+        >>> cost.apply(torch.full((6,), 1 / 6))
+        tensor([51.6667, 50.6667, 51.6667, 51.6667, 50.6667, 51.6667])
+    """
+
+    def __init__(self, shape: Sequence[int], *, power: float = 2, spacing: float | Sequence[float] = 1.0) -> None:
+        if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
+            raise TypeError(f"the shape of the grid is {shape!r}, expected whole numbers such as (64, 64).")
+        if not shape or min(shape) < 1:
+            raise ValueError(
+                f"the shape of the grid is {tuple(shape)}, expected one axis or more, of at least one cell."
+            )
+        spacings = tuple(spacing) if isinstance(spacing, Sequence) else (spacing,) * len(shape)
+        if len(spacings) != len(shape):
+            raise ValueError(f"spacing has {len(spacings)} numbers, expected one or {len(shape)}, an axis each.")
+        self.cells = tuple(shape)
+        self.power = check_positive("power", power)
+        # Numbers of Python, so that a cost moved to float64 has all their digits.
+        self.spacing = tuple(check_positive("spacing", step) for step in spacings)
+        self._kind = torch.zeros((), dtype=torch.float32, device="cpu")
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return math.prod(self.cells), math.prod(self.cells)
+
+    @property
+    def _data(self) -> Tensor:
+        return self._kind
+
+    @property
+    def T(self) -> GridCost:  # noqa: N802
+        return self
+
+    def axis_costs(self, axis: int) -> Float[Tensor, "cells cells"]:
+        """Return the costs c_k between the positions along one axis."""
+        steps = torch.arange(self.cells[axis], device=self.device)
+        by_steps = (steps.to(self.dtype) * self.spacing[axis]) ** self.power
+        return by_steps[(steps.unsqueeze(1) - steps).abs()]
+
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked n"]:
+        index = check_index("index", index, self.shape[0])
+        total = torch.zeros((len(index), *self.cells), dtype=self.dtype, device=self.device)
+        for axis, at in enumerate(torch.unravel_index(index, self.cells)):
+            total += self.axis_costs(axis)[at].reshape(-1, *self._along(axis))
+        return total.reshape(len(index), self.shape[1])
+
+    def apply(self, v: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+        cost, v = self._product_arguments(v)
+        v = v.reshape(*v.shape[:-1], *self.cells)
+        total = torch.zeros_like(v)
+        for axis in range(len(self.cells)):
+            others = [k - len(self.cells) for k in range(len(self.cells)) if k != axis]
+            marginal = v.sum(others) if others else v  # (*batch, cells of the axis)
+            with torch.autocast(self.device.type, enabled=False):
+                product = marginal @ cost.axis_costs(axis)
+            total = total + product.reshape(*product.shape[:-1], *self._along(axis))
+        return total.flatten(-len(self.cells))
+
+    def softmin(self, potential: Float[Tensor, "*batch n"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        potential, epsilon, batch = self._softmin_arguments(potential, epsilon)
+        h = potential.expand(*batch, -1).reshape(batch.numel(), *self.cells)
+        if isinstance(epsilon, Tensor):
+            epsilon = epsilon.expand(batch).reshape(-1, *(1 for _ in self.cells[1:]))  # an axis for each but the one
+        for axis in range(len(self.cells)):
+            lines = h.movedim(axis + 1, -1)  # (problems, other cells, cells of the axis)
+            h = -_along_lines(self.axis_costs(axis), lines, epsilon).movedim(-1, axis + 1)
+        return -h.reshape(*batch, self.shape[0])
+
+    def largest(self) -> Tensor:
+        corners = sum((step * (size - 1)) ** self.power for step, size in zip(self.spacing, self.cells, strict=True))
+        return torch.full((), corners, dtype=self.dtype, device=self.device)
+
+    def _along(self, axis: int) -> list[int]:
+        return [size if k == axis else 1 for k, size in enumerate(self.cells)]
+
+    def __repr__(self) -> str:
+        return f"{super().__repr__()[:-1]}, cells={self.cells}, power={self.power}, spacing={self.spacing})"
+
+
+def _along_lines(
+    matrix: Float[Tensor, "size size"], lines: Float[Tensor, "*lines size"], epsilon: float | Tensor
+) -> Float[Tensor, "*lines size"]:
+    """The soft minimum of every line; in torch so many lines at a time that their scores stay within a block."""
+    if may_run_on(matrix, lines) and not makes_graph(lines):
+        return softmin_of(matrix, lines, epsilon)
+    leading, size = lines.shape[:-1], lines.shape[-1]
+    flat = lines.reshape(-1, size)
+    step = max(1, block_entries() // size**2)
+    widths = epsilon.expand(leading).reshape(-1) if isinstance(epsilon, Tensor) else None
+    parts = []
+    bounds = [*range(0, len(flat), step), len(flat)] if len(flat) else [0, 0]
+    for start, stop in pairwise(bounds):
+        width = epsilon if widths is None else widths[start:stop]
+        if len(bounds) > 2 and makes_graph(lines):
+            part = checkpoint(
+                softmin_of, matrix, flat[start:stop], width, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            part = softmin_of(matrix, flat[start:stop], width)
+        parts.append(part)
+    return torch.cat(parts).reshape(lines.shape)

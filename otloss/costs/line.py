@@ -1,0 +1,83 @@
+"""The cost between positions on a line."""
+
+from __future__ import annotations
+
+from typing import Self
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._checks import check_finite, check_floating, check_index, check_positive
+from otloss._kernels import may_run_on
+from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph
+
+
+class LineCost(Cost):
+    """The cost between positions on a line, `|x_i - x_j|^power`.
+
+    Args:
+        x: (n,), finite positions in any order; the unit of the cost is that of `x` to the power `power`.
+            The graph of `x` is kept.
+        power: above 0; a metric up to 1, the squared distance at 2.
+
+    Raises:
+        TypeError: if `x` is no floating tensor.
+        ValueError: if it is not (n,), holds a NaN or an infinity, or `power` is not above 0.
+
+    Example:
+        >>> LineCost(torch.tensor([0.0, 1.0, 3.0])).dense()
+        tensor([[0., 1., 3.],
+                [1., 0., 2.],
+                [3., 2., 0.]])
+    """
+
+    def __init__(self, x: Float[Tensor, " n"], power: float = 1) -> None:
+        check_floating("x", x)
+        if x.dim() != 1 or x.numel() == 0:
+            raise ValueError(f"x has shape {tuple(x.shape)}, expected (n,) with n >= 1.")
+        check_finite("x", x)
+        self.x = x.to(arithmetic_dtype(x.dtype))
+        self.power = check_positive("power", power)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[0], self.x.shape[0]
+
+    @property
+    def _data(self) -> Tensor:
+        return self.x
+
+    @property
+    def T(self) -> Self:  # noqa: N802
+        return self
+
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked n"]:
+        index = check_index("index", index, self.shape[0])
+        difference = self.x[index].unsqueeze(1) - self.x  # (picked, n)
+        if self.power == 2:
+            return difference.square()
+        distance = difference.abs()
+        if self.power == 1:
+            return distance
+        # Below power 1 the slope at 0 is infinite, and infinity times the zero slope of |.| would be NaN.
+        apart = distance > 0
+        return torch.where(apart, torch.where(apart, distance, 1.0) ** self.power, 0.0)
+
+    def softmin(self, potential: Float[Tensor, "*batch n"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        check_floating("potential", potential)
+        metric = {1.0: "l1", 2.0: "sqeuclidean"}.get(self.power)
+        if metric is None or makes_graph(potential, self.x) or not may_run_on(self.x, potential):
+            return super().softmin(potential, epsilon)
+        from otloss._kernels.points import points_softmin
+
+        potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
+        points = self.x.unsqueeze(-1)
+        return points_softmin(points, points, potential, epsilon=epsilon, metric=metric)
+
+    def largest(self) -> Tensor:
+        x = self.x.detach()
+        return (x.amax() - x.amin()) ** self.power
+
+    def __repr__(self) -> str:
+        return super().__repr__()[:-1] + f", power={self.power})"

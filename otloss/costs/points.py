@@ -1,0 +1,381 @@
+"""Costs between two clouds of points, without their matrix.
+
+    sqeuclidean   |x_i - y_j|^2            no factor 1/2
+    euclidean     |x_i - y_j|              slope 0 where two points coincide
+    l1            sum_k |x_ik - y_jk|      likewise, per coordinate
+    cosine        1 - cos(x_i, y_j)        a point at the origin costs 1, and 0 to itself
+
+Distances are right to a few roundings also far from the origin and between near points (`costs._distances`). With c
+the centre of y, and u, v for points of length one, products with a vector w need no distances:
+
+    sum_j w_j |x_i - y_j|^2 = |x_i - c|^2 sum_j w_j - 2 (x_i - c).sum_j w_j (y_j - c) + sum_j w_j |y_j - c|^2
+    sum_j w_j (1 - u_i.v_j) = sum_j w_j - u_i.sum_j w_j v_j
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._checks import broadcast_shape, check_broadcast, check_epsilon, check_finite, check_floating, check_index
+from otloss._kernels import is_small, may_run_on
+from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
+from otloss.costs.distances import distances, suit_products
+
+Metric = str | Callable[[Tensor, Tensor], Tensor]
+METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
+_KERNEL_METRICS = METRICS[:3]
+
+
+class PointCost(Cost):
+    """The cost between the points of two clouds, by their distance or another function of both.
+
+    Args:
+        x: (n, d), or (..., n, d) for one cloud per problem; finite. The graph is kept, and that of `y`.
+        y: (m, d) or (..., m, d), `x` by default.
+        metric: "sqeuclidean" (no 1/2), "euclidean", "l1", "cosine" (a zero row costs 1, 0 to itself in the cloud of its
+            own); or a function of (n, d) and (m, d) that gives the (n, m) costs, finite and >= 0 (of (..., n, d) and
+            (..., m, d) if there is a cloud per problem). It is called with part of the points at a time.
+
+    Attributes:
+        x, y: the clouds, with rows of length one for "cosine"; one object if `y` was left out.
+
+    Raises:
+        TypeError: if x or y is no floating tensor.
+        ValueError: if their shapes or devices do not fit, or a coordinate is NaN or infinite, or the metric is unknown.
+
+    Example:
+        >>> cost = PointCost(torch.tensor([[0.0, 0.0], [3.0, 4.0]]), torch.tensor([[0.0, 0.0]]), metric="euclidean")
+        >>> cost.dense()
+        tensor([[0.],
+                [5.]])
+    """
+
+    def __init__(
+        self,
+        x: Float[Tensor, "*batch n d"],
+        y: Float[Tensor, "*batch m d"] | None = None,
+        *,
+        metric: Metric = "sqeuclidean",
+    ) -> None:
+        if not callable(metric) and metric not in METRICS:
+            raise ValueError(f"metric is {metric!r}, expected one of {METRICS} or a function of two clouds.")
+        _check_cloud("x", x)
+        self.metric = metric
+        if y is None or y is x:
+            self.x = self.y = x.to(arithmetic_dtype(x.dtype))
+        else:
+            _check_cloud("y", y)
+            if x.shape[-1] != y.shape[-1] or x.device != y.device:
+                raise ValueError(
+                    f"x has {x.shape[-1]} coordinates on {x.device}, y {y.shape[-1]} on {y.device}, expected the same."
+                )
+            check_broadcast(x=x.shape[:-2], y=y.shape[:-2])
+            dtype = arithmetic_dtype(torch.promote_types(x.dtype, y.dtype))
+            self.x, self.y = x.to(dtype), y.to(dtype)
+        if metric == "cosine":
+            one_cloud = self.y is self.x
+            self.x = unit_rows("x", self.x)[0]
+            self.y = self.x if one_cloud else unit_rows("y", self.y)[0]
+        # Clouds and their orders for the kernels, shared with what is made of this cost. An order stays a permutation
+        # where a cloud is changed in place, so it can be out of date, but not wrong.
+        self._orders: list[tuple[Tensor, Tensor]] = []
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.x.shape[-2], self.y.shape[-2]
+
+    @property
+    def batch_shape(self) -> torch.Size:
+        return broadcast_shape(self.x.shape[:-2], self.y.shape[:-2])
+
+    @property
+    def _data(self) -> Tensor:
+        return self.x
+
+    @property
+    def T(self) -> PointCost:  # noqa: N802
+        if callable(self.metric):
+            metric = self.metric
+            return self._between(self.y, self.x, _Swapped(metric))
+        return self if self.x is self.y else self._between(self.y, self.x, self.metric)
+
+    def within(self) -> tuple[PointCost, PointCost]:
+        return self._between(self.x, self.x, self.metric), self._between(self.y, self.y, self.metric)
+
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked m"]:
+        if self.batch_shape:
+            raise ValueError(
+                f"rows of a cost with batch axes {tuple(self.batch_shape)} are ambiguous; "
+                "expected clouds (n, d) and (m, d). Pick the problem's clouds first."
+            )
+        index = check_index("index", index, self.shape[0])
+        return self._costs(self.x[index], index)
+
+    def row_block(self, start: int, stop: int) -> Float[Tensor, "*batch block m"]:
+        return self._costs(self.x[..., start:stop, :], torch.arange(start, stop, device=self.device))
+
+    def diagonal(self) -> Float[Tensor, "*batch n"]:
+        if self.x is self.y and not callable(self.metric):
+            return torch.zeros(self.x.shape[:-1], dtype=self.dtype, device=self.device)
+        if callable(self.metric):
+            parts = [self.row_block(*b).diagonal(b[0], dim1=-2, dim2=-1) for b in self._blocks(self.batch_shape)]
+            return torch.cat(parts, dim=-1)
+        return _distances(self.x.unsqueeze(-2), self.y.unsqueeze(-2), self.metric)[..., 0, 0]
+
+    def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
+        """Return C v: in O((n + m) d) for "sqeuclidean" and "cosine", by blocks of rows otherwise.
+
+        The absolute error of the short forms is that of a sum over `|v|` times the largest cost, since they cancel.
+        """
+        if self.metric not in ("sqeuclidean", "cosine"):
+            return super().apply(v)
+        cost, v = self._product_arguments(v)
+        with torch.autocast(self.device.type, enabled=False):
+            if self.metric == "cosine":
+                return _cosine_product(cost, v)
+            return _square_product(cost, v)
+
+    def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+        check_floating("potential", potential)
+        if makes_graph(potential, self.x, self.y) or not self._has_kernel(potential):
+            return super().softmin(potential, epsilon)
+        from otloss._kernels.points import points_softmin
+
+        potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
+        orders = self._orders_of(self.x, self.y)
+        return points_softmin(self.x, self.y, potential, epsilon=epsilon, metric=str(self.metric), orders=orders)
+
+    def _orders_of(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
+        from otloss._kernels.points import can_leave_out, order_of
+
+        if not can_leave_out(x, y):
+            return None
+        found = []
+        for cloud in (x, y):
+            known = [order for points, order in self._orders if points is cloud]
+            if not known:
+                known = [order_of(cloud)]
+                self._orders.append((cloud, known[0]))
+            found.append(known[0])
+        return found[0], found[1]
+
+    def parameters(self) -> tuple[Tensor, ...]:
+        if callable(self.metric):
+            with torch.enable_grad():
+                probe = _given_by(self.metric, self.x.detach()[..., :1, :], self.y.detach()[..., :1, :])
+            if probe.requires_grad:
+                raise ValueError(
+                    "the metric has parameters of its own that require gradients, which would get none here; "
+                    "pass the matrix PointCost(...).dense() as the cost, or turn off their requires_grad."
+                )
+        return super().parameters()
+
+    def plan_slopes(
+        self,
+        f: Float[Tensor, "*batch n"],
+        g: Float[Tensor, "*batch m"],
+        log_p: Float[Tensor, "*batch n"],
+        log_q: Float[Tensor, "*batch m"],
+        *,
+        epsilon: float | Tensor,
+        upstream: Float[Tensor, "*batch"],
+    ) -> tuple[Tensor, ...]:
+        parameters = self.parameters()
+        if not parameters or not self._has_kernel(f, g):
+            return super().plan_slopes(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+        from otloss._kernels.points import slopes_in_x
+
+        epsilon = check_epsilon(epsilon, above_zero=True)
+        width = epsilon.unsqueeze(-1) if isinstance(epsilon, Tensor) else epsilon
+        a, b = f + width * log_p, g + width * log_q
+        found: dict[int, Tensor] = {}
+        for points, others, mine, theirs in ((self.x, self.y, a, b), (self.y, self.x, b, a)):
+            if points.requires_grad:
+                slopes = slopes_in_x(
+                    points, others, mine, theirs,
+                    epsilon=epsilon, metric=str(self.metric), orders=self._orders_of(points, others),
+                )  # fmt: skip
+                slopes = (slopes * upstream[..., None, None].to(slopes)).sum_to_size(points.shape)
+                found[id(points)] = found[id(points)] + slopes if id(points) in found else slopes
+        return tuple(found[id(t)] for t in parameters)
+
+    def largest(self) -> Float[Tensor, "*batch"]:
+        """Return a bound of the largest cost, from the boxes around the clouds, per problem and without a graph."""
+        if callable(self.metric):
+            return super().largest()
+        if self.metric == "cosine":
+            return torch.full(self.batch_shape, 2.0, dtype=self.dtype, device=self.device)
+        x, y = self.x.detach(), self.y.detach()
+        width = torch.maximum(x.amax(-2) - y.amin(-2), y.amax(-2) - x.amin(-2))  # (..., d)
+        if self.metric == "l1":
+            return width.sum(-1)
+        return width.square().sum(-1) if self.metric == "sqeuclidean" else torch.linalg.vector_norm(width, dim=-1)
+
+    def _has_kernel(self, *potentials: Tensor) -> bool:
+        problems = broadcast_shape(self.batch_shape, *(t.shape[:-1] for t in potentials)).numel()
+        if self.metric not in _KERNEL_METRICS or is_small(problems * self.shape[0] * self.shape[1]):
+            return False
+        return may_run_on(self.x, *potentials)
+
+    def _between(self, x: Tensor, y: Tensor, metric: Metric) -> PointCost:
+        cost = copy.copy(self)
+        cost.x, cost.y, cost.metric = x, y, metric
+        return cost
+
+    def _costs(self, x: Tensor, index: Tensor) -> Tensor:
+        """The costs of these points, which are `x[index]`, to all of y."""
+        if not callable(self.metric):
+            costs = _distances(x, self.y, self.metric)
+            if self.metric != "cosine" or self.x is not self.y:
+                return costs
+            return costs.masked_fill(index.unsqueeze(-1) == torch.arange(self.shape[1], device=self.device), 0.0)
+        costs = _given_by(self.metric, x, self.y)
+        batch = broadcast_shape(x.shape[:-2], self.y.shape[:-2])
+        if costs.shape != (*batch, x.shape[-2], self.shape[1]):
+            raise ValueError(
+                f"the metric gave costs of shape {tuple(costs.shape)} for clouds {tuple(x.shape)} and "
+                f"{tuple(self.y.shape)}, expected {(*batch, x.shape[-2], self.shape[1])}."
+            )
+        if costs.numel() and not (costs.detach().amin() >= 0 and costs.detach().amax() < torch.inf):
+            raise ValueError(
+                f"the metric gave costs from {float(costs.detach().amin())} to {float(costs.detach().amax())}, "
+                "expected finite costs >= 0; clamp rounding errors with .clamp(min=0)."
+            )
+        return costs.to(self.dtype)
+
+    def __repr__(self) -> str:
+        name = self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "a function")
+        return super().__repr__()[:-1] + f", metric={name!r}, axes={self.x.shape[-1]})"
+
+
+class _Swapped:
+    """A metric of the user's with its arguments exchanged; picklable where the metric is."""
+
+    def __init__(self, metric: Callable[[Tensor, Tensor], Tensor]) -> None:
+        self.metric = metric
+
+    def __call__(self, x: Tensor, y: Tensor) -> Tensor:
+        return _given_by(self.metric, y, x).mT
+
+
+def _given_by(metric: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
+    costs = metric(x, y)
+    if not isinstance(costs, Tensor):
+        raise TypeError(
+            f"the metric gave a {type(costs).__name__}, expected a torch.Tensor of the costs between all points of "
+            "both clouds; write it in torch operations, so that it has gradients too."
+        )
+    return costs
+
+
+class _SquaredDistances(torch.autograd.Function):
+    """|x_i - y_j|^2, with gradients from products: no n m d array in either pass, and both smooth."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor) -> Tensor:
+        ctx.save_for_backward(x, y)
+        return distances(x, y, squared=True)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        (upstream,) = gradients
+        x, y = ctx.saved_tensors
+        centre = y.detach().mean(-2, keepdim=True)
+        x_c, y_c = x - centre, y - centre
+        with torch.autocast(x.device.type, enabled=False):
+            by_x = 2 * (upstream.sum(-1).unsqueeze(-1) * x_c - upstream @ y_c)
+            by_y = 2 * (upstream.sum(-2).unsqueeze(-1) * y_c - upstream.mT @ x_c)
+        return by_x.sum_to_size(x.shape), by_y.sum_to_size(y.shape)
+
+
+def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
+    if metric == "sqeuclidean":
+        squares: Tensor = _SquaredDistances.apply(x, y)
+        return squares
+    if metric == "cosine":
+        with torch.autocast(x.device.type, enabled=False):
+            return (1 - x @ y.mT).clamp(0, 2)
+    found: Tensor = _Distances.apply(x, y, 2.0 if metric == "euclidean" else 1.0)
+    return found
+
+
+class _Distances(torch.autograd.Function):
+    """Euclidean or l1 distances, whose slopes are 0 where points coincide; torch.cdist is differentiable once only."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, p: float) -> Tensor:
+        found = distances(x, y, order=p)
+        ctx.save_for_backward(x, y, found)
+        ctx.p = p
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, y, found = ctx.saved_tensors
+        (upstream,) = gradients
+        if not torch.is_grad_enabled() and ctx.p == 2 and x.dtype == torch.float32 and suit_products(x, y):
+            by_x, by_y = _pulls(x, y, found, upstream)
+        elif not torch.is_grad_enabled():
+            batch = found.shape[:-2]
+            wide_x, wide_y = (t.expand(*batch, *t.shape[-2:]).contiguous() for t in (x, y))
+            pull = torch.ops.aten._cdist_backward
+            by_x = pull(upstream.contiguous(), wide_x, wide_y, ctx.p, found)
+            by_y = pull(upstream.mT.contiguous(), wide_y, wide_x, ctx.p, found.mT.contiguous())
+        else:  # with a graph, and an array of n m d
+            apart = x.unsqueeze(-2) - y.unsqueeze(-3)
+            if ctx.p == 1:
+                direction = apart.detach().sign()
+            else:
+                near = found == 0
+                direction = (apart / found.masked_fill(near, 1.0).unsqueeze(-1)).masked_fill(near.unsqueeze(-1), 0)
+            forces = upstream.unsqueeze(-1) * direction
+            by_x, by_y = forces.sum(-2), -forces.sum(-3)
+        return by_x.sum_to_size(x.shape), by_y.sum_to_size(y.shape), None
+
+
+def _pulls(x: Tensor, y: Tensor, found: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients through float32 distances, by products in float64: these keep the digits that near points cancel."""
+    batch, wide_y = found.shape[:-2], y.double()
+    centre = wide_y.mean(-2, keepdim=True)
+    a, b = (x.double() - centre).expand(*batch, *x.shape[-2:]), (wide_y - centre).expand(*batch, *y.shape[-2:])
+    with torch.autocast(x.device.type, enabled=False):
+        forces = upstream.double() / found.masked_fill(found == 0, torch.inf)
+        by_x = forces.sum(-1, keepdim=True) * a - forces @ b
+        by_y = forces.sum(-2).unsqueeze(-1) * b - forces.mT @ a
+    return by_x.to(x), by_y.to(y)
+
+
+def _square_product(cost: PointCost, v: Tensor) -> Tensor:
+    centre = cost.y.detach().mean(-2, keepdim=True)
+    x, y = cost.x - centre, cost.y - centre
+    moment = (v.unsqueeze(-2) @ y).squeeze(-2)  # (..., d)
+    square = (v * y.square().sum(-1)).sum(-1, keepdim=True)
+    mixed = (x @ moment.unsqueeze(-1)).squeeze(-1)  # (..., n)
+    return x.square().sum(-1) * v.sum(-1, keepdim=True) - 2 * mixed + square
+
+
+def _cosine_product(cost: PointCost, v: Tensor) -> Tensor:
+    moment = (v.unsqueeze(-2) @ cost.y).squeeze(-2)  # (..., d)
+    product = v.sum(-1, keepdim=True) - (cost.x @ moment.unsqueeze(-1)).squeeze(-1)
+    if cost.x is not cost.y:
+        return product
+    # A point at the origin has no product with itself to cancel its own mass.
+    return product - v * (cost.x.detach() == 0).all(-1)
+
+
+def _check_cloud(name: str, points: Any) -> None:
+    check_floating(name, points)
+    if points.dim() == 1:
+        raise ValueError(
+            f"{name} has shape {tuple(points.shape)}, expected points (..., n, d); for positions on a line use "
+            f"LineCost, or {name}[:, None]."
+        )
+    if points.dim() < 2 or 0 in points.shape[-2:]:
+        raise ValueError(f"{name} has shape {tuple(points.shape)}, expected (..., n, d) with n, d >= 1.")
+    check_finite(name, points)

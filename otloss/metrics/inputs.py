@@ -1,0 +1,170 @@
+"""What the metrics take in, as positions in rank order and probabilities in columns of that order.
+
+Two orders meet here and are kept apart, before anything is computed:
+
+    labels     the rank order, given by the user: lowest class first, of any label type
+    columns    the order of the columns of `predict_proba`; scikit-learn sorts the labels, so that is the default
+
+Columns of a data frame that are named by the labels are taken by their names, wherever they stand.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Int
+from numpy.typing import ArrayLike
+
+from otloss.metrics.labels import (
+    KINDS,
+    Labels,
+    as_numbers,
+    categories_of,
+    is_whole,
+    plain_labels,
+    positions,
+    rank_order,
+    shown,
+)
+from otloss.metrics.numbers import read_probabilities, read_shares
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """Probabilities beside what came true, both in rank order.
+
+    Attributes:
+        observed: (n,) positions of the true classes.
+        proba: (n, K) float64, each row of sum 1.
+        labels: (K,) in rank order.
+        weight: (n,) sample weights of sum 1.
+    """
+
+    observed: Int[np.ndarray, " n"]
+    proba: Float[np.ndarray, "n classes"]
+    labels: Labels
+    weight: Float[np.ndarray, " n"]
+
+    @property
+    def below(self) -> Float[np.ndarray, "n thresholds"]:
+        """(n, K - 1), the forecast P(Y <= k); the sum over all classes is 1 and left out."""
+        return np.minimum(self.proba.cumsum(1)[:, :-1], 1.0)
+
+    @property
+    def was_below(self) -> Float[np.ndarray, "n thresholds"]:
+        """(n, K - 1), 1 where the true class is at most k."""
+        return (self.observed[:, None] <= np.arange(self.proba.shape[1] - 1)).astype(float)
+
+
+def read_decisions(
+    y_true: ArrayLike, y_pred: ArrayLike, labels: ArrayLike | None
+) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Labels]:
+    """Return both label vectors as positions in rank order, and that order."""
+    order = rank_order(labels, y_true=y_true, y_pred=y_pred)
+    if labels is None and categories_of(y_true) is None and categories_of(y_pred) is None:
+        _check_whole(order)
+    true, predicted = positions("y_true", y_true, order), positions("y_pred", y_pred, order)
+    if true.shape != predicted.shape:
+        raise ValueError(f"y_true has {true.size} labels and y_pred {predicted.size}, expected as many.")
+    return true, predicted, order
+
+
+def _check_whole(order: Labels) -> None:
+    """Raise where labels have fractions: continuous predictions, or classes of which the data may lack some."""
+    numbers = as_numbers(order)
+    if numbers is None or is_whole(numbers).all():
+        return
+    raise ValueError(
+        f"the labels hold {order[~is_whole(numbers)].tolist()[0]!r}, which is no whole number; bring continuous "
+        "predictions to the nearest class first, or pass labels=, the classes in rank order."
+    )
+
+
+def read_forecast(
+    y_true: ArrayLike, proba: ArrayLike, labels: ArrayLike | None, columns: ArrayLike, sample_weight: ArrayLike | None
+) -> Forecast:
+    """Return the checked `Forecast`; `columns` is "sorted", "rank", or the label of each column."""
+    table = read_probabilities("proba", proba)
+    given = None if isinstance(columns, str) else plain_labels("columns", columns)
+    if given is None and columns not in ("sorted", "rank"):
+        raise ValueError(f'columns is {columns!r}, expected "sorted", "rank", or the label of each column.')
+    names = _names_of_columns(proba)
+    if labels is None:
+        order, of_columns = _order_told(y_true, table.shape[1], given, names)
+    else:
+        order = of_columns = rank_order(labels)
+    if given is None and columns == "rank":
+        given = of_columns
+    named = _checked_against_names(given, names, order)
+    if named is None:
+        named = np.sort(of_columns)
+    if table.shape[1] != named.size:
+        raise ValueError(
+            f"proba has {table.shape[1]} columns, expected {named.size}: one for each of {shown(named)}. "
+            "Where a model was fitted without some class, pass columns=model.classes_."
+        )
+    ranks = positions("columns", named, order)
+    if np.unique(ranks).size != ranks.size:
+        raise ValueError(f"columns is {shown(named)}, expected each label once.")
+    in_rank_order = np.zeros((table.shape[0], order.size))
+    in_rank_order[:, ranks] = table
+    observed = positions("y_true", y_true, order)
+    if observed.size != table.shape[0]:
+        raise ValueError(f"y_true has {observed.size} labels and proba {table.shape[0]} rows, expected as many.")
+    return Forecast(observed, in_rank_order, order, read_shares(sample_weight, observed.size))
+
+
+def _order_told(y_true: ArrayLike, columns: int, given: Labels | None, names: Labels | None) -> tuple[Labels, Labels]:
+    """Return the rank order that labels and columns tell by themselves, and the labels of the columns in that order."""
+    if categories_of(y_true) is not None:
+        order = rank_order(None, y_true=y_true)
+        return order, order
+    seen = np.unique(plain_labels("y_true", y_true))
+    if given is None and names is not None and (seen[:, None] == names).any(1).all():
+        given = names
+    if given is not None:
+        order = rank_order(None, y_true=y_true, columns=given)
+        return order, order[(order[:, None] == given).any(1)]
+    order = rank_order(None, y_true=y_true)
+    for of_columns in (order[(order[:, None] == seen).any(1)], order):
+        if of_columns.size == columns:
+            return order, of_columns
+    raise ValueError(
+        f"proba has {columns} columns but y_true holds {seen.size} classes, {shown(seen)}: which column is whose "
+        "cannot be told. Pass labels=, all classes in rank order."
+    )
+
+
+def _names_of_columns(proba: Any) -> Labels | None:
+    """Return the names of a data frame's columns; None without, where they are 0 to K - 1, or can be no labels."""
+    try:
+        names = plain_labels("the columns of proba", np.asarray(getattr(proba, "columns", None)))
+    except (TypeError, ValueError):
+        return None
+    return None if names.dtype.kind in "iu" and np.array_equal(names, np.arange(names.size)) else names
+
+
+def _checked_against_names(given: Labels | None, names: Labels | None, order: Labels) -> Labels | None:
+    """Return the label of each column, by the names of the columns if these are labels, or else as `given`."""
+    if names is None:
+        return given
+    # Files turn numbers into strings.
+    alike = KINDS[names.dtype.kind] == KINDS[order.dtype.kind]
+    same = names[:, None] == order if alike else names.astype(str)[:, None] == order.astype(str)
+    known = same.any(1)
+    if not known.any():
+        return given
+    if not known.all():
+        raise ValueError(
+            f"the columns of proba are {shown(names)}, of which {shown(names[~known])} are no labels, expected some "
+            f"of {shown(order)}; drop them, rename them, or pass proba.to_numpy()."
+        )
+    named = order[same.argmax(1)]
+    if given is not None and not np.array_equal(given, named):
+        raise ValueError(
+            f"columns stands for {shown(given)}, but the columns of proba are {shown(names)}; "
+            "leave columns out, or pass proba.to_numpy() if the names are wrong."
+        )
+    return named

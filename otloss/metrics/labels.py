@@ -1,0 +1,217 @@
+"""Labels of any type, their rank order, and their positions 0 to K - 1 in it.
+
+`implied_order` is the one rule by which labels without a given order are read. Metrics, scorers and the estimators all
+call it, so that they agree on the position of each class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import date
+from typing import Any
+
+import numpy as np
+from jaxtyping import Int, Shaped
+from numpy.typing import ArrayLike
+
+from otloss.metrics.numbers import as_array
+
+_MOST_CLASSES = 10_000  # a range of integers with more is hardly one of ranks
+KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings", "S": "bytes", "M": "dates",
+         "O": "intervals"}  # fmt: skip
+
+Labels = Shaped[np.ndarray, " classes"]
+
+
+def rank_order(labels: ArrayLike | None, **targets: ArrayLike) -> Labels:
+    """Return `labels` checked, or the order that the targets themselves tell.
+
+    That is the order of the ordered pandas Categoricals among them, which must agree; else that of `implied_order`.
+
+    Raises:
+        ValueError: if the targets imply no order, or an ordered Categorical disagrees with another.
+    """
+    if labels is None:
+        labels = _common_categories(targets)
+    if labels is not None:
+        order = plain_labels("labels", labels)
+        if order.size == 0 or np.unique(order).size != order.size:
+            raise ValueError(f"labels is {shown(order)}, expected each class once, in rank order.")
+        return order
+    plain = {name: plain_labels(name, values) for name, values in targets.items()}
+    _check_same_kind(**plain)
+    for name, given in plain.items():
+        if given.size == 0:
+            raise ValueError(f"{name} is empty, expected at least one label.")
+    order, doubt = implied_order(np.unique(np.concatenate(list(plain.values()))))
+    if doubt:
+        raise ValueError(f"{doubt}. Pass labels=, all classes in rank order, or an ordered pandas Categorical.")
+    return order
+
+
+def implied_order(seen: Labels) -> tuple[Labels, str]:
+    """Return all classes in the rank order that the sorted distinct labels `seen` imply, and why it is in doubt, or "".
+
+    - Whole numbers, also as text ("2" before "10"): every integer from the smallest to the largest is a class, so the
+      distance between two labels is their difference, and a class that no row has does not bring its neighbours
+      together. Labels 1, 2, 5 stand for the classes 1 to 5, at the positions 0, 1 and 4.
+    - Numbers with a fraction, also as text, dates, intervals and booleans: the labels seen in their order, 1 apart.
+    - Other text: likewise, but in doubt, for its order is that of the alphabet. One label alone needs no order.
+    - Whole numbers too far apart to be ranks, and texts that spell one number: likewise in doubt.
+    """
+    numbers = as_numbers(seen)
+    if numbers is None:
+        in_doubt = seen.dtype.kind in "US" and seen.size > 1
+        reason = f"the labels {shown(seen)} are text, whose rank order is not known: it is seldom the alphabet"
+        return seen, reason if in_doubt else ""
+    by_number = seen[np.argsort(numbers, kind="stable")]
+    numbers = np.sort(numbers)
+    if (equal := np.diff(numbers) == 0).any():
+        first = int(np.flatnonzero(equal)[0])
+        return by_number, "the labels {!r} and {!r} are one number".format(*_plain(by_number[first : first + 2]))
+    if not is_whole(numbers).all():
+        return by_number, ""
+    if not float(numbers[-1]) - float(numbers[0]) < _MOST_CLASSES:
+        ends = f"from {by_number[0]} to {by_number[-1]}"
+        return by_number, f"the labels go {ends}, and every integer between would be a class"
+    every = np.arange(int(numbers[0]), int(numbers[-1]) + 1)
+    if seen.dtype.kind not in "US":
+        return every, ""
+    text_of = dict(zip(numbers.astype(int).tolist(), by_number.tolist(), strict=True))
+    spelt: Callable[[int], Any] = str if seen.dtype.kind == "U" else lambda number: b"%d" % number
+    return np.array([text_of.get(number, spelt(number)) for number in every.tolist()]), ""
+
+
+def as_numbers(labels: Labels) -> Shaped[np.ndarray, " labels"] | None:
+    """Return the numbers that labels are, or spell; None where one is no number."""
+    if labels.dtype.kind in "iuf":
+        return labels
+    if labels.dtype.kind not in "US":
+        return None
+    try:
+        numbers = np.array([float(label) for label in labels.tolist()])
+    except ValueError:
+        return None
+    python_only = any("_" in str(label) for label in labels.tolist())  # "1_0" is 10 to Python
+    return None if python_only or not np.isfinite(numbers).all() else numbers
+
+
+def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
+    """Return which of the numbers are integers."""
+    return numbers == np.rint(numbers)
+
+
+def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " n"]:
+    """Return where in `order` each label stands, else raise ValueError naming the first one that does not."""
+    given = plain_labels(name, values)
+    if given.size == 0:
+        raise ValueError(f"{name} is empty, expected at least one label.")
+    _check_same_kind(**{name: given}, labels=order)
+    sorter = np.argsort(order)
+    place = np.searchsorted(order, given, sorter=sorter).clip(max=order.size - 1)
+    found = sorter[place]
+    unknown = order[found] != given
+    if unknown.any():
+        first = int(np.flatnonzero(unknown)[0])
+        raise ValueError(
+            f"{name}[{first}] is {_plain(given[first : first + 1])[0]!r}, expected one of the labels {shown(order)}; "
+            "pass labels=, all classes in rank order."
+        )
+    return found
+
+
+def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
+    """Return labels as an array of numbers, strings, dates or intervals with one axis, none of them missing."""
+    values = _as_column(values)
+    array = as_array(values)
+    if array.ndim == 0:
+        raise TypeError(
+            f"{name} is {values!r}, a {type(values).__name__}; expected a list or array of labels, whose order counts."
+        )
+    if array.ndim != 1:
+        table = array.ndim == 2 and array.shape[1] > 1
+        mend = f"of scores of classes take {name}.argmax(axis=1)" if table else f"call np.ravel({name})"
+        raise ValueError(f"{name} has shape {array.shape}, expected one axis of labels; {mend}.")
+    # numpy turns the numbers of a list into strings where it holds one string.
+    mixable = array.dtype.kind == "U" and isinstance(values, Iterable) and not isinstance(values, np.ndarray)
+    items = array.tolist() if array.dtype.kind in "OT" else list(values) if mixable else None  # type: ignore[arg-type]
+    if items is not None:
+        _check_present(name, np.array([v is None or _unequal(v) for v in items], dtype=bool))
+        if len({isinstance(v, str) for v in items}) > 1:
+            raise TypeError(f"{name} mixes strings with other types, expected labels of one type.")
+        array = _dates(name, items) if items and all(isinstance(v, date) for v in items) else np.array(items)
+    known = all(_is_interval(v) for v in items) if items and array.dtype.kind == "O" else array.dtype.kind in KINDS
+    if not known or array.ndim != 1:
+        first = items[0] if items else array[0]
+        raise TypeError(
+            f"{name} holds {first!r}, a {type(first).__name__}, expected labels that are numbers, strings, dates or "
+            "the intervals of pandas.cut."
+        )
+    if array.dtype.kind in "fM":
+        _check_present(name, array != array)
+    return array
+
+
+def categories_of(target: Any) -> Any:
+    """Return the categories of an ordered pandas Categorical, lowest first; None of anything else."""
+    dtype: Any = getattr(_as_column(target), "dtype", None)
+    return dtype.categories if getattr(dtype, "ordered", False) else None
+
+
+def shown(labels: np.ndarray) -> str:
+    """Return labels for a message; of many, the first and the last."""
+    items = _plain(labels)
+    return repr(items) if len(items) <= 12 else f"{items[:5]!r} ... {items[-1]!r} ({len(items)} in all)"
+
+
+def _as_column(values: Any) -> Any:
+    """Return the column of a data frame that has one, which keeps the order of a Categorical; else the values."""
+    alone = hasattr(values, "iloc") and getattr(values, "shape", ())[1:] == (1,)
+    return values.iloc[:, 0] if alone else values
+
+
+def _common_categories(targets: dict[str, Any]) -> Any:
+    """Return the categories of the ordered Categoricals among the targets, None without; raise where they differ."""
+    given = {name: c for name, target in targets.items() if (c := categories_of(target)) is not None}
+    first: Any = next(iter(given.values()), None)
+    for name, categories in given.items():
+        if list(categories) != list(first):
+            raise ValueError(
+                f"{next(iter(given))} has the ordered categories {list(first)!r} and {name} {list(categories)!r}, "
+                "expected the same; pass labels=, the classes in rank order."
+            )
+    return first
+
+
+def _dates(name: str, items: list[Any]) -> Shaped[np.ndarray, " n"]:
+    """Return dates, `datetime`s and pandas Timestamps as datetime64."""
+    if any(getattr(v, "tzinfo", None) is not None for v in items):
+        raise TypeError(f"{name} holds dates with a time zone, expected dates without; call tz_localize(None) on them.")
+    unit = "ns" if any(getattr(v, "nanosecond", 0) for v in items) else "us"
+    return np.array(items, dtype=f"datetime64[{unit}]")
+
+
+def _is_interval(value: Any) -> bool:
+    """Whether this is a pandas Interval, which sorts by its ends; pandas need not be there."""
+    return all(hasattr(value, name) for name in ("left", "right", "closed_left"))
+
+
+def _unequal(value: Any) -> bool:
+    same = value == value
+    return not isinstance(same, bool | np.bool_) or not same  # pandas.NA is neither equal nor unequal to itself
+
+
+def _check_present(name: str, missing: np.ndarray) -> None:
+    if missing.any():
+        first = int(np.flatnonzero(missing)[0])
+        raise ValueError(f"{name}[{first}] is missing (NaN or None), expected a label; drop such examples first.")
+
+
+def _check_same_kind(**arrays: np.ndarray) -> None:
+    kinds = {name: KINDS[array.dtype.kind] for name, array in arrays.items() if array.size}
+    if len(set(kinds.values())) > 1:
+        raise TypeError(f"{' and '.join(f'{n} holds {k}' for n, k in kinds.items())}, expected labels of one type.")
+
+
+def _plain(labels: np.ndarray) -> list[Any]:
+    return labels.astype(str).tolist() if labels.dtype.kind == "M" else labels.tolist()

@@ -1,0 +1,174 @@
+"""The metrics as scorers, for `scoring=` of scikit-learn's model selection.
+
+`sklearn.metrics.make_scorer` serves no metric of ordinal probabilities: for two classes it hands on one column, and a
+model that was fitted on a fold without some class has fewer columns than the metric has classes. A scorer here asks the
+model for its `classes_` and gives the missing class probability 0.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float, Shaped
+from numpy.typing import ArrayLike
+
+from otloss.metrics import decisions as _decisions
+from otloss.metrics import forecasts as _forecasts
+from otloss.metrics.labels import implied_order, plain_labels, rank_order
+
+_OF_LABELS: dict[str, tuple[Callable[..., float], int]] = {
+    "quadratic_weighted_kappa": (_decisions.quadratic_weighted_kappa, 1),
+    "linear_weighted_kappa": (_decisions.linear_weighted_kappa, 1),
+    "kendall_tau_b": (_decisions.kendall_tau_b, 1),
+    "off_by_one_accuracy": (_decisions.off_by_one_accuracy, 1),
+    "ordinal_mae": (_decisions.ordinal_mae, -1),
+    "macro_mae": (_decisions.macro_mae, -1),
+    "maximum_mae": (_decisions.maximum_mae, -1),
+}
+_OF_PROBABILITIES: dict[str, Callable[..., float]] = {
+    "ranked_probability_score": _forecasts.ranked_probability_score,
+    "ordinal_emd": _forecasts.ordinal_emd,
+    "threshold_calibration_error": _forecasts.threshold_calibration_error,
+}
+
+
+class OrdinalScorer:
+    """A callable (estimator, X, y) -> float, larger is better; made by `scorer`."""
+
+    def __init__(self, metric: str, labels: ArrayLike | None, options: dict[str, Any]) -> None:
+        self.metric = metric
+        self.labels = labels
+        self.options = options
+        self._requests: dict[str, Any] = {}
+
+    def __call__(
+        self, estimator: Any, X: Any, y: Shaped[np.ndarray, " n"], *, sample_weight: ArrayLike | None = None
+    ) -> float:
+        """Return the metric of the estimator's predictions for X, with the opposite sign where less is better."""
+        if self.metric in _OF_LABELS:
+            metric, sign = _OF_LABELS[self.metric]
+            predicted = estimator.predict(X)
+            classes = getattr(estimator, "classes_", predicted)
+            labels = self._labels(estimator, y=y, predicted=predicted, classes=classes)
+            return sign * metric(y, predicted, labels=labels, **self._options(sample_weight))
+        classes = _classes(estimator)
+        labels = self._labels(estimator, y=y, classes=classes)
+        proba: Float[np.ndarray, "n classes"] = estimator.predict_proba(X)
+        metric = _OF_PROBABILITIES[self.metric]
+        return -metric(y, proba, labels=labels, columns=classes, **self._options(sample_weight))
+
+    def __repr__(self) -> str:
+        options = "".join(f", {name}={value!r}" for name, value in self.options.items())
+        return f"scorer({self.metric!r}, labels={self.labels!r}{options})"
+
+    def _labels(self, estimator: Any, **known: ArrayLike) -> ArrayLike:
+        if self.labels is not None:
+            return self.labels
+        order = _order_of(estimator)
+        if order is None:
+            return rank_order(None, **known)
+        # Whole numbers that the fold has and the model's own training set had not extend the range.
+        plain = {name: plain_labels(name, labels) for name, labels in known.items()}
+        return rank_order(None, estimator=order, **plain) if _is_range(estimator, order) else rank_order(order)
+
+    def _options(self, sample_weight: ArrayLike | None) -> dict[str, Any]:
+        return self.options if sample_weight is None else {**self.options, "sample_weight": sample_weight}
+
+    def set_score_request(self, *, sample_weight: bool | str | None = None) -> OrdinalScorer:
+        """Ask scikit-learn's metadata routing for sample weights (True, or the name they go by), or not (False)."""
+        self._requests = {"sample_weight": sample_weight}
+        return self
+
+    def get_metadata_routing(self) -> Any:
+        """Return what was asked for, in the form of scikit-learn's metadata routing."""
+        from sklearn.utils.metadata_routing import MetadataRequest
+
+        request = MetadataRequest(owner=self)
+        request.score.add_request(param="sample_weight", alias=self._requests.get("sample_weight"))
+        return request
+
+
+def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> OrdinalScorer:
+    """Return a scorer for `scoring=` of GridSearchCV, cross_val_score and their like.
+
+    Larger is better: errors and scores of which less is better come back negative, as from scikit-learn's own
+    "neg_..." scorers. Classes that are missing from a fold are fine.
+
+    Args:
+        metric: "quadratic_weighted_kappa", "linear_weighted_kappa", "kendall_tau_b", "off_by_one_accuracy",
+            "ordinal_mae", "macro_mae", "maximum_mae" of `predict`, or "ranked_probability_score", "ordinal_emd",
+            "threshold_calibration_error" of `predict_proba`.
+        labels: (K,) all classes in rank order. By default the order that the model uses, the `categories_` of the
+            estimators here, also as the last step of a pipeline or the best of a search; for other models that of an
+            ordered pandas Categorical, or what the labels of model and fold imply, as in the metrics: whole numbers
+            stand for every integer from the smallest to the largest, and words raise.
+        options: other arguments of the metric, such as `values`.
+
+    Raises:
+        ValueError: if there is no such metric, or the metric refuses the labels or an option.
+        TypeError: if it has no such option, or the type of one is wrong.
+
+    Example:
+        >>> from sklearn.linear_model import LogisticRegression
+        >>> from sklearn.model_selection import cross_val_score
+        >>> X, y = np.arange(30.0)[:, None], np.repeat(["low", "mid", "high"], 10)
+        >>> scoring = scorer("ordinal_mae", labels=["low", "mid", "high"])
+        >>> cross_val_score(LogisticRegression(), X, y, scoring=scoring, cv=5)
+        array([-0.33333333, -0.        , -0.        , -0.        , -0.33333333])
+    """
+    if metric not in (*_OF_LABELS, *_OF_PROBABILITIES):
+        raise ValueError(f"metric is {metric!r}, expected one of {sorted((*_OF_LABELS, *_OF_PROBABILITIES))}.")
+    arguments = signature(_OF_LABELS[metric][0] if metric in _OF_LABELS else _OF_PROBABILITIES[metric]).parameters
+    own = set(arguments) - {"y_true", "y_pred", "proba", "labels", "columns", "sample_weight"}
+    for option in options:
+        if option not in own:
+            raise TypeError(f"{option!r} is no argument of {metric} for a scorer, expected one of {sorted(own)}.")
+    _try_out(metric, labels, options)
+    return OrdinalScorer(metric, labels, options)
+
+
+def _try_out(metric: str, labels: ArrayLike | None, options: dict[str, Any]) -> None:
+    """Let the metric itself check labels and options, on forecasts that are right, before a search is under way."""
+    values = options.get("values")
+    order = rank_order(np.arange(2 if values is None else max(np.size(values), 1)) if labels is None else labels)
+    if metric in _OF_LABELS:
+        _OF_LABELS[metric][0](order, order, labels=order, **options)
+    else:
+        _OF_PROBABILITIES[metric](order, np.eye(order.size), labels=order, columns="rank", **options)
+
+
+def _order_of(estimator: Any) -> Any:
+    """Return the rank order that an estimator of `otloss.estimators` uses, told or not; None of any other."""
+    estimator = _last(estimator)
+    categories = getattr(estimator, "categories_", None)
+    return categories if isinstance(categories, np.ndarray) and hasattr(estimator, "classes_") else None
+
+
+def _is_range(estimator: Any, order: np.ndarray) -> bool:
+    """Whether the estimator was told no categories, and its order is that which any larger set of labels implies."""
+    if getattr(_last(estimator), "categories", None) is not None:
+        return False
+    plain = plain_labels("categories_", order)
+    implied, doubt = implied_order(np.unique(plain))
+    return not doubt and np.array_equal(implied, plain)
+
+
+def _last(estimator: Any) -> Any:
+    """Return the estimator that predicts: the best of a search, the last step of a pipeline."""
+    if hasattr(estimator, "best_estimator_"):
+        return _last(estimator.best_estimator_)
+    steps = getattr(estimator, "steps", None)
+    return _last(steps[-1][1]) if isinstance(steps, list) else estimator
+
+
+def _classes(estimator: Any) -> Any:
+    classes = getattr(estimator, "classes_", None)
+    if classes is None:
+        raise TypeError(
+            f"{type(estimator).__name__} has no classes_, so the columns of predict_proba have no labels; "
+            "expected a fitted classifier."
+        )
+    return classes

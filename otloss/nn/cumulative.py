@@ -1,0 +1,109 @@
+"""A head for ordered classes: one score and ordered thresholds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from otloss._checks import check_floating, check_last_axis
+from otloss.losses import cumulative_log_probabilities, decode_classes
+from otloss.losses.cumulative import check_link
+
+
+class CumulativeLinkHead(nn.Module):
+    """Log-probabilities of ordered classes from features: a linear score and thresholds that are ordered always.
+
+    P(y <= k) = H(theta_k - w.h - b) with theta_0 = 0 and gaps exp(log_gaps), H the logistic distribution ("logit",
+    proportional odds) or the normal one ("probit"). It is `OrdinalClassifier(model="cumulative")` behind any backbone:
+    in_features + K - 1 parameters. Its log-probabilities are valid logits for `otloss.ordinal_loss`, and are at least
+    in float32.
+
+    Args:
+        in_features: size of the last axis of the features.
+        num_classes: K, at least 2.
+        link: "logit" or "probit".
+        device, dtype: of the parameters, as for `torch.nn.Linear`.
+
+    Attributes:
+        score: the linear map from features to the score.
+        log_gaps: (K - 2,) logarithms of the gaps between neighbouring thresholds. They start where a score of w.h = 0
+            gives every class the same probability.
+
+    Raises:
+        TypeError: if a size is not a whole number.
+        ValueError: if a size is too small, the link is unknown, or features do not have in_features entries.
+
+    Source:
+        P. McCullagh, Regression models for ordinal data, JRSS B 42 (1980), 109-142.
+
+    Example:
+        >>> import torch
+        >>> from otloss import ordinal_loss
+        >>> head = CumulativeLinkHead(8, 5)
+        >>> features, grades = torch.randn(16, 8), torch.randint(5, (16,))
+        >>> ordinal_loss(head(features), grades).backward()
+        >>> head.predict(features).shape, head.thresholds.shape
+        (torch.Size([16]), torch.Size([4]))
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        num_classes: int,
+        *,
+        link: str = "logit",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        for name, size, least in (("in_features", in_features, 1), ("num_classes", num_classes, 2)):
+            _check_size(name, size, least)
+        check_link(link)
+        self.in_features, self.num_classes, self.link = in_features, num_classes, link
+        self.score = nn.Linear(in_features, 1, device=device, dtype=dtype)
+        self.log_gaps = nn.Parameter(torch.empty(num_classes - 2, device=device, dtype=dtype))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start anew: weights as `torch.nn.Linear`, thresholds for equal probabilities."""
+        self.score.reset_parameters()
+        below = torch.arange(1, self.num_classes, dtype=torch.float64, device="cpu") / self.num_classes
+        thresholds = torch.logit(below) if self.link == "logit" else torch.special.ndtri(below)
+        with torch.no_grad():
+            self.score.bias.fill_(-float(thresholds[0]))
+            self.log_gaps.copy_(thresholds.diff().log())
+
+    @property
+    def thresholds(self) -> Float[Tensor, " thresholds"]:
+        """(K - 1,) increasing values t with P(y <= k) = H(t_k - w.h), at least in float32."""
+        dtype = torch.promote_types(self.log_gaps.dtype, torch.float32)
+        gaps, bias = self.log_gaps.to(dtype).exp(), self.score.bias.to(dtype)
+        return torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]) - bias
+
+    def forward(self, features: Float[Tensor, "*batch features"]) -> Float[Tensor, "*batch classes"]:
+        check_last_axis("features", check_floating("features", features), self.in_features)
+        return cumulative_log_probabilities(self.score(features).squeeze(-1), self.log_gaps, link=self.link)
+
+    def predict(
+        self,
+        features: Float[Tensor, "*batch features"],
+        rule: str = "median",
+        *,
+        x: Float[Tensor, " classes"] | None = None,
+    ) -> Int[Tensor, "*batch"]:
+        """Return one class position for each row of features, by `otloss.losses.decode_classes`."""
+        with torch.no_grad():
+            return decode_classes(self(features), rule, x=x)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.in_features}, num_classes={self.num_classes}, link={self.link!r}"
+
+
+def _check_size(name: str, size: Any, least: int) -> None:
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"{name} is {size!r}, expected a whole number.")
+    if size < least:
+        raise ValueError(f"{name} is {size}, expected at least {least}.")

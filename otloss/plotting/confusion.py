@@ -1,0 +1,109 @@
+"""The confusion matrix, coloured by the distance between true and predicted rank."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+
+from otloss.metrics import ordinal_confusion_matrix
+from otloss.metrics.labels import rank_order
+from otloss.plotting.axes import (
+    BLUE,
+    MOST_NAMES,
+    VERMILION,
+    axes_to_draw_on,
+    colour_bar,
+    entitle,
+    every,
+    inches_wide,
+    name_classes,
+)  # fmt: skip
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+def plot_confusion_matrix(
+    y_true: ArrayLike,
+    y_pred: ArrayLike,
+    *,
+    labels: ArrayLike | None = None,
+    sample_weight: ArrayLike | None = None,
+    ax: Axes | None = None,
+) -> Axes:
+    """Draw the confusion matrix: the hue of a cell is its distance from the truth, its strength the share of its row.
+
+    Args:
+        y_true: (n,) labels, the rows.
+        y_pred: (n,) labels, the columns.
+        labels, sample_weight: as for `otloss.metrics.ordinal_confusion_matrix`.
+        ax: where to draw; a new figure by default.
+
+    Raises:
+        ValueError, TypeError: as `otloss.metrics.ordinal_confusion_matrix`.
+        ImportError: without matplotlib.
+
+    Example:
+        >>> ax = plot_confusion_matrix([0, 1, 2], [0, 2, 2])
+        >>> ax.get_xlabel(), ax.get_ylabel()
+        ('predicted class', 'true class')
+    """
+    table = ordinal_confusion_matrix(y_true, y_pred, labels=labels, sample_weight=sample_weight)
+    order = rank_order(labels, y_true=y_true, y_pred=y_pred)
+    ax = axes_to_draw_on(ax)
+    totals = table.sum(1, keepdims=True)
+    shares = np.divide(table, totals, out=np.zeros_like(table), where=totals > 0)
+    colours = _distance_colours(len(table))
+    distance = np.abs(np.subtract.outer(np.arange(len(table)), np.arange(len(table))))
+    strength = np.sqrt(shares)[..., None]  # a share of 1 % is still seen
+    image = (1 - strength) + strength * colours[distance]
+    ax.imshow(image, interpolation="nearest")
+    if len(table) <= MOST_NAMES:
+        _write_cells(ax, table, shares, image)
+    ax.set(xlabel="predicted class", ylabel="true class")
+    name_classes(ax.xaxis, np.arange(len(table)), order)
+    name_classes(ax.yaxis, np.arange(len(table)), order)
+    _legend_of_distances(ax, colours)
+    entitle(ax, "Confusion matrix")
+    return ax
+
+
+def _distance_colours(classes: int) -> Float[np.ndarray, "classes rgb"]:
+    """Blue for distance 0, from yellow to dark red beyond."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgb
+
+    errors = LinearSegmentedColormap.from_list("errors", ["#F0C24B", VERMILION, "#6B2300"])
+    return np.array([to_rgb(BLUE), *errors(np.linspace(0, 1, max(classes - 1, 1)))[: classes - 1, :3]])
+
+
+def _write_cells(ax: Axes, table: np.ndarray, shares: np.ndarray, image: np.ndarray) -> None:
+    luminance = image @ np.array([0.299, 0.587, 0.114])
+    texts = {(i, j): _amount(table[i, j]) for i, j in zip(*np.nonzero(table), strict=True)}
+    # Points of a cell's width, what stands beside the axes left out; a digit takes 0.65 of the font's size.
+    cell = 0.6 * inches_wide(ax) * 72 / len(table)
+    size = min(8.5 if len(table) <= 8 else 6, cell / (0.65 * max(map(len, texts.values()))), 0.45 * cell)
+    for (i, j), text in texts.items():
+        colour = "black" if luminance[i, j] > 0.55 else "white"
+        share = f"\n{shares[i, j]:.0%}" if len(table) <= 8 else ""
+        ax.text(j, i, text + share, ha="center", va="center", color=colour, fontsize=size)
+
+
+def _amount(weight: float) -> str:
+    """Return a count, or a sum of weights, in no more than seven letters or so; large ones without their fraction."""
+    if weight >= 1e6:
+        return f"{weight / 1e6:.3g}M" if weight < 1e9 else f"{weight:.2g}"
+    return f"{weight:.0f}" if weight >= 1000 or weight == round(weight) else f"{weight:.3g}"
+
+
+def _legend_of_distances(ax: Axes, colours: np.ndarray) -> None:
+    from matplotlib.cm import ScalarMappable
+    from matplotlib.colors import BoundaryNorm, ListedColormap
+
+    count = len(colours)
+    scale = ScalarMappable(BoundaryNorm(np.arange(count + 1) - 0.5, count), ListedColormap(colours))
+    bar = colour_bar(ax, scale, "ranks from the truth")
+    bar.set_ticks(every(count, 10))
+    bar.ax.tick_params(length=0)

@@ -1,0 +1,232 @@
+"""Sinkhorn in the log domain: any cost object, any device, balanced or not; holds no matrix and no history.
+
+The twin of the compiled kernel, for a whole batch at a time: epsilon steps and over-relaxation as there, with bounds
+that suit whole batches and logarithms; a problem that has converged stays as it is. Unbalanced problems are also
+shifted, f + t and g - t with the best t in closed form, without which the balance of the two masses would be the
+slowest thing to settle (T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation
+Invariant Sinkhorn, 2022).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss.costs import Cost, DenseCost
+from otloss.solvers.entropic.problem import EntropicProblem
+
+STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
+STAGE_ITERATIONS = 3
+SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
+BLOCK = 8  # iterations between two looks at the contraction
+STEEPEST = 1.5  # |softmin(g) - f| w / epsilon, beyond which an update is not over-relaxed
+WORSE, LEAST_CHANGE = 3.0, 0.02
+
+
+def iterate_in_logs(
+    problem: EntropicProblem,
+    start: tuple[Tensor, Tensor] | None,
+    *,
+    tolerance: float,
+    most: int,
+    settled: float = math.inf,
+    symmetric: bool = False,
+) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"], Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
+    """Return f, g, the marginal error and the number of iterations, per problem; `settled` as for the numba kernel."""
+    sweep = Sweep.of(problem)
+    f, g = (torch.zeros_like(w) for w in (sweep.log_p, sweep.log_q))
+    if start is not None:
+        f, g = start[0].to(f.dtype), start[1].to(g.dtype)
+    done = torch.zeros(problem.batch, dtype=torch.int64, device=f.device)
+    left = most
+    for epsilon in _steps(problem) if start is None and not symmetric else []:
+        staged = sweep.at(epsilon)
+        for _ in range(min(STAGE_ITERATIONS, left - 1)):
+            f = staged.f_from(g)
+            g = staged.g_from(f)
+            left -= 1
+        if problem.reach is None:
+            # The constant that moves from g to f would keep the size of potentials at a large epsilon.
+            share = sweep.log_q.exp()
+            g = g - (share * g).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
+    search = _symmetric_search if symmetric else _relaxed_search
+    return search(sweep, f, g, done + (most - left), (tolerance, settled), left)
+
+
+def _steps(problem: EntropicProblem) -> list[Tensor]:
+    """Epsilons from a share of the largest cost down to four times the one asked for, the same number for all."""
+    largest = FIRST_EPSILON * problem.cost.largest()
+    steps: list[Tensor] = []
+    epsilon = problem.epsilon / STAGE_FACTOR
+    while (epsilon <= largest).any():
+        steps.insert(0, torch.where(epsilon <= largest, epsilon, problem.epsilon))
+        epsilon = epsilon / STAGE_FACTOR
+    return steps
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """The two updates of a problem at one epsilon.
+
+    Attributes:
+        problem: whose graph is not followed.
+        transposed: its cost the other way; a matrix is laid out for it once, and not in every soft minimum.
+        log_p, log_q: in the dtype of the potentials.
+        epsilon: (..., 1) likewise.
+        damping: (..., 1), k of the module above this; 1 for balanced problems.
+    """
+
+    problem: EntropicProblem
+    transposed: Cost
+    log_p: Tensor
+    log_q: Tensor
+    epsilon: Tensor
+    damping: Tensor
+
+    @staticmethod
+    def of(problem: EntropicProblem) -> Sweep:
+        # On a CPU potentials of float32 costs are kept in float64: f / epsilon would carry f's rounding in full.
+        dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
+        epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
+        p, q = problem.p.detach().to(dtype), problem.q.detach().to(dtype)
+        transposed = problem.cost.T
+        if isinstance(transposed, DenseCost):
+            transposed = DenseCost(transposed.matrix.detach().contiguous())
+        return Sweep(problem, transposed, p.log(), q.log(), epsilon, epsilon).at(problem.epsilon)
+
+    def at(self, epsilon: Tensor) -> Sweep:
+        width = epsilon.detach().to(self.log_p.dtype).unsqueeze(-1)
+        reach = self.problem.reach
+        damping = torch.ones_like(width) if reach is None else reach / (reach + width)
+        return dataclasses.replace(self, epsilon=width, damping=damping)
+
+    def softmin_rows(self, g: Tensor) -> Tensor:
+        return self.problem.cost.softmin(g + self.epsilon * self.log_q, self.epsilon.squeeze(-1))
+
+    def softmin_columns(self, f: Tensor) -> Tensor:
+        return self.transposed.softmin(f + self.epsilon * self.log_p, self.epsilon.squeeze(-1))
+
+    def f_from(self, g: Tensor) -> Tensor:
+        return self.damping * self.softmin_rows(g)
+
+    def g_from(self, f: Tensor) -> Tensor:
+        return self.damping * self.softmin_columns(f)
+
+    def error(self, held: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
+        """sum |P 1 - what it should be| before an update, relative to the latter."""
+        goal = log_weights.exp()
+        if self.problem.reach is not None:
+            goal = goal * (-held / self.problem.reach).exp()
+        off = ((held - updated) / (self.damping * self.epsilon)).clamp(max=80.0).expm1().abs()
+        return (goal * off).sum(-1) / goal.sum(-1)
+
+    def shifted(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        """The best f + t, g - t: for unbalanced problems, where the sum alone does not decide the value."""
+        reach = self.problem.reach
+        if reach is None:
+            return f, g
+        outside_p = torch.logsumexp(self.log_p - f / reach, -1, keepdim=True)
+        outside_q = torch.logsumexp(self.log_q - g / reach, -1, keepdim=True)
+        shift = reach / 2 * (outside_p - outside_q)
+        return f + shift, g - shift
+
+
+def _relaxed_search(
+    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, goal: tuple[float, float], most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tolerance, settled = goal
+    w, within = torch.ones_like(sweep.epsilon), 0
+    looks = _Looks(w.squeeze(-1))
+    active = torch.ones_like(done, dtype=torch.bool)
+    counted = 0
+    while True:
+        new_f = sweep.f_from(g)
+        off = sweep.error(f, new_f, sweep.log_p)
+        relaxed_f = _relax(f, new_f, w, sweep.epsilon)
+        new_g = sweep.g_from(relaxed_f)
+        off = off + sweep.error(g, new_g, sweep.log_q)
+        relaxed_g = _relax(g, new_g, w, sweep.epsilon)
+        relaxed_f, relaxed_g = sweep.shifted(relaxed_f, relaxed_g)
+        keep = active.unsqueeze(-1)
+        f, g = torch.where(keep, relaxed_f, f), torch.where(keep, relaxed_g, g)
+        done = done + active
+        counted += 1
+        # On other devices every look makes the host wait.
+        if f.device.type == "cpu" or counted % BLOCK == 0 or counted >= most:
+            finished = off <= tolerance
+            if counted >= most or bool(finished[active].all()):
+                *ended, change = closed(sweep, f, g)
+                active = ~(ended[2] <= tolerance)
+                within += not bool(active.any())
+                if within <= SETTLING:
+                    active = active | (change > settled)
+                if counted >= most or not bool(active.any()):
+                    return ended[0], ended[1], ended[2], done
+            else:
+                active = active & ~finished
+        if counted % BLOCK == 0:
+            w = looks.at(off).unsqueeze(-1)
+
+
+def closed(sweep: Sweep, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Exact updates of g and then of f, the error after them, and the largest relative change of a factor.
+
+    The error hardly counts light bins; so they are exact too.
+    """
+    new_g = sweep.g_from(f)
+    new_f = sweep.f_from(new_g)
+    change = torch.zeros_like(sweep.epsilon.squeeze(-1))
+    for held, new, log_weights in ((f, new_f, sweep.log_p), (g, new_g, sweep.log_q)):
+        moved = ((new - held) / sweep.epsilon).abs().masked_fill(log_weights == -torch.inf, 0.0)
+        change = torch.maximum(change, moved.amax(-1))
+    return new_f, new_g, sweep.error(new_g, sweep.g_from(new_f), sweep.log_q), change
+
+
+def _symmetric_search(
+    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, goal: tuple[float, float], most: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    tolerance, settled = goal
+    for _ in range(most):
+        update = sweep.f_from(g)
+        moved = ((update - g) / sweep.epsilon).abs().masked_fill(sweep.log_p == -torch.inf, 0.0).amax(-1)
+        unfinished = ~(sweep.error(g, update, sweep.log_p) <= tolerance) | (moved > settled)
+        if not bool(unfinished.any()):
+            break
+        done = done + unfinished
+        mean, _ = sweep.shifted((g + update) / 2, (g + update) / 2)
+        g = torch.where(unfinished.unsqueeze(-1), mean, g)
+    return *closed(sweep, g, g)[:3], done
+
+
+def _relax(held: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:
+    step = updated - held
+    return torch.where((w * step).abs() < STEEPEST * epsilon, held + w * step, updated)
+
+
+class _Looks:
+    """Each problem's w, from the contraction of its error between two looks; the rule of the compiled kernel."""
+
+    def __init__(self, w: Tensor) -> None:
+        self.w = w
+        self.before = torch.full_like(w, torch.inf)
+        self.least = torch.full_like(w, torch.inf)
+        self.settling = torch.ones_like(w, dtype=torch.bool)
+
+    def at(self, off: Tensor) -> Tensor:
+        off = off.to(self.w.dtype)
+        contraction = (off / self.before) ** (1 / BLOCK)
+        worse = off > WORSE * self.least
+        told = (contraction > self.w - 1) & (contraction < 1) & ~worse & ~self.settling
+        eigenvalue = ((contraction + self.w - 1) ** 2 / (self.w**2 * contraction)).clamp(0, 1)
+        better = torch.minimum(2 / (1 + (1 - eigenvalue).sqrt()), 1 + self.w / 2)
+        raised = told & (better > self.w + LEAST_CHANGE)
+        self.w = torch.where(worse, (1 + self.w) / 2, torch.where(raised, better, self.w))
+        self.settling = worse | raised
+        self.least = torch.where(worse, off, torch.minimum(self.least, off))
+        self.before = off
+        return self.w

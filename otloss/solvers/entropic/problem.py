@@ -1,0 +1,251 @@
+"""An entropic problem, checked, and the options of its solution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from numbers import Real
+from typing import Any, TypedDict
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._checks import check_broadcast, check_floating, check_positive, check_potentials
+from otloss.costs import Cost, as_cost, cost_between
+from otloss.solvers.histograms import histogram_pair
+
+GRADS = ("envelope", "implicit", "unrolled")
+IMPLS = ("auto", "compiled", "torch", "geomloss")
+RELATIVE_TO = (None, "mean_cost")
+# Sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
+DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
+# Over the largest cost plus a hundred epsilons: starts beyond are not those of a similar problem.
+SANE_START = 100.0
+# Epsilon over the largest cost from which float32 problems are solved in float64.
+WIDE_FROM = 10.0
+# Epsilon over the largest potential: below, its rounding in float64 changes entries of the plan by more than the
+# tolerance. Epsilon over the largest cost: above, that is what is solved for.
+LEAST_RATIO, LARGEST_RATIO = 1e-8, 1e8
+
+
+class Options(TypedDict, total=False):
+    """Options of `sinkhorn`, `sinkhorn_divergence` and `solve`; see `sinkhorn` for what they mean."""
+
+    epsilon_relative_to: str | None
+    reach: float | None
+    grad: str
+    tolerance: float | None
+    max_iterations: int
+    start: tuple[Tensor, Tensor] | None
+    strict: bool
+    impl: str
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options, checked."""
+
+    epsilon_relative_to: str | None = None
+    reach: float | None = None
+    grad: str = "envelope"
+    tolerance: float | None = None
+    max_iterations: int = 10_000
+    start: tuple[Tensor, Tensor] | None = None
+    strict: bool = False
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("grad", GRADS), ("impl", IMPLS), ("epsilon_relative_to", RELATIVE_TO)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {allowed}.")
+        for name in ("reach", "tolerance"):
+            number = getattr(self, name)
+            if number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, Real):
+                raise TypeError(f"{name} is a {type(number).__name__}, expected a number; a tensor gives .item().")
+            object.__setattr__(self, name, float(check_positive(name, float(number))))
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"strict is {self.strict!r}, expected True or False.")
+        if isinstance(self.max_iterations, bool) or not isinstance(self.max_iterations, int) or self.max_iterations < 1:
+            raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
+
+    @staticmethod
+    def of(options: Any) -> Settings:
+        unknown = sorted(set(options) - set(Options.__annotations__))
+        if unknown:
+            raise TypeError(f"unknown options {unknown}, expected some of {sorted(Options.__annotations__)}.")
+        return Settings(**options)
+
+
+@dataclass(frozen=True)
+class EntropicProblem:
+    """A batch of problems in one arithmetic dtype.
+
+    Attributes:
+        p, q: (..., n), (..., m), expanded to the whole batch, with their graphs.
+        cost: of the same dtype, with its graph.
+        epsilon: (...), above 0; with a graph where it follows the cost.
+        reach: the price of a unit of mass that appears or vanishes, in units of the cost; None holds the marginals.
+        dtype: of the answer; the arithmetic is in that of p, q and the cost.
+    """
+
+    p: Float[Tensor, "*batch n"]
+    q: Float[Tensor, "*batch m"]
+    cost: Cost
+    epsilon: Float[Tensor, "*batch"]
+    reach: float | None
+    dtype: torch.dtype
+
+    @property
+    def batch(self) -> torch.Size:
+        return self.p.shape[:-1]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that an answer depends on."""
+        return (self.p, self.q, self.epsilon, *self.cost.parameters())
+
+
+def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) -> EntropicProblem:
+    """Check everything, and bring it to one dtype and one batch shape."""
+    fitted = as_cost(cost)
+    pair = histogram_pair(p, q, cost.dtype, balanced=settings.reach is None)
+    fitted = cost_between(pair.p, pair.q, fitted)
+    width = _epsilon(epsilon, fitted, settings)
+    p, q = pair.p, pair.q
+    highest = fitted.largest()
+    if settings.reach is None:
+        # The value has a limit for large epsilon, and is nearer to it than 1e-8 of the largest cost; rounding grows.
+        width = torch.where(highest > 0, torch.minimum(width, LARGEST_RATIO * highest), width)
+    if fitted.dtype == torch.float32 and has_float64(fitted.device) and _is_wide(width.detach(), highest):
+        # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
+        p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
+        q = q if settings.reach is not None else _of_the_mass_of(p, q)
+    shape = fitted.shape
+    batch = check_broadcast(
+        p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape, epsilon=tuple(width.shape)
+    )
+    return EntropicProblem(
+        p=p.expand(*batch, shape[0]),
+        q=q.expand(*batch, shape[1]),
+        cost=fitted,
+        epsilon=width.expand(batch),
+        reach=settings.reach,
+        dtype=pair.dtype,
+    )
+
+
+def _is_wide(width: Tensor, highest: Tensor) -> bool:
+    wide = width > WIDE_FROM * highest
+    return bool(wide.any()) and bool((wide & (highest > 0)).any())  # the second is seldom asked
+
+
+def check_not_too_small(problem: EntropicProblem, f: Tensor, g: Tensor) -> None:
+    """Raise where epsilon is so small beside the potentials that their rounding decides the plan.
+
+    They tell what the costs do not: a large cost that forbids a pair is harmless where no mass has to take it.
+    """
+    size = torch.maximum(*(
+        potential.masked_fill(weights.detach() == 0, 0.0).abs().amax(-1)
+        for potential, weights in ((f, problem.p), (g, problem.q))
+    ))  # fmt: skip
+    outside = problem.epsilon.detach() < LEAST_RATIO * size
+    if outside.any():
+        raise ValueError(
+            f"epsilon is {float(problem.epsilon.detach()[outside][0]):.3g} where potentials reach "
+            f"{float(size[outside][0]):.3g}, expected at least {LEAST_RATIO:g} times that: rounding in float64 would "
+            "decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon."
+        )
+
+
+def paid(potential: Tensor, reach: float | None) -> Tensor:
+    """What stands for a potential in the dual: itself, or `reach (1 - exp(-f / reach))` where mass may vanish."""
+    return potential if reach is None else -reach * torch.expm1(-potential / reach)
+
+
+def tolerance_of(problem: EntropicProblem, settings: Settings) -> float:
+    """Return the tolerance that was asked for, or the default of the answer's dtype."""
+    return settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether there are float64 numbers on this device."""
+    return device.type != "mps"
+
+
+def in_float64(problem: EntropicProblem) -> EntropicProblem:
+    """Return the same problem, without a graph, in float64 where the device has it."""
+    wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
+    p, q, epsilon = (t.detach().to(wide) for t in (problem.p, problem.q, problem.epsilon))
+    if problem.reach is None:
+        q = _of_the_mass_of(p, q)
+    with torch.no_grad():
+        cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
+    return EntropicProblem(p, q, cost, epsilon, problem.reach, problem.dtype)
+
+
+def _of_the_mass_of(p: Tensor, q: Tensor) -> Tensor:
+    """q for masses that agreed up to the rounding of a narrower dtype."""
+    mass_p, mass_q = (w.detach().sum(-1, keepdim=True) for w in (p, q))
+    return q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
+
+
+def _epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
+    if isinstance(epsilon, Tensor):
+        check_floating("epsilon", epsilon)
+        bad = ~((epsilon > 0) & (epsilon < torch.inf))
+        if bad.any():
+            raise ValueError(
+                f"epsilon holds {float(epsilon.detach()[bad][0])}, expected finite numbers above 0; "
+                "solve(..., epsilon=None) is exact transport."
+            )
+        width = epsilon.to(cost.device, cost.dtype)
+    else:
+        if isinstance(epsilon, bool) or not isinstance(epsilon, Real):
+            raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number or a tensor of one per problem.")
+        width = torch.tensor(check_positive("epsilon", float(epsilon)), dtype=cost.dtype, device=cost.device)
+    tiny = torch.finfo(cost.dtype).tiny
+    if (epsilon < tiny) if not isinstance(epsilon, Tensor) else bool((width.detach() < tiny).any()):
+        raise ValueError(
+            f"epsilon is {float(torch.as_tensor(epsilon).detach().min()):.3g}, expected at least {tiny:.3g}, the least "
+            f"normal number of {cost.dtype}; rescale the costs and epsilon alike."
+        )
+    if settings.epsilon_relative_to is None:
+        return width
+    m = cost.shape[1]
+    mean = cost.apply(torch.full((m,), 1 / m, dtype=cost.dtype, device=cost.device)).mean(-1)
+    if not (mean > 0).all():
+        raise ValueError('the mean cost is 0, and epsilon_relative_to="mean_cost" asks for a share of it.')
+    return width * mean
+
+
+def check_start(start: Any, problem: EntropicProblem) -> tuple[Tensor, Tensor] | None:
+    """Return the potentials to start from, expanded to the batch and without a graph."""
+    if start is None:
+        return None
+    bins = (problem.p.shape[-1], problem.q.shape[-1])
+    fitted = []
+    potentials = check_potentials(start, bins, problem.batch)
+    for name, potential, weights in zip(("f", "g"), potentials, (problem.p, problem.q), strict=True):
+        potential = potential.detach().to(weights)
+        if not torch.isfinite(potential).all():
+            raise ValueError(
+                f"start {name} holds a NaN or an infinity (in {weights.dtype}), expected the potentials of a similar "
+                "problem."
+            )
+        fitted.append(potential.expand(weights.shape))
+    return _within_reason(problem, fitted[0], fitted[1])
+
+
+def _within_reason(problem: EntropicProblem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """Starts without the constant that moves from f to g, whose rounding would stay; zeros for those far too large."""
+    q = problem.q.detach()
+    if problem.reach is None:
+        shift = (g * q).sum(-1, keepdim=True) / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        f, g = f + shift, g - shift
+    # Potentials differ by no more than the costs do, and by the logarithms of weights times epsilon.
+    most = SANE_START * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
+    sane = (g.masked_fill(q == 0, 0.0).abs() <= most).all(-1, keepdim=True)
+    g = torch.where(sane & (g.abs() <= most), g, 0.0)
+    return torch.where(sane, f, 0.0), g

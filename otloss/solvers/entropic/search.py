@@ -1,0 +1,323 @@
+"""The potentials of entropic problems: by the compiled kernel, or in the log domain on any device."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from otloss._kernels import may_run_on
+from otloss._kernels.sinkhorn_call import (
+    ERROR,
+    ITERATIONS,
+    LEAST_EIGENVALUE,
+    POTENTIAL_ERROR,
+    RESOLVED,
+    SPREAD,
+    run_kernel,
+)
+from otloss.costs import DenseCost
+from otloss.solvers.entropic.log_domain import iterate_in_logs
+from otloss.solvers.entropic.multiscale import search_from_clusters, takes_clusters
+from otloss.solvers.entropic.newton import error_of_potential, newton_search
+from otloss.solvers.entropic.problem import (
+    EntropicProblem,
+    Settings,
+    check_not_too_small,
+    check_start,
+    has_float64,
+    in_float64,
+    tolerance_of,
+)
+
+# Matrices up to this many entries: beyond, a single problem on one thread takes longer than soft minima on all of them.
+LARGEST_COMPILED = 2**24
+# Costs of all problems together that may be held as matrices for the compiled kernel: 1 GiB in float32.
+MOST_COMPILED = 2**28
+# Iterations after which problems of up to so many entries are handed to Newton's method: a step costs as much as a
+# hundred of them.
+PATIENCE, LARGEST_NEWTON = 1000, 2**20
+# Potentials are settled where the last update changes a factor of the plan by no more, and where their error is no more
+# of their spread; they are uncertain where their error is more than UNCERTAIN of their spread.
+SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
+UNCERTAIN = 1e-2
+LITTLE = 1e-5  # of epsilon: an error that does not count, where potentials hardly differ
+
+
+class ConvergenceWarning(UserWarning):
+    """A transport problem was not solved to the tolerance."""
+
+
+@dataclass(frozen=True)
+class Potentials:
+    """Where the search ended, per problem and without a graph.
+
+    Attributes:
+        f: (..., n), g: (..., m), finite on all bins; f is an exact update from g. NaN where the error is not finite.
+        error: (...), sum of the errors of both marginals relative to the mass.
+        converged: (...), whether that is within the tolerance.
+        iterations: (...).
+        potential_error: (...), an estimate of the largest error of g; None where it was not asked for or is not known.
+        spread: (...), the largest g minus the least, of bins that hold mass.
+    """
+
+    f: Float[Tensor, "*batch n"]
+    g: Float[Tensor, "*batch m"]
+    error: Float[Tensor, "*batch"]
+    converged: Bool[Tensor, "*batch"]
+    iterations: Int[Tensor, "*batch"]
+    potential_error: Float[Tensor, "*batch"] | None = None
+    spread: Float[Tensor, "*batch"] | None = None
+
+
+@dataclass(frozen=True)
+class _Goal:
+    """When a search may end: at the tolerance, or after `most` iterations.
+
+    `settled`: and, where it is finite, when the last update changed no factor of the plan by a larger share.
+    """
+
+    tolerance: float
+    most: int
+    settled: float = math.inf
+    symmetric: bool = False
+
+    @property
+    def options(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+
+def find_potentials(
+    problem: EntropicProblem, settings: Settings, *, symmetric: bool = False, settle: bool | None = None
+) -> Potentials:
+    """Solve for the potentials; a problem without mass on a side gets potentials of zero.
+
+    Args:
+        symmetric: p and q are the same and so is the cost of either way; saves iterations.
+        settle: whether the potentials themselves are asked for, and not only the value, which is far less sensitive;
+            None where a gradient of the weights is.
+    """
+    tolerance = tolerance_of(problem, settings)
+    start = check_start(settings.start, problem)
+    if settle is None:
+        settle = _takes_weight_gradients(problem)
+    settled = max(SETTLED[problem.cost.dtype], 100 * tolerance) if settle else math.inf
+    goal = _Goal(tolerance, settings.max_iterations, settled, symmetric)
+    with torch.no_grad():
+        search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
+        from_clusters = settings.impl == "auto" and start is None and takes_clusters(problem)
+        in_order = _from_clusters if from_clusters else _in_turns
+        f, g, error, iterations, uncertain = in_order(problem, start, search, goal)
+        check_not_too_small(problem, f, g)
+        if settle and uncertain is not None:
+            f, g, error, iterations, uncertain = _settled(problem, (f, g, error, iterations, uncertain), goal)
+        # A value whose error is not known must not look like a number.
+        f, g = (potential.masked_fill(~error.isfinite().unsqueeze(-1), torch.nan) for potential in (f, g))
+        found = Potentials(f, g, error, error <= tolerance, iterations, *(uncertain or ())[:2])
+    report(found, problem, settings)
+    return found
+
+
+# f, g, the marginal error, iterations, and where they are known (the error of g, its spread, the least eigenvalue).
+_Found = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]
+_Search = Callable[[EntropicProblem, tuple[Tensor, Tensor] | None, "_Goal"], _Found]
+
+
+def _from_clusters(
+    problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, search: _Search, goal: _Goal
+) -> _Found:
+    """The search from clusters to points; the other one goes on where that ends early."""
+
+    def solve_clusters(between: EntropicProblem, *, tolerance: float, most: int, symmetric: bool) -> Any:
+        return _compiled(between, None, _Goal(tolerance, most, symmetric=symmetric))[:4]
+
+    found = search_from_clusters(
+        problem, solve_clusters, tolerance=goal.tolerance, most=goal.most, symmetric=goal.symmetric,
+        only_resolved=search is _compiled,
+    )  # fmt: skip
+    if found is None:
+        return _in_turns(problem, None, search, goal)
+    f, g, error, iterations = found
+    left = goal.most - int(iterations.amax())
+    if left > 0 and not bool((error <= goal.tolerance).all()):
+        f, g, error, more, known = _in_turns(problem, (f, g), search, dataclasses.replace(goal, most=left))
+        return f, g, error, iterations + more, known
+    return f, g, error, iterations, None
+
+
+def _in_turns(
+    problem: EntropicProblem,
+    start: tuple[Tensor, Tensor] | None,
+    search: _Search,
+    goal: _Goal,
+) -> _Found:
+    """Sinkhorn; after a while Newton's method, where it can be had; then Sinkhorn again, in float64."""
+    tolerance, most = goal.tolerance, goal.most
+    newton = not goal.symmetric and _can_take_newton(problem)
+    narrow = search is _in_logs and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
+    first = min(most, PATIENCE) if newton or narrow else most
+    f, g, error, iterations, uncertain = search(problem, start, dataclasses.replace(goal, most=first))
+    left = most - first
+    if left == 0 or (error <= tolerance).all():  # NaN is not
+        return f, g, error, iterations, uncertain
+    if newton:
+        stuck = ~(error <= tolerance)
+        rest = dataclasses.replace(goal, most=left, settled=math.inf)
+        f, g, error, steps, _ = _by_newton(problem, (f, g, error), stuck, rest)
+        iterations, left = iterations + steps, left - int(steps.amax())
+    if left > 0 and not bool((error <= tolerance).all()):
+        again = in_float64(problem) if narrow else problem
+        f, g, error, more, uncertain = search(again, (f, g), dataclasses.replace(goal, most=left))
+        iterations = iterations + more
+    return f, g, error, iterations, uncertain
+
+
+def _can_take_newton(problem: EntropicProblem) -> bool:
+    n, m = problem.cost.shape
+    return problem.reach is None and n * m <= LARGEST_NEWTON and has_float64(problem.p.device)
+
+
+def _by_newton(
+    problem: EntropicProblem, found: tuple[Tensor, Tensor, Tensor], chosen: Bool[Tensor, "*batch"], goal: _Goal
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Newton's method for the chosen problems, kept where it lessens the error; also the error of g."""
+    f, g, error = found
+    costs = problem.cost.dense().expand(*problem.batch, *problem.cost.shape)[chosen]
+    hard = EntropicProblem(
+        problem.p[chosen].double(), problem.q[chosen].double(), DenseCost(costs.double()),
+        problem.epsilon[chosen].double(), None, problem.dtype,
+    )  # fmt: skip
+    new_f, new_g, new_error, steps, new_uncertain = newton_search(
+        hard, g[chosen].double(), tolerance=goal.tolerance, most=goal.most, settled=goal.settled
+    )
+    better = ~(torch.clamp(error[chosen], min=goal.tolerance) < new_error)
+    f, g, error, counted = f.clone(), g.clone(), error.clone(), torch.zeros_like(error, dtype=torch.int64)
+    f[chosen] = torch.where(better.unsqueeze(-1), new_f.to(f.dtype), f[chosen])
+    g[chosen] = torch.where(better.unsqueeze(-1), new_g.to(g.dtype), g[chosen])
+    error[chosen] = torch.where(better, new_error.to(error.dtype), error[chosen])
+    counted[chosen] = steps
+    uncertain = torch.full_like(error, torch.inf)
+    uncertain[chosen] = torch.where(better, new_uncertain.to(error.dtype), torch.inf)
+    return f, g, error, counted, uncertain
+
+
+def _settled(problem: EntropicProblem, found: _Found, goal: _Goal) -> _Found:
+    """Newton's method where g is uncertain by more than a share of its spread: slow modes that the error cannot see."""
+    f, g, error, iterations, known = found
+    assert known is not None
+    uncertain, spread, eigenvalue = known
+    enough = goal.settled * spread + LITTLE * problem.epsilon.detach()
+    poor = (~(uncertain <= enough) | (eigenvalue < RESOLVED)) & (error <= goal.tolerance)
+    goal = dataclasses.replace(goal, most=goal.most - int(iterations.amax()) if iterations.numel() else 0)
+    if goal.most < 1 or goal.symmetric or not _can_take_newton(problem) or not bool(poor.any()):
+        return found
+    f, g, error, steps, better = _by_newton(problem, (f, g, error), poor, goal)
+    return f, g, error, iterations + steps, (torch.where(poor, better, uncertain), spread, eigenvalue)
+
+
+def runs_compiled(problem: EntropicProblem, impl: str) -> bool:
+    """Whether the compiled kernel is for this problem; raises where it was asked for and cannot run."""
+    n, m = problem.cost.shape
+    able = problem.reach is None and may_run_on(problem.p)
+    if impl == "compiled":
+        if not able:
+            raise ValueError(
+                f'impl="compiled" solves balanced problems on the CPU, outside of torch.func transforms; got '
+                f'reach={problem.reach} on {problem.p.device}. Use impl="torch" or "auto".'
+            )
+        return True
+    matrices = problem.cost.batch_shape.numel()
+    return impl == "auto" and able and n * m <= LARGEST_COMPILED and matrices * n * m <= MOST_COMPILED
+
+
+def _compiled(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> _Found:
+    (n, m), batch = problem.cost.shape, problem.batch
+    p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
+    costs = problem.cost.dense().detach()
+    owner = torch.arange(costs.shape[:-2].numel(), device="cpu")
+    if costs.shape[:-2] != batch:
+        owner = owner.reshape(costs.shape[:-2]).expand(batch).reshape(-1)
+    f, g, ends = run_kernel(
+        p, q, costs.reshape(-1, n, m), owner=owner.contiguous().numpy(),
+        epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
+        g=None if start is None else start[1].reshape(-1, m), **goal.options,
+    )  # fmt: skip
+    error, iterations, *judged = (
+        ends[:, column].reshape(batch) for column in (ERROR, ITERATIONS, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE)
+    )
+    known = (judged[0], judged[1], judged[2]) if goal.settled < math.inf and not goal.symmetric else None
+    return f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long(), known
+
+
+def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> _Found:
+    p, q = problem.p.detach(), problem.q.detach()
+    empty = (p.sum(-1) == 0) | (q.sum(-1) == 0)
+    # Weights of one in the place of none: the answer of that problem is not looked at.
+    p, q = (torch.where(empty.unsqueeze(-1), 1.0 / w.shape[-1], w) for w in (p, q))
+    solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.reach, problem.dtype)
+    f, g, error, iterations = iterate_in_logs(solid, start, **goal.options)
+    known = None
+    if goal.settled < math.inf and not goal.symmetric and p.device.type == "cpu" and _can_take_newton(problem):
+        held = q > 0
+        spread = g.masked_fill(~held, -torch.inf).amax(-1) - g.masked_fill(~held, torch.inf).amin(-1)
+        known = (error_of_potential(solid, g).masked_fill(empty, 0.0), spread, torch.ones_like(spread))
+    f, g = (potential.masked_fill(empty.unsqueeze(-1), 0.0) for potential in (f, g))
+    return f, g, error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0), known
+
+
+def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> None:
+    """Warn of the worst problem that did not converge, or raise with strict=True."""
+    tolerance = tolerance_of(problem, settings)
+    if found.converged.all():
+        if settings.grad == "envelope" and _takes_weight_gradients(problem):  # "implicit" finds out by itself
+            _warn_of_uncertain(problem, found)
+        return
+    error = found.error.nan_to_num(nan=torch.inf)
+    worst = tuple(int(i) for i in (error == error.max()).nonzero()[0])
+    name = f"problem {worst}" if worst else "the problem"
+    count = int((~found.converged).sum())
+    message = (
+        f"{count} of {found.converged.numel()} entropic problems did not converge; worst is {name}, with a marginal "
+        f"error of {float(found.error[worst]):.3g} where {tolerance:.3g} was asked for, after "
+        f"{int(found.iterations[worst])} iterations. Raise epsilon, raise max_iterations (now "
+        f"{settings.max_iterations}), or accept a larger tolerance; solve() tells the duality gap of each problem."
+    )
+    if settings.strict:
+        raise RuntimeError(message)
+    warnings.warn(message, ConvergenceWarning, stacklevel=_level_of_the_caller())
+
+
+def _takes_weight_gradients(problem: EntropicProblem) -> bool:
+    return torch.is_grad_enabled() and (problem.p.requires_grad or problem.q.requires_grad)
+
+
+def _warn_of_uncertain(problem: EntropicProblem, found: Potentials) -> None:
+    error, spread = found.potential_error, found.spread
+    if error is None or spread is None:
+        return
+    poor = error > UNCERTAIN * spread + LITTLE * problem.epsilon.detach()
+    if bool(poor.any()):
+        share = (error / spread)[poor].amax()
+        warnings.warn(
+            f"the gradients of the weights are uncertain in {int(poor.sum())} of {poor.numel()} entropic problems, by "
+            f"{100 * float(share):.2g} % in the worst: the plan falls into parts that hardly exchange mass. Raise "
+            "epsilon; solve(...).potential_error tells it for each problem. Values and gradients of costs are right.",
+            ConvergenceWarning,
+            stacklevel=_level_of_the_caller(),
+        )
+
+
+def _level_of_the_caller() -> int:
+    """The stack level, for a warning of the function that asks, of the first frame outside this library and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("otloss", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level

@@ -1,0 +1,290 @@
+"""Transport between histograms on the line, in closed form.
+
+With positions sorted, F and G the cumulative sums of p and q, and gap_k = x_{k+1} - x_k,
+
+    sum_k gap_k |F_k - G_k|^power                        power 1 is W_1; power 2 is the ranked probability score
+
+and for a convex cost |x - y|^order the optimal plan matches quantiles: merge the levels F_i and G_j, and pay
+|x_i - y_j|^order for the mass between two neighbouring levels (C. Villani, Topics in Optimal Transportation, 2.2).
+The merged path is a basis of the transport problem, so its derivatives in the weights are dual potentials.
+
+A bin without mass gets the one-sided derivative: what the first grain put there would pay for the cheapest partner
+among the bins that hold mass. Partner bins without mass must not take part, hence `_to_occupied` below; for W_1 the
+same rule fixes the slope of |F - G| where both histograms are still, or already, empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_last_axis, check_number, check_tensor
+from otloss._kernels import may_run_on
+from otloss.solvers.histograms import MASS_TOLERANCE, histogram_pair
+
+# Bins below which the operations of torch take no longer than starting a kernel.
+_SMALL = 2**13
+
+
+def cdf_distance(
+    p: Float[Tensor, "*batch bins"],
+    q: Float[Tensor, "*batch bins"],
+    x: Float[Tensor, "*batch bins"] | None = None,
+    *,
+    power: float = 2,
+) -> Float[Tensor, "*batch"]:
+    """Return the distance between cumulative distributions, sum_k gap_k |F_k - G_k|^power, per problem.
+
+    Power 1 is the Wasserstein-1 distance; power 2 the squared EMD of ordinal regression, or ranked probability score.
+
+    Args:
+        p: (..., n) weights >= 0. The leading axes of p, q and x broadcast.
+        q: (..., n) weights >= 0 with the mass of p, up to rounding.
+        x: (n,) or (..., n) positions, 0 to n - 1 by default; unsorted positions are sorted, repeated ones may occur.
+        power: at least 1.
+
+    Returns:
+        (...), in the promoted dtype; its unit is that of x times that of the mass to the power `power`.
+        Differentiable in p, q (centred over the bins) and x. Where F = G at power 1 the value has a kink, and the
+        gradient is a subgradient; for bins without mass beyond the others' mass it is the one-sided derivative.
+
+    Raises:
+        TypeError: if p or q is no floating tensor.
+        ValueError: if the bins or masses of p and q differ, a weight is negative, or a number is not finite.
+
+    Source:
+        L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916, eq. 6.
+
+    Example:
+        >>> p, q = torch.tensor([1.0, 0.0, 0.0]), torch.tensor([0.0, 0.5, 0.5])
+        >>> cdf_distance(p, q)
+        tensor(1.2500)
+        >>> cdf_distance(p, q, torch.tensor([0.0, 1.0, 3.0]), power=1)
+        tensor(2.)
+    """
+    _check_exponent("power", power)
+    if _suits_kernel(p, q, x) and p.shape[-1] == q.shape[-1]:
+        value = _compiled((p, q, x), power, _cdf_distance)
+        if value is not None:
+            return value
+    return _cdf_distance(p, q, x, power)
+
+
+def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tensor:
+    pair = histogram_pair(p, q, *_position_dtypes(x=x))
+    if p.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"p has {p.shape[-1]} bins and q {q.shape[-1]}, expected the same bins; "
+            "for different bins use wasserstein_1d with positions x and y."
+        )
+    x = _positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
+    x_sorted, order = x.sort(dim=-1, stable=True)
+    # The last bin has no gap behind it; a gap of 0 there is cheaper than slicing the histograms.
+    gaps = x_sorted.diff(dim=-1, append=x_sorted[..., -1:])
+    weights_p, weights_q = _take(pair.p, order), _take(pair.q, order)
+    if power == 1:
+        apart = _absolute_cdf_difference(weights_p, weights_q)
+    else:
+        apart = (weights_p - weights_q).cumsum(-1)
+        if power < 2:  # its slope at rounding errors is their root
+            apart = apart.masked_fill(_empty_ends(weights_p)[1] & _empty_ends(weights_q)[1], 0.0)
+        apart = _power(apart, power)
+    return (gaps * apart).sum(-1).to(pair.dtype)
+
+
+def wasserstein_1d(
+    p: Float[Tensor, "*batch n"],
+    q: Float[Tensor, "*batch m"],
+    x: Float[Tensor, "*batch n"] | None = None,
+    y: Float[Tensor, "*batch m"] | None = None,
+    *,
+    order: float = 1,
+) -> Float[Tensor, "*batch"]:
+    """Return W_order^order between histograms on the line, the least cost of moving p to q at |x - y|^order per unit.
+
+    Args:
+        p: (..., n) weights >= 0. The leading axes of p, q, x and y broadcast.
+        q: (..., m) weights >= 0 with the mass of p, up to rounding.
+        x: (n,) or (..., n) positions of p's bins, 0 to n - 1 by default; any order, repeated ones may occur.
+        y: (m,) or (..., m) positions of q's bins, those of p by default.
+        order: at least 1.
+
+    Returns:
+        (...), in the promoted dtype; its unit is that of x to the power `order`, times that of the mass.
+        Differentiable in p, q (centred over the bins; one-sided derivatives at bins without mass), x and y. Where
+        levels of F and G coincide the value has a kink, and the gradient is a subgradient.
+
+    Raises:
+        TypeError: if p or q is no floating tensor.
+        ValueError: if the masses differ, a weight is negative, a number is not finite, or positions do not fit.
+
+    Source:
+        C. Villani, Topics in Optimal Transportation, 2003, theorem 2.18.
+
+    Example:
+        >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+        >>> wasserstein_1d(p, q, torch.tensor([0.0, 4.0]))
+        tensor(1.)
+        >>> wasserstein_1d(p, torch.tensor([1.0]), torch.tensor([0.0, 4.0]), torch.tensor([1.0]), order=2)
+        tensor(5.)
+    """
+    _check_exponent("order", order)
+    if order == 1 and y is None:
+        return cdf_distance(p, q, x, power=1)
+    if _suits_kernel(p, q, x, y) and (y is not None or p.shape[-1] == q.shape[-1]):
+        value = _compiled((p, q, x, y), order, _wasserstein_1d)
+        if value is not None:
+            return value
+    return _wasserstein_1d(p, q, x, y, order)
+
+
+def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, order: float) -> Tensor:
+    pair = histogram_pair(p, q, *_position_dtypes(x=x, y=y))
+    if y is None and p.shape[-1] != q.shape[-1]:
+        raise ValueError(
+            f"p has {p.shape[-1]} bins and q {q.shape[-1]}, expected the same bins when y is not given; "
+            "pass y, the positions of q's bins."
+        )
+    x = _positions("x", torch.arange(p.shape[-1], device=p.device) if x is None else x, pair.p)
+    y = x if y is None else _positions("y", y, pair.q)
+    x_sorted, order_x = x.sort(dim=-1, stable=True)
+    y_sorted, order_y = y.sort(dim=-1, stable=True)
+    value = _quantile_cost(_take(pair.p, order_x), _take(pair.q, order_y), x_sorted, y_sorted, order)
+    return value.to(pair.dtype)
+
+
+def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
+    """Whether the compiled kernels may take this; what is odd in type or shape goes the slow way, which says why."""
+    given = [t for t in (p, q, *places) if t is not None]
+    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) and t.dim() > 0 for t in given):
+        return False
+    if any(t.is_floating_point() and t.dtype not in MASS_TOLERANCE for t in given):
+        return False
+    if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*given)) or 0 in (p.shape[-1], q.shape[-1]):
+        return False
+    weights = [p, q, *([q] * (len(places) - 1))]
+    fits = all(t is None or t.shape[-1] == w.shape[-1] for t, w in zip(places, weights[:1] + weights[2:], strict=True))
+    try:
+        problems = broadcast_shape(*(t.shape[:-1] for t in given)).numel()
+    except RuntimeError:
+        return False
+    return fits and problems * (p.shape[-1] + q.shape[-1]) >= _SMALL
+
+
+def _compiled(tensors: tuple[Tensor | None, ...], exponent: float, twin: Callable[..., Tensor]) -> Tensor | None:
+    """Return the value by a kernel, or None if the numbers are no transport problem: the twin then says which."""
+    from otloss._kernels import line_gradients
+
+    given = [t for t in tensors if t is not None]
+    p, q = given[:2]
+    dtype = p.dtype
+    for tensor in given[1:]:
+        dtype = torch.promote_types(dtype, tensor.dtype)
+    arithmetic = torch.promote_types(dtype, torch.float32)
+    x = (torch.arange(p.shape[-1], device=p.device) if tensors[2] is None else tensors[2]).to(arithmetic)
+    places = [x if place is None or place is tensors[2] else place for place in tensors[2:]]
+    build = line_gradients.cdf if len(places) == 1 else line_gradients.merged
+    tolerance = max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q))
+    form = build(exponent, lambda *rows: twin(*rows, exponent))
+    value = line_gradients.value_of(form, tuple(t.to(arithmetic) for t in (p, q, *places)), tolerance)
+    return None if value is None else value.to(dtype)
+
+
+def _quantile_cost(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> Tensor:
+    x, y = _to_shape_of(x, p), _to_shape_of(y, q)
+    if not ((p == 0).any() or (q == 0).any()):
+        widths, costs = _merged_path(p, q, x, y, order)
+        return (widths * costs).sum(-1)
+    # Three paths with one value. The gradient in p comes from a path on which every bin of q holds mass, that in q
+    # from a path on which every bin of p does, and those in the positions from the path on which all do.
+    x_occupied, y_occupied = _to_occupied(p, x), _to_occupied(q, y)
+    widths, costs = _merged_path(p.detach(), q.detach(), x_occupied, y_occupied, order)
+    widths_p, costs_p = _merged_path(p, q.detach(), x, y_occupied, order)
+    widths_q, costs_q = _merged_path(p.detach(), q, x_occupied, y, order)
+    slopes = (widths_p - widths_p.detach()) * costs_p + (widths_q - widths_q.detach()) * costs_q
+    return (widths * costs + slopes).sum(-1)
+
+
+def _merged_path(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> tuple[Tensor, Tensor]:
+    """Return the masses (..., n + m) between neighbouring merged levels and the price of each."""
+    n, m = p.shape[-1], q.shape[-1]
+    batch = broadcast_shape(p.shape[:-1], q.shape[:-1])
+    p, x = p.expand(*batch, n), x.expand(*batch, n)
+    q, y = q.expand(*batch, m), y.expand(*batch, m)
+    levels, origin = torch.cat([p.cumsum(-1), q.cumsum(-1)], dim=-1).sort(dim=-1, stable=True)
+    widths = levels.diff(dim=-1, prepend=torch.zeros_like(levels[..., :1]))
+    # Counting the levels passed, and not searching for them, keeps one cell per step where levels coincide:
+    # that makes the path a basis, and its slopes dual potentials.
+    from_p = (origin < n).long()
+    passed_p = (from_p.cumsum(-1) - from_p).clamp(max=n - 1)
+    passed_q = ((1 - from_p).cumsum(-1) - (1 - from_p)).clamp(max=m - 1)
+    return widths, _power(x.gather(-1, passed_p) - y.gather(-1, passed_q), order)
+
+
+def _to_occupied(weights: Tensor, positions: Tensor) -> Tensor:
+    """Move bins without mass to the next bin that holds mass, the last ones back to the previous."""
+    n = weights.shape[-1]
+    index = torch.arange(n, device=weights.device).expand(weights.shape)
+    occupied = weights.detach() > 0
+    following = index.masked_fill(~occupied, n).flip(-1).cummin(-1).values.flip(-1)
+    last = index.masked_fill(~occupied, 0).amax(-1, keepdim=True)
+    return positions.gather(-1, torch.minimum(following, last))
+
+
+def _absolute_cdf_difference(p: Tensor, q: Tensor) -> Tensor:
+    """Return |F - G|; its slope is one-sided where no mass lies up to the bin, or none behind it."""
+    before_p, after_p = _empty_ends(p)
+    before_q, after_q = _empty_ends(q)
+    before, after = before_p & before_q, after_p & after_q
+    # Rounding of the last sums must not choose a side.
+    apart = (p - q).cumsum(-1).masked_fill(before | after, 0.0)
+    # Mass that arrives in the empty front of either histogram raises |F - G|; in the empty back it lowers F or G
+    # there, and raises |F - G| again. The difference from the detached twin adds these slopes and no value.
+    both = (p + q).cumsum(-1)
+    return apart.abs() + (before.to(p.dtype) - after.to(p.dtype)) * (both - both.detach())
+
+
+def _empty_ends(weights: Tensor) -> tuple[Tensor, Tensor]:
+    occupied = (weights.detach() > 0).long().cumsum(-1)
+    return occupied == 0, occupied == occupied[..., -1:]
+
+
+def _power(difference: Tensor, power: float) -> Tensor:
+    if power == 1:
+        return difference.abs()
+    if power == 2:
+        return difference.square()
+    return difference.abs() ** power
+
+
+def _take(weights: Tensor, order: Int[Tensor, "*batch n"]) -> Tensor:
+    if order.dim() == 1:
+        identity = torch.arange(order.shape[0], device=order.device)
+        return weights if torch.equal(order, identity) else weights[..., order]
+    batch = broadcast_shape(weights.shape[:-1], order.shape[:-1])
+    return weights.expand(*batch, -1).gather(-1, order.expand(*batch, -1))
+
+
+def _to_shape_of(positions: Tensor, weights: Tensor) -> Tensor:
+    return positions.expand(broadcast_shape(positions.shape, weights.shape))
+
+
+def _position_dtypes(**given: Any) -> list[torch.dtype]:
+    return [check_tensor(name, positions).dtype for name, positions in given.items() if positions is not None]
+
+
+def _positions(name: str, positions: Tensor, weights: Tensor) -> Tensor:
+    """Return checked positions in the dtype of `weights`."""
+    check_finite(name, positions)
+    check_last_axis(name, positions, weights.shape[-1])
+    check_broadcast(**{name: positions.shape[:-1], "its weights": weights.shape[:-1]})
+    return positions.to(weights.dtype)
+
+
+def _check_exponent(name: str, value: float) -> None:
+    if not 1 <= check_number(name, value) < float("inf"):
+        raise ValueError(f"{name} is {value}, expected a finite number of at least 1.")

@@ -1,0 +1,193 @@
+"""Entropic transport and its debiased divergence. The formulas are in `otloss.solvers.entropic`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, Unpack
+
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._autograd import eager
+from otloss.costs import Cost, DenseCost, PointCost, as_cost
+from otloss.solvers.entropic.direct import direct_value
+from otloss.solvers.entropic.geomloss import with_start
+from otloss.solvers.entropic.graph import GraphState, implicit_state, unrolled_state
+from otloss.solvers.entropic.problem import EntropicProblem, Options, Settings, entropic_problem
+from otloss.solvers.entropic.search import Potentials, find_potentials, report
+from otloss.solvers.entropic.value import envelope_value
+
+
+@eager
+def sinkhorn(
+    p: Float[Tensor, "*batch n"],
+    q: Float[Tensor, "*batch m"],
+    cost: Cost | Float[Tensor, "*batch n m"],
+    *,
+    epsilon: float | Float[Tensor, "*batch"],
+    **options: Unpack[Options],
+) -> Float[Tensor, "*batch"]:
+    """Return the entropic transport cost, min over plans P of `<C, P> + epsilon sum P log(P / p q^T)`, per problem.
+
+    The sum is `KL(P | p q^T)`; masses other than one would add `mass^2 - mass` to the latter, which no plan can change.
+
+    Args:
+        p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
+        q: (..., m) weights >= 0, with the mass of p up to rounding unless `reach` is given.
+        cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
+        epsilon: above 0, in the unit of the cost; a number, or one per problem (...). Balanced problems are solved for
+            1e8 times the largest cost where it is above that: the limit, the product of the weights, is as near.
+        options:
+            epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
+            reach: the price, in the unit of the cost, of mass that appears or vanishes: adds
+                `reach KL(P 1 | p) + reach KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then
+                those between measures, `KL(a | b) = sum a log(a / b) - a + b`.
+            grad: "envelope" (default), first derivatives, exact at convergence, no history held; "implicit", also
+                second ones, by a linear system of the size of the smaller side; "unrolled", through every iteration.
+            tolerance: sum of the errors of both marginals relative to the mass, 1e-5 in float32, 1e-8 in float64.
+            max_iterations: 10 000. After a thousand, balanced problems of up to 2**20 entries go to Newton's method.
+            start: potentials (f, g) of a similar problem.
+            strict: raise where a problem does not converge, in place of a `ConvergenceWarning`.
+            impl: "compiled", scaling form on the CPU, for matrices; "torch", log domain, any cost and device;
+                "geomloss", the same from a start by GeomLoss, for one pair of clouds; "auto", the first for balanced
+                problems of up to 2**24 entries on a CPU, the last for large clouds on a GPU that has KeOps, else the
+                second. Balanced problems between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three
+                axes, at least 2**22 pairs) on a CPU start from clusters of points; the tolerance means the same.
+
+    Returns:
+        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p, q
+        (centred over the bins unless `reach` is given; one-sided derivatives at bins without mass), the cost, and what
+        a cost object was built from. A problem in which p and q hold no mass has the value 0 and no slope.
+
+    Raises:
+        TypeError: if p, q or a cost matrix is no floating tensor, or an option is unknown.
+        ValueError: if shapes or masses differ, a weight or a cost is negative, a number is not finite or in range, or
+            epsilon is below 1e-8 of the potentials, where their rounding decides the plan.
+        NotImplementedError: if a derivative in forward mode is asked of grad="envelope".
+        RuntimeError: with strict=True, if a problem does not converge; if a second derivative of "envelope" is asked
+            for, or "implicit" meets equations that are singular to rounding.
+
+    Source:
+        M. Cuturi, Sinkhorn Distances: Lightspeed Computation of Optimal Transport, 2013.
+
+    Example:
+        >>> import torch
+        >>> p, q = torch.tensor([0.5, 0.5]), torch.tensor([0.25, 0.75])
+        >>> cost = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+        >>> sinkhorn(p, q, cost, epsilon=0.01), sinkhorn(p, q, cost, epsilon=100.0)
+        (tensor(0.2522), tensor(0.4991))
+    """
+    settings = Settings.of(options)
+    value = direct_value(p, q, cost, epsilon=epsilon, settings=settings)
+    if value is not None:
+        return value
+    problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
+    return solved(problem, settings).value.to(problem.dtype)
+
+
+@eager
+def sinkhorn_divergence(
+    p: Float[Tensor, "*batch n"],
+    q: Float[Tensor, "*batch m"],
+    cost: Cost | Float[Tensor, "*batch n m"],
+    *,
+    epsilon: float | Float[Tensor, "*batch"],
+    cost_p: Cost | Float[Tensor, "*batch n n"] | None = None,
+    cost_q: Cost | Float[Tensor, "*batch m m"] | None = None,
+    **options: Unpack[Options],
+) -> Float[Tensor, "*batch"]:
+    """Return the debiased divergence `S(p, q) - S(p, p) / 2 - S(q, q) / 2`, S the entropic transport cost, per problem.
+
+    It is zero at p = q, and at least zero where `exp(-C / epsilon)` is positive definite: for distances, squared
+    distances and the cosine cost, not for every matrix.
+
+    Args:
+        p, q, cost, epsilon: as for `sinkhorn`; with `reach`, `epsilon (mass_p - mass_q)^2 / 2` is added.
+        cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix tell
+            them; a rectangular or asymmetric matrix does not.
+        options: as for `sinkhorn`; `start` serves S(p, q) alone. With epsilon_relative_to the mean cost is that of
+            `cost`, for all three.
+
+    Returns:
+        (...), in the promoted dtype, differentiable as `sinkhorn` is.
+
+    Raises:
+        TypeError, RuntimeError: as for `sinkhorn`.
+        ValueError: as for `sinkhorn`; if the costs among the bins are not known, or not symmetric.
+
+    Source:
+        J. Feydy et al., Interpolating between Optimal Transport and MMD using Sinkhorn Divergences, 2019.
+
+    Example:
+        >>> import torch
+        >>> from otloss.costs import PointCost
+        >>> x, y = torch.tensor([[0.0], [1.0]]), torch.tensor([[0.0], [3.0]])
+        >>> p = torch.tensor([0.5, 0.5])
+        >>> round(float(sinkhorn_divergence(p, p, PointCost(x, y), epsilon=0.1)), 4)
+        2.0
+    """
+    settings = Settings.of(options)
+    among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
+    problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
+    alone = dataclasses.replace(settings, start=None, epsilon_relative_to=None)
+    value = solved(problem, settings).value
+    for weights, among in ((problem.p, among_p), (problem.q, among_q)):
+        with_itself = dataclasses.replace(problem, p=weights, q=weights, cost=among.to(problem.cost.dtype))
+        value = value - solved(with_itself, alone, symmetric=True).value / 2
+    if settings.reach is not None:
+        apart = problem.p.sum(-1) - problem.q.sum(-1)
+        value = value + problem.epsilon * apart.square() / 2
+    return value.to(problem.dtype)
+
+
+def _among(cost: Cost, cost_p: Cost | Tensor | None, cost_q: Cost | Tensor | None) -> tuple[Cost, Cost]:
+    if cost_p is None or cost_q is None:
+        if (cost_p is None) != (cost_q is None):
+            raise ValueError("only one of cost_p and cost_q is given, expected both or none.")
+        return cost.within()
+    found = []
+    for name, given, size in (("cost_p", cost_p, cost.shape[0]), ("cost_q", cost_q, cost.shape[1])):
+        among = as_cost(given)
+        if among.shape != (size, size):
+            raise ValueError(f"{name} has shape {among.shape}, expected {(size, size)}: the costs among those bins.")
+        if not _is_symmetric(among):
+            raise ValueError(
+                f"{name} is not symmetric, expected the costs among the same bins; pass a matrix ({name} + {name}.mT) "
+                "/ 2, or PointCost(x)."
+            )
+        found.append(among)
+    return found[0], found[1]
+
+
+def _is_symmetric(cost: Cost) -> bool:
+    if isinstance(cost, DenseCost):
+        matrix = cost.matrix.detach()
+        return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.amax()).all()) if matrix.numel() else True
+    # A cost between two clouds is its own transpose where both are the same tensor.
+    return not isinstance(cost, PointCost) or cost.x is cost.y
+
+
+class Solved(NamedTuple):
+    """A solved problem: its potentials, what "implicit" and "unrolled" know beside, and its value.
+
+    The value is in the dtype of the arithmetic, with the graph that was asked for.
+    """
+
+    found: Potentials
+    state: GraphState | None
+    value: Float[Tensor, "*batch"]
+
+
+def solved(
+    problem: EntropicProblem, settings: Settings, *, symmetric: bool = False, settle: bool | None = None
+) -> Solved:
+    """Solve a problem; `symmetric` and `settle` as for `find_potentials`."""
+    if settings.grad == "unrolled":
+        state, found = unrolled_state(problem, settings)
+        report(found, problem, settings)
+        return Solved(found, state, state.value(problem))
+    found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric, settle=settle)
+    if settings.grad == "implicit":
+        state = implicit_state(problem, found)
+        return Solved(found, state, state.value(problem))
+    return Solved(found, None, envelope_value(problem, found.f, found.g))

@@ -1,0 +1,161 @@
+"""The command line: `python -m otloss_llm train | generate | evaluate | compare` (also installed as `otloss-llm`).
+
+Options are those of the dataclasses in `otloss_llm.cli.arguments` and, for train and compare, of the Hugging Face
+`TrainingArguments` (fsdp, deepspeed, bf16, report_to, ...). The same command continues the folder of a killed run.
+The result, and nothing else, goes to stdout; progress and logs go to stderr. An error that the user can fix prints a
+one-line message; the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, redirect_stdout
+from difflib import get_close_matches
+from typing import Any, NamedTuple
+
+from otloss_llm import __version__
+from otloss_llm._start import INTERRUPTED
+from otloss_llm.cli import commands
+
+USAGE = """\
+usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options, --help_all every one)
+
+  train      train a causal language model on text or questions with MLE, TaiLr, MixCE, EMO, number_token
+  generate   sample text from a model
+  evaluate   perplexity and mean transport cost of a model on text; its answers to questions
+  compare    several objectives and seeds from one start: a table, a figure, samples
+
+--version prints the version. With --traceback an error shows where it arose.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code: 0, 2 after an error the user can fix, 1 after a failed comparison."""
+    given = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in given
+    given = [argument for argument in given if argument != "--traceback"]
+    if not given or given[0] in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if given else sys.stderr, end="")
+        return 0 if given else 2
+    if given[0] == "--version":
+        print(f"otloss-llm {__version__}")
+        return 0
+    command = _COMMANDS.get(given[0])
+    if command is None:
+        return _fail(f"no command {given[0]!r}, expected {' | '.join(_COMMANDS)}; see --help.")
+    try:
+        with _transformers_messages():
+            parsed = _parse(given[0], command.kinds, given[1:])
+            # Trainer, tqdm and other libraries print what they please while the command works.
+            with redirect_stdout(sys.stderr):
+                text, code = command.run(*parsed)
+            if text:
+                print(text, flush=True)  # flushed here, where a full disk is reported
+    except SystemExit as stop:  # of --help
+        return int(stop.code or 0)
+    except KeyboardInterrupt:
+        return _fail(INTERRUPTED, code=130)
+    except Exception as error:
+        message = _message(error)
+        if traceback or message is None:
+            raise
+        return _fail(message)
+    return code
+
+
+def _message(error: Exception) -> str | None:
+    """What to tell the user about it in one line; None for an error that no user can fix."""
+    import torch
+
+    text = " ".join(str(error).split())
+    if _disk_is_full(error):
+        return (
+            f"the disk is full or a quota is used up: {text}; free space and give the same command again; train and "
+            "compare go on from the last whole checkpoint (--save_total_limit 1 keeps fewer of them)."
+        )
+    if isinstance(error, torch.OutOfMemoryError):
+        return f"out of memory: {text} Take smaller batches (with --gradient_accumulation_steps) or blocks."
+    if isinstance(error, ImportError):
+        package = (error.name or "").partition(".")[0]
+        if package in ("transformers", "accelerate", "tqdm", "tokenizers", "safetensors"):
+            return f'the command needs {package}: pip install "otloss[llm]"'
+        return text
+    if type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "huggingface_hub", "requests"):
+        return f"the Hugging Face hub could not be used: {type(error).__name__}: {text}"
+    return text if isinstance(error, ValueError | TypeError | OSError) else None
+
+
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def _disk_is_full(error: BaseException | None) -> bool:
+    """Whether a write failed for lack of space. safetensors, tokenizers and torch raise no OSError there."""
+    while error is not None:
+        text = str(error)
+        if isinstance(error, OSError) and error.errno in _NO_SPACE:
+            return True
+        if any(f"(os error {number})" in text for number in _NO_SPACE) or "No space left on device" in text:
+            return True
+        if isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def _fail(message: str, *, code: int = 2) -> int:
+    print(f"otloss-llm: error: {message}", file=sys.stderr)
+    return code
+
+
+@contextmanager
+def _transformers_messages() -> Iterator[None]:
+    """Warnings only, and no bars for loading and writing weights; restored afterwards."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_warning()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _parse(command: str, kinds: Sequence[str], given: Sequence[str]) -> tuple[Any, ...]:
+    from otloss_llm.cli import arguments
+    from otloss_llm.cli.options import OptionParser
+
+    parser = OptionParser([getattr(arguments, kind) for kind in kinds], prog=f"python -m otloss_llm {command}")
+    *parsed, unknown = parser.parse_args_into_dataclasses(
+        args=list(given), return_remaining_strings=True, look_for_args_file=False
+    )
+    if unknown:
+        known = [option for action in parser._actions for option in action.option_strings]
+        near = get_close_matches(unknown[0].partition("=")[0], known, n=1)
+        raise ValueError(
+            f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''} "
+            f"(see {command} --help)."
+        )
+    return tuple(parsed)
+
+
+class _Command(NamedTuple):
+    run: Callable[..., tuple[str, int]]  # the dataclasses -> what goes to stdout, exit code
+    kinds: tuple[str, ...]  # dataclasses of otloss_llm.cli.arguments
+
+
+_COMMANDS = {
+    "train": _Command(
+        commands.train,
+        ("ModelArguments", "LoraArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments"),
+    ),
+    "generate": _Command(commands.generate, ("ModelArguments", "GenerateArguments")),
+    "evaluate": _Command(commands.evaluate, ("ModelArguments", "EvaluateArguments")),
+    "compare": _Command(
+        commands.compare, ("ModelArguments", "CompareTextArguments", "CompareArguments", "ObjectiveTrainingArguments")
+    ),
+}

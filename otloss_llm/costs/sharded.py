@@ -1,0 +1,195 @@
+"""Costs where the head is spread over processes: each computes its own columns, for the labels at hand.
+
+Notation: process r holds the rows start_r .. stop_r of the head, and needs C[y, start_r:stop_r] of each label y.
+An embedding cost makes these from the rows e_y of the labels and its own unit rows: of an embedding that is whole in
+every process, or spread likewise (`ShardedEmbeddingCost`): then one collective exchanges the e_y, never all of it.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from otloss._checks import check_floating
+from otloss.costs import Cost
+from otloss_llm.costs.embedding import (
+    EmbeddingCost,
+    added_by_rounding,
+    check_treatment,
+    products_are_of_bfloat16,
+    warn_of_near_duplicates,
+    without_tf32,
+)
+from otloss_llm.costs.near_duplicates import search, sketch
+from otloss_llm.models.sharded_heads import VocabShard, is_row_shard
+
+
+class ShardedEmbeddingCost(Cost):
+    """`EmbeddingCost` of an embedding whose rows are spread over processes like those of the head.
+
+    Every process has to make the calls. It goes with `linear_token_loss(..., process_group=...)` only: no process can
+    tell whole rows of this cost.
+
+    Args:
+        embedding: `(rows, d)` of this process, copied without its graph; or a DTensor sharded by rows.
+        process_group: the processes, whose rows follow each other in the order of ranks; a DTensor knows it.
+        near_duplicates: as in `EmbeddingCost`, among the rows of all processes. The first of them warns.
+
+    Attributes:
+        near_duplicates: (V,), True for the rows, of all processes, that were set to zero.
+
+    Raises:
+        ValueError: the DTensor has another placement, there is no group, or processes hold rows of different kind.
+    """
+
+    near_duplicates: Bool[Tensor, " vocab"]
+
+    def __init__(
+        self,
+        embedding: Float[Tensor, "rows width"],
+        process_group: dist.ProcessGroup | None = None,
+        *,
+        near_duplicates: str = "zero",
+    ) -> None:
+        embedding = check_floating("embedding", embedding).detach()
+        if is_row_shard(embedding) and process_group is None:
+            process_group, embedding = embedding.device_mesh.get_group(), embedding.to_local()  # type: ignore[attr-defined]
+        if process_group is None or hasattr(embedding, "placements"):
+            raise ValueError(
+                "a sharded cost needs the rows of this process with process_group=, or a DTensor with placements "
+                "[Shard(0)] on a mesh of one axis alone."
+            )
+        made: list[EmbeddingCost] = []
+
+        def check() -> dict[str, object]:
+            check_treatment(near_duplicates)
+            made.extend([EmbeddingCost(embedding, near_duplicates="keep")] if len(embedding) else [])
+            return {"width": embedding.shape[1:], "dtype": embedding.dtype, "near_duplicates": near_duplicates}
+
+        self.shard = VocabShard.agreed(process_group, embedding, check)
+        wide = torch.promote_types(embedding.dtype, torch.float32)
+        self.unit = made[0].unit if made else embedding.to(wide)
+        self.near_duplicates = torch.zeros(self.shard.vocab, dtype=torch.bool, device=self.unit.device)
+        if near_duplicates == "zero":
+            self._zero_near_duplicates()
+        self._rounding = 16 * torch.finfo(wide).eps
+        added = torch.tensor([added_by_rounding(self.unit, ~self.unit.any(1), torch.bfloat16)], device=self.unit.device)
+        dist.all_reduce(added, op=dist.ReduceOp.MAX, group=process_group)
+        self._rounding_of_bfloat16 = 2 * float(added) + self._rounding
+
+    def _zero_near_duplicates(self) -> None:
+        here = slice(self.shard.start, self.shard.stop)
+        part = sketch(self.unit)
+        whole = part.new_zeros(self.shard.vocab, part.shape[1])
+        whole[here] = part
+        dist.all_reduce(whole, group=self.shard.group)  # all but one of the summands are 0: exact
+        self.near_duplicates = search(whole, self.embedding_of, width=self.unit.shape[1], agree=self._agree)
+        self.unit[self.near_duplicates[here]] = 0.0
+        if self.near_duplicates.any() and self.shard.rank == 0:
+            warn_of_near_duplicates(self.near_duplicates, stacklevel=3)
+
+    def _agree(self, found: Tensor) -> Tensor:
+        """What the first process has found, so that all exchange the same rows, whatever rounding made of theirs."""
+        dist.broadcast(found, src=dist.get_global_rank(self.shard.group, 0), group=self.shard.group)
+        return found
+
+    def rounding_now(self) -> float:
+        """As that of `EmbeddingCost`, over the rows of all processes."""
+        return self._rounding_of_bfloat16 if products_are_of_bfloat16(self.unit) else self._rounding
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.shard.vocab, self.shard.vocab
+
+    @property
+    def _data(self) -> Tensor:
+        return self.unit
+
+    @property
+    def T(self) -> ShardedEmbeddingCost:  # noqa: N802
+        return self
+
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
+        raise ValueError(
+            "a ShardedEmbeddingCost has no whole rows in one process; use linear_token_loss with process_group=, or an "
+            "EmbeddingCost of the whole embedding."
+        )
+
+    def embedding_of(self, labels: Int[Tensor, " distinct"]) -> Float[Tensor, "distinct width"]:
+        """The unit rows of these tokens, from whichever process holds them: one collective."""
+        row = self.shard.local(labels)
+        here = row >= 0
+        found = self.unit.new_zeros(len(labels), self.unit.shape[1])
+        found[here] = self.unit[row[here]]
+        dist.all_reduce(found, group=self.shard.group)  # all but one of the summands are 0: exact
+        return found
+
+
+class _Columns(Cost):
+    """The columns of a cost that one process holds, for the rows of some labels."""
+
+    def __init__(self, cost: Cost, shard: VocabShard) -> None:
+        self.whole, self.shard = cost, shard
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return self.shard.vocab, self.shard.stop - self.shard.start
+
+    @property
+    def _data(self) -> Tensor:
+        return self.whole._data
+
+    @property
+    def T(self) -> Cost:  # noqa: N802
+        raise NotImplementedError("some columns of a cost have no transpose.")
+
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked columns"]:
+        return self.whole.rows(index)[:, self.shard.start : self.shard.stop]
+
+
+class _EmbeddingColumns(_Columns):
+    """Those of an embedding cost: the product with the rows of this process alone."""
+
+    def __init__(self, cost: EmbeddingCost | ShardedEmbeddingCost, shard: VocabShard, labels: Tensor) -> None:
+        super().__init__(cost, shard)
+        self.labels = labels.unique()  # sorted
+        if isinstance(cost, ShardedEmbeddingCost):
+            self.e_y, self.unit = cost.embedding_of(self.labels), cost.unit
+        else:
+            self.e_y, self.unit = cost.unit[self.labels], cost.unit[shard.start : shard.stop]
+        self._rounding = cost.rounding_now()
+
+    def rows(
+        self, index: Int[Tensor, " picked"], *, out: Float[Tensor, " entries"] | None = None
+    ) -> Float[Tensor, "picked columns"]:
+        e_y, columns = self.e_y[torch.searchsorted(self.labels, index)], len(self.unit)
+        flat = self.unit.new_empty(len(index) * columns) if out is None else out[: len(index) * columns]
+        # In the order of memory that the sweeps read: on a CPU a column of memory is a row.
+        costs = flat.view(columns, len(index)).T if self.device.type == "cpu" else flat.view(len(index), columns)
+        with without_tf32(self.device), torch.autocast(self.device.type, enabled=False):
+            costs.fill_(1).addmm_(e_y, self.unit.T, alpha=-1)
+        torch.threshold_(costs, self._rounding, 0.0)
+        if columns:
+            own = self.shard.local(index)[:, None]
+            column = own.clamp(min=0)
+            costs.scatter_(1, column, torch.where(own >= 0, 0.0, costs.gather(1, column)))
+        return costs
+
+
+def own_columns(cost: Cost, shard: VocabShard, labels: Int[Tensor, " tokens"]) -> Cost:
+    """The columns of `cost` that belong to the rows of the head in this process; its rows are for these labels only.
+
+    Every process has to make the call, with the same labels.
+    """
+    if isinstance(cost, ShardedEmbeddingCost):
+        if cost.shard.sizes != shard.sizes:
+            raise ValueError(
+                f"the cost has {cost.shard.sizes} rows in the processes of the group, the head {shard.sizes}; expected "
+                "the same: build the cost from the same blocks."
+            )
+        return _EmbeddingColumns(cost, shard, labels)
+    if isinstance(cost, EmbeddingCost) and type(cost).rows is EmbeddingCost.rows:
+        return _EmbeddingColumns(cost, shard, labels)
+    return _Columns(cost, shard)

@@ -1,0 +1,210 @@
+"""Text for language models: a tokenizer when none is at hand, and packed blocks of token ids.
+
+A *document* is a string; `otloss_llm.data.text` reads them. Packing writes all documents one after another, each as
+`[BOS] ids EOS`, into one stream and cuts the stream into rows of `block_size` ids; the incomplete last row is dropped.
+BOS is written only where the tokenizer itself begins a text with it. A document is tokenised whole and without
+truncation, so its ids are the tokenizer's own; special tokens spelt out in it are read as the tokenizer reads them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from otloss_llm.data.text import as_documents
+from otloss_llm.data.text import docstring_corpus as docstring_corpus
+from otloss_llm.data.text import read_texts as read_texts
+from otloss_llm.data.text import split_documents as split_documents
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+END_OF_TEXT = "<|endoftext|>"
+DOCUMENTS_PER_CALL = 256  # documents handed to the tokenizer at a time
+
+
+def train_bpe_tokenizer(
+    texts: Iterable[str],
+    vocab_size: int,
+    *,
+    min_frequency: int = 2,
+    split_digits: bool = False,
+    progress: bool = False,
+) -> PreTrainedTokenizerFast:
+    """Train a byte-level BPE tokenizer whose decoding gives every text back unchanged.
+
+    `<|endoftext|>` has id 0 and serves as end, beginning and padding token; it is never added to a text unasked.
+    Training is deterministic. `vocab_size` counts it and the 256 bytes; the vocabulary comes out smaller where the
+    texts have too few pairs that occur `min_frequency` times. With `split_digits` every digit is a token of its own.
+
+    Raises ValueError where `vocab_size` is below 257 or there is no text.
+
+    >>> tokenizer = train_bpe_tokenizer(["low lower lowest"] * 9, 262)
+    >>> tokenizer.tokenize("slow"), tokenizer.decode(tokenizer("naïve 6²")["input_ids"])
+    (['s', 'low'], 'naïve 6²')
+    """
+    try:
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+        from transformers import PreTrainedTokenizerFast
+    except ImportError as error:
+        raise ImportError(f'train_bpe_tokenizer needs {error.name}: pip install "otloss[llm]"') from error
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    if vocab_size < len(alphabet) + 1:
+        raise ValueError(f"vocab_size is {vocab_size}, expected at least {len(alphabet) + 1}: the bytes and the end.")
+    documents = list(as_documents(texts))
+    if not any(document.strip() for document in documents):
+        raise ValueError(f"the {len(documents)} texts hold nothing to train on; give at least one document.")
+    backend = Tokenizer(models.BPE())
+    split: list[Any] = [pre_tokenizers.Digits(individual_digits=True)] if split_digits else []
+    backend.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=min_frequency,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=alphabet,
+        show_progress=progress,
+    )
+    backend.train_from_iterator(documents, trainer=trainer, length=len(documents))
+    special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+
+
+class PackedBlocks(Dataset[dict[str, Tensor]]):
+    """Token ids in rows of one length, as a dataset for training and scoring causal language models.
+
+    An item is `{"input_ids": (block_size,), "labels": (block_size,)}`, both int64 and equal: labels are not shifted,
+    as Hugging Face models expect. `ids` is the whole as int32, (blocks, block_size); `fingerprint` is a short hash
+    of it, equal for equal data.
+
+    >>> tokenizer = train_bpe_tokenizer(["a b c d"], 257)
+    >>> blocks = PackedBlocks.from_texts(["abcd", "abc"], tokenizer, 4)
+    >>> blocks
+    PackedBlocks(2 blocks of 4 tokens, 1 token dropped, fingerprint=905d38a27208d91e)
+    >>> blocks[1]["labels"].tolist()
+    [0, 65, 66, 67]
+    """
+
+    def __init__(self, ids: Int[Tensor, "blocks block_size"], *, dropped_tokens: int = 0) -> None:
+        if ids.ndim != 2 or ids.is_floating_point() or ids.shape[1] < 2:
+            raise ValueError(
+                f"ids has shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integers (blocks, block_size) "
+                f"with a block_size of 2 or more; reshape them, or use PackedBlocks.from_texts."
+            )
+        self.ids = ids.to("cpu", torch.int32).contiguous()
+        self.dropped_tokens = dropped_tokens
+
+    @classmethod
+    def from_texts(
+        cls, texts: Iterable[str], tokenizer: PreTrainedTokenizerBase, block_size: int, *, progress: bool = True
+    ) -> PackedBlocks:
+        """Tokenise documents, join them as `[BOS] ids EOS`, and cut the stream into rows of `block_size` ids.
+
+        BOS stands there only if the tokenizer begins texts with it. The incomplete last row is dropped;
+        `dropped_tokens` says how many ids that were. Raises ValueError where all of it is shorter than one row.
+        """
+        if block_size < 2:
+            raise ValueError(f"block_size is {block_size}, expected 2 or more: a block of one token predicts nothing.")
+        pieces = list(_token_stream(list(as_documents(texts)), tokenizer, progress=progress))
+        stream = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int32)
+        blocks, dropped = divmod(len(stream), block_size)
+        if blocks == 0:
+            raise ValueError(
+                f"the text is {len(stream)} tokens long (end-of-text included), less than one block of {block_size}; "
+                f"give more text or smaller blocks."
+            )
+        ids = torch.from_numpy(stream[: blocks * block_size].reshape(blocks, block_size))
+        return cls(ids, dropped_tokens=dropped)
+
+    @property
+    def block_size(self) -> int:
+        """Number of ids in a block."""
+        return self.ids.shape[1]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row: the block size."""
+        return self.block_size
+
+    @property
+    def id_range(self) -> tuple[int, int]:
+        """The lowest and the highest id."""
+        return int(self.ids.min()), int(self.ids.max())
+
+    @property
+    def fingerprint(self) -> str:
+        """The first 16 hexadecimal digits of the SHA-256 of the block size and the ids."""
+        digest = hashlib.sha256(f"{self.block_size}\0".encode())
+        digest.update(self.ids.numpy().astype("<i4").tobytes())
+        return digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self.ids[index].long()
+        return {"input_ids": ids, "labels": ids.clone()}
+
+    def __repr__(self) -> str:
+        dropped = f"{self.dropped_tokens} token{'' if self.dropped_tokens == 1 else 's'} dropped"
+        size = f"{len(self)} blocks of {self.block_size} tokens"
+        return f"{type(self).__name__}({size}, {dropped}, fingerprint={self.fingerprint})"
+
+
+def split_blocks(
+    blocks: PackedBlocks, *, validation_fraction: float = 0.05, test_fraction: float = 0.0
+) -> tuple[PackedBlocks, PackedBlocks, PackedBlocks]:
+    """Cut blocks into contiguous training, validation and test parts, in this order and without shuffling.
+
+    A fraction of 0 gives an empty part, a positive one at least one block. Raises ValueError where the fractions are
+    outside [0, 1) or leave no block to train on.
+
+    >>> parts = split_blocks(PackedBlocks(torch.arange(40).view(20, 2)), validation_fraction=0.1, test_fraction=0.2)
+    >>> [len(part) for part in parts]
+    [14, 2, 4]
+    """
+    fractions = {"validation_fraction": validation_fraction, "test_fraction": test_fraction}
+    for name, fraction in fractions.items():
+        if not 0 <= fraction < 1:
+            raise ValueError(f"{name} is {fraction}, expected a share in [0, 1).")
+    held_out = [max(1, round(fraction * len(blocks))) if fraction else 0 for fraction in fractions.values()]
+    train = len(blocks) - sum(held_out)
+    if train < 1:
+        shares = ", ".join(f"{name}={fraction}" for name, fraction in fractions.items())
+        raise ValueError(f"{len(blocks)} blocks leave none to train on with {shares}; give more text or less share.")
+    first, second, third = blocks.ids.split([train, *held_out])
+    return PackedBlocks(first), PackedBlocks(second), PackedBlocks(third)
+
+
+def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """The ids that the tokenizer puts before a text by itself: `[BOS]` or nothing.
+
+    >>> opening_ids(train_bpe_tokenizer(["a b c d"], 257))
+    []
+    """
+    return [tokenizer.bos_token_id] if tokenizer.bos_token_id in tokenizer("")["input_ids"] else []
+
+
+def _token_stream(documents: Sequence[str], tokenizer: Any, *, progress: bool) -> Iterator[np.ndarray]:
+    """Yield the packed ids of a few documents at a time."""
+    from tqdm import tqdm
+
+    if tokenizer.eos_token_id is None:
+        raise ValueError("the tokenizer has no EOS token to keep documents apart; set tokenizer.eos_token first.")
+    opening, end = opening_ids(tokenizer), tokenizer.eos_token_id
+    with tqdm(total=len(documents), desc="tokenising", unit="doc", disable=not progress, delay=2.0) as bar:
+        for start in range(0, len(documents), DOCUMENTS_PER_CALL):
+            batch = documents[start : start + DOCUMENTS_PER_CALL]
+            # verbose=False: the remark on texts longer than the model's context has no meaning for packing.
+            rows = tokenizer(batch, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+            stream = [token for ids in rows["input_ids"] for token in (*opening, *ids, end)]
+            yield np.array(stream, dtype=np.int32)
+            bar.update(len(batch))

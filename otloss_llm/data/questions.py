@@ -1,0 +1,296 @@
+"""Questions with answers: read from JSON lines, and made into rows for training that generation begins in the same way.
+
+    row = [BOS] ids(question + separator) ids(answer) EOS
+
+Prompt and answer are tokenised apart and then joined. So the ids that a model is asked with are the beginning of the
+row that it was trained on, also where a token of the joined text would straddle the border. BOS stands there only if
+the tokenizer itself begins a text with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import warnings
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from otloss_llm.data.blocks import PackedBlocks, opening_ids
+from otloss_llm.losses.positions import IGNORE_INDEX
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SEPARATOR = "\n"  # between a question and its answer
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question, its right answer as it is to be written, and the kind of question where that is known."""
+
+    question: str
+    answer: str
+    kind: str | None = None
+
+
+def read_questions(
+    path: str | Path,
+    *,
+    question_column: str = "question",
+    answer_column: str = "answer",
+    kind_column: str = "module",
+) -> list[Question]:
+    """Read questions from a `.jsonl` file with one object per line, as GSM8K and DeepMind mathematics come.
+
+    The texts stay as they are. `kind_column` may be missing; the other two may not. Blank lines are left out.
+
+    Raises FileNotFoundError where there is no such file, and ValueError where it is no UTF-8, a line is no JSON
+    object, lacks a column, or has no text in it or half a surrogate pair, or no line is left.
+
+    >>> import tempfile, pathlib
+    >>> path = pathlib.Path(tempfile.mkdtemp()) / "sums.jsonl"
+    >>> _ = path.write_text('{"question": "What is 1 + 1?", "answer": "2", "module": "sums"}\\n')
+    >>> read_questions(path)
+    [Question(question='What is 1 + 1?', answer='2', kind='sums')]
+    """
+    file = Path(path).expanduser()
+    if file.suffix != ".jsonl":
+        raise ValueError(
+            f"{str(path)!r} is no .jsonl file; write one JSON object per line, with a question and answer."
+        )
+    if not file.is_file():
+        raise FileNotFoundError(f"there is no file {str(path)!r} with questions; check the path (now in {Path.cwd()}).")
+    try:
+        text = file.read_bytes().decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{str(path)!r} is not UTF-8 at byte {error.start}; convert it, for example with iconv."
+        ) from error
+    questions = []
+    for number, line in enumerate(text.split("\n"), start=1):
+        if line.strip():
+            place = f"{str(path)!r}, line {number}"
+            record = _record(line, place)
+            kind = _text(record, kind_column, place) if record.get(kind_column) is not None else None
+            asked, answer = _text(record, question_column, place), _text(record, answer_column, place)
+            questions.append(Question(asked, answer, kind))
+    if not questions:
+        raise ValueError(
+            f"{str(path)!r} holds no question; write one JSON object per line, with a question and answer."
+        )
+    return questions
+
+
+def _record(line: str, place: str) -> dict[str, Any]:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{place} is not JSON ({error}); expected one object per line.") from error
+    if not isinstance(record, dict):
+        raise ValueError(f"{place} is {type(record).__name__} {line.strip()[:40]!r}, expected a JSON object.")
+    return record
+
+
+def _text(record: dict[str, Any], column: str, place: str) -> str:
+    if column not in record:
+        raise ValueError(f"{place} has no column {column!r}, found {sorted(record)}; name the right one.")
+    value = record[column]
+    if not isinstance(value, str) or not value.strip():
+        raise ValueError(f"{place}: column {column!r} is {value!r}, expected a string that is not blank.")
+    half = _SURROGATE.search(value)
+    if half is not None:  # JSON can name it, no tokenizer can read it
+        raise ValueError(
+            f"{place}: column {column!r} has {half.group()!r} at character {half.start()}, half of a pair and no "
+            "character; write the whole pair, or leave it out."
+        )
+    return value
+
+
+def spread(questions: Sequence[Question], count: int) -> list[Question]:
+    """At most `count` questions, evenly spaced, because files are often sorted by the kind of question.
+
+    >>> [question.answer for question in spread([Question("?", str(i)) for i in range(10)], 3)]
+    ['0', '3', '6']
+    """
+    if count < 1:
+        raise ValueError(f"num_questions is {count}, expected 1 or more.")
+    count = min(count, len(questions))
+    return [questions[i * len(questions) // count] for i in range(count)]
+
+
+def prompt_text(question: Question, separator: str = SEPARATOR) -> str:
+    """What a model is given to answer: the question and the separator."""
+    return question.question + separator
+
+
+def token_counts(
+    questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, *, separator: str = SEPARATOR
+) -> list[tuple[int, int]]:
+    """Tokens of each prompt, with BOS where the tokenizer begins with it, and of each answer, without EOS.
+
+    >>> from otloss_llm.data.blocks import train_bpe_tokenizer
+    >>> token_counts([Question("ab", "c"), Question("a", "bcd")], train_bpe_tokenizer(["a b c d"], 257))
+    [(3, 1), (2, 3)]
+    """
+    opening = len(opening_ids(tokenizer))
+    prompts = _ids(tokenizer, [prompt_text(question, separator) for question in questions])
+    answers = _ids(tokenizer, [question.answer for question in questions])
+    return [(opening + len(prompt), len(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+
+
+class AnsweredQuestions(Dataset[dict[str, Tensor]]):
+    """Rows of prompt and answer, as a dataset for training and scoring causal language models.
+
+    An item is `{"input_ids", "labels", "attention_mask"}`, each (length,) int64; labels are not shifted, as Hugging
+    Face models expect, and -100 on the prompt unless `train_on_question`. `pad_questions` makes batches of items.
+    `dropped` says how many questions were left out for their length; `fingerprint` is a short hash, equal for equal
+    data.
+
+    >>> from otloss_llm.data.blocks import train_bpe_tokenizer
+    >>> tokenizer = train_bpe_tokenizer(["a b c d"], 257)
+    >>> rows = AnsweredQuestions.from_questions([Question("ab", "c"), Question("a", "bcd")], tokenizer, max_length=8)
+    >>> rows
+    AnsweredQuestions(2 rows of at most 6 tokens, 0 dropped, fingerprint=bbe4404f503f270d)
+    >>> rows[0]["labels"].tolist()
+    [-100, -100, -100, 67, 0]
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[Sequence[int]],
+        answers: Sequence[Sequence[int]],
+        *,
+        train_on_question: bool = False,
+        dropped: int = 0,
+    ) -> None:
+        if len(prompts) != len(answers) or not len(prompts):
+            raise ValueError(
+                f"there are {len(prompts)} prompts and {len(answers)} answers, expected one each, or more."
+            )
+        empty = next((i for i, ids in enumerate(zip(prompts, answers, strict=True)) if not all(map(len, ids))), None)
+        if empty is not None:
+            raise ValueError(f"row {empty} has an empty prompt or answer, expected ids of at least one token each.")
+        self._rows = [torch.tensor([*p, *a], dtype=torch.int32) for p, a in zip(prompts, answers, strict=True)]
+        self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.train_on_question = train_on_question
+        self.dropped = dropped
+
+    @classmethod
+    def from_questions(
+        cls,
+        questions: Sequence[Question],
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        max_length: int,
+        separator: str = SEPARATOR,
+        train_on_question: bool = False,
+    ) -> AnsweredQuestions:
+        """Tokenise questions and answers as `[BOS] question + separator, answer EOS`.
+
+        Nothing is truncated: a row longer than `max_length` tokens is dropped, counted in `dropped`, and a UserWarning
+        says how many were. Raises ValueError where no row is left or the tokenizer has no EOS to end an answer with.
+        """
+        if not questions:
+            raise ValueError("questions is an empty list; give at least one question with its answer.")
+        if max_length < 2:
+            raise ValueError(f"max_length is {max_length}, expected 2 or more tokens: a prompt and an answer.")
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise ValueError("the tokenizer has no EOS token to end an answer with; set tokenizer.eos_token first.")
+        opening = opening_ids(tokenizer)
+        prompts = [[*opening, *ids] for ids in _ids(tokenizer, [prompt_text(q, separator) for q in questions])]
+        answers = [[*ids, end] for ids in _ids(tokenizer, [question.answer for question in questions])]
+        lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        kept = [i for i, length in enumerate(lengths) if length <= max_length]
+        dropped = len(questions) - len(kept)
+        said = (
+            f"{dropped} of {len(questions)} questions are longer than max_length={max_length} tokens with their answers"
+        )
+        if not kept:
+            raise ValueError(f"{said}, the shortest has {min(lengths)}; none is left. Raise max_length (--block_size).")
+        if dropped:
+            warnings.warn(f"{said} (the longest has {max(lengths)}) and were dropped.", UserWarning, stacklevel=2)
+        return cls(
+            [prompts[i] for i in kept], [answers[i] for i in kept], train_on_question=train_on_question, dropped=dropped
+        )
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each row."""
+        return [len(row) for row in self._rows]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest row."""
+        return max(self.lengths)
+
+    @property
+    def id_range(self) -> tuple[int, int]:
+        """The lowest and the highest id."""
+        return min(int(row.min()) for row in self._rows), max(int(row.max()) for row in self._rows)
+
+    @property
+    def fingerprint(self) -> str:
+        """The first 16 hexadecimal digits of the SHA-256 of the lengths, the ids, and what is trained on."""
+        digest = hashlib.sha256(f"{self.lengths}{self.prompt_lengths}{self.train_on_question}\0".encode())
+        digest.update(torch.cat(self._rows).numpy().astype("<i4").tobytes())
+        return digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        ids = self._rows[index].long()
+        labels = ids.clone()
+        if not self.train_on_question:
+            labels[: self.prompt_lengths[index]] = IGNORE_INDEX
+        return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
+
+    def __repr__(self) -> str:
+        size = f"{len(self)} row{'' if len(self) == 1 else 's'} of at most {self.longest} tokens"
+        return f"{type(self).__name__}({size}, {self.dropped} dropped, fingerprint={self.fingerprint})"
+
+
+def pad_questions(items: Sequence[dict[str, Tensor]]) -> dict[str, Int[Tensor, "batch longest"]]:
+    """Join items of `AnsweredQuestions` into a batch, padded on the right to its longest row.
+
+    Padding has id 0, attention mask 0 and label -100, so that neither the model nor the loss sees it.
+
+    >>> rows = AnsweredQuestions([[1], [1, 2]], [[5], [6, 7]])
+    >>> pad_questions([rows[0], rows[1]])["labels"]
+    tensor([[-100,    5, -100, -100],
+            [-100, -100,    6,    7]])
+    """
+    fills = {"input_ids": 0, "labels": IGNORE_INDEX, "attention_mask": 0}
+    pad = torch.nn.utils.rnn.pad_sequence
+    return {
+        key: pad([item[key] for item in items], batch_first=True, padding_value=fill) for key, fill in fills.items()
+    }
+
+
+def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+    # verbose=False: the remark on texts longer than the model's context; what is too long is dropped by us.
+    return tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
+
+
+def count_labels(rows: PackedBlocks | AnsweredQuestions, chosen: Bool[Tensor, " vocab"]) -> tuple[int, int]:
+    """How many of the labels that are predicted are `chosen` tokens, and how many labels there are."""
+    if isinstance(rows, PackedBlocks):
+        batches: Iterable[Tensor] = rows.ids[:, 1:].split(4096)  # the first token of a block is context
+    else:
+        batches = (rows[i]["labels"][1:] for i in range(len(rows)))
+    found = labels = 0
+    for batch in batches:
+        predicted = batch[batch != IGNORE_INDEX].long()
+        found += int(chosen[predicted].sum())
+        labels += predicted.numel()
+    return found, labels

@@ -1,0 +1,1 @@
+"""Comparisons of objectives: arms, measurements, reports."""

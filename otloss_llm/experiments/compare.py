@@ -1,0 +1,313 @@
+"""Compare objectives fairly: each trained from the same start on the same batches, each judged in the same way.
+
+An arm (`otloss_llm.experiments.arms`) is compared on text (`Data`: perplexity, samples, a judge) or on questions
+(`QuestionData`: greedy answers).
+
+Arms that differ only in temperature share one training. Every arm and seed has a folder with its results; a killed
+comparison, started again, trains and samples only what is missing, and so does one with more arms or seeds. A run that
+fails (diverges, say) is reported as such and takes no other with it.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainingArguments
+
+from otloss_llm.costs.choice import number_cost, number_tokens, settings_of_near_duplicates
+from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.data.questions import AnsweredQuestions, spread
+from otloss_llm.evaluation import style_of
+from otloss_llm.evaluation.numbers import check_expected
+from otloss_llm.experiments.arms import Arm
+from otloss_llm.experiments.arms import parse_arm as parse_arm
+from otloss_llm.experiments.measuring import Data, QuestionBench, QuestionData, TextBench
+from otloss_llm.models.heads import find_head
+from otloss_llm.objectives import cost_kind, parse_objective
+from otloss_llm.training.folders import open_run, read_json, write_json
+from otloss_llm.training.loading import fingerprint, load_cost, load_model, load_tokenizer, say_of_numbers
+from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
+from otloss_llm.training.token_store import TokenStore
+
+HUMAN, START, RIGHT = "text itself", "start model", "right answer"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What a comparison is made of.
+
+    Attributes:
+        start: model folder (or hub name) that every arm starts from.
+        arms, seeds: what is trained; a seed sets the order of batches and the dropout of every arm alike.
+        judge: folder of an independent model that scores the samples; None leaves those columns out. Text only.
+        num_prompts: test blocks whose first `prompt_tokens` tokens are continued; questions shown with their answers.
+        samples_per_prompt, max_new_tokens: how much is sampled; the latter also bounds an answer.
+        batch_size: of evaluation and sampling.
+        dtype: of the weights in training.
+        answer_style: of `otloss_llm.evaluation.numbers`; None takes that of the right answers. Questions only.
+        num_questions: asked at most, spread evenly over the test questions; None asks them all. Questions only.
+    """
+
+    start: str
+    arms: Sequence[Arm]
+    seeds: Sequence[int]
+    judge: str | None = None
+    num_prompts: int = 64
+    prompt_tokens: int = 20
+    samples_per_prompt: int = 1
+    max_new_tokens: int = 100
+    batch_size: int = 32
+    dtype: str = "float32"
+    answer_style: str | None = None
+    num_questions: int | None = None
+
+    def settings(self, data: Data | QuestionData) -> dict[str, Any]:
+        """What identifies the comparison, without arms and seeds: those may be added later."""
+        without = (*_OF_TEXT, "num_prompts") if isinstance(data, QuestionData) else _OF_QUESTIONS
+        return {key: value for key, value in asdict(self).items() if key not in ("arms", "seeds", *without)}
+
+
+_OF_TEXT, _OF_QUESTIONS = ("judge", "prompt_tokens", "samples_per_prompt"), ("answer_style", "num_questions")
+
+
+def run_comparison(
+    comparison: Comparison,
+    data: Data | QuestionData,
+    tokenizer: Any,
+    args: TrainingArguments,
+    *,
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+    store: TokenStore | None = None,
+) -> dict[str, Any]:
+    """Train and measure every arm and seed in folders below `args.output_dir`; return all results.
+
+    The start model and the test text itself are measured first, by the same steps as the arms: what cannot be
+    sampled, judged or answered fails before anything is trained.
+
+    Args:
+        args: training arguments of each arm; `output_dir` and `seed` are set per run.
+        say: receives a line per run.
+        store: of the tokenised text, written to the folder once that is known to be this comparison's.
+
+    Returns:
+        `{"settings": ..., "environment": ..., "prompts": ..., "reference": ..., "start": ..., "runs": [...],
+        "failures": [...]}`: one entry per arm and seed in runs or in failures; and `"questions"` where there are any.
+
+    Raises:
+        ValueError: no arm, the same arm twice, settings that do not go with the data, prompts longer than a block, a
+            tokenizer without the numbers that an arm needs, or a folder that holds something else.
+        Exception: the first failure, where every run failed.
+    """
+    _check(comparison, data)
+    style = ""
+    if isinstance(data, QuestionData):
+        # Of all of them, as `evaluate` does: one file has one style, however many are asked.
+        answers = [question.answer for question in data.test]
+        style = style_of(answers) if comparison.answer_style is None else comparison.answer_style
+        check_expected(answers, style)
+        if comparison.num_questions is not None:
+            data = replace(data, test=spread(data.test, comparison.num_questions))
+    folder = Path(args.output_dir)
+    start = load_model(comparison.start, dtype=comparison.dtype)
+    for part in (data.train, *([] if data.validation is None else [data.validation])):
+        check_fit(start, part)
+    _check_numbers(comparison.arms, tokenizer, find_head(start).weight.shape[0], rows=data.train, say=say)
+    settings = comparison.settings(data) | data.fingerprints()
+    settings["start_fingerprint"] = fingerprint(start.named_parameters())
+    bench = _bench(
+        comparison, data, tokenizer, start=start, style=style, device=args.device, settings=settings, say=say
+    )
+    training = {key: value for key, value in decisive_settings(args).items() if key != "seed"}
+    open_run(folder, settings | training)
+    if store is not None:
+        store.write()
+    reference = bench.reference(folder)
+    before = bench.measure(folder / "start", start, temperature=1.0, seed=0)
+    del start
+    runs, failures = _run_all(comparison, bench, args, settings=settings, say=say)
+    _note_what_is_left_out(folder, comparison, say)
+    return {
+        "settings": settings | {"training": args.to_dict()},
+        "environment": environment(args.device),
+        **bench.about(),
+        "reference": reference,
+        "start": before,
+        "runs": runs,
+        "failures": failures,
+    }
+
+
+def _check(comparison: Comparison, data: Data | QuestionData) -> None:
+    names = [arm.name for arm in comparison.arms]
+    if not names or not comparison.seeds:
+        raise ValueError(f"there are {len(names)} arms and {len(comparison.seeds)} seeds; give at least one of each.")
+    same = [
+        (parse_objective(arm.objective), arm.cost_settings(), replace(arm, objective="")) for arm in comparison.arms
+    ]
+    if any(same.count(one) > 1 for one in same):
+        raise ValueError(f"the arms are {names}, expected each once (an objective has one arm under all its names).")
+    if len(set(comparison.seeds)) < len(comparison.seeds):
+        raise ValueError(f"the seeds are {list(comparison.seeds)}, expected each once.")
+    for name in ("num_prompts", "prompt_tokens", "samples_per_prompt", "max_new_tokens", "batch_size"):
+        if getattr(comparison, name) < 1:
+            raise ValueError(f"{name} is {getattr(comparison, name)}, expected 1 or more.")
+    questions = isinstance(data, QuestionData)
+    for field in fields(comparison):
+        value = getattr(comparison, field.name)
+        if field.name in (_OF_TEXT if questions else _OF_QUESTIONS) and value != field.default:
+            reason = "whose answers are greedy and not judged" if questions else "where nothing is asked"
+            raise ValueError(
+                f"{field.name} is {value!r}, but the data is {'questions' if questions else 'text'}, {reason}; "
+                "leave it out."
+            )
+    if isinstance(data, QuestionData):
+        _check_greedy(comparison.arms)
+    elif (whole := comparison.prompt_tokens + comparison.max_new_tokens) > data.test.block_size:
+        raise ValueError(
+            f"prompt_tokens and max_new_tokens make {whole}, expected at most the block_size, {data.test.block_size}, "
+            "since prompts are the beginnings of test blocks and samples are compared with how the blocks go on."
+        )
+
+
+def _check_greedy(arms: Sequence[Arm]) -> None:
+    sampled = [arm.name for arm in arms if arm.temperature != 1.0]
+    if sampled:
+        raise ValueError(f"the arms {sampled} have a temperature, but answers to questions are greedy; leave it out.")
+
+
+def _check_numbers(
+    arms: Sequence[Arm],
+    tokenizer: Any,
+    vocab_size: int,
+    *,
+    rows: PackedBlocks | AnsweredQuestions,
+    say: Callable[[str], None],
+) -> None:
+    """Make the costs of numbers once, that what keeps them from being made is found before anything is trained."""
+    numeric = [arm for arm in arms if cost_kind(arm.objective) != "embedding"]
+    for arm in numeric:
+        number_cost(tokenizer, vocab_size, arm.numbers)
+    if numeric:
+        tokens = number_tokens(tokenizer, vocab_size)
+        say(str(tokens.coverage()))
+        say(say_of_numbers(rows, tokens.values, numeric[0].objective))
+
+
+def _bench(
+    comparison: Comparison,
+    data: Data | QuestionData,
+    tokenizer: Any,
+    *,
+    start: Any,
+    style: str,
+    device: Any,
+    settings: dict[str, Any],
+    say: Callable[[str], None],
+) -> TextBench | QuestionBench:
+    """What measures the models; puts the judge's fingerprint and the cost's near-duplicates into `settings`."""
+    names = ("num_prompts", "max_new_tokens", "batch_size")
+    shared: dict[str, Any] = {name: getattr(comparison, name) for name in names} | {"device": device}
+    if isinstance(data, QuestionData):
+        asked = QuestionBench(data, tokenizer, start=start, style=style, **shared)
+        if asked.seen:
+            say(f"note: {asked.seen} of {len(asked.expected)} test questions are among the training questions too")
+        if asked.cut_short:
+            say(
+                f"note: {asked.cut_short} right answers are longer than max_new_tokens={comparison.max_new_tokens}, "
+                "and cannot be given; raise --max_new_tokens"
+            )
+        return asked
+    judge = None
+    if comparison.judge is not None:
+        judge = (load_model(comparison.judge), load_tokenizer(comparison.judge))
+        settings["judge_fingerprint"] = fingerprint(judge[0].named_parameters())
+        if settings["judge_fingerprint"] == settings["start_fingerprint"]:
+            say("note: the judge is the start model itself, no independent one")
+    bench = TextBench(
+        data, tokenizer, cost=load_cost("model", start), judge=judge, prompt_tokens=comparison.prompt_tokens,
+        samples_per_prompt=comparison.samples_per_prompt, **shared,
+    )  # fmt: skip
+    settings |= settings_of_near_duplicates(bench.cost)
+    if len(bench.prompts) < comparison.num_prompts:
+        say(f"note: the test text has {len(bench.prompts)} blocks, so {len(bench.prompts)} prompts")
+    return bench
+
+
+def _run_all(
+    comparison: Comparison,
+    bench: TextBench | QuestionBench,
+    args: TrainingArguments,
+    *,
+    settings: dict[str, Any],
+    say: Callable[[str], None],
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Every arm with every seed; a training that failed is not tried again for its other temperatures."""
+    jobs = [(seed, arm) for seed in comparison.seeds for arm in comparison.arms]
+    runs: list[dict[str, Any]] = []
+    failures: list[dict[str, Any]] = []
+    failed: dict[tuple[int, str], Exception] = {}
+    for number, (seed, arm) in enumerate(jobs, 1):
+        say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
+        job = {"arm": arm.name, "training": arm.training, "seed": seed} | asdict(arm)
+        if not str(arm.numbers):
+            del job["numbers"]
+        key = (seed, arm.training)
+        try:
+            if key in failed:
+                raise failed[key]
+            home, timing = _train(comparison, bench, args, settings=settings, arm=arm, seed=seed)
+            runs.append(job | timing | bench.measure(home, None, temperature=arm.temperature, seed=seed))
+        except (ValueError, ArithmeticError, RuntimeError) as error:
+            failed[key] = error.with_traceback(None)  # whose frames would keep the model in memory
+            failures.append(job | {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
+            say(f"[{number}/{len(jobs)}] failed: {failures[-1]['error']}")
+    if not runs:
+        raise next(iter(failed.values()))
+    return runs, failures
+
+
+def _train(
+    comparison: Comparison,
+    bench: TextBench | QuestionBench,
+    args: TrainingArguments,
+    *,
+    settings: dict[str, Any],
+    arm: Arm,
+    seed: int,
+) -> tuple[Path, dict[str, Any]]:
+    """Train an arm in a folder of its own; returns it, and how many steps it took of how many seconds."""
+    own = copy.copy(args)
+    home = Path(args.output_dir) / f"{arm.training.replace('/', '-').replace(':', '-')}-seed{seed}"
+    own.output_dir, own.seed = str(home), seed
+    model = load_model(comparison.start, dtype=comparison.dtype)
+    objective = parse_objective(arm.objective)
+    cost = load_cost(
+        arm.embedding, model, seed=seed, kind=cost_kind(arm.objective), tokenizer=bench.tokenizer, numbers=arm.numbers
+    )
+    results = train_run(
+        model, bench.tokenizer, bench.data.train, args=own, objective=objective, cost=cost,
+        validation=bench.data.validation,
+        settings={
+            "start_fingerprint": settings["start_fingerprint"], "objective": repr(objective),
+            "embedding": arm.embedding, **arm.cost_settings(), **settings_of_near_duplicates(cost),
+            **bench.data.fingerprints(),
+        },
+        bar=f"{arm.training} seed {seed}",
+    )  # fmt: skip
+    return home, {key: results[key] for key in ("steps", "seconds_per_step")}
+
+
+def _note_what_is_left_out(folder: Path, comparison: Comparison, say: Callable[[str], None]) -> None:
+    """The report covers the arms asked for; arms compared in this folder before are kept, but not in it."""
+    path = folder / "arms.json"
+    asked = [arm.name for arm in comparison.arms]
+    before = read_json(path) if path.is_file() else []
+    left_out = [name for name in before if name not in asked]
+    if left_out:
+        say(f"note: compared here before and left out of the new report: {' '.join(left_out)}; ask for them as well")
+    write_json(path, before + [name for name in asked if name not in before])

@@ -1,0 +1,1 @@
+"""Training with any objective: the trainer, fused scoring, and runs that resume."""

@@ -1,0 +1,226 @@
+"""Score the hidden states inside a causal LM's own forward pass, so that its logits are never formed.
+
+For the time of one forward pass the head's `forward` is replaced by one that scores its input and returns placeholders
+of three positions, and a hook on the root module hands out the loss instead of the logits.
+No model's forward is copied, and everything runs inside the wrapped root (DDP, FSDP, ZeRO hooks see what they expect:
+the head's parameters are gathered while the head runs, and the loss is part of the root's output).
+
+The scale and soft cap of a model's logits have to be known when its hidden states are scored. `measure_transform` finds
+them in one pass beforehand: placeholders go through the model's own code, and scale and cap are solved for from the
+result (`otloss_llm.models.logit_transform`). In each later pass placeholders go through it again, and the result has to
+be the same. Otherwise the model is not supported, for example because a column is masked or dropped.
+
+A head that torch's `ColwiseParallel` has spread over processes is scored where it is, its placeholders spread likewise.
+
+A head that FSDP2 shards apart from the root and reshards after its forward is gone when the backward pass comes: there
+the gradients have to be made in the forward pass, as the "chunked" kernel does for sums and means (else torch raises).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from otloss_llm.losses.token_loss import TokenLoss
+from otloss_llm.models.heads import LanguageModelHead, evaluation_mode, find_head
+from otloss_llm.models.logit_transform import LogitTransform, deviation, fitted_transform, placeholders
+from otloss_llm.models.sharded_heads import is_row_shard
+
+
+class ScoredHead(NamedTuple):
+    """What a score needs of a head beside hidden states; the names are those of `linear_token_loss`."""
+
+    weight: Tensor
+    bias: Tensor | None
+    logit_scale: float
+    logit_softcap: float | None
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The root module under DDP, `torch.compile` and the like (PEFT models are roots of their own)."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and hasattr(model, "module") and isinstance(model.module, nn.Module):
+            inner = model.module
+        if inner is None:
+            return model
+        model = inner
+
+
+@contextmanager
+def fused_loss(
+    model: nn.Module, transform: LogitTransform, score: Callable[[Tensor, ScoredHead], TokenLoss]
+) -> Iterator[None]:
+    """Within this context a call of `model` returns `{"loss", "nll", "cost", "aux_loss"}`.
+
+    The first three are made by `score(hidden, head)`; "aux_loss" is what the model returns beside its logits to balance
+    its experts, not weighted and not part of "loss". What there is none of is left out.
+
+    Args:
+        model: a causal LM of transformers, possibly wrapped (DDP, FSDP2, PEFT).
+        transform: of the logits, as `measure_transform` returned it.
+        score: called once with the head's input `(batch, length, d)` and the head.
+
+    Raises:
+        TypeError: the head cannot be handled.
+        ValueError: the model treats its logits in another way, or does not call its head exactly once.
+    """
+    root = unwrap(model)
+    head = find_head(root)
+    made: dict[str, Any] = {}
+
+    def scored(hidden: Tensor) -> Tensor:
+        hidden, weight, bias = head.matching(hidden)
+        made["result"] = score(hidden, ScoredHead(weight, bias, *transform))
+        return weight
+
+    def hand_out(probe: Probe, output: Any) -> dict[str, Tensor]:
+        probe.check(transform)
+        result: TokenLoss = made["result"]
+        handed = {"loss": result.loss, "nll": result.nll, "cost": result.cost, "aux_loss": auxiliary_loss(output)}
+        return {name: tensor for name, tensor in handed.items() if tensor is not None}
+
+    with _probed(root, head, scored, hand_out):
+        yield
+
+
+def measure_transform(model: nn.Module, inputs: dict[str, Any]) -> LogitTransform:
+    """Find out what a model does to its logits, in one pass over `inputs` in eval mode without gradients.
+
+    Raises:
+        TypeError: the head cannot be handled, or is not `hidden @ weight.T + bias`.
+        ValueError: what becomes of the logits is neither a scale nor a soft cap; the message shows it.
+    """
+    model = getattr(model, "_orig_mod", model)  # torch.compile would make a graph for this one pass
+    root = unwrap(model)
+    head = find_head(root)
+    own_forward, found = head.own_forward(), []
+
+    def checked(hidden: Tensor) -> Tensor:
+        head.check_linear(hidden, own_forward)
+        return head.weight
+
+    def keep(probe: Probe, output: Any) -> Any:
+        found.append(probe.fit())
+        return {}  # no logits: a wrapper may want to handle every tensor
+
+    with evaluation_mode(model), _probed(root, head, checked, keep):
+        model(**inputs)
+    return found[0]
+
+
+class Probe(NamedTuple):
+    """Placeholders that went through a model, and what came out; both `(..., 3, vocabulary)`."""
+
+    model_name: str
+    sent: Tensor
+    seen: Tensor
+    tolerance: float
+
+    def fit(self) -> LogitTransform:
+        """The transform that the model applies; raises ValueError where it is of another form."""
+        transform = LogitTransform()
+        if self.seen.shape == self.sent.shape:
+            sent, seen = (tensor.detach().reshape(3, -1).float() for tensor in (self.sent, self.seen))
+            transform = fitted_transform(sent, seen, self.tolerance)
+        self.check(transform)
+        return transform
+
+    def check(self, transform: LogitTransform) -> None:
+        """Raise ValueError unless `transform` is what the model applies."""
+        if self.seen.shape != self.sent.shape:
+            self._refuse("their shape is {1} where it was {0}", tuple(self.sent.shape), tuple(self.seen.shape))
+        if self.seen.requires_grad:
+            self._refuse("they depend on parameters beside the head, whose gradient would be lost")
+        error = deviation(transform, self.sent, self.seen)
+        if error > self.tolerance:
+            expected = transform(self.sent)
+            unit = expected.abs().clamp(min=1e-3)
+            worst = int(((self.seen.float() - expected).abs() / unit).nan_to_num(nan=torch.inf).argmax())
+            self._refuse(
+                "the nearest found, {0}, is off by {1:.2g} at worst: a logit {2:.6g} becomes {3:.6g}, not {4:.6g}",
+                transform, error, *(float(tensor.flatten()[worst]) for tensor in (self.sent, self.seen, expected)),
+            )  # fmt: skip
+
+    def _refuse(self, what: str, *values: Any) -> None:
+        raise ValueError(
+            f"{self.model_name} changes its logits after the head by more than a scale and a soft cap: "
+            f"{what.format(*values)}. Its loss cannot be fused; use token_loss on the model's own logits instead."
+        )
+
+
+@contextmanager
+def _probed(
+    root: nn.Module,
+    head: LanguageModelHead,
+    at_head: Callable[[Tensor], Tensor],
+    at_root: Callable[[Probe, Any], Any],
+) -> Iterator[None]:
+    """Within this context `at_head(hidden)` is called in place of the head, and `at_root` makes the root's output.
+
+    `at_head` returns the head's weight; what the model goes on with is placeholders.
+    """
+    name = type(root).__name__
+    made: dict[str, Any] = {}
+
+    @torch.compiler.disable  # a compiled graph would keep the labels of the call that compiled it
+    def head_forward(hidden: Tensor) -> Tensor:
+        if made:
+            raise ValueError(f"{name} calls its head more than once in a forward pass; it cannot be fused.")
+        weight = at_head(hidden)
+        probe = placeholders(weight.shape[0], hidden.device)
+        made["sent"] = probe.reshape([1] * (hidden.ndim - 2) + list(probe.shape))
+        made["weight"], made["tolerance"] = weight, _tolerance(hidden)
+        return _spread_like(weight, made["sent"]) if is_row_shard(weight) else made["sent"].clone()
+
+    @torch.compiler.disable
+    def root_output(module: nn.Module, args: Any, output: Any) -> Any:
+        if not made:
+            raise ValueError(f"{name} did not call its head {type(head.module).__name__} in its forward pass.")
+        logits = output["logits"] if isinstance(output, dict) else output[0]
+        seen = _whole(logits, made["sent"], made["weight"])
+        return at_root(Probe(name, made["sent"], seen, made["tolerance"]), output)
+
+    with ExitStack() as undo:
+        undo.enter_context(head.replaced(head_forward))
+        undo.callback(root.register_forward_hook(root_output, prepend=True).remove)
+        yield
+
+
+def _tolerance(hidden: Tensor) -> float:
+    """Relative error that rounding leaves in placeholders: models differ in the dtype of these few operations."""
+    device = hidden.device.type
+    coarse = torch.finfo(hidden.dtype).bits < 32 or torch.is_autocast_enabled(device)
+    return 2.0**-6 if coarse else 1e-5
+
+
+def _whole(seen: Any, sent: Tensor, weight: Any) -> Tensor:
+    """Placeholders that went through the model, on the device of those sent, with the columns of all processes."""
+    if is_row_shard(weight) and not hasattr(seen, "placements") and seen.shape[-1] != sent.shape[-1]:
+        from torch.distributed.tensor import DTensor, Shard
+
+        if seen.shape == _spread_like(weight, sent).to_local().shape:
+            placements = [Shard(sent.ndim - 1)]
+            seen = DTensor.from_local(
+                seen, weight.device_mesh, placements, run_check=False, shape=sent.shape, stride=sent.stride()
+            )
+    whole: Tensor = seen.full_tensor() if hasattr(seen, "placements") else seen
+    return whole.to(sent.device)
+
+
+def _spread_like(weight: Any, probe: Tensor) -> Any:
+    """The placeholders as the logits of a head sharded by rows would come: each process has its own columns."""
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    whole = DTensor.from_local(probe, weight.device_mesh, [Replicate()], run_check=False)
+    return whole.redistribute(placements=[Shard(probe.ndim - 1)])
+
+
+def auxiliary_loss(output: Any) -> Tensor | None:
+    """The loss that a mixture of experts returns to balance its experts, not weighted; None where there is none."""
+    loss = output.get("aux_loss") if isinstance(output, dict) else None
+    return loss if isinstance(loss, Tensor) else None

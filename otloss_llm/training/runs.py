@@ -1,0 +1,290 @@
+"""One training run in one folder (`otloss_llm.training.folders`); the same command resumes it after an interruption.
+
+A resumed run ends with the weights, the log and the results (but for wall times) of an unbroken one.
+"""
+
+from __future__ import annotations
+
+import logging
+import platform
+import shutil
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
+
+import otloss
+from otloss.costs import Cost
+from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.data.questions import AnsweredQuestions
+from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
+from otloss_llm.objectives import Objective
+from otloss_llm.training.folders import (
+    LOG_FILE,
+    RESULTS_FILE,
+    last_complete_checkpoint,
+    make_folder,
+    open_run,
+    torn_checkpoints,
+    write_json,
+)
+from otloss_llm.training.token_store import TokenStore
+from otloss_llm.training.trainer import ObjectiveTrainer
+
+Rows = PackedBlocks | AnsweredQuestions  # what can be trained and evaluated on
+
+logger = logging.getLogger(__name__)
+
+# Training arguments that change the trained weights; the others (logging, saving, reporting) may change on resume.
+_DECISIVE_ARGUMENTS = (
+    "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
+    "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
+    "adam_epsilon", "max_grad_norm", "optim", "optim_args", "seed", "data_seed", "bf16", "fp16", "neftune_noise_alpha",
+    "train_sampling_strategy", "dataloader_drop_last", "world_size", "load_best_model_at_end",
+)  # fmt: skip
+# Those that also do when the best checkpoint is taken in the end.
+_CHOICE_OF_CHECKPOINT = (
+    "eval_strategy", "eval_steps", "save_strategy", "save_steps", "metric_for_best_model", "greater_is_better",
+)  # fmt: skip
+
+
+class DivergenceError(ValueError):
+    """Training left the finite numbers."""
+
+
+class _NothingLeftError(Exception):
+    """The checkpoint to go on from is that of the last step."""
+
+
+def decisive_settings(args: TrainingArguments) -> dict[str, Any]:
+    """The training arguments on which the trained weights depend."""
+    names = _DECISIVE_ARGUMENTS + (_CHOICE_OF_CHECKPOINT if args.load_best_model_at_end else ())
+    values = {name: getattr(args, name, None) for name in names}
+    return {
+        name: value if isinstance(value, (int, float, type(None))) else str(value) for name, value in values.items()
+    }
+
+
+def environment(device: Any) -> dict[str, Any]:
+    """What numbers depend on beside the settings: versions, machine, threads."""
+    device = torch.device(device)
+    return {
+        "otloss": otloss.__version__,
+        "torch": str(torch.__version__),
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def check_fit(model: Any, rows: Rows) -> None:
+    """Raise ValueError where rows are longer than the model's context, or of another vocabulary."""
+    context = context_length(model)
+    if context is not None and rows.longest > context:
+        what = "block_size is" if isinstance(rows, PackedBlocks) else "a question with its answer has"
+        raise ValueError(
+            f"{what} {rows.longest}, more than the model's context of {context} tokens; make block_size smaller."
+        )
+    check_vocabulary(model, *rows.id_range)
+
+
+def train_run(
+    model: Any,
+    tokenizer: Any,
+    rows: Rows,
+    *,
+    args: TrainingArguments,
+    objective: Objective,
+    cost: Cost | None,
+    validation: Rows | None = None,
+    settings: dict[str, Any],
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    bar: str | None = None,
+    store: TokenStore | None = None,
+) -> dict[str, Any]:
+    """Train `model` in `args.output_dir`, going on from the last whole checkpoint of a killed run with these settings.
+
+    The model has to be the start of training, also when resuming: an embedding cost is taken from it by the caller.
+
+    Args:
+        settings: what identifies the run beside the training arguments (model, text fingerprint, objective).
+        bar: label of one quiet progress bar in the place of the trainer's own output.
+        store: written to the folder once that is known to be this run's.
+
+    Returns:
+        The results, also found in `results.json`: steps, means over the training, the evaluation on `validation`, and
+        `seconds_per_step` (median of this process).
+
+    Raises:
+        ValueError: the folder holds another run, or rows do not fit the model.
+        DivergenceError: the loss or the weights became NaN or infinite; checkpoints from before that stay.
+    """
+    folder = Path(args.output_dir)
+    for part in (rows, *([] if validation is None else [validation])):
+        check_fit(model, part)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ValueError(
+            "no parameter of the model requires grad, so nothing can be trained; the folder of a PEFT adapter loads "
+            "frozen: merge it into its base model (merge_and_unload) and save that."
+        )
+    make_folder(folder)
+    timer = _StepTimer()
+    # Before the run is opened: what the trainer refuses leaves nothing in the folder.
+    try:
+        trainer = ObjectiveTrainer(
+            model, args, objective=objective, cost=cost, impl=impl, chunk_size=chunk_size, train_dataset=rows,
+            eval_dataset=validation, processing_class=tokenizer, callbacks=[timer, _Watch()],
+        )  # fmt: skip
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:  # a reporting integration that is not installed, for example
+        raise ValueError(f"the trainer cannot be set up with these arguments: {error}") from error
+    with args.main_process_first(desc="open the run folder"):
+        finished = open_run(folder, settings | decisive_settings(args))
+        for torn in torn_checkpoints(folder):
+            shutil.rmtree(torn, ignore_errors=True)  # or it would count among the checkpoints to keep
+        if store is not None and args.process_index == 0:
+            store.write()
+    if finished is not None:
+        if bar is None:
+            logger.warning("%s holds this very run, finished: nothing is trained again", folder)
+        return finished
+    if bar is not None:
+        for callback in (ProgressCallback, PrinterCallback):
+            trainer.remove_callback(callback)
+        trainer.add_callback(_QuietBar(bar))
+    # Weights without the optimizer's state are no point to go on from.
+    _train(trainer, None if args.save_only_model else last_complete_checkpoint(folder), rows)
+    return _finish(trainer, folder, timer, evaluated=validation is not None)
+
+
+def _train(trainer: ObjectiveTrainer, checkpoint: str | None, rows: Rows) -> None:
+    try:
+        trainer.train(resume_from_checkpoint=checkpoint)
+    except _NothingLeftError:
+        trainer.is_in_train = False
+        if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
+            trainer._load_best_model()
+    except ValueError as error:  # the kernels refuse NaN wherever they meet it
+        _refuse_diverged(trainer, rows, error)
+        raise
+    _refuse_diverged(trainer, rows)
+
+
+def _finish(trainer: ObjectiveTrainer, folder: Path, timer: _StepTimer, *, evaluated: bool) -> dict[str, Any]:
+    """Evaluate and save what was trained; `results.json` comes last, for it marks the run as finished."""
+    # The trainer's closing entry covers this process alone, which may have run the last few steps only.
+    history = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
+    steps = trainer.state.global_step
+    results: dict[str, Any] = {"steps": steps, "epoch": trainer.state.epoch} | _training_means(history)
+    results["seconds_per_step"] = statistics.median(timer.seconds) if timer.seconds else None
+    if evaluated:
+        metrics = trainer.evaluate()
+        results |= metrics
+        history.append(metrics | {"step": steps})
+    trainer.save_model(str(folder))
+    if trainer.is_world_process_zero():
+        write_json(folder / LOG_FILE, history)
+        write_json(folder / RESULTS_FILE, results)
+    return results
+
+
+def _training_means(history: list[dict[str, Any]]) -> dict[str, float]:
+    """Means over all steps of what was logged; each entry covers the steps since the one before it."""
+    logged = [entry for entry in history if "loss" in entry]
+    widths = [entry["step"] - before for entry, before in zip(logged, [0, *(e["step"] for e in logged)], strict=False)]
+    keys = [key for key in ("loss", "nll", "transport_cost") if logged and all(key in entry for entry in logged)]
+    means = {key: sum(e[key] * w for e, w in zip(logged, widths, strict=True)) / sum(widths) for key in keys}
+    return {f"train_{key}": value for key, value in means.items()}
+
+
+def _refuse_diverged(trainer: ObjectiveTrainer, rows: Rows, cause: Exception | None = None) -> None:
+    """Raise DivergenceError where the model's predictions are not finite (weights may be, and too large)."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # no model to call on one process
+        return
+    with torch.no_grad():
+        logits = trainer.model(input_ids=rows[0]["input_ids"].unsqueeze(0).to(trainer.args.device)).logits
+    if not logits.isfinite().all():
+        raise _diverged(trainer.state.global_step, "the predictions are NaN or infinite") from cause
+
+
+def _diverged(step: int, what: str) -> DivergenceError:
+    return DivergenceError(
+        f"training diverged by step {step}: {what}; lower the learning rate, warm up longer, or clip gradients harder."
+    )
+
+
+class _Watch(TrainerCallback):
+    """Log before every checkpoint and at the end, and stop where the numbers or the steps end.
+
+    With a log at each checkpoint no entry spans one, so a resumed run logs what an unbroken one does; and since
+    divergence shows in the log, no diverged checkpoint is ever kept.
+    """
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        # By now the checkpoint is loaded. Resumed from that of the last step, the Trainer would take one step more.
+        if state.global_step >= state.max_steps:
+            raise _NothingLeftError
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save or state.global_step >= state.max_steps:
+            control.should_log = True
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if control.should_save:
+            control.should_log = True
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        for key in ("nll", "transport_cost", "eval_nll"):
+            value = (logs or {}).get(key, 0.0)
+            if not abs(value) < float("inf"):
+                raise _diverged(state.global_step, f"{key} is {value}")
+
+
+class _StepTimer(TrainerCallback):
+    """Wall time of each optimizer step; saving and evaluating lie between steps and are not counted."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self._started = 0.0
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._started = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.seconds.append(time.perf_counter() - self._started)
+
+
+class _QuietBar(TrainerCallback):
+    """One tqdm bar a run, with the last logged nll and transport cost behind it."""
+
+    def __init__(self, label: str) -> None:
+        self.label = label
+        self._bar: Any = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        from tqdm import tqdm
+
+        hidden = args.disable_tqdm or not state.is_world_process_zero
+        self._bar = tqdm(total=state.max_steps, initial=state.global_step, desc=self.label, unit="step",
+                         disable=hidden, mininterval=0.5)  # fmt: skip
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._bar.update(1)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
+        if self._bar is None:  # nothing was left to train: only what is evaluated then is logged
+            return
+        shown: Sequence[str] = ("nll", "transport_cost")
+        self._bar.set_postfix({key: f"{logs[key]:.3f}" for key in shown if logs and key in logs}, refresh=False)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._bar.close()

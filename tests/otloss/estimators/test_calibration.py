@@ -1,0 +1,259 @@
+"""Recalibration: never a worse score on its own data, the truth recovered on many, little harm on few."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import minimize_scalar
+from scipy.special import expit, softmax
+from sklearn.base import clone
+from sklearn.exceptions import NotFittedError
+from sklearn.isotonic import isotonic_regression
+
+from otloss.estimators import OrdinalRecalibration, Temperature
+from otloss.estimators.recalibration import _in_order
+from otloss.metrics import ranked_probability_score, threshold_calibration_error
+
+
+def draw(seed: int, n: int, distort: Callable[[np.ndarray], np.ndarray] = lambda p: p) -> tuple[np.ndarray, np.ndarray]:
+    """Forecasts from cumulative logits, distorted, and outcomes drawn from the undistorted ones."""
+    rng = np.random.default_rng(seed)
+    below = expit(1.5 * (np.linspace(-1.5, 1.5, 4) - 1.5 * rng.normal(size=(n, 1))))
+    truth = np.diff(below, axis=1, prepend=0, append=1)
+    y = (rng.random((n, 1)) > below).sum(1)
+    forecast = distort(truth)
+    return forecast / forecast.sum(1, keepdims=True), y
+
+
+def leaning(p: np.ndarray) -> np.ndarray:
+    return p**2 * np.array([4.0, 3.0, 2.0, 1.0, 1.0])
+
+
+def rps(y: Any, proba: Any, **given: Any) -> float:
+    return ranked_probability_score(y, proba, labels=range(np.shape(proba)[1]), **given)
+
+
+FAMILIES = [Temperature, OrdinalRecalibration, lambda **given: Temperature(criterion="nll", **given)]
+
+
+@st.composite
+def held_out(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    classes, n = draw(st.integers(1, 5)), draw(st.integers(1, 12))
+    rng = np.random.default_rng(draw(st.integers(0, 10**6)))
+    proba = softmax(rng.normal(size=(n, classes)) * draw(st.sampled_from([0.1, 2, 20, 300])), axis=1)
+    if draw(st.booleans()):
+        proba = np.round(proba)  # certain forecasts, ties of more than 1/2 left out
+        proba[proba.sum(1) != 1] = np.eye(classes)[0]
+    y = np.where(rng.random(n) < draw(st.sampled_from([0, 0.5, 1])), proba.argmax(1), rng.integers(0, classes, n))
+    weight = rng.integers(0, 3, n) + (np.arange(n) == 0)
+    return proba, y, weight, np.sort(rng.choice(50, classes, replace=False)).astype(float)
+
+
+@settings(deadline=None, max_examples=80)
+@given(held_out(), st.sampled_from([0.0, 2.0]))
+def test_score_on_the_own_data_is_never_worse(data: Any, shrinkage: float) -> None:
+    proba, y, weight, values = data
+    before = rps(y, proba, values=values, sample_weight=weight)
+    for family in FAMILIES[:2]:
+        mended = family(values=values, shrinkage=shrinkage).fit(proba, y, weight).predict(proba)
+        assert (mended >= 0).all()
+        np.testing.assert_allclose(mended.sum(1), 1)
+        assert rps(y, mended, values=values, sample_weight=weight) <= before * (1 + 1e-12) + 1e-15
+
+
+@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
+@pytest.mark.parametrize("criterion", ["rps", "nll"])
+def test_temperature_is_recovered(temperature: float, criterion: str) -> None:
+    proba, y = draw(0, 20_000, lambda p: p**temperature)
+    fitted = Temperature(criterion=criterion).fit(proba, y)
+    assert fitted.temperature_ == pytest.approx(temperature, rel=0.05)
+
+
+def test_temperature_is_the_minimum_of_the_score() -> None:
+    proba, y = draw(1, 300, leaning)
+    weight, values = np.random.default_rng(0).random(300), [0.0, 1.0, 2.0, 5.0, 9.0]
+
+    def score(t: float) -> float:
+        return rps(y, softmax(np.log(proba) / t, axis=1), values=values, sample_weight=weight)
+
+    best = minimize_scalar(score, bounds=(0.2, 5), method="bounded", options={"xatol": 1e-8})
+    fitted = Temperature(values=values, shrinkage=0).fit(proba, y, weight)
+    assert fitted.temperature_ == pytest.approx(best.x, rel=1e-4)
+    assert score(fitted.temperature_) <= best.fun + 1e-10
+
+
+def test_the_deepest_of_several_valleys() -> None:
+    # Right by a logit of 0.6, wrong by 0.3, wrong by 11.5: sharp forecasts are best, very flat ones next.
+    logits, weight = np.array([0.6, -0.3, -11.5]), [0.72, 0.15, 0.13]
+    proba = expit(np.stack([logits, -logits], axis=1))
+    fitted = Temperature(shrinkage=0).fit(proba, [0, 0, 0], weight)
+    grid = np.exp(np.linspace(-3, 3, 500))
+    scores = [weight @ expit(-logits / t) ** 2 for t in grid]
+    assert fitted.temperature_ == pytest.approx(grid[np.argmin(scores)], rel=0.02)
+    assert fitted.temperature_ < 0.5
+    assert rps([0] * 3, fitted.predict(proba), sample_weight=weight) <= min(scores) + 1e-12
+
+
+@pytest.mark.parametrize("criterion", ["rps", "nll"])
+def test_temperature_stays_within_its_bounds(criterion: str) -> None:
+    proba = [[0.6, 0.4]] * 10
+    hottest = Temperature(criterion=criterion, shrinkage=0).fit(proba, [1] * 10)
+    coldest = Temperature(criterion=criterion, shrinkage=0).fit(proba, [0] * 10)
+    assert [hottest.temperature_, coldest.temperature_] == pytest.approx([np.exp(3), np.exp(-3)], rel=1e-4)
+    assert hottest.temperature_ <= np.exp(3)
+    assert coldest.temperature_ >= np.exp(-3)
+
+
+def test_maps_of_thresholds_are_recovered() -> None:
+    offset, slope = np.array([0.8, 0.5, 0.2, -0.1]), np.array([0.5, 0.6, 0.7, 0.8])
+    rng = np.random.default_rng(2)
+    truth = expit(np.linspace(-2, 2, 4) - rng.normal(size=(60_000, 1)))
+    y = (rng.random((60_000, 1)) > truth).sum(1)
+    below = expit((np.log(truth / (1 - truth)) - offset) / slope)
+    assert (np.diff(below, axis=1) >= 0).all()
+    fitted = OrdinalRecalibration().fit(np.diff(below, axis=1, prepend=0, append=1), y)
+    np.testing.assert_allclose(fitted.offset_, offset, atol=0.06)
+    np.testing.assert_allclose(fitted.slope_, slope, atol=0.06)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forecasts_that_are_too_sure_get_better_on_new_data(family: Any) -> None:
+    proba, y = draw(3, 400, lambda p: p**2.5)
+    new, new_y = draw(4, 4000, lambda p: p**2.5)
+    mended = family().fit(proba, y).predict(new)
+    assert rps(new_y, mended) < 0.95 * rps(new_y, new)
+    assert threshold_calibration_error(new_y, mended) < 0.5 * threshold_calibration_error(new_y, new)
+
+
+def test_a_lean_is_mended_by_maps_of_thresholds_only() -> None:
+    proba, y = draw(5, 500, leaning)
+    new, new_y = draw(6, 4000, leaning)
+    truth = rps(*reversed(draw(6, 4000)))
+    by_temperature = rps(new_y, Temperature().fit(proba, y).predict(new))
+    by_thresholds = rps(new_y, OrdinalRecalibration().fit(proba, y).predict(new))
+    assert by_thresholds - truth < 0.2 * (by_temperature - truth)
+
+
+@pytest.mark.parametrize("n", [1, 3, 10, 30])
+def test_few_examples_do_little_harm_to_a_good_forecaster(n: int) -> None:
+    new, new_y = draw(7, 2000)
+    before = rps(new_y, new)
+    for family in FAMILIES:
+        after = [rps(new_y, family().fit(*draw(100 + seed, n)).predict(new)) for seed in range(20)]
+        assert np.mean(after) < 1.04 * before
+        assert np.max(after) < 1.2 * before
+
+
+def test_certain_and_wrong_forecasts_are_mended() -> None:
+    rng = np.random.default_rng(8)
+    y = rng.integers(0, 3, 600)
+    seen = np.where(rng.random(600) < 0.7, y, rng.integers(0, 3, 600))
+    mended = OrdinalRecalibration().fit(np.eye(3)[seen], y).predict(np.eye(3))
+    np.testing.assert_allclose(np.diag(mended), 0.8, atol=0.06)
+    assert (mended > 0).all()
+    # All but certain: the score is flat where the descent would start.
+    nearly = softmax(12 * np.eye(3), axis=1)
+    mended = OrdinalRecalibration().fit(nearly[seen], y).predict(nearly)
+    np.testing.assert_allclose(np.diag(mended), 0.8, atol=0.06)
+
+
+def test_least_floats_are_probabilities() -> None:
+    proba = np.array([[1.0, 5e-324], [1.0, 0.0], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
+    for y in ([0, 0, 1, 0, 1], [1, 0, 1, 0, 1]):
+        mended = OrdinalRecalibration().fit(proba, y).predict(proba)
+        assert np.isfinite(mended).all()
+        np.testing.assert_allclose(mended.sum(1), 1)
+        assert rps(y, mended) < rps(y, proba)
+
+
+def test_no_class_of_positive_probability_ends_with_none() -> None:
+    proba, y = draw(9, 50, lambda p: p**4)
+    mended = OrdinalRecalibration(shrinkage=0).fit(proba, y).predict(proba)
+    assert (mended >= proba * 0.9e-3).all()
+
+
+def test_absent_classes() -> None:
+    proba, _ = draw(10, 30)
+    for seen in (0, 2, 4):
+        y = np.full(30, seen)
+        for family in FAMILIES:
+            mended = family().fit(proba, y).predict(proba)
+            assert np.isfinite(mended).all()
+            assert rps(y, mended) <= rps(y, proba)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_copies_and_pickles(family: Any) -> None:
+    proba, y = draw(11, 60, leaning)
+    new, _ = draw(12, 5)
+    weight = np.random.default_rng(1).integers(
+        0, 2, 60
+    )  # copies of an example count as examples, a weight of 2 does not
+    fitted = family().fit(proba, y, weight)
+    kept = weight > 0
+    np.testing.assert_allclose(fitted.predict(new), family().fit(proba[kept], y[kept]).predict(new), atol=1e-6)
+    np.testing.assert_allclose(fitted.predict(new), family().fit(proba, y, 7.5 * weight).predict(new), atol=1e-6)
+    np.testing.assert_array_equal(pickle.loads(pickle.dumps(fitted)).predict(new), fitted.predict(new))
+    np.testing.assert_allclose(fitted.predict(new)[1:2], fitted.predict(new[1:2]), rtol=1e-12)
+
+
+def test_identity_is_exact() -> None:
+    proba = np.array([[0.5, 0.3, 0.2]])
+    for family in FAMILIES[:2]:
+        np.testing.assert_array_equal(family(shrinkage=1e9).fit(proba, [0]).predict(proba).round(6), proba)
+    certain = np.eye(3)
+    np.testing.assert_array_equal(OrdinalRecalibration().fit(certain, [0, 1, 2]).predict(proba), proba)
+    np.testing.assert_array_equal(Temperature().fit(certain, [0, 1, 2]).predict(proba), proba)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 7))
+def test_projection_on_ordered_rows(seed: int, thresholds: int) -> None:
+    rng = np.random.default_rng(seed)
+    rows, gaps = rng.random((4, thresholds)).round(1), rng.random(thresholds) + 0.01
+    expected = [isotonic_regression(row, sample_weight=gaps) for row in rows]
+    np.testing.assert_allclose(_in_order(rows, gaps), expected, atol=1e-12)
+
+
+@pytest.mark.parametrize("family", [Temperature, OrdinalRecalibration])
+def test_behaves_as_an_estimator_of_scikit_learn(family: Any) -> None:
+    method = family(values=[0, 1, 5], shrinkage=2.0)
+    assert repr(method) == f"{family.__name__}(shrinkage=2.0, values=[0, 1, 5])"
+    with pytest.raises(NotFittedError, match=f"This {family.__name__} instance is not fitted yet"):
+        method.predict([[0.5, 0.3, 0.2]])
+    proba = np.array([[0.5, 0.3, 0.2]])
+    fitted = method.fit(proba, [2])
+    assert (fitted.predict(proba) != proba).any()
+    again = clone(fitted)
+    assert again.get_params() == fitted.get_params()
+    with pytest.raises(NotFittedError):
+        again.predict(proba)
+
+
+two = [[0.5, 0.5]]
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Temperature(criterion="x").fit(two, [0]), "criterion is 'x'"),
+        (lambda: Temperature(criterion="nll").fit([[1.0, 0.0]], [1]), 'probability 0, so "nll" is infinite'),
+        (lambda: Temperature(shrinkage=-1).fit(two, [0]), "shrinkage is -1, expected a finite number of at least 0"),
+        (lambda: OrdinalRecalibration(shrinkage=np.nan).fit(two, [0]), "shrinkage is nan"),
+        (lambda: OrdinalRecalibration().fit(two, [2]), r"y\[0\] is 2, expected one of the labels \[0, 1\]"),
+        (lambda: OrdinalRecalibration().fit(two, [0, 1]), "y has 2 classes and proba 1 rows"),
+        (lambda: OrdinalRecalibration().fit([[0.5, 0.6]], [0]), "of sum 1.1"),
+        (lambda: OrdinalRecalibration(values=[1, 0]).fit(two, [0]), "strictly increasing"),
+        (lambda: OrdinalRecalibration().fit(two, [0]).predict([[1.0]]), "proba has 1 columns, expected 2"),
+        (lambda: Temperature().fit(two, [0], [-1.0]), r"sample_weight\[0\] is -1"),
+    ],
+)
+def test_bad_input(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        call()

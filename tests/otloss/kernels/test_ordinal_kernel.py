@@ -1,0 +1,296 @@
+"""The compiled ranked probability scores against their slow twins in float64: values, first and second derivatives."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.autograd.functional import jacobian
+
+from otloss import ordinal_loss
+from otloss._kernels._threads import run_on_threads
+from otloss.losses import ordinal as _ordinal
+from otloss.losses import ordinal_kernel as _compiled
+
+SHAPES = [(1, 9000), (3, 5), (1000, 9), (4097, 2), (129, 65)]
+
+
+def problem(rows: int, classes: int, dtype: torch.dtype, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(rows + classes)
+    z = scale * torch.randn(rows, classes, generator=generator, dtype=torch.float64)
+    y = torch.randint(classes, (rows,), generator=generator)
+    y[0], y[-1] = 0, classes - 1
+    x = torch.rand(classes, generator=generator, dtype=torch.float64).add(0.1).cumsum(0)
+    return z.to(dtype), y, x.to(dtype)
+
+
+def by_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ordinal, "_may_run_kernels", lambda *given: False)
+
+
+def value_and_slope(z: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    leaf = z.clone().requires_grad_()
+    values = ordinal_loss(leaf, y, reduction="none", **options)
+    upstream = torch.linspace(-1, 2, values.numel(), dtype=values.dtype)
+    return values.detach(), torch.autograd.grad(values, leaf, upstream)[0]
+
+
+def slope_of_sum(z: Tensor, y: Tensor) -> Tensor:
+    leaf = z.clone().requires_grad_()
+    return torch.autograd.grad(ordinal_loss(leaf, y, reduction="sum"), leaf)[0]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mix", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_equals_its_twin(shape: tuple[int, int], mix: float, dtype: torch.dtype, monkeypatch: Any) -> None:
+    z, y, x = problem(*shape, dtype)
+    found = value_and_slope(z, y, x=x, cross_entropy=mix)
+    alone = ordinal_loss(z, y, x=x, cross_entropy=mix, reduction="none")  # without a gradient
+    torch.testing.assert_close(alone, found[0], rtol=1e-6, atol=0)
+    by_twin(monkeypatch)
+    naive = value_and_slope(z, y, x=x, cross_entropy=mix)
+    exact = value_and_slope(z.double(), y, x=x.double(), cross_entropy=mix)
+    for quick, slow, true in zip(found, naive, exact, strict=True):
+        size = float(true.abs().max())
+        ulps = 30 + shape[1] / 20  # running sums of so many terms
+        allowed = 2 * (slow.double() - true).abs().max() + ulps * torch.finfo(dtype).eps * size
+        assert (quick.double() - true).abs().max() <= allowed
+
+
+def test_nearly_right_predictions_keep_their_relative_accuracy(monkeypatch: Any) -> None:
+    z, y, x = problem(1000, 9, torch.float64, scale=0.3)
+    z = z + 20 * torch.nn.functional.one_hot(y, 9)
+    found = value_and_slope(z.float(), y, x=x.float(), cross_entropy=0.5)
+    by_twin(monkeypatch)
+    expected = value_and_slope(z.float().double(), y, x=x.float().double())
+    nll = torch.nn.functional.cross_entropy  # cancels, even in float64
+    wide = z.float().double()
+    others = (wide - wide.gather(1, y[:, None])).exp().scatter(1, y[:, None], 0.0).sum(1)
+    torch.testing.assert_close(found[0].double(), expected[0] + 0.5 * others.log1p(), rtol=1e-5, atol=0)
+    upstream = torch.linspace(-1, 2, 1000, dtype=torch.float64)
+    leaf = wide.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(nll(leaf, y, reduction="none"), leaf, upstream)
+    torch.testing.assert_close(found[1].double(), expected[1] + 0.5 * slope, rtol=3e-5, atol=1e-14)
+
+
+def test_second_derivatives_are_those_of_the_twin(monkeypatch: Any) -> None:
+    z, y, x = problem(1000, 9, torch.float64)
+    direction = torch.randn(z.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+    def product() -> tuple[Tensor, Tensor]:
+        leaf = z.clone().requires_grad_()
+        value = ordinal_loss(leaf, y, x=x, cross_entropy=0.3)
+        (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
+        return slope.detach(), torch.autograd.grad((slope * direction).sum(), leaf)[0]
+
+    quick = product()
+    by_twin(monkeypatch)
+    torch.testing.assert_close(quick, product())
+
+
+def test_layouts_threads_repeated_passes_and_frozen_logits() -> None:
+    z, y, x = problem(1000, 9, torch.float32)
+    expected = value_and_slope(z, y, x=x)
+    strided = value_and_slope(z.T.contiguous().T, y.int(), x=x)
+    torch.testing.assert_close(strided, expected)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert all(torch.equal(a, b) for a, b in zip(value_and_slope(z, y, x=x), expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
+    leaf = z.clone().requires_grad_()
+    value = ordinal_loss(leaf, y, x=x)
+    first, again = (torch.autograd.grad(value, leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    assert not ordinal_loss(z, y, x=x).requires_grad
+    with torch.no_grad():
+        assert not ordinal_loss(leaf, y, x=x).requires_grad
+
+
+def test_small_batches_run_the_kernel_on_the_thread_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def run(kernel: Any, tasks: int, arguments: Any) -> Any:
+        ran.append(tasks)
+        return run_on_threads(kernel, tasks, arguments)
+
+    monkeypatch.setattr(_compiled, "run_on_threads", run)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    for rows, classes in ((1, 2), (256, 5), (64, 100), (8000, 5)):
+        z, y, x = problem(rows, classes, torch.float32)
+        value_and_slope(z, y)
+        value_and_slope(z, y, x=x)
+    assert ran == [1, 1, 1, 1, 1, 1, 4, 4]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_plain_batches_equal_the_reference(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    z, y, _ = problem(70, 5, torch.float64)
+    direction = z.roll(1, 0)
+
+    def derivatives() -> tuple[Tensor, ...]:
+        leaf = z.clone().requires_grad_()
+        value = ordinal_loss(leaf, y, cross_entropy=0.3, reduction=reduction)
+        (first,) = torch.autograd.grad(value.square().sum(), leaf, create_graph=True)
+        return value.detach(), first.detach(), torch.autograd.grad((first * direction).sum(), leaf)[0]
+
+    quick = derivatives()
+    by_twin(monkeypatch)
+    torch.testing.assert_close(quick, derivatives())
+
+
+class Named(Tensor):
+    pass
+
+
+def test_subclasses_and_batches_of_gradients() -> None:
+    z, y, _ = problem(3, 5, torch.float32)
+    assert type(ordinal_loss(z.as_subclass(Named), y)) is Named
+    rows = jacobian(lambda z: ordinal_loss(z, y, reduction="none"), z, vectorize=True)  # a batch of gradients
+    torch.testing.assert_close(rows.sum(0), slope_of_sum(z, y))
+
+
+def test_learned_class_values_get_their_gradient() -> None:
+    z, y, x = problem(1000, 9, torch.float64)
+    leaf = x.clone().requires_grad_()
+    (slope,) = torch.autograd.grad(ordinal_loss(z, y, x=leaf), leaf)
+    steps = torch.eye(9, dtype=torch.float64) * 1e-6
+    expected = torch.stack([(ordinal_loss(z, y, x=x + s) - ordinal_loss(z, y, x=x - s)) / 2e-6 for s in steps])
+    torch.testing.assert_close(slope, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "message"),
+    [
+        (torch.nan, {}, "logits holds 1 NaN"),
+        (torch.inf, {}, r"logits holds 1 NaN or \+inf"),
+        (-torch.inf, {"cross_entropy": 1.0}, "cross-entropy of row 0"),
+    ],
+)
+def test_bad_logits_are_found(spoil: float, options: dict[str, float], message: str) -> None:
+    z, y, _ = problem(1000, 9, torch.float32)
+    z[0, 0] = spoil
+    with pytest.raises(ValueError, match=message):
+        ordinal_loss(z, y, **options)  # type: ignore[arg-type]
+    z[5] = -torch.inf
+    z[0, 0] = 0
+    with pytest.raises(ValueError, match=r"logits of row 5 .* are -inf for every class"):
+        ordinal_loss(z, y)
+
+
+def soft_labels(rows: int, classes: int, z: Tensor) -> Tensor:
+    """Labels of every kind: nearly one class, nearly the prediction, some classes empty, spread out."""
+    generator = torch.Generator().manual_seed(rows)
+    t = (4 * torch.randn(rows, classes, generator=generator, dtype=torch.float64)).softmax(-1)
+    t[1::4] = (50 * t[1::4]).softmax(-1)
+    t[2::4] = (z[2::4].double() + 1e-3 * t[2::4]).softmax(-1)
+    t[3::4, ::2] = 0
+    t[3::4, -1] += 0.1
+    t = t / t.sum(-1, keepdim=True)
+    return t.to(z.dtype)
+
+
+def exactly(t: Tensor) -> Tensor:
+    return t.double() / t.double().sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("mix", [0.0, 0.7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_soft_labels_equal_their_twin(shape: tuple[int, int], mix: float, dtype: torch.dtype, monkeypatch: Any) -> None:
+    z, _, x = problem(*shape, dtype)
+    t = soft_labels(*shape, z)
+    found = value_and_slope(z, t, x=x, cross_entropy=mix)
+    alone = ordinal_loss(z, t, x=x, cross_entropy=mix, reduction="none")  # without a gradient
+    torch.testing.assert_close(alone, found[0], rtol=1e-6, atol=0)
+    by_twin(monkeypatch)
+    naive = value_and_slope(z, t, x=x, cross_entropy=mix)
+    exact = value_and_slope(z.double(), exactly(t), x=x.double(), cross_entropy=mix)
+    for quick, slow, true in zip(found, naive, exact, strict=True):
+        size = float(true.abs().max())
+        ulps = 30 + shape[1] / 20
+        allowed = 2 * (slow.double() - true).abs().max() + ulps * torch.finfo(dtype).eps * size
+        assert (quick.double() - true).abs().max() <= allowed
+
+
+def test_soft_labels_of_one_class_are_that_class(monkeypatch: Any) -> None:
+    z, y, x = problem(1000, 9, torch.float64, scale=0.3)
+    z = (z + 20 * torch.nn.functional.one_hot(y, 9)).float()
+    found = value_and_slope(z, torch.nn.functional.one_hot(y, 9).float(), x=x.float())
+    expected = value_and_slope(z, y, x=x.float())
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
+    torch.testing.assert_close(found[1], expected[1], rtol=3e-5, atol=0)
+
+
+def test_second_derivatives_of_soft_labels_are_those_of_the_twin(monkeypatch: Any) -> None:
+    z, _, x = problem(1000, 9, torch.float64)
+    t = soft_labels(1000, 9, z)
+
+    def product() -> tuple[Tensor, Tensor]:
+        leaf = z.clone().requires_grad_()
+        value = ordinal_loss(leaf, t, x=x, cross_entropy=0.3)
+        (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
+        return slope.detach(), torch.autograd.grad((slope * z).sum(), leaf)[0]
+
+    quick = product()
+    by_twin(monkeypatch)
+    torch.testing.assert_close(quick, product())
+
+
+def test_bad_soft_labels_are_found() -> None:
+    z, _, _ = problem(1000, 9, torch.float32)
+    for spoil, message in (
+        ((0.1, 0.3), "the soft labels of row 7 sum to 1.1"),
+        ((torch.nan, 0.0), "target holds 1 NaN"),
+        ((-0.25, 1.25), "-0.25 for class 2 of row 7"),
+    ):
+        t = torch.full((1000, 9), 1 / 9)
+        t[7] = torch.tensor([0.7, 0.0, spoil[0], 0, 0, 0, 0, 0, spoil[1]])
+        if spoil[0] < 0:
+            t[7, 0] = 0
+        with pytest.raises(ValueError, match=message):
+            ordinal_loss(z, t)
+    t = soft_labels(1000, 9, z)
+    z[5, 3], t[5, 3], t[5, 4] = -torch.inf, 0.5, 0.5
+    t[5] = t[5] / t[5].sum()
+    with pytest.raises(ValueError, match="cross-entropy of row 5"):
+        ordinal_loss(z, t, cross_entropy=1.0)
+
+
+@pytest.mark.parametrize("low", [-torch.inf, -1e4, -1e30])
+@pytest.mark.parametrize("mix", [0.0, 0.7])
+def test_masked_classes_take_no_part(low: float, mix: float) -> None:
+    z, y, x = problem(2000, 6, torch.float32)
+    z[:, 2] = low
+    y[y == 2] = 3
+    kept = torch.tensor([0, 1, 3, 4, 5])
+    t = torch.nn.functional.one_hot(y, 6).float() * 0.75 + torch.tensor([0.25, 0, 0, 0, 0, 0])
+    narrow = y - (y > 2).long()
+    for target, without in ((y, narrow), (t, t[:, kept])):
+        found = value_and_slope(z, target, x=x, cross_entropy=mix)
+        expected = value_and_slope(z[:, kept], without, x=x[kept], cross_entropy=mix)
+        assert torch.equal(found[1][:, 2], torch.zeros(2000))
+        torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[1][:, kept], expected[1], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("soft", [False, True])
+def test_forward_derivatives_and_lazy_negatives(soft: bool) -> None:
+    z, y, x = problem(1000, 9, torch.float64)
+    target = soft_labels(1000, 9, z) if soft else y
+    direction = z.roll(1, 0)
+    _, slope = value_and_slope(z, target, x=x, cross_entropy=0.3)
+    upstream = torch.linspace(-1, 2, 1000, dtype=torch.float64)
+    with forward_ad.dual_level():
+        dual = ordinal_loss(forward_ad.make_dual(z, direction), target, x=x, cross_entropy=0.3, reduction="none")
+        tangent = forward_ad.unpack_dual(dual).tangent
+    assert (tangent @ upstream).item() == pytest.approx((slope * direction).sum().item(), rel=1e-10)
+    torch.testing.assert_close(ordinal_loss(torch._neg_view(-z), target, x=x), ordinal_loss(z, target, x=x))
+    if soft:
+        torch.testing.assert_close(ordinal_loss(z, torch._neg_view(-target), x=x), ordinal_loss(z, target, x=x))

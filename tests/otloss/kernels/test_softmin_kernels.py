@@ -1,0 +1,220 @@
+"""Soft minima by compiled loops and in torch against logsumexp in float64: -inf, every epsilon, batches, accuracy."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
+from otloss.costs.cost import softmin_in_torch
+
+Epsilon = float | Tensor
+
+
+def truth(matrix: Tensor, potential: Tensor, epsilon: Epsilon) -> Tensor:
+    """By logsumexp in float64, the hard minimum at 0."""
+    scores = potential.double().unsqueeze(-2) - matrix.double()
+    width = torch.as_tensor(epsilon, dtype=torch.float64)[..., None]
+    soft = -width * torch.logsumexp(scores / width.clamp(min=1e-300).unsqueeze(-1), -1)
+    return torch.where(width > 0, soft, -scores.amax(-1))
+
+
+def clouds(n: int, m: int, d: int, dtype: torch.dtype, *, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(size, d, generator=generator, dtype=torch.float64).to(dtype) for size in (n, m))
+    potential = torch.randn(m, generator=generator, dtype=torch.float64).to(dtype)
+    potential[::5] = -torch.inf
+    return x, y, potential
+
+
+def every_cost(dtype: torch.dtype) -> list[Cost]:
+    x, y, _ = clouds(37, 37, 3, dtype)
+    metrics = (
+        "sqeuclidean",
+        "euclidean",
+        "l1",
+        "cosine",
+        lambda x, y: (x.unsqueeze(-2) - y.unsqueeze(-3)).pow(4).sum(-1),
+    )
+    points = [PointCost(x, y, metric=metric) for metric in metrics]
+    line = [LineCost(x[:, 0], power=power) for power in (1, 2, 1.5)]
+    return [DenseCost(points[1].dense()), CosineCost(x), GridCost((37,)).to(dtype), *points, *line]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("kind", range(11))
+def test_every_cost_at_every_epsilon(kind: int, dtype: torch.dtype) -> None:
+    cost = every_cost(dtype)[kind]
+    matrix, potential = cost.dense().double(), clouds(37, 37, 3, dtype)[2]
+    scale = float(matrix.max() - matrix.min())
+    digits = torch.finfo(dtype).eps
+    for epsilon in (0.0, 1e-50, *(scale * 10.0**k for k in range(-6, 4))):
+        expected = truth(matrix, potential, epsilon)
+        for got in (cost.softmin(potential, epsilon), softmin_in_torch(cost.dense(), potential, epsilon)):
+            assert got.dtype == dtype
+            error = (got.double() - expected).abs().max()
+            # Rounding of the costs, of the value returned, and of the logarithm.
+            assert error <= 4 * digits * (scale + float(expected.abs().max())) + 8 * digits * epsilon, (epsilon, error)
+
+
+def test_potentials_of_float64_over_costs_of_float32() -> None:
+    x, y, potential = clouds(300, 2500, 3, torch.float32)
+    for cost in (PointCost(x, y), DenseCost(PointCost(x, y).dense()), PointCost(x, y, metric="cosine")):
+        matrix = cost.dense().double()
+        scale = float(matrix.max())
+        wide = potential.double() / 3 + 1e6  # an offset that float32 has no digits left for
+        for epsilon in (1e-3 * scale, 0.1 * scale, 10 * scale):
+            got = cost.softmin(wide, epsilon)
+            assert got.dtype == torch.float64
+            assert (got - truth(matrix, wide, epsilon)).abs().max() <= 2e-7 * scale + 1e-6 * epsilon
+
+
+@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1"])
+def test_far_from_the_origin(metric: str) -> None:
+    x, y, potential = clouds(200, 150, 3, torch.float32)
+    far_x, far_y = x + 1e4, y + 1e4
+    exact = PointCost(far_x.double(), far_y.double(), metric=metric)
+    got = PointCost(far_x, far_y, metric=metric).softmin(potential, 0.05)
+    expected = truth(exact.dense(), potential, 0.05)
+    assert (got - expected).abs().max() <= 1e-6 * (expected.abs().max() + 1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 2100), st.integers(1, 6), st.sampled_from(["sqeuclidean", "euclidean", "l1"]))
+def test_any_size(n: int, m: int, d: int, metric: str) -> None:
+    x, y, potential = clouds(n, m, d, torch.float64, seed=n + m)
+    cost = PointCost(x, y, metric=metric)
+    expected = truth(cost.dense(), potential, 0.2)
+    torch.testing.assert_close(cost.softmin(potential, 0.2), expected, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(DenseCost(cost.dense()).softmin(potential, 0.2), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_batches_and_an_epsilon_per_problem() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.rand(2, 1, 9, 3, generator=generator), torch.rand(3, 7, 3, generator=generator)
+    potential = torch.randn(3, 7, generator=generator)
+    potential[1, 2:] = -torch.inf
+    epsilon = torch.tensor([[0.0], [0.5]])
+    cost = PointCost(x, y, metric="l1")
+    for one in (cost, DenseCost(cost.dense())):
+        for got in (one.softmin(potential, epsilon), one.softmin(potential.clone().requires_grad_(), epsilon).detach()):
+            assert got.shape == (2, 3, 9)
+            torch.testing.assert_close(got.double(), truth(cost.dense(), potential, epsilon), rtol=1e-6, atol=1e-6)
+            loop = [
+                DenseCost(cost.dense()[i, j]).softmin(potential[j], [0.0, 0.5][i]) for i in (0, 1) for j in range(3)
+            ]
+            torch.testing.assert_close(got.reshape(6, 9), torch.stack(loop), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", range(11))
+def test_degenerate_potentials(kind: int) -> None:
+    cost = every_cost(torch.float32)[kind]
+    nothing = torch.full((2, 37), -torch.inf)
+    one = nothing.clone()
+    one[:, 4] = 2.0
+    for epsilon in (0.0, 0.1, torch.tensor([0.0, 3.0])):
+        for grad in (False, True):
+            assert (cost.softmin(nothing.clone().requires_grad_(grad), epsilon) == torch.inf).all()
+            got = cost.softmin(one.clone().requires_grad_(grad), epsilon)
+            torch.testing.assert_close(got.detach(), (cost.dense()[:, 4] - 2).expand(2, 37), rtol=1e-6, atol=1e-6)
+    assert cost.softmin(torch.zeros(0, 3, 37), 0.1).shape == (0, 3, 37)
+    spread = torch.randn(2, 37, 2)[..., 0]
+    assert not spread.is_contiguous()
+    torch.testing.assert_close(cost.softmin(spread, 0.1), cost.softmin(spread.contiguous(), 0.1))
+    assert cost.softmin(torch.zeros(37, dtype=torch.bfloat16), 0.1).dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", range(11))
+@pytest.mark.parametrize("entries", [2**22, 100])  # one block, and blocks that are made twice
+def test_slopes_in_the_potential(kind: int, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys.modules[Cost.__module__], "_BLOCK_ENTRIES", entries)
+    cost = every_cost(torch.float64)[kind]
+    potential = clouds(37, 37, 3, torch.float64)[2]
+    taking_part = potential > -torch.inf
+    epsilon = torch.tensor([0.3, 5.0], dtype=torch.float64)
+
+    def soft(some: Tensor) -> Tensor:
+        whole = torch.full((2, 37), -torch.inf, dtype=torch.float64).masked_scatter(taking_part.expand(2, 37), some)
+        return cost.softmin(whole, epsilon)
+
+    some = potential[taking_part].repeat(2).requires_grad_()
+    torch.testing.assert_close(soft(some), truth(cost.dense(), potential.expand(2, 37), epsilon))
+    assert torch.autograd.gradcheck(soft, some, fast_mode=True)
+    whole = potential.clone().requires_grad_()
+    for width in (0.0, 0.3):
+        (slopes,) = torch.autograd.grad(cost.softmin(whole, width).sum(), whole)
+        assert slopes[~taking_part].abs().sum() == 0
+        assert slopes.sum().item() == pytest.approx(-37)
+
+
+def test_small_problems_need_no_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y, potential = clouds(20, 30, 2, torch.float32)
+    fast = PointCost(x, y).softmin(potential, 0.1)
+    monkeypatch.setattr("otloss._kernels.SMALL", potential.numel() * 20)
+    for name in ("points.points_softmin", "softmin.dense_softmin"):
+        monkeypatch.setattr(f"otloss._kernels.{name}", lambda *_, **__: pytest.fail("a kernel ran"))
+    torch.testing.assert_close(PointCost(x, y).softmin(potential, 0.1), fast)
+    torch.testing.assert_close(DenseCost(PointCost(x, y).dense()).softmin(potential, 0.1), fast)
+
+
+def test_threads_do_not_change_a_digit() -> None:
+    x, y, potential = clouds(500, 700, 3, torch.float32)
+    before = torch.get_num_threads()
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        found.append(PointCost(x, y).softmin(potential, 0.1))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+def test_costs_import_no_compiler() -> None:
+    code = "import sys, otloss.costs; print([m for m in ('numba', 'torch._dynamo', 'scipy') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_the_largest_of_any_floats(dtype: type) -> None:
+    from numba import njit
+
+    from otloss._kernels import _compile
+
+    @njit
+    def largest(scores: np.ndarray) -> float:
+        return _compile.largest(scores, scores.size)
+
+    tiny = np.finfo(dtype).smallest_subnormal
+    for scores in ([-1.0, -2.0], [-0.0, -1.0], [0.0, tiny], [-np.inf], [-np.inf, -1e30], [3.0, np.inf], [-tiny, -1.0]):
+        array = np.array(scores, dtype=dtype)
+        assert largest(array) == array.max()
+    assert np.isnan(largest(np.array([1.0, np.nan, -1.0], dtype=dtype)))
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("epsilon", [0.0, 0.1])
+@pytest.mark.parametrize("cost", every_cost(torch.float32), ids=repr)
+def test_nan_and_infinity_are_refused(cost: Cost, epsilon: float, bad: float) -> None:
+    for graph in (False, True):
+        potential = torch.zeros(2, 37)
+        potential[1, 3], potential[0, 0] = bad, -torch.inf
+        with pytest.raises(ValueError, match=f"potential holds 1 NaN or .inf, the first {bad}; expected finite"):
+            cost.softmin(potential.requires_grad_(graph), epsilon)
+
+
+@pytest.mark.parametrize("cost", every_cost(torch.float32), ids=repr)
+def test_arrays_are_refused_and_numbers_of_numpy_are_not(cost: Cost) -> None:
+    with pytest.raises(TypeError, match="potential is a ndarray"):
+        cost.softmin(np.zeros(37), 0.1)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="v is a ndarray"):
+        cost.apply(np.zeros(37))  # type: ignore[arg-type]
+    expected = cost.softmin(torch.zeros(37), 0.5)
+    assert torch.equal(cost.softmin(torch.zeros(37), np.float32(0.5)), expected)  # type: ignore[arg-type]
+    assert LineCost(torch.ones(3), power=np.int64(2)).power == 2  # type: ignore[arg-type]

@@ -1,0 +1,292 @@
+"""Entropic transport where it is easily wrong: light bins, tiny and huge epsilon, slow modes, forward mode."""
+
+from __future__ import annotations
+
+import math
+import warnings
+
+import pytest
+import torch
+from scipy.optimize import linprog
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import otloss
+from otloss import ConvergenceWarning
+from otloss.costs import GridCost
+from otloss.solvers.entropic.problem import Settings, entropic_problem
+from otloss.solvers.entropic.search import find_potentials
+
+IMPLS = ("compiled", "torch")
+
+
+def value_in_logs(p: Tensor, q: Tensor, cost: Tensor, epsilon: float, iterations: int = 300) -> float:
+    """Plain Sinkhorn in the log domain in float64, with every bin in play."""
+    p, q, cost = p.double() / p.double().sum(), q.double() / q.double().sum(), cost.double()
+    f, g = torch.zeros_like(p), torch.zeros_like(q)
+    for _ in range(iterations):
+        f = -epsilon * torch.logsumexp(q.log() + (g - cost) / epsilon, -1)
+        g = -epsilon * torch.logsumexp((p.log() + f / epsilon).unsqueeze(-1) - cost / epsilon, -2)
+    return float((f * p).sum() + (g * q).sum())
+
+
+def bump(x: Tensor, centre: float, width: float) -> Tensor:
+    weights = torch.exp(-((x - centre) ** 2) / (2 * width**2))
+    return weights / weights.sum()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_light_bins(dtype: torch.dtype) -> None:
+    x = torch.linspace(0, 1, 50, dtype=dtype)
+    cost = (x[:, None] - x) ** 2
+    far = (torch.softmax(-50 * (4 * x - 2) ** 2, -1), 16 * cost)
+    for p, q, c, epsilon in (
+        (bump(x, 0.3, 0.05), bump(x, 0.7, 0.05), cost, 1e-3), (far[0], far[0], far[1], 1e-2),
+    ):  # fmt: skip
+        expected = value_in_logs(p, q, c, epsilon)
+        assert float(otloss.sinkhorn(p, q, c, epsilon=epsilon)) == pytest.approx(expected, rel=1e-4)
+        assert float(otloss.solve(p, q, c, epsilon=epsilon).gap) < 1e-4 * expected
+        own = otloss.sinkhorn_divergence(p, q, c, epsilon=epsilon, cost_p=c, cost_q=c)
+        halves = sum(value_in_logs(w, w, c, epsilon) / 2 for w in (p, q))
+        assert float(own) == pytest.approx(expected - halves, rel=1e-3, abs=1e-5 * expected)
+
+
+def test_batches_of_peaked_histograms() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.softmax(10 * torch.randn(64, 100, generator=generator), -1) for _ in range(2))
+    x = torch.linspace(0, 1, 100)
+    for cost in ((x[:, None] - x) ** 2, torch.rand(100, 100, generator=generator)):
+        answer = otloss.solve(p, q, cost, epsilon=1e-3)
+        assert bool(answer.converged.all())
+        assert float((answer.gap / answer.dual_value).max()) < 1e-3
+        torch.testing.assert_close(answer.value, otloss.sinkhorn(p, q, cost, epsilon=1e-3), rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "light"), [(torch.float32, 1e-25), (torch.float64, 1e-160)])
+def test_bins_so_light_that_the_kernel_leaves_them_out_on_both_sides(dtype: torch.dtype, light: float) -> None:
+    p = torch.tensor([1.0, light], dtype=dtype)
+    cost = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=dtype, requires_grad=True)
+    answer = otloss.solve(p, p, cost, epsilon=0.001)
+    answer.value.backward()
+    # Entries of light bins are of their mass, not 1e36, though not to many digits.
+    for plan in (answer.plan().detach(), cost.grad):
+        assert bool(((plan - torch.diag(p)).abs() <= 2 * light).all())
+    assert float(answer.linear_cost.detach()) < 2 * light
+
+
+def test_images() -> None:
+    side = torch.linspace(0, 1, 32)
+    p, q = (
+        (bump(side, a, width)[:, None] * bump(side, b, width)).flatten()
+        for a, b, width in ((0.3, 0.3, 0.05), (0.7, 0.6, 0.07))
+    )
+    cost = GridCost((32, 32), power=2)
+    answer = otloss.solve(p, q, cost, epsilon=4.0)
+    assert bool(answer.converged)
+    assert float(answer.gap) < 1e-4 * float(answer.value)
+    # Gaussians on a line: the squared distance of the means and of the widths, in pixels; to the width of a pixel.
+    exact = 31**2 * (0.4**2 + 0.3**2 + 2 * 0.02**2)
+    assert float(otloss.sinkhorn_divergence(p, q, cost, epsilon=4.0)) == pytest.approx(exact, rel=0.01)
+
+
+def test_an_error_that_is_not_finite_is_never_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    from otloss.solvers.entropic import search
+
+    def broken(problem: object, start: object, goal: object) -> tuple[Tensor | None, ...]:
+        nan = torch.full((), torch.nan, dtype=torch.float64)
+        return torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), nan, torch.tensor(1), None
+
+    monkeypatch.setattr(search, "_compiled", broken)
+    monkeypatch.setattr(search, "_can_take_newton", lambda problem: False)
+    half = torch.tensor([0.5, 0.5], dtype=torch.float64)
+    problem = entropic_problem(half, half, torch.eye(2, dtype=torch.float64), epsilon=0.1, settings=Settings())
+    with pytest.warns(ConvergenceWarning):
+        found = find_potentials(problem, Settings())
+    assert not bool(found.converged)
+    assert bool(found.f.isnan().all())
+    assert bool(found.g.isnan().all())
+
+
+def test_bounds_hold_for_peaked_histograms() -> None:
+    generator = torch.Generator().manual_seed(1)
+    p, q = (torch.softmax(15 * torch.randn(32, 20, dtype=torch.float64, generator=generator), -1) for _ in range(2))
+    cost = torch.rand(20, 20, dtype=torch.float64, generator=generator)
+    exact = otloss.emd(p, q, cost)
+    for epsilon in (0.1, 0.01, 0.001):
+        answer = otloss.solve(p, q, cost, epsilon=epsilon)
+        optimum = [value_in_logs(a, b, cost, epsilon) for a, b in zip(p[:4], q[:4], strict=True)]
+        for k, right in enumerate(optimum):
+            mass = float((p[k].double().sum() + q[k].double().sum()) / 2)
+            assert (
+                float(answer.dual_value[k]) <= right * mass + 1e-9 <= float((answer.dual_value + answer.gap)[k]) + 2e-9
+            )
+        assert bool((answer.certificate.lower <= exact + 1e-6).all())
+        assert bool((answer.certificate.upper >= exact - 1e-6).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_bounds_hold_or_epsilon_is_out_of_range(dtype: torch.dtype) -> None:
+    p, q = torch.tensor([0.5, 0.5], dtype=dtype), torch.tensor([0.25, 0.75], dtype=dtype)
+    cost = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=dtype)
+    for epsilon in (1e-30, 1e-20, 1e-16, 1e-11):
+        for call in (otloss.sinkhorn, otloss.solve):
+            with pytest.raises(ValueError, match="rounding"):
+                call(p, q, cost, epsilon=epsilon)
+    for epsilon in (1e8, 1e12, 1e20):  # the product of the weights
+        answer = otloss.solve(p, q, cost, epsilon=epsilon)
+        assert float(answer.dual_value) <= 0.5 <= float(answer.dual_value + answer.gap) < 0.5 + 1e-6
+        torch.testing.assert_close(otloss.sinkhorn(p, q, cost, epsilon=epsilon), answer.value.new_tensor(0.5))
+    for epsilon in (1e-7, 1e-4, 1e3, 1e7):
+        answer = otloss.solve(p, q, cost, epsilon=epsilon)
+        # Of four cells one is free: P_11 = t, and a one-dimensional minimum.
+        t = torch.linspace(0, 0.25, 200_001, dtype=torch.float64)
+        plan = torch.stack([t, 0.5 - t, 0.25 - t, 0.25 + t])
+        product = torch.tensor([0.125, 0.375, 0.125, 0.375], dtype=torch.float64)[:, None]
+        objective = plan[1] + plan[2] + epsilon * torch.xlogy(plan, plan / product).sum(0)
+        assert float(answer.dual_value) <= float(objective.min()) + 1e-15 * epsilon
+        least = float(objective.min()) - 1e-9 * (1 + epsilon)  # the grid's own error
+        assert least <= float(answer.dual_value + answer.gap)
+        assert float(answer.certificate.lower) <= 0.25 <= float(answer.certificate.upper) + 1e-8
+
+
+def test_a_large_cost_may_forbid_a_pair() -> None:
+    p, q = torch.tensor([0.5, 0.5], dtype=torch.float64), torch.tensor([0.25, 0.75], dtype=torch.float64)
+    cost = torch.tensor([[0.0, 1.0], [1e12, 0.0]], dtype=torch.float64)
+    assert float(otloss.sinkhorn(p, q, cost, epsilon=1e-3)) == pytest.approx(0.25 + 1e-3 * _entropy(), abs=1e-8)
+
+
+def _entropy() -> float:
+    return 0.25 * (math.log(2) + math.log(2 / 3)) + 0.5 * math.log(4 / 3)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_gradients_at_light_bins(impl: str) -> None:
+    x = torch.arange(5.0) / 4
+    cost = (x[:, None] - x).abs()
+    p, q = torch.tensor([0.0, 0, 1, 0, 0]), torch.tensor([1e-6, 1e-6, 1 - 4e-6, 1e-6, 1e-6], requires_grad=True)
+    value = otloss.sinkhorn(p, q, cost, epsilon=0.1, impl=impl)
+    value.backward()
+    # All mass of p is in one bin, so that the plan is that of the bounds: sum_j q_j C_2j, without an entropy.
+    assert value.item() == pytest.approx(float((q.detach() * cost[2]).sum()), rel=1e-2)  # of 1 in float32
+    torch.testing.assert_close(q.grad, torch.tensor([0.2, -0.05, -0.3, -0.05, 0.2]), rtol=0, atol=1e-5)
+
+
+def test_light_bins_of_a_divergence_are_settled() -> None:
+    x = torch.arange(5.0)
+    cost = (x[:, None] - x).abs()
+    p, q = torch.tensor([1.0, 0, 0, 0, 0]), torch.tensor([1e-6, 1e-6, 1 - 4e-6, 1e-6, 1e-6])
+    found = []
+    for impl, tolerance in (("compiled", None), ("torch", None), ("torch", 1e-12)):
+        weights = q.double().requires_grad_() if tolerance else q.clone().requires_grad_()
+        other, matrix = p.to(weights), cost.to(weights)
+        weights_of_one = weights if not tolerance else weights / weights.detach().sum()
+        otloss.sinkhorn_divergence(
+            weights_of_one, other, matrix, epsilon=0.1, impl=impl, tolerance=tolerance, cost_p=matrix, cost_q=matrix
+        ).backward()
+        found.append(weights.grad.float())
+    for gradient in found[:2]:
+        torch.testing.assert_close(gradient, found[2], rtol=2e-3, atol=2e-3)
+
+
+def test_weight_gradients_of_slow_modes() -> None:
+    """Uniform weights at small epsilon: parts of the plan hardly exchange mass, which the marginal error cannot see."""
+    generator = torch.Generator().manual_seed(0)
+    costs, n, epsilon = torch.rand(16, 32, 32, dtype=torch.float64, generator=generator), 32, 0.003
+    for dtype in (torch.float32, torch.float64):
+        p, q = torch.full((16, n), 1 / n, dtype=dtype), torch.full((16, n), 1 / n, dtype=dtype, requires_grad=True)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # of single ones
+            otloss.sinkhorn(p, q, costs.to(dtype), epsilon=epsilon).sum().backward()
+        answer = otloss.solve(p, q.detach(), costs.to(dtype), epsilon=epsilon)
+        sure = []
+        for k in range(16):
+            right, least = _newton(costs[k].to(dtype).double(), epsilon, answer.potentials[1][k].double())
+            off = float((q.grad[k].double() - right).norm() / right.norm())
+            told = float(answer.potential_error[k] / right.std(correction=0))
+            if least > 1e-12:  # of the others rounding decides, and they say so
+                assert off < 1e-3
+                assert off < 10 * told + 1e-4
+                sure.append(k)
+            else:
+                assert off < 10 * told + 1e-3
+        assert len(sure) > 8
+
+
+def _newton(cost: Tensor, epsilon: float, g: Tensor) -> tuple[Tensor, float]:
+    """Centred potentials of uniform weights by Newton's method, and the second eigenvalue of its equations."""
+    n = len(cost)
+    scores, b = -cost / epsilon - math.log(n), g / epsilon
+    for _ in range(100):
+        rows = torch.softmax(scores + b, -1)
+        hessian = torch.diag(rows.mean(0)) - rows.mT @ rows / n + 1 / n**2
+        step = torch.linalg.solve(hessian, 1 / n - rows.mean(0))
+        spread = float(step.max() - step.min())
+        if spread < 1e-9:
+            break
+        b = b + step * (math.log1p(spread) / spread if spread > 1e-3 else 1.0)
+    least = float(torch.linalg.eigvalsh(hessian * n).amin())
+    return epsilon * (b - b.mean()), least
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_forward_mode_is_right_or_an_error() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(4, dtype=torch.float64, generator=generator) for _ in range(2))
+    p, q = p / p.sum(), q / q.sum()
+    cost = torch.rand(4, 4, dtype=torch.float64, generator=generator)
+    tangent = torch.tensor([0.3, -0.1, -0.4, 0.2], dtype=torch.float64)
+    for options in ({}, {"impl": "torch"}, {"reach": 1.0}):
+        with pytest.raises(NotImplementedError, match='grad="implicit"'):
+            torch.func.jvp(lambda w, o=options: otloss.sinkhorn(w, q, cost, epsilon=0.1, **o), (p,), (tangent,))
+        with forward_ad.dual_level(), pytest.raises(NotImplementedError, match='grad="implicit"'):
+            otloss.sinkhorn(forward_ad.make_dual(p, tangent), q, cost, epsilon=0.1, **options)
+    _, forward = torch.func.jvp(lambda w: otloss.sinkhorn(w, q, cost, epsilon=0.1, grad="implicit"), (p,), (tangent,))
+    weights = p.clone().requires_grad_()
+    otloss.sinkhorn(weights, q, cost, epsilon=0.1).backward()
+    assert float(forward) == pytest.approx(float(weights.grad @ tangent), rel=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("light", [1e-3, 1e-6, 1e-8])
+def test_gradients_at_bins_that_are_light_on_both_sides(light: float, dtype: torch.dtype) -> None:
+    x = torch.arange(5, dtype=torch.float64)
+    cost = (x[:, None] - x).abs()
+    p, q = torch.full((2, 5), light, dtype=torch.float64)
+    p[0], q[3] = 1, 1
+    p, q = (w / w.sum() for w in (p, q))
+    exact = otloss.solve(p, q, cost, epsilon=0.1, tolerance=1e-14, max_iterations=100_000)
+    answer = otloss.solve(p.to(dtype), q.to(dtype), cost.to(dtype), epsilon=0.1)
+    allowed = float(answer.potential_error) + 1e-5
+    assert allowed < (2e-3 if dtype == torch.float32 else 5e-5)
+    for found, expected in zip(answer.potentials, exact.potentials, strict=True):
+        torch.testing.assert_close((found - found.mean()).double(), expected - expected.mean(), atol=allowed, rtol=0)
+
+
+def test_exact_potentials_are_feasible_at_bins_that_are_empty_in_both() -> None:
+    generator = torch.Generator().manual_seed(3)
+    x = torch.randn(12, 2, dtype=torch.float64, generator=generator)
+    cost = torch.cdist(x, x)
+    p, q = (torch.rand(12, dtype=torch.float64, generator=generator) for _ in range(2))
+    p[::3], q[::3], q[1] = 0, 0, 0
+    p, q = p / p.sum(), q / q.sum()
+    answer = otloss.solve(p, q, cost)
+    f, g = answer.potentials
+    assert float((f[:, None] + g - cost).max()) < 1e-12
+    assert float(f @ p + g @ q) == pytest.approx(float(answer.value), rel=1e-12)
+    # The gradients stay the one-sided derivatives.
+    weights = q.clone().requires_grad_()
+    otloss.emd(p, weights, cost).backward()
+    step = 1e-4
+    moved = q * (1 - step)
+    moved[0] += step
+    slope = (_program(p, moved, cost) - _program(p, q, cost)) / step
+    assert float(weights.grad[0] - weights.grad @ q) == pytest.approx(slope, rel=1e-6)
+
+
+def _program(p: Tensor, q: Tensor, cost: Tensor) -> float:
+    n, m = cost.shape
+    rows, columns = torch.kron(torch.eye(n), torch.ones(1, m)), torch.kron(torch.ones(1, n), torch.eye(m))
+    found = linprog(
+        cost.flatten().numpy(), A_eq=torch.cat([rows, columns]).numpy(), b_eq=torch.cat([p, q]).numpy(), method="highs"
+    )
+    return float(found.fun)

@@ -1,0 +1,86 @@
+"""A start by GeomLoss ends at the same potentials, with our gradient."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import otloss
+from otloss.costs import PointCost
+from otloss.solvers.entropic import geomloss as _geomloss
+from otloss.solvers.entropic.problem import Settings, entropic_problem
+from otloss.solvers.entropic.search import find_potentials
+
+
+def clouds() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.rand(k, 3, generator=generator, dtype=torch.float64) for k in (30, 40))
+    p, q = (torch.rand(k, generator=generator, dtype=torch.float64) + 0.1 for k in (30, 40))
+    return p / p.sum(), q / q.sum(), x, y + 0.3
+
+
+@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean"])
+@pytest.mark.parametrize("reach", [None, 0.3])
+def test_the_start_is_near_and_the_answer_the_same(
+    metric: str, reach: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_geomloss, "_SCALING", 0.98)  # nearly converged: so its units can be told from ours
+    p, q, x, y = clouds()
+    options: dict[str, Any] = {"epsilon": 0.1, "reach": reach, "tolerance": 1e-10}
+    problem = entropic_problem(p, q, PointCost(x, y, metric=metric), epsilon=0.1, settings=Settings(reach=reach))
+    f, g = _geomloss.start_from_geomloss(problem)
+    solved = find_potentials(problem, Settings(reach=reach, impl="torch"))
+    # Up to a constant that goes from f to g, and GeomLoss' own error.
+    for ours, theirs in ((solved.f, f), (solved.g, g)):
+        assert float((ours - theirs).std()) < 0.02 * float(ours.std())
+    value, plain = (
+        otloss.sinkhorn(p, q, PointCost(x, y, metric=metric), impl=impl, **options) for impl in ("geomloss", "torch")
+    )
+    np.testing.assert_allclose(float(value), float(plain), rtol=1e-9)
+
+
+def test_the_gradient_is_ours() -> None:
+    """Where `SamplesLoss` with its default scaling of 0.5 is 15 % off."""
+    p, q, x, y = clouds()
+
+    def value(x: Tensor, y: Tensor) -> Tensor:
+        return otloss.sinkhorn_divergence(p, q, PointCost(x, y), epsilon=0.05, impl="geomloss", tolerance=1e-10)
+
+    assert gradcheck(value, (x.requires_grad_(), y.requires_grad_()), fast_mode=True)
+
+
+def test_what_it_is_not_for() -> None:
+    p, q, x, y = clouds()
+    for cost in (PointCost(x, y, metric="l1"), PointCost(x, y).dense()):
+        with pytest.raises(ValueError, match="one problem and a PointCost"):
+            otloss.sinkhorn(p, q, cost, epsilon=0.1, impl="geomloss")
+    with pytest.raises(ValueError, match="one problem and a PointCost"):
+        otloss.sinkhorn(p.expand(2, -1), q, PointCost(x, y), epsilon=0.1, impl="geomloss")
+
+
+def test_large_clouds_ask_for_keops(monkeypatch: pytest.MonkeyPatch) -> None:
+    p, q, x, y = clouds()
+    monkeypatch.setattr(_geomloss, "_MOST_WITHOUT_KEOPS", 100)
+    monkeypatch.setattr(_geomloss, "has_keops", lambda: False)
+    with pytest.raises(ImportError, match=r"otloss\[keops\]"):
+        otloss.sinkhorn(p, q, PointCost(x, y), epsilon=0.1, impl="geomloss")
+
+
+def test_without_geomloss_the_error_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "geomloss", None)  # an import of it fails
+    p, q, x, y = clouds()
+    with pytest.raises(ImportError, match=r'^impl="geomloss" needs GeomLoss: pip install "otloss\[geomloss\]"$'):
+        otloss.sinkhorn(p, q, PointCost(x, y), epsilon=0.1, impl="geomloss")
+
+
+def test_importing_otloss_imports_neither() -> None:
+    code = "import sys, otloss; print([m for m in ('geomloss', 'pykeops', 'ot', 'numba') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

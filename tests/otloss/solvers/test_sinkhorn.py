@@ -1,0 +1,601 @@
+"""sinkhorn and sinkhorn_divergence against POT, linear programming, closed forms and finite differences."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import ot
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from otloss.costs import CosineCost, DenseCost, GridCost, LineCost, PointCost
+from otloss.solvers.entropic.search import ConvergenceWarning
+from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
+from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.strategies import problems
+
+TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_iterations": 100_000}
+IMPLS = ("compiled", "torch")
+
+
+def case(*, n: int = 4, m: int = 5, batch: tuple[int, ...] = (), seed: int = 0, zeros: bool = True) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    p, q = (torch.rand(*batch, k, generator=generator, dtype=torch.float64) + 0.05 for k in (n, m))
+    if zeros:
+        p[..., 1], q[..., -2] = 0.0, 0.0
+    matrix = torch.rand(*batch, n, m, generator=generator, dtype=torch.float64)
+    return [p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), matrix]
+
+
+def pot_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, epsilon: float) -> float:
+    """POT in logs, without the bins that hold no mass, of which POT makes NaN."""
+    rows, columns = p > 0, q > 0
+    a, b, block = p[rows], q[columns], matrix[np.ix_(rows, columns)]
+    _, log = ot.sinkhorn(a, b, block, epsilon, method="sinkhorn_log", numItermax=200_000, stopThr=1e-13, log=True)
+    f, g = epsilon * log["log_u"], epsilon * log["log_v"]  # of the plan without p q^T
+    plan = np.exp((f[:, None] + g - block) / epsilon)
+    kept = plan > 0
+    return float((block * plan).sum() + epsilon * (plan[kept] * np.log((plan / (a[:, None] * b))[kept])).sum())
+
+
+# ---- values ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.02])
+def test_equals_pot(impl: str, epsilon: float) -> None:
+    p, q, matrix = case(batch=(3,))
+    ours = sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, **TIGHT)
+    theirs = [pot_value(p[k].numpy(), q[k].numpy(), matrix[k].numpy(), epsilon) for k in range(3)]
+    np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-9)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("width", [0.05, 0.4, 3.0])
+def test_gaussians_in_closed_form(impl: str, width: float) -> None:
+    """H. Janati et al., Entropic Optimal Transport between (Unbalanced) Gaussian Measures, 2020, theorem 1."""
+    a, b, mean = 0.8, 1.5, 0.7  # variances, and the difference of the means
+    x = torch.linspace(-9, 9, 500, dtype=torch.float64)
+    p, q = (torch.exp(-((x - c) ** 2) / (2 * v)) for c, v in ((0.0, a), (mean, b)))
+    value = sinkhorn(p / p.sum(), q / q.sum(), LineCost(x, power=2), epsilon=2 * width, impl=impl, tolerance=1e-10)
+    d = np.sqrt(4 * a * b + width**2)
+    expected = mean**2 + a + b - d + width * (1 - np.log(2 * width)) + width * np.log(d + width)
+    np.testing.assert_allclose(float(value), expected, rtol=1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(problems())
+def test_small_epsilon_nears_the_linear_program(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    p, q, matrix = problem
+    epsilon = 1e-3 * max(matrix.max(), 1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        value = float(sinkhorn(*map(as_double, (p, q, matrix)), epsilon=epsilon, tolerance=1e-6))
+    exact = linprog_value(p, q, matrix)
+    # epsilon KL is at most epsilon times the entropy of the smaller marginal.
+    assert exact - 1e-5 * max(1, matrix.max()) <= value <= exact + epsilon * np.log(6) + 1e-5 * max(1, matrix.max())
+
+
+def test_large_epsilon_is_the_product_coupling() -> None:
+    p, q, matrix = case()
+    np.testing.assert_allclose(float(sinkhorn(p, q, matrix, epsilon=1e6)), float(p @ matrix @ q), rtol=1e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("epsilon", [1e-2, 1e-3, 1e-4])
+def test_small_epsilon_in_both_widths(impl: str, dtype: torch.dtype, epsilon: float) -> None:
+    """No NaN and no zero: where POT's sinkhorn2 in float32 at 1e-3 returns 6e-7 for 0.0284."""
+    p, q, _ = case(n=12, m=10, batch=(4,))
+    x = torch.rand(12, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    matrix = torch.cdist(x, x[:10]).square()
+    exact = torch.tensor([ot.emd2(p[k].numpy(), q[k].numpy(), matrix.numpy()) for k in range(4)])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        value = sinkhorn(
+            p.to(dtype), q.to(dtype), matrix.to(dtype), epsilon=epsilon, impl=impl, tolerance=1e-4, max_iterations=3000
+        )
+    assert value.dtype == dtype
+    assert ((value - exact) > -2e-4).all()
+    assert ((value - exact) < 3 * epsilon + 2e-4).all()
+
+
+def test_a_mass_other_than_one() -> None:
+    """The terms `mass^2 - mass` of KL between measures are left out, as in POT."""
+    p, q, matrix = case(zeros=False)
+    for mass in (0.01, 7.0):
+        values = [sinkhorn(mass * p, mass * q, matrix, epsilon=0.1, impl=impl, **TIGHT) for impl in IMPLS]
+        theirs = ot.solve(matrix.numpy(), (mass * p).numpy(), (mass * q).numpy(), reg=0.1, max_iter=100_000, tol=1e-12)
+        np.testing.assert_allclose([float(v) for v in values], theirs.value, rtol=1e-7)
+
+
+@pytest.mark.parametrize("reach", [0.05, 0.5, 20.0])
+def test_unbalanced_equals_pot(reach: float) -> None:
+    p, q, matrix = case(zeros=False)
+    p = 1.7 * p
+    ours = sinkhorn(p, q, matrix, epsilon=0.05, reach=reach, **TIGHT)
+    theirs = ot.solve(matrix.numpy(), p.numpy(), q.numpy(), reg=0.05, unbalanced=reach, max_iter=200_000, tol=1e-13)
+    plan = theirs.plan
+
+    def relative_entropy(a: np.ndarray, b: np.ndarray) -> float:
+        return float((a * np.log(a / b) - a + b).sum())
+
+    value = (matrix.numpy() * plan).sum() + 0.05 * relative_entropy(plan, np.outer(p, q))
+    value += reach * (relative_entropy(plan.sum(1), p.numpy()) + relative_entropy(plan.sum(0), q.numpy()))
+    np.testing.assert_allclose(float(ours), value, rtol=1e-7)
+
+
+def test_unbalanced_with_one_empty_side_pays_for_all_of_the_other() -> None:
+    p, q, matrix = case(batch=(2,))
+    q[1] = 0
+    value = sinkhorn(p, q, matrix, epsilon=0.1, reach=0.4)
+    np.testing.assert_allclose(float(value[1]), 0.4)
+    with pytest.raises(ValueError, match="holds no mass"):
+        sinkhorn(p, q.requires_grad_(), matrix, epsilon=0.1, reach=0.4)
+
+
+def test_problems_without_mass_cost_nothing_and_pull_at_nothing() -> None:
+    p, q, matrix = case(batch=(2,))
+    p[1] = q[1] = 0
+    for impl in IMPLS:
+        inputs = [t.clone().requires_grad_() for t in (p, q, matrix)]
+        value = sinkhorn(*inputs, epsilon=0.1, impl=impl)
+        assert value[1] == 0
+        value.sum().backward()
+        for tensor in inputs:
+            assert tensor.grad is not None
+            assert (tensor.grad[1] == 0).all()
+            assert tensor.grad[0].abs().sum() > 0
+
+
+# ---- cost objects ------------------------------------------------------------------------------------------------
+
+GENERATOR = torch.Generator().manual_seed(3)
+X, Y = torch.rand(4, 3, generator=GENERATOR, dtype=torch.float64), torch.rand(5, 3, generator=GENERATOR).double()
+COSTS = {
+    "line": LineCost(X[:, 0], power=1.5),
+    "cosine": CosineCost(X - 0.5),
+    "points": PointCost(X, Y),
+    "euclidean": PointCost(X, Y, metric="euclidean"),
+    "l1": PointCost(X, Y, metric="l1"),
+    "callable": PointCost(X, Y, metric=lambda x, y: torch.cdist(x, y) ** 1.5),
+    "grid": GridCost((2, 2), power=2),
+}
+
+
+@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize("reach", [None, 0.3])
+def test_cost_objects_equal_their_matrix(name: str, reach: float | None) -> None:
+    cost = COSTS[name]
+    p, q, _ = case(n=cost.shape[0], m=cost.shape[1], batch=(2,))
+    value = sinkhorn(p, q, cost, epsilon=0.1, reach=reach, impl="torch", **TIGHT)
+    dense = sinkhorn(p, q, cost.dense(), epsilon=0.1, reach=reach, **TIGHT)
+    np.testing.assert_allclose(value, dense, rtol=1e-9)
+
+
+@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1", "cosine"])
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+@pytest.mark.parametrize("reach", [None, 0.3])
+@pytest.mark.parametrize("epsilon", [0.02, 1.0])
+def test_gradients_through_points(metric: str, grad: str, reach: float | None, epsilon: float) -> None:
+    p, q, _ = case(batch=(2,))
+    x, y = (t.clone().requires_grad_() for t in (X, Y))
+
+    def value(x: Tensor, y: Tensor) -> Tensor:
+        cost = PointCost(x, y, metric=metric)
+        return sinkhorn(p, q, cost, epsilon=epsilon, reach=reach, grad=grad, impl="torch", **TIGHT)
+
+    assert gradcheck(value, (x, y), fast_mode=True)
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("grad", ["envelope", "implicit", "unrolled"])
+@pytest.mark.parametrize("reach", [None, 0.7])
+def test_gradcheck(impl: str, grad: str, reach: float | None) -> None:
+    if impl == "compiled" and (reach is not None or grad == "unrolled"):
+        pytest.skip("the compiled kernel is for balanced problems")
+    _, _, matrix = case(batch=(2,))
+    generator = torch.Generator().manual_seed(5)
+    z = torch.randn(2, 4, generator=generator, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(5, generator=generator, dtype=torch.float64, requires_grad=True)
+
+    def value(z: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
+        q = w.softmax(-1) * (1.0 if reach is None else 1.4)
+        return sinkhorn(z.softmax(-1), q, matrix, epsilon=0.3, reach=reach, grad=grad, impl=impl, **TIGHT)
+
+    inputs = (z, w, matrix.requires_grad_())
+    assert gradcheck(value, inputs)
+    if grad != "envelope":
+        assert gradgradcheck(value, inputs, fast_mode=True)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+@pytest.mark.parametrize("reach", [None, 0.7])
+@pytest.mark.parametrize("epsilon", [0.02, 0.5])
+def test_weight_gradients_are_one_sided_at_empty_bins(
+    impl: str, grad: str, reach: float | None, epsilon: float
+) -> None:
+    """Also where POT's `ot.solve` with its KL term is wrong: every bin, with its size."""
+    if impl == "compiled" and reach is not None:
+        pytest.skip("the compiled kernel is for balanced problems")
+    p, q, matrix = case()
+    options: dict[str, Any] = {"epsilon": epsilon, "reach": reach, "impl": impl, **TIGHT}
+    inputs = [p.clone().requires_grad_(), q.clone().requires_grad_()]
+    sinkhorn(*inputs, matrix, grad=grad, **options).backward()
+    step = 1e-7
+    for k, other in ((0, q), (1, p)):
+
+        def value(weights: np.ndarray, k: int = k, other: Tensor = other) -> float:
+            pair = (as_double(weights), other) if k == 0 else (other, as_double(weights))
+            return float(sinkhorn(*pair, matrix, **options))
+
+        heaviest, slopes = weight_slopes(value, (p, q)[k].numpy(), step)
+        grad_k = inputs[k].grad
+        assert grad_k is not None
+        if reach is None:
+            assert abs(float(grad_k.mean())) < 1e-12
+        found = (grad_k - grad_k[heaviest]).numpy()
+        # An empty bin's slope changes at the rate epsilon log(mass) with the first grains.
+        np.testing.assert_allclose(found, slopes, atol=2e-5)
+    if reach is not None:  # every mass has a value, so the mean of the gradient counts too
+        ahead, behind = (float(sinkhorn(s * p, q, matrix, **options)) for s in (1 + 1e-6, 1 - 1e-6))
+        assert inputs[0].grad is not None
+        np.testing.assert_allclose(float((inputs[0].grad * p).sum()), (ahead - behind) / 2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("epsilon", [0.01, 0.3])
+def test_cost_gradient_is_the_plan(dtype: torch.dtype, epsilon: float) -> None:
+    """Not twice the plan, as in GeomLoss' `ot.solve`."""
+    p, q, exact = case()
+    matrix = exact.to(dtype, copy=True).requires_grad_()
+    sinkhorn(p.to(dtype), q.to(dtype), matrix, epsilon=epsilon, tolerance=1e-6).backward()
+
+    def value(entries: np.ndarray) -> float:
+        return float(sinkhorn(p, q, as_double(entries), epsilon=epsilon, **TIGHT))
+
+    expected = central_slopes(value, exact.numpy(), 1e-5)
+    assert matrix.grad is not None
+    np.testing.assert_allclose(matrix.grad, expected, atol=1e-5 if dtype == torch.float32 else 1e-6)
+
+
+@pytest.mark.parametrize("grad", ["envelope", "implicit", "unrolled"])
+def test_an_epsilon_that_follows_the_cost_has_its_gradient(grad: str) -> None:
+    p, q, matrix = case(zeros=False)
+
+    def value(matrix: Tensor) -> Tensor:
+        options: dict[str, Any] = {"epsilon": 0.2, "epsilon_relative_to": "mean_cost", "grad": grad, **TIGHT}
+        return sinkhorn(p, q, matrix, **options)
+
+    fixed = sinkhorn(p, q, matrix, epsilon=0.2 * float(matrix.mean()), **TIGHT)
+    np.testing.assert_allclose(float(value(matrix)), float(fixed), rtol=1e-10)
+    assert gradcheck(value, (matrix.requires_grad_(),))
+
+
+def test_envelope_refuses_second_derivatives() -> None:
+    p, q, matrix = case()
+    matrix.requires_grad_()
+    value = sinkhorn(p, q, matrix, epsilon=0.1)
+    (slope,) = torch.autograd.grad(value, matrix, create_graph=True)
+    with pytest.raises(RuntimeError, match="implicit"):
+        slope.square().sum().backward()
+
+
+def test_unrolled_refuses_empty_bins_that_want_a_gradient() -> None:
+    p, q, matrix = case()
+    with pytest.raises(ValueError, match="bins without mass"):
+        sinkhorn(p.requires_grad_(), q, matrix, epsilon=0.1, grad="unrolled")
+
+
+def test_implicit_says_when_it_is_out_of_reach() -> None:
+    p = torch.tensor([0.5, 0.5], dtype=torch.float64, requires_grad=True)
+    matrix = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="singular to rounding"):
+        sinkhorn(p, p.detach(), matrix, epsilon=1e-3, grad="implicit")
+
+
+def test_the_backward_pass_of_the_envelope_holds_no_history() -> None:
+    """What is saved does not grow with the iterations: potentials, weights and costs, once."""
+    p, q, matrix = case(n=40, m=40, zeros=False)
+    matrix.requires_grad_()
+    sizes = []
+    for iterations in (5, 500):
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor, saved: dict[int, int] = saved) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with warnings.catch_warnings(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            sinkhorn(p, q, matrix, epsilon=0.005, tolerance=1e-13, max_iterations=iterations, impl="torch")
+        sizes.append(sum(saved.values()))
+    assert sizes[0] == sizes[1]
+    assert sizes[0] <= 3 * matrix.nbytes
+
+
+# ---- the divergence ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reach", [None, 0.5])
+def test_divergence_is_zero_at_equality_and_positive_else(reach: float | None) -> None:
+    p, _, _ = case(n=5, batch=(3,))
+    for cost in (PointCost(Y), PointCost(Y, metric="euclidean"), CosineCost(Y), LineCost(Y[:, 0], power=1)):
+        same = sinkhorn_divergence(p, p, cost, epsilon=0.1, reach=reach)
+        np.testing.assert_allclose(same, 0.0, atol=1e-8)
+        apart = sinkhorn_divergence(p, p.flip(-1), cost, epsilon=0.1, reach=reach)
+        assert (apart > 1e-4).all()
+
+
+def test_divergence_tends_to_transport_and_to_a_kernel_norm() -> None:
+    p, q, _ = case(zeros=False)
+    cost = PointCost(X, Y)
+    exact = ot.emd2(p.numpy(), q.numpy(), cost.dense().numpy())
+    small = sinkhorn_divergence(p, q, cost, epsilon=1e-3, tolerance=1e-6)
+    np.testing.assert_allclose(float(small), exact, atol=2e-3)
+    drift = (p @ X - q @ Y).square().sum()  # MMD of the kernel -|x - y|^2 / 2
+    np.testing.assert_allclose(float(sinkhorn_divergence(p, q, cost, epsilon=1e5)), float(drift), rtol=1e-4)
+
+
+@pytest.mark.parametrize("reach", [None, 0.5])
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+def test_divergence_gradients(reach: float | None, grad: str) -> None:
+    generator = torch.Generator().manual_seed(2)
+    z, w = (torch.randn(k, generator=generator, dtype=torch.float64, requires_grad=True) for k in (4, 5))
+    x, y = (t.clone().requires_grad_() for t in (X, Y))
+
+    def value(z: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        p, q = z.softmax(-1), w.softmax(-1) * (1.0 if reach is None else 1.3)
+        return sinkhorn_divergence(p, q, PointCost(x, y), epsilon=0.2, reach=reach, grad=grad, **TIGHT)
+
+    assert gradcheck(value, (z, w, x, y), fast_mode=True)
+
+
+def test_divergence_needs_the_costs_among_the_bins() -> None:
+    p, q, matrix = case()
+    with pytest.raises(ValueError, match="cost_p"):
+        sinkhorn_divergence(p, q, matrix, epsilon=0.1)
+    with pytest.raises(ValueError, match="only one"):
+        sinkhorn_divergence(p, q, matrix, epsilon=0.1, cost_p=torch.zeros(4, 4))
+    skew = torch.rand(4, 4, dtype=torch.float64)
+    with pytest.raises(ValueError, match="not symmetric"):
+        sinkhorn_divergence(p, q, matrix, epsilon=0.1, cost_p=skew, cost_q=torch.zeros(5, 5))
+    given_both = sinkhorn_divergence(
+        p, q, DenseCost(PointCost(X, Y).dense()), epsilon=0.1, cost_p=PointCost(X), cost_q=PointCost(Y).dense()
+    )
+    np.testing.assert_allclose(float(given_both), float(sinkhorn_divergence(p, q, PointCost(X, Y), epsilon=0.1)))
+
+
+# ---- batches, dtypes, options ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_batched_equals_a_loop(impl: str) -> None:
+    p, q, matrix = case(batch=(5,))
+    epsilon = torch.tensor([0.02, 0.1, 0.3, 1.0, 5.0], dtype=torch.float64)
+    together = sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, **TIGHT)
+    alone = [float(sinkhorn(p[k], q[k], matrix[k], epsilon=float(epsilon[k]), impl=impl, **TIGHT)) for k in range(5)]
+    np.testing.assert_allclose(together, alone, rtol=1e-10)
+    shared = sinkhorn(p, q, matrix[0], epsilon=0.1, impl=impl, **TIGHT)
+    np.testing.assert_allclose(shared[0], sinkhorn(p[0], q[0], matrix[0], epsilon=0.1, impl=impl, **TIGHT))
+
+
+def test_broadcasting_empty_and_strided_batches() -> None:
+    p, q, matrix = case(batch=(2, 3))
+    wide = torch.stack([matrix, matrix], -1)[..., 0]
+    grid = sinkhorn(p[:, :1], q[:1], wide, epsilon=0.1)
+    assert grid.shape == (2, 3)
+    np.testing.assert_allclose(float(grid[1, 2]), float(sinkhorn(p[1, 0], q[0, 2], matrix[1, 2], epsilon=0.1)))
+    for impl in IMPLS:
+        assert sinkhorn(p[:, :0], q[:, :0], matrix[0, 0], epsilon=0.1, impl=impl).shape == (2, 0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_runs_in_float32(dtype: torch.dtype) -> None:
+    p, q, matrix = case(zeros=False)
+    half = [t.to(dtype) for t in (p, q, matrix)]
+    value = sinkhorn(*half, epsilon=0.1)
+    assert value.dtype == dtype
+    wide = [t.float() for t in half]
+    wide[:2] = [t / t.sum() for t in wide[:2]]
+    np.testing.assert_allclose(float(value), float(sinkhorn(*wide, epsilon=0.1)), rtol=0.02)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_start_saves_iterations_and_changes_nothing(impl: str) -> None:
+    from otloss.solvers.solve import solve
+
+    p, q, matrix = case(n=30, m=30, batch=(4,))
+    first = solve(p, q, matrix, epsilon=0.01, impl=impl)
+    near = solve(p, q, matrix * 1.001, epsilon=0.01, impl=impl)
+    again = solve(p, q, matrix * 1.001, epsilon=0.01, impl=impl, start=first.potentials)
+    np.testing.assert_allclose(again.value, near.value, rtol=1e-8)
+    assert again.iterations.sum() < 0.9 * near.iterations.sum()
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_what_does_not_converge_says_so(impl: str) -> None:
+    p, q, matrix = case(n=30, m=30, batch=(3,))
+    epsilon = torch.tensor([1.0, 1e-3, 1.0], dtype=torch.float64)
+    with pytest.warns(ConvergenceWarning, match=r"1 of 3 .* problem \(1,\).*Raise epsilon"):
+        sinkhorn(p, q, matrix, epsilon=epsilon, max_iterations=15, tolerance=1e-4, impl=impl)
+    with pytest.raises(RuntimeError, match=r"problem \(1,\)"):
+        sinkhorn(p, q, matrix, epsilon=epsilon, max_iterations=15, tolerance=1e-4, strict=True, impl=impl)
+
+
+def test_a_bad_start_is_mended_by_the_search() -> None:
+    """Potentials so far off that no entry of the kernel can be held in float32."""
+    p, q, matrix = (t.float() for t in case(n=20, m=20))
+    wild = (torch.zeros(20), torch.linspace(-50, 50, 20))
+    expected = sinkhorn(p, q, matrix, epsilon=0.05)
+    for impl in IMPLS:
+        np.testing.assert_allclose(
+            float(sinkhorn(p, q, matrix, epsilon=0.05, start=wild, impl=impl)), float(expected), rtol=1e-4
+        )
+
+
+BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
+    "epsilon zero": ({"epsilon": 0.0}, ValueError, "epsilon is 0.0"),
+    "epsilon negative": ({"epsilon": torch.tensor([-1.0])}, ValueError, "epsilon holds -1"),
+    "epsilon a word": ({"epsilon": "small"}, TypeError, "epsilon is a str"),
+    "reach": ({"reach": -1.0}, ValueError, "reach is -1"),
+    "grad": ({"grad": "autodiff"}, ValueError, "grad is 'autodiff'"),
+    "impl": ({"impl": "fast"}, ValueError, "impl is 'fast'"),
+    "unknown": ({"iterations": 3}, TypeError, "unknown options"),
+    "iterations": ({"max_iterations": 0}, ValueError, "max_iterations is 0"),
+    "start": ({"start": torch.zeros(4)}, TypeError, "start is a Tensor"),
+    "start shape": ({"start": (torch.zeros(4), torch.zeros(4))}, ValueError, "start g has shape"),
+    "relative": ({"epsilon_relative_to": "max"}, ValueError, "epsilon_relative_to"),
+    "compiled unbalanced": ({"impl": "compiled", "reach": 1.0}, ValueError, "balanced problems"),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_options(name: str) -> None:
+    options, error, match = BAD[name]
+    p, q, matrix = case()
+    with pytest.raises(error, match=match):
+        sinkhorn(p, q, matrix, **{"epsilon": 0.1, **options})
+
+
+def test_bad_masses_and_shapes() -> None:
+    p, q, matrix = case()
+    with pytest.raises(ValueError, match="different masses"):
+        sinkhorn(p, 1.1 * q, matrix, epsilon=0.1)
+    with pytest.raises(ValueError, match=r"expected \(4, 5\)"):
+        sinkhorn(p, q, matrix.T, epsilon=0.1)
+    with pytest.raises(ValueError, match="NaN"):
+        sinkhorn(p, q, matrix.log().where(matrix > 0.5, torch.nan), epsilon=0.1)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("epsilon", [1e-2, 1e-3, 1e-4])
+@pytest.mark.parametrize("n", [3, 20])
+def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> None:
+    """Equal weights, points that match: after 10 000 iterations Sinkhorn is not there; Newton's method ends it."""
+    x = torch.rand(4, n, 1, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
+    places = torch.linspace(0, 1, n, dtype=torch.float64)
+    cost = (x - places).square()
+    weights = torch.full((4, n), 1 / n, dtype=torch.float64)
+    weights[1] = torch.linspace(1, 2, n, dtype=torch.float64) / torch.linspace(1, 2, n, dtype=torch.float64).sum()
+    from otloss.solvers.solve import solve
+
+    answer = solve(weights, weights, cost, epsilon=epsilon, impl=impl)
+    assert answer.converged.all()
+    assert (answer.gap < 1e-8).all()
+    assert (answer.iterations < 1100).all()
+
+
+# ---- what was wrong once -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scale", [1e6, 1e10, 1e16])
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("kind", ["noise", "constant"])
+def test_a_start_of_any_size_leads_to_the_same(scale: float, impl: str, kind: str) -> None:
+    p, q, matrix = case()
+    generator = torch.Generator().manual_seed(0)
+    f, g = (torch.randn(k, generator=generator, dtype=torch.float64) for k in (4, 5))
+    if kind == "constant":
+        f, g = -torch.ones_like(f), torch.ones_like(g)
+    expected = sinkhorn(p, q, matrix, epsilon=0.05, **TIGHT)
+    value = sinkhorn(p, q, matrix, epsilon=0.05, start=(scale * f, scale * g), impl=impl, **TIGHT)
+    np.testing.assert_allclose(float(value), float(expected), rtol=1e-9)
+    with pytest.raises(ValueError, match="float32"):
+        sinkhorn(p.float(), q.float(), matrix.float(), epsilon=0.05, start=(1e300 * f, 1e300 * g))
+
+
+@pytest.mark.parametrize("iterations", [1, 3, 10, 50])
+@pytest.mark.parametrize("reach", [None, 0.5])
+def test_implicit_without_convergence_keeps_the_value(iterations: int, reach: float | None) -> None:
+    """Newton's steps from far away lead nowhere."""
+    p, q, matrix = case(n=30, m=30)
+    for epsilon in (0.01, 0.001):
+        options: dict[str, Any] = {"epsilon": epsilon, "reach": reach, "max_iterations": iterations}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)
+            envelope = sinkhorn(p, q, matrix, grad="envelope", **options)
+            try:
+                implicit = sinkhorn(p, q, matrix, grad="implicit", **options)
+            except RuntimeError as refusal:
+                assert "out of reach" in str(refusal)  # noqa: PT017 - a value or a refusal
+                continue
+        assert implicit.isfinite()
+        assert abs(float(implicit - envelope)) < 0.02 * float(envelope)
+
+
+@pytest.mark.parametrize("epsilon", [1e3, 1e5, 1e7])
+def test_float32_at_large_epsilon(epsilon: float) -> None:
+    """The product coupling; the rounding of the masses counts, times epsilon, and both ways must see the same."""
+    p, q, matrix = (t.float() for t in case(n=40, m=50))
+    mass_p, mass_q = (float(w.double().sum()) for w in (p, q))
+    mass = (mass_p + mass_q) / 2
+    for impl in IMPLS:
+        value = float(sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, tolerance=1e-12))
+        linear = float(p.double() @ matrix.double() @ q.double())
+        # The weights are rescaled to the mean of their masses in float32.
+        assert value == pytest.approx(linear - epsilon * mass * np.log(mass), abs=1e-4 + 1e-7 * epsilon)
+    values = [float(sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, tolerance=1e-12)) for impl in IMPLS]
+    assert values[0] == pytest.approx(values[1], abs=1e-4 + 1e-13 * epsilon)
+
+
+@pytest.mark.parametrize("reach", [0.1, 1.0])
+@pytest.mark.parametrize("epsilon", [1e-3, 1e-4])
+def test_float32_unbalanced_at_small_epsilon(reach: float, epsilon: float) -> None:
+    p, q, _ = case(n=30, m=30, batch=(3,))
+    x, y = torch.rand(3, 30, 2, generator=torch.Generator().manual_seed(1)), Y[:, :2].float().repeat(6, 1)
+    value = sinkhorn(p.float() * 1.3, q.float(), PointCost(x, y), epsilon=epsilon, reach=reach, tolerance=1e-4)
+    wide = sinkhorn(p * 1.3, q, PointCost(x.double(), y.double()), epsilon=epsilon, reach=reach, tolerance=1e-6)
+    np.testing.assert_allclose(value, wide, rtol=1e-4, atol=1e-5)
+
+
+def test_inputs_changed_in_place_are_noticed() -> None:
+    p, q, matrix = case()
+    y = Y.clone()
+    value = sinkhorn(p, q, PointCost(X.clone().requires_grad_(), y), epsilon=0.05)
+    y.add_(5)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+    width = torch.tensor(0.05, dtype=torch.float64, requires_grad=True)
+    value = sinkhorn(p, q, matrix, epsilon=width)
+    matrix.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        value.backward()
+
+
+def test_costs_among_the_bins_are_symmetric_objects_too() -> None:
+    p, q, matrix = case()
+    skew = DenseCost(torch.rand(4, 4, dtype=torch.float64))
+    for wrong in (skew, PointCost(X, X.clone() + 1)):
+        with pytest.raises(ValueError, match="not symmetric"):
+            sinkhorn_divergence(p, q, matrix, epsilon=0.05, cost_p=wrong, cost_q=PointCost(Y))
+
+
+def test_iterations_stay_within_what_was_allowed() -> None:
+    from otloss.solvers.solve import solve
+
+    p, q, matrix = case(n=30, m=30)
+    for impl in IMPLS:
+        for most in (1, 5, 1001):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", ConvergenceWarning)
+                answer = solve(p, q, matrix, epsilon=1e-4, impl=impl, max_iterations=most, tolerance=1e-15)
+            assert 0 < int(answer.iterations) <= most
+
+
+def test_the_warning_names_the_line_of_the_caller() -> None:
+    p, q, matrix = case(n=30, m=30)
+    for function in (sinkhorn, sinkhorn_divergence):
+        cost = PointCost(torch.rand(30, 2, dtype=torch.float64)) if function is sinkhorn_divergence else matrix
+        with pytest.warns(ConvergenceWarning) as caught:
+            function(p, q, cost, epsilon=1e-3, max_iterations=2)
+        assert {warning.filename for warning in caught} == {__file__}

@@ -1,0 +1,171 @@
+"""Sliced distances against loops over directions, POT and closed forms."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import ot
+import pytest
+import torch
+
+from otloss import wasserstein_1d
+from otloss.solvers import sliced as _sliced
+from otloss.solvers.sliced import sliced_wasserstein
+from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+
+
+def clouds(seed: int, n: int, m: int, d: int) -> tuple[np.ndarray, ...]:
+    """Points and weights, some of them zero, and three directions."""
+    rng = np.random.default_rng(seed)
+    a, b = rng.dirichlet(np.ones(n)), rng.dirichlet(np.ones(m))
+    a[: n // 3], b[: m // 4] = 0, 0
+    return rng.normal(size=(n, d)), rng.normal(size=(m, d)), a / a.sum(), b / b.sum(), rng.normal(size=(3, d))
+
+
+def by_linear_programmes(
+    x: np.ndarray, y: np.ndarray, a: np.ndarray, b: np.ndarray, along: np.ndarray, order: float
+) -> float:
+    unit = along / np.linalg.norm(along, axis=1, keepdims=True)
+    costs = [np.abs(np.subtract.outer(x @ u, y @ u)) ** order for u in unit]
+    return float(np.mean([linprog_value(a, b, cost) for cost in costs]))
+
+
+@pytest.mark.parametrize("order", [1, 1.5, 2])
+@pytest.mark.parametrize(("n", "m", "d"), [(5, 5, 2), (4, 6, 3), (1, 3, 1)])
+def test_values_and_gradients(n: int, m: int, d: int, order: float) -> None:
+    x, y, a, b, along = clouds(n + m, n, m, d)
+    leaves = [as_double(t, grad=True) for t in (x, y, a, b)]
+    value = sliced_wasserstein(*leaves, order=order, projections=as_double(along))
+    assert value.item() == pytest.approx(by_linear_programmes(x, y, a, b, along, order), abs=1e-6)
+    by_x, by_y, by_a, by_b = (g.numpy() for g in torch.autograd.grad(value, leaves))
+    slopes = central_slopes(lambda t: by_linear_programmes(t, y, a, b, along, order), x, 1e-6)
+    np.testing.assert_allclose(by_x, slopes, atol=1e-5)
+    slopes = central_slopes(lambda t: by_linear_programmes(x, t, a, b, along, order), y, 1e-6)
+    np.testing.assert_allclose(by_y, slopes, atol=1e-5)
+    k, slopes = weight_slopes(lambda t: by_linear_programmes(x, y, t, b, along, order), a, 1e-6)
+    np.testing.assert_allclose(by_a - by_a[k], slopes, atol=5e-5)
+    k, slopes = weight_slopes(lambda t: by_linear_programmes(x, y, a, t, along, order), b, 1e-6)
+    np.testing.assert_allclose(by_b - by_b[k], slopes, atol=5e-5)
+
+
+def test_pot_agrees() -> None:
+    x, y, a, b, along = (torch.tensor(t) for t in clouds(0, 12, 9, 3))
+    along = along / along.norm(dim=-1, keepdim=True)
+    for order in (1, 2):
+        expected = ot.sliced_wasserstein_distance(x, y, a, b, projections=along.T.contiguous(), p=order) ** order
+        torch.testing.assert_close(sliced_wasserstein(x, y, a, b, order=order, projections=along), expected)
+
+
+def test_a_shift_costs_its_square_over_the_dimension() -> None:
+    x = torch.randn(30, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    shift = torch.tensor([3.0, 0.0, -1.0, 2.0], dtype=torch.float64)
+    value = sliced_wasserstein(x, x + shift, projections=20_000, generator=torch.Generator().manual_seed(1))
+    assert value.item() == pytest.approx(float(shift @ shift) / 4, rel=0.02)
+    mean = math.gamma(2) / (math.sqrt(math.pi) * math.gamma(2.5))  # of |u_1| on the sphere in 4 dimensions
+    value = sliced_wasserstein(x, x + shift, order=1, projections=20_000, generator=torch.Generator().manual_seed(1))
+    assert value.item() == pytest.approx(float(shift.norm()) * mean, rel=0.02)
+
+
+def test_generators_reproduce() -> None:
+    x, y = torch.randn(2, 6, 3)
+
+    def drawn(dtype: torch.dtype, seed: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(seed)
+        return sliced_wasserstein(x.to(dtype), y.to(dtype), projections=5, generator=generator)
+
+    assert torch.equal(drawn(torch.float32, 0), drawn(torch.float32, 0))
+    assert not torch.equal(drawn(torch.float32, 0), drawn(torch.float32, 1))
+    torch.testing.assert_close(drawn(torch.float64, 0).float(), drawn(torch.float32, 0))
+    torch.manual_seed(3)
+    first = sliced_wasserstein(x, y, projections=5)
+    torch.manual_seed(3)
+    assert torch.equal(first, sliced_wasserstein(x, y, projections=5))
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, order: float) -> None:
+    x, y, a, b, along = clouds(1, 6, 5, 2)
+    answers = []
+    for block in (2**23, 1):
+        monkeypatch.setattr(_sliced, "_BLOCK", block)
+        leaves = [as_double(t, grad=True) for t in (x, y, a, b)]
+        value = sliced_wasserstein(*leaves, order=order, projections=as_double(along))
+        first = torch.autograd.grad(value, leaves, create_graph=True)
+        second = torch.autograd.grad(first[0].square().sum(), leaves[0]) if order == 2 else ()
+        answers.append([value, *first, *second])
+    for whole, blocked in zip(*answers, strict=True):
+        torch.testing.assert_close(whole, blocked)
+
+
+def test_batches_broadcast_and_equal_a_loop() -> None:
+    x, y = torch.randn(3, 1, 6, 2), torch.randn(4, 5, 2)
+    a, b = torch.rand(6).softmax(-1), torch.rand(2, 1, 1, 5).softmax(-1)
+    along = torch.randn(7, 2)
+    value = sliced_wasserstein(x, y, a, b, projections=along)
+    assert value.shape == (2, 3, 4)
+    torch.testing.assert_close(
+        value[1, 2, 3], sliced_wasserstein(x[2, 0], y[3], a, b[1, 0, 0], projections=3 * along), rtol=1e-4, atol=1e-6
+    )
+    assert sliced_wasserstein(x[:0], y).shape == (0, 4)
+    line = torch.randn(6)
+    expected = wasserstein_1d(torch.ones(6), torch.ones(6), line, line + 2, order=2) / 6
+    torch.testing.assert_close(sliced_wasserstein(line[:, None], line[:, None] + 2, projections=3), expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype) -> None:
+    x, y = torch.randn(2, 8, 3).to(dtype)
+    x.requires_grad_()
+    value = sliced_wasserstein(x, y, projections=torch.eye(3))
+    assert value.dtype == dtype
+    assert torch.autograd.grad(value, x)[0].dtype == dtype
+    wide = sliced_wasserstein(x.detach().double(), y.double(), projections=torch.eye(3))
+    torch.testing.assert_close(value.double(), wide, rtol=2 * torch.finfo(dtype).eps, atol=0)
+    weighted = sliced_wasserstein(x, y, torch.full((8,), 1 / 8, dtype=torch.float64))
+    assert weighted.dtype == torch.float64
+
+
+def test_far_from_the_origin_float32_is_as_good_as_its_inputs() -> None:
+    x, y = (torch.randn(2, 50, 3, generator=torch.Generator().manual_seed(0)) + 1e6).requires_grad_()
+    along = torch.randn(9, 3)
+    exact = sliced_wasserstein(x.double(), y.double(), projections=along)
+    assert sliced_wasserstein(x, y, projections=along).item() == pytest.approx(exact.item(), rel=1e-5)
+
+
+square = torch.rand(4, 2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: sliced_wasserstein(square[0], square), ValueError, r"x has shape \(2,\), expected \(..., points, d\)"),
+        (lambda: sliced_wasserstein(square, square[:0]), ValueError, r"y has shape \(0, 2\)"),
+        (lambda: sliced_wasserstein(square, torch.rand(4, 3)), ValueError, "x has dimension 2 and y 3"),
+        (lambda: sliced_wasserstein(square, square / 0), ValueError, "y holds 8 NaN or infinite"),
+        (lambda: sliced_wasserstein(square.long(), square), TypeError, "x has dtype torch.int64"),
+        (
+            lambda: sliced_wasserstein(square, square, torch.ones(3)),
+            ValueError,
+            r"a has shape \(3,\), expected a last axis of 4",
+        ),
+        (lambda: sliced_wasserstein(square, square, torch.ones(4)), ValueError, "masses"),
+        (
+            lambda: sliced_wasserstein(square, square, projections=0),
+            ValueError,
+            "projections is 0, expected at least 1",
+        ),
+        (lambda: sliced_wasserstein(square, square, projections=2.0), TypeError, "projections is a float"),  # type: ignore[arg-type]
+        (
+            lambda: sliced_wasserstein(square, square, projections=torch.zeros(2, 2)),
+            ValueError,
+            r"projections\[0\] is zero",
+        ),
+        (lambda: sliced_wasserstein(square, square, projections=torch.eye(3)), ValueError, r"expected \(k, 2\)"),
+        (lambda: sliced_wasserstein(square, square, order=0.5), ValueError, "order is 0.5"),
+        (lambda: sliced_wasserstein(square, square, generator=3), TypeError, r"generator is a int.*manual_seed"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_input(call: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()  # type: ignore[operator]

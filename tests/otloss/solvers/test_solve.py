@@ -1,0 +1,409 @@
+"""solve and Transport: what it tells of a solution is true, and what it cannot differentiate it refuses."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import otloss
+from otloss.costs import CosineCost, GridCost, LineCost, PointCost
+from tests.otloss.oracles import as_double, central_slopes, linprog_value
+from tests.otloss.strategies import problems
+
+TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_iterations": 100_000}
+REACHES = (None, 0.4)
+
+
+def case(batch: tuple[int, ...] = (3,), *, n: int = 4, m: int = 5, zeros: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(n + 10 * m)
+    p, q = (torch.rand(*batch, k, generator=generator, dtype=torch.float64) + 0.1 for k in (n, m))
+    if zeros:
+        p[..., 1], q[..., -2] = 0.0, 0.0
+    matrix = torch.rand(*batch, n, m, generator=generator, dtype=torch.float64)
+    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), matrix
+
+
+def kl(a: Tensor, b: Tensor) -> Tensor:
+    """KL between measures, over all axes but the first."""
+    inner = torch.xlogy(a, a) - torch.xlogy(a, b).where(a > 1e-60, 0.0) - a + b
+    return inner.flatten(1).sum(-1)
+
+
+def objective(plan: Tensor, problem: tuple[Tensor, Tensor, Tensor], epsilon: float, reach: float | None) -> Tensor:
+    p, q, matrix = problem
+    value = (plan * matrix).sum((-2, -1)) + epsilon * kl(plan, p.unsqueeze(-1) * q.unsqueeze(-2))
+    return value if reach is None else value + reach * (kl(plan.sum(-1), p) + kl(plan.sum(-2), q))
+
+
+def close(a: Any, b: Any, tolerance: float = 1e-9) -> None:
+    np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=tolerance, atol=tolerance)
+
+
+# ---- exact -------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems())
+def test_exact_solution(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
+    p, q, matrix = map(as_double, problem)
+    answer = otloss.solve(p, q, matrix)
+    plan, (f, g) = answer.plan(), answer.potentials
+    assert (plan >= 0).all()
+    close(plan.sum(-1), p)
+    close(plan.sum(-2), q)
+    close(answer.value, linprog_value(*problem), 1e-6)
+    close((plan * matrix).sum(), answer.linear_cost)
+    close(f @ p + g @ q, answer.value, 1e-7 * (1 + matrix.max()))
+    assert bool(answer.converged)
+    assert float(answer.marginal_error) < 1e-9
+    assert abs(float(answer.gap)) < 1e-7 * (1 + float(matrix.max()))
+    close(answer.dual_value + answer.gap, answer.value)
+    lower, upper = answer.certificate
+    assert lower <= answer.value + 1e-9
+    assert upper >= answer.value - 1e-9
+
+
+@pytest.mark.parametrize(
+    "cost", [PointCost(case(n=4, m=5)[2][0]), LineCost(torch.arange(4.0)), GridCost((2, 2))], ids=str
+)
+def test_exact_answers_of_cost_objects(cost: Any) -> None:
+    p, q, _ = case(n=4, m=4)
+    answer = otloss.solve(p, q, cost)
+    close(answer.value, otloss.emd(p, q, cost.dense()))
+    close((answer.plan() * cost.dense()).sum((-2, -1)), answer.value)
+
+
+def test_exact_start_saves_pivots_and_changes_nothing() -> None:
+    p, q, matrix = case((), n=30, m=40, zeros=False)
+    cold = otloss.solve(p, q, matrix)
+    warm = otloss.solve(p, q, matrix, start=cold.potentials)
+    close(warm.value, cold.value)
+    assert int(warm.iterations) < int(cold.iterations)
+
+
+def test_exact_refuses_what_it_does_not_take() -> None:
+    with pytest.raises(ValueError, match=r"\['tolerance'\]"):
+        otloss.solve(*case(), tolerance=1e-3)
+    with pytest.raises(TypeError, match="unknown options"):
+        otloss.solve(*case(), eps=1e-3)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("part", ["plan", "apply", "apply_transpose", "f", "g"])
+def test_exact_plans_have_no_derivative(part: str) -> None:
+    inputs = [t.requires_grad_() for t in case()]
+    answer = otloss.solve(*inputs)
+    found = {
+        "plan": answer.plan,
+        "apply": lambda: answer.apply(torch.ones(5, 1)),
+        "apply_transpose": lambda: answer.apply_transpose(torch.ones(4, 1)),
+        "f": lambda: answer.potentials[0],
+        "g": lambda: answer.potentials[1],
+    }[part]()
+    with pytest.raises(RuntimeError, match="no derivative"):
+        found.sum().backward()
+
+
+# ---- entropic ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("epsilon", [0.02, 0.5])
+@pytest.mark.parametrize("grad", ["envelope", "implicit", "unrolled"])
+def test_entropic_solution(grad: str, epsilon: float, reach: float | None) -> None:
+    problem = case()
+    p, q, matrix = problem
+    if reach is not None:
+        p = 1.5 * p
+    answer = otloss.solve(p, q, matrix, epsilon=epsilon, reach=reach, grad=grad, **TIGHT)
+    plan, (f, g) = answer.plan(), answer.potentials
+    expected = p.unsqueeze(-1) * q.unsqueeze(-2) * ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon).exp()
+    close(plan, expected, 1e-8)
+    if reach is None:
+        close(plan.sum(-1), p)
+        close(plan.sum(-2), q)
+    else:  # the optimum: each marginal is worth exp(-potential / reach) of what was asked for
+        close(plan.sum(-1), p * (-f / reach).exp(), 1e-8)
+        close(plan.sum(-2), q * (-g / reach).exp(), 1e-8)
+    close(answer.value, objective(plan, (p, q, matrix), epsilon, reach), 1e-8)
+    close(answer.linear_cost, (plan * matrix).sum((-2, -1)), 1e-9)
+    close(answer.dual_value, answer.value, 1e-8)
+    assert answer.converged.all()
+    assert (answer.marginal_error <= 1e-11).all()
+    assert (answer.gap < 1e-8).all()
+    assert (answer.gap >= 0).all()
+    assert (answer.iterations > 0).all()
+    assert answer.iterations.shape == answer.converged.shape == answer.marginal_error.shape == (3,)
+    close(answer.value, otloss.sinkhorn(p, q, matrix, epsilon=epsilon, reach=reach, **TIGHT), 1e-8)
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("grad", ["envelope", "implicit", "unrolled"])
+def test_no_mass_comes_from_or_goes_to_an_empty_bin(grad: str, reach: float | None) -> None:
+    answer = otloss.solve(*case(), epsilon=0.1, reach=reach, grad=grad)
+    assert (answer.plan()[:, 1] == 0).all()
+    assert (answer.plan()[:, :, -2] == 0).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(problems(), st.sampled_from([0.02, 0.2, 2.0]), st.integers(1, 30), st.sampled_from(REACHES))
+def test_the_optimum_lies_in_the_gap_at_any_iteration(
+    problem: tuple[np.ndarray, np.ndarray, np.ndarray], epsilon: float, iterations: int, reach: float | None
+) -> None:
+    p, q, matrix = map(as_double, problem)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", otloss.ConvergenceWarning)
+        best = otloss.solve(p, q, matrix, epsilon=epsilon, reach=reach, tolerance=1e-9, max_iterations=20_000)
+        for impl in ("torch", "auto"):
+            loose = otloss.solve(
+                p, q, matrix, epsilon=epsilon, reach=reach, max_iterations=iterations, impl=impl, tolerance=1e-12
+            )
+            slack = 1e-7 * (1 + float(matrix.max()))
+            assert float(loose.gap) >= 0
+            assert float(loose.dual_value) <= float(best.dual_value + best.gap) + slack
+            assert float(loose.dual_value + loose.gap) >= float(best.dual_value) - slack
+            if reach is None:
+                lower, upper = (float(t) for t in loose.certificate)
+                exact = linprog_value(*problem)
+                assert lower - slack <= exact <= upper + slack
+
+
+def test_the_gap_closes_with_the_iterations() -> None:
+    p, q, matrix = case((), n=12, m=15)
+    gaps = []
+    for iterations in (5, 20, 80, 2000):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", otloss.ConvergenceWarning)
+            answer = otloss.solve(p, q, matrix, epsilon=0.01, max_iterations=iterations, impl="torch")
+        gaps.append(float(answer.gap))
+    assert gaps == sorted(gaps, reverse=True)
+    assert gaps[0] > 1e-4
+    assert gaps[-1] < 1e-7
+
+
+def test_the_certificate_closes_with_epsilon() -> None:
+    p, q, matrix = case(())
+    exact = linprog_value(p.numpy(), q.numpy(), matrix.numpy())
+    widths = []
+    for epsilon in (0.3, 0.03, 0.003):
+        lower, upper = otloss.solve(p, q, matrix, epsilon=epsilon, tolerance=1e-6).certificate
+        assert lower - 1e-9 <= exact <= upper + 1e-9
+        widths.append(float(upper - lower))
+    assert widths[2] < 0.01 < widths[0]
+
+
+def test_an_unbalanced_problem_has_no_certificate() -> None:
+    answer = otloss.solve(*case(), epsilon=0.1, reach=0.4)
+    with pytest.raises(ValueError, match="unbalanced"):
+        _ = answer.certificate
+
+
+GENERATOR = torch.Generator().manual_seed(3)
+CLOUDS = [torch.rand(k, 3, generator=GENERATOR, dtype=torch.float64) for k in (4, 5)]
+COSTS: dict[str, Any] = {
+    "points": PointCost(*CLOUDS),
+    "euclidean": PointCost(*CLOUDS, metric="euclidean"),
+    "cosine": CosineCost(CLOUDS[0] - 0.5),
+    "grid": GridCost((2, 2)),
+    "exact": PointCost(*CLOUDS),
+}
+
+
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+@pytest.mark.parametrize("name", COSTS)
+def test_products_with_the_plan(name: str, grad: str) -> None:
+    cost = COSTS[name]
+    n, m = cost.shape
+    p, q, _ = case(n=n, m=m)
+    options = {} if name == "exact" else {"epsilon": 0.1, "grad": grad}
+    answer = otloss.solve(p, q, cost, **options)
+    v, u = torch.rand(3, m, 2, dtype=torch.float64), torch.rand(n, 2, dtype=torch.float64)
+    close(answer.apply(v), answer.plan() @ v, 1e-12)
+    close(answer.apply(v[0]), answer.plan() @ v[0], 1e-12)
+    close(answer.apply_transpose(u), answer.plan().mT @ u, 1e-12)
+    with pytest.raises(ValueError, match=r"v\[\.\.\., None\]"):
+        answer.apply(v[0, :, 0])
+    with pytest.raises(ValueError, match=f"expected \\(..., {n}, k\\)"):
+        answer.apply_transpose(torch.ones(n + 1, 2))
+
+
+def test_the_plan_in_blocks_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    from otloss.solvers.entropic import value as module
+
+    p, q, _ = case(n=4, m=5)
+    whole = otloss.solve(p, q, COSTS["points"], epsilon=0.1)
+    expected = [whole.plan(), whole.linear_cost, whole.apply(CLOUDS[1]), whole.apply_transpose(CLOUDS[0])]
+    monkeypatch.setattr(module, "_BLOCK_ENTRIES", 1)
+    parts = otloss.solve(p, q, COSTS["points"], epsilon=0.1)
+    found = [parts.plan(), parts.linear_cost, parts.apply(CLOUDS[1]), parts.apply_transpose(CLOUDS[0])]
+    for a, b in zip(found, expected, strict=True):
+        close(a, b, 1e-12)
+
+
+# ---- gradients ---------------------------------------------------------------------------------------------------
+
+
+def weighed(answer: otloss.Transport, part: str) -> Tensor:
+    """A number made of that part, with non-uniform factors; potentials are meant up to a constant."""
+
+    def ramp(t: Tensor) -> Tensor:
+        return (t * torch.linspace(0.5, 2.0, t.numel(), dtype=t.dtype).reshape(t.shape).cos()).sum()
+
+    if part in ("f", "g"):
+        potential = answer.potentials["fg".index(part)]
+        return ramp(potential - potential.mean(-1, keepdim=True))
+    return ramp(
+        {
+            "linear_cost": lambda: answer.linear_cost,
+            "plan": answer.plan,
+            "apply": lambda: answer.apply(CLOUDS[1]),
+            "apply_transpose": lambda: answer.apply_transpose(CLOUDS[0]),
+        }[part]()
+    )
+
+
+PARTS = ("linear_cost", "plan", "apply", "apply_transpose", "f", "g")
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("part", PARTS)
+def test_the_envelope_refuses_all_but_the_value(part: str, reach: float | None) -> None:
+    for k in range(3):
+        inputs = list(case())
+        inputs[k].requires_grad_()
+        answer = otloss.solve(*inputs, epsilon=0.1, reach=reach)
+        with pytest.raises(RuntimeError, match='grad="implicit"'):
+            weighed(answer, part).backward()
+        answer.value.sum().backward()
+        assert inputs[k].grad is not None
+
+
+@pytest.mark.parametrize("reach", REACHES)
+@pytest.mark.parametrize("grad", ["implicit", "unrolled"])
+@pytest.mark.parametrize("part", PARTS)
+def test_gradients_through_the_plan(part: str, grad: str, reach: float | None) -> None:
+    problem = case((2,), zeros=grad == "implicit")
+    inputs = [t.clone().requires_grad_() for t in problem]
+    options: dict[str, Any] = {"epsilon": 0.2, "reach": reach, "tolerance": 1e-10}
+    found = torch.autograd.grad(weighed(otloss.solve(*inputs, grad=grad, **options), part), inputs)
+    for k in range(3):
+
+        def value(point: np.ndarray, k: int = k) -> float:
+            moved = as_double(point)
+            if k < 2 and reach is None:  # along the simplex: what goes in comes from all bins with mass
+                moved = problem[k] + (moved - problem[k]) - (moved - problem[k]).sum(-1, keepdim=True) * problem[k]
+            return float(weighed(otloss.solve(*problem[:k], moved, *problem[k + 1 :], **options), part))
+
+        point = problem[k].numpy()
+        expected = central_slopes(value, point.clip(1e-6) if k < 2 else point, 1e-6 if k < 2 else 1e-5)
+        gradient = found[k]
+        if k < 2 and reach is None:
+            gradient = gradient - (gradient * problem[k]).sum(-1, keepdim=True)
+        close(gradient, expected, 2e-4)
+
+
+# ---- convergence, starts, shapes ---------------------------------------------------------------------------------
+
+
+def test_what_has_not_converged_says_so() -> None:
+    p, q, matrix = case(n=20, m=20)
+    epsilon = torch.tensor([1.0, 1e-3, 1.0], dtype=torch.float64)
+    with pytest.warns(otloss.ConvergenceWarning, match=r"1 of 3 .* problem \(1,\)"):
+        answer = otloss.solve(p, q, matrix, epsilon=epsilon, max_iterations=30)
+    assert answer.converged.tolist() == [True, False, True]
+    assert answer.marginal_error[1] > 1e-8
+    assert "converged=2/3" in repr(answer)
+    with pytest.raises(RuntimeError, match=r"problem \(1,\)"):
+        otloss.solve(p, q, matrix, epsilon=epsilon, max_iterations=30, strict=True)
+
+
+@pytest.mark.parametrize("reach", REACHES)
+def test_a_warm_start_saves_iterations_and_changes_nothing(reach: float | None) -> None:
+    p, q, matrix = case(n=12, m=15)
+    cold = otloss.solve(p, q, matrix, epsilon=0.02, reach=reach, impl="torch")
+    warm = otloss.solve(p, q, matrix, epsilon=0.02, reach=reach, impl="torch", start=cold.potentials)
+    close(warm.value, cold.value, 1e-7)
+    assert (warm.iterations < cold.iterations).all()
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_a_batch_is_a_loop_and_broadcasts(epsilon: float | None) -> None:
+    p, q, matrix = case((2, 3))
+    answer = otloss.solve(p, q[0, 0], matrix[0], epsilon=epsilon)
+    assert answer.value.shape == (2, 3)
+    assert answer.plan().shape == (2, 3, 4, 5)
+    for i, j in np.ndindex(2, 3):
+        alone = otloss.solve(p[i, j], q[0, 0], matrix[0, j], epsilon=epsilon)
+        close(alone.value, answer.value[i, j], 1e-8)
+        close(alone.plan(), answer.plan()[i, j], 1e-6)
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_an_empty_batch(epsilon: float | None) -> None:
+    answer = otloss.solve(torch.ones(0, 4) / 4, torch.ones(0, 5) / 5, torch.ones(4, 5), epsilon=epsilon)
+    assert answer.value.shape == answer.gap.shape == answer.linear_cost.shape == (0,)
+    assert answer.plan().shape == (0, 4, 5)
+    assert "problems=(0,)" in repr(answer)
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_permuted_bins_and_raised_costs(epsilon: float | None) -> None:
+    p, q, matrix = case()
+    p, q = 3 * p, 3 * q
+    answer = otloss.solve(p, q, matrix, epsilon=epsilon)
+    rows, columns = torch.tensor([2, 0, 3, 1]), torch.tensor([4, 1, 0, 3, 2])
+    moved = otloss.solve(p[:, rows], q[:, columns], matrix[:, rows][:, :, columns], epsilon=epsilon)
+    close(moved.value, answer.value, 1e-8)
+    close(moved.plan(), answer.plan()[:, rows][:, :, columns], 1e-6)
+    raised = otloss.solve(p, q, matrix + 2.5, epsilon=epsilon)
+    close(raised.value, answer.value + 2.5 * 3, 1e-8)
+    close(raised.plan(), answer.plan(), 1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+def test_narrow_dtypes(dtype: torch.dtype, epsilon: float | None, grad: str) -> None:
+    p, q = (torch.tensor(w, dtype=dtype) for w in ([0.5, 0.25, 0.25], [0.125, 0.375, 0.5]))
+    matrix = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 1.0], [2.0, 1.0, 0.0]], dtype=dtype)
+    options: dict[str, Any] = {} if epsilon is None else {"epsilon": epsilon, "grad": grad}
+    answer = otloss.solve(p, q, matrix, **options)
+    wide = otloss.solve(p.double(), q.double(), matrix.double(), **options)
+    for name in ("value", "linear_cost", "marginal_error"):
+        assert getattr(answer, name).dtype == dtype
+    # A bound that is rounded is none.
+    assert answer.dual_value.dtype == answer.gap.dtype == answer.certificate.lower.dtype == torch.float64
+    assert answer.plan().dtype == answer.potentials[0].dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 1e-2
+    close(answer.value.double(), wide.value, tolerance)
+    close(answer.linear_cost.double(), wide.linear_cost, tolerance)
+    close(answer.plan().double(), wide.plan(), tolerance)
+
+
+def test_repr_tells_how_it_went() -> None:
+    text = repr(otloss.solve(*case(), epsilon=0.1))
+    for part in ("problems=(3,)", "bins=(4, 5)", "converged=3/3", "float64", "cpu"):
+        assert part in text
+
+
+def test_what_is_asked_after_a_change_in_place_is_refused() -> None:
+    """An optimizer's step changes its parameters in place; the answer is that of the problem before."""
+    p, q, matrix = case()
+    matrix = matrix.clone()
+    for epsilon in (None, 0.1):
+        read, late = (otloss.solve(p, q, matrix, epsilon=epsilon) for _ in range(2))
+        gap = read.gap
+        matrix.mul_(2)
+        assert read.gap is gap or torch.equal(read.gap, gap)
+        if epsilon is not None:
+            for ask in ("gap", "dual_value", "certificate", "linear_cost"):
+                with pytest.raises(RuntimeError, match="changed in place"):
+                    getattr(late, ask)
+            with pytest.raises(RuntimeError, match="changed in place"):
+                late.plan()

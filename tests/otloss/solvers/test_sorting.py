@@ -1,0 +1,343 @@
+"""Soft sorting against the operators in the limit, generic root finding, and finite differences with their size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import brentq, root
+from scipy.special import expit, logsumexp, softmax
+from scipy.stats import rankdata
+from torch import Tensor
+
+from otloss import solve
+from otloss.solvers.sorting import soft_rank, soft_sort, soft_top_k
+from tests.otloss.oracles import central_slopes
+
+F64 = torch.float64
+
+
+def third_of(x: Tensor, **options: float) -> Tensor:
+    return soft_top_k(x, (x.shape[-1] + 2) // 3, **options)
+
+
+OPERATORS: dict[str, Callable[..., Tensor]] = {"sort": soft_sort, "rank": soft_rank, "top": third_of}
+every_operator = pytest.mark.parametrize("operator", OPERATORS.values(), ids=OPERATORS)
+
+
+def rows(*shape: int, seed: int = 0, dtype: torch.dtype = F64) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=F64).to(dtype)
+
+
+def plan_by_roots(x: np.ndarray, epsilon: float, places: np.ndarray, share: np.ndarray) -> np.ndarray:
+    """The transport plan for the squared cost in units of the range, the weights of x being 1 / n."""
+    u = (x - x.min()) / (x.max() - x.min())
+    scores = -(np.subtract.outer(u, places) ** 2) / epsilon
+
+    def plan(b: np.ndarray) -> np.ndarray:
+        return softmax(scores + np.append(b, 0.0), axis=1) / x.size
+
+    start = np.zeros(places.size - 1)
+    for _ in range(100):
+        column = scores - logsumexp(scores + np.append(start, 0.0), axis=1, keepdims=True)
+        start = (np.log(x.size * share) - logsumexp(column, axis=0))[:-1] - np.log(x.size * share[-1])
+        start = start + logsumexp(column[:, -1])
+    found = root(lambda b: plan(b).sum(axis=0)[:-1] - share[:-1], start, tol=1e-14)
+    assert np.abs(found.fun).max() < 1e-12
+    return plan(found.x)
+
+
+def sort_oracle(x: np.ndarray, epsilon: float) -> np.ndarray:
+    n = x.size
+    return n * plan_by_roots(x, epsilon, np.linspace(0, 1, n), np.full(n, 1 / n)).T @ x
+
+
+def rank_oracle(x: np.ndarray, epsilon: float) -> np.ndarray:
+    n = x.size
+    return n * plan_by_roots(x, epsilon, np.linspace(0, 1, n), np.full(n, 1 / n)) @ np.arange(1, n + 1)
+
+
+def top_oracle(x: np.ndarray, epsilon: float) -> np.ndarray:
+    n = x.size
+    k = (n + 2) // 3
+    return n * plan_by_roots(x, epsilon, np.array([0.0, 1.0]), np.array([n - k, k]) / n)[:, 1]
+
+
+ORACLES = {"sort": sort_oracle, "rank": rank_oracle, "top": top_oracle}
+
+
+@pytest.mark.parametrize("epsilon", [0.02, 0.1, 1.0, 100.0])
+@pytest.mark.parametrize("n", [2, 3, 8])
+@pytest.mark.parametrize("name", OPERATORS)
+def test_values_and_slopes_are_those_of_the_transport_plan(name: str, n: int, epsilon: float) -> None:
+    x = rows(n, seed=n) * 3 + 1
+    leaf = x.clone().requires_grad_()
+    value = OPERATORS[name](leaf, epsilon=epsilon)
+    np.testing.assert_allclose(value.detach(), ORACLES[name](x.numpy(), epsilon), rtol=1e-9, atol=1e-9)
+    weights = rows(n, seed=n + 1)
+    (found,) = torch.autograd.grad((value * weights).sum(), leaf)
+    slopes = central_slopes(lambda t: float(ORACLES[name](t, epsilon) @ weights.numpy()), x.numpy(), 1e-5)
+    np.testing.assert_allclose(found, slopes, rtol=1e-6, atol=1e-7)
+
+
+def test_the_solver_agrees() -> None:
+    x = rows(4, 12)
+    u = (x - x.amin(-1, keepdim=True)) / (x.amax(-1, keepdim=True) - x.amin(-1, keepdim=True))
+    weights = torch.full((12,), 1 / 12, dtype=F64)
+    cost = (u.unsqueeze(-1) - torch.linspace(0, 1, 12, dtype=F64)).square()
+    plan = solve(weights, weights, cost, epsilon=0.05, tolerance=1e-11).plan()
+    torch.testing.assert_close(soft_sort(x, epsilon=0.05), 12 * (plan.mT @ x.unsqueeze(-1)).squeeze(-1))
+
+
+@every_operator
+@pytest.mark.parametrize("epsilon", [1e-2, 0.1, 1.0])
+def test_first_and_second_derivatives(operator: Callable[..., Tensor], epsilon: float) -> None:
+    x = rows(2, 5, seed=1).requires_grad_()
+    assert torch.autograd.gradcheck(lambda t: operator(t, epsilon=epsilon), x)
+    assert torch.autograd.gradgradcheck(lambda t: operator(t, epsilon=epsilon), x, atol=1e-4, rtol=1e-4)
+
+
+@every_operator
+def test_slopes_at_ties_and_at_small_epsilon(operator: Callable[..., Tensor]) -> None:
+    tied = torch.tensor([0.3, -1.0, 0.3, 2.0, 0.3, 0.5], dtype=F64)
+    for x, epsilon in ((tied, 0.1), (tied, 1e-3), (rows(40, seed=2), 1e-3), (rows(12, seed=3), 1e-4)):
+        leaf, weights = x.clone().requires_grad_(), rows(x.numel(), seed=4)
+        (found,) = torch.autograd.grad((operator(leaf, epsilon=epsilon) * weights).sum(), leaf)
+
+        def value(t: np.ndarray, weights: Tensor = weights, epsilon: float = epsilon) -> float:
+            return float((operator(torch.tensor(t), epsilon=epsilon) * weights).sum())
+
+        slopes = central_slopes(value, x.numpy(), 1e-7)
+        np.testing.assert_allclose(found, slopes, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(slopes).max())))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.lists(st.integers(-20, 20), min_size=1, max_size=12),
+    st.sampled_from([torch.float32, F64]),
+    st.sampled_from([1e-5, 1e-6, 1e-7]),
+    st.data(),
+)
+def test_the_limit_is_the_operator_itself(
+    entries: list[int], dtype: torch.dtype, epsilon: float, data: st.DataObject
+) -> None:
+    x = torch.tensor(entries, dtype=dtype, requires_grad=True)
+    spread = max(entries) - min(entries)
+    # Whole numbers in a range of 40 for 12 places: a swap costs at least 2 / (40 * 11), or 450 epsilon.
+    found = soft_sort(x, epsilon=epsilon)
+    torch.testing.assert_close(found, x.sort().values, rtol=0, atol=1e-5 * max(spread, 1))
+    ranks = torch.tensor(rankdata(entries), dtype=dtype)
+    torch.testing.assert_close(soft_rank(x, epsilon=epsilon), ranks, rtol=0, atol=1e-5)
+    k = data.draw(st.integers(0, len(entries)))
+    # Of the entries at the threshold each gets an equal part of what the larger ones leave.
+    larger = np.array([sum(e > entry for e in entries) for entry in entries])
+    equal = np.array([sum(e == entry for e in entries) for entry in entries])
+    expected = torch.tensor(np.clip((k - larger) / equal, 0, 1), dtype=dtype)
+    torch.testing.assert_close(soft_top_k(x, k, epsilon=epsilon), expected, rtol=0, atol=1e-5)
+    for value in (found, soft_rank(x, epsilon=epsilon), soft_top_k(x, k, epsilon=epsilon)):
+        (slopes,) = torch.autograd.grad(value @ torch.arange(1.0, 1.0 + len(x), dtype=dtype), x)
+        assert torch.isfinite(slopes).all()
+
+
+def test_slopes_of_the_limit() -> None:
+    x = torch.tensor([0.9, 0.1, 0.35, 0.6], dtype=F64, requires_grad=True)
+    found = torch.autograd.functional.jacobian(lambda t: soft_sort(t, epsilon=1e-4), x)
+    torch.testing.assert_close(found, torch.eye(4, dtype=F64)[x.argsort()], atol=1e-6, rtol=0)
+    tied = torch.tensor([1.0, 0.0, 1.0, 3.0], dtype=F64)
+    found = torch.autograd.functional.jacobian(lambda t: soft_sort(t, epsilon=1e-4), tied)
+    torch.testing.assert_close(found[1:3].sum(0), torch.tensor([1.0, 0.0, 1.0, 0.0], dtype=F64), atol=1e-6, rtol=0)
+    torch.testing.assert_close(found[0], torch.tensor([0.0, 1.0, 0.0, 0.0], dtype=F64), atol=1e-6, rtol=0)
+
+
+@every_operator
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=9),
+    st.sampled_from([1e-4, 1e-2, 1.0]),
+    st.floats(1e-3, 1e3),
+    st.floats(-100, 100),
+)
+def test_invariants(
+    operator: Callable[..., Tensor], entries: list[float], epsilon: float, scale: float, offset: float
+) -> None:
+    x = torch.tensor(entries, dtype=F64)
+    spread = float(x.amax() - x.amin())
+    moved = operator(scale * x + offset, epsilon=epsilon)
+    found = operator(x, epsilon=epsilon)
+    # Both were rounded by 2e-16 of the offset, which counts as that much over the range, and over epsilon.
+    slack = 1e-9 + 1e-14 * (1e5 + 1e6) / max(spread * min(scale, 1.0), 1e-300) / epsilon
+    if operator is soft_sort:
+        torch.testing.assert_close(moved, scale * found + offset, atol=1e-9 * (1 + scale * (1e3 + spread)), rtol=1e-9)
+        torch.testing.assert_close(found.sum(), x.sum(), atol=1e-9 * (1 + spread), rtol=1e-9)
+        assert (found.diff() >= -1e-9 * spread).all()
+    elif slack < 1e-3:
+        torch.testing.assert_close(moved, found, atol=slack, rtol=0)
+    shuffled = torch.randperm(len(x), generator=torch.Generator().manual_seed(len(x)))
+    again = operator(x[shuffled], epsilon=epsilon)
+    torch.testing.assert_close(again, found if operator is soft_sort else found[shuffled], atol=1e-8, rtol=1e-8)
+    total = {soft_sort: float(x.sum()), soft_rank: len(x) * (len(x) + 1) / 2, third_of: (len(x) + 2) // 3}[operator]
+    assert float(found.sum()) == pytest.approx(total, rel=1e-9, abs=1e-8)
+
+
+@every_operator
+def test_slopes_vanish_along_shifts_and_follow_scales(operator: Callable[..., Tensor]) -> None:
+    x = rows(9, seed=5).requires_grad_()
+    jacobian = torch.autograd.functional.jacobian(lambda t: operator(t, epsilon=0.05), x)
+    is_sort = operator is soft_sort
+    shifted = torch.ones(9, dtype=F64) if is_sort else torch.zeros(9, dtype=F64)
+    torch.testing.assert_close(jacobian.sum(1), shifted)
+    scaled = operator(x, epsilon=0.05) if is_sort else shifted
+    torch.testing.assert_close(jacobian @ x, scaled)
+
+
+@pytest.mark.parametrize("k", [1, 7, 500, 999])
+@pytest.mark.parametrize("epsilon", [1e-6, 1e-3, 0.1, 10.0])
+def test_top_k_of_long_rows_against_a_root_finder(k: int, epsilon: float) -> None:
+    x = np.random.default_rng(k).standard_cauchy(1000)
+    u = (x - x.min()) / (x.max() - x.min())
+    theta = brentq(lambda t: expit((2 * u - t) / epsilon).sum() - k, -100 * epsilon - 1, 3 + 100 * epsilon, xtol=1e-16)
+    found = soft_top_k(torch.tensor(x), k, epsilon=epsilon)
+    np.testing.assert_allclose(found, expit((2 * u - theta) / epsilon), atol=1e-9 + 1e-15 / epsilon)
+    assert float(found.sum()) == pytest.approx(k, rel=1e-12)
+
+
+@pytest.mark.parametrize("spread", ["near ties", "heavy tails", "one far off", "even"])
+def test_hard_rows_are_solved(spread: str) -> None:
+    x = rows(3, 60, seed=6)
+    if spread == "near ties":
+        x = x.round() + 1e-7 * x
+    elif spread == "heavy tails":
+        x = x / rows(3, 60, seed=7).abs()
+    elif spread == "one far off":
+        x[:, 0] = 1e9
+    else:
+        x = torch.arange(60, dtype=F64).expand(3, 60)
+    ranks = torch.arange(1, 61, dtype=F64)
+    for epsilon in (1e-7, 1e-6, 1e-5, 1e-4, 1e-3, 1e-2, 1.0):
+        found = soft_rank(x, epsilon=epsilon)
+        torch.testing.assert_close(found.sum(-1), ranks.sum().expand(3))
+        # The order is kept whatever epsilon is.
+        assert (found.gather(-1, x.argsort(-1)).diff(dim=-1) >= -1e-6).all()
+
+
+@every_operator
+def test_batches_equal_a_loop_whatever_the_layout(operator: Callable[..., Tensor]) -> None:
+    x = rows(6, 3, 4, seed=8).permute(1, 2, 0)
+    assert not x.is_contiguous()
+    leaf = x.clone().requires_grad_()
+    value = operator(x)
+    looped = torch.stack([torch.stack([operator(row) for row in block]) for block in leaf])
+    torch.testing.assert_close(value, looped)
+    weights = rows(3, 4, 6, seed=9)
+    again = x.clone().requires_grad_()
+    (by_batch,) = torch.autograd.grad((operator(again) * weights).sum(), again)
+    (by_loop,) = torch.autograd.grad((looped * weights).sum(), leaf)
+    torch.testing.assert_close(by_batch, by_loop)
+    for shape in ((0, 5), (2, 0, 3), (0, 1)):
+        empty = torch.zeros(shape, requires_grad=True)
+        found = operator(empty)
+        assert found.shape == shape
+        assert torch.autograd.grad(found.sum(), empty)[0].shape == shape
+
+
+@every_operator
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(operator: Callable[..., Tensor], dtype: torch.dtype) -> None:
+    x = rows(2, 10, seed=10, dtype=dtype).requires_grad_()
+    value = operator(x)
+    assert value.dtype == dtype
+    wide = x.detach().double().requires_grad_()
+    exact = operator(wide)
+    torch.testing.assert_close(value.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-7)
+    (found,) = torch.autograd.grad(value[..., :4].sum(), x)
+    (expected,) = torch.autograd.grad(exact[..., :4].sum(), wide)
+    assert found.dtype == dtype
+    torch.testing.assert_close(found.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
+
+
+def test_float32_far_from_the_origin_is_as_good_as_its_inputs() -> None:
+    x = (rows(20, seed=11) + 1e4).float()
+    for operator in OPERATORS.values():
+        torch.testing.assert_close(operator(x), operator(x.double()).float(), rtol=1e-7, atol=0)
+
+
+def test_rows_of_equal_entries() -> None:
+    x = torch.full((2, 5), 7.0, requires_grad=True)
+    assert torch.equal(soft_sort(x), x)
+    (slopes,) = torch.autograd.grad(soft_sort(x)[0, 1], x)
+    torch.testing.assert_close(slopes, torch.tensor([[0.2] * 5, [0.0] * 5]))
+    torch.testing.assert_close(soft_rank(x), torch.full((2, 5), 3.0))
+    torch.testing.assert_close(soft_top_k(x, 2), torch.full((2, 5), 0.4))
+    for value in (soft_rank(x), soft_top_k(x, 2)):
+        assert torch.equal(torch.autograd.grad(value[0, 1], x)[0], torch.zeros(2, 5))
+    single = torch.tensor([3.0], requires_grad=True)
+    assert (soft_sort(single).item(), soft_rank(single).item(), soft_top_k(single, 1).item()) == (3.0, 1.0, 1.0)
+    assert torch.autograd.grad(soft_sort(single).sum(), single)[0].item() == 1.0
+
+
+def test_descending() -> None:
+    x = rows(3, 6, seed=12)
+    torch.testing.assert_close(soft_sort(x, descending=True), -soft_sort(-x))
+    torch.testing.assert_close(soft_rank(x, descending=True), soft_rank(-x))
+
+
+def test_none_or_all_of_a_row() -> None:
+    x = rows(2, 4, seed=13).requires_grad_()
+    for k, share in ((0, 0.0), (4, 1.0)):
+        mask = soft_top_k(x, k)
+        assert torch.equal(mask, torch.full((2, 4), share, dtype=F64))
+        assert torch.equal(torch.autograd.grad(mask.sum(), x)[0], torch.zeros(2, 4, dtype=F64))
+
+
+def test_descent_on_ranks_reaches_the_wanted_order() -> None:
+    wanted = torch.tensor([3.0, 1.0, 5.0, 2.0, 4.0])
+    x = torch.tensor([0.5, 0.4, 0.1, 0.9, 0.2], requires_grad=True)
+    optimiser = torch.optim.Adam([x], lr=0.05)
+    for _ in range(100):
+        optimiser.zero_grad()
+        (soft_rank(x, epsilon=0.05) - wanted).square().sum().backward()
+        optimiser.step()
+    np.testing.assert_array_equal(rankdata(x.detach()), wanted)
+
+
+ramp = torch.arange(4.0)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: soft_sort(ramp.long()), TypeError, "x has dtype torch.int64"),
+        (lambda: soft_sort([1.0, 2.0]), TypeError, "x is a list"),  # type: ignore[arg-type]
+        (lambda: soft_rank(ramp[0]), ValueError, r"x has shape \(\), expected \(..., n\)"),
+        (lambda: soft_top_k(ramp[:0], 0), ValueError, r"x has shape \(0,\)"),
+        (lambda: soft_sort(ramp / 0), ValueError, "x holds 4 NaN or infinite values"),
+        (lambda: soft_sort(torch.zeros(5000)), ValueError, "5000 entries in a row, expected at most 4096: soft_sort"),
+        (lambda: soft_sort(ramp, epsilon=0), ValueError, "epsilon is 0, expected a finite number above 0"),
+        (lambda: soft_sort(ramp, epsilon=1e-8), ValueError, "epsilon is 1e-08, expected at least 1e-07"),
+        (lambda: soft_sort(ramp, epsilon=torch.ones(1)), TypeError, "epsilon is a Tensor"),  # type: ignore[arg-type]
+        (lambda: soft_top_k(ramp, 5), ValueError, "k is 5, expected 0 to 4"),
+        (lambda: soft_top_k(ramp, -1), ValueError, "k is -1, expected 0 to 4"),
+        (lambda: soft_top_k(ramp, 2.0), TypeError, "k is a float, expected a whole number"),  # type: ignore[arg-type]
+        (lambda: soft_top_k(ramp, True), TypeError, "k is a bool"),
+        (
+            lambda: soft_sort(torch.tensor([-1.7e308, 1.7e308], dtype=F64)),
+            ValueError,
+            "the range of a row of x is beyond float64",
+        ),
+    ],
+)
+def test_bad_input(call: Callable[[], Tensor], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+def test_rows_of_any_length_have_a_top() -> None:
+    x = rows(100_000, seed=14, dtype=torch.float32).requires_grad_()
+    mask = soft_top_k(x, 10, epsilon=1e-4)
+    assert float(mask.detach().sum()) == pytest.approx(10, rel=1e-5)
+    (slopes,) = torch.autograd.grad(mask[x.argmax()], x)
+    assert float(slopes.sum().abs()) < 1e-4

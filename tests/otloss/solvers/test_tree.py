@@ -1,0 +1,140 @@
+"""Transport on a tree against linear programming, the line and finite differences."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otloss import wasserstein_1d
+from otloss.solvers.tree import wasserstein_tree
+from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.strategies import weights
+
+
+def random_parents(rng: np.random.Generator, n: int) -> np.ndarray:
+    """A random tree whose nodes come in any order."""
+    grown = np.array([max(0, rng.integers(max(0, i - 3), max(1, i))) for i in range(n)])
+    names = rng.permutation(n)
+    parent = np.empty(n, dtype=np.int64)
+    parent[names] = names[grown]
+    return parent
+
+
+def path_lengths(parent: np.ndarray, length: np.ndarray) -> np.ndarray:
+    """Distances between all nodes, by walking up."""
+    n = parent.size
+
+    def edges(node: int) -> set[int]:
+        walked = set()
+        while parent[node] not in (node, -1):
+            walked.add(node)
+            node = int(parent[node])
+        return walked
+
+    above = [edges(i) for i in range(n)]
+    return np.array([[sum(length[e] for e in above[i] ^ above[j]) for j in range(n)] for i in range(n)])
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_is_the_linear_programme_and_gradients_are_subgradients(data: st.DataObject) -> None:
+    n = data.draw(st.integers(1, 8))
+    rng = np.random.default_rng(data.draw(st.integers(0, 10_000)))
+    parent, length = random_parents(rng, n), rng.integers(0, 4, size=n).astype(float)
+    p, q = data.draw(weights(n)), data.draw(weights(n))
+    P, Q, up, edge = as_double(p, grad=True), as_double(q, grad=True), torch.tensor(parent), as_double(length)
+    value = wasserstein_tree(P, Q, up, edge)
+    assert value.item() == pytest.approx(linprog_value(p, q, path_lengths(parent, length)), abs=1e-6)
+    by_p, by_q = torch.autograd.grad(value, [P, Q])
+    for there in torch.eye(n, dtype=torch.float64):
+        assert by_p @ (there - P) <= wasserstein_tree(there, Q, up, edge) - value + 1e-9
+        assert by_q @ (there - Q) <= wasserstein_tree(P, there, up, edge) - value + 1e-9
+
+
+@pytest.mark.parametrize("n", [1, 2, 7, 12])
+def test_gradients_match_finite_differences(n: int) -> None:
+    for seed in range(5):
+        rng = np.random.default_rng(seed)
+        parent, length = random_parents(rng, n), rng.uniform(0.5, 2, size=n)
+        p, q = rng.dirichlet(np.ones(n)), rng.dirichlet(np.ones(n))
+        p[rng.permutation(n)[: n // 2]] = 0
+        q[rng.permutation(n)[: n // 2]] = 0
+        p, q, matrix = p / p.sum(), q / q.sum(), path_lengths(parent, length)
+        leaves = [as_double(a, grad=True) for a in (p, q, length)]
+        value = wasserstein_tree(leaves[0], leaves[1], torch.tensor(parent), leaves[2])
+        by_p, by_q, by_length = torch.autograd.grad(value, leaves)
+        k, slopes = weight_slopes(lambda w: linprog_value(w, q, matrix), p, 1e-6)  # noqa: B023
+        np.testing.assert_allclose((by_p - by_p[k]).numpy(), slopes, atol=5e-5)
+        k, slopes = weight_slopes(lambda w: linprog_value(p, w, matrix), q, 1e-6)  # noqa: B023
+        np.testing.assert_allclose((by_q - by_q[k]).numpy(), slopes, atol=5e-5)
+        slopes = central_slopes(lambda at: linprog_value(p, q, path_lengths(parent, at)), length, 1e-6)  # noqa: B023
+        np.testing.assert_allclose(by_length.numpy(), slopes, atol=5e-5)
+
+
+def test_second_derivatives() -> None:
+    rng = np.random.default_rng(1)
+    parent = torch.tensor(random_parents(rng, 6))
+    leaves = [as_double(rng.normal(size=6), grad=True) for _ in range(2)] + [as_double(rng.uniform(1, 2, 6), grad=True)]
+    assert torch.autograd.gradgradcheck(
+        lambda a, b, length: wasserstein_tree(a.softmax(-1), b.softmax(-1), parent, length), leaves
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2, 3, 64, 65, 1000])
+def test_a_path_is_a_line(n: int) -> None:
+    generator = torch.Generator().manual_seed(n)
+    p, q = torch.rand(2, 3, n, generator=generator, dtype=torch.float64).softmax(-1)
+    gaps = torch.rand(n, generator=generator, dtype=torch.float64)
+    x = torch.cat([gaps[:1] * 0, gaps[1:].cumsum(0)])
+    for root in (-1, 0):
+        parent = torch.arange(-1, n - 1)
+        parent[0] = root
+        torch.testing.assert_close(wasserstein_tree(p, q, parent, gaps), wasserstein_1d(p, q, x))
+
+
+def test_dtypes_batches_and_shapes() -> None:
+    parent, length = torch.tensor([1, 1, 0, 1, 3]), torch.tensor([1.0, 9.0, 2.0, 0.5, 1.5])
+    p, q = torch.rand(5, 3).T.softmax(-1), torch.rand(2, 1, 5).softmax(-1)
+    value = wasserstein_tree(p, q, parent, length)
+    assert value.shape == (2, 3)
+    torch.testing.assert_close(value[1, 2], wasserstein_tree(p[2], q[1, 0], parent, length))
+    assert wasserstein_tree(p[:0], q, parent, length).shape == (2, 0)
+    assert wasserstein_tree(p.bfloat16(), q.bfloat16(), parent.int(), length.bfloat16()).dtype == torch.bfloat16
+    assert wasserstein_tree(p, q, parent, length.double()).dtype == torch.float64
+    length.requires_grad_()
+    (by_length,) = torch.autograd.grad(wasserstein_tree(torch.zeros(5), torch.zeros(5), parent, length), length)
+    assert (by_length == 0).all()
+
+
+third = torch.full((3,), 1 / 3)
+ones = torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    ("parent", "length", "error", "message"),
+    [
+        ([0, 2, 1], ones, ValueError, "parent has a cycle: node 1 never reaches the root"),
+        ([1, 2, 0], ones, ValueError, "parent has no root"),
+        ([0, 1, 0], ones, ValueError, "nodes 0 and 1 are both roots"),
+        ([-1, 0, -1], ones, ValueError, "nodes 0 and 2 are both roots"),
+        ([0, 0, 3], ones, ValueError, r"parent\[2\] is 3, expected 0 to 2"),
+        ([0, 0], ones, ValueError, r"parent has shape \(2,\), expected \(3,\)"),
+        ([0.0, 0.0, 0.0], ones, TypeError, "parent has dtype torch.float32"),
+        ([0, 0, 0], -ones, ValueError, r"length\[0\] is -1.0"),
+        ([0, 0, 0], ones / 0, ValueError, "length holds 3 NaN"),
+        ([0, 0, 0], ones[:2], ValueError, r"length has shape \(2,\)"),
+    ],
+)
+def test_bad_trees(parent: list[int], length: torch.Tensor, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        wasserstein_tree(third, third, torch.tensor(parent), length)
+
+
+def test_bad_histograms() -> None:
+    with pytest.raises(ValueError, match="p has 3 nodes and q 1"):
+        wasserstein_tree(third, torch.ones(1), torch.tensor([0, 0, 0]), ones)
+    with pytest.raises(ValueError, match="different masses"):
+        wasserstein_tree(third, ones, torch.tensor([0, 0, 0]), ones)

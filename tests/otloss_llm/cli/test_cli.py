@@ -1,0 +1,399 @@
+"""The four commands: what they print where, what they write, and how each answers input that is wrong."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import numpy as np  # noqa: E402
+import torch  # noqa: E402
+
+import otloss_llm  # noqa: E402
+from otloss_llm import EmbeddingCost  # noqa: E402
+from otloss_llm._start import INTERRUPTED  # noqa: E402
+from otloss_llm.cli import main  # noqa: E402
+from otloss_llm.data.blocks import PackedBlocks  # noqa: E402
+from otloss_llm.evaluation import perplexity  # noqa: E402
+from otloss_llm.training.loading import load_model, load_tokenizer  # noqa: E402
+from tests.otloss_llm.conftest import (  # noqa: E402
+    BLOCK,
+    CONTEXT,
+    Cli,
+    Tiny,
+    compare_options,
+    module_command,
+    options,
+    read,
+    save,
+    train_options,
+)
+
+
+@pytest.mark.parametrize("command", ["train", "generate", "evaluate", "compare"])
+def test_help_lists_the_options_on_stdout(cli: Cli, command: str) -> None:
+    ended = cli(command, "--help")
+    assert ended.code == 0
+    assert f"python -m otloss_llm {command}" in ended.out
+    assert "--model_name_or_path" in ended.out
+    assert ("--learning_rate" in ended.out) == (command in ("train", "compare"))
+    assert ended.err == ""
+
+
+def test_help_is_short_and_in_groups_and_shows_choices(cli: Cli) -> None:
+    short, whole = cli("train", "--help").out, cli("train", "--help_all").out
+    assert len(short.splitlines()) < 180 < len(whole.splitlines())
+    for title in ("model:", "data:", "objective and cost:", "numbers:", "training:", "output and seed:"):
+        assert f"\n{title}\n" in short
+    for shown in ("{wasserstein,mse,mae,huber}", "{auto,reference,chunked,triton}", "--learning_rate X"):
+        assert shown in short
+    assert "--ddp_backend" in whole
+    assert "--ddp_backend" not in short
+    for command in ("train", "compare", "evaluate", "generate"):  # our own options are never hidden
+        assert "\nfurther options:" not in cli(command, "--help").out, "an option of ours is in no group"
+
+
+def test_version(cli: Cli) -> None:
+    ended = cli("--version")
+    assert (ended.code, ended.out, ended.err) == (0, f"otloss-llm {otloss_llm.__version__}\n", "")
+
+
+def test_usage(cli: Cli) -> None:
+    assert cli("--help").out.startswith("usage:")
+    nothing = cli()
+    assert (nothing.code, nothing.out) == (2, "")
+    assert nothing.err.startswith("usage:")
+
+
+@pytest.mark.parametrize("objective", ["mle", "tailr:0.3", "mixce", "emo", "emo:transport", "emo:0.5"])
+def test_train_lowers_nll_and_leaves_a_model_that_loads(cli: Cli, tiny: Tiny, tmp_path: Path, objective: str) -> None:
+    ended = cli(*train_options(tiny, tmp_path / "run", objective=objective, max_steps=25))
+    results = ended.json  # stdout holds nothing else
+    log = read(tmp_path / "run/log.json")
+    assert ended.code == 0
+    assert results == read(tmp_path / "run/results.json")
+    assert results["steps"] == 25
+    assert results["eval_nll"] < log[0]["nll"] - 0.5
+    assert "'nll'" in ended.err, "the trainer's log goes to stderr"
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
+    assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "run")) <= model.config.vocab_size
+
+
+def test_results_are_means_over_all_steps(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    coarse = cli(*train_options(tiny, tmp_path / "a", max_steps=7, save_steps=3, logging_steps=100)).json
+    cli(*train_options(tiny, tmp_path / "b", max_steps=7, save_steps=100, logging_steps=1))
+    steps = [entry for entry in read(tmp_path / "b/log.json") if "loss" in entry]
+    assert len(steps) == 7
+    for key in ("loss", "nll", "transport_cost"):
+        assert coarse[f"train_{key}"] == pytest.approx(np.mean([entry[key] for entry in steps]), rel=1e-5)
+
+
+def test_bf16_and_epochs_and_best_checkpoint(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    every_epoch = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_nll", "greater_is_better": False}
+    ended = cli(*train_options(tiny, tmp_path / "run", bf16=True, **every_epoch, **best))
+    evaluated = [entry["eval_nll"] for entry in read(tmp_path / "run/log.json") if "eval_nll" in entry]
+    assert len(evaluated) == 3
+    assert ended.json["eval_nll"] == pytest.approx(min(evaluated[:2]), rel=1e-6)
+    assert load_model(str(tmp_path / "run")).dtype == torch.float32
+
+
+def test_training_runs_in_float32_whatever_was_stored(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    half = save(load_model(str(tiny.gpt2), dtype="bfloat16"), load_tokenizer(str(tiny.gpt2)), tmp_path / "half")
+    cli(*train_options(tiny, tmp_path / "run", model_name_or_path=half, max_steps=1))
+    assert load_model(str(half), dtype="auto").dtype == torch.bfloat16
+    assert load_model(str(tmp_path / "run"), dtype="auto").dtype == torch.float32
+    cli(*train_options(tiny, tmp_path / "run16", model_name_or_path=half, max_steps=1, dtype="bfloat16"))
+    assert load_model(str(tmp_path / "run16"), dtype="auto").dtype == torch.bfloat16
+
+
+def test_transformers_settings_are_given_back(cli: Cli, tiny: Tiny) -> None:
+    logging = transformers.utils.logging
+    before = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    cli("generate", *options(model_name_or_path=tiny.gpt2, max_new_tokens=2))
+    assert (logging.get_verbosity(), logging.is_progress_bar_enabled()) == before
+
+
+def test_evaluate_prints_what_the_library_computes(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    output = tmp_path / "scores.json"
+    ended = cli(
+        "evaluate", *options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=BLOCK, output_file=output)
+    )
+    model, tokenizer = load_model(str(tiny.gpt2)), load_tokenizer(str(tiny.gpt2))
+    blocks = PackedBlocks.from_texts([tiny.text.read_text(encoding="utf-8")], tokenizer, BLOCK)
+    scores = perplexity(model, blocks, cost=EmbeddingCost.from_model(model))
+    assert ended.json["perplexity"] == pytest.approx(scores.perplexity)
+    assert ended.json["transport_cost"] == pytest.approx(scores.transport_cost)
+    assert ended.json["tokens"] == len(blocks) * (BLOCK - 1)
+    assert read(output) == ended.json
+
+
+def test_evaluate_under_another_cost(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    vocabulary = load_model(str(tiny.gpt2)).config.vocab_size
+    np.save(tmp_path / "eye.npy", np.eye(vocabulary, dtype=np.int64))
+    given = options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=BLOCK)
+    ended = cli("evaluate", *given, *options(cost_embedding=tmp_path / "eye.npy"))
+    assert 0.9 < ended.json["transport_cost"] < 1.0  # 1 - q_y under an orthonormal embedding
+
+
+def test_generate_writes_the_same_samples_to_stdout_and_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("A dog\n\nThe fox\n", encoding="utf-8")
+    given = ["generate", *options(model_name_or_path=tiny.llama, prompts_file=prompts, max_new_tokens=6, num_samples=2)]
+    shown = cli(*given)
+    output = tmp_path / "samples.jsonl"
+    written = cli(*given, *options(output_file=output))
+    records = [json.loads(line) for line in output.read_text(encoding="utf-8").split("\n") if line]
+    assert written.out == ""
+    assert [record["prompt"] for record in records] == ["A dog", "A dog", "The fox", "The fox"]
+    expected = "".join(f"--- {n}\n{r['prompt']}{r['continuation']}\n" for n, r in enumerate(records, 1))
+    assert shown.out == expected
+    assert cli(*given).out == shown.out
+
+
+def test_in_processes_of_their_own_where_warnings_are_errors(tiny: Tiny, tmp_path: Path) -> None:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(module_command(*arguments), capture_output=True, text=True, env=environment, timeout=120)
+
+    trained = run(*train_options(tiny, tmp_path / "run", max_steps=2))
+    assert trained.returncode == 0, trained.stderr
+    assert json.loads(trained.stdout)["steps"] == 2
+    wrong = run("generate", *options(model_name_or_path=tmp_path / "nothing"))
+    assert (wrong.returncode, wrong.stdout) == (2, "")
+    assert len(wrong.stderr.splitlines()) == 1
+
+
+# ---- bad input: name -> (options that change a good training, what the message has to say) -------------------
+
+BAD_TEXTS = {
+    "empty.txt": b"",
+    "blank.txt": b" \n\t\n",
+    "latin.txt": b"caf\xe9",
+    "short.txt": b"too short",
+    "x.csv": b"a",
+}
+BAD_TRAININGS: dict[str, tuple[dict[str, object], list[str]]] = {
+    "missing text": ({"train_text": "nothing.txt"}, ["nothing.txt", "no file"]),
+    "empty text": ({"train_text": "empty.txt"}, ["empty.txt", "whitespace"]),
+    "blank text": ({"train_text": "blank.txt"}, ["blank.txt", "whitespace"]),
+    "not UTF-8": ({"train_text": "latin.txt"}, ["latin.txt", "UTF-8", "0xe9", "iconv"]),
+    "short text": ({"train_text": "short.txt"}, ["block", str(BLOCK)]),
+    "no text file": ({"train_text": "x.csv"}, [".csv", ".txt"]),
+    "unknown objective": ({"objective": "mlee"}, ["mlee", "mixce"]),
+    "arm of compare": (
+        {"objective": "emo+number/random/log"},
+        ["arm of compare", "--objective emo+number --cost_embedding random --number_scaling log."],
+    ),
+    "arm with a temperature": ({"objective": "mle/T=0.8"}, ["--objective mle (and generate with --temperature 0.8)"]),
+    "gamma out of range": ({"objective": "mixce:2"}, ["2", "[0, 1]"]),
+    "gamma no number": ({"objective": "tailr:x"}, ["tailr:x"]),
+    "unknown kernel": ({"impl": "cudnn"}, ["cudnn", "chunked"]),
+    "unknown option": ({"max_step_s": 3}, ["--max_step_s", "--max_steps"]),
+    "shortened option": ({"learning_rat": 3}, ["--learning_rat", "--learning_rate"]),
+    "no number": ({"max_steps": "many"}, ["max_steps", "many"]),
+    "no steps": ({"max_steps": 0}, ["max_steps", "0"]),
+    "no epochs": ({"max_steps": -1, "num_train_epochs": 0}, ["num_train_epochs"]),
+    "no batch": ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size", "0"]),
+    "no accumulation": ({"gradient_accumulation_steps": 0}, ["gradient_accumulation_steps"]),
+    "resume by hand": ({"resume_from_checkpoint": "x"}, ["resume_from_checkpoint", "same command"]),
+    "block of one": ({"block_size": 1}, ["block_size", "1", "2"]),
+    "block beyond context": ({"block_size": CONTEXT + 1}, ["block_size", str(CONTEXT + 1), str(CONTEXT)]),
+    "bad fraction": ({"validation_fraction": 1.5}, ["validation_fraction", "1.5"]),
+    "missing embedding": ({"cost_embedding": "none.npy"}, ["none.npy"]),
+    "label smoothing": ({"label_smoothing_factor": 0.1}, ["label_smoothing_factor"]),
+    "output is a file": ({"output_dir": "short.txt"}, ["short.txt", "output folder"]),
+    "output below a file": ({"output_dir": "short.txt/run"}, ["short.txt", "output folder"]),
+    "output holds a model": ({"output_dir": "other"}, ["other", "no run of ours"]),
+    "model nowhere": ({"model_name_or_path": "./no/such/model"}, ["./no/such/model", "folder"]),
+    "model is a file": ({"model_name_or_path": "./short.txt"}, ["short.txt", "folder"]),
+    "model folder empty": ({"model_name_or_path": "void"}, ["void", "config.json"]),
+}
+
+
+@pytest.fixture
+def bad(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working folder with the things that BAD_TRAININGS names."""
+    for name, content in BAD_TEXTS.items():
+        (tmp_path / name).write_bytes(content)
+    (tmp_path / "void").mkdir()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other/notes.md").write_text("mine", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("case", BAD_TRAININGS)
+def test_a_training_that_cannot_be_is_refused_in_one_line(cli: Cli, tiny: Tiny, bad: Path, case: str) -> None:
+    changes, said = BAD_TRAININGS[case]
+    error = cli(*train_options(tiny, bad / "run", **changes)).error
+    assert all(word in error for word in said), error
+    left = sorted(path.name for path in (bad / "run").iterdir()) if (bad / "run").exists() else []
+    assert left == [], "the output folder is as good as new"
+
+
+def test_missing_options_are_named(cli: Cli, tiny: Tiny) -> None:
+    assert "--model_name_or_path" in cli("train").error
+    assert "output_dir" in cli("train", *options(model_name_or_path=tiny.llama, train_text=tiny.text)).error
+    assert "nonsense" in cli("nonsense").error
+
+
+BAD_COMPARISONS: dict[str, tuple[dict[str, object], list[str]]] = {
+    "same arm twice": ({"objectives": ["mle", "mle"]}, ["mle", "once"]),
+    "same arm under two names": ({"objectives": ["emo", "emo:ratio"]}, ["emo:ratio", "once"]),
+    "same seed twice": ({"seeds": [3, 3]}, ["seeds", "[3, 3]"]),
+    "no prompts": ({"num_prompts": 0}, ["num_prompts", "0"]),
+    "no samples": ({"samples_per_prompt": 0}, ["samples_per_prompt"]),
+    "no batch": ({"sample_batch_size": 0}, ["batch_size"]),
+    "no prompt tokens": ({"prompt_tokens": 0}, ["prompt_tokens"]),
+    "prompts too long": ({"prompt_tokens": BLOCK, "max_new_tokens": 1}, ["prompt_tokens", str(BLOCK)]),
+    "samples too long": ({"max_new_tokens": 100}, ["max_new_tokens", str(BLOCK)]),
+    "unknown arm": ({"objectives": ["mle", "emoo"]}, ["emoo"]),
+    "embedding of an arm without cost": ({"objectives": ["mle/random"]}, ["mle/random", "cost"]),
+    "bad temperature": ({"objectives": ["mle/T=0"]}, ["T=0"]),
+    "judge missing": ({"judge": "./no/such/judge"}, ["no/such/judge"]),
+    "no test text": ({"test_fraction": 0}, ["test"]),
+    "missing test text": ({"test_text": "./nothing.txt"}, ["nothing.txt"]),
+    "block beyond context": ({"block_size": CONTEXT + 1}, ["block_size", str(CONTEXT)]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_COMPARISONS)
+def test_a_comparison_that_cannot_be_is_refused_before_training(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    changes, said = BAD_COMPARISONS[case]
+    error = cli(*compare_options(tiny, tmp_path / "run", **changes)).error
+    assert all(word in error for word in said), error
+    assert not list(tmp_path.glob("run/*-seed*"))
+    # The mended command enters the same folder.
+    assert cli(*compare_options(tiny, tmp_path / "run", objectives=["mle"], seeds=[0], max_steps=1)).code == 0
+
+
+def test_generation_that_cannot_be(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    given = ["generate", *options(model_name_or_path=tiny.gpt2)]
+    assert "context" in cli(*given, *options(max_new_tokens=CONTEXT + 1)).error
+    assert "temperature" in cli(*given, *options(temperature=-1)).error
+    assert "no.txt" in cli(*given, *options(prompts_file="no.txt")).error
+    (tmp_path / "there.jsonl").write_text("mine", encoding="utf-8")
+    assert "there.jsonl" in cli(*given, *options(output_file=tmp_path / "there.jsonl")).error
+    assert "nowhere" in cli(*given, *options(output_file=tmp_path / "nowhere/samples.jsonl")).error
+    assert (tmp_path / "there.jsonl").read_text(encoding="utf-8") == "mine"
+    evaluate = ["evaluate", *options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=BLOCK)]
+    assert "there.jsonl" in cli(*evaluate, *options(output_file=tmp_path / "there.jsonl")).error
+    assert "context" in cli(*evaluate, *options(block_size=CONTEXT + 1)).error
+
+
+def test_divergence_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    error = cli(*train_options(tiny, tmp_path / "run", learning_rate=1e30, max_grad_norm=0)).error
+    assert "diverged" in error
+    assert "learning rate" in error
+    assert not (tmp_path / "run/results.json").exists()
+
+
+def test_out_of_memory_is_no_traceback(cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **kwargs: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+    monkeypatch.setattr("otloss_llm.training.trainer.ObjectiveTrainer.compute_loss", full)
+    error = cli(*train_options(tiny, tmp_path / "run")).error
+    assert "2.00 GiB" in error
+    assert "batches" in error
+
+
+@pytest.mark.parametrize("command", ["train", "compare", "evaluate"])
+def test_a_wrong_text_is_found_before_a_model_is_loaded(
+    cli: Cli, tiny: Tiny, bad: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    def loaded(*args: object, **kwargs: object) -> None:
+        raise AssertionError("a model or a tokenizer was loaded")
+
+    for name in ("load_model_and_tokenizer", "load_tokenizer"):
+        monkeypatch.setattr(f"otloss_llm.training.loading.{name}", loaded)
+    source = "text" if command == "evaluate" else "train_text"
+    rest = {} if command == "evaluate" else {"output_dir": bad / "run"}
+    for text, said in (("nothing.txt", "no file"), ("blank.txt", "whitespace"), ("void", "holds no .txt")):
+        given = {"model_name_or_path": tiny.llama, source: text} | rest
+        assert said in cli(command, *options(**given)).error
+
+
+def test_a_full_disk_is_one_line(cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = (
+        OSError(errno.ENOSPC, "No space left on device"),
+        Exception("I/O error: No space left on device (os error 28)"),  # as safetensors and tokenizers say it
+        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),  # as torch.save does
+    )
+    for error in errors:
+
+        def full(*args: object, error: Exception = error, **kwargs: object) -> None:
+            raise error
+
+        monkeypatch.setattr("otloss_llm.evaluation.sample_texts", full)
+        said = cli("generate", *options(model_name_or_path=tiny.gpt2)).error
+        assert "disk is full" in said
+
+
+def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise KeyboardInterrupt", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(Path(otloss_llm.__file__).parents[1])])
+    done = subprocess.run(
+        module_command("generate", "--model_name_or_path", "x"), capture_output=True, text=True, timeout=120,
+        env=os.environ | {"PYTHONPATH": path}, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (130, "")
+    assert done.stderr.splitlines() == [f"otloss-llm: error: {INTERRUPTED}"]
+
+
+# PEFT asks transformers for a name that transformers has deprecated.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+def test_an_adapter_is_trained_resumed_and_loaded_again(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    given = {"lora_r": 2, "lora_target_modules": ["q_proj", "v_proj"], "objective": "mle"}
+    run = tmp_path / "run"
+    first = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given))
+    assert first.code == 0, first.err
+    for name in ("results.json", "adapter_model.safetensors"):
+        (run / name).unlink()
+    shutil.rmtree(run / "checkpoint-4")
+    resumed = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given))
+    assert resumed.json["eval_nll"] == pytest.approx(first.json["eval_nll"], rel=1e-6)
+    assert not (run / "model.safetensors").exists()
+    scored = {"text": tiny.text, "block_size": BLOCK}
+    before = cli("evaluate", *options(model_name_or_path=tiny.llama, **scored)).json["nll"]
+    after = cli("evaluate", *options(model_name_or_path=run, **scored)).json["nll"]
+    assert after < before - 1e-3, "the adapter is loaded with its model"
+    other = cli(*train_options(tiny, run, max_steps=4, save_steps=2, **given | {"lora_r": 3})).error
+    assert "lora" in other
+
+
+def test_wrong_adapters_and_a_missing_package(cli: Cli, tiny: Tiny, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def error(**given: object) -> str:
+        return cli(*train_options(tiny, bad / "run", **given)).error
+
+    assert "need --lora_r" in error(lora_alpha=8)
+    assert "lora_r is 0" in error(lora_r=0)
+    assert "lora_dropout is 1.0" in error(lora_r=2, lora_dropout=1)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert error(lora_r=2) == "--lora_r needs PEFT, which is not installed: pip install peft"
+
+
+def test_a_bug_is_a_traceback_and_so_is_any_error_on_request(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(FileNotFoundError):
+        main(["generate", "--model_name_or_path", "./nothing", "--traceback"])
+
+    def broken(*args: object, **kwargs: object) -> None:
+        raise KeyError("a bug")
+
+    monkeypatch.setattr("otloss_llm.evaluation.sample_texts", broken)
+    with pytest.raises(KeyError, match="a bug"):
+        main(["generate", "--model_name_or_path", str(tiny.gpt2)])

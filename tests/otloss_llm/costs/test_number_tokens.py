@@ -1,0 +1,421 @@
+"""Number tokens of every kind of vocabulary: values by hand or read off the vocabulary's own spelling."""
+
+from __future__ import annotations
+
+import json
+import math
+import pickle
+import time
+from collections.abc import Callable
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+tokenizers = pytest.importorskip("tokenizers")
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers  # noqa: E402
+
+from otloss_llm.costs.number_tokens import NumberTokens, read_number, token_texts  # noqa: E402
+from otloss_llm.data.blocks import train_bpe_tokenizer  # noqa: E402
+
+DATA = Path(__file__).parents[4] / "shared/data"
+GPT2, STORIES = DATA / "tokenizers/gpt2", DATA / "models/stories260K"
+TEXT = "12 + 7 = 19, so a7 is 207 and 7 is 42.50"
+
+
+# ---- vocabularies ------------------------------------------------------------------------------------------------
+
+
+def wrap(backend: Tokenizer, **special: Any) -> Any:
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
+
+
+def byte_level() -> Any:
+    """Digits, and pairs of them where they are frequent, with and without a blank."""
+    return train_bpe_tokenizer(["1207 42 42 42 42 007 is 7 and 7 and 42"] * 4, 275)
+
+
+def sentencepiece() -> Any:
+    """'▁7', '7' and the byte of '7', as Llama has them."""
+    pieces = [("<unk>", 0.0), ("<s>", 0.0), *((f"<0x{byte:02X}>", -9.0) for byte in range(256))]
+    pieces += [("▁", -3.0), ("▁7", -2.0), ("7", -2.0), ("▁-7", -2.0), ("▁so", -2.0), ("19", -2.5), ("▁٣", -4.0)]
+    backend = Tokenizer(models.Unigram(pieces, 0, byte_fallback=True))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return wrap(backend, unk_token="<unk>", bos_token="<s>")
+
+
+def metaspace_bpe() -> Any:
+    """T5's decoder, which strips the blank in front of a text by itself."""
+    vocabulary = {"<unk>": 0, "▁": 1, "7": 2, "▁7": 3, "a": 4, "▁a": 5, ".": 6}
+    backend = Tokenizer(models.BPE(vocabulary, [("▁", "7"), ("▁", "a")], unk_token="<unk>"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.Metaspace(), decoders.Metaspace()
+    return wrap(backend, unk_token="<unk>")
+
+
+def wordpiece() -> Any:
+    words = ["[UNK]", "[PAD]", "a", "is", "7", "##7", "12", "##12", "and", ".", "##.5"]
+    backend = Tokenizer(models.WordPiece({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
+    return wrap(backend, unk_token="[UNK]", pad_token="[PAD]")
+
+
+def wordlevel() -> Any:
+    """With holes among the ids."""
+    words = {"<unk>": 0, "the": 1, "7": 2, "-7": 5, "0.5": 6, "5.": 7, "1,000": 8, "\u22123": 11, "seven": 12, "x7": 13}
+    backend = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return wrap(backend, unk_token="<unk>")
+
+
+def characters(text: str = " 0123456789+-*=.abc") -> Any:
+    backend = Tokenizer(models.WordLevel({character: i for i, character in enumerate("\0" + text)}, unk_token="\0"))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("."), "isolated")
+    backend.normalizer, backend.decoder = normalizers.Sequence([]), decoders.Fuse()
+    return wrap(backend, unk_token="\0")
+
+
+BUILT: dict[str, Callable[[], Any]] = {
+    "byte-level BPE": byte_level,
+    "SentencePiece": sentencepiece,
+    "Metaspace BPE": metaspace_bpe,
+    "WordPiece": wordpiece,
+    "WordLevel": wordlevel,
+    "characters": characters,
+    "slow bytes": lambda: transformers.ByT5Tokenizer(extra_ids=3),
+}
+REAL = {"GPT-2": GPT2, "stories260K": STORIES}
+
+
+@pytest.fixture(params=[*BUILT, *REAL])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    return real(request.param) if request.param in REAL else BUILT[request.param]()
+
+
+def real(name: str) -> Any:
+    if not REAL[name].is_dir():
+        pytest.skip(f"needs {name} in ../shared/data")
+    return transformers.AutoTokenizer.from_pretrained(REAL[name])
+
+
+def found(tokenizer: Any, **settings: Any) -> dict[str, float]:
+    """Value by the vocabulary's own spelling."""
+    values = NumberTokens.of(tokenizer, **settings).values
+    return {
+        tokenizer.convert_ids_to_tokens(i): float(values[i]) for i in (~values.isnan()).nonzero().squeeze(1).tolist()
+    }
+
+
+# ---- texts that are numbers --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    {
+        "7": 7, " 7": 7, "7 \n": 7, "\u00a07": 7, "007": 7, "1234567": 1234567, "0.5": 0.5, ".5": 0.5, "-.5": -0.5,
+        "-7": -7, " +7": 7, "\u22127": -7, "12.250": 12.25,
+        "9" * 308: float("9" * 308), "0." + "0" * 400 + "1": 0,
+    }.items(),
+)  # fmt: skip
+def test_texts_that_are_numbers(text: str, value: float) -> None:
+    assert read_number(text) == value
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", " ", "-", "+", ".", "-.", "5.", "inf", "nan", "-inf", "1e5", "1_0", "0x1", "²", "½", "Ⅷ", "一", "1,000", "7a",
+     "a7", "--7", "+-7", "- 7", "7 7", "1.2.3", "7-", "7%", "$7", "٣7", "7７", "\ufffd", "7\ufffd", "9" * 400,
+     "seven", "٣", "७.५", "７", "１０", "𝟕"],
+)  # fmt: skip
+def test_texts_that_are_none(text: str) -> None:
+    assert read_number(text) is None
+
+
+def test_zero_has_no_sign() -> None:
+    value = read_number("-0")
+    assert value == 0
+    assert math.copysign(1, value) == 1
+
+
+@pytest.mark.parametrize("text", [None, 7, b"7"])
+def test_what_is_no_text(text: Any) -> None:
+    with pytest.raises(TypeError, match=r"expected a string"):
+        read_number(text)
+
+
+# ---- what tokens add to a text -----------------------------------------------------------------------------------
+
+
+def test_blanks_in_front_survive() -> None:
+    texts = token_texts(sentencepiece())
+    assert texts[0] is None
+    assert texts[2 + 0x37] == "7"
+    assert texts[2 + 0xE2] == "\ufffd"
+    assert texts[258:] == [" ", " 7", "7", " -7", " so", "19", " ٣"]
+    assert token_texts(wordpiece()) == [None, None, " a", " is", " 7", "7", " 12", "12", " and", ".", ".5"]
+    assert token_texts(metaspace_bpe()) == [None, " ", "7", " 7", "a", " a", "."]
+    assert token_texts(wordlevel())[:6] == [None, " the", " 7", None, None, " -7"]
+
+
+def test_blanks_survive_a_tokenizer_that_tidies_up() -> None:
+    tokenizer = wrap(Tokenizer(models.WordLevel({"the": 0, ".": 1, "7": 2})))
+    tokenizer.clean_up_tokenization_spaces = True
+    assert tokenizer.decode([0, 1]) == "the."
+    assert token_texts(tokenizer) == [" the", " .", " 7"]
+
+
+def test_texts_add_up_to_what_is_decoded(tokenizer: Any) -> None:
+    texts = token_texts(tokenizer)
+    ids = [i for i in tokenizer(TEXT, add_special_tokens=False)["input_ids"] if texts[i] is not None]
+    assert len(ids) > 1
+    whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+    assert "".join(texts[i] or "" for i in ids).lstrip() == whole.lstrip()
+
+
+def test_slow_twin(tokenizer: Any) -> None:
+    """One by one, after whatever token is another letter."""
+    texts = token_texts(tokenizer)
+    assert len(texts) == max(tokenizer.get_vocab().values()) + 1
+    names = {i: name for name, i in tokenizer.get_vocab().items()}
+    special = {*tokenizer.all_special_ids, *(i for i, kind in tokenizer.added_tokens_decoder.items() if kind.special)}
+    anchor = next(i for i in sorted(names) if (texts[i] or "").strip().isalpha() and names[i] != "a")
+    before = tokenizer.decode([anchor])
+    for i, text in enumerate(texts):
+        if i not in names or i in special:
+            assert text is None
+        else:
+            pair = tokenizer.decode([anchor, i], clean_up_tokenization_spaces=False)
+            assert text == pair[len(before) :], (i, names[i])
+
+
+def test_the_tokenizer_is_left_alone(tokenizer: Any) -> None:
+    def state() -> Any:
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        whole = backend.to_str() if backend is not None else None
+        return tokenizer.get_vocab(), tokenizer.get_added_vocab(), len(tokenizer), tokenizer(TEXT)["input_ids"], whole
+
+    before = state()
+    NumberTokens.of(tokenizer, values={2: 5.0}).coverage()
+    assert state() == before
+
+
+def test_a_vocabulary_without_letters() -> None:
+    digits = wrap(Tokenizer(models.WordLevel({str(digit): digit for digit in range(10)})))
+    assert token_texts(digits) == [f" {digit}" for digit in range(10)]
+    assert NumberTokens.of(digits).values.tolist() == list(range(10))
+
+
+def test_nothing_but_special_tokens() -> None:
+    assert token_texts(wrap(Tokenizer(models.WordLevel({"7": 0})), eos_token="7")) == [None]
+    assert token_texts(wrap(Tokenizer(models.WordLevel({})))) == []
+
+
+# ---- values ------------------------------------------------------------------------------------------------------
+
+
+def test_values_of_a_byte_level_vocabulary() -> None:
+    tokenizer = byte_level()
+    spelt = {name: float(name.lstrip("Ġ")) for name in tokenizer.get_vocab() if name.lstrip("Ġ").isdecimal()}
+    assert {"7", "Ġ7", "42", "Ġ42"} <= set(spelt)
+    assert found(tokenizer) == spelt
+
+
+def test_values_with_prefixes() -> None:
+    digits = {f"<0x{0x30 + digit:02X}>": digit for digit in range(10)}
+    assert found(sentencepiece()) == {"▁7": 7, "7": 7, "▁-7": -7, "19": 19, **digits}
+    assert found(metaspace_bpe()) == {"7": 7, "▁7": 7}
+    assert found(wordpiece()) == {"7": 7, "##7": 7, "12": 12, "##12": 12, "##.5": 0.5}
+    assert found(wordlevel()) == {"7": 7, "-7": -7, "0.5": 0.5, "\u22123": -3}
+    assert found(characters()) == {str(digit): digit for digit in range(10)}
+    assert found(characters("abc7٣७７²½")) == {"7": 7}
+
+
+def test_gpt2() -> None:
+    tokenizer = real("GPT-2")
+    vocabulary = json.loads((GPT2 / "vocab.json").read_text(encoding="utf-8"))
+    spelt = {name: i for name, i in vocabulary.items() if name.removeprefix("Ġ").isascii()}
+    spelt = {name: i for name, i in spelt.items() if name.removeprefix("Ġ").isdigit()}
+    assert found(tokenizer) == {name: float(name.removeprefix("Ġ")) for name in spelt}
+    missed = [name for name in spelt if name.startswith("Ġ")]
+    assert len(missed) > 500, "float(token) fails for these"
+
+    start = time.perf_counter()
+    token_texts(tokenizer)
+    assert time.perf_counter() - start < 10.0, "0.8 s alone on its core"
+
+
+def test_stories260k() -> None:
+    tokenizer = real("stories260K")
+    numbers = NumberTokens.of(tokenizer)
+    assert numbers.coverage().numbers == 20
+    for digit in range(10):
+        ids = tokenizer(f"x{digit} {digit}", add_special_tokens=False)["input_ids"]
+        assert sum(float(numbers.values[i]) == digit for i in ids) == 2
+
+
+@pytest.mark.parametrize("name", ["byte-level BPE", "SentencePiece", "characters", "slow bytes", *REAL])
+def test_every_digit_of_a_text_is_in_a_number(name: str) -> None:
+    tokenizer = real(name) if name in REAL else BUILT[name]()
+    numbers = NumberTokens.of(tokenizer)
+    assert not numbers.coverage().digits_missing
+    ids = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    seen = [numbers.texts[i] or "" for i in ids if not numbers.values[i].isnan()]
+    assert "".join(filter(str.isdecimal, "".join(seen))) == "".join(filter(str.isdecimal, TEXT))
+
+
+def test_added_tokens() -> None:
+    tokenizer = wordpiece()
+    tokenizer.add_tokens(["42", AddedToken("43", special=True)])
+    special = tokenizer.convert_tokens_to_ids("43")
+    assert found(tokenizer)["42"] == 42
+    assert "43" not in found(tokenizer)
+    assert found(tokenizer, values={special: 43})["43"] == 43
+    role = wrap(Tokenizer(models.WordLevel({"0": 0, "1": 1})), eos_token="0")
+    assert found(role) == {"1": 1}
+
+
+def test_holes_and_padding() -> None:
+    numbers = NumberTokens.of(wordlevel(), vocab_size=20)
+    assert numbers.values.dtype == torch.float64
+    assert numbers.values.shape == (20,)
+    assert numbers.values[3:5].isnan().all()
+    assert numbers.values[14:].isnan().all()
+    assert numbers.texts[14:] == (None,) * 6
+    assert torch.equal(numbers.values[:14].nan_to_num(99), NumberTokens.of(wordlevel()).values.nan_to_num(99))
+
+
+def test_overrides() -> None:
+    given = {12: np.float32(7), np.int64(1): Fraction(1, 2), 2: None, 5: math.nan, 6: 10**30}
+    assert found(wordlevel(), values=given) == {"seven": 7, "the": 0.5, "0.5": 1e30, "\u22123": -3}
+    assert found(characters("abc"), values={1: 3}) == {"a": 3}
+
+
+def test_pickled() -> None:
+    numbers = NumberTokens.of(sentencepiece(), vocab_size=300)
+    copy = pickle.loads(pickle.dumps(numbers))
+    assert torch.equal(copy.values.nan_to_num(99), numbers.values.nan_to_num(99))
+    assert (copy.texts, copy.name, repr(copy)) == (numbers.texts, numbers.name, repr(numbers))
+    assert "14 numbers among 300 tokens" in repr(copy)
+
+
+# ---- the report --------------------------------------------------------------------------------------------------
+
+
+def test_report_of_a_mixed_vocabulary() -> None:
+    coverage = NumberTokens.of(wordlevel(), vocab_size=20, values={12: 7}).coverage()
+    assert (coverage.vocabulary, coverage.numbers, coverage.distinct) == (20, 5, 4)
+    assert (coverage.lowest, coverage.highest) == (-7, 7)
+    assert coverage.by_length == {0: 1, 1: 3, 2: 1}
+    assert coverage.shared == {7: (" 7", " seven")}
+    assert coverage.left_out == ((7, " 5."), (8, " 1,000"), (13, " x7"))
+    assert coverage.digits_missing == (0, 1, 2, 3, 4, 5, 6, 8, 9)
+    assert str(coverage).splitlines() == [
+        "5 of 20 tokens are numbers: 4 values from -7 to 7",
+        "by count of digits: 0: 1, 1: 3, 2: 1",
+        "values of several tokens: 1, such as 7 by ' 7', ' seven'",
+        "tokens with digits that are no numbers: 3, such as ' 5.', ' 1,000', ' x7'",
+        "digits without a token of their own: 0, 1, 2, 3, 4, 5, 6, 8, 9",
+    ]
+
+
+def test_report_of_single_digits() -> None:
+    coverage = NumberTokens.of(characters()).coverage()
+    assert not coverage.shared
+    assert not coverage.left_out
+    assert not coverage.digits_missing
+    assert str(coverage) == "10 of 20 tokens are numbers: 10 values from 0 to 9\nby count of digits: 1: 10"
+
+
+def test_report_of_what_looks_like_a_number() -> None:
+    coverage = NumberTokens.of(characters("7a²½７")).coverage()
+    assert coverage.left_out == ((3, "²"), (4, "½"), (5, "７"))
+
+
+def test_report_of_gpt2() -> None:
+    coverage = NumberTokens.of(real("GPT-2")).coverage()
+    assert coverage.numbers == sum(coverage.by_length.values()) == 1691
+    assert coverage.by_length[1] == 20
+    assert set(coverage.shared[7]) >= {"7", " 7", "07"}
+    assert "½" in {text for _, text in coverage.left_out}
+    assert len(str(coverage).splitlines()) <= 12
+    assert max(map(len, str(coverage).splitlines())) < 200
+
+
+def test_two_digits_of_which_one_is_missing() -> None:
+    """'00' is worth 0, yet 0 has no token of its own."""
+    backend = Tokenizer(models.WordLevel({name: i for i, name in enumerate(["00", *map(str, range(1, 10))])}))
+    assert NumberTokens.of(wrap(backend)).coverage().digits_missing == (0,)
+
+
+# ---- bad input ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("thing", ["gpt2", None, torch.eye(3), Tokenizer(models.BPE())], ids=lambda t: type(t).__name__)
+def test_no_tokenizer(thing: Any) -> None:
+    for ask in (token_texts, NumberTokens.of):
+        with pytest.raises(
+            TypeError, match=rf"of {type(thing).__name__}, which lacks .*expected a tokenizer of transf"
+        ):
+            ask(thing)
+
+
+def test_the_class_of_a_tokenizer() -> None:
+    with pytest.raises(TypeError, match=r"which lacks an instance; expected a tokenizer"):
+        NumberTokens.of(transformers.PreTrainedTokenizerFast)
+
+
+def test_no_numbers() -> None:
+    named = characters("abc½")
+    named.name_or_path = "letters-only"
+    with pytest.raises(ValueError, match=r"letters-only has no token that is a number; it has 'a', 'b', 'c', '½'"):
+        NumberTokens.of(named)
+    with pytest.raises(
+        ValueError, match=r"Name the numbers with values=\{id: value\}, or take a tokenizer with digits"
+    ):
+        NumberTokens.of(named, vocab_size=50)
+    with pytest.raises(ValueError, match=r"no token that is a number"):
+        NumberTokens.of(wrap(Tokenizer(models.WordLevel({"the": 0, "7": 1}))), values={1: None})
+    with pytest.raises(ValueError, match=r"no token that is a number; it has none"):
+        NumberTokens.of(wrap(Tokenizer(models.WordLevel({}))))
+
+
+def test_a_head_smaller_than_the_tokenizer() -> None:
+    with pytest.raises(ValueError, match=r"vocab_size is 13, but the tokenizer .* ids up to 13: expected at least 14"):
+        NumberTokens.of(wordlevel(), vocab_size=13)
+    for size in (20.0, True, "20"):
+        with pytest.raises(TypeError, match=rf"vocab_size is {size!r}, expected an integer"):
+            NumberTokens.of(wordlevel(), vocab_size=size)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("values", "error", "message"),
+    [
+        ({3: 1.0}, ValueError, r"token 3, which is none of the 10 ids of the tokenizer .*convert_tokens_to_ids"),
+        ({99: 1.0}, ValueError, r"token 99, which is none"),
+        ({-1: 1.0}, ValueError, r"token -1, which is none"),
+        ({"seven": 7.0}, TypeError, r"the key 'seven', expected an integer"),
+        ({True: 7.0}, TypeError, r"the key True, expected an integer"),
+        ({1: "7"}, TypeError, r"values\[1\] is '7', expected a number, or None"),
+        ({1: False}, TypeError, r"values\[1\] is False, expected a number"),
+        ({1: math.inf}, ValueError, r"values\[1\] is infinite, expected a finite number"),
+        ({1: -(10**400)}, ValueError, r"values\[1\] is infinite, expected a finite number"),
+        ([1.0, 2.0], TypeError, r"values is a list, expected a mapping"),
+    ],
+)
+def test_bad_overrides(values: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        NumberTokens.of(wordlevel(), values=values)
+
+
+def test_values_that_fit_no_texts() -> None:
+    with pytest.raises(ValueError, match=r"values have shape \(3,\), expected one for each text: \(2,\)"):
+        NumberTokens(torch.zeros(3), ("a", "b"), "own")
+    with pytest.raises(TypeError, match=r"values"):
+        NumberTokens(torch.zeros(2, dtype=torch.int64), ("a", "b"), "own")

@@ -1,0 +1,186 @@
+"""EmbeddingCost: values against float64, controls, and that it is a frozen copy that no checkpoint holds."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from otloss_llm import EMO, EmbeddingCost, token_loss
+from otloss_llm.costs.embedding import without_tf32
+from tests.otloss_llm.oracles import cosine_matrix
+
+
+@given(st.integers(0, 10**6), st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
+@settings(max_examples=40, deadline=None)
+def test_rows_are_one_minus_the_cosine(seed: int, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    embedding = (torch.randn(13, 6, generator=generator) * 10 ** float(torch.randn(1, generator=generator))).to(dtype)
+    embedding[4], embedding[5], embedding[6] = 0, embedding[2], -embedding[2]
+    cost = EmbeddingCost(embedding, near_duplicates="keep")
+    index = torch.randint(13, (9,), generator=generator)
+    rows = cost.rows(index)
+    wide = torch.promote_types(dtype, torch.float32)
+    assert rows.dtype == wide
+    true = cosine_matrix(embedding)
+    torch.testing.assert_close(rows.double(), true[index], rtol=0, atol=16 * torch.finfo(wide).eps)
+    assert not rows.gather(1, index[:, None]).any()  # exactly 0 to itself
+    assert not cost.rows(torch.tensor([2]))[0, 5]  # and to its duplicate
+    assert ((rows >= 0) & (rows <= 2 + 4 * torch.finfo(rows.dtype).eps)).all()
+    assert (cost.rows(torch.tensor([4]))[0, [i for i in range(13) if i != 4]] == 1).all()
+    torch.testing.assert_close(cost.dense().double(), true, rtol=0, atol=16 * torch.finfo(wide).eps)
+    weights = torch.rand(2, 13, generator=generator).to(wide)
+    torch.testing.assert_close(
+        cost.apply(weights).double(), weights.double() @ true, rtol=0, atol=64 * torch.finfo(wide).eps
+    )
+
+
+def test_it_is_detached_copied_and_no_module() -> None:
+    embedding = torch.nn.Parameter(torch.randn(7, 3))
+    cost = EmbeddingCost(embedding)
+    before = cost.rows(torch.arange(7))
+    assert not before.requires_grad
+    with torch.no_grad():
+        embedding.mul_(torch.randn(7, 3))
+    assert torch.equal(cost.rows(torch.arange(7)), before)
+    holder = torch.nn.Linear(3, 7)
+    holder.cost = cost
+    assert set(holder.state_dict()) == {"weight", "bias"}
+    assert len(list(holder.parameters())) == 2
+    assert torch.equal(embedding, embedding)
+
+
+def test_copies_and_pickles() -> None:
+    cost = EmbeddingCost(torch.randn(7, 3))
+    for other in (copy.deepcopy(cost), pickle.loads(pickle.dumps(cost)), cost.to("cpu")):
+        assert isinstance(other, EmbeddingCost)
+        assert torch.equal(other.rows(torch.arange(7)), cost.rows(torch.arange(7)))
+
+
+def test_controls() -> None:
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(200, 64, generator=generator) + 2  # all of one direction: costs far below 1
+    cost = EmbeddingCost(embedding)
+    assert cost.dense().mean() < 0.5
+    random = cost.random_like(generator=torch.Generator().manual_seed(1))
+    off = ~torch.eye(200, dtype=torch.bool)
+    assert random.shape == cost.shape
+    assert (random.dense()[off] - 1).abs().mean() < 2 / 64**0.5
+    assert torch.equal(random.unit, cost.random_like(generator=torch.Generator().manual_seed(1)).unit)
+    shuffled = cost.shuffled(generator=torch.Generator().manual_seed(2))
+    torch.testing.assert_close(shuffled.dense().flatten().sort().values, cost.dense().flatten().sort().values)
+    assert not torch.allclose(shuffled.dense(), cost.dense(), atol=0.05)
+    assert torch.equal(cost.dense(), EmbeddingCost(embedding).dense())  # controls leave the original alone
+
+
+def test_controls_give_other_gradients_for_the_same_value() -> None:
+    """EMO's value is nll whatever the embedding: the semantics are in the gradient only."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 20, generator=generator, requires_grad=True)
+    labels = torch.arange(5)
+    cost = EmbeddingCost(torch.randn(20, 3, generator=generator))
+    made = []
+    for each in (cost, cost.random_like(generator), cost.shuffled(generator)):
+        loss = token_loss(logits, labels, objective=EMO(), cost=each).loss
+        made.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
+    for loss, gradient in made[1:]:
+        torch.testing.assert_close(loss, made[0][0])
+        assert not torch.allclose(gradient, made[0][1], rtol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("embedding", "error", "message"),
+    [
+        (torch.ones(3), ValueError, r"embedding has shape \(3,\)"),
+        (torch.ones(3, 2, dtype=torch.long), TypeError, "int64"),
+        (torch.full((3, 2), torch.nan), ValueError, "row 0"),
+        (torch.empty(0, 2), ValueError, r"\(0, 2\)"),
+        ([[1.0]], TypeError, "list"),
+    ],
+)
+def test_refusals(embedding: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        EmbeddingCost(embedding)
+
+
+# ---- from models of transformers ------------------------------------------------------------------------------------
+
+
+def test_from_model_for_every_family() -> None:
+    pytest.importorskip("transformers")
+    from tests.otloss_llm.tiny_models import TINY, tiny_model
+
+    for name in TINY:
+        model = tiny_model(name)
+        cost = EmbeddingCost.from_model(model)
+        weight = model.get_output_embeddings().weight
+        assert cost.shape == (weight.shape[0],) * 2
+        torch.testing.assert_close(cost.dense().double(), cosine_matrix(weight.detach()), rtol=0, atol=2e-6)
+        before = cost.dense()
+        with torch.no_grad():
+            weight.normal_()
+        assert torch.equal(cost.dense(), before), name
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # of PEFT
+def test_from_resized_and_peft_models() -> None:
+    pytest.importorskip("transformers")
+    peft = pytest.importorskip("peft")
+    from tests.otloss_llm.tiny_models import tiny_model
+
+    model = tiny_model("llama-tied")
+    model.resize_token_embeddings(40)
+    assert EmbeddingCost.from_model(model, near_duplicates="keep").shape == (40, 40)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
+    adapted = peft.get_peft_model(tiny_model("llama"), config)
+    with torch.no_grad():
+        adapted.base_model.model.lm_head.modules_to_save["default"].weight.normal_()
+    cost = EmbeddingCost.from_model(adapted)
+    trained = adapted.base_model.model.lm_head.modules_to_save["default"].weight
+    torch.testing.assert_close(cost.dense().double(), cosine_matrix(trained.detach()), rtol=0, atol=2e-6)
+
+
+def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> None:
+    """Where the machine has none the product is one of float32, and the test says little."""
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.randn(64, 256, generator=generator)
+    embedding[32:] = 2.0 * embedding[:32]
+    cost = EmbeddingCost(embedding, near_duplicates="keep")
+    exact = cost.dense()
+    torch.set_float32_matmul_precision("medium")
+    try:
+        rows = cost.dense()
+    finally:
+        torch.set_float32_matmul_precision("highest")
+    twin = (torch.arange(64) + 32) % 64
+    assert (rows[torch.arange(64), twin] == 0).all()
+    torch.testing.assert_close(rows, exact, rtol=0, atol=2e-3)
+    assert torch.equal(rows == 0, exact == 0)
+    assert torch.equal(cost.dense(), exact)
+
+
+def test_duplicates_cost_nothing_in_a_narrower_dtype() -> None:
+    embedding = torch.randn(200, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    embedding[100:] = 1.7 * embedding[:100]
+    dense = EmbeddingCost(embedding, near_duplicates="keep").to(torch.float32).dense()
+    assert (dense[torch.arange(100), torch.arange(100, 200)] == 0).all()
+
+
+def test_tf32_is_off_for_as_long_as_any_thread_needs_it() -> None:
+    device, products = torch.device("cuda"), torch.backends.cuda.matmul  # the setting is there without a device
+    if not hasattr(products, "fp32_precision"):
+        pytest.skip("torch before 2.9")
+    before = products.fp32_precision
+    products.fp32_precision = "tf32"
+    try:
+        with without_tf32(device):
+            with without_tf32(device):
+                assert products.fp32_precision == "ieee"
+            assert products.fp32_precision == "ieee"
+        assert products.fp32_precision == "tf32"
+    finally:
+        products.fp32_precision = before

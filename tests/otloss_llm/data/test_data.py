@@ -1,0 +1,362 @@
+"""Documents, the docstring corpus, the tokenizer and packed blocks."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from otloss_llm.data import blocks as data
+from otloss_llm.data.blocks import (
+    PackedBlocks,
+    docstring_corpus,
+    opening_ids,
+    read_texts,
+    split_blocks,
+    split_documents,
+    train_bpe_tokenizer,
+)
+
+STORIES = Path(__file__).parents[4] / "shared/data/models/stories260K"
+TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe_tokenizer(TEXTS, 300)
+
+
+# read_texts
+
+
+def test_text_file_is_one_document(tmp_path):
+    (tmp_path / "a.txt").write_bytes("\ufeffone\r\n\r\ntwo\n".encode())
+    assert read_texts(tmp_path / "a.txt") == ["one\n\ntwo\n"]
+
+
+def test_jsonl_lines_are_documents(tmp_path):
+    file = tmp_path / "a.jsonl"
+    # U+2028 ends a line for str.splitlines, and may stand raw in JSON
+    lines = [json.dumps({"body": text}, ensure_ascii=False) for text in ("one", "t\u2028wo", "   ")]
+    file.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    assert read_texts(file, text_column="body") == ["one", "t\u2028wo"]
+
+
+def test_folder_is_read_recursively_in_order(tmp_path):
+    (tmp_path / "b").mkdir()
+    for name, text in (("c.txt", "3"), ("a.md", "1"), ("b/x.txt", "2"), ("skip.csv", "no"), ("blank.txt", " \n")):
+        (tmp_path / name).write_text(text)
+    assert read_texts(str(tmp_path)) == ["1", "2", "3"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.txt", b"", "no text but whitespace"),
+        ("a.txt", b" \n\t ", "no text but whitespace"),
+        ("a.txt", b"caf\xe9", r"a\.txt.* byte 0xe9 at offset 3"),
+        ("a.csv", b"text", r"ends in '\.csv', expected one of"),
+        ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', r"line 2 has no column 'text', found \['body'\]"),
+        ("a.jsonl", b'{"text": "x"}\n\n{"text": ', "line 3 is not JSON"),
+        ("a.jsonl", b'["x"]', "line 1 has no column 'text', found list"),
+        ("a.jsonl", b'{"text": 7}', "line 1: column 'text' is 7, expected a string"),
+    ],
+)
+def test_bad_files_are_named(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_texts(tmp_path / name)
+
+
+def test_missing_path_and_empty_folder(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"no file or folder 'nowhere/a\.txt'"):
+        read_texts("nowhere/a.txt")
+    for absent in (tmp_path / "absent", "./absent", "~/absent", "a/b/c", "my corpus"):  # no dataset has such a name
+        with pytest.raises(FileNotFoundError, match="no file or folder"):
+            read_texts(absent)
+    with pytest.raises(ValueError, match=r"holds no \.txt, \.md, \.jsonl file"):
+        read_texts(tmp_path)
+
+
+class FakeRows(dict):
+    @property
+    def column_names(self):
+        return list(self)
+
+
+def test_dataset_by_name(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    calls = []
+
+    def load_dataset(name, config, *, split):
+        calls.append((name, config, split))
+        return FakeRows(text=["one", "", "two"], label=[0, 1, 2])
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    assert read_texts("wikitext:wikitext-2-raw-v1", split="test") == ["one", "two"]
+    assert read_texts("user/corpus") == ["one", "two"]
+    assert calls == [("wikitext", "wikitext-2-raw-v1", "test"), ("user/corpus", None, "train")]
+    with pytest.raises(ValueError, match=r"no column 'body', found \['text', 'label'\]"):
+        read_texts("wikitext", text_column="body")
+    with pytest.raises(ValueError, match="row 0: column 'label' is 0, expected a string"):
+        read_texts("wikitext", text_column="label")
+
+
+@pytest.mark.parametrize("error", [ConnectionError("no hub"), FileNotFoundError("not there")])
+def test_dataset_that_cannot_be_reached(monkeypatch, error):
+    datasets = pytest.importorskip("datasets")
+
+    def load_dataset(*_, **__):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    with pytest.raises(FileNotFoundError, match=r"'nosuch:x' is neither a local file .* load_dataset\('nosuch', 'x'"):
+        read_texts("nosuch:x")
+
+
+def test_dataset_without_the_package(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ImportError, match=r'pip install "otloss\[data\]"'):
+        read_texts("wikitext")
+
+
+# split_documents
+
+
+def test_split_keeps_every_document_once_and_together():
+    documents = [f"document number {i % 150}" + " " * (i // 150) for i in range(300)]
+    parts = split_documents(documents, {"train": 0.6, "judge": 0.3, "test": 0.1})
+    flat = [text for part in parts.values() for text in part]
+    assert sorted(flat) == sorted(documents[:150])  # those that differ in whitespace count as one, the first stays
+    assert [70 < len(parts["train"]) < 110, 25 < len(parts["judge"]) < 65, 3 < len(parts["test"]) < 30] == [True] * 3
+    assert parts["train"] == [text for text in documents if text in set(parts["train"])]
+
+
+def test_split_is_stable_when_the_corpus_grows():
+    documents = [f"document {i}" for i in range(200)]
+    shares = {"train": 0.5, "test": 0.5}
+    small, large = split_documents(documents[:100], shares), split_documents(documents[::-1], shares)
+    assert set(small["train"]) <= set(large["train"])
+    assert set(small["test"]) <= set(large["test"])
+    assert split_documents(documents, shares, seed=1)["train"] != split_documents(documents, shares)["train"]
+
+
+def test_split_shares_must_sum_to_one():
+    tenths = {str(i): 0.1 for i in range(10)}
+    assert sum(map(len, split_documents(map(str, range(999)), tenths).values())) == 999
+    assert split_documents(["a"], {"train": 1.0, "test": 0.0}) == {"train": ["a"], "test": []}
+    for shares in ({"train": 0.8, "test": 0.1}, {"train": 1.2, "test": -0.2}, {}, {"train": float("nan")}):
+        with pytest.raises(ValueError, match="expected shares >= 0 that sum to 1"):
+            split_documents(["a"], shares)
+    with pytest.raises(ValueError, match=r"part '.*' with share .* got none of 1 distinct"):
+        split_documents(["a", " a"], {"train": 0.5, "test": 0.5})
+
+
+# docstring_corpus
+
+MODULE = '''"""The module says something.
+
+Heading
+=======
+
+>>> 1 + 1
+2
+
+Left
+----
+Kept prose.
+
+Examples
+--------
+>>> print("x")
+x
+"""
+raise RuntimeError("imported")
+
+class A:
+    """The class."""
+    if True:
+        async def f(self):
+            """The method, nested."""
+
+def g():
+    r"""A \\d raw one."""
+
+def again():
+    """The    class."""
+'''
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    root = tmp_path / "somepackage"
+    for folder in ("inner", "tests"):
+        (root / folder).mkdir(parents=True)
+    (root / "__init__.py").write_text(MODULE)
+    (root / "broken.py").write_text("def (:")
+    (root / "inner" / "escape.py").write_text('"""Odd \\d escape."""\n')
+    (root / "tests" / "test_a.py").write_text('"""A test."""\n')
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+@pytest.mark.usefixtures("package")
+def test_corpus_is_prose_in_order_without_import():
+    assert docstring_corpus("somepackage", min_chars=1) == [
+        "The module says something.\n\nLeft\nKept prose.",
+        "The class.",
+        "The method, nested.",
+        "A \\d raw one.",
+        "Odd \\d escape.",
+    ]
+    assert "somepackage" not in sys.modules
+    assert docstring_corpus("somepackage.inner", min_chars=1) == ["Odd \\d escape."]
+    assert docstring_corpus("somepackage", min_chars=20)[1:] == []
+
+
+@pytest.mark.usefixtures("package")
+def test_corpus_of_nothing():
+    with pytest.raises(ValueError, match="'somepackage' has no docstring of 9999 or more"):
+        docstring_corpus("somepackage", min_chars=9999)
+    with pytest.raises(ImportError, match="'nosuchpackage' is not installed"):
+        docstring_corpus("nosuchpackage")
+    with pytest.raises(ImportError, match=r"no part 'somepackage\.outer'"):
+        docstring_corpus("somepackage.outer")
+
+
+def test_corpus_of_a_real_package():
+    corpus = docstring_corpus("scipy.stats")
+    assert corpus == docstring_corpus("scipy.stats")
+    assert len(set(corpus)) == len(corpus) > 300
+    assert sum(map(len, corpus)) > 500_000
+    assert not any("\n>>> " in text for text in corpus)
+
+
+# train_bpe_tokenizer
+
+
+def test_tokenizer_gives_every_text_back(tokenizer):
+    for text in ["", " ", "a  b\n\n\tc ", "naïve 日本 🙂 \x00\ufffd", "zzz<|endoftext|>"]:
+        assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    assert tokenizer.eos_token_id == tokenizer.pad_token_id == tokenizer.bos_token_id == 0
+    assert opening_ids(tokenizer) == []
+    assert 257 < len(tokenizer) <= 300
+
+
+def test_tokenizer_training_is_deterministic(tokenizer):
+    script = (
+        "from otloss_llm.data.blocks import train_bpe_tokenizer as train; import sys; "
+        f"sys.stdout.buffer.write(train({TEXTS!r}, 300).backend_tokenizer.to_str().encode())"
+    )
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
+    assert other.decode() == tokenizer.backend_tokenizer.to_str()
+
+
+def test_tokenizer_bad_arguments():
+    with pytest.raises(ValueError, match="vocab_size is 256, expected at least 257"):
+        train_bpe_tokenizer(TEXTS, 256)
+    with pytest.raises(ValueError, match="the 2 texts hold nothing"):
+        train_bpe_tokenizer(["", " "], 300)
+    with pytest.raises(TypeError, match="one string"):
+        train_bpe_tokenizer("text", 300)
+
+
+# PackedBlocks
+
+
+def test_blocks_are_the_joined_documents(tokenizer):
+    stream = [id_ for text in TEXTS for id_ in [*tokenizer(text)["input_ids"], 0]]
+    blocks = PackedBlocks.from_texts(TEXTS, tokenizer, 7)
+    assert blocks.ids.dtype == torch.int32
+    assert blocks.ids.shape == (len(stream) // 7, 7)
+    assert blocks.dropped_tokens == len(stream) % 7
+    assert blocks.ids.flatten().tolist() == stream[: len(stream) // 7 * 7]
+    item = blocks[2]
+    assert {name: value.dtype for name, value in item.items()} == {"input_ids": torch.int64, "labels": torch.int64}
+    assert item["input_ids"].tolist() == item["labels"].tolist() == stream[14:21]
+    assert len(list(blocks)) == len(blocks)
+
+
+def test_blocks_ignore_the_tokenizers_own_limits(caplog, capfd, monkeypatch):
+    short = train_bpe_tokenizer(TEXTS, 300)
+    whole = PackedBlocks.from_texts(TEXTS, short, 7)
+    short.model_max_length = 4
+    short.backend_tokenizer.enable_truncation(max_length=3)
+    short.backend_tokenizer.enable_padding(length=50)
+    monkeypatch.setattr(data, "DOCUMENTS_PER_CALL", 2)
+    assert torch.equal(PackedBlocks.from_texts(TEXTS, short, 7).ids, whole.ids)
+    assert not caplog.records
+    assert capfd.readouterr() == ("", "")
+
+
+def test_blocks_begin_documents_with_bos_if_the_tokenizer_does():
+    from tokenizers.processors import TemplateProcessing
+
+    opens = train_bpe_tokenizer(TEXTS, 300)
+    opens.add_special_tokens({"bos_token": "<s>"})
+    bos = opens.bos_token_id
+    opens.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    assert opening_ids(opens) == [bos]
+    ids = PackedBlocks.from_texts(["a", "b"], opens, 6).ids.tolist()
+    assert ids == [[bos, *opens("a", add_special_tokens=False)["input_ids"], 0, bos, opens("b")["input_ids"][1], 0]]
+
+
+def test_blocks_bad_input(tokenizer):
+    with pytest.raises(ValueError, match=r"the text is 2 tokens long .* one block of 8; give more text"):
+        PackedBlocks.from_texts(["a"], tokenizer, 8)
+    with pytest.raises(ValueError, match="the text is 0 tokens long"):
+        PackedBlocks.from_texts([], tokenizer, 8)
+    with pytest.raises(ValueError, match="block_size is 1, expected 2 or more"):
+        PackedBlocks.from_texts(TEXTS, tokenizer, 1)
+    with pytest.raises(TypeError, match=r"one string, expected a list of documents; pass \[text\]"):
+        PackedBlocks.from_texts("text", tokenizer, 8)
+    with pytest.raises(ValueError, match=r"shape \(4,\) and dtype torch.int64"):
+        PackedBlocks(torch.arange(4))
+    endless = train_bpe_tokenizer(TEXTS, 300)
+    endless.eos_token = None
+    with pytest.raises(ValueError, match=r"no EOS token .* set tokenizer\.eos_token"):
+        PackedBlocks.from_texts(TEXTS, endless, 8)
+
+
+def test_blocks_pickle_and_fingerprint(tokenizer):
+    blocks = PackedBlocks.from_texts(TEXTS, tokenizer, 8)
+    copy = pickle.loads(pickle.dumps(blocks))
+    assert torch.equal(copy.ids, blocks.ids)
+    assert repr(copy) == repr(blocks)
+    assert copy.dropped_tokens == blocks.dropped_tokens
+    assert len(blocks.fingerprint) == 16
+    reshaped = PackedBlocks(blocks.ids[:4].reshape(8, 4))
+    assert reshaped.fingerprint != PackedBlocks(blocks.ids[:4]).fingerprint
+
+
+def test_blocks_feed_a_loader(tokenizer):
+    blocks = PackedBlocks.from_texts(TEXTS, tokenizer, 8)
+    batch = next(iter(torch.utils.data.DataLoader(blocks, batch_size=3)))
+    assert torch.equal(batch["input_ids"], blocks.ids[:3].long())
+
+
+def test_split_blocks_is_contiguous():
+    blocks = PackedBlocks(torch.arange(60).view(30, 2))
+    parts = split_blocks(blocks, validation_fraction=0.2, test_fraction=0.1)
+    assert [len(part) for part in parts] == [21, 6, 3]
+    assert torch.equal(torch.cat([part.ids for part in parts]), blocks.ids)
+    assert [len(part) for part in split_blocks(blocks, validation_fraction=1e-9)] == [29, 1, 0]
+    with pytest.raises(ValueError, match="30 blocks leave none to train on"):
+        split_blocks(blocks, validation_fraction=0.6, test_fraction=0.4)
+    with pytest.raises(ValueError, match=r"test_fraction is -0\.1"):
+        split_blocks(blocks, test_fraction=-0.1)
+
+
+@pytest.mark.skipif(not STORIES.exists(), reason="the model is not there")
+def test_blocks_of_a_pretrained_tokenizer():
+    from transformers import AutoTokenizer
+
+    stories = AutoTokenizer.from_pretrained(STORIES)
+    assert opening_ids(stories) == [stories.bos_token_id]
+    ids = PackedBlocks.from_texts(["Once upon a time"] * 2, stories, 3).ids.flatten().tolist()
+    row = [*stories("Once upon a time")["input_ids"], stories.eos_token_id]
+    assert ids == (row * 2)[: len(ids)]

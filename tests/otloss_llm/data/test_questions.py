@@ -1,0 +1,233 @@
+"""Questions with answers: reading them, rows for training, batches."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from otloss_llm.data.blocks import train_bpe_tokenizer  # noqa: E402
+from otloss_llm.data.questions import (  # noqa: E402
+    AnsweredQuestions,
+    Question,
+    pad_questions,
+    prompt_text,
+    read_questions,
+    spread,
+)
+from otloss_llm.evaluation import sample_texts  # noqa: E402
+from tests.otloss_llm.training.trainer_cases import WARNINGS, arguments  # noqa: E402
+
+DATA = Path(__file__).parents[4] / "shared/data"
+GSM8K, MATHEMATICS = DATA / "math/gsm8k-train.jsonl", DATA / "math/mathematics-interpolate.jsonl"
+STORIES = DATA / "models/stories260K"
+SUMS = [Question(f"What is {a} + {b}?", str(a + b), "sums") for a in range(4) for b in (7, 345)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_bpe_tokenizer([prompt_text(q) + q.answer for q in SUMS] * 3, 290)
+
+
+# ---- reading ---------------------------------------------------------------------------------------------------------
+
+
+def write(path: Path, *lines: object) -> Path:
+    path.write_text("".join(f"{line if isinstance(line, str) else json.dumps(line)}\n" for line in lines), "utf-8")
+    return path
+
+
+def test_read_what_was_written(tmp_path: Path) -> None:
+    first = {"question": "a\u2028b?", "answer": " 1\n#### 1", "module": "m"}
+    path = write(
+        tmp_path / "q.jsonl", "\ufeff" + json.dumps(first, ensure_ascii=False), "", {"question": "c", "answer": "2"}
+    )
+    assert read_questions(path) == [Question("a\u2028b?", " 1\n#### 1", "m"), Question("c", "2")]
+    pair = write(tmp_path / "pair.jsonl", '{"question": "\\ud83d\\ude00", "answer": "2"}')
+    assert read_questions(pair) == [Question("\U0001f600", "2")]
+    named = write(tmp_path / "named.jsonl", {"Q": "c", "A": "2", "topic": None}, {"Q": "d", "A": "3", "topic": "t"})
+    columns = {"question_column": "Q", "answer_column": "A", "kind_column": "topic"}
+    assert read_questions(str(named), **columns) == [Question("c", "2"), Question("d", "3", "t")]
+
+
+GOOD = {"question": "q", "answer": "1"}
+BAD_FILES: dict[str, tuple[tuple[object, ...], str]] = {
+    "no JSON": ((GOOD, "{not"), r"line 2 is not JSON .*one object per line"),
+    "no object": ((GOOD, "", [1]), r"line 3 is list .*expected a JSON object"),
+    "no column": (
+        (GOOD, {"question": "q", "reply": "1"}),
+        r"line 2 has no column 'answer', found \['question', 'reply'\]",
+    ),
+    "blank answer": (({"question": "q", "answer": " \n"},), r"line 1: column 'answer' is ' \\n', expected a string"),
+    "number as answer": (({"question": "q", "answer": 72},), r"line 1: column 'answer' is 72, expected a string"),
+    "kind no text": ((GOOD | {"module": 3},), r"line 1: column 'module' is 3"),
+    "half a character": (
+        ('{"question": "q", "answer": "72 \\ud800"}',),
+        r"line 1: column 'answer' has '\\ud800' at character 3, half of a pair",
+    ),
+    "nothing": (("", " "), r"holds no question"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_line_is_named(tmp_path: Path, case: str) -> None:
+    lines, message = BAD_FILES[case]
+    with pytest.raises(ValueError, match=message):
+        read_questions(write(tmp_path / "bad.jsonl", *lines))
+
+
+def test_a_bad_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"no file .*none\.jsonl"):
+        read_questions(tmp_path / "none.jsonl")
+    with pytest.raises(ValueError, match=r"q\.csv' is no \.jsonl file"):
+        read_questions(write(tmp_path / "q.csv", "question,answer"))
+    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "caf\xe9"}')
+    with pytest.raises(ValueError, match="not UTF-8 at byte 17"):
+        read_questions(tmp_path / "latin.jsonl")
+
+
+def test_spread_takes_of_every_part() -> None:
+    assert [q.answer for q in spread(SUMS, 3)] == [SUMS[0].answer, SUMS[2].answer, SUMS[5].answer]
+    assert spread(SUMS, 100) == SUMS
+    with pytest.raises(ValueError, match="num_questions is 0"):
+        spread(SUMS, 0)
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="no questions at hand")
+def test_real_files_are_read_whole() -> None:
+    for path in (GSM8K, MATHEMATICS):
+        lines = [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+        assert [(q.question, q.answer, q.kind) for q in read_questions(path)] == [
+            (line["question"], line["answer"], line.get("module")) for line in lines
+        ]
+    kinds = [question.kind for question in spread(read_questions(MATHEMATICS), 100)]
+    assert (len(set(kinds)), len(kinds)) == (25, 100), "the file is sorted by kind"
+
+
+# ---- rows ------------------------------------------------------------------------------------------------------------
+
+
+def test_rows_are_prompt_answer_and_end(tokenizer: Any) -> None:
+    rows = AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=64)
+    assert len(rows) == len(SUMS)
+    for question, row, start, length in zip(SUMS, rows, rows.prompt_lengths, rows.lengths, strict=True):
+        ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
+        assert {key: tensor.dtype for key, tensor in row.items()} == dict.fromkeys(row, torch.int64)
+        assert row["attention_mask"].tolist() == [1] * length
+        assert tokenizer.decode(ids[:start]) == question.question + "\n"
+        assert tokenizer.decode(ids[start:]) == question.answer + "<|endoftext|>"
+        assert labels == [-100] * start + ids[start:]
+
+
+def test_labels_of_questions_on_request(tokenizer: Any) -> None:
+    rows = AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=64, train_on_question=True)
+    assert all(torch.equal(row["labels"], row["input_ids"]) for row in rows)
+    row = rows[0]
+    row["labels"].zero_()
+    assert bool(rows[0]["labels"].any()), "an item is the caller's own"
+
+
+@pytest.mark.parametrize("separator", ["\n", " ", ""])
+@pytest.mark.parametrize("name", ["bpe", "llama"])
+def test_prompts_of_rows_are_those_of_generation(tokenizer: Any, name: str, separator: str) -> None:
+    if name == "llama":
+        if not STORIES.is_dir():
+            pytest.skip("no tokenizer at hand")
+        tokenizer = transformers.AutoTokenizer.from_pretrained(STORIES)
+    settings = {"vocab_size": len(tokenizer), "n_embd": 8, "n_layer": 1, "n_head": 1, "n_positions": 128}
+    ends = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, **ends))
+    rows = AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=64, separator=separator)
+    prompts = [prompt_text(question, separator) for question in SUMS]
+    samples = sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=1, temperature=0.0)
+    for row, start, sample in zip(rows, rows.prompt_lengths, samples, strict=True):
+        assert tuple(row["input_ids"][:start].tolist()) == sample.prompt_ids
+    assert (samples[0].prompt_ids[0] == tokenizer.bos_token_id) == (name == "llama")
+
+
+def test_what_is_too_long_is_dropped_aloud(tokenizer: Any) -> None:
+    long = Question("What is 1 + 1, if you please?", "2")
+    lengths = AnsweredQuestions.from_questions([*SUMS, long], tokenizer, max_length=64).lengths
+    limit = max(lengths[:-1])
+    assert limit < lengths[-1]
+    said = rf"1 of 9 questions are longer than max_length={limit} .*longest has {lengths[-1]}\) and were dropped"
+    with pytest.warns(UserWarning, match=said):
+        rows = AnsweredQuestions.from_questions([long, *SUMS], tokenizer, max_length=limit)
+    assert (rows.lengths, rows.dropped) == (lengths[:-1], 1)
+    assert "1 dropped" in repr(rows)
+    with pytest.raises(ValueError, match=rf"max_length=5 .*the shortest has {min(lengths)}; none is left"):
+        AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=5)
+
+
+def test_fingerprints_tell_data_apart(tokenizer: Any) -> None:
+    def made(questions: list[Question] = SUMS, **settings: Any) -> str:
+        return AnsweredQuestions.from_questions(questions, tokenizer, max_length=64, **settings).fingerprint
+
+    one, other = Question("ab", "c"), Question("a", "bc")
+    prints = [made(), made(SUMS[:-1]), made(SUMS[::-1]), made(separator=" "), made(train_on_question=True)]
+    assert made() == prints[0]
+    assert len({*prints, made([one], separator=""), made([other], separator="")}) == len(prints) + 2
+
+
+def test_batches_are_padded_to_their_longest(tokenizer: Any) -> None:
+    rows = AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=64)
+    items = [rows[i] for i in (0, 1, 5)]
+    batch = pad_questions(items)
+    longest = max(len(item["input_ids"]) for item in items)
+    for key, fill in (("input_ids", 0), ("labels", -100), ("attention_mask", 0)):
+        padded = [item[key].tolist() + [fill] * (longest - len(item[key])) for item in items]
+        assert batch[key].tolist() == padded
+
+
+def test_rows_that_cannot_be(tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="empty list"):
+        AnsweredQuestions.from_questions([], tokenizer, max_length=8)
+    with pytest.raises(ValueError, match="max_length is 1"):
+        AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=1)
+    with pytest.raises(ValueError, match="1 prompts and 2 answers"):
+        AnsweredQuestions([[1]], [[2], [3]])
+    with pytest.raises(ValueError, match="row 1 has an empty prompt or answer"):
+        AnsweredQuestions([[1], []], [[2], [3]])
+    without_end = train_bpe_tokenizer(["a b"], 257)
+    without_end.eos_token = None
+    with pytest.raises(ValueError, match="no EOS token to end an answer"):
+        AnsweredQuestions.from_questions(SUMS, without_end, max_length=64)
+
+
+@pytest.mark.skipif(not GSM8K.is_file(), reason="no questions at hand")
+def test_real_questions_come_back_from_their_rows(tokenizer: Any) -> None:
+    questions = spread(read_questions(GSM8K), 200)
+    rows = AnsweredQuestions.from_questions(questions, tokenizer, max_length=4000)
+    texts = [f"{prompt_text(question)}{question.answer}<|endoftext|>" for question in questions]
+    assert [tokenizer.decode(row["input_ids"]) for row in rows] == texts
+
+
+class TestTraining:
+    """A row is learnt by the trainer, answers alone."""
+
+    pytestmark = WARNINGS
+
+    def test_sums_are_learnt_by_heart(self, tokenizer: Any, tmp_path: Path) -> None:
+        from otloss_llm import ObjectiveTrainer
+        from otloss_llm.evaluation import answer_questions, score_answers
+
+        torch.manual_seed(0)
+        settings = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+        ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
+        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, **ends))
+        rows = AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=32)
+        made = ObjectiveTrainer(
+            model=model, args=arguments(tmp_path, max_steps=120, per_device_train_batch_size=8, max_grad_norm=1.0),
+            objective="mle", train_dataset=rows, eval_dataset=rows, data_collator=pad_questions,
+        )  # fmt: skip
+        made.train()
+        expected = [question.answer for question in SUMS]
+        answers = answer_questions(model, tokenizer, SUMS, max_new_tokens=6, batch_size=3, progress=False)
+        scores = score_answers(answers, expected, style="mathematics", kinds=[question.kind for question in SUMS])
+        assert (scores.exact_match, scores.number_accuracy, scores.mean_absolute_error) == (1.0, 1.0, 0.0)
+        assert scores.by_kind == {"sums": 1.0}

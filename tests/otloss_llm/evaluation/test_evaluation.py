@@ -1,0 +1,441 @@
+"""Perplexity, judged likelihood, sampling and the variety of samples."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from otloss_llm import evaluation  # noqa: E402
+from otloss_llm.costs.embedding import EmbeddingCost  # noqa: E402
+from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer  # noqa: E402
+from otloss_llm.evaluation import (  # noqa: E402
+    distinct_n,
+    perplexity,
+    repetition,
+    sample_texts,
+    score_texts,
+    sequence_nll,
+)
+
+STORIES = Path(__file__).parents[4] / "shared/data/models/stories260K"
+TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
+VOCABULARY = 270
+
+
+def tiny_model(family: str, **settings):
+    """A small model with random weights, large enough that its distribution is far from uniform."""
+    torch.manual_seed(0)
+    if family == "gpt2":
+        config = transformers.GPT2Config(
+            vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.4, **settings
+        )
+        return transformers.GPT2LMHeadModel(config)
+    config = transformers.LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        initializer_range=0.4,
+        **settings,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_bpe_tokenizer(TEXTS, VOCABULARY)
+
+
+@pytest.fixture(scope="module", params=["gpt2", "llama"])
+def model(request):
+    return tiny_model(request.param).eval()
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return tiny_model("gpt2").eval()
+
+
+@pytest.fixture
+def doubled(model):
+    """The model in float64, for independent sums."""
+    copy = type(model)(model.config).double().eval()
+    copy.load_state_dict(model.state_dict())
+    return copy
+
+
+def log_probabilities(model, ids):
+    """log q of every next token given those before it, for one unpadded sequence in float64."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([ids])).logits[0, :-1].double()
+    return torch.log_softmax(logits, dim=-1)
+
+
+def test_every_name_resolves():
+    assert all(hasattr(evaluation, name) for name in evaluation.__all__)
+
+
+# perplexity
+
+
+def test_perplexity_is_the_models_own_loss(model, doubled):
+    ids = torch.randint(VOCABULARY, (1, 40), generator=torch.Generator().manual_seed(1))
+    scores = perplexity(model, ids)
+    with torch.no_grad():
+        expected = float(doubled(input_ids=ids, labels=ids).loss)
+    assert scores.nll == pytest.approx(expected, rel=2e-6)
+    assert scores.perplexity == pytest.approx(math.exp(expected), rel=2e-5)
+    assert (scores.tokens, scores.transport_cost) == (39, None)
+
+
+def test_perplexity_weighs_tokens_and_ignores_the_batching(model, doubled, tokenizer):
+    blocks = PackedBlocks.from_texts(TEXTS, tokenizer, 11)
+    assert len(blocks) % 4  # the last batch is smaller
+    embedding = torch.randn(VOCABULARY, 5, generator=torch.Generator().manual_seed(2))
+    scored = {"batch_size": 4, "cost": EmbeddingCost(embedding), "progress": False}
+    batched, cooler = perplexity(model, blocks, **scored), perplexity(model, blocks, temperature=0.6, **scored)
+    nll, transport, nll_cooler, transport_cooler = [], [], [], []
+    unit = torch.nn.functional.normalize(embedding.double(), dim=1)
+    cost = (1 - unit @ unit.T).fill_diagonal_(0)
+    for ids in blocks.ids.tolist():
+        log_q, target = log_probabilities(doubled, ids), torch.tensor(ids[1:])
+        nll.append(-log_q.gather(1, target[:, None]))
+        transport.append((log_q.exp() * cost[target]).sum(1))
+        log_q = torch.log_softmax(log_q / 0.6, dim=1)
+        nll_cooler.append(-log_q.gather(1, target[:, None]))
+        transport_cooler.append((log_q.exp() * cost[target]).sum(1))
+    assert batched.nll == pytest.approx(float(torch.cat(nll).mean()), rel=2e-6)
+    assert batched.transport_cost == pytest.approx(float(torch.cat(transport).mean()), rel=2e-6)
+    assert batched.tokens == len(blocks) * 10
+    assert cooler.nll == pytest.approx(float(torch.cat(nll_cooler).mean()), rel=2e-6)
+    assert cooler.transport_cost == pytest.approx(float(torch.cat(transport_cooler).mean()), rel=2e-6)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_modes_come_back(fails):
+    model = tiny_model("gpt2", resid_pdrop=0.5).train()
+    model.transformer.h[0].eval()
+    before = [module.training for module in model.modules()]
+    ids = torch.arange(20).view(2, 10)
+    if fails:
+        model.lm_head.register_forward_hook(lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            perplexity(model, ids)
+    else:
+        assert perplexity(model, ids) == perplexity(model, ids)  # without dropout
+    assert [module.training for module in model.modules()] == before
+    assert torch.is_grad_enabled()
+
+
+def test_perplexity_in_bfloat16_is_summed_in_float32(gpt2):
+    half = tiny_model("gpt2").to(torch.bfloat16).eval()
+    ids = torch.randint(VOCABULARY, (4, 30), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        log_q = torch.log_softmax(half(input_ids=ids).logits[:, :-1].double(), dim=-1)
+    expected = float(-log_q.gather(2, ids[:, 1:, None]).mean())
+    assert perplexity(half, ids).nll == pytest.approx(expected, rel=1e-5)
+
+
+def test_perplexity_bad_input(gpt2):
+    with pytest.raises(ValueError, match=r"temperature is 0\.0, expected a positive number"):
+        perplexity(gpt2, torch.zeros(1, 4, dtype=torch.long), temperature=0.0)
+    with pytest.raises(ValueError, match=r"shape \(5,\) .* expected integer ids \(blocks, block_size\)"):
+        perplexity(gpt2, torch.arange(5))
+    with pytest.raises(ValueError, match=r"shape \(0, 4\)"):
+        perplexity(gpt2, torch.zeros(0, 4, dtype=torch.int32))
+    with pytest.raises(ValueError, match="65 tokens, more than the model's context of 64"):
+        perplexity(gpt2, torch.zeros(1, 65, dtype=torch.int32))
+    with pytest.raises(ValueError, match="run from 0 to 270, outside the model's vocabulary of 270"):
+        perplexity(gpt2, torch.tensor([[0, 270]]))
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        perplexity(gpt2, torch.tensor([[0, 1]]), batch_size=0)
+
+
+# sequence_nll and score_texts
+
+
+def test_padding_changes_nothing(model, doubled):
+    generator = torch.Generator().manual_seed(3)
+    lengths, prefixes = [2, 30, 7, 64, 1, 12, 12], [1, 10, 6, 1, 1, 12, 3]
+    sequences = [torch.randint(VOCABULARY, (n,), generator=generator).tolist() for n in lengths]
+    scores = sequence_nll(model, sequences, prefix_lengths=prefixes, batch_size=3)
+    assert scores.tokens.tolist() == [1, 20, 1, 63, 0, 0, 9]
+    for i, (ids, prefix) in enumerate(zip(sequences, prefixes, strict=True)):
+        expected = 0.0
+        if len(ids) > prefix:
+            picked = -log_probabilities(doubled, ids).gather(1, torch.tensor(ids[1:])[:, None])
+            expected = float(picked[prefix - 1 :].sum())
+        assert float(scores.nll[i]) == pytest.approx(expected, rel=2e-6)
+    assert scores.mean_nll == pytest.approx(float(scores.nll.sum()) / 94)
+    assert scores.perplexity == pytest.approx(math.exp(scores.mean_nll))
+
+
+def test_sequences_without_a_prefix_agree_with_blocks(gpt2):
+    ids = torch.randint(VOCABULARY, (5, 20), generator=torch.Generator().manual_seed(3))
+    assert sequence_nll(gpt2, ids.tolist()).mean_nll == pytest.approx(perplexity(gpt2, ids).nll, rel=1e-6)
+
+
+def test_sequences_bad_input(gpt2):
+    with pytest.raises(ValueError, match="none of the 2 sequences has a token to score"):
+        sequence_nll(gpt2, [[1], [2]])
+    with pytest.raises(ValueError, match="none of the 0 sequences"):
+        sequence_nll(gpt2, [])
+    with pytest.raises(ValueError, match="sequence 1 has 0 tokens and prefix length 1"):
+        sequence_nll(gpt2, [[1, 2], []])
+    with pytest.raises(ValueError, match="sequence 0 has 2 tokens and prefix length 3"):
+        sequence_nll(gpt2, [[1, 2]], prefix_lengths=[3])
+    with pytest.raises(ValueError, match="1 prefix lengths for 2 sequences"):
+        sequence_nll(gpt2, [[1, 2], [1, 2]], prefix_lengths=[1])
+    with pytest.raises(ValueError, match="65 tokens, more than the model's context of 64"):
+        sequence_nll(gpt2, [[1] * 65])
+
+
+def test_texts_are_scored_by_the_judges_own_tokens(gpt2, tokenizer):
+    prompts, texts = ["the cat", "", "naïve"], [" sat on", "日本", ""]
+    scores = score_texts(gpt2, tokenizer, texts, prompts=prompts, batch_size=2)
+    nll, tokens = 0.0, 0
+    for prompt, text in zip(prompts, texts, strict=True):
+        context, ids = [0, *tokenizer(prompt)["input_ids"]], tokenizer(prompt + text)["input_ids"]
+        new = [*context[:1], *ids]
+        assert new[: len(context)] == context  # here no token straddles the border
+        if text:
+            nll -= float(
+                log_probabilities(gpt2, new).gather(1, torch.tensor(new[1:])[:, None])[len(context) - 1 :].sum()
+            )
+            tokens += len(new) - len(context)
+    assert (scores.tokens, scores.characters, scores.bytes) == (tokens, 9, 13)
+    assert scores.nll == pytest.approx(nll, rel=1e-5)
+    assert scores.nats_per_token == pytest.approx(nll / tokens, rel=1e-5)
+    assert scores.nats_per_character == pytest.approx(nll / 9, rel=1e-5)
+    assert scores.bits_per_byte == pytest.approx(nll / math.log(2) / 13, rel=1e-5)
+    assert scores.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-4)
+
+
+def test_a_token_across_the_border_is_scored(gpt2, tokenizer):
+    (the,) = tokenizer("the")["input_ids"]
+    assert tokenizer.decode(the) == "the"
+    assert score_texts(gpt2, tokenizer, ["e"], prompts=["th"]).tokens == 1
+
+
+def test_bits_per_byte_does_not_depend_on_the_tokenizer(tokenizer):
+    """A judge that knows nothing and spells bytes pays 8 bits and the end of text for each."""
+    spelling = train_bpe_tokenizer(TEXTS, 257)
+    judge = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))
+    torch.nn.init.zeros_(judge.lm_head.weight)
+    assert score_texts(judge, spelling, TEXTS).bits_per_byte == pytest.approx(math.log2(257), rel=1e-6)
+
+
+def test_texts_bad_input(gpt2, tokenizer):
+    with pytest.raises(ValueError, match="1 prompts for 2 texts"):
+        score_texts(gpt2, tokenizer, ["a", "b"], prompts=["a"])
+    with pytest.raises(ValueError, match="none of the 1 sequences has a token to score"):
+        score_texts(gpt2, tokenizer, [""])
+    judge = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))
+    for use in (
+        lambda: score_texts(judge, tokenizer, ["the cat"]),
+        lambda: sample_texts(judge, tokenizer, prompts=["the cat"], max_new_tokens=2),
+    ):
+        with pytest.raises(
+            ValueError, match="outside the model's vocabulary of 257; was the text tokenised by another"
+        ):
+            use()
+
+
+# sampling
+
+
+def test_sampling_is_reproducible_and_leaves_the_state(model, tokenizer):
+    settings = {"num_samples": 6, "max_new_tokens": 8, "batch_size": 4, "progress": False}
+    state = torch.get_rng_state()
+    first = sample_texts(model, tokenizer, seed=1, **settings)
+    assert torch.equal(torch.get_rng_state(), state)
+    torch.rand(3)
+    assert sample_texts(model, tokenizer, seed=1, **settings) == first
+    assert sample_texts(model, tokenizer, seed=2, **settings) != first
+    assert len({sample.token_ids for sample in first}) > 3
+
+
+def test_ancestral_sampling_draws_from_the_distribution(gpt2, tokenizer):
+    samples = sample_texts(gpt2, tokenizer, prompts=["the"], num_samples=4000, max_new_tokens=1, batch_size=1000)
+    ids = torch.tensor([sample.token_ids[0] for sample in samples])
+    with torch.no_grad():
+        q = gpt2(input_ids=torch.tensor([tokenizer("the")["input_ids"]])).logits[0, -1].double().softmax(-1)
+    seen = torch.bincount(ids, minlength=VOCABULARY).double()
+    often = q * 4000 > 5
+    assert int((seen > 0).sum()) > 50  # top-k 50, the default of transformers, is off
+    chi2 = float(((seen - 4000 * q)[often] ** 2 / (4000 * q)[often]).sum())
+    assert chi2 < int(often.sum()) + 5 * math.sqrt(2 * int(often.sum()))
+
+
+def test_the_models_own_sampling_defaults_do_not_leak(tokenizer, capfd):
+    model = tiny_model("gpt2")
+    settings = {"prompts": ["the", "the cat sat"], "num_samples": 3, "max_new_tokens": 8}
+    plain, greedy = (
+        sample_texts(model, tokenizer, **settings),
+        sample_texts(model, tokenizer, temperature=0, **settings),
+    )
+    model.generation_config = transformers.GenerationConfig(
+        do_sample=True, temperature=0.01, top_k=2, top_p=0.2, repetition_penalty=9.0, min_new_tokens=8, typical_p=0.3,
+        no_repeat_ngram_size=1, num_beams=3, suppress_tokens=[1, 2, 3], max_length=4,
+    )  # fmt: skip
+    own = model.generation_config
+    assert sample_texts(model, tokenizer, **settings) == plain
+    assert sample_texts(model, tokenizer, temperature=0, **settings) == greedy
+    assert model.generation_config is own
+    assert capfd.readouterr().err == ""
+
+
+def test_greedy_padded_batch_equals_one_by_one(model, tokenizer):
+    prompts = ["the", "the cat sat on the", "", "naïve café, 6²", "log"]
+    together = sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=10, temperature=0, batch_size=5)
+    for prompt, sample in zip(prompts, together, strict=True):
+        assert sample_texts(model, tokenizer, prompts=[prompt], max_new_tokens=10, temperature=0) == [sample]
+        ids = list(sample.prompt_ids)
+        for expected in sample.token_ids:  # and equals plain argmax decoding without cache and padding
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            assert ids[-1] == expected
+    assert [sample.prompt for sample in together] == prompts
+    assert together[2].prompt_ids == (0,)
+
+
+def test_truncated_sampling(gpt2, tokenizer):
+    settings = {"prompts": ["the", "dog"], "max_new_tokens": 6}
+    greedy = sample_texts(gpt2, tokenizer, temperature=0, **settings)
+    assert sample_texts(gpt2, tokenizer, top_k=1, **settings) == greedy
+    assert sample_texts(gpt2, tokenizer, top_p=1e-6, **settings) == greedy
+    assert sample_texts(gpt2, tokenizer, temperature=1e-4, **settings) == greedy
+
+
+def test_samples_end_with_the_end_of_text(tokenizer):
+    model = tiny_model("llama").eval()
+    model.lm_head = torch.nn.Linear(32, VOCABULARY)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    torch.nn.init.zeros_(model.lm_head.bias)
+    model.lm_head.bias.data[0] = math.log(269)  # the end of text half the time, all else alike
+    samples = sample_texts(model, tokenizer, prompts=["the"], num_samples=64, max_new_tokens=4)
+    for sample in samples:
+        assert sample.finished == (sample.token_ids[-1] == 0)
+        assert 0 not in sample.token_ids[:-1]
+        assert sample.finished or len(sample.token_ids) == 4
+        assert sample.text == "the" + tokenizer.decode([t for t in sample.token_ids if t])
+    assert {len(sample.token_ids) for sample in samples} == {1, 2, 3, 4}
+
+
+def test_only_special_tokens_end_a_sample():
+    tokenizer = train_bpe_tokenizer(TEXTS, VOCABULARY - 1)
+    model = tiny_model("llama").eval()
+    torch.nn.init.zeros_(model.lm_head.weight)
+    # Llama's default EOS is id 2, which is a quotation mark here
+    assert model.generation_config.eos_token_id == 2
+    samples = sample_texts(model, tokenizer, num_samples=200, max_new_tokens=8)
+    assert any(2 in sample.token_ids[:-1] for sample in samples)
+    # a chat model's second end is honoured
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    turn = tokenizer.convert_tokens_to_ids("<|turn|>")
+    model.generation_config.eos_token_id = [0, turn]
+    ended = [sample for sample in sample_texts(model, tokenizer, num_samples=200, max_new_tokens=8) if sample.finished]
+    assert {sample.token_ids[-1] for sample in ended} == {0, turn}
+
+
+def test_sampling_is_quiet_and_keeps_the_mode(tokenizer, capfd):
+    model = tiny_model("gpt2").train()
+    sample_texts(model, tokenizer, prompts=["the", "a longer prompt"], max_new_tokens=3)
+    assert model.training
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected 1 or more"),
+        ({"num_samples": 0}, "num_samples is 0"),
+        ({"temperature": -1.0}, "temperature is -1.0, expected 0"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_p": 0.0}, "top_p is 0.0"),
+        ({"top_k": -1}, "top_k is -1"),
+        ({"prompts": []}, "prompts is an empty list"),
+        ({"prompts": ["a", "the " * 40]}, r"prompt 1 \('the the .*'\.\.\.\) has \d+ tokens, .*=60 exceeds .* of 64"),
+    ],
+)
+def test_sampling_bad_settings(gpt2, tokenizer, settings, message):
+    with pytest.raises(ValueError, match=message):
+        sample_texts(gpt2, tokenizer, **{"max_new_tokens": 60, **settings})
+
+
+def test_one_prompt_as_a_string_is_refused(gpt2, tokenizer):
+    with pytest.raises(TypeError, match=r"pass \[prompt\]"):
+        sample_texts(gpt2, tokenizer, prompts="the", max_new_tokens=3)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # asked by peft itself
+def test_sampling_under_peft_keeps_both_defaults(tokenizer):
+    peft = pytest.importorskip("peft")
+    base = tiny_model("gpt2")
+    own = base.generation_config
+    model = peft.get_peft_model(base, peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))
+    outer = model.generation_config
+    assert len(sample_texts(model, tokenizer, num_samples=2, max_new_tokens=3)) == 2
+    assert base.generation_config is own
+    assert model.generation_config is outer
+
+
+# overlap
+
+
+def test_distinct_and_repetition():
+    texts = ["a b a b", "a b c", "d"]
+    assert distinct_n(texts, 1) == 4 / 8
+    assert distinct_n(texts, 2) == 3 / 5  # ab, ba, bc of ab ba ab, ab bc
+    assert repetition(texts, 1) == pytest.approx(2 / 8)
+    assert repetition(texts, 2) == pytest.approx(1 / 5)
+    assert distinct_n(["abab"], 2, tokenize=list) == 2 / 3
+
+
+@pytest.mark.parametrize("measure", [distinct_n, repetition])
+def test_overlap_of_too_little(measure):
+    with pytest.raises(ValueError, match="none of the 2 texts has the 3 tokens of an n-gram, the longest has 2"):
+        measure(["a b", "c"], 3)
+    with pytest.raises(ValueError, match="none of the 0 texts"):
+        measure([], 1)
+    with pytest.raises(ValueError, match="n is 0"):
+        measure(["a"], 0)
+    with pytest.raises(TypeError, match="one string"):
+        measure("a b", 1)
+
+
+# a pretrained model
+
+
+@pytest.fixture(scope="module")
+def stories():
+    if not STORIES.exists():
+        pytest.skip("the model is not there")
+    model = transformers.AutoModelForCausalLM.from_pretrained(STORIES).eval()
+    return model, transformers.AutoTokenizer.from_pretrained(STORIES)
+
+
+def test_pretrained_model_prefers_its_own_stories(stories, tokenizer):
+    model, own = stories
+    samples = sample_texts(model, own, prompts=["Once upon a time", "Lily"], num_samples=8, max_new_tokens=60)
+    assert all(sample.text.startswith(sample.prompt) for sample in samples)
+    prompts, texts = [sample.prompt for sample in samples], [sample.continuation for sample in samples]
+    assert texts[0][0] in " ,"  # the blank of the first word is kept
+    same = score_texts(model, own, texts, prompts=prompts)
+    assert 0.8 < same.nats_per_token < 1.8  # 1.27 on TinyStories
+    # the ids as sampled, and their text tokenised anew, are the same but for rare re-spellings
+    prefixes = [len(sample.prompt_ids) for sample in samples]
+    ids = [[*sample.prompt_ids, *sample.token_ids] for sample in samples]
+    exact = sequence_nll(model, ids, prefix_lengths=prefixes)
+    assert same.nats_per_token == pytest.approx(exact.mean_nll, rel=0.1)
+    shuffled = [" ".join(reversed(text.split())) for text in texts]
+    assert score_texts(model, own, shuffled).bits_per_byte > 1.5 * same.bits_per_byte
+    assert 0.2 < distinct_n(texts, 1) < 0.9

@@ -1,0 +1,556 @@
+"""Numbers in answers, scores of answers, greedy answering, and number tokens under teacher forcing."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from otloss_llm.cli.arguments import CompareArguments  # noqa: E402
+from otloss_llm.costs.number_tokens import NumberTokens  # noqa: E402
+from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer  # noqa: E402
+from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions  # noqa: E402
+from otloss_llm.evaluation import (  # noqa: E402
+    NumberTokenScores,
+    answer_questions,
+    extract_answer,
+    final_number,
+    number_token_scores,
+    same_answer,
+    sample_texts,
+    score_answers,
+    score_number_labels,
+    style_of,
+)
+from tests.otloss_llm.conftest import CONTEXT, Cli, Tiny, options, read  # noqa: E402
+from tests.otloss_llm.tiny_models import VOCAB, tiny_model  # noqa: E402
+
+DATA = Path(__file__).parents[4] / "shared/data"
+GSM8K, MATHEMATICS = DATA / "math/gsm8k-train.jsonl", DATA / "math/mathematics-interpolate.jsonl"
+needs_data = pytest.mark.skipif(not GSM8K.is_file(), reason="no questions at hand")
+
+
+# ---- what a text answers ---------------------------------------------------------------------------------------------
+
+FINAL = {
+    "42": 42.0, "The answer is 42.": 42.0, "first 3, then 4": 4.0, "007": 7.0, "0.05 or so": 0.05, "about .5": 0.5,
+    "it is...5": 5.0, "-7": -7.0, "x = -7": -7.0, "(−7)": -7.0, "+7": 7.0, "3-4": 4.0, "(3)-4": 4.0, "5 - 3": 3.0,
+    "a-3": 3.0, "$1,250.50 left": 1250.5, "-$5": -5.0, "$-5": -5.0, "1,000,000": 1e6, "1,2,3": 3.0, "2, 100": 100.0,
+    "12,34": 34.0, "1,0801": 801.0, "5kg": 5.0, "50%": 50.0, "72.0": 72.0, "**8**": 8.0, "\\boxed{9}": 9.0,
+    "3/4": 0.75, "so -3/4.": -0.75, "1,000/2.5": 400.0, "3 / 4": 4.0, "3/4 of 8": 8.0, "1/2/2020": 2020.0,
+    "1/2, 1/4": 0.25, "1/2e5": 1.0, "x1/2": 2.0, "1/0": None, "": None, "none": None,
+    "x2": None, "v1.5": None, "1e5": None, "12e5": None, "1e-5": None, "-1.5E-3": None, "2.e+7": 2.0,
+    "0x1F": None, "0X0": None, "2x4": 2.0, "10x4": 10.0, "3 is 1e-5": 3.0, "the-5": 5.0,
+    "٣": None, "²": None, "9" * 301: None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FINAL)
+def test_final_number(text: str) -> None:
+    assert final_number(text) == FINAL[text]
+
+
+MARKED = {
+    "so 6 * 12 = 72\n#### 72": "72", "#### 72.0": "72.0", "#### 72 clips": "72", "#### $72.": "72", "#### 50%": "50",
+    "#### 1,080": "1080", "#### -$1,080.50": "-1080.50", "#### −3": "-3", "#### +7": "7", "####7": "7",
+    "#### 72\n\nQuestion: 5": "72", "#### Step 1 of it\nthen\n#### 3": "3", "#### 1\n#### 2": "1", "#### 5/8": "5/8",
+    "in a line #### 4": "4", "#### twelve": "twelve",
+    "#### 72, which": "72", "#### 72!": "72", "#### 72;": "72", "#### 72)": "72", "#### (72)": "72",
+    "#### 72dollars": "72", "#### **72**": "72", "#### **-$72**": "-72", "#### \\$-7.50": "-7.50",
+    "#### 72 (see 1)": "72", "#### $18/hour": "18", "#### 18 dollars for 3 apples": "18", "#### 1 or 2": "1",
+    "#### 72: done": "72", "#### 2 + 3 = 5": "2",
+    "#### 10:30": "10:30", "#### 1 000": "1 000", "#### 2 1/2": "2 1/2", "#### 1,0801": "1,0801", "#### 1.2.3": "1.2.3",
+    "#### 1/2/2020": "1/2/2020", "#### 5 / 8": "5 / 8", "#### 1e5": "1e5", "#### 1,2\n#### 3": "3",
+    "72": None, "####": None, "#### \n": None, "#### $": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", MARKED)
+def test_marked_answers(text: str) -> None:
+    assert extract_answer(text, "gsm8k") == MARKED[text]
+
+
+def test_other_styles() -> None:
+    assert extract_answer(" 2*sqrt(3)\n", "mathematics") == "2*sqrt(3)"
+    assert extract_answer(" \n", "mathematics") is None
+    assert extract_answer("$1,250.50, not -$3,000", "last") == "-3000"
+    assert extract_answer("none", "last") is None
+    assert style_of(["x\n#### 1", "#### two"]) == "gsm8k"
+    assert style_of(["x\n#### 1 or so", "#### \u2212.5"]) == "gsm8k"
+    assert style_of(["1", "2 ####"]) == "mathematics"
+    said = r"answer 1 \('2'\) has nothing behind a ####, while 2 of 4 have; .*\(--answer_style\) of gsm8k, "
+    with pytest.raises(ValueError, match=said):
+        style_of(["x\n#### 1", "2", "####", "#### 4"])
+    with pytest.raises(ValueError, match=r"answer style is 'first', expected one of gsm8k, mathematics, last"):
+        extract_answer("1", "first")
+
+
+OFFICIAL = re.compile(r"#### (\-?[0-9.,]+)")  # of the dataset's own evaluation
+SAME = [
+    ("#### 72", "#### 72.0", "gsm8k", True), ("#### $1,072 left.", "#### 1072", "gsm8k", True),
+    ("72", "#### 72", "gsm8k", False), ("#### 73", "#### 72", "gsm8k", False), ("#### -72", "#### 72", "gsm8k", False),
+    ("#### 12345678901234567", "#### 12345678901234568", "gsm8k", False), ("#### 1/2", "#### 0.5", "gsm8k", True),
+    ("#### noon", "#### noon", "gsm8k", True), ("#### noon", "#### 12", "gsm8k", False),
+    ("####", "#### 1", "gsm8k", False),
+    (" 72\n", "72", "mathematics", True), ("72.0", "72", "mathematics", False), ("5, 6", "5, 6", "mathematics", True),
+    ("5,6", "5, 6", "mathematics", False), ("True", "true", "mathematics", False), ("", "72", "mathematics", False),
+    ("3/2", "1/2", "last", False), ("2/4", "1/2", "last", True), ("it is 0.5", "1/2", "last", True),
+    ("2", "1/2", "last", False), ("1/0", "2/0", "last", False), ("I say 72.0", "72", "last", True),
+    ("72 or 73", "72", "last", False), ("none", "72", "last", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("predicted", "expected", "style", "same"), SAME)
+def test_same_answer(predicted: str, expected: str, style: str, same: bool) -> None:
+    assert same_answer(predicted, expected, style) is same
+
+
+@needs_data
+def test_every_answer_of_gsm8k_is_a_number() -> None:
+    answers = [question.answer for question in read_questions(GSM8K)]
+    official = [OFFICIAL.search(answer)[1].replace(",", "") for answer in answers]  # type: ignore[index]
+    assert len(answers) == 7473
+    assert [extract_answer(answer, "gsm8k") for answer in answers] == official
+    assert [final_number(answer) for answer in answers] == [float(text) for text in official]
+    scores = score_answers([f"#### {Decimal(text)}.00" for text in official], answers, style=style_of(answers))
+    assert (scores.exact_match, scores.numeric, scores.answered, scores.mean_log_error) == (1.0, 1.0, 1.0, 0.0)
+
+
+DIRT = [
+    "",
+    ".",
+    ",",
+    "!",
+    ";",
+    ")",
+    ", which",
+    " (see 1)",
+    "dollars",
+    "%",
+    "**",
+    ". Then 5",
+    ", or 7",
+    " for 3 apples",
+    "/day",
+]
+
+
+@pytest.mark.parametrize("number", ["72", "-72", "0", "1,080", "-1,234,567", "0.05", "12.50", "007", "9" * 40])
+def test_dirty_answers_are_read_as_by_the_dataset(number: str) -> None:
+    for dirt in DIRT:
+        text = f"6 * 12 = 5\n#### {number}{dirt}\n#### 8"
+        found = OFFICIAL.search(text)
+        assert found is not None
+        assert extract_answer(text, "gsm8k") == found[1].rstrip(".,").replace(",", ""), text
+        assert same_answer(text, f"#### {number}", "gsm8k")
+        assert not same_answer(text, f"#### {number}1", "gsm8k")
+
+
+@needs_data
+def test_every_answer_of_mathematics_is_read() -> None:
+    questions = read_questions(MATHEMATICS)
+    answers, kinds = [question.answer for question in questions], [question.kind for question in questions]
+    scores = score_answers(answers, answers, style=style_of(answers), kinds=kinds)
+    assert [extract_answer(answer, "mathematics") for answer in answers] == answers
+    assert (scores.questions, scores.exact_match, scores.answered) == (4997, 1.0, 1.0)
+    assert scores.by_kind == dict.fromkeys(sorted({*kinds}), 1.0)
+    assert len(scores.by_kind) == 25
+    numeric = [re.fullmatch(r"-?\d+(\.\d+)?(/\d+)?", answer) is not None for answer in answers]
+    assert scores.numeric == sum(numeric) / len(numeric)
+
+
+# ---- scores ----------------------------------------------------------------------------------------------------------
+
+
+def test_scores_by_hand() -> None:
+    predicted = ["10", "-4", "0", "300", "no", "7 or 8", "True", "1/4"]
+    expected = ["10", "4", "0", "100", "20", "8", "False", "0.5"]
+    kinds = ["a", "a", "b", "b", None, "c", "c", "c"]
+    scores = score_answers(predicted, expected, style="mathematics", kinds=kinds)
+    # Numeric are all but 'False'; answered of them all but 'no' and '7 or 8'. Errors: 0, 8, 0, 200, 0.25.
+    assert (scores.questions, scores.exact_match, scores.numeric) == (8, 2 / 8, 7 / 8)
+    assert scores.answered == pytest.approx(5 / 7)
+    assert scores.number_accuracy == pytest.approx(2 / 7)
+    assert scores.mean_absolute_error == pytest.approx(208.25 / 5)
+    assert scores.median_absolute_error == 0.25
+    assert scores.mean_relative_error == pytest.approx((0 + 2 + 0 + 2 + 0.25) / 5)
+    assert scores.capped_relative_error == pytest.approx((0 + 1 + 0 + 1 + 0.25 + 1 + 1) / 7)
+    log_errors = [2 * math.log(5), math.log(301 / 101), math.log(1.5 / 1.25)]
+    assert scores.mean_log_error == pytest.approx(sum(log_errors) / 5)
+    # 10 and 0 are equal, 300 : 100 and 1/4 : 1/2 within half an order; -4 has the wrong sign.
+    assert scores.order_of_magnitude_accuracy == pytest.approx(4 / 7)
+    assert scores.by_kind == {"a": 0.5, "b": 0.5, "c": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "right"),
+    [("0", "0", 1), ("0.001", "0", 0), ("0", "1", 0), ("3.16", "1", 1), ("3.17", "1", 0), ("-32", "-100", 1),
+     ("-31", "-100", 0), ("31", "-100", 0)],
+)  # fmt: skip
+def test_order_of_magnitude(ours: str, theirs: str, right: int) -> None:
+    assert score_answers([ours], [theirs], style="mathematics").order_of_magnitude_accuracy == right
+
+
+def test_no_one_wins_by_not_answering_and_one_wild_answer_does_not_decide() -> None:
+    expected = [str(number) for number in range(1, 21)]
+    near = [str(number + 0.1) for number in range(1, 21)]
+    wild, silent = ["9" * 290, *near[1:]], ["?", *near[1:]]
+    scores = [score_answers(answers, expected, style="last") for answers in (near, wild, silent)]
+    assert scores[1].mean_relative_error > 1e280
+    capped = [score.capped_relative_error for score in scores]
+    assert capped[0] < capped[1] == capped[2] == pytest.approx(capped[0] + (1 - 0.1) / 20)
+    assert scores[2].mean_absolute_error == pytest.approx(0.1)
+    assert scores[2].answered == 0.95
+    nothing = score_answers(["?"] * 20, expected, style="last")
+    assert (nothing.answered, nothing.number_accuracy, nothing.capped_relative_error) == (0.0, 0.0, 1.0)
+    assert nothing.mean_absolute_error is nothing.mean_log_error is None
+
+
+def test_scores_without_numbers_have_none() -> None:
+    scores = score_answers(["True", "False"], ["True", "True"], style="mathematics")
+    assert (scores.exact_match, scores.numeric, scores.by_kind) == (0.5, 0.0, {})
+    assert scores.answered is scores.number_accuracy is scores.capped_relative_error is None
+
+
+def test_scores_that_cannot_be() -> None:
+    with pytest.raises(ValueError, match=r"1 predicted and 2 expected answers and 2 kinds"):
+        score_answers(["1"], ["1", "2"], style="last")
+    with pytest.raises(ValueError, match="0 predicted and 0 expected"):
+        score_answers([], [], style="last")
+    with pytest.raises(ValueError, match="and 1 kinds"):
+        score_answers(["1", "2"], ["1", "2"], style="last", kinds=["a"])
+    with pytest.raises(TypeError, match=r"predicted is one string, .*pass \[text\]"):
+        score_answers("12", ["1", "2"], style="last")
+    with pytest.raises(ValueError, match=r"expected answer 1 \('2'\) has no answer of the style 'gsm8k'"):
+        score_answers(["1", "2"], ["#### 1", "2"], style="gsm8k")
+
+
+# ---- answering -------------------------------------------------------------------------------------------------------
+
+QUESTIONS = [Question(f"What is {a} + 1{'?' * (a % 5 + 1)}", str(a + 1)) for a in range(11)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_bpe_tokenizer([question.question + question.answer for question in QUESTIONS] * 3, 270)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    return tiny_model(
+        "llama", vocab_size=len(tokenizer), max_position_embeddings=64, bos_token_id=0, eos_token_id=0, pad_token_id=0
+    ).train()
+
+
+def test_answers_are_greedy_and_in_order(model: Any, tokenizer: Any) -> None:
+    answers = answer_questions(model, tokenizer, QUESTIONS, max_new_tokens=5, batch_size=3, progress=False)
+    assert model.training
+    rows = AnsweredQuestions.from_questions(QUESTIONS, tokenizer, max_length=64)
+    model.eval()
+    expected = []
+    for row, start in zip(rows, rows.prompt_lengths, strict=True):
+        ids = row["input_ids"][:start].tolist()
+        for _ in range(5):
+            with torch.no_grad():
+                ids.append(int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax()))
+            if ids[-1] == tokenizer.eos_token_id:
+                break
+        expected.append(tokenizer.decode(ids[start:], skip_special_tokens=True))
+    model.train()
+    assert len(set(expected)) > 3, "a shuffled order would show"
+    assert answers == expected
+
+
+def test_answers_with_another_separator(model: Any, tokenizer: Any) -> None:
+    answers = answer_questions(model, tokenizer, QUESTIONS[:4], max_new_tokens=5, separator=" = ", progress=False)
+    prompts = [f"{question.question} = " for question in QUESTIONS[:4]]
+    samples = sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=5, temperature=0.0, progress=False)
+    assert answers == [sample.continuation for sample in samples]
+    assert answers != answer_questions(model, tokenizer, QUESTIONS[:4], max_new_tokens=5, progress=False)
+
+
+def test_answering_that_cannot_be(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="questions is an empty list"):
+        answer_questions(model, tokenizer, [], max_new_tokens=5)
+    with pytest.raises(ValueError, match="max_new_tokens is 0"):
+        answer_questions(model, tokenizer, QUESTIONS, max_new_tokens=0)
+    with pytest.raises(ValueError, match=r"max_new_tokens=60 exceeds the model's context of 64"):
+        answer_questions(model, tokenizer, QUESTIONS, max_new_tokens=60)
+
+
+# ---- number tokens ---------------------------------------------------------------------------------------------------
+
+VALUES = torch.full((VOCAB,), math.nan)
+VALUES[3:13] = torch.arange(10.0)
+VALUES[20:25] = torch.tensor([7.0, -2.5, 100.0, 1e6, 7.0])  # a prefix variant of 7, and values far away
+
+
+def by_hand(model: Any, rows: list[tuple[list[int], list[int]]], temperature: float = 1.0) -> NumberTokenScores:
+    """One row and one label at a time, from the model's probabilities over the whole vocabulary."""
+    sums, tokens = [0.0] * 4, 0
+    model.eval()
+    for ids, labels in rows:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([ids])).logits[0].double() / temperature
+        for t in range(1, len(ids)):
+            if labels[t] == -100 or math.isnan(VALUES[labels[t]]):
+                continue
+            y, q = float(VALUES[labels[t]]), logits[t - 1].softmax(-1).tolist()
+            numbers = [(q[j], float(VALUES[j])) for j in range(VOCAB) if not math.isnan(VALUES[j])]
+            mass = sum(share for share, _ in numbers)
+            best = q.index(max(q))
+            sums[0] += float(VALUES[best]) == y
+            sums[1] += sum(share * abs(v - y) for share, v in numbers) / mass
+            sums[2] += sum(share * abs(log(v) - log(y)) for share, v in numbers) / mass
+            sums[3] += mass
+            tokens += 1
+    return NumberTokenScores(tokens, *(total / tokens for total in sums))
+
+
+def log(value: float) -> float:
+    return math.copysign(math.log(1 + abs(value)), value)
+
+
+def assert_close(ours: NumberTokenScores, theirs: NumberTokenScores) -> None:
+    for name, value in vars(theirs).items():
+        assert getattr(ours, name) == pytest.approx(value, rel=1e-5), name
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_number_tokens_by_hand(name: str, batch_size: int) -> None:
+    model = tiny_model(name).train()
+    ids = torch.randint(3, VOCAB, (7, 9), generator=torch.Generator().manual_seed(0))
+    blocks = PackedBlocks(ids)
+    scores = number_token_scores(model, blocks, VALUES, batch_size=batch_size, progress=False)
+    assert model.training
+    expected = by_hand(model, [(row, row) for row in ids.tolist()])
+    assert_close(scores, expected)
+    assert 0 < scores.number_mass < 1
+    cooler = number_token_scores(model, blocks, VALUES, batch_size=batch_size, temperature=0.5)
+    assert_close(cooler, by_hand(model, [(row, row) for row in ids.tolist()], temperature=0.5))
+    rows = AnsweredQuestions([row[: i + 1] for i, row in enumerate(ids.tolist())], [row[7:] for row in ids.tolist()])
+    items = [(row["input_ids"].tolist(), row["labels"].tolist()) for row in rows]
+    assert_close(number_token_scores(model, rows, VALUES, batch_size=batch_size), by_hand(model, items))
+
+
+def test_a_variant_of_equal_value_is_right() -> None:
+    model = tiny_model("phi").eval()  # its head has a bias
+    blocks = PackedBlocks(torch.full((1, 5), 10))  # the 7 at id 10
+    with torch.no_grad():
+        model.lm_head.bias[24] += 1e4  # the 7 at id 24
+    scores = number_token_scores(model, blocks, VALUES, batch_size=1)
+    assert (scores.accuracy, scores.expected_absolute_error, scores.number_mass) == (1.0, 0.0, pytest.approx(1.0))
+    with torch.no_grad():
+        model.lm_head.bias[2] += 2e4  # no number
+    scores = number_token_scores(model, blocks, VALUES, batch_size=1)
+    assert (scores.accuracy, scores.expected_absolute_error, scores.number_mass) == (0.0, 0.0, 0.0)
+
+
+def test_many_number_labels_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    blocks = PackedBlocks(torch.randint(3, 13, (5, 9), generator=torch.Generator().manual_seed(0)))
+    whole = number_token_scores(tiny_model("llama"), blocks, VALUES)
+    assert whole.tokens == 40
+    monkeypatch.setattr("otloss_llm.evaluation.answering.ROWS", 7)
+    assert_close(number_token_scores(tiny_model("llama"), blocks, VALUES), whole)
+
+
+@pytest.mark.parametrize("beyond", [-8, 0, 5])
+def test_number_labels_by_their_texts(tokenizer: Any, beyond: int) -> None:
+    """The head may be padded, or end before the tokenizer; what it cannot give is no label."""
+    rows = len(tokenizer) + beyond
+    model = tiny_model("gpt2", vocab_size=rows, n_positions=64)
+    data = PackedBlocks(torch.randint(1, len(tokenizer) - 8, (30, 20), generator=torch.Generator().manual_seed(0)))
+    values = torch.full((rows,), math.nan, dtype=torch.float64)
+    found = NumberTokens.of(tokenizer).values[:rows]
+    values[: len(found)] = found
+    scores = score_number_labels(model, tokenizer, data)
+    assert scores == number_token_scores(model, data, values)
+    words = AnsweredQuestions.from_questions([Question("1 + 1", "two")], tokenizer, max_length=64)
+    assert score_number_labels(model, tokenizer, words) is None, "the numbers of a question are no labels"
+
+
+def test_number_tokens_that_cannot_be() -> None:
+    model = tiny_model("llama")
+    blocks = PackedBlocks(torch.full((2, 5), 10))
+
+    def score(values: Any = VALUES, data: Any = blocks, batch_size: int = 2) -> NumberTokenScores:
+        return number_token_scores(model, data, values, batch_size=batch_size)
+
+    infinite = VALUES.clone()
+    infinite[4] = math.inf
+    for values, kind, message in (
+        (VALUES[:-1], ValueError, rf"values are {VOCAB - 1}, the model's head has {VOCAB} rows"),
+        (VALUES.expand(2, -1), ValueError, rf"shape \(2, {VOCAB}\)"),
+        (torch.full((VOCAB,), math.nan), ValueError, f"none of the {VOCAB} values is a number"),
+        (infinite, ValueError, "hold inf at token 4"),
+        (torch.arange(VOCAB), TypeError, "values has dtype torch.int64, expected a floating"),
+        (VALUES.tolist(), TypeError, "values is a list, expected a torch.Tensor"),
+    ):
+        with pytest.raises(kind, match=message):
+            score(values)
+    with pytest.raises(ValueError, match="none of the labels of the 2 rows is a number"):
+        score(data=PackedBlocks(torch.full((2, 5), 15)))
+    with pytest.raises(ValueError, match="batch_size is 0"):
+        score(batch_size=0)
+    with pytest.raises(ValueError, match="a row has 33 tokens, the model's context is 32"):
+        score(data=PackedBlocks(torch.full((1, 33), 10)))
+    with pytest.raises(ValueError, match=f"from 10 to {VOCAB}, outside the model's vocabulary"):
+        score(data=PackedBlocks(torch.tensor([[10, VOCAB]])))
+    with pytest.raises(ValueError, match="no rows to score"):
+        score(data=PackedBlocks(torch.empty((0, 5), dtype=torch.long)))
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def asked(tmp_path: Path) -> Path:
+    path = tmp_path / "sums.jsonl"
+    records = [{"question": q.question, "answer": q.answer, "module": f"m{len(q.answer)}"} for q in QUESTIONS]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
+    return path
+
+
+def test_evaluate_prints_the_scores_of_the_answers(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
+    output, predictions = tmp_path / "scores.json", tmp_path / "predictions.jsonl"
+    given = ["evaluate", *options(model_name_or_path=tiny.gpt2, questions=asked, max_new_tokens=6)]
+    ended = cli(*given, *options(output_file=output, predictions_file=predictions))
+    assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in predictions.read_text("utf-8").split("\n") if line]
+    assert [(line["question"], line["expected"]) for line in lines] == [(q.question, q.answer) for q in QUESTIONS]
+    results = ended.json
+    assert read(output) == results
+    assert results["cut_short"] == 0
+    assert "note:" not in ended.err
+    assert (results["questions"], results["answer_style"], results["max_new_tokens"]) == (str(asked), "mathematics", 6)
+    assert "perplexity" not in results
+    scores = score_answers(
+        [line["predicted"] for line in lines], [line["expected"] for line in lines], style="mathematics",
+        kinds=[f"m{len(question.answer)}" for question in QUESTIONS],
+    )  # fmt: skip
+    assert results["answers"] == vars(scores)
+    assert scores.exact_match == sum(line["correct"] for line in lines) / len(lines)
+    prompts = [question.question + "\n" for question in QUESTIONS]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    samples = sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=6, temperature=0.0)
+    assert [line["predicted"] for line in lines] == [sample.continuation for sample in samples]
+    numbers = number_token_scores(
+        model, AnsweredQuestions.from_questions(QUESTIONS, tokenizer, max_length=64), NumberTokens.of(tokenizer).values
+    )
+    assert numbers.tokens >= len(QUESTIONS)
+    assert results["answer_number_tokens"] == {"questions": len(QUESTIONS)} | vars(numbers)
+
+
+def test_right_answers_that_are_too_long_are_counted(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """Too long for the limit: they cannot be given. Too long for the context: nor be scored, and the rest are."""
+    fitting = [Question("7?", "Nine.\n#### 9"), Question("2?", "#### 3")]
+    questions = [*fitting, Question("8?", "!" * CONTEXT + "\n#### 9")]
+    asked = tmp_path / "asked.jsonl"
+    asked.write_text("".join(json.dumps({"question": q.question, "answer": q.answer}) + "\n" for q in questions))
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    first, second, longest = (len(tokenizer(question.answer)["input_ids"]) for question in questions)
+    assert second < first < CONTEXT <= longest
+    given = ["evaluate", *options(model_name_or_path=tiny.gpt2, questions=asked)]
+    for limit, cut_short in ((first, 1), (first - 1, 2), (1, 3)):
+        ended = cli(*given, *options(max_new_tokens=limit))
+        assert ended.json["cut_short"] == cut_short
+        assert f"{cut_short} of 3 right answers are longer than max_new_tokens={limit} (the longest has {longest})" in (
+            ended.err
+        )
+        assert "note: 1 of 3 questions exceed the model's context with their answers, and are left out" in ended.err
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
+    rows = AnsweredQuestions.from_questions(fitting, tokenizer, max_length=CONTEXT)
+    numbers = number_token_scores(model, rows, NumberTokens.of(tokenizer).values)
+    assert ended.json["answer_number_tokens"] == {"questions": 2} | vars(numbers)
+    assert f"max_new_tokens={CompareArguments().max_new_tokens} exceeds" in cli(*given).error, "one default"
+
+
+def test_answers_in_words_have_no_number_tokens(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    asked, text = tmp_path / "asked.jsonl", tmp_path / "text.txt"
+    asked.write_text('{"question": "1?", "answer": "one"}\n{"question": "2?", "answer": "two"}\n', "utf-8")
+    text.write_text("A dog sleeps. " * 20, "utf-8")
+    ended = cli("evaluate", *options(
+        model_name_or_path=tiny.gpt2, questions=asked, text=text, block_size=24, max_new_tokens=9,
+    ))  # fmt: skip
+    assert ended.json["answers"]["questions"] == 2
+    assert {"number_tokens", "answer_number_tokens"}.isdisjoint(ended.json)
+
+
+def test_a_tokenizer_without_an_end(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    tokenizer.eos_token = None
+    tokenizer.save_pretrained(tmp_path / "endless")
+    ended = cli("evaluate", *options(
+        model_name_or_path=tiny.gpt2, tokenizer_name=tmp_path / "endless", questions=asked, max_new_tokens=3,
+    ))  # fmt: skip
+    assert "note: 11 of 11 questions have answers that no EOS can end" in ended.err
+    assert ended.json["answers"]["questions"] == len(QUESTIONS)
+    assert "answer_number_tokens" not in ended.json
+
+
+def test_evaluate_on_text_and_some_questions(cli: Cli, tiny: Tiny, asked: Path) -> None:
+    both = options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=24, questions=asked, max_new_tokens=2)
+    results = cli("evaluate", *both, *options(num_questions=3, answer_style="last")).json
+    text = cli("evaluate", *options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=24)).json
+    assert results["answers"]["questions"] == 3
+    assert results["answer_style"] == "last"
+    assert results["perplexity"] == text["perplexity"]
+    own = {"questions", "answer_style", "max_new_tokens", "cut_short", "answers", "answer_number_tokens"}
+    assert {*text} | own == {*results}
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    blocks = PackedBlocks.from_texts([tiny.text.read_text("utf-8")], tokenizer, 24)
+    scores = number_token_scores(model, blocks, NumberTokens.of(tokenizer).values)
+    assert scores.tokens > 100
+    assert results["number_tokens"] == vars(scores)
+
+
+def test_evaluations_that_cannot_be(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
+    bare = ["evaluate", *options(model_name_or_path=tiny.gpt2)]
+    given = [*bare, *options(questions=asked)]
+    assert "--text, --questions, or both" in cli(*bare).error
+    error = cli(*bare, *options(text=tiny.text, num_questions=0, answer_style="last")).error
+    assert "--answer_style, --num_questions need --questions; name one, or leave this out" in error
+    assert "--max_new_tokens needs --questions" in cli(*bare, *options(text=tiny.text, max_new_tokens=5)).error
+    stray = options(cost_embedding="nope", text_column="z", block_size=7, split="train")
+    error = cli(*given, *stray).error
+    assert "--text_column, --split, --block_size, --cost_embedding need --text" in error
+    mixed = tmp_path / "mixed.jsonl"
+    mixed.write_text('{"question": "1?", "answer": "#### 1"}\n{"question": "2?", "answer": "2"}\n', "utf-8")
+    error = cli(*bare, *options(questions=mixed, num_questions=1)).error
+    assert "expected answer 1 ('2') has nothing behind a ####, while 1 of 2 have" in error
+    assert "--answer_style" in error
+    assert "none.jsonl" in cli(*bare, *options(questions=tmp_path / "none.jsonl")).error
+    assert "invalid choice: 'gsm'" in cli(*given, *options(answer_style="gsm")).error
+    assert (
+        "expected answer 0 ('1') has no answer of the style 'gsm8k'"
+        in cli(*given, *options(answer_style="gsm8k")).error
+    )
+    assert "num_questions is 0" in cli(*given, *options(num_questions=0)).error
+    assert "context" in cli(*given, *options(max_new_tokens=CONTEXT)).error
+    assert "exists already" in cli(*given, *options(predictions_file=asked)).error
+    same = tmp_path / "same.json"
+    assert "name two files" in cli(*given, *options(predictions_file=same, output_file=same)).error
+    assert not same.exists()
+
+
+@needs_data
+def test_a_pretrained_model_answers_gsm8k(cli: Cli) -> None:
+    if not (DATA / "models/stories260K").is_dir():
+        pytest.skip("no model at hand")
+    results = cli("evaluate", *options(
+        model_name_or_path=DATA / "models/stories260K", questions=GSM8K, num_questions=6, max_new_tokens=8,
+    )).json  # fmt: skip
+    assert results["answer_style"] == "gsm8k"
+    assert results["answers"]["numeric"] == 1.0
+    assert results["answers"]["capped_relative_error"] == 1.0, "it tells stories"

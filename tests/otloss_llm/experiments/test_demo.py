@@ -1,0 +1,53 @@
+"""The demo at a hundredth of its length and on a corner of its corpus: report, figure and table come out."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+pytest.importorskip("matplotlib")
+
+DEMO = Path(__file__).parents[3] / "examples/emo_demo.py"
+CORNER = 150  # documents of each package
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    spec = importlib.util.spec_from_file_location("emo_demo", DEMO)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    whole = module.docstring_corpus
+    monkeypatch.setattr(module, "docstring_corpus", lambda package: whole(f"{package}.linear_model"
+                        if package == "sklearn" else f"{package}.stats")[:CORNER])  # fmt: skip
+    return module
+
+
+def test_the_demo_leaves_table_report_figure_and_samples(
+    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    monkeypatch.setattr(sys, "argv", ["emo_demo.py", "--output", str(tmp_path), "--scale", "0.01", "--seeds", "1"])
+    try:
+        demo.main()
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+    table = capsys.readouterr().out
+    report = (tmp_path / "compare/report.md").read_text(encoding="utf-8")
+    for arm in demo.ARMS:
+        assert f"| {arm} |" in table
+        assert f"| {arm} |" in report
+    assert (tmp_path / "compare/figure.png").stat().st_size > 10_000
+    assert (tmp_path / "compare/samples.md").is_file()
+    assert (tmp_path / "compare/report.json").is_file()

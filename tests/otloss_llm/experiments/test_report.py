@@ -1,0 +1,206 @@
+"""The report's table, samples and figure, on made-up results."""
+
+from __future__ import annotations
+
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from otloss_llm.experiments import report
+from otloss_llm.experiments.compare import HUMAN, START
+from otloss_llm.experiments.report import summarise, write_report
+
+NASTY = (
+    "a | b",
+    "`code` and ``more``",
+    "first\nsecond\r\nthird",
+    "*stars* __under__ [link](x) <b>bold</b> &amp; $x$ ~~no~~ \\ back\\slash \\| end",
+    "| --- |",
+    "",
+    "# head",
+    "- item  two  blanks",
+)
+
+
+def made_up(arms: list[str], seeds: list[int], *, judged: bool = True, samples: tuple[str, ...] = ("x",)) -> dict:
+    """Results of the shape that run_comparison returns."""
+    generator = random.Random(0)
+    runs = []
+    for seed in seeds:
+        for number, arm in enumerate(arms):
+            run: dict[str, Any] = {"arm": arm, "training": arm.split("/T=")[0], "seed": seed, "samples": list(samples)}
+            run["test_perplexity"] = 20 + number + generator.random()
+            run["transport_cost"] = 0.6 - 0.01 * number + 0.001 * generator.random()
+            run["seconds_per_step"] = 0.05
+            runs.append(run | ({"judge_perplexity": 50 - number + generator.random()} if judged else {}))
+    reference = {"samples": list(samples)} | ({"judge_perplexity": 31.0} if judged else {})
+    start = {"samples": list(samples), "test_perplexity": 100.0, "transport_cost": 0.7}
+    prompts = [f"prompt {i}" for i in range(len(samples))]
+    return {"runs": runs, "failures": [], "prompts": prompts, "reference": reference, "start": start}
+
+
+def unescaped(cell: str) -> str:
+    """What a reader of the rendered table sees: its text, line ends from <br>."""
+    markdown_it = pytest.importorskip("markdown_it")
+    html = markdown_it.MarkdownIt("commonmark").enable(["table", "strikethrough"]).render(f"| a |\n|---|\n| {cell} |\n")
+    inner = html.split("<tbody>")[1].split("<td>")[1].split("</td>")[0]
+    for entity, char in (("<br>", "\n"), ("&lt;", "<"), ("&gt;", ">"), ("&quot;", '"'), ("&amp;", "&")):
+        inner = inner.replace(entity, char)
+    return inner
+
+
+def test_samples_are_shown_as_they_are(tmp_path: Path) -> None:
+    results = made_up(["mle", "emo"], [0], samples=NASTY)
+    results["prompts"] = list(NASTY)
+    write_report(results, tmp_path)
+    lines = (tmp_path / "samples.md").read_text(encoding="utf-8").split("\n")
+    cells = [line.removeprefix("| mle | ").removesuffix(" |") for line in lines if line.startswith("| mle |")]
+    assert len(cells) == len(NASTY)
+    for cell, text in zip(cells, NASTY, strict=True):
+        assert unescaped(cell).strip() == text.replace("\r\n", "\n").strip()
+    for name in (START, "mle", "emo", HUMAN):
+        assert sum(line.startswith(f"| {name} |") for line in lines) == len(NASTY)
+
+
+def test_each_prompt_shows_its_own_first_sample(tmp_path: Path) -> None:
+    results = made_up(["mle"], [3, 4], samples=("one", "two"))
+    for run in results["runs"]:
+        run["samples"] = [f"{run['seed']}{letter}" for letter in "abcd"]  # two for each prompt
+    write_report(results, tmp_path)
+    text = (tmp_path / "samples.md").read_text(encoding="utf-8")
+    assert "seed 3" in text
+    assert [line for line in text.splitlines() if line.startswith("| mle")] == ["| mle | 3a |", "| mle | 3c |"]
+
+
+def test_a_mean_is_over_all_seeds_or_not_given() -> None:
+    results = made_up(["mle"], [0, 1])
+    del results["runs"][1]["judge_perplexity"]
+    summary = summarise(results)["mle"]
+    assert "judge_perplexity" not in summary
+    assert summary["seconds_per_step"] == (50.0, 0.0)
+    assert math.isnan(summarise(made_up(["mle"], [0]))["mle"]["test_perplexity"][1])
+
+
+MANY = [f"mixce:{i / 20}" for i in range(11)] + ["emo", "emo/random", "mle/T=0.8"]
+
+
+@pytest.mark.parametrize("case", ["few", "many", "one", "no judge", "outlier", "judge of some"])
+def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: str) -> None:
+    """What it looks like was looked at; here it must only come out, and without a warning."""
+    pytest.importorskip("matplotlib")
+    arms = MANY if case == "many" else ["emo"] if case == "one" else ["mle", "tailr", "emo"]
+    results = made_up(arms, [0] if case == "one" else [0, 1], judged=case != "no judge")
+    if case == "outlier":
+        results["runs"][1] |= {"test_perplexity": 1596.0, "judge_perplexity": 2.0}
+    if case == "judge of some":
+        del results["runs"][0]["judge_perplexity"]
+    table = write_report(results, tmp_path)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert table.splitlines()[2].startswith(f"| {START} | 100.00 |")
+    assert "![figure](figure.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+def test_one_outlier_does_not_squash_the_rest() -> None:
+    pytest.importorskip("matplotlib")
+    results = made_up(["mle", "tailr", "mixce", "emo"], [0, 1])
+    for run in results["runs"]:
+        if run["arm"] == "emo":
+            run |= {"test_perplexity": 1e6, "judge_perplexity": 1e5, "transport_cost": 40.0}
+    trade, cost = report._figure_of_text(results).axes
+    assert trade.get_xlim()[1] < 30
+    assert cost.get_xlim()[1] < 1.0
+    said = [text.get_text() for axes in (trade, cost) for text in axes.texts]
+    assert "emo, off the axes: 1e+06, 1e+05" in said
+    assert "40.0000 →" in said
+
+
+def test_columns_say_how_much_they_are_about() -> None:
+    results = made_up(["mle", "emo"], [0, 1])
+    for run in results["runs"]:
+        run |= {"number_tokens": 37, "number_token_accuracy": 0.5}
+        if run["arm"] == "mle":
+            del run["judge_perplexity"]
+    heading = report.markdown_table(results).splitlines()[0]
+    assert "| number tokens right, % ↑ (n = 37) |" in heading
+    assert "| judge perplexity of samples ↓ (1 of 2 arms) |" in heading
+    assert "| test perplexity ↓ |" in heading
+
+
+def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+    write_report(made_up(["mle"], [0]), tmp_path)
+    assert "otloss[plot]" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert not (tmp_path / "figure.png").exists()
+
+
+def made_up_answers(arms: list[str], seeds: list[int], *, answered: bool = True) -> dict[str, Any]:
+    """Results of a comparison on questions."""
+    results = made_up(arms, seeds, judged=False, samples=("7", "x"))
+    generator = random.Random(1)
+    for run in [*results["runs"], results["start"]]:
+        for key in ("test_perplexity", "transport_cost"):
+            del run[key]
+        run |= {"exact_match": generator.random(), "answer_nll": 1.0, "numeric": 0.5}
+        run |= {"mean_log_error": generator.random() if answered else None, "by_kind": {"a": 0.25, "b": 0.75}}
+    told = {"count": 4, "style": "last", "kinds": {"a": 3, "b": 1}, "cut_short": 2, "seen": 1}
+    return results | {"questions": told, "settings": {"max_new_tokens": 7}}
+
+
+@pytest.mark.parametrize("case", ["few", "many", "one seed", "nobody answered", "one did not"])
+def test_the_report_on_questions(tmp_path: Path, case: str) -> None:
+    """As above, and the notes are its own."""
+    pytest.importorskip("matplotlib")
+    arms = [f"number_token:0.{i}/span-log" for i in range(10)] if case == "many" else ["mle", "emo", "emo+number"]
+    results = made_up_answers(arms, [0] if case == "one seed" else [0, 1], answered=case != "nobody answered")
+    if case == "one did not":
+        results["runs"][1]["mean_log_error"] = None
+    table = write_report(results, tmp_path)
+    assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
+    assert ("log error" in table) == (case != "nobody answered")
+    assert (f"| {START} |" in table, HUMAN in table) == (True, False)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "4 test questions" in text
+    assert "2 of the right answers are numbers" in text
+    assert "judge" not in text
+    assert "2 of the right answers are longer than the 7 tokens" in text
+    assert "1 of the test questions are among the training questions" in text
+    assert "An empty cell" in text
+    assert "`emo+number`: EMO whose" in text
+    assert f"| b | 1 | {' | '.join(['75.0'] * len(arms))} |" in text
+    share = f"{100 * results['start']['exact_match']:.1f}"
+    assert table.splitlines()[2].startswith(f"| {START} | {share} |")
+    if case == "one did not":
+        assert [line.split("|")[3].strip() == "" for line in table.splitlines()[3:6]] == [False, True, False]
+
+
+def test_a_kind_is_shown_as_it_is(tmp_path: Path) -> None:
+    results = made_up_answers(["mle"], [0])
+    results["questions"]["kinds"] = {"a | b": 3, "b": 1}
+    for run in results["runs"]:
+        run["by_kind"] = {"a | b": 0.5, "b": 0.25}
+    write_report(results, tmp_path)
+    assert "| a \\| b | 3 | 50.0 |" in (tmp_path / "report.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("arms", [["mle", "emo"], ["mle", "number_token/log"]])
+def test_notes_on_numbers_are_for_those_who_have_them(tmp_path: Path, arms: list[str]) -> None:
+    results, numeric = made_up(arms, [0, 1]), "number" in arms[1]
+    if numeric:
+        for run in results["runs"]:
+            run |= {"number_token_accuracy": 0.25, "number_token_log_error": 1.5}
+        results["start"] |= {"number_token_accuracy": 0.125}
+    table = write_report(results, tmp_path)
+    text = (tmp_path / "report.md").read_text(encoding="utf-8")
+    headings = [cell.strip() for cell in table.splitlines()[0].split("|")]
+    said = "share of the number tokens in the test text", "- `number_token`: likelihood", "number tokens right, % ↑"
+    assert [note in text for note in said] == [numeric] * 3
+    if numeric:
+        column = headings.index("number tokens right, % ↑")
+        cells = [line.split("|")[column].strip() for line in table.splitlines()[2:]]
+        assert cells == ["12.5", "25.0 ± 0.0", "25.0 ± 0.0", ""]

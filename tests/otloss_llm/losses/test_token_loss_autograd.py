@@ -1,0 +1,252 @@
+"""What autograd may ask of the token losses, and what they must not do: second order, no_grad, memory, autocast."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from otloss.costs import DenseCost
+from otloss_llm import EMO, MLE, EmbeddingCost, emo_loss, token_loss
+from tests.otloss_llm.oracles import OBJECTIVES, Problem, problem
+from tests.otloss_llm.scoring import IMPLEMENTATIONS, assert_all_close, fused, gradients
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_gradcheck(reduction: str, impl: str) -> None:
+    # Objectives without stop-gradient: their value is a function whose finite differences are its gradient.
+    for objective in (MLE(), EMO(0.7), OBJECTIVES["user"][0]):
+        given = problem(11, batch=(5,), vocab=6, width=3)
+        given.softcap = 4.0
+
+        def loss(*leaves: Tensor, given: Problem = given, objective: Any = objective) -> Tensor:
+            return fused(list(leaves), given, objective=objective, reduction=reduction, impl=impl, chunk_size=2).loss
+
+        assert torch.autograd.gradcheck(loss, given.leaves())
+        if impl == "reference":
+            assert torch.autograd.gradgradcheck(loss, given.leaves())
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_a_second_derivative_through_the_chunked_kernel_is_refused(reduction: str) -> None:
+    given = problem(12)
+    leaves = given.leaves()
+    loss = fused(leaves, given, objective=EMO(), reduction=reduction).loss.sum()
+    with pytest.raises(RuntimeError, match=r'no second derivative.*impl="reference"'):
+        torch.autograd.grad(loss, leaves, create_graph=True)
+
+
+def test_backward_again_over_a_retained_graph() -> None:
+    """The gradients of a mean are given away in the first backward pass, in place times its upstream gradient."""
+    given = problem(13)
+    for reduction in ("mean", "none"):
+        want = gradients(fused(plain := given.leaves(), given, objective=EMO(), reduction=reduction).loss.sum(), plain)
+        leaves = given.leaves()
+        loss = fused(leaves, given, objective=EMO(), reduction=reduction).loss.sum()
+        for upstream in (3.0, 1.0, -0.5):
+            got = torch.autograd.grad(loss, leaves, torch.tensor(upstream, dtype=loss.dtype), retain_graph=True)
+            assert_all_close(list(got), [upstream * g for g in want], 1e-14)
+        apart = [torch.autograd.grad(loss, leaf, retain_graph=True)[0] for leaf in leaves]
+        assert_all_close(apart, want, 1e-14)
+        loss.backward(retain_graph=True)
+        loss.backward()
+        assert_all_close([leaf.grad for leaf in leaves if leaf.grad is not None], [2 * g for g in want], 1e-14)
+
+
+def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    from otloss_llm.kernels import rows, rows_numba
+    from otloss_llm.kernels.gradients import Gradients
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("gradient work")
+
+    monkeypatch.setattr(Gradients, "add", refuse)
+    for sweeps in (rows, rows_numba):
+        monkeypatch.setattr(sweeps, "gradient_rows", refuse)
+    given = problem(14)
+    frozen = [leaf.detach() for leaf in given.leaves()]
+    for reduction in ("mean", "none"):
+        with torch.no_grad():
+            out = fused(given.leaves(), given, objective=EMO(), reduction=reduction)
+        assert not out.loss.requires_grad
+        assert not fused(frozen, given, objective=EMO(), reduction=reduction).loss.requires_grad
+        with torch.inference_mode():
+            fused(given.leaves(), given, objective=EMO(), reduction=reduction)
+    with pytest.raises(AssertionError, match="gradient work"):
+        fused(given.leaves(), given, objective=EMO())
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_activation_checkpointing_makes_gradients_once(
+    reduction: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    from otloss_llm.kernels.gradients import Gradients
+
+    given = problem(21)
+    cost = EmbeddingCost(given.embedding)
+
+    def loss(*leaves: Tensor) -> Tensor:
+        return fused([torch.tanh(leaves[0]), *leaves[1:]], given, objective=EMO(), cost=cost, reduction=reduction).loss
+
+    chunks, add = [0], Gradients.add
+
+    def counted(*args: Any) -> None:
+        chunks[0] += 1
+        add(*args)
+
+    monkeypatch.setattr(Gradients, "add", counted)
+    plain, leaves = given.leaves(), given.leaves()
+    expected = loss(*plain).sum()
+    want = gradients(expected, plain)
+    once, chunks[0] = chunks[0], 0
+    got = checkpoint(loss, *leaves, use_reentrant=reentrant).sum()
+    assert chunks[0] == 0
+    torch.testing.assert_close(got, expected)
+    got.backward()
+    assert_all_close([leaf.grad for leaf in leaves if leaf.grad is not None], want, 1e-14)
+    assert chunks[0] == once
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_the_full_logits_never_exist(dtype: torch.dtype) -> None:
+    """No tensor of the chunked forward and backward pass is as large as N x V."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Largest(TorchDispatchMode):
+        entries = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            out = func(*args, **(kwargs or {}))
+            for tensor in out if isinstance(out, (tuple, list)) else [out]:
+                if isinstance(tensor, Tensor):
+                    self.entries = max(self.entries, tensor.numel())
+            return out
+
+    given = problem(15, batch=(256,), vocab=64, width=4, ignored=0.0, dtype=dtype)
+    for reduction in ("mean", "none"):
+        with Largest() as seen:
+            leaves = given.leaves()
+            fused(leaves, given, objective=EMO(), reduction=reduction, chunk_size=16).loss.sum().backward()
+        assert seen.entries <= 16 * 64, seen.entries
+
+
+def test_labels_are_looked_at_once_whatever_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`unique` and `tolist` wait for a GPU: both are hoisted out of the loop over chunks."""
+    calls = {"unique": 0, "tolist": 0}
+    unique, tolist = torch.unique_consecutive, Tensor.tolist
+
+    def counting_unique(*args: Any, **kwargs: Any) -> Any:
+        calls["unique"] += 1
+        return unique(*args, **kwargs)
+
+    def counting_tolist(*args: Any) -> Any:
+        calls["tolist"] += 1
+        return tolist(*args)
+
+    monkeypatch.setattr(torch, "unique_consecutive", counting_unique)
+    monkeypatch.setattr(Tensor, "tolist", counting_tolist)
+    given = problem(16, batch=(200,))
+    fused(given.leaves(), given, objective=EMO(), chunk_size=5)
+    assert calls == {"unique": 1, "tolist": 1}
+
+
+def test_a_cost_of_another_dtype_than_the_logits() -> None:
+    given = problem(22)
+    narrow = EmbeddingCost(given.embedding.float())
+    for impl in IMPLEMENTATIONS:
+        leaves, again = given.leaves(), given.leaves()
+        got = fused(leaves, given, objective=EMO(), cost=narrow, impl=impl).loss
+        want = fused(again, given, objective=EMO(), impl=impl).loss
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
+        assert_all_close(gradients(got, leaves), gradients(want, again), 1e-6)
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_a_count_of_shape_one(impl: str) -> None:
+    given = problem(23)
+    got = fused(given.leaves(), given, objective=MLE(), num_items=torch.tensor([4.0]), impl=impl).loss
+    assert got.shape == ()
+    torch.testing.assert_close(got, fused(given.leaves(), given, objective=MLE(), num_items=4, impl=impl).loss)
+
+
+def test_cost_rows_are_made_once_for_each_label() -> None:
+    class Counting(DenseCost):
+        asked: list[int]
+
+        def rows(self, index: Tensor) -> Tensor:
+            self.asked += index.tolist()
+            return super().rows(index)
+
+    given = problem(16, batch=(200,))
+    cost = Counting(torch.rand(41, 41, dtype=torch.float64))
+    cost.asked = []
+    fused(given.leaves(), given, objective=EMO(), cost=cost, chunk_size=200)
+    assert sorted(cost.asked) == given.labels[given.labels >= 0].unique().tolist()
+
+
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["mle", "emo"])
+def test_autocast_equals_casting_by_hand(name: str, impl: str) -> None:
+    objective, _ = OBJECTIVES[name]
+    given = problem(17, dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        leaves = given.leaves()
+        loss = fused(leaves, given, objective=objective, impl=impl).loss
+    assert loss.dtype == torch.float32
+    by_hand = given.leaves()
+    expected = fused([leaf.bfloat16() for leaf in by_hand], given, objective=objective, impl=impl).loss
+    assert torch.equal(loss, expected)
+    assert_all_close(gradients(loss, leaves), gradients(expected, by_hand), 0.0)
+    full = fused(given.leaves(), given, objective=objective, impl=impl).loss
+    assert not torch.equal(loss, full)  # autocast did something
+
+
+def test_a_cost_that_is_no_embedding() -> None:
+    """An asymmetric cost with a price for staying: rows are those of the label."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.rand(41, 41, generator=generator, dtype=torch.float64)
+    given = problem(18)
+    kept = given.labels != -100
+    for impl in IMPLEMENTATIONS:
+        leaves = given.leaves()
+        out = fused(leaves, given, objective=EMO(2.0), cost=DenseCost(matrix), reduction="sum", impl=impl)
+        again = given.leaves()
+        log_q = torch.log_softmax(torch.nn.functional.linear(*again)[kept], -1)
+        label = given.labels[kept]
+        nll = -log_q.gather(-1, label[:, None])[:, 0]
+        expected = (nll + 2.0 * (log_q.exp() * matrix[label]).sum(-1)).sum()
+        torch.testing.assert_close(out.loss, expected, rtol=1e-12, atol=0)
+        assert_all_close(gradients(out.loss, leaves), gradients(expected, again))
+
+
+def test_a_learned_cost_needs_the_reference() -> None:
+    matrix = torch.rand(41, 41, dtype=torch.float64, requires_grad=True)
+    given = problem(19)
+    loss = fused(given.leaves(), given, objective=EMO(), cost=DenseCost(matrix), impl="reference").loss
+    assert gradients(loss, [matrix])[0].any()
+    with pytest.raises(ValueError, match=r'cost requires grad.*impl="reference"'):
+        fused(given.leaves(), given, objective=EMO(), cost=DenseCost(matrix))
+    with torch.no_grad():
+        fused(given.leaves(), given, objective=EMO(), cost=DenseCost(matrix))
+
+
+def test_the_drop_in() -> None:
+    given = problem(20, batch=(3, 7))
+    logits = torch.nn.functional.linear(*given.leaves()).detach().requires_grad_()
+    live = given.embedding.clone().requires_grad_()
+    for options in ({}, {"weighting": "transport"}, {"ratio_clip": 3.0}, {"weighting": 0.3}):
+        objective = EMO(**options)
+        expected = token_loss(logits, given.labels, objective=objective, cost=EmbeddingCost(given.embedding)).loss
+        for embedding in (live, EmbeddingCost(given.embedding)):
+            assert torch.equal(emo_loss(logits, given.labels, embedding, **options), expected)
+    emo_loss(logits, given.labels, live).backward()
+    assert live.grad is None
+    assert logits.grad is not None
+    none = emo_loss(logits, given.labels.where(given.labels >= 0, 5), live, reduction="none", ignore_index=5)
+    assert none.shape == (3, 7)

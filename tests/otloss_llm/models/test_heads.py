@@ -1,0 +1,547 @@
+"""Fused losses inside models of transformers: the loss and every gradient equal those of the model's own path."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from otloss_llm import EMO, MLE, EmbeddingCost, TokenLoss, linear_token_loss, token_loss
+from otloss_llm.models.heads import check_causal, find_head
+from otloss_llm.models.logit_transform import LogitTransform
+from otloss_llm.training.fused import ScoredHead, fused_loss, measure_transform, unwrap
+from tests.otloss_llm.tiny_models import TINY, VOCAB, tiny_batch, tiny_model
+
+# PEFT asks transformers for a name that transformers has deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+
+
+def aligned(labels: Tensor) -> Tensor:
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=-100)
+
+
+def scorer(labels: Tensor, **settings: Any) -> Callable[[Tensor, ScoredHead], TokenLoss]:
+    def score(hidden: Tensor, head: ScoredHead) -> TokenLoss:
+        return linear_token_loss(hidden, labels=labels, **head._asdict(), **settings)
+
+    return score
+
+
+def fused(model: nn.Module, batch: dict[str, Tensor], **settings: Any) -> dict[str, Tensor]:
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    transform = measure_transform(model, inputs)
+    with fused_loss(model, transform, scorer(aligned(batch["labels"]), **settings)):
+        out: dict[str, Tensor] = model(**inputs)
+    return out
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_training(model: nn.Module, batch: dict[str, Tensor]) -> None:
+    """MLE fused = the model's own loss; EMO fused = token_loss on the model's own logits; all gradients too."""
+    model.eval()  # no dropout
+    cost = EmbeddingCost.from_model(model)
+    labels = aligned(batch["labels"])
+    for objective in (MLE(), EMO()):
+        own = model(**batch)
+        dense = token_loss(own.logits, labels, objective=objective, cost=cost)
+        expected = own.loss if objective == MLE() else dense.loss
+        out = fused(model, batch, objective=objective, cost=cost, chunk_size=5)
+        torch.testing.assert_close(out["loss"], expected, rtol=2e-6, atol=0)
+        torch.testing.assert_close(out["nll"], dense.nll, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(out["cost"], dense.cost, rtol=1e-4, atol=1e-6)
+        made, wanted = gradients(model, out["loss"]), gradients(model, expected)
+        assert made.keys() == wanted.keys()
+        largest = max(float(gradient.norm()) for gradient in wanted.values())
+        for name, gradient in made.items():
+            # The second term: some gradients are 0 but for rounding (the bias of a key).
+            bound = 2e-5 * float(wanted[name].norm()) + 1e-6 * largest
+            assert float((gradient - wanted[name]).norm()) < bound, (objective, name)
+    assert "logits" in model(**batch)  # the model is as it was
+
+
+@pytest.mark.parametrize("name", TINY)
+def test_every_family_trains_as_by_its_own_loss(name: str) -> None:
+    assert_same_training(tiny_model(name), tiny_batch())
+
+
+@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "opt-projected", "phi"])
+@pytest.mark.parametrize("size", [VOCAB + 9, VOCAB - 5])
+def test_resized_embeddings(name: str, size: int) -> None:
+    model = tiny_model(name)
+    model.resize_token_embeddings(size)
+    batch = tiny_batch()
+    batch["input_ids"].clamp_(max=size - 1)
+    batch["labels"].clamp_(max=size - 1)
+    assert find_head(model).weight.shape[0] == size
+    assert_same_training(model, batch)
+
+
+def test_the_transform_of_the_logits_is_measured() -> None:
+    models = {name: tiny_model(name) for name in TINY}
+    found = {name: measure_transform(model, {"input_ids": tiny_batch()["input_ids"]}) for name, model in models.items()}
+    assert {name: t.scale for name, t in found.items() if t.scale != 1} == {"cohere": 0.25, "granite": 0.25}
+    assert {name: t.softcap for name, t in found.items() if t.softcap} == {"gemma2": 3.0, "recurrent_gemma": 2.0}
+    assert {name for name, model in models.items() if find_head(model).bias is not None} == {"phi"}
+    assert find_head(models["opt-projected"]).weight.shape == (VOCAB, 8)
+
+
+@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
+def test_a_trained_model() -> None:
+    folder = Path(__file__).parents[4] / "shared" / "data" / "models" / "stories260K"
+    if not folder.is_dir():
+        pytest.skip("needs stories260K in ../shared/data")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.randint(3, model.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
+    ids[:, 1:] = model.generate(ids[:, :1], max_length=20, min_length=20, do_sample=False)[:, 1:]
+    assert_same_training(model, {"input_ids": ids, "labels": ids.clone()})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", ["gpt2", "gemma2", "cohere", "granite", "phi"])
+def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
+    model, batch = tiny_model(name).to(dtype).eval(), tiny_batch()
+    expected = model(**batch).loss
+    out = fused(model, batch, objective=MLE())
+    assert out["loss"].dtype == torch.float32
+    torch.testing.assert_close(out["loss"], expected.float(), rtol=8 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_autocast_keeps_the_logits_of_the_ordinary_path() -> None:
+    model, batch = tiny_model("llama").eval(), tiny_batch()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected = model(**batch).loss
+        out = fused(model, batch, objective=MLE())
+    torch.testing.assert_close(out["loss"], expected, rtol=1e-6, atol=0)
+
+
+def test_gradient_checkpointing() -> None:
+    model, batch = tiny_model("llama").train(), tiny_batch()
+    expected = gradients(model, model(**batch).loss)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    made = gradients(model, fused(model, batch, objective=MLE())["loss"])
+    for name, gradient in made.items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+
+
+def test_outputs_as_tuples() -> None:
+    model, batch = tiny_model("gpt2").eval(), tiny_batch()
+    expected = model(**batch).loss
+    out = fused(model, batch | {"return_dict": False}, objective=MLE())
+    torch.testing.assert_close(out["loss"], expected)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_models_are_scored_afresh_at_every_call(backend: str) -> None:
+    """The hook and the head are swapped for each call: a compiled graph must not keep those of an earlier one."""
+    model = tiny_model("llama").eval()
+    compiled = torch.compile(model, backend=backend)
+    assert unwrap(compiled) is model
+    for seed in range(4):
+        batch = tiny_batch(seed)
+        own = (compiled if seed in (0, 2) else model)(**batch).loss
+        expected = gradients(model, own)
+        out = fused(compiled, batch, objective=MLE())
+        torch.testing.assert_close(out["loss"], own, rtol=1e-5, atol=0)
+        made = gradients(model, out["loss"])
+        for name, gradient in made.items():
+            torch.testing.assert_close(gradient, expected[name], rtol=1e-3, atol=1e-6)
+
+
+# ---- PEFT -----------------------------------------------------------------------------------------------------------
+
+
+def lora(model: nn.Module, **settings: Any) -> Any:
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", r=2, **settings))
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:  # zero at first: adapters would do nothing
+                parameter.normal_()
+    return adapted
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama", "phi"])
+def test_lora_with_a_frozen_head(name: str) -> None:
+    targets = ["c_attn"] if name == "gpt2" else ["q_proj"]
+    model = lora(tiny_model(name), target_modules=targets, fan_in_fan_out=name == "gpt2")
+    assert_same_training(model, tiny_batch())
+    assert not find_head(model).weight.requires_grad
+
+
+def test_lora_that_trains_the_head() -> None:
+    model = lora(tiny_model("llama"), target_modules=["q_proj"], modules_to_save=["lm_head"])
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "modules_to_save" in name:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    batch = tiny_batch()
+    assert_same_training(model, batch)
+    assert find_head(model).weight.requires_grad
+    model.eval()
+    with model.disable_adapter():
+        assert not find_head(model).weight.requires_grad
+        expected = model(**batch).loss
+        torch.testing.assert_close(fused(model, batch, objective=MLE())["loss"], expected)
+    assert find_head(model).weight.requires_grad
+
+
+def test_disabled_adapters_give_the_loss_of_the_base() -> None:
+    base, batch = tiny_model("llama").eval(), tiny_batch()
+    expected = base(**batch).loss
+    model = lora(base, target_modules=["q_proj"]).eval()
+    assert not torch.isclose(fused(model, batch, objective=MLE())["loss"], expected)
+    with model.disable_adapter():
+        torch.testing.assert_close(fused(model, batch, objective=MLE())["loss"], expected)
+
+
+def test_lora_on_the_head_is_refused_by_name() -> None:
+    model = lora(tiny_model("llama"), target_modules=["lm_head"])
+    with pytest.raises(
+        TypeError, match=r"head of PeftModelForCausalLM is wrapped in peft.tuners.lora.layer.Linear.*target_modules"
+    ):
+        find_head(model)
+
+
+def test_prompt_tuning_is_refused() -> None:
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    model = peft.get_peft_model(tiny_model("llama"), config)
+    with pytest.raises(ValueError, match="labels have shape"):
+        fused(model, tiny_batch(), objective=MLE())
+
+
+# ---- what becomes of the logits -------------------------------------------------------------------------------------
+
+
+class Altered(transformers.LlamaForCausalLM):
+    """A model that does something to its logits which no config tells."""
+
+    alter: Callable[[Tensor], Tensor]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        out.logits = type(self).alter(out.logits)
+        return out
+
+
+def altered(alter: Callable[[Tensor], Tensor]) -> Any:
+    kind = type("AlteredLlama", (Altered,), {"alter": staticmethod(alter)})
+    torch.manual_seed(0)
+    model = kind(transformers.LlamaConfig(**TINY["llama"][1], logit_scale=0.5)).eval()  # the config tells lies
+    with torch.no_grad():
+        model.lm_head.weight.mul_(100)  # logits that feel a cap
+    return model
+
+
+@pytest.mark.parametrize(
+    "alter",
+    [
+        lambda z: z,
+        lambda z: -z / 13,
+        lambda z: 3 * torch.tanh(z / 3),
+        lambda z: 2.5 * torch.tanh(0.7 * z / 2.5),
+        lambda z: 3000 * torch.tanh(1.1 * z / 3000),
+    ],
+    ids=["nothing", "scale", "cap", "scale and cap", "high cap"],
+)
+def test_unknown_models_train_as_by_their_own_logits(alter: Callable[[Tensor], Tensor]) -> None:
+    model, batch = altered(alter), tiny_batch()
+    cost, labels = EmbeddingCost.from_model(model), aligned(batch["labels"])
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    dense = token_loss(model(**inputs).logits, labels, objective=EMO(), cost=cost).loss
+    out = fused(model, batch, objective=EMO(), cost=cost)
+    torch.testing.assert_close(out["loss"], dense, rtol=2e-6, atol=0)
+    made, wanted = gradients(model, out["loss"]), gradients(model, dense)
+    for name, gradient in made.items():
+        assert float((gradient - wanted[name]).norm()) < 2e-5 * float(wanted[name].norm()) + 1e-7, name
+
+
+@pytest.mark.parametrize(
+    ("alter", "message"),
+    [
+        (lambda z: z + 1, r"off by .* at worst: a logit .* becomes"),
+        (lambda z: z.clamp(max=10), "scale 1 and no soft cap, is off by 0.99 at worst: a logit 1024 becomes 10, "),
+        (lambda z: z / (1 + z.abs() / 30), "is off by"),
+        (lambda z: z[..., :-2], r"shape is \(1, 3, 29\) where it was \(1, 3, 31\)"),
+        (lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., :1], -1e4)], -1), "becomes -10000, not"),
+        (lambda z: z.flip(-1), "is off by"),
+        (lambda z: z * torch.linspace(1, 1.001, z.shape[-1]), "is off by 0.0005"),
+        (lambda z: z.log_softmax(-1), "is off by"),
+        (lambda z: z * 0, "scale 0"),
+        (lambda z: z * nn.Parameter(torch.ones(())), "depend on parameters beside the head"),
+    ],
+    ids=["shift", "clamp", "another cap", "drop", "mask", "permute", "columns", "normalise", "nothing", "parameter"],
+)
+def test_another_transform_of_the_logits_is_refused(alter: Callable[[Tensor], Tensor], message: str) -> None:
+    model = altered(alter)
+    with pytest.raises(ValueError, match=f"AlteredLlama changes its logits after the head .*{message}"):
+        fused(model, tiny_batch(), objective=MLE())
+    assert "forward" not in vars(model.lm_head)  # undone after the error, too
+    assert not model._forward_hooks
+
+
+def test_a_model_that_changes_its_transform_is_refused() -> None:
+    """What was measured at the start is looked at in each pass: numbers of another model would be wrong."""
+    model = tiny_model("gemma2")
+    inputs = {"input_ids": tiny_batch()["input_ids"]}
+    transform = measure_transform(model, inputs)
+    model.config.final_logit_softcapping = 3.1
+    score = scorer(aligned(tiny_batch()["labels"]), objective=MLE())
+    with (
+        pytest.raises(ValueError, match=r"scale 1 and soft cap 3, is off by 0\.033"),
+        fused_loss(model, transform, score),
+    ):
+        model(**inputs)
+
+
+# ---- heads in other forms -------------------------------------------------------------------------------------------
+
+
+def assert_trains_as_its_own_logits(model: nn.Module, batch: dict[str, Tensor], tolerance: float = 2e-5) -> None:
+    """EMO fused = token_loss on the model's own logits, gradients too; what has none there has none here."""
+    cost, labels = EmbeddingCost.from_model(model), aligned(batch["labels"])
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    dense = token_loss(model(**inputs).logits.float(), labels, objective=EMO(), cost=cost).loss
+    wanted = gradients(model, dense)
+    out = fused(model, batch, objective=EMO(), cost=cost)
+    torch.testing.assert_close(out["loss"], dense, rtol=tolerance, atol=0)
+    made = gradients(model, out["loss"])
+    assert made.keys() == wanted.keys() != set()
+    largest = max(float(gradient.norm()) for gradient in wanted.values())
+    for name, gradient in made.items():
+        assert float((gradient - wanted[name]).norm()) < tolerance * float(wanted[name].norm()) + 1e-6 * largest, name
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_a_head_with_hooks_of_accelerate(offload: bool) -> None:
+    """`device_map` replaces the head's forward, and keeps offloaded weights on the meta device between calls."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    model, batch = tiny_model("phi").eval(), tiny_batch()
+    model.lm_head.requires_grad_(False)
+    plain = copy.deepcopy(model)
+    stored = {name: tensor.clone() for name, tensor in model.lm_head.state_dict().items()}
+    hook = hooks.AlignDevicesHook("cpu", offload=offload, weights_map=stored if offload else None)
+    hooks.add_hook_to_module(model.lm_head, hook)
+    assert model.lm_head.weight.is_meta == offload
+    assert torch.equal(find_head(model).weight, plain.lm_head.weight)
+    assert_trains_as_its_own_logits(model, batch)
+    assert model.lm_head.weight.is_meta == offload
+    expected = gradients(plain, fused(plain, batch, objective=MLE())["loss"])
+    for name, gradient in gradients(model, fused(model, batch, objective=MLE())["loss"]).items():
+        torch.testing.assert_close(gradient, expected[name])
+    model.lm_head.requires_grad_(True)
+    if offload:
+        with pytest.raises(TypeError, match=r"is offloaded .* gradient, which would be lost"):
+            fused(model, batch, objective=MLE())
+
+
+@pytest.mark.parametrize("name", ["llama", "llama-tied"])
+def test_trained_rows_of_the_head(name: str) -> None:
+    tokens = {"embed_tokens": [4, 5], "lm_head": [4, 7]} if name == "llama" else [4, 5]
+    model = lora(tiny_model(name), target_modules=["q_proj"], trainable_token_indices=tokens).eval()
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "trainable_tokens_delta" in key:
+                parameter.add_(torch.randn_like(parameter))
+    batch = tiny_batch()
+    assert_trains_as_its_own_logits(model, batch)
+    assert any("trainable_tokens_delta" in key for key, p in model.named_parameters() if p.grad is not None)
+    with model.disable_adapter():
+        expected = model(**batch).loss
+        torch.testing.assert_close(fused(model, batch, objective=MLE())["loss"], expected)
+
+
+class Stored(Tensor):
+    """A weight in 8 bits that can be given back, as torchao's and quanto's."""
+
+    @staticmethod
+    def of(weight: Tensor) -> Any:
+        scale = weight.detach().abs().amax(1, keepdim=True) / 127
+        made = (weight.detach() / scale).round().to(torch.int8).as_subclass(Stored)
+        made.scale = scale  # type: ignore[attr-defined]
+        return made
+
+    def dequantize(self) -> Tensor:
+        return self.as_subclass(Tensor).float() * self.scale  # type: ignore[attr-defined]
+
+
+class StoredLinear(nn.Linear):
+    """A head in 8 bits; `rounds_inputs` as LLM.int8() does, with logits that are no linear map of the hidden states."""
+
+    rounds_inputs = False
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False)
+        del self.weight
+        self.weight = Stored.of(linear.weight)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        if self.rounds_inputs:
+            unit = hidden.detach().abs().amax(-1, keepdim=True) / 127
+            hidden = (hidden / unit).round() * unit
+        return nn.functional.linear(hidden, self.weight.dequantize())
+
+
+def test_a_quantised_head_that_can_be_given_back() -> None:
+    model = tiny_model("llama").eval()
+    model.lm_head = StoredLinear(model.lm_head)
+    assert_trains_as_its_own_logits(model, tiny_batch())
+
+
+def test_a_quantised_head_that_rounds_its_inputs_is_refused() -> None:
+    model = tiny_model("llama").eval()
+    model.lm_head = StoredLinear(model.lm_head)
+    model.lm_head.rounds_inputs = True
+    with pytest.raises(TypeError, match=r"test_heads\.StoredLinear whose logits are not .*differ by 0\.0"):
+        fused(model, tiny_batch(), objective=MLE())
+
+
+def test_a_weight_that_cannot_be_read_is_refused_by_name() -> None:
+    class Linear8bitLt(nn.Linear):
+        pass
+
+    model = tiny_model("llama").eval()
+    model.lm_head = Linear8bitLt(16, VOCAB, bias=False)
+    model.lm_head.weight = nn.Parameter(torch.zeros(VOCAB, 16, dtype=torch.int8), requires_grad=False)
+    with pytest.raises(TypeError, match=r"Linear8bitLt with a weight of dtype torch.int8.*llm_int8_skip_modules"):
+        _ = find_head(model).weight
+    model.lm_head = nn.Sequential(nn.Linear(16, VOCAB))
+    with pytest.raises(TypeError, match=r"is a Sequential, expected torch\.nn\.Linear"):
+        find_head(model)
+
+
+def test_heads_of_torchao() -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny_model("llama").eval()
+    quantization.quantize_(model.lm_head, quantization.Int8WeightOnlyConfig())
+    assert_trains_as_its_own_logits(model, tiny_batch())
+
+
+def test_a_look_at_the_model_does_not_pack_its_weights() -> None:
+    class Packs(nn.Linear):  # as bitsandbytes' Linear4bit on a CPU with AVX512-BF16
+        support_avx512bf16_for_cpu = True
+
+        def forward(self, hidden: Tensor) -> Tensor:
+            assert self.training
+            return super().forward(hidden)
+
+    model = tiny_model("llama").eval()
+    model.model.layers[0].mlp.up_proj = Packs(16, 24, bias=False)
+    assert measure_transform(model, {"input_ids": tiny_batch()["input_ids"]}) == LogitTransform()
+    check_causal(model)
+
+
+def test_heads_of_bitsandbytes() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    model, batch = tiny_model("llama", hidden_size=64).eval(), tiny_batch()
+    linear = model.lm_head
+    model.lm_head = bnb.nn.Linear4bit(64, VOCAB, bias=False, compute_dtype=torch.float32, quant_type="nf4")
+    model.lm_head.load_state_dict({"weight": linear.weight.detach()})
+    model.lm_head.to("cpu")
+    assert model.lm_head.weight.dtype == torch.uint8
+    assert_trains_as_its_own_logits(model, batch)
+    model.lm_head = bnb.nn.Linear8bitLt(64, VOCAB, bias=False, has_fp16_weights=False)
+    model.lm_head.load_state_dict({"weight": linear.weight.detach()})
+    model.lm_head.to("cpu")
+    with pytest.raises(TypeError, match=r"is a bitsandbytes.nn.modules.Linear8bitLt with a weight of dtype torch.int8"):
+        fused(model, batch, objective=MLE())
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+def test_models_of_other_tasks_are_refused() -> None:
+    small = {"num_layers": 1, "num_heads": 2, "d_model": 16, "d_ff": 24, "d_kv": 8}
+    t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCAB, **small))
+    with pytest.raises(TypeError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        find_head(t5)
+    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
+    bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCAB, **small))
+    with pytest.raises(TypeError, match="BertForMaskedLM does not generate"):
+        find_head(bert)
+    config = tiny_model("gpt2").config
+    for kind in (transformers.GPT2Model, transformers.GPT2ForSequenceClassification):
+        with pytest.raises(TypeError, match=f"{kind.__name__} does not generate"):
+            find_head(kind(config))
+    with pytest.raises(TypeError, match="Linear has no output embedding"):
+        find_head(nn.Linear(2, 2))
+
+
+def test_heads_that_are_not_one_linear_map_are_refused() -> None:
+    class Scaled(nn.Linear):
+        def forward(self, input: Tensor) -> Tensor:
+            return 2 * super().forward(input)
+
+    class Adapted(nn.Linear):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.more = nn.Parameter(torch.zeros(16))  # does nothing yet
+
+        def forward(self, input: Tensor) -> Tensor:
+            return super().forward(input * (1 + self.more))
+
+    model = tiny_model("llama")
+    model.lm_head = Adapted(16, VOCAB)
+    with pytest.raises(TypeError, match=r"head of LlamaForCausalLM is a .*Adapted with parameters \['more'\]"):
+        find_head(model)
+    model.lm_head = Scaled(16, VOCAB)
+    with pytest.raises(TypeError, match=r"Scaled whose logits are not .*differ by 1 of"):
+        fused(model, tiny_batch(), objective=MLE())
+    model = tiny_model("llama")
+    model.lm_head.forward = patch = lambda hidden: 2 * nn.functional.linear(hidden, model.lm_head.weight)
+    with pytest.raises(TypeError, match=r"is a Linear whose logits are not .*differ by 1 of"):
+        fused(model, tiny_batch(), objective=MLE())
+    assert model.lm_head.forward is patch
+    model.lm_head.forward = lambda hidden: nn.functional.linear(hidden, model.lm_head.weight)  # harmless
+    assert_same_training(model, tiny_batch())
+
+
+def test_the_loss_that_balances_experts_is_handed_out() -> None:
+    fields = TINY["llama"][1] | {"num_local_experts": 2, "num_experts_per_tok": 1}
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields, output_router_logits=True)).eval()
+    batch = tiny_batch()
+    own = model(**batch)
+    out = fused(model, batch, objective=MLE())
+    torch.testing.assert_close(out["loss"] + model.router_aux_loss_coef * out["aux_loss"], own.loss)
+    assert_same_training(transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields)), batch)
+
+
+def test_a_head_that_is_not_called_once_is_refused() -> None:
+    class Twice(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            super().forward(*args, **kwargs)
+            return super().forward(*args, **kwargs)
+
+    class Never(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return self.model(*args, **kwargs)
+
+    config = transformers.LlamaConfig(**TINY["llama"][1])
+    with pytest.raises(ValueError, match="Twice calls its head more than once"):
+        fused(Twice(config), tiny_batch(), objective=MLE())
+    with pytest.raises(ValueError, match="Never did not call its head"):
+        fused(Never(config), tiny_batch(), objective=MLE())
+
+
+def test_an_error_of_the_score_leaves_the_model_as_it_was() -> None:
+    model, batch = tiny_model("gpt2").eval(), tiny_batch()
+    before = model(**batch).loss
+    batch["labels"][0, 5] = VOCAB
+    with pytest.raises(ValueError, match="outside the vocabulary"):
+        fused(model, batch, objective=MLE())
+    assert torch.equal(model(**tiny_batch()).loss, before)

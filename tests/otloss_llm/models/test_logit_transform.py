@@ -1,0 +1,46 @@
+"""Scale and soft cap, found from what becomes of placeholders."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from otloss_llm.models.logit_transform import LogitTransform, deviation, fitted_transform, placeholders
+
+SCALES = st.floats(0.02, 20.0) | st.floats(-20.0, -0.02) | st.sampled_from([1.0, 0.0625, 1 / 13, 1.01, 0.995])
+CAPS = st.none() | st.floats(1.0, 3000.0) | st.sampled_from([30.0, 50.0])
+
+
+@given(scale=SCALES, softcap=CAPS, vocab=st.integers(2, 300))
+def test_what_a_model_does_in_float32_is_found(scale: float, softcap: float | None, vocab: int) -> None:
+    before = placeholders(vocab)
+    after = before * scale
+    if softcap is not None:
+        after = torch.tanh(after / softcap) * softcap
+    found = fitted_transform(before, after, 1e-5)
+    assert deviation(found, before, after) < 1e-5
+    assert found.scale == pytest.approx(scale, rel=1e-5)
+    if softcap is None:
+        assert found.softcap is None
+    elif softcap < 1000 * abs(scale):  # a higher one changes even large placeholders by little
+        assert found.softcap == pytest.approx(softcap, rel=1e-3)
+
+
+@given(scale=SCALES, vocab=st.integers(30, 300), rounded=st.booleans())
+def test_rounding_to_16_bits_hides_no_scale(scale: float, vocab: int, rounded: bool) -> None:
+    """The tolerance of 16-bit models is 2^-6: within it 1.01 is no 1, be the logits rounded or not."""
+    before = placeholders(vocab)
+    after = (before.bfloat16() * scale).float() if rounded else before * scale
+    found = fitted_transform(before, after, 2.0**-6)
+    assert found.scale == pytest.approx(scale, rel=2.0**-7 if rounded else 1e-6)
+    assert found.softcap is None
+
+
+def test_what_is_neither_is_far_off() -> None:
+    before = placeholders(31)
+    for after in (before + 1e-3, before.clamp(max=100), before.flip(-1), before.relu(), before * torch.nan, 0 * before):
+        found = fitted_transform(before, after, 1e-5)
+        assert deviation(found, before, after) > 1e-2, found
+    assert fitted_transform(before, before, 1e-5) == LogitTransform()

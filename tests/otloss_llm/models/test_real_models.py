@@ -1,0 +1,60 @@
+"""The commands on a really pretrained model and real text; skipped where they are not at hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.otloss_llm.conftest import Cli, options, read  # noqa: E402
+
+DATA = Path(__file__).parents[4] / "shared/data"
+STORIES, SHAKESPEARE = DATA / "models/stories260K", DATA / "text/tinyshakespeare.txt"
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(not (STORIES.is_dir() and SHAKESPEARE.is_file()), reason="no model and text at hand"),
+]
+
+TRAINING = options(
+    model_name_or_path=STORIES, train_text=SHAKESPEARE, block_size=128, max_steps=40, learning_rate=1e-3,
+    per_device_train_batch_size=8, warmup_steps=4, logging_steps=10, save_steps=20, use_cpu=True, disable_tqdm=True,
+    validation_fraction=0.01,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("objective", ["mle", "tailr:1e-3", "mixce", "emo"])
+def test_each_objective_learns_shakespeare(cli: Cli, tmp_path: Path, objective: str) -> None:
+    run = tmp_path / "run"
+    assert cli("train", *TRAINING, *options(objective=objective, output_dir=run)).code == 0
+    log = [entry["nll"] for entry in read(run / "log.json") if "nll" in entry]
+    assert log == sorted(log, reverse=True), "of means over ten steps"
+    assert log[-1] < log[0] - 0.5
+    assert transformers.AutoModelForCausalLM.from_pretrained(run).config.vocab_size == 512
+
+    written = cli("generate", *options(model_name_or_path=run, prompt=["ROMEO:"], max_new_tokens=60))
+    assert written.out.startswith("--- 1\nROMEO:")
+    assert len(written.out.split()) > 10
+    test = tmp_path / "test.txt"
+    test.write_text(SHAKESPEARE.read_text(encoding="utf-8")[-20_000:], encoding="utf-8")
+    scores = cli("evaluate", *options(model_name_or_path=run, text=test, block_size=128)).json
+    before = cli("evaluate", *options(model_name_or_path=STORIES, text=test, block_size=128)).json
+    assert scores["perplexity"] < 0.5 * before["perplexity"]
+    assert 0 < scores["transport_cost"] < before["transport_cost"]
+
+
+def test_comparison_of_the_four(cli: Cli, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    arms = ["mle", "tailr:1e-3", "mixce:0.8", "emo"]
+    ended = cli("compare", *TRAINING, *options(
+        objectives=arms, seeds=[0, 1], judge=STORIES, output_dir=run, num_prompts=16, max_new_tokens=60,
+        test_fraction=0.02,
+    ))  # fmt: skip
+    assert ended.code == 0
+    report = read(run / "report.json")
+    assert [run["arm"] for run in report["runs"]] == arms * 2
+    assert all(run["test_perplexity"] < 0.5 * report["start"]["test_perplexity"] for run in report["runs"])
+    assert (run / "figure.png").is_file()

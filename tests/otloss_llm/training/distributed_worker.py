@@ -1,0 +1,180 @@
+"""What test_distributed.py runs in each process: `torchrun distributed_worker.py CHECK FOLDER`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[3]))
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken
+from otloss_llm.training.fused import fused_loss, measure_transform
+from tests.otloss_llm.models.test_heads import aligned, scorer
+from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
+from tests.otloss_llm.training.trainer_cases import rows, trainer
+
+BATCH, ROWS = 2, 24
+
+
+FSDP = {"fsdp": True, "fsdp_config": {
+    "version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"], "cpu_ram_efficient_loading": True,
+}}  # fmt: skip
+
+
+def train(folder: Path, name: str, per_device: int, *, fsdp: bool = False) -> None:
+    """Short runs of ObjectiveTrainer; one rank's rows hold many more labels, and more numbers, than the other's.
+
+    The model of the second rank is another one: DDP and FSDP (cpu_ram_efficient_loading) begin with the first rank's.
+    """
+    values = torch.where(torch.arange(VOCAB) % 3 == 0, torch.arange(VOCAB) % 10, torch.nan)
+    settings: dict[str, dict[str, Any]] = {"emo": {"objective": "emo"}}
+    if not fsdp:
+        settings["numbers"] = {"objective": NumberToken(), "cost": NumberCost(values)}
+    made = {kind: _run(folder / kind, name, per_device, fsdp, given) for kind, given in settings.items()}
+    if int(os.environ["RANK"]) == 0:
+        torch.save(made, folder / f"{name}.pt")
+
+
+def _run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, Any]) -> dict[str, Any]:
+    model = tiny_model("llama" if name.endswith("untied") else "llama-tied", seed=int(os.environ["RANK"]))
+    if fsdp:
+        let_accelerate_shard_on_a_cpu()
+    data = rows(ROWS)
+    for index in range(0, ROWS, 6):
+        data[index]["labels"] = [-100] * len(data[index]["labels"])
+    run = trainer(
+        folder, model, optim="sgd", max_steps=4, gradient_accumulation_steps=2,
+        per_device_train_batch_size=per_device, train_dataset=data, ddp_find_unused_parameters=False,
+        **given, **FSDP if fsdp else {},
+    )  # fmt: skip
+    run.train()
+    assert run.accelerator.is_fsdp2 == fsdp == hasattr(run.model.lm_head.weight, "placements")
+    whole = {key: p.full_tensor() if fsdp else p for key, p in run.model.named_parameters()}  # type: ignore[operator]
+    metrics = run.evaluate()
+    logs = [entry for entry in run.state.log_history if "nll" in entry]
+    wanted = ("loss", "nll", "transport_cost")
+    return {
+        "weights": {key: p.detach() for key, p in whole.items()},
+        "logs": [[entry[key] for key in wanted] for entry in logs],
+        "metrics": {key: metrics[f"eval_{key}"] for key in (*wanted, "perplexity")},
+    }
+
+
+def let_accelerate_shard_on_a_cpu() -> None:
+    """accelerate drops FSDP without a word where there is no GPU, though all that follows runs on gloo as well."""
+    import accelerate.state as state
+
+    init = state.AcceleratorState.__init__
+
+    def with_fsdp(self: Any, *args: Any, fsdp_plugin: Any = None, **kwargs: Any) -> None:
+        init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+        if fsdp_plugin is not None:
+            self.distributed_type, self.fsdp_plugin = state.DistributedType.FSDP, fsdp_plugin
+            state.PartialState._shared_state["distributed_type"] = self.distributed_type
+
+    state.AcceleratorState.__init__ = with_fsdp
+
+
+def step(model: nn.Module, batch: dict[str, Tensor], num_items: int, cost: EmbeddingCost) -> Tensor:
+    inputs = {key: value for key, value in batch.items() if key != "labels"}
+    score = scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, num_items=num_items, chunk_size=5)
+    with fused_loss(model, measure_transform(model, inputs), score):
+        loss: Tensor = model(**inputs)["loss"]
+    loss.backward()
+    return loss
+
+
+def own_half(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor]:
+    return {key: value.chunk(size)[rank] for key, value in batch.items()}
+
+
+def expected_step(name: str, batch: dict[str, Tensor], num_items: int) -> tuple[Tensor, dict[str, Tensor]]:
+    model = tiny_model(name)
+    loss = step(model, batch, num_items, EmbeddingCost.from_model(model))
+    return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
+
+
+def compare(model: nn.Module, loss: Tensor, expected: tuple[Tensor, dict[str, Tensor]], size: int) -> float:
+    """Largest relative error of the summed loss and the averaged gradients (times the number of processes)."""
+    dist.all_reduce(loss)
+    errors = [float((loss - expected[0]).abs() / expected[0])]
+    for name, parameter in model.named_parameters():
+        gradient: Any = parameter.grad
+        assert gradient is not None, name
+        full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+        want = expected[1][name.removeprefix("module.")]
+        errors.append(float((full * size - want).norm() / (want.norm() + 1e-4)))
+    return max(errors)
+
+
+def sharded(name: str, rank: int, size: int, *, head_apart: bool, reshard: bool) -> float:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (size,))
+    batch = tiny_batch(rows=4)
+    num_items = int((aligned(batch["labels"]) != -100).sum())
+    expected = expected_step(name, batch, num_items)
+    model: Any = tiny_model(name)
+    cost = EmbeddingCost.from_model(model)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+    if head_apart:
+        fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=reshard)
+    fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+    loss = step(model, own_half(batch, rank, size), num_items, cost)
+    error = compare(model, loss.detach().clone(), expected, size)
+    assert torch.equal(EmbeddingCost.from_model(model).dense(), cost.dense())  # gathers the shards of the head
+    return error
+
+
+def replicated(name: str, rank: int, size: int, *, idle: bool) -> float:
+    """Plain DDP; `idle`: the second rank has nothing but ignored labels, and still takes part."""
+    batch = tiny_batch(rows=4)
+    if idle:
+        batch["labels"][2:] = -100
+    num_items = int((aligned(batch["labels"]) != -100).sum())
+    expected = expected_step(name, batch, num_items)
+    model = DistributedDataParallel(tiny_model(name))
+    cost = EmbeddingCost.from_model(model.module)
+    loss = step(model, own_half(batch, rank, size), num_items, cost)
+    return compare(model, loss.detach().clone(), expected, size)
+
+
+def main() -> None:
+    check, folder = sys.argv[1], Path(sys.argv[2])
+    if check.startswith("one"):
+        train(folder, check, 2 * BATCH)
+    elif check.startswith(("ddp", "fsdp")):
+        train(folder, check, BATCH, fsdp=check.startswith("fsdp"))
+    else:
+        dist.init_process_group("gloo")
+        rank, size = dist.get_rank(), dist.get_world_size()
+        errors = {
+            "ddp": replicated("llama", rank, size, idle=False),
+            "ddp-tied": replicated("llama-tied", rank, size, idle=False),
+            "ddp-idle": replicated("llama", rank, size, idle=True),
+            "fsdp": sharded("llama", rank, size, head_apart=False, reshard=True),
+            "fsdp-tied": sharded("llama-tied", rank, size, head_apart=False, reshard=True),
+            "fsdp-head-apart": sharded("llama", rank, size, head_apart=True, reshard=True),
+            "fsdp-kept": sharded("llama", rank, size, head_apart=True, reshard=False),
+        }
+        if rank == 0:
+            torch.save(errors, folder / "errors.pt")
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+    # About one time in ten torch's threads abort an interpreter that shuts down after FSDP2 over gloo. All is written.
+    sys.stdout.flush(), sys.stderr.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""Run folders: what enters them, and that a killed run goes on to what an unbroken one gives."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+from safetensors.torch import load_file
+
+from otloss_llm import EmbeddingCost
+from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.training import runs
+from otloss_llm.training.loading import load_model, load_tokenizer
+from otloss_llm.training.runs import decisive_settings, last_complete_checkpoint, open_run, write_json
+from tests.otloss_llm.conftest import (
+    Cli,
+    Tiny,
+    module_command,
+    read,
+    save,
+    train_options,
+    without_wall_times,
+)
+
+
+def assert_same_run(first: Path, second: Path) -> None:
+    """Byte-equal weights, and the same log and results but for wall times."""
+    assert (first / "model.safetensors").read_bytes() == (second / "model.safetensors").read_bytes()
+    for name in ("log.json", "results.json"):
+        assert without_wall_times(read(first / name)) == without_wall_times(read(second / name)), name
+
+
+# ---- folders ----------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_is_entered_by_its_own_run_alone(tmp_path: Path) -> None:
+    folder = tmp_path / "deep/run"
+    assert open_run(folder, {"a": 1, "b": 2}) is None
+    write_json(folder / "log.json", [])
+    assert open_run(folder, {"b": 2, "a": 1}) is None
+    with pytest.raises(ValueError, match=r"holds another run \(b: 2 there, 3 asked for\)"):
+        open_run(folder, {"a": 1, "b": 3})
+    write_json(folder / "results.json", {"steps": 7})
+    assert open_run(folder, {"a": 1, "b": 2}) == {"steps": 7}
+
+
+def test_many_differences_are_cut_short(tmp_path: Path) -> None:
+    open_run(tmp_path, {f"k{i}": i for i in range(9)})
+    write_json(tmp_path / "log.json", [])
+    with pytest.raises(ValueError, match=r"k4: 4 there, None asked for; \.\.\."):
+        open_run(tmp_path, {})
+
+
+def test_a_run_that_kept_nothing_gives_way(tmp_path: Path) -> None:
+    open_run(tmp_path, {"a": 1})
+    (tmp_path / "results.json.partial-123").write_text("{", encoding="utf-8")  # killed while writing
+    (tmp_path / "checkpoint-5").mkdir()  # likewise
+    assert open_run(tmp_path, {"a": 2}) is None
+    assert read(tmp_path / "run.json") == {"a": 2}
+
+
+def test_a_kill_before_the_settings_were_written_leaves_a_folder_that_can_be_entered(tmp_path: Path) -> None:
+    (tmp_path / "run.json.partial-123").write_text("{", encoding="utf-8")
+    assert open_run(tmp_path, {"a": 1}) is None
+
+
+def test_other_files_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("mine", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"thesis\.tex"):
+        open_run(tmp_path, {})
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.skipif(os.name != "posix" or os.geteuid() == 0, reason="permissions do not bind this user")
+def test_a_read_only_folder(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    with pytest.raises(OSError, match="cannot write in the output folder"):
+        open_run(tmp_path, {})
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(OSError, match=r"cannot write in the output folder .* choose one that can be written"):
+        open_run(tmp_path, {})
+
+
+def test_json_is_replaced_in_one_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"old": 1})
+
+    def killed(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "replace", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_json(path, {"new": 2})
+    assert read(path) == {"old": 1}
+
+
+def test_last_complete_checkpoint(tmp_path: Path) -> None:
+    assert last_complete_checkpoint(tmp_path) is None
+    for step, state in ((9, "{}"), (10, "{}"), (100, '{"torn'), (101, None)):
+        (tmp_path / f"checkpoint-{step}").mkdir()
+        if state is not None:
+            (tmp_path / f"checkpoint-{step}/trainer_state.json").write_text(state, encoding="utf-8")
+    assert last_complete_checkpoint(tmp_path) == str(tmp_path / "checkpoint-10")
+
+
+@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
+def test_a_run_from_before_near_duplicates_were_set_to_zero_is_another_run(
+    cli: Cli, tiny: Tiny, tmp_path: Path
+) -> None:
+    model, tokenizer = load_model(str(tiny.llama)), load_tokenizer(str(tiny.llama))
+    model.resize_token_embeddings(len(tokenizer) + 8)
+    save(model, tokenizer, tmp_path / "model")
+    given = {"model_name_or_path": tmp_path / "model", "max_steps": 1}
+    assert cli(*train_options(tiny, tmp_path / "run", **given)).code == 0
+    settings = read(tmp_path / "run/run.json")
+    assert settings.pop("near_duplicates") == 8
+    write_json(tmp_path / "run/run.json", settings)
+    assert "near_duplicates: None there, 8 asked for" in cli(*train_options(tiny, tmp_path / "run", **given)).error
+    kept = cli(*train_options(tiny, tmp_path / "kept", cost_embedding="as-is", **given))
+    assert kept.code == 0
+    assert "near_duplicates" not in read(tmp_path / "kept/run.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [
+        ({"learning_rate": 1e-3}, "learning_rate"),
+        ({"objective": "mle"}, "objective"),
+        ({"block_size": 20}, "train_blocks"),
+        ({"seed": 7}, "seed"),
+        ({"cost_embedding": "shuffled"}, "cost_embedding"),
+        ({"lr_scheduler_type": "cosine"}, "lr_scheduler_type"),
+        ({"bf16": True}, "bf16"),
+    ],
+)
+def test_another_setting_is_another_run(
+    cli: Cli, tiny: Tiny, tmp_path: Path, changes: dict[str, Any], named: str
+) -> None:
+    cli(*train_options(tiny, tmp_path / "run", max_steps=1))
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()}
+    error = cli(*train_options(tiny, tmp_path / "run", max_steps=1, **changes)).error
+    assert f"{named}: " in error
+    assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_another_start_under_the_same_name_is_another_run(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    shutil.copytree(tiny.llama, tmp_path / "start")
+    given = train_options(tiny, tmp_path / "run", model_name_or_path=tmp_path / "start", max_steps=1)
+    cli(*given)
+    model = load_model(str(tmp_path / "start"))
+    with torch.no_grad():
+        model.get_output_embeddings().weight[5] += 1e-3
+    model.save_pretrained(tmp_path / "start")
+    assert "model_fingerprint" in cli(*given).error
+
+
+def test_what_only_reports_may_change_on_the_way(
+    cli: Cli, tiny: Tiny, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    first = cli(*train_options(tiny, tmp_path / "run", max_steps=2))
+    again = cli(*train_options(tiny, tmp_path / "run", max_steps=2, logging_steps=1, save_total_limit=7))
+    assert "nothing is trained again" in caplog.text
+    assert again.json == first.json
+
+
+def test_the_choice_of_the_best_checkpoint_is_decisive(tmp_path: Path) -> None:
+    from transformers import TrainingArguments
+
+    shared = {"output_dir": str(tmp_path), "eval_strategy": "steps", "use_cpu": True}
+    plain = decisive_settings(TrainingArguments(save_steps=10, **shared))
+    best = decisive_settings(TrainingArguments(save_steps=10, eval_steps=5, load_best_model_at_end=True, **shared))
+    assert "eval_steps" not in plain
+    assert (best["eval_steps"], best["save_steps"]) == (5, 10)
+
+
+# ---- going on ----------------------------------------------------------------------------------------------------
+
+
+def interrupt_at(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in the middle of step `step`."""
+
+    def stop(self: Any, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == step - 1:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(runs._StepTimer, "on_substep_end", stop)
+    monkeypatch.setattr(runs._StepTimer, "on_pre_optimizer_step", stop)
+
+
+@pytest.mark.parametrize("torn", [False, True])
+@pytest.mark.parametrize("changes", [{}, {"gradient_accumulation_steps": 2, "max_steps": -1, "num_train_epochs": 1}])
+def test_an_interrupted_run_ends_like_an_unbroken_one(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bool, changes: dict[str, Any]
+) -> None:
+    """With dropout, and EMO, whose cost is that of the start model though the weights are a checkpoint's."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    assert cli(*train_options(tiny, unbroken, **changes)).code == 0
+    with monkeypatch.context() as patch:
+        interrupt_at(11, patch)
+        ended = cli(*train_options(tiny, broken, **changes))
+    assert ended.code == 130
+    assert "interrupted" in ended.err
+    assert not (broken / "results.json").exists()
+    assert last_complete_checkpoint(broken) == str(broken / "checkpoint-8")
+    if torn:
+        (broken / "checkpoint-8/trainer_state.json").unlink()
+    assert cli(*train_options(tiny, broken, **changes)).code == 0
+    assert_same_run(unbroken, broken)
+
+
+@pytest.mark.parametrize("best", [False, True])
+@pytest.mark.parametrize("function", ["_finish", "write_json"])
+def test_killed_between_the_last_checkpoint_and_the_results(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str, best: bool
+) -> None:
+    """A constant learning rate, under which one step too many would show."""
+    changes: dict[str, Any] = {"lr_scheduler_type": "constant"}
+    if best:  # what it learns of one text makes the other ever less likely: the last checkpoint is not the best
+        for name, word in (("train_text", "ab "), ("validation_text", "xyz! ")):
+            changes[name] = tmp_path / f"{name}.txt"
+            changes[name].write_text(word * 1500, encoding="utf-8")
+        changes |= {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 4}
+    whole = getattr(runs, function)
+
+    def killed(*args: Any, **kwargs: Any) -> Any:
+        if function == "write_json" and args[0].name != "results.json":
+            return whole(*args, **kwargs)
+        raise KeyboardInterrupt
+
+    cli(*train_options(tiny, tmp_path / "unbroken", **changes))
+    if best:
+        *_, last, taken = [e["eval_nll"] for e in read(tmp_path / "unbroken/log.json") if "eval_nll" in e]
+        assert taken < last
+    with monkeypatch.context() as patch:
+        patch.setattr(runs, function, killed)
+        assert cli(*train_options(tiny, tmp_path / "broken", **changes)).code == 130
+    assert cli(*train_options(tiny, tmp_path / "broken", **changes)).code == 0
+    assert_same_run(tmp_path / "unbroken", tmp_path / "broken")
+
+
+def test_the_cost_of_a_resumed_run_is_the_start_models(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[EmbeddingCost] = []
+    make = EmbeddingCost.from_model.__func__
+
+    def spy(kind: type[EmbeddingCost], model: Any) -> EmbeddingCost:
+        seen.append(make(kind, model))
+        return seen[-1]
+
+    with monkeypatch.context() as patch:
+        interrupt_at(11, patch)
+        cli(*train_options(tiny, tmp_path / "run"))
+    monkeypatch.setattr(EmbeddingCost, "from_model", classmethod(spy))
+    cli(*train_options(tiny, tmp_path / "run"))
+    assert torch.equal(seen[0].unit, make(EmbeddingCost, load_model(str(tiny.llama))).unit)
+    assert not torch.allclose(seen[0].unit, make(EmbeddingCost, load_model(str(tmp_path / "run"))).unit, atol=1e-3)
+
+
+def test_weights_alone_are_no_point_to_go_on_from(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cli(*train_options(tiny, tmp_path / "unbroken"))
+    with monkeypatch.context() as patch:
+        interrupt_at(11, patch)
+        cli(*train_options(tiny, tmp_path / "broken", save_only_model=True))
+    cli(*train_options(tiny, tmp_path / "broken", save_only_model=True))
+    assert_same_run(tmp_path / "unbroken", tmp_path / "broken")
+
+
+def wait_for(condition: Any, process: subprocess.Popen[bytes], seconds: float = 100.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, "it ended before it could be killed"
+        assert time.monotonic() < deadline, "it never came so far"
+        time.sleep(0.002)
+
+
+def test_kill_9(tiny: Tiny, tmp_path: Path) -> None:
+    """The real thing: two processes, one killed between checkpoints and started again."""
+    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    changes = {"max_steps": 150, "save_steps": 30, "logging_steps": 20}
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+
+    def start(folder: Path) -> subprocess.Popen[bytes]:
+        command = module_command(*train_options(tiny, folder, **changes))
+        with (tmp_path / f"{folder.name}.err").open("ab") as log:
+            return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environment)
+
+    victim = start(broken)
+    wait_for((broken / "checkpoint-60/trainer_state.json").exists, victim)
+    time.sleep(0.05)
+    victim.send_signal(signal.SIGKILL)
+    assert victim.wait(10) == -signal.SIGKILL
+    assert not (broken / "results.json").exists()
+    for folder in (broken, unbroken):
+        assert start(folder).wait(120) == 0, (tmp_path / f"{folder.name}.err").read_text()
+    assert_same_run(unbroken, broken)
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_processes_write_one_run(tiny: Tiny, tmp_path: Path) -> None:
+    """torchrun with gloo on the CPU: one folder, one result, as one process gives with twice the batch."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    single = train_options(tiny, tmp_path / "one", per_device_train_batch_size=4, model_name_or_path=tiny.gpt2)
+    double = train_options(tiny, tmp_path / "two", per_device_train_batch_size=2, model_name_or_path=tiny.gpt2)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    for command in (module_command(*single), [*torchrun, "-m", "otloss_llm", *double]):
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert done.returncode == 0, done.stderr
+        results = json.loads(done.stdout)
+    assert results == read(tmp_path / "two/results.json")
+    one = read(tmp_path / "one/results.json")
+    assert results["eval_nll"] == pytest.approx(one["eval_nll"], abs=0.1)  # dropout differs
+    assert load_file(tmp_path / "two/model.safetensors").keys() == load_file(tmp_path / "one/model.safetensors").keys()
+    assert load_model(str(tmp_path / "two"))
+
+
+def test_text_is_tokenised_once_and_again_when_it_changed(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text, tokenised, from_texts = tmp_path / "text.txt", [], PackedBlocks.from_texts
+
+    def counted(*args: Any, **kwargs: Any) -> PackedBlocks:
+        tokenised.append(args)
+        return from_texts(*args, **kwargs)
+
+    monkeypatch.setattr(PackedBlocks, "from_texts", counted)
+    text.write_text(tiny.text.read_text(encoding="utf-8"), encoding="utf-8")
+    given = {"train_text": text, "max_steps": 1, "objective": "mle"}
+    first = cli(*train_options(tiny, tmp_path / "run", **given))
+    assert len(tokenised) == 1
+    kept = list((tmp_path / "run").glob("tokens-*.npz"))
+    assert len(kept) == 1
+    (tmp_path / "run/results.json").unlink()
+    assert cli(*train_options(tiny, tmp_path / "run", **given)).json["eval_nll"] == first.json["eval_nll"]
+    assert len(tokenised) == 1, "the same text is not tokenised again"
+    kept[0].write_bytes(b"damaged")
+    assert cli(*train_options(tiny, tmp_path / "run", **given)).code == 0
+    text.write_text("Other text. " * 200, encoding="utf-8")
+    assert "train_blocks" in cli(*train_options(tiny, tmp_path / "run", **given)).error
+    assert len(tokenised) == 3
+    assert list((tmp_path / "run").glob("tokens-*.npz")) == kept, "nothing is written into a folder of another run"
+
+
+def test_a_damaged_settings_file_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    cli(*train_options(tiny, folder))
+    (folder / "run.json").write_text("{", encoding="utf-8")
+    done = cli(*train_options(tiny, folder))
+    assert done.code == 2
+    assert "run.json is damaged" in done.error
+
+
+# PEFT asks transformers for a name that transformers has deprecated.
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")
+def test_an_adapter_is_refused_before_anything_is_written(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(load_model(str(tiny.llama)), peft.LoraConfig(target_modules=["q_proj"]))
+    model.save_pretrained(tmp_path / "adapter")
+    load_tokenizer(str(tiny.llama)).save_pretrained(tmp_path / "adapter")
+    done = cli(*train_options(tiny, tmp_path / "run", model_name_or_path=tmp_path / "adapter"))
+    assert done.code == 2
+    assert "merge_and_unload" in done.error
+    assert not (tmp_path / "run").exists()

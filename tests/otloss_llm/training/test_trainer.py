@@ -1,0 +1,233 @@
+"""ObjectiveTrainer: the loss of an accumulated batch, logs, mixed precision, PEFT, resuming."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from otloss_llm import EMO, EmbeddingCost, MixCE, ObjectiveMixin, token_loss
+from otloss_llm.data.blocks import PackedBlocks
+from tests.otloss_llm.tiny_models import tiny_model
+from tests.otloss_llm.training.trainer_cases import (
+    WARNINGS,
+    assert_same_weights,
+    by_hand,
+    logs,
+    one_step,
+    padded,
+    rows,
+    trainer,
+)
+
+pytestmark = WARNINGS
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_mle_is_the_plain_trainer_step_for_step(tmp_path: Path, name: str, accumulation: int) -> None:
+    first = tiny_model(name, **({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}))
+    second = copy.deepcopy(first)
+    data = rows(24)
+    if name == "gpt2":  # the plain trainer counts the first label of GPT-2's rows, though nothing predicts it
+        data = [row | {"labels": [-100, *row["labels"][1:]]} for row in data]
+    settings: dict[str, Any] = {
+        "gradient_accumulation_steps": accumulation, "max_steps": 4, "optim": "sgd", "train_dataset": data
+    }  # fmt: skip
+    ours = trainer(tmp_path, first, objective="mle", **settings)
+    plain = trainer(tmp_path, second, kind=transformers.Trainer, **settings)
+    ours.train(), plain.train()
+    assert logs(ours, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)
+    assert_same_weights(first, second, 1e-5)
+    assert logs(ours, "nll") == pytest.approx(logs(ours, "loss"), rel=1e-5)
+
+
+@pytest.mark.parametrize("objective", ["mle", "emo", "emo:transport", "tailr:0.8", "mixce:0.5", "emo:0.5"])
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_accumulation_equals_one_large_batch(tmp_path: Path, name: str, objective: str) -> None:
+    """4 x 2 rows with unequal numbers of labels = 1 x 8, and both = the mean over predicted tokens by hand."""
+    model = tiny_model(name).eval()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    data = rows(8)
+    large = one_step(tmp_path, copy.deepcopy(model), objective, per_device_train_batch_size=8, train_dataset=data)
+    small = one_step(
+        tmp_path, copy.deepcopy(model), objective,
+        per_device_train_batch_size=2, gradient_accumulation_steps=4, train_dataset=data,
+    )  # fmt: skip
+    batch = padded(data)
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    parsed = trainer(tmp_path, copy.deepcopy(model), objective=objective).objective
+    loss = token_loss(logits, batch["labels"][:, 1:], objective=parsed, cost=EmbeddingCost.from_model(model)).loss
+    loss.backward()
+    for key, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        largest = float(parameter.grad.abs().max())
+        for made in (large, small):
+            torch.testing.assert_close(made[key], parameter.grad, rtol=1e-3, atol=1e-4 * largest + 1e-6)
+
+
+def test_a_batch_of_ignored_labels_changes_nothing(tmp_path: Path) -> None:
+    data = [{"input_ids": [3, 4, 5, 6], "labels": [-100] * 4}] * 4
+    assert not any(
+        change.any() for change in one_step(tmp_path, tiny_model("llama"), "emo", train_dataset=data).values()
+    )
+    # Beside others in the accumulated batch it adds nothing.
+    model = tiny_model("llama")
+    alone = one_step(tmp_path, copy.deepcopy(model), "emo", train_dataset=rows(4))
+    both = one_step(tmp_path, copy.deepcopy(model), "emo", train_dataset=rows(4) + data, per_device_train_batch_size=8)
+    for name, change in alone.items():
+        torch.testing.assert_close(both[name], change, rtol=1e-4, atol=1e-6)
+
+
+def test_objectives_train_differently_and_emo_lowers_the_transport_cost(tmp_path: Path) -> None:
+    made = {}
+    for objective in ("mle", "emo"):
+        run = trainer(tmp_path, tiny_model("llama"), objective=objective, max_steps=12, eval_dataset=rows(24))
+        before = run.evaluate()
+        run.train()
+        made[objective] = (before, run.evaluate(), run)
+    for before, after, _ in made.values():
+        assert after["eval_nll"] < before["eval_nll"]
+        assert after["eval_transport_cost"] < before["eval_transport_cost"]
+    emo, mle = made["emo"][2], made["mle"][2]
+    assert logs(emo, "loss") == pytest.approx(logs(emo, "nll"), rel=1e-5)  # the value of EMO is nll
+    assert len(logs(emo, "transport_cost")) == 12
+    assert not logs(mle, "transport_cost")  # computed only where the objective reads it
+    assert made["emo"][1]["eval_transport_cost"] < made["mle"][1]["eval_transport_cost"]
+
+
+@pytest.mark.parametrize("steps", [1, 4])
+def test_training_logs_are_means_over_tokens(tmp_path: Path, steps: int) -> None:
+    """With a learning rate of 0 the logs are statistics of the data."""
+    model = tiny_model("llama")
+    run = trainer(tmp_path, model, objective="emo", learning_rate=0.0, max_steps=4, logging_steps=steps,
+                  per_device_train_batch_size=2, gradient_accumulation_steps=3)  # fmt: skip
+    run.train()
+    assert len(logs(run, "nll")) == 4 // steps
+    if steps == 4:  # all 24 rows once
+        expected = by_hand(model, rows(24), EMO(), run.transport_cost)
+        assert logs(run, "nll")[0] == pytest.approx(expected["nll"], rel=1e-5)
+        assert logs(run, "transport_cost")[0] == pytest.approx(expected["transport_cost"], rel=1e-5)
+
+
+def test_bf16_on_the_cpu(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    full = one_step(tmp_path, copy.deepcopy(model), "emo")
+    mixed = one_step(tmp_path, copy.deepcopy(model), "emo", bf16=True)
+    head = "lm_head.weight"
+    assert mixed[head].dtype == torch.float32
+    difference = float((mixed[head] - full[head]).norm() / full[head].norm())
+    assert 1e-5 < difference < 0.05  # autocast did something, and little
+
+
+def test_gradient_checkpointing(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    ordinary = one_step(tmp_path, copy.deepcopy(model), "emo")
+    checkpointed = one_step(tmp_path, copy.deepcopy(model), "emo", gradient_checkpointing=True)
+    for name, change in ordinary.items():
+        torch.testing.assert_close(checkpointed[name], change, rtol=1e-4, atol=1e-6)
+
+
+def test_resuming_equals_an_unbroken_run_bit_for_bit(tmp_path: Path) -> None:
+    """With dropout, momentum and a schedule; the cost is that of the start, not of the checkpoint."""
+    start = tiny_model("gpt2")
+    settings: dict[str, Any] = {
+        "objective": "emo", "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "linear",
+        "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    unbroken = trainer(tmp_path / "a", copy.deepcopy(start), **settings)
+    unbroken.train()
+    resumed = trainer(tmp_path / "b", copy.deepcopy(start), **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
+    assert_same_weights(unbroken.model, resumed.model)
+    assert logs(unbroken, "nll")[-3:] == logs(resumed, "nll")[-3:]
+    assert not torch.equal(resumed.model.lm_head.weight, start.lm_head.weight)
+    files = {path.name for path in (tmp_path / "a" / "checkpoint-3").iterdir()}
+    saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-3")
+    assert set(saved.state_dict()) == set(start.state_dict()), files  # the cost is in no checkpoint
+
+
+def test_lora(tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    base = tiny_model("llama")
+    config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.0)
+    model = peft.get_peft_model(copy.deepcopy(base), config)
+    run = trainer(tmp_path, model, objective="emo", max_steps=8, eval_dataset=rows(24))
+    before = run.evaluate()
+    run.train()
+    assert run.evaluate()["eval_nll"] < before["eval_nll"]
+    head = model.get_output_embeddings().weight
+    assert torch.equal(head, base.lm_head.weight)
+    run.save_model(str(tmp_path / "adapter"))
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    loaded = peft.PeftModel.from_pretrained(copy.deepcopy(base), tmp_path / "adapter").eval()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
+
+
+def test_the_mixin_on_a_subclass(tmp_path: Path) -> None:
+    class Counting(transformers.Trainer):
+        steps = 0
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+            self.steps += 1
+            return super().training_step(*args, **kwargs)
+
+    class Both(ObjectiveMixin, Counting):
+        pass
+
+    first = tiny_model("llama")
+    second = copy.deepcopy(first)
+    run = trainer(tmp_path, first, kind=Both, objective=MixCE(0.5))
+    run.train()
+    assert run.steps == 3
+    trainer(tmp_path, second, objective="mixce:0.5").train()
+    assert_same_weights(first, second)
+
+
+def test_the_cost_stays_that_of_the_start(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    run = trainer(tmp_path, model, objective="emo")
+    before = run.transport_cost.dense()
+    assert torch.equal(before, EmbeddingCost.from_model(model).dense())
+    run.train()
+    assert torch.equal(run.transport_cost.dense(), before)
+    assert not torch.allclose(EmbeddingCost.from_model(model).dense(), before)
+
+
+@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
+@pytest.mark.parametrize("ours", [True, False])
+def test_it_says_how_many_labels_are_near_duplicates(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: bool
+) -> None:
+    """Of the whole training set where that can be counted beforehand, else of the batches up to the first log."""
+    model = tiny_model("llama")
+    with torch.no_grad():
+        model.lm_head.weight[5:9] = model.lm_head.weight[4]
+    data = rows(24, seed=5)
+    if ours:
+        ids = torch.tensor([row["input_ids"][:6] for row in data])
+        made = trainer(tmp_path, model, objective="emo", train_dataset=PackedBlocks(ids))
+        labels = ids[:, 1:].flatten()
+    else:
+        made = trainer(tmp_path, model, objective="emo", train_dataset=data, max_steps=6)  # 6 batches of 4: all rows
+        made.args.logging_steps = 6
+        assert "near-duplicate" not in caplog.text
+        made.train()
+        labels = torch.tensor([label for row in data for label in row["labels"][1:] if label != -100])
+    found = int(((labels >= 4) & (labels <= 8)).sum())
+    assert f"{found} of the {len(labels)} labels {'of the training set' if ours else 'so far'}" in caplog.text
+    assert caplog.text.count("near-duplicate rows") == 1
+    trainer(tmp_path / "mle", model, objective="mle", train_dataset=data[:8]).train()  # reads no cost
+    assert caplog.text.count("near-duplicate rows") == 1

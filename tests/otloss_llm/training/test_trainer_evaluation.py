@@ -1,0 +1,210 @@
+"""ObjectiveTrainer: evaluation, prediction, choice of the best model, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch
+import transformers
+from torch import Tensor, nn
+
+from otloss_llm import EMO, MLE, EmbeddingCost, MixCE, ObjectiveTrainer, TaiLr
+from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
+from tests.otloss_llm.tiny_models import VOCAB, tiny_model
+from tests.otloss_llm.training.trainer_cases import (
+    WARNINGS,
+    Row,
+    arguments,
+    assert_same_weights,
+    by_hand,
+    logs,
+    one_step,
+    padded,
+    rows,
+    trainer,
+)
+
+pytestmark = WARNINGS
+
+
+@pytest.mark.parametrize("objective", [MLE(), EMO(), EMO(0.5), TaiLr(0.5), MixCE(0.5)], ids=repr)
+@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+def test_evaluation_is_weighted_by_tokens(tmp_path: Path, name: str, objective: Any) -> None:
+    """11 rows in batches of 3, 3, 3 and 2, padded, with unequal numbers of labels."""
+    model = tiny_model(name)
+    run = trainer(tmp_path, model, objective=objective)
+    expected = by_hand(model, rows(11, seed=1), objective, run.transport_cost)
+    for metrics in (run.evaluate(), run.evaluate(metric_key_prefix="valid"), run.evaluate()):
+        prefix = "valid" if "valid_nll" in metrics else "eval"
+        for key, value in expected.items():
+            assert metrics[f"{prefix}_{key}"] == pytest.approx(value, rel=1e-4), key
+    assert run.evaluate(rows(2))["eval_nll"] == pytest.approx(
+        by_hand(model, rows(2), objective, run.transport_cost)["nll"], rel=1e-4
+    )
+
+
+def test_predict_and_metrics_get_real_logits(tmp_path: Path) -> None:
+    seen: list[Any] = []
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen.append(prediction)
+        return {"rows": float(len(prediction.predictions))}
+
+    model = tiny_model("gemma2")
+    data = rows(11, seed=1)
+    run = trainer(tmp_path, model, objective="emo", compute_metrics=metrics)
+    expected = by_hand(model, data, EMO(), run.transport_cost)
+    out = run.evaluate()
+    assert out["eval_rows"] == 11
+    for key, value in expected.items():
+        assert out[f"eval_{key}"] == pytest.approx(value, rel=1e-4), key
+    predicted = run.predict(data)
+    batch = padded(data)
+    with torch.no_grad():
+        logits = model.eval()(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+    for predictions in (seen[0].predictions, predicted.predictions):
+        assert predictions.shape == logits.shape
+        mask = batch["attention_mask"].bool()
+        torch.testing.assert_close(torch.tensor(predictions)[mask], logits[mask], rtol=1e-4, atol=1e-4)
+    assert (predicted.label_ids == batch["labels"].numpy()).all()
+    assert predicted.metrics["test_nll"] == pytest.approx(expected["nll"], rel=1e-4)
+    assert predicted.metrics["test_transport_cost"] == pytest.approx(expected["transport_cost"], rel=1e-4)
+
+
+@pytest.mark.parametrize("keep_labels", [False, True])
+def test_shifted_labels_in_the_batch(tmp_path: Path, keep_labels: bool) -> None:
+    """`shift_labels` are aligned already; they win over labels, in training and evaluation."""
+
+    def collate(batch: list[Row]) -> dict[str, Tensor]:
+        made = padded(batch)
+        labels = made["labels"] if keep_labels else made.pop("labels")
+        return made | {"shift_labels": nn.functional.pad(labels[:, 1:], (0, 1), value=-100)}
+
+    first = tiny_model("llama")
+    second = copy.deepcopy(first)
+    run = trainer(tmp_path, first, objective="emo", remove_unused_columns=False)
+    run.data_collator = collate
+    ordinary = trainer(tmp_path, second, objective="emo")
+    for key, value in ordinary.evaluate().items():
+        if key.startswith(("eval_loss", "eval_nll", "eval_transport", "eval_perplexity")):
+            assert run.evaluate()[key] == pytest.approx(value, rel=1e-6)
+    run.train(), ordinary.train()
+    assert_same_weights(first, second)
+    assert run.predict(rows(3)).predictions.shape[0] == 3
+
+
+def test_the_best_model_by_nll_is_loaded_at_the_end(tmp_path: Path) -> None:
+    run = trainer(
+        tmp_path, tiny_model("llama"), objective="emo", max_steps=6, learning_rate=0.3, load_best_model_at_end=True,
+        metric_for_best_model="nll", eval_strategy="steps", eval_steps=1, save_strategy="steps", save_steps=1,
+    )  # fmt: skip
+    run.train()
+    measured = logs(run, "eval_nll")
+    assert run.state.best_metric == min(measured)
+    assert run.evaluate()["eval_nll"] == pytest.approx(min(measured), rel=1e-6)
+
+
+def test_evaluation_without_a_cost(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny_model("llama"), objective="mle", cost=None)
+    metrics = run.evaluate()
+    assert "eval_transport_cost" not in metrics
+    assert metrics["eval_loss"] == pytest.approx(metrics["eval_nll"])
+    run.train()
+
+
+def test_another_cost_and_kernel(tmp_path: Path) -> None:
+    model = tiny_model("llama")
+    control = EmbeddingCost.from_model(model).random_like(torch.Generator().manual_seed(0))
+    default = one_step(tmp_path, copy.deepcopy(model), "emo")
+    other = one_step(tmp_path, copy.deepcopy(model), "emo", cost=control)
+    assert not torch.allclose(other["lm_head.weight"], default["lm_head.weight"], rtol=0.1)
+    for settings in ({"impl": "reference"}, {"chunk_size": 1}):
+        same = one_step(tmp_path, copy.deepcopy(model), "emo", **settings)
+        torch.testing.assert_close(same["lm_head.weight"], default["lm_head.weight"], rtol=1e-3, atol=1e-5)
+
+
+# ---- refusals -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"objective": "wasserstein"}, "'wasserstein', expected one of mle, tailr, mixce, emo"),
+        ({"cost": EmbeddingCost(torch.eye(7))}, "a vocabulary of 7 tokens, the logits have 31"),
+        ({"cost": "head"}, "cost is 'head'"),
+        ({"cost": None}, "needs cost="),
+        ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*dense_token_loss"),
+        ({"impl": "fast"}, "impl is 'fast'"),
+        ({"chunk_size": 0}, "chunk_size is 0"),
+    ],
+)
+def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        trainer(tmp_path, tiny_model("llama"), **settings)
+
+
+def test_more_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
+        return outputs.logits.sum()
+
+    common = {"args": arguments(tmp_path), "train_dataset": rows(4), "data_collator": padded}
+    with pytest.raises(ValueError, match="compute_loss_func and an objective"):
+        ObjectiveTrainer(model=tiny_model("llama"), compute_loss_func=loss, **common)
+    t5 = transformers.T5Config(vocab_size=VOCAB, num_layers=1, num_heads=2, d_model=16, d_ff=24, d_kv=8)
+    with pytest.raises(TypeError, match="encoder-decoder"):
+        ObjectiveTrainer(model=transformers.T5ForConditionalGeneration(t5), **common)
+    with pytest.raises(TypeError, match="GPT2Model does not generate"):
+        ObjectiveTrainer(model=transformers.GPT2Model(tiny_model("gpt2").config), **common)
+    with pytest.raises(TypeError, match="objective is 3"):
+        ObjectiveTrainer(model=tiny_model("llama"), objective=3, **common)
+    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
+    with pytest.raises(ValueError, match=r"2 GPUs under nn\.DataParallel"):
+        ObjectiveTrainer(model=tiny_model("llama"), **common)
+
+
+def test_batches_without_labels_are_refused(tmp_path: Path) -> None:
+    run = trainer(tmp_path, tiny_model("llama"))
+    run.data_collator = lambda batch: {"input_ids": padded(batch)["input_ids"]}
+    with pytest.raises(ValueError, match=r"the batch has \['input_ids'\] but no labels"):
+        run.train()
+
+
+def test_a_label_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
+    data = [{"input_ids": [3, 4, 5], "labels": [3, 4, VOCAB]}] * 4
+    with pytest.raises(ValueError, match=r"outside the vocabulary.*tokenizer"):
+        trainer(tmp_path, tiny_model("llama"), train_dataset=data).train()
+
+
+def test_nothing_to_score_is_no_perfect_model(tmp_path: Path) -> None:
+    blank = [{"input_ids": [3, 4, 5], "labels": [-100, -100, -100]}] * 3
+    run = trainer(tmp_path, tiny_model("llama"), eval_dataset=blank)
+    with pytest.raises(ValueError, match="no labelled token"):
+        run.evaluate()
+
+
+@pytest.mark.parametrize("kind", ["bert", "xlnet"])
+def test_models_that_see_their_labels_are_refused(tmp_path: Path, kind: str) -> None:
+    small: dict[str, Any] = {
+        "bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
+        "xlnet": {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16},
+    }
+    config = transformers.AutoConfig.for_model(kind, vocab_size=40, **small[kind])
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    with pytest.raises((ValueError, TypeError), match=type(model).__name__):
+        trainer(tmp_path, model)
+
+
+def test_packed_blocks_need_no_padding_token(tmp_path: Path) -> None:
+    blocks = PackedBlocks(torch.randint(3, 20, (6, 8)))
+    tokenizer = train_bpe_tokenizer(["one two three"], 257)
+    tokenizer.pad_token = None
+    args = arguments(tmp_path, max_steps=1)
+    run = ObjectiveTrainer(tiny_model("llama"), args, train_dataset=blocks, processing_class=tokenizer)
+    assert run.train().global_step == 1

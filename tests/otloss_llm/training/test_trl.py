@@ -1,0 +1,241 @@
+"""ObjectiveMixin with TRL's SFTTrainer, and with a trainer that does what TRL does where TRL is not installed."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import numpy as np
+import torch
+import transformers
+from torch import nn
+
+from otloss_llm import EMO, ObjectiveMixin
+from tests.otloss_llm.tiny_models import TINY, tiny_model
+from tests.otloss_llm.training.trainer_cases import (
+    WARNINGS,
+    arguments,
+    assert_same_weights,
+    by_hand,
+    logs,
+    one_step,
+    padded,
+    rows,
+    trainer,
+    weights,
+)
+
+pytestmark = WARNINGS
+
+_MOE = TINY["llama"][1] | {"num_experts_per_tok": 1, "output_router_logits": True}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "Mixtral": _MOE | {"num_local_experts": 3, "router_aux_loss_coef": 0.3},
+    "Qwen2Moe": _MOE
+    | {"num_experts": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "router_aux_loss_coef": 0.2},
+    "Qwen3Moe": _MOE | {"num_experts": 3, "moe_intermediate_size": 8, "head_dim": 8, "router_aux_loss_coef": 0.2},
+    "JetMoe": _MOE | {"num_local_experts": 3, "kv_channels": 8, "aux_loss_coef": 0.1},
+}
+
+
+def experts(name: str, **changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**EXPERTS[name] | changes)
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+class LikeTRL(transformers.Trainer):
+    """What TRL's SFTTrainer does: it asks for router logits, and reads `outputs.logits`."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        config = self.model.config
+        self.router_aux_loss_coef = getattr(config, "router_aux_loss_coef", 0.0)
+        self.aux_loss_enabled = hasattr(config, "output_router_logits") and self.router_aux_loss_coef != 0.0
+        if self.aux_loss_enabled:
+            config.output_router_logits = True
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
+    ) -> Any:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad():
+            if prediction_loss_only:
+                return self.compute_loss(model, inputs), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+            return loss, outputs.logits, inputs.get("labels")
+
+
+class Both(ObjectiveMixin, LikeTRL):
+    pass
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_balanced_as_by_the_model_itself(tmp_path: Path, name: str) -> None:
+    first = experts(name)
+    second, third = copy.deepcopy(first), copy.deepcopy(first)
+    settings: dict[str, Any] = {"max_steps": 3, "optim": "sgd"}
+    ours = trainer(tmp_path, first, objective="mle", **settings)
+    plain = trainer(tmp_path, second, kind=transformers.Trainer, **settings)
+    before = ours.evaluate()
+    ours.train(), plain.train()
+    assert logs(ours, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)
+    assert_same_weights(first, second, 1e-5)
+    weight = getattr(first, "router_aux_loss_coef", None) or first.aux_loss_coef
+    for loss, nll, balance in zip(*(logs(ours, key) for key in ("loss", "nll", "aux_loss")), strict=True):
+        assert loss == pytest.approx(nll + weight * balance, rel=1e-5)
+    assert before["eval_loss"] == pytest.approx(before["eval_nll"] + weight * before["eval_aux_loss"], rel=1e-6)
+    # Without that loss the routers learn something else: the test sees it.
+    third.config.output_router_logits = False
+    trainer(tmp_path, third, objective="mle", **settings).train()
+    routers = [key for key in weights(first) if "gate" in key or "router" in key]
+    assert routers
+    assert any(not torch.allclose(weights(first)[key], weights(third)[key], atol=1e-4) for key in routers)
+
+
+def test_accumulation_means_the_loss_that_balances_experts(tmp_path: Path) -> None:
+    """The same batch twice is the same step as once: neither part of the loss counts double."""
+    model, same = experts("Mixtral"), rows(1) * 4
+    settings: dict[str, Any] = {"cost": None, "per_device_train_batch_size": 4}
+    once = one_step(tmp_path, copy.deepcopy(model), "mle", train_dataset=same, **settings)
+    twice = one_step(
+        tmp_path, copy.deepcopy(model), "mle", train_dataset=same * 2, gradient_accumulation_steps=2, **settings
+    )
+    for name, change in once.items():
+        torch.testing.assert_close(twice[name], change, rtol=1e-4, atol=1e-6)
+
+
+def test_accumulation_where_the_model_takes_no_count_of_tokens(tmp_path: Path) -> None:
+    """The trainer would divide the loss of such models (Gemma 3, Qwen2-VL) by the number of batches once more."""
+    model, data = tiny_model("llama"), rows(8)
+    model.accepts_loss_kwargs = False
+    large = one_step(tmp_path, copy.deepcopy(model), "emo", per_device_train_batch_size=8, train_dataset=data)
+    small = one_step(
+        tmp_path, copy.deepcopy(model), "emo",
+        per_device_train_batch_size=2, gradient_accumulation_steps=4, train_dataset=data,
+    )  # fmt: skip
+    for name, change in large.items():
+        torch.testing.assert_close(small[name], change, rtol=1e-3, atol=1e-5)
+
+
+def test_metrics_and_predictions_of_a_trainer_that_reads_attributes(tmp_path: Path) -> None:
+    model = experts("Mixtral", output_router_logits=False)
+    run = trainer(tmp_path, model, kind=Both, objective="emo", compute_metrics=count_rows)
+    expected = by_hand(model, rows(11, seed=1), EMO(), run.transport_cost)
+    metrics = run.evaluate()
+    assert metrics["eval_rows"] == 11
+    assert metrics["eval_nll"] == pytest.approx(expected["nll"], rel=1e-4)
+    assert metrics["eval_aux_loss"] > 0
+    predicted = run.predict(rows(3))
+    with torch.no_grad():
+        logits = model(input_ids=padded(rows(3))["input_ids"], attention_mask=padded(rows(3))["attention_mask"]).logits
+    np.testing.assert_allclose(predicted.predictions[0, :6], logits[0, :6].numpy(), rtol=1e-4, atol=1e-4)
+
+
+def count_rows(prediction: Any) -> dict[str, float]:
+    return {"rows": float(len(prediction.predictions))}
+
+
+@pytest.mark.parametrize("coefficient", [0.0, 2.0])
+def test_the_trainers_own_weight_of_that_loss_wins(tmp_path: Path, coefficient: float) -> None:
+    run = trainer(tmp_path, experts("Mixtral"), kind=Both, objective="mle", max_steps=1)
+    run.router_aux_loss_coef = coefficient
+    run.train()
+    (loss,), (nll,), (balance,) = (logs(run, key) for key in ("loss", "nll", "aux_loss"))
+    assert loss == pytest.approx(nll + coefficient * balance, rel=1e-5)
+
+
+def test_a_loss_without_a_weight_is_refused(tmp_path: Path) -> None:
+    class Unknown(transformers.LlamaForCausalLM):
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return transformers.modeling_outputs.ModelOutput(
+                logits=super().forward(*args, **kwargs).logits, aux_loss=torch.ones(())
+            )
+
+    model = Unknown(tiny_model("llama").config)
+    with pytest.raises(ValueError, match=r"Unknown returns an auxiliary loss .* no router_aux_loss_coef"):
+        trainer(tmp_path, model, objective="mle", remove_unused_columns=False).train()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"loss_type": "dft"}, "loss_type='dft' and an objective were both given; leave loss_type out"),
+        ({"loss_type": ["sigmoid"]}, r"loss_type=\['sigmoid'\] and an objective"),
+        ({"use_liger_kernel": True}, "use_liger_kernel=True puts a cross-entropy of its own"),
+    ],
+)
+def test_settings_of_another_loss_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+    args = arguments(tmp_path)
+    for key, value in settings.items():
+        setattr(args, key, value)
+    with pytest.raises(ValueError, match=message):
+        Both(model=tiny_model("llama"), args=args, train_dataset=rows(4), data_collator=padded, objective="mle")
+
+
+# ---- TRL itself -----------------------------------------------------------------------------------------------------
+
+
+def sft(path: Path, model: Any, objective: str | None, **settings: Any) -> Any:
+    """TRL's trainer of `model` on token ids, with an objective or as it is."""
+    trl = pytest.importorskip("trl")
+    from datasets import Dataset
+
+    from otloss_llm.data.blocks import train_bpe_tokenizer
+
+    class WithObjective(ObjectiveMixin, trl.SFTTrainer):
+        pass
+
+    passed = {"compute_metrics": settings.pop("compute_metrics", None)}
+    base: dict[str, Any] = {
+        "output_dir": str(path), "report_to": [], "use_cpu": True, "disable_tqdm": True, "logging_steps": 1,
+        "save_strategy": "no", "per_device_train_batch_size": 4, "max_steps": 1, "learning_rate": 0.1, "optim": "sgd",
+        "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "bf16": False, "gradient_checkpointing": False,
+        "dataloader_pin_memory": False,
+    }  # fmt: skip
+    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows(12)])
+    kind = trl.SFTTrainer if objective is None else WithObjective
+    more = {} if objective is None else {"objective": objective}
+    return kind(
+        model=model, args=trl.SFTConfig(**base | settings), train_dataset=data, eval_dataset=data,
+        processing_class=train_bpe_tokenizer(["one two three"], 257), **passed, **more,
+    )  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.parametrize(("name", "coefficient"), [("Mixtral", None), ("Qwen3Moe", 0.7)])
+def test_sft_of_experts_is_trls_own_with_mle(tmp_path: Path, name: str, coefficient: float | None) -> None:
+    first = experts(name)
+    second = copy.deepcopy(first)
+    settings = {"router_aux_loss_coef": coefficient, "gradient_accumulation_steps": 2}
+    ours, theirs = (
+        sft(tmp_path, model, kind, **settings) for model, kind in ((first, "mle"), (second, None))
+    )  # fmt: skip
+    ours.train(), theirs.train()
+    assert logs(ours, "loss") == pytest.approx(logs(theirs, "loss"), rel=1e-5)
+    assert_same_weights(first, second, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sft_with_metrics_and_predictions(tmp_path: Path) -> None:
+    run = sft(tmp_path, tiny_model("llama"), "emo", compute_metrics=count_rows)
+    run.train()
+    assert run.evaluate()["eval_rows"] == 12
+    assert run.predict(run.eval_dataset).predictions.shape[::2] == (12, 31)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_sft_with_another_loss_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="loss_type='dft' and an objective were both given"):
+        sft(tmp_path, tiny_model("llama"), "emo", loss_type="dft")
+    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
+        sft(tmp_path, tiny_model("llama"), "emo", label_smoothing_factor=0.1)
