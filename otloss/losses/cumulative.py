@@ -16,15 +16,13 @@ Source: P. McCullagh, Regression models for ordinal data, JRSS B 42 (1980), 109-
 from __future__ import annotations
 
 import math
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from otloss._checks import check_floating
-from otloss.losses.geometry import geometry
+from otloss.losses.geometry import increasing
 from otloss.losses.labels import check_logits, class_count
 
 LINKS = ("logit", "probit")
@@ -57,7 +55,8 @@ def cumulative_log_probabilities(
         tensor([[-0.6931, -1.4651, -1.3133],
                 [-2.1269, -1.8989, -0.3133]])
     """
-    check_link(link)
+    if link not in LINKS:
+        raise ValueError(f"link is {link!r}, expected one of {LINKS}.")
     for name, tensor in (("score", score), ("log_gaps", log_gaps)):
         check_floating(name, tensor)
     if log_gaps.dim() != 1:
@@ -109,16 +108,9 @@ def decode_classes(
         # Sums such as 0.1 + 0.4 may end a rounding below one half.
         rounding = 4 * torch.finfo(logits.dtype).eps if logits.dtype in (torch.float32, torch.float64) else 1e-6
         return (P.cumsum(-1) < 0.5 - rounding).sum(-1)
-    values = geometry(classes, logits.device, x=x).x
-    assert values is not None
-    values = values.detach().double()
+    values = torch.arange(classes, device=logits.device) if x is None else increasing("x", x, (classes,)).detach()
+    values = values.double()
     return ((P * values).sum(-1, keepdim=True) - values).abs().argmin(-1)
-
-
-def check_link(link: Any) -> None:
-    """Raise ValueError unless it is one of `LINKS`."""
-    if link not in LINKS:
-        raise ValueError(f"link is {link!r}, expected one of {LINKS}.")
 
 
 def _log_one_minus_exp(log_gaps: Tensor, gaps: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""How far apart classes are, and what a distribution over them costs against a label.
+"""Distances between classes, and the distance of a distribution over classes to a label.
 
 With P = softmax(z) over K classes of values x, gaps d_k = x_{k+1} - x_k, F the cumulative sum of P, G that of the label
 and r = F - G:
@@ -8,11 +8,13 @@ and r = F - G:
     by a cost        sum_i P_i C[y, i]                           exact: one class is transported in one way only;
                      min <C, plan>                               for soft labels
 
-At power 1 and for one class y, the first line is sum_i P_i |x_i - x_y| too, and on the circle sum_i P_i arc(i, y).
+On the circle at power 1, the distance to one class y is sum_i P_i arc(i, y).
 
-|r_k| is made of that tail which is small: F_k below the label's class and 1 - F_k above it, each a sum of positive
-terms. So a prediction that is nearly right keeps its relative accuracy, where F_k - 1 would cancel. Its derivative in
-P is then a sum of positive terms as well, zero at the label's class.
+r_k is summed from that end of the classes which holds less mass: for one class F_k below it and -(1 - F_k) from it on,
+each a sum of terms of one sign. So a prediction that is nearly right keeps its relative accuracy, where F_k - 1 would
+cancel. Its derivative in P is then a sum of terms of one sign as well, zero at the label's class.
+
+This is the reference implementation of the kernel `otloss._kernels.ordinal_rows`.
 
 Source: L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916, eq. 6.
 """
@@ -27,9 +29,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from otloss._checks import check_finite, check_number, check_positive
-from otloss.costs import Cost, as_cost
-from otloss.losses.real import check_real, wide_enough
+from otloss._checks import check_finite, check_number, check_positive, check_tensor
+from otloss.costs import as_cost
 from otloss.solvers.circle import wasserstein_circular
 from otloss.solvers.exact import emd
 from otloss.solvers.histograms import centre_gradient
@@ -38,79 +39,68 @@ from otloss.solvers.line import cdf_distance
 
 @dataclass(frozen=True)
 class Geometry:
-    """How far apart the classes are: values on the line, values on a circle, or a cost.
+    """Distances between classes: gaps on the line or around a circle, or a cost matrix.
 
     Attributes:
-        x: (K,) class values, strictly increasing; whole ones start at 0. None with a cost.
+        gaps: (K - 1,) between neighbouring class values; (K,) on a circle, the last one closes it. None with a cost.
         power: at least 1; 1 or 2 on a circle.
-        period: the circumference, or None on the line.
+        circular: whether the last class is next to the first.
         cost: (K, K) costs[true, predicted] >= 0, or None.
     """
 
-    x: Float[Tensor, " classes"] | None
+    gaps: Float[Tensor, " gaps"] | None
     power: float = 2
-    period: float | None = None
+    circular: bool = False
     cost: Float[Tensor, "classes classes"] | None = None
 
     def to(self, dtype: torch.dtype) -> Geometry:
-        """Return the geometry in `dtype`; class values in float64 where `dtype` would round whole ones."""
-        x = None if self.x is None else self.x.to(wide_enough("x - x[0]", self.x, dtype))
-        return Geometry(x, self.power, self.period, None if self.cost is None else self.cost.to(dtype))
+        gaps, cost = (None if t is None else t.to(dtype) for t in (self.gaps, self.cost))
+        return Geometry(gaps, self.power, self.circular, cost)
 
-    def from_classes(self, P: Float[Tensor, "rows classes"], y: Tensor) -> Float[Tensor, " rows"]:
-        """Return the distance of each row of P to the class y of that row."""
+    def distance(self, P: Float[Tensor, "rows classes"], label: Tensor) -> Float[Tensor, " rows"]:
+        """Return the distance of each row of P to its label: class positions (rows,), or soft labels (rows, K)."""
+        soft = label.is_floating_point()
+        label = centre_gradient(label) if soft else label
         if self.cost is not None:
-            return (P * self.cost[y]).sum(-1)
-        assert self.x is not None
-        if self.power == 1:
-            apart = (self.x - self.x[y].unsqueeze(-1)).abs()  # (rows, classes)
-            if self.period is not None:
-                apart = torch.minimum(apart, self.period - apart)
-            return (P * apart).sum(-1)
-        above, behind = P[:, :-1].cumsum(-1), P[:, 1:].flip(-1).cumsum(-1).flip(-1)
-        is_below = torch.arange(P.shape[-1] - 1, device=P.device) < y.unsqueeze(-1)
-        if self.period is None:
-            return (self.x.diff() * _raised(torch.where(is_below, above, behind), self.power)).sum(-1)
-        return self._around(torch.where(is_below, above, -behind))
+            return emd(label, P, self.cost) if soft else (P * self.cost[label]).sum(-1)
+        assert self.gaps is not None
+        if self.circular and self.power == 1:
+            return self._around_circle(P, label)
+        if soft and label.requires_grad and not self.circular:  # one-sided derivatives at labels without mass
+            return cdf_distance(P, label, pad(self.gaps.cumsum(0), (1, 0)), power=self.power)
+        r = _cdf_difference(P, label)
+        if not self.circular:
+            return (self.gaps * _raised(r, self.power)).sum(-1)
+        r = pad(r, (0, 1))  # after the last class F = G
+        mean = (self.gaps * r).sum(-1, keepdim=True) / self.gaps.sum()
+        return (self.gaps * (r - mean).square()).sum(-1)
 
-    def from_histograms(self, P: Float[Tensor, "rows classes"], T: Tensor) -> Float[Tensor, " rows"]:
-        """Return the distance of each row of P to that row of soft labels T."""
-        T = centre_gradient(T)
-        if self.cost is not None:
-            return emd(T, P, self.cost)
-        assert self.x is not None
-        if self.period is not None and self.power == 1:
-            return wasserstein_circular(P, T, self.x, period=self.period)
-        if self.period is None and T.requires_grad:  # labels without mass have slopes too: one-sided ones
-            return cdf_distance(P, T, self.x, power=self.power)
-        apart = _difference(P, T)
-        if self.period is None:
-            return (self.x.diff() * _raised(apart, self.power)).sum(-1)
-        return self._around(apart)
-
-    def _around(self, apart: Float[Tensor, "rows gaps"]) -> Float[Tensor, " rows"]:
-        assert self.x is not None
-        assert self.period is not None
-        gaps = torch.cat([self.x.diff(), self.period - (self.x[-1:] - self.x[:1])])
-        apart = pad(apart, (0, 1))  # behind the last class F = G
-        mean = (gaps * apart).sum(-1, keepdim=True) / self.period
-        return (gaps * (apart - mean).square()).sum(-1)
+    def _around_circle(self, P: Tensor, label: Tensor) -> Tensor:
+        assert self.gaps is not None
+        x, period = pad(self.gaps[:-1].cumsum(0), (1, 0)), self.gaps.sum()
+        if label.is_floating_point():
+            return wasserstein_circular(P, label, x, period=float(period.detach()))
+        apart = (x - x[label].unsqueeze(-1)).abs()  # (rows, classes)
+        return (P * torch.minimum(apart, period - apart)).sum(-1)
 
 
-def _difference(P: Tensor, T: Tensor) -> Tensor:
-    """Return F - G (rows, classes - 1), from that end of the classes which has less mass."""
-    above, behind = (P - T)[:, :-1].cumsum(-1), (T - P)[:, 1:].flip(-1).cumsum(-1).flip(-1)
-    is_low = (P + T).detach()[:, :-1].cumsum(-1) <= 1
-    return torch.where(is_low, above, behind)
+def _cdf_difference(P: Tensor, label: Tensor) -> Float[Tensor, "rows gaps"]:
+    """Return F - G, summed from that end of the classes which holds less mass."""
+    if label.is_floating_point():
+        moved, is_low = P - label, (P + label).detach()[:, :-1].cumsum(-1) <= 1
+    else:
+        moved, is_low = P, torch.arange(P.shape[-1] - 1, device=P.device) < label.unsqueeze(-1)
+    before, after = moved[:, :-1].cumsum(-1), moved[:, 1:].flip(-1).cumsum(-1).flip(-1)
+    return torch.where(is_low, before, -after)
 
 
-def _raised(apart: Tensor, power: float) -> Tensor:
+def _raised(r: Tensor, power: float) -> Tensor:
     if power == 2:
-        return apart.square()
-    size = apart.abs()
+        return r.square()
+    size = r.abs()
     if power == 1:
         return size
-    # The second slope at 0 may be infinite; where the tail underflows it is none.
+    # The second derivative at 0 may be infinite; where the tail underflows it is taken as 0.
     some = size > torch.finfo(size.dtype).tiny
     return torch.where(some, size, 1.0) ** power * some
 
@@ -125,83 +115,54 @@ def geometry(
     circular: bool = False,
     period: Any = None,
 ) -> Geometry:
-    """Check the settings of `ordinal_loss` that say how far apart the classes are.
+    """Return the distances that the settings of `ordinal_loss` describe.
 
     Raises:
         TypeError, ValueError: as `ordinal_loss` says.
     """
-    check_settings(x=x, power=power, cost=cost, circular=circular, period=period)
-    for name, tensor in (("x", x), ("cost", cost)):
-        if isinstance(tensor, Tensor | Cost) and tensor.device != device:
-            raise ValueError(f"{name} is on {tensor.device}, logits on {device}, expected one device; move one.")
-    if cost is not None:
-        return Geometry(None, cost=_cost_matrix(cost, classes))
-    values = torch.arange(classes, device=device, dtype=torch.float32) if x is None else _class_values(x, classes)
-    if not circular:
-        return Geometry(values, power)
-    if period is None:
-        period = float(classes)
-    length = float((values[-1] - values[0]).detach())
-    if not length < period:
-        raise ValueError(f"period is {period}, expected more than {length:g}, the span of x; give one turn of classes.")
-    return Geometry(values, power, float(period))
-
-
-def check_settings(
-    *, x: Any = None, power: Any = 2, cost: Any = None, circular: bool = False, period: Any = None
-) -> None:
-    """Raise unless the settings of `ordinal_loss` that say how far apart classes are go together."""
-    _check_power(power, circular)
-    if x is not None:
-        check_real("x", x)
+    if not 1 <= check_number("power", power) < float("inf"):
+        raise ValueError(f"power is {power}, expected a finite number of at least 1.")
     if cost is not None:
         for name, given in (("x", x is not None), ("power", power != 2), ("circular", circular), ("period", period)):
             if given:
-                raise ValueError(f"cost and {name} are both given; a cost says all about distances: leave {name} out.")
-    if period is not None:
-        if not circular:
+                raise ValueError(f"cost and {name} are both given, expected a cost alone; leave {name} out.")
+        return Geometry(None, cost=_cost_matrix(cost, classes))
+    values = torch.arange(classes, device=device, dtype=torch.float32) if x is None else increasing("x", x, (classes,))
+    if not circular:
+        if period is not None:
             raise ValueError(f"period={period} is given for classes on a line; add circular=True, or leave it out.")
-        check_positive("period", period)
-    elif circular and x is not None:
-        raise ValueError("x is given on a circle without period=, its circumference (such as 24, 360 or 2 pi).")
-
-
-def _check_power(power: Any, circular: bool) -> None:
-    if not 1 <= check_number("power", power) < float("inf"):
-        raise ValueError(f"power is {power}, expected a finite number of at least 1.")
-    if circular and power not in (1, 2):
+        return Geometry(values.diff(), power)
+    if power not in (1, 2):
         raise ValueError(f"power is {power}, expected 1 or 2 for classes on a circle.")
+    if period is None:
+        if x is not None:
+            raise ValueError("x is given on a circle without period=, its circumference (such as 24, 360 or 2 pi).")
+        period = float(classes)
+    span = values[-1:] - values[:1]
+    if not float(span.detach()) < check_positive("period", period):
+        raise ValueError(f"period is {period}, expected more than {float(span.detach()):g}, the span of x.")
+    return Geometry(torch.cat([values.diff(), period - span]), power, circular=True)
 
 
-def _class_values(x: Any, classes: int) -> Tensor:
-    if x.shape != (classes,):
+def increasing(name: str, values: Any, *shapes: tuple[int, ...]) -> Float[Tensor, " values"]:
+    """Return finite, strictly increasing numbers of one of the shapes; integers as float64."""
+    if check_tensor(name, values).shape not in shapes:
+        expected = " or ".join(map(str, shapes))
+        raise ValueError(f"{name} has shape {tuple(values.shape)}, expected {expected}, to fit the logits.")
+    check_finite(name, values)
+    values = values if values.is_floating_point() else values.double()
+    down = (values.diff() <= 0).nonzero()
+    if len(down):
+        k = int(down[0])
         raise ValueError(
-            f"x has shape {tuple(x.shape)}, expected ({classes},), one value for each class of the logits."
-        )
-    if x.is_floating_point():
-        check_finite("x", x)
-    held = x.detach() if x.is_floating_point() else x.long()
-    down = held[1:] <= held[:-1]  # differences of whole numbers may wrap around
-    if down.any():
-        k = int(down.nonzero()[0])
-        raise ValueError(
-            f"x[{k}] is {held[k].item():.9g} and x[{k + 1}] {held[k + 1].item():.9g}, expected strictly increasing "
-            "class values; sort the classes by value, and merge those that share one; where rounding to "
-            f"{x.dtype} has merged them, pass x - x[0] of the values before."
-        )
-    if x.is_floating_point():
-        return x
-    # From the first one on: years or seconds are then as small as they can be, and their gaps exact.
-    values = held - held[:1]
-    if values.amin() < 0:
-        raise ValueError(
-            f"x reaches from {int(held[0])} to {int(held[-1])}, expected whole numbers less than 2^53 = {2**53} apart; "
-            "count in a coarser unit."
+            f"{name}[{k}] is {float(values[k]):.9g} and {name}[{k + 1}] {float(values[k + 1]):.9g}, expected strictly "
+            f"increasing values; sort them and merge repeated ones. If rounding has merged them, pass {name} - "
+            f"{name}[0] of wider numbers."
         )
     return values
 
 
-def _cost_matrix(cost: Any, classes: int) -> Tensor:
+def _cost_matrix(cost: Any, classes: int) -> Float[Tensor, "classes classes"]:
     matrix = as_cost(cost).dense()
     if matrix.shape != (classes, classes):
         raise ValueError(

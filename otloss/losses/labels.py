@@ -1,7 +1,7 @@
-"""What the losses over classes share: checked logits and labels, the weights of the positions, and the reduction.
+"""What the losses over classes and over tokens share: targets, weights of the positions, and the reduction.
 
-A position is one label with its row of logits. Positions that are left out are not looked at: their logits may hold
-anything, and get a gradient of zero.
+A position is one row of logits with its target. Positions that are left out are not read: their logits and weights may
+hold anything, and their gradient is zero.
 """
 
 from __future__ import annotations
@@ -14,32 +14,24 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._checks import check_below_infinity, check_finite, check_floating, check_number, check_tensor
-from otloss.losses.real import check_not_complex
 from otloss.solvers.histograms import MASS_TOLERANCE
 
 
 @dataclass(frozen=True)
 class Labelled:
-    """The positions that take part, in one row each.
+    """The positions that take part, in one row each. Values are not checked yet, only shapes and dtypes.
 
     Attributes:
-        logits: (rows, K), not looked at yet: see `check_logits`.
-        target: (rows,) class positions in int64, not looked at yet: see `check_positions`; or (rows, K) soft labels,
-            not looked at yet: see `histograms`.
-        given: the target as it was given.
-        ignore_index: target of the positions that are left out.
-        sure: whether soft labels were made here, so that nothing can be wrong with them.
+        logits: (rows, K), at least float32.
+        target: (rows,) class positions in int64, or (rows, K) soft labels as they were given.
         weight: (rows,) weights >= 0, or None where all are one.
         kept: which positions these are, or None for all of them.
         shape: that of the positions.
-        dtype: that of the answer; everything floating here has at least float32.
+        dtype: that of the answer.
     """
 
     logits: Float[Tensor, "rows classes"]
     target: Tensor
-    given: Tensor
-    ignore_index: int | None
-    sure: bool
     weight: Float[Tensor, " rows"] | None
     kept: Bool[Tensor, "*batch"] | None
     shape: torch.Size
@@ -49,41 +41,109 @@ class Labelled:
     def is_soft(self) -> bool:
         return self.target.is_floating_point()
 
-    def check_positions(self) -> None:
-        """Raise ValueError if a class position is out of range."""
-        if not self.is_soft:
-            _check_positions(self.given, self.logits.shape[-1], self.ignore_index)
-
-    def histograms(self) -> Float[Tensor, "rows classes"]:
-        """Return soft labels of mass one in the dtype of the logits; raises where they are none."""
-        return self.target if self.sure else normalised(self.target, self.logits.dtype)
-
-    def unweighted_divisor(self, reduction: str) -> int | None:
-        """Return what a mean or a sum divides the sum of the values by; None for a weighted one or for no reduction."""
+    def divisor(self, reduction: str) -> int | None:
+        """Return what an unweighted mean or sum divides by; None with weights or without a reduction."""
         if self.weight is not None or reduction == "none":
             return None
         return max(1, self.logits.shape[0]) if reduction == "mean" else 1
 
     def reduced(self, values: Float[Tensor, " rows"], reduction: str) -> Tensor:
-        """Return the weighted mean, the weighted sum, or the weighted values at their positions."""
-        weighted = values if self.weight is None else values * self.weight
-        if reduction == "none":
-            if self.kept is not None:
-                weighted = weighted.new_zeros(self.shape).masked_scatter(self.kept, weighted)
-            return weighted.reshape(self.shape).to(self.dtype)
-        total = weighted.sum()
-        divisor = self.unweighted_divisor(reduction)
-        if divisor is not None:
-            total = total / divisor
-        elif reduction == "mean":
-            assert self.weight is not None
-            mass = self.weight.sum()
-            total = total / mass.masked_fill(mass == 0, 1.0)
-        return total.to(self.dtype)
+        return reduced(values, self.weight, self.kept, self.shape, reduction).to(self.dtype)
+
+
+def labelled(
+    logits: Any,
+    target: Any,
+    *others: torch.dtype,
+    class_weight: Any = None,
+    sample_weight: Any = None,
+    ignore_index: int | None = None,
+) -> Labelled:
+    """Check and flatten logits (..., K) and targets; `others` are dtypes that take part in the promotion.
+
+    Raises:
+        TypeError, ValueError: as `ordinal_loss` says.
+    """
+    classes, shape = class_count(logits), logits.shape[:-1]
+    soft = _is_soft(check_tensor("target", target), logits)
+    dtype = dtype_of_loss(logits)
+    weights = [check_tensor("weights", w).dtype for w in (class_weight, sample_weight) if w is not None]
+    for other in (target.dtype, *weights, *others):
+        if other.is_floating_point:
+            dtype = torch.promote_types(dtype, other)
+    arithmetic = torch.promote_types(dtype, torch.float32)
+    kept = None
+    if soft and ignore_index is not None:
+        raise ValueError(
+            f"ignore_index={ignore_index} is given with soft labels, expected class positions; leave positions with "
+            "soft labels out by sample_weight 0."
+        )
+    if not soft:
+        target = target.long()  # in a narrow dtype, comparisons would be modulo its width
+        kept = None if ignore_index is None else target != ignore_index
+        kept = None if kept is None or kept.all() else kept
+    rows = (_in_rows(logits) if kept is None else logits[kept]).to(arithmetic)
+    labels = _in_rows(target) if soft else target.reshape(-1) if kept is None else target[kept]
+    weight = position_weights(sample_weight, shape, kept, arithmetic)
+    if class_weight is not None:
+        if class_weight.shape != (classes,):
+            raise ValueError(f"class_weight has shape {tuple(class_weight.shape)}, expected ({classes},), one a class.")
+        by_class = _check_weights("class_weight", class_weight).to(arithmetic)
+        if soft:
+            by_row = (normalised(labels, arithmetic) * by_class).sum(-1)
+        else:
+            check_positions("target", target, classes, ignore_index)
+            by_row = by_class[labels]
+        weight = by_row if weight is None else weight * by_row
+    return Labelled(rows, labels, weight, kept, shape, dtype)
+
+
+def reduced(
+    values: Float[Tensor, " rows"],
+    weight: Float[Tensor, " rows"] | None,
+    kept: Bool[Tensor, "*batch"] | None,
+    shape: torch.Size,
+    reduction: str,
+) -> Tensor:
+    """Return the weighted mean or sum of the values, or the weighted values at their positions and 0 elsewhere."""
+    weighted = values if weight is None else values * weight
+    if reduction == "none":
+        if kept is not None:
+            weighted = weighted.new_zeros(shape).masked_scatter(kept, weighted)
+        return weighted.reshape(shape)
+    total = weighted.sum()
+    if reduction == "sum":
+        return total
+    if weight is None:
+        return total / max(1, len(values))
+    mass = weight.sum()
+    return total / mass.masked_fill(mass == 0, 1.0)
+
+
+def position_weights(
+    sample_weight: Any, shape: torch.Size, kept: Tensor | None, dtype: torch.dtype
+) -> Float[Tensor, " rows"] | None:
+    """Return the weights of the positions that take part, or None without any."""
+    if sample_weight is None:
+        return None
+    try:
+        spread = check_tensor("sample_weight", sample_weight).expand(shape)
+    except RuntimeError:
+        raise ValueError(
+            f"sample_weight has shape {tuple(sample_weight.shape)}, expected {tuple(shape)}, one a position."
+        ) from None
+    return _check_weights("sample_weight", spread.reshape(-1) if kept is None else spread[kept]).to(dtype)
+
+
+def _check_weights(name: str, weights: Tensor) -> Tensor:
+    check_finite(name, weights)
+    if weights.numel() and weights.detach().amin() < 0:
+        raise ValueError(f"{name} holds {float(weights.detach().amin())}, expected weights >= 0.")
+    return weights
 
 
 def class_count(logits: Any) -> int:
-    """Return K for logits (..., K), else raise."""
+    """Return K for logits (..., K)."""
     check_floating("logits", logits)
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (..., K) with at least one class.")
@@ -98,86 +158,29 @@ def dtype_of_loss(logits: Tensor) -> torch.dtype:
     return wide
 
 
-def classes_last(logits: Any, target: Any, dim: Any) -> tuple[Any, Any]:
-    """Return logits and target with the classes on the last axis, from axis `dim`, or the last one if it is None.
-
-    Raises:
-        TypeError, ValueError: if dim is no axis of the logits, the target does not fit it, or it has to be given.
-    """
-    check_dim(dim)
-    if not isinstance(target, Tensor) or not isinstance(logits, Tensor) or logits.dim() == 0:
-        return logits, target  # which `labelled` says is wrong
+def classes_last(logits: Any, target: Any, dim: int | None) -> tuple[Any, Any]:
+    """Return logits and target with the classes moved from axis `dim` to the last one."""
+    if not isinstance(target, Tensor) or not isinstance(logits, Tensor):
+        return logits, target  # `labelled` raises
     shape = tuple(logits.shape)
     if dim is None:
         # At axis 1 the losses of torch expect the classes.
         if len(shape) > 2 and target.shape == shape[:-1] == (shape[0], *shape[2:]):
             raise ValueError(
                 f"logits have shape {shape} and target {tuple(target.shape)}, which fits classes on the last axis and "
-                "on axis 1; say which one it is: dim=-1 or dim=1."
+                "on axis 1; choose one by dim=-1 or dim=1."
             )
         return logits, target
     if not -len(shape) <= dim < len(shape):
-        raise ValueError(
-            f"dim is {dim}, expected an axis of the logits {shape}, from {-len(shape)} to {len(shape) - 1}."
-        )
+        raise ValueError(f"dim is {dim}, expected an axis of the logits {shape}.")
     axis = dim % len(shape)
     positions = shape[:axis] + shape[axis + 1 :]
-    if target.shape == shape:
-        return logits.movedim(axis, -1), target.movedim(axis, -1)
-    if target.shape != positions:
+    if target.shape not in (shape, positions):
         raise ValueError(
             f"target has shape {tuple(target.shape)}, expected class positions {positions} or soft labels {shape} for "
             f"logits {shape} with the classes on axis dim={dim}."
         )
-    return logits.movedim(axis, -1), target
-
-
-def labelled(
-    logits: Any,
-    target: Any,
-    *others: torch.dtype,
-    sure: bool = False,
-    class_weight: Any = None,
-    sample_weight: Any = None,
-    ignore_index: int | None = None,
-) -> Labelled:
-    """Check and flatten what a loss over classes is called with; `others` are dtypes that take part.
-
-    Soft labels that are `sure` have a mass of one, and are checked nowhere.
-
-    Raises:
-        TypeError, ValueError: as `ordinal_loss` says.
-    """
-    classes, shape = class_count(logits), logits.shape[:-1]
-    soft = _is_soft(check_tensor("target", target), logits)
-    given = [("target", target), ("class_weight", class_weight), ("sample_weight", sample_weight)]
-    for name, tensor in given:
-        if tensor is not None and check_not_complex(name, tensor).device != logits.device:
-            raise ValueError(f"{name} is on {tensor.device}, logits on {logits.device}, expected one device; move one.")
-    dtype = dtype_of_loss(logits)
-    for other in (*(tensor.dtype for _, tensor in given if tensor is not None), *others):
-        if other.is_floating_point:
-            dtype = torch.promote_types(dtype, other)
-    arithmetic = torch.promote_types(dtype, torch.float32)
-    # In a narrow dtype, comparisons would be modulo its width.
-    target = target if soft else target.long()
-    kept = None if soft else _kept(target, ignore_index)
-    if soft and ignore_index is not None:
-        raise ValueError(
-            f"ignore_index={ignore_index} leaves class positions out, and target holds soft labels; give the positions "
-            "to leave out sample_weight 0."
-        )
-    rows = (_in_rows(logits) if kept is None else logits[kept]).to(arithmetic)
-    if soft:
-        labels = _in_rows(target)
-        if sure or class_weight is not None:
-            labels, sure = labels.to(arithmetic) if sure else normalised(labels, arithmetic), True
-    else:
-        labels = target.reshape(-1) if kept is None else target[kept]
-    if class_weight is not None and not soft:
-        _check_positions(target, classes, ignore_index)
-    weight = _weights(class_weight, sample_weight, labels, kept, shape, classes, arithmetic)
-    return Labelled(rows, labels, target, ignore_index, sure, weight, kept, shape, dtype)
+    return logits.movedim(axis, -1), target.movedim(axis, -1) if target.shape == shape else target
 
 
 def _in_rows(tensor: Tensor) -> Float[Tensor, "rows classes"]:
@@ -186,44 +189,27 @@ def _in_rows(tensor: Tensor) -> Float[Tensor, "rows classes"]:
 
 
 def _is_soft(target: Tensor, logits: Tensor) -> bool:
-    """Whether the target holds soft labels; raises where it holds neither those nor class positions."""
-    classes = logits.shape[-1]
-    if target.is_complex() or target.dtype == torch.bool:
-        raise TypeError(f"target has dtype {target.dtype}, expected integer class positions or floating soft labels.")
-    expected = (
-        f"expected class positions {tuple(logits.shape[:-1])} in an integer dtype or soft labels {tuple(logits.shape)} "
-        "in a floating one, for logits"
-    )
-    if target.shape == logits.shape:
-        if not target.is_floating_point():
-            raise TypeError(
-                f"target has shape {tuple(target.shape)} and dtype {target.dtype}, {expected} of that shape; call "
-                "target.float() for one-hot labels, or target.argmax(-1) for their positions."
-            )
-        return True
-    if target.shape != logits.shape[:-1]:
-        elsewhere = logits.dim() > 2 and target.shape == (logits.shape[0], *logits.shape[2:])
+    """Return whether the target holds soft labels; raise if it holds neither those nor class positions."""
+    shape, positions = tuple(logits.shape), tuple(logits.shape[:-1])
+    soft = tuple(target.shape) == shape
+    if not soft and target.shape != positions:
+        elsewhere = len(shape) > 2 and tuple(target.shape) == (shape[0], *shape[2:])
         raise ValueError(
-            f"target has shape {tuple(target.shape)}, {expected} {tuple(logits.shape)}: the last axis of the logits "
-            f"is that of the {classes} classes{'; pass dim=1 if it is axis 1' if elsewhere else ''}."
+            f"target has shape {tuple(target.shape)}, expected class positions {positions} or soft labels {shape} for "
+            f"logits {shape} with the classes last{'; pass dim=1 if they are on axis 1' if elsewhere else ''}."
         )
-    if target.is_floating_point():
+    if soft != target.is_floating_point() or target.dtype == torch.bool:
+        fix = "target.float() for one-hot labels, or target.argmax(-1)" if soft else "target.long() for class positions"
         raise TypeError(
-            f"target has dtype {target.dtype} and shape {tuple(target.shape)}, {expected} {tuple(logits.shape)}; call "
-            "target.long() if these are whole class positions; for real values use histogram_loss."
+            f"target has dtype {target.dtype} and shape {tuple(target.shape)}, expected class positions {positions} in "
+            f"an integer dtype or soft labels {shape} in a floating one; call {fix}. Real values belong to "
+            "histogram_loss."
         )
-    return False
+    return soft
 
 
-def _kept(target: Tensor, ignore_index: int | None) -> Tensor | None:
-    check_ignore_index(ignore_index)
-    if ignore_index is None:
-        return None
-    kept = target != ignore_index
-    return None if kept.all() else kept
-
-
-def _check_positions(target: Tensor, classes: int, ignore_index: int | None) -> None:
+def check_positions(name: str, target: Tensor, classes: int, ignore_index: int | None) -> None:
+    """Raise ValueError if a class position or token id is out of range and not ignored."""
     outside = (target < 0) | (target >= classes)
     if ignore_index is not None:
         outside &= target != ignore_index
@@ -231,22 +217,10 @@ def _check_positions(target: Tensor, classes: int, ignore_index: int | None) -> 
         first = tuple(int(i) for i in outside.nonzero()[0])
         ignored = "" if ignore_index is None else f" or ignore_index={ignore_index}"
         raise ValueError(
-            f"target holds {int(outside.sum())} positions outside of the {classes} classes, the first at {first}: "
-            f"{int(target[first])}; expected 0 to {classes - 1}{ignored}. Number the classes by rank from 0, and name "
-            "the label of positions to leave out with ignore_index=."
+            f"{name} holds {int(outside.sum())} values out of range, the first at {first}: {int(target[first])}; "
+            f"expected 0 to {classes - 1}{ignored}. Number the classes by rank from 0 (token ids: use the tokenizer of "
+            "the model), and pass the value that marks positions to leave out as ignore_index."
         )
-
-
-def check_ignore_index(ignore_index: Any) -> None:
-    """Raise TypeError unless it is a whole number or None."""
-    if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
-        raise TypeError(f"ignore_index is {ignore_index!r}, expected a whole number such as -100, or None.")
-
-
-def check_dim(dim: Any) -> None:
-    """Raise TypeError unless it is a whole number or None."""
-    if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool)):
-        raise TypeError(f"dim is {dim!r}, expected the axis of the classes, such as 1 or -1, or None.")
 
 
 def check_logits(rows: Float[Tensor, "rows classes"]) -> None:
@@ -262,8 +236,8 @@ def check_logits(rows: Float[Tensor, "rows classes"]) -> None:
     )
 
 
-def normalised(target: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return soft labels in `dtype` with a mass of one; raises where the mass is not one up to rounding."""
+def normalised(target: Tensor, dtype: torch.dtype) -> Float[Tensor, "rows classes"]:
+    """Return soft labels in `dtype` with mass one; raise ValueError if the mass is not one up to rounding."""
     held = target.detach()
     mass = held.sum(-1, dtype=torch.float64)
     off = (mass - 1).abs()
@@ -285,45 +259,8 @@ def normalised(target: Tensor, dtype: torch.dtype) -> Tensor:
     return target.to(dtype) / mass.unsqueeze(-1).to(dtype)
 
 
-def _weights(
-    class_weight: Tensor | None,
-    sample_weight: Tensor | None,
-    labels: Tensor,
-    kept: Tensor | None,
-    shape: torch.Size,
-    classes: int,
-    dtype: torch.dtype,
-) -> Tensor | None:
-    """Return the product of both weights per row, or None without any."""
-    weight = None
-    if class_weight is not None:
-        if class_weight.shape != (classes,):
-            raise ValueError(f"class_weight has shape {tuple(class_weight.shape)}, expected ({classes},), one a class.")
-        by_class = _check_weights("class_weight", class_weight).to(dtype)
-        weight = (labels * by_class).sum(-1) if labels.is_floating_point() else by_class[labels]
-    if sample_weight is not None:
-        _check_weights("sample_weight", sample_weight)
-        try:
-            spread = sample_weight.expand(shape)
-        except RuntimeError:
-            raise ValueError(
-                f"sample_weight has shape {tuple(sample_weight.shape)}, expected {tuple(shape)}, one a position."
-            ) from None
-        by_sample = (spread.reshape(-1) if kept is None else spread[kept]).to(dtype)
-        weight = by_sample if weight is None else weight * by_sample
-    return weight
-
-
-def _check_weights(name: str, weights: Tensor) -> Tensor:
-    check_finite(name, weights)
-    if weights.numel() and weights.detach().amin() < 0:
-        first = tuple(int(i) for i in (weights < 0).nonzero()[0])
-        raise ValueError(f"{name} holds {float(weights.detach()[first])} at index {first}, expected weights >= 0.")
-    return weights
-
-
 def check_cross_entropy(weight: Any) -> float:
-    """Return the weight of cross-entropy if it is a finite number of at least zero, else raise."""
+    """Return the weight of the cross-entropy if it is finite and at least zero."""
     if not 0 <= check_number("cross_entropy", weight) < float("inf"):
         raise ValueError(f"cross_entropy is {weight}, expected a finite weight of at least 0.")
     return float(weight)

@@ -1,11 +1,21 @@
-"""The loss of a distribution over tokens where the label is a number: how far off the numbers are that it predicts.
+"""The number-token loss: how far the numbers that a model predicts are from the number that is the label.
 
-Notation: z the logits of a position, q = softmax(z), y its label, m = sum of q over the number tokens, p = q / m there.
+Notation: of one position, z the logits, q = softmax(z), y the label, m the mass of q on number tokens, p = q / m there,
+x_j positions and d distances of `otloss.losses.number_line`, text the cost of mass on text.
 
-    over="vocabulary"   m L(p, y) + (1 - m) text        L by `_number_line`: the transport cost, or of the mean number
-    over="numbers"      L(p, y)
+    form="wasserstein"  L = sum_j p_j d_jy                 NTL-WAS: the transport cost to the label
+    form="mse"          L = (sum_j p_j (x_j - x_y))^2      NTL-MSE: of the mean number, 0 for half on 0 and half on 8 at 4
 
-For the transport cost the former is sum_i q_i c(i, y) with one row of costs over the whole vocabulary.
+    over="numbers"      L                       dL/dz_j = p_j s (a_j - D) on numbers, 0 on text
+    over="vocabulary"   m L + (1 - m) text      dL/dz_j = m p_j (s (a_j - D) - (1 - m) (text - L)) on numbers
+                                                dL/dz_j = q_j m (text - L) on text
+
+with a_j = d_jy (for "mse" x_j - x_y), D = sum_j p_j a_j, s = 1 (for "mse" 2 D). With the transport cost, the second one
+is sum_i q_i c(i, y) with one row of costs over the whole vocabulary.
+
+The gradient is computed here and not by torch, so that no copy of the rows with numbers is kept: logits are read once
+for the value and once for the gradient, a few rows at a time. Second derivatives are those of the same formulas in
+torch operations.
 """
 
 from __future__ import annotations
@@ -15,16 +25,18 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 from otloss._autograd import eager
 from otloss._checks import check_below_infinity, check_floating, check_reduction, check_tensor
-from otloss.losses.labels import check_ignore_index
-from otloss.losses.number_line import number_line
-from otloss.losses.number_rows import loss_of_rows
-from otloss.losses.real import check_not_complex
+from otloss.losses.labels import check_positions, position_weights, reduced
+from otloss.losses.number_line import NumberLine, number_line
 
 OVER = ("vocabulary", "numbers")
-_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+# Logits in one piece of work: within the caches of a processor, but enough to keep an accelerator busy.
+_PIECE_ON_CPU, _PIECE = 2**19, 2**25
+
+Where = tuple[Tensor, ...]  # the positions that are numbers, one index (rows,) for each leading axis
 
 
 @eager
@@ -35,7 +47,6 @@ def number_token_loss(
     *,
     form: str = "wasserstein",
     over: str = "vocabulary",
-    delta: float = 1.0,
     scaling: str = "absolute",
     squash: float | None = None,
     text: float | None = None,
@@ -45,41 +56,40 @@ def number_token_loss(
 ) -> Float[Tensor, "*batch"]:
     """Return how far the numbers that `softmax(logits)` predicts are from the number that is the label.
 
-    It is no loss to train with alone: positions whose label is text take no part, and tokens of equal value ("7" and
-    " 7") are one to it. Add it to the cross-entropy, at a weight of 0.3, say.
+    Do not train with it alone: it ignores positions whose label is text, and does not tell tokens of equal value ("7"
+    and " 7") apart. Add it to the cross-entropy, for example with a weight of 0.3.
 
     Args:
         logits: (..., V), aligned with the labels: position t is scored against label t. -inf masks a token out.
-        labels: (...) token ids; `ignore_index` leaves a position out, and so does a label that is no number.
-        values: (V,) value of each token, NaN where it is no number.
-        form: "wasserstein" is the expected distance sum_j p_j |x_j - x_y|; "mse", "mae" and "huber" charge the distance
-            of the *mean* number, and are 0 for half the mass on 0 and half on 8 where 4 is right.
+        labels: (...) token ids; positions whose label is `ignore_index` or not a number are left out.
+        values: (V,) value of each token, NaN where it is not a number.
+        form: "wasserstein" is the expected distance sum_j p_j |x_j - x_y|; "mse" the squared distance of the *mean*
+            number, which is 0 for half the mass on 0 and half on 8 where 4 is right.
         over: "vocabulary" counts the probability m of number tokens: m times the form, and (1 - m) times `text`;
             "numbers" renormalises over the number tokens, whatever their mass.
-        delta: where form "huber" becomes linear, in units of the scaled values; 1.0 with any other form.
         scaling: "absolute" takes values as they are; "symlog" is the same between the digits 0 to 9 and logarithmic
-            beyond, where a factor of ten costs 9, as does whatever is farther, so that a weight means the same with any
-            vocabulary; "log" sign(v) log(1 + |v|); "rank" their rank among the distinct values, in [0, 1]; "squash" is
-            "absolute" with squash=9. Vocabularies with "123" need one of these: take "symlog".
+            beyond, where a factor of ten costs 9, as do larger distances, so that a weight means the same with any
+            vocabulary; "log" takes sign(v) log(1 + |v|); "squash" is "absolute" with squash=9. Vocabularies with tokens
+            such as "123" need one of these: use "symlog".
         squash: factor above 1: distances between numbers are mapped to 1 (the nearest pair) up to this (the farthest).
             Only with form "wasserstein".
-        text: what mass on no number is charged; None takes 1.01 times the worst number (with "symlog" the worst digit).
-            Only over "vocabulary".
+        text: cost of mass on text; None takes 1.01 times the worst number (with "symlog" the worst digit). Only with
+            over="vocabulary".
         sample_weight: (...) weights >= 0.
         ignore_index: label that leaves a position out, whatever its logits hold; None leaves none out.
         reduction: "mean" is sum(weight * loss) / sum(weight) over the *number* positions, "sum" the former alone,
-            "none" gives weight * loss in the shape of the labels, 0 where there is no number.
+            "none" gives weight * loss in the shape of the labels, 0 where the label is not a number.
 
     Returns:
         A scalar, or (...), in the promoted dtype of logits, values and weights; 16 bits are computed in float32.
-        Differentiable in logits and weights, twice. A batch without numbers gives 0 with a graph and zero gradients.
+        Differentiable in logits and weights, twice. A batch without numbers gives 0 with zero gradients.
 
     Raises:
         TypeError: if logits or values are not floating, or labels not integers.
         ValueError: if shapes do not fit, a label is out of range, values hold an infinity or no number, a setting is
-            unknown or meets another that leaves it without effect, a weight is negative or not finite, logits that
-            count are NaN, +inf or all -inf, or the answer exceeds its dtype. Those that count are of positions whose
-            label is a number; with over="numbers", of the number tokens alone.
+            unknown or has no effect beside another, a weight is negative or not finite, logits are NaN, +inf or all
+            -inf, or the loss exceeds its dtype. Only logits of positions whose label is a number are read; with
+            over="numbers" only those of the number tokens.
 
     Source:
         J. Zausinger et al., Regress, Don't Guess: a Regression-like Loss on Number Tokens for Language Models,
@@ -92,130 +102,173 @@ def number_token_loss(
         tensor([1.4851, 3.3301])
     """
     check_reduction(reduction)
-    check_over(over, text)
-    dtype = _dtype_of_answer(check_floating("logits", logits), check_floating("values", values), sample_weight)
+    if over not in OVER:
+        raise ValueError(f"over is {over!r}, expected one of {', '.join(map(repr, OVER))}.")
+    if over == "numbers" and text is not None:
+        raise ValueError(f'text={text} is given with over="numbers", which leaves text out; use over="vocabulary".')
+    dtype = torch.promote_types(check_floating("logits", logits).dtype, check_floating("values", values).dtype)
+    if isinstance(sample_weight, Tensor) and sample_weight.is_floating_point():
+        dtype = torch.promote_types(dtype, sample_weight.dtype)
     wide = torch.promote_types(dtype, torch.float32)
-    line = number_line(values.to(wide), form=form, delta=delta, scaling=scaling, squash=squash, text=text)
-    line = line.to(logits.device)
-    labels, kept = _taking_part(logits, labels, len(values), ignore_index)
+    line = number_line(values.to(wide), form=form, scaling=scaling, squash=squash, text=text).to(logits.device)
+    labels = _checked_labels(logits, labels, len(values))
+    kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
+    check_positions("labels", labels, len(values), ignore_index)
     kept = kept & line.is_number(labels.masked_fill(~kept, 0))
-    weight = _weights(sample_weight, labels, kept, wide)
+    weight = position_weights(sample_weight, labels.shape, kept, wide)
     # A position by itself is a batch of one.
     rows, at = (logits.unsqueeze(0), kept.unsqueeze(0)) if kept.dim() == 0 else (logits, kept)
     where = at.nonzero(as_tuple=True)
     losses = loss_of_rows(rows, where, labels[kept], line, over)
-    if not torch.isfinite(losses.detach()).all():
-        read = rows[where] if over == "vocabulary" else rows[where][:, line.columns]
-        _raise_not_finite(read.detach(), ~torch.isfinite(losses), kept)
-    reduced = _reduced(losses, weight, kept, reduction)
-    answer = reduced.to(dtype)
+    answer = reduced(losses, weight, kept, kept.shape, reduction).to(dtype)
     if not torch.isfinite(answer.detach()).all():
-        _raise_too_large(reduced.detach(), dtype, reduction)
+        read = rows[where] if over == "vocabulary" else rows[where][:, line.columns]
+        _raise_not_finite(read.detach(), ~torch.isfinite(losses), kept, dtype)
     return answer
 
 
-def check_over(over: Any, text: float | None) -> None:
-    """Raise ValueError unless it is one of `OVER`, and one where `text`, if given, is charged."""
-    if over not in OVER:
-        raise ValueError(f"over is {over!r}, expected one of {', '.join(map(repr, OVER))}.")
-    if over == "numbers" and text is not None:
-        raise ValueError(
-            f'text={text} is charged for mass on no number, which over="numbers" leaves out; leave text at None, or '
-            'use over="vocabulary".'
-        )
+def loss_of_rows(
+    logits: Float[Tensor, "*batch vocab"], where: Where, y: Int[Tensor, " rows"], line: NumberLine, over: str
+) -> Float[Tensor, " rows"]:
+    """Return the loss at the positions `where`, whose labels y are numbers, in the dtype of the line.
+
+    It is NaN or infinite where the logits define no distribution.
+    """
+    if torch._C._are_functorch_transforms_active() or unpack_dual(logits).tangent is not None:
+        return plain_loss_of_rows(logits, where, y, line, over)
+    found: Tensor = _LossOfRows.apply(logits, where, y, line, over)
+    return found
 
 
-def _dtype_of_answer(logits: Tensor, values: Tensor, sample_weight: Any) -> torch.dtype:
-    dtype = torch.promote_types(logits.dtype, values.dtype)
-    if isinstance(sample_weight, Tensor) and sample_weight.is_floating_point():
-        return torch.promote_types(dtype, sample_weight.dtype)
-    return dtype
+def plain_loss_of_rows(
+    logits: Float[Tensor, "*batch vocab"], where: Where, y: Int[Tensor, " rows"], line: NumberLine, over: str
+) -> Float[Tensor, " rows"]:
+    """Return the same from operations that torch differentiates, at a few times the memory of the rows."""
+    z = logits[where].to(line.x.dtype)
+    z_numbers = z[:, line.columns]
+    found = _of_numbers(z_numbers, y, line, over)[0]
+    if over == "numbers":
+        return found
+    # Mass on text is summed by itself: 1 - m would have no digit left where m is near 1.
+    z_text = z.index_fill(-1, line.columns, -torch.inf)
+    top = z.detach().amax(-1, keepdim=True)
+    e_text, e_numbers = (z_text - top).exp().sum(-1), (z_numbers - top).exp().sum(-1)
+    return _mixed(found, line.text, e_numbers, e_text)
 
 
-def _reduced(losses: Tensor, weight: Tensor | None, kept: Tensor, reduction: str) -> Tensor:
-    weighted = losses if weight is None else losses * weight
-    if reduction == "none":
-        return weighted.new_zeros(kept.shape).masked_scatter(kept, weighted)
-    total = weighted.sum()
-    if reduction == "sum":
-        return total
-    if weight is None:
-        return total / max(1, len(losses))
-    mass = weight.sum()
-    return total / mass.masked_fill(mass == 0, 1.0)
+def _of_numbers(
+    z_numbers: Float[Tensor, "rows numbers"], y: Int[Tensor, " rows"], line: NumberLine, over: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return L (rows,), p and s (a - D) (rows, numbers)."""
+    if over == "vocabulary":  # where every number is masked out, softmax would be NaN: they have no mass
+        z_numbers = z_numbers.masked_fill(z_numbers.detach().amax(-1, keepdim=True) == -torch.inf, 0.0)
+    p, apart = z_numbers.softmax(-1), line.distances(y)
+    mean = (p * apart).sum(-1, keepdim=True)
+    if line.form == "wasserstein":
+        return mean.squeeze(-1), p, apart - mean
+    return mean.square().squeeze(-1), p, 2 * mean * (apart - mean)
 
 
-def _weights(sample_weight: Any, labels: Tensor, kept: Tensor, dtype: torch.dtype) -> Tensor | None:
-    if sample_weight is None:
-        return None
-    _check_place("sample_weight", sample_weight, labels.device)
-    if sample_weight.shape != labels.shape:
-        raise ValueError(
-            f"sample_weight has shape {tuple(sample_weight.shape)}, expected {tuple(labels.shape)}, that of the labels."
-        )
-    weight = check_not_complex("sample_weight", sample_weight)[kept].to(dtype)
-    wrong = ~(weight.isfinite() & (weight >= 0))
-    if wrong.any():
-        raise ValueError(
-            f"sample_weight holds {float(weight[wrong][0])} at a number, expected finite weights >= 0; where a "
-            "position is to be left out, give it 0."
-        )
-    return weight
+def _mixed(of_numbers: Tensor, of_text: float, e_numbers: Tensor, e_text: Tensor) -> Float[Tensor, " rows"]:
+    """Return m L + (1 - m) text, as a small change of the heavier of the two, so that it is rounded about once."""
+    total, worse = e_numbers + e_text, of_text - of_numbers
+    return torch.where(e_numbers < e_text, of_text - e_numbers / total * worse, of_numbers + e_text / total * worse)
 
 
-def _taking_part(logits: Tensor, labels: Any, vocab: int, ignore_index: Any) -> tuple[Tensor, Tensor]:
-    """The labels in int64, and which of them are not ignored."""
-    _check_place("labels", labels, logits.device)
-    check_ignore_index(ignore_index)
+class _LossOfRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, where: Where, y: Tensor, line: NumberLine, over: str) -> Tensor:
+        values = line.x.new_empty(len(y))
+        sums = line.x.new_empty((3, len(y)))  # max z, sums of exp(z - max z) over numbers and over text
+        for piece in _pieces(logits, len(y)):
+            at = tuple(axis[piece] for axis in where)
+            if over == "numbers":
+                z_numbers = logits[_at_numbers(at, line)].to(line.x.dtype)
+                values[piece] = _of_numbers(z_numbers, y[piece], line, over)[0]
+                continue
+            z = logits[at].to(line.x.dtype)
+            z_numbers = z[:, line.columns]
+            top = z.amax(-1, keepdim=True)
+            e_numbers = (z_numbers - top).exp().sum(-1)
+            e_text = z.sub_(top).exp_().index_fill_(-1, line.columns, 0.0).sum(-1)
+            found = _of_numbers(z_numbers, y[piece], line, over)[0]
+            values[piece] = _mixed(found, line.text, e_numbers, e_text)
+            sums[:, piece] = torch.stack((top.squeeze(-1), e_numbers, e_text))
+        ctx.save_for_backward(logits, y, sums, *where)
+        ctx.line, ctx.over = line, over
+        return values
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        logits, y, sums, *where = ctx.saved_tensors
+        line, over = ctx.line, ctx.over
+        if torch.is_grad_enabled():
+            value = plain_loss_of_rows(logits, tuple(where), y, line, over)
+            gradient = torch.autograd.grad(value, logits, upstream[0], create_graph=True)[0]
+            return gradient, None, None, None, None
+        gradient = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
+        for piece in _pieces(logits, len(y)):
+            at, weight = tuple(axis[piece] for axis in where), upstream[0][piece].unsqueeze(-1)
+            if over == "numbers":
+                at = _at_numbers(at, line)
+                _, p, by_p = _of_numbers(logits[at].to(line.x.dtype), y[piece], line, over)
+                gradient[at] = (weight * p * by_p).to(gradient.dtype)
+            else:
+                gradient[at] = _gradient(logits[at], y[piece], sums[:, piece], weight, line).to(gradient.dtype)
+        return gradient, None, None, None, None
+
+
+def _gradient(
+    rows: Float[Tensor, "rows vocab"], y: Tensor, sums: Float[Tensor, "3 rows"], weight: Tensor, line: NumberLine
+) -> Float[Tensor, "rows vocab"]:
+    """Return the gradient over the whole vocabulary; `rows` is overwritten where it has the dtype of the line."""
+    z = rows.to(line.x.dtype)
+    z_numbers = z[:, line.columns]
+    value, _, by_p = _of_numbers(z_numbers, y, line, "vocabulary")
+    top, e_numbers, e_text = sums.unsqueeze(-1)
+    total = e_numbers + e_text
+    mass, worse = e_numbers / total, line.text - value.unsqueeze(-1)
+    of_numbers = weight * ((z_numbers - top).exp() / total) * (by_p - e_text / total * worse)
+    of_text = z.sub_(top).exp_().mul_(weight * mass * worse / total)
+    return of_text.index_copy_(-1, line.columns, of_numbers)
+
+
+def _at_numbers(at: Where, line: NumberLine) -> Where:
+    """Return the index of the number tokens at these positions, (rows, numbers)."""
+    return (*(axis.unsqueeze(-1) for axis in at), line.columns)
+
+
+def _pieces(logits: Tensor, rows: int) -> list[slice]:
+    most = _PIECE_ON_CPU if logits.device.type == "cpu" else _PIECE
+    step = max(1, most // logits.shape[-1])
+    return [slice(start, start + step) for start in range(0, rows, step)]
+
+
+def _checked_labels(logits: Tensor, labels: Any, vocab: int) -> Int[Tensor, "*batch"]:
     if logits.dim() == 0 or logits.shape[-1] != vocab:
         raise ValueError(
             f"values have {vocab} entries, logits shape {tuple(logits.shape)}, expected one value per token, (..., "
             f"{vocab}); where the head is padded beyond the tokenizer, pad the values with NaN."
         )
-    if labels.dtype not in _LABELS:
+    if check_tensor("labels", labels).is_floating_point() or labels.dtype == torch.bool:
         raise TypeError(f"labels have dtype {labels.dtype}, expected token ids in int64; call labels.long().")
     if labels.shape != logits.shape[:-1]:
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}, expected {tuple(logits.shape[:-1])}, the leading axes of logits."
         )
-    labels = labels.long()  # in a narrow dtype, comparisons would be modulo its width
-    kept = torch.ones_like(labels, dtype=torch.bool) if ignore_index is None else labels != ignore_index
-    outside = kept & ((labels < 0) | (labels >= vocab))
-    if outside.any():
-        first = tuple(int(i) for i in outside.nonzero()[0])
-        raise ValueError(
-            f"labels hold {int(outside.sum())} ids outside the vocabulary, the first at {first}: {int(labels[first])}; "
-            f"expected 0..{vocab - 1} or ignore_index={ignore_index}. Ids of another tokenizer?"
-        )
-    return labels, kept
+    return labels.long()  # in a narrow dtype, comparisons would be modulo its width
 
 
-def _check_place(name: str, value: Any, device: torch.device) -> None:
-    if check_tensor(name, value).device != device:
-        raise ValueError(f"{name} is on {value.device}, logits on {device}, expected one device; move one.")
-
-
-def _raise_too_large(reduced: Tensor, dtype: torch.dtype, reduction: str) -> None:
-    bad = float(reduced[~torch.isfinite(reduced.to(dtype))][0])
-    mend = "give values in float32, and the answer is float32"
-    if torch.promote_types(dtype, torch.float32) == dtype:
-        mend = 'give smaller weights, values in float64, or use scaling="log" or "rank"'
-    raise ValueError(
-        f'the loss with reduction="{reduction}" is {bad:.6g}, expected at most {torch.finfo(dtype).max:.6g}, the '
-        f"largest {dtype}; {mend}."
-    )
-
-
-def _raise_not_finite(read: Tensor, bad: Tensor, kept: Tensor) -> None:
+def _raise_not_finite(read: Tensor, bad: Tensor, kept: Tensor, dtype: torch.dtype) -> None:
     check_below_infinity("logits", read)
-    row = int(bad.nonzero()[0])
-    place = tuple(int(i) for i in kept.nonzero()[row])
-    if read[row].amax() > -torch.inf:
-        raise ValueError(
-            f"the loss of position {place} exceeds the range of its dtype, expected values and text= whose costs fit; "
-            'use scaling="log" or "rank".'
-        )
+    if bad.any():
+        row = int(bad.nonzero()[0])
+        if read[row].amax() == -torch.inf:
+            raise ValueError(
+                f"the logits of position {tuple(int(i) for i in kept.nonzero()[row])} are -inf for all tokens that "
+                "count, expected a finite one; leave a number to choose, or leave the position out with ignore_index."
+            )
     raise ValueError(
-        f"the logits of position {place} are -inf for all tokens that count, expected a finite one; leave a number to "
-        "choose, or leave the position out with ignore_index."
+        f"the loss exceeds {torch.finfo(dtype).max:.6g}, the largest number of {dtype}; expected a loss within its "
+        'range. Pass values in float32 for a loss in float32, or use smaller weights or scaling="symlog".'
     )

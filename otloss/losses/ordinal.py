@@ -1,8 +1,10 @@
 """The loss of a distribution over ordered classes: how far its mass lies from the label.
 
-    value = L(softmax(z), label) + cross_entropy * nll        L by `_geometry`, nll = -log softmax(z) at the label
+    value = L(softmax(z), label) + cross_entropy * nll        nll = -log softmax(z) at the label
 
-For a label of one class, with s the derivative of L in P = softmax(z), the gradient is g_i = P_i (s_i - P.s).
+L is computed in `otloss.losses.geometry` (the reference implementation), and for the ranked probability score on a CPU
+by a numba kernel. For a label of one class, with s the derivative of L in P = softmax(z), the gradient is
+g_i = P_i (s_i - P.s).
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from otloss.losses.labels import (
     Labelled,
     check_cross_entropy,
     check_logits,
+    check_positions,
     class_count,
     classes_last,
     labelled,
@@ -55,16 +58,15 @@ def ordinal_loss(
     """Return how far softmax(logits) lies from labels among ordered classes: what moving its mass to them costs.
 
     Power 2 (the default) is the squared EMD, or ranked probability score: a proper score, least at the true
-    probabilities. Power 1 is W_1; it is no proper score, but is least at a point mass at the median, and so leads to
-    overconfident predictions: mix in some `cross_entropy` where probabilities matter. The same holds for a cost.
+    probabilities. Power 1 is W_1; it is not proper but least at a point mass at the median, and so leads to
+    overconfident predictions: add some `cross_entropy` where probabilities matter. The same holds for a cost.
 
-    Where softmax has underflowed at the label, the gradient of all these has too; `cross_entropy` mends that as well.
+    Where softmax has underflowed at the label, the gradient of all these is 0; `cross_entropy` fixes that as well.
 
     Args:
         logits: (..., K), or with the classes on another axis `dim`; a class with -inf takes no part.
         target: (...) class positions 0 to K - 1 by rank, in an integer dtype; or (..., K) soft labels that sum to 1.
-        x: (K,) strictly increasing class values, 0 to K - 1 by default. Gaps between whole numbers in an integer dtype,
-            such as years or seconds since 1970, are kept exactly.
+        x: (K,) strictly increasing class values, 0 to K - 1 by default; integers are taken as float64.
         power: at least 1: sum_k (x_{k+1} - x_k) |F_k - G_k|^power for the cumulative distributions F and G.
         cost: (K, K) costs >= 0, **cost[true, predicted]**, or a cost object; in place of x, power and circular. A label
             of one class costs sum_i P_i cost[y, i]; soft labels the exact transport `otloss.emd(target, P, cost)`,
@@ -123,13 +125,13 @@ def ordinal_loss(
         logits, target, *(t.dtype for t in (x, cost) if t is not None),
         class_weight=class_weight, sample_weight=sample_weight, ignore_index=ignore_index,
     )  # fmt: skip
-    return reduced_loss(rows, apart.to(rows.logits.dtype), mix, reduction)
+    return reduced_loss(rows, apart, mix, reduction)
 
 
 def _of_plain_batch(logits: Tensor, y: Tensor, mix: float, reduction: str) -> Tensor | None:
     """Return the loss of logits (n, K) at positions (n,) with the default settings; None where anything is unusual.
 
-    For a small batch the kernel takes 2 microseconds, and all that `ordinal_loss` otherwise looks at takes 20.
+    For a small batch the kernel takes 2 microseconds, and the checks of the general path take 20.
     """
     if type(logits) not in _PLAIN or type(y) not in _PLAIN or logits.dim() != 2 or y.shape != logits.shape[:1]:
         return None
@@ -141,7 +143,7 @@ def _of_plain_batch(logits: Tensor, y: Tensor, mix: float, reduction: str) -> Te
     count, classes = logits.shape
 
     def reference(z: Tensor, y: Tensor) -> Tensor:
-        return _of_classes(z, y, geometry(classes, z.device).to(z.dtype), mix)
+        return _values(z, y, geometry(classes, z.device).to(z.dtype), mix)
 
     divisor = None if reduction == "none" else max(1, count) if reduction == "mean" else 1
     found = scored(RankedScore(np.ones(classes - 1, width), mix, 0.0, divisor, reference), logits, y)
@@ -149,60 +151,59 @@ def _of_plain_batch(logits: Tensor, y: Tensor, mix: float, reduction: str) -> Te
 
 
 def reduced_loss(rows: Labelled, apart: Geometry, mix: float, reduction: str) -> Tensor:
-    """Return the loss of the rows after the reduction; what is wrong with logits or labels is raised here."""
+    """Return the loss of the rows after the reduction, by the kernel where it serves; check logits and labels."""
+    apart = apart.to(rows.logits.dtype)
     if _suits_kernel(rows, apart):
-        divisor = rows.unweighted_divisor(reduction)
+        divisor = rows.divisor(reduction)
         found = _by_kernel(rows, apart, mix, divisor)
-        if _is_finite(found):  # else the checks below say why not
+        if _is_finite(found):  # else the checks below find the reason
             return rows.reduced(found, reduction) if divisor is None else found.to(rows.dtype)
-    rows.check_positions()
+    if not rows.is_soft:
+        check_positions("target", rows.target, rows.logits.shape[-1], None)
     check_logits(rows.logits)
-    if rows.is_soft:
-        values = _of_histograms(rows.logits, rows.histograms(), apart, mix)
+    label = normalised(rows.target, rows.logits.dtype) if rows.is_soft else rows.target
+    return rows.reduced(_values(rows.logits, label, apart, mix), reduction)
+
+
+def _values(logits: Tensor, label: Tensor, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+    values = apart.distance(logits.softmax(-1), label)
+    if not mix:
+        return values
+    if label.is_floating_point():
+        log_q = logits.log_softmax(-1)
+        nll = -(label * log_q.masked_fill((label == 0) & (log_q == -torch.inf), 0.0)).sum(-1)
     else:
-        values = _of_classes(rows.logits, rows.target, apart, mix)
-    return rows.reduced(values, reduction)
-
-
-def _of_classes(logits: Tensor, y: Tensor, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
-    values = apart.from_classes(logits.softmax(-1), y)
-    if not mix:
-        return values
-    return values + mix * _checked_nll(cross_entropy_of_classes(logits, y, reduction="none"))
-
-
-def _of_histograms(logits: Tensor, T: Tensor, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
-    values = apart.from_histograms(logits.softmax(-1), T)
-    if not mix:
-        return values
-    log_q = logits.log_softmax(-1)
-    absent = (T == 0) & (log_q == -torch.inf)
-    return values + mix * _checked_nll(-(T * log_q.masked_fill(absent, 0.0)).sum(-1))
+        nll = cross_entropy_of_classes(logits, label, reduction="none")
+    finite = torch.isfinite(nll.detach())
+    if not finite.all():
+        row = int((~finite).nonzero()[0])
+        raise ValueError(
+            f"the cross-entropy of row {row} (of the positions that take part) is {float(nll.detach()[row])}: the "
+            "logit of its label is -inf or overflowed; expected finite logits at every label. Unmask that class, leave "
+            "the position out, or set cross_entropy=0."
+        )
+    return values + mix * nll
 
 
 def _by_kernel(rows: Labelled, apart: Geometry, mix: float, divisor: int | None) -> Tensor:
     from otloss.losses.ordinal_kernel import RankedScore, scored
 
-    def of_histograms(z: Tensor, t: Tensor) -> Tensor:
-        return _of_histograms(z, normalised(t, z.dtype), apart, mix)
+    def reference(z: Tensor, label: Tensor) -> Tensor:
+        return _values(z, normalised(label, z.dtype) if rows.is_soft else label, apart, mix)
 
-    def of_classes(z: Tensor, y: Tensor) -> Tensor:
-        return _of_classes(z, y, apart, mix)
-
-    assert apart.x is not None
-    reference = of_histograms if rows.is_soft else of_classes
-    x, dtype = apart.x.detach().numpy(), rows.logits.dtype
-    gaps = (x[1:] - x[:-1]).astype(_NUMPY[dtype])
-    score = RankedScore(gaps, mix, MASS_TOLERANCE[dtype], divisor, reference)
+    assert apart.gaps is not None
+    score = RankedScore(apart.gaps.detach().numpy(), mix, MASS_TOLERANCE[rows.logits.dtype], divisor, reference)
     return scored(score, rows.logits, rows.target)
 
 
 def _suits_kernel(rows: Labelled, apart: Geometry) -> bool:
-    fits = apart.x is not None and apart.period is None and apart.power == 2 and not apart.x.requires_grad
-    if rows.is_soft:  # labels in half precision keep their tolerance in the operations of torch
-        fits = fits and rows.target.dtype == rows.logits.dtype and not rows.target.requires_grad
+    if apart.gaps is None or apart.circular or apart.power != 2 or apart.gaps.requires_grad:
+        return False
+    # Soft labels in half precision have a larger tolerance, which the operations of torch know.
+    if rows.is_soft and (rows.target.dtype != rows.logits.dtype or rows.target.requires_grad):
+        return False
     plain = type(rows.logits) in _PLAIN and type(rows.target) in _PLAIN
-    return fits and plain and _may_run_kernels(rows.logits, rows.target)
+    return plain and _may_run_kernels(rows.logits, rows.target)
 
 
 def _may_run_kernels(logits: Tensor, target: Tensor) -> bool:
@@ -216,15 +217,3 @@ def _may_run_kernels(logits: Tensor, target: Tensor) -> bool:
 
 def _is_finite(found: Tensor) -> bool:
     return math.isfinite((found if found.dim() == 0 else found.detach().sum()).item())
-
-
-def _checked_nll(nll: Tensor) -> Tensor:
-    finite = torch.isfinite(nll.detach())
-    if not finite.all():
-        row = int((~finite).nonzero()[0])
-        raise ValueError(
-            f"the cross-entropy of row {row} (of the positions that take part) is {float(nll.detach()[row])}: the "
-            "logit of its label is -inf or overflowed; expected finite logits at every label. Unmask that class, leave "
-            "the position out, or set cross_entropy=0."
-        )
-    return nll

@@ -1,38 +1,49 @@
-"""What the modules share: tensors and costs that they hold, and the reduction of losses."""
+"""A module that holds the settings of a function: tensors as buffers or parameters, costs as submodules."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
-from otloss._checks import check_reduction, check_tensor
+from otloss._checks import check_reduction
 from otloss.costs import Cost
 
 _HALF = (torch.float16, torch.bfloat16)
 
 
-class Holder(nn.Module):
-    """A module whose tensors keep their dtype where they are asked for in half precision."""
+class Module(nn.Module):
+    """A module with settings; its tensors keep their dtype when the module is cast to half precision."""
 
-    def hold(self, name: str, value: Tensor | None) -> None:
-        if value is None:
-            self.register_buffer(name, None)
-            return
-        check_tensor(name, value)
-        if isinstance(value, nn.Parameter):
+    def __init__(self, **settings: Any) -> None:
+        super().__init__()
+        self._names = tuple(settings)
+        for name, value in settings.items():
+            self._hold(name, value)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings by name, as the function takes them."""
+        held = {name: getattr(self, name) for name in self._names}
+        return {name: value() if isinstance(value, HeldCost) else value for name, value in held.items()}
+
+    def _hold(self, name: str, value: Any) -> None:
+        if isinstance(value, Cost):
+            self.add_module(name, HeldCost(value))
+        elif isinstance(value, nn.Parameter):
             self.register_parameter(name, value)
-            return
-        if value.requires_grad:
-            raise ValueError(
-                f"{name} requires a gradient and is no torch.nn.Parameter: optimisers would not find it here, and a "
-                f"graph behind it would serve one backward pass only. Pass torch.nn.Parameter({name}) or "
-                f"{name}.detach(), or call the function in place of the module."
-            )
-        self.register_buffer(name, value)
+        elif isinstance(value, Tensor):
+            if value.requires_grad:
+                raise ValueError(
+                    f"{name} requires a gradient but is not a torch.nn.Parameter, so optimisers would not find it. "
+                    f"Pass torch.nn.Parameter({name}) or {name}.detach(), or call the function instead of the module."
+                )
+            self.register_buffer(name, value)
+        else:
+            setattr(self, name, value)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         def wide(tensor: Tensor) -> Tensor:
@@ -41,23 +52,31 @@ class Holder(nn.Module):
 
         return super()._apply(wide, recurse)
 
+    def extra_repr(self) -> str:
+        held = {name: getattr(self, name) for name in self._names}
+        return ", ".join(
+            f"{name}={f'{tuple(v.shape)} {v.dtype}'.replace('torch.', '') if isinstance(v, Tensor) else repr(v)}"
+            for name, v in held.items()
+            if v is not None and not isinstance(v, nn.Module)
+        )
 
-class HeldCost(Holder):
-    """A cost object taken apart into buffers and parameters, and put together again when it is called."""
+
+class HeldCost(Module):
+    """A cost object taken apart into buffers and parameters; a call puts it together again."""
 
     def __init__(self, cost: Cost) -> None:
         super().__init__()
         self._frame = copy.copy(cost)
-        self._names: dict[str, str] = {}  # of the attributes of the cost: where each is held
+        self._tensors: dict[str, str] = {}  # attribute of the cost to the name under which it is held
         held: dict[int, str] = {}  # one tensor under two names stays one
         for attribute, value in vars(cost).items():
-            if isinstance(value, Cost):
-                self.add_module(attribute, HeldCost(value))
-            elif isinstance(value, Tensor):
+            if isinstance(value, Tensor):
                 if id(value) not in held:
                     held[id(value)] = attribute
-                    self.hold(attribute, value)
-                self._names[attribute] = held[id(value)]
+                    self._hold(attribute, value)
+                self._tensors[attribute] = held[id(value)]
+            elif isinstance(value, Cost):
+                self._hold(attribute, value)
             else:
                 continue
             setattr(self._frame, attribute, None)
@@ -66,7 +85,7 @@ class HeldCost(Holder):
         cost = copy.copy(self._frame)
         for attribute, part in self.named_children():
             setattr(cost, attribute, part())
-        for attribute, name in self._names.items():
+        for attribute, name in self._tensors.items():
             setattr(cost, attribute, getattr(self, name))
         return cost
 
@@ -74,12 +93,12 @@ class HeldCost(Holder):
         return repr(self())
 
 
-class Loss(Holder):
-    shown: tuple[str, ...] = ()
+class Loss(Module):
+    """A module of a function that returns one value per problem."""
 
-    def __init__(self, reduction: str) -> None:
-        super().__init__()
+    def __init__(self, reduction: str, **settings: Any) -> None:
         check_reduction(reduction)
+        super().__init__(**settings)
         self.reduction = reduction
 
     def reduced(self, values: Tensor) -> Tensor:
@@ -95,18 +114,4 @@ class Loss(Holder):
         return values.mean()
 
     def extra_repr(self) -> str:
-        return described(self, (*self.shown, "reduction"))
-
-
-def described(module: nn.Module, names: tuple[str, ...]) -> str:
-    parts = []
-    for name in names:
-        value = getattr(module, name)
-        if isinstance(value, Tensor):
-            value = f"{tuple(value.shape)} {value.dtype}".replace("torch.", "")
-        elif value is None:
-            continue
-        else:
-            value = repr(value)
-        parts.append(f"{name}={value}")
-    return ", ".join(parts)
+        return ", ".join(filter(None, (super().extra_repr(), f"reduction={self.reduction!r}")))

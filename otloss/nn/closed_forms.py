@@ -6,7 +6,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_tensor
 from otloss.nn.base import Loss
 from otloss.solvers.circle import wasserstein_circular
 from otloss.solvers.line import cdf_distance, wasserstein_1d
@@ -28,12 +27,8 @@ class Wasserstein1d(Loss):
         >>> loss(torch.eye(3)[:2], torch.eye(3)[2])
         tensor(12.5000)
         >>> loss
-        Wasserstein1d(order=2, x=(3,) float32, reduction='mean')
+        Wasserstein1d(x=(3,) float32, order=2, reduction='mean')
     """
-
-    shown = ("order", "x", "y")
-    x: Tensor | None
-    y: Tensor | None
 
     def __init__(
         self,
@@ -43,13 +38,10 @@ class Wasserstein1d(Loss):
         order: float = 1,
         reduction: str = "mean",
     ) -> None:
-        super().__init__(reduction)
-        self.hold("x", x)
-        self.hold("y", y)
-        self.order = order
+        super().__init__(reduction, x=x, y=y, order=order)
 
     def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
-        return self.reduced(wasserstein_1d(p, q, self.x, self.y, order=self.order))
+        return self.reduced(wasserstein_1d(p, q, **self.settings))
 
 
 class CdfDistance(Loss):
@@ -65,16 +57,11 @@ class CdfDistance(Loss):
         tensor(2.)
     """
 
-    shown = ("power", "x")
-    x: Tensor | None
-
     def __init__(self, *, x: Float[Tensor, " n"] | None = None, power: float = 2, reduction: str = "mean") -> None:
-        super().__init__(reduction)
-        self.hold("x", x)
-        self.power = power
+        super().__init__(reduction, x=x, power=power)
 
     def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch n"]) -> Tensor:
-        return self.reduced(cdf_distance(p, q, self.x, power=self.power))
+        return self.reduced(cdf_distance(p, q, **self.settings))
 
 
 class WassersteinCircular(Loss):
@@ -90,18 +77,13 @@ class WassersteinCircular(Loss):
         tensor(2.)
     """
 
-    shown = ("period", "x")
-    x: Tensor | None
-
     def __init__(
         self, *, x: Float[Tensor, " n"] | None = None, period: float | None = None, reduction: str = "mean"
     ) -> None:
-        super().__init__(reduction)
-        self.hold("x", x)
-        self.period = period
+        super().__init__(reduction, x=x, period=period)
 
     def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch n"]) -> Tensor:
-        return self.reduced(wasserstein_circular(p, q, self.x, period=self.period))
+        return self.reduced(wasserstein_circular(p, q, **self.settings))
 
 
 class WassersteinTree(Loss):
@@ -118,17 +100,11 @@ class WassersteinTree(Loss):
         tensor(3.)
     """
 
-    shown = ("parent", "length")
-    parent: Tensor
-    length: Tensor
-
     def __init__(self, *, parent: Int[Tensor, " n"], length: Float[Tensor, " n"], reduction: str = "mean") -> None:
-        super().__init__(reduction)
-        self.hold("parent", check_tensor("parent", parent))
-        self.hold("length", check_tensor("length", length))
+        super().__init__(reduction, parent=parent, length=length)
 
     def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch n"]) -> Tensor:
-        return self.reduced(wasserstein_tree(p, q, self.parent, self.length))
+        return self.reduced(wasserstein_tree(p, q, **self.settings))
 
 
 class SlicedWasserstein(Loss):
@@ -146,18 +122,11 @@ class SlicedWasserstein(Loss):
         tensor(12.5000)
     """
 
-    shown = ("order", "projections")
-    projections: int | Tensor
-
     def __init__(
         self, *, order: float = 2, projections: int | Float[Tensor, "k d"] = 128, reduction: str = "mean"
     ) -> None:
-        super().__init__(reduction)
-        self.order = order
-        if isinstance(projections, Tensor):
-            self.hold("projections", projections.detach())  # no slopes in directions
-        else:
-            self.projections = projections
+        held = projections.detach() if isinstance(projections, Tensor) else projections
+        super().__init__(reduction, order=order, projections=held)
 
     def forward(
         self,
@@ -168,5 +137,4 @@ class SlicedWasserstein(Loss):
         *,
         generator: torch.Generator | None = None,
     ) -> Tensor:
-        values = sliced_wasserstein(x, y, a, b, order=self.order, projections=self.projections, generator=generator)
-        return self.reduced(values)
+        return self.reduced(sliced_wasserstein(x, y, a, b, generator=generator, **self.settings))

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from otloss._checks import check_floating, check_last_axis
 from otloss.losses import cumulative_log_probabilities, decode_classes
-from otloss.losses.cumulative import check_link
 
 
 class CumulativeLinkHead(nn.Module):
-    """Log-probabilities of ordered classes from features: a linear score and thresholds that are ordered always.
+    """Log-probabilities of ordered classes from features: a linear score and ordered thresholds.
 
     P(y <= k) = H(theta_k - w.h - b) with theta_0 = 0 and gaps exp(log_gaps), H the logistic distribution ("logit",
     proportional odds) or the normal one ("probit"). It is `OrdinalClassifier(model="cumulative")` behind any backbone:
@@ -33,8 +30,7 @@ class CumulativeLinkHead(nn.Module):
             gives every class the same probability.
 
     Raises:
-        TypeError: if a size is not a whole number.
-        ValueError: if a size is too small, the link is unknown, or features do not have in_features entries.
+        ValueError: if num_classes is less than 2, the link is unknown, or features do not have in_features entries.
 
     Source:
         P. McCullagh, Regression models for ordinal data, JRSS B 42 (1980), 109-142.
@@ -59,16 +55,15 @@ class CumulativeLinkHead(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        for name, size, least in (("in_features", in_features, 1), ("num_classes", num_classes, 2)):
-            _check_size(name, size, least)
-        check_link(link)
+        if num_classes < 2:
+            raise ValueError(f"num_classes is {num_classes}, expected at least 2.")
         self.in_features, self.num_classes, self.link = in_features, num_classes, link
         self.score = nn.Linear(in_features, 1, device=device, dtype=dtype)
         self.log_gaps = nn.Parameter(torch.empty(num_classes - 2, device=device, dtype=dtype))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start anew: weights as `torch.nn.Linear`, thresholds for equal probabilities."""
+        """Initialise weights as `torch.nn.Linear` does, and thresholds for equal probabilities."""
         self.score.reset_parameters()
         below = torch.arange(1, self.num_classes, dtype=torch.float64, device="cpu") / self.num_classes
         thresholds = torch.logit(below) if self.link == "logit" else torch.special.ndtri(below)
@@ -100,10 +95,3 @@ class CumulativeLinkHead(nn.Module):
 
     def extra_repr(self) -> str:
         return f"in_features={self.in_features}, num_classes={self.num_classes}, link={self.link!r}"
-
-
-def _check_size(name: str, size: Any, least: int) -> None:
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"{name} is {size!r}, expected a whole number.")
-    if size < least:
-        raise ValueError(f"{name} is {size}, expected at least {least}.")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from jaxtyping import Float
-from torch import Tensor, nn
+from torch import Tensor
 
-from otloss.nn.base import described
+from otloss.nn.base import Module
 from otloss.solvers.sorting import soft_rank, soft_sort, soft_top_k
 
 
-class SoftSort(nn.Module):
+class SoftSort(Module):
     """`otloss.soft_sort` over the last axis.
 
     Args:
@@ -23,17 +23,13 @@ class SoftSort(nn.Module):
     """
 
     def __init__(self, *, epsilon: float = 0.01, descending: bool = False) -> None:
-        super().__init__()
-        self.epsilon, self.descending = epsilon, descending
+        super().__init__(epsilon=epsilon, descending=descending)
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-        return soft_sort(x, epsilon=self.epsilon, descending=self.descending)
-
-    def extra_repr(self) -> str:
-        return described(self, ("epsilon", "descending"))
+        return soft_sort(x, **self.settings)
 
 
-class SoftRank(nn.Module):
+class SoftRank(Module):
     """`otloss.soft_rank` over the last axis.
 
     Args:
@@ -47,17 +43,13 @@ class SoftRank(nn.Module):
     """
 
     def __init__(self, *, epsilon: float = 0.01, descending: bool = False) -> None:
-        super().__init__()
-        self.epsilon, self.descending = epsilon, descending
+        super().__init__(epsilon=epsilon, descending=descending)
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-        return soft_rank(x, epsilon=self.epsilon, descending=self.descending)
-
-    def extra_repr(self) -> str:
-        return described(self, ("epsilon", "descending"))
+        return soft_rank(x, **self.settings)
 
 
-class SoftTopK(nn.Module):
+class SoftTopK(Module):
     """`otloss.soft_top_k` over the last axis.
 
     Args:
@@ -71,11 +63,7 @@ class SoftTopK(nn.Module):
     """
 
     def __init__(self, *, k: int, epsilon: float = 0.1) -> None:
-        super().__init__()
-        self.k, self.epsilon = k, epsilon
+        super().__init__(k=k, epsilon=epsilon)
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-        return soft_top_k(x, self.k, epsilon=self.epsilon)
-
-    def extra_repr(self) -> str:
-        return described(self, ("k", "epsilon"))
+        return soft_top_k(x, **self.settings)

@@ -8,8 +8,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost, as_cost
-from otloss.nn.base import HeldCost, Loss, described
-from otloss.solvers.entropic.problem import Options, Settings
+from otloss.nn.base import Loss
+from otloss.solvers.entropic.problem import Options
 from otloss.solvers.exact import emd
 from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
 
@@ -29,11 +29,10 @@ class Emd(Loss):
     """
 
     def __init__(self, *, cost: Cost | Float[Tensor, "*batch n m"], reduction: str = "mean") -> None:
-        super().__init__(reduction)
-        self.cost = HeldCost(as_cost(cost))
+        super().__init__(reduction, cost=as_cost(cost))
 
     def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
-        return self.reduced(emd(p, q, self.cost()))
+        return self.reduced(emd(p, q, **self.settings))
 
 
 class Sinkhorn(Loss):
@@ -43,7 +42,7 @@ class Sinkhorn(Loss):
         cost: (n, m), a matrix per problem (..., n, m), or a cost object.
         epsilon: above 0, in the unit of the cost; a number, or one per problem.
         reduction: "mean", "sum" or "none".
-        options: as for `otloss.sinkhorn`, but for `start`, which belongs to a batch and not to a module.
+        options: as for `otloss.sinkhorn`.
 
     Example:
         >>> import torch
@@ -53,8 +52,6 @@ class Sinkhorn(Loss):
         tensor(0.2716)
     """
 
-    epsilon: float | Tensor
-
     def __init__(
         self,
         *,
@@ -63,31 +60,18 @@ class Sinkhorn(Loss):
         reduction: str = "mean",
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(reduction)
-        self.cost = HeldCost(as_cost(cost))
-        if isinstance(epsilon, Tensor):
-            self.hold("epsilon", epsilon)
-        else:
-            self.epsilon = epsilon
-        Settings.of(options)  # raises where an option is not known or out of range
-        if options.get("start") is not None:
-            raise ValueError("start belongs to one batch of problems and is not held; call otloss.sinkhorn with it.")
-        self.options = options
+        super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, **options)
 
     def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
-        return self.reduced(sinkhorn(p, q, self.cost(), epsilon=self.epsilon, **self.options))
-
-    def extra_repr(self) -> str:
-        given = "".join(f", {name}={value!r}" for name, value in self.options.items())
-        return f"{described(self, ('epsilon',))}{given}, reduction={self.reduction!r}"
+        return self.reduced(sinkhorn(p, q, **self.settings))
 
 
-class SinkhornDivergence(Sinkhorn):
+class SinkhornDivergence(Loss):
     """`otloss.sinkhorn_divergence` with held costs.
 
     Args:
         cost, epsilon, reduction, options: as for `Sinkhorn`.
-        cost_p, cost_q: the costs among the bins of p, and among those of q, where `cost` does not tell them.
+        cost_p, cost_q: the costs among the bins of p, and among those of q, if `cost` does not define them.
 
     Example:
         >>> import torch
@@ -107,13 +91,8 @@ class SinkhornDivergence(Sinkhorn):
         reduction: str = "mean",
         **options: Unpack[Options],
     ) -> None:
-        super().__init__(cost=cost, epsilon=epsilon, reduction=reduction, **options)
-        self.cost_p = None if cost_p is None else HeldCost(as_cost(cost_p))
-        self.cost_q = None if cost_q is None else HeldCost(as_cost(cost_q))
+        held_p, held_q = (None if c is None else as_cost(c) for c in (cost_p, cost_q))
+        super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, cost_p=held_p, cost_q=held_q, **options)
 
     def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
-        among_p, among_q = (None if held is None else held() for held in (self.cost_p, self.cost_q))
-        values = sinkhorn_divergence(
-            p, q, self.cost(), epsilon=self.epsilon, cost_p=among_p, cost_q=among_q, **self.options
-        )
-        return self.reduced(values)
+        return self.reduced(sinkhorn_divergence(p, q, **self.settings))

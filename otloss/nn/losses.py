@@ -1,0 +1,143 @@
+"""Modules of the losses over ordered classes, histograms and tokens that are numbers."""
+
+from __future__ import annotations
+
+from jaxtyping import Float, Int, Real
+from torch import Tensor
+
+from otloss.costs import Cost, as_cost
+from otloss.losses import histogram_loss, histogram_mean, number_token_loss, ordinal_loss
+from otloss.nn.base import Module
+
+
+class OrdinalLoss(Module):
+    """`otloss.ordinal_loss` with held class values or costs, and class weights.
+
+    Args:
+        x, power, cost, circular, period, cross_entropy, class_weight, ignore_index, reduction, dim: as for
+            `otloss.ordinal_loss`.
+
+    Example:
+        >>> import torch
+        >>> loss = OrdinalLoss(x=torch.tensor([0.0, 1.0, 4.0]), cross_entropy=0.1)
+        >>> loss(torch.zeros(1, 3), torch.tensor([2]))
+        tensor(1.5543)
+        >>> loss
+        OrdinalLoss(x=(3,) float32, power=2, circular=False, cross_entropy=0.1, reduction='mean')
+    """
+
+    def __init__(
+        self,
+        *,
+        x: Float[Tensor, " classes"] | None = None,
+        power: float = 2,
+        cost: Cost | Float[Tensor, "classes classes"] | None = None,
+        circular: bool = False,
+        period: float | None = None,
+        cross_entropy: float = 0.0,
+        class_weight: Float[Tensor, " classes"] | None = None,
+        ignore_index: int | None = None,
+        reduction: str = "mean",
+        dim: int | None = None,
+    ) -> None:
+        super().__init__(
+            x=x, power=power, cost=None if cost is None else as_cost(cost), circular=circular, period=period,
+            cross_entropy=cross_entropy, class_weight=class_weight, ignore_index=ignore_index, reduction=reduction,
+            dim=dim,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        logits: Float[Tensor, "*batch classes"],
+        target: Int[Tensor, "*batch"] | Float[Tensor, "*batch classes"],
+        *,
+        sample_weight: Float[Tensor, "*batch"] | None = None,
+    ) -> Tensor:
+        return ordinal_loss(logits, target, sample_weight=sample_weight, **self.settings)
+
+
+class HistogramLoss(Module):
+    """`otloss.histogram_loss` with held bins.
+
+    Args:
+        bins, labels, sigma, outside, power, cross_entropy, reduction: as for `otloss.histogram_loss`.
+
+    Example:
+        >>> import torch
+        >>> loss = HistogramLoss(bins=torch.tensor([0.0, 10.0, 20.0]), labels="one_hot")
+        >>> loss(torch.zeros(1, 2), torch.tensor([19.0]))
+        tensor(2.5000)
+        >>> loss.mean(torch.zeros(1, 2))
+        tensor([10.])
+    """
+
+    def __init__(
+        self,
+        *,
+        bins: Real[Tensor, " bins_or_edges"],
+        labels: str = "two_hot",
+        sigma: float | None = None,
+        outside: str = "error",
+        power: float = 2,
+        cross_entropy: float = 0.0,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(
+            bins=bins, labels=labels, sigma=sigma, outside=outside, power=power, cross_entropy=cross_entropy,
+            reduction=reduction,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        logits: Float[Tensor, "*batch bins"],
+        target: Real[Tensor, "*batch"] | Float[Tensor, "*batch bins"],
+        *,
+        sample_weight: Float[Tensor, "*batch"] | None = None,
+    ) -> Tensor:
+        return histogram_loss(logits, target, sample_weight=sample_weight, **self.settings)
+
+    def mean(self, logits: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch"]:
+        """Return `otloss.losses.histogram_mean` of predicted histograms."""
+        return histogram_mean(logits, self.settings["bins"])
+
+
+class NumberTokenLoss(Module):
+    """`otloss.number_token_loss` with held values of the tokens.
+
+    With the values of `otloss_llm.NumberCost.from_tokenizer`, use scaling="symlog", which is the default there.
+
+    Args:
+        values, form, over, scaling, squash, text, ignore_index, reduction: as for `otloss.number_token_loss`.
+
+    Example:
+        >>> import torch
+        >>> loss = NumberTokenLoss(torch.tensor([5.0, 6.0, 9.0, float("nan")]), scaling="symlog")
+        >>> loss(torch.tensor([[0.0, 2.0, 0.0, 0.0]]), torch.tensor([0]))
+        tensor(1.9712)
+    """
+
+    def __init__(
+        self,
+        values: Float[Tensor, " vocab"],
+        *,
+        form: str = "wasserstein",
+        over: str = "vocabulary",
+        scaling: str = "absolute",
+        squash: float | None = None,
+        text: float | None = None,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(
+            values=values, form=form, over=over, scaling=scaling, squash=squash, text=text, ignore_index=ignore_index,
+            reduction=reduction,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        logits: Float[Tensor, "*batch vocab"],
+        labels: Int[Tensor, "*batch"],
+        *,
+        sample_weight: Float[Tensor, "*batch"] | None = None,
+    ) -> Tensor:
+        return number_token_loss(logits, labels, sample_weight=sample_weight, **self.settings)
