@@ -1,14 +1,14 @@
-"""Ranked probability scores of softmax(logits) at labels, row by row: the values, and their slopes.
+"""Ranked probability scores of softmax(logits) at labels, row by row: the values and their gradients.
 
     value = sum_k gap_k (F_k - G_k)^2 + mix * nll
 
 `logits` (rows, classes) and `gaps` (classes - 1,) are float32 or float64, C-contiguous; `labels` (rows,) are int64,
 soft ones (rows, classes) have the dtype of the logits. Sums are float64. Blocks of rows lie class by class in buffers
-of each thread, so that running sums over the classes vectorise over the rows. A row gets NaN if its label is no class,
-or if its logits or soft labels make no distribution.
+of each thread, so that running sums over the classes vectorise over the rows. A row gets NaN if its label is not a
+class, or if its logits or soft labels are not a distribution.
 
-What `otloss.losses.geometry` computes in torch operations is the specification, with the notation used here: the tails
-|F - G| are summed from their own ends, and slopes s in the probabilities are zero at the label and positive elsewhere.
+The reference implementation is `otloss.losses.geometry`, with the notation used here: the tails |F - G| are summed
+from their own ends, and the derivatives s in the probabilities are zero at the label and positive elsewhere.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def _block_values(P: Any, label: Any, gaps: Any, found: Any, run: Any) -> None:
 
 
 @inner()
-def _block_slopes(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: Any) -> None:
-    """Turn probabilities into slopes in the logits, and write the values into the first of `sums`."""
+def _block_gradients(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: Any) -> None:
+    """Turn probabilities into gradients in the logits, and write the values into the first of `sums`."""
     found, others, run, total = sums
     classes = P.shape[0]
     for b in range(P.shape[1]):
@@ -94,11 +94,11 @@ def _block_slopes(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: A
         for b in range(P.shape[1]):
             p = np.float64(P[k, b])
             tail = tails[k, b] if k < label[b] else run[b]
-            slope = 2.0 * gap * tail
+            derivative = 2.0 * gap * tail
             found[b] += gap * tail * tail
-            so_far = total[b] + (slope if k < label[b] else 0.0)
+            so_far = total[b] + (derivative if k < label[b] else 0.0)
             total[b] = so_far
-            tails[k, b] = so_far if k < label[b] else slope  # s below the label; from it on, what s will be made of
+            tails[k, b] = so_far if k < label[b] else derivative  # s below the label; from it on, its terms
             run[b] += p
             others[b] += 0.0 if k == label[b] else p
     for b in range(P.shape[1]):
@@ -112,59 +112,9 @@ def _block_slopes(P: Any, label: Any, gaps: Any, mix: float, tails: Any, sums: A
             P[k, b] = p * (s - 2.0 * found[b]) + mix * (-others[b] if k == label[b] else p)
 
 
-@compiled()
-def scores(
-    counter: Any,
-    logits: Any,
-    labels: Any,
-    gaps: Any,
-    mix: float,
-    share: float,
-    values: Any,
-    slopes: Any,
-    threads: int,
-) -> None:
-    """Write the value of each row, and its slopes in the logits (rows, classes), or none where `slopes` has no rows.
-
-    All are multiplied by `share`, such as one over the number of rows for a mean.
-    """
-    rows, classes = logits.shape
-    width, blocks = min(ROWS, rows), (rows + ROWS - 1) // ROWS  # a small batch fills no block
-    wanted = slopes.shape[0] > 0
-    while True:
-        thread = next_task(counter)
-        if thread >= threads:
-            return
-        P, tails = np.empty((classes, width), logits.dtype), np.empty((classes, width))
-        top, scale = np.empty(width, logits.dtype), np.empty(width, logits.dtype)
-        sums = np.empty((5, width))
-        mass, score, others, run, total = sums[0], sums[1], sums[2], sums[3], sums[4]
-        label = np.empty(width, np.int64)
-        for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
-            first = block * ROWS
-            count = min(ROWS, rows - first)
-            for b in range(width):
-                given = labels[first + min(b, count - 1)]
-                label[b] = given if 0 <= given < classes else 0
-            _softmax(logits, first, count, P, (top, mass, scale))
-            if wanted:
-                _block_slopes(P, label, gaps, mix, tails, (score, others, run, total))
-                for b in range(count):
-                    for k in range(classes):
-                        slopes[first + b, k] = share * P[k, b]
-            else:
-                _block_values(P, label, gaps, score, run)
-            for b in range(count):
-                # The sum of exponentials is NaN where there is no distribution, whatever label and classes are.
-                value = score[b] + 0.0 * mass[b]
-                if mix > 0:
-                    value += mix * (np.log(mass[b]) + (np.float64(top[b]) - np.float64(logits[first + b, label[b]])))
-                values[first + b] = share * value if label[b] == labels[first + b] else np.nan
-
-
 @inner()
 def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, tolerance: float) -> None:
-    """Write soft labels (classes, rows) of mass one, and for each row 0, or NaN where they are no distribution."""
+    """Write soft labels (classes, rows) of mass one, and for each row 0, or NaN where they are not a distribution."""
     wrong, mass, least = sums
     classes = T.shape[0]
     for b in range(T.shape[1]):
@@ -189,7 +139,7 @@ def _load_histograms(T_of: Any, first: int, count: int, T: Any, sums: Any, toler
 
 @inner()
 def _block_to_histograms(P: Any, T: Any, gaps: Any, tails: Any, sums: Any, low: Any) -> None:
-    """Write the values into the first of `sums`, and into `tails` what `_slopes_to_histograms` needs.
+    """Write the values into the first of `sums`, and into `tails` what `_gradients_to_histograms` needs.
 
     Below class `low` of a row, F - G is summed from the first class on, and from the last one on above it: from that
     end which holds less of both masses.
@@ -218,17 +168,17 @@ def _block_to_histograms(P: Any, T: Any, gaps: Any, tails: Any, sums: Any, low: 
             is_low = 2.0 * behind[b] >= whole[b]
             r = tails[k, b] if is_low else -apart[b]
             found[b] += gap * r * r
-            slope = 2.0 * gap * r
-            total[b] += slope if is_low else 0.0
-            tails[k, b] = total[b] if is_low else -slope
+            derivative = 2.0 * gap * r
+            total[b] += derivative if is_low else 0.0
+            tails[k, b] = total[b] if is_low else -derivative
             low[b] += 1 if is_low else 0
             apart[b] += p - t
             behind[b] += p + t
 
 
 @inner()
-def _slopes_to_histograms(P: Any, T: Any, mix: float, tails: Any, sums: Any, low: Any) -> None:
-    """Turn probabilities into slopes in the logits."""
+def _gradients_to_histograms(P: Any, T: Any, mix: float, tails: Any, sums: Any, low: Any) -> None:
+    """Turn probabilities into gradients in the logits."""
     total, mean = sums
     classes = P.shape[0]
     for b in range(P.shape[1]):
@@ -258,7 +208,7 @@ def _entropy(z: Any, t: Any, top: float, log_mass: float) -> float:
 
 
 @compiled()
-def scores_of_histograms(
+def scores(
     counter: Any,
     logits: Any,
     labels: Any,
@@ -267,34 +217,57 @@ def scores_of_histograms(
     share: float,
     tolerance: float,
     values: Any,
-    slopes: Any,
+    gradients: Any,
     threads: int,
 ) -> None:
-    """`scores` for soft labels (rows, classes), whose masses are within `tolerance` of one."""
+    """Write the value of each row and its gradient in the logits (rows, classes), unless `gradients` has no rows.
+
+    All are multiplied by `share`, such as one over the number of rows for a mean. The masses of soft labels must be
+    within `tolerance` of one.
+    """
     rows, classes = logits.shape
     width, blocks = min(ROWS, rows), (rows + ROWS - 1) // ROWS  # a small batch fills no block
+    wanted = gradients.shape[0] > 0
     while True:
         thread = next_task(counter)
         if thread >= threads:
             return
-        PT, tails = np.empty((2, classes, width), logits.dtype), np.empty((classes, width))
-        P, T = PT[0], PT[1]
+        PT, tails = np.empty((labels.ndim, classes, width), logits.dtype), np.empty((classes, width))
+        P, T = PT[0], PT[labels.ndim - 1]
         top, scale = np.empty(width, logits.dtype), np.empty(width, logits.dtype)
-        sums, low = np.empty((7, width)), np.empty(width, np.int64)
-        mass, wrong, score, first_sum, second_sum = sums[0], sums[1], sums[2], sums[3], sums[4]
+        sums, label = np.empty((7, width)), np.empty(width, np.int64)
+        mass, wrong, score = sums[0], sums[1], sums[2]
         for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
             first = block * ROWS
             count = min(ROWS, rows - first)
-            _load_histograms(labels, first, count, T, (wrong, first_sum, second_sum), tolerance)
+            if labels.ndim == 1:  # numba compiles one of the branches
+                for b in range(width):
+                    y = labels[first + min(b, count - 1)]
+                    label[b] = y if 0 <= y < classes else 0
+                    wrong[b] = 0.0 if 0 <= y < classes else np.nan
+            else:
+                _load_histograms(labels, first, count, T, (wrong, sums[3], sums[4]), tolerance)
             _softmax(logits, first, count, P, (top, mass, scale))
-            _block_to_histograms(P, T, gaps, tails, (score, first_sum, second_sum, sums[5], sums[6]), low)
-            if slopes.shape[0] > 0:
-                _slopes_to_histograms(P, T, mix, tails, (first_sum, second_sum), low)
+            if labels.ndim == 1:
+                if wanted:
+                    _block_gradients(P, label, gaps, mix, tails, (score, sums[3], sums[4], sums[5]))
+                else:
+                    _block_values(P, label, gaps, score, sums[3])
+            else:
+                _block_to_histograms(P, T, gaps, tails, (score, sums[3], sums[4], sums[5], sums[6]), label)
+                if wanted:
+                    _gradients_to_histograms(P, T, mix, tails, (sums[3], sums[4]), label)
+            if wanted:
                 for b in range(count):
                     for k in range(classes):
-                        slopes[first + b, k] = share * P[k, b]
+                        gradients[first + b, k] = share * P[k, b]
             for b in range(count):
+                # The sum of exponentials is NaN where the logits are not a distribution.
                 value = score[b] + wrong[b] + 0.0 * mass[b]
                 if mix > 0:
-                    value += mix * _entropy(logits[first + b], T[:, b], np.float64(top[b]), np.log(mass[b]))
+                    if labels.ndim == 1:
+                        nll = np.log(mass[b]) + (np.float64(top[b]) - np.float64(logits[first + b, label[b]]))
+                    else:
+                        nll = _entropy(logits[first + b], T[:, b], np.float64(top[b]), np.log(mass[b]))
+                    value += mix * nll
                 values[first + b] = share * value

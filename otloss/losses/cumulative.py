@@ -16,6 +16,7 @@ Source: P. McCullagh, Regression models for ordinal data, JRSS B 42 (1980), 109-
 from __future__ import annotations
 
 import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor

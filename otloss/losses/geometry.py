@@ -8,7 +8,7 @@ and r = F - G:
     by a cost        sum_i P_i C[y, i]                           exact: one class is transported in one way only;
                      min <C, plan>                               for soft labels
 
-On the circle at power 1, the distance to one class y is sum_i P_i arc(i, y).
+At power 1 the distance to one class y is sum_i P_i |x_i - x_y| too, and on the circle sum_i P_i arc(i, y).
 
 r_k is summed from that end of the classes which holds less mass: for one class F_k below it and -(1 - F_k) from it on,
 each a sum of terms of one sign. So a prediction that is nearly right keeps its relative accuracy, where F_k - 1 would
@@ -22,6 +22,7 @@ Source: L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -64,10 +65,15 @@ class Geometry:
         if self.cost is not None:
             return emd(label, P, self.cost) if soft else (P * self.cost[label]).sum(-1)
         assert self.gaps is not None
-        if self.circular and self.power == 1:
-            return self._around_circle(P, label)
+        if self.power == 1 and not soft:  # cheaper than cumulative sums
+            apart = (self.x - self.x[label].unsqueeze(-1)).abs()  # (rows, classes)
+            if self.circular:
+                apart = torch.minimum(apart, self.gaps.sum() - apart)
+            return (P * apart).sum(-1)
+        if self.power == 1 and self.circular:
+            return wasserstein_circular(P, label, self.x, period=float(self.gaps.detach().sum()))
         if soft and label.requires_grad and not self.circular:  # one-sided derivatives at labels without mass
-            return cdf_distance(P, label, pad(self.gaps.cumsum(0), (1, 0)), power=self.power)
+            return cdf_distance(P, label, self.x, power=self.power)
         r = _cdf_difference(P, label)
         if not self.circular:
             return (self.gaps * _raised(r, self.power)).sum(-1)
@@ -75,13 +81,11 @@ class Geometry:
         mean = (self.gaps * r).sum(-1, keepdim=True) / self.gaps.sum()
         return (self.gaps * (r - mean).square()).sum(-1)
 
-    def _around_circle(self, P: Tensor, label: Tensor) -> Tensor:
+    @cached_property
+    def x(self) -> Float[Tensor, " classes"]:
+        """The class values, from 0 on."""
         assert self.gaps is not None
-        x, period = pad(self.gaps[:-1].cumsum(0), (1, 0)), self.gaps.sum()
-        if label.is_floating_point():
-            return wasserstein_circular(P, label, x, period=float(period.detach()))
-        apart = (x - x[label].unsqueeze(-1)).abs()  # (rows, classes)
-        return (P * torch.minimum(apart, period - apart)).sum(-1)
+        return pad((self.gaps[:-1] if self.circular else self.gaps).cumsum(0), (1, 0))
 
 
 def _cdf_difference(P: Tensor, label: Tensor) -> Float[Tensor, "rows gaps"]:

@@ -67,8 +67,9 @@ def labelled(
     classes, shape = class_count(logits), logits.shape[:-1]
     soft = _is_soft(check_tensor("target", target), logits)
     dtype = dtype_of_loss(logits)
-    weights = [check_tensor("weights", w).dtype for w in (class_weight, sample_weight) if w is not None]
-    for other in (target.dtype, *weights, *others):
+    weights = {"class_weight": class_weight, "sample_weight": sample_weight}
+    of_weights = (check_tensor(name, weight).dtype for name, weight in weights.items() if weight is not None)
+    for other in (target.dtype, *of_weights, *others):
         if other.is_floating_point:
             dtype = torch.promote_types(dtype, other)
     arithmetic = torch.promote_types(dtype, torch.float32)

@@ -4,7 +4,7 @@ Notation: of one position, z the logits, q = softmax(z), y the label, m the mass
 x_j positions and d distances of `otloss.losses.number_line`, text the cost of mass on text.
 
     form="wasserstein"  L = sum_j p_j d_jy                 NTL-WAS: the transport cost to the label
-    form="mse"          L = (sum_j p_j (x_j - x_y))^2      NTL-MSE: of the mean number, 0 for half on 0 and half on 8 at 4
+    form="mse"          L = (sum_j p_j (x_j - x_y))^2      NTL-MSE: of the mean number
 
     over="numbers"      L                       dL/dz_j = p_j s (a_j - D) on numbers, 0 on text
     over="vocabulary"   m L + (1 - m) text      dL/dz_j = m p_j (s (a_j - D) - (1 - m) (text - L)) on numbers

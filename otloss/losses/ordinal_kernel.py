@@ -1,8 +1,8 @@
-"""The kernels of `otloss._kernels.ordinal_rows` as a differentiable function of the logits.
+"""The kernel of `otloss._kernels.ordinal_rows` as a differentiable function of the logits.
 
-The gradient is made together with the values, and a mean or a sum over the rows is taken here too: each further
-operation of torch with its derivative takes longer than the kernel does for a small batch. Where a graph of the
-gradient is asked for (create_graph=True), it is that of the reference implementation, which the caller hands over.
+The gradient is computed together with the values, and a mean or a sum over the rows is taken here too: each further
+operation of torch with its derivative takes longer than the kernel does for a small batch. With create_graph=True the
+gradient comes from the reference implementation, which the caller passes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from otloss._kernels._threads import ENTRIES, run_on_threads
 
 
 class RankedScore(NamedTuple):
-    """What the kernels need beside logits and labels.
+    """What the kernel needs beside logits and labels.
 
     Attributes:
         gaps: (K - 1,) between neighbouring class values, in the dtype of the logits.
@@ -41,7 +41,7 @@ def scored(score: RankedScore, logits: Float[Tensor, "rows classes"], labels: Te
     """Return the values (rows,) or their sum over `score.divisor`, a scalar.
 
     The labels are (rows,) in int64, or soft ones (rows, K) in the dtype of the logits. The result is NaN or infinite
-    where a label is no class, logits or soft labels make no distribution, or the cross-entropy is infinite.
+    where a label is not a class, logits or soft labels are not a distribution, or the cross-entropy is infinite.
     """
     wanted = torch.is_grad_enabled() and logits.requires_grad
     logits, labels = (t.contiguous().resolve_neg() for t in (logits, labels))
@@ -54,26 +54,22 @@ class _RankedScore(torch.autograd.Function):
     def forward(ctx: Any, score: RankedScore, wanted: bool, logits: Tensor, labels: Tensor) -> Tensor:
         rows, classes = logits.shape
         values = logits.new_empty(rows)
-        slopes = logits.new_empty(logits.shape if wanted else (0, classes))
-        ctx.save_for_backward(logits, labels, slopes)
+        gradients = logits.new_empty(logits.shape if wanted else (0, classes))
+        ctx.save_for_backward(logits, labels, gradients)
         ctx.score = score
         share = 1.0 if score.divisor is None else 1.0 / score.divisor
-        inputs = (logits.detach().numpy(), labels.detach().numpy(), score.gaps, score.mix, share)
-        # A batch as small as most are is done before another thread has woken up.
+        inputs = (logits.detach().numpy(), labels.detach().numpy(), score.gaps, score.mix, share, score.tolerance)
+        # A small batch, as most are, is done before another thread has woken up.
         threads = max(1, min(torch.get_num_threads(), logits.numel() // ENTRIES))
-        outputs = (values.numpy(), slopes.numpy(), threads)
-        if labels.is_floating_point():
-            run_on_threads(ordinal_rows.scores_of_histograms, threads, (*inputs, score.tolerance, *outputs))
-        else:
-            run_on_threads(ordinal_rows.scores, threads, (*inputs, *outputs))
+        run_on_threads(ordinal_rows.scores, threads, (*inputs, values.numpy(), gradients.numpy(), threads))
         return values if score.divisor is None else values.sum()
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        logits, labels, slopes = ctx.saved_tensors
+        logits, labels, gradients = ctx.saved_tensors
         divisor = ctx.score.divisor
         if not torch.is_grad_enabled():
-            return None, None, slopes * (upstream[0].unsqueeze(-1) if divisor is None else upstream[0]), None
+            return None, None, gradients * (upstream[0].unsqueeze(-1) if divisor is None else upstream[0]), None
         value = ctx.score.reference(logits, labels)
         value = value if divisor is None else value.sum() / divisor
         return None, None, torch.autograd.grad(value, logits, upstream[0], create_graph=True)[0], None

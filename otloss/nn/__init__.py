@@ -12,8 +12,8 @@ from otloss.nn.closed_forms import Wasserstein1d as Wasserstein1d
 from otloss.nn.closed_forms import WassersteinCircular as WassersteinCircular
 from otloss.nn.closed_forms import WassersteinTree as WassersteinTree
 from otloss.nn.cumulative import CumulativeLinkHead as CumulativeLinkHead
-from otloss.nn.losses import NumberTokenLoss as NumberTokenLoss
 from otloss.nn.losses import HistogramLoss as HistogramLoss
+from otloss.nn.losses import NumberTokenLoss as NumberTokenLoss
 from otloss.nn.losses import OrdinalLoss as OrdinalLoss
 from otloss.nn.soft import SoftRank as SoftRank
 from otloss.nn.soft import SoftSort as SoftSort
