@@ -1,11 +1,11 @@
-"""Ordinal losses of raw scores for boosting: values, gradients and diagonal curvatures, in one pass over the rows.
+"""Ordinal losses of raw scores for boosting: gradients and diagonals of the Hessian, in one pass over the rows.
 
 Blocks of rows lie class by class in buffers of each thread, so that every loop over the rows of a block vectorises,
 whatever the number of classes and however the scores are laid out. Arithmetic is float64. `scores` (rows, classes) are
 any floats in any layout; `labels` (rows,) are whole numbers kept as float64; `weights` (rows,) or (0,) for ones.
 `costs` is (classes, classes), or (0, 0) where the loss is that of the `gaps` (classes - 1,), at power 2.
 
-What `otloss.boosting.rows` computes in numpy operations is the specification, with the notation used here.
+The reference implementation is `otloss.boosting.rows.gradients_in_numpy`, with the notation used here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from otloss._kernels._compile import compiled, exp64, inner
 from otloss._kernels._threads import next_task
 
-LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting.settings
+LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting.rows
 ROWS = 64  # of a block: five classes of it, in all buffers, stay in the first cache
 
 GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2
@@ -25,7 +25,7 @@ GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2
 
 @inner()
 def _read(inputs: Any, first: int, last: int, rows: Any) -> int:
-    """Labels and weights of a block; return how many of them, or of its scores, are none."""
+    """Read labels and weights of a block; return how many of them, or of its scores, are invalid."""
     scores, labels, weights = inputs
     label, weight = rows
     classes, bad = scores.shape[1], 0
@@ -78,7 +78,7 @@ def _cumulative(P: Any, F: Any, count: int) -> None:
 
 @inner()
 def _potential(loss: Any, label: Any, F: Any, s: Any, count: int) -> None:
-    """The slope of the transport term in the probabilities."""
+    """Write the derivative of the transport term in the probabilities."""
     gaps, costs = loss
     classes = s.shape[0]
     if costs.shape[0] > 0:
@@ -94,7 +94,7 @@ def _potential(loss: Any, label: Any, F: Any, s: Any, count: int) -> None:
 
 @inner()
 def _of_squares(kind: int, gaps: Any, P: Any, F: Any, curvature: Any, count: int) -> None:
-    """The diagonal of 2 sum_k d_k J_k J_k^T, or (`BOUND`) one that bounds that matrix; of no gaps it is zero."""
+    """The diagonal of 2 sum_k d_k J_k J_k^T, or (`BOUND`) one that bounds that matrix; zero without gaps."""
     classes = P.shape[0]
     total = np.zeros(ROWS)
     for i in range(classes - 1, -1, -1):
@@ -117,7 +117,7 @@ def _of_squares(kind: int, gaps: Any, P: Any, F: Any, curvature: Any, count: int
 
 @inner()
 def _add_bound(P: Any, s: Any, mean: Any, curvature: Any, count: int) -> None:
-    """Add what bounds the part of the Hessian that comes of a slope s in the probabilities."""
+    """Add a bound of the part of the Hessian that comes from the derivatives s in the probabilities."""
     classes = P.shape[0]
     total = np.zeros(ROWS)
     for k in range(classes):
@@ -142,26 +142,28 @@ def _average(P: Any, s: Any, mean: Any, count: int) -> None:
 def _write(block: Any, rows: Any, settings: Any, answers: Any, first: int, count: int) -> None:
     P, s, curvature = block
     label, weight, mean = rows
-    kind, transport, cross_entropy, factor, entropy_factor, floor = settings
+    kind, transport, cross_entropy, factor, entropy_factor, least = settings
     gradient, hessian = answers
     for k in range(P.shape[0]):
         for b in range(count):
             p, own = P[k, b], 1.0 if label[b] == k else 0.0
             moved = p * (s[k, b] - mean[b])
             if kind == ABSOLUTE:
-                bend = abs(transport * (moved * (1 - 2 * p) + curvature[k, b]) + cross_entropy * p * (1 - p))
+                second = abs(transport * (moved * (1 - 2 * p) + curvature[k, b]) + cross_entropy * p * (1 - p))
             else:
-                bend = transport * factor * curvature[k, b] + cross_entropy * entropy_factor * p * (1 - p)
+                second = transport * factor * curvature[k, b] + cross_entropy * entropy_factor * p * (1 - p)
             gradient[first + b, k] = weight[b] * (transport * moved + cross_entropy * (p - own))
-            hessian[first + b, k] = weight[b] * max(bend, floor)
+            hessian[first + b, k] = weight[b] * max(second, least)
 
 
 @compiled()
-def slopes(counter: Any, inputs: Any, class_weights: Any, loss: Any, settings: Any, answers: Any, threads: int) -> int:
-    """Write gradient and hessian (rows, classes); return the number of scores, labels and weights that are none.
+def gradients(
+    counter: Any, inputs: Any, class_weights: Any, loss: Any, settings: Any, answers: Any, threads: int
+) -> int:
+    """Write gradient and hessian (rows, classes); return the number of invalid scores, labels and weights.
 
     `inputs` are (scores, labels, weights), `loss` is (gaps, costs), `answers` are (gradient, hessian), and `settings`
-    (kind, transport, cross_entropy, factor, entropy_factor, floor).
+    (kind, transport, cross_entropy, factor, entropy_factor, least).
     """
     count, classes = inputs[0].shape
     blocks = (count + ROWS - 1) // ROWS
@@ -189,46 +191,4 @@ def slopes(counter: Any, inputs: Any, class_weights: Any, loss: Any, settings: A
             if settings[0] == BOUND:
                 _add_bound(P, s, mean, curvature, size)
             _write((P, s, curvature), (label, weight, mean), settings, answers, first, size)
-    return bad
-
-
-@compiled()
-def values(counter: Any, inputs: Any, loss: Any, settings: Any, answers: Any, threads: int) -> int:
-    """Write the loss of each row, without weights; return the number of scores, labels and weights that are none.
-
-    `settings` are (transport, cross_entropy).
-    """
-    scores = inputs[0]
-    count, classes = scores.shape
-    gaps, costs = loss
-    blocks = (count + ROWS - 1) // ROWS
-    bad = 0
-    while True:
-        thread = next_task(counter)
-        if thread >= threads:
-            return bad
-        P, F = np.empty((classes, ROWS)), np.empty((classes, ROWS))
-        label, weight = np.zeros(ROWS, np.int64), np.ones(ROWS)
-        top, total, moved = np.empty(ROWS), np.empty(ROWS), np.empty(ROWS)
-        for block in range(blocks * thread // threads, blocks * (thread + 1) // threads):
-            first = block * ROWS
-            last = min(first + ROWS, count)
-            size = last - first
-            bad += _read(inputs, first, last, (label, weight))
-            _softmax(scores, first, size, P, (top, total))
-            _cumulative(P, F, size)
-            moved[:] = 0
-            for k in range(gaps.shape[0]):
-                for b in range(size):
-                    moved[b] += gaps[k] * (F[k, b] - (1.0 if label[b] <= k else 0.0)) ** 2
-            for k in range(costs.shape[0]):
-                for b in range(size):
-                    moved[b] += P[k, b] * costs[label[b], k]
-            for b in range(size):
-                answers[first + b] = settings[0] * moved[b]
-            if settings[1] > 0:
-                for b in range(size):
-                    # In this order: beside large scores the logarithm of the sum would be lost in rounding.
-                    surprise = (top[b] - scores[first + b, label[b]]) - np.log(total[b])
-                    answers[first + b] += settings[1] * surprise
     return bad

@@ -1,4 +1,4 @@
-"""What the libraries pass to a callable, made into rows: scores of K classes, labels and weights."""
+"""What XGBoost and LightGBM pass to a callable, by their native and their scikit-learn interfaces, as rows."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from otloss.boosting.settings import Floats, as_floats
+from otloss.boosting.settings import Floats, RowLoss, as_floats
 
 INTERFACES = ("native", "sklearn")
-LABELS_MEND = (
+LABELS_FIX = (
     "number the classes from 0 in their order, for example by sklearn.preprocessing.OrdinalEncoder(categories=[[...]])."
 )
 
@@ -33,29 +33,44 @@ class Rows:
     single: bool
 
 
-def rows_of(predictions: Any, data: Any, *, num_classes: int) -> Rows:
-    """Return the rows of a `DMatrix` or a `Dataset`."""
-    if not (hasattr(data, "get_label") and hasattr(data, "get_weight")):
-        raise TypeError(
-            f"the second argument is a {type(data).__name__}, expected an xgboost.DMatrix or a lightgbm.Dataset; for "
-            'XGBClassifier and LGBMClassifier, which pass (y_true, y_pred), choose interface="sklearn".'
-        )
-    return rows_of_arrays(data.get_label(), predictions, data.get_weight(), num_classes=num_classes)
+@dataclass(frozen=True)
+class RowFunction:
+    """A callable for XGBoost or LightGBM: picklable, hashable and immutable.
+
+    Attributes:
+        library: "xgboost" or "lightgbm".
+        loss: of a row.
+        interface: "native", called with (predictions, DMatrix or Dataset), or "sklearn", called with
+            (y_true, y_pred, sample_weight).
+    """
+
+    library: str
+    loss: RowLoss
+    interface: str
+
+    def rows(self, first: Any, second: Any, sample_weight: Any) -> Rows:
+        """Return the rows; shapes are checked here, numbers where they are read."""
+        native = self.interface == "native"
+        if native != hasattr(second, "get_label"):
+            expected, other = "an xgboost.DMatrix or a lightgbm.Dataset", "sklearn"
+            if not native:
+                expected, other = "an array of predictions", "native"
+            raise TypeError(
+                f'the second argument is a {type(second).__name__}, expected {expected} with interface="'
+                f'{self.interface}"; choose interface="{other}" ("native" is for xgboost.train and lightgbm.train, '
+                '"sklearn" for XGBClassifier and LGBMClassifier).'
+            )
+        predictions, labels = (first, second.get_label()) if native else (second, first)
+        weights = second.get_weight() if native else sample_weight
+        scores, labels = np.asarray(predictions), as_floats("labels", labels, fix=LABELS_FIX)
+        if not np.issubdtype(scores.dtype, np.floating):
+            scores = as_floats("predictions", scores, fix="pass the array that the library predicts.")
+        fix = "pass an array of dtype float."
+        weights = np.zeros(0) if weights is None else as_floats("weights", weights, fix=fix)
+        return _checked_rows(scores, labels, weights, self.loss.num_classes)
 
 
-def rows_of_arrays(labels: Any, predictions: Any, weights: ArrayLike | None, *, num_classes: int) -> Rows:
-    """Check shapes; labels, weights and scores themselves are checked where they are read."""
-    if hasattr(predictions, "get_label"):
-        raise TypeError(
-            f"the second argument is a {type(predictions).__name__}, expected an array of predictions; for "
-            'xgboost.train and lightgbm.train, which pass (predictions, data), choose interface="native".'
-        )
-    if labels is None:
-        raise ValueError("the data has no labels, expected one for each row; pass label= to DMatrix or Dataset.")
-    scores, labels = np.asarray(predictions), as_floats("labels", labels, mend=LABELS_MEND)
-    if not np.issubdtype(scores.dtype, np.floating):
-        scores = as_floats("predictions", scores, mend="pass the array that the library predicts.")
-    weights = np.zeros(0) if weights is None else as_floats("weights", weights, mend="pass an array of dtype float.")
+def _checked_rows(scores: NDArray[Any], labels: Floats, weights: Floats, num_classes: int) -> Rows:
     shape, rows = scores.shape, labels.shape[0] if labels.ndim else -1
     single = num_classes == 2 and shape in ((rows,), (rows, 1))
     if labels.ndim != 1 or not (single or shape == (rows, num_classes)):

@@ -1,80 +1,57 @@
-"""Objectives: what XGBoost and LightGBM call once a round for the gradient and the curvature of every row."""
+"""Objectives: what XGBoost and LightGBM call once a round for the gradient and the Hessian's diagonal of every row."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from otloss.boosting.data import INTERFACES, Rows, rows_of, rows_of_arrays
-from otloss.boosting.rows import ORDERS, curvature, slopes
-from otloss.boosting.settings import RowLoss, check_choice, check_hessian, row_loss
+from otloss.boosting.data import INTERFACES, RowFunction, Rows
+from otloss.boosting.rows import ORDERS, curvature, gradients
+from otloss.boosting.settings import LossSettings, RowLoss, check_choice, row_loss
 
-# XGBoost takes the square of a sum of gradients in float32: where it overflows, no split is found, and none is told.
+HESSIANS = ("auto", "gauss-newton", "bound", "absolute")
+# XGBoost squares a sum of gradients in float32: where that overflows it silently finds no split.
 _LARGEST_SUM = 1e19
-Slopes = tuple[NDArray[np.float32], NDArray[np.float32]]
 
 
-@dataclass(frozen=True, repr=False)
-class _Objective:
-    library: str
-    loss: RowLoss
+@dataclass(frozen=True)
+class Objective(RowFunction):
+    """Return (gradient, hessian) of rows, each (n, K) float32, times the weights of the rows."""
+
     hessian: str
-
-    def __repr__(self) -> str:
-        interface = "" if isinstance(self, _NativeObjective) else ', interface="sklearn"'
-        return f'{self.library}_objective({self.loss!r}, hessian="{self.hessian}"{interface})'
 
     @property
     def __name__(self) -> str:
         return f"{self.library}_objective"
 
-    def _slopes(self, rows: Rows) -> Slopes:
+    # XGBoost passes the last argument by name; LightGBM counts the arguments.
+    def __call__(
+        self, first: Any, second: Any, sample_weight: Any = None
+    ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        rows = self.rows(first, second, sample_weight)
         chosen = curvature(self.loss, self.hessian, library=self.library, single=rows.single)
-        gradient, hessian = slopes(
+        gradient, hessian = gradients(
             rows.scores, rows.labels, rows.weights, loss=self.loss, curvature=chosen, order=ORDERS[self.library]
         )
-        if self.library == "xgboost":
-            _check_sum(self.loss, rows)
+        _check_sum(self.loss, rows)
         if rows.single:
             return gradient[:, 1].reshape(rows.shape), hessian[:, 1].reshape(rows.shape)
         return gradient, hessian
 
 
-@dataclass(frozen=True, repr=False)
-class _NativeObjective(_Objective):
-    def __call__(self, predictions: NDArray[Any], data: Any) -> Slopes:
-        return self._slopes(rows_of(predictions, data, num_classes=self.loss.num_classes))
-
-
-@dataclass(frozen=True, repr=False)
-class _SklearnObjective(_Objective):
-    # Of these names XGBoost knows the last; LightGBM counts them.
-    def __call__(self, y_true: ArrayLike, y_pred: NDArray[Any], sample_weight: ArrayLike | None = None) -> Slopes:
-        return self._slopes(rows_of_arrays(y_true, y_pred, sample_weight, num_classes=self.loss.num_classes))
-
-
 def xgboost_objective(
-    num_classes: int,
-    *,
-    power: int = 2,
-    x: ArrayLike | None = None,
-    cost: ArrayLike | None = None,
-    transport: float = 1.0,
-    cross_entropy: float = 0.0,
-    class_weight: ArrayLike | dict[int, float] | None = None,
-    hessian: str = "auto",
-    interface: str = "native",
-) -> _Objective:
+    num_classes: int, *, hessian: str = "auto", interface: str = "native", **settings: Unpack[LossSettings]
+) -> Objective:
     """Return an objective for XGBoost: transport from the predicted distribution to the label, per row.
 
     The loss of a row is transport * T + cross_entropy * (-log P_y), T = sum_k d_k |F_k - 1[y <= k]|^power with d the
     gaps between class values, or sum_i P_i cost[y, i]. Power 2, the ranked probability score, is proper: it is least
-    in expectation at the true probabilities. Power 1 and costs are not: they draw all probability to the class of
-    least expected cost, and with more rounds become ever more certain of it; add some cross-entropy where the
-    probabilities matter. Neither is better on every data set than plain cross-entropy.
+    in expectation at the true probabilities. Power 1 and costs are not: they move all probability to the class of
+    least expected cost, more so with more rounds; add some cross-entropy where the probabilities matter. Neither is
+    better on every data set than plain cross-entropy.
 
     Train with `objective="multi:softprob"`, so that `predict` returns probabilities, and start from the frequencies:
 
@@ -88,25 +65,26 @@ def xgboost_objective(
         x: (K,) strictly increasing class values, 0 to K - 1 by default. Gradients and curvatures grow with their
             gaps: regularisation (`lambda`, `min_child_weight`) is in the same unit.
         cost: (K, K) costs >= 0, [true, predicted], in place of power and x.
-        transport: factor of the transport term; 0 leaves plain cross-entropy, with the trees of the library's own.
+        transport: factor of the transport term; with 0 (plain cross-entropy) trees are those of the library's own.
         cross_entropy: factor of the cross-entropy.
         class_weight: (K,) numbers, or a dict or pandas Series from position to number, which multiply the weights of
             rows. Series and DataFrames, also as x and cost, are read by their index, which names positions.
         hessian: "gauss-newton", the diagonal of that matrix (power 2 only); "bound", a diagonal that bounds the
-            Hessian and so never lets a small step ascend; "absolute", the absolute diagonal of the Hessian, fastest
-            and least careful. "auto" is twice Gauss-Newton at power 2, else the bound; cross-entropy is then curved
-            as in the library's own objective. All are kept above a small floor.
+            Hessian, so that small steps always descend; "absolute", the absolute diagonal of the Hessian, fastest
+            and least careful. "auto" is twice Gauss-Newton at power 2, else the bound; the Hessian of cross-entropy is
+            then that of the library's own objective. All are clamped to a small minimum.
         interface: "native" for `xgboost.train(obj=)`: f(predictions, data). "sklearn" for `XGBClassifier(objective=)`:
             f(y_true, y_pred, sample_weight).
 
     Returns:
-        A picklable, unchangeable callable that returns (gradient, hessian), each (n, K) float32, times the weights of
-        the rows: XGBoost applies none to objectives that are not its own. With two classes a single score (n,) for
-        the second of them is right too, which is what `XGBClassifier` then trains.
+        A picklable, immutable callable that returns (gradient, hessian), each (n, K) float32, times the weights of
+        the rows: XGBoost applies none to custom objectives. With two classes a single score (n,) for the second of
+        them is valid too, which is what `XGBClassifier` then trains.
 
     Raises:
-        TypeError: if an argument holds no numbers.
-        ValueError: if an argument is out of range; when called, if a label, weight or score is none.
+        TypeError: if an argument is not numeric.
+        ValueError: if an argument is out of range; when called, if a label, weight or score is invalid, or gradients
+            are so large that XGBoost would find no split.
 
     Source:
         L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916.
@@ -119,39 +97,26 @@ def xgboost_objective(
         array([[-0.333,  0.   ,  0.333],
                [ 0.333,  0.   , -0.333]], dtype=float32)
     """
-    loss = row_loss(
-        num_classes, power=power, x=x, cost=cost, transport=transport, cross_entropy=cross_entropy,
-        class_weight=class_weight,
-    )  # fmt: skip
-    return _objective("xgboost", loss, hessian, interface)
+    return _objective("xgboost", row_loss(num_classes, **settings), hessian, interface)
 
 
 def lightgbm_objective(
-    num_classes: int,
-    *,
-    power: int = 2,
-    x: ArrayLike | None = None,
-    cost: ArrayLike | None = None,
-    transport: float = 1.0,
-    cross_entropy: float = 0.0,
-    class_weight: ArrayLike | dict[int, float] | None = None,
-    hessian: str = "auto",
-    interface: str = "native",
-) -> _Objective:
+    num_classes: int, *, hessian: str = "auto", interface: str = "native", **settings: Unpack[LossSettings]
+) -> Objective:
     """Return an objective for LightGBM; the loss and the arguments are those of `xgboost_objective`.
 
         start = numpy.tile(otloss.boosting.start_scores(labels, num_classes), (len(labels), 1))
         lightgbm.train({"objective": lightgbm_objective(num_classes), "num_class": num_classes},
                        lightgbm.Dataset(features, labels, init_score=start))
 
-    LightGBM forgets what it started from and applies no softmax after an objective that is not its own: probabilities
+    LightGBM does not keep the start and applies no softmax after a custom objective: probabilities
     are `scipy.special.softmax(booster.predict(features) + start[0], axis=1)`, also for `LGBMClassifier`, whose
     `predict_proba` returns raw scores then, (n, K), and whose `predict` returns the same scores, not labels: these are
     the `argmax(axis=1)` of the probabilities. `otloss.estimators.OrdinalBoostingClassifier(booster="lightgbm")` does
-    all that by itself.
+    all that.
 
-    `LGBMClassifier(metric="None")` where it stops early: else it adds its own log-loss, which takes our scores for
-    probabilities, and `lightgbm.early_stopping` watches every metric and so ends training on a wrong one.
+    For early stopping create `LGBMClassifier(metric="None")`: otherwise it adds its own log-loss, which takes these
+    scores for probabilities, and `lightgbm.early_stopping` watches every metric.
 
     Args:
         interface: "native" for `lightgbm.train({"objective": f})`: f(predictions, dataset). "sklearn" for
@@ -161,13 +126,12 @@ def lightgbm_objective(
             `otloss.estimators.OrdinalBoostingClassifier(categories=["low", "mid", "high"])`.
 
     Returns:
-        A picklable, unchangeable callable that returns (gradient, hessian), each (n, K) float32 in Fortran order, times
-        the weights of the rows. With two classes a single score (n,) for the second of them is right too, which is
+        A picklable, immutable callable that returns (gradient, hessian), each (n, K) float32 in Fortran order, times
+        the weights of the rows. With two classes a single score (n,) for the second of them is valid too, which is
         what `LGBMClassifier` then trains.
 
     Raises:
-        TypeError: if an argument holds no numbers.
-        ValueError: if an argument is out of range; when called, if a label, weight or score is none.
+        TypeError, ValueError: as `xgboost_objective`.
 
     Examples:
         >>> import numpy as np
@@ -177,23 +141,25 @@ def lightgbm_objective(
         array([[-0.333,  0.   ,  0.333],
                [ 0.333,  0.   , -0.333]], dtype=float32)
     """
-    loss = row_loss(
-        num_classes, power=power, x=x, cost=cost, transport=transport, cross_entropy=cross_entropy,
-        class_weight=class_weight,
-    )  # fmt: skip
-    return _objective("lightgbm", loss, hessian, interface)
+    return _objective("lightgbm", row_loss(num_classes, **settings), hessian, interface)
+
+
+def _objective(library: str, loss: RowLoss, hessian: str, interface: str) -> Objective:
+    check_choice("interface", interface, INTERFACES)
+    check_choice("hessian", hessian, HESSIANS)
+    if hessian == "gauss-newton" and loss.transport > 0 and not loss.is_square:
+        raise ValueError(
+            f'hessian is "gauss-newton" with {"power 1" if loss.cost is None else "a cost matrix"}: that loss is '
+            'linear in the probabilities, and its Gauss-Newton matrix is zero. Choose "bound", "absolute" or "auto".'
+        )
+    return Objective(library, loss, interface, hessian)
 
 
 def _check_sum(loss: RowLoss, rows: Rows) -> None:
     total = loss.steepest * (float(rows.weights.sum()) if rows.weights.size else len(rows.labels))
-    if total > _LARGEST_SUM:
+    if not total <= _LARGEST_SUM:
         raise ValueError(
             f"gradients of {len(rows.labels)} rows may sum to {total:.3g}, expected at most {_LARGEST_SUM:g}: XGBoost "
             "squares the sum in float32, and beyond that finds no split. Divide the weights of rows by one number, or "
             "x, cost or transport and cross_entropy."
         )
-
-
-def _objective(library: str, loss: RowLoss, hessian: str, interface: str) -> _Objective:
-    kind = _NativeObjective if check_choice("interface", interface, INTERFACES) == "native" else _SklearnObjective
-    return kind(library, loss, check_hessian(hessian, loss))

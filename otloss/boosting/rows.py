@@ -1,4 +1,4 @@
-"""Values, gradients and curvatures of rows of raw scores: formulas in numpy, and the door to the compiled kernel.
+"""Values, gradients and diagonal Hessians of rows of raw scores: formulas in numpy, and calls of the numba kernels.
 
 A row has scores z and a label y among K classes; P = softmax(z), F = cumsum(P), G_k = 1[y <= k], r = F - G, both
 without their last entry. The loss of the row is, with d_k the gap from one class value to the next,
@@ -6,7 +6,7 @@ without their last entry. The loss of the row is, with d_k the gap from one clas
     transport * T + cross_entropy * (-log P_y)      T = sum_k d_k r_k^2          power 2, the ranked probability score
                                                     T = sum_i P_i c(y, i)        power 1: c(y, i) = |x_y - x_i|
 
-Let s be the slope of T in P: s_j = sum_{k >= j} 2 d_k r_k, or c(y, j). Then, with s' = s - P.s,
+Let s be the derivative of T in P: s_j = sum_{k >= j} 2 d_k r_k, or c(y, j). Then, with s' = s - P.s,
 
     dT/dz_i   = P_i s'_i
     d2T/dz2   = M + 2 sum_k d_k J_k J_k^T           the second term at power 2 only; J_ki = P_i (1[i <= k] - F_k)
@@ -34,53 +34,55 @@ import torch
 from numpy.typing import NDArray
 
 from otloss._kernels import may_run_on
-from otloss.boosting.settings import LARGEST_WEIGHT, Floats, RowLoss
+from otloss.boosting.settings import Floats, RowLoss
 
 Order = Literal["C", "F"]
 ORDERS: dict[str, Order] = {"xgboost": "C", "lightgbm": "F"}  # of the scores they pass, and of what they read fastest
-GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2
+GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2  # as in otloss._kernels.ordinal
+LARGEST_WEIGHT = 1e12  # of a row: sums of float32 gradients stay finite
 
-# Least curvature, of a transport term whose neighbouring classes lie 1 apart: both derivatives vanish where a row is
-# certain, right or wrong, and the second one does so first.
-_FLOOR = 1e-2
-# Rows below which numpy is as fast; a single one would be in both orders at once, and be compiled for anew.
+# Smallest second derivative, of a transport term whose neighbouring classes lie 1 apart: both derivatives vanish where
+# a row is certain, right or wrong, and the second one does so first.
+_LEAST = 1e-2
+# Rows below which numpy is as fast; for a single row, in both memory orders, the kernel would be compiled again.
 _SMALL = 32
-_SMALLEST = 1e-16  # what xgboost puts under its own
+_SMALLEST = 1e-16  # the lower limit of xgboost's own
 
 
 @dataclass(frozen=True)
 class Curvature:
-    """transport * factor * (diagonal of `kind`) + cross_entropy * entropy_factor * P (1 - P), at least `floor`.
+    """transport * factor * (diagonal of `kind`) + cross_entropy * entropy_factor * P (1 - P), at least `least`.
 
-    The factors mean nothing to `ABSOLUTE`.
+    `ABSOLUTE` does not use the factors.
     """
 
     kind: int
     factor: float
     entropy_factor: float
-    floor: float
+    least: float
 
 
 def curvature(loss: RowLoss, hessian: str, *, library: str, single: bool) -> Curvature:
-    """What `hessian` stands for; `single` is for two classes with one score between them.
+    """Return what `hessian` stands for; `single` is for two classes with one score between them.
 
-    A diagonal leaves out that the scores move together, hence the 2 for several; one score has nothing to leave out.
-    For "auto" the factor of cross-entropy is that of the library's own objective.
+    A diagonal leaves out that the scores move together, hence the factor 2 for several scores. For "auto" the factor of
+    cross-entropy is that of the library's own objective.
     """
     together = 1.0 if single else 2.0
-    floor = max(_FLOOR * loss.transport * _scale(loss), _SMALLEST)
+    # In units of the average cost of a step to the neighbouring class.
+    least = max(_LEAST * loss.transport * loss.furthest / (loss.num_classes - 1), _SMALLEST)
     if hessian == "absolute":
-        return Curvature(ABSOLUTE, 1.0, 1.0, floor)
+        return Curvature(ABSOLUTE, 1.0, 1.0, least)
     if hessian == "gauss-newton":
-        return Curvature(GAUSS_NEWTON, 1.0, 1.0, floor)
+        return Curvature(GAUSS_NEWTON, 1.0, 1.0, least)
     own = loss.num_classes / (loss.num_classes - 1) if library == "lightgbm" and not single else together
     entropy_factor = together if hessian == "bound" else own
     if hessian == "auto" and loss.is_square:
-        return Curvature(GAUSS_NEWTON, together, entropy_factor, floor)
-    return Curvature(BOUND, together / 2, entropy_factor, floor)
+        return Curvature(GAUSS_NEWTON, together, entropy_factor, least)
+    return Curvature(BOUND, together / 2, entropy_factor, least)
 
 
-def slopes(
+def gradients(
     scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLoss, curvature: Curvature, order: Order
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Return gradient and hessian, each (n, K) float32 in the memory order "C" or "F", times weights.
@@ -91,11 +93,11 @@ def slopes(
         weights: (n,), or (0,) for ones.
 
     Raises:
-        ValueError: if a score, label or weight is none.
+        ValueError: if a score, label or weight is invalid.
     """
     if len(scores) < _SMALL or not may_run_on():
         check_rows(scores, labels, weights)
-        gradient, hessian = slopes_in_numpy(scores, labels, weights, loss=loss, curvature=curvature)
+        gradient, hessian = gradients_in_numpy(scores, labels, weights, loss=loss, curvature=curvature)
         return np.asarray(gradient, np.float32, order=order), np.asarray(hessian, np.float32, order=order)
     from otloss._kernels import ordinal
     from otloss._kernels._threads import run_on_threads
@@ -103,45 +105,41 @@ def slopes(
     scores = _laid_out(scores, order)
     answers = tuple(np.empty_like(scores, np.float32) for _ in range(2))  # laid out as the scores are
     settings = (
-        curvature.kind,
-        loss.transport,
-        loss.cross_entropy,
-        curvature.factor,
-        curvature.entropy_factor,
-        curvature.floor,
-    )
-    inputs, of_loss = (scores, labels, weights), (loss.gaps, loss.costs)
-    threads = torch.get_num_threads()
-    if any(run_on_threads(ordinal.slopes, threads, (inputs, loss.class_weights, of_loss, settings, answers, threads))):
+        curvature.kind, loss.transport, loss.cross_entropy, curvature.factor, curvature.entropy_factor,
+        curvature.least,
+    )  # fmt: skip
+    inputs, of_loss, threads = (scores, labels, weights), (loss.gaps, loss.costs), torch.get_num_threads()
+    arguments = (inputs, loss.class_weights, of_loss, settings, answers, threads)
+    if any(run_on_threads(ordinal.gradients, threads, arguments)):
         check_rows(scores, labels, weights)
     return np.asarray(answers[0], order=order), np.asarray(answers[1], order=order)
 
 
-def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLoss, order: Order) -> Floats:
-    """Return the loss of each row, (n,), without weights, which are checked all the same; arguments as in `slopes`."""
-    if len(scores) < _SMALL or not may_run_on():
-        check_rows(scores, labels, weights)
+def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLoss) -> Floats:
+    """Return the loss of each row, (n,), without the weights, which are checked all the same."""
+    check_rows(scores, labels, weights)
+    if not loss.is_square or len(scores) < _SMALL or not may_run_on():
         return values_in_numpy(scores, labels, loss=loss)
-    from otloss._kernels import ordinal
+    from otloss._kernels import ordinal_rows
     from otloss._kernels._threads import run_on_threads
 
-    answers = np.empty(len(scores))
-    inputs, of_loss = (_laid_out(scores, order), labels, weights), (loss.gaps, loss.costs)
-    threads, settings = torch.get_num_threads(), (loss.transport, loss.cross_entropy)
-    if any(run_on_threads(ordinal.values, threads, (inputs, of_loss, settings, answers, threads))):
-        check_rows(scores, labels, weights)
+    z, answers = np.require(scores, np.float64, ["C", "W"]), np.empty(len(scores))
+    y, gaps, threads = labels.astype(np.int64), loss.transport * loss.gaps, torch.get_num_threads()
+    no_gradient = np.empty((0, loss.num_classes))
+    arguments = (z, y, gaps, loss.cross_entropy, 1.0, 0.0, answers, no_gradient, threads)
+    run_on_threads(ordinal_rows.scores, threads, arguments)
     return answers
 
 
 def _laid_out(scores: NDArray[Any], order: Order) -> NDArray[Any]:
-    """As XGBoost passes them, float32 by rows, or as LightGBM does, float64 by columns: others would compile anew."""
+    """Return float32 by rows, as XGBoost passes them, or float64 by columns, as LightGBM does."""
     if scores.dtype == np.float32 and order == "C":
         return np.require(scores, np.float32, ["C", "W"])
     return np.require(scores, np.float64, ["F", "W"])
 
 
 def check_rows(scores: NDArray[Any], labels: Floats, weights: Floats) -> None:
-    """Raise ValueError naming the first score, label or weight that is none."""
+    """Raise ValueError naming the first invalid score, label or weight."""
     classes = scores.shape[1]
     with np.errstate(invalid="ignore"):
         misfits = np.flatnonzero(~((labels >= 0) & (labels < classes) & (labels == np.floor(labels))))
@@ -166,10 +164,10 @@ def check_rows(scores: NDArray[Any], labels: Floats, weights: Floats) -> None:
         )
 
 
-def slopes_in_numpy(
+def gradients_in_numpy(
     scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLoss, curvature: Curvature
 ) -> tuple[Floats, Floats]:
-    """The specification of `slopes`, in float64."""
+    """Return what `gradients` does, in float64: the reference implementation of its kernel."""
     P, F, r = _distributions(scores, labels)
     y, d = labels.astype(np.int64), loss.gaps
     zeros = np.zeros((len(P), 1))
@@ -177,27 +175,27 @@ def slopes_in_numpy(
     moved = P * (s - (P * s).sum(1, keepdims=True))
     own = np.arange(loss.num_classes) == y[:, None]
     spread = P * (1 - P)
-    bend = np.zeros_like(P)
+    second = np.zeros_like(P)
     if loss.is_square:
         above, below = d * (1 - F) ** 2, d * F**2
         if curvature.kind == BOUND:
             above, below = above * F, below * (1 - F)
         sums = np.concatenate([_sums_from(above), zeros], 1) + np.concatenate([zeros, np.cumsum(below, 1)], 1)
-        bend = 4 * P * sums if curvature.kind == BOUND else 2 * P**2 * sums
+        second = 4 * P * sums if curvature.kind == BOUND else 2 * P**2 * sums
     if curvature.kind == BOUND:
         w = np.maximum(moved, 0) * (1 - P)
-        bend = bend + 2 * (w * (1 - P) + P * (w.sum(1, keepdims=True) - w))
+        second = second + 2 * (w * (1 - P) + P * (w.sum(1, keepdims=True) - w))
     if curvature.kind == ABSOLUTE:
-        bend = np.abs(loss.transport * (moved * (1 - 2 * P) + bend) + loss.cross_entropy * spread)
+        second = np.abs(loss.transport * (moved * (1 - 2 * P) + second) + loss.cross_entropy * spread)
     else:
-        bend = loss.transport * curvature.factor * bend + loss.cross_entropy * curvature.entropy_factor * spread
+        second = loss.transport * curvature.factor * second + loss.cross_entropy * curvature.entropy_factor * spread
     weight = ((weights if weights.size else 1.0) * loss.class_weights[y])[:, None]
     gradient = loss.transport * moved + loss.cross_entropy * (P - own)
-    return weight * gradient, weight * np.maximum(bend, curvature.floor)
+    return weight * gradient, weight * np.maximum(second, curvature.least)
 
 
 def values_in_numpy(scores: NDArray[Any], labels: Floats, *, loss: RowLoss) -> Floats:
-    """The specification of `values`, in float64."""
+    """Return what `values` does, in float64."""
     P, _, r = _distributions(scores, labels)
     y = labels.astype(np.int64)
     moved = (loss.gaps * r**2).sum(1) if loss.is_square else (P * loss.costs[y]).sum(1)
@@ -212,7 +210,7 @@ def values_in_numpy(scores: NDArray[Any], labels: Floats, *, loss: RowLoss) -> F
 
 
 def _distributions(scores: NDArray[Any], labels: Floats) -> tuple[Floats, Floats, Floats]:
-    """P, F and r."""
+    """Return P, F and r."""
     z = scores.astype(np.float64)
     e = np.exp(z - z.max(1, keepdims=True))
     P = e / e.sum(1, keepdims=True)
@@ -221,10 +219,5 @@ def _distributions(scores: NDArray[Any], labels: Floats) -> tuple[Floats, Floats
 
 
 def _sums_from(terms: Floats) -> Floats:
-    """sum_{k >= j}."""
+    """Return the sums over k >= j."""
     return np.cumsum(terms[:, ::-1], 1)[:, ::-1]
-
-
-def _scale(loss: RowLoss) -> float:
-    """What a step to the neighbouring class costs, on average."""
-    return loss.furthest / (loss.num_classes - 1)
