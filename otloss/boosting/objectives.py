@@ -13,7 +13,7 @@ from otloss.boosting.rows import ORDERS, curvature, gradients
 from otloss.boosting.settings import LossSettings, RowLoss, check_choice, row_loss
 
 HESSIANS = ("auto", "gauss-newton", "bound", "absolute")
-# XGBoost squares a sum of gradients in float32: where that overflows it silently finds no split.
+# XGBoost squares a sum of gradients in float32: if that overflows, it silently finds no split.
 _LARGEST_SUM = 1e19
 
 
@@ -159,7 +159,7 @@ def _check_sum(loss: RowLoss, rows: Rows) -> None:
     total = loss.steepest * (float(rows.weights.sum()) if rows.weights.size else len(rows.labels))
     if not total <= _LARGEST_SUM:
         raise ValueError(
-            f"gradients of {len(rows.labels)} rows may sum to {total:.3g}, expected at most {_LARGEST_SUM:g}: XGBoost "
-            "squares the sum in float32, and beyond that finds no split. Divide the weights of rows by one number, or "
-            "x, cost or transport and cross_entropy."
+            f"gradients of {len(rows.labels)} rows may sum to {total:.3g}, expected at most {_LARGEST_SUM:g}: "
+            "beyond that their square overflows in float32, and no split is found. Divide the weights of rows by one "
+            "number, or x, cost or transport and cross_entropy."
         )

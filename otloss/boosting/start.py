@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
@@ -49,9 +47,10 @@ def start_scores(
     y = as_floats("labels", labels, fix=LABELS_FIX)
     if y.ndim != 1 or not y.size:
         raise ValueError(f"labels have shape {y.shape}, expected (n,) with at least one.")
-    weights = np.ones(y.size) if sample_weight is None else as_floats("sample_weight", sample_weight, fix="pass floats.")
+    given = np.ones(y.size) if sample_weight is None else sample_weight
+    weights = as_floats("sample_weight", given, fix="pass an array of dtype float.")
     if weights.shape != y.shape or not weights.any():
-        raise ValueError(f"sample_weight has shape {weights.shape} and sum {weights.sum():g}, expected {y.shape}, > 0.")
+        raise ValueError(f"sample_weight has shape {weights.shape}, expected {y.shape}, and some weight above 0.")
     check_rows(np.zeros((1, classes)), y, weights)
     scores: NDArray[np.float64] = np.log(class_shares(y.astype(np.int64), weights, classes))
     return scores[1:] - scores[:1] if single else scores

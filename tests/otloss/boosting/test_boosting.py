@@ -10,7 +10,7 @@ import torch
 
 from otloss.boosting import lightgbm_metric, lightgbm_objective, xgboost_metric, xgboost_objective
 from otloss.boosting import rows as rows_module
-from otloss.boosting.rows import slopes_in_numpy, values_in_numpy
+from otloss.boosting.rows import gradients_in_numpy, values_in_numpy
 from otloss.boosting.settings import RowLoss
 from tests.otloss.boosting.boosting_cases import (
     COST,
@@ -32,7 +32,7 @@ def test_gradients_are_the_slopes_of_the_loss(name: str) -> None:
     loss = make(**LOSSES[name])
     z, y = scores_and_labels()
     weights = np.random.default_rng(1).uniform(0, 2, size=len(y))
-    gradient, _ = slopes_in_numpy(z, y, weights, loss=loss, curvature=spec(loss))
+    gradient, _ = gradients_in_numpy(z, y, weights, loss=loss, curvature=spec(loss))
 
     def total(scores: np.ndarray) -> np.ndarray:
         return weights * loss.class_weights[y.astype(int)] * values_in_numpy(scores, y, loss=loss)
@@ -65,15 +65,15 @@ def test_diagonals_against_the_whole_hessian(name: str) -> None:
     weights = loss.class_weights[y.astype(int)]
     scale = np.abs(exact).max()
     for library in ("xgboost", "lightgbm"):
-        _, bound = slopes_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "bound", library=library))
+        _, bound = gradients_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "bound", library=library))
         least = np.linalg.eigvalsh(bound[:, :, None] * np.eye(K) - exact).min()
         assert least >= -1e-12 * scale
-    _, absolute = slopes_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "absolute"))
-    floor = weights[:, None] * spec(loss).floor
+    _, absolute = gradients_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "absolute"))
+    floor = weights[:, None] * spec(loss).least
     diagonal = np.abs(np.diagonal(exact, axis1=1, axis2=2))
     np.testing.assert_allclose(absolute, np.maximum(diagonal, floor), atol=1e-12 * scale, rtol=1e-7)
     if loss.transport:
-        assert spec(loss).floor == pytest.approx(0.01 * loss.transport * moved_one_class(loss))
+        assert spec(loss).least == pytest.approx(0.01 * loss.transport * moved_one_class(loss))
 
 
 def moved_one_class(loss: RowLoss) -> float:
@@ -87,7 +87,7 @@ def test_the_bound_holds_without_its_floor_for_any_cost(seed: int) -> None:
     loss = make(classes, cost=np.random.default_rng(seed).exponential(size=(classes, classes)) ** 3)
     z, y = scores_and_labels(200, classes, seed)
     chosen = type(spec(loss))(rows_module.BOUND, 1.0, 2.0, 0.0)
-    _, bound = slopes_in_numpy(z, y, NONE, loss=loss, curvature=chosen)
+    _, bound = gradients_in_numpy(z, y, NONE, loss=loss, curvature=chosen)
     ratios = []
     for row, label, diagonal in zip(z, y, bound, strict=True):
         exact = torch.autograd.functional.hessian(
@@ -104,14 +104,14 @@ def test_the_bound_holds_without_its_floor_for_any_cost(seed: int) -> None:
 def test_gauss_newton_is_the_diagonal_of_the_squares_curvature(x: np.ndarray | None) -> None:
     loss = make(x=x)
     z, y = scores_and_labels()
-    _, ours = slopes_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "gauss-newton"))
+    _, ours = gradients_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "gauss-newton"))
     gaps = torch.tensor(loss.gaps)
     for row, diagonal in zip(z, ours, strict=True):
         J = torch.autograd.functional.jacobian(lambda s: s.softmax(0).cumsum(0)[:-1], torch.tensor(row))
         expected = 2 * (gaps[:, None] * J**2).sum(0)
         np.testing.assert_allclose(diagonal, expected.clamp(min=0.01 * float(gaps.mean())), rtol=1e-9)
-    _, twice = slopes_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss))
-    large = ours > 1.01 * spec(loss).floor
+    _, twice = gradients_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss))
+    large = ours > 1.01 * spec(loss).least
     np.testing.assert_allclose(twice[large], 2 * ours[large], rtol=1e-12)
     assert large.mean() > 0.2
 
@@ -142,7 +142,7 @@ def test_one_score_for_two_classes_is_bounded_alike(name: str) -> None:
                 if hessian == "bound":
                     assert h >= exact * (1 - 1e-6)
                 if hessian == "absolute":
-                    assert h == pytest.approx(max(abs(exact), spec(loss).floor), rel=1e-4)
+                    assert h == pytest.approx(max(abs(exact), spec(loss).least), rel=1e-4)
 
 
 # ---- the kernel and its twin -------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ def test_the_largest_settings_and_weights_are_finite(rows: int) -> None:
 @pytest.mark.parametrize("name", LOSSES)
 def test_no_gradient_is_steeper_than_said(name: str) -> None:
     loss = make(**LOSSES[name])
-    gradient, _ = slopes_in_numpy(*scores_and_labels(3000), NONE, loss=loss, curvature=spec(loss))
+    gradient, _ = gradients_in_numpy(*scores_and_labels(3000), NONE, loss=loss, curvature=spec(loss))
     assert 0.2 * loss.steepest < np.abs(gradient).max() <= loss.steepest
 
 
@@ -289,6 +289,6 @@ def test_a_whole_newton_step_with_the_bound_descends_from_undecided_rows() -> No
         if "class_weight" in settings:
             continue
         loss = make(**settings)
-        gradient, hessian = slopes_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "bound"))
+        gradient, hessian = gradients_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss, "bound"))
         after = values_in_numpy(z - gradient / hessian, y, loss=loss)
         assert (after <= values_in_numpy(z, y, loss=loss) + 1e-12).all()

@@ -6,26 +6,17 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from otloss import (
-    cdf_distance,
-    emd,
-    sinkhorn,
-    sinkhorn_divergence,
-    sliced_wasserstein,
-    wasserstein_1d,
-    wasserstein_circular,
-    wasserstein_tree,
-)
+import otloss
 from otloss import nn as modules
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
-from otloss.solvers.sorting import soft_rank, soft_sort, soft_top_k
+from otloss.losses import histogram_mean
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -39,158 +30,143 @@ X, Y = drawn(5, seed=2) * 4, drawn(5, seed=3) * 4
 PARENT, LENGTH = torch.tensor([-1, 0, 0, 1, 1]), drawn(5, seed=4)
 MATRIX = drawn(5, 5, seed=5)
 CLOUD, OTHER = drawn(5, 2, seed=6), drawn(5, 2, seed=7)
-DIRECTIONS = drawn(4, 2, seed=8)
 COST = PointCost(CLOUD)
 CLOUDS = drawn(3, 5, 2, seed=9), drawn(3, 5, 2, seed=10)
+Z, LABELS, WEIGHT = 4 * drawn(3, 5, seed=11), torch.tensor([0, -100, 3]), drawn(3, seed=12)
+NUMBERS = torch.tensor([3.0, torch.nan, 0.0, 2049.0, 7.5])  # 2049 is not a number of float16
 
 
 @dataclass
 class Case:
-    """A module, its function, and what both are called with."""
+    """A module, its function by the same settings, and what both are called with."""
 
-    name: str
     make: Callable[..., torch.nn.Module]
-    call: Callable[..., Tensor]
+    function: Callable[..., Tensor]
+    settings: dict[str, Any]
     inputs: tuple[Tensor, ...] = (P, Q)
-    is_loss: bool = True
+    weights: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def unreduced(self) -> torch.nn.Module:
+        soft = self.make in (modules.SoftSort, modules.SoftRank, modules.SoftTopK)
+        return self.make(**self.settings) if soft else self.make(**self.settings, reduction="none")
+
+    def of_function(self, *inputs: Tensor, **reduction: str) -> Tensor:
+        return self.function(*inputs, **self.settings, **self.weights, **reduction)
 
 
-CASES = [
-    Case(
-        "Wasserstein1d",
-        lambda **o: modules.Wasserstein1d(x=X, y=Y, order=2, **o),
-        lambda p, q: wasserstein_1d(p, q, X, Y, order=2),
-    ),
-    Case(
-        "CdfDistance", lambda **o: modules.CdfDistance(x=X, power=1, **o), lambda p, q: cdf_distance(p, q, X, power=1)
-    ),
-    Case(
-        "WassersteinCircular",
-        lambda **o: modules.WassersteinCircular(x=X, period=5.0, **o),
-        lambda p, q: wasserstein_circular(p, q, X, period=5.0),
-    ),
-    Case(
-        "WassersteinTree",
-        lambda **o: modules.WassersteinTree(parent=PARENT, length=LENGTH, **o),
-        lambda p, q: wasserstein_tree(p, q, PARENT, LENGTH),
-    ),
-    Case(
-        "SlicedWasserstein",
-        lambda **o: modules.SlicedWasserstein(projections=DIRECTIONS, order=1, **o),
-        lambda x, y, a, b: sliced_wasserstein(x, y, a, b, projections=DIRECTIONS, order=1),
+WEIGHED: dict[str, Any] = {"inputs": (Z, LABELS), "weights": {"sample_weight": WEIGHT}}
+CASES = {
+    "Wasserstein1d": Case(modules.Wasserstein1d, otloss.wasserstein_1d, {"x": X, "y": Y, "order": 2}),
+    "CdfDistance": Case(modules.CdfDistance, otloss.cdf_distance, {"x": X, "power": 1}),
+    "WassersteinCircular": Case(modules.WassersteinCircular, otloss.wasserstein_circular, {"x": X, "period": 5.0}),
+    "WassersteinTree": Case(modules.WassersteinTree, otloss.wasserstein_tree, {"parent": PARENT, "length": LENGTH}),
+    "SlicedWasserstein": Case(
+        modules.SlicedWasserstein, otloss.sliced_wasserstein, {"projections": drawn(4, 2, seed=8), "order": 1},
         (*CLOUDS, P, Q),
     ),
-    Case("Emd", lambda **o: modules.Emd(cost=MATRIX, **o), lambda p, q: emd(p, q, MATRIX)),
-    Case(
-        "Sinkhorn",
-        lambda **o: modules.Sinkhorn(cost=COST, epsilon=0.3, grad="implicit", reach=2.0, **o),
-        lambda p, q: sinkhorn(p, q, COST, epsilon=0.3, grad="implicit", reach=2.0),
+    "Emd": Case(modules.Emd, otloss.emd, {"cost": MATRIX}),
+    "Sinkhorn": Case(modules.Sinkhorn, otloss.sinkhorn, {"cost": COST, "epsilon": 0.3, "grad": "implicit"}),
+    "SinkhornDivergence": Case(
+        modules.SinkhornDivergence, otloss.sinkhorn_divergence, {"cost": COST, "epsilon": torch.tensor([0.3, 0.2, 0.1])}
     ),
-    Case(
-        "SinkhornDivergence",
-        lambda **o: modules.SinkhornDivergence(cost=COST, epsilon=torch.tensor([0.3, 0.2, 0.1]), **o),
-        lambda p, q: sinkhorn_divergence(p, q, COST, epsilon=torch.tensor([0.3, 0.2, 0.1])),
+    "SinkhornDivergence of matrices": Case(
+        modules.SinkhornDivergence, otloss.sinkhorn_divergence,
+        {"cost": MATRIX, "cost_p": COST, "cost_q": COST.dense(), "epsilon": 0.3, "epsilon_relative_to": "mean_cost"},
     ),
-    Case(
-        "SinkhornDivergence of matrices",
-        lambda **o: modules.SinkhornDivergence(
-            cost=MATRIX, cost_p=COST, cost_q=COST.dense(), epsilon=0.3, epsilon_relative_to="mean_cost", **o
-        ),
-        lambda p, q: sinkhorn_divergence(
-            p, q, MATRIX, cost_p=COST, cost_q=COST.dense(), epsilon=0.3, epsilon_relative_to="mean_cost"
-        ),
+    "OrdinalLoss": Case(
+        modules.OrdinalLoss, otloss.ordinal_loss,
+        {"x": X.sort().values, "power": 1, "cross_entropy": 0.3, "class_weight": Y, "ignore_index": -100}, **WEIGHED,
     ),
-    Case(
-        "SoftSort",
-        lambda: modules.SoftSort(epsilon=0.05, descending=True),
-        lambda x: soft_sort(x, epsilon=0.05, descending=True),
-        (P,),
-        is_loss=False,
+    "OrdinalLoss of a circle": Case(
+        modules.OrdinalLoss, otloss.ordinal_loss, {"circular": True, "period": 12.0, "x": X.sort().values, "dim": 1},
+        (Z, P), {"sample_weight": WEIGHT},
     ),
-    Case(
-        "SoftRank",
-        lambda: modules.SoftRank(epsilon=0.05, descending=True),
-        lambda x: soft_rank(x, epsilon=0.05, descending=True),
-        (P,),
-        is_loss=False,
+    "OrdinalLoss of a cost": Case(
+        modules.OrdinalLoss, otloss.ordinal_loss, {"cost": LineCost(X), "ignore_index": -100}, **WEIGHED
     ),
-    Case("SoftTopK", lambda: modules.SoftTopK(k=2, epsilon=0.2), lambda x: soft_top_k(x, 2, epsilon=0.2), (P,), False),
-]
-every_case = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-every_loss = pytest.mark.parametrize("case", [c for c in CASES if c.is_loss], ids=lambda case: case.name)
-
-
-def unreduced(case: Case) -> torch.nn.Module:
-    return case.make(reduction="none") if case.is_loss else case.make()
+    "HistogramLoss": Case(
+        modules.HistogramLoss, otloss.histogram_loss,
+        {"bins": X.sort().values, "labels": "gaussian", "sigma": 0.7, "cross_entropy": 0.2, "outside": "clamp"},
+        (Z, torch.tensor([0.0, 1.5, 9.0])), {"sample_weight": WEIGHT},
+    ),
+    "NumberTokenLoss": Case(modules.NumberTokenLoss, otloss.number_token_loss, {"values": NUMBERS}, **WEIGHED),
+    "NumberTokenLoss of the mean": Case(
+        modules.NumberTokenLoss, otloss.number_token_loss,
+        {"values": NUMBERS, "form": "mse", "over": "numbers", "scaling": "log", "ignore_index": 3},
+        (Z, LABELS.clamp(min=0)), {"sample_weight": WEIGHT},
+    ),
+    "SoftSort": Case(modules.SoftSort, otloss.soft_sort, {"epsilon": 0.05, "descending": True}, (P,)),
+    "SoftRank": Case(modules.SoftRank, otloss.soft_rank, {"epsilon": 0.05, "descending": True}, (P,)),
+    "SoftTopK": Case(modules.SoftTopK, otloss.soft_top_k, {"k": 2, "epsilon": 0.2}, (P,)),
+}  # fmt: skip
+every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
 
 @every_case
 def test_modules_equal_their_functions(case: Case) -> None:
-    leaves = [t.clone().requires_grad_() for t in case.inputs]
-    value, expected = unreduced(case)(*leaves), case.call(*leaves)
+    inputs = [t.clone().requires_grad_(t.is_floating_point()) for t in case.inputs]
+    leaves = [t for t in inputs if t.requires_grad]
+    if "outside" in case.settings:
+        leaves = leaves[:1]
+    own = {} if not case.weights else {"reduction": "none"}
+    value, expected = case.unreduced(*inputs, **case.weights), case.of_function(*inputs, **own)
     assert torch.equal(value, expected)
     weights = drawn(*value.shape, seed=11)
-    found = torch.autograd.grad((value * weights).sum(), leaves)
-    for by_module, by_function in zip(found, torch.autograd.grad((expected * weights).sum(), leaves), strict=True):
-        assert torch.equal(by_module, by_function)
-
-
-@every_loss
-def test_reductions(case: Case) -> None:
-    values = case.call(*case.inputs)
-    torch.testing.assert_close(case.make()(*case.inputs), values.mean())
-    torch.testing.assert_close(case.make(reduction="sum")(*case.inputs), values.sum())
-    with pytest.raises(ValueError, match="reduction is 'median', expected one of"):
-        case.make(reduction="median")
-
-
-def test_the_mean_of_nothing_is_refused() -> None:
-    empty = torch.zeros(0, 5)
-    with pytest.raises(ValueError, match=r"mean\" over an empty batch of shape \(0,\)"):
-        modules.CdfDistance()(empty, empty)
-    assert modules.CdfDistance(reduction="sum")(empty, empty).item() == 0
+    gradients = [torch.autograd.grad((v * weights).sum(), leaves, allow_unused=True) for v in (value, expected)]
+    assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
+    if case.make in (modules.SoftSort, modules.SoftRank, modules.SoftTopK):
+        return
+    reductions = {"mean": value.mean(), "sum": value.sum()}
+    for reduction, plain in reductions.items():
+        module = case.make(**case.settings, reduction=reduction)
+        by_function = case.of_function(*inputs, reduction=reduction) if own else plain
+        torch.testing.assert_close(module(*inputs, **case.weights), by_function)
+        assert f"reduction='{reduction}'" in repr(module)
 
 
 @every_case
-def test_copies_and_files_give_the_same(case: Case) -> None:
-    module = unreduced(case)
-    expected = module(*case.inputs)
-    for twin in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert repr(twin) == repr(module)
-        assert torch.equal(twin(*case.inputs), expected)
+def test_copies_files_and_moves(case: Case) -> None:
+    module = case.unreduced
+    expected = module(*case.inputs, **case.weights)
+    for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert repr(again) == repr(module)
+        assert torch.equal(again(*case.inputs, **case.weights), expected)
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
     file.seek(0)
-    for held in copy.deepcopy(module).state_dict().values():
-        assert isinstance(held, Tensor)
     other = copy.deepcopy(module)
     for buffer in other.buffers():
         buffer.zero_()
     other.load_state_dict(torch.load(file))
-    assert torch.equal(other(*case.inputs), expected)
-
-
-@every_case
-def test_moves_to_other_dtypes(case: Case) -> None:
-    module, wide = unreduced(case), [t.double() for t in case.inputs]
-    expected = module(*case.inputs)
-    for moved in (copy.deepcopy(module).double(), copy.deepcopy(module).to(torch.float64)):
-        assert all(t.dtype == torch.float64 for t in moved.buffers() if t.is_floating_point())
-        value = moved(*wide)
-        assert value.dtype == torch.float64
-        torch.testing.assert_close(value.float(), expected, rtol=1e-3, atol=1e-4)
+    assert torch.equal(other(*case.inputs, **case.weights), expected)
+    moved = copy.deepcopy(module).double()
+    assert all(t.dtype == torch.float64 for t in moved.buffers() if t.is_floating_point())
+    wide = [t.double() if t.is_floating_point() else t for t in case.inputs]
+    value = moved(*wide, **case.weights)
+    assert value.dtype == torch.float64
+    torch.testing.assert_close(value.float(), expected, rtol=1e-3, atol=1e-4)
     # In half precision what is held keeps its digits.
     for moved in (copy.deepcopy(module).half(), copy.deepcopy(module).to(torch.bfloat16)):
-        assert torch.equal(moved(*case.inputs), expected)
-    assert torch.nn.Sequential(copy.deepcopy(module)).to("meta")[0].state_dict().keys() == module.state_dict().keys()
-    assert all(t.device.type == "meta" for t in copy.deepcopy(module).to("meta").buffers())
+        assert torch.equal(moved(*case.inputs, **case.weights), expected)
+    assert all(t.device.type == "meta" for t in torch.nn.Sequential(module).to("meta").buffers())
+
+
+def test_names_in_files_stay() -> None:
+    """Files that earlier versions wrote load."""
+    names = {name: list(case.unreduced.state_dict()) for name, case in CASES.items()}
+    assert names["Emd"] == ["cost.matrix"]
+    assert names["Sinkhorn"] == ["cost.x"]
+    assert names["SinkhornDivergence"] == ["epsilon", "cost.x"]
+    assert names["OrdinalLoss"] == ["x", "class_weight"]
+    assert names["HistogramLoss"] == ["bins"]
+    assert names["NumberTokenLoss"] == ["values"]
 
 
 COSTS: list[Cost] = [
     DenseCost(MATRIX),
     LineCost(X, 2),
     PointCost(CLOUD, OTHER, metric="euclidean"),
-    PointCost(CLOUD, metric="cosine"),
     CosineCost(CLOUD),
     GridCost((5, 1), spacing=(2.0, 1.0)),
 ]
@@ -199,15 +175,12 @@ COSTS: list[Cost] = [
 @pytest.mark.parametrize("cost", COSTS, ids=repr)
 def test_every_cost_is_held(cost: Cost) -> None:
     module = modules.Sinkhorn(cost=cost, epsilon=0.5, reduction="none")
-    expected = sinkhorn(P, Q, cost, epsilon=0.5)
-    assert torch.equal(module(P, Q), expected)
+    expected = otloss.sinkhorn(P, Q, cost, epsilon=0.5)
     assert torch.equal(pickle.loads(pickle.dumps(module))(P, Q), expected)
-    assert cost.dtype == torch.float32
     moved = module.double()
-    assert moved.cost().dtype == torch.float64
+    assert moved.settings["cost"].dtype == torch.float64
     assert cost.dtype == torch.float32, "the cost that was given stays as it was"
     torch.testing.assert_close(moved(P.double(), Q.double()).float(), expected, rtol=1e-4, atol=1e-5)
-    assert module.cost().shape == cost.shape
     assert repr(cost) in repr(modules.Emd(cost=cost))
 
 
@@ -233,17 +206,12 @@ class Doubled(Cost):
         return 2 * self.inner.rows(index)
 
 
-def test_costs_within_costs_are_held() -> None:
+def test_costs_within_costs_are_held_and_one_cloud_stays_one() -> None:
     module = modules.Emd(cost=Doubled(LineCost(X)), reduction="none")
     assert list(module.state_dict()) == ["cost.inner.x"]
-    torch.testing.assert_close(module(P, Q), 2 * wasserstein_1d(P, Q, X))
-    assert module.double().cost().dtype == torch.float64
-
-
-def test_one_cloud_stays_one() -> None:
+    torch.testing.assert_close(module(P, Q), 2 * otloss.wasserstein_1d(P, Q, X))
     held = copy.deepcopy(modules.SinkhornDivergence(cost=COST, epsilon=0.3)).double()
-    assert held.cost().x is held.cost().y
-    assert list(held.state_dict()) == ["cost.x"]
+    assert held.settings["cost"].x is held.settings["cost"].y
 
 
 def test_parameters_are_trained() -> None:
@@ -257,57 +225,76 @@ def test_parameters_are_trained() -> None:
         loss(P, Q).backward()
         optimiser.step()
     assert float(loss(P, Q).detach()) < 0.7 * before
-    lengths = torch.nn.Parameter(LENGTH.clone())
-    modules.WassersteinTree(parent=PARENT, length=lengths)(P, Q).backward()
-    assert lengths.grad is not None
-    assert lengths.grad.abs().sum() > 0
+    for options in ({"x": torch.nn.Parameter(X.sort().values)}, {"cost": torch.nn.Parameter(MATRIX.clone())}):
+        ordinal = modules.OrdinalLoss(**options)  # type: ignore[arg-type]
+        ordinal(Z, P).backward()
+        assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in ordinal.parameters())
     assert modules.Wasserstein1d(x=torch.nn.Parameter(X)).half().x.dtype == torch.float32  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: modules.Emd(cost=MATRIX.clone().requires_grad_()), ValueError, "matrix requires a gradient and is no"),
-        (lambda: modules.CdfDistance(x=2 * X.clone().requires_grad_()), ValueError, "x requires a gradient"),
-        (lambda: modules.CdfDistance(x=[0.0, 1.0]), TypeError, "x is a list"),  # type: ignore[arg-type]
-        (lambda: modules.WassersteinTree(parent=None, length=LENGTH), TypeError, "parent is a NoneType"),  # type: ignore[arg-type]
-        (lambda: modules.Sinkhorn(cost=MATRIX, epsilon=1.0, gard="implicit"), TypeError, r"unknown options \['gard'\]"),  # type: ignore[call-arg]
-        (lambda: modules.Sinkhorn(cost=MATRIX, epsilon=1.0, grad="exact"), ValueError, "grad is 'exact'"),
-        (lambda: modules.Sinkhorn(cost=MATRIX, epsilon=1.0, start=(P[0], Q[0])), ValueError, "start belongs to one"),
-        (lambda: modules.Emd(cost=-MATRIX), ValueError, "expected costs >= 0"),
-        (lambda: modules.Emd(MATRIX), TypeError, "positional argument"),  # type: ignore[misc]
-    ],
-)
-def test_bad_settings(make: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
-
-
-def test_representations() -> None:
-    assert repr(modules.Wasserstein1d()) == "Wasserstein1d(order=1, reduction='mean')"
-    assert repr(modules.SoftTopK(k=3)) == "SoftTopK(k=3, epsilon=0.1)"
-    shown = repr(modules.Sinkhorn(cost=LineCost(X), epsilon=0.1, grad="implicit"))
-    assert "epsilon=0.1, grad='implicit', reduction='mean'" in shown
-    assert "(cost): HeldCost(LineCost(shape=(5, 5)" in shown
-    assert "projections=(4, 2) float32" in repr(modules.SlicedWasserstein(projections=DIRECTIONS))
-
-
-def test_generators_and_numbers_of_directions() -> None:
+def test_other_calls() -> None:
+    empty = torch.zeros(0, 5)
+    with pytest.raises(ValueError, match=r"mean\" over an empty batch of shape \(0,\)"):
+        modules.CdfDistance()(empty, empty)
+    assert modules.CdfDistance(reduction="sum")(empty, empty).item() == 0
     loss = modules.SlicedWasserstein(projections=8)
     values = [loss(*CLOUDS, generator=torch.Generator().manual_seed(seed)) for seed in (0, 0, 1)]
     assert torch.equal(values[0], values[1])
     assert not torch.equal(values[0], values[2])
-
-
-def test_soft_operators_fit_into_a_sequence() -> None:
+    assert torch.equal(modules.HistogramLoss(bins=LENGTH.cumsum(0)).mean(Z), histogram_mean(Z, LENGTH.cumsum(0)))
     network = torch.nn.Sequential(torch.nn.Linear(4, 6), modules.SoftRank(), torch.nn.Linear(6, 1))
     network(drawn(7, 4, seed=12)).sum().backward()
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
 
 
+def test_representations() -> None:
+    assert repr(modules.Wasserstein1d()) == "Wasserstein1d(order=1, reduction='mean')"
+    shown = repr(modules.Sinkhorn(cost=LineCost(X), epsilon=0.1, grad="implicit"))
+    assert "epsilon=0.1, grad='implicit', reduction='mean'" in shown
+    assert "(cost): HeldCost(LineCost(shape=(5, 5)" in shown
+    assert "projections=(5, 2) float32" in repr(modules.SlicedWasserstein(projections=CLOUD))
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (
+            lambda: modules.Emd(cost=MATRIX.clone().requires_grad_()),
+            ValueError,
+            "matrix requires a gradient but is not",
+        ),
+        (lambda: modules.CdfDistance(x=2 * X.clone().requires_grad_()), ValueError, "x requires a gradient"),
+        (lambda: modules.CdfDistance(x=[0.0, 1.0])(P, Q), TypeError, "x is a list"),  # type: ignore[arg-type]
+        (lambda: modules.Sinkhorn(cost=MATRIX, epsilon=1.0, gard="x")(P, Q), TypeError, "gard"),  # type: ignore[call-arg]
+        (lambda: modules.Emd(cost=-MATRIX), ValueError, "expected costs >= 0"),
+        (lambda: modules.Emd(cost=MATRIX, reduction="median"), ValueError, "reduction is 'median'"),
+        (lambda: modules.OrdinalLoss(cost=MATRIX, x=X)(Z, P), ValueError, "cost and x are both given"),
+    ],
+)
+def test_bad_settings(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
+
+
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # both by the compiler itself
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+@pytest.mark.parametrize("name", ["OrdinalLoss", "OrdinalLoss of a cost", "HistogramLoss"])
+def test_compiled_graphs_and_surroundings_change_nothing(name: str) -> None:
+    module, (_, target) = CASES[name].unreduced, CASES[name].inputs
+    torch._dynamo.reset()
+    leaf = Z.clone().requires_grad_()
+    expected = module(leaf, target)
+    (gradient,) = torch.autograd.grad(expected.sum(), leaf)
+    for call in (torch.compile(module, backend="aot_eager"), module):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=call is module):
+            again = Z.clone().requires_grad_()
+            value = call(again, target)
+        torch.testing.assert_close(value, expected)
+        torch.testing.assert_close(torch.autograd.grad(value.sum(), again)[0], gradient)
+    with torch.device("meta"):
+        torch.testing.assert_close(module(leaf, target), expected)
+
+
 def test_every_module_is_public() -> None:
     assert list(modules.__all__) == sorted(modules.__all__)
-    # test_nn_ordinal.py, test_nn_numbers.py, test_cumulative_head.py
-    elsewhere = {"OrdinalLoss", "HistogramLoss", "NumberTokenLoss", "CumulativeLinkHead"}
-    assert {case.name.split()[0] for case in CASES} | elsewhere == set(modules.__all__)
-    assert all(issubclass(getattr(modules, name), torch.nn.Module) for name in modules.__all__)
+    assert {case.make.__name__ for case in CASES.values()} | {"CumulativeLinkHead"} == set(modules.__all__)
