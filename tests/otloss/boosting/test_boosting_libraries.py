@@ -70,8 +70,7 @@ def test_cross_entropy_grows_the_trees_of_xgboost(rows: Any, weighted: bool) -> 
     np.testing.assert_allclose(ours.predict(data), own.predict(data), atol=1e-5)
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("classes", [2, K])
+@pytest.mark.parametrize(("classes", "weighted"), [(2, True), (K, False), (K, True)])
 def test_cross_entropy_grows_the_trees_of_lightgbm(rows: Any, classes: int, weighted: bool) -> None:
     X, y, weights = rows
     y = np.minimum(y, classes - 1)
@@ -150,14 +149,6 @@ def test_lightgbm_learns_and_reports_what_it_learns(rows: Any, loss: dict[str, A
     assert reported[-1] < 0.7 * metric(np.tile(start, (len(y), 1)), data)[1]
 
 
-def test_the_ranked_probability_score_is_the_metrics_value(rows: Any) -> None:
-    X, y, weights = rows
-    data = xgb.DMatrix(X, y, weight=weights)
-    P = xgb.train(XGB, data, 5).predict(data)
-    metric = xgboost_metric(K, predictions="probabilities")
-    assert metric(P, data) == ("rps", pytest.approx(rps(P.astype(float), y, weights), rel=1e-6))
-
-
 def test_scores_of_lightgbm_are_not_scrambled(rows: Any) -> None:
     """(n, K) arrays come and go by columns: read by rows, a class would learn from another one's rows."""
     X, y, _ = rows
@@ -198,22 +189,10 @@ def test_weights_in_the_native_interfaces_are_repeated_rows(rows: Any) -> None:
     assert np.abs(plain - one).max() > 0.01
 
 
-def test_base_margins_serve_training_and_prediction(rows: Any) -> None:
-    X, y, _ = rows
-    start = start_scores(y, K)
-    margin = np.tile(start, (len(y), 1))
-    objective = xgboost_objective(K)
-    by_margin = xgb.train(XGB, xgb.DMatrix(X, y, base_margin=margin), 5, obj=objective)
-    kept = xgb.train({**XGB, "base_score": start.tolist()}, xgb.DMatrix(X, y), 5, obj=objective)
-    np.testing.assert_allclose(
-        by_margin.predict(xgb.DMatrix(X, base_margin=margin)), kept.predict(xgb.DMatrix(X)), atol=1e-6
-    )
-
-
 # ---- scikit-learn's interfaces -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [True])
 def test_the_classifier_of_xgboost_is_its_native_training(rows: Any, weighted: bool) -> None:
     X, y, weights = rows
     weights = weights if weighted else None
@@ -234,7 +213,7 @@ def test_the_classifier_of_xgboost_is_its_native_training(rows: Any, weighted: b
     assert (pickle.loads(pickle.dumps(model)).predict(X) == model.predict(X)).all()
 
 
-@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("weighted", [True])
 def test_the_classifier_of_lightgbm_is_its_native_training(rows: Any, weighted: bool) -> None:
     X, y, weights = rows
     weights = weights if weighted else None
@@ -273,7 +252,7 @@ def test_two_classes_have_one_score_in_the_classifiers(rows: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("start", [None, 0.5, [-0.6, -0.8]])
+@pytest.mark.parametrize("start", [None, [-0.6, -0.8]])
 def test_two_classes_with_a_score_each(rows: Any, start: Any) -> None:
     """From 1/2 each, XGBoost's default, the scores of a row sum to 1 as probabilities do."""
     X, y, _ = rows
