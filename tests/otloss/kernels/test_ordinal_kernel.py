@@ -1,4 +1,4 @@
-"""The compiled ranked probability scores against their slow twins in float64: values, first and second derivatives."""
+"""The numba kernel of the ranked probability score against the reference implementation in float64."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.autograd.functional import jacobian
 from otloss import ordinal_loss
 from otloss._kernels._threads import run_on_threads
 from otloss.losses import ordinal as _ordinal
-from otloss.losses import ordinal_kernel as _compiled
+from otloss.losses import ordinal_kernel as _kernel
 
 SHAPES = [(1, 9000), (3, 5), (1000, 9), (4097, 2), (129, 65)]
 
@@ -27,160 +27,20 @@ def problem(rows: int, classes: int, dtype: torch.dtype, scale: float = 3.0) -> 
     return z.to(dtype), y, x.to(dtype)
 
 
-def by_twin(monkeypatch: pytest.MonkeyPatch) -> None:
+def by_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ordinal, "_may_run_kernels", lambda *given: False)
 
 
-def value_and_slope(z: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+def value_and_gradient(z: Tensor, y: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
     leaf = z.clone().requires_grad_()
     values = ordinal_loss(leaf, y, reduction="none", **options)
     upstream = torch.linspace(-1, 2, values.numel(), dtype=values.dtype)
     return values.detach(), torch.autograd.grad(values, leaf, upstream)[0]
 
 
-def slope_of_sum(z: Tensor, y: Tensor) -> Tensor:
+def gradient_of_sum(z: Tensor, y: Tensor) -> Tensor:
     leaf = z.clone().requires_grad_()
     return torch.autograd.grad(ordinal_loss(leaf, y, reduction="sum"), leaf)[0]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mix", [0.0, 0.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_equals_its_twin(shape: tuple[int, int], mix: float, dtype: torch.dtype, monkeypatch: Any) -> None:
-    z, y, x = problem(*shape, dtype)
-    found = value_and_slope(z, y, x=x, cross_entropy=mix)
-    alone = ordinal_loss(z, y, x=x, cross_entropy=mix, reduction="none")  # without a gradient
-    torch.testing.assert_close(alone, found[0], rtol=1e-6, atol=0)
-    by_twin(monkeypatch)
-    naive = value_and_slope(z, y, x=x, cross_entropy=mix)
-    exact = value_and_slope(z.double(), y, x=x.double(), cross_entropy=mix)
-    for quick, slow, true in zip(found, naive, exact, strict=True):
-        size = float(true.abs().max())
-        ulps = 30 + shape[1] / 20  # running sums of so many terms
-        allowed = 2 * (slow.double() - true).abs().max() + ulps * torch.finfo(dtype).eps * size
-        assert (quick.double() - true).abs().max() <= allowed
-
-
-def test_nearly_right_predictions_keep_their_relative_accuracy(monkeypatch: Any) -> None:
-    z, y, x = problem(1000, 9, torch.float64, scale=0.3)
-    z = z + 20 * torch.nn.functional.one_hot(y, 9)
-    found = value_and_slope(z.float(), y, x=x.float(), cross_entropy=0.5)
-    by_twin(monkeypatch)
-    expected = value_and_slope(z.float().double(), y, x=x.float().double())
-    nll = torch.nn.functional.cross_entropy  # cancels, even in float64
-    wide = z.float().double()
-    others = (wide - wide.gather(1, y[:, None])).exp().scatter(1, y[:, None], 0.0).sum(1)
-    torch.testing.assert_close(found[0].double(), expected[0] + 0.5 * others.log1p(), rtol=1e-5, atol=0)
-    upstream = torch.linspace(-1, 2, 1000, dtype=torch.float64)
-    leaf = wide.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(nll(leaf, y, reduction="none"), leaf, upstream)
-    torch.testing.assert_close(found[1].double(), expected[1] + 0.5 * slope, rtol=3e-5, atol=1e-14)
-
-
-def test_second_derivatives_are_those_of_the_twin(monkeypatch: Any) -> None:
-    z, y, x = problem(1000, 9, torch.float64)
-    direction = torch.randn(z.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-
-    def product() -> tuple[Tensor, Tensor]:
-        leaf = z.clone().requires_grad_()
-        value = ordinal_loss(leaf, y, x=x, cross_entropy=0.3)
-        (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
-        return slope.detach(), torch.autograd.grad((slope * direction).sum(), leaf)[0]
-
-    quick = product()
-    by_twin(monkeypatch)
-    torch.testing.assert_close(quick, product())
-
-
-def test_layouts_threads_repeated_passes_and_frozen_logits() -> None:
-    z, y, x = problem(1000, 9, torch.float32)
-    expected = value_and_slope(z, y, x=x)
-    strided = value_and_slope(z.T.contiguous().T, y.int(), x=x)
-    torch.testing.assert_close(strided, expected)
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        assert all(torch.equal(a, b) for a, b in zip(value_and_slope(z, y, x=x), expected, strict=True))
-    finally:
-        torch.set_num_threads(before)
-    leaf = z.clone().requires_grad_()
-    value = ordinal_loss(leaf, y, x=x)
-    first, again = (torch.autograd.grad(value, leaf, retain_graph=True)[0] for _ in range(2))
-    assert torch.equal(first, again)
-    assert not ordinal_loss(z, y, x=x).requires_grad
-    with torch.no_grad():
-        assert not ordinal_loss(leaf, y, x=x).requires_grad
-
-
-def test_small_batches_run_the_kernel_on_the_thread_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-
-    def run(kernel: Any, tasks: int, arguments: Any) -> Any:
-        ran.append(tasks)
-        return run_on_threads(kernel, tasks, arguments)
-
-    monkeypatch.setattr(_compiled, "run_on_threads", run)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    for rows, classes in ((1, 2), (256, 5), (64, 100), (8000, 5)):
-        z, y, x = problem(rows, classes, torch.float32)
-        value_and_slope(z, y)
-        value_and_slope(z, y, x=x)
-    assert ran == [1, 1, 1, 1, 1, 1, 4, 4]
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_plain_batches_equal_the_reference(reduction: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    z, y, _ = problem(70, 5, torch.float64)
-    direction = z.roll(1, 0)
-
-    def derivatives() -> tuple[Tensor, ...]:
-        leaf = z.clone().requires_grad_()
-        value = ordinal_loss(leaf, y, cross_entropy=0.3, reduction=reduction)
-        (first,) = torch.autograd.grad(value.square().sum(), leaf, create_graph=True)
-        return value.detach(), first.detach(), torch.autograd.grad((first * direction).sum(), leaf)[0]
-
-    quick = derivatives()
-    by_twin(monkeypatch)
-    torch.testing.assert_close(quick, derivatives())
-
-
-class Named(Tensor):
-    pass
-
-
-def test_subclasses_and_batches_of_gradients() -> None:
-    z, y, _ = problem(3, 5, torch.float32)
-    assert type(ordinal_loss(z.as_subclass(Named), y)) is Named
-    rows = jacobian(lambda z: ordinal_loss(z, y, reduction="none"), z, vectorize=True)  # a batch of gradients
-    torch.testing.assert_close(rows.sum(0), slope_of_sum(z, y))
-
-
-def test_learned_class_values_get_their_gradient() -> None:
-    z, y, x = problem(1000, 9, torch.float64)
-    leaf = x.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(ordinal_loss(z, y, x=leaf), leaf)
-    steps = torch.eye(9, dtype=torch.float64) * 1e-6
-    expected = torch.stack([(ordinal_loss(z, y, x=x + s) - ordinal_loss(z, y, x=x - s)) / 2e-6 for s in steps])
-    torch.testing.assert_close(slope, expected, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "options", "message"),
-    [
-        (torch.nan, {}, "logits holds 1 NaN"),
-        (torch.inf, {}, r"logits holds 1 NaN or \+inf"),
-        (-torch.inf, {"cross_entropy": 1.0}, "cross-entropy of row 0"),
-    ],
-)
-def test_bad_logits_are_found(spoil: float, options: dict[str, float], message: str) -> None:
-    z, y, _ = problem(1000, 9, torch.float32)
-    z[0, 0] = spoil
-    with pytest.raises(ValueError, match=message):
-        ordinal_loss(z, y, **options)  # type: ignore[arg-type]
-    z[5] = -torch.inf
-    z[0, 0] = 0
-    with pytest.raises(ValueError, match=r"logits of row 5 .* are -inf for every class"):
-        ordinal_loss(z, y)
 
 
 def soft_labels(rows: int, classes: int, z: Tensor) -> Tensor:
@@ -200,46 +60,138 @@ def exactly(t: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("mix", [0.0, 0.7])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_soft_labels_equal_their_twin(shape: tuple[int, int], mix: float, dtype: torch.dtype, monkeypatch: Any) -> None:
-    z, _, x = problem(*shape, dtype)
-    t = soft_labels(*shape, z)
-    found = value_and_slope(z, t, x=x, cross_entropy=mix)
+@pytest.mark.parametrize(("mix", "dtype"), [(0.0, torch.float32), (0.7, torch.float32), (0.7, torch.float64)])
+@pytest.mark.parametrize("soft", [False, True])
+def test_equals_its_reference(
+    shape: tuple[int, int], mix: float, dtype: torch.dtype, soft: bool, monkeypatch: Any
+) -> None:
+    z, y, x = problem(*shape, dtype)
+    t = soft_labels(*shape, z) if soft else y
+    found = value_and_gradient(z, t, x=x, cross_entropy=mix)
     alone = ordinal_loss(z, t, x=x, cross_entropy=mix, reduction="none")  # without a gradient
     torch.testing.assert_close(alone, found[0], rtol=1e-6, atol=0)
-    by_twin(monkeypatch)
-    naive = value_and_slope(z, t, x=x, cross_entropy=mix)
-    exact = value_and_slope(z.double(), exactly(t), x=x.double(), cross_entropy=mix)
+    by_reference(monkeypatch)
+    naive = value_and_gradient(z, t, x=x, cross_entropy=mix)
+    exact = value_and_gradient(z.double(), exactly(t) if soft else y, x=x.double(), cross_entropy=mix)
     for quick, slow, true in zip(found, naive, exact, strict=True):
         size = float(true.abs().max())
-        ulps = 30 + shape[1] / 20
+        ulps = 30 + shape[1] / 20  # running sums of so many terms
         allowed = 2 * (slow.double() - true).abs().max() + ulps * torch.finfo(dtype).eps * size
         assert (quick.double() - true).abs().max() <= allowed
 
 
-def test_soft_labels_of_one_class_are_that_class(monkeypatch: Any) -> None:
-    z, y, x = problem(1000, 9, torch.float64, scale=0.3)
-    z = (z + 20 * torch.nn.functional.one_hot(y, 9)).float()
-    found = value_and_slope(z, torch.nn.functional.one_hot(y, 9).float(), x=x.float())
-    expected = value_and_slope(z, y, x=x.float())
-    torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=0)
-    torch.testing.assert_close(found[1], expected[1], rtol=3e-5, atol=0)
+@pytest.mark.parametrize("kind", ["plain", "spaced", "soft"])
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_reductions_and_second_derivatives_are_those_of_the_reference(
+    kind: str, reduction: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    z, y, x = problem(70, 5, torch.float64)
+    target = soft_labels(70, 5, z) if kind == "soft" else y
+    direction = z.roll(1, 0)
 
-
-def test_second_derivatives_of_soft_labels_are_those_of_the_twin(monkeypatch: Any) -> None:
-    z, _, x = problem(1000, 9, torch.float64)
-    t = soft_labels(1000, 9, z)
-
-    def product() -> tuple[Tensor, Tensor]:
+    def derivatives() -> tuple[Tensor, ...]:
         leaf = z.clone().requires_grad_()
-        value = ordinal_loss(leaf, t, x=x, cross_entropy=0.3)
-        (slope,) = torch.autograd.grad(value, leaf, create_graph=True)
-        return slope.detach(), torch.autograd.grad((slope * z).sum(), leaf)[0]
+        options = {} if kind == "plain" else {"x": x}
+        value = ordinal_loss(leaf, target, cross_entropy=0.3, reduction=reduction, **options)  # type: ignore[arg-type]
+        (first,) = torch.autograd.grad(value.square().sum(), leaf, create_graph=True)
+        return value.detach(), first.detach(), torch.autograd.grad((first * direction).sum(), leaf)[0]
 
-    quick = product()
-    by_twin(monkeypatch)
-    torch.testing.assert_close(quick, product())
+    quick = derivatives()
+    by_reference(monkeypatch)
+    torch.testing.assert_close(quick, derivatives())
+
+
+def test_nearly_right_predictions_keep_their_relative_accuracy(monkeypatch: Any) -> None:
+    z, y, x = problem(1000, 9, torch.float64, scale=0.3)
+    z = z + 20 * torch.nn.functional.one_hot(y, 9)
+    found = value_and_gradient(z.float(), y, x=x.float(), cross_entropy=0.5)
+    by_reference(monkeypatch)
+    expected = value_and_gradient(z.float().double(), y, x=x.float().double())
+    by_one_hot = value_and_gradient(z.float(), torch.nn.functional.one_hot(y, 9).float(), x=x.float())
+    torch.testing.assert_close(by_one_hot[0].double(), expected[0], rtol=1e-5, atol=0)
+    nll = torch.nn.functional.cross_entropy  # cancels, even in float64
+    wide = z.float().double()
+    others = (wide - wide.gather(1, y[:, None])).exp().scatter(1, y[:, None], 0.0).sum(1)
+    torch.testing.assert_close(found[0].double(), expected[0] + 0.5 * others.log1p(), rtol=1e-5, atol=0)
+    upstream = torch.linspace(-1, 2, 1000, dtype=torch.float64)
+    leaf = wide.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(nll(leaf, y, reduction="none"), leaf, upstream)
+    torch.testing.assert_close(found[1].double(), expected[1] + 0.5 * gradient, rtol=3e-5, atol=1e-14)
+
+
+def test_layouts_threads_repeated_passes_and_frozen_logits() -> None:
+    z, y, x = problem(1000, 9, torch.float32)
+    expected = value_and_gradient(z, y, x=x)
+    strided = value_and_gradient(z.T.contiguous().T, y.int(), x=x)
+    torch.testing.assert_close(strided, expected)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        assert all(torch.equal(a, b) for a, b in zip(value_and_gradient(z, y, x=x), expected, strict=True))
+    finally:
+        torch.set_num_threads(before)
+    leaf = z.clone().requires_grad_()
+    value = ordinal_loss(leaf, y, x=x)
+    first, again = (torch.autograd.grad(value, leaf, retain_graph=True)[0] for _ in range(2))
+    assert torch.equal(first, again)
+    assert not ordinal_loss(z, y, x=x).requires_grad
+    with torch.no_grad():
+        assert not ordinal_loss(leaf, y, x=x).requires_grad
+
+
+def test_small_batches_run_the_kernel_on_the_thread_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran = []
+
+    def run(kernel: Any, tasks: int, arguments: Any) -> Any:
+        ran.append(tasks)
+        return run_on_threads(kernel, tasks, arguments)
+
+    monkeypatch.setattr(_kernel, "run_on_threads", run)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    for rows, classes in ((1, 2), (256, 5), (64, 100), (8000, 5)):
+        z, y, x = problem(rows, classes, torch.float32)
+        value_and_gradient(z, y)
+        value_and_gradient(z, y, x=x)
+    assert ran == [1, 1, 1, 1, 1, 1, 4, 4]
+
+
+class Named(Tensor):
+    pass
+
+
+def test_subclasses_and_batches_of_gradients() -> None:
+    z, y, _ = problem(3, 5, torch.float32)
+    assert type(ordinal_loss(z.as_subclass(Named), y)) is Named
+    rows = jacobian(lambda z: ordinal_loss(z, y, reduction="none"), z, vectorize=True)  # a batch of gradients
+    torch.testing.assert_close(rows.sum(0), gradient_of_sum(z, y))
+
+
+def test_learned_class_values_get_their_gradient() -> None:
+    z, y, x = problem(1000, 9, torch.float64)
+    leaf = x.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(ordinal_loss(z, y, x=leaf), leaf)
+    steps = torch.eye(9, dtype=torch.float64) * 1e-6
+    expected = torch.stack([(ordinal_loss(z, y, x=x + s) - ordinal_loss(z, y, x=x - s)) / 2e-6 for s in steps])
+    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("spoil", "options", "message"),
+    [
+        (torch.nan, {}, "logits holds 1 NaN"),
+        (torch.inf, {}, r"logits holds 1 NaN or \+inf"),
+        (-torch.inf, {"cross_entropy": 1.0}, "cross-entropy of row 0"),
+    ],
+)
+def test_bad_logits_are_found(spoil: float, options: dict[str, float], message: str) -> None:
+    z, y, _ = problem(1000, 9, torch.float32)
+    z[0, 0] = spoil
+    with pytest.raises(ValueError, match=message):
+        ordinal_loss(z, y, **options)  # type: ignore[arg-type]
+    z[5] = -torch.inf
+    z[0, 0] = 0
+    with pytest.raises(ValueError, match=r"logits of row 5 .* are -inf for every class"):
+        ordinal_loss(z, y)
 
 
 def test_bad_soft_labels_are_found() -> None:
@@ -262,7 +214,7 @@ def test_bad_soft_labels_are_found() -> None:
         ordinal_loss(z, t, cross_entropy=1.0)
 
 
-@pytest.mark.parametrize("low", [-torch.inf, -1e4, -1e30])
+@pytest.mark.parametrize("low", [-torch.inf, -1e30])
 @pytest.mark.parametrize("mix", [0.0, 0.7])
 def test_masked_classes_take_no_part(low: float, mix: float) -> None:
     z, y, x = problem(2000, 6, torch.float32)
@@ -272,8 +224,8 @@ def test_masked_classes_take_no_part(low: float, mix: float) -> None:
     t = torch.nn.functional.one_hot(y, 6).float() * 0.75 + torch.tensor([0.25, 0, 0, 0, 0, 0])
     narrow = y - (y > 2).long()
     for target, without in ((y, narrow), (t, t[:, kept])):
-        found = value_and_slope(z, target, x=x, cross_entropy=mix)
-        expected = value_and_slope(z[:, kept], without, x=x[kept], cross_entropy=mix)
+        found = value_and_gradient(z, target, x=x, cross_entropy=mix)
+        expected = value_and_gradient(z[:, kept], without, x=x[kept], cross_entropy=mix)
         assert torch.equal(found[1][:, 2], torch.zeros(2000))
         torch.testing.assert_close(found[0], expected[0], rtol=1e-5, atol=1e-6)
         torch.testing.assert_close(found[1][:, kept], expected[1], rtol=1e-4, atol=1e-6)
@@ -285,12 +237,12 @@ def test_forward_derivatives_and_lazy_negatives(soft: bool) -> None:
     z, y, x = problem(1000, 9, torch.float64)
     target = soft_labels(1000, 9, z) if soft else y
     direction = z.roll(1, 0)
-    _, slope = value_and_slope(z, target, x=x, cross_entropy=0.3)
+    _, gradient = value_and_gradient(z, target, x=x, cross_entropy=0.3)
     upstream = torch.linspace(-1, 2, 1000, dtype=torch.float64)
     with forward_ad.dual_level():
         dual = ordinal_loss(forward_ad.make_dual(z, direction), target, x=x, cross_entropy=0.3, reduction="none")
         tangent = forward_ad.unpack_dual(dual).tangent
-    assert (tangent @ upstream).item() == pytest.approx((slope * direction).sum().item(), rel=1e-10)
+    assert (tangent @ upstream).item() == pytest.approx((gradient * direction).sum().item(), rel=1e-10)
     torch.testing.assert_close(ordinal_loss(torch._neg_view(-z), target, x=x), ordinal_loss(z, target, x=x))
     if soft:
         torch.testing.assert_close(ordinal_loss(z, torch._neg_view(-target), x=x), ordinal_loss(z, target, x=x))

@@ -1,16 +1,15 @@
-"""What the ordinal loss is called with: whole numbers of every dtype, weights, positions to leave out, bad input."""
+"""Input of the ordinal loss: integers of every dtype, weights, positions to leave out, errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from otloss import histogram_loss, nn, ordinal_loss
+from otloss import histogram_loss, ordinal_loss
 
 Z, Y = torch.zeros(2, 3), torch.tensor([0, 1])
 T = torch.full((2, 3), 1 / 3)
@@ -21,39 +20,17 @@ def drawn(*shape: int, seed: int) -> Tensor:
     return 1.5 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-WHOLE = [1_700_000_000, 1_700_000_010, 1_700_000_025], [20240101, 20240102, 20240103], [-(2**53), -(2**53) + 1, 0]
-
-
-@pytest.mark.parametrize("x", WHOLE, ids=str)
-@pytest.mark.parametrize(
-    "options", [{}, {"power": 1}, {"power": 1.5}, {"circular": True}, {"circular": True, "power": 1}]
-)
-@pytest.mark.parametrize("rows", [1, 4000])
-def test_large_whole_class_values_keep_their_gaps(x: list[int], options: dict[str, Any], rows: int) -> None:
-    z, y = drawn(rows, 3, seed=30).float(), torch.arange(rows) % 3
-    from_zero = torch.tensor([k - x[0] for k in x]).double()
-    if options.get("circular"):
-        options = {**options, "period": float(from_zero[-1]) + 7}
-    for target in (y, drawn(rows, 3, seed=31).softmax(-1).float()):
-        found = ordinal_loss(z, target, x=torch.tensor(x), **options, reduction="none")
-        exact = target.double() if target.is_floating_point() else target
-        if target.is_floating_point():
-            exact = exact / exact.sum(-1, keepdim=True)
-        expected = ordinal_loss(z.double(), exact, x=from_zero, **options, reduction="none")
+def test_large_whole_class_values_are_float64() -> None:
+    x = torch.tensor([1_700_000_000, 1_700_000_010, 1_700_000_025])
+    z, y = drawn(40, 3, seed=30).float(), torch.arange(40) % 3
+    for options in ({}, {"power": 1}, {"circular": True, "period": 32.0}):
+        found = ordinal_loss(z, y, x=x, **options, reduction="none")  # type: ignore[arg-type]
+        expected = ordinal_loss(z, y, x=torch.tensor([0.0, 10.0, 25.0]), **options, reduction="none")  # type: ignore[arg-type]
         assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), expected, rtol=2e-5, atol=1e-6 * float(from_zero[-1]))
+        torch.testing.assert_close(found, expected)
 
 
-def test_gaps_that_a_narrow_dtype_rounds_are_kept() -> None:
-    z, x = (
-        torch.tensor([[-50.0, 0.0, -50.0]]),
-        torch.tensor([0, 20_000_000, 20_000_003]),
-    )  # the last: ..._004 in float32
-    assert ordinal_loss(z, torch.tensor([2]), x=x).item() == 3
-    assert ordinal_loss(z, torch.tensor([2]), x=x, power=1).item() == 3
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
 def test_narrow_targets_and_class_values_are_what_they_are_in_int64(dtype: torch.dtype) -> None:
     z, y = drawn(2, 200, seed=32), torch.tensor([100, 127])
     found = ordinal_loss(z, y.to(dtype), ignore_index=-100, reduction="none")
@@ -87,8 +64,8 @@ def test_sample_weights_count_as_copies(n: int) -> None:
             again.repeat_interleave(copies, 0), y.repeat_interleave(copies), class_weight=by_class, reduction=reduction
         )
         torch.testing.assert_close(weighted, repeated)
-        (slope,), (expected,) = torch.autograd.grad(weighted, leaf), torch.autograd.grad(repeated, again)
-        torch.testing.assert_close(slope, expected)
+        (gradient,), (expected,) = torch.autograd.grad(weighted, leaf), torch.autograd.grad(repeated, again)
+        torch.testing.assert_close(gradient, expected)
 
 
 def test_the_axis_of_the_classes() -> None:
@@ -100,19 +77,14 @@ def test_the_axis_of_the_classes() -> None:
         found = ordinal_loss(leaves[0], target, dim=1, sample_weight=weight, reduction="none")
         expected = ordinal_loss(leaves[1], moved, sample_weight=weight, reduction="none")
         assert torch.equal(found, expected)
-        slope, expected = (
+        gradient, expected = (
             torch.autograd.grad(v.sum(), leaf)[0] for v, leaf in zip((found, expected), leaves, strict=True)
         )
-        assert torch.equal(slope.movedim(1, -1), expected)
-        assert torch.equal(
-            nn.OrdinalLoss(dim=-3, reduction="none")(z, target), ordinal_loss(last, moved, reduction="none")
-        )
+        assert torch.equal(gradient.movedim(1, -1), expected)
     # (N, K, K) with (N, K) fits both ways, with different losses.
     z, y = drawn(2, 3, 3, seed=42), torch.tensor([[0, 1, 2], [2, 2, 1]])
-    with pytest.raises(ValueError, match=r"logits have shape \(2, 3, 3\) and target \(2, 3\), .*: dim=-1 or dim=1"):
+    with pytest.raises(ValueError, match=r"logits have shape \(2, 3, 3\) and target \(2, 3\), .* dim=-1 or dim=1"):
         ordinal_loss(z, y)
-    with pytest.raises(ValueError, match="dim=-1 or dim=1"):
-        nn.OrdinalLoss()(z, y)
     assert torch.equal(ordinal_loss(z, y, dim=1), ordinal_loss(z.mT, y, dim=-1))
     assert ordinal_loss(z, y, dim=-1) != ordinal_loss(z, y, dim=1)
 
@@ -152,12 +124,12 @@ def test_ignored_positions_are_not_looked_at(ignored: int, n: int) -> None:
     expected = ordinal_loss(z[~left_out], y[~left_out])
     found = ordinal_loss(z, y, ignore_index=ignored)
     torch.testing.assert_close(found, expected)
-    (slope,) = torch.autograd.grad(found, z)
-    assert torch.equal(slope[left_out], torch.zeros_like(slope[left_out]))
-    torch.testing.assert_close(slope, torch.autograd.grad(expected, z)[0])
+    (gradient,) = torch.autograd.grad(found, z)
+    assert torch.equal(gradient[left_out], torch.zeros_like(gradient[left_out]))
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected, z)[0])
 
 
-def test_nothing_to_learn_is_zero_with_zero_slopes() -> None:
+def test_nothing_to_learn_is_zero_with_zero_gradients() -> None:
     z = drawn(4, 5, seed=21).requires_grad_()
     for options in (
         {"target": torch.full((4,), -100), "ignore_index": -100},
@@ -172,143 +144,62 @@ def test_nothing_to_learn_is_zero_with_zero_slopes() -> None:
     assert ordinal_loss(empty, torch.zeros(0, dtype=torch.long)).item() == 0
 
 
+def call(z: Any = Z, target: Any = Y, **options: Any) -> Callable[[], Tensor]:
+    return lambda: ordinal_loss(z, target, **options)
+
+
+MASKED = torch.tensor([[-torch.inf, 0.0]])
+
+
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("bad", "error", "message"),
     [
+        (call(target=torch.tensor([0, 3])), ValueError, r"1 values out of range, the first at \(1,\): 3; .* 0 to 2"),
+        (call(target=torch.tensor([0, -100])), ValueError, "-100; expected 0 to 2. .* ignore_index"),
+        (call(target=Y.float()), TypeError, "target has dtype torch.float32 .* target.long.* histogram_loss"),
+        (call(target=Y > 0), TypeError, "target has dtype torch.bool"),
+        (call(target=torch.eye(3)[:2].long()), TypeError, r"target.float\(\) for one-hot"),
+        (call(target=Y[:, None]), ValueError, r"target has shape \(2, 1\), expected class positions \(2,\)"),
+        (call(target=[0, 1]), TypeError, "target is a list"),
+        (call(target=T * torch.nan), ValueError, "target holds 6 NaN"),
+        (call(target=2 * T), ValueError, "soft labels of row 0 sum to 2"),
+        (call(target=torch.tensor([[1.0, 0, 0], [1.5, -0.5, 0]])), ValueError, "-0.5 for class 1 of row 1"),
+        (call(target=T, ignore_index=-100), ValueError, "ignore_index=-100 is given with soft labels"),
+        (call(z=Z.long()), TypeError, "logits has dtype torch.int64"),
+        (call(z=torch.zeros(2, 0)), ValueError, r"logits have shape \(2, 0\)"),
+        (call(z=Z * torch.nan), ValueError, "logits holds 6 NaN"),
+        (call(z=Z - torch.inf), ValueError, "logits of row 0 .* are -inf for every class"),
+        (call(z=MASKED, target=Y[:1], cross_entropy=1.0), ValueError, "cross-entropy of row 0 .* is inf"),
+        (call(power=0.5), ValueError, "power is 0.5, expected a finite number of at least 1"),
+        (call(power="2"), TypeError, "power is a str"),
+        (call(circular=True, power=3), ValueError, "power is 3, expected 1 or 2"),
+        (call(period=3.0), ValueError, "period=3.0 is given for classes on a line"),
+        (call(circular=True, period=2.0), ValueError, "period is 2.0, expected more than 2"),
+        (call(circular=True, x=torch.arange(3.0)), ValueError, "without period="),
+        (call(x=torch.tensor([0.0, 2, 1])), ValueError, r"x\[1\] is 2 and x\[2\] 1, expected strictly increasing"),
+        (call(x=torch.tensor([1.7e9, 1.7e9 + 1, 1.8e9])), ValueError, r"x\[0\] is 1.7e\+09 .* pass x - x\[0\] of wide"),
+        (call(x=torch.tensor([0.0, 1])), ValueError, r"x has shape \(2,\), expected \(3,\)"),
+        (call(x=torch.tensor([0.0, torch.nan, 1])), ValueError, "x holds 1 NaN"),
+        (call(x=[0, 1, 2]), TypeError, "x is a list"),
+        (call(cost=SQUARE, x=torch.arange(3)), ValueError, "cost and x are both given"),
+        (call(cost=torch.ones(2, 3, 3)), ValueError, r"cost has shape \(2, 3, 3\), expected \(3, 3\)"),
+        (call(cost=-SQUARE), ValueError, r"-1.0 at index \(0, 0\), expected costs >= 0"),
+        (call(cross_entropy=-1.0), ValueError, "cross_entropy is -1.0"),
+        (call(class_weight=torch.ones(2)), ValueError, r"class_weight has shape \(2,\), expected \(3,\)"),
+        (call(class_weight=-torch.ones(3)), ValueError, "class_weight holds -1.0, expected weights >= 0"),
+        (call(sample_weight=torch.ones(3)), ValueError, r"sample_weight has shape \(3,\), expected \(2,\)"),
+        (call(sample_weight=torch.tensor([1.0, torch.nan])), ValueError, "sample_weight holds 1 NaN"),
+        (call(sample_weight=[1.0, 2.0]), TypeError, "sample_weight is a list"),
+        (call(reduction="median"), ValueError, "reduction is 'median'"),
+        (call(torch.zeros(2, 5, 4, 3), torch.zeros(2, 4, 3).long()), ValueError, "pass dim=1 if they are on axis 1"),
         (
-            lambda: ordinal_loss(Z, torch.tensor([0, 3])),
+            call(torch.zeros(2, 5, 4), torch.zeros(2, 5).long(), dim=1),
             ValueError,
-            r"1 positions outside of the 3 classes, the first at \(1,\): 3; expected 0 to 2",
+            r"class positions \(2, 4\) or .* dim=1",
         ),
-        (
-            lambda: ordinal_loss(Z, torch.tensor([-100, 3]), ignore_index=-100),
-            ValueError,
-            r"\(1,\): 3; expected 0 to 2 or ignore_index=-100",
-        ),
-        (lambda: ordinal_loss(Z, torch.tensor([0, -100])), ValueError, "-100; expected 0 to 2. .* ignore_index="),
-        (
-            lambda: ordinal_loss(Z, torch.tensor([0.0, 1.0])),
-            TypeError,
-            "target has dtype torch.float32 .* histogram_loss",
-        ),
-        (lambda: ordinal_loss(Z, torch.tensor([True, False])), TypeError, "target has dtype torch.bool"),
-        (lambda: ordinal_loss(Z, torch.eye(3)[:2].long()), TypeError, r"target.float\(\) for one-hot"),
-        (
-            lambda: ordinal_loss(Z, torch.tensor([[0], [1]])),
-            ValueError,
-            r"target has shape \(2, 1\), expected class positions \(2,\)",
-        ),
-        (lambda: ordinal_loss(Z, torch.full((2, 4), 0.25)), ValueError, r"target has shape \(2, 4\)"),
-        (lambda: ordinal_loss(Z, [0, 1]), TypeError, "target is a list"),  # type: ignore[arg-type]
-        (lambda: ordinal_loss(Z, T * torch.nan), ValueError, "target holds 6 NaN"),
-        (lambda: ordinal_loss(Z, 2 * T), ValueError, "soft labels of row 0 sum to 2"),
-        (
-            lambda: ordinal_loss(Z, torch.tensor([[1.0, 0, 0], [1.5, -0.5, 0]])),
-            ValueError,
-            r"-0.5 for class 1 of row 1",
-        ),
-        (lambda: ordinal_loss(Z, T, ignore_index=-100), ValueError, "ignore_index=-100 leaves class positions out"),
-        (lambda: ordinal_loss(Z, Y, ignore_index=1.5), TypeError, "ignore_index is 1.5"),  # type: ignore[arg-type]
-        (lambda: ordinal_loss(Z.long(), Y), TypeError, "logits has dtype torch.int64"),
-        (lambda: ordinal_loss(torch.zeros(2, 0), Y), ValueError, r"logits have shape \(2, 0\)"),
-        (lambda: ordinal_loss(torch.tensor(1.0), Y), ValueError, r"logits have shape \(\)"),
-        (lambda: ordinal_loss(Z * torch.nan, Y), ValueError, "logits holds 6 NaN"),
-        (lambda: ordinal_loss(Z + torch.inf, Y), ValueError, r"logits holds 6 NaN or \+inf"),
-        (lambda: ordinal_loss(Z - torch.inf, Y), ValueError, "logits of row 0 .* are -inf for every class"),
-        (
-            lambda: ordinal_loss(torch.tensor([[-torch.inf, 0.0]]), torch.tensor([0]), cross_entropy=1.0),
-            ValueError,
-            "cross-entropy of row 0",
-        ),
-        (lambda: ordinal_loss(Z, Y, power=0.5), ValueError, "power is 0.5, expected a finite number of at least 1"),
-        (lambda: ordinal_loss(Z, Y, power="2"), TypeError, "power is a str"),  # type: ignore[arg-type]
-        (lambda: ordinal_loss(Z, Y, circular=True, power=3), ValueError, "power is 3, expected 1 or 2"),
-        (lambda: ordinal_loss(Z, Y, period=3.0), ValueError, "period=3.0 is given for classes on a line"),
-        (lambda: ordinal_loss(Z, Y, circular=True, period=2.0), ValueError, "period is 2.0, expected more than 2"),
-        (lambda: ordinal_loss(Z, Y, circular=True, x=torch.tensor([0.0, 1, 2])), ValueError, "without period="),
-        (
-            lambda: ordinal_loss(Z, Y, x=torch.tensor([0.0, 2, 1])),
-            ValueError,
-            r"x\[1\] is 2 and x\[2\] 1, expected strictly",
-        ),
-        (
-            lambda: ordinal_loss(Z, Y, x=torch.tensor([0.0, 1, 1])),
-            ValueError,
-            r"x\[1\] is 1 and x\[2\] 1, expected strictly",
-        ),
-        (lambda: ordinal_loss(Z, Y, x=torch.tensor([0.0, 1])), ValueError, r"x has shape \(2,\), expected \(3,\)"),
-        (lambda: ordinal_loss(Z, Y, x=torch.tensor([0.0, torch.nan, 1])), ValueError, "x holds 1 NaN"),
-        (lambda: ordinal_loss(Z, Y, x=[0, 1, 2]), TypeError, "x is a list"),  # type: ignore[arg-type]
-        (lambda: ordinal_loss(Z, Y, cost=SQUARE, x=torch.arange(3)), ValueError, "cost and x are both given"),
-        (lambda: ordinal_loss(Z, Y, cost=SQUARE, power=1), ValueError, "cost and power are both given"),
-        (lambda: ordinal_loss(Z, Y, cost=SQUARE, circular=True), ValueError, "cost and circular are both given"),
-        (lambda: ordinal_loss(Z, Y, cost=torch.ones(4, 4)), ValueError, r"cost has shape \(4, 4\), expected \(3, 3\)"),
-        (
-            lambda: ordinal_loss(Z, Y, cost=torch.ones(2, 3, 3)),
-            ValueError,
-            r"cost has shape \(2, 3, 3\), expected \(3, 3\)",
-        ),
-        (lambda: ordinal_loss(Z, Y, cost=-SQUARE), ValueError, r"-1.0 at index \(0, 0\), expected costs >= 0"),
-        (lambda: ordinal_loss(Z, Y, cost=SQUARE * torch.nan), ValueError, "cost matrix holds 9 NaN"),
-        (lambda: ordinal_loss(Z, Y, cost=np.ones((3, 3))), TypeError, "cost is a ndarray"),  # type: ignore[arg-type]
-        (lambda: ordinal_loss(Z, Y, cross_entropy=-1.0), ValueError, "cross_entropy is -1.0"),
-        (
-            lambda: ordinal_loss(Z, Y, class_weight=torch.ones(2)),
-            ValueError,
-            r"class_weight has shape \(2,\), expected \(3,\)",
-        ),
-        (
-            lambda: ordinal_loss(Z, Y, class_weight=-torch.ones(3)),
-            ValueError,
-            r"class_weight holds -1.0 at index \(0,\)",
-        ),
-        (
-            lambda: ordinal_loss(Z, Y, sample_weight=torch.ones(3)),
-            ValueError,
-            r"sample_weight has shape \(3,\), expected \(2,\)",
-        ),
-        (lambda: ordinal_loss(Z, Y, sample_weight=torch.ones(2, 1)), ValueError, r"sample_weight has shape \(2, 1\)"),
-        (
-            lambda: ordinal_loss(Z, Y, sample_weight=torch.tensor([1.0, -2.0])),
-            ValueError,
-            r"sample_weight holds -2.0 at index \(1,\)",
-        ),
-        (
-            lambda: ordinal_loss(Z, Y, sample_weight=torch.tensor([1.0, torch.nan])),
-            ValueError,
-            "sample_weight holds 1 NaN",
-        ),
-        (lambda: ordinal_loss(Z, Y, sample_weight=[1.0, 2.0]), TypeError, "sample_weight is a list"),  # type: ignore[arg-type]
-        (lambda: ordinal_loss(Z, Y, reduction="median"), ValueError, "reduction is 'median'"),
-        (lambda: ordinal_loss(Z, Y, x=torch.tensor([0, 1, 2]).cfloat()), TypeError, r"x has dtype .*64.* pass x.real"),
-        (lambda: ordinal_loss(Z, Y, x=torch.tensor([False, True, True])), TypeError, "x has dtype torch.bool"),
-        (lambda: ordinal_loss(Z, Y, x=torch.tensor([0, 1, 2**60])), ValueError, r"to 1152921504606846976, .* 2\^53"),
-        (lambda: ordinal_loss(Z, Y, x=torch.tensor([-(2**63), 0, 2**63 - 1])), ValueError, "x reaches from -92233720"),
-        (
-            lambda: ordinal_loss(Z, Y, x=torch.tensor([1.7e9, 1.7e9 + 1, 1.8e9])),
-            ValueError,
-            r"x\[0\] is 1.7e\+09 and x\[1\] 1.7e\+09.* rounding to torch.float32 .* pass x - x\[0\]",
-        ),
-        (lambda: ordinal_loss(Z, Y, class_weight=torch.ones(3).cfloat()), TypeError, "pass class_weight.real"),
-        (lambda: ordinal_loss(Z, Y, sample_weight=torch.ones(2).cfloat()), TypeError, "pass sample_weight.real"),
-        (
-            lambda: ordinal_loss(torch.tensor([[-torch.inf, 0.0]], requires_grad=True), Y[:1], cross_entropy=1.0),
-            ValueError,
-            "cross-entropy of row 0 .* is inf",
-        ),
-        (lambda: ordinal_loss(torch.zeros(2, 5, 4, 3), torch.zeros(2, 4, 3).long()), ValueError, "pass dim=1 if it is"),
-        (
-            lambda: ordinal_loss(torch.zeros(2, 5, 4), torch.zeros(2, 5).long(), dim=1),
-            ValueError,
-            r"target has shape \(2, 5\), expected class positions \(2, 4\) or soft labels \(2, 5, 4\) .* dim=1",
-        ),
-        (lambda: ordinal_loss(Z, Y, dim=2), ValueError, r"dim is 2, expected an axis of the logits \(2, 3\)"),
-        (lambda: ordinal_loss(Z, Y, dim=1.0), TypeError, "dim is 1.0"),  # type: ignore[arg-type]
-        (lambda: nn.OrdinalLoss(dim="1"), TypeError, "dim is '1'"),  # type: ignore[arg-type]
-        (lambda: ordinal_loss(Z, Y.to("meta")), ValueError, "target is on meta, logits on cpu"),
-        (lambda: ordinal_loss(Z, Y, x=torch.arange(3, device="meta")), ValueError, "x is on meta, logits on cpu"),
+        (call(dim=2), ValueError, r"dim is 2, expected an axis of the logits \(2, 3\)"),
     ],
 )
-def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str) -> None:
+def test_bad_input(bad: Callable[[], Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        call()
+        bad()
