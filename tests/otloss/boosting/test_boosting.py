@@ -1,4 +1,4 @@
-"""Boosting objectives: their derivatives by differences and autograd, their bounds by eigenvalues, kernel and reference."""
+"""Boosting objectives: derivatives by differences and autograd, bounds by eigenvalues, kernels by their reference."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def test_one_score_for_two_classes_is_bounded_alike(name: str) -> None:
                     assert h == pytest.approx(max(abs(exact), spec(loss).least), rel=1e-4)
 
 
-# ---- the kernels and their reference -------------------------------------------------------------------------------------
+# ---- the kernels and their reference -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("library", ["xgboost", "lightgbm"])

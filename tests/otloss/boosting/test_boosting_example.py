@@ -45,20 +45,10 @@ def test_it_reads_a_file(example: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a,response\n1,3\nred,4\n", r"row 2 of .*bad\.csv holds 'red' as 'a', expected a number; encode words"),
-        ("a,response\n1,\n", "row 1 of .* holds '' as 'response'"),
-        ("a,response\n1\n", "row 1 of .* has 1 cells, expected 2: a, response"),
-        ("a,grade\n1,2\n", "has the columns .*'a', 'grade'.*, expected one named 'response'"),
-        ("", "expected one named 'response'"),
-    ],
-)
-def test_files_that_it_cannot_read(example: Any, tmp_path: Path, text: str, message: str) -> None:
+def test_files_that_it_cannot_read(example: Any, tmp_path: Path) -> None:
     path = tmp_path / "bad.csv"
-    path.write_text(text, encoding="utf-8")
-    with pytest.raises(ValueError, match=message):
+    path.write_text("a,response\n1,3\nred,4\n", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"row 2 of .*bad\.csv holds 'red' as 'a', expected a number; encode words"):
         example.from_csv(path)
 
 
