@@ -122,7 +122,7 @@ def geometry(
     """Return the distances that the settings of `ordinal_loss` describe.
 
     Raises:
-        TypeError, ValueError: as `ordinal_loss` says.
+        TypeError, ValueError: as `ordinal_loss`.
     """
     if not 1 <= check_number("power", power) < float("inf"):
         raise ValueError(f"power is {power}, expected a finite number of at least 1.")

@@ -62,7 +62,7 @@ def labelled(
     """Check and flatten logits (..., K) and targets; `others` are dtypes that take part in the promotion.
 
     Raises:
-        TypeError, ValueError: as `ordinal_loss` says.
+        TypeError, ValueError: as `ordinal_loss`.
     """
     classes, shape = class_count(logits), logits.shape[:-1]
     soft = _is_soft(check_tensor("target", target), logits)

@@ -87,7 +87,7 @@ def number_line(
     """Return the values of the tokens as positions on a line.
 
     Raises:
-        TypeError, ValueError: as `number_token_loss` says of these arguments.
+        TypeError, ValueError: as `number_token_loss`.
     """
     values = checked_values(values)
     for name, choice, choices in (("form", form, FORMS), ("scaling", scaling, SCALINGS)):

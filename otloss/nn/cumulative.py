@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from otloss._checks import check_floating, check_last_axis
 from otloss.losses import cumulative_log_probabilities, decode_classes
+from otloss.losses.cumulative import LINKS
 
 
 class CumulativeLinkHead(nn.Module):
@@ -57,6 +58,8 @@ class CumulativeLinkHead(nn.Module):
         super().__init__()
         if num_classes < 2:
             raise ValueError(f"num_classes is {num_classes}, expected at least 2.")
+        if link not in LINKS:
+            raise ValueError(f"link is {link!r}, expected one of {LINKS}.")
         self.in_features, self.num_classes, self.link = in_features, num_classes, link
         self.score = nn.Linear(in_features, 1, device=device, dtype=dtype)
         self.log_gaps = nn.Parameter(torch.empty(num_classes - 2, device=device, dtype=dtype))
