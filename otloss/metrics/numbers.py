@@ -46,7 +46,7 @@ def read_weights(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarra
         first = int(np.flatnonzero(bad)[0])
         raise ValueError(f"sample_weight[{first}] is {weight[first]}, expected finite weights >= 0.")
     if not weight.any():
-        raise ValueError("sample_weight is 0 everywhere, expected a sum above 0.")
+        raise ValueError("sample_weight is zero everywhere, expected a sum above 0.")
     return weight
 
 
