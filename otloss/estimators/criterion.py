@@ -47,7 +47,8 @@ class Criterion:
         """Arguments of the loss that say how far classes are apart, in units of `unit`."""
         if self.cost is not None:
             return {"cost": self.cost / self.unit}
-        return {"x": (self.values - self.values[0]) / self.unit, "power": self.power}
+        x = (self.values - self.values[0]) / self.unit
+        return {"power": self.power} if np.array_equal(x, np.arange(len(x))) else {"x": x, "power": self.power}
 
 
 def make_criterion(order: LabelOrder, settings: Any) -> Criterion:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
@@ -69,7 +70,10 @@ class OrdinalNetwork(nn.Module):
         hidden = features
         for layer in self.layers[:-1]:
             hidden = layer(hidden).relu()
-        scores = self.layers[-1](hidden)
+        return self.logits(self.layers[-1](hidden))
+
+    def logits(self, scores: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows positions"]:
+        """Logits from what the last layer gives."""
         return scores if self.log_gaps is None else cumulative_log_probabilities(scores.squeeze(1), self.log_gaps)
 
 
@@ -102,36 +106,49 @@ class Objective:
     alpha: float
     mass: float
 
-    def data_loss(self, network: OrdinalNetwork, rows: Rows) -> Tensor:
+    @cached_property
+    def geometry(self) -> dict[str, Any]:
+        """The arguments of the loss that say how far classes are apart, with tensors for arrays."""
+        found = self.criterion.geometry
+        return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in found.items()}
+
+    def data_loss(self, logits: Float[Tensor, "rows positions"], rows: Rows) -> Tensor:
         """The sum of w_i L_i over `rows`."""
-        criterion, logits = self.criterion, network(rows.features)
+        criterion = self.criterion
         if criterion.transport == 0:
-            losses = criterion.cross_entropy * nn.functional.cross_entropy(logits, rows.target, reduction="none")
-            return losses @ rows.weight
-        geometry: dict[str, Any] = {
-            name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-            for name, value in criterion.geometry.items()
-        }
+            losses = nn.functional.cross_entropy(logits, rows.target, reduction="none")
+            return criterion.cross_entropy * (losses @ rows.weight)
         mix = criterion.cross_entropy / criterion.transport
-        losses = ordinal_loss(logits, rows.target, cross_entropy=mix, reduction="none", **geometry)
+        losses = ordinal_loss(logits, rows.target, cross_entropy=mix, reduction="none", **self.geometry)
         return criterion.transport * (losses @ rows.weight)
 
-    def __call__(self, network: OrdinalNetwork, rows: Rows, *, repeated: float = 1.0) -> Tensor:
-        """The penalised mean loss, where `rows` stand for `repeated` times as many of all rows."""
+    def of_batch(self, network: OrdinalNetwork, batch: Rows, *, repeated: float) -> Tensor:
+        """The penalised mean loss, where the rows of `batch` stand for `repeated` times as many."""
         squares = sum(layer.weight.square().sum() for layer in network.layers)
-        return (repeated * self.data_loss(network, rows) + 0.5 * self.alpha * squares) / self.mass
+        loss = self.data_loss(network(batch.features), batch)
+        return (repeated * loss + 0.5 * self.alpha * squares) / self.mass
 
 
 def train_lbfgs(
     network: OrdinalNetwork, objective: Objective, rows: Rows, *, max_iter: int, tol: float
 ) -> tuple[int, float]:
-    """Train `network` by L-BFGS; return the iterations and the largest derivative at the end."""
-    parameters = list(network.parameters())
+    """Train a linear `network` by L-BFGS; return the iterations and the largest derivative at the end.
+
+    Autograd goes from the loss to the scores; the products with the features are numpy's, at half the time.
+    """
+    gaps = [] if network.log_gaps is None else [network.log_gaps]
+    parameters, X = [*network.layers.parameters(), *gaps], rows.features.numpy()
+    outputs, inputs = network.layers[0].weight.shape
 
     def value_and_gradient(vector: np.ndarray) -> tuple[float, np.ndarray]:
         vector_to_parameters(torch.from_numpy(vector), parameters)
-        value = objective(network, rows)
-        return value.item(), parameters_to_vector(torch.autograd.grad(value, parameters)).numpy()
+        W, bias = vector[: outputs * inputs].reshape(outputs, inputs), vector[outputs * inputs :][:outputs]
+        scores = torch.from_numpy(X @ W.T + bias).requires_grad_()
+        value = objective.data_loss(network.logits(scores), rows)
+        by_scores, *by_gaps = (g.numpy() for g in torch.autograd.grad(value, [scores, *gaps]))
+        by_weight = by_scores.T @ X + objective.alpha * W
+        gradient = np.concatenate([by_weight.ravel(), by_scores.sum(0), *by_gaps]) / objective.mass
+        return (value.item() + 0.5 * objective.alpha * float((W * W).sum())) / objective.mass, gradient
 
     found = minimize(
         value_and_gradient,
@@ -168,7 +185,7 @@ def train_adam(
         loss = _train_epoch(network, objective, rows, optimizer, batch_size, random)
         if held_out is not None:
             with torch.no_grad():
-                loss = objective.data_loss(network, held_out).item() / float(held_out.weight.sum())
+                loss = objective.data_loss(network(held_out.features), held_out).item() / float(held_out.weight.sum())
         if not np.isfinite(loss):
             raise ValueError(f"the loss is {loss} in training; lower learning_rate, or raise alpha.")
         if held_out is not None and loss < best:
@@ -198,7 +215,7 @@ def _train_epoch(
     for index in np.array_split(order, count):
         optimizer.zero_grad()
         # Each row counts by its weight, also where a batch happens to hold light rows only.
-        loss = objective(network, rows[index], repeated=len(rows) / len(index))
+        loss = objective.of_batch(network, rows[index], repeated=len(rows) / len(index))
         loss.backward()
         optimizer.step()
         total += loss.item() * len(index) / len(rows)
