@@ -49,8 +49,7 @@ class OrdinalNetwork(nn.Module):
         super().__init__()
         sizes = (*widths, 1 if model == "cumulative" else len(prior))
         self.layers = nn.ModuleList(
-            skip_init(nn.Linear, before, after, dtype=torch.float64, device="cpu")
-            for before, after in pairwise(sizes)
+            skip_init(nn.Linear, before, after, dtype=torch.float64, device="cpu") for before, after in pairwise(sizes)
         )
         self.log_gaps: nn.Parameter | None = None
         start = np.log(prior)

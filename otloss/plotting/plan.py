@@ -34,7 +34,7 @@ def plot_transport_plan(
         ax: where to draw; a new figure by default.
 
     Raises:
-        ValueError: if the plan is not one matrix, holds negative, infinite or only zero masses, or positions do not fit.
+        ValueError: if the plan is not one matrix, holds negative, infinite or only zero masses, or positions misfit.
         ImportError: without matplotlib.
 
     Example:
