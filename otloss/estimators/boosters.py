@@ -188,7 +188,7 @@ def checked_parameters(library: str, given: Any) -> dict[str, Any]:
     first_names = _lightgbm_names() if library == "lightgbm" else XGBOOST_FIRST_NAMES
     found: dict[str, Any] = {}
     for name, value in given.items():
-        first = first_names.get(name, name)
+        first = str(first_names.get(name, name))
         if first in OWN_SETTINGS:
             raise ValueError(f"booster_params holds {name!r}, which follows from the estimator's arguments; remove it.")
         if library == "lightgbm" and name not in first_names:

@@ -45,6 +45,8 @@ class OrdinalNetwork(nn.Module):
         random: for the weights of hidden layers, Glorot's uniform ones; those of a linear model are zero.
     """
 
+    layers: Any  # an nn.ModuleList of nn.Linear
+
     def __init__(self, widths: tuple[int, ...], prior: np.ndarray, model: str, random: np.random.RandomState) -> None:
         super().__init__()
         sizes = (*widths, 1 if model == "cumulative" else len(prior))
@@ -123,7 +125,7 @@ class Objective:
 
     def of_batch(self, network: OrdinalNetwork, batch: Rows, *, repeated: float) -> Tensor:
         """The penalised mean loss, where the rows of `batch` stand for `repeated` times as many."""
-        squares = sum(layer.weight.square().sum() for layer in network.layers)
+        squares: Any = sum(layer.weight.square().sum() for layer in network.layers)
         loss = self.data_loss(network(batch.features), batch)
         return (repeated * loss + 0.5 * self.alpha * squares) / self.mass
 

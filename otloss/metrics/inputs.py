@@ -5,7 +5,7 @@ Two orders meet here and are kept apart, before anything is computed:
     labels     the rank order, given by the user: lowest class first, of any label type
     columns    the order of the columns of `predict_proba`; scikit-learn sorts the labels, so that is the default
 
-Columns of a data frame that are named by the labels are taken by their names, wherever they stand.
+Columns of a data frame that are named by the labels are taken by their names, in any order.
 """
 
 from __future__ import annotations
