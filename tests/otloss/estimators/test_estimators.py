@@ -272,7 +272,6 @@ def test_grid_search_in_a_pipeline(index: int) -> None:
         make_pipeline(StandardScaler(), model),
         {f"{name}__cross_entropy": [0.0, 0.5], f"{name}__decode": ["argmax", "median"]},
         cv=3,
-        n_jobs=2,
     ).fit(X, np.array(NAMES)[rank])
     assert search.best_score_ > 0.6
 
