@@ -37,39 +37,22 @@ class OrdinalBoostingClassifier(OrdinalBase):
     The dtype at `fit` declares them all, also for rows to come: `predict` looks labels up there, and raises ValueError
     at one it does not find.
 
-    `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass on indices into the
-    sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Where these are
-    text, integers are read as such indices, with an `EncodedLabelsWarning` if the orders differ ("high", "low",
-    "medium"). Labels that are numbers should be 0 to K - 1 there: other gaps between them are lost.
+    Meta-estimators of scikit-learn that pass on indices in place of labels need `categories`, as for
+    `OrdinalClassifier`.
 
     Args:
         booster: "xgboost" or "lightgbm".
-        categories: all labels in rank order, lowest first, of any type that sorts, or an ordered CategoricalDtype; a
-            training set may lack some. By default the order of an ordered pandas Categorical. Else whole numbers, also
-            as text, stand for every integer from the smallest to the largest: labels 1, 2, 5 have the positions 0, 1,
-            4, as in `otloss.metrics`. Other labels are sorted; for words a `LabelOrderWarning` says so.
-        values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
-            the loss, `decode="mean"` and `expected_value` are made of. A Series, as a cost in a DataFrame, goes by its
-            index. Training divides values by their mean gap, a cost by its largest entry over K - 1.
-        power: 2, the ranked probability score, or 1, W_1; unused with a cost.
-        cost: (K, K) costs >= 0 over the categories, **cost[true, predicted]**, in place of values and power.
-        transport: weight of the transport loss; 0 leaves cross-entropy alone.
-        cross_entropy: weight of the cross-entropy added; advisable at power 1 and with a cost, which alone drive
-            probabilities to 0 and 1.
+        categories, values, power, cost: as for `OrdinalClassifier`.
+        transport, cross_entropy: weights of the two losses; some cross-entropy is advisable at power 1 and with a cost,
+            which alone drive probabilities to 0 and 1.
         n_estimators: rounds, at most where training stops early.
         learning_rate, max_depth: as XGBoost names them.
         booster_params: further settings by any of the library's own names; they take precedence. Without them each
             round samples 0.8 of the rows, leaves are limited by a sum of curvatures of 0.1 (a row has a small one: 1
             would need four rows or many more) and the L2 penalty is 1. For columns of categories LightGBM starts from
             cat_smooth=1, cat_l2=1 and min_data_per_group=1; its own settings are for larger curvatures.
-        class_weight: None, "balanced", or a dict from label to weight.
-        decode: how `predict` chooses. "median" is the least expected absolute error in ranks; it was 7 % less than
+        class_weight, decode, calibration: as for `OrdinalClassifier`. "median" had an absolute error 7 % less than
             "argmax" in the mean of 23 sets, at an accuracy 0.6 points lower.
-            "argmax", the most probable class, is for accuracy, and the default: scikit-learn's
-            `check_classifiers_train` passes with no other rule. "mean" is the class value nearest to the expected one,
-            "cost" the least expected cost, which needs a cost.
-        calibration: None, "temperature" (`otloss.estimators.Temperature`) or "ordinal" (`OrdinalRecalibration`, beside
-            it), fitted to rows held out of training.
         early_stopping: hold rows out, stop when their loss has not fallen for `n_iter_no_change` rounds, and train
             again for the best number of rounds on all rows; "auto": from 50 rows. `fit(eval_set=)` takes other rows.
         validation_fraction: share of rows held out for early stopping, and for calibration, class by class.
