@@ -1,4 +1,4 @@
-"""What both estimators share: labels in and out, weights, parts held out, calibration, decoding."""
+"""What both estimators share: labels in and out, weights of rows, rows held out, calibration, decoding."""
 
 from __future__ import annotations
 
@@ -8,45 +8,22 @@ from typing import Any
 
 import numpy as np
 from scipy.sparse import issparse
+from scipy.special import log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from otloss.estimators.calibrated import CALIBRATIONS, apply_calibration, fit_calibration
-from otloss.estimators.criterion import Criterion, check_choice, check_count, check_decode, check_real, make_criterion
-from otloss.estimators.decode import decode
-from otloss.estimators.labels import LabelOrder, label_order, ordered_categories, refuse_missing_objects
-from otloss.estimators.weights import row_weights, split_off
+from otloss.estimators.criterion import Criterion, check_choice, check_real, make_criterion
+from otloss.estimators.decode import RULES, decode
+from otloss.estimators.labels import LabelOrder, label_order
+from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
+from otloss.metrics.labels import categories_of
+from otloss.metrics.numbers import read_weights
 
+CALIBRATIONS = {"temperature": Temperature, "ordinal": OrdinalRecalibration}
 ENOUGH_TO_HOLD_OUT = 50  # rows from which early_stopping="auto" holds some out
-
-
-@contextmanager
-def unchanged_on_error(estimator: BaseEstimator) -> Iterator[None]:
-    """Put back what `estimator` held if the body raises: old weights never meet new labels."""
-    before = vars(estimator).copy()
-    try:
-        yield
-    except BaseException:
-        vars(estimator).clear()
-        vars(estimator).update(before)
-        raise
-
-
-def check_magnitude(X: np.ndarray, largest: float, *, mend: str) -> None:
-    """Raise where a number in X (n, d), NaN apart, is beyond `largest`."""
-    beyond = np.abs(X) > largest
-    if beyond.any():
-        row, column = (int(i) for i in np.argwhere(beyond)[0])
-        raise ValueError(
-            f"X[{row}, {column}] is {X[row, column]:g}, expected numbers of at most {largest:.3g} in size. Look for "
-            f"marks of missing values such as 1e300; {mend}."
-        )
-
-
-def as_dense(X: Any) -> np.ndarray:
-    """X (n, d) as an array: what a sparse matrix does not hold is 0, where XGBoost would take it for missing."""
-    return X.toarray() if issparse(X) else X
+# Power 1 and costs drive probabilities below the smallest float, out of which no map could bring them back.
+SMALLEST_CALIBRATED = 1e-6
 
 
 class OrdinalBase(ClassifierMixin, BaseEstimator):
@@ -66,8 +43,8 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def predict(self, X: Any) -> np.ndarray:
         """Return the label of each row, (n,), by the rule `decode`."""
         distribution = self._distribution(X)
+        self._check_decode()
         criterion = self._criterion
-        check_decode(self.decode, has_cost=criterion.cost is not None)
         return self._order.by_position[decode(distribution, self.decode, values=criterion.values, cost=criterion.cost)]
 
     def predict_proba(self, X: Any) -> np.ndarray:
@@ -81,7 +58,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         """
         check_is_fitted(self)
         if self._calibration is None:
-            return log_softmax(self._finite_logits(self._checked(X)))[:, self._order.columns]
+            return log_softmax(self._finite_logits(self._features(X)), 1)[:, self._order.columns]
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
@@ -99,14 +76,12 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def _distribution(self, X: Any) -> np.ndarray:
         """Calibrated probabilities (n, m) over positions."""
         check_is_fitted(self)
-        return apply_calibration(self._calibration, self._raw_distribution(self._checked(X)))
+        distribution = softmax(self._finite_logits(self._features(X)), 1)
+        return distribution if self._calibration is None else self._calibration.predict(above_zero(distribution))
 
-    def _checked(self, X: Any) -> np.ndarray:
+    def _features(self, X: Any) -> np.ndarray:
         """Features (n, d) as training took them."""
-        return as_dense(validate_data(self, X, reset=False, **self._accepts()))
-
-    def _raw_distribution(self, X: np.ndarray) -> np.ndarray:
-        return softmax(self._finite_logits(X))
+        return _dense(validate_data(self, X, reset=False, **self._accepts()))
 
     def _finite_logits(self, X: np.ndarray) -> np.ndarray:
         if len(self.classes_) == 1:
@@ -122,61 +97,42 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _fit(self, X: Any, y: Any, sample_weight: Any, **training: Any) -> None:
         """Check everything, train, and calibrate; `training` goes to `_train`."""
-        refuse_missing_objects(y)
-        categories = ordered_categories(y) if self.categories is None else self.categories
+        categories = categories_of(y) if self.categories is None else self.categories
         X, y = validate_data(self, X, y, **self._accepts())
         self._check_settings()
-        self._set_order(label_order(y, categories))
-        X, positions, weights = self._weighted_rows(X, y, sample_weight)
+        self._order = label_order(y, categories)
+        self._criterion = make_criterion(self._order, self)
+        self.classes_, self.categories_ = self._order.classes, self._order.categories
+        X, positions, weights = self._weighted_rows(_dense(X), y, sample_weight)
         random = check_random_state(self.random_state)
         self._calibration = None
         if self.calibration is None or len(self.classes_) == 1:
             self._train(X, positions, weights, random=random, **training)
             return
-        kept, held = split_off(positions, self.calibration_fraction, random=random, purpose="calibration")
+        kept, held = split_off(positions, self.validation_fraction, random=random, purpose="calibration")
         self._train(X[kept], positions[kept], weights[kept], random=random, **training)
-        self._calibration = fit_calibration(
-            self.calibration,
-            self._raw_distribution(X[held]),
-            positions[held],
-            values=self._criterion.values,
-            sample_weight=weights[held],
-        )
+        raw = softmax(self._finite_logits(X[held]), 1)
+        calibration: Any = CALIBRATIONS[self.calibration](values=self._criterion.values)
+        self._calibration = calibration.fit(above_zero(raw), positions[held], sample_weight=weights[held])
 
-    def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
+    def _weighted_rows(self, X: np.ndarray, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
         """Features, positions and weights of the rows that have weight: without it, a row is one left out."""
-        X, positions = as_dense(X), self._order.positions(y)
+        positions = self._order.positions(y)
         weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
         kept = weights > 0
-        if not kept.all():
-            X, positions, weights = X[kept], positions[kept], weights[kept]
-        self._check_features(X)
-        return X, positions, weights
-
-    def _check_features(self, X: np.ndarray) -> None:
-        """Raise where features are larger than training or prediction can take."""
-
-    def _set_order(self, order: LabelOrder) -> None:
-        self._criterion = make_criterion(
-            order,
-            values=self.values,
-            power=self.power,
-            cost=self.cost,
-            transport=self.transport,
-            cross_entropy=self.cross_entropy,
-        )
-        self._order, self.classes_, self.categories_ = order, order.classes, order.categories
+        return X[kept], positions[kept], weights[kept]
 
     def _check_settings(self) -> None:
         """Raise where a setting that both estimators have is wrong; subclasses extend this."""
-        check_decode(self.decode, has_cost=self.cost is not None)
-        check_choice("calibration", self.calibration, CALIBRATIONS)
-        check_real("calibration_fraction", self.calibration_fraction, least=0.0, above=True, most=0.9)
+        self._check_decode()
+        check_choice("calibration", self.calibration, (None, *CALIBRATIONS))
         check_choice("early_stopping", self.early_stopping, (True, False, "auto"))
-        check_choice("refit", self.refit, (True, False))
-        check_count("verbose", int(self.verbose) if isinstance(self.verbose, bool) else self.verbose, least=0)
-        check_count("n_iter_no_change", self.n_iter_no_change)
         check_real("validation_fraction", self.validation_fraction, least=0.0, above=True, most=0.9)
+
+    def _check_decode(self) -> None:
+        check_choice("decode", self.decode, RULES)
+        if self.decode == "cost" and self.cost is None:
+            raise ValueError("decode is 'cost' without a cost matrix; give cost=, or decode by 'median' or 'mean'.")
 
     def _stops_early(self, rows: int) -> bool:
         return rows >= ENOUGH_TO_HOLD_OUT if self.early_stopping == "auto" else bool(self.early_stopping)
@@ -193,13 +149,86 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         raise NotImplementedError
 
 
-def softmax(logits: np.ndarray) -> np.ndarray:
-    """Rows of `logits` (n, m) as probabilities."""
-    powers = np.exp(logits - logits.max(1, keepdims=True))
-    return powers / powers.sum(1, keepdims=True)
+@contextmanager
+def unchanged_on_error(estimator: BaseEstimator) -> Iterator[None]:
+    """Restore the attributes of `estimator` if the body raises: parameters of one fit never meet labels of another."""
+    before = vars(estimator).copy()
+    try:
+        yield
+    except BaseException:
+        vars(estimator).clear()
+        vars(estimator).update(before)
+        raise
 
 
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Logarithms of the rows of `softmax(logits)`, (n, m), which lose no digits where probabilities are tiny."""
-    shifted = logits - logits.max(1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(1, keepdims=True))
+def above_zero(distribution: np.ndarray) -> np.ndarray:
+    """Rows (n, m) with no probability far below `SMALLEST_CALIBRATED`."""
+    clipped = np.maximum(distribution, SMALLEST_CALIBRATED)
+    return clipped / clipped.sum(1, keepdims=True)
+
+
+def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, positions: np.ndarray) -> np.ndarray:
+    """Weights (n,): the sample weights times those of the rows' classes.
+
+    `"balanced"` gives every class that has weight the same total, without changing the sum of all.
+
+    Raises:
+        ValueError: if weights are negative, not finite, all zero, or not one per row, or if a class weight
+            names an unknown label.
+    """
+    weights = read_weights(sample_weight, len(positions))
+    if class_weight is None:
+        return weights
+    if isinstance(class_weight, dict):
+        factors = np.ones(len(order.names))
+        names = order.names.tolist()
+        for label, factor in class_weight.items():
+            if label not in names:
+                raise ValueError(f"class_weight names the label {label!r}, expected labels of {names}.")
+            factors[names.index(label)] = check_real(f"class_weight[{label!r}]", factor, least=0.0)
+        weights = weights * factors[order.ranks][positions]
+    elif isinstance(class_weight, str) and class_weight == "balanced":
+        mass = np.bincount(positions, weights, minlength=len(order.ranks))
+        weights = (
+            weights * np.divide(mass.sum() / np.count_nonzero(mass), mass, where=mass > 0, out=mass * 0)[positions]
+        )
+    else:
+        raise ValueError(f"class_weight is {class_weight!r}, expected None, 'balanced' or a dict of labels.")
+    if not weights.any():
+        raise ValueError(f"class_weight {class_weight!r} leaves no row a weight above zero; expected one at least.")
+    return weights
+
+
+def split_off(
+    positions: np.ndarray, fraction: float, *, random: np.random.RandomState, purpose: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """Indices (kept, held out): of each class about `fraction` of its rows are held out, and at least one is kept.
+
+    One row at least is held out, of the largest class if need be.
+
+    Raises:
+        ValueError: if no class has two rows.
+    """
+    held: list[np.ndarray] = []
+    largest = np.zeros(0, dtype=int)
+    surplus = random.uniform()  # carried from class to class, so that small classes are held out in proportion
+    for position in np.unique(positions):
+        rows = random.permutation(np.flatnonzero(positions == position))
+        wanted = fraction * len(rows) + surplus
+        number = min(int(wanted), len(rows) - 1)
+        surplus = min(wanted - number, 1.0)
+        held.append(rows[:number])
+        largest = rows if len(rows) > len(largest) else largest
+    if len(largest) < 2:
+        raise ValueError(
+            f"{len(positions)} rows leave none to hold out for {purpose}: each class keeps one; add rows, or turn it "
+            "off."
+        )
+    chosen = np.sort(np.concatenate(held))
+    chosen = chosen if len(chosen) else largest[:1]
+    return np.setdiff1d(np.arange(len(positions)), chosen), chosen
+
+
+def _dense(X: Any) -> np.ndarray:
+    """X (n, d) as an array: what a sparse matrix does not hold is 0, where XGBoost would take it for missing."""
+    return X.toarray() if issparse(X) else X

@@ -6,11 +6,9 @@ keeps them in the booster; LightGBM takes them as the margins of the rows, and t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
 from importlib import import_module
-from json import loads
 from typing import Any
 
 import numpy as np
@@ -24,67 +22,51 @@ from otloss.boosting import (
 )
 
 BOOSTERS = ("xgboost", "lightgbm")
-LIGHTGBM_ZERO = 1e-35  # what it holds features up to this size for
-XGBOOST_SETTINGS: dict[str, Any] = {
-    "objective": "multi:softprob",
-    "num_class": 2,
-    "disable_default_eval_metric": True,
-    "tree_method": "hist",
-}
 XGBOOST_FIRST_NAMES = {
     "eta": "learning_rate",
-    "min_split_loss": "gamma",
     "n_jobs": "nthread",
     "random_state": "seed",
     "reg_alpha": "alpha",
     "reg_lambda": "lambda",
 }
-_ROUNDS = "is set by n_estimators of the estimator"
-_STOPPING = "is set by early_stopping and n_iter_no_change of the estimator"
-_METRIC = "is the loss itself"
-# By the first names of both libraries, and by those of their functions and scikit-learn interfaces.
+# Set by the estimator from the loss, the labels, n_estimators and early_stopping; by the first names of both libraries.
 OWN_SETTINGS = {
-    "objective": "follows from the loss",
-    "num_class": "follows from the labels",
-    "base_score": "follows from the class frequencies",
-    "metric": _METRIC,
-    "eval_metric": _METRIC,
-    "disable_default_eval_metric": _METRIC,
-    "num_iterations": _ROUNDS,
-    "num_boost_round": _ROUNDS,
-    "n_estimators": _ROUNDS,
-    "early_stopping_round": _STOPPING,
-    "early_stopping_rounds": _STOPPING,
+    "objective",
+    "num_class",
+    "base_score",
+    "metric",
+    "eval_metric",
+    "disable_default_eval_metric",
+    "num_iterations",
+    "num_boost_round",
+    "n_estimators",
+    "early_stopping_round",
+    "early_stopping_rounds",
 }
+# Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.
+KINDS = (None, "gbtree", "gbdt", "goss", "plain")
 
 
 @dataclass(frozen=True)
 class TreeSettings:
-    """Settings that both libraries have, by XGBoost's names, and `extra` by the library's own.
+    """Settings that both libraries have, and `extra` by the library's own names, which take precedence.
 
     Attributes:
         threads: 0 for as many as the library uses by itself.
         patience: rounds that the last part watched may go without a lower loss; None for no early stopping.
         categorical: columns to split by sets of categories.
-        loss: keywords of the objective and of the metric of parts watched.
-        hessian: of the objective.
+        loss: keywords of the objective, and of the metric of parts watched.
     """
 
     positions: int
-    n_estimators: int
+    rounds: int
     learning_rate: float
     max_depth: int
-    min_child_weight: float
-    subsample: float
-    colsample_bytree: float
-    reg_lambda: float
     threads: int
     seed: int
     patience: int | None
-    verbose: int
     categorical: tuple[int, ...]
     loss: dict[str, Any]
-    hessian: str
     extra: dict[str, Any]
 
 
@@ -100,16 +82,15 @@ class Part:
         return Part(self.features[index], self.target[index], self.weight[index])
 
     def merged(self) -> Part:
-        """Without rows of weight zero, and equal rows as one that has their weight, in an order of their own.
+        """Equal rows as one that has their weight, in an order of their own.
 
         So that a weight of two is a row given twice to the last bit: both libraries hold gradients in float32, where
-        one of 2 g and two of g round differently, and rows without weight would still place the edges of bins.
+        one of 2 g and two of g round differently.
         """
-        part = self[self.weight > 0]
-        table = np.column_stack([part.features + 0.0, part.target])  # -0.0 + 0.0 is 0.0
+        table = np.column_stack([self.features + 0.0, self.target])  # -0.0 + 0.0 is 0.0
         rows = np.ascontiguousarray(table).view(np.dtype((np.void, table.itemsize * table.shape[1])))[:, 0]
         _, first, which = np.unique(rows, return_index=True, return_inverse=True)
-        return Part(part.features[first], part.target[first], np.bincount(which, weights=part.weight))
+        return Part(self.features[first], self.target[first], np.bincount(which, weights=self.weight))
 
 
 History = dict[str, dict[str, list[float]]]  # loss after each round, by the name of the part watched and of the loss
@@ -148,13 +129,11 @@ class Trees:
         return np.asarray(self.booster.predict(data, output_margin=True), dtype=np.float64)
 
     def gains(self, columns: int) -> np.ndarray:
-        """What the splits on each of `columns` features gain, summed over all trees: (columns,)."""
+        """The gain of the splits on each of `columns` features, summed over all trees: (columns,)."""
         if self.booster is None:
             return np.zeros(columns)
         if self.library == "lightgbm":
             return np.asarray(self.booster.feature_importance("gain"), dtype=np.float64)
-        if loads(self.booster.save_config())["learner"]["gradient_booster"]["name"] == "gblinear":
-            raise AttributeError("feature_importances_ is of trees, and this model is of the kind 'gblinear'.")
         total = self.booster.get_score(importance_type="total_gain")
         return np.array([total.get(f"f{column}", 0.0) for column in range(columns)])
 
@@ -168,13 +147,14 @@ def require_library(name: str) -> None:
 
 
 def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Sequence[Part] = ()) -> Trees:
-    """Boost for `n_estimators` rounds, or until the loss of the last part `watched` has not fallen for `patience`.
+    """Boost for `rounds`, or until the loss of the last part `watched` has not fallen for `patience` rounds.
 
     The rounds after the best one then predict nothing.
     """
     rows = rows.merged()
     start = start_scores(rows.target, settings.positions, sample_weight=rows.weight)
-    if _all_alike(rows.features, library):  # nothing to split on, which LightGBM refuses
+    first = rows.features[0]
+    if ((rows.features == first) | (np.isnan(rows.features) & np.isnan(first))).all():  # an error of LightGBM
         return Trees(library, None, start, settings.categorical, 0, {}, settled=True)
     if not watched:
         settings = replace(settings, patience=None)
@@ -195,45 +175,34 @@ def _last_losses(history: History) -> list[float]:
     return losses
 
 
-def checked_parameters(library: str, given: Any, *, may_stop_early: bool) -> dict[str, Any]:
+def checked_parameters(library: str, given: Any) -> dict[str, Any]:
     """Settings by the library's own names with each name turned into its first one, so that ours give way to them.
 
     Raises:
         TypeError: if they are no dict of names.
-        ValueError: if a name is unknown, names a setting twice, or one that the estimator sets itself, or if they ask
-            for trees that cannot be cut off at the best round.
+        ValueError: if a name is one that the estimator sets itself, names a setting twice, or is unknown to LightGBM
+            (XGBoost warns of those), or if they ask for other rounds than gradient boosting.
     """
     if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
         raise TypeError(f"booster_params is {given!r}, expected a dict of {library}'s settings.")
-    first_names = _lightgbm_names() if library == "lightgbm" else _xgboost_names(given)
+    first_names = _lightgbm_names() if library == "lightgbm" else XGBOOST_FIRST_NAMES
     found: dict[str, Any] = {}
     for name, value in given.items():
         first = str(first_names.get(name, name))
         if first in OWN_SETTINGS:
-            raise ValueError(f"booster_params holds {name!r}, which {OWN_SETTINGS[first]}; remove it.")
-        if name not in first_names:
-            near = get_close_matches(name, first_names)
-            raise ValueError(f"booster_params holds {name!r}, expected settings of {library}{_or(near)}.")
+            raise ValueError(f"booster_params holds {name!r}, which follows from the estimator's arguments; remove it.")
+        if library == "lightgbm" and name not in first_names:
+            raise ValueError(f"booster_params holds {name!r}, expected settings of lightgbm.")
         if first in found:
             raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
         found[first] = value
-    _check_kind(library, found, may_stop_early)
-    return found
-
-
-def _check_kind(library: str, found: dict[str, Any], may_stop_early: bool) -> None:
-    kind = found.get("boosting") if library == "lightgbm" else found.get("booster")
-    if library == "lightgbm" and kind in ("rf", "random_forest"):
-        raise ValueError("booster_params asks for boosting='rf', which cannot start from the class frequencies.")
-    if kind in ("dart", "gblinear") and may_stop_early:
+    kind = found.get("boosting" if library == "lightgbm" else "booster")
+    if kind not in KINDS:
         raise ValueError(
-            f"booster_params asks for {kind!r}, which changes earlier rounds and so has no best one to stop at; set "
-            "early_stopping=False."
+            f"booster_params asks for {kind!r}, expected gradient boosting; for other kinds train with "
+            f"otloss.boosting.{library}_objective."
         )
-
-
-def _or(names: list[str]) -> str:
-    return f", such as {' or '.join(repr(name) for name in names)}" if names else ""
+    return found
 
 
 def _lightgbm_names() -> dict[str, str]:
@@ -242,45 +211,6 @@ def _lightgbm_names() -> dict[str, str]:
 
     aliases = _ConfigAliases._get_all_param_aliases()
     return {name: first for first, names in aliases.items() for name in (first, *names)}
-
-
-def _xgboost_names(given: dict[str, Any]) -> dict[str, str]:
-    """The first name of each name that XGBoost knows for the kind of trees that `given` asks for."""
-    import xgboost
-
-    def names(config: Any) -> Iterator[str]:
-        for name, value in config.items() if isinstance(config, dict) else ():
-            yield from names(value) if isinstance(value, dict) else (name,)
-
-    settings: dict[str, Any] = {**XGBOOST_SETTINGS, "verbosity": 0}
-    settings.update({name: given[name] for name in ("booster", "tree_method", "updater") if name in given})
-    data = xgboost.DMatrix(np.zeros((1, 1)))
-    config = xgboost.Booster(settings, cache=[data]).save_config()
-    known: list[str] = [*names(loads(config)), "verbosity"]
-    return {name: XGBOOST_FIRST_NAMES.get(name, name) for name in known}
-
-
-def _all_alike(features: np.ndarray, library: str) -> bool:
-    if library == "lightgbm":
-        features = np.where(np.abs(features) <= LIGHTGBM_ZERO, 0.0, features)
-    return bool(((features == features[0]) | (np.isnan(features) & np.isnan(features[0]))).all())
-
-
-def _xgboost_parameters(settings: TreeSettings) -> dict[str, Any]:
-    return {
-        **XGBOOST_SETTINGS,
-        "num_class": settings.positions,
-        "learning_rate": settings.learning_rate,
-        "max_depth": settings.max_depth,
-        "min_child_weight": settings.min_child_weight,
-        "subsample": settings.subsample,
-        "colsample_bytree": settings.colsample_bytree,
-        "lambda": settings.reg_lambda,
-        "nthread": settings.threads,
-        "seed": settings.seed,
-        "verbosity": min(settings.verbose, 1),
-        **settings.extra,
-    }
 
 
 def _xgboost_types(features: np.ndarray, categorical: tuple[int, ...]) -> dict[str, Any]:
@@ -300,17 +230,31 @@ def _train_xgboost(
         types = _xgboost_types(part.features, settings.categorical)
         return xgboost.DMatrix(part.features, label=part.target, weight=part.weight, **types)
 
+    parameters = {
+        "objective": "multi:softprob",
+        "num_class": settings.positions,
+        "base_score": start.tolist(),
+        "disable_default_eval_metric": True,
+        "tree_method": "hist",
+        "learning_rate": settings.learning_rate,
+        "max_depth": settings.max_depth,
+        "min_child_weight": 0.1,
+        "subsample": 0.8,
+        "nthread": settings.threads,
+        "seed": settings.seed,
+        **settings.extra,
+    }
     history: dict[str, Any] = {}
     booster = xgboost.train(
-        {**_xgboost_parameters(settings), "base_score": start.tolist()},
+        parameters,
         data(rows),
-        num_boost_round=settings.n_estimators,
-        obj=xgboost_objective(settings.positions, hessian=settings.hessian, **settings.loss),
+        num_boost_round=settings.rounds,
+        obj=xgboost_objective(settings.positions, **settings.loss),
         evals=[(data(part), name) for name, part in watched.items()],
         custom_metric=xgboost_metric(settings.positions, **settings.loss),
         early_stopping_rounds=settings.patience,
         evals_result=history,
-        verbose_eval=bool(settings.verbose),
+        verbose_eval=False,
     )
     if settings.patience is not None:
         booster = booster[: booster.best_iteration + 1]
@@ -324,29 +268,28 @@ def _plain(history: dict[str, Any]) -> History:
 def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
     extra = settings.extra
     depth = extra.get("max_depth", settings.max_depth)
-    # Trees on gradients sampled by their size have no bagging beside.
+    # Rows sampled by the size of their gradients exclude bagging.
     sampled = "goss" in (extra.get("boosting"), extra.get("data_sample_strategy"))
-    fraction = extra.get("bagging_fraction", 1.0 if sampled else settings.subsample)
+    fraction = extra.get("bagging_fraction", 1.0 if sampled else 0.8)
     return {
-        "objective": lightgbm_objective(settings.positions, hessian=settings.hessian, **settings.loss),
+        "objective": lightgbm_objective(settings.positions, **settings.loss),
         "num_class": settings.positions,
         "metric": "none",
         "learning_rate": settings.learning_rate,
         "max_depth": depth,
         "num_leaves": 2 ** min(depth, 10) if depth > 0 else 2**10,
         # Weights are repetitions, so leaves and bins are limited by weight, not by number of rows.
-        "min_sum_hessian_in_leaf": settings.min_child_weight,
+        "min_sum_hessian_in_leaf": 0.1,
         "min_data_in_leaf": 1,
         "min_data_in_bin": 1,
-        # What it counts here are merged rows, by curvatures that are small: by its own settings few categories split.
+        # By its own settings few categories split: curvatures are small, and it counts merged rows.
         "min_data_per_group": 1,
         "cat_smooth": 1.0,
         "cat_l2": 1.0,
         "feature_pre_filter": False,
         "bagging_fraction": fraction,
         "bagging_freq": int(fraction < 1),
-        "feature_fraction": settings.colsample_bytree,
-        "lambda_l2": settings.reg_lambda,
+        "lambda_l2": 1.0,
         "num_threads": settings.threads,
         "seed": settings.seed,
         "deterministic": True,
@@ -358,7 +301,7 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
 
 @dataclass(frozen=True, eq=False)  # LightGBM hashes it
 class _StopByLast:
-    """Callback of LightGBM that stops by the last part watched; its own stops by whichever part is first to rise."""
+    """Callback of LightGBM that stops by the last part watched; its own also stops by the others."""
 
     history: dict[str, Any]
     patience: int
@@ -391,14 +334,12 @@ def _train_lightgbm(
     training = data(rows)
     history: dict[str, Any] = {}
     callbacks: list[Callable[[Any], None]] = [lightgbm.record_evaluation(history)]
-    if settings.verbose:
-        callbacks.append(lightgbm.log_evaluation(1))
     if settings.patience is not None:
         callbacks.append(_StopByLast(history, settings.patience))
     booster = lightgbm.train(
         parameters,
         training,
-        num_boost_round=settings.n_estimators,
+        num_boost_round=settings.rounds,
         valid_sets=[data(part, training) for part in watched.values()],
         valid_names=list(watched),
         feval=lightgbm_metric(settings.positions, **settings.loss),

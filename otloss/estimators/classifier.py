@@ -4,36 +4,20 @@ from __future__ import annotations
 
 import warnings
 from copy import deepcopy
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from sklearn.exceptions import ConvergenceWarning
-from sklearn.utils import check_random_state
-from sklearn.utils.metaestimators import available_if
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.preprocessing import StandardScaler
+from sklearn.utils.validation import check_is_fitted
 
 from otloss.boosting.start import class_shares
-from otloss.estimators.base import OrdinalBase, check_magnitude, unchanged_on_error
+from otloss.estimators.base import OrdinalBase, split_off, unchanged_on_error
 from otloss.estimators.criterion import check_choice, check_count, check_real
-from otloss.estimators.features import LARGEST_FEATURE, centre_of, fitted_scaler, scale_of
-from otloss.estimators.labels import LabelOrder, label_order, ordered_categories, refuse_missing_objects
-from otloss.estimators.scores import MODELS, ScoreFunction
-from otloss.estimators.training import Adam, Objective, Rows, train_adam_in_parts, train_epoch, train_lbfgs
-from otloss.estimators.weights import split_off
+from otloss.estimators.training import MODELS, PATIENCE, Objective, OrdinalNetwork, Rows, train_adam, train_lbfgs
 
-ROUNDING = 1e-8  # slopes below which float64 may see no difference in the loss
-SOLVERS = ("auto", "lbfgs", "adam")
-
-
-def _learns_in_parts(classifier: OrdinalClassifier) -> bool:
-    if classifier.calibration is not None:
-        raise AttributeError(
-            f"calibration is {classifier.calibration!r}, which partial_fit has no rows to hold out for; use fit, or "
-            "calibration=None."
-        )
-    return True
+LARGEST_FEATURE = 1e100  # whose square is a float
 
 
 class OrdinalClassifier(OrdinalBase):
@@ -43,11 +27,9 @@ class OrdinalClassifier(OrdinalBase):
     L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i].
 
     `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass on indices into the
-    sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Indices are
-    recognised by their being no categories, and an `EncodedLabelsWarning` says how they were read where the orders
-    differ ("high", "low", "medium") or categories are numbers. Among the categories 1 to K, a fold of indices without
-    the lowest class reads as labels one rank too low, with a warning: prefer labels 0 to K - 1. Without `categories`
-    the gaps between whole numbers are lost there.
+    sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Where these are
+    text, integers are read as such indices, with an `EncodedLabelsWarning` if the orders differ ("high", "low",
+    "medium"). Labels that are numbers should be 0 to K - 1 there: other gaps between them are lost.
 
     Args:
         categories: all labels in rank order, lowest first, of any type that sorts, or an ordered CategoricalDtype; a
@@ -74,20 +56,15 @@ class OrdinalClassifier(OrdinalBase):
             "cost" the least expected cost, which needs a cost.
         calibration: None, "temperature" (`otloss.estimators.Temperature`) or "ordinal" (`OrdinalRecalibration`, beside
             it), fitted to rows held out of training.
-        calibration_fraction: share of rows held out for it, class by class.
         standardize: give features deviation 1 (by weight) first, as penalty and step size suppose; they are centred
             always.
-        solver: "lbfgs" (all rows, float64, deterministic), "adam" (batches), or "auto": lbfgs for linear models without
-            early_stopping=True, else adam.
-        learning_rate, batch_size: of adam.
-        max_iter: iterations of lbfgs, or epochs of adam.
-        tol: lbfgs ends at slopes below it, adam where `n_iter_no_change` epochs improve the loss by less.
-        early_stopping: with adam, hold rows out and keep the parameters that were best on them; "auto": from 50 rows.
-        validation_fraction: share of rows held out for it, class by class.
-        refit: then train again from the same start on all rows, for the best number of epochs.
-        warm_start: `fit` goes on from the last solution; labels, features and layers must stay.
+        learning_rate, batch_size: of Adam, which trains hidden layers.
+        max_iter: iterations of L-BFGS, which trains linear models on all rows, or epochs of Adam.
+        tol: L-BFGS ends where no derivative is larger.
+        early_stopping: with hidden layers, hold rows out, keep the epoch that was best on them, and train again for as
+            many epochs on all rows; "auto": from 50 rows. Training ends when 20 epochs brought nothing.
+        validation_fraction: share of rows held out for early stopping, and for calibration, class by class.
         random_state: seed or `numpy.random.RandomState` for rows held out, batches and first weights of hidden layers.
-        verbose: 1 prints the loss of each epoch of adam.
 
     Attributes:
         classes_: (m,) the labels seen in training, sorted; the columns of `predict_proba`.
@@ -112,12 +89,8 @@ class OrdinalClassifier(OrdinalBase):
         (['low', 'mid', 'high'], ['high', 'low', 'mid'])
     """
 
-    _scores: ScoreFunction
-    _scaler: Any
-    _parameters: np.ndarray
-    _adam: Adam
-    _mass: float
-    _random: np.random.RandomState
+    _network: OrdinalNetwork
+    _scaler: StandardScaler
 
     def __init__(
         self,
@@ -134,20 +107,14 @@ class OrdinalClassifier(OrdinalBase):
         class_weight: Any = None,
         decode: str = "argmax",
         calibration: str | None = None,
-        calibration_fraction: float = 0.2,
         standardize: bool = True,
-        solver: str = "auto",
         learning_rate: float = 5e-3,
         batch_size: int = 200,
         max_iter: int = 1000,
-        tol: float = 1e-6,
+        tol: float = 1e-4,
         early_stopping: bool | str = "auto",
         validation_fraction: float = 0.2,
-        n_iter_no_change: int = 20,
-        refit: bool = True,
-        warm_start: bool = False,
         random_state: Any = None,
-        verbose: int = 0,
     ) -> None:
         self.categories = categories
         self.values = values
@@ -161,117 +128,57 @@ class OrdinalClassifier(OrdinalBase):
         self.class_weight = class_weight
         self.decode = decode
         self.calibration = calibration
-        self.calibration_fraction = calibration_fraction
         self.standardize = standardize
-        self.solver = solver
         self.learning_rate = learning_rate
         self.batch_size = batch_size
         self.max_iter = max_iter
         self.tol = tol
         self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
-        self.n_iter_no_change = n_iter_no_change
-        self.refit = refit
-        self.warm_start = warm_start
         self.random_state = random_state
-        self.verbose = verbose
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OrdinalClassifier:
         """Fit to features X (n, d), made dense if sparse, labels y (n,), and weights (n,) if given; return self.
 
         Raises:
-            ValueError: if a label, a weight, a feature or a setting is wrong; the message says which.
+            ValueError, TypeError: if a label, a weight, a feature or a setting is wrong; the message says which.
+
+        Warns:
+            ConvergenceWarning: if `max_iter` ended training.
         """
-        with unchanged_on_error(self), torch.inference_mode(False):
+        with unchanged_on_error(self), torch.inference_mode(False), torch.enable_grad():
             self._fit(X, y, sample_weight)
         return self
-
-    @available_if(_learns_in_parts)
-    def partial_fit(self, X: Any, y: Any, classes: Any = None, sample_weight: Any = None) -> OrdinalClassifier:
-        """Go once over the rows given, with Adam, from where the last call ended; return self.
-
-        The first call fixes the labels: `classes` if given, else `categories`, else those of y. Features are
-        standardised by all rows so far; when these move mean and deviation, what was learnt is carried over exactly.
-
-        Raises:
-            AttributeError: if calibration is asked for, for which there are no rows to hold out.
-            ValueError: as `fit`, if y holds a label that the first call did not name, or class_weight is "balanced".
-        """
-        if isinstance(self.class_weight, str):
-            raise ValueError(
-                f"class_weight is {self.class_weight!r}, which partial_fit cannot know from a part of the rows; pass "
-                "a dict of labels: sklearn.utils.class_weight.compute_class_weight makes weights out of all of them."
-            )
-        with unchanged_on_error(self), torch.inference_mode(False):
-            self._go_over(X, y, classes, sample_weight)
-        return self
-
-    def _go_over(self, X: Any, y: Any, classes: Any, sample_weight: Any) -> None:
-        first = not hasattr(self, "classes_")
-        refuse_missing_objects(y)
-        categories = ordered_categories(y) if self.categories is None else self.categories
-        X, y = validate_data(self, X, y, reset=first, **self._accepts())
-        self._check_settings()
-        self._calibration = None
-        if first:
-            self._set_order(label_order(y, categories, classes=categories if classes is None else classes))
-        elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
-            raise ValueError(
-                f"classes is {classes!r}, expected {self.classes_.tolist()} as in the first call, or None."
-            )
-        X, positions, weights = self._weighted_rows(X, y, sample_weight)
-        if not hasattr(self, "_adam"):
-            self._random = check_random_state(self.random_state)
-            self.n_iter_ = getattr(self, "n_iter_", 0)
-        self._adam = deepcopy(getattr(self, "_adam", Adam()))  # the one before stays, should this call fail
-        self._prepare(X, positions, weights, random=self._random, onward=not first)
-        self.n_iter_ += 1
-        if len(self.classes_) > 1:
-            # The penalty is shared by all rows so far, of which these are a part.
-            alpha = self.alpha * float(weights.sum()) / self._mass
-            self._parameters, _ = train_epoch(
-                replace(self._objective(), alpha=alpha),
-                self._parameters,
-                Rows.of(self._features(X), positions, weights),
-                adam=self._adam,
-                random=self._random,
-                **self._steps(),
-            )
 
     @property
     def coef_(self) -> np.ndarray:
         """(m, d) weights for the scores of `classes_`, or (1, d) of the cumulative model."""
-        weights = self._linear_part("coef_")[0].T
-        return weights if self._scores.model == "cumulative" else weights[self._order.columns]
+        weights = self._linear_parts("coef_")[0]
+        return weights if self._network.log_gaps is not None else weights[self._order.columns]
 
     @property
     def intercept_(self) -> np.ndarray:
         """(m,) biases of the scores of `classes_`, or (m - 1,) of the cumulative model: its thresholds' negatives."""
-        if self._linear_scores("intercept_").model == "cumulative":
-            return -self.thresholds_
-        return self._linear_part("intercept_")[1][self._order.columns]
+        bias = self._linear_parts("intercept_")[1]
+        return -self.thresholds_ if self._network.log_gaps is not None else bias[self._order.columns]
 
     @property
     def thresholds_(self) -> np.ndarray:
         """(m - 1,) increasing thresholds of the cumulative model."""
-        if self._linear_scores("thresholds_").model != "cumulative":
+        bias, log_gaps = self._linear_parts("thresholds_")[1], self._network.log_gaps
+        if log_gaps is None:
             raise AttributeError("thresholds_ is of model='cumulative', and this one was fitted with model='softmax'.")
-        _, bias, log_gaps = self._linear_part("thresholds_")
-        return np.concatenate([np.zeros(1), np.exp(log_gaps).cumsum()]) - bias
+        return np.concatenate([np.zeros(1), np.exp(log_gaps.detach().numpy()).cumsum()]) - bias
 
-    def _linear_scores(self, name: str) -> ScoreFunction:
-        """The score function, or AttributeError for the attribute `name` if it is not linear."""
+    def _linear_parts(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Weights (outputs, d) and bias (outputs,) for features as they come; AttributeError where there are none."""
         check_is_fitted(self)
-        if self._scores.hidden or len(self.classes_) == 1:
-            found = f"hidden_layer_sizes={self._scores.hidden}" if self._scores.hidden else "one class alone"
+        if len(self.classes_) == 1 or len(self._network.layers) > 1:
+            found = "one class alone" if len(self.classes_) == 1 else f"hidden_layer_sizes={self.hidden_layer_sizes}"
             raise AttributeError(f"{name} is of linear models of two classes or more, and this one has {found}.")
-        return self._scores
-
-    def _linear_part(self, name: str) -> list[np.ndarray]:
-        """Weights, bias and, if cumulative, log-gaps of the thresholds, for features that are not standardised."""
-        scores, stretch = self._linear_scores(name), 1 / scale_of(self._scaler)
-        plain = scores.restandardised(self._parameters, shift=-centre_of(self._scaler) * stretch, stretch=stretch)
-        return [part.numpy() for part in scores.unpack(torch.from_numpy(plain))]
+        layer, scaler = self._network.layers[0], self._scaler
+        weights = layer.weight.detach().numpy() / (1.0 if scaler.scale_ is None else scaler.scale_)
+        return weights, layer.bias.detach().numpy() - weights @ scaler.mean_
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -279,20 +186,10 @@ class OrdinalClassifier(OrdinalBase):
         tags.classifier_tags.poor_score = self.model == "cumulative" and not self._hidden()
         return tags
 
-    def _set_order(self, order: LabelOrder) -> None:
-        if self.warm_start and hasattr(self, "classes_") and not np.array_equal(order.classes, self.classes_):
-            raise ValueError(
-                f"y holds the labels {order.classes.tolist()}, expected those of the last fit, "
-                f"{self.classes_.tolist()}, with warm_start=True; set it to False to start anew."
-            )
-        super()._set_order(order)
-
     def _check_settings(self) -> None:
         super()._check_settings()
         check_choice("model", self.model, MODELS)
-        check_choice("solver", self.solver, SOLVERS)
-        for name in ("standardize", "warm_start"):
-            check_choice(name, getattr(self, name), (True, False))
+        check_choice("standardize", self.standardize, (True, False))
         check_real("alpha", self.alpha, least=0.0)
         check_real("learning_rate", self.learning_rate, least=0.0, above=True)
         check_real("tol", self.tol, least=0.0)
@@ -300,8 +197,6 @@ class OrdinalClassifier(OrdinalBase):
             check_count(name, getattr(self, name))
         for width in self._hidden():
             check_count("hidden_layer_sizes", width)
-        if self.solver == "lbfgs" and self.early_stopping not in (False, "auto"):
-            raise ValueError("early_stopping=True with solver='lbfgs', which goes to the optimum; use solver='adam'.")
 
     def _hidden(self) -> tuple[int, ...]:
         widths = self.hidden_layer_sizes
@@ -310,83 +205,56 @@ class OrdinalClassifier(OrdinalBase):
     def _train(
         self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState
     ) -> None:
-        for name in ("_adam", "_random"):
-            self.__dict__.pop(name, None)
+        if np.abs(X).max(initial=0.0) > LARGEST_FEATURE:
+            raise ValueError(
+                f"X holds numbers up to {np.abs(X).max():g} in size, expected at most {LARGEST_FEATURE:g}. Look for "
+                "marks of missing values such as 1e300, or divide the feature by a power of ten."
+            )
+        self._scaler = StandardScaler(with_std=bool(self.standardize)).fit(X, sample_weight=weights)
         self.n_iter_ = 1
-        self._prepare(X, positions, weights, random=random, onward=self.warm_start and hasattr(self, "_parameters"))
         if len(self.classes_) == 1:
             return
-        rows = Rows.of(self._features(X), positions, weights)
-        in_batches = bool(self._hidden()) or self.early_stopping not in (False, "auto")
-        uses_adam = self.solver == "adam" or (self.solver == "auto" and in_batches)
-        problem = self._by_adam(rows, random) if uses_adam else self._by_lbfgs(rows)
-        if problem:
-            warnings.warn(f"OrdinalClassifier did not converge {problem}.", ConvergenceWarning, stacklevel=4)
-
-    def _by_lbfgs(self, rows: Rows) -> str:
-        scale = min(self._criterion.transport + self._criterion.cross_entropy, 1.0)  # of the loss
-        self._parameters, self.n_iter_, slope = train_lbfgs(
-            self._objective(), self._parameters, rows, max_iter=self.max_iter, tol=self.tol * scale
-        )
-        if slope <= max(self.tol, ROUNDING) * scale:
-            return ""
-        if self.n_iter_ >= self.max_iter:
-            return f"in max_iter={self.max_iter} iterations; raise max_iter or tol"
-        return (
-            f"to tol={self.tol:g}: at slopes of {slope:.2g} the loss falls no more; use standardize=True, or raise tol"
-        )
-
-    def _by_adam(self, rows: Rows, random: np.random.RandomState) -> str:
-        parts = None
-        if self._stops_early(len(rows)):
-            parts = split_off(rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping")
-        found = train_adam_in_parts(
-            self._objective(), self._parameters, rows, parts=parts, refit=self.refit, max_iter=self.max_iter,
-            n_iter_no_change=self.n_iter_no_change, tol=self.tol, verbose=self.verbose, random=random, **self._steps(),
-        )  # fmt: skip
-        self._parameters, self.n_iter_ = found.parameters, found.epochs
-        return "" if found.settled else f"in max_iter={self.max_iter} iterations; raise max_iter or tol"
-
-    def _prepare(
-        self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState, onward: bool
-    ) -> None:
-        """Standardise and start the parameters; or go `onward`, both moved so that the scores stay what they were."""
-        scores = ScoreFunction(X.shape[1], self._hidden(), len(self.classes_), self.model)
-        if onward and scores != self._scores:
-            raise ValueError(
-                f"X and the settings make {scores}, expected {self._scores} as in the last call; set warm_start=False "
-                "and call fit to start anew."
+        rows = Rows.of(self._scaler.transform(X), positions, weights)
+        train = self._by_adam if self._hidden() else self._by_lbfgs
+        if not train(rows, random):
+            warnings.warn(
+                f"OrdinalClassifier did not converge in max_iter={self.max_iter} iterations; raise max_iter or tol.",
+                ConvergenceWarning,
+                stacklevel=4,
             )
-        in_parts = onward and hasattr(self, "_adam")
-        known = self._scaler if in_parts else None
-        scaler = fitted_scaler(X, weights, standardize=bool(self.standardize), known=known)
-        self._mass = float(weights.sum()) + (self._mass if in_parts else 0.0)
-        if onward and len(self.classes_) > 1:
-            stretch = scale_of(self._scaler)
-            self._parameters = scores.restandardised(
-                self._parameters,
-                shift=(centre_of(scaler) - centre_of(self._scaler)) / stretch,
-                stretch=scale_of(scaler) / stretch,
-            )
-        elif len(self.classes_) > 1:
-            self._parameters = scores.start(class_shares(positions, weights, len(self.classes_)), random)
-        self._scores, self._scaler = scores, scaler
 
-    def _features(self, X: np.ndarray) -> np.ndarray:
-        return (X - centre_of(self._scaler)) / scale_of(self._scaler)
+    def _by_lbfgs(self, rows: Rows, random: np.random.RandomState) -> bool:
+        self._network = self._new_network(rows, random)
+        tol = self.tol * min(self._criterion.transport + self._criterion.cross_entropy, 1.0)
+        objective = self._objective(rows)
+        self.n_iter_, largest = train_lbfgs(self._network, objective, rows, max_iter=self.max_iter, tol=tol)
+        return self.n_iter_ < self.max_iter or largest <= tol
 
-    def _check_features(self, X: np.ndarray) -> None:
-        check_magnitude(X, LARGEST_FEATURE, mend="divide the feature by a power of ten")
+    def _by_adam(self, rows: Rows, random: np.random.RandomState) -> bool:
+        self._network = self._new_network(rows, random)
 
-    def _objective(self) -> Objective:
-        return Objective(self._scores, self._criterion, self.alpha)
+        def train(network: OrdinalNetwork, rows: Rows, held_out: Rows | None, epochs: int, patience: int) -> Any:
+            return train_adam(
+                network, self._objective(rows), rows, held_out=held_out, epochs=epochs, patience=patience,
+                learning_rate=self.learning_rate, batch_size=self.batch_size, random=random,
+            )  # fmt: skip
 
-    def _steps(self) -> dict[str, Any]:
-        return {"learning_rate": self.learning_rate, "batch_size": self.batch_size}
+        if not self._stops_early(len(rows)):
+            self.n_iter_, settled = train(self._network, rows, None, self.max_iter, PATIENCE)
+            return bool(settled)
+        parts = split_off(rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping")
+        kept, held = (rows[index] for index in parts)
+        self.n_iter_, settled = train(deepcopy(self._network), kept, held, self.max_iter, PATIENCE)
+        train(self._network, rows, None, self.n_iter_, self.n_iter_ + 1)  # all rows, for as many epochs
+        return bool(settled)
+
+    def _new_network(self, rows: Rows, random: np.random.RandomState) -> OrdinalNetwork:
+        prior = class_shares(rows.target.numpy(), rows.weight.numpy(), len(self.classes_))
+        return OrdinalNetwork((rows.features.shape[1], *self._hidden()), prior, self.model, random)
+
+    def _objective(self, rows: Rows) -> Objective:
+        return Objective(self._criterion, float(self.alpha), float(rows.weight.sum()))
 
     def _logits(self, X: np.ndarray) -> np.ndarray:
         with torch.no_grad():
-            # Copied: joblib may have loaded the parameters as memory that must not be written.
-            parameters = torch.tensor(self._parameters, device="cpu")
-            logits = self._scores(parameters, torch.from_numpy(self._features(X)))
-        return logits.numpy()
+            return self._network(torch.from_numpy(self._scaler.transform(X))).numpy()

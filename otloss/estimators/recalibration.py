@@ -7,13 +7,13 @@ sum_k d_k (F_k - G_k)^2 for gaps d_k between class values:
     OrdinalRecalibration    logit F'_k = a_k + b_k logit F_k with b_k > 0, then F' made non-decreasing in k
 
 For a given k the score is a Brier score of F'_k alone, so every threshold is fitted by itself. Thresholds that then
-cross are brought in order by the projection on non-decreasing vectors in the norm of the RPS. The G of every outcome is
+cross are put in order by the projection on non-decreasing vectors in the norm of the RPS. The G of every outcome is
 such a vector, and a projection on a convex set brings one nearer to each of its points: it never raises the RPS.
 
-Both minimise the mean score plus m / (16 n) times the squared logarithms of T or b and squared a: a pull towards doing
-nothing as strong as m examples of forecast 1/2, of which each has the curvature 1/16 in a. The maps of the thresholds
+Both minimise the mean score plus m / (16 n) times the squared logarithms of T or b and squared a: shrinkage to the
+identity as strong as m examples of forecast 1/2, of which each has the curvature 1/16 in a. The maps of the thresholds
 are pulled four times as strongly to the map that is best for all of them: few examples tell a common error, many the
-differences. Doing nothing is among the candidates of each, so the score on the data of the fit is never above what it
+differences. The identity is among the candidates of each, so the score on the data of the fit is never above what it
 was.
 
 Sources: C. Guo et al., On calibration of modern neural networks, ICML 2017 (temperature); J. Platt, Probabilistic
@@ -135,7 +135,7 @@ class Temperature(BaseEstimator):
 class OrdinalRecalibration(BaseEstimator):
     """A monotone map for each threshold's forecast P(Y <= k), by the ranked probability score; never crossing.
 
-    Mends forecasts that are too sure or not sure enough, and that lean to one side, differently for low and high
+    Corrects forecasts that are too sure or not sure enough, and that lean to one side, differently for low and high
     classes. It does not keep which class is most likely. A thousandth of the forecast is left as it was, so that no
     class of positive probability (above 1e-305, less than which a thousandth is 0) ends with 0.
 
@@ -145,7 +145,7 @@ class OrdinalRecalibration(BaseEstimator):
             examples and makes a good forecast worse on few.
 
     Attributes:
-        offset_: (K - 1,), a_k; 0 where nothing is better than doing nothing.
+        offset_: (K - 1,), a_k; 0 where no map is better than the identity.
         slope_: (K - 1,), b_k, above 0; likewise 1.
         smallest_: the least probability of the fit; new ones below are taken for half of it.
 
@@ -209,8 +209,8 @@ class OrdinalRecalibration(BaseEstimator):
         return mapped + _UNCHANGED * (table - mapped) if changed.any() else table
 
     def _logits(self, below: np.ndarray, above: np.ndarray) -> Float[np.ndarray, "n thresholds"]:
-        floor = max(self.smallest_ / 2, np.finfo(float).tiny)  # half of the least float is 0
-        return np.log(np.maximum(below, floor)) - np.log(np.maximum(above, floor))
+        least = max(self.smallest_ / 2, np.finfo(float).tiny)  # half of the least float is 0
+        return np.log(np.maximum(below, least)) - np.log(np.maximum(above, least))
 
 
 @dataclass(frozen=True)

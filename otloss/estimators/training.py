@@ -1,38 +1,95 @@
-"""Training of a score function: L-BFGS on all rows in float64, or Adam on batches of them.
+"""Networks of ordered classes in torch, and their training: L-BFGS for linear ones, Adam for hidden layers.
 
-Both minimise   sum_i w_i L(z(x_i), y_i) / sum_i w_i  +  alpha / (2 sum_i w_i) |W|^2,
+    softmax:      z = h W + b                            one score per position
+    cumulative:   P(y <= k) = sigmoid(theta_k - f),      f = h w + b,  theta_0 = 0,  theta_k = theta_{k-1} + exp(gap_k)
+
+with h the standardised features, or the last hidden layer of rectified units. The cumulative model (proportional odds;
+McCullagh 1980) shares its weights between all classes: far fewer parameters, and ordered by construction. Its
+log-probabilities serve as logits, for log-softmax leaves them as they are.
+
+Both solvers minimise   sum_i w_i L(z(x_i), y_i) / sum_i w_i  +  alpha / (2 sum_i w_i) |W|^2,
 
 so that a weight of two is a row given twice, and `alpha` is the prior of ridge regression and of scikit-learn's 1 / C.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import torch
+from jaxtyping import Float
 from scipy.optimize import minimize
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, skip_init, vector_to_parameters
 
 from otloss.estimators.criterion import Criterion
-from otloss.estimators.scores import ScoreFunction
-from otloss.losses import ordinal_loss
+from otloss.losses import cumulative_log_probabilities, ordinal_loss
+
+MODELS = ("softmax", "cumulative")
+PATIENCE = 20  # epochs of Adam without a fall of the loss by `LEAST_FALL`
+LEAST_FALL = 1e-6
+
+
+class OrdinalNetwork(nn.Module):
+    """Logits of m >= 2 ordered classes from d features, in float64 on the CPU whatever torch's defaults are.
+
+    Args:
+        widths: of all layers but the last: the number of features, then those of hidden layers.
+        prior: (m,) probabilities that a linear model starts from, and one with hidden layers near to.
+        model: one of `MODELS`.
+        random: for the weights of hidden layers, Glorot's uniform ones; those of a linear model are zero.
+    """
+
+    layers: Any  # an nn.ModuleList of nn.Linear
+
+    def __init__(self, widths: tuple[int, ...], prior: np.ndarray, model: str, random: np.random.RandomState) -> None:
+        super().__init__()
+        sizes = (*widths, 1 if model == "cumulative" else len(prior))
+        self.layers = nn.ModuleList(
+            skip_init(nn.Linear, before, after, dtype=torch.float64, device="cpu") for before, after in pairwise(sizes)
+        )
+        self.log_gaps: nn.Parameter | None = None
+        start = np.log(prior)
+        if model == "cumulative":
+            below = prior.cumsum()[:-1]
+            thresholds = np.log(below) - np.log1p(-below)
+            start = -thresholds[:1]
+            self.log_gaps = nn.Parameter(torch.tensor(np.log(np.diff(thresholds)), device="cpu"))
+        for layer in self.layers:
+            bound = np.sqrt(6.0 / sum(layer.weight.shape)) if len(widths) > 1 else 0.0
+            layer.weight.data = torch.tensor(random.uniform(-bound, bound, layer.weight.shape), device="cpu")
+            nn.init.zeros_(layer.bias)
+        self.layers[-1].bias.data = torch.tensor(start, device="cpu")
+
+    def forward(self, features: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows positions"]:
+        """Logits whose softmax is the distribution over positions."""
+        hidden = features
+        for layer in self.layers[:-1]:
+            hidden = layer(hidden).relu()
+        return self.logits(self.layers[-1](hidden))
+
+    def logits(self, scores: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows positions"]:
+        """Logits from what the last layer gives."""
+        return scores if self.log_gaps is None else cumulative_log_probabilities(scores.squeeze(1), self.log_gaps)
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Standardised features (n, d), positions (n,) and weights (n,) of training rows."""
+    """Standardised features (n, d), positions (n,) and weights (n,) of training rows, in float64 on the CPU."""
 
     features: Tensor
     target: Tensor
     weight: Tensor
 
     @classmethod
-    def of(cls, features: np.ndarray, target: np.ndarray, weight: np.ndarray) -> Rows:
-        """Rows in float64 on the CPU, whatever torch's defaults are."""
-        return cls(*(torch.tensor(part, device="cpu") for part in (features, target, weight)))
+    def of(cls, *parts: np.ndarray) -> Rows:
+        """Rows from arrays in the order of the attributes."""
+        return cls(*(torch.tensor(part, device="cpu") for part in parts))
 
     def __len__(self) -> int:
         return len(self.target)
@@ -44,203 +101,123 @@ class Rows:
 
 @dataclass(frozen=True)
 class Objective:
-    """Loss of all parameters over rows: the mean by weight, and the penalty's share of one unit of weight."""
+    """What training minimises over rows of total weight `mass`."""
 
-    scores: ScoreFunction
     criterion: Criterion
     alpha: float
+    mass: float
 
-    def data_loss(self, parameters: Tensor, rows: Rows) -> Tensor:
-        """Weighted mean loss, without the penalty."""
-        losses = row_losses(self.scores(parameters, rows.features), rows.target, self.criterion)
-        return losses @ rows.weight / rows.weight.sum()
+    @cached_property
+    def geometry(self) -> dict[str, Any]:
+        """The arguments of the loss that say how far classes are apart, with tensors for arrays."""
+        found = self.criterion.geometry
+        return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in found.items()}
 
-    def value_and_gradient(self, parameters: np.ndarray, rows: Rows, mass: float) -> tuple[float, np.ndarray]:
-        """Penalised loss over `rows` out of a training set of weight `mass`, and its gradient."""
-        with torch.enable_grad():
-            leaf = torch.tensor(parameters, device="cpu", requires_grad=True)
-            value = self.data_loss(leaf, rows)
-            (gradient,) = torch.autograd.grad(value, leaf)
-        pull = self.alpha / mass * self.scores.penalised() * parameters
-        return float(value.detach()) + 0.5 * float(pull @ parameters), gradient.numpy() + pull
+    def data_loss(self, logits: Float[Tensor, "rows positions"], rows: Rows) -> Tensor:
+        """The sum of w_i L_i over `rows`."""
+        criterion = self.criterion
+        if criterion.transport == 0:
+            losses = nn.functional.cross_entropy(logits, rows.target, reduction="none")
+            return criterion.cross_entropy * (losses @ rows.weight)
+        mix = criterion.cross_entropy / criterion.transport
+        losses = ordinal_loss(logits, rows.target, cross_entropy=mix, reduction="none", **self.geometry)
+        return criterion.transport * (losses @ rows.weight)
 
-
-def row_losses(logits: Tensor, target: Tensor, criterion: Criterion) -> Tensor:
-    """Loss of each row, (n,)."""
-    if criterion.transport == 0:
-        return criterion.cross_entropy * torch.nn.functional.cross_entropy(logits, target, reduction="none")
-    geometry: dict[str, Any] = {
-        name: torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-        for name, value in criterion.geometry.items()
-    }
-    mix = criterion.cross_entropy / criterion.transport
-    return criterion.transport * ordinal_loss(logits, target, cross_entropy=mix, reduction="none", **geometry)
+    def of_batch(self, network: OrdinalNetwork, batch: Rows, *, repeated: float) -> Tensor:
+        """The penalised mean loss, where the rows of `batch` stand for `repeated` times as many."""
+        squares: Any = sum(layer.weight.square().sum() for layer in network.layers)
+        loss = self.data_loss(network(batch.features), batch)
+        return (repeated * loss + 0.5 * self.alpha * squares) / self.mass
 
 
 def train_lbfgs(
-    objective: Objective, start: np.ndarray, rows: Rows, *, max_iter: int, tol: float
-) -> tuple[np.ndarray, int, float]:
-    """Parameters, iterations, and the largest slope at the end: above `tol` where training has not converged."""
-    mass = float(rows.weight.sum())
+    network: OrdinalNetwork, objective: Objective, rows: Rows, *, max_iter: int, tol: float
+) -> tuple[int, float]:
+    """Train a linear `network` by L-BFGS; return the iterations and the largest derivative at the end.
 
-    def descended(start: np.ndarray, *, iterations: int, ftol: float) -> tuple[np.ndarray, float, int, float]:
-        found = minimize(
-            lambda parameters: objective.value_and_gradient(parameters, rows, mass),
-            start,
-            jac=True,
-            method="L-BFGS-B",
-            options={"maxiter": iterations, "maxfun": 5 * iterations, "gtol": tol, "ftol": ftol},
-        )
-        return found.x, float(found.fun), int(found.nit), float(np.abs(found.jac).max())
+    Autograd goes from the loss to the scores; the products with the features are numpy's, at half the time.
+    """
+    gaps = [] if network.log_gaps is None else [network.log_gaps]
+    parameters, X = [*network.layers.parameters(), *gaps], rows.features.numpy()
+    outputs, inputs = network.layers[0].weight.shape
 
-    parameters, value, spent, slope = descended(start, iterations=max_iter, ftol=64 * np.finfo(float).eps)
-    while slope > tol and spent < max_iter:
-        # A step that gains next to nothing may be a bad one: begin again from there, without the curvatures gathered.
-        onward, lower, more, slope_there = descended(parameters, iterations=max_iter - spent, ftol=0.0)
-        if (lower, slope_there) >= (value, slope):
-            break
-        parameters, value, spent, slope = onward, lower, spent + more, slope_there
-    return parameters, max(spent, 1), slope
+    def value_and_gradient(vector: np.ndarray) -> tuple[float, np.ndarray]:
+        vector_to_parameters(torch.from_numpy(vector), parameters)
+        W, bias = vector[: outputs * inputs].reshape(outputs, inputs), vector[outputs * inputs :][:outputs]
+        scores = torch.from_numpy(X @ W.T + bias).requires_grad_()
+        value = objective.data_loss(network.logits(scores), rows)
+        by_scores, *by_gaps = (g.numpy() for g in torch.autograd.grad(value, [scores, *gaps]))
+        by_weight = by_scores.T @ X + objective.alpha * W
+        gradient = np.concatenate([by_weight.ravel(), by_scores.sum(0), *by_gaps]) / objective.mass
+        return (value.item() + 0.5 * objective.alpha * float((W * W).sum())) / objective.mass, gradient
 
-
-@dataclass
-class Adam:
-    """Adam (Kingma and Ba 2015) on one vector; what it has gathered is kept between calls of `partial_fit`."""
-
-    mean: np.ndarray | float = 0.0
-    square: np.ndarray | float = 0.0
-    steps: int = 0
-
-    def step(self, gradient: np.ndarray) -> np.ndarray:
-        """What to subtract from the parameters, at a learning rate of 1."""
-        self.steps += 1
-        self.mean = 0.9 * self.mean + 0.1 * gradient
-        self.square = 0.999 * self.square + 0.001 * gradient**2
-        slope = self.mean / (1 - 0.9**self.steps)
-        return np.asarray(slope / (np.sqrt(self.square / (1 - 0.999**self.steps)) + 1e-8))
-
-
-def train_epoch(
-    objective: Objective,
-    parameters: np.ndarray,
-    rows: Rows,
-    *,
-    adam: Adam,
-    learning_rate: float,
-    batch_size: int,
-    random: np.random.RandomState,
-) -> tuple[np.ndarray, float]:
-    """New parameters after one pass over the rows in random batches, and the mean of the penalised losses met."""
-    mass = float(rows.weight.sum())
-    total = 0.0
-    for batch in _batches(rows, batch_size, random):
-        # Each row counts by its weight, also where a batch happens to hold light rows only.
-        share = float(batch.weight.sum()) * len(rows) / (mass * len(batch))
-        value, gradient = objective.value_and_gradient(parameters, batch, mass * share)
-        parameters = parameters - learning_rate * adam.step(share * gradient)
-        total += value * float(batch.weight.sum()) / mass
-    return parameters, total
-
-
-@dataclass(frozen=True)
-class Trained:
-    """Parameters, the epochs that led to them, and whether training ended before `max_iter` by itself."""
-
-    parameters: np.ndarray
-    epochs: int
-    settled: bool
+    found = minimize(
+        value_and_gradient,
+        parameters_to_vector(parameters).detach().numpy(),
+        jac=True,
+        method="L-BFGS-B",
+        options={"maxiter": max_iter, "maxfun": 5 * max_iter, "gtol": tol, "ftol": 64 * np.finfo(float).eps},
+    )
+    vector_to_parameters(torch.tensor(found.x, device="cpu"), parameters)
+    return max(int(found.nit), 1), float(np.abs(found.jac).max())
 
 
 def train_adam(
+    network: OrdinalNetwork,
     objective: Objective,
-    parameters: np.ndarray,
     rows: Rows,
     *,
     held_out: Rows | None,
-    max_iter: int,
-    n_iter_no_change: int,
-    tol: float,
-    verbose: int,
-    **settings: Any,
-) -> Trained:
-    """Train until the loss held out, or without such rows the loss met, no longer falls.
+    epochs: int,
+    patience: int,
+    learning_rate: float,
+    batch_size: int,
+    random: np.random.RandomState,
+) -> tuple[int, bool]:
+    """Train `network` by Adam until the loss held out, or without such rows the loss met, no longer falls.
 
-    With rows held out the parameters are those of the best epoch, and the epochs are counted up to it.
+    With rows held out the parameters are those of the best epoch, and the epochs returned are counted up to it; the
+    flag says whether training ended by itself before the last epoch allowed.
     """
-    stopping = EarlyStopping(n_iter_no_change, tol)
-    adam, settled = Adam(), False
-    for epoch in range(1, max_iter + 1):
-        parameters, loss = train_epoch(objective, parameters, rows, adam=adam, **settings)
+    optimizer = torch.optim.Adam(network.parameters(), lr=learning_rate)
+    best, best_epoch, best_state = np.inf, 0, deepcopy(network.state_dict())
+    reference, waited = np.inf, 0
+    for epoch in range(1, epochs + 1):
+        loss = _train_epoch(network, objective, rows, optimizer, batch_size, random)
         if held_out is not None:
             with torch.no_grad():
-                loss = float(objective.data_loss(torch.from_numpy(parameters), held_out))
-        if verbose:
-            print(f"epoch {epoch}: loss {loss:.6f}{' held out' if held_out is not None else ''}")
-        settled = stopping.stop_after(loss, parameters)
-        if settled:
-            break
-    if held_out is None or stopping.parameters is None:
-        return Trained(parameters, epoch, settled)
-    return Trained(stopping.parameters, stopping.round, settled)
-
-
-def train_adam_in_parts(
-    objective: Objective,
-    start: np.ndarray,
-    rows: Rows,
-    *,
-    parts: tuple[np.ndarray, np.ndarray] | None,
-    refit: bool,
-    max_iter: int,
-    n_iter_no_change: int,
-    **settings: Any,
-) -> Trained:
-    """Train on the first of two `parts` of the rows while the loss of the second falls; or on all rows without parts.
-
-    `refit` then trains on all rows from the same start, for as many epochs as were best, however the loss goes.
-    """
-    patience = {"max_iter": max_iter, "n_iter_no_change": n_iter_no_change}
-    if parts is None:
-        return train_adam(objective, start, rows, held_out=None, **patience, **settings)
-    kept, held = (rows[index] for index in parts)
-    found = train_adam(objective, start, kept, held_out=held, **patience, **settings)
-    if not refit:
-        return found
-    patience = {"max_iter": found.epochs, "n_iter_no_change": found.epochs + 1}
-    return replace(train_adam(objective, start, rows, held_out=None, **patience, **settings), settled=found.settled)
-
-
-@dataclass
-class EarlyStopping:
-    """Remembers the best parameters by a loss, and says when `patience` rounds brought less than `tol`."""
-
-    patience: int
-    tol: float
-    best: float = np.inf
-    parameters: np.ndarray | None = None
-    round: int = 0  # of the best
-    _rounds: int = 0
-    _waited: int = 0
-    _reference: float = np.inf
-
-    def stop_after(self, loss: float, parameters: np.ndarray) -> bool:
-        """Take note of one round's loss; whether to stop."""
+                loss = objective.data_loss(network(held_out.features), held_out).item() / float(held_out.weight.sum())
         if not np.isfinite(loss):
             raise ValueError(f"the loss is {loss} in training; lower learning_rate, or raise alpha.")
-        self._rounds += 1
-        if loss < self.best:
-            self.best, self.parameters, self.round = loss, parameters, self._rounds
-        if loss < self._reference - self.tol:
-            self._reference, self._waited = loss, 0
-        else:
-            self._waited += 1
-        return self._waited >= self.patience
+        if held_out is not None and loss < best:
+            best, best_epoch, best_state = loss, epoch, deepcopy(network.state_dict())
+        reference, waited = (loss, 0) if loss < reference - LEAST_FALL else (reference, waited + 1)
+        if waited >= patience:
+            break
+    if held_out is None:
+        return epoch, waited >= patience
+    network.load_state_dict(best_state)
+    return best_epoch, waited >= patience
 
 
-def _batches(rows: Rows, batch_size: int, random: np.random.RandomState) -> Iterator[Rows]:
-    if len(rows) <= batch_size:
-        yield rows
-        return
+def _train_epoch(
+    network: OrdinalNetwork,
+    objective: Objective,
+    rows: Rows,
+    optimizer: torch.optim.Optimizer,
+    batch_size: int,
+    random: np.random.RandomState,
+) -> float:
+    """Go once over the rows in random batches; return the mean of the penalised losses met."""
+    count = -(-len(rows) // batch_size)
+    order = random.permutation(len(rows)) if count > 1 else np.arange(len(rows))
+    total = 0.0
     # As equal as can be: a last batch of three rows would weigh as much as one of two hundred.
-    for index in np.array_split(random.permutation(len(rows)), -(-len(rows) // batch_size)):
-        yield rows[index]
+    for index in np.array_split(order, count):
+        optimizer.zero_grad()
+        # Each row counts by its weight, also where a batch happens to hold light rows only.
+        loss = objective.of_batch(network, rows[index], repeated=len(rows) / len(index))
+        loss.backward()
+        optimizer.step()
+        total += loss.item() * len(index) / len(rows)
+    return total

@@ -9,14 +9,10 @@ Columns of probabilities follow the sorted labels, as in
 scikit-learn, unless `columns=` says otherwise. Classes that are absent from y_true, y_pred or a fold keep their rank.
 """
 
-from otloss.metrics.decisions import kendall_tau_b as kendall_tau_b
-from otloss.metrics.decisions import linear_weighted_kappa as linear_weighted_kappa
 from otloss.metrics.decisions import macro_mae as macro_mae
 from otloss.metrics.decisions import maximum_mae as maximum_mae
 from otloss.metrics.decisions import off_by_one_accuracy as off_by_one_accuracy
-from otloss.metrics.decisions import ordinal_confusion_matrix as ordinal_confusion_matrix
 from otloss.metrics.decisions import ordinal_mae as ordinal_mae
-from otloss.metrics.decisions import quadratic_weighted_kappa as quadratic_weighted_kappa
 from otloss.metrics.forecasts import Reliability as Reliability
 from otloss.metrics.forecasts import ordinal_emd as ordinal_emd
 from otloss.metrics.forecasts import ranked_probability_score as ranked_probability_score
@@ -28,15 +24,11 @@ from otloss.metrics.scorers import scorer as scorer
 __all__ = [
     "OrdinalScorer",
     "Reliability",
-    "kendall_tau_b",
-    "linear_weighted_kappa",
     "macro_mae",
     "maximum_mae",
     "off_by_one_accuracy",
-    "ordinal_confusion_matrix",
     "ordinal_emd",
     "ordinal_mae",
-    "quadratic_weighted_kappa",
     "ranked_probability_score",
     "scorer",
     "threshold_calibration_error",

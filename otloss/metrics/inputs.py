@@ -5,7 +5,7 @@ Two orders meet here and are kept apart, before anything is computed:
     labels     the rank order, given by the user: lowest class first, of any label type
     columns    the order of the columns of `predict_proba`; scikit-learn sorts the labels, so that is the default
 
-Columns of a data frame that are named by the labels are taken by their names, wherever they stand.
+Columns of a data frame that are named by the labels are taken by their names, in any order.
 """
 
 from __future__ import annotations
@@ -64,22 +64,16 @@ def read_decisions(
     """Return both label vectors as positions in rank order, and that order."""
     order = rank_order(labels, y_true=y_true, y_pred=y_pred)
     if labels is None and categories_of(y_true) is None and categories_of(y_pred) is None:
-        _check_whole(order)
+        numbers = as_numbers(order)
+        if numbers is not None and not is_whole(numbers).all():
+            raise ValueError(
+                f"the labels hold {order[~is_whole(numbers)].tolist()[0]!r}, which is no whole number; bring "
+                "continuous predictions to the nearest class first, or pass labels=, the classes in rank order."
+            )
     true, predicted = positions("y_true", y_true, order), positions("y_pred", y_pred, order)
     if true.shape != predicted.shape:
         raise ValueError(f"y_true has {true.size} labels and y_pred {predicted.size}, expected as many.")
     return true, predicted, order
-
-
-def _check_whole(order: Labels) -> None:
-    """Raise where labels have fractions: continuous predictions, or classes of which the data may lack some."""
-    numbers = as_numbers(order)
-    if numbers is None or is_whole(numbers).all():
-        return
-    raise ValueError(
-        f"the labels hold {order[~is_whole(numbers)].tolist()[0]!r}, which is no whole number; bring continuous "
-        "predictions to the nearest class first, or pass labels=, the classes in rank order."
-    )
 
 
 def read_forecast(
@@ -90,24 +84,22 @@ def read_forecast(
     given = None if isinstance(columns, str) else plain_labels("columns", columns)
     if given is None and columns not in ("sorted", "rank"):
         raise ValueError(f'columns is {columns!r}, expected "sorted", "rank", or the label of each column.')
-    names = _names_of_columns(proba)
+    names = _names_of_columns(proba) if given is None and columns == "sorted" else None
     if labels is None:
-        order, of_columns = _order_told(y_true, table.shape[1], given, names)
+        order, of_columns = _implied_order(y_true, table.shape[1], given, names)
     else:
         order = of_columns = rank_order(labels)
-    if given is None and columns == "rank":
-        given = of_columns
-    named = _checked_against_names(given, names, order)
-    if named is None:
-        named = np.sort(of_columns)
-    if table.shape[1] != named.size:
+    if given is None:
+        given = of_columns if columns == "rank" else _as_labels(names, order)
+    given = np.sort(of_columns) if given is None else given
+    if table.shape[1] != given.size:
         raise ValueError(
-            f"proba has {table.shape[1]} columns, expected {named.size}: one for each of {shown(named)}. "
+            f"proba has {table.shape[1]} columns, expected {given.size}: one for each of {shown(given)}. "
             "Where a model was fitted without some class, pass columns=model.classes_."
         )
-    ranks = positions("columns", named, order)
+    ranks = positions("columns", given, order)
     if np.unique(ranks).size != ranks.size:
-        raise ValueError(f"columns is {shown(named)}, expected each label once.")
+        raise ValueError(f"columns is {shown(given)}, expected each label once.")
     in_rank_order = np.zeros((table.shape[0], order.size))
     in_rank_order[:, ranks] = table
     observed = positions("y_true", y_true, order)
@@ -116,8 +108,10 @@ def read_forecast(
     return Forecast(observed, in_rank_order, order, read_shares(sample_weight, observed.size))
 
 
-def _order_told(y_true: ArrayLike, columns: int, given: Labels | None, names: Labels | None) -> tuple[Labels, Labels]:
-    """Return the rank order that labels and columns tell by themselves, and the labels of the columns in that order."""
+def _implied_order(
+    y_true: ArrayLike, columns: int, given: Labels | None, names: Labels | None
+) -> tuple[Labels, Labels]:
+    """Return the rank order that labels and columns imply, and the labels of the columns in that order."""
     if categories_of(y_true) is not None:
         order = rank_order(None, y_true=y_true)
         return order, order
@@ -132,13 +126,13 @@ def _order_told(y_true: ArrayLike, columns: int, given: Labels | None, names: La
         if of_columns.size == columns:
             return order, of_columns
     raise ValueError(
-        f"proba has {columns} columns but y_true holds {seen.size} classes, {shown(seen)}: which column is whose "
-        "cannot be told. Pass labels=, all classes in rank order."
+        f"proba has {columns} columns but y_true holds {seen.size} classes, {shown(seen)}: which column is of which "
+        "class is not known. Pass labels=, all classes in rank order."
     )
 
 
 def _names_of_columns(proba: Any) -> Labels | None:
-    """Return the names of a data frame's columns; None without, where they are 0 to K - 1, or can be no labels."""
+    """Return the names of a data frame's columns; None where they are 0 to K - 1 or not of a label type."""
     try:
         names = plain_labels("the columns of proba", np.asarray(getattr(proba, "columns", None)))
     except (TypeError, ValueError):
@@ -146,25 +140,17 @@ def _names_of_columns(proba: Any) -> Labels | None:
     return None if names.dtype.kind in "iu" and np.array_equal(names, np.arange(names.size)) else names
 
 
-def _checked_against_names(given: Labels | None, names: Labels | None, order: Labels) -> Labels | None:
-    """Return the label of each column, by the names of the columns if these are labels, or else as `given`."""
+def _as_labels(names: Labels | None, order: Labels) -> Labels | None:
+    """Return the label of each column by the names of the columns; None where these are no labels."""
     if names is None:
-        return given
+        return None
     # Files turn numbers into strings.
     alike = KINDS[names.dtype.kind] == KINDS[order.dtype.kind]
     same = names[:, None] == order if alike else names.astype(str)[:, None] == order.astype(str)
     known = same.any(1)
-    if not known.any():
-        return given
-    if not known.all():
+    if known.any() and not known.all():
         raise ValueError(
-            f"the columns of proba are {shown(names)}, of which {shown(names[~known])} are no labels, expected some "
+            f"the columns of proba are {shown(names)}, of which {shown(names[~known])} are not labels, expected some "
             f"of {shown(order)}; drop them, rename them, or pass proba.to_numpy()."
         )
-    named = order[same.argmax(1)]
-    if given is not None and not np.array_equal(given, named):
-        raise ValueError(
-            f"columns stands for {shown(given)}, but the columns of proba are {shown(names)}; "
-            "leave columns out, or pass proba.to_numpy() if the names are wrong."
-        )
-    return named
+    return order[same.argmax(1)] if known.any() else None

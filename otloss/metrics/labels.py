@@ -6,7 +6,7 @@ call it, so that they agree on the position of each class.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from datetime import date
 from typing import Any
 
@@ -102,7 +102,7 @@ def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
 
 
 def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " n"]:
-    """Return where in `order` each label stands, else raise ValueError naming the first one that does not."""
+    """Return the position of each label in `order`, else raise ValueError naming the first that has none."""
     given = plain_labels(name, values)
     if given.size == 0:
         raise ValueError(f"{name} is empty, expected at least one label.")
@@ -124,22 +124,17 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
     """Return labels as an array of numbers, strings, dates or intervals with one axis, none of them missing."""
     values = _as_column(values)
     array = as_array(values)
-    if array.ndim == 0:
-        raise TypeError(
-            f"{name} is {values!r}, a {type(values).__name__}; expected a list or array of labels, whose order counts."
-        )
     if array.ndim != 1:
-        table = array.ndim == 2 and array.shape[1] > 1
-        mend = f"of scores of classes take {name}.argmax(axis=1)" if table else f"call np.ravel({name})"
-        raise ValueError(f"{name} has shape {array.shape}, expected one axis of labels; {mend}.")
+        of = f"{values!r}, a {type(values).__name__}" if array.ndim == 0 else f"of shape {array.shape}"
+        raise ValueError(f"{name} is {of}; expected a list or array of labels with one axis, whose order counts.")
     # numpy turns the numbers of a list into strings where it holds one string.
-    mixable = array.dtype.kind == "U" and isinstance(values, Iterable) and not isinstance(values, np.ndarray)
-    items = array.tolist() if array.dtype.kind in "OT" else list(values) if mixable else None  # type: ignore[arg-type]
+    items = list(values) if array.dtype.kind in "OT" or isinstance(values, list | tuple) else None  # type: ignore[arg-type]
     if items is not None:
         _check_present(name, np.array([v is None or _unequal(v) for v in items], dtype=bool))
         if len({isinstance(v, str) for v in items}) > 1:
             raise TypeError(f"{name} mixes strings with other types, expected labels of one type.")
-        array = _dates(name, items) if items and all(isinstance(v, date) for v in items) else np.array(items)
+        if array.dtype.kind in "OT":
+            array = _dates(name, items) if items and all(isinstance(v, date) for v in items) else np.array(items)
     known = all(_is_interval(v) for v in items) if items and array.dtype.kind == "O" else array.dtype.kind in KINDS
     if not known or array.ndim != 1:
         first = items[0] if items else array[0]
@@ -172,15 +167,14 @@ def _as_column(values: Any) -> Any:
 
 def _common_categories(targets: dict[str, Any]) -> Any:
     """Return the categories of the ordered Categoricals among the targets, None without; raise where they differ."""
-    given = {name: c for name, target in targets.items() if (c := categories_of(target)) is not None}
-    first: Any = next(iter(given.values()), None)
-    for name, categories in given.items():
-        if list(categories) != list(first):
+    given = [c for target in targets.values() if (c := categories_of(target)) is not None]
+    for categories in given:
+        if list(categories) != list(given[0]):
             raise ValueError(
-                f"{next(iter(given))} has the ordered categories {list(first)!r} and {name} {list(categories)!r}, "
+                f"{' and '.join(targets)} have the ordered categories {list(given[0])!r} and {list(categories)!r}, "
                 "expected the same; pass labels=, the classes in rank order."
             )
-    return first
+    return given[0] if given else None
 
 
 def _dates(name: str, items: list[Any]) -> Shaped[np.ndarray, " n"]:

@@ -46,7 +46,7 @@ def read_weights(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarra
         first = int(np.flatnonzero(bad)[0])
         raise ValueError(f"sample_weight[{first}] is {weight[first]}, expected finite weights >= 0.")
     if not weight.any():
-        raise ValueError("sample_weight is 0 everywhere, expected a sum above 0.")
+        raise ValueError("sample_weight is zero everywhere, expected a sum above 0.")
     return weight
 
 
@@ -79,9 +79,9 @@ def _read_numbers(name: str, given: Any, expected: str) -> Float[np.ndarray, "..
         return array.astype(float)
     except (TypeError, ValueError):
         shown = given if array.size <= 12 else array.ravel()[:5].tolist()
-        mend = f" Pass [{name}[c] for c in labels]." if isinstance(given, dict) else ""
+        fix = f" Pass [{name}[c] for c in labels]." if isinstance(given, dict) else ""
         raise TypeError(
-            f"{name} is {shown!r}, a {type(given).__name__}; expected numbers of shape {expected}.{mend}"
+            f"{name} is {shown!r}, a {type(given).__name__}; expected numbers of shape {expected}.{fix}"
         ) from None
 
 

@@ -17,22 +17,21 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics import decisions as _decisions
 from otloss.metrics import forecasts as _forecasts
-from otloss.metrics.labels import implied_order, plain_labels, rank_order
+from otloss.metrics.labels import plain_labels, rank_order
 
+# The metric and its sign: as a score, larger is better.
 _OF_LABELS: dict[str, tuple[Callable[..., float], int]] = {
-    "quadratic_weighted_kappa": (_decisions.quadratic_weighted_kappa, 1),
-    "linear_weighted_kappa": (_decisions.linear_weighted_kappa, 1),
-    "kendall_tau_b": (_decisions.kendall_tau_b, 1),
     "off_by_one_accuracy": (_decisions.off_by_one_accuracy, 1),
     "ordinal_mae": (_decisions.ordinal_mae, -1),
     "macro_mae": (_decisions.macro_mae, -1),
     "maximum_mae": (_decisions.maximum_mae, -1),
 }
-_OF_PROBABILITIES: dict[str, Callable[..., float]] = {
-    "ranked_probability_score": _forecasts.ranked_probability_score,
-    "ordinal_emd": _forecasts.ordinal_emd,
-    "threshold_calibration_error": _forecasts.threshold_calibration_error,
+_OF_PROBABILITIES: dict[str, tuple[Callable[..., float], int]] = {
+    "ranked_probability_score": (_forecasts.ranked_probability_score, -1),
+    "ordinal_emd": (_forecasts.ordinal_emd, -1),
+    "threshold_calibration_error": (_forecasts.threshold_calibration_error, -1),
 }
+_METRICS = {**_OF_LABELS, **_OF_PROBABILITIES}
 
 
 class OrdinalScorer:
@@ -48,17 +47,21 @@ class OrdinalScorer:
         self, estimator: Any, X: Any, y: Shaped[np.ndarray, " n"], *, sample_weight: ArrayLike | None = None
     ) -> float:
         """Return the metric of the estimator's predictions for X, with the opposite sign where less is better."""
+        metric, sign = _METRICS[self.metric]
+        options = self.options if sample_weight is None else {**self.options, "sample_weight": sample_weight}
         if self.metric in _OF_LABELS:
-            metric, sign = _OF_LABELS[self.metric]
             predicted = estimator.predict(X)
             classes = getattr(estimator, "classes_", predicted)
             labels = self._labels(estimator, y=y, predicted=predicted, classes=classes)
-            return sign * metric(y, predicted, labels=labels, **self._options(sample_weight))
-        classes = _classes(estimator)
-        labels = self._labels(estimator, y=y, classes=classes)
+            return sign * metric(y, predicted, labels=labels, **options)
+        if not hasattr(estimator, "classes_"):
+            raise TypeError(
+                f"{type(estimator).__name__} has no classes_, so the columns of predict_proba have no labels; "
+                "expected a fitted classifier."
+            )
+        labels = self._labels(estimator, y=y, classes=estimator.classes_)
         proba: Float[np.ndarray, "n classes"] = estimator.predict_proba(X)
-        metric = _OF_PROBABILITIES[self.metric]
-        return -metric(y, proba, labels=labels, columns=classes, **self._options(sample_weight))
+        return sign * metric(y, proba, labels=labels, columns=estimator.classes_, **options)
 
     def __repr__(self) -> str:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
@@ -67,15 +70,15 @@ class OrdinalScorer:
     def _labels(self, estimator: Any, **known: ArrayLike) -> ArrayLike:
         if self.labels is not None:
             return self.labels
-        order = _order_of(estimator)
-        if order is None:
+        estimator = _last(estimator)
+        order = getattr(estimator, "categories_", None)
+        if not isinstance(order, np.ndarray) or not hasattr(estimator, "classes_"):  # as encoders have them
             return rank_order(None, **known)
+        given = plain_labels("y", known["y"])
+        if getattr(estimator, "categories", None) is not None or np.isin(given, order).all():
+            return order
         # Whole numbers that the fold has and the model's own training set had not extend the range.
-        plain = {name: plain_labels(name, labels) for name, labels in known.items()}
-        return rank_order(None, estimator=order, **plain) if _is_range(estimator, order) else rank_order(order)
-
-    def _options(self, sample_weight: ArrayLike | None) -> dict[str, Any]:
-        return self.options if sample_weight is None else {**self.options, "sample_weight": sample_weight}
+        return rank_order(None, estimator=order, y=given)
 
     def set_score_request(self, *, sample_weight: bool | str | None = None) -> OrdinalScorer:
         """Ask scikit-learn's metadata routing for sample weights (True, or the name they go by), or not (False)."""
@@ -98,9 +101,9 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
     "neg_..." scorers. Classes that are missing from a fold are fine.
 
     Args:
-        metric: "quadratic_weighted_kappa", "linear_weighted_kappa", "kendall_tau_b", "off_by_one_accuracy",
-            "ordinal_mae", "macro_mae", "maximum_mae" of `predict`, or "ranked_probability_score", "ordinal_emd",
-            "threshold_calibration_error" of `predict_proba`.
+        metric: "off_by_one_accuracy", "ordinal_mae", "macro_mae", "maximum_mae" of `predict`, or
+            "ranked_probability_score", "ordinal_emd", "threshold_calibration_error" of `predict_proba`. For a kappa use
+            `make_scorer(cohen_kappa_score, weights="quadratic", labels=...)` of scikit-learn.
         labels: (K,) all classes in rank order. By default the order that the model uses, the `categories_` of the
             estimators here, also as the last step of a pipeline or the best of a search; for other models that of an
             ordered pandas Categorical, or what the labels of model and fold imply, as in the metrics: whole numbers
@@ -108,8 +111,8 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
         options: other arguments of the metric, such as `values`.
 
     Raises:
-        ValueError: if there is no such metric, or the metric refuses the labels or an option.
-        TypeError: if it has no such option, or the type of one is wrong.
+        ValueError: if there is no such metric.
+        TypeError: if it has no such option. The value of an option is checked with the first fold.
 
     Example:
         >>> from sklearn.linear_model import LogisticRegression
@@ -119,41 +122,14 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
         >>> cross_val_score(LogisticRegression(), X, y, scoring=scoring, cv=5)
         array([-0.33333333, -0.        , -0.        , -0.        , -0.33333333])
     """
-    if metric not in (*_OF_LABELS, *_OF_PROBABILITIES):
-        raise ValueError(f"metric is {metric!r}, expected one of {sorted((*_OF_LABELS, *_OF_PROBABILITIES))}.")
-    arguments = signature(_OF_LABELS[metric][0] if metric in _OF_LABELS else _OF_PROBABILITIES[metric]).parameters
-    own = set(arguments) - {"y_true", "y_pred", "proba", "labels", "columns", "sample_weight"}
+    if metric not in _METRICS:
+        raise ValueError(f"metric is {metric!r}, expected one of {sorted(_METRICS)}.")
+    own = set(signature(_METRICS[metric][0]).parameters)
+    own -= {"y_true", "y_pred", "proba", "labels", "columns", "sample_weight"}
     for option in options:
         if option not in own:
-            raise TypeError(f"{option!r} is no argument of {metric} for a scorer, expected one of {sorted(own)}.")
-    _try_out(metric, labels, options)
+            raise TypeError(f"{option!r} is not an argument of {metric} for a scorer, expected one of {sorted(own)}.")
     return OrdinalScorer(metric, labels, options)
-
-
-def _try_out(metric: str, labels: ArrayLike | None, options: dict[str, Any]) -> None:
-    """Let the metric itself check labels and options, on forecasts that are right, before a search is under way."""
-    values = options.get("values")
-    order = rank_order(np.arange(2 if values is None else max(np.size(values), 1)) if labels is None else labels)
-    if metric in _OF_LABELS:
-        _OF_LABELS[metric][0](order, order, labels=order, **options)
-    else:
-        _OF_PROBABILITIES[metric](order, np.eye(order.size), labels=order, columns="rank", **options)
-
-
-def _order_of(estimator: Any) -> Any:
-    """Return the rank order that an estimator of `otloss.estimators` uses, told or not; None of any other."""
-    estimator = _last(estimator)
-    categories = getattr(estimator, "categories_", None)
-    return categories if isinstance(categories, np.ndarray) and hasattr(estimator, "classes_") else None
-
-
-def _is_range(estimator: Any, order: np.ndarray) -> bool:
-    """Whether the estimator was told no categories, and its order is that which any larger set of labels implies."""
-    if getattr(_last(estimator), "categories", None) is not None:
-        return False
-    plain = plain_labels("categories_", order)
-    implied, doubt = implied_order(np.unique(plain))
-    return not doubt and np.array_equal(implied, plain)
 
 
 def _last(estimator: Any) -> Any:
@@ -162,13 +138,3 @@ def _last(estimator: Any) -> Any:
         return _last(estimator.best_estimator_)
     steps = getattr(estimator, "steps", None)
     return _last(steps[-1][1]) if isinstance(steps, list) else estimator
-
-
-def _classes(estimator: Any) -> Any:
-    classes = getattr(estimator, "classes_", None)
-    if classes is None:
-        raise TypeError(
-            f"{type(estimator).__name__} has no classes_, so the columns of predict_proba have no labels; "
-            "expected a fitted classifier."
-        )
-    return classes

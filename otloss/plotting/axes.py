@@ -1,11 +1,11 @@
-"""The Axes that is drawn on, names of classes that do not run into each other, and legends that cover nothing."""
+"""The Axes that is drawn on, names of classes that do not overlap, and legends beside the data."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -13,7 +13,6 @@ if TYPE_CHECKING:
 BLUE, ORANGE, VERMILION, GREY, PALE = "#0072B2", "#E69F00", "#D55E00", "#767676", "#D8D8D8"
 MOST_NAMES = 15  # classes beyond which names, and numbers in cells, are too small to read
 _LONGEST = 30  # letters of a name
-_SLANTED = 2.5  # letters' room that a slanted name takes
 
 
 def axes_to_draw_on(ax: Axes | None) -> Axes:
@@ -39,7 +38,7 @@ def figure_of(ax: Axes) -> Any:
 
 
 def names_of(labels: np.ndarray) -> list[str]:
-    """Return labels as words: dates and floats as short as tells them apart, what is very long without its middle."""
+    """Return labels as text: dates and floats as short as tells them apart, very long names without their middle."""
     if labels.dtype.kind == "M":
         return [str(name) for name in np.datetime_as_string(labels, unit="auto")]
     names = [str(label) for label in labels.tolist()]
@@ -50,19 +49,23 @@ def names_of(labels: np.ndarray) -> list[str]:
 
 
 def name_classes(axis: Any, places: Float[np.ndarray, " classes"], labels: np.ndarray) -> None:
-    """Name the classes; on the x axis aslant where names would touch, and of those that still would only some."""
-    names, chosen, slanted = names_of(labels), every(len(labels), MOST_NAMES), False
-    if axis.axis_name == "x":
-        at, lengths = _in_letters(axis.axes, places), np.array([len(name) for name in names])
-        chosen = _apart(at, lengths)
-        slanted = len(chosen) < len(_apart(at, np.minimum(lengths, _SLANTED))) and lengths.max() > 4
-        chosen = _apart(at, np.minimum(lengths, _SLANTED)) if slanted else chosen
+    """Name the classes, those too near to the last one named left out; on the x axis aslant where names would touch."""
+    names = names_of(labels)
+    nearest = np.ptp(places) / (MOST_NAMES + 1)
+    chosen = [0]
+    for k in range(1, len(places)):
+        if places[k] - places[chosen[-1]] >= nearest:
+            chosen.append(k)
     axis.set_ticks(places[chosen], [names[k] for k in chosen])
     axis.set_ticks(np.delete(places, chosen), minor=True)
-    if slanted:
-        axis.set_tick_params(rotation=30)
-        for text in axis.get_ticklabels():
-            text.set(horizontalalignment="right", rotation_mode="anchor")
+    if axis.axis_name == "x" and len(chosen) > 1:
+        low, high = axis.axes.get_xlim()
+        # A letter of 10 points is about 1/12 inch wide; what is beside the axes will take a fifth of the width or so.
+        letters = 0.8 * inches_wide(axis.axes) * 12 * np.diff(places[chosen]).min() / (high - low)
+        if max(len(names[k]) for k in chosen) + 1 > letters:
+            axis.set_tick_params(rotation=30)
+            for text in axis.get_ticklabels():
+                text.set(horizontalalignment="right", rotation_mode="anchor")
 
 
 def every(count: int, most: int) -> Int[np.ndarray, " chosen"]:
@@ -71,8 +74,8 @@ def every(count: int, most: int) -> Int[np.ndarray, " chosen"]:
 
 
 def legend(ax: Axes, title: str | None = None) -> None:
-    """Put the legend beside the axes, where it covers nothing, or inside where a neighbour may be beside them."""
-    if _makes_room(ax):
+    """Put the legend beside the axes, or inside where the figure has no layout and others may be beside them."""
+    if _has_layout(ax):
         ax.legend(loc="upper left", bbox_to_anchor=(1.01, 1), frameon=False, fontsize="small", title=title)
     else:
         ax.legend(loc="best", framealpha=0.7, fontsize="x-small", title=title, title_fontsize="x-small",
@@ -80,10 +83,10 @@ def legend(ax: Axes, title: str | None = None) -> None:
 
 
 def colour_bar(ax: Axes, scale: Any, label: str) -> Any:
-    """Return a colour bar of `scale`, in room that the axes give up."""
-    if _makes_room(ax):
+    """Return a colour bar of `scale`, in space taken from the axes."""
+    if _has_layout(ax):
         return figure_of(ax).colorbar(scale, ax=ax, shrink=0.8, label=label)
-    # Numbers and label stand on the inner side, for a neighbour may begin at the outer one. They take 0.6 inches.
+    # Numbers and label are on the inner side, 0.6 inches wide: neighbouring axes may begin at the outer one.
     pad = min(0.35, 0.62 / inches_wide(ax))
     bar = figure_of(ax).colorbar(scale, ax=ax, shrink=0.8, label=label, pad=pad, fraction=0.06)
     bar.ax.yaxis.set_ticks_position("left")
@@ -92,10 +95,10 @@ def colour_bar(ax: Axes, scale: Any, label: str) -> Any:
 
 
 def entitle(ax: Axes, title: str) -> None:
-    """Write the title, in letters as small as the width of the axes asks for."""
+    """Write the title, in letters that fit the width of the axes."""
     text = ax.set_title(title)
-    room = 72 * inches_wide(ax) / (0.55 * len(title))
-    text.set_fontsize(min(text.get_fontsize(), max(room, 7.0)))
+    fitting = 72 * inches_wide(ax) / (0.55 * len(title))
+    text.set_fontsize(min(text.get_fontsize(), max(fitting, 7.0)))
 
 
 def inches_wide(ax: Axes) -> float:
@@ -103,36 +106,8 @@ def inches_wide(ax: Axes) -> float:
     return float(ax.get_window_extent().width / figure_of(ax).dpi)
 
 
-def _makes_room(ax: Axes) -> bool:
+def _has_layout(ax: Axes) -> bool:
     """Whether the figure moves its axes apart until what is drawn around them fits."""
     figure = ax.get_figure(root=True)
     assert figure is not None
     return figure.get_layout_engine() is not None
-
-
-def _in_letters(ax: Axes, places: Float[np.ndarray, " classes"]) -> Float[np.ndarray, " classes"]:
-    """Return places on the x axis in letters from its start."""
-    low, high = ax.get_xlim()
-    # A letter is about 0.6 of the font's size, here 10 points, or 1/72 of 10 inches. What stands beside the axes will
-    # take a fifth of the width or so.
-    width = 0.8 * inches_wide(ax) * 72 / 6
-    return (places - low) / (high - low) * width
-
-
-def _apart(at: Float[np.ndarray, " classes"], lengths: Float[np.ndarray, " classes"]) -> Int[np.ndarray, " chosen"]:
-    """Return positions of names of these lengths, in letters, of which no two neighbours touch: all if possible."""
-
-    def touch(chosen: np.ndarray) -> Bool[np.ndarray, " pairs"]:
-        room, length = np.diff(at[chosen]), lengths[chosen]
-        return room < (length[1:] + length[:-1]) / 2 + 1
-
-    if np.allclose(np.diff(at, n=2), 0):
-        most = MOST_NAMES
-        while touch(chosen := every(len(at), most)).any():
-            most -= 1
-        return chosen
-    kept = [0]
-    for k in range(1, len(at)):
-        if not touch(np.array([kept[-1], k])).any():
-            kept.append(k)
-    return np.array(kept)

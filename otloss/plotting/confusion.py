@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from otloss.metrics import ordinal_confusion_matrix
-from otloss.metrics.labels import rank_order
+from otloss.metrics.inputs import read_decisions
+from otloss.metrics.numbers import read_weights
 from otloss.plotting.axes import (
     BLUE,
     MOST_NAMES,
@@ -39,11 +39,11 @@ def plot_confusion_matrix(
     Args:
         y_true: (n,) labels, the rows.
         y_pred: (n,) labels, the columns.
-        labels, sample_weight: as for `otloss.metrics.ordinal_confusion_matrix`.
+        labels, sample_weight: as for `otloss.metrics.ordinal_mae`.
         ax: where to draw; a new figure by default.
 
     Raises:
-        ValueError, TypeError: as `otloss.metrics.ordinal_confusion_matrix`.
+        ValueError, TypeError: as `otloss.metrics.ordinal_mae`.
         ImportError: without matplotlib.
 
     Example:
@@ -51,14 +51,15 @@ def plot_confusion_matrix(
         >>> ax.get_xlabel(), ax.get_ylabel()
         ('predicted class', 'true class')
     """
-    table = ordinal_confusion_matrix(y_true, y_pred, labels=labels, sample_weight=sample_weight)
-    order = rank_order(labels, y_true=y_true, y_pred=y_pred)
+    true, predicted, order = read_decisions(y_true, y_pred, labels)
+    table = np.zeros((order.size, order.size))
+    np.add.at(table, (true, predicted), read_weights(sample_weight, true.size))
     ax = axes_to_draw_on(ax)
     totals = table.sum(1, keepdims=True)
     shares = np.divide(table, totals, out=np.zeros_like(table), where=totals > 0)
     colours = _distance_colours(len(table))
     distance = np.abs(np.subtract.outer(np.arange(len(table)), np.arange(len(table))))
-    strength = np.sqrt(shares)[..., None]  # a share of 1 % is still seen
+    strength = np.sqrt(shares)[..., None]  # a share of 1 % is still visible
     image = (1 - strength) + strength * colours[distance]
     ax.imshow(image, interpolation="nearest")
     if len(table) <= MOST_NAMES:
@@ -82,7 +83,7 @@ def _distance_colours(classes: int) -> Float[np.ndarray, "classes rgb"]:
 def _write_cells(ax: Axes, table: np.ndarray, shares: np.ndarray, image: np.ndarray) -> None:
     luminance = image @ np.array([0.299, 0.587, 0.114])
     texts = {(i, j): _amount(table[i, j]) for i, j in zip(*np.nonzero(table), strict=True)}
-    # Points of a cell's width, what stands beside the axes left out; a digit takes 0.65 of the font's size.
+    # Points of a cell's width without what is beside the axes; a digit takes 0.65 of the font's size.
     cell = 0.6 * inches_wide(ax) * 72 / len(table)
     size = min(8.5 if len(table) <= 8 else 6, cell / (0.65 * max(map(len, texts.values()))), 0.45 * cell)
     for (i, j), text in texts.items():

@@ -6,7 +6,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss.metrics import threshold_reliability
@@ -42,8 +42,7 @@ def plot_cdfs(
             `pyplot.subplots(layout="constrained")`, else inside.
 
     Raises:
-        ValueError, TypeError: as `otloss.metrics.ranked_probability_score`; ValueError also if y_true has two axes, as
-            the probabilities.
+        ValueError, TypeError: as `otloss.metrics.ranked_probability_score`.
         ImportError: without matplotlib.
 
     Example:
@@ -51,13 +50,12 @@ def plot_cdfs(
         >>> ax.get_ylabel()
         'P(Y ≤ class)'
     """
-    _check_order("plot_cdfs", y_true, proba)
     forecast = read_forecast(y_true, proba, labels, columns, sample_weight)
     x = read_values(values, forecast.labels.size)
     ax = axes_to_draw_on(ax)
     below, was_below = _with_ends(forecast.below), _with_ends(forecast.was_below)  # (n, K)
     predicted, observed = forecast.weight @ below, forecast.weight @ was_below
-    # Steps run on behind the last class, where both are 1.
+    # One more step after the last class, where both are 1.
     edges = np.append(x, x[-1] + (0.5 * np.diff(x).mean() if x.size > 1 else 1))
     area = float(np.abs(predicted - observed)[:-1] @ np.diff(x))
     single = len(below) == 1
@@ -92,8 +90,8 @@ def plot_reliability(
 
     A calibrated forecaster is on the diagonal; a flat curve is too sure. Markers grow with the weight of their bin, a
     vertical line is the 95 % interval of the observed frequency (Wilson's; long where a bin holds few examples), and
-    the legend gives each threshold's expected calibration error. Of more than eight thresholds, six are told apart by
-    colour and the others are pale.
+    the legend gives each threshold's expected calibration error. Of more than eight thresholds, six are coloured and
+    the others are pale.
 
     Args:
         y_true: (n,) labels.
@@ -103,8 +101,7 @@ def plot_reliability(
             `pyplot.subplots(layout="constrained")`, else inside.
 
     Raises:
-        ValueError, TypeError: as `otloss.metrics.threshold_calibration_error`; ValueError also if y_true has two axes,
-            as the probabilities.
+        ValueError, TypeError: as `otloss.metrics.threshold_calibration_error`.
         ImportError: without matplotlib.
 
     Example:
@@ -112,7 +109,6 @@ def plot_reliability(
         >>> len(ax.get_lines())  # two thresholds and the diagonal
         3
     """
-    _check_order("plot_reliability", y_true, proba)
     curves = threshold_reliability(
         y_true, proba, labels=labels, columns=columns, bins=bins, strategy=strategy, sample_weight=sample_weight
     )
@@ -121,7 +117,7 @@ def plot_reliability(
 
     ax.plot([0, 1], [0, 1], color=GREY, linestyle="--", linewidth=1, zorder=1)
     names = names_of(np.array([curve.threshold for curve in curves]))
-    shown = _told_apart(len(curves))
+    shown = np.arange(len(curves)) if len(curves) <= 8 else np.linspace(0, len(curves) - 1, 6).round().astype(int)
     # The light end of viridis is too pale for a line on white.
     for k, colour in zip(shown, colormaps["viridis"](np.linspace(0, 0.85, len(shown))), strict=True):
         curve = curves[k]
@@ -138,19 +134,6 @@ def plot_reliability(
     legend(ax, title="calibration error")
     entitle(ax, "Reliability by threshold")
     return ax
-
-
-def _check_order(function: str, y_true: ArrayLike, proba: ArrayLike) -> None:
-    axes = np.ndim(y_true), np.ndim(proba)
-    if axes[0] > 1:
-        swapped = f"; the labels come first: {function}(y_true, proba)" if axes[1] < 2 else ""
-        raise ValueError(
-            f"y_true has {axes[0]} axes and proba {axes[1]}, expected labels (n,) and probabilities (n, K){swapped}."
-        )
-
-
-def _told_apart(curves: int) -> Int[np.ndarray, " shown"]:
-    return np.arange(curves) if curves <= 8 else np.linspace(0, curves - 1, 6).round().astype(int)
 
 
 def _with_ends(thresholds: Float[np.ndarray, "n thresholds"]) -> Float[np.ndarray, "n classes"]:

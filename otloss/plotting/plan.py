@@ -34,7 +34,7 @@ def plot_transport_plan(
         ax: where to draw; a new figure by default.
 
     Raises:
-        ValueError: if the plan is no single matrix, holds negative or infinite masses or none, or positions do not fit.
+        ValueError: if the plan is not one matrix, holds negative, infinite or only zero masses, or positions misfit.
         ImportError: without matplotlib.
 
     Example:
@@ -43,7 +43,7 @@ def plot_transport_plan(
         ('y, to', 'x, from')
     """
     masses = _masses(plan)
-    rows, columns = _places("x", x, masses.shape[0]), _places("y", y, masses.shape[1])
+    rows, columns = _positions("x", x, masses.shape[0]), _positions("y", y, masses.shape[1])
     masses = masses[np.argsort(rows)][:, np.argsort(columns)]
     rows, columns = np.sort(rows), np.sort(columns)
     ax = axes_to_draw_on(ax)
@@ -55,7 +55,7 @@ def plot_transport_plan(
     ax.set(xlabel="y, to", ylabel="x, from")
     colour_bar(ax, mesh, "mass")
     most = int(np.clip(2.5 * inches_wide(ax), 2, 6))
-    # The marginals stand inside the axes, above and to the right of the plan, where nothing else can be drawn.
+    # The marginals are inside the axes, above and to the right of the plan.
     for axis, edges, given in ((ax.xaxis, edges_y, y), (ax.yaxis, edges_x, x)):
         low, high = edges[[0, -1]]
         axis.axes.set(**{f"{axis.axis_name}lim": (low, low + (high - low) / (1 - _MARGINAL - 0.02))})
@@ -87,7 +87,7 @@ def _masses(plan: Any) -> Float[np.ndarray, "n m"]:
     return masses
 
 
-def _places(name: str, places: ArrayLike | None, count: int) -> Float[np.ndarray, " count"]:
+def _positions(name: str, places: ArrayLike | None, count: int) -> Float[np.ndarray, " count"]:
     if places is None:
         return np.arange(float(count))
     array = np.asarray(places.detach().cpu() if isinstance(places, torch.Tensor) else places, dtype=float)

