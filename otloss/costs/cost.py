@@ -4,8 +4,8 @@ Notation: n bins of p, m bins of q, h a potential over the bins of q, `top_i = m
 
     -eps log sum_j exp((h_j - C_ij) / eps) = -top_i - eps log sum_j exp((h_j - C_ij - top_i) / eps)
 
-and its terms lie in (0, 1]. Those below exp(-80) are counted as exp(-80): that changes no float64 sum, and torch's exp on
-a CPU is ten times slower where it underflows.
+and its terms lie in (0, 1]. Those below exp(-80) are counted as exp(-80): that changes no float64 sum, and exp in torch
+on a CPU is ten times slower where it underflows.
 """
 
 from __future__ import annotations

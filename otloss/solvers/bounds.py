@@ -23,15 +23,12 @@ Metric for Image Retrieval, 2000 (centroids); M. Kusner et al., From Word Embedd
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast
-from otloss.costs import CosineCost, Cost, GridCost, LineCost, PointCost, as_cost, cost_between
-from otloss.solvers.histograms import HistogramPair, histogram_pair
+from otloss.costs import CosineCost, Cost, GridCost, LineCost, PointCost
+from otloss.solvers.histograms import HistogramPair, pair_and_cost
 
 COUPLINGS = ("independent", "residual", "best")
 
@@ -75,7 +72,7 @@ def upper_bound(
     """
     if coupling not in COUPLINGS:
         raise ValueError(f"coupling is {coupling!r}, expected one of {COUPLINGS}.")
-    pair, fitted = _problem(p, q, cost)
+    pair, fitted = pair_and_cost(p, q, cost)
     n, m = fitted.shape
     if coupling == "residual" and n != m:
         raise ValueError(
@@ -127,7 +124,7 @@ def lower_bound(
         >>> lower_bound(torch.tensor([0.5, 0.5]), q, torch.tensor([[0.0, 3.0], [3.0, 0.0]]))
         tensor(1.5000)
     """
-    pair, fitted = _problem(p, q, cost)
+    pair, fitted = pair_and_cost(p, q, cost)
     centroid = _centroid(pair, fitted)
     if centroid is None:
         value = _relaxed_marginals(pair, fitted)
@@ -136,14 +133,6 @@ def lower_bound(
     else:
         value = torch.maximum(centroid, _relaxed_marginals(pair, fitted))
     return value.to(pair.dtype)
-
-
-def _problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
-    fitted = as_cost(cost)
-    pair = histogram_pair(p, q, cost.dtype)
-    fitted = cost_between(pair.p, pair.q, fitted)
-    check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
-    return pair, fitted
 
 
 def _independent(pair: HistogramPair, cost: Cost) -> Tensor:

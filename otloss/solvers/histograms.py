@@ -21,6 +21,7 @@ from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite, check_floating
 from otloss._kernels import may_run_on
+from otloss.costs import Cost, as_cost, cost_between
 
 # Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
 # each, and a histogram normalised in its own dtype carries that of its sum too. Those in float64 were often normalised
@@ -80,6 +81,19 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         mass=mass.to(arithmetic),
         dtype=dtype,
     )
+
+
+def pair_and_cost(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
+    """Return the checked pair, and the cost between them in their arithmetic dtype.
+
+    Raises:
+        TypeError, ValueError: as `histogram_pair`, `as_cost` and `cost_between`, and if the batch axes do not fit.
+    """
+    fitted = as_cost(cost)
+    pair = histogram_pair(p, q, cost.dtype)
+    fitted = cost_between(pair.p, pair.q, fitted)
+    check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
+    return pair, fitted
 
 
 def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:

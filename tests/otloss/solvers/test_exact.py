@@ -226,7 +226,7 @@ half = torch.tensor([0.5, 0.5])
         (torch.stack([half, half * 2]), half, torch.ones(2, 2), ValueError, "masses of row 1: 2 and 1, .* 0.5"),
         (half * 1.001, half, torch.ones(2, 2), ValueError, r"at most 1e-05. Normalise both"),
         (half, torch.zeros(2), torch.ones(2, 2), ValueError, "1 and 0"),
-        (half, half, torch.ones(2, 3), ValueError, r"shape \(2, 3\), expected a last two axes of \(2, 2\)"),
+        (half, half, torch.ones(2, 3), ValueError, r"shape \(2, 3\), expected \(2, 2\)"),
         (half, half, -torch.ones(2, 2), ValueError, r"holds -1.0 at index \(0, 0\), expected costs >= 0"),
         (half, half, torch.full((2, 2), torch.inf), ValueError, "cost matrix holds 4 NaN or infinite"),
         (half.expand(3, 2), half.expand(4, 2), torch.ones(2, 2), ValueError, r"p \(3,\), q \(4,\)"),
