@@ -115,11 +115,17 @@ def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:
     return epsilon
 
 
-def check_index(name: str, index: Any, size: int) -> Tensor:
-    """Return `index` as int64 if it is a one-axis integer tensor within [0, size), else raise."""
-    tensor = check_tensor(name, index)
+def check_integers(name: str, value: Any) -> Tensor:
+    """Return `value` if it is an integer tensor, else raise TypeError."""
+    tensor = check_tensor(name, value)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} has dtype {tensor.dtype}, expected integers; call {name}.long().")
+    return tensor
+
+
+def check_index(name: str, index: Any, size: int) -> Tensor:
+    """Return `index` as int64 if it is a one-axis integer tensor within [0, size), else raise."""
+    tensor = check_integers(name, index)
     if tensor.dim() != 1:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected one axis; call {name}.reshape(-1).")
     bad = (tensor < 0) | (tensor >= size)

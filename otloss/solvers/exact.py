@@ -246,4 +246,3 @@ def _by_cost(upstream: Tensor, solution: ExactSolution, like: Tensor) -> Tensor:
     flat = torch.zeros(like.numel(), dtype=like.dtype if alone else torch.float64, device="cpu")
     flat.index_add_(0, cells.flatten(), amounts.flatten().to(flat.dtype))
     return flat.reshape(like.shape).to(like)
-

@@ -22,8 +22,8 @@ from otloss.costs import Cost, as_cost, cost_between
 
 # Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
 # each, and a histogram normalised in its own dtype carries that of its sum too. Histograms in float64 were often
-# normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would, so histograms
-# cast from there to float32 have to be normalised again.
+# normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast to
+# float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
 
 

@@ -29,11 +29,11 @@ def kernels_for_all_sizes() -> Iterator[None]:
 
 def merged(tensors: list[torch.Tensor], order: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The kernel's value, and the twin's."""
-    return _onedim._compiled(tuple(tensors), order, _onedim._wasserstein_1d), _onedim._wasserstein_1d(*tensors, order)
+    return _onedim._by_kernel(_onedim._wasserstein_1d, tuple(tensors), order), _onedim._wasserstein_1d(*tensors, order)
 
 
 def cdf(tensors: list[torch.Tensor], power: float) -> tuple[torch.Tensor, torch.Tensor]:
-    return _onedim._compiled(tuple(tensors), power, _onedim._cdf_distance), _onedim._cdf_distance(*tensors, power)
+    return _onedim._by_kernel(_onedim._cdf_distance, tuple(tensors), power), _onedim._cdf_distance(*tensors, power)
 
 
 def general(batch: int, n: int, m: int, dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
