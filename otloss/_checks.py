@@ -138,6 +138,18 @@ def check_index(name: str, index: Any, size: int) -> Tensor:
     return tensor.long()
 
 
+def check_cloud(name: str, points: Any) -> Tensor:
+    """Return `points` if they are finite points (..., n, d), else raise."""
+    check_floating(name, points)
+    if points.dim() < 2 or 0 in points.shape[-2:]:
+        raise ValueError(
+            f"{name} has shape {tuple(points.shape)}, expected (..., n, d) with n, d >= 1; for positions on a line "
+            f"pass {name}[:, None], or use LineCost."
+        )
+    check_finite(name, points)
+    return points
+
+
 def check_last_axis(name: str, tensor: Tensor, size: int) -> None:
     """Raise ValueError unless the last axis of `tensor` has `size` entries."""
     if tensor.dim() == 0 or tensor.shape[-1] != size:

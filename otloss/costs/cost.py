@@ -108,7 +108,7 @@ class Cost(ABC):
             rounding of the costs in their own dtype, also for a potential in float64, plus 1e-6 epsilon in float32.
 
         Raises:
-            TypeError: if the potential is no floating tensor, or epsilon no number.
+            TypeError: if the potential is not a floating tensor, or epsilon not a number.
             ValueError: if the potential holds a NaN or +inf, epsilon is negative or infinite, or shapes do not fit.
         """
         potential, epsilon, batch = self._softmin_arguments(potential, epsilon)

@@ -131,8 +131,9 @@ def _along_lines(
     size = lines.shape[-1]
     step = max(1, block_entries() // size**2)
     blocks = lines.reshape(-1, size).split(step)
-    whole = isinstance(epsilon, Tensor)
-    widths = epsilon.expand(lines.shape[:-1]).reshape(-1).split(step) if whole else [epsilon] * len(blocks)
+    widths: Sequence[float | Tensor] = [epsilon] * len(blocks)
+    if isinstance(epsilon, Tensor):
+        widths = epsilon.expand(lines.shape[:-1]).reshape(-1).split(step)
     recompute = len(blocks) > 1 and makes_graph(lines)
     parts = [
         recomputed(softmin_of, matrix, block, width) if recompute else softmin_of(matrix, block, width)

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_broadcast, check_epsilon, check_finite, check_floating
+from otloss._checks import broadcast_shape, check_broadcast, check_cloud, check_epsilon, check_floating
 from otloss._kernels import is_small, may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 from otloss.costs.distances import distances, suit_products
@@ -65,12 +65,12 @@ class PointCost(Cost):
     ) -> None:
         if not callable(metric) and metric not in METRICS:
             raise ValueError(f"metric is {metric!r}, expected one of {METRICS} or a function of two clouds.")
-        _check_cloud("x", x)
+        check_cloud("x", x)
         self.metric = metric
         if y is None or y is x:
             self.x = self.y = x.to(arithmetic_dtype(x.dtype))
         else:
-            _check_cloud("y", y)
+            check_cloud("y", y)
             if x.shape[-1] != y.shape[-1] or x.device != y.device:
                 raise ValueError(
                     f"x has {x.shape[-1]} coordinates on {x.device}, y {y.shape[-1]} on {y.device}, expected the same."
@@ -346,15 +346,3 @@ def _cosine_product(cost: PointCost, v: Tensor) -> Tensor:
         return product
     # A point at the origin has no product with itself to cancel its own mass.
     return product - v * (cost.x.detach() == 0).all(-1)
-
-
-def _check_cloud(name: str, points: Any) -> None:
-    check_floating(name, points)
-    if points.dim() == 1:
-        raise ValueError(
-            f"{name} has shape {tuple(points.shape)}, expected points (..., n, d); for positions on a line use "
-            f"LineCost, or {name}[:, None]."
-        )
-    if points.dim() < 2 or 0 in points.shape[-2:]:
-        raise ValueError(f"{name} has shape {tuple(points.shape)}, expected (..., n, d) with n, d >= 1.")
-    check_finite(name, points)

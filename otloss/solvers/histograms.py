@@ -50,7 +50,7 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
     Not balanced, they keep their own masses, and their gradients are not centred: every mass has a value then.
 
     Raises:
-        TypeError: if p or q is no floating tensor.
+        TypeError: if p or q is not a floating tensor.
         ValueError: if an entry is NaN, infinite or negative, if the masses differ by more than `MASS_TOLERANCE`,
             or if the batch axes or the devices do not fit.
     """
