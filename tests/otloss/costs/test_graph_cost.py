@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from otloss import emd
 from otloss.costs import graph_cost
-from tests.otloss.oracles import as_double, central_slopes
+from tests.otloss.oracles import as_double, central_gradients
 
 
 def floyd_warshall(lengths: np.ndarray) -> np.ndarray:
@@ -68,7 +68,7 @@ def test_slopes_in_the_lengths(directed: bool) -> None:
 
         leaf = torch.from_numpy(lengths).requires_grad_()
         (slopes,) = torch.autograd.grad((graph_cost(leaf).dense() * torch.from_numpy(weight)).sum(), leaf)
-        moved = central_slopes(lambda a, e=lengths: value(np.where(e > 0, a, 0.0)), lengths, 1e-6)
+        moved = central_gradients(lambda a, e=lengths: value(np.where(e > 0, a, 0.0)), lengths, 1e-6)
         np.testing.assert_allclose(slopes.numpy(), moved, atol=1e-7)
         assert slopes.abs().max() > 0.5
 
@@ -96,7 +96,7 @@ def test_slopes_through_exact_transport() -> None:
 
     leaf = torch.from_numpy(lengths).requires_grad_()
     (slopes,) = torch.autograd.grad(emd(p, q, graph_cost(leaf)), leaf)
-    np.testing.assert_allclose(slopes.numpy(), central_slopes(value, lengths, 1e-6), atol=1e-7)
+    np.testing.assert_allclose(slopes.numpy(), central_gradients(value, lengths, 1e-6), atol=1e-7)
 
 
 def test_stored_zeros_of_a_sparse_matrix_are_edges() -> None:

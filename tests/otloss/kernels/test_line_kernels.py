@@ -14,7 +14,7 @@ from numba import njit
 from otloss import cdf_distance, wasserstein_1d
 from otloss._kernels import histograms, line_gradients
 from otloss.solvers import line as _onedim
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
 from tests.otloss.strategies import line_problems, positions, weights
 
 exponents = st.sampled_from([1, 1.5, 2, 3])
@@ -125,12 +125,12 @@ def test_gradients_match_finite_differences_of_the_linear_programme(order: float
     def exact(p: np.ndarray, q: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
         return linprog_value(p, q, np.abs(np.subtract.outer(x, y)) ** order)
 
-    k, slopes = weight_slopes(lambda w: exact(w, q, x, y), p, 1e-6)
+    k, slopes = weight_gradients(lambda w: exact(w, q, x, y), p, 1e-6)
     np.testing.assert_allclose(found[0] - found[0][k], slopes, atol=5e-5)
-    k, slopes = weight_slopes(lambda w: exact(p, w, x, y), q, 1e-6)
+    k, slopes = weight_gradients(lambda w: exact(p, w, x, y), q, 1e-6)
     np.testing.assert_allclose(found[1] - found[1][k], slopes, atol=5e-5)
-    np.testing.assert_allclose(found[2], central_slopes(lambda a: exact(p, q, a, y), x, 1e-6), atol=5e-5)
-    np.testing.assert_allclose(found[3], central_slopes(lambda a: exact(p, q, x, a), y, 1e-6), atol=5e-5)
+    np.testing.assert_allclose(found[2], central_gradients(lambda a: exact(p, q, a, y), x, 1e-6), atol=5e-5)
+    np.testing.assert_allclose(found[3], central_gradients(lambda a: exact(p, q, x, a), y, 1e-6), atol=5e-5)
 
 
 def test_second_derivatives_are_the_twins() -> None:

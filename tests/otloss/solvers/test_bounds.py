@@ -11,7 +11,7 @@ from torch import Tensor
 
 from otloss import emd, lower_bound, upper_bound
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
-from tests.otloss.oracles import as_double, central_slopes
+from tests.otloss.oracles import as_double, central_gradients
 from tests.otloss.strategies import problems, square_problems
 
 SquareProblem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -183,7 +183,7 @@ def test_gradients_match_finite_differences(kind: str, which: str) -> None:
             ahead, behind = ((p, q + s * d, data) for s in (1, -1))
             slope = (value(*map(as_double, ahead)) - value(*map(as_double, behind))).item() / 2e-6
             assert by_q @ directions[i] == pytest.approx(slope, abs=1e-7)
-        slopes = central_slopes(lambda a: value(as_double(p), as_double(q), as_double(a)).item(), data, 1e-6)  # noqa: B023
+        slopes = central_gradients(lambda a: value(as_double(p), as_double(q), as_double(a)).item(), data, 1e-6)  # noqa: B023
         moving = slice(None) if "cosine" not in kind else [0, 1, 3, 4, 5]  # a zero row has no direction to move
         np.testing.assert_allclose(by_data[moving], slopes[moving], atol=1e-7)
         assert abs(by_p.sum()) < 1e-12

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from otloss import wasserstein_1d
 from otloss.solvers.circle import wasserstein_circular
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
 from tests.otloss.strategies import line_problems
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -58,11 +58,11 @@ def test_gradients_match_finite_differences(n: int) -> None:
         p, q, x = sparse_problem(seed, n)
         P, Q, X = (as_double(a, grad=True) for a in (p, q, x))
         by_p, by_q, by_x = torch.autograd.grad(wasserstein_circular(P, Q, X, period=7.0), [P, Q, X])
-        k, slopes = weight_slopes(lambda w: linprog_value(w, q, arcs(x, 7.0)), p, 1e-6)  # noqa: B023
+        k, slopes = weight_gradients(lambda w: linprog_value(w, q, arcs(x, 7.0)), p, 1e-6)  # noqa: B023
         np.testing.assert_allclose((by_p - by_p[k]).numpy(), slopes, atol=5e-5)
-        k, slopes = weight_slopes(lambda w: linprog_value(p, w, arcs(x, 7.0)), q, 1e-6)  # noqa: B023
+        k, slopes = weight_gradients(lambda w: linprog_value(p, w, arcs(x, 7.0)), q, 1e-6)  # noqa: B023
         np.testing.assert_allclose((by_q - by_q[k]).numpy(), slopes, atol=5e-5)
-        slopes = central_slopes(lambda x: linprog_value(p, q, arcs(x, 7.0)), x, 1e-6)  # noqa: B023
+        slopes = central_gradients(lambda x: linprog_value(p, q, arcs(x, 7.0)), x, 1e-6)  # noqa: B023
         np.testing.assert_allclose(by_x.numpy(), slopes, atol=5e-5)
         assert abs(by_p.sum()) < 1e-12
 

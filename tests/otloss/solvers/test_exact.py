@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import otloss
 from otloss.costs import CosineCost, DenseCost, LineCost
 from otloss.solvers.exact import emd
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
 from tests.otloss.strategies import problems, weights
 
 
@@ -56,11 +56,11 @@ def test_gradients_match_finite_differences(n: int, m: int, zeros: bool) -> None
         p, q, matrix = random_problem(seed, n, m, zeros)
         leaves = [as_double(a, grad=True) for a in (p, q, matrix)]
         by_p, by_q, by_cost = (g.numpy() for g in torch.autograd.grad(emd(*leaves), leaves))
-        heaviest, slopes = weight_slopes(lambda w, q=q, c=matrix: linprog_value(w, q, c), p, 1e-6)
+        heaviest, slopes = weight_gradients(lambda w, q=q, c=matrix: linprog_value(w, q, c), p, 1e-6)
         np.testing.assert_allclose(by_p - by_p[heaviest], slopes, atol=2e-5)
-        heaviest, slopes = weight_slopes(lambda w, p=p, c=matrix: linprog_value(p, w, c), q, 1e-6)
+        heaviest, slopes = weight_gradients(lambda w, p=p, c=matrix: linprog_value(p, w, c), q, 1e-6)
         np.testing.assert_allclose(by_q - by_q[heaviest], slopes, atol=2e-5)
-        slopes = central_slopes(lambda c, p=p, q=q: linprog_value(p, q, c), matrix, 1e-6)
+        slopes = central_gradients(lambda c, p=p, q=q: linprog_value(p, q, c), matrix, 1e-6)
         np.testing.assert_allclose(by_cost, slopes, atol=2e-5)
 
 
@@ -78,7 +78,7 @@ def test_zero_mass_bin_where_pot_has_the_wrong_sign() -> None:
     # On a line, mass in bin 0 is farther from q than mass in bin 1: moving some there costs 1 per unit.
     p, q = np.array([0.0, 0.5, 0.5, 0.0]), np.array([0.0, 0.2, 0.8, 0.0])
     matrix = np.abs(np.subtract.outer(np.arange(4.0), np.arange(4.0)))
-    heaviest, slopes = weight_slopes(lambda w: linprog_value(w, q, matrix), p, 1e-5)
+    heaviest, slopes = weight_gradients(lambda w: linprog_value(w, q, matrix), p, 1e-5)
     gradients = {}
     for name, solve in (("otloss", emd), ("POT", ot.emd2)):
         leaf = as_double(p, grad=True)

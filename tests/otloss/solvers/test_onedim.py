@@ -11,7 +11,7 @@ from scipy.stats import wasserstein_distance
 
 from otloss import cdf_distance, emd, wasserstein_1d
 from otloss.costs import LineCost
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
 from tests.otloss.strategies import line_problems, positions, weights
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -86,14 +86,14 @@ def test_gradients_match_finite_differences(n: int, m: int, shared: bool, order:
         def value(p: np.ndarray, q: np.ndarray, x: np.ndarray, y: np.ndarray) -> float:
             return linprog_value(p, q, line_matrix(x, y, order))
 
-        k, slopes = weight_slopes(lambda w: value(w, q, x, end), p, 1e-6)  # noqa: B023
+        k, slopes = weight_gradients(lambda w: value(w, q, x, end), p, 1e-6)  # noqa: B023
         np.testing.assert_allclose(found[0] - found[0][k], slopes, atol=5e-5)
-        k, slopes = weight_slopes(lambda w: value(p, w, x, end), q, 1e-6)  # noqa: B023
+        k, slopes = weight_gradients(lambda w: value(p, w, x, end), q, 1e-6)  # noqa: B023
         np.testing.assert_allclose(found[1] - found[1][k], slopes, atol=5e-5)
-        slopes = central_slopes(lambda x: value(p, q, x, x if shared else end), x, 1e-6)  # noqa: B023
+        slopes = central_gradients(lambda x: value(p, q, x, x if shared else end), x, 1e-6)  # noqa: B023
         np.testing.assert_allclose(found[2], slopes, atol=5e-5)
         if not shared:
-            np.testing.assert_allclose(found[3], central_slopes(lambda y: value(p, q, x, y), y, 1e-6), atol=5e-5)  # noqa: B023
+            np.testing.assert_allclose(found[3], central_gradients(lambda y: value(p, q, x, y), y, 1e-6), atol=5e-5)  # noqa: B023
         assert abs(found[0].sum()) < 1e-12
         assert abs(found[1].sum()) < 1e-12
 
@@ -112,11 +112,11 @@ def test_cdf_distance_gradients(power: float) -> None:
         distance = cdf_distance(*leaves, power=power)
         assert distance.item() == pytest.approx(value(p, q, x))
         found = [g.numpy() for g in torch.autograd.grad(distance, leaves)]
-        k, slopes = weight_slopes(lambda w: value(w, q, x), p, 1e-8)  # noqa: B023
+        k, slopes = weight_gradients(lambda w: value(w, q, x), p, 1e-8)  # noqa: B023
         np.testing.assert_allclose(found[0] - found[0][k], slopes, atol=1e-5 if power >= 2 else 5e-3)
-        k, slopes = weight_slopes(lambda w: value(p, w, x), q, 1e-8)  # noqa: B023
+        k, slopes = weight_gradients(lambda w: value(p, w, x), q, 1e-8)  # noqa: B023
         np.testing.assert_allclose(found[1] - found[1][k], slopes, atol=1e-5 if power >= 2 else 5e-3)
-        np.testing.assert_allclose(found[2], central_slopes(lambda x: value(p, q, x), x, 1e-7), atol=1e-6)  # noqa: B023
+        np.testing.assert_allclose(found[2], central_gradients(lambda x: value(p, q, x), x, 1e-7), atol=1e-6)  # noqa: B023
 
 
 def test_second_derivatives_where_smooth() -> None:
@@ -216,9 +216,9 @@ def test_bins_before_and_behind_all_mass_have_one_sided_gradients(order: float) 
     matrix = line_matrix(x, x, order)
     P, Q = as_double(p, grad=True), as_double(q, grad=True)
     by_p, by_q = torch.autograd.grad(wasserstein_1d(P, Q, as_double(x), order=order), [P, Q])
-    k, slopes = weight_slopes(lambda w: linprog_value(w, q, matrix), p, 1e-5)
+    k, slopes = weight_gradients(lambda w: linprog_value(w, q, matrix), p, 1e-5)
     np.testing.assert_allclose((by_p - by_p[k]).numpy(), slopes, atol=1e-4)
-    k, slopes = weight_slopes(lambda w: linprog_value(p, w, matrix), q, 1e-5)
+    k, slopes = weight_gradients(lambda w: linprog_value(p, w, matrix), q, 1e-5)
     np.testing.assert_allclose((by_q - by_q[k]).numpy(), slopes, atol=1e-4)
     assert abs(slopes[0]) >= 1
 

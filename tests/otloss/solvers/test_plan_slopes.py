@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
-from tests.otloss.oracles import central_slopes
+from tests.otloss.oracles import central_gradients
 
 METRICS = ["sqeuclidean", "euclidean", "l1"]
 
@@ -64,7 +64,9 @@ def test_slopes_at_a_fixed_plan(metric: str, batch: tuple[int, ...]) -> None:
         assert len(found) == len(cost.parameters()) == (2 if cost.y.requires_grad and cost is not one else 1)
         for name, slopes in zip(names, found, strict=True):
             at = getattr(cost, name).detach().numpy()
-            expected = central_slopes(lambda a, n=name, c=cost, r=arguments: moved_cost(c, n, a, r, upstream), at, 1e-6)
+            expected = central_gradients(
+                lambda a, n=name, c=cost, r=arguments: moved_cost(c, n, a, r, upstream), at, 1e-6
+            )
             np.testing.assert_allclose(slopes.numpy(), expected, atol=2e-6 * (1 + np.abs(expected).max()))
         again = Cost.plan_gradients(cost, *arguments, epsilon=0.7, upstream=upstream)
         for fast, slow in zip(found, again, strict=True):
@@ -107,7 +109,7 @@ def test_slopes_of_other_costs_at_a_fixed_plan() -> None:
         arguments = plan_arguments(*cost.shape, (3,), torch.float64)
         (slopes,) = cost.plan_gradients(*arguments, epsilon=0.7, upstream=upstream)
         at = getattr(cost, name).detach().numpy()
-        expected = central_slopes(lambda a, c=cost, n=name, r=arguments: moved_cost(c, n, a, r, upstream), at, 1e-6)
+        expected = central_gradients(lambda a, c=cost, n=name, r=arguments: moved_cost(c, n, a, r, upstream), at, 1e-6)
         np.testing.assert_allclose(slopes.numpy(), expected, atol=1e-7 * (1 + np.abs(expected).max()))
         if isinstance(cost, DenseCost):
             torch.testing.assert_close(Cost.plan_gradients(cost, *arguments, epsilon=0.7, upstream=upstream)[0], slopes)

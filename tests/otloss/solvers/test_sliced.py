@@ -12,7 +12,7 @@ import torch
 from otloss import wasserstein_1d
 from otloss.solvers import sliced as _sliced
 from otloss.solvers.sliced import sliced_wasserstein
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
 
 
 def clouds(seed: int, n: int, m: int, d: int) -> tuple[np.ndarray, ...]:
@@ -39,13 +39,13 @@ def test_values_and_gradients(n: int, m: int, d: int, order: float) -> None:
     value = sliced_wasserstein(*leaves, order=order, projections=as_double(along))
     assert value.item() == pytest.approx(by_linear_programmes(x, y, a, b, along, order), abs=1e-6)
     by_x, by_y, by_a, by_b = (g.numpy() for g in torch.autograd.grad(value, leaves))
-    slopes = central_slopes(lambda t: by_linear_programmes(t, y, a, b, along, order), x, 1e-6)
+    slopes = central_gradients(lambda t: by_linear_programmes(t, y, a, b, along, order), x, 1e-6)
     np.testing.assert_allclose(by_x, slopes, atol=1e-5)
-    slopes = central_slopes(lambda t: by_linear_programmes(x, t, a, b, along, order), y, 1e-6)
+    slopes = central_gradients(lambda t: by_linear_programmes(x, t, a, b, along, order), y, 1e-6)
     np.testing.assert_allclose(by_y, slopes, atol=1e-5)
-    k, slopes = weight_slopes(lambda t: by_linear_programmes(x, y, t, b, along, order), a, 1e-6)
+    k, slopes = weight_gradients(lambda t: by_linear_programmes(x, y, t, b, along, order), a, 1e-6)
     np.testing.assert_allclose(by_a - by_a[k], slopes, atol=5e-5)
-    k, slopes = weight_slopes(lambda t: by_linear_programmes(x, y, a, t, along, order), b, 1e-6)
+    k, slopes = weight_gradients(lambda t: by_linear_programmes(x, y, a, t, along, order), b, 1e-6)
     np.testing.assert_allclose(by_b - by_b[k], slopes, atol=5e-5)
 
 

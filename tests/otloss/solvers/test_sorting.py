@@ -16,7 +16,7 @@ from torch import Tensor
 
 from otloss import solve
 from otloss.solvers.sorting import soft_rank, soft_sort, soft_top_k
-from tests.otloss.oracles import central_slopes
+from tests.otloss.oracles import central_gradients
 
 F64 = torch.float64
 
@@ -80,7 +80,7 @@ def test_values_and_slopes_are_those_of_the_transport_plan(name: str, n: int, ep
     np.testing.assert_allclose(value.detach(), ORACLES[name](x.numpy(), epsilon), rtol=1e-9, atol=1e-9)
     weights = rows(n, seed=n + 1)
     (found,) = torch.autograd.grad((value * weights).sum(), leaf)
-    slopes = central_slopes(lambda t: float(ORACLES[name](t, epsilon) @ weights.numpy()), x.numpy(), 1e-5)
+    slopes = central_gradients(lambda t: float(ORACLES[name](t, epsilon) @ weights.numpy()), x.numpy(), 1e-5)
     np.testing.assert_allclose(found, slopes, rtol=1e-6, atol=1e-7)
 
 
@@ -111,7 +111,7 @@ def test_slopes_at_ties_and_at_small_epsilon(operator: Callable[..., Tensor]) ->
         def value(t: np.ndarray, weights: Tensor = weights, epsilon: float = epsilon) -> float:
             return float((operator(torch.tensor(t), epsilon=epsilon) * weights).sum())
 
-        slopes = central_slopes(value, x.numpy(), 1e-7)
+        slopes = central_gradients(value, x.numpy(), 1e-7)
         np.testing.assert_allclose(found, slopes, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(slopes).max())))
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from otloss import wasserstein_1d
 from otloss.solvers.tree import wasserstein_tree
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
 from tests.otloss.strategies import weights
 
 
@@ -66,11 +66,11 @@ def test_gradients_match_finite_differences(n: int) -> None:
         leaves = [as_double(a, grad=True) for a in (p, q, length)]
         value = wasserstein_tree(leaves[0], leaves[1], torch.tensor(parent), leaves[2])
         by_p, by_q, by_length = torch.autograd.grad(value, leaves)
-        k, slopes = weight_slopes(lambda w: linprog_value(w, q, matrix), p, 1e-6)  # noqa: B023
+        k, slopes = weight_gradients(lambda w: linprog_value(w, q, matrix), p, 1e-6)  # noqa: B023
         np.testing.assert_allclose((by_p - by_p[k]).numpy(), slopes, atol=5e-5)
-        k, slopes = weight_slopes(lambda w: linprog_value(p, w, matrix), q, 1e-6)  # noqa: B023
+        k, slopes = weight_gradients(lambda w: linprog_value(p, w, matrix), q, 1e-6)  # noqa: B023
         np.testing.assert_allclose((by_q - by_q[k]).numpy(), slopes, atol=5e-5)
-        slopes = central_slopes(lambda at: linprog_value(p, q, path_lengths(parent, at)), length, 1e-6)  # noqa: B023
+        slopes = central_gradients(lambda at: linprog_value(p, q, path_lengths(parent, at)), length, 1e-6)  # noqa: B023
         np.testing.assert_allclose(by_length.numpy(), slopes, atol=5e-5)
 
 
