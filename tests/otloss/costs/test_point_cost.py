@@ -1,4 +1,4 @@
-"""Costs between clouds against loops over pairs in float64; slopes at coincident points and far from the origin."""
+"""Costs between clouds against loops over pairs in float64; gradient at coincident points and far from the origin."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def clouds(n: int = 6, m: int = 5, d: int = 3, dtype: torch.dtype = torch.float6
     return x, y
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 20), st.booleans(), st.sampled_from(METRICS), st.data())
 def test_costs_are_the_definition(n: int, m: int, d: int, tied: bool, metric: str, data: st.DataObject) -> None:
     entry = st.integers(-2, 2).map(float) if tied else st.floats(-3, 3).map(lambda v: round(v, 6))
@@ -100,9 +100,9 @@ def test_a_cloud_per_problem(metric: str) -> None:
 
 
 @pytest.mark.parametrize("metric", every_metric())
-def test_slopes_of_every_question(metric: str) -> None:
+def test_gradient_of_every_question(metric: str) -> None:
     x, y = clouds()
-    y[1] += 0.1  # the slope at a coincident pair has a test of its own
+    y[1] += 0.1  # the gradient at a coincident pair has a test of its own
     index = torch.tensor([4, 0])
     square = y.repeat(2, 1)[:6] + 0.01
     with torch.no_grad():
@@ -123,21 +123,21 @@ def test_slopes_of_every_question(metric: str) -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_coincident_points_have_slopes(metric: str) -> None:
+def test_coincident_points_have_gradient(metric: str) -> None:
     """POT's euclidean distances give NaN here."""
     x = torch.tensor([[1.0, 2.0], [1.0, 2.0], [0.0, 0.0]], requires_grad=True)
     for y in (None, x.detach().clone()):
         cost = PointCost(x, y, metric=metric)
         for value in (cost.dense(), cost.apply(torch.ones(3)), cost.softmin(torch.zeros(3), 0.1), cost.diagonal()):
             if value.requires_grad:
-                (slopes,) = torch.autograd.grad(value.sum(), x, retain_graph=True)
-                assert torch.isfinite(slopes).all()
+                (gradient,) = torch.autograd.grad(value.sum(), x, retain_graph=True)
+                assert torch.isfinite(gradient).all()
         zero = torch.zeros(3)
-        (slopes,) = cost.plan_gradients(zero, zero, zero, zero, epsilon=0.5, upstream=torch.tensor(1.0))
-        assert torch.isfinite(slopes).all()
+        (gradient,) = cost.plan_gradients(zero, zero, zero, zero, epsilon=0.5, upstream=torch.tensor(1.0))
+        assert torch.isfinite(gradient).all()
     alone = torch.tensor([[3.0, -1.0]], requires_grad=True)
-    (slopes,) = torch.autograd.grad(PointCost(alone, alone.detach().clone(), metric=metric).dense().sum(), alone)
-    assert slopes.abs().max() < 1e-6
+    (gradient,) = torch.autograd.grad(PointCost(alone, alone.detach().clone(), metric=metric).dense().sum(), alone)
+    assert gradient.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("metric", METRICS[:3])
@@ -159,8 +159,8 @@ def test_a_metric_with_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     x, y = clouds()
     cost = PointCost(x, y, metric=lambda x, y: weight * quartic(x, y))
-    (slope,) = torch.autograd.grad(cost.dense().sum(), weight)
-    assert slope > 0
+    (gradient,) = torch.autograd.grad(cost.dense().sum(), weight)
+    assert gradient > 0
     (whole,) = torch.autograd.grad(cost.softmin(torch.zeros(5), 0.3).sum(), weight)
     monkeypatch.setattr(sys.modules[Cost.__module__], "_BLOCK_ENTRIES", 10)
     (in_blocks,) = torch.autograd.grad(cost.softmin(torch.zeros(5), 0.3).sum(), weight)
@@ -225,22 +225,16 @@ pairs = torch.zeros(3, 2)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: PointCost(torch.ones(3)), ValueError, r"x has shape \(3,\).*use LineCost, or x\[:, None\]"),
-        (lambda: PointCost(pairs, torch.ones(3)), ValueError, r"y has shape \(3,\)"),
+        (lambda: PointCost(torch.ones(3)), ValueError, r"x has shape \(3,\).*pass x\[:, None\], or use LineCost"),
         (lambda: PointCost(torch.ones(0, 2)), ValueError, r"x has shape \(0, 2\), expected \(..., n, d\)"),
         (lambda: PointCost(pairs, torch.ones(3, 4)), ValueError, "x has 2 coordinates on cpu, y 4"),
         (lambda: PointCost(torch.ones(2, 3, 2), torch.ones(4, 3, 2)), ValueError, r"x \(2,\), y \(4,\)"),
         (lambda: PointCost(pairs.long()), TypeError, "x has dtype torch.int64"),
-        (lambda: PointCost(pairs, [[0.0]]), TypeError, "y is a list"),
         (lambda: PointCost(pairs / 0), ValueError, "x holds 6 NaN"),
         (lambda: PointCost(pairs, metric="manhattan"), ValueError, r"metric is 'manhattan', expected one of \('sqeu"),
         (lambda: PointCost(pairs, metric=lambda x, y: x).dense(), ValueError, r"gave costs of shape \(3, 2\)"),
         (lambda: PointCost(pairs, metric=lambda x, y: x @ y.mT - 1).dense(), ValueError, "costs from -1.0 to -1.0"),
-        (lambda: PointCost(pairs).rows(torch.tensor([3])), ValueError, r"index\[0\] is 3"),
-        (lambda: PointCost(pairs).apply(torch.ones(2)), ValueError, r"v has shape \(2,\)"),
-        (lambda: PointCost(pairs).softmin(torch.ones(3).long(), 1.0), TypeError, "potential has dtype"),
         (lambda: PointCost(pairs).softmin(torch.ones(3), torch.nan), ValueError, "epsilon is nan"),
-        (lambda: PointCost(pairs).softmin(torch.ones(3), torch.tensor([-1.0])), ValueError, "epsilon is -1.0"),
         (lambda: PointCost(pairs).softmin(torch.ones(2, 3), torch.ones(4)), ValueError, r"potential \(2,\).*epsilon"),
         (
             lambda: PointCost(pairs).softmin(torch.ones(3), torch.tensor(1.0, requires_grad=True)),

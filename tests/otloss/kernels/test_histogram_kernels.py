@@ -38,7 +38,7 @@ def test_histograms_are_balanced_to_their_mean_and_without_mass_stay_so() -> Non
     (gradient,) = torch.autograd.grad((pair.q * torch.arange(70)).sum(), q)
     torch.testing.assert_close(gradient, (torch.arange(70) - 34.5).expand(5, 70), rtol=1e-5, atol=0)
     empty = histogram_pair(torch.zeros(2, 3), torch.zeros(2, 4))
-    assert not (empty.p.any() or empty.q.any() or empty.mass.any())
+    assert not any(t.any() for t in (empty.p, empty.q, empty.mass))
     assert histogram_pair(torch.zeros(0, 3), torch.zeros(0, 4)).mass.shape == (0,)
 
 
