@@ -143,10 +143,10 @@ def solve_exact(
     prices = None if start is None else _flat(start[1], batch)
     found = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
     _check_ends(found[-1], weights, batch)
-    f, g, cells, flows, ends = (torch.from_numpy(a) for a in found)
-    value, gap, _, pivots = (end.reshape(batch) for end in ends.unbind(-1))
-    f, g, rows, columns, flows = (t.reshape(*batch, t.shape[-1]) for t in (f, g, cells[:, 0], cells[:, 1], flows))
-    return ExactSolution(value, gap, pivots.long(), f, g, rows, columns, flows)
+    f, g, cells, flows, ends = found
+    pivots = ends[:, 3].astype(np.int64)
+    answer = (ends[:, 0], ends[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
+    return ExactSolution(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
 
 
 def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:

@@ -13,11 +13,13 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite, check_floating
+from otloss._kernels import may_run_on
 from otloss.costs import Cost, as_cost, cost_between
 
 # Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
@@ -25,6 +27,9 @@ from otloss.costs import Cost, as_cost, cost_between
 # normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast to
 # float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
+
+# Entries of a side up to which NumPy, on one thread and with less to do per call, is faster than torch.
+_SMALL = 2**16
 
 
 @dataclass(frozen=True)
@@ -54,6 +59,10 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         ValueError: if an entry is NaN, infinite or negative, if the masses differ by more than `MASS_TOLERANCE`,
             or if the batch axes or the devices do not fit.
     """
+    if balanced and _suits_numpy(p, q):
+        pair = _balanced_in_numpy(p, q, *others)
+        if pair is not None:
+            return pair
     mass_p, mass_q = _checked_mass("p", p), _checked_mass("q", q)
     if p.device != q.device:
         raise ValueError(f"p is on {p.device} and q on {q.device}, expected one device; move one of them with .to().")
@@ -135,6 +144,35 @@ def _check_equal_mass(mass_p: Tensor, mass_q: Tensor, tolerance: float) -> None:
             f"{float(relative[row]):.2g}; expected at most {tolerance:g}. Normalise both, for example p / p.sum(-1, "
             "keepdim=True)."
         )
+
+
+def _suits_numpy(p: Any, q: Any) -> bool:
+    if torch.compiler.is_compiling() or not (isinstance(p, Tensor) and isinstance(q, Tensor) and may_run_on(p, q)):
+        return False
+    # Not for float64: NumPy sums in another order than torch does, which is seen at costs of 1e12.
+    if not (p.dtype == q.dtype == torch.float32) or p.is_neg() or q.is_neg() or 0 in (p.dim(), q.dim()):
+        return False
+    return 0 < p.numel() <= _SMALL and 0 < q.numel() <= _SMALL and p.shape[:-1] == q.shape[:-1]
+
+
+def _balanced_in_numpy(p: Tensor, q: Tensor, *others: torch.dtype) -> HistogramPair | None:
+    """As `histogram_pair`, three times as fast for a small pair; None where it is invalid."""
+    rows_p, rows_q = (w.detach().numpy() for w in (p, q))
+    if not (rows_p.min() >= 0 and rows_q.min() >= 0):  # NaN fails too
+        return None
+    mass_p, mass_q = (w.sum(-1, dtype=np.float64, keepdims=True) for w in (rows_p, rows_q))
+    mass = (mass_p + mass_q) / 2
+    is_equal = np.abs(mass_p - mass_q) <= MASS_TOLERANCE[p.dtype] * np.maximum(mass_p, mass_q)
+    if not (is_equal.all() and mass.max() < np.inf):
+        return None
+    dtype = functools.reduce(torch.promote_types, (p.dtype, *others))
+    scale_p, scale_q = (torch.from_numpy(mass / (own + (own == 0))).to(dtype) for own in (mass_p, mass_q))
+    return HistogramPair(
+        p=centre_gradient(p.to(dtype) * scale_p),
+        q=centre_gradient(q.to(dtype) * scale_q),
+        mass=torch.from_numpy(mass).to(dtype).squeeze(-1),
+        dtype=dtype,
+    )
 
 
 def _rescaled(weights: Tensor, mass: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
