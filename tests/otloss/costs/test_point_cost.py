@@ -204,10 +204,10 @@ def test_to_pickle_and_half_precision(metric: str) -> None:
 
 
 def test_no_matrix_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> Tensor:
+    def fail(*_: object, **__: object) -> Tensor:
         raise AssertionError("formed distances")
 
-    monkeypatch.setattr("otloss.costs.points.distances", refuse)
+    monkeypatch.setattr("otloss.costs.points.distances", fail)
     x = torch.randn(30_000, 2).requires_grad_()
     y = torch.randn(2_000, 2)
     cost = PointCost(x, y)
