@@ -115,11 +115,17 @@ def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:
     return epsilon
 
 
-def check_index(name: str, index: Any, size: int) -> Tensor:
-    """Return `index` as int64 if it is a one-axis integer tensor within [0, size), else raise."""
-    tensor = check_tensor(name, index)
+def check_integers(name: str, value: Any) -> Tensor:
+    """Return `value` if it is an integer tensor, else raise TypeError."""
+    tensor = check_tensor(name, value)
     if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
         raise TypeError(f"{name} has dtype {tensor.dtype}, expected integers; call {name}.long().")
+    return tensor
+
+
+def check_index(name: str, index: Any, size: int) -> Tensor:
+    """Return `index` as int64 if it is a one-axis integer tensor within [0, size), else raise."""
+    tensor = check_integers(name, index)
     if tensor.dim() != 1:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}, expected one axis; call {name}.reshape(-1).")
     bad = (tensor < 0) | (tensor >= size)
@@ -130,6 +136,18 @@ def check_index(name: str, index: Any, size: int) -> Tensor:
             "drop ignored labels (such as -100) before asking for their rows."
         )
     return tensor.long()
+
+
+def check_cloud(name: str, points: Any) -> Tensor:
+    """Return `points` if they are finite points (..., n, d), else raise."""
+    check_floating(name, points)
+    if points.dim() < 2 or 0 in points.shape[-2:]:
+        raise ValueError(
+            f"{name} has shape {tuple(points.shape)}, expected (..., n, d) with n, d >= 1; for positions on a line "
+            f"pass {name}[:, None], or use LineCost."
+        )
+    check_finite(name, points)
+    return points
 
 
 def check_last_axis(name: str, tensor: Tensor, size: int) -> None:

@@ -2,15 +2,15 @@
 
     min sum_i C[i, s(i)]  over permutations s  =  max sum_i f_i + sum_j g_j  over  f_i + g_j <= C_ij
 
-The potentials g are lowered until f_i = min_j C_ij - g_j is reached on the pairs of s. First each row in turn takes the
-column of its least reduced cost C_ij - g_j, whose g falls until the second least is no dearer; who held that column
-looks again. What rows are left then are assigned along shortest paths in reduced costs, one after the other
+The potentials g are lowered until f_i = min_j C_ij - g_j is attained on the pairs of s. First each row in turn takes
+the column of its least reduced cost C_ij - g_j, whose g falls until the second least costs the same; the row that held
+that column looks again. The rows that are left are assigned along shortest paths in reduced costs, one after the other
 (R. Jonker, A. Volgenant, A shortest augmenting path algorithm for dense and sparse linear assignment problems, 1987).
 
 At these weights potentials are not unique: any feasible pair whose sum is the value is a subgradient.
 
 Where the first step leaves many rows (clouds that lie apart, costs that order all rows alike) paths grow long, and the
-simplex is faster on large problems: those are given up, most of them before the first path.
+simplex is faster on large problems: those are left to it, most of them before the first path.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import numpy as np
 from otloss._kernels._compile import bits_of_float64, compiled, float64_of_bits, inner, spliced
 from otloss._kernels._threads import next_task
 from otloss._kernels.exact import GAP, NONE, PIVOTS, SCALE, VALUE
-from otloss._kernels.simplex import ROUNDING, VECTOR, largest, least, lower
+from otloss._kernels.simplex import ROUNDING, VECTOR, largest_size, least, lower
 
 # Rows of the scratch arrays of a thread.
 ROW_OF, COLUMN_OF, BY, WAITING, CLOSED = range(5)
 NEAR, PRICE = range(2)
-# Turns of rows that look for a column, per row; more help little, and rounding must not let two rows contend for ever.
+# Turns of rows that look for a column, per row: more help little, and by rounding two rows could take turns endlessly.
 TURNS = 4
 # A problem is given up where more rows than these are left for paths, or paths visit more columns than so many per row.
 MOST_LEFT, VISITS = 250, 64
@@ -35,7 +35,7 @@ LARGEST_BITS = np.int64(0x7FF0000000000000)  # of infinity
 
 
 def scratch(n: int) -> tuple[np.ndarray, ...]:
-    """Return what a thread works in: (whole numbers, numbers)."""
+    """Return the scratch arrays of a thread: (whole numbers, numbers)."""
     return np.empty((5, n), np.int64), np.empty((2, n))
 
 
@@ -51,12 +51,12 @@ def _place_of(values: Any, bits: Any, row_of: Any, count: int) -> Any:
 
 
 @inner(fastmath=VECTOR)
-def _reduced(row: Any, price: Any, by: float, floor: float, near: Any, count: int) -> Any:
-    """Write near = max(row - price - by, floor); return the bits of the least."""
+def _reduced(row: Any, price: Any, by: float, low: float, near: Any, count: int) -> Any:
+    """Write near = max(row - price - by, low); return the bits of the least."""
     key = LARGEST_BITS
     for j in range(count):
         away = row[j] - price[j] - by
-        away = away if away > floor else floor
+        away = away if away > low else low
         near[j] = away
         bits = bits_of_float64(away)
         key = bits if bits < key else key
@@ -64,12 +64,12 @@ def _reduced(row: Any, price: Any, by: float, floor: float, near: Any, count: in
 
 
 @inner(fastmath=VECTOR)
-def _relax(row: Any, price: Any, by: float, floor: float, near: Any, hint: Any, node: int, count: int) -> Any:
+def _relax(row: Any, price: Any, by: float, low: float, near: Any, hint: Any, node: int, count: int) -> Any:
     """As `_reduced`, where that is below `near`, with `node` in `hint` there; closed columns have the price -inf."""
     key = LARGEST_BITS
     for j in range(count):
         away = row[j] - price[j] - by
-        away = away if away > floor else floor
+        away = away if away > low else low
         hint[j] = node if away < near[j] else hint[j]
         away = away if away < near[j] else near[j]
         near[j] = away
@@ -202,4 +202,4 @@ def assign_problems(
         for t in range(n, flows.shape[1]):
             cells[k, 0, t], cells[k, 1, t], flows[k, t] = 0, 0, 0.0
         ends[k, VALUE], ends[k, GAP] = value * mass, (value - dual) * mass
-        ends[k, SCALE], ends[k, PIVOTS] = largest(cost, n, n) * mass * n, steps - n
+        ends[k, SCALE], ends[k, PIVOTS] = largest_size(cost, n, n) * mass * n, steps - n

@@ -2,14 +2,14 @@
 
     min <C, P>  over  P >= 0,  P 1 = p,  P^T 1 = q
 
-Only the bins with mass take part in the search (`_kernels.simplex`). Masses are whole numbers there: those of p's bins
-one unit above a multiple of more than n, those of q's such multiples. So no partial sums of the two agree, no edge is
-ever empty, every pivot lowers the cost, and the search ends without rules against cycling (the perturbation of
-A. Charnes, 1952). The units are 2^-61 of the mass; the flows that are returned are summed up from the real masses along
-the last tree.
+Only the bins with mass take part in the search (`_kernels.simplex`). There, masses are whole numbers: those of p's bins
+are 1 above a multiple of a number larger than n, those of q's bins are such multiples. So no partial sums of the two
+agree, no edge is ever empty, every pivot lowers the cost, and the search ends without rules against cycling (the
+perturbation of A. Charnes, 1952). The units are 2^-61 of the mass; the flows that are returned are summed up from the
+real masses along the last tree.
 
 The search starts from a greedy plan. Bins ship, one after the other, to their cheapest partners that are open, until
-they are empty; each shipment closes one of its two bins, and hangs it below the other as a leaf. From potentials of a
+they are empty; each shipment closes one of its two bins and makes it a leaf below the other. From potentials of a
 similar problem, bins ship in the order of leaves of a shortest spanning tree by reduced costs, which is the tree of the
 optimum if the potentials are still optimal.
 """
@@ -28,7 +28,7 @@ from otloss._kernels.simplex import (
     SPARE,
     VECTOR,
     best_key,
-    largest,
+    largest_size,
     least,
     lower,
     number,
@@ -47,7 +47,7 @@ VALUE, GAP, SCALE, PIVOTS = range(4)
 
 
 def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
-    """Return what a thread works in: (whole numbers, numbers, tree, costs). Pages that are not used are not touched."""
+    """Return the scratch arrays of a thread: (whole numbers, numbers, tree, costs)."""
     return (
         np.empty((6, n + m), np.int64),
         np.empty((6, n + m)),
@@ -165,7 +165,7 @@ def _ship(
         prices = abs(f_open[i]) if abs(f_open[i]) > prices else prices
     for j in range(m):
         prices = abs(g_open[j]) if abs(g_open[j]) > prices else prices
-    base = 2 * (largest(cost, n, m) + prices)
+    base = 2 * (largest_size(cost, n, m) + prices)
     base = base if base > 0 else 1.0
     parent, closed, done, t = tree[PARENT], tree[SPARE], 0, last
     other = 0
@@ -284,7 +284,12 @@ def _finish(
         value += moved * cost[i, j]
     for t in range(n + m - 1, flows.shape[0]):
         cells[0, t], cells[1, t], flows[t] = 0, 0, 0.0
-    ends[VALUE], ends[GAP], ends[SCALE], ends[PIVOTS] = value, value - dual, largest(cost, n, m) * _sum(a, n), pivots
+    ends[VALUE], ends[GAP], ends[SCALE], ends[PIVOTS] = (
+        value,
+        value - dual,
+        largest_size(cost, n, m) * _sum(a, n),
+        pivots,
+    )
 
 
 @compiled(seconds=4)

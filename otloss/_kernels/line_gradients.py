@@ -1,13 +1,12 @@
-"""The kernels of `line` and `quantiles` as differentiable functions of torch tensors.
+"""The kernels of `line` as differentiable functions of torch tensors.
 
 The gradient is computed by kernels as well. Where a graph of it is asked for (create_graph=True), it is that of the
-slow twin, which the caller hands over: so second derivatives are those of the twin too, and never silently zero.
+reference implementation, so second derivatives are too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,42 +14,20 @@ import torch
 from torch import Tensor
 
 from otloss._checks import broadcast_shape
-from otloss._kernels import line, quantiles, sorting
+from otloss._kernels import line, sorting
 from otloss._kernels._threads import run_on_threads
 
 
-@dataclass(frozen=True)
-class Closed:
-    """A closed form on the line.
-
-    Attributes:
-        values, slopes: its kernels.
-        exponent: the order, or power.
-        twin: the same function of the same tensors in torch operations, for rows of problems.
-    """
-
-    values: Any
-    slopes: Any
-    exponent: float
-    twin: Callable[..., Tensor]
-
-
-def cdf(power: float, twin: Callable[..., Tensor]) -> Closed:
-    """The distance between cumulative distributions, of (p, q, x)."""
-    return Closed(line.cdf_values, line.cdf_slopes, float(power), twin)
-
-
-def merged(order: float, twin: Callable[..., Tensor]) -> Closed:
-    """The cost of matching quantiles, of (p, q, x, y)."""
-    return Closed(quantiles.merged_values, quantiles.merged_slopes, float(order), twin)
-
-
-def value_of(closed: Closed, tensors: tuple[Tensor, ...], tolerance: float) -> Tensor | None:
+def line_value(
+    reference: Callable[..., Tensor], tensors: tuple[Tensor, ...], *, exponent: float, tolerance: float
+) -> Tensor | None:
     """Return the value per problem, or None where the numbers are not those of a transport problem.
 
     Args:
-        closed: the closed form.
-        tensors: p, q and positions, (..., bins), in float32 or float64 on the CPU, with batch axes that broadcast.
+        reference: the same function of rows of problems in torch operations.
+        tensors: p, q and positions, (..., bins), in float32 or float64 on the CPU, with batch axes that broadcast:
+            (p, q, x) for the distance between cumulative distributions, (p, q, x, y) for the matching of quantiles.
+        exponent: the power, or the order.
         tolerance: relative difference of the masses of p and q that is rounding.
     """
     batch = broadcast_shape(*(t.shape[:-1] for t in tensors))
@@ -60,50 +37,56 @@ def value_of(closed: Closed, tensors: tuple[Tensor, ...], tolerance: float) -> T
     if orders is None:
         return None
     scales = np.empty((2, batch.numel()))
-    value: Tensor = _ClosedForm.apply(closed, tolerance, scales, orders, *rows)
+    value: Tensor = _ClosedForm.apply(reference, (float(exponent), tolerance), scales, orders, *rows)
     return None if np.isnan(scales).any() else value.reshape(batch)
 
 
 class _ClosedForm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, closed: Closed, tolerance: float, scales: np.ndarray, orders: list[np.ndarray], *rows: Tensor
+        ctx: Any,
+        reference: Callable[..., Tensor],
+        settings: tuple[float, float],
+        scales: np.ndarray,
+        orders: list[np.ndarray],
+        *rows: Tensor,
     ) -> Tensor:
         ctx.save_for_backward(*rows)
-        ctx.closed, ctx.scales, ctx.orders = closed, scales, orders
+        ctx.reference, ctx.exponent, ctx.scales, ctx.orders = reference, settings[0], scales, orders
+        kernel = line.cdf_values if len(rows) == 3 else line.quantile_values
         values = np.empty(scales.shape[1], _numpy(rows[0]).dtype)
-        problem = (*map(_numpy, rows), *orders)
-        threads = torch.get_num_threads()
-        run_on_threads(closed.values, threads, (problem, (closed.exponent, tolerance), values, scales, threads))
+        threads, problem = torch.get_num_threads(), (*map(_numpy, rows), *orders)
+        run_on_threads(kernel, threads, (problem, settings, values, scales, threads))
         return torch.from_numpy(values)
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
-        rows, closed, wanted = ctx.saved_tensors, ctx.closed, ctx.needs_input_grad[4:]
+        rows, wanted = ctx.saved_tensors, ctx.needs_input_grad[4:]
         if torch.is_grad_enabled():
-            return None, None, None, None, *_gradients_of_twin(closed, rows, upstream[0], wanted)
+            return None, None, None, None, *_reference_gradients(ctx.reference, rows, upstream[0], wanted)
+        kernel = line.cdf_gradients if len(rows) == 3 else line.quantile_gradients
         problems = ctx.scales.shape[1]
-        slopes = tuple(
+        gradients = tuple(
             torch.empty(problems if want else 0, t.shape[-1], dtype=t.dtype, device=t.device)
             for want, t in zip(wanted, rows, strict=True)
         )
         threads, problem = torch.get_num_threads(), (*map(_numpy, rows), *ctx.orders)
-        given = (problem, closed.exponent, upstream[0].contiguous().numpy(), ctx.scales, tuple(map(_numpy, slopes)))
-        run_on_threads(closed.slopes, threads, (*given, threads))
+        given = (problem, ctx.exponent, upstream[0].contiguous().numpy(), ctx.scales, tuple(map(_numpy, gradients)))
+        run_on_threads(kernel, threads, (*given, threads))
         found = (
-            (s.sum(0, keepdim=True) if t.shape[0] == 1 and problems > 1 else s) if want else None
-            for want, s, t in zip(wanted, slopes, rows, strict=True)
+            (g.sum(0, keepdim=True) if t.shape[0] == 1 and problems > 1 else g) if want else None
+            for want, g, t in zip(wanted, gradients, rows, strict=True)
         )
         return None, None, None, None, *found
 
 
-def _gradients_of_twin(
-    closed: Closed, rows: tuple[Tensor, ...], upstream: Tensor, wanted: tuple[bool, ...]
+def _reference_gradients(
+    reference: Callable[..., Tensor], rows: tuple[Tensor, ...], upstream: Tensor, wanted: tuple[bool, ...]
 ) -> list[Tensor | None]:
     # One tensor may stand for both positions; each argument needs a place of its own in the graph.
     rows = tuple(row.view_as(row) for row in rows)
     asked = [row for row, want in zip(rows, wanted, strict=True) if want]
-    found = iter(torch.autograd.grad(closed.twin(*rows), asked, upstream, create_graph=True))
+    found = iter(torch.autograd.grad(reference(*rows), asked, upstream, create_graph=True))
     return [next(found) if want else None for want in wanted]
 
 

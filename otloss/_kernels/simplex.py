@@ -2,7 +2,7 @@
 
 A basis is a spanning tree on the n + m bins whose edges are cells of the plan. Potentials satisfy f_i + g_j = C_ij on
 the edges. A pivot brings in a cell whose reduced cost C_ij - f_i - g_j is negative, moves mass around the cycle it
-closes, and drops the edge that runs empty; the part of the tree behind that edge is hung up again at the entering cell
+closes, and drops the edge that runs empty; the part of the tree behind that edge is attached again at the entering cell
 (R. Ahuja, T. Magnanti, J. Orlin, Network Flows, 1993, chapter 11).
 
 Nodes are kept in preorder, so that a subtree is a run of places: potentials move in one loop over it, turning it over
@@ -55,7 +55,7 @@ def least(row: Any, price: Any, count: int) -> float:
 
 
 @inner(fastmath=VECTOR)
-def largest(cost: Any, n: int, m: int) -> float:
+def largest_size(cost: Any, n: int, m: int) -> float:
     """The largest absolute entry."""
     bits = np.int64(0)
     for i in range(n):
@@ -231,7 +231,7 @@ def search(cost: Any, tree: Any, flow: Any, potential: Any, n: int, m: int, most
         if clean >= n:
             if fresh:
                 return pivots
-            # What rounding has added up over the pivots goes; the same small numbers cannot keep the search going.
+            # Potentials without the rounding of the pivots, and a larger tolerance, so that the search ends.
             refresh(cost, tree, potential, n, m)
             rounding *= 2
             clean, fresh = 0, True

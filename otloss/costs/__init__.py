@@ -21,6 +21,7 @@ from otloss.costs.graph import graph_cost as graph_cost
 from otloss.costs.grid import GridCost as GridCost
 from otloss.costs.line import LineCost as LineCost
 from otloss.costs.points import PointCost as PointCost
+from otloss.costs.within import costs_within as costs_within
 
 __all__ = [
     "CosineCost",
@@ -31,5 +32,6 @@ __all__ = [
     "PointCost",
     "as_cost",
     "cost_between",
+    "costs_within",
     "graph_cost",
 ]

@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_floating, check_index
+from otloss._checks import check_floating
 from otloss.costs.cost import Cost, arithmetic_dtype, unit_rows
 
 
@@ -30,7 +30,7 @@ class CosineCost(Cost):
         zero_rows: (V,), True where the norm is zero.
 
     Raises:
-        TypeError: if `embedding` is no floating tensor.
+        TypeError: if `embedding` is not a floating tensor.
         ValueError: if it is not (V, d), or a row holds a NaN or an infinity.
 
     Example:
@@ -69,7 +69,7 @@ class CosineCost(Cost):
 
     def _one_minus_cosine(self, index: Tensor, out: Tensor | None) -> Tensor:
         """Rows in the order of memory that the product is fastest in on a CPU: a column of memory is a row."""
-        index = check_index("index", index, self.shape[0])
+        index = self._checked_index(index)
         shape = (self.shape[0], len(index))
         # Autocast would run the product in half precision, where 1 - cos has no correct digit left near 0.
         with torch.autocast(self.device.type, enabled=False):

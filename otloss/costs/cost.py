@@ -1,11 +1,11 @@
-"""What a cost is: rows, products, soft minima and slopes, and the matrix only when asked for.
+"""What a cost is: rows, products, soft minima and gradients, and the matrix only when asked for.
 
 Notation: n bins of p, m bins of q, h a potential over the bins of q, `top_i = max_j h_j - C_ij`. The soft minimum is
 
     -eps log sum_j exp((h_j - C_ij) / eps) = -top_i - eps log sum_j exp((h_j - C_ij - top_i) / eps)
 
-and its terms lie in (0, 1]. Those below exp(-80) are counted as exp(-80): no float64 sum can tell, and torch's exp on a
-CPU is ten times slower where it underflows.
+and its terms lie in (0, 1]. Those below exp(-80) are counted as exp(-80): that changes no float64 sum, and exp in torch
+on a CPU is ten times slower where it underflows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import copy
 import inspect
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import torch
@@ -28,6 +28,7 @@ from otloss._checks import (
     check_broadcast,
     check_epsilon,
     check_floating,
+    check_index,
     check_last_axis,
 )
 from otloss._kernels import is_small, may_run_on
@@ -71,11 +72,7 @@ class Cost(ABC):
 
     @abstractmethod
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked m"]:
-        """Return the rows `C[index, :]`.
-
-        A subclass may take a keyword `out`, a flat tensor of at least `picked * m` entries in the cost's dtype that it
-        may make the rows in: callers in a loop then touch the same memory again instead of fresh pages.
-        """
+        """Return the rows `C[index, :]` of a cost without leading axes."""
 
     def row_block(self, start: int, stop: int) -> Float[Tensor, "*batch block m"]:
         """Return the rows start to stop - 1, of every problem where the cost holds one matrix per problem."""
@@ -86,7 +83,7 @@ class Cost(ABC):
         return self.row_block(0, self.shape[0])
 
     def diagonal(self) -> Float[Tensor, " n"]:
-        """Return the costs of staying, C[i, i]; only a square cost has them."""
+        """Return the costs of staying, C[i, i], of a square cost."""
         return torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
 
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
@@ -111,21 +108,18 @@ class Cost(ABC):
             rounding of the costs in their own dtype, also for a potential in float64, plus 1e-6 epsilon in float32.
 
         Raises:
-            TypeError: if the potential is no floating tensor, or epsilon no number.
+            TypeError: if the potential is not a floating tensor, or epsilon not a number.
             ValueError: if the potential holds a NaN or +inf, epsilon is negative or infinite, or shapes do not fit.
         """
         potential, epsilon, batch = self._softmin_arguments(potential, epsilon)
-        blocks = list(self._blocks(batch))
-        recomputed = len(blocks) > 1 and makes_graph(potential, *Cost.parameters(self))
 
         def part(start: int, stop: int) -> Tensor:
             return softmin_of(self.row_block(start, stop), potential, epsilon)
 
-        if recomputed:
-            # The graph of every block would hold the whole matrix several times.
-            parts = [checkpoint(part, *block, use_reentrant=False, preserve_rng_state=False) for block in blocks]
-            return torch.cat(parts, dim=-1)
-        return torch.cat([part(*block) for block in blocks], dim=-1)
+        blocks = list(self._blocks(batch))
+        # The graph of every block would hold the whole matrix several times.
+        recompute = len(blocks) > 1 and makes_graph(potential, *Cost.parameters(self))
+        return torch.cat([recomputed(part, *b) if recompute else part(*b) for b in blocks], dim=-1)
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the floating tensors that this cost is made of, each once."""
@@ -141,7 +135,7 @@ class Cost(ABC):
         """Return those of `tensors()` that require a gradient."""
         return tuple(t for t in self.tensors() if t.requires_grad)
 
-    def plan_slopes(
+    def plan_gradients(
         self,
         f: Float[Tensor, "*batch n"],
         g: Float[Tensor, "*batch m"],
@@ -165,12 +159,12 @@ class Cost(ABC):
         if not parameters:
             return ()
         leaves = [t.detach().requires_grad_() for t in parameters]
-        twin = self._replaced({id(t): leaf for t, leaf in zip(parameters, leaves, strict=True)})
+        copied = self._replaced({id(t): leaf for t, leaf in zip(parameters, leaves, strict=True)})
         totals = [torch.zeros_like(t) for t in leaves]
         batch = broadcast_shape(f.shape[:-1], g.shape[:-1], self.batch_shape, upstream.shape)
         for start, stop in self._blocks(batch):
             with torch.enable_grad():
-                rows = twin.row_block(start, stop)
+                rows = copied.row_block(start, stop)
             part = slice(start, stop)
             plan = plan_rows(rows.detach(), f[..., part], g, (log_p[..., part], log_q), epsilon)
             weights = (plan * upstream[..., None, None]).sum_to_size(rows.shape).to(rows.dtype)
@@ -180,49 +174,32 @@ class Cost(ABC):
                     total += gradient
         return tuple(totals)
 
-    def within(self) -> tuple[Cost, Cost]:
-        """Return the costs among the bins of p and among those of q, which debiasing needs.
-
-        Raises:
-            ValueError: if this cost does not tell them.
-        """
-        if self.T is self:
-            return self, self
-        raise ValueError(
-            f"{self!r} does not tell the costs among the bins of p and among those of q; give them with cost_p= and "
-            "cost_q=, or use a PointCost."
-        )
-
     def largest(self) -> Float[Tensor, "*batch"]:
         """Return the largest cost, or a bound of it, per matrix and without a graph."""
         with torch.no_grad():
             found = [self.row_block(*block).amax((-2, -1)) for block in self._blocks(self.batch_shape)]
             return torch.stack(found).amax(0)
 
-    def mean(self) -> Float[Tensor, "*batch"]:
-        """Return the mean of all n m costs, per matrix and without a graph."""
-        with torch.no_grad():
-            share = torch.full((self.shape[1],), 1 / self.shape[1], dtype=self.dtype, device=self.device)
-            return self.apply(share).mean(-1)
-
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere: arguments as for `Tensor.to`, dtypes float32 or float64."""
-        moved = copy.copy(self)
-        same: dict[int, Tensor] = {}  # one tensor under two names stays one
-        for name, value in vars(self).items():
-            if isinstance(value, Tensor) and value.is_floating_point():
-                if id(value) not in same:
-                    same[id(value)] = value.to(*args, **kwargs)
-                setattr(moved, name, same[id(value)])
+        moved = self._replaced({id(t): t.to(*args, **kwargs) for t in self.tensors()})
         if moved.dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"the cost was asked for in {moved.dtype}, expected float32 or float64: 16 bits do not tell near costs "
-                "apart; cast the answer instead."
+                f"the cost was asked for in {moved.dtype}, expected float32 or float64: near costs are equal in 16 "
+                "bits; cast the answer instead."
             )
         for name, value in vars(self).items():
             if isinstance(value, Tensor) and not value.is_floating_point():
                 setattr(moved, name, value.to(moved.device))
         return moved
+
+    def _checked_index(self, index: Any) -> Tensor:
+        if self.batch_shape:
+            raise ValueError(
+                f"rows of a cost with batch axes {tuple(self.batch_shape)} are ambiguous; expected a cost of one "
+                "problem. Build it from the data of one problem first."
+            )
+        return check_index("index", index, self.shape[0])
 
     def _product_arguments(self, v: Any) -> tuple[Self, Tensor]:
         """The cost and the checked `v`, both in the promoted dtype."""
@@ -243,7 +220,7 @@ class Cost(ABC):
         return potential.to(torch.promote_types(potential.dtype, self.dtype)), epsilon, batch
 
     def _blocks(self, batch: torch.Size) -> Iterator[tuple[int, int]]:
-        """First and last-but-one row of each block, for matrices of this many problems at a time."""
+        """The rows (start, stop) of each block, for the matrices of a batch of problems at a time."""
         n, m = self.shape
         step = max(1, block_entries() // max(1, m * batch.numel()))
         for start in range(0, n, step):
@@ -251,21 +228,27 @@ class Cost(ABC):
 
     def _replaced(self, new: dict[int, Tensor]) -> Self:
         """The same cost with other tensors in place of those with these ids."""
-        twin = copy.copy(self)
+        copied = copy.copy(self)
         for name, value in vars(self).items():
             if isinstance(value, Cost):
-                setattr(twin, name, value._replaced(new))
+                setattr(copied, name, value._replaced(new))
             elif id(value) in new:
-                setattr(twin, name, new[id(value)])
-        return twin
+                setattr(copied, name, new[id(value)])
+        return copied
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device='{self.device}')"
 
 
 def takes_out(cost: Cost) -> bool:
-    """Whether `cost.rows` knows the keyword `out`."""
+    """Whether `cost.rows` takes the keyword `out`, memory that it may make the rows in."""
     return "out" in inspect.signature(cost.rows).parameters
+
+
+def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
+    """Return `function(*args)`, computed again in the backward pass in place of what its graph would hold."""
+    found: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return found
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -300,7 +283,7 @@ def softmin_in_torch(
         return least.expand(broadcast_shape(least.shape, epsilon.shape[:-1] + least.shape[-1:]))
     width = torch.where(is_soft, epsilon, 1.0)
     empty = least.detach() == torch.inf
-    shift = least.detach().masked_fill(empty, 0.0)  # -top, so that no infinity is taken from another
+    shift = least.detach().masked_fill(empty, 0.0)  # -top, and no difference of infinities
     terms = ((scores + shift.unsqueeze(-1)) / width.unsqueeze(-1)).clamp(min=_LEAST_EXPONENT).exp()
     soft = (shift - width * terms.sum(-1).log()).masked_fill(empty, torch.inf)
     return torch.where(is_soft, soft, least)
@@ -334,7 +317,7 @@ def unit_rows(name: str, data: Float[Tensor, "*batch rows d"]) -> tuple[Tensor, 
         *_, row, _ = (int(i) for i in (~torch.isfinite(largest)).nonzero()[0])
         raise ValueError(
             f"{name} row {row} holds a NaN or an infinity, expected finite numbers; "
-            "mend that row (a zero row is allowed) before building the cost."
+            "fix that row (a zero row is allowed) before building the cost."
         )
     zero = largest == 0
     scaled = data / largest.masked_fill(zero, 1.0)

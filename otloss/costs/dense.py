@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating, check_index
+from otloss._checks import broadcast_shape, check_epsilon, check_finite, check_floating
 from otloss._kernels import may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, plan_rows, softmin_of
 
@@ -21,7 +21,7 @@ class DenseCost(Cost):
             The graph is kept: losses are differentiable in it.
 
     Raises:
-        TypeError: if `matrix` is no floating tensor.
+        TypeError: if `matrix` is not a floating tensor.
         ValueError: if it has fewer than two axes, no entries in a row or column, or a NaN, infinite or negative entry.
 
     Example:
@@ -66,12 +66,7 @@ class DenseCost(Cost):
         return transposed
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked m"]:
-        if self.batch_shape:
-            raise ValueError(
-                f"rows of a cost with batch axes {tuple(self.batch_shape)} are ambiguous; "
-                "expected one (n, m) matrix. Pick the problem's matrix first."
-            )
-        return self.matrix[check_index("index", index, self.shape[0])]
+        return self.matrix[self._checked_index(index)]
 
     def dense(self) -> Float[Tensor, "*batch n m"]:
         return self.matrix
@@ -89,13 +84,13 @@ class DenseCost(Cost):
 
     def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
         check_floating("potential", potential)
-        # The matrix is there: unless a graph or torch needs room for scores, it is gone through as one block.
+        # The kernel needs no memory for scores, so it takes the matrix as one block.
         if may_run_on(self.matrix, potential) and not makes_graph(self.matrix, potential):
             potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
             return softmin_of(self.matrix, potential, epsilon)
         return super().softmin(potential, epsilon)
 
-    def plan_slopes(
+    def plan_gradients(
         self,
         f: Float[Tensor, "*batch n"],
         g: Float[Tensor, "*batch m"],
@@ -116,31 +111,16 @@ class DenseCost(Cost):
             inverse = 1 / torch.as_tensor(epsilon, dtype=torch.float64, device=self.device)
             a, b = (h * inverse[..., None] + log_weights for h, log_weights in ((f, log_p), (g, log_q)))
             return (scaled_plans(self.matrix, (a, b), inverse, upstream),)
-        slopes = torch.empty_like(self.matrix, requires_grad=False)
+        gradient = torch.empty_like(self.matrix, requires_grad=False)
         for start, stop in self._blocks(batch):
             part = slice(start, stop)
             rows = self.matrix.detach()[..., part, :]
             plan = plan_rows(rows, f[..., part], g, (log_p[..., part], log_q), epsilon)
-            slopes[..., part, :] = (plan * upstream[..., None, None]).sum_to_size(rows.shape)
-        return (slopes,)
-
-    def within(self) -> tuple[Cost, Cost]:
-        matrix = self.matrix.detach()
-        if matrix.shape[-2] == matrix.shape[-1]:
-            allowed = 8 * torch.finfo(self.dtype).eps * matrix.amax()
-            # Without the zeros a matrix between other bins, of a single one for example, would pass.
-            if (matrix - matrix.mT).abs().amax() <= allowed and self.diagonal().detach().abs().amax() <= allowed:
-                return self, self
-        raise ValueError(
-            f"the cost matrix of shape {tuple(matrix.shape)} is not square and symmetric with a diagonal of zeros, so "
-            "it does not tell the costs among the bins of p and among those of q; give them with cost_p= and cost_q=."
-        )
+            gradient[..., part, :] = (plan * upstream[..., None, None]).sum_to_size(rows.shape)
+        return (gradient,)
 
     def largest(self) -> Float[Tensor, "*batch"]:
         return self.matrix.detach().amax((-2, -1))
-
-    def mean(self) -> Float[Tensor, "*batch"]:
-        return self.matrix.detach().mean((-2, -1))
 
 
 def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:

@@ -105,5 +105,5 @@ def _from_near(squares: Tensor, near: Tensor, x: Tensor, y: Tensor) -> Tensor:
 
 
 def _from_differences(x: Tensor, y: Tensor, order: float) -> Tensor:
-    # By itself torch takes the product for larger clouds, in the dtype of the points and without a look at near ones.
+    # By default torch takes the product for larger clouds, in the dtype of the points also for near ones.
     return torch.cdist(x, y, p=order, compute_mode="donot_use_mm_for_euclid_dist")

@@ -1,11 +1,14 @@
-"""Shortest paths between the nodes of a graph, with slopes in the lengths of its edges.
+"""Shortest paths between the nodes of a graph, with derivatives in the lengths of its edges.
 
     D_ij = sum of the lengths A_ab of the edges (a, b) on a shortest path from i to j
     dD_ij / dA_ab = 1 if the edge is on that path, else 0
 
-The paths from one node form a tree, so `sum_ij G_ij dD_ij / dA` collects G from the leaves of each tree to its root: an
-edge gets the sum of G over all nodes behind it. Where two paths are equally short, D has a kink, and the slope is that
-of the path found.
+scipy finds, for each source i, the node b_i(j) before j on its path. Their lengths are then summed up in torch by
+doubling: with S_ij the length of the last 2^r edges of the path and a_i(j) the node where they begin,
+
+    S_ij <- S_ij + S_i,a_i(j)        a_i(j) <- a_i(a_i(j))
+
+Where two paths are equally short D is not differentiable, and the derivative is that of the path found.
 """
 
 from __future__ import annotations
@@ -18,125 +21,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_floating
-from otloss.costs.cost import arithmetic_dtype
+from otloss.costs.cost import arithmetic_dtype, makes_graph
 from otloss.costs.dense import DenseCost
-
-
-def shortest_paths(adjacency: Any) -> Float[Tensor, "nodes nodes"]:
-    """Return the lengths of the shortest paths between all nodes; arguments and errors as for `graph_cost`."""
-    if hasattr(adjacency, "tocsr"):
-        lengths, _ = _solve(adjacency.tocsr())
-        return torch.from_numpy(lengths.astype(adjacency.dtype if adjacency.dtype == np.float32 else np.float64))
-    check_floating("adjacency", adjacency)
-    adjacency = adjacency.to(arithmetic_dtype(adjacency.dtype))
-    lengths_of: Tensor = _ShortestPaths.apply(adjacency)
-    return lengths_of
-
-
-class _ShortestPaths(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, adjacency: Tensor) -> Tensor:
-        from scipy.sparse import csr_array
-
-        array = adjacency.detach().to("cpu", torch.float64).numpy()
-        lengths, ctx.before = _solve(csr_array(np.where(np.isposinf(array), 0.0, array)))
-        return torch.from_numpy(lengths).to(adjacency)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        # The paths are constant between kinks: what is left to differentiate is the sum over them.
-        collected: Tensor = _Collected.apply(gradients[0], ctx.before)
-        return collected
-
-
-class _Collected(torch.autograd.Function):
-    """Each edge's sum of the values of all pairs whose path it is on; linear, and its transpose sums along paths."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, before: np.ndarray) -> Tensor:
-        ctx.before = before
-        return torch.from_numpy(_by_edge(before, _to_numpy(values))).to(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        summed: Tensor = _Summed.apply(gradients[0], ctx.before)
-        return summed, None
-
-
-class _Summed(torch.autograd.Function):
-    """Each pair's sum of the values of the edges on its path."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, before: np.ndarray) -> Tensor:
-        ctx.before = before
-        return torch.from_numpy(_along_paths(before, _to_numpy(values))).to(values)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        collected: Tensor = _Collected.apply(gradients[0], ctx.before)
-        return collected, None
-
-
-def _to_numpy(values: Tensor) -> np.ndarray:
-    array: np.ndarray = values.detach().to("cpu", torch.float64).numpy()
-    return array
-
-
-def _solve(edges: Any) -> tuple[np.ndarray, np.ndarray]:
-    """Return the lengths (n, n), and for each source (row) the node before each node, negative at the source."""
-    from scipy.sparse.csgraph import shortest_path
-
-    if edges.ndim != 2 or edges.shape[0] != edges.shape[1] or 0 in edges.shape:
-        raise ValueError(f"adjacency has shape {tuple(edges.shape)}, expected (n, n) with n >= 1.")
-    bad = ~(edges.data >= 0) | np.isinf(edges.data)
-    if bad.any():
-        at = int(np.flatnonzero(bad)[0])
-        edge = int(np.searchsorted(edges.indptr, at, side="right")) - 1, int(edges.indices[at])
-        raise ValueError(
-            f"adjacency holds {edges.data[at]} at {edge}, expected lengths >= 0; leave an edge out, or make it 0, "
-            "where there is none."
-        )
-    lengths, before = shortest_path(edges.astype(np.float64), method="D", return_predecessors=True)
-    if np.isinf(lengths).any():
-        i, j = (int(k) for k in np.argwhere(np.isinf(lengths))[0])
-        raise ValueError(
-            f"no path leads from node {i} to node {j}, expected a connected graph (strongly connected, if its edges "
-            "have directions); add edges, or give a matrix with costs of your own for such pairs."
-        )
-    return lengths, before
-
-
-def _nearest_first(before: np.ndarray) -> np.ndarray:
-    """Row k: for each source the node that is k-th in number of hops, itself the first."""
-    n = len(before)
-    nodes = np.arange(n)
-    ancestor = np.where(before < 0, nodes[:, None], before)
-    hops = (before >= 0).astype(np.int64)
-    while True:  # doubles the distance looked back each time
-        further = hops + np.take_along_axis(hops, ancestor, axis=1)
-        if (further == hops).all():
-            break
-        hops, ancestor = further, np.take_along_axis(ancestor, ancestor, axis=1)
-    return np.argsort(hops, axis=1, kind="stable").T
-
-
-def _along_paths(before: np.ndarray, values: np.ndarray) -> np.ndarray:
-    nodes, sums = np.arange(len(before)), np.zeros_like(values)
-    for column in _nearest_first(before)[1:]:
-        parent = before[nodes, column]
-        sums[nodes, column] = sums[nodes, parent] + values[parent, column]
-    return sums
-
-
-def _by_edge(before: np.ndarray, gradient: np.ndarray) -> np.ndarray:
-    n = len(before)
-    nodes, behind = np.arange(n), gradient.copy()
-    slopes = np.zeros((n, n))
-    for column in _nearest_first(before)[:0:-1]:  # of each source the farthest first, never itself
-        parent, carried = before[nodes, column], behind[nodes, column]
-        behind[nodes, parent] += carried
-        np.add.at(slopes, (parent, column), carried)
-    return slopes
 
 
 def graph_cost(adjacency: Any) -> DenseCost:
@@ -166,4 +52,49 @@ def graph_cost(adjacency: Any) -> DenseCost:
                 [1., 0., 2.],
                 [3., 2., 0.]])
     """
-    return DenseCost(shortest_paths(adjacency))
+    if hasattr(adjacency, "tocsr"):
+        lengths, _ = _shortest_paths(adjacency.tocsr())
+        return DenseCost(torch.from_numpy(lengths.astype(np.result_type(adjacency.dtype, np.float32))))
+    from scipy.sparse import csr_array
+
+    check_floating("adjacency", adjacency)
+    adjacency = adjacency.to(arithmetic_dtype(adjacency.dtype))
+    array = adjacency.detach().to("cpu", torch.float64).numpy()
+    lengths, before = _shortest_paths(csr_array(np.where(np.isposinf(array), 0.0, array)))
+    found = torch.from_numpy(lengths)
+    if makes_graph(adjacency):
+        found = _along_paths(adjacency.to("cpu", torch.float64), torch.from_numpy(before.astype(np.int64)))
+    return DenseCost(found.to(adjacency))
+
+
+def _along_paths(adjacency: Float[Tensor, "n n"], before: Tensor) -> Float[Tensor, "n n"]:
+    nodes = torch.arange(len(before), device=before.device)
+    start = torch.where(before < 0, nodes.unsqueeze(1), before)  # the source comes before itself, at no length
+    sums = adjacency[start, nodes].masked_fill(before < 0, 0.0)
+    while not torch.equal(start, nodes.unsqueeze(1).expand_as(start)):
+        sums = sums + sums.gather(1, start)
+        start = start.gather(1, start)
+    return sums
+
+
+def _shortest_paths(edges: Any) -> tuple[np.ndarray, np.ndarray]:
+    """Return the lengths (n, n), and for each source (row) the node before each node, negative at the source."""
+    from scipy.sparse.csgraph import shortest_path
+
+    if edges.ndim != 2 or edges.shape[0] != edges.shape[1] or 0 in edges.shape:
+        raise ValueError(f"adjacency has shape {tuple(edges.shape)}, expected (n, n) with n >= 1.")
+    bad = ~(edges.data >= 0) | np.isinf(edges.data)
+    if bad.any():
+        at = int(np.flatnonzero(bad)[0])
+        edge = int(np.searchsorted(edges.indptr, at, side="right")) - 1, int(edges.indices[at])
+        raise ValueError(
+            f"adjacency holds {edges.data[at]} at {edge}, expected lengths >= 0; leave the edge out, or make it 0."
+        )
+    lengths, before = shortest_path(edges.astype(np.float64), method="D", return_predecessors=True)
+    if np.isinf(lengths).any():
+        i, j = (int(k) for k in np.argwhere(np.isinf(lengths))[0])
+        raise ValueError(
+            f"no path leads from node {i} to node {j}, expected a connected graph (strongly connected, if its edges "
+            "have directions); add edges, or give a matrix with costs of your own for such pairs."
+        )
+    return lengths, before

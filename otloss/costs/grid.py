@@ -4,8 +4,8 @@ Cell i = (i_1, ..., i_d) lies at (spacing_1 i_1, ..., spacing_d i_d), and the co
 
     C_ij = sum_k c_k(i_k, j_k),    c_k(a, b) = (spacing_k |a - b|)^power
 
-so products need the marginals of a vector only, and soft minima (hard ones likewise) go through one axis after the
-other, since exp(-C / eps) is a product (J. Solomon et al., Convolutional Wasserstein Distances, 2015):
+so products need the marginals of a vector only, and soft minima (hard ones likewise) are taken along one axis after
+the other, since exp(-C / eps) is a product (J. Solomon et al., Convolutional Wasserstein Distances, 2015):
 
     (C v)_i = sum_k sum_b c_k(i_k, b) v^(k)_b            v^(k) the sums of v over all axes but k
     h <- -softmin_b of c_k(a, b) - h_b along axis k      for k = 1, ..., d
@@ -15,16 +15,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from otloss._checks import check_index, check_positive
+from otloss._checks import check_positive
 from otloss._kernels import may_run_on
-from otloss.costs.cost import Cost, block_entries, makes_graph, softmin_of
+from otloss.costs.cost import Cost, block_entries, makes_graph, recomputed, softmin_of
 
 
 class GridCost(Cost):
@@ -39,7 +37,7 @@ class GridCost(Cost):
             to the power `power`.
 
     Raises:
-        TypeError: if `shape` is no sequence of whole numbers.
+        TypeError: if `shape` is not a sequence of whole numbers.
         ValueError: if it is empty or a number in it is below 1, `spacing` does not fit, or a number is not above 0.
 
     Example:
@@ -54,13 +52,12 @@ class GridCost(Cost):
     def __init__(self, shape: Sequence[int], *, power: float = 2, spacing: float | Sequence[float] = 1.0) -> None:
         if not isinstance(shape, Sequence) or not all(isinstance(size, int) for size in shape):
             raise TypeError(f"the shape of the grid is {shape!r}, expected whole numbers such as (64, 64).")
-        if not shape or min(shape) < 1:
-            raise ValueError(
-                f"the shape of the grid is {tuple(shape)}, expected one axis or more, of at least one cell."
-            )
         spacings = tuple(spacing) if isinstance(spacing, Sequence) else (spacing,) * len(shape)
-        if len(spacings) != len(shape):
-            raise ValueError(f"spacing has {len(spacings)} numbers, expected one or {len(shape)}, an axis each.")
+        if not shape or min(shape) < 1 or len(spacings) != len(shape):
+            raise ValueError(
+                f"the grid has shape {tuple(shape)} and {len(spacings)} spacings, expected at least one axis, of at "
+                "least one cell each, and one spacing or one per axis."
+            )
         self.cells = tuple(shape)
         self.power = check_positive("power", power)
         # Numbers of Python, so that a cost moved to float64 has all their digits.
@@ -86,7 +83,7 @@ class GridCost(Cost):
         return by_steps[(steps.unsqueeze(1) - steps).abs()]
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked n"]:
-        index = check_index("index", index, self.shape[0])
+        index = self._checked_index(index)
         total = torch.zeros((len(index), *self.cells), dtype=self.dtype, device=self.device)
         for axis, at in enumerate(torch.unravel_index(index, self.cells)):
             total += self.axis_costs(axis)[at].reshape(-1, *self._along(axis))
@@ -131,19 +128,15 @@ def _along_lines(
     """The soft minimum of every line; in torch so many lines at a time that their scores stay within a block."""
     if may_run_on(matrix, lines) and not makes_graph(lines):
         return softmin_of(matrix, lines, epsilon)
-    leading, size = lines.shape[:-1], lines.shape[-1]
-    flat = lines.reshape(-1, size)
+    size = lines.shape[-1]
     step = max(1, block_entries() // size**2)
-    widths = epsilon.expand(leading).reshape(-1) if isinstance(epsilon, Tensor) else None
-    parts = []
-    bounds = [*range(0, len(flat), step), len(flat)] if len(flat) else [0, 0]
-    for start, stop in pairwise(bounds):
-        width = epsilon if widths is None else widths[start:stop]
-        if len(bounds) > 2 and makes_graph(lines):
-            part = checkpoint(
-                softmin_of, matrix, flat[start:stop], width, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            part = softmin_of(matrix, flat[start:stop], width)
-        parts.append(part)
+    blocks = lines.reshape(-1, size).split(step)
+    widths: Sequence[float | Tensor] = [epsilon] * len(blocks)
+    if isinstance(epsilon, Tensor):
+        widths = epsilon.expand(lines.shape[:-1]).reshape(-1).split(step)
+    recompute = len(blocks) > 1 and makes_graph(lines)
+    parts = [
+        recomputed(softmin_of, matrix, block, width) if recompute else softmin_of(matrix, block, width)
+        for block, width in zip(blocks, widths, strict=True)
+    ]
     return torch.cat(parts).reshape(lines.shape)

@@ -8,7 +8,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_index, check_positive
+from otloss._checks import check_finite, check_floating, check_positive
 from otloss._kernels import may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph
 
@@ -22,7 +22,7 @@ class LineCost(Cost):
         power: above 0; a metric up to 1, the squared distance at 2.
 
     Raises:
-        TypeError: if `x` is no floating tensor.
+        TypeError: if `x` is not a floating tensor.
         ValueError: if it is not (n,), holds a NaN or an infinity, or `power` is not above 0.
 
     Example:
@@ -53,14 +53,14 @@ class LineCost(Cost):
         return self
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked n"]:
-        index = check_index("index", index, self.shape[0])
+        index = self._checked_index(index)
         difference = self.x[index].unsqueeze(1) - self.x  # (picked, n)
         if self.power == 2:
             return difference.square()
         distance = difference.abs()
         if self.power == 1:
             return distance
-        # Below power 1 the slope at 0 is infinite, and infinity times the zero slope of |.| would be NaN.
+        # Below power 1 the derivative at 0 is infinite, and infinity times the zero derivative of |.| would be NaN.
         apart = distance > 0
         return torch.where(apart, torch.where(apart, distance, 1.0) ** self.power, 0.0)
 

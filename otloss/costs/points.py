@@ -1,11 +1,11 @@
 """Costs between two clouds of points, without their matrix.
 
     sqeuclidean   |x_i - y_j|^2            no factor 1/2
-    euclidean     |x_i - y_j|              slope 0 where two points coincide
+    euclidean     |x_i - y_j|              gradient 0 where two points coincide
     l1            sum_k |x_ik - y_jk|      likewise, per coordinate
     cosine        1 - cos(x_i, y_j)        a point at the origin costs 1, and 0 to itself
 
-Distances are right to a few roundings also far from the origin and between near points (`costs._distances`). With c
+Distances are right to a few roundings also far from the origin and between near points (`costs.distances`). With c
 the centre of y, and u, v for points of length one, products with a vector w need no distances:
 
     sum_j w_j |x_i - y_j|^2 = |x_i - c|^2 sum_j w_j - 2 (x_i - c).sum_j w_j (y_j - c) + sum_j w_j |y_j - c|^2
@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_broadcast, check_epsilon, check_finite, check_floating, check_index
+from otloss._checks import broadcast_shape, check_broadcast, check_cloud, check_epsilon, check_floating
 from otloss._kernels import is_small, may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 from otloss.costs.distances import distances, suit_products
@@ -46,7 +46,7 @@ class PointCost(Cost):
         x, y: the clouds, with rows of length one for "cosine"; one object if `y` was left out.
 
     Raises:
-        TypeError: if x or y is no floating tensor.
+        TypeError: if x or y is not a floating tensor.
         ValueError: if their shapes or devices do not fit, or a coordinate is NaN or infinite, or the metric is unknown.
 
     Example:
@@ -65,12 +65,12 @@ class PointCost(Cost):
     ) -> None:
         if not callable(metric) and metric not in METRICS:
             raise ValueError(f"metric is {metric!r}, expected one of {METRICS} or a function of two clouds.")
-        _check_cloud("x", x)
+        check_cloud("x", x)
         self.metric = metric
         if y is None or y is x:
             self.x = self.y = x.to(arithmetic_dtype(x.dtype))
         else:
-            _check_cloud("y", y)
+            check_cloud("y", y)
             if x.shape[-1] != y.shape[-1] or x.device != y.device:
                 raise ValueError(
                     f"x has {x.shape[-1]} coordinates on {x.device}, y {y.shape[-1]} on {y.device}, expected the same."
@@ -101,31 +101,22 @@ class PointCost(Cost):
     @property
     def T(self) -> PointCost:  # noqa: N802
         if callable(self.metric):
-            metric = self.metric
-            return self._between(self.y, self.x, _Swapped(metric))
-        return self if self.x is self.y else self._between(self.y, self.x, self.metric)
-
-    def within(self) -> tuple[PointCost, PointCost]:
-        return self._between(self.x, self.x, self.metric), self._between(self.y, self.y, self.metric)
+            return self.between(self.y, self.x, _Swapped(self.metric))
+        return self if self.x is self.y else self.between(self.y, self.x, self.metric)
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked m"]:
-        if self.batch_shape:
-            raise ValueError(
-                f"rows of a cost with batch axes {tuple(self.batch_shape)} are ambiguous; "
-                "expected clouds (n, d) and (m, d). Pick the problem's clouds first."
-            )
-        index = check_index("index", index, self.shape[0])
+        index = self._checked_index(index)
         return self._costs(self.x[index], index)
 
     def row_block(self, start: int, stop: int) -> Float[Tensor, "*batch block m"]:
         return self._costs(self.x[..., start:stop, :], torch.arange(start, stop, device=self.device))
 
     def diagonal(self) -> Float[Tensor, "*batch n"]:
-        if self.x is self.y and not callable(self.metric):
-            return torch.zeros(self.x.shape[:-1], dtype=self.dtype, device=self.device)
         if callable(self.metric):
             parts = [self.row_block(*b).diagonal(b[0], dim1=-2, dim2=-1) for b in self._blocks(self.batch_shape)]
             return torch.cat(parts, dim=-1)
+        if self.x is self.y:
+            return torch.zeros(self.x.shape[:-1], dtype=self.dtype, device=self.device)
         return _distances(self.x.unsqueeze(-2), self.y.unsqueeze(-2), self.metric)[..., 0, 0]
 
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
@@ -168,7 +159,7 @@ class PointCost(Cost):
     def parameters(self) -> tuple[Tensor, ...]:
         if callable(self.metric):
             with torch.enable_grad():
-                probe = _given_by(self.metric, self.x.detach()[..., :1, :], self.y.detach()[..., :1, :])
+                probe = self.metric(self.x.detach()[..., :1, :], self.y.detach()[..., :1, :])
             if probe.requires_grad:
                 raise ValueError(
                     "the metric has parameters of its own that require gradients, which would get none here; "
@@ -176,7 +167,7 @@ class PointCost(Cost):
                 )
         return super().parameters()
 
-    def plan_slopes(
+    def plan_gradients(
         self,
         f: Float[Tensor, "*batch n"],
         g: Float[Tensor, "*batch m"],
@@ -188,7 +179,7 @@ class PointCost(Cost):
     ) -> tuple[Tensor, ...]:
         parameters = self.parameters()
         if not parameters or not self._has_kernel(f, g):
-            return super().plan_slopes(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+            return super().plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
         from otloss._kernels.points import slopes_in_x
 
         epsilon = check_epsilon(epsilon, above_zero=True)
@@ -197,12 +188,12 @@ class PointCost(Cost):
         found: dict[int, Tensor] = {}
         for points, others, mine, theirs in ((self.x, self.y, a, b), (self.y, self.x, b, a)):
             if points.requires_grad:
-                slopes = slopes_in_x(
+                gradient = slopes_in_x(
                     points, others, mine, theirs,
                     epsilon=epsilon, metric=str(self.metric), orders=self._orders_of(points, others),
                 )  # fmt: skip
-                slopes = (slopes * upstream[..., None, None].to(slopes)).sum_to_size(points.shape)
-                found[id(points)] = found[id(points)] + slopes if id(points) in found else slopes
+                gradient = (gradient * upstream[..., None, None].to(gradient)).sum_to_size(points.shape)
+                found[id(points)] = found[id(points)] + gradient if id(points) in found else gradient
         return tuple(found[id(t)] for t in parameters)
 
     def largest(self) -> Float[Tensor, "*batch"]:
@@ -223,7 +214,8 @@ class PointCost(Cost):
             return False
         return may_run_on(self.x, *potentials)
 
-    def _between(self, x: Tensor, y: Tensor, metric: Metric) -> PointCost:
+    def between(self, x: Tensor, y: Tensor, metric: Metric) -> PointCost:
+        """The cost between clouds that are already checked and, for "cosine", of length one."""
         cost = copy.copy(self)
         cost.x, cost.y, cost.metric = x, y, metric
         return cost
@@ -235,13 +227,10 @@ class PointCost(Cost):
             if self.metric != "cosine" or self.x is not self.y:
                 return costs
             return costs.masked_fill(index.unsqueeze(-1) == torch.arange(self.shape[1], device=self.device), 0.0)
-        costs = _given_by(self.metric, x, self.y)
-        batch = broadcast_shape(x.shape[:-2], self.y.shape[:-2])
-        if costs.shape != (*batch, x.shape[-2], self.shape[1]):
-            raise ValueError(
-                f"the metric gave costs of shape {tuple(costs.shape)} for clouds {tuple(x.shape)} and "
-                f"{tuple(self.y.shape)}, expected {(*batch, x.shape[-2], self.shape[1])}."
-            )
+        costs = self.metric(x, self.y)
+        expected = (*broadcast_shape(x.shape[:-2], self.y.shape[:-2]), x.shape[-2], self.shape[1])
+        if costs.shape != expected:
+            raise ValueError(f"the metric gave costs of shape {tuple(costs.shape)}, expected {expected}.")
         if costs.numel() and not (costs.detach().amin() >= 0 and costs.detach().amax() < torch.inf):
             raise ValueError(
                 f"the metric gave costs from {float(costs.detach().amin())} to {float(costs.detach().amax())}, "
@@ -255,23 +244,13 @@ class PointCost(Cost):
 
 
 class _Swapped:
-    """A metric of the user's with its arguments exchanged; picklable where the metric is."""
+    """A metric with its arguments exchanged; picklable where the metric is."""
 
     def __init__(self, metric: Callable[[Tensor, Tensor], Tensor]) -> None:
         self.metric = metric
 
     def __call__(self, x: Tensor, y: Tensor) -> Tensor:
-        return _given_by(self.metric, y, x).mT
-
-
-def _given_by(metric: Callable[[Tensor, Tensor], Tensor], x: Tensor, y: Tensor) -> Tensor:
-    costs = metric(x, y)
-    if not isinstance(costs, Tensor):
-        raise TypeError(
-            f"the metric gave a {type(costs).__name__}, expected a torch.Tensor of the costs between all points of "
-            "both clouds; write it in torch operations, so that it has gradients too."
-        )
-    return costs
+        return self.metric(y, x).mT
 
 
 class _SquaredDistances(torch.autograd.Function):
@@ -306,7 +285,7 @@ def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
 
 
 class _Distances(torch.autograd.Function):
-    """Euclidean or l1 distances, whose slopes are 0 where points coincide; torch.cdist is differentiable once only."""
+    """Euclidean or l1 distances with gradient 0 where points coincide; torch.cdist is differentiable once only."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, p: float) -> Tensor:
@@ -320,13 +299,13 @@ class _Distances(torch.autograd.Function):
         x, y, found = ctx.saved_tensors
         (upstream,) = gradients
         if not torch.is_grad_enabled() and ctx.p == 2 and x.dtype == torch.float32 and suit_products(x, y):
-            by_x, by_y = _pulls(x, y, found, upstream)
+            by_x, by_y = _gradients_by_products(x, y, found, upstream)
         elif not torch.is_grad_enabled():
             batch = found.shape[:-2]
             wide_x, wide_y = (t.expand(*batch, *t.shape[-2:]).contiguous() for t in (x, y))
-            pull = torch.ops.aten._cdist_backward
-            by_x = pull(upstream.contiguous(), wide_x, wide_y, ctx.p, found)
-            by_y = pull(upstream.mT.contiguous(), wide_y, wide_x, ctx.p, found.mT.contiguous())
+            backward = torch.ops.aten._cdist_backward
+            by_x = backward(upstream.contiguous(), wide_x, wide_y, ctx.p, found)
+            by_y = backward(upstream.mT.contiguous(), wide_y, wide_x, ctx.p, found.mT.contiguous())
         else:  # with a graph, and an array of n m d
             apart = x.unsqueeze(-2) - y.unsqueeze(-3)
             if ctx.p == 1:
@@ -339,7 +318,7 @@ class _Distances(torch.autograd.Function):
         return by_x.sum_to_size(x.shape), by_y.sum_to_size(y.shape), None
 
 
-def _pulls(x: Tensor, y: Tensor, found: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients_by_products(x: Tensor, y: Tensor, found: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients through float32 distances, by products in float64: these keep the digits that near points cancel."""
     batch, wide_y = found.shape[:-2], y.double()
     centre = wide_y.mean(-2, keepdim=True)
@@ -367,15 +346,3 @@ def _cosine_product(cost: PointCost, v: Tensor) -> Tensor:
         return product
     # A point at the origin has no product with itself to cancel its own mass.
     return product - v * (cost.x.detach() == 0).all(-1)
-
-
-def _check_cloud(name: str, points: Any) -> None:
-    check_floating(name, points)
-    if points.dim() == 1:
-        raise ValueError(
-            f"{name} has shape {tuple(points.shape)}, expected points (..., n, d); for positions on a line use "
-            f"LineCost, or {name}[:, None]."
-        )
-    if points.dim() < 2 or 0 in points.shape[-2:]:
-        raise ValueError(f"{name} has shape {tuple(points.shape)}, expected (..., n, d) with n, d >= 1.")
-    check_finite(name, points)

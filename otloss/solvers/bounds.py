@@ -14,8 +14,8 @@ With M the common mass, r = min(p, q) entry by entry, a = p - r, b = q - r and m
 
 The residual is zero exactly when p = q (for costs that vanish on the diagonal only), and never looser than the
 independent bound when the cost is a metric. Cosine and squared costs violate the triangle inequality and can break
-that. A cost object answers through `apply`, `diagonal` and hard minima here: no n x m matrix is formed, and bounds of
-squared and cosine costs between points take O((n + m) d).
+that. Costs are used through `apply`, `diagonal` and hard minima: no n x m matrix is formed, and bounds of squared and
+cosine costs between points take O((n + m) d).
 
 Sources: EMO, arXiv 2310.04691 (product coupling); Y. Rubner, C. Tomasi, L. Guibas, The Earth Mover's Distance as a
 Metric for Image Retrieval, 2000 (centroids); M. Kusner et al., From Word Embeddings To Document Distances, 2015.
@@ -23,15 +23,12 @@ Metric for Image Retrieval, 2000 (centroids); M. Kusner et al., From Word Embedd
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast
-from otloss.costs import CosineCost, Cost, GridCost, LineCost, PointCost, as_cost, cost_between
-from otloss.solvers.histograms import HistogramPair, histogram_pair
+from otloss.costs import CosineCost, Cost, GridCost, LineCost, PointCost
+from otloss.solvers.histograms import HistogramPair, pair_and_cost
 
 COUPLINGS = ("independent", "residual", "best")
 
@@ -60,9 +57,9 @@ def upper_bound(
         gradient there is finite, and zero at p = q but for the diagonal of the cost.
 
     Raises:
-        TypeError: if p, q or a cost matrix is no floating tensor.
+        TypeError: if p, q or a cost matrix is not a floating tensor.
         ValueError: if shapes or masses differ, a weight or a cost is negative, a number is not finite, the coupling is
-            unknown, or "residual" meets a cost that is not square.
+            unknown, or it is "residual" and the cost is not square.
 
     Source:
         EMO, arXiv 2310.04691, for the product coupling.
@@ -75,7 +72,7 @@ def upper_bound(
     """
     if coupling not in COUPLINGS:
         raise ValueError(f"coupling is {coupling!r}, expected one of {COUPLINGS}.")
-    pair, fitted = _problem(p, q, cost)
+    pair, fitted = pair_and_cost(p, q, cost)
     n, m = fitted.shape
     if coupling == "residual" and n != m:
         raise ValueError(
@@ -113,7 +110,7 @@ def lower_bound(
         Differentiable in p and q (centred over the bins) and in the cost.
 
     Raises:
-        TypeError: if p, q or a cost matrix is no floating tensor.
+        TypeError: if p, q or a cost matrix is not a floating tensor.
         ValueError: if shapes or masses differ, a weight or a cost is negative, or a number is not finite.
 
     Source:
@@ -127,7 +124,7 @@ def lower_bound(
         >>> lower_bound(torch.tensor([0.5, 0.5]), q, torch.tensor([[0.0, 3.0], [3.0, 0.0]]))
         tensor(1.5000)
     """
-    pair, fitted = _problem(p, q, cost)
+    pair, fitted = pair_and_cost(p, q, cost)
     centroid = _centroid(pair, fitted)
     if centroid is None:
         value = _relaxed_marginals(pair, fitted)
@@ -138,20 +135,13 @@ def lower_bound(
     return value.to(pair.dtype)
 
 
-def _problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
-    fitted = as_cost(cost)
-    pair = histogram_pair(p, q, cost.dtype)
-    fitted = cost_between(pair.p, pair.q, fitted)
-    check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
-    return pair, fitted
-
-
 def _independent(pair: HistogramPair, cost: Cost) -> Tensor:
     share = pair.p / _or_one(pair.mass).unsqueeze(-1)
     return _not_negative((share * cost.apply(pair.q)).sum(-1))
 
 
 def _residual(pair: HistogramPair, cost: Cost) -> Tensor:
+    """sum_i r_i C_ii + a^T C b / m."""
     excess, lack = (pair.p - pair.q).relu(), (pair.q - pair.p).relu()  # a and b
     moved = (excess.sum(-1) + lack.sum(-1)) / 2
     # Divided before the product: a^T C b underflows where p and q nearly agree, and would hide that they differ.
@@ -160,7 +150,7 @@ def _residual(pair: HistogramPair, cost: Cost) -> Tensor:
 
 
 def _is_smooth(cost: Cost) -> bool:
-    """Whether the cost is cosine or squared Euclidean, whose centroid bound has a slope everywhere."""
+    """Whether the cost is cosine or squared Euclidean, whose centroid bound is differentiable everywhere."""
     if isinstance(cost, PointCost):
         return cost.metric in ("sqeuclidean", "cosine")
     return isinstance(cost, CosineCost) or (isinstance(cost, LineCost | GridCost) and cost.power == 2)

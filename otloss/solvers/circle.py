@@ -7,9 +7,9 @@ and gap_k the arc from bin k to the next one, the last arc leading back to bin 0
 
 t is the mass that passes the cut (J. Rabin, J. Delon, Y. Gousseau, Transportation Distances on the Circle, 2011).
 
-Weight gradients are dual potentials. Going around, the potential u falls by slope_k = gap_k sign(D_k - t) from bin k to
-the next; where D_k = t, the slopes are free within +-gap_k, and must make the sum around the circle zero, or u would
-not close. A bin without mass gets the one-sided derivative, what the first grain there pays for its cheapest partner:
+Weight gradients are dual potentials. Around the circle, the potential u falls by gap_k sign(D_k - t) from bin k to the
+next; where D_k = t it may fall by anything within +-gap_k, such that the sum around the circle is zero. A bin without
+mass gets the one-sided derivative, the price of an infinitesimal mass there with its cheapest partner:
 
     f_j = min over l with q_l > 0 of u_l + d(j, l)          g_j = min over l with p_l > 0 of d(j, l) - u_l
 
@@ -48,7 +48,7 @@ def wasserstein_circular(
         than one level t is optimal the value has a kink, and the gradient is a subgradient.
 
     Raises:
-        TypeError: if p or q is no floating tensor.
+        TypeError: if p or q is not a floating tensor.
         ValueError: if the bins or masses of p and q differ, a weight is negative, a number is not finite, x comes
             without a period, or the period is not above 0.
 
@@ -74,20 +74,15 @@ def wasserstein_circular(
     elif period is None:
         raise ValueError("x is given without a period, expected period=, the circumference (such as 24, 360 or 2 pi).")
     check_positive("period", period)
-    place = _on_circle(x, pair.p, float(period))
+    check_finite("x", x)
+    check_last_axis("x", x, n)
+    check_broadcast(x=x.shape[:-1], weights=torch.broadcast_shapes(pair.p.shape[:-1], pair.q.shape[:-1]))
+    # Taken in float64: angles far from 0 keep all the digits they came with.
+    place = x.to(torch.float64).remainder(float(period)).to(pair.p.dtype)
     batch = torch.broadcast_shapes(pair.p.shape, pair.q.shape, place.shape)
     place, order = place.expand(batch).sort(dim=-1, stable=True)
     weights_p, weights_q = (weights.expand(batch).gather(-1, order) for weights in (pair.p, pair.q))
     return _around(weights_p, weights_q, place, float(period)).to(pair.dtype)
-
-
-def _on_circle(x: Tensor, weights: Tensor, period: float) -> Tensor:
-    """Return checked positions in [0, period] in the dtype of `weights`."""
-    check_finite("x", x)
-    check_last_axis("x", x, weights.shape[-1])
-    check_broadcast(x=x.shape[:-1], weights=weights.shape[:-1])
-    # Taken in float64: angles far from 0 keep all the digits they came with.
-    return x.to(torch.float64).remainder(period).to(weights.dtype)
 
 
 def _around(p: Tensor, q: Tensor, x: Tensor, period: float) -> Tensor:
@@ -103,7 +98,7 @@ def _around(p: Tensor, q: Tensor, x: Tensor, period: float) -> Tensor:
         f = torch.where(fixed_p > 0, f, _cheapest(f, fixed_q > 0, x, period))
     if (fixed_q == 0).any():
         g = torch.where(fixed_q > 0, g, _cheapest(g, fixed_p > 0, x, period))
-    # The difference from the detached twin is zero and carries the slopes, which keep their graph in the positions.
+    # The differences from the detached weights are zero and carry f and g, which keep their graph in the positions.
     return (gaps * apart.abs() + (p - fixed_p) * f + (q - fixed_q) * g).sum(-1)
 
 
@@ -116,12 +111,12 @@ def _median(values: Tensor, weights: Tensor) -> Tensor:
 
 
 def _potential(apart: Tensor, gaps: Tensor) -> Tensor:
-    """Return u (..., n), with u_j - u_{j+1} the slope of the value in D_j."""
-    slopes = gaps * apart.sign()
+    """Return u (..., n), with u_j - u_{j+1} the derivative of the value in D_j."""
+    falls = gaps * apart.sign()
     free = gaps.masked_fill(apart != 0, 0.0)
-    share = -slopes.sum(-1, keepdim=True) / free.sum(-1, keepdim=True)  # the arc of the median itself is never 0
-    slopes = slopes + free * share.clamp(-1, 1)
-    return slopes.flip(-1).cumsum(-1).flip(-1)
+    share = -falls.sum(-1, keepdim=True) / free.sum(-1, keepdim=True)  # the arc of the median itself is never 0
+    falls = falls + free * share.clamp(-1, 1)
+    return falls.flip(-1).cumsum(-1).flip(-1)
 
 
 def _cheapest(price: Tensor, partner: Tensor, x: Tensor, period: float) -> Tensor:

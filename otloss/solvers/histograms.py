@@ -3,9 +3,8 @@
 Transport needs equal masses, and float sums never agree to the last bit. Masses that agree within `MASS_TOLERANCE`
 are rescaled to their mean, both sides alike, so that d(p, q) = d(q, p); larger differences are an error.
 
-The value is defined on pairs of equal mass only, so its weight gradient is defined up to a constant: only the
-differences between bins mean anything (a softmax removes the constant anyway). `centre_gradient` returns the
-representative with mean zero over the bins, which makes gradients comparable between functions and solvers.
+The value is defined on pairs of equal mass only, so its weight gradient is defined up to a constant (which a softmax
+removes). `centre_gradient` gives the one with mean zero over the bins, so that functions and solvers agree.
 """
 
 from __future__ import annotations
@@ -21,11 +20,12 @@ from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite, check_floating
 from otloss._kernels import may_run_on
+from otloss.costs import Cost, as_cost, cost_between
 
 # Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
-# each, and a histogram normalised in its own dtype carries that of its sum too. Those in float64 were often normalised
-# in float32 and cast, which leaves 1e-7 or so. That those in float32 come from 16 bits is not assumed: what these leave
-# is as large as a mistake.
+# each, and a histogram normalised in its own dtype carries that of its sum too. Histograms in float64 were often
+# normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast to
+# float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
 
 # Entries of a side up to which NumPy, on one thread and with less to do per call, is faster than torch.
@@ -55,7 +55,7 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
     Not balanced, they keep their own masses, and their gradients are not centred: every mass has a value then.
 
     Raises:
-        TypeError: if p or q is no floating tensor.
+        TypeError: if p or q is not a floating tensor.
         ValueError: if an entry is NaN, infinite or negative, if the masses differ by more than `MASS_TOLERANCE`,
             or if the batch axes or the devices do not fit.
     """
@@ -69,7 +69,7 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
     check_broadcast(p=p.shape[:-1], q=q.shape[:-1])
     if balanced:
         _check_equal_mass(mass_p, mass_q, max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)))
-    dtype = _promoted(p.dtype, q.dtype, *others)
+    dtype = functools.reduce(torch.promote_types, (p.dtype, q.dtype, *others))
     arithmetic = torch.promote_types(dtype, torch.float32)
     mass = (mass_p + mass_q) / 2
     if not balanced:
@@ -80,6 +80,19 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         mass=mass.to(arithmetic),
         dtype=dtype,
     )
+
+
+def pair_and_cost(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
+    """Return the checked pair, and the cost between them in their arithmetic dtype.
+
+    Raises:
+        TypeError, ValueError: as `histogram_pair`, `as_cost` and `cost_between`, and if the batch axes do not fit.
+    """
+    fitted = as_cost(cost)
+    pair = histogram_pair(p, q, cost.dtype)
+    fitted = cost_between(pair.p, pair.q, fitted)
+    check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
+    return pair, fitted
 
 
 def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:
@@ -107,22 +120,21 @@ def _checked_mass(name: str, weights: Any) -> Tensor:
         raise ValueError(f"{name} has shape {tuple(weights.shape)}, expected (..., bins) with at least one bin.")
     weights = weights.detach()
     mass = weights.sum(-1, dtype=torch.float64)
-    if not torch.isfinite(mass).all():
-        check_finite(name, weights)
-        raise ValueError(f"{name} has a mass beyond float64, expected finite sums; rescale it.")
-    if weights.numel() and weights.amin() < 0:
+    if not mass.numel() or (weights.amin() >= 0 and mass.amax() < torch.inf):
+        return mass
+    check_finite(name, weights)
+    if weights.amin() < 0:
         *row, bin_index = _first(weights < 0)
         raise ValueError(
             f"{name} holds {float(weights[*row, bin_index])} in bin {bin_index}{_at(tuple(row))}, "
             "expected weights >= 0; clamp rounding errors with .clamp(min=0), or turn scores into weights with softmax."
         )
-    return mass
+    raise ValueError(f"{name} has a mass beyond float64, expected finite sums; rescale it.")
 
 
 def _check_equal_mass(mass_p: Tensor, mass_q: Tensor, tolerance: float) -> None:
     larger = torch.maximum(mass_p, mass_q)
-    excess = (mass_p - mass_q).abs() - tolerance * larger
-    if (excess > 0).any():
+    if ((mass_p - mass_q).abs() > tolerance * larger).any():
         # The worst row relative to its own mass, so that one heavy problem does not hide a light one.
         relative = (mass_p - mass_q).abs() / larger.clamp(min=torch.finfo(torch.float64).tiny)
         row = _first(relative == relative.max())
@@ -134,36 +146,30 @@ def _check_equal_mass(mass_p: Tensor, mass_q: Tensor, tolerance: float) -> None:
         )
 
 
-def _promoted(*dtypes: torch.dtype) -> torch.dtype:
-    return functools.reduce(torch.promote_types, dtypes)
-
-
 def _suits_numpy(p: Any, q: Any) -> bool:
     if torch.compiler.is_compiling() or not (isinstance(p, Tensor) and isinstance(q, Tensor) and may_run_on(p, q)):
         return False
-    # Not for float64: NumPy sums in another order than torch does, and costs of 1e12 would tell.
-    if p.dtype != torch.float32 or q.dtype != p.dtype or p.dim() == 0 or q.dim() == 0:
+    # Not for float64: NumPy sums in another order than torch does, which is seen at costs of 1e12.
+    if not (p.dtype == q.dtype == torch.float32) or p.is_neg() or q.is_neg() or 0 in (p.dim(), q.dim()):
         return False
-    if p.is_neg() or q.is_neg():
-        return False
-    small = max(p.numel(), q.numel()) <= _SMALL
-    return small and p.shape[:-1] == q.shape[:-1] and 0 not in (p.shape[-1], q.shape[-1])
+    return 0 < p.numel() <= _SMALL and 0 < q.numel() <= _SMALL and p.shape[:-1] == q.shape[:-1]
 
 
 def _balanced_in_numpy(p: Tensor, q: Tensor, *others: torch.dtype) -> HistogramPair | None:
-    """Return None where something is wrong, which the operations in torch find again and report."""
-    (rows_p, rows_q), tolerance = (w.detach().numpy() for w in (p, q)), MASS_TOLERANCE[p.dtype]
-    if not p.shape[:-1].numel() or not (rows_p.min() >= 0 and rows_q.min() >= 0):  # NaN fails too
+    """As `histogram_pair`, three times as fast for a small pair; None where it is invalid."""
+    rows_p, rows_q = (w.detach().numpy() for w in (p, q))
+    if not (rows_p.min() >= 0 and rows_q.min() >= 0):  # NaN fails too
         return None
     mass_p, mass_q = (w.sum(-1, dtype=np.float64, keepdims=True) for w in (rows_p, rows_q))
     mass = (mass_p + mass_q) / 2
-    if not ((np.abs(mass_p - mass_q) <= tolerance * np.maximum(mass_p, mass_q)).all() and mass.max() < np.inf):
+    is_equal = np.abs(mass_p - mass_q) <= MASS_TOLERANCE[p.dtype] * np.maximum(mass_p, mass_q)
+    if not (is_equal.all() and mass.max() < np.inf):
         return None
-    scale_p, scale_q = (np.divide(mass, own, out=np.ones_like(mass), where=own > 0) for own in (mass_p, mass_q))
-    dtype = _promoted(p.dtype, *others)
+    dtype = functools.reduce(torch.promote_types, (p.dtype, *others))
+    scale_p, scale_q = (torch.from_numpy(mass / (own + (own == 0))).to(dtype) for own in (mass_p, mass_q))
     return HistogramPair(
-        p=centre_gradient(p.to(dtype) * torch.from_numpy(scale_p).to(dtype)),
-        q=centre_gradient(q.to(dtype) * torch.from_numpy(scale_q).to(dtype)),
+        p=centre_gradient(p.to(dtype) * scale_p),
+        q=centre_gradient(q.to(dtype) * scale_q),
         mass=torch.from_numpy(mass).to(dtype).squeeze(-1),
         dtype=dtype,
     )
@@ -171,7 +177,7 @@ def _balanced_in_numpy(p: Tensor, q: Tensor, *others: torch.dtype) -> HistogramP
 
 def _rescaled(weights: Tensor, mass: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
     # The scale carries no graph: its gradient is the same for every bin, and centring removes it.
-    scale = torch.where(mass > 0, target / mass.masked_fill(mass == 0, 1.0), 1.0)
+    scale = target / (mass + (mass == 0))
     return weights.to(dtype) * scale.to(dtype).unsqueeze(-1)
 
 
@@ -180,6 +186,4 @@ def _first(mask: Tensor) -> tuple[int, ...]:
 
 
 def _at(row: tuple[int, ...]) -> str:
-    if not row:
-        return ""
-    return f" of row {row[0]}" if len(row) == 1 else f" of row {row}"
+    return f" of row {row[0] if len(row) == 1 else row}" if row else ""

@@ -4,17 +4,18 @@ With positions sorted, F and G the cumulative sums of p and q, and gap_k = x_{k+
 
     sum_k gap_k |F_k - G_k|^power                        power 1 is W_1; power 2 is the ranked probability score
 
-and for a convex cost |x - y|^order the optimal plan matches quantiles: merge the levels F_i and G_j, and pay
-|x_i - y_j|^order for the mass between two neighbouring levels (C. Villani, Topics in Optimal Transportation, 2.2).
+and for a convex cost |x - y|^order the optimal plan matches quantiles: merge the levels F_i and G_j; the mass between
+two neighbouring levels costs |x_i - y_j|^order (C. Villani, Topics in Optimal Transportation, 2.2).
 The merged path is a basis of the transport problem, so its derivatives in the weights are dual potentials.
 
-A bin without mass gets the one-sided derivative: what the first grain put there would pay for the cheapest partner
-among the bins that hold mass. Partner bins without mass must not take part, hence `_to_occupied` below; for W_1 the
-same rule fixes the slope of |F - G| where both histograms are still, or already, empty.
+A bin without mass gets the one-sided derivative: what an infinitesimal mass there costs with the cheapest partner among
+the bins that hold mass. Bins without mass are no partners, hence `_to_occupied` below; for W_1 the same rule fixes the
+derivative of |F - G| where both histograms are empty up to a bin, or from it on.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -53,7 +54,7 @@ def cdf_distance(
         gradient is a subgradient; for bins without mass beyond the others' mass it is the one-sided derivative.
 
     Raises:
-        TypeError: if p or q is no floating tensor.
+        TypeError: if p or q is not a floating tensor.
         ValueError: if the bins or masses of p and q differ, a weight is negative, or a number is not finite.
 
     Source:
@@ -67,11 +68,7 @@ def cdf_distance(
         tensor(2.)
     """
     _check_exponent("power", power)
-    if _suits_kernel(p, q, x) and p.shape[-1] == q.shape[-1]:
-        value = _compiled((p, q, x), power, _cdf_distance)
-        if value is not None:
-            return value
-    return _cdf_distance(p, q, x, power)
+    return _closed_form(_cdf_distance, (p, q, x), power)
 
 
 def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tensor:
@@ -90,7 +87,7 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
         apart = _absolute_cdf_difference(weights_p, weights_q)
     else:
         apart = (weights_p - weights_q).cumsum(-1)
-        if power < 2:  # its slope at rounding errors is their root
+        if power < 2:  # the derivative at rounding errors is large: their power - 1
             apart = apart.masked_fill(_empty_ends(weights_p)[1] & _empty_ends(weights_q)[1], 0.0)
         apart = _power(apart, power)
     return (gaps * apart).sum(-1).to(pair.dtype)
@@ -119,7 +116,7 @@ def wasserstein_1d(
         levels of F and G coincide the value has a kink, and the gradient is a subgradient.
 
     Raises:
-        TypeError: if p or q is no floating tensor.
+        TypeError: if p or q is not a floating tensor.
         ValueError: if the masses differ, a weight is negative, a number is not finite, or positions do not fit.
 
     Source:
@@ -135,11 +132,7 @@ def wasserstein_1d(
     _check_exponent("order", order)
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
-    if _suits_kernel(p, q, x, y) and (y is not None or p.shape[-1] == q.shape[-1]):
-        value = _compiled((p, q, x, y), order, _wasserstein_1d)
-        if value is not None:
-            return value
-    return _wasserstein_1d(p, q, x, y, order)
+    return _closed_form(_wasserstein_1d, (p, q, x, y), order)
 
 
 def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, order: float) -> Tensor:
@@ -157,40 +150,51 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
     return value.to(pair.dtype)
 
 
+def _closed_form(reference: Callable[..., Tensor], given: tuple[Tensor | None, ...], exponent: float) -> Tensor:
+    """Return the value by a kernel; of small problems, and to raise errors, by the reference implementation."""
+    if _suits_kernel(*given):
+        value = _by_kernel(reference, given, exponent)
+        if value is not None:
+            return value
+    return reference(*given, exponent)
+
+
 def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
-    """Whether the compiled kernels may take this; what is odd in type or shape goes the slow way, which says why."""
     given = [t for t in (p, q, *places) if t is not None]
     if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) and t.dim() > 0 for t in given):
         return False
+    if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*given)):
+        return False
     if any(t.is_floating_point() and t.dtype not in MASS_TOLERANCE for t in given):
         return False
-    if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*given)) or 0 in (p.shape[-1], q.shape[-1]):
+    n, m = p.shape[-1], q.shape[-1]
+    is_shared = len(places) == 1 or places[1] is None  # positions of both sides
+    fits = all(t is None or t.shape[-1] == size for t, size in zip(places, (n, m), strict=False))
+    if 0 in (n, m) or (is_shared and n != m) or not fits:
         return False
-    weights = [p, q, *([q] * (len(places) - 1))]
-    fits = all(t is None or t.shape[-1] == w.shape[-1] for t, w in zip(places, weights[:1] + weights[2:], strict=True))
     try:
         problems = broadcast_shape(*(t.shape[:-1] for t in given)).numel()
     except RuntimeError:
         return False
-    return fits and problems * (p.shape[-1] + q.shape[-1]) >= _SMALL
+    return problems * (n + m) >= _SMALL
 
 
-def _compiled(tensors: tuple[Tensor | None, ...], exponent: float, twin: Callable[..., Tensor]) -> Tensor | None:
-    """Return the value by a kernel, or None if the numbers are no transport problem: the twin then says which."""
-    from otloss._kernels import line_gradients
+def _by_kernel(reference: Callable[..., Tensor], given: tuple[Tensor | None, ...], exponent: float) -> Tensor | None:
+    """Return the value, or None if the numbers are not those of a transport problem."""
+    from otloss._kernels.line_gradients import line_value
 
-    given = [t for t in tensors if t is not None]
-    p, q = given[:2]
-    dtype = p.dtype
-    for tensor in given[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    tensors = [t for t in given if t is not None]
+    p, q = tensors[:2]
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
     arithmetic = torch.promote_types(dtype, torch.float32)
-    x = (torch.arange(p.shape[-1], device=p.device) if tensors[2] is None else tensors[2]).to(arithmetic)
-    places = [x if place is None or place is tensors[2] else place for place in tensors[2:]]
-    build = line_gradients.cdf if len(places) == 1 else line_gradients.merged
-    tolerance = max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q))
-    form = build(exponent, lambda *rows: twin(*rows, exponent))
-    value = line_gradients.value_of(form, tuple(t.to(arithmetic) for t in (p, q, *places)), tolerance)
+    x = (torch.arange(p.shape[-1], device=p.device) if given[2] is None else given[2]).to(arithmetic)
+    places = [x if place is None or place is given[2] else place.to(arithmetic) for place in given[2:]]
+    value = line_value(
+        lambda *rows: reference(*rows, exponent),
+        (p.to(arithmetic), q.to(arithmetic), *places),
+        exponent=exponent,
+        tolerance=max(MASS_TOLERANCE[t.dtype] for t in (p, q)),
+    )
     return None if value is None else value.to(dtype)
 
 
@@ -199,14 +203,14 @@ def _quantile_cost(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> 
     if not ((p == 0).any() or (q == 0).any()):
         widths, costs = _merged_path(p, q, x, y, order)
         return (widths * costs).sum(-1)
-    # Three paths with one value. The gradient in p comes from a path on which every bin of q holds mass, that in q
+    # Three paths of one value. The gradient in p comes from a path on which every bin of q holds mass, that in q
     # from a path on which every bin of p does, and those in the positions from the path on which all do.
     x_occupied, y_occupied = _to_occupied(p, x), _to_occupied(q, y)
     widths, costs = _merged_path(p.detach(), q.detach(), x_occupied, y_occupied, order)
     widths_p, costs_p = _merged_path(p, q.detach(), x, y_occupied, order)
     widths_q, costs_q = _merged_path(p.detach(), q, x_occupied, y, order)
-    slopes = (widths_p - widths_p.detach()) * costs_p + (widths_q - widths_q.detach()) * costs_q
-    return (widths * costs + slopes).sum(-1)
+    by_weights = (widths_p - widths_p.detach()) * costs_p + (widths_q - widths_q.detach()) * costs_q  # 0, with a graph
+    return (widths * costs + by_weights).sum(-1)
 
 
 def _merged_path(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> tuple[Tensor, Tensor]:
@@ -218,7 +222,7 @@ def _merged_path(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> tu
     levels, origin = torch.cat([p.cumsum(-1), q.cumsum(-1)], dim=-1).sort(dim=-1, stable=True)
     widths = levels.diff(dim=-1, prepend=torch.zeros_like(levels[..., :1]))
     # Counting the levels passed, and not searching for them, keeps one cell per step where levels coincide:
-    # that makes the path a basis, and its slopes dual potentials.
+    # that makes the path a basis, and its derivatives dual potentials.
     from_p = (origin < n).long()
     passed_p = (from_p.cumsum(-1) - from_p).clamp(max=n - 1)
     passed_q = ((1 - from_p).cumsum(-1) - (1 - from_p)).clamp(max=m - 1)
@@ -236,14 +240,14 @@ def _to_occupied(weights: Tensor, positions: Tensor) -> Tensor:
 
 
 def _absolute_cdf_difference(p: Tensor, q: Tensor) -> Tensor:
-    """Return |F - G|; its slope is one-sided where no mass lies up to the bin, or none behind it."""
+    """Return |F - G|; its derivative is one-sided where no mass lies up to the bin, or none behind it."""
     before_p, after_p = _empty_ends(p)
     before_q, after_q = _empty_ends(q)
     before, after = before_p & before_q, after_p & after_q
     # Rounding of the last sums must not choose a side.
     apart = (p - q).cumsum(-1).masked_fill(before | after, 0.0)
     # Mass that arrives in the empty front of either histogram raises |F - G|; in the empty back it lowers F or G
-    # there, and raises |F - G| again. The difference from the detached twin adds these slopes and no value.
+    # there, and raises |F - G| again. The difference from the detached sum adds these derivatives and no value.
     both = (p + q).cumsum(-1)
     return apart.abs() + (before.to(p.dtype) - after.to(p.dtype)) * (both - both.detach())
 

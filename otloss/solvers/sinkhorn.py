@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import eager
-from otloss.costs import Cost, DenseCost, PointCost, as_cost
+from otloss.costs import Cost, DenseCost, PointCost, as_cost, costs_within
 from otloss.solvers.entropic.direct import direct_value
 from otloss.solvers.entropic.geomloss import with_start
 from otloss.solvers.entropic.graph import GraphState, implicit_state, unrolled_state
@@ -144,7 +144,7 @@ def _among(cost: Cost, cost_p: Cost | Tensor | None, cost_q: Cost | Tensor | Non
     if cost_p is None or cost_q is None:
         if (cost_p is None) != (cost_q is None):
             raise ValueError("only one of cost_p and cost_q is given, expected both or none.")
-        return cost.within()
+        return costs_within(cost)
     found = []
     for name, given, size in (("cost_p", cost_p, cost.shape[0]), ("cost_q", cost_q, cost.shape[1])):
         among = as_cost(given)

@@ -9,17 +9,18 @@ projected: the distance stays, and clouds far from the origin keep their digits.
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-from otloss._checks import check_broadcast, check_finite, check_floating
+from otloss._checks import check_broadcast, check_cloud, check_finite, check_floating, check_last_axis
+from otloss.costs.cost import recomputed
 from otloss.solvers.line import wasserstein_1d
 
-# Projected coordinates held at once; beyond, directions are taken block by block, and again when going backwards.
+# Projected coordinates held at once; beyond, directions are taken block by block, and again in the backward pass.
 _BLOCK = 2**23
 
 
@@ -53,10 +54,9 @@ def sliced_wasserstein(
         gradient.
 
     Raises:
-        TypeError: if x, y, a or b is no floating tensor, projections neither a number nor a tensor, order no number, or
-            generator no torch.Generator.
-        ValueError: if shapes do not fit, masses differ, a weight is negative, a number is not finite, or a given
-            direction is zero.
+        TypeError: if x, y, a or b is not a floating tensor, or order not a number.
+        ValueError: if shapes do not fit, masses differ, a weight is negative, a number is not finite, projections is
+            not at least 1, or a given direction is zero.
 
     Source:
         N. Bonneel et al., Sliced and Radon Wasserstein Barycenters of Measures, JMIV 51, 2015.
@@ -66,26 +66,18 @@ def sliced_wasserstein(
         >>> sliced_wasserstein(x, x + torch.tensor([3.0, 4.0]), projections=torch.eye(2))
         tensor(12.5000)
     """
-    given = _check_clouds(x, y, a, b)
-    dtype = given[0].dtype
-    for tensor in given[1:]:
-        dtype = torch.promote_types(dtype, tensor.dtype)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in _check_clouds(x, y, a, b)))
     arithmetic = torch.promote_types(dtype, torch.float32)
     directions = _directions(projections, x.shape[-1], generator).to(device=x.device, dtype=arithmetic)
     x, y = _centred(x.to(arithmetic), y.to(arithmetic))
     a = (x.new_full((x.shape[-2],), 1 / x.shape[-2]) if a is None else a).unsqueeze(-2)  # (..., 1, n)
     b = (y.new_full((y.shape[-2],), 1 / y.shape[-2]) if b is None else b).unsqueeze(-2)
     problems = torch.broadcast_shapes(*(t.shape[:-2] for t in (x, y, a, b))).numel()
-    block = max(1, _BLOCK // max(1, problems * (x.shape[-2] + y.shape[-2])))
-    if block >= directions.shape[0]:
+    blocks = directions.split(max(1, _BLOCK // max(1, problems * (x.shape[-2] + y.shape[-2]))))
+    if len(blocks) == 1:
         total = _summed(directions, x, y, a, b, order)
     else:
-        total = torch.stack(
-            [
-                checkpoint(_summed, some, x, y, a, b, order, use_reentrant=False, preserve_rng_state=False)
-                for some in directions.split(block)
-            ]
-        ).sum(0)
+        total = torch.stack([recomputed(_summed, block, x, y, a, b, order) for block in blocks]).sum(0)
     return (total / directions.shape[0]).to(dtype)
 
 
@@ -105,31 +97,23 @@ def _centred(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 def _directions(projections: Any, d: int, generator: torch.Generator | None) -> Tensor:
     """Return directions (k, d) of length 1."""
-    if generator is not None and not isinstance(generator, torch.Generator):
-        raise TypeError(
-            f"generator is a {type(generator).__name__}, expected a torch.Generator; "
-            "for a seed pass torch.Generator().manual_seed(seed)."
-        )
     if isinstance(projections, Tensor):
-        check_floating("projections", projections)
+        check_finite("projections", check_floating("projections", projections))
         if projections.dim() != 2 or projections.shape[0] == 0 or projections.shape[1] != d:
             raise ValueError(
                 f"projections has shape {tuple(projections.shape)}, expected (k, {d}) with k >= 1: "
                 "one direction per row, in the dimension of the points."
             )
-        check_finite("projections", projections)
         directions = projections.detach().to(torch.float64)
         directions = directions / directions.abs().amax(-1, keepdim=True)  # no overflow in the squares
         if not torch.isfinite(directions).all():
             row = int((~torch.isfinite(directions)).any(-1).nonzero()[0])
             raise ValueError(f"projections[{row}] is zero, expected directions; drop this row.")
-    elif isinstance(projections, bool) or not isinstance(projections, int):
-        raise TypeError(
-            f"projections is a {type(projections).__name__}, expected how many directions to draw (such as 128), "
-            "or a tensor of them."
+    elif isinstance(projections, bool) or not isinstance(projections, int) or projections < 1:
+        raise ValueError(
+            f"projections is {projections!r}, expected how many directions to draw, at least 1 (such as 128), or a "
+            "tensor of them."
         )
-    elif projections < 1:
-        raise ValueError(f"projections is {projections}, expected at least 1.")
     else:
         # Drawn in float64 whatever the clouds' dtype, so that the same generator gives the same directions.
         device = "cpu" if generator is None else generator.device
@@ -138,28 +122,16 @@ def _directions(projections: Any, d: int, generator: torch.Generator | None) -> 
 
 
 def _check_clouds(x: Any, y: Any, a: Any, b: Any) -> list[Tensor]:
-    """Return those of the four that are given, checked."""
-    for name, cloud in (("x", x), ("y", y)):
-        check_floating(name, cloud)
-        if cloud.dim() < 2 or 0 in cloud.shape[-2:]:
-            raise ValueError(
-                f"{name} has shape {tuple(cloud.shape)}, expected (..., points, d) with at least one of each."
-            )
-        check_finite(name, cloud)
+    """Return those of the four that are given, checked; `wasserstein_1d` checks the weights further."""
+    given = {"x": check_cloud("x", x), "y": check_cloud("y", y)}
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(f"x has dimension {x.shape[-1]} and y {y.shape[-1]}, expected the same; x is (..., n, d).")
     shapes = {"x": x.shape[:-2], "y": y.shape[:-2]}
-    given = {"x": x, "y": y}
-    for name, weights, cloud in (("a", a, "x"), ("b", b, "y")):
-        if weights is None:
-            continue
-        given[name] = check_floating(name, weights)
-        if weights.dim() == 0 or weights.shape[-1] != given[cloud].shape[-2]:
-            raise ValueError(
-                f"{name} has shape {tuple(weights.shape)}, expected a last axis of {given[cloud].shape[-2]}, "
-                f"one weight per point of {cloud}."
-            )
-        shapes[name] = weights.shape[:-1]
+    for name, weights, cloud in (("a", a, x), ("b", b, y)):
+        if weights is not None:
+            given[name] = check_floating(name, weights)
+            check_last_axis(name, weights, cloud.shape[-2])
+            shapes[name] = weights.shape[:-1]
     devices = {name: str(tensor.device) for name, tensor in given.items()}
     if len(set(devices.values())) > 1:
         raise ValueError(f"the tensors are on different devices, {devices}; expected one; move them with .to().")

@@ -13,10 +13,9 @@ u = (x - min x) / (max x - min x), so that nothing depends on the offset and sca
 Y. Xie et al., Differentiable Top-k with Optimal Transport, 2020, arXiv 2002.06504.) As epsilon falls to 0, S becomes
 the permutation that sorts x, with equal shares among equal entries.
 
-b solves n equations by Newton's method, from the potentials of the exact problem: there place j and place j + 1 are
-worth the same to a value between the j-th and the (j + 1)-th smallest. That start is so near, whatever epsilon is, that
-half a dozen steps do. Derivatives come from the equations that hold at the solution, not from the way to it. For a
-change dZ of the scores 2 u_i t_j / epsilon,
+b solves n equations by Newton's method, from the potentials of the exact problem, where places j and j + 1 cost the
+same for a value halfway between the j-th and the (j + 1)-th smallest. About six steps suffice whatever epsilon is.
+Derivatives are those of the equations at the solution. For a change dZ of the scores 2 u_i t_j / epsilon,
 
     dS = S * (dZ + da 1^T + 1 db^T),    da + S db = -(S * dZ) 1,    S^T da + db = -(S * dZ)^T 1
 
@@ -36,13 +35,13 @@ from otloss._checks import check_finite, check_floating, check_positive
 
 # Entries of a row that a plan is made for: two matrices of this size take a quarter of a GiB.
 _LARGEST_PLAN = 4096
-# Scores of 2 / epsilon carry so many digits behind the point that sums are right to 1e-8 and better.
+# Scores of up to 2 / epsilon are rounded such that sums are right to 1e-8 and better.
 _LEAST_EPSILON = 1e-7
 _NEWTON_STEPS, _BISECTIONS = 50, 200
 # Of the columns' sums. The scores are rounded to 2e-16 of 2 / epsilon, and the sums with them.
 _TOLERANCE, _ROUNDING = 1e-11, 1e-15
-# Where the plan falls into parts that hardly exchange mass, their equations are singular to rounding; the plan and its
-# derivatives do not feel what this adds.
+# Added to the diagonal: equations are singular to rounding where the plan falls into parts that hardly exchange mass.
+# The plan and its derivatives stay the same.
 _RIDGE = 1e-12
 
 
@@ -66,7 +65,7 @@ def soft_sort(
         core) and half as much for the gradient, for which it holds n^2 numbers per row.
 
     Raises:
-        TypeError: if x is no floating tensor, or epsilon no number.
+        TypeError: if x is not a floating tensor, or epsilon not a number.
         ValueError: if x has no entries or more than 4096, or is not finite, or epsilon is too small.
 
     Source:
@@ -131,7 +130,7 @@ def soft_top_k(x: Float[Tensor, "*batch n"], k: int, *, epsilon: float = 0.1) ->
         equal entries every share is k / n, with the gradient 0. Costs O(n) per row after a sort.
 
     Raises:
-        TypeError: if x is no floating tensor, epsilon no number, or k no whole number.
+        TypeError: if x is not a floating tensor, epsilon not a number, or k not a whole number.
         ValueError: if k is not within 0 to n, x has no entries or is not finite, or epsilon is too small.
 
     Source:
@@ -163,8 +162,6 @@ def _check(function: str, x: Any, epsilon: Any) -> None:
     check_floating("x", x)
     if x.dim() == 0 or x.shape[-1] == 0:
         raise ValueError(f"x has shape {tuple(x.shape)}, expected (..., n) with at least one entry.")
-    if x.device.type == "mps":
-        raise ValueError(f"x is on {x.device}, where there is no float64, which {function} needs; pass x.cpu().")
     if function != "soft_top_k" and x.shape[-1] > _LARGEST_PLAN:
         raise ValueError(
             f"x has {x.shape[-1]} entries in a row, expected at most {_LARGEST_PLAN}: {function} solves n equations "
@@ -177,7 +174,7 @@ def _check(function: str, x: Any, epsilon: Any) -> None:
 
 
 def _in_units_of_range(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the smallest entry, the range and u, in float64; u is 0, without a slope, where the range is."""
+    """Return the smallest entry, the range and u, in float64; u is 0, without a gradient, where the range is 0."""
     wide = x.to(torch.float64)
     low = wide.amin(-1, keepdim=True)
     spread = wide.amax(-1, keepdim=True) - low
@@ -223,8 +220,8 @@ class _Balanced(torch.autograd.Function):
 def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
     """Newton's method on b; a keeps the rows' sums at one throughout.
 
-    The function whose slopes the columns' errors are has a third derivative of at most the spread of a step times the
-    second, which makes a step shortened to log(1 + spread) / spread go uphill always.
+    The columns' errors are the gradient of the dual objective, whose third derivative is at most the spread of a step
+    times the second. So a step shortened to log(1 + spread) / spread always increases it.
     """
     shifted = torch.empty_like(scores)  # fresh memory would cost as much as the sum
     for _ in range(_NEWTON_STEPS):

@@ -9,8 +9,8 @@ S_v the sum over the descendants of v fewer than 2^r levels down and a_r(v) the 
 S_{a_r(v)} for all v at once gives the sums for r + 1. That takes log2(depth) steps, without the cancellation of
 differences of prefix sums; and if some node has an ancestor left after log2(n) steps, there is a cycle.
 
-Nodes without mass get one-sided derivatives: where the subtree of v is empty in both histograms, mass that arrives
-there has to leave by the edge, and costs its length on either side; where all else is empty, it spares that length.
+Nodes without mass get one-sided derivatives: where the subtree of v is empty in both histograms, mass added there has
+to leave by the edge, and costs its length on either side; where all other nodes are empty, it saves that length.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_tensor
+from otloss._checks import check_finite, check_floating, check_integers
 from otloss.solvers.histograms import histogram_pair
 
 
@@ -45,7 +45,7 @@ def wasserstein_tree(
         an edge carries nothing between two parts with mass the value has a kink, and the gradient is a subgradient.
 
     Raises:
-        TypeError: if p, q or length is no floating tensor, or parent no integer tensor.
+        TypeError: if p, q or length is not a floating tensor, or parent not an integer tensor.
         ValueError: if the masses differ, a weight or length is negative, a number is not finite, the shapes do not
             fit, or the parents are not those of one rooted tree.
 
@@ -76,7 +76,7 @@ def wasserstein_tree(
 
 
 def _carried(p: Tensor, q: Tensor, ancestors: list[Tensor]) -> Tensor:
-    """Return |P_v - Q_v| for every node, with one-sided slopes where one side of the edge is empty."""
+    """Return |P_v - Q_v| for every node, with one-sided derivatives where one side of the edge is empty."""
     holds = ((p.detach() > 0) | (q.detach() > 0)).to(torch.int64)
     inside = _subtree_sums(holds, ancestors)
     below_empty, above_empty = inside == 0, inside == holds.sum(0)
@@ -85,7 +85,7 @@ def _carried(p: Tensor, q: Tensor, ancestors: list[Tensor]) -> Tensor:
     if not (below_empty | above_empty).any():
         return apart
     both = _subtree_sums(p + q, ancestors)
-    # The difference from the detached twin adds slopes and no value.
+    # The difference from the detached sum adds derivatives and no value.
     return apart + (below_empty.to(p.dtype) - above_empty.to(p.dtype)) * (both - both.detach())
 
 
@@ -101,24 +101,21 @@ def _ancestors(parent: Tensor) -> list[Tensor]:
     """Return the ancestors 1, 2, 4, ... levels up, n where there is none; raise ValueError on a cycle."""
     n = parent.shape[0]
     steps: list[Tensor] = []
-    reached = torch.cat([parent, parent.new_tensor([n])])
-    while bool((reached[:n] < n).any()):
+    above = torch.cat([parent, parent.new_tensor([n])])
+    while bool((above[:n] < n).any()):
         if 2 ** len(steps) > n:
-            node = int((reached[:n] < n).nonzero()[0])
+            node = int((above[:n] < n).nonzero()[0])
             raise ValueError(
-                f"parent has a cycle: node {node} never reaches the root; expected that following parent from any node "
-                "ends at the root."
+                f"parent has a cycle above node {node}, expected that every path upwards ends at the root."
             )
-        steps.append(reached[:n])
-        reached = reached[reached]
+        steps.append(above[:n])
+        above = above[above]
     return steps or [parent]
 
 
 def _parents(parent: Any, n: int) -> Tensor:
     """Return the checked parents, n for that of the root."""
-    check_tensor("parent", parent)
-    if parent.is_floating_point() or parent.is_complex() or parent.dtype == torch.bool:
-        raise TypeError(f"parent has dtype {parent.dtype}, expected integers; call parent.long().")
+    check_integers("parent", parent)
     if parent.shape != (n,):
         raise ValueError(f"parent has shape {tuple(parent.shape)}, expected ({n},), one parent per node of p and q.")
     outside = (parent < -1) | (parent >= n)
@@ -126,14 +123,11 @@ def _parents(parent: Any, n: int) -> Tensor:
         node = int(outside.nonzero()[0])
         raise ValueError(f"parent[{node}] is {int(parent[node])}, expected 0 to {n - 1}, or -1 for the root.")
     root = (parent == -1) | (parent == torch.arange(n, device=parent.device))
-    if int(root.sum()) > 1:
-        first, second = root.nonzero()[:2, 0].tolist()
+    if int(root.sum()) != 1:
         raise ValueError(
-            f"nodes {first} and {second} are both roots ({int(root.sum())} in all), expected one root; "
-            "join several trees by giving their roots a common parent."
+            f"parent has {int(root.sum())} roots {root.nonzero()[:2, 0].tolist()}, expected one node that is its own "
+            "parent or has -1; join several trees by giving their roots a common parent."
         )
-    if not root.any():
-        raise ValueError("parent has no root and so a cycle, expected one node that is its own parent or has -1.")
     return parent.long().masked_fill(root, n)
 
 

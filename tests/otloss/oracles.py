@@ -26,29 +26,29 @@ def linprog_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray) -> float:
     return float(result.fun)
 
 
-def weight_slopes(value: Callable[[np.ndarray], float], weights: np.ndarray, step: float) -> tuple[int, np.ndarray]:
-    """Return the heaviest bin k and, for every bin i, the one-sided slope of moving mass from bin k to bin i."""
+def weight_gradients(value: Callable[[np.ndarray], float], weights: np.ndarray, step: float) -> tuple[int, np.ndarray]:
+    """Return the heaviest bin k and, for every bin i, the one-sided derivative of moving mass from bin k to bin i."""
     heaviest = int(np.argmax(weights))
     base = value(weights)
-    slopes = np.zeros(weights.size)
+    gradients = np.zeros(weights.size)
     for i in range(weights.size):
         if i != heaviest:
             moved = weights.copy()
             moved[i] += step
             moved[heaviest] -= step
-            slopes[i] = (value(moved) - base) / step
-    return heaviest, slopes
+            gradients[i] = (value(moved) - base) / step
+    return heaviest, gradients
 
 
-def central_slopes(value: Callable[[np.ndarray], float], point: np.ndarray, step: float) -> np.ndarray:
+def central_gradients(value: Callable[[np.ndarray], float], point: np.ndarray, step: float) -> np.ndarray:
     """Return the central finite differences of `value` at `point`, entry by entry."""
-    slopes = np.zeros(point.shape)
+    gradients = np.zeros(point.shape)
     for index in np.ndindex(*point.shape):
         ahead, behind = point.copy(), point.copy()
         ahead[index] += step
         behind[index] -= step
-        slopes[index] = (value(ahead) - value(behind)) / (2 * step)
-    return slopes
+        gradients[index] = (value(ahead) - value(behind)) / (2 * step)
+    return gradients
 
 
 def cosine_matrix(embedding: Tensor) -> Tensor:

@@ -115,7 +115,7 @@ def _weight_slope(problem: EntropicProblem, potential: Tensor, other: Tensor) ->
 def _cost_slopes(problem: EntropicProblem, f: Tensor, g: Tensor, upstream: Tensor) -> list[Tensor]:
     log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
     return list(
-        problem.cost.plan_slopes(f, g, log_p, log_q, epsilon=problem.epsilon.detach().to(f.dtype), upstream=upstream)
+        problem.cost.plan_gradients(f, g, log_p, log_q, epsilon=problem.epsilon.detach().to(f.dtype), upstream=upstream)
     )
 
 

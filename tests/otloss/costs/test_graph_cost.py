@@ -1,4 +1,4 @@
-"""Shortest paths against Floyd and Warshall's three loops; slopes in the lengths against finite differences."""
+"""Shortest paths against Floyd and Warshall's three loops; gradients in the lengths against finite differences."""
 
 from __future__ import annotations
 
@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otloss import emd
 from otloss.costs import graph_cost
-from tests.otloss.oracles import as_double, central_slopes
+from tests.otloss.oracles import central_gradients
 
 
 def floyd_warshall(lengths: np.ndarray) -> np.ndarray:
@@ -44,7 +43,7 @@ def random_graph(n: int, seed: int, *, directed: bool) -> np.ndarray:
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 9), st.integers(0, 1000), st.booleans())
 def test_lengths_are_those_of_the_shortest_paths(n: int, seed: int, directed: bool) -> None:
     lengths = random_graph(n, seed, directed=directed)
@@ -58,7 +57,7 @@ def test_lengths_are_those_of_the_shortest_paths(n: int, seed: int, directed: bo
 
 
 @pytest.mark.parametrize("directed", [True, False])
-def test_slopes_in_the_lengths(directed: bool) -> None:
+def test_gradients_in_the_lengths(directed: bool) -> None:
     for seed in range(4):
         lengths = random_graph(8, seed, directed=directed)
         weight = np.random.default_rng(seed).normal(size=(8, 8))
@@ -67,10 +66,18 @@ def test_slopes_in_the_lengths(directed: bool) -> None:
             return float((graph_cost(torch.from_numpy(array)).dense().numpy() * w).sum())
 
         leaf = torch.from_numpy(lengths).requires_grad_()
-        (slopes,) = torch.autograd.grad((graph_cost(leaf).dense() * torch.from_numpy(weight)).sum(), leaf)
-        moved = central_slopes(lambda a, e=lengths: value(np.where(e > 0, a, 0.0)), lengths, 1e-6)
-        np.testing.assert_allclose(slopes.numpy(), moved, atol=1e-7)
-        assert slopes.abs().max() > 0.5
+        (gradient,) = torch.autograd.grad((graph_cost(leaf).dense() * torch.from_numpy(weight)).sum(), leaf)
+        moved = central_gradients(lambda a, e=lengths: value(np.where(e > 0, a, 0.0)), lengths, 1e-6)
+        np.testing.assert_allclose(gradient.numpy(), moved, atol=1e-7)
+        assert gradient.abs().max() > 0.5
+        mix = torch.from_numpy(np.random.default_rng(9).normal(size=(8, 8)))
+        edges = leaf > 0
+        assert torch.autograd.gradgradcheck(
+            lambda e, mix=mix, edges=edges: (
+                graph_cost(torch.zeros(8, 8).double().masked_scatter(edges, e)).dense() @ mix
+            ).square(),
+            leaf.detach()[edges].requires_grad_(),
+        )
 
 
 def test_a_long_path_and_edges_that_rounding_swallows() -> None:
@@ -80,23 +87,10 @@ def test_a_long_path_and_edges_that_rounding_swallows() -> None:
     lengths += lengths.T
     leaf = torch.from_numpy(lengths).requires_grad_()
     cost = graph_cost(leaf)
-    (slopes,) = torch.autograd.grad(cost.dense()[0, n - 1], leaf)
+    (gradient,) = torch.autograd.grad(cost.dense()[0, n - 1], leaf)
     expected = np.diag(np.ones(n - 1), 1)
-    assert np.array_equal(slopes.numpy(), expected)
+    assert np.array_equal(gradient.numpy(), expected)
     assert cost.dense()[0, n - 1] == n - 2
-
-
-def test_slopes_through_exact_transport() -> None:
-    lengths = random_graph(6, 3, directed=False)
-    rng = np.random.default_rng(0)
-    p, q = (as_double(rng.dirichlet(np.ones(6))) for _ in range(2))
-
-    def value(array: np.ndarray) -> float:
-        return emd(p, q, graph_cost(torch.from_numpy(np.where(lengths > 0, array, 0.0)))).item()
-
-    leaf = torch.from_numpy(lengths).requires_grad_()
-    (slopes,) = torch.autograd.grad(emd(p, q, graph_cost(leaf)), leaf)
-    np.testing.assert_allclose(slopes.numpy(), central_slopes(value, lengths, 1e-6), atol=1e-7)
 
 
 def test_stored_zeros_of_a_sparse_matrix_are_edges() -> None:
@@ -110,12 +104,10 @@ def test_stored_zeros_of_a_sparse_matrix_are_edges() -> None:
     ("call", "error", "message"),
     [
         (lambda: graph_cost(torch.ones(2, 3)), ValueError, r"adjacency has shape \(2, 3\), expected \(n, n\)"),
-        (lambda: graph_cost(torch.ones(3)), ValueError, r"adjacency has shape \(3,\)"),
         (lambda: graph_cost(torch.ones(2, 2).long()), TypeError, "adjacency has dtype torch.int64"),
         (lambda: graph_cost(np.ones((2, 2))), TypeError, "adjacency is a ndarray"),
         (lambda: graph_cost(torch.tensor([[0.0, -1.0], [1.0, 0.0]])), ValueError, r"holds -1.0 at \(0, 1\)"),
         (lambda: graph_cost(torch.tensor([[0.0, 1.0], [torch.nan, 0.0]])), ValueError, r"holds nan at \(1, 0\)"),
-        (lambda: graph_cost(torch.tensor([[0.0, 1.0], [-torch.inf, 0.0]])), ValueError, r"holds -inf at \(1, 0\)"),
         (lambda: graph_cost(torch.tensor([[0.0, 1.0], [0.0, 0.0]])), ValueError, "no path leads from node 1 to node 0"),
     ],
 )

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from otloss.costs import Cost, GridCost, LineCost, PointCost
+from otloss.costs import Cost, GridCost, LineCost, PointCost, costs_within
 
 SHAPES = [(5,), (3, 4), (1, 6), (2, 3, 4), (1,)]
 
@@ -27,8 +27,7 @@ def loop(cells: tuple[int, ...], power: float, spacing: tuple[float, ...]) -> Te
     return torch.tensor(rows, dtype=torch.float64)
 
 
-@pytest.mark.parametrize("power", [0.5, 1, 1.7, 2])
-@pytest.mark.parametrize("cells", SHAPES)
+@pytest.mark.parametrize(("cells", "power"), [((5,), 1), ((3, 4), 0.5), ((1, 6), 2), ((2, 3, 4), 1.7), ((1,), 2)])
 def test_every_question_agrees_with_loops(cells: tuple[int, ...], power: float) -> None:
     spacing = (0.1, 2.0, 0.7)[: len(cells)]
     cost = GridCost(cells, power=power, spacing=spacing).to(torch.float64)
@@ -36,13 +35,12 @@ def test_every_question_agrees_with_loops(cells: tuple[int, ...], power: float) 
     n = len(matrix)
     torch.testing.assert_close(cost.dense(), matrix)
     assert cost.shape == (n, n)
-    assert (cost.T, cost.within()) == (cost, (cost, cost))
+    assert (cost.T, costs_within(cost)) == (cost, (cost, cost))
     index = torch.tensor([n - 1, 0, 0])
     torch.testing.assert_close(cost.rows(index), matrix[index])
     assert cost.rows(index[:0]).shape == (0, n)
     assert cost.diagonal().tolist() == [0.0] * n
     assert cost.largest() == matrix.max()
-    assert cost.mean().item() == pytest.approx(matrix.mean().item())
     v = torch.randn(2, 3, n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     torch.testing.assert_close(cost.apply(v), v @ matrix)
     for epsilon in (1e-6, 0.1, 10.0):
@@ -54,7 +52,7 @@ def test_every_question_agrees_with_loops(cells: tuple[int, ...], power: float) 
     torch.testing.assert_close(cost.softmin(v, each)[0, 2], cost.softmin(v[0, 2], 0.0))
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.sampled_from(SHAPES), st.sampled_from([1.0, 2.0]), st.integers(0, 100))
 def test_the_same_cells_as_points(cells: tuple[int, ...], power: float, seed: int) -> None:
     where = torch.cartesian_prod(*(torch.arange(float(size)) for size in cells)).reshape(-1, len(cells)).double()
@@ -70,7 +68,7 @@ def test_the_same_cells_as_points(cells: tuple[int, ...], power: float, seed: in
 
 
 @pytest.mark.parametrize("entries", [2**22, 20])
-def test_slopes(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys.modules[Cost.__module__], "_BLOCK_ENTRIES", entries)
     cost = GridCost((3, 4), spacing=0.5).to(torch.float64)
     v = torch.randn(2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
@@ -113,16 +111,15 @@ def test_degenerate_potentials_and_dtypes() -> None:
     ("call", "error", "message"),
     [
         (lambda: GridCost(64), TypeError, "shape of the grid is 64, expected whole numbers"),
-        (lambda: GridCost((2.0, 3)), TypeError, "expected whole numbers"),
-        (lambda: GridCost(()), ValueError, r"shape of the grid is \(\), expected one axis or more"),
-        (lambda: GridCost((3, 0)), ValueError, r"\(3, 0\).*at least one cell"),
+        (lambda: GridCost(()), ValueError, r"grid has shape \(\) and 0 spacings, expected at least one axis"),
+        (lambda: GridCost((3, 0)), ValueError, r"\(3, 0\).*least one cell"),
         (lambda: GridCost((3, 2), power=0), ValueError, "power is 0"),
         (lambda: GridCost((3, 2), spacing=-1.0), ValueError, "spacing is -1.0"),
-        (lambda: GridCost((3, 2), spacing=(1.0, 1.0, 1.0)), ValueError, "spacing has 3 numbers, expected one or 2"),
-        (lambda: GridCost((3, 2)).rows(torch.tensor([6])), ValueError, r"index\[0\] is 6"),
-        (lambda: GridCost((3, 2)).apply(torch.ones(3, 2)), ValueError, r"v has shape \(3, 2\).*last axis of 6"),
-        (lambda: GridCost((3, 2)).softmin(torch.ones(5), 1.0), ValueError, r"potential has shape \(5,\)"),
-        (lambda: GridCost((3, 2)).softmin(torch.ones(6), -1.0), ValueError, "epsilon is -1.0"),
+        (
+            lambda: GridCost((3, 2), spacing=(1.0, 1.0, 1.0)),
+            ValueError,
+            "3 spacings, expected .* one spacing or one per axis",
+        ),
     ],
 )
 def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:

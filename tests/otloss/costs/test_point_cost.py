@@ -1,4 +1,4 @@
-"""Costs between clouds against loops over pairs in float64; slopes at coincident points and far from the origin."""
+"""Costs between clouds against loops over pairs in float64; gradient at coincident points and far from the origin."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
+from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost, costs_within
 
 METRICS = ["sqeuclidean", "euclidean", "l1", "cosine"]
 
@@ -41,7 +41,7 @@ def clouds(n: int = 6, m: int = 5, d: int = 3, dtype: torch.dtype = torch.float6
     return x, y
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.integers(1, 6), st.integers(1, 6), st.integers(1, 20), st.booleans(), st.sampled_from(METRICS), st.data())
 def test_costs_are_the_definition(n: int, m: int, d: int, tied: bool, metric: str, data: st.DataObject) -> None:
     entry = st.integers(-2, 2).map(float) if tied else st.floats(-3, 3).map(lambda v: round(v, 6))
@@ -56,10 +56,9 @@ def test_costs_are_the_definition(n: int, m: int, d: int, tied: bool, metric: st
     v = torch.linspace(-1, 2, m, dtype=torch.float64).repeat(2, 1)
     torch.testing.assert_close(cost.apply(v), v @ expected.T, atol=1e-8, rtol=1e-9)
     assert cost.largest() >= expected.max() - 1e-9
-    assert cost.mean().item() == pytest.approx(expected.mean().item(), abs=1e-8)
     if n == m:
         torch.testing.assert_close(cost.diagonal(), expected.diagonal(), atol=1e-9, rtol=1e-9)
-    for own in (PointCost(x, metric=metric), *cost.within()):
+    for own in (PointCost(x, metric=metric), *costs_within(cost)):
         assert own.dense().diagonal().abs().max() == 0
         assert own.diagonal().abs().max() == 0
         assert own.T is own
@@ -90,10 +89,9 @@ def test_a_cloud_per_problem(metric: str) -> None:
             one = PointCost(x[i, 0], y[j], metric=metric)
             torch.testing.assert_close(cost.dense()[i, j], one.dense())
             torch.testing.assert_close(cost.apply(v)[i, j], one.apply(v[j]))
-            torch.testing.assert_close(cost.mean()[i, j], one.mean())
             torch.testing.assert_close(cost.largest().expand(2, 4)[i, j], one.largest())
     assert cost.T.batch_shape == (2, 4)
-    assert [own.batch_shape for own in cost.within()] == [(2, 1), (4,)]
+    assert [own.batch_shape for own in costs_within(cost)] == [(2, 1), (4,)]
     square = PointCost(x[..., :5, :], y, metric=metric)
     torch.testing.assert_close(square.diagonal(), square.dense().diagonal(dim1=-2, dim2=-1))
     with pytest.raises(ValueError, match=r"batch axes \(2, 4\) are ambiguous"):
@@ -102,9 +100,9 @@ def test_a_cloud_per_problem(metric: str) -> None:
 
 
 @pytest.mark.parametrize("metric", every_metric())
-def test_slopes_of_every_question(metric: str) -> None:
+def test_gradient_of_every_question(metric: str) -> None:
     x, y = clouds()
-    y[1] += 0.1  # the slope at a coincident pair has a test of its own
+    y[1] += 0.1  # the gradient at a coincident pair has a test of its own
     index = torch.tensor([4, 0])
     square = y.repeat(2, 1)[:6] + 0.01
     with torch.no_grad():
@@ -125,21 +123,21 @@ def test_slopes_of_every_question(metric: str) -> None:
 
 
 @pytest.mark.parametrize("metric", METRICS)
-def test_coincident_points_have_slopes(metric: str) -> None:
+def test_coincident_points_have_gradient(metric: str) -> None:
     """POT's euclidean distances give NaN here."""
     x = torch.tensor([[1.0, 2.0], [1.0, 2.0], [0.0, 0.0]], requires_grad=True)
     for y in (None, x.detach().clone()):
         cost = PointCost(x, y, metric=metric)
         for value in (cost.dense(), cost.apply(torch.ones(3)), cost.softmin(torch.zeros(3), 0.1), cost.diagonal()):
             if value.requires_grad:
-                (slopes,) = torch.autograd.grad(value.sum(), x, retain_graph=True)
-                assert torch.isfinite(slopes).all()
+                (gradient,) = torch.autograd.grad(value.sum(), x, retain_graph=True)
+                assert torch.isfinite(gradient).all()
         zero = torch.zeros(3)
-        (slopes,) = cost.plan_slopes(zero, zero, zero, zero, epsilon=0.5, upstream=torch.tensor(1.0))
-        assert torch.isfinite(slopes).all()
+        (gradient,) = cost.plan_gradients(zero, zero, zero, zero, epsilon=0.5, upstream=torch.tensor(1.0))
+        assert torch.isfinite(gradient).all()
     alone = torch.tensor([[3.0, -1.0]], requires_grad=True)
-    (slopes,) = torch.autograd.grad(PointCost(alone, alone.detach().clone(), metric=metric).dense().sum(), alone)
-    assert slopes.abs().max() < 1e-6
+    (gradient,) = torch.autograd.grad(PointCost(alone, alone.detach().clone(), metric=metric).dense().sum(), alone)
+    assert gradient.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("metric", METRICS[:3])
@@ -161,8 +159,8 @@ def test_a_metric_with_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
     x, y = clouds()
     cost = PointCost(x, y, metric=lambda x, y: weight * quartic(x, y))
-    (slope,) = torch.autograd.grad(cost.dense().sum(), weight)
-    assert slope > 0
+    (gradient,) = torch.autograd.grad(cost.dense().sum(), weight)
+    assert gradient > 0
     (whole,) = torch.autograd.grad(cost.softmin(torch.zeros(5), 0.3).sum(), weight)
     monkeypatch.setattr(sys.modules[Cost.__module__], "_BLOCK_ENTRIES", 10)
     (in_blocks,) = torch.autograd.grad(cost.softmin(torch.zeros(5), 0.3).sum(), weight)
@@ -183,7 +181,7 @@ def test_metrics_of_the_user() -> None:
     torch.testing.assert_close(cost.T.dense(), expected.T)
     torch.testing.assert_close(cost.T.T.dense(), expected)
     assert cost.largest() == expected.max()
-    torch.testing.assert_close(cost.within()[1].dense(), (y[:, None, 0] - y[None, :, 0]).relu())
+    torch.testing.assert_close(costs_within(cost)[1].dense(), (y[:, None, 0] - y[None, :, 0]).relu())
 
 
 @pytest.mark.parametrize("metric", every_metric())
@@ -206,19 +204,19 @@ def test_to_pickle_and_half_precision(metric: str) -> None:
 
 
 def test_no_matrix_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object, **__: object) -> Tensor:
+    def fail(*_: object, **__: object) -> Tensor:
         raise AssertionError("formed distances")
 
-    monkeypatch.setattr("otloss.costs.points.distances", refuse)
+    monkeypatch.setattr("otloss.costs.points.distances", fail)
     x = torch.randn(30_000, 2).requires_grad_()
     y = torch.randn(2_000, 2)
     cost = PointCost(x, y)
     zero = torch.zeros(30_000)
     cost.apply(torch.ones(2_000)).sum().backward()
-    cost.mean(), cost.largest()
+    cost.largest()
     with torch.no_grad():
         f = cost.softmin(torch.zeros(2_000), 0.1)
-    cost.plan_slopes(f, zero[:2_000], zero, zero[:2_000], epsilon=0.1, upstream=torch.tensor(1.0))
+    cost.plan_gradients(f, zero[:2_000], zero, zero[:2_000], epsilon=0.1, upstream=torch.tensor(1.0))
 
 
 pairs = torch.zeros(3, 2)
@@ -227,38 +225,25 @@ pairs = torch.zeros(3, 2)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: PointCost(torch.ones(3)), ValueError, r"x has shape \(3,\).*use LineCost, or x\[:, None\]"),
-        (lambda: PointCost(pairs, torch.ones(3)), ValueError, r"y has shape \(3,\)"),
+        (lambda: PointCost(torch.ones(3)), ValueError, r"x has shape \(3,\).*pass x\[:, None\], or use LineCost"),
         (lambda: PointCost(torch.ones(0, 2)), ValueError, r"x has shape \(0, 2\), expected \(..., n, d\)"),
         (lambda: PointCost(pairs, torch.ones(3, 4)), ValueError, "x has 2 coordinates on cpu, y 4"),
         (lambda: PointCost(torch.ones(2, 3, 2), torch.ones(4, 3, 2)), ValueError, r"x \(2,\), y \(4,\)"),
         (lambda: PointCost(pairs.long()), TypeError, "x has dtype torch.int64"),
-        (lambda: PointCost(pairs, [[0.0]]), TypeError, "y is a list"),
         (lambda: PointCost(pairs / 0), ValueError, "x holds 6 NaN"),
         (lambda: PointCost(pairs, metric="manhattan"), ValueError, r"metric is 'manhattan', expected one of \('sqeu"),
         (lambda: PointCost(pairs, metric=lambda x, y: x).dense(), ValueError, r"gave costs of shape \(3, 2\)"),
         (lambda: PointCost(pairs, metric=lambda x, y: x @ y.mT - 1).dense(), ValueError, "costs from -1.0 to -1.0"),
-        (
-            lambda: PointCost(pairs, metric=lambda x, y: [0.0]).dense(),
-            TypeError,
-            "the metric gave a list, expected a to",
-        ),  # type: ignore[arg-type,return-value]
-        (lambda: PointCost(pairs, metric=lambda x, y: 0.0).T.dense(), TypeError, "the metric gave a float"),  # type: ignore[arg-type,return-value]
-        (lambda: PointCost(pairs, metric=lambda x, y: None).parameters(), TypeError, "the metric gave a NoneType"),  # type: ignore[arg-type,return-value]
-        (lambda: PointCost(pairs).rows(torch.tensor([3])), ValueError, r"index\[0\] is 3"),
-        (lambda: PointCost(pairs).apply(torch.ones(2)), ValueError, r"v has shape \(2,\)"),
-        (lambda: PointCost(pairs).softmin(torch.ones(3).long(), 1.0), TypeError, "potential has dtype"),
         (lambda: PointCost(pairs).softmin(torch.ones(3), torch.nan), ValueError, "epsilon is nan"),
-        (lambda: PointCost(pairs).softmin(torch.ones(3), torch.tensor([-1.0])), ValueError, "epsilon is -1.0"),
         (lambda: PointCost(pairs).softmin(torch.ones(2, 3), torch.ones(4)), ValueError, r"potential \(2,\).*epsilon"),
         (
             lambda: PointCost(pairs).softmin(torch.ones(3), torch.tensor(1.0, requires_grad=True)),
             ValueError,
             "epsilon requires a gradient",
         ),
-        (lambda: DenseCost(torch.ones(2, 3)).within(), ValueError, r"shape \(2, 3\) is not square and symmetric"),
-        (lambda: DenseCost(torch.tensor([[0.0, 1.0], [2.0, 0.0]])).within(), ValueError, "cost_p= and cost_q="),
-        (lambda: DenseCost(torch.tensor([[3.0]])).within(), ValueError, "diagonal of zeros"),
+        (lambda: costs_within(DenseCost(torch.ones(2, 3))), ValueError, r"shape=\(2, 3\).*which is not square and"),
+        (lambda: costs_within(DenseCost(torch.tensor([[0.0, 1.0], [2.0, 0.0]]))), ValueError, "cost_p= and cost_q="),
+        (lambda: costs_within(DenseCost(torch.tensor([[3.0]]))), ValueError, "diagonal of zeros"),
     ],
 )
 def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:
@@ -269,8 +254,8 @@ def test_bad_input(call: Callable[[], object], error: type[Exception], message: 
 def test_costs_within() -> None:
     matrix = DenseCost(torch.tensor([[0.0, 1.0], [1.0, 0.0]]))
     for cost in (matrix, CosineCost(torch.eye(2)), LineCost(torch.arange(3.0)), GridCost((2, 2))):
-        assert cost.within() == (cost, cost)
+        assert costs_within(cost) == (cost, cost)
     x, y = (t.requires_grad_() for t in clouds())
-    among_p, among_q = PointCost(x, y).within()
+    among_p, among_q = costs_within(PointCost(x, y))
     assert among_p.parameters() == (x,)
     assert among_q.x is among_q.y is y

@@ -1,4 +1,6 @@
-"""The check of pairs of histograms in NumPy against the one in torch operations, and the logarithm of kernels."""
+"""The check of pairs of histograms: degenerate masses and messages; and the logarithm of kernels."""
+
+from __future__ import annotations
 
 import numpy as np
 import pytest
@@ -6,55 +8,43 @@ import torch
 from numba import njit
 
 from otloss._kernels._compile import log64
-from otloss.solvers import histograms as _histograms
 from otloss.solvers.histograms import histogram_pair
 
 
-def _in_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_histograms, "may_run_on", lambda *tensors: False)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda q: q[1].mul_(1.001), "different masses of row 1: 1 and 1.001"),
+        (lambda q: q[1, 2].fill_(-0.25), r"q holds -0.25 in bin 2 of row 1, expected weights >= 0"),
+        (lambda q: q[1, 2].fill_(torch.nan), r"q holds 1 NaN or infinite values, the first at index \(1, 2\)"),
+        (lambda q: q[1, 2].fill_(torch.inf), r"q holds 1 NaN or infinite values, the first at index \(1, 2\)"),
+        (lambda q: q.fill_(1e308), "q has a mass beyond float64"),
+    ],
+)
+def test_invalid_histograms(change: object, message: str) -> None:
+    p, q = torch.full((2, 3, 4), 0.25, dtype=torch.float64)
+    change(q)  # type: ignore[operator]
+    for dtype in (torch.float64, torch.float32) if q.max() < 1e300 or not q.isfinite().all() else (torch.float64,):
+        with pytest.raises(ValueError, match=message):
+            histogram_pair(p.to(dtype), q.to(dtype))
 
 
-@pytest.mark.parametrize("batch", [(), (5,), (2, 3), (0,)])
-def test_it_gives_what_torch_operations_give(batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
-    dtype = torch.float32
-    generator = torch.Generator().manual_seed(0)
-    p, q = (torch.rand(*batch, n, generator=generator, dtype=dtype) for n in (70, 33))
-    q = q * (p.sum(-1) / q.sum(-1)).unsqueeze(-1) * (1 + 2 * torch.finfo(dtype).eps)
-    p, q = p.requires_grad_(), q.requires_grad_()
-    fast = histogram_pair(p, q)
-    (fast_slope,) = torch.autograd.grad((fast.p * torch.arange(70)).sum(), p)
-    _in_torch(monkeypatch)
-    slow = histogram_pair(p, q)
-    (slow_slope,) = torch.autograd.grad((slow.p * torch.arange(70)).sum(), p)
-    assert fast.dtype == slow.dtype == fast.mass.dtype
-    for one, other in ((fast.p, slow.p), (fast.q, slow.q), (fast.mass, slow.mass), (fast_slope, slow_slope)):
-        assert one.shape == other.shape
-        torch.testing.assert_close(one, other)
-
-
-@pytest.mark.parametrize("wrong", ["negative", "nan", "infinite", "heavier", "overflowing"])
-def test_messages_are_those_of_torch(wrong: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    p, q = torch.full((3, 4), 0.25), torch.full((3, 4), 0.25)
-    if wrong == "heavier":
-        q[1] *= 1.001
-    elif wrong == "overflowing":
-        p, q = p.double().fill_(1e308), q.double().fill_(1e308)
-    else:
-        q[1, 2] = {"negative": -0.25, "nan": torch.nan, "infinite": torch.inf}[wrong]
-    messages = []
-    for _ in range(2):
-        with pytest.raises(ValueError) as raised:
-            histogram_pair(p, q)
-        messages.append(str(raised.value))
-        _in_torch(monkeypatch)
-    assert messages[0] == messages[1]
-
-
-def test_histograms_without_mass_stay_so() -> None:
-    pair = histogram_pair(torch.zeros(2, 3), torch.zeros(2, 4))
-    assert not pair.p.any()
-    assert not pair.q.any()
-    assert not pair.mass.any()
+@pytest.mark.parametrize("small", [0, 2**16])  # in torch, and in NumPy
+def test_histograms_are_balanced_to_their_mean_and_without_mass_stay_so(
+    small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("otloss.solvers.histograms._SMALL", small)
+    p, q = torch.rand(2, 5, 70, generator=torch.Generator().manual_seed(0))
+    q = q * (p.sum(-1) / q.sum(-1)).unsqueeze(-1) * (1 + 1e-6)
+    pair = histogram_pair(p, q.requires_grad_())
+    mean = (p.double().sum(-1) + q.double().sum(-1)) / 2
+    for found in (pair.p.double().sum(-1), pair.q.double().sum(-1), pair.mass.double()):
+        torch.testing.assert_close(found, mean, rtol=1e-7, atol=0)
+    (gradient,) = torch.autograd.grad((pair.q * torch.arange(70)).sum(), q)
+    torch.testing.assert_close(gradient, (torch.arange(70) - 34.5).expand(5, 70), rtol=1e-5, atol=0)
+    empty = histogram_pair(torch.zeros(2, 3), torch.zeros(2, 4))
+    assert not any(t.any() for t in (empty.p, empty.q, empty.mass))
+    assert histogram_pair(torch.zeros(0, 3), torch.zeros(0, 4)).mass.shape == (0,)
 
 
 def test_the_logarithm() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from otloss import cdf_distance, histogram_loss, ordinal_loss
 from otloss.losses import histogram_labels, histogram_mean
-from tests.otloss.oracles import as_double, central_slopes
+from tests.otloss.oracles import as_double, central_gradients
 
 CENTRES = np.array([0.0, 1.0, 4.0, 6.0, 7.0])
 EDGES = np.array([-0.5, 0.5, 2.5, 5.0, 6.5, 7.5])  # midway, and half a gap further at both ends
@@ -95,7 +95,7 @@ def test_gradients_in_logits_histograms_and_values() -> None:
         def value(v: np.ndarray) -> float:
             return float(histogram_loss(z, as_double(v), bins, labels=form))  # noqa: B023
 
-        np.testing.assert_allclose(found.numpy(), central_slopes(value, values.numpy(), 1e-5), atol=1e-7)
+        np.testing.assert_allclose(found.numpy(), central_gradients(value, values.numpy(), 1e-5), atol=1e-7)
         assert found.abs().max() > 0.05
     t = drawn(4, 5, seed=2).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: histogram_loss(z, t.softmax(-1), bins, power=1), t)

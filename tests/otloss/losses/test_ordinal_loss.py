@@ -15,7 +15,7 @@ from torch.nn.functional import one_hot
 
 from otloss import cdf_distance, ordinal_loss, wasserstein_circular
 from otloss.costs import LineCost
-from tests.otloss.oracles import as_double, central_slopes, linprog_value
+from tests.otloss.oracles import as_double, central_gradients, linprog_value
 from tests.otloss.strategies import weights
 
 X = np.array([0.0, 0.5, 2.0, 5.0, 5.5])
@@ -106,7 +106,7 @@ def test_gradients_are_finite_differences(name: str, soft: bool) -> None:
 
     # The circle's search over m is a grid.
     tolerance = 2e-4 if name.endswith("circle 2") or name == "circle 2" else 2e-6
-    np.testing.assert_allclose(found.numpy(), central_slopes(value, z.numpy(), 1e-5 if tolerance < 1e-4 else 1e-3),
+    np.testing.assert_allclose(found.numpy(), central_gradients(value, z.numpy(), 1e-5 if tolerance < 1e-4 else 1e-3),
                                atol=tolerance)  # fmt: skip
     assert found.abs().max() > 0.02
 

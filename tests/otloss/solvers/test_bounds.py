@@ -1,4 +1,4 @@
-"""lower <= exact <= upper on thousands of cases, degenerate ones included; gradients, precision, memory, messages."""
+"""lower <= exact <= upper, degenerate cases included; gradients, precision, memory, messages."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ from torch import Tensor
 
 from otloss import emd, lower_bound, upper_bound
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
-from tests.otloss.oracles import as_double, central_slopes
+from tests.otloss.oracles import as_double, central_gradients, weight_gradients
 from tests.otloss.strategies import problems, square_problems
 
 SquareProblem = tuple[np.ndarray, np.ndarray, np.ndarray]
+COUPLINGS = ("independent", "residual", "best")
 
 
 def square_costs(points: Tensor) -> dict[str, Cost]:
@@ -38,9 +39,7 @@ METRIC_COSTS = ("euclidean", "line", "root", "point euclidean", "point l1", "gri
 def check_sandwich(p: Tensor, q: Tensor, cost: Cost, *, metric: bool) -> None:
     exact = emd(p, q, cost)
     slack = 1e-9 * (1 + exact)
-    independent, residual, best = (
-        upper_bound(p, q, cost, coupling=coupling) for coupling in ("independent", "residual", "best")
-    )
+    independent, residual, best = (upper_bound(p, q, cost, coupling=coupling) for coupling in COUPLINGS)
     assert (lower_bound(p, q, cost) <= exact + slack).all()
     assert (exact <= torch.minimum(independent, residual) + slack).all()
     assert torch.equal(best, torch.minimum(independent, residual))
@@ -48,7 +47,7 @@ def check_sandwich(p: Tensor, q: Tensor, cost: Cost, *, metric: bool) -> None:
         assert (residual <= independent + slack).all()
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(square_problems())
 def test_sandwich_on_degenerate_problems(problem: SquareProblem) -> None:
     p, q, points = map(as_double, problem)
@@ -56,7 +55,7 @@ def test_sandwich_on_degenerate_problems(problem: SquareProblem) -> None:
         check_sandwich(p, q, cost, metric=name in METRIC_COSTS)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(problems())
 def test_sandwich_on_rectangular_costs(problem: SquareProblem) -> None:
     p, q, matrix = map(as_double, problem)
@@ -67,21 +66,20 @@ def test_sandwich_on_rectangular_costs(problem: SquareProblem) -> None:
         assert exact <= upper_bound(p, q, matrix, coupling="residual") + slack
 
 
-@pytest.mark.parametrize("sharpness", [0.1, 1.0, 5.0])
-def test_sandwich_on_thousands_of_random_problems(sharpness: float) -> None:
+@pytest.mark.parametrize("sharpness", [0.1, 5.0])
+def test_sandwich_on_many_random_problems(sharpness: float) -> None:
     generator = torch.Generator().manual_seed(0)
-    for size, dimension in ((2, 1), (5, 2), (12, 4), (20, 30)):
+    for size, dimension in ((2, 1), (12, 4), (20, 30)):
         points = torch.randn(size, dimension, generator=generator, dtype=torch.float64)
-        scores = sharpness * torch.randn(2, 60, size, generator=generator, dtype=torch.float64)
-        p, q = scores.softmax(-1)
+        p, q = (sharpness * torch.randn(2, 60, size, generator=generator, dtype=torch.float64)).softmax(-1)
         mass = torch.rand(60, 1, generator=generator, dtype=torch.float64) * 5
         for name, cost in square_costs(points).items():
             check_sandwich(p * mass, q * mass, cost, metric=name in METRIC_COSTS)
 
 
 def test_cosine_cost_can_break_the_order_of_the_couplings() -> None:
-    # 1 - cos grows with the square of a small angle. Keeping bin 1 in place leaves one step of 0.8, at 0.303 per unit;
-    # the product coupling goes by way of bin 1, in two steps of 0.4 at 0.079 each.
+    # 1 - cos grows with the square of a small angle: one step of 0.8 costs 0.303, two steps of 0.4 by way of bin 1, as
+    # in the product coupling, cost 0.079 each.
     angles = torch.tensor([0.0, 0.4, 0.8], dtype=torch.float64)
     cost = CosineCost(torch.stack([angles.cos(), angles.sin()], dim=-1))
     p, q = torch.tensor([0.1, 0.9, 0.0], dtype=torch.float64), torch.tensor([0.0, 0.9, 0.1], dtype=torch.float64)
@@ -93,7 +91,7 @@ def test_cosine_cost_can_break_the_order_of_the_couplings() -> None:
     assert upper_bound(p, q, cost).item() == independent
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(square_problems(), st.integers(-10, 0))
 def test_residual_is_zero_iff_equal(problem: SquareProblem, exponent: int) -> None:
     p, q, _ = map(as_double, problem)
@@ -113,81 +111,60 @@ def test_residual_sees_a_difference_whose_square_underflows() -> None:
     assert value.item() == pytest.approx(1e-30, rel=1e-6, abs=0)
 
 
-@pytest.mark.parametrize("coupling", ["independent", "residual", "best"])
-def test_upper_bounds_are_exact_where_the_plan_is_unique(coupling: str) -> None:
+def test_bounds_are_exact_where_the_plan_is_unique() -> None:
     generator = torch.Generator().manual_seed(0)
     q = torch.rand(7, generator=generator, dtype=torch.float64).softmax(-1)
-    for cost in (
-        CosineCost(torch.randn(7, 3, generator=generator, dtype=torch.float64)),
-        LineCost(torch.rand(7).double()),
-    ):
-        for target in range(7):
-            one_hot = torch.eye(7, dtype=torch.float64)[target]
-            expected = cost.rows(torch.tensor([target]))[0] @ q
-            torch.testing.assert_close(upper_bound(one_hot, q, cost, coupling=coupling), expected)
-            torch.testing.assert_close(upper_bound(q, one_hot, cost, coupling=coupling), expected)
-
-
-def test_lower_bounds_are_exact_between_points() -> None:
-    points = torch.tensor([[1.0, 0.0], [0.0, 0.0], [-2.0, 0.0], [0.0, 0.0], [3.0, 4.0]]).double()
-    cost = CosineCost(points)
-    for i, p in enumerate(torch.eye(5).double()):
-        torch.testing.assert_close(lower_bound(p, torch.eye(5).double(), cost), cost.dense()[i])
-    matrix = torch.rand(5, 4, generator=torch.Generator().manual_seed(0)).double()
-    q = torch.tensor([0.0, 0.5, 0.2, 0.3], dtype=torch.float64)
-    for i, p in enumerate(torch.eye(5).double()):
-        torch.testing.assert_close(lower_bound(p, q, matrix), matrix[i] @ q)
-    # Two-sided zeros: the cheap cells lie in columns and rows without mass, and must not count.
+    matrix = torch.rand(7, 7, generator=generator, dtype=torch.float64)
+    for cost in (CosineCost(matrix[:, :3]), LineCost(matrix[:, 0]), DenseCost(matrix)):
+        for target, one_hot in enumerate(torch.eye(7, dtype=torch.float64)):
+            expected = cost.dense()[target] @ q
+            for coupling in COUPLINGS if isinstance(cost, LineCost) else ("independent",):
+                torch.testing.assert_close(upper_bound(one_hot, q, cost, coupling=coupling), expected)
+            if isinstance(cost, DenseCost):
+                torch.testing.assert_close(lower_bound(one_hot, q, cost), expected)
+            other = torch.eye(7, dtype=torch.float64)[2]
+            torch.testing.assert_close(lower_bound(one_hot, other, cost), cost.dense()[target, 2])
+    # Cheap cells in columns and rows without mass do not count.
     cheap = torch.tensor([[0.0, 5.0, 6.0], [0.0, 7.0, 9.0], [0.0, 0.0, 0.0]])
     value = lower_bound(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.5, 0.5]), cheap)
     assert value.item() == 6.0  # 0.5 * 5 + 0.5 * 7, against 0.5 * 5 + 0.5 * 6
 
 
-POINT_KINDS = ["sqeuclidean", "euclidean", "l1", "point cosine"]
-
-
 def cost_of(kind: str, data: Tensor) -> Cost:
-    if kind in POINT_KINDS:
-        return PointCost(data, metric=kind.removeprefix("point "))
-    return {"cosine": CosineCost, "line": LineCost, "matrix": DenseCost}[kind](data)
+    if kind in ("cosine", "line", "matrix"):
+        return {"cosine": CosineCost, "line": LineCost, "matrix": DenseCost}[kind](data)
+    return PointCost(data, metric=kind.removeprefix("point "))
 
 
-def gradient_cases() -> list[tuple[str, str]]:
-    kinds = ["cosine", "line", "matrix", *POINT_KINDS, "two clouds"]
-    return [(kind, which) for kind in kinds for which in ("independent", "residual", "best", "lower")]
+KINDS = ["cosine", "line", "matrix", "sqeuclidean", "euclidean", "l1", "point cosine", "two clouds"]
 
 
-@pytest.mark.parametrize(("kind", "which"), gradient_cases())
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("which", [*COUPLINGS, "lower"])
 def test_gradients_match_finite_differences(kind: str, which: str) -> None:
     rng = np.random.default_rng(0)
-    for _ in range(3):
-        p, q = 2 * rng.dirichlet(np.ones(6)), 2 * rng.dirichlet(np.ones(6))
-        data = {"line": rng.normal(size=6), "matrix": rng.random((6, 6))}.get(kind, rng.normal(size=(6, 3)))
-        if "cosine" in kind:
-            data[2] = 0
-        other = as_double(data).flip(0) + 0.3
+    p, q = 2 * rng.dirichlet(np.ones(6)), 2 * rng.dirichlet(np.ones(6))
+    data = {"line": rng.normal(size=6), "matrix": rng.random((6, 6))}.get(kind, rng.normal(size=(6, 3)))
+    if "cosine" in kind:
+        data[2] = 0
+    fixed = as_double(data)
 
-        def value(p: Tensor, q: Tensor, data: Tensor) -> Tensor:
-            cost = PointCost(data, other, metric="euclidean") if kind == "two clouds" else cost_of(kind, data)  # noqa: B023
-            return lower_bound(p, q, cost) if which == "lower" else upper_bound(p, q, cost, coupling=which)
+    def value(p: Tensor, q: Tensor, data: Tensor) -> Tensor:
+        pair = PointCost(data, fixed.flip(0) + 0.3, metric="euclidean") if kind == "two clouds" else None
+        cost = pair or cost_of(kind, data)
+        return lower_bound(p, q, cost) if which == "lower" else upper_bound(p, q, cost, coupling=which)
 
-        leaves = [as_double(a, grad=True) for a in (p, q, data)]
-        by_p, by_q, by_data = (g.numpy() for g in torch.autograd.grad(value(*leaves), leaves))
-        # Mass leaves bin 0 for bin i: the slope within the simplex, with its size.
-        directions = np.eye(6) - np.eye(6)[0]
-        for i in range(1, 6):
-            d = 1e-6 * directions[i]
-            ahead, behind = ((p + s * d, q, data) for s in (1, -1))
-            slope = (value(*map(as_double, ahead)) - value(*map(as_double, behind))).item() / 2e-6
-            assert by_p @ directions[i] == pytest.approx(slope, abs=1e-7)
-            ahead, behind = ((p, q + s * d, data) for s in (1, -1))
-            slope = (value(*map(as_double, ahead)) - value(*map(as_double, behind))).item() / 2e-6
-            assert by_q @ directions[i] == pytest.approx(slope, abs=1e-7)
-        slopes = central_slopes(lambda a: value(as_double(p), as_double(q), as_double(a)).item(), data, 1e-6)  # noqa: B023
-        moving = slice(None) if "cosine" not in kind else [0, 1, 3, 4, 5]  # a zero row has no direction to move
-        np.testing.assert_allclose(by_data[moving], slopes[moving], atol=1e-7)
-        assert abs(by_p.sum()) < 1e-12
-        assert abs(by_q.sum()) < 1e-12
+    leaves = [as_double(a, grad=True) for a in (p, q, data)]
+    by_p, by_q, by_data = (g.numpy() for g in torch.autograd.grad(value(*leaves), leaves))
+    k, expected = weight_gradients(lambda w: value(as_double(w), as_double(q), fixed).item(), p, 1e-7)
+    np.testing.assert_allclose(by_p - by_p[k], expected, atol=1e-5)
+    k, expected = weight_gradients(lambda w: value(as_double(p), as_double(w), fixed).item(), q, 1e-7)
+    np.testing.assert_allclose(by_q - by_q[k], expected, atol=1e-5)
+    expected = central_gradients(lambda a: value(as_double(p), as_double(q), as_double(a)).item(), data, 1e-6)
+    moving = slice(None) if "cosine" not in kind else [0, 1, 3, 4, 5]  # a zero row has no direction to move
+    np.testing.assert_allclose(by_data[moving], expected[moving], atol=1e-7)
+    assert abs(by_p.sum()) < 1e-12
+    assert abs(by_q.sum()) < 1e-12
 
 
 @pytest.mark.parametrize("weights", [[0.25, 0.75, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
@@ -199,7 +176,7 @@ def test_gradients_at_equality_and_without_mass_are_finite(weights: list[float])
     ):
         p, q = (torch.tensor(weights, requires_grad=True) for _ in range(2))
         for value in (
-            *(upper_bound(p, q, cost, coupling=c) for c in ("independent", "residual", "best")),
+            *(upper_bound(p, q, cost, coupling=c) for c in COUPLINGS),
             lower_bound(p, q, cost),
         ):
             assert torch.isfinite(value)
@@ -237,7 +214,7 @@ def test_batches_broadcast_equal_a_loop_and_permute() -> None:
         assert function(p[:0], q, own[:0]).shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     p, q = (3 * torch.randn(2, 8, 100, generator=generator)).softmax(-1).to(dtype)
@@ -252,47 +229,6 @@ def test_low_precision(dtype: torch.dtype) -> None:
         assert function(p, q, CosineCost(matrix)).dtype == torch.float32  # a cost object answers in its own precision
 
 
-@pytest.mark.parametrize("function", [lower_bound, upper_bound])
-def test_cosine_bounds_never_form_the_matrix(function: object, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> Tensor:
-        raise AssertionError("formed V x V")
-
-    monkeypatch.setattr(CosineCost, "rows", refuse)
-    monkeypatch.setattr(CosineCost, "dense", refuse)
-    p = torch.rand(2, 60_000).softmax(-1).requires_grad_()
-    function(p, torch.rand(60_000).softmax(-1), CosineCost(torch.randn(60_000, 4))).sum().backward()  # type: ignore[operator]
-
-
-half = torch.tensor([0.5, 0.5])
-
-
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: upper_bound(half, half, torch.eye(2), coupling="exact"),
-            ValueError,
-            "coupling is 'exact', expected one of",
-        ),
-        (
-            lambda: upper_bound(half, torch.ones(1), torch.ones(2, 1), coupling="residual"),
-            ValueError,
-            r"shape \(2, 1\).*same bins",
-        ),
-        (lambda: upper_bound(half, half, torch.ones(2, 3)), ValueError, r"cost has shape \(2, 3\), expected \(2, 2\)"),
-        (lambda: lower_bound(half, half, LineCost(torch.arange(3.0))), ValueError, r"cost has shape \(3, 3\)"),
-        (lambda: lower_bound(half, half * 2, torch.eye(2)), ValueError, "p and q hold different masses: 1 and 2"),
-        (lambda: upper_bound(half.long(), half, torch.eye(2)), TypeError, "p has dtype torch.int64"),
-        (lambda: upper_bound(half, half, torch.eye(2).long()), TypeError, "cost has dtype"),
-        (lambda: upper_bound(half, half - 1, torch.eye(2)), ValueError, "q holds -0.5 in bin 0"),
-        (lambda: upper_bound(half.expand(3, 2), half, torch.ones(4, 2, 2)), ValueError, r"cost \(4,\)"),
-    ],
-)
-def test_bad_input(call: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()  # type: ignore[operator]
-
-
 def test_squared_distances_on_the_line_have_the_centroid_bound() -> None:
     generator = torch.Generator().manual_seed(3)
     x = 1e3 + 5 * torch.rand(9, generator=generator, dtype=torch.float64)
@@ -304,3 +240,92 @@ def test_squared_distances_on_the_line_have_the_centroid_bound() -> None:
     torch.testing.assert_close(
         lower_bound(shifted[:1], shifted[4:5], LineCost(x, power=2)), (x[:1] - x[4]).square(), rtol=1e-9, atol=0
     )
+
+
+def test_lower_bounds_between_two_clouds() -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = 50 + torch.randn(2, 1, 7, 3, generator=generator, dtype=torch.float64)
+    y = 51 + torch.randn(3, 5, 3, generator=generator, dtype=torch.float64)
+    x[0, 0, 2], y[1, 4] = 0, 0  # no direction for cosines
+    p = torch.rand(2, 1, 7, generator=generator, dtype=torch.float64)
+    q = torch.rand(3, 5, generator=generator, dtype=torch.float64)
+    p, q = 2 * p / p.sum(-1, keepdim=True), 2 * q / q.sum(-1, keepdim=True)
+    means = (p.unsqueeze(-1) * x).sum(-2) / 2 - (q.unsqueeze(-1) * y).sum(-2) / 2
+    by_means = {"sqeuclidean": means.square().sum(-1), "euclidean": means.norm(dim=-1), "l1": means.abs().sum(-1)}
+    for metric in ("sqeuclidean", "euclidean", "l1", "cosine"):
+        cost = PointCost(x, y, metric=metric)
+        bound, exact = lower_bound(p, q, cost), emd(p, q, cost)
+        assert bound.shape == (2, 3)
+        assert (bound <= exact + 1e-9).all()
+        assert (upper_bound(p, q, cost) >= exact - 1e-9).all()
+        if metric in by_means:
+            assert (bound >= 2 * by_means[metric] - 1e-9).all()
+        if metric == "sqeuclidean":
+            torch.testing.assert_close(bound, 2 * by_means[metric])
+
+
+def test_lower_bounds_on_grids_see_each_axis() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = torch.rand(2, 20, 12, generator=generator, dtype=torch.float64).softmax(-1) * 3
+    where = torch.cartesian_prod(torch.arange(3.0), 0.5 * torch.arange(4.0)).double()
+    for power in (0.7, 1, 1.5, 2):
+        cost = GridCost((3, 4), power=power, spacing=(1.0, 0.5)).to(torch.float64)
+        bound, exact = lower_bound(p, q, cost), emd(p, q, cost)
+        assert (bound <= exact + 1e-9).all()
+        if power >= 1:
+            assert (bound >= 3 * (((p - q) @ where / 3).abs() ** power).sum(-1) - 1e-9).all()
+    corners = torch.eye(12, dtype=torch.float64)
+    torch.testing.assert_close(lower_bound(corners[0], corners[11], cost), cost.dense()[0, 11])
+
+
+def test_relaxed_bounds_equal_the_loop_over_pairs() -> None:
+    generator = torch.Generator().manual_seed(1)
+    p, q = torch.rand(2, 6, generator=generator, dtype=torch.float64).softmax(-1)
+    p[2], q[0], q[3] = 0, 0, 0
+    p, q = p / p.sum(), q / q.sum()
+    x, y = torch.rand(2, 6, 2, generator=generator, dtype=torch.float64)
+
+    def to_the_fourth(x: Tensor, y: Tensor) -> Tensor:
+        return (x.unsqueeze(-2) - y.unsqueeze(-3)).pow(4).sum(-1)
+
+    for cost in (PointCost(x, y, metric=to_the_fourth), LineCost(x[:, 0], power=0.5), GridCost((2, 3), power=0.5)):
+        matrix = cost.to(torch.float64).dense()
+        there = sum(p[i] * min(matrix[i, j] for j in range(6) if q[j] > 0) for i in range(6))
+        back = sum(q[j] * min(matrix[i, j] for i in range(6) if p[i] > 0) for j in range(6))
+        torch.testing.assert_close(lower_bound(p, q, cost), torch.maximum(there, back), rtol=1e-6, atol=1e-9)
+
+
+def test_bounds_between_many_points_form_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    for cost_class, name in ((PointCost, "row_block"), (GridCost, "rows"), (CosineCost, "rows")):
+        monkeypatch.setattr(cost_class, name, lambda *_, **__: pytest.fail("formed rows"))
+    weights = torch.rand(2, 20_000).softmax(-1)
+    p, q = weights[0].requires_grad_(), weights[1]
+    x, y = torch.randn(2, 20_000, 3)
+    for cost in (PointCost(x), PointCost(x, metric="cosine"), PointCost(x, y), CosineCost(x), GridCost((100, 200))):
+        lower_bound(p, q, cost).backward()
+        upper_bound(p, q, cost).backward()
+    p = p.detach()[:5000] * 4
+    lower_bound(p, p, PointCost(x[:5000], metric="euclidean"))
+
+
+half = torch.tensor([0.5, 0.5])
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: upper_bound(half, half, torch.eye(2), coupling="exact"), ValueError, "coupling is 'exact', expected"),
+        (
+            lambda: upper_bound(half, torch.ones(1), torch.ones(2, 1), coupling="residual"),
+            ValueError,
+            r"shape \(2, 1\).*same bins",
+        ),
+        (lambda: lower_bound(half, half, LineCost(torch.arange(3.0))), ValueError, r"cost has shape \(3, 3\)"),
+        (lambda: lower_bound(half, half * 2, torch.eye(2)), ValueError, "p and q hold different masses: 1 and 2"),
+        (lambda: upper_bound(half, half - 1, torch.eye(2)), ValueError, "q holds -0.5 in bin 0"),
+        (lambda: upper_bound(half.expand(3, 2), half, torch.ones(4, 2, 2)), ValueError, r"cost \(4,\)"),
+    ],
+)
+def test_bad_input(call: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()  # type: ignore[operator]

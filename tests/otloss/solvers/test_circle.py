@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otloss import wasserstein_1d
-from otloss.solvers.circle import wasserstein_circular
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from otloss import wasserstein_1d, wasserstein_circular
+from tests.otloss.linear_programs import check_derivatives, check_subgradients, sparse_weights
+from tests.otloss.oracles import as_double, linprog_value
 from tests.otloss.strategies import line_problems
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -23,59 +23,39 @@ def arcs(x: np.ndarray, period: float) -> np.ndarray:
 
 
 def sparse_problem(seed: int, n: int) -> Problem:
-    """General weights, a third of them zero, the empty bins of p and q partly the same."""
+    """General weights, some of them zero in both."""
     rng = np.random.default_rng(seed)
-    p, q = rng.dirichlet(np.ones(n)), rng.dirichlet(np.ones(n))
-    p[rng.permutation(n)[: n // 3]] = 0
-    q[rng.permutation(n)[: n // 3]] = 0
+    p, q = sparse_weights(rng, n), sparse_weights(rng, n)
     p[: n // 4] = q[: n // 4] = 0
     return p / p.sum(), q / q.sum(), rng.uniform(-20, 20, size=n)
 
 
-@settings(max_examples=200, deadline=None)
-@given(line_problems(max_size=7), st.sampled_from([1.0, 2.5, 7.0, 100.0]))
-def test_is_the_linear_programme(problem: Problem, period: float) -> None:
-    p, q, x = problem
-    value = wasserstein_circular(*map(as_double, problem), period=period)
-    assert value.item() == pytest.approx(linprog_value(p, q, arcs(x, period)), abs=1e-6 * period)
-
-
 @settings(max_examples=100, deadline=None)
-@given(line_problems(max_size=7), st.sampled_from([2.5, 7.0]))
-def test_weight_gradients_are_subgradients(problem: Problem, period: float) -> None:
-    P, Q = (as_double(w, grad=True) for w in problem[:2])
-    x = as_double(problem[2])
-    value = wasserstein_circular(P, Q, x, period=period)
-    by_p, by_q = torch.autograd.grad(value, [P, Q])
-    for there in torch.eye(P.numel(), dtype=torch.float64):
-        assert by_p @ (there - P) <= wasserstein_circular(there, Q, x, period=period) - value + 1e-9
-        assert by_q @ (there - Q) <= wasserstein_circular(P, there, x, period=period) - value + 1e-9
+@given(line_problems(max_size=7), st.sampled_from([1.0, 2.5, 7.0, 100.0]))
+def test_is_the_linear_program_and_gradients_are_subgradients(problem: Problem, period: float) -> None:
+    p, q, x = problem
+
+    def value(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return wasserstein_circular(p, q, as_double(x), period=period)
+
+    expected = linprog_value(p, q, arcs(x, period))
+    assert value(as_double(p), as_double(q)).item() == pytest.approx(expected, abs=1e-6 * period)
+    check_subgradients(value, p, q, slack=1e-10 * (10 + period))
 
 
 @pytest.mark.parametrize("n", [1, 2, 5, 9])
 def test_gradients_match_finite_differences(n: int) -> None:
-    for seed in range(6):
-        p, q, x = sparse_problem(seed, n)
-        P, Q, X = (as_double(a, grad=True) for a in (p, q, x))
-        by_p, by_q, by_x = torch.autograd.grad(wasserstein_circular(P, Q, X, period=7.0), [P, Q, X])
-        k, slopes = weight_slopes(lambda w: linprog_value(w, q, arcs(x, 7.0)), p, 1e-6)  # noqa: B023
-        np.testing.assert_allclose((by_p - by_p[k]).numpy(), slopes, atol=5e-5)
-        k, slopes = weight_slopes(lambda w: linprog_value(p, w, arcs(x, 7.0)), q, 1e-6)  # noqa: B023
-        np.testing.assert_allclose((by_q - by_q[k]).numpy(), slopes, atol=5e-5)
-        slopes = central_slopes(lambda x: linprog_value(p, q, arcs(x, 7.0)), x, 1e-6)  # noqa: B023
-        np.testing.assert_allclose(by_x.numpy(), slopes, atol=5e-5)
-        assert abs(by_p.sum()) < 1e-12
-
-
-def test_one_hot_weights_have_the_arcs_as_slopes() -> None:
-    p, q = torch.eye(8)[0].requires_grad_(), torch.eye(8)[1]
-    (by_p,) = torch.autograd.grad(wasserstein_circular(p, q), p)
-    torch.testing.assert_close(by_p - by_p[1], torch.tensor([1.0, 0, 1, 2, 3, 4, 3, 2]))
+    for seed in range(4):
+        check_derivatives(
+            lambda p, q, x: wasserstein_circular(p, q, x, period=7.0),
+            lambda p, q, x: linprog_value(p, q, arcs(x, 7.0)),
+            *sparse_problem(seed, n),
+        )
 
 
 def test_second_derivatives() -> None:
     p, q, x = sparse_problem(3, 8)
-    leaves = [as_double(np.log(p + 0.05), grad=True), as_double(np.log(q + 0.05), grad=True), as_double(x, grad=True)]
+    leaves = [as_double(np.log(p + 0.05), grad=True), as_double(np.log(q + 0.07), grad=True), as_double(x, grad=True)]
     assert torch.autograd.gradgradcheck(
         lambda a, b, x: wasserstein_circular(a.softmax(-1), b.softmax(-1), x, period=7.0), leaves
     )
@@ -104,7 +84,6 @@ def test_turning_and_mirroring_change_nothing_and_the_line_is_an_upper_bound() -
         torch.testing.assert_close(wasserstein_circular(p, q, other, period=7), value)
     torch.testing.assert_close(wasserstein_circular(q, p, x, period=7), value)
     assert value <= wasserstein_1d(p, q, x.remainder(7)) + 1e-12
-    # A circle so long that no one goes around is a line.
     torch.testing.assert_close(wasserstein_circular(p, q, x + 30, period=1e4), wasserstein_1d(p, q, x))
 
 
@@ -119,18 +98,17 @@ def test_batches_broadcast_and_equal_a_loop() -> None:
     assert wasserstein_circular(p[:0], q).shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_dtypes_and_layouts(dtype: torch.dtype) -> None:
     p = torch.rand(9, 4, dtype=torch.float64).softmax(0).T.to(dtype).requires_grad_()  # strided
     q = torch.rand(4, 9, dtype=torch.float64).softmax(-1).to(dtype)
     value = wasserstein_circular(p, q)
-    assert value.dtype == dtype
-    assert torch.autograd.grad(value.sum(), p)[0].dtype == dtype
+    assert torch.autograd.grad(value.sum(), p)[0].dtype == value.dtype == dtype
     wide = wasserstein_circular(*(w.detach().double() / w.detach().double().sum(-1, keepdim=True) for w in (p, q)))
     torch.testing.assert_close(value.double(), wide, rtol=3 * torch.finfo(dtype).eps + 1e-6, atol=1e-7)
 
 
-def test_nothing_and_equals_have_finite_gradients() -> None:
+def test_no_mass_and_equal_histograms_have_finite_gradients() -> None:
     for weights in (torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.0, 1.0, 0.0]), torch.zeros(3)):
         leaves = [weights.clone().requires_grad_(), weights.clone().requires_grad_(), torch.rand(3).requires_grad_()]
         value = wasserstein_circular(*leaves, period=2.0)
@@ -142,22 +120,19 @@ third = torch.full((3,), 1 / 3)
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("arguments", "period", "error", "message"),
     [
-        (lambda: wasserstein_circular(third, third, third), ValueError, "x is given without a period"),
-        (
-            lambda: wasserstein_circular(third, third, period=0),
-            ValueError,
-            "period is 0, expected a finite number above",
-        ),
-        (lambda: wasserstein_circular(third, third, period="24"), TypeError, r"period is a str \('24'\)"),  # type: ignore[arg-type]
-        (lambda: wasserstein_circular(third, torch.ones(1)), ValueError, "p has 3 bins and q 1"),
-        (lambda: wasserstein_circular(third, third, torch.ones(2), period=1), ValueError, r"x has shape \(2,\)"),
-        (lambda: wasserstein_circular(third, third, third / 0, period=1), ValueError, "x holds 3 NaN or infinite"),
-        (lambda: wasserstein_circular(third, third, [0, 1, 2], period=3), TypeError, "x is a list"),  # type: ignore[arg-type]
-        (lambda: wasserstein_circular(third, third * 2), ValueError, "p and q hold different masses"),
+        ((third, third, third), None, ValueError, "x is given without a period"),
+        ((third, third), 0, ValueError, "period is 0, expected a finite number above"),
+        ((third, torch.ones(1)), None, ValueError, "p has 3 bins and q 1"),
+        ((third, third, torch.ones(2)), 1, ValueError, r"x has shape \(2,\)"),
+        ((third, third, third / 0), 1, ValueError, "x holds 3 NaN or infinite"),
+        ((third, third, [0, 1, 2]), 3, TypeError, "x is a list"),
+        ((third, third * 2), None, ValueError, "p and q hold different masses"),
     ],
 )
-def test_bad_input(call: object, error: type[Exception], message: str) -> None:
+def test_bad_input(
+    arguments: tuple[torch.Tensor, ...], period: float | None, error: type[Exception], message: str
+) -> None:
     with pytest.raises(error, match=message):
-        call()  # type: ignore[operator]
+        wasserstein_circular(*arguments, period=period)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 import otloss
 from otloss.costs import PointCost
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
 
 TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_iterations": 100_000}
 EPSILON = 0.1
@@ -57,12 +57,12 @@ def own(**options: Any) -> Callable[..., Tensor]:
 
 def p_slopes(value: Callable[..., Tensor]) -> tuple[int, np.ndarray]:
     p, q, matrix = problem()
-    return weight_slopes(lambda w: float(value(as_double(w), q, matrix)), p.numpy(), 1e-7)
+    return weight_gradients(lambda w: float(value(as_double(w), q, matrix)), p.numpy(), 1e-7)
 
 
 def cost_slopes(value: Callable[..., Tensor], scale: float = 1.0) -> np.ndarray:
     p, q, matrix = problem()
-    return central_slopes(lambda c: float(value(scale * p, q, as_double(c))), matrix.numpy(), 1e-5)
+    return central_gradients(lambda c: float(value(scale * p, q, as_double(c))), matrix.numpy(), 1e-5)
 
 
 def pot_solve(p: Tensor, q: Tensor, matrix: Tensor, grad: str = "detach") -> Tensor:
@@ -118,7 +118,7 @@ def test_slopes_at_empty_bins_where_pot_has_the_wrong_sign() -> None:
     p = np.array([0.0, 0.5, 0.5, 0.0])
     q = np.array([0.0, 0.2, 0.8, 0.0])
     matrix = np.abs(np.subtract.outer(np.arange(4.0), np.arange(4.0)))
-    expected = weight_slopes(lambda w: linprog_value(w, q, matrix), p, 1e-6)
+    expected = weight_gradients(lambda w: linprog_value(w, q, matrix), p, 1e-6)
     np.testing.assert_allclose(expected[1], [1, 0, -1, 0], atol=1e-6)  # an outer bin is one step farther from q
     places = torch.arange(4.0, dtype=torch.float64)
     for value in (
@@ -206,7 +206,7 @@ def test_unbalanced_gradients_where_those_of_geomloss_are_out_of_scale() -> None
 
     def slopes(value: Callable[..., Tensor]) -> np.ndarray:
         p, q, matrix = problem()
-        return central_slopes(lambda w: float(value(as_double(w), q, matrix)), (scale * p).numpy(), 1e-6)
+        return central_gradients(lambda w: float(value(as_double(w), q, matrix)), (scale * p).numpy(), 1e-6)
 
     assert heavy.grad is not None
     assert matrix.grad is not None
@@ -249,7 +249,7 @@ def test_empty_bins_on_the_line_where_the_slope_of_pot_is_not_that_of_its_value(
         weights = p.clone().requires_grad_()
         value(weights).backward()
         assert weights.grad is not None
-        slopes = weight_slopes(lambda w, value=value: float(value(as_double(w))), p.numpy(), 1e-7)
+        slopes = weight_gradients(lambda w, value=value: float(value(as_double(w))), p.numpy(), 1e-7)
         errors.append(weight_error(weights.grad, slopes))
     assert errors[0] < 1e-5
     still_wrong(errors[1] > 1e-2, "ot.wasserstein_1d")
@@ -277,7 +277,7 @@ def test_positions_where_the_default_of_geomloss_is_far_off() -> None:
         leaf = x.clone().requires_grad_()
         value(leaf).backward()
         assert leaf.grad is not None
-        slopes = central_slopes(lambda t, value=value: float(value(as_double(t))), x.numpy(), 1e-5)
+        slopes = central_gradients(lambda t, value=value: float(value(as_double(t))), x.numpy(), 1e-5)
         errors.append(relative(leaf.grad, slopes))
     assert errors[0] < 1e-5
     still_wrong(errors[1] > 0.02, "geomloss.SamplesLoss")

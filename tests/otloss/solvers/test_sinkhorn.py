@@ -16,7 +16,7 @@ from torch.autograd import gradcheck, gradgradcheck
 from otloss.costs import CosineCost, DenseCost, GridCost, LineCost, PointCost
 from otloss.solvers.entropic.search import ConvergenceWarning
 from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
 from tests.otloss.strategies import problems
 
 TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_iterations": 100_000}
@@ -238,7 +238,7 @@ def test_weight_gradients_are_one_sided_at_empty_bins(
             pair = (as_double(weights), other) if k == 0 else (other, as_double(weights))
             return float(sinkhorn(*pair, matrix, **options))
 
-        heaviest, slopes = weight_slopes(value, (p, q)[k].numpy(), step)
+        heaviest, slopes = weight_gradients(value, (p, q)[k].numpy(), step)
         grad_k = inputs[k].grad
         assert grad_k is not None
         if reach is None:
@@ -263,7 +263,7 @@ def test_cost_gradient_is_the_plan(dtype: torch.dtype, epsilon: float) -> None:
     def value(entries: np.ndarray) -> float:
         return float(sinkhorn(p, q, as_double(entries), epsilon=epsilon, **TIGHT))
 
-    expected = central_slopes(value, exact.numpy(), 1e-5)
+    expected = central_gradients(value, exact.numpy(), 1e-5)
     assert matrix.grad is not None
     np.testing.assert_allclose(matrix.grad, expected, atol=1e-5 if dtype == torch.float32 else 1e-6)
 

@@ -12,7 +12,8 @@ import torch
 from otloss import wasserstein_1d
 from otloss.solvers import sliced as _sliced
 from otloss.solvers.sliced import sliced_wasserstein
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.linear_programs import check_derivatives
+from tests.otloss.oracles import as_double, linprog_value
 
 
 def clouds(seed: int, n: int, m: int, d: int) -> tuple[np.ndarray, ...]:
@@ -23,7 +24,7 @@ def clouds(seed: int, n: int, m: int, d: int) -> tuple[np.ndarray, ...]:
     return rng.normal(size=(n, d)), rng.normal(size=(m, d)), a / a.sum(), b / b.sum(), rng.normal(size=(3, d))
 
 
-def by_linear_programmes(
+def by_linear_programs(
     x: np.ndarray, y: np.ndarray, a: np.ndarray, b: np.ndarray, along: np.ndarray, order: float
 ) -> float:
     unit = along / np.linalg.norm(along, axis=1, keepdims=True)
@@ -31,22 +32,14 @@ def by_linear_programmes(
     return float(np.mean([linprog_value(a, b, cost) for cost in costs]))
 
 
-@pytest.mark.parametrize("order", [1, 1.5, 2])
-@pytest.mark.parametrize(("n", "m", "d"), [(5, 5, 2), (4, 6, 3), (1, 3, 1)])
+@pytest.mark.parametrize(("n", "m", "d", "order"), [(5, 5, 2, 2), (4, 6, 3, 1), (4, 3, 2, 1.5), (1, 3, 1, 2)])
 def test_values_and_gradients(n: int, m: int, d: int, order: float) -> None:
     x, y, a, b, along = clouds(n + m, n, m, d)
-    leaves = [as_double(t, grad=True) for t in (x, y, a, b)]
-    value = sliced_wasserstein(*leaves, order=order, projections=as_double(along))
-    assert value.item() == pytest.approx(by_linear_programmes(x, y, a, b, along, order), abs=1e-6)
-    by_x, by_y, by_a, by_b = (g.numpy() for g in torch.autograd.grad(value, leaves))
-    slopes = central_slopes(lambda t: by_linear_programmes(t, y, a, b, along, order), x, 1e-6)
-    np.testing.assert_allclose(by_x, slopes, atol=1e-5)
-    slopes = central_slopes(lambda t: by_linear_programmes(x, t, a, b, along, order), y, 1e-6)
-    np.testing.assert_allclose(by_y, slopes, atol=1e-5)
-    k, slopes = weight_slopes(lambda t: by_linear_programmes(x, y, t, b, along, order), a, 1e-6)
-    np.testing.assert_allclose(by_a - by_a[k], slopes, atol=5e-5)
-    k, slopes = weight_slopes(lambda t: by_linear_programmes(x, y, a, t, along, order), b, 1e-6)
-    np.testing.assert_allclose(by_b - by_b[k], slopes, atol=5e-5)
+    check_derivatives(
+        lambda a, b, x, y: sliced_wasserstein(x, y, a, b, order=order, projections=as_double(along)),
+        lambda a, b, x, y: by_linear_programs(x, y, a, b, along, order),
+        *(a, b, x, y),
+    )
 
 
 def test_pot_agrees() -> None:
@@ -139,7 +132,7 @@ square = torch.rand(4, 2)
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda: sliced_wasserstein(square[0], square), ValueError, r"x has shape \(2,\), expected \(..., points, d\)"),
+        (lambda: sliced_wasserstein(square[0], square), ValueError, r"x has shape \(2,\), expected \(..., n, d\)"),
         (lambda: sliced_wasserstein(square, square[:0]), ValueError, r"y has shape \(0, 2\)"),
         (lambda: sliced_wasserstein(square, torch.rand(4, 3)), ValueError, "x has dimension 2 and y 3"),
         (lambda: sliced_wasserstein(square, square / 0), ValueError, "y holds 8 NaN or infinite"),
@@ -150,12 +143,8 @@ square = torch.rand(4, 2)
             r"a has shape \(3,\), expected a last axis of 4",
         ),
         (lambda: sliced_wasserstein(square, square, torch.ones(4)), ValueError, "masses"),
-        (
-            lambda: sliced_wasserstein(square, square, projections=0),
-            ValueError,
-            "projections is 0, expected at least 1",
-        ),
-        (lambda: sliced_wasserstein(square, square, projections=2.0), TypeError, "projections is a float"),  # type: ignore[arg-type]
+        (lambda: sliced_wasserstein(square, square, projections=0), ValueError, "projections is 0, expected how many"),
+        (lambda: sliced_wasserstein(square, square, projections=2.0), ValueError, "projections is 2.0"),  # type: ignore[arg-type]
         (
             lambda: sliced_wasserstein(square, square, projections=torch.zeros(2, 2)),
             ValueError,
@@ -163,7 +152,6 @@ square = torch.rand(4, 2)
         ),
         (lambda: sliced_wasserstein(square, square, projections=torch.eye(3)), ValueError, r"expected \(k, 2\)"),
         (lambda: sliced_wasserstein(square, square, order=0.5), ValueError, "order is 0.5"),
-        (lambda: sliced_wasserstein(square, square, generator=3), TypeError, r"generator is a int.*manual_seed"),  # type: ignore[arg-type]
     ],
 )
 def test_bad_input(call: object, error: type[Exception], message: str) -> None:

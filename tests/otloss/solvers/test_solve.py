@@ -14,7 +14,7 @@ from torch import Tensor
 
 import otloss
 from otloss.costs import CosineCost, GridCost, LineCost, PointCost
-from tests.otloss.oracles import as_double, central_slopes, linprog_value
+from tests.otloss.oracles import as_double, central_gradients, linprog_value
 from tests.otloss.strategies import problems
 
 TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_iterations": 100_000}
@@ -301,7 +301,7 @@ def test_gradients_through_the_plan(part: str, grad: str, reach: float | None) -
             return float(weighed(otloss.solve(*problem[:k], moved, *problem[k + 1 :], **options), part))
 
         point = problem[k].numpy()
-        expected = central_slopes(value, point.clip(1e-6) if k < 2 else point, 1e-6 if k < 2 else 1e-5)
+        expected = central_gradients(value, point.clip(1e-6) if k < 2 else point, 1e-6 if k < 2 else 1e-5)
         gradient = found[k]
         if k < 2 and reach is None:
             gradient = gradient - (gradient * problem[k]).sum(-1, keepdim=True)

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from otloss import wasserstein_1d
 from otloss.solvers.tree import wasserstein_tree
-from tests.otloss.oracles import as_double, central_slopes, linprog_value, weight_slopes
+from tests.otloss.linear_programs import check_derivatives, check_subgradients, sparse_weights
+from tests.otloss.oracles import as_double, linprog_value
 from tests.otloss.strategies import weights
 
 
@@ -38,40 +39,34 @@ def path_lengths(parent: np.ndarray, length: np.ndarray) -> np.ndarray:
     return np.array([[sum(length[e] for e in above[i] ^ above[j]) for j in range(n)] for i in range(n)])
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
-def test_is_the_linear_programme_and_gradients_are_subgradients(data: st.DataObject) -> None:
+def test_is_the_linear_program_and_gradients_are_subgradients(data: st.DataObject) -> None:
     n = data.draw(st.integers(1, 8))
     rng = np.random.default_rng(data.draw(st.integers(0, 10_000)))
     parent, length = random_parents(rng, n), rng.integers(0, 4, size=n).astype(float)
     p, q = data.draw(weights(n)), data.draw(weights(n))
-    P, Q, up, edge = as_double(p, grad=True), as_double(q, grad=True), torch.tensor(parent), as_double(length)
-    value = wasserstein_tree(P, Q, up, edge)
-    assert value.item() == pytest.approx(linprog_value(p, q, path_lengths(parent, length)), abs=1e-6)
-    by_p, by_q = torch.autograd.grad(value, [P, Q])
-    for there in torch.eye(n, dtype=torch.float64):
-        assert by_p @ (there - P) <= wasserstein_tree(there, Q, up, edge) - value + 1e-9
-        assert by_q @ (there - Q) <= wasserstein_tree(P, there, up, edge) - value + 1e-9
+
+    def value(p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        return wasserstein_tree(p, q, torch.tensor(parent), as_double(length))
+
+    expected = linprog_value(p, q, path_lengths(parent, length))
+    assert value(as_double(p), as_double(q)).item() == pytest.approx(expected, abs=1e-6)
+    check_subgradients(value, p, q)
 
 
 @pytest.mark.parametrize("n", [1, 2, 7, 12])
 def test_gradients_match_finite_differences(n: int) -> None:
-    for seed in range(5):
+    for seed in range(3):
         rng = np.random.default_rng(seed)
         parent, length = random_parents(rng, n), rng.uniform(0.5, 2, size=n)
-        p, q = rng.dirichlet(np.ones(n)), rng.dirichlet(np.ones(n))
-        p[rng.permutation(n)[: n // 2]] = 0
-        q[rng.permutation(n)[: n // 2]] = 0
-        p, q, matrix = p / p.sum(), q / q.sum(), path_lengths(parent, length)
-        leaves = [as_double(a, grad=True) for a in (p, q, length)]
-        value = wasserstein_tree(leaves[0], leaves[1], torch.tensor(parent), leaves[2])
-        by_p, by_q, by_length = torch.autograd.grad(value, leaves)
-        k, slopes = weight_slopes(lambda w: linprog_value(w, q, matrix), p, 1e-6)  # noqa: B023
-        np.testing.assert_allclose((by_p - by_p[k]).numpy(), slopes, atol=5e-5)
-        k, slopes = weight_slopes(lambda w: linprog_value(p, w, matrix), q, 1e-6)  # noqa: B023
-        np.testing.assert_allclose((by_q - by_q[k]).numpy(), slopes, atol=5e-5)
-        slopes = central_slopes(lambda at: linprog_value(p, q, path_lengths(parent, at)), length, 1e-6)  # noqa: B023
-        np.testing.assert_allclose(by_length.numpy(), slopes, atol=5e-5)
+        check_derivatives(
+            lambda p, q, length: wasserstein_tree(p, q, torch.tensor(parent), length),  # noqa: B023
+            lambda p, q, length: linprog_value(p, q, path_lengths(parent, length)),  # noqa: B023
+            sparse_weights(rng, n),
+            sparse_weights(rng, n),
+            length,
+        )
 
 
 def test_second_derivatives() -> None:
@@ -83,7 +78,7 @@ def test_second_derivatives() -> None:
     )
 
 
-@pytest.mark.parametrize("n", [1, 2, 3, 64, 65, 1000])
+@pytest.mark.parametrize("n", [1, 3, 64, 65])
 def test_a_path_is_a_line(n: int) -> None:
     generator = torch.Generator().manual_seed(n)
     p, q = torch.rand(2, 3, n, generator=generator, dtype=torch.float64).softmax(-1)
@@ -116,10 +111,9 @@ ones = torch.ones(3)
 @pytest.mark.parametrize(
     ("parent", "length", "error", "message"),
     [
-        ([0, 2, 1], ones, ValueError, "parent has a cycle: node 1 never reaches the root"),
-        ([1, 2, 0], ones, ValueError, "parent has no root"),
-        ([0, 1, 0], ones, ValueError, "nodes 0 and 1 are both roots"),
-        ([-1, 0, -1], ones, ValueError, "nodes 0 and 2 are both roots"),
+        ([0, 2, 1], ones, ValueError, "parent has a cycle above node 1"),
+        ([1, 2, 0], ones, ValueError, r"parent has 0 roots \[\], expected one"),
+        ([-1, 0, -1], ones, ValueError, r"parent has 2 roots \[0, 2\], expected one"),
         ([0, 0, 3], ones, ValueError, r"parent\[2\] is 3, expected 0 to 2"),
         ([0, 0], ones, ValueError, r"parent has shape \(2,\), expected \(3,\)"),
         ([0.0, 0.0, 0.0], ones, TypeError, "parent has dtype torch.float32"),

@@ -1,0 +1,222 @@
+"""Closed forms on the line against linear programming, scipy and finite differences; in torch, and by the kernels."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from scipy.stats import wasserstein_distance
+from torch import Tensor
+
+from otloss import cdf_distance, emd, wasserstein_1d
+from otloss.costs import LineCost
+from otloss.solvers import line
+from tests.otloss.linear_programs import check_derivatives, check_subgradients, sparse_weights
+from tests.otloss.oracles import as_double, linprog_value
+from tests.otloss.strategies import line_problems, positions, weights
+
+Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
+orders = st.sampled_from([1, 1.5, 2, 3.7])
+drawn = settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+
+
+@pytest.fixture(autouse=True, params=["torch", "kernels"])
+def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(line, "_SMALL", 0 if request.param == "kernels" else 2**13)
+
+
+def line_matrix(x: np.ndarray, y: np.ndarray, order: float) -> np.ndarray:
+    return np.abs(np.subtract.outer(x, y)) ** order
+
+
+def sparse_problem(seed: int, n: int, m: int) -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(seed)
+    return sparse_weights(rng, n), sparse_weights(rng, m), rng.normal(size=n), rng.normal(size=m)
+
+
+@drawn
+@given(line_problems())
+def test_power_one_is_scipys_distance(problem: Problem) -> None:
+    p, q, x = problem
+    expected = wasserstein_distance(x, x, p, q)
+    assert cdf_distance(*map(as_double, problem), power=1).item() == pytest.approx(expected, abs=1e-12)
+    assert wasserstein_1d(*map(as_double, problem)).item() == pytest.approx(expected, abs=1e-12)
+    assert wasserstein_1d(*map(as_double, problem), as_double(x)).item() == pytest.approx(expected, abs=1e-12)
+
+
+@drawn
+@given(st.data())
+def test_quantile_merge_is_the_linear_program_and_gradients_are_subgradients(data: st.DataObject) -> None:
+    n, m, order = data.draw(st.integers(1, 6)), data.draw(st.integers(1, 6)), data.draw(orders)
+    shared = data.draw(st.booleans())
+    n = m if shared else n
+    p, q, x, y = (data.draw(s) for s in (weights(n), weights(m), positions(n), positions(m)))
+    places = (as_double(x),) if shared else (as_double(x), as_double(y))
+    matrix = line_matrix(x, x if shared else y, order)
+    value = wasserstein_1d(as_double(p), as_double(q), *places, order=order)
+    assert value.item() == pytest.approx(linprog_value(p, q, matrix), abs=1e-6 * max(1.0, matrix.max()))
+    slack = 1e-9 * (1 + float(matrix.max()))
+    check_subgradients(lambda p, q: wasserstein_1d(p, q, *places, order=order), p, q, slack)
+
+
+@drawn
+@given(line_problems(), st.sampled_from([1, 1.5, 2, 3]))
+def test_gradients_of_cdf_distances_are_subgradients(problem: Problem, power: float) -> None:
+    p, q, x = problem
+    check_subgradients(lambda p, q: cdf_distance(p, q, as_double(x), power=power), p, q, slack=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("n", "m", "shared", "order"), [(6, 6, True, 1), (4, 7, False, 1.5), (7, 3, False, 2), (1, 4, False, 3)]
+)
+def test_gradients_match_finite_differences(n: int, m: int, shared: bool, order: float) -> None:
+    for seed in range(3):
+        arrays = sparse_problem(seed, n, m)[: 3 if shared else 4]
+        check_derivatives(
+            lambda *t: wasserstein_1d(*t, order=order),
+            lambda p, q, x, y=None: linprog_value(p, q, line_matrix(x, x if y is None else y, order)),
+            *arrays,
+        )
+
+
+@pytest.mark.parametrize("power", [1, 1.3, 2, 3])
+def test_cdf_distance_gradients(power: float) -> None:
+    def exact(p: np.ndarray, q: np.ndarray, x: np.ndarray) -> float:
+        order = np.argsort(x)
+        gaps, apart = np.diff(x[order]), np.abs(np.cumsum(p[order] - q[order]))[:-1]
+        return float((gaps * apart**power).sum())
+
+    for seed in range(4):
+        arrays = sparse_problem(seed, 6, 6)[:3]
+        check_derivatives(lambda *t: cdf_distance(*t, power=power), exact, *arrays, atol=5e-5 if power >= 2 else 2e-2)
+
+
+@pytest.mark.parametrize("order", [1, 1.5, 2])
+def test_bins_before_and_behind_all_mass_have_one_sided_gradients(order: float) -> None:
+    p, q = np.array([0.0, 0.0, 0.5, 0.5, 0.0, 0.0]), np.array([0.0, 0.0, 0.2, 0.4, 0.4, 0.0])
+    x = np.array([0.0, 1.0, 3.0, 4.0, 6.0, 7.0])
+    matrix = line_matrix(x, x, order)
+    check_derivatives(
+        lambda p, q: wasserstein_1d(p, q, as_double(x), order=order), lambda p, q: linprog_value(p, q, matrix), p, q
+    )
+
+
+def test_second_derivatives_where_smooth() -> None:
+    p, q, x, y = (as_double(a) for a in sparse_problem(2, 5, 6))
+    inputs = [t.clone().requires_grad_() for t in ((p + 0.1).log(), (q + 0.1).log(), x, y)]
+    assert torch.autograd.gradgradcheck(
+        lambda a, b, x, y: wasserstein_1d(a.softmax(-1), b.softmax(-1), x, y, order=2), inputs
+    )
+    square = [inputs[0], inputs[0].detach().flip(0).requires_grad_(), inputs[2]]
+    assert torch.autograd.gradgradcheck(lambda a, b, x: cdf_distance(a.softmax(-1), b.softmax(-1), x), square)
+    p, X = p.requires_grad_(), x.clone().requires_grad_()
+
+    def by_weights(x: Tensor) -> Tensor:  # bins without mass included
+        return torch.autograd.grad(wasserstein_1d(p, q, x, y, order=2), p, create_graph=True)[0]
+
+    assert torch.autograd.gradcheck(by_weights, X)
+
+
+@pytest.mark.parametrize("power", [1, 1.2, 1.9, 2, 5])
+def test_equal_histograms_and_no_mass_have_finite_gradients(power: float) -> None:
+    for w in (torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.0, 1.0, 0.0]), torch.zeros(3)):
+        leaves = [w.clone().requires_grad_(), w.clone().requires_grad_(), torch.arange(3.0).requires_grad_()]
+        for distance in (cdf_distance(*leaves, power=power), wasserstein_1d(*leaves, leaves[2], order=power)):
+            assert distance.item() == 0.0
+            assert all(torch.isfinite(g).all() for g in torch.autograd.grad(distance, leaves))
+
+
+@drawn
+@given(line_problems(), orders)
+def test_agrees_with_emd_and_is_invariant(problem: Problem, order: float) -> None:
+    p, q, x = map(as_double, problem)
+    value = wasserstein_1d(p, q, x, order=order)
+    cost = LineCost(x, power=order).dense()
+    scale = 1 + float(cost.max())
+    torch.testing.assert_close(value, emd(p, q, cost), atol=1e-9 * scale, rtol=0)
+    shuffle = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))
+    torch.testing.assert_close(wasserstein_1d(p[shuffle], q[shuffle], x[shuffle], order=order), value)
+    torch.testing.assert_close(wasserstein_1d(p, q, 7 - x, order=order), value, atol=1e-9 * scale, rtol=0)
+    torch.testing.assert_close(wasserstein_1d(q, p, x, order=order), value)
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_batches_broadcast_and_equal_a_loop(order: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    p = torch.rand(3, 1, 5, generator=generator).softmax(-1)
+    q = torch.rand(4, 5, generator=generator).softmax(-1)
+    for x in (None, torch.rand(5, generator=generator), torch.rand(2, 1, 1, 5, generator=generator)):
+        batched = wasserstein_1d(p, q, x, order=order)
+        assert batched.shape == ((3, 4) if x is None or x.dim() == 1 else (2, 3, 4))
+        own = x if x is None or x.dim() == 1 else x[1, 0, 0]
+        got = batched[2, 3] if batched.dim() == 2 else batched[1, 2, 3]
+        torch.testing.assert_close(got, wasserstein_1d(p[2, 0], q[3], own, order=order))
+    y = torch.rand(4, 7, generator=generator)
+    q = torch.rand(7, generator=generator).softmax(-1)
+    torch.testing.assert_close(
+        wasserstein_1d(p, q, None, y, order=order)[1, 2], wasserstein_1d(p[1, 0], q, None, y[2], order=order)
+    )
+    assert wasserstein_1d(p[:0], q, None, y, order=order).shape == (0, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes_and_layouts(dtype: torch.dtype) -> None:
+    p = torch.rand(9, 4, dtype=torch.float64).softmax(0).T.to(dtype).requires_grad_()  # strided
+    q = torch.rand(4, 9, dtype=torch.float64).softmax(-1).to(dtype)
+    for distance in (cdf_distance, wasserstein_1d, lambda *a: wasserstein_1d(*a, order=2)):
+        value = distance(p, q)
+        assert torch.autograd.grad(value.sum(), p)[0].dtype == value.dtype == dtype
+        # Half precision rounds the answer once, the rescaled masses aside.
+        wide = distance(*(w.detach().double() / w.detach().double().sum(-1, keepdim=True) for w in (p, q)))
+        torch.testing.assert_close(value.double(), wide, rtol=3 * torch.finfo(dtype).eps + 1e-6, atol=1e-7)
+    assert wasserstein_1d(p, q, torch.arange(9), torch.arange(9).double()).dtype == torch.float64
+
+
+def test_float32_is_as_good_as_its_inputs_on_many_bins() -> None:
+    p, q = (torch.rand(50_000, generator=torch.Generator().manual_seed(s)).softmax(-1) for s in (0, 1))
+    exact = cdf_distance(p.double() / p.double().sum(), q.double() / q.double().sum(), power=1)
+    assert cdf_distance(p, q, power=1).item() == pytest.approx(exact.item(), rel=1e-4)
+
+
+def test_masses_off_by_rounding_are_balanced() -> None:
+    p, q = torch.tensor([[0.1, 0.2, 0.7], [0.3, 0.4, 0.3]], dtype=torch.float64)
+    q = q * (1 + 8e-10)
+    assert wasserstein_1d(p, q).item() == pytest.approx(0.6 * (1 + 4e-10), rel=1e-13)
+    assert wasserstein_1d(q, p).item() == pytest.approx(0.6 * (1 + 4e-10), rel=1e-13)
+    assert cdf_distance(p, p * (1 + 1e-10)).item() < 1e-30
+    assert wasserstein_1d(p, p * (1 + 1e-10), torch.arange(3), torch.arange(3), order=2).item() < 1e-12
+    torch.testing.assert_close(cdf_distance(3 * p, 3 * p.flip(0)), 9 * cdf_distance(p, p.flip(0)))
+
+
+def test_integer_and_repeated_positions() -> None:
+    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
+    assert cdf_distance(p, q, torch.tensor([0, 0, 5]), power=1).item() == 0.0
+    assert wasserstein_1d(p, q, torch.tensor([0, 2, 5]), order=2).item() == 1.0
+
+
+third = torch.full((3,), 1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: cdf_distance(third, third, power=0.5), ValueError, "power is 0.5, expected a finite number of at"),
+        (lambda: wasserstein_1d(third, third, order="1"), TypeError, r"order is a str \('1'\), expected a number"),  # type: ignore[arg-type]
+        (lambda: cdf_distance(third, torch.ones(1)), ValueError, "p has 3 bins and q 1.*wasserstein_1d"),
+        (lambda: wasserstein_1d(third, torch.ones(1), order=2), ValueError, "pass y, the positions of q's bins"),
+        (lambda: cdf_distance(third, third, torch.arange(4.0)), ValueError, r"x has shape \(4,\), expected a last"),
+        (lambda: wasserstein_1d(third, third, third, torch.ones(2)), ValueError, r"y has shape \(2,\)"),
+        (lambda: cdf_distance(third, third, third * torch.nan), ValueError, "x holds 3 NaN"),
+        (lambda: cdf_distance(third, third, [0, 1, 2]), TypeError, "x is a list"),  # type: ignore[arg-type]
+        (lambda: cdf_distance(torch.ones(3).long(), third), TypeError, "p has dtype torch.int64"),
+        (lambda: cdf_distance(third, third * 2), ValueError, "different masses: 1.* and 2.*relative difference"),
+        (lambda: wasserstein_1d(third, third - 0.5, order=2), ValueError, "q holds -0.1666.* in bin 0"),
+        (lambda: cdf_distance(third.expand(2, 3), third.expand(5, 3)), ValueError, r"p \(2,\), q \(5,\)"),
+        (lambda: cdf_distance(third.expand(2, 3), third, torch.rand(5, 3)), ValueError, r"x \(5,\), its weights"),
+    ],
+)
+def test_bad_input(call: object, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()  # type: ignore[operator]
