@@ -19,6 +19,8 @@ _R = TypeVar("_R")
 
 def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
     """Return `gradient`, tied to what it depends on: differentiating it once more raises RuntimeError(message)."""
+    if not torch.is_grad_enabled():
+        return gradient
     held: Tensor = _Refusal.apply(gradient, message, *inputs)
     return held
 

@@ -123,7 +123,7 @@ def update(
 
 
 @inner(fastmath=FAST)
-def fit(weights: Any, sums: Any, factors: Any, count: int) -> float:
+def exact_update(weights: Any, sums: Any, factors: Any, count: int) -> float:
     """The exact update, weights / sums; return the largest relative change. A factor whose sum is zero stays."""
     most = weights[0] - weights[0]
     for i in range(count):
@@ -182,7 +182,7 @@ def column_error(q: Any, sums: Any, v: Any, m: int) -> float:
 
 
 @inner()
-def outgrown(factors: Any, weights: Any, count: int) -> bool:
+def needs_absorption(factors: Any, weights: Any, count: int) -> bool:
     """Whether a factor is so large or small beside its weight that it has to be absorbed."""
     low, high = np.inf, 0.0
     for i in range(count):
@@ -208,7 +208,7 @@ def relaxation(contraction: float, w: float) -> float:
 
 
 @inner()
-def softmin_at(scores: Any, epsilon: float, count: int) -> float:
+def softmin_of_scores(scores: Any, epsilon: float, count: int) -> float:
     """The soft minimum of costs that come as scores, -cost / epsilon and the logarithm of a weight."""
     top = -np.inf
     for i in range(count):
@@ -220,7 +220,7 @@ def softmin_at(scores: Any, epsilon: float, count: int) -> float:
 
 
 @inner(fastmath=FAST)
-def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> tuple[float, float]:
+def symmetric_update(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> tuple[float, float]:
     """u half the way, in logarithms, to rows of `diag(weight u) G diag(u)` that sum to p.
 
     Returns their error before, and the largest relative change of u.

@@ -124,7 +124,7 @@ def solve(
     Args:
         p, q, cost: as for `emd` and `sinkhorn`.
         epsilon: None for exact transport, else as for `sinkhorn`.
-        options: as for `sinkhorn`. grad="implicit" or "unrolled" makes `linear_cost`, `potentials`, `plan()` and its
+        options: as for `sinkhorn`. grad="implicit" makes `linear_cost`, `potentials`, `plan()` and its
             products differentiable too; with "envelope" a backward pass through them is an error. Exact transport
             takes `start` alone.
 
@@ -210,9 +210,9 @@ class _Entropic(Transport):
     @cached_property
     def certificate(self) -> Certificate:
         problem, f, g = self._judged
-        if problem.reach is not None:
+        if problem.marginal_penalty is not None:
             raise ValueError(
-                "exact transport holds both marginals, so an unbalanced problem (reach) does not bound it."
+                "exact transport holds both marginals, so an unbalanced problem (marginal_penalty) does not bound it."
             )
         with torch.no_grad():
             p, q = problem.p, problem.q

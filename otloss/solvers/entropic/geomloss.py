@@ -70,7 +70,7 @@ def start_from_geomloss(problem: EntropicProblem) -> tuple[Tensor, Tensor]:
     assert isinstance(cost, PointCost)
     factor, exponent = _METRICS[str(cost.metric)]
     epsilon = float(problem.epsilon) / factor
-    reach = None if problem.reach is None else (problem.reach / factor) ** (1 / exponent)
+    reach = None if problem.marginal_penalty is None else (problem.marginal_penalty / factor) ** (1 / exponent)
     x, y, p, q = (t.detach() for t in (cost.x, cost.y, problem.p.reshape(-1), problem.q.reshape(-1)))
     loss = SamplesLoss(
         "sinkhorn", p=exponent, blur=epsilon ** (1 / exponent), reach=reach, scaling=_SCALING, debias=False,

@@ -5,7 +5,7 @@ changed problem, and G = exp((f + g - C) / epsilon). Balanced, they solve
 
     a = -log(G (q e^b)),   b = -log(G^T (p e^a))
 
-and unbalanced the same with `k (-f / reach - log ...)`. Newton's method on b, from b = 0 and with every step in the
+and unbalanced the same with `k (-f / rho - log ...)`. Newton's method on b, from b = 0 and with every step in the
 graph, gives the derivatives of b by p, q, C and epsilon: one step the first, two steps the second and third, for the
 error of a step is the square of that before. Weights stand as factors, not as logarithms, so that bins without mass
 have their one-sided derivatives. The system has the size of the smaller side.
@@ -13,9 +13,7 @@ have their one-sided derivatives. The system has the size of the smaller side.
 Where epsilon is small the plan falls into parts that hardly exchange mass, and the system is singular to rounding: how
 potentials of one part stand to those of another is then all but undetermined. The plan does not feel that, nor do its
 derivatives in the costs, so a tiny multiple of the identity is added and changes nothing. Derivatives in the weights do
-feel it (mass that must move from one part to another), and are refused.
-
-Unrolled: the iterations themselves, every one in the graph.
+feel it (mass that must move from one part to another): they raise RuntimeError.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.problem import EntropicProblem, Settings, check_start, has_float64, paid, tolerance_of
+from otloss.solvers.entropic.problem import EntropicProblem, dual_term, has_float64
 from otloss.solvers.entropic.search import Potentials
 
 NEWTON_STEPS = 2
@@ -51,9 +49,9 @@ class GraphState:
     def value(self, problem: EntropicProblem) -> Float[Tensor, "*batch"]:
         """D, whose derivatives in the potentials vanish."""
         p, q, epsilon = (t.to(self.f.dtype) for t in (problem.p, problem.q, problem.epsilon))
-        reach = problem.reach
-        mass = p.sum(-1) if reach is None else p.sum(-1) * q.sum(-1)
-        outside = (paid(self.f, reach) * p).sum(-1) + (paid(self.g, reach) * q).sum(-1)
+        rho = problem.marginal_penalty
+        mass = p.sum(-1) if rho is None else p.sum(-1) * q.sum(-1)
+        outside = (dual_term(self.f, rho) * p).sum(-1) + (dual_term(self.g, rho) * q).sum(-1)
         return outside - epsilon * (self.plan.sum((-2, -1)) - mass)
 
 
@@ -61,7 +59,7 @@ def check_mass(problem: EntropicProblem) -> None:
     """Raise where a problem holds no mass: only the envelope gradient knows what to do there."""
     for name, weights in (("p", problem.p), ("q", problem.q)):
         if bool((weights.detach().sum(-1) == 0).any()):
-            raise ValueError(f'{name} holds no mass in a problem; grad="implicit" and "unrolled" need some in each.')
+            raise ValueError(f'{name} holds no mass in a problem; expected some in each with grad="implicit".')
 
 
 def implicit_state(problem: EntropicProblem, found: Potentials) -> GraphState:
@@ -71,7 +69,7 @@ def implicit_state(problem: EntropicProblem, found: Potentials) -> GraphState:
     f, g, p, q, epsilon = (t.to(wide) for t in (found.f, found.g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
     ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()  # G
-    system = _System(epsilon.unsqueeze(-1), problem.reach, p.requires_grad or q.requires_grad)
+    system = _System(epsilon.unsqueeze(-1), problem.marginal_penalty, p.requires_grad or q.requires_grad)
     if p.shape[-1] >= q.shape[-1]:
         a, b = system.newton(ratio, (p, q), (f, g))
     else:
@@ -83,15 +81,15 @@ def implicit_state(problem: EntropicProblem, found: Potentials) -> GraphState:
 @dataclass(frozen=True)
 class _System:
     epsilon: Tensor  # (..., 1)
-    reach: float | None
+    rho: float | None
     through_weights: bool
 
     def newton(
         self, ratio: Tensor, weights: tuple[Tensor, Tensor], held: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        (p, q), (f, g), reach = weights, held, self.reach
-        damping = torch.ones_like(self.epsilon) if reach is None else reach / (reach + self.epsilon)
-        offset_f, offset_g = (torch.zeros_like(t) if reach is None else -t / reach for t in (f, g))
+        (p, q), (f, g), rho = weights, held, self.rho
+        damping = torch.ones_like(self.epsilon) if rho is None else rho / (rho + self.epsilon)
+        offset_f, offset_g = (torch.zeros_like(t) if rho is None else -t / rho for t in (f, g))
         b = torch.zeros_like(g)
         identity = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
         share = q / q.sum(-1, keepdim=True)
@@ -105,7 +103,7 @@ class _System:
             # Row-stochastic: what a change of b does to b in one round.
             round_trip = (across / received.unsqueeze(-2)).mT @ (along / total.unsqueeze(-1))
             system = identity - damping.unsqueeze(-1) ** 2 * round_trip
-            if reach is None:
+            if rho is None:
                 # A constant in b changes nothing; q is what the round trip leaves as it is.
                 system = system + share.unsqueeze(-2).expand_as(system)
                 missing = missing - (share * missing).sum(-1, keepdim=True)
@@ -127,7 +125,7 @@ class _System:
             fits = False
         if not fits:
             raise RuntimeError(
-                'grad="implicit" is out of reach: the plan falls into parts that hardly exchange mass (or has not '
+                'grad="implicit" cannot be computed: the plan falls into parts that hardly exchange mass (or has not '
                 "converged), and the equations for its derivatives in the weights are singular to rounding. Raise "
                 'epsilon or max_iterations, use grad="envelope", or detach the weights if only the cost is to be '
                 "differentiated."
@@ -137,41 +135,3 @@ class _System:
 
 def _condition(system: Tensor) -> float:
     return float(torch.linalg.cond(system, 1).amax()) if system.numel() else 1.0
-
-
-def unrolled_state(problem: EntropicProblem, settings: Settings) -> tuple[GraphState, Potentials]:
-    """Return the solution as a function of everything that made it: plain iterations, all of them in the graph."""
-    check_mass(problem)
-    for name, weights in (("p", problem.p), ("q", problem.q)):
-        if weights.requires_grad and bool((weights.detach() == 0).any()):
-            raise ValueError(
-                f'{name} has bins without mass and requires a gradient: grad="unrolled" goes through log {name} and '
-                'has no derivative there. Use grad="implicit" or "envelope".'
-            )
-    dtype = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
-    p, q, epsilon = (t.to(dtype) for t in (problem.p, problem.q, problem.epsilon))
-    matrix, width = problem.cost.dense().to(dtype), epsilon.unsqueeze(-1)
-    scores, log_p, log_q = -matrix / width.unsqueeze(-1), p.log(), q.log()
-    damping = 1.0 if problem.reach is None else problem.reach / (problem.reach + width)
-    tolerance = tolerance_of(problem, settings)
-    f, g = torch.zeros_like(p), torch.zeros_like(q)
-    start = check_start(settings.start, problem)
-    if start is not None:
-        g = g + start[1].to(dtype)
-    done = torch.zeros(problem.batch, dtype=torch.int64, device=p.device)
-    error = torch.full(problem.batch, torch.inf, dtype=dtype, device=p.device)
-    for left in range(settings.max_iterations - 1, -1, -1):
-        f = -damping * width * torch.logsumexp(scores + (g / width + log_q).unsqueeze(-2), -1)
-        updated = -damping * width * torch.logsumexp(scores.mT + (f / width + log_p).unsqueeze(-2), -1)
-        with torch.no_grad():
-            goal = q if problem.reach is None else q * (-g / problem.reach).exp()
-            off = (((g - updated) / (damping * width)).clamp(max=80.0).expm1().abs() * goal).sum(-1)
-            error = off / goal.sum(-1)
-        done = done + (error > tolerance)
-        # The error is that of f and this g, so they go together.
-        if left == 0 or bool((error <= tolerance).all()):
-            break
-        g = updated
-    plan = (scores + (f / width + log_p).unsqueeze(-1) + (g / width + log_q).unsqueeze(-2)).exp()
-    found = Potentials(f.detach(), g.detach(), error, error <= tolerance, done)
-    return GraphState(f, g, plan, matrix), found

@@ -50,7 +50,7 @@ def iterate_in_logs(
             f = staged.f_from(g)
             g = staged.g_from(f)
             left -= 1
-        if problem.reach is None:
+        if problem.marginal_penalty is None:
             # The constant that moves from g to f would keep the size of potentials at a large epsilon.
             share = sweep.log_q.exp()
             g = g - (share * g).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
@@ -101,8 +101,8 @@ class Sweep:
 
     def at(self, epsilon: Tensor) -> Sweep:
         width = epsilon.detach().to(self.log_p.dtype).unsqueeze(-1)
-        reach = self.problem.reach
-        damping = torch.ones_like(width) if reach is None else reach / (reach + width)
+        rho = self.problem.marginal_penalty
+        damping = torch.ones_like(width) if rho is None else rho / (rho + width)
         return dataclasses.replace(self, epsilon=width, damping=damping)
 
     def softmin_rows(self, g: Tensor) -> Tensor:
@@ -120,19 +120,19 @@ class Sweep:
     def error(self, held: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
         """sum |P 1 - what it should be| before an update, relative to the latter."""
         goal = log_weights.exp()
-        if self.problem.reach is not None:
-            goal = goal * (-held / self.problem.reach).exp()
+        if self.problem.marginal_penalty is not None:
+            goal = goal * (-held / self.problem.marginal_penalty).exp()
         off = ((held - updated) / (self.damping * self.epsilon)).clamp(max=80.0).expm1().abs()
         return (goal * off).sum(-1) / goal.sum(-1)
 
     def shifted(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The best f + t, g - t: for unbalanced problems, where the sum alone does not decide the value."""
-        reach = self.problem.reach
-        if reach is None:
+        rho = self.problem.marginal_penalty
+        if rho is None:
             return f, g
-        outside_p = torch.logsumexp(self.log_p - f / reach, -1, keepdim=True)
-        outside_q = torch.logsumexp(self.log_q - g / reach, -1, keepdim=True)
-        shift = reach / 2 * (outside_p - outside_q)
+        outside_p = torch.logsumexp(self.log_p - f / rho, -1, keepdim=True)
+        outside_q = torch.logsumexp(self.log_q - g / rho, -1, keepdim=True)
+        shift = rho / 2 * (outside_p - outside_q)
         return f + shift, g - shift
 
 
@@ -141,7 +141,7 @@ def _relaxed_search(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tolerance, settled = goal
     w, within = torch.ones_like(sweep.epsilon), 0
-    looks = _Looks(w.squeeze(-1))
+    looks = RelaxationSchedule(w.squeeze(-1))
     active = torch.ones_like(done, dtype=torch.bool)
     counted = 0
     while True:
@@ -208,7 +208,7 @@ def _relax(held: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:
     return torch.where((w * step).abs() < STEEPEST * epsilon, held + w * step, updated)
 
 
-class _Looks:
+class RelaxationSchedule:
     """Each problem's w, from the contraction of its error between two looks; the rule of the compiled kernel."""
 
     def __init__(self, w: Tensor) -> None:

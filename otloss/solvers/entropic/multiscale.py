@@ -57,7 +57,7 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor]
 def takes_clusters(problem: EntropicProblem) -> bool:
     """Whether this is a problem for `search_from_clusters`."""
     cost = problem.cost
-    if not isinstance(cost, PointCost) or cost.metric not in METRICS or problem.reach is not None:
+    if not isinstance(cost, PointCost) or cost.metric not in METRICS or problem.marginal_penalty is not None:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1 or not may_run_on(cost.x, problem.p):
         return False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,20 +34,19 @@ from otloss.solvers.entropic.problem import (
     check_start,
     has_float64,
     in_float64,
+    level_of_the_caller,
+    settled_from,
     tolerance_of,
 )
 
 # Matrices up to this many entries: beyond, a single problem on one thread takes longer than soft minima on all of them.
-LARGEST_COMPILED = 2**24
+LARGEST_FOR_KERNEL = 2**24
 # Costs of all problems together that may be held as matrices for the compiled kernel: 1 GiB in float32.
-MOST_COMPILED = 2**28
+MOST_FOR_KERNEL = 2**28
 # Iterations after which problems of up to so many entries are handed to Newton's method: a step costs as much as a
 # hundred of them.
 PATIENCE, LARGEST_NEWTON = 1000, 2**20
-# Potentials are settled where the last update changes a factor of the plan by no more, and where their error is no more
-# of their spread; they are uncertain where their error is more than UNCERTAIN of their spread.
-SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
-UNCERTAIN = 1e-2
+UNCERTAIN = 1e-2  # share of their spread, from which an error of potentials is worth a warning
 LITTLE = 1e-5  # of epsilon: an error that does not count, where potentials hardly differ
 
 
@@ -109,10 +107,10 @@ def find_potentials(
     start = check_start(settings.start, problem)
     if settle is None:
         settle = _takes_weight_gradients(problem)
-    settled = max(SETTLED[problem.cost.dtype], 100 * tolerance) if settle else math.inf
+    settled = settled_from(tolerance, problem.cost.dtype) if settle else math.inf
     goal = _Goal(tolerance, settings.max_iterations, settled, symmetric)
     with torch.no_grad():
-        search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
+        search = _by_kernel if runs_on_kernel(problem, settings.impl) else _in_logs
         from_clusters = settings.impl == "auto" and start is None and takes_clusters(problem)
         in_order = _from_clusters if from_clusters else _in_turns
         f, g, error, iterations, uncertain = in_order(problem, start, search, goal)
@@ -137,11 +135,11 @@ def _from_clusters(
     """The search from clusters to points; the other one goes on where that ends early."""
 
     def solve_clusters(between: EntropicProblem, *, tolerance: float, most: int, symmetric: bool) -> Any:
-        return _compiled(between, None, _Goal(tolerance, most, symmetric=symmetric))[:4]
+        return _by_kernel(between, None, _Goal(tolerance, most, symmetric=symmetric))[:4]
 
     found = search_from_clusters(
         problem, solve_clusters, tolerance=goal.tolerance, most=goal.most, symmetric=goal.symmetric,
-        only_resolved=search is _compiled,
+        only_resolved=search is _by_kernel,
     )  # fmt: skip
     if found is None:
         return _in_turns(problem, None, search, goal)
@@ -182,7 +180,7 @@ def _in_turns(
 
 def _can_take_newton(problem: EntropicProblem) -> bool:
     n, m = problem.cost.shape
-    return problem.reach is None and n * m <= LARGEST_NEWTON and has_float64(problem.p.device)
+    return problem.marginal_penalty is None and n * m <= LARGEST_NEWTON and has_float64(problem.p.device)
 
 
 def _by_newton(
@@ -223,22 +221,22 @@ def _settled(problem: EntropicProblem, found: _Found, goal: _Goal) -> _Found:
     return f, g, error, iterations + steps, (torch.where(poor, better, uncertain), spread, eigenvalue)
 
 
-def runs_compiled(problem: EntropicProblem, impl: str) -> bool:
+def runs_on_kernel(problem: EntropicProblem, impl: str) -> bool:
     """Whether the compiled kernel is for this problem; raises where it was asked for and cannot run."""
     n, m = problem.cost.shape
-    able = problem.reach is None and may_run_on(problem.p)
+    able = problem.marginal_penalty is None and may_run_on(problem.p)
     if impl == "compiled":
         if not able:
             raise ValueError(
                 f'impl="compiled" solves balanced problems on the CPU, outside of torch.func transforms; got '
-                f'reach={problem.reach} on {problem.p.device}. Use impl="torch" or "auto".'
+                f'marginal_penalty={problem.marginal_penalty} on {problem.p.device}. Use impl="torch" or "auto".'
             )
         return True
     matrices = problem.cost.batch_shape.numel()
-    return impl == "auto" and able and n * m <= LARGEST_COMPILED and matrices * n * m <= MOST_COMPILED
+    return impl == "auto" and able and n * m <= LARGEST_FOR_KERNEL and matrices * n * m <= MOST_FOR_KERNEL
 
 
-def _compiled(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> _Found:
+def _by_kernel(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> _Found:
     (n, m), batch = problem.cost.shape, problem.batch
     p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
     costs = problem.cost.dense().detach()
@@ -262,7 +260,7 @@ def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal
     empty = (p.sum(-1) == 0) | (q.sum(-1) == 0)
     # Weights of one in the place of none: the answer of that problem is not looked at.
     p, q = (torch.where(empty.unsqueeze(-1), 1.0 / w.shape[-1], w) for w in (p, q))
-    solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.reach, problem.dtype)
+    solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.marginal_penalty, problem.dtype)
     f, g, error, iterations = iterate_in_logs(solid, start, **goal.options)
     known = None
     if goal.settled < math.inf and not goal.symmetric and p.device.type == "cpu" and _can_take_newton(problem):
@@ -292,7 +290,7 @@ def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> N
     )
     if settings.strict:
         raise RuntimeError(message)
-    warnings.warn(message, ConvergenceWarning, stacklevel=_level_of_the_caller())
+    warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
 
 
 def _takes_weight_gradients(problem: EntropicProblem) -> bool:
@@ -311,13 +309,5 @@ def _warn_of_uncertain(problem: EntropicProblem, found: Potentials) -> None:
             f"{100 * float(share):.2g} % in the worst: the plan falls into parts that hardly exchange mass. Raise "
             "epsilon; solve(...).potential_error tells it for each problem. Values and gradients of costs are right.",
             ConvergenceWarning,
-            stacklevel=_level_of_the_caller(),
+            stacklevel=level_of_the_caller(),
         )
-
-
-def _level_of_the_caller() -> int:
-    """The stack level, for a warning of the function that asks, of the first frame outside this library and torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("otloss", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level

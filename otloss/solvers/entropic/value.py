@@ -23,21 +23,27 @@ from torch import Tensor
 
 from otloss._autograd import once_only, refuse_forward_mode
 from otloss.solvers.entropic.log_domain import Sweep
-from otloss.solvers.entropic.problem import EntropicProblem, paid
+from otloss.solvers.entropic.problem import EntropicProblem, dual_term
 
+SECOND_DERIVATIVE = (
+    'a second derivative of an entropic transport value was asked for, and grad="envelope" gives first ones only; use '
+    'grad="implicit", or drop create_graph=True.'
+)
 _BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of it are alive
 
 
 def dual_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return D at potentials of which f is an exact update from g."""
-    if problem.reach is None:
+    if problem.marginal_penalty is None:
         return (f * problem.p.detach()).sum(-1) + (g * problem.q.detach()).sum(-1)
     p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
     mass_p, mass_q = p.sum(-1), q.sum(-1)
-    kept = (p * (-f / problem.reach).exp()).sum(-1)
-    outside = (p * paid(f, problem.reach)).sum(-1) + (q * paid(g, problem.reach)).sum(-1)
+    kept = (p * (-f / problem.marginal_penalty).exp()).sum(-1)
+    outside = (p * dual_term(f, problem.marginal_penalty)).sum(-1) + (q * dual_term(g, problem.marginal_penalty)).sum(
+        -1
+    )
     value = outside - epsilon * (kept - mass_p * mass_q)
-    return torch.where((mass_p == 0) | (mass_q == 0), problem.reach * (mass_p + mass_q), value)
+    return torch.where((mass_p == 0) | (mass_q == 0), problem.marginal_penalty * (mass_p + mass_q), value)
 
 
 def envelope_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
@@ -51,7 +57,7 @@ def envelope_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tens
     )
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in problem.inputs)):
         return dual_value(problem, f, g)
-    _check_mass_for_slopes(problem)
+    _check_mass_for_gradients(problem)
     value: Tensor = _EnvelopeValue.apply(problem, f, g, *problem.inputs)
     return value
 
@@ -74,45 +80,41 @@ class _EnvelopeValue(torch.autograd.Function):
         found: list[Tensor | None] = [None] * len(inputs)
         with torch.no_grad():
             if wanted[0]:
-                found[0] = upstream.unsqueeze(-1) * _weight_slope(problem, f, problem.q)
+                found[0] = upstream.unsqueeze(-1) * _weight_gradient(problem, f, problem.q)
             if wanted[1]:
-                found[1] = upstream.unsqueeze(-1) * _weight_slope(problem, g, problem.p)
+                found[1] = upstream.unsqueeze(-1) * _weight_gradient(problem, g, problem.p)
             if wanted[2]:
                 found[2] = upstream * relative_entropy(problem, f, g)
         if any(wanted[3:]):
-            found[3:] = _cost_slopes(problem, f, g, upstream)
-        message = (
-            'a second derivative of an entropic transport value was asked for, and grad="envelope" gives first ones '
-            'only; use grad="implicit", or drop create_graph=True.'
-        )
+            found[3:] = _cost_gradients(problem, f, g, upstream)
         return None, None, None, *(
-            None if t is None else once_only(t.to(i.dtype), message, gradients[0], *inputs)
+            None if t is None else once_only(t.to(i.dtype), SECOND_DERIVATIVE, gradients[0], *inputs)
             for t, i in zip(found, inputs, strict=True)
         )  # fmt: skip
 
 
-def _check_mass_for_slopes(problem: EntropicProblem) -> None:
-    if problem.reach is None:
+def _check_mass_for_gradients(problem: EntropicProblem) -> None:
+    if problem.marginal_penalty is None:
         return
     for name, weights in (("p", problem.p), ("q", problem.q)):
         if weights.requires_grad and bool((weights.detach().sum(-1) == 0).any()):
             raise ValueError(
-                f"{name} holds no mass in a problem with reach={problem.reach}, where the value falls infinitely fast "
+                f"{name} holds no mass in a problem with marginal_penalty={problem.marginal_penalty}, where the value falls infinitely fast "
                 f"with the first grain; leave such problems out, or pass {name}.detach()."
             )
 
 
-def _weight_slope(problem: EntropicProblem, potential: Tensor, other: Tensor) -> Tensor:
-    if problem.reach is None:
+def _weight_gradient(problem: EntropicProblem, potential: Tensor, other: Tensor) -> Tensor:
+    if problem.marginal_penalty is None:
         return potential  # up to a constant, which does not count where masses are held
     epsilon, mass = problem.epsilon.detach().to(potential.dtype), other.detach().to(potential.dtype).sum(-1)
-    share = (-potential / problem.reach).exp()
+    share = (-potential / problem.marginal_penalty).exp()
     empty = (mass == 0).unsqueeze(-1)
-    slope = paid(potential, problem.reach) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
-    return torch.where(empty, torch.full_like(slope, problem.reach), slope)
+    slope = dual_term(potential, problem.marginal_penalty) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
+    return torch.where(empty, torch.full_like(slope, problem.marginal_penalty), slope)
 
 
-def _cost_slopes(problem: EntropicProblem, f: Tensor, g: Tensor, upstream: Tensor) -> list[Tensor]:
+def _cost_gradients(problem: EntropicProblem, f: Tensor, g: Tensor, upstream: Tensor) -> list[Tensor]:
     log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
     return list(
         problem.cost.plan_slopes(f, g, log_p, log_q, epsilon=problem.epsilon.detach().to(f.dtype), upstream=upstream)
@@ -144,7 +146,7 @@ def relative_entropy(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Te
     rows, columns = row_marginal(problem, f, g), column_marginal(problem, f, g)
     inner = (f * rows).sum(-1) + (g * columns).sum(-1) - linear_cost(problem, f, g)
     entropy = inner / problem.epsilon.detach().to(f.dtype)
-    if problem.reach is None:
+    if problem.marginal_penalty is None:
         return entropy
     mass = problem.p.detach().to(f.dtype).sum(-1) * problem.q.detach().to(f.dtype).sum(-1)
     return entropy - rows.sum(-1) + mass
@@ -170,7 +172,7 @@ def plan_blocks(problem: EntropicProblem, f: Tensor, g: Tensor) -> Any:
 def duality_gap(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return a bound of primal minus dual at a feasible plan, at least 0, in the unit of the value."""
     with torch.no_grad():
-        gap = _gap_unbalanced(problem, f, g) if problem.reach is not None else _gap_balanced(problem, f, g)
+        gap = _gap_unbalanced(problem, f, g) if problem.marginal_penalty is not None else _gap_balanced(problem, f, g)
         return gap.clamp(min=0)
 
 
@@ -212,14 +214,14 @@ def _gap_balanced(problem: EntropicProblem, f: Tensor, g: Tensor) -> Tensor:
 
 
 def _gap_unbalanced(problem: EntropicProblem, f: Tensor, g: Tensor) -> Tensor:
-    reach, empty = problem.reach, (problem.p.sum(-1) == 0) | (problem.q.sum(-1) == 0)
-    assert reach is not None
+    rho, empty = problem.marginal_penalty, (problem.p.sum(-1) == 0) | (problem.q.sum(-1) == 0)
+    assert rho is not None
     rows, columns = row_marginal(problem, f, g), column_marginal(problem, f, g)
     p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
     mass = p.sum(-1) * q.sum(-1)
     primal = (f * rows).sum(-1) + (g * columns).sum(-1) - epsilon * (rows.sum(-1) - mass)
     for held, weights in ((rows, p), (columns, q)):
         ratio = torch.where(weights > 0, held / weights, 1.0)
-        primal = primal + reach * (torch.xlogy(held, ratio) - held + weights).sum(-1)
-    dual = (p * paid(f, reach)).sum(-1) + (q * paid(g, reach)).sum(-1) - epsilon * (rows.sum(-1) - mass)
+        primal = primal + rho * (torch.xlogy(held, ratio) - held + weights).sum(-1)
+    dual = (p * dual_term(f, rho)).sum(-1) + (q * dual_term(g, rho)).sum(-1) - epsilon * (rows.sum(-1) - mass)
     return torch.where(empty, 0.0, primal - dual)

@@ -83,8 +83,8 @@ CASES = [
     Case("Emd", lambda **o: modules.Emd(cost=MATRIX, **o), lambda p, q: emd(p, q, MATRIX)),
     Case(
         "Sinkhorn",
-        lambda **o: modules.Sinkhorn(cost=COST, epsilon=0.3, grad="implicit", reach=2.0, **o),
-        lambda p, q: sinkhorn(p, q, COST, epsilon=0.3, grad="implicit", reach=2.0),
+        lambda **o: modules.Sinkhorn(cost=COST, epsilon=0.3, grad="implicit", marginal_penalty=2.0, **o),
+        lambda p, q: sinkhorn(p, q, COST, epsilon=0.3, grad="implicit", marginal_penalty=2.0),
     ),
     Case(
         "SinkhornDivergence",

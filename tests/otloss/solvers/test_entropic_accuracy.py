@@ -96,7 +96,7 @@ def test_an_error_that_is_not_finite_is_never_a_number(monkeypatch: pytest.Monke
         nan = torch.full((), torch.nan, dtype=torch.float64)
         return torch.zeros(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), nan, torch.tensor(1), None
 
-    monkeypatch.setattr(search, "_compiled", broken)
+    monkeypatch.setattr(search, "_by_kernel", broken)
     monkeypatch.setattr(search, "_can_take_newton", lambda problem: False)
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     problem = entropic_problem(half, half, torch.eye(2, dtype=torch.float64), epsilon=0.1, settings=Settings())
@@ -235,7 +235,7 @@ def test_forward_mode_is_right_or_an_error() -> None:
     p, q = p / p.sum(), q / q.sum()
     cost = torch.rand(4, 4, dtype=torch.float64, generator=generator)
     tangent = torch.tensor([0.3, -0.1, -0.4, 0.2], dtype=torch.float64)
-    for options in ({}, {"impl": "torch"}, {"reach": 1.0}):
+    for options in ({}, {"impl": "torch"}, {"marginal_penalty": 1.0}):
         with pytest.raises(NotImplementedError, match='grad="implicit"'):
             torch.func.jvp(lambda w, o=options: otloss.sinkhorn(w, q, cost, epsilon=0.1, **o), (p,), (tangent,))
         with forward_ad.dual_level(), pytest.raises(NotImplementedError, match='grad="implicit"'):

@@ -27,16 +27,18 @@ def clouds() -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean"])
-@pytest.mark.parametrize("reach", [None, 0.3])
+@pytest.mark.parametrize("marginal_penalty", [None, 0.3])
 def test_the_start_is_near_and_the_answer_the_same(
-    metric: str, reach: float | None, monkeypatch: pytest.MonkeyPatch
+    metric: str, marginal_penalty: float | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_geomloss, "_SCALING", 0.98)  # nearly converged: so its units can be told from ours
     p, q, x, y = clouds()
-    options: dict[str, Any] = {"epsilon": 0.1, "reach": reach, "tolerance": 1e-10}
-    problem = entropic_problem(p, q, PointCost(x, y, metric=metric), epsilon=0.1, settings=Settings(reach=reach))
+    options: dict[str, Any] = {"epsilon": 0.1, "marginal_penalty": marginal_penalty, "tolerance": 1e-10}
+    problem = entropic_problem(
+        p, q, PointCost(x, y, metric=metric), epsilon=0.1, settings=Settings(marginal_penalty=marginal_penalty)
+    )
     f, g = _geomloss.start_from_geomloss(problem)
-    solved = find_potentials(problem, Settings(reach=reach, impl="torch"))
+    solved = find_potentials(problem, Settings(marginal_penalty=marginal_penalty, impl="torch"))
     # Up to a constant that goes from f to g, and GeomLoss' own error.
     for ours, theirs in ((solved.f, f), (solved.g, g)):
         assert float((ours - theirs).std()) < 0.02 * float(ours.std())
