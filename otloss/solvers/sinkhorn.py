@@ -12,10 +12,9 @@ from otloss._autograd import eager
 from otloss.costs import Cost, DenseCost, PointCost, as_cost
 from otloss.solvers.entropic.dense import dense_value
 from otloss.solvers.entropic.geomloss import with_start
-from otloss.solvers.entropic.graph import GraphState, implicit_state
+from otloss.solvers.entropic.gradients import GraphState, envelope_value, implicit_state
+from otloss.solvers.entropic.potentials import Potentials, find_potentials
 from otloss.solvers.entropic.problem import EntropicProblem, Options, Settings, entropic_problem
-from otloss.solvers.entropic.search import Potentials, find_potentials
-from otloss.solvers.entropic.value import envelope_value
 
 
 @eager

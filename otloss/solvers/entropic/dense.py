@@ -19,9 +19,9 @@ from torch.nn import Parameter
 from otloss._autograd import once_only
 from otloss._kernels import may_run_on
 from otloss._kernels.sinkhorn_call import ERROR, LEAST_EIGENVALUE, POTENTIAL_ERROR, RESOLVED, SPREAD, VALUE, run_kernel
+from otloss.solvers.entropic.gradients import SECOND_DERIVATIVE
+from otloss.solvers.entropic.potentials import LARGEST_FOR_KERNEL, LITTLE, MOST_FOR_KERNEL, PATIENCE
 from otloss.solvers.entropic.problem import DEFAULT_TOLERANCE, LEAST_RATIO, WIDE_FROM, Settings, settled_from
-from otloss.solvers.entropic.search import LARGEST_FOR_KERNEL, LITTLE, MOST_FOR_KERNEL, PATIENCE
-from otloss.solvers.entropic.value import SECOND_DERIVATIVE
 from otloss.solvers.histograms import MASS_TOLERANCE
 
 _DTYPES = (torch.float32, torch.float64)

@@ -86,7 +86,7 @@ class Settings:
             if "marginal_penalty" in options:
                 raise TypeError("reach and marginal_penalty are the same option; give marginal_penalty alone.")
             warnings.warn(
-                "reach= is now called marginal_penalty=, with the same meaning; the old name goes with the next release.",
+                "reach= is now called marginal_penalty= and means the same; the old name goes with the next release.",
                 DeprecationWarning,
                 stacklevel=level_of_the_caller(),
             )
@@ -110,7 +110,8 @@ class EntropicProblem:
         p, q: (..., n), (..., m), expanded to the whole batch, with their graphs.
         cost: of the same dtype, with its graph.
         epsilon: (...), above 0; with a graph where it follows the cost.
-        marginal_penalty: the price of a unit of mass that appears or vanishes, in units of the cost; None holds the marginals.
+        marginal_penalty: the price of a unit of mass that appears or vanishes, in units of the cost, rho in formulas;
+            None holds the marginals.
         dtype: of the answer; the arithmetic is in that of p, q and the cost.
     """
 
@@ -181,6 +182,14 @@ def check_not_too_small(problem: EntropicProblem, f: Tensor, g: Tensor) -> None:
             f"{float(size[outside][0]):.3g}, expected at least {LEAST_RATIO:g} times that: rounding in float64 would "
             "decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon."
         )
+
+
+def check_mass(problem: EntropicProblem, advice: str, *, only_with_gradient: bool = False) -> None:
+    """Raise ValueError where p or q (if it requires a gradient) holds no mass in a problem."""
+    for name, weights in (("p", problem.p), ("q", problem.q)):
+        asked = weights.requires_grad or not only_with_gradient
+        if asked and bool((weights.detach().sum(-1) == 0).any()):
+            raise ValueError(f"{name} holds no mass in a problem: {advice}")
 
 
 def dual_term(potential: Tensor, rho: float | None) -> Tensor:
