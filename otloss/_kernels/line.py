@@ -1,10 +1,10 @@
-"""Transport on the line by cumulative distributions, row by row: the values, and their slopes.
+"""Transport on the line by cumulative distributions, row by row: the values, and their gradients.
 
 Rows are problems. An operand with one row serves them all. Weights and positions are float32 or float64, C-contiguous;
 sums, levels and differences are float64. `order_x` (rows, n) sorts the positions of a row.
 `scales` (2, problems) multiply the weights of p and q, so that both sides hold the same mass; the kernels of values
-write them, and NaN where the masses differ by more than `tolerance` or a weight is no weight. An `upstream` slope
-(problems,) multiplies the slopes. Slopes in weights come centred, as mean zero over the bins of a row.
+write them, and NaN where the masses differ by more than `tolerance` or a weight is no weight. An `upstream` derivative
+(problems,) multiplies the gradients. Slopes in weights come centred, as mean zero over the bins of a row.
 
 What `otloss.solvers.line` computes in torch operations is the specification, with the notation used here.
 """
@@ -30,7 +30,7 @@ def price(difference: float, order: float) -> float:
 
 
 @inner()
-def slope(difference: float, order: float) -> float:
+def derivative(difference: float, order: float) -> float:
     if order == 2.0:
         return 2.0 * difference
     sign = 1.0 if difference > 0 else (-1.0 if difference < 0 else 0.0)
@@ -97,10 +97,10 @@ def cdf_values(counter: Any, problem: Any, settings: Any, values: Any, scales: A
 
 
 @inner()
-def _cdf_slopes_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float, out: Any) -> None:
-    """Write the slopes in p, q and x into the rows of `out`; its last row is for work."""
+def _cdf_gradients_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power: float, out: Any) -> None:
+    """Write the gradients in p, q and x into the rows of `out`; its last row is for work."""
     scale_p, scale_q = scales
-    by_p, by_q, by_x, slopes = out[0], out[1], out[2], out[3]
+    by_p, by_q, by_x, gradients = out[0], out[1], out[2], out[3]
     n = order.shape[0]
     front, back = n, n - 1  # the first and the last bin with mass
     apart, before, here = 0.0, 0.0, 0.0
@@ -110,7 +110,7 @@ def _cdf_slopes_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power
             front = min(front, k)
             back = k
         apart += p[at] * scale_p - q[at] * scale_q
-        slopes[k] = gaps[k] * slope(apart, power) if k < n - 1 else 0.0
+        gradients[k] = gaps[k] * derivative(apart, power) if k < n - 1 else 0.0
         here = price(apart, power) if k < n - 1 else 0.0
         by_x[at] = before - here
         before = here
@@ -126,8 +126,8 @@ def _cdf_slopes_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power
             to_p += gaps[k]
             to_q += gaps[k]
         else:
-            to_p += slopes[k]
-            to_q -= slopes[k]
+            to_p += gradients[k]
+            to_q -= gradients[k]
         by_p[order[k]] = to_p
         by_q[order[k]] = to_q
         sum_p += to_p
@@ -138,26 +138,28 @@ def _cdf_slopes_of_row(p: Any, q: Any, scales: Any, gaps: Any, order: Any, power
 
 
 @inner()
-def _cdf_slopes(problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, share: Any) -> None:
+def _cdf_gradients(problem: Any, power: float, upstream: Any, scales: Any, gradients: Any, share: Any) -> None:
     p, q, x, order = problem
-    by_p, by_q, by_x = slopes
+    by_p, by_q, by_x = gradients
     n = x.shape[1]
     gaps, out = np.empty(n - 1), np.empty((4, n))
     for r in range(share[0], share[1]):
         if r == share[0] or x.shape[0] > 1:
             _gaps(row_of(x, r), row_of(order, r), gaps)
         scale = (scales[0, r], scales[1, r])
-        _cdf_slopes_of_row(row_of(p, r), row_of(q, r), scale, gaps, row_of(order, r), power, out)
+        _cdf_gradients_of_row(row_of(p, r), row_of(q, r), scale, gaps, row_of(order, r), power, out)
         put(out[0], upstream[r], by_p, r)
         put(out[1], upstream[r], by_q, r)
         put(out[2], upstream[r], by_x, r)
 
 
 @compiled()
-def cdf_slopes(counter: Any, problem: Any, power: float, upstream: Any, scales: Any, slopes: Any, threads: int) -> None:
-    """Write the slopes of `cdf_values` into `slopes`, (by_p, by_q, by_x), those without rows left out."""
+def cdf_gradients(
+    counter: Any, problem: Any, power: float, upstream: Any, scales: Any, gradients: Any, threads: int
+) -> None:
+    """Write the gradients of `cdf_values` into `gradients`, (by_p, by_q, by_x), those without rows left out."""
     while True:
         thread = next_task(counter)
         if thread >= threads:
             return
-        _cdf_slopes(problem, power, upstream, scales, slopes, share_of(scales.shape[1], thread, threads))
+        _cdf_gradients(problem, power, upstream, scales, gradients, share_of(scales.shape[1], thread, threads))

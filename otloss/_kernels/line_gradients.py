@@ -24,25 +24,25 @@ class Closed:
     """A closed form on the line.
 
     Attributes:
-        values, slopes: its kernels.
+        values, gradients: its kernels.
         exponent: the order, or power.
         twin: the same function of the same tensors in torch operations, for rows of problems.
     """
 
     values: Any
-    slopes: Any
+    gradients: Any
     exponent: float
     twin: Callable[..., Tensor]
 
 
 def cdf(power: float, twin: Callable[..., Tensor]) -> Closed:
     """The distance between cumulative distributions, of (p, q, x)."""
-    return Closed(line.cdf_values, line.cdf_slopes, float(power), twin)
+    return Closed(line.cdf_values, line.cdf_gradients, float(power), twin)
 
 
 def merged(order: float, twin: Callable[..., Tensor]) -> Closed:
     """The cost of matching quantiles, of (p, q, x, y)."""
-    return Closed(quantiles.merged_values, quantiles.merged_slopes, float(order), twin)
+    return Closed(quantiles.merged_values, quantiles.merged_gradients, float(order), twin)
 
 
 def value_of(closed: Closed, tensors: tuple[Tensor, ...], tolerance: float) -> Tensor | None:
@@ -83,16 +83,16 @@ class _ClosedForm(torch.autograd.Function):
         if torch.is_grad_enabled():
             return None, None, None, None, *_gradients_of_twin(closed, rows, upstream[0], wanted)
         problems = ctx.scales.shape[1]
-        slopes = tuple(
+        gradients = tuple(
             torch.empty(problems if want else 0, t.shape[-1], dtype=t.dtype, device=t.device)
             for want, t in zip(wanted, rows, strict=True)
         )
         threads, problem = torch.get_num_threads(), (*map(_numpy, rows), *ctx.orders)
-        given = (problem, closed.exponent, upstream[0].contiguous().numpy(), ctx.scales, tuple(map(_numpy, slopes)))
-        run_on_threads(closed.slopes, threads, (*given, threads))
+        given = (problem, closed.exponent, upstream[0].contiguous().numpy(), ctx.scales, tuple(map(_numpy, gradients)))
+        run_on_threads(closed.gradients, threads, (*given, threads))
         found = (
             (s.sum(0, keepdim=True) if t.shape[0] == 1 and problems > 1 else s) if want else None
-            for want, s, t in zip(wanted, slopes, rows, strict=True)
+            for want, s, t in zip(wanted, gradients, rows, strict=True)
         )
         return None, None, None, None, *found
 

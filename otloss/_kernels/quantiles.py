@@ -1,7 +1,7 @@
-"""Transport on the line by matching quantiles, row by row: the values, and their slopes.
+"""Transport on the line by matching quantiles, row by row: the values, and their gradients.
 
 The levels F_i and G_j of both sides are walked through in order; the mass between two neighbouring ones moves from the
-bin of p to the bin of q that are next. Rows, scales, settings and slopes are those of `line`.
+bin of p to the bin of q that are next. Rows, scales, settings and gradients are those of `line`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from otloss._kernels._compile import compiled, inner
 from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import balance
-from otloss._kernels.line import price, put, row_of, share_of, slope
+from otloss._kernels.line import derivative, price, put, row_of, share_of
 
 # One side of a problem: its bins with mass, sorted, as rows of a float64 and an int64 array. Levels come behind a 0.
 _LEVEL, _PLACE, _PRICE, _FORCE, _BY_WEIGHT, _BY_PLACE = range(6)
@@ -111,7 +111,7 @@ def merged_values(counter: Any, problem: Any, settings: Any, values: Any, scales
 
 @inner()
 def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, order: float) -> None:
-    """Write the slopes in the positions, and for each bin the partner that it meets last."""
+    """Write the gradients in the positions, and for each bin the partner that it meets last."""
     n, m = sizes
     levels_p, levels_q, x, y = side_p[_LEVEL, 1:], side_q[_LEVEL, 1:], side_p[_PLACE], side_q[_PLACE]
     by_x, by_y = side_p[_FORCE], side_q[_FORCE]
@@ -124,7 +124,7 @@ def _walk(side_p: Any, side_q: Any, partner_p: Any, partner_q: Any, sizes: Any, 
     i, j, level = 0, 0, 0.0
     for step in range(n + m - 1):
         following = min(min(levels_p[i], levels_q[j]), mass)
-        force = (following - level) * slope(x[i] - y[j], order)
+        force = (following - level) * derivative(x[i] - y[j], order)
         level = following
         by_x[i] += force
         by_y[j] -= force
@@ -147,7 +147,7 @@ def _prices(x: Any, y: Any, partner: Any, n: int, order: float, prices: Any) -> 
 
 @inner()
 def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: float, order: float) -> None:
-    """Write the slopes of all bins; an empty one pays the partner that the bin before it meets last."""
+    """Write the gradients of all bins; an empty one pays the partner that the bin before it meets last."""
     prices, places, forces = side[_PRICE], side[_PLACE], side[_FORCE]
     occupied, partner = bins[_OCCUPIED], bins[_PARTNER]
     by_weight, by_place = side[_BY_WEIGHT], side[_BY_PLACE]
@@ -169,9 +169,9 @@ def _spread(x: Any, order_x: Any, side: Any, bins: Any, n: int, y: Any, scale: f
 
 
 @inner()
-def _merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, share: Any) -> None:
+def _merged_gradients(problem: Any, order: float, upstream: Any, scales: Any, gradients: Any, share: Any) -> None:
     p, q, x, y, order_x, order_y = problem
-    by_p, by_q, by_x, by_y = slopes
+    by_p, by_q, by_x, by_y = gradients
     n, m = x.shape[1], y.shape[1]
     sides = (np.empty((6, n + 1)), np.empty((6, m + 1)))
     bins = (np.empty((2, n), np.int64), np.empty((2, m), np.int64))
@@ -197,12 +197,12 @@ def _merged_slopes(problem: Any, order: float, upstream: Any, scales: Any, slope
 
 
 @compiled()
-def merged_slopes(
-    counter: Any, problem: Any, order: float, upstream: Any, scales: Any, slopes: Any, threads: int
+def merged_gradients(
+    counter: Any, problem: Any, order: float, upstream: Any, scales: Any, gradients: Any, threads: int
 ) -> None:
-    """Write the slopes of `merged_values` into `slopes`, (by_p, by_q, by_x, by_y), those without rows left out."""
+    """Write the gradients of `merged_values` into `gradients`, (by_p, by_q, by_x, by_y), those without rows left out."""
     while True:
         thread = next_task(counter)
         if thread >= threads:
             return
-        _merged_slopes(problem, order, upstream, scales, slopes, share_of(scales.shape[1], thread, threads))
+        _merged_gradients(problem, order, upstream, scales, gradients, share_of(scales.shape[1], thread, threads))

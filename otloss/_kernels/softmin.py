@@ -17,7 +17,7 @@ and (2 |e| in place of the last sum, for distances). Columns below `-cutoff` add
 that they are left out of. The bound holds for any order of the points; where neighbours are close to each other in
 memory, boxes are small and few columns are selected.
 
-Reference implementations: `otloss.costs.cost.softmin_in_torch` and `Cost.plan_slopes`.
+Reference implementations: `otloss.costs.cost.softmin_in_torch` and `Cost.plan_gradients`.
 """
 
 from __future__ import annotations

@@ -141,7 +141,7 @@ class Cost(ABC):
         """Return those of `tensors()` that require a gradient."""
         return tuple(t for t in self.tensors() if t.requires_grad)
 
-    def plan_slopes(
+    def plan_gradients(
         self,
         f: Float[Tensor, "*batch n"],
         g: Float[Tensor, "*batch m"],

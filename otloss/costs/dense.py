@@ -95,7 +95,7 @@ class DenseCost(Cost):
             return softmin_of(self.matrix, potential, epsilon)
         return super().softmin(potential, epsilon)
 
-    def plan_slopes(
+    def plan_gradients(
         self,
         f: Float[Tensor, "*batch n"],
         g: Float[Tensor, "*batch m"],

@@ -176,7 +176,7 @@ class PointCost(Cost):
                 )
         return super().parameters()
 
-    def plan_slopes(
+    def plan_gradients(
         self,
         f: Float[Tensor, "*batch n"],
         g: Float[Tensor, "*batch m"],
@@ -188,7 +188,7 @@ class PointCost(Cost):
     ) -> tuple[Tensor, ...]:
         parameters = self.parameters()
         if not parameters or not self._has_kernel(f, g):
-            return super().plan_slopes(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+            return super().plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
         from otloss._kernels.points import slopes_in_x
 
         epsilon = check_epsilon(epsilon, above_zero=True)

@@ -95,7 +95,7 @@ class _EnvelopeValue(torch.autograd.Function):
         if any(wanted[3:]):
             log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
             epsilon = problem.epsilon.detach().to(f.dtype)
-            found[3:] = problem.cost.plan_slopes(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+            found[3:] = problem.cost.plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
         return None, None, None, *(
             None if t is None else once_only(t.to(i.dtype), SECOND_DERIVATIVE, gradients[0], *inputs)
             for t, i in zip(found, inputs, strict=True)

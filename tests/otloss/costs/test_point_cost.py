@@ -135,7 +135,7 @@ def test_coincident_points_have_slopes(metric: str) -> None:
                 (slopes,) = torch.autograd.grad(value.sum(), x, retain_graph=True)
                 assert torch.isfinite(slopes).all()
         zero = torch.zeros(3)
-        (slopes,) = cost.plan_slopes(zero, zero, zero, zero, epsilon=0.5, upstream=torch.tensor(1.0))
+        (slopes,) = cost.plan_gradients(zero, zero, zero, zero, epsilon=0.5, upstream=torch.tensor(1.0))
         assert torch.isfinite(slopes).all()
     alone = torch.tensor([[3.0, -1.0]], requires_grad=True)
     (slopes,) = torch.autograd.grad(PointCost(alone, alone.detach().clone(), metric=metric).dense().sum(), alone)
@@ -218,7 +218,7 @@ def test_no_matrix_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     cost.mean(), cost.largest()
     with torch.no_grad():
         f = cost.softmin(torch.zeros(2_000), 0.1)
-    cost.plan_slopes(f, zero[:2_000], zero, zero[:2_000], epsilon=0.1, upstream=torch.tensor(1.0))
+    cost.plan_gradients(f, zero[:2_000], zero, zero[:2_000], epsilon=0.1, upstream=torch.tensor(1.0))
 
 
 pairs = torch.zeros(3, 2)

@@ -59,7 +59,7 @@ def test_slopes_at_a_fixed_plan(metric: str, batch: tuple[int, ...]) -> None:
     one = PointCost(x, metric=metric)
     for cost in (PointCost(x, y, metric=metric), PointCost(x, y.detach(), metric=metric), one):
         arguments = plan_arguments(*cost.shape, batch, torch.float64)
-        found = cost.plan_slopes(*arguments, epsilon=0.7, upstream=upstream)
+        found = cost.plan_gradients(*arguments, epsilon=0.7, upstream=upstream)
         names = ["x", "y"][: len(found)]
         assert len(found) == len(cost.parameters()) == (2 if cost.y.requires_grad and cost is not one else 1)
         for name, slopes in zip(names, found, strict=True):
@@ -68,7 +68,7 @@ def test_slopes_at_a_fixed_plan(metric: str, batch: tuple[int, ...]) -> None:
                 lambda a, n=name, c=cost, r=arguments: moved_cost(c, n, a, r, upstream), at, 1e-6
             )
             np.testing.assert_allclose(slopes.numpy(), expected, atol=2e-6 * (1 + np.abs(expected).max()))
-        again = Cost.plan_slopes(cost, *arguments, epsilon=0.7, upstream=upstream)
+        again = Cost.plan_gradients(cost, *arguments, epsilon=0.7, upstream=upstream)
         for fast, slow in zip(found, again, strict=True):
             torch.testing.assert_close(fast, slow)
 
@@ -83,11 +83,11 @@ def test_slopes_of_kernels_and_torch_agree_in_float32(metric: str, monkeypatch: 
     _, g, log_p, log_q = plan_arguments(70, 1100, (3, 2), torch.float64)
     f = cost.softmin(g + epsilon[:, None] * log_q, epsilon).detach()
     arguments = (f, g, log_p, log_q)
-    found = cost.plan_slopes(*arguments, epsilon=epsilon, upstream=upstream)
+    found = cost.plan_gradients(*arguments, epsilon=epsilon, upstream=upstream)
     monkeypatch.setattr(PointCost, "_has_kernel", lambda *_: False)
     wide = PointCost(x.detach().double().requires_grad_(), y.detach().double().requires_grad_(), metric=metric)
     f = wide.softmin(g + epsilon[:, None] * log_q, epsilon).detach()
-    expected = wide.plan_slopes(f, *arguments[1:], epsilon=epsilon.double(), upstream=upstream.double())
+    expected = wide.plan_gradients(f, *arguments[1:], epsilon=epsilon.double(), upstream=upstream.double())
     for got, right, points in zip(found, expected, (x, y), strict=True):
         assert (got.shape, got.dtype) == (points.shape, torch.float32)
         assert (got - right).abs().max() <= 2e-5 * right.abs().max()
@@ -107,12 +107,12 @@ def test_slopes_of_other_costs_at_a_fixed_plan() -> None:
     upstream = torch.tensor([1.0, -0.5, 2.0], dtype=torch.float64)
     for cost, name in costs:
         arguments = plan_arguments(*cost.shape, (3,), torch.float64)
-        (slopes,) = cost.plan_slopes(*arguments, epsilon=0.7, upstream=upstream)
+        (slopes,) = cost.plan_gradients(*arguments, epsilon=0.7, upstream=upstream)
         at = getattr(cost, name).detach().numpy()
         expected = central_gradients(lambda a, c=cost, n=name, r=arguments: moved_cost(c, n, a, r, upstream), at, 1e-6)
         np.testing.assert_allclose(slopes.numpy(), expected, atol=1e-7 * (1 + np.abs(expected).max()))
         if isinstance(cost, DenseCost):
-            torch.testing.assert_close(Cost.plan_slopes(cost, *arguments, epsilon=0.7, upstream=upstream)[0], slopes)
+            torch.testing.assert_close(Cost.plan_gradients(cost, *arguments, epsilon=0.7, upstream=upstream)[0], slopes)
     arguments = plan_arguments(4, 4, (), torch.float64)
-    assert GridCost((2, 2)).plan_slopes(*arguments, epsilon=0.7, upstream=torch.tensor(1.0)) == ()
-    assert DenseCost(torch.ones(4, 4)).plan_slopes(*arguments, epsilon=0.7, upstream=torch.tensor(1.0)) == ()
+    assert GridCost((2, 2)).plan_gradients(*arguments, epsilon=0.7, upstream=torch.tensor(1.0)) == ()
+    assert DenseCost(torch.ones(4, 4)).plan_gradients(*arguments, epsilon=0.7, upstream=torch.tensor(1.0)) == ()
