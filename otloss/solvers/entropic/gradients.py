@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import once_only, refuse_forward_mode
+from otloss._autograd import once_only, check_no_tangent
 from otloss.solvers.entropic.potentials import Potentials
 from otloss.solvers.entropic.problem import EntropicProblem, check_mass, dual_term, has_float64
 from otloss.solvers.entropic.value import dual_value, relative_entropy
@@ -52,7 +52,7 @@ LARGEST_CONDITION = 1e13
 
 def envelope_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return D with its first derivatives in p, q, epsilon and the cost's tensors, at fixed potentials."""
-    refuse_forward_mode(
+    check_no_tangent(
         'grad="envelope" has no forward-mode derivative of an entropic value; use grad="implicit", or reverse mode.',
         *problem.inputs,
     )
