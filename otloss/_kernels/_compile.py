@@ -79,7 +79,7 @@ def _remove_outdated(function: Any, folder: str) -> None:
 
 
 class _Notice(event.Listener):
-    """Logs one line where a kernel of this library is about to be compiled, for the call looks hung meanwhile.
+    """Logs one line where a kernel of this library is about to be compiled, which takes seconds.
 
     Python's garbage collector is off until the kernel is compiled: it takes a quarter of the time otherwise. numba
     calls listeners for the functions of other packages too, and does not catch their errors: nothing here may raise.
@@ -144,7 +144,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def inner(**options: Any) -> Callable[[Any], Any]:
-    """`numba.njit` for a function that other kernels call: neither kept by itself, nor to be called from Python.
+    """`numba.njit` for a function that other kernels call: not cached on its own, and a crash if called from Python.
 
     Without the wrappers for Python it compiles in half the time.
     """

@@ -56,6 +56,7 @@ def run_kernel(
         potential_q = g.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format).numpy()
     matrices = costs.contiguous().numpy()
     made = (potential_p, potential_q)
+    weights: tuple[Tensor, ...]
     settings: tuple[Any, ...]
     if symmetric:
         kernel, weights, settings = symmetric_problems, (p,), (ends, tolerance, settled, most)

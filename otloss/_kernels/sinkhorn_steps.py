@@ -3,8 +3,8 @@
     exact           U <- U r,    r = p / (U G V)            (and V likewise, by columns)
     over-relaxed    U <- U r^w,  that is f <- f + w (softmin(g) - f)
 
-with `(1 + w t) / (1 - w t)`, t = (r - 1) / (r + 1), in place of the power: the same value and derivative at r = 1, and a
-division. w follows from the contraction c of the error per iteration, as in successive over-relaxation:
+with `(1 + w t) / (1 - w t)`, t = (r - 1) / (r + 1), in place of the power: a division with the same value and
+derivative at r = 1. w follows from the contraction c of the error per iteration, as in successive over-relaxation:
 
     (c + w - 1)^2 = w^2 c lambda        gives lambda, the contraction of plain Sinkhorn,
     w = 2 / (1 + sqrt(1 - lambda))      is the best w for it.

@@ -38,9 +38,9 @@ def sinkhorn(
             1e8 times the largest cost where it is above that: the limit, the product of the weights, is as near.
         options:
             epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
-            marginal_penalty: the price, in the unit of the cost, of mass that appears or vanishes: adds
-                `marginal_penalty KL(P 1 | p) + marginal_penalty KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then
-                those between measures, `KL(a | b) = sum a log(a / b) - a + b`.
+            marginal_penalty: rho, the price of mass that appears or vanishes, in the unit of the cost: adds
+                `rho KL(P 1 | p) + rho KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then those
+                between measures, `KL(a | b) = sum a log(a / b) - a + b`. Called `reach` before, which still works.
             grad: "envelope" (default), first derivatives, exact at convergence, no history held; "implicit", also
                 second ones, by a linear system of the size of the smaller side.
             tolerance: sum of the errors of both marginals relative to the mass, 1e-5 in float32, 1e-8 in float64.
@@ -54,12 +54,12 @@ def sinkhorn(
                 axes, at least 2**22 pairs) on a CPU start from clusters of points; the tolerance means the same.
 
     Returns:
-        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p, q
-        (centred over the bins unless `marginal_penalty` is given; one-sided derivatives at bins without mass), the cost, and what
-        a cost object was built from. A problem in which p and q hold no mass has the value 0 and no slope.
+        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p and q
+        (gradients centred over the bins unless `marginal_penalty` is given, one-sided at bins without mass), the cost,
+        and what a cost object was built from. Where p and q hold no mass the value and its gradients are 0.
 
     Raises:
-        TypeError: if p, q or a cost matrix is no floating tensor, or an option is unknown.
+        TypeError: if p, q or a cost matrix is not a floating tensor, or an option is unknown.
         ValueError: if shapes or masses differ, a weight or a cost is negative, a number is not finite or in range, or
             epsilon is below 1e-8 of the potentials, where their rounding decides the plan.
         NotImplementedError: if a derivative in forward mode is asked of grad="envelope".
@@ -102,8 +102,8 @@ def sinkhorn_divergence(
 
     Args:
         p, q, cost, epsilon: as for `sinkhorn`; with `marginal_penalty`, `epsilon (mass_p - mass_q)^2 / 2` is added.
-        cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix tell
-            them; a rectangular or asymmetric matrix does not.
+        cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix imply
+            them; with a rectangular or asymmetric matrix they are required.
         options: as for `sinkhorn`; `start` serves S(p, q) alone. With epsilon_relative_to the mean cost is that of
             `cost`, for all three.
 

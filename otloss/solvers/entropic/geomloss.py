@@ -1,8 +1,8 @@
 """Large point clouds on a GPU: the adapter for GeomLoss and KeOps, which no other module imports.
 
-GeomLoss makes the start: a few soft minima per scale, multiscale or by KeOps, without a matrix. The search in logs then
-goes on from there to the tolerance that was asked for, and value, gradient and certificate are our own: GeomLoss stops
-after a fixed schedule, does not say how far it got, and its default one is 15 % off in the gradient.
+GeomLoss makes the start: a few soft minima per scale, multiscale or by KeOps, without a matrix. The search in logs
+continues from there to the given tolerance, and value, gradient and certificate are our own: GeomLoss stops after a
+fixed schedule without an error estimate, and its default one is 15 % off in the gradient.
 
 Its costs are `|x - y|^2 / 2` and `|x - y|`, its epsilon `blur^2` and `blur`, its reach likewise: twice its potentials
 are ours for the squared distance. Source: J. Feydy, Geometric Data Analysis, Beyond Convolutions, 2020.

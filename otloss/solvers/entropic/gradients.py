@@ -4,8 +4,8 @@ Envelope. At the optimum the dual D does not change with its potentials, so only
 
     dV/dp = f,   dV/dq = g,   dV/dC = P,   dV/depsilon = KL(P | p q^T)
 
-and, with a marginal penalty rho, `dV/dp_i = rho (1 - exp(-f_i / rho)) - epsilon (exp(-f_i / rho) - mass of q)`. These are
-first derivatives, exact at convergence, and hold no history of the iterations.
+and, with a marginal penalty rho, `dV/dp_i = rho (1 - exp(-f_i / rho)) - epsilon (exp(-f_i / rho) - mass of q)`.
+These are first derivatives, exact at convergence, and hold no history of the iterations.
 
 Implicit. At the solution (f, g) write a = (f' - f) / epsilon and b = (g' - g) / epsilon for the solution f', g' of a
 changed problem, and G = exp((f + g - C) / epsilon). Balanced, they solve
@@ -32,7 +32,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import once_only, check_no_tangent
+from otloss._autograd import check_no_tangent, once_only
 from otloss.solvers.entropic.potentials import Potentials
 from otloss.solvers.entropic.problem import EntropicProblem, check_mass, dual_term, has_float64
 from otloss.solvers.entropic.value import dual_value, relative_entropy

@@ -3,8 +3,8 @@
 The reference implementation of the numba kernel `otloss._kernels.sinkhorn`, for a whole batch at a time: epsilon steps,
 updates and over-relaxation by the same formulas (see `otloss._kernels.sinkhorn_steps`), with bounds that suit whole
 batches and logarithms; a problem that has converged stays as it is. Unbalanced problems are also shifted, f + t and
-g - t with the best t in closed form, since the balance of the two masses converges slowest otherwise (T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation
-Invariant Sinkhorn, 2022).
+g - t with the best t in closed form, since the balance of the two masses converges slowest otherwise: T. Séjourné,
+F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn, 2022.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ class _Search:
         return ROUNDING * torch.finfo(self.sweep.problem.cost.dtype).eps * spread / epsilon
 
     def _widen(self) -> bool:
-        """Go on in float64, where float32 has nothing more to say."""
+        """Continue in float64: the rounding of float32 is reached."""
         problem = self.sweep.problem
         if problem.cost.dtype == torch.float64 or not has_float64(problem.p.device):
             return False

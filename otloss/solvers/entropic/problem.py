@@ -169,7 +169,7 @@ def _is_wide(width: Tensor, highest: Tensor) -> bool:
 def check_not_too_small(problem: EntropicProblem, f: Tensor, g: Tensor) -> None:
     """Raise where epsilon is so small beside the potentials that their rounding decides the plan.
 
-    They tell what the costs do not: a large cost that forbids a pair is harmless where no mass has to take it.
+    Potentials and not costs: a large cost that forbids a pair is harmless where no mass has to take it.
     """
     size = torch.maximum(*(
         potential.masked_fill(weights.detach() == 0, 0.0).abs().amax(-1)
