@@ -263,7 +263,7 @@ def _error_of_potential(work: Any, n: int, m: int) -> tuple[float, float]:
         round_trip(work.kernel, p, q, u, v, x, work.row_sums, sums, n, m)
         diagonal[k] = product(q, x, sums, m)
         count += 1
-        if count == FIRST_STEPS or count == SECOND_STEPS:
+        if count in (FIRST_STEPS, SECOND_STEPS):
             least = least_eigenvalue(diagonal, beside, count)
             if least > (CLEAR_AT_FIRST if count == FIRST_STEPS else CLEAR_AT_SECOND):
                 break
@@ -272,7 +272,7 @@ def _error_of_potential(work: Any, n: int, m: int) -> tuple[float, float]:
             after = sums[j] - a * x[j] - b * before[j]
             before[j], x[j] = x[j], after
     rounding = 1e-6 if work.kernel.itemsize == 4 else 1e-15
-    if count != FIRST_STEPS and count != SECOND_STEPS:
+    if count not in (FIRST_STEPS, SECOND_STEPS):
         least = least_eigenvalue(diagonal, beside, count)
     return (residual + rounding) / least, least
 

@@ -1,7 +1,7 @@
 """Every gradient of every function, against finite differences with their size (see `gradient_cases`).
 
-Errors are relative to the largest gradient of that input (of at least 1e-3, costs being about 1): at most 2e-5 in float64
-and 2e-3 in float32.
+Errors are relative to the largest gradient of that input (of at least 1e-3, costs being about 1): at most 2e-5 in
+float64 and 2e-3 in float32.
 """
 
 from __future__ import annotations

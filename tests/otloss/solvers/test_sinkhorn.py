@@ -159,7 +159,7 @@ def test_cost_objects_equal_their_matrix(name: str, marginal_penalty: float | No
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("epsilon", [0.01, 0.3])
 def test_gradients_of_small_dense_problems(dtype: torch.dtype, epsilon: float) -> None:
-    """In one call of the kernel: dV/dp = f, dV/dq = g, dV/dC = P, one-sided at empty bins, times upstream, in a batch."""
+    """dV/dp = f, dV/dq = g, dV/dC = P, one-sided at empty bins and times upstream, in one call of the kernel."""
     problem = case(batch=(2,))
     upstream = torch.tensor([1.0, -0.7], dtype=torch.float64)
     inputs = [t.to(dtype, copy=True).requires_grad_() for t in problem]
