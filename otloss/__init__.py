@@ -9,7 +9,7 @@ from otloss.losses import ordinal_loss as ordinal_loss
 from otloss.solvers.bounds import lower_bound as lower_bound
 from otloss.solvers.bounds import upper_bound as upper_bound
 from otloss.solvers.circle import wasserstein_circular as wasserstein_circular
-from otloss.solvers.entropic.search import ConvergenceWarning as ConvergenceWarning
+from otloss.solvers.entropic.potentials import ConvergenceWarning as ConvergenceWarning
 from otloss.solvers.exact import emd as emd
 from otloss.solvers.line import cdf_distance as cdf_distance
 from otloss.solvers.line import wasserstein_1d as wasserstein_1d

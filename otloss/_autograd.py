@@ -1,6 +1,7 @@
-"""Gradients that must not be mistaken: an error where a derivative is not given, in place of a constant or a zero.
+"""What the functions of this library tell autograd and torch.compile.
 
-And functions that stay out of compiled graphs.
+Where a derivative is not given, an error in place of a constant or a zero; and functions that stay out of the graphs of
+torch.compile.
 """
 
 from __future__ import annotations
@@ -19,17 +20,19 @@ _R = TypeVar("_R")
 
 def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
     """Return `gradient`, tied to what it depends on: differentiating it once more raises RuntimeError(message)."""
-    held: Tensor = _Refusal.apply(gradient, message, *inputs)
+    if not torch.is_grad_enabled():
+        return gradient
+    held: Tensor = _NoDerivative.apply(gradient, message, *inputs)
     return held
 
 
 def without_gradient(value: Tensor, message: str, *inputs: Tensor) -> Tensor:
     """Return `value`, which depends on `inputs`: a backward pass through it raises RuntimeError(message)."""
-    held: Tensor = _Refusal.apply(value.detach(), message, *inputs)
+    held: Tensor = _NoDerivative.apply(value.detach(), message, *inputs)
     return held
 
 
-def refuse_forward_mode(message: str, *inputs: Tensor) -> None:
+def check_no_tangent(message: str, *inputs: Tensor) -> None:
     """Raise NotImplementedError(message) if an input carries a tangent, which would be lost."""
     if any(unpack_dual(t).tangent is not None for t in inputs):
         raise NotImplementedError(message)
@@ -52,7 +55,7 @@ class Unchanged:
                 )
 
 
-class _Refusal(torch.autograd.Function):
+class _NoDerivative(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, message: str, *inputs: Tensor) -> Tensor:
         ctx.message = message

@@ -55,22 +55,34 @@ def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
         function.seconds = seconds
         try:
             kept = njit(cache=True, **chosen)(function)
-            # numba looks at the file of the kernel alone, and would go on using what was changed in another one.
-            file = kept._cache._cache_file
-            file._source_stamp = (file._source_stamp, _newest_beside(function.__code__.co_filename, __file__))
-        except (RuntimeError, AttributeError, OSError):  # a read-only installation without a home, another numba
+        except RuntimeError:  # no folder to keep it in: a read-only installation without a home
             return njit(**chosen)(function)
+        with suppress(OSError):
+            _remove_outdated(function, kept.stats.cache_path)
         return kept
 
     return decorate
 
 
-class _Notice(event.Listener):
-    """Logs one line where a kernel of this library is about to be compiled, for the call looks hung meanwhile.
+def _remove_outdated(function: Any, folder: str) -> None:
+    """Remove the index of a kernel (`module.function-line.*.nbi`) that is older than a file that it may depend on.
 
-    Python's garbage collector is off until the kernel is compiled: it would visit all objects of torch again and again
-    while numba creates new ones, which takes a quarter of the time. numba calls listeners for the functions of other
-    packages too, and lets their errors through: nothing here may raise one.
+    numba itself compares the kernel's own file only, and would keep using what was changed in another one.
+    """
+    source = Path(function.__code__.co_filename)
+    newest = max(
+        path.stat().st_mtime for parent in {source.parent, Path(__file__).parent} for path in parent.glob("*.py")
+    )
+    for index in Path(folder).glob(f"{source.stem}.{function.__qualname__}-*.nbi"):
+        if index.stat().st_mtime < newest:
+            index.unlink(missing_ok=True)
+
+
+class _Notice(event.Listener):
+    """Logs one line where a kernel of this library is about to be compiled, which takes seconds.
+
+    Python's garbage collector is off until the kernel is compiled: it takes a quarter of the time otherwise. numba
+    calls listeners for the functions of other packages too, and does not catch their errors: nothing here may raise.
     """
 
     def __init__(self) -> None:
@@ -132,7 +144,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def inner(**options: Any) -> Callable[[Any], Any]:
-    """`numba.njit` for a function that other kernels call: neither kept by itself, nor to be called from Python.
+    """`numba.njit` for a function that other kernels call: not cached on its own, and a crash if called from Python.
 
     Without the wrappers for Python it compiles in half the time.
     """
@@ -140,13 +152,9 @@ def inner(**options: Any) -> Callable[[Any], Any]:
     return njit(no_cpython_wrapper=True, no_cfunc_wrapper=True, **chosen)
 
 
-# For the one place that calls a large function: its body is compiled as a part of the caller's, with its options, where
-# an `inner` function would be optimised once for itself and again in each of its callers.
+# For a large function with one caller: its body is compiled as a part of the caller's, with its options, where an
+# `inner` function would be optimised once for itself and again in the caller.
 spliced = njit(inline="always")
-
-
-def _newest_beside(*files: str) -> int:
-    return max(path.stat().st_mtime_ns for file in files for path in Path(file).parent.glob("*.py"))
 
 
 def _reinterpreted(source: Any, target: Any) -> Any:

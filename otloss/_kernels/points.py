@@ -1,7 +1,7 @@
-"""Soft minima and slopes over clouds of points on a CPU, O(n m d) time and O(n + m) memory, or less time.
+"""Soft minima and gradients over clouds of points on a CPU, O(n m d) time and O(n + m) memory, or less time.
 
 For |x - y|^2, |x - y| and sum_k |x_k - y_k| between the points x (n, d) and y (m, d). Distances are sums over the
-differences, which lose nothing far from the origin. The compiled loops are in `softmin`.
+differences, which lose nothing far from the origin. The kernels are in `softmin`.
 
 Two large clouds in up to three dimensions are put in an order in which neighbours follow each other. The kernels then
 leave out pairs of points that are too far from each other, at epsilon, to change the sum of a row by a rounding.
@@ -26,11 +26,10 @@ from otloss._kernels.softmin import (
     SQUARED,
     centred,
     finished,
-    points_slopes,
+    points_rows,
     shared,
     tasks,
 )
-from otloss._kernels.softmin import points_softmin as _points_softmin
 
 METRICS = {"sqeuclidean": SQUARED, "euclidean": EUCLIDEAN, "l1": ABSOLUTE}
 MOST_AXES = 3  # beyond, sixteen neighbours lie far apart
@@ -78,25 +77,12 @@ def points_softmin(
 ) -> Float[Tensor, "*batch n"]:
     """Return -epsilon logsumexp_j((potential_j - C_ij) / epsilon), in the dtype of the potential.
 
-    `orders` are those of x and of y, and have pairs left out.
+    With the `orders` of x and of y pairs that do not count are left out.
     """
-    if orders is not None:
-        by_x, by_y = orders
-        x, y, potential = x.detach()[by_x], y.detach()[by_y], potential.detach()[..., by_y]
-    shape = epsilon.shape if isinstance(epsilon, Tensor) else ()
-    batch = broadcast_shape(x.shape[:-2], y.shape[:-2], potential.shape[:-1], shape)
-    (points, which_x), (others, which_y) = shared(x, 2, batch), shared(y.mT, 2, batch)
-    h, shift, inverse, width = centred(potential, epsilon, batch, x.dtype)
-    out, total = (np.empty((h.shape[0], x.shape[-2]), h.dtype) for _ in range(2))
-    cutoff, span = _cutoff(x, y, width, left_out=orders is not None)
-    given = (points, others, which_x, which_y, h, inverse, cutoff, span, METRICS[metric], out, total)
-    count = tasks(x.shape[-2], len(h), span)
-    run_on_threads(_points_softmin, count, given, one_thread=out.size * y.shape[-2] < ENTRIES)
-    found = finished(out, total, shift, width).reshape(*batch, x.shape[-2]).to(potential.dtype)
-    return found if orders is None else _put_back(found, orders[0], -1)
+    return _by_rows(x, y, potential, None, epsilon, metric, orders)
 
 
-def slopes_in_x(
+def gradients_in_x(
     x: Float[Tensor, "*batch n d"],
     y: Float[Tensor, "*batch m d"],
     a: Float[Tensor, "*batch n"],
@@ -107,20 +93,38 @@ def slopes_in_x(
     orders: Orders | None = None,
 ) -> Float[Tensor, "*batch n d"]:
     """Return sum_j P_ij dC_ij / dx_i at fixed P, P_ij = exp((a_i + b_j - C_ij) / epsilon); `orders` as above."""
+    return _by_rows(x, y, b, a, epsilon, metric, orders)
+
+
+def _by_rows(
+    x: Tensor, y: Tensor, h: Tensor, a: Tensor | None, epsilon: float | Tensor, metric: str, orders: Orders | None
+) -> Tensor:
+    """Soft minima over h - C, or with `a` the gradients."""
     if orders is not None:
-        x, y, a, b = x.detach()[orders[0]], y.detach()[orders[1]], a[..., orders[0]], b[..., orders[1]]
-    shape = epsilon.shape if isinstance(epsilon, Tensor) else ()
-    batch = broadcast_shape(x.shape[:-2], y.shape[:-2], a.shape[:-1], b.shape[:-1], shape)
+        x, y, h = x.detach()[orders[0]], y.detach()[orders[1]], h.detach()[..., orders[1]]
+        a = None if a is None else a[..., orders[0]]
+    shapes = [t.shape[:-1] for t in (h, a) if t is not None]
+    batch = broadcast_shape(
+        x.shape[:-2], y.shape[:-2], *shapes, torch.Size(epsilon.shape if isinstance(epsilon, Tensor) else ())
+    )
     (points, which_x), (others, which_y) = shared(x, 2, batch), shared(y.mT, 2, batch)
-    h, shift, inverse, width = centred(b, epsilon, batch, x.dtype)
-    n, d = x.shape[-2:]
-    weights = (a.detach().to(torch.float64).expand(*batch, n).reshape(-1, n) + shift).contiguous().numpy()
-    out = np.empty((h.shape[0], n, d), h.dtype)
+    scores, shift, inverse, width = centred(h, epsilon, batch, x.dtype)
+    (n, d), problems = x.shape[-2:], len(scores)
+    out, total = (np.empty((problems, n), scores.dtype) for _ in range(2))
+    gradients = np.empty((0 if a is None else problems, n, d), scores.dtype)
+    other = shift.expand(-1, n) if a is None else a.detach().double().expand(*batch, n).reshape(-1, n) + shift
     cutoff, span = _cutoff(x, y, width, left_out=orders is not None)
-    given = (points, others, which_x, which_y, weights, h, inverse, cutoff, span, METRICS[metric], out)
-    run_on_threads(points_slopes, tasks(n, len(h), span), given, one_thread=len(h) * n * y.shape[-2] < ENTRIES)
-    found = torch.from_numpy(out).reshape(*batch, n, d)
-    return found if orders is None else _put_back(found, orders[0], -2)
+    run_on_threads(
+        points_rows, tasks(n, problems, span),
+        (points, others, which_x, which_y, scores, inverse, cutoff, span, METRICS[metric], out, total,
+         other.double().contiguous().numpy(), gradients),
+        one_thread=out.size * y.shape[-2] < ENTRIES,
+    )  # fmt: skip
+    if a is None:
+        found, axis = finished(out, total, shift, width).reshape(*batch, n).to(h.dtype), -1
+    else:
+        found, axis = torch.from_numpy(gradients).reshape(*batch, n, d), -2
+    return found if orders is None else torch.empty_like(found).index_copy_(axis, orders[0], found)
 
 
 def _cutoff(x: Tensor, y: Tensor, width: Tensor, *, left_out: bool) -> tuple[np.ndarray, int]:
@@ -135,8 +139,3 @@ def _cutoff(x: Tensor, y: Tensor, width: Tensor, *, left_out: bool) -> tuple[np.
     scale = max(spread, math.sqrt(3 * spread))  # the largest cost of any metric
     cutoff = width.squeeze(-1) * math.log(2 * len(y) / rounding) + 8 * rounding * scale
     return cutoff.to(x.dtype).contiguous().numpy(), ROWS * BLOCK
-
-
-def _put_back(sorted_values: Tensor, order: Tensor, axis: int) -> Tensor:
-    out = torch.empty_like(sorted_values)
-    return out.index_copy_(axis, order, sorted_values)

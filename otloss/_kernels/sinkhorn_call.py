@@ -31,16 +31,18 @@ def run_kernel(
     mass_tolerance: float = 1.0,
     least_ratio: float = 0.0,
     largest_ratio: float = math.inf,
+    plans: Float[Tensor, "problems n m"] | None = None,
 ) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems m"], Float[Tensor, "problems 6"]]:
     """Return f, g and (error, iterations, dual value, error and spread of g, least eigenvalue), without a graph.
 
     Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`, from arrays (problems,). Without a start `g`
     epsilon falls by steps. The error is infinite where masses differ by more than `mass_tolerance` of the larger one,
     where epsilon is below `least_ratio` of the potentials or above `largest_ratio` times the largest cost, and where a
-    number is not valid. `symmetric` is for p = q at symmetric costs, and gives no value.
+    number is not valid. `symmetric` is for p = q at symmetric costs, and gives no value. `plans` is filled with the
+    plans, which are those of the potentials up to rounding.
 
-    With `settled`, iterations also go on until the last exact update changes no factor of a plan by a larger share, and
-    the largest error of g is estimated; the spread is the largest g minus the least. The least eigenvalue is that
+    With `settled`, iterations also continue until the last exact update changes no factor of a plan by a larger share,
+    and the largest error of g is estimated; the spread is the largest g minus the least. The least eigenvalue is that
     of the equations for g, from above, and not much better than `RESOLVED` where it is below.
     """
     from otloss._kernels._threads import ENTRIES, run_on_threads
@@ -52,14 +54,19 @@ def run_kernel(
         potential_q = np.zeros((count, m))
     else:
         potential_q = g.detach().to(torch.float64, copy=True, memory_format=torch.contiguous_format).numpy()
-    weights = [w.contiguous().numpy() for w in ((p,) if symmetric else (p, q))]
     matrices = costs.contiguous().numpy()
-    settings: tuple[Any, ...] = (tolerance, settled, most)
-    if not symmetric:
-        settings = ((mass_tolerance, least_ratio, largest_ratio, *settings), g is not None)
+    made = (potential_p, potential_q)
+    weights: tuple[Tensor, ...]
+    settings: tuple[Any, ...]
+    if symmetric:
+        kernel, weights, settings = symmetric_problems, (p,), (ends, tolerance, settled, most)
+    else:
+        kernel, weights = sinkhorn_problems, (p, q)
+        wanted = np.empty((1, 0, 0), matrices.dtype) if plans is None else plans.numpy()
+        limits = (mass_tolerance, least_ratio, largest_ratio, tolerance, settled, most)
+        settings = (wanted, ends, limits, g is not None)
     run_on_threads(
-        symmetric_problems if symmetric else sinkhorn_problems, count,
-        (*weights, matrices, owner, epsilon, potential_p, potential_q, ends, *settings),
+        kernel, count, (*(w.contiguous().numpy() for w in weights), matrices, owner, epsilon, *made, *settings),
         lambda: scratch(n, m, matrices.dtype), one_thread=count * n * m < ENTRIES,
     )  # fmt: skip
     return torch.from_numpy(potential_p), torch.from_numpy(potential_q), torch.from_numpy(ends)

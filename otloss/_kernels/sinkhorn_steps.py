@@ -1,6 +1,18 @@
-"""The steps of Sinkhorn in scaling form, on one problem; `sinkhorn` has the notation and the order they come in.
+"""The updates of Sinkhorn in scaling form, on one problem; `sinkhorn` has the notation and their order.
 
-Arrays may be longer than the n rows and m columns that take part: the counts are given.
+    exact           U <- U r,    r = p / (U G V)            (and V likewise, by columns)
+    over-relaxed    U <- U r^w,  that is f <- f + w (softmin(g) - f)
+
+with `(1 + w t) / (1 - w t)`, t = (r - 1) / (r + 1), in place of the power: a division with the same value and
+derivative at r = 1. w follows from the contraction c of the error per iteration, as in successive over-relaxation:
+
+    (c + w - 1)^2 = w^2 c lambda        gives lambda, the contraction of plain Sinkhorn,
+    w = 2 / (1 + sqrt(1 - lambda))      is the best w for it.
+
+Sources: L. Hageman, D. Young, Applied Iterative Methods, 1981, chapter 9; for transport A. Thibault, L. Chizat,
+C. Dossal, N. Papadakis, Overrelaxed Sinkhorn-Knopp Algorithm for Regularized Optimal Transport, 2017. The reference
+implementation is `otloss.solvers.entropic.log_domain`. Arrays may be longer than the n rows and m columns that take
+part: the counts are given.
 """
 
 from __future__ import annotations
@@ -103,7 +115,7 @@ def column_sums(kernel: Any, u: Any, sums: Any, n: int, m: int) -> None:
 def update(
     weights: Any, sums: Any, factors: Any, w: Any, steepest: Any, most: Any, count: int
 ) -> tuple[float, bool]:  # fmt: skip
-    """Bring factors * sums nearer to the weights, over-relaxed by w; return the error before, and if one was steep.
+    """The over-relaxed update; return the error before, and whether a bin was so far off that w was left out there.
 
     `most` bounds a step: where the sums of a lost row or column are zero, the next absorption finds its potential.
     """
@@ -123,8 +135,8 @@ def update(
 
 
 @inner(fastmath=FAST)
-def fit(weights: Any, sums: Any, factors: Any, count: int) -> float:
-    """The exact update, weights / sums; return the largest relative change. A factor whose sum is zero stays."""
+def exact_update(weights: Any, sums: Any, factors: Any, count: int) -> float:
+    """The exact update, factors = weights / sums; return the largest relative change. With a sum of zero it stays."""
     most = weights[0] - weights[0]
     for i in range(count):
         now = weights[i] / sums[i] if sums[i] > 0 else factors[i]
@@ -182,7 +194,7 @@ def column_error(q: Any, sums: Any, v: Any, m: int) -> float:
 
 
 @inner()
-def outgrown(factors: Any, weights: Any, count: int) -> bool:
+def needs_absorption(factors: Any, weights: Any, count: int) -> bool:
     """Whether a factor is so large or small beside its weight that it has to be absorbed."""
     low, high = np.inf, 0.0
     for i in range(count):
@@ -194,10 +206,10 @@ def outgrown(factors: Any, weights: Any, count: int) -> bool:
 
 @inner()
 def relaxation(contraction: float, w: float) -> float:
-    """The w for the eigenvalue of plain Sinkhorn that this contraction under the present w tells of.
+    """Return the best w by the formulas above, from this contraction under the present w.
 
-    `(c + w - 1)^2 = w^2 c eigenvalue` links them while c > w - 1; below, w alone sets the pace and c tells nothing.
-    A single look at most halves 2 - w: an error that has not settled yet looks slower than it is.
+    They hold while c > w - 1; below, w alone decides the contraction. One call at most halves 2 - w: an error that has
+    not settled yet seems to fall more slowly than it does.
     """
     if not w - 1.0 < contraction < 1.0:
         return w
@@ -208,7 +220,7 @@ def relaxation(contraction: float, w: float) -> float:
 
 
 @inner()
-def softmin_at(scores: Any, epsilon: float, count: int) -> float:
+def softmin_of_scores(scores: Any, epsilon: float, count: int) -> float:
     """The soft minimum of costs that come as scores, -cost / epsilon and the logarithm of a weight."""
     top = -np.inf
     for i in range(count):
@@ -220,7 +232,7 @@ def softmin_at(scores: Any, epsilon: float, count: int) -> float:
 
 
 @inner(fastmath=FAST)
-def halve(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> tuple[float, float]:
+def symmetric_update(kernel: Any, p: Any, weight: Any, u: Any, sums: Any, most: Any, n: int) -> tuple[float, float]:
     """u half the way, in logarithms, to rows of `diag(weight u) G diag(u)` that sum to p.
 
     Returns their error before, and the largest relative change of u.

@@ -1,14 +1,14 @@
-"""Soft minima and slopes on a CPU, over the rows of matrices and over clouds of points whose matrix is never formed.
+"""Soft minima and gradients on a CPU, over the rows of matrices and over clouds of points whose matrix is never formed.
 
     out_i = -eps log sum_j exp((h_j - C_ij) / eps)
     s_i   = sum_j P_ij dC_ij / dx_i,    P_ij = exp((a_i + b_j - C_ij) / eps)
 
-Each row is gone through once, in pieces that stay in a core's nearest cache: the scores h - C of a piece are made in a
-buffer, what is summed up so far is brought to the new maximum, and the terms of the piece are added. Everything runs in
-the dtype of the costs. A potential in float64 over costs in float32 is first moved by its own maximum, in float64: what
-is then rounded to float32 is, for every bin that matters, no larger than the range of the costs.
+Each row is read once, in pieces that fit the L1 cache: the scores h - C of a piece are made in a buffer, the sum so far
+is scaled to the new maximum, and the terms of the piece are added. Everything runs in the dtype of the costs. A
+potential in float64 over costs in float32 is first moved by its own maximum, in float64: what is then rounded to
+float32 is, for every bin that matters, no larger than the range of the costs.
 
-Points of a cloud in low dimension are few of them near each other. A block of rows that lie in a box with the centre a
+In low dimension few points of a cloud are near each other. A block of rows that lie in a box with the centre a
 and the half widths e therefore first selects its columns: with r the best column at a, and for the squared distance,
 
     score_j(x) - score_r(x) <= score_j(a) - score_r(a) + 2 sum_k e_k |y_jk - y_rk|      for all x in the box
@@ -35,7 +35,7 @@ from otloss._kernels._threads import ENTRIES, next_task, run_on_threads
 
 F32, F64 = np.float32, np.float64
 PIECE = 1024  # scores of a row made at a time
-ROWS = 16  # rows that are gone through for one problem after the other while they are in cache
+ROWS = 16  # rows that are read for one problem after the other while they are in cache
 CHUNK = 16  # columns that are selected together
 BLOCK = 8  # tasks of rows that select columns together, before each selects among those
 SQUARED, EUCLIDEAN, ABSOLUTE = 0, 1, 2
@@ -161,7 +161,7 @@ def _first_of(value: Any, scores: Any, count: int) -> int:
 def _select(
     points: Any, y: Any, h: Any, count: int, cutoff: Any, metric: int, bounds: Any, near: Any, near_h: Any
 ) -> int:
-    """Copy those of the first columns that count for any of the points (rows, d) to `near`; return how many it are."""
+    """Copy those of the first columns that count for any of the points (rows, d) to `near`; return their number."""
     d = y.shape[0]
     centre, half = np.empty(d, h.dtype), np.empty(d, h.dtype)
     for k in range(d):
@@ -194,19 +194,48 @@ def _select(
     return found
 
 
-@compiled(seconds=2)
-def points_softmin(
+@inner(fastmath={"reassoc", "contract", "nsz"})
+def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
+    """sum_j terms_j (x_k - y_kj), or with the sign of the difference."""
+    total = terms.dtype.type(0)
+    if is_sign:
+        for j in range(count):
+            total += terms[j] if x_k > y_k[j] else (-terms[j] if x_k < y_k[j] else terms.dtype.type(0))
+    else:
+        for j in range(count):
+            total += terms[j] * (x_k - y_k[j])
+    return total
+
+
+@inner(fastmath=False)
+def _add_pulls(
+    terms: Any, distances: Any, point: Any, cloud: Any, start: int, metric: int, factor: Any, pulls: Any, count: int
+) -> None:
+    """Bring the sums over earlier pieces to the new maximum by `factor`, and add those of terms and differences."""
+    if metric == 1:
+        for j in range(count):
+            terms[j] = terms[j] / distances[j] if distances[j] > 0 else terms.dtype.type(0)
+    for k in range(point.shape[0]):
+        pull = _pull(terms, point[k], cloud[k, start : start + count], metric == 2, count)
+        pulls[k] = pulls[k] * factor + pull
+
+
+@compiled(seconds=3)
+def points_rows(
     counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, h: Any, inverse: Any, cutoff: Any, span: int,
-    metric: int, out: Any, total: Any,
+    metric: int, out: Any, total: Any, a: Any, gradients: Any,
 ) -> None:  # fmt: skip
     """As `matrix_softmin`, for the distances of x (K, n, d) to y (L, d, m), by tasks of `span` rows.
 
     cutoff (B,) is infinite where all columns count; else a task selects its columns, and blocks of it among those.
+    With gradients (B, n, d), and not (0, n, d), it writes s of the module above to them, for a (B, n) in float64,
+    b = h and inverse above 0, and leaves `out` and `total`.
     """
-    n, m = x.shape[1], y.shape[2]
-    problems = h.shape[0]
+    (n, d), m = x.shape[1:], y.shape[2]
+    problems, with_gradients = h.shape[0], gradients.shape[0] > 0
     scores, distances, state = np.empty(PIECE, h.dtype), np.empty(PIECE, h.dtype), np.empty(2, h.dtype)
     bounds, near, near_h = np.empty(m + CHUNK, h.dtype), np.empty((2, *y.shape[1:]), h.dtype), np.empty((2, m), h.dtype)
+    pulls = np.empty(d, F64)
     while True:
         task = next_task(counter)
         first, b = task // problems * span, task % problems
@@ -223,59 +252,7 @@ def points_softmin(
                 points = x[which_x[b], i : min(i + ROWS, last)]
                 held = _select(points, near[0], near_h[0], taken, cutoff[b], metric, bounds, near[1], near_h[1])
                 cloud, potential = near[1], near_h[1]
-            added = h.dtype.type(0)
-            state[0] = -np.inf
-            for start in range(0, held, PIECE):
-                count = held - start if held - start < PIECE else PIECE
-                _distances(x[which_x[b], i], cloud, start, metric, distances, count)
-                _subtract(potential[start : start + count], distances, scores)
-                if _terms(scores, count, inverse[b], state) and inverse[b] > 0:
-                    added = added * state[1] + _sum(scores, count)
-            out[b, i], total[b, i] = state[0], added
-
-
-@inner(fastmath={"reassoc", "contract", "nsz"})
-def _pull(terms: Any, x_k: Any, y_k: Any, is_sign: bool, count: int) -> Any:
-    """sum_j terms_j (x_k - y_kj), or with the sign of the difference."""
-    total = terms.dtype.type(0)
-    if is_sign:
-        for j in range(count):
-            total += terms[j] if x_k > y_k[j] else (-terms[j] if x_k < y_k[j] else terms.dtype.type(0))
-    else:
-        for j in range(count):
-            total += terms[j] * (x_k - y_k[j])
-    return total
-
-
-@compiled(seconds=2)
-def points_slopes(
-    counter: Any, x: Any, y: Any, which_x: Any, which_y: Any, a: Any, b: Any, inverse: Any, cutoff: Any, span: int,
-    metric: int, out: Any,
-) -> None:  # fmt: skip
-    """s (B, n, d) in `out`, the slopes in x at a fixed plan; a (B, n) in float64, b (B, m), inverse (B,) above 0."""
-    n, d = x.shape[1:]
-    m = y.shape[2]
-    problems = b.shape[0]
-    scores, distances, state = np.empty(PIECE, b.dtype), np.empty(PIECE, b.dtype), np.empty(2, b.dtype)
-    bounds, near, near_b = np.empty(m + CHUNK, b.dtype), np.empty((2, *y.shape[1:]), b.dtype), np.empty((2, m), b.dtype)
-    pulls = np.empty(d, F64)
-    while True:
-        task = next_task(counter)
-        first, p = task // problems * span, task % problems
-        if first >= n:
-            return
-        cloud, potential, held, taken = y[which_y[p]], b[p], m, m
-        last = first + span if first + span < n else n
-        if cutoff[p] < np.inf:
-            taken = _select(
-                x[which_x[p], first:last], cloud, potential, m, cutoff[p], metric, bounds, near[0], near_b[0]
-            )
-        for i in range(first, last):
-            if cutoff[p] < np.inf and i % ROWS == 0:
-                points = x[which_x[p], i : min(i + ROWS, last)]
-                held = _select(points, near[0], near_b[0], taken, cutoff[p], metric, bounds, near[1], near_b[1])
-                cloud, potential = near[1], near_b[1]
-            point = x[which_x[p], i]
+            point, added = x[which_x[b], i], h.dtype.type(0)
             state[0] = -np.inf
             for k in range(d):
                 pulls[k] = 0.0
@@ -283,18 +260,19 @@ def points_slopes(
                 count = held - start if held - start < PIECE else PIECE
                 _distances(point, cloud, start, metric, distances, count)
                 _subtract(potential[start : start + count], distances, scores)
-                if _terms(scores, count, inverse[p], state):
-                    if metric == 1:
-                        for j in range(count):
-                            scores[j] = scores[j] / distances[j] if distances[j] > 0 else b.dtype.type(0)
-                    for k in range(d):
-                        pull = _pull(scores, point[k], cloud[k, start : start + count], metric == 2, count)
-                        pulls[k] = pulls[k] * state[1] + pull
-            weight = 0.0
-            if state[0] > -np.inf and a[p, i] > -np.inf:
-                weight = np.exp((a[p, i] + state[0]) * inverse[p]) * (2.0 if metric == 0 else 1.0)
-            for k in range(d):
-                out[p, i, k] = weight * pulls[k]
+                if _terms(scores, count, inverse[b], state):
+                    if with_gradients:
+                        _add_pulls(scores, distances, point, cloud, start, metric, state[1], pulls, count)
+                    elif inverse[b] > 0:
+                        added = added * state[1] + _sum(scores, count)
+            if with_gradients:
+                weight = 0.0
+                if state[0] > -np.inf and a[b, i] > -np.inf:
+                    weight = np.exp((a[b, i] + state[0]) * inverse[b]) * (2.0 if metric == 0 else 1.0)
+                for k in range(d):
+                    gradients[b, i, k] = weight * pulls[k]
+            else:
+                out[b, i], total[b, i] = state[0], added
 
 
 def dense_softmin(

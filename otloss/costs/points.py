@@ -180,7 +180,7 @@ class PointCost(Cost):
         parameters = self.parameters()
         if not parameters or not self._has_kernel(f, g):
             return super().plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
-        from otloss._kernels.points import slopes_in_x
+        from otloss._kernels.points import gradients_in_x
 
         epsilon = check_epsilon(epsilon, above_zero=True)
         width = epsilon.unsqueeze(-1) if isinstance(epsilon, Tensor) else epsilon
@@ -188,7 +188,7 @@ class PointCost(Cost):
         found: dict[int, Tensor] = {}
         for points, others, mine, theirs in ((self.x, self.y, a, b), (self.y, self.x, b, a)):
             if points.requires_grad:
-                gradient = slopes_in_x(
+                gradient = gradients_in_x(
                     points, others, mine, theirs,
                     epsilon=epsilon, metric=str(self.metric), orders=self._orders_of(points, others),
                 )  # fmt: skip

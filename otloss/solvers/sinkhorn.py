@@ -10,12 +10,11 @@ from torch import Tensor
 
 from otloss._autograd import eager
 from otloss.costs import Cost, DenseCost, PointCost, as_cost, costs_within
-from otloss.solvers.entropic.direct import direct_value
+from otloss.solvers.entropic.dense import dense_value
 from otloss.solvers.entropic.geomloss import with_start
-from otloss.solvers.entropic.graph import GraphState, implicit_state, unrolled_state
+from otloss.solvers.entropic.gradients import GraphState, envelope_value, implicit_state
+from otloss.solvers.entropic.potentials import Potentials, find_potentials
 from otloss.solvers.entropic.problem import EntropicProblem, Options, Settings, entropic_problem
-from otloss.solvers.entropic.search import Potentials, find_potentials, report
-from otloss.solvers.entropic.value import envelope_value
 
 
 @eager
@@ -33,17 +32,17 @@ def sinkhorn(
 
     Args:
         p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
-        q: (..., m) weights >= 0, with the mass of p up to rounding unless `reach` is given.
+        q: (..., m) weights >= 0, with the mass of p up to rounding unless `marginal_penalty` is given.
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
         epsilon: above 0, in the unit of the cost; a number, or one per problem (...). Balanced problems are solved for
             1e8 times the largest cost where it is above that: the limit, the product of the weights, is as near.
         options:
             epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
-            reach: the price, in the unit of the cost, of mass that appears or vanishes: adds
-                `reach KL(P 1 | p) + reach KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then
-                those between measures, `KL(a | b) = sum a log(a / b) - a + b`.
+            marginal_penalty: rho, the price of mass that appears or vanishes, in the unit of the cost: adds
+                `rho KL(P 1 | p) + rho KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then those
+                between measures, `KL(a | b) = sum a log(a / b) - a + b`. Called `reach` before, which still works.
             grad: "envelope" (default), first derivatives, exact at convergence, no history held; "implicit", also
-                second ones, by a linear system of the size of the smaller side; "unrolled", through every iteration.
+                second ones, by a linear system of the size of the smaller side.
             tolerance: sum of the errors of both marginals relative to the mass, 1e-5 in float32, 1e-8 in float64.
             max_iterations: 10 000. After a thousand, balanced problems of up to 2**20 entries go to Newton's method.
             start: potentials (f, g) of a similar problem.
@@ -55,12 +54,12 @@ def sinkhorn(
                 axes, at least 2**22 pairs) on a CPU start from clusters of points; the tolerance means the same.
 
     Returns:
-        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p, q
-        (centred over the bins unless `reach` is given; one-sided derivatives at bins without mass), the cost, and what
-        a cost object was built from. A problem in which p and q hold no mass has the value 0 and no slope.
+        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p and q
+        (gradients centred over the bins unless `marginal_penalty` is given, one-sided at bins without mass), the cost,
+        and what a cost object was built from. Where p and q hold no mass the value and its gradients are 0.
 
     Raises:
-        TypeError: if p, q or a cost matrix is no floating tensor, or an option is unknown.
+        TypeError: if p, q or a cost matrix is not a floating tensor, or an option is unknown.
         ValueError: if shapes or masses differ, a weight or a cost is negative, a number is not finite or in range, or
             epsilon is below 1e-8 of the potentials, where their rounding decides the plan.
         NotImplementedError: if a derivative in forward mode is asked of grad="envelope".
@@ -78,7 +77,7 @@ def sinkhorn(
         (tensor(0.2522), tensor(0.4991))
     """
     settings = Settings.of(options)
-    value = direct_value(p, q, cost, epsilon=epsilon, settings=settings)
+    value = dense_value(p, q, cost, epsilon=epsilon, settings=settings)
     if value is not None:
         return value
     problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
@@ -102,9 +101,9 @@ def sinkhorn_divergence(
     distances and the cosine cost, not for every matrix.
 
     Args:
-        p, q, cost, epsilon: as for `sinkhorn`; with `reach`, `epsilon (mass_p - mass_q)^2 / 2` is added.
-        cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix tell
-            them; a rectangular or asymmetric matrix does not.
+        p, q, cost, epsilon: as for `sinkhorn`; with `marginal_penalty`, `epsilon (mass_p - mass_q)^2 / 2` is added.
+        cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix imply
+            them; with a rectangular or asymmetric matrix they are required.
         options: as for `sinkhorn`; `start` serves S(p, q) alone. With epsilon_relative_to the mean cost is that of
             `cost`, for all three.
 
@@ -134,7 +133,7 @@ def sinkhorn_divergence(
     for weights, among in ((problem.p, among_p), (problem.q, among_q)):
         with_itself = dataclasses.replace(problem, p=weights, q=weights, cost=among.to(problem.cost.dtype))
         value = value - solved(with_itself, alone, symmetric=True).value / 2
-    if settings.reach is not None:
+    if settings.marginal_penalty is not None:
         apart = problem.p.sum(-1) - problem.q.sum(-1)
         value = value + problem.epsilon * apart.square() / 2
     return value.to(problem.dtype)
@@ -168,7 +167,7 @@ def _is_symmetric(cost: Cost) -> bool:
 
 
 class Solved(NamedTuple):
-    """A solved problem: its potentials, what "implicit" and "unrolled" know beside, and its value.
+    """A solved problem: its potentials, with "implicit" a state with a graph, and its value.
 
     The value is in the dtype of the arithmetic, with the graph that was asked for.
     """
@@ -182,10 +181,6 @@ def solved(
     problem: EntropicProblem, settings: Settings, *, symmetric: bool = False, settle: bool | None = None
 ) -> Solved:
     """Solve a problem; `symmetric` and `settle` as for `find_potentials`."""
-    if settings.grad == "unrolled":
-        state, found = unrolled_state(problem, settings)
-        report(found, problem, settings)
-        return Solved(found, state, state.value(problem))
     found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric, settle=settle)
     if settings.grad == "implicit":
         state = implicit_state(problem, found)

@@ -1,4 +1,4 @@
-"""solve: a transport problem with everything that is known about its answer."""
+"""solve: a transport problem, exact or entropic, with its plan, potentials and error bounds."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from otloss.solvers.sinkhorn import solved
 
 
 class Certificate(NamedTuple):
-    """Bounds of the exact transport cost, per problem: what is sure whatever has converged.
+    """Bounds of the exact transport cost, per problem, which hold without convergence.
 
     Attributes:
         lower: (...), the best of the dual value of the potentials (made feasible) and of `lower_bound`.
@@ -41,7 +41,7 @@ class Certificate(NamedTuple):
 
 
 class Transport(ABC):
-    """The answer of `solve`, per problem; what takes another pass over the cost is made when it is asked for.
+    """The answer of `solve`, per problem; parts that take another pass over the cost are computed at first use.
 
     Attributes:
         value: (...), the optimum of the problem that was asked for, differentiable like `emd` or `sinkhorn`.
@@ -119,12 +119,12 @@ def solve(
     epsilon: float | Float[Tensor, "*batch"] | None = None,
     **options: Unpack[Options],
 ) -> Transport:
-    """Solve transport problems, exactly or with an entropy, and say how well each of them is solved.
+    """Return the solutions of transport problems, exact or entropic, with an error bound for each.
 
     Args:
         p, q, cost: as for `emd` and `sinkhorn`.
         epsilon: None for exact transport, else as for `sinkhorn`.
-        options: as for `sinkhorn`. grad="implicit" or "unrolled" makes `linear_cost`, `potentials`, `plan()` and its
+        options: as for `sinkhorn`. grad="implicit" makes `linear_cost`, `potentials`, `plan()` and its
             products differentiable too; with "envelope" a backward pass through them is an error. Exact transport
             takes `start` alone.
 
@@ -164,7 +164,7 @@ class _Entropic(Transport):
         self._unchanged = Unchanged(problem.p, problem.q, problem.epsilon, *problem.cost.tensors())
         self.value = self._cast(value)
         if self._state is None:
-            self.potentials = (self._refusing(found.f), self._refusing(found.g))
+            self.potentials = (self._without_gradient(found.f), self._without_gradient(found.g))
         else:
             self.potentials = (self._cast(self._state.f), self._cast(self._state.g))
         self.marginal_error = self._cast(found.error)
@@ -177,7 +177,7 @@ class _Entropic(Transport):
         if self._state is not None:
             return self._cast(self._state.linear_cost)
         self._unchanged.check("linear_cost")
-        return self._refusing(linear_cost(self._problem, self._found.f, self._found.g))
+        return self._without_gradient(linear_cost(self._problem, self._found.f, self._found.g))
 
     @cached_property
     def _judged(self) -> tuple[EntropicProblem, Tensor, Tensor]:
@@ -210,9 +210,9 @@ class _Entropic(Transport):
     @cached_property
     def certificate(self) -> Certificate:
         problem, f, g = self._judged
-        if problem.reach is not None:
+        if problem.marginal_penalty is not None:
             raise ValueError(
-                "exact transport holds both marginals, so an unbalanced problem (reach) does not bound it."
+                "exact transport holds both marginals, so an unbalanced problem (marginal_penalty) does not bound it."
             )
         with torch.no_grad():
             p, q = problem.p, problem.q
@@ -228,14 +228,14 @@ class _Entropic(Transport):
     def plan(self) -> Tensor:
         if self._state is not None:
             return self._cast(self._state.plan)
-        return self._refusing(torch.cat([plan for _, plan in self._plan_blocks()], dim=-2))
+        return self._without_gradient(torch.cat([plan for _, plan in self._plan_blocks()], dim=-2))
 
     def apply(self, v: Tensor) -> Tensor:
         v = _columns("v", v, self.potentials[1])
         if self._state is not None:
             return super().apply(v)
         found = [_product(plan, v.detach().to(plan)) for _, plan in self._plan_blocks()]
-        return self._refusing(torch.cat(found, dim=-2), v)
+        return self._without_gradient(torch.cat(found, dim=-2), v)
 
     def apply_transpose(self, u: Tensor) -> Tensor:
         u = _columns("u", u, self.potentials[0])
@@ -246,7 +246,7 @@ class _Entropic(Transport):
             share = _product(plan.mT, u.detach().to(plan)[..., part, :])
             total = share if total is None else total + share
         assert total is not None
-        return self._refusing(total, u)
+        return self._without_gradient(total, u)
 
     def _plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         self._unchanged.check("the plan")
@@ -256,7 +256,7 @@ class _Entropic(Transport):
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._problem.dtype)
 
-    def _refusing(self, tensor: Tensor, *more: Tensor) -> Tensor:
+    def _without_gradient(self, tensor: Tensor, *more: Tensor) -> Tensor:
         message = (
             'grad="envelope" gives the derivative of `value` alone; solve with grad="implicit" to go through the plan, '
             "the potentials or the linear cost."
@@ -269,7 +269,7 @@ class _Exact(Transport):
         self._pair, self._matrix = exact_problem(p, q, cost)
         self._solution: ExactSolution = solve_exact(self._pair.p, self._pair.q, self._matrix, start=start)
         self.value = exact_value(self._pair, self._matrix, self._solution)
-        self.potentials = (self._refusing(self._solution.f), self._refusing(self._feasible_g()))
+        self.potentials = (self._without_gradient(self._solution.f), self._without_gradient(self._feasible_g()))
         self.iterations = self._solution.iterations.to(self._pair.p.device)
         self.converged = torch.ones_like(self.iterations, dtype=torch.bool)
         self.potential_error = torch.zeros_like(self.value.detach())
@@ -307,12 +307,12 @@ class _Exact(Transport):
         return Certificate(self.dual_value, self.dual_value + self.gap)
 
     def plan(self) -> Tensor:
-        return self._refusing(self._solution.plan())
+        return self._without_gradient(self._solution.plan())
 
     def _cast(self, tensor: Tensor) -> Tensor:
         return tensor.to(self._pair.p.device, self._pair.dtype)
 
-    def _refusing(self, tensor: Tensor) -> Tensor:
+    def _without_gradient(self, tensor: Tensor) -> Tensor:
         message = (
             "an exact plan and its potentials jump where they change at all, so they have no derivative; use `value`, "
             'or an epsilon with grad="implicit".'

@@ -216,11 +216,18 @@ ENTROPIC = ("sinkhorn", "divergence", "linear_cost")
 
 
 def entropic_case(
-    function: str, name: str, share: float, reach: float | None, grad: str, *, per: str = "range", empty: bool = True
+    function: str,
+    name: str,
+    share: float,
+    marginal_penalty: float | None,
+    grad: str,
+    *,
+    per: str = "range",
+    empty: bool = True,
 ) -> Case:
     """Epsilon is that share of the range of the costs; of their mean; or a tensor, which is then an input too."""
     tensor = torch.tensor([share, 1.5 * share], dtype=torch.float64) * COSTS[name][3]
-    fixed: dict[str, Any] = {"reach": reach, "epsilon": share * COSTS[name][3]}
+    fixed: dict[str, Any] = {"marginal_penalty": marginal_penalty, "epsilon": share * COSTS[name][3]}
     if per == "mean_cost":
         fixed |= {"epsilon": share, "epsilon_relative_to": per}
     if function == "divergence" and COSTS[name][0] != 4 and "matrix" in name:
@@ -244,7 +251,7 @@ def entropic_case(
         ),
         name,
         lambda p, q, cost, **extra: value(p, q, cost, **extra, **TIGHT),
-        held=reach is None,
+        held=marginal_penalty is None,
         # Where points are far apart, a grain in an empty bin pays for its neighbours only as long as it is smaller than
         # exp(-2 distance / epsilon): no finite difference sees that slope of S(p, p).
         empty=empty and (function != "divergence" or share == 1.0),

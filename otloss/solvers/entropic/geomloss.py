@@ -1,8 +1,8 @@
 """Large point clouds on a GPU: the adapter for GeomLoss and KeOps, which no other module imports.
 
-GeomLoss makes the start: a few soft minima per scale, multiscale or by KeOps, without a matrix. The search in logs then
-goes on from there to the tolerance that was asked for, and value, gradient and certificate are our own: GeomLoss stops
-after a fixed schedule, does not say how far it got, and its default one is 15 % off in the gradient.
+GeomLoss makes the start: a few soft minima per scale, multiscale or by KeOps, without a matrix. The search in logs
+continues from there to the given tolerance, and value, gradient and certificate are our own: GeomLoss stops after a
+fixed schedule without an error estimate, and its default one is 15 % off in the gradient.
 
 Its costs are `|x - y|^2 / 2` and `|x - y|`, its epsilon `blur^2` and `blur`, its reach likewise: twice its potentials
 are ours for the squared distance. Source: J. Feydy, Geometric Data Analysis, Beyond Convolutions, 2020.
@@ -70,7 +70,7 @@ def start_from_geomloss(problem: EntropicProblem) -> tuple[Tensor, Tensor]:
     assert isinstance(cost, PointCost)
     factor, exponent = _METRICS[str(cost.metric)]
     epsilon = float(problem.epsilon) / factor
-    reach = None if problem.reach is None else (problem.reach / factor) ** (1 / exponent)
+    reach = None if problem.marginal_penalty is None else (problem.marginal_penalty / factor) ** (1 / exponent)
     x, y, p, q = (t.detach() for t in (cost.x, cost.y, problem.p.reshape(-1), problem.q.reshape(-1)))
     loss = SamplesLoss(
         "sinkhorn", p=exponent, blur=epsilon ** (1 / exponent), reach=reach, scaling=_SCALING, debias=False,

@@ -1,10 +1,10 @@
 """Sinkhorn in the log domain: any cost object, any device, balanced or not; holds no matrix and no history.
 
-The twin of the compiled kernel, for a whole batch at a time: epsilon steps and over-relaxation as there, with bounds
-that suit whole batches and logarithms; a problem that has converged stays as it is. Unbalanced problems are also
-shifted, f + t and g - t with the best t in closed form, without which the balance of the two masses would be the
-slowest thing to settle (T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation
-Invariant Sinkhorn, 2022).
+The reference implementation of the numba kernel `otloss._kernels.sinkhorn`, for a whole batch at a time: epsilon steps,
+updates and over-relaxation by the same formulas (see `otloss._kernels.sinkhorn_steps`), with bounds that suit whole
+batches and logarithms; a problem that has converged stays as it is. Unbalanced problems are also shifted, f + t and
+g - t with the best t in closed form, since the balance of the two masses converges slowest otherwise: T. Séjourné,
+F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport: Translation Invariant Sinkhorn, 2022.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from otloss.solvers.entropic.problem import EntropicProblem
 STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
 STAGE_ITERATIONS = 3
 SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
-BLOCK = 8  # iterations between two looks at the contraction
+BLOCK = 8  # iterations between two measurements of the contraction
 STEEPEST = 1.5  # |softmin(g) - f| w / epsilon, beyond which an update is not over-relaxed
 WORSE, LEAST_CHANGE = 3.0, 0.02
 
@@ -50,7 +50,7 @@ def iterate_in_logs(
             f = staged.f_from(g)
             g = staged.g_from(f)
             left -= 1
-        if problem.reach is None:
+        if problem.marginal_penalty is None:
             # The constant that moves from g to f would keep the size of potentials at a large epsilon.
             share = sweep.log_q.exp()
             g = g - (share * g).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
@@ -101,8 +101,8 @@ class Sweep:
 
     def at(self, epsilon: Tensor) -> Sweep:
         width = epsilon.detach().to(self.log_p.dtype).unsqueeze(-1)
-        reach = self.problem.reach
-        damping = torch.ones_like(width) if reach is None else reach / (reach + width)
+        rho = self.problem.marginal_penalty
+        damping = torch.ones_like(width) if rho is None else rho / (rho + width)
         return dataclasses.replace(self, epsilon=width, damping=damping)
 
     def softmin_rows(self, g: Tensor) -> Tensor:
@@ -120,19 +120,19 @@ class Sweep:
     def error(self, held: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
         """sum |P 1 - what it should be| before an update, relative to the latter."""
         goal = log_weights.exp()
-        if self.problem.reach is not None:
-            goal = goal * (-held / self.problem.reach).exp()
+        if self.problem.marginal_penalty is not None:
+            goal = goal * (-held / self.problem.marginal_penalty).exp()
         off = ((held - updated) / (self.damping * self.epsilon)).clamp(max=80.0).expm1().abs()
         return (goal * off).sum(-1) / goal.sum(-1)
 
     def shifted(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The best f + t, g - t: for unbalanced problems, where the sum alone does not decide the value."""
-        reach = self.problem.reach
-        if reach is None:
+        rho = self.problem.marginal_penalty
+        if rho is None:
             return f, g
-        outside_p = torch.logsumexp(self.log_p - f / reach, -1, keepdim=True)
-        outside_q = torch.logsumexp(self.log_q - g / reach, -1, keepdim=True)
-        shift = reach / 2 * (outside_p - outside_q)
+        outside_p = torch.logsumexp(self.log_p - f / rho, -1, keepdim=True)
+        outside_q = torch.logsumexp(self.log_q - g / rho, -1, keepdim=True)
+        shift = rho / 2 * (outside_p - outside_q)
         return f + shift, g - shift
 
 
@@ -141,7 +141,7 @@ def _relaxed_search(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     tolerance, settled = goal
     w, within = torch.ones_like(sweep.epsilon), 0
-    looks = _Looks(w.squeeze(-1))
+    schedule = RelaxationSchedule(w.squeeze(-1))
     active = torch.ones_like(done, dtype=torch.bool)
     counted = 0
     while True:
@@ -156,7 +156,7 @@ def _relaxed_search(
         f, g = torch.where(keep, relaxed_f, f), torch.where(keep, relaxed_g, g)
         done = done + active
         counted += 1
-        # On other devices every look makes the host wait.
+        # On other devices every check makes the host wait.
         if f.device.type == "cpu" or counted % BLOCK == 0 or counted >= most:
             finished = off <= tolerance
             if counted >= most or bool(finished[active].all()):
@@ -170,7 +170,7 @@ def _relaxed_search(
             else:
                 active = active & ~finished
         if counted % BLOCK == 0:
-            w = looks.at(off).unsqueeze(-1)
+            w = schedule.updated(off).unsqueeze(-1)
 
 
 def closed(sweep: Sweep, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -208,8 +208,8 @@ def _relax(held: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:
     return torch.where((w * step).abs() < STEEPEST * epsilon, held + w * step, updated)
 
 
-class _Looks:
-    """Each problem's w, from the contraction of its error between two looks; the rule of the compiled kernel."""
+class RelaxationSchedule:
+    """Each problem's w, from the contraction of its error over BLOCK iterations; the rule of the numba kernel."""
 
     def __init__(self, w: Tensor) -> None:
         self.w = w
@@ -217,14 +217,14 @@ class _Looks:
         self.least = torch.full_like(w, torch.inf)
         self.settling = torch.ones_like(w, dtype=torch.bool)
 
-    def at(self, off: Tensor) -> Tensor:
+    def updated(self, off: Tensor) -> Tensor:
         off = off.to(self.w.dtype)
         contraction = (off / self.before) ** (1 / BLOCK)
         worse = off > WORSE * self.least
-        told = (contraction > self.w - 1) & (contraction < 1) & ~worse & ~self.settling
+        known = (contraction > self.w - 1) & (contraction < 1) & ~worse & ~self.settling
         eigenvalue = ((contraction + self.w - 1) ** 2 / (self.w**2 * contraction)).clamp(0, 1)
         better = torch.minimum(2 / (1 + (1 - eigenvalue).sqrt()), 1 + self.w / 2)
-        raised = told & (better > self.w + LEAST_CHANGE)
+        raised = known & (better > self.w + LEAST_CHANGE)
         self.w = torch.where(worse, (1 + self.w) / 2, torch.where(raised, better, self.w))
         self.settling = worse | raised
         self.least = torch.where(worse, off, torch.minimum(self.least, off))

@@ -57,7 +57,7 @@ Found = tuple[Tensor, Tensor, Tensor, Tensor]
 def takes_clusters(problem: EntropicProblem) -> bool:
     """Whether this is a problem for `search_from_clusters`."""
     cost = problem.cost
-    if not isinstance(cost, PointCost) or cost.metric not in METRICS or problem.reach is not None:
+    if not isinstance(cost, PointCost) or cost.metric not in METRICS or problem.marginal_penalty is not None:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1 or not may_run_on(cost.x, problem.p):
         return False
@@ -257,7 +257,7 @@ class _Search:
         return ROUNDING * torch.finfo(self.sweep.problem.cost.dtype).eps * spread / epsilon
 
     def _widen(self) -> bool:
-        """Go on in float64, where float32 has nothing more to say."""
+        """Continue in float64: the rounding of float32 is reached."""
         problem = self.sweep.problem
         if problem.cost.dtype == torch.float64 or not has_float64(problem.p.device):
             return False

@@ -1,4 +1,4 @@
-"""Newton's method on the dual, for problems that Sinkhorn settles too slowly.
+"""Newton's method on the dual, for problems on which Sinkhorn is slow.
 
 Where the plan falls into parts that hardly exchange mass, as between clouds of equal weights that nearly match point to
 point, an iteration moves next to nothing between the parts. With b = g / epsilon and S the rows of the plan scaled to
@@ -7,13 +7,15 @@ one, the dual in b has the gradient q - S^T p, and the curvature
     H = diag(S^T p) - S^T diag(p) S
 
 It is a sum of logarithms of sums of exponentials, whose third derivative along a step h is at most the spread of h
-(largest minus smallest entry) times the second: a step shortened to log(1 + spread) / spread goes uphill always
-(F. Bach, Self-concordant analysis for logistic regression, 2010).
+(largest minus smallest entry) times the second: a step shortened to log(1 + spread) / spread always increases the dual
+(F. Bach, Self-concordant analysis for logistic regression, 2010). H is symmetric and has no answer at bins without
+mass; the equations of `gradients`, which also serve unbalanced problems, are the same ones divided by the weights.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
@@ -24,7 +26,7 @@ from otloss.solvers.entropic.problem import EntropicProblem
 
 STEPS, SETTLING_STEPS = 200, 40  # the latter within the tolerance: rounding may leave nothing to settle
 ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
-RIDGE = 1e-13  # of the mass: the constant in b, and parts that exchange nothing, are left undecided by H
+RIDGE = 1e-13  # of the mass: H does not determine the constant in b, nor parts that exchange nothing
 
 
 def newton_search(
@@ -43,21 +45,19 @@ def newton_search(
 ]:
     """Return f, g, the marginal error, the number of steps and the error of g; balanced problems, in float64.
 
-    With `settled` it goes on until a step changes no factor of a plan by a larger share. The error of g is infinite
+    With `settled` it continues until a step changes no factor of a plan by a larger share. The error of g is infinite
     where the equations are singular to rounding.
     """
     sweep = Sweep.of(problem)
-    p, q = sweep.log_p.exp(), sweep.log_q.exp()
-    mass = p.sum(-1, keepdim=True)
-    scores = -problem.cost.dense() / problem.epsilon[..., None, None] + sweep.log_q.unsqueeze(-2)
+    dual, q = _Dual.of(problem, sweep), sweep.log_q.exp()
     b = g / sweep.epsilon
-    done = torch.zeros(problem.batch, dtype=torch.int64, device=p.device)
+    done = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
     for k in range(min(STEPS, most)):
-        lack, curvature = _lack_and_curvature(scores, b, p, q, mass)
-        step, failed = torch.linalg.solve_ex(curvature, lack)
+        gradient, curvature = dual.derivatives(b, ridge=RIDGE)
+        step, failed = torch.linalg.solve_ex(curvature, gradient)
         spread = (step.amax(-1) - step.amin(-1)).clamp(min=torch.finfo(b.dtype).tiny)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
-        off = lack.abs().sum(-1) / mass.squeeze(-1)
+        off = gradient.abs().sum(-1) / dual.mass.squeeze(-1)
         unfinished = (off > 0.1 * tolerance) | ((spread > settled) & (off > ROUNDING) & (k < SETTLING_STEPS))
         usable = unfinished & (failed == 0) & torch.isfinite(spread)
         if not bool(usable.any()):
@@ -68,31 +68,58 @@ def newton_search(
     f = sweep.f_from(torch.where(q > 0, b * sweep.epsilon, g))
     held = torch.where(q > 0, b * sweep.epsilon, sweep.g_from(f))
     error = sweep.error(held, sweep.g_from(f), sweep.log_q)
-    return f, held, error, done, error_of_potential(problem, held) if settled < math.inf else torch.zeros_like(error)
+    return (
+        f,
+        held,
+        error,
+        done,
+        error * 0 if settled == math.inf else dual.error(held / sweep.epsilon) * problem.epsilon,
+    )
 
 
 def error_of_potential(problem: EntropicProblem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
-    """Return an estimate of the largest error of g, in the unit of the cost.
-
-    The largest relative error of the columns over the second least eigenvalue of H in the metric of q. In float64, with
-    the dense matrix.
-    """
+    """Return an estimate of the largest error of g, in the unit of the cost; in float64, with the dense matrix."""
     sweep = Sweep.of(problem)
-    p, q = sweep.log_p.exp(), sweep.log_q.exp()
-    mass = p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny)
-    scores = -problem.cost.dense().to(p.dtype) / sweep.epsilon.unsqueeze(-1) + sweep.log_q.unsqueeze(-2)
-    lack, curvature = _lack_and_curvature(scores, g.to(p.dtype) / sweep.epsilon, p, q, mass, ridge=0.0)
-    scale = torch.where(q > 0, q, 1.0).sqrt()
-    # Bins without mass get the eigenvalue 1; the constant has it from the product of the weights.
-    scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((q == 0).to(q.dtype))
-    least = _least_eigenvalue(scaled)
-    residual = torch.where(q > 0, lack / scale.square(), 0.0).abs().amax(-1)
-    error = (residual + ROUNDING) / least.clamp(min=ROUNDING)
-    return torch.where(least > ROUNDING, error, torch.inf) * sweep.epsilon.squeeze(-1)
+    return _Dual.of(problem, sweep).error(g.to(sweep.epsilon.dtype) / sweep.epsilon) * sweep.epsilon.squeeze(-1)
+
+
+@dataclass(frozen=True)
+class _Dual:
+    """The dual as a function of b. scores (..., n, m): log q - C / epsilon; mass (..., 1)."""
+
+    scores: Tensor
+    p: Tensor
+    q: Tensor
+    mass: Tensor
+
+    @staticmethod
+    def of(problem: EntropicProblem, sweep: Sweep) -> _Dual:
+        p, q = sweep.log_p.exp(), sweep.log_q.exp()
+        scores = -problem.cost.dense().to(p.dtype) / sweep.epsilon.unsqueeze(-1) + sweep.log_q.unsqueeze(-2)
+        return _Dual(scores, p, q, p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny))
+
+    def derivatives(self, b: Tensor, *, ridge: float = 0.0) -> tuple[Tensor, Tensor]:
+        """The gradient q - S^T p, and H with the constant and a ridge added."""
+        p, q, mass = self.p, self.q, self.mass
+        rows = torch.softmax(self.scores + torch.where(q > 0, b, 0.0).unsqueeze(-2), -1)  # S
+        received = (p.unsqueeze(-2) @ rows).squeeze(-2)
+        curvature = torch.diag_embed(received + ridge * mass) - (rows * p.unsqueeze(-1)).mT @ rows
+        return q - received, curvature + q.unsqueeze(-1) * q.unsqueeze(-2) / mass.unsqueeze(-1)
+
+    def error(self, b: Tensor) -> Tensor:
+        """Of b: the largest relative error of the columns over the second least eigenvalue of H in the metric of q."""
+        gradient, curvature = self.derivatives(b)
+        scale = torch.where(self.q > 0, self.q, 1.0).sqrt()
+        # Bins without mass get the eigenvalue 1; the constant has it from the product of the weights.
+        scaled = curvature / (scale.unsqueeze(-1) * scale.unsqueeze(-2)) + torch.diag_embed((self.q == 0).to(b.dtype))
+        least = _least_eigenvalue(scaled)
+        residual = torch.where(self.q > 0, gradient / scale.square(), 0.0).abs().amax(-1)
+        error = (residual + ROUNDING) / least.clamp(min=ROUNDING)
+        return torch.where(least > ROUNDING, error, torch.inf)
 
 
 def _least_eigenvalue(matrix: Tensor) -> Tensor:
-    """That of symmetric matrices with eigenvalues in [0, 1], by inverse iteration; 0 where they are singular."""
+    """Return that of symmetric matrices with eigenvalues in [0, 1], by inverse iteration; 0 where they are singular."""
     factors, pivots, failed = torch.linalg.lu_factor_ex(matrix)
     start = (0.6180339887498949 * torch.arange(1, matrix.shape[-1] + 1, dtype=matrix.dtype, device=matrix.device)) % 1
     x = (start - start.mean()).expand(matrix.shape[:-1]).unsqueeze(-1) + 0.01
@@ -102,12 +129,3 @@ def _least_eigenvalue(matrix: Tensor) -> Tensor:
         x = torch.linalg.lu_solve(factors, pivots, x)
         least = 1 / torch.linalg.vector_norm(x, dim=(-2, -1))
     return least.masked_fill((failed != 0) | ~least.isfinite(), 0.0)
-
-
-def _lack_and_curvature(
-    scores: Tensor, b: Tensor, p: Tensor, q: Tensor, mass: Tensor, ridge: float = RIDGE
-) -> tuple[Tensor, Tensor]:
-    rows = torch.softmax(scores + torch.where(q > 0, b, 0.0).unsqueeze(-2), -1)
-    received = (p.unsqueeze(-2) @ rows).squeeze(-2)
-    curvature = torch.diag_embed(received + ridge * mass) - (rows * p.unsqueeze(-1)).mT @ rows
-    return q - received, curvature + q.unsqueeze(-1) * q.unsqueeze(-2) / mass.unsqueeze(-1)

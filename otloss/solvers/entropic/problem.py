@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import warnings
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypedDict
@@ -14,11 +16,14 @@ from otloss._checks import check_broadcast, check_floating, check_positive, chec
 from otloss.costs import Cost, as_cost, cost_between
 from otloss.solvers.histograms import histogram_pair
 
-GRADS = ("envelope", "implicit", "unrolled")
+GRADS = ("envelope", "implicit")
 IMPLS = ("auto", "compiled", "torch", "geomloss")
 RELATIVE_TO = (None, "mean_cost")
 # Sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
 DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
+# Potentials are settled where the last update changes a factor of the plan by no larger share, and where their error is
+# no larger share of their spread.
+SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
 # Over the largest cost plus a hundred epsilons: starts beyond are not those of a similar problem.
 SANE_START = 100.0
 # Epsilon over the largest cost from which float32 problems are solved in float64.
@@ -32,6 +37,7 @@ class Options(TypedDict, total=False):
     """Options of `sinkhorn`, `sinkhorn_divergence` and `solve`; see `sinkhorn` for what they mean."""
 
     epsilon_relative_to: str | None
+    marginal_penalty: float | None
     reach: float | None
     grad: str
     tolerance: float | None
@@ -46,7 +52,7 @@ class Settings:
     """The options, checked."""
 
     epsilon_relative_to: str | None = None
-    reach: float | None = None
+    marginal_penalty: float | None = None
     grad: str = "envelope"
     tolerance: float | None = None
     max_iterations: int = 10_000
@@ -58,7 +64,7 @@ class Settings:
         for name, allowed in (("grad", GRADS), ("impl", IMPLS), ("epsilon_relative_to", RELATIVE_TO)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {allowed}.")
-        for name in ("reach", "tolerance"):
+        for name in ("marginal_penalty", "tolerance"):
             number = getattr(self, name)
             if number is None:
                 continue
@@ -72,10 +78,28 @@ class Settings:
 
     @staticmethod
     def of(options: Any) -> Settings:
+        """Return the settings for the keyword arguments of a public function; `reach` is the old name of one."""
         unknown = sorted(set(options) - set(Options.__annotations__))
         if unknown:
             raise TypeError(f"unknown options {unknown}, expected some of {sorted(Options.__annotations__)}.")
+        if "reach" in options:
+            if "marginal_penalty" in options:
+                raise TypeError("reach and marginal_penalty are the same option; give marginal_penalty alone.")
+            warnings.warn(
+                "reach= is now called marginal_penalty= and means the same; the old name goes with the next release.",
+                DeprecationWarning,
+                stacklevel=level_of_the_caller(),
+            )
+            options = {"marginal_penalty" if name == "reach" else name: value for name, value in options.items()}
         return Settings(**options)
+
+
+def level_of_the_caller() -> int:
+    """The stack level, for a warning of the function that asks, of the first frame outside this library and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("otloss", "torch"):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 @dataclass(frozen=True)
@@ -86,7 +110,8 @@ class EntropicProblem:
         p, q: (..., n), (..., m), expanded to the whole batch, with their graphs.
         cost: of the same dtype, with its graph.
         epsilon: (...), above 0; with a graph where it follows the cost.
-        reach: the price of a unit of mass that appears or vanishes, in units of the cost; None holds the marginals.
+        marginal_penalty: the price of a unit of mass that appears or vanishes, in units of the cost, rho in formulas;
+            None holds the marginals.
         dtype: of the answer; the arithmetic is in that of p, q and the cost.
     """
 
@@ -94,7 +119,7 @@ class EntropicProblem:
     q: Float[Tensor, "*batch m"]
     cost: Cost
     epsilon: Float[Tensor, "*batch"]
-    reach: float | None
+    marginal_penalty: float | None
     dtype: torch.dtype
 
     @property
@@ -110,18 +135,18 @@ class EntropicProblem:
 def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) -> EntropicProblem:
     """Check everything, and bring it to one dtype and one batch shape."""
     fitted = as_cost(cost)
-    pair = histogram_pair(p, q, cost.dtype, balanced=settings.reach is None)
+    pair = histogram_pair(p, q, cost.dtype, balanced=settings.marginal_penalty is None)
     fitted = cost_between(pair.p, pair.q, fitted)
     width = _epsilon(epsilon, fitted, settings)
     p, q = pair.p, pair.q
     highest = fitted.largest()
-    if settings.reach is None:
+    if settings.marginal_penalty is None:
         # The value has a limit for large epsilon, and is nearer to it than 1e-8 of the largest cost; rounding grows.
         width = torch.where(highest > 0, torch.minimum(width, LARGEST_RATIO * highest), width)
     if fitted.dtype == torch.float32 and has_float64(fitted.device) and _is_wide(width.detach(), highest):
         # Potentials are epsilon log(...): in float32 their rounding would be larger than the costs.
         p, q, fitted, width = p.double(), q.double(), fitted.to(torch.float64), width.double()
-        q = q if settings.reach is not None else _of_the_mass_of(p, q)
+        q = q if settings.marginal_penalty is not None else _of_the_mass_of(p, q)
     shape = fitted.shape
     batch = check_broadcast(
         p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape, epsilon=tuple(width.shape)
@@ -131,7 +156,7 @@ def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Setti
         q=q.expand(*batch, shape[1]),
         cost=fitted,
         epsilon=width.expand(batch),
-        reach=settings.reach,
+        marginal_penalty=settings.marginal_penalty,
         dtype=pair.dtype,
     )
 
@@ -144,7 +169,7 @@ def _is_wide(width: Tensor, highest: Tensor) -> bool:
 def check_not_too_small(problem: EntropicProblem, f: Tensor, g: Tensor) -> None:
     """Raise where epsilon is so small beside the potentials that their rounding decides the plan.
 
-    They tell what the costs do not: a large cost that forbids a pair is harmless where no mass has to take it.
+    Potentials and not costs: a large cost that forbids a pair is harmless where no mass has to take it.
     """
     size = torch.maximum(*(
         potential.masked_fill(weights.detach() == 0, 0.0).abs().amax(-1)
@@ -153,20 +178,33 @@ def check_not_too_small(problem: EntropicProblem, f: Tensor, g: Tensor) -> None:
     outside = problem.epsilon.detach() < LEAST_RATIO * size
     if outside.any():
         raise ValueError(
-            f"epsilon is {float(problem.epsilon.detach()[outside][0]):.3g} where potentials reach "
+            f"epsilon is {float(problem.epsilon.detach()[outside][0]):.3g} where potentials are as large as "
             f"{float(size[outside][0]):.3g}, expected at least {LEAST_RATIO:g} times that: rounding in float64 would "
             "decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon."
         )
 
 
-def paid(potential: Tensor, reach: float | None) -> Tensor:
-    """What stands for a potential in the dual: itself, or `reach (1 - exp(-f / reach))` where mass may vanish."""
-    return potential if reach is None else -reach * torch.expm1(-potential / reach)
+def check_mass(problem: EntropicProblem, advice: str, *, only_with_gradient: bool = False) -> None:
+    """Raise ValueError where p or q (if it requires a gradient) holds no mass in a problem."""
+    for name, weights in (("p", problem.p), ("q", problem.q)):
+        asked = weights.requires_grad or not only_with_gradient
+        if asked and bool((weights.detach().sum(-1) == 0).any()):
+            raise ValueError(f"{name} holds no mass in a problem: {advice}")
+
+
+def dual_term(potential: Tensor, rho: float | None) -> Tensor:
+    """Return a potential's term in the dual: itself, or `rho (1 - exp(-f / rho))` with the marginal penalty rho."""
+    return potential if rho is None else -rho * torch.expm1(-potential / rho)
 
 
 def tolerance_of(problem: EntropicProblem, settings: Settings) -> float:
     """Return the tolerance that was asked for, or the default of the answer's dtype."""
     return settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
+
+
+def settled_from(tolerance: float, dtype: torch.dtype) -> float:
+    """Return the change of a factor below which potentials count as settled, for problems solved in this dtype."""
+    return max(SETTLED[dtype], 100 * tolerance)
 
 
 def has_float64(device: torch.device) -> bool:
@@ -178,11 +216,11 @@ def in_float64(problem: EntropicProblem) -> EntropicProblem:
     """Return the same problem, without a graph, in float64 where the device has it."""
     wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
     p, q, epsilon = (t.detach().to(wide) for t in (problem.p, problem.q, problem.epsilon))
-    if problem.reach is None:
+    if problem.marginal_penalty is None:
         q = _of_the_mass_of(p, q)
     with torch.no_grad():
         cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
-    return EntropicProblem(p, q, cost, epsilon, problem.reach, problem.dtype)
+    return EntropicProblem(p, q, cost, epsilon, problem.marginal_penalty, problem.dtype)
 
 
 def _of_the_mass_of(p: Tensor, q: Tensor) -> Tensor:
@@ -241,7 +279,7 @@ def check_start(start: Any, problem: EntropicProblem) -> tuple[Tensor, Tensor] |
 def _within_reason(problem: EntropicProblem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
     """Starts without the constant that moves from f to g, whose rounding would stay; zeros for those far too large."""
     q = problem.q.detach()
-    if problem.reach is None:
+    if problem.marginal_penalty is None:
         shift = (g * q).sum(-1, keepdim=True) / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
         f, g = f + shift, g - shift
     # Potentials differ by no more than the costs do, and by the logarithms of weights times epsilon.

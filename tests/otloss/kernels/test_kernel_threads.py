@@ -37,7 +37,7 @@ def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.usefixtures("pool")
-@pytest.mark.parametrize("tasks", [0, 1, 3, 10_000])
+@pytest.mark.parametrize("tasks", [0, 1, 10_000])
 def test_each_task_is_done_once(tasks: int) -> None:
     done = np.zeros(tasks, np.int64)
     results = run_on_threads(_count, tasks, (done, tasks), lambda: (np.zeros(1, np.int64),))
@@ -104,33 +104,9 @@ def test_calls_from_several_threads_do_not_mix() -> None:
         assert all(torch.equal(a, b) for pair in values for a, b in zip(pair, values[0], strict=True))
 
 
-FORKED_THREADS = """
-import os, threading, numpy as np, torch
-from otloss._kernels._threads import run_on_threads
-
-def kernel(counter):
-    return threading.get_ident()
-
-torch.set_num_threads(2)
-run_on_threads(kernel, 8, ())  # the pool has started
-child = os.fork()
-if child == 0:
-    os._exit(0 if run_on_threads(kernel, 8, ()) == [threading.get_ident()] else 1)
-print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-"""
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
-def test_a_forked_process_uses_one_thread() -> None:
-    """Whatever number torch says it has: neither pool outlives a fork, and waiting for its threads would never end."""
-    done = subprocess.run(
-        [sys.executable, "-c", FORKED_THREADS], capture_output=True, text=True, check=True, timeout=60
-    )
-    assert done.stdout.strip() == "0"
-
-
 FORK = """
-import os, torch, otloss
+import os, threading, torch, otloss
+from otloss._kernels._threads import run_on_threads
 from otloss.costs import PointCost
 generator = torch.Generator().manual_seed(0)
 p, q = (torch.rand(40, 30, generator=generator).softmax(-1) for _ in range(2))
@@ -146,10 +122,15 @@ def values():
     ])
 
 expected = values()
+def thread(counter):
+    return threading.get_ident()
+torch.set_num_threads(2)
+run_on_threads(thread, 8, ())  # the pool has started: it does not outlive the fork
 child = os.fork()
 if child == 0:
     torch.set_num_threads(1)  # as a DataLoader does: the OpenMP of torch does not outlive a fork
-    os._exit(0 if torch.equal(values(), expected) else 1)
+    alone = run_on_threads(thread, 8, ()) == [threading.get_ident()]
+    os._exit(0 if alone and torch.equal(values(), expected) else 1)
 print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
 

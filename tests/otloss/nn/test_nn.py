@@ -66,7 +66,9 @@ CASES = {
         (*CLOUDS, P, Q),
     ),
     "Emd": Case(modules.Emd, otloss.emd, {"cost": MATRIX}),
-    "Sinkhorn": Case(modules.Sinkhorn, otloss.sinkhorn, {"cost": COST, "epsilon": 0.3, "grad": "implicit"}),
+    "Sinkhorn": Case(
+        modules.Sinkhorn, otloss.sinkhorn, {"cost": COST, "epsilon": 0.3, "grad": "implicit", "marginal_penalty": 2.0}
+    ),
     "SinkhornDivergence": Case(
         modules.SinkhornDivergence, otloss.sinkhorn_divergence, {"cost": COST, "epsilon": torch.tensor([0.3, 0.2, 0.1])}
     ),

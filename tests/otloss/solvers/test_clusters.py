@@ -57,10 +57,13 @@ def _weights(count: int, generator: torch.Generator) -> Tensor:
     return w / w.sum()
 
 
-@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1"])
-@pytest.mark.parametrize("cloud", CLOUDS)
+@pytest.mark.parametrize(
+    ("cloud", "metric"),
+    [("line", "l1"), ("square", "euclidean"), ("equal points", "sqeuclidean"),
+     ("diagonal far from the origin", "sqeuclidean"), ("outlier in 3-D", "euclidean")],
+)  # fmt: skip
 def test_what_is_left_out_of_a_soft_minimum_is_a_rounding(cloud: str, metric: str) -> None:
-    # Potentials that solve nothing: rough, with bins that take no part, and with a slope that moves all minima.
+    # Potentials that solve nothing: rough, with bins that take no part, and with a gradient that moves all minima.
     points_x, points_y = (points[:1100] for points in CLOUDS[cloud]())
     generator = _generator()
     for dtype, rounding in ((torch.float32, 2e-6), (torch.float64, 1e-12)):
@@ -90,9 +93,8 @@ def test_an_order_is_a_permutation_into_small_boxes() -> None:
 @pytest.mark.parametrize(
     ("cloud", "metric", "dtype"),
     [
-        ("line", "sqeuclidean", torch.float64),
+        ("line", "sqeuclidean", torch.float32),
         ("square", "euclidean", torch.float64),
-        ("square", "sqeuclidean", torch.float32),
         ("equal points", "sqeuclidean", torch.float64),
         ("diagonal far from the origin", "sqeuclidean", torch.float64),
         ("outlier in 3-D", "euclidean", torch.float64),

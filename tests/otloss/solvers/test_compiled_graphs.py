@@ -9,19 +9,15 @@ import torch
 from torch import Tensor
 
 import otloss
-from otloss.costs import PointCost
 
 GENERATOR = torch.Generator().manual_seed(0)
-MATRIX, POINTS = torch.rand(5, 5, generator=GENERATOR), torch.rand(5, 2, generator=GENERATOR)
+MATRIX = torch.rand(5, 5, generator=GENERATOR)
 TARGET = torch.full((5,), 0.2)
 LOSSES: dict[str, Callable[[Tensor], Tensor]] = {
     "emd": lambda p: otloss.emd(p, TARGET, MATRIX),
     "sinkhorn": lambda p: otloss.sinkhorn(p, TARGET, MATRIX, epsilon=0.1),
-    "sinkhorn_divergence": lambda p: otloss.sinkhorn_divergence(p, TARGET, PointCost(POINTS), epsilon=0.1),
     "solve": lambda p: otloss.solve(p, TARGET, MATRIX, epsilon=0.1, grad="implicit").linear_cost,
     "cdf_distance": lambda p: otloss.cdf_distance(p, TARGET),
-    "wasserstein_1d": lambda p: otloss.wasserstein_1d(p, TARGET, order=2),
-    "soft_rank": otloss.soft_rank,
 }
 
 

@@ -63,12 +63,12 @@ def test_gradients_through_the_rescaling() -> None:
         step = torch.zeros(N, dtype=torch.float64)
         step[20], step[70] = 1e-5, -1e-5
         with torch.no_grad():
-            slope = (OF_HISTOGRAMS[name](p + step, q) - OF_HISTOGRAMS[name](p - step, q)) / 2
-        assert slope.item() == pytest.approx((gradient * step).sum().item(), rel=1e-5)
+            expected = (OF_HISTOGRAMS[name](p + step, q) - OF_HISTOGRAMS[name](p - step, q)) / 2
+        assert expected.item() == pytest.approx((gradient * step).sum().item(), rel=1e-5)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "taken", "refused"),
+    ("dtype", "valid", "invalid"),
     [
         (torch.float64, 5e-7, 2e-6),
         (torch.float32, 5e-6, 2e-5),
@@ -76,13 +76,13 @@ def test_gradients_through_the_rescaling() -> None:
         (torch.bfloat16, 1e-2, 0.1),
     ],
 )
-def test_masses_may_differ_by_rounding(dtype: torch.dtype, taken: float, refused: float) -> None:
+def test_masses_may_differ_by_rounding(dtype: torch.dtype, valid: float, invalid: float) -> None:
     p, q = (torch.tensor([0.25, 0.25, 0.5], dtype=torch.float64) for _ in range(2))
     cost = COST[:3, :3]
-    assert otloss.emd(p.to(dtype), (q * (1 + taken)).to(dtype), cost).isfinite()
+    assert otloss.emd(p.to(dtype), (q * (1 + valid)).to(dtype), cost).isfinite()
     for wider in {dtype, torch.float64}:
         with pytest.raises(ValueError, match=r"p and q hold different masses.*Normalise both"):
-            otloss.emd(p.to(dtype).to(wider), (q * (1 + refused)).to(dtype).to(wider), cost)
+            otloss.emd(p.to(dtype).to(wider), (q * (1 + invalid)).to(dtype).to(wider), cost)
 
 
 P, Q, C, Y = (

@@ -11,10 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor
-from torch.autograd import gradcheck, gradgradcheck
 
 from otloss.costs import CosineCost, DenseCost, GridCost, LineCost, PointCost
-from otloss.solvers.entropic.search import ConvergenceWarning
+from otloss.solvers.entropic.potentials import ConvergenceWarning
 from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
 from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
 from tests.otloss.strategies import problems
@@ -46,8 +45,7 @@ def pot_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray, epsilon: float) 
 # ---- values ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("epsilon", [1.0, 0.1, 0.02])
+@pytest.mark.parametrize(("impl", "epsilon"), [("compiled", 0.02), ("compiled", 1.0), ("torch", 0.02), ("torch", 0.1)])
 def test_equals_pot(impl: str, epsilon: float) -> None:
     p, q, matrix = case(batch=(3,))
     ours = sinkhorn(p, q, matrix, epsilon=epsilon, impl=impl, **TIGHT)
@@ -55,8 +53,7 @@ def test_equals_pot(impl: str, epsilon: float) -> None:
     np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-9)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("width", [0.05, 0.4, 3.0])
+@pytest.mark.parametrize(("impl", "width"), [("compiled", 0.05), ("compiled", 3.0), ("torch", 0.4)])
 def test_gaussians_in_closed_form(impl: str, width: float) -> None:
     """H. Janati et al., Entropic Optimal Transport between (Unbalanced) Gaussian Measures, 2020, theorem 1."""
     a, b, mean = 0.8, 1.5, 0.7  # variances, and the difference of the means
@@ -81,30 +78,6 @@ def test_small_epsilon_nears_the_linear_program(problem: tuple[np.ndarray, np.nd
     assert exact - 1e-5 * max(1, matrix.max()) <= value <= exact + epsilon * np.log(6) + 1e-5 * max(1, matrix.max())
 
 
-def test_large_epsilon_is_the_product_coupling() -> None:
-    p, q, matrix = case()
-    np.testing.assert_allclose(float(sinkhorn(p, q, matrix, epsilon=1e6)), float(p @ matrix @ q), rtol=1e-5)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("epsilon", [1e-2, 1e-3, 1e-4])
-def test_small_epsilon_in_both_widths(impl: str, dtype: torch.dtype, epsilon: float) -> None:
-    """No NaN and no zero: where POT's sinkhorn2 in float32 at 1e-3 returns 6e-7 for 0.0284."""
-    p, q, _ = case(n=12, m=10, batch=(4,))
-    x = torch.rand(12, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    matrix = torch.cdist(x, x[:10]).square()
-    exact = torch.tensor([ot.emd2(p[k].numpy(), q[k].numpy(), matrix.numpy()) for k in range(4)])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        value = sinkhorn(
-            p.to(dtype), q.to(dtype), matrix.to(dtype), epsilon=epsilon, impl=impl, tolerance=1e-4, max_iterations=3000
-        )
-    assert value.dtype == dtype
-    assert ((value - exact) > -2e-4).all()
-    assert ((value - exact) < 3 * epsilon + 2e-4).all()
-
-
 def test_a_mass_other_than_one() -> None:
     """The terms `mass^2 - mass` of KL between measures are left out, as in POT."""
     p, q, matrix = case(zeros=False)
@@ -114,32 +87,34 @@ def test_a_mass_other_than_one() -> None:
         np.testing.assert_allclose([float(v) for v in values], theirs.value, rtol=1e-7)
 
 
-@pytest.mark.parametrize("reach", [0.05, 0.5, 20.0])
-def test_unbalanced_equals_pot(reach: float) -> None:
+@pytest.mark.parametrize("marginal_penalty", [0.05, 20.0])
+def test_unbalanced_equals_pot(marginal_penalty: float) -> None:
     p, q, matrix = case(zeros=False)
     p = 1.7 * p
-    ours = sinkhorn(p, q, matrix, epsilon=0.05, reach=reach, **TIGHT)
-    theirs = ot.solve(matrix.numpy(), p.numpy(), q.numpy(), reg=0.05, unbalanced=reach, max_iter=200_000, tol=1e-13)
+    ours = sinkhorn(p, q, matrix, epsilon=0.05, marginal_penalty=marginal_penalty, **TIGHT)
+    theirs = ot.solve(
+        matrix.numpy(), p.numpy(), q.numpy(), reg=0.05, unbalanced=marginal_penalty, max_iter=200_000, tol=1e-13
+    )
     plan = theirs.plan
 
     def relative_entropy(a: np.ndarray, b: np.ndarray) -> float:
         return float((a * np.log(a / b) - a + b).sum())
 
     value = (matrix.numpy() * plan).sum() + 0.05 * relative_entropy(plan, np.outer(p, q))
-    value += reach * (relative_entropy(plan.sum(1), p.numpy()) + relative_entropy(plan.sum(0), q.numpy()))
+    value += marginal_penalty * (relative_entropy(plan.sum(1), p.numpy()) + relative_entropy(plan.sum(0), q.numpy()))
     np.testing.assert_allclose(float(ours), value, rtol=1e-7)
 
 
 def test_unbalanced_with_one_empty_side_pays_for_all_of_the_other() -> None:
     p, q, matrix = case(batch=(2,))
     q[1] = 0
-    value = sinkhorn(p, q, matrix, epsilon=0.1, reach=0.4)
+    value = sinkhorn(p, q, matrix, epsilon=0.1, marginal_penalty=0.4)
     np.testing.assert_allclose(float(value[1]), 0.4)
     with pytest.raises(ValueError, match="holds no mass"):
-        sinkhorn(p, q.requires_grad_(), matrix, epsilon=0.1, reach=0.4)
+        sinkhorn(p, q.requires_grad_(), matrix, epsilon=0.1, marginal_penalty=0.4)
 
 
-def test_problems_without_mass_cost_nothing_and_pull_at_nothing() -> None:
+def test_problems_without_mass_have_value_and_gradients_zero() -> None:
     p, q, matrix = case(batch=(2,))
     p[1] = q[1] = 0
     for impl in IMPLS:
@@ -169,138 +144,93 @@ COSTS = {
 
 
 @pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("reach", [None, 0.3])
-def test_cost_objects_equal_their_matrix(name: str, reach: float | None) -> None:
+@pytest.mark.parametrize("marginal_penalty", [None, 0.3])
+def test_cost_objects_equal_their_matrix(name: str, marginal_penalty: float | None) -> None:
     cost = COSTS[name]
     p, q, _ = case(n=cost.shape[0], m=cost.shape[1], batch=(2,))
-    value = sinkhorn(p, q, cost, epsilon=0.1, reach=reach, impl="torch", **TIGHT)
-    dense = sinkhorn(p, q, cost.dense(), epsilon=0.1, reach=reach, **TIGHT)
+    value = sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=marginal_penalty, impl="torch", **TIGHT)
+    dense = sinkhorn(p, q, cost.dense(), epsilon=0.1, marginal_penalty=marginal_penalty, **TIGHT)
     np.testing.assert_allclose(value, dense, rtol=1e-9)
-
-
-@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1", "cosine"])
-@pytest.mark.parametrize("grad", ["envelope", "implicit"])
-@pytest.mark.parametrize("reach", [None, 0.3])
-@pytest.mark.parametrize("epsilon", [0.02, 1.0])
-def test_gradients_through_points(metric: str, grad: str, reach: float | None, epsilon: float) -> None:
-    p, q, _ = case(batch=(2,))
-    x, y = (t.clone().requires_grad_() for t in (X, Y))
-
-    def value(x: Tensor, y: Tensor) -> Tensor:
-        cost = PointCost(x, y, metric=metric)
-        return sinkhorn(p, q, cost, epsilon=epsilon, reach=reach, grad=grad, impl="torch", **TIGHT)
-
-    assert gradcheck(value, (x, y), fast_mode=True)
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("grad", ["envelope", "implicit", "unrolled"])
-@pytest.mark.parametrize("reach", [None, 0.7])
-def test_gradcheck(impl: str, grad: str, reach: float | None) -> None:
-    if impl == "compiled" and (reach is not None or grad == "unrolled"):
-        pytest.skip("the compiled kernel is for balanced problems")
-    _, _, matrix = case(batch=(2,))
-    generator = torch.Generator().manual_seed(5)
-    z = torch.randn(2, 4, generator=generator, dtype=torch.float64, requires_grad=True)
-    w = torch.randn(5, generator=generator, dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("epsilon", [0.01, 0.3])
+def test_gradients_of_small_dense_problems(dtype: torch.dtype, epsilon: float) -> None:
+    """dV/dp = f, dV/dq = g, dV/dC = P, one-sided at empty bins and times upstream, in one call of the kernel."""
+    problem = case(batch=(2,))
+    upstream = torch.tensor([1.0, -0.7], dtype=torch.float64)
+    inputs = [t.to(dtype, copy=True).requires_grad_() for t in problem]
+    found = torch.autograd.grad(sinkhorn(*inputs, epsilon=epsilon), inputs, upstream.to(dtype))
+    for k in range(2):
+        p, q, matrix = (t[k] for t in problem)
 
-    def value(z: Tensor, w: Tensor, matrix: Tensor) -> Tensor:
-        q = w.softmax(-1) * (1.0 if reach is None else 1.4)
-        return sinkhorn(z.softmax(-1), q, matrix, epsilon=0.3, reach=reach, grad=grad, impl=impl, **TIGHT)
+        def value(p: Any, q: Any, matrix: Any, k: int = k) -> float:
+            return float(upstream[k] * sinkhorn(*map(torch.as_tensor, (p, q, matrix)), epsilon=epsilon, **TIGHT))
 
-    inputs = (z, w, matrix.requires_grad_())
-    assert gradcheck(value, inputs)
-    if grad != "envelope":
-        assert gradgradcheck(value, inputs, fast_mode=True)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("grad", ["envelope", "implicit"])
-@pytest.mark.parametrize("reach", [None, 0.7])
-@pytest.mark.parametrize("epsilon", [0.02, 0.5])
-def test_weight_gradients_are_one_sided_at_empty_bins(
-    impl: str, grad: str, reach: float | None, epsilon: float
-) -> None:
-    """Also where POT's `ot.solve` with its KL term is wrong: every bin, with its size."""
-    if impl == "compiled" and reach is not None:
-        pytest.skip("the compiled kernel is for balanced problems")
-    p, q, matrix = case()
-    options: dict[str, Any] = {"epsilon": epsilon, "reach": reach, "impl": impl, **TIGHT}
-    inputs = [p.clone().requires_grad_(), q.clone().requires_grad_()]
-    sinkhorn(*inputs, matrix, grad=grad, **options).backward()
-    step = 1e-7
-    for k, other in ((0, q), (1, p)):
-
-        def value(weights: np.ndarray, k: int = k, other: Tensor = other) -> float:
-            pair = (as_double(weights), other) if k == 0 else (other, as_double(weights))
-            return float(sinkhorn(*pair, matrix, **options))
-
-        heaviest, slopes = weight_gradients(value, (p, q)[k].numpy(), step)
-        grad_k = inputs[k].grad
-        assert grad_k is not None
-        if reach is None:
-            assert abs(float(grad_k.mean())) < 1e-12
-        found = (grad_k - grad_k[heaviest]).numpy()
-        # An empty bin's slope changes at the rate epsilon log(mass) with the first grains.
-        np.testing.assert_allclose(found, slopes, atol=2e-5)
-    if reach is not None:  # every mass has a value, so the mean of the gradient counts too
-        ahead, behind = (float(sinkhorn(s * p, q, matrix, **options)) for s in (1 + 1e-6, 1 - 1e-6))
-        assert inputs[0].grad is not None
-        np.testing.assert_allclose(float((inputs[0].grad * p).sum()), (ahead - behind) / 2e-6, rtol=1e-5)
+        by_matrix = central_gradients(lambda c, p=p, q=q, value=value: value(p, q, c), matrix.numpy(), 1e-5)
+        close = {"atol": 2e-5 if dtype == torch.float32 else 2e-6, "rtol": 1e-3 if dtype == torch.float32 else 1e-6}
+        np.testing.assert_allclose(found[2][k], by_matrix, **close)
+        for gradient, weights, moved in (
+            (found[0][k], p, lambda w, q=q, c=matrix, value=value: value(w, q, c)),
+            (found[1][k], q, lambda w, p=p, c=matrix, value=value: value(p, w, c)),
+        ):
+            heaviest, expected = weight_gradients(moved, weights.numpy(), 1e-7)
+            assert abs(float(gradient.mean())) < 1e-6
+            # The derivative at an empty bin changes at the rate epsilon log(mass) with the first mass.
+            np.testing.assert_allclose(
+                gradient - gradient[heaviest], expected, atol=1e-3 if dtype == torch.float32 else 2e-5
+            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("epsilon", [0.01, 0.3])
-def test_cost_gradient_is_the_plan(dtype: torch.dtype, epsilon: float) -> None:
-    """Not twice the plan, as in GeomLoss' `ot.solve`."""
-    p, q, exact = case()
-    matrix = exact.to(dtype, copy=True).requires_grad_()
-    sinkhorn(p.to(dtype), q.to(dtype), matrix, epsilon=epsilon, tolerance=1e-6).backward()
+def test_small_dense_problems_equal_the_general_path(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many problems, costs with a large constant, masses that differ by rounding, light and empty bins."""
+    from otloss.solvers import sinkhorn as module
 
-    def value(entries: np.ndarray) -> float:
-        return float(sinkhorn(p, q, as_double(entries), epsilon=epsilon, **TIGHT))
+    p, q, matrix = (t.to(dtype) for t in case(n=20, m=30, batch=(6, 2)))
+    p[0, :, 3], p[1] = 1e-30, 0.0
+    p[0, :, 4:], q[1] = p[0, :, 4:] * (1 + 4e-6), 0.0
+    p, q = p / p.sum(-1, keepdim=True).clamp(min=1e-9), q / q.sum(-1, keepdim=True).clamp(min=1e-9)
+    matrix[2] += 100
+    found = []
+    for fast in (True, False):
+        if not fast:
+            monkeypatch.setattr(module, "dense_value", lambda *_, **__: None)
+        inputs = [t.clone().requires_grad_() for t in (p, q, matrix)]
+        value = sinkhorn(*inputs, epsilon=0.1)
+        name = "_DenseValue" if fast else "_EnvelopeValue"
+        assert name in str(value.grad_fn) + str(value.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+        weights = torch.linspace(-1, 1, 12, dtype=dtype).reshape(6, 2)
+        found.append((value.detach(), *torch.autograd.grad((value * weights).sum(), inputs)))
+    for fast_one, general in zip(*found, strict=True):
+        torch.testing.assert_close(
+            fast_one,
+            general,
+            rtol=1e-4 if dtype == torch.float32 else 1e-8,
+            atol=2e-5 if dtype == torch.float32 else 1e-9,
+        )
 
-    expected = central_gradients(value, exact.numpy(), 1e-5)
-    assert matrix.grad is not None
-    np.testing.assert_allclose(matrix.grad, expected, atol=1e-5 if dtype == torch.float32 else 1e-6)
+
+def test_reach_is_the_old_name_of_the_marginal_penalty() -> None:
+    p, q, matrix = case()
+    with pytest.warns(DeprecationWarning, match="marginal_penalty") as caught:
+        old = sinkhorn(p, q, matrix, epsilon=0.1, reach=0.4)
+    assert caught[0].filename == __file__
+    assert torch.equal(old, sinkhorn(p, q, matrix, epsilon=0.1, marginal_penalty=0.4))
+    with pytest.raises(TypeError, match="same option"):
+        sinkhorn(p, q, matrix, epsilon=0.1, reach=0.4, marginal_penalty=0.4)
 
 
-@pytest.mark.parametrize("grad", ["envelope", "implicit", "unrolled"])
-def test_an_epsilon_that_follows_the_cost_has_its_gradient(grad: str) -> None:
-    p, q, matrix = case(zeros=False)
-
-    def value(matrix: Tensor) -> Tensor:
-        options: dict[str, Any] = {"epsilon": 0.2, "epsilon_relative_to": "mean_cost", "grad": grad, **TIGHT}
-        return sinkhorn(p, q, matrix, **options)
-
-    fixed = sinkhorn(p, q, matrix, epsilon=0.2 * float(matrix.mean()), **TIGHT)
-    np.testing.assert_allclose(float(value(matrix)), float(fixed), rtol=1e-10)
-    assert gradcheck(value, (matrix.requires_grad_(),))
-
-
-def test_envelope_refuses_second_derivatives() -> None:
+def test_a_second_derivative_of_the_envelope_raises() -> None:
     p, q, matrix = case()
     matrix.requires_grad_()
     value = sinkhorn(p, q, matrix, epsilon=0.1)
-    (slope,) = torch.autograd.grad(value, matrix, create_graph=True)
+    (gradient,) = torch.autograd.grad(value, matrix, create_graph=True)
     with pytest.raises(RuntimeError, match="implicit"):
-        slope.square().sum().backward()
-
-
-def test_unrolled_refuses_empty_bins_that_want_a_gradient() -> None:
-    p, q, matrix = case()
-    with pytest.raises(ValueError, match="bins without mass"):
-        sinkhorn(p.requires_grad_(), q, matrix, epsilon=0.1, grad="unrolled")
-
-
-def test_implicit_says_when_it_is_out_of_reach() -> None:
-    p = torch.tensor([0.5, 0.5], dtype=torch.float64, requires_grad=True)
-    matrix = torch.tensor([[0.0, 1.0], [1.0, 0.0]], dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="singular to rounding"):
-        sinkhorn(p, p.detach(), matrix, epsilon=1e-3, grad="implicit")
+        gradient.square().sum().backward()
 
 
 def test_the_backward_pass_of_the_envelope_holds_no_history() -> None:
@@ -326,13 +256,13 @@ def test_the_backward_pass_of_the_envelope_holds_no_history() -> None:
 # ---- the divergence ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reach", [None, 0.5])
-def test_divergence_is_zero_at_equality_and_positive_else(reach: float | None) -> None:
+@pytest.mark.parametrize("marginal_penalty", [None, 0.5])
+def test_divergence_is_zero_at_equality_and_positive_else(marginal_penalty: float | None) -> None:
     p, _, _ = case(n=5, batch=(3,))
     for cost in (PointCost(Y), PointCost(Y, metric="euclidean"), CosineCost(Y), LineCost(Y[:, 0], power=1)):
-        same = sinkhorn_divergence(p, p, cost, epsilon=0.1, reach=reach)
+        same = sinkhorn_divergence(p, p, cost, epsilon=0.1, marginal_penalty=marginal_penalty)
         np.testing.assert_allclose(same, 0.0, atol=1e-8)
-        apart = sinkhorn_divergence(p, p.flip(-1), cost, epsilon=0.1, reach=reach)
+        apart = sinkhorn_divergence(p, p.flip(-1), cost, epsilon=0.1, marginal_penalty=marginal_penalty)
         assert (apart > 1e-4).all()
 
 
@@ -344,20 +274,6 @@ def test_divergence_tends_to_transport_and_to_a_kernel_norm() -> None:
     np.testing.assert_allclose(float(small), exact, atol=2e-3)
     drift = (p @ X - q @ Y).square().sum()  # MMD of the kernel -|x - y|^2 / 2
     np.testing.assert_allclose(float(sinkhorn_divergence(p, q, cost, epsilon=1e5)), float(drift), rtol=1e-4)
-
-
-@pytest.mark.parametrize("reach", [None, 0.5])
-@pytest.mark.parametrize("grad", ["envelope", "implicit"])
-def test_divergence_gradients(reach: float | None, grad: str) -> None:
-    generator = torch.Generator().manual_seed(2)
-    z, w = (torch.randn(k, generator=generator, dtype=torch.float64, requires_grad=True) for k in (4, 5))
-    x, y = (t.clone().requires_grad_() for t in (X, Y))
-
-    def value(z: Tensor, w: Tensor, x: Tensor, y: Tensor) -> Tensor:
-        p, q = z.softmax(-1), w.softmax(-1) * (1.0 if reach is None else 1.3)
-        return sinkhorn_divergence(p, q, PointCost(x, y), epsilon=0.2, reach=reach, grad=grad, **TIGHT)
-
-    assert gradcheck(value, (z, w, x, y), fast_mode=True)
 
 
 def test_divergence_needs_the_costs_among_the_bins() -> None:
@@ -432,7 +348,7 @@ def test_what_does_not_converge_says_so(impl: str) -> None:
         sinkhorn(p, q, matrix, epsilon=epsilon, max_iterations=15, tolerance=1e-4, strict=True, impl=impl)
 
 
-def test_a_bad_start_is_mended_by_the_search() -> None:
+def test_the_search_recovers_from_a_bad_start() -> None:
     """Potentials so far off that no entry of the kernel can be held in float32."""
     p, q, matrix = (t.float() for t in case(n=20, m=20))
     wild = (torch.zeros(20), torch.linspace(-50, 50, 20))
@@ -447,15 +363,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "epsilon zero": ({"epsilon": 0.0}, ValueError, "epsilon is 0.0"),
     "epsilon negative": ({"epsilon": torch.tensor([-1.0])}, ValueError, "epsilon holds -1"),
     "epsilon a word": ({"epsilon": "small"}, TypeError, "epsilon is a str"),
-    "reach": ({"reach": -1.0}, ValueError, "reach is -1"),
+    "marginal_penalty": ({"marginal_penalty": -1.0}, ValueError, "marginal_penalty is -1"),
     "grad": ({"grad": "autodiff"}, ValueError, "grad is 'autodiff'"),
     "impl": ({"impl": "fast"}, ValueError, "impl is 'fast'"),
+    "unrolled": ({"grad": "unrolled"}, ValueError, "expected one of"),
     "unknown": ({"iterations": 3}, TypeError, "unknown options"),
     "iterations": ({"max_iterations": 0}, ValueError, "max_iterations is 0"),
     "start": ({"start": torch.zeros(4)}, TypeError, "start is a Tensor"),
     "start shape": ({"start": (torch.zeros(4), torch.zeros(4))}, ValueError, "start g has shape"),
     "relative": ({"epsilon_relative_to": "max"}, ValueError, "epsilon_relative_to"),
-    "compiled unbalanced": ({"impl": "compiled", "reach": 1.0}, ValueError, "balanced problems"),
+    "compiled unbalanced": ({"impl": "compiled", "marginal_penalty": 1.0}, ValueError, "balanced problems"),
 }
 
 
@@ -477,9 +394,9 @@ def test_bad_masses_and_shapes() -> None:
         sinkhorn(p, q, matrix.log().where(matrix > 0.5, torch.nan), epsilon=0.1)
 
 
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("epsilon", [1e-2, 1e-3, 1e-4])
-@pytest.mark.parametrize("n", [3, 20])
+@pytest.mark.parametrize(
+    ("impl", "epsilon", "n"), [("compiled", 1e-3, 3), ("compiled", 1e-4, 20), ("torch", 1e-2, 20), ("torch", 1e-4, 3)]
+)
 def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> None:
     """Equal weights, points that match: after 10 000 iterations Sinkhorn is not there; Newton's method ends it."""
     x = torch.rand(4, n, 1, generator=torch.Generator().manual_seed(n), dtype=torch.float64)
@@ -498,9 +415,10 @@ def test_nearly_matched_points_converge(impl: str, epsilon: float, n: int) -> No
 # ---- what was wrong once -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("scale", [1e6, 1e10, 1e16])
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("kind", ["noise", "constant"])
+@pytest.mark.parametrize(
+    ("scale", "impl", "kind"),
+    [(1e6, "compiled", "noise"), (1e16, "compiled", "constant"), (1e16, "torch", "noise"), (1e10, "torch", "constant")],
+)
 def test_a_start_of_any_size_leads_to_the_same(scale: float, impl: str, kind: str) -> None:
     p, q, matrix = case()
     generator = torch.Generator().manual_seed(0)
@@ -514,26 +432,29 @@ def test_a_start_of_any_size_leads_to_the_same(scale: float, impl: str, kind: st
         sinkhorn(p.float(), q.float(), matrix.float(), epsilon=0.05, start=(1e300 * f, 1e300 * g))
 
 
-@pytest.mark.parametrize("iterations", [1, 3, 10, 50])
-@pytest.mark.parametrize("reach", [None, 0.5])
-def test_implicit_without_convergence_keeps_the_value(iterations: int, reach: float | None) -> None:
+@pytest.mark.parametrize(("iterations", "marginal_penalty"), [(1, None), (10, None), (3, 0.5)])
+def test_implicit_without_convergence_keeps_the_value(iterations: int, marginal_penalty: float | None) -> None:
     """Newton's steps from far away lead nowhere."""
     p, q, matrix = case(n=30, m=30)
     for epsilon in (0.01, 0.001):
-        options: dict[str, Any] = {"epsilon": epsilon, "reach": reach, "max_iterations": iterations}
+        options: dict[str, Any] = {
+            "epsilon": epsilon,
+            "marginal_penalty": marginal_penalty,
+            "max_iterations": iterations,
+        }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             envelope = sinkhorn(p, q, matrix, grad="envelope", **options)
             try:
                 implicit = sinkhorn(p, q, matrix, grad="implicit", **options)
-            except RuntimeError as refusal:
-                assert "out of reach" in str(refusal)  # noqa: PT017 - a value or a refusal
+            except RuntimeError as error:
+                assert "has no answer here" in str(error)  # noqa: PT017 - a value or this error
                 continue
         assert implicit.isfinite()
         assert abs(float(implicit - envelope)) < 0.02 * float(envelope)
 
 
-@pytest.mark.parametrize("epsilon", [1e3, 1e5, 1e7])
+@pytest.mark.parametrize("epsilon", [1e3, 1e7])
 def test_float32_at_large_epsilon(epsilon: float) -> None:
     """The product coupling; the rounding of the masses counts, times epsilon, and both ways must see the same."""
     p, q, matrix = (t.float() for t in case(n=40, m=50))
@@ -548,16 +469,6 @@ def test_float32_at_large_epsilon(epsilon: float) -> None:
     assert values[0] == pytest.approx(values[1], abs=1e-4 + 1e-13 * epsilon)
 
 
-@pytest.mark.parametrize("reach", [0.1, 1.0])
-@pytest.mark.parametrize("epsilon", [1e-3, 1e-4])
-def test_float32_unbalanced_at_small_epsilon(reach: float, epsilon: float) -> None:
-    p, q, _ = case(n=30, m=30, batch=(3,))
-    x, y = torch.rand(3, 30, 2, generator=torch.Generator().manual_seed(1)), Y[:, :2].float().repeat(6, 1)
-    value = sinkhorn(p.float() * 1.3, q.float(), PointCost(x, y), epsilon=epsilon, reach=reach, tolerance=1e-4)
-    wide = sinkhorn(p * 1.3, q, PointCost(x.double(), y.double()), epsilon=epsilon, reach=reach, tolerance=1e-6)
-    np.testing.assert_allclose(value, wide, rtol=1e-4, atol=1e-5)
-
-
 def test_inputs_changed_in_place_are_noticed() -> None:
     p, q, matrix = case()
     y = Y.clone()
@@ -570,14 +481,6 @@ def test_inputs_changed_in_place_are_noticed() -> None:
     matrix.mul_(2)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         value.backward()
-
-
-def test_costs_among_the_bins_are_symmetric_objects_too() -> None:
-    p, q, matrix = case()
-    skew = DenseCost(torch.rand(4, 4, dtype=torch.float64))
-    for wrong in (skew, PointCost(X, X.clone() + 1)):
-        with pytest.raises(ValueError, match="not symmetric"):
-            sinkhorn_divergence(p, q, matrix, epsilon=0.05, cost_p=wrong, cost_q=PointCost(Y))
 
 
 def test_iterations_stay_within_what_was_allowed() -> None:

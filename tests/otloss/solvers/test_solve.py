@@ -1,4 +1,4 @@
-"""solve and Transport: what it tells of a solution is true, and what it cannot differentiate it refuses."""
+"""solve and Transport: what it tells of a solution is true, and what has no derivative raises."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import otloss
-from otloss.costs import CosineCost, GridCost, LineCost, PointCost
+from otloss.costs import CosineCost, GridCost, PointCost
 from tests.otloss.oracles import as_double, central_gradients, linprog_value
 from tests.otloss.strategies import problems
 
 TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_iterations": 100_000}
-REACHES = (None, 0.4)
+PENALTIES = (None, 0.4)
 
 
 def case(batch: tuple[int, ...] = (3,), *, n: int = 4, m: int = 5, zeros: bool = True) -> tuple[Tensor, Tensor, Tensor]:
@@ -36,10 +36,12 @@ def kl(a: Tensor, b: Tensor) -> Tensor:
     return inner.flatten(1).sum(-1)
 
 
-def objective(plan: Tensor, problem: tuple[Tensor, Tensor, Tensor], epsilon: float, reach: float | None) -> Tensor:
+def objective(
+    plan: Tensor, problem: tuple[Tensor, Tensor, Tensor], epsilon: float, marginal_penalty: float | None
+) -> Tensor:
     p, q, matrix = problem
     value = (plan * matrix).sum((-2, -1)) + epsilon * kl(plan, p.unsqueeze(-1) * q.unsqueeze(-2))
-    return value if reach is None else value + reach * (kl(plan.sum(-1), p) + kl(plan.sum(-2), q))
+    return value if marginal_penalty is None else value + marginal_penalty * (kl(plan.sum(-1), p) + kl(plan.sum(-2), q))
 
 
 def close(a: Any, b: Any, tolerance: float = 1e-9) -> None:
@@ -49,7 +51,7 @@ def close(a: Any, b: Any, tolerance: float = 1e-9) -> None:
 # ---- exact -------------------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(problems())
 def test_exact_solution(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
     p, q, matrix = map(as_double, problem)
@@ -70,25 +72,7 @@ def test_exact_solution(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> N
     assert upper >= answer.value - 1e-9
 
 
-@pytest.mark.parametrize(
-    "cost", [PointCost(case(n=4, m=5)[2][0]), LineCost(torch.arange(4.0)), GridCost((2, 2))], ids=str
-)
-def test_exact_answers_of_cost_objects(cost: Any) -> None:
-    p, q, _ = case(n=4, m=4)
-    answer = otloss.solve(p, q, cost)
-    close(answer.value, otloss.emd(p, q, cost.dense()))
-    close((answer.plan() * cost.dense()).sum((-2, -1)), answer.value)
-
-
-def test_exact_start_saves_pivots_and_changes_nothing() -> None:
-    p, q, matrix = case((), n=30, m=40, zeros=False)
-    cold = otloss.solve(p, q, matrix)
-    warm = otloss.solve(p, q, matrix, start=cold.potentials)
-    close(warm.value, cold.value)
-    assert int(warm.iterations) < int(cold.iterations)
-
-
-def test_exact_refuses_what_it_does_not_take() -> None:
+def test_exact_transport_names_options_that_it_does_not_take() -> None:
     with pytest.raises(ValueError, match=r"\['tolerance'\]"):
         otloss.solve(*case(), tolerance=1e-3)
     with pytest.raises(TypeError, match="unknown options"):
@@ -113,78 +97,62 @@ def test_exact_plans_have_no_derivative(part: str) -> None:
 # ---- entropic ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("reach", REACHES)
-@pytest.mark.parametrize("epsilon", [0.02, 0.5])
-@pytest.mark.parametrize("grad", ["envelope", "implicit", "unrolled"])
-def test_entropic_solution(grad: str, epsilon: float, reach: float | None) -> None:
-    problem = case()
-    p, q, matrix = problem
-    if reach is not None:
-        p = 1.5 * p
-    answer = otloss.solve(p, q, matrix, epsilon=epsilon, reach=reach, grad=grad, **TIGHT)
+@pytest.mark.parametrize(
+    ("grad", "epsilon", "marginal_penalty"), [("envelope", 0.02, None), ("implicit", 0.02, 0.4), ("envelope", 0.5, 0.4)]
+)
+def test_entropic_solution(grad: str, epsilon: float, marginal_penalty: float | None) -> None:
+    p, q, matrix = case()
+    p = p if marginal_penalty is None else 1.5 * p
+    answer = otloss.solve(p, q, matrix, epsilon=epsilon, marginal_penalty=marginal_penalty, grad=grad, **TIGHT)
     plan, (f, g) = answer.plan(), answer.potentials
     expected = p.unsqueeze(-1) * q.unsqueeze(-2) * ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon).exp()
     close(plan, expected, 1e-8)
-    if reach is None:
-        close(plan.sum(-1), p)
-        close(plan.sum(-2), q)
-    else:  # the optimum: each marginal is worth exp(-potential / reach) of what was asked for
-        close(plan.sum(-1), p * (-f / reach).exp(), 1e-8)
-        close(plan.sum(-2), q * (-g / reach).exp(), 1e-8)
-    close(answer.value, objective(plan, (p, q, matrix), epsilon, reach), 1e-8)
+    # Unbalanced, each marginal is exp(-potential / marginal_penalty) of the given one.
+    close(plan.sum(-1), p if marginal_penalty is None else p * (-f / marginal_penalty).exp(), 1e-8)
+    close(plan.sum(-2), q if marginal_penalty is None else q * (-g / marginal_penalty).exp(), 1e-8)
+    assert (plan[:, 1] == 0).all()
+    assert (plan[:, :, -2] == 0).all()
+    close(answer.value, objective(plan, (p, q, matrix), epsilon, marginal_penalty), 1e-8)
     close(answer.linear_cost, (plan * matrix).sum((-2, -1)), 1e-9)
     close(answer.dual_value, answer.value, 1e-8)
     assert answer.converged.all()
     assert (answer.marginal_error <= 1e-11).all()
-    assert (answer.gap < 1e-8).all()
-    assert (answer.gap >= 0).all()
-    assert (answer.iterations > 0).all()
+    assert ((answer.gap >= 0) & (answer.gap < 1e-8)).all()
     assert answer.iterations.shape == answer.converged.shape == answer.marginal_error.shape == (3,)
-    close(answer.value, otloss.sinkhorn(p, q, matrix, epsilon=epsilon, reach=reach, **TIGHT), 1e-8)
+    for part in ("problems=(3,)", "bins=(4, 5)", "converged=3/3", "float64", "cpu"):
+        assert part in repr(answer)
 
 
-@pytest.mark.parametrize("reach", REACHES)
-@pytest.mark.parametrize("grad", ["envelope", "implicit", "unrolled"])
-def test_no_mass_comes_from_or_goes_to_an_empty_bin(grad: str, reach: float | None) -> None:
-    answer = otloss.solve(*case(), epsilon=0.1, reach=reach, grad=grad)
-    assert (answer.plan()[:, 1] == 0).all()
-    assert (answer.plan()[:, :, -2] == 0).all()
-
-
-@settings(max_examples=60, deadline=None)
-@given(problems(), st.sampled_from([0.02, 0.2, 2.0]), st.integers(1, 30), st.sampled_from(REACHES))
+@settings(max_examples=25, deadline=None)
+@given(problems(), st.sampled_from([0.02, 0.2, 2.0]), st.integers(1, 30), st.sampled_from(PENALTIES))
 def test_the_optimum_lies_in_the_gap_at_any_iteration(
-    problem: tuple[np.ndarray, np.ndarray, np.ndarray], epsilon: float, iterations: int, reach: float | None
+    problem: tuple[np.ndarray, np.ndarray, np.ndarray], epsilon: float, iterations: int, marginal_penalty: float | None
 ) -> None:
     p, q, matrix = map(as_double, problem)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", otloss.ConvergenceWarning)
-        best = otloss.solve(p, q, matrix, epsilon=epsilon, reach=reach, tolerance=1e-9, max_iterations=20_000)
+        best = otloss.solve(
+            p, q, matrix, epsilon=epsilon, marginal_penalty=marginal_penalty, tolerance=1e-9, max_iterations=20_000
+        )
         for impl in ("torch", "auto"):
             loose = otloss.solve(
-                p, q, matrix, epsilon=epsilon, reach=reach, max_iterations=iterations, impl=impl, tolerance=1e-12
+                p,
+                q,
+                matrix,
+                epsilon=epsilon,
+                marginal_penalty=marginal_penalty,
+                max_iterations=iterations,
+                impl=impl,
+                tolerance=1e-12,
             )
             slack = 1e-7 * (1 + float(matrix.max()))
             assert float(loose.gap) >= 0
             assert float(loose.dual_value) <= float(best.dual_value + best.gap) + slack
             assert float(loose.dual_value + loose.gap) >= float(best.dual_value) - slack
-            if reach is None:
+            if marginal_penalty is None:
                 lower, upper = (float(t) for t in loose.certificate)
                 exact = linprog_value(*problem)
                 assert lower - slack <= exact <= upper + slack
-
-
-def test_the_gap_closes_with_the_iterations() -> None:
-    p, q, matrix = case((), n=12, m=15)
-    gaps = []
-    for iterations in (5, 20, 80, 2000):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", otloss.ConvergenceWarning)
-            answer = otloss.solve(p, q, matrix, epsilon=0.01, max_iterations=iterations, impl="torch")
-        gaps.append(float(answer.gap))
-    assert gaps == sorted(gaps, reverse=True)
-    assert gaps[0] > 1e-4
-    assert gaps[-1] < 1e-7
 
 
 def test_the_certificate_closes_with_epsilon() -> None:
@@ -199,7 +167,7 @@ def test_the_certificate_closes_with_epsilon() -> None:
 
 
 def test_an_unbalanced_problem_has_no_certificate() -> None:
-    answer = otloss.solve(*case(), epsilon=0.1, reach=0.4)
+    answer = otloss.solve(*case(), epsilon=0.1, marginal_penalty=0.4)
     with pytest.raises(ValueError, match="unbalanced"):
         _ = answer.certificate
 
@@ -215,8 +183,9 @@ COSTS: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("grad", ["envelope", "implicit"])
-@pytest.mark.parametrize("name", COSTS)
+@pytest.mark.parametrize(
+    ("name", "grad"), [("points", "envelope"), ("cosine", "implicit"), ("grid", "envelope"), ("exact", "envelope")]
+)
 def test_products_with_the_plan(name: str, grad: str) -> None:
     cost = COSTS[name]
     n, m = cost.shape
@@ -271,65 +240,44 @@ def weighed(answer: otloss.Transport, part: str) -> Tensor:
 PARTS = ("linear_cost", "plan", "apply", "apply_transpose", "f", "g")
 
 
-@pytest.mark.parametrize("reach", REACHES)
 @pytest.mark.parametrize("part", PARTS)
-def test_the_envelope_refuses_all_but_the_value(part: str, reach: float | None) -> None:
+def test_with_the_envelope_only_the_value_has_gradients(part: str) -> None:
+    marginal_penalty = 0.4 if part in ("plan", "f") else None
     for k in range(3):
         inputs = list(case())
         inputs[k].requires_grad_()
-        answer = otloss.solve(*inputs, epsilon=0.1, reach=reach)
+        answer = otloss.solve(*inputs, epsilon=0.1, marginal_penalty=marginal_penalty)
         with pytest.raises(RuntimeError, match='grad="implicit"'):
             weighed(answer, part).backward()
         answer.value.sum().backward()
         assert inputs[k].grad is not None
 
 
-@pytest.mark.parametrize("reach", REACHES)
-@pytest.mark.parametrize("grad", ["implicit", "unrolled"])
-@pytest.mark.parametrize("part", PARTS)
-def test_gradients_through_the_plan(part: str, grad: str, reach: float | None) -> None:
-    problem = case((2,), zeros=grad == "implicit")
+@pytest.mark.parametrize("marginal_penalty", PENALTIES)
+@pytest.mark.parametrize("part", PARTS[1:])  # linear_cost is in the gradient matrix
+def test_gradients_through_the_plan(part: str, marginal_penalty: float | None) -> None:
+    grad = "implicit"
+    problem = case((2,))
     inputs = [t.clone().requires_grad_() for t in problem]
-    options: dict[str, Any] = {"epsilon": 0.2, "reach": reach, "tolerance": 1e-10}
+    options: dict[str, Any] = {"epsilon": 0.2, "marginal_penalty": marginal_penalty, "tolerance": 1e-10}
     found = torch.autograd.grad(weighed(otloss.solve(*inputs, grad=grad, **options), part), inputs)
     for k in range(3):
 
         def value(point: np.ndarray, k: int = k) -> float:
             moved = as_double(point)
-            if k < 2 and reach is None:  # along the simplex: what goes in comes from all bins with mass
+            if k < 2 and marginal_penalty is None:  # along the simplex: what goes in comes from all bins with mass
                 moved = problem[k] + (moved - problem[k]) - (moved - problem[k]).sum(-1, keepdim=True) * problem[k]
             return float(weighed(otloss.solve(*problem[:k], moved, *problem[k + 1 :], **options), part))
 
         point = problem[k].numpy()
         expected = central_gradients(value, point.clip(1e-6) if k < 2 else point, 1e-6 if k < 2 else 1e-5)
         gradient = found[k]
-        if k < 2 and reach is None:
+        if k < 2 and marginal_penalty is None:
             gradient = gradient - (gradient * problem[k]).sum(-1, keepdim=True)
         close(gradient, expected, 2e-4)
 
 
 # ---- convergence, starts, shapes ---------------------------------------------------------------------------------
-
-
-def test_what_has_not_converged_says_so() -> None:
-    p, q, matrix = case(n=20, m=20)
-    epsilon = torch.tensor([1.0, 1e-3, 1.0], dtype=torch.float64)
-    with pytest.warns(otloss.ConvergenceWarning, match=r"1 of 3 .* problem \(1,\)"):
-        answer = otloss.solve(p, q, matrix, epsilon=epsilon, max_iterations=30)
-    assert answer.converged.tolist() == [True, False, True]
-    assert answer.marginal_error[1] > 1e-8
-    assert "converged=2/3" in repr(answer)
-    with pytest.raises(RuntimeError, match=r"problem \(1,\)"):
-        otloss.solve(p, q, matrix, epsilon=epsilon, max_iterations=30, strict=True)
-
-
-@pytest.mark.parametrize("reach", REACHES)
-def test_a_warm_start_saves_iterations_and_changes_nothing(reach: float | None) -> None:
-    p, q, matrix = case(n=12, m=15)
-    cold = otloss.solve(p, q, matrix, epsilon=0.02, reach=reach, impl="torch")
-    warm = otloss.solve(p, q, matrix, epsilon=0.02, reach=reach, impl="torch", start=cold.potentials)
-    close(warm.value, cold.value, 1e-7)
-    assert (warm.iterations < cold.iterations).all()
 
 
 @pytest.mark.parametrize("epsilon", [None, 0.1])
@@ -338,18 +286,14 @@ def test_a_batch_is_a_loop_and_broadcasts(epsilon: float | None) -> None:
     answer = otloss.solve(p, q[0, 0], matrix[0], epsilon=epsilon)
     assert answer.value.shape == (2, 3)
     assert answer.plan().shape == (2, 3, 4, 5)
+    empty = otloss.solve(p[:0], q[0, 0], matrix[0], epsilon=epsilon)
+    assert empty.value.shape == empty.gap.shape == empty.linear_cost.shape == (0, 3)
+    assert empty.plan().shape == (0, 3, 4, 5)
+    assert "problems=(0, 3)" in repr(empty)
     for i, j in np.ndindex(2, 3):
         alone = otloss.solve(p[i, j], q[0, 0], matrix[0, j], epsilon=epsilon)
         close(alone.value, answer.value[i, j], 1e-8)
         close(alone.plan(), answer.plan()[i, j], 1e-6)
-
-
-@pytest.mark.parametrize("epsilon", [None, 0.1])
-def test_an_empty_batch(epsilon: float | None) -> None:
-    answer = otloss.solve(torch.ones(0, 4) / 4, torch.ones(0, 5) / 5, torch.ones(4, 5), epsilon=epsilon)
-    assert answer.value.shape == answer.gap.shape == answer.linear_cost.shape == (0,)
-    assert answer.plan().shape == (0, 4, 5)
-    assert "problems=(0,)" in repr(answer)
 
 
 @pytest.mark.parametrize("epsilon", [None, 0.1])
@@ -366,9 +310,10 @@ def test_permuted_bins_and_raised_costs(epsilon: float | None) -> None:
     close(raised.plan(), answer.plan(), 1e-6)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("epsilon", [None, 0.1])
-@pytest.mark.parametrize("grad", ["envelope", "implicit"])
+@pytest.mark.parametrize(
+    ("dtype", "epsilon", "grad"),
+    [(torch.float32, 0.1, "envelope"), (torch.bfloat16, 0.1, "implicit"), (torch.bfloat16, None, "envelope")],
+)
 def test_narrow_dtypes(dtype: torch.dtype, epsilon: float | None, grad: str) -> None:
     p, q = (torch.tensor(w, dtype=dtype) for w in ([0.5, 0.25, 0.25], [0.125, 0.375, 0.5]))
     matrix = torch.tensor([[0.0, 1.0, 2.0], [1.0, 0.0, 1.0], [2.0, 1.0, 0.0]], dtype=dtype)
@@ -377,7 +322,7 @@ def test_narrow_dtypes(dtype: torch.dtype, epsilon: float | None, grad: str) -> 
     wide = otloss.solve(p.double(), q.double(), matrix.double(), **options)
     for name in ("value", "linear_cost", "marginal_error"):
         assert getattr(answer, name).dtype == dtype
-    # A bound that is rounded is none.
+    # A rounded bound may not be a bound.
     assert answer.dual_value.dtype == answer.gap.dtype == answer.certificate.lower.dtype == torch.float64
     assert answer.plan().dtype == answer.potentials[0].dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 1e-2
@@ -386,13 +331,7 @@ def test_narrow_dtypes(dtype: torch.dtype, epsilon: float | None, grad: str) -> 
     close(answer.plan().double(), wide.plan(), tolerance)
 
 
-def test_repr_tells_how_it_went() -> None:
-    text = repr(otloss.solve(*case(), epsilon=0.1))
-    for part in ("problems=(3,)", "bins=(4, 5)", "converged=3/3", "float64", "cpu"):
-        assert part in text
-
-
-def test_what_is_asked_after_a_change_in_place_is_refused() -> None:
+def test_answers_after_a_change_in_place_raise() -> None:
     """An optimizer's step changes its parameters in place; the answer is that of the problem before."""
     p, q, matrix = case()
     matrix = matrix.clone()

@@ -1,10 +1,9 @@
-"""The potentials of entropic problems: by the compiled kernel, or in the log domain on any device."""
+"""The potentials of entropic problems: by the numba kernel, or in the log domain on any device."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -35,20 +34,19 @@ from otloss.solvers.entropic.problem import (
     check_start,
     has_float64,
     in_float64,
+    level_of_the_caller,
+    settled_from,
     tolerance_of,
 )
 
 # Matrices up to this many entries: beyond, a single problem on one thread takes longer than soft minima on all of them.
-LARGEST_COMPILED = 2**24
-# Costs of all problems together that may be held as matrices for the compiled kernel: 1 GiB in float32.
-MOST_COMPILED = 2**28
-# Iterations after which problems of up to so many entries are handed to Newton's method: a step costs as much as a
-# hundred of them.
+LARGEST_FOR_KERNEL = 2**24
+# Costs of all problems together that may be held as matrices for the numba kernel: 1 GiB in float32.
+MOST_FOR_KERNEL = 2**28
+# Iterations after which Newton's method solves problems of up to so many entries: a step takes as long as a hundred
+# iterations.
 PATIENCE, LARGEST_NEWTON = 1000, 2**20
-# Potentials are settled where the last update changes a factor of the plan by no more, and where their error is no more
-# of their spread; they are uncertain where their error is more than UNCERTAIN of their spread.
-SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
-UNCERTAIN = 1e-2
+UNCERTAIN = 1e-2  # share of their spread, from which an error of potentials is worth a warning
 LITTLE = 1e-5  # of epsilon: an error that does not count, where potentials hardly differ
 
 
@@ -109,17 +107,17 @@ def find_potentials(
     start = check_start(settings.start, problem)
     if settle is None:
         settle = _takes_weight_gradients(problem)
-    settled = max(SETTLED[problem.cost.dtype], 100 * tolerance) if settle else math.inf
+    settled = settled_from(tolerance, problem.cost.dtype) if settle else math.inf
     goal = _Goal(tolerance, settings.max_iterations, settled, symmetric)
     with torch.no_grad():
-        search = _compiled if runs_compiled(problem, settings.impl) else _in_logs
+        search = _by_kernel if runs_on_kernel(problem, settings.impl) else _in_logs
         from_clusters = settings.impl == "auto" and start is None and takes_clusters(problem)
         in_order = _from_clusters if from_clusters else _in_turns
         f, g, error, iterations, uncertain = in_order(problem, start, search, goal)
         check_not_too_small(problem, f, g)
         if settle and uncertain is not None:
             f, g, error, iterations, uncertain = _settled(problem, (f, g, error, iterations, uncertain), goal)
-        # A value whose error is not known must not look like a number.
+        # A value whose error is not known must be NaN.
         f, g = (potential.masked_fill(~error.isfinite().unsqueeze(-1), torch.nan) for potential in (f, g))
         found = Potentials(f, g, error, error <= tolerance, iterations, *(uncertain or ())[:2])
     report(found, problem, settings)
@@ -134,14 +132,14 @@ _Search = Callable[[EntropicProblem, tuple[Tensor, Tensor] | None, "_Goal"], _Fo
 def _from_clusters(
     problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, search: _Search, goal: _Goal
 ) -> _Found:
-    """The search from clusters to points; the other one goes on where that ends early."""
+    """The search from clusters to points; the other one continues where that ends early."""
 
     def solve_clusters(between: EntropicProblem, *, tolerance: float, most: int, symmetric: bool) -> Any:
-        return _compiled(between, None, _Goal(tolerance, most, symmetric=symmetric))[:4]
+        return _by_kernel(between, None, _Goal(tolerance, most, symmetric=symmetric))[:4]
 
     found = search_from_clusters(
         problem, solve_clusters, tolerance=goal.tolerance, most=goal.most, symmetric=goal.symmetric,
-        only_resolved=search is _compiled,
+        only_resolved=search is _by_kernel,
     )  # fmt: skip
     if found is None:
         return _in_turns(problem, None, search, goal)
@@ -159,7 +157,7 @@ def _in_turns(
     search: _Search,
     goal: _Goal,
 ) -> _Found:
-    """Sinkhorn; after a while Newton's method, where it can be had; then Sinkhorn again, in float64."""
+    """Sinkhorn; after a while Newton's method, if it applies; then Sinkhorn again, in float64."""
     tolerance, most = goal.tolerance, goal.most
     newton = not goal.symmetric and _can_take_newton(problem)
     narrow = search is _in_logs and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
@@ -182,7 +180,7 @@ def _in_turns(
 
 def _can_take_newton(problem: EntropicProblem) -> bool:
     n, m = problem.cost.shape
-    return problem.reach is None and n * m <= LARGEST_NEWTON and has_float64(problem.p.device)
+    return problem.marginal_penalty is None and n * m <= LARGEST_NEWTON and has_float64(problem.p.device)
 
 
 def _by_newton(
@@ -210,7 +208,7 @@ def _by_newton(
 
 
 def _settled(problem: EntropicProblem, found: _Found, goal: _Goal) -> _Found:
-    """Newton's method where g is uncertain by more than a share of its spread: slow modes that the error cannot see."""
+    """Newton's method where g is uncertain: slow modes hardly count in the marginal error."""
     f, g, error, iterations, known = found
     assert known is not None
     uncertain, spread, eigenvalue = known
@@ -223,22 +221,22 @@ def _settled(problem: EntropicProblem, found: _Found, goal: _Goal) -> _Found:
     return f, g, error, iterations + steps, (torch.where(poor, better, uncertain), spread, eigenvalue)
 
 
-def runs_compiled(problem: EntropicProblem, impl: str) -> bool:
-    """Whether the compiled kernel is for this problem; raises where it was asked for and cannot run."""
+def runs_on_kernel(problem: EntropicProblem, impl: str) -> bool:
+    """Whether the numba kernel solves this problem; ValueError if impl="compiled" and it cannot."""
     n, m = problem.cost.shape
-    able = problem.reach is None and may_run_on(problem.p)
+    able = problem.marginal_penalty is None and may_run_on(problem.p)
     if impl == "compiled":
         if not able:
             raise ValueError(
                 f'impl="compiled" solves balanced problems on the CPU, outside of torch.func transforms; got '
-                f'reach={problem.reach} on {problem.p.device}. Use impl="torch" or "auto".'
+                f'marginal_penalty={problem.marginal_penalty} on {problem.p.device}. Use impl="torch" or "auto".'
             )
         return True
     matrices = problem.cost.batch_shape.numel()
-    return impl == "auto" and able and n * m <= LARGEST_COMPILED and matrices * n * m <= MOST_COMPILED
+    return impl == "auto" and able and n * m <= LARGEST_FOR_KERNEL and matrices * n * m <= MOST_FOR_KERNEL
 
 
-def _compiled(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> _Found:
+def _by_kernel(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> _Found:
     (n, m), batch = problem.cost.shape, problem.batch
     p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
     costs = problem.cost.dense().detach()
@@ -260,9 +258,9 @@ def _compiled(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goa
 def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> _Found:
     p, q = problem.p.detach(), problem.q.detach()
     empty = (p.sum(-1) == 0) | (q.sum(-1) == 0)
-    # Weights of one in the place of none: the answer of that problem is not looked at.
+    # Uniform weights in place of zeros: the answer of that problem is replaced below.
     p, q = (torch.where(empty.unsqueeze(-1), 1.0 / w.shape[-1], w) for w in (p, q))
-    solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.reach, problem.dtype)
+    solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.marginal_penalty, problem.dtype)
     f, g, error, iterations = iterate_in_logs(solid, start, **goal.options)
     known = None
     if goal.settled < math.inf and not goal.symmetric and p.device.type == "cpu" and _can_take_newton(problem):
@@ -277,7 +275,7 @@ def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> N
     """Warn of the worst problem that did not converge, or raise with strict=True."""
     tolerance = tolerance_of(problem, settings)
     if found.converged.all():
-        if settings.grad == "envelope" and _takes_weight_gradients(problem):  # "implicit" finds out by itself
+        if settings.grad == "envelope" and _takes_weight_gradients(problem):  # "implicit" raises instead
             _warn_of_uncertain(problem, found)
         return
     error = found.error.nan_to_num(nan=torch.inf)
@@ -288,11 +286,11 @@ def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> N
         f"{count} of {found.converged.numel()} entropic problems did not converge; worst is {name}, with a marginal "
         f"error of {float(found.error[worst]):.3g} where {tolerance:.3g} was asked for, after "
         f"{int(found.iterations[worst])} iterations. Raise epsilon, raise max_iterations (now "
-        f"{settings.max_iterations}), or accept a larger tolerance; solve() tells the duality gap of each problem."
+        f"{settings.max_iterations}), or accept a larger tolerance; solve() gives the duality gap of each problem."
     )
     if settings.strict:
         raise RuntimeError(message)
-    warnings.warn(message, ConvergenceWarning, stacklevel=_level_of_the_caller())
+    warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
 
 
 def _takes_weight_gradients(problem: EntropicProblem) -> bool:
@@ -309,15 +307,7 @@ def _warn_of_uncertain(problem: EntropicProblem, found: Potentials) -> None:
         warnings.warn(
             f"the gradients of the weights are uncertain in {int(poor.sum())} of {poor.numel()} entropic problems, by "
             f"{100 * float(share):.2g} % in the worst: the plan falls into parts that hardly exchange mass. Raise "
-            "epsilon; solve(...).potential_error tells it for each problem. Values and gradients of costs are right.",
+            "epsilon; solve(...).potential_error gives it for each problem. Values and gradients of costs are right.",
             ConvergenceWarning,
-            stacklevel=_level_of_the_caller(),
+            stacklevel=level_of_the_caller(),
         )
-
-
-def _level_of_the_caller() -> int:
-    """The stack level, for a warning of the function that asks, of the first frame outside this library and torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("otloss", "torch"):
-        level, frame = level + 1, frame.f_back
-    return level
