@@ -35,7 +35,7 @@ def assert_all_close(got: list[Tensor], expected: list[Tensor], tolerance: float
 
 
 def from_logits(logits: Tensor, labels: Tensor, impl: str, **settings: Any) -> TokenLoss:
-    """The token loss of exactly these logits: `token_loss` for "logits", else hidden = one-hot rows, weight = logits."""
+    """The token loss of exactly these logits: by `token_loss` for "logits", else from hidden states = one-hot rows."""
     if impl == "logits":
         return token_loss(logits, labels, **settings)
     rows = torch.eye(len(logits), dtype=logits.dtype, device=logits.device)
