@@ -15,8 +15,8 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_floating
 from otloss.costs import CosineCost
+from otloss.extending import check_floating
 from otloss_llm.costs.near_duplicates import describe_criteria, find_near_duplicates
 from otloss_llm.models.heads import find_head
 

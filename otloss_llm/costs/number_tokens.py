@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_floating
+from otloss.extending import check_floating
 
 _NUMBER = re.compile(r"[+\-\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
 _UNREADABLE = "\ufffd"  # stands for bytes that are no whole character

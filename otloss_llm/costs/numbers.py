@@ -18,10 +18,9 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_index, check_positive
 from otloss.costs import Cost
 from otloss.costs.cost import takes_out
-from otloss.losses.number_line import TEXT_OVER_WORST, checked_values, number_line
+from otloss.extending import TEXT_OVER_WORST, check_index, check_positive, checked_values, number_line
 from otloss_llm.costs.few_columns import FewColumns
 from otloss_llm.costs.number_tokens import Coverage, NumberTokens
 
@@ -39,8 +38,6 @@ class NumberCost(Cost):
     Args:
         values: `(V,)` value of each token, NaN where it is no number; at least one number.
         text: cost from a number to a token that is none; None takes 1.01 times the largest distance between numbers.
-        form: "wasserstein", the transport cost; or "mse", "mae", "huber" (with `delta`), which charge the distance of
-            the mean number, as in `otloss.number_token_loss`. Those are no cost of single tokens: they have no `rows`.
         scaling, squash: of the distances, as in `otloss.number_token_loss`: with multi-digit tokens take "symlog", as
             `from_tokenizer` does; squashed absolute distances are bounded too, but between small numbers all the same.
 
@@ -65,15 +62,12 @@ class NumberCost(Cost):
         values: Float[Tensor, " vocab"],
         *,
         text: float | None = None,
-        form: str = "wasserstein",
-        delta: float = 1.0,
         scaling: str = "absolute",
         squash: float | None = None,
     ) -> None:
         self.values = checked_values(values)
-        self.line = number_line(self.values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
-        bend = delta if form == "huber" else None
-        self.settings = {"form": form, "delta": bend, "scaling": scaling, "squash": squash}
+        self.line = number_line(self.values, scaling=scaling, squash=squash, text=text)
+        self.settings = {"scaling": scaling, "squash": squash}
         self.tokens: NumberTokens | None = None
         self._table: FewColumns | None = None
 
@@ -84,8 +78,6 @@ class NumberCost(Cost):
         *,
         vocab_size: int | None = None,
         values: Mapping[int, float | None] | None = None,
-        form: str = "wasserstein",
-        delta: float = 1.0,
         scaling: str | None = None,
         squash: float | None = None,
         text: float | None = None,
@@ -105,17 +97,29 @@ class NumberCost(Cost):
             vocab_size: rows of the model's head, where it is padded beyond the tokenizer.
             values: `{id: value}` overrides what was read; None for a token that shall be no number.
             scaling: of the constructor; None is "symlog", or with `squash`, which bounds distances itself, "absolute".
-            form, delta, squash, text: of the constructor.
+            squash, text: of the constructor.
 
         Raises:
             TypeError, ValueError: no tokenizer, one without a number token, a head smaller than the vocabulary, an
                 override of a token that is not there.
         """
         tokens = NumberTokens.of(tokenizer, vocab_size=vocab_size, values=values)
+        return cls.from_tokens(tokens, scaling=scaling, squash=squash, text=text)
+
+    @classmethod
+    def from_tokens(
+        cls,
+        tokens: NumberTokens,
+        *,
+        scaling: str | None = None,
+        squash: float | None = None,
+        text: float | None = None,
+    ) -> Self:
+        """Return the cost over number tokens that were read before; settings as in `from_tokenizer`."""
         if scaling is None:
             scaling = "symlog" if squash is None else "absolute"
         # Scaled in float64: a default dtype of 16 bits would round 257 to 256.
-        cost = cls(tokens.values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
+        cost = cls(tokens.values, scaling=scaling, squash=squash, text=text)
         cost = cost.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
         cost.tokens = tokens
         return cost
@@ -161,19 +165,10 @@ class NumberCost(Cost):
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
         index = check_index("index", index, self.shape[0])
-        self.check_rows()
         place = self.line.place[index]
         rows = self.values.new_full((len(index), self.shape[0]), self.text)
         rows[:, self.line.columns] = self.line.distances(index.where(place >= 0, self.line.columns[0]))
         return rows.masked_fill_((place < 0).unsqueeze(1), 0.0)
-
-    def check_rows(self) -> None:
-        """Raise ValueError where the loss is no mean of costs."""
-        if self.line.form != "wasserstein":
-            raise ValueError(
-                f'form="{self.line.form}" charges the mean number and has no cost of single tokens; use it with '
-                'token_loss or linear_token_loss (without process_group), or take form="wasserstein".'
-            )
 
     def number_positions(self, labels: Int[Tensor, "*batch"], valid: Bool[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Return which of the valid positions have a number for a label."""
@@ -190,14 +185,14 @@ class NumberCost(Cost):
             every = torch.arange(-1, len(line.x), device=line.x.device)
             self._table = self._rows_of(every, every)
         table = self._table
-        return FewColumns(table.columns, table.rows, table.rest, place + 1, table.tangent)
+        return FewColumns(table.columns, table.rows, table.rest, place + 1)
 
     def _rows_of(self, kinds: Int[Tensor, " kinds"], which: Int[Tensor, " tokens"]) -> FewColumns:
         """Rows from these places on the line; -1 is a label that is no number."""
         line, number = self.line, kinds >= 0
         rows = line.distances(line.columns[kinds.clamp(min=0)]).masked_fill_(~number.unsqueeze(1), 0.0)
         rest = number.to(rows.dtype) * line.text
-        return FewColumns(line.columns, rows, rest, which, None if line.form == "wasserstein" else line.tangent)
+        return FewColumns(line.columns, rows, rest, which)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere, as `Cost.to`."""
@@ -210,9 +205,7 @@ class NumberCost(Cost):
 
     def __repr__(self) -> str:
         settings = "".join(
-            f", {name}={value!r}"
-            for name, value in self.settings.items()
-            if value not in ("wasserstein", "absolute", None)
+            f", {name}={value!r}" for name, value in self.settings.items() if value not in ("absolute", None)
         )
         return super().__repr__()[:-1] + f", numbers={len(self.line.x)}, text={self.text:g}{settings})"
 
@@ -221,14 +214,14 @@ class MixedCost(Cost):
     """Numeric distance between number tokens, another cost (an `EmbeddingCost`) between all others.
 
     Args:
-        numbers: which tokens are numbers, and their distances (of form "wasserstein").
+        numbers: which tokens are numbers, and their distances.
         other: cost of the same vocabulary.
         scale: of the distance between numbers; None maps what text costs in `numbers` to 1.01, so that far numbers cost
             about 1, as unrelated tokens do in a cosine cost.
 
     Raises:
         TypeError: no costs, or in the other order.
-        ValueError: vocabularies that differ, a `scale` that is not positive, numbers of another form.
+        ValueError: vocabularies that differ, a `scale` that is not positive.
 
     Example:
         >>> numbers = NumberCost(torch.tensor([1.0, 5.0, float("nan")]))
@@ -246,7 +239,6 @@ class MixedCost(Cost):
             )
         if numbers.shape != other.shape:
             raise ValueError(f"numbers are over {numbers.shape[0]} tokens, the other cost over {other.shape[0]}.")
-        numbers.check_rows()
         self.numbers, self.other = numbers, other.to(numbers.device)
         self.scale = check_positive("scale", TEXT_OVER_WORST / numbers.text if scale is None else scale)
 

@@ -27,10 +27,10 @@ from torch import Tensor
 from otloss.costs import Cost
 from otloss.costs.cost import takes_out
 from otloss_llm.costs.few_columns import FewColumns
-from otloss_llm.kernels.few_columns import few_column_sweeps
+from otloss_llm.kernels.few_columns import FewColumnSweeps
 from otloss_llm.kernels.gradients import Gradients
-from otloss_llm.kernels.logits import ROW_MULTIPLE, Head, Logits, sweeps_for
-from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
+from otloss_llm.kernels.logits import ROW_MULTIPLE, Head, Logits, runs_on_numba, sweeps_for
+from otloss_llm.kernels.rows import CostRows, GradientCoefficients, RowSums
 from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
 from otloss_llm.models.sharded_heads import VocabShard
 from otloss_llm.objectives import check_tokenwise, value_and_slopes, value_of
@@ -58,15 +58,15 @@ class Tokens:
             transport = (sums.others_cost + e_y * sums.c_y) / total
         return cls(nll, transport, sums, e_y, total)
 
-    def slopes(self, alpha: Tensor, beta: Tensor | None, factor: Tensor) -> Slopes:
+    def slopes(self, alpha: Tensor, beta: Tensor | None, factor: Tensor) -> GradientCoefficients:
         """What multiplies `exp(z - top)` in `factor * d value / dz`, and the gradient at the label."""
         scale = factor / self.total
         a = alpha * scale
         at_label = -a * self.sums.others
         if beta is None or self.transport is None or self.sums.c_y is None:
-            return Slopes(a, None, None, at_label)
+            return GradientCoefficients(a, None, None, at_label)
         b = beta * scale
-        return Slopes(a, b, self.transport, at_label + b * self.e_y * (self.sums.c_y - self.transport))
+        return GradientCoefficients(a, b, self.transport, at_label + b * self.e_y * (self.sums.c_y - self.transport))
 
 
 def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor, CostRows | FewColumns | None]]:
@@ -159,7 +159,11 @@ def chunked_pass(
 def _sweeps_for(z: Tensor, head: Head, shard: VocabShard | None) -> Any:
     sweeps = sweeps_for(z, head.impl)
     if isinstance(head.cost, FewColumns):
-        return few_column_sweeps(sweeps)
+        if runs_on_numba(z, head.impl):
+            from otloss_llm.kernels.few_columns_numba import NumbaFewColumnSweeps
+
+            return NumbaFewColumnSweeps()
+        return FewColumnSweeps(sweeps)
     return sweeps if shard is None else ShardedSweeps(sweeps, shard)
 
 

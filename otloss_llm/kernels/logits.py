@@ -10,8 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from otloss._kernels import may_run_on
 from otloss.costs import Cost
+from otloss.extending import may_run_on
 from otloss_llm.costs.few_columns import FewColumns
 from otloss_llm.kernels import rows
 from otloss_llm.objectives import Objective
@@ -99,17 +99,22 @@ class Logits:
 def sweeps_for(z: Tensor, impl: str) -> ModuleType:
     """The module with `softmax_rows` and `gradient_rows` for these logits.
 
-    "auto" is Triton on a CUDA device, else "chunked": compiled for float32 on a CPU, plain torch for the rest.
+    "auto" is Triton on a CUDA device, else "chunked": numba kernels for float32 on a CPU, plain torch for the rest.
     """
     if runs_on_triton(z, impl):
         from otloss_llm.kernels import rows_triton
 
         return rows_triton
-    if z.dtype != torch.float32 or not may_run_on(z):
+    if not runs_on_numba(z, impl):
         return rows
-    from otloss_llm.kernels import rows_numba as rows_compiled  # numba takes half a second to import
+    from otloss_llm.kernels import rows_numba  # numba takes half a second to import
 
-    return rows_compiled
+    return rows_numba
+
+
+def runs_on_numba(z: Tensor, impl: str) -> bool:
+    """Whether the numba kernels are for these logits."""
+    return not runs_on_triton(z, impl) and z.dtype == torch.float32 and may_run_on(z)
 
 
 def runs_on_triton(tensor: Tensor, impl: str) -> bool:

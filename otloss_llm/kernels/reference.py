@@ -36,14 +36,10 @@ def token_values(
 
 
 def _mean_cost(logits: Float[Tensor, "tokens vocab"], cost: FewColumns) -> Float[Tensor, " tokens"]:
-    """`sum_i q_i c_i`; where the costs are a tangent, it is the tangent of itself, to any order of derivatives."""
-    q, x = torch.log_softmax(logits, dim=-1).exp(), cost.rows[cost.which].to(logits.dtype)
+    """`sum_i q_i c_i`."""
+    q, rows = torch.log_softmax(logits, dim=-1).exp(), cost.rows[cost.which].to(logits.dtype)
     few, text = q.index_select(-1, cost.columns), q.index_fill(-1, cost.columns, 0.0).sum(-1)
-    # From the logits: `few / few.sum()` has NaN gradients where the mass on the few is subnormal.
-    z = logits.index_select(-1, cost.columns)
-    p = z.masked_fill((z == -torch.inf).all(-1, keepdim=True), 0.0).softmax(-1)
-    intercept, slope = cost.costs_from((p * x).sum(-1))
-    return (few * (intercept[:, None] + slope[:, None] * x)).sum(-1) + cost.rest[cost.which].to(q.dtype) * text
+    return (few * rows).sum(-1) + cost.rest[cost.which].to(q.dtype) * text
 
 
 def _negative_log_likelihood(logits: Tensor, label: Tensor) -> Tensor:

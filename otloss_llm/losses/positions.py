@@ -8,8 +8,8 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
 from otloss.costs import Cost
+from otloss.extending import check_finite, check_floating, check_reduction, check_tensor
 from otloss_llm.objectives import EMO, NumberToken, Objective, needs_cost, value_and_slopes
 
 IGNORE_INDEX = -100  # a label that is left out, as in torch and transformers

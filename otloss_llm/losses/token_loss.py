@@ -16,8 +16,8 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_floating
 from otloss.costs import Cost
+from otloss.extending import check_floating, eager
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.few_columns import FewColumns
 from otloss_llm.costs.sharded import own_columns
@@ -36,9 +36,8 @@ from otloss_llm.losses.positions import (
     scatter,
     valid_positions,
 )
-from otloss_llm.losses.torch_compile import key_of, scores_with, traced_token_loss
 from otloss_llm.models.sharded_heads import VocabShard, fingerprint, local_tensors
-from otloss_llm.objectives import EMO, Objective, recipe
+from otloss_llm.objectives import EMO, Objective
 
 
 class TokenLoss(NamedTuple):
@@ -55,6 +54,7 @@ class TokenLoss(NamedTuple):
     cost: Tensor | None
 
 
+@eager
 def token_loss(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],
@@ -103,7 +103,7 @@ def token_loss(
     return _at_positions(loss, nll, transport, valid)
 
 
-@scores_with
+@eager
 def linear_token_loss(
     hidden: Float[Tensor, "*batch width"],
     weight: Float[Tensor, "vocab width"],
@@ -141,12 +141,13 @@ def linear_token_loss(
         process_group: processes that hold the rows of `weight` (and `bias`) together, in the order of ranks, and have
             the same `hidden` and `labels` each (tensor parallelism). Labels are ids in the whole vocabulary; the loss
             and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
-            is a whole one, or a `ShardedEmbeddingCost`. Runs outside of compiled graphs. None: all rows are here.
+            is a whole one, or a `ShardedEmbeddingCost`. None: all rows are here.
 
-    DTensors speak for themselves: a weight with placements `[Shard(0)]` goes with replicated hidden states.
+    DTensors carry their sharding (leave process_group out): a weight with placements `[Shard(0)]` goes with replicated
+    hidden states.
 
     Under `torch.autocast` the matrix products run in the autocast dtype, as the model's own head would. `torch.compile`
-    keeps the call in one graph. Derivatives of second order and `torch.func` need impl="reference", uncompiled.
+    leaves the call out of its graphs (one graph break). Second derivatives and `torch.func` need impl="reference".
     Where gradients are made in the backward pass (reduction "none", checkpointing, a graph gone through again) the
     objective is asked again then: it must not have changed.
 
@@ -169,26 +170,11 @@ def linear_token_loss(
     shard = None
     if process_group is not None:
         reduced = {"reduction": reduction, "num_items": num_items, "ignore_index": ignore_index}
-        if torch.compiler.is_compiling():  # collectives whose number depends on the labels stay out of graphs
-            from otloss._uncompiled import uncompiled
-
-            return uncompiled(
-                linear_token_loss, hidden, weight, labels, objective=objective, cost=cost, bias=bias,
-                logit_scale=logit_scale, logit_softcap=logit_softcap, impl=impl, chunk_size=chunk_size,
-                process_group=process_group, **reduced,
-            )  # fmt: skip
         shard = _agreed_shard(process_group, (hidden, weight, bias, labels), head, reduced)
     check_kernel(impl, chunk_size)
     logit_scale, logit_softcap = check_transform(logit_scale, logit_softcap)
     head = replace(head, scale=logit_scale, softcap=logit_softcap)
     hidden, weight, bias = check_head(hidden, weight, bias, labels)
-    if torch.compiler.is_compiling():
-        key = key_of(recipe(objective), id(objective), cost, id(cost))
-        count = num_items
-        if count is not None and not isinstance(count, Tensor):  # one that stays symbolic, unlike that of as_tensor
-            count = torch.full((), count, dtype=torch.int64 if isinstance(count, int) else torch.float64)
-        settings = (reduction, ignore_index, logit_scale, logit_softcap, impl, chunk_size)
-        return TokenLoss(*traced_token_loss(key, (hidden, weight, labels, bias, count), settings))
     vocab = weight.shape[0] if shard is None else shard.vocab
     check_objective(objective, cost, vocab, weight.device)
     check_token_reduction(reduction, num_items)
