@@ -1,4 +1,4 @@
-"""The two sweeps over rows of logits, in plain torch, for any device and dtype: the reference implementation of the others.
+"""The two sweeps over rows of logits in plain torch, for any device and dtype: the reference implementation.
 
 Notation: z logits of one token, y its label, c its row of the cost. A process may hold only some columns of the
 vocabulary, so that a row's label lies elsewhere: it is then -1 here.
