@@ -33,7 +33,7 @@ from otloss_llm.kernels.logits import ROW_MULTIPLE, Head, Logits, runs_on_numba,
 from otloss_llm.kernels.rows import CostRows, GradientCoefficients, RowSums
 from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
 from otloss_llm.models.sharded_heads import VocabShard
-from otloss_llm.objectives import check_tokenwise, value_and_slopes, value_of
+from otloss_llm.objectives import check_tokenwise, value_and_gradients, value_of
 
 
 @dataclass
@@ -138,7 +138,7 @@ def chunked_pass(
         sums = sweeps.softmax_rows(z, label, cost)
         chunk = Tokens.of(sums)
         if gradients.wanted:
-            value_chunk, alpha, beta = value_and_slopes(head.objective, chunk.nll, chunk.transport)
+            value_chunk, alpha, beta = value_and_gradients(head.objective, chunk.nll, chunk.transport)
         else:
             value_chunk = value_of(head.objective, chunk.nll, chunk.transport)
         value[tokens], nll[tokens] = value_chunk.to(value.dtype), chunk.nll

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from otloss.costs import Cost
 from otloss.extending import check_finite, check_floating, check_reduction, check_tensor
-from otloss_llm.objectives import EMO, NumberToken, Objective, needs_cost, value_and_slopes
+from otloss_llm.objectives import EMO, NumberToken, Objective, needs_cost, value_and_gradients
 
 IGNORE_INDEX = -100  # a label that is left out, as in torch and transformers
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
@@ -202,7 +202,7 @@ def raise_not_finite(
             f"-log q is {float(nll[first])} for label {int(labels[first])}: its logit is -inf or overflowed; "
             "expected finite logits at every label. Unmask that token, or set its label to ignore_index."
         )
-    value, _, _ = value_and_slopes(objective, nll, transport)
+    value, _, _ = value_and_gradients(objective, nll, transport)
     first = int((~torch.isfinite(value)).nonzero()[0]) if not torch.isfinite(value).all() else 0
     at = f"nll={float(nll[first]):.6g}" + ("" if transport is None else f", D={float(transport[first]):.6g}")
     raise ValueError(f"objective {objective!r} has a value or slope that is not finite, first at {at}; guard it there.")
