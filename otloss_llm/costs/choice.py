@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss.costs import Cost
 from otloss.extending import SCALINGS
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.number_tokens import NumberTokens
 from otloss_llm.costs.numbers import MixedCost, NumberCost
+from otloss_llm.costs.vocabulary import TokenCost
 
 KINDS = ("embedding", "number", "mixed")
 
@@ -117,7 +117,7 @@ def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
     return numbers
 
 
-def near_duplicates_in(cost: Cost | None) -> Bool[Tensor, " vocab"] | None:
+def near_duplicates_in(cost: TokenCost | None) -> Bool[Tensor, " vocab"] | None:
     """Which rows of the cost's embedding were set to zero as near-duplicates; None where there are none."""
     if isinstance(cost, MixedCost):
         cost = cost.other
@@ -125,7 +125,7 @@ def near_duplicates_in(cost: Cost | None) -> Bool[Tensor, " vocab"] | None:
     return found if found is not None and found.any() else None
 
 
-def settings_of_near_duplicates(cost: Cost | None) -> dict[str, int]:
+def settings_of_near_duplicates(cost: TokenCost | None) -> dict[str, int]:
     """How many such rows a run's cost has, if any: without them, or left as they are, it would be another run."""
     found = near_duplicates_in(cost)
     return {} if found is None else {"near_duplicates": int(found.sum())}
@@ -134,11 +134,11 @@ def settings_of_near_duplicates(cost: Cost | None) -> dict[str, int]:
 def choose_cost(
     kind: str,
     *,
-    embedding: Callable[[], Cost],
+    embedding: Callable[[], EmbeddingCost],
     tokenizer: Any,
     vocab_size: int,
     numbers: NumberSettings | None = None,
-) -> Cost:
+) -> EmbeddingCost | NumberCost | MixedCost:
     """The cost of a kind.
 
     Args:

@@ -88,9 +88,10 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         """
         if self.device.type == "cpu":  # on a GPU the check would wait for the device
             index = check_index("index", index, self.shape[0])
-        narrow = out is not None and out.dtype != self.dtype
-        unit = self._in_16_bits(out.dtype) if narrow else self.unit
-        rounding = self._rounding_in(out.dtype) if narrow else self.rounding_now()
+        if out is None or out.dtype == self.dtype:
+            unit, rounding = self.unit, self.rounding_now()
+        else:
+            unit, rounding = self._in_16_bits(out.dtype), self._rounding_in(out.dtype)
         return cosine_costs(unit[index], unit, index, out=out, rounding=rounding)
 
     def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> LabelRows:

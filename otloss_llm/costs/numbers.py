@@ -2,9 +2,8 @@
 
 x is the position of a number token on a scaled line (`otloss.losses.number_line`), y the label.
 
-    NumberCost    c(y, j) = |x_j - x_y| between number tokens, `text` from a number to any other token, 0 where the label
-                  is no number: D = sum_j q_j c(y, j) is then the number token loss NTL-WAS (arXiv 2411.02083) with the
-                  mass on text charged
+    NumberCost    c(y, j) = |x_j - x_y| between number tokens, `text` from a number to any other token, 0 where y is no
+                  number: D = sum_j q_j c(y, j) is NTL-WAS (arXiv 2411.02083), mass on text charged
     MixedCost     c(y, j) = scale |x_j - x_y| between number tokens, another cost everywhere else
 """
 
@@ -170,15 +169,11 @@ class NumberCost(VocabularyCost):
         """Return which of the valid positions have a number for a label."""
         return valid & self.line.is_number(labels.where(valid, 0))
 
-    def for_labels(
-        self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None
-    ) -> FewColumns | LabelRows:
+    def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> FewColumns | LabelRows:
         """As `VocabularyCost.for_labels`: the number tokens are the few columns; with a shard dense rows."""
         if shard is not None:
             own = slice(shard.start, shard.stop)
-            return LabelRows(
-                lambda index, out: self.rows(index)[:, own], own.stop - own.start, self.device, self.dtype
-            )
+            return LabelRows(lambda index, out: self.rows(index)[:, own], own.stop - own.start, self.device, self.dtype)
         kinds, which = self.line.place[labels].unique(return_inverse=True)
         is_number = kinds >= 0  # the other kind is a label that is no number
         costs = self.line.distances(self.line.columns[kinds.clamp(min=0)]).masked_fill_(~is_number.unsqueeze(1), 0.0)

@@ -5,7 +5,7 @@ q = softmax(z) of the logits z of one token, D its transport cost.
 
 A vocabulary cost gives the rows of some labels (`VocabularyCost.for_labels`) in one of two forms:
 
-    LabelRows     dense rows, made for a few distinct labels at a time
+    LabelRows     dense rows, made for some labels at a time
                   D = sum_i q_i C[y, i]
     FewColumns    c_j in the columns S, r in every other column
                   D = sum_{j in S} q_j c_j + r sum_{i not in S} q_i
@@ -33,7 +33,7 @@ class LabelRows:
     """Rows of the cost matrix from the labels at hand, made on request.
 
     Attributes:
-        rows: `rows(labels, out)` returns the costs (labels, columns) from these distinct labels. `out` is None, or a
+        rows: `rows(labels, out)` returns the costs (labels, columns) from these labels. `out` is None, or a
             flat buffer of at least as many entries in which the rows are made: a caller in a loop then touches the same
             memory again instead of fresh pages.
         columns: how many columns of the vocabulary the rows have; all, or those of this process.
@@ -119,16 +119,19 @@ class VocabularyCost(ABC):
         return valid
 
 
+TokenCost = VocabularyCost | Cost  # what token losses accept
+
+
 class _RowsOf(VocabularyCost):
     """Any square cost of `otloss.costs`, through its `rows`."""
 
     def __init__(self, cost: Cost) -> None:
         self.cost = cost
 
-    shape = property(lambda self: self.cost.shape)  # type: ignore[assignment]
-    dtype = property(lambda self: self.cost.dtype)  # type: ignore[assignment]
-    device = property(lambda self: self.cost.device)  # type: ignore[assignment]
-    requires_grad = property(lambda self: bool(self.cost.parameters()))  # type: ignore[assignment]
+    shape = property(lambda self: self.cost.shape)
+    dtype = property(lambda self: self.cost.dtype)
+    device = property(lambda self: self.cost.device)
+    requires_grad = property(lambda self: bool(self.cost.parameters()))
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         return type(self)(self.cost.to(*args, **kwargs))
@@ -140,7 +143,7 @@ class _RowsOf(VocabularyCost):
         )
 
 
-def as_vocabulary_cost(cost: VocabularyCost | Cost) -> VocabularyCost:
+def as_vocabulary_cost(cost: TokenCost) -> VocabularyCost:
     """A vocabulary cost as it is; any other cost through its rows.
 
     Raises:
@@ -158,5 +161,7 @@ def as_vocabulary_cost(cost: VocabularyCost | Cost) -> VocabularyCost:
 def check_cost_dtype(costs: Tensor) -> Tensor:
     """Return these costs, or what they are made from, if they are in float32 or float64; else raise ValueError."""
     if costs.dtype not in (torch.float32, torch.float64):
-        raise ValueError(f"the cost was asked for in {costs.dtype}, expected float32 or float64; cast the result instead.")
+        raise ValueError(
+            f"the cost was asked for in {costs.dtype}, expected float32 or float64; cast the result instead."
+        )
     return costs

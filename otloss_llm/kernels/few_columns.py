@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss_llm.costs.few_columns import FewColumns
+from otloss_llm.costs.vocabulary import FewColumns
 from otloss_llm.kernels.rows import GradientCoefficients, RowSums
 
 
@@ -82,7 +82,7 @@ class FewColumnSweeps:
         few.masked_fill_(own, -torch.inf)
         self._rest_top = rest.top.to(wide)
         top, shift = largest(self._rest_top, z_y, *([few.amax(-1)] if few.shape[1] else []))
-        self._e, self._c, self._own = few.sub_(shift[:, None]).exp_(), cost.rows[cost.which].to(wide), own
+        self._e, self._c, self._own = few.sub_(shift[:, None]).exp_(), cost.costs[cost.which].to(wide), own
         text = rest.others.to(wide) * (self._rest_top - shift).exp()
         few_cost = torch.linalg.vecdot(self._e, self._c)
         self._sums = ColumnSums(top, text, self._e.sum(-1), few_cost, cost.rest[cost.which].to(wide))

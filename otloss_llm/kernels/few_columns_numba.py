@@ -14,7 +14,7 @@ from torch import Tensor
 
 from otloss.extending import compiled, next_task, run_on_threads
 from otloss.extending import exp32 as _exp
-from otloss_llm.costs.few_columns import FewColumns
+from otloss_llm.costs.vocabulary import FewColumns
 from otloss_llm.kernels.few_columns import ColumnSums, largest
 from otloss_llm.kernels.rows import GradientCoefficients, RowSums
 from otloss_llm.kernels.rows_numba import BLOCK_ENTRIES, columns_of, parts_of, spread
@@ -102,7 +102,7 @@ class NumbaFewColumnSweeps:
         z_y = z[positions, label]
         z[positions, label] = -torch.inf
         kinds, which = cost.which.unique(return_inverse=True)
-        rows = cost.rows[kinds].to(z.dtype)
+        rows = cost.costs[kinds].to(z.dtype)
         place = torch.full((z.shape[1],), -1, dtype=torch.int32)
         place[cost.columns] = torch.arange(len(cost.columns), dtype=torch.int32)
         self._given = place.numpy(), rows.T.contiguous().numpy(), which.numpy().astype(np.uint32)
