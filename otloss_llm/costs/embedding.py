@@ -30,14 +30,14 @@ TREATMENTS = ("zero", "keep")
 
 
 class EmbeddingCost(CosineCost, VocabularyCost):
-    """Cosine cost of a vocabulary embedding that is always detached: training never moves the geometry it is judged by.
+    """Cosine cost of a vocabulary embedding, always detached: training does not change the cost.
 
-    It is no module and belongs to none, so it enters no checkpoint and no optimizer.
+    It is not a module and not part of one, so it is in no checkpoint and no optimizer.
 
     Args:
         embedding: `(V, d)`, copied without its graph. Zero rows (padding) cost 1 to every other token. A sharded one
             (DTensor) is gathered: every process has to make the call.
-        near_duplicates: what becomes of rows that lie within cost 0.001 of another, or 0.01 of three others, such as
+        near_duplicates: how to treat rows that lie within cost 0.001 of another, or 0.01 of three others, such as
             those of tokens that were never trained, and the new ones that transformers' `resize_token_embeddings`
             makes. "zero" treats them like rows of zeros, cost 1 to every other token, and warns: at a label among
             near-duplicates EMO pushes the prediction towards all of them, not towards the label. "keep" leaves them as
@@ -70,8 +70,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
                 self.unit[self.near_duplicates] = 0.0
                 self.zero_rows |= self.near_duplicates
         self._rounding = 16 * torch.finfo(self.dtype).eps  # of these rows, whatever dtype they are moved to later
-        self._rounded: Tensor | None = None  # the unit rows in 16 bits, once asked for
-        self._roundings: dict[torch.dtype, float] = {}
+        self._narrowed: dict[torch.dtype, tuple[Tensor, float]] = {}
 
     def rows(
         self, index: Int[Tensor, " picked"], *, out: Float[Tensor, " entries"] | None = None
@@ -91,7 +90,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         if out is None or out.dtype == self.dtype:
             unit, rounding = self.unit, self.rounding_now()
         else:
-            unit, rounding = self._in_16_bits(out.dtype), self._rounding_in(out.dtype)
+            unit, rounding = self._narrow(out.dtype)
         return cosine_costs(unit[index], unit, index, out=out, rounding=rounding)
 
     def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> LabelRows:
@@ -108,28 +107,24 @@ class EmbeddingCost(CosineCost, VocabularyCost):
 
         return LabelRows(rows, len(own), self.device, self.dtype, (self.dtype,))
 
-    def _in_16_bits(self, dtype: torch.dtype) -> Tensor:
-        if self._rounded is None or self._rounded.dtype != dtype or self._rounded.device != self.device:
-            self._rounded = self.unit.to(dtype)
-        return self._rounded
+    def _narrow(self, dtype: torch.dtype) -> tuple[Tensor, float]:
+        """The unit rows in a 16-bit dtype, and what rounding to it may leave in place of 0.
 
-    def _rounding_in(self, dtype: torch.dtype) -> float:
-        """What rounding may leave in place of 0: twice what that to `dtype` has added to the square of a length."""
-        if dtype == self.dtype:
-            return self._rounding
-        if dtype not in self._roundings:
-            self._roundings[dtype] = 2 * added_by_rounding(self.unit, self.zero_rows, dtype) + self._rounding
-        return self._roundings[dtype]
+        That is twice what it has added to the square of a length.
+        """
+        if dtype not in self._narrowed:
+            rounding = 2 * added_by_rounding(self.unit, self.zero_rows, dtype) + self._rounding
+            self._narrowed[dtype] = self.unit.to(dtype), rounding
+        return self._narrowed[dtype]
 
     def rounding_now(self) -> float:
         """What rounding may leave in place of 0 in a product in the cost's own dtype, as torch is set now."""
-        return self._rounding_in(torch.bfloat16 if products_are_of_bfloat16(self.unit) else self.dtype)
+        return self._narrow(torch.bfloat16)[1] if products_are_of_bfloat16(self.unit) else self._rounding
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere, as `Cost.to`."""
         moved = super().to(*args, **kwargs)
-        moved._rounding = max(self._rounding, 16 * torch.finfo(moved.dtype).eps)
-        moved._rounded, moved._roundings = None, {}
+        moved._rounding, moved._narrowed = max(self._rounding, 16 * torch.finfo(moved.dtype).eps), {}
         return moved
 
     @classmethod

@@ -167,8 +167,12 @@ def _sweeps_for(z: Tensor, config: TokenLossConfig, shard: VocabShard | None) ->
     return sweeps if shard is None else ShardedSweeps(sweeps, shard)
 
 
-class _Summed(torch.autograd.Function):
-    """`factor * sum_t value_t`, its gradients made in the forward pass."""
+class _Loss(torch.autograd.Function):
+    """`factor * sum_t value_t`; without a factor `value_t` for each token.
+
+    `wanted` says which gradients are computed in the forward pass; others are computed in the backward pass, which
+    runs the chunks again.
+    """
 
     @staticmethod
     def forward(
@@ -177,84 +181,52 @@ class _Summed(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        factor: Tensor,
+        factor: Tensor | None,
         config: TokenLossConfig,
         shard: VocabShard | None,
         wanted: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         gradients = Gradients.like(hidden, weight, bias, wanted)
+        upstream = hidden.new_ones(()) if factor is None else factor
         value, nll, transport = chunked_pass(
-            hidden, weight, bias, labels, config, upstream=factor, gradients=gradients, shard=shard
+            hidden, weight, bias, labels, config, upstream=upstream, gradients=gradients, shard=shard
         )
         ctx.config, ctx.shard, ctx.gradients = config, shard, gradients if gradients.wanted else None
-        # Read where the gradients were put off, or a retained graph is run again: they are handed out once.
+        # Also read by a second backward pass through a retained graph: the gradients are handed out once.
         ctx.save_for_backward(hidden, weight, bias, labels, factor)
         ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
-        return value.sum() * factor.to(value.dtype), nll, transport
+        return value if factor is None else value.sum() * factor.to(value.dtype), nll, transport
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        _check_first_order()
-        gradients, ctx.gradients = ctx.gradients, None
-        if gradients is None:
-            hidden, weight, bias, labels, factor = ctx.saved_tensors
-            gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
-            chunked_pass(
-                hidden, weight, bias, labels, ctx.config, upstream=factor, gradients=gradients, shard=ctx.shard
+        if torch.is_grad_enabled():
+            # torch's once_differentiable would return constants here, and a gradient penalty would silently do nothing.
+            raise RuntimeError(
+                'the "chunked" kernel has no second derivative, which create_graph=True asked for; use '
+                'impl="reference".'
             )
-        return (*gradients.times(upstream), None, None, None, None, None)
-
-
-class _PerToken(torch.autograd.Function):
-    """`value_t` for each token; the backward pass recomputes the chunks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        config: TokenLossConfig,
-        shard: VocabShard | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.config, ctx.shard = config, shard
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        none = Gradients.like(hidden, weight, bias, (False, False, False))
-        value, nll, transport = chunked_pass(
-            hidden, weight, bias, labels, config, upstream=hidden.new_ones(()), gradients=none, shard=shard
-        )
-        ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
-        return value, nll, transport
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        _check_first_order()
-        hidden, weight, bias, labels = ctx.saved_tensors
-        gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
-        values = chunked_pass(
-            hidden, weight, bias, labels, ctx.config, upstream=upstream, gradients=gradients, shard=ctx.shard
-        )
-        if not torch.isfinite(values[0]).all():
-            raise ValueError(f"objective {ctx.config.objective!r} has a derivative that is not finite; guard it there.")
-        return (*gradients.times(None), None, None, None)
-
-
-def _check_first_order() -> None:
-    # torch's once_differentiable would hand out constants here, and a gradient penalty would silently do nothing.
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            'the "chunked" kernel has no second derivative, and create_graph=True asked this backward pass for one; '
-            'use impl="reference".'
-        )
+        gradients, ctx.gradients = ctx.gradients, None
+        factor = ctx.saved_tensors[4]
+        if gradients is None:
+            hidden, weight, bias, labels, _ = ctx.saved_tensors
+            gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
+            value, _, _ = chunked_pass(
+                hidden, weight, bias, labels, ctx.config,
+                upstream=upstream if factor is None else factor, gradients=gradients, shard=ctx.shard,
+            )  # fmt: skip
+            if not torch.isfinite(value).all():
+                raise ValueError(
+                    f"objective {ctx.config.objective!r} has a derivative that is not finite; guard it there."
+                )
+        return (*gradients.times(None if factor is None else upstream), None, None, None, None, None)
 
 
 def _is_checkpointed() -> bool:
-    """Whether saved tensors go through hooks, as in activation checkpointing: what is made now may be thrown away.
+    """Whether saved tensors pass through hooks, as in activation checkpointing: what is computed now may be discarded.
 
-    The backward pass then makes the gradients, once; the forward pass and its repetition do no work for them.
+    The backward pass then computes the gradients, once; the forward pass and its repetition do no work for them.
     """
-    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # no public way to ask
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # there is no public way to ask
     return top_hooks is not None and top_hooks(False) is not None
 
 
@@ -268,8 +240,6 @@ def token_values(
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`(factor * sum of values, nll, D)`, or with no factor `(values, nll, D)`; every label is a valid token."""
-    if factor is None:
-        return _PerToken.apply(hidden, weight, bias, labels, config, shard)
-    now = torch.is_grad_enabled() and not _is_checkpointed()
+    now = factor is not None and torch.is_grad_enabled() and not _is_checkpointed()
     wanted = tuple(now and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
-    return _Summed.apply(hidden, weight, bias, labels, factor, config, shard, wanted)
+    return _Loss.apply(hidden, weight, bias, labels, factor, config, shard, wanted)
