@@ -203,32 +203,6 @@ class NumberToken:
         return NumberToken(self.weight * tokens / max(1, numbers))
 
 
-def recipe(objective: Objective) -> tuple[str | float | None, ...] | Objective:
-    """The name and the fields of an objective of this module, from which `from_recipe` makes it again; others as are.
-
-    Written out, for `torch.compile` reads it in an objective that the traced program has only just made.
-    """
-    if type(objective) is MLE:
-        return ("MLE",)
-    if type(objective) is TaiLr:
-        return ("TaiLr", objective.gamma, objective.min_weight)
-    if type(objective) is MixCE:
-        return ("MixCE", objective.gamma)
-    if type(objective) is EMO:
-        return ("EMO", objective.weighting, objective.ratio_clip)
-    if type(objective) is NumberToken:
-        return ("NumberToken", objective.weight)
-    return objective
-
-
-def from_recipe(made: tuple[str | float | None, ...] | Objective) -> Objective:
-    """The objective that `recipe` has taken apart."""
-    if not isinstance(made, tuple):
-        return made
-    kind = {"MLE": MLE, "TaiLr": TaiLr, "MixCE": MixCE, "EMO": EMO, "NumberToken": NumberToken}[str(made[0])]
-    return kind(*made[1:])
-
-
 def value_of(objective: Objective, nll: Tensor, cost: Tensor | None) -> Tensor:
     """The objective's value per token, checked to be one number per token.
 

@@ -21,7 +21,7 @@ from otloss_llm import EMO, MLE, EmbeddingCost, linear_token_loss
 from otloss_llm.kernels import gradients as gradients_module
 from otloss_llm.kernels import logits, rows, rows_triton
 from otloss_llm.kernels.chunked import Tokens
-from otloss_llm.kernels.logits import Head, sweeps_for
+from otloss_llm.kernels.logits import TokenLossConfig, sweeps_for
 from otloss_llm.kernels.rows import CostRows
 from otloss_llm.kernels.rows_triton import BLOCK
 from tests.otloss_llm.kernels.test_rows import in_float64, rows_and_positions
@@ -114,7 +114,7 @@ def test_rows_beyond_2_to_the_31(device: str) -> None:
         assert torch.equal(got, want)  # type: ignore[arg-type]
     ones = torch.ones(3, device=device)
     for z, rows_ in ((far, far_costs), (near, costs)):
-        scales = Tokens.of(sums).slopes(ones, ones, ones)
+        scales = Tokens.of(sums).coefficients(ones, ones, ones)
         rows_triton.gradient_rows(z, sums.top, label, CostRows(rows_, which), scales)
     assert torch.equal(far, near)
 
@@ -233,7 +233,7 @@ def test_cost_rows_made_in_16_bits(device: str, monkeypatch: pytest.MonkeyPatch)
     given = moved(given, device)
     results = []
     for dtype in (torch.float32, torch.bfloat16):
-        monkeypatch.setattr(Head, "cost_dtype", lambda self, weight, dtype=dtype: dtype)
+        monkeypatch.setattr(TokenLossConfig, "cost_dtype", lambda self, weight, dtype=dtype: dtype)
         leaves, cost = given.leaves(), EmbeddingCost(given.embedding, near_duplicates="keep")
         out = fused(leaves, given, objective=EMO(), cost=cost, impl="triton")
         results.append([out.loss.detach(), *gradients(out.loss, leaves)])
@@ -278,10 +278,10 @@ def test_the_choice_of_auto_on_a_gpu() -> None:
 
 
 def test_chunks_on_a_gpu_are_large() -> None:
-    head = Head(MLE())
-    sizes = [head.rows_per_chunk(*args) for args in ((128256, "cuda"), (50257, "cpu"), (500, "cpu"))]
+    config = TokenLossConfig(MLE())
+    sizes = [config.rows_per_chunk(*args) for args in ((128256, "cuda"), (50257, "cpu"), (500, "cpu"))]
     assert sizes == [2048, 656, 1024]
-    assert Head(MLE(), chunk_size=7).rows_per_chunk(128256, "cuda") == 7
+    assert TokenLossConfig(MLE(), chunk_size=7).rows_per_chunk(128256, "cuda") == 7
 
 
 @pytest.mark.parametrize("in_place", [True, False])
