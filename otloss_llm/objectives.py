@@ -194,21 +194,12 @@ class NumberToken:
         return nll + self.weight * _required(cost)
 
     def per_number(self, tokens: float, numbers: float) -> NumberToken:
-        """The objective whose mean over `tokens` tokens has `weight` times the mean of D over `numbers` of them.
-
-        Example:
-            >>> NumberToken(0.3).per_number(tokens=8, numbers=2)
-            NumberToken(weight=1.2)
-        """
+        """The objective whose mean over `tokens` tokens has `weight` times the mean of D over `numbers` of them."""
         return NumberToken(self.weight * tokens / max(1, numbers))
 
 
 def value_of(objective: Objective, nll: Tensor, cost: Tensor | None) -> Tensor:
-    """The objective's value per token, checked to be one number per token.
-
-    Raises:
-        ValueError: if it has another shape than `nll`.
-    """
+    """The objective's value per token; raises ValueError if it is not one number per token."""
     value = objective(nll, cost)
     if not isinstance(value, Tensor) or value.shape != nll.shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
@@ -219,20 +210,8 @@ def value_of(objective: Objective, nll: Tensor, cost: Tensor | None) -> Tensor:
 def value_and_gradients(objective: Objective, nll: Tensor, cost: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The objective's value per token with `alpha = d value / d nll` and `beta = d value / d cost` (None: unused).
 
-    The value is NaN where a gradient is not finite, which would otherwise show in the gradient only.
-
-    Args:
-        objective: any `(nll, cost) -> value`.
-        nll: `(N,)` nats.
-        cost: `(N,)` transport cost, or None.
-
-    Raises:
-        ValueError: if the value has another shape than `nll`, or depends on neither argument.
-
-    Example:
-        >>> value, alpha, beta = value_and_gradients(EMO(), torch.tensor([0.8]), torch.tensor([0.2]))
-        >>> alpha, beta
-        (tensor([0.5000]), tensor([2.]))
+    All are `(N,)`. The value is NaN where a gradient is not finite, which would otherwise show in the gradient only.
+    Raises ValueError if the value has another shape than `nll`, or depends on neither argument.
     """
     with torch.enable_grad():
         nll = nll.detach().requires_grad_()

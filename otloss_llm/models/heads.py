@@ -115,17 +115,7 @@ class LanguageModelHead:
 def find_head(model: nn.Module) -> LanguageModelHead:
     """The linear head of a causal LM of transformers: tied, resized, offloaded, quantised or wrapped by PEFT.
 
-    Args:
-        model: has `get_output_embeddings()`.
-
-    Raises:
-        TypeError: the model is not a causal LM, or its head is not one linear map.
-
-    Example:
-        >>> from transformers import GPT2Config, GPT2LMHeadModel
-        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=11, n_embd=8, n_layer=1, n_head=2))
-        >>> find_head(model).weight.shape
-        torch.Size([11, 8])
+    Raises TypeError if the model is not a causal LM, or its head is not one linear map.
     """
     name = type(model).__name__
     # Only causal models predict token t + 1 at position t, which is how labels are shifted.

@@ -24,13 +24,7 @@ Facts = dict[str, Any]
 
 @dataclass(frozen=True)
 class VocabShard:
-    """The rows of this process, and the number of rows of every other.
-
-    Attributes:
-        group: the processes that hold the vocabulary together.
-        rank: of this process in the group.
-        sizes: rows of each process.
-    """
+    """The rows of this process (number `rank` of the group), and the number of rows of each process (`sizes`)."""
 
     group: dist.ProcessGroup
     rank: int
@@ -56,12 +50,8 @@ class VocabShard:
     def agreed(cls, group: dist.ProcessGroup, block: Tensor, check: Callable[[], Facts]) -> VocabShard:
         """Exchange the number of rows, and whether each process found its arguments valid.
 
-        Args:
-            check: raises, or returns what has to be equal in all processes.
-
-        Raises:
-            Exception: that of `check`.
-            ValueError: `check` raised in another process, or the processes' facts differ.
+        `check` raises, or returns what has to be equal in all processes. Raises what `check` raised, or ValueError if
+        it raised in another process or the processes' facts differ.
         """
         error: Exception | None = None
         facts: Facts = {}
@@ -116,8 +106,7 @@ def local_tensors(
 ) -> LocalTensors:
     """The local parts of DTensors: a head sharded by rows with replicated hidden states, or everything replicated.
 
-    Raises:
-        ValueError: another placement, or one with which the other processes may hold other tokens.
+    Raises ValueError for another placement, or one with which the other processes may hold other tokens.
     """
     if not any(hasattr(tensor, "placements") for tensor in (hidden, weight, bias, labels)):
         return LocalTensors(hidden, weight, bias, labels, group)
