@@ -210,10 +210,10 @@ class _Loss(torch.autograd.Function):
         if gradients is None:
             hidden, weight, bias, labels, factor = ctx.saved_tensors  # read once: checkpointing allows no more
             gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
-            value, _, _ = chunked_pass(
+            value = chunked_pass(
                 hidden, weight, bias, labels, ctx.config,
                 upstream=upstream if factor is None else factor, gradients=gradients, shard=ctx.shard,
-            )  # fmt: skip
+            )[0]  # fmt: skip
             if not torch.isfinite(value).all():
                 raise ValueError(
                     f"objective {ctx.config.objective!r} has a derivative that is not finite; guard it there."
