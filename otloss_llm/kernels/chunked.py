@@ -201,7 +201,7 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # torch's once_differentiable would return constants here, and a gradient penalty would silently do nothing.
+            # torch's once_differentiable would return constants here, and a gradient penalty would have no effect.
             raise RuntimeError(
                 'the "chunked" kernel has no second derivative, which create_graph=True asked for; use '
                 'impl="reference".'
