@@ -191,7 +191,8 @@ class _Loss(torch.autograd.Function):
         value, nll, transport = chunked_pass(
             hidden, weight, bias, labels, config, upstream=upstream, gradients=gradients, shard=shard
         )
-        ctx.config, ctx.shard, ctx.gradients = config, shard, gradients if gradients.wanted else None
+        ctx.config, ctx.shard, ctx.per_token = config, shard, factor is None
+        ctx.gradients = gradients if gradients.wanted else None
         # Also read by a second backward pass through a retained graph: the gradients are handed out once.
         ctx.save_for_backward(hidden, weight, bias, labels, factor)
         ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
@@ -200,25 +201,24 @@ class _Loss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            # torch's once_differentiable would return constants here, and a gradient penalty would silently do nothing.
+            # torch's once_differentiable would return constants here, and a gradient penalty would have no effect.
             raise RuntimeError(
                 'the "chunked" kernel has no second derivative, which create_graph=True asked for; use '
                 'impl="reference".'
             )
         gradients, ctx.gradients = ctx.gradients, None
-        factor = ctx.saved_tensors[4]
         if gradients is None:
-            hidden, weight, bias, labels, _ = ctx.saved_tensors
+            hidden, weight, bias, labels, factor = ctx.saved_tensors  # read once: checkpointing allows no more
             gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
-            value, _, _ = chunked_pass(
+            value = chunked_pass(
                 hidden, weight, bias, labels, ctx.config,
                 upstream=upstream if factor is None else factor, gradients=gradients, shard=ctx.shard,
-            )  # fmt: skip
+            )[0]  # fmt: skip
             if not torch.isfinite(value).all():
                 raise ValueError(
                     f"objective {ctx.config.objective!r} has a derivative that is not finite; guard it there."
                 )
-        return (*gradients.times(None if factor is None else upstream), None, None, None, None, None)
+        return (*gradients.times(None if ctx.per_token else upstream), None, None, None, None, None)
 
 
 def _is_checkpointed() -> bool:

@@ -102,7 +102,7 @@ def gradient_rows(
 
 
 def _given(z: Tensor, label: Tensor, cost: CostRows | None) -> tuple[Any, ...]:
-    """The arguments that both kernels begin with; without costs, anything stands in their place."""
+    """The first arguments of both kernels; without costs, tensors that are not read take their place."""
     assert z.stride(1) == 1
     assert z.dtype in DTYPES
     if cost is None:

@@ -249,13 +249,11 @@ def test_added_tokens() -> None:
 
 
 def test_holes_and_padding() -> None:
-    numbers = NumberTokens.of(wordlevel(), vocab_size=20)
+    numbers, plain = NumberTokens.of(wordlevel(), vocab_size=20), NumberTokens.of(wordlevel())
     assert numbers.values.dtype == torch.float64
-    assert numbers.values.shape == (20,)
+    assert torch.equal(numbers.values.nan_to_num(99), torch.cat([plain.values.nan_to_num(99), torch.full((6,), 99.0)]))
+    assert numbers.texts == (*plain.texts, *[None] * 6)
     assert numbers.values[3:5].isnan().all()
-    assert numbers.values[14:].isnan().all()
-    assert numbers.texts[14:] == (None,) * 6
-    assert torch.equal(numbers.values[:14].nan_to_num(99), NumberTokens.of(wordlevel()).values.nan_to_num(99))
 
 
 def test_overrides_and_pickles() -> None:
