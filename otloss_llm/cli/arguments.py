@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 import torch
 from transformers import TrainingArguments
 
-from otloss.losses.number_line import FORMS, SCALINGS
-from otloss_llm.costs.number_spans import SCALES
+from otloss.extending import SCALINGS
 from otloss_llm.evaluation.numbers import STYLES
 from otloss_llm.losses.positions import IMPLEMENTATIONS
 
@@ -104,20 +103,12 @@ class ObjectiveArguments:
             "or emo+number (and emo+number:...)."
         },
     )
-    number_form: str = field(
-        default="wasserstein",
-        metadata={"help": "How number_token charges a prediction.", "choices": FORMS},
-    )
     number_scaling: str = field(
         default="symlog",
         metadata={
             "help": "Distance of numbers: symlog (that of digits, logarithmic beyond), absolute, log, rank or squash.",
             "choices": SCALINGS,
         },
-    )
-    number_span: str | None = field(
-        default=None,
-        metadata={"help": "Judge tokens by the value of the whole number they are in.", "choices": SCALES},
     )
     cost_embedding: str = field(
         default="model",
@@ -238,8 +229,7 @@ class CompareArguments:
         default_factory=lambda: ["mle", "emo"],
         metadata={
             "help": "Arms: objective[/as-is | /random | /shuffled][/T=temperature], e.g. mle mixce:0.8 emo emo/random; "
-            "of numbers also [/mse | /mae | /huber][/absolute | /log | /rank | /squash] or [/span-log | "
-            "/span-relative], e.g. number_token/mse number_token/span-log emo+number."
+            "of numbers also [/absolute | /log | /squash], e.g. number_token/log emo+number."
         },
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1], metadata={"help": "Every arm is trained once per seed."})

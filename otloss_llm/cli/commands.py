@@ -23,7 +23,7 @@ def train(model_args: Any, lora_args: Any, text_args: Any, objective_args: Any, 
 
     _refuse_arm(objective_args.objective)
     objective, kind = parse_objective(objective_args.objective), cost_kind(objective_args.objective)
-    numbers = NumberSettings(objective_args.number_form, objective_args.number_scaling, objective_args.number_span)
+    numbers = NumberSettings(objective_args.number_scaling)
     check_settings(kind, numbers)
     source = objective_args.cost_embedding
     if kind == "number" and source != "model":
@@ -74,8 +74,8 @@ def _refuse_arm(objective: str) -> None:
     if "/" not in objective:
         return
     arm = parse_arm(objective)
-    given = {"objective": arm.objective, "cost_embedding": arm.embedding, "number_form": arm.numbers.form,
-             "number_scaling": arm.numbers.scaling, "number_span": arm.numbers.span}  # fmt: skip
+    given = {"objective": arm.objective, "cost_embedding": arm.embedding,
+             "number_scaling": arm.numbers.scaling}  # fmt: skip
     plain = dataclasses.asdict(parse_arm(arm.objective).numbers)
     defaults = {"cost_embedding": "model"} | {f"number_{name}": value for name, value in plain.items()}
     options = " ".join(f"--{name} {value}" for name, value in given.items() if value != defaults.get(name))

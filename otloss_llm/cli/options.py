@@ -18,7 +18,7 @@ GROUPS = {
     "data": "train_text validation_text test_text text text_column split train_questions validation_questions "
     "test_questions questions train_on_question block_size validation_fraction test_fraction",
     "objective and cost": "objective objectives seeds cost_embedding impl chunk_size",
-    "numbers": "number_form number_scaling number_span",
+    "numbers": "number_scaling",
     "training": "max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps learning_rate "
     "lr_scheduler_type warmup_steps weight_decay max_grad_norm optim bf16 fp16 activation_checkpointing use_cpu",
     "samples and answers": "prompt prompts_file num_prompts prompt_tokens num_samples samples_per_prompt "

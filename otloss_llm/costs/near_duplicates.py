@@ -5,11 +5,11 @@ tokens do, and the new tokens of transformers' `resize_token_embeddings`, which 
 Trained words do not: in GloVe's 25 dimensions the nearest two of 11,925 are Tuesday and Wednesday, at 0.006, and no
 word has three others within 0.01. In an embedding so narrow that random directions lie that near, nothing is flagged.
 
-The search looks at few of the V^2 pairs. Every row gets a sketch, the products with 32 random directions, which tells
-distances to a fifth or so. Its signs make a key; the keys of near rows begin alike, and sorting brings them together.
-Rows are compared, by their sketches, with those around them in that order; eight orders of the signs find nearly all
-neighbours. Then the costs of what was found are computed: what is flagged does meet a criterion, and that a row is
-missed is improbable.
+The search looks at few of the V^2 pairs. Every row gets a sketch, its products with 32 random directions, from which
+distances follow within a fifth or so. Its signs make a key; the keys of near rows begin alike, and sorting brings them
+together. Rows are compared, by their sketches, with those around them in that order; eight orders of the signs find
+nearly all neighbours. Then the costs of the pairs found are computed: every flagged row meets a criterion, and that a
+row is missed is improbable.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ An *arm* is what is compared: an objective, what its cost is made of, and the te
 measured and sampled. `parse_arm` reads it from `objective[/modifier ...]`:
 
     mle    tailr:0.001    mixce:0.8    emo    emo/as-is    emo/random    emo/shuffled    mle/T=0.8
-    number_token    number_token/mse    number_token/log    number_token/span-log    emo+number/random/log
+    number_token    number_token/log    emo+number/random/log
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from otloss.losses.number_line import FORMS, SCALINGS
+from otloss.extending import SCALINGS
 from otloss_llm.costs.choice import NumberSettings
-from otloss_llm.costs.number_spans import SCALES
 from otloss_llm.objectives import cost_kind, needs_cost, parse_objective
 from otloss_llm.training.loading import COST_SOURCES
 
 _DEFAULTS = NumberSettings()
-_MODIFIERS = (
-    f"objective[/as-is | /random | /shuffled][/{' | /'.join(FORMS[1:])}][/{' | /'.join(SCALINGS)}]"
-    f"[/{' | /'.join(f'span-{scale}' for scale in SCALES)}][/T=temperature]"
-)
+_MODIFIERS = f"objective[/as-is | /random | /shuffled][/{' | /'.join(SCALINGS)}][/T=temperature]"
 
 
 @dataclass(frozen=True)
@@ -57,8 +53,8 @@ def parse_arm(text: str) -> Arm:
         ValueError: unknown objective or modifier, one that says nothing for this objective, or two of one sort.
 
     Example:
-        >>> parse_arm("emo/T=0.8/random").name, parse_arm("number_token/mse").numbers.form
-        ('emo/random/T=0.8', 'mse')
+        >>> parse_arm("emo/T=0.8/random").name, parse_arm("number_token/log").numbers.scaling
+        ('emo/random/T=0.8', 'log')
     """
     objective, *modifiers = text.strip().split("/")
     kind, reads_cost = cost_kind(objective), needs_cost(parse_objective(objective))
@@ -71,10 +67,8 @@ def parse_arm(text: str) -> Arm:
             reason = f"{modifier!r} is a second {sort}"
         elif sort == "embedding" and (not reads_cost or kind == "number"):
             reason = f"{modifier!r} is an embedding, and it reads {'none' if reads_cost else 'no cost'}"
-        elif sort in ("form", "scaling", "span") and kind == "embedding":
+        elif sort == "scaling" and kind == "embedding":
             reason = f"{modifier!r} is a distance of numbers, which number_token and emo+number read"
-        elif sort in ("form", "span") and value != _DEFAULTS.form and kind == "mixed":
-            reason = f"{modifier!r} goes with number_token, a mixture needs the distance of single tokens"
         else:
             given[sort] = value
             continue
@@ -88,11 +82,9 @@ def parse_arm(text: str) -> Arm:
 
 def _modifier(text: str) -> tuple[str, str | float]:
     """What a modifier sets, and to what; "" where it is none."""
-    for sort, choices in (("embedding", COST_SOURCES), ("form", FORMS), ("scaling", SCALINGS)):
+    for sort, choices in (("embedding", COST_SOURCES), ("scaling", SCALINGS)):
         if text in choices:
             return sort, text
-    if text.startswith("span-") and text.removeprefix("span-") in SCALES:
-        return "span", text.removeprefix("span-")
     try:
         temperature = float(text.removeprefix("T=")) if text.startswith("T=") else 0.0
     except ValueError:

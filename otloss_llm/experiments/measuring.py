@@ -24,8 +24,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.costs import Cost
 from otloss_llm.costs.choice import number_values
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions, Question
 from otloss_llm.evaluation import (
@@ -92,7 +92,7 @@ class TextBench:
         data: Data,
         tokenizer: Any,
         *,
-        cost: Cost,
+        cost: TokenCost,
         judge: tuple[Any, Any] | None,
         device: torch.device,
         num_prompts: int,

@@ -109,7 +109,7 @@ def _add_in_float32(total: Tensor, dz: Tensor, hidden: Tensor, *, fresh: bool) -
 @functools.cache
 def _has_float32_products(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether 16-bit products can be added to a float32 sum in place: from torch 2.8 the operator is there, and in some
-    versions it refused a float32 sum or did not add it."""
+    versions it raised an error for a float32 sum or did not add it."""
     ones = torch.ones(16, 16, device=device, dtype=dtype)
     total = torch.ones(16, 16, device=device)
     try:

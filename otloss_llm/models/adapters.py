@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NEEDS_PEFT = "needs PEFT, which is not installed: pip install peft"
-
 
 @dataclass(frozen=True)
 class Lora:
@@ -23,12 +21,6 @@ class Lora:
     Raises:
         ValueError: a number out of range.
         ImportError: PEFT is not installed.
-
-    Example:
-        >>> Lora(0, 16.0, 0.0)
-        Traceback (most recent call last):
-            ...
-        ValueError: lora_r is 0, expected 1 or more.
     """
 
     rank: int
@@ -49,18 +41,14 @@ class Lora:
 def check_peft(what: str) -> None:
     """Raise ImportError where PEFT is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise ImportError(f"{what} {NEEDS_PEFT}")
+        raise ImportError(f"{what} needs PEFT, which is not installed: pip install peft")
 
 
 def add_adapter(model: Any, lora: Lora, *, base: str, seed: int) -> Any:
-    """`model` with a new trainable adapter; its own weights are frozen.
+    """`model` with a new trainable adapter, initialised from `seed`; its own weights are frozen.
 
-    Args:
-        base: folder or hub name of the model, kept in the adapter so that it loads again from any working folder.
-        seed: of the adapter's initial weights.
-
-    Raises:
-        ValueError: the model has none of the target modules.
+    The adapter keeps `base`, the folder or hub name of the model, so that it loads again from any working folder.
+    Raises ValueError if the model has none of the target modules.
     """
     import peft
     from transformers import set_seed

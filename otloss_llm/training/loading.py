@@ -13,9 +13,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.costs import Cost
 from otloss_llm.costs.choice import NumberSettings, choose_cost
 from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks, read_texts, split_blocks
 from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels, read_questions
 from otloss_llm.models.adapters import check_peft
@@ -152,7 +152,7 @@ def load_cost(
     kind: str = "embedding",
     tokenizer: Any = None,
     numbers: NumberSettings | None = None,
-) -> Cost:
+) -> TokenCost:
     """A vocabulary cost for `model`.
 
     Args:

@@ -13,9 +13,10 @@ from torch.utils.data import Subset
 from transformers import Trainer, default_data_collator
 from transformers.modeling_outputs import CausalLMOutput
 
-from otloss.costs import CosineCost, Cost
+from otloss.costs import CosineCost
 from otloss_llm.costs.choice import NumberSettings, choose_cost, near_duplicates_in
 from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions, count_labels, pad_questions
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
@@ -82,7 +83,7 @@ class ObjectiveMixin:
         self,
         *args: Any,
         objective: Objective | str = "emo",
-        cost: Cost | str | None = "auto",
+        cost: TokenCost | str | None = "auto",
         numbers: NumberSettings | None = None,
         impl: str = "auto",
         chunk_size: int | None = None,
@@ -273,7 +274,7 @@ class ObjectiveMixin:
             about = cost_positions(self._cost_on(labels.device), labels, valid)
         return torch.stack([valid.sum(), about.sum()])
 
-    def _cost_on(self, device: torch.device) -> Cost | None:
+    def _cost_on(self, device: torch.device) -> TokenCost | None:
         if self.transport_cost is not None and self.transport_cost.device != device:
             self.transport_cost = self.transport_cost.to(device)
         return self.transport_cost
@@ -371,7 +372,7 @@ def _say_of_near_duplicates(found: int, labels: int, where: str) -> None:
     )  # fmt: skip
 
 
-def _check_numbers(objective: Objective, cost: Cost | None) -> None:
+def _check_numbers(objective: Objective, cost: TokenCost | None) -> None:
     """Raise ValueError where the values of numbers are wanted, and the cost was made of an embedding."""
     if isinstance(objective, NumberToken) and isinstance(cost, CosineCost):
         raise ValueError(

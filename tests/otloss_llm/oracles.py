@@ -15,7 +15,7 @@ Formula = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def curved(nll: Tensor, cost: Tensor | None) -> Tensor:
-    """A user's objective: neither linear in nll nor in the cost, and of mixed slopes."""
+    """A user's objective: linear neither in nll nor in the cost, with derivatives that depend on both."""
     assert cost is not None
     return nll.square() * 0.3 + (1 + cost).log() + nll * cost
 

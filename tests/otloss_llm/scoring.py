@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from otloss_llm import EmbeddingCost, TokenLoss, linear_token_loss
+from otloss_llm import EmbeddingCost, TokenLoss, linear_token_loss, token_loss
 from tests.otloss_llm.oracles import Problem
 
 IMPLEMENTATIONS = ["reference", "chunked"]
@@ -32,3 +32,11 @@ def assert_all_close(got: list[Tensor], expected: list[Tensor], tolerance: float
     assert len(got) == len(expected)
     for a, b in zip(got, expected, strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def from_logits(logits: Tensor, labels: Tensor, impl: str, **settings: Any) -> TokenLoss:
+    """The token loss of exactly these logits: by `token_loss` for "logits", else from hidden states = one-hot rows."""
+    if impl == "logits":
+        return token_loss(logits, labels, **settings)
+    rows = torch.eye(len(logits), dtype=logits.dtype, device=logits.device)
+    return linear_token_loss(rows, logits.T.contiguous(), labels, impl=impl, **settings)

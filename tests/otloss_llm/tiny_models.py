@@ -16,29 +16,27 @@ _COMMON: dict[str, Any] = {
 _LLAMA = _COMMON | {"intermediate_size": 24, "num_key_value_heads": 1}
 
 # name -> (class prefix, config fields)
+# The first six have each kind of head and of transform: tied, untied, projected, capped, scaled, with a bias.
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2", {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32,
                       "bos_token_id": 1, "eos_token_id": 2}),
-    "gpt2-untied": ("GPT2", {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 2, "n_positions": 32,
-                             "bos_token_id": 1, "eos_token_id": 2, "tie_word_embeddings": False}),
     "llama": ("Llama", _LLAMA),
-    "llama-tied": ("Llama", _LLAMA | {"tie_word_embeddings": True}),
-    "opt": ("OPT", _COMMON | {"ffn_dim": 24}),
     "opt-projected": ("OPT", _COMMON | {"ffn_dim": 24, "word_embed_proj_dim": 8}),
-    "qwen2": ("Qwen2", _LLAMA),
-    "qwen3": ("Qwen3", _LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
     "gemma2": ("Gemma2", _LLAMA | {"head_dim": 8, "final_logit_softcapping": 3.0}),
     "cohere": ("Cohere", _LLAMA | {"logit_scale": 0.25}),
+    "phi": ("Phi", _LLAMA),  # its head has a bias
+    "llama-tied": ("Llama", _LLAMA | {"tie_word_embeddings": True}),
+    "opt": ("OPT", _COMMON | {"ffn_dim": 24}),
+    "qwen3": ("Qwen3", _LLAMA | {"head_dim": 8, "tie_word_embeddings": True}),
     "granite": ("Granite", _LLAMA | {"logits_scaling": 4.0}),
     "gpt_neox": ("GPTNeoX", _COMMON | {"intermediate_size": 24}),
-    "phi": ("Phi", _LLAMA),  # its head has a bias
-    "mistral": ("Mistral", _LLAMA),
     # Its config has a `logits_scaling` that is applied before the head.
     "minicpm3": ("MiniCPM3", _COMMON | {"intermediate_size": 24, "q_lora_rank": 8, "kv_lora_rank": 8,
                  "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4, "dim_model_base": 4}),
     "recurrent_gemma": ("RecurrentGemma", _LLAMA | {"head_dim": 8, "lru_width": 16, "attention_window_size": 8,
                         "block_types": ["recurrent", "attention"], "logits_soft_cap": 2.0}),
 }  # fmt: skip
+ONE_OF_EACH_KIND = list(TINY)[:6]
 
 
 def tiny_model(name: str, seed: int = 0, **changes: Any) -> nn.Module:

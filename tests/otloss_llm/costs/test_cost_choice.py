@@ -1,4 +1,4 @@
-"""Which cost an objective is given, and what keeps one from being made."""
+"""Which cost an objective is given, and which errors name a cost that cannot be made."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ pytest.importorskip("transformers")
 
 import torch
 
-from otloss_llm import EMO, EmbeddingCost, MixedCost, NumberCost, NumberToken
+from otloss_llm import EmbeddingCost, MixedCost, NumberCost, NumberToken
 from otloss_llm.costs import number_tokens as number_tokens_module
 from otloss_llm.costs.choice import NumberSettings, choose_cost, number_cost, number_tokens, number_values
-from otloss_llm.costs.number_spans import NumberSpanCost
 from otloss_llm.data.blocks import train_bpe_tokenizer
 from otloss_llm.objectives import cost_kind
 
@@ -43,12 +42,8 @@ def made(tokenizer: Any, kind: str, **settings: Any) -> Any:
 
 @pytest.mark.parametrize(
     ("objective", "kind"),
-    [
-        ("mle", "embedding"), ("emo:transport", "embedding"), (EMO(), "embedding"),
-        (lambda nll, cost: nll, "embedding"),
-        ("number_token", "number"), (" Number_Token:0.5", "number"), (NumberToken(2.0), "number"),
-        ("emo+number", "mixed"), ("emo+number:clip=3", "mixed"),
-    ],
+    [("emo:transport", "embedding"), (lambda nll, cost: nll, "embedding"), (" Number_Token:0.5", "number"),
+     (NumberToken(2.0), "number"), ("emo+number:clip=3", "mixed")],
 )  # fmt: skip
 def test_the_kind_of_an_objective(objective: Any, kind: str) -> None:
     assert cost_kind(objective) == kind
@@ -61,30 +56,15 @@ def test_each_kind_over_a_padded_head(tokenizer: Any) -> None:
         assert type(cost) is expected
         assert cost.shape == (size, size)
     cost = made(tokenizer, "number")
-    assert cost.settings == {"form": "wasserstein", "delta": None, "scaling": "symlog", "squash": None}
+    assert cost.settings == {"scaling": "symlog", "squash": None}
     assert set(cost.values[cost.is_number].tolist()) == set(range(10))
     assert not cost.is_number[-3:].any()
-
-
-def test_settings_reach_the_cost(tokenizer: Any) -> None:
-    assert made(tokenizer, "number", form="huber", scaling="rank").settings["form"] == "huber"
     assert made(tokenizer, "mixed", scaling="log").numbers.settings["scaling"] == "log"
-    for scale in ("log", "relative"):
-        span = made(tokenizer, "number", span=scale)
-        assert type(span) is NumberSpanCost
-        assert (span.scale, span.shape[0]) == (scale, len(tokenizer) + 3)
+    assert (str(NumberSettings()), str(NumberSettings("log"))) == ("", "log")
 
 
-def test_numbers_of_several_digits_get_a_bounded_scale() -> None:
-    several = train_bpe_tokenizer(["2024 365 1999 " * 20], 280)
-    cost = number_cost(several, len(several), NumberSettings())
-    assert isinstance(cost, NumberCost)
-    assert float(cost.values[cost.is_number].amax()) > 100
-    assert float(cost.dense().amax()) == pytest.approx(cost.text) == pytest.approx(9.09)
-
-
-def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Sizes of the vocabularies that are decoded from here on."""
+def test_a_vocabulary_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the costs and the values; and again where the tokenizer has changed."""
     decoded: list[int] = []
     read = number_tokens_module.token_texts
 
@@ -93,27 +73,17 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return read(tokenizer)
 
     monkeypatch.setattr(number_tokens_module, "token_texts", counting)
-    return decoded
-
-
-def test_a_vocabulary_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For the costs, the spans and the values; and again where the tokenizer has changed."""
     tokenizer = train_bpe_tokenizer(["a b 1 2 1 2"], 260, split_digits=True)
-    decoded = counted(monkeypatch)
     first, again = (number_cost(tokenizer, 300, NumberSettings()) for _ in range(2))
     assert first is again
-    span = number_cost(tokenizer, 300, NumberSettings(span="log"))
     values = number_values(tokenizer, 300)
     assert values is not None
-    assert values.shape == span.shape[:1] == (300,)
+    assert values.shape == (300,)
     assert decoded == [len(tokenizer)]
     assert number_tokens(tokenizer, 301).values.shape == (301,)
     assert len(decoded) == 2
     tokenizer.add_tokens(["77"])
-    assert 77.0 in number_tokens(tokenizer, 300).values.tolist()
-    changed = number_cost(tokenizer, 300, NumberSettings())
-    assert isinstance(changed, NumberCost)
-    assert 77.0 in changed.values.tolist()
+    assert 77.0 in number_cost(tokenizer, 300, NumberSettings()).values.tolist()
     tokenizer.add_special_tokens({"pad_token": "7"})
     assert 7.0 not in number_tokens(tokenizer, 300).values.tolist()
 
@@ -131,60 +101,30 @@ def test_costs_follow_the_default_dtype(tokenizer: Any) -> None:
 def test_values_of_a_tokenizer_without_numbers(tokenizer: Any, wordy: Any) -> None:
     assert number_values(wordy, 9) is None
     assert number_values(tokenizer, 3) is None
-    digit = tokenizer.convert_tokens_to_ids("1")
-    few = number_values(tokenizer, digit + 1)
+    few = number_values(tokenizer, tokenizer.convert_tokens_to_ids("1") + 1)
     assert few is not None
     assert few[~few.isnan()].tolist() == [0.0, 1.0]
 
 
-def test_names_of_settings() -> None:
-    assert str(NumberSettings()) == ""
-    assert str(NumberSettings("mse", "log")) == "mse/log"
-    assert str(NumberSettings(span="relative")) == "span-relative"
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"form": "l1"}, r"form of numbers is 'l1', expected one of .*wasserstein"),
-        ({"scaling": "linear"}, r"scaling of numbers is 'linear', expected one of \('absolute', 'symlog'"),
-        ({"span": "absolute"}, r"span of numbers is 'absolute', expected one of \(None, 'log', 'relative'\)"),
-        ({"span": "none"}, r"span of numbers is 'none', expected one of \(None, .*\); leave it out"),
-        ({"span": "log", "form": "mse"}, "span='log' judges whole numbers .*goes without form='mse'; leave one"),
-        ({"span": "log", "scaling": "rank"}, "goes without scaling='rank'; leave one"),
-        ({"span": "log", "form": "mae", "scaling": "rank"}, "goes without form='mae' and scaling='rank'; leave"),
-    ],
-)
-def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NumberSettings(**settings)
-
-
-def test_costs_that_cannot_be(tokenizer: Any, wordy: Any) -> None:
+def test_costs_that_cannot_be_made(tokenizer: Any, wordy: Any) -> None:
+    with pytest.raises(ValueError, match=r"scaling of numbers is 'linear', expected one of \('absolute', 'symlog'"):
+        NumberSettings("linear")
     with pytest.raises(ValueError, match=r'cost is \'numbers\', expected "auto", one of .*"?number'):
         made(tokenizer, "numbers")
-    for numbers, takers in (({"form": "mse"}, "number_token"), ({"span": "log"}, "number_token"),
-                            ({"scaling": "rank"}, r"number_token or emo\+number")):  # fmt: skip
-        with pytest.raises(ValueError, match=rf"goes with {takers}, .* reads no numbers"):
-            made(tokenizer, "embedding", **numbers)
-    for settings in ({"span": "log"}, {"form": "mse"}):
-        [(name, value)] = settings.items()
-        with pytest.raises(ValueError, match=f"^{name}='{value}' of numbers goes with number_token .*--number_form"):
-            choose_cost(
-                "mixed", embedding=lambda: pytest.fail("made"), tokenizer=None, vocab_size=9,
-                numbers=NumberSettings(**settings),
-            )  # fmt: skip
-    with pytest.raises(TypeError, match=r"numbers is \{'form': 'mse'\}, expected NumberSettings\(form"):
+    with pytest.raises(
+        ValueError, match=r"scaling='log' .*number_token or emo\+number; the embedding cost .* reads no"
+    ):
+        made(tokenizer, "embedding", scaling="log")
+    with pytest.raises(TypeError, match=r"numbers is \{'scaling': 'log'\}, expected NumberSettings\(scaling"):
         choose_cost(
             "number", embedding=lambda: EmbeddingCost(torch.eye(3)), tokenizer=tokenizer, vocab_size=400,
-            numbers={"form": "mse"},  # type: ignore[arg-type]
+            numbers={"scaling": "log"},  # type: ignore[arg-type]
         )  # fmt: skip
-    for settings in ({}, {"span": "log"}):
-        with pytest.raises(ValueError, match="has no token that is a number; it has ' one'"):
-            number_cost(wordy, len(wordy), NumberSettings(**settings))
-        with pytest.raises(ValueError, match=r"there is none; give the trainer processing_class=tokenizer"):
-            number_cost(None, 300, NumberSettings(**settings))
-        with pytest.raises(ValueError, match=rf"100.*{len(tokenizer)}|{len(tokenizer)}.*100"):
-            number_cost(tokenizer, 100, NumberSettings(**settings))
-        with pytest.raises(TypeError, match="tokenizer"):
-            number_cost(3, 300, NumberSettings(**settings))
+    with pytest.raises(ValueError, match="has no token that is a number; it has ' one'"):
+        number_cost(wordy, len(wordy), NumberSettings())
+    with pytest.raises(ValueError, match=r"none was given; give the trainer processing_class=tokenizer"):
+        number_cost(None, 300, NumberSettings())
+    with pytest.raises(ValueError, match=rf"100.*{len(tokenizer)}|{len(tokenizer)}.*100"):
+        number_cost(tokenizer, 100, NumberSettings())
+    with pytest.raises(TypeError, match="tokenizer"):
+        number_cost(3, 300, NumberSettings())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -134,20 +133,14 @@ def test_texts_that_are_numbers(text: str, value: float) -> None:
      "a7", "--7", "+-7", "- 7", "7 7", "1.2.3", "7-", "7%", "$7", "٣7", "7７", "\ufffd", "7\ufffd", "9" * 400,
      "seven", "٣", "७.५", "７", "１０", "𝟕"],
 )  # fmt: skip
-def test_texts_that_are_none(text: str) -> None:
+def test_texts_that_are_not_numbers(text: str) -> None:
     assert read_number(text) is None
 
 
-def test_zero_has_no_sign() -> None:
-    value = read_number("-0")
-    assert value == 0
-    assert math.copysign(1, value) == 1
-
-
-@pytest.mark.parametrize("text", [None, 7, b"7"])
-def test_what_is_no_text(text: Any) -> None:
+def test_zero_has_no_sign_and_other_types_are_errors() -> None:
+    assert math.copysign(1, read_number("-0") or 0.0) == 1
     with pytest.raises(TypeError, match=r"expected a string"):
-        read_number(text)
+        read_number(7)  # type: ignore[arg-type]
 
 
 # ---- what tokens add to a text -----------------------------------------------------------------------------------
@@ -171,50 +164,33 @@ def test_blanks_survive_a_tokenizer_that_tidies_up() -> None:
     assert token_texts(tokenizer) == [" the", " .", " 7"]
 
 
-def test_texts_add_up_to_what_is_decoded(tokenizer: Any) -> None:
+def test_texts_are_those_of_decoding_one_by_one(tokenizer: Any) -> None:
+    """After whatever token is another letter; together they are the text, and the tokenizer stays as it is."""
+    before = tokenizer.get_vocab(), tokenizer.get_added_vocab(), tokenizer(TEXT)["input_ids"]
     texts = token_texts(tokenizer)
+    assert (tokenizer.get_vocab(), tokenizer.get_added_vocab(), tokenizer(TEXT)["input_ids"]) == before
     ids = [i for i in tokenizer(TEXT, add_special_tokens=False)["input_ids"] if texts[i] is not None]
-    assert len(ids) > 1
     whole = tokenizer.decode(ids, clean_up_tokenization_spaces=False)
     assert "".join(texts[i] or "" for i in ids).lstrip() == whole.lstrip()
 
-
-def test_slow_twin(tokenizer: Any) -> None:
-    """One by one, after whatever token is another letter."""
-    texts = token_texts(tokenizer)
     assert len(texts) == max(tokenizer.get_vocab().values()) + 1
     names = {i: name for name, i in tokenizer.get_vocab().items()}
     special = {*tokenizer.all_special_ids, *(i for i, kind in tokenizer.added_tokens_decoder.items() if kind.special)}
     anchor = next(i for i in sorted(names) if (texts[i] or "").strip().isalpha() and names[i] != "a")
-    before = tokenizer.decode([anchor])
-    for i, text in enumerate(texts):
+    before_it = tokenizer.decode([anchor])
+    for i, text in list(enumerate(texts))[:: 1 + len(texts) // 3000]:
         if i not in names or i in special:
             assert text is None
         else:
             pair = tokenizer.decode([anchor, i], clean_up_tokenization_spaces=False)
-            assert text == pair[len(before) :], (i, names[i])
+            assert text == pair[len(before_it) :], (i, names[i])
 
 
-def test_the_tokenizer_is_left_alone(tokenizer: Any) -> None:
-    def state() -> Any:
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        whole = backend.to_str() if backend is not None else None
-        return tokenizer.get_vocab(), tokenizer.get_added_vocab(), len(tokenizer), tokenizer(TEXT)["input_ids"], whole
-
-    before = state()
-    NumberTokens.of(tokenizer, values={2: 5.0}).coverage()
-    assert state() == before
-
-
-def test_a_vocabulary_without_letters() -> None:
+def test_vocabularies_without_letters_or_of_special_tokens_only() -> None:
     digits = wrap(Tokenizer(models.WordLevel({str(digit): digit for digit in range(10)})))
     assert token_texts(digits) == [f" {digit}" for digit in range(10)]
     assert NumberTokens.of(digits).values.tolist() == list(range(10))
-
-
-def test_nothing_but_special_tokens() -> None:
     assert token_texts(wrap(Tokenizer(models.WordLevel({"7": 0})), eos_token="7")) == [None]
-    assert token_texts(wrap(Tokenizer(models.WordLevel({})))) == []
 
 
 # ---- values ------------------------------------------------------------------------------------------------------
@@ -238,29 +214,20 @@ def test_values_with_prefixes() -> None:
 
 
 def test_gpt2() -> None:
-    tokenizer = real("GPT-2")
-    vocabulary = json.loads((GPT2 / "vocab.json").read_text(encoding="utf-8"))
-    spelt = {name: i for name, i in vocabulary.items() if name.removeprefix("Ġ").isascii()}
-    spelt = {name: i for name, i in spelt.items() if name.removeprefix("Ġ").isdigit()}
-    assert found(tokenizer) == {name: float(name.removeprefix("Ġ")) for name in spelt}
-    missed = [name for name in spelt if name.startswith("Ġ")]
-    assert len(missed) > 500, "float(token) fails for these"
-
-    start = time.perf_counter()
-    token_texts(tokenizer)
-    assert time.perf_counter() - start < 10.0, "0.8 s alone on its core"
-
-
-def test_stories260k() -> None:
-    tokenizer = real("stories260K")
-    numbers = NumberTokens.of(tokenizer)
-    assert numbers.coverage().numbers == 20
-    for digit in range(10):
-        ids = tokenizer(f"x{digit} {digit}", add_special_tokens=False)["input_ids"]
-        assert sum(float(numbers.values[i]) == digit for i in ids) == 2
+    vocabulary = json.loads((GPT2 / "vocab.json").read_text(encoding="utf-8")) if GPT2.is_dir() else {}
+    spelt = [name for name in vocabulary if name.removeprefix("Ġ").isascii() and name.removeprefix("Ġ").isdigit()]
+    assert found(real("GPT-2")) == {name: float(name.removeprefix("Ġ")) for name in spelt}
+    assert sum(name.startswith("Ġ") for name in spelt) > 500, "float(token) fails for these"
+    coverage = NumberTokens.of(real("GPT-2")).coverage()
+    assert coverage.numbers == sum(coverage.by_length.values()) == 1691
+    assert coverage.by_length[1] == 20
+    assert set(coverage.shared[7]) >= {"7", " 7", "07"}
+    assert "½" in {text for _, text in coverage.left_out}
+    assert len(str(coverage).splitlines()) <= 12
+    assert max(map(len, str(coverage).splitlines())) < 200
 
 
-@pytest.mark.parametrize("name", ["byte-level BPE", "SentencePiece", "characters", "slow bytes", *REAL])
+@pytest.mark.parametrize("name", ["byte-level BPE", "SentencePiece", "slow bytes", *REAL])
 def test_every_digit_of_a_text_is_in_a_number(name: str) -> None:
     tokenizer = real(name) if name in REAL else BUILT[name]()
     numbers = NumberTokens.of(tokenizer)
@@ -282,22 +249,16 @@ def test_added_tokens() -> None:
 
 
 def test_holes_and_padding() -> None:
-    numbers = NumberTokens.of(wordlevel(), vocab_size=20)
+    numbers, plain = NumberTokens.of(wordlevel(), vocab_size=20), NumberTokens.of(wordlevel())
     assert numbers.values.dtype == torch.float64
-    assert numbers.values.shape == (20,)
+    assert torch.equal(numbers.values.nan_to_num(99), torch.cat([plain.values.nan_to_num(99), torch.full((6,), 99.0)]))
+    assert numbers.texts == (*plain.texts, *[None] * 6)
     assert numbers.values[3:5].isnan().all()
-    assert numbers.values[14:].isnan().all()
-    assert numbers.texts[14:] == (None,) * 6
-    assert torch.equal(numbers.values[:14].nan_to_num(99), NumberTokens.of(wordlevel()).values.nan_to_num(99))
 
 
-def test_overrides() -> None:
+def test_overrides_and_pickles() -> None:
     given = {12: np.float32(7), np.int64(1): Fraction(1, 2), 2: None, 5: math.nan, 6: 10**30}
     assert found(wordlevel(), values=given) == {"seven": 7, "the": 0.5, "0.5": 1e30, "\u22123": -3}
-    assert found(characters("abc"), values={1: 3}) == {"a": 3}
-
-
-def test_pickled() -> None:
     numbers = NumberTokens.of(sentencepiece(), vocab_size=300)
     copy = pickle.loads(pickle.dumps(numbers))
     assert torch.equal(copy.values.nan_to_num(99), numbers.values.nan_to_num(99))
@@ -320,32 +281,15 @@ def test_report_of_a_mixed_vocabulary() -> None:
         "5 of 20 tokens are numbers: 4 values from -7 to 7",
         "by count of digits: 0: 1, 1: 3, 2: 1",
         "values of several tokens: 1, such as 7 by ' 7', ' seven'",
-        "tokens with digits that are no numbers: 3, such as ' 5.', ' 1,000', ' x7'",
+        "tokens with digits that are not numbers: 3, such as ' 5.', ' 1,000', ' x7'",
         "digits without a token of their own: 0, 1, 2, 3, 4, 5, 6, 8, 9",
     ]
 
 
 def test_report_of_single_digits() -> None:
     coverage = NumberTokens.of(characters()).coverage()
-    assert not coverage.shared
-    assert not coverage.left_out
-    assert not coverage.digits_missing
     assert str(coverage) == "10 of 20 tokens are numbers: 10 values from 0 to 9\nby count of digits: 1: 10"
-
-
-def test_report_of_what_looks_like_a_number() -> None:
-    coverage = NumberTokens.of(characters("7a²½７")).coverage()
-    assert coverage.left_out == ((3, "²"), (4, "½"), (5, "７"))
-
-
-def test_report_of_gpt2() -> None:
-    coverage = NumberTokens.of(real("GPT-2")).coverage()
-    assert coverage.numbers == sum(coverage.by_length.values()) == 1691
-    assert coverage.by_length[1] == 20
-    assert set(coverage.shared[7]) >= {"7", " 7", "07"}
-    assert "½" in {text for _, text in coverage.left_out}
-    assert len(str(coverage).splitlines()) <= 12
-    assert max(map(len, str(coverage).splitlines())) < 200
+    assert NumberTokens.of(characters("7a²½７")).coverage().left_out == ((3, "²"), (4, "½"), (5, "７"))
 
 
 def test_two_digits_of_which_one_is_missing() -> None:
@@ -354,68 +298,43 @@ def test_two_digits_of_which_one_is_missing() -> None:
     assert NumberTokens.of(wrap(backend)).coverage().digits_missing == (0,)
 
 
-# ---- bad input ---------------------------------------------------------------------------------------------------
+# ---- invalid arguments -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("thing", ["gpt2", None, torch.eye(3), Tokenizer(models.BPE())], ids=lambda t: type(t).__name__)
+@pytest.mark.parametrize("thing", ["gpt2", None, Tokenizer(models.BPE()), transformers.PreTrainedTokenizerFast])
 def test_no_tokenizer(thing: Any) -> None:
     for ask in (token_texts, NumberTokens.of):
         with pytest.raises(
-            TypeError, match=rf"of {type(thing).__name__}, which lacks .*expected a tokenizer of transf"
+            TypeError, match=rf"of {type(thing).__name__}, expected an instance of a tokenizer of trans"
         ):
             ask(thing)
-
-
-def test_the_class_of_a_tokenizer() -> None:
-    with pytest.raises(TypeError, match=r"which lacks an instance; expected a tokenizer"):
-        NumberTokens.of(transformers.PreTrainedTokenizerFast)
 
 
 def test_no_numbers() -> None:
     named = characters("abc½")
     named.name_or_path = "letters-only"
-    with pytest.raises(ValueError, match=r"letters-only has no token that is a number; it has 'a', 'b', 'c', '½'"):
-        NumberTokens.of(named)
     with pytest.raises(
-        ValueError, match=r"Name the numbers with values=\{id: value\}, or take a tokenizer with digits"
+        ValueError, match=r"letters-only has no token that is a number; it has 'a', 'b', 'c', '½'.*values=\{id: value\}"
     ):
         NumberTokens.of(named, vocab_size=50)
     with pytest.raises(ValueError, match=r"no token that is a number"):
         NumberTokens.of(wrap(Tokenizer(models.WordLevel({"the": 0, "7": 1}))), values={1: None})
-    with pytest.raises(ValueError, match=r"no token that is a number; it has none"):
-        NumberTokens.of(wrap(Tokenizer(models.WordLevel({}))))
-
-
-def test_a_head_smaller_than_the_tokenizer() -> None:
-    with pytest.raises(ValueError, match=r"vocab_size is 13, but the tokenizer .* ids up to 13: expected at least 14"):
-        NumberTokens.of(wordlevel(), vocab_size=13)
-    for size in (20.0, True, "20"):
-        with pytest.raises(TypeError, match=rf"vocab_size is {size!r}, expected an integer"):
-            NumberTokens.of(wordlevel(), vocab_size=size)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
-    ("values", "error", "message"),
+    ("settings", "message"),
     [
-        ({3: 1.0}, ValueError, r"token 3, which is none of the 10 ids of the tokenizer .*convert_tokens_to_ids"),
-        ({99: 1.0}, ValueError, r"token 99, which is none"),
-        ({-1: 1.0}, ValueError, r"token -1, which is none"),
-        ({"seven": 7.0}, TypeError, r"the key 'seven', expected an integer"),
-        ({True: 7.0}, TypeError, r"the key True, expected an integer"),
-        ({1: "7"}, TypeError, r"values\[1\] is '7', expected a number, or None"),
-        ({1: False}, TypeError, r"values\[1\] is False, expected a number"),
-        ({1: math.inf}, ValueError, r"values\[1\] is infinite, expected a finite number"),
-        ({1: -(10**400)}, ValueError, r"values\[1\] is infinite, expected a finite number"),
-        ([1.0, 2.0], TypeError, r"values is a list, expected a mapping"),
+        ({"vocab_size": 13}, r"vocab_size is 13, but the tokenizer .* ids up to 13: expected at least 14"),
+        ({"values": {3: 1.0}}, r"token 3, expected one of the 10 ids of the tokenizer .*convert_tokens_to_ids"),
+        ({"values": {"seven": 7.0}}, r"token 'seven', expected one of"),
+        ({"values": {1: math.inf}}, r"values\[1\] is infinite, expected a finite number"),
     ],
 )
-def test_bad_overrides(values: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        NumberTokens.of(wordlevel(), values=values)
+def test_invalid_sizes_and_overrides(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        NumberTokens.of(wordlevel(), **settings)
 
 
 def test_values_that_fit_no_texts() -> None:
     with pytest.raises(ValueError, match=r"values have shape \(3,\), expected one for each text: \(2,\)"):
         NumberTokens(torch.zeros(3), ("a", "b"), "own")
-    with pytest.raises(TypeError, match=r"values"):
-        NumberTokens(torch.zeros(2, dtype=torch.int64), ("a", "b"), "own")

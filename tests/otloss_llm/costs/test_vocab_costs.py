@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 
 from otloss_llm import EMO, EmbeddingCost, token_loss
 from otloss_llm.costs.embedding import without_tf32
+from otloss_llm.costs.vocabulary import LabelRows
 from tests.otloss_llm.oracles import cosine_matrix
 
 
 @given(st.integers(0, 10**6), st.sampled_from([torch.float64, torch.float32, torch.bfloat16, torch.float16]))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_rows_are_one_minus_the_cosine(seed: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(seed)
     embedding = (torch.randn(13, 6, generator=generator) * 10 ** float(torch.randn(1, generator=generator))).to(dtype)
@@ -32,11 +33,27 @@ def test_rows_are_one_minus_the_cosine(seed: int, dtype: torch.dtype) -> None:
     assert not cost.rows(torch.tensor([2]))[0, 5]  # and to its duplicate
     assert ((rows >= 0) & (rows <= 2 + 4 * torch.finfo(rows.dtype).eps)).all()
     assert (cost.rows(torch.tensor([4]))[0, [i for i in range(13) if i != 4]] == 1).all()
-    torch.testing.assert_close(cost.dense().double(), true, rtol=0, atol=16 * torch.finfo(wide).eps)
     weights = torch.rand(2, 13, generator=generator).to(wide)
     torch.testing.assert_close(
         cost.apply(weights).double(), weights.double() @ true, rtol=0, atol=64 * torch.finfo(wide).eps
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_in_a_buffer_of_the_caller(dtype: torch.dtype) -> None:
+    embedding = torch.randn(40, 8, generator=torch.Generator().manual_seed(0))
+    embedding[20:] = 3.0 * embedding[:20]
+    cost, index = EmbeddingCost(embedding, near_duplicates="keep"), torch.tensor([3, 30, 0])
+    asked = cost.for_labels(index)
+    assert isinstance(asked, LabelRows)
+    assert dtype in asked.buffer_dtypes
+    buffer = torch.full((200,), 7.0, dtype=dtype)
+    rows = asked.rows(index, buffer)
+    assert rows.data_ptr() == buffer.data_ptr()
+    assert (buffer[120:] == 7).all()
+    atol = 1e-6 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(rows.double(), cosine_matrix(embedding)[index], rtol=0, atol=atol)
+    assert (rows[torch.arange(3), torch.tensor([23, 10, 20])] == 0).all()  # duplicates
 
 
 def test_it_is_detached_copied_and_no_module() -> None:
@@ -46,50 +63,34 @@ def test_it_is_detached_copied_and_no_module() -> None:
     assert not before.requires_grad
     with torch.no_grad():
         embedding.mul_(torch.randn(7, 3))
-    assert torch.equal(cost.rows(torch.arange(7)), before)
+    for other in (cost, copy.deepcopy(cost), pickle.loads(pickle.dumps(cost)), cost.to("cpu")):
+        assert torch.equal(other.rows(torch.arange(7)), before)
     holder = torch.nn.Linear(3, 7)
     holder.cost = cost
     assert set(holder.state_dict()) == {"weight", "bias"}
-    assert len(list(holder.parameters())) == 2
-    assert torch.equal(embedding, embedding)
-
-
-def test_copies_and_pickles() -> None:
-    cost = EmbeddingCost(torch.randn(7, 3))
-    for other in (copy.deepcopy(cost), pickle.loads(pickle.dumps(cost)), cost.to("cpu")):
-        assert isinstance(other, EmbeddingCost)
-        assert torch.equal(other.rows(torch.arange(7)), cost.rows(torch.arange(7)))
 
 
 def test_controls() -> None:
+    """EMO's value is nll whatever the embedding: the semantics are in the gradient only."""
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(200, 64, generator=generator) + 2  # all of one direction: costs far below 1
     cost = EmbeddingCost(embedding)
     assert cost.dense().mean() < 0.5
     random = cost.random_like(generator=torch.Generator().manual_seed(1))
     off = ~torch.eye(200, dtype=torch.bool)
-    assert random.shape == cost.shape
     assert (random.dense()[off] - 1).abs().mean() < 2 / 64**0.5
     assert torch.equal(random.unit, cost.random_like(generator=torch.Generator().manual_seed(1)).unit)
     shuffled = cost.shuffled(generator=torch.Generator().manual_seed(2))
     torch.testing.assert_close(shuffled.dense().flatten().sort().values, cost.dense().flatten().sort().values)
-    assert not torch.allclose(shuffled.dense(), cost.dense(), atol=0.05)
     assert torch.equal(cost.dense(), EmbeddingCost(embedding).dense())  # controls leave the original alone
-
-
-def test_controls_give_other_gradients_for_the_same_value() -> None:
-    """EMO's value is nll whatever the embedding: the semantics are in the gradient only."""
-    generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(5, 20, generator=generator, requires_grad=True)
-    labels = torch.arange(5)
-    cost = EmbeddingCost(torch.randn(20, 3, generator=generator))
+    logits, labels = torch.randn(5, 200, generator=generator, requires_grad=True), torch.arange(5)
     made = []
-    for each in (cost, cost.random_like(generator), cost.shuffled(generator)):
+    for each in (cost, random, shuffled):
         loss = token_loss(logits, labels, objective=EMO(), cost=each).loss
         made.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
     for loss, gradient in made[1:]:
         torch.testing.assert_close(loss, made[0][0])
-        assert not torch.allclose(gradient, made[0][1], rtol=0.1)
+        assert not torch.allclose(gradient, made[0][1], rtol=0.1, atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -98,56 +99,39 @@ def test_controls_give_other_gradients_for_the_same_value() -> None:
         (torch.ones(3), ValueError, r"embedding has shape \(3,\)"),
         (torch.ones(3, 2, dtype=torch.long), TypeError, "int64"),
         (torch.full((3, 2), torch.nan), ValueError, "row 0"),
-        (torch.empty(0, 2), ValueError, r"\(0, 2\)"),
         ([[1.0]], TypeError, "list"),
     ],
 )
-def test_refusals(embedding: object, error: type[Exception], message: str) -> None:
+def test_invalid_embeddings(embedding: object, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        EmbeddingCost(embedding)
+        EmbeddingCost(embedding)  # type: ignore[arg-type]
 
 
 # ---- from models of transformers ------------------------------------------------------------------------------------
 
 
-def test_from_model_for_every_family() -> None:
-    pytest.importorskip("transformers")
-    from tests.otloss_llm.tiny_models import TINY, tiny_model
-
-    for name in TINY:
-        model = tiny_model(name)
-        cost = EmbeddingCost.from_model(model)
-        weight = model.get_output_embeddings().weight
-        assert cost.shape == (weight.shape[0],) * 2
-        torch.testing.assert_close(cost.dense().double(), cosine_matrix(weight.detach()), rtol=0, atol=2e-6)
-        before = cost.dense()
-        with torch.no_grad():
-            weight.normal_()
-        assert torch.equal(cost.dense(), before), name
-
-
 @pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*is deprecated:FutureWarning")  # of PEFT
-def test_from_resized_and_peft_models() -> None:
+def test_from_models() -> None:
+    """Of a tied and resized head, and of PEFT's trained copy of a head."""
     pytest.importorskip("transformers")
     peft = pytest.importorskip("peft")
     from tests.otloss_llm.tiny_models import tiny_model
 
     model = tiny_model("llama-tied")
     model.resize_token_embeddings(40)
-    assert EmbeddingCost.from_model(model, near_duplicates="keep").shape == (40, 40)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["q_proj"], modules_to_save=["lm_head"])
     adapted = peft.get_peft_model(tiny_model("llama"), config)
-    with torch.no_grad():
-        adapted.base_model.model.lm_head.modules_to_save["default"].weight.normal_()
-    cost = EmbeddingCost.from_model(adapted)
     trained = adapted.base_model.model.lm_head.modules_to_save["default"].weight
-    torch.testing.assert_close(cost.dense().double(), cosine_matrix(trained.detach()), rtol=0, atol=2e-6)
+    with torch.no_grad():
+        trained.normal_()
+    for each, weight in ((model, model.get_output_embeddings().weight), (adapted, trained)):
+        cost = EmbeddingCost.from_model(each, near_duplicates="keep")
+        torch.testing.assert_close(cost.dense().double(), cosine_matrix(weight.detach()), rtol=0, atol=2e-6)
 
 
 def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> None:
     """Where the machine has none the product is one of float32, and the test says little."""
-    generator = torch.Generator().manual_seed(0)
-    embedding = torch.randn(64, 256, generator=generator)
+    embedding = torch.randn(64, 256, generator=torch.Generator().manual_seed(0))
     embedding[32:] = 2.0 * embedding[:32]
     cost = EmbeddingCost(embedding, near_duplicates="keep")
     exact = cost.dense()
@@ -156,10 +140,9 @@ def test_duplicates_cost_nothing_where_products_of_bfloat16_are_allowed() -> Non
         rows = cost.dense()
     finally:
         torch.set_float32_matmul_precision("highest")
-    twin = (torch.arange(64) + 32) % 64
-    assert (rows[torch.arange(64), twin] == 0).all()
     torch.testing.assert_close(rows, exact, rtol=0, atol=2e-3)
     assert torch.equal(rows == 0, exact == 0)
+    assert (exact[torch.arange(32), torch.arange(32, 64)] == 0).all()
     assert torch.equal(cost.dense(), exact)
 
 
@@ -171,7 +154,7 @@ def test_duplicates_cost_nothing_in_a_narrower_dtype() -> None:
 
 
 def test_tf32_is_off_for_as_long_as_any_thread_needs_it() -> None:
-    device, products = torch.device("cuda"), torch.backends.cuda.matmul  # the setting is there without a device
+    device, products = torch.device("cuda"), torch.backends.cuda.matmul  # the setting exists without a device
     if not hasattr(products, "fp32_precision"):
         pytest.skip("torch before 2.9")
     before = products.fp32_precision

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otloss_llm import EMO, EmbeddingCost, emo_loss
+from otloss_llm import emo_loss
 from tests.otloss_llm.oracles import cosine_matrix, relative_error
 
 emo = pytest.importorskip("emo", reason="needs the published package: pip install EMOLoss==0.0.3")
@@ -53,31 +53,25 @@ def truth(logits: Tensor, labels: Tensor, embedding: Tensor, mode: int) -> tuple
 
 
 @pytest.mark.parametrize("mode", [1, 2])
-@pytest.mark.parametrize("sharpness", [0.3, 2.0])
-def test_equal_in_float32_and_float64(sharpness: float, mode: int) -> None:
-    for seed in range(5):
-        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-7)):  # the peer adds 1e-10 to denominators
+def test_equal_in_float32_and_float64(mode: int) -> None:
+    """Also with ignored labels; the peer adds 1e-10 to denominators."""
+    for seed, sharpness in enumerate((0.3, 2.0, 2.0)):
+        for dtype, tolerance in ((torch.float32, 1e-5), (torch.float64, 1e-7)):
             logits, labels, embedding = case(seed, sharpness, dtype)
+            if seed == 2:
+                labels[:, 3:7] = -100
             (loss, gradient), (theirs, their_gradient) = (f(logits, labels, embedding, mode) for f in (ours, published))
             torch.testing.assert_close(loss, theirs, rtol=tolerance, atol=0)
             assert relative_error(gradient, their_gradient) < tolerance
-
-
-@pytest.mark.parametrize("mode", [1, 2])
-def test_ignored_labels_are_equal_too(mode: int) -> None:
-    logits, labels, embedding = case(0)
-    labels[:, 3:7] = -100
-    (loss, gradient), (theirs, their_gradient) = (f(logits, labels, embedding, mode) for f in (ours, published))
-    torch.testing.assert_close(loss, theirs, rtol=1e-5, atol=0)
-    assert relative_error(gradient, their_gradient) < 1e-5
-    assert not gradient[:, 2:6].any()
 
 
 def errors(logits: Tensor, labels: Tensor, embedding: Tensor, mode: int) -> tuple[float, float, float, float]:
     """Relative errors against float64 on the same inputs: our loss and gradient, the peer's loss and gradient."""
     loss, gradient = truth(logits, labels, embedding, mode)
     made = [f(logits, labels, embedding, mode) for f in (ours, published)]
-    mine, theirs = ((relative_error(value, loss), relative_error(slope, gradient)) for value, slope in made)
+    mine, theirs = (
+        (relative_error(value, loss), relative_error(made_gradient, gradient)) for value, made_gradient in made
+    )
     return *mine, *theirs
 
 
@@ -119,14 +113,6 @@ def test_a_zero_row_makes_the_peer_nan(mode: int) -> None:
     assert published(logits, labels, embedding, mode)[0].isnan()
 
 
-@pytest.mark.parametrize("mode", [1, 2])
-def test_all_labels_ignored(mode: int) -> None:
-    logits, labels, embedding = case(4)
-    loss, gradient = ours(logits, torch.full_like(labels, -100), embedding, mode)
-    assert loss == 0
-    assert not gradient.any()
-
-
 def test_the_embedding_is_trained_by_the_peer_and_not_by_us() -> None:
     """Given a live head the peer moves the geometry it is judged by; ours is detached."""
     logits, labels, embedding = case(5)
@@ -134,10 +120,3 @@ def test_the_embedding_is_trained_by_the_peer_and_not_by_us() -> None:
     assert torch.autograd.grad(emo.EMOLoss(logits, labels, live), live)[0].any()
     loss = emo_loss(logits.requires_grad_(), labels, live)
     assert torch.autograd.grad(loss, live, allow_unused=True) == (None,)
-
-
-def test_one_cost_for_many_calls() -> None:
-    logits, labels, embedding = case(6)
-    cost = EmbeddingCost(embedding)
-    assert EMO(ratio_clip=3.0).ratio_clip == 3.0
-    assert torch.equal(emo_loss(logits, labels, cost), emo_loss(logits, labels, embedding))

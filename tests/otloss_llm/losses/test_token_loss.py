@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,62 +19,61 @@ DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # ---- rounding --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", OBJECTIVES)
-def test_errors_are_those_of_the_naive_computation(name: str, dtype: torch.dtype, impl: str) -> None:
-    """Mean over 5 seeds of the relative errors of loss, hidden, weight and bias: at most 1.5 x naive + eps.
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_errors_are_those_of_the_naive_computation(dtype: torch.dtype, impl: str) -> None:
+    """Mean over 3 seeds of the relative errors of loss, hidden, weight and bias: at most 1.5 x naive + eps.
 
     Naive: logits by one linear map in the same dtype, then float32 autograd of the formula. In float64 it is the
     oracle itself, and the bound is 16 eps.
     """
-    objective, formula = OBJECTIVES[name]
-    ours, naive = [], []
-    for seed in range(5):
-        given = problem(seed, dtype=dtype)
-        value, expected = truth(given, formula)
-        for errors, make in (
-            (ours, lambda leaves: fused(leaves, given, objective=objective, reduction="sum", impl=impl).loss),  # noqa: B023
-            (naive, lambda leaves: dense_values(leaves, given, formula)[0].sum()),  # noqa: B023
-        ):
-            leaves = given.leaves()
-            loss = make(leaves)
-            grads = gradients(loss, leaves)
-            assert [g.dtype for g in grads] == [dtype] * 3
-            pairs = zip([loss, *grads], [value.sum(), *expected], strict=True)
-            errors.append([relative_error(a, b) for a, b in pairs])
     eps = torch.finfo(dtype).eps
-    bound = 1.5 * torch.tensor(naive).mean(0) + (16 if dtype == torch.float64 else 1) * eps
-    assert (torch.tensor(ours).mean(0) <= bound).all(), (torch.tensor(ours).mean(0) / eps, bound / eps)
+    for name, (objective, formula) in OBJECTIVES.items():
+        ours, naive = [], []
+        for seed in range(3):
+            given = problem(seed, dtype=dtype)
+            value, expected = truth(given, formula)
+            mine, theirs = given.leaves(), given.leaves()
+            loss = fused(mine, given, objective=objective, reduction="sum", impl=impl).loss
+            plain = dense_values(theirs, given, formula)[0].sum()
+            for errors, made, leaves in ((ours, loss, mine), (naive, plain, theirs)):
+                grads = gradients(made, leaves)
+                assert [g.dtype for g in grads] == [dtype] * 3
+                pairs = zip([made, *grads], [value.sum(), *expected], strict=True)
+                errors.append([relative_error(a, b) for a, b in pairs])
+        bound = 1.5 * torch.tensor(naive).mean(0) + (16 if dtype == torch.float64 else 1) * eps
+        assert (torch.tensor(ours).mean(0) <= bound).all(), (name, torch.tensor(ours).mean(0) / eps, bound / eps)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("reduction", ["sum", "none"])
-def test_sums_over_many_chunks_are_kept_in_float32(reduction: str, dtype: torch.dtype) -> None:
-    """512 chunks: added up in 8 bits, gradients of the head would stop growing."""
-    given = problem(0, batch=(2048,), vocab=11, width=8, ignored=0.0, dtype=dtype)
-    for name in ("mle", "emo"):
-        objective, formula = OBJECTIVES[name]
-        _, expected = truth(given, formula)
-        leaves = given.leaves()
-        naive = gradients(dense_values(leaves, given, formula)[0].sum(), leaves)
-        made = gradients(
-            fused(leaves, given, objective=objective, reduction=reduction, chunk_size=4).loss.sum(), leaves
-        )
-        for mine, other, true in zip(made, naive, expected, strict=True):
-            assert relative_error(mine, true) <= 1.5 * relative_error(other, true) + torch.finfo(dtype).eps
+@pytest.mark.parametrize(("dtype", "reduction"), [(torch.bfloat16, "sum"), (torch.float16, "none")])
+def test_sums_over_many_chunks_are_kept_in_float32(dtype: torch.dtype, reduction: str) -> None:
+    """256 chunks: added up in 8 bits, gradients of the head would stop growing."""
+    given = problem(0, batch=(1024,), vocab=11, width=8, ignored=0.0, dtype=dtype)
+    objective, formula = OBJECTIVES["emo"]
+    _, expected = truth(given, formula)
+    leaves = given.leaves()
+    naive = gradients(dense_values(leaves, given, formula)[0].sum(), leaves)
+    loss = fused(leaves, given, objective=objective, reduction=reduction, chunk_size=4).loss.sum()
+    for mine, other, true in zip(gradients(loss, leaves), naive, expected, strict=True):
+        assert relative_error(mine, true) <= 1.5 * relative_error(other, true) + torch.finfo(dtype).eps
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("sharpness", [0.0, 0.1, 10.0])
-def test_flat_and_sharp_distributions(sharpness: float, impl: str) -> None:
+@pytest.mark.parametrize(
+    ("sharpness", "scale", "softcap", "reduction"),
+    [(0.0, 0.25, None, "sum"), (0.1, -3.0, None, "none"), (10.0, 1.0, 2.0, "none"), (1.0, 1.7, 5.0, "sum")],
+)
+def test_flat_sharp_scaled_and_capped_logits(
+    sharpness: float, scale: float, softcap: float | None, reduction: str, impl: str
+) -> None:
     given = problem(3, sharpness=sharpness)
+    given.scale, given.softcap = scale, softcap
     for objective, formula in OBJECTIVES.values():
         value, expected = truth(given, formula)
         leaves = given.leaves()
-        out = fused(leaves, given, objective=objective, reduction="sum", impl=impl)
-        torch.testing.assert_close(out.loss, value.sum(), rtol=1e-12, atol=0)
-        assert_all_close(gradients(out.loss, leaves), expected, 1e-10)
+        loss = fused(leaves, given, objective=objective, reduction=reduction, impl=impl).loss.sum()
+        torch.testing.assert_close(loss, value.sum(), rtol=1e-12, atol=0)
+        assert_all_close(gradients(loss, leaves), expected, 1e-10)
 
 
 # ---- shapes, reductions, arguments -----------------------------------------------------------------------------------
@@ -80,27 +81,28 @@ def test_flat_and_sharp_distributions(sharpness: float, impl: str) -> None:
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none", "num_items"])
-@pytest.mark.parametrize("name", ["mle", "emo", "user"])
-def test_reductions_with_an_upstream_gradient(name: str, reduction: str, impl: str) -> None:
-    objective, formula = OBJECTIVES[name]
+def test_reductions_with_an_upstream_gradient(reduction: str, impl: str) -> None:
     given = problem(1, batch=(4, 9))
     kept = given.labels != -100
     count = int(kept.sum())
     upstream = torch.randn(count, dtype=torch.float64) if reduction == "none" else -2.5
     factor = {"mean": 1 / count, "sum": 1.0, "none": 1.0, "num_items": 1 / 50}[reduction]
-    value, expected = truth(given, formula, upstream * factor)
-    leaves = given.leaves()
-    settings = {"num_items": torch.tensor(50)} if reduction == "num_items" else {"reduction": reduction}
-    out = fused(leaves, given, objective=objective, impl=impl, **settings)
-    if reduction == "none":
-        assert out.loss.shape == given.labels.shape
-        assert not out.loss[~kept].any()
-        torch.testing.assert_close(out.loss[kept], value, rtol=1e-12, atol=1e-14)
-        total = (out.loss * torch.full(kept.shape, torch.e).double().masked_scatter(kept, upstream)).sum()
-    else:
-        torch.testing.assert_close(out.loss, value.sum() * factor, rtol=1e-12, atol=1e-14)
-        total = out.loss * upstream
-    assert_all_close(gradients(total, leaves), expected)
+    settings = {"num_items": torch.tensor([50])} if reduction == "num_items" else {"reduction": reduction}
+    for name in ("mle", "emo", "user"):
+        objective, formula = OBJECTIVES[name]
+        value, expected = truth(given, formula, upstream * factor)
+        leaves = given.leaves()
+        loss = fused(leaves, given, objective=objective, impl=impl, **settings).loss
+        if reduction == "none":
+            assert loss.shape == given.labels.shape
+            assert not loss[~kept].any()
+            torch.testing.assert_close(loss[kept], value, rtol=1e-12, atol=1e-14)
+            total = (loss * torch.full(kept.shape, torch.e).double().masked_scatter(kept, upstream)).sum()
+        else:
+            assert loss.shape == ()
+            torch.testing.assert_close(loss, value.sum() * factor, rtol=1e-12, atol=1e-14)
+            total = loss * upstream
+        assert_all_close(gradients(total, leaves), expected)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -120,19 +122,21 @@ def test_nll_and_cost_are_reported_per_position_without_a_graph(impl: str) -> No
     assert fused(given.leaves(), given, objective=MLE(), cost=None, impl=impl).cost is None
 
 
-@pytest.mark.parametrize("chunk_size", [1, 2, 3, 10, 11, 12, 1000, None])
-@pytest.mark.parametrize("labels", ["random", "one", "all", "single"])
-def test_chunk_sizes_and_label_patterns(labels: str, chunk_size: int | None) -> None:
-    """U = 1, U = N, a last chunk of one token (3 and 10 into 31 and 11), one chunk, one token."""
+@pytest.mark.parametrize(
+    ("labels", "chunk_sizes"),
+    [("random", (1, 3, 31, None)), ("one", (2, 11)), ("all", (10, 12)), ("single", (1, 1000))],
+)
+def test_chunk_sizes_and_label_patterns(labels: str, chunk_sizes: tuple[int | None, ...]) -> None:
+    """U = 1, U = N, a last chunk of one token (3 into 31, 10 into 11), one chunk, one token."""
     given = problem(4, batch=(31,), ignored=0.0)
     if labels != "random":
         given.hidden = given.hidden[:11]
         given.labels = torch.full((11,), 5) if labels == "one" else torch.randperm(41)[:11]
     if labels == "single":
         given.hidden, given.labels = given.hidden[:1], given.labels[:1]
-    for name in ("mle", "emo", "user"):
-        objective, formula = OBJECTIVES[name]
-        for reduction in ("sum", "none"):
+    for chunk_size in chunk_sizes:
+        for name, reduction in (("mle", "sum"), ("emo", "none"), ("user", "sum")):
+            objective, formula = OBJECTIVES[name]
             value, expected = truth(given, formula)
             leaves = given.leaves()
             out = fused(leaves, given, objective=objective, chunk_size=chunk_size, reduction=reduction)
@@ -141,36 +145,21 @@ def test_chunk_sizes_and_label_patterns(labels: str, chunk_size: int | None) -> 
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize(("scale", "softcap"), [(0.25, None), (-3.0, None), (1.0, 2.0), (1.7, 5.0)])
-def test_scale_and_soft_cap(scale: float, softcap: float | None, impl: str) -> None:
-    given = problem(5)
-    given.scale, given.softcap = scale, softcap
-    for name in ("mle", "mixce", "emo", "user"):
-        objective, formula = OBJECTIVES[name]
-        for reduction in ("sum", "none"):
-            value, expected = truth(given, formula)
-            leaves = given.leaves()
-            out = fused(leaves, given, objective=objective, impl=impl, reduction=reduction)
-            torch.testing.assert_close(out.loss.sum(), value.sum(), rtol=1e-12, atol=0)
-            assert_all_close(gradients(out.loss.sum(), leaves), expected, 1e-11)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
 @pytest.mark.parametrize("reduction", ["sum", "none"])
-@pytest.mark.parametrize("frozen", [(0,), (1,), (2,), (1, 2), (0, 1), (0, 2)])
-def test_frozen_inputs(frozen: tuple[int, ...], reduction: str, impl: str) -> None:
+def test_frozen_inputs(reduction: str, impl: str) -> None:
     objective, formula = OBJECTIVES["emo"]
     given = problem(6)
     _, expected = truth(given, formula)
-    leaves = given.leaves()
-    for index in frozen:
-        leaves[index].requires_grad_(False)
-    fused(leaves, given, objective=objective, reduction=reduction, impl=impl).loss.sum().backward()
-    for index, leaf in enumerate(leaves):
-        if index in frozen:
-            assert leaf.grad is None
-        else:
-            torch.testing.assert_close(leaf.grad, expected[index], rtol=1e-12, atol=1e-12)
+    for frozen in ((0,), (1,), (1, 2), (0, 1)):
+        leaves = given.leaves()
+        for index in frozen:
+            leaves[index].requires_grad_(False)
+        fused(leaves, given, objective=objective, reduction=reduction, impl=impl).loss.sum().backward()
+        for index, leaf in enumerate(leaves):
+            if index in frozen:
+                assert leaf.grad is None
+            else:
+                torch.testing.assert_close(leaf.grad, expected[index], rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -198,7 +187,7 @@ def test_layouts_and_leading_axes(impl: str) -> None:
     assert one.loss.shape == one.nll.shape == ()
 
 
-@pytest.mark.parametrize("ignore_index", [-100, 0, 7, -1])
+@pytest.mark.parametrize("ignore_index", [0, 7, -1])
 def test_ignore_index(ignore_index: int) -> None:
     objective, formula = OBJECTIVES["emo"]
     given = problem(8, ignored=0.0)
@@ -213,18 +202,17 @@ def test_ignore_index(ignore_index: int) -> None:
 
 
 @pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("batch", [(0,), (2, 0), (4,)])
+@pytest.mark.parametrize(("batch", "reduction"), [((0,), "mean"), ((2, 0), "none"), ((4,), "mean"), ((4,), "none")])
 def test_nothing_to_predict_gives_zero_with_a_graph(batch: tuple[int, ...], reduction: str, impl: str) -> None:
+    given = problem(9, batch=batch, ignored=2.0)
     for objective, _ in OBJECTIVES.values():
-        given = problem(9, batch=batch, ignored=2.0)
         leaves = given.leaves()
+        settings: dict[str, Any] = {"objective": objective, "reduction": reduction}
         if impl == "logits":
             logits = torch.nn.functional.linear(*leaves)
-            cost = EmbeddingCost(given.embedding)
-            loss = token_loss(logits, given.labels, objective=objective, cost=cost, reduction=reduction).loss
+            loss = token_loss(logits, given.labels, cost=EmbeddingCost(given.embedding), **settings).loss
         else:
-            loss = fused(leaves, given, objective=objective, reduction=reduction, impl=impl).loss
+            loss = fused(leaves, given, impl=impl, **settings).loss
         assert loss.requires_grad
         assert not loss.any()
         loss.sum().backward()
@@ -243,7 +231,7 @@ def test_nan_at_ignored_positions_does_not_spread() -> None:
 
 
 @given(st.data())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_both_kernels_agree_on_anything(data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(list(OBJECTIVES)))
     given_ = problem(

@@ -1,4 +1,4 @@
-"""What autograd may ask of the token losses, and what they must not do: second order, no_grad, memory, autocast."""
+"""Token losses under autograd: second order, retained graphs, no_grad, checkpointing, memory, autocast, other costs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from tests.otloss_llm.oracles import OBJECTIVES, Problem, problem
 from tests.otloss_llm.scoring import IMPLEMENTATIONS, assert_all_close, fused, gradients
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("impl", "reduction"), [("reference", "mean"), ("chunked", "mean"), ("chunked", "none")])
 def test_gradcheck(reduction: str, impl: str) -> None:
     # Objectives without stop-gradient: their value is a function whose finite differences are its gradient.
     for objective in (MLE(), EMO(0.7), OBJECTIVES["user"][0]):
@@ -31,7 +30,7 @@ def test_gradcheck(reduction: str, impl: str) -> None:
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_a_second_derivative_through_the_chunked_kernel_is_refused(reduction: str) -> None:
+def test_a_second_derivative_through_the_chunked_kernel_raises(reduction: str) -> None:
     given = problem(12)
     leaves = given.leaves()
     loss = fused(leaves, given, objective=EMO(), reduction=reduction).loss.sum()
@@ -40,7 +39,7 @@ def test_a_second_derivative_through_the_chunked_kernel_is_refused(reduction: st
 
 
 def test_backward_again_over_a_retained_graph() -> None:
-    """The gradients of a mean are given away in the first backward pass, in place times its upstream gradient."""
+    """The first backward pass multiplies the saved gradients of a mean in place; later ones compute them again."""
     given = problem(13)
     for reduction in ("mean", "none"):
         want = gradients(fused(plain := given.leaves(), given, objective=EMO(), reduction=reduction).loss.sum(), plain)
@@ -79,8 +78,7 @@ def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> No
         fused(given.leaves(), given, objective=EMO())
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(("reentrant", "reduction"), [(False, "mean"), (True, "none")])
 def test_activation_checkpointing_makes_gradients_once(
     reduction: str, reentrant: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -113,7 +111,7 @@ def test_activation_checkpointing_makes_gradients_once(
     assert chunks[0] == once
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_the_full_logits_never_exist(dtype: torch.dtype) -> None:
     """No tensor of the chunked forward and backward pass is as large as N x V."""
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -136,24 +134,24 @@ def test_the_full_logits_never_exist(dtype: torch.dtype) -> None:
         assert seen.entries <= 16 * 64, seen.entries
 
 
-def test_labels_are_looked_at_once_whatever_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`unique` and `tolist` wait for a GPU: both are hoisted out of the loop over chunks."""
-    calls = {"unique": 0, "tolist": 0}
-    unique, tolist = torch.unique_consecutive, Tensor.tolist
+def test_labels_are_read_once_whatever_the_number_of_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`unique` and `tolist` wait for a GPU: they are called before the loop over chunks."""
+    calls = {"unique_consecutive": 0, "tolist": 0}
 
-    def counting_unique(*args: Any, **kwargs: Any) -> Any:
-        calls["unique"] += 1
-        return unique(*args, **kwargs)
+    def counting(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
 
-    def counting_tolist(*args: Any) -> Any:
-        calls["tolist"] += 1
-        return tolist(*args)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            calls[name] += 1
+            return function(*args, **kwargs)
 
-    monkeypatch.setattr(torch, "unique_consecutive", counting_unique)
-    monkeypatch.setattr(Tensor, "tolist", counting_tolist)
+        monkeypatch.setattr(owner, name, call)
+
+    counting(torch, "unique_consecutive")
+    counting(Tensor, "tolist")
     given = problem(16, batch=(200,))
     fused(given.leaves(), given, objective=EMO(), chunk_size=5)
-    assert calls == {"unique": 1, "tolist": 1}
+    assert set(calls.values()) == {1}
 
 
 def test_a_cost_of_another_dtype_than_the_logits() -> None:
@@ -165,14 +163,6 @@ def test_a_cost_of_another_dtype_than_the_logits() -> None:
         want = fused(again, given, objective=EMO(), impl=impl).loss
         torch.testing.assert_close(got, want, rtol=1e-6, atol=0)
         assert_all_close(gradients(got, leaves), gradients(want, again), 1e-6)
-
-
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-def test_a_count_of_shape_one(impl: str) -> None:
-    given = problem(23)
-    got = fused(given.leaves(), given, objective=MLE(), num_items=torch.tensor([4.0]), impl=impl).loss
-    assert got.shape == ()
-    torch.testing.assert_close(got, fused(given.leaves(), given, objective=MLE(), num_items=4, impl=impl).loss)
 
 
 def test_cost_rows_are_made_once_for_each_label() -> None:
@@ -191,24 +181,22 @@ def test_cost_rows_are_made_once_for_each_label() -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["mle", "emo"])
-def test_autocast_equals_casting_by_hand(name: str, impl: str) -> None:
-    objective, _ = OBJECTIVES[name]
+def test_autocast_equals_casting_by_hand(impl: str) -> None:
     given = problem(17, dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         leaves = given.leaves()
-        loss = fused(leaves, given, objective=objective, impl=impl).loss
+        loss = fused(leaves, given, objective=EMO(), impl=impl).loss
     assert loss.dtype == torch.float32
     by_hand = given.leaves()
-    expected = fused([leaf.bfloat16() for leaf in by_hand], given, objective=objective, impl=impl).loss
+    expected = fused([leaf.bfloat16() for leaf in by_hand], given, objective=EMO(), impl=impl).loss
     assert torch.equal(loss, expected)
     assert_all_close(gradients(loss, leaves), gradients(expected, by_hand), 0.0)
-    full = fused(given.leaves(), given, objective=objective, impl=impl).loss
+    full = fused(given.leaves(), given, objective=EMO(), impl=impl).loss
     assert not torch.equal(loss, full)  # autocast did something
 
 
-def test_a_cost_that_is_no_embedding() -> None:
-    """An asymmetric cost with a price for staying: rows are those of the label."""
+def test_a_cost_matrix() -> None:
+    """Asymmetric, with a cost of keeping the label: rows are those of the label."""
     generator = torch.Generator().manual_seed(0)
     matrix = torch.rand(41, 41, generator=generator, dtype=torch.float64)
     given = problem(18)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from otloss_llm import EMO, EmbeddingCost, linear_token_loss
 
 
+@pytest.mark.slow
 def test_more_than_two_to_the_31_logits() -> None:
     """A batch of 70 tokens a thousand times over: a thousand times its loss and dW, and its dh again and again."""
     tokens, times, vocab, width = 70, 1000, 31_000, 2
@@ -30,8 +32,8 @@ def test_more_than_two_to_the_31_logits() -> None:
     torch.testing.assert_close(out.loss.double(), times * want.loss, rtol=1e-5, atol=0)
     torch.testing.assert_close(out.nll.double(), want.nll.repeat(times), rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(out.cost.double(), want.cost.repeat(times), rtol=1e-5, atol=1e-5)
-    # Sums of n equal terms: added up one by one they are wrong by up to n eps / 2, and CPUs differ in how their matrix
-    # products add. One token in the wrong place would show as 1 / 70 of dh, one chunk as 1 / 70 of dW.
+    # Sums of n equal terms, added one by one, are off by up to n eps / 2, and CPUs differ in how matrix products add.
+    # One token in the wrong place would change dh by 1 / 70, one chunk dW by 1 / 70.
     eps = torch.finfo(torch.float32).eps
     bounds = (vocab * eps / 8, tokens * times * eps / 8)  # 5e-4 and 1e-3
     gradients = zip((leaves[0].grad, leaves[1].grad), (once[0].grad, once[1].grad), bounds, strict=True)

@@ -1,4 +1,4 @@
-"""Where optimal-transport losses lose their digits: certain predictions, duplicates, zero rows, 16 bits, masks."""
+"""Numerical edges of token losses: certain predictions, duplicates, zero rows, 16 bits, masks; invalid arguments."""
 
 from __future__ import annotations
 
@@ -7,24 +7,22 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from otloss.costs import CosineCost, DenseCost
 from otloss_llm import EMO, MLE, EmbeddingCost, emo_loss, linear_token_loss, token_loss
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, cosine_matrix, problem, relative_error, truth
+from tests.otloss_llm.scoring import IMPLEMENTATIONS, from_logits
 
-IMPLEMENTATIONS = ["reference", "chunked"]
 INF = float("inf")
 
 
-def from_logits(logits: Tensor, labels: Tensor, impl: str, **settings: Any) -> Any:
-    """The linear loss whose logits are exactly `logits` (hidden = one-hot rows, weight = the logits)."""
-    rows = torch.eye(len(logits), dtype=logits.dtype)
-    return linear_token_loss(rows, logits.T.contiguous(), labels, impl=impl, **settings)
-
-
-@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("impl", "dtype"),
+    [
+        ("chunked", torch.float32), ("chunked", torch.bfloat16), ("chunked", torch.float16),
+        ("reference", torch.float32), ("logits", torch.bfloat16),
+    ],
+)  # fmt: skip
 def test_certain_predictions_keep_their_digits(dtype: torch.dtype, impl: str) -> None:
     """q_y = 1 - 1e-2 ... 1 - 1e-35: nll, D and nll / D to 64 float32 roundings, though 1 - q_y is 0 in float32.
 
@@ -42,7 +40,7 @@ def test_certain_predictions_keep_their_digits(dtype: torch.dtype, impl: str) ->
     transport = (torch.softmax(z, -1) * cosine_matrix(embedding)[labels]).sum(-1)
     settings: dict[str, Any] = {"objective": EMO(), "cost": EmbeddingCost(embedding), "reduction": "none"}
     given = logits.clone().requires_grad_()
-    out = token_loss(given, labels, **settings) if impl == "logits" else from_logits(given, labels, impl, **settings)
+    out = from_logits(given, labels, impl, **settings)
     tolerance = 64 * torch.finfo(torch.float32).eps
     torch.testing.assert_close(out.nll.double(), nll, rtol=tolerance, atol=0)
     torch.testing.assert_close(out.cost.double(), transport, rtol=tolerance, atol=0)
@@ -74,7 +72,7 @@ def test_a_prediction_certain_to_the_last_bit(impl: str) -> None:
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", range(2))
 def test_duplicate_tokens_cost_nothing_exactly(seed: int, impl: str) -> None:
     """Mass split between a label and its duplicates: D = 0 and ratio 0, not a ratio of rounding errors (about 1e7)."""
     generator = torch.Generator().manual_seed(seed)
@@ -101,8 +99,7 @@ def test_near_duplicates_keep_their_cost() -> None:
     torch.testing.assert_close(got, cosine_matrix(embedding)[0, 1], rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("name", ["emo", "emo-transport", "user"])
+@pytest.mark.parametrize(("name", "impl"), [("emo", "chunked"), ("emo-transport", "reference"), ("user", "chunked")])
 def test_zero_rows_of_the_embedding(name: str, impl: str) -> None:
     """A padding row costs 1 to every other token, as label and as prediction, and nothing is NaN."""
     objective, formula = OBJECTIVES[name]
@@ -119,8 +116,11 @@ def test_zero_rows_of_the_embedding(name: str, impl: str) -> None:
         torch.testing.assert_close(leaf, true, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
-@pytest.mark.parametrize(("dtype", "size"), [(torch.float16, 6e4), (torch.float32, 1e4), (torch.bfloat16, 1e4)])
+@pytest.mark.parametrize(
+    ("dtype", "size", "impl"),
+    [(torch.float16, 6e4, "chunked"), (torch.float32, 1e4, "chunked"), (torch.bfloat16, 1e4, "reference"),
+     (torch.float16, 6e4, "logits")],
+)  # fmt: skip
 def test_enormous_logits(dtype: torch.dtype, size: float, impl: str) -> None:
     generator = torch.Generator().manual_seed(0)
     logits = ((torch.rand(6, 20, generator=generator) * 2 - 1) * size).to(dtype)
@@ -131,7 +131,7 @@ def test_enormous_logits(dtype: torch.dtype, size: float, impl: str) -> None:
     embedding = torch.randn(20, 8, generator=generator)
     settings: dict[str, Any] = {"objective": EMO(), "cost": EmbeddingCost(embedding), "reduction": "none"}
     given = logits.clone().requires_grad_()
-    out = token_loss(given, labels, **settings) if impl == "logits" else from_logits(given, labels, impl, **settings)
+    out = from_logits(given, labels, impl, **settings)
     torch.testing.assert_close(out.nll.double(), nll, rtol=1e-6, atol=1e-9)
     torch.testing.assert_close(out.loss.double(), nll, rtol=1e-6, atol=1e-9)
     out.loss.sum().backward()
@@ -155,8 +155,7 @@ def test_loss_scaling_saves_float16_gradients(reduction: str) -> None:
         assert relative_error(gradient, true) < 4 * torch.finfo(torch.float16).eps
 
 
-@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
-@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize(("impl", "softcap"), [("reference", None), ("chunked", None), ("chunked", 5.0)])
 def test_masked_vocabulary(softcap: float | None, impl: str) -> None:
     """A bias of -inf takes tokens out: the loss over the rest, and exactly no gradient at what is masked."""
     given = problem(1, ignored=0.0)
@@ -194,54 +193,34 @@ def test_everything_masked_but_the_label(impl: str) -> None:
 def test_a_masked_label_is_an_error_that_names_it(impl: str) -> None:
     labels = torch.tensor([2, 1])
     settings: dict[str, Any] = {"objective": EMO(), "cost": EmbeddingCost(torch.eye(3))}
+    bias = torch.tensor([0.0, -INF, 1.0])
+    call = partial(linear_token_loss, torch.ones(2, 2), torch.zeros(3, 2), bias=bias, impl=impl)
     if impl == "logits":
-        call = partial(token_loss, torch.tensor([[0.0, -INF, 1.0], [2.0, -INF, 0.5]]), labels, **settings)
-    else:
-        bias = torch.tensor([0.0, -INF, 1.0])
-        call = partial(linear_token_loss, torch.ones(2, 2), torch.zeros(3, 2), labels, bias=bias, impl=impl, **settings)
+        call = partial(token_loss, bias.expand(2, 3))
     with pytest.raises(ValueError, match="-log q is inf for label 1: its logit is -inf"):
-        call()
+        call(labels=labels, **settings)
 
 
-@pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
-@pytest.mark.parametrize("bad", [float("nan"), INF])
+@pytest.mark.parametrize(("impl", "bad"), [("reference", INF), ("chunked", float("nan")), ("logits", INF)])
 def test_inputs_that_are_not_finite_are_named(bad: float, impl: str) -> None:
-    settings: dict[str, Any] = {"objective": MLE()}
     labels = torch.tensor([1, 0, -100])
     for name in ("logits",) if impl == "logits" else ("hidden", "weight", "bias"):
         tensors = {"logits": torch.ones(3, 4)} if impl == "logits" else {
             "hidden": torch.ones(3, 2), "weight": torch.ones(4, 2), "bias": torch.ones(4)
         }  # fmt: skip
         tensors[name].view(-1)[1 if name == "bias" else tensors[name].shape[1]] = bad
-        if impl != "logits":
-            settings["impl"] = impl
-        call = partial(token_loss if impl == "logits" else linear_token_loss, labels=labels, **tensors, **settings)
+        settings: dict[str, Any] = tensors | ({} if impl == "logits" else {"impl": impl})
         with pytest.raises(ValueError, match=rf"{name} holds 1 NaN or infinite values, the first at index \(1"):
-            call()
+            (token_loss if impl == "logits" else linear_token_loss)(labels=labels, objective=MLE(), **settings)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_an_objective_with_an_infinite_slope_is_an_error(reduction: str) -> None:
+def test_an_objective_with_an_infinite_gradient_is_an_error(reduction: str) -> None:
     """sqrt(D) at D = 0: the value is finite, the gradient is not."""
     logits = torch.tensor([[0.0, -200.0, -200.0]], requires_grad=True)
     settings: dict[str, Any] = {"objective": lambda nll, d: nll + d.sqrt(), "reduction": reduction}
-    with pytest.raises(ValueError, match="slope that is not finite"):
+    with pytest.raises(ValueError, match="not finite"):
         from_logits(logits, torch.tensor([0]), "chunked", cost=EmbeddingCost(torch.eye(3)), **settings).loss.backward()
-
-
-def test_emo_value_is_nll_and_its_gradient_is_not() -> None:
-    given = problem(2, dtype=torch.float32)
-    leaves = given.leaves()
-    cost = EmbeddingCost(given.embedding)
-    for impl in IMPLEMENTATIONS:
-        emo, mle = (
-            linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], objective=objective, cost=cost,
-                              impl=impl, reduction="none")
-            for objective in (EMO(), MLE())
-        )  # fmt: skip
-        torch.testing.assert_close(emo.loss, mle.loss, rtol=3e-7, atol=0)
-        gradients = [torch.autograd.grad(out.loss.sum(), leaves[0])[0] for out in (emo, mle)]
-        assert relative_error(*gradients) > 0.1
 
 
 def test_orthonormal_embedding_gives_the_gradient_of_mixce() -> None:
@@ -283,7 +262,7 @@ def test_a_cosine_cost_of_a_live_head_is_not_silently_trained() -> None:
         linear_token_loss(torch.randn(2, 6), weight, torch.tensor([1, 2]), objective=EMO(), cost=CosineCost(weight))
 
 
-# ---- refusals --------------------------------------------------------------------------------------------------------
+# ---- invalid arguments ----------------------------------------------------------------------------------------------
 
 
 def call(**changes: Any) -> Any:
@@ -310,24 +289,19 @@ def call(**changes: Any) -> Any:
         ({"cost": None}, ValueError, r"EMO\(.*needs cost="),
         ({"cost": EmbeddingCost(torch.eye(8))}, ValueError, "a vocabulary of 8 tokens, the logits have 7"),
         ({"cost": torch.eye(7)}, TypeError, "cost is a Tensor"),
-        ({"cost": DenseCost(torch.rand(7, 6))}, ValueError, "a vocabulary of 6"),
         ({"objective": "emo"}, TypeError, "objective is 'emo'"),
+        ({"objective": EMO}, TypeError, r"the class EMO, expected an instance; write EMO\(\)"),
         ({"reduction": "avg"}, ValueError, "reduction is 'avg'"),
         ({"num_items": 3, "reduction": "sum"}, ValueError, 'num_items=3 needs reduction="mean"'),
         ({"num_items": 0}, ValueError, "num_items is 0"),
-        ({"num_items": float("inf")}, ValueError, "num_items is inf"),
         ({"num_items": torch.tensor([1, 2])}, ValueError, "expected one positive count"),
         ({"logit_softcap": float("inf")}, ValueError, "logit_softcap is inf"),
         ({"impl": "cuda"}, ValueError, "impl is 'cuda'"),
         ({"chunk_size": 0}, ValueError, "chunk_size is 0"),
-        ({"chunk_size": True}, ValueError, "chunk_size is True"),
         ({"logit_scale": torch.ones((), requires_grad=True)}, ValueError, r"requires grad.* hidden \* scale"),
-        ({"logit_scale": "1"}, TypeError, "logit_scale is '1'"),
-        ({"num_items": "3"}, TypeError, "num_items is '3'"),
         ({"ignore_index": None}, TypeError, "ignore_index is None"),
         ({"cost": EmbeddingCost}, TypeError, "cost is the class EmbeddingCost"),
         ({"cost": DenseCost(torch.eye(7)).to("meta")}, ValueError, "the cost is on meta, the logits on cpu"),
-        ({"logit_softcap": 0.0}, ValueError, "logit_softcap is 0.0"),
         ({"logit_scale": float("nan")}, ValueError, "logit_scale is nan"),
         ({"objective": lambda n, d: n.sum()}, ValueError, "expected a value per token"),
         ({"objective": lambda n, d: n * n.mean()}, ValueError, "another value beside other tokens"),
@@ -335,12 +309,12 @@ def call(**changes: Any) -> Any:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
 )  # fmt: skip
-def test_refusals(changes: dict[str, Any], error: type[Exception], message: str) -> None:
+def test_invalid_arguments_raise(changes: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         call(**changes)
 
 
-def test_refusals_from_logits() -> None:
+def test_invalid_arguments_from_logits_raise() -> None:
     labels = torch.tensor([0])
     with pytest.raises(TypeError, match=r"logits has dtype torch\.int64"):
         token_loss(torch.ones(1, 3, dtype=torch.long), labels, objective=MLE())
@@ -348,8 +322,3 @@ def test_refusals_from_logits() -> None:
         token_loss(torch.ones(1, 3), labels, objective=EMO())
     with pytest.raises(ValueError, match="vocabulary of 4"):
         emo_loss(torch.ones(1, 3), labels, torch.eye(4))
-
-
-def test_a_class_in_the_place_of_an_objective_is_named() -> None:
-    with pytest.raises(TypeError, match=r"the class EMO, expected an instance; write EMO\(\)"):
-        token_loss(torch.zeros(2, 3), torch.tensor([0, 1]), objective=EMO, cost=EmbeddingCost(torch.eye(3)))

@@ -1,4 +1,4 @@
-"""Scale and soft cap, found from what becomes of placeholders."""
+"""Scale and soft cap, solved for from placeholders before and after a transform."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CAPS = st.none() | st.floats(1.0, 3000.0) | st.sampled_from([30.0, 50.0])
 
 
 @given(scale=SCALES, softcap=CAPS, vocab=st.integers(2, 300))
-def test_what_a_model_does_in_float32_is_found(scale: float, softcap: float | None, vocab: int) -> None:
+def test_transforms_in_float32_are_found(scale: float, softcap: float | None, vocab: int) -> None:
     before = placeholders(vocab)
     after = before * scale
     if softcap is not None:
@@ -24,13 +24,13 @@ def test_what_a_model_does_in_float32_is_found(scale: float, softcap: float | No
     assert found.scale == pytest.approx(scale, rel=1e-5)
     if softcap is None:
         assert found.softcap is None
-    elif softcap < 1000 * abs(scale):  # a higher one changes even large placeholders by little
+    elif softcap < 1000 * abs(scale):  # a higher cap hardly changes even the large placeholders
         assert found.softcap == pytest.approx(softcap, rel=1e-3)
 
 
 @given(scale=SCALES, vocab=st.integers(30, 300), rounded=st.booleans())
 def test_rounding_to_16_bits_hides_no_scale(scale: float, vocab: int, rounded: bool) -> None:
-    """The tolerance of 16-bit models is 2^-6: within it 1.01 is no 1, be the logits rounded or not."""
+    """The tolerance of 16-bit models is 2^-6; a scale of 1.01 is still told from 1, with and without rounding."""
     before = placeholders(vocab)
     after = (before.bfloat16() * scale).float() if rounded else before * scale
     found = fitted_transform(before, after, 2.0**-6)
@@ -38,7 +38,7 @@ def test_rounding_to_16_bits_hides_no_scale(scale: float, vocab: int, rounded: b
     assert found.softcap is None
 
 
-def test_what_is_neither_is_far_off() -> None:
+def test_other_transforms_deviate() -> None:
     before = placeholders(31)
     for after in (before + 1e-3, before.clamp(max=100), before.flip(-1), before.relu(), before * torch.nan, 0 * before):
         found = fitted_transform(before, after, 1e-5)

@@ -1,4 +1,4 @@
-"""The commands on a really pretrained model and real text; skipped where they are not at hand."""
+"""The commands on a pretrained model and real text; skipped where they are not available."""
 
 from __future__ import annotations
 

@@ -65,8 +65,9 @@ def test_the_trainer_gives_the_weights_of_one_process(arm: str, two_processes: P
 
 def check_head(folder: Path) -> None:
     """NumberCost and MixedCost give the rows of the labels; what has no rows is refused in every process."""
-    from otloss_llm import EmbeddingCost, MixedCost, NumberCost, NumberToken
     from otloss_llm.costs.number_spans import NumberSpanCost
+
+    from otloss_llm import EmbeddingCost, MixedCost, NumberCost, NumberToken
     from otloss_llm.costs.number_tokens import NumberTokens
     from tests.otloss_llm.kernels.vocab_parallel_worker import (
         VOCAB,

@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import torch  # noqa: E402
+from otloss_llm.costs.number_spans import NumberSpanCost  # noqa: E402
+from tests.otloss_llm.costs.test_number_spans import slow_rows  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import Subset  # noqa: E402
 
@@ -28,14 +30,12 @@ from otloss_llm import (  # noqa: E402
     ObjectiveTrainer,
 )
 from otloss_llm.costs.choice import NumberSettings  # noqa: E402
-from otloss_llm.costs.number_spans import NumberSpanCost  # noqa: E402
 from otloss_llm.costs.number_tokens import NumberTokens  # noqa: E402
 from otloss_llm.data.blocks import PackedBlocks  # noqa: E402
 from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions, read_questions  # noqa: E402
 from otloss_llm.evaluation import number_token_scores, perplexity  # noqa: E402
 from otloss_llm.training.loading import load_model, load_tokenizer  # noqa: E402
 from tests.otloss_llm.conftest import Cli, Tiny, read, save, train_options  # noqa: E402
-from tests.otloss_llm.costs.test_number_spans import slow_rows  # noqa: E402
 from tests.otloss_llm.oracles import cosine_matrix, problem  # noqa: E402
 from tests.otloss_llm.scoring import assert_all_close, fused, gradients  # noqa: E402
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model  # noqa: E402
