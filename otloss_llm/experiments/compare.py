@@ -29,7 +29,7 @@ from otloss_llm.experiments.measuring import Data, QuestionBench, QuestionData, 
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import cost_kind, parse_objective
-from otloss_llm.training.folders import open_run, read_json, write_json
+from otloss_llm.training.folders import open_run
 from otloss_llm.training.loading import load_cost, number_share
 from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
 from otloss_llm.training.token_store import TokenStore
@@ -128,7 +128,6 @@ def run_comparison(
     before = bench.measure(folder / "start", start, temperature=1.0, seed=0)
     del start
     runs, failures = _run_all(comparison, bench, args, settings=settings, say=say)
-    _note_other_arms(folder, comparison, say)
     return {
         "settings": settings | {"training": args.to_dict()},
         "environment": environment(args.device),
@@ -285,14 +284,3 @@ def _train(
         bar=f"{arm.training} seed {seed}",
     )  # fmt: skip
     return home, {key: results[key] for key in ("steps", "seconds_per_step")}
-
-
-def _note_other_arms(folder: Path, comparison: Comparison, say: Callable[[str], None]) -> None:
-    """Name the arms compared earlier in this folder that the new report does not cover."""
-    path = folder / "arms.json"
-    asked = [arm.name for arm in comparison.arms]
-    before = read_json(path) if path.is_file() else []
-    left_out = [name for name in before if name not in asked]
-    if left_out:
-        say(f"note: compared here earlier and left out of the new report: {' '.join(left_out)}; name them to add them")
-    write_json(path, before + [name for name in asked if name not in before])
