@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import math
 import shutil
 import time
 from pathlib import Path
@@ -16,19 +14,14 @@ transformers = pytest.importorskip("transformers")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer  # noqa: E402
-from otloss_llm.data.questions import AnsweredQuestions  # noqa: E402
-from otloss_llm.training.loading import (  # noqa: E402
-    count_number_labels,
+from otloss_llm.models.loading import (  # noqa: E402
     fingerprint,
-    load_blocks,
-    load_cost,
     load_model,
     load_model_and_tokenizer,
-    load_questions,
     load_tokenizer,
 )
-from tests.otloss_llm.conftest import BLOCK, Tiny, save  # noqa: E402
+from otloss_llm.training.loading import load_cost  # noqa: E402
+from tests.otloss_llm.conftest import Tiny, save  # noqa: E402
 
 SMALL = {
     "vocab_size": 300,
@@ -236,78 +229,3 @@ def test_fingerprints_tell_models_apart(tiny: Tiny) -> None:
             weight *= 1.0001
     assert fingerprint(model.named_parameters()) != fingerprint(again.named_parameters())
     assert fingerprint([("a", torch.zeros(2, 3))]) != fingerprint([("a", torch.zeros(3, 2))])
-
-
-def test_parts_are_cut_from_the_training_text_or_read(tmp_path: Path) -> None:
-    text = "one two three four five " * 200
-    tokenizer = train_bpe_tokenizer([text], 270)
-    for name in ("train.txt", "test.txt"):
-        (tmp_path / name).write_text(text, encoding="utf-8")
-
-    def load(**changes: Any) -> Any:
-        base: dict[str, Any] = {"train": str(tmp_path / "train.txt"), "validation": None, "test": None}
-        shares = {"validation_fraction": 0.1, "test_fraction": 0.1}
-        return load_blocks(tokenizer, block_size=BLOCK, **base | shares | changes)
-
-    train, validation, test = load()
-    whole, none, same = load(test=str(tmp_path / "test.txt"), validation_fraction=0.0)
-    assert none is None
-    assert len(whole) == len(train) + len(validation) + len(test)
-    assert torch.equal(whole.ids, torch.cat([train.ids, validation.ids, test.ids]))
-    assert same.fingerprint == whole.fingerprint
-
-
-def cut(tmp_path: Path, asked: list[str], **changes: Any) -> list[list[str]]:
-    """The texts of the training, validation and test questions."""
-    path = tmp_path / "asked.jsonl"
-    path.write_text("".join(json.dumps({"question": text, "answer": "x"}) + "\n" for text in asked), encoding="utf-8")
-    tokenizer = train_bpe_tokenizer(["abc"], 257)
-    given: dict[str, Any] = {"train": str(path), "validation": None, "test": None, "max_length": 9}
-    train, validation, test = load_questions(
-        tokenizer, **given | {"validation_fraction": 0.2, "test_fraction": 0.2} | changes
-    )
-    rows = [[] if part is None else [part[i]["input_ids"] for i in range(len(part))] for part in (train, validation)]
-    return [
-        *([tokenizer.decode(ids, skip_special_tokens=True).partition("\n")[0] for ids in part] for part in rows),
-        [question.question for question in test],
-    ]
-
-
-def test_shares_are_of_all_questions(tmp_path: Path) -> None:
-    train, validation, test = cut(tmp_path, list("abcdefghij"))
-    assert (validation, test) == (["a", "f"], ["b", "g"])
-    assert train == list("cdehij")
-    train, validation, test = cut(tmp_path, list("abcdefghij"), validation_fraction=0.7, test_fraction=0.2)
-    assert [len(train), len(validation), len(test)] == [1, 7, 2]
-    train, validation, test = cut(tmp_path, list("abc"), validation_fraction=0.01, test_fraction=0)
-    assert (train, validation, test) == (["b", "c"], ["a"], [])
-
-
-def test_equal_questions_go_into_one_part(tmp_path: Path) -> None:
-    asked = list("abcab" * 3 + "defg")
-    train, validation, test = cut(tmp_path, asked, validation_fraction=0.3, test_fraction=0.3)
-    assert not set(train) & set(validation)
-    assert not set(train) & set(test)
-    assert not set(validation) & set(test)
-    assert sorted(train + validation + test) == sorted(asked)
-    assert [len(set(part)) for part in (train, validation, test)] == [3, 2, 2]
-
-
-@pytest.mark.parametrize("asked", ["a", "aaa", "ab"])
-def test_too_few_questions_for_the_shares(tmp_path: Path, asked: str) -> None:
-    message = rf"the {len(set(asked))} different questions? .* none to train on.*--test_fraction 0.2; .* share of 0"
-    with pytest.raises(ValueError, match=message):
-        cut(tmp_path, list(asked))
-    assert cut(tmp_path, list(asked), validation_fraction=0, test_fraction=0)[0] == list(asked)
-
-
-def test_labels_that_are_numbers_are_counted(tmp_path: Path) -> None:
-    values = torch.full((9,), math.nan).index_fill(0, torch.tensor([2, 5]), 7.0)
-    rows = AnsweredQuestions([[2, 2], [3]], [[5, 3], [2]])
-    assert count_number_labels(rows, values) == (2, 3)
-    everything = AnsweredQuestions([[2, 2], [3]], [[5, 3], [2]], train_on_question=True)
-    assert count_number_labels(everything, values) == (3, 4)  # the first of a row is predicted from nothing
-    ids = torch.arange(30_000).reshape(10_000, 3) % 9
-    predicted = ids[:, 1:].flatten().tolist()
-    expected = sum(token in (2, 5) for token in predicted), 20_000
-    assert count_number_labels(PackedBlocks(ids), values) == expected
