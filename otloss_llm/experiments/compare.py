@@ -86,7 +86,7 @@ def run_comparison(
 ) -> dict[str, Any]:
     """Train and measure every arm and seed in folders below `args.output_dir`; return all results.
 
-    The start model and the test text itself are measured first, in the same way as the arms, so that errors in sampling or
+    The start model and the test text itself are measured first, in the same way as the arms: errors in sampling or
     judging are found before anything is trained.
 
     Args:

@@ -237,8 +237,8 @@ def _check_lengths(prompts: Sequence[int], context: int, max_new_tokens: int) ->
     """Raise ValueError if prompts of so many tokens and an answer exceed the context."""
     wide = sum(length + max_new_tokens > context for length in prompts)
     if wide:
-        room = context - max(prompts)
-        advice = f"give at most --max_new_tokens {room}, or leave" if room > 0 else "leave"
+        limit = context - max(prompts)
+        advice = f"give at most --max_new_tokens {limit}, or leave" if limit > 0 else "leave"
         raise ValueError(
             f"{wide} of {len(prompts)} test questions and an answer of --max_new_tokens {max_new_tokens} exceed the "
             f"model's context of {context} tokens, the longest question has {max(prompts)}; {advice} the long ones out."

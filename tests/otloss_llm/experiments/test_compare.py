@@ -142,8 +142,8 @@ def test_an_interrupted_comparison_ends_like_an_uninterrupted_one(
     cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Stopped in its third training of four, or after that."""
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    assert cli(*compare_options(tiny, unbroken)).code == 0
+    uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
+    assert cli(*compare_options(tiny, uninterrupted)).code == 0
     calls = iter(range(100))
     with monkeypatch.context() as patch:
         if moment == "training":
@@ -169,7 +169,7 @@ def test_an_interrupted_comparison_ends_like_an_uninterrupted_one(
     done = (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns
     assert cli(*compare_options(tiny, broken)).code == 0
     assert (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns == done
-    assert comparable(unbroken) == comparable(broken)
+    assert comparable(uninterrupted) == comparable(broken)
 
 
 def comparable(folder: Path) -> Any:

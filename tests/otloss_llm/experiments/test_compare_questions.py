@@ -1,4 +1,4 @@
-"""Comparisons on questions with answers: arms of numbers, what is measured, work done once, refusals."""
+"""Comparisons on questions with answers: arms of numbers, what is measured, results kept and read again, errors."""
 
 from __future__ import annotations
 
@@ -188,9 +188,9 @@ def test_the_longest_answer_that_fits_is_named(cli: Cli, tiny: Tiny, files: tupl
     error = cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=30)).error
     said = re.search(r"^1 of 4 test questions .* give at most --max_new_tokens (\d+), or leave the long ones", error)
     assert said is not None
-    room = int(said[1])
-    assert "1 of 4" in cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=room + 1)).error
-    assert cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=room)).code == 0
+    limit = int(said[1])
+    assert "1 of 4" in cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=limit + 1)).error
+    assert cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=limit)).code == 0
 
 
 def test_the_style_is_that_of_all_questions(cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path) -> None:

@@ -186,8 +186,8 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, torn: bool, changes: dict[str, Any]
 ) -> None:
     """With dropout, and EMO, whose cost is that of the start model though the weights are a checkpoint's."""
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    assert cli(*train_options(tiny, unbroken, **changes)).code == 0
+    uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
+    assert cli(*train_options(tiny, uninterrupted, **changes)).code == 0
     with monkeypatch.context() as patch:
         interrupt_at(11, patch)
         ended = cli(*train_options(tiny, broken, **changes))
@@ -198,7 +198,7 @@ def test_an_interrupted_run_ends_like_an_uninterrupted_one(
     if torn:
         (broken / "checkpoint-8/trainer_state.json").unlink()
     assert cli(*train_options(tiny, broken, **changes)).code == 0
-    assert_same_run(unbroken, broken)
+    assert_same_run(uninterrupted, broken)
 
 
 @pytest.mark.parametrize(("function", "best"), [("_finish", True), ("write_json", False)])
@@ -219,15 +219,15 @@ def test_killed_between_the_last_checkpoint_and_the_results(
             return whole(*args, **kwargs)
         raise KeyboardInterrupt
 
-    cli(*train_options(tiny, tmp_path / "unbroken", **changes))
+    cli(*train_options(tiny, tmp_path / "uninterrupted", **changes))
     if best:
-        *_, last, taken = [e["eval_nll"] for e in read(tmp_path / "unbroken/log.json") if "eval_nll" in e]
+        *_, last, taken = [e["eval_nll"] for e in read(tmp_path / "uninterrupted/log.json") if "eval_nll" in e]
         assert taken < last
     with monkeypatch.context() as patch:
         patch.setattr(runs, function, killed)
         assert cli(*train_options(tiny, tmp_path / "broken", **changes)).code == 130
     assert cli(*train_options(tiny, tmp_path / "broken", **changes)).code == 0
-    assert_same_run(tmp_path / "unbroken", tmp_path / "broken")
+    assert_same_run(tmp_path / "uninterrupted", tmp_path / "broken")
 
 
 def test_the_cost_of_a_resumed_run_is_the_start_models(
@@ -259,7 +259,7 @@ def wait_for(condition: Any, process: subprocess.Popen[bytes], seconds: float = 
 
 def test_kill_9(tiny: Tiny, tmp_path: Path) -> None:
     """The real thing: two processes, one killed between checkpoints and started again."""
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
+    uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
     changes = {"max_steps": 60, "save_steps": 20, "logging_steps": 15}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
@@ -274,9 +274,9 @@ def test_kill_9(tiny: Tiny, tmp_path: Path) -> None:
     victim.send_signal(signal.SIGKILL)
     assert victim.wait(10) == -signal.SIGKILL
     assert not (broken / "results.json").exists()
-    for folder in (broken, unbroken):
+    for folder in (broken, uninterrupted):
         assert start(folder).wait(120) == 0, (tmp_path / f"{folder.name}.err").read_text()
-    assert_same_run(unbroken, broken)
+    assert_same_run(uninterrupted, broken)
 
 
 @pytest.mark.slow

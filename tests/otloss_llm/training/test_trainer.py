@@ -117,19 +117,19 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
         torch.testing.assert_close(checkpointed[name], change, rtol=1e-4, atol=1e-6)
 
 
-def test_resuming_equals_an_unbroken_run_bit_for_bit(tmp_path: Path) -> None:
+def test_resuming_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     """With dropout, momentum and a schedule; the cost is that of the start, not of the checkpoint."""
     start = tiny_model("gpt2")
     settings: dict[str, Any] = {
         "objective": "emo", "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "linear",
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
     }  # fmt: skip
-    unbroken = trainer(tmp_path / "a", copy.deepcopy(start), **settings)
-    unbroken.train()
+    uninterrupted = trainer(tmp_path / "a", copy.deepcopy(start), **settings)
+    uninterrupted.train()
     resumed = trainer(tmp_path / "b", copy.deepcopy(start), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
-    assert_same_weights(unbroken.model, resumed.model)
-    assert logs(unbroken, "nll")[-3:] == logs(resumed, "nll")[-3:]
+    assert_same_weights(uninterrupted.model, resumed.model)
+    assert logs(uninterrupted, "nll")[-3:] == logs(resumed, "nll")[-3:]
     assert not torch.equal(resumed.model.lm_head.weight, start.lm_head.weight)
     assert torch.equal(resumed.transport_cost.dense(), EmbeddingCost.from_model(start).dense())
     files = {path.name for path in (tmp_path / "a" / "checkpoint-3").iterdir()}
