@@ -134,17 +134,6 @@ def test_generate_writes_the_same_samples_to_stdout_and_file(cli: Cli, tiny: Tin
     assert cli(*given).out == shown.out
 
 
-def test_in_a_process_of_its_own_without_a_warning(tiny: Tiny, tmp_path: Path) -> None:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-
-    def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(module_command(*arguments), capture_output=True, text=True, env=environment, timeout=120)
-
-    trained = run(*train_options(tiny, tmp_path / "run", max_steps=2))
-    assert trained.returncode == 0, trained.stderr
-    assert json.loads(trained.stdout)["steps"] == 2
-
-
 # ---- bad input: name -> (options that change a good training, what the message has to say) -------------------
 
 BAD_TEXTS = {

@@ -258,24 +258,23 @@ def wait_for(condition: Any, process: subprocess.Popen[bytes], seconds: float = 
 
 
 def test_kill_9(tiny: Tiny, tmp_path: Path) -> None:
-    """The real thing: two processes, one killed between checkpoints and started again."""
+    """Processes in which warnings are errors; one is killed between checkpoints and started again."""
     uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
-    changes = {"max_steps": 60, "save_steps": 20, "logging_steps": 15}
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
     def start(folder: Path) -> subprocess.Popen[bytes]:
-        command = module_command(*train_options(tiny, folder, **changes))
-        with (tmp_path / f"{folder.name}.err").open("ab") as log:
-            return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environment)
+        command = module_command(*train_options(tiny, folder, max_steps=60, save_steps=20, logging_steps=15))
+        with (tmp_path / f"{folder.name}.err").open("ab") as log, (tmp_path / f"{folder.name}.out").open("wb") as out:
+            return subprocess.Popen(command, stdout=out, stderr=log, env=environment)
 
     victim = start(broken)
     wait_for((broken / "checkpoint-20/trainer_state.json").exists, victim)
-    time.sleep(0.05)
     victim.send_signal(signal.SIGKILL)
     assert victim.wait(10) == -signal.SIGKILL
     assert not (broken / "results.json").exists()
     for folder in (broken, uninterrupted):
         assert start(folder).wait(120) == 0, (tmp_path / f"{folder.name}.err").read_text()
+        assert read(tmp_path / f"{folder.name}.out")["steps"] == 60  # stdout holds nothing but the results
     assert_same_run(uninterrupted, broken)
 
 
