@@ -15,7 +15,6 @@ from otloss import __version__ as __version__
 from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.costs.choice import NumberSettings as NumberSettings
 from otloss_llm.costs.embedding import EmbeddingCost as EmbeddingCost
-from otloss_llm.costs.number_spans import NumberSpanCost as NumberSpanCost
 from otloss_llm.costs.number_tokens import NumberTokens as NumberTokens
 from otloss_llm.costs.numbers import MixedCost as MixedCost
 from otloss_llm.costs.numbers import NumberCost as NumberCost
@@ -44,7 +43,6 @@ __all__ = [
     "MixedCost",
     "NumberCost",
     "NumberSettings",
-    "NumberSpanCost",
     "NumberToken",
     "NumberTokens",
     "ObjectiveMixin",

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import TrainingArguments
 
-from otloss_llm.costs.choice import SCALINGS
+from otloss.extending import SCALINGS
 from otloss_llm.evaluation.numbers import STYLES
 from otloss_llm.losses.positions import IMPLEMENTATIONS
 

@@ -2,7 +2,6 @@
 
 from otloss_llm.costs.choice import NumberSettings as NumberSettings
 from otloss_llm.costs.embedding import EmbeddingCost as EmbeddingCost
-from otloss_llm.costs.number_spans import NumberSpanCost as NumberSpanCost
 from otloss_llm.costs.number_tokens import NumberTokens as NumberTokens
 from otloss_llm.costs.numbers import MixedCost as MixedCost
 from otloss_llm.costs.numbers import NumberCost as NumberCost

@@ -1,7 +1,7 @@
 """The vocabulary cost that an objective is meant for, made for one model and tokenizer.
 
 "embedding"    cosine distance between the rows of the model's head: EMO
-"number"       distance between number tokens, or between the values of whole numbers: `NumberToken`
+"number"       distance between number tokens: `NumberToken`
 "mixed"        the former between number tokens, the embedding's everywhere else: EMO with numbers
 
 The number tokens of a tokenizer, and their costs, are made once: decoding a vocabulary of 50,000 takes seconds.
@@ -10,7 +10,7 @@ The number tokens of a tokenizer, and their costs, are made once: decoding a voc
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -18,12 +18,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss.costs import Cost
-from otloss.losses.number_line import FORMS, SCALINGS
+from otloss.extending import SCALINGS
 from otloss_llm.costs.embedding import EmbeddingCost
-from otloss_llm.costs.number_spans import SCALES, NumberSpanCost, writes_decimals
 from otloss_llm.costs.number_tokens import NumberTokens
 from otloss_llm.costs.numbers import MixedCost, NumberCost
+from otloss_llm.costs.vocabulary import TokenCost
 
 KINDS = ("embedding", "number", "mixed")
 
@@ -33,62 +32,34 @@ class NumberSettings:
     """How far apart numbers are.
 
     Attributes:
-        form: of `NumberCost`: "wasserstein", "mse", "mae" or "huber".
         scaling: of `NumberCost`: "symlog" (one weight means the same with every tokenizer), or another.
-        span: "log" or "relative" judges tokens by the value of the whole number they are in (`NumberSpanCost`), which
-            has a scale of its own; None by the values of the tokens.
     """
 
-    form: str = "wasserstein"
     scaling: str = "symlog"
-    span: str | None = None
 
     def __post_init__(self) -> None:
-        for name, choices in (("form", FORMS), ("scaling", SCALINGS), ("span", (None, *SCALES))):
-            value = getattr(self, name)
-            if value not in choices:
-                mend = "; leave it out for the values of single tokens" if value in ("none", "None") else ""
-                raise ValueError(f"{name} of numbers is {value!r}, expected one of {choices}{mend}.")
-        beside = self._given("form", "scaling")
-        if self.span is not None and beside:
-            raise ValueError(
-                f"span={self.span!r} judges whole numbers by a scale of its own, and goes without {beside}; leave one "
-                "of them out."
-            )
-
-    def _given(self, *names: str) -> str:
-        """Those that differ from the defaults: "form='mse'"."""
-        given = {field.name: field.default for field in fields(self) if field.name in names}
-        return " and ".join(
-            f"{name}={getattr(self, name)!r}" for name, default in given.items() if getattr(self, name) != default
-        )
+        if self.scaling not in SCALINGS:
+            raise ValueError(f"scaling of numbers is {self.scaling!r}, expected one of {SCALINGS}.")
 
     def __str__(self) -> str:
-        """What differs from the defaults, as an arm of a comparison names it: "mse", "log", "span-log"."""
-        given = [
-            value for name, value in asdict(self).items() if name != "span" and value not in ("wasserstein", "symlog")
-        ]
-        return "/".join([*given, *([] if self.span is None else [f"span-{self.span}"])])
+        """What differs from the default, as an arm of a comparison names it: "log"."""
+        return "" if self.scaling == "symlog" else self.scaling
 
 
 _MADE: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
 
 
 def _once(tokenizer: Any, key: Hashable, make: Callable[[], Any]) -> Any:
-    """What was made of this tokenizer as it is now; a tokenizer that cannot be remembered is read anew."""
+    """What `make` returned for this tokenizer in its present state; not kept where weak references are impossible."""
     try:
         kept = _MADE.setdefault(tokenizer, {})
     except TypeError:  # not hashable, or without weak references
         return make()
-    if key not in kept or kept[key][0] != _as_it_is(tokenizer):
-        made = make()
-        kept[key] = (_as_it_is(tokenizer), made)
+    # Tokens may be added to a tokenizer, or become special.
+    state = len(tokenizer.get_vocab()), tuple(tokenizer.all_special_ids)
+    if key not in kept or kept[key][0] != state:
+        kept[key] = (state, make())
     return kept[key][1]
-
-
-def _as_it_is(tokenizer: Any) -> Hashable:
-    """Tokens may be added to a tokenizer, or become special."""
-    return len(tokenizer.get_vocab()), tuple(tokenizer.all_special_ids)
 
 
 def number_tokens(tokenizer: Any, vocab_size: int) -> NumberTokens:
@@ -110,7 +81,7 @@ def number_values(tokenizer: Any, vocab_size: int) -> Float[Tensor, " vocab"] | 
     return None if values.isnan().all() else values
 
 
-def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> NumberCost | NumberSpanCost:
+def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> NumberCost:
     """The cost of numbers over a head of `vocab_size` rows.
 
     Raises:
@@ -118,19 +89,12 @@ def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> Num
     """
     if tokenizer is None:
         raise ValueError(
-            "the values of number tokens are read off a tokenizer, and there is none; give the trainer "
+            "the values of number tokens are read from a tokenizer, and none was given; give the trainer "
             "processing_class=tokenizer, or cost=NumberCost(values)."
         )
-    if numbers.span is not None:
-        tokens = number_tokens(tokenizer, vocab_size)
-        return NumberSpanCost(tokens, scale=numbers.span, decimals=writes_decimals(tokenizer, tokens))
-
-    def made() -> NumberCost:
-        return NumberCost.from_tokenizer(tokenizer, vocab_size=vocab_size, form=numbers.form, scaling=numbers.scaling)
-
-    cost: NumberCost = _once(tokenizer, (vocab_size, numbers, torch.get_default_dtype()), made)
-    if cost.tokens is not None:
-        _once(tokenizer, vocab_size, lambda: cost.tokens)
+    tokens = number_tokens(tokenizer, vocab_size)
+    key = (vocab_size, numbers, torch.get_default_dtype())
+    cost: NumberCost = _once(tokenizer, key, lambda: NumberCost.from_tokens(tokens, scaling=numbers.scaling))
     return cost
 
 
@@ -142,26 +106,18 @@ def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
     """
     numbers = NumberSettings() if numbers is None else numbers
     if not isinstance(numbers, NumberSettings):
-        raise TypeError(f"numbers is {numbers!r}, expected NumberSettings(form=..., scaling=..., span=...), or None.")
+        raise TypeError(f"numbers is {numbers!r}, expected NumberSettings(scaling=...), or None.")
     if kind not in KINDS:
         raise ValueError(f'cost is {kind!r}, expected "auto", one of {KINDS}, a vocabulary cost, or None.')
-    unread = numbers._given("form", "scaling", "span") if kind == "embedding" else ""
-    if unread:
-        takers = "number_token" if numbers._given("form", "span") else "number_token or emo+number"
+    if kind == "embedding" and numbers != NumberSettings():
         raise ValueError(
-            f"{unread} of numbers goes with {takers}, and the embedding cost of other objectives reads no numbers; "
-            "leave it out (--number_form, --number_scaling, --number_span)."
-        )
-    wrong = numbers._given("form", "span") if kind == "mixed" else ""
-    if wrong:
-        raise ValueError(
-            f'{wrong} of numbers goes with number_token (the cost "number"), emo+number mixes the distances of single '
-            "tokens; leave it out (--number_form, --number_span)."
+            f"scaling={numbers.scaling!r} of numbers goes with number_token or emo+number; the embedding cost of other "
+            "objectives reads no numbers. Leave it out (--number_scaling)."
         )
     return numbers
 
 
-def near_duplicates_in(cost: Cost | None) -> Bool[Tensor, " vocab"] | None:
+def near_duplicates_in(cost: TokenCost | None) -> Bool[Tensor, " vocab"] | None:
     """Which rows of the cost's embedding were set to zero as near-duplicates; None where there are none."""
     if isinstance(cost, MixedCost):
         cost = cost.other
@@ -169,7 +125,7 @@ def near_duplicates_in(cost: Cost | None) -> Bool[Tensor, " vocab"] | None:
     return found if found is not None and found.any() else None
 
 
-def settings_of_near_duplicates(cost: Cost | None) -> dict[str, int]:
+def settings_of_near_duplicates(cost: TokenCost | None) -> dict[str, int]:
     """How many such rows a run's cost has, if any: without them, or left as they are, it would be another run."""
     found = near_duplicates_in(cost)
     return {} if found is None else {"near_duplicates": int(found.sum())}
@@ -178,11 +134,11 @@ def settings_of_near_duplicates(cost: Cost | None) -> dict[str, int]:
 def choose_cost(
     kind: str,
     *,
-    embedding: Callable[[], Cost],
+    embedding: Callable[[], EmbeddingCost],
     tokenizer: Any,
     vocab_size: int,
     numbers: NumberSettings | None = None,
-) -> Cost:
+) -> EmbeddingCost | NumberCost | MixedCost:
     """The cost of a kind.
 
     Args:
@@ -198,4 +154,4 @@ def choose_cost(
     if kind == "embedding":
         return embedding()
     made = number_cost(tokenizer, vocab_size, numbers)
-    return MixedCost(made, embedding()) if kind == "mixed" and isinstance(made, NumberCost) else made
+    return MixedCost(made, embedding()) if kind == "mixed" else made

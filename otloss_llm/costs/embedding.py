@@ -15,10 +15,12 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_floating
 from otloss.costs import CosineCost
+from otloss.extending import check_floating, check_index
 from otloss_llm.costs.near_duplicates import describe_criteria, find_near_duplicates
+from otloss_llm.costs.vocabulary import LabelRows, VocabularyCost
 from otloss_llm.models.heads import find_head
+from otloss_llm.models.sharded_heads import VocabShard
 
 if TYPE_CHECKING:
     from torch import nn
@@ -27,15 +29,15 @@ if TYPE_CHECKING:
 TREATMENTS = ("zero", "keep")
 
 
-class EmbeddingCost(CosineCost):
-    """Cosine cost of a vocabulary embedding that is always detached: training never moves the geometry it is judged by.
+class EmbeddingCost(CosineCost, VocabularyCost):
+    """Cosine cost of a vocabulary embedding, always detached: training does not change the cost.
 
-    It is no module and belongs to none, so it enters no checkpoint and no optimizer.
+    It is not a module and not part of one, so it is in no checkpoint and no optimizer.
 
     Args:
         embedding: `(V, d)`, copied without its graph. Zero rows (padding) cost 1 to every other token. A sharded one
             (DTensor) is gathered: every process has to make the call.
-        near_duplicates: what becomes of rows that lie within cost 0.001 of another, or 0.01 of three others, such as
+        near_duplicates: how to treat rows that lie within cost 0.001 of another, or 0.01 of three others, such as
             those of tokens that were never trained, and the new ones that transformers' `resize_token_embeddings`
             makes. "zero" treats them like rows of zeros, cost 1 to every other token, and warns: at a label among
             near-duplicates EMO pushes the prediction towards all of them, not towards the label. "keep" leaves them as
@@ -68,10 +70,7 @@ class EmbeddingCost(CosineCost):
                 self.unit[self.near_duplicates] = 0.0
                 self.zero_rows |= self.near_duplicates
         self._rounding = 16 * torch.finfo(self.dtype).eps  # of these rows, whatever dtype they are moved to later
-        self._rounded: Tensor | None = None  # the unit rows in 16 bits, once asked for
-        self._roundings: dict[torch.dtype, float] = {}
-
-    has_rows_in_16_bits = True
+        self._narrowed: dict[torch.dtype, tuple[Tensor, float]] = {}
 
     def rows(
         self, index: Int[Tensor, " picked"], *, out: Float[Tensor, " entries"] | None = None
@@ -81,52 +80,51 @@ class EmbeddingCost(CosineCost):
         Vocabularies hold duplicates (reserved tokens). A noisy 6e-8 in place of 0 would make the ratio nll / D of a
         prediction split between duplicates 1e7, and its gradient noise of full size.
 
-        `out` may be of a 16-bit dtype, for speed on a GPU: the product is then one of 16-bit numbers, summed up in
-        float32. Costs have the digits of that dtype, and those up to twice what rounding has added to the square of a
-        row's length are 0: 5e-4 for bfloat16 and a width of 4096, at most 2 eps. The same holds on a CPU where
-        `torch.set_float32_matmul_precision("medium")` allows products of bfloat16.
+        `out` is a flat buffer for the rows. It may be of a 16-bit dtype, for speed on a GPU: the product is then one of
+        16-bit numbers, summed up in float32. Costs have the digits of that dtype, and those up to twice what rounding
+        has added to the square of a row's length are 0: 5e-4 for bfloat16 and a width of 4096, at most 2 eps. The same
+        holds on a CPU where `torch.set_float32_matmul_precision("medium")` allows products of bfloat16.
         """
-        with without_tf32(self.device):
-            if out is None or (out.dtype == self.dtype and not out.is_cuda):
-                rows = self._one_minus_cosine(index, out)
-                rounding = self.rounding_now()
-            else:
-                rows, rounding = self._row_major(index, out), self._rounding_in(out.dtype)
-        return torch.threshold_(rows, rounding, 0.0).scatter_(1, index.unsqueeze(1), 0.0)
+        if self.device.type == "cpu":  # on a GPU the check would wait for the device
+            index = check_index("index", index, self.shape[0])
+        if out is None or out.dtype == self.dtype:
+            unit, rounding = self.unit, self.rounding_now()
+        else:
+            unit, rounding = self._narrow(out.dtype)
+        return cosine_costs(unit[index], unit, index, out=out, rounding=rounding)
 
-    def _row_major(self, index: Tensor, out: Tensor) -> Tensor:
-        """1 - cos with a row's costs side by side, as a GPU reads them.
+    def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> LabelRows:
+        """As `VocabularyCost.for_labels`; rows may be made in 16 bits unless the head is spread over processes."""
+        if shard is None:
+            dtypes = (self.dtype, torch.bfloat16, torch.float16)
+            return LabelRows(
+                lambda index, out: self.rows(index, out=out), self.shape[1], self.device, self.dtype, dtypes
+            )
+        own, rounding = self.unit[shard.start : shard.stop], self.rounding_now()
 
-        The index is trusted: a look at it would wait for the device.
+        def rows(index: Tensor, out: Tensor | None) -> Tensor:
+            return cosine_costs(self.unit[index], own, shard.local(index), out=out, rounding=rounding)
+
+        return LabelRows(rows, len(own), self.device, self.dtype, (self.dtype,))
+
+    def _narrow(self, dtype: torch.dtype) -> tuple[Tensor, float]:
+        """The unit rows in a 16-bit dtype, and what rounding to it may leave in place of 0.
+
+        That is twice what it has added to the square of a length.
         """
-        unit = self.unit if out.dtype == self.dtype else self._in_16_bits(out.dtype)
-        shape = (len(index), self.shape[0])
-        ones = out[: shape[0] * shape[1]].view(shape).fill_(1)
-        with torch.autocast(self.device.type, enabled=False):
-            return ones.addmm_(unit[index], unit.T, alpha=-1)
-
-    def _in_16_bits(self, dtype: torch.dtype) -> Tensor:
-        if self._rounded is None or self._rounded.dtype != dtype or self._rounded.device != self.device:
-            self._rounded = self.unit.to(dtype)
-        return self._rounded
-
-    def _rounding_in(self, dtype: torch.dtype) -> float:
-        """What rounding may leave in place of 0: twice what that to `dtype` has added to the square of a length."""
-        if dtype == self.dtype:
-            return self._rounding
-        if dtype not in self._roundings:
-            self._roundings[dtype] = 2 * added_by_rounding(self.unit, self.zero_rows, dtype) + self._rounding
-        return self._roundings[dtype]
+        if dtype not in self._narrowed:
+            rounding = 2 * added_by_rounding(self.unit, self.zero_rows, dtype) + self._rounding
+            self._narrowed[dtype] = self.unit.to(dtype), rounding
+        return self._narrowed[dtype]
 
     def rounding_now(self) -> float:
-        """What the rounding of a product in the cost's own dtype may leave in place of 0, as torch is set."""
-        return self._rounding_in(torch.bfloat16 if products_are_of_bfloat16(self.unit) else self.dtype)
+        """What rounding may leave in place of 0 in a product in the cost's own dtype, as torch is set now."""
+        return self._narrow(torch.bfloat16)[1] if products_are_of_bfloat16(self.unit) else self._rounding
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere, as `Cost.to`."""
         moved = super().to(*args, **kwargs)
-        moved._rounding = max(self._rounding, 16 * torch.finfo(moved.dtype).eps)
-        moved._rounded, moved._roundings = None, {}
+        moved._rounding, moved._narrowed = max(self._rounding, 16 * torch.finfo(moved.dtype).eps), {}
         return moved
 
     @classmethod
@@ -154,6 +152,36 @@ class EmbeddingCost(CosineCost):
         shuffled = EmbeddingCost(self.unit[order], near_duplicates="keep")
         shuffled.near_duplicates = self.near_duplicates[order]
         return shuffled
+
+
+def cosine_costs(
+    e_y: Float[Tensor, "picked width"],
+    unit: Float[Tensor, "columns width"],
+    own: Int[Tensor, " picked"],
+    *,
+    out: Float[Tensor, " entries"] | None,
+    rounding: float,
+) -> Float[Tensor, "picked columns"]:
+    """1 - <e_y, unit_j>; 0 where that is at most `rounding`, and in the column `own` of each label (-1: not here).
+
+    Args:
+        e_y, unit: rows of length one, or zero.
+        out: a flat buffer to make the costs in.
+    """
+    entries = len(e_y) * len(unit)
+    flat = unit.new_empty(entries) if out is None else out[:entries]
+    with without_tf32(unit.device), torch.autocast(unit.device.type, enabled=False):
+        # In the order of memory that the sweeps read: on a CPU the costs of a column lie side by side.
+        if unit.device.type == "cpu":
+            costs = flat.view(len(unit), len(e_y)).fill_(1).addmm_(unit, e_y.T, alpha=-1).T
+        else:
+            costs = flat.view(len(e_y), len(unit)).fill_(1).addmm_(e_y, unit.T, alpha=-1)
+    torch.threshold_(costs, rounding, 0.0)
+    if len(unit):
+        own = own.unsqueeze(1)
+        column = own.clamp(min=0)
+        costs.scatter_(1, column, torch.where(own >= 0, 0.0, costs.gather(1, column)))
+    return costs
 
 
 def check_treatment(near_duplicates: str) -> None:

@@ -13,30 +13,28 @@ import string
 from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
-from numbers import Integral, Real
 from typing import Any, Self
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_floating
+from otloss.extending import check_floating
 
 _NUMBER = re.compile(r"[+\-\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
-_UNREADABLE = "\ufffd"  # stands for bytes that are no whole character
+_UNREADABLE = "\ufffd"  # stands for bytes that are not a whole character
 _ASKED = ("get_vocab", "decode", "batch_decode")  # of a tokenizer, beside `all_special_ids`
 
 
 def read_number(text: str) -> float | None:
-    """Return the value of a text that is one number and nothing else, None where it is none.
+    """Return the value of a text that is one number and nothing else, else None.
 
     Blanks around it do not count. A number is an optional sign (+, - or U+2212), ASCII digits, and digits after a point
-    where there is one. '.5' is a number; '5.' is not, for the point mostly ends a sentence; nor are '1e5', '1,000',
-    '²', '½', 'inf', digits of other scripts ('٣', full-width ones), or what is beyond the
-    largest float.
+    if there is one. '.5' is a number; '5.' is not, for the point mostly ends a sentence; nor are '1e5', '1,000', '²',
+    '½', 'inf', digits of other scripts ('٣', full-width ones), or numbers beyond the largest float.
 
     Raises:
-        TypeError: `text` is no string.
+        TypeError: `text` is not a string.
 
     Example:
         >>> [read_number(text) for text in (" 7", "-0.5", "٣", "5.", "1e5")]
@@ -54,14 +52,14 @@ def read_number(text: str) -> float | None:
 def token_texts(tokenizer: Any) -> list[str | None]:
     """Return what each token adds to a text, by id up to the largest; None for special tokens and ids without one.
 
-    Bytes that are no whole character give U+FFFD. The tokenizer is only asked to decode.
+    Bytes that are not a whole character give U+FFFD. The tokenizer is only asked to decode.
 
     Args:
-        tokenizer: a `PreTrainedTokenizerBase` of transformers, or what has its `get_vocab`, `decode`, `batch_decode`
-            and `all_special_ids`.
+        tokenizer: a `PreTrainedTokenizerBase` of transformers, or an object with its `get_vocab`, `decode`,
+            `batch_decode` and `all_special_ids`.
 
     Raises:
-        TypeError: it is no tokenizer.
+        TypeError: not a tokenizer.
 
     Example:
         >>> from otloss_llm.data.blocks import train_bpe_tokenizer
@@ -88,12 +86,12 @@ class NumberTokens:
     """The number tokens of a vocabulary, by id.
 
     Attributes:
-        values: `(V,)` float64, NaN where a token is no number.
+        values: `(V,)` float64, NaN where a token is not a number.
         texts: `(V,)` what each token adds to a text; None for special, missing and padded ids.
         name: of the tokenizer, for messages.
 
     Raises:
-        TypeError: `values` is no floating tensor.
+        TypeError: `values` is not a floating tensor.
         ValueError: `values` are not one for each text.
     """
 
@@ -112,15 +110,15 @@ class NumberTokens:
     def of(
         cls, tokenizer: Any, *, vocab_size: int | None = None, values: Mapping[int, float | None] | None = None
     ) -> Self:
-        """Find the number tokens of a tokenizer; special tokens are none unless `values` says so.
+        """Find the number tokens of a tokenizer; special tokens count only if `values` names them.
 
         Args:
             tokenizer: as in `token_texts`.
             vocab_size: rows of the model's head, where it is padded beyond the tokenizer; None for the tokenizer's own.
-            values: `{id: value}` in place of what decoding finds; None or NaN for a token that shall be no number.
+            values: `{id: value}` in place of what decoding finds; None or NaN for a token that is not to be a number.
 
         Raises:
-            TypeError: no tokenizer, ids that are no integers, values that are no numbers.
+            TypeError: not a tokenizer.
             ValueError: a `vocab_size` below the largest id, ids that the tokenizer does not have, infinite values, a
                 tokenizer without number tokens.
 
@@ -148,7 +146,7 @@ class NumberTokens:
         return cls(held, tuple(texts), name)
 
     def coverage(self) -> Coverage:
-        """Return what was taken for a number and what was not; print it."""
+        """Return which tokens were taken for numbers and which not, as a report to print."""
         ids = (~self.values.isnan()).nonzero().squeeze(-1).tolist()
         values: list[float] = self.values.tolist()
         digits = {i: sum(character.isdecimal() for character in self.texts[i] or "") for i in ids}
@@ -179,7 +177,7 @@ class NumberTokens:
 
 @dataclass(frozen=True)
 class Coverage:
-    """What of a vocabulary was taken for a number; `print` shows it.
+    """Which tokens of a vocabulary were taken for numbers; `print` shows it.
 
     Attributes:
         vocabulary: tokens, padded ids included.
@@ -189,7 +187,7 @@ class Coverage:
         highest: the largest value, NaN without numbers.
         by_length: how many number tokens there are, by count of digits; 0 for a word that an override made a number.
         shared: values that several tokens have, with the texts of these.
-        left_out: ids and texts of tokens that hold a digit or another numeric character and are no numbers.
+        left_out: ids and texts of tokens that hold a digit or another numeric character and are not numbers.
         digits_missing: those of 0 to 9 without a token of their own.
     """
 
@@ -215,7 +213,7 @@ class Coverage:
             lines.append(f"values of several tokens: {len(self.shared)}, such as {examples}")
         if self.left_out:
             examples = _shown([text for _, text in self.left_out], 8)
-            lines.append(f"tokens with digits that are no numbers: {len(self.left_out)}, such as {examples}")
+            lines.append(f"tokens with digits that are not numbers: {len(self.left_out)}, such as {examples}")
         if self.digits_missing:
             lines.append(f"digits without a token of their own: {', '.join(map(str, self.digits_missing))}")
         return "\n".join(lines)
@@ -223,12 +221,10 @@ class Coverage:
 
 def _check_tokenizer(tokenizer: Any) -> None:
     missing = [name for name in (*_ASKED, "all_special_ids") if not hasattr(tokenizer, name)]
-    missing += ["an instance"] * isinstance(tokenizer, type)
-    if missing:
+    if missing or isinstance(tokenizer, type):
         raise TypeError(
-            f"tokenizer is {_shown([tokenizer], 1)} of {type(tokenizer).__name__}, which lacks {', '.join(missing)}; "
-            "expected a tokenizer of transformers: AutoTokenizer.from_pretrained(name), or "
-            "PreTrainedTokenizerFast(tokenizer_object=...) around one of tokenizers."
+            f"tokenizer is {_shown([tokenizer], 1)} of {type(tokenizer).__name__}, expected an instance of a tokenizer "
+            "of transformers: AutoTokenizer.from_pretrained(name), or PreTrainedTokenizerFast(tokenizer_object=...)."
         )
 
 
@@ -259,40 +255,24 @@ def _anchor(tokenizer: Any, vocabulary: Mapping[str, int], ids: list[int]) -> in
 
 
 def _checked_size(vocab_size: int | None, known: int, name: str) -> int:
-    if vocab_size is None:
-        return known
-    if not isinstance(vocab_size, Integral) or isinstance(vocab_size, bool):
-        raise TypeError(f"vocab_size is {vocab_size!r}, expected an integer: the rows of the model's head.")
-    if vocab_size < known:
+    if vocab_size is not None and vocab_size < known:
         raise ValueError(
             f"vocab_size is {vocab_size}, but the tokenizer {name} has ids up to {known - 1}: expected at least "
             f"{known}. Take the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
         )
-    return int(vocab_size)
+    return known if vocab_size is None else vocab_size
 
 
-def _checked_overrides(values: Any, known: set[int], name: str) -> dict[int, float]:
-    if not isinstance(values, Mapping):
-        raise TypeError(f"values is a {type(values).__name__}, expected a mapping {{token id: value}}.")
-    checked = {}
-    for token, value in values.items():
-        if not isinstance(token, Integral) or isinstance(token, bool):
-            raise TypeError(
-                f"values has the key {token!r}, expected an integer: a token id, as of tokenizer.convert_tokens_to_ids."
-            )
+def _checked_overrides(values: Mapping[int, float | None], known: set[int], name: str) -> dict[int, float]:
+    checked = {token: math.nan if value is None else float(value) for token, value in values.items()}
+    for token, value in checked.items():
         if token not in known:
             raise ValueError(
-                f"values names token {token}, which is none of the {len(known)} ids of the tokenizer {name}; "
+                f"values names token {token!r}, expected one of the {len(known)} ids of the tokenizer {name}; "
                 "tokenizer.convert_tokens_to_ids(token) gives the id of a token."
             )
-        if value is not None and (not isinstance(value, Real) or isinstance(value, bool)):
-            raise TypeError(f"values[{token}] is {value!r}, expected a number, or None where the token is none.")
-        try:
-            checked[int(token)] = math.nan if value is None else float(value)
-        except OverflowError:  # of an integer
-            checked[int(token)] = math.inf
-        if math.isinf(checked[int(token)]):
-            raise ValueError(f"values[{token}] is infinite, expected a finite number, or None where the token is none.")
+        if math.isinf(value):
+            raise ValueError(f"values[{token}] is infinite, expected a finite number, or None for a token without one.")
     return checked
 
 

@@ -1,10 +1,10 @@
 """Costs that know the numbers among the tokens of a vocabulary: `NumberCost`, and `MixedCost` of it and another cost.
 
-NumberCost    c(y, j) = |x_j - x_y| between number tokens, `text` from a number to any other token, 0 for labels that
-              are no numbers: they say nothing about how far off a number is
-MixedCost     |x_j - x_y| times a scale between number tokens, another cost everywhere else
+x is the position of a number token on a scaled line (`otloss.losses.number_line`), y the label.
 
-x is the value of a token on a scaled line (`otloss.losses.number_line`).
+    NumberCost    c(y, j) = |x_j - x_y| between number tokens, `text` from a number to any other token, 0 where y is no
+                  number: D = sum_j q_j c(y, j) is NTL-WAS (arXiv 2411.02083), mass on text charged
+    MixedCost     c(y, j) = scale |x_j - x_y| between number tokens, another cost everywhere else
 """
 
 from __future__ import annotations
@@ -18,38 +18,34 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_index, check_positive
 from otloss.costs import Cost
-from otloss.costs.cost import takes_out
-from otloss.losses.number_line import TEXT_OVER_WORST, checked_values, number_line
-from otloss_llm.costs.few_columns import FewColumns
+from otloss.extending import TEXT_OVER_WORST, check_index, check_positive, checked_values, number_line
 from otloss_llm.costs.number_tokens import Coverage, NumberTokens
+from otloss_llm.costs.vocabulary import FewColumns, LabelRows, VocabularyCost, as_vocabulary_cost, check_cost_dtype
+from otloss_llm.models.sharded_heads import VocabShard
 
-# Of the table of distances between all numbers; beyond, the rows of the labels at hand are made.
-_MOST_IN_TABLE = 2**22
 
+class NumberCost(VocabularyCost):
+    """The distance between the values of number tokens; tokens that are no numbers cost `text` from every number.
 
-class NumberCost(Cost):
-    """The distance between the values of number tokens; what is no number is `text` away from every number.
-
-    With it `nll + w D` is the number token loss (Zausinger et al. 2024, arXiv 2411.02083), the probability that lands
-    on no number included. In `linear_token_loss` no row over the whole vocabulary is made: it costs next to nothing.
+    With it `nll + w D` is the number token loss (Zausinger et al. 2024, arXiv 2411.02083), the mass on tokens that are
+    no numbers included. `linear_token_loss` makes no row over the whole vocabulary for it: it costs next to nothing.
     For EMO, which weighs nll by D, take a `MixedCost`: D is 0 here where the label is text.
 
     Args:
         values: `(V,)` value of each token, NaN where it is no number; at least one number.
-        text: cost from a number to a token that is none; None takes 1.01 times the largest distance between numbers.
-        form: "wasserstein", the transport cost; or "mse", "mae", "huber" (with `delta`), which charge the distance of
-            the mean number, as in `otloss.number_token_loss`. Those are no cost of single tokens: they have no `rows`.
+        text: cost from a number to a token that is no number; None takes 1.01 times the largest distance of numbers.
         scaling, squash: of the distances, as in `otloss.number_token_loss`: with multi-digit tokens take "symlog", as
-            `from_tokenizer` does; squashed absolute distances are bounded too, but between small numbers all the same.
+            `from_tokenizer` does; squashed absolute distances are bounded too, but nearly equal for all small numbers.
 
     Attributes:
         values: `(V,)`, as given, in float32 or wider.
         is_number: `(V,)` which tokens are numbers.
+        text: as given, or the value taken for None.
+        tokens: the `NumberTokens` that the cost was made from; None if it was made from values.
 
     Raises:
-        TypeError: `values` is no floating tensor.
+        TypeError: `values` is not a floating tensor.
         ValueError: not one axis, no number among them, an infinite value, a setting that is unknown or not positive.
 
     Example:
@@ -58,24 +54,20 @@ class NumberCost(Cost):
                 [0., 0., 0.]])
     """
 
-    is_zero_on_text = True
+    covers_text = False
 
     def __init__(
         self,
         values: Float[Tensor, " vocab"],
         *,
         text: float | None = None,
-        form: str = "wasserstein",
-        delta: float = 1.0,
         scaling: str = "absolute",
         squash: float | None = None,
     ) -> None:
         self.values = checked_values(values)
-        self.line = number_line(self.values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
-        bend = delta if form == "huber" else None
-        self.settings = {"form": form, "delta": bend, "scaling": scaling, "squash": squash}
+        self.line = number_line(self.values, scaling=scaling, squash=squash, text=text)
+        self.settings = {"scaling": scaling, "squash": squash}
         self.tokens: NumberTokens | None = None
-        self._table: FewColumns | None = None
 
     @classmethod
     def from_tokenizer(
@@ -84,16 +76,14 @@ class NumberCost(Cost):
         *,
         vocab_size: int | None = None,
         values: Mapping[int, float | None] | None = None,
-        form: str = "wasserstein",
-        delta: float = 1.0,
         scaling: str | None = None,
         squash: float | None = None,
         text: float | None = None,
     ) -> Self:
-        """Read the values off a tokenizer of transformers, by decoding each token; the tokenizer stays as it is.
+        """Read the values from a tokenizer of transformers, by decoding each token; the tokenizer is not changed.
 
-        "7", " 7" and "##7" are all 7; digits of other scripts, full-width ones too, are text. `coverage()` says what
-        was taken for a number. Costs are in float32, or in float64 where that is torch's default.
+        "7", " 7" and "##7" are all 7; digits of other scripts, full-width ones too, are text. `coverage()` lists which
+        tokens were taken for numbers. Costs are in float32, or in float64 where that is torch's default.
 
         A weight has one meaning with every tokenizer, for no cost depends on which tokens there are besides: 5 and 9
         are 4 apart, no two numbers more than 9, and text costs 9.09. Where tokens are single digits these are the
@@ -103,32 +93,44 @@ class NumberCost(Cost):
 
         Args:
             vocab_size: rows of the model's head, where it is padded beyond the tokenizer.
-            values: `{id: value}` overrides what was read; None for a token that shall be no number.
+            values: `{id: value}` overrides what was read; None for a token that is not to be a number.
             scaling: of the constructor; None is "symlog", or with `squash`, which bounds distances itself, "absolute".
-            form, delta, squash, text: of the constructor.
+            squash, text: of the constructor.
 
         Raises:
-            TypeError, ValueError: no tokenizer, one without a number token, a head smaller than the vocabulary, an
+            TypeError, ValueError: not a tokenizer, one without a number token, a head smaller than the vocabulary, an
                 override of a token that is not there.
         """
         tokens = NumberTokens.of(tokenizer, vocab_size=vocab_size, values=values)
+        return cls.from_tokens(tokens, scaling=scaling, squash=squash, text=text)
+
+    @classmethod
+    def from_tokens(
+        cls,
+        tokens: NumberTokens,
+        *,
+        scaling: str | None = None,
+        squash: float | None = None,
+        text: float | None = None,
+    ) -> Self:
+        """Return the cost over number tokens that were read before; settings as in `from_tokenizer`."""
         if scaling is None:
             scaling = "symlog" if squash is None else "absolute"
         # Scaled in float64: a default dtype of 16 bits would round 257 to 256.
-        cost = cls(tokens.values, form=form, delta=delta, scaling=scaling, squash=squash, text=text)
+        cost = cls(tokens.values, scaling=scaling, squash=squash, text=text)
         cost = cost.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
         cost.tokens = tokens
         return cost
 
     def coverage(self, *, file: TextIO | None = None) -> Coverage:
-        """Print (to `file`, by default stdout) what was taken for a number and what was not; and return it.
+        """Print (to `file`, by default stdout) which tokens were taken for numbers and which not; and return it.
 
         Raises:
-            ValueError: a cost of values, not from a tokenizer.
+            ValueError: the cost was made from values, not from a tokenizer.
         """
         if self.tokens is None:
             raise ValueError(
-                "this NumberCost was made of values, expected one of NumberCost.from_tokenizer(tokenizer)."
+                "this NumberCost was made from values, expected one of NumberCost.from_tokenizer(tokenizer)."
             )
         coverage = self.tokens.coverage()
         settings = ", ".join(f"{name} {value}" for name, value in self.settings.items() if value is not None)
@@ -141,94 +143,70 @@ class NumberCost(Cost):
         return len(self.values), len(self.values)
 
     @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+    @property
     def is_number(self) -> Bool[Tensor, " vocab"]:
         return self.line.place >= 0
 
     @property
     def text(self) -> float:
-        """What a token that is no number costs."""
         return self.line.text
 
-    @property
-    def _data(self) -> Tensor:
-        return self.values
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the same cost elsewhere, as `VocabularyCost.to`."""
+        moved = copy.copy(self)
+        moved.values = check_cost_dtype(self.values.to(*args, **kwargs))
+        moved.line = self.line.to(moved.device, moved.dtype)
+        return moved
 
-    @property
-    def T(self) -> Cost:  # noqa: N802
-        raise ValueError(
-            "NumberCost measures from a label and has no transpose; for a small one, DenseCost(cost.dense().T)."
-        )
-
-    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
-        index = check_index("index", index, self.shape[0])
-        self.check_rows()
-        place = self.line.place[index]
-        rows = self.values.new_full((len(index), self.shape[0]), self.text)
-        rows[:, self.line.columns] = self.line.distances(index.where(place >= 0, self.line.columns[0]))
-        return rows.masked_fill_((place < 0).unsqueeze(1), 0.0)
-
-    def check_rows(self) -> None:
-        """Raise ValueError where the loss is no mean of costs."""
-        if self.line.form != "wasserstein":
-            raise ValueError(
-                f'form="{self.line.form}" charges the mean number and has no cost of single tokens; use it with '
-                'token_loss or linear_token_loss (without process_group), or take form="wasserstein".'
-            )
-
-    def number_positions(self, labels: Int[Tensor, "*batch"], valid: Bool[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
+    def positions(self, labels: Int[Tensor, "*batch"], valid: Bool[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Return which of the valid positions have a number for a label."""
         return valid & self.line.is_number(labels.where(valid, 0))
 
-    def few_columns(self, labels: Int[Tensor, "*batch"], valid: Bool[Tensor, "*batch"]) -> FewColumns:
-        """The costs of the labels at the valid positions, in the columns of the numbers and outside."""
-        line, y = self.line, labels[valid].long()
-        place = line.place[y]
-        if len(line.x) ** 2 > _MOST_IN_TABLE:
-            kinds, which = place.unique(return_inverse=True)
-            return self._rows_of(kinds, which)
-        if self._table is None or self._table.rows.device != y.device:
-            every = torch.arange(-1, len(line.x), device=line.x.device)
-            self._table = self._rows_of(every, every)
-        table = self._table
-        return FewColumns(table.columns, table.rows, table.rest, place + 1, table.tangent)
+    def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> FewColumns | LabelRows:
+        """As `VocabularyCost.for_labels`: the number tokens are the few columns; with a shard dense rows."""
+        if shard is not None:
+            own = slice(shard.start, shard.stop)
+            return LabelRows(lambda index, out: self.rows(index)[:, own], own.stop - own.start, self.device, self.dtype)
+        kinds, which = self.line.place[labels].unique(return_inverse=True)
+        is_number = kinds >= 0  # the other kind is a label that is no number
+        costs = self.line.distances(self.line.columns[kinds.clamp(min=0)]).masked_fill_(~is_number.unsqueeze(1), 0.0)
+        return FewColumns(self.line.columns, costs, is_number.to(costs.dtype) * self.text, which)
 
-    def _rows_of(self, kinds: Int[Tensor, " kinds"], which: Int[Tensor, " tokens"]) -> FewColumns:
-        """Rows from these places on the line; -1 is a label that is no number."""
-        line, number = self.line, kinds >= 0
-        rows = line.distances(line.columns[kinds.clamp(min=0)]).masked_fill_(~number.unsqueeze(1), 0.0)
-        rest = number.to(rows.dtype) * line.text
-        return FewColumns(line.columns, rows, rest, which, None if line.form == "wasserstein" else line.tangent)
-
-    def to(self, *args: Any, **kwargs: Any) -> Self:
-        """Return the same cost elsewhere, as `Cost.to`."""
-        moved = super().to(*args, **kwargs)
-        moved.line, moved._table = self.line.to(moved.device, moved.dtype), None
-        return moved
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_table": None}
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
+        """Return the costs C[index, :]."""
+        few = self.for_labels(check_index("index", index, self.shape[0]))
+        assert isinstance(few, FewColumns)
+        rows = few.rest[few.which].unsqueeze(1).repeat(1, self.shape[1])
+        return rows.index_copy_(1, few.columns, few.costs[few.which])
 
     def __repr__(self) -> str:
-        settings = "".join(
-            f", {name}={value!r}"
-            for name, value in self.settings.items()
-            if value not in ("wasserstein", "absolute", None)
+        given = {name: value for name, value in self.settings.items() if value not in ("absolute", None)}
+        settings = "".join(f", {name}={value!r}" for name, value in given.items())
+        return (
+            f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device='{self.device}', "
+            f"numbers={len(self.line.x)}, text={self.text:g}{settings})"
         )
-        return super().__repr__()[:-1] + f", numbers={len(self.line.x)}, text={self.text:g}{settings})"
 
 
-class MixedCost(Cost):
+class MixedCost(Cost, VocabularyCost):
     """Numeric distance between number tokens, another cost (an `EmbeddingCost`) between all others.
 
     Args:
-        numbers: which tokens are numbers, and their distances (of form "wasserstein").
+        numbers: which tokens are numbers, and their distances.
         other: cost of the same vocabulary.
         scale: of the distance between numbers; None maps what text costs in `numbers` to 1.01, so that far numbers cost
             about 1, as unrelated tokens do in a cosine cost.
 
     Raises:
-        TypeError: no costs, or in the other order.
-        ValueError: vocabularies that differ, a `scale` that is not positive, numbers of another form.
+        TypeError: not a `NumberCost` and another cost, in this order.
+        ValueError: vocabularies that differ, a `scale` that is not positive.
 
     Example:
         >>> numbers = NumberCost(torch.tensor([1.0, 5.0, float("nan")]))
@@ -242,11 +220,10 @@ class MixedCost(Cost):
         if not isinstance(numbers, NumberCost) or not isinstance(other, Cost):
             raise TypeError(
                 f"MixedCost got {type(numbers).__name__} and {type(other).__name__}, expected a NumberCost and another "
-                "cost, in this order."
+                "cost between all tokens, in this order."
             )
         if numbers.shape != other.shape:
             raise ValueError(f"numbers are over {numbers.shape[0]} tokens, the other cost over {other.shape[0]}.")
-        numbers.check_rows()
         self.numbers, self.other = numbers, other.to(numbers.device)
         self.scale = check_positive("scale", TEXT_OVER_WORST / numbers.text if scale is None else scale)
 
@@ -255,9 +232,8 @@ class MixedCost(Cost):
         return self.other.shape
 
     @property
-    def has_rows_in_16_bits(self) -> bool:
-        """Whether the other cost makes its rows in 16 bits, for speed on a GPU."""
-        return bool(getattr(self.other, "has_rows_in_16_bits", False))
+    def requires_grad(self) -> bool:
+        return bool(self.other.parameters())
 
     @property
     def _data(self) -> Tensor:
@@ -267,18 +243,29 @@ class MixedCost(Cost):
     def T(self) -> Self:  # noqa: N802
         return type(self)(self.numbers, self.other.T, scale=self.scale)
 
-    def rows(
-        self, index: Int[Tensor, " picked"], *, out: Float[Tensor, " entries"] | None = None
-    ) -> Float[Tensor, "picked vocab"]:
-        """Return the costs C[index, :]; `out` as in `Cost.rows`, for the other cost."""
-        # Written into below: rows made here may be, those of a stranger are copied first.
-        rows = self.other.rows(index, out=out) if takes_out(self.other) else self.other.rows(index).clone()  # type: ignore[call-arg]
-        line = self.numbers.line
-        among = line.is_number(index).nonzero().squeeze(-1)
-        rows[among.unsqueeze(1), line.columns] = (line.distances(index[among]) * self.scale).to(rows.dtype)
-        return rows
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
+        """Return the costs C[index, :]."""
+        return self.for_labels(index).rows(index, None)
 
-    def to(self, *args: object, **kwargs: object) -> Self:
+    def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> LabelRows:
+        """As `VocabularyCost.for_labels`: the rows of the other cost, written over between numbers."""
+        other = as_vocabulary_cost(self.other).for_labels(labels, shard)
+        assert isinstance(other, LabelRows)
+        line, start = self.numbers.line, 0 if shard is None else shard.start
+        here = (line.columns >= start) & (line.columns < start + other.columns)
+        columns = line.columns[here] - start
+
+        def rows(index: Tensor, out: Tensor | None) -> Tensor:
+            made = other.rows(index, out)
+            made = made if other.buffer_dtypes else made.clone()  # those of a third-party cost may be its own memory
+            among = line.is_number(index).nonzero().squeeze(-1)
+            distances = line.distances(index[among])[:, here] * self.scale
+            made[among.unsqueeze(1), columns] = distances.to(made.dtype)
+            return made
+
+        return LabelRows(rows, other.columns, other.device, other.dtype, other.buffer_dtypes)
+
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere, as `Cost.to`."""
         moved = copy.copy(self)
         moved.numbers, moved.other = self.numbers.to(*args, **kwargs), self.other.to(*args, **kwargs)

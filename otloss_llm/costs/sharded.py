@@ -1,36 +1,38 @@
-"""Costs where the head is spread over processes: each computes its own columns, for the labels at hand.
+"""`EmbeddingCost` of an embedding whose rows are spread over processes, as those of the head.
 
-Notation: process r holds the rows start_r .. stop_r of the head, and needs C[y, start_r:stop_r] of each label y.
-An embedding cost makes these from the rows e_y of the labels and its own unit rows: of an embedding that is whole in
-every process, or spread likewise (`ShardedEmbeddingCost`): then one collective exchanges the e_y, never all of it.
+Notation: process r holds the rows start_r .. stop_r of the head, and needs C[y, start_r:stop_r] of each label y. It
+computes them from its own unit rows and the rows e_y of the labels, which one collective exchanges.
 """
 
 from __future__ import annotations
+
+import copy
+from typing import Any, Self
 
 import torch
 import torch.distributed as dist
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_floating
-from otloss.costs import Cost
+from otloss.extending import check_floating
 from otloss_llm.costs.embedding import (
     EmbeddingCost,
     added_by_rounding,
     check_treatment,
+    cosine_costs,
     products_are_of_bfloat16,
     warn_of_near_duplicates,
-    without_tf32,
 )
 from otloss_llm.costs.near_duplicates import search, sketch
+from otloss_llm.costs.vocabulary import LabelRows, VocabularyCost, check_cost_dtype
 from otloss_llm.models.sharded_heads import VocabShard, is_row_shard
 
 
-class ShardedEmbeddingCost(Cost):
+class ShardedEmbeddingCost(VocabularyCost):
     """`EmbeddingCost` of an embedding whose rows are spread over processes like those of the head.
 
-    Every process has to make the calls. It goes with `linear_token_loss(..., process_group=...)` only: no process can
-    tell whole rows of this cost.
+    Every process has to make the calls. It goes with `linear_token_loss(..., process_group=...)` only: no process has
+    whole rows of this cost.
 
     Args:
         embedding: `(rows, d)` of this process, copied without its graph; or a DTensor sharded by rows.
@@ -104,18 +106,44 @@ class ShardedEmbeddingCost(Cost):
         return self.shard.vocab, self.shard.vocab
 
     @property
-    def _data(self) -> Tensor:
-        return self.unit
+    def dtype(self) -> torch.dtype:
+        return self.unit.dtype
 
     @property
-    def T(self) -> ShardedEmbeddingCost:  # noqa: N802
-        return self
+    def device(self) -> torch.device:
+        return self.unit.device
 
-    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
-        raise ValueError(
-            "a ShardedEmbeddingCost has no whole rows in one process; use linear_token_loss with process_group=, or an "
-            "EmbeddingCost of the whole embedding."
-        )
+    def to(self, *args: Any, **kwargs: Any) -> Self:
+        """Return the same cost elsewhere, as `VocabularyCost.to`."""
+        moved = copy.copy(self)
+        moved.unit = check_cost_dtype(self.unit.to(*args, **kwargs))
+        moved.near_duplicates = self.near_duplicates.to(moved.device)
+        return moved
+
+    def for_labels(self, labels: Int[Tensor, " tokens"], shard: VocabShard | None = None) -> LabelRows:
+        """As `VocabularyCost.for_labels`: one collective exchanges the unit rows of the labels.
+
+        Raises:
+            ValueError: no shard, or one of other sizes than the embedding's.
+        """
+        if shard is None:
+            raise ValueError(
+                "a ShardedEmbeddingCost has no whole rows in one process; use linear_token_loss with process_group=, "
+                "or an EmbeddingCost of the whole embedding."
+            )
+        if self.shard.sizes != shard.sizes:
+            raise ValueError(
+                f"the cost has {self.shard.sizes} rows in the processes of the group, the head {shard.sizes}; expected "
+                "the same: build the cost from the same blocks."
+            )
+        distinct = labels.unique()  # sorted
+        e, rounding = self.embedding_of(distinct), self.rounding_now()
+
+        def rows(index: Tensor, out: Tensor | None) -> Tensor:
+            e_y = e[torch.searchsorted(distinct, index)]
+            return cosine_costs(e_y, self.unit, shard.local(index), out=out, rounding=rounding)
+
+        return LabelRows(rows, len(self.unit), self.device, self.dtype, (self.dtype,))
 
     def embedding_of(self, labels: Int[Tensor, " distinct"]) -> Float[Tensor, "distinct width"]:
         """The unit rows of these tokens, from whichever process holds them: one collective."""
@@ -125,71 +153,3 @@ class ShardedEmbeddingCost(Cost):
         found[here] = self.unit[row[here]]
         dist.all_reduce(found, group=self.shard.group)  # all but one of the summands are 0: exact
         return found
-
-
-class _Columns(Cost):
-    """The columns of a cost that one process holds, for the rows of some labels."""
-
-    def __init__(self, cost: Cost, shard: VocabShard) -> None:
-        self.whole, self.shard = cost, shard
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.shard.vocab, self.shard.stop - self.shard.start
-
-    @property
-    def _data(self) -> Tensor:
-        return self.whole._data
-
-    @property
-    def T(self) -> Cost:  # noqa: N802
-        raise NotImplementedError("some columns of a cost have no transpose.")
-
-    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked columns"]:
-        return self.whole.rows(index)[:, self.shard.start : self.shard.stop]
-
-
-class _EmbeddingColumns(_Columns):
-    """Those of an embedding cost: the product with the rows of this process alone."""
-
-    def __init__(self, cost: EmbeddingCost | ShardedEmbeddingCost, shard: VocabShard, labels: Tensor) -> None:
-        super().__init__(cost, shard)
-        self.labels = labels.unique()  # sorted
-        if isinstance(cost, ShardedEmbeddingCost):
-            self.e_y, self.unit = cost.embedding_of(self.labels), cost.unit
-        else:
-            self.e_y, self.unit = cost.unit[self.labels], cost.unit[shard.start : shard.stop]
-        self._rounding = cost.rounding_now()
-
-    def rows(
-        self, index: Int[Tensor, " picked"], *, out: Float[Tensor, " entries"] | None = None
-    ) -> Float[Tensor, "picked columns"]:
-        e_y, columns = self.e_y[torch.searchsorted(self.labels, index)], len(self.unit)
-        flat = self.unit.new_empty(len(index) * columns) if out is None else out[: len(index) * columns]
-        # In the order of memory that the sweeps read: on a CPU a column of memory is a row.
-        costs = flat.view(columns, len(index)).T if self.device.type == "cpu" else flat.view(len(index), columns)
-        with without_tf32(self.device), torch.autocast(self.device.type, enabled=False):
-            costs.fill_(1).addmm_(e_y, self.unit.T, alpha=-1)
-        torch.threshold_(costs, self._rounding, 0.0)
-        if columns:
-            own = self.shard.local(index)[:, None]
-            column = own.clamp(min=0)
-            costs.scatter_(1, column, torch.where(own >= 0, 0.0, costs.gather(1, column)))
-        return costs
-
-
-def own_columns(cost: Cost, shard: VocabShard, labels: Int[Tensor, " tokens"]) -> Cost:
-    """The columns of `cost` that belong to the rows of the head in this process; its rows are for these labels only.
-
-    Every process has to make the call, with the same labels.
-    """
-    if isinstance(cost, ShardedEmbeddingCost):
-        if cost.shard.sizes != shard.sizes:
-            raise ValueError(
-                f"the cost has {cost.shard.sizes} rows in the processes of the group, the head {shard.sizes}; expected "
-                "the same: build the cost from the same blocks."
-            )
-        return _EmbeddingColumns(cost, shard, labels)
-    if isinstance(cost, EmbeddingCost) and type(cost).rows is EmbeddingCost.rows:
-        return _EmbeddingColumns(cost, shard, labels)
-    return _Columns(cost, shard)

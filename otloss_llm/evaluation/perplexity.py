@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss.costs import Cost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.losses.positions import IGNORE_INDEX, cost_positions
 from otloss_llm.losses.token_loss import token_loss
@@ -103,7 +103,7 @@ def perplexity(
     blocks: PackedBlocks | Int[Tensor, "blocks block_size"],
     *,
     batch_size: int = 8,
-    cost: Cost | None = None,
+    cost: TokenCost | None = None,
     temperature: float = 1.0,
     progress: bool = True,
 ) -> Perplexity:
@@ -267,7 +267,7 @@ def _score(
     *,
     labels: Tensor,
     mask: Tensor | None = None,
-    cost: Cost | None = None,
+    cost: TokenCost | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """nll and transport cost of each token but the first; 0 for ignored labels."""

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from otloss_llm.costs.choice import SCALINGS, NumberSettings
+from otloss.extending import SCALINGS
+from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import cost_kind, needs_cost, parse_objective
 from otloss_llm.training.loading import COST_SOURCES
 

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from otloss.costs import Cost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions, Question, spread
 from otloss_llm.evaluation import (
@@ -83,7 +83,7 @@ class TextBench:
 
     data: Data
     tokenizer: Any
-    cost: Cost
+    cost: TokenCost
     judge: tuple[Any, Any] | None
     device: torch.device
     num_prompts: int

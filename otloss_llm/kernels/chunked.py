@@ -24,16 +24,14 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss.costs import Cost
-from otloss.costs.cost import takes_out
-from otloss_llm.costs.few_columns import FewColumns
-from otloss_llm.kernels.few_columns import few_column_sweeps
+from otloss_llm.costs.vocabulary import FewColumns, LabelRows
+from otloss_llm.kernels.few_columns import FewColumnSweeps
 from otloss_llm.kernels.gradients import Gradients
-from otloss_llm.kernels.logits import ROW_MULTIPLE, Head, Logits, sweeps_for
-from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
+from otloss_llm.kernels.logits import ROW_MULTIPLE, Logits, TokenLossConfig, runs_on_numba, sweeps_for
+from otloss_llm.kernels.rows import CostRows, GradientCoefficients, RowSums
 from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
 from otloss_llm.models.sharded_heads import VocabShard
-from otloss_llm.objectives import check_tokenwise, value_and_slopes, value_of
+from otloss_llm.objectives import check_tokenwise, value_and_gradients, value_of
 
 
 @dataclass
@@ -58,30 +56,32 @@ class Tokens:
             transport = (sums.others_cost + e_y * sums.c_y) / total
         return cls(nll, transport, sums, e_y, total)
 
-    def slopes(self, alpha: Tensor, beta: Tensor | None, factor: Tensor) -> Slopes:
+    def coefficients(self, alpha: Tensor, beta: Tensor | None, factor: Tensor) -> GradientCoefficients:
         """What multiplies `exp(z - top)` in `factor * d value / dz`, and the gradient at the label."""
         scale = factor / self.total
         a = alpha * scale
         at_label = -a * self.sums.others
         if beta is None or self.transport is None or self.sums.c_y is None:
-            return Slopes(a, None, None, at_label)
+            return GradientCoefficients(a, None, None, at_label)
         b = beta * scale
-        return Slopes(a, b, self.transport, at_label + b * self.e_y * (self.sums.c_y - self.transport))
+        return GradientCoefficients(a, b, self.transport, at_label + b * self.e_y * (self.sums.c_y - self.transport))
 
 
-def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor, CostRows | FewColumns | None]]:
+def _chunks(
+    labels: Tensor, weight: Tensor, config: TokenLossConfig
+) -> Iterator[tuple[Tensor, CostRows | FewColumns | None]]:
     """Per chunk: token positions, equal labels side by side; their cost rows, valid until the next chunk."""
     if not len(labels):
         return
-    step = head.rows_per_chunk(weight.shape[0], weight.device.type)
-    if isinstance(head.cost, FewColumns):
+    step = config.rows_per_chunk(weight.shape[0], weight.device.type)
+    if isinstance(config.cost, FewColumns):
         for tokens in torch.arange(len(labels), device=labels.device).split(step):
-            yield tokens, head.cost.of(tokens)
+            yield tokens, config.cost.of(tokens)
         return
     # Grouped by label, the groups in no order: frequent tokens have low ids in many vocabularies, and sorting by id
     # would give the last chunks most of the distinct labels, and the buffer of cost rows their size.
     order = (labels * 0x9E3779B1 & 0xFFFFFFFF).argsort(stable=True)
-    if head.cost is None:
+    if config.cost is None:
         yield from ((tokens, None) for tokens in order.split(step))
         return
     distinct, which = torch.unique_consecutive(labels[order], return_inverse=True)
@@ -89,7 +89,7 @@ def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor
     # One synchronisation for all chunks: the first and last distinct label of each.
     bounds = torch.stack([torch.stack([piece[0], piece[-1]]) for piece in pieces]).tolist()
     most = max(last + 1 - first for first, last in bounds)
-    make_rows = _rows_in_one_buffer(head.cost, most, head.cost_dtype(weight))
+    make_rows = _rows_in_one_buffer(config.cost, most, config.cost_dtype(weight))
     for tokens, piece, (first, last) in zip(order.split(step), pieces, bounds, strict=True):
         rows = make_rows(distinct[first : last + 1])
         if (rows.dtype == torch.float64) != (weight.dtype == torch.float64):
@@ -97,16 +97,16 @@ def _chunks(labels: Tensor, weight: Tensor, head: Head) -> Iterator[tuple[Tensor
         yield tokens, CostRows(rows, piece - first)
 
 
-def _rows_in_one_buffer(cost: Cost, most: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+def _rows_in_one_buffer(cost: LabelRows, most: int, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """`cost.rows` for up to `most` labels at a time, in the same memory each time if the cost can."""
-    if not takes_out(cost):
-        return cost.rows
+    if not cost.buffer_dtypes:
+        return lambda index: cost.rows(index, None)
     most += -most % ROW_MULTIPLE
-    buffer = torch.empty(most * cost.shape[1], dtype=dtype, device=cost.device)
+    buffer = torch.empty(most * cost.columns, dtype=dtype, device=cost.device)
 
     def rows(index: Tensor) -> Tensor:
         padding = index[-1:].expand(-len(index) % ROW_MULTIPLE)
-        return cost.rows(torch.cat([index, padding]), out=buffer)  # type: ignore[call-arg]
+        return cost.rows(torch.cat([index, padding]), buffer)
 
     return rows
 
@@ -116,7 +116,7 @@ def chunked_pass(
     weight: Float[Tensor, "vocab width"],
     bias: Float[Tensor, " vocab"] | None,
     labels: Int[Tensor, " tokens"],
-    head: Head,
+    config: TokenLossConfig,
     *,
     upstream: Tensor,
     gradients: Gradients,
@@ -129,42 +129,50 @@ def chunked_pass(
     """
     value = hidden.new_empty(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32))
     nll = torch.empty_like(value)
-    transport = torch.empty_like(value) if head.cost is not None else None
-    logits = Logits(hidden, weight, bias, head)
-    for tokens, cost in _chunks(labels, weight, head):
+    transport = torch.empty_like(value) if config.cost is not None else None
+    logits = Logits(hidden, weight, bias, config)
+    for tokens, cost in _chunks(labels, weight, config):
         h, label = hidden[tokens], labels[tokens]
-        z, cap_slope = logits.of(h)
-        sweeps: Any = _sweeps_for(z, head, shard)
+        z, cap_derivative = logits.of(h)
+        sweeps: Any = _sweeps_for(z, config, shard)
         sums = sweeps.softmax_rows(z, label, cost)
         chunk = Tokens.of(sums)
         if gradients.wanted:
-            value_chunk, alpha, beta = value_and_slopes(head.objective, chunk.nll, chunk.transport)
+            value_chunk, alpha, beta = value_and_gradients(config.objective, chunk.nll, chunk.transport)
         else:
-            value_chunk = value_of(head.objective, chunk.nll, chunk.transport)
+            value_chunk = value_of(config.objective, chunk.nll, chunk.transport)
         value[tokens], nll[tokens] = value_chunk.to(value.dtype), chunk.nll
         if transport is not None and chunk.transport is not None:
             transport[tokens] = chunk.transport
         if gradients.wanted:
-            factor = head.scale * (upstream[tokens] if upstream.ndim else upstream)
-            sweeps.gradient_rows(z, sums.top, label, cost, chunk.slopes(alpha, beta, factor))
-            if cap_slope is not None:
-                z.mul_(cap_slope)
+            factor = config.scale * (upstream[tokens] if upstream.ndim else upstream)
+            sweeps.gradient_rows(z, sums.top, label, cost, chunk.coefficients(alpha, beta, factor))
+            if cap_derivative is not None:
+                z.mul_(cap_derivative)
             gradients.add(tokens, z, h, weight)
     if shard is not None and gradients.hidden is not None:
         sum_over(gradients.hidden, shard.group)
-    check_tokenwise(head.objective, nll, transport, value)
+    check_tokenwise(config.objective, nll, transport, value)
     return value, nll, transport
 
 
-def _sweeps_for(z: Tensor, head: Head, shard: VocabShard | None) -> Any:
-    sweeps = sweeps_for(z, head.impl)
-    if isinstance(head.cost, FewColumns):
-        return few_column_sweeps(sweeps)
+def _sweeps_for(z: Tensor, config: TokenLossConfig, shard: VocabShard | None) -> Any:
+    sweeps = sweeps_for(z, config.impl)
+    if isinstance(config.cost, FewColumns):
+        if runs_on_numba(z, config.impl):
+            from otloss_llm.kernels.few_columns_numba import NumbaFewColumnSweeps
+
+            return NumbaFewColumnSweeps()
+        return FewColumnSweeps(sweeps)
     return sweeps if shard is None else ShardedSweeps(sweeps, shard)
 
 
-class _Summed(torch.autograd.Function):
-    """`factor * sum_t value_t`, its gradients made in the forward pass."""
+class _Loss(torch.autograd.Function):
+    """`factor * sum_t value_t`; without a factor `value_t` for each token.
+
+    `wanted` says which gradients are computed in the forward pass; others are computed in the backward pass, which
+    runs the chunks again.
+    """
 
     @staticmethod
     def forward(
@@ -173,82 +181,52 @@ class _Summed(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         labels: Tensor,
-        factor: Tensor,
-        head: Head,
+        factor: Tensor | None,
+        config: TokenLossConfig,
         shard: VocabShard | None,
         wanted: tuple[bool, bool, bool],
     ) -> tuple[Tensor, Tensor, Tensor | None]:
         gradients = Gradients.like(hidden, weight, bias, wanted)
+        upstream = hidden.new_ones(()) if factor is None else factor
         value, nll, transport = chunked_pass(
-            hidden, weight, bias, labels, head, upstream=factor, gradients=gradients, shard=shard
+            hidden, weight, bias, labels, config, upstream=upstream, gradients=gradients, shard=shard
         )
-        ctx.head, ctx.shard, ctx.gradients = head, shard, gradients if gradients.wanted else None
-        # Read where the gradients were put off, or a retained graph is gone through again: they are given away once.
+        ctx.config, ctx.shard, ctx.gradients = config, shard, gradients if gradients.wanted else None
+        # Also read by a second backward pass through a retained graph: the gradients are handed out once.
         ctx.save_for_backward(hidden, weight, bias, labels, factor)
         ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
-        return value.sum() * factor.to(value.dtype), nll, transport
+        return value if factor is None else value.sum() * factor.to(value.dtype), nll, transport
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
+        if torch.is_grad_enabled():
+            # torch's once_differentiable would return constants here, and a gradient penalty would silently do nothing.
+            raise RuntimeError(
+                'the "chunked" kernel has no second derivative, which create_graph=True asked for; use '
+                'impl="reference".'
+            )
         gradients, ctx.gradients = ctx.gradients, None
+        factor = ctx.saved_tensors[4]
         if gradients is None:
-            hidden, weight, bias, labels, factor = ctx.saved_tensors
+            hidden, weight, bias, labels, _ = ctx.saved_tensors
             gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
-            chunked_pass(hidden, weight, bias, labels, ctx.head, upstream=factor, gradients=gradients, shard=ctx.shard)
-        return (*gradients.times(upstream), None, None, None, None, None)
-
-
-class _PerToken(torch.autograd.Function):
-    """`value_t` for each token; the backward pass recomputes the chunks."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        labels: Tensor,
-        head: Head,
-        shard: VocabShard | None,
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        ctx.head, ctx.shard = head, shard
-        ctx.save_for_backward(hidden, weight, bias, labels)
-        none = Gradients.like(hidden, weight, bias, (False, False, False))
-        value, nll, transport = chunked_pass(
-            hidden, weight, bias, labels, head, upstream=hidden.new_ones(()), gradients=none, shard=shard
-        )
-        ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
-        return value, nll, transport
-
-    @staticmethod
-    def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        _refuse_second_order()
-        hidden, weight, bias, labels = ctx.saved_tensors
-        gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
-        values = chunked_pass(
-            hidden, weight, bias, labels, ctx.head, upstream=upstream, gradients=gradients, shard=ctx.shard
-        )
-        if not torch.isfinite(values[0]).all():
-            raise ValueError(f"objective {ctx.head.objective!r} has a slope that is not finite; guard it there.")
-        return (*gradients.times(None), None, None, None)
-
-
-def _refuse_second_order() -> None:
-    # torch's once_differentiable would hand out constants here, and a gradient penalty would silently do nothing.
-    if torch.is_grad_enabled():
-        raise RuntimeError(
-            'the "chunked" kernel has no second derivative, and create_graph=True asked this backward pass for one; '
-            'use impl="reference".'
-        )
+            value, _, _ = chunked_pass(
+                hidden, weight, bias, labels, ctx.config,
+                upstream=upstream if factor is None else factor, gradients=gradients, shard=ctx.shard,
+            )  # fmt: skip
+            if not torch.isfinite(value).all():
+                raise ValueError(
+                    f"objective {ctx.config.objective!r} has a derivative that is not finite; guard it there."
+                )
+        return (*gradients.times(None if factor is None else upstream), None, None, None, None, None)
 
 
 def _is_checkpointed() -> bool:
-    """Whether saved tensors go through hooks, as in activation checkpointing: what is made now may be thrown away.
+    """Whether saved tensors pass through hooks, as in activation checkpointing: what is computed now may be discarded.
 
-    The backward pass then makes the gradients, once; the forward pass and its repetition do no work for them.
+    The backward pass then computes the gradients, once; the forward pass and its repetition do no work for them.
     """
-    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # no public way to ask
+    top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # there is no public way to ask
     return top_hooks is not None and top_hooks(False) is not None
 
 
@@ -258,12 +236,10 @@ def token_values(
     bias: Tensor | None,
     labels: Tensor,
     factor: Tensor | None,
-    head: Head,
+    config: TokenLossConfig,
     shard: VocabShard | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """`(factor * sum of values, nll, D)`, or with no factor `(values, nll, D)`; every label is a valid token."""
-    if factor is None:
-        return _PerToken.apply(hidden, weight, bias, labels, head, shard)
-    now = torch.is_grad_enabled() and not _is_checkpointed()
+    now = factor is not None and torch.is_grad_enabled() and not _is_checkpointed()
     wanted = tuple(now and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
-    return _Summed.apply(hidden, weight, bias, labels, factor, head, shard, wanted)
+    return _Loss.apply(hidden, weight, bias, labels, factor, config, shard, wanted)

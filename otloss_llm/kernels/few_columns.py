@@ -1,58 +1,55 @@
-"""The two sweeps where the cost of a token is one number but in a few columns of the vocabulary (`FewColumns`).
+"""The two sweeps where a token's cost is one number except in a few columns of the vocabulary (`FewColumns`).
 
 The logits of the few columns S are taken out and set to -inf; the sweeps over the others are those without a cost. With
-r the cost elsewhere, c = A + B x in S, and e = exp(z - top):
+r the cost elsewhere, c_j the costs in S, e = exp(z - top), D the transport cost and a, b as in `rows`:
 
-    others_cost = r text + A few + B few_x        text = sum_{i not in S} e_i, few = sum_S e_j, few_x = sum_S e_j x_j
-    z_i <- e_i (a + b (r - D)) for i not in S,    z_j <- e_j (a + b (c_j - D)) for j in S
+    others_cost = r text + few_cost        text = sum_{i not in S} e_i    few = sum_S e_j    few_cost = sum_S e_j c_j
+    z_i <- e_i (a + b (r - D)) for i not in S,        z_j <- e_j (a + b (c_j - D)) for j in S
 
-so that text and numbers are summed apart: as a difference, the mass on either would lose its digits where it is small.
+Text and numbers are summed apart: taken as a difference, a small mass on either would lose its digits.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss_llm.costs.few_columns import FewColumns
-from otloss_llm.kernels.rows import RowSums, Slopes
+from otloss_llm.costs.vocabulary import FewColumns
+from otloss_llm.kernels.rows import GradientCoefficients, RowSums
 
 
 @dataclass(frozen=True)
-class FewSums:
-    """Sums relative to `top` over all columns but the label: of text, of the few, and of x there."""
+class ColumnSums:
+    """Sums of e = exp(z - top) over all columns but the label's.
+
+    Attributes:
+        top: the largest logit of each row.
+        text: sum over the columns that are not among the few.
+        few, few_cost: sum over the few, and the same weighted by their costs.
+        rest: cost of text, from each row's label.
+    """
 
     top: Float[Tensor, " rows"]
     text: Float[Tensor, " rows"]
     few: Float[Tensor, " rows"]
-    few_x: Float[Tensor, " rows"]
+    few_cost: Float[Tensor, " rows"]
+    rest: Float[Tensor, " rows"]
 
+    def row_sums(self, z_y: Tensor, c_y: Tensor) -> RowSums:
+        """The sums over all columns, given logit and cost of the label."""
+        others_cost = self.rest * self.text + self.few_cost
+        return RowSums(self.top, self.text + self.few, others_cost, z_y, c_y)
 
-class Meaning:
-    """What the sums of a chunk mean: its `RowSums`, and the slopes of both kinds of columns."""
-
-    def __init__(self, sums: FewSums, z_y: Tensor, own_x: Tensor, own: Tensor, cost: FewColumns) -> None:
-        """`own`: whether the label is among the few; `own_x`: its x there."""
-        wide = sums.text.dtype
-        self.r = cost.rest[cost.which].to(wide)
-        e_y = torch.where(own, (z_y - sums.top).exp(), 0.0)
-        mass = sums.few + e_y
-        self.A, self.B = cost.costs_from((sums.few_x + e_y * own_x) / mass.masked_fill(mass == 0, 1.0))
-        c_y = torch.where(own, self.A + self.B * own_x, self.r)
-        others_cost = self.r * sums.text + self.A * sums.few + self.B * sums.few_x
-        self.sums = RowSums(sums.top, sums.text + sums.few, others_cost, z_y, c_y)
-
-    def slopes(self, slopes: Slopes) -> tuple[Tensor, Tensor, Tensor]:
-        """What multiplies e in text, and intercept and slope in x of what does among the few."""
-        if slopes.b is None or slopes.transport is None:
-            return slopes.a, slopes.a, torch.zeros_like(slopes.a)
-        text = slopes.a + slopes.b * (self.r - slopes.transport)
-        return text, slopes.a + slopes.b * (self.A - slopes.transport), slopes.b * self.B
+    def multipliers(self, coefficients: GradientCoefficients) -> tuple[Tensor, Tensor, Tensor]:
+        """What multiplies e: (in text, constant among the few, factor of c_j among the few)."""
+        a, b, transport, _ = coefficients
+        if b is None or transport is None:
+            return a, a, torch.zeros_like(a)
+        return a + b * (self.rest - transport), a - b * transport, b
 
 
 def largest(*tops: Tensor) -> tuple[Tensor, Tensor]:
@@ -68,7 +65,7 @@ class FewColumnSweeps:
     """Both sweeps over one chunk of logits: the interface of `rows`, with `FewColumns` in the place of cost rows.
 
     Args:
-        sweeps: `rows` or a twin of it, for all other columns.
+        sweeps: `rows` or another module with its interface, for all other columns.
     """
 
     def __init__(self, sweeps: ModuleType) -> None:
@@ -83,30 +80,25 @@ class FewColumnSweeps:
         rest = self.sweeps.softmax_rows(z, label, None)
         own = cost.columns == label[:, None]  # (rows, few)
         few.masked_fill_(own, -torch.inf)
-        rest_top = rest.top.to(wide)
-        top, shift = largest(rest_top, z_y, *([few.amax(-1)] if few.shape[1] else []))
-        e, x = few.sub_(shift[:, None]).exp_(), cost.rows[cost.which].to(wide)
-        text = rest.others.to(wide) * (rest_top - shift).exp()
-        sums = FewSums(top, text, e.sum(-1), torch.linalg.vecdot(e, x))
-        self._meaning = Meaning(sums, z_y, (x * own).sum(-1), own.any(-1), cost)
-        self._rest_top, self._e, self._x, self._own = rest_top, e, x, own
-        return self._meaning.sums
+        self._rest_top = rest.top.to(wide)
+        top, shift = largest(self._rest_top, z_y, *([few.amax(-1)] if few.shape[1] else []))
+        self._e, self._c, self._own = few.sub_(shift[:, None]).exp_(), cost.costs[cost.which].to(wide), own
+        text = rest.others.to(wide) * (self._rest_top - shift).exp()
+        few_cost = torch.linalg.vecdot(self._e, self._c)
+        self._sums = ColumnSums(top, text, self._e.sum(-1), few_cost, cost.rest[cost.which].to(wide))
+        c_y = torch.where(own.any(-1), (self._c * own).sum(-1), self._sums.rest)
+        return self._sums.row_sums(z_y, c_y)
 
-    def gradient_rows(self, z: Tensor, top: Tensor, label: Tensor, cost: FewColumns, slopes: Slopes) -> None:
+    def gradient_rows(
+        self, z: Tensor, top: Tensor, label: Tensor, cost: FewColumns, coefficients: GradientCoefficients
+    ) -> None:
         """As `rows.gradient_rows`, of what `softmax_rows` has left."""
-        a, few_a, few_b = self._meaning.slopes(slopes)
-        # The sweeps may have left exp(z - their own top) in z: what is missing goes into the slope.
+        a, few_a, few_b = self._sums.multipliers(coefficients)
+        # The sweeps may have left exp(z - their own top) in z: what is missing goes into the multiplier.
         _, shift = largest(self._rest_top)
         share = (self._rest_top - top).exp()
-        self.sweeps.gradient_rows(z, shift, label, None, Slopes(a * share, None, None, slopes.at_label))
-        few = self._e.mul_(self._x.mul_(few_b[:, None]).add_(few_a[:, None]))
-        z.index_copy_(1, cost.columns, torch.where(self._own, slopes.at_label[:, None], few).to(z.dtype))
-
-
-def few_column_sweeps(sweeps: ModuleType) -> Any:
-    """The sweeps with few columns that go with these."""
-    if sweeps.__name__.endswith(".rows_compiled"):
-        from otloss_llm.kernels.few_columns_numba import CompiledFewColumnSweeps
-
-        return CompiledFewColumnSweeps()
-    return FewColumnSweeps(sweeps)
+        self.sweeps.gradient_rows(
+            z, shift, label, None, GradientCoefficients(a * share, None, None, coefficients.at_label)
+        )
+        few = self._e.mul_(self._c.mul_(few_b[:, None]).add_(few_a[:, None]))
+        z.index_copy_(1, cost.columns, torch.where(self._own, coefficients.at_label[:, None], few).to(z.dtype))

@@ -1,6 +1,6 @@
-"""The sweeps of `few_columns` on a CPU: as `rows_compiled`, float32, the vocabulary as the slow axis.
+"""The sweeps of `few_columns` on a CPU: as `rows_numba`, float32, the vocabulary as the slow axis.
 
-A column that is none of the few costs what it costs without any cost; one of them reads its x for each token besides.
+A column outside the few takes the time of a sweep without costs; one of the few also reads its cost for each token.
 """
 
 from __future__ import annotations
@@ -12,12 +12,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._kernels._compile import compiled
-from otloss._kernels._compile import exp32 as _exp
-from otloss._kernels._threads import next_task, run_on_threads
-from otloss_llm.costs.few_columns import FewColumns
-from otloss_llm.kernels.few_columns import FewSums, Meaning, largest
-from otloss_llm.kernels.rows import RowSums, Slopes
+from otloss.extending import compiled, next_task, run_on_threads
+from otloss.extending import exp32 as _exp
+from otloss_llm.costs.vocabulary import FewColumns
+from otloss_llm.kernels.few_columns import ColumnSums, largest
+from otloss_llm.kernels.rows import GradientCoefficients, RowSums
 from otloss_llm.kernels.rows_numba import BLOCK_ENTRIES, columns_of, parts_of, spread
 
 F32 = np.float32
@@ -25,9 +24,9 @@ F32 = np.float32
 
 @compiled()
 def _softmax(
-    counter: Any, z: Any, place: Any, x: Any, which: Any, top: Any, text: Any, few: Any, few_x: Any, block: int
+    counter: Any, z: Any, place: Any, cost: Any, which: Any, top: Any, text: Any, few: Any, few_cost: Any, block: int
 ) -> None:
-    """Each part of the vocabulary (axis 0 of the results) apart; `place` is a column's row in `x`, or -1."""
+    """Each part of the vocabulary (axis 0 of the results) apart; `place` is a column's row in `cost`, or -1."""
     vocab, tokens = z.shape
     parts = top.shape[0]
     while True:
@@ -35,7 +34,7 @@ def _softmax(
         if part >= parts:
             return
         first, last = vocab * part // parts, vocab * (part + 1) // parts
-        m, s, f, d = top[part], text[part], few[part], few_x[part]
+        m, s, f, d = top[part], text[part], few[part], few_cost[part]
         new, block_s = np.empty(tokens, F32), np.empty(tokens, F32)
         block_f, block_d, c = np.empty(tokens, F32), np.empty(tokens, F32), np.empty(tokens, F32)
         for t in range(tokens):
@@ -59,7 +58,7 @@ def _softmax(
             for i in range(start, stop):
                 row = z[i]
                 if place[i] >= 0:
-                    spread(x[place[i]], which, c)
+                    spread(cost[place[i]], which, c)
                     for t in range(tokens):
                         e = _exp(row[t] - new[t])
                         block_f[t] += e
@@ -75,7 +74,7 @@ def _softmax(
 
 @compiled()
 def _gradient(
-    counter: Any, z: Any, top: Any, place: Any, x: Any, which: Any, a: Any, few_a: Any, few_b: Any, parts: int
+    counter: Any, z: Any, top: Any, place: Any, cost: Any, which: Any, a: Any, few_a: Any, few_b: Any, parts: int
 ) -> None:
     vocab, tokens = z.shape
     while True:
@@ -86,7 +85,7 @@ def _gradient(
         for i in range(vocab * part // parts, vocab * (part + 1) // parts):
             row = z[i]
             if place[i] >= 0:
-                spread(x[place[i]], which, c)
+                spread(cost[place[i]], which, c)
                 for t in range(tokens):
                     row[t] = _exp(row[t] - top[t]) * (few_a[t] + few_b[t] * c[t])
             else:
@@ -94,7 +93,7 @@ def _gradient(
                     row[t] = _exp(row[t] - top[t]) * a[t]
 
 
-class CompiledFewColumnSweeps:
+class NumbaFewColumnSweeps:
     """As `FewColumnSweeps`, for float32 logits whose columns are rows of memory."""
 
     def softmax_rows(self, z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: FewColumns) -> RowSums:
@@ -103,27 +102,31 @@ class CompiledFewColumnSweeps:
         z_y = z[positions, label]
         z[positions, label] = -torch.inf
         kinds, which = cost.which.unique(return_inverse=True)
-        rows = cost.rows[kinds].to(z.dtype)
+        rows = cost.costs[kinds].to(z.dtype)
         place = torch.full((z.shape[1],), -1, dtype=torch.int32)
         place[cost.columns] = torch.arange(len(cost.columns), dtype=torch.int32)
         self._given = place.numpy(), rows.T.contiguous().numpy(), which.numpy().astype(np.uint32)
         parts, block = parts_of(z), max(1, BLOCK_ENTRIES // max(1, len(label)))
-        tops, text, few, few_x = (z.new_empty(parts, len(label)) for _ in range(4))
-        given = (columns_of(z), *self._given, tops.numpy(), text.numpy(), few.numpy(), few_x.numpy(), block)
+        tops, text, few, few_cost = (z.new_empty(parts, len(label)) for _ in range(4))
+        given = (columns_of(z), *self._given, tops.numpy(), text.numpy(), few.numpy(), few_cost.numpy(), block)
         run_on_threads(_softmax, parts, given)
         top, shift = largest(tops.amax(0), z_y)
         shrink = (tops - shift).nan_to_num_(nan=-torch.inf).exp_()
-        text, few, few_x = ((part * shrink).sum(0) for part in (text, few, few_x))
+        text, few, few_cost = ((part * shrink).sum(0) for part in (text, few, few_cost))
         # A logit that is NaN or +inf shows in its sum only.
         top = torch.where((text + few).isfinite(), top, torch.nan)
         own = place[label].long()
-        own_x = torch.where(own >= 0, rows[which, own.clamp(min=0)], 0.0) if rows.shape[1] else torch.zeros_like(z_y)
-        self._meaning = Meaning(FewSums(top, text, few, few_x), z_y, own_x, own >= 0, cost)
-        return self._meaning.sums
+        self._sums = ColumnSums(top, text, few, few_cost, cost.rest[cost.which].to(z.dtype))
+        c_y = (
+            torch.where(own >= 0, rows[which, own.clamp(min=0)], self._sums.rest) if rows.shape[1] else self._sums.rest
+        )
+        return self._sums.row_sums(z_y, c_y)
 
-    def gradient_rows(self, z: Tensor, top: Tensor, label: Tensor, cost: FewColumns, slopes: Slopes) -> None:
+    def gradient_rows(
+        self, z: Tensor, top: Tensor, label: Tensor, cost: FewColumns, coefficients: GradientCoefficients
+    ) -> None:
         """Overwrite `z`, as `softmax_rows` left it, with the gradient in the logits."""
-        vectors = [v.to(torch.float32).contiguous().numpy() for v in self._meaning.slopes(slopes)]
+        vectors = [v.to(torch.float32).contiguous().numpy() for v in self._sums.multipliers(coefficients)]
         parts = parts_of(z)
         run_on_threads(_gradient, parts, (columns_of(z), top.numpy(), *self._given, *vectors, parts))
-        z[torch.arange(len(label)), label] = slopes.at_label
+        z[torch.arange(len(label)), label] = coefficients.at_label

@@ -10,9 +10,8 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from otloss._kernels import may_run_on
-from otloss.costs import Cost
-from otloss_llm.costs.few_columns import FewColumns
+from otloss.extending import may_run_on
+from otloss_llm.costs.vocabulary import FewColumns, LabelRows
 from otloss_llm.kernels import rows
 from otloss_llm.objectives import Objective
 
@@ -25,11 +24,14 @@ ROW_MULTIPLE, ROW_MULTIPLE_ON_GPU = 16, 128  # matrix products of other heights 
 
 
 @dataclass(frozen=True)
-class Head:
-    """How logits come from hidden states, `softcap * tanh(scale * (h W^T + b) / softcap)`, and what is made of them."""
+class TokenLossConfig:
+    """What a kernel computes from hidden states h and the head (W, b).
+
+    The logits are `softcap * tanh(scale * (h W^T + b) / softcap)`, the value is the objective of (nll, D).
+    """
 
     objective: Objective
-    cost: Cost | FewColumns | None = None
+    cost: LabelRows | FewColumns | None = None
     scale: float = 1.0
     softcap: float | None = None
     chunk_size: int | None = None
@@ -48,25 +50,25 @@ class Head:
 
         There a float32 product costs ten times a 16-bit one, which may not be spent on a tenth of all products.
         """
-        assert isinstance(self.cost, Cost)
+        assert isinstance(self.cost, LabelRows)
         wanted = weight.device.type == "cuda" and weight.dtype in (torch.bfloat16, torch.float16)
-        offered = getattr(self.cost, "has_rows_in_16_bits", False)
+        offered = weight.dtype in self.cost.buffer_dtypes
         return weight.dtype if wanted and offered and runs_on_triton(weight, self.impl) else self.cost.dtype
 
 
 class Logits:
     """The logits of one chunk after another, in one buffer: fresh memory for each costs more than the product."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, head: Head) -> None:
-        self.weight, self.bias, self.head = weight, bias, head
-        on_triton = runs_on_triton(hidden, head.impl)
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, config: TokenLossConfig) -> None:
+        self.weight, self.bias, self.config = weight, bias, config
+        on_triton = runs_on_triton(hidden, config.impl)
         self.row_major = on_triton or hidden.device.type != "cpu"
-        step = min(len(hidden), head.rows_per_chunk(weight.shape[0], hidden.device.type))
+        step = min(len(hidden), config.rows_per_chunk(weight.shape[0], hidden.device.type))
         self.product = hidden.new_empty(step * weight.shape[0])
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # The Triton sweeps compute in float32 whatever they read, and bfloat16 holds any gradient. In float16 many
         # would be 0 (q_i / N is 1e-9) before a loss scaler's factor saves them: both are float32 there.
-        if on_triton and hidden.dtype == torch.bfloat16 and head.scale == 1.0 and head.softcap is None:
+        if on_triton and hidden.dtype == torch.bfloat16 and config.scale == 1.0 and config.softcap is None:
             wide = hidden.dtype
         self.wide = self.product if wide == hidden.dtype else torch.empty_like(self.product, dtype=wide)
 
@@ -87,29 +89,34 @@ class Logits:
             torch.addmm(self.bias, hidden, self.weight.T, out=z)
         if self.wide is not self.product:
             z = self._rows(self.wide, len(hidden)).copy_(z)
-        if self.head.scale != 1.0:
-            z.mul_(self.head.scale)
-        if self.head.softcap is None:
+        if self.config.scale != 1.0:
+            z.mul_(self.config.scale)
+        if self.config.softcap is None:
             return z, None
-        torch.tanh_(z.div_(self.head.softcap))
-        slope = 1.0 - z * z
-        return z.mul_(self.head.softcap), slope
+        torch.tanh_(z.div_(self.config.softcap))
+        derivative = 1.0 - z * z
+        return z.mul_(self.config.softcap), derivative
 
 
 def sweeps_for(z: Tensor, impl: str) -> ModuleType:
     """The module with `softmax_rows` and `gradient_rows` for these logits.
 
-    "auto" is Triton on a CUDA device, else "chunked": compiled for float32 on a CPU, plain torch for the rest.
+    "auto" is Triton on a CUDA device, else "chunked": numba kernels for float32 on a CPU, plain torch for the rest.
     """
     if runs_on_triton(z, impl):
         from otloss_llm.kernels import rows_triton
 
         return rows_triton
-    if z.dtype != torch.float32 or not may_run_on(z):
+    if not runs_on_numba(z, impl):
         return rows
-    from otloss_llm.kernels import rows_numba as rows_compiled  # numba takes half a second to import
+    from otloss_llm.kernels import rows_numba  # numba takes half a second to import
 
-    return rows_compiled
+    return rows_numba
+
+
+def runs_on_numba(z: Tensor, impl: str) -> bool:
+    """Whether the numba kernels are for these logits."""
+    return not runs_on_triton(z, impl) and z.dtype == torch.float32 and may_run_on(z)
 
 
 def runs_on_triton(tensor: Tensor, impl: str) -> bool:

@@ -2,6 +2,7 @@
 
     q = softmax(logits)        nll = -log q_y        D = sum_i q_i c(i, y)        value = objective(nll, D)
 
+D is EMO's Eq. 14 (arXiv 2310.04691) for one-hot targets, and with the costs of numbers NTL-WAS (arXiv 2411.02083).
 Every other kernel is tested against this one in float64. It allows second derivatives.
 """
 
@@ -11,8 +12,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss.costs import Cost
-from otloss_llm.costs.few_columns import FewColumns
+from otloss_llm.costs.vocabulary import FewColumns, LabelRows
 from otloss_llm.objectives import Objective, value_of
 
 
@@ -21,29 +21,25 @@ def token_values(
     labels: Int[Tensor, "tokens"],
     *,
     objective: Objective,
-    cost: Cost | FewColumns | None,
+    cost: LabelRows | FewColumns | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Per-token `(value, nll, D)`, differentiable in the logits; every label is a valid token."""
     nll = _negative_log_likelihood(logits, labels[:, None])
-    transport = None
-    if isinstance(cost, FewColumns):
-        transport = _mean_cost(logits, cost)
-    elif cost is not None:
-        # Summed directly: 1 - <q-mean embedding, e_y> would cancel to noise where D is small.
-        rows = cost.rows(labels).to(logits.dtype)
-        transport = (torch.log_softmax(logits, dim=-1).exp() * rows).sum(-1)
+    transport = None if cost is None else _transport_cost(logits, labels, cost)
     return value_of(objective, nll, transport), nll, transport
 
 
-def _mean_cost(logits: Float[Tensor, "tokens vocab"], cost: FewColumns) -> Float[Tensor, " tokens"]:
-    """`sum_i q_i c_i`; where the costs are a tangent, it is the tangent of itself, to any order of derivatives."""
-    q, x = torch.log_softmax(logits, dim=-1).exp(), cost.rows[cost.which].to(logits.dtype)
+def _transport_cost(logits: Tensor, labels: Tensor, cost: LabelRows | FewColumns) -> Float[Tensor, " tokens"]:
+    """EMO's Eq. 14, `D = sum_i q_i c(i, y)`.
+
+    Summed directly: 1 - <q-mean embedding, e_y> would cancel to noise where D is small.
+    """
+    q = torch.log_softmax(logits, dim=-1).exp()
+    if isinstance(cost, LabelRows):
+        return (q * cost.rows(labels, None).to(q.dtype)).sum(-1)
+    c, rest = cost.costs[cost.which].to(q.dtype), cost.rest[cost.which].to(q.dtype)
     few, text = q.index_select(-1, cost.columns), q.index_fill(-1, cost.columns, 0.0).sum(-1)
-    # From the logits: `few / few.sum()` has NaN gradients where the mass on the few is subnormal.
-    z = logits.index_select(-1, cost.columns)
-    p = z.masked_fill((z == -torch.inf).all(-1, keepdim=True), 0.0).softmax(-1)
-    intercept, slope = cost.costs_from((p * x).sum(-1))
-    return (few * (intercept[:, None] + slope[:, None] * x)).sum(-1) + cost.rest[cost.which].to(q.dtype) * text
+    return (few * c).sum(-1) + rest * text
 
 
 def _negative_log_likelihood(logits: Tensor, label: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The two sweeps over rows of logits, in plain torch: any device and dtype. The slow twin of the others.
+"""The two sweeps over rows of logits in plain torch, for any device and dtype: the reference implementation.
 
 Notation: z logits of one token, y its label, c its row of the cost. A process may hold only some columns of the
 vocabulary, so that a row's label lies elsewhere: it is then -1 here.
@@ -45,8 +45,8 @@ class CostRows:
     which: Int[Tensor, " rows"]
 
 
-class Slopes(NamedTuple):
-    """Per row, the second sweep's numbers; `at_label` is g. `b` and `transport` (D) are None without costs."""
+class GradientCoefficients(NamedTuple):
+    """What the second sweep needs for each row; `at_label` is g. `b` and `transport` (D) are None without costs."""
 
     a: Float[Tensor, " rows"]
     b: Float[Tensor, " rows"] | None
@@ -76,14 +76,14 @@ def gradient_rows(
     top: Float[Tensor, " rows"],
     label: Int[Tensor, " rows"],
     cost: CostRows | None,
-    slopes: Slopes,
+    coefficients: GradientCoefficients,
 ) -> None:
     """Overwrite `z`, as `softmax_rows` left it, with the gradient in the logits."""
     e = z
-    if cost is None or slopes.b is None or slopes.transport is None:
-        e.mul_(slopes.a[:, None])
+    if cost is None or coefficients.b is None or coefficients.transport is None:
+        e.mul_(coefficients.a[:, None])
     else:
         rows = cost.rows.index_select(0, cost.which).to(e.dtype)
-        e.mul_(rows.sub_(slopes.transport[:, None]).mul_(slopes.b[:, None]).add_(slopes.a[:, None]))
+        e.mul_(rows.sub_(coefficients.transport[:, None]).mul_(coefficients.b[:, None]).add_(coefficients.a[:, None]))
     column = label.clamp(min=0)[:, None]
-    e.scatter_(-1, column, torch.where(label >= 0, slopes.at_label, e.gather(-1, column).squeeze(-1))[:, None])
+    e.scatter_(-1, column, torch.where(label >= 0, coefficients.at_label, e.gather(-1, column).squeeze(-1))[:, None])

@@ -13,10 +13,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._kernels._compile import compiled, spliced
-from otloss._kernels._compile import exp32 as _exp
-from otloss._kernels._threads import next_task, run_on_threads
-from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
+from otloss.extending import compiled, next_task, run_on_threads, spliced
+from otloss.extending import exp32 as _exp
+from otloss_llm.kernels.rows import CostRows, GradientCoefficients, RowSums
 
 F32 = np.float32
 BLOCK_ENTRIES = 2**16  # of logits read twice in a row: 256 KiB stay in a core's cache
@@ -125,18 +124,18 @@ def gradient_rows(
     top: Float[Tensor, " rows"],
     label: Int[Tensor, " rows"],
     cost: CostRows | None,
-    slopes: Slopes,
+    coefficients: GradientCoefficients,
 ) -> None:
     """Overwrite `z`, as `softmax_rows` left it, with the gradient in the logits."""
     nothing = torch.zeros_like(top)
-    b = nothing if slopes.b is None else slopes.b
-    transport = nothing if slopes.transport is None else slopes.transport
-    vectors = [v.to(torch.float32).contiguous().numpy() for v in (slopes.a, b, transport)]
+    b = nothing if coefficients.b is None else coefficients.b
+    transport = nothing if coefficients.transport is None else coefficients.transport
+    vectors = [v.to(torch.float32).contiguous().numpy() for v in (coefficients.a, b, transport)]
     parts = parts_of(z)
-    given = (columns_of(z), top.numpy(), *_arrays(None if slopes.b is None else cost, z), *vectors, parts)
+    given = (columns_of(z), top.numpy(), *_arrays(None if coefficients.b is None else cost, z), *vectors, parts)
     run_on_threads(_gradient, parts, given)
     here = label >= 0
-    z[here.nonzero().squeeze(-1), label[here]] = slopes.at_label[here]
+    z[here.nonzero().squeeze(-1), label[here]] = coefficients.at_label[here]
 
 
 def parts_of(z: Tensor) -> int:

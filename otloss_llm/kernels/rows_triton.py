@@ -8,8 +8,8 @@ The first sweep reads logits and costs once and writes nothing but a few numbers
 puts the gradient in the place of the logits. On an H200 both wait for memory: 2 bytes a logit in the first sweep, 4 in
 the second, and the costs, which rows of one label find in the cache when they run side by side.
 
-This is the only door to Triton. On CPU tensors the kernels run in its interpreter (TRITON_INTERPRET=1), which is for
-tests: it checks values but no races.
+This is the only module that imports Triton. On CPU tensors the kernels run in its interpreter (TRITON_INTERPRET=1),
+for tests: it checks values, not races.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
+from otloss_llm.kernels.rows import CostRows, GradientCoefficients, RowSums
 
 try:
     import triton
@@ -78,20 +78,20 @@ def gradient_rows(
     top: Float[Tensor, " rows"],
     label: Int[Tensor, " rows"],
     cost: CostRows | None,
-    slopes: Slopes,
+    coefficients: GradientCoefficients,
 ) -> None:
     """Overwrite `z`, as `softmax_rows` left it, with the gradient in the logits, in its own dtype."""
     rows, columns = z.shape
     if not rows:
         return
-    if slopes.b is None or slopes.transport is None:
+    if coefficients.b is None or coefficients.transport is None:
         cost = None
-    unused = slopes.a
+    unused = coefficients.a
     vectors = [
         top,
-        slopes.a,
-        slopes.at_label,
-        *((slopes.b, slopes.transport) if cost is not None else (unused, unused)),
+        coefficients.a,
+        coefficients.at_label,
+        *((coefficients.b, coefficients.transport) if cost is not None else (unused, unused)),
     ]
     given = (*_given(z, label, cost), *(v.to(torch.float32).contiguous() for v in vectors if v is not None))
     options = _options(columns, cost)
@@ -181,12 +181,12 @@ def _gradient(  # type: ignore[no-untyped-def]
     x = tl.load(z, mask=i < columns, other=-float("inf")).to(tl.float32)
     shift = tl.load(top + row)
     shift = tl.where(shift == -float("inf"), 0.0, shift)
-    slope = tl.load(a + row)
+    factor = tl.load(a + row)
     if WITH_COST:
         costs += tl.load(which + row).to(tl.int64) * cost_stride
         c = tl.load(costs + i * cost_step, mask=i < columns, other=0.0).to(tl.float32)
-        slope = slope + tl.load(b + row) * (c - tl.load(transport + row))
-    gradient = tl.where(i == tl.load(label + row), tl.load(at_label + row), tl.exp(x - shift) * slope)
+        factor = factor + tl.load(b + row) * (c - tl.load(transport + row))
+    gradient = tl.where(i == tl.load(label + row), tl.load(at_label + row), tl.exp(x - shift) * factor)
     tl.store(z, gradient.to(z.dtype.element_ty), mask=i < columns)
 
 

@@ -5,7 +5,8 @@ Notation: process r sweeps over its own columns and finds top_r, others_r, ... (
     top = max_r top_r        s_r = exp(top_r - top)        others = sum_r s_r others_r        others_cost likewise
 
 One collective a chunk carries five numbers per token and process, whatever the size of the vocabulary. Every process
-computes the same merged numbers from the same gathered ones, bit for bit, so that alpha and beta agree without a word.
+computes the same merged numbers from the same gathered ones, bit for bit: alpha and beta agree without further
+communication.
 A NaN in one process is a NaN in all of them.
 """
 
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss_llm.kernels.rows import CostRows, RowSums, Slopes
+from otloss_llm.kernels.rows import CostRows, GradientCoefficients, RowSums
 from otloss_llm.models.sharded_heads import VocabShard, gathered
 
 
@@ -26,7 +27,7 @@ class ShardedSweeps:
     """Both sweeps over one chunk: the module of local sweeps inside, labels and sums of the whole vocabulary outside.
 
     Args:
-        local: `rows` or a twin of it.
+        local: `rows` or another module with its interface.
         shard: the columns of this process.
     """
 
@@ -48,17 +49,17 @@ class ShardedSweeps:
         top: Float[Tensor, " rows"],
         label: Int[Tensor, " rows"],
         cost: CostRows | None,
-        slopes: Slopes,
+        coefficients: GradientCoefficients,
     ) -> None:
-        """As `rows.gradient_rows`, with the merged `top` and slopes."""
+        """As `rows.gradient_rows`, with the merged `top` and coefficients."""
         if not z.shape[1]:
             return
-        # The local sweeps may have left exp(z - own top) in z: what is missing goes into the slopes.
+        # The local sweeps may have left exp(z - own top) in z: what is missing goes into the coefficients.
         share = (self._own_top - top).exp()
-        b = None if slopes.b is None else slopes.b * share
+        b = None if coefficients.b is None else coefficients.b * share
         # Where every column here is masked, -inf less -inf would be NaN in the sweeps that read z again.
         shift = torch.where(self._own_top == -torch.inf, 0.0, self._own_top)
-        own = Slopes(slopes.a * share, b, slopes.transport, slopes.at_label)
+        own = GradientCoefficients(coefficients.a * share, b, coefficients.transport, coefficients.at_label)
         self.local.gradient_rows(z, shift, self.shard.local(label), cost, own)
 
 

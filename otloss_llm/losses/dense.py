@@ -16,9 +16,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating
 from otloss.costs import Cost
-from otloss.solvers.histograms import MASS_TOLERANCE
+from otloss.extending import MASS_TOLERANCE, check_finite, check_floating
 from otloss_llm.losses.positions import check_objective, check_token_reduction, reduction_factor, scatter
 from otloss_llm.losses.token_loss import TokenLoss
 from otloss_llm.objectives import Objective

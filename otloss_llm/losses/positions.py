@@ -8,9 +8,9 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
-from otloss.costs import Cost
-from otloss_llm.objectives import EMO, NumberToken, Objective, needs_cost, value_and_slopes
+from otloss.extending import check_finite, check_floating, check_reduction, check_tensor
+from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost, as_vocabulary_cost
+from otloss_llm.objectives import EMO, NumberToken, Objective, needs_cost, value_and_gradients
 
 IGNORE_INDEX = -100  # a label that is left out, as in torch and transformers
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
@@ -28,9 +28,6 @@ def check_head(
         )
     if bias is not None and check_floating("bias", bias).shape != weight.shape[:1]:
         raise ValueError(f"bias has shape {tuple(bias.shape)}, expected ({weight.shape[0]},), one per row of weight.")
-    for name, tensor in (("weight", weight), ("bias", bias), ("labels", labels)):
-        if tensor is not None and tensor.device != hidden.device:
-            raise ValueError(f"{name} is on {tensor.device}, hidden on {hidden.device}, expected one device; move one.")
     device = hidden.device.type
     if torch.is_autocast_enabled(device) and hidden.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(device)
@@ -43,8 +40,17 @@ def check_head(
     return hidden, weight, bias
 
 
-def check_objective(objective: Objective, cost: Cost | None, vocab: int, device: torch.device | None = None) -> None:
-    """Raise unless the objective can be called, and has the cost it needs, over the vocabulary of the logits."""
+def check_objective(
+    objective: Objective,
+    cost: TokenCost | None,
+    vocab: int | None = None,
+    device: torch.device | None = None,
+) -> VocabularyCost | None:
+    """Return the cost as a vocabulary cost; raise unless the objective can be called and has the cost that it needs.
+
+    Args:
+        vocab, device: of the logits, which those of the cost must be; None: not known yet.
+    """
     if isinstance(objective, type):
         raise TypeError(
             f"objective is the class {objective.__name__}, expected an instance; write {objective.__name__}()."
@@ -56,72 +62,63 @@ def check_objective(objective: Objective, cost: Cost | None, vocab: int, device:
             numbers = isinstance(objective, NumberToken)
             made = "NumberCost.from_tokenizer(tokenizer)" if numbers else "EmbeddingCost.from_model(model)"
             raise ValueError(f"{objective!r} needs cost=, for example {made}.")
-        return
-    if isinstance(cost, type):
-        raise TypeError(f"cost is the class {cost.__name__}, expected an instance, such as EmbeddingCost(embedding).")
-    if not isinstance(cost, Cost):
-        raise TypeError(f"cost is a {type(cost).__name__}, expected a cost such as EmbeddingCost(embedding).")
-    if getattr(cost, "is_zero_on_text", False) and isinstance(objective, EMO) and isinstance(objective.weighting, str):
+        return None
+    known = as_vocabulary_cost(cost)
+    if not known.covers_text and isinstance(objective, EMO) and isinstance(objective.weighting, str):
         raise ValueError(
             f"{objective!r} weighs nll by a cost that {type(cost).__name__} has at numbers only, and would hardly "
             "train text; use MixedCost(numbers, EmbeddingCost.from_model(model)), NumberToken(), or EMO with a "
             "number for its weighting."
         )
+    if vocab is not None:
+        check_vocabulary(known, vocab)
+    if device is not None and known.device != device:
+        raise ValueError(
+            f'the cost is on {known.device}, the logits on {device}, expected one device: cost.to("{device}").'
+        )
+    return known
+
+
+def check_vocabulary(cost: VocabularyCost, vocab: int) -> None:
+    """Raise ValueError unless the cost is over as many tokens as the logits."""
     if tuple(cost.shape) != (vocab, vocab):
         raise ValueError(
             f"cost is over a vocabulary of {cost.shape[-1]} tokens, the logits have {vocab}; "
             "build the cost from the embedding of this model (EmbeddingCost.from_model(model)), or with vocab_size=."
         )
-    _check_device(cost, device)
-
-
-def _check_device(cost: Cost, device: torch.device | None) -> None:
-    if device is not None and cost.device != device:
-        raise ValueError(
-            f'the cost is on {cost.device}, the logits on {device}, expected one device: cost.to("{device}").'
-        )
 
 
 def check_kernel(impl: str, chunk_size: int | None) -> None:
-    """Raise ValueError unless kernel and chunk size are ones there are."""
+    """Raise ValueError unless the kernel exists and the chunk size is positive."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}, expected one of {IMPLEMENTATIONS}.")
-    if chunk_size is not None and (not isinstance(chunk_size, int) or isinstance(chunk_size, bool) or chunk_size < 1):
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected a positive whole number of tokens, or None.")
+    if chunk_size is not None and chunk_size < 1:
+        raise ValueError(f"chunk_size is {chunk_size!r}, expected a positive number of tokens, or None.")
 
 
 def check_transform(logit_scale: float, logit_softcap: float | None) -> tuple[float, float | None]:
-    """The scale and soft cap as numbers, under which logits stay finite.
+    """Return the scale and soft cap as numbers, under which logits stay finite.
 
     Raises:
-        ValueError: they do not; or a tensor that requires grad, which the kernels would not give it.
-        TypeError: no number.
+        ValueError: the scale is not finite, the cap not positive, or one of them requires grad, which it would not get.
     """
-    scale = _plain_number("logit_scale", logit_scale)
-    if not -math.inf < scale < math.inf:
-        raise ValueError(f"logit_scale is {logit_scale}, expected a finite number.")
-    softcap = None if logit_softcap is None else _plain_number("logit_softcap", logit_softcap)
-    if softcap is not None and not 0 < softcap < float("inf"):
-        raise ValueError(f"logit_softcap is {logit_softcap}, expected a positive, finite number, or None for no cap.")
+    for name, value in (("logit_scale", logit_scale), ("logit_softcap", logit_softcap)):
+        if isinstance(value, Tensor) and value.requires_grad:
+            raise ValueError(
+                f"{name} is a tensor that requires grad, expected a number; make a learned scale part of the graph by "
+                "passing hidden * scale."
+            )
+    scale, softcap = float(logit_scale), None if logit_softcap is None else float(logit_softcap)
+    if not math.isfinite(scale):
+        raise ValueError(f"logit_scale is {scale}, expected a finite number.")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise ValueError(f"logit_softcap is {softcap}, expected a positive, finite number, or None for no cap.")
     return scale, softcap
 
 
-def _plain_number(name: str, value: object) -> float:
-    if isinstance(value, Tensor) and value.requires_grad:
-        raise ValueError(
-            f"{name} is a tensor that requires grad, expected a number; make a learned scale part of the graph by "
-            "passing hidden * scale."
-        )
-    if isinstance(value, bool) or not (
-        isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-    ):
-        raise TypeError(f"{name} is {value!r}, expected a number.")
-    return float(value)
-
-
-def check_fixed(cost: Cost | None) -> None:
-    """The fused kernels give the cost no gradient; a cost that wants one must not lose it silently."""
-    if cost is not None and torch.is_grad_enabled() and cost._data.requires_grad:
+def check_fixed(cost: VocabularyCost | None) -> None:
+    """Raise ValueError if the cost requires a gradient, which the fused kernels do not give."""
+    if cost is not None and torch.is_grad_enabled() and cost.requires_grad:
         raise ValueError(
             "the cost requires grad, which this kernel does not give it; build it from a detached tensor "
             '(EmbeddingCost does), or use impl="reference".'
@@ -131,14 +128,13 @@ def check_fixed(cost: Cost | None) -> None:
 def check_token_reduction(reduction: str, num_items: int | Tensor | None) -> None:
     """Raise ValueError unless reduction and count fit each other."""
     check_reduction(reduction)
-    if num_items is not None and reduction != "mean":
+    if num_items is None:
+        return
+    if reduction != "mean":
         raise ValueError(f'num_items={num_items} needs reduction="mean", got {reduction!r}.')
-    if num_items is not None:
-        if not isinstance(num_items, (int, float, Tensor)):
-            raise TypeError(f"num_items is {num_items!r}, expected a count: a number or a tensor of one.")
-        count = torch.as_tensor(num_items)
-        if count.numel() != 1 or not 0 < float(count) < float("inf"):
-            raise ValueError(f"num_items is {num_items}, expected one positive count.")
+    count = torch.as_tensor(num_items)
+    if count.numel() != 1 or not 0 < float(count) < math.inf:
+        raise ValueError(f"num_items is {num_items}, expected one positive count.")
 
 
 def valid_positions(labels: Tensor, batch: torch.Size, vocab: int, ignore_index: int, beside: str) -> Tensor:
@@ -163,10 +159,9 @@ def valid_positions(labels: Tensor, batch: torch.Size, vocab: int, ignore_index:
     return valid
 
 
-def cost_positions(cost: Cost | None, labels: Tensor, valid: Tensor) -> Tensor:
-    """The valid positions that the cost is about: of a cost of numbers the number positions, of any other all."""
-    number_positions = getattr(cost, "number_positions", None)
-    return valid if number_positions is None else number_positions(labels, valid)
+def cost_positions(cost: TokenCost | None, labels: Tensor, valid: Tensor) -> Tensor:
+    """The valid positions that have costs: of a cost of numbers the number positions, of any other all."""
+    return valid if cost is None else as_vocabulary_cost(cost).positions(labels, valid)
 
 
 def reduction_factor(reduction: str, num_items: int | Tensor | None, like: Tensor) -> Tensor:
@@ -202,7 +197,9 @@ def raise_not_finite(
             f"-log q is {float(nll[first])} for label {int(labels[first])}: its logit is -inf or overflowed; "
             "expected finite logits at every label. Unmask that token, or set its label to ignore_index."
         )
-    value, _, _ = value_and_slopes(objective, nll, transport)
+    value, _, _ = value_and_gradients(objective, nll, transport)
     first = int((~torch.isfinite(value)).nonzero()[0]) if not torch.isfinite(value).all() else 0
     at = f"nll={float(nll[first]):.6g}" + ("" if transport is None else f", D={float(transport[first]):.6g}")
-    raise ValueError(f"objective {objective!r} has a value or slope that is not finite, first at {at}; guard it there.")
+    raise ValueError(
+        f"objective {objective!r} has a value or derivative that is not finite, first at {at}; guard it there."
+    )

@@ -7,8 +7,8 @@ only one coupling.
 
 from __future__ import annotations
 
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -16,13 +16,12 @@ import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_floating
 from otloss.costs import Cost
+from otloss.extending import check_floating, eager
 from otloss_llm.costs.embedding import EmbeddingCost
-from otloss_llm.costs.few_columns import FewColumns
-from otloss_llm.costs.sharded import own_columns
+from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
 from otloss_llm.kernels import chunked, reference
-from otloss_llm.kernels.logits import Head
+from otloss_llm.kernels.logits import TokenLossConfig
 from otloss_llm.losses.positions import (
     IGNORE_INDEX,
     check_fixed,
@@ -31,14 +30,14 @@ from otloss_llm.losses.positions import (
     check_objective,
     check_token_reduction,
     check_transform,
+    check_vocabulary,
     raise_not_finite,
     reduction_factor,
     scatter,
     valid_positions,
 )
-from otloss_llm.losses.torch_compile import key_of, scores_with, traced_token_loss
 from otloss_llm.models.sharded_heads import VocabShard, fingerprint, local_tensors
-from otloss_llm.objectives import EMO, Objective, recipe
+from otloss_llm.objectives import EMO, Objective
 
 
 class TokenLoss(NamedTuple):
@@ -48,19 +47,25 @@ class TokenLoss(NamedTuple):
         loss: the reduced objective, with a graph; float32 for 16-bit inputs.
         nll: detached per-token `-log q_y` in nats, shaped like the labels; 0 at ignored positions.
         cost: detached per-token transport cost D, likewise; None when no cost was given.
+        transport_cost: another name of `cost`.
     """
 
     loss: Tensor
     nll: Tensor
     cost: Tensor | None
 
+    @property
+    def transport_cost(self) -> Tensor | None:
+        return self.cost
 
+
+@eager
 def token_loss(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],
     *,
     objective: Objective,
-    cost: Cost | None = None,
+    cost: TokenCost | None = None,
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
@@ -71,7 +76,8 @@ def token_loss(
         logits: `(..., V)`; 16-bit logits are computed with in float32.
         labels: `(...)` token ids aligned with `logits` (no hidden shift); `ignore_index` leaves a position out.
         objective: `(nll, D) -> value`, for example `EMO()`.
-        cost: vocabulary cost with `rows(labels) -> (U, V)`; needed by objectives that read D, else only reported.
+        cost: over the vocabulary, such as `EmbeddingCost` or any of `otloss.costs`; needed by objectives that read D,
+            else only reported.
         ignore_index: label that leaves a position out of the loss.
         reduction: "mean" over the labelled positions, "sum", or "none" (0 at ignored positions).
         num_items: with "mean", divide by this count instead (gradient accumulation, several processes).
@@ -90,27 +96,28 @@ def token_loss(
         (tensor(0.4076, grad_fn=<MulBackward0>), tensor([0.3348]))
     """
     check_floating("logits", logits)
-    check_objective(objective, cost, logits.shape[-1], logits.device)
+    known = check_objective(objective, cost, logits.shape[-1], logits.device)
     check_token_reduction(reduction, num_items)
     valid = valid_positions(labels, logits.shape[:-1], logits.shape[-1], ignore_index, "logits")
     chosen = logits[valid]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     y = labels[valid].long()
-    value, nll, transport = reference.token_values(chosen, y, objective=objective, cost=_at(cost, labels, valid))
+    rows = None if known is None else known.for_labels(y)
+    value, nll, transport = reference.token_values(chosen, y, objective=objective, cost=rows)
     if not (torch.isfinite(value).all() and torch.isfinite(nll).all()):
         raise_not_finite(nll.detach(), transport, y, objective, logits=chosen)
     loss = value if reduction == "none" else value.sum() * reduction_factor(reduction, num_items, value)
     return _at_positions(loss, nll, transport, valid)
 
 
-@scores_with
+@eager
 def linear_token_loss(
     hidden: Float[Tensor, "*batch width"],
     weight: Float[Tensor, "vocab width"],
     labels: Int[Tensor, "*batch"],
     *,
     objective: Objective,
-    cost: Cost | None = None,
+    cost: TokenCost | None = None,
     bias: Float[Tensor, "vocab"] | None = None,
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
@@ -141,14 +148,15 @@ def linear_token_loss(
         process_group: processes that hold the rows of `weight` (and `bias`) together, in the order of ranks, and have
             the same `hidden` and `labels` each (tensor parallelism). Labels are ids in the whole vocabulary; the loss
             and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
-            is a whole one, or a `ShardedEmbeddingCost`. Runs outside of compiled graphs. None: all rows are here.
+            is a whole one, or a `ShardedEmbeddingCost`. None: all rows are here.
 
-    DTensors speak for themselves: a weight with placements `[Shard(0)]` goes with replicated hidden states.
+    DTensors carry their sharding (leave process_group out): a weight with placements `[Shard(0)]` goes with replicated
+    hidden states.
 
     Under `torch.autocast` the matrix products run in the autocast dtype, as the model's own head would. `torch.compile`
-    keeps the call in one graph. Derivatives of second order and `torch.func` need impl="reference", uncompiled.
-    Where gradients are made in the backward pass (reduction "none", checkpointing, a graph gone through again) the
-    objective is asked again then: it must not have changed.
+    leaves the call out of its graphs (one graph break). Second derivatives and `torch.func` need impl="reference".
+    Where gradients are computed in the backward pass (reduction "none", checkpointing, a second backward pass) the
+    objective is called again there: it must not have changed.
 
     Returns:
         `TokenLoss(loss, nll, cost)`.
@@ -165,96 +173,92 @@ def linear_token_loss(
         (torch.Size([4, 8]), False)
     """
     hidden, weight, bias, labels, process_group = local_tensors(hidden, weight, bias, labels, process_group)
-    head = Head(objective, cost, logit_scale, logit_softcap, chunk_size, impl)
-    shard = None
-    if process_group is not None:
-        reduced = {"reduction": reduction, "num_items": num_items, "ignore_index": ignore_index}
-        if torch.compiler.is_compiling():  # collectives whose number depends on the labels stay out of graphs
-            from otloss._uncompiled import uncompiled
 
-            return uncompiled(
-                linear_token_loss, hidden, weight, labels, objective=objective, cost=cost, bias=bias,
-                logit_scale=logit_scale, logit_softcap=logit_softcap, impl=impl, chunk_size=chunk_size,
-                process_group=process_group, **reduced,
-            )  # fmt: skip
-        shard = _agreed_shard(process_group, (hidden, weight, bias, labels), head, reduced)
-    check_kernel(impl, chunk_size)
-    logit_scale, logit_softcap = check_transform(logit_scale, logit_softcap)
-    head = replace(head, scale=logit_scale, softcap=logit_softcap)
-    hidden, weight, bias = check_head(hidden, weight, bias, labels)
-    if torch.compiler.is_compiling():
-        key = key_of(recipe(objective), id(objective), cost, id(cost))
-        count = num_items
-        if count is not None and not isinstance(count, Tensor):  # one that stays symbolic, unlike that of as_tensor
-            count = torch.full((), count, dtype=torch.int64 if isinstance(count, int) else torch.float64)
-        settings = (reduction, ignore_index, logit_scale, logit_softcap, impl, chunk_size)
-        return TokenLoss(*traced_token_loss(key, (hidden, weight, labels, bias, count), settings))
-    vocab = weight.shape[0] if shard is None else shard.vocab
-    check_objective(objective, cost, vocab, weight.device)
-    check_token_reduction(reduction, num_items)
-    valid = valid_positions(labels, hidden.shape[:-1], vocab, ignore_index, "hidden")
-    h, y = hidden[valid], labels[valid].long()
-    factor = None if reduction == "none" else reduction_factor(reduction, num_items, h)
-    if impl != "reference":
-        check_fixed(cost)
-    kernel = _reference if impl == "reference" else partial(chunked.token_values, shard=shard)
-    if shard is not None:
-        columns = None if cost is None else own_columns(cost, shard, y)
-        step = head.rows_per_chunk(max(1, *shard.sizes), hidden.device.type)  # one for all processes
-        head = replace(head, cost=columns, chunk_size=step)
-    else:
-        head = replace(head, cost=_at(cost, labels, valid))
-    with torch.autocast(hidden.device.type, enabled=False):
-        loss, nll, transport = kernel(h, weight, bias, y, factor, head)
+    def check() -> _Call:
+        h, w, b = check_head(hidden, weight, bias, labels)
+        check_kernel(impl, chunk_size)
+        check_token_reduction(reduction, num_items)
+        known = check_objective(objective, cost, device=w.device)
+        if impl != "reference":
+            check_fixed(known)
+        elif process_group is not None:
+            raise ValueError('impl="reference" forms all logits in one process; with process_group expected "auto".')
+        scale, softcap = check_transform(logit_scale, logit_softcap)
+        config = TokenLossConfig(objective, None, scale, softcap, chunk_size, impl)
+        return _Call(h, w, b, labels, known, config, ignore_index, reduction, num_items)
+
+    if process_group is None:
+        return _linear_token_loss(check(), shard=None)
+    return _linear_token_loss(*_agreed(process_group, weight, check))
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The checked arguments of one call of `linear_token_loss`; tensors in the dtype of the matrix products."""
+
+    hidden: Tensor
+    weight: Tensor
+    bias: Tensor | None
+    labels: Tensor
+    cost: VocabularyCost | None
+    config: TokenLossConfig
+    ignore_index: int
+    reduction: str
+    num_items: int | Tensor | None
+
+    def facts(self) -> dict[str, Any]:
+        """What has to be equal in all processes that hold rows of the head."""
+        count, config = self.num_items, self.config
+        leaves = (self.hidden, self.weight, self.bias)
+        return {
+            "hidden": (tuple(self.hidden.shape), self.hidden.dtype),
+            "labels": (tuple(self.labels.shape), fingerprint(self.labels), self.ignore_index),
+            "gradients": [torch.is_grad_enabled() and t is not None and t.requires_grad for t in leaves],
+            "cost": None if self.cost is None else (type(self.cost).__name__, self.cost.shape, self.cost.dtype),
+            "logits": (config.scale, config.softcap, config.impl, config.chunk_size),
+            "reduction": (self.reduction, None if count is None else float(count)),
+        }
+
+
+def _agreed(group: dist.ProcessGroup, weight: Tensor, check: Callable[[], _Call]) -> tuple[_Call, VocabShard]:
+    """The call, and which rows of the head are here; raises in every process if the arguments of one are wrong."""
+    checked: list[_Call] = []
+
+    def facts() -> dict[str, Any]:
+        checked.append(check())
+        return checked[0].facts()
+
+    shard = VocabShard.agreed(group, weight, facts)
+    return checked[0], shard
+
+
+def _linear_token_loss(call: _Call, shard: VocabShard | None) -> TokenLoss:
+    """With the whole head here, by the reference or the chunked kernel; or with the rows of this process (a shard)."""
+    weight, bias, objective = call.weight, call.bias, call.config.objective
+    vocab, most = (len(weight),) * 2 if shard is None else (shard.vocab, max(1, *shard.sizes))
+    if call.cost is not None:
+        check_vocabulary(call.cost, vocab)
+    valid = valid_positions(call.labels, call.hidden.shape[:-1], vocab, call.ignore_index, "hidden")
+    h, y = call.hidden[valid], call.labels[valid].long()
+    factor = None if call.reduction == "none" else reduction_factor(call.reduction, call.num_items, h)
+    cost = None if call.cost is None else call.cost.for_labels(y, shard)
+    step = call.config.rows_per_chunk(most, h.device.type)  # one for all processes
+    config = replace(call.config, cost=cost, chunk_size=step)
+    with torch.autocast(h.device.type, enabled=False):
+        if config.impl == "reference":
+            loss, nll, transport = _reference(h, weight, bias, y, factor, config)
+        else:
+            loss, nll, transport = chunked.token_values(h, weight, bias, y, factor, config, shard)
     if not (torch.isfinite(loss).all() and torch.isfinite(nll).all()):
         raise_not_finite(nll.detach(), transport, y, objective, hidden=h, weight=weight, bias=bias)
     return _at_positions(loss, nll, transport, valid)
 
 
-def _agreed_shard(
-    group: dist.ProcessGroup,
-    tensors: tuple[Tensor, Tensor, Tensor | None, Tensor],
-    head: Head,
-    reduced: dict[str, Any],
-) -> VocabShard:
-    """Which rows of the head are here; raises in every process if the arguments of one are wrong."""
-    hidden, weight, bias, labels = tensors
-    cost = head.cost
-    assert not isinstance(cost, FewColumns)  # made for the labels at hand, further down
-
-    def check() -> dict[str, Any]:
-        count = reduced["num_items"]
-        h, w, b = check_head(hidden, weight, bias, labels)
-        check_kernel(head.impl, head.chunk_size)
-        scale, softcap = check_transform(head.scale, head.softcap)
-        check_token_reduction(reduced["reduction"], count)
-        check_objective(head.objective, cost, cost.shape[0] if isinstance(cost, Cost) else 0)
-        if head.impl == "reference":
-            raise ValueError('impl="reference" forms all logits in one process; with process_group expected "auto".')
-        check_fixed(cost)
-        return {
-            "hidden": (tuple(h.shape), h.dtype),
-            "labels": (tuple(labels.shape), fingerprint(labels)),
-            "gradients": [torch.is_grad_enabled() and t is not None and t.requires_grad for t in (h, w, b)],
-            "cost": None if cost is None else (type(cost).__name__, cost.shape, cost.dtype),
-            "logits": (scale, softcap, head.impl, head.chunk_size),
-            "reduction": reduced | {"num_items": None if count is None else float(count)},
-        }
-
-    return VocabShard.agreed(group, weight, check)
-
-
-def _at(cost: Cost | None, labels: Tensor, valid: Tensor) -> Cost | FewColumns | None:
-    """The cost as the kernels take it: for the labels at hand, where it is one number but in a few columns."""
-    few_columns = getattr(cost, "few_columns", None)
-    return cost if few_columns is None else few_columns(labels, valid)
-
-
 def _reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor | None, head: Head
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor | None, config: TokenLossConfig
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    logits = reference.head_logits(hidden, weight, bias, scale=head.scale, softcap=head.softcap)
-    value, nll, transport = reference.token_values(logits, labels, objective=head.objective, cost=head.cost)
+    logits = reference.head_logits(hidden, weight, bias, scale=config.scale, softcap=config.softcap)
+    value, nll, transport = reference.token_values(logits, labels, objective=config.objective, cost=config.cost)
     return value if factor is None else value.sum() * factor, nll, transport
 
 
@@ -292,7 +296,7 @@ def emo_loss(
         >>> emo_loss(torch.zeros(2, 3), torch.tensor([0, 2]), torch.eye(3))
         tensor(1.0986)
     """
-    cost = embedding if isinstance(embedding, Cost) else EmbeddingCost(embedding)
+    cost = embedding if isinstance(embedding, VocabularyCost | Cost) else EmbeddingCost(embedding)
     objective = EMO(weighting=weighting, ratio_clip=ratio_clip)
     return token_loss(
         logits, labels, objective=objective, cost=cost, ignore_index=ignore_index, reduction=reduction

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-NEEDS_PEFT = "needs PEFT, which is not installed: pip install peft"
-
 
 @dataclass(frozen=True)
 class Lora:
@@ -49,7 +47,7 @@ class Lora:
 def check_peft(what: str) -> None:
     """Raise ImportError where PEFT is not installed."""
     if importlib.util.find_spec("peft") is None:
-        raise ImportError(f"{what} {NEEDS_PEFT}")
+        raise ImportError(f"{what} needs PEFT, which is not installed: pip install peft")
 
 
 def add_adapter(model: Any, lora: Lora, *, base: str, seed: int) -> Any:

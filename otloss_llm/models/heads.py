@@ -1,14 +1,13 @@
-"""The output head of a causal language model: where it is, and the numbers in it as `hidden @ weight.T + bias`.
+"""The output head of a causal language model: where it is, and its weight and bias in `hidden @ weight.T + bias`.
 
-A head is a linear layer of torch, or one of these around or in place of it:
+A head is a linear layer of torch, or one of these:
 
-- accelerate's hooks (`device_map`): they replace the layer's `forward` and hold offloaded weights on the meta device
+- a layer with accelerate's hooks (`device_map`), which replace its `forward`; offloaded weights are on the meta device
 - PEFT's `modules_to_save` (a trained copy of the head) and `trainable_token_indices` (trained rows of it)
-- a weight stored in 4 or 8 bits that can be given back as a matrix: bitsandbytes in 4 bits, and whatever has
-  `dequantize()` (torchao, quanto). Such a head is frozen, and is given back whole for one pass, as its own `forward`
-  does it.
+- a layer whose weight is stored in 4 or 8 bits and can be dequantised: bitsandbytes in 4 bits, and whatever has
+  `dequantize()` (torchao, quanto). Such a head is frozen; it is dequantised for one pass, as in its own `forward`.
 
-Whether the numbers are those that the layer's own `forward` uses is checked by running it (`check_linear`).
+`check_linear` runs the layer's own `forward` to verify that it computes the same numbers.
 """
 
 from __future__ import annotations
@@ -21,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# What costs and kernels compute with; a weight of another dtype is stored in some other form.
+# What costs and kernels compute with; a weight of another dtype is quantised.
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_WHAT_TO_DO = "keep the head out of quantisation and adapters, or use token_loss on the model's own logits."
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class LanguageModelHead:
 
     @property
     def weight(self) -> Tensor:
-        """(V, d) with a graph where it is trained; copied where it is offloaded, quantised or trained in some rows."""
+        """(V, d), with a graph where it is trained; a copy if it is offloaded, quantised or trained in some rows."""
         return self._weight_and_bias()[0]
 
     @property
@@ -57,7 +57,7 @@ class LanguageModelHead:
         if weight.requires_grad and torch.is_grad_enabled() and getattr(self._hook(), "offload", False):
             raise TypeError(
                 f"the head of {self.model_name} is offloaded (device_map) and requires a gradient, which would be lost "
-                "with the copy that is loaded; freeze it with requires_grad_(False), or keep it on a device."
+                "with the loaded copy; freeze it with requires_grad_(False), or keep it on a device."
             )
         if weight.dtype == hidden.dtype or type(self.module) is nn.Linear:
             return hidden, weight, bias
@@ -68,7 +68,7 @@ class LanguageModelHead:
 
     @contextmanager
     def replaced(self, forward: Callable[[Tensor], Tensor]) -> Iterator[None]:
-        """Within this context `forward` is called in place of the module's own, inside of accelerate's hooks."""
+        """Within this context `forward` replaces the module's own, inside accelerate's hooks."""
         attributes = vars(self.module)
         name = "forward" if self._hook() is None else "_old_forward"
         before = attributes.get(name)
@@ -87,28 +87,29 @@ class LanguageModelHead:
         return own
 
     def check_linear(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
-        """Raise TypeError unless the module's own `forward` is `hidden @ weight.T + bias` but for rounding."""
+        """Raise TypeError unless the module's own `forward` equals `hidden @ weight.T + bias` up to rounding."""
         few = hidden[..., :8, :]  # positions
         h, weight, bias = self.matching(few)
         if getattr(forward, "__func__", None) is nn.Linear.forward and weight is self.module.weight:
             return
         made, expected = forward(few), nn.functional.linear(h, weight, bias)
-        coarsest = max(torch.finfo(dtype).eps for dtype in (made.dtype, weight.dtype, hidden.dtype))
+        found = f"have shape {tuple(made.shape)} instead of {tuple(expected.shape)}"
         if made.shape == expected.shape:
             error = float((made.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30))
-            if error <= 8 * coarsest:
+            if error <= 8 * max(torch.finfo(dtype).eps for dtype in (made.dtype, weight.dtype, hidden.dtype)):
                 return
             found = f"differ by {error:.2g} of the largest"
+        if "forward" in vars(self.module) and self._hook() is None:
+            advice = (
+                "Its forward was replaced, perhaps by a tp_plan of transformers; torch's own ColwiseParallel on the "
+                "head can be fused."
+            )
         else:
-            found = f"have shape {tuple(made.shape)} instead of {tuple(expected.shape)}"
-        patched = "forward" in vars(self.module) and self._hook() is None
+            advice = "Use a torch.nn.Linear, or token_loss on the model's own logits."
         raise TypeError(
             f"the head of {self.model_name} is a {type_name(self.module)} whose logits are not hidden @ weight.T + bias"
-            f" (they {found}); they cannot be fused. "
-            + ("Its forward was replaced (a tp_plan of transformers, another patch?); torch's own ColwiseParallel on "
-               "the head can be fused." if patched else
-               "Take a torch.nn.Linear, or use token_loss on the model's own logits.")
-        )  # fmt: skip
+            f" (they {found}), so its loss cannot be fused. {advice}"
+        )
 
 
 def find_head(model: nn.Module) -> LanguageModelHead:
@@ -118,7 +119,7 @@ def find_head(model: nn.Module) -> LanguageModelHead:
         model: has `get_output_embeddings()`.
 
     Raises:
-        TypeError: no causal LM, no head, or a head that is not one linear map; the message names it.
+        TypeError: the model is not a causal LM, or its head is not one linear map.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -127,35 +128,30 @@ def find_head(model: nn.Module) -> LanguageModelHead:
         torch.Size([11, 8])
     """
     name = type(model).__name__
-    _refuse_other_tasks(model, name)
-    getter = getattr(model, "get_output_embeddings", None)
-    module = getter() if callable(getter) else None
-    if module is None:
-        raise TypeError(
-            f"{name} has no output embedding (get_output_embeddings() gives none), expected a causal language model; "
-            "load it with AutoModelForCausalLM."
-        )
-    return LanguageModelHead(_linear(module, name), name)
-
-
-def _refuse_other_tasks(model: nn.Module, name: str) -> None:
-    """Only causal models predict token t + 1 at position t, which is how labels are shifted."""
-    can_generate = getattr(model, "can_generate", None)
+    # Only causal models predict token t + 1 at position t, which is how labels are shifted.
     if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
         raise TypeError(f"{name} is an encoder-decoder, expected a causal language model (its labels are not shifted).")
+    can_generate, getter = (getattr(model, method, None) for method in ("can_generate", "get_output_embeddings"))
     if callable(can_generate) and not can_generate():
         raise TypeError(
             f"{name} does not generate text, expected a causal language model; load it with AutoModelForCausalLM."
         )
+    module = getter() if callable(getter) else None
+    if module is None:
+        raise TypeError(
+            f"{name} has no output embedding, expected a causal language model; load it with AutoModelForCausalLM."
+        )
+    return LanguageModelHead(_linear(module, name), name)
 
 
 def _linear(module: Any, model_name: str) -> nn.Module:
-    """Look through PEFT's wrappers to the layer that makes the logits."""
+    """The layer that makes the logits, inside PEFT's wrappers."""
     copies: Any = getattr(module, "modules_to_save", None)
     if copies is not None:  # PEFT trains a full copy of the head; the active copy makes the logits
-        active = module.active_adapter if not isinstance(module.active_adapter, list) else module.active_adapter[0]
-        disabled = getattr(module, "disable_adapters", False)
-        return _linear(module.original_module if disabled else copies[active], model_name)
+        if getattr(module, "disable_adapters", False):
+            return _linear(module.original_module, model_name)
+        active = module.active_adapter
+        return _linear(copies[active[0] if isinstance(active, list) else active], model_name)
     layer: nn.Module = getattr(module, "token_adapter", module)  # PEFT trains some rows of the head
     if hasattr(layer, "get_merged_weights"):
         return layer
@@ -166,9 +162,8 @@ def _linear(module: Any, model_name: str) -> nn.Module:
         )
     if not isinstance(getattr(layer, "weight", None), Tensor):
         raise TypeError(f"the head of {model_name} is a {type_name(layer)}, expected torch.nn.Linear; {_WHAT_TO_DO}")
-    plain = type(layer).forward is nn.Linear.forward
     more = {name for name, _ in layer.named_parameters()} - {"weight", "bias"}
-    if more and not plain:  # they may do nothing as they are now, and something once they are trained
+    if more and type(layer).forward is not nn.Linear.forward:  # perhaps without effect until they are trained
         raise TypeError(
             f"the head of {model_name} is a {type_name(layer)} with parameters {sorted(more)} beside weight and bias, "
             f"expected one linear map; {_WHAT_TO_DO}"
@@ -176,11 +171,8 @@ def _linear(module: Any, model_name: str) -> nn.Module:
     return layer
 
 
-_WHAT_TO_DO = "keep the head out of quantisation and adapters, or use token_loss on the model's own logits."
-
-
 def _numbers(layer: Any, model_name: str) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a linear layer as tensors of numbers."""
+    """Weight and bias of a linear layer, loaded and dequantised."""
     weight, bias = layer.weight, getattr(layer, "bias", None)
     if weight.is_meta and hasattr(layer, "_hf_hook"):
         from accelerate.utils import align_module_device
@@ -188,23 +180,21 @@ def _numbers(layer: Any, model_name: str) -> tuple[Tensor, Tensor | None]:
         with align_module_device(layer):  # loads what is offloaded
             if not layer.weight.is_meta:
                 return _numbers(layer, model_name)
-    quantised = True
+    matrix = weight
     if getattr(weight, "quant_state", None) is not None:
         matrix = _bitsandbytes_4_bits(layer, model_name)
     elif type(weight).dequantize is not Tensor.dequantize:
         matrix = weight.dequantize()
-    else:
-        matrix, quantised = weight, False
     if matrix.dtype not in _NUMBERS or matrix.ndim != 2:
         raise TypeError(
             f"the head of {model_name} is a {type_name(layer)} with a weight of dtype {weight.dtype} and shape "
             f"{tuple(weight.shape)}, which cannot be read as a matrix; {_WHAT_TO_DO} In bitsandbytes that is "
             'llm_int8_skip_modules=["lm_head"], in torchao modules_to_not_convert=["lm_head"].'
         )
-    if quantised and torch.is_grad_enabled() and weight.requires_grad:
+    if matrix is not weight and torch.is_grad_enabled() and weight.requires_grad:
         raise TypeError(
-            f"the head of {model_name} is a quantised {type_name(layer)} and requires a gradient, which has nowhere to "
-            "go; freeze it with head.weight.requires_grad_(False), or keep it out of quantisation."
+            f"the head of {model_name} is a quantised {type_name(layer)} that requires a gradient, which it cannot "
+            "hold; freeze it with head.weight.requires_grad_(False), or keep it out of quantisation."
         )
     return matrix, bias
 
@@ -216,7 +206,7 @@ def _bitsandbytes_4_bits(layer: Any, model_name: str) -> Tensor:
     if getattr(state, "packing_format_for_cpu", False):
         raise TypeError(
             f"the head of {model_name} is a {type_name(layer)} that bitsandbytes has packed for inference on the CPU, "
-            "which loses digits; load the model anew and train before it is run without gradients."
+            "which loses digits; load the model again and train it before any run without gradients."
         )
     return dequantize_4bit(layer.weight.data, state).to(getattr(layer, "compute_dtype", None) or state.dtype)
 
@@ -229,10 +219,10 @@ def type_name(module: Any) -> str:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Put the model in eval mode without gradients, and give every module its own mode back afterwards.
+    """Put the model in eval mode without gradients; afterwards every module has its own mode again.
 
-    Layers of bitsandbytes in 4 bits run in training mode, which they compute alike: on some CPUs one pass in eval mode
-    packs their weights for inference, for good, and no gradient goes through them any more.
+    4-bit layers of bitsandbytes stay in training mode, which computes the same: on some CPUs one pass in eval mode
+    packs their weights for inference permanently, after which they pass on no gradient.
     """
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
@@ -248,22 +238,22 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
 
 
 def few_tokens(model: nn.Module) -> Tensor:
-    """Ids (2, 4) that differ in their last token only, for a look at what a model does."""
+    """Ids (2, 4) that differ in their last token only, to observe what a model does."""
     device = next((weight.device for weight in model.parameters() if not weight.is_meta), "cpu")
     return torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=device)
 
 
 def check_causal(model: nn.Module) -> None:
-    """Raise ValueError for a model that sees tokens to the right of the position that predicts them.
+    """Raise ValueError if the model sees tokens to the right of the position that predicts them.
 
-    An encoder such as BERT or a permutation model such as XLNet passes for a causal LM, reads the tokens it is to
-    predict, and reaches perplexity 1. No field of a config tells them apart; only the model's own answer is sure.
+    An encoder such as BERT or a permutation model such as XLNet can be loaded as a causal LM; it reads the tokens that
+    it has to predict, and reaches perplexity 1. No field of a config identifies them reliably, so the model is run.
     """
     with evaluation_mode(model):
         outputs = model(input_ids=few_tokens(model))
     first, second = outputs["logits"][:, :3].float()
     if (first - second).abs().max() > 1e-5 * first.abs().max():
         raise ValueError(
-            f"the model ({type(model).__name__}) sees the tokens to its right, so it is no causal language model; "
-            "take a decoder, or one trained with is_decoder=true."
+            f"the model ({type(model).__name__}) sees the tokens to its right, so it is not a causal language model; "
+            "use a decoder, or one trained with is_decoder=true."
         )

@@ -1,12 +1,12 @@
-"""What a causal language model does to its logits after the head, found out by running it: `T(z)`.
+"""What a causal language model does to its logits after the head, measured by running it: `T(z)`.
 
     T(z) = scale * z      or      T(z) = softcap * tanh(scale * z / softcap)
 
 `placeholders` makes logits that go through the model in place of the head's, and `fitted_transform` solves for scale
-and soft cap from what comes out. No name in a config is read, so that models nobody here has heard of work too.
+and soft cap from the result. No name in a config is read, so unknown models work too.
 
-Three rows of placeholders, another number in each column of the vocabulary: small ones, where any cap is nearly the
-identity and the scale shows; ones of the size of logits; and large ones, where the cap shows.
+There are three rows of placeholders with a different number in each column of the vocabulary: small ones, where any cap
+is nearly the identity and only the scale acts; ones of the size of logits; and large ones, where the cap acts.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch import Tensor
 _SMALL, _MIDDLE, _LARGE = 2.0**-6, 40.0, 2.0**10
 _COLUMNS_OF_THE_FIT = 64
 _FINE = 1e-5  # relative error where nothing is rounded to 16 bits
-_NO_SCALE = 2.0**-8  # a median of ratios rounded to bfloat16 is nearer to 1 than that
+_NO_SCALE = 2.0**-8  # the median of ratios rounded to bfloat16 differs from 1 by less
 
 
 class LogitTransform(NamedTuple):
@@ -52,10 +52,9 @@ def placeholders(vocab: int, device: torch.device | str = "cpu") -> Float[Tensor
 def fitted_transform(
     before: Float[Tensor, "3 vocab"], after: Float[Tensor, "3 vocab"], tolerance: float
 ) -> LogitTransform:
-    """The simplest transform that makes `after` of the placeholders `before`; if none does, the nearest of the form.
+    """The simplest transform that maps `before`, made by `placeholders`, to `after`; if none does, the nearest.
 
-    The caller looks at `deviation` of the result. A cap so high that it changes no placeholder by more than `tolerance`
-    counts as none.
+    The caller checks `deviation` of the result. A cap that changes no placeholder by more than `tolerance` is left out.
 
     >>> before = placeholders(7)
     >>> fitted_transform(before, before / 4, 1e-5)
@@ -78,7 +77,7 @@ def fitted_transform(
 def deviation(transform: LogitTransform, before: Tensor, after: Tensor) -> float:
     """The largest relative error of `transform(before)`; infinity where `after` is not finite.
 
-    The unit is never less than the smallest placeholder: where a placeholder is 0, no error is relative.
+    Where a placeholder is 0 or tiny the error is relative to the smallest of the others.
     """
     expected = transform(before)
     unit = expected.abs().clamp(min=min(1.0, abs(transform.scale)) * _SMALL / 2)
@@ -86,9 +85,9 @@ def deviation(transform: LogitTransform, before: Tensor, after: Tensor) -> float
 
 
 def _capped(z: Tensor, y: Tensor, scale: float, refine: bool = True) -> LogitTransform:
-    """Solve for the cap from the large placeholders, given the scale; then for the scale from the small ones, and on.
+    """The cap from the large placeholders, given the scale; then the scale from the small ones, alternating.
 
-    At a small placeholder a cap changes the scale seen by some `(scale * z / cap)^2 / 3`, so few rounds are enough.
+    At a small placeholder a cap changes the observed scale by about `(scale * z / cap)^2 / 3`: 5 rounds are enough.
     """
     softcap: float | None = None
     for _ in range(5 if refine else 1):
@@ -100,7 +99,7 @@ def _capped(z: Tensor, y: Tensor, scale: float, refine: bool = True) -> LogitTra
 
 
 def _cap(z: Tensor, y: Tensor, scale: float) -> float | None:
-    """The cap c with `y = c tanh(scale z / c)`, the median over columns; None where there is none.
+    """The cap c with `y = c tanh(scale z / c)`, the median over columns; None if there is no such cap.
 
     With `x = scale z / c` this is `tanh(x) / x = y / (scale z)`, which falls from 1 to 0 in x: bisection.
     """
@@ -116,5 +115,5 @@ def _cap(z: Tensor, y: Tensor, scale: float) -> float | None:
 
 
 def _seven_digits(found: Tensor) -> float:
-    """The median, as exactly as float32 tells it."""
+    """The median, to the precision of float32."""
     return float(f"{float(found.median()):.7g}")

@@ -1,10 +1,10 @@
-"""A head whose rows are spread over processes: who holds which, and whether all of them ask for the same.
+"""A head whose rows are spread over processes: which process holds which rows, and whether all make the same call.
 
-Notation: process r of a group holds the rows start_r .. stop_r of the (V, d) head, in the order of ranks, some perhaps
-none. Hidden states and labels are whole, and equal, in every process: tensor parallelism, not data parallelism.
+Notation: process r of a group holds the rows start_r .. stop_r of the (V, d) head, in the order of ranks; some may hold
+no rows. Hidden states and labels are whole, and equal, in every process: tensor parallelism, not data parallelism.
 
-A process that raises alone leaves the others waiting for it for ever. So arguments are checked before the first
-collective, which also tells the others; what is computed later is equal in all processes, and so are its errors.
+A process that raises alone deadlocks the others. So arguments are checked before the first collective, which also tells
+the others; what is computed later is equal in all processes, and so are its errors.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class VocabShard:
         return sum(self.sizes)
 
     def local(self, index: Int[Tensor, " picked"]) -> Int[Tensor, " picked"]:
-        """Where tokens lie among the rows of this process; -1 for those of another."""
+        """Positions of tokens among the rows of this process; -1 for tokens of another process."""
         return torch.where((index >= self.start) & (index < self.stop), index - self.start, -1)
 
     @classmethod
     def agreed(cls, group: dist.ProcessGroup, block: Tensor, check: Callable[[], Facts]) -> VocabShard:
-        """Tell the others how many rows `block` has, and that this process has found its arguments right.
+        """Exchange the number of rows, and whether each process found its arguments valid.
 
         Args:
             check: raises, or returns what has to be equal in all processes.
@@ -67,7 +67,7 @@ class VocabShard:
         facts: Facts = {}
         try:
             facts = check()
-        except Exception as caught:  # whatever it is: the others wait for this process
+        except Exception as caught:  # any kind: the others wait for this process
             error = caught
         rows = -1 if error is not None else len(block)
         mine = torch.tensor([rows, zlib.crc32(repr(facts).encode())], device=getattr(block, "device", None))
@@ -76,11 +76,11 @@ class VocabShard:
             raise error
         sizes, digests = zip(*everyone.tolist(), strict=True)
         if -1 in sizes:
-            raise ValueError(f"process {sizes.index(-1)} of the group refused its arguments; its own error says why.")
+            raise ValueError(f"process {sizes.index(-1)} of the group got invalid arguments; see its own error.")
         if len(set(digests)) > 1:
             raise ValueError(
-                f"the processes of the group do not ask for the same; here it is {facts}. Expected everything but the "
-                "rows of the head to be equal: in data parallelism, where tokens differ, leave process_group out."
+                f"the processes of the group made different calls; here it is {facts}. Expected equal arguments except "
+                "for the rows of the head: in data parallelism, where tokens differ, omit process_group."
             )
         return cls(group, dist.get_rank(group), sizes)
 
@@ -88,14 +88,14 @@ class VocabShard:
 def gathered(mine: Tensor, group: dist.ProcessGroup) -> Tensor:
     """The tensors of all processes, stacked, in one collective."""
     everyone = mine.new_empty(dist.get_world_size(group) * mine.numel())
-    # torch 2.13 has renamed the function, and warns at the name it has in torch 2.6.
+    # torch 2.13 renamed the function, and warns about the name of torch 2.6.
     gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(everyone, mine.reshape(-1), group=group)
     return everyone.view(-1, *mine.shape)
 
 
 def fingerprint(labels: Int[Tensor, "*batch"]) -> int:
-    """A number that differs between labels that differ."""
+    """A number that differs between different labels."""
     flat = labels.detach().reshape(-1).long()
     weights = torch.arange(1, len(flat) + 1, device=flat.device) * 0x9E3779B97F4A7C1 + 1  # wraps, as does the sum
     return int(((flat + 1) * weights).sum())
@@ -114,16 +114,17 @@ class LocalTensors(NamedTuple):
 def local_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, group: dist.ProcessGroup | None
 ) -> LocalTensors:
-    """Look into DTensors: a head sharded by rows goes with replicated hidden states, a replicated one is whole.
+    """The local parts of DTensors: a head sharded by rows with replicated hidden states, or everything replicated.
 
     Raises:
-        ValueError: another placement, or one that leaves open which tokens the other processes hold.
+        ValueError: another placement, or one with which the other processes may hold other tokens.
     """
     if not any(hasattr(tensor, "placements") for tensor in (hidden, weight, bias, labels)):
         return LocalTensors(hidden, weight, bias, labels, group)
     if is_row_shard(weight):
-        return _of_row_shards(hidden, weight, bias, labels, group)
-    if hasattr(weight, "placements") and group is not None:
+        group = _group_of_row_shards(hidden, weight, bias, group)
+        weight, bias = weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[attr-defined]
+    elif hasattr(weight, "placements") and group is not None:
         raise ValueError(
             f"weight is a DTensor with placements {_placements(weight)}, and process_group was given; expected the "
             "rows of this process: pass weight.to_local() of a weight with placements [Shard(0)]."
@@ -137,38 +138,30 @@ def local_tensors(
     )
 
 
-def _of_row_shards(
-    hidden: Tensor, weight: Any, bias: Any, labels: Tensor, group: dist.ProcessGroup | None
-) -> LocalTensors:
+def _group_of_row_shards(hidden: Any, weight: Any, bias: Any, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     mesh = weight.device_mesh
     if not hasattr(hidden, "placements") and group is None:
         raise ValueError(
-            "weight is a DTensor sharded by rows and hidden a plain tensor, so it is open whether other processes hold "
-            "other tokens (FSDP2) or the same (tensor parallelism). For FSDP2 make the call inside the model's forward "
-            "pass, where the weight is gathered (ObjectiveTrainer does); for tensor parallelism pass hidden as a "
-            "DTensor with placements [Replicate()], or weight.to_local() with process_group=."
+            "weight is a DTensor sharded by rows and hidden a plain tensor, so other processes may hold other tokens "
+            "(FSDP2) or the same (tensor parallelism). For FSDP2 make the call inside the model's forward pass, where "
+            "the weight is gathered (ObjectiveTrainer does); for tensor parallelism pass hidden as a DTensor with "
+            "placements [Replicate()], or weight.to_local() with process_group=."
         )
-    if hasattr(hidden, "placements") and hidden.device_mesh != mesh:  # type: ignore[attr-defined]
+    if hasattr(hidden, "placements") and hidden.device_mesh != mesh:
         raise ValueError("hidden and weight are DTensors of different device meshes, expected one mesh.")
-    own = mesh.get_group()
+    own: dist.ProcessGroup = mesh.get_group()
     if group is not None and dist.get_process_group_ranks(group) != dist.get_process_group_ranks(own):
-        raise ValueError("process_group has other processes than the device mesh of weight; leave process_group out.")
+        raise ValueError("process_group has other processes than the device mesh of weight; omit process_group.")
     if bias is not None and not (is_row_shard(bias) and bias.device_mesh == mesh):
         raise ValueError(f"bias is {_placements(bias)}, expected a DTensor sharded by rows on the mesh of weight.")
-    return LocalTensors(
-        _replica("hidden", hidden),
-        weight.to_local(),
-        None if bias is None else bias.to_local(),
-        _replica("labels", labels),
-        own,
-    )
+    return own
 
 
 def is_row_shard(tensor: Any) -> bool:
     """Whether this is a DTensor of placement Shard(0) on a mesh of one axis."""
     if not hasattr(tensor, "placements"):
         return False
-    from torch.distributed.tensor import Shard  # slow to import, and needed for DTensors only
+    from torch.distributed.tensor import Shard  # slow to import, needed for DTensors only
 
     return len(tensor.placements) == 1 and type(tensor.placements[0]) is Shard and tensor.placements[0].dim == 0
 

@@ -10,9 +10,9 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.costs import Cost
 from otloss_llm.costs.choice import NumberSettings, choose_cost
 from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks, check_fraction, read_texts, split_blocks
 from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels, read_questions, spread
 from otloss_llm.models.heads import find_head
@@ -37,7 +37,7 @@ def load_cost(
     kind: str = "embedding",
     tokenizer: Any = None,
     numbers: NumberSettings | None = None,
-) -> Cost:
+) -> TokenCost:
     """A vocabulary cost for `model`.
 
     Args:

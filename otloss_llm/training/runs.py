@@ -18,7 +18,7 @@ import transformers
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback, TrainingArguments
 
 import otloss
-from otloss.costs import Cost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
@@ -101,7 +101,7 @@ def train_run(
     *,
     args: TrainingArguments,
     objective: Objective,
-    cost: Cost | None,
+    cost: TokenCost | None,
     validation: Rows | None = None,
     settings: dict[str, Any],
     impl: str = "auto",

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss.costs import Cost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import IGNORE_INDEX, cost_positions
 from otloss_llm.losses.token_loss import TokenLoss
 from otloss_llm.objectives import Objective
@@ -28,7 +28,7 @@ def example_sums(
     labels: Int[Tensor, "batch length"],
     *,
     objective: Objective,
-    cost: Cost | None,
+    cost: TokenCost | None,
     auxiliary: Tensor | None,
 ) -> Float[Tensor, "batch 7"]:
     """Sums over each example of (nll, transport cost, value, cost positions, tokens, auxiliary loss, 1)."""

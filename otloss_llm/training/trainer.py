@@ -13,9 +13,10 @@ from torch.utils.data import Subset
 from transformers import Trainer, default_data_collator
 from transformers.modeling_outputs import CausalLMOutput
 
-from otloss.costs import CosineCost, Cost
+from otloss.costs import CosineCost
 from otloss_llm.costs.choice import NumberSettings, choose_cost, near_duplicates_in
 from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions, count_labels, pad_questions
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
@@ -83,7 +84,7 @@ class ObjectiveMixin:
         self,
         *args: Any,
         objective: Objective | str = "emo",
-        cost: Cost | str | None = "auto",
+        cost: TokenCost | str | None = "auto",
         numbers: NumberSettings | None = None,
         impl: str = "auto",
         chunk_size: int | None = None,
@@ -239,7 +240,7 @@ class ObjectiveMixin:
             positions = cost_positions(self._cost_on(labels.device), labels, valid)
         return torch.stack([valid.sum(), positions.sum()])
 
-    def _cost_on(self, device: torch.device) -> Cost | None:
+    def _cost_on(self, device: torch.device) -> TokenCost | None:
         if self.transport_cost is not None and self.transport_cost.device != device:
             self.transport_cost = self.transport_cost.to(device)
         return self.transport_cost
@@ -310,7 +311,7 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
     """
 
 
-def _log_near_duplicates(cost: Cost | None, rows: Any) -> None:
+def _log_near_duplicates(cost: TokenCost | None, rows: Any) -> None:
     """Log how many labels of rows of ours are near-duplicates of the cost."""
     chosen = near_duplicates_in(cost)
     if chosen is not None and isinstance(rows, PackedBlocks | AnsweredQuestions):
@@ -350,7 +351,7 @@ def _check_settings(args: Any, compute_loss_func: Any, objective: Objective) -> 
         )
 
 
-def _check_numbers(objective: Objective, cost: Cost | None) -> None:
+def _check_numbers(objective: Objective, cost: TokenCost | None) -> None:
     """Raise ValueError if the objective needs the values of numbers, and the cost is one of an embedding."""
     if isinstance(objective, NumberToken) and isinstance(cost, CosineCost):
         raise ValueError(

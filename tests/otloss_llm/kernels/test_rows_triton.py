@@ -161,7 +161,7 @@ def test_rows_with_nothing_but_masked_columns(device: str) -> None:
     assert twins.sums.others.tolist() == [0.0, 0.0]
     flat = torch.ones(2, device=device)
     rows_triton.gradient_rows(twins.z, twins.sums.top, torch.tensor([-1, BLOCK + 2], device=device), None,
-                              rows.Slopes(flat, None, None, 7 * flat))  # fmt: skip
+                              rows.GradientCoefficients(flat, None, None, 7 * flat))  # fmt: skip
     assert twins.z.sum().item() == 7.0  # e is 0 in all of the first row, g at the label of the second
 
 

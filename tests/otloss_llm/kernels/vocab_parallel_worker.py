@@ -23,7 +23,6 @@ from torch import Tensor
 
 from otloss.costs import Cost, DenseCost, LineCost
 from otloss_llm import EMO, MLE, EmbeddingCost, ShardedEmbeddingCost, TokenLoss, linear_token_loss, token_loss
-from otloss_llm.costs.sharded import own_columns
 from otloss_llm.kernels import logits
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, problem
 
@@ -184,7 +183,7 @@ def check_costs() -> None:
             whole = kept.rows(labels)[:, shard.start : shard.stop]
             block = own(given.embedding, sizes)
             for cost in (ShardedEmbeddingCost(block, dist.group.WORLD, near_duplicates="keep"), kept):
-                columns = own_columns(cost, shard, labels).rows(labels)
+                columns = cost.for_labels(labels, shard).rows(labels, None)
                 assert_close(columns, whole, TOLERANCE[dtype])
                 assert torch.equal(columns == 0, whole == 0)  # nothing of rounding between duplicates
     with raises_everywhere(ValueError, "no whole rows", same=True):
@@ -200,7 +199,7 @@ def check_duplicates_where_bfloat16_is_allowed() -> None:
     torch.set_float32_matmul_precision("medium")
     try:
         for cost in (sharded, EmbeddingCost(embedding, near_duplicates="keep")):
-            columns = own_columns(cost, sharded.shard, labels).rows(labels)
+            columns = cost.for_labels(labels, sharded.shard).rows(labels, None)
             twins = sharded.shard.local(labels + 300)
             assert (columns[twins >= 0, twins[twins >= 0]] == 0).all()
     finally:
