@@ -87,6 +87,7 @@ def test_arms_of_one_seed_see_the_same_batches_and_dropout(compared: Path) -> No
     assert runs_of(compared, "mle") == runs_of(compared, "mixce:1.0")  # which is MLE by another way
     weights = [(compared / f"{name}-seed1/model.safetensors").read_bytes() for name in ("mle", "mixce-1.0", "emo")]
     assert weights[0] == weights[1] != weights[2]
+    assert len({run["test_nll"] for run in runs_of(compared, "mle")}) == 2  # one for each seed
     costs = {name: runs_of(compared, name)[0]["transport_cost"] for name in ("emo", "emo/random", "emo/shuffled")}
     assert len(set(costs.values())) == 3
     assert not list(compared.glob("*T=*"))  # temperatures share a training
