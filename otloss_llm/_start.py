@@ -1,4 +1,4 @@
-"""Start-up of the command line: Ctrl-C while torch is imported ends in one line. Imported first, it needs no torch."""
+"""Start-up of the command line: Ctrl-C during the import of torch prints one line. Imported first, without torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-INTERRUPTED = "interrupted; train and compare go on from the last checkpoint with the same command."
+INTERRUPTED = "interrupted; give the same command again, and train and compare resume from the last checkpoint."
 
 
 def _is_command_line() -> bool:

@@ -1,23 +1,24 @@
 """The command line: `python -m otloss_llm train | generate | evaluate | compare` (also installed as `otloss-llm`).
 
 Options are those of the dataclasses in `otloss_llm.cli.arguments` and, for train and compare, of the Hugging Face
-`TrainingArguments` (fsdp, deepspeed, bf16, report_to, ...). The same command continues the folder of a killed run.
-The result, and nothing else, goes to stdout; progress and logs go to stderr. An error that the user can fix prints a
-one-line message; the exit code is 2.
+`TrainingArguments` (fsdp, deepspeed, bf16, report_to, ...). The same command resumes an interrupted run. The result
+goes to stdout, progress and logs to stderr. An error that the user can fix prints one line and exits with 2.
+
+The module of a command is imported when it runs, so that `--help` and `--version` need no transformers.
 """
 
 from __future__ import annotations
 
 import errno
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from importlib import import_module
+from typing import Any
 
 from otloss_llm import __version__
 from otloss_llm._start import INTERRUPTED
-from otloss_llm.cli import commands
 
 USAGE = """\
 usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options, --help_all every one)
@@ -27,8 +28,16 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
   evaluate   perplexity and mean transport cost of a model on text; its answers to questions
   compare    several objectives and seeds from one start: a table, a figure, samples
 
---version prints the version. With --traceback an error shows where it arose.
+--version prints the version. With --traceback an error prints its traceback.
 """
+
+# Command (a module of this package) -> dataclasses of `otloss_llm.cli.arguments` that its `run` takes.
+_COMMANDS = {
+    "train": ("ModelArguments", "LoraArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments"),
+    "generate": ("ModelArguments", "GenerateArguments"),
+    "evaluate": ("ModelArguments", "EvaluateArguments"),
+    "compare": ("ModelArguments", "CompareTextArguments", "CompareArguments", "ObjectiveTrainingArguments"),
+}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -42,15 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[0] == "--version":
         print(f"otloss-llm {__version__}")
         return 0
-    command = _COMMANDS.get(given[0])
-    if command is None:
-        return _fail(f"no command {given[0]!r}, expected {' | '.join(_COMMANDS)}; see --help.")
+    if given[0] not in _COMMANDS:
+        return _fail(f"there is no command {given[0]!r}; expected {' | '.join(_COMMANDS)} (see --help).")
     try:
         with _transformers_messages():
-            parsed = _parse(given[0], command.kinds, given[1:])
-            # Trainer, tqdm and other libraries print what they please while the command works.
+            parsed = _parse(given[0], given[1:])
+            # Trainer, tqdm and other libraries print to stdout while the command works.
             with redirect_stdout(sys.stderr):
-                text, code = command.run(*parsed)
+                text, code = import_module(f"otloss_llm.cli.{given[0]}").run(*parsed)
             if text:
                 print(text, flush=True)  # flushed here, where a full disk is reported
     except SystemExit as stop:  # of --help
@@ -62,28 +70,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         if traceback or message is None:
             raise
         return _fail(message)
-    return code
+    return int(code)
 
 
 def _message(error: Exception) -> str | None:
-    """What to tell the user about it in one line; None for an error that no user can fix."""
+    """A one-line message for the user; None for an error that the user cannot fix."""
     import torch
 
     text = " ".join(str(error).split())
     if _disk_is_full(error):
         return (
-            f"the disk is full or a quota is used up: {text}; free space and give the same command again; train and "
-            "compare go on from the last whole checkpoint (--save_total_limit 1 keeps fewer of them)."
+            f"the disk is full or a quota is used up: {text}; free space and give the same command again, which "
+            "resumes from the last complete checkpoint (--save_total_limit 1 keeps fewer of them)."
         )
     if isinstance(error, torch.OutOfMemoryError):
-        return f"out of memory: {text} Take smaller batches (with --gradient_accumulation_steps) or blocks."
+        return f"out of memory: {text} Use smaller batches (with --gradient_accumulation_steps) or blocks."
     if isinstance(error, ImportError):
         package = (error.name or "").partition(".")[0]
         if package in ("transformers", "accelerate", "tqdm", "tokenizers", "safetensors"):
             return f'the command needs {package}: pip install "otloss[llm]"'
         return text
     if type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "huggingface_hub", "requests"):
-        return f"the Hugging Face hub could not be used: {type(error).__name__}: {text}"
+        return f"the Hugging Face hub cannot be used: {type(error).__name__}: {text}"
     return text if isinstance(error, ValueError | TypeError | OSError) else None
 
 
@@ -91,7 +99,7 @@ _NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def _disk_is_full(error: BaseException | None) -> bool:
-    """Whether a write failed for lack of space. safetensors, tokenizers and torch raise no OSError there."""
+    """Whether a write failed for lack of space; safetensors, tokenizers and torch raise other errors than OSError."""
     while error is not None:
         text = str(error)
         if isinstance(error, OSError) and error.errno in _NO_SPACE:
@@ -125,11 +133,12 @@ def _transformers_messages() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _parse(command: str, kinds: Sequence[str], given: Sequence[str]) -> tuple[Any, ...]:
+def _parse(command: str, given: Sequence[str]) -> tuple[Any, ...]:
     from otloss_llm.cli import arguments
     from otloss_llm.cli.options import OptionParser
 
-    parser = OptionParser([getattr(arguments, kind) for kind in kinds], prog=f"python -m otloss_llm {command}")
+    kinds = [getattr(arguments, kind) for kind in _COMMANDS[command]]
+    parser = OptionParser(kinds, prog=f"python -m otloss_llm {command}")
     *parsed, unknown = parser.parse_args_into_dataclasses(
         args=list(given), return_remaining_strings=True, look_for_args_file=False
     )
@@ -141,21 +150,3 @@ def _parse(command: str, kinds: Sequence[str], given: Sequence[str]) -> tuple[An
             f"(see {command} --help)."
         )
     return tuple(parsed)
-
-
-class _Command(NamedTuple):
-    run: Callable[..., tuple[str, int]]  # the dataclasses -> what goes to stdout, exit code
-    kinds: tuple[str, ...]  # dataclasses of otloss_llm.cli.arguments
-
-
-_COMMANDS = {
-    "train": _Command(
-        commands.train,
-        ("ModelArguments", "LoraArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments"),
-    ),
-    "generate": _Command(commands.generate, ("ModelArguments", "GenerateArguments")),
-    "evaluate": _Command(commands.evaluate, ("ModelArguments", "EvaluateArguments")),
-    "compare": _Command(
-        commands.compare, ("ModelArguments", "CompareTextArguments", "CompareArguments", "ObjectiveTrainingArguments")
-    ),
-}

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, field
+from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import TrainingArguments
@@ -11,43 +14,38 @@ from otloss.extending import SCALINGS
 from otloss_llm.evaluation.numbers import STYLES
 from otloss_llm.losses.positions import IMPLEMENTATIONS
 
-_POSITIVE = (
-    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "save_steps",
-    "logging_steps",
-)  # fmt: skip
+
+def _option(help_text: str, default: Any = MISSING, *, choices: Sequence[str] | None = None) -> Any:
+    """A field with a help; without a default the option is required."""
+    metadata = {"help": help_text} | ({} if choices is None else {"choices": choices})
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
 @dataclass
 class ModelArguments:
     """Which model."""
 
-    model_name_or_path: str = field(metadata={"help": "Folder (or hub name) of a causal language model to start from."})
-    tokenizer_name: str | None = field(default=None, metadata={"help": "Tokenizer, if it is not the model's own."})
-    dtype: str | None = field(
-        default=None,
-        metadata={
-            "help": "Type of the weights: float32, bfloat16, float16, or auto (as stored). Default: float32 in "
-            "training, where small steps are lost in less (--bf16 computes in it all the same), else auto.",
-            "choices": ["auto", "float32", "bfloat16", "float16"],
-        },
+    model_name_or_path: str = _option("Folder (or hub name) of a causal language model to start from.")
+    tokenizer_name: str | None = _option("Tokenizer, if it is not the model's own.", None)
+    dtype: str | None = _option(
+        "Type of the weights: float32, bfloat16, float16, or auto (as stored). Default: float32 in training, where "
+        "small updates would be lost to rounding (--bf16 still computes in bfloat16), else auto.",
+        None,
+        choices=["auto", "float32", "bfloat16", "float16"],
     )
 
 
 @dataclass
 class LoraArguments:
-    """An adapter in place of the whole model."""
+    """An adapter instead of the whole model."""
 
-    lora_r: int | None = field(
-        default=None,
-        metadata={
-            "help": "Train a LoRA adapter of this rank (by PEFT) and freeze the model. The run folder then holds the "
-            "adapter, which generate and evaluate load together with the model it belongs to."
-        },
+    lora_r: int | None = _option(
+        "Train a LoRA adapter of this rank (by PEFT) and freeze the model. The run folder then holds the adapter, "
+        "which generate and evaluate load together with the model it belongs to.",
+        None,
     )
-    lora_alpha: float | None = field(
-        default=None, metadata={"help": "The update is scaled by lora_alpha / lora_r. Default: 2 lora_r."}
-    )
-    lora_dropout: float | None = field(default=None, metadata={"help": "Dropout before the adapter. Default: 0."})
+    lora_alpha: float | None = _option("The update is scaled by lora_alpha / lora_r. Default: 2 lora_r.", None)
+    lora_dropout: float | None = _option("Dropout before the adapter. Default: 0.", None)
     lora_target_modules: list[str] | None = field(
         default=None, metadata={"help": "Layers with an adapter, as q_proj v_proj. Default: all linear but the head."}
     )
@@ -57,92 +55,78 @@ class LoraArguments:
 class TextArguments:
     """Which text, or which questions, and how they are cut."""
 
-    train_text: str | None = field(
-        default=None, metadata={"help": "A .txt, .md or .jsonl file, a folder of them, or a datasets name."}
+    train_text: str | None = _option("A .txt, .md or .jsonl file, a folder of them, or a datasets name.", None)
+    train_questions: str | None = _option("Instead of text, a .jsonl file with the columns question and answer.", None)
+    validation_questions: str | None = _option(
+        "Likewise; default: taken from the training questions, evenly spaced.", None
     )
-    train_questions: str | None = field(
-        default=None, metadata={"help": "In place of text, a .jsonl file with the columns question and answer."}
-    )
-    validation_questions: str | None = field(
-        default=None, metadata={"help": "Likewise; default: taken from the training questions, evenly spaced."}
-    )
-    train_on_question: bool = field(
-        default=False, metadata={"help": "Train on the tokens of the questions too, not on those of answers alone."}
-    )
-    validation_text: str | None = field(
-        default=None, metadata={"help": "Likewise; default: cut off the end of the training text."}
-    )
-    text_column: str = field(default="text", metadata={"help": "Column of .jsonl files and datasets."})
-    block_size: int = field(
-        default=256, metadata={"help": "Tokens in a training example; longer questions are left out, with a warning."}
-    )
-    validation_fraction: float = field(default=0.05, metadata={"help": "Share cut off for validation; 0 for none."})
+    train_on_question: bool = _option("Train on the tokens of the questions too, not on those of answers alone.", False)
+    validation_text: str | None = _option("Likewise; default: cut off the end of the training text.", None)
+    text_column: str = _option("Column of .jsonl files and datasets.", "text")
+    block_size: int = _option("Tokens in a training example; longer questions are left out, with a warning.", 256)
+    validation_fraction: float = _option("Share cut off for validation; 0 for none.", 0.05)
 
 
 @dataclass
 class CompareTextArguments(TextArguments):
     """The same, with a test."""
 
-    test_text: str | None = field(
-        default=None, metadata={"help": "Likewise; default: cut off the end of the training text."}
-    )
-    test_questions: str | None = field(
-        default=None, metadata={"help": "Likewise; default: taken from the training questions, evenly spaced."}
-    )
-    test_fraction: float = field(default=0.05, metadata={"help": "Share cut off for the test."})
+    test_text: str | None = _option("Likewise; default: cut off the end of the training text.", None)
+    test_questions: str | None = _option("Likewise; default: taken from the training questions, evenly spaced.", None)
+    test_fraction: float = _option("Share cut off for the test.", 0.05)
 
 
 @dataclass
 class ObjectiveArguments:
     """What is minimised."""
 
-    objective: str = field(
-        default="emo",
-        metadata={
-            "help": "mle, tailr:GAMMA, mixce:GAMMA, emo, emo:clip=3, emo:transport, emo:WEIGHT, number_token:WEIGHT, "
-            "or emo+number (and emo+number:...)."
-        },
+    objective: str = _option(
+        "mle, tailr:GAMMA, mixce:GAMMA, emo, emo:clip=3, emo:transport, emo:WEIGHT, number_token:WEIGHT, or emo+number "
+        "(and emo+number:...).",
+        "emo",
     )
-    number_scaling: str = field(
-        default="symlog",
-        metadata={
-            "help": "Distance of numbers: symlog (that of digits, logarithmic beyond), absolute, log, rank or squash.",
-            "choices": SCALINGS,
-        },
+    number_scaling: str = _option(
+        "Distance of numbers: symlog (that of digits, logarithmic beyond), absolute, log or squash.",
+        "symlog",
+        choices=SCALINGS,
     )
-    cost_embedding: str = field(
-        default="model",
-        metadata={
-            "help": "Embedding of the cost: model (its own head), as-is (the same, near-duplicate rows left as they "
-            "are), random, shuffled, a .npy file, or a model."
-        },
+    cost_embedding: str = _option(
+        "Embedding of the cost: model (its own head), as-is (the same, near-duplicate rows kept), random, shuffled, a "
+        ".npy file, or a model.",
+        "model",
     )
-    impl: str = field(default="auto", metadata={"help": "Kernel of the loss.", "choices": IMPLEMENTATIONS})
-    chunk_size: int | None = field(default=None, metadata={"help": "Tokens per chunk of the kernel."})
+    impl: str = _option("Kernel of the loss.", "auto", choices=IMPLEMENTATIONS)
+    chunk_size: int | None = _option("Tokens per chunk of the kernel.", None)
+
+
+_POSITIVE = (
+    "per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "save_steps",
+    "logging_steps",
+)  # fmt: skip
 
 
 @dataclass
 class ObjectiveTrainingArguments(TrainingArguments):
     """The Hugging Face training arguments, with an output folder that must be named and progress bars."""
 
-    disable_tqdm: bool | None = field(default=False, metadata={"help": "Leave out the progress bars."})
+    disable_tqdm: bool | None = _option("Leave out the progress bars.", False)
     dataloader_pin_memory: bool = field(
-        default_factory=torch.cuda.is_available, metadata={"help": "Pin host memory; default: where there is a GPU."}
+        default_factory=torch.cuda.is_available, metadata={"help": "Pin host memory; default: if there is a GPU."}
     )
-    logging_steps: float = field(default=50, metadata={"help": "Log every so many steps."})
-    save_total_limit: int | None = field(default=2, metadata={"help": "Checkpoints kept in a run folder."})
+    logging_steps: float = _option("Log every so many steps.", 50)
+    save_total_limit: int | None = _option("Checkpoints kept in a run folder.", 2)
 
     def __post_init__(self) -> None:
         if not self.output_dir:
             raise ValueError("output_dir is missing; name the folder of this run with --output_dir.")
         if self.resume_from_checkpoint:
             raise ValueError(
-                f"resume_from_checkpoint is {self.resume_from_checkpoint!r}, but a run goes on by itself: give the "
+                f"resume_from_checkpoint is {self.resume_from_checkpoint!r}, but runs resume automatically: give the "
                 "same command and --output_dir again. To start from other weights, name them as the model."
             )
         if self.max_steps == 0 or self.max_steps < -1 or (self.max_steps < 0 and self.num_train_epochs <= 0):
             raise ValueError(
-                f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}: nothing would be "
+                f"max_steps is {self.max_steps} and num_train_epochs {self.num_train_epochs}, so nothing would be "
                 "trained; give a positive number of steps, or leave max_steps out and give epochs above 0."
             )
         for name in _POSITIVE:
@@ -155,70 +139,62 @@ class ObjectiveTrainingArguments(TrainingArguments):
 class GenerateArguments:
     """How text is sampled."""
 
-    prompt: list[str] = field(default_factory=list, metadata={"help": "Prompts; none: start from nothing."})
-    prompts_file: str | None = field(
-        default=None, metadata={"help": "A UTF-8 file with one prompt per line (.jsonl: per record)."}
+    prompt: list[str] = field(
+        default_factory=list, metadata={"help": "Prompts; without any, texts start from their beginning."}
     )
-    num_samples: int = field(default=1, metadata={"help": "Continuations of each prompt."})
-    max_new_tokens: int = field(default=100, metadata={"help": "Longest continuation, in tokens."})
-    temperature: float = field(default=1.0, metadata={"help": "1 samples the model's distribution; 0 is greedy."})
-    top_p: float = field(default=1.0, metadata={"help": "Nucleus; 1 leaves the distribution whole."})
-    top_k: int = field(default=0, metadata={"help": "0 leaves the distribution whole."})
-    batch_size: int = field(default=16, metadata={"help": "Continuations made at a time."})
-    seed: int = field(default=0, metadata={"help": "One seed and batch size give one result."})
-    output_file: str | None = field(default=None, metadata={"help": "Write JSON lines here instead of text to stdout."})
+    prompts_file: str | None = _option("A UTF-8 file with one prompt per line (.jsonl: per record).", None)
+    num_samples: int = _option("Continuations of each prompt.", 1)
+    max_new_tokens: int = _option("Longest continuation, in tokens.", 100)
+    temperature: float = _option("1 samples the model's distribution; 0 is greedy.", 1.0)
+    top_p: float = _option("Nucleus; 1 leaves the distribution whole.", 1.0)
+    top_k: int = _option("0 leaves the distribution whole.", 0)
+    batch_size: int = _option("Continuations made at a time.", 16)
+    seed: int = _option("One seed and batch size give one result.", 0)
+    output_file: str | None = _option("Write JSON lines here instead of text to stdout.", None)
 
-
-# Read where there is a text, or where there are questions, alone. As defaults of the fields they would hide what was
-# given in vain.
-EVALUATE_TEXT = {"text_column": "text", "split": "test", "block_size": 256, "cost_embedding": "model"}
-EVALUATE_QUESTIONS = {"max_new_tokens": 100, "answer_style": None, "num_questions": None, "predictions_file": None}
+    def __post_init__(self) -> None:
+        _check_new_files(self.output_file)
 
 
 @dataclass
 class EvaluateArguments:
-    """What is scored: text, answers to questions, or both; None stands for a default until both are known."""
+    """What is scored: text, answers to questions, or both."""
 
-    text: str | None = field(
-        default=None, metadata={"help": "A .txt, .md or .jsonl file, a folder of them, or a datasets name."}
+    text: str | None = _option("A .txt, .md or .jsonl file, a folder of them, or a datasets name.", None)
+    text_column: str = _option("Column of .jsonl files and datasets.", "text")
+    split: str = _option("Split, if the text is a datasets name.", "test")
+    block_size: int = _option("Tokens in a block of text; its first has no context.", 256)
+    batch_size: int = _option("Blocks scored, or questions answered, at a time.", 8)
+    cost_embedding: str = _option("As for train; compare models under one cost.", "model")
+    questions: str | None = _option(
+        "A .jsonl file of questions to answer, greedily: columns question and answer.", None
     )
-    text_column: str | None = field(
-        default=None,
-        metadata={"help": f"Column of .jsonl files and datasets. None: {EVALUATE_TEXT['text_column']}."},
+    answer_style: str | None = _option(
+        "gsm8k, mathematics or last (number). Default: gsm8k if all answers have ####, mathematics if none has.",
+        None,
+        choices=STYLES,
     )
-    split: str | None = field(
-        default=None,
-        metadata={"help": f"Split, where the text is a datasets name. None: {EVALUATE_TEXT['split']}."},
-    )
-    block_size: int | None = field(
-        default=None,
-        metadata={"help": f"Tokens in a block; its first has no context. None: {EVALUATE_TEXT['block_size']}."},
-    )
-    batch_size: int = field(default=8, metadata={"help": "Blocks scored, or questions answered, at a time."})
-    cost_embedding: str | None = field(
-        default=None,
-        metadata={"help": f"As for train; compare models under one cost. None: {EVALUATE_TEXT['cost_embedding']}."},
-    )
-    questions: str | None = field(
-        default=None, metadata={"help": "A .jsonl file of questions to answer, greedily: columns question and answer."}
-    )
-    answer_style: str | None = field(
-        default=None,
-        metadata={
-            "help": "gsm8k, mathematics or last (number). None: gsm8k where all answers have ####, mathematics where "
-            "none has.",
-            "choices": STYLES,
-        },
-    )
-    max_new_tokens: int | None = field(
-        default=None,
-        metadata={"help": f"Longest answer, in tokens. None: {EVALUATE_QUESTIONS['max_new_tokens']}."},
-    )
-    num_questions: int | None = field(
-        default=None, metadata={"help": "Answer at most so many, evenly spaced; None: all."}
-    )
-    predictions_file: str | None = field(default=None, metadata={"help": "Write the answers here, as JSON lines."})
-    output_file: str | None = field(default=None, metadata={"help": "Write the JSON here too."})
+    max_new_tokens: int = _option("Longest answer, in tokens.", 100)
+    num_questions: int | None = _option("Answer at most so many, evenly spaced; default: all.", None)
+    predictions_file: str | None = _option("Write the answers here, as JSON lines.", None)
+    output_file: str | None = _option("Write the JSON here too.", None)
+
+    def __post_init__(self) -> None:
+        if not (self.text or self.questions):
+            raise ValueError("there is nothing to evaluate on; give --text, --questions, or both.")
+        _check_new_files(self.output_file, self.predictions_file)
+
+
+def _check_new_files(*paths: str | None) -> None:
+    """Raise ValueError unless the files can be written without losing anything; checked before the work."""
+    given = [path for path in paths if path is not None]
+    for path in given:
+        if Path(path).exists():
+            raise ValueError(f"{path} exists already; name another output file, or delete that one.")
+        if not Path(path).parent.is_dir():
+            raise ValueError(f"there is no folder {str(Path(path).parent)!r} to write {path} in; make it first.")
+    if len(set(given)) < len(given):
+        raise ValueError(f"{given[0]} is named for two outputs; name two files.")
 
 
 @dataclass
@@ -233,18 +209,11 @@ class CompareArguments:
         },
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1], metadata={"help": "Every arm is trained once per seed."})
-    judge: str | None = field(default=None, metadata={"help": "An independent model that scores the samples."})
-    num_prompts: int = field(
-        default=64, metadata={"help": "Test blocks whose beginnings are continued; questions shown with their answers."}
-    )
-    prompt_tokens: int = field(default=20, metadata={"help": "Length of those beginnings."})
-    samples_per_prompt: int = field(default=1, metadata={"help": "Continuations of each prompt."})
-    max_new_tokens: int = field(default=100, metadata={"help": "Longest continuation or answer, in tokens."})
-    answer_style: str | None = field(
-        default=None,
-        metadata={"help": "Of answers to questions. Default: as evaluate chooses it.", "choices": STYLES},
-    )
-    num_questions: int | None = field(
-        default=None, metadata={"help": "Ask at most so many test questions, evenly spaced; None: all."}
-    )
-    sample_batch_size: int = field(default=32, metadata={"help": "Continuations made, and blocks scored, at a time."})
+    judge: str | None = _option("An independent model that scores the samples.", None)
+    num_prompts: int = _option("Test blocks whose beginnings are continued; questions shown with their answers.", 64)
+    prompt_tokens: int = _option("Length of those beginnings.", 20)
+    samples_per_prompt: int = _option("Continuations of each prompt.", 1)
+    max_new_tokens: int = _option("Longest continuation or answer, in tokens.", 100)
+    answer_style: str | None = _option("Of answers to questions. Default: as for evaluate.", None, choices=STYLES)
+    num_questions: int | None = _option("Ask at most so many test questions, evenly spaced; default: all.", None)
+    sample_batch_size: int = _option("Continuations made, and blocks scored, at a time.", 32)

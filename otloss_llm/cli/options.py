@@ -17,8 +17,7 @@ GROUPS = {
     "model": "model_name_or_path tokenizer_name dtype lora_r lora_alpha lora_dropout lora_target_modules",
     "data": "train_text validation_text test_text text text_column split train_questions validation_questions "
     "test_questions questions train_on_question block_size validation_fraction test_fraction",
-    "objective and cost": "objective objectives seeds cost_embedding impl chunk_size",
-    "numbers": "number_scaling",
+    "objective and cost": "objective objectives seeds cost_embedding number_scaling impl chunk_size",
     "training": "max_steps num_train_epochs per_device_train_batch_size gradient_accumulation_steps learning_rate "
     "lr_scheduler_type warmup_steps weight_decay max_grad_norm optim bf16 fp16 activation_checkpointing use_cpu",
     "samples and answers": "prompt prompts_file num_prompts prompt_tokens num_samples samples_per_prompt "
@@ -34,14 +33,14 @@ class OptionParser(HfArgumentParser):
     """`HfArgumentParser` for dataclasses, whose `--help` shows common options and `--help_all` the others too."""
 
     def __init__(self, kinds: list[Any], *, prog: str) -> None:
-        # No abbreviations: a misspelt option would silently be taken for another.
+        # No abbreviations: a misspelt option could silently match another.
         super().__init__(kinds, prog=prog, allow_abbrev=False, formatter_class=argparse.HelpFormatter)
         self.add_argument(
             "--help_all", "--help-all", action=_HelpAll, nargs=0, dest=argparse.SUPPRESS, default=argparse.SUPPRESS,
             help="Show every option.",
         )  # fmt: skip
 
-    def error(self, message: str) -> NoReturn:  # in place of the usage of all options
+    def error(self, message: str) -> NoReturn:  # instead of the usage of all options
         raise ValueError(f"{message} (see {self.prog.rpartition(' ')[2]} --help).")
 
     def format_help(self, *, whole: bool = False) -> str:
@@ -62,8 +61,8 @@ class OptionParser(HfArgumentParser):
         for title, names in GROUPS.items():
             if actions := [left.pop(name) for name in names.split() if name in left]:
                 yield title, actions
-        foreign = {field.name for field in fields(TrainingArguments)}
-        if further := [action for name, action in left.items() if whole or name not in foreign]:
+        of_trainer = {field.name for field in fields(TrainingArguments)}
+        if further := [action for name, action in left.items() if whole or name not in of_trainer]:
             yield "further options", further
 
 
@@ -78,7 +77,7 @@ class _HelpAll(argparse.Action):
 
 
 class _Formatter(argparse.HelpFormatter):
-    """One spelling of an option, no default that says nothing; of long texts, unless whole, the first sentence."""
+    """One spelling per option, and no empty defaults; unless `whole`, only the first sentence of long texts."""
 
     def __init__(self, prog: str, *, whole: bool) -> None:
         super().__init__(prog, max_help_position=30)

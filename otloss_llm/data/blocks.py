@@ -1,9 +1,9 @@
 """Text for language models: a tokenizer when none is at hand, and packed blocks of token ids.
 
-A *document* is a string; `otloss_llm.data.text` reads them. Packing writes all documents one after another, each as
-`[BOS] ids EOS`, into one stream and cuts the stream into rows of `block_size` ids; the incomplete last row is dropped.
-BOS is written only where the tokenizer itself begins a text with it. A document is tokenised whole and without
-truncation, so its ids are the tokenizer's own; special tokens spelt out in it are read as the tokenizer reads them.
+Packing writes all documents (strings, read by `otloss_llm.data.text`) one after another, each as `[BOS] ids EOS`, into
+one stream and cuts the stream into rows of `block_size` ids; the incomplete last row is dropped. BOS is written only if
+the tokenizer itself begins a text with it. A document is tokenised whole and without truncation, so its ids are the
+tokenizer's own; special tokens spelt out in it are read as the tokenizer reads them.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from otloss_llm.data.text import as_documents
-from otloss_llm.data.text import docstring_corpus as docstring_corpus
 from otloss_llm.data.text import read_texts as read_texts
 from otloss_llm.data.text import split_documents as split_documents
 
@@ -34,17 +33,15 @@ def train_bpe_tokenizer(
     texts: Iterable[str],
     vocab_size: int,
     *,
-    min_frequency: int = 2,
     split_digits: bool = False,
-    progress: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer whose decoding gives every text back unchanged.
+    """A byte-level BPE tokenizer, trained on `texts`, whose decoding gives every text back unchanged.
 
-    `<|endoftext|>` has id 0 and serves as end, beginning and padding token; it is never added to a text unasked.
-    Training is deterministic. `vocab_size` counts it and the 256 bytes; the vocabulary comes out smaller where the
-    texts have too few pairs that occur `min_frequency` times. With `split_digits` every digit is a token of its own.
+    `<|endoftext|>` has id 0 and serves as end, beginning and padding token; it is never added to a text
+    automatically. Training is deterministic. `vocab_size` counts it and the 256 bytes; the vocabulary is smaller if the
+    texts have too few pairs that occur twice. With `split_digits` every digit is a token of its own.
 
-    Raises ValueError where `vocab_size` is below 257 or there is no text.
+    Raises ValueError if `vocab_size` is below 257 or there is no text.
 
     >>> tokenizer = train_bpe_tokenizer(["low lower lowest"] * 9, 262)
     >>> tokenizer.tokenize("slow"), tokenizer.decode(tokenizer("naïve 6²")["input_ids"])
@@ -67,12 +64,9 @@ def train_bpe_tokenizer(
     backend.pre_tokenizer = pre_tokenizers.Sequence([*split, pre_tokenizers.ByteLevel(add_prefix_space=False)])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        min_frequency=min_frequency,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=alphabet,
-        show_progress=progress,
-    )
+        vocab_size=vocab_size, min_frequency=2, special_tokens=[END_OF_TEXT], initial_alphabet=alphabet,
+        show_progress=False,
+    )  # fmt: skip
     backend.train_from_iterator(documents, trainer=trainer, length=len(documents))
     special = dict.fromkeys(("bos_token", "eos_token", "pad_token"), END_OF_TEXT)
     return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **special)
@@ -108,8 +102,8 @@ class PackedBlocks(Dataset[dict[str, Tensor]]):
     ) -> PackedBlocks:
         """Tokenise documents, join them as `[BOS] ids EOS`, and cut the stream into rows of `block_size` ids.
 
-        BOS stands there only if the tokenizer begins texts with it. The incomplete last row is dropped;
-        `dropped_tokens` says how many ids that were. Raises ValueError where all of it is shorter than one row.
+        BOS is written only if the tokenizer begins texts with it. The incomplete last row is dropped; `dropped_tokens`
+        says how many ids that were. Raises ValueError if the whole stream is shorter than one row.
         """
         if block_size < 2:
             raise ValueError(f"block_size is {block_size}, expected 2 or more: a block of one token predicts nothing.")
@@ -164,7 +158,7 @@ def split_blocks(
 ) -> tuple[PackedBlocks, PackedBlocks, PackedBlocks]:
     """Cut blocks into contiguous training, validation and test parts, in this order and without shuffling.
 
-    A fraction of 0 gives an empty part, a positive one at least one block. Raises ValueError where the fractions are
+    A fraction of 0 gives an empty part, a positive one at least one block. Raises ValueError if the fractions are
     outside [0, 1) or leave no block to train on.
 
     >>> parts = split_blocks(PackedBlocks(torch.arange(40).view(20, 2)), validation_fraction=0.1, test_fraction=0.2)
@@ -173,8 +167,7 @@ def split_blocks(
     """
     fractions = {"validation_fraction": validation_fraction, "test_fraction": test_fraction}
     for name, fraction in fractions.items():
-        if not 0 <= fraction < 1:
-            raise ValueError(f"{name} is {fraction}, expected a share in [0, 1).")
+        check_fraction(name, fraction)
     held_out = [max(1, round(fraction * len(blocks))) if fraction else 0 for fraction in fractions.values()]
     train = len(blocks) - sum(held_out)
     if train < 1:
@@ -182,6 +175,12 @@ def split_blocks(
         raise ValueError(f"{len(blocks)} blocks leave none to train on with {shares}; give more text or less share.")
     first, second, third = blocks.ids.split([train, *held_out])
     return PackedBlocks(first), PackedBlocks(second), PackedBlocks(third)
+
+
+def check_fraction(name: str, fraction: float) -> None:
+    """Raise ValueError unless the fraction is in [0, 1)."""
+    if not 0 <= fraction < 1:
+        raise ValueError(f"{name} is {fraction}, expected a share in [0, 1).")
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -203,7 +202,7 @@ def _token_stream(documents: Sequence[str], tokenizer: Any, *, progress: bool) -
     with tqdm(total=len(documents), desc="tokenising", unit="doc", disable=not progress, delay=2.0) as bar:
         for start in range(0, len(documents), DOCUMENTS_PER_CALL):
             batch = documents[start : start + DOCUMENTS_PER_CALL]
-            # verbose=False: the remark on texts longer than the model's context has no meaning for packing.
+            # verbose=False: no warning about texts longer than the model's context, which packing cuts anyway.
             rows = tokenizer(batch, add_special_tokens=False, truncation=False, padding=False, verbose=False)
             stream = [token for ids in rows["input_ids"] for token in (*opening, *ids, end)]
             yield np.array(stream, dtype=np.int32)

@@ -1,22 +1,20 @@
-"""Questions with answers: read from JSON lines, and made into rows for training that generation begins in the same way.
+"""Questions with answers: read from JSON lines, and tokenised into rows for training.
 
     row = [BOS] ids(question + separator) ids(answer) EOS
 
-Prompt and answer are tokenised apart and then joined. So the ids that a model is asked with are the beginning of the
-row that it was trained on, also where a token of the joined text would straddle the border. BOS stands there only if
-the tokenizer itself begins a text with it.
+Prompt and answer are tokenised separately, so the prompt of generation is exactly the beginning of the training row,
+even if the tokenizer would merge characters across the border. BOS is written only if the tokenizer itself begins a
+text with it.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import re
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from jaxtyping import Bool, Int
@@ -24,18 +22,19 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from otloss_llm.data.blocks import PackedBlocks, opening_ids
+from otloss_llm.data.text import column_text, read_records
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+T = TypeVar("T")
 SEPARATOR = "\n"  # between a question and its answer
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class Question:
-    """A question, its right answer as it is to be written, and the kind of question where that is known."""
+    """A question, its right answer as it is to be written, and the kind of question if known."""
 
     question: str
     answer: str
@@ -53,8 +52,8 @@ def read_questions(
 
     The texts stay as they are. `kind_column` may be missing; the other two may not. Blank lines are left out.
 
-    Raises FileNotFoundError where there is no such file, and ValueError where it is no UTF-8, a line is no JSON
-    object, lacks a column, or has no text in it or half a surrogate pair, or no line is left.
+    Raises FileNotFoundError if there is no such file, and ValueError if the file is not UTF-8, holds no question, or a
+    line is not a JSON object with non-blank text in the columns.
 
     >>> import tempfile, pathlib
     >>> path = pathlib.Path(tempfile.mkdtemp()) / "sums.jsonl"
@@ -64,58 +63,23 @@ def read_questions(
     """
     file = Path(path).expanduser()
     if file.suffix != ".jsonl":
-        raise ValueError(
-            f"{str(path)!r} is no .jsonl file; write one JSON object per line, with a question and answer."
-        )
+        raise ValueError(f"{str(path)!r} is no .jsonl file; write one JSON object per line, with question and answer.")
     if not file.is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r} with questions; check the path (now in {Path.cwd()}).")
-    try:
-        text = file.read_bytes().decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{str(path)!r} is not UTF-8 at byte {error.start}; convert it, for example with iconv."
-        ) from error
+        raise FileNotFoundError(f"there is no file {str(path)!r} with questions in {Path.cwd()}; check the path.")
     questions = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            place = f"{str(path)!r}, line {number}"
-            record = _record(line, place)
-            kind = _text(record, kind_column, place) if record.get(kind_column) is not None else None
-            asked, answer = _text(record, question_column, place), _text(record, answer_column, place)
-            questions.append(Question(asked, answer, kind))
+    for place, record in read_records(file):
+        asked, answer = (column_text(record, column, place) for column in (question_column, answer_column))
+        for column, text in ((question_column, asked), (answer_column, answer)):
+            if not text.strip():
+                raise ValueError(f"{place}: column {column!r} is {text!r}, expected a string that is not blank.")
+        kind = column_text(record, kind_column, place) if record.get(kind_column) is not None else None
+        questions.append(Question(asked, answer, kind))
     if not questions:
-        raise ValueError(
-            f"{str(path)!r} holds no question; write one JSON object per line, with a question and answer."
-        )
+        raise ValueError(f"{str(path)!r} holds no question; write one JSON object per line, with question and answer.")
     return questions
 
 
-def _record(line: str, place: str) -> dict[str, Any]:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON ({error}); expected one object per line.") from error
-    if not isinstance(record, dict):
-        raise ValueError(f"{place} is {type(record).__name__} {line.strip()[:40]!r}, expected a JSON object.")
-    return record
-
-
-def _text(record: dict[str, Any], column: str, place: str) -> str:
-    if column not in record:
-        raise ValueError(f"{place} has no column {column!r}, found {sorted(record)}; name the right one.")
-    value = record[column]
-    if not isinstance(value, str) or not value.strip():
-        raise ValueError(f"{place}: column {column!r} is {value!r}, expected a string that is not blank.")
-    half = _SURROGATE.search(value)
-    if half is not None:  # JSON can name it, no tokenizer can read it
-        raise ValueError(
-            f"{place}: column {column!r} has {half.group()!r} at character {half.start()}, half of a pair and no "
-            "character; write the whole pair, or leave it out."
-        )
-    return value
-
-
-def spread(questions: Sequence[Question], count: int) -> list[Question]:
+def spread(questions: Sequence[T], count: int) -> list[T]:
     """At most `count` questions, evenly spaced, because files are often sorted by the kind of question.
 
     >>> [question.answer for question in spread([Question("?", str(i)) for i in range(10)], 3)]
@@ -128,7 +92,7 @@ def spread(questions: Sequence[Question], count: int) -> list[Question]:
 
 
 def prompt_text(question: Question, separator: str = SEPARATOR) -> str:
-    """What a model is given to answer: the question and the separator."""
+    """The prompt for a question: the question and the separator."""
     return question.question + separator
 
 
@@ -152,8 +116,7 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
 
     An item is `{"input_ids", "labels", "attention_mask"}`, each (length,) int64; labels are not shifted, as Hugging
     Face models expect, and -100 on the prompt unless `train_on_question`. `pad_questions` makes batches of items.
-    `dropped` says how many questions were left out for their length; `fingerprint` is a short hash, equal for equal
-    data.
+    `dropped` is the number of questions left out for their length; `fingerprint` is a short hash, equal for equal data.
 
     >>> from otloss_llm.data.blocks import train_bpe_tokenizer
     >>> tokenizer = train_bpe_tokenizer(["a b c d"], 257)
@@ -196,8 +159,8 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
     ) -> AnsweredQuestions:
         """Tokenise questions and answers as `[BOS] question + separator, answer EOS`.
 
-        Nothing is truncated: a row longer than `max_length` tokens is dropped, counted in `dropped`, and a UserWarning
-        says how many were. Raises ValueError where no row is left or the tokenizer has no EOS to end an answer with.
+        Nothing is truncated: rows longer than `max_length` tokens are dropped, counted in `dropped`, and reported in a
+        UserWarning. Raises ValueError if no row is left or the tokenizer has no EOS to end an answer with.
         """
         if not questions:
             raise ValueError("questions is an empty list; give at least one question with its answer.")
@@ -212,13 +175,13 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
         kept = [i for i, length in enumerate(lengths) if length <= max_length]
         dropped = len(questions) - len(kept)
-        said = (
+        text = (
             f"{dropped} of {len(questions)} questions are longer than max_length={max_length} tokens with their answers"
         )
         if not kept:
-            raise ValueError(f"{said}, the shortest has {min(lengths)}; none is left. Raise max_length (--block_size).")
+            raise ValueError(f"{text}, the shortest has {min(lengths)}; raise max_length (--block_size).")
         if dropped:
-            warnings.warn(f"{said} (the longest has {max(lengths)}) and were dropped.", UserWarning, stacklevel=2)
+            warnings.warn(f"{text} (the longest has {max(lengths)}) and were dropped.", UserWarning, stacklevel=2)
         return cls(
             [prompts[i] for i in kept], [answers[i] for i in kept], train_on_question=train_on_question, dropped=dropped
         )
@@ -263,7 +226,7 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
 def pad_questions(items: Sequence[dict[str, Tensor]]) -> dict[str, Int[Tensor, "batch longest"]]:
     """Join items of `AnsweredQuestions` into a batch, padded on the right to its longest row.
 
-    Padding has id 0, attention mask 0 and label -100, so that neither the model nor the loss sees it.
+    Padding has id 0, attention mask 0 and label -100.
 
     >>> rows = AnsweredQuestions([[1], [1, 2]], [[5], [6, 7]])
     >>> pad_questions([rows[0], rows[1]])["labels"]
@@ -278,12 +241,12 @@ def pad_questions(items: Sequence[dict[str, Tensor]]) -> dict[str, Int[Tensor, "
 
 
 def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
-    # verbose=False: the remark on texts longer than the model's context; what is too long is dropped by us.
+    # verbose=False: no warning about texts longer than the model's context; rows that are too long are dropped here.
     return tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
 
 
 def count_labels(rows: PackedBlocks | AnsweredQuestions, chosen: Bool[Tensor, " vocab"]) -> tuple[int, int]:
-    """How many of the labels that are predicted are `chosen` tokens, and how many labels there are."""
+    """The number of predicted labels that are `chosen` tokens, and the number of predicted labels."""
     if isinstance(rows, PackedBlocks):
         batches: Iterable[Tensor] = rows.ids[:, 1:].split(4096)  # the first token of a block is context
     else:

@@ -1,11 +1,11 @@
-"""What a causal language model makes of numbers: the answers it writes, and its distribution where a number is due.
+"""Numbers of a causal language model: its answers to questions, and its distribution where the label is a number.
 
 At a position whose label is a number token of value y, with q the model's distribution over the vocabulary, v the
 values of the number tokens, m = sum_j q_j their mass and p_j = q_j / m:
 
     right: v at the largest q is y        error = sum_j p_j |v_j - y|        log error = sum_j p_j |s(v_j) - s(y)|
 
-with s(v) = sign(v) log(1 + |v|), which one token of a huge value does not decide.
+with s(v) = sign(v) log(1 + |v|), in which one token of a huge value does not dominate.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss.losses.number_line import checked_values, signed_log
+from otloss.extending import checked_values, signed_log
 from otloss_llm.costs.choice import number_values
 from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question, pad_questions, prompt_text
-from otloss_llm.evaluation.perplexity import check_temperature, check_vocabulary, context_length, tempered
+from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question, count_labels, pad_questions, prompt_text
+from otloss_llm.evaluation.perplexity import check_batch_size, check_fit, check_temperature, tempered
 from otloss_llm.evaluation.sampling import sample_texts
 from otloss_llm.losses.positions import IGNORE_INDEX
 from otloss_llm.models.heads import evaluation_mode, find_head
@@ -45,10 +45,10 @@ def answer_questions(
 ) -> list[str]:
     """The model's answers, decoded greedily, in the order of the questions; without special tokens.
 
-    It is asked with the ids that a row of `AnsweredQuestions` with the same separator begins with. The model is in
-    eval mode for it and left as it was.
+    The prompts are the beginnings of `AnsweredQuestions` rows with the same separator. The model runs in eval mode, and
+    its mode is restored.
 
-    Raises ValueError where there is no question, a setting is below 1, or a question and `max_new_tokens` exceed the
+    Raises ValueError if there is no question, a setting is below 1, or a question and `max_new_tokens` exceed the
     model's context.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -61,7 +61,7 @@ def answer_questions(
     if not questions:
         raise ValueError("questions is an empty list; give at least one question.")
     prompts = [prompt_text(question, separator) for question in questions]
-    # Neighbours in length share a batch: less padding, and short texts mostly have short answers.
+    # Sorted by length: less padding, and short questions mostly have short answers.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     samples = sample_texts(
         model, tokenizer, prompts=[prompts[i] for i in order], max_new_tokens=max_new_tokens, temperature=0.0,
@@ -75,10 +75,10 @@ def answer_questions(
 
 @dataclass(frozen=True)
 class NumberTokenScores:
-    """Means over the tokens that are numbers, under teacher forcing; `tokens` is how many there are.
+    """Means over the labels that are numbers, under teacher forcing; `tokens` is their number.
 
     `accuracy` counts a most probable token of equal value as right. `expected_absolute_error` and `expected_log_error`
-    are under the model's distribution among number tokens, `number_mass` is what it gives to them all.
+    are under the model's distribution among number tokens, `number_mass` is its probability of number tokens.
     """
 
     tokens: int
@@ -97,15 +97,14 @@ def number_token_scores(
     temperature: float = 1.0,
     progress: bool = True,
 ) -> NumberTokenScores:
-    """Score a model's distribution at every label that is a number token, given the true tokens before it.
+    """Scores of a model's distribution at every label that is a number token, given the true tokens before it.
 
-    `values` holds the value of each token of the model's vocabulary, NaN where it is no number. Ignored labels and the
-    first token of a row are left out. `temperature` is that of the distribution that is scored. The model is scored in
-    eval mode and left as it was.
+    `values` holds the value of each token of the model's vocabulary, NaN for tokens that are no numbers. Ignored labels
+    and the first token of a row are left out. `temperature` is that of the scored distribution. The model runs in eval
+    mode, and its mode is restored.
 
-    Raises ValueError where the temperature is not positive, the values do not fit the model's head or hold no number or
-    an infinite one, there is no number among the labels, a row exceeds the model's context, or an id lies outside its
-    vocabulary.
+    Raises ValueError if the temperature is not positive, the values do not fit the model's head, hold no number or an
+    infinite one, no label is a number, a row exceeds the model's context, or an id lies outside its vocabulary.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> _ = torch.manual_seed(1)
@@ -115,11 +114,15 @@ def number_token_scores(
     >>> scores.tokens, 1.9 < scores.expected_absolute_error < 2.1, 0.15 < scores.number_mass < 0.25
     (1, True, True)
     """
-    if batch_size < 1:
-        raise ValueError(f"batch_size is {batch_size}, expected 1 or more.")
+    check_batch_size(batch_size)
     check_temperature(temperature)
-    _check_values(values, find_head(model).weight.shape[0])
-    values = values.detach().double().to(next(model.parameters()).device)
+    vocabulary = find_head(model).weight.shape[0]
+    if len(checked_values(values)) != vocabulary:
+        raise ValueError(
+            f"values are {len(values)}, the model's head has {vocabulary} rows; give one value per row, NaN for rows "
+            "that are padding."
+        )
+    values = values.detach().double().to(model.device)
     sums = torch.zeros(4, dtype=torch.float64)
     tokens = 0
     with evaluation_mode(model):
@@ -147,12 +150,13 @@ def score_number_labels(
     data: AnsweredQuestions | PackedBlocks,
     *,
     batch_size: int = 8,
+    temperature: float = 1.0,
     progress: bool = True,
 ) -> NumberTokenScores | None:
-    """`number_token_scores` under the values that the tokens have when decoded; None where no label is a number.
+    """`number_token_scores` with the values of the decoded tokens; None if no label is a number.
 
-    Tokens beyond the model's head, which it cannot give, and rows of the head beyond the tokenizer are no numbers.
-    Raises ValueError as `number_token_scores` does otherwise.
+    Tokens beyond the model's head and rows of the head beyond the tokenizer are no numbers. Raises ValueError as
+    `number_token_scores` does otherwise.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from otloss_llm.data.blocks import train_bpe_tokenizer
@@ -164,19 +168,15 @@ def score_number_labels(
     [1, None]
     """
     values = number_values(tokenizer, find_head(model).weight.shape[0])
-    if values is None:
+    if values is None or count_labels(data, ~values.isnan())[0] == 0:
         return None
-    numbers = (~values.isnan()).nonzero().squeeze(-1)
-    labels = torch.cat([data[i]["labels"][1:] for i in range(len(data))])
-    if not torch.isin(labels, numbers).any():
-        return None
-    return number_token_scores(model, data, values, batch_size=batch_size, progress=progress)
+    return number_token_scores(model, data, values, batch_size=batch_size, temperature=temperature, progress=progress)
 
 
 def _score(
     logits: Float[Tensor, "tokens vocab"], target: Float[Tensor, " tokens"], *, values: Float[Tensor, " vocab"]
 ) -> Float[Tensor, "4"]:
-    """Sums over tokens of what `NumberTokenScores` has the means of."""
+    """Sums over tokens of the fields of `NumberTokenScores`."""
     logits = logits.to(values.device).float()
     columns = (~values.isnan()).nonzero().squeeze(-1)
     among = logits[:, columns].double()  # (tokens, numbers)
@@ -197,25 +197,10 @@ def _batches(
 
     if not len(data):
         raise ValueError("there are no rows to score; give at least one.")
-    items = [data[i] for i in range(len(data))]
-    items.sort(key=lambda item: len(item["input_ids"]))
-    longest, context = len(items[-1]["input_ids"]), context_length(model)
-    if context is not None and longest > context:
-        raise ValueError(f"a row has {longest} tokens, the model's context is {context}; leave longer rows out.")
-    check_vocabulary(
-        model, min(int(item["input_ids"].min()) for item in items), max(int(item["input_ids"].max()) for item in items)
-    )
-    device = next(model.parameters()).device
+    check_fit(model, data.longest, *data.id_range)
+    items = sorted((data[i] for i in range(len(data))), key=lambda item: len(item["input_ids"]))
     for start in tqdm(range(0, len(items), batch_size), desc="numbers", disable=not progress, delay=2.0, leave=False):
         rows = [
             item | {"attention_mask": torch.ones_like(item["labels"])} for item in items[start : start + batch_size]
         ]
-        yield {key: tensor.to(device) for key, tensor in pad_questions(rows).items()}
-
-
-def _check_values(values: Tensor, vocabulary: int) -> None:
-    if len(checked_values(values)) != vocabulary:
-        raise ValueError(
-            f"values are {len(values)}, the model's head has {vocabulary} rows; give one value per row, NaN for those "
-            "that are padding."
-        )
+        yield {key: tensor.to(model.device) for key, tensor in pad_questions(rows).items()}

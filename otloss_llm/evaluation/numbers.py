@@ -1,22 +1,22 @@
-"""Answers that are numbers: what a text answers, whether that is right, and how far off it is.
+"""Answers that are numbers: extracted from texts, compared, and scored by their error.
 
-For a question with the right value y and the value p that was predicted, s(v) = sign(v) log(1 + |v|):
+For a question with the right value y and the predicted value p, s(v) = sign(v) log(1 + |v|):
 
     absolute error  |p - y|        relative error  |p - y| / max(|y|, 1)        log error  |s(p) - s(y)|
-    right order of magnitude:  p = y, or p and y have one sign and |log10(p / y)| < 1/2; at y = 0 only 0 is
+    right order of magnitude:  p = y, or p and y have the same sign and |log10(p / y)| < 1/2
 
 An answer is taken from a text in one of three styles:
 
-    gsm8k        the number that follows the first `####` which a number follows, else what stands in the line of the
-                 first; commas of thousands, currencies and marks of emphasis before it do not count, nor does what
-                 comes after it ('72.', '72 clips', '72 (see 1)'), unless that goes on with a digit ('1 000', '10:30')
-    mathematics  the whole text but for blanks around it; equal where it is the same, character by character (that of
-                 DeepMind's mathematics dataset, where 1/2, 5, 6 or 2*sqrt(3) are answers too)
-    last         the last number in the text, a quotient where it is written 'a/b' without blanks; equal by value
+    gsm8k        the number after the first `####` that is followed by a number, else the line after the first `####`;
+                 commas of thousands, currencies and marks of emphasis before it are ignored, as is the text after it
+                 ('72.', '72 clips', '72 (see 1)'), unless it continues with a digit ('1 000', '10:30')
+    mathematics  the whole text without blanks around it; compared character by character (for DeepMind's mathematics
+                 dataset, where 1/2, 5, 6 or 2*sqrt(3) are answers too)
+    last         the last number in the text, or a quotient written 'a/b' without blanks; compared by value
 
 Numbers are decimal, in ASCII digits, with a sign ('-', '+', U+2212), commas of thousands and a decimal point; 72, 72.0
-and $72 are equal. 'a/b' is a quotient, and has no value where b is 0. '1e-5' and '0x1F' are no numbers, nor is what
-stands behind a letter ('x2') or has more than 300 characters.
+and $72 are equal. 'a/b' is a quotient, and has no value if b is 0. '1e-5' and '0x1F' are no numbers, nor are digits
+after a letter ('x2') or texts of more than 300 characters.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ from statistics import fmean, median
 
 STYLES = ("gsm8k", "mathematics", "last")
 MARK = "####"
-LONGEST = 300  # characters: what is shorter fits a float
+LONGEST = 300  # characters; shorter numbers fit a float
 
 _DIGITS = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?>\.[0-9]+)?|(?<![.0-9])\.[0-9]+"
 _QUOTIENT = rf"(?>{_DIGITS})/(?>{_DIGITS})"
-# No number begins in a word, behind a decimal point or as an exponent; a sign behind a word, a number or a bracket is a
-# minus. What is joined by several strokes (1/2/2020) is no quotient.
+# No number begins in a word, after a decimal point or as an exponent; a sign after a word, a number or a bracket is a
+# minus operator. Numbers joined by several slashes (1/2/2020) are no quotient.
 _NUMBER = re.compile(
     r"(?P<sign>(?<![\w)\]}])[-+][$€£]?)?(?<!\w)(?<![0-9]\.)(?<![0-9.][eE][-+])"
     rf"(?P<size>(?<!\w/){_QUOTIENT}(?!/[0-9.])|(?>{_DIGITS}))(?![eE][-+]?[0-9])(?!(?<=(?<!\w)0)[xX][0-9A-Fa-f])"
 )
 _WHOLE = re.compile(rf"(?P<sign>[-+])?(?P<above>(?>{_DIGITS}))(?:/(?P<below>(?>{_DIGITS})))?")
-# Before it, what sets off or prices a number; after it, nothing that makes it part of another.
+# Before the number, marks of emphasis and currencies; after it, nothing that makes it part of another number.
 _MARKED = re.compile(
     rf"[\s*_`(\\$€£]*+(?P<sign>[-+])?[\\$€£]*+(?P<size>{_QUOTIENT}|(?>{_DIGITS}))"
     r"(?!\s*[/:]?\s*[0-9]|[.,]+[0-9]|[eE][-+]?[0-9])"
@@ -49,7 +49,7 @@ _MARKED = re.compile(
 
 
 def final_number(text: str) -> float | None:
-    """The value of the last number in a text, None where there is none.
+    """The value of the last number in a text; None if there is no number.
 
     >>> final_number("It costs $1,250.50, not 3."), final_number("5 - 3"), final_number("3/4"), final_number("none")
     (3.0, 3.0, 0.75, None)
@@ -60,7 +60,7 @@ def final_number(text: str) -> float | None:
 
 
 def extract_answer(text: str, style: str) -> str | None:
-    """What a text answers, in the style's plain form; None where it has no answer of this style.
+    """The answer in a text, in the style's plain form; None if it has no answer of this style.
 
     Raises ValueError for an unknown style.
 
@@ -79,9 +79,9 @@ def extract_answer(text: str, style: str) -> str | None:
 
 
 def style_of(answers: Sequence[str]) -> str:
-    """The style of right answers: 'gsm8k' where every one has something behind a `####`, 'mathematics' where none has.
+    """The style of right answers: 'gsm8k' if all have text after a `####`, 'mathematics' if none has.
 
-    Raises ValueError where some have and some have not.
+    Raises ValueError if only some have.
 
     >>> style_of(["so 1 + 1 is\\n#### 2"]), style_of(["2"])
     ('gsm8k', 'mathematics')
@@ -89,15 +89,27 @@ def style_of(answers: Sequence[str]) -> str:
     without = [number for number, answer in enumerate(answers) if extract_answer(answer, "gsm8k") is None]
     if without and len(without) < len(answers):
         raise ValueError(
-            f"expected answer {without[0]} ({answers[without[0]][-40:]!r}) has nothing behind a {MARK}, while "
-            f"{len(answers) - len(without)} of {len(answers)} have; mend it, or choose the style (--answer_style) of "
+            f"expected answer {without[0]} ({answers[without[0]][-40:]!r}) has nothing after a {MARK}, while "
+            f"{len(answers) - len(without)} of {len(answers)} have; fix it, or choose the style (--answer_style) of "
             f"{', '.join(STYLES)}."
         )
     return "mathematics" if without else "gsm8k"
 
 
+def answer_style(answers: Sequence[str], style: str | None = None) -> str:
+    """`style`, or that of the right answers; raises ValueError unless each has an answer of that style."""
+    style = style_of(answers) if style is None else style
+    for number, text in enumerate(answers):
+        if extract_answer(text, style) is None:
+            raise ValueError(
+                f"expected answer {number} ({text[-40:]!r}) has no answer of the style {style!r}; choose another of "
+                f"{', '.join(STYLES)}."
+            )
+    return style
+
+
 def same_answer(predicted: str, expected: str, style: str) -> bool:
-    """Whether two texts give the same answer; a text without an answer gives none.
+    """Whether two texts give the same answer; False if one of them has no answer.
 
     >>> same_answer("#### 72.0", "#### $72", "gsm8k"), same_answer("72.0", "72", "mathematics")
     (True, False)
@@ -114,19 +126,19 @@ def same_answer(predicted: str, expected: str, style: str) -> bool:
 
 @dataclass(frozen=True)
 class NumberScores:
-    """Scores of answers; shares in [0, 1], errors as in the module's formulas, None where they have no question.
+    """Scores of answers; shares in [0, 1], errors as in the module's formulas, None if they cover no question.
 
     Attributes:
-        questions: how many there are.
-        exact_match: share of them answered right, in the sense of `same_answer`.
-        numeric: share of them whose right answer is a number; what follows is about these.
-        answered: share of the numeric ones for which a number was predicted.
-        number_accuracy: share of the numeric ones with the right value; what is unanswered is wrong.
-        order_of_magnitude_accuracy: likewise, of the right order.
-        capped_relative_error: mean over all numeric ones of min(relative error, 1), 1 where nothing was answered: one
-            wild answer does not decide it, and no one does better by not answering.
-        mean_absolute_error, median_absolute_error, mean_relative_error, mean_log_error: over those answered alone, so
-            to be read beside `answered`; a single wild answer may decide the first and the third.
+        questions: their number.
+        exact_match: share with the right answer (`same_answer`).
+        numeric: share whose right answer is a number; the fields below cover only these.
+        answered: share for which a number was predicted.
+        number_accuracy: share with the right value; unanswered ones are wrong.
+        order_of_magnitude_accuracy: share of the right order of magnitude.
+        capped_relative_error: mean of min(relative error, 1), 1 if no number was predicted: bounded for extreme
+            answers, and not improved by leaving answers out.
+        mean_absolute_error, median_absolute_error, mean_relative_error, mean_log_error: over the answered questions
+            only, so read them beside `answered`; one extreme answer can dominate the first and the third.
         by_kind: exact match of each kind of question.
     """
 
@@ -147,24 +159,30 @@ class NumberScores:
 def score_answers(
     predicted: Sequence[str], expected: Sequence[str], *, style: str, kinds: Sequence[str | None] | None = None
 ) -> NumberScores:
-    """Score predicted against right answers, whole texts each, in one style.
+    """Scores of predicted answers (whole texts) against right ones, in one style.
 
-    Raises ValueError where their numbers differ or are 0, or a right answer has no answer of this style.
+    Raises ValueError if their numbers differ or are 0, or a right answer has no answer of this style.
 
     >>> scores = score_answers(["7", "-3", "x"], ["7", "1", "2"], style="mathematics")
     >>> scores.exact_match, scores.answered, scores.mean_absolute_error, scores.capped_relative_error
     (0.3333333333333333, 0.6666666666666666, 2.0, 0.6666666666666666)
     """
     kinds = [None] * len(expected) if kinds is None else kinds
-    _check_answers(predicted, expected, style, kinds)
-    right = [same_answer(ours, theirs, style) for ours, theirs in zip(predicted, expected, strict=True)]
+    if isinstance(predicted, str) or isinstance(expected, str):
+        raise TypeError("predicted and expected are lists of texts, got one string; pass [text].")
+    if not len(predicted) == len(expected) == len(kinds) or not len(expected):
+        raise ValueError(
+            f"there are {len(predicted)} predicted and {len(expected)} expected answers and {len(kinds)} kinds; "
+            "give as many of each, at least one."
+        )
+    answer_style(expected, style)
+    pairs = list(zip(predicted, expected, strict=True))
+    right = [same_answer(ours, theirs, style) for ours, theirs in pairs]
     of_kind: dict[str, list[bool]] = {}
     for kind, correct in zip(kinds, right, strict=True):
         if kind is not None:
             of_kind.setdefault(kind, []).append(correct)
-    values = [
-        (_value_of(ours, style), _value_of(theirs, style)) for ours, theirs in zip(predicted, expected, strict=True)
-    ]
+    values = [(_value_of(ours, style), _value_of(theirs, style)) for ours, theirs in pairs]
     numeric = [(ours, theirs) for ours, theirs in values if theirs is not None]
     answered = [(float(ours), float(theirs)) for ours, theirs in numeric if ours is not None]
     absolute = [abs(ours - theirs) for ours, theirs in answered]
@@ -186,35 +204,13 @@ def score_answers(
     )
 
 
-def _check_answers(predicted: Sequence[str], expected: Sequence[str], style: str, kinds: Sequence[str | None]) -> None:
-    for name, texts in (("predicted", predicted), ("expected", expected)):
-        if isinstance(texts, str):
-            raise TypeError(f"{name} is one string, expected a list of them; pass [text].")
-    if not len(predicted) == len(expected) == len(kinds) or not len(expected):
-        raise ValueError(
-            f"there are {len(predicted)} predicted and {len(expected)} expected answers and {len(kinds)} kinds, "
-            "expected as many of each, one at least."
-        )
-    check_expected(expected, style)
-
-
-def check_expected(answers: Sequence[str], style: str) -> None:
-    """Raise ValueError unless every right answer has an answer of the style."""
-    for number, text in enumerate(answers):
-        if extract_answer(text, style) is None:
-            raise ValueError(
-                f"expected answer {number} ({text[-40:]!r}) has no answer of the style {style!r}; choose another of "
-                f"{', '.join(STYLES)}."
-            )
-
-
 def _value_of(text: str, style: str) -> Fraction | None:
     answer = extract_answer(text, style)
     return None if answer is None else _value(answer)
 
 
 def _value(answer: str) -> Fraction | None:
-    """The value of a text that is one number, or a quotient of two, and nothing else."""
+    """The value of a text that is a number, or a quotient of two."""
     match = _WHOLE.fullmatch(_one_minus(answer)) if len(answer) <= LONGEST else None
     if match is None:
         return None

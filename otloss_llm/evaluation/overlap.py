@@ -16,7 +16,7 @@ Tokenize = Callable[[str], Sequence[Hashable]]
 def distinct_n(texts: Iterable[str], n: int, *, tokenize: Tokenize = str.split) -> float:
     """The share of distinct n-grams among all n-grams of the texts, in (0, 1]; n-grams do not cross texts.
 
-    Raises ValueError where no text has `n` tokens.
+    Raises ValueError if no text has `n` tokens.
 
     >>> distinct_n(["a b a b", "a b"], 2)
     0.5
@@ -28,7 +28,7 @@ def distinct_n(texts: Iterable[str], n: int, *, tokenize: Tokenize = str.split) 
 def repetition(texts: Iterable[str], n: int, *, tokenize: Tokenize = str.split) -> float:
     """The share of n-grams that occurred before in the same text, in [0, 1), over all n-grams of the texts.
 
-    Raises ValueError where no text has `n` tokens.
+    Raises ValueError if no text has `n` tokens.
 
     >>> repetition(["a b a b", "a b"], 2)
     0.25

@@ -1,4 +1,4 @@
-"""How likely a causal language model finds given tokens: of itself on held-out text, or of another model's samples.
+"""The likelihood of given tokens under a causal language model: of held-out text, or of another model's samples.
 
     q_t = softmax(logits_t / T)
     nll_t = -log q_t(y_t)      D_t = sum_{i != y_t} q_t(i) c(i, y_t)      perplexity = exp(mean of nll_t)
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Perplexity:
     """Scores of a model on blocks: means over tokens, in nats and in units of the cost.
 
-    A cost of numbers has its mean over number positions.
+    The transport cost of a cost of numbers is the mean over number positions.
     """
 
     nll: float
@@ -107,14 +107,14 @@ def perplexity(
     temperature: float = 1.0,
     progress: bool = True,
 ) -> Perplexity:
-    """Score a model on blocks of token ids: every token but the first of each block, which has no context.
+    """Scores of a model on blocks of token ids: every token but the first of each block, which has no context.
 
     `blocks` is a `PackedBlocks` or integer ids `(blocks, block_size)`. With a vocabulary `cost` the mean transport
-    cost is reported too. `temperature` is that of the distribution that is scored, as for `sample_texts`, above 0. The
-    model is scored in eval mode and left as it was.
+    cost is reported too. `temperature` is that of the scored distribution, above 0. The model runs in eval mode, and
+    its mode is restored.
 
-    Raises ValueError where the temperature is not positive, there is no block, a block is longer than the model's
-    context, or an id lies outside its vocabulary.
+    Raises ValueError if the temperature is not positive, there is no block, a block is longer than the model's context,
+    or an id lies outside its vocabulary.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1))
@@ -128,11 +128,11 @@ def perplexity(
             f"blocks has shape {tuple(ids.shape)} and dtype {ids.dtype}, expected integer ids (blocks, block_size), "
             f"one block of two tokens at least; PackedBlocks.from_texts makes them."
         )
-    _check_batch_size(batch_size)
+    check_batch_size(batch_size)
     check_temperature(temperature)
-    _check_fit(model, ids.shape[1], int(ids.min()), int(ids.max()))
+    check_fit(model, ids.shape[1], int(ids.min()), int(ids.max()))
     nll = transport = 0.0
-    about = 0  # positions that the cost is about
+    scored = 0  # positions that the cost is about
     with evaluation_mode(model):
         for batch in _with_bar(ids.split(batch_size), "perplexity", progress):
             batch = batch.long()
@@ -141,9 +141,9 @@ def perplexity(
             if cost is not None and token_cost is not None:
                 labels = batch[:, 1:].to(cost.device)
                 transport += float(token_cost.sum(dtype=torch.float64))
-                about += int(cost_positions(cost, labels, torch.ones_like(labels, dtype=torch.bool)).sum())
+                scored += int(cost_positions(cost, labels, torch.ones_like(labels, dtype=torch.bool)).sum())
     tokens = ids.shape[0] * (ids.shape[1] - 1)
-    return Perplexity(nll / tokens, None if cost is None else transport / max(1, about), tokens)
+    return Perplexity(nll / tokens, None if cost is None else transport / max(1, scored), tokens)
 
 
 def sequence_nll(
@@ -154,12 +154,12 @@ def sequence_nll(
     batch_size: int = 8,
     progress: bool = True,
 ) -> SequenceScores:
-    """Score token sequences of unequal length under a model that shares their tokenizer.
+    """Scores of token sequences of unequal length under a model with the same tokenizer.
 
     The first `prefix_lengths[i]` tokens of sequence i are context only: at least 1, the default, because the first
     token has no context; the whole length leaves nothing to score, which counts as 0 nats over 0 tokens.
 
-    Raises ValueError where no token is left to score, a sequence is longer than the model's context, a prefix does
+    Raises ValueError if no token is left to score, a sequence is longer than the model's context, a prefix does
     not fit, or an id lies outside the vocabulary.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -167,12 +167,12 @@ def sequence_nll(
     >>> sequence_nll(model, [[0, 1, 2], [0, 3], [0, 1, 2, 3]], prefix_lengths=[1, 1, 3]).tokens
     tensor([2, 1, 1])
     """
-    _check_batch_size(batch_size)
+    check_batch_size(batch_size)
     prefixes = [1] * len(sequences) if prefix_lengths is None else list(prefix_lengths)
     _check_sequences(model, sequences, prefixes)
     tokens = torch.tensor([len(ids) for ids in sequences]) - torch.tensor(prefixes)
     nll = torch.zeros(len(sequences), dtype=torch.float64)
-    # Neighbours in length share a batch, so that little of it is padding.
+    # Sorted by length, so that little of a batch is padding.
     order = sorted((i for i in range(len(sequences)) if tokens[i] > 0), key=lambda i: len(sequences[i]))
     starts = range(0, len(order), batch_size)
     with evaluation_mode(model):
@@ -181,7 +181,7 @@ def sequence_nll(
             ids = torch.zeros(len(rows), len(sequences[rows[-1]]), dtype=torch.long)
             labels = torch.full_like(ids, IGNORE_INDEX)
             mask = torch.zeros_like(ids)
-            # Padding on the right: no scored token sees it, and positions count from 0 as they do without it.
+            # Padded on the right: no scored token attends to padding, and positions count from 0.
             for row, i in enumerate(rows):
                 length = len(sequences[i])
                 ids[row, :length] = torch.as_tensor(sequences[i])
@@ -200,13 +200,13 @@ def score_texts(
     batch_size: int = 8,
     progress: bool = True,
 ) -> TextScores:
-    """Score texts under a judge with a tokenizer of its own, whatever model wrote them.
+    """Scores of texts, whatever model wrote them, under a judge with a tokenizer of its own.
 
     Each text is tokenised anew, with BOS (else EOS) before it as the first token's context. With `prompts`, text i is
-    the continuation of `prompts[i]`, which is context only; a judge's token that straddles the border is scored. The
-    end of the text is not scored, since the judge would mark it by a token of its own.
+    the continuation of `prompts[i]`, which is context only; a token that straddles the border is scored. The end of
+    the text is not scored, since each judge marks it by another token.
 
-    Raises ValueError where no text is left to score, a text is longer than the judge's context, or the tokenizer has
+    Raises ValueError if no text is left to score, a text is longer than the judge's context, or the tokenizer has
     neither BOS nor EOS.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -233,7 +233,7 @@ def score_texts(
 
 
 def context_length(model: torch.nn.Module) -> int | None:
-    """The number of positions the model was built for, None where its configuration does not say."""
+    """The number of positions the model was built for; None if its configuration does not say."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if positions is not None and positions > 0 else None  # XLNet says -1
 
@@ -270,12 +270,11 @@ def _score(
     cost: TokenCost | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return nll and transport cost of each token but the first; 0 where the label is ignored."""
-    device = next(model.parameters()).device
-    mask = None if mask is None else mask.to(device)
-    logits = model(input_ids=ids.to(device), attention_mask=mask, use_cache=False).logits
+    """nll and transport cost of each token but the first; 0 for ignored labels."""
+    mask = None if mask is None else mask.to(model.device)
+    logits = model(input_ids=ids.to(model.device), attention_mask=mask, use_cache=False).logits
     labels = labels[:, 1:].to(logits.device)
-    # A few sequences at a time: several temporaries of the size of the logits would each go through memory.
+    # A few sequences at a time, so that temporaries of the size of the logits stay in cache.
     count = max(1, _LOGITS_AT_ONCE // logits[0].numel())
     parts = [
         token_loss(tempered(z[:, :-1], temperature), y, objective=MLE(), cost=cost, ignore_index=IGNORE_INDEX)
@@ -297,7 +296,8 @@ def _text_ids(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], int]:
     return encoded["input_ids"], sum(1 for _ in within)
 
 
-def _check_batch_size(batch_size: int) -> None:
+def check_batch_size(batch_size: int) -> None:
+    """Raise ValueError unless the batch size is positive."""
     if batch_size < 1:
         raise ValueError(f"batch_size is {batch_size}, expected 1 or more.")
 
@@ -312,12 +312,13 @@ def _check_sequences(model: Any, sequences: Sequence[Sequence[int]], prefixes: S
                 f"begin it with BOS or EOS, or leave it out."
             )
     if all(len(ids) == prefix for ids, prefix in zip(sequences, prefixes, strict=True)):
-        raise ValueError(f"none of the {len(sequences)} sequences has a token to score; all are empty or prefix only.")
+        raise ValueError(f"none of the {len(sequences)} sequences has a token to score; give at least one.")
     low, high = min(map(min, sequences)), max(map(max, sequences))
-    _check_fit(model, max(map(len, sequences)), low, high)
+    check_fit(model, max(map(len, sequences)), low, high)
 
 
-def _check_fit(model: Any, length: int, low: int, high: int) -> None:
+def check_fit(model: Any, length: int, low: int, high: int) -> None:
+    """Raise ValueError unless the model takes sequences of this length with ids from `low` to `high`."""
     context = context_length(model)
     if context is not None and length > context:
         raise ValueError(f"a sequence has {length} tokens, more than the model's context of {context}; shorten it.")

@@ -1,8 +1,7 @@
 """Continuations sampled from a causal language model, by default ancestrally: from the distribution itself.
 
-Ancestral sampling (temperature 1, no top-k, no nucleus) is the EMO paper's protocol: it shows the distribution that
-was learnt, which truncated decoding hides. A model's `generation_config` may carry sampling settings of its own; none
-of them is used here, but for the ids that end a text.
+Ancestral sampling (temperature 1, no top-k, no nucleus) is the protocol of the EMO paper: it shows the learnt
+distribution, which truncated decoding hides. Of a model's `generation_config` only the ids that end a text are used.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ class Sample:
     """One sampled continuation.
 
     `prompt_ids` are the ids the model was given (BOS or EOS alone without a prompt), `token_ids` those it gave,
-    with the end-of-text id last where it gave one: `finished`. `continuation` is their text without special tokens.
+    with the end-of-text id last if there was one (`finished`). `continuation` is their text without special tokens.
     """
 
     prompt: str
@@ -57,13 +56,13 @@ def sample_texts(
     seed: int = 0,
     progress: bool = True,
 ) -> list[Sample]:
-    """Sample `num_samples` continuations of every prompt, in the order of the prompts.
+    """`num_samples` sampled continuations of every prompt, in the order of the prompts.
 
     Without prompts, or for an empty one, texts start from BOS (else EOS). `temperature` 0 decodes greedily; `top_k` 0
     and `top_p` 1 leave the distribution whole. One `seed` and `batch_size` give one result; the global random state
     is left as it was. The model samples in eval mode and is left as it was.
 
-    Raises ValueError where a setting is out of range, or a prompt and `max_new_tokens` exceed the model's context.
+    Raises ValueError if a setting is out of range, or a prompt and `max_new_tokens` exceed the model's context.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
     >>> from otloss_llm.data.blocks import train_bpe_tokenizer
@@ -73,6 +72,8 @@ def sample_texts(
     >>> [(sample.prompt, len(sample.prompt_ids), 1 <= len(sample.token_ids) <= 5) for sample in samples]
     [('one', 3, True), ('one', 3, True), ('', 1, True), ('', 1, True)]
     """
+    from tqdm import tqdm
+
     _check_settings(max_new_tokens, num_samples, temperature, top_p, top_k, batch_size)
     if isinstance(prompts, str):
         raise TypeError("prompts is one string, expected a list of them; pass [prompt].")
@@ -84,7 +85,8 @@ def sample_texts(
     )
     jobs = [i for i in range(len(prompts)) for _ in range(num_samples)]
     samples: list[Sample] = []
-    with evaluation_mode(model), _own_defaults(model), _seeded(_device(model), seed), _bar(len(jobs), progress) as bar:
+    bar = tqdm(total=len(jobs), desc="sampling", unit="text", disable=not progress, delay=2.0, leave=False)
+    with evaluation_mode(model), _own_defaults(model), _seeded(model.device, seed), bar:
         for start in range(0, len(jobs), batch_size):
             batch = jobs[start : start + batch_size]
             rows = _generate(model, [inputs[i] for i in batch], settings)
@@ -115,7 +117,7 @@ def _generation_config(model: Any, tokenizer: Any, *, temperature: float, **sett
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a text: the tokenizer's EOS, and those the model adds, as chat models do."""
+    """Ids that end a text: the tokenizer's EOS, and those that chat models add."""
     own = model.generation_config.eos_token_id
     ids = set(own) if isinstance(own, (list, tuple)) else {own}
     # A configuration's default EOS (2 for Llama) may be an ordinary word of another tokenizer.
@@ -128,11 +130,12 @@ def _generate(model: Any, rows: list[list[int]], settings: GenerationConfig) -> 
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), settings.pad_token_id, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):  # on the left, so that every row goes on from its last column
+    for i, row in enumerate(rows):  # padded on the left, so that every row continues from its last column
         ids[i, width - len(row) :] = torch.tensor(row)
         mask[i, width - len(row) :] = 1
-    device = _device(model)
-    out: Tensor = model.generate(input_ids=ids.to(device), attention_mask=mask.to(device), generation_config=settings)
+    out: Tensor = model.generate(
+        input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
+    )
     ends = set(settings.eos_token_id or [])
     results = []
     for new in out[:, width:].tolist():
@@ -152,7 +155,7 @@ def _sample(tokenizer: Any, prompt: str, prompt_ids: list[int], result: tuple[li
 
 @contextmanager
 def _own_defaults(model: Any) -> Iterator[None]:
-    """Hide the model's generation defaults: `generate` takes from them whatever its argument leaves unset."""
+    """Hide the model's generation defaults, from which `generate` takes settings that its argument leaves unset."""
     from transformers import GenerationConfig
 
     owners = [model] + ([model.get_base_model()] if hasattr(model, "get_base_model") else [])
@@ -168,22 +171,12 @@ def _own_defaults(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Seed the generators that `generate` draws from, and give them their state back afterwards."""
+    """Seed the generators that `generate` draws from, and restore their state afterwards."""
     on_cpu = device.type == "cpu"
     devices = [] if on_cpu else list(range(torch.get_device_module(device).device_count()))
     with torch.random.fork_rng(devices=devices, device_type="cuda" if on_cpu else device.type):
         torch.manual_seed(seed)
         yield
-
-
-def _bar(total: int, progress: bool) -> Any:
-    from tqdm import tqdm
-
-    return tqdm(total=total, desc="sampling", unit="text", disable=not progress, delay=2.0, leave=False)
-
-
-def _device(model: torch.nn.Module) -> torch.device:
-    return next(model.parameters()).device
 
 
 def _check_settings(

@@ -1,7 +1,7 @@
-"""What a comparison compares.
+"""The arms of a comparison.
 
-An *arm* is what is compared: an objective, what its cost is made of, and the temperature at which the trained model is
-measured and sampled. `parse_arm` reads it from `objective[/modifier ...]`:
+An *arm* is an objective, the embedding of its cost, the scaling of numbers in its cost, and the temperature at which
+the trained model is measured and sampled. `parse_arm` reads it from `objective[/modifier ...]`:
 
     mle    tailr:0.001    mixce:0.8    emo    emo/as-is    emo/random    emo/shuffled    mle/T=0.8
     number_token    number_token/log    emo+number/random/log
@@ -9,7 +9,7 @@ measured and sampled. `parse_arm` reads it from `objective[/modifier ...]`:
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 from otloss.extending import SCALINGS
@@ -17,43 +17,51 @@ from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.objectives import cost_kind, needs_cost, parse_objective
 from otloss_llm.training.loading import COST_SOURCES
 
-_DEFAULTS = NumberSettings()
-_MODIFIERS = f"objective[/as-is | /random | /shuffled][/{' | /'.join(SCALINGS)}][/T=temperature]"
+_DEFAULT_SCALING = NumberSettings().scaling
+_EXPECTED = f"objective[/as-is | /random | /shuffled][/{' | /'.join(SCALINGS)}][/T=temperature]"
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One thing to compare: objective, source of the cost embedding, temperature, distance of numbers."""
+    """One arm: objective, source of the cost embedding, temperature, scaling of numbers."""
 
     objective: str
     embedding: str = "model"
     temperature: float = 1.0
-    numbers: NumberSettings = _DEFAULTS
+    scaling: str = _DEFAULT_SCALING
 
     @property
     def training(self) -> str:
-        """Name of what is trained; arms with the same one share it."""
-        parts = [self.objective, "" if self.embedding == "model" else self.embedding, str(self.numbers)]
-        return "/".join(part for part in parts if part)
+        """Name of the training; arms that differ in temperature alone share it."""
+        modifiers = [self.embedding] * (self.embedding != "model") + [self.scaling] * (self.scaling != _DEFAULT_SCALING)
+        return "/".join([self.objective, *modifiers])
 
     @property
     def name(self) -> str:
+        """The shortest text that `parse_arm` reads as this arm."""
         return self.training + ("" if self.temperature == 1.0 else f"/T={self.temperature:g}")
 
+    @property
+    def numbers(self) -> NumberSettings:
+        """Settings of the cost of numbers."""
+        return NumberSettings(scaling=self.scaling)
+
     def cost_settings(self) -> dict[str, Any]:
-        """What identifies the cost beside its embedding, as far as it is another than EMO's."""
+        """What a run folder records about the cost beside its embedding; empty for embedding costs."""
         kind = cost_kind(self.objective)
-        return {} if kind == "embedding" else {"cost": kind, "numbers": asdict(self.numbers)}
+        # Run folders of earlier versions also name a form and a span, of which only these are left.
+        numbers = {"form": "wasserstein", "scaling": self.scaling, "span": None}
+        return {} if kind == "embedding" else {"cost": kind, "numbers": numbers}
 
 
 def parse_arm(text: str) -> Arm:
     """Read an arm from its name.
 
-    Raises:
-        ValueError: unknown objective or modifier, one that says nothing for this objective, or two of one sort.
+    Raises ValueError for an unknown objective or modifier, a modifier that does not apply to the objective, or two of
+    one sort.
 
     Example:
-        >>> parse_arm("emo/T=0.8/random").name, parse_arm("number_token/log").numbers.scaling
+        >>> parse_arm("emo/T=0.8/random").name, parse_arm("number_token/log").scaling
         ('emo/random/T=0.8', 'log')
     """
     objective, *modifiers = text.strip().split("/")
@@ -62,26 +70,22 @@ def parse_arm(text: str) -> Arm:
     for modifier in modifiers:
         sort, value = _modifier(modifier)
         if sort == "":
-            reason = f"{modifier!r} is not understood"
+            reason = f"{modifier!r} is unknown"
         elif sort in given:
             reason = f"{modifier!r} is a second {sort}"
         elif sort == "embedding" and (not reads_cost or kind == "number"):
-            reason = f"{modifier!r} is an embedding, and it reads {'none' if reads_cost else 'no cost'}"
+            reason = f"{modifier!r} is an embedding, and {objective} uses no {'embedding' if reads_cost else 'cost'}"
         elif sort == "scaling" and kind == "embedding":
-            reason = f"{modifier!r} is a distance of numbers, which number_token and emo+number read"
+            reason = f"{modifier!r} is a distance of numbers, which only number_token and emo+number use"
         else:
             given[sort] = value
             continue
-        raise ValueError(f"arm {text!r}: {reason}; expected {_MODIFIERS}.")
-    own = {sort: given.pop(sort) for sort in ("embedding", "temperature") if sort in given}
-    try:
-        return Arm(objective.lower(), **own, numbers=NumberSettings(**given))
-    except ValueError as error:
-        raise ValueError(f"arm {text!r}: {error}") from None
+        raise ValueError(f"arm {text!r}: {reason}; expected {_EXPECTED}.")
+    return Arm(objective.lower(), **given)
 
 
 def _modifier(text: str) -> tuple[str, str | float]:
-    """What a modifier sets, and to what; "" where it is none."""
+    """The field of `Arm` that a modifier sets, and its value; "" for an unknown modifier."""
     for sort, choices in (("embedding", COST_SOURCES), ("scaling", SCALINGS)):
         if text in choices:
             return sort, text

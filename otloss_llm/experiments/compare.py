@@ -1,11 +1,11 @@
-"""Compare objectives fairly: each trained from the same start on the same batches, each judged in the same way.
+"""Compare objectives: every arm is trained from the same start on the same batches, and measured in the same way.
 
 An arm (`otloss_llm.experiments.arms`) is compared on text (`Data`: perplexity, samples, a judge) or on questions
 (`QuestionData`: greedy answers).
 
-Arms that differ only in temperature share one training. Every arm and seed has a folder with its results; a killed
-comparison, started again, trains and samples only what is missing, and so does one with more arms or seeds. A run that
-fails (diverges, say) is reported as such and takes no other with it.
+Arms that differ only in temperature share one training. Every arm and seed has a folder with its results, so an
+interrupted comparison, started again, trains and samples only what is missing, and arms or seeds can be added. A run
+that fails (diverges, say) is reported, and the others continue.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +22,15 @@ from transformers import TrainingArguments
 from otloss_llm.costs.choice import number_cost, number_tokens, settings_of_near_duplicates
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions, spread
-from otloss_llm.evaluation import style_of
-from otloss_llm.evaluation.numbers import check_expected
+from otloss_llm.evaluation.numbers import answer_style
 from otloss_llm.experiments.arms import Arm
 from otloss_llm.experiments.arms import parse_arm as parse_arm
 from otloss_llm.experiments.measuring import Data, QuestionBench, QuestionData, TextBench
 from otloss_llm.models.heads import find_head
+from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import cost_kind, parse_objective
-from otloss_llm.training.folders import open_run, read_json, write_json
-from otloss_llm.training.loading import fingerprint, load_cost, load_model, load_tokenizer, say_of_numbers
+from otloss_llm.training.folders import open_run
+from otloss_llm.training.loading import load_cost, number_share
 from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
 from otloss_llm.training.token_store import TokenStore
 
@@ -39,14 +39,14 @@ HUMAN, START, RIGHT = "text itself", "start model", "right answer"
 
 @dataclass(frozen=True)
 class Comparison:
-    """What a comparison is made of.
+    """The settings of a comparison.
 
     Attributes:
         start: model folder (or hub name) that every arm starts from.
-        arms, seeds: what is trained; a seed sets the order of batches and the dropout of every arm alike.
+        arms, seeds: each arm is trained with each seed, which sets the order of batches and the dropout.
         judge: folder of an independent model that scores the samples; None leaves those columns out. Text only.
         num_prompts: test blocks whose first `prompt_tokens` tokens are continued; questions shown with their answers.
-        samples_per_prompt, max_new_tokens: how much is sampled; the latter also bounds an answer.
+        samples_per_prompt, max_new_tokens: number and length of samples; the latter also limits an answer.
         batch_size: of evaluation and sampling.
         dtype: of the weights in training.
         answer_style: of `otloss_llm.evaluation.numbers`; None takes that of the right answers. Questions only.
@@ -67,12 +67,12 @@ class Comparison:
     num_questions: int | None = None
 
     def settings(self, data: Data | QuestionData) -> dict[str, Any]:
-        """What identifies the comparison, without arms and seeds: those may be added later."""
-        without = (*_OF_TEXT, "num_prompts") if isinstance(data, QuestionData) else _OF_QUESTIONS
-        return {key: value for key, value in asdict(self).items() if key not in ("arms", "seeds", *without)}
-
-
-_OF_TEXT, _OF_QUESTIONS = ("judge", "prompt_tokens", "samples_per_prompt"), ("answer_style", "num_questions")
+        """What identifies the comparison, without arms and seeds (which may be added later) and unused settings."""
+        text_only, questions_only = (
+            ("judge", "prompt_tokens", "samples_per_prompt", "num_prompts"), ("answer_style", "num_questions")
+        )  # fmt: skip
+        unused = text_only if isinstance(data, QuestionData) else questions_only
+        return {key: value for key, value in asdict(self).items() if key not in ("arms", "seeds", *unused)}
 
 
 def run_comparison(
@@ -86,30 +86,28 @@ def run_comparison(
 ) -> dict[str, Any]:
     """Train and measure every arm and seed in folders below `args.output_dir`; return all results.
 
-    The start model and the test text itself are measured first, by the same steps as the arms: what cannot be
-    sampled, judged or answered fails before anything is trained.
+    The start model and the test text itself are measured first, in the same way as the arms: errors in sampling or
+    judging are found before anything is trained.
 
     Args:
         args: training arguments of each arm; `output_dir` and `seed` are set per run.
-        say: receives a line per run.
+        say: receives one line per run.
         store: of the tokenised text, written to the folder once that is known to be this comparison's.
 
     Returns:
         `{"settings": ..., "environment": ..., "prompts": ..., "reference": ..., "start": ..., "runs": [...],
-        "failures": [...]}`: one entry per arm and seed in runs or in failures; and `"questions"` where there are any.
+        "failures": [...]}`, with one entry per arm and seed in runs or in failures; and `"questions"` if there are any.
 
     Raises:
         ValueError: no arm, the same arm twice, settings that do not go with the data, prompts longer than a block, a
             tokenizer without the numbers that an arm needs, or a folder that holds something else.
-        Exception: the first failure, where every run failed.
+        Exception: the first failure, if every run failed.
     """
     _check(comparison, data)
     style = ""
     if isinstance(data, QuestionData):
-        # Of all of them, as `evaluate` does: one file has one style, however many are asked.
-        answers = [question.answer for question in data.test]
-        style = style_of(answers) if comparison.answer_style is None else comparison.answer_style
-        check_expected(answers, style)
+        # The style of the whole file, as `evaluate` does, however many of its questions are asked.
+        style = answer_style([question.answer for question in data.test], comparison.answer_style)
         if comparison.num_questions is not None:
             data = replace(data, test=spread(data.test, comparison.num_questions))
     folder = Path(args.output_dir)
@@ -130,7 +128,6 @@ def run_comparison(
     before = bench.measure(folder / "start", start, temperature=1.0, seed=0)
     del start
     runs, failures = _run_all(comparison, bench, args, settings=settings, say=say)
-    _note_what_is_left_out(folder, comparison, say)
     return {
         "settings": settings | {"training": args.to_dict()},
         "environment": environment(args.device),
@@ -150,34 +147,23 @@ def _check(comparison: Comparison, data: Data | QuestionData) -> None:
         (parse_objective(arm.objective), arm.cost_settings(), replace(arm, objective="")) for arm in comparison.arms
     ]
     if any(same.count(one) > 1 for one in same):
-        raise ValueError(f"the arms are {names}, expected each once (an objective has one arm under all its names).")
+        raise ValueError(f"the arms are {names}, expected each once (two names of one objective are the same arm).")
     if len(set(comparison.seeds)) < len(comparison.seeds):
         raise ValueError(f"the seeds are {list(comparison.seeds)}, expected each once.")
     for name in ("num_prompts", "prompt_tokens", "samples_per_prompt", "max_new_tokens", "batch_size"):
         if getattr(comparison, name) < 1:
             raise ValueError(f"{name} is {getattr(comparison, name)}, expected 1 or more.")
-    questions = isinstance(data, QuestionData)
-    for field in fields(comparison):
-        value = getattr(comparison, field.name)
-        if field.name in (_OF_TEXT if questions else _OF_QUESTIONS) and value != field.default:
-            reason = "whose answers are greedy and not judged" if questions else "where nothing is asked"
-            raise ValueError(
-                f"{field.name} is {value!r}, but the data is {'questions' if questions else 'text'}, {reason}; "
-                "leave it out."
-            )
     if isinstance(data, QuestionData):
-        _check_greedy(comparison.arms)
+        sampled = [arm.name for arm in comparison.arms if arm.temperature != 1.0]
+        if sampled:
+            raise ValueError(
+                f"the arms {sampled} have a temperature, but answers are greedy; leave the temperature out."
+            )
     elif (whole := comparison.prompt_tokens + comparison.max_new_tokens) > data.test.block_size:
         raise ValueError(
             f"prompt_tokens and max_new_tokens make {whole}, expected at most the block_size, {data.test.block_size}, "
-            "since prompts are the beginnings of test blocks and samples are compared with how the blocks go on."
+            "because samples are compared with the continuations in the test blocks."
         )
-
-
-def _check_greedy(arms: Sequence[Arm]) -> None:
-    sampled = [arm.name for arm in arms if arm.temperature != 1.0]
-    if sampled:
-        raise ValueError(f"the arms {sampled} have a temperature, but answers to questions are greedy; leave it out.")
 
 
 def _check_numbers(
@@ -188,14 +174,14 @@ def _check_numbers(
     rows: PackedBlocks | AnsweredQuestions,
     say: Callable[[str], None],
 ) -> None:
-    """Make the costs of numbers once, that what keeps them from being made is found before anything is trained."""
+    """Make the costs of numbers once, so that an error in them is found before anything is trained."""
     numeric = [arm for arm in arms if cost_kind(arm.objective) != "embedding"]
     for arm in numeric:
         number_cost(tokenizer, vocab_size, arm.numbers)
     if numeric:
         tokens = number_tokens(tokenizer, vocab_size)
         say(str(tokens.coverage()))
-        say(say_of_numbers(rows, tokens.values, numeric[0].objective))
+        say(number_share(rows, tokens.values, numeric[0].objective))
 
 
 def _bench(
@@ -209,13 +195,13 @@ def _bench(
     settings: dict[str, Any],
     say: Callable[[str], None],
 ) -> TextBench | QuestionBench:
-    """What measures the models; puts the judge's fingerprint and the cost's near-duplicates into `settings`."""
+    """The bench that measures the models; adds the judge's fingerprint and the cost's near-duplicates to `settings`."""
     names = ("num_prompts", "max_new_tokens", "batch_size")
     shared: dict[str, Any] = {name: getattr(comparison, name) for name in names} | {"device": device}
     if isinstance(data, QuestionData):
         asked = QuestionBench(data, tokenizer, start=start, style=style, **shared)
         if asked.seen:
-            say(f"note: {asked.seen} of {len(asked.expected)} test questions are among the training questions too")
+            say(f"note: {asked.seen} of {len(asked.expected)} test questions are also training questions")
         if asked.cut_short:
             say(
                 f"note: {asked.cut_short} right answers are longer than max_new_tokens={comparison.max_new_tokens}, "
@@ -227,14 +213,14 @@ def _bench(
         judge = (load_model(comparison.judge), load_tokenizer(comparison.judge))
         settings["judge_fingerprint"] = fingerprint(judge[0].named_parameters())
         if settings["judge_fingerprint"] == settings["start_fingerprint"]:
-            say("note: the judge is the start model itself, no independent one")
+            say("note: the judge is the start model itself, not an independent model")
     bench = TextBench(
         data, tokenizer, cost=load_cost("model", start), judge=judge, prompt_tokens=comparison.prompt_tokens,
         samples_per_prompt=comparison.samples_per_prompt, **shared,
     )  # fmt: skip
     settings |= settings_of_near_duplicates(bench.cost)
-    if len(bench.prompts) < comparison.num_prompts:
-        say(f"note: the test text has {len(bench.prompts)} blocks, so {len(bench.prompts)} prompts")
+    if len(data.test) < comparison.num_prompts:
+        say(f"note: the test text has {len(data.test)} blocks, so {len(data.test)} prompts")
     return bench
 
 
@@ -246,7 +232,7 @@ def _run_all(
     settings: dict[str, Any],
     say: Callable[[str], None],
 ) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Every arm with every seed; a training that failed is not tried again for its other temperatures."""
+    """Every arm with every seed; a failed training is not repeated for its other temperatures."""
     jobs = [(seed, arm) for seed in comparison.seeds for arm in comparison.arms]
     runs: list[dict[str, Any]] = []
     failures: list[dict[str, Any]] = []
@@ -254,8 +240,6 @@ def _run_all(
     for number, (seed, arm) in enumerate(jobs, 1):
         say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
         job = {"arm": arm.name, "training": arm.training, "seed": seed} | asdict(arm)
-        if not str(arm.numbers):
-            del job["numbers"]
         key = (seed, arm.training)
         try:
             if key in failed:
@@ -263,7 +247,7 @@ def _run_all(
             home, timing = _train(comparison, bench, args, settings=settings, arm=arm, seed=seed)
             runs.append(job | timing | bench.measure(home, None, temperature=arm.temperature, seed=seed))
         except (ValueError, ArithmeticError, RuntimeError) as error:
-            failed[key] = error.with_traceback(None)  # whose frames would keep the model in memory
+            failed[key] = error.with_traceback(None)  # its frames would keep the model in memory
             failures.append(job | {"error": f"{type(error).__name__}: {' '.join(str(error).split())}"})
             say(f"[{number}/{len(jobs)}] failed: {failures[-1]['error']}")
     if not runs:
@@ -280,7 +264,7 @@ def _train(
     arm: Arm,
     seed: int,
 ) -> tuple[Path, dict[str, Any]]:
-    """Train an arm in a folder of its own; returns it, and how many steps it took of how many seconds."""
+    """Train an arm in a folder of its own; returns the folder, the number of steps and their wall time."""
     own = copy.copy(args)
     home = Path(args.output_dir) / f"{arm.training.replace('/', '-').replace(':', '-')}-seed{seed}"
     own.output_dir, own.seed = str(home), seed
@@ -300,14 +284,3 @@ def _train(
         bar=f"{arm.training} seed {seed}",
     )  # fmt: skip
     return home, {key: results[key] for key in ("steps", "seconds_per_step")}
-
-
-def _note_what_is_left_out(folder: Path, comparison: Comparison, say: Callable[[str], None]) -> None:
-    """The report covers the arms asked for; arms compared in this folder before are kept, but not in it."""
-    path = folder / "arms.json"
-    asked = [arm.name for arm in comparison.arms]
-    before = read_json(path) if path.is_file() else []
-    left_out = [name for name in before if name not in asked]
-    if left_out:
-        say(f"note: compared here before and left out of the new report: {' '.join(left_out)}; ask for them as well")
-    write_json(path, before + [name for name in asked if name not in before])

@@ -1,18 +1,18 @@
-"""Score the hidden states inside a causal LM's own forward pass, so that its logits are never formed.
+"""Compute the loss inside a causal LM's own forward pass, so that its logits are never formed.
 
-For the time of one forward pass the head's `forward` is replaced by one that scores its input and returns placeholders
-of three positions, and a hook on the root module hands out the loss instead of the logits.
-No model's forward is copied, and everything runs inside the wrapped root (DDP, FSDP, ZeRO hooks see what they expect:
-the head's parameters are gathered while the head runs, and the loss is part of the root's output).
+For one forward pass the head's `forward` is replaced by one that computes the loss from its input and returns
+placeholder logits of three positions, and a hook on the root module returns the loss instead of the logits. No model's
+forward is copied, and everything runs inside the wrapped root, as hooks of DDP, FSDP and ZeRO expect: the head's
+parameters are gathered while the head runs, and the loss is part of the root's output.
 
-The scale and soft cap of a model's logits have to be known when its hidden states are scored. `measure_transform` finds
-them in one pass beforehand: placeholders go through the model's own code, and scale and cap are solved for from the
-result (`otloss_llm.models.logit_transform`). In each later pass placeholders go through it again, and the result has to
-be the same. Otherwise the model is not supported, for example because a column is masked or dropped.
+The scale and soft cap of a model's logits must be known when its hidden states are scored. `measure_transform` finds
+them in one pass beforehand: placeholders pass through the model's own code, and scale and cap are solved for from the
+result (`otloss_llm.models.logit_transform`). Each later pass checks that the placeholders are transformed in the same
+way; otherwise the model is not supported, for example because a column is masked or dropped.
 
-A head that torch's `ColwiseParallel` has spread over processes is scored where it is, its placeholders spread likewise.
+A head that torch's `ColwiseParallel` has sharded over processes is scored in shards, as are its placeholders.
 
-A head that FSDP2 shards apart from the root and reshards after its forward is gone when the backward pass comes: there
+A head that FSDP2 shards apart from the root and reshards after its forward is not available in the backward pass: there
 the gradients have to be made in the forward pass, as the "chunked" kernel does for sums and means (else torch raises).
 """
 
@@ -32,7 +32,7 @@ from otloss_llm.models.sharded_heads import is_row_shard
 
 
 class ScoredHead(NamedTuple):
-    """What a score needs of a head beside hidden states; the names are those of `linear_token_loss`."""
+    """The arguments of `linear_token_loss` that describe a head."""
 
     weight: Tensor
     bias: Tensor | None
@@ -57,8 +57,8 @@ def fused_loss(
 ) -> Iterator[None]:
     """Within this context a call of `model` returns `{"loss", "nll", "cost", "aux_loss"}`.
 
-    The first three are made by `score(hidden, head)`; "aux_loss" is what the model returns beside its logits to balance
-    its experts, not weighted and not part of "loss". What there is none of is left out.
+    The first three are made by `score(hidden, head)`; "aux_loss" is the loss that the model returns to balance its
+    experts, not weighted and not part of "loss". Entries that would be None are left out.
 
     Args:
         model: a causal LM of transformers, possibly wrapped (DDP, FSDP2, PEFT).
@@ -66,8 +66,8 @@ def fused_loss(
         score: called once with the head's input `(batch, length, d)` and the head.
 
     Raises:
-        TypeError: the head cannot be handled.
-        ValueError: the model treats its logits in another way, or does not call its head exactly once.
+        TypeError: the head is not supported.
+        ValueError: the model transforms its logits in another way, or does not call its head exactly once.
     """
     root = unwrap(model)
     head = find_head(root)
@@ -78,22 +78,22 @@ def fused_loss(
         made["result"] = score(hidden, ScoredHead(weight, bias, *transform))
         return weight
 
-    def hand_out(probe: Probe, output: Any) -> dict[str, Tensor]:
+    def root_output(probe: Probe, output: Any) -> dict[str, Tensor]:
         probe.check(transform)
         result: TokenLoss = made["result"]
-        handed = {"loss": result.loss, "nll": result.nll, "cost": result.cost, "aux_loss": auxiliary_loss(output)}
-        return {name: tensor for name, tensor in handed.items() if tensor is not None}
+        returned = {"loss": result.loss, "nll": result.nll, "cost": result.cost, "aux_loss": auxiliary_loss(output)}
+        return {name: tensor for name, tensor in returned.items() if tensor is not None}
 
-    with _probed(root, head, scored, hand_out):
+    with _probed(root, head, scored, root_output):
         yield
 
 
 def measure_transform(model: nn.Module, inputs: dict[str, Any]) -> LogitTransform:
-    """Find out what a model does to its logits, in one pass over `inputs` in eval mode without gradients.
+    """The transform of a model's logits, measured in one pass over `inputs` in eval mode without gradients.
 
     Raises:
-        TypeError: the head cannot be handled, or is not `hidden @ weight.T + bias`.
-        ValueError: what becomes of the logits is neither a scale nor a soft cap; the message shows it.
+        TypeError: the head is not supported, or is not `hidden @ weight.T + bias`.
+        ValueError: the transform is not a scale and a soft cap; the message shows an example.
     """
     model = getattr(model, "_orig_mod", model)  # torch.compile would make a graph for this one pass
     root = unwrap(model)
@@ -106,7 +106,7 @@ def measure_transform(model: nn.Module, inputs: dict[str, Any]) -> LogitTransfor
 
     def keep(probe: Probe, output: Any) -> Any:
         found.append(probe.fit())
-        return {}  # no logits: a wrapper may want to handle every tensor
+        return {}  # no logits: a wrapper may process every tensor
 
     with evaluation_mode(model), _probed(root, head, checked, keep):
         model(**inputs)
@@ -114,7 +114,7 @@ def measure_transform(model: nn.Module, inputs: dict[str, Any]) -> LogitTransfor
 
 
 class Probe(NamedTuple):
-    """Placeholders that went through a model, and what came out; both `(..., 3, vocabulary)`."""
+    """Placeholder logits sent through a model, and their values in its output; both `(..., 3, vocabulary)`."""
 
     model_name: str
     sent: Tensor
@@ -122,7 +122,7 @@ class Probe(NamedTuple):
     tolerance: float
 
     def fit(self) -> LogitTransform:
-        """The transform that the model applies; raises ValueError where it is of another form."""
+        """The transform that the model applies; raises ValueError if it has another form."""
         transform = LogitTransform()
         if self.seen.shape == self.sent.shape:
             sent, seen = (tensor.detach().reshape(3, -1).float() for tensor in (self.sent, self.seen))
@@ -133,20 +133,20 @@ class Probe(NamedTuple):
     def check(self, transform: LogitTransform) -> None:
         """Raise ValueError unless `transform` is what the model applies."""
         if self.seen.shape != self.sent.shape:
-            self._refuse("their shape is {1} where it was {0}", tuple(self.sent.shape), tuple(self.seen.shape))
+            self._raise("their shape is {1} where it was {0}", tuple(self.sent.shape), tuple(self.seen.shape))
         if self.seen.requires_grad:
-            self._refuse("they depend on parameters beside the head, whose gradient would be lost")
+            self._raise("they depend on parameters beside the head, whose gradient would be lost")
         error = deviation(transform, self.sent, self.seen)
         if error > self.tolerance:
             expected = transform(self.sent)
             unit = expected.abs().clamp(min=1e-3)
             worst = int(((self.seen.float() - expected).abs() / unit).nan_to_num(nan=torch.inf).argmax())
-            self._refuse(
+            self._raise(
                 "the nearest found, {0}, is off by {1:.2g} at worst: a logit {2:.6g} becomes {3:.6g}, not {4:.6g}",
                 transform, error, *(float(tensor.flatten()[worst]) for tensor in (self.sent, self.seen, expected)),
             )  # fmt: skip
 
-    def _refuse(self, what: str, *values: Any) -> None:
+    def _raise(self, what: str, *values: Any) -> None:
         raise ValueError(
             f"{self.model_name} changes its logits after the head by more than a scale and a soft cap: "
             f"{what.format(*values)}. Its loss cannot be fused; use token_loss on the model's own logits instead."
@@ -160,9 +160,9 @@ def _probed(
     at_head: Callable[[Tensor], Tensor],
     at_root: Callable[[Probe, Any], Any],
 ) -> Iterator[None]:
-    """Within this context `at_head(hidden)` is called in place of the head, and `at_root` makes the root's output.
+    """Within this context `at_head(hidden)` replaces the head, and `at_root` makes the root's output.
 
-    `at_head` returns the head's weight; what the model goes on with is placeholders.
+    `at_head` returns the head's weight; the rest of the model receives placeholders.
     """
     name = type(root).__name__
     made: dict[str, Any] = {}
@@ -175,7 +175,7 @@ def _probed(
         probe = placeholders(weight.shape[0], hidden.device)
         made["sent"] = probe.reshape([1] * (hidden.ndim - 2) + list(probe.shape))
         made["weight"], made["tolerance"] = weight, _tolerance(hidden)
-        return _spread_like(weight, made["sent"]) if is_row_shard(weight) else made["sent"].clone()
+        return _sharded_like(weight, made["sent"]) if is_row_shard(weight) else made["sent"].clone()
 
     @torch.compiler.disable
     def root_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -192,18 +192,18 @@ def _probed(
 
 
 def _tolerance(hidden: Tensor) -> float:
-    """Relative error that rounding leaves in placeholders: models differ in the dtype of these few operations."""
+    """Relative rounding error of placeholders; models transform logits in different dtypes."""
     device = hidden.device.type
     coarse = torch.finfo(hidden.dtype).bits < 32 or torch.is_autocast_enabled(device)
     return 2.0**-6 if coarse else 1e-5
 
 
 def _whole(seen: Any, sent: Tensor, weight: Any) -> Tensor:
-    """Placeholders that went through the model, on the device of those sent, with the columns of all processes."""
+    """The transformed placeholders on the device of the original ones, with the columns of all processes."""
     if is_row_shard(weight) and not hasattr(seen, "placements") and seen.shape[-1] != sent.shape[-1]:
         from torch.distributed.tensor import DTensor, Shard
 
-        if seen.shape == _spread_like(weight, sent).to_local().shape:
+        if seen.shape == _sharded_like(weight, sent).to_local().shape:
             placements = [Shard(sent.ndim - 1)]
             seen = DTensor.from_local(
                 seen, weight.device_mesh, placements, run_check=False, shape=sent.shape, stride=sent.stride()
@@ -212,8 +212,8 @@ def _whole(seen: Any, sent: Tensor, weight: Any) -> Tensor:
     return whole.to(sent.device)
 
 
-def _spread_like(weight: Any, probe: Tensor) -> Any:
-    """The placeholders as the logits of a head sharded by rows would come: each process has its own columns."""
+def _sharded_like(weight: Any, probe: Tensor) -> Any:
+    """The placeholders sharded like the logits of a head sharded by rows: each process has its own columns."""
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
     whole = DTensor.from_local(probe, weight.device_mesh, [Replicate()], run_check=False)
@@ -221,6 +221,6 @@ def _spread_like(weight: Any, probe: Tensor) -> Any:
 
 
 def auxiliary_loss(output: Any) -> Tensor | None:
-    """The loss that a mixture of experts returns to balance its experts, not weighted; None where there is none."""
+    """The unweighted loss that a mixture of experts returns to balance its experts; None for other models."""
     loss = output.get("aux_loss") if isinstance(output, dict) else None
     return loss if isinstance(loss, Tensor) else None

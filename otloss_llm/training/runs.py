@@ -1,6 +1,6 @@
 """One training run in one folder (`otloss_llm.training.folders`); the same command resumes it after an interruption.
 
-A resumed run ends with the weights, the log and the results (but for wall times) of an unbroken one.
+A resumed run gives the weights, the log and the results (except wall times) of an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import platform
 import shutil
 import statistics
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +26,10 @@ from otloss_llm.objectives import Objective
 from otloss_llm.training.folders import (
     LOG_FILE,
     RESULTS_FILE,
+    incomplete_checkpoints,
     last_complete_checkpoint,
     make_folder,
     open_run,
-    torn_checkpoints,
     write_json,
 )
 from otloss_llm.training.token_store import TokenStore
@@ -40,25 +39,25 @@ Rows = PackedBlocks | AnsweredQuestions  # what can be trained and evaluated on
 
 logger = logging.getLogger(__name__)
 
-# Training arguments that change the trained weights; the others (logging, saving, reporting) may change on resume.
+# Training arguments that change the trained weights; a resumed run may change the others (logging, saving, reporting).
 _DECISIVE_ARGUMENTS = (
     "num_train_epochs", "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
     "lr_scheduler_type", "lr_scheduler_kwargs", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2",
     "adam_epsilon", "max_grad_norm", "optim", "optim_args", "seed", "data_seed", "bf16", "fp16", "neftune_noise_alpha",
     "train_sampling_strategy", "dataloader_drop_last", "world_size", "load_best_model_at_end",
 )  # fmt: skip
-# Those that also do when the best checkpoint is taken in the end.
+# Those that also change them if the best checkpoint is loaded at the end.
 _CHOICE_OF_CHECKPOINT = (
     "eval_strategy", "eval_steps", "save_strategy", "save_steps", "metric_for_best_model", "greater_is_better",
 )  # fmt: skip
 
 
 class DivergenceError(ValueError):
-    """Training left the finite numbers."""
+    """The loss or the weights became NaN or infinite."""
 
 
-class _NothingLeftError(Exception):
-    """The checkpoint to go on from is that of the last step."""
+class _NoStepsLeftError(Exception):
+    """The checkpoint to resume from is that of the last step."""
 
 
 def decisive_settings(args: TrainingArguments) -> dict[str, Any]:
@@ -71,7 +70,7 @@ def decisive_settings(args: TrainingArguments) -> dict[str, Any]:
 
 
 def environment(device: Any) -> dict[str, Any]:
-    """What numbers depend on beside the settings: versions, machine, threads."""
+    """Versions, machine and threads, on which results depend beside the settings."""
     device = torch.device(device)
     return {
         "otloss": otloss.__version__,
@@ -85,7 +84,7 @@ def environment(device: Any) -> dict[str, Any]:
 
 
 def check_fit(model: Any, rows: Rows) -> None:
-    """Raise ValueError where rows are longer than the model's context, or of another vocabulary."""
+    """Raise ValueError if rows are longer than the model's context, or of another vocabulary."""
     context = context_length(model)
     if context is not None and rows.longest > context:
         what = "block_size is" if isinstance(rows, PackedBlocks) else "a question with its answer has"
@@ -110,22 +109,22 @@ def train_run(
     bar: str | None = None,
     store: TokenStore | None = None,
 ) -> dict[str, Any]:
-    """Train `model` in `args.output_dir`, going on from the last whole checkpoint of a killed run with these settings.
+    """Train `model` in `args.output_dir`, resuming from the last complete checkpoint of the same run.
 
-    The model has to be the start of training, also when resuming: an embedding cost is taken from it by the caller.
+    The model must be the start of training, also when resuming, because the caller takes an embedding cost from it.
 
     Args:
         settings: what identifies the run beside the training arguments (model, text fingerprint, objective).
-        bar: label of one quiet progress bar in the place of the trainer's own output.
+        bar: label of one progress bar that replaces the trainer's own output.
         store: written to the folder once that is known to be this run's.
 
     Returns:
-        The results, also found in `results.json`: steps, means over the training, the evaluation on `validation`, and
+        The results, as in `results.json`: steps, means over the training, the evaluation on `validation`, and
         `seconds_per_step` (median of this process).
 
     Raises:
         ValueError: the folder holds another run, or rows do not fit the model.
-        DivergenceError: the loss or the weights became NaN or infinite; checkpoints from before that stay.
+        DivergenceError: the loss or the weights became NaN or infinite; earlier checkpoints stay.
     """
     folder = Path(args.output_dir)
     for part in (rows, *([] if validation is None else [validation])):
@@ -137,11 +136,11 @@ def train_run(
         )
     make_folder(folder)
     timer = _StepTimer()
-    # Before the run is opened: what the trainer refuses leaves nothing in the folder.
+    # Before the run is opened, so that an error of the trainer leaves nothing in the folder.
     try:
         trainer = ObjectiveTrainer(
             model, args, objective=objective, cost=cost, impl=impl, chunk_size=chunk_size, train_dataset=rows,
-            eval_dataset=validation, processing_class=tokenizer, callbacks=[timer, _Watch()],
+            eval_dataset=validation, processing_class=tokenizer, callbacks=[timer, _Monitor()],
         )  # fmt: skip
     except torch.OutOfMemoryError:
         raise
@@ -149,19 +148,19 @@ def train_run(
         raise ValueError(f"the trainer cannot be set up with these arguments: {error}") from error
     with args.main_process_first(desc="open the run folder"):
         finished = open_run(folder, settings | decisive_settings(args))
-        for torn in torn_checkpoints(folder):
-            shutil.rmtree(torn, ignore_errors=True)  # or it would count among the checkpoints to keep
+        for checkpoint in incomplete_checkpoints(folder):
+            shutil.rmtree(checkpoint, ignore_errors=True)  # or save_total_limit would count it
         if store is not None and args.process_index == 0:
             store.write()
     if finished is not None:
         if bar is None:
-            logger.warning("%s holds this very run, finished: nothing is trained again", folder)
+            logger.warning("%s holds this run, finished: nothing is trained again", folder)
         return finished
     if bar is not None:
         for callback in (ProgressCallback, PrinterCallback):
             trainer.remove_callback(callback)
-        trainer.add_callback(_QuietBar(bar))
-    # Weights without the optimizer's state are no point to go on from.
+        trainer.add_callback(_ProgressBar(bar))
+    # A checkpoint without the optimizer's state cannot be resumed from.
     _train(trainer, None if args.save_only_model else last_complete_checkpoint(folder), rows)
     return _finish(trainer, folder, timer, evaluated=validation is not None)
 
@@ -169,19 +168,19 @@ def train_run(
 def _train(trainer: ObjectiveTrainer, checkpoint: str | None, rows: Rows) -> None:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
-    except _NothingLeftError:
+    except _NoStepsLeftError:
         trainer.is_in_train = False
         if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
             trainer._load_best_model()
-    except ValueError as error:  # the kernels refuse NaN wherever they meet it
-        _refuse_diverged(trainer, rows, error)
+    except ValueError as error:  # of a kernel that found NaN
+        _check_finite(trainer, rows, error)
         raise
-    _refuse_diverged(trainer, rows)
+    _check_finite(trainer, rows)
 
 
 def _finish(trainer: ObjectiveTrainer, folder: Path, timer: _StepTimer, *, evaluated: bool) -> dict[str, Any]:
-    """Evaluate and save what was trained; `results.json` comes last, for it marks the run as finished."""
-    # The trainer's closing entry covers this process alone, which may have run the last few steps only.
+    """Evaluate and save the model; `results.json` is written last, because it marks the run as finished."""
+    # The trainer's final entry covers only the steps of this process.
     history = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
     steps = trainer.state.global_step
     results: dict[str, Any] = {"steps": steps, "epoch": trainer.state.epoch} | _training_means(history)
@@ -206,9 +205,9 @@ def _training_means(history: list[dict[str, Any]]) -> dict[str, float]:
     return {f"train_{key}": value for key, value in means.items()}
 
 
-def _refuse_diverged(trainer: ObjectiveTrainer, rows: Rows, cause: Exception | None = None) -> None:
-    """Raise DivergenceError where the model's predictions are not finite (weights may be, and too large)."""
-    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # no model to call on one process
+def _check_finite(trainer: ObjectiveTrainer, rows: Rows, cause: Exception | None = None) -> None:
+    """Raise DivergenceError unless the model's predictions are finite (finite weights can be too large)."""
+    if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # no process has the whole model
         return
     with torch.no_grad():
         logits = trainer.model(input_ids=rows[0]["input_ids"].unsqueeze(0).to(trainer.args.device)).logits
@@ -222,17 +221,17 @@ def _diverged(step: int, what: str) -> DivergenceError:
     )
 
 
-class _Watch(TrainerCallback):
-    """Log before every checkpoint and at the end, and stop where the numbers or the steps end.
+class _Monitor(TrainerCallback):
+    """Log before every checkpoint and at the end, and stop a diverged or finished run.
 
-    With a log at each checkpoint no entry spans one, so a resumed run logs what an unbroken one does; and since
-    divergence shows in the log, no diverged checkpoint is ever kept.
+    With a log at each checkpoint a resumed run has the same log entries as an uninterrupted one, and no diverged
+    checkpoint is kept, because divergence is detected in the log.
     """
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        # By now the checkpoint is loaded. Resumed from that of the last step, the Trainer would take one step more.
+        # Resumed from the checkpoint of the last step, the Trainer would take one more step.
         if state.global_step >= state.max_steps:
-            raise _NothingLeftError
+            raise _NoStepsLeftError
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if control.should_save or state.global_step >= state.max_steps:
@@ -250,7 +249,7 @@ class _Watch(TrainerCallback):
 
 
 class _StepTimer(TrainerCallback):
-    """Wall time of each optimizer step; saving and evaluating lie between steps and are not counted."""
+    """Wall time of each optimizer step, without saving and evaluation."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -263,8 +262,8 @@ class _StepTimer(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._started)
 
 
-class _QuietBar(TrainerCallback):
-    """One tqdm bar a run, with the last logged nll and transport cost behind it."""
+class _ProgressBar(TrainerCallback):
+    """One tqdm bar per run, with the last logged nll and transport cost."""
 
     def __init__(self, label: str) -> None:
         self.label = label
@@ -281,10 +280,10 @@ class _QuietBar(TrainerCallback):
         self._bar.update(1)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, float] | None = None, **kwargs: Any) -> None:
-        if self._bar is None:  # nothing was left to train: only what is evaluated then is logged
+        if self._bar is None or logs is None:  # no steps were left to train
             return
-        shown: Sequence[str] = ("nll", "transport_cost")
-        self._bar.set_postfix({key: f"{logs[key]:.3f}" for key in shown if logs and key in logs}, refresh=False)
+        shown = {key: f"{logs[key]:.3f}" for key in ("nll", "transport_cost") if key in logs}
+        self._bar.set_postfix(shown, refresh=False)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.close()

@@ -25,6 +25,7 @@ from otloss_llm.models.heads import check_causal, few_tokens, find_head
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberToken, Objective, cost_kind, needs_cost, parse_objective
 from otloss_llm.training.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
+from otloss_llm.training.token_means import TOKENS, example_sums, token_means
 
 logger = logging.getLogger(__name__)
 
@@ -41,11 +42,11 @@ class ObjectiveMixin:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number"
             (see `parse_objective`).
         cost: "embedding" copies and freezes the head of `model` as it is now (the start of training); "number" reads
-            the values of number tokens off the trainer's `processing_class`; "mixed" is both (`MixedCost`); "auto" the
+            the values of number tokens from the trainer's `processing_class`; "mixed" is both (`MixedCost`); "auto" the
             one of them that the objective is meant for; or any vocabulary cost; or None. It is used by objectives that
             need it, and reported by `evaluate()`.
             It is in no checkpoint: to resume a run, give the trainer the model that the run started from.
-        numbers: form, scaling and span of the costs "number" and "mixed".
+        numbers: settings of the costs "number" and "mixed".
         impl, chunk_size: as in `linear_token_loss`.
         *args, **kwargs: of the trainer.
 
@@ -54,16 +55,16 @@ class ObjectiveMixin:
     of an accumulated step and over processes.
 
     Training logs carry `nll` and (for objectives that use it) `transport_cost` beside `loss`, token-weighted means
-    since the last log, and `aux_loss`, that of the experts without its weight. Where the cost has near-duplicate rows
-    (see `EmbeddingCost`), one log line says how many labels are such tokens: of the whole training set if it is ours,
-    else up to the first log. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
+    since the last log, and `aux_loss`, that of the experts without its weight. If the cost has near-duplicate rows
+    (see `EmbeddingCost`) and the training set is a `PackedBlocks` or `AnsweredQuestions`, a log line says how many
+    labels are such tokens. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
     `eval_transport_cost` (less is better for each of them as `metric_for_best_model`), and `eval_aux_loss`. The
     transport cost of a cost of numbers is the mean over number positions; `NumberToken(weight)` adds `weight` times
     this mean to that of nll, in training over the tokens of one optimizer step.
 
     Raises:
-        TypeError, ValueError: a model whose head cannot be handled, a cost of another vocabulary, an unknown objective,
-            settings that would change the trainer's own loss (`loss_type`, `label_smoothing_factor`,
+        TypeError, ValueError: the head of the model is not supported, the cost has another vocabulary, the objective is
+            unknown, or a setting would change the trainer's own loss (`loss_type`, `label_smoothing_factor`,
             `compute_loss_func`, `use_liger_kernel`).
     """
 
@@ -95,7 +96,7 @@ class ObjectiveMixin:
         super().__init__(*args, **kwargs)
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size = impl, chunk_size
-        self._refuse_unsupported()
+        _check_settings(self.args, self.compute_loss_func, self.objective)
         head = find_head(unwrap(self.model))
         self._transform: LogitTransform | None = None
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # no single process can run such a model here
@@ -105,12 +106,12 @@ class ObjectiveMixin:
         if isinstance(cost, str):
             cost = choose_cost(
                 cost_kind(objective) if cost == "auto" else cost,
-                embedding=lambda: EmbeddingCost(self._as_on_first_process(head.weight)),
-                tokenizer=self.processing_class, vocab_size=head.weight.shape[0], numbers=numbers,
+                embedding=lambda: EmbeddingCost(self._broadcast(head.weight)), tokenizer=self.processing_class,
+                vocab_size=head.weight.shape[0], numbers=numbers,
             )  # fmt: skip
         elif numbers is not None:
             raise ValueError(
-                f'{numbers!r} goes with the cost "auto", "number" or "mixed", got a cost made already: {cost}.'
+                f'numbers={numbers!r} is for the costs "auto", "number" or "mixed", got {cost}; set it in that cost.'
             )
         check_objective(self.objective, cost, head.weight.shape[0])
         _check_numbers(self.objective, cost)
@@ -120,24 +121,13 @@ class ObjectiveMixin:
             self.args.greater_is_better = False  # the trainer guesses it from the name, for "loss" only
         self._logits_wanted = False
         self._numbers_in_step: Tensor | None = None
-        self._near_duplicates: Tensor | None = None  # rows whose labels are still to be counted
-        self._labels_of_them = torch.zeros(2, dtype=torch.long)  # and all labels
-        if needs_cost(self.objective):
-            self._count_near_duplicates(getattr(self, "train_dataset", None))
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
+        if needs_cost(self.objective) and self.is_world_process_zero():
+            _log_near_duplicates(cost, getattr(self, "train_dataset", None))
 
-    def _count_near_duplicates(self, rows: Any) -> None:
-        """Say how many labels of our own rows are near-duplicates, or have those of the first batches counted."""
-        self._near_duplicates = near_duplicates_in(self.transport_cost)
-        if self._near_duplicates is not None and isinstance(rows, PackedBlocks | AnsweredQuestions):
-            found, labels = count_labels(rows, self._near_duplicates.cpu())
-            self._near_duplicates = None
-            if self.is_world_process_zero():
-                _say_of_near_duplicates(found, labels, "of the training set")
-
-    def _as_on_first_process(self, weight: Tensor) -> Tensor:
-        """DDP starts from the first process's weights; with FSDP's cpu_ram_efficient_loading no other has any."""
+    def _broadcast(self, weight: Tensor) -> Tensor:
+        """The first process's weight: DDP starts from it; with FSDP's cpu_ram_efficient_loading only it has one."""
         weight = weight.detach()
         if self.args.world_size == 1 or not torch.distributed.is_initialized() or hasattr(weight, "placements"):
             return weight
@@ -145,30 +135,6 @@ class ObjectiveMixin:
         weight = torch.empty_like(weight, device=device) if weight.is_meta else weight.to(device, copy=True)
         torch.distributed.broadcast(weight, src=0)
         return weight
-
-    def _refuse_unsupported(self) -> None:
-        """Raise ValueError for settings that would change the trainer's own loss, and do nothing to an objective."""
-        if self.args.n_gpu > 1:
-            raise ValueError(f"{self.args.n_gpu} GPUs under nn.DataParallel are not supported; start with torchrun.")
-        if self.args.label_smoothing_factor:
-            raise ValueError(
-                f"label_smoothing_factor={self.args.label_smoothing_factor} is not supported with an objective; "
-                "use dense_token_loss with a smoothed target."
-            )
-        if self.compute_loss_func is not None:
-            raise ValueError("compute_loss_func and an objective were both given; leave compute_loss_func out.")
-        loss_type = getattr(self.args, "loss_type", "nll")  # of TRL's configs
-        if loss_type != "nll":
-            raise ValueError(
-                f"loss_type={loss_type!r} and an objective were both given; leave loss_type out, the objective is "
-                f"{self.objective!r}."
-            )
-        kernels = getattr(self.args, "liger_kernel_config", None) or {}
-        if getattr(self.args, "use_liger_kernel", False) and kernels.get("fused_linear_cross_entropy", True):
-            raise ValueError(
-                "use_liger_kernel=True puts a cross-entropy of its own into the model, where it would do nothing; "
-                'add liger_kernel_config={"fused_linear_cross_entropy": False} to keep its other kernels.'
-            )
 
     # ---- the loss -------------------------------------------------------------------------------------------------
 
@@ -182,19 +148,19 @@ class ObjectiveMixin:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
         inputs = dict(inputs)
         labels = _aligned_labels(inputs)
-        inputs.pop("skip_logits", None)  # the trainer's word to Liger's cross-entropy
-        if getattr(self, "aux_loss_enabled", False):  # TRL's word that experts are to be balanced
+        inputs.pop("skip_logits", None)  # set by the trainer for Liger's cross-entropy
+        if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
             inputs["output_router_logits"] = True
         training = model.training
-        _check_numbers(self.objective, self.transport_cost)  # the objective may have been changed since
+        _check_numbers(self.objective, self.transport_cost)  # the attribute may have been changed
         num_items = num_items_in_batch if training else None
         if num_items is not None and not bool(torch.as_tensor(num_items) > 0):
-            num_items = 1  # nothing but ignored labels: the sum is 0 whatever it is divided by
-        # Of the trainer: whether to divide by the number of accumulated batches. It would look at the model to decide.
+            num_items = 1  # only ignored labels: the sum is 0
+        # The trainer divides by the number of accumulated batches if this is false.
         self.loss_is_scaled_for_ga = num_items is not None
         objective = self._objective_of(labels, num_items) if training else self.objective
         result, auxiliary, logits = self._score(model, inputs, labels, num_items, objective)
-        self._remember(result, auxiliary, labels, training)
+        self._add_sums(result, auxiliary, labels, training)
         loss = result.loss
         if num_items is not None and self.args.average_tokens_across_devices:
             loss = loss * self.accelerator.num_processes  # gradients are averaged over processes, tokens were summed
@@ -206,7 +172,7 @@ class ObjectiveMixin:
     def _score(
         self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, num_items: Any, objective: Objective
     ) -> tuple[TokenLoss, Tensor | None, Tensor | None]:
-        """The objective, the loss that balances experts where the model returns one, and logits if they are wanted."""
+        """The objective, the loss that balances experts if the model returns one, and logits if they are wanted."""
         wanted = needs_cost(objective) or not model.training
 
         def settings(device: torch.device) -> dict[str, Any]:
@@ -259,7 +225,7 @@ class ObjectiveMixin:
         )
 
     def _objective_of(self, labels: Tensor, num_items: Any) -> Objective:
-        """Where it is a mean over numbers, with the weight that gives it as a mean over the tokens of this step."""
+        """The objective of this step; `NumberToken` with the weight that makes a mean over numbers."""
         if not isinstance(self.objective, NumberToken):
             return self.objective
         tokens, numbers = num_items, self._numbers_in_step
@@ -268,11 +234,11 @@ class ObjectiveMixin:
         return self.objective.per_number(float(tokens), float(numbers))
 
     def _counts(self, labels: Tensor) -> Tensor:
-        """How many predicted tokens there are, and how many of them a mean over numbers is about."""
-        about = valid = labels != IGNORE_INDEX
+        """The number of predicted tokens, and of number positions (of all positions without `NumberToken`)."""
+        positions = valid = labels != IGNORE_INDEX
         if isinstance(self.objective, NumberToken):
-            about = cost_positions(self._cost_on(labels.device), labels, valid)
-        return torch.stack([valid.sum(), about.sum()])
+            positions = cost_positions(self._cost_on(labels.device), labels, valid)
+        return torch.stack([valid.sum(), positions.sum()])
 
     def _cost_on(self, device: torch.device) -> TokenCost | None:
         if self.transport_cost is not None and self.transport_cost.device != device:
@@ -293,7 +259,7 @@ class ObjectiveMixin:
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """As the trainer's; the logits are formed only where somebody asks for them (`compute_metrics`, `predict`)."""
+        """As the trainer's; logits are formed only if they are used (`compute_metrics`, `predict`)."""
         self._logits_wanted = not prediction_loss_only
         if "shift_labels" in inputs:
             inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
@@ -302,28 +268,14 @@ class ObjectiveMixin:
         finally:
             self._logits_wanted = False
 
-    # ---- reports --------------------------------------------------------------------------------------------------
+    # ---- metrics --------------------------------------------------------------------------------------------------
 
-    def _remember(self, result: TokenLoss, auxiliary: Tensor | None, labels: Tensor, training: bool) -> None:
-        """Add this batch's sums of (nll, cost, value, what the cost is about, tokens, auxiliary loss, rows)."""
-        valid = labels != IGNORE_INDEX
-        cost = torch.full_like(result.nll, math.nan) if result.cost is None else result.cost
-        value = self.objective(result.nll[valid], None if result.cost is None else result.cost[valid])
-        about = cost_positions(None if result.cost is None else self.transport_cost, labels, valid)
-        columns = [result.nll, cost, torch.zeros_like(result.nll).masked_scatter(valid, value), about, valid]
-        per_row = [column.double().sum(-1) for column in columns]
-        ones = torch.ones_like(per_row[0])
-        per_row += [ones * (math.nan if auxiliary is None else auxiliary.detach().double()), ones]
-        sums = torch.stack(per_row, dim=-1)  # (batch, 7)
-        if training and self._near_duplicates is not None:
-            self._near_duplicates = self._near_duplicates.to(labels.device)
-            found = torch.stack([self._near_duplicates[labels[valid]].sum(), valid.sum()])
-            self._labels_of_them = self._labels_of_them.to(labels.device) + found
+    def _add_sums(self, result: TokenLoss, auxiliary: Tensor | None, labels: Tensor, training: bool) -> None:
+        sums = example_sums(result, labels, objective=self.objective, cost=self.transport_cost, auxiliary=auxiliary)
         if training:
             total = sums.sum(0)
             self._train_sums = total if self._train_sums is None else self._train_sums + total
         else:
-            # Per example, so that examples repeated to fill the last distributed batch are dropped.
             total = self.accelerator.gather_for_metrics(sums).sum(0)
             self._eval_sums = total if self._eval_sums is None else self._eval_sums + total
 
@@ -332,12 +284,7 @@ class ObjectiveMixin:
         if "loss" in logs and self._train_sums is not None:
             sums = self.accelerator.reduce(self._train_sums, reduction="sum")
             self._train_sums = None
-            logs |= {key: value for key, value in _means(sums).items() if key != "loss"}
-            if self._near_duplicates is not None:
-                self._near_duplicates = None
-                found, labels = self.accelerator.reduce(self._labels_of_them, reduction="sum").tolist()
-                if self.is_world_process_zero():
-                    _say_of_near_duplicates(found, labels, "so far")
+            logs |= {key: value for key, value in token_means(sums).items() if key != "loss"}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
@@ -345,9 +292,9 @@ class ObjectiveMixin:
         self._eval_sums = None
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]  # of the Trainer
         if self._eval_sums is not None:
-            if not self._eval_sums[4] > 0:
+            if not self._eval_sums[TOKENS] > 0:
                 raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
-            means = _means(self._eval_sums)
+            means = token_means(self._eval_sums)
             if isinstance(self.objective, NumberToken):
                 means["loss"] = means["nll"] + self.objective.weight * means["transport_cost"]
             if "aux_loss" in means:
@@ -364,25 +311,57 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
     """
 
 
-@functools.cache  # once for all the arms and seeds of a comparison
-def _say_of_near_duplicates(found: int, labels: int, where: str) -> None:
+def _log_near_duplicates(cost: TokenCost | None, rows: Any) -> None:
+    """Log how many labels of rows of ours are near-duplicates of the cost."""
+    chosen = near_duplicates_in(cost)
+    if chosen is not None and isinstance(rows, PackedBlocks | AnsweredQuestions):
+        _log_once(*count_labels(rows, chosen.cpu()))
+
+
+@functools.cache  # once for all arms and seeds of a comparison
+def _log_once(found: int, labels: int) -> None:
     logger.warning(
-        "%d of the %d labels %s (%.2f %%) are tokens of near-duplicate rows of the embedding, which cost 1 to every "
-        "other token", found, labels, where, 100 * found / max(labels, 1),
+        "%d of the %d labels of the training set (%.2f %%) are tokens of near-duplicate rows of the embedding, which "
+        "cost 1 to every other token", found, labels, 100 * found / max(labels, 1),
     )  # fmt: skip
 
 
+def _check_settings(args: Any, compute_loss_func: Any, objective: Objective) -> None:
+    """Raise ValueError for settings of the trainer's own loss, which would have no effect on an objective."""
+    if args.n_gpu > 1:
+        raise ValueError(f"{args.n_gpu} GPUs under nn.DataParallel are not supported; start with torchrun.")
+    if args.label_smoothing_factor:
+        raise ValueError(
+            f"label_smoothing_factor={args.label_smoothing_factor} is not supported with an objective; use "
+            "dense_token_loss with a smoothed target."
+        )
+    if compute_loss_func is not None:
+        raise ValueError("compute_loss_func and an objective were both given; leave compute_loss_func out.")
+    loss_type = getattr(args, "loss_type", "nll")  # of TRL's configs
+    if loss_type != "nll":
+        raise ValueError(
+            f"loss_type={loss_type!r} and an objective were both given; leave loss_type out, the objective is "
+            f"{objective!r}."
+        )
+    kernels = getattr(args, "liger_kernel_config", None) or {}
+    if getattr(args, "use_liger_kernel", False) and kernels.get("fused_linear_cross_entropy", True):
+        raise ValueError(
+            "use_liger_kernel=True puts a cross-entropy of its own into the model, which no objective uses; "
+            'add liger_kernel_config={"fused_linear_cross_entropy": False} to keep its other kernels.'
+        )
+
+
 def _check_numbers(objective: Objective, cost: TokenCost | None) -> None:
-    """Raise ValueError where the values of numbers are wanted, and the cost was made of an embedding."""
+    """Raise ValueError if the objective needs the values of numbers, and the cost is one of an embedding."""
     if isinstance(objective, NumberToken) and isinstance(cost, CosineCost):
         raise ValueError(
-            f"{objective!r} reads how far apart numbers are, and {type(cost).__name__} knows of none; give the trainer "
+            f"{objective!r} needs distances between numbers, which {type(cost).__name__} has not; give the trainer "
             f'cost="number" or NumberCost.from_tokenizer(tokenizer), or take EMO({objective.weight}) with this cost.'
         )
 
 
 def _collator_for(train: Any, evaluation: Any) -> Any:
-    """What makes batches of our own rows, whole or a `Subset` of them; None, the trainer's own, for any others."""
+    """The collator of `PackedBlocks`, `AnsweredQuestions` or a `Subset` of them; None for other datasets."""
     rows = train if train is not None else evaluation
     if isinstance(rows, dict):  # several to evaluate on, by name
         rows = next(iter(rows.values()), None)
@@ -394,7 +373,7 @@ def _collator_for(train: Any, evaluation: Any) -> Any:
 
 
 def _aligned_labels(inputs: dict[str, Any]) -> Tensor:
-    """Take the labels out of a batch, aligned with positions: entry `t` is the token that position `t` predicts."""
+    """Take the labels out of a batch and align them: entry `t` is the token that position `t` predicts."""
     labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
     if shifted is not None:
         return shifted
@@ -402,14 +381,3 @@ def _aligned_labels(inputs: dict[str, Any]) -> Tensor:
         raise ValueError(f"the batch has {sorted(inputs)} but no labels; use a collator that makes them "
                          "(DataCollatorForLanguageModeling(tokenizer, mlm=False)).")  # fmt: skip
     return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
-
-
-def _means(sums: Tensor) -> dict[str, float]:
-    """Means over tokens, over positions that the cost is about, and over rows for the loss that balances experts."""
-    nll, cost, value, about, tokens, auxiliary, rows = sums.tolist()
-    tokens = max(tokens, 1.0)
-    means = {
-        "loss": value / tokens, "nll": nll / tokens, "transport_cost": cost / max(about, 1.0),
-        "aux_loss": auxiliary / rows,
-    }  # fmt: skip
-    return {key: mean for key, mean in means.items() if not math.isnan(mean)}

@@ -1,12 +1,9 @@
-"""Documents, the docstring corpus, the tokenizer and packed blocks."""
+"""Documents, the tokenizer and packed blocks."""
 
 from __future__ import annotations
 
 import json
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,7 +11,6 @@ import torch
 from otloss_llm.data import blocks as data
 from otloss_llm.data.blocks import (
     PackedBlocks,
-    docstring_corpus,
     opening_ids,
     read_texts,
     split_blocks,
@@ -22,7 +18,6 @@ from otloss_llm.data.blocks import (
     train_bpe_tokenizer,
 )
 
-STORIES = Path(__file__).parents[4] / "shared/data/models/stories260K"
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
 
 
@@ -57,13 +52,12 @@ def test_folder_is_read_recursively_in_order(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"", "no text but whitespace"),
         ("a.txt", b" \n\t ", "no text but whitespace"),
         ("a.txt", b"caf\xe9", r"a\.txt.* byte 0xe9 at offset 3"),
         ("a.csv", b"text", r"ends in '\.csv', expected one of"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', r"line 2 has no column 'text', found \['body'\]"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text": ', "line 3 is not JSON"),
-        ("a.jsonl", b'["x"]', "line 1 has no column 'text', found list"),
+        ("a.jsonl", b'["x"]', r"line 1 is list .*expected a JSON object"),
         ("a.jsonl", b'{"text": 7}', "line 1: column 'text' is 7, expected a string"),
     ],
 )
@@ -119,12 +113,6 @@ def test_dataset_that_cannot_be_reached(monkeypatch, error):
         read_texts("nosuch:x")
 
 
-def test_dataset_without_the_package(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ImportError, match=r'pip install "otloss\[data\]"'):
-        read_texts("wikitext")
-
-
 # split_documents
 
 
@@ -157,85 +145,6 @@ def test_split_shares_must_sum_to_one():
         split_documents(["a", " a"], {"train": 0.5, "test": 0.5})
 
 
-# docstring_corpus
-
-MODULE = '''"""The module says something.
-
-Heading
-=======
-
->>> 1 + 1
-2
-
-Left
-----
-Kept prose.
-
-Examples
---------
->>> print("x")
-x
-"""
-raise RuntimeError("imported")
-
-class A:
-    """The class."""
-    if True:
-        async def f(self):
-            """The method, nested."""
-
-def g():
-    r"""A \\d raw one."""
-
-def again():
-    """The    class."""
-'''
-
-
-@pytest.fixture
-def package(tmp_path, monkeypatch):
-    root = tmp_path / "somepackage"
-    for folder in ("inner", "tests"):
-        (root / folder).mkdir(parents=True)
-    (root / "__init__.py").write_text(MODULE)
-    (root / "broken.py").write_text("def (:")
-    (root / "inner" / "escape.py").write_text('"""Odd \\d escape."""\n')
-    (root / "tests" / "test_a.py").write_text('"""A test."""\n')
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-@pytest.mark.usefixtures("package")
-def test_corpus_is_prose_in_order_without_import():
-    assert docstring_corpus("somepackage", min_chars=1) == [
-        "The module says something.\n\nLeft\nKept prose.",
-        "The class.",
-        "The method, nested.",
-        "A \\d raw one.",
-        "Odd \\d escape.",
-    ]
-    assert "somepackage" not in sys.modules
-    assert docstring_corpus("somepackage.inner", min_chars=1) == ["Odd \\d escape."]
-    assert docstring_corpus("somepackage", min_chars=20)[1:] == []
-
-
-@pytest.mark.usefixtures("package")
-def test_corpus_of_nothing():
-    with pytest.raises(ValueError, match="'somepackage' has no docstring of 9999 or more"):
-        docstring_corpus("somepackage", min_chars=9999)
-    with pytest.raises(ImportError, match="'nosuchpackage' is not installed"):
-        docstring_corpus("nosuchpackage")
-    with pytest.raises(ImportError, match=r"no part 'somepackage\.outer'"):
-        docstring_corpus("somepackage.outer")
-
-
-def test_corpus_of_a_real_package():
-    corpus = docstring_corpus("scipy.stats")
-    assert corpus == docstring_corpus("scipy.stats")
-    assert len(set(corpus)) == len(corpus) > 300
-    assert sum(map(len, corpus)) > 500_000
-    assert not any("\n>>> " in text for text in corpus)
-
-
 # train_bpe_tokenizer
 
 
@@ -245,15 +154,6 @@ def test_tokenizer_gives_every_text_back(tokenizer):
     assert tokenizer.eos_token_id == tokenizer.pad_token_id == tokenizer.bos_token_id == 0
     assert opening_ids(tokenizer) == []
     assert 257 < len(tokenizer) <= 300
-
-
-def test_tokenizer_training_is_deterministic(tokenizer):
-    script = (
-        "from otloss_llm.data.blocks import train_bpe_tokenizer as train; import sys; "
-        f"sys.stdout.buffer.write(train({TEXTS!r}, 300).backend_tokenizer.to_str().encode())"
-    )
-    other = subprocess.run([sys.executable, "-c", script], capture_output=True, check=True).stdout
-    assert other.decode() == tokenizer.backend_tokenizer.to_str()
 
 
 def test_tokenizer_bad_arguments():
@@ -333,12 +233,6 @@ def test_blocks_pickle_and_fingerprint(tokenizer):
     assert reshaped.fingerprint != PackedBlocks(blocks.ids[:4]).fingerprint
 
 
-def test_blocks_feed_a_loader(tokenizer):
-    blocks = PackedBlocks.from_texts(TEXTS, tokenizer, 8)
-    batch = next(iter(torch.utils.data.DataLoader(blocks, batch_size=3)))
-    assert torch.equal(batch["input_ids"], blocks.ids[:3].long())
-
-
 def test_split_blocks_is_contiguous():
     blocks = PackedBlocks(torch.arange(60).view(30, 2))
     parts = split_blocks(blocks, validation_fraction=0.2, test_fraction=0.1)
@@ -349,14 +243,3 @@ def test_split_blocks_is_contiguous():
         split_blocks(blocks, validation_fraction=0.6, test_fraction=0.4)
     with pytest.raises(ValueError, match=r"test_fraction is -0\.1"):
         split_blocks(blocks, test_fraction=-0.1)
-
-
-@pytest.mark.skipif(not STORIES.exists(), reason="the model is not there")
-def test_blocks_of_a_pretrained_tokenizer():
-    from transformers import AutoTokenizer
-
-    stories = AutoTokenizer.from_pretrained(STORIES)
-    assert opening_ids(stories) == [stories.bos_token_id]
-    ids = PackedBlocks.from_texts(["Once upon a time"] * 2, stories, 3).ids.flatten().tolist()
-    row = [*stories("Once upon a time")["input_ids"], stories.eos_token_id]
-    assert ids == (row * 2)[: len(ids)]

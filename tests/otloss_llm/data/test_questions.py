@@ -68,7 +68,7 @@ BAD_FILES: dict[str, tuple[tuple[object, ...], str]] = {
     "kind no text": ((GOOD | {"module": 3},), r"line 1: column 'module' is 3"),
     "half a character": (
         ('{"question": "q", "answer": "72 \\ud800"}',),
-        r"line 1: column 'answer' has '\\ud800' at character 3, half of a pair",
+        r"line 1: column 'answer' has '\\ud800' at character 3, half of a surrogate pair",
     ),
     "nothing": (("", " "), r"holds no question"),
 }
@@ -87,15 +87,8 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"q\.csv' is no \.jsonl file"):
         read_questions(write(tmp_path / "q.csv", "question,answer"))
     (tmp_path / "latin.jsonl").write_bytes(b'{"question": "caf\xe9"}')
-    with pytest.raises(ValueError, match="not UTF-8 at byte 17"):
+    with pytest.raises(ValueError, match="not UTF-8: byte 0xe9 at offset 17"):
         read_questions(tmp_path / "latin.jsonl")
-
-
-def test_spread_takes_of_every_part() -> None:
-    assert [q.answer for q in spread(SUMS, 3)] == [SUMS[0].answer, SUMS[2].answer, SUMS[5].answer]
-    assert spread(SUMS, 100) == SUMS
-    with pytest.raises(ValueError, match="num_questions is 0"):
-        spread(SUMS, 0)
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="no questions at hand")
@@ -124,16 +117,7 @@ def test_rows_are_prompt_answer_and_end(tokenizer: Any) -> None:
         assert labels == [-100] * start + ids[start:]
 
 
-def test_labels_of_questions_on_request(tokenizer: Any) -> None:
-    rows = AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=64, train_on_question=True)
-    assert all(torch.equal(row["labels"], row["input_ids"]) for row in rows)
-    row = rows[0]
-    row["labels"].zero_()
-    assert bool(rows[0]["labels"].any()), "an item is the caller's own"
-
-
-@pytest.mark.parametrize("separator", ["\n", " ", ""])
-@pytest.mark.parametrize("name", ["bpe", "llama"])
+@pytest.mark.parametrize(("name", "separator"), [("bpe", ""), ("llama", " "), ("llama", "\n")])
 def test_prompts_of_rows_are_those_of_generation(tokenizer: Any, name: str, separator: str) -> None:
     if name == "llama":
         if not STORIES.is_dir():
@@ -150,7 +134,7 @@ def test_prompts_of_rows_are_those_of_generation(tokenizer: Any, name: str, sepa
     assert (samples[0].prompt_ids[0] == tokenizer.bos_token_id) == (name == "llama")
 
 
-def test_what_is_too_long_is_dropped_aloud(tokenizer: Any) -> None:
+def test_long_rows_are_dropped_with_a_warning(tokenizer: Any) -> None:
     long = Question("What is 1 + 1, if you please?", "2")
     lengths = AnsweredQuestions.from_questions([*SUMS, long], tokenizer, max_length=64).lengths
     limit = max(lengths[:-1])
@@ -160,7 +144,7 @@ def test_what_is_too_long_is_dropped_aloud(tokenizer: Any) -> None:
         rows = AnsweredQuestions.from_questions([long, *SUMS], tokenizer, max_length=limit)
     assert (rows.lengths, rows.dropped) == (lengths[:-1], 1)
     assert "1 dropped" in repr(rows)
-    with pytest.raises(ValueError, match=rf"max_length=5 .*the shortest has {min(lengths)}; none is left"):
+    with pytest.raises(ValueError, match=rf"max_length=5 .*the shortest has {min(lengths)}; raise max_length"):
         AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=5)
 
 
@@ -184,7 +168,7 @@ def test_batches_are_padded_to_their_longest(tokenizer: Any) -> None:
         assert batch[key].tolist() == padded
 
 
-def test_rows_that_cannot_be(tokenizer: Any) -> None:
+def test_invalid_rows_raise(tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="empty list"):
         AnsweredQuestions.from_questions([], tokenizer, max_length=8)
     with pytest.raises(ValueError, match="max_length is 1"):
@@ -197,14 +181,6 @@ def test_rows_that_cannot_be(tokenizer: Any) -> None:
     without_end.eos_token = None
     with pytest.raises(ValueError, match="no EOS token to end an answer"):
         AnsweredQuestions.from_questions(SUMS, without_end, max_length=64)
-
-
-@pytest.mark.skipif(not GSM8K.is_file(), reason="no questions at hand")
-def test_real_questions_come_back_from_their_rows(tokenizer: Any) -> None:
-    questions = spread(read_questions(GSM8K), 200)
-    rows = AnsweredQuestions.from_questions(questions, tokenizer, max_length=4000)
-    texts = [f"{prompt_text(question)}{question.answer}<|endoftext|>" for question in questions]
-    assert [tokenizer.decode(row["input_ids"]) for row in rows] == texts
 
 
 class TestTraining:

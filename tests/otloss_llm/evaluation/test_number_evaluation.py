@@ -53,9 +53,8 @@ FINAL = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", FINAL)
-def test_final_number(text: str) -> None:
-    assert final_number(text) == FINAL[text]
+def test_final_number() -> None:
+    assert {text: final_number(text) for text in FINAL} == FINAL
 
 
 MARKED = {
@@ -73,9 +72,8 @@ MARKED = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("text", MARKED)
-def test_marked_answers(text: str) -> None:
-    assert extract_answer(text, "gsm8k") == MARKED[text]
+def test_marked_answers() -> None:
+    assert {text: extract_answer(text, "gsm8k") for text in MARKED} == MARKED
 
 
 def test_other_styles() -> None:
@@ -86,7 +84,7 @@ def test_other_styles() -> None:
     assert style_of(["x\n#### 1", "#### two"]) == "gsm8k"
     assert style_of(["x\n#### 1 or so", "#### \u2212.5"]) == "gsm8k"
     assert style_of(["1", "2 ####"]) == "mathematics"
-    said = r"answer 1 \('2'\) has nothing behind a ####, while 2 of 4 have; .*\(--answer_style\) of gsm8k, "
+    said = r"answer 1 \('2'\) has nothing after a ####, while 2 of 4 have; .*\(--answer_style\) of gsm8k, "
     with pytest.raises(ValueError, match=said):
         style_of(["x\n#### 1", "2", "####", "#### 4"])
     with pytest.raises(ValueError, match=r"answer style is 'first', expected one of gsm8k, mathematics, last"):
@@ -108,9 +106,8 @@ SAME = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("predicted", "expected", "style", "same"), SAME)
-def test_same_answer(predicted: str, expected: str, style: str, same: bool) -> None:
-    assert same_answer(predicted, expected, style) is same
+def test_same_answer() -> None:
+    assert [(*case[:3], same_answer(*case[:3])) for case in SAME] == SAME
 
 
 @needs_data
@@ -122,36 +119,6 @@ def test_every_answer_of_gsm8k_is_a_number() -> None:
     assert [final_number(answer) for answer in answers] == [float(text) for text in official]
     scores = score_answers([f"#### {Decimal(text)}.00" for text in official], answers, style=style_of(answers))
     assert (scores.exact_match, scores.numeric, scores.answered, scores.mean_log_error) == (1.0, 1.0, 1.0, 0.0)
-
-
-DIRT = [
-    "",
-    ".",
-    ",",
-    "!",
-    ";",
-    ")",
-    ", which",
-    " (see 1)",
-    "dollars",
-    "%",
-    "**",
-    ". Then 5",
-    ", or 7",
-    " for 3 apples",
-    "/day",
-]
-
-
-@pytest.mark.parametrize("number", ["72", "-72", "0", "1,080", "-1,234,567", "0.05", "12.50", "007", "9" * 40])
-def test_dirty_answers_are_read_as_by_the_dataset(number: str) -> None:
-    for dirt in DIRT:
-        text = f"6 * 12 = 5\n#### {number}{dirt}\n#### 8"
-        found = OFFICIAL.search(text)
-        assert found is not None
-        assert extract_answer(text, "gsm8k") == found[1].rstrip(".,").replace(",", ""), text
-        assert same_answer(text, f"#### {number}", "gsm8k")
-        assert not same_answer(text, f"#### {number}1", "gsm8k")
 
 
 @needs_data
@@ -188,6 +155,12 @@ def test_scores_by_hand() -> None:
     # 10 and 0 are equal, 300 : 100 and 1/4 : 1/2 within half an order; -4 has the wrong sign.
     assert scores.order_of_magnitude_accuracy == pytest.approx(4 / 7)
     assert scores.by_kind == {"a": 0.5, "b": 0.5, "c": 0.0}
+    extreme = score_answers(["9" * 290, "?"], ["1", "2"], style="last")
+    assert extreme.mean_relative_error > 1e280
+    assert (extreme.capped_relative_error, extreme.answered) == (1.0, 0.5)
+    words = score_answers(["True", "False"], ["True", "True"], style="mathematics")
+    assert (words.exact_match, words.numeric, words.by_kind) == (0.5, 0.0, {})
+    assert words.answered is words.number_accuracy is words.capped_relative_error is None
 
 
 @pytest.mark.parametrize(
@@ -199,35 +172,14 @@ def test_order_of_magnitude(ours: str, theirs: str, right: int) -> None:
     assert score_answers([ours], [theirs], style="mathematics").order_of_magnitude_accuracy == right
 
 
-def test_no_one_wins_by_not_answering_and_one_wild_answer_does_not_decide() -> None:
-    expected = [str(number) for number in range(1, 21)]
-    near = [str(number + 0.1) for number in range(1, 21)]
-    wild, silent = ["9" * 290, *near[1:]], ["?", *near[1:]]
-    scores = [score_answers(answers, expected, style="last") for answers in (near, wild, silent)]
-    assert scores[1].mean_relative_error > 1e280
-    capped = [score.capped_relative_error for score in scores]
-    assert capped[0] < capped[1] == capped[2] == pytest.approx(capped[0] + (1 - 0.1) / 20)
-    assert scores[2].mean_absolute_error == pytest.approx(0.1)
-    assert scores[2].answered == 0.95
-    nothing = score_answers(["?"] * 20, expected, style="last")
-    assert (nothing.answered, nothing.number_accuracy, nothing.capped_relative_error) == (0.0, 0.0, 1.0)
-    assert nothing.mean_absolute_error is nothing.mean_log_error is None
-
-
-def test_scores_without_numbers_have_none() -> None:
-    scores = score_answers(["True", "False"], ["True", "True"], style="mathematics")
-    assert (scores.exact_match, scores.numeric, scores.by_kind) == (0.5, 0.0, {})
-    assert scores.answered is scores.number_accuracy is scores.capped_relative_error is None
-
-
-def test_scores_that_cannot_be() -> None:
+def test_invalid_answers_raise() -> None:
     with pytest.raises(ValueError, match=r"1 predicted and 2 expected answers and 2 kinds"):
         score_answers(["1"], ["1", "2"], style="last")
     with pytest.raises(ValueError, match="0 predicted and 0 expected"):
         score_answers([], [], style="last")
     with pytest.raises(ValueError, match="and 1 kinds"):
         score_answers(["1", "2"], ["1", "2"], style="last", kinds=["a"])
-    with pytest.raises(TypeError, match=r"predicted is one string, .*pass \[text\]"):
+    with pytest.raises(TypeError, match=r"got one string; pass \[text\]"):
         score_answers("12", ["1", "2"], style="last")
     with pytest.raises(ValueError, match=r"expected answer 1 \('2'\) has no answer of the style 'gsm8k'"):
         score_answers(["1", "2"], ["#### 1", "2"], style="gsm8k")
@@ -269,23 +221,6 @@ def test_answers_are_greedy_and_in_order(model: Any, tokenizer: Any) -> None:
     assert answers == expected
 
 
-def test_answers_with_another_separator(model: Any, tokenizer: Any) -> None:
-    answers = answer_questions(model, tokenizer, QUESTIONS[:4], max_new_tokens=5, separator=" = ", progress=False)
-    prompts = [f"{question.question} = " for question in QUESTIONS[:4]]
-    samples = sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=5, temperature=0.0, progress=False)
-    assert answers == [sample.continuation for sample in samples]
-    assert answers != answer_questions(model, tokenizer, QUESTIONS[:4], max_new_tokens=5, progress=False)
-
-
-def test_answering_that_cannot_be(model: Any, tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="questions is an empty list"):
-        answer_questions(model, tokenizer, [], max_new_tokens=5)
-    with pytest.raises(ValueError, match="max_new_tokens is 0"):
-        answer_questions(model, tokenizer, QUESTIONS, max_new_tokens=0)
-    with pytest.raises(ValueError, match=r"max_new_tokens=60 exceeds the model's context of 64"):
-        answer_questions(model, tokenizer, QUESTIONS, max_new_tokens=60)
-
-
 # ---- number tokens ---------------------------------------------------------------------------------------------------
 
 VALUES = torch.full((VOCAB,), math.nan)
@@ -324,9 +259,9 @@ def assert_close(ours: NumberTokenScores, theirs: NumberTokenScores) -> None:
         assert getattr(ours, name) == pytest.approx(value, rel=1e-5), name
 
 
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-@pytest.mark.parametrize("batch_size", [1, 4])
-def test_number_tokens_by_hand(name: str, batch_size: int) -> None:
+@pytest.mark.parametrize(("name", "batch_size"), [("gpt2", 4), ("llama", 1)])
+def test_number_tokens_by_hand(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otloss_llm.evaluation.answering.ROWS", 7)  # scored in several parts
     model = tiny_model(name).train()
     ids = torch.randint(3, VOCAB, (7, 9), generator=torch.Generator().manual_seed(0))
     blocks = PackedBlocks(ids)
@@ -355,14 +290,6 @@ def test_a_variant_of_equal_value_is_right() -> None:
     assert (scores.accuracy, scores.expected_absolute_error, scores.number_mass) == (0.0, 0.0, 0.0)
 
 
-def test_many_number_labels_are_scored_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = PackedBlocks(torch.randint(3, 13, (5, 9), generator=torch.Generator().manual_seed(0)))
-    whole = number_token_scores(tiny_model("llama"), blocks, VALUES)
-    assert whole.tokens == 40
-    monkeypatch.setattr("otloss_llm.evaluation.answering.ROWS", 7)
-    assert_close(number_token_scores(tiny_model("llama"), blocks, VALUES), whole)
-
-
 @pytest.mark.parametrize("beyond", [-8, 0, 5])
 def test_number_labels_by_their_texts(tokenizer: Any, beyond: int) -> None:
     """The head may be padded, or end before the tokenizer; what it cannot give is no label."""
@@ -378,7 +305,7 @@ def test_number_labels_by_their_texts(tokenizer: Any, beyond: int) -> None:
     assert score_number_labels(model, tokenizer, words) is None, "the numbers of a question are no labels"
 
 
-def test_number_tokens_that_cannot_be() -> None:
+def test_invalid_number_tokens_raise() -> None:
     model = tiny_model("llama")
     blocks = PackedBlocks(torch.full((2, 5), 10))
 
@@ -401,7 +328,7 @@ def test_number_tokens_that_cannot_be() -> None:
         score(data=PackedBlocks(torch.full((2, 5), 15)))
     with pytest.raises(ValueError, match="batch_size is 0"):
         score(batch_size=0)
-    with pytest.raises(ValueError, match="a row has 33 tokens, the model's context is 32"):
+    with pytest.raises(ValueError, match="a sequence has 33 tokens, more than the model's context of 32"):
         score(data=PackedBlocks(torch.full((1, 33), 10)))
     with pytest.raises(ValueError, match=f"from 10 to {VOCAB}, outside the model's vocabulary"):
         score(data=PackedBlocks(torch.tensor([[10, VOCAB]])))
@@ -475,17 +402,6 @@ def test_right_answers_that_are_too_long_are_counted(cli: Cli, tiny: Tiny, tmp_p
     assert f"max_new_tokens={CompareArguments().max_new_tokens} exceeds" in cli(*given).error, "one default"
 
 
-def test_answers_in_words_have_no_number_tokens(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    asked, text = tmp_path / "asked.jsonl", tmp_path / "text.txt"
-    asked.write_text('{"question": "1?", "answer": "one"}\n{"question": "2?", "answer": "two"}\n', "utf-8")
-    text.write_text("A dog sleeps. " * 20, "utf-8")
-    ended = cli("evaluate", *options(
-        model_name_or_path=tiny.gpt2, questions=asked, text=text, block_size=24, max_new_tokens=9,
-    ))  # fmt: skip
-    assert ended.json["answers"]["questions"] == 2
-    assert {"number_tokens", "answer_number_tokens"}.isdisjoint(ended.json)
-
-
 def test_a_tokenizer_without_an_end(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
     tokenizer.eos_token = None
@@ -493,42 +409,19 @@ def test_a_tokenizer_without_an_end(cli: Cli, tiny: Tiny, tmp_path: Path, asked:
     ended = cli("evaluate", *options(
         model_name_or_path=tiny.gpt2, tokenizer_name=tmp_path / "endless", questions=asked, max_new_tokens=3,
     ))  # fmt: skip
-    assert "note: 11 of 11 questions have answers that no EOS can end" in ended.err
+    assert "note: the tokenizer has no EOS, so answer_number_tokens is left out" in ended.err
     assert ended.json["answers"]["questions"] == len(QUESTIONS)
     assert "answer_number_tokens" not in ended.json
 
 
-def test_evaluate_on_text_and_some_questions(cli: Cli, tiny: Tiny, asked: Path) -> None:
-    both = options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=24, questions=asked, max_new_tokens=2)
-    results = cli("evaluate", *both, *options(num_questions=3, answer_style="last")).json
-    text = cli("evaluate", *options(model_name_or_path=tiny.gpt2, text=tiny.text, block_size=24)).json
-    assert results["answers"]["questions"] == 3
-    assert results["answer_style"] == "last"
-    assert results["perplexity"] == text["perplexity"]
-    own = {"questions", "answer_style", "max_new_tokens", "cut_short", "answers", "answer_number_tokens"}
-    assert {*text} | own == {*results}
-    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
-    blocks = PackedBlocks.from_texts([tiny.text.read_text("utf-8")], tokenizer, 24)
-    scores = number_token_scores(model, blocks, NumberTokens.of(tokenizer).values)
-    assert scores.tokens > 100
-    assert results["number_tokens"] == vars(scores)
-
-
-def test_evaluations_that_cannot_be(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
+def test_invalid_evaluations_print_one_line(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
     bare = ["evaluate", *options(model_name_or_path=tiny.gpt2)]
     given = [*bare, *options(questions=asked)]
     assert "--text, --questions, or both" in cli(*bare).error
-    error = cli(*bare, *options(text=tiny.text, num_questions=0, answer_style="last")).error
-    assert "--answer_style, --num_questions need --questions; name one, or leave this out" in error
-    assert "--max_new_tokens needs --questions" in cli(*bare, *options(text=tiny.text, max_new_tokens=5)).error
-    stray = options(cost_embedding="nope", text_column="z", block_size=7, split="train")
-    error = cli(*given, *stray).error
-    assert "--text_column, --split, --block_size, --cost_embedding need --text" in error
     mixed = tmp_path / "mixed.jsonl"
     mixed.write_text('{"question": "1?", "answer": "#### 1"}\n{"question": "2?", "answer": "2"}\n', "utf-8")
     error = cli(*bare, *options(questions=mixed, num_questions=1)).error
-    assert "expected answer 1 ('2') has nothing behind a ####, while 1 of 2 have" in error
+    assert "expected answer 1 ('2') has nothing after a ####, while 1 of 2 have" in error
     assert "--answer_style" in error
     assert "none.jsonl" in cli(*bare, *options(questions=tmp_path / "none.jsonl")).error
     assert "invalid choice: 'gsm'" in cli(*given, *options(answer_style="gsm")).error
@@ -542,15 +435,3 @@ def test_evaluations_that_cannot_be(cli: Cli, tiny: Tiny, tmp_path: Path, asked:
     same = tmp_path / "same.json"
     assert "name two files" in cli(*given, *options(predictions_file=same, output_file=same)).error
     assert not same.exists()
-
-
-@needs_data
-def test_a_pretrained_model_answers_gsm8k(cli: Cli) -> None:
-    if not (DATA / "models/stories260K").is_dir():
-        pytest.skip("no model at hand")
-    results = cli("evaluate", *options(
-        model_name_or_path=DATA / "models/stories260K", questions=GSM8K, num_questions=6, max_new_tokens=8,
-    )).json  # fmt: skip
-    assert results["answer_style"] == "gsm8k"
-    assert results["answers"]["numeric"] == 1.0
-    assert results["answers"]["capped_relative_error"] == 1.0, "it tells stories"

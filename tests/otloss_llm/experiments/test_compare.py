@@ -1,12 +1,8 @@
-"""Comparisons: one start and the same batches for every arm, work done once, and failures that stay alone."""
+"""Comparisons: the same start and batches for every arm, results kept and read again, failures of single runs."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import signal
-import subprocess
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,32 +13,31 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
+from otloss_llm.data.blocks import PackedBlocks, split_blocks
 from otloss_llm.experiments import compare, measuring
 from otloss_llm.experiments.compare import HUMAN, START, Arm, parse_arm
-from otloss_llm.training.loading import load_blocks, load_model, load_tokenizer
+from otloss_llm.models.loading import load_model, load_tokenizer
 from otloss_llm.training.runs import DivergenceError
 from tests.otloss_llm.conftest import (
     BLOCK,
     Cli,
     Tiny,
     compare_options,
-    module_command,
     read,
     without_wall_times,
 )
-from tests.otloss_llm.training.test_runs import interrupt_at, wait_for
+from tests.otloss_llm.training.test_runs import interrupt_at
 
 
 @pytest.mark.parametrize(
     ("text", "arm", "name"),
     [
         ("mle", Arm("mle"), "mle"),
-        (" EMO ", Arm("emo"), "emo"),
-        ("emo/model", Arm("emo"), "emo"),
-        ("emo:transport/shuffled", Arm("emo:transport", "shuffled"), "emo:transport/shuffled"),
+        (" EMO/model ", Arm("emo"), "emo"),
         ("mixce:0.8/T=0.70", Arm("mixce:0.8", temperature=0.7), "mixce:0.8/T=0.7"),
         ("emo/T=1.5/random", Arm("emo", "random", 1.5), "emo/random/T=1.5"),
-        ("mle/T=1", Arm("mle"), "mle"),
+        ("Number_Token:0.5/symlog", Arm("number_token:0.5"), "number_token:0.5"),
+        ("emo+number/log/random", Arm("emo+number", "random", scaling="log"), "emo+number/random/log"),
     ],
 )
 def test_arms_are_read_from_their_names(text: str, arm: Arm, name: str) -> None:
@@ -51,9 +46,22 @@ def test_arms_are_read_from_their_names(text: str, arm: Arm, name: str) -> None:
     assert parse_arm(name) == arm
 
 
-@pytest.mark.parametrize("text", ["", "mle/random", "emo/T=", "emo/T=-1", "emo/T=inf", "emo/nan", "emo/", "tailr:7"])
-def test_arms_that_are_none(text: str) -> None:
-    with pytest.raises(ValueError, match=r"arm|objective"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "objective"),
+        ("tailr:7", "objective|gamma"),
+        ("emo/T=-1", "'T=-1' is unknown; expected objective"),
+        ("emo/T=inf", "'T=inf' is unknown"),
+        ("mle/random", "'random' is an embedding, and mle uses no cost"),
+        ("number_token/random", "'random' is an embedding, and number_token uses no embedding"),
+        ("emo/log", "'log' is a distance of numbers, which only number_token"),
+        ("emo/random/shuffled", "'shuffled' is a second embedding"),
+        ("number_token/cubic", "'cubic' is unknown"),
+    ],
+)
+def test_invalid_arms_raise(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_arm(text)
 
 
@@ -79,24 +87,15 @@ def test_arms_of_one_seed_see_the_same_batches_and_dropout(compared: Path) -> No
     assert runs_of(compared, "mle") == runs_of(compared, "mixce:1.0")  # which is MLE by another way
     weights = [(compared / f"{name}-seed1/model.safetensors").read_bytes() for name in ("mle", "mixce-1.0", "emo")]
     assert weights[0] == weights[1] != weights[2]
-
-
-def test_seeds_embeddings_and_temperatures_make_a_difference(compared: Path) -> None:
-    mle, other = runs_of(compared, "mle")
-    assert mle["test_nll"] != other["test_nll"]
+    assert len({run["test_nll"] for run in runs_of(compared, "mle")}) == 2  # one for each seed
     costs = {name: runs_of(compared, name)[0]["transport_cost"] for name in ("emo", "emo/random", "emo/shuffled")}
     assert len(set(costs.values())) == 3
-    cooler = runs_of(compared, "mle/T=0.5")[0]
-    assert cooler["samples"] != mle["samples"]
     assert not list(compared.glob("*T=*"))  # temperatures share a training
 
 
 def test_every_figure_of_an_arm_is_at_its_own_temperature(compared: Path, tiny: Tiny) -> None:
-    _, _, test = load_blocks(
-        load_tokenizer(str(tiny.llama)), train=str(tiny.text), validation=None, test=None, block_size=BLOCK,
-        validation_fraction=0.05, test_fraction=0.05,
-    )  # fmt: skip
-    assert test is not None
+    blocks = PackedBlocks.from_texts([tiny.text.read_text(encoding="utf-8")], load_tokenizer(str(tiny.llama)), BLOCK)
+    test = split_blocks(blocks, validation_fraction=0.05, test_fraction=0.05)[2]
     ids, model = test.ids.long(), load_model(str(compared / "mle-seed0")).double()
     with torch.no_grad():
         logits = model(input_ids=ids[:, :-1]).logits
@@ -123,25 +122,6 @@ def test_table_holds_means_and_standard_deviations(compared: Path) -> None:
     assert rows[HUMAN][1].strip() == f"{report['reference']['judge_perplexity']:.2f}"
 
 
-def test_report_says_what_it_was_made_with(compared: Path, tiny: Tiny) -> None:
-    report = read(compared / "report.json")
-    assert report["environment"].keys() >= {
-        "otloss",
-        "torch",
-        "transformers",
-        "python",
-        "platform",
-        "threads",
-        "device",
-    }
-    assert report["settings"]["training"]["learning_rate"] == 3e-3
-    assert report["settings"]["judge"] == str(tiny.gpt2)
-    assert report["settings"].keys() >= {"start_fingerprint", "train_blocks", "test_blocks", "max_new_tokens"}
-    assert report["failures"] == []
-    assert {len(run["samples"]) for run in report["runs"]} == {10}
-    assert {name for name in ("report.md", "samples.md") if (compared / name).is_file()} == {"report.md", "samples.md"}
-
-
 def test_arms_and_seeds_can_be_added(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     assert cli(*compare_options(tiny, folder, objectives=["mle"], seeds=[0])).code == 0
@@ -158,13 +138,13 @@ def test_arms_and_seeds_can_be_added(cli: Cli, tiny: Tiny, tmp_path: Path) -> No
     assert not list(folder.glob("tailr*"))
 
 
-@pytest.mark.parametrize("moment", ["training", "sampling", "judging"])
-def test_an_interrupted_comparison_ends_like_an_unbroken_one(
+@pytest.mark.parametrize("moment", ["training", pytest.param("judging", marks=pytest.mark.slow)])
+def test_an_interrupted_comparison_ends_like_an_uninterrupted_one(
     cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
 ) -> None:
     """Stopped in its third training of four, or after that."""
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-    assert cli(*compare_options(tiny, unbroken)).code == 0
+    uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
+    assert cli(*compare_options(tiny, uninterrupted)).code == 0
     calls = iter(range(100))
     with monkeypatch.context() as patch:
         if moment == "training":
@@ -177,30 +157,20 @@ def test_an_interrupted_comparison_ends_like_an_unbroken_one(
 
             patch.setattr(compare, "train_run", third)
         else:
-            name, after = {"sampling": ("sample_texts", 3), "judging": ("score_texts", 4)}[moment]
-            work = getattr(measuring, name)
+            judge = measuring.score_texts
 
             def late(*args: Any, **kwargs: Any) -> Any:
-                if next(calls) == after:
+                if next(calls) == 4:
                     raise KeyboardInterrupt
-                return work(*args, **kwargs)
+                return judge(*args, **kwargs)
 
-            patch.setattr(measuring, name, late)
+            patch.setattr(measuring, "score_texts", late)
         assert cli(*compare_options(tiny, broken)).code == 130
     assert (broken / "mle-seed0/results.json").exists()
     done = (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns
     assert cli(*compare_options(tiny, broken)).code == 0
     assert (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns == done
-    assert comparable(unbroken) == comparable(broken)
-
-
-def test_killed_between_the_last_step_and_its_results(cli: Cli, compared: Path, tiny: Tiny, tmp_path: Path) -> None:
-    """Nothing is left to train then, only to evaluate."""
-    folder = shutil.copytree(compared, tmp_path / "copy")
-    for name in ("results.json", "log.json", "test.json"):
-        (folder / "mle-seed1" / name).unlink()
-    assert cli(*compare_options(tiny, folder, objectives=["mle"], samples_per_prompt=2)).code == 0
-    assert runs_of(folder, "mle") == runs_of(compared, "mle")
+    assert comparable(uninterrupted) == comparable(broken)
 
 
 def comparable(folder: Path) -> Any:
@@ -209,30 +179,7 @@ def comparable(folder: Path) -> Any:
     return report | {"settings": {k: v for k, v in report["settings"].items() if k != "training"}}
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("file", ["emo-seed0/checkpoint-60/trainer_state.json", "mle-seed1/test.json"])
-def test_kill_9(tiny: Tiny, tmp_path: Path, file: str) -> None:
-    """In the middle of a training, and after results exist."""
-    unbroken, broken = tmp_path / "unbroken", tmp_path / "broken"
-
-    def start(folder: Path) -> subprocess.Popen[bytes]:
-        command = module_command(*compare_options(tiny, folder, max_steps=90, save_steps=30))
-        with (tmp_path / f"{folder.name}.err").open("ab") as log:
-            environment = os.environ | {"OMP_NUM_THREADS": "1"}
-            return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=log, env=environment)
-
-    victim = start(broken)
-    wait_for((broken / file).exists, victim)
-    time.sleep(0.03)
-    victim.send_signal(signal.SIGKILL)
-    assert victim.wait(10) == -signal.SIGKILL
-    assert not (broken / "report.json").exists()
-    for folder in (broken, unbroken):
-        assert start(folder).wait(200) == 0, (tmp_path / f"{folder.name}.err").read_text()
-    assert comparable(unbroken) == comparable(broken)
-
-
-def test_a_failing_arm_takes_no_other_with_it(
+def test_a_failed_arm_is_reported_and_the_others_continue(
     cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     train = compare.train_run
@@ -255,9 +202,9 @@ def test_a_failing_arm_takes_no_other_with_it(
     assert [(run["arm"], run["seed"]) for run in report["failures"]] == [("emo", 1), ("emo/T=0.5", 1)]
     assert len(report["runs"]) == 4
     assert "failed: emo, seed 1" in (tmp_path / "run/report.md").read_text(encoding="utf-8")
-    mended = cli(*compare_options(tiny, tmp_path / "run", objectives=arms))
-    assert mended.code == 0
-    assert "failed" not in mended.out
+    again = cli(*compare_options(tiny, tmp_path / "run", objectives=arms))
+    assert again.code == 0
+    assert "failed" not in again.out
 
 
 def test_a_comparison_whose_every_arm_fails_says_why(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -275,17 +222,7 @@ def test_without_judge_and_with_samples_too_short_to_measure(cli: Cli, tiny: Tin
     assert "±" not in ended.out  # one seed has no spread
 
 
-def test_best_checkpoint_per_epoch(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    every = {"eval_strategy": "epoch", "save_strategy": "epoch", "max_steps": -1, "num_train_epochs": 2}
-    options = compare_options(
-        tiny, tmp_path / "run", seeds=[0], objectives=["emo"], load_best_model_at_end=True, **every
-    )
-    assert cli(*options).code == 0
-    log = read(tmp_path / "run/emo-seed0/log.json")
-    assert len([entry for entry in log if "eval_nll" in entry]) == 3
-
-
-def test_another_judge_under_the_same_path_is_refused(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+def test_another_judge_under_the_same_path_raises(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     judge = tmp_path / "judge"
     shutil.copytree(tiny.gpt2, judge)
     asked = compare_options(tiny, tmp_path / "run", judge=judge, objectives=["mle"], seeds=[0])
@@ -297,10 +234,3 @@ def test_another_judge_under_the_same_path_is_refused(cli: Cli, tiny: Tiny, tmp_
     done = cli(*asked)
     assert done.code == 2
     assert "judge_fingerprint" in done.error
-
-
-def test_arms_that_the_new_report_leaves_out_are_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    for objectives in (["mle"], ["mixce:1.0"]):
-        done = cli(*compare_options(tiny, tmp_path / "run", objectives=objectives, seeds=[0]))
-        assert done.code == 0
-    assert "left out of the new report: mle" in done.err

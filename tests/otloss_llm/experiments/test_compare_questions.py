@@ -1,4 +1,4 @@
-"""Comparisons on questions with answers: arms of numbers, what is measured, work done once, refusals."""
+"""Comparisons on questions with answers: arms of numbers, what is measured, results kept and read again, errors."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ import torch
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.data.questions import AnsweredQuestions, Question
-from otloss_llm.experiments import measuring
-from otloss_llm.experiments.compare import HUMAN, RIGHT, START, Arm, Comparison, QuestionData, parse_arm, run_comparison
-from otloss_llm.training.loading import load_blocks, load_model, load_tokenizer
-from tests.otloss_llm.conftest import Cli, Tiny, compare_options, options, read, save, without_wall_times
+from otloss_llm.experiments.compare import HUMAN, RIGHT, START, Comparison, QuestionData, parse_arm, run_comparison
+from otloss_llm.models.loading import load_model, load_tokenizer
+from tests.otloss_llm.conftest import Cli, Tiny, compare_options, options, read, save
 
 SUMS = [(3, 4), (12, 30), (5, 5), (9, 8), (20, 1), (7, 70), (2, 2), (41, 3), (6, 6), (10, 15), (8, 0), (33, 33)]
 
@@ -46,7 +44,7 @@ def asked(tiny: Tiny, files: tuple[Path, Path], folder: Path, **changes: object)
         "model_name_or_path": tiny.llama, "train_questions": files[0], "test_questions": files[1], "output_dir": folder,
         "max_steps": 3, "save_steps": 2, "logging_steps": 3, "learning_rate": 3e-3, "use_cpu": True,
         "per_device_train_batch_size": 4, "disable_tqdm": True, "max_new_tokens": 5, "block_size": 32,
-        "objectives": ["mle", "number_token/span-log"], "seeds": [0, 1],
+        "objectives": ["mle", "number_token/log"], "seeds": [0, 1],
     }  # fmt: skip
     return ["compare", *options(**{key: value for key, value in (base | changes).items() if value is not None})]
 
@@ -64,52 +62,6 @@ def rows_of(table: str) -> dict[str, dict[str, str]]:
     return {row[0]: dict(zip(cells[0][1:], row[1:], strict=True)) for row in cells[1:]}
 
 
-# ---- arms --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("text", "arm", "name"),
-    [
-        ("number_token", Arm("number_token"), "number_token"),
-        ("number_token/wasserstein", Arm("number_token"), "number_token"),
-        ("Number_Token:0.5/mse", Arm("number_token:0.5", numbers=NumberSettings("mse")), "number_token:0.5/mse"),
-        ("number_token/log/mae", Arm("number_token", numbers=NumberSettings("mae", "log")), "number_token/mae/log"),
-        (
-            "number_token/T=2/span-relative",
-            Arm("number_token", temperature=2.0, numbers=NumberSettings(span="relative")),
-            "number_token/span-relative/T=2",
-        ),
-        ("emo+number/rank/random", Arm("emo+number", "random", numbers=NumberSettings(scaling="rank")),
-         "emo+number/random/rank"),
-    ],
-)  # fmt: skip
-def test_arms_of_numbers_are_read_from_their_names(text: str, arm: Arm, name: str) -> None:
-    assert parse_arm(text) == arm
-    assert arm.name == name
-    assert parse_arm(name) == arm
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mle/random", "'random' is an embedding, and it reads no cost"),
-        ("mle/mse", "'mse' is a distance of numbers, which number_token and emo\\+number read; expected"),
-        ("emo/span-log", "'span-log' is a distance of numbers"),
-        ("number_token/random", "'random' is an embedding, and it reads none"),
-        ("number_token/mse/huber", "'huber' is a second form"),
-        ("emo/random/shuffled", "'shuffled' is a second embedding"),
-        ("emo+number/span-log", "'span-log' goes with number_token"),
-        ("emo+number/mse", "'mse' goes with number_token"),
-        ("number_token/mse/span-log", "arm 'number_token/mse/span-log': span='log' judges whole numbers"),
-        ("number_token/span-rank", r"'span-rank' is not understood; expected objective\[/as-is .*/span-log"),
-        ("number_token/cubic", "'cubic' is not understood"),
-    ],
-)
-def test_arms_of_numbers_that_are_none(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_arm(text)
-
-
 # ---- results -----------------------------------------------------------------------------------------------------
 
 
@@ -125,14 +77,14 @@ def compared(tiny: Tiny, files: tuple[Path, Path], tmp_path_factory: pytest.Temp
 def test_every_run_is_in_the_table_and_the_text_itself_is_not(compared: Path) -> None:
     report = read(compared / "report.json")
     assert [(run["arm"], run["seed"]) for run in report["runs"]] == [
-        (arm, seed) for seed in (0, 1) for arm in ("mle", "number_token/span-log")
+        (arm, seed) for seed in (0, 1) for arm in ("mle", "number_token/log")
     ]
     assert report["questions"] == {
         "count": 4, "style": "mathematics", "kinds": {"big": 2, "tiny": 2}, "cut_short": 0, "seen": 0,
     }  # fmt: skip
     text = (compared / "report.md").read_text(encoding="utf-8")
     rows = rows_of(text.split("\n\n", 1)[1])
-    assert list(rows) == [START, "mle", "number_token/span-log"]
+    assert list(rows) == [START, "mle", "number_token/log"]
     assert HUMAN not in text
     nll = [run["answer_nll"] for run in report["runs"] if run["arm"] == "mle"]
     assert rows["mle"]["nll of answers ↓"] == f"{np.mean(nll):.3f} ± {np.std(nll, ddof=1):.3f}"
@@ -147,7 +99,7 @@ def test_every_run_is_in_the_table_and_the_text_itself_is_not(compared: Path) ->
 
 def test_the_numbers_are_those_of_the_model(compared: Path, files: tuple[Path, Path]) -> None:
     """Likelihood, number tokens and greedy answers of one run, each question by itself, by other means."""
-    folder = compared / "number_token-span-log-seed1"
+    folder = compared / "number_token-log-seed1"
     model, tokenizer = load_model(str(folder)).eval(), load_tokenizer(str(folder))
     texts = {i: tokenizer.decode([i]).strip() for i in range(len(tokenizer))}
     numbers = {i: int(text) for i, text in texts.items() if text.isdecimal()}
@@ -172,14 +124,6 @@ def test_the_numbers_are_those_of_the_model(compared: Path, files: tuple[Path, P
     assert tested["answer_tokens"] == len(nll)
     assert tested["number_token_log_error"] == pytest.approx(np.mean(errors), rel=1e-5)
     assert read(folder / "answers.json") == answers
-
-
-def test_arms_differ_by_their_cost_alone(compared: Path) -> None:
-    weights = [(compared / f"{name}-seed0/model.safetensors").read_bytes() for name in ("mle", "number_token-span-log")]
-    assert weights[0] != weights[1]
-    plain, numeric = (read(compared / f"{name}-seed0/run.json") for name in ("mle", "number_token-span-log"))
-    assert {key for key in numeric if plain.get(key) != numeric[key]} == {"objective", "cost", "numbers"}
-    assert numeric["numbers"] == {"form": "wasserstein", "scaling": "symlog", "span": "log"}
 
 
 def test_what_is_there_is_neither_trained_nor_asked_again(
@@ -217,53 +161,26 @@ def test_what_is_there_is_neither_trained_nor_asked_again(
     assert len(read(folder / "report.json")["runs"]) == 6
 
 
-@pytest.mark.parametrize("work", ["sequence_nll", "answer_questions"])
-def test_an_interrupted_comparison_ends_like_an_unbroken_one(
-    cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, work: str
-) -> None:
-    """Stopped while the second run is measured."""
-    made, calls = getattr(measuring, work), iter(range(9))
-
-    def late(*args: Any, **kwargs: Any) -> Any:
-        if next(calls) == 2:
-            raise KeyboardInterrupt
-        return made(*args, **kwargs)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(measuring, work, late)
-        assert cli(*asked(tiny, files, tmp_path / "broken")).code == 130
-    before = written(tmp_path / "broken")
-    assert cli(*asked(tiny, files, tmp_path / "broken")).code == 0
-    assert {path: at for path, at in written(tmp_path / "broken").items() if path in before} == before
-    assert cli(*asked(tiny, files, tmp_path / "whole")).code == 0
-    reports = [without_wall_times(read(tmp_path / name / "report.json")) for name in ("broken", "whole")]
-    for report in reports:
-        del report["settings"]["training"]
-    assert reports[0] == reports[1]
-
-
-def test_test_questions_are_taken_from_the_training_ones_and_cut_to_a_number(
-    cli: Cli, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_questions_may_come_from_the_training_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """A share of it, thinned to a number; right answers that are too long are counted."""
     train = write_questions(tmp_path / "all.jsonl", SUMS)
-    shares = {"test_questions": None, "test_fraction": 0.5, "validation_fraction": 0.0}
     given = asked(
-        tiny, (train, train), tmp_path / "run", **shares, num_questions=3, objectives=["emo"], seeds=[0],
-        max_new_tokens=1,
+        tiny, (train, train), tmp_path / "run", test_questions=None, test_fraction=0.5, validation_fraction=0.0,
+        num_questions=3, objectives=["emo"], seeds=[0], max_new_tokens=1,
     )  # fmt: skip
     ended = cli(*given)
     assert ended.code == 0
     report = read(tmp_path / "run/report.json")
     assert report["prompts"] == [f"{a} + {b}?" for a, b in (SUMS[0], SUMS[4], SUMS[8])]  # 0, 2, ... 10 thinned
     assert "note: 2 right answers are longer than max_new_tokens=1" in ended.err  # 21 and 12, not 7
-    assert "±" not in ended.out
     assert "num_questions: 3 there, 4 asked for" in cli(*given, "--num_questions", "4").error
+    seen = write_questions(tmp_path / "seen.jsonl", [*SUMS[6:8], SUMS[6], (1, 90)])
+    ended = cli(*asked(tiny, (train, seen), tmp_path / "seen", objectives=["mle"], seeds=[0], validation_fraction=0))
+    assert "note: 3 of 4 test questions are also training questions" in ended.err
 
 
-def test_what_is_refused_leaves_room_for_another_try(
-    cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path
-) -> None:
-    """Some questions have room for their answers, one has not; the limit that is named is one that works."""
+def test_the_longest_answer_that_fits_is_named(cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path) -> None:
+    """One question is too long for the answers; the limit in the message works."""
     lines = [json.loads(line) for line in files[1].read_text().splitlines()]
     lines[1]["question"] = "?" * 40
     (tmp_path / "long.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
@@ -271,19 +188,9 @@ def test_what_is_refused_leaves_room_for_another_try(
     error = cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=30)).error
     said = re.search(r"^1 of 4 test questions .* give at most --max_new_tokens (\d+), or leave the long ones", error)
     assert said is not None
-    room = int(said[1])
-    assert "1 of 4" in cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=room + 1)).error
-    assert cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=room)).code == 0
-
-
-def test_questions_that_were_trained_on_are_counted(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    train = write_questions(tmp_path / "train.jsonl", SUMS[:8])
-    test = write_questions(tmp_path / "test.jsonl", [*SUMS[6:10], SUMS[6]])
-    ended = cli(*asked(tiny, (train, test), tmp_path / "run", objectives=["mle"], seeds=[0], validation_fraction=0))
-    assert ended.code == 0
-    assert "note: 3 of 5 test questions are among the training questions too" in ended.err
-    assert read(tmp_path / "run/report.json")["questions"]["seen"] == 3
-    assert "3 of the test questions are among the" in (tmp_path / "run/report.md").read_text(encoding="utf-8")
+    limit = int(said[1])
+    assert "1 of 4" in cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=limit + 1)).error
+    assert cli(*asked(tiny, files, tmp_path / "run", **given, max_new_tokens=limit)).code == 0
 
 
 def test_the_style_is_that_of_all_questions(cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path) -> None:
@@ -306,7 +213,7 @@ def test_questions_without_a_number_to_train_on(cli: Cli, tiny: Tiny, files: tup
     path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
     given = {"train_questions": path, "objectives": ["mle", "number_token"], "seeds": [0], "validation_fraction": 0}
     error = cli(*asked(tiny, files, tmp_path / "run", **given)).error
-    assert re.match(r"none of the \d+ tokens that are trained on is a number, and number_token would be mle", error)
+    assert re.match(r"none of the \d+ tokens that are trained on is a number, so number_token would equal mle", error)
     assert not (tmp_path / "run").exists()
     given |= {"train_on_question": True, "objectives": ["number_token"], "max_steps": 1}
     ended = cli(*asked(tiny, files, tmp_path / "run", **given))
@@ -315,7 +222,7 @@ def test_questions_without_a_number_to_train_on(cli: Cli, tiny: Tiny, files: tup
 
 
 def test_a_tokenizer_without_numbers(tiny: Tiny, tmp_path: Path) -> None:
-    """Words alone: the number tokens have no scores, and an arm of numbers is refused before anything is made."""
+    """Number tokens have no scores, and an arm of numbers raises before anything is written."""
     import transformers
     from tokenizers import Tokenizer, models, pre_tokenizers
 
@@ -346,26 +253,16 @@ def test_a_tokenizer_without_numbers(tiny: Tiny, tmp_path: Path) -> None:
     assert not (tmp_path / "numbers").exists()
 
 
-# ---- refusals ----------------------------------------------------------------------------------------------------
+# ---- errors ----------------------------------------------------------------------------------------------------
 
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+INVALID: dict[str, tuple[dict[str, Any], str]] = {
     "text too": ({"train_text": "x.txt"}, "got both of --train_text and --train_questions"),
-    "nothing": ({"train_questions": None, "test_questions": None}, "got neither of --train_text and --train_questions"),
-    "test text": ({"test_text": "x.txt"}, "--test_text given beside --train_questions"),
-    "no test": ({"test_questions": None, "test_fraction": 0}, "there are no test questions; give --test_questions"),
-    "judge": ({"judge": "x"}, "judge is 'x', but the data is questions, whose answers are greedy and not judged"),
-    "prompts": ({"prompt_tokens": 3}, "prompt_tokens is 3, but the data is questions"),
-    "samples": ({"samples_per_prompt": 2}, "samples_per_prompt is 2, but the data is questions"),
+    "test text": ({"test_text": "x.txt"}, "--test_text cannot be combined with --train_questions"),
+    "no test": ({"test_questions": None, "test_fraction": 0}, "there is no test data; give --test_questions"),
     "temperature": ({"objectives": ["mle", "mle/T=0.5"]}, "['mle/T=0.5'] have a temperature"),
-    "style": ({"answer_style": "latex"}, "invalid choice: 'latex' (choose from"),
     "other style": ({"answer_style": "gsm8k"}, "expected answer 0 ('12') has no answer of the style 'gsm8k'"),
     "too few": ({"num_questions": 0}, "num_questions is 0, expected 1 or more"),
-    "twice": ({"objectives": ["number_token", "number_token:0.3/wasserstein"]}, "expected each once"),
-    "arm": ({"objectives": ["mle/log"]}, "arm 'mle/log': 'log' is a distance of numbers"),
-    "no span": ({"objectives": ["number_token/mse/span-log"]}, "span='log' judges whole numbers"),
-    "same cost": ({"objectives": ["number_token", "mle", "number_token:0.3/symlog"]}, "expected each once"),
-    "same span": ({"objectives": ["number_token/span-log", "number_token:0.3/span-log"]}, "expected each once"),
-    "column of text": ({"text_column": "story"}, "--text_column given beside --train_questions"),
+    "twice": ({"objectives": ["number_token", "number_token:0.3/symlog"]}, "expected each once"),
     "answers too long": (
         {"max_new_tokens": 60, "num_questions": 3},
         "3 of 3 test questions and an answer of --max_new_tokens 60 exceed the model's context of 64 tokens, the "
@@ -374,33 +271,17 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED)
-def test_what_does_not_go_with_questions(
+@pytest.mark.parametrize("case", INVALID)
+def test_invalid_comparisons_print_one_line(
     cli: Cli, tiny: Tiny, files: tuple[Path, Path], tmp_path: Path, case: str
 ) -> None:
-    changes, message = REFUSED[case]
-    ended = cli(*asked(tiny, files, tmp_path / "run", **changes))
-    assert message in ended.error
-    assert "dropped" not in ended.err
+    changes, message = INVALID[case]
+    assert message in cli(*asked(tiny, files, tmp_path / "run", **changes)).error
     assert not (tmp_path / "run").exists()
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"num_questions": 3}, "num_questions is 3, but the data is text, where nothing is asked; leave it out."),
-        ({"answer_style": "last"}, "answer_style is 'last', but the data is text"),
-        ({"test_questions": "x.jsonl"}, "--test_questions given beside --train_text"),
-    ],
-)
-def test_what_does_not_go_with_text(
-    cli: Cli, tiny: Tiny, tmp_path: Path, changes: dict[str, Any], message: str
-) -> None:
-    assert message in cli(*compare_options(tiny, tmp_path / "run", **changes)).error
-
-
-def test_emo_and_emo_with_numbers_are_two_arms_and_text_goes_on_as_before(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    """The settings that a folder of text is entered with are those of before there were questions."""
+def test_emo_and_emo_with_numbers_are_two_arms_of_text(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """The settings of a folder of text name neither questions nor, for EMO, numbers: such folders stay valid."""
     arms = ["emo", "emo+number", "number_token"]
     ended = cli(*compare_options(tiny, tmp_path / "run", objectives=arms, seeds=[0], max_steps=1))
     assert ended.code == 0
@@ -411,29 +292,6 @@ def test_emo_and_emo_with_numbers_are_two_arms_and_text_goes_on_as_before(cli: C
     assert whole.keys() >= {"judge", "num_prompts", "prompt_tokens", "samples_per_prompt"}
     assert mixed.keys() - emo.keys() == {"cost", "numbers"}
     assert not {"cost", "numbers"} & emo.keys()
-    report = read(tmp_path / "run/report.json")
-    runs = report["runs"]
-    start, tokenizer = load_model(str(tmp_path / "run/emo-seed0")).eval(), load_tokenizer(str(tiny.llama))
-    texts = [tokenizer.decode([i]).strip() for i in range(len(tokenizer))]
-    numbers = {i: int(text) for i, text in enumerate(texts) if text.isdecimal()}
-    blocks = load_blocks(
-        tokenizer, train=str(tiny.text), validation=None, test=None, block_size=24, validation_fraction=0.05,
-        test_fraction=0.05,
-    )[2]  # fmt: skip
-    assert blocks is not None
-    right, errors = [], []
-    for block in blocks.ids.long():
-        with torch.no_grad():
-            logs = start(input_ids=block[None]).logits[0].double().log_softmax(-1)
-        for t in range(1, len(block)):
-            if int(block[t]) in numbers:
-                value = numbers[int(block[t])]
-                right.append(numbers.get(int(logs[t - 1].argmax())) == value)
-                share = torch.stack([logs[t - 1, i] for i in numbers]).softmax(0).tolist()
-                far = [abs(math.log1p(v) - math.log1p(value)) for v in numbers.values()]
-                errors.append(sum(p * d for p, d in zip(share, far, strict=True)))
-    assert runs[0]["number_token_accuracy"] == pytest.approx(np.mean(right))
-    assert runs[0]["number_token_log_error"] == pytest.approx(np.mean(errors), rel=1e-5)
-    assert f"{np.mean(errors):.3f}" in rows_of(ended.out)["emo"][f"log error of number tokens ↓ (n = {len(errors)})"]
-    assert report["start"].keys() >= {"number_token_accuracy", "number_token_log_error"}
+    runs = read(tmp_path / "run/report.json")["runs"]
+    assert runs[0]["number_token_log_error"] > 0
     assert len({run["test_nll"] for run in runs}) == 3

@@ -1,4 +1,4 @@
-"""The demo at a hundredth of its length and on a corner of its corpus: report, figure and table come out."""
+"""The demo at a hundredth of its length, with fewer arms and documents, writes its report, figure and table."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ CORNER = 150  # documents of each package
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(DEMO.parent))  # it imports docstring_corpus.py
     spec = importlib.util.spec_from_file_location("emo_demo", DEMO)
     assert spec is not None
     assert spec.loader is not None
@@ -27,6 +28,7 @@ def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
     whole = module.docstring_corpus
     monkeypatch.setattr(module, "docstring_corpus", lambda package: whole(f"{package}.linear_model"
                         if package == "sklearn" else f"{package}.stats")[:CORNER])  # fmt: skip
+    monkeypatch.setattr(module, "ARMS", ("mle", "emo/random", "mle/T=0.8"))
     return module
 
 

@@ -90,9 +90,9 @@ def test_a_mean_is_over_all_seeds_or_not_given() -> None:
 MANY = [f"mixce:{i / 20}" for i in range(11)] + ["emo", "emo/random", "mle/T=0.8"]
 
 
-@pytest.mark.parametrize("case", ["few", "many", "one", "no judge", "outlier", "judge of some"])
+@pytest.mark.parametrize("case", ["many", "one", "outlier", "judge of some"])
 def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: str) -> None:
-    """What it looks like was looked at; here it must only come out, and without a warning."""
+    """Without a warning, also with values that differ by a large factor."""
     pytest.importorskip("matplotlib")
     arms = MANY if case == "many" else ["emo"] if case == "one" else ["mle", "tailr", "emo"]
     results = made_up(arms, [0] if case == "one" else [0, 1], judged=case != "no judge")
@@ -104,20 +104,6 @@ def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: 
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert table.splitlines()[2].startswith(f"| {START} | 100.00 |")
     assert "![figure](figure.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
-
-
-def test_one_outlier_does_not_squash_the_rest() -> None:
-    pytest.importorskip("matplotlib")
-    results = made_up(["mle", "tailr", "mixce", "emo"], [0, 1])
-    for run in results["runs"]:
-        if run["arm"] == "emo":
-            run |= {"test_perplexity": 1e6, "judge_perplexity": 1e5, "transport_cost": 40.0}
-    trade, cost = report._figure_of_text(results).axes
-    assert trade.get_xlim()[1] < 30
-    assert cost.get_xlim()[1] < 1.0
-    said = [text.get_text() for axes in (trade, cost) for text in axes.texts]
-    assert "emo, off the axes: 1e+06, 1e+05" in said
-    assert "40.0000 →" in said
 
 
 def test_columns_say_how_much_they_are_about() -> None:
@@ -147,16 +133,16 @@ def made_up_answers(arms: list[str], seeds: list[int], *, answered: bool = True)
         for key in ("test_perplexity", "transport_cost"):
             del run[key]
         run |= {"exact_match": generator.random(), "answer_nll": 1.0, "numeric": 0.5}
-        run |= {"mean_log_error": generator.random() if answered else None, "by_kind": {"a": 0.25, "b": 0.75}}
-    told = {"count": 4, "style": "last", "kinds": {"a": 3, "b": 1}, "cut_short": 2, "seen": 1}
+        run |= {"mean_log_error": generator.random() if answered else None, "by_kind": {"a | x": 0.25, "b": 0.75}}
+    told = {"count": 4, "style": "last", "kinds": {"a | x": 3, "b": 1}, "cut_short": 2, "seen": 1}
     return results | {"questions": told, "settings": {"max_new_tokens": 7}}
 
 
-@pytest.mark.parametrize("case", ["few", "many", "one seed", "nobody answered", "one did not"])
+@pytest.mark.parametrize("case", ["many", "one seed", "nobody answered", "one did not"])
 def test_the_report_on_questions(tmp_path: Path, case: str) -> None:
     """As above, and the notes are its own."""
     pytest.importorskip("matplotlib")
-    arms = [f"number_token:0.{i}/span-log" for i in range(10)] if case == "many" else ["mle", "emo", "emo+number"]
+    arms = [f"number_token:0.{i}/log" for i in range(10)] if case == "many" else ["mle", "emo", "emo+number"]
     results = made_up_answers(arms, [0] if case == "one seed" else [0, 1], answered=case != "nobody answered")
     if case == "one did not":
         results["runs"][1]["mean_log_error"] = None
@@ -169,23 +155,15 @@ def test_the_report_on_questions(tmp_path: Path, case: str) -> None:
     assert "2 of the right answers are numbers" in text
     assert "judge" not in text
     assert "2 of the right answers are longer than the 7 tokens" in text
-    assert "1 of the test questions are among the training questions" in text
+    assert "1 of the test questions are also training questions" in text
     assert "An empty cell" in text
     assert "`emo+number`: EMO whose" in text
+    assert "| a \\| x | 3 |" in text
     assert f"| b | 1 | {' | '.join(['75.0'] * len(arms))} |" in text
     share = f"{100 * results['start']['exact_match']:.1f}"
     assert table.splitlines()[2].startswith(f"| {START} | {share} |")
     if case == "one did not":
         assert [line.split("|")[3].strip() == "" for line in table.splitlines()[3:6]] == [False, True, False]
-
-
-def test_a_kind_is_shown_as_it_is(tmp_path: Path) -> None:
-    results = made_up_answers(["mle"], [0])
-    results["questions"]["kinds"] = {"a | b": 3, "b": 1}
-    for run in results["runs"]:
-        run["by_kind"] = {"a | b": 0.5, "b": 0.25}
-    write_report(results, tmp_path)
-    assert "| a \\| b | 3 | 50.0 |" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("arms", [["mle", "emo"], ["mle", "number_token/log"]])

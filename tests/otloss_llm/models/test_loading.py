@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import shutil
 import time
 from pathlib import Path
@@ -15,13 +14,13 @@ transformers = pytest.importorskip("transformers")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
-from otloss_llm.training.loading import (  # noqa: E402
+from otloss_llm.models.loading import (  # noqa: E402
     fingerprint,
-    load_cost,
     load_model,
     load_model_and_tokenizer,
     load_tokenizer,
 )
+from otloss_llm.training.loading import load_cost  # noqa: E402
 from tests.otloss_llm.conftest import Tiny, save  # noqa: E402
 
 SMALL = {

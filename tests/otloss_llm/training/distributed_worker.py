@@ -28,37 +28,34 @@ FSDP = {"fsdp": True, "fsdp_config": {
 }}  # fmt: skip
 
 
-def train(folder: Path, name: str, per_device: int, *, fsdp: bool = False) -> None:
-    """Short runs of ObjectiveTrainer; one rank's rows hold many more labels, and more numbers, than the other's.
-
-    The model of the second rank is another one: DDP and FSDP (cpu_ram_efficient_loading) begin with the first rank's.
-    """
+def objectives(fsdp: bool) -> dict[str, dict[str, Any]]:
+    """What is trained: EMO, and under DDP a mean over numbers, of which one rank has many more than the other."""
     values = torch.where(torch.arange(VOCAB) % 3 == 0, torch.arange(VOCAB) % 10, torch.nan)
-    settings: dict[str, dict[str, Any]] = {"emo": {"objective": "emo"}}
-    if not fsdp:
-        settings["numbers"] = {"objective": NumberToken(), "cost": NumberCost(values)}
-    made = {kind: _run(folder / kind, name, per_device, fsdp, given) for kind, given in settings.items()}
-    if int(os.environ["RANK"]) == 0:
-        torch.save(made, folder / f"{name}.pt")
+    numbers = {} if fsdp else {"numbers": {"objective": NumberToken(), "cost": NumberCost(values)}}
+    return {"emo": {"objective": "emo"}} | numbers
 
 
-def _run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, Any]) -> dict[str, Any]:
-    model = tiny_model("llama" if name.endswith("untied") else "llama-tied", seed=int(os.environ["RANK"]))
+def run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, Any]) -> dict[str, Any]:
+    """A short run of ObjectiveTrainer; one rank's rows hold many more labels than the other's.
+
+    The model of the second rank is another one: DDP and FSDP (cpu_ram_efficient_loading) start from the first rank's.
+    """
+    model = tiny_model("llama" if name.endswith("untied") else "llama-tied", seed=int(os.environ.get("RANK", 0)))
     if fsdp:
         let_accelerate_shard_on_a_cpu()
     data = rows(ROWS)
     for index in range(0, ROWS, 6):
         data[index]["labels"] = [-100] * len(data[index]["labels"])
-    run = trainer(
+    made = trainer(
         folder, model, optim="sgd", max_steps=4, gradient_accumulation_steps=2,
         per_device_train_batch_size=per_device, train_dataset=data, ddp_find_unused_parameters=False,
         **given, **FSDP if fsdp else {},
     )  # fmt: skip
-    run.train()
-    assert run.accelerator.is_fsdp2 == fsdp == hasattr(run.model.lm_head.weight, "placements")
-    whole = {key: p.full_tensor() if fsdp else p for key, p in run.model.named_parameters()}  # type: ignore[operator]
-    metrics = run.evaluate()
-    logs = [entry for entry in run.state.log_history if "nll" in entry]
+    made.train()
+    assert made.accelerator.is_fsdp2 == fsdp == hasattr(made.model.lm_head.weight, "placements")
+    whole = {key: p.full_tensor() if fsdp else p for key, p in made.model.named_parameters()}  # type: ignore[operator]
+    metrics = made.evaluate()
+    logs = [entry for entry in made.state.log_history if "nll" in entry]
     wanted = ("loss", "nll", "transport_cost")
     return {
         "weights": {key: p.detach() for key, p in whole.items()},
@@ -68,7 +65,7 @@ def _run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, 
 
 
 def let_accelerate_shard_on_a_cpu() -> None:
-    """accelerate drops FSDP without a word where there is no GPU, though all that follows runs on gloo as well."""
+    """accelerate silently drops FSDP without a GPU, though it also works on gloo."""
     import accelerate.state as state
 
     init = state.AcceleratorState.__init__
@@ -150,10 +147,11 @@ def replicated(name: str, rank: int, size: int, *, idle: bool) -> float:
 
 def main() -> None:
     check, folder = sys.argv[1], Path(sys.argv[2])
-    if check.startswith("one"):
-        train(folder, check, 2 * BATCH)
-    elif check.startswith(("ddp", "fsdp")):
-        train(folder, check, BATCH, fsdp=check.startswith("fsdp"))
+    if check.startswith(("ddp", "fsdp")):
+        fsdp = check.startswith("fsdp")
+        made = {kind: run(folder / kind, check, BATCH, fsdp, given) for kind, given in objectives(fsdp).items()}
+        if int(os.environ["RANK"]) == 0:
+            torch.save(made, folder / f"{check}.pt")
     else:
         dist.init_process_group("gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
@@ -171,7 +169,7 @@ def main() -> None:
     if dist.is_initialized():
         dist.barrier()
         dist.destroy_process_group()
-    # About one time in ten torch's threads abort an interpreter that shuts down after FSDP2 over gloo. All is written.
+    # About one time in ten torch's threads abort the interpreter at its exit after FSDP2 over gloo.
     sys.stdout.flush(), sys.stderr.flush()
     os._exit(0)
 

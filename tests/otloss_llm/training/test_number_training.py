@@ -1,4 +1,4 @@
-"""Training with numbers: the trainer against losses written out by hand, compiled programs, the command line."""
+"""Training with numbers: the trainer against losses written out by hand, and the command line."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 import torch  # noqa: E402
-from otloss_llm.costs.number_spans import NumberSpanCost  # noqa: E402
-from tests.otloss_llm.costs.test_number_spans import slow_rows  # noqa: E402
 from torch import Tensor, nn  # noqa: E402
 from torch.utils.data import Subset  # noqa: E402
 
@@ -31,28 +29,22 @@ from otloss_llm import (  # noqa: E402
 )
 from otloss_llm.costs.choice import NumberSettings  # noqa: E402
 from otloss_llm.costs.number_tokens import NumberTokens  # noqa: E402
-from otloss_llm.data.blocks import PackedBlocks  # noqa: E402
-from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions, read_questions  # noqa: E402
+from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions  # noqa: E402
 from otloss_llm.evaluation import number_token_scores, perplexity  # noqa: E402
-from otloss_llm.training.loading import load_model, load_tokenizer  # noqa: E402
+from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402
 from tests.otloss_llm.conftest import Cli, Tiny, read, save, train_options  # noqa: E402
-from tests.otloss_llm.oracles import cosine_matrix, problem  # noqa: E402
-from tests.otloss_llm.scoring import assert_all_close, fused, gradients  # noqa: E402
+from tests.otloss_llm.oracles import cosine_matrix  # noqa: E402
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model  # noqa: E402
 from tests.otloss_llm.training.trainer_cases import (  # noqa: E402
     WARNINGS,
     Row,
     arguments,
-    assert_same_weights,
     logs,
     padded,
     weights,
 )
 
 pytestmark = WARNINGS
-
-DATA = Path(__file__).parents[4] / "shared/data"
-STORIES, GSM8K = DATA / "models/stories260K", DATA / "math/gsm8k-train.jsonl"
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "number_tokens.py"
 
@@ -106,35 +98,20 @@ def a_step(path: Path, model: nn.Module, **settings: Any) -> dict[str, Tensor]:
     return {name: before[name] - parameter for name, parameter in weights(model).items()}
 
 
-# ---- by hand: (logits at the predicting positions, label of each, rows of the span costs) -> D ---
+# ---- by hand: (probabilities at the predicting positions, label of each, head) -> D ---
 
-Transport = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+Transport = Callable[[Tensor, Tensor, Tensor], Tensor]
 TEXT = 1.01 * 9
 
 
-def among(q: Tensor) -> Tensor:
-    """The probabilities of 0 to 9."""
-    return q[:, FIRST : FIRST + 10]
-
-
-def absolute(q: Tensor, y: Tensor, spans: Tensor, head: Tensor) -> Tensor:
+def absolute(q: Tensor, y: Tensor, head: Tensor) -> Tensor:
     number = ((y >= FIRST) & (y < FIRST + 10)).double()
+    digits = q[:, FIRST : FIRST + 10]
     distance = (torch.arange(10.0, dtype=torch.float64) - (y[:, None] - FIRST)).abs()
-    return number * ((among(q) * distance).sum(-1) + TEXT * (1 - among(q).sum(-1)))
+    return number * ((digits * distance).sum(-1) + TEXT * (1 - digits.sum(-1)))
 
 
-def squared_mean(q: Tensor, y: Tensor, spans: Tensor, head: Tensor) -> Tensor:
-    number = ((y >= FIRST) & (y < FIRST + 10)).double()
-    mass = among(q).sum(-1)
-    mean = (among(q) * torch.arange(10.0, dtype=torch.float64)).sum(-1) / mass
-    return number * (mass * (mean - (y - FIRST)) ** 2 + 1.01 * 81 * (1 - mass))
-
-
-def of_spans(q: Tensor, y: Tensor, spans: Tensor, head: Tensor) -> Tensor:
-    return (q * spans).sum(-1)
-
-
-def mixed(q: Tensor, y: Tensor, spans: Tensor, head: Tensor) -> Tensor:
+def mixed(q: Tensor, y: Tensor, head: Tensor) -> Tensor:
     matrix = cosine_matrix(head)
     digits = torch.arange(10.0, dtype=torch.float64)
     matrix[FIRST : FIRST + 10, FIRST : FIRST + 10] = (digits[:, None] - digits).abs() / 9
@@ -154,25 +131,15 @@ def published(weight: float) -> Loss:
     return lambda nll, transport, about: nll.mean() + weight * transport[about].mean()
 
 
-def weighted(weight: float) -> Loss:
-    return lambda nll, transport, about: (nll + weight * transport).mean()
-
-
-SPAN = {"numbers": NumberSettings(span="relative")}
 ARMS: dict[str, tuple[dict[str, Any], Transport, Loss]] = {
     "number_token": ({"objective": "number_token"}, absolute, published(0.3)),
     "weight": ({"objective": NumberToken(0.5)}, absolute, published(0.5)),
-    "mse": ({"objective": "number_token:2", "numbers": NumberSettings(form="mse")}, squared_mean, published(2.0)),
-    "span": ({"objective": "number_token"} | SPAN, of_spans, published(0.3)),
-    "emo of spans": ({"objective": EMO(0.4), "cost": "number"} | SPAN, of_spans, weighted(0.4)),
     "emo+number": ({"objective": "emo+number"}, mixed, emo),
-    "emo, mixed": ({"objective": EMO(), "cost": "mixed"}, mixed, emo),
-}  # fmt: skip
+}
 
 
 def terms(model: nn.Module, data: list[Row], transport: Transport) -> tuple[Tensor, Tensor, Tensor]:
     """nll, D and what the latter is about, of every predicted token, row by row without padding, in float64."""
-    texts = [*NumberTokens.of(of_characters()).texts, *[None] * (VOCAB - FIRST - len(CHARACTERS))]
     head = model.lm_head.weight.detach().double()  # type: ignore[union-attr, operator]
     parts = []
     for row in data:
@@ -180,16 +147,14 @@ def terms(model: nn.Module, data: list[Row], transport: Transport) -> tuple[Tens
         labels = row["labels"][1:]
         kept = [label != -100 for label in labels]
         y = torch.tensor(labels)[kept]
-        spans = torch.tensor(slow_rows(labels, kept, texts, scale="relative", unit=1.0), dtype=torch.float64)
         q = q[kept]
-        about = spans.any(-1) if transport is of_spans else (y >= FIRST) & (y < FIRST + 10) | (transport is mixed)
-        parts.append((-q[torch.arange(len(y)), y].log(), transport(q, y, spans, head), about))
+        about = (y >= FIRST) & (y < FIRST + 10) | (transport is mixed)
+        parts.append((-q[torch.arange(len(y)), y].log(), transport(q, y, head), about))
     nll, distance, about = (torch.cat(part) for part in zip(*parts, strict=True))
     return nll, distance, about
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize(("arm", "accumulation"), [("number_token", 4), ("weight", 1), ("emo+number", 4)])
 def test_a_step_is_the_gradient_of_the_loss_by_hand(tmp_path: Path, arm: str, accumulation: int) -> None:
     settings, transport, formula = ARMS[arm]
     model = tiny_model("llama").double()
@@ -212,9 +177,9 @@ def test_a_step_is_the_gradient_of_the_loss_by_hand(tmp_path: Path, arm: str, ac
         assert error < 1e-5, name  # the cost is in float32
 
 
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", ["number_token", "emo+number"])
 def test_evaluation_reports_the_transport_cost(tmp_path: Path, arm: str) -> None:
-    """From hidden states, and from logits where somebody wants them; in batches of 3."""
+    """From hidden states, and from logits if they are wanted; in batches of 3."""
     settings, transport, formula = ARMS[arm]
     model = tiny_model("llama")
     with torch.no_grad():
@@ -226,19 +191,6 @@ def test_evaluation_reports_the_transport_cost(tmp_path: Path, arm: str) -> None
     for key, values in expected.items():
         for metrics in (plain, with_logits):
             assert metrics[f"eval_{key}"] == pytest.approx(float(values), rel=1e-4), key
-
-
-def test_a_cost_made_by_hand_is_the_one_read_off_the_tokenizer(tmp_path: Path) -> None:
-    tokenizer, size = of_characters(), {"vocab_size": VOCAB}
-    pairs: list[tuple[Any, dict[str, Any]]] = [
-        (NumberCost.from_tokenizer(tokenizer, **size), {}),
-        (NumberCost.from_tokenizer(tokenizer, form="huber", **size), {"numbers": NumberSettings("huber")}),
-        (NumberSpanCost.from_tokenizer(tokenizer, **size), {"numbers": NumberSettings(span="log")}),
-    ]
-    for cost, settings in pairs:
-        by_hand = a_step(tmp_path, tiny_model("llama"), objective=NumberToken(0.3), cost=cost)
-        ours = a_step(tmp_path, tiny_model("llama"), objective="number_token", tokenizer=tokenizer, **settings)
-        assert all(torch.equal(ours[name], change) for name, change in by_hand.items())
 
 
 def test_what_each_objective_is_given(tmp_path: Path) -> None:
@@ -275,50 +227,14 @@ def test_a_batch_without_a_number(tmp_path: Path) -> None:
     data = sums(("ab?", "b a", "a=b"))
     model = tiny_model("llama")
     plain = a_step(tmp_path, copy.deepcopy(model), objective="mle", train_dataset=data)
-    for numbers in (None, NumberSettings(form="mse"), NumberSettings(span="log")):
-        given = {"objective": "number_token", "numbers": numbers, "tokenizer": of_characters(), "train_dataset": data}
-        made = a_step(tmp_path, copy.deepcopy(model), **given)
-        for name, change in plain.items():
-            torch.testing.assert_close(made[name], change, rtol=1e-4, atol=1e-6)
-        run = a_trainer(tmp_path, copy.deepcopy(model), max_steps=1, **given)
-        run.train()
-        assert logs(run, "transport_cost") == [0.0]
-
-
-def test_ignored_labels_alone_change_nothing(tmp_path: Path) -> None:
-    data = [row | {"labels": [-100] * len(row["labels"])} for row in sums()]
-    for numbers in (None, NumberSettings(span="log")):
-        made = a_step(
-            tmp_path, tiny_model("llama"), objective="number_token", numbers=numbers, tokenizer=of_characters(),
-            train_dataset=data,
-        )  # fmt: skip
-        assert not any(change.any() for change in made.values())
-
-
-@pytest.mark.parametrize("arm", ["number_token", "mse", "span", "emo+number"])
-def test_bf16_on_the_cpu(tmp_path: Path, arm: str) -> None:
-    given = ARMS[arm][0] | {"tokenizer": of_characters()}
-    full = a_step(tmp_path, tiny_model("llama"), **given)["lm_head.weight"]
-    for made in (
-        a_step(tmp_path, tiny_model("llama"), bf16=True, **given)["lm_head.weight"],
-        a_step(tmp_path, tiny_model("llama").bfloat16(), **given)["lm_head.weight"].float(),
-    ):
-        assert 1e-5 < float((made - full).norm() / full.norm()) < 0.1
-
-
-@pytest.mark.parametrize("arm", ["mse", "span", "emo+number"])
-def test_resuming_equals_an_unbroken_run_bit_for_bit(tmp_path: Path, arm: str) -> None:
-    start = tiny_model("gpt2")  # with dropout
-    settings = ARMS[arm][0] | {
-        "tokenizer": of_characters(), "max_steps": 4, "save_strategy": "steps", "save_steps": 2,
-        "lr_scheduler_type": "linear", "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
-    }  # fmt: skip
-    unbroken = a_trainer(tmp_path / "a", copy.deepcopy(start), **settings)
-    unbroken.train()
-    resumed = a_trainer(tmp_path / "b", copy.deepcopy(start), **settings)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-2"))
-    assert_same_weights(unbroken.model, resumed.model)
-    assert logs(unbroken, "transport_cost")[-2:] == logs(resumed, "transport_cost")[-2:]
+    run = a_trainer(
+        tmp_path, copy.deepcopy(model), objective="number_token", tokenizer=of_characters(), train_dataset=data,
+        max_steps=1, optim="sgd", learning_rate=1.0,
+    )  # fmt: skip
+    run.train()
+    for (name, before), after in zip(weights(model).items(), weights(run.model).values(), strict=True):
+        torch.testing.assert_close(before - after, plain[name], rtol=1e-4, atol=1e-6)
+    assert logs(run, "transport_cost") == [0.0]
 
 
 def test_questions_need_no_collator(tmp_path: Path) -> None:
@@ -328,14 +244,14 @@ def test_questions_need_no_collator(tmp_path: Path) -> None:
     rows = AnsweredQuestions.from_questions(questions, tokenizer, max_length=24)
     model = tiny_model("llama")
     data = [{key: rows[i][key].tolist() for key in ("input_ids", "labels")} for i in range(len(rows))]
-    given = {"objective": "number_token", "tokenizer": tokenizer, "numbers": NumberSettings(span="log")}
+    given = {"objective": "number_token", "tokenizer": tokenizer, "numbers": NumberSettings(scaling="log")}
     by_hand = a_step(tmp_path, copy.deepcopy(model), train_dataset=data, **given)
     ours = a_step(tmp_path, model, train_dataset=rows, data_collator=None, **given)
     for name, change in by_hand.items():
         torch.testing.assert_close(ours[name], change, rtol=1e-4, atol=1e-7)
 
 
-@pytest.mark.parametrize("case", ["evaluated alone", "evaluated by name", "subset", "subset of a subset"])
+@pytest.mark.parametrize("case", ["evaluated by name", "subset of a subset"])
 def test_other_ways_to_give_questions_need_no_collator_either(tmp_path: Path, case: str) -> None:
     """The mean nll of rows of three lengths, each row by itself."""
     tokenizer, model = of_characters(), tiny_model("llama").eval()
@@ -371,97 +287,55 @@ def test_the_collator_of_other_rows_is_left_to_the_trainer(tmp_path: Path) -> No
     assert other.data_collator is not pad_questions
 
 
-def test_training_lowers_the_error_of_numbers(tmp_path: Path) -> None:
-    tokenizer, start = of_characters(), tiny_model("llama")
+@pytest.mark.parametrize("arm", ["number_token", "emo+number"])
+def test_training_lowers_the_error_of_numbers(tmp_path: Path, arm: str) -> None:
+    tokenizer = of_characters()
     data = AnsweredQuestions.from_questions([Question("a", "4"), Question("b", "82")], tokenizer, max_length=9)
     values = NumberTokens.of(tokenizer, vocab_size=VOCAB).values
-    # A squared error of 81 would swamp the likelihood under a weight made for distances.
-    bent = {"objective": NumberToken(0.02), "numbers": NumberSettings("mse")}
-    for arm, settings in {
-        "mse": bent,
-        **{name: ARMS[name][0] for name in ("number_token", "span", "emo+number")},
-    }.items():
-        run = a_trainer(
-            tmp_path, copy.deepcopy(start), tokenizer=tokenizer, train_dataset=data, data_collator=None, max_steps=30,
-            **settings,
-        )  # fmt: skip
-        before = number_token_scores(run.model, data, values, progress=False)
-        run.train()
-        after = number_token_scores(run.model, data, values, progress=False)
-        assert after.expected_absolute_error < 0.3 * before.expected_absolute_error, arm
-        assert after.number_mass > before.number_mass
-        assert logs(run, "transport_cost")[-1] < 0.3 * logs(run, "transport_cost")[0]
+    run = a_trainer(
+        tmp_path, tiny_model("llama"), tokenizer=tokenizer, train_dataset=data, data_collator=None, max_steps=30,
+        **ARMS[arm][0],
+    )  # fmt: skip
+    before = number_token_scores(run.model, data, values, progress=False)
+    run.train()
+    after = number_token_scores(run.model, data, values, progress=False)
+    assert after.expected_absolute_error < 0.3 * before.expected_absolute_error
+    assert after.number_mass > before.number_mass
+    assert logs(run, "transport_cost")[-1] < 0.3 * logs(run, "transport_cost")[0]
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "no tokenizer": ({"objective": "number_token", "tokenizer": None}, "processing_class=tokenizer"),
-    "no tokenizer for a mixture": ({"objective": "emo+number", "tokenizer": None}, "processing_class=tokenizer"),
+    "no tokenizer": ({"objective": "emo+number", "tokenizer": None}, "processing_class=tokenizer"),
     "no cost": ({"objective": "number_token", "cost": None}, r"NumberToken\(weight=0.3\) needs cost="),
     "a cost without numbers": (
         {"objective": "number_token:0.5", "cost": "embedding"},
-        r"NumberToken\(weight=0.5\) reads how far apart numbers are, and EmbeddingCost knows .* take EMO\(0.5\)",
+        r"NumberToken\(weight=0.5\) needs distances between numbers, which EmbeddingCost has not.* take EMO\(0.5\)",
     ),
     "unknown cost": ({"objective": "number_token", "cost": "numbers"}, r"cost is 'numbers', expected \"auto\", one of"),
-    "settings beside mle": ({"objective": "mle", "numbers": NumberSettings("mse")}, "reads no numbers"),
     "settings beside a cost": (
-        {"objective": "number_token", "numbers": NumberSettings("mse"), "cost": NumberCost(torch.ones(VOCAB))},
-        r"form='mse'.*, got a cost made already: NumberCost",
+        {"objective": "number_token", "numbers": NumberSettings(scaling="log"), "cost": NumberCost(torch.ones(VOCAB))},
+        r"scaling='log'.*, got NumberCost",
     ),
     "another vocabulary": (
         {"objective": "number_token", "cost": NumberCost.from_tokenizer(of_characters())},
         f"vocabulary of {FIRST + len(CHARACTERS)} tokens, the logits have {VOCAB}",
     ),
-    "spans of a mixture": ({"objective": "emo+number"} | SPAN, "span='relative' of numbers goes with number_token"),
     "no number": ({"objective": "number_token", "tokenizer": of_characters("ab?")}, "no token that is a number"),
-    "too many tokens": (
-        {"objective": "number_token", "tokenizer": of_characters(CHARACTERS + "cdefghijklmn")}, "31"
-    ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_what_cannot_be_is_refused(tmp_path: Path, case: str) -> None:
+def test_invalid_settings_raise(tmp_path: Path, case: str) -> None:
     settings, message = BAD[case]
     with pytest.raises(ValueError, match=message):
         a_trainer(tmp_path, tiny_model("llama"), **{"tokenizer": of_characters()} | settings)
 
 
-def test_an_objective_changed_for_one_that_reads_numbers_is_refused(tmp_path: Path) -> None:
+def test_an_objective_changed_after_the_fact_raises(tmp_path: Path) -> None:
     run = a_trainer(tmp_path, tiny_model("llama"), objective="mle", tokenizer=of_characters())
     run.objective = NumberToken()
     with pytest.raises(ValueError, match=r"give the trainer cost=\"number\" or NumberCost"):
         run.train()
-
-
-def test_wrong_types_are_refused(tmp_path: Path) -> None:
-    for settings in ({"numbers": {"form": "mse"}}, {"tokenizer": 3}):
-        with pytest.raises(TypeError, match=r"expected NumberSettings|tokenizer"):
-            a_trainer(tmp_path, tiny_model("llama"), objective="number_token",
-                      **{"tokenizer": of_characters()} | settings)  # fmt: skip
-
-
-# ---- compiled programs -----------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("kind", ["wasserstein", "mse", "mae", "huber", "span"])
-def test_a_compiled_program_has_the_numbers_of_eager(kind: str, reduction: str) -> None:
-    given = problem(50, batch=(3, 8), vocab=VOCAB)
-    given.labels = torch.where(given.labels >= 0, FIRST + given.labels % 12, given.labels)  # digits, '-' and '.'
-    tokens = NumberTokens.of(of_characters(), vocab_size=VOCAB)
-    cost = NumberSpanCost(tokens, dtype=torch.float64) if kind == "span" else NumberCost(tokens.values, form=kind)
-
-    def score(*leaves: Tensor) -> Any:
-        return fused([2.0 * leaves[0], *leaves[1:]], given, objective=NumberToken(), cost=cost, reduction=reduction)
-
-    torch.compiler.reset()
-    leaves, again = given.leaves(), given.leaves()
-    got, want = torch.compile(score, backend="aot_eager", fullgraph=True)(*leaves), score(*again)
-    assert bool((want.cost > 0).any())
-    for mine, expected in zip(got, want, strict=True):
-        torch.testing.assert_close(mine, expected, rtol=1e-14, atol=0)
-    assert_all_close(gradients(got.loss.sum(), leaves), gradients(want.loss.sum(), again), 1e-14)
-    torch.compiler.reset()
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -490,9 +364,6 @@ def on_questions(tiny: Tiny, folder: Path, questions: object, **changes: object)
     ("settings", "said"),
     [
         ({"number_scaling": "log"}, "numbers=12, text=2.32561, scaling='log')"),
-        ({"number_form": "mse", "number_scaling": "rank"}, "form='mse', scaling='rank'"),
-        ({"number_span": "relative"}, "NumberSpanCost("),
-        ({"objective": "emo+number"}, "NumberCost("),
         ({"objective": "emo+number", "cost_embedding": "random", "train_on_question": True}, "NumberCost("),
         ({"objective": "number_token:0.1", "train_text": True, "train_questions": None}, "NumberCost("),
     ],
@@ -513,104 +384,47 @@ def test_train_on_numbers(
     assert said in read(tmp_path / "run/run.json")["numbers"]
     assert cli(*given).json == ended.json, "finished: nothing is trained again"
 
-
-def test_other_numbers_are_another_run(cli: Cli, tiny: Tiny, questions: Path, tmp_path: Path) -> None:
-    assert cli(*on_questions(tiny, tmp_path / "run", questions, number_scaling="log")).code == 0
-    for other in ({"number_scaling": "rank"}, {"number_scaling": "log", "number_form": "mae"}, {"number_span": "log"}):
-        error = cli(*on_questions(tiny, tmp_path / "run", questions, **other)).error
-        assert "holds another run (numbers: " in error
+    if "number_scaling" in settings:
+        other = cli(*on_questions(tiny, tmp_path / "run", questions, number_scaling="squash"))
+        assert "holds another run (numbers: " in other.error
 
 
 BAD_COMMANDS: dict[str, tuple[dict[str, object], list[str]]] = {
     "text and questions": ({"train_text": "text.txt"}, ["both", "--train_text", "--train_questions"]),
-    "nothing": ({"train_questions": None}, ["neither", "--train_text", "--train_questions"]),
-    "validation of text": ({"validation_text": "text.txt"}, ["--validation_text", "--train_questions"]),
-    "missing file": ({"train_questions": "none.jsonl"}, ["none.jsonl", "no file"]),
+    "nothing": ({"train_questions": ""}, ["neither", "--train_text", "--train_questions"]),
+    "validation of text": ({"validation_text": "text.txt"}, ["--validation_text", "--train_questions", "leave it out"]),
     "missing validation": ({"validation_questions": "none.jsonl"}, ["none.jsonl", "no file"]),
     "too long": ({"block_size": 3}, ["13 of 13", "max_length=3"]),
-    "form beside mle": ({"objective": "mle", "number_form": "mse"}, ["form='mse'", "--number_form", "number_token"]),
-    "span beside emo": ({"objective": "emo", "number_span": "log"}, ["span='log'", "--number_span"]),
     "embedding beside numbers": ({"cost_embedding": "random"}, ["--cost_embedding random", "emo+number"]),
-    "unknown form": ({"number_form": "l1"}, ["'l1'", "huber"]),
-    "unknown scaling": ({"number_scaling": "linear"}, ["'linear'", "rank"]),
-    "unknown span": ({"number_span": "absolute"}, ["'absolute'", "relative"]),
-    "no span": ({"number_span": "none"}, ["'none'", "choose from 'log', 'relative'"]),
-    "span and scaling": ({"number_span": "log", "number_scaling": "log"}, ["goes without scaling='log'; leave one"]),
-    "span of a mixture": (
-        {"objective": "emo+number", "number_span": "log", "model_name_or_path": "nowhere"},
-        ["span='log'", "emo+number mixes", "--number_span"],
-    ),
-    "form of a mixture": (
-        {"objective": "emo+number", "number_form": "mse", "model_name_or_path": "nowhere"},
-        ["form='mse'", "emo+number mixes", "--number_form"],
-    ),
-    "empty name": ({"train_questions": ""}, ["neither", "--train_text", "--train_questions"]),
-    "column of text": ({"text_column": "story"}, ["--text_column", "--train_questions", "leave it out"]),
-    "no share left": (
-        {"train_questions": "one.jsonl"}, ["the 1 different question of", "--validation_fraction 0.05", "a share of 0"]
-    ),
+    "unknown scaling": ({"number_scaling": "linear"}, ["'linear'", "squash"]),
     "wrong share": ({"validation_fraction": 1}, ["--validation_fraction is 1.0", "[0, 1)"]),
     "no number to answer": (
-        {"train_questions": "words.jsonl"}, ["none of the 6 tokens", "would be mle", "--train_on_question"]
+        {"train_questions": "words.jsonl"}, ["none of the 6 tokens", "would equal mle", "--train_on_question"]
     ),
     "no number at all": (
         {"train_questions": "words.jsonl", "train_on_question": True, "objective": "emo+number"},
-        ["none of the 9 tokens", "would be emo; train on what has numbers"],
+        ["none of the 9 tokens", "would equal emo; use training data with numbers"],
     ),
-    "negative weight": ({"objective": "number_token:-1"}, ["number_token:-1", "non-negative"]),
     "no numbers": ({"model_name_or_path": "wordy"}, ["no token that is a number", "' one'"]),
+    "a broken line": ({"train_questions": "broken.jsonl"}, ["line 2 has no column 'answer'"]),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BAD_COMMANDS)
-def test_a_training_on_numbers_that_cannot_be_is_refused(
+def test_invalid_trainings_on_numbers_print_one_line(
     cli: Cli, tiny: Tiny, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
     changes, said = BAD_COMMANDS[case]
-    (tmp_path / "one.jsonl").write_text('{"question": "1 + 1", "answer": "2"}\n', encoding="utf-8")
     words = [{"question": question, "answer": "a"} for question in ("b", "c", "d", "e")]
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in words), encoding="utf-8")
+    broken = '{"question": "1", "answer": "2"}\n{"question": "3", "reply": "4"}\n'
+    (tmp_path / "broken.jsonl").write_text(broken, encoding="utf-8")
     if case == "no numbers":
         save(tiny_model("llama"), of_words(), tmp_path / "wordy")
     error = cli(*on_questions(tiny, tmp_path / "run", questions, **changes)).error
     assert all(word in error for word in said), error
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
-
-
-def test_a_broken_line_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    path = tmp_path / "broken.jsonl"
-    path.write_text('{"question": "1", "answer": "2"}\n{"question": "3", "reply": "4"}\n', encoding="utf-8")
-    error = cli(*on_questions(tiny, tmp_path / "run", path)).error
-    assert "line 2 has no column 'answer'" in error
-
-
-# ---- real data -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.skipif(not (STORIES.is_dir() and GSM8K.is_file()), reason="no model and questions at hand")
-@pytest.mark.parametrize("numbers", [None, NumberSettings(span="log")], ids=str)
-def test_the_error_of_the_numbers_of_real_text_falls(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], numbers: NumberSettings | None
-) -> None:
-    model, tokenizer = load_model(str(STORIES)), load_tokenizer(str(STORIES))
-    tokens = NumberTokens.of(tokenizer, vocab_size=model.config.vocab_size)
-    found = tokens.coverage()
-    assert (found.distinct, found.lowest, found.highest, found.digits_missing) == (10, 0, 9, ())
-    texts = [f"{question.question}\n{question.answer}" for question in read_questions(GSM8K)[:400]]
-    train = PackedBlocks.from_texts(texts[:360], tokenizer, 128, progress=False)
-    held_out = PackedBlocks.from_texts(texts[360:], tokenizer, 128, progress=False)
-    run = ObjectiveTrainer(
-        model, arguments(tmp_path, max_steps=30, per_device_train_batch_size=4, learning_rate=2e-3),
-        objective="number_token", numbers=numbers, processing_class=tokenizer, train_dataset=train,
-    )  # fmt: skip
-    before = number_token_scores(model, held_out, tokens.values, progress=False)
-    run.train()
-    after = number_token_scores(model, held_out, tokens.values, progress=False)
-    assert before.tokens > 1000
-    assert after.expected_log_error < 0.95 * before.expected_log_error
-    assert after.accuracy > 2 * before.accuracy
-    assert after.number_mass > 2 * before.number_mass
 
 
 # ---- the example -----------------------------------------------------------------------------------------------------
@@ -630,12 +444,6 @@ def test_the_example_prints_coverage_and_a_line_for_each_arm(
             transformers.utils.logging.enable_progress_bar()
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("10 of 257 tokens are numbers: 10 values from 0 to 9")
-    assert lines[2].startswith("distances: form wasserstein, scaling symlog; ")
-    assert "54 sums to train on, 6 others to answer" in lines[3]
-    assert [line[:20].strip() for line in lines[6:9]] == list(made["ARMS"])
-    assert "One seed and 6 sums" in lines[-1]
+    assert all(any(line.startswith(arm) for line in lines) for arm in made["ARMS"])
     right, wrong = ["42", "7", "100"], ["42", "8", "none"]
-    told = made["line"]("arm", wrong, right)
-    assert told.split() == ["arm", "33.3%", "66.7%", "1", "0.118"]  # log(9 / 8), of 8 for 7
-    assert made["line"]("arm", right, right).split() == ["arm", "100.0%", "100.0%"]
-    assert "no answer that is wrong is a number" in made["line"]("arm", ["x"], ["1"])
+    assert made["line"]("arm", wrong, right).split()[:4] == ["arm", "33.3%", "66.7%", "1"]

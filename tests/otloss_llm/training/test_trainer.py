@@ -32,8 +32,7 @@ from tests.otloss_llm.training.trainer_cases import (
 pytestmark = WARNINGS
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize(("name", "accumulation"), [("llama", 3), ("gpt2", 1)])
 def test_mle_is_the_plain_trainer_step_for_step(tmp_path: Path, name: str, accumulation: int) -> None:
     first = tiny_model(name, **({"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0} if name == "gpt2" else {}))
     second = copy.deepcopy(first)
@@ -51,11 +50,17 @@ def test_mle_is_the_plain_trainer_step_for_step(tmp_path: Path, name: str, accum
     assert logs(ours, "nll") == pytest.approx(logs(ours, "loss"), rel=1e-5)
 
 
-@pytest.mark.parametrize("objective", ["mle", "emo", "emo:transport", "tailr:0.8", "mixce:0.5", "emo:0.5"])
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_accumulation_equals_one_large_batch(tmp_path: Path, name: str, objective: str) -> None:
-    """4 x 2 rows with unequal numbers of labels = 1 x 8, and both = the mean over predicted tokens by hand."""
+@pytest.mark.parametrize(
+    ("name", "objective"), [("llama", "emo"), ("gpt2", "emo:transport"), ("llama", "tailr:0.8"), ("gpt2", "mixce:0.5")]
+)
+@pytest.mark.parametrize("counts", [True, False])
+def test_accumulation_equals_one_large_batch(tmp_path: Path, name: str, objective: str, counts: bool) -> None:
+    """4 x 2 rows with unequal numbers of labels = 1 x 8, and both = the mean over predicted tokens by hand.
+
+    Models that take no count of tokens (Gemma 3, Qwen2-VL) have their loss divided by the number of batches otherwise.
+    """
     model = tiny_model(name).eval()
+    model.accepts_loss_kwargs = counts  # type: ignore[assignment]
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -90,23 +95,6 @@ def test_a_batch_of_ignored_labels_changes_nothing(tmp_path: Path) -> None:
         torch.testing.assert_close(both[name], change, rtol=1e-4, atol=1e-6)
 
 
-def test_objectives_train_differently_and_emo_lowers_the_transport_cost(tmp_path: Path) -> None:
-    made = {}
-    for objective in ("mle", "emo"):
-        run = trainer(tmp_path, tiny_model("llama"), objective=objective, max_steps=12, eval_dataset=rows(24))
-        before = run.evaluate()
-        run.train()
-        made[objective] = (before, run.evaluate(), run)
-    for before, after, _ in made.values():
-        assert after["eval_nll"] < before["eval_nll"]
-        assert after["eval_transport_cost"] < before["eval_transport_cost"]
-    emo, mle = made["emo"][2], made["mle"][2]
-    assert logs(emo, "loss") == pytest.approx(logs(emo, "nll"), rel=1e-5)  # the value of EMO is nll
-    assert len(logs(emo, "transport_cost")) == 12
-    assert not logs(mle, "transport_cost")  # computed only where the objective reads it
-    assert made["emo"][1]["eval_transport_cost"] < made["mle"][1]["eval_transport_cost"]
-
-
 @pytest.mark.parametrize("steps", [1, 4])
 def test_training_logs_are_means_over_tokens(tmp_path: Path, steps: int) -> None:
     """With a learning rate of 0 the logs are statistics of the data."""
@@ -121,16 +109,6 @@ def test_training_logs_are_means_over_tokens(tmp_path: Path, steps: int) -> None
         assert logs(run, "transport_cost")[0] == pytest.approx(expected["transport_cost"], rel=1e-5)
 
 
-def test_bf16_on_the_cpu(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    full = one_step(tmp_path, copy.deepcopy(model), "emo")
-    mixed = one_step(tmp_path, copy.deepcopy(model), "emo", bf16=True)
-    head = "lm_head.weight"
-    assert mixed[head].dtype == torch.float32
-    difference = float((mixed[head] - full[head]).norm() / full[head].norm())
-    assert 1e-5 < difference < 0.05  # autocast did something, and little
-
-
 def test_gradient_checkpointing(tmp_path: Path) -> None:
     model = tiny_model("llama")
     ordinary = one_step(tmp_path, copy.deepcopy(model), "emo")
@@ -139,20 +117,21 @@ def test_gradient_checkpointing(tmp_path: Path) -> None:
         torch.testing.assert_close(checkpointed[name], change, rtol=1e-4, atol=1e-6)
 
 
-def test_resuming_equals_an_unbroken_run_bit_for_bit(tmp_path: Path) -> None:
+def test_resuming_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path) -> None:
     """With dropout, momentum and a schedule; the cost is that of the start, not of the checkpoint."""
     start = tiny_model("gpt2")
     settings: dict[str, Any] = {
         "objective": "emo", "max_steps": 6, "save_strategy": "steps", "save_steps": 3, "lr_scheduler_type": "linear",
         "per_device_train_batch_size": 2, "gradient_accumulation_steps": 2,
     }  # fmt: skip
-    unbroken = trainer(tmp_path / "a", copy.deepcopy(start), **settings)
-    unbroken.train()
+    uninterrupted = trainer(tmp_path / "a", copy.deepcopy(start), **settings)
+    uninterrupted.train()
     resumed = trainer(tmp_path / "b", copy.deepcopy(start), **settings)
     resumed.train(resume_from_checkpoint=str(tmp_path / "a" / "checkpoint-3"))
-    assert_same_weights(unbroken.model, resumed.model)
-    assert logs(unbroken, "nll")[-3:] == logs(resumed, "nll")[-3:]
+    assert_same_weights(uninterrupted.model, resumed.model)
+    assert logs(uninterrupted, "nll")[-3:] == logs(resumed, "nll")[-3:]
     assert not torch.equal(resumed.model.lm_head.weight, start.lm_head.weight)
+    assert torch.equal(resumed.transport_cost.dense(), EmbeddingCost.from_model(start).dense())
     files = {path.name for path in (tmp_path / "a" / "checkpoint-3").iterdir()}
     saved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "a" / "checkpoint-3")
     assert set(saved.state_dict()) == set(start.state_dict()), files  # the cost is in no checkpoint
@@ -196,38 +175,15 @@ def test_the_mixin_on_a_subclass(tmp_path: Path) -> None:
     assert_same_weights(first, second)
 
 
-def test_the_cost_stays_that_of_the_start(tmp_path: Path) -> None:
-    model = tiny_model("llama")
-    run = trainer(tmp_path, model, objective="emo")
-    before = run.transport_cost.dense()
-    assert torch.equal(before, EmbeddingCost.from_model(model).dense())
-    run.train()
-    assert torch.equal(run.transport_cost.dense(), before)
-    assert not torch.allclose(EmbeddingCost.from_model(model).dense(), before)
-
-
 @pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
-@pytest.mark.parametrize("ours", [True, False])
-def test_it_says_how_many_labels_are_near_duplicates(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, ours: bool
-) -> None:
-    """Of the whole training set where that can be counted beforehand, else of the batches up to the first log."""
+def test_the_number_of_near_duplicate_labels_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = tiny_model("llama")
     with torch.no_grad():
-        model.lm_head.weight[5:9] = model.lm_head.weight[4]
-    data = rows(24, seed=5)
-    if ours:
-        ids = torch.tensor([row["input_ids"][:6] for row in data])
-        made = trainer(tmp_path, model, objective="emo", train_dataset=PackedBlocks(ids))
-        labels = ids[:, 1:].flatten()
-    else:
-        made = trainer(tmp_path, model, objective="emo", train_dataset=data, max_steps=6)  # 6 batches of 4: all rows
-        made.args.logging_steps = 6
-        assert "near-duplicate" not in caplog.text
-        made.train()
-        labels = torch.tensor([label for row in data for label in row["labels"][1:] if label != -100])
+        model.lm_head.weight[5:9] = model.lm_head.weight[4]  # type: ignore[union-attr, operator, index]
+    ids = torch.tensor([row["input_ids"][:6] for row in rows(24, seed=5)])
+    for objective in ("emo", "emo", "mle"):  # the last reads no cost
+        trainer(tmp_path, model, objective=objective, train_dataset=PackedBlocks(ids))
+    labels = ids[:, 1:].flatten()
     found = int(((labels >= 4) & (labels <= 8)).sum())
-    assert f"{found} of the {len(labels)} labels {'of the training set' if ours else 'so far'}" in caplog.text
-    assert caplog.text.count("near-duplicate rows") == 1
-    trainer(tmp_path / "mle", model, objective="mle", train_dataset=data[:8]).train()  # reads no cost
+    assert f"{found} of the {len(labels)} labels of the training set" in caplog.text
     assert caplog.text.count("near-duplicate rows") == 1

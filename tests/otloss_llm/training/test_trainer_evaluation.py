@@ -1,4 +1,4 @@
-"""ObjectiveTrainer: evaluation, prediction, choice of the best model, and what is refused."""
+"""ObjectiveTrainer: evaluation, prediction, choice of the best model, and errors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from otloss_llm import EMO, MLE, EmbeddingCost, MixCE, ObjectiveTrainer, TaiLr
+from otloss_llm import EMO, MLE, EmbeddingCost, ObjectiveTrainer, TaiLr
 from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
@@ -34,8 +34,9 @@ from tests.otloss_llm.training.trainer_cases import (
 pytestmark = WARNINGS
 
 
-@pytest.mark.parametrize("objective", [MLE(), EMO(), EMO(0.5), TaiLr(0.5), MixCE(0.5)], ids=repr)
-@pytest.mark.parametrize("name", ["llama", "gpt2", "gemma2"])
+@pytest.mark.parametrize(
+    ("name", "objective"), [("llama", MLE()), ("gpt2", EMO()), ("gemma2", EMO(0.5)), ("llama", TaiLr(0.5))], ids=str
+)
 def test_evaluation_is_weighted_by_tokens(tmp_path: Path, name: str, objective: Any) -> None:
     """11 rows in batches of 3, 3, 3 and 2, padded, with unequal numbers of labels."""
     model = tiny_model(name)
@@ -111,14 +112,6 @@ def test_the_best_model_by_nll_is_loaded_at_the_end(tmp_path: Path) -> None:
     assert run.evaluate()["eval_nll"] == pytest.approx(min(measured), rel=1e-6)
 
 
-def test_evaluation_without_a_cost(tmp_path: Path) -> None:
-    run = trainer(tmp_path, tiny_model("llama"), objective="mle", cost=None)
-    metrics = run.evaluate()
-    assert "eval_transport_cost" not in metrics
-    assert metrics["eval_loss"] == pytest.approx(metrics["eval_nll"])
-    run.train()
-
-
 def test_another_cost_and_kernel(tmp_path: Path) -> None:
     model = tiny_model("llama")
     control = EmbeddingCost.from_model(model).random_like(torch.Generator().manual_seed(0))
@@ -130,7 +123,7 @@ def test_another_cost_and_kernel(tmp_path: Path) -> None:
         torch.testing.assert_close(same["lm_head.weight"], default["lm_head.weight"], rtol=1e-3, atol=1e-5)
 
 
-# ---- refusals -------------------------------------------------------------------------------------------------------
+# ---- errors -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -138,19 +131,18 @@ def test_another_cost_and_kernel(tmp_path: Path) -> None:
     [
         ({"objective": "wasserstein"}, "'wasserstein', expected one of mle, tailr, mixce, emo"),
         ({"cost": EmbeddingCost(torch.eye(7))}, "a vocabulary of 7 tokens, the logits have 31"),
-        ({"cost": "head"}, "cost is 'head'"),
         ({"cost": None}, "needs cost="),
         ({"label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1.*dense_token_loss"),
         ({"impl": "fast"}, "impl is 'fast'"),
         ({"chunk_size": 0}, "chunk_size is 0"),
     ],
 )
-def test_settings_that_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_invalid_settings_raise(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         trainer(tmp_path, tiny_model("llama"), **settings)
 
 
-def test_more_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_trainers_and_models_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
         return outputs.logits.sum()
 
@@ -169,28 +161,18 @@ def test_more_that_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         ObjectiveTrainer(model=tiny_model("llama"), **common)
 
 
-def test_batches_without_labels_are_refused(tmp_path: Path) -> None:
-    run = trainer(tmp_path, tiny_model("llama"))
+def test_rows_without_labels_raise(tmp_path: Path) -> None:
+    ignored = [{"input_ids": [3, 4, 5], "labels": [-100, -100, -100]}] * 3
+    run = trainer(tmp_path, tiny_model("llama"), eval_dataset=ignored)
+    with pytest.raises(ValueError, match="no labelled token"):
+        run.evaluate()
     run.data_collator = lambda batch: {"input_ids": padded(batch)["input_ids"]}
     with pytest.raises(ValueError, match=r"the batch has \['input_ids'\] but no labels"):
         run.train()
 
 
-def test_a_label_outside_the_vocabulary_is_named(tmp_path: Path) -> None:
-    data = [{"input_ids": [3, 4, 5], "labels": [3, 4, VOCAB]}] * 4
-    with pytest.raises(ValueError, match=r"outside the vocabulary.*tokenizer"):
-        trainer(tmp_path, tiny_model("llama"), train_dataset=data).train()
-
-
-def test_nothing_to_score_is_no_perfect_model(tmp_path: Path) -> None:
-    blank = [{"input_ids": [3, 4, 5], "labels": [-100, -100, -100]}] * 3
-    run = trainer(tmp_path, tiny_model("llama"), eval_dataset=blank)
-    with pytest.raises(ValueError, match="no labelled token"):
-        run.evaluate()
-
-
 @pytest.mark.parametrize("kind", ["bert", "xlnet"])
-def test_models_that_see_their_labels_are_refused(tmp_path: Path, kind: str) -> None:
+def test_models_that_are_not_causal_raise(tmp_path: Path, kind: str) -> None:
     small: dict[str, Any] = {
         "bert": {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16},
         "xlnet": {"d_model": 16, "n_layer": 1, "n_head": 2, "d_inner": 16},

@@ -36,8 +36,6 @@ pytestmark = WARNINGS
 _MOE = TINY["llama"][1] | {"num_experts_per_tok": 1, "output_router_logits": True}
 EXPERTS: dict[str, dict[str, Any]] = {
     "Mixtral": _MOE | {"num_local_experts": 3, "router_aux_loss_coef": 0.3},
-    "Qwen2Moe": _MOE
-    | {"num_experts": 3, "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "router_aux_loss_coef": 0.2},
     "Qwen3Moe": _MOE | {"num_experts": 3, "moe_intermediate_size": 8, "head_dim": 8, "router_aux_loss_coef": 0.2},
     "JetMoe": _MOE | {"num_local_experts": 3, "kv_channels": 8, "aux_loss_coef": 0.1},
 }
@@ -79,7 +77,7 @@ class Both(ObjectiveMixin, LikeTRL):
     pass
 
 
-@pytest.mark.parametrize("name", EXPERTS)
+@pytest.mark.parametrize("name", ["Mixtral", pytest.param("Qwen3Moe", marks=pytest.mark.slow), "JetMoe"])
 def test_experts_are_balanced_as_by_the_model_itself(tmp_path: Path, name: str) -> None:
     first = experts(name)
     second, third = copy.deepcopy(first), copy.deepcopy(first)
@@ -102,7 +100,7 @@ def test_experts_are_balanced_as_by_the_model_itself(tmp_path: Path, name: str) 
     assert any(not torch.allclose(weights(first)[key], weights(third)[key], atol=1e-4) for key in routers)
 
 
-def test_accumulation_means_the_loss_that_balances_experts(tmp_path: Path) -> None:
+def test_accumulation_averages_the_loss_that_balances_experts(tmp_path: Path) -> None:
     """The same batch twice is the same step as once: neither part of the loss counts double."""
     model, same = experts("Mixtral"), rows(1) * 4
     settings: dict[str, Any] = {"cost": None, "per_device_train_batch_size": 4}
@@ -112,19 +110,6 @@ def test_accumulation_means_the_loss_that_balances_experts(tmp_path: Path) -> No
     )
     for name, change in once.items():
         torch.testing.assert_close(twice[name], change, rtol=1e-4, atol=1e-6)
-
-
-def test_accumulation_where_the_model_takes_no_count_of_tokens(tmp_path: Path) -> None:
-    """The trainer would divide the loss of such models (Gemma 3, Qwen2-VL) by the number of batches once more."""
-    model, data = tiny_model("llama"), rows(8)
-    model.accepts_loss_kwargs = False
-    large = one_step(tmp_path, copy.deepcopy(model), "emo", per_device_train_batch_size=8, train_dataset=data)
-    small = one_step(
-        tmp_path, copy.deepcopy(model), "emo",
-        per_device_train_batch_size=2, gradient_accumulation_steps=4, train_dataset=data,
-    )  # fmt: skip
-    for name, change in large.items():
-        torch.testing.assert_close(small[name], change, rtol=1e-3, atol=1e-5)
 
 
 def test_metrics_and_predictions_of_a_trainer_that_reads_attributes(tmp_path: Path) -> None:
@@ -145,16 +130,7 @@ def count_rows(prediction: Any) -> dict[str, float]:
     return {"rows": float(len(prediction.predictions))}
 
 
-@pytest.mark.parametrize("coefficient", [0.0, 2.0])
-def test_the_trainers_own_weight_of_that_loss_wins(tmp_path: Path, coefficient: float) -> None:
-    run = trainer(tmp_path, experts("Mixtral"), kind=Both, objective="mle", max_steps=1)
-    run.router_aux_loss_coef = coefficient
-    run.train()
-    (loss,), (nll,), (balance,) = (logs(run, key) for key in ("loss", "nll", "aux_loss"))
-    assert loss == pytest.approx(nll + coefficient * balance, rel=1e-5)
-
-
-def test_a_loss_without_a_weight_is_refused(tmp_path: Path) -> None:
+def test_an_auxiliary_loss_without_a_weight_raises(tmp_path: Path) -> None:
     class Unknown(transformers.LlamaForCausalLM):
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             return transformers.modeling_outputs.ModelOutput(
@@ -174,7 +150,7 @@ def test_a_loss_without_a_weight_is_refused(tmp_path: Path) -> None:
         ({"use_liger_kernel": True}, "use_liger_kernel=True puts a cross-entropy of its own"),
     ],
 )
-def test_settings_of_another_loss_are_refused(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
+def test_settings_of_another_loss_raise(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
     args = arguments(tmp_path)
     for key, value in settings.items():
         setattr(args, key, value)
@@ -231,11 +207,3 @@ def test_sft_with_metrics_and_predictions(tmp_path: Path) -> None:
     run.train()
     assert run.evaluate()["eval_rows"] == 12
     assert run.predict(run.eval_dataset).predictions.shape[::2] == (12, 31)
-
-
-@pytest.mark.filterwarnings("ignore")
-def test_sft_with_another_loss_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="loss_type='dft' and an objective were both given"):
-        sft(tmp_path, tiny_model("llama"), "emo", loss_type="dft")
-    with pytest.raises(ValueError, match=r"label_smoothing_factor=0\.1"):
-        sft(tmp_path, tiny_model("llama"), "emo", label_smoothing_factor=0.1)

@@ -1,0 +1,106 @@
+"""`evaluate`: perplexity and transport cost of a model on text, and its answers to questions."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from otloss_llm.cli.arguments import EvaluateArguments, ModelArguments
+from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions, spread, token_counts
+from otloss_llm.data.text import read_texts
+from otloss_llm.evaluation import answer_questions, perplexity, same_answer, score_answers, score_number_labels
+from otloss_llm.evaluation.numbers import answer_style
+from otloss_llm.evaluation.perplexity import context_length
+from otloss_llm.models.loading import load_model_and_tokenizer
+from otloss_llm.training.folders import write_text
+from otloss_llm.training.loading import load_cost
+
+
+def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
+    """Returns what goes to stdout, and the exit code."""
+    # Files are read, and answers checked, before a model is loaded.
+    texts = read_texts(args.text, split=args.split, text_column=args.text_column) if args.text else []
+    questions = read_questions(args.questions) if args.questions else []
+    style = answer_style([question.answer for question in questions], args.answer_style) if questions else ""
+    if args.num_questions is not None:
+        questions = spread(questions, args.num_questions)
+    model, tokenizer = load_model_and_tokenizer(
+        model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
+    )
+    model = model.to("cuda" if torch.cuda.is_available() else "cpu")
+    results: dict[str, Any] = {"model": model_args.model_name_or_path}
+    if texts:
+        results |= _score_text(model, tokenizer, PackedBlocks.from_texts(texts, tokenizer, args.block_size), args)
+    if questions:
+        results |= _score_questions(model, tokenizer, questions, style, args)
+    text = json.dumps(results, indent=2)
+    if args.output_file:
+        write_text(Path(args.output_file), text + "\n")
+    return text, 0
+
+
+def _score_text(model: Any, tokenizer: Any, blocks: PackedBlocks, args: EvaluateArguments) -> dict[str, Any]:
+    cost = load_cost(args.cost_embedding, model).to(model.device)
+    scores = perplexity(model, blocks, batch_size=args.batch_size, cost=cost)
+    settings = {"text": args.text, "blocks": blocks.fingerprint, "cost_embedding": args.cost_embedding}
+    results = settings | dataclasses.asdict(scores) | {"perplexity": scores.perplexity}
+    numbers = score_number_labels(model, tokenizer, blocks, batch_size=args.batch_size)
+    return results if numbers is None else results | {"number_tokens": dataclasses.asdict(numbers)}
+
+
+def _score_questions(
+    model: Any, tokenizer: Any, questions: list[Question], style: str, args: EvaluateArguments
+) -> dict[str, Any]:
+    lengths = token_counts(questions, tokenizer)
+    longest = max(answer for _, answer in lengths)
+    cut_short = sum(answer > args.max_new_tokens for _, answer in lengths)
+    if cut_short:
+        print(
+            f"note: {cut_short} of {len(questions)} right answers are longer than max_new_tokens={args.max_new_tokens} "
+            f"(the longest has {longest}), and cannot be given; raise --max_new_tokens",
+            file=sys.stderr,
+        )
+    # Scored before anything is answered, so that an error there loses no answers.
+    numbers = _score_answer_tokens(model, tokenizer, questions, lengths, args.batch_size)
+    predicted = answer_questions(
+        model, tokenizer, questions, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size
+    )
+    expected = [question.answer for question in questions]
+    if args.predictions_file:
+        lines = [
+            {"question": question.question, "expected": question.answer, "predicted": answer,
+             "correct": same_answer(answer, question.answer, style)}
+            for question, answer in zip(questions, predicted, strict=True)
+        ]  # fmt: skip
+        write_text(Path(args.predictions_file), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    scores = score_answers(predicted, expected, style=style, kinds=[question.kind for question in questions])
+    settings = {"questions": args.questions, "answer_style": style, "max_new_tokens": args.max_new_tokens}
+    return settings | {"cut_short": cut_short, "answers": dataclasses.asdict(scores)} | numbers
+
+
+def _score_answer_tokens(
+    model: Any, tokenizer: Any, questions: list[Question], lengths: list[tuple[int, int]], batch_size: int
+) -> dict[str, Any]:
+    """Scores of the number tokens in right answers, given the true tokens before them; {} if there are none."""
+    if tokenizer.eos_token_id is None:  # rows of answers end with EOS
+        print("note: the tokenizer has no EOS, so answer_number_tokens is left out", file=sys.stderr)
+        return {}
+    context = context_length(model) or sys.maxsize
+    rows = [question for question, length in zip(questions, lengths, strict=True) if sum(length) < context]
+    if len(rows) < len(questions):
+        print(
+            f"note: {len(questions) - len(rows)} of {len(questions)} questions exceed the model's context with their "
+            "answers, and are left out of answer_number_tokens",
+            file=sys.stderr,
+        )
+    if not rows:
+        return {}
+    data = AnsweredQuestions.from_questions(rows, tokenizer, max_length=context)
+    scores = score_number_labels(model, tokenizer, data, batch_size=batch_size)
+    return {} if scores is None else {"answer_number_tokens": {"questions": len(rows)} | dataclasses.asdict(scores)}

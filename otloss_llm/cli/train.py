@@ -1,0 +1,105 @@
+"""`train`: one model with one objective, in a run folder that resumes."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from otloss_llm.cli.arguments import (
+    LoraArguments,
+    ModelArguments,
+    ObjectiveArguments,
+    ObjectiveTrainingArguments,
+    TextArguments,
+)
+from otloss_llm.costs.choice import NumberSettings, check_settings, number_tokens, settings_of_near_duplicates
+from otloss_llm.experiments.arms import parse_arm
+from otloss_llm.models.adapters import Lora, add_adapter
+from otloss_llm.models.loading import fingerprint, load_model_and_tokenizer
+from otloss_llm.objectives import cost_kind, parse_objective
+from otloss_llm.training.loading import COST_SOURCES, load_cost, load_rows, number_share, read_sources
+from otloss_llm.training.runs import train_run
+from otloss_llm.training.token_store import TokenStore
+
+
+def run(
+    model_args: ModelArguments,
+    lora_args: LoraArguments,
+    text_args: TextArguments,
+    objective_args: ObjectiveArguments,
+    args: ObjectiveTrainingArguments,
+) -> tuple[str, int]:
+    """Returns what goes to stdout, and the exit code."""
+    _check_no_arm(objective_args.objective)
+    objective, kind = parse_objective(objective_args.objective), cost_kind(objective_args.objective)
+    numbers = NumberSettings(scaling=objective_args.number_scaling)
+    check_settings(kind, numbers)
+    source = objective_args.cost_embedding
+    if kind == "number" and source != "model":
+        raise ValueError(
+            f"{objective_args.objective} reads no embedding, got --cost_embedding {source}; leave it out, or take "
+            "emo+number."
+        )
+    lora = _lora(lora_args)
+    documents = read_sources(text_args)
+    path = model_args.model_name_or_path
+    model, tokenizer = load_model_and_tokenizer(path, model_args.tokenizer_name, dtype=model_args.dtype or "float32")
+    cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
+    store = TokenStore(Path(args.output_dir), tokenizer, text_args.block_size)
+    rows, validation, _ = load_rows(tokenizer, text_args, documents, store)
+    first = args.process_index == 0
+    settings: dict[str, Any] = {
+        "model": path,
+        "objective": repr(objective),
+        "cost_embedding": source,
+        "train_blocks": rows.fingerprint,
+        "validation_blocks": None if validation is None else validation.fingerprint,
+        "model_fingerprint": fingerprint(model.named_parameters()),
+        "cost_fingerprint": None,
+        **settings_of_near_duplicates(cost),
+    }
+    if kind != "number" and source not in COST_SOURCES:
+        settings["cost_fingerprint"] = fingerprint([("unit", getattr(cost, "other", cost).unit)])
+    if kind != "embedding":
+        settings["numbers"] = repr(getattr(cost, "numbers", cost))
+        share = number_share(rows, number_tokens(tokenizer, cost.shape[0]).values, objective_args.objective)
+        if first:
+            getattr(cost, "numbers", cost).coverage(file=sys.stderr)
+            print(share, file=sys.stderr)
+    if lora is not None:
+        settings["lora"] = dataclasses.asdict(lora)
+        model = add_adapter(model, lora, base=path, seed=args.seed)
+    results = train_run(
+        model, tokenizer, rows, args=args, objective=objective, cost=cost, validation=validation, settings=settings,
+        impl=objective_args.impl, chunk_size=objective_args.chunk_size, store=store,
+    )  # fmt: skip
+    if not first:
+        return "", 0
+    print(f"{'model' if lora is None else 'adapter'}, tokenizer and results are in {args.output_dir}", file=sys.stderr)
+    return json.dumps(results, indent=2, sort_keys=True), 0
+
+
+def _check_no_arm(objective: str) -> None:
+    """Raise ValueError that names the options of train if the objective is an arm of compare."""
+    if "/" not in objective:
+        return
+    arm = parse_arm(objective)
+    given = {"objective": arm.objective, "cost_embedding": arm.embedding, "number_scaling": arm.scaling}
+    plain = parse_arm(arm.objective)
+    defaults = {"cost_embedding": plain.embedding, "number_scaling": plain.scaling}
+    options = " ".join(f"--{name} {value}" for name, value in given.items() if value != defaults.get(name))
+    sampling = "" if arm.temperature == 1.0 else f" (and generate with --temperature {arm.temperature:g})"
+    raise ValueError(f"objective {objective!r} is an arm of compare; to train it here, give {options}{sampling}.")
+
+
+def _lora(asked: LoraArguments) -> Lora | None:
+    """The settings of an adapter; None to train the whole model."""
+    if asked.lora_r is None:
+        if any(value is not None for value in (asked.lora_alpha, asked.lora_dropout, asked.lora_target_modules)):
+            raise ValueError("lora_alpha, lora_dropout and lora_target_modules need --lora_r, the rank; give it too.")
+        return None
+    alpha = 2.0 * asked.lora_r if asked.lora_alpha is None else asked.lora_alpha
+    return Lora(asked.lora_r, alpha, asked.lora_dropout or 0.0, tuple(asked.lora_target_modules or ("all-linear",)))
