@@ -28,7 +28,9 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--text", default=Settings.text, help="the text that labels come from (%(default)s)")
     parser.add_argument("--output", type=Path, help="folder for results (default: benchmarks, with --small none)")
-    parser.add_argument("--resume", action="store_true", help="scaling, ordinal, mathematics: resume an interrupted run")
+    parser.add_argument(
+        "--resume", action="store_true", help="scaling, ordinal, mathematics: resume an interrupted run"
+    )
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected 1 or more")

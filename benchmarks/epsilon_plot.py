@@ -1,8 +1,8 @@
-"""What epsilon costs and brings: errors against exact transport, and times, over epsilon; `docs/solvers.png`.
+"""Errors against exact transport, and times, over epsilon: draws `docs/solvers.png`.
 
-Run as `python -m benchmarks.epsilon_plot [file]`. 64 problems of 64 points each in the unit square, weights at random,
-squared distances scaled so that the largest of each problem is 1; float32, default tolerance. A marker is hollow where
-some of the problems stopped at the default limit of iterations.
+Run as `python -m benchmarks.epsilon_plot [file]`. 64 problems of 64 points each in the unit square, random weights,
+squared distances scaled to a largest of 1 in each problem; float32, default tolerance. A marker is hollow if some of
+the problems stopped at the default limit of iterations.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from otloss.costs import PointCost
 
 FILE = Path(__file__).parents[1] / "docs" / "solvers.png"
 EPSILONS = [10 ** (-k / 3) for k in range(13)]
-# Of Okabe and Ito's palette; the markers tell them apart in grey.
+# Colours of Okabe and Ito; the markers also distinguish them in grey.
 VALUE, LINEAR, DEBIASED, EXACT = ("#D55E00", "D"), ("#0072B2", "^"), ("#009E73", "o"), ("#000000", "s")
 NAMES = {
     "value": ("entropic value, sinkhorn", VALUE),
-    "linear": ("its plan's cost, linear_cost", LINEAR),
+    "linear": ("cost of its plan, linear_cost", LINEAR),
     "debiased": ("sinkhorn_divergence", DEBIASED),
 }
 
@@ -109,12 +109,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.epsilon_plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("file", nargs="?", type=Path, default=FILE)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
     batch, n = (4, 8) if options.small else (64, 64)
     epsilons = EPSILONS[::4] if options.small else EPSILONS
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", otloss.ConvergenceWarning)  # shown by hollow markers
+        warnings.simplefilter("ignore", otloss.ConvergenceWarning)  # hollow markers show it
         found = measured(epsilons, batch=batch, n=n, rounds=options.rounds)
     for i, epsilon in enumerate(epsilons):
         medians = {name: float(errors[i].median()) for name, errors in found["errors"].items()}

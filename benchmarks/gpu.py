@@ -5,8 +5,8 @@ In bfloat16, N = 8192 tokens, V = 128256, d = 4096, forward and backward pass fr
     EMO over our MLE, same chunk               at most 1.12
     EMO over Liger's fused cross-entropy       at most 0.6, in at most its memory
 
-with a trained head and with a frozen one (LoRA). Seconds are between CUDA events, medians over interleaved rounds after a
-warm-up. Memory is the peak of one pass beyond inputs and gradients; EMO's cost object counts as an input. First, the
+with a trained head and with a frozen one (LoRA). Seconds are between CUDA events, medians over interleaved rounds after
+a warm-up. Memory is the peak of one pass beyond inputs and gradients; EMO's cost object counts as an input. First, the
 compiled Triton sweeps are compared with float64, and loss and gradients with dense float32: tests do this in Triton's
 interpreter only, where a race or a wrong offset may not show. `--dry-run` runs all of it at tiny sizes on the CPU.
 """

@@ -92,6 +92,4 @@ def gradient_errors(problem: Problem, names: Sequence[str], *, precision: str = 
 
 def contestants() -> list[str]:
     """All that have a gradient of their own."""
-    return with_published(
-        [DENSE, *([torch_name(512), TORCH_AUTO] if HAS_TORCH else []), MLE_OURS, EMO_OURS, EMO_DENSE]
-    )
+    return with_published([DENSE, *([torch_name(512), TORCH_AUTO] if HAS_TORCH else []), MLE_OURS, EMO_OURS, EMO_DENSE])

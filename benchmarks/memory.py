@@ -1,9 +1,9 @@
 """Peak memory of one forward and backward pass beyond inputs and gradients, each contestant in a fresh process.
 
-The process makes the inputs (and EMO's cost object), runs a tiny problem to initialise the libraries, resets the peak of
-resident memory (/proc/self/clear_refs; without it the growth of getrusage's maximum is taken), and runs one pass. The
-sizes of dh and dW are subtracted. MALLOC_MMAP_THRESHOLD_ = 128 KiB makes glibc return freed memory at once, so that a
-pass cannot reuse memory of earlier work.
+The process makes the inputs (and EMO's cost object), runs a tiny problem to initialise the libraries, resets the peak
+of resident memory (/proc/self/clear_refs; without it the growth of getrusage's maximum is taken), and runs one pass.
+The sizes of dh and dW are subtracted. MALLOC_MMAP_THRESHOLD_ = 128 KiB makes glibc return freed memory at once, so that
+a pass cannot reuse memory of earlier work.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ between two contestants of the same round:
     ntloss    (F.cross_entropy + 0.3 NTLoss) - F.cross_entropy, from dense logits, with its defaults
     logits    (F.cross_entropy + 0.3 number_token_loss) - F.cross_entropy, from dense logits
 
-What numbers add to MLE, or to EMO, is less than the noise of the matrix products. It does not depend on the width of the
-hidden states, so it is also timed at a small width, and given in percent of MLE's time at the full width.
+What numbers add to MLE, or to EMO, is less than the noise of the matrix products. It does not depend on the width of
+the hidden states, so it is also timed at a small width, and given in percent of MLE's time at the full width.
 
 ntloss finds 10 number tokens with its default `digit_level`, and the hundreds without a blank with `digit_level=False`;
 ours finds all 1691. Both are timed with both.
@@ -31,7 +31,19 @@ from torch import Tensor
 
 from benchmarks.contestants import DENSE, EMO_OURS, MLE_OURS, Loss, Problem, dense, step
 from benchmarks.labels import BLOCK, share_distinct
-from benchmarks.measure import MIB, Limit, Settings, Timing, heading, keep, ratios, report_times, say, table, timed_rounds
+from benchmarks.measure import (
+    MIB,
+    Limit,
+    Settings,
+    Timing,
+    heading,
+    keep,
+    ratios,
+    report_times,
+    say,
+    table,
+    timed_rounds,
+)
 from benchmarks.memory import MALLOC, peak_growth
 from otloss import number_token_loss
 from otloss_llm import EMO, MLE, EmbeddingCost, MixedCost, NumberCost, NumberToken, linear_token_loss

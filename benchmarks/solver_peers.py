@@ -132,7 +132,8 @@ def pot(problems: Problems, epsilon: float, gaps: Gaps) -> list[Contestant]:
     """Both methods of `ot.batch.solve_batch`, in torch and numpy; without gradients, which is the fastest mode.
 
     The number of iterations is fixed: with `tol=0` the check of convergence every ten iterations never stops it. The
-    scaling form computes exp(-C / epsilon), which underflows at small epsilon, in float32 first, so float64 competes too.
+    scaling form computes exp(-C / epsilon), which underflows at small epsilon, in float32 first, so float64 competes
+    too.
     """
     kinds = itertools.product(POT_METHODS, ("torch", "numpy"), ("float32", "float64"))
     return [_pot(problems, epsilon, gaps, *kind) for kind in kinds]

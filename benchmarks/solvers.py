@@ -1,10 +1,10 @@
 """Transport solvers compared with POT and GeomLoss: exact, entropic, on the line, and a divergence of large clouds.
 
 Every number is a ratio of times in interleaved rounds at a stated accuracy: exact and line solvers by their values, the
-entropic ones by a duality gap that is computed alike for all (`solver_cases`), the divergence by its errors in value and
-gradient (`solver_clouds`). A contestant with a setting gets the cheapest one that is accurate enough, found by a sweep.
-Peers whose gradients are not correct run without them, and ours are then timed both ways. Limits apply to the fastest
-peer that is accurate enough; both of POT's entropic methods are listed too.
+entropic ones by a duality gap that is computed alike for all (`solver_cases`), the divergence by its errors in value
+and gradient (`solver_clouds`). A contestant with a setting gets the cheapest one that is accurate enough, found by a
+sweep. Peers whose gradients are not correct run without them, and ours are then timed both ways. Limits apply to the
+fastest peer that is accurate enough; both of POT's entropic methods are listed too.
 """
 
 from __future__ import annotations
@@ -85,13 +85,17 @@ class Bench:
         most = self.settings.rounds or (SMALL_ROUNDS if self.settings.small else ROUNDS)
         return min(most, LONG_ROUNDS) if long else most
 
-    def timed(self, case: str, steps: dict[str, Step], *, notes: dict[str, str], long: bool = False) -> dict[str, Timing]:
+    def timed(
+        self, case: str, steps: dict[str, Step], *, notes: dict[str, str], long: bool = False
+    ) -> dict[str, Timing]:
         """Time, print and keep; ratios are to the first of the steps."""
         rounds = self.rounds(long=long)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             timings = timed_rounds(steps, rounds=rounds, turn=TURN)
-        report_times(NAME, case, timings, peer=next(iter(steps)), rounds=rounds, output=self.settings.output, notes=notes)
+        report_times(
+            NAME, case, timings, peer=next(iter(steps)), rounds=rounds, output=self.settings.output, notes=notes
+        )
         return timings
 
     def judge(self, limit: Limit, timings: dict[str, Timing], ours: str = OURS) -> None:
@@ -240,7 +244,9 @@ def line_cases(bench: Bench) -> None:
     batch, bins = (8, 20) if small else (1024, 1000)
     line_case(bench, Lines.random(batch, bins, shared=True), f"{batch} x {bins}, one support", 100.0)
     batch, samples = (8, 16) if small else (4096, 256)
-    line_case(bench, Lines.random(batch, samples, shared=False), f"{batch} pairs of {samples} samples, two supports", 5.0)
+    line_case(
+        bench, Lines.random(batch, samples, shared=False), f"{batch} pairs of {samples} samples, two supports", 5.0
+    )
 
 
 def cloud_case(bench: Bench) -> None:
@@ -281,9 +287,7 @@ def planar_cases(bench: Bench) -> None:
             bench.verdicts.append(judge_clouds(bench, case, limit, mine, found))
 
 
-def judge_clouds(
-    bench: Bench, case: str, limit: Limit, mine: Contestant, found: dict[Contestant, Found]
-) -> list[str]:
+def judge_clouds(bench: Bench, case: str, limit: Limit, mine: Contestant, found: dict[Contestant, Found]) -> list[str]:
     """Time all that are accurate enough, but take the one run of the sweep for far slower peers; return the verdict."""
     if found[mine].setting is None:
         return [limit.what, limit.goal, "ours is not accurate enough"]

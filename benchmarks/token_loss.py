@@ -1,8 +1,8 @@
 """Time, memory and gradient error of token losses: forward and backward pass from hidden states and head.
 
 Contestants: dense cross-entropy, `F.linear_cross_entropy` with the best chunk of a sweep and with its automatic choice,
-EMOLoss, and ours with its default chunk. Every round has new labels, the same for all; `u` is the mean share of distinct
-labels, which determines the time of EMO's cost rows. EMO's cost object is made once, as in training.
+EMOLoss, and ours with its default chunk. Every round has new labels, the same for all; `u` is the mean share of
+distinct labels, which determines the time of EMO's cost rows. EMO's cost object is made once, as in training.
 `F.linear_cross_entropy` without options is dense cross-entropy, so it is not listed.
 """
 
