@@ -6,9 +6,9 @@ In bfloat16, N = 8192 tokens, V = 128256, d = 4096, forward and backward pass fr
     EMO over Liger's fused cross-entropy       at most 0.6, in at most its memory
 
 with a trained head and with a frozen one (LoRA). Seconds are between CUDA events, medians over interleaved rounds after
-a warm-up. Memory is the peak of one pass beyond inputs and gradients; EMO's cost object counts as an input. First, the
-compiled Triton sweeps are compared with float64, and loss and gradients with dense float32: tests do this in Triton's
-interpreter only, where a race or a wrong offset may not show. `--dry-run` runs all of it at tiny sizes on the CPU.
+a warm-up. Memory is the peak of one pass beyond inputs and gradients; EMO's cost object counts as an input. Before
+that, loss and gradients are compared with dense float32. `--dry-run` runs all of it at tiny sizes on the CPU, in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +29,16 @@ from torch import Tensor
 from benchmarks.contestants import DENSE, PUBLISHED, TORCH, Loss, Problem, dense, liger, ours, published, torch_fused
 from benchmarks.contestants import step as pass_of
 from benchmarks.labels import find_data, labels_for, share_distinct
-from benchmarks.measure import FOLDER, MIB, Limit, Settings, Timing, append, hardware, ratios, say, table
+from benchmarks.measure import FOLDER, Limit, Settings, Timing, ratios, report_memory, report_times, say, table
 from otloss_llm import EMO, MLE, EmbeddingCost, linear_token_loss
-from otloss_llm.kernels import rows, rows_triton
-from otloss_llm.kernels.chunked import Tokens
+from otloss_llm.kernels import rows_triton
 from otloss_llm.objectives import Objective
 
-FIELDS = ("date", "case", "head", "name", "milliseconds", "spread", "mebibytes", "rounds", "hardware", "torch",
-          "triton")  # fmt: skip
+NAME = "gpu"
 LIGER = "Liger"
 CHUNKS = (1024, 2048, 4096)
 USED = "EMO as called without impl and chunk_size"
 DEFAULT_CHUNK = 2048  # what chunk_size=None takes at the size measured
-EPS = torch.finfo(torch.float32).eps
-ROWS = 33
 
 
 @dataclass(frozen=True)
@@ -89,33 +84,6 @@ def contestants(size: Size) -> dict[str, Callable[[], Loss]]:
 
 
 # ---- checks ----------------------------------------------------------------------------------------------------------
-
-
-def check_sweeps(vocab: int, device: str) -> None:
-    """Values and gradient of `ROWS` rows of this vocabulary, in each dtype, against float64."""
-    unit = EPS * (16 if device == "cuda" else 1)  # a GPU computes exp as 2^x of a rounded product
-    generator = torch.Generator().manual_seed(1)
-    for dtype in rows_triton.DTYPES:
-        z = (3 * torch.randn(ROWS, vocab, generator=generator)).to(dtype)
-        label, which = (torch.randint(n, (ROWS,), generator=generator) for n in (vocab, 4))
-        costs = torch.rand(4, vocab, generator=generator)
-        factors = torch.rand(3, ROWS, generator=generator)
-        given = [tensor.to(device) for tensor in (z, label, which, costs, factors)]
-        fast = _swept(given, torch.float32)
-        exact = _swept([given[0].double(), *given[1:3], given[3].double(), given[4].double()], torch.float64)
-        errors = [relative(a, b) for a, b in zip(fast, exact, strict=True)]
-        judge(f"Triton sweeps, {dtype}", errors, [32 * unit, 32 * unit, 64 * unit + torch.finfo(dtype).eps])
-
-
-def _swept(given: Sequence[Tensor], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """nll, D and gradient, in torch for float64 and in Triton otherwise."""
-    z, label, which, costs, (alpha, beta, factor) = given
-    kernel = rows if dtype == torch.float64 else rows_triton
-    z, cost = z.clone(), rows.CostRows(costs, which)
-    tokens = Tokens.of(kernel.softmax_rows(z, label, cost))
-    kernel.gradient_rows(z, tokens.sums.top, label, cost, tokens.slopes(alpha, beta, factor))
-    assert tokens.transport is not None
-    return tokens.nll, tokens.transport, z
 
 
 def check_losses(size: Size) -> None:
@@ -221,26 +189,14 @@ def measure_all(size: Size, problem: Problem, *, rounds: int) -> dict[str, Measu
     return {name: Measured(Timing(tuple(values)), extra[name]) for name, values in seconds.items()}
 
 
-def report(
-    size: Size, head: str, measured: dict[str, Measured], *, case: str, rounds: int, output: Path | None
-) -> None:
-    """Print all measurements and verdicts, and append to gpu.csv."""
-    name_of_hardware = hardware() if size.device == "cpu" else torch.cuda.get_device_name()
-    say(f"\n{case}, {head} head; {name_of_hardware}, torch {torch.__version__}, {rounds} rounds")
-    lines, kept = [("name", "ms", "spread", "MiB beyond inputs and gradients")], []
-    for name, one in measured.items():
-        milliseconds, spread = f"{one.timing.median * 1000:.2f}", f"{one.timing.spread:.3f}"
-        mebibytes = "" if one.extra is None else f"{one.extra / MIB:.0f}"
-        lines.append((name, milliseconds, spread, mebibytes))
-        kept.append({
-            "date": date.today().isoformat(), "case": case, "head": head, "name": name, "milliseconds": milliseconds,
-            "spread": spread, "mebibytes": mebibytes, "rounds": rounds, "hardware": name_of_hardware,
-            "torch": torch.__version__, "triton": getattr(rows_triton.triton, "__version__", ""),
-        })  # fmt: skip
-    table(lines)
+def report(size: Size, case: str, measured: dict[str, Measured], *, rounds: int, output: Path | None) -> None:
+    """Print all measurements and verdicts, and append to results.csv."""
+    timings = {name: one.timing for name, one in measured.items()}
+    report_times(NAME, case, timings, peer=emo_at(size.chunks[-1]), rounds=rounds, output=output)
+    extra = {name: one.extra for name, one in measured.items() if one.extra is not None}
+    if extra:
+        report_memory(NAME, case, extra, peer=emo_at(size.chunks[-1]), output=output)
     table([["quantity", "limit", "measured"], *verdicts(size, measured)])
-    if output is not None:
-        append(output / "gpu.csv", FIELDS, kept)
 
 
 def verdicts(size: Size, measured: dict[str, Measured]) -> list[list[str]]:
@@ -263,7 +219,7 @@ def main(arguments: list[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--rounds", type=int, default=9, help="interleaved repetitions (%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, in Triton's interpreter")
-    parser.add_argument("--output", type=Path, help="folder for gpu.csv (default: benchmarks; with --dry-run none)")
+    parser.add_argument("--output", type=Path, help="folder for results.csv (default: benchmarks; with --dry-run none)")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected 1 or more")
@@ -276,7 +232,6 @@ def main(arguments: list[str] | None = None) -> int:
         say("Dry run: the times below mean nothing.")
     size = DRY if options.dry_run else Size()
     say("Checks")
-    check_sweeps(size.vocab, size.device)
     check_losses(size)
     forget(size.device)
     source = labels_for(Settings(data=None if options.dry_run else find_data(None, Settings.text)), size.vocab)
@@ -287,7 +242,7 @@ def main(arguments: list[str] | None = None) -> int:
     for head in ("trained", "frozen"):
         problem.weight.requires_grad_(head == "trained")
         measured = measure_all(size, problem, rounds=options.rounds)
-        report(size, head, measured, case=case, rounds=options.rounds, output=output)
+        report(size, f"{case}, {head} head", measured, rounds=options.rounds, output=output)
     return 0
 
 

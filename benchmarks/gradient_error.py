@@ -27,7 +27,6 @@ from benchmarks.contestants import (
     torch_name,
     with_published,
 )
-from benchmarks.labels import Labels
 from benchmarks.measure import matmul_precision
 
 

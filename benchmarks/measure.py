@@ -6,11 +6,9 @@ import csv
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -101,12 +99,13 @@ class Limit:
 
 
 def hardware() -> str:
-    """Processor, threads, and the instruction sets that matter for float32."""
+    """GPU if there is one, processor, threads, and the instruction sets that matter for float32."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
     model = next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "")
     sets = [flag for flag in ("avx2", "avx512f", "amx_bf16") if f" {flag} " in text.replace("\n", " ")]
-    return f"{model or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {' '.join(sets)}"
+    cpu = f"{model or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {' '.join(sets)}"
+    return f"{torch.cuda.get_device_name()}, {cpu}" if torch.cuda.is_available() else cpu
 
 
 def timed_rounds(
@@ -140,40 +139,6 @@ def timed_rounds(
             seconds[name].append((time.perf_counter() - started) / calls)
     torch.set_num_threads(threads)
     return {name: Timing(tuple(values[1:])) for name, values in seconds.items()}
-
-
-@contextmanager
-def busy_neighbours() -> Iterator[None]:
-    """One process per core that counts and does nothing else."""
-    started = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
-    try:
-        time.sleep(0.2)
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def slowdowns(
-    benchmark: str, case: str, contestants: dict[str, Callable[[], Any]], *, rounds: int, output: Path | None
-) -> dict[str, tuple[Timing, Timing]]:
-    """Time each contestant alone and beside one busy process per core; print and keep the ratios."""
-    seconds: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
-    for _ in range(rounds):
-        for is_busy in (False, True):
-            with busy_neighbours() if is_busy else nullcontext():
-                for name, timing in timed_rounds(contestants, rounds=1, turn=TURN).items():
-                    seconds[name][is_busy].extend(timing.seconds)
-    heading(benchmark, case, f"{rounds} rounds, alone and beside {os.cpu_count()} busy processes")
-    found = {name: (Timing(tuple(alone)), Timing(tuple(busy))) for name, (alone, busy) in seconds.items()}
-    rows = []
-    for name, (alone_time, busy_time) in found.items():
-        ratio = statistics.median(ratios(busy_time, alone_time))
-        say(f"  {name:<34} {ratio:6.2f} x itself alone")
-        rows.append({"name": name, "ratio": f"{ratio:.4f}", "peer": "itself alone", "rounds": rounds})
-    keep(output, benchmark, f"{case}, beside {os.cpu_count()} busy processes", rows)
-    return found
 
 
 @contextmanager
@@ -241,7 +206,7 @@ def report_times(
     output: Path | None,
     notes: dict[str, str] | None = None,
 ) -> None:
-    """Print times and ratios to `peer` (medians over the rounds), and append them to results.csv; `notes` are errors."""
+    """Print times and ratios to `peer`, medians over the rounds, and append them to results.csv; `notes` are errors."""
     heading(benchmark, case, f"{rounds} rounds")
     rows, notes = [], notes or {}
     for name, timing in timings.items():
@@ -250,3 +215,14 @@ def report_times(
         rows.append({"name": name, "seconds": f"{timing.median:.6f}", "ratio": f"{ratio:.4f}", "peer": peer,
                      "rounds": rounds, "spread": f"{timing.spread:.3f}", "error": note})  # fmt: skip
     keep(output, benchmark, case, rows)
+
+
+def report_memory(benchmark: str, case: str, extra: dict[str, int], *, peer: str, output: Path | None) -> None:
+    """Print peak memory beyond inputs and gradients, in bytes, and append it to results.csv."""
+    heading(f"{benchmark} memory", case, "peak beyond inputs and gradients")
+    rows = []
+    for name, measured in extra.items():
+        ratio = measured / extra[peer]
+        say(f"  {name:<34} {measured / MIB:9.1f} MiB   {ratio:6.3f} x {peer}")
+        rows.append({"name": name, "mebibytes": f"{measured / MIB:.1f}", "ratio": f"{ratio:.4f}", "peer": peer})
+    keep(output, f"{benchmark} memory", case, rows)

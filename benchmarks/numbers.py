@@ -32,12 +32,9 @@ from torch import Tensor
 from benchmarks.contestants import DENSE, EMO_OURS, MLE_OURS, Loss, Problem, dense, step
 from benchmarks.labels import BLOCK, share_distinct
 from benchmarks.measure import (
-    MIB,
     Limit,
     Settings,
     Timing,
-    heading,
-    keep,
     ratios,
     report_times,
     say,
@@ -186,13 +183,7 @@ def memory(case: Case, names: list[str], settings: Settings) -> None:
     for name in names:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
             measured[name] = pool.submit(_peak, name, case.data, case.small, case.width).result()
-    heading(f"{NAME} memory", case.name, "peak beyond inputs and gradients")
-    rows, logits = [], 4 * case.tokens * case.vocab
-    for name, peak in measured.items():
-        ratio = peak / measured[DENSE]
-        say(f"  {name:<34} {peak / MIB:9.1f} MiB   {peak / logits:6.3f} x all logits   {ratio:6.3f} x {DENSE}")
-        rows.append({"name": name, "mebibytes": f"{peak / MIB:.1f}", "ratio": f"{ratio:.4f}", "peer": DENSE})
-    keep(settings.output, f"{NAME} memory", case.name, rows)
+    report_memory(NAME, case.name, measured, peer=DENSE, output=settings.output)
 
 
 def _added(name: str, base: str, timings: dict[str, Timing]) -> list[float]:

@@ -165,28 +165,11 @@ class Head:
 
 
 def _networks() -> list[Model]:
-    heads = {"dlordinal EMDLoss": _emd, "dlordinal TriangularLoss": _triangular, "dlordinal CLM": _links,
-             "coral-pytorch CORAL": _coral, "coral-pytorch CORN": _corn}  # fmt: skip
+    heads = {"dlordinal CLM": _links, "coral-pytorch CORN": _corn}
     return [
         Model(f"{name} network", "network", PEER, lambda s, k, head=head: Network(head, s, k))
         for name, head in heads.items()
     ]
-
-
-def _softmax_head(loss: Callable[[Tensor, Tensor], Tensor], classes: int) -> Head:
-    return Head(nn.Linear(HIDDEN, classes), loss, lambda z: z.softmax(-1))
-
-
-def _emd(classes: int) -> Head:
-    from dlordinal.losses import EMDLoss
-
-    return _softmax_head(EMDLoss(num_classes=classes), classes)
-
-
-def _triangular(classes: int) -> Head:
-    from dlordinal.losses import TriangularLoss
-
-    return _softmax_head(TriangularLoss(nn.CrossEntropyLoss(), num_classes=classes), classes)
 
 
 def _links(classes: int) -> Head:
@@ -196,17 +179,6 @@ def _links(classes: int) -> Head:
         return nn.functional.nll_loss(proba.clamp(min=1e-7).log(), y)
 
     return Head(nn.Sequential(nn.Linear(HIDDEN, 1), CLM(classes, "logit")), loss, lambda proba: proba)
-
-
-def _coral(classes: int) -> Head:
-    from coral_pytorch.layers import CoralLayer
-    from coral_pytorch.losses import coral_loss
-
-    def loss(z: Tensor, y: Tensor) -> Tensor:
-        # The same as its levels_from_labelbatch, which loops in Python.
-        return coral_loss(z, (y.unsqueeze(-1) > torch.arange(classes - 1)).to(z))
-
-    return Head(CoralLayer(HIDDEN, classes), loss, lambda z: _of_exceedances(z.sigmoid()))
 
 
 def _corn(classes: int) -> Head:

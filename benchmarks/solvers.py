@@ -29,7 +29,6 @@ from benchmarks.measure import (
     ratios,
     report_times,
     say,
-    slowdowns,
     table,
     timed_rounds,
 )
@@ -145,30 +144,12 @@ def assignment_case(bench: Bench, batch: int, n: int, dim: int) -> None:
     exact_case(bench, case, at_least(case, 1.0), steps)
 
 
-def busy_case(bench: Bench, problems: Problems) -> None:
-    """All threads and one thread, if every core runs another process too; and torch's softmax of as many entries."""
-    batch, n = problems.p.shape
-    given = (problems.p, problems.q, problems.cost)
-
-    def on_one_thread() -> None:
-        torch.set_num_threads(1)
-        otloss.emd(*given)
-
-    steps = {OURS: lambda: otloss.emd(*given), "one thread": on_one_thread,
-             "torch softmax": lambda: problems.cost.softmax(-1)}  # fmt: skip
-    case = f"exact, {batch} problems {n} x {n}, values"
-    found = slowdowns(NAME, case, steps, rounds=bench.rounds(), output=bench.settings.output)
-    limit = at_least("exact values beside busy processes: one thread, all threads", 0.8)
-    bench.verdicts.append(limit.judged(*ratios(found["one thread"][1], found[OURS][1])))
-
-
 def exact_cases(bench: Bench) -> None:
     small = bench.settings.small
     batch, n = (4, 8) if small else (64, 64)
     problems = Problems.random(batch, n)
     case = f"{batch} problems {n} x {n}, values and gradients in p, q, cost"
     exact_case(bench, case, at_least(f"{batch} exact problems {n} x {n}, with gradients", 4.0), emd_steps(problems))
-    busy_case(bench, problems)
     for assignments in ((4, 4, 2), (1, 8, 20)) if small else ((64, 16, 2), (1, 256, 2), (1, 256, 784)):
         assignment_case(bench, *assignments)
     n = 30 if small else 2000

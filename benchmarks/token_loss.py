@@ -42,7 +42,6 @@ from benchmarks.measure import (
     ratios,
     report_times,
     say,
-    slowdowns,
     table,
     timed_rounds,
 )
@@ -73,7 +72,6 @@ SHARPNESS = (1.0, 3.0, 10.0)  # standard deviation of the logits
 EMO_TORCH = Limit(f"EMO time / best {TORCH} time", 1.10)
 EMO_DENSE_CE = Limit("EMO time / dense cross-entropy time", 0.95)
 EMO_PUBLISHED = Limit("EMO time / EMOLoss 0.0.3 time", 0.33)
-EMO_BUSY = Limit("EMO slowdown beside busy processes / dense cross-entropy's", 1.10)
 MLE_TORCH = Limit(f"MLE time / best {TORCH} time", 1.00)
 MEMORY = Limit("EMO peak extra memory beside its cost object / dense cross-entropy's", 0.35)
 EMO_ERROR = Limit("EMO gradient error / dense cross-entropy's", 2.00)
@@ -131,31 +129,13 @@ def time_case(case: Case, in_torch: list[str], *, objectives: bool) -> list[list
     ]
 
 
-def busy_case(case: Case, in_torch: list[str]) -> list[list[str]]:
-    """How much slower each is if every core runs another process too."""
-    found = slowdowns(
-        NAME, case.name(share_distinct(case.problem.labels)),
-        steps([DENSE, *in_torch, MLE_OURS, EMO_OURS], case.problem),
-        rounds=min(SWEEP_ROUNDS, case.rounds), output=case.settings.output,
-    )  # fmt: skip
-    slower = {name: statistics.median(ratios(busy, alone)) for name, (alone, busy) in found.items()}
-    return [EMO_BUSY.judged(slower[EMO_OURS] / slower[DENSE])]
-
-
 def memory_case(case: Case, in_torch: list[str]) -> list[list[str]]:
     """Peak memory of each contestant in its own process."""
     size, settings = case.size, case.settings
     labels = case.labels.draw(size.tokens, 1)
     names = with_published([DENSE, *in_torch, MLE_OURS, EMO_OURS])
     extra = extra_bytes(names, labels, size.vocab, size.width, processes="one" if settings.small else "each")
-    text = case.name(share_distinct(labels))
-    heading(f"{NAME} memory", text, "peak beyond inputs and gradients, MALLOC_MMAP_THRESHOLD_=131072")
-    rows = []
-    for name, measured in extra.items():
-        ratio = measured / extra[DENSE]
-        say(f"  {name:<34} {measured / MIB:9.1f} MiB   {ratio:6.3f} x {DENSE}")
-        rows.append({"name": name, "mebibytes": f"{measured / MIB:.1f}", "ratio": f"{ratio:.4f}", "peer": DENSE})
-    keep(settings.output, f"{NAME} memory", text, rows)
+    report_memory(NAME, case.name(share_distinct(labels)), extra, peer=DENSE, output=settings.output)
     cost_object = 4 * size.vocab * size.width
     say(f"  EMO's cost object, a frozen copy of the head, is kept between passes: {cost_object / MIB:.0f} MiB; with it "
         f"{(extra[EMO_OURS] + cost_object) / extra[DENSE]:.3f} x {DENSE}")  # fmt: skip
@@ -192,8 +172,6 @@ def main(settings: Settings) -> None:
         found = time_case(case, in_torch, objectives=size is sizes[0])
         with matmul_precision("medium"):
             case.timed([DENSE, *in_torch, MLE_OURS, EMO_OURS], rounds=min(SWEEP_ROUNDS, case.rounds), note=BF16)
-        if size is sizes[0]:
-            found += busy_case(case, in_torch)
         gc.collect()
         found += memory_case(case, in_torch)
         verdicts += [[str(size), *row] for row in found]
