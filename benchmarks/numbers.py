@@ -36,6 +36,7 @@ from benchmarks.measure import (
     Settings,
     Timing,
     ratios,
+    report_memory,
     report_times,
     say,
     table,

@@ -40,6 +40,7 @@ from benchmarks.measure import (
     keep,
     matmul_precision,
     ratios,
+    report_memory,
     report_times,
     say,
     table,
