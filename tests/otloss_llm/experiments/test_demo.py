@@ -19,6 +19,7 @@ CORNER = 150  # documents of each package
 
 @pytest.fixture
 def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(DEMO.parent))  # it imports docstring_corpus.py
     spec = importlib.util.spec_from_file_location("emo_demo", DEMO)
     assert spec is not None
     assert spec.loader is not None
