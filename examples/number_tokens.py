@@ -1,8 +1,8 @@
 """A small language model learns sums, by likelihood alone and with a number loss added.
 
-A small Llama is trained from scratch on sums such as 17+25=42, with one token per digit (or per number, `--long_tokens`),
-on the answers: on their likelihood (mle), and with the expected distance between number tokens added (number_token). The
-start, the batches and the number of steps are the same. It then answers sums that are not in the training set.
+A small Llama is trained from scratch on the answers of sums such as 17+25=42, with one token per digit (or per number,
+`--long_tokens`): on their likelihood (mle), and with the expected distance between number tokens added (number_token).
+The start, the batches and the number of steps are the same. It then answers sums that are not in the training set.
 
     python examples/number_tokens.py                 # about a minute on two CPU cores
     python examples/number_tokens.py --long_tokens   # the same weight where 42 is one token, as in GPT-2
