@@ -67,9 +67,7 @@ def compare(splits: int) -> None:
         for name, proba in by_name.items():
             results.setdefault(name, []).append([score(y, proba, labels=RANKS) for score in SCORES.values()])
     width = max(map(len, results))
-    print(
-        f"{'lower is better':{width}}  " + "  ".join(f"{name:>17}" for name in SCORES) + "   RPS better in"
-    )
+    print(f"{'lower is better':{width}}  " + "  ".join(f"{name:>17}" for name in SCORES) + "   RPS better in")
     before = np.array(results["as it is"])
     for name, rows in results.items():
         scores = np.array(rows)

@@ -22,12 +22,13 @@ import numpy as np
 from sklearn.datasets import load_diabetes
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import cohen_kappa_score
 from sklearn.model_selection import GridSearchCV, StratifiedKFold, train_test_split
 from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 
 from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
-from otloss.metrics import ordinal_mae, quadratic_weighted_kappa, scorer
+from otloss.metrics import ordinal_mae, scorer
 
 LABELS = ("quality", "response")
 
@@ -106,7 +107,7 @@ def main() -> None:
             warnings.simplefilter("ignore", ConvergenceWarning)
             search.fit(X_train, y_train)
         predicted = search.predict(X_test)
-        kappa = quadratic_weighted_kappa(y_test, predicted, labels=grades)
+        kappa = cohen_kappa_score(y_test, predicted, labels=grades, weights="quadratic")
         settings = ", ".join(f"{key.removeprefix('model__')}={value}" for key, value in search.best_params_.items())
         print(
             f"{name:20s} {-by_score(search, X_test, y_test):7.4f} "
