@@ -49,7 +49,7 @@ class Contestant:
 class Found:
     """The cheapest setting that is accurate enough, its errors and the seconds of its one run.
 
-    If there is none, `setting` is None, and the rest is of the last setting that was tried.
+    Without one, `setting` is None, and the rest belongs to the last setting that was tried.
     """
 
     setting: float | None

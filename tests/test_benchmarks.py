@@ -61,10 +61,14 @@ def test_token_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 @pytest.mark.slow
-def test_scaling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("scaling", tmp_path, monkeypatch)
     assert {row["axis"] for row in rows(tmp_path / "scaling.csv")} == {"N", "V", "u"}
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    found = epsilon_plot.measured([1.0, 0.1], batch=2, n=6, rounds=1)
+    assert (found["errors"]["linear"] < found["errors"]["value"]).all()
+    epsilon_plot.draw(tmp_path / "figure.png", [1.0, 0.1], found, title="small")
+    assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
 @pytest.mark.slow
@@ -107,17 +111,15 @@ def test_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         run("mathematics", tmp_path, monkeypatch)
 
 
-def gpu(*options: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-W", "error", "-m", "benchmarks.gpu", *options]
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300)
-
-
 @pytest.mark.slow
 def test_gpu_dry_run(tmp_path: Path) -> None:
     pytest.importorskip("triton")
-    ended = gpu("--dry-run", "--rounds", "1", "--output", str(tmp_path))
+    options = ("--dry-run", "--rounds", "1", "--output", str(tmp_path))
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ended = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "benchmarks.gpu", *options], cwd=ROOT, capture_output=True, text=True,
+        env=environment | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}, timeout=300,
+    )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     for said in ("EMO: loss, dh, dW", "time of EMO chunk=8 / Liger", "trained head", "frozen head"):
         assert said in ended.stdout
@@ -208,7 +210,7 @@ def test_every_contestant_solves_the_same_problem() -> None:
 
 
 def test_clouds_are_one_problem_for_both() -> None:
-    clouds = solver_clouds.Clouds.random(30)
+    clouds = solver_clouds.Clouds.random(20)
     exact = solver_clouds.reference(clouds)
     contestant = solver_clouds.geomloss(clouds, exact, "tensorized")
     value_error, gradient_error = contestant.errors(contestant.solve(0.999))
@@ -235,15 +237,3 @@ def test_slow_clouds_run_once(capsys: pytest.CaptureFixture[str]) -> None:
         assert (found[peer].setting is None) == (error > 0)
         assert solvers.judge_clouds(bench, "case", limit, mine, found)[-1].endswith(verdict)
     assert runs.count(0.1) == 2, "once in each search, and never again"
-
-
-@pytest.mark.slow
-def test_the_figure_of_epsilon(tmp_path: Path) -> None:
-    epsilons = [1.0, 0.1]
-    found = epsilon_plot.measured(epsilons, batch=2, n=6, rounds=1)
-    epsilon_plot.draw(tmp_path / "figure.png", epsilons, found, title="small")
-    assert (tmp_path / "figure.png").stat().st_size > 10_000
-    errors = found["errors"]
-    assert (errors["value"][1] < errors["value"][0]).all()
-    assert (errors["linear"] < errors["value"]).all()
-    assert found["converged"] == [2, 2]

@@ -29,23 +29,24 @@ def test_every_public_name_resolves(package: str) -> None:
         module.no_such_name  # noqa: B018
 
 
-def test_losses_need_no_transformers() -> None:
-    """`import otloss_llm` is torch alone; the trainer asks for its extra."""
+def test_losses_need_neither_transformers_nor_a_compiler() -> None:
+    """The trainer names its extra; `torch._dynamo` and numba are imported at first use, because they take a second."""
     code = (
         "import sys; sys.modules['transformers'] = None\n"
         "import otloss_llm as o; o.emo_loss, o.linear_token_loss, o.EMO\n"
+        "print([m for m in ('torch._dynamo', 'numba', 'triton') if m in sys.modules])\n"
         "try: o.ObjectiveTrainer\n"
         "except ImportError as e: print(e)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.startswith("[]\n")
     assert 'pip install "otloss[llm]"' in done.stdout
 
 
-def test_importing_the_losses_imports_no_compiler() -> None:
-    """`torch._dynamo` takes a second, and numba half a one."""
-    code = "import sys, otloss_llm; print([m for m in ('torch._dynamo', 'numba', 'triton') if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.strip() == "[]"
+def test_the_tree_of_the_readme_names_files_that_exist() -> None:
+    tree = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What is where")[2].partition("## ")[0]
+    existing = {path.name for folder in (*PACKAGES, "examples", "docs") for path in (ROOT / folder).rglob("*.*")}
+    assert [name for name in re.findall(r"\w+\.(?:py|md)\b", tree) if name not in existing] == ["CONTRIBUTING.md"]
 
 
 def test_files_are_named_by_what_they_do() -> None:
