@@ -89,11 +89,12 @@ def test_the_linter_finds_every_planted_import(tmp_path: Path) -> None:
 
 # Patterns of words with a better one in the table of CONTRIBUTING.md; case matters for "is None".
 WORDS = (
-    "[Ss]lopes?", "[Tt]wins?", "[Dd]oors?", "[Rr]efus(?:e|es|ed|al|ing)", "[Mm]end(?:s|ed|ing)?", "(?:is|are) none",
+    "[Ss]lopes?", "[Tt]wins?", "[Dd]oors?", "[Rr]efus(?:e|es|ed|al|ing)", "[Mm]end(?:s|ed|ing)?", "(?<!there )(?:is|are) none",
     "[Pp]aid", "(?:a|the) floor", "[Ff]loors", "(?:go|goes|gone|went) on with", "[Ff]or ever", "[Ss]trangers?",
     "[Uu]phill", "eyes", "rooms", "gone through", "stands? on", "may enter", "be had", "be it",
 )  # fmt: skip
 # A name such as weight_slopes or SlopeError contains a word too.
+CALIBRATION = {"recalibration.py", "test_calibration.py"}  # the slope of a calibration line is the term of the field
 PATTERN = re.compile(rf"(?<![a-zA-Z])(?:{'|'.join(WORDS)})(?![a-z])")
 TEXTS = [
     path
@@ -108,6 +109,6 @@ def test_plain_words() -> None:
         f"{path.relative_to(ROOT)}:{number}: {found[0]!r} in {line.strip()}"
         for path in TEXTS
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if (found := PATTERN.search(line))
+        if (found := PATTERN.search(line)) and not (path.name in CALIBRATION and "slope" in found[0].lower())
     ]
     assert not hits, "\n".join([f"{len(hits)} lines; see the table of CONTRIBUTING.md for better words", *hits])
