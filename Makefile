@@ -1,6 +1,6 @@
-# Two commands are enough on a fresh machine: `make demo` and `make test`. Each sets up .venv on first use.
+# On a fresh machine run `make demo` or `make test`. Both set up .venv on first use.
 PYTHON ?= python3
-# The address of an index with another build of torch, taken before the rest: see README.md.
+# The address of a package index with another build of torch, which is installed first: see README.md.
 TORCH_INDEX ?=
 VENV := .venv
 BIN := $(VENV)/bin
@@ -24,7 +24,7 @@ test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
 test-all: $(FOR_DEV)  ## the slow tests too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
 
-lint: $(FOR_DEV)  ## formatting, types, and the order of the layers
+lint: $(FOR_DEV)  ## formatting, types, and the order of the folders
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -36,7 +36,7 @@ bench: $(FOR_DEV)  ## ratios against peers measured in the same run, and how the
 wheel: $(FOR_DEV)  ## sdist and wheel in dist/
 	$(BIN)/python -m build
 
-clean:  ## remove .venv and what was built
+clean:  ## remove .venv and builds
 	rm -rf $(VENV) build dist *.egg-info
 
 $(BIN)/python:
@@ -44,12 +44,12 @@ $(BIN)/python:
 		"$$($(PYTHON) --version 2>&1 | tail -1). Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# constraints.txt pins torch and the other packages: everybody tests the same versions. torch alone comes from
-# TORCH_INDEX, without what it depends on, which the index may lack.
+# constraints.txt pins the versions of torch and the other packages. Only torch comes from TORCH_INDEX, without its
+# dependencies, which that index may lack.
 define install
 	@$(BIN)/python -c '$(OLD_ENOUGH)' || { echo "otloss needs Python 3.11 or newer, $(VENV) has" \
-		"$$($(BIN)/python --version 2>&1). Make it anew: make clean $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
-	@echo "Installing into $(VENV) what $(1) needs; the first time this takes some minutes."
+		"$$($(BIN)/python --version 2>&1). Make a new one: make clean $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
+	@echo "Installing the extra $(1) into $(VENV); the first time this takes some minutes."
 	@$(BIN)/python -m pip install --quiet --upgrade pip
 	$(if $(TORCH_INDEX),$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --index-url $(TORCH_INDEX) torch)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[$(1)]"
@@ -59,7 +59,7 @@ $(FOR_DEMO): pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,demo)
 	@touch $@
 
-# "dev" has all of "demo" in it.
+# "dev" includes "demo".
 $(FOR_DEV): pyproject.toml constraints.txt | $(BIN)/python
 	$(call install,dev)
 	@touch $(FOR_DEMO) $@

@@ -1,4 +1,4 @@
-"""Who competes: token losses from hidden states and head, forward and backward, each on the same problem."""
+"""The token losses that are compared: forward and backward pass from hidden states and head, all on one problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from otloss_llm import EMO, MLE, EmbeddingCost, MixCE, TaiLr, linear_token_loss
 from otloss_llm.objectives import Objective
@@ -23,113 +23,129 @@ HAS_TORCH = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCros
 
 @dataclass
 class Problem:
-    """Inputs that all contestants share; `labels` may be exchanged between rounds."""
+    """Inputs that all contestants share; `labels` may change between rounds."""
 
     hidden: Tensor
     weight: Tensor
     labels: Tensor
 
     @classmethod
-    def random(cls, tokens: int, vocab: int, width: int, labels: Tensor, *, sharpness: float = 1.0) -> Problem:
-        """Logits are normal with standard deviation `sharpness`."""
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(tokens, width, generator=generator).mul_(sharpness).requires_grad_()
-        weight = torch.randn(vocab, width, generator=generator).mul_(width**-0.5).requires_grad_()
-        return cls(hidden, weight, labels)
+    def random(
+        cls, vocab: int, width: int, labels: Tensor, *, sharpness: float = 1.0, dtype: torch.dtype = torch.float32,
+        device: str = "cpu",
+    ) -> Problem:  # fmt: skip
+        """One hidden state per label; logits are normal with standard deviation `sharpness`."""
+        generator = torch.Generator(device).manual_seed(0)
+
+        def normal(rows: int, scale: float) -> Tensor:
+            made = torch.randn(rows, width, generator=generator, device=device).mul_(scale)
+            return made.to(dtype).requires_grad_()
+
+        return cls(normal(len(labels), sharpness), normal(vocab, width**-0.5), labels.to(device))
 
     @cached_property
     def cost(self) -> EmbeddingCost:
-        """Made once per frozen head, so it counts for no single step."""
+        """Made once per frozen head, as in training, so no step includes it."""
         return EmbeddingCost(self.weight)
 
 
 Loss = Callable[[Problem], Tensor]
 
 
-def torch_name(chunk: int) -> str:
-    return f"{TORCH} c={chunk}"
-
-
-def _dense(problem: Problem) -> Tensor:
+def dense(problem: Problem) -> Tensor:
     return F.cross_entropy(F.linear(problem.hidden, problem.weight), problem.labels)
 
 
-def _ours(objective: Objective, *, impl: str = "auto") -> Loss:
+def ours(objective: Objective, *, impl: str = "auto", chunk: int | None = None) -> Loss:
     def loss(problem: Problem) -> Tensor:
         cost = problem.cost if isinstance(objective, EMO) else None
         return linear_token_loss(
-            problem.hidden, problem.weight, problem.labels, objective=objective, cost=cost, impl=impl
+            problem.hidden, problem.weight, problem.labels, objective=objective, cost=cost, impl=impl, chunk_size=chunk
         ).loss
 
     return loss
 
 
-def _torch(chunk: int | None) -> Loss:
-    options = torch.nn.LinearCrossEntropyOptions(batch_chunk_size=chunk)  # None: the automatic choice
+def torch_fused(chunk: int | None) -> Loss:
+    """`F.linear_cross_entropy` in chunks of that many tokens; None: its automatic choice. Without options it is dense.
+
+    Raises:
+        ImportError: this version of torch has no chunked `linear_cross_entropy`.
+    """
+    if not HAS_TORCH:
+        raise ImportError(f"torch {torch.__version__} has no chunked linear_cross_entropy")
+    options = torch.nn.LinearCrossEntropyOptions(**({} if chunk is None else {"batch_chunk_size": chunk}))
     return lambda problem: F.linear_cross_entropy(problem.hidden, problem.weight, problem.labels, options=options)
 
 
-def _published(problem: Problem) -> Tensor:
+def published() -> Loss:
     from emo import EMOLoss
 
-    # It shifts labels itself, so one more position stands at the end.
-    hidden = torch.cat([problem.hidden, problem.hidden[-1:]])
-    shifted = torch.cat([problem.labels[:1], problem.labels])
-    return EMOLoss(F.linear(hidden, problem.weight)[None], shifted[None], problem.weight.detach())
+    def loss(problem: Problem) -> Tensor:  # it shifts labels itself, so one position is appended
+        hidden = torch.cat([problem.hidden, problem.hidden[-1:]])
+        shifted = torch.cat([problem.labels[:1], problem.labels])
+        return EMOLoss(F.linear(hidden, problem.weight)[None], shifted[None], problem.weight.detach())
+
+    return loss
+
+
+def liger() -> Loss:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    fused = LigerFusedLinearCrossEntropyLoss()
+    return lambda problem: fused(problem.weight, problem.hidden, problem.labels)
+
+
+def torch_name(chunk: int) -> str:
+    return f"{TORCH} c={chunk}"
 
 
 def loss_named(name: str) -> Loss:
-    """The loss behind a name in a table."""
-    losses = {DENSE: _dense, EMO_OURS: _ours(EMO()), MLE_OURS: _ours(MLE()), PUBLISHED: _published,
-              EMO_DENSE: _ours(EMO(), impl="reference")}  # fmt: skip
-    losses |= {other: _ours(objective) for other, objective in OTHER_OBJECTIVES.items()}
-    if name in losses:
-        return losses[name]
-    if name == TORCH_AUTO:
-        return _torch(None)
+    """The loss that a table shows under this name."""
+    objectives: dict[str, Objective] = {MLE_OURS: MLE(), EMO_OURS: EMO(), **OTHER_OBJECTIVES}
+    if name in objectives:
+        return ours(objectives[name])
+    if name in (DENSE, PUBLISHED, EMO_DENSE):
+        return {DENSE: lambda: dense, PUBLISHED: published, EMO_DENSE: lambda: ours(EMO(), impl="reference")}[name]()
     chunk = re.fullmatch(re.escape(TORCH) + r" c=(\d+)", name)
-    if chunk is None:
+    if chunk is None and name != TORCH_AUTO:
         raise ValueError(f"no contestant is called {name!r}")
-    return _torch(int(chunk[1]))
+    return torch_fused(None if chunk is None else int(chunk[1]))
+
+
+def step(loss: Loss, problem: Problem) -> Callable[[], None]:
+    """One forward and backward pass."""
+
+    def run() -> None:
+        problem.hidden.grad = problem.weight.grad = None
+        loss(problem).backward()
+
+    return run
 
 
 def steps(names: Sequence[str], problem: Problem) -> dict[str, Callable[[], None]]:
-    """One forward and backward pass each."""
-
-    def step(loss: Loss) -> Callable[[], None]:
-        def run() -> None:
-            problem.hidden.grad = problem.weight.grad = None
-            loss(problem).backward()
-
-        return run
-
-    return {name: step(loss_named(name)) for name in names}
+    return {name: step(loss_named(name), problem) for name in names}
 
 
-def has_published() -> bool:
+def with_published(names: Sequence[str]) -> list[str]:
+    """The names, and EMOLoss if it is installed."""
     try:
         import emo  # noqa: F401
     except ImportError:
-        print('EMOLoss is left out: pip install "otloss[bench]"')
-        return False
-    return True
-
-
-class _FirstChunk(Exception):  # noqa: N818 - not an error
-    """Leaves the kernel at its first chunk; holds the number of its rows."""
+        print('EMOLoss is not measured: pip install "otloss[bench]"')
+        return list(names)
+    return [*names, PUBLISHED]
 
 
 @lru_cache
 def our_chunk(tokens: int, vocab: int) -> int:
-    """Rows of our default chunk, the only one we compete with: as many as the objective first sees."""
+    """Rows of our default chunk: the number of tokens that the objective is first called with."""
+    seen: list[int] = []
 
-    def stop(nll: Tensor, cost: Tensor | None) -> Tensor:
-        raise _FirstChunk(len(nll))
+    def record(nll: Tensor, cost: Tensor | None) -> Tensor:
+        seen.append(len(nll))
+        return nll
 
-    try:
-        linear_token_loss(
-            torch.zeros(tokens, 1), torch.zeros(vocab, 1), torch.zeros(tokens, dtype=torch.long), objective=stop
-        )
-    except _FirstChunk as chunk:
-        return int(chunk.args[0])
-    raise AssertionError("the kernel never asked for its objective")
+    labels = torch.zeros(tokens, dtype=torch.long)
+    linear_token_loss(torch.zeros(tokens, 1), torch.zeros(vocab, 1), labels, objective=record)
+    return seen[0]

@@ -1,8 +1,8 @@
-"""What epsilon costs and brings: errors against exact transport, and times, over epsilon; `docs/solvers.png`.
+"""Errors against exact transport, and times, over epsilon: draws `docs/solvers.png`.
 
-Run as `python -m benchmarks.epsilon_plot [file]`. 64 problems of 64 points each in the unit square, weights at random,
-squared distances scaled so that the largest of each problem is 1; float32, default tolerance. A marker is hollow where
-some of the problems stopped at the default limit of iterations.
+Run as `python -m benchmarks.epsilon_plot [file]`. 64 problems of 64 points each in the unit square, random weights,
+squared distances scaled to a largest of 1 in each problem; float32, default tolerance. A marker is hollow if some of
+the problems stopped at the default limit of iterations.
 """
 
 from __future__ import annotations
@@ -24,30 +24,29 @@ from otloss.costs import PointCost
 
 FILE = Path(__file__).parents[1] / "docs" / "solvers.png"
 EPSILONS = [10 ** (-k / 3) for k in range(13)]
-# Of Okabe and Ito's palette; the markers tell them apart in grey.
+# Colours of Okabe and Ito; the markers also distinguish them in grey.
 VALUE, LINEAR, DEBIASED, EXACT = ("#D55E00", "D"), ("#0072B2", "^"), ("#009E73", "o"), ("#000000", "s")
 NAMES = {
     "value": ("entropic value, sinkhorn", VALUE),
-    "linear": ("its plan's cost, linear_cost", LINEAR),
+    "linear": ("cost of its plan, linear_cost", LINEAR),
     "debiased": ("sinkhorn_divergence", DEBIASED),
 }
 
 
-def problems(batch: int, n: int) -> tuple[Tensor, Tensor, PointCost]:
-    """p, q (B, n), and costs with a largest entry of 1 in each problem."""
+def problems(batch: int, n: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """p, q (B, n), and points x, y (B, n, 2) whose largest squared distance is 1 in each problem."""
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.rand(batch, n, 2, generator=generator) for _ in range(2))
     p, q = (torch.rand(batch, n, generator=generator) + 0.05 for _ in range(2))
-    largest = PointCost(x, y).dense().amax((-2, -1), keepdim=True)
-    cost = PointCost(x / largest.sqrt(), y / largest.sqrt())
-    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), cost
+    largest = PointCost(x, y).dense().amax((-2, -1), keepdim=True).sqrt()
+    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True), x / largest, y / largest
 
 
 def measured(epsilons: list[float], *, batch: int, n: int, rounds: int) -> dict[str, Any]:
     """Return errors relative to the exact values, (epsilons, B), median seconds, and how many problems converged."""
-    p, q, cost = problems(batch, n)
-    matrix = cost.dense()
-    among = {"cost_p": cost.within()[0].dense(), "cost_q": cost.within()[1].dense()}
+    p, q, x, y = problems(batch, n)
+    matrix = PointCost(x, y).dense()
+    among = {"cost_p": PointCost(x).dense(), "cost_q": PointCost(y).dense()}
     exact = otloss.emd(p, q, matrix)
     errors: dict[str, list[Tensor]] = {name: [] for name in NAMES}
     converged: list[int] = []
@@ -109,12 +108,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.epsilon_plot", description=__doc__, allow_abbrev=False)
     parser.add_argument("file", nargs="?", type=Path, default=FILE)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--small", action="store_true", help="tiny sizes, to see that it runs")
+    parser.add_argument("--small", action="store_true", help="tiny sizes, to check that it runs")
     options = parser.parse_args()
     batch, n = (4, 8) if options.small else (64, 64)
     epsilons = EPSILONS[::4] if options.small else EPSILONS
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", otloss.ConvergenceWarning)  # shown by hollow markers
+        warnings.simplefilter("ignore", otloss.ConvergenceWarning)  # hollow markers show it
         found = measured(epsilons, batch=batch, n=n, rounds=options.rounds)
     for i, epsilon in enumerate(epsilons):
         medians = {name: float(errors[i].median()) for name, errors in found["errors"].items()}

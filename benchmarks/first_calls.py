@@ -1,7 +1,7 @@
-"""Seconds of the first call of a function in a process, with an empty folder of compiled kernels and with a full one.
+"""Seconds of the first call of a function in a process, with an empty cache of numba kernels and with a filled one.
 
-Value and gradient of a batch of small problems, the import of numba included and that of torch not. The kernels are
-compiled at the first call for each dtype, and kept.
+Value and gradient of a batch of small problems; the time includes the import of numba but not of torch. Each kernel is
+compiled at its first call with each dtype and kept on disk.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def main(settings: Settings) -> None:
 
 
 def _seconds(call: str, dtype: str) -> tuple[float, float]:
-    """The first call in a process with an empty folder, and in a second process with what that one left."""
+    """The first call in a process with an empty cache, and in a second process with the cache of the first."""
     code = f"{SETUP}{call}\nprint(time.perf_counter() - begin)"
     with tempfile.TemporaryDirectory() as folder:
         environment = {**os.environ, "NUMBA_CACHE_DIR": folder}
@@ -77,7 +77,9 @@ def _seconds(call: str, dtype: str) -> tuple[float, float]:
     for process in done:
         if process.returncode:
             say(process.stderr)
-            raise RuntimeError(f"the process of {call!r} ended with {process.returncode}")
+            raise RuntimeError(
+                f"the process of {call!r} ended with exit code {process.returncode}, see its error above"
+            )
     cold, warm = (float(process.stdout.split()[-1]) for process in done)
     return cold, warm
 

@@ -1,14 +1,14 @@
-"""`python -m benchmarks.gpu`: token losses on one large GPU, and whether they keep their goals there.
+"""`python -m benchmarks.gpu`: time and memory of token losses on one large GPU, compared with their goals.
 
 In bfloat16, N = 8192 tokens, V = 128256, d = 4096, forward and backward pass from hidden states and head:
 
     EMO over our MLE, same chunk               at most 1.12
     EMO over Liger's fused cross-entropy       at most 0.6, in at most its memory
 
-with a trained head and with a frozen one (LoRA). Seconds are those between CUDA events, medians over rounds in which
-every contestant runs once, after a warm-up. Memory is the peak of one pass beyond inputs and gradients; the cost object
-of EMO is an input. Before that `gpu_checks` compares the compiled Triton sweeps with float64, and loss and gradients
-with dense float32. `--dry-run` goes the same way with tiny sizes on the CPU, in Triton's interpreter.
+with a trained head and with a frozen one (LoRA). Seconds are between CUDA events, medians over interleaved rounds after
+a warm-up. Memory is the peak of one pass beyond inputs and gradients; EMO's cost object counts as an input. Before
+that, loss and gradients are compared with dense float32. `--dry-run` runs all of it at tiny sizes on the CPU, in
+Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -18,38 +18,24 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from datetime import date
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
-from benchmarks.gpu_checks import check_losses, check_sweeps
+from benchmarks.contestants import DENSE, PUBLISHED, TORCH, Loss, Problem, dense, liger, ours, published, torch_fused
+from benchmarks.contestants import step as pass_of
 from benchmarks.labels import find_data, labels_for, share_distinct
-from benchmarks.measure import FOLDER, Settings, Timing, append, hardware, say, table
+from benchmarks.measure import FOLDER, Limit, Settings, Timing, ratios, report_memory, report_times, say, table
 from otloss_llm import EMO, MLE, EmbeddingCost, linear_token_loss
 from otloss_llm.kernels import rows_triton
 from otloss_llm.objectives import Objective
 
-FIELDS = (
-    "date",
-    "case",
-    "head",
-    "name",
-    "milliseconds",
-    "spread",
-    "mebibytes",
-    "rounds",
-    "hardware",
-    "torch",
-    "triton",
-)
-MIB = 2**20
-LIGER, DENSE, TORCH, PUBLISHED = "Liger", "dense cross-entropy", "F.linear_cross_entropy", "EMOLoss 0.0.3"
+NAME = "gpu"
+LIGER = "Liger"
 CHUNKS = (1024, 2048, 4096)
 USED = "EMO as called without impl and chunk_size"
 DEFAULT_CHUNK = 2048  # what chunk_size=None takes at the size measured
@@ -57,7 +43,7 @@ DEFAULT_CHUNK = 2048  # what chunk_size=None takes at the size measured
 
 @dataclass(frozen=True)
 class Size:
-    """A problem's size, and the smaller slice of it that gradients are checked on."""
+    """The size of a problem, and that of the smaller one used to check gradients."""
 
     tokens: int = 8192
     vocab: int = 128256
@@ -70,76 +56,11 @@ class Size:
     def name(self) -> str:
         return f"N={self.tokens} V={self.vocab} d={self.width} bfloat16"
 
+    def problem(self, labels: Tensor, *, vocab: int | None = None) -> Problem:
+        return Problem.random(vocab or self.vocab, self.width, labels, dtype=torch.bfloat16, device=self.device)
+
 
 DRY = Size(tokens=9, vocab=130, width=16, checked=(12, 70), chunks=(4, 8), device="cpu")
-
-
-@dataclass
-class Problem:
-    """Inputs that all contestants share."""
-
-    hidden: Tensor
-    weight: Tensor
-    labels: Tensor
-    cost: EmbeddingCost
-
-    @classmethod
-    def random(cls, size: Size, labels: Tensor) -> Problem:
-        """Logits are normal with standard deviation 1; the head is trained."""
-        generator = torch.Generator(size.device).manual_seed(0)
-
-        def normal(*shape: int) -> Tensor:
-            return torch.randn(*shape, generator=generator, device=size.device).bfloat16()
-
-        hidden = normal(size.tokens, size.width).requires_grad_()
-        weight = (normal(size.vocab, size.width) * size.width**-0.5).requires_grad_()
-        return cls(hidden, weight, labels.to(size.device), EmbeddingCost(weight))
-
-
-Loss = Callable[[Problem], Tensor]
-
-
-# ---- contestants -----------------------------------------------------------------------------------------------------
-
-
-def ours(objective: Objective, chunk: int | None = None, impl: str = "triton") -> Loss:
-    def loss(problem: Problem) -> Tensor:
-        cost = problem.cost if isinstance(objective, EMO) else None
-        return linear_token_loss(
-            problem.hidden, problem.weight, problem.labels, objective=objective, cost=cost, impl=impl, chunk_size=chunk
-        ).loss
-
-    return loss
-
-
-def liger() -> Loss:
-    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
-
-    fused = LigerFusedLinearCrossEntropyLoss()
-    return lambda problem: fused(problem.weight, problem.hidden, problem.labels)
-
-
-def dense() -> Loss:
-    return lambda problem: F.cross_entropy(F.linear(problem.hidden, problem.weight), problem.labels)
-
-
-def torch_fused(chunk: int | None) -> Loss:
-    """In chunks of that many tokens, or of its own choice; without options it would be dense cross-entropy."""
-    if not hasattr(torch.nn, "LinearCrossEntropyOptions"):
-        raise ImportError(f"torch {torch.__version__} has no chunked linear_cross_entropy")
-    options = torch.nn.LinearCrossEntropyOptions(**({} if chunk is None else {"batch_chunk_size": chunk}))
-    return lambda problem: F.linear_cross_entropy(problem.hidden, problem.weight, problem.labels, options=options)
-
-
-def published() -> Loss:
-    from emo import EMOLoss
-
-    def loss(problem: Problem) -> Tensor:  # it shifts labels itself, so one more position stands at the end
-        hidden = torch.cat([problem.hidden, problem.hidden[-1:]])
-        shifted = torch.cat([problem.labels[:1], problem.labels])
-        return EMOLoss(F.linear(hidden, problem.weight)[None], shifted[None], problem.weight.detach())
-
-    return loss
 
 
 def emo_at(chunk: int) -> str:
@@ -151,27 +72,60 @@ def mle_at(chunk: int) -> str:
 
 
 def contestants(size: Size) -> dict[str, Callable[[], Loss]]:
-    """What makes each loss; making it may fail for want of a package."""
+    """Functions that make each loss; one fails if a package is missing."""
     makers: dict[str, Callable[[], Loss]] = {}
     for chunk in size.chunks:
-        makers[emo_at(chunk)] = lambda chunk=chunk: ours(EMO(), chunk)
-        makers[mle_at(chunk)] = lambda chunk=chunk: ours(MLE(), chunk)
+        makers[emo_at(chunk)] = lambda chunk=chunk: ours(EMO(), impl="triton", chunk=chunk)
+        makers[mle_at(chunk)] = lambda chunk=chunk: ours(MLE(), impl="triton", chunk=chunk)
         makers[f"{TORCH} chunk={chunk}"] = lambda chunk=chunk: torch_fused(chunk)
-    makers[USED] = lambda: ours(EMO(), None, "auto" if size.device == "cuda" else "triton")
+    makers[USED] = lambda: ours(EMO(), impl="auto" if size.device == "cuda" else "triton")
     makers[f"{TORCH} automatic"] = lambda: torch_fused(None)
-    return makers | {LIGER: liger, DENSE: dense, PUBLISHED: published}
+    return makers | {LIGER: liger, DENSE: lambda: dense, PUBLISHED: published}
+
+
+# ---- checks ----------------------------------------------------------------------------------------------------------
+
+
+def check_losses(size: Size) -> None:
+    """Loss and gradients of bfloat16 inputs: at most 1.5 times the error of the dense computation, + eps."""
+    tokens, vocab = size.checked
+    labels = torch.randint(vocab // 4, (tokens,), generator=torch.Generator().manual_seed(2))  # labels that repeat
+    given = size.problem(labels, vocab=vocab)
+    hidden, weight = given.hidden.detach(), given.weight.detach()
+    for name, objective in (("MLE", MLE()), ("EMO", EMO())):
+        exact = _scored(hidden.float(), weight.float(), given.labels, objective, "reference")
+        naive = _scored(hidden, weight, given.labels, objective, "reference")
+        fused = _scored(hidden, weight, given.labels, objective, "triton")
+        limits = [1.5 * relative(a, b) + torch.finfo(hidden.dtype).eps for a, b in zip(naive, exact, strict=True)]
+        judge(f"{name}: loss, dh, dW", [relative(a, b) for a, b in zip(fused, exact, strict=True)], limits)
+
+
+def _scored(hidden: Tensor, weight: Tensor, labels: Tensor, objective: Objective, impl: str) -> list[Tensor]:
+    leaves = [tensor.detach().clone().requires_grad_() for tensor in (hidden, weight)]
+    loss = linear_token_loss(
+        leaves[0], leaves[1], labels, objective=objective, cost=EmbeddingCost(weight), impl=impl
+    ).loss
+    return [loss.detach(), *torch.autograd.grad(loss, leaves)]
+
+
+def relative(got: Tensor, exact: Tensor) -> float:
+    """Norm of the error over the norm of the exact result."""
+    return float((got.double() - exact.double()).norm() / exact.double().norm())
+
+
+def judge(what: str, errors: Sequence[float], limits: Sequence[float]) -> None:
+    """Print the errors; raise ArithmeticError if one exceeds its limit."""
+    pairs = list(zip(errors, limits, strict=True))
+    say(f"  {what}: relative errors {', '.join(f'{error:.1e} <= {limit:.1e}' for error, limit in pairs)}")
+    if not all(error <= limit for error, limit in pairs):
+        raise ArithmeticError(f"{what}: an error exceeds its limit, so nothing is timed; fix the kernel first.")
 
 
 # ---- measuring -------------------------------------------------------------------------------------------------------
 
 
-def step(loss: Loss, problem: Problem) -> None:
-    problem.hidden.grad = problem.weight.grad = None
-    loss(problem).backward()
-
-
 def seconds_of(run: Callable[[], Any], device: str) -> float:
-    """On a GPU between two events; nothing else is waited for, so that what the host does in time costs nothing."""
+    """On a GPU the time between two events, so that the host's work in the meantime does not count."""
     if device == "cpu":
         started = time.perf_counter()
         run()
@@ -185,7 +139,7 @@ def seconds_of(run: Callable[[], Any], device: str) -> float:
 
 
 def extra_bytes(loss: Loss, problem: Problem, device: str) -> int | None:
-    """Peak of one pass beyond what was there before and the gradients that stay; None on a CPU."""
+    """Peak of one pass beyond memory in use before and the gradients that stay; None on a CPU."""
     problem.hidden.grad = problem.weight.grad = None
     if device == "cpu":
         return None
@@ -193,7 +147,7 @@ def extra_bytes(loss: Loss, problem: Problem, device: str) -> int | None:
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step(loss, problem)
+    pass_of(loss, problem)()
     torch.cuda.synchronize()
     kept = sum(leaf.grad.nbytes for leaf in (problem.hidden, problem.weight) if leaf.grad is not None)
     return torch.cuda.max_memory_allocated() - before - kept
@@ -211,79 +165,53 @@ class Measured:
     extra: int | None
 
 
-def race(size: Size, problem: Problem, *, rounds: int) -> dict[str, Measured]:
-    """All that run at all, in interleaved rounds; why another does not is said."""
-    runners: dict[str, Loss] = {}
+def measure_all(size: Size, problem: Problem, *, rounds: int) -> dict[str, Measured]:
+    """All contestants that run, in interleaved rounds; prints why another one does not."""
+    runners: dict[str, Callable[[], None]] = {}
     extra: dict[str, int | None] = {}
     for name, make in contestants(size).items():
         try:
             loss = make()
             for _ in range(2):  # kernels are compiled, and the cost makes its 16-bit copy
-                step(loss, problem)
+                pass_of(loss, problem)()
             extra[name] = extra_bytes(loss, problem, size.device)
-            runners[name] = loss
+            runners[name] = pass_of(loss, problem)
         except Exception as error:
             if name in (emo_at(DEFAULT_CHUNK), mle_at(DEFAULT_CHUNK)):
                 raise
-            say(f"  {name} is left out: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            say(f"  {name} does not run: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
         forget(size.device)
     seconds: dict[str, list[float]] = {name: [] for name in runners}
     for _ in range(rounds):
-        for name, loss in runners.items():
-            seconds[name].append(seconds_of(lambda loss=loss: step(loss, problem), size.device))  # type: ignore[misc]
+        for name, run in runners.items():
+            seconds[name].append(seconds_of(run, size.device))
     problem.hidden.grad = problem.weight.grad = None
     return {name: Measured(Timing(tuple(values)), extra[name]) for name, values in seconds.items()}
 
 
-def check_slice(size: Size) -> None:
-    """Loss and gradients of a problem small enough for dense float32, with labels that repeat."""
-    tokens, vocab = size.checked
-    labels = torch.randint(vocab // 4, (tokens,), generator=torch.Generator().manual_seed(2))
-    given = Problem.random(replace(size, tokens=tokens, vocab=vocab), labels)
-    check_losses(given.hidden.detach(), given.weight.detach(), given.labels)
+def report(size: Size, case: str, measured: dict[str, Measured], *, rounds: int, output: Path | None) -> None:
+    """Print all measurements and verdicts, and append to results.csv."""
+    timings = {name: one.timing for name, one in measured.items()}
+    report_times(NAME, case, timings, peer=emo_at(size.chunks[-1]), rounds=rounds, output=output)
+    extra = {name: one.extra for name, one in measured.items() if one.extra is not None}
+    if extra:
+        report_memory(NAME, case, extra, peer=emo_at(size.chunks[-1]), output=output)
+    table([["quantity", "limit", "measured"], *verdicts(size, measured)])
 
 
-# ---- report ----------------------------------------------------------------------------------------------------------
+def verdicts(size: Size, measured: dict[str, Measured]) -> list[list[str]]:
+    """EMO against our MLE at each chunk, and against Liger in time and memory."""
 
+    def times(name: str, peer: str, limit: float) -> list[str]:
+        both = name in measured and peer in measured
+        found = ratios(measured[name].timing, measured[peer].timing) if both else []
+        return Limit(f"time of {name} / {peer}", limit).judged(*found)
 
-def named_hardware(device: str) -> str:
-    return hardware() if device == "cpu" else torch.cuda.get_device_name()
-
-
-def report(
-    size: Size, head: str, measured: dict[str, Measured], *, case: str, rounds: int, output: Path | None
-) -> None:
-    """A table of all, the ratios the goals are about, and rows of gpu.csv."""
-    say(f"\n{case}, {head} head; {named_hardware(size.device)}, torch {torch.__version__}, {rounds} rounds")
-    lines, kept = [("name", "ms", "spread", "MiB beyond inputs and gradients")], []
-    for name, one in measured.items():
-        milliseconds, spread = f"{one.timing.median * 1000:.2f}", f"{one.timing.spread:.3f}"
-        mebibytes = "" if one.extra is None else f"{one.extra / MIB:.0f}"
-        lines.append((name, milliseconds, spread, mebibytes))
-        kept.append({
-            "date": date.today().isoformat(), "case": case, "head": head, "name": name, "milliseconds": milliseconds,
-            "spread": spread, "mebibytes": mebibytes, "rounds": rounds, "hardware": named_hardware(size.device),
-            "torch": torch.__version__, "triton": getattr(rows_triton.triton, "__version__", ""),
-        })  # fmt: skip
-    table(lines)
-    for chunk in size.chunks:
-        say_ratio(measured, emo_at(chunk), mle_at(chunk), goal=1.12)
-    ours_first = DEFAULT_CHUNK if DEFAULT_CHUNK in size.chunks else size.chunks[-1]
-    say_ratio(measured, emo_at(ours_first), LIGER, goal=0.6)
-    emo, peer = measured.get(emo_at(ours_first)), measured.get(LIGER)
-    if emo is not None and peer is not None and emo.extra is not None and peer.extra is not None:
-        verdict = "met" if emo.extra <= peer.extra else "missed"
-        say(f"  memory of {emo_at(ours_first)}: {emo.extra / peer.extra:.2f} x {LIGER}   (goal <= 1: {verdict})")
-    if output is not None:
-        append(output / "gpu.csv", FIELDS, kept)
-
-
-def say_ratio(measured: dict[str, Measured], name: str, peer: str, *, goal: float) -> None:
-    if name in measured and peer in measured:
-        ratio = measured[name].timing.median / measured[peer].timing.median
-        say(f"  {name}: {ratio:.3f} x {peer}   (goal <= {goal}: {'met' if ratio <= goal else 'missed'})")
-    else:
-        say(f"  {name} over {peer}: not measured")
+    first = emo_at(DEFAULT_CHUNK if DEFAULT_CHUNK in size.chunks else size.chunks[-1])
+    emo, peer = measured.get(first), measured.get(LIGER)
+    extra = [emo.extra / peer.extra] if emo and peer and emo.extra is not None and peer.extra else []
+    return [*(times(emo_at(chunk), mle_at(chunk), 1.12) for chunk in size.chunks), times(first, LIGER, 0.6),
+            Limit(f"memory of {first} / {LIGER}", 1.0).judged(*extra)]  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -291,34 +219,30 @@ def main(arguments: list[str] | None = None) -> int:
                                      formatter_class=argparse.RawDescriptionHelpFormatter)  # fmt: skip
     parser.add_argument("--rounds", type=int, default=9, help="interleaved repetitions (%(default)s)")
     parser.add_argument("--dry-run", action="store_true", help="tiny sizes on the CPU, in Triton's interpreter")
-    parser.add_argument("--output", type=Path, help="folder for gpu.csv (default: benchmarks; with --dry-run none)")
+    parser.add_argument("--output", type=Path, help="folder for results.csv (default: benchmarks; with --dry-run none)")
     options = parser.parse_args(arguments)
     if options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected 1 or more")
     if rows_triton.triton is None or not (options.dry_run or torch.cuda.is_available()):
         missing = "Triton" if rows_triton.triton is None else "a CUDA device"
-        print(
-            f"python -m benchmarks.gpu needs {missing}; --dry-run exercises it on a CPU with Triton.", file=sys.stderr
-        )
+        print(f"python -m benchmarks.gpu needs {missing}; --dry-run runs it on a CPU with Triton.", file=sys.stderr)
         return 2
     if options.dry_run:
         os.environ["TRITON_INTERPRET"] = "1"
         say("Dry run: the times below mean nothing.")
     size = DRY if options.dry_run else Size()
     say("Checks")
-    check_sweeps(size.vocab, size.device)
-    check_slice(size)
+    check_losses(size)
     forget(size.device)
-    data = None if options.dry_run else find_data(None, Settings.text)
-    source = labels_for(Settings(data=data), size.vocab)
+    source = labels_for(Settings(data=None if options.dry_run else find_data(None, Settings.text)), size.vocab)
     labels = source.draw(size.tokens, 1)
-    problem = Problem.random(size, labels)
+    problem = size.problem(labels)
     case = f"{size.name} u={share_distinct(labels):.2f} {source.name}"
     output = options.output or (None if options.dry_run else FOLDER)
     for head in ("trained", "frozen"):
         problem.weight.requires_grad_(head == "trained")
-        measured = race(size, problem, rounds=options.rounds)
-        report(size, head, measured, case=case, rounds=options.rounds, output=output)
+        measured = measure_all(size, problem, rounds=options.rounds)
+        report(size, f"{case}, {head} head", measured, rounds=options.rounds, output=output)
     return 0
 
 

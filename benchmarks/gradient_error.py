@@ -1,8 +1,8 @@
-"""Error of the gradients in float32 against float64, relative in the Frobenius norm, dh and dW apart.
+"""Error of gradients in float32: relative Frobenius error of dh and dW against autograd in float64.
 
-Truth is autograd in float64 through the plain formulas below, written without our kernels; EMOLoss, which clips EMO's
-ratio at 3, is judged by itself in float64. Half of the labels are what the model finds most probable, so that confident
-tokens occur, where D is small and nll / D loses digits first.
+The float64 gradient is that of the plain formulas below, without our kernels; EMOLoss clips EMO's ratio at 3 and is
+compared with itself in float64. Half of the labels are the most probable tokens: D is small there and nll / D loses
+digits first.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name everybody uses
+from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from benchmarks.contestants import (
     DENSE,
@@ -23,11 +23,10 @@ from benchmarks.contestants import (
     PUBLISHED,
     TORCH_AUTO,
     Problem,
-    has_published,
     loss_named,
     torch_name,
+    with_published,
 )
-from benchmarks.labels import Labels
 from benchmarks.measure import matmul_precision
 
 
@@ -49,7 +48,7 @@ def _gradients(loss: Callable[[Problem], Tensor], problem: Problem) -> tuple[Ten
 
 
 def _exact_emo(problem: Problem) -> Tensor:
-    """Mean of `0.5 (nll + sg(nll / D) D)` with `D = sum over i != y of q_i (1 - cos(e_i, e_y))`."""
+    """Mean of `0.5 (nll + stop(nll / D) D)` with `D = sum over i != y of q_i (1 - cos(e_i, e_y))`."""
     log_q = F.log_softmax(problem.hidden @ problem.weight.T, -1)
     nll = F.nll_loss(log_q, problem.labels, reduction="none")
     unit = F.normalize(problem.weight.detach(), dim=1)
@@ -58,39 +57,38 @@ def _exact_emo(problem: Problem) -> Tensor:
     return (0.5 * (nll + (nll / transport).detach() * transport)).mean()
 
 
-def _truth(name: str) -> Callable[[Problem], Tensor]:
+def _exact(name: str) -> Callable[[Problem], Tensor]:
     if name in (EMO_OURS, EMO_DENSE):
         return _exact_emo
     return loss_named(PUBLISHED if name == PUBLISHED else DENSE)
 
 
-def make_problem(tokens: int, vocab: int, width: int, labels: Labels, *, sharpness: float) -> Problem:
-    """Every other label is the model's most probable token."""
-    problem = Problem.random(tokens, vocab, width, labels.draw(tokens, 0), sharpness=sharpness)
+def make_problem(vocab: int, width: int, labels: Tensor, *, sharpness: float) -> Problem:
+    """Every other label becomes the model's most probable token."""
+    problem = Problem.random(vocab, width, labels, sharpness=sharpness)
     with torch.no_grad():
         best = (problem.hidden @ problem.weight.T).argmax(1)
-    return replace(problem, labels=torch.where(torch.arange(tokens) % 2 == 0, best, problem.labels))
+    return replace(problem, labels=torch.where(torch.arange(len(labels)) % 2 == 0, best, labels))
 
 
 def gradient_errors(problem: Problem, names: Sequence[str], *, precision: str = "highest") -> dict[str, GradientError]:
-    """Of each contestant in float32, with matrix products of the precision given."""
+    """Of each contestant in float32, with matrix products of the given precision."""
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (problem.hidden, problem.weight))
-    exact = Problem(hidden, weight, problem.labels)
-    truths: dict[Callable[[Problem], Tensor], tuple[Tensor, Tensor]] = {}
+    in_double = Problem(hidden, weight, problem.labels)
+    known: dict[Callable[[Problem], Tensor], tuple[Tensor, Tensor]] = {}
     errors = {}
     for name in names:
-        truth = _truth(name)
-        if truth not in truths:
-            truths[truth] = _gradients(truth, exact)
+        exact = _exact(name)
+        if exact not in known:
+            known[exact] = _gradients(exact, in_double)
         with matmul_precision(precision):
-            ours = _gradients(loss_named(name), problem)
+            found = _gradients(loss_named(name), problem)
         errors[name] = GradientError(
-            *(float((a - b).norm() / b.norm()) for a, b in zip(ours, truths[truth], strict=True))
+            *(float((a - b).norm() / b.norm()) for a, b in zip(found, known[exact], strict=True))
         )
     return errors
 
 
 def contestants() -> list[str]:
     """All that have a gradient of their own."""
-    return [DENSE, *([torch_name(512), TORCH_AUTO] if HAS_TORCH else []), MLE_OURS, EMO_OURS, EMO_DENSE,
-            *([PUBLISHED] if has_published() else [])]  # fmt: skip
+    return with_published([DENSE, *([torch_name(512), TORCH_AUTO] if HAS_TORCH else []), MLE_OURS, EMO_OURS, EMO_DENSE])

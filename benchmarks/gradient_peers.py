@@ -1,8 +1,7 @@
-"""Problems and contestants of the gradients benchmark: ours, POT and GeomLoss, each with its documented best settings.
+"""Problems and contestants of the gradients benchmark: otloss, POT and GeomLoss with their best documented settings.
 
-A contestant is a function of named tensors. `value` is differentiated; `exact` is the same library's own value, whose
-finite differences it is held to: solved as tightly as the library allows where a tolerance can be asked for, and else
-with the very settings of `value`.
+A contestant is a function of named tensors. `value` is differentiated; finite differences are taken of `exact`, the
+same library's value solved as tightly as it allows, or with the settings of `value` if there is no tolerance to set.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from torch import Tensor
 import otloss
 from otloss.costs import PointCost
 
+PENALTY = 0.5  # of marginals that differ
 Inputs = dict[str, Tensor]
 Value = Callable[[Inputs], Tensor]
 
@@ -30,12 +30,12 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Family:
-    """One table: its problems are the columns; contestants may depend on a number (epsilon, or the order)."""
+    """One table: its problems are the columns; contestants depend on a number (epsilon, or the order)."""
 
     title: str
     problems: dict[str, tuple[Callable[[], Inputs], float]]
     contestants: Callable[[float], list[Contestant]]
-    held: bool = True  # the masses of p and q
+    fixed: bool = True  # the masses of p and q
 
 
 def _draw(*shape: int, seed: int) -> Tensor:
@@ -106,8 +106,7 @@ def _pot_solve(epsilon: float, grad: str, part: str = "value", **options: Any) -
     def value(t: Inputs) -> Tensor:
         cost = t["cost"] if "cost" in t else ot.dist(t["x"], t["y"], metric="euclidean")
         solved = ot.solve(cost, t["p"], t["q"], reg=epsilon, grad=grad, max_iter=20_000, tol=_tolerance(t), **options)
-        found: Tensor = getattr(solved, part)
-        return found
+        return getattr(solved, part)
 
     return value
 
@@ -118,8 +117,7 @@ def _pot_batch(epsilon: float, grad: str, kind: str) -> Value:
     def value(t: Inputs) -> Tensor:
         p, q, cost = (t[name].unsqueeze(0) for name in ("p", "q", "cost"))
         options = {"reg": epsilon, "reg_type": kind, "grad": grad, "max_iter": 20_000, "tol": _tolerance(t)}
-        found: Tensor = ot.solve_batch(cost, a=p, b=q, **options).value[0]
-        return found
+        return ot.solve_batch(cost, a=p, b=q, **options).value[0]
 
     return value
 
@@ -128,10 +126,7 @@ def _pot_sinkhorn2(epsilon: float, method: str) -> Value:
     import ot
 
     def value(t: Inputs) -> Tensor:
-        found: Tensor = ot.sinkhorn2(
-            t["p"], t["q"], t["cost"], epsilon, method=method, numItermax=20_000, stopThr=_tolerance(t)
-        )
-        return found
+        return ot.sinkhorn2(t["p"], t["q"], t["cost"], epsilon, method=method, numItermax=20_000, stopThr=_tolerance(t))
 
     return value
 
@@ -139,10 +134,9 @@ def _pot_sinkhorn2(epsilon: float, method: str) -> Value:
 def _geomloss(epsilon: float, unbalanced: float | None = None) -> Value:
     from geomloss.ot import solve
 
-    # There is no stopping rule: iterations anneal epsilon from the largest cost down.
+    # It has no stopping rule: epsilon decreases from the largest cost over the iterations.
     def value(t: Inputs) -> Tensor:
-        found: Tensor = solve(t["cost"], reg=epsilon, a=t["p"], b=t["q"], unbalanced=unbalanced, max_iter=2000).value
-        return found
+        return solve(t["cost"], reg=epsilon, a=t["p"], b=t["q"], unbalanced=unbalanced, max_iter=2000).value
 
     return value
 
@@ -165,14 +159,21 @@ def _entropic(epsilon: float) -> list[Contestant]:
     ]
 
 
-def _linear(epsilon: float) -> list[Contestant]:
-    def ours(t: Inputs) -> Tensor:
-        options = {"epsilon": epsilon, "grad": "implicit", "tolerance": _tolerance(t, wide=1e-10)}
-        return otloss.solve(t["p"], t["q"], t["cost"], **options).linear_cost  # type: ignore[arg-type]
+def _our_linear(epsilon: float, **options: Any) -> Value:
+    def value(t: Inputs) -> Tensor:
+        tolerance = _tolerance(t, wide=1e-10)
+        solved = otloss.solve(
+            t["p"], t["q"], t["cost"], epsilon=epsilon, grad="implicit", tolerance=tolerance, **options
+        )
+        return solved.linear_cost
 
+    return value
+
+
+def _linear(epsilon: float) -> list[Contestant]:
     exact = _pot_solve(epsilon, "detach", "value_linear")
     return [
-        _same('otloss.solve(grad="implicit").linear_cost', ours),
+        _same('otloss.solve(grad="implicit").linear_cost', _our_linear(epsilon)),
         *(
             Contestant(f'ot.solve(grad="{grad}").value_linear', _pot_solve(epsilon, grad, "value_linear"), exact)
             for grad in ("autodiff", "implicit", "last_step")
@@ -183,32 +184,31 @@ def _linear(epsilon: float) -> list[Contestant]:
 
 
 def _unbalanced(epsilon: float) -> list[Contestant]:
-    reach = 0.5
-    ours = _ours(epsilon, reach=reach)
+    ours = _ours(epsilon, marginal_penalty=PENALTY)
     return [
-        Contestant("otloss.sinkhorn(reach=)", ours, ours),
-        Contestant('otloss.sinkhorn(reach=, grad="implicit")', _ours(epsilon, reach=reach, grad="implicit"), ours),
-        _same("ot.solve(unbalanced=)", _pot_solve(epsilon, "autodiff", unbalanced=reach)),
-        _same("geomloss.ot.solve(unbalanced=)", _geomloss(epsilon, reach)),
+        Contestant("otloss.sinkhorn(marginal_penalty=)", ours, ours),
+        Contestant(
+            'otloss.sinkhorn(marginal_penalty=, grad="implicit")',
+            _ours(epsilon, marginal_penalty=PENALTY, grad="implicit"),
+            ours,
+        ),
+        _same("ot.solve(unbalanced=)", _pot_solve(epsilon, "autodiff", unbalanced=PENALTY)),
+        _same("geomloss.ot.solve(unbalanced=)", _geomloss(epsilon, PENALTY)),
     ]
 
 
 def _unbalanced_linear(epsilon: float) -> list[Contestant]:
     import ot
 
-    reach = 0.5
-
-    def ours(t: Inputs) -> Tensor:
-        options = {"epsilon": epsilon, "reach": reach, "grad": "implicit", "tolerance": _tolerance(t, wide=1e-10)}
-        return otloss.solve(t["p"], t["q"], t["cost"], **options).linear_cost  # type: ignore[arg-type]
-
     def pot(t: Inputs, method: str) -> Tensor:
         options = {"method": method, "numItermax": 20_000, "stopThr": _tolerance(t)}
-        found: Tensor = ot.unbalanced.sinkhorn_unbalanced2(t["p"], t["q"], t["cost"], epsilon, reach, **options)
-        return found
+        return ot.unbalanced.sinkhorn_unbalanced2(t["p"], t["q"], t["cost"], epsilon, PENALTY, **options)
 
     return [
-        _same('otloss.solve(reach=, grad="implicit").linear_cost', ours),
+        _same(
+            'otloss.solve(marginal_penalty=, grad="implicit").linear_cost',
+            _our_linear(epsilon, marginal_penalty=PENALTY),
+        ),
         _same("ot.unbalanced.sinkhorn_unbalanced2", lambda t: pot(t, "sinkhorn")),
         _same("ot.unbalanced.sinkhorn_unbalanced2, sinkhorn_stabilized", lambda t: pot(t, "sinkhorn_stabilized")),
     ]
@@ -235,16 +235,14 @@ def _divergence(epsilon: float) -> list[Contestant]:
 
     def pot(t: Inputs) -> Tensor:
         options = {"numIterMax": 20_000, "stopThr": _tolerance(t), "method": "sinkhorn_log"}
-        found: Tensor = ot.bregman.empirical_sinkhorn_divergence(t["x"], t["y"], epsilon, a=t["p"], b=t["q"], **options)
-        return found
+        return ot.bregman.empirical_sinkhorn_divergence(t["x"], t["y"], epsilon, a=t["p"], b=t["q"], **options)
 
     def samples(scaling: float) -> Value:
         # Their cost is |x - y|^2 / 2, and blur^2 its epsilon.
         loss = SamplesLoss("sinkhorn", p=2, blur=(epsilon / 2) ** 0.5, scaling=scaling, backend="tensorized")
 
         def value(t: Inputs) -> Tensor:
-            found: Tensor = loss(t["p"], t["x"], t["q"], t["y"])
-            return found
+            return loss(t["p"], t["x"], t["q"], t["y"])
 
         return value
 
@@ -260,8 +258,7 @@ def _lines(order: float) -> list[Contestant]:
     import ot
 
     def pot(t: Inputs) -> Tensor:
-        found: Tensor = ot.wasserstein_1d(t["x"], t["y"], t["p"], t["q"], p=order)
-        return found
+        return ot.wasserstein_1d(t["x"], t["y"], t["p"], t["q"], p=order)
 
     return [
         _same("otloss.wasserstein_1d", lambda t: otloss.wasserstein_1d(t["p"], t["q"], t["x"], t["y"], order=order)),
@@ -280,8 +277,7 @@ def _sliced(order: float) -> list[Contestant]:
 
     def pot(t: Inputs) -> Tensor:
         options = {"p": order, "projections": directions.to(t["x"]).T}
-        found: Tensor = ot.sliced_wasserstein_distance(t["x"], t["y"], t["p"], t["q"], **options)
-        return found
+        return ot.sliced_wasserstein_distance(t["x"], t["y"], t["p"], t["q"], **options)
 
     return [_same("otloss.sliced_wasserstein", ours), _same("ot.sliced_wasserstein_distance (a root)", pot)]
 
@@ -298,8 +294,13 @@ FAMILIES = [
     Family("Exact transport", {"": (_matrix(), 0.0), "empty bins": (_matrix(empty=True), 0.0)}, _exact),
     Family("Entropic transport, the regularised value", _epsilons(), _entropic),
     Family("Entropic transport, the cost of its plan", _epsilons(), _linear),
-    Family("Unbalanced (reach 0.5, masses 1.5 and 1), the regularised value", _epsilons(1.5), _unbalanced, held=False),
-    Family("Unbalanced, the cost of its plan", _epsilons(1.5), _unbalanced_linear, held=False),
+    Family(
+        f"Unbalanced (penalty {PENALTY}, masses 1.5 and 1), the regularised value",
+        _epsilons(1.5),
+        _unbalanced,
+        fixed=False,
+    ),
+    Family("Unbalanced, the cost of its plan", _epsilons(1.5), _unbalanced_linear, fixed=False),
     Family(
         "Points, Euclidean distance",
         {"epsilon 0.1": (_clouds(), 0.1), "two points coincide": (_clouds(coincide=True), 0.1)},

@@ -1,8 +1,8 @@
-"""Whose gradients are right: ours, POT's and GeomLoss', each against finite differences of its own value.
+"""Gradients of otloss, POT and GeomLoss, each compared with finite differences of the same library's own value.
 
-For each argument, the largest error of an entry relative to the largest slope. Weight gradients are compared along
-e_i - e_k, k the heaviest bin, where masses are held (a constant means nothing there), and one-sided at empty bins.
-Finite differences are taken in float64; gradients in float64 and in float32.
+For each argument: the largest error of an entry relative to the largest derivative. Weight gradients are compared along
+e_i - e_k, k the heaviest bin, if masses are fixed (a constant has no meaning there), and one-sided at empty bins.
+Finite differences are taken in float64, gradients in float64 and float32.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ PAGE = FOLDER.parent / "docs" / "gradients.md"
 START, END = "<!-- generated -->", "<!-- end of the generated part -->"
 
 
-def finite_differences(value: Value, inputs: Inputs, name: str, *, held: bool) -> Tensor:
-    """Entry by entry, central, and at empty bins one-sided of second order."""
+def finite_differences(value: Value, inputs: Inputs, name: str, *, fixed: bool) -> Tensor:
+    """Entry by entry: central differences, at empty bins one-sided of second order."""
     point = inputs[name]
-    slopes = torch.zeros_like(point)
+    derivatives = torch.zeros_like(point)
     for index in np.ndindex(*point.shape):
         along = torch.zeros_like(point)
         along[index] = 1
-        if name in WEIGHTS and held:
+        if name in WEIGHTS and fixed:
             along[int(point.argmax())] -= 1
 
         def at(step: float, along: Tensor = along) -> float:
@@ -46,15 +46,15 @@ def finite_differences(value: Value, inputs: Inputs, name: str, *, held: bool) -
         if not along.any():
             continue
         if name in WEIGHTS and point[index] == 0:
-            slopes[index] = (4 * at(STEP) - at(2 * STEP) - 3 * at(0)) / (2 * STEP)
+            derivatives[index] = (4 * at(STEP) - at(2 * STEP) - 3 * at(0)) / (2 * STEP)
         else:
-            slopes[index] = (at(STEP) - at(-STEP)) / (2 * STEP)
-    return slopes
+            derivatives[index] = (at(STEP) - at(-STEP)) / (2 * STEP)
+    return derivatives
 
 
-def verdict(gradient: Tensor | None, slopes: Tensor, *, relative_to: int | None) -> str:
-    """The relative error, or what is wrong in a word."""
-    if not torch.isfinite(slopes).all():
+def verdict(gradient: Tensor | None, derivatives: Tensor, *, relative_to: int | None) -> str:
+    """The relative error, or a word for what is wrong."""
+    if not torch.isfinite(derivatives).all():
         return "value NaN"
     if gradient is None:
         return "None"
@@ -63,22 +63,22 @@ def verdict(gradient: Tensor | None, slopes: Tensor, *, relative_to: int | None)
     gradient = gradient.double()
     if relative_to is not None:
         gradient = gradient - gradient[relative_to]
-    largest = float(slopes.abs().max())
+    largest = float(derivatives.abs().max())
     if largest < FLAT:
         return "value constant"
-    error = float((gradient - slopes).abs().max()) / largest
+    error = float((gradient - derivatives).abs().max()) / largest
     if error <= RIGHT:
         return f"{error:.0e}"
     if float(gradient.abs().max()) < 1e-6 * largest:
         return "constant"
-    heavy = slopes.abs() > 0.1 * largest
-    if bool((gradient * slopes < 0)[heavy].any()) and error > 0.5:
+    large = derivatives.abs() > 0.1 * largest
+    if bool((gradient * derivatives < 0)[large].any()) and error > 0.5:
         return f"wrong sign ({error:.2g})"
     return f"{error:.2g}"
 
 
-def judge(contestant: Contestant, inputs: Inputs, truth: Inputs | str, dtype: torch.dtype, *, held: bool) -> str:
-    """One cell: the worst error where all are right, else what is wrong with which argument."""
+def judge(contestant: Contestant, inputs: Inputs, truth: Inputs | str, dtype: torch.dtype, *, fixed: bool) -> str:
+    """One cell: the largest error if all are right, else each wrong argument with its error."""
     if isinstance(truth, str):
         return truth
     leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in inputs.items()}
@@ -89,7 +89,7 @@ def judge(contestant: Contestant, inputs: Inputs, truth: Inputs | str, dtype: to
         return f"raises {type(error).__name__}"
     verdicts = {}
     for (name, point), gradient in zip(inputs.items(), found, strict=True):
-        heaviest = int(point.argmax()) if name in WEIGHTS and held else None
+        heaviest = int(point.argmax()) if name in WEIGHTS and fixed else None
         verdicts[name] = verdict(gradient, truth[name], relative_to=heaviest)
     wrong = {name: text for name, text in verdicts.items() if not _is_right(text)}
     if not wrong:
@@ -107,24 +107,24 @@ def _is_right(text: str) -> bool:
 
 
 def rows(family: Family) -> Iterator[list[str]]:
-    """The name of each contestant and its cells, float64 and float32 for each problem."""
+    """One row per contestant: its name, and float64 and float32 for each problem."""
     cells: dict[str, list[str]] = {}
     for make, number in family.problems.values():
         inputs = make()
         try:
             contestants = family.contestants(number)
         except ImportError as error:
-            raise SystemExit(f"this table needs POT and GeomLoss: {error}") from error
+            raise SystemExit(f"this benchmark needs POT and GeomLoss: {error}") from error
         for contestant in contestants:
             truth: Inputs | str
             try:
                 with torch.no_grad():
                     truth = {
-                        name: finite_differences(contestant.exact, inputs, name, held=family.held) for name in inputs
+                        name: finite_differences(contestant.exact, inputs, name, fixed=family.fixed) for name in inputs
                     }
             except Exception as error:
                 truth = f"value raises {type(error).__name__}"
-            found = [judge(contestant, inputs, truth, dtype, held=family.held) for dtype in DTYPES]
+            found = [judge(contestant, inputs, truth, dtype, fixed=family.fixed) for dtype in DTYPES]
             cells.setdefault(contestant.name, []).extend(found)
     for name, line in cells.items():
         yield [f"`{name}`", *line]
@@ -137,12 +137,12 @@ def table(family: Family) -> str:
 
 
 def main(settings: Settings) -> None:
-    """Print the tables, and put them into docs/gradients.md (or into gradients.md in another output folder)."""
+    """Print the tables, and write them to docs/gradients.md (or to gradients.md in another output folder)."""
     names = ("otloss", "POT", "geomloss", "torch")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     parts = [f"Made by `python -m benchmarks gradients` with {versions}.\n"]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peers that do not converge: their gradients show it
+        warnings.simplefilter("ignore")  # of peers that do not converge; their gradients show it
         for family in FAMILIES[:1] if settings.small else FAMILIES:
             with contextlib.redirect_stdout(io.StringIO()):  # POT prints some of its warnings
                 found = table(family)
@@ -153,7 +153,7 @@ def main(settings: Settings) -> None:
 
 
 def _write(page: Path, text: str) -> None:
-    """Replace what is between the marks, or start a page that has nothing else."""
+    """Replace the text between the marks; a new page has nothing else."""
     old = page.read_text(encoding="utf-8") if page.exists() else f"{START}\n{END}\n"
     before, rest = old.split(START, 1)
     after = rest.split(END, 1)[1]

@@ -1,7 +1,7 @@
-"""Labels of benchmarks: real text, or distributions over the vocabulary.
+"""Labels of benchmarks: tokens of real text, or distributions over the vocabulary.
 
-The price of EMO's cost rows depends on the share u of distinct labels among the tokens, so labels have to repeat like
-those of real text do: blocks of 256 consecutive tokens from random places of a text, by the tokenizer of GPT-2.
+The time of EMO's cost rows depends on the share u of distinct labels among the tokens, so labels have to repeat as in
+real text: blocks of 256 consecutive tokens from random places of a text, by the tokenizer of GPT-2.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ BLOCK = 256
 
 @dataclass(frozen=True)
 class Labels:
-    """Where labels come from: `draw(tokens, seed)`, and the words that name them in a table."""
+    """A source of labels, `draw(tokens, seed)`, and its name in tables."""
 
     draw: Callable[[int, int], Tensor]
     name: str
@@ -40,7 +40,7 @@ def zipf(vocab: int) -> Labels:
     def draw(tokens: int, seed: int) -> Tensor:
         return torch.multinomial(weights, tokens, replacement=True, generator=torch.Generator().manual_seed(seed))
 
-    return Labels(draw, "Zipf labels, no text at hand")
+    return Labels(draw, "Zipf labels")
 
 
 def uniform(kinds: int) -> Labels:
@@ -62,7 +62,7 @@ def _token_ids(data: Path, text: str) -> Tensor:
 
 
 def from_text(data: Path, text: str, vocab: int) -> Labels:
-    """Blocks of consecutive tokens; ids that the vocabulary does not hold are dropped before."""
+    """Blocks of consecutive tokens, without ids above the vocabulary."""
     ids = _token_ids(data, text)
     known = ids[ids < vocab]
 
@@ -77,24 +77,24 @@ def from_text(data: Path, text: str, vocab: int) -> Labels:
 
 
 def labels_for(settings: Settings, vocab: int) -> Labels:
-    """Text where there is one, else Zipf."""
+    """Labels from the text if `settings.data` is given, else Zipf labels."""
     return zipf(vocab) if settings.data is None else from_text(settings.data, settings.text, vocab)
 
 
 def find_data(asked: Path | None, text: str) -> Path | None:
-    """The folder asked for, or the one beside the repository if it exists.
+    """The folder `asked`, else the one beside the repository, else None.
 
     Raises:
-        FileNotFoundError: the folder asked for lacks the text or the tokenizer.
+        FileNotFoundError: `asked` lacks the text or the tokenizer.
     """
     folder = asked or BESIDE
     missing = [str(path) for path in (folder / "text" / f"{text}.txt", folder / "tokenizers/gpt2/vocab.json")
                if not path.is_file()]  # fmt: skip
     if asked is not None and missing:
-        raise FileNotFoundError(f"--data {asked} lacks {' and '.join(missing)}; leave it out for Zipf labels.")
+        raise FileNotFoundError(f"--data {asked} lacks {' and '.join(missing)}; omit --data for Zipf labels.")
     try:
         import tokenizers  # noqa: F401
     except ImportError:
-        print('Labels follow a Zipf law: text needs pip install "otloss[llm]"')
+        print('Labels follow a Zipf law; for labels from text: pip install "otloss[llm]"')
         return None
     return None if missing else folder

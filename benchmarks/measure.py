@@ -1,4 +1,4 @@
-"""Interleaved timing, the name of the hardware, and the CSV of results."""
+"""Interleaved timing, limits and verdicts, the name of the hardware, and the CSV of results."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import csv
 import os
 import platform
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -21,6 +19,9 @@ import torch
 Row = dict[str, str]  # of a CSV file
 
 FOLDER = Path(__file__).parent
+MIB = 2**20
+TURN = 0.02  # seconds of calls that make one measurement of a short step
+SMALL_SIZES = "\nThese sizes only check that everything runs; they say nothing about the limits."
 FIELDS = ("date", "benchmark", "case", "name", "seconds", "mebibytes", "error", "ratio", "peer", "rounds", "spread",
           "hardware", "torch")  # fmt: skip
 
@@ -30,12 +31,12 @@ class Settings:
     """What the command line asks of every benchmark.
 
     Attributes:
-        rounds: interleaved repetitions; None leaves it to the benchmark.
-        small: tiny sizes, to see that everything runs.
+        rounds: interleaved repetitions; None takes the default of the benchmark.
+        small: tiny sizes, to check that everything runs.
         data: folder with text/*.txt and tokenizers/gpt2; None for Zipf labels.
-        text: which of the texts the labels come from.
-        output: folder that the CSV files and figures go to; None keeps nothing.
-        resume: go on with the rows of an interrupted run, where the benchmark can.
+        text: name of the text that the labels come from.
+        output: folder for CSV files and figures; None keeps nothing.
+        resume: continue with the rows of an interrupted run, if the benchmark can.
     """
 
     rounds: int | None = None
@@ -71,13 +72,40 @@ def ratios(timing: Timing, *peers: Timing) -> list[float]:
     return [mine / other for mine, other in zip(timing.seconds, best.seconds, strict=True)]
 
 
+@dataclass(frozen=True)
+class Limit:
+    """A row of the final table: the measured ratio is to be at most `limit`, or at least that."""
+
+    what: str
+    limit: float
+    at_least: bool = False
+
+    @property
+    def goal(self) -> str:
+        return f"{'>=' if self.at_least else '<='} {self.limit:g}"
+
+    def judged(self, *measured: float) -> list[str]:
+        """The median of the measured ratios, and their quartiles if there are several."""
+        if not measured:
+            return [self.what, self.goal, "not measured"]
+        ratio = statistics.median(measured)
+        met = ratio >= self.limit if self.at_least else ratio <= self.limit
+        verdict = f"{ratio:.3f} {'met' if met else 'missed'}"
+        if len(measured) > 1:
+            low, _, high = statistics.quantiles(measured, n=4, method="inclusive")
+            noise = ", within noise" if low < self.limit < high else ""
+            verdict += f" ({low:.3f} to {high:.3f}{noise})"
+        return [self.what, self.goal, verdict]
+
+
 def hardware() -> str:
-    """Processor, threads, and the instruction sets that matter for float32."""
+    """GPU if there is one, processor, threads, and the instruction sets that matter for float32."""
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.is_file() else ""
     model = next((line.split(":", 1)[1].strip() for line in text.splitlines() if line.startswith("model name")), "")
     sets = [flag for flag in ("avx2", "avx512f", "amx_bf16") if f" {flag} " in text.replace("\n", " ")]
-    return f"{model or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {' '.join(sets)}"
+    cpu = f"{model or platform.machine()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {' '.join(sets)}"
+    return f"{torch.cuda.get_device_name()}, {cpu}" if torch.cuda.is_available() else cpu
 
 
 def timed_rounds(
@@ -87,13 +115,12 @@ def timed_rounds(
     before_round: Callable[[int], Any] | None = None,
     turn: float = 0.0,
 ) -> dict[str, Timing]:
-    """Each contestant once a round, every round from another one on, so that noise and neighbours meet all alike.
+    """Each contestant once per round. Each round starts with another one, so that noise affects all alike.
 
-    A warm-up that counts for nothing comes first. With `turn`, in seconds, a contestant is called as often (at most ten
-    times) as fills its turn, and the mean counts: what takes a millisecond would else be measured on others' caches.
+    Round 0 is a warm-up and is not counted. With `turn`, in seconds, a contestant is called as often (at most ten
+    times) as fills its turn, and the mean counts: a call of a millisecond alone would run with the caches of others.
 
-    `before_round(i)` may change what all of them work on; the warm-up is round 0. All begin with the same number of
-    threads, whatever the one before left behind.
+    `before_round(i)` may change the common inputs. All contestants start with the same number of threads.
     """
     threads = torch.get_num_threads()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -114,54 +141,9 @@ def timed_rounds(
     return {name: Timing(tuple(values[1:])) for name, values in seconds.items()}
 
 
-def interleaved(contestants: dict[str, Callable[[], Any]], *, rounds: int) -> dict[str, float]:
-    """Median seconds of each contestant in interleaved rounds."""
-    return {name: timing.median for name, timing in timed_rounds(contestants, rounds=rounds).items()}
-
-
-@contextmanager
-def busy_neighbours() -> Iterator[None]:
-    """A process on each core that does nothing else than count."""
-    started = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
-    try:
-        time.sleep(0.2)
-        yield
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
-def slowdowns(
-    contestants: dict[str, Callable[[], Any]], *, rounds: int, turn: float = 0.0
-) -> dict[str, tuple[Timing, Timing]]:
-    """Times of each contestant alone and beside one busy process per core, by turns."""
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
-    for _ in range(rounds):
-        for is_busy in (False, True):
-            with busy_neighbours() if is_busy else nullcontext():
-                for name, timing in timed_rounds(contestants, rounds=1, turn=turn).items():
-                    found[name][is_busy].extend(timing.seconds)
-    return {name: (Timing(tuple(quiet)), Timing(tuple(busy))) for name, (quiet, busy) in found.items()}
-
-
-def report_slowdowns(
-    benchmark: str, case: str, found: dict[str, tuple[Timing, Timing]], *, rounds: int, output: Path | None
-) -> dict[str, float]:
-    """Print how many times as long each takes with busy neighbours, append that to results.csv, and return it."""
-    heading(benchmark, case, f"{rounds} rounds, alone and beside {os.cpu_count()} busy processes")
-    slower = {name: statistics.median(ratios(busy, quiet)) for name, (quiet, busy) in found.items()}
-    rows = []
-    for name, ratio in slower.items():
-        say(f"  {name:<34} {ratio:6.2f} x itself alone")
-        rows.append({"name": name, "ratio": f"{ratio:.4f}", "peer": "itself alone", "rounds": rounds})
-    keep(output, benchmark, f"{case}, beside {os.cpu_count()} busy processes", rows)
-    return slower
-
-
 @contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
-    """`torch.set_float32_matmul_precision` for a while."""
+    """Set `torch.set_float32_matmul_precision` inside the block."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(precision)
     try:
@@ -171,7 +153,7 @@ def matmul_precision(precision: str) -> Iterator[None]:
 
 
 def say(text: str) -> None:
-    """Progress, at once."""
+    """Print without buffering."""
     print(text, flush=True)
 
 
@@ -180,7 +162,7 @@ def heading(benchmark: str, case: str, note: str) -> None:
 
 
 def table(rows: Sequence[Sequence[str]]) -> None:
-    """Columns of equal width; the first row is the head."""
+    """Print a Markdown table; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for i, row in enumerate(rows):
         say("| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |")
@@ -189,15 +171,15 @@ def table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def append(file: Path, fields: Sequence[str], rows: Sequence[dict[str, Any]]) -> None:
-    """Rows at the end of a CSV file, which begins with its field names; what a row does not have stays empty.
+    """Append rows to a CSV file with a header; missing fields stay empty.
 
     Raises:
-        ValueError: the file has other fields.
+        ValueError: the header of the file differs.
     """
     file.parent.mkdir(parents=True, exist_ok=True)
     head = file.read_text(encoding="utf-8").partition("\n")[0] if file.exists() else ""
     if head not in ("", ",".join(fields)):
-        raise ValueError(f"{file} has the fields {head}, expected {','.join(fields)}; move it away.")
+        raise ValueError(f"{file} has the fields {head}, expected {','.join(fields)}; move or delete the file.")
     with file.open("a", newline="", encoding="utf-8") as stream:
         writer = csv.DictWriter(stream, fields, restval="", lineterminator="\n")
         if not head:
@@ -206,7 +188,7 @@ def append(file: Path, fields: Sequence[str], rows: Sequence[dict[str, Any]]) ->
 
 
 def keep(output: Path | None, benchmark: str, case: str, rows: Sequence[dict[str, Any]]) -> None:
-    """Append to results.csv in `output`, with date, hardware and torch named; nothing where that is None."""
+    """Append to results.csv in `output` (unless None), with date, hardware and version of torch."""
     if output is None:
         return
     common = {"date": date.today().isoformat(), "benchmark": benchmark, "case": case, "hardware": hardware(),
@@ -215,14 +197,32 @@ def keep(output: Path | None, benchmark: str, case: str, rows: Sequence[dict[str
 
 
 def report_times(
-    benchmark: str, case: str, timings: dict[str, Timing], *, peer: str, rounds: int, output: Path | None
+    benchmark: str,
+    case: str,
+    timings: dict[str, Timing],
+    *,
+    peer: str,
+    rounds: int,
+    output: Path | None,
+    notes: dict[str, str] | None = None,
 ) -> None:
-    """Print medians and ratios to `peer`, and append them to results.csv."""
+    """Print times and ratios to `peer`, medians over the rounds, and append them to results.csv; `notes` are errors."""
     heading(benchmark, case, f"{rounds} rounds")
-    rows = []
+    rows, notes = [], notes or {}
     for name, timing in timings.items():
-        ratio = timing.median / timings[peer].median
-        say(f"  {name:<30} {timing.median * 1000:9.1f} ms ± {timing.spread:4.0%}   {ratio:6.3f} x {peer}")
+        ratio, note = statistics.median(ratios(timing, timings[peer])), notes.get(name, "")
+        say(f"  {name:<34} {timing.median * 1000:10.3f} ms ± {timing.spread:4.0%}   {ratio:8.3f} x {peer}   {note}")
         rows.append({"name": name, "seconds": f"{timing.median:.6f}", "ratio": f"{ratio:.4f}", "peer": peer,
-                     "rounds": rounds, "spread": f"{timing.spread:.3f}"})  # fmt: skip
+                     "rounds": rounds, "spread": f"{timing.spread:.3f}", "error": note})  # fmt: skip
     keep(output, benchmark, case, rows)
+
+
+def report_memory(benchmark: str, case: str, extra: dict[str, int], *, peer: str, output: Path | None) -> None:
+    """Print peak memory beyond inputs and gradients, in bytes, and append it to results.csv."""
+    heading(f"{benchmark} memory", case, "peak beyond inputs and gradients")
+    rows = []
+    for name, measured in extra.items():
+        ratio = measured / extra[peer]
+        say(f"  {name:<34} {measured / MIB:9.1f} MiB   {ratio:6.3f} x {peer}")
+        rows.append({"name": name, "mebibytes": f"{measured / MIB:.1f}", "ratio": f"{ratio:.4f}", "peer": peer})
+    keep(output, f"{benchmark} memory", case, rows)

@@ -1,17 +1,17 @@
-"""What number costs add to cross-entropy, in time and memory: ours in the fused loss, and ntloss beside dense logits.
+"""Time and memory that number losses add to cross-entropy: ours in the fused loss, and ntloss beside dense logits.
 
-Labels are GPT-2 tokens of GSM8K, in blocks of 256: real positions of numbers, about one label in six. The price is a
-difference between two contestants of the same round:
+Labels are GPT-2 tokens of GSM8K, in blocks of 256; about one label in six is a number. The added time is the difference
+between two contestants of the same round:
 
-    ours      (number_token - MLE) through `linear_token_loss`; likewise emo+number beside EMO
+    ours      (number_token - MLE) through `linear_token_loss`; likewise emo+number and EMO
     ntloss    (F.cross_entropy + 0.3 NTLoss) - F.cross_entropy, from dense logits, with its defaults
-    logits    (F.cross_entropy + 0.3 number_token_loss) - F.cross_entropy, where a loop has dense logits anyway
+    logits    (F.cross_entropy + 0.3 number_token_loss) - F.cross_entropy, from dense logits
 
-What numbers add to MLE, or to EMO, is less than what their matrix products vary by. It does not depend on the width of
-the hidden states, so it is also timed at a width where products take little time, and given in percent of MLE.
+What numbers add to MLE, or to EMO, is less than the noise of the matrix products. It does not depend on the width of
+the hidden states, so it is also timed at a small width, and given in percent of MLE's time at the full width.
 
 ntloss finds 10 number tokens with its default `digit_level`, and the hundreds without a blank with `digit_level=False`;
-ours all 1691. Both are timed with both.
+ours finds all 1691. Both are timed with both.
 """
 
 from __future__ import annotations
@@ -21,121 +21,87 @@ import os
 import statistics
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
-from copy import copy
-from dataclasses import dataclass, replace
+from functools import cached_property
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F  # noqa: N812 - the name everybody uses
 
-from benchmarks.contestants import Problem
+from benchmarks.contestants import DENSE, EMO_OURS, MLE_OURS, Loss, Problem, dense, step
 from benchmarks.labels import BLOCK, share_distinct
-from benchmarks.measure import Settings, Timing, heading, keep, report_times, say, table, timed_rounds
-from benchmarks.memory import MALLOC, MIB, peak_growth
+from benchmarks.measure import (
+    Limit,
+    Settings,
+    Timing,
+    ratios,
+    report_memory,
+    report_times,
+    say,
+    table,
+    timed_rounds,
+)
+from benchmarks.memory import MALLOC, peak_growth
 from otloss import number_token_loss
 from otloss_llm import EMO, MLE, EmbeddingCost, MixedCost, NumberCost, NumberToken, linear_token_loss
 
 NAME = "numbers"
-ROUNDS, SMALL_ROUNDS = 5, 2
-DENSE, MLE_OURS, EMO_OURS = "dense cross-entropy", "otloss MLE", "otloss EMO"
-DIGITS, ALL, MSE, MIXED = (
-    "number_token, 10 digits",
-    "number_token, all numbers",
-    "number_token mse, all numbers",
-    "emo+number",
-)
+ROUNDS, SMALL_ROUNDS, NARROW_ROUNDS = 5, 2, 15
+DIGITS, ALL, MIXED = "number_token, 10 digits", "number_token, all numbers", "emo+number"
 NTLOSS, NTLOSS_ALL, LOGITS, LOGITS_ALL = "ntloss digits", "ntloss numbers", "from logits, digits", "from logits, all"
 WEIGHT = 0.3
-TIME_LIMIT, PRICE_LIMIT = 1.05, 0.20
-
-
-@dataclass(frozen=True)
-class Size:
-    tokens: int
-    width: int
-
-
-SIZE, SMALL = Size(4096, 768), Size(256, 32)
-NARROW, NARROW_ROUNDS = 8, 15
-Loss = Callable[[Problem], Tensor]
+TIME_LIMIT, ADDED_LIMIT = 1.05, 0.20
+WIDTH, SMALL_WIDTH, NARROW = 768, 32, 8
+PAIRS = ((DIGITS, MLE_OURS), (ALL, MLE_OURS), (MIXED, EMO_OURS))  # and what each adds to
 
 
 def main(settings: Settings) -> None:
-    folder = None if settings.data is None else settings.data / "tokenizers/gpt2"
-    text = None if settings.data is None else settings.data / "math/gsm8k-train.jsonl"
-    if folder is None or text is None or not folder.is_dir() or not text.is_file():
-        say(f"\n{NAME}: left out, it needs --data with tokenizers/gpt2 and math/gsm8k-train.jsonl")
+    if settings.data is None or not (settings.data / "math/gsm8k-train.jsonl").is_file():
+        say(f"\n{NAME}: skipped, it needs --data with tokenizers/gpt2 and math/gsm8k-train.jsonl")
         return
-    size = SMALL if settings.small else SIZE
-    case = _Case(folder, text, size)
-    names = [DENSE, MLE_OURS, EMO_OURS, DIGITS, ALL, MSE, MIXED, LOGITS, LOGITS_ALL]
+    case = Case(settings.data, settings.small, SMALL_WIDTH if settings.small else WIDTH)
+    names = [DENSE, MLE_OURS, EMO_OURS, DIGITS, ALL, MIXED, LOGITS, LOGITS_ALL]
     names += [NTLOSS, NTLOSS_ALL] if has_ntloss() else []
-    rounds = settings.rounds or (SMALL_ROUNDS if settings.small else ROUNDS)
-    timings = _timed(case, names, rounds)
-    report_times(NAME, case.name, timings, peer=MLE_OURS, rounds=rounds, output=settings.output)
-    _verdicts(timings)
-    narrow = case.at_width(NARROW)
-    rounds = settings.rounds or (SMALL_ROUNDS if settings.small else NARROW_ROUNDS)
-    apart = _timed(narrow, [MLE_OURS, EMO_OURS, DIGITS, ALL, MSE, MIXED], rounds)
-    report_times(f"{NAME} narrow", narrow.name, apart, peer=MLE_OURS, rounds=rounds, output=settings.output)
-    _extra_at_full_width(apart, timings[MLE_OURS])
-    _memory(case, [name for name in (DENSE, MLE_OURS, ALL, NTLOSS) if name in names], folder, text, settings)
+    timings = timed(case, names, NAME, settings, ROUNDS)
+    verdicts(timings)
+    narrow = timed(case.at_width(NARROW), [MLE_OURS, EMO_OURS, DIGITS, ALL, MIXED], f"{NAME} narrow", settings,
+                   NARROW_ROUNDS)  # fmt: skip
+    added_at_full_width(narrow, timings[MLE_OURS])
+    memory(case, [name for name in (DENSE, MLE_OURS, ALL, NTLOSS) if name in names], settings)
 
 
-def _timed(case: _Case, names: list[str], rounds: int) -> dict[str, Timing]:
-    """Forward and backward of each, with new labels every round."""
-
-    def step(loss: Loss) -> Callable[[], None]:
-        def run() -> None:
-            case.problem.hidden.grad = case.problem.weight.grad = None
-            loss(case.problem).backward()
-
-        return run
-
-    def new_labels(i: int) -> None:
-        case.problem.labels = case.draw(i)
-
-    contestants = {name: step(case.loss(name)) for name in names}
-    return timed_rounds(contestants, rounds=rounds, before_round=new_labels)
-
-
-class _Case:
+class Case:
     """One size: the tokenizer, the text and the problem."""
 
-    def __init__(self, folder: Path, text: Path, size: Size) -> None:
+    def __init__(self, data: Path, small: bool, width: int) -> None:
         from transformers import AutoTokenizer
 
-        self.tokenizer = AutoTokenizer.from_pretrained(folder)
-        lines = [json.loads(line) for line in text.read_text(encoding="utf-8").splitlines()]
-        ids = self.tokenizer([f"{line['question']}\n{line['answer']}" for line in lines])["input_ids"]
+        self.data, self.small, self.width = data, small, width
+        self.tokens = 256 if small else 4096
+        self.tokenizer = AutoTokenizer.from_pretrained(data / "tokenizers/gpt2")
+        lines = (data / "math/gsm8k-train.jsonl").read_text(encoding="utf-8").splitlines()
+        pairs = [json.loads(line) for line in (lines[:500] if small else lines)]
+        ids = self.tokenizer([f"{pair['question']}\n{pair['answer']}" for pair in pairs])["input_ids"]
         self.ids = torch.tensor([token for row in ids for token in row])
         self.vocab = len(self.tokenizer)
         self.numbers = NumberCost.from_tokenizer(self.tokenizer)
-        values = self.numbers.values
-        single = torch.tensor([len((text or "").strip()) == 1 for text in self.numbers.tokens.texts])
-        blank = torch.tensor([(text or " ").startswith(" ") for text in self.numbers.tokens.texts])
-        self.digits = NumberCost(values.where(single & ~blank, torch.nan))  # the ten that ntloss finds
-        self.size = size
-        self.problem = self._problem()
+        texts = [text or "" for text in self.numbers.tokens.texts]
+        digits = torch.tensor([len(text) == 1 and text != " " for text in texts])
+        self.digits = NumberCost(self.numbers.values.where(digits, torch.nan))  # the ten that ntloss finds
 
-    def _problem(self) -> Problem:
-        return Problem.random(self.size.tokens, self.vocab, self.size.width, self.draw(0))
+    @cached_property
+    def problem(self) -> Problem:
+        return Problem.random(self.vocab, self.width, self.draw(0))
 
-    def at_width(self, width: int) -> _Case:
-        """The same tokens with hidden states of another width."""
-        other = copy(self)
-        other.size = replace(self.size, width=width)
-        other.problem = other._problem()
-        return other
+    def at_width(self, width: int) -> Case:
+        return Case(self.data, self.small, width)
 
     @property
     def name(self) -> str:
         labels = self.draw(0)
         return (
-            f"N={self.size.tokens} V={self.vocab} d={self.size.width} float32, GPT-2 tokens of GSM8K, "
+            f"N={self.tokens} V={self.vocab} d={self.width} float32, GPT-2 tokens of GSM8K, "
             f"u={share_distinct(labels):.2f}, "
             f"{float(self.numbers.is_number[labels].float().mean()):.0%} of labels numbers, "
             f"{float(self.digits.is_number[labels].float().mean()):.0%} single digits without a blank"
@@ -143,9 +109,8 @@ class _Case:
 
     def draw(self, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
-        block = min(BLOCK, self.size.tokens)
-        starts = torch.randint(len(self.ids) - block + 1, (-(-self.size.tokens // block), 1), generator=generator)
-        return self.ids[starts + torch.arange(block)].flatten()[: self.size.tokens].clone()
+        starts = torch.randint(len(self.ids) - BLOCK + 1, (self.tokens // BLOCK, 1), generator=generator)
+        return self.ids[starts + torch.arange(BLOCK)].flatten()
 
     def loss(self, name: str) -> Loss:
         fused: dict[str, tuple[Any, Any]] = {
@@ -153,24 +118,23 @@ class _Case:
             EMO_OURS: (EMO(), self.problem.cost),
             DIGITS: (NumberToken(WEIGHT), self.digits),
             ALL: (NumberToken(WEIGHT), self.numbers),
-            MSE: (NumberToken(WEIGHT), NumberCost(self.numbers.values, form="mse", scaling="log")),
             MIXED: (EMO(), MixedCost(self.numbers, EmbeddingCost(self.problem.weight))),
         }
         if name in fused:
             objective, cost = fused[name]
             return lambda p: linear_token_loss(p.hidden, p.weight, p.labels, objective=objective, cost=cost).loss
-        beside = self._beside_dense(name)
-
-        def dense(problem: Problem) -> Tensor:
-            logits = problem.hidden @ problem.weight.T
-            loss = F.cross_entropy(logits, problem.labels)
-            return loss if beside is None else loss + WEIGHT * beside(logits, problem.labels)
-
-        return dense
-
-    def _beside_dense(self, name: str) -> Callable[[Tensor, Tensor], Tensor] | None:
         if name == DENSE:
-            return None
+            return dense
+        added = self._from_logits(name)
+
+        def loss(problem: Problem) -> Tensor:
+            logits = problem.hidden @ problem.weight.T
+            likelihood = torch.nn.functional.cross_entropy(logits, problem.labels)
+            return likelihood + WEIGHT * added(logits, problem.labels)
+
+        return loss
+
+    def _from_logits(self, name: str) -> Callable[[Tensor, Tensor], Tensor]:
         if name in (LOGITS, LOGITS_ALL):
             values = (self.digits if name == LOGITS else self.numbers).values
             return lambda logits, labels: number_token_loss(logits, labels, values, squash=9.0)
@@ -185,77 +149,69 @@ def has_ntloss() -> bool:
         from loguru import logger
         from ntloss import NTLoss  # noqa: F401
     except ImportError:
-        print('ntloss is left out: pip install "otloss[bench]"')
+        print('ntloss is not measured: pip install "otloss[bench]"')
         return False
     logger.disable("ntloss")
     return True
 
 
-def _peak(name: str, folder: Path, text: Path, size: Size) -> int:
-    """Bytes beyond inputs and gradients of one pass, in a process of its own."""
-    case = _Case(folder, text, size)
+def timed(case: Case, names: list[str], benchmark: str, settings: Settings, rounds: int) -> dict[str, Timing]:
+    """Forward and backward pass of each, with new labels every round."""
+    rounds = settings.rounds or (SMALL_ROUNDS if settings.small else rounds)
+
+    def new_labels(i: int) -> None:
+        case.problem.labels = case.draw(i)
+
+    steps = {name: step(case.loss(name), case.problem) for name in names}
+    timings = timed_rounds(steps, rounds=rounds, before_round=new_labels)
+    report_times(benchmark, case.name, timings, peer=MLE_OURS, rounds=rounds, output=settings.output)
+    return timings
+
+
+def _peak(name: str, data: Path, small: bool, width: int) -> int:
+    """Bytes beyond inputs and gradients of one pass, in its own process."""
+    case = Case(data, small, width)
     loss, problem = case.loss(name), case.problem
-    tiny = Problem.random(64, case.vocab, 8, problem.labels[:64])
-    if name != NTLOSS:  # compile and fill caches
-        loss(tiny).backward()
+    if name != NTLOSS:  # compile, and allocate what stays
+        loss(Problem.random(case.vocab, 8, problem.labels[:64])).backward()
     grown = peak_growth(lambda: loss(problem).backward())
     return grown - problem.hidden.nbytes - problem.weight.nbytes
 
 
-def _memory(case: _Case, names: list[str], folder: Path, text: Path, settings: Settings) -> None:
+def memory(case: Case, names: list[str], settings: Settings) -> None:
     os.environ.update(MALLOC)
     measured = {}
     for name in names:
         with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-            measured[name] = pool.submit(_peak, name, folder, text, case.size).result()
-    heading(f"{NAME} memory", case.name, "peak beyond inputs and gradients")
-    rows = []
-    logits = 4 * case.size.tokens * case.vocab
-    for name, peak in measured.items():
-        say(
-            f"  {name:<30} {peak / MIB:9.1f} MiB   {peak / logits:6.3f} x all logits   "
-            f"{peak / measured[DENSE]:6.3f} x {DENSE}"
-        )
-        rows.append(
-            {"name": name, "mebibytes": f"{peak / MIB:.1f}", "ratio": f"{peak / measured[DENSE]:.4f}", "peer": DENSE}
-        )
-    keep(settings.output, f"{NAME} memory", case.name, rows)
+            measured[name] = pool.submit(_peak, name, case.data, case.small, case.width).result()
+    report_memory(NAME, case.name, measured, peer=DENSE, output=settings.output)
 
 
-def _ratio(name: str, peer: str, timings: dict[str, Timing]) -> tuple[float, float, float]:
-    ratios = [a / b for a, b in zip(timings[name].seconds, timings[peer].seconds, strict=True)]
-    return _quartiles(ratios)
+def _added(name: str, base: str, timings: dict[str, Timing]) -> list[float]:
+    return [a - b for a, b in zip(timings[name].seconds, timings[base].seconds, strict=True)]
 
 
-def _extra(name: str, peer: str, timings: dict[str, Timing]) -> list[float]:
-    return [a - b for a, b in zip(timings[name].seconds, timings[peer].seconds, strict=True)]
-
-
-def _quartiles(numbers: list[float]) -> tuple[float, float, float]:
-    low, _, high = statistics.quantiles(numbers, n=4, method="inclusive")
-    return statistics.median(numbers), low, high
-
-
-def _verdicts(timings: dict[str, Timing]) -> None:
+def verdicts(timings: dict[str, Timing]) -> None:
+    """Ratios to MLE and EMO, and the added time over that of ntloss."""
     rows = [["quantity", "limit", "median (quartiles)"]]
-    for name, peer in ((DIGITS, MLE_OURS), (ALL, MLE_OURS), (MSE, MLE_OURS), (MIXED, EMO_OURS), (MIXED, MLE_OURS)):
-        median, low, high = _ratio(name, peer, timings)
-        rows.append([f"{name} / {peer}", f"<= {TIME_LIMIT:.2f}", f"{median:.3f} ({low:.3f} to {high:.3f})"])
+    for name, base in (*PAIRS, (MIXED, MLE_OURS)):
+        rows.append(Limit(f"{name} / {base}", TIME_LIMIT).judged(*ratios(timings[name], timings[base])))
     if NTLOSS in timings:
         for ours, base, peer in ((DIGITS, MLE_OURS, NTLOSS), (ALL, MLE_OURS, NTLOSS), (ALL, MLE_OURS, NTLOSS_ALL),
                                  (LOGITS, DENSE, NTLOSS), (LOGITS_ALL, DENSE, NTLOSS_ALL)):  # fmt: skip
-            mine, theirs = (statistics.median(x) for x in (_extra(ours, base, timings), _extra(peer, DENSE, timings)))
-            found = f"{mine / theirs:.3f} ({1e3 * mine:.0f} of {1e3 * theirs:.0f} ms)"
-            rows.append([f"extra of {ours} / extra of {peer}", f"<= {PRICE_LIMIT:.2f}", found])
+            mine, theirs = (statistics.median(x) for x in (_added(ours, base, timings), _added(peer, DENSE, timings)))
+            row = Limit(f"added by {ours} / added by {peer}", ADDED_LIMIT).judged(mine / theirs)
+            rows.append([*row[:2], f"{row[2]} ({1e3 * mine:.0f} of {1e3 * theirs:.0f} ms)"])
     say("")
     table(rows)
 
 
-def _extra_at_full_width(narrow: dict[str, Timing], wide: Timing) -> None:
-    """What numbers add where products take no time, beside MLE at the width of the benchmark."""
-    rows = [[f"what numbers add, timed at width {NARROW}", "limit", "median (quartiles)"]]
-    for name, base in ((DIGITS, MLE_OURS), (ALL, MLE_OURS), (MSE, MLE_OURS), (MIXED, EMO_OURS)):
-        median, low, high = (x / wide.median for x in _quartiles(_extra(name, base, narrow)))
+def added_at_full_width(narrow: dict[str, Timing], wide: Timing) -> None:
+    """The time that numbers add at a small width, relative to MLE at the full width."""
+    rows = [[f"added by numbers, timed at width {NARROW}", "limit", "median (quartiles)"]]
+    for name, base in PAIRS:
+        low, median, high = (x / wide.median for x in statistics.quantiles(_added(name, base, narrow), n=4,
+                                                                           method="inclusive"))  # fmt: skip
         limit, found = f"<= {TIME_LIMIT - 1:.0%}", f"{median:.2%} ({low:.2%} to {high:.2%})"
         rows.append([f"({name} - {base}) / {MLE_OURS}", limit, found])
     say("")

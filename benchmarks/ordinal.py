@@ -1,17 +1,17 @@
-"""Ordinal labels: our estimators against cross-entropy in the same models, and against other packages.
+"""Ordinal labels: our estimators compared with cross-entropy in the same models, and with other packages.
 
 Thirty stratified holdouts (a quarter of the rows) of every set of `ordinal_data`, the same for all contestants of
-`ordinal_models`. Recorded: the ranked probability score (sum over thresholds of squared differences of the cumulative
-distributions, not divided by their number), the mean absolute error of the median of the forecast, which is the best
-decision for it, and of the contestant's own `predict`, and the quadratic weighted kappa of the latter.
+`ordinal_models`. Scores: the ranked probability score (sum over thresholds of squared differences of the cumulative
+distributions, not divided by their number), the mean absolute error of the median of the forecast and of the
+contestant's own `predict`, and the quadratic weighted kappa of the latter.
 
-Rows of every fit go to ordinal_fits.csv as they come (`--resume` goes on with it), means and deviations by set to
-ordinal.csv. Differences between our loss and cross-entropy in the same model are tested over the holdouts by the
-corrected resampled t-test (C. Nadeau, Y. Bengio, Inference for the generalization error, 2003), which counts the rows
-that holdouts share; mean ranks over the sets compare everybody.
+Every fit is appended to ordinal_fits.csv (`--resume` continues from it); ordinal.csv has means and deviations by set.
+Differences between our loss and cross-entropy in the same model are tested over the holdouts by the corrected resampled
+t-test (C. Nadeau, Y. Bengio, Inference for the generalization error, 2003), which allows for the rows that holdouts
+share. All contestants are compared by their mean ranks over the sets.
 
-`times` is a benchmark of its own (`python -m benchmarks ordinal_loss`): value and gradient of `ordinal_loss` on the
-small batches that such models train on, beside dlordinal's loss of the same formula and torch's cross-entropy.
+`times` is another benchmark (`python -m benchmarks ordinal_loss`): value and gradient of `ordinal_loss` on small
+batches, dlordinal's loss of the same formula, and torch's cross-entropy.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from scipy import stats
 from sklearn.metrics import cohen_kappa_score
 from sklearn.model_selection import train_test_split
 
-from benchmarks.measure import Row, Settings, append, hardware, heading, keep, say, table, timed_rounds
+from benchmarks.measure import TURN, Row, Settings, append, hardware, report_times, say, table, timed_rounds
 from benchmarks.ordinal_data import OrdinalSet, ordinal_sets
 from benchmarks.ordinal_models import CROSS_ENTROPY, OURS, PEER, Model, fitted, models
 from otloss import ordinal_loss
@@ -41,18 +41,14 @@ from otloss.metrics import ranked_probability_score
 NAME = "ordinal"
 HOLDOUTS, HELD_OUT = 30, 0.25
 SMALL_HOLDOUTS, SMALL_SETS = 2, 1
-SCORES = ("rps", "mae", "mae_predict", "qwk")  # the last one is better when larger
+SCORES = ("rps", "mae", "mae_predict", "qwk")  # lower is better, but for qwk
 FITS, MEANS = "ordinal_fits.csv", "ordinal.csv"
 FIT_FIELDS = ("set", "holdout", "model", *SCORES, "seconds")
 MEAN_FIELDS = ("set", "rows", "classes", "model", "holdouts", *(f"{s}_{k}" for s in SCORES for k in ("mean", "std")),
                "seconds")  # fmt: skip
 SIGNIFICANT = 0.05
-# Mean absolute errors that the TOC-UCO archive publishes for 30 holdouts, of its own splits and preparation.
-PUBLISHED = {"era": {"LogAT": 1.485, "LogIT": 1.271, "MLP-CLM": 1.569, "XGB": 1.693},
-             "winequality-red": {"LogAT": 0.801, "LogIT": 0.620, "MLP-CLM": 0.606, "XGB": 0.528}}  # fmt: skip
-
 BATCHES = ((32, 5), (256, 5), (1024, 10), (64, 100))  # rows, classes
-TIMING_ROUNDS, TURN = 100, 0.01  # seconds of a turn, which the calls of nobody fill: ten calls each
+TIMING_ROUNDS = 100
 
 Fits = dict[tuple[str, str], dict[int, dict[str, float]]]  # (set, model) -> holdout -> scores
 
@@ -72,7 +68,7 @@ def main(settings: Settings) -> None:
 
 
 def times(settings: Settings) -> None:
-    """Value and gradient on one thread, as small batches run; ratios to dlordinal's EMDLoss."""
+    """Value and gradient on one thread; ratios to dlordinal's EMDLoss."""
     from dlordinal.losses import EMDLoss
 
     rounds, peer = settings.rounds or (2 if settings.small else TIMING_ROUNDS), "dlordinal EMDLoss"
@@ -87,16 +83,10 @@ def times(settings: Settings) -> None:
                       "torch cross_entropy": torch.nn.functional.cross_entropy}  # fmt: skip
             steps = {name: partial(_step, loss, logits, labels) for name, loss in losses.items()}
             for step in steps.values():
-                step()  # compiles or loads the kernel, which would otherwise count as the time of one call
+                step()  # compiles or loads the kernel; timed_rounds takes the number of calls from one call
             timings = timed_rounds(steps, rounds=rounds, turn=TURN)
-            case, kept = f"N={rows} K={classes} float32", []
-            heading("ordinal_loss", case, f"{rounds} rounds")
-            for name, timing in timings.items():
-                ratio = timing.median / timings[peer].median
-                say(f"  {name:<20} {timing.median * 1e6:7.0f} us ± {timing.spread:4.0%}   {ratio:5.2f} x {peer}")
-                kept.append({"name": name, "seconds": f"{timing.median:.6f}", "ratio": f"{ratio:.4f}", "peer": peer,
-                             "rounds": rounds, "spread": f"{timing.spread:.3f}"})  # fmt: skip
-            keep(settings.output, "ordinal_loss", case, kept)
+            case = f"N={rows} K={classes} float32"
+            report_times("ordinal_loss", case, timings, peer=peer, rounds=rounds, output=settings.output)
     finally:
         torch.set_num_threads(threads)
 
@@ -112,7 +102,7 @@ def _known(settings: Settings) -> Fits:
     if path is None or not path.exists():
         return fits
     if not settings.resume:
-        raise FileExistsError(f"{path} holds the fits of an earlier run; go on with --resume, or move it away.")
+        raise FileExistsError(f"{path} holds the fits of an earlier run; resume it with --resume, or move the file.")
     with path.open(newline="", encoding="utf-8") as stream:
         for row in csv.DictReader(stream):
             fits[row["set"], row["model"]][int(row["holdout"])] = _numbers(row)
@@ -124,9 +114,9 @@ def _numbers(row: Row) -> dict[str, float]:
 
 
 def _run(sets: list[OrdinalSet], contestants: list[Model], holdouts: int, fits: Fits, output: Path | None) -> None:
-    """Holdout by holdout, so that an interrupted run has whole ones of every set."""
+    """Holdout by holdout, so that an interrupted run has complete holdouts of every set."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # tables this small gain nothing from more
+    torch.set_num_threads(1)  # such small tables are not faster with more
     try:
         for holdout in range(holdouts):
             started = time.perf_counter()
@@ -175,7 +165,7 @@ def _holdout(one: OrdinalSet, contestants: list[Model], holdout: int) -> list[di
 def _checked(proba: np.ndarray, shape: tuple[int, int], model: str, name: str) -> np.ndarray:
     if proba.shape != shape or not np.isfinite(proba).all():
         raise RuntimeError(f"{model} on {name}: forecasts of shape {proba.shape}, expected finite ones of {shape}.")
-    proba = np.clip(proba, 0, None)  # float32 differences of others may be -1e-8
+    proba = np.clip(proba, 0, None)  # float32 differences may be -1e-8
     return proba / proba.sum(1, keepdims=True)
 
 
@@ -209,7 +199,7 @@ def _keep_means(path: Path, sets: list[OrdinalSet], contestants: list[Model], fi
     append(path, MEAN_FIELDS, rows)
 
 
-# ---- what is printed ---------------------------------------------------------------------------------------------
+# ---- tables ----------------------------------------------------------------------------------------------------------
 
 
 def _mean(fits: Fits, one: OrdinalSet, model: Model, score: str) -> float:
@@ -243,14 +233,11 @@ def _tables(sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> Non
     table(rows)
     _verdict(contestants, ranks)
     _against_cross_entropy(sets, contestants, fits)
-    for score in ("rps", "mae"):
-        _by_set(sets, contestants, fits, score)
-    _published(sets, contestants, fits)
 
 
 def _verdict(contestants: list[Model], ranks: dict[str, dict[str, float]]) -> None:
-    """Our best one, by the sum of both ranks, against the best of others in each; votes against votes too."""
-    for kind, votes in (("alone", (False,)), ("votes too", (False, True))):
+    """Our best model, by the sum of both ranks, and the best other package by each; without and with votes."""
+    for kind, votes in (("without votes", (False,)), ("with votes", (False, True))):
         entered = [model for model in contestants if bool(model.members) in votes]
         ours = [model.name for model in entered if model.whose == OURS]
         peers = [model.name for model in entered if model.whose == PEER]
@@ -265,17 +252,18 @@ def _verdict(contestants: list[Model], ranks: dict[str, dict[str, float]]) -> No
 
 
 def _against_cross_entropy(sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> None:
-    say(f"\nour loss against cross-entropy in the same model: sets won / lost, of them with p < {SIGNIFICANT}")
+    say(f"\nour loss and cross-entropy in the same model: sets won / lost (of these with p < {SIGNIFICANT})")
     rows = [["model", *SCORES]]
     mine = [model for model in contestants if model.whose == OURS]
-    twins = [model for model in contestants if model.whose == CROSS_ENTROPY]
-    for model, twin in zip(mine, twins, strict=True):
+    references = [model for model in contestants if model.whose == CROSS_ENTROPY]
+    for model, reference in zip(mine, references, strict=True):
         row = [model.name]
         for score in SCORES:
             counts = dict.fromkeys(("won", "lost", "won clearly", "lost clearly"), 0)
             for one in sets:
                 a, b = (
-                    np.array([fit[score] for _, fit in sorted(fits[one.name, m.name].items())]) for m in (model, twin)
+                    np.array([fit[score] for _, fit in sorted(fits[one.name, m.name].items())])
+                    for m in (model, reference)
                 )
                 gain = (a - b) if score == "qwk" else (b - a)
                 if gain.mean() == 0:
@@ -286,25 +274,3 @@ def _against_cross_entropy(sets: list[OrdinalSet], contestants: list[Model], fit
             row.append(f"{counts['won']} / {counts['lost']} ({counts['won clearly']} / {counts['lost clearly']})")
         rows.append(row)
     table(rows)
-
-
-def _by_set(sets: list[OrdinalSet], contestants: list[Model], fits: Fits, score: str) -> None:
-    """Mean and deviation of the best of each kind."""
-    say(f"\n{score} by set: mean and deviation over the holdouts of the best of each kind")
-    rows = [["set", "rows", "classes", OURS, CROSS_ENTROPY, PEER]]
-    for one in sets:
-        row = [one.name, str(len(one.y)), str(one.classes)]
-        for whose in (OURS, CROSS_ENTROPY, PEER):
-            best = min((m for m in contestants if m.whose == whose), key=lambda m: _mean(fits, one, m, score))
-            values = [fit[score] for fit in fits[one.name, best.name].values()]
-            row.append(f"{statistics.fmean(values):.3f} ± {statistics.pstdev(values):.3f} {best.name}")
-        rows.append(row)
-    table(rows)
-
-
-def _published(sets: list[OrdinalSet], contestants: list[Model], fits: Fits) -> None:
-    for one in sets:
-        if one.name in PUBLISHED:
-            told = ", ".join(f"{name} {value}" for name, value in PUBLISHED[one.name].items())
-            here = ", ".join(f"{m.name} {_mean(fits, one, m, 'mae_predict'):.3f}" for m in contestants)
-            say(f"\n{one.name}, mean absolute error of predict; published elsewhere: {told}\n  here: {here}")

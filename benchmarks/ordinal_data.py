@@ -1,8 +1,8 @@
-"""Sets with ordinal labels for `benchmarks.ordinal`: files of `ordinal/` in the data folder, and those of packages.
+"""Sets with ordinal labels for `benchmarks.ordinal`: files of `ordinal/` in the data folder, and sets of packages.
 
 Features are float64, text columns one-hot; labels are ranks 0..K-1. Classes with fewer than `FEWEST` members are left
-out (a stratified holdout needs two, early stopping another one), and of large sets the same random part is taken by
-all, so that thirty holdouts of every contestant take minutes.
+out (a stratified holdout needs two, early stopping another one). Large sets are reduced to a fixed random subset, so
+that thirty holdouts of every contestant take minutes.
 """
 
 from __future__ import annotations
@@ -44,22 +44,18 @@ class OrdinalSet:
 
 
 def ordinal_sets(folder: Path | None) -> Iterator[OrdinalSet]:
-    """All sets, the small ones first; without a folder those of scikit-learn and statsmodels alone."""
+    """All sets in order of size; without a folder those of scikit-learn and statsmodels only."""
     found = [*_of_packages()]
     if folder is not None:
-        found += [*_ben_david(folder / "ben-david"), *_gagolews(folder / "gagolews")]
+        found += _of_files(folder)
     yield from sorted(found, key=lambda one: len(one.y))
 
 
-def _ben_david(folder: Path) -> Iterator[OrdinalSet]:
-    for path in sorted(folder.glob("*.csv")):
+def _of_files(folder: Path) -> Iterator[OrdinalSet]:
+    for path in sorted((folder / "ben-david").glob("*.csv")):
         rows = pd.read_csv(path, skiprows=1, header=None)
-        name = path.stem.replace("_", "-")
-        yield OrdinalSet.of(name, rows.iloc[:, :-1], rows.iloc[:, -1].to_numpy())
-
-
-def _gagolews(folder: Path) -> Iterator[OrdinalSet]:
-    for path in sorted(folder.glob("*.csv")):
+        yield OrdinalSet.of(path.stem.replace("_", "-"), rows.iloc[:, :-1], rows.iloc[:, -1].to_numpy())
+    for path in sorted((folder / "gagolews").glob("*.csv")):
         rows = pd.read_csv(path, comment="#")
         yield OrdinalSet.of(path.stem, rows.drop(columns="response"), rows["response"].to_numpy())
 

@@ -1,9 +1,9 @@
 """The contestants of `benchmarks.ordinal`: ours, cross-entropy in the same models, and other packages.
 
-Each is made by `make(seed, classes)` and has `fit(X, y)`, `predict` and `predict_proba` with a column for each rank.
-Settings are the defaults of each package; features are standardised for those that need it. Networks of other packages
-have the same hidden layer as ours and are trained in the same way as each other: Adam in batches of 200, a fifth held
-out for early stopping on their own loss, the best epoch kept.
+Each is made by `make(seed, classes)` and has `fit(X, y)`, `predict` and `predict_proba` with one column per rank.
+Settings are the defaults of each package; features are standardised for models that need it. Networks of other packages
+have the hidden layer of ours and are all trained alike: Adam in batches of 200, a fifth of the rows for early stopping
+on their own loss, the best epoch kept.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ OURS, CROSS_ENTROPY, PEER = "otloss", "cross-entropy in our model", "other packa
 
 @dataclass(frozen=True)
 class Model:
-    """A contestant: its family ("linear", "network", "trees", "vote"), whose it is, and how it is made.
+    """A contestant: its family ("linear", "network", "trees", "vote"), its group (OURS ...), and how it is made.
 
-    A vote is made of the forecasts of its members instead, their mean, and predicts its median.
+    A vote has members instead of `make`: its forecast is the mean of theirs, and it predicts the median of that.
     """
 
     name: str
@@ -44,11 +44,11 @@ class Model:
 
 
 def models() -> list[Model]:
-    """All contestants; ours and their twins trained by cross-entropy come in the same order."""
+    """All contestants; ours, and the same models trained by cross-entropy, are in the same order."""
     return [*_ours(), *_votes(), *_linear_peers(), *_networks(), *_trees()]
 
 
-# ---- ours, and cross-entropy in the same models -------------------------------------------------------------------
+# ---- ours, and cross-entropy in the same models ----------------------------------------------------------------------
 
 _LINEAR: dict[str, dict[str, Any]] = {"linear": {}, "cumulative": {"model": "cumulative"}}
 _MLP: dict[str, Any] = {"hidden_layer_sizes": (HIDDEN,)}
@@ -115,7 +115,7 @@ def _linear_peers() -> list[Model]:
 
 
 class Ordered(ClassifierMixin, BaseEstimator):
-    """statsmodels' proportional odds, without columns that are constant or repeat others."""
+    """Proportional odds of statsmodels, without constant or linearly dependent columns."""
 
     def fit(self, X: np.ndarray, y: np.ndarray) -> Ordered:
         from statsmodels.miscmodels.ordinal_model import OrderedModel
@@ -157,7 +157,7 @@ def _trees() -> list[Model]:
 
 @dataclass(frozen=True)
 class Head:
-    """What stands on the hidden layer, its loss, and how its output becomes probabilities."""
+    """The output layer, its loss, and the map from its output to probabilities."""
 
     layer: nn.Module
     loss: Callable[[Tensor, Tensor], Tensor]
@@ -165,28 +165,11 @@ class Head:
 
 
 def _networks() -> list[Model]:
-    heads = {"dlordinal EMDLoss": _emd, "dlordinal TriangularLoss": _triangular, "dlordinal CLM": _links,
-             "coral-pytorch CORAL": _coral, "coral-pytorch CORN": _corn}  # fmt: skip
+    heads = {"dlordinal CLM": _links, "coral-pytorch CORN": _corn}
     return [
         Model(f"{name} network", "network", PEER, lambda s, k, head=head: Network(head, s, k))
         for name, head in heads.items()
     ]
-
-
-def _softmax_head(loss: Callable[[Tensor, Tensor], Tensor], classes: int) -> Head:
-    return Head(nn.Linear(HIDDEN, classes), loss, lambda z: z.softmax(-1))
-
-
-def _emd(classes: int) -> Head:
-    from dlordinal.losses import EMDLoss
-
-    return _softmax_head(EMDLoss(num_classes=classes), classes)
-
-
-def _triangular(classes: int) -> Head:
-    from dlordinal.losses import TriangularLoss
-
-    return _softmax_head(TriangularLoss(nn.CrossEntropyLoss(), num_classes=classes), classes)
 
 
 def _links(classes: int) -> Head:
@@ -196,17 +179,6 @@ def _links(classes: int) -> Head:
         return nn.functional.nll_loss(proba.clamp(min=1e-7).log(), y)
 
     return Head(nn.Sequential(nn.Linear(HIDDEN, 1), CLM(classes, "logit")), loss, lambda proba: proba)
-
-
-def _coral(classes: int) -> Head:
-    from coral_pytorch.layers import CoralLayer
-    from coral_pytorch.losses import coral_loss
-
-    def loss(z: Tensor, y: Tensor) -> Tensor:
-        # What its levels_from_labelbatch makes row by row, in Python.
-        return coral_loss(z, (y.unsqueeze(-1) > torch.arange(classes - 1)).to(z))
-
-    return Head(CoralLayer(HIDDEN, classes), loss, lambda z: _of_exceedances(z.sigmoid()))
 
 
 def _corn(classes: int) -> Head:
@@ -226,7 +198,7 @@ def _of_exceedances(above: Tensor) -> Tensor:
 
 
 class Network:
-    """One hidden layer of rectified units under a head."""
+    """One hidden layer of rectified linear units and a head."""
 
     def __init__(self, head: Callable[[int], Head], seed: int, classes: int) -> None:
         self._head, self._seed, self._classes = head, seed, classes
@@ -274,5 +246,5 @@ class Network:
 def fitted(model: Model, X: np.ndarray, y: np.ndarray, *, seed: int, classes: int) -> Any:
     assert model.make is not None
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of peers: iterations, feature names, a Hessian that cannot be inverted
+        warnings.simplefilter("ignore")  # of peers: iterations, feature names, a singular Hessian
         return model.make(seed, classes).fit(X, y)

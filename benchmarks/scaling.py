@@ -1,7 +1,7 @@
-"""Time and peak memory of the token losses with the number of tokens N, the vocabulary V, and the distinct labels u.
+"""Time and peak memory of the token losses over the number of tokens N, the vocabulary V, and the distinct labels u.
 
-Forward and backward from hidden states of width 256. Every measured number goes to scaling.csv at once; the figure is
-drawn from that file at the end, so an interrupted run can go on (`--resume`).
+Forward and backward pass from hidden states of width 256. Every measurement is written to scaling.csv at once, and the
+figure is drawn from that file at the end, so an interrupted run can be resumed (`--resume`).
 """
 
 from __future__ import annotations
@@ -13,18 +13,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import date
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
-from benchmarks.contestants import DENSE, EMO_OURS, HAS_TORCH, MLE_OURS, Problem, steps, torch_name
+from benchmarks.contestants import DENSE, EMO_OURS, HAS_TORCH, MLE_OURS, TORCH, Problem, steps, torch_name
 from benchmarks.labels import Labels, labels_for, share_distinct, uniform
-from benchmarks.measure import Row, Settings, append, hardware, say, timed_rounds
-from benchmarks.memory import MIB, extra_bytes
+from benchmarks.measure import MIB, Row, Settings, append, hardware, say, timed_rounds
+from benchmarks.memory import extra_bytes
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 ROUNDS, SMALL_ROUNDS = 3, 1
 WIDTH = 256
-MOST_BYTES = 8 * 2**30  # dense contestants that would take more are skipped
-CHUNK = 512  # rows of F.linear_cross_entropy: near its best at most sizes
+MOST_BYTES = 8 * 2**30  # dense cross-entropy is skipped above this
+CHUNK = 512  # of F.linear_cross_entropy: near its best at most sizes
 FIELDS = ("date", "axis", "tokens", "vocab", "width", "u", "labels", "name", "seconds", "mebibytes", "note", "rounds",
           "hardware", "torch")  # fmt: skip
 CSV, PNG = "scaling.csv", "scaling.png"
@@ -33,34 +37,28 @@ SKIPPED = f"skipped: over {MOST_BYTES / 2**30:.0f} GiB"
 
 @dataclass(frozen=True)
 class Point:
-    """One place on one axis ("N", "V" or "u"), and how its labels are drawn."""
+    """One measurement on one axis ("N", "V" or "u"), and the source of its labels."""
 
     axis: str
     tokens: int
     vocab: int
     labels: Callable[[Settings], Labels]
 
-    @property
-    def where(self) -> tuple[str, int, int]:
-        return self.axis, self.tokens, self.vocab
-
-
-def _text(vocab: int) -> Callable[[Settings], Labels]:
-    return lambda settings: labels_for(settings, vocab)
-
-
-def _kinds(kinds: int) -> Callable[[Settings], Labels]:
-    return lambda settings: uniform(kinds)
-
 
 def points(small: bool) -> list[Point]:
-    """What is measured: N at V = 32000, V at N = 1024, and u at N = 2048, V = 32000."""
+    """N at V = 32000, V at N = 1024, and u at N = 2048, V = 32000."""
+
+    def of_text(axis: str, tokens: int, vocab: int) -> Point:
+        return Point(axis, tokens, vocab, lambda settings: labels_for(settings, vocab))
+
+    def of_kinds(kinds: int, tokens: int, vocab: int) -> Point:
+        return Point("u", tokens, vocab, lambda settings: uniform(kinds))
+
     if small:
-        by_size = [Point("N", 64, 500, _text(500)), Point("N", 128, 500, _text(500)), Point("V", 64, 900, _text(900))]
-        return [*by_size, Point("u", 64, 500, _kinds(8))]
-    by_tokens = [Point("N", 2**k, 32000, _text(32000)) for k in range(9, 16)]
-    by_vocab = [Point("V", 1024, 8000 * 2**k, _text(8000 * 2**k)) for k in range(6)]
-    by_share = [Point("u", 2048, 32000, _kinds(kinds)) for kinds in (1, 256, 700, 1500, 4000, 32000)]
+        return [of_text("N", 64, 500), of_text("N", 128, 500), of_text("V", 64, 900), of_kinds(8, 64, 500)]
+    by_tokens = [of_text("N", 2**k, 32000) for k in range(9, 16)]
+    by_vocab = [of_text("V", 1024, 8000 * 2**k) for k in range(6)]
+    by_share = [of_kinds(kinds, 2048, 32000) for kinds in (1, 256, 700, 1500, 4000, 32000)]
     return by_tokens + by_vocab + by_share
 
 
@@ -68,20 +66,17 @@ def contestants() -> list[str]:
     return [DENSE, *([torch_name(CHUNK)] if HAS_TORCH else []), MLE_OURS, EMO_OURS]
 
 
-def _too_large(name: str, point: Point) -> bool:
-    return name == DENSE and 3 * point.tokens * point.vocab * 4 > MOST_BYTES
-
-
 def measure(point: Point, settings: Settings) -> list[Row]:
-    """One row for each contestant; what the dense ones cannot do stays without numbers and says so."""
+    """One row per contestant; a skipped one has a note instead of numbers."""
     rounds = settings.rounds or (SMALL_ROUNDS if settings.small else ROUNDS)
     labels = point.labels(settings)
     y = labels.draw(point.tokens, 0)
     common = {"date": date.today().isoformat(), "axis": point.axis, "tokens": str(point.tokens),
               "vocab": str(point.vocab), "width": str(WIDTH), "u": f"{share_distinct(y):.5f}", "labels": labels.name,
               "rounds": str(rounds), "hardware": hardware(), "torch": torch.__version__}  # fmt: skip
-    names = [name for name in contestants() if not _too_large(name, point)]
-    problem = Problem.random(point.tokens, point.vocab, WIDTH, y)
+    too_large = 3 * point.tokens * point.vocab * 4 > MOST_BYTES
+    names = [name for name in contestants() if name != DENSE or not too_large]
+    problem = Problem.random(point.vocab, WIDTH, y)
     timings = timed_rounds(steps(names, problem), rounds=rounds)
     del problem
     extra = extra_bytes(names, y, point.vocab, WIDTH, processes="here" if settings.small else "one")
@@ -94,16 +89,11 @@ def measure(point: Point, settings: Settings) -> list[Row]:
 
 
 def read(file: Path) -> list[Row]:
-    """Rows of a scaling.csv; none where there is no file."""
+    """Rows of a scaling.csv; an empty list if there is no file."""
     if not file.exists():
         return []
     with file.open(newline="", encoding="utf-8") as stream:
         return list(csv.DictReader(stream))
-
-
-def _done(rows: list[Row]) -> set[tuple[str, int, int, str]]:
-    return {(row["axis"], int(row["tokens"]), int(row["vocab"]), row["labels"]) for row in rows
-            if row["hardware"] == hardware() and row["torch"] == torch.__version__}  # fmt: skip
 
 
 def run(settings: Settings, folder: Path) -> None:
@@ -111,10 +101,12 @@ def run(settings: Settings, folder: Path) -> None:
     file = folder / CSV
     if not settings.resume:
         file.unlink(missing_ok=True)
-    done, started, todo = _done(read(file)), time.perf_counter(), points(settings.small)
+    done = {(row["axis"], row["tokens"], row["vocab"], row["labels"]) for row in read(file)
+            if row["hardware"] == hardware() and row["torch"] == torch.__version__}  # fmt: skip
+    started, todo = time.perf_counter(), points(settings.small)
     say(f"\nscaling: d={WIDTH} float32, forward and backward\n  {hardware()}, torch {torch.__version__}")
     for i, point in enumerate(todo, 1):
-        if (*point.where, point.labels(settings).name) in done:
+        if (point.axis, str(point.tokens), str(point.vocab), point.labels(settings).name) in done:
             continue
         rows = measure(point, settings)
         append(file, FIELDS, rows)
@@ -122,17 +114,10 @@ def run(settings: Settings, folder: Path) -> None:
                  else f"{row['name']} {row['note']}" for row in rows]  # fmt: skip
         place = f"{point.axis}: N={point.tokens} V={point.vocab} u={float(rows[0]['u']):.3f}"
         say(f"  [{i}/{len(todo)}, {time.perf_counter() - started:.0f} s] {place}: {'; '.join(cells)}")
-    _draw(read(file), folder / PNG)
-
-
-def _draw(rows: list[Row], file: Path) -> None:
     try:
-        from benchmarks.scaling_plot import draw
+        draw(read(file), folder / PNG)
     except ImportError:
         say('No figure: pip install "otloss[plot]"')
-        return
-    draw(rows, file)
-    say(f"  figure: {file.name}")
 
 
 def main(settings: Settings) -> None:
@@ -142,3 +127,77 @@ def main(settings: Settings) -> None:
         return
     with tempfile.TemporaryDirectory() as folder:
         run(replace(settings, resume=False), Path(folder))
+
+
+# ---- the figure: time per logit above, peak extra memory below; N, V and u side by side ------------------------------
+
+AXES = {"N": "tokens N", "V": "vocabulary V", "u": "share u of distinct labels"}
+COLUMN = {"N": "tokens", "V": "vocab", "u": "u"}
+LEAST_MIB = 1e-2  # a logarithmic axis cannot show 0
+# Colours of Okabe and Ito; the markers also distinguish them in grey.
+STYLES = {DENSE: ("#000000", "s"), TORCH: ("#0072B2", "^"), MLE_OURS: ("#E69F00", "o"), EMO_OURS: ("#D55E00", "D")}
+
+
+def _short(number: float) -> str:
+    return f"{number / 1000:g}k" if number and number % 1000 == 0 else f"{number:g}"
+
+
+def _lines(above: Axes, below: Axes, rows: list[Row], axis: str) -> None:
+    for name in dict.fromkeys(row["name"] for row in rows):
+        mine = [row for row in rows if row["name"] == name and row["axis"] == axis and row["seconds"]]
+        mine.sort(key=lambda row: float(row[COLUMN[axis]]))
+        x = [float(row[COLUMN[axis]]) for row in mine]
+        per_logit = [1e9 * float(row["seconds"]) / (int(row["tokens"]) * int(row["vocab"])) for row in mine]
+        memory = [max(float(row["mebibytes"]), LEAST_MIB) for row in mine]
+        color, marker = next((style for start, style in STYLES.items() if name.startswith(start)), ("#888888", "x"))
+        for ax, quantity in ((above, per_logit), (below, memory)):
+            ax.plot(x, quantity, color=color, marker=marker, markersize=4.5, linewidth=1.5,
+                    label=name.replace(" c=", ", chunks of "))  # fmt: skip
+
+
+def _label_axes(above: Axes, below: Axes, rows: list[Row], axis: str) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator
+
+    mine = [row for row in rows if row["axis"] == axis]
+    labels = "uniform over k ids" if axis == "u" else mine[0]["labels"].split(",")[0]
+    sizes = ", ".join(f"{name} = {int(mine[0][COLUMN[name]])}" for name in ("N", "V") if name != axis)
+    above.set_title(f"{sizes}\nlabels: {labels}", fontsize=9)
+    below.set_xlabel(AXES[axis])
+    if axis != "u":
+        below.set_xscale("log", base=2)
+        places = sorted({float(row[COLUMN[axis]]) for row in mine})
+        below.set_xticks(places, [_short(place) for place in places])
+        below.tick_params(axis="x", labelsize=8)
+    below.set_yscale("log")
+    below.yaxis.set_major_locator(LogLocator(10, subs=(1, 2, 5)))
+    below.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+    for ax in (above, below):
+        ax.minorticks_off()
+        ax.grid(color="0.9", linewidth=0.7)
+        ax.spines[["top", "right"]].set_visible(False)
+    skipped = [row for row in mine if row["note"]]
+    if skipped:
+        places_skipped = ", ".join(_short(float(row[COLUMN[axis]])) for row in skipped)
+        below.text(0.97, 0.04, f"{skipped[0]['name']} at {axis} = {places_skipped}\n{skipped[0]['note']}",
+                   transform=below.transAxes, ha="right", va="bottom", fontsize=8, color="0.35")  # fmt: skip
+
+
+def draw(rows: list[Row], file: Path) -> None:
+    """Write the figure of these rows of scaling.csv."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(10, 6.2), layout="constrained")
+    FigureCanvasAgg(figure)
+    grid = figure.subplots(2, len(AXES), sharex="col", sharey="row")
+    for (above, below), axis in zip(zip(*grid, strict=True), AXES, strict=True):
+        _lines(above, below, rows, axis)
+        _label_axes(above, below, rows, axis)
+    grid[0][0].set_ylim(bottom=0)
+    grid[0][0].set_ylabel("forward + backward,\ntime per logit (ns)")
+    grid[1][0].set_ylabel("peak memory beyond inputs\nand gradients (MiB)")
+    handles, names = grid[0][0].get_legend_handles_labels()
+    figure.legend(handles, names, loc="outside lower center", ncols=len(names), frameon=False, fontsize=9)
+    title = f"Token losses from hidden states of width {rows[0]['width']}, float32"
+    figure.suptitle(f"{title}\n{rows[0]['hardware']}, torch {rows[0]['torch']}", fontsize=10)
+    figure.savefig(file, dpi=130)

@@ -1,11 +1,11 @@
-"""Transport problems for the solvers benchmark, and the one ruler that all contestants are measured with.
+"""Transport problems of the solvers benchmark, and the duality gap that measures the accuracy of every contestant.
 
-The entropic problem is `min <C, P> + epsilon KL(P | p q^T)` over plans with marginals p and q. Whatever a contestant
-returns becomes a plan; the plan is made to keep both marginals (rows scaled down, then columns, then the rest added as
-a product: J. Altschuler, J. Weed, P. Rigollet, Near-linear time approximation algorithms for optimal transport via
-Sinkhorn iteration, 2017, algorithm 2); and its objective, less the value of the dual at potentials solved tightly, is
-the gap. The dual bounds the optimum from below at any potentials, so no error of ours can flatter a gap. All of it is
-numpy in float64, apart from the library.
+The entropic problem is `min <C, P> + epsilon KL(P | p q^T)` over plans with marginals p and q. The result of a
+contestant is turned into a plan, and the plan into one with the right marginals (rows scaled down, then columns, then
+the missing mass added as a product: J. Altschuler, J. Weed, P. Rigollet, Near-linear time approximation algorithms for
+optimal transport via Sinkhorn iteration, 2017, algorithm 2). Its objective minus the dual objective at accurate
+potentials is the gap. The dual objective bounds the optimum from below at any potentials, so an error of ours cannot
+make a gap smaller than it is. All of it is numpy in float64, independent of the library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Arrays = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Problems:
-    """A batch in float32: p (B, n), q (B, m), cost (B, n, m) with its largest entry 1 and its least near 0."""
+    """A batch in float32: p (B, n), q (B, m), cost (B, n, m) from about 0 to 1."""
 
     p: Tensor
     q: Tensor
@@ -53,18 +53,18 @@ class Problems:
 
 
 def rounded(plan: np.ndarray, p: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """The plan (..., n, m) with its marginals put right."""
+    """A plan (..., n, m) with its marginals corrected."""
     with np.errstate(divide="ignore", invalid="ignore"):
         plan = plan * np.fmin(1.0, p / plan.sum(-1))[..., None]
         plan = plan * np.fmin(1.0, q / plan.sum(-2))[..., None, :]
-    # Rounding leaves a lack of -1e-17, and no plan has such mass.
-    lack_p, lack_q = np.maximum(p - plan.sum(-1), 0.0), np.maximum(q - plan.sum(-2), 0.0)
-    lack = np.maximum(lack_p.sum(-1), np.finfo(float).tiny)[..., None, None]
-    return plan + lack_p[..., None] * lack_q[..., None, :] / lack
+    # Rounding leaves -1e-17.
+    missing_p, missing_q = np.maximum(p - plan.sum(-1), 0.0), np.maximum(q - plan.sum(-2), 0.0)
+    missing = np.maximum(missing_p.sum(-1), np.finfo(float).tiny)[..., None, None]
+    return plan + missing_p[..., None] * missing_q[..., None, :] / missing
 
 
 def objective(plan: np.ndarray, arrays: Arrays, epsilon: float) -> np.ndarray:
-    """<C, P> + epsilon KL(P | p q^T) of plans that keep the marginals."""
+    """<C, P> + epsilon KL(P | p q^T) of plans with the right marginals."""
     p, q, cost = arrays
     entropy = xlogy(plan, plan).sum((-2, -1)) - xlogy(p, p).sum(-1) - xlogy(q, q).sum(-1)
     return (cost * plan).sum((-2, -1)) + epsilon * entropy
@@ -77,12 +77,12 @@ def plan_of(f: Tensor | np.ndarray, g: Tensor | np.ndarray, arrays: Arrays, epsi
     return p[..., None] * q[..., None, :] * np.exp((f[..., None] + g[..., None, :] - cost) / epsilon)
 
 
-class Ruler:
+class Gaps:
     """Relative duality gaps for one batch of problems at one epsilon.
 
     Attributes:
-        dual: (B,), the dual's values at potentials solved to a marginal error of `tolerance`.
-        own: (B,), the relative gaps of those potentials themselves: how far the ruler can be off.
+        dual: (B,), the dual objective at potentials solved to a marginal error of `tolerance`.
+        own: (B,), the relative gaps of those potentials: the error of this measure itself.
     """
 
     def __init__(self, problems: Problems, epsilon: float, *, tolerance: float = 1e-9) -> None:
@@ -94,10 +94,10 @@ class Ruler:
         plan = plan_of(f, g, self.arrays, epsilon)
         p, q, _ = self.arrays
         self.dual = (f * p).sum(-1) + (g * q).sum(-1) - epsilon * (plan.sum((-2, -1)) - 1)
-        self.own = self.gaps(plan)
+        self.own = self.of(plan)
 
-    def gaps(self, plan: np.ndarray) -> np.ndarray:
-        """(B,), of these plans (B, n, m); infinite where a plan is no plan."""
+    def of(self, plan: np.ndarray) -> np.ndarray:
+        """(B,), for plans (B, n, m); infinite if a plan has negative or non-finite entries."""
         p, q, _ = self.arrays
         plan = np.asarray(plan, dtype=np.float64)
         sound = np.isfinite(plan).all((-2, -1)) & (plan >= 0).all((-2, -1))

@@ -1,4 +1,4 @@
-"""Who competes in the solvers benchmark, each with its settings from the cheapest on."""
+"""The contestants of the solvers benchmark, each with its settings in order of cost."""
 
 from __future__ import annotations
 
@@ -17,98 +17,108 @@ from torch import Tensor
 
 import otloss
 from benchmarks.measure import say
-from benchmarks.solver_cases import Problems, Ruler, plan_of
+from benchmarks.solver_cases import Gaps, Problems, plan_of
 
 OURS, OURS_GRADIENTS = "otloss", "otloss, values and gradients"
 POT_METHODS = {"log_sinkhorn": "in logarithms, its default", "sinkhorn": "scaling form"}
 ITERATED = "iterations"
+SWEEP_SECONDS = 120.0  # no further setting is tried after this time
 Result = Any
+Step = Callable[[], Any]
 
 
 @dataclass(frozen=True, eq=False)
 class Contestant:
-    """One way to solve a batch of entropic problems.
+    """One way to solve a problem, with a setting that trades time for accuracy.
 
     Attributes:
-        knob: what its settings are called.
-        settings: from the cheapest to the most precise.
+        knob: name of the setting.
+        settings: from the cheapest to the most accurate.
         solve: with a setting; this is what is timed.
-        plan: (B, n, m) of what `solve` returned.
+        errors: of what `solve` returned, to be compared with limits.
     """
 
     name: str
     knob: str
     settings: Sequence[float]
     solve: Callable[[float], Result]
-    plan: Callable[[Result], np.ndarray]
+    errors: Callable[[Result], tuple[float, ...]]
 
 
 @dataclass(frozen=True)
 class Found:
-    """The cheapest setting that reached the gap; None, and the best gap, where the time was up before."""
+    """The cheapest setting that is accurate enough, its errors and the seconds of its one run.
+
+    Without one, `setting` is None, and the rest belongs to the last setting that was tried.
+    """
 
     setting: float | None
-    gap: float
+    errors: tuple[float, ...]
+    seconds: float
 
 
-def cheapest(contestant: Contestant, ruler: Ruler, *, gap: float, most_seconds: float) -> Found:
-    """Go through the settings until the worst problem's gap is small enough, or one run takes too long.
+def cheapest(contestant: Contestant, limits: Sequence[float], *, most_seconds: float) -> Found:
+    """Try the settings until all errors are within the limits, or a run takes more than `most_seconds`.
 
-    Iterations are then bisected down to the least number that is enough.
+    Iterations are then bisected to the smallest number that is accurate enough.
     """
-    best, enough, too_few = np.inf, None, 0
-    for setting in contestant.settings:
-        worst, seconds = _tried(contestant, ruler, setting)
-        best = min(best, worst)
-        if worst <= gap:
-            enough = Found(setting, worst)
+    found, too_few, spent = _tried(contestant, contestant.settings[0], limits), 0, 0.0
+    for setting in contestant.settings[1:]:
+        spent += found.seconds
+        if found.setting is not None or found.seconds > most_seconds or spent > SWEEP_SECONDS:
             break
-        if seconds > most_seconds:
-            break
-        too_few = int(setting)
-    if enough is None or enough.setting is None:
-        return Found(None, best)
-    if contestant.knob == ITERATED:
-        most = int(enough.setting)
-        while most - too_few > 1:
-            middle = (too_few + most) // 2
-            worst, _ = _tried(contestant, ruler, middle)
-            if worst <= gap:
-                most, enough = middle, Found(middle, worst)
-            else:
-                too_few = middle
-    return enough
+        too_few, found = too_few + 1, _tried(contestant, setting, limits)
+    if found.setting is not None and contestant.knob == ITERATED and too_few:
+        least, most = int(contestant.settings[too_few - 1]), int(found.setting)
+        while most - least > 1:
+            middle = (least + most) // 2
+            tried = _tried(contestant, middle, limits)
+            least, most = (least, middle) if tried.setting is not None else (middle, most)
+            found = tried if tried.setting is not None else found
+    _report(contestant, found, limits)
+    return found
 
 
-def _tried(contestant: Contestant, ruler: Ruler, setting: float) -> tuple[float, float]:
-    """The worst problem's gap, and the seconds of this run."""
+def _tried(contestant: Contestant, setting: float, limits: Sequence[float]) -> Found:
     started = time.perf_counter()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what does not converge shows in the gap
+        warnings.simplefilter("ignore")  # missing convergence shows in the errors
         result = contestant.solve(setting)
     seconds = time.perf_counter() - started
-    return float(ruler.gaps(contestant.plan(result)).max()), seconds
+    errors = contestant.errors(result)
+    is_enough = all(error <= limit for error, limit in zip(errors, limits, strict=True))
+    return Found(setting if is_enough else None, errors, seconds)
 
 
-# Twelve to a decade: peers get the least number of iterations that is enough.
+def _report(contestant: Contestant, found: Found, limits: Sequence[float]) -> None:
+    errors, within = (", ".join(f"{error:.2g}" for error in numbers) for numbers in (found.errors, limits))
+    if found.setting is None:
+        say(f"  {contestant.name:<34} not accurate enough: errors {errors}, limits {within}")
+    else:
+        setting = f"{found.setting:.0f}" if contestant.knob == ITERATED else f"{found.setting:.3g}"
+        say(f"  {contestant.name:<34} {contestant.knob} {setting}: errors {errors}, {found.seconds:.2g} s")
+
+
+# ---- batches of entropic problems ------------------------------------------------------------------------------------
+
+# Twelve per decade; peers get the smallest number of iterations that is accurate enough.
 TOLERANCES = [10 ** (-k / 12) for k in range(6, 73)]
 ITERATIONS = sorted({round(2 ** (k / 2)) for k in range(34)})
 
 
-def ours(problems: Problems, epsilon: float) -> Contestant:
-    """`otloss.sinkhorn` returns a value; the plan comes from `otloss.solve`, which searches in the same way."""
+def ours(problems: Problems, epsilon: float, gaps: Gaps) -> Contestant:
+    """`otloss.sinkhorn` returns a value; the plan is that of `otloss.solve`, which uses the same search."""
     p, q, cost = problems.p, problems.q, problems.cost
-    arrays = problems.arrays()
-
-    def plan(tolerance: float) -> np.ndarray:
-        f, g = otloss.solve(p, q, cost, epsilon=epsilon, tolerance=tolerance).potentials
-        return plan_of(f.detach(), g.detach(), arrays, epsilon)
 
     def solve(tolerance: float) -> float:
         otloss.sinkhorn(p, q, cost, epsilon=epsilon, tolerance=tolerance)
         return tolerance
 
-    return Contestant(OURS, "tolerance", TOLERANCES, solve, plan)
+    def errors(tolerance: float) -> tuple[float, ...]:
+        f, g = otloss.solve(p, q, cost, epsilon=epsilon, tolerance=tolerance).potentials
+        return (float(gaps.of(plan_of(f.detach(), g.detach(), gaps.arrays, epsilon)).max()),)
+
+    return Contestant(OURS, "tolerance", TOLERANCES, solve, errors)
 
 
 def ours_with_gradients(problems: Problems, epsilon: float) -> Callable[[float], Result]:
@@ -118,18 +128,18 @@ def ours_with_gradients(problems: Problems, epsilon: float) -> Callable[[float],
     )
 
 
-def pot(problems: Problems, epsilon: float) -> list[Contestant]:
-    """Both methods of `ot.batch.solve_batch`, in torch and numpy; without gradients, which is the cheapest it has.
+def pot(problems: Problems, epsilon: float, gaps: Gaps) -> list[Contestant]:
+    """Both methods of `ot.batch.solve_batch`, in torch and numpy; without gradients, which is the fastest mode.
 
-    Iterations are given, and its own look at convergence every ten of them never ends the search, so no number in
-    between is passed over. The scaling form forms exp(-C / epsilon), which underflows at small epsilon: in float32
-    sooner, so float64 competes too.
+    The number of iterations is fixed: with `tol=0` the check of convergence every ten iterations never stops it. The
+    scaling form computes exp(-C / epsilon), which underflows at small epsilon, in float32 first, so float64 competes
+    too.
     """
     kinds = itertools.product(POT_METHODS, ("torch", "numpy"), ("float32", "float64"))
-    return [_pot(problems, epsilon, *kind) for kind in kinds]
+    return [_pot(problems, epsilon, gaps, *kind) for kind in kinds]
 
 
-def _pot(problems: Problems, epsilon: float, method: str, library: str, dtype: str) -> Contestant:
+def _pot(problems: Problems, epsilon: float, gaps: Gaps, method: str, library: str, dtype: str) -> Contestant:
     tensors = [t.to(getattr(torch, dtype)) for t in (problems.p, problems.q, problems.cost)]
     p, q, cost = [t.numpy() for t in tensors] if library == "numpy" else tensors
 
@@ -140,12 +150,13 @@ def _pot(problems: Problems, epsilon: float, method: str, library: str, dtype: s
             )
 
     return Contestant(
-        f"POT {method}, {library} {dtype}", ITERATED, ITERATIONS, solve, lambda result: np.asarray(result.plan)
-    )
+        f"POT {method}, {library} {dtype}", ITERATED, ITERATIONS, solve,
+        lambda result: (float(gaps.of(np.asarray(result.plan)).max()),),
+    )  # fmt: skip
 
 
-def geomloss_batch(problems: Problems, epsilon: float) -> Contestant:
-    """`geomloss.ot.solve_batch`: its iterations are also the steps that epsilon falls in."""
+def geomloss_batch(problems: Problems, epsilon: float, gaps: Gaps) -> Contestant:
+    """`geomloss.ot.solve_batch`: its iterations are also the steps in which epsilon decreases."""
 
     def solve(iterations: float) -> Result:
         solution = geomloss.ot.solve_batch(
@@ -155,36 +166,38 @@ def geomloss_batch(problems: Problems, epsilon: float) -> Contestant:
         return solution
 
     return Contestant(
-        "GeomLoss ot.solve_batch", ITERATED, ITERATIONS, solve, lambda result: result.plan.detach().numpy()
-    )
+        "GeomLoss ot.solve_batch", ITERATED, ITERATIONS, solve,
+        lambda result: (float(gaps.of(result.plan.detach().numpy()).max()),),
+    )  # fmt: skip
 
 
-# ---- exact transport, and the line -------------------------------------------------------------------------------
+# ---- exact transport, and the line -----------------------------------------------------------------------------------
 
 
-def emd_steps(problems: Problems) -> dict[str, Callable[[], list[Tensor]]]:
-    """Values, and gradients in p, q and the cost; each step returns values (B,) and gradients."""
+def emd_steps(problems: Problems) -> dict[str, Step]:
+    """Values and gradients in p, q and the cost; each step returns the values."""
     p, q, cost = problems.with_gradients()
     singles = [[t[k].detach().clone().requires_grad_() for t in (p, q, cost)] for k in range(p.shape[0])]
 
-    def our_step() -> list[Tensor]:
+    def our_step() -> Tensor:
         values = otloss.emd(p, q, cost)
-        return [values.detach(), *torch.autograd.grad(values.sum(), (p, q, cost))]
+        torch.autograd.grad(values.sum(), (p, q, cost))
+        return values.detach()
 
-    def pot_step() -> list[Tensor]:
-        values, gradients = [], []
+    def pot_step() -> Tensor:
+        values = []
         for single in singles:
             value = ot.emd2(*single, numItermax=10_000_000)
-            gradients.append(torch.autograd.grad(value, single))
+            torch.autograd.grad(value, single)
             values.append(value.detach())
-        return [torch.stack(values), *map(torch.stack, zip(*gradients, strict=True))]
+        return torch.stack(values)
 
     return {OURS: our_step, "POT emd2": pot_step}
 
 
 @dataclass(frozen=True)
 class Lines:
-    """Weighted points on the line: p, q (B, n), positions x, y (n,) or (B, n); y is None where the support is one."""
+    """Weighted points on the line: p, q (B, n), positions x, y (n,) or (B, n); y is None if the support is shared."""
 
     p: Tensor
     q: Tensor
@@ -192,61 +205,38 @@ class Lines:
     y: Tensor | None
 
     @staticmethod
-    def shared(batch: int, bins: int) -> Lines:
-        p, q = _weights(batch, bins)
-        return Lines(p, q, torch.linspace(0, 1, bins), None)
-
-    @staticmethod
-    def apart(batch: int, samples: int) -> Lines:
-        p, q = _weights(batch, samples)
-        generator = torch.Generator().manual_seed(1)
-        x, y = (torch.rand(batch, samples, generator=generator) for _ in range(2))
-        return Lines(p, q, x, y)
+    def random(batch: int, n: int, *, shared: bool) -> Lines:
+        generator = torch.Generator().manual_seed(0)
+        p, q = (torch.rand(batch, n, generator=generator) + 0.05 for _ in range(2))
+        x, y = (torch.rand(batch, n, generator=generator) for _ in range(2))
+        p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+        return Lines(p, q, torch.linspace(0, 1, n), None) if shared else Lines(p, q, x, y)
 
 
-def _weights(batch: int, bins: int) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    p, q = (torch.rand(batch, bins, generator=generator) + 0.05 for _ in range(2))
-    return p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
-
-
-def our_lines(lines: Lines, *, gradients: bool) -> dict[str, Callable[[], Tensor]]:
-    """Both functions where the support is shared, one where it is not."""
+def line_steps(lines: Lines, *, gradients: bool) -> dict[str, Step]:
+    """Ours and POT's, whose batch is the last axis; a shared support is sorted already and is not sorted again."""
     p, q = (w.clone().requires_grad_(gradients) for w in (lines.p, lines.q))
-    steps = {"otloss wasserstein_1d": lambda: otloss.wasserstein_1d(p, q, lines.x, lines.y)}
-    if lines.y is None:
-        steps["otloss cdf_distance"] = lambda: otloss.cdf_distance(p, q, lines.x, power=1)
-    return {name: _stepping(step, (p, q) if gradients else ()) for name, step in steps.items()}
-
-
-def pot_lines(lines: Lines, *, gradients: bool) -> dict[str, Callable[[], Tensor]]:
-    """Its batch is the last axis; a support that is sorted already is not sorted again."""
     y = lines.x if lines.y is None else lines.y
     x, y = (t.expand_as(lines.p).T.contiguous() for t in (lines.x, y))
-    p, q = (w.T.contiguous().requires_grad_(gradients) for w in (lines.p, lines.q))
+    a, b = (w.T.contiguous().requires_grad_(gradients) for w in (lines.p, lines.q))
     sort = lines.y is not None
-    steps = {"POT wasserstein_1d, torch": lambda: ot.wasserstein_1d(x, y, p, q, p=1, require_sort=sort)}
+    steps = {f"{OURS} wasserstein_1d": _step(lambda: otloss.wasserstein_1d(p, q, lines.x, lines.y), (p, q))}
+    if lines.y is None:
+        steps[f"{OURS} cdf_distance"] = _step(lambda: otloss.cdf_distance(p, q, lines.x, power=1), (p, q))
+    steps["POT wasserstein_1d, torch"] = _step(lambda: ot.wasserstein_1d(x, y, a, b, p=1, require_sort=sort), (a, b))
     if not gradients:
-        arrays = [t.numpy() for t in (x, y, p, q)]
+        arrays = [t.numpy() for t in (x, y, a, b)]
         steps["POT wasserstein_1d, numpy"] = lambda: torch.from_numpy(
             ot.wasserstein_1d(*arrays, p=1, require_sort=sort)
         )
-    return {name: _stepping(step, (p, q) if gradients else ()) for name, step in steps.items()}
+    return steps
 
 
-def _stepping(step: Callable[[], Tensor], inputs: tuple[Tensor, ...]) -> Callable[[], Tensor]:
+def _step(values_of: Callable[[], Tensor], weights: tuple[Tensor, Tensor]) -> Step:
     def run() -> Tensor:
-        values = step()
-        if inputs:
-            torch.autograd.grad(values.sum(), inputs)
+        values = values_of()
+        if weights[0].requires_grad:
+            torch.autograd.grad(values.sum(), weights)
         return values.detach()
 
     return run
-
-
-def say_found(contestant: Contestant, found: Found, gap: float) -> None:
-    if found.setting is None:
-        say(f"  {contestant.name:<34} did not reach a gap of {gap:g}: {found.gap:.2g} at best")
-    else:
-        setting = f"{found.setting:.0f}" if contestant.knob == ITERATED else f"{found.setting:.3g}"
-        say(f"  {contestant.name:<34} {contestant.knob} {setting}: gap {found.gap:.2g}")

@@ -1,11 +1,11 @@
-"""Predicting the age distribution of neighbourhoods from what is known of them, offline, in seconds.
+"""Predict the age distribution of neighbourhoods from six features, offline, in seconds.
 
-Each neighbourhood has six features and a true age distribution: families, working people and the retired, in shares and
-at ages that depend on the features. A survey saw a few dozen people of each, and their histogram over bins of five
-years is all that the network is trained on. It is judged against the true distributions of other neighbourhoods.
+The true distribution of a neighbourhood has three parts (families, working people, the retired), whose shares and ages
+depend on the features. The network is trained on surveys only: histograms of a few dozen people over bins of five
+years. It is evaluated on the true distributions of other neighbourhoods.
 
     python examples/age_histogram.py                     # four losses, three seeds
-    python examples/age_histogram.py --quick             # a look at the machinery
+    python examples/age_histogram.py --quick             # a quick test of the code
     python examples/age_histogram.py --figure ages.png   # predicted and true distributions of some neighbourhoods
 """
 
@@ -35,11 +35,11 @@ LOSSES = {
 class Neighbourhoods:
     features: Tensor  # (n, 6)
     truth: Tensor  # (n, bins), the true distributions
-    surveyed: Tensor  # (n, bins), histograms of the people that were asked
+    surveyed: Tensor  # (n, bins), histograms of the surveyed people
 
 
 def draw_neighbourhoods(count: int, people: int, generator: torch.Generator) -> Neighbourhoods:
-    """Make up neighbourhoods; every person asked falls into one bin at random."""
+    """Draw neighbourhoods and a survey of each, one random bin per person."""
     features = torch.randn(count, 6, generator=generator)
     a, b, c, d, e, f = features.unbind(-1)
     shares = torch.stack([a + 0.5 * b * c, 1.0 + 0.5 * d, -a + 0.7 * torch.sin(2 * e)], dim=-1).softmax(-1)
@@ -56,7 +56,7 @@ def draw_neighbourhoods(count: int, people: int, generator: torch.Generator) -> 
 def train(data: Neighbourhoods, loss: HistogramLoss, *, steps: int, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     network = nn.Sequential(nn.Linear(6, 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), nn.Linear(64, len(CENTRES)))
-    # Adam is indifferent to the scale of a loss, so one learning rate serves all of them.
+    # Adam does not depend on the scale of a loss, so one learning rate fits all of them.
     optimiser = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
     generator = torch.Generator().manual_seed(seed)

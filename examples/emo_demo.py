@@ -1,13 +1,13 @@
 """EMO against MLE on a small language model and real English, offline, in some minutes on two CPU cores.
 
-A small Llama learns English from SciPy's docstrings and is then adapted to scikit-learn's, with each objective from the
-same start on the same batches. An independent judge (another architecture, other text of the same kind) reads what
-they write.
+A small Llama is pre-trained on SciPy's docstrings and then adapted to scikit-learn's, with each objective from the same
+start on the same batches. An independent judge (another architecture, trained on other docstrings) scores their
+samples.
 
     python examples/emo_demo.py                       # what `make demo` runs
-    python examples/emo_demo.py --scale 0.01          # a quick look at the machinery
+    python examples/emo_demo.py --scale 0.01          # a quick test of the code
 
-Killed and started again, it goes on where it was. Delete the output folder to start anew.
+If it is killed, the same command resumes it. Delete the output folder to start from the beginning.
 """
 
 from __future__ import annotations
@@ -18,12 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from docstring_corpus import docstring_corpus
 from transformers import GPTNeoXConfig, GPTNeoXForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.utils import logging
 
 from otloss_llm import MLE
 from otloss_llm.cli.arguments import ObjectiveTrainingArguments
-from otloss_llm.data import PackedBlocks, docstring_corpus, split_documents, train_bpe_tokenizer
+from otloss_llm.data import PackedBlocks, split_documents, train_bpe_tokenizer
 from otloss_llm.experiments.compare import Comparison, Data, parse_arm, run_comparison
 from otloss_llm.experiments.report import write_report
 from otloss_llm.training.runs import train_run
@@ -62,8 +63,8 @@ def small_neox(vocab: int) -> GPTNeoXForCausalLM:
 
 
 def pretrain(model: Any, tokenizer: Any, blocks: PackedBlocks, folder: Path, steps: int, seed: int, label: str) -> None:
-    """Maximum likelihood, from nothing."""
-    # Small batches: 4 blocks a step reach half the perplexity that 16 do on the same number of tokens.
+    """Train by maximum likelihood from random weights."""
+    # On the same number of tokens, 4 blocks per step reach half the perplexity of 16.
     args = training_arguments(folder, steps, batch=4, learning_rate=3e-3, seed=seed)
     settings = {"model": type(model).__name__, "blocks": blocks.fingerprint}
     train_run(model, tokenizer, blocks, args=args, objective=MLE(), cost=None, settings=settings, bar=label)
@@ -91,7 +92,7 @@ def main() -> None:
         return PackedBlocks.from_texts(texts, tokenizer, BLOCK, progress=False)
 
     start, judge = options.output / "start", options.output / "judge"
-    print("Pre-training the small Llama on SciPy's docstrings, and the judge apart from it.", flush=True)
+    print("Pre-training the small Llama on SciPy's docstrings, then the judge.", flush=True)
     pretrain(small_llama(len(tokenizer)), tokenizer, packed(scipy), start, steps(2000), 0, "start model")
     pretrain(small_neox(len(tokenizer)), tokenizer, packed(scipy + sklearn["judge"]), judge, steps(2200), 1, "judge")
 

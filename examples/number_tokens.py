@@ -1,13 +1,12 @@
-"""Sums learned by a small language model: likelihood alone, and with the distance of numbers beside it.
+"""A small language model learns sums, by likelihood alone and with a number loss added.
 
-A small Llama reads sums such as 17+25=42, one token a digit (or a number, `--long_tokens`), and is trained from nothing
-on the answers: on their likelihood (mle), with the expected distance between tokens (number_token), and with the
-expected distance of the whole number that a token stands in (number_token, spans). Same start, same batches, same
-number of steps. It then answers sums that it has not seen.
+A small Llama is trained from scratch on the answers of sums such as 17+25=42, with one token per digit (or per number,
+`--long_tokens`): on their likelihood (mle), and with the expected distance between number tokens added (number_token).
+The start, the batches and the number of steps are the same. It then answers sums that are not in the training set.
 
     python examples/number_tokens.py                 # about a minute on two CPU cores
     python examples/number_tokens.py --long_tokens   # the same weight where 42 is one token, as in GPT-2
-    python examples/number_tokens.py --steps 10      # a quick look at the machinery
+    python examples/number_tokens.py --steps 10      # a quick test of the code
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainin
 from transformers.utils import logging
 
 from otloss_llm import NumberCost, ObjectiveTrainer
-from otloss_llm.costs.choice import NumberSettings
 from otloss_llm.data import train_bpe_tokenizer
 from otloss_llm.data.questions import AnsweredQuestions, Question
 from otloss_llm.evaluation import answer_questions, score_answers
@@ -30,12 +28,11 @@ from otloss_llm.evaluation import answer_questions, score_answers
 ARMS: dict[str, dict[str, Any]] = {
     "mle": {"objective": "mle", "cost": None},
     "number_token": {"objective": "number_token"},
-    "number_token, spans": {"objective": "number_token", "numbers": NumberSettings(span="relative")},
 }
 
 
 def sums(count: int, largest: int) -> list[Question]:
-    """Distinct sums in a random order; the separator of question and answer stands for '='."""
+    """Distinct sums in random order; the separator of question and answer takes the place of '='."""
     pairs = random.Random(0).sample(range((largest + 1) ** 2), count)
     return [
         Question(f"{pair // (largest + 1)}+{pair % (largest + 1)}", str(sum(divmod(pair, largest + 1))))
@@ -91,11 +88,11 @@ def main() -> None:
             progress=False,
         )  # fmt: skip
         print(line(name, answers, [question.answer for question in test]), flush=True)
-    print(f"\nOne seed and {len(test)} sums: arms that are closer than some {len(test) ** -0.5:.0%} are equal.")
+    print(f"\nOne seed and {len(test)} sums: differences below about {len(test) ** -0.5:.0%} are noise.")
 
 
 def line(name: str, answers: list[str], right: list[str]) -> str:
-    """How many are right, and how far off those are that are not."""
+    """The share of right answers, and the errors of the wrong ones."""
     every = score_answers(answers, right, style="mathematics")
     shown = f"{name:20}{every.exact_match:7.1%}{every.order_of_magnitude_accuracy or 0.0:20.1%}"
     wrong = [(answer, truth) for answer, truth in zip(answers, right, strict=True) if answer.strip() != truth]
@@ -103,7 +100,7 @@ def line(name: str, answers: list[str], right: list[str]) -> str:
         return shown
     errors = score_answers(*map(list, zip(*wrong, strict=True)), style="mathematics")
     if errors.median_absolute_error is None:
-        return f"{shown}   no answer that is wrong is a number"
+        return f"{shown}   no wrong answer is a number"
     return f"{shown}{errors.median_absolute_error:19.0f}{errors.mean_log_error:11.3f}"
 
 

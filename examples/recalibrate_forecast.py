@@ -1,9 +1,9 @@
-"""Recalibrate an ordinal forecaster that is too sure of itself, offline, in seconds.
+"""Recalibrate an overconfident ordinal classifier, offline, in seconds.
 
-Disease progression one year on (scikit-learn's diabetes data) in five grades, forecast by naive Bayes: its features
-repeat each other, it counts them as independent evidence, and its probabilities are too close to 0 and 1. A third of
-the patients trains it, a third recalibrates it, a third judges, over many splits. The ranked probability score (RPS)
-and the calibration error fall; the earth mover's distance (EMD) rises, for it rewards certainty, right or wrong.
+Disease progression after one year (scikit-learn's diabetes data) in five grades, predicted by naive Bayes. It treats
+correlated features as independent, so its probabilities are too close to 0 and 1. A third of the patients is for
+training, a third for recalibration, a third for the test, over many splits. Recalibration lowers the ranked probability
+score (RPS) and the calibration error; it raises the earth mover's distance (EMD), which is not a proper score.
 
     python examples/recalibrate_forecast.py
     python examples/recalibrate_forecast.py --figure reliability.png      # before and after, by threshold
@@ -39,13 +39,13 @@ SCORES = {
 
 
 def graded_patients() -> tuple[np.ndarray, np.ndarray]:
-    """Return the features, and ranks 0 to 4 that hold a fifth of the patients each."""
+    """Return the features and ranks 0 to 4, a fifth of the patients each."""
     X, progression = load_diabetes(return_X_y=True)
     return X, np.searchsorted(np.quantile(progression, [0.2, 0.4, 0.6, 0.8]), progression)
 
 
 def forecasts(seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """Return the true ranks of the third that judges, and its forecasts as they are and recalibrated."""
+    """Return the true ranks of the test third, and its forecasts before and after recalibration."""
     X, y = graded_patients()
     X_train, X_rest, y_train, y_rest = train_test_split(X, y, train_size=1 / 3, stratify=y, random_state=seed)
     X_held, X_test, y_held, y_test = train_test_split(
@@ -60,14 +60,14 @@ def forecasts(seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def compare(splits: int) -> None:
-    """Print the mean scores over splits, and in how many of them recalibration is better than none."""
+    """Print the mean scores over splits, and in how many splits recalibration lowers the RPS."""
     results: dict[str, list[list[float]]] = {}
     for seed in range(splits):
         y, by_name = forecasts(seed)
         for name, proba in by_name.items():
             results.setdefault(name, []).append([score(y, proba, labels=RANKS) for score in SCORES.values()])
     width = max(map(len, results))
-    print(f"{'less is better':{width}}  " + "  ".join(f"{name:>17}" for name in SCORES) + "   RPS better than as it is")
+    print(f"{'lower is better':{width}}  " + "  ".join(f"{name:>17}" for name in SCORES) + "   RPS better in")
     before = np.array(results["as it is"])
     for name, rows in results.items():
         scores = np.array(rows)

@@ -1,7 +1,7 @@
-"""Ordinal classifiers in a scikit-learn pipeline with a grid search: how good is the wine?
+"""Predict wine quality with ordinal classifiers in a scikit-learn pipeline with a grid search.
 
-Searches the loss and the penalty of a linear model, a multi-layer perceptron and boosted trees by their ranked
-probability score, beside logistic regression, and prints errors on wines held out.
+Searches the loss and the penalty of a linear model, a multi-layer perceptron and boosted trees by the ranked
+probability score, compares them with logistic regression, and prints errors on a test set.
 
     python examples/wine_quality.py --data winequality-red.csv     # quality in a column "quality" or "response"
     python examples/wine_quality.py                                # offline: diabetes of scikit-learn, in five grades
@@ -46,14 +46,14 @@ def read_table(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def graded_diabetes() -> tuple[np.ndarray, np.ndarray]:
-    """How far the disease had gone a year later, in five grades of equal size."""
+    """Disease progression after one year, in five grades of equal size."""
     X, progress = load_diabetes(return_X_y=True)
     return X, np.searchsorted(np.quantile(progress, [0.2, 0.4, 0.6, 0.8]), progress)
 
 
 def candidates(grades: list[int], quick: bool) -> dict[str, tuple[Any, dict[str, list[Any]]]]:
-    """Name, model, and what to search."""
-    linear = OrdinalClassifier(categories=grades, decode="median", standardize=False)  # the pipeline does
+    """Name, model, and the grid to search."""
+    linear = OrdinalClassifier(categories=grades, decode="median", standardize=False)  # the pipeline standardises
     network = OrdinalClassifier(
         categories=grades,
         decode="median",
@@ -88,10 +88,10 @@ def main() -> None:
     if options.quick:
         X, y = X[:300], y[:300]
     grades, counts = np.unique(y, return_counts=True)
-    kept = np.isin(y, grades[counts >= 4])  # a grade of three wines cannot be in all parts
+    kept = np.isin(y, grades[counts >= 4])  # a grade with three wines cannot be in all parts
     X, y, grades = X[kept], y[kept], grades[counts >= 4].tolist()
     X_train, X_test, y_train, y_test = train_test_split(X, y, test_size=0.25, stratify=y, random_state=0)
-    print(f"{len(y_train)} rows to learn from, {len(y_test)} held out, grades {grades}")
+    print(f"{len(y_train)} training rows, {len(y_test)} test rows, grades {grades}")
     by_score = scorer("ranked_probability_score", labels=grades)
     print(f"{'model':20s} {'RPS':>7s} {'MAE':>7s} {'kappa':>7s}  best settings")
     folds = StratifiedKFold(2 if options.quick else 5, shuffle=True, random_state=0)

@@ -1,10 +1,10 @@
-"""Grades in their order with XGBoost: our objective, its start, and early stopping on the ranked probability score.
+"""Ordinal labels in XGBoost: our objective, start scores, and early stopping on the ranked probability score.
 
-    python examples/xgboost_early_stopping.py                 # grades made of random numbers
+    python examples/xgboost_early_stopping.py                 # synthetic grades
     python examples/xgboost_early_stopping.py wine.csv        # a CSV file: numbers, the grade in the column "response"
 
-Two models see the same rows: one learns by cross-entropy, the other by the ranked probability score, and both stop when
-the latter no longer falls on held-out rows. Which one is better depends on the data; it is often a draw.
+Two models are trained on the same rows, one by cross-entropy, the other by the ranked probability score, and both stop
+when the latter no longer decreases on held-out rows. Which one is better depends on the data; often they are equal.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def made_up(rows: int, *, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
 
 
 def from_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Features, and the grades as they stand in the file; an empty cell is a feature that is missing, NaN."""
+    """Features and grades of a file; an empty feature is missing, NaN."""
     with path.open(newline="", encoding="utf-8") as stream:
         lines = list(csv.reader(stream))
     if not lines or "response" not in lines[0]:
@@ -43,7 +43,7 @@ def from_csv(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 
 def numbers(cells: list[str], names: list[str], *, where: str) -> list[float]:
-    """The cells of a row as numbers, or an error that says which one is none."""
+    """The cells of a row as numbers. Raises ValueError with the name of a cell that is not a number."""
     if len(cells) != len(names):
         raise ValueError(f"{where} has {len(cells)} cells, expected {len(names)}: {', '.join(names)}.")
     row = []
@@ -60,14 +60,14 @@ def numbers(cells: list[str], names: list[str], *, where: str) -> list[float]:
 def train(
     data: dict[str, xgboost.DMatrix], num_classes: int, *, objective: Any, metric: Any, rounds: int
 ) -> tuple[xgboost.Booster, list[float]]:
-    """Boost until the metric on data["valid"] has not fallen for a while; return the model and what it was."""
+    """Train until the metric on data["valid"] stops decreasing; return the model and the metric by round."""
     start = start_scores(data["train"].get_label(), num_classes)
     history: dict[str, Any] = {}
     booster = xgboost.train(
         {
-            "objective": "multi:softprob",  # beside an objective of ours it says what predict() returns
+            "objective": "multi:softprob",  # if obj= is ours, this only determines what predict() returns
             "num_class": num_classes,
-            "base_score": start.tolist(),  # kept in the model, so that predict() starts there too
+            "base_score": start.tolist(),  # kept in the model, so predict() uses it too
             "max_depth": 4,
             "eta": 0.1,
             "disable_default_eval_metric": True,
@@ -105,11 +105,11 @@ def main(arguments: list[str] | None = None) -> dict[str, tuple[float, float]]:
     data = {name: xgboost.DMatrix(X[at], labels[at]) for name, at in (("train", fit), ("valid", valid), ("test", test))}
     num_classes = len(values)
     arms = {
-        # Beside an objective of its own XGBoost hands probabilities to metrics, beside ours scores.
+        # XGBoost passes probabilities to metrics with its own objective, raw scores with ours.
         "cross-entropy": (None, xgboost_metric(num_classes, predictions="probabilities")),
         "ranked probability score": (xgboost_objective(num_classes), xgboost_metric(num_classes)),
     }
-    print(f"{len(fit)} rows to learn from, grades {', '.join(f'{value:g}' for value in values)}")
+    print(f"{len(fit)} training rows, grades {', '.join(f'{value:g}' for value in values)}")
     results = {}
     for name, (objective, metric) in arms.items():
         booster, history = train(data, num_classes, objective=objective, metric=metric, rounds=options.rounds)
