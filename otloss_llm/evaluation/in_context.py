@@ -172,8 +172,8 @@ def _prompts(
         if max(len(ids) for ids, _ in rows) <= limit:
             return rows, kept < len(shown)
     raise ValueError(
-        f"a text with its label has more tokens than the context of {limit} ({text[:40]!r}...); shorten it, or leave it "
-        "out."
+        f"a text with its label has more tokens than the context of {limit} ({text[:40]!r}...); shorten it or leave "
+        "it out."
     )
 
 

@@ -74,9 +74,8 @@ def test_scores_are_the_mean_nll_of_each_prompt(tokenizer: Any) -> None:
         with torch.no_grad():
             return float(model(input_ids=ids, labels=ids).loss)
 
-    shown = ["Text: a joy to watch this film\nLabel: good", "Text: the plot was dull and slow\nLabel: bad"]
-    shown[0] = min(shown[0], "Text: the film was a joy\nLabel: good", key=lambda s: s != _shown(TEST[0].text))
-    for item, before, given in zip(TEST, shown, found.predictions, strict=True):
+    for item, given in zip(TEST, found.predictions, strict=True):
+        before = _shown(item.text)
         scores = {label: nll(f"{before}\n\nText: {item.text}\nLabel: {label}") for label in ("bad", "good")}
         assert given == min(scores, key=scores.__getitem__)
     assert (found.chance, found.majority, found.removed, found.shortened) == (0.5, 0.5, 0, 0)
@@ -111,10 +110,7 @@ def test_demonstrations_that_are_the_test_text_are_left_out(tokenizer: Any) -> N
 
 
 def test_bm25_is_its_formula() -> None:
-    texts = ["a b b c", "b d", "c c c d e"]
-    texts = [
-        t.replace("a", "aa").replace("b", "bb").replace("c", "cc").replace("d", "dd").replace("e", "ee") for t in texts
-    ]
+    texts = ["aa bb bb cc", "bb dd", "cc cc cc dd ee"]
     found = _similarities(["bb cc"], texts, "bm25")[0]
     words = [t.split() for t in texts]
     mean = np.mean([len(w) for w in words])
