@@ -18,15 +18,14 @@ FREE = -1
 INVALID, INFEASIBLE = -2, -3  # in the first place of an answer: a cost of NaN or -inf; no complete matching
 
 
-def scratch(rows: int, columns: int) -> tuple[np.ndarray, ...]:
-    """Return what a thread works in: (numbers, whole numbers)."""
-    return np.empty((3, max(rows, columns))), np.empty((5, max(rows, columns)), np.int64)
+def scratch(rows: int, columns: int, dtype: Any) -> tuple[np.ndarray, ...]:
+    """Return what a thread works in: (costs, numbers, whole numbers)."""
+    small, large = min(rows, columns), max(rows, columns)
+    return np.empty(small * large, dtype), np.empty((3, large)), np.empty((4, large), np.int64)
 
 
 @inner()
-def _shortest_path(
-    cost: Any, row: int, n: int, u: Any, v: Any, near: Any, by: Any, row_of: Any, left: Any, m: int
-) -> Any:
+def _shortest_path(cost: Any, row: int, u: Any, v: Any, near: Any, by: Any, row_of: Any, left: Any, m: int) -> Any:
     """Find a free column along the shortest path from `row`; return (column, its length, columns that were closed)."""
     for j in range(m):
         left[j], near[j] = j, np.inf
@@ -53,28 +52,23 @@ def _shortest_path(
 
 
 @inner()
-def _match(cost: Any, n: int, m: int, real: Any, whole: Any, out: Any) -> None:
+def _match(cost: Any, n: int, m: int, real: Any, whole: Any) -> bool:
+    """Fill row_of and column_of for n rows and at least as many columns; return whether there is a matching."""
     u, v, near = real[0], real[1], real[2]
     by, row_of, column_of, left = whole[0], whole[1], whole[2], whole[3]
     for i in range(n):
-        for j in range(m):
-            if not cost[i, j] > -np.inf:  # NaN too
-                out[0] = INVALID
-                return
         u[i], column_of[i] = 0.0, FREE
     for j in range(m):
         v[j], row_of[j] = 0.0, FREE
     for row in range(n):
-        j, way, open_count = _shortest_path(cost, row, n, u, v, near, by, row_of, left, m)
+        j, way, open_count = _shortest_path(cost, row, u, v, near, by, row_of, left, m)
         if j < 0:
-            out[0] = INFEASIBLE
-            return
+            return False
         u[row] += way
         for k in range(open_count, m):
             closed = left[k]
             if closed != j:
-                i = row_of[closed]
-                u[i] += way - near[closed]
+                u[row_of[closed]] += way - near[closed]
                 v[closed] -= way - near[closed]
         while True:
             i = by[j]
@@ -84,19 +78,43 @@ def _match(cost: Any, n: int, m: int, real: Any, whole: Any, out: Any) -> None:
             if i == row:
                 break
             j = before
-    for i in range(n):
-        out[i] = column_of[i]
+    return True
 
 
 @compiled(seconds=2)
-def match_problems(counter: Any, costs: Any, sizes: Any, matched: Any, real: Any, whole: Any) -> None:
-    """Write into matched[k] the column of each of the sizes[k, 0] rows of costs[k], of which sizes[k, 1] columns count.
+def match_problems(
+    counter: Any, costs: Any, sizes: Any, rows: Any, columns: Any, block: Any, real: Any, whole: Any
+) -> None:
+    """Write the pairs of each problem to rows[k] and columns[k], in the order of rows; what is beyond stays.
 
-    costs: (B, n, m) in float32 or float64, rows at most as many as columns in each; +inf forbids a pair.
-    matched: (B, n) in int64, left as it is beyond the rows; INVALID or INFEASIBLE in the first place.
+    costs: (B, n, m) in float32 or float64, +inf forbids a pair; of costs[k] the first sizes[k, 0] rows and sizes[k, 1]
+    columns count. rows, columns: (B, at least the pairs and 1) in int64; INVALID or INFEASIBLE in the first place.
     """
     while True:
         k = next_task(counter)
         if k >= costs.shape[0]:
             return
-        _match(costs[k], sizes[k, 0], sizes[k, 1], real, whole, matched[k])
+        cost, n, m = costs[k], sizes[k, 0], sizes[k, 1]
+        is_turned = n > m
+        small, large = (m, n) if is_turned else (n, m)
+        own = block[: small * large].reshape(small, large)
+        valid = True
+        for i in range(n):
+            for j in range(m):
+                c = cost[i, j]
+                valid &= c > -np.inf  # NaN is not
+                if is_turned:
+                    own[j, i] = c
+                else:
+                    own[i, j] = c
+        if not valid:
+            rows[k, 0] = INVALID
+            continue
+        if not _match(own, small, large, real, whole):
+            rows[k, 0] = INFEASIBLE
+            continue
+        partner, at = whole[1] if is_turned else whole[2], 0  # of each row of `costs`
+        for i in range(n):
+            if partner[i] >= 0:
+                rows[k, at], columns[k, at] = i, partner[i]
+                at += 1

@@ -75,57 +75,30 @@ def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
     ]
 
 
-def _solved(costs: Tensor, shapes: Tensor) -> tuple[Tensor, Tensor]:
+def _solved(costs: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
     """Rows and columns (problems, min(n, m)), -1 beyond the pairs of a problem; on the CPU."""
     from otloss._kernels._threads import run_on_threads
-    from otloss._kernels.matching import match_problems, scratch
+    from otloss._kernels.matching import INFEASIBLE, INVALID, match_problems, scratch
 
     n, m = costs.shape[-2:]
-    costs = costs.to("cpu", torch.promote_types(costs.dtype, torch.float32))
-    # The kernel gives each row a column: a problem of more rows than columns is turned, and a batch with both padded.
-    turned = shapes[:, 0] > shapes[:, 1]
-    if bool(turned.all()):
-        given, sizes = costs.mT.contiguous(), shapes.flip(1)
-    elif not bool(turned.any()):
-        given, sizes = costs.contiguous(), shapes
-    else:
-        side = max(n, m)
-        given = costs.new_zeros(len(costs), side, side)
-        given[~turned, :n, :m] = costs[~turned]
-        given[turned, :m, :n] = costs[turned].mT
-        sizes = torch.where(turned.unsqueeze(1), shapes.flip(1), shapes)
-    matched = torch.full((len(given), max(1, given.shape[1])), NONE, dtype=torch.int64)
-    arrays = given.numpy(), sizes.contiguous().numpy(), matched.numpy()
+    costs = costs.to("cpu", torch.promote_types(costs.dtype, torch.float32)).contiguous()
+    rows, columns = torch.full((2, len(costs), max(1, min(n, m))), NONE)
+    arrays = tuple(t.numpy() for t in (costs, sizes.contiguous(), rows, columns))
     run_on_threads(
-        match_problems, len(given), arrays, lambda: scratch(*given.shape[1:]), one_thread=given.numel() < _ENTRIES
+        match_problems, len(costs), arrays, lambda: scratch(n, m, arrays[0].dtype), one_thread=costs.numel() < _ENTRIES
     )
-    _check_matched(matched)
-    small = matched[:, : min(n, m)]
-    places = torch.arange(small.shape[1]).expand(small.shape)
-    places = places.masked_fill(small < 0, NONE)
-    if not bool(turned.any()):
-        return places, small
-    # Sorted by the rows of the problem as it was given, empty places last.
-    order = torch.where(small < 0, 2**62, small).argsort(1)
-    rows = torch.where(turned.unsqueeze(1), small.gather(1, order), places)
-    return rows, torch.where(turned.unsqueeze(1), places.gather(1, order), small)
-
-
-def _check_matched(matched: Tensor) -> None:
-    from otloss._kernels.matching import INFEASIBLE, INVALID
-
-    wrong = (matched[:, 0] < NONE).nonzero().flatten().tolist()
-    if wrong:
-        invalid = [k for k in wrong if int(matched[k, 0]) == INVALID]
-        if invalid:
+    if rows.numel() and int(rows.amin()) < NONE:
+        problem = int((rows[:, 0] < NONE).nonzero()[0])
+        if int(rows[problem, 0]) == INVALID:
             raise ValueError(
-                f"the costs of problem {invalid[0]} hold NaN or -inf, expected numbers, or +inf to forbid a pair."
+                f"the costs of problem {problem} hold NaN or -inf, expected numbers, or +inf to forbid a pair."
             )
-        assert int(matched[wrong[0], 0]) == INFEASIBLE
+        assert int(rows[problem, 0]) == INFEASIBLE
         raise ValueError(
-            f"problem {wrong[0]} has no complete matching: +inf forbids too many pairs. Give large finite costs "
+            f"problem {problem} has no complete matching: +inf forbids too many pairs. Give large finite costs "
             "instead, and leave out the pairs that have one."
         )
+    return rows[:, : min(n, m)], columns[:, : min(n, m)]
 
 
 def _checked_sizes(sizes: Tensor, batch: torch.Size, n: int, m: int) -> Tensor:
