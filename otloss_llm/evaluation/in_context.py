@@ -1,0 +1,244 @@
+"""Classification by a causal language model that is shown examples: demonstrations, retrieved for each text.
+
+A prompt is made of demonstrations, most similar last, and the text with one of the labels. Labels are compared by
+
+    prompt        the mean nll of the whole prompt, demonstrations included (the EMO paper's protocol)
+    label         the mean nll of the label's own tokens, given all before them
+    calibrated    the same, minus that after a text without content ("N/A"), with the same demonstrations
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from otloss_llm.data.blocks import opening_ids
+from otloss_llm.evaluation.perplexity import context_length, sequence_nll
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SCORINGS, RETRIEVERS = ("prompt", "label", "calibrated"), ("tfidf", "bm25")
+WITHOUT_CONTENT = "N/A"
+K1, B = 1.5, 0.75  # of BM25
+
+
+@dataclass(frozen=True)
+class LabelledText:
+    """A text and its label, as it is written in a prompt."""
+
+    text: str
+    label: str
+
+
+@dataclass(frozen=True)
+class InContextScores:
+    """Accuracy, and what to compare it with.
+
+    Attributes:
+        accuracy, standard_error: share of right labels, and the error of that share.
+        majority: accuracy of always saying the most frequent label of the test texts.
+        chance: 1 / number of labels.
+        predictions: the label given to each text.
+        removed: demonstrations left out because they are the test text itself.
+        shortened: texts for which demonstrations were dropped to fit the context.
+    """
+
+    accuracy: float
+    standard_error: float
+    majority: float
+    chance: float
+    predictions: tuple[str, ...]
+    removed: int
+    shortened: int
+
+
+def read_labelled_texts(path: str | Path) -> list[LabelledText]:
+    """Read JSON lines with "text" and "label"; or "question", "choices" and "answer" (a position), as in MMLU.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a line that is not like that, with its number, or no line.
+    """
+    found = []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            entry = json.loads(line)
+            if "choices" in entry:
+                letters = "ABCDEFGHIJ"[: len(entry["choices"])]
+                options = [f"{letter}. {choice}" for letter, choice in zip(letters, entry["choices"], strict=True)]
+                found.append(LabelledText("\n".join([str(entry["question"]), *options]), letters[entry["answer"]]))
+            else:
+                found.append(LabelledText(str(entry["text"]), str(entry["label"])))
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise ValueError(
+                f"{path}, line {number}: {type(error).__name__} {error}; expected JSON with text and label, or with "
+                "question, choices and answer (the position of the right choice)."
+            ) from None
+    if not found:
+        raise ValueError(f"{path} holds no text; expected a JSON object on each line.")
+    return found
+
+
+def classify_in_context(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    test: Sequence[LabelledText],
+    train: Sequence[LabelledText],
+    *,
+    labels: Sequence[str] | None = None,
+    demonstrations: int = 8,
+    retriever: str = "tfidf",
+    scoring: str = "prompt",
+    template: str = "Text: {text}\nLabel: {label}",
+    batch_size: int = 8,
+    progress: bool = True,
+) -> InContextScores:
+    """Return the accuracy of a model that reads the nearest training texts before each test text.
+
+    Args:
+        test, train: texts with labels; the demonstrations come from `train`.
+        labels: the candidates; by default all labels of `train`, in alphabetical order.
+        demonstrations: texts shown before each test text; 0 shows none.
+        retriever: how they are found: "tfidf" (cosine) or "bm25".
+        scoring: how candidates are compared; see the module.
+        template: with {text} and {label}, the label last.
+
+    Raises:
+        ValueError: a setting or template that is not valid, a label that is not a candidate, no text, or a text that is
+            longer than the context without any demonstration.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from otloss_llm.data import train_bpe_tokenizer
+        >>> tokenizer = train_bpe_tokenizer(["good bad"], 257)
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=64, n_embd=4, n_layer=1, n_head=1))
+        >>> train = [LabelledText("a fine day", "good"), LabelledText("rain again", "bad")]
+        >>> classify_in_context(model, tokenizer, train, train, demonstrations=1, progress=False).removed
+        2
+    """
+    candidates = sorted({item.label for item in train}) if labels is None else list(labels)
+    _check(test, train, candidates, demonstrations, retriever, scoring, template)
+    nearest, removed = _retrieve([item.text for item in test], train, demonstrations, retriever)
+    limit = context_length(model) or 10**9
+    sequences: list[list[int]] = []
+    prefixes: list[int] = []
+    shortened = 0
+    for item, shown in zip(test, nearest, strict=True):
+        rows, dropped = _prompts(tokenizer, item.text, [train[i] for i in shown], candidates, scoring, template, limit)
+        shortened += dropped
+        sequences += [ids for ids, _ in rows]
+        prefixes += [prefix for _, prefix in rows]
+    scores = sequence_nll(model, sequences, prefix_lengths=prefixes, batch_size=batch_size, progress=progress)
+    mean = (scores.nll / scores.tokens).numpy().reshape(len(test), -1)
+    count = len(candidates)
+    if scoring == "calibrated":
+        mean = mean[:, :count] - mean[:, count:]
+    predictions = tuple(candidates[i] for i in mean.argmin(1))
+    right = np.mean([given == item.label for given, item in zip(predictions, test, strict=True)])
+    most = Counter(item.label for item in test).most_common(1)[0][1]
+    error = math.sqrt(right * (1 - right) / len(test))
+    return InContextScores(float(right), error, most / len(test), 1 / count, predictions, removed, shortened)
+
+
+def _prompts(
+    tokenizer: Any, text: str, shown: list[LabelledText], candidates: list[str], scoring: str, template: str, limit: int
+) -> tuple[list[tuple[list[int], int]], bool]:
+    """Token ids and prefix lengths for each candidate, with as many demonstrations as fit; whether any was dropped."""
+    before, after = template.split("{label}")
+    for kept in range(len(shown), -1, -1):
+        told = "".join(
+            before.format(text=item.text) + item.label + after + "\n\n" for item in shown[len(shown) - kept :]
+        )
+        texts = [text, WITHOUT_CONTENT] if scoring == "calibrated" else [text]
+        rows = []
+        for one in texts:
+            prompt = told + before.format(text=one)
+            opening = opening_ids(tokenizer)
+            start = opening + _ids(tokenizer, prompt.rstrip())
+            for candidate in candidates:
+                ids = opening + _ids(tokenizer, prompt + candidate + after.rstrip())
+                shared = next((i for i, (a, b) in enumerate(zip(start, ids, strict=False)) if a != b), len(start))
+                rows.append((ids, 1 if scoring == "prompt" else max(1, min(shared, len(ids) - 1))))
+        if max(len(ids) for ids, _ in rows) <= limit:
+            return rows, kept < len(shown)
+    raise ValueError(
+        f"a text with its label has more tokens than the context of {limit} ({text[:40]!r}...); shorten it or leave "
+        "it out."
+    )
+
+
+def _ids(tokenizer: Any, text: str) -> list[int]:
+    found: list[int] = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    return found
+
+
+def _retrieve(
+    queries: Sequence[str], train: Sequence[LabelledText], count: int, retriever: str
+) -> tuple[list[list[int]], int]:
+    """Positions of the nearest training texts for each query, the nearest last; and how many were left out as equal."""
+    if count == 0:
+        return [[] for _ in queries], 0
+    scores = _similarities(queries, [item.text for item in train], retriever)
+    found, removed = [], 0
+    for query, row in zip(queries, scores, strict=True):
+        order = np.argsort(-row, kind="stable")
+        # A few more than asked for, so that those that are the query itself can go.
+        equal = [i for i in order[: 2 * count] if _plain(train[i].text) == _plain(query)]
+        removed += len(equal)
+        kept = [int(i) for i in order[: count + len(equal)] if i not in equal][:count]
+        found.append(kept[::-1])
+    return found, removed
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.lower().split())
+
+
+def _similarities(queries: Sequence[str], texts: Sequence[str], retriever: str) -> np.ndarray:
+    from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
+
+    if retriever == "tfidf":
+        vectorizer = TfidfVectorizer(sublinear_tf=True)
+        known = vectorizer.fit_transform(texts)
+        return np.asarray((vectorizer.transform(queries) @ known.T).todense())
+    counter = CountVectorizer()
+    counts = counter.fit_transform(texts).tocsc().astype(np.float64)
+    lengths = np.asarray(counts.sum(1)).ravel()
+    held = np.diff(counts.indptr)
+    inverse = np.log1p((len(texts) - held + 0.5) / (held + 0.5))
+    # tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)), entry by entry
+    rows = counts.indices
+    counts.data = counts.data * (K1 + 1) / (counts.data + K1 * (1 - B + B * lengths[rows] / lengths.mean()))
+    weighted = counts.multiply(inverse).tocsr()
+    return np.asarray((counter.transform(queries).astype(bool).astype(np.float64) @ weighted.T).todense())
+
+
+def _check(
+    test: Sequence[LabelledText], train: Sequence[LabelledText], candidates: list[str], demonstrations: int,
+    retriever: str, scoring: str, template: str,
+) -> None:  # fmt: skip
+    if not test or (not train and demonstrations):
+        raise ValueError(f"there are {len(test)} test and {len(train)} training texts, expected at least one of each.")
+    if len(set(candidates)) < 2:
+        raise ValueError(f"the labels are {candidates}, expected at least two different ones.")
+    unknown = sorted({item.label for item in (*test, *train)} - set(candidates))
+    if unknown:
+        raise ValueError(f"the labels {unknown[:5]} are not among the candidates {candidates}; add them to labels=.")
+    if demonstrations < 0:
+        raise ValueError(f"demonstrations is {demonstrations}, expected 0 or more.")
+    if retriever not in RETRIEVERS or scoring not in SCORINGS:
+        raise ValueError(
+            f"retriever is {retriever!r} and scoring {scoring!r}, expected one of {RETRIEVERS} and one of {SCORINGS}."
+        )
+    if template.count("{text}") != 1 or template.count("{label}") != 1 or "{text}" in template.split("{label}")[1]:
+        raise ValueError(f"template is {template!r}, expected {{text}} and then {{label}}, each once.")

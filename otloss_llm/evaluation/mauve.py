@@ -1,0 +1,154 @@
+"""MAUVE: how near two sets of texts are to each other, from features of them; the published algorithm.
+
+Features of both sets are scaled to length 1, reduced to the principal components that explain 0.9 of their variance,
+and clustered together by k-means; p and q are the shares of each set in the clusters. With the mixtures
+`r = w p + (1 - w) q` for w in (0, 1), the divergence curve has the points
+
+    (exp(-c KL(q || r)), exp(-c KL(p || r))),     c = 5
+
+and MAUVE is the area under it, 1 for equal shares and near 0 for disjoint ones. It is biased upwards for small sets and
+depends on the clustering: compare with the score of two sets from one source, and average over seeds of k-means.
+
+Source: K. Pillutla et al., MAUVE: Measuring the Gap Between Neural Text and Human Text, NeurIPS 2021.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from jaxtyping import Float
+
+from otloss_llm.evaluation.perplexity import context_length
+from otloss_llm.models.heads import evaluation_mode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SCALE, MIXTURES, EXPLAINED = 5.0, 25, 0.9
+RESTARTS, ITERATIONS = 5, 500
+
+
+@dataclass(frozen=True)
+class Mauve:
+    """MAUVE over several clusterings.
+
+    Attributes:
+        mean, std: over the seeds of k-means.
+        scores: one for each seed.
+        clusters: k.
+    """
+
+    mean: float
+    std: float
+    scores: tuple[float, ...]
+    clusters: int
+
+
+def mauve(
+    p_features: Float[np.ndarray, "n width"],
+    q_features: Float[np.ndarray, "m width"],
+    *,
+    clusters: int | None = None,
+    seeds: Sequence[int] = (0, 1, 2, 3, 4),
+) -> Mauve:
+    """Return MAUVE of two sets of features, its mean over several seeds of k-means.
+
+    Args:
+        p_features, q_features: a row for each text, from a frozen model that is not one of those that are compared.
+        clusters: k; by default a tenth of the smaller set, at least 2.
+        seeds: of k-means; each runs from 5 starts.
+
+    Raises:
+        ValueError: sets of another width, too few texts for the clusters, or features that are not finite.
+
+    Example:
+        >>> x = np.random.default_rng(0).normal(size=(100, 4))
+        >>> round(mauve(x, x, seeds=[0]).mean, 6)
+        1.0
+        >>> mauve(x, -abs(x) - 9, seeds=[0]).mean < 0.1
+        True
+    """
+    from sklearn.cluster import KMeans
+    from sklearn.decomposition import PCA
+    from sklearn.preprocessing import normalize
+
+    p_features, q_features = (np.asarray(features, dtype=np.float64) for features in (p_features, q_features))
+    if p_features.ndim != 2 or q_features.ndim != 2 or p_features.shape[1] != q_features.shape[1]:
+        raise ValueError(
+            f"features have shapes {p_features.shape} and {q_features.shape}, expected (n, width), (m, width)."
+        )
+    k = max(2, min(len(p_features), len(q_features)) // 10) if clusters is None else clusters
+    if not 2 <= k <= min(len(p_features), len(q_features)):
+        raise ValueError(
+            f"{k} clusters for {len(p_features)} and {len(q_features)} texts; expected 2 to the smaller number."
+        )
+    both = np.concatenate([p_features, q_features])
+    if not np.isfinite(both).all():
+        raise ValueError("features hold NaN or infinite values; find the texts that they come from.")
+    reduced = PCA().fit(normalize(both))
+    count = int(np.searchsorted(np.cumsum(reduced.explained_variance_ratio_), EXPLAINED)) + 1
+    points = reduced.transform(normalize(both))[:, :count]
+    scores = []
+    for seed in seeds:
+        labels = KMeans(k, n_init=RESTARTS, max_iter=ITERATIONS, random_state=seed).fit_predict(points)
+        p, q = (np.bincount(part, minlength=k) / len(part) for part in np.split(labels, [len(p_features)]))
+        scores.append(area_of_shares(p, q))
+    return Mauve(float(np.mean(scores)), float(np.std(scores)), tuple(scores), k)
+
+
+def area_of_shares(p: np.ndarray, q: np.ndarray) -> float:
+    """Return the area under the divergence curve of two discrete distributions."""
+    w = np.linspace(1e-6, 1 - 1e-6, MIXTURES)[:, None]
+    r = w * p + (1 - w) * q
+    x, y = (np.exp(-SCALE * _kl(share, r)) for share in (q, p))
+    x, y = np.concatenate([[1.0], x, [0.0]]), np.concatenate([[0.0], y, [1.0]])
+    # In the order of w, x falls and y rises: the area of the polygon with the axes.
+    return float(-np.trapezoid(y, x))
+
+
+def _kl(p: np.ndarray, r: np.ndarray) -> np.ndarray:
+    held = p > 0
+    return np.sum(p[held] * np.log(p[held] / r[:, held]), axis=1)
+
+
+def text_features(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    texts: Sequence[str],
+    *,
+    max_length: int | None = None,
+    batch_size: int = 32,
+) -> Float[np.ndarray, "texts width"]:
+    """Return the model's last hidden state at the last token of each text.
+
+    Args:
+        model: a frozen causal language model, other than those that wrote the texts.
+        max_length: tokens of a text that are read; by default as many as the model has positions for, at most 512.
+
+    Raises:
+        ValueError: no text, or one without a token.
+    """
+    limit = min(context_length(model) or 512, 512) if max_length is None else max_length
+    ids = [tokenizer(text, truncation=True, max_length=limit)["input_ids"] for text in texts]
+    empty = [i for i, row in enumerate(ids) if not row]
+    if not ids or empty:
+        raise ValueError(f"{len(empty)} of {len(ids)} texts have no token (the first is {empty[:1]}); leave them out.")
+    device: Any = next(model.parameters()).device
+    out = np.empty((len(ids), 0))
+    order = sorted(range(len(ids)), key=lambda i: len(ids[i]))
+    with evaluation_mode(model):
+        for start in range(0, len(order), batch_size):
+            rows = order[start : start + batch_size]
+            longest = len(ids[rows[-1]])
+            batch, mask = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
+            for k, i in enumerate(rows):
+                batch[k, : len(ids[i])], mask[k, : len(ids[i])] = torch.tensor(ids[i]), 1
+            found = model(input_ids=batch.to(device), attention_mask=mask.to(device), output_hidden_states=True)
+            last = found.hidden_states[-1][torch.arange(len(rows)), mask.sum(1) - 1].float().cpu().numpy()
+            out = np.empty((len(ids), last.shape[1])) if out.shape[1] == 0 else out
+            out[rows] = last
+    return out

@@ -1,0 +1,84 @@
+"""Embeddings that a cost between tokens can be made of, beside the output rows of the model itself.
+
+Each takes and returns rows (V, d); `EmbeddingCost` then compares them by their cosine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss_llm.models.heads import evaluation_mode
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def centred(rows: Float[Tensor, "vocab width"]) -> Float[Tensor, "vocab width"]:
+    """Return the rows without their mean, which all tokens share and which makes all cosines large."""
+    return rows - rows.mean(0)
+
+
+def all_but_the_top(rows: Float[Tensor, "vocab width"], directions: int | None = None) -> Float[Tensor, "vocab width"]:
+    """Return the centred rows without their leading principal directions, by default one in a hundred dimensions.
+
+    Source: J. Mu, P. Viswanath, All-but-the-Top, ICLR 2018.
+    """
+    rows = centred(rows)
+    count = max(1, rows.shape[1] // 100) if directions is None else directions
+    leading = torch.linalg.svd(rows, full_matrices=False).Vh[:count]
+    return rows - rows @ leading.T @ leading
+
+
+def whitened(rows: Float[Tensor, "vocab width"]) -> Float[Tensor, "vocab width"]:
+    """Return the centred rows with equal variance in all directions that they span."""
+    rows = centred(rows)
+    u, s, _ = torch.linalg.svd(rows, full_matrices=False)
+    return u[:, s > s[0] * 1e-6] * len(rows) ** 0.5
+
+
+def without_frequency(
+    rows: Float[Tensor, "vocab width"], counts: Int[Tensor, " vocab"]
+) -> Float[Tensor, "vocab width"]:
+    """Return the centred rows without the direction that predicts the logarithm of the tokens' counts best."""
+    rows, target = centred(rows), (counts + 1).to(rows.dtype).log()
+    target = (target - target.mean()).unsqueeze(1)
+    direction = torch.linalg.lstsq(rows, target).solution
+    direction = direction / torch.linalg.vector_norm(direction).clamp(min=torch.finfo(rows.dtype).tiny)
+    return rows - rows @ direction @ direction.T
+
+
+def context_averages(
+    model: PreTrainedModel, sequences: Int[Tensor, "texts length"], *, batch_size: int = 32
+) -> Float[Tensor, "vocab width"]:
+    """Return for each token the mean of the last hidden states before it, over these texts; zeros where it is absent.
+
+    Tokens that follow alike contexts are near to each other.
+    """
+    vocab = model.get_output_embeddings().weight.shape[0]
+    total: Tensor | None = None
+    counts = torch.zeros(vocab)
+    with evaluation_mode(model):
+        for ids in sequences.split(batch_size):
+            ids = ids.long()
+            hidden = model(input_ids=ids, output_hidden_states=True).hidden_states[-1][:, :-1].float()
+            total = torch.zeros(vocab, hidden.shape[-1]) if total is None else total
+            total.index_add_(0, ids[:, 1:].flatten(), hidden.flatten(0, 1))
+            counts += torch.bincount(ids[:, 1:].flatten(), minlength=vocab)
+    assert total is not None
+    return centred_where_present(total / counts.clamp(min=1).unsqueeze(1), counts > 0)
+
+
+def centred_where_present(rows: Tensor, present: Tensor) -> Tensor:
+    """Return the rows without the mean of those that are present; zeros elsewhere."""
+    return (rows - rows[present].mean(0)) * present.unsqueeze(1)
+
+
+def token_counts(sequences: Sequence[Tensor] | Tensor, vocab: int) -> Int[Tensor, " vocab"]:
+    """Return how often each token occurs."""
+    flat = sequences.flatten() if isinstance(sequences, Tensor) else torch.cat([ids.flatten() for ids in sequences])
+    return torch.bincount(flat.long(), minlength=vocab)

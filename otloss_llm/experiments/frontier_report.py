@@ -1,0 +1,132 @@
+"""What frontiers say: a table, a figure with the arms named at their curves, and which differences are real."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from otloss_llm.experiments.frontier import Difference, Frontier, at_equal_recall, over_range
+
+Frontiers = Mapping[str, Sequence[Frontier]]
+
+
+def frontiers_of(results: dict[str, Any]) -> dict[str, list[Frontier]]:
+    """Return the frontiers of each arm, one for each seed, from the results of `run_oracle`."""
+    names = ("temperatures", "forward", "reverse", "forward_error", "reverse_error")
+    found: dict[str, list[Frontier]] = {}
+    for run in results["runs"]:
+        found.setdefault(run["arm"], []).append(Frontier(*(run[name] for name in names)))
+    return found
+
+
+def levels_of(baseline: Sequence[Frontier]) -> dict[float, float]:
+    """Return the mean forward divergence of the baseline at each temperature at which its curve is efficient."""
+    means: dict[float, float] = {}
+    for k, temperature in enumerate(baseline[0].temperatures):
+        forward = [curve.forward[k] for curve in baseline]
+        if all(curve.forward[k] in curve.efficient()[0] for curve in baseline):
+            means[temperature] = statistics.fmean(forward)
+    return means
+
+
+def frontier_table(frontiers: Frontiers, baseline: str = "mle") -> str:
+    """Return a Markdown table: how far each arm lies below the baseline's curve, at equal recall and on average.
+
+    Raises:
+        ValueError: the baseline is not among the arms.
+    """
+    if baseline not in frontiers:
+        raise ValueError(f"the baseline is {baseline!r}, expected one of the arms {list(frontiers)}.")
+    other = frontiers[baseline]
+    levels = levels_of(other)
+    heads = ["arm", "least forward KL", "reverse KL at T = 1"]
+    heads += [f"at the recall of {baseline} T = {t:g}" for t in levels] + ["mean over the shared range"]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    for arm, curves in frontiers.items():
+        at_one = [c.reverse[list(c.temperatures).index(1.0)] for c in curves if 1.0 in c.temperatures]
+        cells = [arm, _mean([min(c.forward) for c in curves]), _mean(at_one) if at_one else ""]
+        if arm == baseline:
+            cells += ["0"] * (len(levels) + 1)
+        else:
+            cells += [_cell(at_equal_recall(curves, other, level)) for level in levels.values()]
+            cells.append(_cell(over_range(curves, other)))
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def conclusions(frontiers: Frontiers, baseline: str = "mle") -> list[str]:
+    """Return a sentence for each arm and level of recall at which it differs from the baseline beyond the interval."""
+    other = frontiers[baseline]
+    said = []
+    for arm, curves in frontiers.items():
+        if arm == baseline:
+            continue
+        for temperature, level in levels_of(other).items():
+            found = at_equal_recall(curves, other, level)
+            if found is not None and found.is_real:
+                side = "nearer to" if found.mean < 0 else "farther from"
+                said.append(
+                    f"At the recall of {baseline} at T = {temperature:g}, {arm} writes {abs(found.mean):.3f} nats per "
+                    f"token {side} the source (95 % interval {abs(found.high if found.mean < 0 else found.low):.3f} to "
+                    f"{abs(found.low if found.mean < 0 else found.high):.3f}, {found.seeds} seeds)."
+                )
+    return said or ["No difference is beyond its 95 % interval."]
+
+
+def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
+    """Return a matplotlib figure: the curves, and how far each lies from the baseline's at equal recall."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.0, 5.2), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    other = frontiers[baseline]
+    low = min(curve.efficient()[0][0] for curve in other)
+    high = max(curve.efficient()[0][-1] for curve in other)
+    grid = np.linspace(low, high, 60)
+    for number, (arm, curves) in enumerate(frontiers.items()):
+        color = f"C{number % 10}" if arm != baseline else "black"
+        forward, reverse = (np.mean([getattr(c, name) for c in curves], 0) for name in ("forward", "reverse"))
+        left.plot(forward, reverse, "o-", color=color, ms=3, lw=1.2)
+        left.annotate(
+            arm, (forward[-1], reverse[-1]), xytext=(3, 0), textcoords="offset points", fontsize=8, color=color
+        )
+        for temperature, x, y in zip(curves[0].temperatures, forward, reverse, strict=True):
+            if arm == baseline:
+                left.annotate(f"T={temperature:g}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+        apart = np.array([c.at(grid) - o.at(grid) for c, o in zip(curves, other, strict=True)])
+        mean = apart.mean(0)
+        right.plot(grid, mean, color=color, lw=1.2)
+        if len(curves) > 1 and arm != baseline:
+            half = apart.std(0, ddof=1)
+            right.fill_between(grid, mean - half, mean + half, color=color, alpha=0.12, lw=0)
+        shown = np.flatnonzero(np.isfinite(mean))
+        if len(shown):
+            end = shown[-1]
+            right.annotate(
+                arm, (grid[end], mean[end]), xytext=(3, 0), textcoords="offset points", fontsize=8, color=color
+            )
+    left.set_xlabel("KL(source ‖ model), nats per token\n← misses less of the source")
+    left.set_ylabel("KL(model ‖ source), nats per token\n← writes less that the source would not")
+    left.set_title("Each curve: one objective, over sampling temperatures")
+    right.axhline(0, color="black", lw=0.8)
+    right.set_xlabel("KL(source ‖ model), nats per token")
+    right.set_ylabel(f"KL(model ‖ source) minus that of {baseline}\n← better than {baseline} at the same recall")
+    right.set_title("Difference at equal recall (band: 1 standard deviation over seeds)")
+    return figure
+
+
+def _mean(values: Sequence[float]) -> str:
+    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{spread}"
+
+
+def _cell(found: Difference | None) -> str:
+    if found is None:
+        return "-"
+    if found.seeds == 1:
+        return f"{found.mean:+.3f} (1 seed)"
+    text = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
+    return f"**{text}**" if found.is_real else text

@@ -1,0 +1,252 @@
+"""Students of a source that is known exactly, and the frontier of recall and precision that each objective reaches.
+
+Text is sampled from a source model, so that its true distribution is known. A smaller student begins to learn it by
+maximum likelihood; from that one start each arm goes on with its own objective, on the same rows in the same order for
+all arms of a seed. Each trained student is then measured at several sampling temperatures
+(`otloss_llm.evaluation.divergences`, `otloss_llm.experiments.frontier`).
+
+Texts are rows of one length: the source's beginning of text and what it samples after it, an end of text being a token
+like any other. So a source needs no end of text, and divergences are those of the distributions over such rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.evaluation.divergences import token_divergence
+from otloss_llm.evaluation.perplexity import check_temperature, context_length
+from otloss_llm.experiments import embeddings
+from otloss_llm.experiments.arms import Arm, parse_arm
+from otloss_llm.experiments.frontier import Frontier
+from otloss_llm.experiments.measuring import once
+from otloss_llm.models.heads import evaluation_mode, find_head
+from otloss_llm.objectives import MLE, cost_kind, needs_cost, parse_objective
+from otloss_llm.training.folders import open_run
+from otloss_llm.training.loading import fingerprint, load_cost, load_model, load_tokenizer
+from otloss_llm.training.runs import train_run
+
+# Costs of other embeddings than the student's own head: name -> rows from (source's head, source, its texts).
+EMBEDDINGS: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
+    "source": lambda head, source, texts: head,
+    "centred": lambda head, source, texts: embeddings.centred(head),
+    "all-but-the-top": lambda head, source, texts: embeddings.all_but_the_top(head),
+    "whitened": lambda head, source, texts: embeddings.whitened(head),
+    "input": lambda head, source, texts: source.get_input_embeddings().weight.detach().float(),
+    "context": lambda head, source, texts: embeddings.context_averages(source, texts),
+    "frequency-corrected": lambda head, source, texts: embeddings.without_frequency(
+        head, embeddings.token_counts(texts, len(head))
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Oracle:
+    """What an experiment with a known source is made of.
+
+    Attributes:
+        source: folder or name of the model that the text is sampled from.
+        arms: objective, perhaps with a cost: "mle", "emo", "emo/random", "emo/source", "emo:clip=3/whitened" ...
+        seeds: of the order of rows; every arm has each of them.
+        temperatures: of sampling from the students.
+        length: tokens of a text, its beginning included.
+        student_layers: layers of the student, whose other sizes are those of the source.
+        start_steps, steps: by maximum likelihood from scratch, and with the objective.
+        batch, learning_rate: of both trainings.
+        test_texts, samples: texts of the source for the recall, and of each student and temperature for the precision.
+    """
+
+    source: str
+    arms: tuple[str, ...] = ("mle", "mixce:0.8", "emo", "emo/source", "emo/random")
+    seeds: tuple[int, ...] = (0, 1, 2)
+    temperatures: tuple[float, ...] = (1.2, 1.1, 1.0, 0.9, 0.8, 0.7, 0.6)
+    length: int = 128
+    student_layers: int = 2
+    start_steps: int = 400
+    steps: int = 250
+    batch: int = 32
+    learning_rate: float = 1e-3
+    test_texts: int = 320
+    samples: int = 320
+
+    def __post_init__(self) -> None:
+        for name in ("length", "student_layers", "start_steps", "steps", "batch", "test_texts", "samples"):
+            if getattr(self, name) < (2 if name in ("length", "test_texts", "samples") else 1):
+                raise ValueError(f"{name} is {getattr(self, name)}, expected a larger number.")
+        if not (self.arms and self.seeds and self.temperatures):
+            raise ValueError("arms, seeds or temperatures is empty, expected at least one of each.")
+        for temperature in self.temperatures:
+            check_temperature(temperature)
+
+
+def sample_rows(
+    model: Any,
+    count: int,
+    length: int,
+    *,
+    start_id: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    batch_size: int = 256,
+) -> Int[Tensor, "count length"]:
+    """Return rows that begin with `start_id` and go on with tokens sampled from the model's whole distribution."""
+    generator = torch.Generator().manual_seed(seed)
+    device = next(model.parameters()).device
+    rows = []
+    with evaluation_mode(model):
+        for begin in range(0, count, batch_size):
+            ids = torch.full((min(batch_size, count - begin), 1), start_id, device=device)
+            past = None
+            for _ in range(length - 1):
+                out = model(input_ids=ids if past is None else ids[:, -1:], past_key_values=past, use_cache=True)
+                past = getattr(out, "past_key_values", None)
+                shares = torch.softmax(out.logits[:, -1].float() / temperature, -1).cpu()
+                ids = torch.cat([ids, torch.multinomial(shares, 1, generator=generator).to(device)], 1)
+            rows.append(ids.cpu())
+    return torch.cat(rows)
+
+
+def run_oracle(
+    oracle: Oracle,
+    folder: Path,
+    *,
+    training_arguments: Callable[..., Any],
+    say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
+) -> dict[str, Any]:
+    """Train and measure every arm and seed in folders below `folder`; what is there already is not made again.
+
+    Args:
+        training_arguments: (folder, steps, batch=, learning_rate=, seed=) -> `transformers.TrainingArguments`.
+        say: receives a line per student.
+
+    Returns:
+        `{"settings": ..., "source": {"entropy": ...}, "runs": [{"arm", "seed", **Frontier}, ...]}`.
+
+    Raises:
+        ValueError: an unknown arm, texts longer than the source's context, a source without a beginning of text, or a
+            folder that holds another experiment.
+    """
+    source, tokenizer = load_model(oracle.source), load_tokenizer(oracle.source)
+    start_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    context = context_length(source)
+    if start_id is None:
+        raise ValueError(
+            f"the tokenizer of {oracle.source} has neither BOS nor EOS to begin a text with; set one first."
+        )
+    if context is not None and oracle.length > context:
+        raise ValueError(f"length is {oracle.length}, more than the source's context of {context} tokens; lower it.")
+    arms = [_split(text) for text in oracle.arms]
+    kept = {key: value for key, value in asdict(oracle).items() if key not in ("arms", "seeds", "temperatures")}
+    open_run(folder, kept | {"source_fingerprint": fingerprint(source.named_parameters())})
+    texts = {
+        "start": _texts(folder, "start", source, oracle.start_steps * oracle.batch, oracle.length, start_id),
+        "train": _texts(folder, "train", source, oracle.steps * oracle.batch, oracle.length, start_id),
+        "test": _texts(folder, "test", source, oracle.test_texts, oracle.length, start_id),
+    }
+    home = folder / "start-model"
+    say("start: a student by maximum likelihood")
+    args = training_arguments(home, oracle.start_steps, batch=oracle.batch, learning_rate=oracle.learning_rate, seed=0)
+    train_run(
+        _student(source, oracle.student_layers), tokenizer, PackedBlocks(texts["start"]), args=args, objective=MLE(),
+        cost=None, settings={"rows": "start"}, bar="start",
+    )  # fmt: skip
+    runs = []
+    jobs = [(seed, arm) for seed in oracle.seeds for arm in arms]
+    for number, (seed, (name, arm, variant)) in enumerate(jobs, 1):
+        say(f"[{number}/{len(jobs)}] {name}, seed {seed}")
+        own = folder / f"{name.replace('/', '-').replace(':', '-')}-seed{seed}"
+        _train(oracle, folder, own, arm, variant, seed, texts["train"], source, tokenizer, training_arguments)
+        measured = _measure(oracle, own, source, texts["test"], start_id, seed)
+        runs.append({"arm": name, "seed": seed} | asdict(measured))
+    return {"settings": asdict(oracle), "runs": runs}
+
+
+def _split(text: str) -> tuple[str, Arm, str | None]:
+    """The name of an arm, the arm, and the name of its embedding where that is not one of `parse_arm`'s."""
+    variants = [part for part in text.split("/") if part in EMBEDDINGS]
+    arm = parse_arm("/".join(part for part in text.split("/") if part not in EMBEDDINGS))
+    if arm.temperature != 1.0:
+        raise ValueError(f"arm {text!r} has a temperature; every arm is measured at all temperatures, leave it out.")
+    if len(variants) > 1 or (variants and (arm.embedding != "model" or not needs_cost(parse_objective(arm.objective)))):
+        raise ValueError(f"arm {text!r} has more than one embedding, or no cost; expected one of {list(EMBEDDINGS)}.")
+    return text, arm, variants[0] if variants else None
+
+
+def _texts(folder: Path, part: str, source: Any, count: int, length: int, start_id: int) -> Tensor:
+    """Rows sampled from the source, kept in the folder."""
+    path = folder / f"texts-{part}.npy"
+    if not path.is_file():
+        rows = sample_rows(source, count, length, start_id=start_id, seed=["start", "train", "test"].index(part))
+        partial = path.with_name("partial-" + path.name)
+        np.save(partial, rows.to(torch.int32).numpy())
+        partial.replace(path)
+    return torch.from_numpy(np.load(path)).long()
+
+
+def _student(source: Any, layers: int) -> Any:
+    """A model like the source, of fewer layers, with weights drawn anew."""
+    from transformers import AutoModelForCausalLM
+
+    config = copy.deepcopy(source.config)
+    config.num_hidden_layers = layers
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config).float()
+
+
+def _train(
+    oracle: Oracle, folder: Path, own: Path, arm: Arm, variant: str | None, seed: int, rows: Tensor, source: Any,
+    tokenizer: Any, training_arguments: Callable[..., Any],
+) -> None:  # fmt: skip
+    model = load_model(str(folder / "start-model"))
+    objective = parse_objective(arm.objective)
+    embedding = arm.embedding
+    if variant is not None:
+        path = folder / f"embedding-{variant}.npy"
+        if not path.is_file():
+            head = find_head(source).weight.detach().float()
+            np.save(path, EMBEDDINGS[variant](head, source, rows).numpy())
+        embedding = str(path)
+    cost = None
+    if needs_cost(objective):
+        cost = load_cost(
+            embedding, model, seed=seed, kind=cost_kind(arm.objective), tokenizer=tokenizer, numbers=arm.numbers
+        )
+    args = training_arguments(own, oracle.steps, batch=oracle.batch, learning_rate=oracle.learning_rate, seed=seed)
+    settings = {"objective": repr(objective), "embedding": variant or arm.embedding}
+    train_run(
+        model, tokenizer, PackedBlocks(rows), args=args, objective=objective, cost=cost, settings=settings, bar=own.name
+    )
+
+
+def _measure(oracle: Oracle, own: Path, source: Any, test: Tensor, start_id: int, seed: int) -> Frontier:
+    """The frontier of the student in `own`; each temperature is measured once and kept there."""
+    loaded: list[Any] = []
+
+    def at(temperature: float) -> dict[str, float]:
+        if not loaded:
+            loaded.append(load_model(str(own)))
+        student = loaded[0]
+        (recall,) = token_divergence(source, student, test.tolist(), q_temperatures=[temperature])
+        drawn = sample_rows(
+            student, oracle.samples, oracle.length, start_id=start_id, temperature=temperature, seed=1000 + seed
+        )
+        (precision,) = token_divergence(student, source, drawn.tolist(), p_temperature=temperature)
+        return {
+            "forward": recall.kl, "forward_error": recall.standard_error, "reverse": precision.kl,
+            "reverse_error": precision.standard_error, "cross_entropy": recall.cross_entropy,
+            "reverse_cross_entropy": precision.cross_entropy, "entropy": precision.entropy,
+        }  # fmt: skip
+
+    points = [once(own / f"divergence-T{t:g}.json", lambda t=t: at(t)) for t in oracle.temperatures]
+    names: Sequence[str] = ("forward", "reverse", "forward_error", "reverse_error")
+    return Frontier(list(oracle.temperatures), *([point[name] for point in points] for name in names))

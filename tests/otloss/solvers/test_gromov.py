@@ -1,0 +1,99 @@
+"""Fused Gromov-Wasserstein against POT, brute force over permutations, and finite differences."""
+
+from __future__ import annotations
+
+import itertools
+
+import ot
+import pytest
+import torch
+from torch import Tensor
+
+from otloss.solvers.gromov import fused_gromov
+
+
+def _pair(seed: int, n: int = 5, m: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    x, y = (torch.randn(k, 3, dtype=torch.float64, generator=generator) for k in (n, m))
+    p, q = (torch.rand(k, dtype=torch.float64, generator=generator) + 0.2 for k in (n, m))
+    return torch.cdist(x, x), torch.cdist(y, y), torch.cdist(x, y), p / p.sum(), q / q.sum()
+
+
+def _energy(C: Tensor, D: Tensor, M: Tensor, plan: Tensor, alpha: float) -> Tensor:
+    squares = (C[:, None, :, None] - D[None, :, None, :]) ** 2
+    return (1 - alpha) * (M * plan).sum() + alpha * torch.einsum("ijkl,ij,kl->", squares, plan, plan)
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.3, 1.0])
+def test_never_worse_than_pot_and_its_value_is_the_formula(alpha: float) -> None:
+    for seed in range(4):
+        C, D, M, p, q = _pair(seed)
+        found = fused_gromov(C, D, M, p, q, alpha=alpha, starts=6, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(found.value, _energy(C, D, M, found.plan, alpha))
+        torch.testing.assert_close(found.plan.sum(-1), p)
+        torch.testing.assert_close(found.plan.sum(-2), q)
+        theirs = ot.gromov.fused_gromov_wasserstein2(
+            M.numpy(), C.numpy(), D.numpy(), p.numpy(), q.numpy(), loss_fun="square_loss", alpha=alpha
+        )
+        assert float(found.value) <= float(theirs) + 1e-9
+
+
+def test_isomorphic_graphs_and_asymmetric_distances() -> None:
+    generator = torch.Generator().manual_seed(0)
+    C = torch.rand(5, 5, dtype=torch.float64, generator=generator)
+    order = torch.tensor([3, 0, 4, 1, 2])
+    found = fused_gromov(C, C[order][:, order], alpha=1.0, starts=30, generator=generator)
+    best = min(
+        float(((C - C[order][:, order][list(s)][:, list(s)]) ** 2).mean()) for s in itertools.permutations(range(5))
+    )
+    assert best == pytest.approx(0.0, abs=1e-15)
+    assert float(found.value) == pytest.approx(0.0, abs=1e-12)
+
+
+def test_padding_and_batches_change_nothing() -> None:
+    pairs = [_pair(seed, 4 + seed, 5) for seed in range(3)]
+    C, M, p = torch.zeros(3, 6, 6).double(), torch.zeros(3, 6, 5).double(), torch.zeros(3, 6).double()
+    for k, (c, _, cost, w, _) in enumerate(pairs):
+        C[k, : len(c), : len(c)], M[k, : len(c)], p[k, : len(c)] = c, cost, w
+    D, q = torch.stack([pair[1] for pair in pairs]), torch.stack([pair[4] for pair in pairs])
+    found = fused_gromov(C, D, M, p, q, alpha=0.5, starts=2)
+    for k, (c, d, cost, w, v) in enumerate(pairs):
+        alone = fused_gromov(c, d, cost, w, v, alpha=0.5, starts=2)
+        assert float(found.value[k]) == pytest.approx(float(alone.value), rel=1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.1])
+def test_gradients(epsilon: float | None) -> None:
+    C, D, M, p, q = (t.clone().requires_grad_() for t in _pair(1))
+    settings = {"alpha": 0.4, "epsilon": epsilon, "tolerance": 1e-14, "max_iterations": 2000}
+
+    def value(*tensors: Tensor) -> Tensor:
+        return fused_gromov(*tensors, **settings).value
+
+    gradients = torch.autograd.grad(value(C, D, M, p, q), (C, D, M, p, q))
+    generator = torch.Generator().manual_seed(5)
+    step = 1e-5
+    for k, gradient in enumerate(gradients):
+        inputs = [t.detach() for t in (C, D, M, p, q)]
+        direction = torch.randn(inputs[k].shape, dtype=torch.float64, generator=generator)
+        if k >= 3:
+            direction = (direction - direction.mean()) * 0.1
+        ends = []
+        for sign in (1, -1):
+            moved = list(inputs)
+            moved[k] = inputs[k] + sign * step * direction
+            ends.append(float(value(*moved)))
+        expected = (ends[0] - ends[1]) / (2 * step)
+        assert float((gradient * direction).sum()) == pytest.approx(expected, rel=2e-4, abs=1e-7)
+
+
+def test_bad_input() -> None:
+    C, D, M, p, q = _pair(0)
+    with pytest.raises(ValueError, match="without a feature_cost"):
+        fused_gromov(C, D, alpha=0.5)
+    with pytest.raises(ValueError, match=r"expected \(\.\.\., 5, 6\)"):
+        fused_gromov(C, D, M.T, p, q)
+    with pytest.raises(ValueError, match="distances within a space"):
+        fused_gromov(M, D, M, p, q)
+    with pytest.raises(ValueError, match="alpha is 1"):
+        fused_gromov(C, D, M, p, q, alpha=1.5)

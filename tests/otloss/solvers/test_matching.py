@@ -1,0 +1,70 @@
+"""Batches of assignments against scipy's, one by one."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from scipy.optimize import linear_sum_assignment
+
+from otloss.solvers.matching import match
+
+
+@given(st.integers(1, 7), st.integers(1, 7), st.integers(0, 10**6), st.sampled_from([torch.float32, torch.float64]))
+@settings(max_examples=60, deadline=None)
+def test_each_is_as_cheap_as_that_of_scipy(n: int, m: int, seed: int, dtype: torch.dtype) -> None:
+    # Whole numbers with ties and both signs, so that totals are exact.
+    costs = torch.randint(-5, 6, (3, n, m), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    rows, columns = match(costs)
+    assert rows.shape == columns.shape == (3, min(n, m))
+    for cost, i, j in zip(costs, rows, columns, strict=True):
+        assert len(set(i.tolist())) == len(set(j.tolist())) == min(n, m)
+        assert i.tolist() == sorted(i.tolist())
+        best = linear_sum_assignment(cost.numpy())
+        assert float(cost[i, j].sum()) == float(cost.numpy()[best].sum())
+
+
+def test_ragged_batches_and_lists() -> None:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(5, 3), (2, 6), (4, 4), (0, 6), (6, 0)]
+    costs = [torch.randn(shape, generator=generator) for shape in shapes]
+    padded = torch.full((5, 6, 6), float("nan"))
+    for k, cost in enumerate(costs):
+        padded[k, : cost.shape[0], : cost.shape[1]] = cost
+    rows, columns = match(padded, sizes=torch.tensor(shapes))
+    assert rows.shape == (5, 4)
+    for k, ((i, j), cost) in enumerate(zip(match(costs), costs, strict=True)):
+        expected = linear_sum_assignment(cost.numpy())
+        assert i.tolist() == expected[0].tolist()
+        assert j.tolist() == expected[1].tolist()
+        assert rows[k].tolist() == [*i.tolist(), *[-1] * (4 - len(i))]
+        assert columns[k].tolist() == [*j.tolist(), *[-1] * (4 - len(j))]
+
+
+def test_forbidden_pairs_and_large_problems() -> None:
+    rng = np.random.default_rng(0)
+    cost = rng.normal(size=(200, 230))
+    cost[rng.random(cost.shape) < 0.7] = np.inf
+    rows, columns = match(torch.from_numpy(cost))
+    best = linear_sum_assignment(cost)
+    assert float(cost[rows, columns].sum()) == pytest.approx(cost[best].sum(), rel=1e-12)
+
+
+def test_bad_input() -> None:
+    good = torch.zeros(2, 3, 3)
+    forbidden = good.clone()
+    forbidden[1, :, 1:] = float("inf")
+    with pytest.raises(ValueError, match="problem 1 has no complete matching"):
+        match(forbidden)
+    for value in (float("nan"), -float("inf")):
+        wrong = good.clone()
+        wrong[1, 2, 0] = value
+        with pytest.raises(ValueError, match="problem 1 hold NaN or -inf"):
+            match(wrong)
+    with pytest.raises(ValueError, match="rows are matched with columns"):
+        match(good[0, 0])
+    with pytest.raises(ValueError, match="rows up to 3 and columns to 3"):
+        match(good, sizes=torch.tensor([[3, 3], [3, 4]]))
+    assert [t.shape for t in match(good[:0])] == [(0, 3), (0, 3)]

@@ -1,0 +1,153 @@
+"""Classification in context by models whose answers are known."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("sklearn")
+
+from otloss_llm.data import train_bpe_tokenizer  # noqa: E402
+from otloss_llm.evaluation.in_context import (  # noqa: E402
+    LabelledText,
+    _retrieve,
+    _similarities,
+    classify_in_context,
+    read_labelled_texts,
+)
+
+TRAIN = [
+    LabelledText("the film was a joy", "good"), LabelledText("a joy to watch this film", "good"),
+    LabelledText("the plot was dull and slow", "bad"), LabelledText("slow and dull as rain", "bad"),
+]  # fmt: skip
+TEST = [LabelledText("what a joy of a film", "good"), LabelledText("dull dull and slow", "bad")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_bpe_tokenizer([item.text for item in TRAIN] + ["Text: Label: good bad"] * 9, 300)
+
+
+class _Copier(torch.nn.Module):
+    """Gives the tokens seen before a high probability, the later the higher: it copies the label shown last."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model, self.config = model, model.config
+
+    def get_input_embeddings(self) -> Any:
+        return self.model.get_input_embeddings()
+
+    def get_output_embeddings(self) -> Any:
+        return self.model.get_output_embeddings()
+
+    def forward(self, input_ids: torch.Tensor, **options: Any) -> Any:
+        out = self.model(input_ids=input_ids)
+        logits = torch.zeros_like(out.logits)
+        for t in range(input_ids.shape[1]):
+            logits[:, t:].scatter_(
+                2, input_ids[:, t : t + 1, None].expand(-1, input_ids.shape[1] - t, -1), 0.1 * (t + 1)
+            )
+        out.logits = logits
+        return out
+
+
+def _model(positions: int = 256, vocab: int = 300) -> Any:
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(vocab_size=vocab, n_positions=positions, n_embd=8, n_layer=1, n_head=1)
+    return transformers.GPT2LMHeadModel(config).eval()
+
+
+def test_scores_are_the_mean_nll_of_each_prompt(tokenizer: Any) -> None:
+    model = _model()
+    found = classify_in_context(model, tokenizer, TEST, TRAIN, demonstrations=1, progress=False)
+
+    def nll(text: str) -> float:
+        ids = torch.tensor([tokenizer(text)["input_ids"]])
+        with torch.no_grad():
+            return float(model(input_ids=ids, labels=ids).loss)
+
+    for item, given in zip(TEST, found.predictions, strict=True):
+        before = _shown(item.text)
+        scores = {label: nll(f"{before}\n\nText: {item.text}\nLabel: {label}") for label in ("bad", "good")}
+        assert given == min(scores, key=scores.__getitem__)
+    assert (found.chance, found.majority, found.removed, found.shortened) == (0.5, 0.5, 0, 0)
+
+
+def _shown(text: str) -> str:
+    ((position,),), _ = _retrieve([text], TRAIN, 1, "tfidf")
+    return f"Text: {TRAIN[position].text}\nLabel: {TRAIN[position].label}"
+
+
+@pytest.mark.parametrize("retriever", ["tfidf", "bm25"])
+def test_a_model_that_copies_the_last_label_is_right_by_retrieval(tokenizer: Any, retriever: str) -> None:
+    found = classify_in_context(
+        _Copier(_model()),
+        tokenizer,
+        TEST,
+        TRAIN,
+        demonstrations=2,
+        retriever=retriever,
+        scoring="label",
+        progress=False,
+    )
+    assert found.predictions == ("good", "bad")
+    assert (found.accuracy, found.standard_error) == (1.0, 0.0)
+
+
+def test_demonstrations_that_are_the_test_text_are_left_out(tokenizer: Any) -> None:
+    nearest, removed = _retrieve([TRAIN[0].text.upper(), TEST[1].text], TRAIN, 2, "tfidf")
+    assert removed == 1
+    assert all(0 not in row or i == 1 for i, row in enumerate(nearest))
+    assert [len(row) for row in nearest] == [2, 2]
+
+
+def test_bm25_is_its_formula() -> None:
+    texts = ["aa bb bb cc", "bb dd", "cc cc cc dd ee"]
+    found = _similarities(["bb cc"], texts, "bm25")[0]
+    words = [t.split() for t in texts]
+    mean = np.mean([len(w) for w in words])
+    for row, document in zip(found, words, strict=True):
+        score = 0.0
+        for word in ("bb", "cc"):
+            held, tf = sum(word in w for w in words), document.count(word)
+            inverse = math.log(1 + (3 - held + 0.5) / (held + 0.5))
+            score += inverse * tf * 2.5 / (tf + 1.5 * (0.25 + 0.75 * len(document) / mean))
+        assert row == pytest.approx(score)
+
+
+def test_long_prompts_lose_demonstrations(tokenizer: Any) -> None:
+    found = classify_in_context(_model(32), tokenizer, TEST, TRAIN, demonstrations=4, progress=False)
+    assert found.shortened == 2
+    with pytest.raises(ValueError, match="context of 8"):
+        classify_in_context(_model(8), tokenizer, TEST, TRAIN, demonstrations=4, progress=False)
+
+
+def test_calibration_takes_out_what_a_label_has_without_the_text(tokenizer: Any) -> None:
+    found = classify_in_context(
+        _Copier(_model()), tokenizer, TEST, TRAIN, demonstrations=1, scoring="calibrated", progress=False
+    )
+    assert len(found.predictions) == 2
+
+
+def test_bad_input(tokenizer: Any, tmp_path: Path) -> None:
+    model = _model()
+    with pytest.raises(ValueError, match=r"\['fine'\] are not among the candidates"):
+        classify_in_context(model, tokenizer, [LabelledText("x", "fine")], TRAIN)
+    with pytest.raises(ValueError, match="retriever is 'dense'"):
+        classify_in_context(model, tokenizer, TEST, TRAIN, retriever="dense")
+    with pytest.raises(ValueError, match="each once"):
+        classify_in_context(model, tokenizer, TEST, TRAIN, template="{text}")
+    path = tmp_path / "task.jsonl"
+    path.write_text(json.dumps({"question": "1+1?", "choices": ["1", "2"], "answer": 1}) + "\n\n" + '{"text": "a"}\n')
+    with pytest.raises(ValueError, match="line 3: KeyError"):
+        read_labelled_texts(path)
+    path.write_text(json.dumps({"question": "1+1?", "choices": ["1", "2"], "answer": 1}))
+    assert read_labelled_texts(path) == [LabelledText("1+1?\nA. 1\nB. 2", "B")]

@@ -1,0 +1,65 @@
+"""MAUVE on shares whose curve is known, and against the published package where that is installed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from scipy.integrate import quad
+
+pytest.importorskip("sklearn")
+
+from otloss_llm.evaluation.mauve import SCALE, area_of_shares, mauve
+
+
+def test_the_area_of_two_bins_is_its_integral() -> None:
+    p, q = np.array([0.7, 0.3]), np.array([0.4, 0.6])
+
+    def point(w: float) -> tuple[float, float]:
+        r = w * p + (1 - w) * q
+        return float(np.exp(-SCALE * np.sum(q * np.log(q / r)))), float(np.exp(-SCALE * np.sum(p * np.log(p / r))))
+
+    # The area between the axes and the curve: of y over x up to the ends, and the flat and steep parts beyond them.
+    def integrand(w: float) -> float:
+        step = 1e-6
+        return point(w)[1] * (point(w - step)[0] - point(w + step)[0]) / (2 * step)
+
+    inner = quad(integrand, 2e-6, 1 - 2e-6)[0]
+    (x1, y1), (x0, y0) = point(0.0), point(1.0)
+    ends = x0 * (1 + y0) / 2 + (1 - x1) * y1 / 2
+    assert area_of_shares(p, q) == pytest.approx(inner + ends, abs=2e-3)
+    assert area_of_shares(p, q) == pytest.approx(area_of_shares(q, p), abs=1e-12)
+
+
+def test_limits_and_order() -> None:
+    p = np.array([0.5, 0.5, 0.0, 0.0])
+    assert area_of_shares(p, p) == pytest.approx(1.0)
+    near, far = np.array([0.4, 0.6, 0.0, 0.0]), np.array([0.1, 0.4, 0.25, 0.25])
+    assert 0 < area_of_shares(p, p[::-1]) < area_of_shares(p, far) < area_of_shares(p, near) < 1
+    rng = np.random.default_rng(0)
+    x, y, z = rng.normal(size=(300, 6)), rng.normal(size=(300, 6)), rng.normal(size=(300, 6)) + 1.5
+    same, other = mauve(x, y, seeds=[0, 1]), mauve(x, z, seeds=[0, 1])
+    assert same.clusters == 30
+    assert same.mean > 0.9
+    assert other.mean < same.mean - 0.2
+
+
+def test_bad_input() -> None:
+    x = np.zeros((20, 3))
+    with pytest.raises(ValueError, match=r"shapes \(20, 3\) and \(20, 2\)"):
+        mauve(x, x[:, :2])
+    with pytest.raises(ValueError, match="30 clusters for 20 and 20 texts"):
+        mauve(x, x, clusters=30)
+    with pytest.raises(ValueError, match="NaN"):
+        mauve(x, x * np.nan)
+
+
+def test_against_the_published_package() -> None:
+    published = pytest.importorskip("mauve")
+    rng = np.random.default_rng(1)
+    x, y = rng.normal(size=(400, 8)), rng.normal(size=(400, 8)) * 1.2 + 0.3
+    expected = [
+        published.compute_mauve(p_features=x, q_features=y, num_buckets=40, seed=seed, verbose=False).mauve
+        for seed in range(5)
+    ]
+    found = mauve(x, y, clusters=40)
+    assert found.mean == pytest.approx(np.mean(expected), abs=0.02)

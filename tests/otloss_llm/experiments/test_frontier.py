@@ -1,0 +1,49 @@
+"""Curves with known differences."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from otloss_llm.experiments.frontier import Frontier, at_equal_recall, over_range
+
+
+def _frontier(forward: list[float], reverse: list[float]) -> Frontier:
+    zeros = [0.0] * len(forward)
+    return Frontier([1.0] * len(forward), forward, reverse, zeros, zeros)
+
+
+def test_points_that_another_beats_are_left_out() -> None:
+    curve = _frontier([1.0, 0.9, 1.2, 1.5], [2.0, 3.0, 2.5, 1.0])  # (1.2, 2.5) is worse than (1.0, 2.0) in both
+    forward, reverse = curve.efficient()
+    assert forward.tolist() == [0.9, 1.0, 1.5]
+    assert reverse.tolist() == [3.0, 2.0, 1.0]
+    assert curve.at(1.25) == pytest.approx(1.5)
+    assert np.isnan(curve.at(np.array([0.8, 1.6]))).all()
+
+
+def test_a_shift_is_found_with_its_interval() -> None:
+    other = [_frontier([1, 2, 3], [3 + s, 2 + s, 1 + s]) for s in (0.0, 0.3, -0.2)]
+    shifts = (-0.11, -0.09, -0.10)
+    arm = [_frontier(list(o.forward), [r + s for r in o.reverse]) for o, s in zip(other, shifts, strict=True)]
+    for found in (at_equal_recall(arm, other, 1.7), over_range(arm, other)):
+        assert found is not None
+        assert found.mean == pytest.approx(-0.10)
+        assert found.high - found.mean == pytest.approx(4.302653 * 0.01 / math.sqrt(3), rel=1e-5)  # t table, 2 degrees
+        assert found.is_real
+        assert found.seeds == 3
+
+
+def test_curves_that_do_not_meet_are_not_compared() -> None:
+    low, high = [_frontier([1, 2], [2, 1])], [_frontier([3, 4], [2, 1])]
+    assert over_range(low, high) is None
+    assert at_equal_recall(low, high, 1.5) is None
+    half = over_range(low, [_frontier([1.5, 2.5], [2, 1])])
+    assert half is not None
+    assert half.share == pytest.approx(1 / 3)
+    assert half.mean == pytest.approx(-0.5)
+    assert not half.is_real  # one seed
+    with pytest.raises(ValueError, match="1 and 2 seeds"):
+        over_range(low, high * 2)
