@@ -86,7 +86,7 @@ def fused_gromov(
     C, D, M, p, q = _checked(C_x, C_y, feature_cost, p, q, alpha)
     if starts < 1 or max_iterations < 1:
         raise ValueError(f"starts is {starts} and max_iterations {max_iterations}, expected 1 or more.")
-    energy = _Energy(*(t.detach().double() for t in (C, D, M)), alpha)
+    energy = _Energy(C.detach().double(), D.detach().double(), M.detach().double(), alpha)
     a, b = p.detach().double(), q.detach().double()
     with torch.no_grad():
         found = [
@@ -180,7 +180,7 @@ def _value(
     value = energy.value(plan) + _entropy(plan, p.detach().double(), q.detach().double(), epsilon)
     if torch.is_grad_enabled() and (p.requires_grad or q.requires_grad):
         with torch.no_grad():
-            cost = _Energy(*(t.detach() for t in energy[:3]), alpha).gradient(plan)
+            cost = energy.gradient(plan)
             f, g = solve(p.detach().double(), q.detach().double(), _from_zero(cost), epsilon=epsilon).potentials
         for weights, potential in ((p, f), (q, g)):
             centred = potential - potential.mean(-1, keepdim=True)

@@ -54,8 +54,8 @@ class Perplexity:
 class SequenceScores:
     """Scores per sequence: `nll` (sequences,) float64, summed over its scored tokens; `tokens` (sequences,) int64."""
 
-    nll: Float[Tensor, "sequences"]
-    tokens: Int[Tensor, "sequences"]
+    nll: Float[Tensor, " sequences"]
+    tokens: Int[Tensor, " sequences"]
 
     @property
     def mean_nll(self) -> float:

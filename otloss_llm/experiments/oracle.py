@@ -12,6 +12,7 @@ like any other. So a source needs no end of text, and divergences are those of t
 from __future__ import annotations
 
 import copy
+import functools
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -31,9 +32,10 @@ from otloss_llm.experiments.arms import Arm, parse_arm
 from otloss_llm.experiments.frontier import Frontier
 from otloss_llm.experiments.measuring import once
 from otloss_llm.models.heads import evaluation_mode, find_head
+from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import MLE, cost_kind, needs_cost, parse_objective
 from otloss_llm.training.folders import open_run
-from otloss_llm.training.loading import fingerprint, load_cost, load_model, load_tokenizer
+from otloss_llm.training.loading import load_cost
 from otloss_llm.training.runs import train_run
 
 # Costs of other embeddings than the student's own head: name -> rows from (source's head, source, its texts).
@@ -247,6 +249,6 @@ def _measure(oracle: Oracle, own: Path, source: Any, test: Tensor, start_id: int
             "reverse_cross_entropy": precision.cross_entropy, "entropy": precision.entropy,
         }  # fmt: skip
 
-    points = [once(own / f"divergence-T{t:g}.json", lambda t=t: at(t)) for t in oracle.temperatures]
+    points = [once(own / f"divergence-T{t:g}.json", functools.partial(at, t)) for t in oracle.temperatures]
     names: Sequence[str] = ("forward", "reverse", "forward_error", "reverse_error")
     return Frontier(list(oracle.temperatures), *([point[name] for point in points] for name in names))

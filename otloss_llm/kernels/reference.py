@@ -18,7 +18,7 @@ from otloss_llm.objectives import Objective, value_of
 
 def token_values(
     logits: Float[Tensor, "tokens vocab"],
-    labels: Int[Tensor, "tokens"],
+    labels: Int[Tensor, " tokens"],
     *,
     objective: Objective,
     cost: LabelRows | FewColumns | None,
@@ -57,7 +57,7 @@ def _negative_log_likelihood(logits: Tensor, label: Tensor) -> Tensor:
 def head_logits(
     hidden: Float[Tensor, "tokens width"],
     weight: Float[Tensor, "vocab width"],
-    bias: Float[Tensor, "vocab"] | None,
+    bias: Float[Tensor, " vocab"] | None,
     *,
     scale: float = 1.0,
     softcap: float | None = None,

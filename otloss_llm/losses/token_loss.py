@@ -118,7 +118,7 @@ def linear_token_loss(
     *,
     objective: Objective,
     cost: TokenCost | None = None,
-    bias: Float[Tensor, "vocab"] | None = None,
+    bias: Float[Tensor, " vocab"] | None = None,
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
