@@ -1,7 +1,7 @@
 """Students of a source that is known exactly, and the frontier of recall and precision that each objective reaches.
 
-Text is sampled from a source model, so that its true distribution is known. A smaller student begins to learn it by
-maximum likelihood; from that one start each arm goes on with its own objective, on the same rows in the same order for
+Text is sampled from a source model, so that its true distribution is known. A smaller student first learns it by
+maximum likelihood; each arm then trains that one start with its own objective, on the same rows in the same order for
 all arms of a seed. Each trained student is then measured at several sampling temperatures
 (`otloss_llm.evaluation.divergences`, `otloss_llm.experiments.frontier`).
 
@@ -101,7 +101,7 @@ def sample_rows(
     seed: int = 0,
     batch_size: int = 256,
 ) -> Int[Tensor, "count length"]:
-    """Return rows that begin with `start_id` and go on with tokens sampled from the model's whole distribution."""
+    """Return rows of `start_id` followed by tokens that are sampled from the model's whole distribution."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     rows = []

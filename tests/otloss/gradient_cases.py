@@ -63,8 +63,8 @@ def finite_differences(case: Case, name: str) -> Tensor:
     base = loss(case.exact(case.inputs))
     first, second = found.reshape(-1, 2).unbind(-1)
     one_sided = torch.tensor([pair[1] > 0 for pair in offsets])
-    slopes = torch.where(one_sided, 4 * first - second - 3 * base, first - second) / (2 * STEP)
-    return slopes.reshape(point.shape)
+    gradient = torch.where(one_sided, 4 * first - second - 3 * base, first - second) / (2 * STEP)
+    return gradient.reshape(point.shape)
 
 
 def gradients(case: Case, dtype: torch.dtype, *, skip: tuple[str, ...] = ()) -> Inputs:
@@ -253,7 +253,7 @@ def entropic_case(
         lambda p, q, cost, **extra: value(p, q, cost, **extra, **TIGHT),
         held=marginal_penalty is None,
         # Where points are far apart, a grain in an empty bin pays for its neighbours only as long as it is smaller than
-        # exp(-2 distance / epsilon): no finite difference sees that slope of S(p, p).
+        # exp(-2 distance / epsilon): no finite difference sees that derivative of S(p, p).
         empty=empty and (function != "divergence" or share == 1.0),
         extra={"epsilon": tensor} if per == "tensor" else None,
     )

@@ -163,16 +163,16 @@ def test_early_stopping_trains_on_all_rows_for_the_best_number_of_epochs() -> No
 
 
 @pytest.mark.parametrize("calibration", ["temperature", "ordinal"])
-def test_calibration_mends_overconfidence(calibration: str) -> None:
+def test_calibration_corrects_overconfidence(calibration: str) -> None:
     """Power 1 alone drives probabilities to 0 and 1."""
     X, y = ordered_rows(900, 4)
     X = X[:, :1]
     train, test = slice(0, 600), slice(600, None)
     settings_ = {"power": 1, "cross_entropy": 0.0, "alpha": 0.01, "random_state": 0}
     raw = OrdinalClassifier(**settings_).fit(X[train], y[train])
-    mended = OrdinalClassifier(calibration=calibration, **settings_).fit(X[train], y[train])
+    corrected = OrdinalClassifier(calibration=calibration, **settings_).fit(X[train], y[train])
     scores = [
-        ranked_probability_score(model.predict_proba(X[test]), y[test], range(4)).mean() for model in (raw, mended)
+        ranked_probability_score(model.predict_proba(X[test]), y[test], range(4)).mean() for model in (raw, corrected)
     ]
     assert scores[1] < 0.9 * scores[0]
 
@@ -326,7 +326,7 @@ def test_logarithms_of_probabilities_do_not_overflow() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"model": "cumulative"}], ids=str)
-def test_scores_that_overflow_are_refused(settings: dict[str, Any]) -> None:
+def test_scores_that_overflow_raise(settings: dict[str, Any]) -> None:
     model = OrdinalClassifier(random_state=0, **settings).fit(X * 1e-3, Y)
     far = X.copy()
     far[2] = 1.7e308

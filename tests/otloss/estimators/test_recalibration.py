@@ -61,10 +61,10 @@ def test_score_on_the_own_data_is_never_worse(data: Any, shrinkage: float) -> No
     proba, y, weight, values = data
     before = rps(y, proba, values=values, sample_weight=weight)
     for family in FAMILIES[:2]:
-        mended = family(values=values, shrinkage=shrinkage).fit(proba, y, weight).predict(proba)
-        assert (mended >= 0).all()
-        np.testing.assert_allclose(mended.sum(1), 1)
-        assert rps(y, mended, values=values, sample_weight=weight) <= before * (1 + 1e-12) + 1e-15
+        corrected = family(values=values, shrinkage=shrinkage).fit(proba, y, weight).predict(proba)
+        assert (corrected >= 0).all()
+        np.testing.assert_allclose(corrected.sum(1), 1)
+        assert rps(y, corrected, values=values, sample_weight=weight) <= before * (1 + 1e-12) + 1e-15
 
 
 @pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
@@ -126,12 +126,12 @@ def test_maps_of_thresholds_are_recovered() -> None:
 def test_forecasts_that_are_too_sure_get_better_on_new_data(family: Any) -> None:
     proba, y = draw(3, 400, lambda p: p**2.5)
     new, new_y = draw(4, 4000, lambda p: p**2.5)
-    mended = family().fit(proba, y).predict(new)
-    assert rps(new_y, mended) < 0.95 * rps(new_y, new)
-    assert threshold_calibration_error(new_y, mended) < 0.5 * threshold_calibration_error(new_y, new)
+    corrected = family().fit(proba, y).predict(new)
+    assert rps(new_y, corrected) < 0.95 * rps(new_y, new)
+    assert threshold_calibration_error(new_y, corrected) < 0.5 * threshold_calibration_error(new_y, new)
 
 
-def test_a_lean_is_mended_by_maps_of_thresholds_only() -> None:
+def test_a_bias_is_corrected_by_maps_of_thresholds_only() -> None:
     proba, y = draw(5, 500, leaning)
     new, new_y = draw(6, 4000, leaning)
     truth = rps(*reversed(draw(6, 4000)))
@@ -150,32 +150,32 @@ def test_few_examples_do_little_harm_to_a_good_forecaster(n: int) -> None:
         assert np.max(after) < 1.2 * before
 
 
-def test_certain_and_wrong_forecasts_are_mended() -> None:
+def test_certain_and_wrong_forecasts_are_corrected() -> None:
     rng = np.random.default_rng(8)
     y = rng.integers(0, 3, 600)
     seen = np.where(rng.random(600) < 0.7, y, rng.integers(0, 3, 600))
-    mended = OrdinalRecalibration().fit(np.eye(3)[seen], y).predict(np.eye(3))
-    np.testing.assert_allclose(np.diag(mended), 0.8, atol=0.06)
-    assert (mended > 0).all()
+    corrected = OrdinalRecalibration().fit(np.eye(3)[seen], y).predict(np.eye(3))
+    np.testing.assert_allclose(np.diag(corrected), 0.8, atol=0.06)
+    assert (corrected > 0).all()
     # All but certain: the score is flat where the descent would start.
     nearly = softmax(12 * np.eye(3), axis=1)
-    mended = OrdinalRecalibration().fit(nearly[seen], y).predict(nearly)
-    np.testing.assert_allclose(np.diag(mended), 0.8, atol=0.06)
+    corrected = OrdinalRecalibration().fit(nearly[seen], y).predict(nearly)
+    np.testing.assert_allclose(np.diag(corrected), 0.8, atol=0.06)
 
 
 def test_least_floats_are_probabilities() -> None:
     proba = np.array([[1.0, 5e-324], [1.0, 0.0], [0.6, 0.4], [0.7, 0.3], [0.2, 0.8]])
     for y in ([0, 0, 1, 0, 1], [1, 0, 1, 0, 1]):
-        mended = OrdinalRecalibration().fit(proba, y).predict(proba)
-        assert np.isfinite(mended).all()
-        np.testing.assert_allclose(mended.sum(1), 1)
-        assert rps(y, mended) < rps(y, proba)
+        corrected = OrdinalRecalibration().fit(proba, y).predict(proba)
+        assert np.isfinite(corrected).all()
+        np.testing.assert_allclose(corrected.sum(1), 1)
+        assert rps(y, corrected) < rps(y, proba)
 
 
 def test_no_class_of_positive_probability_ends_with_none() -> None:
     proba, y = draw(9, 50, lambda p: p**4)
-    mended = OrdinalRecalibration(shrinkage=0).fit(proba, y).predict(proba)
-    assert (mended >= proba * 0.9e-3).all()
+    corrected = OrdinalRecalibration(shrinkage=0).fit(proba, y).predict(proba)
+    assert (corrected >= proba * 0.9e-3).all()
 
 
 def test_absent_classes() -> None:
@@ -183,9 +183,9 @@ def test_absent_classes() -> None:
     for seen in (0, 2, 4):
         y = np.full(30, seen)
         for family in FAMILIES:
-            mended = family().fit(proba, y).predict(proba)
-            assert np.isfinite(mended).all()
-            assert rps(y, mended) <= rps(y, proba)
+            corrected = family().fit(proba, y).predict(proba)
+            assert np.isfinite(corrected).all()
+            assert rps(y, corrected) <= rps(y, proba)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

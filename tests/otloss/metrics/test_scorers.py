@@ -84,9 +84,9 @@ def test_metadata_routing_of_weights() -> None:
         asked = scorer("ordinal_mae", labels=NAMES).set_score_request(sample_weight=True)
         model = LogisticRegression().set_fit_request(sample_weight=False)
         routed = cross_val_score(model, X, y, scoring=asked, params={"sample_weight": weight}, cv=KFold(3))
-        refused = scorer("ordinal_mae", labels=NAMES).set_score_request(sample_weight=False)
+        without_weights = scorer("ordinal_mae", labels=NAMES).set_score_request(sample_weight=False)
         with pytest.raises(TypeError, match="not routed to any object"):
-            cross_val_score(model, X, y, scoring=refused, params={"sample_weight": weight})
+            cross_val_score(model, X, y, scoring=without_weights, params={"sample_weight": weight})
     for score, (train, test) in zip(routed, KFold(3).split(X), strict=True):
         predicted = LogisticRegression().fit(X[train], y[train]).predict(X[test])
         assert score == -metrics.ordinal_mae(y[test], predicted, labels=NAMES, sample_weight=weight[test])

@@ -59,12 +59,12 @@ def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> No
     from otloss_llm.kernels import rows, rows_numba
     from otloss_llm.kernels.gradients import Gradients
 
-    def refuse(*args: Any) -> None:
+    def fail(*args: Any) -> None:
         raise AssertionError("gradient work")
 
-    monkeypatch.setattr(Gradients, "add", refuse)
+    monkeypatch.setattr(Gradients, "add", fail)
     for sweeps in (rows, rows_numba):
-        monkeypatch.setattr(sweeps, "gradient_rows", refuse)
+        monkeypatch.setattr(sweeps, "gradient_rows", fail)
     given = problem(14)
     frozen = [leaf.detach() for leaf in given.leaves()]
     for reduction in ("mean", "none"):

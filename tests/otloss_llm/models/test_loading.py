@@ -125,10 +125,10 @@ def unreachable(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """A hub that does not answer, whatever the network here is like, and an empty cache."""
     import huggingface_hub
 
-    def refuse(*args: Any, **kwargs: Any) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
         raise ConnectionError("Name or service not known")
 
-    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", refuse)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", fail)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "cache"))
 
 
