@@ -117,7 +117,7 @@ def test_elsewhere_and_back() -> None:
 @pytest.mark.parametrize(
     ("make", "error", "message"),
     [
-        (lambda: NumberCost(torch.full((3,), math.nan)), ValueError, "number"),
+        (lambda: NumberCost(torch.full((3,), math.nan)), ValueError, "all 3 values are NaN"),
         (lambda: NumberCost(torch.ones(2, 2)), ValueError, r"shape \(2, 2\)"),
         (lambda: NumberCost(torch.tensor([1.0, math.inf])), ValueError, "inf at token 1"),
         (lambda: NumberCost(torch.arange(3)), TypeError, "floating"),

@@ -42,6 +42,10 @@ class _Copier(torch.nn.Module):
         super().__init__()
         self.model, self.config = model, model.config
 
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
     def get_input_embeddings(self) -> Any:
         return self.model.get_input_embeddings()
 

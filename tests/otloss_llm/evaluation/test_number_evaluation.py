@@ -317,7 +317,7 @@ def test_invalid_number_tokens_raise() -> None:
     for values, kind, message in (
         (VALUES[:-1], ValueError, rf"values are {VOCAB - 1}, the model's head has {VOCAB} rows"),
         (VALUES.expand(2, -1), ValueError, rf"shape \(2, {VOCAB}\)"),
-        (torch.full((VOCAB,), math.nan), ValueError, f"none of the {VOCAB} values is a number"),
+        (torch.full((VOCAB,), math.nan), ValueError, f"all {VOCAB} values are NaN"),
         (infinite, ValueError, "hold inf at token 4"),
         (torch.arange(VOCAB), TypeError, "values has dtype torch.int64, expected a floating"),
         (VALUES.tolist(), TypeError, "values is a list, expected a torch.Tensor"),
