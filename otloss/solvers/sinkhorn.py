@@ -13,7 +13,7 @@ from otloss.costs import Cost, DenseCost, PointCost, as_cost, costs_within
 from otloss.solvers.entropic.dense import dense_value
 from otloss.solvers.entropic.geomloss import with_start
 from otloss.solvers.entropic.gradients import GraphState, envelope_value, implicit_state
-from otloss.solvers.entropic.potentials import Potentials, find_potentials
+from otloss.solvers.entropic.potentials import Found, Potentials, find_potentials
 from otloss.solvers.entropic.problem import EntropicProblem, Options, Settings, entropic_problem
 
 
@@ -77,11 +77,11 @@ def sinkhorn(
         (tensor(0.2522), tensor(0.4991))
     """
     settings = Settings.of(options)
-    value = dense_value(p, q, cost, epsilon=epsilon, settings=settings)
-    if value is not None:
-        return value
+    found = dense_value(p, q, cost, epsilon=epsilon, settings=settings)
+    if isinstance(found, Tensor):
+        return found
     problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
-    return solved(problem, settings).value.to(problem.dtype)
+    return solved(problem, settings, begun=found).value.to(problem.dtype)
 
 
 @eager
@@ -178,10 +178,15 @@ class Solved(NamedTuple):
 
 
 def solved(
-    problem: EntropicProblem, settings: Settings, *, symmetric: bool = False, settle: bool | None = None
+    problem: EntropicProblem,
+    settings: Settings,
+    *,
+    symmetric: bool = False,
+    settle: bool | None = None,
+    begun: Found | None = None,
 ) -> Solved:
-    """Solve a problem; `symmetric` and `settle` as for `find_potentials`."""
-    found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric, settle=settle)
+    """Solve a problem; `symmetric`, `settle` and `begun` as for `find_potentials`."""
+    found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric, settle=settle, begun=begun)
     if settings.grad == "implicit":
         state = implicit_state(problem, found)
         return Solved(found, state, state.value(problem))

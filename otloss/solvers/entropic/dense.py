@@ -2,8 +2,8 @@
 
 The general path (checks, search, value: a hundred operations on small tensors) takes longer than Sinkhorn itself on a
 batch of small problems. Here the kernel checks its arguments too, and writes the plan while its factors are in cache.
-Options, cost objects, invalid arguments, and problems that need more than plain iterations return None: they take the
-general path, which is the reference implementation.
+Options, cost objects and invalid arguments take the general path, which is the reference implementation; problems that
+need more than plain iterations continue there.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ from otloss._autograd import once_only
 from otloss._kernels import may_run_on
 from otloss._kernels.sinkhorn_call import ERROR, LEAST_EIGENVALUE, POTENTIAL_ERROR, RESOLVED, SPREAD, VALUE, run_kernel
 from otloss.solvers.entropic.gradients import SECOND_DERIVATIVE
-from otloss.solvers.entropic.potentials import LARGEST_FOR_KERNEL, LITTLE, MOST_FOR_KERNEL, PATIENCE
+from otloss.solvers.entropic.potentials import (
+    LARGEST_FOR_KERNEL,
+    LITTLE,
+    MOST_FOR_KERNEL,
+    PATIENCE,
+    Found,
+    found_by_kernel,
+)
 from otloss.solvers.entropic.problem import DEFAULT_TOLERANCE, LEAST_RATIO, WIDE_FROM, Settings, settled_from
 from otloss.solvers.histograms import MASS_TOLERANCE
 
@@ -29,8 +36,11 @@ _DTYPES = (torch.float32, torch.float64)
 _MOST_FOR_PLANS = 2**22
 
 
-def dense_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) -> Tensor | None:
-    """Return the values of plain balanced problems, with first derivatives, or None if the general path is needed."""
+def dense_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) -> Tensor | Found | None:
+    """Return the values of plain balanced problems, with first derivatives; or None if the general path is needed.
+
+    Where the problems need more than plain iterations, return where these have ended.
+    """
     if not (_is_plain(settings) and type(epsilon) in (int, float) and 0 < epsilon < float("inf")):
         return None
     if not _are_plain(p, q, cost) or epsilon < torch.finfo(p.dtype).tiny:
@@ -51,7 +61,9 @@ def dense_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) 
         mass_tolerance=MASS_TOLERANCE[p.dtype], least_ratio=LEAST_RATIO, largest_ratio=WIDE_FROM,
     )  # fmt: skip
     if not _is_solved(ends.numpy(), float(tolerance), settled, float(epsilon)):
-        return None
+        if not ends[:, ERROR].isfinite().all():  # an invalid argument, among others
+            return None
+        return found_by_kernel(f, g, ends, batch, judged=weights_graph)
     value = ends[:, VALUE].to(p.dtype).reshape(batch)
     if not (weights_graph or cost_graph):
         return value

@@ -94,7 +94,12 @@ class _Goal:
 
 
 def find_potentials(
-    problem: EntropicProblem, settings: Settings, *, symmetric: bool = False, settle: bool | None = None
+    problem: EntropicProblem,
+    settings: Settings,
+    *,
+    symmetric: bool = False,
+    settle: bool | None = None,
+    begun: Found | None = None,
 ) -> Potentials:
     """Solve for the potentials; a problem without mass on a side gets potentials of zero.
 
@@ -102,6 +107,7 @@ def find_potentials(
         symmetric: p and q are the same and so is the cost of either way; saves iterations.
         settle: whether the potentials themselves are asked for, and not only the value, which is far less sensitive;
             None where a gradient of the weights is.
+        begun: where up to PATIENCE iterations of the kernel have ended, which are not made again.
     """
     tolerance = tolerance_of(problem, settings)
     start = check_start(settings.start, problem)
@@ -113,25 +119,29 @@ def find_potentials(
         search = _by_kernel if runs_on_kernel(problem, settings.impl) else _in_logs
         from_clusters = settings.impl == "auto" and start is None and takes_clusters(problem)
         in_order = _from_clusters if from_clusters else _in_turns
-        f, g, error, iterations, uncertain = in_order(problem, start, search, goal)
+        found = (
+            in_order(problem, start, search, goal) if begun is None else _in_turns(problem, None, search, goal, begun)
+        )
+        f, g, error, iterations, uncertain = found
         check_not_too_small(problem, f, g)
         if settle and uncertain is not None:
             f, g, error, iterations, uncertain = _settled(problem, (f, g, error, iterations, uncertain), goal)
         # A value whose error is not known must be NaN.
         f, g = (potential.masked_fill(~error.isfinite().unsqueeze(-1), torch.nan) for potential in (f, g))
-        found = Potentials(f, g, error, error <= tolerance, iterations, *(uncertain or ())[:2])
-    report(found, problem, settings)
-    return found
+        answer = Potentials(f, g, error, error <= tolerance, iterations, *(uncertain or ())[:2])
+    report(answer, problem, settings)
+    return answer
 
 
-# f, g, the marginal error, iterations, and where they are known (the error of g, its spread, the least eigenvalue).
-_Found = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]
-_Search = Callable[[EntropicProblem, tuple[Tensor, Tensor] | None, "_Goal"], _Found]
+# Where a search ended: f, g, the marginal error, iterations, and where they are known (the error of g, its spread, the
+# least eigenvalue).
+Found = tuple[Tensor, Tensor, Tensor, Tensor, tuple[Tensor, Tensor, Tensor] | None]
+_Search = Callable[[EntropicProblem, tuple[Tensor, Tensor] | None, "_Goal"], Found]
 
 
 def _from_clusters(
     problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, search: _Search, goal: _Goal
-) -> _Found:
+) -> Found:
     """The search from clusters to points; the other one continues where that ends early."""
 
     def solve_clusters(between: EntropicProblem, *, tolerance: float, most: int, symmetric: bool) -> Any:
@@ -156,13 +166,16 @@ def _in_turns(
     start: tuple[Tensor, Tensor] | None,
     search: _Search,
     goal: _Goal,
-) -> _Found:
+    begun: Found | None = None,
+) -> Found:
     """Sinkhorn; after a while Newton's method, if it applies; then Sinkhorn again, in float64."""
     tolerance, most = goal.tolerance, goal.most
     newton = not goal.symmetric and _can_take_newton(problem)
     narrow = search is _in_logs and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
-    first = min(most, PATIENCE) if newton or narrow else most
-    f, g, error, iterations, uncertain = search(problem, start, dataclasses.replace(goal, most=first))
+    first = min(most, PATIENCE) if newton or narrow or begun is not None else most
+    if begun is None:
+        begun = search(problem, start, dataclasses.replace(goal, most=first))
+    f, g, error, iterations, uncertain = begun
     left = most - first
     if left == 0 or (error <= tolerance).all():  # NaN is not
         return f, g, error, iterations, uncertain
@@ -207,7 +220,7 @@ def _by_newton(
     return f, g, error, counted, uncertain
 
 
-def _settled(problem: EntropicProblem, found: _Found, goal: _Goal) -> _Found:
+def _settled(problem: EntropicProblem, found: Found, goal: _Goal) -> Found:
     """Newton's method where g is uncertain: slow modes hardly count in the marginal error."""
     f, g, error, iterations, known = found
     assert known is not None
@@ -236,7 +249,7 @@ def runs_on_kernel(problem: EntropicProblem, impl: str) -> bool:
     return impl == "auto" and able and n * m <= LARGEST_FOR_KERNEL and matrices * n * m <= MOST_FOR_KERNEL
 
 
-def _by_kernel(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> _Found:
+def _by_kernel(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> Found:
     (n, m), batch = problem.cost.shape, problem.batch
     p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
     costs = problem.cost.dense().detach()
@@ -248,14 +261,19 @@ def _by_kernel(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, go
         epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
         g=None if start is None else start[1].reshape(-1, m), **goal.options,
     )  # fmt: skip
-    error, iterations, *judged = (
+    return found_by_kernel(f, g, ends, batch, judged=goal.settled < math.inf and not goal.symmetric)
+
+
+def found_by_kernel(f: Tensor, g: Tensor, ends: Tensor, batch: torch.Size, *, judged: bool) -> Found:
+    """What `run_kernel` returned, in the shape of the problems; `judged` where it estimated the error of g."""
+    error, iterations, *known = (
         ends[:, column].reshape(batch) for column in (ERROR, ITERATIONS, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE)
     )
-    known = (judged[0], judged[1], judged[2]) if goal.settled < math.inf and not goal.symmetric else None
-    return f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long(), known
+    certainty = (known[0], known[1], known[2]) if judged else None
+    return f.reshape(*batch, -1), g.reshape(*batch, -1), error, iterations.long(), certainty
 
 
-def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> _Found:
+def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> Found:
     p, q = problem.p.detach(), problem.q.detach()
     empty = (p.sum(-1) == 0) | (q.sum(-1) == 0)
     # Uniform weights in place of zeros: the answer of that problem is replaced below.
