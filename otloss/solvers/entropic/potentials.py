@@ -270,7 +270,7 @@ def found_by_kernel(f: Tensor, g: Tensor, ends: Tensor, batch: torch.Size, *, ju
         ends[:, column].reshape(batch) for column in (ERROR, ITERATIONS, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE)
     )
     certainty = (known[0], known[1], known[2]) if judged else None
-    return f.reshape(*batch, -1), g.reshape(*batch, -1), error, iterations.long(), certainty
+    return f.reshape(*batch, f.shape[-1]), g.reshape(*batch, g.shape[-1]), error, iterations.long(), certainty
 
 
 def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal: _Goal) -> Found:
