@@ -11,8 +11,11 @@ from otloss.solvers.bounds import upper_bound as upper_bound
 from otloss.solvers.circle import wasserstein_circular as wasserstein_circular
 from otloss.solvers.entropic.potentials import ConvergenceWarning as ConvergenceWarning
 from otloss.solvers.exact import emd as emd
+from otloss.solvers.gromov import FusedGromov as FusedGromov
+from otloss.solvers.gromov import fused_gromov as fused_gromov
 from otloss.solvers.line import cdf_distance as cdf_distance
 from otloss.solvers.line import wasserstein_1d as wasserstein_1d
+from otloss.solvers.matching import match as match
 from otloss.solvers.sinkhorn import sinkhorn as sinkhorn
 from otloss.solvers.sinkhorn import sinkhorn_divergence as sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein as sliced_wasserstein
@@ -29,13 +32,16 @@ __version__ = "0.1.0"
 __all__ = [
     "Certificate",
     "ConvergenceWarning",
+    "FusedGromov",
     "Transport",
     "__version__",
     "cdf_distance",
     "costs",
     "emd",
+    "fused_gromov",
     "histogram_loss",
     "lower_bound",
+    "match",
     "nn",
     "number_token_loss",
     "ordinal_loss",

@@ -6,6 +6,15 @@ from otloss_llm.evaluation.answering import NumberTokenScores as NumberTokenScor
 from otloss_llm.evaluation.answering import answer_questions as answer_questions
 from otloss_llm.evaluation.answering import number_token_scores as number_token_scores
 from otloss_llm.evaluation.answering import score_number_labels as score_number_labels
+from otloss_llm.evaluation.divergences import TokenDivergence as TokenDivergence
+from otloss_llm.evaluation.divergences import token_divergence as token_divergence
+from otloss_llm.evaluation.in_context import InContextScores as InContextScores
+from otloss_llm.evaluation.in_context import LabelledText as LabelledText
+from otloss_llm.evaluation.in_context import classify_in_context as classify_in_context
+from otloss_llm.evaluation.in_context import read_labelled_texts as read_labelled_texts
+from otloss_llm.evaluation.mauve import Mauve as Mauve
+from otloss_llm.evaluation.mauve import mauve as mauve
+from otloss_llm.evaluation.mauve import text_features as text_features
 from otloss_llm.evaluation.numbers import NumberScores as NumberScores
 from otloss_llm.evaluation.numbers import extract_answer as extract_answer
 from otloss_llm.evaluation.numbers import final_number as final_number
@@ -24,18 +33,25 @@ from otloss_llm.evaluation.sampling import Sample as Sample
 from otloss_llm.evaluation.sampling import sample_texts as sample_texts
 
 __all__ = [
+    "InContextScores",
+    "LabelledText",
+    "Mauve",
     "NumberScores",
     "NumberTokenScores",
     "Perplexity",
     "Sample",
     "SequenceScores",
     "TextScores",
+    "TokenDivergence",
     "answer_questions",
+    "classify_in_context",
     "distinct_n",
     "extract_answer",
     "final_number",
+    "mauve",
     "number_token_scores",
     "perplexity",
+    "read_labelled_texts",
     "repetition",
     "same_answer",
     "sample_texts",
@@ -44,4 +60,6 @@ __all__ = [
     "score_texts",
     "sequence_nll",
     "style_of",
+    "text_features",
+    "token_divergence",
 ]
