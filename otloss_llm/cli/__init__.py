@@ -9,7 +9,6 @@ The module of a command is imported when it runs, so that `--help` and `--versio
 
 from __future__ import annotations
 
-import errno
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
@@ -21,7 +20,7 @@ from otloss_llm import __version__
 from otloss_llm._start import INTERRUPTED
 
 USAGE = """\
-usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options, --help_all every one)
+usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options)
 
   train      train a causal language model on text or questions with MLE, TaiLr, MixCE, EMO, number_token
   generate   sample text from a model
@@ -78,11 +77,6 @@ def _message(error: Exception) -> str | None:
     import torch
 
     text = " ".join(str(error).split())
-    if _disk_is_full(error):
-        return (
-            f"the disk is full or a quota is used up: {text}; free space and give the same command again, which "
-            "resumes from the last complete checkpoint (--save_total_limit 1 keeps fewer of them)."
-        )
     if isinstance(error, torch.OutOfMemoryError):
         return f"out of memory: {text} Use smaller batches (with --gradient_accumulation_steps) or blocks."
     if isinstance(error, ImportError):
@@ -93,23 +87,6 @@ def _message(error: Exception) -> str | None:
     if type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "huggingface_hub", "requests"):
         return f"the Hugging Face hub cannot be used: {type(error).__name__}: {text}"
     return text if isinstance(error, ValueError | TypeError | OSError) else None
-
-
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-
-
-def _disk_is_full(error: BaseException | None) -> bool:
-    """Whether a write failed for lack of space; safetensors, tokenizers and torch raise other errors than OSError."""
-    while error is not None:
-        text = str(error)
-        if isinstance(error, OSError) and error.errno in _NO_SPACE:
-            return True
-        if any(f"(os error {number})" in text for number in _NO_SPACE) or "No space left on device" in text:
-            return True
-        if isinstance(error, RuntimeError) and ("inline_container" in text or "PytorchStreamWriter" in text):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _fail(message: str, *, code: int = 2) -> int:

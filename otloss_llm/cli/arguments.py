@@ -25,6 +25,7 @@ def _option(help_text: str, default: Any = MISSING, *, choices: Sequence[str] | 
 class ModelArguments:
     """Which model."""
 
+    _argument_group_name = "model"
     model_name_or_path: str = _option("Folder (or hub name) of a causal language model to start from.")
     tokenizer_name: str | None = _option("Tokenizer, if it is not the model's own.", None)
     dtype: str | None = _option(
@@ -39,6 +40,7 @@ class ModelArguments:
 class LoraArguments:
     """An adapter instead of the whole model."""
 
+    _argument_group_name = "adapter"
     lora_r: int | None = _option(
         "Train a LoRA adapter of this rank (by PEFT) and freeze the model. The run folder then holds the adapter, "
         "which generate and evaluate load together with the model it belongs to.",
@@ -55,14 +57,15 @@ class LoraArguments:
 class TextArguments:
     """Which text, or which questions, and how they are cut."""
 
-    train_text: str | None = _option("A .txt, .md or .jsonl file, a folder of them, or a datasets name.", None)
+    _argument_group_name = "data"
+    train_text: str | None = _option("A .txt, .md or .jsonl file, or a folder of them.", None)
     train_questions: str | None = _option("Instead of text, a .jsonl file with the columns question and answer.", None)
     validation_questions: str | None = _option(
         "Likewise; default: taken from the training questions, evenly spaced.", None
     )
     train_on_question: bool = _option("Train on the tokens of the questions too, not on those of answers alone.", False)
     validation_text: str | None = _option("Likewise; default: cut off the end of the training text.", None)
-    text_column: str = _option("Column of .jsonl files and datasets.", "text")
+    text_column: str = _option("Column of .jsonl files.", "text")
     block_size: int = _option("Tokens in a training example; longer questions are left out, with a warning.", 256)
     validation_fraction: float = _option("Share cut off for validation; 0 for none.", 0.05)
 
@@ -80,6 +83,7 @@ class CompareTextArguments(TextArguments):
 class ObjectiveArguments:
     """What is minimised."""
 
+    _argument_group_name = "objective and cost"
     objective: str = _option(
         "mle, tailr:GAMMA, mixce:GAMMA, emo, emo:clip=3, emo:transport, emo:WEIGHT, number_token:WEIGHT, or emo+number "
         "(and emo+number:...).",
@@ -109,6 +113,7 @@ _POSITIVE = (
 class ObjectiveTrainingArguments(TrainingArguments):
     """The Hugging Face training arguments, with an output folder that must be named and progress bars."""
 
+    _argument_group_name = "training"
     disable_tqdm: bool | None = _option("Leave out the progress bars.", False)
     dataloader_pin_memory: bool = field(
         default_factory=torch.cuda.is_available, metadata={"help": "Pin host memory; default: if there is a GPU."}
@@ -139,6 +144,7 @@ class ObjectiveTrainingArguments(TrainingArguments):
 class GenerateArguments:
     """How text is sampled."""
 
+    _argument_group_name = "sampling"
     prompt: list[str] = field(
         default_factory=list, metadata={"help": "Prompts; without any, texts start from their beginning."}
     )
@@ -160,9 +166,9 @@ class GenerateArguments:
 class EvaluateArguments:
     """What is scored: text, answers to questions, or both."""
 
-    text: str | None = _option("A .txt, .md or .jsonl file, a folder of them, or a datasets name.", None)
-    text_column: str = _option("Column of .jsonl files and datasets.", "text")
-    split: str = _option("Split, if the text is a datasets name.", "test")
+    _argument_group_name = "evaluation"
+    text: str | None = _option("A .txt, .md or .jsonl file, or a folder of them.", None)
+    text_column: str = _option("Column of .jsonl files.", "text")
     block_size: int = _option("Tokens in a block of text; its first has no context.", 256)
     batch_size: int = _option("Blocks scored, or questions answered, at a time.", 8)
     cost_embedding: str = _option("As for train; compare models under one cost.", "model")
@@ -201,6 +207,7 @@ def _check_new_files(*paths: str | None) -> None:
 class CompareArguments:
     """What is compared, and how it is sampled."""
 
+    _argument_group_name = "comparison"
     objectives: list[str] = field(
         default_factory=lambda: ["mle", "emo"],
         metadata={

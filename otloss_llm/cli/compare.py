@@ -13,7 +13,6 @@ from otloss_llm.experiments.measuring import Data, QuestionData
 from otloss_llm.experiments.report import write_report
 from otloss_llm.models.loading import load_tokenizer
 from otloss_llm.training.loading import load_rows, read_sources
-from otloss_llm.training.token_store import TokenStore
 
 
 def run(
@@ -41,14 +40,13 @@ def run(
     )
     documents = read_sources(text_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
-    store = TokenStore(Path(args.output_dir), tokenizer, text_args.block_size)
-    train, validation, test = load_rows(tokenizer, text_args, documents, store)
+    train, validation, test = load_rows(tokenizer, text_args, documents)
     if not test:
         kind = "text" if documents is not None else "questions"
         raise ValueError(f"there is no test data; give --test_{kind} or a --test_fraction above 0.")
     kind_of_data: Any = QuestionData if documents is None else Data
     data: Data | QuestionData = kind_of_data(train, test, validation)
-    results = run_comparison(comparison, data, tokenizer, args, store=store)
+    results = run_comparison(comparison, data, tokenizer, args)
     table = write_report(results, Path(args.output_dir))
     print(f"the report is {Path(args.output_dir) / 'report.md'}", file=sys.stderr)
     return table, 1 if results["failures"] else 0

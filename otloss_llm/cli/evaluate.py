@@ -25,7 +25,7 @@ from otloss_llm.training.loading import load_cost
 def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
     """Returns what goes to stdout, and the exit code."""
     # Files are read, and answers checked, before a model is loaded.
-    texts = read_texts(args.text, split=args.split, text_column=args.text_column) if args.text else []
+    texts = read_texts(args.text, text_column=args.text_column) if args.text else []
     questions = read_questions(args.questions) if args.questions else []
     style = answer_style([question.answer for question in questions], args.answer_style) if questions else ""
     if args.num_questions is not None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
-from pathlib import Path
 from typing import Any
 
 from otloss_llm.cli.arguments import (
@@ -16,13 +15,11 @@ from otloss_llm.cli.arguments import (
     TextArguments,
 )
 from otloss_llm.costs.choice import NumberSettings, check_settings, number_tokens, settings_of_near_duplicates
-from otloss_llm.experiments.arms import parse_arm
 from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.loading import fingerprint, load_model_and_tokenizer
 from otloss_llm.objectives import cost_kind, parse_objective
 from otloss_llm.training.loading import COST_SOURCES, load_cost, load_rows, number_share, read_sources
 from otloss_llm.training.runs import train_run
-from otloss_llm.training.token_store import TokenStore
 
 
 def run(
@@ -33,7 +30,6 @@ def run(
     args: ObjectiveTrainingArguments,
 ) -> tuple[str, int]:
     """Returns what goes to stdout, and the exit code."""
-    _check_no_arm(objective_args.objective)
     objective, kind = parse_objective(objective_args.objective), cost_kind(objective_args.objective)
     numbers = NumberSettings(scaling=objective_args.number_scaling)
     check_settings(kind, numbers)
@@ -48,8 +44,7 @@ def run(
     path = model_args.model_name_or_path
     model, tokenizer = load_model_and_tokenizer(path, model_args.tokenizer_name, dtype=model_args.dtype or "float32")
     cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
-    store = TokenStore(Path(args.output_dir), tokenizer, text_args.block_size)
-    rows, validation, _ = load_rows(tokenizer, text_args, documents, store)
+    rows, validation, _ = load_rows(tokenizer, text_args, documents)
     first = args.process_index == 0
     settings: dict[str, Any] = {
         "model": path,
@@ -74,25 +69,12 @@ def run(
         model = add_adapter(model, lora, base=path, seed=args.seed)
     results = train_run(
         model, tokenizer, rows, args=args, objective=objective, cost=cost, validation=validation, settings=settings,
-        impl=objective_args.impl, chunk_size=objective_args.chunk_size, store=store,
+        impl=objective_args.impl, chunk_size=objective_args.chunk_size,
     )  # fmt: skip
     if not first:
         return "", 0
     print(f"{'model' if lora is None else 'adapter'}, tokenizer and results are in {args.output_dir}", file=sys.stderr)
     return json.dumps(results, indent=2, sort_keys=True), 0
-
-
-def _check_no_arm(objective: str) -> None:
-    """Raise ValueError that names the options of train if the objective is an arm of compare."""
-    if "/" not in objective:
-        return
-    arm = parse_arm(objective)
-    given = {"objective": arm.objective, "cost_embedding": arm.embedding, "number_scaling": arm.scaling}
-    plain = parse_arm(arm.objective)
-    defaults = {"cost_embedding": plain.embedding, "number_scaling": plain.scaling}
-    options = " ".join(f"--{name} {value}" for name, value in given.items() if value != defaults.get(name))
-    sampling = "" if arm.temperature == 1.0 else f" (and generate with --temperature {arm.temperature:g})"
-    raise ValueError(f"objective {objective!r} is an arm of compare; to train it here, give {options}{sampling}.")
 
 
 def _lora(asked: LoraArguments) -> Lora | None:

@@ -1,11 +1,10 @@
-"""Documents (strings): read from files, folders and Hugging Face datasets, and split without overlap."""
+"""Documents (strings): read from files and folders, and split without overlap."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import math
-import re
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate
 from pathlib import Path
@@ -14,19 +13,17 @@ from typing import Any
 import numpy as np
 
 TEXT_SUFFIXES = (".txt", ".md", ".jsonl")
-DATASET_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?(:.+)?", re.ASCII)
-_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
-def read_texts(source: str | Path, *, split: str = "train", text_column: str = "text") -> list[str]:
+def read_texts(source: str | Path, *, text_column: str = "text") -> list[str]:
     """Read `source` into a list of documents.
 
     `source` is a file (`.txt` or `.md`: the whole file is one document; `.jsonl`: one document per line, from
-    `text_column`), a folder (every such file below it, sorted by path), or else the name of a Hugging Face dataset
-    (`name` or `name:config`), of which `split` is read. Blank documents are left out. Line ends are read as LF.
+    `text_column`), or a folder (every such file below it, sorted by path). Blank documents are left out. Line ends are
+    read as LF. A Hugging Face dataset is written to such a file by its `to_json`.
 
-    Raises FileNotFoundError if there is neither such a path nor such a dataset, and ValueError if the source is blank,
-    not UTF-8, not JSON, or lacks the column.
+    Raises FileNotFoundError if there is no such path, and ValueError if the source is blank, not UTF-8, not JSON, or
+    lacks the column.
 
     >>> import tempfile, pathlib
     >>> folder = pathlib.Path(tempfile.mkdtemp())
@@ -43,10 +40,8 @@ def read_texts(source: str | Path, *, split: str = "train", text_column: str = "
         documents = [text for file in files for text in _read_file(file, text_column)]
     elif path.is_file():
         documents = _read_file(path, text_column)
-    elif path.suffix in TEXT_SUFFIXES or not DATASET_NAME.fullmatch(str(source)):
-        raise FileNotFoundError(f"there is no file or folder {str(source)!r} in {Path.cwd()}; check the path.")
     else:
-        documents = _read_dataset(str(source), split=split, text_column=text_column)
+        raise FileNotFoundError(f"there is no file or folder {str(source)!r} in {Path.cwd()}; check the path.")
     documents = [text for text in documents if text.strip()]
     if not documents:
         raise ValueError(f"{str(source)!r} holds no text but whitespace; give a source with at least one document.")
@@ -92,47 +87,13 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def column_text(record: dict[str, Any], column: str, place: str) -> str:
-    """The string in a column of a record; raises ValueError if there is none, or if it is not valid Unicode."""
+    """The string in a column of a record; raises ValueError if there is none."""
     if column not in record:
         raise ValueError(f"{place} has no column {column!r}, found {sorted(record)}; name the right one.")
     value = record[column]
     if not isinstance(value, str):
         raise ValueError(f"{place}: column {column!r} is {value!r}, expected a string.")
-    half = _SURROGATE.search(value)
-    if half is not None:  # JSON can encode it, no tokenizer can read it
-        raise ValueError(
-            f"{place}: column {column!r} has {half.group()!r} at character {half.start()}, half of a surrogate pair; "
-            "write the whole pair, or leave it out."
-        )
     return value
-
-
-def _read_dataset(source: str, *, split: str, text_column: str) -> list[str]:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ImportError(
-            f"{source!r} is no local path, and to read it as a Hugging Face dataset the datasets package is missing: "
-            f'pip install "otloss[data]"'
-        ) from error
-    name, _, config = source.partition(":")
-    try:
-        rows = datasets.load_dataset(name, config or None, split=split)
-    except (FileNotFoundError, ConnectionError) as error:  # not on the hub, or no hub
-        raise FileNotFoundError(
-            f"{source!r} is neither a local file or folder (looked in {Path.cwd()}) nor a dataset that can be loaded: "
-            f"load_dataset({name!r}, {config or None!r}, split={split!r}) failed with: {str(error).rstrip('.')}. "
-            f"Check the spelling, or download the text and give its path."
-        ) from error
-    if text_column not in rows.column_names:
-        raise ValueError(
-            f"dataset {source!r} has no column {text_column!r}, found {rows.column_names}; "
-            f"name the right one in text_column."
-        )
-    texts = list(rows[text_column])
-    return [
-        column_text({text_column: text}, text_column, f"dataset {source!r}, row {i}") for i, text in enumerate(texts)
-    ]
 
 
 def split_documents(documents: Iterable[str], fractions: Mapping[str, float], *, seed: int = 0) -> dict[str, list[str]]:

@@ -32,7 +32,6 @@ from otloss_llm.objectives import cost_kind, parse_objective
 from otloss_llm.training.folders import open_run
 from otloss_llm.training.loading import load_cost, number_share
 from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
-from otloss_llm.training.token_store import TokenStore
 
 HUMAN, START, RIGHT = "text itself", "start model", "right answer"
 
@@ -82,7 +81,6 @@ def run_comparison(
     args: TrainingArguments,
     *,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
-    store: TokenStore | None = None,
 ) -> dict[str, Any]:
     """Train and measure every arm and seed in folders below `args.output_dir`; return all results.
 
@@ -92,7 +90,6 @@ def run_comparison(
     Args:
         args: training arguments of each arm; `output_dir` and `seed` are set per run.
         say: receives one line per run.
-        store: of the tokenised text, written to the folder once that is known to be this comparison's.
 
     Returns:
         `{"settings": ..., "environment": ..., "prompts": ..., "reference": ..., "start": ..., "runs": [...],
@@ -122,8 +119,6 @@ def run_comparison(
     )
     training = {key: value for key, value in decisive_settings(args).items() if key != "seed"}
     open_run(folder, settings | training)
-    if store is not None:
-        store.write()
     reference = bench.reference(folder)
     before = bench.measure(folder / "start", start, temperature=1.0, seed=0)
     del start
@@ -212,15 +207,11 @@ def _bench(
     if comparison.judge is not None:
         judge = (load_model(comparison.judge), load_tokenizer(comparison.judge))
         settings["judge_fingerprint"] = fingerprint(judge[0].named_parameters())
-        if settings["judge_fingerprint"] == settings["start_fingerprint"]:
-            say("note: the judge is the start model itself, not an independent model")
     bench = TextBench(
         data, tokenizer, cost=load_cost("model", start), judge=judge, prompt_tokens=comparison.prompt_tokens,
         samples_per_prompt=comparison.samples_per_prompt, **shared,
     )  # fmt: skip
     settings |= settings_of_near_duplicates(bench.cost)
-    if len(data.test) < comparison.num_prompts:
-        say(f"note: the test text has {len(data.test)} blocks, so {len(data.test)} prompts")
     return bench
 
 

@@ -141,23 +141,13 @@ def markdown_table(results: dict[str, Any]) -> str:
     """One row per arm, one for the start, and for text one for the text itself; without empty columns."""
     summary = summarise(results)
     columns = [column for column in COLUMNS if any(column[0] in row for row in summary.values())]
-    headings = [heading + _counts(key, summary, results["runs"]) for key, heading, _ in columns]
-    lines = [f"| arm | {' | '.join(headings)} |", "|---|" + "---:|" * len(columns)]
+    lines = [f"| arm | {' | '.join(heading for _, heading, _ in columns)} |", "|---|" + "---:|" * len(columns)]
     rows = {START: _single(results["start"])} | summary
     if "questions" not in results:
         rows[HUMAN] = _single(results["reference"])
     for arm, row in rows.items():
         lines.append(f"| {arm} | " + " | ".join(_cell(row.get(key), form) for key, _, form in columns) + " |")
     return "\n".join(lines) + "\n"
-
-
-def _counts(key: str, summary: dict[str, dict[str, Any]], runs: list[dict[str, Any]]) -> str:
-    """The number of number tokens that a column covers, and of arms if it does not have all."""
-    tokens = {run["number_tokens"] for run in runs if key.startswith("number_token_") and "number_tokens" in run}
-    have = sum(key in row for row in summary.values())
-    counts = [f"n = {min(tokens)}"] if len(tokens) == 1 else []
-    counts += [f"{have} of {len(summary)} arms"] if have < len(summary) else []
-    return f" ({', '.join(counts)})" if counts else ""
 
 
 def _single(scores: dict[str, Any]) -> dict[str, tuple[float, float]]:

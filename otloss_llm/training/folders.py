@@ -4,7 +4,6 @@ run.json        the settings, written first; only a run with the same settings m
 checkpoint-N/   of the Hugging Face Trainer; complete once its trainer_state.json exists, which is written last
 log.json        the log, written when the run has finished
 results.json    the results, written last
-tokens-*.npz    the tokenised text (`otloss_llm.training.token_store`), which may be deleted
 """
 
 from __future__ import annotations
@@ -18,7 +17,6 @@ from typing import Any
 
 SETTINGS_FILE, RESULTS_FILE, LOG_FILE = "run.json", "results.json", "log.json"
 STATE_FILE = "trainer_state.json"
-TOKENS_PREFIX = "tokens-"
 
 
 @contextmanager
@@ -86,10 +84,10 @@ def make_folder(folder: Path) -> None:
 
 
 def _kept_files(folder: Path) -> list[str]:
-    """Names of all files except the settings, tokenised text, and files that a killed process left incomplete."""
+    """Names of all files except the settings and those that a killed process left incomplete."""
     needless = {SETTINGS_FILE, *(checkpoint.name for checkpoint in incomplete_checkpoints(folder))}
     names = sorted({file.name for file in folder.iterdir()} - needless)
-    return [name for name in names if ".partial-" not in name and not name.startswith(TOKENS_PREFIX)]
+    return [name for name in names if ".partial-" not in name]
 
 
 def _check_same_settings(folder: Path, before: dict[str, Any], now: dict[str, Any]) -> None:

@@ -18,7 +18,6 @@ from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels,
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import load_model
 from otloss_llm.objectives import cost_kind
-from otloss_llm.training.token_store import TokenStore
 
 COST_SOURCES = ("model", "as-is", "random", "shuffled")
 
@@ -126,13 +125,13 @@ def read_sources(asked: Any) -> Documents | None:
             read_questions(source)
         return None
     return {
-        part: None if source is None else read_texts(source, split=part, text_column=asked.text_column)
+        part: None if source is None else read_texts(source, text_column=asked.text_column)
         for part, source in sources.items()
     }
 
 
 def load_rows(
-    tokenizer: Any, asked: Any, documents: Documents | None, store: TokenStore
+    tokenizer: Any, asked: Any, documents: Documents | None
 ) -> (
     tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]
     | tuple[AnsweredQuestions, AnsweredQuestions | None, list[Question]]
@@ -144,7 +143,6 @@ def load_rows(
     Args:
         asked: as in `read_sources`.
         documents: what `read_sources` returned.
-        store: tokenises text, or reads the ids that it kept of the same text.
 
     Raises:
         ValueError: nothing is left to train on.
@@ -164,11 +162,11 @@ def load_rows(
     assert documents["train"] is not None
     given = {part: texts for part, texts in documents.items() if part != "train" and texts is not None}
     first, *cut = split_blocks(
-        store.pack(documents["train"]),
+        PackedBlocks.from_texts(documents["train"], tokenizer, asked.block_size),
         **{f"{part}_fraction": 0.0 if part in given else share for part, share in shares.items()},
     )
     parts = {part: blocks if len(blocks) else None for part, blocks in zip(shares, cut, strict=True)}
-    parts |= {part: store.pack(texts) for part, texts in given.items()}
+    parts |= {part: PackedBlocks.from_texts(texts, tokenizer, asked.block_size) for part, texts in given.items()}
     return first, parts["validation"], parts["test"]
 
 

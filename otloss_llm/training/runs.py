@@ -32,7 +32,6 @@ from otloss_llm.training.folders import (
     open_run,
     write_json,
 )
-from otloss_llm.training.token_store import TokenStore
 from otloss_llm.training.trainer import ObjectiveTrainer
 
 Rows = PackedBlocks | AnsweredQuestions  # what can be trained and evaluated on
@@ -107,7 +106,6 @@ def train_run(
     impl: str = "auto",
     chunk_size: int | None = None,
     bar: str | None = None,
-    store: TokenStore | None = None,
 ) -> dict[str, Any]:
     """Train `model` in `args.output_dir`, resuming from the last complete checkpoint of the same run.
 
@@ -116,7 +114,6 @@ def train_run(
     Args:
         settings: what identifies the run beside the training arguments (model, text fingerprint, objective).
         bar: label of one progress bar that replaces the trainer's own output.
-        store: written to the folder once that is known to be this run's.
 
     Returns:
         The results, as in `results.json`: steps, means over the training, the evaluation on `validation`, and
@@ -150,8 +147,6 @@ def train_run(
         finished = open_run(folder, settings | decisive_settings(args))
         for checkpoint in incomplete_checkpoints(folder):
             shutil.rmtree(checkpoint, ignore_errors=True)  # or save_total_limit would count it
-        if store is not None and args.process_index == 0:
-            store.write()
     if finished is not None:
         if bar is None:
             logger.warning("%s holds this run, finished: nothing is trained again", folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import shutil
@@ -37,27 +36,16 @@ from tests.otloss_llm.conftest import (  # noqa: E402
 )
 
 
-@pytest.mark.parametrize("command", ["train", "generate"])
-def test_help_lists_the_options_on_stdout(cli: Cli, command: str) -> None:
+@pytest.mark.parametrize("command", ["train", "compare", "evaluate", "generate"])
+def test_help_lists_the_options(cli: Cli, command: str) -> None:
     ended = cli(command, "--help")
-    assert ended.code == 0
-    assert f"python -m otloss_llm {command}" in ended.out
-    assert "--model_name_or_path" in ended.out
-    assert ("--learning_rate" in ended.out) == (command in ("train", "compare"))
-    assert ended.err == ""
-
-
-def test_help_is_short_and_in_groups_and_shows_choices(cli: Cli) -> None:
-    short, whole = cli("train", "--help").out, cli("train", "--help_all").out
-    assert len(short.splitlines()) < 180 < len(whole.splitlines())
-    for title in ("model:", "data:", "objective and cost:", "training:", "output and seed:"):
-        assert f"\n{title}\n" in short
-    for shown in ("{auto,reference,chunked,triton}", "--learning_rate X"):
-        assert shown in short
-    assert "--ddp_backend" in whole
-    assert "--ddp_backend" not in short
-    for command in ("train", "compare", "evaluate", "generate"):  # our own options are never hidden
-        assert "\nfurther options:" not in cli(command, "--help").out, "an option of ours is in no group"
+    assert (ended.code, ended.err) == (0, "")
+    trains = command in ("train", "compare")
+    shown = ["--model_name_or_path", *(["--learning_rate", "--block_size"] if trains else ["--max_new_tokens"])]
+    assert all(option in ended.out for option in shown)
+    assert ("transformers.TrainingArguments" in ended.out) == trains
+    assert "--ddp_backend" not in ended.out, "the less common training arguments are hidden"
+    assert "{auto,reference,chunked,triton}" in ended.out or command != "train"
 
 
 def test_version_usage_and_missing_options(cli: Cli, tiny: Tiny) -> None:
@@ -72,7 +60,7 @@ def test_version_usage_and_missing_options(cli: Cli, tiny: Tiny) -> None:
     assert "nonsense" in cli("nonsense").error
 
 
-@pytest.mark.parametrize("objective", ["tailr:0.3", "mixce", "emo"])
+@pytest.mark.parametrize("objective", ["tailr:0.3", "emo"])
 def test_train_lowers_nll_and_leaves_a_model_that_loads(cli: Cli, tiny: Tiny, tmp_path: Path, objective: str) -> None:
     ended = cli(*train_options(tiny, tmp_path / "run", objective=objective, max_steps=25))
     results = ended.json  # stdout holds nothing else
@@ -82,17 +70,14 @@ def test_train_lowers_nll_and_leaves_a_model_that_loads(cli: Cli, tiny: Tiny, tm
     assert results["steps"] == 25
     assert results["eval_nll"] < log[0]["nll"] - 0.5
     assert "'nll'" in ended.err, "the trainer's log goes to stderr"
+    steps = [entry for entry in log if "loss" in entry]  # one for every 5 steps, and before the last checkpoint
+    assert [entry["step"] for entry in steps] == [4, 5, 8, 10, 12, 15, 16, 20, 24, 25]
+    for key in ("loss", "nll", "transport_cost"):
+        if key in steps[0]:
+            expected = np.average([entry[key] for entry in steps], weights=np.diff([0, *(e["step"] for e in steps)]))
+            assert results[f"train_{key}"] == pytest.approx(expected, rel=1e-5)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run")
     assert len(transformers.AutoTokenizer.from_pretrained(tmp_path / "run")) <= model.config.vocab_size
-
-
-def test_results_are_means_over_all_steps(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    coarse = cli(*train_options(tiny, tmp_path / "a", max_steps=7, save_steps=3, logging_steps=100)).json
-    cli(*train_options(tiny, tmp_path / "b", max_steps=7, save_steps=100, logging_steps=1))
-    steps = [entry for entry in read(tmp_path / "b/log.json") if "loss" in entry]
-    assert len(steps) == 7
-    for key in ("loss", "nll", "transport_cost"):
-        assert coarse[f"train_{key}"] == pytest.approx(np.mean([entry[key] for entry in steps]), rel=1e-5)
 
 
 def test_bf16_and_epochs_and_best_checkpoint(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -137,35 +122,21 @@ def test_generate_writes_the_same_samples_to_stdout_and_file(cli: Cli, tiny: Tin
 # ---- bad input: name -> (options that change a good training, what the message has to say) -------------------
 
 BAD_TEXTS = {
-    "empty.txt": b"",
     "blank.txt": b" \n\t\n",
-    "latin.txt": b"caf\xe9",
     "short.txt": b"too short",
-    "x.csv": b"a",
 }
 BAD_TRAININGS: dict[str, tuple[dict[str, object], list[str]]] = {
     "no text": ({"train_text": ""}, ["neither of --train_text and --train_questions"]),
-    "missing text": ({"train_text": "nothing.txt"}, ["nothing.txt", "no file"]),
-    "not UTF-8": ({"train_text": "latin.txt"}, ["latin.txt", "UTF-8", "0xe9", "iconv"]),
     "short text": ({"train_text": "short.txt"}, ["block", str(BLOCK)]),
-    "no text file": ({"train_text": "x.csv"}, [".csv", ".txt"]),
     "unknown objective": ({"objective": "mlee"}, ["mlee", "mixce"]),
-    "arm of compare": (
-        {"objective": "emo+number/random/log"},
-        ["arm of compare", "--objective emo+number --cost_embedding random --number_scaling log."],
-    ),
-    "arm with a temperature": ({"objective": "mle/T=0.8"}, ["--objective mle (and generate with --temperature 0.8)"]),
     "gamma out of range": ({"objective": "mixce:2"}, ["2", "[0, 1]"]),
     "unknown kernel": ({"impl": "cudnn"}, ["cudnn", "chunked"]),
     "unknown option": ({"max_step_s": 3}, ["--max_step_s", "--max_steps"]),
     "no steps": ({"max_steps": 0}, ["max_steps", "0"]),
-    "no epochs": ({"max_steps": -1, "num_train_epochs": 0}, ["num_train_epochs"]),
     "no batch": ({"per_device_train_batch_size": 0}, ["per_device_train_batch_size", "0"]),
     "resume by hand": ({"resume_from_checkpoint": "x"}, ["resume_from_checkpoint", "same command"]),
-    "block of one": ({"block_size": 1}, ["block_size", "1", "2"]),
     "block beyond context": ({"block_size": CONTEXT + 1}, ["block_size", str(CONTEXT + 1), str(CONTEXT)]),
     "missing embedding": ({"cost_embedding": "none.npy"}, ["none.npy"]),
-    "label smoothing": ({"label_smoothing_factor": 0.1}, ["label_smoothing_factor"]),
     "output is a file": ({"output_dir": "short.txt"}, ["short.txt", "output folder"]),
     "output holds a model": ({"output_dir": "other"}, ["other", "no run of ours"]),
     "model nowhere": ({"model_name_or_path": "./no/such/model"}, ["./no/such/model", "folder"]),
@@ -197,9 +168,7 @@ BAD_COMPARISONS: dict[str, tuple[dict[str, object], list[str]]] = {
     "same arm twice": ({"objectives": ["mle", "mle"]}, ["mle", "once"]),
     "same arm under two names": ({"objectives": ["emo", "emo:ratio"]}, ["emo:ratio", "once"]),
     "same seed twice": ({"seeds": [3, 3]}, ["seeds", "[3, 3]"]),
-    "no prompts": ({"num_prompts": 0}, ["num_prompts", "0"]),
     "samples too long": ({"max_new_tokens": 100}, ["max_new_tokens", str(BLOCK)]),
-    "unknown arm": ({"objectives": ["mle", "emoo"]}, ["emoo"]),
     "judge missing": ({"judge": "./no/such/judge"}, ["no/such/judge"]),
     "no test text": ({"test_fraction": 0}, ["test"]),
 }
@@ -220,7 +189,6 @@ def test_invalid_comparisons_print_one_line_before_training(
 def test_invalid_generations_print_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     given = ["generate", *options(model_name_or_path=tiny.gpt2)]
     assert "context" in cli(*given, *options(max_new_tokens=CONTEXT + 1)).error
-    assert "temperature" in cli(*given, *options(temperature=-1)).error
     assert "no.txt" in cli(*given, *options(prompts_file="no.txt")).error
     (tmp_path / "there.jsonl").write_text("mine", encoding="utf-8")
     assert "there.jsonl" in cli(*given, *options(output_file=tmp_path / "there.jsonl")).error
@@ -238,16 +206,6 @@ def test_divergence_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     assert not (tmp_path / "run/results.json").exists()
 
 
-def test_out_of_memory_is_no_traceback(cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*args: object, **kwargs: object) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
-
-    monkeypatch.setattr("otloss_llm.training.trainer.ObjectiveTrainer.compute_loss", full)
-    error = cli(*train_options(tiny, tmp_path / "run")).error
-    assert "2.00 GiB" in error
-    assert "batches" in error
-
-
 @pytest.mark.parametrize("command", ["train", "compare", "evaluate"])
 def test_a_wrong_text_is_found_before_a_model_is_loaded(
     cli: Cli, tiny: Tiny, bad: Path, monkeypatch: pytest.MonkeyPatch, command: str
@@ -261,22 +219,6 @@ def test_a_wrong_text_is_found_before_a_model_is_loaded(
     for text, said in (("nothing.txt", "no file"), ("blank.txt", "whitespace"), ("void", "holds no .txt")):
         given = {"model_name_or_path": tiny.llama, source: text} | rest
         assert said in cli(command, *options(**given)).error
-
-
-def test_a_full_disk_is_one_line(cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = (
-        OSError(errno.ENOSPC, "No space left on device"),
-        Exception("I/O error: No space left on device (os error 28)"),  # as safetensors and tokenizers say it
-        RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 704 vs 598"),  # as torch.save does
-    )
-    for error in errors:
-
-        def full(*args: object, error: Exception = error, **kwargs: object) -> None:
-            raise error
-
-        monkeypatch.setattr("otloss_llm.evaluation.sampling.sample_texts", full)
-        said = cli("generate", *options(model_name_or_path=tiny.gpt2)).error
-        assert "disk is full" in said
 
 
 def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:

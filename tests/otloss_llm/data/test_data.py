@@ -57,8 +57,6 @@ def test_folder_is_read_recursively_in_order(tmp_path):
         ("a.csv", b"text", r"ends in '\.csv', expected one of"),
         ("a.jsonl", b'{"text": "x"}\n{"body": "y"}', r"line 2 has no column 'text', found \['body'\]"),
         ("a.jsonl", b'{"text": "x"}\n\n{"text": ', "line 3 is not JSON"),
-        ("a.jsonl", b'["x"]', r"line 1 is list .*expected a JSON object"),
-        ("a.jsonl", b'{"text": 7}', "line 1: column 'text' is 7, expected a string"),
     ],
 )
 def test_bad_files_are_named(tmp_path, name, content, message):
@@ -70,47 +68,8 @@ def test_bad_files_are_named(tmp_path, name, content, message):
 def test_missing_path_and_empty_folder(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"no file or folder 'nowhere/a\.txt'"):
         read_texts("nowhere/a.txt")
-    for absent in (tmp_path / "absent", "./absent", "~/absent", "a/b/c", "my corpus"):  # no dataset has such a name
-        with pytest.raises(FileNotFoundError, match="no file or folder"):
-            read_texts(absent)
     with pytest.raises(ValueError, match=r"holds no \.txt, \.md, \.jsonl file"):
         read_texts(tmp_path)
-
-
-class FakeRows(dict):
-    @property
-    def column_names(self):
-        return list(self)
-
-
-def test_dataset_by_name(monkeypatch):
-    datasets = pytest.importorskip("datasets")
-    calls = []
-
-    def load_dataset(name, config, *, split):
-        calls.append((name, config, split))
-        return FakeRows(text=["one", "", "two"], label=[0, 1, 2])
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    assert read_texts("wikitext:wikitext-2-raw-v1", split="test") == ["one", "two"]
-    assert read_texts("user/corpus") == ["one", "two"]
-    assert calls == [("wikitext", "wikitext-2-raw-v1", "test"), ("user/corpus", None, "train")]
-    with pytest.raises(ValueError, match=r"no column 'body', found \['text', 'label'\]"):
-        read_texts("wikitext", text_column="body")
-    with pytest.raises(ValueError, match="row 0: column 'label' is 0, expected a string"):
-        read_texts("wikitext", text_column="label")
-
-
-@pytest.mark.parametrize("error", [ConnectionError("no hub"), FileNotFoundError("not there")])
-def test_dataset_that_cannot_be_reached(monkeypatch, error):
-    datasets = pytest.importorskip("datasets")
-
-    def load_dataset(*_, **__):
-        raise error
-
-    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    with pytest.raises(FileNotFoundError, match=r"'nosuch:x' is neither a local file .* load_dataset\('nosuch', 'x'"):
-        read_texts("nosuch:x")
 
 
 # split_documents
@@ -156,15 +115,6 @@ def test_tokenizer_gives_every_text_back(tokenizer):
     assert 257 < len(tokenizer) <= 300
 
 
-def test_tokenizer_bad_arguments():
-    with pytest.raises(ValueError, match="vocab_size is 256, expected at least 257"):
-        train_bpe_tokenizer(TEXTS, 256)
-    with pytest.raises(ValueError, match="the 2 texts hold nothing"):
-        train_bpe_tokenizer(["", " "], 300)
-    with pytest.raises(TypeError, match="one string"):
-        train_bpe_tokenizer("text", 300)
-
-
 # PackedBlocks
 
 
@@ -208,10 +158,10 @@ def test_blocks_begin_documents_with_bos_if_the_tokenizer_does():
 def test_blocks_bad_input(tokenizer):
     with pytest.raises(ValueError, match=r"the text is 2 tokens long .* one block of 8; give more text"):
         PackedBlocks.from_texts(["a"], tokenizer, 8)
-    with pytest.raises(ValueError, match="the text is 0 tokens long"):
-        PackedBlocks.from_texts([], tokenizer, 8)
     with pytest.raises(ValueError, match="block_size is 1, expected 2 or more"):
         PackedBlocks.from_texts(TEXTS, tokenizer, 1)
+    with pytest.raises(ValueError, match="vocab_size is 256, expected at least 257"):
+        train_bpe_tokenizer(TEXTS, 256)
     with pytest.raises(TypeError, match=r"one string, expected a list of documents; pass \[text\]"):
         PackedBlocks.from_texts("text", tokenizer, 8)
     with pytest.raises(ValueError, match=r"shape \(4,\) and dtype torch.int64"):

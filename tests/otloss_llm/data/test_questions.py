@@ -21,7 +21,6 @@ from otloss_llm.data.questions import (  # noqa: E402
     spread,
 )
 from otloss_llm.evaluation import sample_texts  # noqa: E402
-from tests.otloss_llm.training.trainer_cases import WARNINGS, arguments  # noqa: E402
 
 DATA = Path(__file__).parents[4] / "shared/data"
 GSM8K, MATHEMATICS = DATA / "math/gsm8k-train.jsonl", DATA / "math/mathematics-interpolate.jsonl"
@@ -58,19 +57,12 @@ def test_read_what_was_written(tmp_path: Path) -> None:
 GOOD = {"question": "q", "answer": "1"}
 BAD_FILES: dict[str, tuple[tuple[object, ...], str]] = {
     "no JSON": ((GOOD, "{not"), r"line 2 is not JSON .*one object per line"),
-    "no object": ((GOOD, "", [1]), r"line 3 is list .*expected a JSON object"),
     "no column": (
         (GOOD, {"question": "q", "reply": "1"}),
         r"line 2 has no column 'answer', found \['question', 'reply'\]",
     ),
     "blank answer": (({"question": "q", "answer": " \n"},), r"line 1: column 'answer' is ' \\n', expected a string"),
-    "number as answer": (({"question": "q", "answer": 72},), r"line 1: column 'answer' is 72, expected a string"),
     "kind no text": ((GOOD | {"module": 3},), r"line 1: column 'module' is 3"),
-    "half a character": (
-        ('{"question": "q", "answer": "72 \\ud800"}',),
-        r"line 1: column 'answer' has '\\ud800' at character 3, half of a surrogate pair",
-    ),
-    "nothing": (("", " "), r"holds no question"),
 }
 
 
@@ -86,9 +78,6 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         read_questions(tmp_path / "none.jsonl")
     with pytest.raises(ValueError, match=r"q\.csv' is no \.jsonl file"):
         read_questions(write(tmp_path / "q.csv", "question,answer"))
-    (tmp_path / "latin.jsonl").write_bytes(b'{"question": "caf\xe9"}')
-    with pytest.raises(ValueError, match="not UTF-8: byte 0xe9 at offset 17"):
-        read_questions(tmp_path / "latin.jsonl")
 
 
 @pytest.mark.skipif(not GSM8K.is_file(), reason="no questions at hand")
@@ -169,41 +158,9 @@ def test_batches_are_padded_to_their_longest(tokenizer: Any) -> None:
 
 
 def test_invalid_rows_raise(tokenizer: Any) -> None:
-    with pytest.raises(ValueError, match="empty list"):
-        AnsweredQuestions.from_questions([], tokenizer, max_length=8)
-    with pytest.raises(ValueError, match="max_length is 1"):
-        AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=1)
-    with pytest.raises(ValueError, match="1 prompts and 2 answers"):
-        AnsweredQuestions([[1]], [[2], [3]])
     with pytest.raises(ValueError, match="row 1 has an empty prompt or answer"):
         AnsweredQuestions([[1], []], [[2], [3]])
     without_end = train_bpe_tokenizer(["a b"], 257)
     without_end.eos_token = None
     with pytest.raises(ValueError, match="no EOS token to end an answer"):
         AnsweredQuestions.from_questions(SUMS, without_end, max_length=64)
-
-
-class TestTraining:
-    """A row is learnt by the trainer, answers alone."""
-
-    pytestmark = WARNINGS
-
-    def test_sums_are_learnt_by_heart(self, tokenizer: Any, tmp_path: Path) -> None:
-        from otloss_llm import ObjectiveTrainer
-        from otloss_llm.evaluation import answer_questions, score_answers
-
-        torch.manual_seed(0)
-        settings = {"vocab_size": len(tokenizer), "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
-        ends = {"bos_token_id": 0, "eos_token_id": 0, "pad_token_id": 0}
-        model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**settings, **ends))
-        rows = AnsweredQuestions.from_questions(SUMS, tokenizer, max_length=32)
-        made = ObjectiveTrainer(
-            model=model, args=arguments(tmp_path, max_steps=120, per_device_train_batch_size=8, max_grad_norm=1.0),
-            objective="mle", train_dataset=rows, eval_dataset=rows, data_collator=pad_questions,
-        )  # fmt: skip
-        made.train()
-        expected = [question.answer for question in SUMS]
-        answers = answer_questions(model, tokenizer, SUMS, max_new_tokens=6, batch_size=3, progress=False)
-        scores = score_answers(answers, expected, style="mathematics", kinds=[question.kind for question in SUMS])
-        assert (scores.exact_match, scores.number_accuracy, scores.mean_absolute_error) == (1.0, 1.0, 0.0)
-        assert scores.by_kind == {"sums": 1.0}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,7 +20,6 @@ from otloss_llm.evaluation import (  # noqa: E402
     sequence_nll,
 )
 
-STORIES = Path(__file__).parents[4] / "shared/data/models/stories260K"
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
 VOCABULARY = 270
 
@@ -139,21 +137,6 @@ def test_perplexity_in_bfloat16_is_summed_in_float32(gpt2):
     assert perplexity(half, ids).nll == pytest.approx(expected, rel=1e-5)
 
 
-def test_perplexity_bad_input(gpt2):
-    with pytest.raises(ValueError, match=r"temperature is 0\.0, expected a positive number"):
-        perplexity(gpt2, torch.zeros(1, 4, dtype=torch.long), temperature=0.0)
-    with pytest.raises(ValueError, match=r"shape \(5,\) .* expected integer ids \(blocks, block_size\)"):
-        perplexity(gpt2, torch.arange(5))
-    with pytest.raises(ValueError, match=r"shape \(0, 4\)"):
-        perplexity(gpt2, torch.zeros(0, 4, dtype=torch.int32))
-    with pytest.raises(ValueError, match="65 tokens, more than the model's context of 64"):
-        perplexity(gpt2, torch.zeros(1, 65, dtype=torch.int32))
-    with pytest.raises(ValueError, match="run from 0 to 270, outside the model's vocabulary of 270"):
-        perplexity(gpt2, torch.tensor([[0, 270]]))
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        perplexity(gpt2, torch.tensor([[0, 1]]), batch_size=0)
-
-
 # sequence_nll and score_texts
 
 
@@ -171,19 +154,6 @@ def test_padding_changes_nothing(model, doubled):
         assert float(scores.nll[i]) == pytest.approx(expected, rel=2e-6)
     assert scores.mean_nll == pytest.approx(float(scores.nll.sum()) / 94)
     assert scores.perplexity == pytest.approx(math.exp(scores.mean_nll))
-
-
-def test_sequences_bad_input(gpt2):
-    with pytest.raises(ValueError, match="none of the 2 sequences has a token to score"):
-        sequence_nll(gpt2, [[1], [2]])
-    with pytest.raises(ValueError, match="sequence 1 has 0 tokens and prefix length 1"):
-        sequence_nll(gpt2, [[1, 2], []])
-    with pytest.raises(ValueError, match="sequence 0 has 2 tokens and prefix length 3"):
-        sequence_nll(gpt2, [[1, 2]], prefix_lengths=[3])
-    with pytest.raises(ValueError, match="1 prefix lengths for 2 sequences"):
-        sequence_nll(gpt2, [[1, 2], [1, 2]], prefix_lengths=[1])
-    with pytest.raises(ValueError, match="65 tokens, more than the model's context of 64"):
-        sequence_nll(gpt2, [[1] * 65])
 
 
 def test_texts_are_scored_by_the_judges_own_tokens(gpt2, tokenizer):
@@ -205,30 +175,6 @@ def test_texts_are_scored_by_the_judges_own_tokens(gpt2, tokenizer):
     assert scores.nats_per_character == pytest.approx(nll / 9, rel=1e-5)
     assert scores.bits_per_byte == pytest.approx(nll / math.log(2) / 13, rel=1e-5)
     assert scores.perplexity == pytest.approx(math.exp(nll / tokens), rel=1e-4)
-
-
-def test_bits_per_byte_does_not_depend_on_the_tokenizer(tokenizer):
-    """A uniform judge with one token per byte and the end of text gives log2(257) bits to each byte."""
-    spelling = train_bpe_tokenizer(TEXTS, 257)
-    judge = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))
-    torch.nn.init.zeros_(judge.lm_head.weight)
-    assert score_texts(judge, spelling, TEXTS).bits_per_byte == pytest.approx(math.log2(257), rel=1e-6)
-
-
-def test_texts_bad_input(gpt2, tokenizer):
-    with pytest.raises(ValueError, match="1 prompts for 2 texts"):
-        score_texts(gpt2, tokenizer, ["a", "b"], prompts=["a"])
-    with pytest.raises(ValueError, match="none of the 1 sequences has a token to score"):
-        score_texts(gpt2, tokenizer, [""])
-    judge = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))
-    for use in (
-        lambda: score_texts(judge, tokenizer, ["the cat"]),
-        lambda: sample_texts(judge, tokenizer, prompts=["the cat"], max_new_tokens=2),
-    ):
-        with pytest.raises(
-            ValueError, match="outside the model's vocabulary of 257; was the text tokenised by another"
-        ):
-            use()
 
 
 # sampling
@@ -320,24 +266,6 @@ def test_only_special_tokens_end_a_sample():
     assert {sample.token_ids[-1] for sample in ended} == {0, turn}
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0, expected 1 or more"),
-        ({"num_samples": 0}, "num_samples is 0"),
-        ({"temperature": -1.0}, "temperature is -1.0, expected 0"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_p": 0.0}, "top_p is 0.0"),
-        ({"top_k": -1}, "top_k is -1"),
-        ({"prompts": []}, "prompts is an empty list"),
-        ({"prompts": ["a", "the " * 40]}, r"prompt 1 \('the the .*'\.\.\.\) has \d+ tokens, .*=60 exceeds .* of 64"),
-    ],
-)
-def test_sampling_bad_settings(gpt2, tokenizer, settings, message):
-    with pytest.raises(ValueError, match=message):
-        sample_texts(gpt2, tokenizer, **{"max_new_tokens": 60, **settings})
-
-
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # asked by peft itself
 def test_sampling_under_peft_keeps_both_defaults(tokenizer):
     peft = pytest.importorskip("peft")
@@ -362,42 +290,38 @@ def test_distinct_and_repetition():
     assert distinct_n(["abab"], 2, tokenize=list) == 2 / 3
 
 
-@pytest.mark.parametrize("measure", [distinct_n, repetition])
-def test_overlap_of_too_little(measure):
-    with pytest.raises(ValueError, match="none of the 2 texts has the 3 tokens of an n-gram, the longest has 2"):
-        measure(["a b", "c"], 3)
-    with pytest.raises(ValueError, match="none of the 0 texts"):
-        measure([], 1)
-    with pytest.raises(ValueError, match="n is 0"):
-        measure(["a"], 0)
-    with pytest.raises(TypeError, match="one string"):
-        measure("a b", 1)
+# errors
 
 
-# a pretrained model
-
-
-@pytest.fixture(scope="module")
-def stories():
-    if not STORIES.exists():
-        pytest.skip("the model is not there")
-    model = transformers.AutoModelForCausalLM.from_pretrained(STORIES).eval()
-    return model, transformers.AutoTokenizer.from_pretrained(STORIES)
-
-
-def test_pretrained_model_prefers_its_own_stories(stories, tokenizer):
-    model, own = stories
-    samples = sample_texts(model, own, prompts=["Once upon a time", "Lily"], num_samples=8, max_new_tokens=60)
-    assert all(sample.text.startswith(sample.prompt) for sample in samples)
-    prompts, texts = [sample.prompt for sample in samples], [sample.continuation for sample in samples]
-    assert texts[0][0] in " ,"  # the blank of the first word is kept
-    same = score_texts(model, own, texts, prompts=prompts)
-    assert 0.8 < same.nats_per_token < 1.8  # 1.27 on TinyStories
-    # the ids as sampled, and their text tokenised anew, are the same but for rare re-spellings
-    prefixes = [len(sample.prompt_ids) for sample in samples]
-    ids = [[*sample.prompt_ids, *sample.token_ids] for sample in samples]
-    exact = sequence_nll(model, ids, prefix_lengths=prefixes)
-    assert same.nats_per_token == pytest.approx(exact.mean_nll, rel=0.1)
-    shuffled = [" ".join(reversed(text.split())) for text in texts]
-    assert score_texts(model, own, shuffled).bits_per_byte > 1.5 * same.bits_per_byte
-    assert 0.2 < distinct_n(texts, 1) < 0.9
+def test_invalid_input_raises(gpt2, tokenizer):
+    judge = transformers.GPT2LMHeadModel(transformers.GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1))
+    foreign = "outside the model's vocabulary of 257; was the text tokenised by another"
+    for message, call in (
+        (
+            r"temperature is 0\.0, expected a positive",
+            lambda: perplexity(gpt2, torch.zeros(1, 4).int(), temperature=0.0),
+        ),
+        (r"shape \(5,\) .* expected integer ids \(blocks, block_size\)", lambda: perplexity(gpt2, torch.arange(5))),
+        ("65 tokens, more than the model's context of 64", lambda: perplexity(gpt2, torch.zeros(1, 65).int())),
+        ("batch_size is 0", lambda: perplexity(gpt2, torch.tensor([[0, 1]]), batch_size=0)),
+        ("none of the 2 sequences has a token to score", lambda: sequence_nll(gpt2, [[1], [2]])),
+        ("sequence 1 has 0 tokens and prefix length 1", lambda: sequence_nll(gpt2, [[1, 2], []])),
+        (
+            "sequence 0 has 2 tokens and prefix length 3",
+            lambda: sequence_nll(gpt2, [[1, 2]], prefix_lengths=[3]),
+        ),
+        ("1 prompts for 2 texts", lambda: score_texts(gpt2, tokenizer, ["a", "b"], prompts=["a"])),
+        (foreign, lambda: score_texts(judge, tokenizer, ["the cat"])),
+        (foreign, lambda: sample_texts(judge, tokenizer, prompts=["the cat"], max_new_tokens=2)),
+        ("max_new_tokens is 0, expected 1 or more", lambda: sample_texts(gpt2, tokenizer, max_new_tokens=0)),
+        ("temperature is nan", lambda: sample_texts(gpt2, tokenizer, max_new_tokens=2, temperature=math.nan)),
+        ("top_p is 0.0", lambda: sample_texts(gpt2, tokenizer, max_new_tokens=2, top_p=0.0)),
+        (
+            r"prompt 1 \('the the .*'\.\.\.\) has \d+ tokens, .*=60 exceeds .* of 64",
+            lambda: sample_texts(gpt2, tokenizer, prompts=["a", "the " * 40], max_new_tokens=60),
+        ),
+        ("none of the 2 texts has the 3 tokens of an n-gram, the longest has 2", lambda: distinct_n(["a b", "c"], 3)),
+        ("n is 0", lambda: repetition(["a"], 0)),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -14,7 +14,6 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from otloss_llm.cli.arguments import CompareArguments  # noqa: E402
 from otloss_llm.costs.number_tokens import NumberTokens  # noqa: E402
 from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer  # noqa: E402
 from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions  # noqa: E402
@@ -62,10 +61,8 @@ MARKED = {
     "#### 1,080": "1080", "#### -$1,080.50": "-1080.50", "#### −3": "-3", "#### +7": "7", "####7": "7",
     "#### 72\n\nQuestion: 5": "72", "#### Step 1 of it\nthen\n#### 3": "3", "#### 1\n#### 2": "1", "#### 5/8": "5/8",
     "in a line #### 4": "4", "#### twelve": "twelve",
-    "#### 72, which": "72", "#### 72!": "72", "#### 72;": "72", "#### 72)": "72", "#### (72)": "72",
-    "#### 72dollars": "72", "#### **72**": "72", "#### **-$72**": "-72", "#### \\$-7.50": "-7.50",
-    "#### 72 (see 1)": "72", "#### $18/hour": "18", "#### 18 dollars for 3 apples": "18", "#### 1 or 2": "1",
-    "#### 72: done": "72", "#### 2 + 3 = 5": "2",
+    "#### (72)": "72", "#### **-$72**": "-72", "#### \\$-7.50": "-7.50", "#### 72 (see 1)": "72",
+    "#### 18 dollars for 3 apples": "18", "#### 2 + 3 = 5": "2",
     "#### 10:30": "10:30", "#### 1 000": "1 000", "#### 2 1/2": "2 1/2", "#### 1,0801": "1,0801", "#### 1.2.3": "1.2.3",
     "#### 1/2/2020": "1/2/2020", "#### 5 / 8": "5 / 8", "#### 1e5": "1e5", "#### 1,2\n#### 3": "3",
     "72": None, "####": None, "#### \n": None, "#### $": None,
@@ -161,26 +158,15 @@ def test_scores_by_hand() -> None:
     words = score_answers(["True", "False"], ["True", "True"], style="mathematics")
     assert (words.exact_match, words.numeric, words.by_kind) == (0.5, 0.0, {})
     assert words.answered is words.number_accuracy is words.capped_relative_error is None
-
-
-@pytest.mark.parametrize(
-    ("ours", "theirs", "right"),
-    [("0", "0", 1), ("0.001", "0", 0), ("0", "1", 0), ("3.16", "1", 1), ("3.17", "1", 0), ("-32", "-100", 1),
-     ("-31", "-100", 0), ("31", "-100", 0)],
-)  # fmt: skip
-def test_order_of_magnitude(ours: str, theirs: str, right: int) -> None:
-    assert score_answers([ours], [theirs], style="mathematics").order_of_magnitude_accuracy == right
+    near = score_answers(
+        ["0", "0.001", "3.16", "3.17", "-32", "-31"], ["0", "0", "1", "1", "-100", "-100"], style="last"
+    )
+    assert near.order_of_magnitude_accuracy == 3 / 6
 
 
 def test_invalid_answers_raise() -> None:
     with pytest.raises(ValueError, match=r"1 predicted and 2 expected answers and 2 kinds"):
         score_answers(["1"], ["1", "2"], style="last")
-    with pytest.raises(ValueError, match="0 predicted and 0 expected"):
-        score_answers([], [], style="last")
-    with pytest.raises(ValueError, match="and 1 kinds"):
-        score_answers(["1", "2"], ["1", "2"], style="last", kinds=["a"])
-    with pytest.raises(TypeError, match=r"got one string; pass \[text\]"):
-        score_answers("12", ["1", "2"], style="last")
     with pytest.raises(ValueError, match=r"expected answer 1 \('2'\) has no answer of the style 'gsm8k'"):
         score_answers(["1", "2"], ["#### 1", "2"], style="gsm8k")
 
@@ -309,31 +295,22 @@ def test_invalid_number_tokens_raise() -> None:
     model = tiny_model("llama")
     blocks = PackedBlocks(torch.full((2, 5), 10))
 
-    def score(values: Any = VALUES, data: Any = blocks, batch_size: int = 2) -> NumberTokenScores:
-        return number_token_scores(model, data, values, batch_size=batch_size)
+    def score(values: Any = VALUES, data: Any = blocks) -> NumberTokenScores:
+        return number_token_scores(model, data, values)
 
     infinite = VALUES.clone()
     infinite[4] = math.inf
     for values, kind, message in (
         (VALUES[:-1], ValueError, rf"values are {VOCAB - 1}, the model's head has {VOCAB} rows"),
-        (VALUES.expand(2, -1), ValueError, rf"shape \(2, {VOCAB}\)"),
         (torch.full((VOCAB,), math.nan), ValueError, f"all {VOCAB} values are NaN"),
         (infinite, ValueError, "hold inf at token 4"),
-        (torch.arange(VOCAB), TypeError, "values has dtype torch.int64, expected a floating"),
-        (VALUES.tolist(), TypeError, "values is a list, expected a torch.Tensor"),
     ):
         with pytest.raises(kind, match=message):
             score(values)
     with pytest.raises(ValueError, match="none of the labels of the 2 rows is a number"):
         score(data=PackedBlocks(torch.full((2, 5), 15)))
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        score(batch_size=0)
     with pytest.raises(ValueError, match="a sequence has 33 tokens, more than the model's context of 32"):
         score(data=PackedBlocks(torch.full((1, 33), 10)))
-    with pytest.raises(ValueError, match=f"from 10 to {VOCAB}, outside the model's vocabulary"):
-        score(data=PackedBlocks(torch.tensor([[10, VOCAB]])))
-    with pytest.raises(ValueError, match="no rows to score"):
-        score(data=PackedBlocks(torch.empty((0, 5), dtype=torch.long)))
 
 
 # ---- the command line ------------------------------------------------------------------------------------------------
@@ -378,60 +355,29 @@ def test_evaluate_prints_the_scores_of_the_answers(cli: Cli, tiny: Tiny, tmp_pat
     assert results["answer_number_tokens"] == {"questions": len(QUESTIONS)} | vars(numbers)
 
 
-def test_right_answers_that_are_too_long_are_counted(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+def test_answers_that_cannot_be_given_are_counted(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     """Too long for the limit: they cannot be given. Too long for the context: nor be scored, and the rest are."""
     fitting = [Question("7?", "Nine.\n#### 9"), Question("2?", "#### 3")]
     questions = [*fitting, Question("8?", "!" * CONTEXT + "\n#### 9")]
     asked = tmp_path / "asked.jsonl"
     asked.write_text("".join(json.dumps({"question": q.question, "answer": q.answer}) + "\n" for q in questions))
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
-    first, second, longest = (len(tokenizer(question.answer)["input_ids"]) for question in questions)
-    assert second < first < CONTEXT <= longest
+    limit = len(tokenizer(fitting[0].answer)["input_ids"])
     given = ["evaluate", *options(model_name_or_path=tiny.gpt2, questions=asked)]
-    for limit, cut_short in ((first, 1), (first - 1, 2), (1, 3)):
-        ended = cli(*given, *options(max_new_tokens=limit))
-        assert ended.json["cut_short"] == cut_short
-        assert f"{cut_short} of 3 right answers are longer than max_new_tokens={limit} (the longest has {longest})" in (
-            ended.err
-        )
-        assert "note: 1 of 3 questions exceed the model's context with their answers, and are left out" in ended.err
+    ended = cli(*given, *options(max_new_tokens=limit))
+    assert ended.json["cut_short"] == 1
+    assert f"1 of 3 right answers are longer than max_new_tokens={limit}" in ended.err
+    assert "note: 1 of 3 questions exceed the model's context with their answers, and are left out" in ended.err
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
     rows = AnsweredQuestions.from_questions(fitting, tokenizer, max_length=CONTEXT)
     numbers = number_token_scores(model, rows, NumberTokens.of(tokenizer).values)
     assert ended.json["answer_number_tokens"] == {"questions": 2} | vars(numbers)
-    assert f"max_new_tokens={CompareArguments().max_new_tokens} exceeds" in cli(*given).error, "one default"
-
-
-def test_a_tokenizer_without_an_end(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
-    tokenizer.eos_token = None
-    tokenizer.save_pretrained(tmp_path / "endless")
-    ended = cli("evaluate", *options(
-        model_name_or_path=tiny.gpt2, tokenizer_name=tmp_path / "endless", questions=asked, max_new_tokens=3,
-    ))  # fmt: skip
-    assert "note: the tokenizer has no EOS, so answer_number_tokens is left out" in ended.err
-    assert ended.json["answers"]["questions"] == len(QUESTIONS)
-    assert "answer_number_tokens" not in ended.json
-
-
-def test_invalid_evaluations_print_one_line(cli: Cli, tiny: Tiny, tmp_path: Path, asked: Path) -> None:
-    bare = ["evaluate", *options(model_name_or_path=tiny.gpt2)]
-    given = [*bare, *options(questions=asked)]
-    assert "--text, --questions, or both" in cli(*bare).error
-    mixed = tmp_path / "mixed.jsonl"
-    mixed.write_text('{"question": "1?", "answer": "#### 1"}\n{"question": "2?", "answer": "2"}\n', "utf-8")
-    error = cli(*bare, *options(questions=mixed, num_questions=1)).error
-    assert "expected answer 1 ('2') has nothing after a ####, while 1 of 2 have" in error
-    assert "--answer_style" in error
-    assert "none.jsonl" in cli(*bare, *options(questions=tmp_path / "none.jsonl")).error
-    assert "invalid choice: 'gsm'" in cli(*given, *options(answer_style="gsm")).error
-    assert (
-        "expected answer 0 ('1') has no answer of the style 'gsm8k'"
-        in cli(*given, *options(answer_style="gsm8k")).error
-    )
-    assert "num_questions is 0" in cli(*given, *options(num_questions=0)).error
-    assert "context" in cli(*given, *options(max_new_tokens=CONTEXT)).error
-    assert "exists already" in cli(*given, *options(predictions_file=asked)).error
     same = tmp_path / "same.json"
-    assert "name two files" in cli(*given, *options(predictions_file=same, output_file=same)).error
-    assert not same.exists()
+    for changes, said in (
+        ({"max_new_tokens": CONTEXT}, "context"),
+        ({"num_questions": 0}, "num_questions is 0"),
+        ({"predictions_file": asked}, "exists already"),
+        ({"predictions_file": same, "output_file": same}, "name two files"),
+    ):
+        assert said in cli(*given, *options(**changes)).error
+    assert "--text, --questions, or both" in cli(*given[:-2]).error

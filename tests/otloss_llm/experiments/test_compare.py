@@ -14,7 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from otloss_llm.data.blocks import PackedBlocks, split_blocks
-from otloss_llm.experiments import compare, measuring
+from otloss_llm.experiments import compare
 from otloss_llm.experiments.compare import HUMAN, START, Arm, parse_arm
 from otloss_llm.models.loading import load_model, load_tokenizer
 from otloss_llm.training.runs import DivergenceError
@@ -49,15 +49,11 @@ def test_arms_are_read_from_their_names(text: str, arm: Arm, name: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "objective"),
         ("tailr:7", "objective|gamma"),
         ("emo/T=-1", "'T=-1' is unknown; expected objective"),
-        ("emo/T=inf", "'T=inf' is unknown"),
         ("mle/random", "'random' is an embedding, and mle uses no cost"),
-        ("number_token/random", "'random' is an embedding, and number_token uses no embedding"),
         ("emo/log", "'log' is a distance of numbers, which only number_token"),
         ("emo/random/shuffled", "'shuffled' is a second embedding"),
-        ("number_token/cubic", "'cubic' is unknown"),
     ],
 )
 def test_invalid_arms_raise(text: str, message: str) -> None:
@@ -138,35 +134,22 @@ def test_arms_and_seeds_can_be_added(cli: Cli, tiny: Tiny, tmp_path: Path) -> No
     assert not list(folder.glob("tailr*"))
 
 
-@pytest.mark.parametrize("moment", ["training", pytest.param("judging", marks=pytest.mark.slow)])
 def test_an_interrupted_comparison_ends_like_an_uninterrupted_one(
-    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Stopped in its third training of four, or after that."""
+    """Stopped in its third training of four."""
     uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
     assert cli(*compare_options(tiny, uninterrupted)).code == 0
-    calls = iter(range(100))
+    calls, train = iter(range(100)), compare.train_run
     with monkeypatch.context() as patch:
-        if moment == "training":
-            train = compare.train_run
 
-            def third(*args: Any, **kwargs: Any) -> Any:
-                if next(calls) == 2:
-                    interrupt_at(4, patch)
-                return train(*args, **kwargs)
+        def third(*args: Any, **kwargs: Any) -> Any:
+            if next(calls) == 2:
+                interrupt_at(4, patch)
+            return train(*args, **kwargs)
 
-            patch.setattr(compare, "train_run", third)
-        else:
-            judge = measuring.score_texts
-
-            def late(*args: Any, **kwargs: Any) -> Any:
-                if next(calls) == 4:
-                    raise KeyboardInterrupt
-                return judge(*args, **kwargs)
-
-            patch.setattr(measuring, "score_texts", late)
+        patch.setattr(compare, "train_run", third)
         assert cli(*compare_options(tiny, broken)).code == 130
-    assert (broken / "mle-seed0/results.json").exists()
     done = (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns
     assert cli(*compare_options(tiny, broken)).code == 0
     assert (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns == done
@@ -207,30 +190,18 @@ def test_a_failed_arm_is_reported_and_the_others_continue(
     assert "failed" not in again.out
 
 
-def test_a_comparison_whose_every_arm_fails_says_why(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    wild = {"learning_rate": 1e30, "max_grad_norm": 0, "objectives": ["mle"]}
-    assert "diverged" in cli(*compare_options(tiny, tmp_path / "run", **wild)).error
-
-
-def test_without_judge_and_with_samples_too_short_to_measure(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
-    given = [value for value in compare_options(tiny, tmp_path / "run", max_new_tokens=1, seeds=[0])]
-    at = given.index("--judge")
-    ended = cli(*given[:at], *given[at + 2 :])
-    assert ended.code == 0
-    assert "judge" not in ended.out
-    assert "distinct" not in ended.out
-    assert "±" not in ended.out  # one seed has no spread
-
-
 def test_another_judge_under_the_same_path_raises(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     judge = tmp_path / "judge"
     shutil.copytree(tiny.gpt2, judge)
     asked = compare_options(tiny, tmp_path / "run", judge=judge, objectives=["mle"], seeds=[0])
     assert cli(*asked).code == 0
+    unjudged = compare_options(tiny, tmp_path / "unjudged", objectives=["mle"], seeds=[0], max_new_tokens=1)
+    at = unjudged.index("--judge")
+    ended = cli(*unjudged[:at], *unjudged[at + 2 :])
+    assert ended.code == 0
+    assert not any(word in ended.out for word in ("judge", "distinct", "±")), "too short, one seed"
     other = load_model(str(judge))
     with torch.no_grad():
         next(other.parameters()).mul_(2.0)
     other.save_pretrained(judge)
-    done = cli(*asked)
-    assert done.code == 2
-    assert "judge_fingerprint" in done.error
+    assert "judge_fingerprint" in cli(*asked).error

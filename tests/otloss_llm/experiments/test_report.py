@@ -12,7 +12,6 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from otloss_llm.experiments import report
 from otloss_llm.experiments.compare import HUMAN, START
 from otloss_llm.experiments.report import summarise, write_report
 
@@ -68,16 +67,6 @@ def test_samples_are_shown_as_they_are(tmp_path: Path) -> None:
         assert sum(line.startswith(f"| {name} |") for line in lines) == len(NASTY)
 
 
-def test_each_prompt_shows_its_own_first_sample(tmp_path: Path) -> None:
-    results = made_up(["mle"], [3, 4], samples=("one", "two"))
-    for run in results["runs"]:
-        run["samples"] = [f"{run['seed']}{letter}" for letter in "abcd"]  # two for each prompt
-    write_report(results, tmp_path)
-    text = (tmp_path / "samples.md").read_text(encoding="utf-8")
-    assert "seed 3" in text
-    assert [line for line in text.splitlines() if line.startswith("| mle")] == ["| mle | 3a |", "| mle | 3c |"]
-
-
 def test_a_mean_is_over_all_seeds_or_not_given() -> None:
     results = made_up(["mle"], [0, 1])
     del results["runs"][1]["judge_perplexity"]
@@ -90,32 +79,18 @@ def test_a_mean_is_over_all_seeds_or_not_given() -> None:
 MANY = [f"mixce:{i / 20}" for i in range(11)] + ["emo", "emo/random", "mle/T=0.8"]
 
 
-@pytest.mark.parametrize("case", ["many", "one", "outlier", "judge of some"])
+@pytest.mark.parametrize("case", ["many", "one", "outlier"])
 def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: str) -> None:
     """Without a warning, also with values that differ by a large factor."""
     pytest.importorskip("matplotlib")
     arms = MANY if case == "many" else ["emo"] if case == "one" else ["mle", "tailr", "emo"]
-    results = made_up(arms, [0] if case == "one" else [0, 1], judged=case != "no judge")
+    results = made_up(arms, [0] if case == "one" else [0, 1], judged=case != "one")
     if case == "outlier":
         results["runs"][1] |= {"test_perplexity": 1596.0, "judge_perplexity": 2.0}
-    if case == "judge of some":
-        del results["runs"][0]["judge_perplexity"]
     table = write_report(results, tmp_path)
     assert (tmp_path / "figure.png").read_bytes().startswith(b"\x89PNG")
     assert table.splitlines()[2].startswith(f"| {START} | 100.00 |")
     assert "![figure](figure.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
-
-
-def test_columns_say_how_much_they_are_about() -> None:
-    results = made_up(["mle", "emo"], [0, 1])
-    for run in results["runs"]:
-        run |= {"number_tokens": 37, "number_token_accuracy": 0.5}
-        if run["arm"] == "mle":
-            del run["judge_perplexity"]
-    heading = report.markdown_table(results).splitlines()[0]
-    assert "| number tokens right, % ↑ (n = 37) |" in heading
-    assert "| judge perplexity of samples ↓ (1 of 2 arms) |" in heading
-    assert "| test perplexity ↓ |" in heading
 
 
 def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,12 +113,12 @@ def made_up_answers(arms: list[str], seeds: list[int], *, answered: bool = True)
     return results | {"questions": told, "settings": {"max_new_tokens": 7}}
 
 
-@pytest.mark.parametrize("case", ["many", "one seed", "nobody answered", "one did not"])
+@pytest.mark.parametrize("case", ["nobody answered", "one did not"])
 def test_the_report_on_questions(tmp_path: Path, case: str) -> None:
     """As above, and the notes are its own."""
     pytest.importorskip("matplotlib")
-    arms = [f"number_token:0.{i}/log" for i in range(10)] if case == "many" else ["mle", "emo", "emo+number"]
-    results = made_up_answers(arms, [0] if case == "one seed" else [0, 1], answered=case != "nobody answered")
+    arms = ["mle", "emo", "emo+number"]
+    results = made_up_answers(arms, [0, 1], answered=case != "nobody answered")
     if case == "one did not":
         results["runs"][1]["mean_log_error"] = None
     table = write_report(results, tmp_path)

@@ -18,7 +18,6 @@ from otloss_llm.cli.arguments import CompareTextArguments
 from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
 from otloss_llm.data.questions import AnsweredQuestions, count_labels
 from otloss_llm.training.loading import load_rows, read_sources, split_questions
-from otloss_llm.training.token_store import TokenStore
 
 
 def test_parts_are_cut_from_the_training_text_or_read(tmp_path: Path) -> None:
@@ -30,7 +29,7 @@ def test_parts_are_cut_from_the_training_text_or_read(tmp_path: Path) -> None:
     def load(**changes: Any) -> Any:
         base: dict[str, Any] = {"train_text": str(tmp_path / "train.txt"), "block_size": 24}
         asked = CompareTextArguments(**base | {"validation_fraction": 0.1, "test_fraction": 0.1} | changes)
-        return load_rows(tokenizer, asked, read_sources(asked), TokenStore(tmp_path, tokenizer, 24))
+        return load_rows(tokenizer, asked, read_sources(asked))
 
     train, validation, test = load()
     whole, none, same = load(test_text=str(tmp_path / "test.txt"), validation_fraction=0.0)
