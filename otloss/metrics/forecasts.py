@@ -81,7 +81,7 @@ def ranked_probability_score(
         sample_weight: (n,) weights >= 0.
 
     Raises:
-        ValueError: if a label is missing or not among `labels`, labels are words and `labels` is not given, rows are no
+        ValueError: if a label is missing or not among `labels`, labels are text and `labels` is not given, rows are no
             probabilities, sizes differ, the columns cannot be told, a weight is negative, or the values do not
             increase.
         TypeError: if the labels are of different types.

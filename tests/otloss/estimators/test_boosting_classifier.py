@@ -44,9 +44,7 @@ def test_cross_entropy_alone_is_xgboosts_own_objective() -> None:
 
 
 @LIBRARIES
-@pytest.mark.parametrize(
-    "loss", [{"power": 2}, {"power": 1}, {"cost": True}, {"power": 2, "cross_entropy": 0.3}], ids=str
-)
+@pytest.mark.parametrize("loss", [{"power": 1}, {"cost": True}, {"power": 2, "cross_entropy": 0.3}], ids=str)
 def test_the_loss_asked_for_falls_below_that_of_the_frequencies(library: str, loss: dict[str, Any]) -> None:
     X, y = ordered_rows(400, 4)
     values = np.array([0.0, 1.0, 4.0, 5.0])
@@ -148,18 +146,9 @@ def test_the_last_part_of_eval_set_stops_training_on_all_rows(library: str) -> N
     assert (len(watched.evals_result_["validation_0"]["rps"]), watched.n_estimators_) == (9, 9)
 
 
-@pytest.mark.parametrize(
-    ("eval_set", "message"),
-    [
-        ([(np.zeros((2, 2)), [0, 1])], r"eval_set\[0\]: X has 2 features"),
-        ([(np.zeros((2, 3)), [0, 9])], r"eval_set\[0\]: y holds the label 9, expected the labels"),
-        ([(np.zeros((2, 3)), [0, 1], [1, -1])], r"eval_set\[0\]: sample_weight\[1\] is -1"),
-    ],
-    ids=str,
-)
-def test_parts_that_cannot_be_evaluated_are_named(eval_set: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        boosted("lightgbm", n_estimators=2).fit(*ordered_rows(60), eval_set=eval_set)
+def test_parts_that_cannot_be_evaluated_are_named() -> None:
+    with pytest.raises(ValueError, match=r"eval_set\[0\]: y holds the label 9, expected the labels"):
+        boosted("lightgbm", n_estimators=2).fit(*ordered_rows(60), eval_set=[(np.zeros((2, 3)), [0, 9])])
 
 
 @LIBRARIES

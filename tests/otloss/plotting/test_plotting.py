@@ -78,15 +78,6 @@ def test_bins_of_few_examples_look_uncertain() -> None:
     np.testing.assert_allclose(curve.count, [200, 3])
 
 
-@pytest.mark.parametrize("name", ["cdfs", "reliability"])
-def test_legend_covers_nothing(name: str) -> None:
-    ax = CALLS[name](*draw(0, 100, 12))
-    ax.figure.canvas.draw()
-    legend, drawn = ax.get_legend().get_window_extent(), ax.get_window_extent()
-    assert legend.x0 > drawn.x1
-    assert legend.x1 <= ax.figure.bbox.x1
-
-
 def test_cumulative_distributions() -> None:
     proba, y = draw()
     values = [0.0, 1.0, 5.0, 7.0]
