@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import dataclass, replace
-from numbers import Integral
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -85,7 +84,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         ([0, 1, 2], [1.0])
     """
 
-    _columns: CategoryColumns
+    _category_dtypes: dict[int, Any]
     _trees: Trees | None
 
     def __init__(
@@ -137,7 +136,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         A sparse X is made dense; what it does not hold is 0, not missing.
 
         Args:
-            eval_set: list of (X, y) or (X, y, sample_weight), or one such tuple, whose losses go to `evals_result_`.
+            eval_set: list of (X, y) or (X, y, sample_weight), whose losses go to `evals_result_`.
                 The last one is what early stopping goes by, unless it is False: then all rows of X are trained on. A
                 pipeline passes it on as it is.
 
@@ -149,8 +148,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
             ConvergenceWarning: if `n_estimators` rounds ended training before early stopping did.
         """
         with unchanged_on_error(self):
-            self._columns = CategoryColumns.of(X)
-            self._fit(self._columns.coded(X), y, sample_weight, eval_set=eval_set)
+            self._category_dtypes = category_dtypes(X)
+            self._fit(coded(X, self._category_dtypes), y, sample_weight, eval_set=eval_set)
         return self
 
     @property
@@ -187,14 +186,12 @@ class OrdinalBoostingClassifier(OrdinalBase):
         for name in ("n_estimators", "max_depth", "n_iter_no_change"):
             check_count(name, getattr(self, name))
         check_real("learning_rate", self.learning_rate, least=0.0, above=True)
-        if self.n_jobs is not None:
-            check_count("n_jobs", abs(self.n_jobs) if isinstance(self.n_jobs, Integral) else self.n_jobs)
         checked_parameters(self.booster, self.booster_params or {})
 
     def _features(self, X: Any) -> np.ndarray:
-        if self._columns.dtypes and hasattr(X, "columns"):
+        if self._category_dtypes and hasattr(X, "columns"):
             validate_data(self, X, reset=False, skip_check_array=True)  # names of columns, before their categories
-        return super()._features(self._columns.coded(X))
+        return super()._features(coded(X, self._category_dtypes))
 
     def _train(
         self,
@@ -208,11 +205,11 @@ class OrdinalBoostingClassifier(OrdinalBase):
         rows = Part(X, positions, weights)
         self.n_estimators_, self.best_iteration_, self.evals_result_ = 0, None, {}
         self._trees = None
-        watched = [] if eval_set is None else self._evaluation_parts(eval_set)
+        watched = [self._evaluation_part(f"eval_set[{number}]", *part) for number, part in enumerate(eval_set or [])]
         if len(self.classes_) == 1:
             return
         settings = self._tree_settings(seed=int(random.randint(2**31 - 1)))
-        stops = self._stops_early(len(rows.target)) if eval_set is None else self.early_stopping is not False
+        stops = self._stops_early(len(rows.target)) if not watched else self.early_stopping is not False
         kept = np.arange(len(rows.target))
         if stops and not watched:
             kept, held = split_off(rows.target, self.validation_fraction, random=random, purpose="early stopping")
@@ -235,18 +232,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
             "early_stopping=False for exactly that many rounds."
         )
 
-    def _evaluation_parts(self, eval_set: Any) -> list[Part]:
-        """Each (X, y) or (X, y, sample_weight) of `eval_set` as the rows that training takes."""
-        single = isinstance(eval_set, tuple) and not all(isinstance(part, tuple) for part in eval_set)
-        parts = [eval_set] if single else eval_set
-        if not isinstance(parts, list | tuple) or not parts:
-            raise ValueError(f"eval_set is {eval_set!r}, expected a list of (X, y) or (X, y, sample_weight).")
-        return [self._evaluation_part(f"eval_set[{number}]", part) for number, part in enumerate(parts)]
-
-    def _evaluation_part(self, name: str, part: Any) -> Part:
-        if not isinstance(part, tuple | list) or len(part) not in (2, 3):
-            raise ValueError(f"{name} is a {type(part).__name__}, expected a tuple (X, y) or (X, y, sample_weight).")
-        X, y, sample_weight = (*part, None)[:3]
+    def _evaluation_part(self, name: str, X: Any, y: Any, sample_weight: Any = None) -> Part:
+        """A part of `eval_set` as the rows that training takes."""
         try:
             X, y = self._features(X), column_or_1d(y)
             check_consistent_length(X, y)
@@ -264,7 +251,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
             threads=0 if self.n_jobs is None else effective_n_jobs(self.n_jobs),
             seed=seed,
             patience=None,
-            categorical=self._columns.unordered,
+            # codes of ordered categories are split as numbers
+            categorical=tuple(place for place, dtype in self._category_dtypes.items() if not dtype.ordered),
             loss={
                 **criterion.geometry,
                 "transport": criterion.transport,
@@ -278,53 +266,32 @@ class OrdinalBoostingClassifier(OrdinalBase):
         return self._trees.scores(X)
 
 
-@dataclass(frozen=True)
-class CategoryColumns:
-    """Columns of pandas dtype category as the codes that trees split on.
+def category_dtypes(X: Any) -> dict[int, Any]:
+    """The CategoricalDtype of each pandas column of categories in X (n, d), by its position."""
+    dtypes = X.dtypes if hasattr(X, "isetitem") else []
+    return {place: dtype for place, dtype in enumerate(dtypes) if hasattr(dtype, "categories")}
 
-    Codes number the categories that the dtype declares, in the order there, whether or not a training row holds them.
-    At prediction labels are looked up among these: the codes of another data frame may number other categories.
 
-    Attributes:
-        dtypes: the CategoricalDtype of each such column, by its position.
+def coded(X: Any, dtypes: dict[int, Any]) -> Any:
+    """X with the codes of `dtypes` in place of categories, NaN where a value is missing.
+
+    Labels are looked up in the dtype of training: the codes of another data frame may number other categories.
+
+    Raises:
+        ValueError: if a value is not a category of training.
     """
-
-    dtypes: dict[int, Any]
-
-    @classmethod
-    def of(cls, X: Any) -> CategoryColumns:
-        """The columns of categories in X (n, d); there are none in what is not a pandas DataFrame."""
-        dtypes = X.dtypes if hasattr(X, "isetitem") else []
-        return cls({place: dtype for place, dtype in enumerate(dtypes) if hasattr(dtype, "categories")})
-
-    @property
-    def unordered(self) -> tuple[int, ...]:
-        """Positions of the columns to split by sets of categories; codes of ordered ones are split as numbers."""
-        return tuple(place for place, dtype in self.dtypes.items() if not dtype.ordered)
-
-    def coded(self, X: Any) -> Any:
-        """X with codes in place of categories, NaN where a value is missing.
-
-        Raises:
-            ValueError: if a value is not a category of training, or X is not a DataFrame though training saw one.
-        """
-        if not self.dtypes:
-            return X
-        if not hasattr(X, "isetitem"):
+    if not dtypes:
+        return X
+    table = X.copy(deep=False)
+    for place, dtype in dtypes.items():
+        column = X.iloc[:, place]
+        codes = dtype.categories.get_indexer(column)
+        unknown = (codes < 0) & column.notna().to_numpy()
+        if unknown.any():
             raise ValueError(
-                f"X is a {type(X).__name__}, expected a pandas DataFrame as in fit: columns {list(self.dtypes)} hold "
-                "categories, which an array cannot name."
+                f"column '{column.name}' of X holds {column[unknown].tolist()[0]!r}, expected one of the "
+                f"{len(dtype.categories)} categories of fit. Declare every category in the dtype before fit, or "
+                "pass NaN."
             )
-        coded = X.copy(deep=False)
-        for place, dtype in self.dtypes.items():
-            column = X.iloc[:, place]
-            codes = dtype.categories.get_indexer(column)
-            unknown = (codes < 0) & column.notna().to_numpy()
-            if unknown.any():
-                raise ValueError(
-                    f"column '{column.name}' of X holds {column[unknown].tolist()[0]!r}, expected one of the "
-                    f"{len(dtype.categories)} categories of fit. Declare every category in the dtype before fit, or "
-                    "pass NaN."
-                )
-            coded.isetitem(place, np.where(codes < 0, np.nan, codes))
-        return coded
+        table.isetitem(place, np.where(codes < 0, np.nan, codes))
+    return table

@@ -33,9 +33,9 @@ class OrdinalClassifier(OrdinalBase):
 
     Args:
         categories: all labels in rank order, lowest first, of any type that sorts, or an ordered CategoricalDtype; a
-            training set may lack some. By default the order of an ordered pandas Categorical. Else whole numbers, also
-            as text, stand for every integer from the smallest to the largest: labels 1, 2, 5 have the positions 0, 1,
-            4, as in `otloss.metrics`. Other labels are sorted; for words a `LabelOrderWarning` says so.
+            training set may lack some. By default the order of an ordered pandas Categorical. Else whole numbers
+            stand for every integer from the smallest to the largest: labels 1, 2, 5 have the positions 0, 1, 4, as in
+            `otloss.metrics`. Other labels are sorted; for text a `LabelOrderWarning` says so.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
             the loss, `decode="mean"` and `expected_value` are made of. A Series, as a cost in a DataFrame, goes by its
             index. Training divides values by their mean gap, a cost by its largest entry over K - 1.

@@ -82,7 +82,7 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
     names = plain_labels("categories", categories)
     if not names.size or np.unique(names).size != names.size:
         raise ValueError(f"categories is {shown(names)}, expected each label once, lowest rank first.")
-    if seen.dtype.kind in "iu" and names.dtype.kind in "US":
+    if seen.dtype.kind in "iu" and names.dtype.kind == "U":
         return _ordered(seen, _indices(seen, names), names=names, told=True)
     _check_known(seen, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
     return _ordered(seen, names, told=True)
@@ -111,8 +111,7 @@ def _implied(seen: Labels) -> Labels:
             LabelOrderWarning,
             stacklevel=5,
         )
-    # Unsigned integers keep their type; texts may be longer between the first and the last.
-    return every if seen.dtype.kind in "US" else every.astype(seen.dtype)
+    return every.astype(seen.dtype)  # unsigned integers keep their type
 
 
 def _indices(seen: Labels, names: Labels) -> Labels:

@@ -1,9 +1,9 @@
 """Metrics of ordinal predictions, of labels and of probabilities, and scorers of them for scikit-learn.
 
 `labels=` is the rank order of the classes, lowest first, at the positions 0 to K - 1. Without it an ordered pandas
-Categorical tells the order; whole numbers, also as text ("2" before "10"), stand for every integer from the smallest to
-the largest, so that 1, 2, 5 have the positions 0, 1, 4; dates, intervals and, in forecasts, numbers with a fraction are
-sorted; words raise ValueError. The estimators and scorers follow the same rule.
+Categorical tells the order; whole numbers stand for every integer from the smallest to the largest, so that 1, 2, 5
+have the positions 0, 1, 4; in forecasts numbers with a fraction are sorted; text raises ValueError. The estimators and
+scorers follow the same rule.
 
 Columns of probabilities follow the sorted labels, as in
 scikit-learn, unless `columns=` says otherwise. Classes that are absent from y_true, y_pred or a fold keep their rank.

@@ -34,16 +34,15 @@ def ordinal_mae(
     Args:
         y_true: (n,) labels.
         y_pred: (n,) labels.
-        labels: (K,) all classes in rank order, of any label type, also the intervals of `pandas.cut`; their positions
-            are 0 to K - 1. By default the order of an ordered pandas Categorical; of whole numbers, also as text,
-            every integer from the smallest label to the largest, so that 1, 2, 5 have the positions 0, 1, 4; of dates
-            and intervals the sorted labels.
+        labels: (K,) all classes in rank order, numbers or strings; their positions are 0 to K - 1. By default the order
+            of an ordered pandas Categorical; of whole numbers every integer from the smallest label to the largest, so
+            that 1, 2, 5 have the positions 0, 1, 4.
         sample_weight: (n,) weights >= 0.
         values: (K,) strictly increasing class values in rank order, the unit of the result; by default the ranks
             0 to K - 1, also where the labels are numbers.
 
     Raises:
-        ValueError: if a label is missing or not among `labels`, labels are words or have fractions and `labels` is
+        ValueError: if a label is missing or not among `labels`, labels are text or have fractions and `labels` is
             not given, lengths differ, a weight is negative, values do not increase, or ordered Categoricals differ in
             their order.
         TypeError: if the labels are of different types.

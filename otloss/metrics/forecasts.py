@@ -69,21 +69,21 @@ def ranked_probability_score(
         y_true: (n,) labels.
         proba: (n, K) probabilities, as `predict_proba` gives them.
         labels: (K,) all classes in rank order, at the positions 0 to K - 1. By default the order of an ordered pandas
-            Categorical; of whole numbers in y_true and `columns`, also as text, every integer from the smallest to the
-            largest, so that 1, 2, 5 have the positions 0, 1, 4; of numbers with a fraction, dates and intervals the
-            sorted labels. Without `columns`, either the labels of y_true or all classes are as many as the columns.
+            Categorical; of whole numbers in y_true and `columns` every integer from the smallest to the largest, so
+            that 1, 2, 5 have the positions 0, 1, 4; of numbers with a fraction the sorted labels. Without `columns`,
+            either the labels of y_true or all classes are as many as the columns.
         columns: the order of the columns of `proba`: "sorted" by label, as in scikit-learn; "rank", the order of
             `labels`; or the label of each column, such as `model.classes_`. A class without column has probability 0.
-            The columns of a data frame that are named by labels go by their names.
+            A data frame needs one of the last two.
         values: (K,) strictly increasing class values in rank order; 0 to K - 1 by default.
         normalize: divide by the distance between the first class and the last (K - 1 by default), for a score between
             0 and 1; otherwise, by default, by nothing.
         sample_weight: (n,) weights >= 0.
 
     Raises:
-        ValueError: if a label is missing or not among `labels`, labels are words and `labels` is not given, rows are no
-            probabilities, sizes differ, the columns cannot be told or have other names than `columns` says, a weight
-            is negative, or the values do not increase.
+        ValueError: if a label is missing or not among `labels`, labels are text and `labels` is not given, rows are no
+            probabilities, sizes differ, the columns cannot be told, a weight is negative, or the values do not
+            increase.
         TypeError: if the labels are of different types.
 
     Source:
@@ -191,14 +191,9 @@ def threshold_reliability(
         )
         held = share > 0
         count = share[held] ** 2 / np.bincount(index, forecast.weight**2, minlength=bins)[held]
-        label, share_held = _scalar(forecast.labels[k]), share[held]
+        label, share_held = forecast.labels[k].item(), share[held]
         curves.append(Reliability(label, hoped[held] / share_held, seen[held] / share_held, share_held, count))
     return curves
-
-
-def _scalar(label: object) -> object:
-    """The label as a plain number or string; dates stay numpy's, whose `item` turns nanoseconds into an integer."""
-    return label.item() if isinstance(label, np.generic) and label.dtype.kind != "M" else label
 
 
 def _bin_index(below: np.ndarray, weight: np.ndarray, bins: int, strategy: str) -> np.ndarray:

@@ -5,29 +5,18 @@ Two orders meet here and are kept apart, before anything is computed:
     labels     the rank order, given by the user: lowest class first, of any label type
     columns    the order of the columns of `predict_proba`; scikit-learn sorts the labels, so that is the default
 
-Columns of a data frame that are named by the labels are taken by their names, in any order.
+The columns of a data frame have names, perhaps in a third order: `columns` has to say what they are.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
-from otloss.metrics.labels import (
-    KINDS,
-    Labels,
-    as_numbers,
-    categories_of,
-    is_whole,
-    plain_labels,
-    positions,
-    rank_order,
-    shown,
-)
+from otloss.metrics.labels import Labels, categories_of, is_whole, plain_labels, positions, rank_order, shown
 from otloss.metrics.numbers import read_probabilities, read_shares
 
 
@@ -63,13 +52,12 @@ def read_decisions(
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Labels]:
     """Return both label vectors as positions in rank order, and that order."""
     order = rank_order(labels, y_true=y_true, y_pred=y_pred)
-    if labels is None and categories_of(y_true) is None and categories_of(y_pred) is None:
-        numbers = as_numbers(order)
-        if numbers is not None and not is_whole(numbers).all():
-            raise ValueError(
-                f"the labels hold {order[~is_whole(numbers)].tolist()[0]!r}, which is no whole number; bring "
-                "continuous predictions to the nearest class first, or pass labels=, the classes in rank order."
-            )
+    told = labels is not None or categories_of(y_true) is not None or categories_of(y_pred) is not None
+    if not told and order.dtype.kind == "f" and not is_whole(order).all():
+        raise ValueError(
+            f"the labels hold {order[~is_whole(order)].tolist()[0]!r}, which is no whole number; bring "
+            "continuous predictions to the nearest class first, or pass labels=, the classes in rank order."
+        )
     true, predicted = positions("y_true", y_true, order), positions("y_pred", y_pred, order)
     if true.shape != predicted.shape:
         raise ValueError(f"y_true has {true.size} labels and y_pred {predicted.size}, expected as many.")
@@ -84,14 +72,17 @@ def read_forecast(
     given = None if isinstance(columns, str) else plain_labels("columns", columns)
     if given is None and columns not in ("sorted", "rank"):
         raise ValueError(f'columns is {columns!r}, expected "sorted", "rank", or the label of each column.')
-    names = _names_of_columns(proba) if given is None and columns == "sorted" else None
+    if given is None and columns == "sorted" and hasattr(proba, "columns"):
+        raise ValueError(
+            "proba is a data frame, whose columns need not be sorted; pass columns=list(proba.columns) if these are "
+            "the labels, or the probabilities as an array."
+        )
     if labels is None:
-        order, of_columns = _implied_order(y_true, table.shape[1], given, names)
+        order, of_columns = _implied_order(y_true, table.shape[1], given)
     else:
         order = of_columns = rank_order(labels)
     if given is None:
-        given = of_columns if columns == "rank" else _as_labels(names, order)
-    given = np.sort(of_columns) if given is None else given
+        given = of_columns if columns == "rank" else np.sort(of_columns)
     if table.shape[1] != given.size:
         raise ValueError(
             f"proba has {table.shape[1]} columns, expected {given.size}: one for each of {shown(given)}. "
@@ -108,16 +99,12 @@ def read_forecast(
     return Forecast(observed, in_rank_order, order, read_shares(sample_weight, observed.size))
 
 
-def _implied_order(
-    y_true: ArrayLike, columns: int, given: Labels | None, names: Labels | None
-) -> tuple[Labels, Labels]:
+def _implied_order(y_true: ArrayLike, columns: int, given: Labels | None) -> tuple[Labels, Labels]:
     """Return the rank order that labels and columns imply, and the labels of the columns in that order."""
     if categories_of(y_true) is not None:
         order = rank_order(None, y_true=y_true)
         return order, order
     seen = np.unique(plain_labels("y_true", y_true))
-    if given is None and names is not None and (seen[:, None] == names).any(1).all():
-        given = names
     if given is not None:
         order = rank_order(None, y_true=y_true, columns=given)
         return order, order[(order[:, None] == given).any(1)]
@@ -129,28 +116,3 @@ def _implied_order(
         f"proba has {columns} columns but y_true holds {seen.size} classes, {shown(seen)}: which column is of which "
         "class is not known. Pass labels=, all classes in rank order."
     )
-
-
-def _names_of_columns(proba: Any) -> Labels | None:
-    """Return the names of a data frame's columns; None where they are 0 to K - 1 or not of a label type."""
-    try:
-        names = plain_labels("the columns of proba", np.asarray(getattr(proba, "columns", None)))
-    except (TypeError, ValueError):
-        return None
-    return None if names.dtype.kind in "iu" and np.array_equal(names, np.arange(names.size)) else names
-
-
-def _as_labels(names: Labels | None, order: Labels) -> Labels | None:
-    """Return the label of each column by the names of the columns; None where these are no labels."""
-    if names is None:
-        return None
-    # Files turn numbers into strings.
-    alike = KINDS[names.dtype.kind] == KINDS[order.dtype.kind]
-    same = names[:, None] == order if alike else names.astype(str)[:, None] == order.astype(str)
-    known = same.any(1)
-    if known.any() and not known.all():
-        raise ValueError(
-            f"the columns of proba are {shown(names)}, of which {shown(names[~known])} are not labels, expected some "
-            f"of {shown(order)}; drop them, rename them, or pass proba.to_numpy()."
-        )
-    return order[same.argmax(1)] if known.any() else None

@@ -1,4 +1,4 @@
-"""Labels of any type, their rank order, and their positions 0 to K - 1 in it.
+"""Labels that are numbers or strings, their rank order, and their positions 0 to K - 1 in it.
 
 `implied_order` is the one rule by which labels without a given order are read. Metrics, scorers and the estimators all
 call it, so that they agree on the position of each class.
@@ -6,8 +6,6 @@ call it, so that they agree on the position of each class.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import date
 from typing import Any
 
 import numpy as np
@@ -17,8 +15,7 @@ from numpy.typing import ArrayLike
 from otloss.metrics.numbers import as_array
 
 _MOST_CLASSES = 10_000  # a range of integers with more is hardly one of ranks
-KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings", "S": "bytes", "M": "dates",
-         "O": "intervals"}  # fmt: skip
+KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings"}
 
 Labels = Shaped[np.ndarray, " classes"]
 
@@ -52,48 +49,21 @@ def rank_order(labels: ArrayLike | None, **targets: ArrayLike) -> Labels:
 def implied_order(seen: Labels) -> tuple[Labels, str]:
     """Return all classes in the rank order that the sorted distinct labels `seen` imply, and why it is in doubt, or "".
 
-    - Whole numbers, also as text ("2" before "10"): every integer from the smallest to the largest is a class, so the
-      distance between two labels is their difference, and a class that no row has does not bring its neighbours
-      together. Labels 1, 2, 5 stand for the classes 1 to 5, at the positions 0, 1 and 4.
-    - Numbers with a fraction, also as text, dates, intervals and booleans: the labels seen in their order, 1 apart.
-    - Other text: likewise, but in doubt, for its order is that of the alphabet. One label alone needs no order.
-    - Whole numbers too far apart to be ranks, and texts that spell one number: likewise in doubt.
+    - Whole numbers: every integer from the smallest to the largest is a class, so the distance between two labels is
+      their difference, and a class that no row has does not bring its neighbours together. Labels 1, 2, 5 stand for the
+      classes 1 to 5, at the positions 0, 1 and 4.
+    - Numbers with a fraction and booleans: the labels seen in their order, 1 apart.
+    - Text: likewise, but in doubt, for its order is that of the alphabet. One label alone needs no order.
+    - Whole numbers too far apart to be ranks: likewise in doubt.
     """
-    numbers = as_numbers(seen)
-    if numbers is None:
-        in_doubt = seen.dtype.kind in "US" and seen.size > 1
+    if seen.dtype.kind == "U":
         reason = f"the labels {shown(seen)} are text, whose rank order is not known: it is seldom the alphabet"
-        return seen, reason if in_doubt else ""
-    by_number = seen[np.argsort(numbers, kind="stable")]
-    numbers = np.sort(numbers)
-    if (equal := np.diff(numbers) == 0).any():
-        first = int(np.flatnonzero(equal)[0])
-        return by_number, "the labels {!r} and {!r} are one number".format(*_plain(by_number[first : first + 2]))
-    if not is_whole(numbers).all():
-        return by_number, ""
-    if not float(numbers[-1]) - float(numbers[0]) < _MOST_CLASSES:
-        ends = f"from {by_number[0]} to {by_number[-1]}"
-        return by_number, f"the labels go {ends}, and every integer between would be a class"
-    every = np.arange(int(numbers[0]), int(numbers[-1]) + 1)
-    if seen.dtype.kind not in "US":
-        return every, ""
-    text_of = dict(zip(numbers.astype(int).tolist(), by_number.tolist(), strict=True))
-    spelt: Callable[[int], Any] = str if seen.dtype.kind == "U" else lambda number: b"%d" % number
-    return np.array([text_of.get(number, spelt(number)) for number in every.tolist()]), ""
-
-
-def as_numbers(labels: Labels) -> Shaped[np.ndarray, " labels"] | None:
-    """Return the numbers that labels are, or spell; None where one is no number."""
-    if labels.dtype.kind in "iuf":
-        return labels
-    if labels.dtype.kind not in "US":
-        return None
-    try:
-        numbers = np.array([float(label) for label in labels.tolist()])
-    except ValueError:
-        return None
-    python_only = any("_" in str(label) for label in labels.tolist())  # "1_0" is 10 to Python
-    return None if python_only or not np.isfinite(numbers).all() else numbers
+        return seen, reason if seen.size > 1 else ""
+    if seen.dtype.kind == "b" or not is_whole(seen).all():
+        return seen, ""
+    if not float(seen[-1]) - float(seen[0]) < _MOST_CLASSES:
+        return seen, f"the labels go from {seen[0]} to {seen[-1]}, and every integer between would be a class"
+    return np.arange(int(seen[0]), int(seen[-1]) + 1), ""
 
 
 def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
@@ -114,14 +84,14 @@ def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " 
     if unknown.any():
         first = int(np.flatnonzero(unknown)[0])
         raise ValueError(
-            f"{name}[{first}] is {_plain(given[first : first + 1])[0]!r}, expected one of the labels {shown(order)}; "
+            f"{name}[{first}] is {given[first].item()!r}, expected one of the labels {shown(order)}; "
             "pass labels=, all classes in rank order."
         )
     return found
 
 
 def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
-    """Return labels as an array of numbers, strings, dates or intervals with one axis, none of them missing."""
+    """Return labels as an array of numbers or strings with one axis, none of them missing."""
     values = _as_column(values)
     array = as_array(values)
     if array.ndim != 1:
@@ -134,15 +104,14 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
         if len({isinstance(v, str) for v in items}) > 1:
             raise TypeError(f"{name} mixes strings with other types, expected labels of one type.")
         if array.dtype.kind in "OT":
-            array = _dates(name, items) if items and all(isinstance(v, date) for v in items) else np.array(items)
-    known = all(_is_interval(v) for v in items) if items and array.dtype.kind == "O" else array.dtype.kind in KINDS
-    if not known or array.ndim != 1:
+            array = np.array(items)
+    if array.dtype.kind not in KINDS or array.ndim != 1:
         first = items[0] if items else array[0]
         raise TypeError(
-            f"{name} holds {first!r}, a {type(first).__name__}, expected labels that are numbers, strings, dates or "
-            "the intervals of pandas.cut."
+            f"{name} holds {first!r}, a {type(first).__name__}, expected labels that are numbers or strings; of dates "
+            "and intervals take the codes of an ordered pandas Categorical."
         )
-    if array.dtype.kind in "fM":
+    if array.dtype.kind == "f":
         _check_present(name, array != array)
     return array
 
@@ -155,7 +124,7 @@ def categories_of(target: Any) -> Any:
 
 def shown(labels: np.ndarray) -> str:
     """Return labels for a message; of many, the first and the last."""
-    items = _plain(labels)
+    items = labels.tolist()
     return repr(items) if len(items) <= 12 else f"{items[:5]!r} ... {items[-1]!r} ({len(items)} in all)"
 
 
@@ -177,19 +146,6 @@ def _common_categories(targets: dict[str, Any]) -> Any:
     return given[0] if given else None
 
 
-def _dates(name: str, items: list[Any]) -> Shaped[np.ndarray, " n"]:
-    """Return dates, `datetime`s and pandas Timestamps as datetime64."""
-    if any(getattr(v, "tzinfo", None) is not None for v in items):
-        raise TypeError(f"{name} holds dates with a time zone, expected dates without; call tz_localize(None) on them.")
-    unit = "ns" if any(getattr(v, "nanosecond", 0) for v in items) else "us"
-    return np.array(items, dtype=f"datetime64[{unit}]")
-
-
-def _is_interval(value: Any) -> bool:
-    """Whether this is a pandas Interval, which sorts by its ends; pandas need not be there."""
-    return all(hasattr(value, name) for name in ("left", "right", "closed_left"))
-
-
 def _unequal(value: Any) -> bool:
     same = value == value
     return not isinstance(same, bool | np.bool_) or not same  # pandas.NA is neither equal nor unequal to itself
@@ -205,7 +161,3 @@ def _check_same_kind(**arrays: np.ndarray) -> None:
     kinds = {name: KINDS[array.dtype.kind] for name, array in arrays.items() if array.size}
     if len(set(kinds.values())) > 1:
         raise TypeError(f"{' and '.join(f'{n} holds {k}' for n, k in kinds.items())}, expected labels of one type.")
-
-
-def _plain(labels: np.ndarray) -> list[Any]:
-    return labels.astype(str).tolist() if labels.dtype.kind == "M" else labels.tolist()

@@ -38,7 +38,7 @@ def read_weights(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarra
     """Return (n,) weights >= 0, some of them above 0; ones by default."""
     if sample_weight is None:
         return np.ones(count)
-    weight = _read_numbers("sample_weight", sample_weight, f"({count},): one for each example")
+    weight = as_array(sample_weight).astype(float)
     if weight.shape != (count,):
         raise ValueError(f"sample_weight has shape {weight.shape}, expected ({count},): one for each example.")
     bad = ~(np.isfinite(weight) & (weight >= 0))
@@ -61,28 +61,13 @@ def read_values(values: ArrayLike | None, classes: int) -> Float[np.ndarray, " c
     """Return the K class values in rank order, 0 to K - 1 by default."""
     if values is None:
         return np.arange(float(classes))
-    array = _read_numbers("values", values, f"({classes},): one for each class, in rank order")
+    array = as_array(values).astype(float)
     if array.shape != (classes,):
         raise ValueError(f"values has shape {array.shape}, expected ({classes},): one for each class, in rank order.")
     finite = np.isfinite(array).all() and array[-1] / 2 - array[0] / 2 < np.finfo(float).max / 2
     if not finite or (np.diff(array) <= 0).any():
         raise ValueError(f"values is {array}, expected finite, strictly increasing numbers in rank order.")
     return array
-
-
-def _read_numbers(name: str, given: Any, expected: str) -> Float[np.ndarray, "..."]:
-    array = as_array(given)
-    texts = array.dtype.kind == "O" and any(isinstance(v, str) for v in array.ravel().tolist())
-    try:
-        if texts or array.dtype.kind not in "fiuO":
-            raise TypeError
-        return array.astype(float)
-    except (TypeError, ValueError):
-        shown = given if array.size <= 12 else array.ravel()[:5].tolist()
-        fix = f" Pass [{name}[c] for c in labels]." if isinstance(given, dict) else ""
-        raise TypeError(
-            f"{name} is {shown!r}, a {type(given).__name__}; expected numbers of shape {expected}.{fix}"
-        ) from None
 
 
 def as_array(values: Any) -> np.ndarray:

@@ -10,17 +10,7 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics.inputs import read_decisions
 from otloss.metrics.numbers import read_weights
-from otloss.plotting.axes import (
-    BLUE,
-    MOST_NAMES,
-    VERMILION,
-    axes_to_draw_on,
-    colour_bar,
-    entitle,
-    every,
-    inches_wide,
-    name_classes,
-)  # fmt: skip
+from otloss.plotting.axes import BLUE, MOST_NAMES, VERMILION, axes_to_draw_on, colour_bar, inches_wide, name_classes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -68,7 +58,7 @@ def plot_confusion_matrix(
     name_classes(ax.xaxis, np.arange(len(table)), order)
     name_classes(ax.yaxis, np.arange(len(table)), order)
     _legend_of_distances(ax, colours)
-    entitle(ax, "Confusion matrix")
+    ax.set_title("Confusion matrix")
     return ax
 
 
@@ -93,9 +83,7 @@ def _write_cells(ax: Axes, table: np.ndarray, shares: np.ndarray, image: np.ndar
 
 
 def _amount(weight: float) -> str:
-    """Return a count, or a sum of weights, in no more than seven letters or so; large ones without their fraction."""
-    if weight >= 1e6:
-        return f"{weight / 1e6:.3g}M" if weight < 1e9 else f"{weight:.2g}"
+    """Return a count, or a sum of weights; large ones without their fraction."""
     return f"{weight:.0f}" if weight >= 1000 or weight == round(weight) else f"{weight:.3g}"
 
 
@@ -106,5 +94,5 @@ def _legend_of_distances(ax: Axes, colours: np.ndarray) -> None:
     count = len(colours)
     scale = ScalarMappable(BoundaryNorm(np.arange(count + 1) - 0.5, count), ListedColormap(colours))
     bar = colour_bar(ax, scale, "ranks from the truth")
-    bar.set_ticks(every(count, 10))
+    bar.set_ticks(np.arange(0, count, -(-count // 10)))
     bar.ax.tick_params(length=0)

@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike
 from otloss.metrics import threshold_reliability
 from otloss.metrics.inputs import Forecast, read_forecast
 from otloss.metrics.numbers import read_values
-from otloss.plotting.axes import BLUE, GREY, ORANGE, PALE, axes_to_draw_on, entitle, legend, name_classes, names_of
+from otloss.plotting.axes import BLUE, GREY, ORANGE, PALE, axes_to_draw_on, legend, name_classes, names_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -71,7 +71,7 @@ def plot_cdfs(
     ax.set_ylim(-0.02, 1.05)
     name_classes(ax.xaxis, x, forecast.labels)
     legend(ax)
-    entitle(ax, "Cumulative distributions")
+    ax.set_title("Cumulative distributions")
     return ax
 
 
@@ -132,7 +132,7 @@ def plot_reliability(
     ax.set(xlabel="forecast P(Y ≤ class)", ylabel="observed frequency")
     ax.set(xlim=(-0.03, 1.03), ylim=(-0.03, 1.03), aspect="equal")
     legend(ax, title="calibration error")
-    entitle(ax, "Reliability by threshold")
+    ax.set_title("Reliability by threshold")
     return ax
 
 

@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
-from otloss.plotting.axes import ORANGE, axes_to_draw_on, colour_bar, entitle, inches_wide
+from otloss.plotting.axes import ORANGE, axes_to_draw_on, colour_bar, inches_wide
 from otloss.solvers.solve import Transport
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def plot_transport_plan(
     for marginal in (top, side):
         marginal.set_axis_off()
     ax.spines[["top", "right"]].set_visible(False)
-    entitle(ax, "Transport plan")
+    ax.set_title("Transport plan")
     return ax
 
 

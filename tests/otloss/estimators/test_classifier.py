@@ -27,30 +27,14 @@ from tests.otloss.estimators.test_estimators import NAMES, both, ordered_rows
 X, Y = ordered_rows(150)
 
 
-def ranked_probability_score(P: np.ndarray, y: np.ndarray, values: Any) -> np.ndarray:
-    below = P.cumsum(1)[:, :-1] - (y[:, None] <= np.arange(P.shape[1] - 1))
-    return below**2 @ np.diff(values)
-
-
-@pytest.mark.parametrize("alpha", [0.3, 3.0])
-def test_cross_entropy_alone_is_logistic_regression(alpha: float) -> None:
+def test_cross_entropy_alone_is_logistic_regression() -> None:
     X, y = ordered_rows(120, 4)
     weight = np.random.default_rng(1).exponential(size=len(y)) * (np.arange(len(y)) % 7 > 0)
-    ours = OrdinalClassifier(transport=0.0, cross_entropy=1.0, alpha=alpha, standardize=False, tol=1e-8)
-    theirs = LogisticRegression(C=1 / alpha, tol=1e-10, max_iter=1000)
+    ours = OrdinalClassifier(transport=0.0, cross_entropy=1.0, alpha=3.0, standardize=False, tol=1e-8)
+    theirs = LogisticRegression(C=1 / 3, tol=1e-10, max_iter=1000)
     np.testing.assert_allclose(
         ours.fit(X, y, weight).predict_proba(X), theirs.fit(X, y, weight).predict_proba(X), atol=1e-5
     )
-
-
-@pytest.mark.parametrize("scale", [1.0, 2.5])
-def test_the_scale_of_the_loss_matters_only_against_the_penalty(scale: float) -> None:
-    X, y = ordered_rows()
-    plain = OrdinalClassifier(alpha=0.5, cross_entropy=0.2, tol=1e-9, max_iter=5000).fit(X, y)
-    scaled = OrdinalClassifier(
-        alpha=0.5 * scale, transport=scale, cross_entropy=0.2 * scale, tol=1e-9, max_iter=5000
-    ).fit(X, y)
-    np.testing.assert_allclose(plain.predict_proba(X), scaled.predict_proba(X), atol=1e-5)
 
 
 def test_cumulative_cross_entropy_is_the_ordered_logit() -> None:
@@ -110,11 +94,11 @@ def test_without_features_that_matter_it_predicts_the_frequencies() -> None:
 
 def test_a_cost_matrix_moves_decisions_its_way() -> None:
     X, y = ordered_rows(200)
-    dear_to_miss_high = np.array([[0.0, 1, 2], [1, 0, 1], [20, 10, 0]])
-    plain = OrdinalClassifier(cost=dear_to_miss_high.T * 0 + [[0, 1, 2], [1, 0, 1], [2, 1, 0]]).fit(X, y)
-    bent = OrdinalClassifier(cost=dear_to_miss_high).fit(X, y)
-    assert (bent.predict(X) == 2).sum() > (plain.predict(X) == 2).sum()
-    assert dear_to_miss_high[y, bent.predict(X)].mean() < dear_to_miss_high[y, plain.predict(X)].mean()
+    plain_cost = np.array([[0.0, 1, 2], [1, 0, 1], [2, 1, 0]])
+    dear_to_miss_high = plain_cost * [[1], [1], [10]]
+    plain, bent = (OrdinalClassifier(cost=cost).fit(X, y).predict(X) for cost in (plain_cost, dear_to_miss_high))
+    assert (bent == 2).sum() > (plain == 2).sum()
+    assert dear_to_miss_high[y, bent].mean() < dear_to_miss_high[y, plain].mean()
 
 
 @pytest.mark.parametrize("model", ["softmax", "cumulative"])
@@ -138,20 +122,6 @@ def test_hidden_layers_learn_what_no_linear_model_can(model: str) -> None:
     assert OrdinalClassifier(model=model).fit(X[:300], y[:300]).score(X[300:], y[300:]) < 0.7
 
 
-def test_early_stopping_ends_before_max_iter_and_keeps_the_best() -> None:
-    X, y = ordered_rows(300)
-    noise = np.random.default_rng(0).permutation(y)
-    settings_ = {"hidden_layer_sizes": 50, "learning_rate": 0.02, "max_iter": 200, "random_state": 0, "alpha": 0.0}
-    stopped = OrdinalClassifier(early_stopping="auto", **settings_).fit(X, noise)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        gone_on = OrdinalClassifier(early_stopping=False, **settings_).fit(X, noise)
-    assert stopped.n_iter_ < 40
-    prior = np.bincount(noise) / 300
-    surprise = [np.abs(model.predict_proba(X) - prior).mean() for model in (stopped, gone_on)]
-    assert surprise[0] < 0.5 * surprise[1]
-
-
 def test_early_stopping_trains_on_all_rows_for_the_best_number_of_epochs() -> None:
     X, y = ordered_rows(150)  # one batch, whose order does not matter
     settings_ = {"hidden_layer_sizes": 20, "learning_rate": 0.02, "random_state": 0}
@@ -162,41 +132,22 @@ def test_early_stopping_trains_on_all_rows_for_the_best_number_of_epochs() -> No
     np.testing.assert_allclose(again.predict_proba(X), plain.predict_proba(X), rtol=1e-9)
 
 
-@pytest.mark.parametrize("calibration", ["temperature", "ordinal"])
-def test_calibration_corrects_overconfidence(calibration: str) -> None:
-    """Power 1 alone drives probabilities to 0 and 1."""
-    X, y = ordered_rows(900, 4)
-    X = X[:, :1]
-    train, test = slice(0, 600), slice(600, None)
-    settings_ = {"power": 1, "cross_entropy": 0.0, "alpha": 0.01, "random_state": 0}
-    raw = OrdinalClassifier(**settings_).fit(X[train], y[train])
-    corrected = OrdinalClassifier(calibration=calibration, **settings_).fit(X[train], y[train])
-    scores = [
-        ranked_probability_score(model.predict_proba(X[test]), y[test], range(4)).mean() for model in (raw, corrected)
-    ]
-    assert scores[1] < 0.9 * scores[0]
-
-
-@pytest.mark.parametrize("settings", [{}, {"hidden_layer_sizes": 3}], ids=str)
-def test_the_warning_points_to_the_call(settings: dict[str, Any]) -> None:
+def test_the_warning_points_to_the_call() -> None:
     with pytest.warns(ConvergenceWarning, match="did not converge in max_iter=1") as caught:
-        OrdinalClassifier(max_iter=1, **settings).fit(X, Y)
+        OrdinalClassifier(max_iter=1).fit(X, Y)
     assert caught[0].filename == __file__
 
 
-@pytest.mark.parametrize("offset", [1e7])
-def test_features_far_from_zero_reach_the_optimum_also_as_they_are(offset: float) -> None:
+def test_features_far_from_zero_reach_the_optimum_also_as_they_are() -> None:
+    offset = 1e7
     settings: dict[str, Any] = {"standardize": False, "tol": 1e-7}
     near = OrdinalClassifier(**settings).fit(X, Y).predict_proba(X)
     far = OrdinalClassifier(**settings).fit(X + offset, Y).predict_proba(X + offset)
     np.testing.assert_allclose(far, near, atol=1e-5)
 
 
-@pytest.mark.parametrize("settings", [{}, {"hidden_layer_sizes": 4, "max_iter": 5}, {"model": "cumulative"}], ids=str)
-def test_memory_that_must_not_be_written_serves(settings: dict[str, Any], tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        model = OrdinalClassifier(random_state=0, **settings).fit(X, Y)
+def test_memory_that_must_not_be_written_serves(tmp_path: Path) -> None:
+    model = OrdinalClassifier().fit(X, Y)
     joblib.dump(model, tmp_path / "model")
     loaded = joblib.load(tmp_path / "model", mmap_mode="r")
     np.testing.assert_array_equal(loaded.predict_proba(X), model.predict_proba(X))
@@ -268,15 +219,12 @@ def test_an_absent_class_counts_as_half_a_row() -> None:
     np.testing.assert_array_equal(class_shares(np.array([1, 0, 1, 1]), np.ones(4), 2), [0.25, 0.75])
 
 
-@pytest.mark.parametrize("settings", [{}, {"hidden_layer_sizes": 5, "batch_size": 20, "max_iter": 5}])
 @pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_no_global_state_is_touched_or_needed(settings: dict[str, Any]) -> None:
+def test_no_global_state_is_touched_or_needed() -> None:
     X, rank = ordered_rows(40)
-    model = OrdinalClassifier(random_state=0, **settings)
+    model = OrdinalClassifier(random_state=0, hidden_layer_sizes=5, batch_size=20, max_iter=5)
     expected = model.fit(X, rank).predict_proba(X)
-    torch.manual_seed(1)
-    np.random.seed(1)
-    before = torch.get_rng_state(), np.random.get_state()[1].copy(), torch.get_num_threads()
+    before = torch.get_rng_state(), np.random.get_state()[1].copy()
     torch.set_default_dtype(torch.float64)
     try:
         with torch.inference_mode():
@@ -285,7 +233,6 @@ def test_no_global_state_is_touched_or_needed(settings: dict[str, Any]) -> None:
         torch.set_default_dtype(torch.float32)
     assert torch.equal(torch.get_rng_state(), before[0])
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
-    assert torch.get_num_threads() == before[2]
 
 
 def test_linear_models_show_their_coefficients() -> None:
@@ -302,14 +249,12 @@ def test_linear_models_show_their_coefficients() -> None:
 
 
 def test_other_models_have_no_coefficients() -> None:
-    X, y = ordered_rows()
-    network = OrdinalClassifier(hidden_layer_sizes=3).fit(X, y)
-    for name in ("coef_", "intercept_", "thresholds_"):
-        with pytest.raises(AttributeError, match=rf"{name} is of linear models .*hidden_layer_sizes=3"):
-            getattr(network, name)
-        with pytest.raises(NotFittedError):
-            getattr(OrdinalClassifier(), name)
-        assert not hasattr(OrdinalClassifier().fit(X, np.zeros(90)), name)
+    network = OrdinalClassifier(hidden_layer_sizes=3).fit(X, Y)
+    with pytest.raises(AttributeError, match=r"coef_ is of linear models .*hidden_layer_sizes=3"):
+        network.coef_  # noqa: B018
+    assert not hasattr(OrdinalClassifier().fit(X, np.zeros(150)), "intercept_")
+    with pytest.raises(NotFittedError):
+        OrdinalClassifier().thresholds_  # noqa: B018
 
 
 def test_logarithms_of_probabilities_do_not_overflow() -> None:
@@ -325,9 +270,8 @@ def test_logarithms_of_probabilities_do_not_overflow() -> None:
         np.testing.assert_allclose(np.exp(calibrated.predict_log_proba(X)), calibrated.predict_proba(X), rtol=1e-12)
 
 
-@pytest.mark.parametrize("settings", [{}, {"model": "cumulative"}], ids=str)
-def test_scores_that_overflow_raise(settings: dict[str, Any]) -> None:
-    model = OrdinalClassifier(random_state=0, **settings).fit(X * 1e-3, Y)
+def test_scores_that_overflow_raise() -> None:
+    model = OrdinalClassifier(random_state=0).fit(X * 1e-3, Y)
     far = X.copy()
     far[2] = 1.7e308
     with np.errstate(all="ignore"), pytest.raises(ValueError, match="the scores of row 2 overflow"):

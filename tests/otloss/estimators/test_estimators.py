@@ -20,9 +20,7 @@ from sklearn.calibration import CalibratedClassifierCV
 from sklearn.ensemble import BaggingClassifier, StackingClassifier, VotingClassifier
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import GridSearchCV, cross_val_predict
-from sklearn.pipeline import make_pipeline
-from sklearn.preprocessing import StandardScaler
+from sklearn.model_selection import cross_val_predict
 from sklearn.utils.estimator_checks import parametrize_with_checks
 
 from otloss.estimators import (
@@ -133,17 +131,6 @@ def test_columns_are_sorted_and_ranks_kept_apart(index: int) -> None:
     np.testing.assert_allclose(named.expected_value(X), plain.predict_proba(X) @ [0, 1, 2])
 
 
-@pytest.mark.parametrize(
-    "categories", [[3, 2, 1], ["10", "9", "2"], [0.5, 0.25, 4.5], [False, True], np.array(["b", "a"], dtype=object)]
-)
-def test_any_type_of_label(categories: Any) -> None:
-    X, rank = ordered_rows(classes=len(categories))
-    model = OrdinalClassifier(categories=categories).fit(X, np.asarray(categories)[rank])
-    plain = OrdinalClassifier().fit(X, rank)
-    assert set(model.predict(X)) <= set(categories)
-    np.testing.assert_array_equal(model.predict_distribution(X), plain.predict_proba(X))
-
-
 @BOTH
 def test_a_class_missing_from_training_keeps_its_place_and_distance(index: int) -> None:
     X, rank = ordered_rows()
@@ -170,15 +157,18 @@ def test_one_class_alone(index: int) -> None:
     assert model.predict_distribution(X[:1]).tolist() == [[0, 1, 0]]
 
 
-@BOTH
-def test_ordered_categoricals_bring_their_order(index: int) -> None:
+def test_ordered_categoricals_and_dtypes_bring_their_order() -> None:
     pandas = pytest.importorskip("pandas")
-    X, rank = ordered_rows()
-    y = pandas.Categorical(np.array(NAMES)[rank], categories=[*NAMES, "very high"], ordered=True)
-    for labels in (y, pandas.Series(y)):
-        model = both()[index].fit(X, labels)
-        assert model.categories_.tolist() == [*NAMES, "very high"]
-        np.testing.assert_array_equal(model.predict_distribution(X)[:, :3], both()[index].fit(X, rank).predict_proba(X))
+    wanted = [*NAMES, "very high"]
+    expected = OrdinalClassifier(categories=wanted).fit(X, Y).predict_distribution(X)
+    dtype = pandas.CategoricalDtype(wanted, ordered=True)
+    by_labels = OrdinalClassifier().fit(X, pandas.Series(pandas.Categorical(Y, dtype=dtype)))
+    by_setting = clone(OrdinalClassifier(categories=dtype)).fit(X, Y)
+    for model in (by_labels, by_setting):
+        assert model.categories_.tolist() == wanted
+        np.testing.assert_array_equal(model.predict_distribution(X), expected)
+    with pytest.raises(ValueError, match=r"categories is CategoricalDtype.*expected .*ordered=True"):
+        OrdinalClassifier(categories=pandas.CategoricalDtype(wanted)).fit(X, Y)
 
 
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.permutations(range(7)))
@@ -191,31 +181,15 @@ def test_positions_follow_ranks(y: list[int], categories: list[int]) -> None:
     np.testing.assert_array_equal(order.by_position[order.columns], order.classes)
 
 
-@pytest.mark.parametrize("labels", [["1", "2", "10"], ["-3", "1", "02"], ["0.5", "1.5", "10.0"]], ids=str)
-def test_numbers_as_text_are_ordered_as_numbers(labels: list[str]) -> None:
-    """As text they sort as "1", "10", "2"; no warning, for their order is known."""
-    numbers = np.array([float(label) for label in labels])
-    expected = OrdinalClassifier(categories=None if (numbers % 1 == 0).all() else numbers).fit(X, numbers[RANK])
-    for dtype in (str, object):
-        model = OrdinalClassifier().fit(X, np.array(labels, dtype=dtype)[RANK])
-        assert [float(label) for label in model.categories_.tolist()] == expected.categories_.tolist()
-        assert set(labels) <= set(model.categories_.tolist())
-        np.testing.assert_array_equal(model.predict_distribution(X), expected.predict_distribution(X))
-        np.testing.assert_array_equal(model.predict(X).astype(float), expected.predict(X))
-
-
-def test_text_without_an_order_warns_once_per_fit_where_it_was_called() -> None:
-    pandas = pytest.importorskip("pandas")
-    y = np.array(NAMES)[RANK]
+@BOTH
+def test_text_without_an_order_warns_once_per_fit_where_it_was_called(index: int) -> None:
     message = r"\['high', 'low', 'medium'\] are text, .* ordered as \['high', 'low', 'medium'\].*pass categories="
-    for labels in (y, pandas.Series(pandas.Categorical(y, NAMES)), y.astype(object)):
-        for model in both(calibration="temperature", early_stopping=False):
-            with pytest.warns(LabelOrderWarning, match=message) as caught:
-                model.fit(X, labels)
-            assert [warning.filename for warning in caught] == [__file__]
-    for doubtful in (["1", "01", "2"], [0, 1, 10**6]):
-        with pytest.warns(LabelOrderWarning, match="one number|every integer between would be a class"):
-            assert len(OrdinalClassifier().fit(X, np.array(doubtful)[RANK]).categories_) == 3
+    with pytest.warns(LabelOrderWarning, match=message) as caught:
+        model = both(calibration="temperature", early_stopping=False)[index].fit(X, Y.astype(object))
+    assert [warning.filename for warning in caught] == [__file__]
+    assert model.categories_.tolist() == ["high", "low", "medium"]
+    with pytest.warns(LabelOrderWarning, match="every integer between would be a class"):
+        both()[index].fit(X, np.array([0, 1, 10**6])[RANK])
 
 
 @BOTH
@@ -235,75 +209,39 @@ COST = np.array([[0.0, 1, 2], [1, 0, 1], [20, 10, 0]])
 def test_labelled_costs_and_values_go_by_their_index() -> None:
     pandas = pytest.importorskip("pandas")
     frame = pandas.DataFrame(COST, index=NAMES, columns=NAMES)
-    y = np.array(NAMES)[RANK]
-    plain = OrdinalClassifier(categories=NAMES, cost=COST).fit(X, y).predict_proba(X)
+    plain = OrdinalClassifier(categories=NAMES, cost=COST).fit(X, Y).predict_proba(X)
     for table in (frame.loc[sorted(NAMES), sorted(NAMES)], frame.loc[:, sorted(NAMES)], pandas.DataFrame(COST)):
-        labelled = OrdinalClassifier(categories=NAMES, cost=table).fit(X, y)
+        labelled = OrdinalClassifier(categories=NAMES, cost=table).fit(X, Y)
         np.testing.assert_array_equal(labelled.predict_proba(X), plain)
     values = pandas.Series({"high": 7.0, "low": 0.0, "medium": 1.0, "other": 3.0})
-    expected = OrdinalClassifier(categories=NAMES, values=[0, 1, 7]).fit(X, y).expected_value(X)
-    np.testing.assert_array_equal(
-        OrdinalClassifier(categories=NAMES, values=values).fit(X, y).expected_value(X), expected
-    )
-
-
-@BOTH
-def test_an_ordered_dtype_is_a_rank_order(index: int) -> None:
-    pandas = pytest.importorskip("pandas")
-    y = np.array(NAMES)[RANK]
-    wanted = [*NAMES, "very high"]
-    model = both(categories=pandas.CategoricalDtype(wanted, ordered=True))[index].fit(X, y)
-    assert model.categories_.tolist() == wanted
-    np.testing.assert_array_equal(model.predict_proba(X), both(categories=wanted)[index].fit(X, y).predict_proba(X))
-    clone(model).fit(X, pandas.Categorical(y))
-    with pytest.raises(ValueError, match=r"categories is CategoricalDtype.*expected .*ordered=True"):
-        both(categories=pandas.CategoricalDtype(wanted))[index].fit(X, y)
+    found, expected = (OrdinalClassifier(categories=NAMES, values=v).fit(X, Y) for v in (values, [0, 1, 7]))
+    np.testing.assert_array_equal(found.expected_value(X), expected.expected_value(X))
 
 
 # ---- meta-estimators -----------------------------------------------------------------------------------------------
 
 
-@BOTH
-def test_grid_search_in_a_pipeline(index: int) -> None:
-    X, rank = ordered_rows()
-    model = both(categories=NAMES)[index]
-    name = type(model).__name__.lower()
-    search = GridSearchCV(
-        make_pipeline(StandardScaler(), model),
-        {f"{name}__cross_entropy": [0.0, 0.5], f"{name}__decode": ["argmax", "median"]},
-        cv=3,
-    ).fit(X, np.array(NAMES)[rank])
-    assert search.best_score_ > 0.6
-
-
-@BOTH
-@pytest.mark.parametrize("categories", [NAMES, ["a low", "b medium", "c high"]])
-def test_meta_estimators_pass_codes_and_get_right_columns(index: int, categories: list[Any]) -> None:
+def test_meta_estimators_pass_codes_and_get_right_columns() -> None:
     """A wrong order of the codes would mistake the middle class for an end, and lose accuracy."""
     X, rank = ordered_rows(150)
-    labels = np.array(categories)[rank]
-    model = both(categories=categories, values=[0, 1, 2.5])[index]
-    codes = sorted(categories)
-    needs_warning = categories != codes
-
-    def quietly(call: Any) -> Any:
-        if needs_warning:
-            with pytest.warns(EncodedLabelsWarning, match=re.escape(f"(0 = {codes[0]!r}, 1 = {codes[1]!r}, 2 =")):
-                return call()
-        return call()
-
-    probability = quietly(lambda: cross_val_predict(model, X, labels, cv=3, method="predict_proba"))
-    columns = np.argsort(np.argsort(categories))
+    labels = np.array(NAMES)[rank]
+    model, others = OrdinalClassifier(categories=NAMES, values=[0, 1, 2.5]), LogisticRegression()
+    metas = [
+        VotingClassifier([("ours", model), ("other", others)], voting="soft"),
+        StackingClassifier([("ours", model), ("other", others)], cv=3),
+        BaggingClassifier(model, n_estimators=3, random_state=0),
+    ]
+    message = re.escape("(0 = 'high', 1 = 'low', 2 = 'medium')")
+    with pytest.warns(EncodedLabelsWarning, match=message):
+        probability = cross_val_predict(model, X, labels, cv=3, method="predict_proba")
+    for meta in metas:
+        with pytest.warns(EncodedLabelsWarning, match=message):
+            meta.fit(X, labels)
+        assert meta.score(X, labels) > 0.75
+    columns = np.argsort(np.argsort(NAMES))
     folds = cross_val_predict(clone(model).set_params(categories=None), X, rank, cv=3, method="predict_proba")
     np.testing.assert_array_equal(probability[:, columns], folds)
-    others = LogisticRegression()
-    voting = quietly(lambda: VotingClassifier([("ours", model), ("other", others)], voting="soft").fit(X, labels))
-    stacking = quietly(lambda: StackingClassifier([("ours", model), ("other", others)], cv=3).fit(X, labels))
-    bagging = quietly(lambda: BaggingClassifier(model, n_estimators=3, random_state=0).fit(X, labels))
-    calibrated = CalibratedClassifierCV(model, cv=3).fit(X, labels)
-    for meta in (voting, stacking, bagging, calibrated):
-        assert meta.score(X, labels) > 0.75
-        assert meta.classes_.tolist() == sorted(categories)
+    assert CalibratedClassifierCV(model, cv=3).fit(X, labels).score(X, labels) > 0.75  # passes labels as they are
 
 
 @BOTH
@@ -318,12 +256,10 @@ def test_pickled_and_fitted_again_it_is_the_same(index: int) -> None:
 
 def test_feature_names_are_kept() -> None:
     pandas = pytest.importorskip("pandas")
-    X, rank = ordered_rows()
     frame = pandas.DataFrame(X, columns=["a", "b", "c"])
     for model in both():
-        model.fit(frame, pandas.Series(rank))
+        model.fit(frame, pandas.Series(RANK))
         assert model.feature_names_in_.tolist() == ["a", "b", "c"]
-        assert model.n_features_in_ == 3
         with pytest.raises(ValueError, match="feature names"):
             model.predict(frame[["b", "a", "c"]])
 
@@ -346,8 +282,7 @@ def test_importing_the_estimators_imports_no_boosting_library_and_no_compiler() 
     [
         OrdinalClassifier(calibration="temperature", random_state=0),
         OrdinalClassifier(**NETWORK, early_stopping=False, batch_size=30, random_state=0),
-        OrdinalBoostingClassifier(n_estimators=10, calibration="ordinal", random_state=0),
-        OrdinalBoostingClassifier(booster="lightgbm", n_estimators=10, random_state=0),
+        OrdinalBoostingClassifier(booster="lightgbm", calibration="ordinal", n_estimators=10, random_state=0),
     ],
     ids=str,
 )
@@ -363,11 +298,11 @@ def test_rows_without_weight_are_rows_left_out(model: Any) -> None:
 
 
 @BOTH
-@pytest.mark.parametrize("scale", [2.0**-20, 2.0**20])
-def test_the_unit_of_values_and_costs_is_no_matter(index: int, scale: float) -> None:
+def test_the_unit_of_values_and_costs_is_no_matter(index: int) -> None:
+    scale = 2.0**20
     X, y = ordered_rows(120, 4)
     values = np.array([0.0, 1.0, 4.0, 5.0])
-    for given_ in ({"values": values}, {"values": values, "power": 1}, {"cost": np.abs(values[:, None] - values)}):
+    for given_ in ({"values": values, "power": 1}, {"cost": np.abs(values[:, None] - values)}):
         name = next(iter(given_))
         scaled = {**given_, name: np.asarray(given_[name]) * scale}
         plain, other = (both(cross_entropy=0.1, **chosen)[index].fit(X, y) for chosen in (given_, scaled))
@@ -376,8 +311,9 @@ def test_the_unit_of_values_and_costs_is_no_matter(index: int, scale: float) -> 
             np.testing.assert_allclose(other.expected_value(X), scale * plain.expected_value(X))
 
 
-@BOTH
-@pytest.mark.parametrize(("kind", "method"), [("temperature", Temperature), ("ordinal", OrdinalRecalibration)])
+@pytest.mark.parametrize(
+    ("index", "kind", "method"), [(0, "temperature", Temperature), (1, "ordinal", OrdinalRecalibration)]
+)
 def test_calibration_is_that_of_the_rows_held_out(
     index: int, kind: str, method: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -431,8 +367,8 @@ def test_class_weights_are_sample_weights() -> None:
         np.testing.assert_allclose(weighted.predict_proba(X), by_rows.predict_proba(X), rtol=1e-6)
     names = np.array(["d", "c", "b", "a"])
     named = OrdinalClassifier(categories=names, class_weight={"c": 0.5, "a": 4.0}).fit(X, names[y])
-    by_rows = OrdinalClassifier(categories=range(4), class_weight={1: 0.5, 3: 4.0}).fit(X, y)
-    np.testing.assert_array_equal(named.predict_distribution(X), by_rows.predict_distribution(X))
+    by_rows = OrdinalClassifier(categories=names).fit(X, names[y], np.array([1, 0.5, 1, 4.0])[y])
+    np.testing.assert_allclose(named.predict_distribution(X), by_rows.predict_distribution(X), rtol=1e-6)
 
 
 @settings(max_examples=60, deadline=None)
@@ -452,24 +388,15 @@ def test_decoding_is_the_best_answer_by_enumeration(counts: list[list[int]]) -> 
         np.testing.assert_allclose(expected[np.arange(len(P)), chosen], expected.min(1), atol=1e-12)
 
 
-def test_ties_of_the_median_go_down() -> None:
-    P = np.array([[0.5, 0.0, 0.5], [0.25, 0.25, 0.5], [0.1, 0.4, 0.5]])
-    assert decode(P, "median", values=np.arange(3.0)).tolist() == [0, 1, 1]
-
-
 @BOTH
-@pytest.mark.parametrize("calibration", [None, "temperature"])
-def test_a_fit_that_fails_leaves_what_was_learnt(index: int, calibration: str | None) -> None:
-    model = both(calibration=calibration, power=1, random_state=0)[index].fit(X, RANK)
+def test_a_fit_that_fails_leaves_what_was_learnt(index: int) -> None:
+    model = both(calibration="temperature", power=1, random_state=0)[index].fit(X, RANK)
     before = model.predict_proba(X)
     bad: list[tuple[Any, ...]] = [
-        (X, np.array(["7", "8", "9"])[RANK], -np.ones(90)),
-        (X, np.minimum(RANK, 1), -np.ones(90)),
+        (X, np.array([7, 8, 9])[RANK], -np.ones(90)),
         (X[:, :2], RANK, -np.ones(90)),
-        (X[:, :2], RANK, np.ones(3)),
+        (X[:3], [0, 1, 2]),  # none to hold out
     ]
-    if calibration:
-        bad.append((X[:3], [0, 1, 2]))  # none to hold out
     for arguments in bad:
         with pytest.raises(ValueError):
             model.fit(*arguments)
@@ -483,11 +410,8 @@ def test_a_fit_that_fails_leaves_what_was_learnt(index: int, calibration: str | 
 
 BAD_SETTINGS = [
     ({"values": [0, 2, 1]}, "expected finite, strictly increasing"),
-    ({"values": [0, 1]}, "values has shape (2,), expected (3,)"),
-    ({"values": [0, 1, np.nan]}, "expected finite, strictly increasing"),
     ({"cost": np.ones((2, 3))}, "cost has shape (2, 3), expected (3, 3)"),
     ({"cost": -np.ones((3, 3))}, "cost[0, 0] is -1, expected finite costs >= 0"),
-    ({"cost": np.full((3, 3), np.inf)}, "cost[0, 0] is inf"),
     ({"cost": np.ones((3, 3)), "values": [0, 1, 2]}, "values and cost are both given"),
     ({"power": 3}, "power is 3, expected one of (1, 2)"),
     ({"cross_entropy": -1.0}, "cross_entropy is -1.0, expected a finite number >= 0"),
@@ -500,98 +424,66 @@ BAD_SETTINGS = [
     ({"class_weight": {"low": -2.0}}, "class_weight['low'] is -2.0"),
     ({"class_weight": "equal"}, "class_weight is 'equal'"),
     ({"categories": ["low", "high", "low"]}, "expected each label once"),
-    ({"categories": "low"}, "categories is 'low', a str; expected a list"),
-    ({"categories": {"low": 1, "medium": 2, "high": 3}}, "expected a list or array of labels"),
     ({"categories": set(NAMES[:1])}, "expected a list or array of labels"),
     ({"categories": ["low", "high"]}, "y holds the label 'medium', expected one of categories=['low', 'high']"),
 ]
 
 
-@BOTH
 @pytest.mark.parametrize(("settings", "message"), BAD_SETTINGS, ids=lambda value: str(value)[:40])
-def test_bad_settings_are_named(index: int, settings: dict[str, Any], message: str) -> None:
-    model = both(**{"categories": NAMES, **settings})[index]
+def test_bad_settings_are_named(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        model.fit(X, Y)
+        OrdinalClassifier(**{"categories": NAMES, **settings}).fit(X, Y)
 
 
-@BOTH
 @pytest.mark.parametrize(
     ("y", "message"),
     [
         (np.where(RANK == 1, np.nan, RANK * 1.0), "Input y contains NaN"),
         (np.array([None, *Y[1:]], dtype=object), "y[0] is missing"),
         (np.array(["tall", *Y[1:]]), "y holds the label 'tall'"),
-        (RANK[:-1], "inconsistent numbers of samples"),
         (np.minimum(RANK, 1), "or all their indices"),
-        (
-            np.array(["NaT", *["2020-01-01"] * 89], dtype="datetime64[D]"),
-            "y[0] is missing",
-        ),
     ],
-    ids=["nan", "none", "unknown", "short", "codes", "no date"],
+    ids=["nan", "none", "unknown", "codes"],
 )
-def test_bad_labels_are_named(index: int, y: np.ndarray, message: str) -> None:
+def test_bad_labels_are_named(y: np.ndarray, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
-        both(categories=NAMES)[index].fit(X, y)
+        OrdinalClassifier(categories=NAMES).fit(X, y)
 
 
 @BOTH
-@pytest.mark.parametrize(
-    ("weights", "message"),
-    [
+def test_bad_weights_are_named(index: int) -> None:
+    for weights, message in (
         (np.r_[-1.0, np.ones(89)], "sample_weight[0] is -1.0, expected finite weights >= 0"),
-        (np.r_[np.ones(89), np.nan], "sample_weight[89] is nan"),
         (np.ones(89), "sample_weight has shape (89,), expected (90,)"),
-        (np.ones((90, 2)), "sample_weight has shape (90, 2)"),
         (np.zeros(90), "zero everywhere"),
-    ],
-    ids=["negative", "nan", "short", "table", "zero"],
-)
-def test_bad_weights_are_named(index: int, weights: np.ndarray, message: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(message)):
-        both()[index].fit(X, RANK, sample_weight=weights)
+    ):
+        with pytest.raises(ValueError, match=re.escape(message)):
+            both()[index].fit(X, RANK, sample_weight=weights)
 
 
 @pytest.mark.parametrize(
-    ("settings", "error"),
+    ("estimator", "settings", "error"),
     [
-        ({"alpha": -1.0}, ValueError),
-        ({"alpha": "a"}, TypeError),
-        ({"model": "probit"}, ValueError),
-        ({"hidden_layer_sizes": (2.5,)}, TypeError),
-        ({"max_iter": 0}, ValueError),
-        ({"learning_rate": 0.0}, ValueError),
-        ({"standardize": "no"}, ValueError),
-        ({"power": np.array([1, 2])}, ValueError),
+        (OrdinalClassifier, {"alpha": -1.0}, ValueError),
+        (OrdinalClassifier, {"alpha": "a"}, TypeError),
+        (OrdinalClassifier, {"model": "probit"}, ValueError),
+        (OrdinalClassifier, {"hidden_layer_sizes": (2.5,)}, TypeError),
+        (OrdinalClassifier, {"max_iter": 0}, ValueError),
+        (OrdinalBoostingClassifier, {"booster": "catboost"}, ValueError),
+        (OrdinalBoostingClassifier, {"early_stopping": 1}, ValueError),
+        (OrdinalBoostingClassifier, {"n_jobs": 0}, ValueError),
+        (OrdinalBoostingClassifier, {"booster_params": [1]}, TypeError),
     ],
     ids=str,
 )
-def test_bad_settings_of_the_linear_model_are_named(settings: dict[str, Any], error: type[Exception]) -> None:
+def test_bad_settings_of_one_estimator_are_named(estimator: Any, settings: dict[str, Any], error: Any) -> None:
+    pytest.importorskip("xgboost")
     with pytest.raises(error, match=f"{list(settings)[-1]}"):
-        OrdinalClassifier(**settings).fit(X, RANK)
-
-
-@pytest.mark.parametrize(
-    ("settings", "error"),
-    [
-        ({"booster": "catboost"}, ValueError),
-        ({"early_stopping": 1}, ValueError),
-        ({"n_estimators": 0}, ValueError),
-        ({"n_jobs": 0}, ValueError),
-        ({"booster_params": [1]}, TypeError),
-    ],
-    ids=str,
-)
-def test_bad_settings_of_boosting_are_named(settings: dict[str, Any], error: type[Exception]) -> None:
-    with pytest.raises(error, match=f"{list(settings)[-1]}"):
-        OrdinalBoostingClassifier(**{"booster": "lightgbm", **settings}).fit(X, RANK)
+        estimator(**settings).fit(X, RANK)
 
 
 @BOTH
 def test_sparse_features_are_dense_ones(index: int) -> None:
-    X = np.where(np.abs(ordered_rows()[0]) > 0.5, ordered_rows()[0], 0.0)
-    model, dense = both()[index].fit(csr_array(X), RANK), both()[index].fit(X, RANK)
-    np.testing.assert_array_equal(model.predict_proba(X), dense.predict_proba(X))
-    np.testing.assert_array_equal(model.predict(csr_array(X)), dense.predict(X))
-    assert model.__sklearn_tags__().input_tags.sparse
+    dense = np.where(np.abs(X) > 0.5, X, 0.0)
+    model, expected = both()[index].fit(csr_array(dense), RANK), both()[index].fit(dense, RANK)
+    np.testing.assert_array_equal(model.predict_proba(csr_array(dense)), expected.predict_proba(dense))

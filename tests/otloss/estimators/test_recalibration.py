@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +17,7 @@ from sklearn.isotonic import isotonic_regression
 
 from otloss.estimators import OrdinalRecalibration, Temperature
 from otloss.estimators.recalibration import _in_order
-from otloss.metrics import ranked_probability_score, threshold_calibration_error
+from otloss.metrics import ranked_probability_score
 
 
 def draw(seed: int, n: int, distort: Callable[[np.ndarray], np.ndarray] = lambda p: p) -> tuple[np.ndarray, np.ndarray]:
@@ -67,8 +66,7 @@ def test_score_on_the_own_data_is_never_worse(data: Any, shrinkage: float) -> No
         assert rps(y, corrected, values=values, sample_weight=weight) <= before * (1 + 1e-12) + 1e-15
 
 
-@pytest.mark.parametrize("temperature", [0.4, 1.0, 3.0])
-@pytest.mark.parametrize("criterion", ["rps", "nll"])
+@pytest.mark.parametrize(("temperature", "criterion"), [(0.4, "nll"), (3.0, "rps")])
 def test_temperature_is_recovered(temperature: float, criterion: str) -> None:
     proba, y = draw(0, 20_000, lambda p: p**temperature)
     fitted = Temperature(criterion=criterion).fit(proba, y)
@@ -100,14 +98,11 @@ def test_the_deepest_of_several_valleys() -> None:
     assert rps([0] * 3, fitted.predict(proba), sample_weight=weight) <= min(scores) + 1e-12
 
 
-@pytest.mark.parametrize("criterion", ["rps", "nll"])
-def test_temperature_stays_within_its_bounds(criterion: str) -> None:
-    proba = [[0.6, 0.4]] * 10
-    hottest = Temperature(criterion=criterion, shrinkage=0).fit(proba, [1] * 10)
-    coldest = Temperature(criterion=criterion, shrinkage=0).fit(proba, [0] * 10)
-    assert [hottest.temperature_, coldest.temperature_] == pytest.approx([np.exp(3), np.exp(-3)], rel=1e-4)
-    assert hottest.temperature_ <= np.exp(3)
-    assert coldest.temperature_ >= np.exp(-3)
+def test_temperature_stays_within_its_bounds() -> None:
+    for y, bound in ((1, np.exp(3)), (0, np.exp(-3))):
+        fitted = Temperature(criterion="nll", shrinkage=0).fit([[0.6, 0.4]] * 10, [y] * 10)
+        assert fitted.temperature_ == pytest.approx(bound, rel=1e-4)
+        assert abs(np.log(fitted.temperature_)) <= 3
 
 
 def test_maps_of_thresholds_are_recovered() -> None:
@@ -122,30 +117,11 @@ def test_maps_of_thresholds_are_recovered() -> None:
     np.testing.assert_allclose(fitted.slope_, slope, atol=0.06)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_forecasts_that_are_too_sure_get_better_on_new_data(family: Any) -> None:
-    proba, y = draw(3, 400, lambda p: p**2.5)
-    new, new_y = draw(4, 4000, lambda p: p**2.5)
-    corrected = family().fit(proba, y).predict(new)
-    assert rps(new_y, corrected) < 0.95 * rps(new_y, new)
-    assert threshold_calibration_error(new_y, corrected) < 0.5 * threshold_calibration_error(new_y, new)
-
-
-def test_a_bias_is_corrected_by_maps_of_thresholds_only() -> None:
-    proba, y = draw(5, 500, leaning)
-    new, new_y = draw(6, 4000, leaning)
-    truth = rps(*reversed(draw(6, 4000)))
-    by_temperature = rps(new_y, Temperature().fit(proba, y).predict(new))
-    by_thresholds = rps(new_y, OrdinalRecalibration().fit(proba, y).predict(new))
-    assert by_thresholds - truth < 0.2 * (by_temperature - truth)
-
-
-@pytest.mark.parametrize("n", [1, 3, 10, 30])
-def test_few_examples_do_little_harm_to_a_good_forecaster(n: int) -> None:
+def test_few_examples_do_little_harm_to_a_good_forecaster() -> None:
     new, new_y = draw(7, 2000)
     before = rps(new_y, new)
     for family in FAMILIES:
-        after = [rps(new_y, family().fit(*draw(100 + seed, n)).predict(new)) for seed in range(20)]
+        after = [rps(new_y, family().fit(*draw(100 + seed, 3)).predict(new)) for seed in range(20)]
         assert np.mean(after) < 1.04 * before
         assert np.max(after) < 1.2 * before
 
@@ -178,29 +154,15 @@ def test_no_class_of_positive_probability_ends_with_none() -> None:
     assert (corrected >= proba * 0.9e-3).all()
 
 
-def test_absent_classes() -> None:
-    proba, _ = draw(10, 30)
-    for seen in (0, 2, 4):
-        y = np.full(30, seen)
-        for family in FAMILIES:
-            corrected = family().fit(proba, y).predict(proba)
-            assert np.isfinite(corrected).all()
-            assert rps(y, corrected) <= rps(y, proba)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_weights_copies_and_pickles(family: Any) -> None:
+def test_rows_without_weight_and_the_unit_of_weights_do_not_count(family: Any) -> None:
     proba, y = draw(11, 60, leaning)
     new, _ = draw(12, 5)
-    weight = np.random.default_rng(1).integers(
-        0, 2, 60
-    )  # copies of an example count as examples, a weight of 2 does not
+    weight = np.random.default_rng(1).integers(0, 2, 60)
     fitted = family().fit(proba, y, weight)
     kept = weight > 0
     np.testing.assert_allclose(fitted.predict(new), family().fit(proba[kept], y[kept]).predict(new), atol=1e-6)
     np.testing.assert_allclose(fitted.predict(new), family().fit(proba, y, 7.5 * weight).predict(new), atol=1e-6)
-    np.testing.assert_array_equal(pickle.loads(pickle.dumps(fitted)).predict(new), fitted.predict(new))
-    np.testing.assert_allclose(fitted.predict(new)[1:2], fitted.predict(new[1:2]), rtol=1e-12)
 
 
 def test_identity_is_exact() -> None:
@@ -223,17 +185,11 @@ def test_projection_on_ordered_rows(seed: int, thresholds: int) -> None:
 
 @pytest.mark.parametrize("family", [Temperature, OrdinalRecalibration])
 def test_behaves_as_an_estimator_of_scikit_learn(family: Any) -> None:
-    method = family(values=[0, 1, 5], shrinkage=2.0)
-    assert repr(method) == f"{family.__name__}(shrinkage=2.0, values=[0, 1, 5])"
-    with pytest.raises(NotFittedError, match=f"This {family.__name__} instance is not fitted yet"):
-        method.predict([[0.5, 0.3, 0.2]])
-    proba = np.array([[0.5, 0.3, 0.2]])
-    fitted = method.fit(proba, [2])
-    assert (fitted.predict(proba) != proba).any()
+    fitted = family(values=[0, 1, 5], shrinkage=2.0).fit([[0.5, 0.3, 0.2]], [2])
     again = clone(fitted)
     assert again.get_params() == fitted.get_params()
-    with pytest.raises(NotFittedError):
-        again.predict(proba)
+    with pytest.raises(NotFittedError, match=f"This {family.__name__} instance is not fitted yet"):
+        again.predict([[0.5, 0.3, 0.2]])
 
 
 two = [[0.5, 0.5]]
@@ -245,10 +201,8 @@ two = [[0.5, 0.5]]
         (lambda: Temperature(criterion="x").fit(two, [0]), "criterion is 'x'"),
         (lambda: Temperature(criterion="nll").fit([[1.0, 0.0]], [1]), 'probability 0, so "nll" is infinite'),
         (lambda: Temperature(shrinkage=-1).fit(two, [0]), "shrinkage is -1, expected a finite number of at least 0"),
-        (lambda: OrdinalRecalibration(shrinkage=np.nan).fit(two, [0]), "shrinkage is nan"),
         (lambda: OrdinalRecalibration().fit(two, [2]), r"y\[0\] is 2, expected one of the labels \[0, 1\]"),
         (lambda: OrdinalRecalibration().fit(two, [0, 1]), "y has 2 classes and proba 1 rows"),
-        (lambda: OrdinalRecalibration().fit([[0.5, 0.6]], [0]), "of sum 1.1"),
         (lambda: OrdinalRecalibration(values=[1, 0]).fit(two, [0]), "strictly increasing"),
         (lambda: OrdinalRecalibration().fit(two, [0]).predict([[1.0]]), "proba has 1 columns, expected 2"),
         (lambda: Temperature().fit(two, [0], [-1.0]), r"sample_weight\[0\] is -1"),

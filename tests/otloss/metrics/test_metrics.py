@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from datetime import date
 from typing import Any
 
 import numpy as np
@@ -119,7 +118,8 @@ def test_weights_are_copies_and_names_do_not_matter(metric: Callable[..., float]
     weight = np.random.default_rng(0).integers(0, 3, len(y))
     plain = metric(y, given, labels=range(5), sample_weight=weight)
     assert metric(y.repeat(weight), given.repeat(weight, axis=0), labels=range(5)) == pytest.approx(plain)
-    assert metric(y, given, labels=range(5), sample_weight=weight * 1e-9) == pytest.approx(plain)
+    for unit in (1e307, 2.0**-1072):
+        assert metric(y, given, labels=range(5), sample_weight=weight * unit) == pytest.approx(plain)
     names = np.array(NAMES)[y]
     if metric in OF_LABELS:
         named = [metric(names, np.array(NAMES)[predicted], labels=NAMES, sample_weight=weight)]
@@ -147,22 +147,15 @@ def test_absent_class_keeps_its_rank(metric: Callable[..., float]) -> None:
 
 @pytest.mark.parametrize("metric", OF_LABELS + OF_PROBABILITIES)
 def test_labels_without_an_order_are_numbers_or_raise(metric: Callable[..., float]) -> None:
-    """As text, "10" sorts before "2", and scikit-learn's columns follow that; "high" sorts before "low"."""
     y, predicted, proba = draw(3, classes=3)
     numbers = np.array([1, 2, 10])
-    given = predicted if metric in OF_LABELS else proba
-    named = lambda names: names[given] if metric in OF_LABELS else given[:, np.argsort(names)]  # noqa: E731
-    right = metric(numbers[y], named(numbers))
-    assert right == pytest.approx(metric(numbers[y], named(numbers), labels=range(1, 11), **(
-        {} if metric in OF_LABELS else {"columns": numbers})))  # fmt: skip
-    texts = numbers.astype(str)
-    for y_true in (texts[y], texts[y].astype(object), pd.Categorical(texts[y]), np.char.encode(texts)[y]):
-        alike = texts if not isinstance(y_true, np.ndarray) or y_true.dtype.kind != "S" else np.char.encode(texts)
-        assert metric(y_true, named(alike)) == pytest.approx(right)
-    words = np.array(NAMES[:3])
-    for y_true in (words[y], pd.Series(pd.Categorical(words[y])), np.array(["1", "2", "1_0"])[y]):
-        with pytest.raises(ValueError, match=r"are text, whose rank order is not known.* Pass labels="):
-            metric(y_true, named(np.unique(np.asarray(y_true)) if metric in OF_LABELS else words))
+    given = numbers[predicted] if metric in OF_LABELS else proba
+    columns: dict[str, Any] = {} if metric in OF_LABELS else {"columns": numbers}
+    assert metric(numbers[y], given) == pytest.approx(metric(numbers[y], given, labels=range(1, 11), **columns))
+    for texts in (np.array(NAMES[:3]), np.array(["1", "2", "10"])):
+        for y_true in (texts[y], pd.Series(pd.Categorical(texts[y]))):
+            with pytest.raises(ValueError, match=r"are text, whose rank order is not known.* Pass labels="):
+                metric(y_true, texts[predicted] if metric in OF_LABELS else proba)
 
 
 def test_one_class_folds() -> None:
@@ -186,44 +179,14 @@ def test_columns_of_a_model_that_has_not_seen_every_class() -> None:
     assert metrics.ordinal_emd([3, 1], proba, columns=[3, 1]) == metrics.ordinal_emd([3, 1], proba[:, ::-1])
 
 
-@pytest.mark.parametrize("metric", OF_PROBABILITIES)
-def test_columns_of_a_data_frame_go_by_their_names(metric: Callable[..., float]) -> None:
+def test_a_data_frame_needs_the_labels_of_its_columns() -> None:
     y, _, proba = draw(11)
-    names, right = np.array(NAMES)[y], metric(y, proba, labels=range(5))
-    frame = pd.DataFrame(proba, columns=NAMES)
-    shuffled = frame[[NAMES[k] for k in (3, 1, 4, 0, 2)]]
-    for table in (frame, shuffled, frame[sorted(NAMES)]):
-        assert metric(names, table, labels=NAMES) == pytest.approx(right)
-        assert metric(names, table, labels=NAMES, columns=list(table.columns)) == pytest.approx(right)
-        assert metric(pd.Categorical(names, categories=NAMES, ordered=True), table) == pytest.approx(right)
-        numbered = table.rename(columns=dict(zip(NAMES, range(5), strict=True)))
-        assert metric(y, numbered, labels=range(5)) == metric(y, numbered) == pytest.approx(right)
-        texts = numbered.rename(columns=str)  # as read from a file
-        assert metric(y, texts, labels=range(5)) == metric(y, texts) == pytest.approx(right)
-    assert metric(names, frame, labels=NAMES, columns="rank") == pytest.approx(right)
-    seen = names != "mid"
-    fewer = shuffled[seen].drop(columns="mid").div(1 - shuffled["mid"][seen], axis=0)
-    whole = np.where(np.arange(5) == 1, 0, proba[seen]) / (1 - proba[seen, 1:2])
-    assert metric(names[seen], fewer, labels=NAMES) == pytest.approx(metric(y[seen], whole, labels=range(5)))
-    # The columns tell of a class that y_true lacks.
-    inner = y[seen].clip(2)
-    assert metric(inner, numbered[seen]) == pytest.approx(metric(inner, proba[seen], labels=range(5)))
-    # pandas' own numbering and names that have nothing to do with the labels are no names.
-    for columns in (range(5), [f"p{k}" for k in range(5)]):
-        unnamed = pd.DataFrame(proba[:, ::-1], columns=columns)
-        assert metric(y, unnamed, labels=range(5)[::-1], columns="rank") == pytest.approx(
-            metric(y, proba[:, ::-1], labels=range(5)[::-1], columns="rank")
-        )
-
-
-def test_weights_of_any_unit() -> None:
-    y, predicted, proba = draw(12)
-    weight = np.random.default_rng(0).integers(1, 4, len(y)) / 4
-    for metric in (*OF_LABELS, *OF_PROBABILITIES):
-        given = predicted if metric in OF_LABELS else proba
-        plain = metric(y, given, labels=range(5), sample_weight=weight)
-        for unit in (1e308, 2.0**-1072):
-            assert metric(y, given, labels=range(5), sample_weight=weight * unit) == pytest.approx(plain)
+    frame = pd.DataFrame(proba, columns=NAMES)[sorted(NAMES, reverse=True)]
+    right = metrics.ordinal_emd(y, proba, labels=range(5))
+    names = np.array(NAMES)[y]
+    assert metrics.ordinal_emd(names, frame, labels=NAMES, columns=list(frame.columns)) == pytest.approx(right)
+    with pytest.raises(ValueError, match=r"proba is a data frame.* pass columns=list\(proba.columns\)"):
+        metrics.ordinal_emd(names, frame, labels=NAMES)
 
 
 def test_float32_and_torch_probabilities() -> None:
@@ -238,21 +201,6 @@ def test_float32_and_torch_probabilities() -> None:
 
 
 # ---- what comes in -------------------------------------------------------------------------------------------------
-
-
-def test_dates_are_labels() -> None:
-    days = [date(2020, 1, 1), date(2021, 1, 1), date(2022, 1, 1)]
-    stamps = [pd.Timestamp(day) for day in days]
-    arrays = [np.array(days, dtype=f"M8[{unit}]") for unit in ("D", "ns")]
-    for labels in (days, stamps, pd.Series(stamps), *arrays):
-        assert metrics.ordinal_mae(labels, list(labels)[::-1], labels=labels) == pytest.approx(4 / 3)
-        assert metrics.ordinal_mae(labels, arrays[0][::-1]) == pytest.approx(4 / 3)
-    (first, _) = metrics.threshold_reliability(arrays[1], np.eye(3))
-    assert first.threshold == np.datetime64("2020-01-01")
-    with pytest.raises(ValueError, match=r"y_pred.*'2023.*expected one of the labels \['2020-01-01'"):
-        metrics.ordinal_mae(arrays[0], np.array(["2023-01-01"] * 3, dtype="M8[ns]"), labels=arrays[0])
-    with pytest.raises(TypeError, match="y_true holds dates with a time zone"):
-        metrics.ordinal_mae([pd.Timestamp("2020", tz="UTC")], days[:1])
 
 
 @pytest.mark.parametrize(("dtype", "off", "fine"), [
@@ -274,34 +222,25 @@ half = [[0.5, 0.5]]
     [
         (lambda: metrics.ordinal_mae([0, 1], [0]), ValueError, "y_true has 2 labels and y_pred 1"),
         (lambda: metrics.ordinal_mae([], []), ValueError, "y_true is empty"),
-        (lambda: metrics.ordinal_mae([[0]], [0]), ValueError, r"y_true is of shape \(1, 1\); expected a list"),
-        (
-            lambda: metrics.ordinal_mae([0], [[0.1, 2.0]]),
-            ValueError,
-            r"y_pred is of shape \(1, 2\)",
-        ),
+        (lambda: metrics.ordinal_mae([[0, 1]], [0]), ValueError, r"y_true is of shape \(1, 2\); expected a list"),
+        (lambda: metrics.ordinal_mae("a", "a"), ValueError, "y_true is 'a', a str; expected a list"),
         (lambda: metrics.ordinal_mae([0, np.nan], [0, 1]), ValueError, r"y_true\[1\] is missing"),
         (lambda: metrics.ordinal_mae(["a", None], ["a", "a"]), ValueError, r"y_true\[1\] is missing"),
         (lambda: metrics.ordinal_mae(pd.array([0, pd.NA]), [0, 1]), ValueError, r"y_true\[1\] is missing"),
         (lambda: metrics.ordinal_mae(["a", 1], ["a", "a"]), TypeError, "y_true mixes strings with other types"),
         (lambda: metrics.ordinal_mae([0, 1], ["0", "1"]), TypeError, "y_true holds numbers and y_pred holds strings"),
+        (lambda: metrics.ordinal_mae(pd.cut([1], [0, 2]), [1]), TypeError, "expected labels that are .*Categorical"),
         (lambda: metrics.ordinal_mae([0, 5], [0, 1], labels=[1, 0]), ValueError, r"y_true\[1\] is 5, .*\[1, 0\]"),
-        (
-            lambda: metrics.ordinal_mae([0], [0], labels=[0, 0]),
-            ValueError,
-            r"labels is \[0, 0\], expected each class once",
-        ),
+        (lambda: metrics.ordinal_mae([0], [0], labels=[0, 0]), ValueError, r"labels is \[0, 0\], expected each class"),
         (lambda: metrics.ordinal_mae([0, 1, 2], [0.5, 1, 2]), ValueError, "hold 0.5, which is no whole number"),
         (lambda: metrics.ordinal_mae([0], [10**9]), ValueError, "go from 0 to 1000000000"),
+        (lambda: metrics.ordinal_mae(LOW, MID), ValueError, r"\['a', 'b'\] and \['b', 'a'\].*labels="),
         (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), ValueError, r"sample_weight\[0\] is -1"),
         (lambda: metrics.ordinal_mae([0], [0], sample_weight=[0]), ValueError, "sample_weight is zero everywhere"),
         (lambda: metrics.ordinal_mae([0], [0], sample_weight=[1, 1]), ValueError, r"sample_weight has shape \(2,\)"),
         (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1, 1]), ValueError, r"values is \[1. 1.\], .*increasing"),
-        (
-            lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1]),
-            ValueError,
-            r"values has shape \(1,\), expected \(2,\)",
-        ),
+        (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1]), ValueError, r"values has shape \(1,\), expected"),
+        (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[-1e308, 1e308]), ValueError, "expected finite"),
         (lambda: metrics.ordinal_emd([0], half), ValueError, "2 columns but y_true holds 1 classes.*Pass labels="),
         (lambda: metrics.ordinal_emd([0], half, labels=[0, 1, 2]), ValueError, "2 columns, expected 3.*model.classes_"),
         (lambda: metrics.ordinal_emd([0, 1], half), ValueError, "y_true has 2 labels and proba 1 rows"),
@@ -309,45 +248,7 @@ half = [[0.5, 0.5]]
         (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 0]), ValueError, "expected each label once"),
         (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 2]), ValueError, r"columns\[1\] is 2"),
         (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), ValueError, r"proba\[0\] .* softmax"),
-        (lambda: metrics.ordinal_emd([0], [[0.5, 0.6]], labels=[0, 1]), ValueError, "of sum 1.1"),
-        (
-            lambda: metrics.ordinal_emd([0], [0.5], labels=[0, 1]),
-            ValueError,
-            r"proba has shape \(1,\), expected \(n, K\)",
-        ),
-        (
-            lambda: metrics.ordinal_mae(["a"], ["a"], labels={"a"}),
-            ValueError,
-            "a set; expected a list",
-        ),
-        (lambda: metrics.ordinal_mae("a", "a"), ValueError, "y_true is 'a', a str; expected a list"),
-        (lambda: metrics.ordinal_mae([1j], [0]), TypeError, "y_true holds .*1j.*, a complex, expected labels that"),
-        (
-            lambda: metrics.ordinal_mae([0, 1], [0, 1], values={0: 0, 1: 1}),
-            TypeError,
-            r"values is {0: 0, 1: 1}, a dict; expected numbers of shape \(2,\).*values\[c\] for c in labels",
-        ),
-        (
-            lambda: metrics.ordinal_mae([0, 1], [0, 1], values=["0", "1"]),
-            TypeError,
-            "values is .*, a list; expected num",
-        ),
-        (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[-1e308, 1e308]), ValueError, "expected finite"),
-        (
-            lambda: metrics.ordinal_mae([0], [0], sample_weight=["a"]),
-            TypeError,
-            r"sample_weight is \['a'\].*\(1,\): one",
-        ),
-        (
-            lambda: metrics.ordinal_mae(LOW, MID),
-            ValueError,
-            r"\['a', 'b'\] and \['b', 'a'\].*labels=",
-        ),
-        (
-            lambda: metrics.ordinal_emd(["a"], pd.DataFrame(half, columns=["a", "c"]), labels=["a", "b"]),
-            ValueError,
-            r"the columns of proba are \['a', 'c'\], of which \['c'\] are not labels",
-        ),
+        (lambda: metrics.ordinal_emd([0], [0.5], labels=[0, 1]), ValueError, r"shape \(1,\), expected \(n, K\)"),
         (lambda: metrics.threshold_calibration_error([0], [[1.0]]), ValueError, "at least two classes"),
         (lambda: metrics.threshold_calibration_error([0, 1], half * 2, bins=0), ValueError, "bins is 0"),
         (lambda: metrics.threshold_calibration_error([0, 1], half * 2, strategy="x"), ValueError, "strategy is 'x'"),
@@ -361,29 +262,4 @@ def test_bad_input(call: Callable[[], object], error: type[Exception], message: 
 def test_a_frame_of_one_column_is_its_column() -> None:
     grades = ["low", "mid", "high"]
     true, predicted = (pd.Categorical(labels, grades, ordered=True) for labels in (["low", "high"], ["mid", "high"]))
-    frame = pd.DataFrame({"grade": true})
-    assert metrics.ordinal_mae(frame, predicted) == 0.5
-    assert metrics.ordinal_mae(predicted, frame) == 0.5
-    assert metrics.ranked_probability_score(frame, np.eye(3)[[1, 2]], columns="rank") == 0.5
-    with pytest.raises(ValueError, match=r"y_true is of shape \(2, 2\)"):
-        metrics.ordinal_mae(frame.assign(again=true), predicted)
-
-
-def test_intervals_are_labels() -> None:
-    ages = pd.Series(pd.cut([3, 14, 15, 30], [0, 10, 20, 40]))
-    ranks = ages.cat.codes.to_numpy()
-    predicted = np.asarray(ages)[::-1]
-    proba = np.random.default_rng(0).dirichlet([1.0, 1.0, 1.0], size=4)
-    named = pd.DataFrame(proba[:, ::-1], columns=ages.cat.categories[::-1])
-    for labels in (None, ages.cat.categories, list(ages.cat.categories)):
-        assert metrics.ordinal_mae(ages, predicted, labels=labels) == metrics.ordinal_mae(ranks, ranks[::-1])
-        expected = metrics.ranked_probability_score(ranks, proba)
-        assert metrics.ranked_probability_score(ages, proba, labels=labels) == expected
-        assert metrics.ranked_probability_score(np.asarray(ages), named, labels=labels) == expected
-    assert metrics.threshold_reliability(ages, proba)[1].threshold == pd.Interval(10, 20)
-    with pytest.raises(ValueError, match=r"y_true\[1\] is missing"):
-        metrics.ordinal_mae(pd.cut([3, 50], [0, 10, 20]), predicted[:2])
-    with pytest.raises(TypeError, match="y_true holds intervals and y_pred holds numbers"):
-        metrics.ordinal_mae(np.asarray(ages), ranks)
-    with pytest.raises(TypeError, match=r"y_true holds \{1\}, a set, expected .* or the intervals of pandas.cut"):
-        metrics.ordinal_mae(np.array([{1}]), predicted[:1])
+    assert metrics.ordinal_mae(pd.DataFrame({"grade": true}), predicted) == 0.5
