@@ -214,17 +214,3 @@ def test_two_classes_have_one_score_in_the_classifiers(rows: Any) -> None:
     assert rps(np.stack([1 - p, p], 1), y) < 0.12
     expected = np.average((y - p) ** 2, weights=weights)
     assert next(iter(light.evals_result_.values()))["rps"][-1] == pytest.approx(expected, rel=1e-6)
-
-
-def test_own_objectives_with_our_metric(rows: Any) -> None:
-    """After an objective of their own the libraries pass probabilities."""
-    X, y, _ = rows
-    metric = xgboost_metric(K, interface="sklearn", predictions="probabilities")
-    model = xgb.XGBClassifier(n_estimators=5, n_jobs=1, eval_metric=metric)
-    model.fit(X, y, eval_set=[(X, y)], verbose=False)
-    assert model.evals_result()["validation_0"]["rps"][-1] == pytest.approx(rps(model.predict_proba(X), y), rel=1e-4)
-    light = lgb.LGBMClassifier(n_estimators=5, verbose=-1)
-    metric = lightgbm_metric(K, interface="sklearn", predictions="probabilities")
-    light.fit(X, y, eval_set=[(X, y)], eval_metric=metric)
-    history = next(iter(light.evals_result_.values()))["rps"]
-    assert history[-1] == pytest.approx(rps(light.predict_proba(X), y), rel=1e-6)

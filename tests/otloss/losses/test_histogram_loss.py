@@ -15,7 +15,7 @@ from scipy.integrate import quad
 from scipy.stats import norm
 from torch import Tensor
 
-from otloss import cdf_distance, histogram_loss, ordinal_loss
+from otloss import cdf_distance, histogram_loss
 from otloss.losses import histogram_labels, histogram_mean
 from tests.otloss.oracles import as_double, central_gradients
 
@@ -149,13 +149,6 @@ def test_dtypes_shapes_and_weights() -> None:
     since_1970 = torch.tensor([1_700_000_000, 1_700_000_010, 1_700_000_020])  # float64 inside
     found = histogram_loss(z[0].float(), since_1970[0] + ages[0], since_1970)
     torch.testing.assert_close(found, histogram_loss(z[0].float(), ages[0], bins))
-
-
-def test_one_hot_bins_are_ordinal_classes() -> None:
-    z, values = drawn(2000, 5, seed=4), torch.linspace(-0.4, 7.4, 2000, dtype=torch.float64)
-    k = torch.bucketize(values, as_double(EDGES)[1:-1], right=True)
-    found = histogram_loss(z, values, as_double(CENTRES), labels="one_hot")
-    torch.testing.assert_close(found, ordinal_loss(z, k, x=as_double(CENTRES)))
 
 
 Z, V, B = torch.zeros(2, 3), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0])
