@@ -20,8 +20,6 @@ from otloss._kernels._threads import next_task
 LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting.rows
 ROWS = 64  # of a block: five classes of it, in all buffers, stay in the first cache
 
-GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2
-
 
 @inner()
 def _read(inputs: Any, first: int, last: int, rows: Any) -> int:
@@ -93,31 +91,28 @@ def _potential(loss: Any, label: Any, F: Any, s: Any, count: int) -> None:
 
 
 @inner()
-def _of_squares(kind: int, gaps: Any, P: Any, F: Any, curvature: Any, count: int) -> None:
-    """The diagonal of 2 sum_k d_k J_k J_k^T, or (`BOUND`) one that bounds that matrix; zero without gaps."""
+def _of_squares(gaps: Any, P: Any, F: Any, curvature: Any, count: int) -> None:
+    """Write the diagonal of 2 sum_k d_k J_k J_k^T."""
     classes = P.shape[0]
     total = np.zeros(ROWS)
     for i in range(classes - 1, -1, -1):
-        if i < gaps.shape[0]:
+        if i < classes - 1:
             for b in range(count):
-                square = gaps[i] * (1 - F[i, b]) ** 2
-                total[b] += square * F[i, b] if kind == BOUND else square
+                total[b] += gaps[i] * (1 - F[i, b]) ** 2
         for b in range(count):
             curvature[i, b] = total[b]
     total[:] = 0
     for i in range(classes):
-        if 0 < i <= gaps.shape[0]:
+        if i > 0:
             for b in range(count):
-                square = gaps[i - 1] * F[i - 1, b] ** 2
-                total[b] += square * (1 - F[i - 1, b]) if kind == BOUND else square
+                total[b] += gaps[i - 1] * F[i - 1, b] ** 2
         for b in range(count):
-            factor = 4 * P[i, b] if kind == BOUND else 2 * P[i, b] ** 2
-            curvature[i, b] = factor * (curvature[i, b] + total[b])
+            curvature[i, b] = 2 * P[i, b] ** 2 * (curvature[i, b] + total[b])
 
 
 @inner()
-def _add_bound(P: Any, s: Any, mean: Any, curvature: Any, count: int) -> None:
-    """Add a bound of the part of the Hessian that comes from the derivatives s in the probabilities."""
+def _bound(P: Any, s: Any, mean: Any, curvature: Any, count: int) -> None:
+    """Write a diagonal that bounds the Hessian of P.s."""
     classes = P.shape[0]
     total = np.zeros(ROWS)
     for k in range(classes):
@@ -127,7 +122,7 @@ def _add_bound(P: Any, s: Any, mean: Any, curvature: Any, count: int) -> None:
         for b in range(count):
             p = P[k, b]
             own = p * max(s[k, b] - mean[b], 0.0) * (1 - p)
-            curvature[k, b] += 2 * (own * (1 - p) + p * (total[b] - own))
+            curvature[k, b] = 2 * (own * (1 - p) + p * (total[b] - own))
 
 
 @inner()
@@ -142,16 +137,13 @@ def _average(P: Any, s: Any, mean: Any, count: int) -> None:
 def _write(block: Any, rows: Any, settings: Any, answers: Any, first: int, count: int) -> None:
     P, s, curvature = block
     label, weight, mean = rows
-    kind, transport, cross_entropy, factor, entropy_factor, least = settings
+    transport, cross_entropy, factor, entropy_factor, least = settings
     gradient, hessian = answers
     for k in range(P.shape[0]):
         for b in range(count):
             p, own = P[k, b], 1.0 if label[b] == k else 0.0
             moved = p * (s[k, b] - mean[b])
-            if kind == ABSOLUTE:
-                second = abs(transport * (moved * (1 - 2 * p) + curvature[k, b]) + cross_entropy * p * (1 - p))
-            else:
-                second = transport * factor * curvature[k, b] + cross_entropy * entropy_factor * p * (1 - p)
+            second = transport * factor * curvature[k, b] + cross_entropy * entropy_factor * p * (1 - p)
             gradient[first + b, k] = weight[b] * (transport * moved + cross_entropy * (p - own))
             hessian[first + b, k] = weight[b] * max(second, least)
 
@@ -163,7 +155,7 @@ def gradients(
     """Write gradient and hessian (rows, classes); return the number of invalid scores, labels and weights.
 
     `inputs` are (scores, labels, weights), `loss` is (gaps, costs), `answers` are (gradient, hessian), and `settings`
-    (kind, transport, cross_entropy, factor, entropy_factor, least).
+    (transport, cross_entropy, factor, entropy_factor, least).
     """
     count, classes = inputs[0].shape
     blocks = (count + ROWS - 1) // ROWS
@@ -187,8 +179,9 @@ def gradients(
             _cumulative(P, F, size)
             _potential(loss, label, F, s, size)
             _average(P, s, mean, size)
-            _of_squares(settings[0], loss[0], P, F, curvature, size)
-            if settings[0] == BOUND:
-                _add_bound(P, s, mean, curvature, size)
+            if loss[1].shape[0] > 0:
+                _bound(P, s, mean, curvature, size)
+            else:
+                _of_squares(loss[0], P, F, curvature, size)
             _write((P, s, curvature), (label, weight, mean), settings, answers, first, size)
     return bad

@@ -35,7 +35,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class RowFunction:
-    """A callable for XGBoost or LightGBM: picklable, hashable and immutable.
+    """A callable for XGBoost or LightGBM: picklable and immutable.
 
     Attributes:
         library: "xgboost" or "lightgbm".

@@ -24,8 +24,7 @@ class Metric(RowFunction):
 
     @property
     def __name__(self) -> str:
-        moved = "cost" if self.loss.cost is not None else "rps" if self.loss.power == 2 else "emd"
-        return "+".join([moved] * (self.loss.transport > 0) + ["ce"] * (self.loss.cross_entropy > 0))
+        return "+".join([self.loss.name] * (self.loss.transport > 0) + ["ce"] * (self.loss.cross_entropy > 0))
 
     def __call__(self, first: Any, second: Any, sample_weight: Any = None) -> Any:
         rows = self.rows(first, second, sample_weight)

@@ -12,7 +12,6 @@ from otloss.boosting.data import INTERFACES, RowFunction, Rows
 from otloss.boosting.rows import ORDERS, curvature, gradients
 from otloss.boosting.settings import LossSettings, RowLoss, check_choice, row_loss
 
-HESSIANS = ("auto", "gauss-newton", "bound", "absolute")
 # XGBoost squares a sum of gradients in float32: if that overflows, it silently finds no split.
 _LARGEST_SUM = 1e19
 
@@ -20,8 +19,6 @@ _LARGEST_SUM = 1e19
 @dataclass(frozen=True)
 class Objective(RowFunction):
     """Return (gradient, hessian) of rows, each (n, K) float32, times the weights of the rows."""
-
-    hessian: str
 
     @property
     def __name__(self) -> str:
@@ -32,7 +29,7 @@ class Objective(RowFunction):
         self, first: Any, second: Any, sample_weight: Any = None
     ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         rows = self.rows(first, second, sample_weight)
-        chosen = curvature(self.loss, self.hessian, library=self.library, single=rows.single)
+        chosen = curvature(self.loss, library=self.library, single=rows.single)
         gradient, hessian = gradients(
             rows.scores, rows.labels, rows.weights, loss=self.loss, curvature=chosen, order=ORDERS[self.library]
         )
@@ -42,9 +39,7 @@ class Objective(RowFunction):
         return gradient, hessian
 
 
-def xgboost_objective(
-    num_classes: int, *, hessian: str = "auto", interface: str = "native", **settings: Unpack[LossSettings]
-) -> Objective:
+def xgboost_objective(num_classes: int, *, interface: str = "native", **settings: Unpack[LossSettings]) -> Objective:
     """Return an objective for XGBoost: transport from the predicted distribution to the label, per row.
 
     The loss of a row is transport * T + cross_entropy * (-log P_y), T = sum_k d_k |F_k - 1[y <= k]|^power with d the
@@ -52,6 +47,9 @@ def xgboost_objective(
     in expectation at the true probabilities. Power 1 and costs are not: they move all probability to the class of
     least expected cost, more so with more rounds; add some cross-entropy where the probabilities matter. Neither is
     better on every data set than plain cross-entropy.
+
+    The Hessian is a diagonal: twice that of Gauss-Newton at power 2, else one that bounds the Hessian, so that small
+    steps always descend; that of cross-entropy is the library's own. All are clamped to a small minimum.
 
     Train with `objective="multi:softprob"`, so that `predict` returns probabilities, and start from the frequencies:
 
@@ -67,12 +65,7 @@ def xgboost_objective(
         cost: (K, K) costs >= 0, [true, predicted], in place of power and x.
         transport: factor of the transport term; with 0 (plain cross-entropy) trees are those of the library's own.
         cross_entropy: factor of the cross-entropy.
-        class_weight: (K,) numbers, or a dict or pandas Series from position to number, which multiply the weights of
-            rows. Series and DataFrames, also as x and cost, are read by their index, which names positions.
-        hessian: "gauss-newton", the diagonal of that matrix (power 2 only); "bound", a diagonal that bounds the
-            Hessian, so that small steps always descend; "absolute", the absolute diagonal of the Hessian, fastest
-            and least careful. "auto" is twice Gauss-Newton at power 2, else the bound; the Hessian of cross-entropy is
-            then that of the library's own objective. All are clamped to a small minimum.
+        class_weight: (K,) numbers by class position, which multiply the weights of rows.
         interface: "native" for `xgboost.train(obj=)`: f(predictions, data). "sklearn" for `XGBClassifier(objective=)`:
             f(y_true, y_pred, sample_weight).
 
@@ -97,12 +90,10 @@ def xgboost_objective(
         array([[-0.333,  0.   ,  0.333],
                [ 0.333,  0.   , -0.333]], dtype=float32)
     """
-    return _objective("xgboost", row_loss(num_classes, **settings), hessian, interface)
+    return _objective("xgboost", row_loss(num_classes, **settings), interface)
 
 
-def lightgbm_objective(
-    num_classes: int, *, hessian: str = "auto", interface: str = "native", **settings: Unpack[LossSettings]
-) -> Objective:
+def lightgbm_objective(num_classes: int, *, interface: str = "native", **settings: Unpack[LossSettings]) -> Objective:
     """Return an objective for LightGBM; the loss and the arguments are those of `xgboost_objective`.
 
         start = numpy.tile(otloss.boosting.start_scores(labels, num_classes), (len(labels), 1))
@@ -141,18 +132,12 @@ def lightgbm_objective(
         array([[-0.333,  0.   ,  0.333],
                [ 0.333,  0.   , -0.333]], dtype=float32)
     """
-    return _objective("lightgbm", row_loss(num_classes, **settings), hessian, interface)
+    return _objective("lightgbm", row_loss(num_classes, **settings), interface)
 
 
-def _objective(library: str, loss: RowLoss, hessian: str, interface: str) -> Objective:
+def _objective(library: str, loss: RowLoss, interface: str) -> Objective:
     check_choice("interface", interface, INTERFACES)
-    check_choice("hessian", hessian, HESSIANS)
-    if hessian == "gauss-newton" and loss.transport > 0 and not loss.is_square:
-        raise ValueError(
-            f'hessian is "gauss-newton" with {"power 1" if loss.cost is None else "a cost matrix"}: that loss is '
-            'linear in the probabilities, and its Gauss-Newton matrix is zero. Choose "bound", "absolute" or "auto".'
-        )
-    return Objective(library, loss, interface, hessian)
+    return Objective(library, loss, interface)
 
 
 def _check_sum(loss: RowLoss, rows: Rows) -> None:

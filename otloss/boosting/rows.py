@@ -12,16 +12,15 @@ Let s be the derivative of T in P: s_j = sum_{k >= j} 2 d_k r_k, or c(y, j). The
     d2T/dz2   = M + 2 sum_k d_k J_k J_k^T           the second term at power 2 only; J_ki = P_i (1[i <= k] - F_k)
     v^T M v   = sum_i P_i s'_i (v_i - P.v)^2
 
-"gauss-newton" is the diagonal of the second term. "bound" is a diagonal D with v^T D v >= v^T (d2T/dz2) v for all v:
-(v_i - P.v)^2 <= 2 (1 - P_i) [(1 - P_i) v_i^2 + sum_{j != i} P_j v_j^2] by Cauchy and Schwarz, and J J^T is at most the
-diagonal of |J_i| sum_j |J_j|, where sum_i |J_ki| = 2 F_k (1 - F_k). So, with w_i = P_i max(s'_i, 0) (1 - P_i),
+The Hessian that the libraries get is a diagonal. At power 2 it is that of the second term (Gauss-Newton), else a D
+with v^T D v >= v^T M v for all v: (v_i - P.v)^2 <= 2 (1 - P_i) [(1 - P_i) v_i^2 + sum_{j != i} P_j v_j^2] by Cauchy and
+Schwarz. So, with w_i = P_i max(s'_i, 0) (1 - P_i),
 
     D_i = 2 [w_i (1 - P_i) + P_i sum_{j != i} w_j]
-          + 4 P_i [sum_{k >= i} d_k F_k (1 - F_k)^2 + sum_{k < i} d_k F_k^2 (1 - F_k)]
 
-and 2 P_i (1 - P_i) for cross-entropy. "absolute" is |d2/dz_i^2|. Sources: L. Hou, C.-P. Yu, D. Samaras, Squared Earth
-Mover's Distance-based Loss, arXiv 1611.05916; D. Böhning, Multinomial logistic regression algorithm, Annals of the
-Institute of Statistical Mathematics 44 (1992), for bounds in place of Hessians.
+Sources: L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916; D. Böhning,
+Multinomial logistic regression algorithm, Annals of the Institute of Statistical Mathematics 44 (1992), for bounds in
+place of Hessians.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ from otloss.boosting.settings import Floats, RowLoss
 
 Order = Literal["C", "F"]
 ORDERS: dict[str, Order] = {"xgboost": "C", "lightgbm": "F"}  # of the scores they pass, and of what they read fastest
-GAUSS_NEWTON, BOUND, ABSOLUTE = 0, 1, 2  # as in otloss._kernels.ordinal
 LARGEST_WEIGHT = 1e12  # of a row: sums of float32 gradients stay finite
 
 # Smallest second derivative, of a transport term whose neighbouring classes lie 1 apart: both derivatives vanish where
@@ -51,35 +49,24 @@ _SMALLEST = 1e-16  # the lower limit of xgboost's own
 
 @dataclass(frozen=True)
 class Curvature:
-    """transport * factor * (diagonal of `kind`) + cross_entropy * entropy_factor * P (1 - P), at least `least`.
+    """transport * factor * diagonal + cross_entropy * entropy_factor * P (1 - P), at least `least`."""
 
-    `ABSOLUTE` does not use the factors.
-    """
-
-    kind: int
     factor: float
     entropy_factor: float
     least: float
 
 
-def curvature(loss: RowLoss, hessian: str, *, library: str, single: bool) -> Curvature:
-    """Return what `hessian` stands for; `single` is for two classes with one score between them.
+def curvature(loss: RowLoss, *, library: str, single: bool) -> Curvature:
+    """Return the factors of the diagonal; `single` is for two classes with one score between them.
 
-    A diagonal leaves out that the scores move together, hence the factor 2 for several scores. For "auto" the factor of
-    cross-entropy is that of the library's own objective.
+    A diagonal leaves out that the scores move together, hence the factor 2 for several scores, which the bound already
+    has. The factor of cross-entropy is that of the library's own objective.
     """
     together = 1.0 if single else 2.0
     # In units of the average cost of a step to the neighbouring class.
     least = max(_LEAST * loss.transport * loss.furthest / (loss.num_classes - 1), _SMALLEST)
-    if hessian == "absolute":
-        return Curvature(ABSOLUTE, 1.0, 1.0, least)
-    if hessian == "gauss-newton":
-        return Curvature(GAUSS_NEWTON, 1.0, 1.0, least)
     own = loss.num_classes / (loss.num_classes - 1) if library == "lightgbm" and not single else together
-    entropy_factor = together if hessian == "bound" else own
-    if hessian == "auto" and loss.is_square:
-        return Curvature(GAUSS_NEWTON, together, entropy_factor, least)
-    return Curvature(BOUND, together / 2, entropy_factor, least)
+    return Curvature(together if loss.is_square else together / 2, own, least)
 
 
 def gradients(
@@ -104,10 +91,8 @@ def gradients(
 
     scores = _laid_out(scores, order)
     answers = tuple(np.empty_like(scores, np.float32) for _ in range(2))  # laid out as the scores are
-    settings = (
-        curvature.kind, loss.transport, loss.cross_entropy, curvature.factor, curvature.entropy_factor,
-        curvature.least,
-    )  # fmt: skip
+    factors = (curvature.factor, curvature.entropy_factor, curvature.least)
+    settings = (loss.transport, loss.cross_entropy, *factors)
     inputs, of_loss, threads = (scores, labels, weights), (loss.gaps, loss.costs), torch.get_num_threads()
     arguments = (inputs, loss.class_weights, of_loss, settings, answers, threads)
     if any(run_on_threads(ordinal.gradients, threads, arguments)):
@@ -174,21 +159,14 @@ def gradients_in_numpy(
     s = np.concatenate([_sums_from(2 * d * r), zeros], axis=1) if loss.is_square else loss.costs[y]
     moved = P * (s - (P * s).sum(1, keepdims=True))
     own = np.arange(loss.num_classes) == y[:, None]
-    spread = P * (1 - P)
-    second = np.zeros_like(P)
     if loss.is_square:
         above, below = d * (1 - F) ** 2, d * F**2
-        if curvature.kind == BOUND:
-            above, below = above * F, below * (1 - F)
         sums = np.concatenate([_sums_from(above), zeros], 1) + np.concatenate([zeros, np.cumsum(below, 1)], 1)
-        second = 4 * P * sums if curvature.kind == BOUND else 2 * P**2 * sums
-    if curvature.kind == BOUND:
-        w = np.maximum(moved, 0) * (1 - P)
-        second = second + 2 * (w * (1 - P) + P * (w.sum(1, keepdims=True) - w))
-    if curvature.kind == ABSOLUTE:
-        second = np.abs(loss.transport * (moved * (1 - 2 * P) + second) + loss.cross_entropy * spread)
+        second = 2 * P**2 * sums
     else:
-        second = loss.transport * curvature.factor * second + loss.cross_entropy * curvature.entropy_factor * spread
+        w = np.maximum(moved, 0) * (1 - P)
+        second = 2 * (w * (1 - P) + P * (w.sum(1, keepdims=True) - w))
+    second = loss.transport * curvature.factor * second + loss.cross_entropy * curvature.entropy_factor * P * (1 - P)
     weight = ((weights if weights.size else 1.0) * loss.class_weights[y])[:, None]
     gradient = loss.transport * moved + loss.cross_entropy * (P - own)
     return weight * gradient, weight * np.maximum(second, curvature.least)

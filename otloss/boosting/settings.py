@@ -1,10 +1,8 @@
-"""The loss of a row that the user chose, checked once and immutable."""
+"""The loss of a row that the user chose, checked once."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any, TypedDict
 
 import numpy as np
@@ -23,51 +21,36 @@ class LossSettings(TypedDict, total=False):
     cost: ArrayLike | None
     transport: float
     cross_entropy: float
-    class_weight: ArrayLike | dict[int, float] | None
+    class_weight: ArrayLike | None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class RowLoss:
     """transport * (cost of moving the probabilities to the label) + cross_entropy * (-log of the label's probability).
 
     Attributes:
-        num_classes: K.
-        power: 1 or 2; unused with a cost.
-        x: the K class values.
-        cost: K rows of K costs, [true][predicted], None for a loss on the line.
+        name: of the first term: "rps" at power 2, "emd" at power 1, "cost" by a cost matrix.
+        gaps: (K - 1,) between the class values at power 2, where the first term is a sum of squares, else (0,).
+        costs: (K, K) [true, predicted] where it is linear in the probabilities, else (0, 0).
         transport: factor of the first term.
         cross_entropy: factor of the second.
-        class_weight: K factors of the weights of rows.
+        class_weights: (K,) factors of the weights of rows.
     """
 
-    num_classes: int
-    power: int
-    x: tuple[float, ...]
-    cost: tuple[tuple[float, ...], ...] | None
+    name: str
+    gaps: Floats
+    costs: Floats
     transport: float
     cross_entropy: float
-    class_weight: tuple[float, ...]
+    class_weights: Floats
+
+    @property
+    def num_classes(self) -> int:
+        return len(self.class_weights)
 
     @property
     def is_square(self) -> bool:
-        """Whether the transport term is the sum of squares of power 2; else it is linear in the probabilities."""
-        return self.cost is None and self.power == 2
-
-    @cached_property
-    def gaps(self) -> Floats:
-        """(K - 1,) where the transport term is a sum of squares, else (0,)."""
-        return np.diff(self.x) if self.is_square else np.zeros(0)
-
-    @cached_property
-    def costs(self) -> Floats:
-        """(K, K) where the transport term is linear, else (0, 0)."""
-        if self.is_square:
-            return np.zeros((0, 0))
-        return np.abs(np.subtract.outer(self.x, self.x)) if self.cost is None else np.array(self.cost)
-
-    @cached_property
-    def class_weights(self) -> Floats:
-        return np.array(self.class_weight)
+        return self.name == "rps"
 
     @property
     def furthest(self) -> float:
@@ -113,15 +96,20 @@ def row_loss(
             f"x[{k}] is {values[k]} and x[{k + 1}] is {values[k + 1]}, expected strictly increasing values; number "
             "the classes in the order of their values, and give each its own."
         )
-    costs = None if cost is None else _array("cost", cost, (classes, classes), least=0.0)
+    name = "cost" if cost is not None else "rps" if power == 2 else "emd"
+    costs = np.abs(np.subtract.outer(values, values))
+    if cost is not None:
+        costs = _array("cost", cost, (classes, classes), least=0.0)
+    weights = np.ones(classes)
+    if class_weight is not None:
+        weights = _array("class_weight", class_weight, (classes,), least=0.0)
     return RowLoss(
-        num_classes=classes,
-        power=int(power),
-        x=tuple(values.tolist()),
-        cost=None if costs is None else tuple(tuple(row) for row in costs.tolist()),
+        name=name,
+        gaps=np.diff(values) if name == "rps" else np.zeros(0),
+        costs=np.zeros((0, 0)) if name == "rps" else costs,
         transport=float(transport),
         cross_entropy=float(cross_entropy),
-        class_weight=tuple(_class_weights(class_weight, classes).tolist()),
+        class_weights=weights,
     )
 
 
@@ -146,7 +134,12 @@ def as_floats(name: str, values: Any, *, fix: str) -> Floats:
 
 
 def _array(name: str, values: Any, shape: tuple[int, ...], least: float = -np.inf) -> Floats:
-    array = as_floats(name, _by_position(name, values, shape[0]), fix="pass an array of dtype float.")
+    if hasattr(values, "iloc"):
+        raise TypeError(
+            f"{name} is a pandas {type(values).__name__}, whose order may not be that of the classes; expected an "
+            f"array, such as {name}.sort_index().to_numpy()."
+        )
+    array = as_floats(name, values, fix="pass an array of dtype float, by class position.")
     if array.shape != shape:
         raise ValueError(f"{name} has shape {array.shape}, expected {shape}: by class, for a cost [true, predicted].")
     wrong = np.argwhere(~(np.isfinite(array) & (array >= least)))
@@ -155,36 +148,3 @@ def _array(name: str, values: Any, shape: tuple[int, ...], least: float = -np.in
         limit = "" if least == -np.inf else f" of at least {least:g}"
         raise ValueError(f"{name}{list(first)} is {array[first]}, expected finite numbers{limit}.")
     return array
-
-
-def _by_position(name: str, values: Any, classes: int) -> Any:
-    """Return a pandas Series or DataFrame in the order of the class positions that its index names."""
-    if not hasattr(values, "sort_index"):
-        return values
-    for axis, index in enumerate(values.axes):
-        if set(index) != set(range(classes)) or len(index) != classes:
-            raise ValueError(
-                f"the index of {name} is {list(index)}, expected each of the class positions 0 to {classes - 1} once; "
-                f"reindex it, or pass {name}.to_numpy() if it is in the order of the classes."
-            )
-        values = values.sort_index(axis=axis)
-    return values
-
-
-def _class_weights(class_weight: Any, classes: int) -> Floats:
-    if class_weight is None:
-        return np.ones(classes)
-    if isinstance(class_weight, str):
-        raise ValueError(
-            f"class_weight is {class_weight!r}, expected {classes} numbers, or a dict from class position to number; "
-            f'for "balanced" pass sklearn.utils.class_weight.compute_class_weight("balanced", classes=..., y=...).'
-        )
-    if isinstance(class_weight, Mapping):
-        unknown = [key for key in class_weight if key not in range(classes)]
-        if unknown:
-            raise ValueError(
-                f"class_weight has the key {unknown[0]!r}, expected class positions 0 to {classes - 1}: keys are "
-                "positions in the order of the classes, not labels."
-            )
-        class_weight = [class_weight.get(k, 1.0) for k in range(classes)]
-    return _array("class_weight", class_weight, (classes,), least=0.0)

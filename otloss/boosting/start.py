@@ -10,9 +10,7 @@ from otloss.boosting.rows import check_rows
 from otloss.boosting.settings import as_floats, check_classes
 
 
-def start_scores(
-    labels: ArrayLike, num_classes: int, *, sample_weight: ArrayLike | None = None, single: bool = False
-) -> NDArray[np.float64]:
+def start_scores(labels: ArrayLike, num_classes: int, *, sample_weight: ArrayLike | None = None) -> NDArray[np.float64]:
     """Return the logarithms of the frequencies of the classes, (K,): the constant scores of least cross-entropy.
 
     They are also those of least ranked probability score. A class that never occurs counts as half a row (of mean
@@ -27,23 +25,19 @@ def start_scores(
         labels: (n,) class positions, 0 to K - 1.
         num_classes: K.
         sample_weight: (n,) weights >= 0; multiplied by class weights if the objective has them.
-        single: with two classes, return the one score (1,) of a model that has one: log-odds of the second class. In
-            XGBoost it is a `base_margin`; the `base_score` of its "binary:logistic" is a probability.
 
     Returns:
-        (K,), or (1,).
+        (K,). A model with one score for two classes starts from the log-odds, the difference of the two.
 
     Raises:
         TypeError: if labels or weights are not numeric.
-        ValueError: if a label or weight is invalid, all weights are zero, or `single` is set with more than 2 classes.
+        ValueError: if a label or weight is invalid, or all weights are zero.
 
     Examples:
         >>> start_scores([0, 0, 0, 2], 3).round(3).tolist()
         [-0.405, -2.197, -1.504]
     """
     classes = check_classes(num_classes)
-    if single and classes != 2:
-        raise ValueError(f"single=True with {classes} classes, expected 2; leave it out.")
     y = as_floats("labels", labels, fix=LABELS_FIX)
     if y.ndim != 1 or not y.size:
         raise ValueError(f"labels have shape {y.shape}, expected (n,) with at least one.")
@@ -52,8 +46,7 @@ def start_scores(
     if weights.shape != y.shape or not weights.any():
         raise ValueError(f"sample_weight has shape {weights.shape}, expected {y.shape}, and some weight above 0.")
     check_rows(np.zeros((1, classes)), y, weights)
-    scores: NDArray[np.float64] = np.log(class_shares(y.astype(np.int64), weights, classes))
-    return scores[1:] - scores[:1] if single else scores
+    return np.asarray(np.log(class_shares(y.astype(np.int64), weights, classes)))
 
 
 def class_shares(positions: NDArray[np.int64], weights: NDArray[np.float64], classes: int) -> NDArray[np.float64]:

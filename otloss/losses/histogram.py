@@ -48,7 +48,6 @@ def histogram_loss(
     *,
     labels: str = "two_hot",
     sigma: float | None = None,
-    outside: str = "error",
     power: float = 2,
     cross_entropy: float = 0.0,
     sample_weight: Float[Tensor, "*batch"] | None = None,
@@ -61,14 +60,13 @@ def histogram_loss(
 
     Args:
         logits: (..., K); a bin with -inf takes no part.
-        target: (...) real values in the unit of the bins, or (..., K) histograms that sum to 1.
+        target: (...) real values in the unit of the bins and between the outermost edges (with "two_hot" the outermost
+            centres, beyond which no mean lies), or (..., K) histograms that sum to 1.
         bins: (K,) centres or (K + 1,) edges, strictly increasing. The edges of centres lie midway between them, the
             outermost ones as far out as the next ones are in; the centres of edges lie midway too.
         labels: how a value becomes a histogram. "two_hot" splits its mass between the two nearest centres so that the
             mean is the value; "one_hot" gives it to its bin; "gaussian" smooths it with `sigma` (known as HL-Gauss).
         sigma: deviation in the unit of the bins; 0.75 mean widths of a bin by default.
-        outside: "error" raises for values beyond the outermost edges (with "two_hot" the outermost centres, beyond
-            which no mean lies); "clamp" moves them there.
         power: at least 1, as for `ordinal_loss`.
         cross_entropy: weight of the cross-entropy that is added.
         sample_weight, reduction: as for `ordinal_loss`.
@@ -107,7 +105,7 @@ def histogram_loss(
                 f"target has shape {tuple(target.shape)}, expected values {tuple(logits.shape[:-1])} or histograms "
                 f"{tuple(logits.shape)} for logits {tuple(logits.shape)}; target.squeeze(-1) drops an axis of one."
             )
-        target = _labels(target, placed, form=labels, sigma=sigma, outside=outside)
+        target = _labels(target, placed, form=labels, sigma=sigma)
         target = target.to(wide) if target.is_floating_point() else target
     rows = labelled(logits, target, wide, sample_weight=sample_weight)
     return reduced_loss(rows, apart, mix, reduction).to(dtype)
@@ -147,7 +145,6 @@ def histogram_labels(
     *,
     labels: str = "two_hot",
     sigma: float | None = None,
-    outside: str = "error",
 ) -> Float[Tensor, "*batch bins"]:
     """Return real values as histograms over the bins, as `histogram_loss` makes them.
 
@@ -155,7 +152,7 @@ def histogram_labels(
         values: (...) real values in the unit of the bins.
         bins: (count,) centres or (count + 1,) edges, as for `histogram_loss`.
         count: number of bins.
-        labels, sigma, outside: as for `histogram_loss`.
+        labels, sigma: as for `histogram_loss`.
 
     Returns:
         (..., count) of mass one, in the promoted dtype, float32 for integers; differentiable but for "one_hot".
@@ -169,7 +166,7 @@ def histogram_labels(
     """
     dtype = _promoted(None, values=values, bins=bins)
     placed = _bins(bins, count, torch.promote_types(dtype, torch.float32))
-    found = _labels(values, placed, form=labels, sigma=sigma, outside=outside)
+    found = _labels(values, placed, form=labels, sigma=sigma)
     return (one_hot(found, count) if labels == "one_hot" else found).to(dtype)
 
 
@@ -194,12 +191,10 @@ def _bins(bins: Any, count: int, dtype: torch.dtype) -> Bins:
     return Bins(bins, torch.cat([bins[:1] - halves[:1], bins[:-1] + halves, bins[-1:] + halves[-1:]]))
 
 
-def _labels(values: Tensor, bins: Bins, *, form: str, sigma: float | None, outside: str) -> Tensor:
+def _labels(values: Tensor, bins: Bins, *, form: str, sigma: float | None) -> Tensor:
     """Return real values (...) as bin positions ("one_hot") or soft labels (..., K)."""
     if form not in FORMS:
         raise ValueError(f"labels is {form!r}, expected one of {FORMS}.")
-    if outside not in ("error", "clamp"):
-        raise ValueError(f'outside is {outside!r}, expected "error" or "clamp".')
     if sigma is not None and form != "gaussian":
         raise ValueError(f'sigma={sigma} is given with labels={form!r}; it belongs to labels="gaussian".')
     check_finite("target", values)
@@ -209,14 +204,13 @@ def _labels(values: Tensor, bins: Bins, *, form: str, sigma: float | None, outsi
     ends = bins.centres if form == "two_hot" else bins.edges
     low, high = float(ends[0]), float(ends[-1])
     beyond = ((values < low) | (values > high)).detach()
-    if outside == "error" and beyond.any():
+    if beyond.any():
         first = tuple(int(i) for i in beyond.nonzero()[0])
         what = "centres of the bins, between which two_hot keeps the mean" if form == "two_hot" else "bins"
         raise ValueError(
             f"target holds {int(beyond.sum())} values outside of [{low:g}, {high:g}], the {what}; the first at index "
-            f'{first} is {float(values.detach()[first]):g}. Widen the bins, or clamp such values with outside="clamp".'
+            f"{first} is {float(values.detach()[first]):g}. Widen the bins, or pass target.clamp({low:g}, {high:g})."
         )
-    values = values.clamp(low, high)
     if form == "gaussian":
         return _gaussian(values, bins, sigma)
     return _two_hot(values, bins.centres) if form == "two_hot" else _one_hot(values, bins)

@@ -53,12 +53,8 @@ class Module(nn.Module):
         return super()._apply(wide, recurse)
 
     def extra_repr(self) -> str:
-        held = {name: getattr(self, name) for name in self._names}
-        return ", ".join(
-            f"{name}={f'{tuple(v.shape)} {v.dtype}'.replace('torch.', '') if isinstance(v, Tensor) else repr(v)}"
-            for name, v in held.items()
-            if v is not None and not isinstance(v, nn.Module)
-        )
+        settings = {name: getattr(self, name) for name in self._names}
+        return ", ".join(f"{name}={v!r}" for name, v in settings.items() if isinstance(v, (bool, int, float, str)))
 
 
 class HeldCost(Module):
@@ -89,9 +85,6 @@ class HeldCost(Module):
             setattr(cost, attribute, getattr(self, name))
         return cost
 
-    def extra_repr(self) -> str:
-        return repr(self())
-
 
 class Loss(Module):
     """A module of a function that returns one value per problem."""
@@ -112,6 +105,3 @@ class Loss(Module):
                 'batches, or use reduction="sum".'
             )
         return values.mean()
-
-    def extra_repr(self) -> str:
-        return ", ".join(filter(None, (super().extra_repr(), f"reduction={self.reduction!r}")))

@@ -26,8 +26,6 @@ class Wasserstein1d(Loss):
         >>> loss = Wasserstein1d(x=torch.tensor([0.0, 1.0, 4.0]), order=2)
         >>> loss(torch.eye(3)[:2], torch.eye(3)[2])
         tensor(12.5000)
-        >>> loss
-        Wasserstein1d(x=(3,) float32, order=2, reduction='mean')
     """
 
     def __init__(

@@ -22,8 +22,6 @@ class OrdinalLoss(Module):
         >>> loss = OrdinalLoss(x=torch.tensor([0.0, 1.0, 4.0]), cross_entropy=0.1)
         >>> loss(torch.zeros(1, 3), torch.tensor([2]))
         tensor(1.5543)
-        >>> loss
-        OrdinalLoss(x=(3,) float32, power=2, circular=False, cross_entropy=0.1, reduction='mean')
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class HistogramLoss(Module):
     """`otloss.histogram_loss` with held bins.
 
     Args:
-        bins, labels, sigma, outside, power, cross_entropy, reduction: as for `otloss.histogram_loss`.
+        bins, labels, sigma, power, cross_entropy, reduction: as for `otloss.histogram_loss`.
 
     Example:
         >>> import torch
@@ -77,15 +75,13 @@ class HistogramLoss(Module):
         bins: Real[Tensor, " bins_or_edges"],
         labels: str = "two_hot",
         sigma: float | None = None,
-        outside: str = "error",
         power: float = 2,
         cross_entropy: float = 0.0,
         reduction: str = "mean",
     ) -> None:
         super().__init__(
-            bins=bins, labels=labels, sigma=sigma, outside=outside, power=power, cross_entropy=cross_entropy,
-            reduction=reduction,
-        )  # fmt: skip
+            bins=bins, labels=labels, sigma=sigma, power=power, cross_entropy=cross_entropy, reduction=reduction
+        )
 
     def forward(
         self,
@@ -107,7 +103,7 @@ class NumberTokenLoss(Module):
     With the values of `otloss_llm.NumberCost.from_tokenizer`, use scaling="symlog", which is the default there.
 
     Args:
-        values, form, over, scaling, squash, text, ignore_index, reduction: as for `otloss.number_token_loss`.
+        values, form, scaling, squash, text, ignore_index, reduction: as for `otloss.number_token_loss`.
 
     Example:
         >>> import torch
@@ -121,7 +117,6 @@ class NumberTokenLoss(Module):
         values: Float[Tensor, " vocab"],
         *,
         form: str = "wasserstein",
-        over: str = "vocabulary",
         scaling: str = "absolute",
         squash: float | None = None,
         text: float | None = None,
@@ -129,7 +124,7 @@ class NumberTokenLoss(Module):
         reduction: str = "mean",
     ) -> None:
         super().__init__(
-            values=values, form=form, over=over, scaling=scaling, squash=squash, text=text, ignore_index=ignore_index,
+            values=values, form=form, scaling=scaling, squash=squash, text=text, ignore_index=ignore_index,
             reduction=reduction,
         )  # fmt: skip
 

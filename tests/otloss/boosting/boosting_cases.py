@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from otloss.boosting.rows import curvature
+from otloss.boosting.rows import Curvature, curvature
 from otloss.boosting.settings import RowLoss, row_loss
 
 NONE = np.zeros(0)
@@ -29,10 +29,7 @@ LOSSES: dict[str, dict[str, Any]] = {
 
 
 def make(classes: int = K, **settings: Any) -> RowLoss:
-    defaults: dict[str, Any] = {
-        "power": 2, "x": None, "cost": None, "transport": 1.0, "cross_entropy": 0.0, "class_weight": None,
-    }  # fmt: skip
-    return row_loss(classes, **(defaults | settings))
+    return row_loss(classes, **settings)
 
 
 def scores_and_labels(rows: int = 60, classes: int = K, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
@@ -42,19 +39,19 @@ def scores_and_labels(rows: int = 60, classes: int = K, seed: int = 0) -> tuple[
     return rng.normal(size=(rows, classes)) * spread, rng.integers(0, classes, size=rows).astype(float)
 
 
-def torch_loss(z: torch.Tensor, y: int, loss: RowLoss) -> torch.Tensor:
+def torch_loss(z: torch.Tensor, y: int, settings: dict[str, Any]) -> torch.Tensor:
     """One row, straight from the definition."""
     log_p = torch.log_softmax(z, -1)
-    p, classes = log_p.exp(), loss.num_classes
-    x = torch.arange(classes, dtype=z.dtype) if loss.x is None else torch.tensor(loss.x, dtype=z.dtype)
-    if loss.cost is not None:
-        moved = (p * torch.tensor(loss.cost[y], dtype=z.dtype)).sum()
+    p, classes = log_p.exp(), len(z)
+    x = torch.as_tensor(settings.get("x", np.arange(classes)), dtype=z.dtype)
+    if "cost" in settings:
+        moved = (p * torch.tensor(settings["cost"][y], dtype=z.dtype)).sum()
     else:
         apart = p.cumsum(0)[:-1] - (torch.arange(classes - 1) >= y).to(z.dtype)
-        moved = ((x[1:] - x[:-1]) * apart.abs() ** loss.power).sum()
-    weight = 1.0 if loss.class_weight is None else loss.class_weight[y]
-    return weight * (loss.transport * moved - loss.cross_entropy * log_p[y])
+        moved = ((x[1:] - x[:-1]) * apart.abs() ** settings.get("power", 2)).sum()
+    weight = settings["class_weight"][y] if "class_weight" in settings else 1.0
+    return weight * (settings.get("transport", 1.0) * moved - settings.get("cross_entropy", 0.0) * log_p[y])
 
 
-def spec(loss: RowLoss, hessian: str = "auto", **where: Any) -> Any:
-    return curvature(loss, hessian, **({"library": "xgboost", "single": False} | where))
+def spec(loss: RowLoss) -> Curvature:
+    return curvature(loss, library="xgboost", single=False)

@@ -45,21 +45,6 @@ def test_it_reads_a_file(example: Any, tmp_path: Path) -> None:
         np.testing.assert_array_equal(ours, theirs)
 
 
-def test_files_that_it_cannot_read(example: Any, tmp_path: Path) -> None:
-    path = tmp_path / "bad.csv"
-    path.write_text("a,response\n1,3\nred,4\n", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"row 2 of .*bad\.csv holds 'red' as 'a', expected a number; encode words"):
-        example.from_csv(path)
-
-
-def test_empty_cells_are_missing_features(example: Any, tmp_path: Path) -> None:
-    path = tmp_path / "gaps.csv"
-    path.write_text("a,response,b\n1,3,2\n,4,5\n", encoding="utf-8")
-    X, grades = example.from_csv(path)
-    np.testing.assert_array_equal(X, [[1, 2], [np.nan, 5]])
-    np.testing.assert_array_equal(grades, [3, 4])
-
-
 def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("lightgbm")
     from benchmarks import boosting

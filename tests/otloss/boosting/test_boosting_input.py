@@ -12,29 +12,20 @@ import pandas as pd
 import pytest
 import torch
 
-from otloss.boosting import lightgbm_metric, lightgbm_objective, start_scores, xgboost_metric, xgboost_objective
+from otloss.boosting import lightgbm_metric, start_scores, xgboost_metric, xgboost_objective
 from otloss.boosting import rows as rows_module
 from tests.otloss.boosting.boosting_cases import VALUES, K, scores_and_labels
 
 
-@pytest.mark.parametrize("make_one", [xgboost_objective, xgboost_metric, lightgbm_objective, lightgbm_metric])
-def test_callables_are_values(make_one: Any) -> None:
+@pytest.mark.parametrize("make_one", [xgboost_objective, lightgbm_metric])
+def test_callables_are_pickled(make_one: Any) -> None:
     one = make_one(3, x=[0, 1, 3], cross_entropy=0.5, interface="sklearn")
-    again = pickle.loads(pickle.dumps(one))
-    assert again == one
-    assert hash(again) == hash(one)
-    assert one != make_one(3, interface="sklearn")
-    assert isinstance(one.__name__, str)
-    assert "cross_entropy=0.5" in repr(one)
-    with pytest.raises(AttributeError):
-        one.loss = None
+    z, y = scores_and_labels(4, 3)
+    np.testing.assert_equal(pickle.loads(pickle.dumps(one))(y, z), one(y, z))
 
 
 def test_importing_boosting_imports_no_library() -> None:
-    code = (
-        "import sys, otloss.boosting\n"
-        "print([m for m in ('xgboost', 'lightgbm', 'numba', 'sklearn', 'matplotlib') if m in sys.modules])"
-    )
+    code = "import sys, otloss.boosting; print([m for m in ('xgboost', 'lightgbm', 'numba') if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
@@ -42,27 +33,16 @@ def test_importing_boosting_imports_no_library() -> None:
     ("settings", "error", "message"),
     [
         ({"power": 3}, ValueError, "power is 3, expected 1 or 2"),
-        ({"power": True}, TypeError, r"power is a bool \(True\), expected a number"),
         ({"x": [0, 1, 1]}, ValueError, r"x\[1\] is 1.0 and x\[2\] is 1.0, expected strictly increasing"),
         ({"x": [0, 1]}, ValueError, r"x has shape \(2,\), expected \(3,\)"),
         ({"x": [0, None, 2]}, ValueError, r"x\[1\] is nan, expected finite numbers"),
-        ({"x": [0, [1], 2]}, TypeError, "x cannot be read: .*expected numbers"),
-        ({"cost": np.ones((3, 2))}, ValueError, r"cost has shape \(3, 2\), expected \(3, 3\)"),
         ({"cost": -np.eye(3)}, ValueError, r"cost\[0, 0\] is -1.0, expected finite numbers of at least 0"),
         ({"cost": np.eye(3), "x": [0, 1, 2]}, ValueError, "both cost and x"),
         ({"cross_entropy": -1}, ValueError, "cross_entropy is -1"),
         ({"transport": 0}, ValueError, "transport and cross_entropy are both 0"),
-        ({"class_weight": [1, 2, -1]}, ValueError, r"class_weight\[2\] is -1.0"),
-        ({"class_weight": "balanced"}, ValueError, "compute_class_weight"),
-        ({"class_weight": {7: 2.0}}, ValueError, "the key 7"),
-        (
-            {"class_weight": pd.Series([1, 2], index=[0, 2])},
-            ValueError,
-            r"the index of class_weight is \[0, 2\], expec",
-        ),
-        ({"cost": pd.DataFrame(np.eye(3), columns=list("bac"))}, ValueError, "the index of cost is .*'b', 'a', 'c'"),
-        ({"hessian": "exact"}, ValueError, "hessian is 'exact', expected one of"),
-        ({"hessian": "gauss-newton", "power": 1}, ValueError, "linear in the probabilities"),
+        ({"class_weight": "balanced"}, TypeError, "class_weight cannot be read: .*expected numbers"),
+        # Of value_counts, by frequency and not by class.
+        ({"class_weight": pd.Series([1, 2, 3], index=[0, 2, 1])}, TypeError, r"Series.*class_weight.sort_index\(\)"),
         ({"interface": "keras"}, ValueError, "interface is 'keras', expected one of"),
         ({"num_classes": 2.5}, ValueError, "num_classes is 2.5, expected a whole number, at least 2"),
     ],
@@ -72,23 +52,11 @@ def test_bad_settings(settings: dict[str, Any], error: type[Exception], message:
         xgboost_objective(**({"num_classes": 3} | settings))
 
 
-def test_pandas_objects_are_read_by_their_index() -> None:
-    y = pd.Series([0] * 50 + [1] * 10 + [2] * 40)
-    balanced = len(y) / (3 * y.value_counts())  # in the order 0, 2, 1
-    objective = xgboost_objective(3, class_weight=balanced)
-    np.testing.assert_allclose(objective.loss.class_weight, 100 / np.array([150, 30, 120]))
-    assert objective == xgboost_objective(3, class_weight=balanced.to_dict())
-    assert xgboost_metric(3, x=pd.Series({1: 4, 0: 2, 2: 9}, dtype="Int64")).loss.x == (2, 4, 9)
-    cost = pd.DataFrame(np.arange(9.0).reshape(3, 3))
-    assert lightgbm_metric(3, cost=cost.loc[[2, 0, 1], [1, 2, 0]]) == lightgbm_metric(3, cost=cost.to_numpy())
-
-
 @pytest.mark.parametrize("by_kernel", [True, False])
 @pytest.mark.parametrize(
     ("labels", "scores", "weights", "error", "message"),
     [
         ([0, 3], np.zeros((2, 3)), None, ValueError, "label of row 1 is 3, expected whole numbers 0 to 2"),
-        ([0.5, 1], np.zeros((2, 3)), None, ValueError, "label of row 0 is 0.5"),
         ([0, np.nan], np.zeros((2, 3)), None, ValueError, "label of row 1 is nan"),
         (["low", "high"], np.zeros((2, 3)), None, TypeError, "labels cannot be read: .*'low'; .*number the classes"),
         (
@@ -126,6 +94,8 @@ def test_predictions_of_the_other_kind_and_the_other_interface_raise() -> None:
     for classes, mean in ((2, 0.25), (4, 0.625)):  # equal scores, before anything is learnt
         metric = xgboost_metric(classes, interface="sklearn")
         assert metric([0, 1], np.full((2, classes), 1 / classes)) == pytest.approx(mean)
+    # Two scores from 1/2 each always sum to 1, as probabilities do.
+    assert xgboost_metric(2, interface="sklearn")([0, 1], np.array([[0.2, 0.8], [0.4, 0.6]])) > 0
     with pytest.raises(TypeError, match='choose interface="sklearn"'):
         xgboost_objective(K)(y, z)
     with pytest.raises(TypeError, match='choose interface="native"'):
@@ -134,26 +104,15 @@ def test_predictions_of_the_other_kind_and_the_other_interface_raise() -> None:
         xgboost_metric(3, interface="sklearn")([0, 1], np.zeros((2, 3)), [0, 0])
 
 
-def test_xgboost_splits_up_to_the_largest_sums_of_gradients_and_larger_ones_raise() -> None:
-    """It squares them in float32: after an overflow each tree is one leaf."""
-    xgb = pytest.importorskip("xgboost")
-    rng = np.random.default_rng(0)
-    X, y = rng.normal(size=(600, 3)), rng.integers(0, 2, size=600)
-    data = xgb.DMatrix(X, y + 2 * (X[:, 0] > 0))
-    settings = {"num_class": 4, "nthread": 1, "disable_default_eval_metric": True}
-    history: dict[str, Any] = {}
-    most = 1e19 / (600 * 3)
-    for scale in (1e6, 0.99 * most):
-        xgb.train(
-            settings, data, 5, obj=xgboost_objective(4, transport=scale), custom_metric=xgboost_metric(4),
-            evals=[(data, f"{scale:g}")], evals_result=history, verbose_eval=False,
-        )  # fmt: skip
-    small, large = (each["rps"] for each in history.values())
-    np.testing.assert_allclose(large, small, rtol=0.05)  # where splits are equally good, rounding chooses
-    assert large[-1] < 0.7 * large[0]
-    data.set_weight(np.full(600, 1e6))
-    with pytest.raises(ValueError, match=r"gradients of 600 rows may sum to .*no split is found"):
-        xgb.train(settings, data, 1, obj=xgboost_objective(4, transport=1e11))
+def test_sums_of_gradients_whose_square_overflows_raise() -> None:
+    """XGBoost squares them in float32: after an overflow each tree is one leaf, without an error."""
+    z, y = scores_and_labels()
+    assert len(y) == 60
+    for scale, weights in ((1.01e19 / (60 * (K - 1)), None), (1e11, np.full(60, 1e6))):
+        with pytest.raises(ValueError, match=r"gradients of 60 rows may sum to .*no split is found"):
+            xgboost_objective(K, transport=scale, interface="sklearn")(y, z, weights)
+    gradient, _ = xgboost_objective(K, transport=0.99e19 / (60 * (K - 1)), interface="sklearn")(y, z)
+    assert np.isfinite(gradient).all()
 
 
 def test_starts_are_least_in_mean_loss() -> None:
@@ -165,7 +124,6 @@ def test_starts_are_least_in_mean_loss() -> None:
         gradient, _ = xgboost_objective(K, interface="sklearn", **settings)(y, np.tile(start, (500, 1)), weights)
         np.testing.assert_allclose(gradient.sum(0, dtype=float), 0, atol=1e-5)
     np.testing.assert_allclose(start_scores([1, 1, 1], 3), np.log([0.125, 0.75, 0.125]))  # absent classes
-    np.testing.assert_allclose(start_scores([0, 1, 1, 1], 2, single=True), [np.log(3)])
     np.testing.assert_allclose(start_scores([1, 1, 0], 2, sample_weight=[4, 4, 0]), np.log([1 / 5, 4 / 5]))
 
 
@@ -176,8 +134,6 @@ def test_starts_are_least_in_mean_loss() -> None:
         ([], {}, ValueError, r"labels have shape \(0,\)"),
         ([0, 1], {"sample_weight": [1]}, ValueError, "sample_weight has shape"),
         ([0, 1], {"sample_weight": [0, 0]}, ValueError, "some weight above 0"),
-        ([0, 1], {"sample_weight": [-1, 0]}, ValueError, "weight of row 0 is -1"),
-        ([0, 1], {"single": True}, ValueError, "single=True with 3 classes"),
         (["low", "high"], {}, TypeError, "labels cannot be read: .*OrdinalEncoder"),
     ],
 )

@@ -23,46 +23,43 @@ SCORES = [-100.0, -9.0, -0.3, 0.0, 1.7, 30.0, 100.0]
 GAPS = [-90.0, -12.0, -7.1, -6.9, 0.0, 2.0, 4.5, 100.0]  # logarithms
 
 
-def exactly(score: float, log_gaps: Tensor, link: str) -> list[float]:
+def exactly(score: float, log_gaps: Tensor) -> list[float]:
     """log P in 120 digits."""
     with mpmath.workdps(120):
         thresholds = [mpmath.mpf(0)]
         for gap in log_gaps.tolist():
             thresholds.append(thresholds[-1] + mpmath.exp(gap))
         upper = [t - mpmath.mpf(score) for t in thresholds]
-        cdf: Callable[[Any], Any] = {"logit": lambda a: 1 / (1 + mpmath.exp(-a)), "probit": mpmath.ncdf}[link]
-        below = [mpmath.mpf(0), *map(cdf, upper), mpmath.mpf(1)]
-        above = [mpmath.mpf(1), *(cdf(-a) for a in upper), mpmath.mpf(0)]
+        below = [mpmath.mpf(0), *(1 / (1 + mpmath.exp(-a)) for a in upper), mpmath.mpf(1)]
+        above = [mpmath.mpf(1), *(1 / (1 + mpmath.exp(a)) for a in upper), mpmath.mpf(0)]
         pairs = zip(itertools.pairwise(below), itertools.pairwise(above), strict=True)
         return [float(mpmath.log(max(hi - lo, over - under))) for (lo, hi), (over, under) in pairs]
 
 
-@pytest.mark.parametrize("link", ["logit", "probit"])
-def test_log_probabilities_keep_their_digits_in_both_tails(link: str) -> None:
+def test_log_probabilities_keep_their_digits_in_both_tails() -> None:
     for gaps in (torch.tensor(GAPS[:-1]), torch.tensor([0.5]), torch.zeros(0)):
         score = torch.tensor(SCORES, requires_grad=True)
         leaf = gaps.clone().requires_grad_()
-        found = cumulative_log_probabilities(score, leaf, link=link)
-        expected = torch.tensor([exactly(s, gaps, link) for s in SCORES], dtype=torch.float64)
+        found = cumulative_log_probabilities(score, leaf)
+        expected = torch.tensor([exactly(s, gaps) for s in SCORES], dtype=torch.float64)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), expected, rtol=3e-6, atol=3e-6)
         torch.testing.assert_close(found.exp().sum(-1), torch.ones(len(SCORES)))
         gradients = torch.autograd.grad(found.sum(), (score, leaf))
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
     gaps = torch.tensor(GAPS, requires_grad=True)  # the last one ends beyond all scores
-    found = cumulative_log_probabilities(torch.tensor(SCORES), gaps, link=link)
+    found = cumulative_log_probabilities(torch.tensor(SCORES), gaps)
     assert torch.isfinite(found).all()
     assert torch.isfinite(torch.autograd.grad(found.sum(), gaps)[0]).all()
 
 
-@pytest.mark.parametrize("link", ["logit", "probit"])
-def test_gradients_are_finite_differences(link: str) -> None:
+def test_gradients_are_finite_differences() -> None:
     score = torch.tensor([[-3.0, 0.2], [1.0, 8.0]], dtype=torch.float64, requires_grad=True)
     gaps = torch.tensor([-8.0, 0.3, -1.0], dtype=torch.float64, requires_grad=True)
 
     def loss(score: Tensor, gaps: Tensor) -> Tensor:
         y = torch.tensor([[1, 0], [3, 4]])
-        return ordinal_loss(cumulative_log_probabilities(score, gaps, link=link), y, cross_entropy=0.5)
+        return ordinal_loss(cumulative_log_probabilities(score, gaps), y, cross_entropy=0.5)
 
     assert torch.autograd.gradcheck(loss, (score, gaps), rtol=1e-6, atol=1e-9)
     assert torch.autograd.gradgradcheck(loss, (score, gaps), rtol=1e-4, atol=1e-8)
@@ -114,16 +111,14 @@ def test_decisions() -> None:
             np.testing.assert_array_equal(decode_classes(logits, rule, x=given).reshape(60), classes)
 
 
-@pytest.mark.parametrize("link", ["logit", "probit"])
-def test_state(link: str) -> None:
-    head = nn.CumulativeLinkHead(3, 5, link=link)
+def test_state() -> None:
+    head = nn.CumulativeLinkHead(3, 5)
     features = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
     found = head(features)
     assert found.shape == (2, 4, 5)
     torch.testing.assert_close(head(torch.zeros(3)).exp(), torch.full((5,), 0.2))
-    assert repr(head).startswith(f"CumulativeLinkHead(\n  in_features=3, num_classes=5, link='{link}'\n")
     assert list(head.state_dict()) == ["log_gaps", "score.weight", "score.bias"]
-    other = nn.CumulativeLinkHead(3, 5, link=link)
+    other = nn.CumulativeLinkHead(3, 5)
     other.load_state_dict(head.state_dict())
     for again in (copy.deepcopy(head), pickle.loads(pickle.dumps(head)), other):
         assert torch.equal(again(features), found)
@@ -132,7 +127,7 @@ def test_state(link: str) -> None:
     assert half(features.bfloat16()).dtype == half.thresholds.dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert head(features).dtype == torch.float32
-    empty = nn.CumulativeLinkHead(3, 5, link=link, device="meta").to_empty(device="cpu")
+    empty = nn.CumulativeLinkHead(3, 5, device="meta").to_empty(device="cpu")
     empty.load_state_dict(head.state_dict())
     assert torch.equal(empty(features), found)
 
@@ -141,7 +136,6 @@ def test_state(link: str) -> None:
     ("call", "error", "message"),
     [
         (lambda: nn.CumulativeLinkHead(3, 1), ValueError, "num_classes is 1, expected at least 2"),
-        (lambda: nn.CumulativeLinkHead(3, 4, link="cauchit"), ValueError, r"link is 'cauchit', expected one of \("),
         (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 4)), ValueError, r"features has shape \(2, 4\)"),
         (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 3).long()), TypeError, "features has dtype torch.int64"),
         (lambda: cumulative_log_probabilities(torch.zeros(2), torch.zeros(2, 3)), ValueError, "log_gaps has shape"),

@@ -89,13 +89,13 @@ CASES = {
     ),
     "HistogramLoss": Case(
         modules.HistogramLoss, otloss.histogram_loss,
-        {"bins": X.sort().values, "labels": "gaussian", "sigma": 0.7, "cross_entropy": 0.2, "outside": "clamp"},
-        (Z, torch.tensor([0.0, 1.5, 9.0])), {"sample_weight": WEIGHT},
+        {"bins": X.sort().values, "labels": "gaussian", "sigma": 0.7, "cross_entropy": 0.2},
+        (Z, X.mean() + torch.tensor([0.0, 0.1, -0.1])), {"sample_weight": WEIGHT},
     ),
     "NumberTokenLoss": Case(modules.NumberTokenLoss, otloss.number_token_loss, {"values": NUMBERS}, **WEIGHED),
     "NumberTokenLoss of the mean": Case(
         modules.NumberTokenLoss, otloss.number_token_loss,
-        {"values": NUMBERS, "form": "mse", "over": "numbers", "scaling": "log", "ignore_index": 3},
+        {"values": NUMBERS, "form": "mse", "scaling": "log", "text": 2.0, "ignore_index": 3},
         (Z, LABELS.clamp(min=0)), {"sample_weight": WEIGHT},
     ),
     "SoftSort": Case(modules.SoftSort, otloss.soft_sort, {"epsilon": 0.05, "descending": True}, (P,)),
@@ -109,8 +109,6 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_modules_equal_their_functions(case: Case) -> None:
     inputs = [t.clone().requires_grad_(t.is_floating_point()) for t in case.inputs]
     leaves = [t for t in inputs if t.requires_grad]
-    if "outside" in case.settings:
-        leaves = leaves[:1]
     own = {} if not case.weights else {"reduction": "none"}
     value, expected = case.unreduced(*inputs, **case.weights), case.of_function(*inputs, **own)
     assert torch.equal(value, expected)
@@ -124,7 +122,6 @@ def test_modules_equal_their_functions(case: Case) -> None:
         module = case.make(**case.settings, reduction=reduction)
         by_function = case.of_function(*inputs, reduction=reduction) if own else plain
         torch.testing.assert_close(module(*inputs, **case.weights), by_function)
-        assert f"reduction='{reduction}'" in repr(module)
 
 
 @every_case
@@ -132,7 +129,6 @@ def test_copies_files_and_moves(case: Case) -> None:
     module = case.unreduced
     expected = module(*case.inputs, **case.weights)
     for again in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
-        assert repr(again) == repr(module)
         assert torch.equal(again(*case.inputs, **case.weights), expected)
     file = io.BytesIO()
     torch.save(module.state_dict(), file)
@@ -183,7 +179,6 @@ def test_every_cost_is_held(cost: Cost) -> None:
     assert moved.settings["cost"].dtype == torch.float64
     assert cost.dtype == torch.float32, "the cost that was given stays as it was"
     torch.testing.assert_close(moved(P.double(), Q.double()).float(), expected, rtol=1e-4, atol=1e-5)
-    assert repr(cost) in repr(modules.Emd(cost=cost))
 
 
 class Doubled(Cost):
@@ -249,12 +244,10 @@ def test_other_calls() -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
 
 
-def test_representations() -> None:
-    assert repr(modules.Wasserstein1d()) == "Wasserstein1d(order=1, reduction='mean')"
-    shown = repr(modules.Sinkhorn(cost=LineCost(X), epsilon=0.1, grad="implicit"))
-    assert "epsilon=0.1, grad='implicit', reduction='mean'" in shown
-    assert "(cost): HeldCost(LineCost(shape=(5, 5)" in shown
-    assert "projections=(5, 2) float32" in repr(modules.SlicedWasserstein(projections=CLOUD))
+def test_settings_are_shown() -> None:
+    assert repr(modules.OrdinalLoss(x=X.sort().values)) == (
+        "OrdinalLoss(power=2, circular=False, cross_entropy=0.0, reduction='mean')"
+    )
 
 
 @pytest.mark.parametrize(
