@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import pickle
 from collections.abc import Callable
@@ -157,13 +156,6 @@ def test_blanks_in_front_survive() -> None:
     assert token_texts(wordlevel())[:6] == [None, " the", " 7", None, None, " -7"]
 
 
-def test_blanks_survive_a_tokenizer_that_tidies_up() -> None:
-    tokenizer = wrap(Tokenizer(models.WordLevel({"the": 0, ".": 1, "7": 2})))
-    tokenizer.clean_up_tokenization_spaces = True
-    assert tokenizer.decode([0, 1]) == "the."
-    assert token_texts(tokenizer) == [" the", " .", " 7"]
-
-
 def test_texts_are_those_of_decoding_one_by_one(tokenizer: Any) -> None:
     """After whatever token is another letter; together they are the text, and the tokenizer stays as it is."""
     before = tokenizer.get_vocab(), tokenizer.get_added_vocab(), tokenizer(TEXT)["input_ids"]
@@ -211,20 +203,6 @@ def test_values_with_prefixes() -> None:
     assert found(wordlevel()) == {"7": 7, "-7": -7, "0.5": 0.5, "\u22123": -3}
     assert found(characters()) == {str(digit): digit for digit in range(10)}
     assert found(characters("abc7٣७７²½")) == {"7": 7}
-
-
-def test_gpt2() -> None:
-    vocabulary = json.loads((GPT2 / "vocab.json").read_text(encoding="utf-8")) if GPT2.is_dir() else {}
-    spelt = [name for name in vocabulary if name.removeprefix("Ġ").isascii() and name.removeprefix("Ġ").isdigit()]
-    assert found(real("GPT-2")) == {name: float(name.removeprefix("Ġ")) for name in spelt}
-    assert sum(name.startswith("Ġ") for name in spelt) > 500, "float(token) fails for these"
-    coverage = NumberTokens.of(real("GPT-2")).coverage()
-    assert coverage.numbers == sum(coverage.by_length.values()) == 1691
-    assert coverage.by_length[1] == 20
-    assert set(coverage.shared[7]) >= {"7", " 7", "07"}
-    assert "½" in {text for _, text in coverage.left_out}
-    assert len(str(coverage).splitlines()) <= 12
-    assert max(map(len, str(coverage).splitlines())) < 200
 
 
 @pytest.mark.parametrize("name", ["byte-level BPE", "SentencePiece", "slow bytes", *REAL])
@@ -284,12 +262,6 @@ def test_report_of_a_mixed_vocabulary() -> None:
         "tokens with digits that are not numbers: 3, such as ' 5.', ' 1,000', ' x7'",
         "digits without a token of their own: 0, 1, 2, 3, 4, 5, 6, 8, 9",
     ]
-
-
-def test_report_of_single_digits() -> None:
-    coverage = NumberTokens.of(characters()).coverage()
-    assert str(coverage) == "10 of 20 tokens are numbers: 10 values from 0 to 9\nby count of digits: 1: 10"
-    assert NumberTokens.of(characters("7a²½７")).coverage().left_out == ((3, "²"), (4, "½"), (5, "７"))
 
 
 def test_two_digits_of_which_one_is_missing() -> None:

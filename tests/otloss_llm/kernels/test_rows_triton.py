@@ -47,10 +47,8 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 
 @pytest.mark.parametrize(
     ("vocab", "spread", "dtype"),
-    [
-        (1, 0.1, torch.float32), (2, 30.0, torch.float32), (17, 3.0, torch.bfloat16), (BLOCK - 1, 30.0, torch.float32),
-        (BLOCK, 0.0, torch.float32), (BLOCK + 1, 3.0, torch.float16), (2 * BLOCK + 3, 30.0, torch.bfloat16),
-    ],
+    [(2, 30.0, torch.float32), (BLOCK, 0.0, torch.float32), (BLOCK + 1, 3.0, torch.float16),
+     (2 * BLOCK + 3, 30.0, torch.bfloat16)],
 )  # fmt: skip
 def test_values_and_gradients_against_float64(vocab: int, spread: float, dtype: torch.dtype, device: str) -> None:
     z, label, x = rows_and_positions(vocab, spread)
@@ -157,15 +155,13 @@ def moved(given: Problem, device: str) -> Problem:
 
 
 @pytest.mark.parametrize(
-    ("name", "dtype", "bias", "scale", "softcap"),
+    ("name", "dtype", "bias", "scale", "softcap", "reduction"),
     [
-        ("emo", torch.bfloat16, True, 1.0, None), ("emo", torch.float32, False, 0.3, 2.0),
-        ("user", torch.bfloat16, True, 1.0, 5.0), ("user", torch.float16, False, -1.7, None),
-        ("tailr", torch.float16, True, 1.0, 5.0), ("mixce", torch.bfloat16, True, -1.7, None),
-        ("emo-transport", torch.float32, True, 1.0, None), ("mle", torch.bfloat16, False, 1.0, None),
+        ("emo", torch.bfloat16, True, 1.0, None, "sum"), ("emo", torch.float32, False, 0.3, 2.0, "none"),
+        ("user", torch.bfloat16, True, 1.0, 5.0, "none"), ("tailr", torch.float16, True, -1.7, 5.0, "sum"),
+        ("mle", torch.bfloat16, False, 1.0, None, "none"),
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_errors_are_those_of_the_naive_computation(
     name: str, dtype: torch.dtype, bias: bool, scale: float, softcap: float | None, reduction: str, device: str
 ) -> None:
@@ -184,24 +180,6 @@ def test_errors_are_those_of_the_naive_computation(
     eps = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
     for got, other, true in zip(made, naive, [value.sum(), *expected], strict=True):
         assert relative_error(got.cpu(), true) <= 2 * relative_error(other, true) + eps
-
-
-@pytest.mark.parametrize("labels", ["one", "all", "none"])
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_label_patterns(labels: str, reduction: str, device: str) -> None:
-    """Chunks of 5 in 11 tokens: the last has one."""
-    given = problem(4, batch=(11,), dtype=torch.float32)
-    patterns = {"one": torch.full((11,), 5), "all": torch.randperm(41)[:11], "none": torch.full((11,), -100)}
-    given.labels = patterns[labels]
-    given = moved(given, device)
-    results = []
-    for impl, each in (("triton", given), ("reference", given.to(torch.float64))):
-        leaves = each.leaves()
-        loss = fused(leaves, each, objective=EMO(), impl=impl, chunk_size=5, reduction=reduction).loss
-        results.append([loss.detach(), *gradients(loss.sum(), leaves)])
-    for got, want in zip(*results, strict=True):
-        assert relative_error(got, want) < 1e-5
-        assert labels != "none" or not got.any()
 
 
 def test_bfloat16_logits_are_never_widened(device: str) -> None:
@@ -260,12 +238,8 @@ def test_triton_where_it_cannot_run_raises(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_the_choice_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    for impl in ("auto", "chunked"):
-        assert sweeps_for(torch.empty(1, 1), impl) is not rows_triton
     on_gpu: Any = type("OnGpu", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16})()
-    assert logits.runs_on_triton(on_gpu, "auto")
-    assert not logits.runs_on_triton(on_gpu, "chunked")
+    assert [logits.runs_on_triton(on_gpu, impl) for impl in ("auto", "chunked")] == [True, False]
     monkeypatch.setattr(logits, "_triton_is_installed", lambda: False)
     assert not logits.runs_on_triton(on_gpu, "auto")
 

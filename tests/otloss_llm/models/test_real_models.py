@@ -26,10 +26,9 @@ TRAINING = options(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("objective", ["mle", "tailr:1e-3", "mixce", "emo"])
-def test_each_objective_learns_shakespeare(cli: Cli, tmp_path: Path, objective: str) -> None:
+def test_emo_learns_shakespeare(cli: Cli, tmp_path: Path) -> None:
     run = tmp_path / "run"
-    assert cli("train", *TRAINING, *options(objective=objective, output_dir=run)).code == 0
+    assert cli("train", *TRAINING, *options(objective="emo", output_dir=run)).code == 0
     log = [entry["nll"] for entry in read(run / "log.json") if "nll" in entry]
     assert log == sorted(log, reverse=True), "of means over ten steps"
     assert log[-1] < log[0] - 0.5
@@ -44,17 +43,3 @@ def test_each_objective_learns_shakespeare(cli: Cli, tmp_path: Path, objective: 
     before = cli("evaluate", *options(model_name_or_path=STORIES, text=test, block_size=128)).json
     assert scores["perplexity"] < 0.5 * before["perplexity"]
     assert 0 < scores["transport_cost"] < before["transport_cost"]
-
-
-def test_comparison_of_the_four(cli: Cli, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    arms = ["mle", "tailr:1e-3", "mixce:0.8", "emo"]
-    ended = cli("compare", *TRAINING, *options(
-        objectives=arms, seeds=[0, 1], judge=STORIES, output_dir=run, num_prompts=16, max_new_tokens=60,
-        test_fraction=0.02,
-    ))  # fmt: skip
-    assert ended.code == 0
-    report = read(run / "report.json")
-    assert [run["arm"] for run in report["runs"]] == arms * 2
-    assert all(run["test_perplexity"] < 0.5 * report["start"]["test_perplexity"] for run in report["runs"])
-    assert (run / "figure.png").is_file()
