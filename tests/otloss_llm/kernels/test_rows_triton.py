@@ -14,7 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from otloss.costs import LineCost
 from otloss_llm import EMO, MLE, EmbeddingCost, linear_token_loss
@@ -26,7 +25,7 @@ from otloss_llm.kernels.rows import CostRows
 from otloss_llm.kernels.rows_triton import BLOCK
 from tests.otloss_llm.kernels.test_rows import in_float64, rows_and_positions
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, curved, dense_values, problem, relative_error, truth
-from tests.otloss_llm.scoring import from_logits, fused, gradients
+from tests.otloss_llm.scoring import Observed, from_logits, fused, gradients
 
 pytest.importorskip("triton")
 
@@ -183,24 +182,12 @@ def test_errors_are_those_of_the_naive_computation(
 
 
 def test_bfloat16_logits_are_never_widened(device: str) -> None:
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Widest(TorchDispatchMode):
-        seen = 0
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            out = func(*args, **(kwargs or {}))
-            for tensor in out if isinstance(out, (tuple, list)) else [out]:
-                if isinstance(tensor, Tensor) and tensor.dtype == torch.float32:
-                    self.seen = max(self.seen, tensor.numel())
-            return out
-
     given = moved(problem(15, batch=(32,), vocab=64, width=4, ignored=0.0, dtype=torch.bfloat16), device)
     for cap, expected in ((None, 64 * 4), (3.0, 16 * 64)):  # the gradient of the head; logits where a cap is
         given.softcap = cap
-        with Widest() as widest:
+        with Observed() as seen:
             fused(given.leaves(), given, objective=MLE(), cost=None, chunk_size=16, impl="triton").loss.backward()
-        assert widest.seen == expected
+        assert seen.largest_float32 == expected
 
 
 def test_cost_rows_made_in_16_bits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:

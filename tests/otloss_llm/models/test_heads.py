@@ -161,14 +161,6 @@ def test_lora_on_the_head_raises() -> None:
         find_head(model)
 
 
-def test_prompt_tuning_raises() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(tiny_model("llama"), config)
-    with pytest.raises(ValueError, match="labels have shape"):
-        fused(model, tiny_batch(), objective=MLE())
-
-
 # ---- transforms of the logits ---------------------------------------------------------------------------------------
 
 
@@ -341,17 +333,6 @@ def test_measuring_the_model_does_not_pack_its_weights() -> None:
     model.model.layers[0].mlp.up_proj = Packs(16, 24, bias=False)
     assert measure_transform(model, {"input_ids": tiny_batch()["input_ids"]}) == LogitTransform()
     check_causal(model)
-
-
-def test_heads_of_bitsandbytes() -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-    model, batch = tiny_model("llama", hidden_size=64).eval(), tiny_batch()
-    linear = model.lm_head
-    model.lm_head = bnb.nn.Linear4bit(64, VOCAB, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-    model.lm_head.load_state_dict({"weight": linear.weight.detach()})
-    model.lm_head.to("cpu")
-    assert model.lm_head.weight.dtype == torch.uint8
-    assert_same_training(model, batch, own_loss=False)
 
 
 # ---- models that cannot be fused ------------------------------------------------------------------------------------
