@@ -280,9 +280,7 @@ class Stored(Tensor):
 
 
 class StoredLinear(nn.Linear):
-    """A head in 8 bits; `rounds_inputs` as in LLM.int8(), whose logits are not linear in the hidden states."""
-
-    rounds_inputs = False
+    """A head in 8 bits."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -290,9 +288,6 @@ class StoredLinear(nn.Linear):
         self.weight = Stored.of(linear.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.rounds_inputs:
-            unit = hidden.detach().abs().amax(-1, keepdim=True) / 127
-            hidden = (hidden / unit).round() * unit
         return nn.functional.linear(hidden, self.weight.dequantize())
 
 
@@ -300,14 +295,6 @@ def test_a_quantised_head() -> None:
     model = tiny_model("llama").eval()
     model.lm_head = StoredLinear(model.lm_head)
     assert_same_training(model, tiny_batch(), own_loss=False)
-
-
-def test_a_quantised_head_that_rounds_its_inputs_raises() -> None:
-    model = tiny_model("llama").eval()
-    model.lm_head = StoredLinear(model.lm_head)
-    model.lm_head.rounds_inputs = True
-    with pytest.raises(TypeError, match=r"test_heads\.StoredLinear whose logits are not .*differ by 0\.0"):
-        fused(model, tiny_batch(), objective=MLE())
 
 
 def test_a_weight_that_cannot_be_read_raises() -> None:
