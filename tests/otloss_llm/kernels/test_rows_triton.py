@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from otloss.costs import LineCost
 from otloss_llm import EMO, MLE, EmbeddingCost, linear_token_loss
 from otloss_llm.kernels import gradients as gradients_module
 from otloss_llm.kernels import logits, rows, rows_triton
@@ -23,8 +22,8 @@ from otloss_llm.kernels.chunked import Tokens
 from otloss_llm.kernels.logits import TokenLossConfig, sweeps_for
 from otloss_llm.kernels.rows import CostRows
 from otloss_llm.kernels.rows_triton import BLOCK
-from tests.otloss_llm.kernels.test_rows import in_float64, rows_and_positions
-from tests.otloss_llm.oracles import OBJECTIVES, Problem, curved, dense_values, problem, relative_error, truth
+from tests.otloss_llm.kernels.test_rows import assert_as_in_float64
+from tests.otloss_llm.oracles import OBJECTIVES, Problem, dense_values, problem, relative_error, truth
 from tests.otloss_llm.scoring import Observed, from_logits, fused, gradients
 
 pytest.importorskip("triton")
@@ -50,21 +49,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
      (2 * BLOCK + 3, 30.0, torch.bfloat16)],
 )  # fmt: skip
 def test_values_and_gradients_against_float64(vocab: int, spread: float, dtype: torch.dtype, device: str) -> None:
-    z, label, x = rows_and_positions(vocab, spread)
-    z = z.to(dtype)
-    nll, transport, gradient = in_float64(z, label, x)
-    # exp on a GPU is 2^x of a rounded product: off by |x| eps, for logits within 80 of the largest.
-    unit = EPS if device == "cpu" else 16 * EPS
-    leaf, cost = z.to(device).requires_grad_(), LineCost(x.to(device))
-    out = from_logits(leaf, label.to(device), "triton", objective=curved, cost=cost, reduction="none")
-    (made,) = torch.autograd.grad((out.loss * torch.linspace(-2, 3, 7, device=device)).sum(), leaf)
-    assert out.cost is not None
-    for got, want in ((out.nll, nll), (out.cost, transport)):
-        torch.testing.assert_close(got.cpu().double(), want, rtol=32 * unit, atol=1e-30)
-    error = (made.cpu().double() - gradient).abs() / gradient.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    # The interpreter truncates the digits that bfloat16 cannot hold, where a GPU rounds to the nearest.
-    rounding = 0.0 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
-    assert float(error.max()) < 64 * unit + rounding
+    assert_as_in_float64(vocab, spread, "triton", dtype, device)
 
 
 def test_masked_and_certain_rows(device: str) -> None:
