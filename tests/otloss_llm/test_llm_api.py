@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata as metadata
 import inspect
 import subprocess
 import sys
@@ -95,7 +94,7 @@ def test_a_module_in_place_of_its_weight_is_named() -> None:
 
 
 def test_the_version_needs_no_metadata_of_an_installation() -> None:
-    """As from a source tree on PYTHONPATH; where otloss is installed, the version is that of the installation."""
+    """As from a source tree on PYTHONPATH."""
     code = """
 import importlib.metadata as metadata
 found = metadata.distribution
@@ -108,7 +107,3 @@ import otloss, otloss_llm
 print(otloss.__version__, otloss_llm.__version__)
 """
     assert run(code) == [f"{otloss_llm.__version__} {otloss_llm.__version__}"]
-    try:
-        assert metadata.version("otloss") == otloss_llm.__version__
-    except metadata.PackageNotFoundError:
-        pytest.skip("otloss is not installed, the tests run from its sources")

@@ -235,7 +235,7 @@ def test_no_tokenizer() -> None:
 
 
 def test_no_numbers() -> None:
-    message = r"PreTrained\w+ has no token that is a number; it has 'a', 'b', 'c', '½'.*values=\{id: value\}"
+    message = r"the tokenizer \w+ has no token that is a number; it has 'a', 'b', 'c', '½'.*values=\{id: value\}"
     with pytest.raises(ValueError, match=message):
         NumberTokens.of(characters("abc½"), vocab_size=50)
 

@@ -276,9 +276,6 @@ def check_autograd() -> None:
         leaves = leaves_of(given, sizes)
         loss = shared(leaves, given, **settings).loss.sum()
         first = torch.autograd.grad(loss, leaves, retain_graph=True)
-        again = torch.autograd.grad(3 * loss, leaves, retain_graph=True)
-        for a, b in zip(first, again, strict=True):
-            assert_close(b, 3 * a, 1e-12)
         with raises_everywhere(RuntimeError, "no second derivative", same=True):
             torch.autograd.grad(loss, leaves, create_graph=True)
         frozen = [leaves[0], *(leaf.detach() for leaf in leaves[1:])]

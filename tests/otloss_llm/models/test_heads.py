@@ -246,13 +246,9 @@ def test_a_head_with_hooks_of_accelerate(offload: bool) -> None:
             fused(model, batch, objective=MLE())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_trained_rows_of_the_head(name: str) -> None:
-    tokens = {"embed_tokens": [4, 5], "lm_head": [4, 7]} if name == "llama" else [4, 5]
-    targets = ["q_proj"] if name == "llama" else ["c_attn"]
-    model = lora(
-        tiny_model(name), target_modules=targets, trainable_token_indices=tokens, fan_in_fan_out=name == "gpt2"
-    ).eval()
+def test_trained_rows_of_the_head() -> None:
+    tokens = {"embed_tokens": [4, 5], "lm_head": [4, 7]}
+    model = lora(tiny_model("llama"), target_modules=["q_proj"], trainable_token_indices=tokens).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "trainable_tokens_delta" in key:
@@ -369,7 +365,6 @@ def test_the_loss_that_balances_experts_is_returned() -> None:
     own = model(**batch)
     out = fused(model, batch, objective=MLE())
     torch.testing.assert_close(out["loss"] + model.router_aux_loss_coef * out["aux_loss"], own.loss)
-    assert_same_training(transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields)), batch)
 
 
 def test_a_head_that_is_not_called_once_raises() -> None:
