@@ -138,6 +138,16 @@ def test_loss_scaling_saves_float16_gradients(reduction: str) -> None:
         assert relative_error(gradient, true) < 4 * torch.finfo(torch.float16).eps
 
 
+@pytest.mark.parametrize("impl", IMPLEMENTATIONS)
+def test_everything_masked_but_the_label(impl: str) -> None:
+    hidden, weight = torch.randn(2, 3).requires_grad_(), torch.randn(5, 3).requires_grad_()
+    bias = torch.tensor([-INF, -INF, 0.0, -INF, -INF])
+    out = linear_token_loss(hidden, weight, torch.tensor([2, 2]), bias=bias, objective=EMO(),
+                            cost=EmbeddingCost(torch.randn(5, 4)), impl=impl)  # fmt: skip
+    assert out.loss == 0
+    assert not any(grad.any() for grad in torch.autograd.grad(out.loss, [hidden, weight]))
+
+
 @pytest.mark.parametrize("impl", [*IMPLEMENTATIONS, "logits"])
 def test_a_masked_label_is_an_error_that_names_it(impl: str) -> None:
     labels = torch.tensor([2, 1])
