@@ -30,10 +30,7 @@ def token_values(
 
 
 def _transport_cost(logits: Tensor, labels: Tensor, cost: LabelRows | FewColumns) -> Float[Tensor, " tokens"]:
-    """EMO's Eq. 14, `D = sum_i q_i c(i, y)`.
-
-    Summed directly: 1 - <q-mean embedding, e_y> would cancel to noise where D is small.
-    """
+    """D, summed directly: 1 - <q-mean embedding, e_y> would cancel to noise where D is small."""
     q = torch.log_softmax(logits, dim=-1).exp()
     if isinstance(cost, LabelRows):
         return (q * cost.rows(labels, None).to(q.dtype)).sum(-1)

@@ -64,25 +64,16 @@ def test_the_bounds_are_their_formulas_and_at_least_the_exact_cost(seed: int) ->
         assert (got >= exact - 1e-9).all(), bound
 
 
-def test_the_residual_bound_is_positive_away_from_the_target() -> None:
-    _, target, cost = make(1)
-    moved = target.log() + 0.01 * torch.randn(target.shape, generator=torch.Generator().manual_seed(0))
-    out = dense_token_loss(moved, target, objective=EMO(1.0), cost=cost)
-    assert out.cost is not None
-    assert (out.cost > 1e-5).all()
-
-
 @pytest.mark.parametrize("bound", BOUNDS)
 def test_gradients_against_finite_differences(bound: str) -> None:
     logits, target, cost = make(1, batch=(3,), vocab=5)
-    for name in ("mle", "emo-fixed", "user"):  # without stop-gradient
-        for cost_ in (cost, DenseCost(torch.rand(5, 5, dtype=torch.float64))):
-            settings: dict[str, Any] = {"objective": OBJECTIVES[name][0], "cost": cost_, "bound": bound}
+    matrix = DenseCost(torch.rand(5, 5, dtype=torch.float64))
+    for name, cost_ in (("mle", cost), ("emo-fixed", matrix), ("user", cost)):  # without stop-gradient
 
-            def loss(z: Tensor, settings: dict[str, Any] = settings) -> Tensor:
-                return dense_token_loss(z, target, reduction="sum", **settings).loss
+        def loss(z: Tensor, objective: Any = OBJECTIVES[name][0], cost_: Any = cost_) -> Tensor:
+            return dense_token_loss(z, target, objective=objective, cost=cost_, bound=bound, reduction="sum").loss
 
-            assert torch.autograd.gradcheck(loss, [logits.clone().requires_grad_()])
+        assert torch.autograd.gradcheck(loss, [logits.clone().requires_grad_()])
 
 
 def test_label_smoothing() -> None:
@@ -103,20 +94,21 @@ def test_mask_and_reductions() -> None:
     logits, target, cost = make(3, batch=(2, 4))
     mask = torch.tensor([[True, False, True, True], [False, False, True, True]])
     logits[~mask], target[~mask] = torch.nan, torch.nan  # masked positions are not read
-    settings: dict[str, Any] = {"objective": EMO(), "cost": cost, "mask": mask}
+    settings: dict[str, Any] = {"objective": EMO(), "cost": cost}
     leaf = logits.clone().requires_grad_()
-    none = dense_token_loss(leaf, target, reduction="none", **settings)
-    single = torch.stack([dense_token_loss(z, p, objective=EMO(), cost=cost).loss
+    teacher = target.clone().requires_grad_()  # gets no gradient
+    none, total, mean = (
+        dense_token_loss(leaf, teacher, reduction=reduction, mask=mask, **settings).loss
+        for reduction in ("none", "sum", "mean")
+    )
+    single = torch.stack([dense_token_loss(z, p, **settings).loss
                           for z, p in zip(logits[mask], target[mask], strict=True)])  # fmt: skip
-    torch.testing.assert_close(none.loss[mask].detach(), single)
-    assert not none.loss[~mask].any()
-    assert none.nll.shape == mask.shape
-    torch.testing.assert_close(dense_token_loss(leaf, target, reduction="sum", **settings).loss.detach(), single.sum())
-    mean = dense_token_loss(leaf, target, **settings).loss
-    torch.testing.assert_close(mean.detach(), single.mean())
-    (gradient,) = torch.autograd.grad(mean, leaf)
+    torch.testing.assert_close(none.detach(), torch.zeros(2, 4, dtype=torch.float64).masked_scatter(mask, single))
+    torch.testing.assert_close((total.detach(), mean.detach()), (single.sum(), single.mean()))
+    gradient, of_teacher = torch.autograd.grad(mean, (leaf, teacher), allow_unused=True)
     assert not gradient[~mask].any()
-    nothing = dense_token_loss(leaf, target, **settings | {"mask": torch.zeros_like(mask)}).loss
+    assert of_teacher is None
+    nothing = dense_token_loss(leaf, target, mask=torch.zeros_like(mask), **settings).loss
     assert nothing == 0
     assert not torch.autograd.grad(nothing, leaf)[0].any()
 
@@ -139,34 +131,22 @@ def test_a_real_vocabulary_in_low_precision(dtype: torch.dtype) -> None:
         torch.testing.assert_close(out.nll.double(), true.nll, rtol=1e-5, atol=0)
 
 
-def test_the_target_gets_no_gradient() -> None:
-    logits, target, cost = make(4)
-    teacher = target.log().requires_grad_()
-    out = dense_token_loss(logits.requires_grad_(), teacher.softmax(-1), objective=EMO(), cost=cost)
-    out.loss.backward()
-    assert teacher.grad is None
-
-
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
         ({"target": lambda p: p * 1.01}, ValueError, r"target row 0 .* sums to 1.01"),
         ({"target": lambda p: p - 0.3}, ValueError, "expected probabilities >= 0"),
         ({"target": lambda p: p * torch.nan}, ValueError, "target holds .* NaN"),
-        ({"target": lambda p: p[:, :3]}, ValueError, r"target has shape \(6, 3\)"),
         ({"target": lambda p: p.argmax(-1)}, TypeError, "target has dtype torch.int64"),
-        ({"logits": lambda z: z + torch.inf}, ValueError, "logits holds"),
         ({"bound": "independent"}, ValueError, "bound is 'independent'"),
         ({"cost": EmbeddingCost(torch.eye(8))}, ValueError, "vocabulary of 8"),
         ({"mask": torch.ones(6)}, ValueError, "expected bool"),
-        ({"mask": torch.ones(5, dtype=torch.bool)}, ValueError, r"of shape \(5,\)"),
         ({"reduction": "batchmean"}, ValueError, "reduction is 'batchmean'"),
     ],
 )  # fmt: skip
 def test_invalid_arguments_raise(change: dict[str, Any], error: type[Exception], message: str) -> None:
     logits, target, cost = make(5)
     settings: dict[str, Any] = {"objective": EMO(), "cost": cost} | change
-    logits = settings.pop("logits", lambda z: z)(logits)
     target = settings.pop("target", lambda p: p)(target)
     with pytest.raises(error, match=message):
         dense_token_loss(logits, target, **settings)

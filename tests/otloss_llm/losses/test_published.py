@@ -65,43 +65,6 @@ def test_equal_in_float32_and_float64(mode: int) -> None:
             assert relative_error(gradient, their_gradient) < tolerance
 
 
-def errors(logits: Tensor, labels: Tensor, embedding: Tensor, mode: int) -> tuple[float, float, float, float]:
-    """Relative errors against float64 on the same inputs: our loss and gradient, the peer's loss and gradient."""
-    loss, gradient = truth(logits, labels, embedding, mode)
-    made = [f(logits, labels, embedding, mode) for f in (ours, published)]
-    mine, theirs = (
-        (relative_error(value, loss), relative_error(made_gradient, gradient)) for value, made_gradient in made
-    )
-    return *mine, *theirs
-
-
-@pytest.mark.parametrize("mode", [1, 2])
-def test_bfloat16_near_certainty(mode: int) -> None:
-    """D is near 1e-2: 1 - dot cancels in 8 bits, the sum of q_i c_i does not."""
-    logits, labels, embedding = case(1, dtype=torch.bfloat16)
-    logits[:, :-1].scatter_(-1, labels[:, 1:, None], 12.0)
-    our_loss, our_gradient, their_loss, their_gradient = errors(logits, labels, embedding, mode)
-    assert our_loss < 1e-5
-    assert our_gradient < 2**-8
-    assert their_loss > 10 * our_loss
-    assert their_gradient > 10 * our_gradient
-
-
-@pytest.mark.parametrize("mode", [1, 2])
-def test_float16(mode: int) -> None:
-    """The peer's 1e-15 and 1e-10 are 0 in float16: a certain token divides 0 by 0."""
-    logits, labels, embedding = case(2, dtype=torch.float16)
-    logits[0, 0, labels[0, 1]] = 100.0
-    our_loss, our_gradient, their_loss, _ = errors(logits.where(logits < 50, 20.0), labels, embedding, mode)
-    assert our_loss < 1e-5
-    assert our_gradient < 2**-10
-    loss, gradient = ours(logits, labels, embedding, mode)
-    assert torch.isfinite(loss)
-    assert torch.isfinite(gradient).all()
-    theirs, _ = published(logits, labels, embedding, mode)
-    assert not torch.isfinite(theirs) or their_loss > 10 * our_loss
-
-
 @pytest.mark.parametrize("mode", [1, 2])
 def test_a_zero_row_makes_the_peer_nan(mode: int) -> None:
     logits, labels, embedding = case(3)
@@ -111,12 +74,3 @@ def test_a_zero_row_makes_the_peer_nan(mode: int) -> None:
     assert relative_error(loss, true_loss) < 1e-6
     assert relative_error(gradient, true_gradient) < 1e-5
     assert published(logits, labels, embedding, mode)[0].isnan()
-
-
-def test_the_embedding_is_trained_by_the_peer_and_not_by_us() -> None:
-    """Given a live head the peer moves the geometry it is judged by; ours is detached."""
-    logits, labels, embedding = case(5)
-    live = embedding.clone().requires_grad_()
-    assert torch.autograd.grad(emo.EMOLoss(logits, labels, live), live)[0].any()
-    loss = emo_loss(logits.requires_grad_(), labels, live)
-    assert torch.autograd.grad(loss, live, allow_unused=True) == (None,)

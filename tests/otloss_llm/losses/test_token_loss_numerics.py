@@ -10,7 +10,7 @@ import torch
 
 from otloss.costs import CosineCost, DenseCost
 from otloss_llm import EMO, MLE, EmbeddingCost, emo_loss, linear_token_loss, token_loss
-from tests.otloss_llm.oracles import OBJECTIVES, Problem, cosine_matrix, problem, relative_error, truth
+from tests.otloss_llm.oracles import OBJECTIVES, cosine_matrix, problem, relative_error, truth
 from tests.otloss_llm.scoring import IMPLEMENTATIONS, from_logits
 
 INF = float("inf")
@@ -99,23 +99,6 @@ def test_near_duplicates_keep_their_cost() -> None:
     torch.testing.assert_close(got, cosine_matrix(embedding)[0, 1], rtol=0.01, atol=0)
 
 
-@pytest.mark.parametrize(("name", "impl"), [("emo", "chunked"), ("emo-transport", "reference"), ("user", "chunked")])
-def test_zero_rows_of_the_embedding(name: str, impl: str) -> None:
-    """A padding row costs 1 to every other token, as label and as prediction, and nothing is NaN."""
-    objective, formula = OBJECTIVES[name]
-    given = problem(0, ignored=0.0)
-    given.embedding[[0, 3]] = 0.0
-    given.labels[:6] = torch.tensor([0, 3, 0, 3, 1, 2])
-    value, expected = truth(given, formula)
-    leaves = given.leaves()
-    cost = EmbeddingCost(given.embedding)
-    out = linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], objective=objective, cost=cost,
-                            reduction="sum", impl=impl)  # fmt: skip
-    torch.testing.assert_close(out.loss, value.sum(), rtol=1e-12, atol=0)
-    for leaf, true in zip(torch.autograd.grad(out.loss, leaves), expected, strict=True):
-        torch.testing.assert_close(leaf, true, rtol=1e-10, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("dtype", "size", "impl"),
     [(torch.float16, 6e4, "chunked"), (torch.float32, 1e4, "chunked"), (torch.bfloat16, 1e4, "reference"),
@@ -153,30 +136,6 @@ def test_loss_scaling_saves_float16_gradients(reduction: str) -> None:
     loss = out.loss if reduction == "mean" else (out.loss * factor).sum()
     for gradient, true in zip(torch.autograd.grad(loss * scale, leaves), expected, strict=True):
         assert relative_error(gradient, true) < 4 * torch.finfo(torch.float16).eps
-
-
-@pytest.mark.parametrize(("impl", "softcap"), [("reference", None), ("chunked", None), ("chunked", 5.0)])
-def test_masked_vocabulary(softcap: float | None, impl: str) -> None:
-    """A bias of -inf takes tokens out: the loss over the rest, and exactly no gradient at what is masked."""
-    given = problem(1, ignored=0.0)
-    given.labels = given.labels.clamp(min=10)
-    assert given.bias is not None
-    given.bias[:10] = -INF
-    leaves = given.leaves()
-    cost = EmbeddingCost(given.embedding)
-    for name in ("mle", "emo"):
-        objective, formula = OBJECTIVES[name]
-        settings: dict[str, Any] = {"objective": objective, "impl": impl, "logit_softcap": softcap}
-        out = linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], cost=cost, **settings)
-        grads = torch.autograd.grad(out.loss, leaves)
-        assert all(torch.isfinite(grad).all() for grad in grads)
-        if softcap is None:  # the cap would make -inf a finite -softcap
-            assert not grads[1][:10].any()
-            assert not grads[2][:10].any()
-            kept = Problem(given.hidden, given.weight[10:], given.bias[10:], given.labels - 10, given.embedding[10:])
-            value, expected = truth(kept, formula)
-            torch.testing.assert_close(out.loss, value.mean(), rtol=1e-12, atol=0)
-            torch.testing.assert_close(grads[0] * len(value), expected[0], rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("impl", IMPLEMENTATIONS)
@@ -223,37 +182,7 @@ def test_an_objective_with_an_infinite_gradient_is_an_error(reduction: str) -> N
         from_logits(logits, torch.tensor([0]), "chunked", cost=EmbeddingCost(torch.eye(3)), **settings).loss.backward()
 
 
-def test_orthonormal_embedding_gives_the_gradient_of_mixce() -> None:
-    """With c = 1 between all tokens D = 1 - q_y, and the gradient of D is that of q_y nll."""
-    given = problem(3, vocab=16)
-    cost = EmbeddingCost(torch.eye(16, dtype=torch.float64))
-    leaves = given.leaves()
-    out = linear_token_loss(leaves[0], leaves[1], given.labels, bias=leaves[2], objective=lambda n, d: d, cost=cost)
-    torch.testing.assert_close(out.cost, torch.where(given.labels == -100, 0.0, 1 - (-out.nll).exp()))
-    same = linear_token_loss(
-        leaves[0], leaves[1], given.labels, bias=leaves[2], objective=OBJECTIVES["mixce"][0].__class__(0.0)
-    )
-    for a, b in zip(torch.autograd.grad(out.loss, leaves), torch.autograd.grad(same.loss, leaves), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
-
-
 # ---- the cost stays fixed --------------------------------------------------------------------------------------------
-
-
-def test_a_live_tied_head_is_detached_and_copied() -> None:
-    head = torch.nn.Linear(6, 11, bias=False)
-    hidden, labels = torch.randn(5, 6), torch.tensor([1, 2, 3, 4, 5])
-    cost = EmbeddingCost(head.weight)
-    before = cost.rows(torch.arange(11)).clone()
-    frozen = EmbeddingCost(head.weight.detach().clone())
-    for impl in IMPLEMENTATIONS:
-        live, still = (
-            linear_token_loss(hidden, head.weight, labels, objective=EMO(), cost=c, impl=impl) for c in (cost, frozen)
-        )
-        assert torch.equal(*(torch.autograd.grad(out.loss, head.weight)[0] for out in (live, still)))
-    with torch.no_grad():
-        head.weight.add_(torch.randn(11, 6))
-    assert torch.equal(cost.rows(torch.arange(11)), before)
 
 
 def test_a_cosine_cost_of_a_live_head_is_not_silently_trained() -> None:
@@ -278,14 +207,11 @@ def call(**changes: Any) -> Any:
     [
         ({"labels": torch.zeros(3, dtype=torch.long)}, ValueError, r"labels have shape \(3,\), expected \(2, 3\)"),
         ({"labels": torch.zeros(2, 3)}, TypeError, "labels have dtype torch.float32"),
-        ({"labels": [[0] * 3] * 2}, TypeError, "labels is a list"),
         ({"labels": torch.full((2, 3), 7)}, ValueError, r"6 ids outside the vocabulary, the first at \(0, 0\): 7"),
         ({"labels": torch.full((2, 3), -1)}, ValueError, "ignore_index=-100"),
         ({"weight": torch.randn(7, 5)}, ValueError, r"expected \(..., d\) and \(V, d\)"),
         ({"weight": torch.randn(7, 4).double()}, TypeError, "hidden is torch.float32, weight torch.float64"),
-        ({"weight": torch.ones(7, 4, dtype=torch.int8)}, TypeError, "weight has dtype torch.int8"),
         ({"bias": torch.randn(4)}, ValueError, r"bias has shape \(4,\), expected \(7,\)"),
-        ({"bias": torch.randn(7).half()}, TypeError, "bias torch.float16"),
         ({"cost": None}, ValueError, r"EMO\(.*needs cost="),
         ({"cost": EmbeddingCost(torch.eye(8))}, ValueError, "a vocabulary of 8 tokens, the logits have 7"),
         ({"cost": torch.eye(7)}, TypeError, "cost is a Tensor"),
@@ -293,17 +219,13 @@ def call(**changes: Any) -> Any:
         ({"objective": EMO}, TypeError, r"the class EMO, expected an instance; write EMO\(\)"),
         ({"reduction": "avg"}, ValueError, "reduction is 'avg'"),
         ({"num_items": 3, "reduction": "sum"}, ValueError, 'num_items=3 needs reduction="mean"'),
-        ({"num_items": 0}, ValueError, "num_items is 0"),
         ({"num_items": torch.tensor([1, 2])}, ValueError, "expected one positive count"),
         ({"logit_softcap": float("inf")}, ValueError, "logit_softcap is inf"),
         ({"impl": "cuda"}, ValueError, "impl is 'cuda'"),
         ({"chunk_size": 0}, ValueError, "chunk_size is 0"),
         ({"logit_scale": torch.ones((), requires_grad=True)}, ValueError, r"requires grad.* hidden \* scale"),
-        ({"ignore_index": None}, TypeError, "ignore_index is None"),
-        ({"cost": EmbeddingCost}, TypeError, "cost is the class EmbeddingCost"),
         ({"cost": DenseCost(torch.eye(7)).to("meta")}, ValueError, "the cost is on meta, the logits on cpu"),
         ({"logit_scale": float("nan")}, ValueError, "logit_scale is nan"),
-        ({"objective": lambda n, d: n.sum()}, ValueError, "expected a value per token"),
         ({"objective": lambda n, d: n * n.mean()}, ValueError, "another value beside other tokens"),
         ({"weight": torch.empty(7, 4, device="meta")}, ValueError, "weight is on the meta device"),
     ],

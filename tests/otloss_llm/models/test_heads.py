@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -81,18 +80,6 @@ def test_every_family_trains_as_by_its_own_loss(name: str) -> None:
     assert_same_training(tiny_model(name), tiny_batch())
 
 
-@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
-@pytest.mark.parametrize(("name", "size"), [("gpt2", VOCAB + 9), ("phi", VOCAB - 5)])
-def test_resized_embeddings(name: str, size: int) -> None:
-    model = tiny_model(name)
-    model.resize_token_embeddings(size)
-    batch = tiny_batch()
-    batch["input_ids"].clamp_(max=size - 1)
-    batch["labels"].clamp_(max=size - 1)
-    assert find_head(model).weight.shape[0] == size
-    assert_same_training(model, batch)
-
-
 def test_the_transform_of_the_logits_is_measured() -> None:
     models = {name: tiny_model(name) for name in ONE_OF_EACH_KIND}
     found = {name: measure_transform(model, {"input_ids": tiny_batch()["input_ids"]}) for name, model in models.items()}
@@ -103,24 +90,11 @@ def test_the_transform_of_the_logits_is_measured() -> None:
     assert find_head(models["opt-projected"]).weight.shape == (VOCAB, 8)
 
 
-@pytest.mark.filterwarnings("ignore:.*near-duplicates:UserWarning")
-def test_a_trained_model() -> None:
-    folder = Path(__file__).parents[4] / "shared" / "data" / "models" / "stories260K"
-    if not folder.is_dir():
-        pytest.skip("needs stories260K in ../shared/data")
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    ids = torch.randint(3, model.config.vocab_size, (2, 20), generator=torch.Generator().manual_seed(0))
-    ids[:, 1:] = model.generate(ids[:, :1], max_length=20, min_length=20, do_sample=False)[:, 1:]
-    assert_same_training(model, {"input_ids": ids, "labels": ids.clone()})
-
-
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("gemma2", torch.bfloat16), ("cohere", torch.float16), ("phi", torch.bfloat16)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [("gemma2", torch.bfloat16), ("cohere", torch.float16)])
 def test_models_in_16_bits(name: str, dtype: torch.dtype) -> None:
     model, batch = tiny_model(name).to(dtype).eval(), tiny_batch()
     expected = model(**batch).loss
-    out = fused(model, batch, objective=MLE())
+    out = fused(model, batch | {"return_dict": False}, objective=MLE())
     assert out["loss"].dtype == torch.float32
     torch.testing.assert_close(out["loss"], expected.float(), rtol=8 * torch.finfo(dtype).eps, atol=0)
 
@@ -131,22 +105,6 @@ def test_autocast_keeps_the_logits_of_the_ordinary_path() -> None:
         expected = model(**batch).loss
         out = fused(model, batch, objective=MLE())
     torch.testing.assert_close(out["loss"], expected, rtol=1e-6, atol=0)
-
-
-def test_gradient_checkpointing() -> None:
-    model, batch = tiny_model("llama").train(), tiny_batch()
-    expected = gradients(model, model(**batch).loss)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    made = gradients(model, fused(model, batch, objective=MLE())["loss"])
-    for name, gradient in made.items():
-        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
-
-
-def test_outputs_as_tuples() -> None:
-    model, batch = tiny_model("gpt2").eval(), tiny_batch()
-    expected = model(**batch).loss
-    out = fused(model, batch | {"return_dict": False}, objective=MLE())
-    torch.testing.assert_close(out["loss"], expected)
 
 
 @pytest.mark.slow
@@ -178,17 +136,6 @@ def lora(model: nn.Module, **settings: Any) -> Any:
     return adapted
 
 
-def test_lora_with_a_frozen_head() -> None:
-    """Disabled adapters give the loss of the base model."""
-    base, batch = tiny_model("phi").eval(), tiny_batch()
-    expected = base(**batch).loss
-    model = lora(base, target_modules=["q_proj"])
-    assert_same_training(model, batch)
-    assert not find_head(model).weight.requires_grad
-    with model.disable_adapter():
-        torch.testing.assert_close(fused(model, batch, objective=MLE())["loss"], expected)
-
-
 def test_lora_that_trains_the_head() -> None:
     model = lora(tiny_model("llama"), target_modules=["q_proj"], modules_to_save=["lm_head"])
     with torch.no_grad():
@@ -214,14 +161,6 @@ def test_lora_on_the_head_raises() -> None:
         find_head(model)
 
 
-def test_prompt_tuning_raises() -> None:
-    peft = pytest.importorskip("peft")
-    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
-    model = peft.get_peft_model(tiny_model("llama"), config)
-    with pytest.raises(ValueError, match="labels have shape"):
-        fused(model, tiny_batch(), objective=MLE())
-
-
 # ---- transforms of the logits ---------------------------------------------------------------------------------------
 
 
@@ -245,15 +184,7 @@ def altered(alter: Callable[[Tensor], Tensor]) -> Any:
     return model
 
 
-@pytest.mark.parametrize(
-    "alter",
-    [
-        lambda z: -z / 13,
-        lambda z: 2.5 * torch.tanh(0.7 * z / 2.5),
-        lambda z: 3000 * torch.tanh(1.1 * z / 3000),
-    ],
-    ids=["scale", "scale and cap", "high cap"],
-)
+@pytest.mark.parametrize("alter", [lambda z: -z / 13, lambda z: 2.5 * torch.tanh(0.7 * z / 2.5)])
 def test_unknown_models_train_as_by_their_own_logits(alter: Callable[[Tensor], Tensor]) -> None:
     assert_same_training(altered(alter), tiny_batch(), own_loss=False)
 
@@ -263,16 +194,12 @@ def test_unknown_models_train_as_by_their_own_logits(alter: Callable[[Tensor], T
     [
         (lambda z: z + 1, r"off by .* at worst: a logit .* becomes"),
         (lambda z: z.clamp(max=10), "scale 1 and no soft cap, is off by 0.99 at worst: a logit 1024 becomes 10, "),
-        (lambda z: z / (1 + z.abs() / 30), "is off by"),
         (lambda z: z[..., :-2], r"shape is \(1, 3, 29\) where it was \(1, 3, 31\)"),
-        (lambda z: torch.cat([z[..., :-1], torch.full_like(z[..., :1], -1e4)], -1), "becomes -10000, not"),
-        (lambda z: z.flip(-1), "is off by"),
         (lambda z: z * torch.linspace(1, 1.001, z.shape[-1]), "is off by 0.0005"),
-        (lambda z: z.log_softmax(-1), "is off by"),
         (lambda z: z * 0, "scale 0"),
         (lambda z: z * nn.Parameter(torch.ones(())), "depend on parameters beside the head"),
     ],
-    ids=["shift", "clamp", "another cap", "drop", "mask", "permute", "columns", "normalise", "nothing", "parameter"],
+    ids=["shift", "clamp", "drop", "columns", "nothing", "parameter"],
 )
 def test_another_transform_of_the_logits_raises(alter: Callable[[Tensor], Tensor], message: str) -> None:
     model = altered(alter)
@@ -319,13 +246,9 @@ def test_a_head_with_hooks_of_accelerate(offload: bool) -> None:
             fused(model, batch, objective=MLE())
 
 
-@pytest.mark.parametrize("name", ["llama", "gpt2"])
-def test_trained_rows_of_the_head(name: str) -> None:
-    tokens = {"embed_tokens": [4, 5], "lm_head": [4, 7]} if name == "llama" else [4, 5]
-    targets = ["q_proj"] if name == "llama" else ["c_attn"]
-    model = lora(
-        tiny_model(name), target_modules=targets, trainable_token_indices=tokens, fan_in_fan_out=name == "gpt2"
-    ).eval()
+def test_trained_rows_of_the_head() -> None:
+    tokens = {"embed_tokens": [4, 5], "lm_head": [4, 7]}
+    model = lora(tiny_model("llama"), target_modules=["q_proj"], trainable_token_indices=tokens).eval()
     with torch.no_grad():
         for key, parameter in model.named_parameters():
             if "trainable_tokens_delta" in key:
@@ -353,9 +276,7 @@ class Stored(Tensor):
 
 
 class StoredLinear(nn.Linear):
-    """A head in 8 bits; `rounds_inputs` as in LLM.int8(), whose logits are not linear in the hidden states."""
-
-    rounds_inputs = False
+    """A head in 8 bits."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__(linear.in_features, linear.out_features, bias=False)
@@ -363,9 +284,6 @@ class StoredLinear(nn.Linear):
         self.weight = Stored.of(linear.weight)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        if self.rounds_inputs:
-            unit = hidden.detach().abs().amax(-1, keepdim=True) / 127
-            hidden = (hidden / unit).round() * unit
         return nn.functional.linear(hidden, self.weight.dequantize())
 
 
@@ -373,14 +291,6 @@ def test_a_quantised_head() -> None:
     model = tiny_model("llama").eval()
     model.lm_head = StoredLinear(model.lm_head)
     assert_same_training(model, tiny_batch(), own_loss=False)
-
-
-def test_a_quantised_head_that_rounds_its_inputs_raises() -> None:
-    model = tiny_model("llama").eval()
-    model.lm_head = StoredLinear(model.lm_head)
-    model.lm_head.rounds_inputs = True
-    with pytest.raises(TypeError, match=r"test_heads\.StoredLinear whose logits are not .*differ by 0\.0"):
-        fused(model, tiny_batch(), objective=MLE())
 
 
 def test_a_weight_that_cannot_be_read_raises() -> None:
@@ -392,16 +302,6 @@ def test_a_weight_that_cannot_be_read_raises() -> None:
     model.lm_head.weight = nn.Parameter(torch.zeros(VOCAB, 16, dtype=torch.int8), requires_grad=False)
     with pytest.raises(TypeError, match=r"Linear8bitLt with a weight of dtype torch.int8.*llm_int8_skip_modules"):
         _ = find_head(model).weight
-    model.lm_head = nn.Sequential(nn.Linear(16, VOCAB))
-    with pytest.raises(TypeError, match=r"is a Sequential, expected torch\.nn\.Linear"):
-        find_head(model)
-
-
-def test_heads_of_torchao() -> None:
-    quantization = pytest.importorskip("torchao.quantization")
-    model = tiny_model("llama").eval()
-    quantization.quantize_(model.lm_head, quantization.Int8WeightOnlyConfig())
-    assert_same_training(model, tiny_batch(), own_loss=False)
 
 
 def test_measuring_the_model_does_not_pack_its_weights() -> None:
@@ -418,22 +318,6 @@ def test_measuring_the_model_does_not_pack_its_weights() -> None:
     check_causal(model)
 
 
-def test_heads_of_bitsandbytes() -> None:
-    bnb = pytest.importorskip("bitsandbytes")
-    model, batch = tiny_model("llama", hidden_size=64).eval(), tiny_batch()
-    linear = model.lm_head
-    model.lm_head = bnb.nn.Linear4bit(64, VOCAB, bias=False, compute_dtype=torch.float32, quant_type="nf4")
-    model.lm_head.load_state_dict({"weight": linear.weight.detach()})
-    model.lm_head.to("cpu")
-    assert model.lm_head.weight.dtype == torch.uint8
-    assert_same_training(model, batch, own_loss=False)
-    model.lm_head = bnb.nn.Linear8bitLt(64, VOCAB, bias=False, has_fp16_weights=False)
-    model.lm_head.load_state_dict({"weight": linear.weight.detach()})
-    model.lm_head.to("cpu")
-    with pytest.raises(TypeError, match=r"is a bitsandbytes.nn.modules.Linear8bitLt with a weight of dtype torch.int8"):
-        fused(model, batch, objective=MLE())
-
-
 # ---- models that cannot be fused ------------------------------------------------------------------------------------
 
 
@@ -442,14 +326,8 @@ def test_models_of_other_tasks_raise() -> None:
     t5 = transformers.T5ForConditionalGeneration(transformers.T5Config(vocab_size=VOCAB, **small))
     with pytest.raises(TypeError, match="T5ForConditionalGeneration is an encoder-decoder"):
         find_head(t5)
-    small = {"num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 16, "intermediate_size": 24}
-    bert = transformers.BertForMaskedLM(transformers.BertConfig(vocab_size=VOCAB, **small))
-    with pytest.raises(TypeError, match="BertForMaskedLM does not generate"):
-        find_head(bert)
-    config = tiny_model("gpt2").config
-    for kind in (transformers.GPT2Model, transformers.GPT2ForSequenceClassification):
-        with pytest.raises(TypeError, match=f"{kind.__name__} does not generate"):
-            find_head(kind(config))
+    with pytest.raises(TypeError, match="GPT2ForSequenceClassification does not generate"):
+        find_head(transformers.GPT2ForSequenceClassification(tiny_model("gpt2").config))
     with pytest.raises(TypeError, match="Linear has no output embedding"):
         find_head(nn.Linear(2, 2))
 
@@ -475,12 +353,9 @@ def test_heads_that_are_not_one_linear_map_raise() -> None:
     with pytest.raises(TypeError, match=r"Scaled whose logits are not .*differ by 1 of"):
         fused(model, tiny_batch(), objective=MLE())
     model = tiny_model("llama")
-    model.lm_head.forward = patch = lambda hidden: 2 * nn.functional.linear(hidden, model.lm_head.weight)
-    with pytest.raises(TypeError, match=r"is a Linear whose logits are not .*differ by 1 of"):
-        fused(model, tiny_batch(), objective=MLE())
-    assert model.lm_head.forward is patch
-    model.lm_head.forward = lambda hidden: nn.functional.linear(hidden, model.lm_head.weight)  # harmless
+    model.lm_head.forward = patch = lambda hidden: nn.functional.linear(hidden, model.lm_head.weight)  # harmless
     assert_same_training(model, tiny_batch())
+    assert model.lm_head.forward is patch
 
 
 def test_the_loss_that_balances_experts_is_returned() -> None:
@@ -490,7 +365,6 @@ def test_the_loss_that_balances_experts_is_returned() -> None:
     own = model(**batch)
     out = fused(model, batch, objective=MLE())
     torch.testing.assert_close(out["loss"] + model.router_aux_loss_coef * out["aux_loss"], own.loss)
-    assert_same_training(transformers.MixtralForCausalLM(transformers.MixtralConfig(**fields)), batch)
 
 
 def test_a_head_that_is_not_called_once_raises() -> None:
@@ -508,12 +382,3 @@ def test_a_head_that_is_not_called_once_raises() -> None:
         fused(Twice(config), tiny_batch(), objective=MLE())
     with pytest.raises(ValueError, match="Never did not call its head"):
         fused(Never(config), tiny_batch(), objective=MLE())
-
-
-def test_an_error_of_the_score_leaves_the_model_as_it_was() -> None:
-    model, batch = tiny_model("gpt2").eval(), tiny_batch()
-    before = model(**batch).loss
-    batch["labels"][0, 5] = VOCAB
-    with pytest.raises(ValueError, match="outside the vocabulary"):
-        fused(model, batch, objective=MLE())
-    assert torch.equal(model(**tiny_batch()).loss, before)

@@ -39,13 +39,6 @@ def copy(tiny: Tiny, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny.gpt2, tmp_path / "copy"))
 
 
-def test_what_is_saved_is_loaded(tiny: Tiny) -> None:
-    model, tokenizer = load_model_and_tokenizer(str(tiny.gpt2))
-    assert type(model).__name__ == "GPT2LMHeadModel"
-    assert len(tokenizer) == model.config.vocab_size
-    assert load_model(str(tiny.gpt2), dtype="bfloat16").dtype == torch.bfloat16
-
-
 def test_weights_that_are_not_finite(tiny: Tiny, tmp_path: Path) -> None:
     model = load_model(str(tiny.gpt2))
     with torch.no_grad():
@@ -71,12 +64,6 @@ def test_torn_and_missing_files(copy: Path, tmp_path: Path) -> None:
     with (copy / "model.safetensors").open("r+b") as file:
         file.truncate(1000)
     with pytest.raises(ValueError, match=r"cannot be loaded as a causal language model: \w+: "):
-        load_model(str(copy))
-    (copy / "model.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"model\.safetensors"):
-        load_model(str(copy))
-    (copy / "config.json").write_text("{", encoding="utf-8")
-    with pytest.raises(ValueError, match="cannot be loaded"):
         load_model(str(copy))
     (tmp_path / "void").mkdir()
     with pytest.raises(FileNotFoundError, match=r"expected config\.json"):
@@ -104,10 +91,6 @@ def test_models_that_are_not_causal(tmp_path: Path) -> None:
     transformers.BertLMHeadModel(transformers.BertConfig(**SMALL, is_decoder=False)).save_pretrained(tmp_path / "bert")
     with pytest.raises(ValueError, match=r"BertLMHeadModel.* sees the tokens to its right"):
         load_model(str(tmp_path / "bert"))
-    sizes = {"vocab_size": 300, "d_model": 16, "d_kv": 8, "d_ff": 16, "num_layers": 1, "num_heads": 2}
-    transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes)).save_pretrained(tmp_path / "t5")
-    with pytest.raises(ValueError, match="cannot be loaded as a causal language model"):
-        load_model(str(tmp_path / "t5"))
 
 
 def test_decoders_marked_like_encoders_are_loaded(tmp_path: Path) -> None:
@@ -115,9 +98,6 @@ def test_decoders_marked_like_encoders_are_loaded(tmp_path: Path) -> None:
     assert neox.is_decoder is False
     transformers.GPTNeoXForCausalLM(neox).save_pretrained(tmp_path / "neox")
     assert not load_model(str(tmp_path / "neox")).training
-    decoder = transformers.BertConfig(**SMALL, is_decoder=True)
-    transformers.BertLMHeadModel(decoder).save_pretrained(tmp_path / "bert")
-    assert load_model(str(tmp_path / "bert"))
 
 
 @pytest.fixture
@@ -139,14 +119,6 @@ def test_a_hub_that_cannot_be_reached_is_not_tried_again() -> None:
         with pytest.raises(FileNotFoundError, match=r"no such folder in .* hub cannot be reached \(ConnectionError"):
             load("no/such-model")
     assert time.perf_counter() - started < 6
-
-
-@pytest.mark.usefixtures("unreachable")
-def test_an_earlier_download_is_used_without_a_network(tiny: Tiny, monkeypatch: pytest.MonkeyPatch) -> None:
-    import huggingface_hub
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, local_files_only: str(tiny.gpt2))
-    assert load_model("some/model").config.model_type == "gpt2"
 
 
 def test_paths_are_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,9 +165,7 @@ def test_files_that_are_not_an_embedding(tiny: Tiny, tmp_path: Path) -> None:
     cases = {
         "nan": (wrong, "2 of .* rows, the first is row 2"),
         "short": (good[:-1], "over a vocabulary of"),
-        "flat": (good[:, 0], "shape"),
         "text": (good.astype(str), "dtype"),
-        "complex": (good.astype(complex), "dtype"),
         "objects": (np.array([[{}]]), r"no \.npy array|\.npy"),
     }
     for name, (array, message) in cases.items():
@@ -207,15 +177,6 @@ def test_files_that_are_not_an_embedding(tiny: Tiny, tmp_path: Path) -> None:
         load_cost(str(tmp_path / "junk.npy"), model)
     with pytest.raises(FileNotFoundError, match=r"none\.npy"):
         load_cost(str(tmp_path / "none.npy"), model)
-
-
-def test_a_cost_from_a_model_of_another_vocabulary(tiny: Tiny, tmp_path: Path) -> None:
-    other = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=100, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)
-    )
-    other.save_pretrained(tmp_path / "other")
-    with pytest.raises(ValueError, match="over a vocabulary of 100 tokens"):
-        load_cost(str(tmp_path / "other"), load_model(str(tiny.gpt2)))
 
 
 def test_fingerprints_tell_models_apart(tiny: Tiny) -> None:

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from otloss_llm.models.logit_transform import LogitTransform, deviation, fitted_transform, placeholders
+from otloss_llm.models.logit_transform import deviation, fitted_transform, placeholders
 
 SCALES = st.floats(0.02, 20.0) | st.floats(-20.0, -0.02) | st.sampled_from([1.0, 0.0625, 1 / 13, 1.01, 0.995])
 CAPS = st.none() | st.floats(1.0, 3000.0) | st.sampled_from([30.0, 50.0])
@@ -36,11 +36,3 @@ def test_rounding_to_16_bits_hides_no_scale(scale: float, vocab: int, rounded: b
     found = fitted_transform(before, after, 2.0**-6)
     assert found.scale == pytest.approx(scale, rel=2.0**-7 if rounded else 1e-6)
     assert found.softcap is None
-
-
-def test_other_transforms_deviate() -> None:
-    before = placeholders(31)
-    for after in (before + 1e-3, before.clamp(max=100), before.flip(-1), before.relu(), before * torch.nan, 0 * before):
-        found = fitted_transform(before, after, 1e-5)
-        assert deviation(found, before, after) > 1e-2, found
-    assert fitted_transform(before, before, 1e-5) == LogitTransform()
