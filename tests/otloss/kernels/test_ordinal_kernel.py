@@ -11,11 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.functional import jacobian
 
 from otloss import ordinal_loss
-from otloss._kernels._threads import run_on_threads
 from otloss.losses import ordinal as _ordinal
-from otloss.losses import ordinal_kernel as _kernel
-
-SHAPES = [(1, 9000), (3, 5), (1000, 9), (4097, 2), (129, 65)]
 
 
 def problem(rows: int, classes: int, dtype: torch.dtype, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
@@ -59,9 +55,17 @@ def exactly(t: Tensor) -> Tensor:
     return t.double() / t.double().sum(-1, keepdim=True)
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize(("mix", "dtype"), [(0.0, torch.float32), (0.7, torch.float32), (0.7, torch.float64)])
-@pytest.mark.parametrize("soft", [False, True])
+@pytest.mark.parametrize(
+    ("shape", "mix", "dtype", "soft"),
+    [
+        ((1, 9000), 0.0, torch.float32, False),
+        ((3, 5), 0.7, torch.float32, True),
+        ((1000, 9), 0.7, torch.float64, False),
+        ((4097, 2), 0.7, torch.float32, False),
+        ((129, 65), 0.0, torch.float32, True),
+        ((129, 65), 0.7, torch.float64, True),
+    ],
+)
 def test_equals_its_reference(
     shape: tuple[int, int], mix: float, dtype: torch.dtype, soft: bool, monkeypatch: Any
 ) -> None:
@@ -80,8 +84,7 @@ def test_equals_its_reference(
         assert (quick.double() - true).abs().max() <= allowed
 
 
-@pytest.mark.parametrize("kind", ["plain", "spaced", "soft"])
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(("kind", "reduction"), [("plain", "mean"), ("spaced", "sum"), ("soft", "none")])
 def test_reductions_and_second_derivatives_are_those_of_the_reference(
     kind: str, reduction: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,22 +142,6 @@ def test_layouts_threads_repeated_passes_and_frozen_logits() -> None:
         assert not ordinal_loss(leaf, y, x=x).requires_grad
 
 
-def test_small_batches_run_the_kernel_on_the_thread_that_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran = []
-
-    def run(kernel: Any, tasks: int, arguments: Any) -> Any:
-        ran.append(tasks)
-        return run_on_threads(kernel, tasks, arguments)
-
-    monkeypatch.setattr(_kernel, "run_on_threads", run)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
-    for rows, classes in ((1, 2), (256, 5), (64, 100), (8000, 5)):
-        z, y, x = problem(rows, classes, torch.float32)
-        value_and_gradient(z, y)
-        value_and_gradient(z, y, x=x)
-    assert ran == [1, 1, 1, 1, 1, 1, 4, 4]
-
-
 class Named(Tensor):
     pass
 
@@ -166,56 +153,18 @@ def test_subclasses_and_batches_of_gradients() -> None:
     torch.testing.assert_close(rows.sum(0), gradient_of_sum(z, y))
 
 
-def test_learned_class_values_get_their_gradient() -> None:
-    z, y, x = problem(1000, 9, torch.float64)
-    leaf = x.clone().requires_grad_()
-    (gradient,) = torch.autograd.grad(ordinal_loss(z, y, x=leaf), leaf)
-    steps = torch.eye(9, dtype=torch.float64) * 1e-6
-    expected = torch.stack([(ordinal_loss(z, y, x=x + s) - ordinal_loss(z, y, x=x - s)) / 2e-6 for s in steps])
-    torch.testing.assert_close(gradient, expected, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("spoil", "options", "message"),
-    [
-        (torch.nan, {}, "logits holds 1 NaN"),
-        (torch.inf, {}, r"logits holds 1 NaN or \+inf"),
-        (-torch.inf, {"cross_entropy": 1.0}, "cross-entropy of row 0"),
-    ],
-)
-def test_bad_logits_are_found(spoil: float, options: dict[str, float], message: str) -> None:
+def test_invalid_rows_of_large_batches_are_named() -> None:
     z, y, _ = problem(1000, 9, torch.float32)
-    z[0, 0] = spoil
-    with pytest.raises(ValueError, match=message):
-        ordinal_loss(z, y, **options)  # type: ignore[arg-type]
-    z[5] = -torch.inf
-    z[0, 0] = 0
-    with pytest.raises(ValueError, match=r"logits of row 5 .* are -inf for every class"):
+    t = soft_labels(1000, 9, z)
+    t[700] = 1.1 / 9
+    with pytest.raises(ValueError, match=r"the soft labels of row 700 sum to 1\.1"):
+        ordinal_loss(z, t)
+    z[500] = -torch.inf
+    with pytest.raises(ValueError, match=r"logits of row 500 .* are -inf for every class"):
         ordinal_loss(z, y)
 
 
-def test_bad_soft_labels_are_found() -> None:
-    z, _, _ = problem(1000, 9, torch.float32)
-    for spoil, message in (
-        ((0.1, 0.3), "the soft labels of row 7 sum to 1.1"),
-        ((torch.nan, 0.0), "target holds 1 NaN"),
-        ((-0.25, 1.25), "-0.25 for class 2 of row 7"),
-    ):
-        t = torch.full((1000, 9), 1 / 9)
-        t[7] = torch.tensor([0.7, 0.0, spoil[0], 0, 0, 0, 0, 0, spoil[1]])
-        if spoil[0] < 0:
-            t[7, 0] = 0
-        with pytest.raises(ValueError, match=message):
-            ordinal_loss(z, t)
-    t = soft_labels(1000, 9, z)
-    z[5, 3], t[5, 3], t[5, 4] = -torch.inf, 0.5, 0.5
-    t[5] = t[5] / t[5].sum()
-    with pytest.raises(ValueError, match="cross-entropy of row 5"):
-        ordinal_loss(z, t, cross_entropy=1.0)
-
-
-@pytest.mark.parametrize("low", [-torch.inf, -1e30])
-@pytest.mark.parametrize("mix", [0.0, 0.7])
+@pytest.mark.parametrize(("low", "mix"), [(-torch.inf, 0.7), (-1e30, 0.0)])
 def test_masked_classes_take_no_part(low: float, mix: float) -> None:
     z, y, x = problem(2000, 6, torch.float32)
     z[:, 2] = low
