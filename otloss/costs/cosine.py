@@ -61,22 +61,17 @@ class CosineCost(Cost):
     def T(self) -> Self:  # noqa: N802
         return self
 
-    def rows(
-        self, index: Int[Tensor, " picked"], *, out: Float[Tensor, " entries"] | None = None
-    ) -> Float[Tensor, "picked V"]:
-        """Return the costs C[index, :] by one matrix product; `out` as in `Cost.rows`, unused where a graph is made."""
-        return self._one_minus_cosine(index, out).clamp_(0, 2).scatter_(1, index.unsqueeze(1), 0.0)
-
-    def _one_minus_cosine(self, index: Tensor, out: Tensor | None) -> Tensor:
-        """Rows in the order of memory that the product is fastest in on a CPU: a column of memory is a row."""
+    def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked V"]:
+        """Return the costs C[index, :] by one matrix product."""
         index = self._checked_index(index)
-        shape = (self.shape[0], len(index))
         # Autocast would run the product in half precision, where 1 - cos has no correct digit left near 0.
         with torch.autocast(self.device.type, enabled=False):
             if torch.is_grad_enabled() and self.unit.requires_grad:
-                return 1 - self.unit[index] @ self.unit.T
-            ones = self.unit.new_empty(shape) if out is None else out[: shape[0] * shape[1]].view(shape)
-            return ones.fill_(1).addmm_(self.unit, self.unit[index].T, alpha=-1).T  # (picked, V)
+                costs = 1 - self.unit[index] @ self.unit.T
+            else:  # fastest on a CPU where a column of memory is a row
+                ones = self.unit.new_ones(self.shape[0], len(index))
+                costs = ones.addmm_(self.unit, self.unit[index].T, alpha=-1).T  # (picked, V)
+        return costs.clamp_(0, 2).scatter_(1, index.unsqueeze(1), 0.0)
 
     def apply(self, v: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
         """Return C v in O(V d); the absolute error is that of a sum over `|v|`, since the product cancels."""

@@ -11,7 +11,6 @@ on a CPU is ten times slower where it underflows.
 from __future__ import annotations
 
 import copy
-import inspect
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
@@ -238,11 +237,6 @@ class Cost(ABC):
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device='{self.device}')"
-
-
-def takes_out(cost: Cost) -> bool:
-    """Whether `cost.rows` takes the keyword `out`, memory that it may make the rows in."""
-    return "out" in inspect.signature(cost.rows).parameters
 
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:

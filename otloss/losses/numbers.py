@@ -6,11 +6,12 @@ x_j positions and d distances of `otloss.losses.number_line`, text the cost of m
     form="wasserstein"  L = sum_j p_j d_jy                 NTL-WAS: the transport cost to the label
     form="mse"          L = (sum_j p_j (x_j - x_y))^2      NTL-MSE: of the mean number
 
-    loss = m L + (1 - m) text    dL/dz_j = m p_j (s (a_j - D) - (1 - m) (text - L)) on numbers
-                                 dL/dz_j = q_j m (text - L) on text
+    over="numbers"      L                       dL/dz_j = p_j s (a_j - D) on numbers, 0 on text
+    over="vocabulary"   m L + (1 - m) text      dL/dz_j = m p_j (s (a_j - D) - (1 - m) (text - L)) on numbers
+                                                dL/dz_j = q_j m (text - L) on text
 
-with a_j = d_jy (for "mse" x_j - x_y), D = sum_j p_j a_j, s = 1 (for "mse" 2 D). With the transport cost, the loss is
-sum_i q_i c(i, y) with one row of costs over the whole vocabulary.
+with a_j = d_jy (for "mse" x_j - x_y), D = sum_j p_j a_j, s = 1 (for "mse" 2 D). With the transport cost, the second one
+is sum_i q_i c(i, y) with one row of costs over the whole vocabulary.
 
 The gradient is computed here and not by torch, so that no copy of the rows with numbers is kept: logits are read once
 for the value and once for the gradient, a few rows at a time. Second derivatives are those of the same formulas in
@@ -31,6 +32,7 @@ from otloss._checks import check_below_infinity, check_floating, check_reduction
 from otloss.losses.labels import check_positions, position_weights, reduced
 from otloss.losses.number_line import NumberLine, number_line
 
+OVER = ("vocabulary", "numbers")
 # Logits in one piece of work: within the caches of a processor, but enough to keep an accelerator busy.
 _PIECE_ON_CPU, _PIECE = 2**19, 2**25
 
@@ -44,6 +46,7 @@ def number_token_loss(
     values: Float[Tensor, " vocab"],
     *,
     form: str = "wasserstein",
+    over: str = "vocabulary",
     scaling: str = "absolute",
     squash: float | None = None,
     text: float | None = None,
@@ -62,13 +65,16 @@ def number_token_loss(
         values: (V,) value of each token, NaN where it is not a number.
         form: "wasserstein" is the expected distance sum_j p_j |x_j - x_y|; "mse" the squared distance of the *mean*
             number, which is 0 for half the mass on 0 and half on 8 where 4 is right.
+        over: "vocabulary" counts the probability m of number tokens: m times the form, and (1 - m) times `text`;
+            "numbers" renormalises over the number tokens, whatever their mass.
         scaling: "absolute" takes values as they are; "symlog" is the same between the digits 0 to 9 and logarithmic
             beyond, where a factor of ten costs 9, as do larger distances, so that a weight means the same with any
             vocabulary; "log" takes sign(v) log(1 + |v|); "squash" is "absolute" with squash=9. Vocabularies with tokens
             such as "123" need one of these: use "symlog".
         squash: factor above 1: distances between numbers are mapped to 1 (the nearest pair) up to this (the farthest).
             Only with form "wasserstein".
-        text: cost of mass on text; None takes 1.01 times the worst number (with "symlog" the worst digit).
+        text: cost of mass on text; None takes 1.01 times the worst number (with "symlog" the worst digit). Only with
+            over="vocabulary".
         sample_weight: (...) weights >= 0.
         ignore_index: label that leaves a position out, whatever its logits hold; None leaves none out.
         reduction: "mean" is sum(weight * loss) / sum(weight) over the *number* positions, "sum" the former alone,
@@ -82,7 +88,8 @@ def number_token_loss(
         TypeError: if logits or values are not floating, or labels not integers.
         ValueError: if shapes do not fit, a label is out of range, values hold an infinity or no number, a setting is
             unknown or has no effect beside another, a weight is negative or not finite, logits are NaN, +inf or all
-            -inf, or the loss exceeds its dtype. Only logits of positions whose label is a number are read.
+            -inf, or the loss exceeds its dtype. Only logits of positions whose label is a number are read; with
+            over="numbers" only those of the number tokens.
 
     Source:
         J. Zausinger et al., Regress, Don't Guess: a Regression-like Loss on Number Tokens for Language Models,
@@ -95,6 +102,10 @@ def number_token_loss(
         tensor([1.4851, 3.3301])
     """
     check_reduction(reduction)
+    if over not in OVER:
+        raise ValueError(f"over is {over!r}, expected one of {', '.join(map(repr, OVER))}.")
+    if over == "numbers" and text is not None:
+        raise ValueError(f'text={text} is given with over="numbers", which leaves text out; use over="vocabulary".')
     dtype = torch.promote_types(check_floating("logits", logits).dtype, check_floating("values", values).dtype)
     if isinstance(sample_weight, Tensor) and sample_weight.is_floating_point():
         dtype = torch.promote_types(dtype, sample_weight.dtype)
@@ -108,33 +119,36 @@ def number_token_loss(
     # A position by itself is a batch of one.
     rows, at = (logits.unsqueeze(0), kept.unsqueeze(0)) if kept.dim() == 0 else (logits, kept)
     where = at.nonzero(as_tuple=True)
-    losses = loss_of_rows(rows, where, labels[kept], line)
+    losses = loss_of_rows(rows, where, labels[kept], line, over)
     answer = reduced(losses, weight, kept, kept.shape, reduction).to(dtype)
     if not torch.isfinite(answer.detach()).all():
-        _raise_not_finite(rows[where].detach(), ~torch.isfinite(losses), kept, dtype)
+        read = rows[where] if over == "vocabulary" else rows[where][:, line.columns]
+        _raise_not_finite(read.detach(), ~torch.isfinite(losses), kept, dtype)
     return answer
 
 
 def loss_of_rows(
-    logits: Float[Tensor, "*batch vocab"], where: Where, y: Int[Tensor, " rows"], line: NumberLine
+    logits: Float[Tensor, "*batch vocab"], where: Where, y: Int[Tensor, " rows"], line: NumberLine, over: str
 ) -> Float[Tensor, " rows"]:
     """Return the loss at the positions `where`, whose labels y are numbers, in the dtype of the line.
 
     It is NaN or infinite where the logits define no distribution.
     """
     if torch._C._are_functorch_transforms_active() or unpack_dual(logits).tangent is not None:
-        return plain_loss_of_rows(logits, where, y, line)
-    found: Tensor = _LossOfRows.apply(logits, where, y, line)
+        return plain_loss_of_rows(logits, where, y, line, over)
+    found: Tensor = _LossOfRows.apply(logits, where, y, line, over)
     return found
 
 
 def plain_loss_of_rows(
-    logits: Float[Tensor, "*batch vocab"], where: Where, y: Int[Tensor, " rows"], line: NumberLine
+    logits: Float[Tensor, "*batch vocab"], where: Where, y: Int[Tensor, " rows"], line: NumberLine, over: str
 ) -> Float[Tensor, " rows"]:
     """Return the same from operations that torch differentiates, at a few times the memory of the rows."""
     z = logits[where].to(line.x.dtype)
     z_numbers = z[:, line.columns]
-    found = _of_numbers(z_numbers, y, line)[0]
+    found = _of_numbers(z_numbers, y, line, over)[0]
+    if over == "numbers":
+        return found
     # Mass on text is summed by itself: 1 - m would have no digit left where m is near 1.
     z_text = z.index_fill(-1, line.columns, -torch.inf)
     top = z.detach().amax(-1, keepdim=True)
@@ -143,16 +157,16 @@ def plain_loss_of_rows(
 
 
 def _of_numbers(
-    z_numbers: Float[Tensor, "rows numbers"], y: Int[Tensor, " rows"], line: NumberLine
-) -> tuple[Tensor, Tensor]:
-    """Return L (rows,) and s (a - D) (rows, numbers)."""
-    # Where every number is masked out, softmax would be NaN: they have no mass.
-    z_numbers = z_numbers.masked_fill(z_numbers.detach().amax(-1, keepdim=True) == -torch.inf, 0.0)
+    z_numbers: Float[Tensor, "rows numbers"], y: Int[Tensor, " rows"], line: NumberLine, over: str
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return L (rows,), p and s (a - D) (rows, numbers)."""
+    if over == "vocabulary":  # where every number is masked out, softmax would be NaN: they have no mass
+        z_numbers = z_numbers.masked_fill(z_numbers.detach().amax(-1, keepdim=True) == -torch.inf, 0.0)
     p, apart = z_numbers.softmax(-1), line.distances(y)
     mean = (p * apart).sum(-1, keepdim=True)
     if line.form == "wasserstein":
-        return mean.squeeze(-1), apart - mean
-    return mean.square().squeeze(-1), 2 * mean * (apart - mean)
+        return mean.squeeze(-1), p, apart - mean
+    return mean.square().squeeze(-1), p, 2 * mean * (apart - mean)
 
 
 def _mixed(of_numbers: Tensor, of_text: float, e_numbers: Tensor, e_text: Tensor) -> Float[Tensor, " rows"]:
@@ -163,36 +177,45 @@ def _mixed(of_numbers: Tensor, of_text: float, e_numbers: Tensor, e_text: Tensor
 
 class _LossOfRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, where: Where, y: Tensor, line: NumberLine) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, where: Where, y: Tensor, line: NumberLine, over: str) -> Tensor:
         values = line.x.new_empty(len(y))
         sums = line.x.new_empty((3, len(y)))  # max z, sums of exp(z - max z) over numbers and over text
         for piece in _pieces(logits, len(y)):
             at = tuple(axis[piece] for axis in where)
+            if over == "numbers":
+                z_numbers = logits[_at_numbers(at, line)].to(line.x.dtype)
+                values[piece] = _of_numbers(z_numbers, y[piece], line, over)[0]
+                continue
             z = logits[at].to(line.x.dtype)
             z_numbers = z[:, line.columns]
             top = z.amax(-1, keepdim=True)
             e_numbers = (z_numbers - top).exp().sum(-1)
             e_text = z.sub_(top).exp_().index_fill_(-1, line.columns, 0.0).sum(-1)
-            found = _of_numbers(z_numbers, y[piece], line)[0]
+            found = _of_numbers(z_numbers, y[piece], line, over)[0]
             values[piece] = _mixed(found, line.text, e_numbers, e_text)
             sums[:, piece] = torch.stack((top.squeeze(-1), e_numbers, e_text))
         ctx.save_for_backward(logits, y, sums, *where)
-        ctx.line = line
+        ctx.line, ctx.over = line, over
         return values
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         logits, y, sums, *where = ctx.saved_tensors
-        line = ctx.line
+        line, over = ctx.line, ctx.over
         if torch.is_grad_enabled():
-            value = plain_loss_of_rows(logits, tuple(where), y, line)
+            value = plain_loss_of_rows(logits, tuple(where), y, line, over)
             gradient = torch.autograd.grad(value, logits, upstream[0], create_graph=True)[0]
-            return gradient, None, None, None
+            return gradient, None, None, None, None
         gradient = torch.zeros(logits.shape, dtype=logits.dtype, device=logits.device)
         for piece in _pieces(logits, len(y)):
             at, weight = tuple(axis[piece] for axis in where), upstream[0][piece].unsqueeze(-1)
-            gradient[at] = _gradient(logits[at], y[piece], sums[:, piece], weight, line).to(gradient.dtype)
-        return gradient, None, None, None
+            if over == "numbers":
+                at = _at_numbers(at, line)
+                _, p, by_p = _of_numbers(logits[at].to(line.x.dtype), y[piece], line, over)
+                gradient[at] = (weight * p * by_p).to(gradient.dtype)
+            else:
+                gradient[at] = _gradient(logits[at], y[piece], sums[:, piece], weight, line).to(gradient.dtype)
+        return gradient, None, None, None, None
 
 
 def _gradient(
@@ -201,13 +224,18 @@ def _gradient(
     """Return the gradient over the whole vocabulary; `rows` is overwritten where it has the dtype of the line."""
     z = rows.to(line.x.dtype)
     z_numbers = z[:, line.columns]
-    value, by_p = _of_numbers(z_numbers, y, line)
+    value, _, by_p = _of_numbers(z_numbers, y, line, "vocabulary")
     top, e_numbers, e_text = sums.unsqueeze(-1)
     total = e_numbers + e_text
     mass, worse = e_numbers / total, line.text - value.unsqueeze(-1)
     of_numbers = weight * ((z_numbers - top).exp() / total) * (by_p - e_text / total * worse)
     of_text = z.sub_(top).exp_().mul_(weight * mass * worse / total)
     return of_text.index_copy_(-1, line.columns, of_numbers)
+
+
+def _at_numbers(at: Where, line: NumberLine) -> Where:
+    """Return the index of the number tokens at these positions, (rows, numbers)."""
+    return (*(axis.unsqueeze(-1) for axis in at), line.columns)
 
 
 def _pieces(logits: Tensor, rows: int) -> list[slice]:
@@ -237,8 +265,8 @@ def _raise_not_finite(read: Tensor, bad: Tensor, kept: Tensor, dtype: torch.dtyp
         row = int(bad.nonzero()[0])
         if read[row].amax() == -torch.inf:
             raise ValueError(
-                f"the logits of position {tuple(int(i) for i in kept.nonzero()[row])} are -inf for all tokens, "
-                "expected a finite one; leave a number to choose, or leave the position out with ignore_index."
+                f"the logits of position {tuple(int(i) for i in kept.nonzero()[row])} are -inf for all tokens that "
+                "count, expected a finite one; leave a number to choose, or leave the position out with ignore_index."
             )
     raise ValueError(
         f"the loss exceeds {torch.finfo(dtype).max:.6g}, the largest number of {dtype}; expected a loss within its "

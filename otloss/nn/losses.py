@@ -103,7 +103,7 @@ class NumberTokenLoss(Module):
     With the values of `otloss_llm.NumberCost.from_tokenizer`, use scaling="symlog", which is the default there.
 
     Args:
-        values, form, scaling, squash, text, ignore_index, reduction: as for `otloss.number_token_loss`.
+        values, form, over, scaling, squash, text, ignore_index, reduction: as for `otloss.number_token_loss`.
 
     Example:
         >>> import torch
@@ -117,6 +117,7 @@ class NumberTokenLoss(Module):
         values: Float[Tensor, " vocab"],
         *,
         form: str = "wasserstein",
+        over: str = "vocabulary",
         scaling: str = "absolute",
         squash: float | None = None,
         text: float | None = None,
@@ -124,7 +125,7 @@ class NumberTokenLoss(Module):
         reduction: str = "mean",
     ) -> None:
         super().__init__(
-            values=values, form=form, scaling=scaling, squash=squash, text=text, ignore_index=ignore_index,
+            values=values, form=form, over=over, scaling=scaling, squash=squash, text=text, ignore_index=ignore_index,
             reduction=reduction,
         )  # fmt: skip
 

@@ -99,6 +99,11 @@ def symmetric(matrix: Tensor) -> Tensor:
     return (matrix + matrix.mT) * (1 - torch.eye(matrix.shape[-1], dtype=matrix.dtype)) / 2
 
 
+def quartic(x: Tensor, y: Tensor) -> Tensor:
+    """A metric as users give it."""
+    return (x.unsqueeze(-2) - y.unsqueeze(-3)).pow(4).sum(-1)
+
+
 # Name -> inputs of the cost, the cost, and its range.
 COSTS: dict[str, tuple[int, Callable[[], Inputs], Callable[[Inputs], Any], float]] = {
     "matrix": (5, lambda: {"matrix": draw(2, 4, 5)}, lambda t: t["matrix"], 1.0),
@@ -128,6 +133,12 @@ COSTS: dict[str, tuple[int, Callable[[], Inputs], Callable[[Inputs], Any], float
     "line squared": (4, lambda: {"place": draw(4)}, lambda t: LineCost(t["place"], power=2), 1.0),
     "grid": (4, dict, lambda t: GridCost((2, 2), spacing=(1.0, 0.7)), 1.5),
     "graph": (4, lambda: {"adjacency": draw(4, 4) + 0.5}, lambda t: graph_cost(t["adjacency"]), 1.5),
+    "callable": (
+        5,
+        lambda: {"x": draw(4, 3), "y": draw(5, 3, seed=1)},
+        lambda t: PointCost(t["x"], t["y"], metric=quartic),
+        1.0,
+    ),
 }
 SQUARE = [name for name, (m, *_) in COSTS.items() if m == 4]
 

@@ -1,35 +1,14 @@
-"""Checks of a transport cost against linear programming: value, derivatives with their size, subgradients."""
+"""Checks of weight gradients that need no oracle, and weights for them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
 import numpy as np
-import pytest
 import torch
 from torch import Tensor
 
-from tests.otloss.oracles import as_double, central_gradients, weight_gradients
-
-
-def check_derivatives(
-    value: Callable[..., Tensor], exact: Callable[..., float], *arrays: np.ndarray, atol: float = 5e-5
-) -> None:
-    """`value(p, q, ...)` and all its gradients are those of `exact`; `arrays` begin with p and q, general weights."""
-    leaves = [as_double(a, grad=True) for a in arrays]
-    found = value(*leaves)
-    assert found.item() == pytest.approx(exact(*arrays), abs=1e-6)
-    for k, gradient in enumerate(torch.autograd.grad(found, leaves)):
-
-        def at(array: np.ndarray, k: int = k) -> float:
-            return exact(*arrays[:k], array, *arrays[k + 1 :])
-
-        if k < 2:
-            heaviest, expected = weight_gradients(at, arrays[k], 1e-6)
-            np.testing.assert_allclose((gradient - gradient[heaviest]).numpy(), expected, atol=atol)
-            assert abs(gradient.sum()) < 1e-11
-        else:
-            np.testing.assert_allclose(gradient.numpy(), central_gradients(at, arrays[k], 1e-6), atol=atol)
+from tests.otloss.oracles import as_double
 
 
 def check_subgradients(

@@ -9,6 +9,8 @@ import torch
 from scipy.optimize import linprog
 from torch import Tensor
 
+from otloss.costs import Cost
+
 
 def linprog_value(p: np.ndarray, q: np.ndarray, matrix: np.ndarray) -> float:
     """The optimum of the transport problem by scipy's HiGHS, exact to about 1e-7."""
@@ -67,3 +69,23 @@ def cosine_matrix(embedding: Tensor) -> Tensor:
 def as_double(array: np.ndarray, *, grad: bool = False) -> Tensor:
     """A float64 tensor, optionally a leaf with a gradient."""
     return torch.tensor(array, dtype=torch.float64, requires_grad=grad)
+
+
+def check_questions(cost: Cost, dense: Tensor) -> None:
+    """All that a cost answers is that of its matrix."""
+    n, m = dense.shape
+    assert cost.shape == (n, m)
+    torch.testing.assert_close(cost.dense(), dense)
+    index = torch.tensor([n - 1, 0, 0])
+    torch.testing.assert_close(cost.rows(index), dense[index])
+    assert cost.rows(index[:0]).shape == (0, m)
+    assert cost.largest() >= dense.max() - 1e-9
+    v = torch.randn(2, 3, m, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    torch.testing.assert_close(cost.apply(v), v @ dense.T)
+    torch.testing.assert_close(cost.T.dense(), dense.T)
+    torch.testing.assert_close(cost.T.apply(v[..., :1].expand(2, 3, n)), v[..., :1].expand(2, 3, n) @ dense)
+    for epsilon in (10.0, 0.1, 1e-4):
+        expected = -epsilon * torch.logsumexp((v.unsqueeze(-2) - dense) / epsilon, -1)
+        torch.testing.assert_close(cost.softmin(v, epsilon), expected)
+    if n == m:
+        torch.testing.assert_close(cost.diagonal(), dense.diagonal())

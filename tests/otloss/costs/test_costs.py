@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import pickle
-import sys
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from otloss.costs import CosineCost, Cost, DenseCost, LineCost, as_cost
-from tests.otloss.oracles import as_double, cosine_matrix
+from tests.otloss.oracles import as_double, check_questions, cosine_matrix
 from tests.otloss.strategies import square_problems
 
 
@@ -32,41 +31,9 @@ def costs() -> list[Cost]:
 
 @pytest.mark.parametrize("cost", costs(), ids=repr)
 def test_every_question_agrees_with_the_matrix(cost: Cost) -> None:
-    n, m = cost.shape
-    dense = cost.dense()
-    assert dense.shape == (n, m)
-    index = torch.tensor([n - 1, 0, 0])
-    torch.testing.assert_close(cost.rows(index), dense[index])
-    assert cost.rows(index[:0]).shape == (0, m)
-    v = torch.randn(2, 3, m, dtype=torch.float64)
-    torch.testing.assert_close(cost.apply(v), v @ dense.T)
-    torch.testing.assert_close(cost.T.apply(v[..., :1].expand(2, 3, n)), v[..., :1].expand(2, 3, n) @ dense)
-    for epsilon in (10.0, 0.1, 1e-4):
-        expected = -epsilon * torch.logsumexp((v.unsqueeze(-2) - dense) / epsilon, -1)
-        torch.testing.assert_close(cost.softmin(v, epsilon), expected)
-    if n == m:
-        assert cost.diagonal().tolist() == dense.diagonal().tolist() == [0.0] * n
-    assert dense.min() >= 0
-
-
-@pytest.mark.parametrize("cost", costs(), ids=repr)
-def test_pickle_and_to(cost: Cost) -> None:
-    again = pickle.loads(pickle.dumps(cost))
-    assert repr(again) == repr(cost)
-    assert torch.equal(again.dense(), cost.dense())
-    single = cost.to(torch.float32)
-    assert (single.dtype, cost.dtype, type(single)) == (torch.float32, torch.float64, type(cost))
-    assert single.to(device="cpu").dense().dtype == torch.float32
-    assert cost.device == torch.device("cpu")
-    with pytest.raises(ValueError, match=r"asked for in torch.bfloat16, expected float32 or float64"):
-        cost.to(torch.bfloat16)
-
-
-def test_softmin_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    cost, potential = CosineCost(embedding()), torch.randn(3, 40, dtype=torch.float64)
-    whole = cost.softmin(potential, 0.1)
-    monkeypatch.setattr(sys.modules[Cost.__module__], "_BLOCK_ENTRIES", 1000)
-    torch.testing.assert_close(cost.softmin(potential, 0.1), whole)
+    check_questions(cost, cost.dense())
+    assert cost.dense().min() >= 0
+    assert cost.shape[0] != cost.shape[1] or cost.diagonal().abs().max() == 0
 
 
 @settings(max_examples=100, deadline=None)
@@ -129,21 +96,11 @@ def test_low_precision_costs_are_float32(dtype: torch.dtype) -> None:
     assert DenseCost(torch.ones(2, 2, dtype=dtype)).dtype == LineCost(torch.ones(2, dtype=dtype)).dtype == torch.float32
 
 
-def test_gradients() -> None:
-    rows = embedding()[:9].clone().requires_grad_()
-    v = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
-    away = torch.tensor([0, 1, 2, 4, 5])  # the clamp at duplicates and the zero row are kinks
-    few = rows.detach()[away].requires_grad_()
-    assert torch.autograd.gradcheck(lambda e: CosineCost(e).dense(), few)
-    assert torch.autograd.gradcheck(lambda e, v: CosineCost(e).apply(v), (few, v.detach()[:, :5].requires_grad_()))
-    assert torch.autograd.gradcheck(
-        lambda e, v: CosineCost(e).softmin(v, 0.3), (few, v.detach()[:, :5].requires_grad_())
-    )
+def test_gradients_at_kinks_are_finite() -> None:
+    rows = embedding()[:9].clone().requires_grad_()  # with a row of zeros and duplicates
     (by_rows,) = torch.autograd.grad(CosineCost(rows).dense().square().sum(), rows)
     assert torch.isfinite(by_rows).all()
     assert by_rows[3].abs().sum() == 0
-    matrix = torch.rand(3, 4, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda c, v: DenseCost(c).apply(v), (matrix, v.detach()[:, :4].requires_grad_()))
     for power in (0.5, 1, 1.5, 2):
         x = torch.tensor([0.0, 1.0, 3.5], dtype=torch.float64, requires_grad=True)
         upper = torch.ones(3, 3).triu(1).bool()
@@ -162,14 +119,6 @@ def test_batched_matrices() -> None:
         cost.rows(torch.tensor([0]))
 
 
-def test_as_cost() -> None:
-    cost = LineCost(torch.arange(3.0))
-    assert as_cost(cost) is cost
-    assert torch.equal(as_cost(torch.ones(2, 3)).dense(), torch.ones(2, 3))
-    assert repr(cost) == "LineCost(shape=(3, 3), dtype=torch.float32, device='cpu', power=1)"
-    assert repr(CosineCost(embedding())).endswith("device='cpu', zero_rows=1)")
-
-
 three = LineCost(torch.arange(3.0))
 
 
@@ -177,27 +126,22 @@ three = LineCost(torch.arange(3.0))
     ("call", "error", "message"),
     [
         (lambda: DenseCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(..., n, m\)"),
-        (lambda: DenseCost(torch.ones(3, 3).int()), TypeError, "matrix has dtype torch.int32"),
         (lambda: DenseCost(torch.tensor([[0.0, -0.25]])), ValueError, r"holds -0.25 at index \(0, 1\).*clamp rounding"),
-        (lambda: DenseCost(torch.tensor([[torch.nan]])), ValueError, r"cost matrix holds 1 NaN"),
         (lambda: CosineCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(V, d\)"),
         (lambda: CosineCost(torch.tensor([[1.0], [torch.inf], [torch.nan]])), ValueError, "embedding row 1 holds"),
-        (lambda: LineCost(torch.ones(3, 1)), ValueError, r"x has shape \(3, 1\)"),
         (lambda: LineCost(torch.ones(3), power=0), ValueError, "power is 0, expected a finite number above 0"),
+        (lambda: three.to(torch.bfloat16), ValueError, "asked for in torch.bfloat16, expected float32 or float64"),
         (lambda: three.rows(torch.tensor([0, 3])), ValueError, r"index\[1\] is 3, expected 0 to 2"),
         (lambda: three.rows(torch.tensor([-100])), ValueError, r"index\[0\] is -100.*drop ignored labels"),
         (lambda: three.rows(torch.tensor([0.0])), TypeError, "index has dtype torch.float32"),
         (lambda: three.rows(torch.tensor(1)), ValueError, "expected one axis"),
         (lambda: three.apply(torch.ones(4)), ValueError, r"v has shape \(4,\), expected a last axis of 3"),
-        (lambda: three.apply(np.ones(3)), TypeError, r"v is a ndarray, expected a torch.Tensor"),  # type: ignore[arg-type]
-        (lambda: LineCost(torch.ones(3), power="2"), TypeError, r"power is a str \('2'\), expected a number"),  # type: ignore[arg-type]
         (lambda: as_cost(np.eye(2)), TypeError, r"cost is a ndarray, .*torch.as_tensor\(cost\)"),  # type: ignore[arg-type]
         (lambda: three.softmin(torch.ones(3), -1.0), ValueError, "epsilon is -1.0"),
-        (lambda: three.softmin(torch.ones(3), "a"), TypeError, r"epsilon is a str \('a'\), expected a number"),  # type: ignore[arg-type]
         (lambda: three.softmin(torch.ones(3), torch.tensor([0.0, torch.nan])), ValueError, "epsilon holds 1 NaN"),
         (lambda: three.softmin(torch.ones(2), 1.0), ValueError, r"potential has shape \(2,\)"),
     ],
 )
-def test_bad_input(call: object, error: type[Exception], message: str) -> None:
+def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
-        call()  # type: ignore[operator]
+        call()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import pickle
 import sys
 from collections.abc import Callable
 
@@ -14,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost, costs_within
+from tests.otloss.oracles import check_questions
 
 METRICS = ["sqeuclidean", "euclidean", "l1", "cosine"]
 
@@ -49,27 +49,13 @@ def test_costs_are_the_definition(n: int, m: int, d: int, tied: bool, metric: st
         torch.tensor(data.draw(st.lists(entry, min_size=k * d, max_size=k * d)), dtype=torch.float64).reshape(k, d)
         for k in (n, m)
     )
-    cost, expected = PointCost(x, y, metric=metric), loop(x, y, metric)
-    torch.testing.assert_close(cost.dense(), expected, atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(cost.T.dense(), expected.T, atol=1e-9, rtol=1e-9)
-    torch.testing.assert_close(cost.rows(torch.tensor([n - 1, 0])), expected[[n - 1, 0]], atol=1e-9, rtol=1e-9)
-    v = torch.linspace(-1, 2, m, dtype=torch.float64).repeat(2, 1)
-    torch.testing.assert_close(cost.apply(v), v @ expected.T, atol=1e-8, rtol=1e-9)
-    assert cost.largest() >= expected.max() - 1e-9
-    if n == m:
-        torch.testing.assert_close(cost.diagonal(), expected.diagonal(), atol=1e-9, rtol=1e-9)
+    cost = PointCost(x, y, metric=metric)
+    check_questions(cost, loop(x, y, metric))
     for own in (PointCost(x, metric=metric), *costs_within(cost)):
         assert own.dense().diagonal().abs().max() == 0
         assert own.diagonal().abs().max() == 0
         assert own.T is own
         torch.testing.assert_close(own.apply(torch.ones(own.shape[0]).double()), own.dense().sum(-1))
-
-
-def test_cosine_is_that_of_an_embedding() -> None:
-    x = clouds()[0]
-    x[3] = 0
-    torch.testing.assert_close(PointCost(x, metric="cosine").dense(), CosineCost(x).dense())
-    assert PointCost(x, x.clone(), metric="cosine").dense()[3].tolist() == [1.0] * 6
 
 
 def every_metric() -> list[str | Callable[[Tensor, Tensor], Tensor]]:
@@ -185,20 +171,15 @@ def test_metrics_of_the_user() -> None:
 
 
 @pytest.mark.parametrize("metric", every_metric())
-def test_to_pickle_and_half_precision(metric: str) -> None:
+def test_half_precision_and_autocast(metric: str) -> None:
     x, _ = clouds()
-    cost = PointCost(x, metric=metric)
-    again = pickle.loads(pickle.dumps(cost))
-    assert again.x is again.y
-    assert torch.equal(again.dense(), cost.dense())
-    single = cost.to(torch.float32)
+    single = PointCost(x, metric=metric).to(torch.float32)
     assert single.x is single.y
     assert single.dense().dtype == torch.float32
     half = PointCost(x.bfloat16(), metric=metric)
     assert half.dtype == torch.float32
     if metric != "cosine":
         torch.testing.assert_close(half.dense(), PointCost(x.bfloat16().float(), metric=metric).dense())
-    assert repr(cost).startswith("PointCost(shape=(6, 6), dtype=torch.float64")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         torch.testing.assert_close(single.apply(torch.ones(6)), single.dense().sum(-1), rtol=1e-5, atol=1e-5)
 
@@ -226,15 +207,12 @@ pairs = torch.zeros(3, 2)
     ("call", "error", "message"),
     [
         (lambda: PointCost(torch.ones(3)), ValueError, r"x has shape \(3,\).*pass x\[:, None\], or use LineCost"),
-        (lambda: PointCost(torch.ones(0, 2)), ValueError, r"x has shape \(0, 2\), expected \(..., n, d\)"),
         (lambda: PointCost(pairs, torch.ones(3, 4)), ValueError, "x has 2 coordinates on cpu, y 4"),
         (lambda: PointCost(torch.ones(2, 3, 2), torch.ones(4, 3, 2)), ValueError, r"x \(2,\), y \(4,\)"),
-        (lambda: PointCost(pairs.long()), TypeError, "x has dtype torch.int64"),
         (lambda: PointCost(pairs / 0), ValueError, "x holds 6 NaN"),
         (lambda: PointCost(pairs, metric="manhattan"), ValueError, r"metric is 'manhattan', expected one of \('sqeu"),
         (lambda: PointCost(pairs, metric=lambda x, y: x).dense(), ValueError, r"gave costs of shape \(3, 2\)"),
         (lambda: PointCost(pairs, metric=lambda x, y: x @ y.mT - 1).dense(), ValueError, "costs from -1.0 to -1.0"),
-        (lambda: PointCost(pairs).softmin(torch.ones(3), torch.nan), ValueError, "epsilon is nan"),
         (lambda: PointCost(pairs).softmin(torch.ones(2, 3), torch.ones(4)), ValueError, r"potential \(2,\).*epsilon"),
         (
             lambda: PointCost(pairs).softmin(torch.ones(3), torch.tensor(1.0, requires_grad=True)),

@@ -38,9 +38,12 @@ def check(leaves: Leaves, exponent: float, **tolerance: float) -> None:
             torch.testing.assert_close(a, b, **tolerance)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-@pytest.mark.parametrize(("n", "m", "order"), [(1, 1, 1), (1, 5, 2), (7, 3, 1), (7, 3, 1.5), (40, 33, 1), (40, 33, 2)])
-def test_gradients_are_those_of_the_reference(n: int, m: int, order: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("n", "m", "order", "single"),
+    [(1, 1, 1, True), (1, 5, 2, False), (7, 3, 1.5, True), (40, 33, 1, False), (40, 33, 2, True)],
+)
+def test_gradients_are_those_of_the_reference(n: int, m: int, order: float, single: bool) -> None:
+    dtype = torch.float32 if single else torch.float64
     tolerance = {"atol": 1e-11, "rtol": 1e-11} if dtype == torch.float64 else {"atol": 3e-5, "rtol": 1e-4}
     check(general(9, n, m, dtype), order, **tolerance)
     p, q, x, _ = general(9, n, n, dtype)

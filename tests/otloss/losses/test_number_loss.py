@@ -25,9 +25,13 @@ FORMS = ("wasserstein", "mse")
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"form": "mse"},
+    {"over": "numbers"},
+    {"form": "mse", "over": "numbers", "scaling": "log"},
+    {"scaling": "symlog"},
     {"form": "mse", "scaling": "symlog"},
     {"scaling": "log", "text": 0.25},
-    {"scaling": "log", "squash": 5.0},
+    {"scaling": "squash"},
+    {"scaling": "log", "squash": 5.0, "over": "numbers"},
 ]
 every_setting = pytest.mark.parametrize("options", SETTINGS, ids=str)
 
@@ -71,6 +75,8 @@ def plain(z: list[float], y: int, values: list[float], options: dict[str, Any]) 
         gaps = {j: max(-bound, min(place(values[j]) - place(values[y]), bound)) for j in numbers}
         value = math.fsum(p[j] * gaps[j] for j in numbers) ** 2
         worst = min(bound, place(distinct[-1]) - place(distinct[0])) ** 2 if bound == INF else bound**2
+    if options.get("over") == "numbers":
+        return value
     mass = math.fsum(e[j] for j in numbers)
     beside = math.fsum(e[j] for j in range(len(z)) if j not in numbers)
     return (mass * value + beside * options.get("text", 1.01 * (worst or 1.0))) / (mass + beside)
@@ -93,7 +99,7 @@ def test_definition_and_reductions(options: dict[str, Any]) -> None:
     expected = plain_batch(Z, Y, WIDE, options)
     number = (Y != -100) & ~VALUES[Y.clamp(min=0)].isnan()
     assert int(number.sum()) == 8
-    for weight in (None, drawn(3, 4, seed=2).abs(), torch.arange(12).reshape(3, 4) > 4):
+    for weight in (None, drawn(3, 4, seed=2).abs(), torch.arange(12).reshape(3, 4), torch.ones(3, 4) > 0):
         w = torch.ones(3, 4).double() if weight is None else weight.double()
         call = {"sample_weight": weight, **options}
         found = number_token_loss(Z, Y, WIDE, reduction="none", **call)
@@ -113,11 +119,13 @@ def test_any_small_problem(data: st.DataObject) -> None:
     numbers = [j for j, v in enumerate(values) if not math.isnan(v)]
     assume(numbers)
     logit = st.one_of(st.floats(-40, 40), st.integers(-2, 2).map(float), st.just(-INF))
-    options: dict[str, Any] = {"scaling": data.draw(st.sampled_from(["absolute", "symlog", "log", "squash"]))}
+    options: dict[str, Any] = {"over": data.draw(st.sampled_from(["vocabulary", "numbers"]))}
+    options["scaling"] = data.draw(st.sampled_from(["absolute", "symlog", "log", "squash"]))
     if options["scaling"] != "squash":
         options["form"] = data.draw(st.sampled_from(FORMS))
     z = torch.tensor(data.draw(st.lists(logit, min_size=2 * vocab, max_size=2 * vocab))).double().reshape(2, vocab)
-    assume((z.amax(-1) > -INF).all())
+    read = z[:, numbers] if options["over"] == "numbers" else z
+    assume((read.amax(-1) > -INF).all())
     y = torch.tensor(data.draw(st.lists(st.sampled_from([-100, *range(vocab)]), min_size=2, max_size=2)))
     v = torch.tensor(values).double()
     leaf = z.clone().requires_grad_()
@@ -168,6 +176,14 @@ def test_positions_alone_in_pieces_and_left_out(options: dict[str, Any], monkeyp
             torch.testing.assert_close(again, gradient, rtol=1e-12, atol=1e-14)
 
 
+def test_over_numbers_reads_numbers_alone() -> None:
+    text = VALUES.isnan()
+    clean, leaf = Z.clone().requires_grad_(), Z.masked_fill(text, NAN).requires_grad_()
+    found, expected = (number_token_loss(z, Y, WIDE, over="numbers") for z in (leaf, clean))
+    assert torch.equal(found, expected)
+    assert torch.equal(grad(found, leaf)[0], grad(expected, clean)[0])
+
+
 def test_batches_without_numbers_are_zero_with_a_graph() -> None:
     for y in (torch.full((3, 4), -100), torch.zeros(3, 4).long()):
         leaf = Z.clone().requires_grad_()
@@ -183,7 +199,7 @@ def test_masked_tokens() -> None:
     masked[..., [0, 2, 8]] = -INF
     keep = torch.tensor([1, 3, 4, 5, 6, 7, 9])
     y = torch.tensor([[1, 4, 5, 6]] * 3)
-    for options in ({"text": 50.0}, {"form": "mse", "text": 9.0}):
+    for options in ({"text": 50.0}, {"over": "numbers"}, {"form": "mse", "text": 9.0}):
         leaf, part = masked.clone().requires_grad_(), Z[..., keep].clone().requires_grad_()
         found = number_token_loss(leaf, y, WIDE, **options)  # type: ignore[arg-type]
         expected = number_token_loss(part, torch.searchsorted(keep, y), WIDE[keep], **options)  # type: ignore[arg-type]
@@ -203,6 +219,9 @@ def test_odd_vocabularies() -> None:
         value = number_token_loss(leaf, torch.tensor([0]), torch.tensor([5.0, NAN]), form=form)
         assert float(value.detach()) == pytest.approx(1.01 * math.e / (1 + math.e))  # as if the worst number were 1
         assert torch.isfinite(grad(value, leaf)[0]).all()
+        alone = torch.tensor([[3.0]], requires_grad=True)
+        value = number_token_loss(alone, torch.tensor([0]), torch.tensor([5.0]), form=form, over="numbers")
+        assert (value, grad(value, alone)[0]) == (0, 0)
     for scaling, expected in (("squash", 0.5), ("log", 0.5 * math.log(3))):  # two values, and one
         value = number_token_loss(torch.zeros(2), torch.tensor(0), torch.tensor([0.0, 2.0]), scaling=scaling)
         assert float(value) == pytest.approx(expected)
@@ -218,9 +237,8 @@ def naive(z: Tensor, y: Tensor, values: Tensor) -> Tensor:
     return (z.softmax(-1) * row).sum(-1)
 
 
-@pytest.mark.parametrize(
-    ("dtype", "lift"), [(torch.float32, -12.0), (torch.float32, 12.0), (torch.bfloat16, 0.0), (torch.float16, 12.0)]
-)
+@pytest.mark.parametrize("lift", [-12.0, 0.0, 12.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_error_is_at_most_that_of_the_naive_formula(dtype: torch.dtype, lift: float) -> None:
     """Of the loss and of its gradient, at the logits as rounded; a tenth is the noise of the last digit."""
     values = torch.cat([torch.arange(10.0), torch.full((300,), NAN)])
@@ -266,7 +284,7 @@ def test_one_wide_argument_makes_a_wide_answer(wide: str) -> None:
     assert number_token_loss(half[0], Y, VALUES, sample_weight=torch.ones(3, 4).half()).dtype == torch.float32
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int8, torch.uint8])
 def test_narrow_labels(dtype: torch.dtype) -> None:
     """A vocabulary wider than the dtype of the labels; and -100, which is 156 in eight bits without a sign."""
     values = torch.full((300,), NAN)
@@ -275,6 +293,22 @@ def test_narrow_labels(dtype: torch.dtype) -> None:
     each = [number_token_loss(z, labels, values, reduction="none") for labels in (y.to(dtype), y)]
     assert (each[0] > 0).all()
     assert torch.equal(*each)
+
+
+def test_layouts_and_inputs_left_unchanged() -> None:
+    leaf = Z.permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
+    given = leaf.detach().clone(), Y.clone(), WIDE.clone()
+    clean = Z.clone().requires_grad_()
+    found = number_token_loss(leaf, Y.T.contiguous().T, WIDE.repeat_interleave(2)[::2])
+    expected = number_token_loss(clean, Y, WIDE)
+    assert torch.equal(found, expected)
+    assert torch.equal(grad(found, leaf)[0], grad(expected, clean)[0])
+    assert torch.equal(leaf.detach(), given[0])
+    torch.testing.assert_close(WIDE, given[2], rtol=0, atol=0, equal_nan=True)
+    row = Z[0, 0].clone().requires_grad_()
+    shared = number_token_loss(row.expand(3, 4, 10), Y, WIDE, reduction="sum")
+    apart = number_token_loss(row.repeat(3, 4, 1), Y, WIDE, reduction="sum")
+    torch.testing.assert_close(grad(shared, row), grad(apart, row))
 
 
 def test_no_copy_of_the_number_positions() -> None:
@@ -333,24 +367,37 @@ def call(z: Any = Z5, y: Any = Y5, v: Any = V5, **options: Any) -> Callable[[], 
     [
         (call(z=[[0.0] * 5]), TypeError, "logits is a list, expected a torch.Tensor"),
         (call(z=Z5[:, :4]), ValueError, r"values have 5 entries, logits shape \(2, 4\).*pad the values with NaN"),
+        (call(z=torch.tensor(0.0), y=torch.tensor(0)), ValueError, r"values have 5 entries, logits shape \(\)"),
         (call(y=Y5.float()), TypeError, r"labels have dtype torch.float32, expected token ids.*labels.long\(\)"),
         (call(y=Y5[:1]), ValueError, r"labels have shape \(1,\), expected \(2,\)"),
-        (call(y=torch.tensor([0, 5])), ValueError, r"1 values out of range, the first at \(1,\): 5; expected 0 to 4 o"),
+        (
+            call(y=torch.tensor([0, 5])),
+            ValueError,
+            r"1 values out of range, the first at \(1,\): 5; expected 0 to 4 or",
+        ),
         (call(y=torch.tensor([-100, 0]), ignore_index=None), ValueError, r"the first at \(0,\): -100; expected 0 to 4"),
+        (call(v=torch.arange(5)), TypeError, "values has dtype torch.int64, expected a floating dtype"),
         (call(v=V5.reshape(1, 5)), ValueError, r"values have shape \(1, 5\), expected \(V,\)"),
         (call(v=-V5 / 0), ValueError, "values hold -inf at token 0, expected finite values, or NaN"),
         (call(v=V5 * NAN), ValueError, r"all 5 values are NaN \(text\)"),
         (call(v=V5.clone().requires_grad_()), ValueError, r"values require a gradient.*pass values.detach\(\)"),
         (call(v=V5 * 1e19, form="mse"), ValueError, 'values range from 1e.19 to 4e.19.*use scaling="symlog"'),
         (call(form="mae"), ValueError, "form is 'mae', expected one of 'wasserstein', 'mse'"),
+        (call(over="all"), ValueError, "over is 'all', expected one of 'vocabulary', 'numbers'"),
+        (call(scaling="rank"), ValueError, "scaling is 'rank', expected one of 'absolute', 'symlog', 'log', 'squash'"),
         (call(squash=5.0, scaling="symlog"), ValueError, 'squash=5.0 and scaling="symlog" each bound the distances'),
         (call(squash=1.0), ValueError, "squash is 1.0, expected a finite factor above 1"),
         (call(scaling="squash", form="mse"), ValueError, 'squash=9.0 maps distances.*form="mse" uses the mean'),
         (call(text=-1.0), ValueError, "text is -1.0, expected a finite number above 0"),
+        (call(text=3.0, over="numbers"), ValueError, 'text=3.0 is given with over="numbers"'),
         (call(sample_weight=torch.full((2,), 3e38), reduction="sum"), ValueError, "loss exceeds 3.4.*torch.float32"),
+        (call(z=Z5.half() + 100, v=4e4 * V5.half(), reduction="sum"), ValueError, "values hold inf"),
+        (call(reduction="median"), ValueError, "reduction is 'median'"),
+        (call(sample_weight=torch.ones(3)), ValueError, r"sample_weight has shape \(3,\), expected \(2,\)"),
         (call(sample_weight=torch.tensor([1.0, -2.0])), ValueError, "sample_weight holds -2.0, expected weights >= 0"),
+        (call(sample_weight=torch.tensor([NAN, 1.0])), ValueError, "sample_weight holds 1 NaN"),
         (call(z=Z5 * NAN), ValueError, "logits holds 10 NaN or .inf, the first nan"),
-        (call(z=Z5 - INF), ValueError, r"position \(0,\) are -inf for all tokens, expected a finite one"),
+        (call(z=Z5 - INF), ValueError, r"position \(0,\) are -inf for all tokens that count, expected a finite one"),
     ],
 )
 def test_bad_input(bad: Callable[[], Tensor], error: type[Exception], message: str) -> None:

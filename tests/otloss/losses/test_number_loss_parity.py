@@ -35,11 +35,12 @@ def quiet() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("name", THEIRS)
-def test_equal_on_digits(name: str) -> None:
+@pytest.mark.parametrize("over", ["vocabulary", "numbers"])
+def test_equal_on_digits(name: str, over: str) -> None:
     make, their_options, options = THEIRS[name]
     words = tokenizers.models.WordLevel({token: i for i, token in enumerate(VOCAB)}, unk_token="<unk>")
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizers.Tokenizer(words), unk_token="<unk>")
-    theirs = make(tokenizer, reweigh=True, **their_options)
+    theirs = make(tokenizer, reweigh=over == "vocabulary", **their_options)
     generator = torch.Generator().manual_seed(1)
     labels = torch.randint(len(VOCAB), (6, 9), generator=generator)
     labels[0, :4] = -100
@@ -47,7 +48,7 @@ def test_equal_on_digits(name: str) -> None:
     leaf = (2 * torch.randn(6, 9, len(VOCAB), generator=generator, dtype=torch.float64)).requires_grad_()
     for reduction, weight in (("mean", None), ("mean", weights), ("sum", weights), ("none", weights)):
         expected = theirs(leaf, labels, loss_weights=weight, reduction=reduction)
-        found = number_token_loss(leaf, labels, VALUES, sample_weight=weight, reduction=reduction, **options)
+        found = number_token_loss(leaf, labels, VALUES, over=over, sample_weight=weight, reduction=reduction, **options)
         assert expected.abs().sum() > 0
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
         gradients = (torch.autograd.grad(v.sum(), leaf)[0] for v in (found, expected))

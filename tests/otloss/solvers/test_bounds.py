@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -11,7 +13,7 @@ from torch import Tensor
 
 from otloss import emd, lower_bound, upper_bound
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
-from tests.otloss.oracles import as_double, central_gradients, weight_gradients
+from tests.otloss.oracles import as_double
 from tests.otloss.strategies import problems, square_problems
 
 SquareProblem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -52,7 +54,7 @@ def check_sandwich(p: Tensor, q: Tensor, cost: Cost, *, metric: bool) -> None:
 def test_sandwich_on_degenerate_problems(problem: SquareProblem) -> None:
     p, q, points = map(as_double, problem)
     for name, cost in square_costs(points).items():
-        check_sandwich(p, q, cost, metric=name in METRIC_COSTS)
+        check_sandwich(3 * p, 3 * q, cost, metric=name in METRIC_COSTS)
 
 
 @settings(max_examples=100, deadline=None)
@@ -64,31 +66,6 @@ def test_sandwich_on_rectangular_costs(problem: SquareProblem) -> None:
     assert exact <= upper_bound(p, q, matrix) + slack
     if matrix.shape[0] == matrix.shape[1]:  # costs of staying are counted
         assert exact <= upper_bound(p, q, matrix, coupling="residual") + slack
-
-
-@pytest.mark.parametrize("sharpness", [0.1, 5.0])
-def test_sandwich_on_many_random_problems(sharpness: float) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for size, dimension in ((2, 1), (12, 4), (20, 30)):
-        points = torch.randn(size, dimension, generator=generator, dtype=torch.float64)
-        p, q = (sharpness * torch.randn(2, 60, size, generator=generator, dtype=torch.float64)).softmax(-1)
-        mass = torch.rand(60, 1, generator=generator, dtype=torch.float64) * 5
-        for name, cost in square_costs(points).items():
-            check_sandwich(p * mass, q * mass, cost, metric=name in METRIC_COSTS)
-
-
-def test_cosine_cost_can_break_the_order_of_the_couplings() -> None:
-    # 1 - cos grows with the square of a small angle: one step of 0.8 costs 0.303, two steps of 0.4 by way of bin 1, as
-    # in the product coupling, cost 0.079 each.
-    angles = torch.tensor([0.0, 0.4, 0.8], dtype=torch.float64)
-    cost = CosineCost(torch.stack([angles.cos(), angles.sin()], dim=-1))
-    p, q = torch.tensor([0.1, 0.9, 0.0], dtype=torch.float64), torch.tensor([0.0, 0.9, 0.1], dtype=torch.float64)
-    independent, residual = (upper_bound(p, q, cost, coupling=c).item() for c in ("independent", "residual"))
-    assert residual == pytest.approx(0.1 * (1 - np.cos(0.8)))
-    assert independent == pytest.approx(0.18 * (1 - np.cos(0.4)) + 0.01 * (1 - np.cos(0.8)))
-    assert independent < residual
-    assert emd(p, q, cost).item() == pytest.approx(0.2 * (1 - np.cos(0.4)))
-    assert upper_bound(p, q, cost).item() == independent
 
 
 @settings(max_examples=100, deadline=None)
@@ -128,43 +105,6 @@ def test_bounds_are_exact_where_the_plan_is_unique() -> None:
     cheap = torch.tensor([[0.0, 5.0, 6.0], [0.0, 7.0, 9.0], [0.0, 0.0, 0.0]])
     value = lower_bound(torch.tensor([0.5, 0.5, 0.0]), torch.tensor([0.0, 0.5, 0.5]), cheap)
     assert value.item() == 6.0  # 0.5 * 5 + 0.5 * 7, against 0.5 * 5 + 0.5 * 6
-
-
-def cost_of(kind: str, data: Tensor) -> Cost:
-    if kind in ("cosine", "line", "matrix"):
-        return {"cosine": CosineCost, "line": LineCost, "matrix": DenseCost}[kind](data)
-    return PointCost(data, metric=kind.removeprefix("point "))
-
-
-KINDS = ["cosine", "line", "matrix", "sqeuclidean", "euclidean", "l1", "point cosine", "two clouds"]
-
-
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("which", [*COUPLINGS, "lower"])
-def test_gradients_match_finite_differences(kind: str, which: str) -> None:
-    rng = np.random.default_rng(0)
-    p, q = 2 * rng.dirichlet(np.ones(6)), 2 * rng.dirichlet(np.ones(6))
-    data = {"line": rng.normal(size=6), "matrix": rng.random((6, 6))}.get(kind, rng.normal(size=(6, 3)))
-    if "cosine" in kind:
-        data[2] = 0
-    fixed = as_double(data)
-
-    def value(p: Tensor, q: Tensor, data: Tensor) -> Tensor:
-        pair = PointCost(data, fixed.flip(0) + 0.3, metric="euclidean") if kind == "two clouds" else None
-        cost = pair or cost_of(kind, data)
-        return lower_bound(p, q, cost) if which == "lower" else upper_bound(p, q, cost, coupling=which)
-
-    leaves = [as_double(a, grad=True) for a in (p, q, data)]
-    by_p, by_q, by_data = (g.numpy() for g in torch.autograd.grad(value(*leaves), leaves))
-    k, expected = weight_gradients(lambda w: value(as_double(w), as_double(q), fixed).item(), p, 1e-7)
-    np.testing.assert_allclose(by_p - by_p[k], expected, atol=1e-5)
-    k, expected = weight_gradients(lambda w: value(as_double(p), as_double(w), fixed).item(), q, 1e-7)
-    np.testing.assert_allclose(by_q - by_q[k], expected, atol=1e-5)
-    expected = central_gradients(lambda a: value(as_double(p), as_double(q), as_double(a)).item(), data, 1e-6)
-    moving = slice(None) if "cosine" not in kind else [0, 1, 3, 4, 5]  # a zero row has no direction to move
-    np.testing.assert_allclose(by_data[moving], expected[moving], atol=1e-7)
-    assert abs(by_p.sum()) < 1e-12
-    assert abs(by_q.sum()) < 1e-12
 
 
 @pytest.mark.parametrize("weights", [[0.25, 0.75, 0.0], [0.0, 1.0, 0.0], [0.0, 0.0, 0.0]])
@@ -233,13 +173,7 @@ def test_squared_distances_on_the_line_have_the_centroid_bound() -> None:
     generator = torch.Generator().manual_seed(3)
     x = 1e3 + 5 * torch.rand(9, generator=generator, dtype=torch.float64)
     p, q = torch.rand(2, 50, 9, generator=generator, dtype=torch.float64).softmax(-1)
-    bound, exact = lower_bound(p, q, LineCost(x, power=2)), emd(p, q, LineCost(x, power=2))
-    torch.testing.assert_close(bound, ((p - q) @ x).square(), rtol=1e-6, atol=1e-12)
-    assert (bound <= exact + 1e-12).all()
-    shifted = torch.eye(9, dtype=torch.float64)
-    torch.testing.assert_close(
-        lower_bound(shifted[:1], shifted[4:5], LineCost(x, power=2)), (x[:1] - x[4]).square(), rtol=1e-9, atol=0
-    )
+    torch.testing.assert_close(lower_bound(p, q, LineCost(x, power=2)), ((p - q) @ x).square(), rtol=1e-6, atol=1e-12)
 
 
 def test_lower_bounds_between_two_clouds() -> None:
@@ -312,20 +246,15 @@ half = torch.tensor([0.5, 0.5])
 
 
 @pytest.mark.parametrize(
-    ("call", "error", "message"),
+    ("q", "cost", "options", "message"),
     [
-        (lambda: upper_bound(half, half, torch.eye(2), coupling="exact"), ValueError, "coupling is 'exact', expected"),
-        (
-            lambda: upper_bound(half, torch.ones(1), torch.ones(2, 1), coupling="residual"),
-            ValueError,
-            r"shape \(2, 1\).*same bins",
-        ),
-        (lambda: lower_bound(half, half, LineCost(torch.arange(3.0))), ValueError, r"cost has shape \(3, 3\)"),
-        (lambda: lower_bound(half, half * 2, torch.eye(2)), ValueError, "p and q hold different masses: 1 and 2"),
-        (lambda: upper_bound(half, half - 1, torch.eye(2)), ValueError, "q holds -0.5 in bin 0"),
-        (lambda: upper_bound(half.expand(3, 2), half, torch.ones(4, 2, 2)), ValueError, r"cost \(4,\)"),
+        (half, torch.eye(2), {"coupling": "exact"}, "coupling is 'exact', expected"),
+        (torch.ones(1), torch.ones(2, 1), {"coupling": "residual"}, r"shape \(2, 1\).*same bins"),
+        (half, LineCost(torch.arange(3.0)), {}, r"cost has shape \(3, 3\)"),
+        (half * 2, torch.eye(2), {}, "p and q hold different masses: 1 and 2"),
     ],
 )
-def test_bad_input(call: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()  # type: ignore[operator]
+def test_bad_input(q: Tensor, cost: Any, options: dict[str, Any], message: str) -> None:
+    for function in (upper_bound, lower_bound) if not options else (upper_bound,):
+        with pytest.raises(ValueError, match=message):
+            function(half, q, cost, **options)

@@ -7,12 +7,12 @@ import warnings
 
 import pytest
 import torch
-from scipy.optimize import linprog
 from torch import Tensor
 from torch.autograd import forward_ad
 
 import otloss
 from otloss import ConvergenceWarning
+from otloss.costs import PointCost
 from otloss.solvers.entropic.potentials import find_potentials
 from otloss.solvers.entropic.problem import Settings, entropic_problem
 
@@ -234,14 +234,17 @@ def test_exact_potentials_are_feasible_at_bins_that_are_empty_in_both() -> None:
     step = 1e-4
     moved = q * (1 - step)
     moved[0] += step
-    expected = (_program(p, moved, cost) - _program(p, q, cost)) / step
+    expected = float(otloss.emd(p, moved, cost) - answer.value) / step
     assert float(weights.grad[0] - weights.grad @ q) == pytest.approx(expected, rel=1e-6)
 
 
-def _program(p: Tensor, q: Tensor, cost: Tensor) -> float:
-    n, m = cost.shape
-    rows, columns = torch.kron(torch.eye(n), torch.ones(1, m)), torch.kron(torch.ones(1, n), torch.eye(m))
-    found = linprog(
-        cost.flatten().numpy(), A_eq=torch.cat([rows, columns]).numpy(), b_eq=torch.cat([p, q]).numpy(), method="highs"
-    )
-    return float(found.fun)
+def test_clouds_far_from_the_origin_in_float32() -> None:
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(k, generator=generator).softmax(-1) for k in (12, 10))
+    x, y = 1000 + torch.rand(12, 2, generator=generator), 1000 + 0.7 * torch.rand(10, 2, generator=generator)
+    near = [t.double() - 1000 for t in (x, y)]
+    wide = [w.double() / w.double().sum() for w in (p, q)]
+    for epsilon in (0.005, 0.5):
+        found = otloss.sinkhorn_divergence(p, q, PointCost(x, y), epsilon=epsilon)
+        expected = otloss.sinkhorn_divergence(*wide, PointCost(*near), epsilon=epsilon, tolerance=1e-11)
+        assert float(found) == pytest.approx(float(expected), rel=1e-4)

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import numpy as np
-import ot
 import pytest
 import torch
 from hypothesis import given, settings
-from scipy.stats import wasserstein_distance_nd
 
 import otloss
-from otloss.costs import CosineCost, LineCost, PointCost
+from otloss.costs import LineCost
 from otloss.solvers.exact import emd
-from tests.otloss.linear_programs import check_derivatives, check_subgradients, sparse_weights
-from tests.otloss.oracles import as_double, linprog_value, weight_gradients
+from tests.otloss.linear_programs import check_subgradients, sparse_weights
+from tests.otloss.oracles import as_double, linprog_value
 from tests.otloss.strategies import problems
 
 
@@ -31,36 +29,10 @@ def test_value_is_the_linear_program_and_gradients_are_subgradients(problem: tup
     check_subgradients(lambda p, q: emd(p, q, C), p, q)
 
 
-@pytest.mark.parametrize(("n", "m"), [(2, 2), (3, 6), (1, 5), (5, 1), (8, 8)])
-def test_gradients_match_finite_differences(n: int, m: int) -> None:
-    for seed in range(2):
-        check_derivatives(emd, linprog_value, *random_problem(seed, n, m))
-    p, q, matrix = random_problem(0, n, m)
-    leaves = [as_double(a, grad=True) for a in (3 * p, 3 * q, matrix)]
-    _, _, plan = torch.autograd.grad(emd(*leaves), leaves)
-    np.testing.assert_allclose(plan.sum(1).numpy(), 3 * p, atol=1e-12)
-    np.testing.assert_allclose(plan.sum(0).numpy(), 3 * q, atol=1e-12)
-
-
-def test_zero_mass_bin_where_pot_has_the_wrong_sign() -> None:
-    # On a line, mass in bin 0 is farther from q than mass in bin 1: moving some there costs 1 per unit.
-    p, q = np.array([0.0, 0.5, 0.5, 0.0]), np.array([0.0, 0.2, 0.8, 0.0])
-    matrix = np.abs(np.subtract.outer(np.arange(4.0), np.arange(4.0)))
-    heaviest, expected = weight_gradients(lambda w: linprog_value(w, q, matrix), p, 1e-5)
-    gradients = {}
-    for name, solve in (("otloss", emd), ("POT", ot.emd2)):
-        leaf = as_double(p, grad=True)
-        (gradient,) = torch.autograd.grad(solve(leaf, as_double(q), as_double(matrix)), leaf)
-        gradients[name] = (gradient - gradient[heaviest]).numpy()
-    np.testing.assert_allclose(expected, [1, 0, -1, 0], atol=1e-6)
-    np.testing.assert_allclose(gradients["otloss"], expected, atol=1e-6)
-    assert gradients["POT"][0] == -1.0  # the peer, for comparison
-
-
 def test_batches_broadcast_and_equal_a_loop() -> None:
     generator = torch.Generator().manual_seed(1)
-    p = torch.rand(3, 1, 5, generator=generator, dtype=torch.float64).softmax(-1).requires_grad_()
-    q = torch.rand(4, 6, generator=generator, dtype=torch.float64).softmax(-1).requires_grad_()
+    p = (2 * torch.rand(3, 1, 5, generator=generator, dtype=torch.float64).softmax(-1)).requires_grad_()
+    q = (2 * torch.rand(4, 6, generator=generator, dtype=torch.float64).softmax(-1)).requires_grad_()
     shared = torch.rand(5, 6, generator=generator, dtype=torch.float64, requires_grad=True)
     upstream = torch.rand(3, 4, generator=generator, dtype=torch.float64)
     batched = emd(p, q, shared)
@@ -92,13 +64,9 @@ def test_empty_non_contiguous_and_massless() -> None:
     assert all(torch.isfinite(g).all() for g in torch.autograd.grad(value.sum(), zeros))
 
 
-def test_permutation_and_scale() -> None:
+def test_scale() -> None:
     p, q, matrix = (as_double(a) for a in random_problem(3, 6, 5))
-    rows, columns = torch.randperm(6), torch.randperm(5)
     value = emd(p, q, matrix)
-    torch.testing.assert_close(emd(p[rows], q[columns], matrix[rows][:, columns]), value)
-    torch.testing.assert_close(emd(q, p, matrix.T), value)
-    torch.testing.assert_close(emd(p, q, matrix + 2), value + 2)
     for scale in (1e-300, 1e-30, 1e30, 1e300):
         torch.testing.assert_close(emd(p, q, matrix * scale) / scale, value)
         torch.testing.assert_close(emd(p * scale, q * scale, matrix) / scale, value)
@@ -106,7 +74,7 @@ def test_permutation_and_scale() -> None:
 
 @pytest.mark.parametrize(
     ("dtype", "tolerance"),
-    [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
+    [(torch.float32, 1e-6), (torch.float16, 2e-3), (torch.bfloat16, 2e-2)],
 )
 def test_dtypes(dtype: torch.dtype, tolerance: float) -> None:
     p, q, matrix = (as_double(a).to(dtype) for a in random_problem(5, 6, 7))
@@ -119,16 +87,6 @@ def test_dtypes(dtype: torch.dtype, tolerance: float) -> None:
     assert emd(p.detach(), p.detach().float(), torch.ones(6, 6, dtype=dtype)).dtype == torch.promote_types(
         dtype, torch.float32
     )
-
-
-def test_cost_objects_carry_gradients_to_what_they_hold() -> None:
-    p, q, _ = random_problem(7, 5, 5)
-    embedding = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    assert torch.autograd.gradcheck(lambda e: emd(as_double(p), as_double(q), CosineCost(e)), embedding)
-    x = torch.tensor([0.0, 2.5, 1.0, 4.0, 7.0], dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(lambda x: emd(as_double(p), as_double(q), LineCost(x, power=2)), x)
-    on_line = otloss.wasserstein_1d(as_double(p), as_double(q), x, order=2)
-    assert emd(as_double(p), as_double(q), LineCost(x, power=2)).item() == pytest.approx(on_line.item())
 
 
 @pytest.mark.parametrize("power", [1, 1.5, 2])
@@ -162,18 +120,27 @@ def test_cuda_tensors_come_back_on_their_device() -> None:
         emd(p, q.cpu(), matrix)
 
 
+def test_an_empty_bin_one_step_farther_away_has_a_gradient_of_one() -> None:
+    """On a line, mass in bin 0 is farther from q than mass in bin 1. POT's gradient has the wrong sign there."""
+    q, places = as_double(np.array([0.0, 0.2, 0.8, 0.0])), torch.arange(4.0, dtype=torch.float64)
+    matrix = (places.unsqueeze(-1) - places).abs()
+    for value in (
+        lambda w: emd(w, q, matrix),
+        lambda w: otloss.solve(w, q, matrix).value,
+        lambda w: otloss.wasserstein_1d(w, q),
+        lambda w: otloss.wasserstein_1d(w, q, places, places.clone()),
+        lambda w: otloss.cdf_distance(w, q, power=1),
+    ):
+        p = as_double(np.array([0.0, 0.5, 0.5, 0.0]), grad=True)
+        (gradient,) = torch.autograd.grad(value(p), p)
+        torch.testing.assert_close(gradient - gradient[1], as_double(np.array([1.0, 0, -1, 0])))
+
+
 def test_second_derivative_raises() -> None:
     p = torch.tensor([0.25, 0.75], requires_grad=True)
     (by_p,) = torch.autograd.grad(emd(p, torch.tensor([0.5, 0.5]), torch.rand(2, 2)), p, create_graph=True)
     with pytest.raises(RuntimeError, match="second derivative of emd"):
         by_p.sum().backward()
-
-
-def test_agrees_with_scipy_in_several_dimensions() -> None:
-    rng = np.random.default_rng(0)
-    x, y, p, q = rng.random((7, 3)), rng.random((9, 3)), rng.dirichlet(np.ones(7)), rng.dirichlet(np.ones(9))
-    value = emd(as_double(p), as_double(q), PointCost(as_double(x), as_double(y), metric="euclidean"))
-    assert float(value) == pytest.approx(wasserstein_distance_nd(x, y, p, q), rel=1e-9)
 
 
 half, square = torch.tensor([0.5, 0.5]), torch.ones(2, 2)
@@ -183,18 +150,14 @@ half, square = torch.tensor([0.5, 0.5]), torch.ones(2, 2)
     ("p", "q", "cost", "error", "message"),
     [
         (torch.tensor([1, 0]), half, square, TypeError, r"p has dtype torch.int64.*p.float\(\)"),
-        (half, half, square.long(), TypeError, "cost has dtype torch.int64"),
         (half, half, [[0.0]], TypeError, "cost is a list, expected a cost object"),
         (half, torch.tensor([0.5, torch.nan]), square, ValueError, r"q holds 1 NaN.*\(1,\)"),
         (torch.tensor([[0.5, 0.5], [1.5, -0.5]]), half, square, ValueError, r"-0.5 in bin 1 of row 1"),
         (torch.stack([half, half * 2]), half, square, ValueError, "masses of row 1: 2 and 1, .* 0.5"),
         (half * 1.001, half, square, ValueError, r"at most 1e-05. Normalise both"),
         (half, half, torch.ones(2, 3), ValueError, r"shape \(2, 3\), expected \(2, 2\)"),
-        (half, half, LineCost(torch.ones(3)), ValueError, r"shape \(3, 3\), expected \(2, 2\)"),
         (half, half, -square, ValueError, r"holds -1.0 at index \(0, 0\), expected costs >= 0"),
-        (half, half, square / 0, ValueError, "cost matrix holds 4 NaN or infinite"),
         (half.expand(3, 2), half.expand(4, 2), square, ValueError, r"p \(3,\), q \(4,\)"),
-        (half.expand(3, 2), half, torch.ones(4, 2, 2), ValueError, r"cost \(4,\)"),
         (torch.tensor(1.0), half, square, ValueError, r"p has shape \(\), expected"),
     ],
 )

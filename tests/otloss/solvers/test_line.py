@@ -1,4 +1,7 @@
-"""Closed forms on the line against linear programming, scipy and finite differences; in torch, and by the kernels."""
+"""Closed forms on the line against linear programming and scipy; in torch, and by the kernels.
+
+More of their gradients is in test_gradient_matrix.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +11,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
-from torch import Tensor
 
-from otloss import cdf_distance, emd, wasserstein_1d
-from otloss.costs import LineCost
+from otloss import cdf_distance, wasserstein_1d
 from otloss.solvers import line
-from tests.otloss.linear_programs import check_derivatives, check_subgradients, sparse_weights
-from tests.otloss.oracles import as_double, linprog_value
+from tests.otloss.linear_programs import check_subgradients
+from tests.otloss.oracles import as_double, linprog_value, weight_gradients
 from tests.otloss.strategies import line_problems, positions, weights
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -31,11 +32,6 @@ def line_matrix(x: np.ndarray, y: np.ndarray, order: float) -> np.ndarray:
     return np.abs(np.subtract.outer(x, y)) ** order
 
 
-def sparse_problem(seed: int, n: int, m: int) -> tuple[np.ndarray, ...]:
-    rng = np.random.default_rng(seed)
-    return sparse_weights(rng, n), sparse_weights(rng, m), rng.normal(size=n), rng.normal(size=m)
-
-
 @drawn
 @given(line_problems())
 def test_power_one_is_scipys_distance(problem: Problem) -> None:
@@ -43,7 +39,6 @@ def test_power_one_is_scipys_distance(problem: Problem) -> None:
     expected = wasserstein_distance(x, x, p, q)
     assert cdf_distance(*map(as_double, problem), power=1).item() == pytest.approx(expected, abs=1e-12)
     assert wasserstein_1d(*map(as_double, problem)).item() == pytest.approx(expected, abs=1e-12)
-    assert wasserstein_1d(*map(as_double, problem), as_double(x)).item() == pytest.approx(expected, abs=1e-12)
 
 
 @drawn
@@ -68,29 +63,14 @@ def test_gradients_of_cdf_distances_are_subgradients(problem: Problem, power: fl
     check_subgradients(lambda p, q: cdf_distance(p, q, as_double(x), power=power), p, q, slack=1e-8)
 
 
-@pytest.mark.parametrize(
-    ("n", "m", "shared", "order"), [(6, 6, True, 1), (4, 7, False, 1.5), (7, 3, False, 2), (1, 4, False, 3)]
-)
-def test_gradients_match_finite_differences(n: int, m: int, shared: bool, order: float) -> None:
-    for seed in range(3):
-        arrays = sparse_problem(seed, n, m)[: 3 if shared else 4]
-        check_derivatives(
-            lambda *t: wasserstein_1d(*t, order=order),
-            lambda p, q, x, y=None: linprog_value(p, q, line_matrix(x, x if y is None else y, order)),
-            *arrays,
-        )
-
-
-@pytest.mark.parametrize("power", [1, 1.3, 2, 3])
-def test_cdf_distance_gradients(power: float) -> None:
-    def exact(p: np.ndarray, q: np.ndarray, x: np.ndarray) -> float:
-        order = np.argsort(x)
-        gaps, apart = np.diff(x[order]), np.abs(np.cumsum(p[order] - q[order]))[:-1]
-        return float((gaps * apart**power).sum())
-
-    for seed in range(4):
-        arrays = sparse_problem(seed, 6, 6)[:3]
-        check_derivatives(lambda *t: cdf_distance(*t, power=power), exact, *arrays, atol=5e-5 if power >= 2 else 2e-2)
+@drawn
+@given(line_problems(), st.sampled_from([1.3, 2, 3]))
+def test_cdf_distance_is_its_definition(problem: Problem, power: float) -> None:
+    p, q, x = problem
+    order = np.argsort(x, kind="stable")
+    gaps, apart = np.diff(x[order]), np.abs(np.cumsum(p[order] - q[order]))[:-1]
+    found = cdf_distance(*map(as_double, problem), power=power)
+    assert found.item() == pytest.approx((gaps * apart**power).sum(), abs=1e-12)
 
 
 @pytest.mark.parametrize("order", [1, 1.5, 2])
@@ -98,48 +78,19 @@ def test_bins_before_and_behind_all_mass_have_one_sided_gradients(order: float) 
     p, q = np.array([0.0, 0.0, 0.5, 0.5, 0.0, 0.0]), np.array([0.0, 0.0, 0.2, 0.4, 0.4, 0.0])
     x = np.array([0.0, 1.0, 3.0, 4.0, 6.0, 7.0])
     matrix = line_matrix(x, x, order)
-    check_derivatives(
-        lambda p, q: wasserstein_1d(p, q, as_double(x), order=order), lambda p, q: linprog_value(p, q, matrix), p, q
-    )
+    leaf = as_double(p, grad=True)
+    (gradient,) = torch.autograd.grad(wasserstein_1d(leaf, as_double(q), as_double(x), order=order), leaf)
+    heaviest, expected = weight_gradients(lambda p: linprog_value(p, q, matrix), p, 1e-6)
+    np.testing.assert_allclose((gradient - gradient[heaviest]).numpy(), expected, atol=5e-5)
 
 
-def test_second_derivatives_where_smooth() -> None:
-    p, q, x, y = (as_double(a) for a in sparse_problem(2, 5, 6))
-    inputs = [t.clone().requires_grad_() for t in ((p + 0.1).log(), (q + 0.1).log(), x, y)]
-    assert torch.autograd.gradgradcheck(
-        lambda a, b, x, y: wasserstein_1d(a.softmax(-1), b.softmax(-1), x, y, order=2), inputs
-    )
-    square = [inputs[0], inputs[0].detach().flip(0).requires_grad_(), inputs[2]]
-    assert torch.autograd.gradgradcheck(lambda a, b, x: cdf_distance(a.softmax(-1), b.softmax(-1), x), square)
-    p, X = p.requires_grad_(), x.clone().requires_grad_()
-
-    def by_weights(x: Tensor) -> Tensor:  # bins without mass included
-        return torch.autograd.grad(wasserstein_1d(p, q, x, y, order=2), p, create_graph=True)[0]
-
-    assert torch.autograd.gradcheck(by_weights, X)
-
-
-@pytest.mark.parametrize("power", [1, 1.2, 1.9, 2, 5])
+@pytest.mark.parametrize("power", [1, 1.2, 2])
 def test_equal_histograms_and_no_mass_have_finite_gradients(power: float) -> None:
     for w in (torch.tensor([0.2, 0.5, 0.3]), torch.tensor([0.0, 1.0, 0.0]), torch.zeros(3)):
         leaves = [w.clone().requires_grad_(), w.clone().requires_grad_(), torch.arange(3.0).requires_grad_()]
         for distance in (cdf_distance(*leaves, power=power), wasserstein_1d(*leaves, leaves[2], order=power)):
             assert distance.item() == 0.0
             assert all(torch.isfinite(g).all() for g in torch.autograd.grad(distance, leaves))
-
-
-@drawn
-@given(line_problems(), orders)
-def test_agrees_with_emd_and_is_invariant(problem: Problem, order: float) -> None:
-    p, q, x = map(as_double, problem)
-    value = wasserstein_1d(p, q, x, order=order)
-    cost = LineCost(x, power=order).dense()
-    scale = 1 + float(cost.max())
-    torch.testing.assert_close(value, emd(p, q, cost), atol=1e-9 * scale, rtol=0)
-    shuffle = torch.randperm(x.numel(), generator=torch.Generator().manual_seed(0))
-    torch.testing.assert_close(wasserstein_1d(p[shuffle], q[shuffle], x[shuffle], order=order), value)
-    torch.testing.assert_close(wasserstein_1d(p, q, 7 - x, order=order), value, atol=1e-9 * scale, rtol=0)
-    torch.testing.assert_close(wasserstein_1d(q, p, x, order=order), value)
 
 
 @pytest.mark.parametrize("order", [1, 2])
@@ -161,7 +112,7 @@ def test_batches_broadcast_and_equal_a_loop(order: float) -> None:
     assert wasserstein_1d(p[:0], q, None, y, order=order).shape == (0, 4)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_dtypes_and_layouts(dtype: torch.dtype) -> None:
     p = torch.rand(9, 4, dtype=torch.float64).softmax(0).T.to(dtype).requires_grad_()  # strided
     q = torch.rand(4, 9, dtype=torch.float64).softmax(-1).to(dtype)
@@ -188,12 +139,7 @@ def test_masses_off_by_rounding_are_balanced() -> None:
     assert cdf_distance(p, p * (1 + 1e-10)).item() < 1e-30
     assert wasserstein_1d(p, p * (1 + 1e-10), torch.arange(3), torch.arange(3), order=2).item() < 1e-12
     torch.testing.assert_close(cdf_distance(3 * p, 3 * p.flip(0)), 9 * cdf_distance(p, p.flip(0)))
-
-
-def test_integer_and_repeated_positions() -> None:
-    p, q = torch.tensor([0.5, 0.25, 0.25]), torch.tensor([0.25, 0.5, 0.25])
-    assert cdf_distance(p, q, torch.tensor([0, 0, 5]), power=1).item() == 0.0
-    assert wasserstein_1d(p, q, torch.tensor([0, 2, 5]), order=2).item() == 1.0
+    assert wasserstein_1d(p, q, torch.tensor([0, 2, 5])).item() == pytest.approx(1.6)  # positions of integers
 
 
 third = torch.full((3,), 1 / 3)
@@ -206,14 +152,10 @@ third = torch.full((3,), 1 / 3)
         (lambda: wasserstein_1d(third, third, order="1"), TypeError, r"order is a str \('1'\), expected a number"),  # type: ignore[arg-type]
         (lambda: cdf_distance(third, torch.ones(1)), ValueError, "p has 3 bins and q 1.*wasserstein_1d"),
         (lambda: wasserstein_1d(third, torch.ones(1), order=2), ValueError, "pass y, the positions of q's bins"),
-        (lambda: cdf_distance(third, third, torch.arange(4.0)), ValueError, r"x has shape \(4,\), expected a last"),
         (lambda: wasserstein_1d(third, third, third, torch.ones(2)), ValueError, r"y has shape \(2,\)"),
         (lambda: cdf_distance(third, third, third * torch.nan), ValueError, "x holds 3 NaN"),
-        (lambda: cdf_distance(third, third, [0, 1, 2]), TypeError, "x is a list"),  # type: ignore[arg-type]
-        (lambda: cdf_distance(torch.ones(3).long(), third), TypeError, "p has dtype torch.int64"),
         (lambda: cdf_distance(third, third * 2), ValueError, "different masses: 1.* and 2.*relative difference"),
         (lambda: wasserstein_1d(third, third - 0.5, order=2), ValueError, "q holds -0.1666.* in bin 0"),
-        (lambda: cdf_distance(third.expand(2, 3), third.expand(5, 3)), ValueError, r"p \(2,\), q \(5,\)"),
         (lambda: cdf_distance(third.expand(2, 3), third, torch.rand(5, 3)), ValueError, r"x \(5,\), its weights"),
     ],
 )

@@ -1,4 +1,4 @@
-"""sinkhorn and sinkhorn_divergence against POT, linear programming, closed forms and finite differences."""
+"""sinkhorn and sinkhorn_divergence against POT, closed forms and matrices; gradients are in test_gradient_matrix."""
 
 from __future__ import annotations
 
@@ -9,14 +9,11 @@ import numpy as np
 import ot
 import pytest
 import torch
-from hypothesis import given, settings
 from torch import Tensor
 
-from otloss.costs import CosineCost, DenseCost, GridCost, LineCost, PointCost
+from otloss.costs import CosineCost, DenseCost, LineCost, PointCost
 from otloss.solvers.entropic.potentials import ConvergenceWarning
 from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
-from tests.otloss.oracles import as_double, central_gradients, linprog_value, weight_gradients
-from tests.otloss.strategies import problems
 
 TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_iterations": 100_000}
 IMPLS = ("compiled", "torch")
@@ -53,7 +50,7 @@ def test_equals_pot(impl: str, epsilon: float) -> None:
     np.testing.assert_allclose(ours.numpy(), theirs, rtol=1e-9)
 
 
-@pytest.mark.parametrize(("impl", "width"), [("compiled", 0.05), ("compiled", 3.0), ("torch", 0.4)])
+@pytest.mark.parametrize(("impl", "width"), [("compiled", 0.05), ("torch", 0.4)])
 def test_gaussians_in_closed_form(impl: str, width: float) -> None:
     """H. Janati et al., Entropic Optimal Transport between (Unbalanced) Gaussian Measures, 2020, theorem 1."""
     a, b, mean = 0.8, 1.5, 0.7  # variances, and the difference of the means
@@ -65,19 +62,6 @@ def test_gaussians_in_closed_form(impl: str, width: float) -> None:
     np.testing.assert_allclose(float(value), expected, rtol=1e-6)
 
 
-@settings(max_examples=40, deadline=None)
-@given(problems())
-def test_small_epsilon_nears_the_linear_program(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> None:
-    p, q, matrix = problem
-    epsilon = 1e-3 * max(matrix.max(), 1e-3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)
-        value = float(sinkhorn(*map(as_double, (p, q, matrix)), epsilon=epsilon, tolerance=1e-6))
-    exact = linprog_value(p, q, matrix)
-    # epsilon KL is at most epsilon times the entropy of the smaller marginal.
-    assert exact - 1e-5 * max(1, matrix.max()) <= value <= exact + epsilon * np.log(6) + 1e-5 * max(1, matrix.max())
-
-
 def test_a_mass_other_than_one() -> None:
     """The terms `mass^2 - mass` of KL between measures are left out, as in POT."""
     p, q, matrix = case(zeros=False)
@@ -85,24 +69,6 @@ def test_a_mass_other_than_one() -> None:
         values = [sinkhorn(mass * p, mass * q, matrix, epsilon=0.1, impl=impl, **TIGHT) for impl in IMPLS]
         theirs = ot.solve(matrix.numpy(), (mass * p).numpy(), (mass * q).numpy(), reg=0.1, max_iter=100_000, tol=1e-12)
         np.testing.assert_allclose([float(v) for v in values], theirs.value, rtol=1e-7)
-
-
-@pytest.mark.parametrize("marginal_penalty", [0.05, 20.0])
-def test_unbalanced_equals_pot(marginal_penalty: float) -> None:
-    p, q, matrix = case(zeros=False)
-    p = 1.7 * p
-    ours = sinkhorn(p, q, matrix, epsilon=0.05, marginal_penalty=marginal_penalty, **TIGHT)
-    theirs = ot.solve(
-        matrix.numpy(), p.numpy(), q.numpy(), reg=0.05, unbalanced=marginal_penalty, max_iter=200_000, tol=1e-13
-    )
-    plan = theirs.plan
-
-    def relative_entropy(a: np.ndarray, b: np.ndarray) -> float:
-        return float((a * np.log(a / b) - a + b).sum())
-
-    value = (matrix.numpy() * plan).sum() + 0.05 * relative_entropy(plan, np.outer(p, q))
-    value += marginal_penalty * (relative_entropy(plan.sum(1), p.numpy()) + relative_entropy(plan.sum(0), q.numpy()))
-    np.testing.assert_allclose(float(ours), value, rtol=1e-7)
 
 
 def test_unbalanced_with_one_empty_side_pays_for_all_of_the_other() -> None:
@@ -128,61 +94,11 @@ def test_problems_without_mass_have_value_and_gradients_zero() -> None:
             assert tensor.grad[0].abs().sum() > 0
 
 
-# ---- cost objects ------------------------------------------------------------------------------------------------
-
 GENERATOR = torch.Generator().manual_seed(3)
 X, Y = torch.rand(4, 3, generator=GENERATOR, dtype=torch.float64), torch.rand(5, 3, generator=GENERATOR).double()
-COSTS = {
-    "line": LineCost(X[:, 0], power=1.5),
-    "cosine": CosineCost(X - 0.5),
-    "points": PointCost(X, Y),
-    "euclidean": PointCost(X, Y, metric="euclidean"),
-    "l1": PointCost(X, Y, metric="l1"),
-    "callable": PointCost(X, Y, metric=lambda x, y: torch.cdist(x, y) ** 1.5),
-    "grid": GridCost((2, 2), power=2),
-}
-
-
-@pytest.mark.parametrize("name", COSTS)
-@pytest.mark.parametrize("marginal_penalty", [None, 0.3])
-def test_cost_objects_equal_their_matrix(name: str, marginal_penalty: float | None) -> None:
-    cost = COSTS[name]
-    p, q, _ = case(n=cost.shape[0], m=cost.shape[1], batch=(2,))
-    value = sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=marginal_penalty, impl="torch", **TIGHT)
-    dense = sinkhorn(p, q, cost.dense(), epsilon=0.1, marginal_penalty=marginal_penalty, **TIGHT)
-    np.testing.assert_allclose(value, dense, rtol=1e-9)
 
 
 # ---- gradients ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("epsilon", [0.01, 0.3])
-def test_gradients_of_small_dense_problems(dtype: torch.dtype, epsilon: float) -> None:
-    """dV/dp = f, dV/dq = g, dV/dC = P, one-sided at empty bins and times upstream, in one call of the kernel."""
-    problem = case(batch=(2,))
-    upstream = torch.tensor([1.0, -0.7], dtype=torch.float64)
-    inputs = [t.to(dtype, copy=True).requires_grad_() for t in problem]
-    found = torch.autograd.grad(sinkhorn(*inputs, epsilon=epsilon), inputs, upstream.to(dtype))
-    for k in range(2):
-        p, q, matrix = (t[k] for t in problem)
-
-        def value(p: Any, q: Any, matrix: Any, k: int = k) -> float:
-            return float(upstream[k] * sinkhorn(*map(torch.as_tensor, (p, q, matrix)), epsilon=epsilon, **TIGHT))
-
-        by_matrix = central_gradients(lambda c, p=p, q=q, value=value: value(p, q, c), matrix.numpy(), 1e-5)
-        close = {"atol": 2e-5 if dtype == torch.float32 else 2e-6, "rtol": 1e-3 if dtype == torch.float32 else 1e-6}
-        np.testing.assert_allclose(found[2][k], by_matrix, **close)
-        for gradient, weights, moved in (
-            (found[0][k], p, lambda w, q=q, c=matrix, value=value: value(w, q, c)),
-            (found[1][k], q, lambda w, p=p, c=matrix, value=value: value(p, w, c)),
-        ):
-            heaviest, expected = weight_gradients(moved, weights.numpy(), 1e-7)
-            assert abs(float(gradient.mean())) < 1e-6
-            # The derivative at an empty bin changes at the rate epsilon log(mass) with the first mass.
-            np.testing.assert_allclose(
-                gradient - gradient[heaviest], expected, atol=1e-3 if dtype == torch.float32 else 2e-5
-            )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -315,17 +231,6 @@ def test_broadcasting_empty_and_strided_batches() -> None:
         assert sinkhorn(p[:, :0], q[:, :0], matrix[0, 0], epsilon=0.1, impl=impl).shape == (2, 0)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_runs_in_float32(dtype: torch.dtype) -> None:
-    p, q, matrix = case(zeros=False)
-    half = [t.to(dtype) for t in (p, q, matrix)]
-    value = sinkhorn(*half, epsilon=0.1)
-    assert value.dtype == dtype
-    wide = [t.float() for t in half]
-    wide[:2] = [t / t.sum() for t in wide[:2]]
-    np.testing.assert_allclose(float(value), float(sinkhorn(*wide, epsilon=0.1)), rtol=0.02)
-
-
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_start_saves_iterations_and_changes_nothing(impl: str) -> None:
     from otloss.solvers.solve import solve
@@ -348,28 +253,14 @@ def test_what_does_not_converge_says_so(impl: str) -> None:
         sinkhorn(p, q, matrix, epsilon=epsilon, max_iterations=15, tolerance=1e-4, strict=True, impl=impl)
 
 
-def test_the_search_recovers_from_a_bad_start() -> None:
-    """Potentials so far off that no entry of the kernel can be held in float32."""
-    p, q, matrix = (t.float() for t in case(n=20, m=20))
-    wild = (torch.zeros(20), torch.linspace(-50, 50, 20))
-    expected = sinkhorn(p, q, matrix, epsilon=0.05)
-    for impl in IMPLS:
-        np.testing.assert_allclose(
-            float(sinkhorn(p, q, matrix, epsilon=0.05, start=wild, impl=impl)), float(expected), rtol=1e-4
-        )
-
-
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "epsilon zero": ({"epsilon": 0.0}, ValueError, "epsilon is 0.0"),
     "epsilon negative": ({"epsilon": torch.tensor([-1.0])}, ValueError, "epsilon holds -1"),
     "epsilon a word": ({"epsilon": "small"}, TypeError, "epsilon is a str"),
     "marginal_penalty": ({"marginal_penalty": -1.0}, ValueError, "marginal_penalty is -1"),
-    "grad": ({"grad": "autodiff"}, ValueError, "grad is 'autodiff'"),
+    "grad": ({"grad": "unrolled"}, ValueError, "grad is 'unrolled', expected one of"),
     "impl": ({"impl": "fast"}, ValueError, "impl is 'fast'"),
-    "unrolled": ({"grad": "unrolled"}, ValueError, "expected one of"),
-    "unknown": ({"iterations": 3}, TypeError, "unknown options"),
     "iterations": ({"max_iterations": 0}, ValueError, "max_iterations is 0"),
-    "start": ({"start": torch.zeros(4)}, TypeError, "start is a Tensor"),
     "start shape": ({"start": (torch.zeros(4), torch.zeros(4))}, ValueError, "start g has shape"),
     "relative": ({"epsilon_relative_to": "max"}, ValueError, "epsilon_relative_to"),
     "compiled unbalanced": ({"impl": "compiled", "marginal_penalty": 1.0}, ValueError, "balanced problems"),
@@ -384,12 +275,10 @@ def test_bad_options(name: str) -> None:
         sinkhorn(p, q, matrix, **{"epsilon": 0.1, **options})
 
 
-def test_bad_masses_and_shapes() -> None:
+def test_bad_masses_and_costs() -> None:
     p, q, matrix = case()
     with pytest.raises(ValueError, match="different masses"):
         sinkhorn(p, 1.1 * q, matrix, epsilon=0.1)
-    with pytest.raises(ValueError, match=r"expected \(4, 5\)"):
-        sinkhorn(p, q, matrix.T, epsilon=0.1)
     with pytest.raises(ValueError, match="NaN"):
         sinkhorn(p, q, matrix.log().where(matrix > 0.5, torch.nan), epsilon=0.1)
 
@@ -430,6 +319,9 @@ def test_a_start_of_any_size_leads_to_the_same(scale: float, impl: str, kind: st
     np.testing.assert_allclose(float(value), float(expected), rtol=1e-9)
     with pytest.raises(ValueError, match="float32"):
         sinkhorn(p.float(), q.float(), matrix.float(), epsilon=0.05, start=(1e300 * f, 1e300 * g))
+    # So far off that no entry of the kernel can be held in float32.
+    single = sinkhorn(p.float(), q.float(), matrix.float(), epsilon=0.05, start=(0 * f, 50 * g), impl=impl)
+    np.testing.assert_allclose(float(single), float(expected), rtol=1e-4)
 
 
 @pytest.mark.parametrize(("iterations", "marginal_penalty"), [(1, None), (10, None), (3, 0.5)])

@@ -72,26 +72,21 @@ def test_exact_solution(problem: tuple[np.ndarray, np.ndarray, np.ndarray]) -> N
     assert upper >= answer.value - 1e-9
 
 
-def test_exact_transport_names_options_that_it_does_not_take() -> None:
+def test_options_and_answers_that_do_not_exist() -> None:
     with pytest.raises(ValueError, match=r"\['tolerance'\]"):
         otloss.solve(*case(), tolerance=1e-3)
     with pytest.raises(TypeError, match="unknown options"):
         otloss.solve(*case(), eps=1e-3)  # type: ignore[call-arg]
+    with pytest.raises(ValueError, match="unbalanced"):
+        _ = otloss.solve(*case(), epsilon=0.1, marginal_penalty=0.4).certificate
 
 
-@pytest.mark.parametrize("part", ["plan", "apply", "apply_transpose", "f", "g"])
-def test_exact_plans_have_no_derivative(part: str) -> None:
-    inputs = [t.requires_grad_() for t in case()]
-    answer = otloss.solve(*inputs)
-    found = {
-        "plan": answer.plan,
-        "apply": lambda: answer.apply(torch.ones(5, 1)),
-        "apply_transpose": lambda: answer.apply_transpose(torch.ones(4, 1)),
-        "f": lambda: answer.potentials[0],
-        "g": lambda: answer.potentials[1],
-    }[part]()
-    with pytest.raises(RuntimeError, match="no derivative"):
-        found.sum().backward()
+def test_exact_plans_have_no_derivative() -> None:
+    answer = otloss.solve(*(t.requires_grad_() for t in case()))
+    products = answer.apply(torch.ones(5, 1)), answer.apply_transpose(torch.ones(4, 1))
+    for found in (answer.plan(), *products, *answer.potentials):
+        with pytest.raises(RuntimeError, match="no derivative"):
+            found.sum().backward()
 
 
 # ---- entropic ----------------------------------------------------------------------------------------------------
@@ -119,8 +114,7 @@ def test_entropic_solution(grad: str, epsilon: float, marginal_penalty: float | 
     assert (answer.marginal_error <= 1e-11).all()
     assert ((answer.gap >= 0) & (answer.gap < 1e-8)).all()
     assert answer.iterations.shape == answer.converged.shape == answer.marginal_error.shape == (3,)
-    for part in ("problems=(3,)", "bins=(4, 5)", "converged=3/3", "float64", "cpu"):
-        assert part in repr(answer)
+    assert "converged=3/3" in repr(answer)
 
 
 @settings(max_examples=25, deadline=None)
@@ -153,23 +147,6 @@ def test_the_optimum_lies_in_the_gap_at_any_iteration(
                 lower, upper = (float(t) for t in loose.certificate)
                 exact = linprog_value(*problem)
                 assert lower - slack <= exact <= upper + slack
-
-
-def test_the_certificate_closes_with_epsilon() -> None:
-    p, q, matrix = case(())
-    exact = linprog_value(p.numpy(), q.numpy(), matrix.numpy())
-    widths = []
-    for epsilon in (0.3, 0.03, 0.003):
-        lower, upper = otloss.solve(p, q, matrix, epsilon=epsilon, tolerance=1e-6).certificate
-        assert lower - 1e-9 <= exact <= upper + 1e-9
-        widths.append(float(upper - lower))
-    assert widths[2] < 0.01 < widths[0]
-
-
-def test_an_unbalanced_problem_has_no_certificate() -> None:
-    answer = otloss.solve(*case(), epsilon=0.1, marginal_penalty=0.4)
-    with pytest.raises(ValueError, match="unbalanced"):
-        _ = answer.certificate
 
 
 GENERATOR = torch.Generator().manual_seed(3)
@@ -253,14 +230,15 @@ def test_with_the_envelope_only_the_value_has_gradients(part: str) -> None:
         assert inputs[k].grad is not None
 
 
-@pytest.mark.parametrize("marginal_penalty", PENALTIES)
-@pytest.mark.parametrize("part", PARTS[1:])  # linear_cost is in the gradient matrix
+@pytest.mark.parametrize(
+    ("part", "marginal_penalty"),  # linear_cost is in the gradient matrix
+    [("plan", None), ("plan", 0.4), ("apply", 0.4), ("apply_transpose", None), ("f", 0.4), ("g", None)],
+)
 def test_gradients_through_the_plan(part: str, marginal_penalty: float | None) -> None:
-    grad = "implicit"
     problem = case((2,))
     inputs = [t.clone().requires_grad_() for t in problem]
     options: dict[str, Any] = {"epsilon": 0.2, "marginal_penalty": marginal_penalty, "tolerance": 1e-10}
-    found = torch.autograd.grad(weighed(otloss.solve(*inputs, grad=grad, **options), part), inputs)
+    found = torch.autograd.grad(weighed(otloss.solve(*inputs, grad="implicit", **options), part), inputs)
     for k in range(3):
 
         def value(point: np.ndarray, k: int = k) -> float:
@@ -289,25 +267,10 @@ def test_a_batch_is_a_loop_and_broadcasts(epsilon: float | None) -> None:
     empty = otloss.solve(p[:0], q[0, 0], matrix[0], epsilon=epsilon)
     assert empty.value.shape == empty.gap.shape == empty.linear_cost.shape == (0, 3)
     assert empty.plan().shape == (0, 3, 4, 5)
-    assert "problems=(0, 3)" in repr(empty)
     for i, j in np.ndindex(2, 3):
         alone = otloss.solve(p[i, j], q[0, 0], matrix[0, j], epsilon=epsilon)
         close(alone.value, answer.value[i, j], 1e-8)
         close(alone.plan(), answer.plan()[i, j], 1e-6)
-
-
-@pytest.mark.parametrize("epsilon", [None, 0.1])
-def test_permuted_bins_and_raised_costs(epsilon: float | None) -> None:
-    p, q, matrix = case()
-    p, q = 3 * p, 3 * q
-    answer = otloss.solve(p, q, matrix, epsilon=epsilon)
-    rows, columns = torch.tensor([2, 0, 3, 1]), torch.tensor([4, 1, 0, 3, 2])
-    moved = otloss.solve(p[:, rows], q[:, columns], matrix[:, rows][:, :, columns], epsilon=epsilon)
-    close(moved.value, answer.value, 1e-8)
-    close(moved.plan(), answer.plan()[:, rows][:, :, columns], 1e-6)
-    raised = otloss.solve(p, q, matrix + 2.5, epsilon=epsilon)
-    close(raised.value, answer.value + 2.5 * 3, 1e-8)
-    close(raised.plan(), answer.plan(), 1e-6)
 
 
 @pytest.mark.parametrize(
