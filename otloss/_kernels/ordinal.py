@@ -5,7 +5,7 @@ whatever the number of classes and however the scores are laid out. Arithmetic i
 any floats in any layout; `labels` (rows,) are whole numbers kept as float64; `weights` (rows,) or (0,) for ones.
 `costs` is (classes, classes), or (0, 0) where the loss is that of the `gaps` (classes - 1,), at power 2.
 
-The reference implementation is `otloss.boosting.rows.gradients_in_numpy`, with the notation used here.
+The reference implementation is `otloss.boosting.derivatives.gradients_in_numpy`, with the notation used here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 from otloss._kernels._compile import compiled, exp64, inner
 from otloss._kernels._threads import next_task
 
-LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting.rows
+LARGEST_WEIGHT = 1e12  # of a row, as in otloss.boosting.derivatives
 ROWS = 64  # of a block: five classes of it, in all buffers, stay in the first cache
 
 

@@ -2,7 +2,7 @@
 
 Labels are the positions 0 to K - 1 of classes in their order. Callables fit the native interfaces (`xgboost.train`,
 `lightgbm.train`) or, with `interface="sklearn"`, those of `XGBClassifier` and `LGBMClassifier`. Neither library is
-imported here. Formulas of the loss, its gradient and Hessian: `otloss.boosting.rows`.
+imported here. Formulas of the loss, its gradient and Hessian: `otloss.boosting.derivatives`.
 """
 
 from otloss.boosting.metrics import lightgbm_metric as lightgbm_metric

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otloss.boosting.data import INTERFACES, RowFunction, Rows
-from otloss.boosting.rows import values
+from otloss.boosting.derivatives import values
 from otloss.boosting.settings import LossSettings, RowLoss, check_choice, row_loss
 
 PREDICTIONS = ("scores", "probabilities")

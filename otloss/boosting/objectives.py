@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from otloss.boosting.data import INTERFACES, RowFunction, Rows
-from otloss.boosting.rows import ORDERS, curvature, gradients
+from otloss.boosting.derivatives import ORDERS, curvature, gradients
 from otloss.boosting.settings import LossSettings, RowLoss, check_choice, row_loss
 
 # XGBoost squares a sum of gradients in float32: if that overflows, it silently finds no split.

@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from otloss.boosting.data import LABELS_FIX
-from otloss.boosting.rows import check_rows
+from otloss.boosting.derivatives import check_rows
 from otloss.boosting.settings import as_floats, check_classes
 
 

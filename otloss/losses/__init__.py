@@ -5,7 +5,7 @@ from otloss.losses.cumulative import decode_classes as decode_classes
 from otloss.losses.histogram import histogram_labels as histogram_labels
 from otloss.losses.histogram import histogram_loss as histogram_loss
 from otloss.losses.histogram import histogram_mean as histogram_mean
-from otloss.losses.numbers import number_token_loss as number_token_loss
+from otloss.losses.number_tokens import number_token_loss as number_token_loss
 from otloss.losses.ordinal import ordinal_loss as ordinal_loss
 
 __all__ = [

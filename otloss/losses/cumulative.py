@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from otloss._checks import check_floating
-from otloss.losses.geometry import increasing
 from otloss.losses.labels import check_logits, class_count
+from otloss.losses.ordinal_distance import increasing
 
 RULES = ("argmax", "median", "mean")
 _WIDEST = 30.0  # a log-gap: probabilities are 0 and 1 long before, and squares of thresholds are finite in float32

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from otloss._checks import check_finite, check_positive, check_reduction, check_tensor
-from otloss.losses.geometry import geometry, increasing
 from otloss.losses.labels import check_cross_entropy, check_logits, class_count, dtype_of_loss, labelled
 from otloss.losses.ordinal import reduced_loss
+from otloss.losses.ordinal_distance import geometry, increasing
 
 FORMS = ("two_hot", "one_hot", "gaussian")
 # Deviation in mean bin widths; J. Farebrother et al., Stop Regressing, arXiv 2403.03950, section 3.1.

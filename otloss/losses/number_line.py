@@ -41,7 +41,7 @@ class NumberLine:
         place: (V,) index of each token in `columns`, -1 for text.
         shift, factor: between different positions the distance is shift + factor |x_i - x_j|.
         bound: the largest distance.
-        form: "wasserstein" or "mse", see `otloss.losses.numbers`.
+        form: "wasserstein" or "mse", see `otloss.losses.number_tokens`.
         text: cost of mass on text.
     """
 

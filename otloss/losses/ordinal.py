@@ -2,7 +2,7 @@
 
     value = L(softmax(z), label) + cross_entropy * nll        nll = -log softmax(z) at the label
 
-L is computed in `otloss.losses.geometry` (the reference implementation), and for the ranked probability score on a CPU
+L is computed in `otloss.losses.ordinal_distance` (the reference implementation), and for the ranked probability score on a CPU
 by a numba kernel. For a label of one class, with s the derivative of L in P = softmax(z), the gradient is
 g_i = P_i (s_i - P.s).
 """
@@ -22,7 +22,6 @@ from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 from otloss._checks import check_reduction, check_tensor
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
-from otloss.losses.geometry import Geometry, geometry
 from otloss.losses.labels import (
     Labelled,
     check_cross_entropy,
@@ -33,6 +32,7 @@ from otloss.losses.labels import (
     labelled,
     normalised,
 )
+from otloss.losses.ordinal_distance import Geometry, geometry
 from otloss.solvers.histograms import MASS_TOLERANCE
 
 _PLAIN = (Tensor, Parameter)  # a subclass may hold no data

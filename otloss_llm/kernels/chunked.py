@@ -26,10 +26,10 @@ from torch import Tensor
 
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows
 from otloss_llm.kernels.few_columns import FewColumnSweeps
-from otloss_llm.kernels.gradients import Gradients
 from otloss_llm.kernels.logits import ROW_MULTIPLE, Logits, TokenLossConfig, runs_on_numba, sweeps_for
 from otloss_llm.kernels.rows import CostRows, GradientCoefficients, RowSums
 from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
+from otloss_llm.kernels.weight_gradients import Gradients
 from otloss_llm.models.sharded_heads import VocabShard
 from otloss_llm.objectives import check_tokenwise, value_and_gradients, value_of
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from otloss.boosting.rows import Curvature, curvature
+from otloss.boosting.derivatives import Curvature, curvature
 from otloss.boosting.settings import RowLoss, row_loss
 
 NONE = np.zeros(0)

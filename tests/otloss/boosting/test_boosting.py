@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
+from otloss.boosting import derivatives as rows_module
 from otloss.boosting import lightgbm_metric, lightgbm_objective, xgboost_metric, xgboost_objective
-from otloss.boosting import rows as rows_module
-from otloss.boosting.rows import Curvature, gradients_in_numpy, values_in_numpy
+from otloss.boosting.derivatives import Curvature, gradients_in_numpy, values_in_numpy
 from tests.otloss.boosting.boosting_cases import (
     COST,
     LOSSES,

@@ -12,8 +12,8 @@ import pandas as pd
 import pytest
 import torch
 
+from otloss.boosting import derivatives as rows_module
 from otloss.boosting import lightgbm_metric, start_scores, xgboost_metric, xgboost_objective
-from otloss.boosting import rows as rows_module
 from tests.otloss.boosting.boosting_cases import VALUES, K, scores_and_labels
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from otloss import number_token_loss
-from otloss.losses import numbers
+from otloss.losses import number_tokens as numbers
 
 NAN, INF = float("nan"), float("inf")
 # Two tokens of one value, one below 0, fractions, a wide gap, text between and beside them.

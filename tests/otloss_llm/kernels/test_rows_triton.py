@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from otloss_llm import EMO, MLE, EmbeddingCost, linear_token_loss
-from otloss_llm.kernels import gradients as gradients_module
 from otloss_llm.kernels import logits, rows, rows_triton
+from otloss_llm.kernels import weight_gradients as gradients_module
 from otloss_llm.kernels.chunked import Tokens
 from otloss_llm.kernels.logits import TokenLossConfig, sweeps_for
 from otloss_llm.kernels.rows import CostRows

@@ -57,7 +57,7 @@ def test_backward_again_over_a_retained_graph() -> None:
 
 def test_without_grad_no_gradient_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
     from otloss_llm.kernels import rows, rows_numba
-    from otloss_llm.kernels.gradients import Gradients
+    from otloss_llm.kernels.weight_gradients import Gradients
 
     def fail(*args: Any) -> None:
         raise AssertionError("gradient work")
@@ -82,7 +82,7 @@ def test_activation_checkpointing_makes_gradients_once(
 ) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    from otloss_llm.kernels.gradients import Gradients
+    from otloss_llm.kernels.weight_gradients import Gradients
 
     given = problem(21)
     cost = EmbeddingCost(given.embedding)
