@@ -7,8 +7,8 @@ soft ones (rows, classes) have the dtype of the logits. Sums are float64. Blocks
 of each thread, so that running sums over the classes vectorise over the rows. A row gets NaN if its label is not a
 class, or if its logits or soft labels are not a distribution.
 
-The reference implementation is `otloss.losses.ordinal_distance`, with the notation used here: the tails |F - G| are summed
-from their own ends, and the derivatives s in the probabilities are zero at the label and positive elsewhere.
+The reference implementation is `otloss.losses.ordinal_distance`, with the notation used here: the tails |F - G| are
+summed from their own ends, and the derivatives s in the probabilities are zero at the label and positive elsewhere.
 """
 
 from __future__ import annotations

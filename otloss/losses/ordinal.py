@@ -2,8 +2,8 @@
 
     value = L(softmax(z), label) + cross_entropy * nll        nll = -log softmax(z) at the label
 
-L is computed in `otloss.losses.ordinal_distance` (the reference implementation), and for the ranked probability score on a CPU
-by a numba kernel. For a label of one class, with s the derivative of L in P = softmax(z), the gradient is
+L is computed in `otloss.losses.ordinal_distance` (the reference implementation), and for the ranked probability score
+on a CPU by a numba kernel. For a label of one class, with s the derivative of L in P = softmax(z), the gradient is
 g_i = P_i (s_i - P.s).
 """
 
