@@ -97,6 +97,7 @@ def histogram_loss(
     mix = check_cross_entropy(cross_entropy)
     dtype = _promoted(dtype_of_loss(logits), target=target, bins=bins, sample_weight=sample_weight)
     wide = torch.promote_types(dtype, torch.float32)
+    _check_sigma(labels, sigma)
     placed = _bins(bins, classes, wide)
     apart = geometry(classes, logits.device, x=placed.centres, power=power)
     if target.shape != logits.shape:
@@ -164,6 +165,7 @@ def histogram_labels(
         >>> histogram_labels(torch.tensor([2.5]), torch.tensor([0.0, 2.0, 4.0]), 3)
         tensor([[0.0000, 0.7500, 0.2500]])
     """
+    _check_sigma(labels, sigma)
     dtype = _promoted(None, values=values, bins=bins)
     placed = _bins(bins, count, torch.promote_types(dtype, torch.float32))
     found = _labels(values, placed, form=labels, sigma=sigma)
@@ -191,12 +193,15 @@ def _bins(bins: Any, count: int, dtype: torch.dtype) -> Bins:
     return Bins(bins, torch.cat([bins[:1] - halves[:1], bins[:-1] + halves, bins[-1:] + halves[-1:]]))
 
 
+def _check_sigma(form: str, sigma: float | None) -> None:
+    if sigma is not None and form != "gaussian":
+        raise ValueError(f'sigma={sigma} is given with labels={form!r}; it belongs to labels="gaussian".')
+
+
 def _labels(values: Tensor, bins: Bins, *, form: str, sigma: float | None) -> Tensor:
     """Return real values (...) as bin positions ("one_hot") or soft labels (..., K)."""
     if form not in FORMS:
         raise ValueError(f"labels is {form!r}, expected one of {FORMS}.")
-    if sigma is not None and form != "gaussian":
-        raise ValueError(f'sigma={sigma} is given with labels={form!r}; it belongs to labels="gaussian".')
     check_finite("target", values)
     values = values if values.is_floating_point() else values.double()
     dtype = torch.promote_types(values.dtype, bins.centres.dtype)

@@ -7,6 +7,7 @@ hold anything, and their gradient is zero.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -74,6 +75,8 @@ def labelled(
             dtype = torch.promote_types(dtype, other)
     arithmetic = torch.promote_types(dtype, torch.float32)
     kept = None
+    if ignore_index is not None and not isinstance(ignore_index, Integral):
+        raise TypeError(f"ignore_index is {ignore_index!r}, expected an int, as the positions in target.")
     if soft and ignore_index is not None:
         raise ValueError(
             f"ignore_index={ignore_index} is given with soft labels, expected class positions; leave positions with "

@@ -53,8 +53,14 @@ class Module(nn.Module):
         return super()._apply(wide, recurse)
 
     def extra_repr(self) -> str:
-        settings = {name: getattr(self, name) for name in self._names}
-        return ", ".join(f"{name}={v!r}" for name, v in settings.items() if isinstance(v, (bool, int, float, str)))
+        told = []
+        for name in self._names:
+            value = getattr(self, name)
+            if isinstance(value, Tensor):
+                told.append(f"{name}={tuple(value.shape)} {str(value.dtype).removeprefix('torch.')}")
+            elif isinstance(value, (bool, int, float, str)):
+                told.append(f"{name}={value!r}")
+        return ", ".join(told)
 
 
 class HeldCost(Module):
@@ -93,6 +99,9 @@ class Loss(Module):
         check_reduction(reduction)
         super().__init__(**settings)
         self.reduction = reduction
+
+    def extra_repr(self) -> str:
+        return ", ".join(part for part in (super().extra_repr(), f"reduction={self.reduction!r}") if part)
 
     def reduced(self, values: Tensor) -> Tensor:
         if self.reduction == "none":

@@ -70,6 +70,11 @@ def dense_token_loss(
     if target.shape != logits.shape:
         raise ValueError(f"target has shape {tuple(target.shape)}, expected that of logits, {tuple(logits.shape)}.")
     check_objective(objective, cost, logits.shape[-1])
+    if not isinstance(cost, Cost):
+        raise TypeError(
+            f"cost is a {type(cost).__name__}, expected one that multiplies a distribution: EmbeddingCost, MixedCost "
+            "or another otloss.costs.Cost. Distances of numbers as a matrix are DenseCost(matrix)."
+        )
     valid = torch.ones(logits.shape[:-1], dtype=torch.bool, device=logits.device) if mask is None else mask
     if valid.shape != logits.shape[:-1] or valid.dtype != torch.bool:
         raise ValueError(

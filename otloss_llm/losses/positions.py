@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import NoReturn
 
 import torch
@@ -89,11 +90,11 @@ def check_vocabulary(cost: VocabularyCost, vocab: int) -> None:
 
 
 def check_kernel(impl: str, chunk_size: int | None) -> None:
-    """Raise ValueError unless the kernel exists and the chunk size is positive."""
+    """Raise ValueError unless the kernel exists and the chunk size is a positive whole number."""
     if impl not in IMPLEMENTATIONS:
         raise ValueError(f"impl is {impl!r}, expected one of {IMPLEMENTATIONS}.")
-    if chunk_size is not None and chunk_size < 1:
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected a positive number of tokens, or None.")
+    if chunk_size is not None and (not isinstance(chunk_size, Integral) or chunk_size < 1):
+        raise ValueError(f"chunk_size is {chunk_size!r}, expected a positive whole number of tokens, or None.")
 
 
 def check_transform(logit_scale: float, logit_softcap: float | None) -> tuple[float, float | None]:

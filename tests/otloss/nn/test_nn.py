@@ -246,8 +246,9 @@ def test_other_calls() -> None:
 
 def test_settings_are_shown() -> None:
     assert repr(modules.OrdinalLoss(x=X.sort().values)) == (
-        "OrdinalLoss(power=2, circular=False, cross_entropy=0.0, reduction='mean')"
+        f"OrdinalLoss(x=({len(X)},) float32, power=2, circular=False, cross_entropy=0.0, reduction='mean')"
     )
+    assert "reduction='sum'" in repr(modules.Emd(cost=MATRIX, reduction="sum"))
 
 
 @pytest.mark.parametrize(
