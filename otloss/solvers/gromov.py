@@ -126,12 +126,13 @@ def _descend(
     value = energy.value(plan) + _entropy(plan, p, q, epsilon)
     done = torch.zeros_like(value, dtype=torch.bool)
     for _ in range(most):
-        target = solve(p, q, _from_zero(energy.gradient(plan)), epsilon=epsilon).plan()
+        gradient = energy.gradient(plan)
+        target = solve(p, q, _from_zero(gradient), epsilon=epsilon).plan()
         if epsilon is None:
             step = target - plan
             # E on the segment is a + b t + c t^2, whose least point in [0, 1] is exact.
-            b = (energy.gradient(plan) * step).sum((-2, -1))
-            c = energy.value(plan + step) - energy.value(plan) - b
+            b = (gradient * step).sum((-2, -1))
+            c = energy.value(target) - value - b
             t = torch.where(c > 0, (-b / (2 * c)).clamp(0, 1), (b + c < 0).to(b.dtype))
             target = plan + t[..., None, None] * step
         new = energy.value(target) + _entropy(target, p, q, epsilon)
