@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from otloss_llm.evaluation.perplexity import check_temperature, check_vocabulary, context_length
+from otloss_llm.evaluation.perplexity import check_fit, check_temperature, padded
 from otloss_llm.models.heads import evaluation_mode
 
 if TYPE_CHECKING:
@@ -90,7 +90,9 @@ def token_divergence(
     with evaluation_mode(p), evaluation_mode(q):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            ids, mask, scored = _padded([sequences[i] for i in rows], prefix_length)
+            ids, mask = padded([sequences[i] for i in rows])
+            scored = mask[:, 1:].clone()
+            scored[:, : prefix_length - 1] = 0
             log_p = _log_probabilities(p, ids, mask, p_temperature)
             shares = log_p.exp()
             entropy[rows] = -(torch.where(shares > 0, shares * log_p, 0.0).sum(-1) * scored).sum(-1).double()
@@ -100,18 +102,6 @@ def token_divergence(
                 kl = torch.where(shares > 0, shares * (log_p - log_q), 0.0).sum(-1)
                 crossed[k, rows] = (kl * scored).sum(-1).double()
     return [_summary(kl, entropy, counts) for kl in crossed]
-
-
-def _padded(sequences: Sequence[Sequence[int]], prefix_length: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids and mask (batch, longest), padded on the right, and which predictions (batch, longest - 1) are scored."""
-    longest = max(len(ids) for ids in sequences)
-    ids, mask = (torch.zeros(len(sequences), longest, dtype=torch.long) for _ in range(2))
-    for row, sequence in enumerate(sequences):
-        ids[row, : len(sequence)] = torch.as_tensor(sequence)
-        mask[row, : len(sequence)] = 1
-    scored = mask[:, 1:].clone()
-    scored[:, : prefix_length - 1] = 0
-    return ids, mask, scored
 
 
 def _log_probabilities(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
@@ -148,9 +138,4 @@ def _check_sequences(
             "that was built for the tokenizer of the source."
         )
     for model in (p, q):
-        context = context_length(model)
-        if context is not None and max(lengths) > context:
-            raise ValueError(
-                f"a sequence has {max(lengths)} tokens, more than a model's context of {context}; sample shorter ones."
-            )
-        check_vocabulary(model, min(map(min, sequences)), max(map(max, sequences)))
+        check_fit(model, max(lengths), min(map(min, sequences)), max(map(max, sequences)))

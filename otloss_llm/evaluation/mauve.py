@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from jaxtyping import Float
 
-from otloss_llm.evaluation.perplexity import context_length
+from otloss_llm.evaluation.perplexity import context_length, padded
 from otloss_llm.models.heads import evaluation_mode
 
 if TYPE_CHECKING:
@@ -143,10 +143,7 @@ def text_features(
     with evaluation_mode(model):
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
-            longest = len(ids[rows[-1]])
-            batch, mask = (torch.zeros(len(rows), longest, dtype=torch.long) for _ in range(2))
-            for k, i in enumerate(rows):
-                batch[k, : len(ids[i])], mask[k, : len(ids[i])] = torch.tensor(ids[i]), 1
+            batch, mask = padded([ids[i] for i in rows])
             found = model(input_ids=batch.to(device), attention_mask=mask.to(device), output_hidden_states=True)
             last = found.hidden_states[-1][torch.arange(len(rows)), mask.sum(1) - 1].float().cpu().numpy()
             out = np.empty((len(ids), last.shape[1])) if out.shape[1] == 0 else out

@@ -178,15 +178,10 @@ def sequence_nll(
     with evaluation_mode(model):
         for start in _with_bar(starts, "scoring", progress):
             rows = order[start : start + batch_size]
-            ids = torch.zeros(len(rows), len(sequences[rows[-1]]), dtype=torch.long)
-            labels = torch.full_like(ids, IGNORE_INDEX)
-            mask = torch.zeros_like(ids)
-            # Padded on the right: no scored token attends to padding, and positions count from 0.
+            ids, mask = padded([sequences[i] for i in rows])
+            labels = ids.masked_fill(mask == 0, IGNORE_INDEX)
             for row, i in enumerate(rows):
-                length = len(sequences[i])
-                ids[row, :length] = torch.as_tensor(sequences[i])
-                labels[row, prefixes[i] : length] = ids[row, prefixes[i] : length]
-                mask[row, :length] = 1
+                labels[row, : prefixes[i]] = IGNORE_INDEX
             nll[rows] = _score(model, ids, labels=labels, mask=mask)[0].sum(dim=1, dtype=torch.float64).cpu()
     return SequenceScores(nll, tokens)
 
@@ -315,6 +310,16 @@ def _check_sequences(model: Any, sequences: Sequence[Sequence[int]], prefixes: S
         raise ValueError(f"none of the {len(sequences)} sequences has a token to score; give at least one.")
     low, high = min(map(min, sequences)), max(map(max, sequences))
     check_fit(model, max(map(len, sequences)), low, high)
+
+
+def padded(sequences: Sequence[Sequence[int]]) -> tuple[Int[Tensor, "rows longest"], Int[Tensor, "rows longest"]]:
+    """Return ids and mask, padded on the right: no scored token attends to padding, and positions count from 0."""
+    longest = max(len(ids) for ids in sequences)
+    ids, mask = (torch.zeros(len(sequences), longest, dtype=torch.long) for _ in range(2))
+    for row, sequence in enumerate(sequences):
+        ids[row, : len(sequence)] = torch.as_tensor(sequence)
+        mask[row, : len(sequence)] = 1
+    return ids, mask
 
 
 def check_fit(model: Any, length: int, low: int, high: int) -> None:

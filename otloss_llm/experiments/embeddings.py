@@ -5,7 +5,6 @@ Each takes and returns rows (V, d); `EmbeddingCost` then compares them by their 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -78,7 +77,6 @@ def centred_where_present(rows: Tensor, present: Tensor) -> Tensor:
     return (rows - rows[present].mean(0)) * present.unsqueeze(1)
 
 
-def token_counts(sequences: Sequence[Tensor] | Tensor, vocab: int) -> Int[Tensor, " vocab"]:
+def token_counts(ids: Int[Tensor, "texts length"], vocab: int) -> Int[Tensor, " vocab"]:
     """Return how often each token occurs."""
-    flat = sequences.flatten() if isinstance(sequences, Tensor) else torch.cat([ids.flatten() for ids in sequences])
-    return torch.bincount(flat.long(), minlength=vocab)
+    return torch.bincount(ids.flatten().long(), minlength=vocab)
