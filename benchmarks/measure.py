@@ -6,9 +6,11 @@ import csv
 import os
 import platform
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -142,6 +144,32 @@ def timed_rounds(
 
 
 @contextmanager
+def busy_neighbours() -> Iterator[None]:
+    """A process on each core that only counts."""
+    started = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(os.cpu_count() or 1)]
+    try:
+        time.sleep(0.2)
+        yield
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+
+
+def slowdowns(
+    contestants: dict[str, Callable[[], Any]], *, rounds: int, turn: float = 0.0
+) -> dict[str, tuple[Timing, Timing]]:
+    """Times of each contestant alone and beside one busy process per core, alternating."""
+    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
+    for _ in range(rounds):
+        for is_busy in (False, True):
+            with busy_neighbours() if is_busy else nullcontext():
+                for name, timing in timed_rounds(contestants, rounds=1, turn=turn).items():
+                    found[name][is_busy].extend(timing.seconds)
+    return {name: (Timing(tuple(alone)), Timing(tuple(busy))) for name, (alone, busy) in found.items()}
+
+
+@contextmanager
 def matmul_precision(precision: str) -> Iterator[None]:
     """Set `torch.set_float32_matmul_precision` inside the block."""
     before = torch.get_float32_matmul_precision()
@@ -226,3 +254,19 @@ def report_memory(benchmark: str, case: str, extra: dict[str, int], *, peer: str
         say(f"  {name:<34} {measured / MIB:9.1f} MiB   {ratio:6.3f} x {peer}")
         rows.append({"name": name, "mebibytes": f"{measured / MIB:.1f}", "ratio": f"{ratio:.4f}", "peer": peer})
     keep(output, f"{benchmark} memory", case, rows)
+
+
+def report_slowdowns(
+    benchmark: str, case: str, found: dict[str, tuple[Timing, Timing]], *, output: Path | None
+) -> dict[str, Timing]:
+    """Print time beside busy processes over time alone, append it to results.csv, and return it round by round."""
+    case, rounds = f"{case}, beside {os.cpu_count()} busy processes", len(next(iter(found.values()))[0].seconds)
+    heading(benchmark, case, f"{rounds} rounds")
+    slower = {name: Timing(tuple(ratios(busy, alone))) for name, (alone, busy) in found.items()}
+    rows = []
+    for name, timing in slower.items():
+        say(f"  {name:<34} {timing.median:8.3f} x itself alone ± {timing.spread:4.0%}")
+        rows.append({"name": name, "ratio": f"{timing.median:.4f}", "peer": "itself alone", "rounds": rounds,
+                     "spread": f"{timing.spread:.3f}"})  # fmt: skip
+    keep(output, benchmark, case, rows)
+    return slower

@@ -27,8 +27,10 @@ from benchmarks.measure import (
     Timing,
     keep,
     ratios,
+    report_slowdowns,
     report_times,
     say,
+    slowdowns,
     table,
     timed_rounds,
 )
@@ -129,6 +131,23 @@ def exact_case(bench: Bench, case: str, limit: Limit, steps: dict[str, Step], *,
     bench.judge(limit, bench.timed(f"exact, {case}", steps, notes=notes, long=long))
 
 
+def busy_case(bench: Bench, problems: Problems) -> None:
+    """All threads, and one, beside one busy process per core; torch's softmax of as many entries for comparison."""
+    batch, n = problems.p.shape
+    given = (problems.p, problems.q, problems.cost)
+
+    def on_one_thread() -> None:
+        torch.set_num_threads(1)
+        otloss.emd(*given)
+
+    steps = {OURS: lambda: otloss.emd(*given), "otloss, one thread": on_one_thread,
+             "torch softmax": lambda: problems.cost.softmax(-1)}  # fmt: skip
+    found = slowdowns(steps, rounds=bench.rounds(), turn=TURN)
+    report_slowdowns(NAME, f"exact, {batch} problems {n} x {n}, values", found, output=bench.settings.output)
+    row = at_least("exact values beside busy processes: one thread / all threads", 0.8)
+    bench.verdicts.append(row.judged(*ratios(found["otloss, one thread"][1], found[OURS][1])))
+
+
 def assignment_case(bench: Bench, batch: int, n: int, dim: int) -> None:
     """Uniform weights, from points, compared with scipy's assignment of one problem after the other."""
     generator = torch.Generator().manual_seed(0)
@@ -150,6 +169,7 @@ def exact_cases(bench: Bench) -> None:
     problems = Problems.random(batch, n)
     case = f"{batch} problems {n} x {n}, values and gradients in p, q, cost"
     exact_case(bench, case, at_least(f"{batch} exact problems {n} x {n}, with gradients", 4.0), emd_steps(problems))
+    busy_case(bench, problems)
     for assignments in ((4, 4, 2), (1, 8, 20)) if small else ((64, 16, 2), (1, 256, 2), (1, 256, 784)):
         assignment_case(bench, *assignments)
     n = 30 if small else 2000

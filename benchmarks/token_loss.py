@@ -41,8 +41,10 @@ from benchmarks.measure import (
     matmul_precision,
     ratios,
     report_memory,
+    report_slowdowns,
     report_times,
     say,
+    slowdowns,
     table,
     timed_rounds,
 )
@@ -73,6 +75,7 @@ SHARPNESS = (1.0, 3.0, 10.0)  # standard deviation of the logits
 EMO_TORCH = Limit(f"EMO time / best {TORCH} time", 1.10)
 EMO_DENSE_CE = Limit("EMO time / dense cross-entropy time", 0.95)
 EMO_PUBLISHED = Limit("EMO time / EMOLoss 0.0.3 time", 0.33)
+EMO_BUSY = Limit("EMO slowdown beside busy processes / dense cross-entropy's", 1.10)
 MLE_TORCH = Limit(f"MLE time / best {TORCH} time", 1.00)
 MEMORY = Limit("EMO peak extra memory beside its cost object / dense cross-entropy's", 0.35)
 EMO_ERROR = Limit("EMO gradient error / dense cross-entropy's", 2.00)
@@ -130,6 +133,15 @@ def time_case(case: Case, in_torch: list[str], *, objectives: bool) -> list[list
     ]
 
 
+def busy_case(case: Case, in_torch: list[str]) -> list[list[str]]:
+    """How much slower each is beside one busy process per core."""
+    names = [DENSE, *in_torch, MLE_OURS, EMO_OURS]
+    found = slowdowns(steps(names, case.problem), rounds=case.rounds)
+    name = case.name(share_distinct(case.problem.labels))
+    slower = report_slowdowns(NAME, name, found, output=case.settings.output)
+    return [EMO_BUSY.judged(*ratios(slower[EMO_OURS], slower[DENSE]))]
+
+
 def memory_case(case: Case, in_torch: list[str]) -> list[list[str]]:
     """Peak memory of each contestant in its own process."""
     size, settings = case.size, case.settings
@@ -173,6 +185,8 @@ def main(settings: Settings) -> None:
         found = time_case(case, in_torch, objectives=size is sizes[0])
         with matmul_precision("medium"):
             case.timed([DENSE, *in_torch, MLE_OURS, EMO_OURS], rounds=min(SWEEP_ROUNDS, case.rounds), note=BF16)
+        if size is sizes[0]:
+            found += busy_case(case, in_torch)
         gc.collect()
         found += memory_case(case, in_torch)
         verdicts += [[str(size), *row] for row in found]
