@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from otloss.boosting.data import INTERFACES, RowFunction, Rows
 from otloss.boosting.derivatives import values
-from otloss.boosting.settings import LossSettings, RowLoss, check_choice, row_loss
+from otloss.boosting.settings import RowLoss, check_choice, row_loss
 
 PREDICTIONS = ("scores", "probabilities")
 _SUM_TO_ONE = 1e-4  # float32 sums of probabilities miss it by less
@@ -43,7 +43,16 @@ class Metric(RowFunction):
 
 
 def xgboost_metric(
-    num_classes: int, *, predictions: str = "scores", interface: str = "native", **settings: Unpack[LossSettings]
+    num_classes: int,
+    *,
+    power: int = 2,
+    x: ArrayLike | None = None,
+    cost: ArrayLike | None = None,
+    transport: float = 1.0,
+    cross_entropy: float = 0.0,
+    class_weight: ArrayLike | None = None,
+    predictions: str = "scores",
+    interface: str = "native",
 ) -> Metric:
     """Return a metric for XGBoost: the weighted mean of the loss that `xgboost_objective` describes; less is better.
 
@@ -68,11 +77,22 @@ def xgboost_metric(
         >>> metric.__name__, metric(np.array([0, 1]), np.zeros((2, 3)))
         ('emd', 0.8333333333333333)
     """
-    return _metric("xgboost", row_loss(num_classes, **settings), predictions, interface)
+    return _metric(
+        "xgboost", row_loss(num_classes, power, x, cost, transport, cross_entropy, class_weight), predictions, interface
+    )
 
 
 def lightgbm_metric(
-    num_classes: int, *, predictions: str = "scores", interface: str = "native", **settings: Unpack[LossSettings]
+    num_classes: int,
+    *,
+    power: int = 2,
+    x: ArrayLike | None = None,
+    cost: ArrayLike | None = None,
+    transport: float = 1.0,
+    cross_entropy: float = 0.0,
+    class_weight: ArrayLike | None = None,
+    predictions: str = "scores",
+    interface: str = "native",
 ) -> Metric:
     """Return a metric for LightGBM; the loss and the arguments are those of `xgboost_metric`.
 
@@ -94,7 +114,12 @@ def lightgbm_metric(
         >>> lightgbm_metric(3, power=1, interface="sklearn")(np.array([0, 1]), np.zeros((2, 3)))
         ('emd', 0.8333333333333333, False)
     """
-    return _metric("lightgbm", row_loss(num_classes, **settings), predictions, interface)
+    return _metric(
+        "lightgbm",
+        row_loss(num_classes, power, x, cost, transport, cross_entropy, class_weight),
+        predictions,
+        interface,
+    )
 
 
 def _metric(library: str, loss: RowLoss, predictions: str, interface: str) -> Metric:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Unpack
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from otloss.boosting.data import INTERFACES, RowFunction, Rows
 from otloss.boosting.derivatives import ORDERS, curvature, gradients
-from otloss.boosting.settings import LossSettings, RowLoss, check_choice, row_loss
+from otloss.boosting.settings import RowLoss, check_choice, row_loss
 
 # XGBoost squares a sum of gradients in float32: if that overflows, it silently finds no split.
 _LARGEST_SUM = 1e19
@@ -39,7 +39,17 @@ class Objective(RowFunction):
         return gradient, hessian
 
 
-def xgboost_objective(num_classes: int, *, interface: str = "native", **settings: Unpack[LossSettings]) -> Objective:
+def xgboost_objective(
+    num_classes: int,
+    *,
+    power: int = 2,
+    x: ArrayLike | None = None,
+    cost: ArrayLike | None = None,
+    transport: float = 1.0,
+    cross_entropy: float = 0.0,
+    class_weight: ArrayLike | None = None,
+    interface: str = "native",
+) -> Objective:
     """Return an objective for XGBoost: transport from the predicted distribution to the label, per row.
 
     The loss of a row is transport * T + cross_entropy * (-log P_y), T = sum_k d_k |F_k - 1[y <= k]|^power with d the
@@ -90,10 +100,22 @@ def xgboost_objective(num_classes: int, *, interface: str = "native", **settings
         array([[-0.333,  0.   ,  0.333],
                [ 0.333,  0.   , -0.333]], dtype=float32)
     """
-    return _objective("xgboost", row_loss(num_classes, **settings), interface)
+    return _objective(
+        "xgboost", row_loss(num_classes, power, x, cost, transport, cross_entropy, class_weight), interface
+    )
 
 
-def lightgbm_objective(num_classes: int, *, interface: str = "native", **settings: Unpack[LossSettings]) -> Objective:
+def lightgbm_objective(
+    num_classes: int,
+    *,
+    power: int = 2,
+    x: ArrayLike | None = None,
+    cost: ArrayLike | None = None,
+    transport: float = 1.0,
+    cross_entropy: float = 0.0,
+    class_weight: ArrayLike | None = None,
+    interface: str = "native",
+) -> Objective:
     """Return an objective for LightGBM; the loss and the arguments are those of `xgboost_objective`.
 
         start = numpy.tile(otloss.boosting.start_scores(labels, num_classes), (len(labels), 1))
@@ -132,7 +154,9 @@ def lightgbm_objective(num_classes: int, *, interface: str = "native", **setting
         array([[-0.333,  0.   ,  0.333],
                [ 0.333,  0.   , -0.333]], dtype=float32)
     """
-    return _objective("lightgbm", row_loss(num_classes, **settings), interface)
+    return _objective(
+        "lightgbm", row_loss(num_classes, power, x, cost, transport, cross_entropy, class_weight), interface
+    )
 
 
 def _objective(library: str, loss: RowLoss, interface: str) -> Objective:

@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from otloss._checks import check_number
 
 Floats = NDArray[np.float64]
-
-
-class LossSettings(TypedDict, total=False):
-    """The settings of a loss; `xgboost_objective` describes them."""
-
-    power: int
-    x: ArrayLike | None
-    cost: ArrayLike | None
-    transport: float
-    cross_entropy: float
-    class_weight: ArrayLike | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +54,6 @@ class RowLoss:
 
 def row_loss(
     num_classes: Any,
-    *,
     power: Any = 2,
     x: Any = None,
     cost: Any = None,

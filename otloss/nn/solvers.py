@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Unpack
-
 from jaxtyping import Float
 from torch import Tensor
 
 from otloss.costs import Cost, as_cost
 from otloss.nn.base import Loss
-from otloss.solvers.entropic.problem import Options
+from otloss.solvers.entropic.problem import Settings
 from otloss.solvers.exact import emd
 from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
 
@@ -42,7 +40,8 @@ class Sinkhorn(Loss):
         cost: (n, m), a matrix per problem (..., n, m), or a cost object.
         epsilon: above 0, in the unit of the cost; a number, or one per problem.
         reduction: "mean", "sum" or "none".
-        options: as for `otloss.sinkhorn`.
+        epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach: as for
+            `otloss.sinkhorn`.
 
     Example:
         >>> import torch
@@ -58,9 +57,20 @@ class Sinkhorn(Loss):
         cost: Cost | Float[Tensor, "*batch n m"],
         epsilon: float | Float[Tensor, "*batch"],
         reduction: str = "mean",
-        **options: Unpack[Options],
+        epsilon_relative_to: str | None = None,
+        marginal_penalty: float | None = None,
+        grad: str = "envelope",
+        tolerance: float | None = None,
+        max_iterations: int = 10_000,
+        start: tuple[Tensor, Tensor] | None = None,
+        strict: bool = False,
+        impl: str = "auto",
+        reach: float | None = None,
     ) -> None:
-        super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, **options)
+        options = Settings(
+            epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
+        )
+        super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, **vars(options))
 
     def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
         return self.reduced(sinkhorn(p, q, **self.settings))
@@ -70,7 +80,7 @@ class SinkhornDivergence(Loss):
     """`otloss.sinkhorn_divergence` with held costs.
 
     Args:
-        cost, epsilon, reduction, options: as for `Sinkhorn`.
+        cost, epsilon, reduction: as for `Sinkhorn`, and so are the other options.
         cost_p, cost_q: the costs among the bins of p, and among those of q, if `cost` does not define them.
 
     Example:
@@ -89,10 +99,21 @@ class SinkhornDivergence(Loss):
         cost_p: Cost | Float[Tensor, "*batch n n"] | None = None,
         cost_q: Cost | Float[Tensor, "*batch m m"] | None = None,
         reduction: str = "mean",
-        **options: Unpack[Options],
+        epsilon_relative_to: str | None = None,
+        marginal_penalty: float | None = None,
+        grad: str = "envelope",
+        tolerance: float | None = None,
+        max_iterations: int = 10_000,
+        start: tuple[Tensor, Tensor] | None = None,
+        strict: bool = False,
+        impl: str = "auto",
+        reach: float | None = None,
     ) -> None:
         held_p, held_q = (None if c is None else as_cost(c) for c in (cost_p, cost_q))
-        super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, cost_p=held_p, cost_q=held_q, **options)
+        options = Settings(
+            epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
+        )
+        super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, cost_p=held_p, cost_q=held_q, **vars(options))
 
     def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
         return self.reduced(sinkhorn_divergence(p, q, **self.settings))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 from jaxtyping import Float
 from torch import Tensor
@@ -14,7 +14,7 @@ from otloss.solvers.entropic.dense import dense_value
 from otloss.solvers.entropic.geomloss import with_start
 from otloss.solvers.entropic.gradients import GraphState, envelope_value, implicit_state
 from otloss.solvers.entropic.potentials import Found, Potentials, find_potentials
-from otloss.solvers.entropic.problem import EntropicProblem, Options, Settings, entropic_problem
+from otloss.solvers.entropic.problem import EntropicProblem, Settings, entropic_problem
 
 
 @eager
@@ -24,7 +24,15 @@ def sinkhorn(
     cost: Cost | Float[Tensor, "*batch n m"],
     *,
     epsilon: float | Float[Tensor, "*batch"],
-    **options: Unpack[Options],
+    epsilon_relative_to: str | None = None,
+    marginal_penalty: float | None = None,
+    grad: str = "envelope",
+    tolerance: float | None = None,
+    max_iterations: int = 10_000,
+    start: tuple[Tensor, Tensor] | None = None,
+    strict: bool = False,
+    impl: str = "auto",
+    reach: float | None = None,
 ) -> Float[Tensor, "*batch"]:
     """Return the entropic transport cost, min over plans P of `<C, P> + epsilon sum P log(P / p q^T)`, per problem.
 
@@ -36,22 +44,22 @@ def sinkhorn(
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
         epsilon: above 0, in the unit of the cost; a number, or one per problem (...). Balanced problems are solved for
             1e8 times the largest cost where it is above that: the limit, the product of the weights, is as near.
-        options:
-            epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
-            marginal_penalty: rho, the price of mass that appears or vanishes, in the unit of the cost: adds
-                `rho KL(P 1 | p) + rho KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then those
-                between measures, `KL(a | b) = sum a log(a / b) - a + b`. Called `reach` before, which still works.
-            grad: "envelope" (default), first derivatives, exact at convergence, no history held; "implicit", also
-                second ones, by a linear system of the size of the smaller side.
-            tolerance: sum of the errors of both marginals relative to the mass, 1e-5 in float32, 1e-8 in float64.
-            max_iterations: 10 000. After a thousand, balanced problems of up to 2**20 entries go to Newton's method.
-            start: potentials (f, g) of a similar problem.
-            strict: raise where a problem does not converge, in place of a `ConvergenceWarning`.
-            impl: "compiled", scaling form on the CPU, for matrices; "torch", log domain, any cost and device;
-                "geomloss", the same from a start by GeomLoss, for one pair of clouds; "auto", the first for balanced
-                problems of up to 2**24 entries on a CPU, the last for large clouds on a GPU that has KeOps, else the
-                second. Balanced problems between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three
-                axes, at least 2**22 pairs) on a CPU start from clusters of points; the tolerance means the same.
+        epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
+        marginal_penalty: rho, the price of mass that appears or vanishes, in the unit of the cost: adds
+            `rho KL(P 1 | p) + rho KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then those
+            between measures, `KL(a | b) = sum a log(a / b) - a + b`.
+        grad: "envelope", first derivatives, exact at convergence, no history held; "implicit", also second ones, by a
+            linear system of the size of the smaller side.
+        tolerance: sum of the errors of both marginals relative to the mass; None for 1e-5 in float32, 1e-8 in float64.
+        max_iterations: at most. After a thousand, balanced problems of up to 2**20 entries go to Newton's method.
+        start: potentials (f, g) of a similar problem.
+        strict: raise where a problem does not converge, in place of a `ConvergenceWarning`.
+        impl: "compiled", scaling form on the CPU, for matrices; "torch", log domain, any cost and device; "geomloss",
+            the same from a start by GeomLoss, for one pair of clouds; "auto", the first for balanced problems of up to
+            2**24 entries on a CPU, the last for large clouds on a GPU that has KeOps, else the second. Balanced
+            problems between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three axes, at least
+            2**22 pairs) on a CPU start from clusters of points; the tolerance means the same.
+        reach: the old name of `marginal_penalty`, for one more release.
 
     Returns:
         (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p and q
@@ -59,7 +67,7 @@ def sinkhorn(
         and what a cost object was built from. Where p and q hold no mass the value and its gradients are 0.
 
     Raises:
-        TypeError: if p, q or a cost matrix is not a floating tensor, or an option is unknown.
+        TypeError: if p, q or a cost matrix is not a floating tensor.
         ValueError: if shapes or masses differ, a weight or a cost is negative, a number is not finite or in range, or
             epsilon is below 1e-8 of the potentials, where their rounding decides the plan.
         NotImplementedError: if a derivative in forward mode is asked of grad="envelope".
@@ -76,7 +84,9 @@ def sinkhorn(
         >>> sinkhorn(p, q, cost, epsilon=0.01), sinkhorn(p, q, cost, epsilon=100.0)
         (tensor(0.2522), tensor(0.4991))
     """
-    settings = Settings.of(options)
+    settings = Settings(
+        epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
+    )
     found = dense_value(p, q, cost, epsilon=epsilon, settings=settings)
     if isinstance(found, Tensor):
         return found
@@ -93,7 +103,15 @@ def sinkhorn_divergence(
     epsilon: float | Float[Tensor, "*batch"],
     cost_p: Cost | Float[Tensor, "*batch n n"] | None = None,
     cost_q: Cost | Float[Tensor, "*batch m m"] | None = None,
-    **options: Unpack[Options],
+    epsilon_relative_to: str | None = None,
+    marginal_penalty: float | None = None,
+    grad: str = "envelope",
+    tolerance: float | None = None,
+    max_iterations: int = 10_000,
+    start: tuple[Tensor, Tensor] | None = None,
+    strict: bool = False,
+    impl: str = "auto",
+    reach: float | None = None,
 ) -> Float[Tensor, "*batch"]:
     """Return the debiased divergence `S(p, q) - S(p, p) / 2 - S(q, q) / 2`, S the entropic transport cost, per problem.
 
@@ -104,8 +122,9 @@ def sinkhorn_divergence(
         p, q, cost, epsilon: as for `sinkhorn`; with `marginal_penalty`, `epsilon (mass_p - mass_q)^2 / 2` is added.
         cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix imply
             them; with a rectangular or asymmetric matrix they are required.
-        options: as for `sinkhorn`; `start` serves S(p, q) alone. With epsilon_relative_to the mean cost is that of
-            `cost`, for all three.
+        epsilon_relative_to: as for `sinkhorn`; the mean cost is that of `cost`, for all three.
+        start: as for `sinkhorn`, of S(p, q) alone.
+        marginal_penalty, grad, tolerance, max_iterations, strict, impl, reach: as for `sinkhorn`.
 
     Returns:
         (...), in the promoted dtype, differentiable as `sinkhorn` is.
@@ -125,7 +144,9 @@ def sinkhorn_divergence(
         >>> round(float(sinkhorn_divergence(p, p, PointCost(x, y), epsilon=0.1)), 4)
         2.0
     """
-    settings = Settings.of(options)
+    settings = Settings(
+        epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
+    )
     among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
     problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
     alone = dataclasses.replace(settings, start=None, epsilon_relative_to=None)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple, Unpack
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -16,7 +16,7 @@ from otloss._checks import check_finite, check_floating
 from otloss.costs import Cost
 from otloss.solvers.bounds import lower_bound, upper_bound
 from otloss.solvers.entropic.log_domain import Sweep
-from otloss.solvers.entropic.problem import EntropicProblem, Options, Settings, entropic_problem, in_float64
+from otloss.solvers.entropic.problem import EntropicProblem, Settings, entropic_problem, in_float64
 from otloss.solvers.entropic.value import (
     dual_value,
     duality_gap,
@@ -117,16 +117,26 @@ def solve(
     cost: Cost | Float[Tensor, "*batch n m"],
     *,
     epsilon: float | Float[Tensor, "*batch"] | None = None,
-    **options: Unpack[Options],
+    epsilon_relative_to: str | None = None,
+    marginal_penalty: float | None = None,
+    grad: str = "envelope",
+    tolerance: float | None = None,
+    max_iterations: int = 10_000,
+    start: tuple[Tensor, Tensor] | None = None,
+    strict: bool = False,
+    impl: str = "auto",
+    reach: float | None = None,
 ) -> Transport:
     """Return the solutions of transport problems, exact or entropic, with an error bound for each.
 
     Args:
         p, q, cost: as for `emd` and `sinkhorn`.
         epsilon: None for exact transport, else as for `sinkhorn`.
-        options: as for `sinkhorn`. grad="implicit" makes `linear_cost`, `potentials`, `plan()` and its
-            products differentiable too; with "envelope" a backward pass through them is an error. Exact transport
-            takes `start` alone.
+        grad: as for `sinkhorn`. "implicit" makes `linear_cost`, `potentials`, `plan()` and its products differentiable
+            too; with "envelope" a backward pass through them raises RuntimeError.
+        start: potentials (f, g) of a similar problem, for exact transport too.
+        epsilon_relative_to, marginal_penalty, tolerance, max_iterations, strict, impl, reach: as for `sinkhorn`. Exact
+            transport takes none of them but `strict`, which changes nothing there.
 
     Returns:
         A `Transport`.
@@ -145,9 +155,11 @@ def solve(
         tensor([[0.2500, 0.2500],
                 [0.0000, 0.5000]])
     """
-    settings = Settings.of(options)
+    settings = Settings(
+        epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
+    )
     if epsilon is None:
-        not_taken = sorted(set(options) - {"start", "strict"})
+        not_taken = sorted(settings.changed - {"start", "strict"})
         if not_taken:
             raise ValueError(
                 f"exact transport (epsilon=None) does not take {not_taken}; give an epsilon, or drop them."

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 
 import pytest
+import torch
 
 import otloss
+import otloss.boosting
+import otloss.losses
+from otloss.solvers.entropic.problem import Settings
 
 
 @pytest.mark.parametrize("name", otloss.__all__)
@@ -30,3 +35,18 @@ def test_import_loads_no_heavy_package() -> None:
     code = f"import sys, otloss; print([name for name in {heavy} if name in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_signatures_show_every_option() -> None:
+    """`help` and completion need names and defaults: no public function takes `**options`, and no default differs."""
+    shown = {
+        name: inspect.signature(value).parameters
+        for module in (otloss, otloss.nn, otloss.losses, otloss.boosting)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) or (inspect.isclass(value) and issubclass(value, torch.nn.Module))
+    }
+    assert not [name for name, parameters in shown.items() for p in parameters.values() if p.kind is p.VAR_KEYWORD]
+    options = list(inspect.signature(Settings).parameters.values())
+    for name in ("sinkhorn", "sinkhorn_divergence", "solve", "Sinkhorn", "SinkhornDivergence"):
+        found = [p for p in shown[name].values() if p.name in {option.name for option in options}]
+        assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in options], name

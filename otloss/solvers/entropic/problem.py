@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass
+from dataclasses import InitVar, dataclass, fields
 from numbers import Real
-from typing import Any, TypedDict
+from typing import Any
 
 import torch
 from jaxtyping import Float
@@ -33,23 +33,9 @@ WIDE_FROM = 10.0
 LEAST_RATIO, LARGEST_RATIO = 1e-8, 1e8
 
 
-class Options(TypedDict, total=False):
-    """Options of `sinkhorn`, `sinkhorn_divergence` and `solve`; see `sinkhorn` for what they mean."""
-
-    epsilon_relative_to: str | None
-    marginal_penalty: float | None
-    reach: float | None
-    grad: str
-    tolerance: float | None
-    max_iterations: int
-    start: tuple[Tensor, Tensor] | None
-    strict: bool
-    impl: str
-
-
 @dataclass(frozen=True)
 class Settings:
-    """The options, checked."""
+    """The options of `sinkhorn`, `sinkhorn_divergence` and `solve`, in their order and checked."""
 
     epsilon_relative_to: str | None = None
     marginal_penalty: float | None = None
@@ -59,8 +45,11 @@ class Settings:
     start: tuple[Tensor, Tensor] | None = None
     strict: bool = False
     impl: str = "auto"
+    reach: InitVar[float | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, reach: float | None) -> None:
+        if reach is not None:
+            self._take_reach(reach)
         for name, allowed in (("grad", GRADS), ("impl", IMPLS), ("epsilon_relative_to", RELATIVE_TO)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {allowed}.")
@@ -76,22 +65,20 @@ class Settings:
         if isinstance(self.max_iterations, bool) or not isinstance(self.max_iterations, int) or self.max_iterations < 1:
             raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
 
-    @staticmethod
-    def of(options: Any) -> Settings:
-        """Return the settings for the keyword arguments of a public function; `reach` is the old name of one."""
-        unknown = sorted(set(options) - set(Options.__annotations__))
-        if unknown:
-            raise TypeError(f"unknown options {unknown}, expected some of {sorted(Options.__annotations__)}.")
-        if "reach" in options:
-            if "marginal_penalty" in options:
-                raise TypeError("reach and marginal_penalty are the same option; give marginal_penalty alone.")
-            warnings.warn(
-                "reach= is now called marginal_penalty= and means the same; the old name goes with the next release.",
-                DeprecationWarning,
-                stacklevel=level_of_the_caller(),
-            )
-            options = {"marginal_penalty" if name == "reach" else name: value for name, value in options.items()}
-        return Settings(**options)
+    def _take_reach(self, reach: float) -> None:
+        if self.marginal_penalty is not None:
+            raise TypeError("reach and marginal_penalty are the same option; give marginal_penalty alone.")
+        warnings.warn(
+            "reach= is now called marginal_penalty= and means the same; the old name goes with the next release.",
+            DeprecationWarning,
+            stacklevel=level_of_the_caller(),
+        )
+        object.__setattr__(self, "marginal_penalty", reach)
+
+    @property
+    def changed(self) -> set[str]:
+        """The names of the options that differ from their defaults."""
+        return {field.name for field in fields(self) if getattr(self, field.name) != field.default}
 
 
 def level_of_the_caller() -> int:
