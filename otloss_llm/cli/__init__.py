@@ -24,7 +24,7 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
 
   train      train a causal language model on text or questions with MLE, TaiLr, MixCE, EMO, number_token
   generate   sample text from a model
-  evaluate   perplexity and mean transport cost of a model on text; its answers to questions
+  evaluate   perplexity and mean transport cost of a model on text; its answers to questions; its labels of texts
   compare    several objectives and seeds from one start: a table, a figure, samples
 
 --version prints the version. With --traceback an error prints its traceback.

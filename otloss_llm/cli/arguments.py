@@ -11,6 +11,7 @@ import torch
 from transformers import TrainingArguments
 
 from otloss.extending import SCALINGS
+from otloss_llm.evaluation.in_context import RETRIEVERS, SCORINGS, TEMPLATE
 from otloss_llm.evaluation.numbers import STYLES
 from otloss_llm.losses.positions import IMPLEMENTATIONS
 
@@ -164,7 +165,7 @@ class GenerateArguments:
 
 @dataclass
 class EvaluateArguments:
-    """What is scored: text, answers to questions, or both."""
+    """What is scored: text, answers to questions, labels of texts, or several of them."""
 
     _argument_group_name = "evaluation"
     text: str | None = _option("A .txt, .md or .jsonl file, or a folder of them.", None)
@@ -181,13 +182,41 @@ class EvaluateArguments:
         choices=STYLES,
     )
     max_new_tokens: int = _option("Longest answer, in tokens.", 100)
-    num_questions: int | None = _option("Answer at most so many, evenly spaced; default: all.", None)
-    predictions_file: str | None = _option("Write the answers here, as JSON lines.", None)
+    num_questions: int | None = _option("Answer, or label, at most so many, evenly spaced; default: all.", None)
+    in_context: str | None = _option(
+        "Labelled texts to classify: .jsonl with text and label (or question, choices, answer), .txt with a label and "
+        "a text on each line, *_text.txt beside *_labels.txt, .zip with a file for each label, .csv or a folder of "
+        "them (MMLU).",
+        None,
+    )
+    in_context_train: str | None = _option(
+        "Texts that demonstrations are taken from. Default: those of --in_context that --num_questions leaves.",
+        None,
+    )
+    demonstrations: int = _option("Labelled texts shown before each text, the most similar last.", 8)
+    retriever: str = _option(
+        "How they are found; none shows the same ones before each text.", "tfidf", choices=RETRIEVERS
+    )
+    scoring: str = _option(
+        "A label is given the mean nll of the whole prompt, that of its own tokens, or the latter minus that after a "
+        "text without content.",
+        "prompt",
+        choices=SCORINGS,
+    )
+    labels: list[str] = field(
+        default_factory=list,
+        metadata={"help": "The candidates, as they are in the file, or with names: 0=negative 1=positive. Default: "
+                  "the labels of the demonstrations' file."},
+    )  # fmt: skip
+    template: str = _option("Of text and label in a prompt; \\n is a line end.", TEMPLATE.replace("\n", "\\n"))
+    predictions_file: str | None = _option("Write the answers, or labels, here, as JSON lines.", None)
     output_file: str | None = _option("Write the JSON here too.", None)
 
     def __post_init__(self) -> None:
-        if not (self.text or self.questions):
-            raise ValueError("there is nothing to evaluate on; give --text, --questions, or both.")
+        if not (self.text or self.questions or self.in_context):
+            raise ValueError("there is nothing to evaluate on; give --text, --questions or --in_context.")
+        if self.questions and self.in_context:
+            raise ValueError("--questions and --in_context were both given; evaluate them one after the other.")
         _check_new_files(self.output_file, self.predictions_file)
 
 

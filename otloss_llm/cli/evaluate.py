@@ -1,4 +1,4 @@
-"""`evaluate`: perplexity and transport cost of a model on text, and its answers to questions."""
+"""`evaluate`: perplexity and transport cost of a model on text, its answers to questions, its labels of texts."""
 
 from __future__ import annotations
 
@@ -12,9 +12,17 @@ import torch
 
 from otloss_llm.cli.arguments import EvaluateArguments, ModelArguments
 from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.data.labelled import LabelledText, read_labelled_texts
 from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions, spread, token_counts
 from otloss_llm.data.text import read_texts
-from otloss_llm.evaluation import answer_questions, perplexity, same_answer, score_answers, score_number_labels
+from otloss_llm.evaluation import (
+    answer_questions,
+    classify_in_context,
+    perplexity,
+    same_answer,
+    score_answers,
+    score_number_labels,
+)
 from otloss_llm.evaluation.numbers import answer_style
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.models.loading import load_model_and_tokenizer
@@ -28,8 +36,9 @@ def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
     texts = read_texts(args.text, text_column=args.text_column) if args.text else []
     questions = read_questions(args.questions) if args.questions else []
     style = answer_style([question.answer for question in questions], args.answer_style) if questions else ""
-    if args.num_questions is not None:
+    if args.num_questions is not None and questions:
         questions = spread(questions, args.num_questions)
+    task = _read_task(args) if args.in_context else None
     model, tokenizer = load_model_and_tokenizer(
         model_args.model_name_or_path, model_args.tokenizer_name, dtype=model_args.dtype or "auto"
     )
@@ -39,10 +48,55 @@ def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
         results |= _score_text(model, tokenizer, PackedBlocks.from_texts(texts, tokenizer, args.block_size), args)
     if questions:
         results |= _score_questions(model, tokenizer, questions, style, args)
+    if task is not None:
+        results |= _score_task(model, tokenizer, *task, args)
     text = json.dumps(results, indent=2)
     if args.output_file:
         write_text(Path(args.output_file), text + "\n")
     return text, 0
+
+
+def _read_task(args: EvaluateArguments) -> tuple[list[LabelledText], list[LabelledText], list[str]]:
+    """Texts to classify, texts to show, and candidates."""
+    named = {written: name or written for written, _, name in (label.partition("=") for label in args.labels)} or None
+    source = args.in_context_train or args.in_context
+    assert args.in_context is not None
+    assert source is not None
+    train = read_labelled_texts(source, labels=named)
+    candidates = list(named.values()) if named else sorted({item.label for item in train})
+    if args.in_context_train:
+        test = read_labelled_texts(args.in_context, labels=named or dict(zip(candidates, candidates, strict=True)))
+        return spread(test, args.num_questions or len(test)), train, candidates
+    chosen = set(spread(range(len(train)), args.num_questions or len(train)))
+    test = [item for i, item in enumerate(train) if i in chosen]
+    train = [item for i, item in enumerate(train) if i not in chosen]
+    if args.demonstrations and not train:
+        raise ValueError(
+            f"all {len(test)} texts of {args.in_context!r} are classified, so none is left to show; give "
+            "--in_context_train, fewer --num_questions, or --demonstrations 0."
+        )
+    return test, train, candidates
+
+
+def _score_task(
+    model: Any, tokenizer: Any, test: list[LabelledText], train: list[LabelledText], candidates: list[str],
+    args: EvaluateArguments,
+) -> dict[str, Any]:  # fmt: skip
+    settings = {"demonstrations": args.demonstrations, "retriever": args.retriever, "scoring": args.scoring}
+    template = args.template.replace("\\n", "\n")
+    scores = dataclasses.asdict(
+        classify_in_context(
+            model, tokenizer, test, train, labels=candidates, template=template, batch_size=args.batch_size, **settings
+        )
+    )
+    lines = [
+        {"text": item.text, "expected": item.label, "predicted": given, "correct": given == item.label}
+        for item, given in zip(test, scores.pop("predictions"), strict=True)
+    ]
+    if args.predictions_file:
+        write_text(Path(args.predictions_file), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+    sizes = {"texts": len(test), "shown_from": len(train), "labels": candidates, "template": template}
+    return {"in_context": {"task": args.in_context} | settings | sizes | scores}
 
 
 def _score_text(model: Any, tokenizer: Any, blocks: PackedBlocks, args: EvaluateArguments) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from otloss_llm.data.labelled import LabelledText as LabelledText
+from otloss_llm.data.labelled import read_labelled_texts as read_labelled_texts
 from otloss_llm.evaluation.answering import NumberTokenScores as NumberTokenScores
 from otloss_llm.evaluation.answering import answer_questions as answer_questions
 from otloss_llm.evaluation.answering import number_token_scores as number_token_scores
@@ -9,9 +11,7 @@ from otloss_llm.evaluation.answering import score_number_labels as score_number_
 from otloss_llm.evaluation.divergences import TokenDivergence as TokenDivergence
 from otloss_llm.evaluation.divergences import token_divergence as token_divergence
 from otloss_llm.evaluation.in_context import InContextScores as InContextScores
-from otloss_llm.evaluation.in_context import LabelledText as LabelledText
 from otloss_llm.evaluation.in_context import classify_in_context as classify_in_context
-from otloss_llm.evaluation.in_context import read_labelled_texts as read_labelled_texts
 from otloss_llm.evaluation.mauve import Mauve as Mauve
 from otloss_llm.evaluation.mauve import mauve as mauve
 from otloss_llm.evaluation.mauve import text_features as text_features

@@ -9,33 +9,26 @@ A prompt is made of demonstrations, most similar last, and the text with one of 
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from otloss_llm.data.blocks import opening_ids
+from otloss_llm.data.labelled import LabelledText
+from otloss_llm.data.questions import spread
 from otloss_llm.evaluation.perplexity import context_length, sequence_nll
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-SCORINGS, RETRIEVERS = ("prompt", "label", "calibrated"), ("tfidf", "bm25")
+SCORINGS, RETRIEVERS = ("prompt", "label", "calibrated"), ("tfidf", "bm25", "none")
+TEMPLATE = "Text: {text}\nLabel: {label}"
 WITHOUT_CONTENT = "N/A"
 K1, B = 1.5, 0.75  # of BM25
-
-
-@dataclass(frozen=True)
-class LabelledText:
-    """A text and its label, as it is written in a prompt."""
-
-    text: str
-    label: str
 
 
 @dataclass(frozen=True)
@@ -47,8 +40,8 @@ class InContextScores:
         majority: accuracy of always saying the most frequent label of the test texts.
         chance: 1 / number of labels.
         predictions: the label given to each text.
-        removed: demonstrations left out because they are the test text itself.
-        shortened: texts for which demonstrations were dropped to fit the context.
+        removed: demonstrations that another one replaced because they are the test text itself.
+        shortened: texts for which demonstrations were dropped to fit the context, the least similar first.
     """
 
     accuracy: float
@@ -58,35 +51,6 @@ class InContextScores:
     predictions: tuple[str, ...]
     removed: int
     shortened: int
-
-
-def read_labelled_texts(path: str | Path) -> list[LabelledText]:
-    """Read JSON lines with "text" and "label"; or "question", "choices" and "answer" (a position), as in MMLU.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a line that is not like that, with its number, or no line.
-    """
-    found = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip():
-            continue
-        try:
-            entry = json.loads(line)
-            if "choices" in entry:
-                letters = "ABCDEFGHIJ"[: len(entry["choices"])]
-                options = [f"{letter}. {choice}" for letter, choice in zip(letters, entry["choices"], strict=True)]
-                found.append(LabelledText("\n".join([str(entry["question"]), *options]), letters[entry["answer"]]))
-            else:
-                found.append(LabelledText(str(entry["text"]), str(entry["label"])))
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise ValueError(
-                f"{path}, line {number}: {type(error).__name__} {error}; expected JSON with text and label, or with "
-                "question, choices and answer (the position of the right choice)."
-            ) from None
-    if not found:
-        raise ValueError(f"{path} holds no text; expected a JSON object on each line.")
-    return found
 
 
 def classify_in_context(
@@ -99,7 +63,7 @@ def classify_in_context(
     demonstrations: int = 8,
     retriever: str = "tfidf",
     scoring: str = "prompt",
-    template: str = "Text: {text}\nLabel: {label}",
+    template: str = TEMPLATE,
     batch_size: int = 8,
     progress: bool = True,
 ) -> InContextScores:
@@ -109,7 +73,7 @@ def classify_in_context(
         test, train: texts with labels; the demonstrations come from `train`.
         labels: the candidates; by default all labels of `train`, in alphabetical order.
         demonstrations: texts shown before each test text; 0 shows none.
-        retriever: how they are found: "tfidf" (cosine) or "bm25".
+        retriever: how they are found: "tfidf" (cosine), "bm25", or "none" (the same ones for each text, evenly spaced).
         scoring: how candidates are compared; see the module.
         template: with {text} and {label}, the label last.
 
@@ -157,12 +121,12 @@ def _prompts(
     before, after = template.split("{label}")
     for kept in range(len(shown), -1, -1):
         told = "".join(
-            before.format(text=item.text) + item.label + after + "\n\n" for item in shown[len(shown) - kept :]
+            before.replace("{text}", item.text) + item.label + after + "\n\n" for item in shown[len(shown) - kept :]
         )
         texts = [text, WITHOUT_CONTENT] if scoring == "calibrated" else [text]
         rows = []
         for one in texts:
-            prompt = told + before.format(text=one)
+            prompt = told + before.replace("{text}", one)
             opening = opening_ids(tokenizer)
             start = opening + _ids(tokenizer, prompt.rstrip())
             for candidate in candidates:
@@ -188,15 +152,18 @@ def _retrieve(
     """Positions of the nearest training texts for each query, the nearest last; and how many were left out as equal."""
     if count == 0:
         return [[] for _ in queries], 0
-    scores = _similarities(queries, [item.text for item in train], retriever)
+    positions: dict[str, set[int]] = {}
+    for i, item in enumerate(train):
+        positions.setdefault(_plain(item.text), set()).add(i)
+    if retriever == "none":
+        orders = [spread(range(len(train)), count + 1)] * len(queries)  # one more, if one is the text itself
+    else:
+        orders = np.argsort(-_similarities(queries, [item.text for item in train], retriever), axis=1, kind="stable")
     found, removed = [], 0
-    for query, row in zip(queries, scores, strict=True):
-        order = np.argsort(-row, kind="stable")
-        # A few more than asked for, so that those that are the query itself can go.
-        equal = [i for i in order[: 2 * count] if _plain(train[i].text) == _plain(query)]
-        removed += len(equal)
-        kept = [int(i) for i in order[: count + len(equal)] if i not in equal][:count]
-        found.append(kept[::-1])
+    for query, order in zip(queries, orders, strict=True):
+        equal = positions.get(_plain(query), set())
+        removed += sum(int(i) in equal for i in order[:count])
+        found.append([int(i) for i in order[: count + len(equal)] if int(i) not in equal][:count][::-1])
     return found, removed
 
 

@@ -104,6 +104,28 @@ def test_evaluate_prints_what_the_library_computes(cli: Cli, tiny: Tiny, tmp_pat
     assert read(output) == ended.json
 
 
+def test_texts_are_classified_in_context(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    (tmp_path / "task.txt").write_text("".join(f"{i % 2} The fox {i}\n" for i in range(9)), encoding="utf-8")
+    given = {"model_name_or_path": tiny.llama, "in_context": tmp_path / "task.txt", "demonstrations": 4}
+    ended = cli(
+        "evaluate",
+        *options(**given, num_questions=6, predictions_file=tmp_path / "labels.jsonl", template="{text}\\n{label}"),
+        *options(labels=["0=bad", "1=good"], retriever="bm25", scoring="label"),
+    )
+    found = ended.json["in_context"]
+    lines = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
+    assert (found["texts"], found["shown_from"], found["labels"]) == (6, 3, ["bad", "good"])
+    assert found["accuracy"] == sum(line["correct"] for line in lines) / 6
+    assert {line["predicted"] for line in lines} <= {"bad", "good"}
+    assert found["template"] == "{text}\n{label}"
+    assert found["shortened"] == 0 < cli("evaluate", *options(**given, num_questions=5)).json["in_context"]["shortened"]
+    assert "none is left to show" in cli("evaluate", *options(**given)).error
+    assert "line 2: the label '1'" in cli("evaluate", *options(**given, labels=["0", "2"])).error
+    (tmp_path / "new.txt").write_text("0 so\n3 so\n", encoding="utf-8")
+    other = given | {"in_context": tmp_path / "new.txt", "in_context_train": given["in_context"]}
+    assert "line 2: the label '3' is not among the candidates ['0', '1']" in cli("evaluate", *options(**other)).error
+
+
 def test_generate_writes_the_same_samples_to_stdout_and_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.txt"
     prompts.write_text("A dog\n\nThe fox\n", encoding="utf-8")

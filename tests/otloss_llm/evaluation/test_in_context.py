@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,13 +13,8 @@ transformers = pytest.importorskip("transformers")
 pytest.importorskip("sklearn")
 
 from otloss_llm.data import train_bpe_tokenizer  # noqa: E402
-from otloss_llm.evaluation.in_context import (  # noqa: E402
-    LabelledText,
-    _retrieve,
-    _similarities,
-    classify_in_context,
-    read_labelled_texts,
-)
+from otloss_llm.data.labelled import LabelledText  # noqa: E402
+from otloss_llm.evaluation.in_context import _retrieve, _similarities, classify_in_context  # noqa: E402
 
 TRAIN = [
     LabelledText("the film was a joy", "good"), LabelledText("a joy to watch this film", "good"),
@@ -111,6 +104,8 @@ def test_demonstrations_that_are_the_test_text_are_left_out(tokenizer: Any) -> N
     assert removed == 1
     assert all(0 not in row or i == 1 for i, row in enumerate(nearest))
     assert [len(row) for row in nearest] == [2, 2]
+    fixed, removed = _retrieve([TRAIN[0].text, "x", "y"], TRAIN, 2, "none")
+    assert (removed, fixed[1], fixed[1] == fixed[2], 0 in fixed[0], len(fixed[0])) == (1, [1, 0], True, False, 2)
 
 
 def test_bm25_is_its_formula() -> None:
@@ -141,7 +136,7 @@ def test_calibration_takes_out_what_a_label_has_without_the_text(tokenizer: Any)
     assert len(found.predictions) == 2
 
 
-def test_bad_input(tokenizer: Any, tmp_path: Path) -> None:
+def test_bad_input(tokenizer: Any) -> None:
     model = _model()
     with pytest.raises(ValueError, match=r"\['fine'\] are not among the candidates"):
         classify_in_context(model, tokenizer, [LabelledText("x", "fine")], TRAIN)
@@ -149,9 +144,3 @@ def test_bad_input(tokenizer: Any, tmp_path: Path) -> None:
         classify_in_context(model, tokenizer, TEST, TRAIN, retriever="dense")
     with pytest.raises(ValueError, match="each once"):
         classify_in_context(model, tokenizer, TEST, TRAIN, template="{text}")
-    path = tmp_path / "task.jsonl"
-    path.write_text(json.dumps({"question": "1+1?", "choices": ["1", "2"], "answer": 1}) + "\n\n" + '{"text": "a"}\n')
-    with pytest.raises(ValueError, match="line 3: KeyError"):
-        read_labelled_texts(path)
-    path.write_text(json.dumps({"question": "1+1?", "choices": ["1", "2"], "answer": 1}))
-    assert read_labelled_texts(path) == [LabelledText("1+1?\nA. 1\nB. 2", "B")]
