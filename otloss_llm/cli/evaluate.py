@@ -82,7 +82,11 @@ def _score_task(
     model: Any, tokenizer: Any, test: list[LabelledText], train: list[LabelledText], candidates: list[str],
     args: EvaluateArguments,
 ) -> dict[str, Any]:  # fmt: skip
-    settings = {"demonstrations": args.demonstrations, "retriever": args.retriever, "scoring": args.scoring}
+    settings: dict[str, Any] = {
+        "demonstrations": args.demonstrations,
+        "retriever": args.retriever,
+        "scoring": args.scoring,
+    }
     template = args.template.replace("\\n", "\n")
     scores = dataclasses.asdict(
         classify_in_context(

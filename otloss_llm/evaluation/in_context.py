@@ -158,7 +158,8 @@ def _retrieve(
     if retriever == "none":
         orders = [spread(range(len(train)), count + 1)] * len(queries)  # one more, if one is the text itself
     else:
-        orders = np.argsort(-_similarities(queries, [item.text for item in train], retriever), axis=1, kind="stable")
+        scores = _similarities(queries, [item.text for item in train], retriever)
+        orders = np.argsort(-scores, axis=1, kind="stable").tolist()
     found, removed = [], 0
     for query, order in zip(queries, orders, strict=True):
         equal = positions.get(_plain(query), set())
