@@ -41,7 +41,7 @@ def test_every_format_is_read(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("a.jsonl", '{"text": "a", "label": 0}\n\n{"text": "a"}', r"line 3 has \['text'\], expected text and label"),
-        ("a.jsonl", '{"question": "?", "choices": ["x", "y"], "answer": 2}', r"line 1.*answer 2, expected .*position \(0 to 1"),
+        ("a.jsonl", '{"question": "?", "choices": ["x", "y"], "answer": 2}', r"line 1.*answer 2, .*\(0 to 1"),
         ("a.txt", "0 fine\n5 odd\n", r"line 2: the label '5' is not among the candidates \['0', '1'\]; add"),
         ("a.txt", "0 fine\nword\n", "line 2 is 'word', expected a label, a space and a text"),
         ("a_text.txt", "one\ntwo\n", "3 lines and a_labels.txt 2, expected one label"),
