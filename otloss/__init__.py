@@ -6,6 +6,7 @@ from otloss._warm_up import warm_up as warm_up
 from otloss.losses import histogram_loss as histogram_loss
 from otloss.losses import number_token_loss as number_token_loss
 from otloss.losses import ordinal_loss as ordinal_loss
+from otloss.losses.documents import document_search as document_search
 from otloss.solvers.bounds import lower_bound as lower_bound
 from otloss.solvers.bounds import upper_bound as upper_bound
 from otloss.solvers.circle import wasserstein_circular as wasserstein_circular
@@ -37,6 +38,7 @@ __all__ = [
     "__version__",
     "cdf_distance",
     "costs",
+    "document_search",
     "emd",
     "fused_gromov",
     "histogram_loss",

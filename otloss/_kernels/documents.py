@@ -1,0 +1,71 @@
+"""Documents as weighted words, compiled: distances between the words of pairs, and bounds from a table of distances.
+
+`costs.PointCost` is the reference implementation of the former. The bounds are dual objectives of two feasible pairs
+of potentials, each one c-transform further than the relaxed bound of one side, p.f or q.g:
+
+    f_i = min_j C_ij,  g_j = min_i C_ij - f_i        and        g_j = min_i C_ij,  f_i = min_j C_ij - g_j
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from otloss._kernels._compile import compiled
+from otloss._kernels._threads import next_task
+from otloss._kernels.simplex import least, lower
+
+
+@compiled(fastmath={"contract", "nsz", "reassoc"})
+def pair_distances(counter: Any, vectors: Any, words_p: Any, words_q: Any, found: Any) -> None:
+    """Fill found (B, n, m) with the distances of words_p (B or 1, n) to words_q (B or 1, m), 0 at negative words."""
+    while True:
+        k = next_task(counter)
+        if k >= found.shape[0]:
+            return
+        mine, theirs = words_p[k if words_p.shape[0] > 1 else 0], words_q[k if words_q.shape[0] > 1 else 0]
+        for i in range(mine.shape[0]):
+            for j in range(theirs.shape[0]):
+                square = 0.0
+                if mine[i] >= 0 and theirs[j] >= 0:
+                    x, y = vectors[mine[i]], vectors[theirs[j]]
+                    for axis in range(x.shape[0]):
+                        apart = np.float64(x[axis]) - np.float64(y[axis])
+                        square += apart * apart
+                found[k, i, j] = np.sqrt(square)
+
+
+@compiled()
+def dual_bounds(
+    table: Any, p: Any, starts: Any, words: Any, masses: Any, bounds: Any, block: Any, f: Any, g: Any
+) -> None:
+    """Fill bounds (N,): document k has the words and masses starts[k] to starts[k + 1], table (n, V) their distances.
+
+    block (n, longest), f (n,) and g (longest,) are scratch.
+    """
+    n = table.shape[0]
+    for k in range(bounds.shape[0]):
+        first, m = starts[k], starts[k + 1] - starts[k]
+        for j in range(m):
+            g[j] = 0.0
+        for i in range(n):
+            for j in range(m):
+                block[i, j] = table[i, words[first + j]]
+            f[i] = least(block[i], g, m)
+        from_p, from_q = 0.0, 0.0
+        for j in range(m):
+            g[j] = np.inf
+        for i in range(n):
+            lower(g, block[i], f[i], m)
+            from_p += p[i] * f[i]
+        for j in range(m):
+            from_p += masses[first + j] * g[j]
+            g[j] = np.inf
+        for i in range(n):
+            lower(g, block[i], 0.0, m)
+        for j in range(m):
+            from_q += masses[first + j] * g[j]
+        for i in range(n):
+            from_q += p[i] * least(block[i], g, m)
+        bounds[k] = from_p if from_p > from_q else from_q
