@@ -40,7 +40,7 @@ def scratch(n: int) -> tuple[np.ndarray, ...]:
 
 
 @inner(fastmath=VECTOR)
-def _place_of(values: Any, bits: Any, row_of: Any, count: int) -> Any:
+def place_of(values: Any, bits: Any, row_of: Any, count: int) -> Any:
     """The place of the number with these bits, of an unassigned column if there are several; -1 if there is none."""
     place: Any = np.int64(-1)
     for j in range(count):
@@ -51,7 +51,7 @@ def _place_of(values: Any, bits: Any, row_of: Any, count: int) -> Any:
 
 
 @inner(fastmath=VECTOR)
-def _reduced(row: Any, price: Any, by: float, low: float, near: Any, count: int) -> Any:
+def reduced(row: Any, price: Any, by: float, low: float, near: Any, count: int) -> Any:
     """Write near = max(row - price - by, low); return the bits of the least."""
     key = LARGEST_BITS
     for j in range(count):
@@ -65,7 +65,7 @@ def _reduced(row: Any, price: Any, by: float, low: float, near: Any, count: int)
 
 @inner(fastmath=VECTOR)
 def _relax(row: Any, price: Any, by: float, low: float, near: Any, hint: Any, node: int, count: int) -> Any:
-    """As `_reduced`, where that is below `near`, with `node` in `hint` there; closed columns have the price -inf."""
+    """As `reduced`, where that is below `near`, with `node` in `hint` there; closed columns have the price -inf."""
     key = LARGEST_BITS
     for j in range(count):
         away = row[j] - price[j] - by
@@ -93,7 +93,7 @@ def _take_columns(cost: Any, g: Any, near: Any, row_of: Any, column_of: Any, wai
     turns, left, i, next_row = 0, 0, np.int64(0), np.int64(1)
     while True:
         best = least(cost[i], g, n)
-        j = _place_of(near, _reduced(cost[i], g, best, 0.0, near, n), row_of, n)
+        j = place_of(near, reduced(cost[i], g, best, 0.0, near, n), row_of, n)
         if j < 0:
             return NONE, turns  # costs beyond float64
         near[j] = np.inf
@@ -121,17 +121,20 @@ def _take_columns(cost: Any, g: Any, near: Any, row_of: Any, column_of: Any, wai
 
 
 @spliced
-def _augment(cost: Any, g: Any, real: Any, whole: Any, start: int, n: int) -> int:
-    """Assign row `start` along a shortest path, and lower g; return the columns visited, or -1 if there is no path."""
+def augment(cost: Any, g: Any, real: Any, whole: Any, start: int, n: int, m: int) -> int:
+    """Assign row `start`, of n, along a shortest path to one of m columns, and lower g of those on it.
+
+    Returns the columns visited, or -1 if there is no path.
+    """
     near, price = real[NEAR], real[PRICE]
     row_of, column_of, by, closed = whole[ROW_OF], whole[COLUMN_OF], whole[BY], whole[CLOSED]
-    for j in range(n):
+    for j in range(m):
         price[j], by[j] = g[j], start
-    key = _reduced(cost[start], price, least(cost[start], g, n), 0.0, near, n)
+    key = reduced(cost[start], price, least(cost[start], g, m), 0.0, near, m)
     count = 0
     while True:
-        j = _place_of(near, key, row_of, n)
-        if j < 0 or count == n:
+        j = place_of(near, key, row_of, m)
+        if j < 0 or count == n or key == LARGEST_BITS:
             return NONE
         way = near[j]
         i = row_of[j]
@@ -144,7 +147,7 @@ def _augment(cost: Any, g: Any, real: Any, whole: Any, start: int, n: int) -> in
         near[j], price[j] = np.inf, -np.inf
         closed[count] = j
         count += 1
-        key = _relax(cost[i], price, shift, way, near, by, i, n)
+        key = _relax(cost[i], price, shift, way, near, by, i, m)
     for t in range(count):
         g[closed[t]] -= way
     while True:
@@ -184,7 +187,7 @@ def assign_problems(
         most = VISITS * n if n > MOST_LEFT else np.int64(2**62)
         is_given_up = left < 0 or left > MOST_LEFT
         for t in range(left):
-            visited = NONE if is_given_up or steps > most else _augment(cost, g_k, real, whole, waiting[t], n)
+            visited = NONE if is_given_up or steps > most else augment(cost, g_k, real, whole, waiting[t], n, n)
             if visited < 0:
                 is_given_up = True
                 break

@@ -1,6 +1,9 @@
 """Batches of rectangular assignment problems of their own sizes: each row gets a column, along shortest paths.
 
-    min sum_i C[i, s(i)]  over one-to-one s  =  max sum_i u_i + sum_j v_j  over  u_i + v_j <= C_ij, v <= 0
+    min sum_i C[i, s(i)]  over one-to-one s  =  max sum_i f_i + sum_j g_j  over  f_i + g_j <= C_ij, g <= 0
+
+Each row takes its cheapest column if that is free; the others are assigned along the shortest paths of
+`_kernels.assignment`, from g = 0. Only the g of columns that rows hold fall, and a column that is held stays so.
 
 Source: D. F. Crouse, On implementing 2D rectangular assignment algorithms, IEEE TAES 52, 2016.
 """
@@ -11,110 +14,88 @@ from typing import Any
 
 import numpy as np
 
-from otloss._kernels._compile import compiled, inner
+from otloss._kernels import assignment
+from otloss._kernels._compile import compiled, inner, spliced
 from otloss._kernels._threads import next_task
+from otloss._kernels.assignment import COLUMN_OF, NEAR, ROW_OF, WAITING, augment, place_of, reduced
+from otloss._kernels.simplex import least
 
 FREE = -1
 INVALID, INFEASIBLE = -2, -3  # in the first place of an answer: a cost of NaN or -inf; no complete matching
 
 
-def scratch(rows: int, columns: int, dtype: Any) -> tuple[np.ndarray, ...]:
-    """Return what a thread works in: (costs, numbers, whole numbers)."""
-    small, large = min(rows, columns), max(rows, columns)
-    return np.empty(small * large, dtype), np.empty((3, large)), np.empty((4, large), np.int64)
+def scratch(entries: int, bins: int, dtype: Any) -> tuple[np.ndarray, ...]:
+    """Return the scratch arrays of a thread (costs, potentials g, whole, real), as large as the largest problem."""
+    return np.empty(entries, dtype), np.empty(bins), *assignment.scratch(bins)
 
 
 @inner()
-def _shortest_path(cost: Any, row: int, u: Any, v: Any, near: Any, by: Any, row_of: Any, left: Any, m: int) -> Any:
-    """Find a free column along the shortest path from `row`; return (column, its length, columns that were closed)."""
-    for j in range(m):
-        left[j], near[j] = j, np.inf
-    open_count, way, i = m, 0.0, row
-    while True:
-        c = cost[i]
-        shift = way - u[i]
-        best, at = np.inf, -1
-        for k in range(open_count):
-            j = left[k]
-            away = c[j] + shift - v[j]
-            if away < near[j]:
-                near[j], by[j] = away, i
-            if near[j] < best or (near[j] == best and row_of[j] < 0):
-                best, at = near[j], k
-        if not best < np.inf:
-            return -1, 0.0, 0
-        way, j = best, left[at]
-        open_count -= 1
-        left[at], left[open_count] = left[open_count], j
-        if row_of[j] < 0:
-            return j, way, open_count
-        i = row_of[j]
-
-
-@inner()
-def _match(cost: Any, n: int, m: int, real: Any, whole: Any) -> bool:
-    """Fill row_of and column_of for n rows and at least as many columns; return whether there is a matching."""
-    u, v, near = real[0], real[1], real[2]
-    by, row_of, column_of, left = whole[0], whole[1], whole[2], whole[3]
+def _copy(flat: Any, begin: int, stride: int, n: int, m: int, is_turned: bool, own: Any) -> bool:
+    """Write the costs to `own`, transposed if `is_turned`; return whether all are above -inf."""
+    valid = True
     for i in range(n):
-        u[i], column_of[i] = 0.0, FREE
+        row = flat[begin + i * stride : begin + i * stride + m]
+        for j in range(m):
+            c = row[j]
+            valid &= c > -np.inf  # NaN is not
+            if is_turned:
+                own[j, i] = c
+            else:
+                own[i, j] = c
+    return valid
+
+
+@spliced
+def _match(cost: Any, n: int, m: int, g: Any, whole: Any, real: Any) -> bool:
+    """Fill ROW_OF and COLUMN_OF for n rows and at least as many columns; return whether there is a matching."""
+    row_of, column_of, waiting, near = whole[ROW_OF], whole[COLUMN_OF], whole[WAITING], real[NEAR]
     for j in range(m):
-        v[j], row_of[j] = 0.0, FREE
-    for row in range(n):
-        j, way, open_count = _shortest_path(cost, row, u, v, near, by, row_of, left, m)
-        if j < 0:
+        g[j], row_of[j], column_of[j] = 0.0, FREE, FREE
+    done, left = True, 0
+    for i in range(n):
+        best = least(cost[i], g, m)
+        if not best < np.inf:
             return False
-        u[row] += way
-        for k in range(open_count, m):
-            closed = left[k]
-            if closed != j:
-                u[row_of[closed]] += way - near[closed]
-                v[closed] -= way - near[closed]
-        while True:
-            i = by[j]
-            row_of[j] = i
-            before = column_of[i]
-            column_of[i] = j
-            if i == row:
-                break
-            j = before
-    return True
+        j = place_of(near, reduced(cost[i], g, best, 0.0, near, m), row_of, m)
+        if row_of[j] < 0:
+            row_of[j], column_of[i] = i, j
+        else:
+            waiting[left] = i
+            left += 1
+    for t in range(left):
+        done = done and augment(cost, g, real, whole, waiting[t], n, m) >= 0
+    return done
 
 
-@compiled(seconds=2)
+@compiled(seconds=3)
 def match_problems(
-    counter: Any, costs: Any, sizes: Any, rows: Any, columns: Any, block: Any, real: Any, whole: Any
-) -> None:
-    """Write the pairs of each problem to rows[k] and columns[k], in the order of rows; what is beyond stays.
+    counter: Any, costs: Any, places: Any, rows: Any, columns: Any, block: Any, g: Any, whole: Any, real: Any
+) -> int:
+    """Write the pairs of each problem to `rows` and `columns`, in the order of rows; return one that has none, or -1.
 
-    costs: (B, n, m) in float32 or float64, +inf forbids a pair; of costs[k] the first sizes[k, 0] rows and sizes[k, 1]
-    columns count. rows, columns: (B, at least the pairs and 1) in int64; INVALID or INFEASIBLE in the first place.
+    costs: all in one array, float32 or float64; +inf forbids a pair. places: (B, 5), per problem: where its costs
+    begin, from there the distance of rows, rows, columns, where its pairs go. rows, columns: int64; INVALID or
+    INFEASIBLE in the first place of the problem that has none.
     """
+    failed = FREE
     while True:
         k = next_task(counter)
-        if k >= costs.shape[0]:
-            return
-        cost, n, m = costs[k], sizes[k, 0], sizes[k, 1]
+        if k >= places.shape[0]:
+            return failed
+        begin, stride, n, m, at = places[k, 0], places[k, 1], places[k, 2], places[k, 3], places[k, 4]
+        if n == 0 or m == 0:
+            continue
         is_turned = n > m
         small, large = (m, n) if is_turned else (n, m)
         own = block[: small * large].reshape(small, large)
-        valid = True
-        for i in range(n):
-            for j in range(m):
-                c = cost[i, j]
-                valid &= c > -np.inf  # NaN is not
-                if is_turned:
-                    own[j, i] = c
-                else:
-                    own[i, j] = c
-        if not valid:
-            rows[k, 0] = INVALID
+        if not _copy(costs, begin, stride, n, m, is_turned, own):
+            rows[at], failed = INVALID, k
             continue
-        if not _match(own, small, large, real, whole):
-            rows[k, 0] = INFEASIBLE
+        if not _match(own, small, large, g, whole, real):
+            rows[at], failed = INFEASIBLE, k
             continue
-        partner, at = whole[1] if is_turned else whole[2], 0  # of each row of `costs`
+        partner = whole[ROW_OF] if is_turned else whole[COLUMN_OF]
         for i in range(n):
             if partner[i] >= 0:
-                rows[k, at], columns[k, at] = i, partner[i]
+                rows[at], columns[at] = i, partner[i]
                 at += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -48,67 +49,68 @@ def match(
     if cost.dim() < 2:
         raise ValueError(f"cost has shape {tuple(cost.shape)}, expected (..., n, m): rows are matched with columns.")
     batch, (n, m) = cost.shape[:-2], cost.shape[-2:]
-    flat = cost.detach().reshape(-1, n, m)
-    shapes = torch.tensor([n, m]).expand(len(flat), 2) if sizes is None else _checked_sizes(sizes, batch, n, m)
-    rows, columns = _solved(flat, shapes)
-    k = min(n, m) if sizes is None else int(shapes.amin(1).amax()) if len(flat) else 0
-    return tuple(t[:, :k].reshape(*batch, k).to(cost.device) for t in (rows, columns))  # type: ignore[return-value]
+    problems, k = batch.numel(), min(n, m)
+    places = np.empty((problems, 5), np.int64)
+    order, places[:, 1] = np.arange(problems), m
+    if sizes is None:
+        places[:, 2], places[:, 3] = n, m
+    else:
+        places[:, 2:4] = shapes = _checked_sizes(sizes, batch, n, m)
+        k = int(shapes.min(1).max(initial=0))
+    places[:, 0], places[:, 4] = order * (n * m), order * k
+    rows, columns = _solved(cost.detach().cpu().reshape(-1), places, problems * k, n * m, max(n, m))
+    return rows.reshape(*batch, k).to(cost.device), columns.reshape(*batch, k).to(cost.device)
 
 
 def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    places, pairs, begin, at = [], [], 0, 0
     for k, cost in enumerate(costs):
-        check_floating(f"cost[{k}]", cost)
-        if cost.dim() != 2:
+        if check_floating(f"cost[{k}]", cost).dim() != 2:
             raise ValueError(f"cost[{k}] has shape {tuple(cost.shape)}, expected a matrix.")
-    if not len(costs):
+        n, m = cost.shape
+        places.append((begin, m, n, m, at))
+        pairs.append(min(n, m))
+        begin, at = begin + n * m, at + pairs[-1]
+    if not places:
         return []
-    shapes = torch.tensor([cost.shape for cost in costs])
-    n, m = (int(size) for size in shapes.amax(0))
-    padded = torch.zeros(len(costs), n, m, dtype=max((c.dtype for c in costs), key=lambda d: d.itemsize))
-    for k, cost in enumerate(costs):
-        padded[k, : cost.shape[0], : cost.shape[1]] = cost.detach()
-    rows, columns = _solved(padded, shapes)
-    pairs = shapes.amin(1).tolist()
-    return [
-        (rows[k, :p].to(c.device), columns[k, :p].to(c.device))
-        for k, (p, c) in enumerate(zip(pairs, costs, strict=True))
-    ]
+    flat = torch.cat([cost.reshape(-1) for cost in costs])
+    entries, bins = max(n * m for _, _, n, m, _ in places), max(max(place[2:4]) for place in places)
+    rows, columns = _solved(flat.detach().cpu(), np.array(places), at, entries, bins)
+    return list(zip(rows.to(flat.device).split(pairs), columns.to(flat.device).split(pairs), strict=True))
 
 
-def _solved(costs: Tensor, sizes: Tensor) -> tuple[Tensor, Tensor]:
-    """Rows and columns (problems, min(n, m)), -1 beyond the pairs of a problem; on the CPU."""
+def _solved(costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: int) -> tuple[Tensor, Tensor]:
+    """Rows and columns (pairs,) of all problems, -1 in the gaps; costs and places as for the kernel, on the CPU."""
     from otloss._kernels._threads import run_on_threads
-    from otloss._kernels.matching import INFEASIBLE, INVALID, match_problems, scratch
+    from otloss._kernels.matching import INVALID, match_problems, scratch
 
-    n, m = costs.shape[-2:]
-    costs = costs.to("cpu", torch.promote_types(costs.dtype, torch.float32)).contiguous()
-    rows, columns = torch.full((2, len(costs), max(1, min(n, m))), NONE)
-    arrays = tuple(t.numpy() for t in (costs, sizes.contiguous(), rows, columns))
-    run_on_threads(
-        match_problems, len(costs), arrays, lambda: scratch(n, m, arrays[0].dtype), one_thread=costs.numel() < _ENTRIES
-    )
-    if rows.numel() and int(rows.amin()) < NONE:
-        problem = int((rows[:, 0] < NONE).nonzero()[0])
-        if int(rows[problem, 0]) == INVALID:
-            raise ValueError(
-                f"the costs of problem {problem} hold NaN or -inf, expected numbers, or +inf to forbid a pair."
+    rows, columns = np.full((2, pairs), NONE)
+    if pairs:
+        flat = costs.to(torch.promote_types(costs.dtype, torch.float32)).numpy()
+        failed = max(
+            run_on_threads(
+                match_problems, len(places), (flat, places, rows, columns), lambda: scratch(entries, bins, flat.dtype),
+                one_thread=flat.size < _ENTRIES,
             )
-        assert int(rows[problem, 0]) == INFEASIBLE
-        raise ValueError(
-            f"problem {problem} has no complete matching: +inf forbids too many pairs. Give large finite costs "
-            "instead, and leave out the pairs that have one."
-        )
-    return rows[:, : min(n, m)], columns[:, : min(n, m)]
+        )  # fmt: skip
+        if failed >= 0 and rows[places[failed, 4]] == INVALID:
+            raise ValueError(
+                f"the costs of problem {failed} hold NaN or -inf, expected numbers, or +inf to forbid a pair."
+            )
+        if failed >= 0:
+            raise ValueError(
+                f"problem {failed} has no complete matching: +inf forbids too many pairs. Give large finite costs "
+                "instead, and leave out the pairs that have one."
+            )
+    return torch.from_numpy(rows), torch.from_numpy(columns)
 
 
-def _checked_sizes(sizes: Tensor, batch: torch.Size, n: int, m: int) -> Tensor:
-    sizes = torch.as_tensor(sizes, device="cpu")
-    if sizes.is_floating_point() or sizes.shape != (*batch, 2):
+def _checked_sizes(sizes: Tensor, batch: torch.Size, n: int, m: int) -> np.ndarray:
+    shapes: np.ndarray = torch.as_tensor(sizes).cpu().numpy()
+    if shapes.dtype.kind not in "iu" or shapes.shape != (*batch, 2):
         raise ValueError(
-            f"sizes has shape {tuple(sizes.shape)} and dtype {sizes.dtype}, expected whole numbers {(*batch, 2)}."
+            f"sizes has shape {shapes.shape} and dtype {shapes.dtype}, expected whole numbers {(*batch, 2)}."
         )
-    if bool((sizes < 0).any()) or bool((sizes > torch.tensor([n, m])).any()):
-        raise ValueError(
-            f"sizes go from {int(sizes.min())} to {int(sizes.max())}, expected rows up to {n} and columns to {m}."
-        )
-    return sizes.reshape(-1, 2).long()
+    if (shapes < 0).any() or (shapes > (n, m)).any():
+        raise ValueError(f"sizes go from {shapes.min()} to {shapes.max()}, expected rows up to {n} and columns to {m}.")
+    return shapes.reshape(-1, 2)
