@@ -252,4 +252,8 @@ class CompareArguments:
     max_new_tokens: int = _option("Longest continuation or answer, in tokens.", 100)
     answer_style: str | None = _option("Of answers to questions. Default: as for evaluate.", None, choices=STYLES)
     num_questions: int | None = _option("Ask at most so many test questions, evenly spaced; default: all.", None)
+    metrics: list[str] = field(
+        default_factory=list,
+        metadata={"help": "More about the samples: mauve (from features of the judge), rouge (against the real text)."},
+    )
     sample_batch_size: int = _option("Continuations made, and blocks scored, at a time.", 32)

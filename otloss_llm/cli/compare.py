@@ -37,6 +37,7 @@ def run(
         batch_size=compare_args.sample_batch_size,
         answer_style=compare_args.answer_style,
         num_questions=compare_args.num_questions,
+        metrics=tuple(compare_args.metrics),
     )
     documents = read_sources(text_args)
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)

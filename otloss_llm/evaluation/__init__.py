@@ -23,6 +23,7 @@ from otloss_llm.evaluation.numbers import score_answers as score_answers
 from otloss_llm.evaluation.numbers import style_of as style_of
 from otloss_llm.evaluation.overlap import distinct_n as distinct_n
 from otloss_llm.evaluation.overlap import repetition as repetition
+from otloss_llm.evaluation.overlap import rouge as rouge
 from otloss_llm.evaluation.perplexity import Perplexity as Perplexity
 from otloss_llm.evaluation.perplexity import SequenceScores as SequenceScores
 from otloss_llm.evaluation.perplexity import TextScores as TextScores
@@ -53,6 +54,7 @@ __all__ = [
     "perplexity",
     "read_labelled_texts",
     "repetition",
+    "rouge",
     "same_answer",
     "sample_texts",
     "score_answers",

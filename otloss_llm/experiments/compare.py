@@ -25,7 +25,7 @@ from otloss_llm.data.questions import AnsweredQuestions, spread
 from otloss_llm.evaluation.numbers import answer_style
 from otloss_llm.experiments.arms import Arm
 from otloss_llm.experiments.arms import parse_arm as parse_arm
-from otloss_llm.experiments.measuring import Data, QuestionBench, QuestionData, TextBench
+from otloss_llm.experiments.measuring import METRICS, Data, QuestionBench, QuestionData, TextBench
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import cost_kind, parse_objective
@@ -50,6 +50,7 @@ class Comparison:
         dtype: of the weights in training.
         answer_style: of `otloss_llm.evaluation.numbers`; None takes that of the right answers. Questions only.
         num_questions: asked at most, spread evenly over the test questions; None asks them all. Questions only.
+        metrics: of the samples, beside the others: "mauve" (with features of the judge), "rouge". Text only.
     """
 
     start: str
@@ -64,14 +65,15 @@ class Comparison:
     dtype: str = "float32"
     answer_style: str | None = None
     num_questions: int | None = None
+    metrics: tuple[str, ...] = ()
 
     def settings(self, data: Data | QuestionData) -> dict[str, Any]:
-        """What identifies the comparison, without arms and seeds (which may be added later) and unused settings."""
+        """What identifies the comparison, without unused settings and what may be added later."""
         text_only, questions_only = (
             ("judge", "prompt_tokens", "samples_per_prompt", "num_prompts"), ("answer_style", "num_questions")
         )  # fmt: skip
         unused = text_only if isinstance(data, QuestionData) else questions_only
-        return {key: value for key, value in asdict(self).items() if key not in ("arms", "seeds", *unused)}
+        return {key: value for key, value in asdict(self).items() if key not in ("arms", "seeds", "metrics", *unused)}
 
 
 def run_comparison(
@@ -148,6 +150,12 @@ def _check(comparison: Comparison, data: Data | QuestionData) -> None:
     for name in ("num_prompts", "prompt_tokens", "samples_per_prompt", "max_new_tokens", "batch_size"):
         if getattr(comparison, name) < 1:
             raise ValueError(f"{name} is {getattr(comparison, name)}, expected 1 or more.")
+    if unknown := set(comparison.metrics) - set(METRICS):
+        raise ValueError(f"metrics has {sorted(unknown)}, expected some of {METRICS}.")
+    if "mauve" in comparison.metrics and comparison.judge is None:
+        raise ValueError("mauve needs features of an independent model; name it with --judge.")
+    if comparison.metrics and isinstance(data, QuestionData):
+        raise ValueError(f"metrics are {comparison.metrics}, but answers to questions have their own; leave them out.")
     if isinstance(data, QuestionData):
         sampled = [arm.name for arm in comparison.arms if arm.temperature != 1.0]
         if sampled:
@@ -209,7 +217,7 @@ def _bench(
         settings["judge_fingerprint"] = fingerprint(judge[0].named_parameters())
     bench = TextBench(
         data, tokenizer, cost=load_cost("model", start), judge=judge, prompt_tokens=comparison.prompt_tokens,
-        samples_per_prompt=comparison.samples_per_prompt, **shared,
+        samples_per_prompt=comparison.samples_per_prompt, metrics=comparison.metrics, **shared,
     )  # fmt: skip
     settings |= settings_of_near_duplicates(bench.cost)
     return bench

@@ -2,8 +2,8 @@
 
 Each result is kept in the model's folder and read from there the next time:
 
-    text        test.json (perplexity, transport cost, number tokens), samples-T1.json, judged-T1.json; at another
-                temperature test-T*.json, samples-T*.json, judged-T*.json
+    text        test.json (perplexity, transport cost, number tokens), samples-T1.json, judged-T1.json, mauve-T1.json,
+                rouge-T1.json; at another temperature test-T*.json, samples-T*.json, ...
     questions   test.json (right answers under teacher forcing), answers.json (greedy)
 """
 
@@ -28,16 +28,21 @@ from otloss_llm.data.questions import AnsweredQuestions, Question, spread
 from otloss_llm.evaluation import (
     answer_questions,
     distinct_n,
+    mauve,
     perplexity,
+    rouge,
     sample_texts,
     score_answers,
     score_number_labels,
     score_texts,
     sequence_nll,
+    text_features,
 )
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.models.loading import load_model
 from otloss_llm.training.folders import read_json, write_json
+
+METRICS = ("mauve", "rouge")
 
 
 @dataclass(frozen=True)
@@ -78,6 +83,7 @@ class TextBench:
 
     Attributes:
         judge: model and tokenizer, or None.
+        metrics: of METRICS, beside the others; "mauve" reads features of the judge.
         num_prompts, prompt_tokens: test blocks, evenly spaced, whose beginnings are continued.
     """
 
@@ -91,13 +97,13 @@ class TextBench:
     samples_per_prompt: int
     max_new_tokens: int
     batch_size: int
+    metrics: tuple[str, ...] = ()
 
     @functools.cached_property
     def texts(self) -> tuple[list[str], list[str]]:
         """The prompts, and their continuations in the test text."""
         blocks, end = self.data.test, self.prompt_tokens + self.max_new_tokens
-        chosen = torch.linspace(0, len(blocks) - 1, min(self.num_prompts, len(blocks))).round().long()
-        rows = blocks.ids[chosen].tolist()
+        rows = _evenly_spaced(blocks, self.num_prompts)
         decode = functools.partial(self.tokenizer.decode, skip_special_tokens=True)
         return [decode(ids[: self.prompt_tokens]) for ids in rows], [
             decode(ids[self.prompt_tokens : end]) for ids in rows
@@ -110,7 +116,17 @@ class TextBench:
     def reference(self, folder: Path) -> dict[str, Any]:
         """Scores of the text itself, kept in `folder`."""
         continuations = self.texts[1]
-        return once(folder / "reference.json", lambda: self._judge(continuations)) | {"samples": continuations}
+        scores = once(folder / "reference.json", lambda: self._judge(continuations))
+        if "mauve" in self.metrics:
+            scores |= once(folder / "reference-mauve.json", self._ceiling)
+        return scores | {"samples": continuations}
+
+    def _ceiling(self) -> dict[str, Any]:
+        """MAUVE of two sets of real text: the same places of as many blocks of the training text."""
+        rows = _evenly_spaced(self.data.train, len(self.texts[1]))
+        end = self.prompt_tokens + self.max_new_tokens
+        return self._mauve([self.tokenizer.decode(row[self.prompt_tokens : end], skip_special_tokens=True)
+                            for row in rows])  # fmt: skip
 
     def measure(self, home: Path, model: Any, *, temperature: float, seed: int) -> dict[str, Any]:
         """Scores of `model` (None: the one in `home`) at a temperature, kept in `home`."""
@@ -120,7 +136,28 @@ class TextBench:
         scores = once(home / test, lambda: self._test(load(), temperature))
         samples = once(home / f"samples-{at}.json", lambda: self._sample(load(), temperature, seed))
         judged = once(home / f"judged-{at}.json", lambda: self._judge(samples))
+        more: dict[str, Callable[[list[str]], dict[str, Any]]] = {"mauve": self._mauve, "rouge": self._rouge}
+        for name in self.metrics:
+            judged |= once(home / f"{name}-{at}.json", functools.partial(more[name], samples))
         return scores | judged | {"samples": samples}
+
+    def _mauve(self, texts: list[str]) -> dict[str, Any]:
+        found = mauve(self._reference_features, self._features(texts))
+        return {"mauve": found.mean, "mauve_std": found.std, "mauve_clusters": found.clusters}
+
+    @functools.cached_property
+    def _reference_features(self) -> Any:
+        return self._features(self.texts[1])
+
+    def _features(self, texts: list[str]) -> Any:
+        assert self.judge is not None
+        model, tokenizer = self.judge
+        some = [text or "\n" for text in texts]  # a sample may end at once
+        return text_features(model.to(self.device), tokenizer, some, batch_size=self.batch_size)
+
+    def _rouge(self, texts: list[str]) -> dict[str, Any]:
+        references = [text for text in self.texts[1] for _ in range(self.samples_per_prompt)]
+        return dict(zip(("rouge_1", "rouge_l"), rouge(texts, references), strict=True))
 
     def _test(self, model: Any, temperature: float) -> dict[str, Any]:
         settings: dict[str, Any] = {"batch_size": self.batch_size, "temperature": temperature, "progress": False}
@@ -154,6 +191,13 @@ class TextBench:
             model.to(self.device), tokenizer, texts, prompts=prompts, batch_size=self.batch_size, progress=False
         )
         return scores | {"judge_perplexity": judged.perplexity, "judge_bits_per_byte": judged.bits_per_byte}
+
+
+def _evenly_spaced(blocks: PackedBlocks, count: int) -> list[list[int]]:
+    """Ids of at most so many blocks."""
+    chosen = torch.linspace(0, len(blocks) - 1, min(count, len(blocks))).round().long()
+    rows: list[list[int]] = blocks.ids[chosen].tolist()
+    return rows
 
 
 class QuestionBench:

@@ -25,6 +25,9 @@ COLUMNS = (
     ("answer_nll", "nll of answers ↓", "{:.3f}"),
     ("test_perplexity", "test perplexity ↓", "{:.2f}"),
     ("judge_perplexity", "judge perplexity of samples ↓", "{:.2f}"),
+    ("mauve", "MAUVE, % ↑", "{:.1f}"),
+    ("rouge_1", "ROUGE-1, % ↑", "{:.1f}"),
+    ("rouge_l", "ROUGE-L, % ↑", "{:.1f}"),
     ("transport_cost", "transport cost ↓", "{:.4f}"),
     ("number_token_accuracy", "number tokens right, % ↑", "{:.1f}"),
     ("number_token_log_error", "log error of number tokens ↓", "{:.3f}"),
@@ -32,7 +35,8 @@ COLUMNS = (
     ("distinct_3", "distinct-3", "{:.3f}"),
     ("seconds_per_step", "ms / step", "{:.0f}"),
 )
-_SHARES = ("exact_match", "number_accuracy", "order_of_magnitude_accuracy", "answered", "number_token_accuracy")
+_SHARES = ("exact_match", "number_accuracy", "order_of_magnitude_accuracy", "answered", "number_token_accuracy",
+           "mauve", "rouge_1", "rouge_l")  # fmt: skip
 _SCALE = dict.fromkeys(_SHARES, 100.0) | {"seconds_per_step": 1000.0}
 
 NOTES_ON_NUMBERS = """\
@@ -77,6 +81,14 @@ NOTES_ON_TEXT = """\
 - `/T=...`: the same trained model at that temperature (logits / T) in every column, a control for sharpening alone.
 - Samples continue {prompts} beginnings of the test text.
 """
+NOTES_ON_MAUVE = """\
+- *MAUVE*: of the samples and the real continuations, from features of the judge: mean of 5 seeds of k-means with
+  {clusters} clusters, of which one has a standard deviation of up to {noise:.1f}. In the row `{human}` are the real
+  continuations and as much other real text: what a perfect model would reach with as few texts.
+"""
+NOTES_ON_ROUGE = """\
+- *ROUGE*: mean F1 of a sample and the real continuation; high if the words are the same.
+"""
 
 
 def write_report(results: dict[str, Any], folder: Path, *, title: str = "Comparison of objectives") -> str:
@@ -103,6 +115,11 @@ def _notes(results: dict[str, Any]) -> str:
         values |= about | {"numeric": numeric, "longest": results["settings"]["max_new_tokens"]}
     notes = NOTES_ON_TEXT if about is None else NOTES_ON_QUESTIONS
     notes += NOTES_ON_NUMBER_TOKENS if any("number_token_accuracy" in run for run in runs) else ""
+    mauves = [scores for scores in (*runs, results["reference"]) if "mauve" in scores]
+    if mauves:
+        values |= {"noise": 100 * max(run["mauve_std"] for run in mauves), "clusters": mauves[0]["mauve_clusters"]}
+        notes += NOTES_ON_MAUVE
+    notes += NOTES_ON_ROUGE if any("rouge_1" in run for run in runs) else ""
     notes += NOTES_ON_NUMBERS if any("number" in run["arm"] for run in runs) else ""
     return (notes + NOTES_ON_ALL).format(**values)
 

@@ -192,6 +192,7 @@ BAD_COMPARISONS: dict[str, tuple[dict[str, object], list[str]]] = {
     "same seed twice": ({"seeds": [3, 3]}, ["seeds", "[3, 3]"]),
     "samples too long": ({"max_new_tokens": 100}, ["max_new_tokens", str(BLOCK)]),
     "judge missing": ({"judge": "./no/such/judge"}, ["no/such/judge"]),
+    "unknown metric": ({"metrics": ["bleu"]}, ["bleu", "rouge"]),
     "no test text": ({"test_fraction": 0}, ["test"]),
 }
 

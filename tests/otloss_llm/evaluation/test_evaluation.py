@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -15,6 +17,7 @@ from otloss_llm.evaluation import (  # noqa: E402
     distinct_n,
     perplexity,
     repetition,
+    rouge,
     sample_texts,
     score_texts,
     sequence_nll,
@@ -288,6 +291,23 @@ def test_distinct_and_repetition():
     assert repetition(texts, 1) == pytest.approx(2 / 8)
     assert repetition(texts, 2) == pytest.approx(1 / 5)
     assert distinct_n(["abab"], 2, tokenize=list) == 2 / 3
+
+
+def test_rouge_counts_words_and_the_longest_common_subsequence() -> None:
+    draw = random.Random(0)
+    pairs = [[draw.choices(["a", "b", "c", "d"], k=draw.randrange(1, 8)) for _ in range(2)] for _ in range(20)]
+    longest = [
+        max(n for n in range(9) if set(itertools.combinations(a, n)) & set(itertools.combinations(b, n)))
+        for a, b in pairs
+    ]
+    shared = [sum(min(a.count(word), b.count(word)) for word in set(a)) for a, b in pairs]
+    texts, references = (["-".join(pair[i]).upper() for pair in pairs] for i in (0, 1))
+    for found, counts in zip(rouge(texts, references), (shared, longest), strict=True):
+        each = [2 * n / (len(a) + len(b)) for n, (a, b) in zip(counts, pairs, strict=True)]
+        assert found == pytest.approx(sum(each) / 20)
+    assert rouge(["..."], ["a"]) == (0.0, 0.0)
+    with pytest.raises(ValueError, match="2 texts and 1 references"):
+        rouge(["a", "b"], ["a"])
 
 
 # errors

@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
 from otloss_llm.data.blocks import PackedBlocks, split_blocks
+from otloss_llm.evaluation import mauve, rouge, text_features
 from otloss_llm.experiments import compare
 from otloss_llm.experiments.compare import HUMAN, START, Arm, parse_arm
 from otloss_llm.models.loading import load_model, load_tokenizer
@@ -75,7 +76,7 @@ def compared(tiny: Tiny, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     folder = tmp_path_factory.mktemp("compared")
     arms = ["mle", "mixce:1.0", "emo", "emo/random", "emo/shuffled", "mle/T=0.5"]
-    assert main(compare_options(tiny, folder, objectives=arms, samples_per_prompt=2)) == 0
+    assert main(compare_options(tiny, folder, objectives=arms, samples_per_prompt=2, metrics=["mauve", "rouge"])) == 0
     return folder
 
 
@@ -103,6 +104,19 @@ def test_every_figure_of_an_arm_is_at_its_own_temperature(compared: Path, tiny: 
     of_the_distribution = ("transport_cost", "number_token_log_error", "number_token_mass", "judge_perplexity")
     assert all(mle[key] != cooler[key] for key in of_the_distribution)
     assert mle["number_token_accuracy"] == cooler["number_token_accuracy"]  # that of the likeliest token
+
+
+def test_mauve_and_rouge_are_those_of_the_samples(compared: Path, tiny: Tiny) -> None:
+    report = read(compared / "report.json")
+    real, run = report["reference"]["samples"], next(run for run in report["runs"] if run["arm"] == "mle/T=0.5")
+    for each in report["runs"]:
+        expected = rouge(each["samples"], np.repeat(real, 2).tolist())
+        assert (each["rouge_1"], each["rouge_l"]) == pytest.approx(expected)
+    judge, tokenizer = load_model(str(tiny.gpt2)), load_tokenizer(str(tiny.gpt2))
+    expected = mauve(*(text_features(judge, tokenizer, texts) for texts in (real, run["samples"])))
+    assert (run["mauve"], run["mauve_std"]) == pytest.approx((expected.mean, expected.std), rel=1e-6)
+    assert report["reference"]["mauve"] != run["mauve"]
+    assert "2 clusters, of which one" in (compared / "report.md").read_text(encoding="utf-8")
 
 
 def test_table_holds_means_and_standard_deviations(compared: Path) -> None:
