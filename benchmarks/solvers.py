@@ -13,6 +13,7 @@ import statistics
 import warnings
 from functools import partial
 
+import ot
 import torch
 from scipy.optimize import linear_sum_assignment
 from torch import Tensor
@@ -172,12 +173,36 @@ def exact_cases(bench: Bench) -> None:
     busy_case(bench, problems)
     for assignments in ((4, 4, 2), (1, 8, 20)) if small else ((64, 16, 2), (1, 256, 2), (1, 256, 784)):
         assignment_case(bench, *assignments)
+    moving_case(bench)
     n = 30 if small else 2000
     for weights in ("uniform", "random"):
         steps = emd_steps(Problems.random(1, n, dim=3, uniform=weights == "uniform"))
         case = f"one problem n={n} in 3-D, {weights} weights, value and gradients in p, q, cost"
         limit = at_least(f"one exact problem n={n}, {weights} weights, with gradients", 1.0)
         exact_case(bench, case, limit, steps, long=True)
+
+
+def moving_case(bench: Bench) -> None:
+    """Moving clouds of one weight per point: values and gradients in the points, compared with a loop of POT."""
+    batch, n = (2, 16) if bench.settings.small else (8, 1024)
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(batch, n, 3, generator=generator) for _ in range(2))
+    x.requires_grad_()
+    uniform = torch.full((n,), 1 / n)
+
+    def our_step() -> Tensor:
+        values = otloss.cloud_loss(x, y, kind="emd")
+        torch.autograd.grad(values.sum(), x)
+        return values.detach()
+
+    def pot_step() -> Tensor:
+        costs = [ot.dist(one, other) for one, other in zip(x, y, strict=True)]
+        values = torch.stack([ot.emd2(uniform, uniform, cost, numItermax=10_000_000) for cost in costs])
+        torch.autograd.grad(values.sum(), x)
+        return values.detach()
+
+    case = f"{batch} moving clouds of {n} points, values and gradients in x"
+    exact_case(bench, case, at_least(case, 3.0), {OURS: our_step, "POT emd2": pot_step}, long=True)
 
 
 # ---- entropic --------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from otloss.losses.documents import document_search as document_search
 from otloss.solvers.bounds import lower_bound as lower_bound
 from otloss.solvers.bounds import upper_bound as upper_bound
 from otloss.solvers.circle import wasserstein_circular as wasserstein_circular
+from otloss.solvers.clouds import cloud_loss as cloud_loss
 from otloss.solvers.entropic.potentials import ConvergenceWarning as ConvergenceWarning
 from otloss.solvers.exact import emd as emd
 from otloss.solvers.gromov import FusedGromov as FusedGromov
@@ -37,6 +38,7 @@ __all__ = [
     "Transport",
     "__version__",
     "cdf_distance",
+    "cloud_loss",
     "costs",
     "document_search",
     "emd",

@@ -11,6 +11,7 @@ from otloss.nn.closed_forms import SlicedWasserstein as SlicedWasserstein
 from otloss.nn.closed_forms import Wasserstein1d as Wasserstein1d
 from otloss.nn.closed_forms import WassersteinCircular as WassersteinCircular
 from otloss.nn.closed_forms import WassersteinTree as WassersteinTree
+from otloss.nn.clouds import CloudLoss as CloudLoss
 from otloss.nn.cumulative import CumulativeLinkHead as CumulativeLinkHead
 from otloss.nn.losses import HistogramLoss as HistogramLoss
 from otloss.nn.losses import NumberTokenLoss as NumberTokenLoss
@@ -24,6 +25,7 @@ from otloss.nn.solvers import SinkhornDivergence as SinkhornDivergence
 
 __all__ = [
     "CdfDistance",
+    "CloudLoss",
     "CumulativeLinkHead",
     "Emd",
     "HistogramLoss",

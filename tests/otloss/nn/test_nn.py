@@ -65,6 +65,10 @@ CASES = {
         modules.SlicedWasserstein, otloss.sliced_wasserstein, {"projections": drawn(4, 2, seed=8), "order": 1},
         (*CLOUDS, P, Q),
     ),
+    "CloudLoss": Case(modules.CloudLoss, otloss.cloud_loss, {"blur": 0.3, "tolerance": 1e-6}, (*CLOUDS, P, Q)),
+    "CloudLoss of slices": Case(
+        modules.CloudLoss, otloss.cloud_loss, {"kind": "sliced", "projections": drawn(4, 2, seed=8)}, (*CLOUDS, P, Q)
+    ),
     "Emd": Case(modules.Emd, otloss.emd, {"cost": MATRIX}),
     "Sinkhorn": Case(
         modules.Sinkhorn, otloss.sinkhorn, {"cost": COST, "epsilon": 0.3, "grad": "implicit", "marginal_penalty": 2.0}

@@ -1,0 +1,134 @@
+"""Moving clouds against GeomLoss, linear programs, loops over the clouds, and finite differences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ot
+import pytest
+import torch
+from geomloss import SamplesLoss
+from scipy.optimize import linear_sum_assignment
+from torch import Tensor
+from torch.autograd import gradcheck
+
+import otloss
+from otloss import cloud_loss
+
+KINDS: list[dict[str, Any]] = [
+    {"kind": "divergence", "epsilon": 0.2, "tolerance": 1e-10},
+    {"kind": "divergence", "epsilon": 0.2, "tolerance": 1e-10, "metric": "euclidean", "marginal_penalty": 0.7},
+    {"kind": "emd"},
+    {"kind": "emd", "metric": "euclidean"},
+    {"kind": "sliced", "metric": "euclidean", "projections": torch.tensor([[1.0, 0.3], [-0.4, 1.0]]).double()},
+]
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def weights(*shape: int, seed: int = 5) -> Tensor:
+    found = drawn(*shape, seed=seed) + 0.1
+    return found / found.sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize(
+    ("metric", "p", "reach", "rtol"),
+    # GeomLoss takes 1e-4 for the distance of a point from itself, and its unbalanced gradients are scaled wrongly.
+    [("sqeuclidean", 2, None, 1e-6), ("euclidean", 1, None, 3e-4), ("sqeuclidean", 2, 0.6, 3e-3)],
+)
+def test_blur_is_that_of_geomloss(metric: str, p: int, reach: float | None, rtol: float) -> None:
+    x, y, a, b = drawn(20, 3).requires_grad_(), drawn(25, 3, seed=1) + 0.2, weights(20), weights(25, seed=6)
+    loss = SamplesLoss("sinkhorn", p=p, blur=1.0, reach=reach, scaling=0.99, diameter=4.0, backend="tensorized")
+    theirs = loss(a, x, b, y).squeeze()
+    penalty, factor = None if reach is None else 2 * reach**2, 2 if p == 2 else 1
+    options: dict[str, Any] = {"metric": metric, "marginal_penalty": penalty, "tolerance": 1e-12}
+    ours = cloud_loss(x, y, a, b, blur=1.0, **options)
+    torch.testing.assert_close(ours, theirs, rtol=rtol, atol=0)
+    torch.testing.assert_close(ours, cloud_loss(x, y, a, b, epsilon=float(factor), **options) / factor)
+    if reach is None:
+        gradients = [torch.autograd.grad(value, x)[0] for value in (ours, theirs)]
+        torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
+
+
+def test_exact_values_and_gradients() -> None:
+    x, y, a, b = drawn(3, 7, 2), drawn(3, 5, 2, seed=1), weights(3, 7), weights(3, 5, seed=6)
+    expected = [ot.emd2(a[k], b[k], torch.cdist(x[k], y[k]).square()) for k in range(3)]
+    torch.testing.assert_close(cloud_loss(x, y, a, b, kind="emd"), torch.stack(expected))
+    # Large assignments, which start from a few iterations of Sinkhorn.
+    x, y = drawn(2, 600, 3, seed=3), drawn(2, 600, 3, seed=4)
+    leaf = x.clone().requires_grad_()
+    value = cloud_loss(leaf, y, kind="emd")
+    (gradient,) = torch.autograd.grad(value.sum(), leaf)
+    for k in range(2):
+        rows, columns = linear_sum_assignment(torch.cdist(x[k], y[k]).square().numpy())
+        apart = x[k] - y[k][columns]
+        torch.testing.assert_close(value[k], apart[rows].square().sum() / 600)
+        torch.testing.assert_close(gradient[k], 2 * apart / 600)
+
+
+@pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(str(v) for v in o.values() if isinstance(v, str)))
+def test_ragged_batches_are_loops_and_gradients_are_right(options: dict[str, Any]) -> None:
+    sizes_x, sizes_y = (4, 1, 6), (3, 5, 2)
+    x, y = ([drawn(n, 2, seed=10 * s + n) for n in sizes] for s, sizes in enumerate((sizes_x, sizes_y)))
+    a = [weights(n, seed=n) for n in sizes_x]
+    loop = torch.stack([cloud_loss(*case, **options) for case in zip(x, y, a, strict=True)])
+    torch.testing.assert_close(cloud_loss(x, y, a, **options), loop)
+    # Padded with what must not be read; and one cloud for all.
+    mask = torch.arange(6) < torch.tensor(sizes_x).unsqueeze(-1)
+    padded, padded_a = torch.full((3, 6, 2), torch.nan, dtype=torch.float64), torch.rand(3, 6, dtype=torch.float64)
+    padded[mask], padded_a[mask] = torch.cat(x), torch.cat(a)
+    torch.testing.assert_close(cloud_loss(padded, y, padded_a, mask_x=mask, **options), loop)
+    shared = torch.stack([cloud_loss(cloud, y[0], **options) for cloud in x])
+    torch.testing.assert_close(cloud_loss(padded, y[0], mask_x=mask, **options), shared)
+    leaves = [t.requires_grad_() for t in (*x, *y)]
+    assert gradcheck(lambda *t: cloud_loss(list(t[:3]), list(t[3:]), a, **options), leaves, atol=1e-5)
+    leaf = padded.clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(cloud_loss(leaf, y[0], mask_x=mask, **options).sum(), leaf)
+    assert (gradient[~mask] == 0).all()
+    assert (gradient[mask] != 0).any()
+
+
+@pytest.mark.parametrize("options", KINDS[::2])
+def test_empty_clouds(options: dict[str, Any]) -> None:
+    x, y = [drawn(3, 2), drawn(0, 2), drawn(2, 2)], drawn(4, 2, seed=1).requires_grad_()
+    with pytest.raises(ValueError, match=r'x has no point in cloud \(1,\), expected at least one.*empty="zero"'):
+        cloud_loss(x, y, **options)
+    value = cloud_loss(x, y, empty="zero", **options)
+    torch.testing.assert_close(value[0], cloud_loss(x[0], y, **options))
+    assert value[1] == 0 < value[2]
+    (gradient,) = torch.autograd.grad(value[1], y, retain_graph=True)
+    assert (gradient == 0).all()
+    none = cloud_loss(torch.zeros(2, 0, 2), torch.zeros(2, 4, 2), empty="zero", **options)
+    assert none.tolist() == [0, 0]
+    assert cloud_loss(torch.zeros(0, 4, 2).double(), y, **options).shape == (0,)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"epsilon": None}, ValueError, "needs epsilon.*or blur"),
+        ({"blur": 0.1}, ValueError, "and not both"),
+        ({"kind": "w2"}, ValueError, "kind is 'w2', expected one of"),
+        ({"kind": "emd"}, ValueError, 'epsilon given for kind="emd"'),
+        ({"projections": 8}, ValueError, 'projections given for kind="divergence"'),
+        ({"metric": "l1", "epsilon": None, "blur": 0.1}, ValueError, "blur is defined for the metrics"),
+        ({"blur": -1.0, "epsilon": None}, ValueError, "blur is -1.0"),
+        ({"mask_x": torch.ones(4)}, TypeError, "mask_x has dtype torch.float32, expected torch.bool"),
+        ({"mask_x": torch.ones(3, dtype=torch.bool)}, ValueError, "mask_x has shape"),
+        ({"a": torch.ones(4)}, ValueError, "different masses"),
+        ({"a": torch.ones(3) / 3}, ValueError, "a has shape"),
+        ({"x": [torch.zeros(2, 2), torch.zeros(2, 3)]}, ValueError, r"x\[1\] has shape \(2, 3\), expected"),
+        ({"x": [torch.zeros(2, 2)], "a": torch.ones(2)}, ValueError, "a has shapes Tensor, expected a list"),
+        ({"x": []}, ValueError, "x is an empty list"),
+        ({"x": torch.zeros(3)}, ValueError, r"x has shape \(3,\), expected \(..., n, d\)"),
+        ({"x": [1.0, 2.0]}, TypeError, r"x\[0\] is a float"),
+        ({"empty": "skip"}, ValueError, "empty is 'skip'"),
+        ({"x": torch.full((4, 2), torch.nan)}, ValueError, "x holds 8 NaN"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
+    given: dict[str, Any] = {"x": torch.zeros(4, 2), "y": torch.ones(3, 2), "epsilon": 0.1} | change
+    with pytest.raises(error, match=message):
+        otloss.cloud_loss(**given)
