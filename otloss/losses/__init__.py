@@ -1,5 +1,8 @@
-"""Losses over classes with an order: ordinal labels, histograms of a number, and tokens that are numbers."""
+"""Losses: ordinal labels, histograms of a number, tokens that are numbers, critics."""
 
+from otloss.losses.critic import critic_loss as critic_loss
+from otloss.losses.critic import generator_loss as generator_loss
+from otloss.losses.critic import gradient_penalty as gradient_penalty
 from otloss.losses.cumulative import cumulative_log_probabilities as cumulative_log_probabilities
 from otloss.losses.cumulative import decode_classes as decode_classes
 from otloss.losses.documents import document_distance as document_distance
@@ -10,9 +13,12 @@ from otloss.losses.number_tokens import number_token_loss as number_token_loss
 from otloss.losses.ordinal import ordinal_loss as ordinal_loss
 
 __all__ = [
+    "critic_loss",
     "cumulative_log_probabilities",
     "decode_classes",
     "document_distance",
+    "generator_loss",
+    "gradient_penalty",
     "histogram_labels",
     "histogram_loss",
     "histogram_mean",

@@ -1,0 +1,127 @@
+"""Critic losses against closed forms, loops over samples and finite differences; the errors of common recipes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from scipy import stats
+from torch import Tensor, nn
+
+import otloss
+from otloss.losses import critic_loss, generator_loss, gradient_penalty
+from tests.otloss.oracles import central_gradients
+
+DRAW = torch.Generator().manual_seed(0)
+REAL, FAKE = (torch.randn(6, 2, 3, dtype=torch.float64, generator=DRAW) for _ in range(2))
+
+
+class Quadratic(nn.Module):
+    """x^T A x / 2 - b.x, whose gradient is A x - b."""
+
+    def __init__(self, A: Tensor, b: Tensor) -> None:
+        super().__init__()
+        self.A, self.b = nn.Parameter(A), nn.Parameter(b)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x.flatten(1)
+        return (x * (x @ self.A)).sum(1, keepdim=True) / 2 - (x @ self.b).unsqueeze(1)
+
+
+def quadratic() -> Quadratic:
+    A = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    return Quadratic(A + A.T, torch.arange(6.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("one_sided", [False, True])
+def test_penalty_and_its_gradients_at_known_points(one_sided: bool) -> None:
+    """Real and fake in one place leave the factors no influence."""
+    critic = quadratic()
+    target = 8.0
+    norms = torch.stack([(critic.A @ x.flatten() - critic.b).norm() for x in REAL])
+    assert (norms < target).any()
+    excess = (norms - target).clamp(min=0) if one_sided else norms - target
+    value = gradient_penalty(critic, REAL, REAL, target=target, one_sided=one_sided)
+    torch.testing.assert_close(value, excess.square().mean())
+    (gradient,) = torch.autograd.grad(value, critic.A)
+
+    def at(A: object) -> float:
+        moved = Quadratic(torch.as_tensor(A), critic.b.detach())
+        return gradient_penalty(moved, REAL, REAL, target=target, one_sided=one_sided).item()
+
+    expected = central_gradients(at, critic.A.detach().numpy(), 1e-6)
+    # The critic is made with A^T = A: its gradient is (A + A^T) x / 2.
+    torch.testing.assert_close(gradient, torch.as_tensor(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_one_uniform_factor_for_each_sample() -> None:
+    seen = []
+
+    def critic(samples: Tensor) -> Tensor:
+        seen.append(samples.detach())
+        return samples.sum((1, 2))
+
+    real, fake = torch.full((3000, 2, 3), 5.0), torch.full((3000, 2, 3), 1.0)
+    gradient_penalty(critic, real, fake, generator=torch.Generator().manual_seed(2))
+    factors = (seen[0] - 1) / 4
+    torch.testing.assert_close(factors, factors[:, :1, :1].expand_as(factors))
+    assert stats.kstest(factors[:, 0, 0].numpy(), "uniform").pvalue > 0.01
+    torch.testing.assert_close(gradient_penalty(critic, real, fake), torch.tensor((6**0.5 - 1) ** 2))  # all axes
+
+
+def test_a_critic_without_any_gradient_gets_finite_derivatives() -> None:
+    """The derivative of a square root at 0 is infinite: without a small addend the weights become NaN."""
+    critic = nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 1))
+    nn.init.zeros_(critic[2].weight)
+    value = gradient_penalty(critic, torch.ones(5, 3), torch.zeros(5, 3))
+    value.backward()
+    assert value.item() == pytest.approx(1, abs=1e-5)
+    assert all(p.grad is None or torch.isfinite(p.grad).all() for p in critic.parameters())
+
+
+@pytest.mark.parametrize(("norm", "alone"), [(nn.BatchNorm1d, False), (nn.LayerNorm, True)])
+def test_batch_normalisation_mixes_the_samples(norm: Callable[[int], nn.Module], alone: bool) -> None:
+    torch.manual_seed(0)
+    critic = nn.Sequential(nn.Linear(6, 8), norm(8), nn.Tanh(), nn.Linear(8, 1)).double()
+    whole = gradient_penalty(critic, REAL.flatten(1), REAL.flatten(1))
+    pairs = [gradient_penalty(critic, x, x) for x in REAL.flatten(1).split(2)]
+    assert torch.allclose(whole, torch.stack(pairs).mean()) == alone
+
+
+def test_the_best_critic_on_a_line_gives_the_distance() -> None:
+    fake, real = torch.tensor([0.5, 0.0, 2.0]), torch.tensor([2.5, 3.0, 2.0])
+    expected = otloss.wasserstein_1d(torch.ones(3) / 3, torch.ones(3) / 3, real, fake)
+    torch.testing.assert_close(-critic_loss(real, fake), expected)  # the identity, for all mass moves one way
+    torch.testing.assert_close(generator_loss(fake) - critic_loss(real, fake), real.mean() - 2 * fake.mean())
+
+
+def test_surroundings() -> None:
+    critic = quadratic()
+    first, second = (gradient_penalty(critic, REAL, FAKE, generator=torch.Generator().manual_seed(3)) for _ in range(2))
+    assert torch.equal(first, second)
+    with torch.no_grad():
+        assert not gradient_penalty(critic, REAL, FAKE).requires_grad
+    leaf = FAKE.clone().requires_grad_()
+    gradient_penalty(critic, REAL, leaf).backward()
+    assert leaf.grad is None
+    half = nn.Linear(3, 1, dtype=torch.bfloat16)
+    assert gradient_penalty(half, torch.ones(2, 3).bfloat16(), torch.ones(2, 3).bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: critic_loss(torch.tensor([]), torch.ones(1)), ValueError, "real has shape"),
+        (lambda: generator_loss(torch.tensor([torch.nan])), ValueError, "fake holds 1 NaN"),
+        (lambda: gradient_penalty(quadratic(), REAL, FAKE[:3]), ValueError, "one shape"),
+        (lambda: gradient_penalty(quadratic(), REAL, FAKE, target=-1), ValueError, "target is -1"),
+        (lambda: gradient_penalty(lambda x: x.detach(), REAL, FAKE), ValueError, "no graph"),
+        (lambda: gradient_penalty(lambda x: nn.Parameter(torch.ones(6)), REAL, FAKE), ValueError, "do not depend"),
+        (lambda: gradient_penalty(lambda x: 1 / (x.sum((1, 2)) * 0), REAL, FAKE), ValueError, "the penalty"),
+        (lambda: gradient_penalty(quadratic(), [1.0], FAKE), TypeError, "real is a list"),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
