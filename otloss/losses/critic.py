@@ -4,7 +4,7 @@
 
 The critic f ascends this difference. Its Lipschitz constant is kept near 1 by
 
-    penalty = mean over samples of (|gradient of f at z| - target)^2,    z = t real + (1 - t) fake,   t uniform in [0, 1]
+    penalty = mean over samples of (|gradient of f at z| - target)^2,   z = t real + (1 - t) fake,  t uniform in [0, 1]
 
 or by spectral normalisation (`torch.nn.utils.parametrizations.spectral_norm`). The difference of the scores is an
 estimate of W_1 and no bound, since the constant of the critic is not exactly 1.
@@ -67,8 +67,8 @@ def generator_loss(fake: Float[Tensor, "..."]) -> Float[Tensor, ""]:
 
 def gradient_penalty(
     critic: Callable[[Tensor], Tensor],
-    real: Float[Tensor, "batch *sample"],
-    fake: Float[Tensor, "batch *sample"],
+    real: Float[Tensor, "batch ..."],
+    fake: Float[Tensor, "batch ..."],
     *,
     target: float = 1.0,
     one_sided: bool = False,
