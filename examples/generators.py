@@ -105,9 +105,8 @@ def draw(runs: dict[str, tuple[Tensor, Tensor]], held_out: Tensor, between: floa
         left.plot(seconds, exact, color=KINDS[kind], label=kind)
         left.fill_between(seconds, rows[..., 1].amin(0), rows[..., 1].amax(0), color=KINDS[kind], alpha=0.2, lw=0)
         if kind != TRANSPORT:
-            share = torch.linspace(0, 100, len(seconds))
-            right.plot(share, exact, color=KINDS[kind], label=f"{kind}: exact W1")
-            right.plot(share, estimate, "--", color=KINDS[kind], label=f"{kind}: the critic's estimate")
+            right.plot(torch.linspace(0, 100, len(exact)), exact, color=KINDS[kind], label=f"{kind}: exact W1")
+            right.plot(torch.linspace(0, 100, len(exact)), estimate, "--", color=KINDS[kind], label="its estimate")
     for axis in (left, right):
         axis.axhline(between, color="0.5", lw=1, linestyle=":", label="exact W1 of two samples of the data")
         axis.legend(frameon=False, fontsize=8)
@@ -126,7 +125,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="a few steps and one seed")
     parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
     options = parser.parse_args(argv)
-    digits = torch.as_tensor(load_digits().data / 16, dtype=torch.float32)
+    digits = torch.tensor(load_digits().data / 16).float()
     digits = digits[torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))]
     data, held_out = digits[:1200], digits[1200 : 1264 if options.quick else 1712]
     steps, every, seeds = (4, 2, 1) if options.quick else (500, 50, 3)
