@@ -38,7 +38,7 @@ class Wasserstein1d(Loss):
     ) -> None:
         super().__init__(reduction, x=x, y=y, order=order)
 
-    def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
+    def forward(self, p: Float[Tensor, "*batch n"] | None, q: Float[Tensor, "*batch m"] | None) -> Tensor:
         return self.reduced(wasserstein_1d(p, q, **self.settings))
 
 

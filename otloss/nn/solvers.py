@@ -29,7 +29,7 @@ class Emd(Loss):
     def __init__(self, *, cost: Cost | Float[Tensor, "*batch n m"], reduction: str = "mean") -> None:
         super().__init__(reduction, cost=as_cost(cost))
 
-    def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
+    def forward(self, p: Float[Tensor, "*batch n"] | None, q: Float[Tensor, "*batch m"] | None) -> Tensor:
         return self.reduced(emd(p, q, **self.settings))
 
 
@@ -72,7 +72,7 @@ class Sinkhorn(Loss):
         )
         super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, **vars(options))
 
-    def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
+    def forward(self, p: Float[Tensor, "*batch n"] | None, q: Float[Tensor, "*batch m"] | None) -> Tensor:
         return self.reduced(sinkhorn(p, q, **self.settings))
 
 
@@ -115,5 +115,5 @@ class SinkhornDivergence(Loss):
         )
         super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, cost_p=held_p, cost_q=held_q, **vars(options))
 
-    def forward(self, p: Float[Tensor, "*batch n"], q: Float[Tensor, "*batch m"]) -> Tensor:
+    def forward(self, p: Float[Tensor, "*batch n"] | None, q: Float[Tensor, "*batch m"] | None) -> Tensor:
         return self.reduced(sinkhorn_divergence(p, q, **self.settings))

@@ -34,8 +34,8 @@ COUPLINGS = ("independent", "residual", "best")
 
 
 def upper_bound(
-    p: Float[Tensor, "*batch n"],
-    q: Float[Tensor, "*batch m"],
+    p: Float[Tensor, "*batch n"] | None,
+    q: Float[Tensor, "*batch m"] | None,
     cost: Cost | Float[Tensor, "*batch n m"],
     *,
     coupling: str = "best",
@@ -43,8 +43,8 @@ def upper_bound(
     """Return the cost of a coupling that needs no solver, an upper bound of `emd(p, q, cost)`, per problem.
 
     Args:
-        p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
-        q: (..., m) weights >= 0 with the mass of p, up to rounding.
+        p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.
+        q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         cost: (n, m), (..., n, m) or a cost object; C[i, j] is the price per unit of mass.
         coupling: "independent", the product coupling; exact when p or q is one-hot, and not zero at p = q.
             "residual", min(p, q) stays in place and the rest moves by its product coupling; zero iff p = q, given a
@@ -89,8 +89,8 @@ def upper_bound(
 
 
 def lower_bound(
-    p: Float[Tensor, "*batch n"],
-    q: Float[Tensor, "*batch m"],
+    p: Float[Tensor, "*batch n"] | None,
+    q: Float[Tensor, "*batch m"] | None,
     cost: Cost | Float[Tensor, "*batch n m"],
 ) -> Float[Tensor, "*batch"]:
     """Return a lower bound of `emd(p, q, cost)` that needs no solver, per problem.
@@ -101,8 +101,8 @@ def lower_bound(
     that is not active gets a gradient of zero.
 
     Args:
-        p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
-        q: (..., m) weights >= 0 with the mass of p, up to rounding.
+        p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.
+        q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         cost: (n, m), (..., n, m) or a cost object; C[i, j] is the price per unit of mass.
 
     Returns:

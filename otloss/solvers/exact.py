@@ -45,15 +45,15 @@ _GAP_TOLERANCE = 1e-7
 
 @eager
 def emd(
-    p: Float[Tensor, "*batch n"],
-    q: Float[Tensor, "*batch m"],
+    p: Float[Tensor, "*batch n"] | None,
+    q: Float[Tensor, "*batch m"] | None,
     cost: Cost | Float[Tensor, "*batch n m"],
 ) -> Float[Tensor, "*batch"]:
     """Return the least cost of transporting p to q, exactly, per problem.
 
     Args:
-        p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
-        q: (..., m) weights >= 0 with the mass of p, up to rounding.
+        p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.
+        q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
 
     Returns:

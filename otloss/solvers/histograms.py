@@ -89,10 +89,22 @@ def pair_and_cost(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
         TypeError, ValueError: as `histogram_pair`, `as_cost` and `cost_between`, and if the batch axes do not fit.
     """
     fitted = as_cost(cost)
-    pair = histogram_pair(p, q, cost.dtype)
+    pair = histogram_pair(*weights_or_uniform(p, q, fitted), cost.dtype)
     fitted = cost_between(pair.p, pair.q, fitted)
     check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
     return pair, fitted
+
+
+def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
+    """Return p and q; in place of None, weights of 1 / n each for the bins of the cost."""
+    if p is not None and q is not None:
+        return p, q
+    shape, like = as_cost(cost).shape, next((w for w in (p, q, cost) if isinstance(w, Tensor)), cost)
+    found = (
+        torch.full((size,), 1 / size, dtype=cost.dtype, device=like.device) if given is None and size else given
+        for given, size in zip((p, q), shape, strict=True)
+    )
+    return next(found), next(found)
 
 
 def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:

@@ -94,8 +94,8 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
 
 
 def wasserstein_1d(
-    p: Float[Tensor, "*batch n"],
-    q: Float[Tensor, "*batch m"],
+    p: Float[Tensor, "*batch n"] | None,
+    q: Float[Tensor, "*batch m"] | None,
     x: Float[Tensor, "*batch n"] | None = None,
     y: Float[Tensor, "*batch m"] | None = None,
     *,
@@ -104,8 +104,8 @@ def wasserstein_1d(
     """Return W_order^order between histograms on the line, the least cost of moving p to q at |x - y|^order per unit.
 
     Args:
-        p: (..., n) weights >= 0. The leading axes of p, q, x and y broadcast.
-        q: (..., m) weights >= 0 with the mass of p, up to rounding.
+        p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q, x and y broadcast.
+        q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         x: (n,) or (..., n) positions of p's bins, 0 to n - 1 by default; any order, repeated ones may occur.
         y: (m,) or (..., m) positions of q's bins, those of p by default.
         order: at least 1.
@@ -130,6 +130,7 @@ def wasserstein_1d(
         tensor(5.)
     """
     _check_exponent("order", order)
+    p, q = (_or_uniform(*given) for given in (("p", p, x, q), ("q", q, x if y is None else y, p)))
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
     return _closed_form(_wasserstein_1d, (p, q, x, y), order)
@@ -148,6 +149,18 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
     y_sorted, order_y = y.sort(dim=-1, stable=True)
     value = _quantile_cost(_take(pair.p, order_x), _take(pair.q, order_y), x_sorted, y_sorted, order)
     return value.to(pair.dtype)
+
+
+def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:
+    """The weights, or 1 / n each for the bins at the positions; where there are none, for those of the other side."""
+    if weights is not None:
+        return weights
+    if not any(isinstance(t, Tensor) and t.dim() for t in (positions, other)):
+        raise ValueError(f"{name} is None, which is for equal weights at given positions; pass x, or {name}.")
+    like = other if positions is None else positions
+    assert like is not None
+    dtype = next((t.dtype for t in (positions, other) if t is not None and t.is_floating_point()), torch.float32)
+    return torch.full(like.shape[-1:], 1 / max(1, like.shape[-1]), dtype=dtype, device=like.device)
 
 
 def _closed_form(reference: Callable[..., Tensor], given: tuple[Tensor | None, ...], exponent: float) -> Tensor:

@@ -15,12 +15,13 @@ from otloss.solvers.entropic.geomloss import with_start
 from otloss.solvers.entropic.gradients import GraphState, envelope_value, implicit_state
 from otloss.solvers.entropic.potentials import Found, Potentials, find_potentials
 from otloss.solvers.entropic.problem import EntropicProblem, Settings, entropic_problem
+from otloss.solvers.histograms import weights_or_uniform
 
 
 @eager
 def sinkhorn(
-    p: Float[Tensor, "*batch n"],
-    q: Float[Tensor, "*batch m"],
+    p: Float[Tensor, "*batch n"] | None,
+    q: Float[Tensor, "*batch m"] | None,
     cost: Cost | Float[Tensor, "*batch n m"],
     *,
     epsilon: float | Float[Tensor, "*batch"],
@@ -39,8 +40,9 @@ def sinkhorn(
     The sum is `KL(P | p q^T)`; masses other than one would add `mass^2 - mass` to the latter, which no plan can change.
 
     Args:
-        p: (..., n) weights >= 0. The leading axes of p, q and the cost broadcast.
-        q: (..., m) weights >= 0, with the mass of p up to rounding unless `marginal_penalty` is given.
+        p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.
+        q: (..., m) weights >= 0, with the mass of p up to rounding unless `marginal_penalty` is given; or None for
+            1 / m each.
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
         epsilon: above 0, in the unit of the cost; a number, or one per problem (...). Balanced problems are solved for
             1e8 times the largest cost where it is above that: the limit, the product of the weights, is as near.
@@ -87,6 +89,7 @@ def sinkhorn(
     settings = Settings(
         epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
     )
+    p, q = weights_or_uniform(p, q, cost)
     found = dense_value(p, q, cost, epsilon=epsilon, settings=settings)
     if isinstance(found, Tensor):
         return found
@@ -96,8 +99,8 @@ def sinkhorn(
 
 @eager
 def sinkhorn_divergence(
-    p: Float[Tensor, "*batch n"],
-    q: Float[Tensor, "*batch m"],
+    p: Float[Tensor, "*batch n"] | None,
+    q: Float[Tensor, "*batch m"] | None,
     cost: Cost | Float[Tensor, "*batch n m"],
     *,
     epsilon: float | Float[Tensor, "*batch"],

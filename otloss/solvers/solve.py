@@ -112,8 +112,8 @@ class Transport(ABC):
 
 @eager
 def solve(
-    p: Float[Tensor, "*batch n"],
-    q: Float[Tensor, "*batch m"],
+    p: Float[Tensor, "*batch n"] | None,
+    q: Float[Tensor, "*batch m"] | None,
     cost: Cost | Float[Tensor, "*batch n m"],
     *,
     epsilon: float | Float[Tensor, "*batch"] | None = None,
@@ -277,7 +277,9 @@ class _Entropic(Transport):
 
 
 class _Exact(Transport):
-    def __init__(self, p: Tensor, q: Tensor, cost: Cost | Tensor, start: tuple[Tensor, Tensor] | None) -> None:
+    def __init__(
+        self, p: Tensor | None, q: Tensor | None, cost: Cost | Tensor, start: tuple[Tensor, Tensor] | None
+    ) -> None:
         self._pair, self._matrix = exact_problem(p, q, cost)
         self._solution: ExactSolution = solve_exact(self._pair.p, self._pair.q, self._matrix, start=start)
         self.value = exact_value(self._pair, self._matrix, self._solution)

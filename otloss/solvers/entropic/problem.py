@@ -14,7 +14,7 @@ from torch import Tensor
 
 from otloss._checks import check_broadcast, check_floating, check_positive, check_potentials
 from otloss.costs import Cost, as_cost, cost_between
-from otloss.solvers.histograms import histogram_pair
+from otloss.solvers.histograms import histogram_pair, weights_or_uniform
 
 GRADS = ("envelope", "implicit")
 IMPLS = ("auto", "compiled", "torch", "geomloss")
@@ -122,7 +122,7 @@ class EntropicProblem:
 def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) -> EntropicProblem:
     """Check everything, and bring it to one dtype and one batch shape."""
     fitted = as_cost(cost)
-    pair = histogram_pair(p, q, cost.dtype, balanced=settings.marginal_penalty is None)
+    pair = histogram_pair(*weights_or_uniform(p, q, fitted), cost.dtype, balanced=settings.marginal_penalty is None)
     fitted = cost_between(pair.p, pair.q, fitted)
     width = _epsilon(epsilon, fitted, settings)
     p, q = pair.p, pair.q
