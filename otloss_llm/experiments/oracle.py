@@ -17,23 +17,25 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
 
+from otloss.costs import DenseCost
+from otloss_llm.costs.vocabulary import LabelRows, TokenCost, as_vocabulary_cost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.evaluation.divergences import token_divergence
 from otloss_llm.evaluation.perplexity import check_temperature, context_length
 from otloss_llm.experiments import embeddings
-from otloss_llm.experiments.arms import Arm, parse_arm
+from otloss_llm.experiments.arms import parse_arm
 from otloss_llm.experiments.frontier import Frontier
 from otloss_llm.experiments.measuring import once
 from otloss_llm.models.heads import evaluation_mode, find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
-from otloss_llm.objectives import MLE, cost_kind, needs_cost, parse_objective
+from otloss_llm.objectives import MLE, Objective, cost_kind, needs_cost, parse_objective
 from otloss_llm.training.folders import open_run
 from otloss_llm.training.loading import load_cost
 from otloss_llm.training.runs import train_run
@@ -41,6 +43,7 @@ from otloss_llm.training.runs import train_run
 # Costs of other embeddings than the student's own head: name -> rows from (source's head, source, its texts).
 EMBEDDINGS: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
     "source": lambda head, source, texts: head,
+    "neighbours": lambda head, source, texts: head,  # and only the nearest tokens count, see `nearest_only`
     "centred": lambda head, source, texts: embeddings.centred(head),
     "all-but-the-top": lambda head, source, texts: embeddings.all_but_the_top(head),
     "whitened": lambda head, source, texts: embeddings.whitened(head),
@@ -50,6 +53,46 @@ EMBEDDINGS: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
         head, embeddings.token_counts(texts, len(head))
     ),
 }
+
+
+@dataclass(frozen=True)
+class PublishedRatio:
+    """EMO as the published code for LLaMA computes it: the ratio is nll / (D + q_y) in place of nll / D."""
+
+    needs_cost: ClassVar[bool] = True
+
+    def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
+        assert cost is not None
+        return 0.5 * (nll + (nll / (cost + (-nll).exp())).detach() * cost)
+
+
+@dataclass(frozen=True)
+class OracleArm:
+    """An objective and the embedding of its cost: one of `EMBEDDINGS`, or one of those of `parse_arm`."""
+
+    name: str
+    objective: Objective
+    embedding: str
+
+    @classmethod
+    def parse(cls, text: str) -> OracleArm:
+        """Read `objective[/embedding]`; "emo-published" is `PublishedRatio`.
+
+        Raises:
+            ValueError: an unknown objective or embedding, an embedding for an objective without a cost, a temperature.
+        """
+        first, *variants = text.split("/")
+        published = first == "emo-published"
+        names = [part for part in variants if part in EMBEDDINGS]
+        arm = parse_arm("/".join(["emo" if published else first, *(part for part in variants if part not in names)]))
+        objective = PublishedRatio() if published else parse_objective(arm.objective)
+        if arm.temperature != 1.0:
+            raise ValueError(f"arm {text!r} has a temperature; arms are measured at all temperatures, leave it out.")
+        if cost_kind(arm.objective) != "embedding":
+            raise ValueError(f"arm {text!r} has a cost of numbers, expected one of an embedding.")
+        if names and (len(variants) > 1 or not needs_cost(objective)):
+            raise ValueError(f"arm {text!r} has two embeddings, or an embedding without a cost.")
+        return cls(text, objective, names[0] if names else arm.embedding)
 
 
 @dataclass(frozen=True)
@@ -63,8 +106,8 @@ class Oracle:
         temperatures: of sampling from the students.
         length: tokens of a text, its beginning included.
         student_layers: layers of the student, whose other sizes are those of the source.
-        start_steps, steps: by maximum likelihood from scratch, and with the objective.
-        batch, learning_rate: of both trainings.
+        start_steps, start_batch, start_learning_rate: of the start, by maximum likelihood from random weights.
+        steps, batch, learning_rate: of the training with the objective.
         test_texts, samples: texts of the source for the recall, and of each student and temperature for the precision.
     """
 
@@ -75,14 +118,25 @@ class Oracle:
     length: int = 128
     student_layers: int = 2
     start_steps: int = 400
+    start_batch: int = 32
+    start_learning_rate: float = 5e-3
     steps: int = 250
     batch: int = 32
     learning_rate: float = 1e-3
-    test_texts: int = 320
-    samples: int = 320
+    test_texts: int = 640
+    samples: int = 640
 
     def __post_init__(self) -> None:
-        for name in ("length", "student_layers", "start_steps", "steps", "batch", "test_texts", "samples"):
+        for name in (
+            "length",
+            "student_layers",
+            "start_steps",
+            "start_batch",
+            "steps",
+            "batch",
+            "test_texts",
+            "samples",
+        ):
             if getattr(self, name) < (2 if name in ("length", "test_texts", "samples") else 1):
                 raise ValueError(f"{name} is {getattr(self, name)}, expected a larger number.")
         if not (self.arms and self.seeds and self.temperatures):
@@ -99,7 +153,7 @@ def sample_rows(
     start_id: int,
     temperature: float = 1.0,
     seed: int = 0,
-    batch_size: int = 256,
+    batch_size: int = 1024,
 ) -> Int[Tensor, "count length"]:
     """Return rows of `start_id` followed by tokens that are sampled from the model's whole distribution."""
     generator = torch.Generator().manual_seed(seed)
@@ -147,41 +201,32 @@ def run_oracle(
         )
     if context is not None and oracle.length > context:
         raise ValueError(f"length is {oracle.length}, more than the source's context of {context} tokens; lower it.")
-    arms = [_split(text) for text in oracle.arms]
+    arms = [OracleArm.parse(text) for text in oracle.arms]
     kept = {key: value for key, value in asdict(oracle).items() if key not in ("arms", "seeds", "temperatures")}
     open_run(folder, kept | {"source_fingerprint": fingerprint(source.named_parameters())})
     texts = {
-        "start": _texts(folder, "start", source, oracle.start_steps * oracle.batch, oracle.length, start_id),
+        "start": _texts(folder, "start", source, oracle.start_steps * oracle.start_batch, oracle.length, start_id),
         "train": _texts(folder, "train", source, oracle.steps * oracle.batch, oracle.length, start_id),
         "test": _texts(folder, "test", source, oracle.test_texts, oracle.length, start_id),
     }
     home = folder / "start-model"
     say("start: a student by maximum likelihood")
-    args = training_arguments(home, oracle.start_steps, batch=oracle.batch, learning_rate=oracle.learning_rate, seed=0)
+    args = training_arguments(
+        home, oracle.start_steps, batch=oracle.start_batch, learning_rate=oracle.start_learning_rate, seed=0
+    )
     train_run(
         _student(source, oracle.student_layers), tokenizer, PackedBlocks(texts["start"]), args=args, objective=MLE(),
         cost=None, settings={"rows": "start"}, bar="start",
     )  # fmt: skip
     runs = []
     jobs = [(seed, arm) for seed in oracle.seeds for arm in arms]
-    for number, (seed, (name, arm, variant)) in enumerate(jobs, 1):
-        say(f"[{number}/{len(jobs)}] {name}, seed {seed}")
-        own = folder / f"{name.replace('/', '-').replace(':', '-')}-seed{seed}"
-        _train(oracle, folder, own, arm, variant, seed, texts["train"], source, tokenizer, training_arguments)
+    for number, (seed, arm) in enumerate(jobs, 1):
+        say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
+        own = folder / f"{arm.name.replace('/', '-').replace(':', '-')}-seed{seed}"
+        _train(oracle, folder, own, arm, seed, texts["train"], source, tokenizer, training_arguments)
         measured = _measure(oracle, own, source, texts["test"], start_id, seed)
-        runs.append({"arm": name, "seed": seed} | asdict(measured))
+        runs.append({"arm": arm.name, "seed": seed} | asdict(measured))
     return {"settings": asdict(oracle), "runs": runs}
-
-
-def _split(text: str) -> tuple[str, Arm, str | None]:
-    """The name of an arm, the arm, and the name of its embedding where that is not one of `parse_arm`'s."""
-    variants = [part for part in text.split("/") if part in EMBEDDINGS]
-    arm = parse_arm("/".join(part for part in text.split("/") if part not in EMBEDDINGS))
-    if arm.temperature != 1.0:
-        raise ValueError(f"arm {text!r} has a temperature; every arm is measured at all temperatures, leave it out.")
-    if len(variants) > 1 or (variants and (arm.embedding != "model" or not needs_cost(parse_objective(arm.objective)))):
-        raise ValueError(f"arm {text!r} has more than one embedding, or no cost; expected one of {list(EMBEDDINGS)}.")
-    return text, arm, variants[0] if variants else None
 
 
 def _texts(folder: Path, part: str, source: Any, count: int, length: int, start_id: int) -> Tensor:
@@ -206,28 +251,36 @@ def _student(source: Any, layers: int) -> Any:
 
 
 def _train(
-    oracle: Oracle, folder: Path, own: Path, arm: Arm, variant: str | None, seed: int, rows: Tensor, source: Any,
-    tokenizer: Any, training_arguments: Callable[..., Any],
+    oracle: Oracle, folder: Path, own: Path, arm: OracleArm, seed: int, rows: Tensor, source: Any, tokenizer: Any,
+    training_arguments: Callable[..., Any],
 ) -> None:  # fmt: skip
     model = load_model(str(folder / "start-model"))
-    objective = parse_objective(arm.objective)
-    embedding = arm.embedding
-    if variant is not None:
-        path = folder / f"embedding-{variant}.npy"
+    cost: TokenCost | None = None
+    if needs_cost(arm.objective) and arm.embedding in EMBEDDINGS:
+        path = folder / f"embedding-{arm.embedding}.npy"
         if not path.is_file():
             head = find_head(source).weight.detach().float()
-            np.save(path, EMBEDDINGS[variant](head, source, rows).numpy())
-        embedding = str(path)
-    cost = None
-    if needs_cost(objective):
-        cost = load_cost(
-            embedding, model, seed=seed, kind=cost_kind(arm.objective), tokenizer=tokenizer, numbers=arm.numbers
-        )
+            np.save(path, EMBEDDINGS[arm.embedding](head, source, rows).numpy())
+        cost = load_cost(str(path), model, seed=seed)
+        if arm.embedding == "neighbours":
+            cost = nearest_only(cost)
+    elif needs_cost(arm.objective):
+        cost = load_cost(arm.embedding, model, seed=seed)
     args = training_arguments(own, oracle.steps, batch=oracle.batch, learning_rate=oracle.learning_rate, seed=seed)
-    settings = {"objective": repr(objective), "embedding": variant or arm.embedding}
+    settings = {"objective": repr(arm.objective), "embedding": arm.embedding}
     train_run(
-        model, tokenizer, PackedBlocks(rows), args=args, objective=objective, cost=cost, settings=settings, bar=own.name
-    )
+        model, tokenizer, PackedBlocks(rows), args=args, objective=arm.objective, cost=cost, settings=settings,
+        bar=own.name,
+    )  # fmt: skip
+
+
+def nearest_only(cost: TokenCost, count: int = 10) -> DenseCost:
+    """Return the cost with the `count` nearest tokens of each as they are, and the largest cost to all others."""
+    rows = as_vocabulary_cost(cost).for_labels(torch.arange(cost.shape[0]))
+    assert isinstance(rows, LabelRows)
+    matrix = rows.rows(torch.arange(cost.shape[0]), None).clone()
+    nearest = matrix.topk(count + 1, largest=False).indices
+    return DenseCost(torch.full_like(matrix, float(matrix.max())).scatter(1, nearest, matrix.gather(1, nearest)))
 
 
 def _measure(oracle: Oracle, own: Path, source: Any, test: Tensor, start_id: int, seed: int) -> Frontier:
