@@ -25,7 +25,8 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
   train      train a causal language model on text or questions with MLE, TaiLr, MixCE, EMO, number_token
   generate   sample text from a model
   evaluate   perplexity and mean transport cost of a model on text; its answers to questions; its labels of texts
-  compare    several objectives and seeds from one start: a table, a figure, samples
+  compare    several objectives and seeds from one start: a table, a figure, samples; or students of
+             a known source: curves of recall and precision
 
 --version prints the version. With --traceback an error prints its traceback.
 """
@@ -35,7 +36,13 @@ _COMMANDS = {
     "train": ("ModelArguments", "LoraArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments"),
     "generate": ("ModelArguments", "GenerateArguments"),
     "evaluate": ("ModelArguments", "EvaluateArguments"),
-    "compare": ("ModelArguments", "CompareTextArguments", "CompareArguments", "ObjectiveTrainingArguments"),
+    "compare": (
+        "CompareModelArguments",
+        "CompareTextArguments",
+        "CompareArguments",
+        "OracleArguments",
+        "ObjectiveTrainingArguments",
+    ),
 }
 
 

@@ -13,6 +13,7 @@ from transformers import TrainingArguments
 from otloss.extending import SCALINGS
 from otloss_llm.evaluation.in_context import RETRIEVERS, SCORINGS, TEMPLATE
 from otloss_llm.evaluation.numbers import STYLES
+from otloss_llm.experiments.oracle import Oracle
 from otloss_llm.losses.positions import IMPLEMENTATIONS
 
 
@@ -35,6 +36,13 @@ class ModelArguments:
         None,
         choices=["auto", "float32", "bfloat16", "float16"],
     )
+
+
+@dataclass
+class CompareModelArguments(ModelArguments):
+    """Which model; none with --source."""
+
+    model_name_or_path: str | None = _option("Folder (or hub name) of a causal language model to start from.", None)  # type: ignore[assignment]
 
 
 @dataclass
@@ -257,3 +265,29 @@ class CompareArguments:
         metadata={"help": "More about the samples: mauve (from features of the judge), rouge (against the real text)."},
     )
     sample_batch_size: int = _option("Continuations made, and blocks scored, at a time.", 32)
+
+
+@dataclass
+class OracleArguments:
+    """A known source in place of a text: students of it are compared by curves of recall and precision."""
+
+    _argument_group_name = "known source"
+    source: str | None = _option(
+        "A model to sample all text from. Smaller students start from one that was trained by maximum likelihood, and "
+        "are compared by their divergences from the source over sampling temperatures. Arms may also name an embedding "
+        "of the source: emo/source, /centred, /whitened, /input, /context, ... Of the other options only objectives, "
+        "seeds and output_dir, and those of the machine, apply.",
+        None,
+    )
+    temperatures: list[float] = field(
+        default_factory=lambda: list(Oracle.temperatures), metadata={"help": "Sampling temperatures."}
+    )
+    text_length: int = _option("Tokens of a text.", Oracle.length)
+    num_texts: int = _option("Texts that each divergence is measured on.", Oracle.texts)
+    student_layers: int = _option("Layers of the students; their other sizes are the source's.", Oracle.student_layers)
+    start_steps: int = _option("Steps of the start, by maximum likelihood.", Oracle.start_steps)
+    start_batch_size: int = _option("Texts in a step of the start.", Oracle.start_batch)
+    start_learning_rate: float = _option("Learning rate of the start.", Oracle.start_learning_rate)
+    student_steps: int = _option("Steps with each objective.", Oracle.steps)
+    student_batch_size: int = _option("Texts in a step with each objective.", Oracle.batch)
+    student_learning_rate: float = _option("Learning rate with each objective.", Oracle.learning_rate)

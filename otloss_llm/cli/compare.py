@@ -1,29 +1,50 @@
-"""`compare`: several objectives and seeds from one start."""
+"""`compare`: several objectives and seeds from one start, on text, on questions, or from a known source."""
 
 from __future__ import annotations
 
+import copy
 import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
-from otloss_llm.cli.arguments import CompareArguments, CompareTextArguments, ModelArguments, ObjectiveTrainingArguments
+from transformers import SchedulerType
+
+from otloss_llm.cli.arguments import (
+    CompareArguments,
+    CompareModelArguments,
+    CompareTextArguments,
+    ObjectiveTrainingArguments,
+    OracleArguments,
+)
 from otloss_llm.experiments.arms import parse_arm
 from otloss_llm.experiments.compare import Comparison, run_comparison
+from otloss_llm.experiments.frontier_report import write_frontiers
 from otloss_llm.experiments.measuring import Data, QuestionData
+from otloss_llm.experiments.oracle import Oracle, run_oracle
 from otloss_llm.experiments.report import write_report
 from otloss_llm.models.loading import load_tokenizer
 from otloss_llm.training.loading import load_rows, read_sources
 
 
 def run(
-    model_args: ModelArguments,
+    model_args: CompareModelArguments,
     text_args: CompareTextArguments,
     compare_args: CompareArguments,
+    oracle_args: OracleArguments,
     args: ObjectiveTrainingArguments,
 ) -> tuple[str, int]:
     """Returns what goes to stdout, and the exit code."""
     if args.world_size > 1:
         raise ValueError(f"compare runs in one process, got {args.world_size}; start it without torchrun.")
+    if oracle_args.source is not None:
+        return _with_known_source(model_args, text_args, compare_args, oracle_args, args), 0
+    changed = _changed(oracle_args, keep=())
+    if changed:
+        raise ValueError(f"{', '.join(changed)} can be used with --source only; leave it out.")
+    if model_args.model_name_or_path is None:
+        raise ValueError("there is no model; give --model_name_or_path MODEL, or --source MODEL.")
     comparison = Comparison(
         start=model_args.model_name_or_path,
         dtype=model_args.dtype or "float32",
@@ -51,3 +72,69 @@ def run(
     table = write_report(results, Path(args.output_dir))
     print(f"the report is {Path(args.output_dir) / 'report.md'}", file=sys.stderr)
     return table, 1 if results["failures"] else 0
+
+
+# The training arguments that decide on the result, which an experiment with a known source has of its own.
+_OWN = (
+    "max_steps", "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "learning_rate",
+    "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "seed",
+)  # fmt: skip
+
+
+def _with_known_source(
+    model_args: CompareModelArguments, text_args: CompareTextArguments, compare_args: CompareArguments,
+    oracle_args: OracleArguments, args: ObjectiveTrainingArguments,
+) -> str:  # fmt: skip
+    changed = [
+        *_changed(model_args, keep=()),
+        *_changed(text_args, keep=()),
+        *_changed(compare_args, keep=("objectives", "seeds")),
+        *(name for name in _changed(args, keep=()) if name.removeprefix("--") in _OWN),
+    ]
+    if changed:
+        raise ValueError(
+            f"{', '.join(changed)} cannot be combined with --source; leave it out. The students' training has options "
+            "of its own: --student_steps, --student_batch_size, --student_learning_rate."
+        )
+    defaults = compare_args.objectives == CompareArguments().objectives
+    oracle = Oracle(
+        source=str(oracle_args.source),
+        arms=Oracle.arms if defaults else tuple(compare_args.objectives),
+        seeds=tuple(compare_args.seeds),
+        temperatures=tuple(oracle_args.temperatures),
+        length=oracle_args.text_length,
+        student_layers=oracle_args.student_layers,
+        start_steps=oracle_args.start_steps,
+        start_batch=oracle_args.start_batch_size,
+        start_learning_rate=oracle_args.start_learning_rate,
+        steps=oracle_args.student_steps,
+        batch=oracle_args.student_batch_size,
+        learning_rate=oracle_args.student_learning_rate,
+        texts=oracle_args.num_texts,
+    )
+
+    def student_arguments(
+        folder: Path, steps: int, *, batch: int, learning_rate: float, seed: int
+    ) -> ObjectiveTrainingArguments:
+        own = copy.copy(args)
+        own.output_dir, own.max_steps, own.seed = str(folder), steps, seed
+        own.per_device_train_batch_size, own.learning_rate = batch, learning_rate
+        own.lr_scheduler_type, own.warmup_steps = SchedulerType.COSINE, max(1, steps // 20)
+        own.weight_decay, own.adam_beta2 = 0.1, 0.98
+        return own
+
+    folder = Path(args.output_dir)
+    results = run_oracle(oracle, folder, training_arguments=student_arguments)
+    table = write_frontiers(results, folder)
+    print(f"the report is {folder / 'report.md'}", file=sys.stderr)
+    return table
+
+
+def _changed(given: Any, *, keep: Sequence[str]) -> list[str]:
+    """The options that differ from their defaults."""
+    found = []
+    for one in fields(given):
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        if one.init and one.name not in keep and getattr(given, one.name) != default:
+            found.append(f"--{one.name}")
+    return found

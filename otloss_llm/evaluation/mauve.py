@@ -137,6 +137,13 @@ def text_features(
     empty = [i for i, row in enumerate(ids) if not row]
     if not ids or empty:
         raise ValueError(f"{len(empty)} of {len(ids)} texts have no token (the first is {empty[:1]}); leave them out.")
+    return last_hidden_states(model, ids, batch_size=batch_size)
+
+
+def last_hidden_states(
+    model: PreTrainedModel, ids: Sequence[Sequence[int]], *, batch_size: int = 32
+) -> Float[np.ndarray, "texts width"]:
+    """Return the model's last hidden state at the last of the token ids of each text."""
     device: Any = next(model.parameters()).device
     out = np.empty((len(ids), 0))
     order = sorted(range(len(ids)), key=lambda i: len(ids[i]))

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -28,15 +28,15 @@ from otloss.costs import DenseCost
 from otloss_llm.costs.vocabulary import LabelRows, TokenCost, as_vocabulary_cost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.evaluation.divergences import token_divergence
+from otloss_llm.evaluation.mauve import last_hidden_states, mauve
 from otloss_llm.evaluation.perplexity import check_temperature, context_length
 from otloss_llm.experiments import embeddings
 from otloss_llm.experiments.arms import parse_arm
-from otloss_llm.experiments.frontier import Frontier
 from otloss_llm.experiments.measuring import once
 from otloss_llm.models.heads import evaluation_mode, find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import MLE, Objective, cost_kind, needs_cost, parse_objective
-from otloss_llm.training.folders import open_run
+from otloss_llm.training.folders import open_run, replaced
 from otloss_llm.training.loading import load_cost
 from otloss_llm.training.runs import train_run
 
@@ -108,7 +108,7 @@ class Oracle:
         student_layers: layers of the student, whose other sizes are those of the source.
         start_steps, start_batch, start_learning_rate: of the start, by maximum likelihood from random weights.
         steps, batch, learning_rate: of the training with the objective.
-        test_texts, samples: texts of the source for the recall, and of each student and temperature for the precision.
+        texts: of the source for the recall, and of each student at each temperature for the precision.
     """
 
     source: str
@@ -123,24 +123,18 @@ class Oracle:
     steps: int = 250
     batch: int = 32
     learning_rate: float = 1e-3
-    test_texts: int = 640
-    samples: int = 640
+    texts: int = 640
 
     def __post_init__(self) -> None:
-        for name in (
-            "length",
-            "student_layers",
-            "start_steps",
-            "start_batch",
-            "steps",
-            "batch",
-            "test_texts",
-            "samples",
-        ):
-            if getattr(self, name) < (2 if name in ("length", "test_texts", "samples") else 1):
-                raise ValueError(f"{name} is {getattr(self, name)}, expected a larger number.")
+        least = dict.fromkeys(("student_layers", "start_steps", "start_batch", "steps", "batch"), 1)
+        for name, limit in (least | {"length": 2, "texts": 20}).items():
+            if getattr(self, name) < limit:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected {limit} or more.")
         if not (self.arms and self.seeds and self.temperatures):
             raise ValueError("arms, seeds or temperatures is empty, expected at least one of each.")
+        for name, values in (("arms", self.arms), ("seeds", self.seeds), ("temperatures", self.temperatures)):
+            if len(set(values)) < len(values):
+                raise ValueError(f"{name} are {list(values)}, expected each once.")
         for temperature in self.temperatures:
             check_temperature(temperature)
 
@@ -186,7 +180,9 @@ def run_oracle(
         say: receives a line per student.
 
     Returns:
-        `{"settings": ..., "source": {"entropy": ...}, "runs": [{"arm", "seed", **Frontier}, ...]}`.
+        `{"settings": ..., "mauve_ceiling": MAUVE of two samples of the source, "runs": [...]}`; a run has the arm, the
+        seed, the fields of `Frontier`, "entropy", "cross_entropy" and "reverse_cross_entropy" at each temperature, and
+        "mauve" at temperature 1 (if measured there) with features of the source.
 
     Raises:
         ValueError: an unknown arm, texts longer than the source's context, a source without a beginning of text, or a
@@ -204,11 +200,16 @@ def run_oracle(
     arms = [OracleArm.parse(text) for text in oracle.arms]
     kept = {key: value for key, value in asdict(oracle).items() if key not in ("arms", "seeds", "temperatures")}
     open_run(folder, kept | {"source_fingerprint": fingerprint(source.named_parameters())})
-    texts = {
-        "start": _texts(folder, "start", source, oracle.start_steps * oracle.start_batch, oracle.length, start_id),
-        "train": _texts(folder, "train", source, oracle.steps * oracle.batch, oracle.length, start_id),
-        "test": _texts(folder, "test", source, oracle.test_texts, oracle.length, start_id),
+    counts = {
+        "start": oracle.start_steps * oracle.start_batch,
+        "train": oracle.steps * oracle.batch,
+        "test": oracle.texts,
+        "ceiling": oracle.texts,  # a second sample of the source: the best MAUVE that a model can have
     }
+    texts: dict[str, Tensor] = {}
+    for part, count in counts.items():
+        say(f"texts of the source: {count} for {part}")
+        texts[part] = _texts(folder, part, source, count, oracle.length, start_id, seed=len(texts))
     home = folder / "start-model"
     say("start: a student by maximum likelihood")
     args = training_arguments(
@@ -224,19 +225,18 @@ def run_oracle(
         say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
         own = folder / f"{arm.name.replace('/', '-').replace(':', '-')}-seed{seed}"
         _train(oracle, folder, own, arm, seed, texts["train"], source, tokenizer, training_arguments)
-        measured = _measure(oracle, own, source, texts["test"], start_id, seed)
-        runs.append({"arm": arm.name, "seed": seed} | asdict(measured))
-    return {"settings": asdict(oracle), "runs": runs}
+        runs.append({"arm": arm.name, "seed": seed} | _measure(oracle, own, source, texts["test"], start_id, seed))
+    ceiling = once(folder / "mauve-ceiling.json", lambda: _mauve(source, texts["test"], texts["ceiling"]))
+    return {"settings": asdict(oracle), "mauve_ceiling": ceiling["mauve"], "runs": runs}
 
 
-def _texts(folder: Path, part: str, source: Any, count: int, length: int, start_id: int) -> Tensor:
+def _texts(folder: Path, part: str, source: Any, count: int, length: int, start_id: int, *, seed: int) -> Tensor:
     """Rows sampled from the source, kept in the folder."""
     path = folder / f"texts-{part}.npy"
     if not path.is_file():
-        rows = sample_rows(source, count, length, start_id=start_id, seed=["start", "train", "test"].index(part))
-        partial = path.with_name("partial-" + path.name)
-        np.save(partial, rows.to(torch.int32).numpy())
-        partial.replace(path)
+        rows = sample_rows(source, count, length, start_id=start_id, seed=seed)
+        with replaced(path) as partial, partial.open("wb") as stream:
+            np.save(stream, rows.to(torch.int32).numpy())
     return torch.from_numpy(np.load(path)).long()
 
 
@@ -283,19 +283,21 @@ def nearest_only(cost: TokenCost, count: int = 10) -> DenseCost:
     return DenseCost(torch.full_like(matrix, float(matrix.max())).scatter(1, nearest, matrix.gather(1, nearest)))
 
 
-def _measure(oracle: Oracle, own: Path, source: Any, test: Tensor, start_id: int, seed: int) -> Frontier:
-    """The frontier of the student in `own`; each temperature is measured once and kept there."""
-    loaded: list[Any] = []
+def _measure(oracle: Oracle, own: Path, source: Any, test: Tensor, start_id: int, seed: int) -> dict[str, Any]:
+    """The frontier of the student in `own` and its MAUVE; each temperature is measured once and kept there."""
+
+    @functools.cache
+    def student() -> Any:
+        return load_model(str(own))
+
+    def draw(temperature: float) -> Tensor:
+        return sample_rows(
+            student(), oracle.texts, oracle.length, start_id=start_id, temperature=temperature, seed=1000 + seed
+        )
 
     def at(temperature: float) -> dict[str, float]:
-        if not loaded:
-            loaded.append(load_model(str(own)))
-        student = loaded[0]
-        (recall,) = token_divergence(source, student, test.tolist(), q_temperatures=[temperature])
-        drawn = sample_rows(
-            student, oracle.samples, oracle.length, start_id=start_id, temperature=temperature, seed=1000 + seed
-        )
-        (precision,) = token_divergence(student, source, drawn.tolist(), p_temperature=temperature)
+        (recall,) = token_divergence(source, student(), test.tolist(), q_temperatures=[temperature])
+        (precision,) = token_divergence(student(), source, draw(temperature).tolist(), p_temperature=temperature)
         return {
             "forward": recall.kl, "forward_error": recall.standard_error, "reverse": precision.kl,
             "reverse_error": precision.standard_error, "cross_entropy": recall.cross_entropy,
@@ -303,5 +305,14 @@ def _measure(oracle: Oracle, own: Path, source: Any, test: Tensor, start_id: int
         }  # fmt: skip
 
     points = [once(own / f"divergence-T{t:g}.json", functools.partial(at, t)) for t in oracle.temperatures]
-    names: Sequence[str] = ("forward", "reverse", "forward_error", "reverse_error")
-    return Frontier(list(oracle.temperatures), *([point[name] for point in points] for name in names))
+    measured: dict[str, Any] = {name: [point[name] for point in points] for name in points[0]}
+    measured["temperatures"] = list(oracle.temperatures)
+    if 1.0 in oracle.temperatures:
+        measured |= once(own / "mauve.json", lambda: _mauve(source, test, draw(1.0)))
+    return measured
+
+
+def _mauve(source: Any, texts: Tensor, others: Tensor) -> dict[str, float]:
+    """MAUVE with the source's last hidden state of each row as features, and its spread over k-means seeds."""
+    found = mauve(*(last_hidden_states(source, rows.tolist()) for rows in (texts, others)))
+    return {"mauve": found.mean, "mauve_spread": found.std}

@@ -1,0 +1,90 @@
+"""The experiment with a known source, on a tiny one: resumable, with right divergences and clear messages."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch  # noqa: E402
+
+from otloss_llm import EMO, EmbeddingCost  # noqa: E402
+from otloss_llm.evaluation import token_divergence  # noqa: E402
+from otloss_llm.experiments.oracle import OracleArm, PublishedRatio, nearest_only, sample_rows  # noqa: E402
+from otloss_llm.models.loading import load_model  # noqa: E402
+from tests.otloss_llm.conftest import Cli, Tiny, options  # noqa: E402
+
+
+def oracle_options(tiny: Tiny, folder: Path, **changed: object) -> list[str]:
+    given = {"source": tiny.llama, "output_dir": folder, "objectives": ["mle", "emo/whitened"], "seeds": [0, 1],
+             "temperatures": [1.0, 0.8], "text_length": 8, "num_texts": 20, "student_layers": 1, "start_steps": 3,
+             "student_steps": 2, "student_batch_size": 4, "use_cpu": True, "disable_tqdm": True}  # fmt: skip
+    return ["compare", *options(**(given | changed))]
+
+
+def test_the_command_measures_every_arm_once(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    ended = cli(*oracle_options(tiny, tmp_path / "out"))
+    assert ended.code == 0, ended.err
+    assert "| emo/whitened |" in ended.out
+    results = json.loads((tmp_path / "out/report.json").read_text())
+    assert [(run["arm"], run["seed"]) for run in results["runs"]] == [
+        (arm, seed) for seed in (0, 1) for arm in ("mle", "emo/whitened")
+    ]
+    source, student = load_model(str(tiny.llama)), load_model(str(tmp_path / "out/mle-seed1"))
+    texts = np.load(tmp_path / "out/texts-test.npy").tolist()
+    (recall,) = token_divergence(source, student, texts, q_temperatures=[0.8])
+    run = results["runs"][2]
+    assert run["forward"][1] == pytest.approx(recall.kl, rel=1e-5)
+    assert run["cross_entropy"][1] == pytest.approx(recall.cross_entropy, rel=1e-5)
+    before = (tmp_path / "out/mle-seed0/divergence-T1.json").stat().st_mtime_ns
+    again = cli(*oracle_options(tiny, tmp_path / "out", temperatures=[1.0, 0.8, 0.6]))
+    assert again.code == 0
+    assert (tmp_path / "out/mle-seed0/divergence-T1.json").stat().st_mtime_ns == before
+    assert "length: 8 there, 9 asked for" in cli(*oracle_options(tiny, tmp_path / "out", text_length=9)).error
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"train_text": "a.txt"}, "--train_text cannot be combined with --source"),
+        ({"learning_rate": 1e-4}, "--student_learning_rate"),
+        ({"objectives": ["mle/T=0.8"]}, "has a temperature"),
+        ({"objectives": ["mle/whitened"]}, "an embedding without a cost"),
+        ({"text_length": 10_000}, "more than the source's context"),
+        ({"temperatures": [0.0]}, "temperature"),
+        ({"num_texts": 3}, "texts is 3, expected 20 or more"),
+        ({"source": None}, "--temperatures"),
+    ],
+)
+def test_messages(cli: Cli, tiny: Tiny, tmp_path: Path, changed: dict[str, object], message: str) -> None:
+    given = oracle_options(tiny, tmp_path / "out", **changed)
+    if "source" in changed:
+        at = given.index("--source")
+        del given[at : at + 2]
+    assert message in cli(*given).error
+
+
+def test_rows_are_sampled_at_the_temperature(tiny: Tiny) -> None:
+    model = load_model(str(tiny.llama))
+    rows = sample_rows(model, 4000, 2, start_id=1, temperature=0.5)
+    with torch.no_grad():
+        expected = torch.softmax(model(input_ids=torch.tensor([[1]])).logits[0, -1] / 0.5, -1)
+    found = torch.bincount(rows[:, 1], minlength=len(expected)) / len(rows)
+    assert (rows[:, 0] == 1).all()
+    assert float((found - expected).abs().max()) < 4 * (float(expected.max()) / 4000) ** 0.5
+
+
+def test_the_published_ratio_and_nearest_only() -> None:
+    nll, cost = torch.tensor([0.7, 2.0], requires_grad=True), torch.tensor([0.3, 0.8], requires_grad=True)
+    (beta,) = torch.autograd.grad(PublishedRatio()(nll, cost).sum(), cost)
+    torch.testing.assert_close(beta, 0.5 * (nll / (cost + torch.exp(-nll))).detach())
+    assert OracleArm.parse("emo:clip=3/centred").objective == EMO(ratio_clip=3.0)
+    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
+    whole, kept = EmbeddingCost(rows).dense(), nearest_only(EmbeddingCost(rows), 3).dense()
+    is_near = whole <= whole.kthvalue(4, dim=1, keepdim=True).values
+    torch.testing.assert_close(kept, torch.where(is_near, whole, whole.max()))
