@@ -26,14 +26,19 @@ def pair_distances(counter: Any, vectors: Any, words_p: Any, words_q: Any, found
             return
         mine, theirs = words_p[k if words_p.shape[0] > 1 else 0], words_q[k if words_q.shape[0] > 1 else 0]
         for i in range(mine.shape[0]):
-            for j in range(theirs.shape[0]):
-                square = 0.0
-                if mine[i] >= 0 and theirs[j] >= 0:
-                    x, y = vectors[mine[i]], vectors[theirs[j]]
+            row = found[k, i]
+            for j in range(row.shape[0]):
+                row[j] = 0.0
+            if mine[i] < 0:
+                continue
+            x = vectors[mine[i]]
+            for j in range(row.shape[0]):
+                if theirs[j] >= 0:
+                    y, square = vectors[theirs[j]], 0.0
                     for axis in range(x.shape[0]):
                         apart = np.float64(x[axis]) - np.float64(y[axis])
                         square += apart * apart
-                found[k, i, j] = np.sqrt(square)
+                    row[j] = np.sqrt(square)
 
 
 @compiled()
