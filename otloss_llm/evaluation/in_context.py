@@ -33,24 +33,26 @@ K1, B = 1.5, 0.75  # of BM25
 
 @dataclass(frozen=True)
 class InContextScores:
-    """Accuracy, and what to compare it with.
+    """Accuracy, and what to compare it with, of the texts that fit the context.
 
     Attributes:
         accuracy, standard_error: share of right labels, and the error of that share.
         majority: accuracy of always saying the most frequent label of the test texts.
         chance: 1 / number of labels.
-        predictions: the label given to each text.
+        predictions: the label given to each text; None for those that are left out.
         removed: demonstrations that another one replaced because they are the test text itself.
         shortened: texts for which demonstrations were dropped to fit the context, the least similar first.
+        left_out: texts that exceed the context without any demonstration.
     """
 
     accuracy: float
     standard_error: float
     majority: float
     chance: float
-    predictions: tuple[str, ...]
+    predictions: tuple[str | None, ...]
     removed: int
     shortened: int
+    left_out: int
 
 
 def classify_in_context(
@@ -78,8 +80,8 @@ def classify_in_context(
         template: with {text} and {label}, the label last.
 
     Raises:
-        ValueError: a setting or template that is not valid, a label that is not a candidate, no text, or a text that is
-            longer than the context without any demonstration.
+        ValueError: a setting or template that is not valid, a label that is not a candidate, no text, or no
+            text that fits the context without any demonstration.
 
     Example:
         >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -96,28 +98,40 @@ def classify_in_context(
     limit = context_length(model) or 10**9
     sequences: list[list[int]] = []
     prefixes: list[int] = []
-    shortened = 0
+    shortened, fitting = 0, []
     for item, shown in zip(test, nearest, strict=True):
         rows, dropped = _prompts(tokenizer, item.text, [train[i] for i in shown], candidates, scoring, template, limit)
         shortened += dropped
+        fitting.append(bool(rows))
         sequences += [ids for ids, _ in rows]
         prefixes += [prefix for _, prefix in rows]
+    if not sequences:
+        raise ValueError(
+            f"each of the {len(test)} texts has more tokens with its label than the context of {limit}; shorten them."
+        )
     scores = sequence_nll(model, sequences, prefix_lengths=prefixes, batch_size=batch_size, progress=progress)
-    mean = (scores.nll / scores.tokens).numpy().reshape(len(test), -1)
+    mean = (scores.nll / scores.tokens).numpy().reshape(sum(fitting), -1)
     count = len(candidates)
     if scoring == "calibrated":
         mean = mean[:, :count] - mean[:, count:]
-    predictions = tuple(candidates[i] for i in mean.argmin(1))
-    right = np.mean([given == item.label for given, item in zip(predictions, test, strict=True)])
-    most = Counter(item.label for item in test).most_common(1)[0][1]
-    error = math.sqrt(right * (1 - right) / len(test))
-    return InContextScores(float(right), error, most / len(test), 1 / count, predictions, removed, shortened)
+    best = iter(mean.argmin(1))
+    predictions = tuple(candidates[next(best)] if fits else None for fits in fitting)
+    expected = [item.label for item, fits in zip(test, fitting, strict=True) if fits]
+    right = np.mean([given == item.label for given, item in zip(predictions, test, strict=True) if given is not None])
+    most = Counter(expected).most_common(1)[0][1]
+    error = math.sqrt(right * (1 - right) / len(expected))
+    return InContextScores(
+        float(right), error, most / len(expected), 1 / count, predictions, removed, shortened, fitting.count(False)
+    )
 
 
 def _prompts(
     tokenizer: Any, text: str, shown: list[LabelledText], candidates: list[str], scoring: str, template: str, limit: int
 ) -> tuple[list[tuple[list[int], int]], bool]:
-    """Token ids and prefix lengths for each candidate, with as many demonstrations as fit; whether any was dropped."""
+    """Token ids and prefix lengths for each candidate, with as many demonstrations as fit; whether any was dropped.
+
+    No ids if the text does not fit alone.
+    """
     before, after = template.split("{label}")
     for kept in range(len(shown), -1, -1):
         told = "".join(
@@ -135,10 +149,7 @@ def _prompts(
                 rows.append((ids, 1 if scoring == "prompt" else max(1, min(shared, len(ids) - 1))))
         if max(len(ids) for ids, _ in rows) <= limit:
             return rows, kept < len(shown)
-    raise ValueError(
-        f"a text with its label has more tokens than the context of {limit} ({text[:40]!r}...); shorten it or leave "
-        "it out."
-    )
+    return [], False
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:

@@ -125,7 +125,11 @@ def test_bm25_is_its_formula() -> None:
 def test_long_prompts_lose_demonstrations(tokenizer: Any) -> None:
     found = classify_in_context(_model(32), tokenizer, TEST, TRAIN, demonstrations=4, progress=False)
     assert found.shortened == 2
-    with pytest.raises(ValueError, match="context of 8"):
+    long = LabelledText("dull " * 40, "bad")
+    without = classify_in_context(_model(32), tokenizer, [TEST[0], long, TEST[1]], TRAIN, demonstrations=4)
+    assert (without.predictions[1], without.left_out, without.shortened) == (None, 1, 2)
+    assert (without.accuracy, without.majority) == (found.accuracy, found.majority)
+    with pytest.raises(ValueError, match=r"each of the 2 texts has more tokens .* context of 8"):
         classify_in_context(_model(8), tokenizer, TEST, TRAIN, demonstrations=4, progress=False)
 
 
