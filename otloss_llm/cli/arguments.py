@@ -264,6 +264,13 @@ class CompareArguments:
         default_factory=list,
         metadata={"help": "More about the samples: mauve (from features of the judge), rouge (against the real text)."},
     )
+    model_sizes: list[str] = field(
+        default_factory=list,
+        metadata={"help": "Compare from each of these models of one tokenizer, in place of --model_name_or_path."},
+    )
+    data_fractions: list[float] = field(
+        default_factory=list, metadata={"help": "Compare on each of these shares of the training text."}
+    )
     sample_batch_size: int = _option("Continuations made, and blocks scored, at a time.", 32)
 
 

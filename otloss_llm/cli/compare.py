@@ -24,6 +24,7 @@ from otloss_llm.experiments.frontier_report import write_frontiers
 from otloss_llm.experiments.measuring import Data, QuestionData
 from otloss_llm.experiments.oracle import Oracle, run_oracle
 from otloss_llm.experiments.report import write_report
+from otloss_llm.experiments.scaling import run_scaling, write_scaling
 from otloss_llm.models.loading import load_tokenizer
 from otloss_llm.training.loading import load_rows, read_sources
 
@@ -68,6 +69,8 @@ def run(
         raise ValueError(f"there is no test data; give --test_{kind} or a --test_fraction above 0.")
     kind_of_data: Any = QuestionData if documents is None else Data
     data: Data | QuestionData = kind_of_data(train, test, validation)
+    if compare_args.model_sizes or compare_args.data_fractions:
+        return _over_sizes(comparison, data, tokenizer, compare_args, args)
     results = run_comparison(comparison, data, tokenizer, args)
     table = write_report(results, Path(args.output_dir))
     print(f"the report is {Path(args.output_dir) / 'report.md'}", file=sys.stderr)
@@ -138,3 +141,18 @@ def _changed(given: Any, *, keep: Sequence[str]) -> list[str]:
         if one.init and one.name not in keep and getattr(given, one.name) != default:
             found.append(f"--{one.name}")
     return found
+
+
+def _over_sizes(
+    comparison: Comparison, data: Data | QuestionData, tokenizer: Any, compare_args: CompareArguments,
+    args: ObjectiveTrainingArguments,
+) -> tuple[str, int]:  # fmt: skip
+    if isinstance(data, QuestionData):
+        raise ValueError("--model_sizes and --data_fractions are for text; leave them out for questions.")
+    found = run_scaling(
+        comparison, compare_args.model_sizes or [comparison.start], compare_args.data_fractions or [1.0], data,
+        tokenizer, args, say=lambda line: print(line, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    table = write_scaling(found, Path(args.output_dir))
+    print(f"the report is {Path(args.output_dir) / 'scaling.md'}", file=sys.stderr)
+    return table, 1 if any(one["failures"] for one in found) else 0

@@ -163,7 +163,7 @@ def markdown_table(results: dict[str, Any]) -> str:
     if "questions" not in results:
         rows[HUMAN] = _single(results["reference"])
     for arm, row in rows.items():
-        lines.append(f"| {arm} | " + " | ".join(_cell(row.get(key), form) for key, _, form in columns) + " |")
+        lines.append(f"| {arm} | " + " | ".join(cell(row.get(key), form) for key, _, form in columns) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -171,7 +171,8 @@ def _single(scores: dict[str, Any]) -> dict[str, tuple[float, float]]:
     return {key: (value * _SCALE.get(key, 1.0), math.nan) for key, value in scores.items() if isinstance(value, float)}
 
 
-def _cell(value: tuple[float, float] | None, form: str) -> str:
+def cell(value: tuple[float, float] | None, form: str) -> str:
+    """Mean and standard deviation in a table."""
     if value is None:
         return ""
     mean, spread = value

@@ -1,0 +1,41 @@
+"""Comparisons over sizes of the model and of the text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+from tests.otloss_llm.conftest import Cli, Tiny, compare_options, read
+
+
+def test_each_size_and_share_is_a_comparison_of_its_own(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    sizes = {"model_sizes": [tiny.gpt2], "data_fractions": [0.25, 1], "seeds": [0], "max_steps": 2}
+    ended = cli(*compare_options(tiny, tmp_path, **sizes))
+    assert ended.code == 0, ended.err
+    found = read(tmp_path / "scaling.json")
+    assert [(one["model"], one["fraction"]) for one in found] == [(str(tiny.gpt2), 0.25), (str(tiny.gpt2), 1.0)]
+    assert found[0]["settings"]["test_blocks"] == found[1]["settings"]["test_blocks"]
+    assert found[0]["settings"]["train_blocks"] != found[1]["settings"]["train_blocks"]
+    rows = [line.split("|")[1:6] for line in ended.out.splitlines()[2:] if line]
+    assert len(rows) == 4
+    emo = next(run for run in found[1]["runs"] if run["arm"] == "emo")
+    last = [field.strip() for field in rows[-1]]
+    assert last == ["gpt2", f"{found[1]['parameters']:,}", "1", "emo", f"{emo['test_perplexity']:.2f}"]
+    assert (tmp_path / "scaling.png").stat().st_size > 10_000
+    assert cli(*compare_options(tiny, tmp_path, **sizes)).out == ended.out  # read from the folders
+
+
+def test_wrong_sizes_and_shares_are_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    from otloss_llm.data.blocks import train_bpe_tokenizer
+
+    def error(**given: object) -> str:
+        return cli(*compare_options(tiny, tmp_path / "run", **given)).error
+
+    assert "shares of the training text above 0" in error(data_fractions=[0, 1])
+    assert "['llama', 'llama'], expected at least one, each once" in error(model_sizes=[tiny.llama] * 2)
+    train_bpe_tokenizer(["other words"], 260).save_pretrained(tmp_path / "other")
+    assert "another tokenizer than the model" in error(model_sizes=[tiny.llama, tmp_path / "other"])
