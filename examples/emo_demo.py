@@ -2,7 +2,7 @@
 
 A small Llama learns English from the docstrings of SciPy and scikit-learn. It is then the *source*: all further text is
 sampled from it, so that its distribution is known exactly. Smaller students start from one that was trained by maximum
-likelihood, and go on with each objective on the same batches. They are compared over sampling temperatures.
+likelihood, and continue with each objective on the same batches. They are compared over sampling temperatures.
 
     python examples/emo_demo.py                       # what `make demo` runs: some minutes on two CPU cores, offline
     python examples/emo_demo.py --scale 0.01          # a quick test of the code
