@@ -1,61 +1,131 @@
-"""Isotonic regression of many rows: pool adjacent violators, in one pass over a row."""
+"""Projections of many rows onto permutahedra: isotonic regression, which pools adjacent violators in one pass.
+
+The formulas are in `otloss.solvers.permutahedron`.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from otloss._kernels._compile import compiled
+import numpy as np
+
+from otloss._kernels._compile import compiled, inner
 from otloss._kernels._threads import next_task
 
 ROWS = 16  # a task
+FALLING, FITTED, MEAN = range(3)  # rows of the scratch array
 
 
-@compiled()
-def falling_fit(counter: Any, values: Any, fit: Any, blocks: Any) -> None:
-    """Write the nearest non-increasing row in least squares, and the place where the block of each entry begins.
+def scratch(n: int) -> tuple[np.ndarray]:
+    """Return the scratch array of a thread."""
+    return (np.empty((3, n)),)
 
-    values, fit: (rows, n) in float64; blocks: (rows, n) in int64, which holds the sizes of blocks in between.
+
+@inner()
+def _find_blocks(y: Any, mean: Any, begin: Any) -> None:
+    """Write the place where the block of each entry begins; `begin` holds the sizes of blocks in between."""
+    held = 0
+    for i in range(y.shape[0]):
+        mean[held], begin[held] = y[i], 1
+        while held > 0 and mean[held - 1] < mean[held]:
+            total = begin[held - 1] + begin[held]
+            mean[held - 1] += (mean[held] - mean[held - 1]) * (begin[held] / total)
+            begin[held - 1] = total
+            held -= 1
+        held += 1
+    end = y.shape[0]
+    for k in range(held - 1, -1, -1):
+        first = end - begin[k]
+        for i in range(first, end):
+            begin[i] = first
+        end = first
+
+
+@inner()
+def _average(y: Any, begin: Any, mean: Any) -> None:
+    """Write the mean of each block of entries to all of them."""
+    i, n = 0, y.shape[0]
+    while i < n:
+        end, total = i, 0.0
+        while end < n and begin[end] == i:
+            total += y[end] - y[i]  # equal entries, and one alone, are their mean to the last bit
+            end += 1
+        value = y[i] + total / (end - i)
+        for k in range(i, end):
+            mean[k] = value
+        i = end
+
+
+@inner()
+def _gather(x: Any, order: Any, falling: Any) -> tuple[float, float]:
+    """Write the entries in falling order; return the least, and the range."""
+    n = order.shape[0]
+    for i in range(n):
+        falling[i] = x[order[n - 1 - i]]
+    return falling[n - 1], falling[0] - falling[n - 1]
+
+
+@compiled(seconds=2)
+def project_rows(
+    counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, found: Any, blocks: Any,
+    real: Any,
+) -> None:  # fmt: skip
+    """Write P(scale u / epsilon, w) in the order of x; if it sorts, r P(w / epsilon, s / r) in falling order.
+
+    x, found: (rows, n) in float64. order, blocks: (rows, n) in int64, the places of the entries from the least to the
+    largest, and, of those in falling order, where the block of each begins. w: (n,).
     """
-    rows, n = values.shape
+    rows, n = x.shape
+    falling, y, mean = real[FALLING], real[FITTED], real[MEAN]
     while True:
         task = next_task(counter)
         if task * ROWS >= rows:
             return
         for row in range(task * ROWS, min(rows, (task + 1) * ROWS)):
-            y, mean, size = values[row], fit[row], blocks[row]
-            held = 0
+            low, spread = _gather(x[row], order[row], falling)
+            per_unit = scale / spread if spread > 0 else 0.0
             for i in range(n):
-                mean[held], size[held] = y[i], 1
-                while held > 0 and mean[held - 1] <= mean[held]:
-                    total = size[held - 1] + size[held]
-                    mean[held - 1] += (mean[held] - mean[held - 1]) * (size[held] / total)
-                    size[held - 1] = total
-                    held -= 1
-                held += 1
-            end = n
-            for k in range(held - 1, -1, -1):
-                begin, value = end - size[k], mean[k]
-                for i in range(begin, end):
-                    mean[i], size[i] = value, begin
-                end = begin
+                if sorts:
+                    y[i] = w[i] * spread - epsilon * falling[i]
+                else:
+                    y[i] = (falling[i] - low) * per_unit - epsilon * w[i]
+            _find_blocks(y, mean, blocks[row])
+            _average(y, blocks[row], mean)
+            for i in range(n):
+                pooled = (y[i] - mean[i]) / epsilon  # 0 to the last bit for a block of one
+                if sorts:
+                    found[row, i] = falling[i] + pooled
+                else:
+                    found[row, order[row, n - 1 - i]] = w[i] + pooled
 
 
-@compiled()
-def block_means(counter: Any, values: Any, blocks: Any, means: Any) -> None:
-    """Write the mean of each block of entries to all of them; (rows, n) each."""
-    rows, n = values.shape
+@compiled(seconds=2)
+def project_backward(
+    counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, upstream: Any, blocks: Any,
+    found: Any, real: Any,
+) -> None:  # fmt: skip
+    """Write the gradient in x to `found`, from that in the result of `project_rows`."""
+    rows, n = x.shape
+    falling, given, mean = real[FALLING], real[FITTED], real[MEAN]
     while True:
         task = next_task(counter)
         if task * ROWS >= rows:
             return
         for row in range(task * ROWS, min(rows, (task + 1) * ROWS)):
-            y, begin, mean = values[row], blocks[row], means[row]
-            i = 0
-            while i < n:
-                end, total = i, 0.0
-                while end < n and begin[end] == i:
-                    total += y[end]
-                    end += 1
-                for k in range(i, end):
-                    mean[k] = total / (end - i)
-                i = end
+            low, spread = _gather(x[row], order[row], falling)
+            per_unit = scale / (epsilon * spread) if spread > 0 else 0.0
+            for i in range(n):
+                given[i] = upstream[row, i] if sorts else upstream[row, order[row, n - 1 - i]]
+            _average(given, blocks[row], mean)
+            by_range = 0.0
+            for i in range(n):
+                by_z, at = given[i] - mean[i], order[row, n - 1 - i]
+                if sorts:
+                    by_range += by_z * w[i] / epsilon
+                    found[row, at] = mean[i]
+                else:
+                    # These sum to 0, so the least entry counts by the range alone.
+                    found[row, at] = by_z * per_unit
+                    by_range -= found[row, at] * ((falling[i] - low) / spread if spread > 0 else 0.0)
+            found[row, order[row, n - 1]] += by_range
+            found[row, order[row, 0]] -= by_range

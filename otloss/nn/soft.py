@@ -13,7 +13,7 @@ class SoftSort(Module):
     """`otloss.soft_sort` over the last axis.
 
     Args:
-        epsilon: relative to the squared range of a row.
+        epsilon, regularization: as for the function.
         descending: largest first.
 
     Example:
@@ -22,8 +22,10 @@ class SoftSort(Module):
         tensor([1., 2., 3.])
     """
 
-    def __init__(self, *, epsilon: float = 0.01, descending: bool = False) -> None:
-        super().__init__(epsilon=epsilon, descending=descending)
+    def __init__(
+        self, *, epsilon: float | None = None, regularization: str = "entropy", descending: bool = False
+    ) -> None:
+        super().__init__(epsilon=epsilon, regularization=regularization, descending=descending)
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return soft_sort(x, **self.settings)
@@ -33,7 +35,7 @@ class SoftRank(Module):
     """`otloss.soft_rank` over the last axis.
 
     Args:
-        epsilon: relative to the squared range of a row.
+        epsilon, regularization: as for the function.
         descending: 1 for the largest.
 
     Example:
@@ -42,8 +44,10 @@ class SoftRank(Module):
         tensor([3., 1., 2.])
     """
 
-    def __init__(self, *, epsilon: float = 0.01, descending: bool = False) -> None:
-        super().__init__(epsilon=epsilon, descending=descending)
+    def __init__(
+        self, *, epsilon: float | None = None, regularization: str = "entropy", descending: bool = False
+    ) -> None:
+        super().__init__(epsilon=epsilon, regularization=regularization, descending=descending)
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return soft_rank(x, **self.settings)
@@ -54,7 +58,7 @@ class SoftTopK(Module):
 
     Args:
         k: how many to pick.
-        epsilon: relative to the squared range of a row.
+        epsilon, regularization: as for the function.
 
     Example:
         >>> import torch
@@ -62,8 +66,8 @@ class SoftTopK(Module):
         tensor([1., 0., 0.])
     """
 
-    def __init__(self, *, k: int, epsilon: float = 0.1) -> None:
-        super().__init__(k=k, epsilon=epsilon)
+    def __init__(self, *, k: int, epsilon: float = 0.1, regularization: str = "entropy") -> None:
+        super().__init__(k=k, epsilon=epsilon, regularization=regularization)
 
     def forward(self, x: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         return soft_top_k(x, **self.settings)

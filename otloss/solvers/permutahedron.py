@@ -1,18 +1,18 @@
-"""Sorting and ranking with a quadratic regularisation: projections onto a permutahedron, in O(n log n).
+"""Sorting, ranking and picking with a quadratic regularisation: projections onto a permutahedron, in O(n log n).
 
-The permutahedron of w (w_1 >= ... >= w_n) holds the convex combinations of its permutations. The point of it nearest to
-z is, with s the entries of z in falling order,
+The permutahedron of w (w_1 >= ... >= w_n) holds the convex combinations of its permutations. For entries z in falling
+order its nearest point is
 
-    P(z, w) = z - v at the places of z,     v = argmin over v_1 >= ... >= v_n of |v - (s - w)|^2
+    P(z, w) = z - v,     v = argmin over v_1 >= ... >= v_n of |v - (z - w)|^2
 
-an isotonic regression, whose derivative is the mean over each block of equal entries of v. With the row x in units of
-its range, u = (x - min x) / (max x - min x), and m = n - 1,
+an isotonic regression: v, and its derivative too, is the mean of z - w over each block of pooled entries. With s
+the row in falling order, r its range, u = (s - min s) / r and m = n - 1, in the order of s,
 
-    soft_rank(x) = P(m u / epsilon, (n, ..., 1))
-    soft_sort(x) = min x + (max x - min x) P((n, ..., 1) / (m epsilon), sorted u)
+    rank     P(m u / epsilon, (n, ..., 1))          pools entries nearer than epsilon r / m
+    sort     r P((n, ..., 1) / (m epsilon), s / r)    pools entries farther apart than r / (m epsilon)
+    top k    P(u / epsilon, (1, ..., 1, 0, ..., 0))   = min(max(u / epsilon - theta, 0), 1)
 
-Entries whose distance is less than epsilon times the mean distance of neighbours are pooled: they get ranks that differ
-by less than one. At small epsilon ranks are the usual ones and their gradients 0, for the projection is a vertex then.
+Neighbours are r / m apart on average.
 
 Source: M. Blondel, O. Teboul, Q. Berthet, J. Djolonga, Fast Differentiable Sorting and Ranking, ICML 2020.
 """
@@ -21,69 +21,82 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import eager, once_only
 
-def project(z: Float[Tensor, "*batch n"], w: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-    """Return the point of the permutahedron of w nearest to z, in float64.
-
-    Args:
-        z: (..., n) finite.
-        w: (..., n) in falling order, or (n,).
-
-    Returns:
-        (..., n), with the sum of w; differentiable in both, twice too (where blocks change, one-sided).
-    """
-    falling, order = torch.sort(z.double(), dim=-1, descending=True, stable=True)
-    moved = falling - falling_regression(falling - w.double())
-    return torch.empty_like(moved).scatter(-1, order, moved)
+_ENTRIES = 20_000  # below which waking up a thread takes longer than it saves
 
 
-def falling_regression(values: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-    """Return the non-increasing rows nearest to these in least squares; float64, differentiable."""
-    found: Tensor = _FallingRegression.apply(values)
+def quadratic_rank(x: Float[Tensor, "*batch n"], epsilon: float) -> Float[Tensor, "*batch n"]:
+    """Return `soft_rank`, differentiable once."""
+    n = x.shape[-1]
+    return _projected(x, np.arange(n, 0.0, -1.0), n - 1.0, epsilon, False)
+
+
+def quadratic_top_k(x: Float[Tensor, "*batch n"], k: int, epsilon: float) -> Float[Tensor, "*batch n"]:
+    """Return `soft_top_k` likewise."""
+    return _projected(x, (np.arange(x.shape[-1]) < k).astype(float), 1.0, epsilon, False)
+
+
+def quadratic_sort(x: Float[Tensor, "*batch n"], epsilon: float) -> Float[Tensor, "*batch n"]:
+    """Return `soft_sort` likewise, largest first."""
+    n = x.shape[-1]
+    return _projected(x, np.arange(n, 0.0, -1.0) / max(n - 1, 1), 1.0, epsilon, True)
+
+
+def check_range(spread: Float[Tensor, "*batch"]) -> None:
+    """Raise ValueError where the range of a row is infinite."""
+    if torch.isinf(spread.detach()).any():
+        raise ValueError("the range of a row of x is beyond float64, expected less than 1.7e308; rescale x.")
+
+
+@eager
+def _projected(x: Tensor, w: np.ndarray, scale: float, epsilon: float, sorts: bool) -> Tensor:
+    found: Tensor = _Project.apply(x, w, scale, epsilon, sorts)
     return found
 
 
-class _FallingRegression(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, values: Tensor) -> Tensor:
-        from otloss._kernels._threads import run_on_threads
-        from otloss._kernels.isotonic import ROWS, falling_fit
-
-        rows = values.detach().to("cpu", torch.float64).reshape(-1, values.shape[-1]).contiguous()
-        fit, blocks = torch.empty_like(rows), torch.empty(rows.shape, dtype=torch.int64)
-        arrays = rows.numpy(), fit.numpy(), blocks.numpy()
-        run_on_threads(falling_fit, -(-len(rows) // ROWS), arrays, one_thread=rows.numel() < _ENTRIES)
-        ctx.blocks = blocks
-        return fit.reshape(values.shape).to(values.device)
+class _Project(torch.autograd.Function):
+    """P(scale u / epsilon, w) in the order of x; if it sorts, r P(w / epsilon, s / r) in falling order. On the CPU."""
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Tensor:
-        means: Tensor = _BlockMeans.apply(gradients[0], ctx.blocks)
-        return means
+    def forward(ctx: Any, x: Tensor, w: np.ndarray, scale: float, epsilon: float, sorts: bool) -> Tensor:
+        from otloss._kernels.isotonic import project_rows
 
-
-class _BlockMeans(torch.autograd.Function):
-    """A projection, and so its own derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, values: Tensor, blocks: Int[Tensor, "rows n"]) -> Tensor:
-        from otloss._kernels._threads import run_on_threads
-        from otloss._kernels.isotonic import ROWS, block_means
-
-        ctx.blocks = blocks
-        rows = values.detach().to("cpu", torch.float64).reshape(blocks.shape).contiguous()
-        means = torch.empty_like(rows)
-        arrays = rows.numpy(), blocks.numpy(), means.numpy()
-        run_on_threads(block_means, -(-len(rows) // ROWS), arrays, one_thread=rows.numel() < _ENTRIES)
-        return means.reshape(values.shape).to(values.device)
+        if x.dtype == torch.float64:
+            check_range(x.amax(-1) - x.amin(-1))
+        rows = _rows(x)
+        order, found, blocks = np.argsort(rows, -1), np.empty_like(rows), np.empty(rows.shape, np.int64)
+        settings = order, w, scale, float(epsilon), sorts
+        _run(project_rows, rows, *settings, found, blocks)
+        ctx.save_for_backward(x)
+        ctx.settings, ctx.blocks = settings, blocks
+        return torch.from_numpy(found).reshape(x.shape).to(x)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        return _BlockMeans.apply(gradients[0], ctx.blocks), None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        from otloss._kernels.isotonic import project_backward
+
+        (x,) = ctx.saved_tensors
+        rows = _rows(x)
+        found = np.empty_like(rows)
+        _run(project_backward, rows, *ctx.settings, _rows(gradients[0]), ctx.blocks, found)
+        message = 'a second derivative of regularization="quadratic" was asked for; use "entropy", which gives them.'
+        return once_only(torch.from_numpy(found).reshape(x.shape).to(x), message, x, gradients[0]), *[None] * 4
 
 
-_ENTRIES = 20_000  # below which waking up a thread takes longer than it saves
+def _rows(x: Tensor) -> np.ndarray:
+    rows: np.ndarray = x.detach().to("cpu", torch.float64).reshape(-1, x.shape[-1]).numpy()
+    return rows
+
+
+def _run(kernel: Any, rows: np.ndarray, *arguments: Any) -> None:
+    from otloss._kernels._threads import run_on_threads
+    from otloss._kernels.isotonic import ROWS, scratch
+
+    tasks, n = -(-len(rows) // ROWS), rows.shape[-1]
+    run_on_threads(kernel, tasks, (rows, *arguments), lambda: scratch(n), one_thread=rows.size < _ENTRIES)

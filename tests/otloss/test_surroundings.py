@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -38,7 +39,8 @@ def cases() -> dict[str, Case]:
             found[f"{function} of {cost}"] = entropic_case(function, cost, 0.3, None, grad)
         else:
             found[f"{function} of {cost}"] = transport_case(OF_COSTS[function], cost)
-    for sort in (otloss.soft_sort, otloss.soft_rank, lambda x: otloss.soft_top_k(x, 2)):
+    quadratic = partial(otloss.soft_rank, regularization="quadratic")
+    for sort in (otloss.soft_sort, otloss.soft_rank, lambda x: otloss.soft_top_k(x, 2), quadratic):
         found[f"sort {len(found)}"] = Case({"x": draw(3, 6)}, lambda t, sort=sort: sort(t["x"]), sort)
     return found
 

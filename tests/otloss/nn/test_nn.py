@@ -104,7 +104,7 @@ CASES = {
     ),
     "SoftSort": Case(modules.SoftSort, otloss.soft_sort, {"epsilon": 0.05, "descending": True}, (P,)),
     "SoftRank": Case(modules.SoftRank, otloss.soft_rank, {"epsilon": 0.05, "descending": True}, (P,)),
-    "SoftTopK": Case(modules.SoftTopK, otloss.soft_top_k, {"k": 2, "epsilon": 0.2}, (P,)),
+    "SoftTopK": Case(modules.SoftTopK, otloss.soft_top_k, {"k": 2, "regularization": "quadratic"}, (P,)),
 }  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
