@@ -9,7 +9,7 @@ FOR_DEV := $(VENV)/.installed-dev
 OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-all lint bench wheel clean
+.PHONY: help demo gallery test test-all lint bench wheel clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,6 +17,9 @@ help:  ## this list
 
 demo: $(FOR_DEMO)  ## EMO against MLE on a small model and real text; results in demo-output/
 	$(BIN)/python examples/emo_demo.py
+
+gallery: $(FOR_DEV)  ## all examples on real data, in docs/gallery.md with their figures; about 20 minutes on 2 cores
+	$(BIN)/python examples/gallery.py
 
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile

@@ -1,13 +1,14 @@
-"""Recalibrate an overconfident ordinal classifier, offline, in seconds.
+"""An overconfident ordinal classifier, recalibrated by thresholds.
 
 Disease progression after one year (scikit-learn's diabetes data) in five grades, predicted by naive Bayes. It treats
 correlated features as independent, so its probabilities are too close to 0 and 1. A third of the patients is for
-training, a third for recalibration, a third for the test, over many splits. Recalibration lowers the ranked probability
-score (RPS) and the calibration error; it raises the earth mover's distance (EMD), which is not a proper score.
+training, a third for recalibration, a third for the test, over many splits. A map of the
+logits per threshold is compared with one temperature, the usual remedy.
+
+Result (30 splits): the ranked probability score (RPS) falls from 0.70 to 0.60 and the calibration error from 0.15 to
+0.08, in every split; a temperature does as well. The earth mover's distance (EMD) rises: it is not a proper score.
 
     python examples/recalibrate_forecast.py
-    python examples/recalibrate_forecast.py --figure reliability.png      # before and after, by threshold
-    python examples/recalibrate_forecast.py --quick                       # two splits
 """
 
 from __future__ import annotations
@@ -76,31 +77,29 @@ def compare(splits: int) -> None:
         print(f"{name:{width}}  " + "  ".join(f"{cell:>17}" for cell in cells) + f"   {better} of {splits} splits")
 
 
-def draw(path: Path) -> None:
-    """Save the reliability of the first split, before and after."""
+def draw(path: Path, seed: int = 0) -> None:
+    """Save the reliability of one split, before and after."""
     from matplotlib import pyplot as plt
 
     from otloss.plotting import plot_reliability
 
-    y, by_name = forecasts(0)
+    y, by_name = forecasts(seed)
     figure, axes = plt.subplots(1, 2, figsize=(12, 4.5), layout="constrained")
     for ax, name in zip(axes, ("as it is", "by threshold"), strict=True):
         plot_reliability(np.array(GRADES)[y], by_name[name], labels=GRADES, columns="rank", bins=5, ax=ax)
         score = ranked_probability_score(y, by_name[name], labels=RANKS)
         ax.set_title(f"{name}: ranked probability score {score:.3f}")
-    figure.savefig(path, dpi=120)
-    print(f"Saved {path}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--splits", default=30, type=int, help="random splits to average over")
+    parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
     parser.add_argument("--quick", action="store_true", help="two splits")
-    parser.add_argument("--figure", type=Path, help="where to save the reliability before and after")
-    options = parser.parse_args()
-    compare(2 if options.quick else options.splits)
-    if options.figure:
-        draw(options.figure)
+    options = parser.parse_args(arguments)
+    compare(2 if options.quick else 30)
+    draw(options.output / "recalibrate_forecast.png")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,15 @@
-"""Predict wine quality with ordinal classifiers in a scikit-learn pipeline with a grid search.
+"""Wine quality by ordinal classifiers in a scikit-learn pipeline with a grid search.
 
-Searches the loss and the penalty of a linear model, a multi-layer perceptron and boosted trees by the ranked
-probability score, compares them with logistic regression, and prints errors on a test set.
+A grid search by the ranked probability score (RPS, the sum over grades k of (F_k - 1[y <= k])^2) chooses the loss and
+the penalty of a linear model, a multi-layer perceptron and boosted trees; logistic regression is the peer.
+
+Data: physical measurements of red wines and their grades (Cortez et al., 2009), one row per distinct wine, a quarter of
+them for the test. Without the file: scikit-learn's diabetes in five grades.
+
+Result: all models are within two standard errors of logistic regression: with 1,000 rows and strong features the loss
+hardly matters.
 
     python examples/wine_quality.py --data winequality-red.csv     # quality in a column "quality" or "response"
-    python examples/wine_quality.py                                # offline: diabetes of scikit-learn, in five grades
-
-Files may start with comment lines (#) and separate columns by commas or semicolons.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import pyplot as plt
 from sklearn.datasets import load_diabetes
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
@@ -28,8 +32,9 @@ from sklearn.pipeline import Pipeline
 from sklearn.preprocessing import StandardScaler
 
 from otloss.estimators import OrdinalBoostingClassifier, OrdinalClassifier
-from otloss.metrics import ordinal_mae, scorer
+from otloss.metrics import scorer
 
+BESIDE = Path(__file__).parents[2] / "shared/data/ordinal/gagolews/winequality-red.csv"
 LABELS = ("quality", "response")
 
 
@@ -79,12 +84,45 @@ def candidates(grades: list[int], quick: bool) -> dict[str, tuple[Any, dict[str,
     }
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--data", type=Path, help="a CSV file of wine quality")
+def errors(P: np.ndarray, predicted: np.ndarray, y: np.ndarray, grades: list[int]) -> np.ndarray:
+    """Return the ranked probability score and the absolute error of each row, (2, rows)."""
+    below = y[:, None] <= np.array(grades)
+    return np.stack([((P.cumsum(1) - below) ** 2).sum(1), np.abs(predicted - y)])
+
+
+def draw(path: Path, found: dict[str, np.ndarray]) -> None:
+    """Save the mean errors, with bars of two standard errors of the differences from the first model."""
+    figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
+    first, names = next(iter(found.values())), list(found)[::-1]
+    for k, (ax, score) in enumerate(
+        zip(axes, ("ranked probability score", "mean absolute error in grades"), strict=True)
+    ):
+        for row, name in enumerate(names):
+            apart = found[name][k] - first[k]
+            bar = 2 * apart.std() / len(apart) ** 0.5
+            colour = "0.5" if found[name] is first else "C0"
+            ax.errorbar(found[name][k].mean(), row, xerr=bar, fmt="o", capsize=4, color=colour)
+        ax.axvline(first[k].mean(), color="0.8", zorder=0)
+        ax.set(xlabel=score, yticks=range(len(names)), ylim=(-0.5, len(names) - 0.5))
+    axes[0].set_yticklabels(names)
+    figure.suptitle(
+        f"{len(first[0])} test rows; bars: two standard errors of the difference from {names[-1]}", fontsize=10
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=100)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, default=BESIDE, help="CSV file of wine quality (%(default)s)")
+    parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
     parser.add_argument("--quick", action="store_true", help="small models, two folds")
-    options = parser.parse_args()
-    X, y = read_table(options.data) if options.data else graded_diabetes()
+    options = parser.parse_args(arguments)
+    if not options.data.exists():
+        print(
+            f"{options.data} is not there (archive.ics.uci.edu, Wine Quality); with diabetes of scikit-learn instead:"
+        )
+    X, y = read_table(options.data) if options.data.exists() else graded_diabetes()
     if options.quick:
         X, y = X[:300], y[:300]
     grades, counts = np.unique(y, return_counts=True)
@@ -92,27 +130,21 @@ def main() -> None:
     X, y, grades = X[kept], y[kept], grades[counts >= 4].tolist()
     X_train, X_test, y_train, y_test = train_test_split(X, y, test_size=0.25, stratify=y, random_state=0)
     print(f"{len(y_train)} training rows, {len(y_test)} test rows, grades {grades}")
-    by_score = scorer("ranked_probability_score", labels=grades)
     print(f"{'model':20s} {'RPS':>7s} {'MAE':>7s} {'kappa':>7s}  best settings")
-    folds = StratifiedKFold(2 if options.quick else 5, shuffle=True, random_state=0)
+    folds, found = StratifiedKFold(2 if options.quick else 5, shuffle=True, random_state=0), {}
     for name, (model, grid) in candidates(grades, options.quick).items():
         pipeline = Pipeline([("scale", StandardScaler()), ("model", model)])
-        search = GridSearchCV(
-            pipeline,
-            {f"model__{key}": choices for key, choices in grid.items()},
-            scoring=by_score,
-            cv=folds,
-        )
+        choices = {f"model__{key}": values for key, values in grid.items()}
+        search = GridSearchCV(pipeline, choices, scoring=scorer("ranked_probability_score", labels=grades), cv=folds)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ConvergenceWarning)
             search.fit(X_train, y_train)
         predicted = search.predict(X_test)
+        found[name] = errors(search.predict_proba(X_test), predicted, y_test, grades)
         kappa = cohen_kappa_score(y_test, predicted, labels=grades, weights="quadratic")
         settings = ", ".join(f"{key.removeprefix('model__')}={value}" for key, value in search.best_params_.items())
-        print(
-            f"{name:20s} {-by_score(search, X_test, y_test):7.4f} "
-            f"{ordinal_mae(y_test, predicted, labels=grades):7.4f} {kappa:7.4f}  {settings}"
-        )
+        print(f"{name:20s} {found[name][0].mean():7.4f} {found[name][1].mean():7.4f} {kappa:7.4f}  {settings}")
+    draw(options.output / "wine_quality.png", found)
 
 
 if __name__ == "__main__":

@@ -1,48 +1,39 @@
-"""The example on early stopping and the benchmark of training times, at tiny sizes."""
+"""The example of boosting and the benchmark of training times, at tiny sizes."""
 
 from __future__ import annotations
 
 import csv
-import importlib.util
+import runpy
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 
 pytest.importorskip("xgboost")
 
-EXAMPLE = Path(__file__).parents[3] / "examples/xgboost_early_stopping.py"
+EXAMPLE = Path(__file__).parents[3] / "examples/boosting.py"
 
 
-@pytest.fixture(scope="module")
-def example() -> Any:
-    spec = importlib.util.spec_from_file_location("xgboost_early_stopping", EXAMPLE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def test_both_arms_learn_and_stop(example: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    results = example.main(["--rows", "600", "--rounds", "40"])
-    _, labels = np.unique(example.made_up(600)[1], return_inverse=True)
-    frequencies = np.bincount(labels) / len(labels)
-    guess, _ = example.judged(np.tile(frequencies, (len(labels), 1)), labels)
-    assert all(score < 0.8 * guess for score, _ in results.values())
-    assert capsys.readouterr().out.count("stopped at round") == 2
-
-
-def test_it_reads_a_file(example: Any, tmp_path: Path) -> None:
-    X, grades = example.made_up(200)
+def test_all_arms_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("lightgbm")
+    pytest.importorskip("matplotlib").use("agg")
+    example = runpy.run_path(str(EXAMPLE))
     path = tmp_path / "grades.csv"
-    with path.open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream)
-        writer.writerow(["response", *"abcdef"])
-        writer.writerows([[grade, *row] for grade, row in zip(grades, X, strict=True)])
-    for ours, theirs in zip(example.from_csv(path), (X, grades), strict=True):
-        np.testing.assert_array_equal(ours, theirs)
+    path.write_text(
+        '# a comment\n"response","a","b"\n' + "\n".join(f'{3 + k % 4},"{k % 4 + k % 7}",' for k in range(80)),
+        encoding="utf-8",
+    )
+    X, y = example["read"](path)
+    np.testing.assert_array_equal(y, np.arange(80) % 4)
+    np.testing.assert_array_equal(X[:, 0], np.arange(80) % 4 + np.arange(80) % 7)
+    assert np.isnan(X[:, 1]).all()
+    path.write_text("grade,a\n1,2\n", encoding="utf-8")
+    with pytest.raises(ValueError, match="expected one named 'response'"):
+        example["read"](path)
+    curves = example["main"](["--quick", "--data", str(tmp_path / "missing.csv"), "--output", str(tmp_path)])
+    assert all(len(mean) == len(spread) == 10 and mean[-1] < 0.8 * mean[0] + 0.1 for mean, spread in curves.values())
+    assert "missing.csv is not there" in capsys.readouterr().out
+    assert (tmp_path / "boosting.png").stat().st_size > 10_000
 
 
 def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

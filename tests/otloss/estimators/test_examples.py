@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import runpy
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,31 +12,27 @@ import pytest
 EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def printed(name: str, *arguments: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> list[str]:
-    monkeypatch.setattr(sys, "argv", [name, "--quick", *arguments])
-    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+def printed(name: str, output: Path, *arguments: str, capsys: Any) -> list[str]:
+    pytest.importorskip("matplotlib").use("agg")
+    runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](["--quick", "--output", str(output), *arguments])
+    assert (output / f"{name}.png").stat().st_size > 10_000
     return capsys.readouterr().out.splitlines()
 
 
-def test_wine_quality(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wine_quality(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("xgboost")
     rows = "\n".join(f'{3 + i % 3},"{i % 3 + 0.1 * (i % 7)}",{i % 5}' for i in range(90))
     path = tmp_path / "wine.csv"
     path.write_text(f'# a comment\n"response","acidity","sugar"\n{rows}\n', encoding="utf-8")
-    lines = printed("wine_quality.py", "--data", str(path), monkeypatch=monkeypatch, capsys=capsys)
+    lines = printed("wine_quality", tmp_path, "--data", str(path), capsys=capsys)
     assert "grades [3, 4, 5]" in lines[0]
     names = ["logistic regression", "linear", "perceptron", "boosted trees"]
     assert [line[:20].strip() for line in lines[2:]] == names
     assert max(float(line[20:28]) for line in lines[2:]) < 0.3  # the frequencies alone score 0.44
 
 
-def test_recalibration_lowers_score_and_calibration_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    pytest.importorskip("matplotlib").use("agg")
-    figure = tmp_path / "reliability.png"
-    lines = printed("recalibrate_forecast.py", "--figure", str(figure), monkeypatch=monkeypatch, capsys=capsys)
-    assert figure.stat().st_size > 10_000
+def test_recalibration_lowers_score_and_calibration_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed("recalibrate_forecast", tmp_path, capsys=capsys)
     rows = {line[:17].strip(): [float(m) for m in re.findall(r"(\d\.\d+) ±", line)] for line in lines[1:5]}
     before = rows.pop("as it is")
     assert list(rows) == ["temperature", "temperature (nll)", "by threshold"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import runpy
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -334,13 +333,13 @@ def test_invalid_trainings_on_numbers_print_one_line(
 
 
 def test_the_example_prints_coverage_and_a_line_for_each_arm(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    arguments = ["number_tokens.py", "--steps", "3", "--questions", "60", "--largest", "9"]
-    monkeypatch.setattr(sys, "argv", arguments)
+    pytest.importorskip("matplotlib").use("agg")
     verbosity, bars = transformers.utils.logging.get_verbosity(), transformers.utils.logging.is_progress_bar_enabled()
     try:
-        made = runpy.run_path(str(EXAMPLE), run_name="__main__")
+        made = runpy.run_path(str(EXAMPLE))
+        made["main"](["--quick", "--output", str(tmp_path)])
     finally:
         transformers.utils.logging.set_verbosity(verbosity)
         if bars:
@@ -348,5 +347,5 @@ def test_the_example_prints_coverage_and_a_line_for_each_arm(
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("10 of 257 tokens are numbers: 10 values from 0 to 9")
     assert all(any(line.startswith(arm) for line in lines) for arm in made["ARMS"])
-    right, wrong = ["42", "7", "100"], ["42", "8", "none"]
-    assert made["line"]("arm", wrong, right).split()[:4] == ["arm", "33.3%", "66.7%", "1"]
+    assert made["errors"](["42", "8", "none", " 7"], ["42", "7", "100", "7"]).tolist() == [0, 1, float("inf"), 0]
+    assert (tmp_path / "number_tokens.png").stat().st_size > 5_000
