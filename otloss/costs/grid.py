@@ -24,6 +24,9 @@ from otloss._checks import check_positive
 from otloss._kernels import may_run_on
 from otloss.costs.cost import Cost, block_entries, makes_graph, recomputed, softmin_of
 
+# Costs over epsilon up to which exp(-C / eps) is held as a number, and products with exp(-700), in float64.
+_LARGEST_EXPONENT = 600.0
+
 
 class GridCost(Cost):
     """The cost between the cells of a grid, `sum_k (spacing_k |i_k - j_k|)^power`, such as the pixels of an image.
@@ -104,12 +107,43 @@ class GridCost(Cost):
     def softmin(self, potential: Float[Tensor, "*batch n"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
         potential, epsilon, batch = self._softmin_arguments(potential, epsilon)
         h = potential.expand(*batch, -1).reshape(batch.numel(), *self.cells)
+        width = torch.as_tensor(epsilon, dtype=torch.float64, device=h.device).expand(batch).reshape(-1)
+        groups = self._groups(width) if may_run_on(h, width) and not makes_graph(potential) else None
+        if groups is not None:
+            return self._by_products(h, width, groups).reshape(*batch, self.shape[0]).to(potential.dtype)
         if isinstance(epsilon, Tensor):
             epsilon = epsilon.expand(batch).reshape(-1, *(1 for _ in self.cells[1:]))  # an axis for each but the one
         for axis in range(len(self.cells)):
             lines = h.movedim(axis + 1, -1)  # (problems, other cells, cells of the axis)
             h = -_along_lines(self.axis_costs(axis), lines, epsilon).movedim(-1, axis + 1)
         return -h.reshape(*batch, self.shape[0])
+
+    def _groups(self, epsilon: Float[Tensor, " problems"]) -> list[list[int]] | None:
+        """The axes to take in one product: all, or each by itself; None where exp(-C / eps) is too small for either."""
+        most = _LARGEST_EXPONENT * float(epsilon.amin()) if epsilon.numel() else 0.0
+        if not most > 0:
+            return None
+        along = [(step * (size - 1)) ** self.power for step, size in zip(self.spacing, self.cells, strict=True)]
+        axes = range(1, len(along) + 1)
+        return [list(axes)] if sum(along) <= most else [[axis] for axis in axes] if max(along) <= most else None
+
+    def _by_products(self, h: Tensor, epsilon: Tensor, groups: list[list[int]]) -> Tensor:
+        """The soft minima with one exponential per cell and group of axes, in float64."""
+        width = epsilon.reshape(-1, *(1 for _ in self.cells))
+        shared = epsilon[:1] if bool((epsilon == epsilon[:1]).all()) else epsilon
+        h = h.double()
+        for axes in groups:
+            top = h.amax(axes, keepdim=True)
+            terms = ((h - top.masked_fill(top == -torch.inf, 0.0)) / width).clamp_(min=-_LARGEST_EXPONENT - 100).exp_()
+            for axis in axes:
+                steps = torch.arange(self.cells[axis - 1], device=h.device)
+                by_steps = ((steps.to(self.dtype) * self.spacing[axis - 1]) ** self.power).double()
+                kernel = (by_steps / -shared.unsqueeze(-1)).exp()[:, (steps.unsqueeze(1) - steps).abs()]
+                before, after = math.prod(self.cells[: axis - 1]), math.prod(self.cells[axis:])
+                lines = terms.reshape(len(h), before, len(steps), after)
+                terms = lines.squeeze(-1) @ kernel if after == 1 else kernel.unsqueeze(1) @ lines
+            h = top + width * terms.reshape(h.shape).log_()
+        return -h
 
     def largest(self) -> Tensor:
         corners = sum((step * (size - 1)) ** self.power for step, size in zip(self.spacing, self.cells, strict=True))

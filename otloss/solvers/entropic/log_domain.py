@@ -36,8 +36,12 @@ def iterate_in_logs(
     most: int,
     settled: float = math.inf,
     symmetric: bool = False,
+    relaxation: Float[Tensor, "*batch"] | None = None,
 ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"], Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
-    """Return f, g, the marginal error and the number of iterations, per problem; `settled` as for the numba kernel."""
+    """Return f, g, the marginal error and the number of iterations, per problem; `settled` as for the numba kernel.
+
+    `relaxation` is the w to start with, 1 by default.
+    """
     sweep = Sweep.of(problem)
     f, g = (torch.zeros_like(w) for w in (sweep.log_p, sweep.log_q))
     if start is not None:
@@ -54,8 +58,11 @@ def iterate_in_logs(
             # The constant that moves from g to f would keep the size of potentials at a large epsilon.
             share = sweep.log_q.exp()
             g = g - (share * g).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
-    search = _symmetric_search if symmetric else _relaxed_search
-    return search(sweep, f, g, done + (most - left), (tolerance, settled), left)
+    done, goal = done + (most - left), (tolerance, settled)
+    if symmetric:
+        return _symmetric_search(sweep, f, g, done, goal, left)
+    w = torch.ones_like(sweep.epsilon) if relaxation is None else relaxation.to(f.dtype).unsqueeze(-1)
+    return _relaxed_search(sweep, f, g, w, done, goal, left)
 
 
 def _steps(problem: EntropicProblem) -> list[Tensor]:
@@ -137,10 +144,9 @@ class Sweep:
 
 
 def _relaxed_search(
-    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, goal: tuple[float, float], most: int
+    sweep: Sweep, f: Tensor, g: Tensor, w: Tensor, done: Tensor, goal: tuple[float, float], most: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tolerance, settled = goal
-    w, within = torch.ones_like(sweep.epsilon), 0
+    (tolerance, settled), within = goal, 0
     schedule = RelaxationSchedule(w.squeeze(-1))
     active = torch.ones_like(done, dtype=torch.bool)
     counted = 0

@@ -23,7 +23,8 @@ from otloss._kernels.sinkhorn_call import (
     SPREAD,
     run_kernel,
 )
-from otloss.costs import DenseCost
+from otloss.costs import DenseCost, GridCost
+from otloss.solvers.entropic.grids import start_from_blocks, takes_blocks
 from otloss.solvers.entropic.log_domain import iterate_in_logs
 from otloss.solvers.entropic.multiscale import search_from_clusters, takes_clusters
 from otloss.solvers.entropic.newton import error_of_potential, newton_search
@@ -246,6 +247,8 @@ def runs_on_kernel(problem: EntropicProblem, impl: str) -> bool:
             )
         return True
     matrices = problem.cost.batch_shape.numel()
+    if isinstance(problem.cost, GridCost) and len(problem.cost.cells) > 1 and n * m > LARGEST_NEWTON:
+        able = False  # products along the axes are faster
     return impl == "auto" and able and n * m <= LARGEST_FOR_KERNEL and matrices * n * m <= MOST_FOR_KERNEL
 
 
@@ -279,7 +282,10 @@ def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal
     # Uniform weights in place of zeros: the answer of that problem is replaced below.
     p, q = (torch.where(empty.unsqueeze(-1), 1.0 / w.shape[-1], w) for w in (p, q))
     solid = EntropicProblem(p, q, problem.cost, problem.epsilon.detach(), problem.marginal_penalty, problem.dtype)
-    f, g, error, iterations = iterate_in_logs(solid, start, **goal.options)
+    w = None
+    if start is None and takes_blocks(solid):
+        start, w = start_from_blocks(solid, _solve_blocks, symmetric=goal.symmetric)
+    f, g, error, iterations = iterate_in_logs(solid, start, **goal.options, relaxation=w)
     known = None
     if goal.settled < math.inf and not goal.symmetric and p.device.type == "cpu" and _can_take_newton(problem):
         held = q > 0
@@ -287,6 +293,11 @@ def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal
         known = (error_of_potential(solid, g).masked_fill(empty, 0.0), spread, torch.ones_like(spread))
     f, g = (potential.masked_fill(empty.unsqueeze(-1), 0.0) for potential in (f, g))
     return f, g, error.masked_fill(empty, 0.0), iterations.masked_fill(empty, 0), known
+
+
+def _solve_blocks(problem: EntropicProblem, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
+    f, g, error, _, known = _by_kernel(problem, None, _Goal(**options, settled=1e3))
+    return f, g, torch.ones_like(error) if known is None else known[2]
 
 
 def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> None:

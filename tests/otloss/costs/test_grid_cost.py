@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from typing import Any
 
@@ -10,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
+import otloss
 from otloss.costs import Cost, GridCost, costs_within
+from otloss.solvers.entropic.potentials import runs_on_kernel
+from otloss.solvers.entropic.problem import Settings, entropic_problem
 from tests.otloss.oracles import check_questions
 
 
@@ -83,3 +87,32 @@ def test_degenerate_potentials_and_dtypes() -> None:
 def test_bad_input(cells: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         GridCost(cells, **options)
+
+
+# One product for all axes, or one for each.
+@pytest.mark.parametrize(("cells", "epsilon"), [((40, 33), 0.3), ((40, 33), 0.003), ((11, 10, 12), 0.05)])
+def test_transport_of_images_is_that_of_the_matrix(cells: tuple[int, ...], epsilon: float) -> None:
+    """Values and gradients along the axes, from blocks of cells, and by the kernel of matrices; with empty cells."""
+    generator = torch.Generator().manual_seed(0)
+    p, q = (torch.rand(2, math.prod(cells), generator=generator, dtype=torch.float64) for _ in range(2))
+    p, q = ((w * (w > 0.3)).div((w * (w > 0.3)).sum(-1, keepdim=True)).requires_grad_() for w in (p, q))
+    cost = GridCost(cells, spacing=[1.0 / size for size in cells], power=2).to(torch.float64)
+    assert not runs_on_kernel(entropic_problem(p, q, cost, epsilon=epsilon, settings=Settings()), "auto")
+    found = []
+    for impl in ("auto", "compiled"):
+        value = otloss.sinkhorn(p, q, cost, epsilon=epsilon, impl=impl, tolerance=1e-9)
+        found.append((value, *torch.autograd.grad(value.sum(), (p, q))))
+    for ours, dense, atol in zip(*found, (1e-10, 1e-7, 1e-7), strict=True):
+        torch.testing.assert_close(ours, dense, rtol=1e-6, atol=atol)
+
+
+def test_divergence_of_large_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = GridCost.rows
+    monkeypatch.setattr(GridCost, "rows", lambda c, k: pytest.fail("large") if c.shape[0] > 2**10 else rows(c, k))
+    y, x = torch.meshgrid(torch.linspace(0, 1, 256), torch.linspace(0, 1, 256), indexing="ij")
+    disks = torch.stack([((x - c) ** 2 + (y - 0.5) ** 2 < 0.04).float().flatten() for c in (0.3, 0.6)])
+    p, q = disks / disks.sum(-1, keepdim=True)
+    p.requires_grad_()
+    value = otloss.sinkhorn_divergence(p, q, GridCost((256, 256), spacing=1 / 255), epsilon=0.05)
+    assert value.item() == pytest.approx(0.3**2, rel=2e-2)  # a translation, up to the rounding of disks to cells
+    assert torch.autograd.grad(value, p)[0].isfinite().all()
