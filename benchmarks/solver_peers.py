@@ -121,11 +121,12 @@ def ours(problems: Problems, epsilon: float, gaps: Gaps) -> Contestant:
     return Contestant(OURS, "tolerance", TOLERANCES, solve, errors)
 
 
-def ours_with_gradients(problems: Problems, epsilon: float) -> Callable[[float], Result]:
+def ours_with_gradients(
+    problems: Problems, epsilon: float, marginal_penalty: float | None = None
+) -> Callable[[float], Result]:
     inputs = problems.with_gradients()
-    return lambda tolerance: torch.autograd.grad(
-        otloss.sinkhorn(*inputs, epsilon=epsilon, tolerance=tolerance).sum(), inputs
-    )
+    options: dict[str, Any] = {"epsilon": epsilon, "marginal_penalty": marginal_penalty}
+    return lambda tolerance: torch.autograd.grad(otloss.sinkhorn(*inputs, tolerance=tolerance, **options).sum(), inputs)
 
 
 def pot(problems: Problems, epsilon: float, gaps: Gaps) -> list[Contestant]:

@@ -13,6 +13,7 @@ import statistics
 import warnings
 from functools import partial
 
+import numpy as np
 import ot
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -62,6 +63,7 @@ PATIENCE = 100.0  # the time that a peer may take to reach the gap, in units of 
 CLOUD_PATIENCE = 10.0
 CLOUD_REPEATED = 3.0  # a peer that takes longer than this, in units of our time, is timed by one run
 EPSILONS = {0.1: 4.0, 0.01: 40.0, 0.001: 100.0}  # of the cost range, and how many times faster we are to be
+PENALTY = 1.0  # of the cost range, of unbalanced problems
 SAME_VALUE = 1e-4  # relative, between float32 contestants without a setting
 
 
@@ -250,6 +252,38 @@ def entropic_cases(bench: Bench) -> None:
         entropic_case(bench, problems, epsilon, limit, gap=CLOSER_GAP)
 
 
+def unbalanced_case(bench: Bench) -> None:
+    """Beside our own balanced time at the same epsilon and tolerance; POT solves the first problem alone."""
+    batch, n = (4, 8) if bench.settings.small else (64, 64)
+    problems, options = Problems.random(batch, n), {"epsilon": 0.1, "marginal_penalty": PENALTY}
+    p, q, cost = (t[0].numpy() for t in (problems.p, problems.q, problems.cost))
+    mine = otloss.solve(problems.p, problems.q, problems.cost, **options).plan()[0].numpy()
+
+    def pot_alone() -> np.ndarray:
+        plan: np.ndarray = ot.unbalanced.sinkhorn_unbalanced(p, q, cost, 0.1, PENALTY, stopThr=1e-5)
+        return plan
+
+    away = float(np.abs(pot_alone() - mine).sum() / mine.sum())
+    balanced, with_gradients = partial(otloss.sinkhorn, epsilon=0.1), ours_with_gradients(problems, 0.1)
+    unbalanced = partial(otloss.sinkhorn, **options)
+    graded, tolerance = ours_with_gradients(problems, **options), 1e-5
+    case = f"{batch} unbalanced problems {n} x {n}, epsilon 0.1 of the cost range, penalty {PENALTY:g}"
+    pot_name = f"POT sinkhorn_unbalanced, 1 problem of {batch}"
+    steps: dict[str, Step] = {
+        "balanced": lambda: balanced(problems.p, problems.q, problems.cost),
+        "balanced, gradients": lambda: with_gradients(tolerance),
+        OURS: lambda: unbalanced(problems.p, problems.q, problems.cost),
+        OURS_GRADIENTS: lambda: graded(tolerance),
+        pot_name: pot_alone,
+    }
+    timings = bench.timed(case, steps, notes={pot_name: f"plan differs by {away:.1e} of its mass"})
+    for own, other in ((OURS, "balanced"), (OURS_GRADIENTS, "balanced, gradients")):
+        limit = Limit(f"{case}: {own}, in times of {other}", 3.0)
+        bench.verdicts.append(limit.judged(*ratios(timings[own], timings[other])))
+    each = statistics.median(ratios(timings[pot_name], timings[OURS])) * batch
+    bench.verdicts.append([f"- {pot_name}, a problem", "", f"{each:.3g} x"])
+
+
 # ---- the line, and clouds --------------------------------------------------------------------------------------------
 
 
@@ -339,7 +373,7 @@ def judge_clouds(bench: Bench, case: str, limit: Limit, mine: Contestant, found:
 
 def main(settings: Settings) -> None:
     bench = Bench(settings)
-    for cases in (exact_cases, entropic_cases, line_cases, cloud_case, planar_cases):
+    for cases in (exact_cases, entropic_cases, unbalanced_case, line_cases, cloud_case, planar_cases):
         cases(bench)
     if settings.small:
         say(SMALL_SIZES)

@@ -80,7 +80,9 @@ def _sinkhorn(dtype: torch.dtype) -> None:
     x = _points(_BINS, dtype)
     p, q = _weights(_BINS, dtype=dtype), _weights(_BINS, dtype=dtype)
     sinkhorn(p, q, PointCost(x, x.detach() + 1), epsilon=1.0).backward()
-    sinkhorn(p, q, (x[:, None] - x).square().sum(-1) + 1, epsilon=1.0).backward()
+    matrix = (x[:, None] - x).square().sum(-1) + 1
+    sinkhorn(p, q, matrix, epsilon=1.0).backward()
+    sinkhorn(p, q, matrix.detach(), epsilon=1.0, marginal_penalty=1.0).backward()
 
 
 def _solve(dtype: torch.dtype) -> None:

@@ -67,7 +67,8 @@ NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-20, 1e-150
 class Scratch(NamedTuple):
     """The arrays that a thread works in; pages that are not used are never touched.
 
-    Vectors are as long as the longer side. In float64: absorbed potentials alpha and beta, and exponents. In the dtype
+    Vectors are as long as the longer side. In float64: absorbed potentials alpha and beta, exponents, and what
+    `sinkhorn_unbalanced` holds. In the dtype
     of the costs: shares p and q of the mass, factors u and v, row and column sums, two vectors of Lanczos' method, the
     matrix G and the costs of the bins that take part. rows, columns: places of those bins.
     """
@@ -77,6 +78,9 @@ class Scratch(NamedTuple):
     totals: Any
     shifted: Any
     scores: Any
+    phi: Any
+    gamma: Any
+    absorbed: Any
     p: Any
     q: Any
     u: Any
@@ -103,10 +107,10 @@ class Limits(NamedTuple):
 
 
 def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
-    """Return what `_named` makes the work arrays of a thread from, for problems of n by m costs."""
+    """Return what `named` makes the work arrays of a thread from, for problems of n by m costs."""
     longest = max(n, m)
     return (
-        np.empty((5, longest)),
+        np.empty((8, longest)),
         np.empty((8, longest), dtype),
         np.empty((2, n, m), dtype),
         np.empty((2, longest + 1), np.int64),
@@ -114,16 +118,16 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
 
 
 @inner()
-def _named(wide: Any, narrow: Any, matrices: Any, places: Any) -> Scratch:
+def named(wide: Any, narrow: Any, matrices: Any, places: Any) -> Scratch:
     # Made in the kernel: numba takes ten times as long to pass a named tuple from Python.
     return Scratch(
-        wide[0], wide[1], wide[2], wide[3], wide[4], narrow[0], narrow[1], narrow[2], narrow[3], narrow[4],
-        narrow[5], narrow[6], narrow[7], matrices[0], matrices[1], places[0], places[1],
+        wide[0], wide[1], wide[2], wide[3], wide[4], wide[5], wide[6], wide[7], narrow[0], narrow[1], narrow[2],
+        narrow[3], narrow[4], narrow[5], narrow[6], narrow[7], matrices[0], matrices[1], places[0], places[1],
     )  # fmt: skip
 
 
 @inner()
-def _highest(cost: Any) -> float:
+def highest_cost(cost: Any) -> float:
     """The largest cost; NaN where one is negative, NaN or infinite."""
     top, wrong = cost[0, 0], 0
     for i in range(cost.shape[0]):
@@ -136,7 +140,7 @@ def _highest(cost: Any) -> float:
 
 
 @inner()
-def _take(weights: Any, mass: float, negligible: float, shares: Any, places: Any) -> int:
+def take(weights: Any, mass: float, negligible: float, shares: Any, places: Any) -> int:
     """Write the shares of the mass that are not negligible, and the places of their bins; return their number."""
     count, inverse = 0, 1 / mass
     for k in range(weights.shape[0]):
@@ -278,7 +282,7 @@ def _error_of_potential(work: Any, n: int, m: int) -> tuple[float, float]:
 
 
 @inner()
-def _extend(
+def extend(
     cost: Any, is_transposed: bool, places: Any, count: int, weights: Any, inverse: float, least: float,
     potential: Any, epsilon: float, out: Any, work: Any,
 ) -> None:  # fmt: skip
@@ -320,13 +324,13 @@ def _write_potentials(
         f[rows[i]] = work.alpha[i]
     for j in range(m):
         g[columns[j]] = work.beta[j]
-    # `n < 0` and `n >= 0` for False and True: numba would compile `_extend` once for each literal.
-    _extend(cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
-    _extend(cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
+    # `n < 0` and `n >= 0` for False and True: numba would compile `extend` once for each literal.
+    extend(cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
+    extend(cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
     if n < _count_held(p) and m < _count_held(q):
         # Light bins of both sides: the potentials from heavy bins alone would let them exchange more than they hold.
-        _extend(cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
-        _extend(cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
+        extend(cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
+        extend(cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
     # The plan of the shares is one of mass one; f + g of the plan of mass M is less by epsilon log M.
     shift = epsilon * math.log(mass)
     for i in range(f.shape[0]):
@@ -334,7 +338,7 @@ def _write_potentials(
 
 
 @inner()
-def _write_plan(work: Any, n: int, m: int, mass: float, plan: Any) -> None:
+def write_plan(work: Any, n: int, m: int, mass: float, plan: Any) -> None:
     """P = mass U G V; bins that took no part hold nothing."""
     number = plan.dtype.type
     if n < plan.shape[0] or m < plan.shape[1]:
@@ -352,7 +356,7 @@ def _write_plan(work: Any, n: int, m: int, mass: float, plan: Any) -> None:
 
 
 @inner()
-def _gather(cost: Any, work: Any, n: int, m: int) -> float:
+def gather(cost: Any, work: Any, n: int, m: int) -> float:
     """Write the costs of the bins that take part; return the largest."""
     highest = 0.0
     for i in range(n):
@@ -381,16 +385,16 @@ def _solve(
     """One problem; g holds the start, and f and g get the answer, on all bins. No plan if `plan` is empty."""
     negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
     ends[ERROR], ends[ITERATIONS], ends[VALUE] = np.inf, 0, np.nan
-    highest = _highest(cost)
+    highest = highest_cost(cost)
     scale_p, scale_q, mass = balance(p, q, limits.mass_tolerance)
     # Written so that NaN fails too.
     if not (highest < np.inf and mass < np.inf) or 0 < limits.largest_ratio * highest < epsilon:
         return
-    n = _take(p, mass / scale_p, negligible, work.p, work.rows)
-    m = _take(q, mass / scale_q, negligible, work.q, work.columns)
+    n = take(p, mass / scale_p, negligible, work.p, work.rows)
+    m = take(q, mass / scale_q, negligible, work.q, work.columns)
     if n == 0 or m == 0:
         _write_zeros(f, g, ends)
-        _write_plan(work, 0 * n, 0 * m, mass, plan)
+        write_plan(work, 0 * n, 0 * m, mass, plan)
         return
     alpha, beta = work.alpha, work.beta
     for i in range(n):
@@ -399,7 +403,7 @@ def _solve(
         beta[j] = g[work.columns[j]]
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
-        highest, block = _gather(cost, work, n, m), work.costs
+        highest, block = gather(cost, work, n, m), work.costs
     done, step, error = 0, epsilon, np.inf
     while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
         step /= STAGE_FACTOR
@@ -422,7 +426,7 @@ def _solve(
         step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
     _write_potentials(p, q, cost, work, n, m, epsilon, mass, (scale_p, scale_q), negligible, f, g)
     if plan.shape[0] > 0:
-        _write_plan(work, n, m, mass, plan)
+        write_plan(work, n, m, mass, plan)
     if limits.settled < np.inf:
         lowest_g, highest_g = beta[0], beta[0]
         for j in range(m):
@@ -455,7 +459,7 @@ def sinkhorn_problems(
     of the costs, or (1, 0, 0) for none. ends (B, 6) gets what `run_kernel` returns; infinity and NaN where the problem
     is not valid. limits: a tuple of `Limits`.
     """
-    work = _named(wide, narrow, matrices, places)
+    work = named(wide, narrow, matrices, places)
     held = Limits(limits[0], limits[1], limits[2], limits[3], limits[4], limits[5])
     while True:
         k = next_task(counter)
@@ -515,7 +519,7 @@ def symmetric_problems(
 ) -> None:  # fmt: skip
     """As `sinkhorn_problems`, of p with itself at symmetric costs; no value, no plan, and no epsilon steps."""
     negligible = NEGLIGIBLE_32 if costs.itemsize == 4 else NEGLIGIBLE_64
-    work = _named(wide, narrow, matrices, places)
+    work = named(wide, narrow, matrices, places)
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
@@ -525,12 +529,12 @@ def symmetric_problems(
         if mass == 0:
             _write_zeros(f[k], start, ends[k])
             continue
-        n = _take(p[k], mass, negligible, work.p, work.rows)
+        n = take(p[k], mass, negligible, work.p, work.rows)
         for i in range(n):
             work.columns[i], work.alpha[i], work.beta[i], work.q[i] = work.rows[i], 0, start[work.rows[i]], work.p[i]
         block = cost
         if n < cost.shape[0]:
-            _gather(cost, work, n, n)
+            gather(cost, work, n, n)
             block = work.costs
         ends[k, ERROR], ends[k, ITERATIONS] = _iterate_symmetric(block, work, n, epsilon[k], tolerance, settled, most)
         _write_potentials(p[k], p[k], cost, work, n, n, epsilon[k], mass, (1.0, 1.0), negligible, f[k], start)

@@ -32,6 +32,7 @@ def run_kernel(
     least_ratio: float = 0.0,
     largest_ratio: float = math.inf,
     plans: Float[Tensor, "problems n m"] | None = None,
+    rho: float | None = None,
 ) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems m"], Float[Tensor, "problems 6"]]:
     """Return f, g and (error, iterations, dual value, error and spread of g, least eigenvalue), without a graph.
 
@@ -39,17 +40,20 @@ def run_kernel(
     epsilon falls by steps. The error is infinite where masses differ by more than `mass_tolerance` of the larger one,
     where epsilon is below `least_ratio` of the potentials or above `largest_ratio` times the largest cost, and where a
     number is not valid. `symmetric` is for p = q at symmetric costs, and gives no value. `plans` is filled with the
-    plans, which are those of the potentials up to rounding.
+    plans, which are those of the potentials up to rounding. With the marginal penalty `rho` problems are unbalanced;
+    then `symmetric` and `mass_tolerance` change nothing, and the error is infinite too where a side holds no mass.
 
     With `settled`, iterations also continue until the last exact update changes no factor of a plan by a larger share,
     and the largest error of g is estimated; the spread is the largest g minus the least. The least eigenvalue is that
-    of the equations for g, from above, and not much better than `RESOLVED` where it is below.
+    of the equations for g, from above, and not much better than `RESOLVED` where it is below. Unbalanced, all three
+    are NaN.
     """
     from otloss._kernels._threads import ENTRIES, run_on_threads
     from otloss._kernels.sinkhorn import scratch, sinkhorn_problems, symmetric_problems
+    from otloss._kernels.sinkhorn_unbalanced import unbalanced_problems
 
     (count, n), m = p.shape, q.shape[1]
-    potential_p, ends = np.empty((count, n)), np.full((count, 6), np.nan)
+    potential_p, ends = np.zeros((count, n)), np.full((count, 6), np.nan)
     if g is None:
         potential_q = np.zeros((count, m))
     else:
@@ -58,13 +62,15 @@ def run_kernel(
     made = (potential_p, potential_q)
     weights: tuple[Tensor, ...]
     settings: tuple[Any, ...]
-    if symmetric:
+    if symmetric and rho is None:
         kernel, weights, settings = symmetric_problems, (p,), (ends, tolerance, settled, most)
     else:
         kernel, weights = sinkhorn_problems, (p, q)
         wanted = np.empty((1, 0, 0), matrices.dtype) if plans is None else plans.numpy()
         limits = (mass_tolerance, least_ratio, largest_ratio, tolerance, settled, most)
         settings = (wanted, ends, limits, g is not None)
+        if rho is not None:
+            kernel, settings = unbalanced_problems, (*settings, rho)
     run_on_threads(
         kernel, count, (*(w.contiguous().numpy() for w in weights), matrices, owner, epsilon, *made, *settings),
         lambda: scratch(n, m, matrices.dtype), one_thread=count * n * m < ENTRIES,

@@ -57,7 +57,7 @@ def sinkhorn(
         start: potentials (f, g) of a similar problem.
         strict: raise where a problem does not converge, in place of a `ConvergenceWarning`.
         impl: "compiled", scaling form on the CPU, for matrices; "torch", log domain, any cost and device; "geomloss",
-            the same from a start by GeomLoss, for one pair of clouds; "auto", the first for balanced problems of up to
+            the same from a start by GeomLoss, for one pair of clouds; "auto", the first for problems of up to
             2**24 entries on a CPU, the last for large clouds on a GPU that has KeOps, else the second. Balanced
             problems between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three axes, at least
             2**22 pairs) on a CPU start from clusters of points; the tolerance means the same.

@@ -19,7 +19,7 @@ from torch.nn import Parameter
 from otloss._autograd import once_only
 from otloss._kernels import may_run_on
 from otloss._kernels.sinkhorn_call import ERROR, LEAST_EIGENVALUE, POTENTIAL_ERROR, RESOLVED, SPREAD, VALUE, run_kernel
-from otloss.solvers.entropic.gradients import SECOND_DERIVATIVE
+from otloss.solvers.entropic.gradients import SECOND_DERIVATIVE, weight_gradient
 from otloss.solvers.entropic.potentials import (
     LARGEST_FOR_KERNEL,
     LITTLE,
@@ -37,7 +37,7 @@ _MOST_FOR_PLANS = 2**22
 
 
 def dense_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) -> Tensor | Found | None:
-    """Return the values of plain balanced problems, with first derivatives; or None if the general path is needed.
+    """Return the values of plain problems, with first derivatives; or None if the general path is needed.
 
     Where the problems need more than plain iterations, return where these have ended.
     """
@@ -49,24 +49,28 @@ def dense_value(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) 
     weights_graph, cost_graph = graph and (p.requires_grad or q.requires_grad), graph and cost.requires_grad
     if cost_graph and cost.numel() > _MOST_FOR_PLANS:
         return None
-    batch, (n, m) = p.shape[:-1], cost.shape[-2:]
+    batch, (n, m), rho = p.shape[:-1], cost.shape[-2:], settings.marginal_penalty
     count = batch.numel()
     tolerance = settings.tolerance or DEFAULT_TOLERANCE[p.dtype]
     settled = settled_from(tolerance, p.dtype) if weights_graph else float("inf")
+    judged = weights_graph and rho is None
     plans = torch.empty((count, n, m), dtype=cost.dtype, device="cpu") if cost_graph else None
     f, g, ends = run_kernel(
         p.detach().reshape(count, n), q.detach().reshape(count, m), cost.detach().reshape(count, n, m),
         owner=np.arange(count), epsilon=np.full(count, float(epsilon)), plans=plans,
         tolerance=float(tolerance), most=min(PATIENCE, settings.max_iterations), settled=settled,
         mass_tolerance=MASS_TOLERANCE[p.dtype], least_ratio=LEAST_RATIO, largest_ratio=WIDE_FROM,
+        rho=rho,
     )  # fmt: skip
-    if not _is_solved(ends.numpy(), float(tolerance), settled, float(epsilon)):
+    if not _is_solved(ends.numpy(), float(tolerance), settled if judged else float("inf"), float(epsilon)):
         if not ends[:, ERROR].isfinite().all():  # an invalid argument, among others
             return None
-        return found_by_kernel(f, g, ends, batch, judged=weights_graph)
+        return found_by_kernel(f, g, ends, batch, judged=judged)
     value = ends[:, VALUE].to(p.dtype).reshape(batch)
     if not (weights_graph or cost_graph):
         return value
+    if weights_graph:
+        f, g = _derivatives(f, q, float(epsilon), rho), _derivatives(g, p, float(epsilon), rho)
     held: Tensor = _DenseValue.apply(value, f, g, plans, p, q, cost)
     return held
 
@@ -81,11 +85,18 @@ def _is_solved(ends: np.ndarray, tolerance: float, settled: float, epsilon: floa
     return bool((certain & (ends[:, LEAST_EIGENVALUE] >= RESOLVED)).all())
 
 
+def _derivatives(potential: Tensor, other: Tensor, epsilon: float, rho: float | None) -> Tensor:
+    """Return the derivatives of values in the weights of a side, in float64; balanced, centred over the bins."""
+    if rho is None:
+        return potential - potential.mean(-1, keepdim=True)
+    mass = other.detach().sum(-1, dtype=torch.float64).reshape(-1)
+    return weight_gradient(potential, mass, potential.new_tensor(epsilon), rho)
+
+
 def _is_plain(settings: Settings) -> bool:
     return (
         settings.grad == "envelope"
         and settings.impl in ("auto", "compiled")
-        and settings.marginal_penalty is None
         and settings.start is None
         and settings.epsilon_relative_to is None
     )
@@ -105,25 +116,23 @@ def _are_plain(p: Any, q: Any, cost: Any) -> bool:
 
 
 class _DenseValue(torch.autograd.Function):
-    """The value V at its potentials and plan. By the envelope theorem dV/dp = f, dV/dq = g and dV/dC = P."""
+    """The value V with its derivatives in the weights, and its plan: by the envelope theorem dV/dC = P."""
 
     @staticmethod
     def forward(
-        ctx: Any, value: Tensor, f: Tensor, g: Tensor, plans: Tensor | None, p: Tensor, q: Tensor, cost: Tensor
+        ctx: Any, value: Tensor, by_p: Tensor, by_q: Tensor, plans: Tensor | None, p: Tensor, q: Tensor, cost: Tensor
     ) -> Tensor:
-        ctx.save_for_backward(f, g, plans, p, q, cost)
+        ctx.save_for_backward(by_p, by_q, plans, p, q, cost)
         return value
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        f, g, plans, *inputs = ctx.saved_tensors
+        by_p, by_q, plans, *inputs = ctx.saved_tensors
         upstream = gradients[0].detach()
         found: list[Tensor | None] = [None] * 3
-        for k, potential in enumerate((f, g)):
+        for k, derivative in enumerate((by_p, by_q)):
             if ctx.needs_input_grad[4 + k]:
-                # In float64: costs that share a large constant give potentials that do.
-                centred = (potential - potential.mean(-1, keepdim=True)).to(upstream.dtype)
-                found[k] = upstream.unsqueeze(-1) * centred.reshape(inputs[k].shape)
+                found[k] = upstream.unsqueeze(-1) * derivative.to(upstream.dtype).reshape(inputs[k].shape)
         if ctx.needs_input_grad[6]:
             found[2] = upstream[..., None, None] * plans.reshape(inputs[2].shape)
         return None, None, None, None, *(

@@ -86,15 +86,15 @@ class _EnvelopeValue(torch.autograd.Function):
         wanted = ctx.needs_input_grad[3:]
         found: list[Tensor | None] = [None] * len(inputs)
         with torch.no_grad():
-            if wanted[0]:
-                found[0] = upstream.unsqueeze(-1) * _weight_gradient(problem, f, problem.q)
-            if wanted[1]:
-                found[1] = upstream.unsqueeze(-1) * _weight_gradient(problem, g, problem.p)
+            epsilon, rho = problem.epsilon.detach().to(f.dtype), problem.marginal_penalty
+            for k, (potential, other) in enumerate(((f, problem.q), (g, problem.p))):
+                if wanted[k]:
+                    mass = other.detach().to(f.dtype).sum(-1)
+                    found[k] = upstream.unsqueeze(-1) * weight_gradient(potential, mass, epsilon, rho)
             if wanted[2]:
                 found[2] = upstream * relative_entropy(problem, f, g)
         if any(wanted[3:]):
             log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
-            epsilon = problem.epsilon.detach().to(f.dtype)
             found[3:] = problem.cost.plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
         return None, None, None, *(
             None if t is None else once_only(t.to(i.dtype), SECOND_DERIVATIVE, gradients[0], *inputs)
@@ -102,11 +102,10 @@ class _EnvelopeValue(torch.autograd.Function):
         )  # fmt: skip
 
 
-def _weight_gradient(problem: EntropicProblem, potential: Tensor, other: Tensor) -> Tensor:
-    rho = problem.marginal_penalty
+def weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float | None) -> Tensor:
+    """Return dV/dp from f, or dV/dq from g, where `mass` (...) is that of the other side."""
     if rho is None:
         return potential  # up to a constant, which does not count where masses are held
-    epsilon, mass = problem.epsilon.detach().to(potential.dtype), other.detach().to(potential.dtype).sum(-1)
     share = (-potential / rho).exp()
     gradient = dual_term(potential, rho) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
     return gradient.masked_fill((mass == 0).unsqueeze(-1), rho)

@@ -126,11 +126,10 @@ class Sweep:
 
     def error(self, held: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
         """sum |P 1 - what it should be| before an update, relative to the latter."""
-        goal = log_weights.exp()
-        if self.problem.marginal_penalty is not None:
-            goal = goal * (-held / self.problem.marginal_penalty).exp()
+        rho = self.problem.marginal_penalty
+        share = torch.softmax(log_weights if rho is None else log_weights - held / rho, -1)
         off = ((held - updated) / (self.damping * self.epsilon)).clamp(max=80.0).expm1().abs()
-        return (goal * off).sum(-1) / goal.sum(-1)
+        return (share * off).sum(-1)
 
     def shifted(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
         """The best f + t, g - t: for unbalanced problems, where the sum alone does not decide the value."""

@@ -169,11 +169,12 @@ def _in_turns(
     goal: _Goal,
     begun: Found | None = None,
 ) -> Found:
-    """Sinkhorn; after a while Newton's method, if it applies; then Sinkhorn again, in float64."""
+    """Sinkhorn; after a while Newton's method, if it applies; then Sinkhorn again, in float64, unbalanced in logs."""
     tolerance, most = goal.tolerance, goal.most
     newton = not goal.symmetric and _can_take_newton(problem)
     narrow = search is _in_logs and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
-    first = min(most, PATIENCE) if newton or narrow or begun is not None else most
+    other = problem.marginal_penalty is not None and search is _by_kernel
+    first = min(most, PATIENCE) if newton or narrow or other or begun is not None else most
     if begun is None:
         begun = search(problem, start, dataclasses.replace(goal, most=first))
     f, g, error, iterations, uncertain = begun
@@ -185,8 +186,11 @@ def _in_turns(
         rest = dataclasses.replace(goal, most=left, settled=math.inf)
         f, g, error, steps, _ = _by_newton(problem, (f, g, error), stuck, rest)
         iterations, left = iterations + steps, left - int(steps.amax())
+    if other:  # what does not fit the kernel, or is slow there
+        known = error.isfinite().unsqueeze(-1)
+        f, g, search = torch.where(known, f, 0.0), torch.where(known, g, 0.0), _in_logs
     if left > 0 and not bool((error <= tolerance).all()):
-        again = in_float64(problem) if narrow else problem
+        again = in_float64(problem) if narrow or other else problem
         f, g, error, more, uncertain = search(again, (f, g), dataclasses.replace(goal, most=left))
         iterations = iterations + more
     return f, g, error, iterations, uncertain
@@ -238,12 +242,12 @@ def _settled(problem: EntropicProblem, found: Found, goal: _Goal) -> Found:
 def runs_on_kernel(problem: EntropicProblem, impl: str) -> bool:
     """Whether the numba kernel solves this problem; ValueError if impl="compiled" and it cannot."""
     n, m = problem.cost.shape
-    able = problem.marginal_penalty is None and may_run_on(problem.p)
+    able = may_run_on(problem.p)
     if impl == "compiled":
         if not able:
             raise ValueError(
-                f'impl="compiled" solves balanced problems on the CPU, outside of torch.func transforms; got '
-                f'marginal_penalty={problem.marginal_penalty} on {problem.p.device}. Use impl="torch" or "auto".'
+                f'impl="compiled" runs on the CPU, outside of torch.func transforms; got tensors on '
+                f'{problem.p.device}. Use impl="torch" or "auto".'
             )
         return True
     matrices = problem.cost.batch_shape.numel()
@@ -262,9 +266,10 @@ def _by_kernel(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, go
     f, g, ends = run_kernel(
         p, q, costs.reshape(-1, n, m), owner=owner.contiguous().numpy(),
         epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
-        g=None if start is None else start[1].reshape(-1, m), **goal.options,
+        g=None if start is None else start[1].reshape(-1, m), rho=problem.marginal_penalty, **goal.options,
     )  # fmt: skip
-    return found_by_kernel(f, g, ends, batch, judged=goal.settled < math.inf and not goal.symmetric)
+    judged = goal.settled < math.inf and not goal.symmetric and problem.marginal_penalty is None
+    return found_by_kernel(f, g, ends, batch, judged=judged)
 
 
 def found_by_kernel(f: Tensor, g: Tensor, ends: Tensor, batch: torch.Size, *, judged: bool) -> Found:

@@ -1,0 +1,331 @@
+"""Unbalanced Sinkhorn for a batch of dense problems on a CPU; the layout and the scaling form are those of `sinkhorn`.
+
+With shares p, q of the masses M_p, M_q, and r = epsilon / rho, k = 1 / (1 + r), the plan is `P = U G V` as there. In
+place of the potentials it iterates `phi = f / epsilon + log M_q` and `gamma = g / epsilon + log M_p`. The rows of P
+should sum to `t = p exp(log M_p + r log M_q - r phi)`, the columns likewise, and
+
+    exact           phi <- phi + k log(t / (U G V)),    U = p exp(phi - alpha / epsilon)
+    over-relaxed    the same with w k, w from the contraction of the error: see `sinkhorn_steps`
+    shift           phi + s, gamma - s with s = log(sum of row targets / sum of column targets) / 2 r
+
+The shift is the best one for both sides: T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport:
+Translation Invariant Sinkhorn, 2022. The reference implementation is `otloss.solvers.entropic.log_domain`, which also
+takes over where factors underflow: the error is infinite then.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from otloss._kernels._compile import compiled, exp64, inner, log64, spliced
+from otloss._kernels._threads import next_task
+from otloss._kernels.histograms import mass_of
+from otloss._kernels.sinkhorn import (
+    ATTEMPTS,
+    CHECK_EVERY,
+    FIRST_EPSILON,
+    LEAST_CHANGE,
+    LOST,
+    NEGLIGIBLE_32,
+    NEGLIGIBLE_64,
+    SETTLING,
+    STAGE_ERROR,
+    STAGE_FACTOR,
+    STAGE_ITERATIONS,
+    WORSE,
+    Limits,
+    extend,
+    gather,
+    highest_cost,
+    named,
+    take,
+    write_plan,
+)
+from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, VALUE
+from otloss._kernels.sinkhorn_steps import FAST, absorb, column_sums, relaxation, row_sums, softmin_of_scores
+
+FAR = 9.0  # potentials over epsilon may move this far from the absorbed ones
+STEEPEST = 1.5  # a step of a potential over epsilon, beyond which it is not over-relaxed
+LARGEST_STEP = 7.0  # of a potential over epsilon in one update
+LEAST_FACTOR_32, LEAST_FACTOR_64 = 1e-35, 1e-300
+
+
+class Sides(NamedTuple):
+    """r, k, and the constants in the exponents of the targets of rows and of columns."""
+
+    pull: float
+    damping: float
+    rows: float
+    columns: float
+
+
+@inner(fastmath=FAST)
+def update(
+    weights: Any, sums: Any, absorbed: Any, begun: Any, potential: Any, factors: Any, steps: Any, offset: float,
+    pull: float, damping: float, w: float, count: int,
+) -> tuple[float, float, float, float]:  # fmt: skip
+    """Update one side; return its error before, the sum of its targets before and about after, and a count.
+
+    The count is of potentials far from those `begun` with at the last absorption.
+    """
+    off, total, after, far = 0.0, 0.0, 0.0, 0.0
+    for i in range(count):
+        now = np.float64(factors[i]) * np.float64(sums[i])
+        target = np.float64(weights[i]) * exp64(offset - pull * potential[i])
+        off += abs(now - target)
+        total += target
+        step = damping * log64(target / now)
+        step = w * step if abs(w * step) < STEEPEST else step
+        step = LARGEST_STEP if step > LARGEST_STEP else step
+        step = -LARGEST_STEP if step < -LARGEST_STEP else step
+        potential[i] += step
+        steps[i] = step
+        lowered = pull * step
+        after += target * (1.0 - lowered + 0.5 * lowered * lowered)  # exp(-lowered) to second order
+        far += 1.0 if abs(potential[i] - begun[i]) > FAR else 0.0
+        factors[i] = np.float64(weights[i]) * exp64(potential[i] - absorbed[i])
+    return off, total, after, far
+
+
+@inner()
+def largest_size(values: Any, count: int) -> float:
+    most = 0.0
+    for i in range(count):
+        most = max(most, abs(values[i]))
+    return most
+
+
+@spliced
+def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any) -> bool:
+    """Absorb gamma, with an exact update of phi, and of gamma while a column is lost; whether factors are normal.
+
+    Leaves alpha / epsilon in `totals`, and phi and gamma as of now in `shifted` and `absorbed`.
+    """
+    p, q, u, v, sums, alpha, beta, scores = (
+        work.p, work.q, work.u, work.v, work.column_sums, work.alpha, work.beta, work.scores,
+    )  # fmt: skip
+    phi, gamma = work.phi, work.gamma
+    least = LEAST_FACTOR_32 if work.kernel.itemsize == 4 else LEAST_FACTOR_64
+    for _ in range(ATTEMPTS):
+        for j in range(m):
+            v[j], beta[j] = q[j], epsilon * gamma[j]
+            work.absorbed[j] = gamma[j]
+        absorb(cost, beta, scores, p, q, epsilon, alpha, work.totals, work.kernel, sums, n, m)
+        is_normal = True
+        for i in range(n):
+            work.totals[i] = alpha[i] / epsilon
+            phi[i] = sides.damping * (work.totals[i] + sides.rows)
+            work.shifted[i] = phi[i]
+            u[i] = p[i] * math.exp(phi[i] - work.totals[i])
+            is_normal &= u[i] > least and u[i] < 1 / least
+        if not is_normal:
+            return False
+        column_sums(work.kernel, u, sums, n, m)
+        lost = False
+        for j in range(m):
+            ratio = np.float64(sums[j]) / math.exp(sides.columns - sides.pull * gamma[j])
+            lost |= not (ratio > LOST and ratio < 1 / LOST)
+        if not lost:
+            return True
+        for j in range(m):
+            for i in range(n):
+                scores[i] = phi[i] - cost[i, j] / epsilon + math.log(p[i])
+            gamma[j] = sides.damping * (softmin_of_scores(scores, 1.0, n) + sides.columns)
+    return False
+
+
+@spliced
+def _iterate(
+    cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, tolerance: float, settled: float, most: int,
+    last: bool,
+) -> tuple[float, int]:  # fmt: skip
+    """Iterate until the error relative to the mass of the plan is within the tolerance; leaves phi and gamma."""
+    p, q, u, v, held, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
+    phi, gamma, kernel, steps = work.phi, work.gamma, work.kernel, work.scores
+    pull, damping = sides.pull, sides.damping
+    done, since, within, settling, stale = 0, 0, 0, True, True
+    w, shift = 1.0, 0.0
+    before = least = error = np.inf
+    while True:
+        if stale:
+            for j in range(m):
+                gamma[j] -= shift
+            stale, since, shift = False, 0, 0.0
+            if not _absorb_factors(cost, work, n, m, epsilon, sides):
+                error = np.inf
+                break
+        row_sums(kernel, v, held, n, m)
+        off_rows, rows, rows_after, far_rows = update(
+            p, held, work.totals, work.shifted, phi, u, steps, sides.rows - pull * shift, pull, damping, w, n
+        )
+        column_sums(kernel, u, sums, n, m)
+        off_columns, columns, columns_after, far_columns = update(
+            q, sums, work.absorbed, work.absorbed, gamma, v, steps, sides.columns + pull * shift, pull, damping, w, m
+        )
+        shift += math.log(rows_after / columns_after) / (2 * pull)
+        off = off_rows / rows + off_columns / columns
+        done += 1
+        since += 1
+        if off <= tolerance or done >= most or not off < np.inf:
+            if not last or not off < np.inf:
+                error = off
+                break
+            update(q, sums, work.absorbed, work.absorbed, gamma, v, steps, sides.columns + pull * shift, pull,
+                   damping, 1.0, m)  # fmt: skip
+            change = largest_size(steps, m)
+            row_sums(kernel, v, held, n, m)
+            update(p, held, work.totals, work.shifted, phi, u, steps, sides.rows - pull * shift, pull, damping, 1.0, n)
+            change = max(change, largest_size(steps, n))
+            column_sums(kernel, u, sums, n, m)
+            off, total = 0.0, 0.0
+            for j in range(m):
+                target = q[j] * math.exp(sides.columns + pull * shift - pull * gamma[j])
+                off += abs(sums[j] * v[j] - target)
+                total += target
+            error = off / total
+            within += error <= tolerance
+            if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most:
+                break
+        if since == CHECK_EVERY:
+            contraction = (off / before) ** (1.0 / since)
+            if off > WORSE * least:
+                w, least, settling = 1.0 + (w - 1.0) / 2, off, True
+            elif settling:
+                settling = False
+            else:
+                better = relaxation(contraction, w)
+                settling = better > w + LEAST_CHANGE
+                w = better if settling else w
+            least = off if off < least else least
+            before, since = off, 0
+        stale = far_rows + far_columns > 0
+    for i in range(n):
+        phi[i] += shift
+    for j in range(m):
+        gamma[j] -= shift
+    return error, done
+
+
+@inner()
+def _write_potentials(
+    p: Any, q: Any, cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, masses: Any, negligible: float,
+    f: Any, g: Any,
+) -> None:  # fmt: skip
+    """f and g on all bins; on those that took no part by the update from the others."""
+    for i in range(n):
+        f[work.rows[i]] = epsilon * work.phi[i]
+    for j in range(m):
+        g[work.columns[j]] = epsilon * work.gamma[j]
+    # `n < 0` and `n >= 0` for False and True: numba would compile `extend` once for each literal.
+    extend(cost, n < 0, work.rows, n, q, 1 / masses[1], negligible, g, epsilon, f, work)
+    extend(cost, n >= 0, work.columns, m, p, 1 / masses[0], negligible, f, epsilon, g, work)
+    _damp_others(work.rows, n, sides.damping, epsilon * sides.rows, f)
+    _damp_others(work.columns, m, sides.damping, epsilon * sides.columns, g)
+    shift_f, shift_g = epsilon * math.log(masses[1]), epsilon * math.log(masses[0])
+    for i in range(f.shape[0]):
+        f[i] -= shift_f
+    for j in range(g.shape[0]):
+        g[j] -= shift_g
+
+
+@inner()
+def _damp_others(places: Any, count: int, damping: float, offset: float, potential: Any) -> None:
+    at = 0
+    for i in range(potential.shape[0]):
+        if at < count and places[at] == i:
+            at += 1
+        else:
+            potential[i] = damping * (potential[i] + offset)
+
+
+@inner()
+def _dual_value(p: Any, q: Any, f: Any, g: Any, epsilon: float, rho: float, masses: Any) -> float:
+    """`dual_value` of `otloss.solvers.entropic.value`."""
+    outside, kept = 0.0, 0.0
+    for i in range(f.shape[0]):
+        share = math.expm1(-f[i] / rho) if p[i] > 0 else 0.0
+        outside -= rho * p[i] * share
+        kept += p[i] * share
+    for j in range(g.shape[0]):
+        outside -= rho * q[j] * math.expm1(-g[j] / rho) if q[j] > 0 else 0.0
+    return outside - epsilon * (kept + masses[0] - masses[0] * masses[1])
+
+
+@spliced
+def _solve(
+    p: Any, q: Any, cost: Any, epsilon: float, rho: float, f: Any, g: Any, plan: Any, ends: Any, limits: Any,
+    warm: bool, work: Any,
+) -> None:  # fmt: skip
+    negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
+    ends[ERROR], ends[ITERATIONS], ends[VALUE] = np.inf, 0, np.nan
+    highest = highest_cost(cost)
+    masses = (mass_of(p), mass_of(q))
+    # Written so that NaN fails too. Sides without mass are left to the caller.
+    if not (highest < np.inf and 0 < masses[0] < np.inf and 0 < masses[1] < np.inf):
+        return
+    if 0 < limits.largest_ratio * highest < epsilon:
+        return
+    n = take(p, masses[0], negligible, work.p, work.rows)
+    m = take(q, masses[1], negligible, work.q, work.columns)
+    log_p, log_q = math.log(masses[0]), math.log(masses[1])
+    phi, gamma = work.phi, work.gamma
+    for j in range(m):
+        gamma[j] = g[work.columns[j]]  # times epsilon for now
+    block = cost
+    if n < cost.shape[0] or m < cost.shape[1]:
+        highest, block = gather(cost, work, n, m), work.costs
+    done, step, error = 0, epsilon, np.inf
+    while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
+        step /= STAGE_FACTOR
+    pull = step / rho
+    while True:
+        last = step <= epsilon
+        left = limits.most - done
+        pull = step / rho
+        sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
+        for j in range(m):
+            gamma[j] = gamma[j] / step + log_p
+        error, more = _iterate(
+            block, work, n, m, step, sides, limits.tolerance if last else STAGE_ERROR, limits.settled,
+            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, last,
+        )  # fmt: skip
+        done += more
+        if last:
+            break
+        for j in range(m):
+            gamma[j] = step * (gamma[j] - log_p)
+        step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
+    ends[ITERATIONS] = done
+    size = epsilon * max(largest_size(phi, n), largest_size(gamma, m))
+    if not (error < np.inf and epsilon >= limits.least_ratio * size):
+        return
+    sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
+    _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, negligible, f, g)
+    if plan.shape[0] > 0:
+        write_plan(work, n, m, 1.0, plan)
+    ends[ERROR], ends[VALUE] = error, _dual_value(p, q, f, g, epsilon, rho, masses)
+
+
+@compiled(seconds=4)
+def unbalanced_problems(
+    counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, plans: Any, ends: Any,
+    limits: Any, warm: bool, rho: float, wide: Any, narrow: Any, matrices: Any, places: Any,
+) -> None:  # fmt: skip
+    """As `sinkhorn_problems`, with the marginal penalty rho; the error of g is not estimated.
+
+    The error is infinite too where a side holds no mass, or the iterations do not fit the kernel: `f` and `g` are
+    then not written, or not all.
+    """
+    work = named(wide, narrow, matrices, places)
+    held = Limits(limits[0], limits[1], limits[2], limits[3], limits[4], limits[5])
+    while True:
+        k = next_task(counter)
+        if k >= p.shape[0]:
+            return
+        _solve(
+            p[k], q[k], costs[owner[k]], epsilon[k], rho, f[k], g[k], plans[k % plans.shape[0]], ends[k], held, warm,
+            work,
+        )  # fmt: skip

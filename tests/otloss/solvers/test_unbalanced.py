@@ -1,0 +1,75 @@
+"""Unbalanced transport: the numba kernel against the log domain, POT's plans, and where the kernel does not fit."""
+
+from __future__ import annotations
+
+import numpy as np
+import ot
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import otloss
+from otloss.solvers.entropic import potentials as search
+
+
+def problem(seed: int, batch: int, n: int, m: int, *, apart: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:
+    """Weights that are not uniform, with empty and light bins, and masses that differ by the factor `apart`."""
+    generator = torch.Generator().manual_seed(seed)
+    p, q, cost = (torch.rand(batch, *shape, generator=generator, dtype=torch.float64) for shape in ((n,), (m,), (n, m)))
+    p[:, 0], q[0, -1] = 0.0, 1e-9
+    return p / p.sum(-1, keepdim=True), apart * q / q.sum(-1, keepdim=True), cost
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 12),
+    st.integers(2, 12),
+    st.sampled_from([0.01, 0.05, 1.0]),
+    st.sampled_from([1e-3, 0.1, 3.0, 30.0]),
+    st.sampled_from([1e-6, 0.5, 1.0, 1e5]),
+)
+def test_kernel_equals_the_log_domain(seed: int, n: int, m: int, epsilon: float, rho: float, apart: float) -> None:
+    p, q, cost = problem(seed, 2, n, m, apart=apart)
+    options = {"epsilon": epsilon, "marginal_penalty": rho, "max_iterations": 3000}
+    truth = otloss.solve(p, q, cost, impl="torch", tolerance=1e-10, **options)  # type: ignore[arg-type]
+    for dtype, tolerance, size in ((torch.float64, 1e-10, 1e-7), (torch.float32, 1e-5, 1e-4)):
+        found = otloss.solve(*(t.to(dtype) for t in (p, q, cost)), impl="compiled", tolerance=tolerance, **options)  # type: ignore[misc]
+        assert bool(found.converged.all())
+        torch.testing.assert_close(found.value.double(), truth.value, rtol=size, atol=0.0)
+        torch.testing.assert_close(found.plan().double(), truth.plan(), rtol=0.0, atol=size * float(truth.plan().max()))
+        scale = 1 + rho * abs(np.log(apart))  # of the constant in the potentials
+        for mine, theirs in zip(found.potentials, truth.potentials, strict=True):
+            torch.testing.assert_close(mine.double(), theirs, rtol=size, atol=10 * size * scale)
+
+
+def test_plan_is_that_of_pot() -> None:
+    p, q, cost = problem(1, 1, 7, 9, apart=1.6)
+    plan = otloss.solve(p, q, cost, epsilon=0.1, marginal_penalty=0.3, tolerance=1e-11).plan()[0]
+    held = [w[0].numpy() for w in (p[:, 1:], q, cost[:, 1:])]  # POT divides by zero at an empty bin
+    theirs = ot.unbalanced.sinkhorn_unbalanced(*held, 0.1, 0.3, stopThr=1e-14, numItermax=10**5)
+    np.testing.assert_allclose(plan[1:].numpy(), theirs, atol=1e-9)
+
+
+def test_what_does_not_fit_the_kernel_goes_on_in_the_log_domain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cost of 6000 penalties leaves a plan of nothing in float32; the other problem of the batch is ordinary."""
+    p, q, cost = problem(2, 2, 4, 5)
+    cost[1] = cost[1] + 60.0
+    inputs = [t.float().requires_grad_() for t in (p, q, cost)]
+    options = {"epsilon": 0.05, "marginal_penalty": 0.01, "strict": True}
+    calls: list[int] = []
+    in_logs = search.iterate_in_logs
+    monkeypatch.setattr(search, "iterate_in_logs", lambda *a, **k: calls.append(1) or in_logs(*a, **k))
+    value = otloss.sinkhorn(*inputs, **options)  # type: ignore[arg-type]
+    value.sum().backward()
+    assert len(calls) == 1
+    exact = [t.clone().requires_grad_() for t in (p, q, cost)]
+    truth = otloss.sinkhorn(*exact, impl="torch", tolerance=1e-11, **options)  # type: ignore[arg-type]
+    truth.sum().backward()
+    torch.testing.assert_close(value.double(), truth, rtol=1e-5, atol=0.0)
+    for mine, theirs in zip(inputs, exact, strict=True):
+        assert mine.grad is not None
+        assert theirs.grad is not None
+        torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
