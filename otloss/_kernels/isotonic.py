@@ -13,12 +13,12 @@ from otloss._kernels._compile import compiled, inner
 from otloss._kernels._threads import next_task
 
 ROWS = 16  # a task
-FALLING, FITTED, MEAN = range(3)  # rows of the scratch array
+FALLING, FITTED, MEAN, Z = range(4)  # rows of the scratch array
 
 
 def scratch(n: int) -> tuple[np.ndarray]:
     """Return the scratch array of a thread."""
-    return (np.empty((3, n)),)
+    return (np.empty((4, n)),)
 
 
 @inner()
@@ -76,7 +76,7 @@ def project_rows(
     largest, and, of those in falling order, where the block of each begins. w: (n,).
     """
     rows, n = x.shape
-    falling, y, mean = real[FALLING], real[FITTED], real[MEAN]
+    falling, y, mean, z = real[FALLING], real[FITTED], real[MEAN], real[Z]
     while True:
         task = next_task(counter)
         if task * ROWS >= rows:
@@ -84,19 +84,16 @@ def project_rows(
         for row in range(task * ROWS, min(rows, (task + 1) * ROWS)):
             low, spread = _gather(x[row], order[row], falling)
             per_unit = scale / spread if spread > 0 else 0.0
+            base = falling if sorts else w
             for i in range(n):
-                if sorts:
-                    y[i] = w[i] * spread - epsilon * falling[i]
-                else:
-                    y[i] = (falling[i] - low) * per_unit - epsilon * w[i]
+                z[i] = w[i] * spread if sorts else (falling[i] - low) * per_unit
+                y[i] = z[i] - epsilon * base[i]
             _find_blocks(y, mean, blocks[row])
-            _average(y, blocks[row], mean)
+            # Apart, so that neither equal entries nor those that are not pooled are rounded.
+            _average(base, blocks[row], y)
+            _average(z, blocks[row], mean)
             for i in range(n):
-                pooled = (y[i] - mean[i]) / epsilon  # 0 to the last bit for a block of one
-                if sorts:
-                    found[row, i] = falling[i] + pooled
-                else:
-                    found[row, order[row, n - 1 - i]] = w[i] + pooled
+                found[row, i if sorts else order[row, n - 1 - i]] = y[i] + (z[i] - mean[i]) / epsilon
 
 
 @compiled(seconds=2)

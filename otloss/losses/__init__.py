@@ -1,4 +1,5 @@
-"""Losses: ordinal labels, histograms of a number, tokens that are numbers, critics."""
+"""Losses: ordinal labels, histograms of a number, tokens that are numbers, critics, rankings,
+sets."""
 
 from otloss.losses.critic import critic_loss as critic_loss
 from otloss.losses.critic import generator_loss as generator_loss
@@ -11,6 +12,9 @@ from otloss.losses.histogram import histogram_loss as histogram_loss
 from otloss.losses.histogram import histogram_mean as histogram_mean
 from otloss.losses.number_tokens import number_token_loss as number_token_loss
 from otloss.losses.ordinal import ordinal_loss as ordinal_loss
+from otloss.losses.ranking import spearman_loss as spearman_loss
+from otloss.losses.ranking import top_k_loss as top_k_loss
+from otloss.losses.sets import set_loss as set_loss
 
 __all__ = [
     "critic_loss",
@@ -24,4 +28,7 @@ __all__ = [
     "histogram_mean",
     "number_token_loss",
     "ordinal_loss",
+    "set_loss",
+    "spearman_loss",
+    "top_k_loss",
 ]

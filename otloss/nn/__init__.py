@@ -16,6 +16,9 @@ from otloss.nn.cumulative import CumulativeLinkHead as CumulativeLinkHead
 from otloss.nn.losses import HistogramLoss as HistogramLoss
 from otloss.nn.losses import NumberTokenLoss as NumberTokenLoss
 from otloss.nn.losses import OrdinalLoss as OrdinalLoss
+from otloss.nn.losses import SetLoss as SetLoss
+from otloss.nn.losses import SpearmanLoss as SpearmanLoss
+from otloss.nn.losses import TopKLoss as TopKLoss
 from otloss.nn.soft import SoftRank as SoftRank
 from otloss.nn.soft import SoftSort as SoftSort
 from otloss.nn.soft import SoftTopK as SoftTopK
@@ -31,12 +34,15 @@ __all__ = [
     "HistogramLoss",
     "NumberTokenLoss",
     "OrdinalLoss",
+    "SetLoss",
     "Sinkhorn",
     "SinkhornDivergence",
     "SlicedWasserstein",
     "SoftRank",
     "SoftSort",
     "SoftTopK",
+    "SpearmanLoss",
+    "TopKLoss",
     "Wasserstein1d",
     "WassersteinCircular",
     "WassersteinTree",

@@ -1,12 +1,20 @@
-"""Modules of the losses over ordered classes, histograms and tokens that are numbers."""
+"""Modules of the losses over ordered classes, histograms, tokens that are numbers, rankings and sets."""
 
 from __future__ import annotations
 
-from jaxtyping import Float, Int, Real
+from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from otloss.costs import Cost, as_cost
-from otloss.losses import histogram_loss, histogram_mean, number_token_loss, ordinal_loss
+from otloss.losses import (
+    histogram_loss,
+    histogram_mean,
+    number_token_loss,
+    ordinal_loss,
+    set_loss,
+    spearman_loss,
+    top_k_loss,
+)
 from otloss.nn.base import Module
 
 
@@ -137,3 +145,70 @@ class NumberTokenLoss(Module):
         sample_weight: Float[Tensor, "*batch"] | None = None,
     ) -> Tensor:
         return number_token_loss(logits, labels, sample_weight=sample_weight, **self.settings)
+
+
+class SpearmanLoss(Module):
+    """`otloss.losses.spearman_loss`.
+
+    Args:
+        epsilon, regularization, reduction: as for the function.
+
+    Example:
+        >>> import torch
+        >>> SpearmanLoss(epsilon=1e-3)(torch.tensor([0.1, 0.3, 0.2]), torch.tensor([1.0, 2.0, 3.0]))
+        tensor(0.5000)
+    """
+
+    def __init__(
+        self, *, epsilon: float | None = None, regularization: str = "quadratic", reduction: str = "mean"
+    ) -> None:
+        super().__init__(epsilon=epsilon, regularization=regularization, reduction=reduction)
+
+    def forward(self, scores: Float[Tensor, "*batch n"], target: Real[Tensor, "*batch n"]) -> Tensor:
+        return spearman_loss(scores, target, **self.settings)
+
+
+class TopKLoss(Module):
+    """`otloss.losses.top_k_loss`.
+
+    Args:
+        k, epsilon, reduction: as for the function.
+
+    Example:
+        >>> import torch
+        >>> TopKLoss(k=1)(torch.tensor([[0.1, 2.0, 1.5, -1.0]]), torch.tensor([2]))
+        tensor(1.8397)
+    """
+
+    def __init__(self, *, k: int, epsilon: float = 0.1, reduction: str = "mean") -> None:
+        super().__init__(k=k, epsilon=epsilon, reduction=reduction)
+
+    def forward(
+        self, logits: Float[Tensor, "*batch n"], target: Int[Tensor, "*batch"] | Bool[Tensor, "*batch n"]
+    ) -> Tensor:
+        return top_k_loss(logits, target, **self.settings)
+
+
+class SetLoss(Module):
+    """`otloss.losses.set_loss`.
+
+    Args:
+        epsilon, reduction: as for the function.
+
+    Example:
+        >>> import torch
+        >>> SetLoss()(torch.tensor([[4.0, 1.0], [2.0, 0.0], [9.0, 9.0]]))
+        tensor(3.)
+    """
+
+    def __init__(self, *, epsilon: float | None = None, reduction: str = "mean") -> None:
+        super().__init__(epsilon=epsilon, reduction=reduction)
+
+    def forward(
+        self,
+        cost: Float[Tensor, "*batch n m"],
+        unmatched: Float[Tensor, "*batch n"] | None = None,
+        *,
+        sizes: Int[Tensor, "*batch 2"] | None = None,
+    ) -> Tensor:
+        return set_loss(cost, unmatched, sizes=sizes, **self.settings)

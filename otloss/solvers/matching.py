@@ -55,7 +55,7 @@ def match(
     if sizes is None:
         places[:, 2], places[:, 3] = n, m
     else:
-        places[:, 2:4] = shapes = _checked_sizes(sizes, batch, n, m)
+        places[:, 2:4] = shapes = checked_sizes(sizes, batch, n, m)
         k = int(shapes.min(1).max(initial=0))
     places[:, 0], places[:, 4] = order * (n * m), order * k
     rows, columns = _solved(cost.detach().cpu().reshape(-1), places, problems * k, n * m, max(n, m))
@@ -105,7 +105,8 @@ def _solved(costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: i
     return torch.from_numpy(rows), torch.from_numpy(columns)
 
 
-def _checked_sizes(sizes: Tensor, batch: torch.Size, n: int, m: int) -> np.ndarray:
+def checked_sizes(sizes: Tensor, batch: torch.Size, n: int, m: int) -> np.ndarray:
+    """Return (problems, 2) sizes of the problems of a padded batch, or raise ValueError."""
     shapes: np.ndarray = torch.as_tensor(sizes).cpu().numpy()
     if shapes.dtype.kind not in "iu" or shapes.shape != (*batch, 2):
         raise ValueError(

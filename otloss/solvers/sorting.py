@@ -184,22 +184,36 @@ def soft_top_k(
         >>> soft_top_k(torch.tensor([0.0, 1.0, 0.5, 0.7]), 2, epsilon=0.25, regularization="quadratic")
         tensor([0.0000, 1.0000, 0.1000, 0.9000])
     """
-    _check("soft_top_k", x, epsilon, regularization)
-    n = x.shape[-1]
-    if isinstance(k, bool) or not isinstance(k, int):
-        raise TypeError(f"k is a {type(k).__name__}, expected a whole number.")
-    if not 0 <= k <= n:
-        raise ValueError(f"k is {k}, expected 0 to {n}, the number of entries in a row of x.")
     if regularization == "quadratic":
+        _check_top_k(x, k, epsilon, regularization)
         return quadratic_top_k(x, k, epsilon).to(x.dtype)
+    return torch.sigmoid(_top_k_logits(x, k, epsilon, regularization)).to(x.dtype)
+
+
+def log_top_k(x: Float[Tensor, "*batch n"], k: int, *, epsilon: float) -> Float[Tensor, "*batch n"]:
+    """Return the logarithms of `soft_top_k`, in float64: shares below the smallest number have one too."""
+    return torch.nn.functional.logsigmoid(_top_k_logits(x, k, epsilon, "entropy"))
+
+
+def _top_k_logits(x: Tensor, k: int, epsilon: float, regularization: str) -> Float[Tensor, "*batch n"]:
+    """log(share / (1 - share)), in float64."""
+    _check_top_k(x, k, epsilon, regularization)
     _, _, u = _in_units_of_range(x)
-    if k in (0, n):
-        return (0 * u + (k > 0)).to(x.dtype)  # the same for every x, and in its graph
+    if k in (0, x.shape[-1]):
+        return 0 * u + (torch.inf if k else -torch.inf)  # the same for every x, and in its graph
     beside = u.detach().topk(k + 1, dim=-1).values[..., k - 1 :].mean(-1, keepdim=True)
     # The mask does not depend on what is taken off all of u; with the threshold near 0 no digits are lost there.
     scores = 2 * (u - beside) / epsilon
     threshold: Tensor = _Threshold.apply(scores, k)
-    return torch.sigmoid(scores - threshold).to(x.dtype)
+    return scores - threshold
+
+
+def _check_top_k(x: Any, k: Any, epsilon: Any, regularization: str) -> None:
+    _check("soft_top_k", x, epsilon, regularization)
+    if isinstance(k, bool) or not isinstance(k, int):
+        raise TypeError(f"k is a {type(k).__name__}, expected a whole number.")
+    if not 0 <= k <= x.shape[-1]:
+        raise ValueError(f"k is {k}, expected 0 to {x.shape[-1]}, the number of entries in a row of x.")
 
 
 def _check(function: str, x: Any, epsilon: Any, regularization: str) -> float:

@@ -7,6 +7,7 @@ import io
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -105,6 +106,9 @@ CASES = {
     "SoftSort": Case(modules.SoftSort, otloss.soft_sort, {"epsilon": 0.05, "descending": True}, (P,)),
     "SoftRank": Case(modules.SoftRank, otloss.soft_rank, {"epsilon": 0.05, "descending": True}, (P,)),
     "SoftTopK": Case(modules.SoftTopK, otloss.soft_top_k, {"k": 2, "regularization": "quadratic"}, (P,)),
+    "SpearmanLoss": Case(modules.SpearmanLoss, otloss.losses.spearman_loss, {"epsilon": 2.0}, (Z, (9 * Q).long())),
+    "TopKLoss": Case(modules.TopKLoss, otloss.losses.top_k_loss, {"k": 2}, (Z, LABELS.clamp(min=0))),
+    "SetLoss": Case(modules.SetLoss, otloss.losses.set_loss, {"epsilon": 0.1}, (CLOUDS[0], P)),
 }  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -113,7 +117,7 @@ every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_modules_equal_their_functions(case: Case) -> None:
     inputs = [t.clone().requires_grad_(t.is_floating_point()) for t in case.inputs]
     leaves = [t for t in inputs if t.requires_grad]
-    own = {} if not case.weights else {"reduction": "none"}
+    own = {"reduction": "none"} if "reduction" in signature(case.function).parameters else {}
     value, expected = case.unreduced(*inputs, **case.weights), case.of_function(*inputs, **own)
     assert torch.equal(value, expected)
     weights = drawn(*value.shape, seed=11)

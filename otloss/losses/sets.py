@@ -1,0 +1,98 @@
+"""The loss of a predicted set: every target is matched with one prediction, and the others are to predict nothing.
+
+    hard    min over one-to-one s of  sum_j C[s(j), j] + sum over the other predictions i of u_i
+    soft    the entropic transport of n predictions, one unit each, to m targets that take one unit each and to
+            "nothing", which takes n - m units at the price u_i
+
+C holds the loss of each prediction as each target. Both are minima, so their gradients are those of C and u at the
+matching, or weighted by the plan.
+
+Source: N. Carion et al., End-to-End Object Detection with Transformers, arXiv 2005.12872 (hard).
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss._checks import check_finite, check_floating, check_reduction
+from otloss.losses.labels import reduced
+from otloss.solvers.matching import checked_sizes, match
+from otloss.solvers.sinkhorn import sinkhorn
+
+
+def set_loss(
+    cost: Float[Tensor, "*batch n m"],
+    unmatched: Float[Tensor, "*batch n"] | None = None,
+    *,
+    sizes: Int[Tensor, "*batch 2"] | None = None,
+    epsilon: float | None = None,
+    reduction: str = "mean",
+) -> Tensor:
+    """Return the least loss of a set of predictions over all ways to match them with the targets.
+
+    Args:
+        cost: (..., n, m), the loss of prediction i as target j, of any sign: a weighted sum of losses, one for each
+            thing to predict. Targets are at most as many as predictions.
+        unmatched: (..., n), the loss of a prediction that no target gets; 0 by default.
+        sizes: (..., 2) predictions and targets of each problem that count, for a padded batch; what is beyond is not
+            read.
+        epsilon: None for a matching, by `match`; above 0 for entropic transport, by `sinkhorn`, in the unit of the
+            cost: predictions share targets, and the gradient does not jump.
+        reduction: "mean", "sum" or "none" over the problems.
+
+    Returns:
+        A scalar, or (...) with "none": sums over predictions, the optimum with epsilon, entropy included.
+        Differentiable in cost and unmatched.
+
+    Raises:
+        TypeError: if cost or unmatched is not a floating tensor.
+        ValueError: if shapes or sizes do not fit, there are more targets than predictions, a number is not finite, or
+            an option is not valid.
+
+    Example:
+        >>> cost = torch.tensor([[4.0, 1.0], [2.0, 0.0], [9.0, 9.0]])
+        >>> set_loss(cost), set_loss(cost, torch.tensor([0.0, 0.0, 5.0])), set_loss(cost, epsilon=0.01)
+        (tensor(3.), tensor(8.), tensor(3.))
+    """
+    check_reduction(reduction)
+    check_floating("cost", cost)
+    if cost.dim() < 2:
+        raise ValueError(f"cost has shape {tuple(cost.shape)}, expected (..., n, m), predictions by targets.")
+    batch, (n, m) = cost.shape[:-2], cost.shape[-2:]
+    unmatched = cost.new_zeros(*batch, n) if unmatched is None else check_floating("unmatched", unmatched)
+    if unmatched.shape != (*batch, n):
+        raise ValueError(f"unmatched has shape {tuple(unmatched.shape)}, expected {(*batch, n)}, one per prediction.")
+    shapes = torch.tensor([n, m]).expand(*batch, 2)
+    if sizes is not None:
+        shapes = torch.from_numpy(checked_sizes(sizes, batch, n, m)).reshape(*batch, 2)
+    if (shapes[..., 0] < shapes[..., 1]).any():
+        raise ValueError(
+            f"a problem has fewer predictions than targets, with (n, m) among {shapes.reshape(-1, 2).tolist()[:3]}...; "
+            "expected n >= m."
+        )
+    shapes = shapes.to(cost.device)
+    is_row = torch.arange(n, device=cost.device) < shapes[..., :1]
+    is_column = torch.arange(m, device=cost.device) < shapes[..., 1:]
+    unmatched = unmatched.masked_fill(~is_row, 0.0)
+    cost = cost.masked_fill(~(is_row.unsqueeze(-1) & is_column.unsqueeze(-2)), 0.0)
+    check_finite("cost", cost)
+    check_finite("unmatched", unmatched)
+    if epsilon is None:
+        value = _matched(cost - unmatched.unsqueeze(-1), sizes) + unmatched.sum(-1)
+    else:
+        nothing = (shapes[..., :1] - shapes[..., 1:]).to(cost.dtype)
+        full = torch.cat([cost, unmatched.unsqueeze(-1)], -1)
+        low = full.detach().amin((-2, -1)) if n else full.new_zeros(batch)
+        q = torch.cat([is_column.to(cost.dtype), nothing], -1)
+        value = sinkhorn(is_row.to(cost.dtype), q, full - low[..., None, None], epsilon=epsilon) + low * shapes[..., 0]
+    return reduced(value.reshape(-1), None, None, batch, reduction)
+
+
+def _matched(cost: Float[Tensor, "*batch n m"], sizes: Tensor | None) -> Float[Tensor, "*batch"]:
+    rows, columns = match(cost, sizes=sizes)
+    assert isinstance(rows, Tensor)
+    assert isinstance(columns, Tensor)
+    places = rows * cost.shape[-1] + columns
+    return cost.flatten(-2).gather(-1, places.clamp(min=0)).masked_fill(rows < 0, 0.0).sum(-1)
