@@ -1,7 +1,7 @@
 """`python -m benchmarks [token_loss | scaling | numbers | solvers | gradients | boosting | first_calls]`: one, or all.
 
-ordinal and ordinal_loss (with packages of the extra "peers") and mathematics run only by name: ordinal and mathematics
-train for an hour and more.
+ordinal and ordinal_loss (with packages of the extra "peers"), mathematics and word_similarity run only by name: ordinal
+and mathematics train for an hour and more.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from benchmarks.labels import BESIDE, find_data
 from benchmarks.measure import FOLDER, Settings
 
 BENCHMARKS = ("token_loss", "scaling", "numbers", "solvers", "gradients", "boosting", "first_calls")
-BY_NAME = ("ordinal", "ordinal_loss", "mathematics")
+BY_NAME = ("ordinal", "ordinal_loss", "mathematics", "word_similarity")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but the last three")
+    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but the last four")
     parser.add_argument("--rounds", type=int, help="interleaved repetitions (default: see ROUNDS of each benchmark)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to check that it runs; keeps no results")
     parser.add_argument(
