@@ -1,5 +1,4 @@
-"""Losses: ordinal labels, histograms of a number, tokens that are numbers, critics, rankings,
-sets."""
+"""Losses: ordinal labels, histograms of numbers, number tokens, critics, rankings, sets, ensembles, texts."""
 
 from otloss.losses.critic import critic_loss as critic_loss
 from otloss.losses.critic import generator_loss as generator_loss
@@ -7,6 +6,7 @@ from otloss.losses.critic import gradient_penalty as gradient_penalty
 from otloss.losses.cumulative import cumulative_log_probabilities as cumulative_log_probabilities
 from otloss.losses.cumulative import decode_classes as decode_classes
 from otloss.losses.documents import document_distance as document_distance
+from otloss.losses.ensembles import crps as crps
 from otloss.losses.histogram import histogram_labels as histogram_labels
 from otloss.losses.histogram import histogram_loss as histogram_loss
 from otloss.losses.histogram import histogram_mean as histogram_mean
@@ -18,6 +18,7 @@ from otloss.losses.sets import set_loss as set_loss
 
 __all__ = [
     "critic_loss",
+    "crps",
     "cumulative_log_probabilities",
     "decode_classes",
     "document_distance",

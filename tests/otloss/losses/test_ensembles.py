@@ -1,0 +1,101 @@
+"""The score of ensembles against the double sum, an integral by quadrature, cdf_distance and finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import otloss
+from otloss.losses import crps
+from tests.otloss.oracles import as_double, central_gradients
+from tests.otloss.strategies import positions, weights
+
+
+def double_sum(x: np.ndarray, y: float, w: np.ndarray, fair: bool = False) -> float:
+    spread = sum(a * b * abs(s - t) for a, s in zip(w, x, strict=True) for b, t in zip(w, x, strict=True)) / 2
+    return float(w @ abs(x - y) - spread / (1 - w @ w if fair else 1))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.integers(1, 7))
+def test_against_the_double_sum(data: st.DataObject, members: int) -> None:
+    x, w = data.draw(positions(members)), data.draw(weights(members))
+    y = data.draw(st.sampled_from([float(x[0]), -9.0, 0.3, 9.0]))
+    found = crps(as_double(x), as_double(np.array(y)), as_double(3 * w))
+    assert found.item() == pytest.approx(double_sum(x, y, w), abs=1e-12)
+    assert found >= 0
+    if w.max() < 1:
+        fair = crps(as_double(x), as_double(np.array(y)), as_double(w), fair=True)
+        assert fair.item() == pytest.approx(double_sum(x, y, w, fair=True), abs=1e-12)
+
+
+@pytest.mark.parametrize("fair", [False, True])
+def test_gradients_by_finite_differences(fair: bool) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.normal(size=(2, 5)), rng.normal(size=2), rng.uniform(0.1, 2, 5)]
+    leaves = [as_double(a, grad=True) for a in arrays]
+    upstream = as_double(np.array([1.0, -2.0]))
+    found = torch.autograd.grad(crps(*leaves, fair=fair) @ upstream, leaves)
+    for k, gradient in enumerate(found):
+
+        def value(array: np.ndarray, k: int = k) -> float:
+            changed = [as_double(array if j == k else a) for j, a in enumerate(arrays)]
+            return float(crps(*changed, fair=fair) @ upstream)
+
+        torch.testing.assert_close(gradient, as_double(central_gradients(value, arrays[k], 1e-6)), rtol=1e-6, atol=1e-8)
+
+
+def test_batches_offsets_and_narrow_numbers() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x, y = torch.randn(3, 1, 6, generator=draw), torch.randn(4, generator=draw)
+    w = torch.rand(3, 4, 6, generator=draw)
+    found = crps(x, y, w)
+    both = torch.cat([x.expand(3, 4, 6), y.expand(3, 4).unsqueeze(-1)], -1)
+    p = torch.cat([w / w.sum(-1, keepdim=True), torch.zeros(3, 4, 1)], -1)
+    torch.testing.assert_close(found, otloss.cdf_distance(p, torch.eye(7)[-1], both))
+    torch.testing.assert_close(crps(x + 4096, y + 4096, w), found, atol=1e-3, rtol=0)  # no cancellation
+    order = torch.randperm(6, generator=draw)
+    torch.testing.assert_close(crps(x[..., order], y, w[..., order]), found)
+    assert crps(x.bfloat16(), y.bfloat16()).dtype == torch.bfloat16
+    leaf = x.clone().requires_grad_()
+    gradient = torch.autograd.grad(crps(leaf, y).sum(), leaf)[0]
+    torch.testing.assert_close(torch.func.grad(lambda x: crps(x, y).sum())(x), gradient)  # no numpy there
+    assert crps(torch.zeros(0, 3), torch.zeros(0)).shape == (0,)
+
+
+def test_a_fair_score_does_not_depend_on_the_size_of_the_ensemble() -> None:
+    draw = torch.Generator().manual_seed(0)
+    y = torch.randn(40000, 1, generator=draw, dtype=torch.float64)
+    x = torch.randn(40000, 8, generator=draw, dtype=torch.float64)
+    expected = 1 / torch.pi**0.5  # of N(0, 1) against itself
+    for members in (2, 8):
+        assert crps(x[:, :members], y[:, 0], fair=True).mean().item() == pytest.approx(expected, abs=0.01)
+        plain = crps(x[:, :members], y[:, 0]).mean().item()
+        assert plain == pytest.approx(expected * (1 + 1 / members), abs=0.01)
+
+
+X, Y = torch.ones(2, 3), torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda: crps(X[:, :0], Y), ValueError, r"ensemble has shape \(2, 0\)"),
+        (lambda: crps(X, torch.ones(3)), ValueError, "do not broadcast"),
+        (lambda: crps(X, Y, torch.ones(2)), ValueError, "weights has shape"),
+        (lambda: crps(X, Y, -X), ValueError, "least entry -1.0"),
+        (lambda: crps(X, Y, 0 * X), ValueError, "least sum 0.0"),
+        (lambda: crps(X, Y * torch.nan), ValueError, "observation holds 2 NaN"),
+        (lambda: crps(X[:, :1], Y, fair=True), ValueError, "single member"),
+        (lambda: crps(X.long(), Y), TypeError, "ensemble has dtype torch.int64"),
+    ],
+)
+def test_bad_input(call: Callable[[], Tensor], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        call()
