@@ -1,7 +1,8 @@
-"""scikit-learn classifiers of ordered labels: linear, multi-layer and boosted, trained with transport losses."""
+"""scikit-learn classifiers of ordered labels, trained with transport losses, and recalibration of forecasts."""
 
 from otloss.estimators.boosting import OrdinalBoostingClassifier as OrdinalBoostingClassifier
 from otloss.estimators.classifier import OrdinalClassifier as OrdinalClassifier
+from otloss.estimators.ensembles import EnsembleRecalibration as EnsembleRecalibration
 from otloss.estimators.labels import EncodedLabelsWarning as EncodedLabelsWarning
 from otloss.estimators.labels import LabelOrderWarning as LabelOrderWarning
 from otloss.estimators.recalibration import OrdinalRecalibration as OrdinalRecalibration
@@ -9,6 +10,7 @@ from otloss.estimators.recalibration import Temperature as Temperature
 
 __all__ = [
     "EncodedLabelsWarning",
+    "EnsembleRecalibration",
     "LabelOrderWarning",
     "OrdinalBoostingClassifier",
     "OrdinalClassifier",

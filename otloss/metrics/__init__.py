@@ -13,6 +13,7 @@ from otloss.metrics.decisions import macro_mae as macro_mae
 from otloss.metrics.decisions import maximum_mae as maximum_mae
 from otloss.metrics.decisions import off_by_one_accuracy as off_by_one_accuracy
 from otloss.metrics.decisions import ordinal_mae as ordinal_mae
+from otloss.metrics.ensembles import pit_histogram as pit_histogram
 from otloss.metrics.forecasts import Reliability as Reliability
 from otloss.metrics.forecasts import ordinal_emd as ordinal_emd
 from otloss.metrics.forecasts import ranked_probability_score as ranked_probability_score
@@ -29,6 +30,7 @@ __all__ = [
     "off_by_one_accuracy",
     "ordinal_emd",
     "ordinal_mae",
+    "pit_histogram",
     "ranked_probability_score",
     "scorer",
     "threshold_calibration_error",

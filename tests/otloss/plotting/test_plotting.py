@@ -43,6 +43,7 @@ CALLS: dict[str, Callable[..., Any]] = {
         y, proba.argmax(1), labels=range(proba.shape[1]), **given
     ),
     "reliability": lambda proba, y, **given: plotting.plot_reliability(y, proba, labels=range(proba.shape[1]), **given),
+    "pit": lambda proba, y, **given: plotting.plot_pit(y, proba, **given),
     "plan": lambda proba, y, **given: plotting.plot_transport_plan(proba, **given),
 }
 

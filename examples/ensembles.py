@@ -1,0 +1,98 @@
+"""The trees of a random forest as an ensemble forecast: scored by CRPS, recalibrated on held-out patients.
+
+The continuous ranked probability score of members x_j and an observation y, mean |x_j - y| - mean |x_j - x_k| / 2, is
+the power-2 transport distance between the ensemble and what came true. `EnsembleRecalibration` shifts and spreads the
+members, x' = offset + factor m + (scale + added / s) (x - m), for the least score on held-out rows.
+
+Data: the diabetes set of scikit-learn (440 patients, disease progression after one year): half for the forest, a
+quarter for recalibration, a quarter for the test, over 32 splits. Forests of 100 trees, whose leaves hold at least 1, 5
+or 10 patients. The peer is the forest as it is.
+
+Result: recalibration lowers the CRPS from 33.5 to 32.7 (leaves of at least 5) and from 35.0 to 33.0 (10), in 30 and 32
+of 32 splits, and the distance of the PIT histogram from a flat one from .22 and .34 to .13 and .17 (.11 is that of
+calibrated ensembles of so many patients). Fully grown trees are calibrated as they are: there it changes nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import numpy as np
+import torch
+from sklearn.datasets import load_diabetes
+from sklearn.ensemble import RandomForestRegressor
+
+from otloss.estimators import EnsembleRecalibration
+from otloss.losses import crps
+from otloss.metrics import pit_histogram
+from otloss.plotting import plot_pit
+
+BINS = 10
+LEAVES = {"trees fully grown": 1, "leaves of at least 5": 5, "leaves of at least 10": 10}
+FORECASTS = ("as it is", "recalibrated")
+
+
+def forecasts(leaf: int, trees: int, seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return what came true for the patients of the test, and their ensembles (n, trees)."""
+    X, y = load_diabetes(return_X_y=True)
+    # Four splits in a row test every patient once.
+    quarters = np.roll(np.array_split(np.random.default_rng(seed // 4).permutation(440), 4), seed % 4, axis=0)
+    test_rows, held_rows, training = quarters[0], quarters[1], quarters[2:].ravel()
+    forest = RandomForestRegressor(trees, min_samples_leaf=leaf, random_state=seed).fit(X[training], y[training])
+    held, test = (np.stack([tree.predict(X[k]) for tree in forest.estimators_], 1) for k in (held_rows, test_rows))
+    after = EnsembleRecalibration().fit(held, y[held_rows]).predict(test)
+    return y[test_rows], dict(zip(FORECASTS, (test, after), strict=True))
+
+
+def judge(y: np.ndarray, ensemble: np.ndarray) -> tuple[float, float]:
+    """Return the mean score, and half the sum of the deviations of the PIT histogram from a flat one."""
+    score = crps(torch.as_tensor(ensemble), torch.as_tensor(y)).mean().item()
+    return score, float(np.abs(pit_histogram(y, ensemble, bins=BINS) - 1 / BINS).sum() / 2)
+
+
+def draw(pooled: dict[str, list[tuple[np.ndarray, np.ndarray]]], path: Path) -> None:
+    """Save the PIT histograms of the first four splits together, before and after."""
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(3, 2, figsize=(11, 9), layout="constrained", sharex=True, sharey=True)
+    for row, forest in zip(axes, LEAVES, strict=True):
+        for ax, name in zip(row, FORECASTS, strict=True):
+            y, ensemble = (np.concatenate(parts) for parts in zip(*pooled[f"{forest}, {name}"][:4], strict=True))
+            plot_pit(y, ensemble, bins=BINS, ax=ax).set_title(f"{forest}, {name}: CRPS {judge(y, ensemble)[0]:.2f}")
+            ax.get_legend().remove()
+            ax.label_outer()
+    axes[0, 1].legend(loc="upper right", fontsize=9)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two splits and ten trees")
+    parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
+    options = parser.parse_args(argv)
+    splits, trees = (2, 10) if options.quick else (32, 100)
+    results: dict[str, list[tuple[float, float]]] = {}
+    pooled: dict[str, list[tuple[np.ndarray, np.ndarray]]] = {}
+    for seed in range(splits):
+        for forest, leaf in LEAVES.items():
+            y, ensembles = forecasts(leaf, trees, seed)
+            for name, ensemble in ensembles.items():
+                results.setdefault(f"{forest}, {name}", []).append(judge(y, ensemble))
+                pooled.setdefault(f"{forest}, {name}", []).append((y, ensemble))
+    rng = np.random.default_rng(0)
+    calibrated = [judge(rng.random(len(y)), rng.random((len(y), trees)))[1] for _ in range(200)]
+    print(
+        f"Mean ± deviation over {splits} splits; lower is better. Calibrated ensembles of as many patients have a PIT"
+    )
+    print(f"{np.mean(calibrated):.3f} from uniform.\n{'':36s}{'CRPS':>14s}{'PIT from uniform':>18s}   lower CRPS in")
+    for name, rows in results.items():
+        scores, before = np.array(rows), np.array(results[f"{name.rpartition(', ')[0]}, as it is"])
+        crps_cell, pit_cell = (f"{c.mean():.3f} ± {c.std():.3f}" for c in scores.T)
+        print(f"{name:36s}{crps_cell:>14s}{pit_cell:>18s}   {(scores[:, 0] < before[:, 0]).sum()} splits")
+    options.output.mkdir(parents=True, exist_ok=True)
+    draw(pooled, options.output / "ensembles.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,131 @@
+"""Recalibration of ensemble forecasts of a number: members are shifted and spread by the score on held-out data.
+
+With m the mean of an ensemble, r_j = x_j - m its residuals and s = 1/2 mean |x_j - x_k| its spread,
+
+    x'_j = offset + factor m + (scale + added / s) r_j        so that s' = scale s + added
+
+The mean continuous ranked probability score (`otloss.losses.crps`) of x' is
+
+    mean |offset + factor m + (scale + added / s) r_j - y| - (scale s + added)
+
+which is convex in the four numbers: the best ones under scale, added >= 0 are found by one descent. Added to it is
+shrinkage / n e |p - identity|^2, with e the root mean square error of the means, and p the four numbers: the offset (at
+the mean of all ensembles) in units of e, and what is added in units of the mean spread.
+
+Source: B. Van Schaeybroeck, S. Vannitsem, Ensemble post-processing using member-by-member approaches, QJRMS 141 (2015).
+"""
+
+from __future__ import annotations
+
+from typing import Self
+
+import numpy as np
+from jaxtyping import Float
+from numpy.typing import ArrayLike
+from scipy.optimize import minimize
+from sklearn.base import BaseEstimator
+from sklearn.utils.validation import check_is_fitted
+
+from otloss._checks import check_number
+from otloss.metrics.ensembles import read_ensemble
+from otloss.metrics.numbers import read_shares
+
+# The kinks of the score are rounded at first, by these shares of the error: a descent stops at kinks.
+_ROUNDINGS = 10.0 ** -np.arange(1, 6)
+
+
+class EnsembleRecalibration(BaseEstimator):
+    """A linear map of the mean and of the spread of ensembles, by the continuous ranked probability score.
+
+    Corrects ensembles that lean to one side, and that are too sure or not sure enough. Members keep their order. An
+    ensemble of equal members has no residuals to spread, and is only shifted.
+
+    Args:
+        shrinkage: the pull to the identity, in examples; 0 for none.
+
+    Attributes:
+        offset_, factor_: of the mean of an ensemble; 0 and 1 where nothing is better.
+        scale_, added_: of the spread s, and added to it, both >= 0; likewise 1 and 0.
+
+    Example:
+        >>> ensemble, y = [[1.0, 3.0], [2.0, 4.0], [5.0, 7.0]], [12.0, 13.0, 16.0]  # ten too low, and too wide
+        >>> EnsembleRecalibration(shrinkage=0).fit(ensemble, y).predict(ensemble).round(2)
+        array([[12., 12.],
+               [13., 13.],
+               [16., 16.]])
+    """
+
+    def __init__(self, *, shrinkage: float = 8.0) -> None:
+        self.shrinkage = shrinkage
+
+    def fit(self, ensemble: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None = None) -> Self:
+        """Learn the map.
+
+        Args:
+            ensemble: (n, m) held-out forecasts of m members each.
+            y: (n,) what came true.
+            sample_weight: (n,) weights >= 0; only their ratios matter.
+
+        Raises:
+            ValueError: if sizes differ, a number is NaN or infinite, or a weight or the shrinkage is negative.
+        """
+        if not 0 <= check_number("shrinkage", self.shrinkage) < float("inf"):
+            raise ValueError(f"shrinkage is {self.shrinkage}, expected a finite number of at least 0.")
+        members, true = read_ensemble(ensemble, y)
+        weight = read_shares(sample_weight, len(members))
+        mean, residual, spread = _parts(members)
+        centre, unit = weight @ mean, float(np.sqrt(weight @ (mean - true) ** 2)) or 1.0
+        typical = float(weight @ spread)
+        wide = _ratio(typical, spread)
+        # In the order of the four numbers: an offset in errors, the rest relative to the identity.
+        columns = unit, (mean - centre)[:, None], residual, wide[:, None] * residual
+        spreads = np.array([weight @ spread, weight @ (wide * spread)])
+        pull = self.shrinkage * float(weight @ weight) * unit
+        identity = np.array([0.0, 1.0, 1.0, 0.0])
+
+        def score(p: np.ndarray, rounding: float) -> tuple[float, np.ndarray]:
+            error = centre - true[:, None] + sum(a * column for a, column in zip(p, columns, strict=True))
+            size = np.sqrt(error**2 + rounding**2)
+            signs = weight[:, None] / members.shape[1] * np.divide(error, size, out=np.zeros_like(size), where=size > 0)
+            gradient = np.array([(signs * column).sum() for column in columns])
+            gradient[2:] -= spreads
+            off = p - identity
+            return float(weight @ size.mean(1) - p[2:] @ spreads + pull * off @ off), gradient + 2 * pull * off
+
+        found, best = identity, identity
+        bounds = [(None, None), (None, None), (0, None), (0, None)]
+        for rounding in unit * _ROUNDINGS:
+            found = minimize(score, found, (rounding,), jac=True, method="L-BFGS-B", bounds=bounds).x
+            best = min((best, found), key=lambda p: score(p, 0.0)[0])
+        self.factor_, self.scale_ = float(best[1]), float(best[2])
+        self.offset_ = float(best[0] * unit + centre * (1 - best[1]))
+        self.added_ = float(best[3] * typical)
+        return self
+
+    def predict(self, ensemble: ArrayLike) -> Float[np.ndarray, "n members"]:
+        """Return the recalibrated members.
+
+        Args:
+            ensemble: (n, m) forecasts; m may be another number than in the fit.
+
+        Raises:
+            ValueError: if the shape is another one, or a number is NaN or infinite.
+            sklearn.exceptions.NotFittedError: before `fit`.
+        """
+        check_is_fitted(self, "offset_")
+        members, _ = read_ensemble(ensemble)
+        mean, residual, spread = _parts(members)
+        stretch = self.scale_ + _ratio(self.added_, spread)
+        return (self.offset_ + self.factor_ * mean + 0.0)[:, None] + stretch[:, None] * residual
+
+
+def _parts(members: Float[np.ndarray, "n members"]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return the mean (n,), the residuals (n, m) and half the mean distance between members (n,)."""
+    mean = members.mean(1)
+    m = members.shape[1]
+    spread = np.sort(members, axis=1) @ (2 * np.arange(1, m + 1) - m - 1) / m**2
+    return mean, members - mean[:, None], spread
+
+
+def _ratio(number: float, spread: np.ndarray) -> np.ndarray:
+    return np.divide(number, spread, out=np.zeros_like(spread), where=spread > 0)
