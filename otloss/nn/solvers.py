@@ -17,6 +17,7 @@ class Emd(Loss):
 
     Args:
         cost: (n, m), a matrix per problem (..., n, m), or a cost object.
+        mass: the amount that is moved, a number or one per problem; None for all.
         reduction: "mean", "sum" or "none".
 
     Example:
@@ -26,8 +27,14 @@ class Emd(Loss):
         tensor(3.)
     """
 
-    def __init__(self, *, cost: Cost | Float[Tensor, "*batch n m"], reduction: str = "mean") -> None:
-        super().__init__(reduction, cost=as_cost(cost))
+    def __init__(
+        self,
+        *,
+        cost: Cost | Float[Tensor, "*batch n m"],
+        mass: float | Float[Tensor, "*batch"] | None = None,
+        reduction: str = "mean",
+    ) -> None:
+        super().__init__(reduction, cost=as_cost(cost), mass=mass)
 
     def forward(self, p: Float[Tensor, "*batch n"] | None, q: Float[Tensor, "*batch m"] | None) -> Tensor:
         return self.reduced(emd(p, q, **self.settings))
@@ -39,6 +46,7 @@ class Sinkhorn(Loss):
     Args:
         cost: (n, m), a matrix per problem (..., n, m), or a cost object.
         epsilon: above 0, in the unit of the cost; a number, or one per problem.
+        mass: the amount that is moved, a number or one per problem; None for all.
         reduction: "mean", "sum" or "none".
         epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach: as for
             `otloss.sinkhorn`.
@@ -56,6 +64,7 @@ class Sinkhorn(Loss):
         *,
         cost: Cost | Float[Tensor, "*batch n m"],
         epsilon: float | Float[Tensor, "*batch"],
+        mass: float | Float[Tensor, "*batch"] | None = None,
         reduction: str = "mean",
         epsilon_relative_to: str | None = None,
         marginal_penalty: float | None = None,
@@ -70,7 +79,7 @@ class Sinkhorn(Loss):
         options = Settings(
             epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
         )
-        super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, **vars(options))
+        super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, mass=mass, **vars(options))
 
     def forward(self, p: Float[Tensor, "*batch n"] | None, q: Float[Tensor, "*batch m"] | None) -> Tensor:
         return self.reduced(sinkhorn(p, q, **self.settings))

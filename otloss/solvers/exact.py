@@ -36,6 +36,7 @@ from otloss.costs import Cost, DenseCost, LineCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.histograms import HistogramPair, pair_and_cost
 from otloss.solvers.line import wasserstein_1d
+from otloss.solvers.partial import partial_problem
 
 # Per problem; the simplex needs a small multiple of n + m.
 _MAX_PIVOTS = 10_000_000
@@ -48,6 +49,8 @@ def emd(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
     cost: Cost | Float[Tensor, "*batch n m"],
+    *,
+    mass: float | Float[Tensor, "*batch"] | None = None,
 ) -> Float[Tensor, "*batch"]:
     """Return the least cost of transporting p to q, exactly, per problem.
 
@@ -55,6 +58,9 @@ def emd(
         p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.
         q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
+        mass: the amount that is moved, a number or (...), from 0 to the lesser mass of p and q, which may differ then
+            (partial transport: what is cheapest to leave stays); None for all. Differentiable, and the gradients of p
+            and q are not centred.
 
     Returns:
         (...), in the promoted dtype; its unit is that of the cost times that of the mass. Solved in float64 on the CPU.
@@ -80,9 +86,9 @@ def emd(
         >>> p.grad
         tensor([ 2.3333, -0.6667, -1.6667])
     """
-    if type(cost) is LineCost and cost.power >= 1:
+    if type(cost) is LineCost and cost.power >= 1 and mass is None:
         return _emd_on_line(p, q, cost)
-    pair, matrix = exact_problem(p, q, cost)
+    pair, matrix = exact_problem(p, q, cost) if mass is None else partial_problem(p, q, cost, mass)
     return exact_value(pair, matrix, solve_exact(pair.p, pair.q, matrix))
 
 

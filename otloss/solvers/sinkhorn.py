@@ -16,6 +16,7 @@ from otloss.solvers.entropic.gradients import GraphState, envelope_value, implic
 from otloss.solvers.entropic.potentials import Found, Potentials, find_potentials
 from otloss.solvers.entropic.problem import EntropicProblem, Settings, entropic_problem
 from otloss.solvers.histograms import weights_or_uniform
+from otloss.solvers.partial import partial_entropic_problem, partial_value
 
 
 @eager
@@ -25,6 +26,7 @@ def sinkhorn(
     cost: Cost | Float[Tensor, "*batch n m"],
     *,
     epsilon: float | Float[Tensor, "*batch"],
+    mass: float | Float[Tensor, "*batch"] | None = None,
     epsilon_relative_to: str | None = None,
     marginal_penalty: float | None = None,
     grad: str = "envelope",
@@ -46,6 +48,8 @@ def sinkhorn(
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
         epsilon: above 0, in the unit of the cost; a number, or one per problem (...). Balanced problems are solved for
             1e8 times the largest cost where it is above that: the limit, the product of the weights, is as near.
+        mass: the amount that is moved, as for `emd`; None for all. The KL then also counts what stays: see
+            `otloss.solvers.partial`.
         epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.
         marginal_penalty: rho, the price of mass that appears or vanishes, in the unit of the cost: adds
             `rho KL(P 1 | p) + rho KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then those
@@ -90,6 +94,9 @@ def sinkhorn(
         epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
     )
     p, q = weights_or_uniform(p, q, cost)
+    if mass is not None:
+        part = partial_entropic_problem(p, q, cost, mass, epsilon=epsilon, settings=settings)
+        return partial_value(solved(part, settings).value, part, settings).to(part.dtype)
     found = dense_value(p, q, cost, epsilon=epsilon, settings=settings)
     if isinstance(found, Tensor):
         return found

@@ -25,6 +25,8 @@ from otloss.solvers.entropic.value import (
     rounded_linear_cost,
 )
 from otloss.solvers.exact import ExactSolution, exact_problem, exact_value, solve_exact
+from otloss.solvers.histograms import HistogramPair
+from otloss.solvers.partial import partial_entropic_problem, partial_problem, partial_value
 from otloss.solvers.sinkhorn import solved
 
 
@@ -117,6 +119,7 @@ def solve(
     cost: Cost | Float[Tensor, "*batch n m"],
     *,
     epsilon: float | Float[Tensor, "*batch"] | None = None,
+    mass: float | Float[Tensor, "*batch"] | None = None,
     epsilon_relative_to: str | None = None,
     marginal_penalty: float | None = None,
     grad: str = "envelope",
@@ -132,6 +135,7 @@ def solve(
     Args:
         p, q, cost: as for `emd` and `sinkhorn`.
         epsilon: None for exact transport, else as for `sinkhorn`.
+        mass: the amount that is moved, as for `emd` and `sinkhorn`; None for all.
         grad: as for `sinkhorn`. "implicit" makes `linear_cost`, `potentials`, `plan()` and its products differentiable
             too; with "envelope" a backward pass through them raises RuntimeError.
         start: potentials (f, g) of a similar problem, for exact transport too.
@@ -164,7 +168,16 @@ def solve(
             raise ValueError(
                 f"exact transport (epsilon=None) does not take {not_taken}; give an epsilon, or drop them."
             )
-        return _Exact(p, q, cost, settings.start)
+        if mass is None:
+            return _Exact(*exact_problem(p, q, cost), settings.start)
+        if settings.start is not None:
+            raise ValueError("start is given with mass=, expected none: the dummy bins have potentials of their own.")
+        return _Partial(_Exact(*partial_problem(p, q, cost, mass), None))
+    if mass is not None:
+        part = partial_entropic_problem(p, q, cost, mass, epsilon=epsilon, settings=settings)
+        inner = _Entropic(part, settings)
+        inner.value = partial_value(inner.value, part, settings).to(part.dtype)
+        return _Partial(inner)
     return _Entropic(entropic_problem(p, q, cost, epsilon=epsilon, settings=settings), settings)
 
 
@@ -277,10 +290,8 @@ class _Entropic(Transport):
 
 
 class _Exact(Transport):
-    def __init__(
-        self, p: Tensor | None, q: Tensor | None, cost: Cost | Tensor, start: tuple[Tensor, Tensor] | None
-    ) -> None:
-        self._pair, self._matrix = exact_problem(p, q, cost)
+    def __init__(self, pair: HistogramPair, matrix: Tensor, start: tuple[Tensor, Tensor] | None) -> None:
+        self._pair, self._matrix = pair, matrix
         self._solution: ExactSolution = solve_exact(self._pair.p, self._pair.q, self._matrix, start=start)
         self.value = exact_value(self._pair, self._matrix, self._solution)
         self.potentials = (self._without_gradient(self._solution.f), self._without_gradient(self._feasible_g()))
@@ -332,6 +343,36 @@ class _Exact(Transport):
             'or an epsilon with grad="implicit".'
         )
         return without_gradient(self._cast(tensor), message, self._pair.p, self._pair.q, self._matrix)
+
+
+class _Partial(Transport):
+    """The solution of a problem with dummy bins, without them; its bounds are those of the problem with them."""
+
+    def __init__(self, inner: Transport) -> None:
+        self._inner = inner
+        self.value, self.converged, self.iterations = inner.value, inner.converged, inner.iterations
+        f, g = inner.potentials
+        self.potentials = (f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:])
+        self.marginal_error, self.potential_error = inner.marginal_error, inner.potential_error
+
+    @property
+    def linear_cost(self) -> Tensor:
+        return self._inner.linear_cost
+
+    @property
+    def dual_value(self) -> Tensor:
+        return self._inner.dual_value
+
+    @property
+    def gap(self) -> Tensor:
+        return self._inner.gap
+
+    @property
+    def certificate(self) -> Certificate:
+        return self._inner.certificate
+
+    def plan(self) -> Tensor:
+        return self._inner.plan()[..., :-1, :-1]
 
 
 def _product(plan: Tensor, columns: Tensor) -> Tensor:

@@ -1,0 +1,70 @@
+"""Partial transport against POT, and its gradients against finite differences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import ot
+import pytest
+import torch
+from torch import Tensor
+
+import otloss
+
+
+def problem(batch: int = 3) -> list[Tensor]:
+    """Non-uniform weights of different masses, costs, and the mass to move, which differs by problem."""
+    generator = torch.Generator().manual_seed(4)
+    p, q, cost = (torch.rand(batch, *s, generator=generator, dtype=torch.float64) for s in ((5,), (6,), (5, 6)))
+    q = 0.7 * q
+    shares = torch.tensor([0.3, 0.6, 0.95], dtype=torch.float64)[:batch]
+    return [p, q, cost, shares * torch.minimum(p.sum(-1), q.sum(-1))]
+
+
+def test_exact_is_that_of_pot_at_every_mass() -> None:
+    p, q, cost, mass = problem()
+    answer = otloss.solve(p, q, cost, mass=mass)
+    for k in range(3):
+        theirs = ot.partial.partial_wasserstein(p[k].numpy(), q[k].numpy(), cost[k].numpy(), m=float(mass[k]))
+        np.testing.assert_allclose(float(answer.value[k]), (theirs * cost[k].numpy()).sum(), rtol=1e-9)
+    torch.testing.assert_close(answer.value, otloss.emd(p, q, cost, mass=mass))
+    plan = answer.plan()
+    torch.testing.assert_close(plan.sum((-2, -1)), mass)
+    assert (plan.sum(-1) <= p + 1e-12).all()
+    assert (plan.sum(-2) <= q + 1e-12).all()
+    assert (otloss.emd(p, q, cost, mass=0.0) == 0).all()
+    same = p * (q.sum(-1) / p.sum(-1)).unsqueeze(-1)
+    torch.testing.assert_close(otloss.emd(same, q, cost, mass=q.sum(-1)), otloss.emd(same, q, cost))
+
+
+def test_entropic_tends_to_exact_and_moves_the_mass() -> None:
+    p, q, cost, mass = problem()
+    for dtype, rtol in ((torch.float64, 1e-4), (torch.float32, 1e-3)):
+        given = [t.to(dtype) for t in (p, q, cost)]
+        answer = otloss.solve(*given, epsilon=1e-3, mass=mass.to(dtype))
+        torch.testing.assert_close(answer.linear_cost.double(), otloss.emd(p, q, cost, mass=mass), rtol=rtol, atol=1e-3)
+        torch.testing.assert_close(answer.plan().sum((-2, -1)).double(), mass, rtol=1e-5, atol=0.0)
+
+
+@pytest.mark.parametrize("options", [{}, {"epsilon": 0.1}, {"epsilon": 0.1, "grad": "implicit"}], ids=str)
+def test_gradients(options: dict[str, object]) -> None:
+    """In p, q, C and the mass, with their size: nothing is centred."""
+    inputs = [t.requires_grad_() for t in problem()]
+    tight = {**options, "tolerance": 1e-12} if options else {}
+    function: Callable[..., Tensor] = otloss.sinkhorn if options else otloss.emd
+
+    def value(p: Tensor, q: Tensor, cost: Tensor, mass: Tensor) -> Tensor:
+        return function(p, q, cost, mass=mass, **tight)
+
+    torch.autograd.gradcheck(value, inputs, eps=1e-6, atol=1e-5, rtol=1e-4)
+
+
+def test_messages() -> None:
+    p, q, cost, mass = problem()
+    with pytest.raises(ValueError, match="the lesser of the masses"):
+        otloss.emd(p, q, cost, mass=2 * mass)
+    with pytest.raises(ValueError, match="expected one"):
+        otloss.sinkhorn(p, q, cost, epsilon=0.1, mass=mass, marginal_penalty=1.0)
+    with pytest.raises(TypeError, match="expected a number"):
+        otloss.emd(p, q, cost, mass="half")  # type: ignore[arg-type]
