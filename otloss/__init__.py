@@ -18,6 +18,7 @@ from otloss.solvers.gromov import fused_gromov as fused_gromov
 from otloss.solvers.line import cdf_distance as cdf_distance
 from otloss.solvers.line import wasserstein_1d as wasserstein_1d
 from otloss.solvers.matching import match as match
+from otloss.solvers.pairing import pair as pair
 from otloss.solvers.sinkhorn import sinkhorn as sinkhorn
 from otloss.solvers.sinkhorn import sinkhorn_divergence as sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein as sliced_wasserstein
@@ -49,6 +50,7 @@ __all__ = [
     "nn",
     "number_token_loss",
     "ordinal_loss",
+    "pair",
     "sinkhorn",
     "sinkhorn_divergence",
     "sliced_wasserstein",
