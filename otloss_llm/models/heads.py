@@ -1,4 +1,4 @@
-"""The output head of a causal language model: where it is, and its weight and bias in `hidden @ weight.T + bias`.
+"""The output head of a language model: where it is, and its weight and bias in `hidden @ weight.T + bias`.
 
 A head is a linear layer of torch, or one of these:
 
@@ -113,14 +113,11 @@ class LanguageModelHead:
 
 
 def find_head(model: nn.Module) -> LanguageModelHead:
-    """The linear head of a causal LM of transformers: tied, resized, offloaded, quantised or wrapped by PEFT.
+    """The linear head of a causal LM or encoder-decoder of transformers: tied, resized, offloaded, quantised or PEFT's.
 
-    Raises TypeError if the model is not a causal LM, or its head is not one linear map.
+    Raises TypeError if the model is not one that generates text, or its head is not one linear map.
     """
     name = type(model).__name__
-    # Only causal models predict token t + 1 at position t, which is how labels are shifted.
-    if getattr(getattr(model, "config", None), "is_encoder_decoder", False):
-        raise TypeError(f"{name} is an encoder-decoder, expected a causal language model (its labels are not shifted).")
     can_generate, getter = (getattr(model, method, None) for method in ("can_generate", "get_output_embeddings"))
     if callable(can_generate) and not can_generate():
         raise TypeError(
@@ -227,10 +224,16 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
             module.training = training
 
 
-def few_tokens(model: nn.Module) -> Tensor:
-    """Ids (2, 4) that differ in their last token only, to observe what a model does."""
+def is_encoder_decoder(model: nn.Module) -> bool:
+    """Whether the labels of the model are those of its decoder, which are not shifted."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def few_inputs(model: nn.Module) -> dict[str, Tensor]:
+    """Ids (2, 4) that differ in their last token only, to observe what a model or its decoder does."""
     device = next((weight.device for weight in model.parameters() if not weight.is_meta), "cpu")
-    return torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=device)
+    ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=device)
+    return {"input_ids": ids[[0, 0]], "decoder_input_ids": ids} if is_encoder_decoder(model) else {"input_ids": ids}
 
 
 def check_causal(model: nn.Module) -> None:
@@ -240,7 +243,7 @@ def check_causal(model: nn.Module) -> None:
     it has to predict, and reaches perplexity 1. No field of a config identifies them reliably, so the model is run.
     """
     with evaluation_mode(model):
-        outputs = model(input_ids=few_tokens(model))
+        outputs = model(**few_inputs(model))
     first, second = outputs["logits"][:, :3].float()
     if (first - second).abs().max() > 1e-5 * first.abs().max():
         raise ValueError(

@@ -21,7 +21,7 @@ from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions, count_labels, pad_questions
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
 from otloss_llm.losses.token_loss import TokenLoss, linear_token_loss, token_loss
-from otloss_llm.models.heads import check_causal, few_tokens, find_head
+from otloss_llm.models.heads import check_causal, few_inputs, find_head, is_encoder_decoder
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberToken, Objective, cost_kind, needs_cost, parse_objective
 from otloss_llm.training.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
@@ -36,7 +36,8 @@ class ObjectiveMixin:
     """Give a `transformers.Trainer` (or a subclass of it) an objective of `(nll, transport cost)`.
 
     Mix it in before the trainer: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`. The loss is computed from hidden
-    states inside the model's own forward pass, so the logits are never formed; labels are shifted here, once.
+    states inside the model's own forward pass, so the logits are never formed; labels are shifted here, once. Those of
+    an encoder-decoder (T5, BART) are its decoder's, and are not shifted.
 
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number"
@@ -79,6 +80,7 @@ class ObjectiveMixin:
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     is_world_process_zero: Any
+    _prepare_inputs: Any
 
     def __init__(
         self,
@@ -98,11 +100,12 @@ class ObjectiveMixin:
         self.impl, self.chunk_size = impl, chunk_size
         _check_settings(self.args, self.compute_loss_func, self.objective)
         head = find_head(unwrap(self.model))
+        self._encoder_decoder = is_encoder_decoder(unwrap(self.model))
         self._transform: LogitTransform | None = None
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # no single process can run such a model here
         if not sharded and not any(parameter.is_meta for parameter in self.model.parameters()):
             check_causal(self.model)
-            self._transform = measure_transform(self.model, {"input_ids": few_tokens(self.model)})
+            self._transform = measure_transform(self.model, few_inputs(self.model))
         if isinstance(cost, str):
             cost = choose_cost(
                 cost_kind(objective) if cost == "auto" else cost,
@@ -147,7 +150,10 @@ class ObjectiveMixin:
     ) -> Any:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
         inputs = dict(inputs)
-        labels = _aligned_labels(inputs)
+        labels = _aligned_labels(inputs, shift=not self._encoder_decoder)
+        if self._encoder_decoder and "decoder_input_ids" not in inputs:  # as the model makes them from labels
+            root: Any = unwrap(self.model)
+            inputs["decoder_input_ids"] = root.prepare_decoder_input_ids_from_labels(labels)
         inputs.pop("skip_logits", None)  # set by the trainer for Liger's cross-entropy
         if getattr(self, "aux_loss_enabled", False):  # set by TRL to balance experts
             inputs["output_router_logits"] = True
@@ -250,7 +256,8 @@ class ObjectiveMixin:
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
-        counts = torch.stack([self._counts(_aligned_labels(dict(batch))) for batch in batches]).sum(0).to(device)
+        labels = (_aligned_labels(dict(batch), shift=not self._encoder_decoder) for batch in batches)
+        counts = torch.stack([self._counts(one) for one in labels]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
         count, self._numbers_in_step = counts
@@ -263,6 +270,10 @@ class ObjectiveMixin:
         self._logits_wanted = not prediction_loss_only
         if "shift_labels" in inputs:
             inputs = inputs | {"labels": inputs["shift_labels"]}  # the trainer evaluates batches with labels only
+        if getattr(self.args, "predict_with_generate", False) and self._logits_wanted:  # a Seq2SeqTrainer's own loss
+            self._logits_wanted = False
+            with torch.no_grad():
+                self.compute_loss(model, self._prepare_inputs(inputs))
         try:
             return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)  # type: ignore[misc]  # of the Trainer
         finally:
@@ -372,12 +383,15 @@ def _collator_for(train: Any, evaluation: Any) -> Any:
     return pad_questions if isinstance(rows, AnsweredQuestions) else None
 
 
-def _aligned_labels(inputs: dict[str, Any]) -> Tensor:
-    """Take the labels out of a batch and align them: entry `t` is the token that position `t` predicts."""
+def _aligned_labels(inputs: dict[str, Any], *, shift: bool) -> Tensor:
+    """Take the labels out of a batch and align them: entry `t` is the token that position `t` predicts.
+
+    Those of an encoder-decoder need no `shift`.
+    """
     labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
     if shifted is not None:
         return shifted
     if labels is None:
         raise ValueError(f"the batch has {sorted(inputs)} but no labels; use a collator that makes them "
                          "(DataCollatorForLanguageModeling(tokenizer, mlm=False)).")  # fmt: skip
-    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX) if shift else labels

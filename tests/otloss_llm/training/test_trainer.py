@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,13 +16,16 @@ pytest.importorskip("accelerate")
 
 import torch
 import transformers
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from otloss_llm import EMO, EmbeddingCost, token_loss
 from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.objectives import parse_objective
 from tests.otloss_llm.tiny_models import tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
+    Row,
     assert_same_weights,
     by_hand,
     logs,
@@ -70,16 +76,61 @@ def test_accumulation_equals_one_large_batch(tmp_path: Path, name: str, objectiv
         tmp_path, copy.deepcopy(model), objective,
         per_device_train_batch_size=2, gradient_accumulation_steps=4, train_dataset=data,
     )  # fmt: skip
-    batch = padded(data)
+    for made in (large, small):
+        assert_gradients_by_hand(made, model, data, parse_objective(objective))
+
+
+def assert_gradients_by_hand(made: dict[str, Tensor], model: Any, data: list[Row], objective: Any) -> None:
+    """`made` is the gradient of the loss of the model's own logits, and 0 where nothing is trained."""
+    batch, cost = padded(data), EmbeddingCost.from_model(model)
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
-    parsed = trainer(tmp_path, copy.deepcopy(model), objective=objective).objective
-    loss = token_loss(logits, batch["labels"][:, 1:], objective=parsed, cost=EmbeddingCost.from_model(model)).loss
-    loss.backward()
+    model.zero_grad()
+    token_loss(logits, batch["labels"][:, 1:], objective=objective, cost=cost).loss.backward()
     for key, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        largest = float(parameter.grad.abs().max())
-        for made in (large, small):
-            torch.testing.assert_close(made[key], parameter.grad, rtol=1e-3, atol=1e-4 * largest + 1e-6)
+        expected = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        assert (parameter.grad is not None) == parameter.requires_grad
+        tolerance = 1e-4 * float(expected.abs().max()) + 1e-6
+        torch.testing.assert_close(made[key], expected, rtol=1e-3, atol=tolerance)
+
+
+class Stream(IterableDataset):
+    def __iter__(self) -> Iterator[Row]:
+        return iter(rows(8))
+
+
+@pytest.mark.parametrize("way", ["frozen head", "lora", "lora, checkpointed", "streamed"])
+def test_ways_to_train_have_the_gradient_of_the_logits(tmp_path: Path, way: str) -> None:
+    model: Any = tiny_model("llama")
+    if way == "frozen head":
+        model.lm_head.weight.requires_grad_(False)
+    elif way.startswith("lora"):
+        peft = pytest.importorskip("peft")
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules=["q_proj", "up_proj"], init_lora_weights=False)
+        model = peft.get_peft_model(model, config)
+    made = one_step(
+        tmp_path, copy.deepcopy(model), "emo", train_dataset=Stream() if way == "streamed" else rows(8),
+        per_device_train_batch_size=8, gradient_checkpointing="checkpointed" in way,
+    )  # fmt: skip
+    assert_gradients_by_hand(made, model.eval(), rows(8), EMO())
+
+
+def test_tensorboard_shows_nll_and_transport_cost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            shown.append((name, step))
+
+        add_text = add_hparams = flush = close = lambda self, *args, **kwargs: None
+
+    monkeypatch.setattr("transformers.integrations.integration_utils.is_tensorboard_available", lambda: True)
+    monkeypatch.setitem(sys.modules, "tensorboardX", SimpleNamespace(SummaryWriter=Writer))
+    callback = transformers.integrations.TensorBoardCallback(Writer())
+    run = trainer(tmp_path, tiny_model("llama"), objective="emo", max_steps=2, callbacks=[callback])
+    run.train(), run.evaluate()
+    assert {(f"train/{key}", step) for key in ("loss", "nll", "transport_cost") for step in (1, 2)} <= set(shown)
+    assert {("eval/nll", 2), ("eval/transport_cost", 2), ("eval/perplexity", 2)} <= set(shown)
 
 
 def test_a_batch_of_ignored_labels_changes_nothing(tmp_path: Path) -> None:

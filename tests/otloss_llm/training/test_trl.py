@@ -160,10 +160,10 @@ def test_settings_of_another_loss_raise(tmp_path: Path, settings: dict[str, Any]
 # ---- TRL itself -----------------------------------------------------------------------------------------------------
 
 
-def sft(path: Path, model: Any, objective: str | None, **settings: Any) -> Any:
-    """TRL's trainer of `model` on token ids, with an objective or as it is."""
+def sft(path: Path, model: Any, objective: str | None, data: Any = None, **settings: Any) -> Any:
+    """TRL's trainer of `model`, on token ids or other data, with an objective or as it is."""
     trl = pytest.importorskip("trl")
-    from datasets import Dataset
+    from datasets import Dataset, IterableDataset
 
     from otloss_llm.data.blocks import train_bpe_tokenizer
 
@@ -176,12 +176,15 @@ def sft(path: Path, model: Any, objective: str | None, **settings: Any) -> Any:
         "lr_scheduler_type": "constant", "max_grad_norm": 0.0, "bf16": False, "gradient_checkpointing": False,
         "dataloader_pin_memory": False,
     }  # fmt: skip
-    data = Dataset.from_list([{"input_ids": row["input_ids"]} for row in rows(12)])
+    tokenizer = train_bpe_tokenizer(["one"], 257)  # a token for each byte
+    tokenizer.chat_template = TEMPLATE
+    rows_of = [{"input_ids": row["input_ids"]} for row in rows(12)] if data is None else data
+    made = IterableDataset.from_generator(lambda: iter(rows_of)) if settings.pop("stream", False) else None
     kind = trl.SFTTrainer if objective is None else WithObjective
     more = {} if objective is None else {"objective": objective}
     return kind(
-        model=model, args=trl.SFTConfig(**base | settings), train_dataset=data, eval_dataset=data,
-        processing_class=train_bpe_tokenizer(["one two three"], 257), **more,
+        model=model, args=trl.SFTConfig(**base | settings), processing_class=tokenizer,
+        train_dataset=Dataset.from_list(rows_of) if made is None else made, **more,
     )  # fmt: skip
 
 
@@ -197,3 +200,41 @@ def test_sft_of_experts_is_trls_own_with_mle(tmp_path: Path, name: str, coeffici
     ours.train(), theirs.train()
     assert logs(ours, "loss") == pytest.approx(logs(theirs, "loss"), rel=1e-5)
     assert_same_weights(first, second, 1e-5)
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}{{ eos_token }}"
+    "{% endgeneration %}{% else %}Q:{{ m.content }}{% endif %}{% endfor %}"
+)
+ASKED = [("two and two", "four"), ("a longer question than that", "yes"), ("so", "is this answer"), ("and", "no")]
+MODES: dict[str, dict[str, Any]] = {
+    "completion": {}, "assistant": {"assistant_only_loss": True}, "chat": {}, "stream": {"stream": True},
+    "packing": {"packing": True, "max_length": 48}, "padding-free": {"padding_free": True, "max_length": None},
+}  # fmt: skip
+
+
+def asked_in(mode: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+    """The data as TRL reads it, and by hand: the text without a loss, and that with one, of each row."""
+    if mode == "completion":
+        return [{"prompt": q, "completion": a} for q, a in ASKED], [(q, a) for q, a in ASKED]
+    if mode in ("assistant", "chat"):
+        said = [{"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]} for q, a in ASKED]
+        shown = [(f"Q:{q}A:", a) for q, a in ASKED]
+        return said, shown if mode == "assistant" else [("", q + a) for q, a in shown]
+    return [{"text": q} for q, _ in ASKED], [("", q) for q, _ in ASKED]
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.parametrize("mode", MODES)
+def test_sft_has_the_loss_computed_by_hand(tmp_path: Path, mode: str) -> None:
+    """In every mode the first loss is the mean over the labelled tokens of rows scored one by one."""
+    model = tiny_model("llama", vocab_size=257, max_position_embeddings=96)
+    data, texts = asked_in(mode)
+    run = sft(tmp_path, model, "emo:0.7", data, **MODES[mode])
+    ids = [(run.processing_class(a)["input_ids"], run.processing_class(b)["input_ids"]) for a, b in texts]
+    end = run.processing_class.eos_token_id
+    by_row = [{"input_ids": [*a, *b, end], "labels": [-100] * len(a) + [*b, end]} for a, b in ids]
+    expected = by_hand(model, by_row, EMO(0.7), run.transport_cost)
+    run.train()
+    for key in ("loss", "nll", "transport_cost"):
+        assert logs(run, key)[0] == pytest.approx(expected[key], rel=1e-5), key
