@@ -119,6 +119,9 @@ def test_tensorboard_shows_nll_and_transport_cost(tmp_path: Path, monkeypatch: p
     shown = []
 
     class Writer:
+        def __init__(self, log_dir: str | None = None) -> None:
+            pass
+
         def add_scalar(self, name: str, value: float, step: int) -> None:
             shown.append((name, step))
 
