@@ -22,7 +22,7 @@ from otloss_llm._start import INTERRUPTED
 USAGE = """\
 usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options)
 
-  train      train a causal language model on text or questions with MLE, TaiLr, MixCE, EMO, number_token
+  train      train a causal language model on text, questions or chats with MLE, TaiLr, MixCE, EMO, number_token
   generate   sample text from a model
   evaluate   perplexity and mean transport cost of a model on text; its answers to questions; its labels of texts
   compare    several objectives and seeds from one start: a table, a figure, samples; or students of
@@ -33,7 +33,13 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
 
 # Command (a module of this package) -> dataclasses of `otloss_llm.cli.arguments` that its `run` takes.
 _COMMANDS = {
-    "train": ("ModelArguments", "LoraArguments", "TextArguments", "ObjectiveArguments", "ObjectiveTrainingArguments"),
+    "train": (
+        "ModelArguments",
+        "LoraArguments",
+        "TrainTextArguments",
+        "ObjectiveArguments",
+        "ObjectiveTrainingArguments",
+    ),
     "generate": ("ModelArguments", "GenerateArguments"),
     "evaluate": ("ModelArguments", "EvaluateArguments"),
     "compare": (

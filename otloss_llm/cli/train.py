@@ -12,7 +12,7 @@ from otloss_llm.cli.arguments import (
     ModelArguments,
     ObjectiveArguments,
     ObjectiveTrainingArguments,
-    TextArguments,
+    TrainTextArguments,
 )
 from otloss_llm.costs.choice import NumberSettings, check_settings, number_tokens, settings_of_near_duplicates
 from otloss_llm.models.adapters import Lora, add_adapter
@@ -25,7 +25,7 @@ from otloss_llm.training.runs import train_run
 def run(
     model_args: ModelArguments,
     lora_args: LoraArguments,
-    text_args: TextArguments,
+    text_args: TrainTextArguments,
     objective_args: ObjectiveArguments,
     args: ObjectiveTrainingArguments,
 ) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from otloss_llm.costs.choice import NumberSettings, choose_cost
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks, check_fraction, read_texts, split_blocks
+from otloss_llm.data.chats import Chat, ChatRows, read_chats
 from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels, read_questions, spread
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import load_model
@@ -99,7 +100,7 @@ def _read_array(source: str) -> Tensor:
 
 
 def read_sources(asked: Any) -> Documents | None:
-    """The documents of the named text; None for questions, which are only checked here.
+    """The documents of the named text; None for questions and conversations, which are only checked here.
 
     Called before a model is loaded, so that a wrong path is found at once.
 
@@ -107,19 +108,29 @@ def read_sources(asked: Any) -> Documents | None:
         asked: `TextArguments` or `CompareTextArguments`; the former have no test part.
 
     Raises:
-        ValueError: both or neither of text and questions, options that do not apply, or an invalid file.
+        ValueError: not one of text, questions and conversations, options that do not apply, or an invalid file.
         FileNotFoundError: a file does not exist.
     """
-    if bool(asked.train_text) == bool(asked.train_questions):
-        given = "both" if asked.train_text else "neither"
+    kinds = [kind for kind in ("text", "questions", "chat") if getattr(asked, f"train_{kind}", None)]
+    if len(kinds) != 1:
+        given = {0: "neither", 2: "both"}.get(len(kinds), "all")
         raise ValueError(
-            f"got {given} of --train_text and --train_questions; give one of them, to name the training data."
+            f"got {given} of --train_text and --train_questions (or --train_chat); give one of them, to name the "
+            "training data."
         )
-    kind, excluded = ("questions", _TEXT_ONLY) if asked.train_questions else ("text", _QUESTIONS_ONLY)
-    wrong = [f"--{name}" for name, default in excluded.items() if getattr(asked, name, default) != default]
+    (kind,) = kinds
+    left_out: dict[str, dict[str, Any]] = {
+        "text": _QUESTIONS_ONLY,
+        "questions": _TEXT_ONLY,
+        "chat": _TEXT_ONLY | _QUESTIONS_ONLY,
+    }
+    wrong = [f"--{name}" for name, default in left_out[kind].items() if getattr(asked, name, default) != default]
     if wrong:
         raise ValueError(f"{', '.join(wrong)} cannot be combined with --train_{kind}; leave it out.")
     sources = {part: getattr(asked, f"{part}_{kind}", None) for part in ("train", "validation", "test")}
+    if kind == "chat":
+        read_chats(asked.train_chat)
+        return None
     if kind == "questions":
         for source in filter(None, sources.values()):
             read_questions(source)
@@ -148,6 +159,8 @@ def load_rows(
         ValueError: nothing is left to train on.
     """
     shares = {"validation": asked.validation_fraction, "test": getattr(asked, "test_fraction", 0.0)}
+    if getattr(asked, "train_chat", None):
+        return *_chat_rows(tokenizer, asked), []
     if documents is None:
         sources = {part: getattr(asked, f"{part}_questions", None) for part in shares}
         train, validation, test = split_questions(asked.train_questions, sources, shares)
@@ -168,6 +181,25 @@ def load_rows(
     parts = {part: blocks if len(blocks) else None for part, blocks in zip(shares, cut, strict=True)}
     parts |= {part: PackedBlocks.from_texts(texts, tokenizer, asked.block_size) for part, texts in given.items()}
     return first, parts["validation"], parts["test"]
+
+
+def _chat_rows(tokenizer: Any, asked: Any) -> tuple[ChatRows, ChatRows | None]:
+    """Conversations to train and, evenly spaced among them, to validate on."""
+    chats = read_chats(asked.train_chat)
+    check_fraction("--validation_fraction", asked.validation_fraction)
+    share = round(asked.validation_fraction * len(chats))
+    taken = set(spread(range(len(chats)), max(1, share))) if asked.validation_fraction else set()
+    parts: list[list[Chat]] = [[chat for i, chat in enumerate(chats) if (i in taken) == held] for held in (False, True)]
+    if not parts[0]:
+        raise ValueError(
+            f"the {len(chats)} conversations of {asked.train_chat!r} leave none to train on; give more of them, or "
+            "--validation_fraction 0."
+        )
+    train, validation = (
+        ChatRows.from_chats(part, tokenizer, max_length=asked.block_size) if part else None for part in parts
+    )
+    assert train is not None
+    return train, validation
 
 
 def split_questions(

@@ -1,0 +1,86 @@
+"""Conversations: what is read, what is trained on, and the command line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from otloss_llm.data.blocks import train_bpe_tokenizer
+from otloss_llm.data.chats import ChatRows, read_chats
+from tests.otloss_llm.conftest import Cli, Tiny, options, read, train_options
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{{ eos_token }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+CHAT = [
+    {"role": "system", "content": "be short"}, {"role": "user", "content": "hello"},
+    {"role": "assistant", "content": "hi"}, {"role": "user", "content": "bye"},
+    {"role": "assistant", "content": "see you"}, {"role": "user", "content": "gone"},
+]  # fmt: skip
+
+
+def templated(template: str | None = TEMPLATE) -> Any:
+    tokenizer = train_bpe_tokenizer(["one"], 257)
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+def test_labels_are_those_of_the_answers() -> None:
+    tokenizer = templated()
+    rows = ChatRows.from_chats([CHAT, CHAT[:3]], tokenizer, max_length=200)
+    end = tokenizer.eos_token
+    whole = f"<system>be short{end}<user>hello{end}<assistant>hi{end}<user>bye{end}<assistant>see you{end}"
+    assert tokenizer.decode(rows[0]["input_ids"]) == whole  # what follows the last answer trains nothing
+    labels = rows[0]["labels"]
+    assert tokenizer.decode(labels[labels != -100]) == f"hi{end}see you{end}"
+    assert (labels[labels != -100] == rows[0]["input_ids"][labels != -100]).all()
+    assert len(rows) == 2
+    assert rows.fingerprint == ChatRows.from_chats([CHAT[:5], CHAT[:3]], tokenizer, max_length=200).fingerprint
+    silent = [message | {"role": message["role"].replace("user", "assistant")} for message in CHAT[:5]]
+    assert rows.fingerprint != ChatRows.from_chats([silent, CHAT[:3]], tokenizer, max_length=200).fingerprint
+    with pytest.warns(UserWarning, match="1 of 2 conversations are longer than max_length=60"):
+        assert len(ChatRows.from_chats([CHAT, CHAT[:3]], tokenizer, max_length=60)) == 1
+
+
+def test_bad_input(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no chat template; set"):
+        ChatRows.from_chats([CHAT], templated(None), max_length=99)
+    with pytest.raises(ValueError, match=r"changes what comes before message 3 \('hi'\)"):
+        ChatRows.from_chats([CHAT], templated("{{ messages | length }}" + TEMPLATE), max_length=99)
+    with pytest.raises(ValueError, match="1 of 1 conversations are longer than max_length=9 tokens"):
+        ChatRows.from_chats([CHAT], templated(), max_length=9)
+    for content, message in (
+        ('{"messages": []}', "line 1 has no message of the role assistant"),
+        ('{"messages": "hi"}', "line 1 has no list of messages"),
+        ('\n{"messages": [{"role": "assistant"}]}', "line 2 has no column 'content'"),
+        ("", "holds no conversation"),
+    ):
+        (tmp_path / "chats.jsonl").write_text(content, encoding="utf-8")
+        with pytest.raises(ValueError, match=message):
+            read_chats(tmp_path / "chats.jsonl")
+
+
+def test_a_chat_model_is_trained_from_the_command_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    from otloss_llm.models.loading import load_tokenizer
+
+    tokenizer = load_tokenizer(str(tiny.llama))
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{{ eos_token }}{% endfor %}"
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    chats = [[{"role": "user", "content": f"fox {i}"}, {"role": "assistant", "content": "dog"}] for i in range(10)]
+    lines = "".join(json.dumps({"messages": chat}) + "\n" for chat in chats)
+    (tmp_path / "chats.jsonl").write_text(lines, encoding="utf-8")
+    command = train_options(tiny, tmp_path / "run", max_steps=30)
+    text = command.index("--train_text")
+    command[text : text + 2] = options(train_chat=tmp_path / "chats.jsonl", validation_fraction=0.2)
+    assert "no chat template" in cli(*command).error
+    ended = cli(*command, *options(tokenizer_name=tmp_path / "tokenizer"))
+    assert ended.code == 0, ended.err
+    assert ended.json["eval_nll"] < read(tmp_path / "run/log.json")[0]["nll"] - 1
+    assert "got both" in cli(*command, *options(train_text=tiny.text)).error
+    assert "--train_on_question cannot be combined with --train_chat" in cli(*command, "--train_on_question").error
