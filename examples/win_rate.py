@@ -1,0 +1,149 @@
+"""Win rate of one model's answers against another's, as a judge model sees them.
+
+Any causal language model can judge. It reads the instruction and both answers, and its verdict is the likelier of " A"
+and " B" as the next word. Every pair is shown twice, with the answers swapped: an answer that is preferred in both
+orders wins, otherwise the pair is a tie. With w wins, t ties and n pairs
+
+    win rate = (w + t / 2) / n,     standard error = std(1, 1/2 or 0 of each pair) / sqrt(n)
+
+A judge that only prefers a position gives ties, and the share of verdicts for A shows it.
+
+    python -m otloss_llm generate --model_name_or_path runs/mle --prompts_file asked.txt --output_file mle.jsonl
+    python -m otloss_llm generate --model_name_or_path runs/emo --prompts_file asked.txt --output_file emo.jsonl
+    python examples/win_rate.py --judge JUDGE --first emo.jsonl --second mle.jsonl
+    python examples/win_rate.py                       # of samples of a small model at three temperatures
+
+Result: samples of stories260K at temperature 0.7 against 1.5, which it judges itself: 19 wins, 81 ties, no loss of 100
+(win rate 59.5 ± 2.0 %); against 1.0: 55.0 ± 1.8 %. So small a model mostly prefers a position.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from otloss_llm.evaluation import sample_texts, sequence_nll
+from otloss_llm.evaluation.perplexity import context_length
+from otloss_llm.models.loading import load_model_and_tokenizer
+
+ASKED = """Which answer follows the instruction better?
+
+Instruction: {prompt}
+
+A: {a}
+
+B: {b}
+
+Better answer:"""
+OPENINGS = ("Once upon a time", "One day, Lily", "Tom had a red ball", "The dog was sad", "In the park there was")
+
+
+@dataclass(frozen=True)
+class WinRate:
+    """The result for the first answers; `for_a` is the share of single verdicts for position A."""
+
+    wins: int
+    ties: int
+    losses: int
+    rate: float
+    standard_error: float
+    for_a: float
+    left_out: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.wins:5} {self.ties:5} {self.losses:5} {100 * self.rate:9.1f} ± {100 * self.standard_error:.1f} "
+            f"{100 * self.for_a:11.1f} {self.left_out:9}"
+        )
+
+
+HEADING = f"{'pair':24} {'wins':>5} {'ties':>5} {'lost':>5} {'win rate, %':>15} {'A chosen, %':>11} {'too long':>9}"
+
+
+def judge_pairs(
+    judge: Any, tokenizer: Any, prompts: Sequence[str], first: Sequence[str], second: Sequence[str], batch_size: int
+) -> WinRate:
+    """Win rate of the first answers; pairs longer than the judge's context are left out and counted."""
+    sequences, prefixes, limit = [], [], context_length(judge) or 10**9
+    for prompt, one, other in zip(prompts, first, second, strict=True):
+        rows = [_rows(tokenizer, ASKED.format(prompt=prompt, a=a, b=b)) for a, b in ((one, other), (other, one))]
+        ids = [row for both, _ in rows for row in both]
+        if max(map(len, ids)) <= limit:
+            sequences += ids
+            prefixes += [length for _, length in rows for _ in range(2)]
+    if not sequences:
+        raise ValueError(f"all {len(prompts)} pairs are longer than the judge's context of {limit}.")
+    scores = sequence_nll(judge, sequences, prefix_lengths=prefixes, batch_size=batch_size, progress=False).nll
+    for_a = scores.reshape(-1, 2, 2).diff(dim=-1).squeeze(-1)  # (pairs, orders): log p(A) - log p(B)
+    return _rate(for_a * torch.tensor([1.0, -1.0]), for_a, len(prompts))
+
+
+def _rows(tokenizer: Any, text: str) -> tuple[list[list[int]], int]:
+    """Ids of the question with each verdict, and the length that they share."""
+    if chat := bool(getattr(tokenizer, "chat_template", None)):
+        messages = [{"role": "user", "content": text}]
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).rstrip()
+    rows = [tokenizer(text + verdict, add_special_tokens=not chat)["input_ids"] for verdict in (" A", " B")]
+    shared = next(i for i, (a, b) in enumerate(zip(*rows, strict=False)) if a != b)
+    return rows, shared
+
+
+def _rate(preferred: Tensor, for_a: Tensor, pairs: int) -> WinRate:
+    wins, losses = (preferred > 0).all(1), (preferred < 0).all(1)
+    points = 0.5 + 0.5 * (wins.double() - losses.double())
+    error = float(points.std() / len(points) ** 0.5) if len(points) > 1 else float("nan")
+    won, lost, share = int(wins.sum()), int(losses.sum()), float((for_a > 0).double().mean())
+    return WinRate(won, len(points) - won - lost, lost, float(points.mean()), error, share, pairs - len(points))
+
+
+def _read(path: str) -> tuple[list[str], list[str]]:
+    """Prompts and continuations, as `generate --output_file` writes them."""
+    records = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [record["prompt"] for record in records], [record["continuation"] for record in records]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--judge", help="folder or name of a causal language model")
+    parser.add_argument("--first", help="JSON lines with prompt and continuation")
+    parser.add_argument("--second", help="the same, with answers to the same prompts in the same order")
+    parser.add_argument("--data", default="../shared/data", help="for the default run: models/stories260K below it")
+    parser.add_argument("--batch_size", type=int, default=8)
+    parser.add_argument("--quick", action="store_true", help="fewer samples")
+    args = parser.parse_args(argv)
+    if args.first or args.second:
+        if not (args.judge and args.first and args.second):
+            parser.error("give all of --judge, --first and --second")
+        (prompts, first), (same, second) = _read(args.first), _read(args.second)
+        if prompts != same:
+            parser.error(f"{args.first} and {args.second} have other prompts; make both from one --prompts_file")
+        model, tokenizer = load_model_and_tokenizer(args.judge)
+        print(HEADING)
+        result = judge_pairs(model, tokenizer, prompts, first, second, args.batch_size)
+        print(f"{f'{Path(args.first).stem} - {Path(args.second).stem}':24} {result}")
+        return
+    if not (folder := Path(args.data) / "models/stories260K").is_dir():
+        print(f"there is no {folder}; give --judge, --first and --second, or --data FOLDER with that model")
+        return
+    model, tokenizer = load_model_and_tokenizer(args.judge or str(folder))
+    prompts = [opening for opening in OPENINGS for _ in range(1 if args.quick else 20)]
+    texts = {
+        t: [one.continuation for one in sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=40,
+                                                     temperature=t, seed=int(10 * t), progress=False)]
+        for t in (0.7, 1.0, 1.5)
+    }  # fmt: skip
+    print(HEADING)
+    for one, other in ((0.7, 1.0), (1.0, 1.5), (0.7, 1.5)):
+        result = judge_pairs(model, tokenizer, prompts, texts[one], texts[other], args.batch_size)
+        print(f"{f'T = {one} - T = {other}':24} {result}")
+
+
+if __name__ == "__main__":
+    main()
