@@ -7,6 +7,7 @@ from otloss.losses import histogram_loss as histogram_loss
 from otloss.losses import number_token_loss as number_token_loss
 from otloss.losses import ordinal_loss as ordinal_loss
 from otloss.losses.documents import document_search as document_search
+from otloss.solvers.barycenters import barycenter as barycenter
 from otloss.solvers.bounds import lower_bound as lower_bound
 from otloss.solvers.bounds import upper_bound as upper_bound
 from otloss.solvers.circle import wasserstein_circular as wasserstein_circular
@@ -38,6 +39,7 @@ __all__ = [
     "FusedGromov",
     "Transport",
     "__version__",
+    "barycenter",
     "cdf_distance",
     "cloud_loss",
     "costs",

@@ -1,0 +1,102 @@
+"""Barycenters against POT, closed forms, and finite differences."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import ot
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck
+
+from otloss import barycenter, sinkhorn, sinkhorn_divergence
+from otloss.costs import GridCost, LineCost, PointCost
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    found = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    found = found * (found > 0.2)
+    return found / found.sum(-1, keepdim=True)
+
+
+LINE = LineCost(torch.linspace(0, 1, 12, dtype=torch.float64), power=2)
+WEIGHTS = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.0, 0.9]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize("debiased", [False, True])
+def test_is_the_minimum_and_equals_pot(debiased: bool) -> None:
+    """The derivative of what it minimises, by `sinkhorn`, is constant over the bins that hold mass."""
+    p = drawn(2, 3, 12)
+    found = barycenter(p, LINE, WEIGHTS, epsilon=0.02, debiased=debiased, tolerance=1e-9).requires_grad_()
+    torch.testing.assert_close(found.sum(-1), torch.ones(2, dtype=torch.float64))
+    function = sinkhorn_divergence if debiased else sinkhorn
+    total = (WEIGHTS * function(found.unsqueeze(-2), p, LINE, epsilon=0.02, tolerance=1e-11)).sum()
+    if not debiased:
+        total = total + 0.02 * torch.xlogy(found, found).sum()
+    (gradient,) = torch.autograd.grad(total, found)
+    above = gradient - gradient.amin(-1, keepdim=True)
+    assert (above * found).max() < 1e-8  # above the least only at bins without mass
+    # POT's barycenter starts from a mean without the weights, which stays in the answer.
+    theirs, weights = (ot.bregman.barycenter_debiased, WEIGHTS[0]) if debiased else (ot.bregman.barycenter, None)
+    arrays = {"A": p[0].T.numpy(), "M": LINE.dense().numpy(), "weights": None if weights is None else weights.numpy()}
+    expected = theirs(**arrays, reg=0.02, stopThr=1e-10, numItermax=5_000)
+    ours = barycenter(p[0], LINE, weights, epsilon=0.02, debiased=debiased, tolerance=1e-10)
+    np.testing.assert_allclose(ours, expected, atol=1e-6)
+
+
+@pytest.mark.parametrize("debiased", [False, True])
+def test_gradients(debiased: bool) -> None:
+    """In weights, cost and histograms; towards bins without mass one-sided."""
+    p, points = drawn(2, 3, 6), torch.linspace(0, 1, 6, dtype=torch.float64).unsqueeze(-1)
+    towards, v = torch.full_like(p, 1 / 6) - p, torch.linspace(-1, 2, 6, dtype=torch.float64).square()
+
+    def value(share: float, scale: Tensor, shift: Tensor, p: Tensor = p) -> Tensor:
+        weights, cost = torch.softmax(WEIGHTS + shift, -1), PointCost(points * scale)
+        found = barycenter(p + share * towards, cost, weights, epsilon=0.03, debiased=debiased, tolerance=1e-10)
+        return found @ v
+
+    scale, shift = torch.tensor(1.1, dtype=torch.float64), torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64)
+    leaves = scale.requires_grad_(), shift.requires_grad_()
+    assert gradcheck(lambda *t: value(0.1, *t), leaves, eps=1e-4, atol=1e-5, fast_mode=True, check_undefined_grad=False)
+    # A debiased barycenter may hold no mass in a bin, where its derivative jumps.
+    share, step = 0.1 if debiased else 0.0, 1e-6
+    leaf = p.clone().requires_grad_()
+    here = value(share, scale.detach(), shift.detach(), leaf)
+    (gradient,) = torch.autograd.grad(here.sum(), leaf, retain_graph=True)
+    difference = (value(share + step, scale.detach(), shift.detach()) - here.detach()).sum() / step
+    torch.testing.assert_close((gradient * towards).sum(), difference, rtol=1e-3, atol=1e-5)
+    with pytest.raises(RuntimeError, match="first derivatives only"):
+        torch.autograd.grad(here.sum(), leaf, create_graph=True)
+
+
+def test_images_and_closed_forms() -> None:
+    y, x = torch.meshgrid(torch.linspace(0, 1, 32), torch.linspace(0, 1, 32), indexing="ij")
+    blobs = torch.stack([torch.exp(-((x - c) ** 2 + (y - 0.5) ** 2) / 0.02) for c in (0.3, 0.7)]).reshape(2, -1)
+    p, cost = blobs / blobs.sum(-1, keepdim=True), GridCost((32, 32), spacing=1 / 31)
+    middle = torch.exp(-((x - 0.5) ** 2 + (y - 0.5) ** 2) / 0.02).flatten()
+    found = barycenter(p, cost, epsilon=0.01, debiased=True)
+    assert found.dtype == torch.float32
+    assert (found - middle / middle.sum()).abs().sum() < 2e-2  # of normal distributions, the normal one between
+    torch.testing.assert_close(
+        barycenter(p[:1].expand(3, -1), cost, epsilon=0.01, debiased=True), p[0], atol=1e-5, rtol=0
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"p": torch.ones(5)}, r"p has shape \(5,\), expected \(..., k, bins\)"),
+        ({"p": torch.ones(2, 4)}, "p has shape.*expected a last axis of 5"),
+        ({"p": torch.tensor([[1.0, 0, 0, 0, 0], [2.0, 0, 0, 0, 0]])}, "masses from 1 to 2, expected weights >= 0 and"),
+        ({"p": torch.zeros(2, 5)}, "without mass"),
+        ({"weights": torch.ones(2)}, r"weights have sums of 2.0, expected"),
+        ({"epsilon": 0}, "epsilon is 0"),
+        ({"cost": torch.ones(3, 5), "debiased": True}, r"same bins, but the cost has shape \(3, 5\)"),
+    ],
+)
+def test_bad_input(change: dict[str, Any], message: str) -> None:
+    given = {"p": torch.full((2, 5), 0.2), "cost": torch.ones(5, 5), "epsilon": 0.1} | change
+    with pytest.raises(ValueError, match=message):
+        barycenter(**given)
