@@ -102,6 +102,17 @@ class Transport(ABC):
         """Return P^T u."""
         return _product(self.plan().mT, _columns("u", u, self.potentials[0]))
 
+    def barycentric_map(self, y: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n d"]:
+        """Return where each bin of p moves on average: P y over the mass of its row in P, which may differ from p.
+
+        NaN in rows of P without mass, which have no mean. The map is the minimum of squared distances; other costs fit
+        other means.
+        """
+        columns = _columns("y", y, self.potentials[1])
+        moved = self.apply(torch.cat([columns, torch.ones_like(columns[..., :1])], -1))
+        held = moved[..., -1:]
+        return torch.where(held > 0, moved[..., :-1] / torch.where(held > 0, held, 1.0), torch.nan)
+
     def __repr__(self) -> str:
         count, done = self.converged.numel(), int(self.converged.sum())
         shape = (self.potentials[0].shape[-1], self.potentials[1].shape[-1])

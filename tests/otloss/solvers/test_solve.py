@@ -309,3 +309,23 @@ def test_answers_after_a_change_in_place_raise() -> None:
                     getattr(late, ask)
             with pytest.raises(RuntimeError, match="changed in place"):
                 late.plan()
+
+
+def test_barycentric_maps_divide_by_the_mass_that_is_moved() -> None:
+    """Unbalanced and partial plans hold less than p."""
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(2, 5, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    p = torch.rand(2, 5, generator=generator, dtype=torch.float64)
+    p[0, 1] = 0
+    p = p / p.sum(-1, keepdim=True)
+    cost = PointCost(x, y)
+    cases: list[dict[str, Any]] = [{}, {"mass": 0.5}, {"epsilon": 0.5, "grad": "implicit"}]
+    for options in (*cases, {"epsilon": 0.5, "marginal_penalty": 1.0}):
+        found = otloss.solve(p, None, cost, **options)
+        plan = found.plan().detach()
+        held = plan.sum(-1, keepdim=True)
+        expected = torch.where(held > 0, plan @ y / held, torch.nan)
+        torch.testing.assert_close(found.barycentric_map(y).detach(), expected, equal_nan=True)
+    leaf = x.clone().requires_grad_()
+    mapped = otloss.solve(p, None, PointCost(leaf, y), epsilon=0.5, grad="implicit").barycentric_map(y)
+    assert torch.autograd.grad(mapped[p > 0].sum(), leaf)[0].isfinite().all()
