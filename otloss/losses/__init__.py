@@ -10,6 +10,7 @@ from otloss.losses.ensembles import crps as crps
 from otloss.losses.histogram import histogram_labels as histogram_labels
 from otloss.losses.histogram import histogram_loss as histogram_loss
 from otloss.losses.histogram import histogram_mean as histogram_mean
+from otloss.losses.ngrams import ngram_distance as ngram_distance
 from otloss.losses.number_tokens import number_token_loss as number_token_loss
 from otloss.losses.ordinal import ordinal_loss as ordinal_loss
 from otloss.losses.ranking import spearman_loss as spearman_loss
@@ -27,6 +28,7 @@ __all__ = [
     "histogram_labels",
     "histogram_loss",
     "histogram_mean",
+    "ngram_distance",
     "number_token_loss",
     "ordinal_loss",
     "set_loss",
