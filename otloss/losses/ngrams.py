@@ -74,13 +74,14 @@ def ngram_distance(
         raise ValueError(f"order_weight is {order_weight}, expected a finite number of at least 0.")
     x, p = _ngrams("x", x, mask_x, n)
     y, q = _ngrams("y", y, mask_y, n)
+    dtype = torch.promote_types(x.dtype, y.dtype)
     check_broadcast(x=x.shape[:-2], y=y.shape[:-2], mask_x=p.shape[:-1], mask_y=q.shape[:-1])
     words = PointCost(x, y, metric=metric).dense()
     n_x, n_y = p.shape[-1], q.shape[-1]
-    cost = sum(words[..., k : k + n_x, k : k + n_y] for k in range(n)) / n
+    cost = torch.stack([words[..., k : k + n_x, k : k + n_y] for k in range(n)]).mean(0)
     if order_weight:
         cost = cost + order_weight * (_places(p).unsqueeze(-1) - _places(q).unsqueeze(-2)).abs()
-    return emd(p, q, cost)
+    return emd(p, q, cost).to(dtype)
 
 
 def _ngrams(name: str, x: Any, mask: Any, n: int) -> tuple[Tensor, Tensor]:
