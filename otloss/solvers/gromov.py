@@ -25,6 +25,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite, check_floating
+from otloss._kernels import may_run_on
+from otloss.costs.cost import makes_graph
 from otloss.solvers.solve import solve
 
 
@@ -86,18 +88,24 @@ def fused_gromov(
     C, D, M, p, q = _checked(C_x, C_y, feature_cost, p, q, alpha)
     if starts < 1 or max_iterations < 1:
         raise ValueError(f"starts is {starts} and max_iterations {max_iterations}, expected 1 or more.")
-    energy = _Energy(C.detach().double(), D.detach().double(), M.detach().double(), alpha)
+    energy = _Energy(C.detach().double(), D.detach().double(), M.detach().double(), float(alpha))
     a, b = p.detach().double(), q.detach().double()
     with torch.no_grad():
+        compiled = epsilon is None and may_run_on(C, D, M, p, q)
         found = [
-            _descend(energy, plan, a, b, epsilon, max_iterations, tolerance)
+            _compiled_descent(energy, plan, a, b, max_iterations, tolerance)
+            if compiled
+            else _descend(energy, plan, a, b, epsilon, max_iterations, tolerance)
             for plan in _starts(energy, a, b, starts, generator)
         ]
         values = torch.stack([value for _, value, _ in found])
         best = values.argmin(0)
         plan = _picked(torch.stack([plan for plan, _, _ in found]), best)
         converged = _picked(torch.stack([done for _, _, done in found]), best)
-    return FusedGromov(_value(C, D, M, p, q, alpha, epsilon, plan).to(C_x.dtype), plan.to(C_x.dtype), converged)
+    value = values.amin(0)
+    if makes_graph(C, D, M, p, q):
+        value = _value(C, D, M, p, q, alpha, epsilon, plan)
+    return FusedGromov(value.to(C_x.dtype), plan.to(C_x.dtype), converged)
 
 
 class _Energy(NamedTuple):
@@ -142,6 +150,28 @@ def _descend(
         if bool(done.all()):
             break
     return plan, energy.value(plan) + _entropy(plan, p, q, epsilon), done
+
+
+def _compiled_descent(
+    energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, most: int, tolerance: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`_descend` without an epsilon, on a CPU."""
+    from otloss._kernels._threads import ENTRIES, run_on_threads
+    from otloss._kernels.gromov import descend_problems, scratch
+
+    batch, (n, m) = p.shape[:-1], plan.shape[-2:]
+    count = batch.numel()
+    matrices = [
+        (t if t.dim() == 2 else t.expand(*batch, *t.shape[-2:])).reshape(-1, *t.shape[-2:]).contiguous().numpy()
+        for t in (energy.C, energy.D, energy.M)
+    ]
+    weights = [t.reshape(count, t.shape[-1]).contiguous().numpy() for t in (p, q)]
+    plans = plan.expand(*batch, n, m).reshape(count, n, m).clone()
+    values, done = p.new_empty(count), torch.empty(count, dtype=torch.bool)
+    arguments = (*matrices, *weights, energy.alpha, most, tolerance, plans.numpy(), values.numpy(), done.numpy())
+    one_thread = count * n * m * (n + m) < ENTRIES
+    run_on_threads(descend_problems, count, arguments, lambda: scratch(n, m), one_thread=one_thread)
+    return plans.reshape(*batch, n, m), values.reshape(batch), done.reshape(batch)
 
 
 def _from_zero(cost: Tensor) -> Tensor:

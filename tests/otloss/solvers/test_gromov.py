@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from otloss.solvers.gromov import fused_gromov
+from otloss.solvers.gromov import _compiled_descent, _descend, fused_gromov
+from otloss.solvers.gromov import _Energy as Energy
 
 
 def _pair(seed: int, n: int = 5, m: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -97,3 +98,18 @@ def test_bad_input() -> None:
         fused_gromov(M, D, M, p, q)
     with pytest.raises(ValueError, match="alpha is 1"):
         fused_gromov(C, D, M, p, q, alpha=1.5)
+
+
+def test_the_kernel_goes_where_the_reference_implementation_goes() -> None:
+    generator = torch.Generator().manual_seed(0)
+    C, D, M = (torch.rand(6, n, m, dtype=torch.float64, generator=generator) for n, m in ((5, 5), (7, 7), (5, 7)))
+    p, q = (torch.rand(6, n, dtype=torch.float64, generator=generator) + 0.1 for n in (5, 7))
+    p[1, 2], q[2, 0], q[2, 5] = 0.0, 0.0, 0.0
+    p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
+    plan = p.unsqueeze(-1) * q.unsqueeze(-2)
+    for energy in (Energy(C, D, M, 0.6), Energy(C[0], D, M[0], 0.9)):
+        found = _compiled_descent(energy, plan, p, q, 100, 1e-12)
+        expected = _descend(energy, plan, p, q, None, 100, 1e-12)
+        for ours, theirs in zip(found, expected, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
+        assert not _compiled_descent(energy, plan, p, q, 1, 1e-12)[2].all()

@@ -1,0 +1,195 @@
+"""Conditional gradients for fused Gromov-Wasserstein problems, compiled, one problem per thread.
+
+`solvers.gromov` holds the formulas and the reference implementation. For marginals that are held, the gradient is
+
+    G(P) = fixed - 2 alpha T(P),    T(P) = C P D^T + C^T P D
+
+Only T changes along the way, and it is linear in P: a step costs one product, and one transport problem for the target.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from otloss._kernels._compile import compiled, inner, spliced
+from otloss._kernels._threads import next_task
+from otloss._kernels.exact import (
+    FLOW,
+    HINT,
+    LEFT,
+    PIVOTS,
+    PRICE_P,
+    PRICE_Q,
+    SEQUENCE,
+    _finish,
+    _prepare,
+    _prices,
+    _ship,
+)
+from otloss._kernels.exact import scratch as scratch_of_exact
+
+# Scratch matrices (n, m), and those of two sides.
+PLAN, TARGET, FIXED, FEATURES, MOVED, MOVED_TARGET, GRADIENT, HALF = range(8)
+MOST_PIVOTS = 10_000_000
+
+
+def scratch(n: int, m: int) -> tuple[np.ndarray, ...]:
+    """Return the scratch arrays of a thread: those of the exact solver, and those of the descent."""
+    return (
+        *scratch_of_exact(n, m, np.float64),
+        np.zeros((8, n, m)), np.empty((n, n)), np.empty((m, m)), np.empty(n), np.empty(m), np.empty(n), np.empty(m),
+        np.empty((2, n + m - 1), np.int64), np.empty(n + m - 1), np.empty(4),
+    )  # fmt: skip
+
+
+@inner()
+def _gathered(weights: Any, square: Any, found: Any, compact: Any, places: Any) -> int:
+    """Write the bins with mass first: their weights, their part of the matrix and their places; return their number."""
+    count = 0
+    for k in range(weights.shape[0]):
+        found[k] = 0.0
+        if weights[k] > 0:
+            places[count], count = k, count + 1
+    for i in range(count):
+        found[i] = weights[places[i]]
+        for j in range(count):
+            compact[i, j] = square[places[i], places[j]]
+    return count
+
+
+@inner()
+def _product(C: Any, D: Any, P: Any, n: int, m: int, half: Any, T: Any) -> None:
+    """T = C P D^T + C^T P D."""
+    for i in range(n):
+        for j in range(m):
+            T[i, j] = 0.0
+    for turn in range(2):
+        for i in range(n):
+            for j in range(m):
+                half[i, j] = 0.0
+            for k in range(n):
+                c = C[i, k] if turn == 0 else C[k, i]
+                for j in range(m):
+                    half[i, j] += c * P[k, j]
+            for j in range(m):
+                total = 0.0
+                for k in range(m):
+                    total += half[i, k] * (D[j, k] if turn == 0 else D[k, j])
+                T[i, j] += total
+
+
+@inner()
+def _fixed(C: Any, D: Any, M: Any, p: Any, q: Any, n: int, m: int, alpha: float, fixed: Any) -> None:
+    """(1 - alpha) M + alpha times the squares of both orientations against the marginals."""
+    for i in range(n):
+        side = 0.0
+        for k in range(n):
+            side += (C[i, k] ** 2 + C[k, i] ** 2) * p[k]
+        for j in range(m):
+            fixed[i, j] = (1 - alpha) * M[i, j] + alpha * side
+    for j in range(m):
+        side = 0.0
+        for k in range(m):
+            side += (D[j, k] ** 2 + D[k, j] ** 2) * q[k]
+        for i in range(n):
+            fixed[i, j] += alpha * side
+
+
+@inner()
+def _energy(M: Any, fixed: Any, P: Any, T: Any, n: int, m: int, alpha: float) -> float:
+    total = 0.0
+    for i in range(n):
+        for j in range(m):
+            total += P[i, j] * ((1 - alpha) * M[i, j] + fixed[i, j] - 2 * alpha * T[i, j])
+    return total / 2
+
+
+@inner()
+def _gradient(fixed: Any, T: Any, n: int, m: int, alpha: float, gradient: Any) -> None:
+    """The gradient less its least entry: costs of the solver are not negative."""
+    least = np.inf
+    for i in range(n):
+        for j in range(m):
+            gradient[i, j] = fixed[i, j] - 2 * alpha * T[i, j]
+            least = gradient[i, j] if gradient[i, j] < least else least
+    for i in range(n):
+        for j in range(m):
+            gradient[i, j] -= least
+
+
+@spliced
+def _solve(
+    a: Any, b: Any, gradient: Any, whole: Any, real: Any, tree: Any, block: Any, f: Any, g: Any, cells: Any,
+    flows: Any, ends: Any,
+) -> None:  # fmt: skip
+    n, m = _prepare(a, b, gradient, whole, real, block)
+    cost = gradient if n == a.shape[0] and m == b.shape[0] else block
+    _prices(cost, n, m, real[PRICE_P], real[PRICE_Q])
+    for i in range(n):
+        whole[SEQUENCE, i] = i
+    _ship(cost, whole[LEFT], real[PRICE_P], real[PRICE_Q], n, m, whole[HINT], whole[SEQUENCE], n - 1, tree, whole[FLOW])
+    _finish(gradient, cost, n, m, MOST_PIVOTS, whole, real, tree, f, g, cells, flows, ends)
+
+
+@inner()
+def _length(P: Any, Q: Any, gradient: Any, n: int, m: int, value: float, target: float) -> tuple[float, float]:
+    """Return how far to go from P to Q, and the value there: E on the segment is a parabola."""
+    b = 0.0
+    for i in range(n):
+        for j in range(m):
+            b += gradient[i, j] * (Q[i, j] - P[i, j])
+    c = target - value - b
+    t = (1.0 if b + c < 0 else 0.0) if c <= 0 else min(max(-b / (2 * c), 0.0), 1.0)
+    return t, value + b * t + c * t * t
+
+
+@compiled(seconds=6)
+def descend_problems(
+    counter: Any, C: Any, D: Any, M: Any, p: Any, q: Any, alpha: float, most: int, tolerance: float, plans: Any,
+    values: Any, converged: Any, whole: Any, real: Any, tree: Any, block: Any, parts: Any, C_own: Any, D_own: Any,
+    a: Any, b: Any, f: Any, g: Any, cells: Any, flows: Any, ends: Any,
+) -> None:  # fmt: skip
+    """Descend from plans (B, n, m), which are overwritten; C, D and M hold B or one matrix. Fills values, converged."""
+    P, Q, fixed, features, T = parts[PLAN], parts[TARGET], parts[FIXED], parts[FEATURES], parts[MOVED]
+    T_target, gradient, half = parts[MOVED_TARGET], parts[GRADIENT], parts[HALF]
+    rows, columns = np.empty(p.shape[1], np.int64), np.empty(q.shape[1], np.int64)
+    while True:
+        at = next_task(counter)
+        if at >= plans.shape[0]:
+            return
+        n = _gathered(p[at], C[at if C.shape[0] > 1 else 0], a, C_own, rows)
+        m = _gathered(q[at], D[at if D.shape[0] > 1 else 0], b, D_own, columns)
+        wide, plan = M[at if M.shape[0] > 1 else 0], plans[at]
+        for i in range(n):
+            for j in range(m):
+                features[i, j], P[i, j] = wide[rows[i], columns[j]], plan[rows[i], columns[j]]
+        _fixed(C_own, D_own, features, a, b, n, m, alpha, fixed)
+        _product(C_own, D_own, P, n, m, half, T)
+        value = _energy(features, fixed, P, T, n, m, alpha)
+        converged[at] = n == 0 or m == 0
+        steps = 0
+        while steps < most and not converged[at]:
+            steps += 1
+            _gradient(fixed, T, n, m, alpha, gradient)
+            _solve(a, b, gradient, whole, real, tree, block, f, g, cells, flows, ends)
+            if ends[PIVOTS] < 0:
+                break
+            for i in range(n):
+                for j in range(m):
+                    Q[i, j] = 0.0
+            for k in range(n + m - 1):
+                Q[cells[0, k], cells[1, k]] += flows[k]
+            _product(C_own, D_own, Q, n, m, half, T_target)
+            t, new = _length(P, Q, gradient, n, m, value, _energy(features, fixed, Q, T_target, n, m, alpha))
+            for i in range(n):
+                for j in range(m):
+                    P[i, j] += t * (Q[i, j] - P[i, j])
+                    T[i, j] += t * (T_target[i, j] - T[i, j])
+            converged[at] = abs(value - new) <= tolerance * abs(new) + 1e-15
+            value = new
+        for i in range(n):
+            for j in range(m):
+                plan[rows[i], columns[j]] = P[i, j]
+        values[at] = _energy(features, fixed, P, T, n, m, alpha)
