@@ -309,6 +309,28 @@ def line_cases(bench: Bench) -> None:
     )
 
 
+def gromov_case(bench: Bench) -> None:
+    """Pairs of graphs of some ten nodes, padded; local minima differ, so the mean value is beside the time."""
+    batch, n = (4, 6) if bench.settings.small else (256, 12)
+    generator = torch.Generator().manual_seed(0)
+    points = torch.randn(2, batch, n, 3, generator=generator, dtype=torch.float64)
+    nodes = torch.randint(n - 4, n + 1, (2, batch), generator=generator)
+    weights = (torch.arange(n) < nodes.unsqueeze(-1)) / nodes.unsqueeze(-1).double()
+    C, D, M = torch.cdist(points[0], points[0]), torch.cdist(points[1], points[1]), torch.cdist(*points)
+
+    def by_pot() -> Tensor:
+        values = []
+        for k, (a, b) in enumerate(nodes.T.tolist()):
+            parts = (M[k, :a, :b], C[k, :a, :a], D[k, :b, :b], weights[0, k, :a], weights[1, k, :b])
+            values.append(ot.gromov.fused_gromov_wasserstein2(*(part.numpy() for part in parts), alpha=0.5))
+        return torch.tensor(values)
+
+    steps = {OURS: lambda: otloss.fused_gromov(C, D, M, *weights, alpha=0.5).value, "POT, a loop": by_pot}
+    case = f"fused Gromov, {batch} pairs of graphs of {n - 4} to {n} nodes, values"
+    notes = {name: f"{float(step().mean()):.4f}" for name, step in steps.items()}
+    bench.judge(at_least(case, 5.0), bench.timed(case, steps, notes=notes))
+
+
 def cloud_case(bench: Bench) -> None:
     n = 40 if bench.settings.small else 10_000
     clouds, tiny = solver_clouds.Clouds.random(n), solver_clouds.Clouds.random(16)
@@ -373,7 +395,7 @@ def judge_clouds(bench: Bench, case: str, limit: Limit, mine: Contestant, found:
 
 def main(settings: Settings) -> None:
     bench = Bench(settings)
-    for cases in (exact_cases, entropic_cases, unbalanced_case, line_cases, cloud_case, planar_cases):
+    for cases in (exact_cases, entropic_cases, unbalanced_case, line_cases, gromov_case, cloud_case, planar_cases):
         cases(bench)
     if settings.small:
         say(SMALL_SIZES)
