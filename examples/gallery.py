@@ -24,7 +24,7 @@ from pathlib import Path
 from PIL import Image
 
 HERE = Path(__file__).parent
-OTHERS = {"gallery", "win_rate", "docstring_corpus", "emo_demo", "age_histogram"}
+OTHERS = {"gallery", "win_rate", "docstring_corpus", "emo_demo", "molecules", "age_histogram"}
 # What each example was to reach, on the same work as its peer, and the peer.
 GOALS = {
     "adaptation": (
