@@ -5,7 +5,8 @@ A small Llama is trained from scratch on the answers of sums such as 17+25=42, w
 -log q_y + w sum_i q_i |x_i - x_y| over the tokens that are numbers x_i. Start, batches and steps are the same. It then
 answers sums that are not in the training set.
 
-Result (3 seeds): RESULT
+Result (3 seeds, 600 sums): 12 % of the answers are exact with the number loss and 10 % without, 37 % and 28 % are
+within one; one of the three seeds gains nothing, and has more answers that are far off.
 
     python examples/number_tokens.py --long_tokens   # the same weight where 42 is one token, as in GPT-2
 """
@@ -76,13 +77,12 @@ def errors(answers: list[str], right: list[str]) -> np.ndarray:
 def draw(path: Path, found: dict[str, np.ndarray], largest: int) -> None:
     """Save the share of answers within some distance of the right one, a line per seed."""
     figure, ax = plt.subplots(figsize=(6, 3.6), layout="constrained")
-    within = np.unique(np.geomspace(1, largest, 60).round())
+    within = np.arange(largest + 1)
     for (name, runs), colour in zip(found.items(), ("0.5", "C0"), strict=True):
         for seed, distances in enumerate(runs):
             shares = [np.mean(distances <= d) for d in within]
             ax.plot(within, shares, color=colour, alpha=0.6, label=None if seed else name)
-        ax.plot(0.7, np.mean(runs == 0), "o", color=colour)
-    ax.set(xscale="log", xlabel="distance to the right sum (dots: exact, mean)", ylabel="share of answers within it")
+    ax.set(xlabel="distance to the right sum", ylabel="share of answers within it", ylim=(0, 1))
     ax.legend(frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
@@ -118,7 +118,7 @@ def main(arguments: list[str] | None = None) -> None:
             print(f"{name:14}{seed:6}{within[0]:8.1%}{within[1]:10.1%}{within[2]:11.1%}{wrong:26.0f}", flush=True)
         found[name] = np.stack(runs)
     print(f"\n{len(test)} sums: differences below about {len(test) ** -0.5:.0%} are noise.")
-    draw(options.output / "number_tokens.png", found, 200)
+    draw(options.output / "number_tokens.png", found, 20)
 
 
 if __name__ == "__main__":

@@ -86,8 +86,7 @@ def candidates(grades: list[int], quick: bool) -> dict[str, tuple[Any, dict[str,
 
 def errors(P: np.ndarray, predicted: np.ndarray, y: np.ndarray, grades: list[int]) -> np.ndarray:
     """Return the ranked probability score and the absolute error of each row, (2, rows)."""
-    below = y[:, None] <= np.array(grades)
-    return np.stack([((P.cumsum(1) - below) ** 2).sum(1), np.abs(predicted - y)])
+    return np.stack([((P.cumsum(1) - (y[:, None] <= np.array(grades))) ** 2).sum(1), np.abs(predicted - y)])
 
 
 def draw(path: Path, found: dict[str, np.ndarray]) -> None:
@@ -126,8 +125,8 @@ def main(arguments: list[str] | None = None) -> None:
     if options.quick:
         X, y = X[:300], y[:300]
     grades, counts = np.unique(y, return_counts=True)
-    kept = np.isin(y, grades[counts >= 4])  # a grade with three wines cannot be in all parts
-    X, y, grades = X[kept], y[kept], grades[counts >= 4].tolist()
+    kept, grades = np.isin(y, grades[counts >= 4]), grades[counts >= 4].tolist()  # three wines cannot be in all parts
+    X, y = X[kept], y[kept]
     X_train, X_test, y_train, y_test = train_test_split(X, y, test_size=0.25, stratify=y, random_state=0)
     print(f"{len(y_train)} training rows, {len(y_test)} test rows, grades {grades}")
     print(f"{'model':20s} {'RPS':>7s} {'MAE':>7s} {'kappa':>7s}  best settings")
