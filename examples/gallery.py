@@ -24,13 +24,10 @@ from pathlib import Path
 from PIL import Image
 
 HERE = Path(__file__).parent
-OTHERS = {"gallery", "win_rate", "docstring_corpus", "emo_demo", "molecules", "age_histogram"}
+OPTIONS = ('"--output"', '"--quick"')  # of examples, in their source
 # What each example was to reach, on the same work as its peer, and the peer.
 GOALS = {
-    "adaptation": (
-        "accuracy 0.43 to 0.68 by the joint-distribution loss; maps equal to those of `ot.da`",
-        "POT, no map",
-    ),
+    "adaptation": ("accuracy 0.43 to 0.68 by the joint-distribution loss; maps equal to `ot.da`'s", "POT, no map"),
     "attention": ("beside softmax attention, over seeds", "softmax attention"),
     "boosting": ("`xgb.cv` and LightGBM's `cv` with our metric, on real data", "cross-entropy"),
     "cost_sensitive": ("mean cost of four losses and decisions", "cross-entropy"),
@@ -132,7 +129,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="run also what is done")
     parser.add_argument("--quick", action="store_true", help="tiny runs; their page goes to OUTPUT/quick, not to docs")
     options = parser.parse_args(arguments)
-    scripts = {path.stem: path for path in sorted(HERE.glob("*.py")) if path.stem not in OTHERS}
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.py")) if path.stem != "gallery"}
+    scripts = {path.stem: path for path, text in texts.items() if all(option in text for option in OPTIONS)}
     unknown = sorted(set(options.names) - set(scripts))
     if unknown:
         parser.error(f"there are no examples {unknown}, expected some of {sorted(scripts)}")
