@@ -23,11 +23,15 @@ Metric for Image Retrieval, 2000 (centroids); M. Kusner et al., From Word Embedd
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.costs import CosineCost, Cost, GridCost, LineCost, PointCost
+from otloss._checks import broadcast_shape
+from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
+from otloss.costs.cost import block_entries
 from otloss.solvers.histograms import HistogramPair, pair_and_cost
 
 COUPLINGS = ("independent", "residual", "best")
@@ -226,9 +230,21 @@ def _drift_on_grid(difference: Tensor, cost: GridCost) -> Tensor:
 
 
 def _relaxed_marginals(pair: HistogramPair, cost: Cost) -> Tensor:
-    to_q = _least(cost, pair.q)  # (..., n)
-    to_p = _least(cost.T, pair.p)  # (..., m)
-    return torch.maximum((pair.p * to_q).sum(-1), (pair.q * to_p).sum(-1))
+    entries = broadcast_shape(pair.p.shape[:-1], pair.q.shape[:-1], cost.batch_shape).numel() * math.prod(cost.shape)
+    if isinstance(cost, DenseCost) or entries <= block_entries():
+        matrix = cost.dense()  # one for both sides
+        to_q, to_p = _least_entries(matrix, pair.q), _least_entries(matrix.mT, pair.p)
+    else:
+        to_q, to_p = _least(cost, pair.q), _least(cost.T, pair.p)
+    return torch.maximum((pair.p * to_q).sum(-1), (pair.q * to_p).sum(-1))  # (..., n) and (..., m)
+
+
+def _least_entries(matrix: Float[Tensor, "*batch n m"], weights: Float[Tensor, "*batch m"]) -> Tensor:
+    """Return `_least` of a matrix."""
+    empty = weights.detach() == 0
+    if not empty.any():
+        return matrix.amin(-1)
+    return matrix.masked_fill(empty.unsqueeze(-2), torch.inf).amin(-1).masked_fill(empty.all(-1, keepdim=True), 0.0)
 
 
 def _least(cost: Cost, weights: Tensor) -> Tensor:
