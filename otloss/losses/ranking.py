@@ -35,9 +35,8 @@ def spearman_loss(
     Args:
         scores: (..., n), n at least 2.
         target: (..., n) numbers in whose order the scores are to be; not differentiated.
-        epsilon, regularization: as for `soft_rank`, but n / 10 by default for "quadratic": an epsilon about as large as
-            n gives every entry a gradient, a small one nearly none, and as it falls to 0 the loss is one minus
-            Spearman's coefficient.
+        epsilon, regularization: as for `soft_rank`. As epsilon falls to 0 the loss is one minus Spearman's coefficient,
+            without a gradient; from 1 on ("quadratic") it is nearly one minus Pearson's of scores and ranks.
         reduction: "mean", "sum" or "none" over the rows.
 
     Returns:
@@ -64,8 +63,6 @@ def spearman_loss(
             f"scores have shape {tuple(scores.shape)} and target {tuple(target.shape)}, expected one shape (..., n) "
             "with n >= 2."
         )
-    if epsilon is None and regularization == "quadratic":
-        epsilon = n / 10
     wanted = soft_rank(wide, epsilon=_HARD, regularization="quadratic") - (n + 1) / 2
     spread = wanted.square().sum(-1)
     if not (spread > 0).all():

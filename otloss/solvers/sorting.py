@@ -41,7 +41,7 @@ from otloss.solvers.permutahedron import check_range, quadratic_rank, quadratic_
 _LARGEST_PLAN = 4096
 # Scores of up to 2 / epsilon are rounded such that sums are right to 1e-8 and better.
 _LEAST_EPSILON = 1e-7
-_EPSILON = {"entropy": 0.01, "quadratic": 1.0}  # where none is given
+_EPSILON = {"entropy": 0.01, "quadratic": 0.5}  # where none is given
 _NEWTON_STEPS, _BISECTIONS = 50, 200
 # Of the columns' sums. The scores are rounded to 2e-16 of 2 / epsilon, and the sums with them.
 _TOLERANCE, _ROUNDING = 1e-11, 1e-15
@@ -65,8 +65,8 @@ def soft_sort(
             "entropy" (default 0.01): entries about sqrt(epsilon / 2) of the range apart mix; much less than that yields
             the sorted entries and derivatives that are nearly those of a permutation. The sums over S are right to
             1e-11, or 1e-15 / epsilon where that is more.
-            "quadratic" (default 1): neighbours farther apart than 1 / epsilon times the mean distance of neighbours are
-            drawn together; where none are, these are the sorted entries themselves.
+            "quadratic" (default 0.5): neighbours farther apart than 1 / epsilon times the mean distance of neighbours
+            are drawn together; where none are, these are the sorted entries themselves. From about 1 on all are.
         regularization: "entropy", smooth, O(n^3) per row (about 1 ms for n = 100 and 0.3 s for n = 1000 on one core)
             and half as much for the gradient, for which it holds n^2 numbers per row; or "quadratic", piecewise linear,
             O(n log n).
@@ -118,9 +118,9 @@ def soft_rank(
         x: (..., n) finite, n at least 1, and at most 4096 with "entropy".
         epsilon: at least 1e-7; as it falls to 0, equal entries get the mean of the ranks they take up.
             "entropy" (default 0.01): as for `soft_sort`.
-            "quadratic" (default 1): entries nearer than epsilon times the mean distance of neighbours share ranks in
-            proportion to their distance. Where none are, the ranks are the usual ones and the gradient is 0; raise
-            epsilon towards n to train.
+            "quadratic" (default 0.5): entries nearer than epsilon times the mean distance of neighbours share ranks in
+            proportion to their distance. Where none are, the ranks are the usual ones and the gradient is 0; from about
+            1 on all entries do, and ranks are linear in them.
         regularization: as for `soft_sort`.
         descending: 1 for the largest.
 
@@ -139,7 +139,7 @@ def soft_rank(
         >>> soft_rank(torch.tensor([10.0, -5.0, 10.0, 40.0]), epsilon=1e-3)
         tensor([2.5000, 1.0000, 2.5000, 4.0000])
         >>> soft_rank(torch.tensor([10.0, -5.0, 11.0, 40.0]), regularization="quadratic")
-        tensor([2.3111, 1.3111, 2.3778, 4.0000])
+        tensor([2.4333, 1.0000, 2.5667, 4.0000])
     """
     epsilon = _check("soft_rank", x, epsilon, regularization)
     n = x.shape[-1]
