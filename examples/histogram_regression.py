@@ -1,0 +1,150 @@
+"""Regression by histograms: the transport loss beside HL-Gauss cross-entropy and plain absolute error.
+
+A network predicts a histogram over bins of a number. HL-Gauss is cross-entropy with a Gaussian label (Imani and White,
+2018; Farebrother et al., arXiv 2403.03950). `histogram_loss` is sum_k d_k |F_k - G_k|^power, the transport between the
+histogram and the value, in the unit of the number; some cross-entropy (0.3 bin widths a nat) is added. All predict the
+median of their histogram, which is what the absolute error asks for.
+
+Data: ages of 4,177 abalones by seven measures, in ten bins of 2.8 years (UCI, in the form of M. Gagolewski's ordinal
+sets), and the disease progression of 442 diabetics (scikit-learn). A quarter is for the test, over ten splits.
+
+Result: mean absolute errors of abalones in years: cross-entropy 1.54, transport 1.51 (power 2) and 1.46 (power 1), each
+lower in 10 of 10 splits, absolute error 1.56. Diabetes: 45.3, 44.9, 45.4 and 44.8: no difference beyond the spread.
+"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from sklearn.datasets import load_diabetes
+from torch import Tensor, nn
+
+from otloss.losses import histogram_loss
+
+ABALONE = "ordinal/gagolews/abalone_ord.csv"
+MISSING = f"{{}} lacks {ABALONE} (github.com/gagolews/teaching-data, ordinal_regression): diabetes alone."
+# Settings of histogram_loss, the weight of cross-entropy in bin widths; of the first one the rest is negligible.
+LOSSES: dict[str, dict[str, Any]] = {
+    "HL-Gauss cross-entropy": {"labels": "gaussian", "cross_entropy": 1e6},
+    "transport, power 2": {"cross_entropy": 0.3},
+    "transport, power 1": {"power": 1, "cross_entropy": 0.3},
+    "absolute error": {},
+}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """Features (n, d) and a number (n,) in a unit, to be predicted over bins."""
+
+    X: np.ndarray
+    y: Tensor
+    edges: Tensor
+    unit: str
+    steps: int
+
+
+def load(folder: Path) -> dict[str, Numbers]:
+    X, y = load_diabetes(return_X_y=True)
+    found = {"diabetes": Numbers(X, torch.tensor(y).float(), torch.linspace(20, 350, 23), "points of the score", 200)}
+    if not (folder / ABALONE).exists():
+        print(MISSING.format(folder))
+        return found
+    table = np.loadtxt(folder / ABALONE, delimiter=",", skiprows=1)
+    edges = torch.linspace(2.5, 30.5, 11)  # rings 1 to 29 in ten bins of 2.8; the age is 1.5 years more
+    ages = ((edges[1:] + edges[:-1]) / 2)[table[:, 0].astype(int) - 1]
+    return {"abalone": Numbers(table[:, 1:], ages, edges, "years", 1000), **found}
+
+
+def medians(p: Tensor, edges: Tensor) -> Tensor:
+    """The medians of histograms (n, K) whose mass is uniform within a bin."""
+    k = (p.cumsum(-1) < 0.5).sum(-1, keepdim=True).clamp(max=p.shape[-1] - 1)
+    mass = p.gather(-1, k)
+    below = p.cumsum(-1).gather(-1, k) - mass
+    return (edges[k] + (edges[k + 1] - edges[k]) * (0.5 - below) / mass)[:, 0]
+
+
+def errors(data: Numbers, name: str, split: int, steps: int) -> tuple[np.ndarray, Tensor, Tensor]:
+    """Return mean absolute error and ranked probability score of the test, its histograms, and its numbers."""
+    order = np.random.default_rng(split).permutation(len(data.y))
+    train, test = np.split(order, [len(order) * 3 // 4])
+    X = torch.tensor((data.X - data.X[train].mean(0)) / data.X[train].std(0)).float()
+    y, edges, width = data.y, data.edges, float(data.edges[1] - data.edges[0])
+    settings = {**LOSSES[name], "cross_entropy": LOSSES[name].get("cross_entropy", 0.0) * width}
+    as_number = name == "absolute error"
+    torch.manual_seed(split)
+    last = nn.Linear(64, 1 if as_number else len(edges) - 1)
+    network = nn.Sequential(nn.Linear(X.shape[1], 64), nn.SiLU(), nn.Linear(64, 64), nn.SiLU(), last)
+    optimiser = torch.optim.AdamW(network.parameters(), lr=3e-3, weight_decay=1e-2)  # the scale of a loss has no effect
+    schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimiser, steps)
+    inside = y.clamp(float(edges[0]) + width / 2, float(edges[-1]) - width / 2)
+    for _ in range(steps):
+        batch = train[torch.randint(len(train), (64,)).numpy()]
+        out = network(X[batch])
+        if as_number:
+            loss = (out[:, 0] * y[train].std() + y[train].mean() - y[batch]).abs().mean()
+        else:
+            loss = histogram_loss(out, inside[batch], edges, **settings)
+        optimiser.zero_grad()
+        loss.backward()
+        optimiser.step()
+        schedule.step()
+    out = network(X[test]).detach()
+    if as_number:
+        guess, score = out[:, 0] * y[train].std() + y[train].mean(), np.nan
+    else:
+        guess, score = medians(out.softmax(-1), edges), histogram_loss(out, inside[test], edges)
+    return np.array([(guess - y[test]).abs().mean(), score]), out.softmax(-1), y[test]
+
+
+def draw(results: dict[str, Any], sets: dict[str, Numbers], shown: dict[str, Any], path: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, axes = plt.subplots(1, len(sets) + 1, figsize=(5 * len(sets) + 5, 4.2), layout="constrained")
+    for ax, (set_name, data) in zip(axes, sets.items(), strict=False):
+        for row, scores in enumerate(results[set_name].values()):
+            ax.plot(scores[:, 0], np.full(len(scores), row), "o", color=f"C{row}", alpha=0.4)
+            ax.plot(scores[:, 0].mean(), row, "|", color="black", markersize=22)
+        ax.set_yticks(range(len(LOSSES)), LOSSES)
+        ax.set(xlabel=f"mean absolute error of the test ({data.unit})", title=f"{set_name}: splits and their mean")
+        ax.invert_yaxis()
+    first = next(iter(sets))
+    for row, (name, (p, y)) in enumerate(shown.items()):
+        axes[-1].stairs(p[0], sets[first].edges, color=f"C{row}", label=name, lw=1.5)
+        axes[-1].axvline(y[0], color="black", linestyle="--", label="true" if not row else None)
+    axes[-1].set(xlabel=f"{first} ({sets[first].unit})", ylabel="probability", title="A prediction of the first split")
+    axes[-1].legend(frameon=False, fontsize=8)
+    figure.savefig(path, dpi=110)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--data", type=Path, default=Path(__file__).parents[2] / "shared/data", help="folder of data")
+    parser.add_argument("--quick", action="store_true", help="few steps and one split")
+    parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
+    options = parser.parse_args(argv)
+    sets = load(options.data)
+    splits = 1 if options.quick else 10
+    results: dict[str, Any] = {}
+    shown: dict[str, Any] = {}
+    print(f"{'mean ± deviation over splits':36s}{'MAE':>16s}{'RPS':>16s}   lower MAE than HL-Gauss")
+    for set_name, data in sets.items():
+        results[set_name] = {}
+        for name in LOSSES:
+            runs = [errors(data, name, split, 20 if options.quick else data.steps) for split in range(splits)]
+            results[set_name][name] = scores = np.stack([run[0] for run in runs])
+            if set_name == next(iter(sets)) and name != "absolute error":
+                shown[name] = runs[0][1].numpy(), runs[0][2].numpy()
+            cells = [f"{c.mean():.3f} ± {c.std():.3f}".replace("nan ± nan", "-") for c in scores.T]
+            better = (scores[:, 0] < next(iter(results[set_name].values()))[:, 0]).sum()
+            print(f"{set_name + ', ' + name:36s}{cells[0]:>16s}{cells[1]:>16s}   {better} of {splits} splits")
+    options.output.mkdir(parents=True, exist_ok=True)
+    draw(results, sets, shown, options.output / "histogram_regression.png")
+
+
+if __name__ == "__main__":
+    main()
