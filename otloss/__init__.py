@@ -20,6 +20,8 @@ from otloss.solvers.line import cdf_distance as cdf_distance
 from otloss.solvers.line import wasserstein_1d as wasserstein_1d
 from otloss.solvers.matching import match as match
 from otloss.solvers.pairing import pair as pair
+from otloss.solvers.registration import Registration as Registration
+from otloss.solvers.registration import register as register
 from otloss.solvers.sinkhorn import sinkhorn as sinkhorn
 from otloss.solvers.sinkhorn import sinkhorn_divergence as sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein as sliced_wasserstein
@@ -37,6 +39,7 @@ __all__ = [
     "Certificate",
     "ConvergenceWarning",
     "FusedGromov",
+    "Registration",
     "Transport",
     "__version__",
     "barycenter",
@@ -53,6 +56,7 @@ __all__ = [
     "number_token_loss",
     "ordinal_loss",
     "pair",
+    "register",
     "sinkhorn",
     "sinkhorn_divergence",
     "sliced_wasserstein",

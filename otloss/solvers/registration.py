@@ -1,0 +1,168 @@
+"""Rigid registration: the rotation R and translation t that bring one cloud onto another.
+
+    min over R, t and plans P of  sum_ij P_ij |R x_i + t - y_j|^2 + epsilon KL(P | a b^T)
+                                  + rho KL(P 1 | a) + rho KL(P^T 1 | b)
+
+alternates two exact minima. The plan is that of entropic transport between R x + t and y, unbalanced where a marginal
+penalty rho lets parts without a partner stay. R and t are the least squares fit of the pairs weighed by P, by a
+singular value decomposition (B. Horn, H. Hilden, S. Negahdaripour, Closed-form solution of absolute orientation using
+orthonormal matrices, 1988). Epsilon falls from a share of the size of the clouds to the one asked for: a blurred plan
+sees the whole shape, and a fine one fits it. The minimum is local, so several starts are tried at once, as a batch, and
+the least value wins.
+
+Two samplings of one shape have their minimum a little away from the truth, for their points lie differently on it:
+weights by the area around each point lessen that.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._autograd import eager
+from otloss._checks import check_cloud, check_positive
+from otloss.costs import PointCost
+from otloss.solvers.entropic.potentials import ConvergenceWarning
+from otloss.solvers.entropic.problem import has_float64
+from otloss.solvers.histograms import weights_or_uniform
+from otloss.solvers.solve import Transport, solve
+
+_TOLERANCE, _ITERATIONS = 1e-3, 100  # of the plans on the way
+# Epsilon at the start: over the largest squared distance from the centre, and over the marginal penalty at most. With
+# more blur than that parts without a partner would count.
+_FIRST, _FIRST_OF_PENALTY = 0.1, 2.0
+_SHARE_LAST = 0.3  # of the steps, at the last epsilon
+
+
+@dataclass(frozen=True)
+class Registration:
+    """The best fit of `register`: y is near `x @ rotation.mT + translation`.
+
+    Attributes:
+        rotation: (d, d), orthogonal with determinant 1.
+        translation: (d,).
+        transport: between the moved x and y; its `value` is the minimum that was found.
+    """
+
+    rotation: Float[Tensor, "d d"]
+    translation: Float[Tensor, " d"]
+    transport: Transport
+
+    def apply(self, x: Float[Tensor, "*batch d"]) -> Float[Tensor, "*batch d"]:
+        """Return points moved by the fit."""
+        return x @ self.rotation.mT + self.translation
+
+
+@eager
+@torch.no_grad()
+def register(
+    x: Float[Tensor, "n d"],
+    y: Float[Tensor, "m d"],
+    a: Float[Tensor, " n"] | None = None,
+    b: Float[Tensor, " m"] | None = None,
+    *,
+    epsilon: float,
+    marginal_penalty: float | None = None,
+    steps: int = 30,
+    restarts: int = 0,
+    generator: torch.Generator | None = None,
+) -> Registration:
+    """Return the rotation and translation that bring the cloud x onto y, with the plan between them.
+
+    Args:
+        x: (n, d) points.
+        y: (m, d) points.
+        a, b: (n,) and (m,) weights >= 0, 1 / n and 1 / m by default.
+        epsilon: at the end, above 0, in squared units of the points; the squared distance of neighbours is usual.
+        marginal_penalty: the price of mass that has no partner, in the unit of epsilon: points farther than about its
+            root from the other cloud drop out. None holds all mass, which fits whole shapes only.
+        steps: of plan and fit.
+        restarts: starts from random rotations, by up to half a turn, beside the one from where x lies, as one batch.
+        generator: source of the rotations.
+
+    Returns:
+        A `Registration`, without a graph.
+
+    Raises:
+        TypeError, ValueError: as `solve`; ValueError also if x or y is not (n, d), or a count is too small.
+
+    Source:
+        H. Chui, A. Rangarajan, Point matching for non-rigid registration, 2003, for the falling epsilon.
+
+    Example:
+        >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])
+        >>> turn = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
+        >>> found = register(x, x @ turn.mT + 5, epsilon=0.01)
+        >>> torch.allclose(found.rotation, turn, atol=1e-3), torch.allclose(found.apply(x), x @ turn.mT + 5, atol=1e-2)
+        (True, True)
+    """
+    _check(x, y, steps, restarts)
+    epsilon = float(check_positive("epsilon", epsilon))
+    dtype, wide = torch.promote_types(x.dtype, y.dtype), torch.float64 if has_float64(x.device) else torch.float32
+    cost = PointCost(x.to(wide), y.to(wide))  # far points weigh exp(-distance / marginal_penalty): beyond float32
+    x, y = cost.x, cost.y
+    a, b = (w.to(wide) for w in weights_or_uniform(a, b, cost))
+    centre_x, centre_y = (a @ x) / a.sum(), (b @ y) / b.sum()
+    x_c, y_c = x - centre_x, y - centre_y
+    largest = max(float(cloud.square().sum(-1).amax()) for cloud in (x_c, y_c))
+    rotations = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(restarts + 1, 1, 1)
+    if restarts:
+        rotations[1:] = _random_rotations(restarts, x.shape[1], generator).to(x)
+    shifts, start = torch.zeros_like(rotations[:, 0]), None
+    falling = max(1, round(steps * (1 - _SHARE_LAST)))
+    first = _FIRST * largest
+    if marginal_penalty is not None:
+        first = min(first, _FIRST_OF_PENALTY * marginal_penalty)
+    first = max(epsilon, first)
+    for step in range(steps):
+        width = epsilon * (first / epsilon) ** max(0.0, 1 - step / falling)
+        moved = PointCost(x_c @ rotations.mT + shifts.unsqueeze(-2), y_c)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", ConvergenceWarning)  # plans on the way need not be exact
+            found = solve(
+                a, b, moved, epsilon=width, start=start, marginal_penalty=marginal_penalty,
+                tolerance=_TOLERANCE, max_iterations=_ITERATIONS,
+            )  # fmt: skip
+        start = found.potentials
+        rotations, shifts = _fit(x_c, y_c, found)
+    best = int(found.value.argmin())
+    moved = PointCost(x_c @ rotations[best].mT + shifts[best], y_c)
+    transport = solve(a, b, moved, epsilon=epsilon, marginal_penalty=marginal_penalty)
+    translation = centre_y + shifts[best] - rotations[best] @ centre_x
+    return Registration(rotations[best].to(dtype), translation.to(dtype), transport)
+
+
+def _fit(x: Tensor, y: Tensor, found: Transport) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"]]:
+    """The least squares fits of y by x, for each plan."""
+    received = found.apply(torch.cat([y, torch.ones_like(y[:, :1])], -1).expand(*found.value.shape, -1, -1))
+    moved, held = received[..., :-1], received[..., -1:]
+    mass = held.sum(-2, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    mean_x, mean_y = (held * x).sum(-2, keepdim=True) / mass, moved.sum(-2, keepdim=True) / mass
+    u, _, vh = torch.linalg.svd((x - mean_x).mT @ (moved - held * mean_y))
+    sign = torch.ones_like(u[..., 0])
+    sign[..., -1] = torch.linalg.det(u @ vh).sign()
+    rotation = (u * sign.unsqueeze(-2) @ vh).mT
+    return rotation, (mean_y - mean_x @ rotation.mT).squeeze(-2)
+
+
+def _random_rotations(count: int, d: int, generator: torch.Generator | None) -> Float[Tensor, "count d d"]:
+    """Rotations about random axes, by angles that rise evenly to half a turn."""
+    device = "cpu" if generator is None else generator.device
+    drawn = torch.randn(count, d, d, generator=generator, dtype=torch.float64, device=device)
+    turns = drawn - drawn.mT
+    largest = torch.linalg.matrix_norm(turns, ord=2).clamp(min=torch.finfo(turns.dtype).tiny)
+    angles = torch.pi * torch.arange(1, count + 1, dtype=turns.dtype, device=device) / count
+    return torch.linalg.matrix_exp(turns * (angles / largest)[:, None, None])
+
+
+def _check(x: Tensor, y: Tensor, steps: int, restarts: int) -> None:
+    for name, cloud in (("x", x), ("y", y)):
+        if check_cloud(name, cloud).dim() != 2:
+            raise ValueError(f"{name} has shape {tuple(cloud.shape)}, expected (n, d): one cloud at a time.")
+    for name, count, least in (("steps", steps, 1), ("restarts", restarts, 0)):
+        if isinstance(count, bool) or not isinstance(count, int) or count < least:
+            raise ValueError(f"{name} is {count!r}, expected a whole number of at least {least}.")
