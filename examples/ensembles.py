@@ -11,11 +11,14 @@ or 10 patients. The peer is the forest as it is.
 Result: recalibration lowers the CRPS from 33.5 to 32.7 (leaves of at least 5) and from 35.0 to 33.0 (10), in 30 and 32
 of 32 splits, and the distance of the PIT histogram from a flat one from .22 and .34 to .13 and .17 (.11 is that of
 calibrated ensembles of so many patients). Fully grown trees are calibrated as they are: there it changes nothing.
+`crps` takes 0.7 to 0.9 of the time of scoringrules (pip install scoringrules, to measure it).
 """
 
 from __future__ import annotations
 
 import argparse
+import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -29,6 +32,7 @@ from otloss.metrics import pit_histogram
 from otloss.plotting import plot_pit
 
 BINS = 10
+SIZES = ((10_000, 50), (1_000, 100), (100_000, 10))
 LEAVES = {"trees fully grown": 1, "leaves of at least 5": 5, "leaves of at least 10": 10}
 FORECASTS = ("as it is", "recalibrated")
 
@@ -49,6 +53,23 @@ def judge(y: np.ndarray, ensemble: np.ndarray) -> tuple[float, float]:
     """Return the mean score, and half the sum of the deviations of the PIT histogram from a flat one."""
     score = crps(torch.as_tensor(ensemble), torch.as_tensor(y)).mean().item()
     return score, float(np.abs(pit_histogram(y, ensemble, bins=BINS) - 1 / BINS).sum() / 2)
+
+
+def time_ratio(n: int, members: int) -> float:
+    """Return the time of `crps` over that of scoringrules, medians of interleaved calls, for the same scores."""
+    from scoringrules import crps_ensemble
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(n, members)), rng.normal(size=n)
+    calls = (lambda: crps(torch.from_numpy(x), torch.from_numpy(y)).numpy()), (lambda: crps_ensemble(y, x))
+    np.testing.assert_allclose(calls[0](), calls[1](), atol=1e-12)
+    seconds = np.empty((11, 2))
+    for row in seconds:
+        for k, call in enumerate(calls):
+            start = time.process_time()
+            call()
+            row[k] = time.process_time() - start
+    return float(np.divide(*np.median(seconds, axis=0)))
 
 
 def draw(pooled: dict[str, list[tuple[np.ndarray, np.ndarray]]], path: Path) -> None:
@@ -90,6 +111,9 @@ def main(argv: list[str] | None = None) -> None:
         scores, before = np.array(rows), np.array(results[f"{name.rpartition(', ')[0]}, as it is"])
         crps_cell, pit_cell = (f"{c.mean():.3f} ± {c.std():.3f}" for c in scores.T)
         print(f"{name:36s}{crps_cell:>14s}{pit_cell:>18s}   {(scores[:, 0] < before[:, 0]).sum()} splits")
+    if find_spec("scoringrules") and not options.quick:
+        ratios = ", ".join(f"{time_ratio(*size):.2f} ({size[0]:,} x {size[1]})" for size in SIZES)
+        print(f"Time of crps over that of scoringrules: {ratios}")
     options.output.mkdir(parents=True, exist_ok=True)
     draw(pooled, options.output / "ensembles.png")
 
