@@ -16,6 +16,7 @@ weights by the area around each point lessen that.
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from dataclasses import dataclass
 
@@ -26,8 +27,9 @@ from torch import Tensor
 from otloss._autograd import eager
 from otloss._checks import check_cloud, check_positive
 from otloss.costs import PointCost
-from otloss.solvers.entropic.potentials import ConvergenceWarning
-from otloss.solvers.entropic.problem import has_float64
+from otloss.solvers.entropic.potentials import ConvergenceWarning, find_potentials
+from otloss.solvers.entropic.problem import Settings, entropic_problem, has_float64
+from otloss.solvers.entropic.value import dual_value, plan_blocks
 from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.solve import Transport, solve
 
@@ -112,34 +114,41 @@ def register(
     rotations = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(restarts + 1, 1, 1)
     if restarts:
         rotations[1:] = _random_rotations(restarts, x.shape[1], generator).to(x)
-    shifts, start = torch.zeros_like(rotations[:, 0]), None
-    falling = max(1, round(steps * (1 - _SHARE_LAST)))
     first = _FIRST * largest
     if marginal_penalty is not None:
         first = min(first, _FIRST_OF_PENALTY * marginal_penalty)
-    first = max(epsilon, first)
-    for step in range(steps):
-        width = epsilon * (first / epsilon) ** max(0.0, 1 - step / falling)
-        moved = PointCost(x_c @ rotations.mT + shifts.unsqueeze(-2), y_c)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ConvergenceWarning)  # plans on the way need not be exact
-            found = solve(
-                a, b, moved, epsilon=width, start=start, marginal_penalty=marginal_penalty,
-                tolerance=_TOLERANCE, max_iterations=_ITERATIONS,
-            )  # fmt: skip
-        start = found.potentials
-        rotations, shifts = _fit(x_c, y_c, found)
-    best = int(found.value.argmin())
+    falling = max(1, round(steps * (1 - _SHARE_LAST)))
+    widths = [epsilon * max(1.0, first / epsilon) ** max(0.0, 1 - step / falling) for step in range(steps)]
+    settings = Settings(marginal_penalty=marginal_penalty, tolerance=_TOLERANCE, max_iterations=_ITERATIONS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)  # plans on the way need not be exact
+        rotations, shifts, values = _search((x_c, y_c), (a, b), rotations, widths, settings)
+    best = int(values.argmin())
     moved = PointCost(x_c @ rotations[best].mT + shifts[best], y_c)
     transport = solve(a, b, moved, epsilon=epsilon, marginal_penalty=marginal_penalty)
     translation = centre_y + shifts[best] - rotations[best] @ centre_x
     return Registration(rotations[best].to(dtype), translation.to(dtype), transport)
 
 
-def _fit(x: Tensor, y: Tensor, found: Transport) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"]]:
-    """The least squares fits of y by x, for each plan."""
-    received = found.apply(torch.cat([y, torch.ones_like(y[:, :1])], -1).expand(*found.value.shape, -1, -1))
-    moved, held = received[..., :-1], received[..., -1:]
+def _search(
+    clouds: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], rotations: Tensor, widths: list[float],
+    settings: Settings,
+) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"], Float[Tensor, " starts"]]:  # fmt: skip
+    """Plans and fits by turns, at one epsilon after another; also the values of the last plans."""
+    (x, y), shifts, value = clouds, torch.zeros_like(rotations[:, 0]), torch.zeros_like(rotations[:, 0, 0])
+    columns = torch.cat([y, torch.ones_like(y[:, :1])], -1)
+    for width in widths:
+        moved = PointCost(x @ rotations.mT + shifts.unsqueeze(-2), y)
+        problem = entropic_problem(*weights, moved, epsilon=width, settings=settings)
+        found = find_potentials(problem, settings, settle=False)
+        settings, value = dataclasses.replace(settings, start=(found.f, found.g)), dual_value(problem, found.f, found.g)
+        received = torch.cat([plan @ columns for _, plan, _ in plan_blocks(problem, found.f, found.g)], -2)
+        rotations, shifts = _fit(x, received[..., :-1], received[..., -1:])
+    return rotations, shifts, value
+
+
+def _fit(x: Tensor, moved: Tensor, held: Tensor) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"]]:
+    """The least squares fits for plans P, of which `moved` is P y and `held` the masses of the rows (starts, n, 1)."""
     mass = held.sum(-2, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
     mean_x, mean_y = (held * x).sum(-2, keepdim=True) / mass, moved.sum(-2, keepdim=True) / mass
     u, _, vh = torch.linalg.svd((x - mean_x).mT @ (moved - held * mean_y))
