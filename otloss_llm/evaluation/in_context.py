@@ -167,7 +167,8 @@ def _retrieve(
     for i, item in enumerate(train):
         positions.setdefault(_plain(item.text), set()).add(i)
     if retriever == "none":
-        orders = [spread(range(len(train)), count + 1)] * len(queries)  # one more, if one is the text itself
+        every = range(len(train))  # and more between them, in place of the text itself
+        orders = [list(dict.fromkeys([*spread(every, count), *spread(every, 2 * count)]))] * len(queries)
     else:
         scores = _similarities(queries, [item.text for item in train], retriever)
         orders = np.argsort(-scores, axis=1, kind="stable").tolist()

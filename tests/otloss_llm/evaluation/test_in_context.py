@@ -105,7 +105,7 @@ def test_demonstrations_that_are_the_test_text_are_left_out(tokenizer: Any) -> N
     assert all(0 not in row or i == 1 for i, row in enumerate(nearest))
     assert [len(row) for row in nearest] == [2, 2]
     fixed, removed = _retrieve([TRAIN[0].text, "x", "y"], TRAIN, 2, "none")
-    assert (removed, fixed[1], fixed[1] == fixed[2], 0 in fixed[0], len(fixed[0])) == (1, [1, 0], True, False, 2)
+    assert (removed, fixed[1], fixed[1] == fixed[2], 0 in fixed[0], len(fixed[0])) == (1, [2, 0], True, False, 2)
 
 
 def test_bm25_is_its_formula() -> None:
