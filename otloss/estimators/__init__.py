@@ -1,5 +1,6 @@
 """scikit-learn classifiers of ordered labels, trained with transport losses, and recalibration of forecasts."""
 
+from otloss.estimators.adaptation import TransportAdapter as TransportAdapter
 from otloss.estimators.boosting import OrdinalBoostingClassifier as OrdinalBoostingClassifier
 from otloss.estimators.classifier import OrdinalClassifier as OrdinalClassifier
 from otloss.estimators.ensembles import EnsembleRecalibration as EnsembleRecalibration
@@ -16,4 +17,5 @@ __all__ = [
     "OrdinalClassifier",
     "OrdinalRecalibration",
     "Temperature",
+    "TransportAdapter",
 ]

@@ -1,5 +1,6 @@
 """Losses: ordinal labels, histograms of numbers, number tokens, critics, rankings, sets, ensembles, texts."""
 
+from otloss.losses.adaptation import jdot_loss as jdot_loss
 from otloss.losses.critic import critic_loss as critic_loss
 from otloss.losses.critic import generator_loss as generator_loss
 from otloss.losses.critic import gradient_penalty as gradient_penalty
@@ -10,6 +11,8 @@ from otloss.losses.ensembles import crps as crps
 from otloss.losses.histogram import histogram_labels as histogram_labels
 from otloss.losses.histogram import histogram_loss as histogram_loss
 from otloss.losses.histogram import histogram_mean as histogram_mean
+from otloss.losses.masks import mask_loss as mask_loss
+from otloss.losses.masks import wasserstein_dice as wasserstein_dice
 from otloss.losses.ngrams import ngram_distance as ngram_distance
 from otloss.losses.number_tokens import number_token_loss as number_token_loss
 from otloss.losses.ordinal import ordinal_loss as ordinal_loss
@@ -28,10 +31,13 @@ __all__ = [
     "histogram_labels",
     "histogram_loss",
     "histogram_mean",
+    "jdot_loss",
+    "mask_loss",
     "ngram_distance",
     "number_token_loss",
     "ordinal_loss",
     "set_loss",
     "spearman_loss",
     "top_k_loss",
+    "wasserstein_dice",
 ]

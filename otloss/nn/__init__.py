@@ -19,6 +19,8 @@ from otloss.nn.losses import OrdinalLoss as OrdinalLoss
 from otloss.nn.losses import SetLoss as SetLoss
 from otloss.nn.losses import SpearmanLoss as SpearmanLoss
 from otloss.nn.losses import TopKLoss as TopKLoss
+from otloss.nn.masks import MaskLoss as MaskLoss
+from otloss.nn.masks import WassersteinDice as WassersteinDice
 from otloss.nn.soft import SoftRank as SoftRank
 from otloss.nn.soft import SoftSort as SoftSort
 from otloss.nn.soft import SoftTopK as SoftTopK
@@ -32,6 +34,7 @@ __all__ = [
     "CumulativeLinkHead",
     "Emd",
     "HistogramLoss",
+    "MaskLoss",
     "NumberTokenLoss",
     "OrdinalLoss",
     "SetLoss",
@@ -45,5 +48,6 @@ __all__ = [
     "TopKLoss",
     "Wasserstein1d",
     "WassersteinCircular",
+    "WassersteinDice",
     "WassersteinTree",
 ]

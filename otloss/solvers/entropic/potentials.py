@@ -47,6 +47,8 @@ MOST_FOR_KERNEL = 2**28
 # Iterations after which Newton's method solves problems of up to so many entries: a step takes as long as a hundred
 # iterations.
 PATIENCE, LARGEST_NEWTON = 1000, 2**20
+# Entries of the cost of unbalanced images up to which the numba kernel is faster than products along the axes.
+LARGEST_UNBALANCED_GRID = 2**17
 UNCERTAIN = 1e-2  # share of their spread, from which an error of potentials is worth a warning
 LITTLE = 1e-5  # of epsilon: an error that does not count, where potentials hardly differ
 
@@ -251,7 +253,8 @@ def runs_on_kernel(problem: EntropicProblem, impl: str) -> bool:
             )
         return True
     matrices = problem.cost.batch_shape.numel()
-    if isinstance(problem.cost, GridCost) and len(problem.cost.cells) > 1 and n * m > LARGEST_NEWTON:
+    most = LARGEST_NEWTON if problem.marginal_penalty is None else LARGEST_UNBALANCED_GRID
+    if isinstance(problem.cost, GridCost) and len(problem.cost.cells) > 1 and n * m > most:
         able = False  # products along the axes are faster
     return impl == "auto" and able and n * m <= LARGEST_FOR_KERNEL and matrices * n * m <= MOST_FOR_KERNEL
 

@@ -1,0 +1,128 @@
+"""Maps from a source domain to a target domain, by optimal transport.
+
+    linear        x -> m_t + A (x - m_s),  A = S^(-1/2) (S^(1/2) T S^(1/2))^(1/2) S^(-1/2)
+
+with m_s, S and m_t, T the means and covariances: the optimal map between normal distributions (M. Knott, C. Smith, On
+the optimal mapping of distributions, 1984).
+
+    barycentric   x_i -> sum_j P_ij y_j / p_i
+
+with P an optimal plan for squared distances between the samples; other points move as the nearest sample does
+(S. Ferradans et al., Regularized discrete optimal transport, 2014). An entropic plan has a map of every point,
+
+    x -> sum_j w_j y_j,  w the softmax of (g_j - |x - y_j|^2) / epsilon
+
+with g its potential (A. Pooladian, J. Niles-Weed, Entropic estimation of optimal transport maps, 2021). The mean is the
+best place for squared distances only, so there is no other cost.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import ArrayLike
+from scipy.linalg import eigh
+from scipy.spatial import cKDTree
+from scipy.spatial.distance import cdist
+from scipy.special import softmax
+from sklearn.base import BaseEstimator, TransformerMixin
+from sklearn.utils.validation import check_array, check_is_fitted, validate_data
+
+from otloss._checks import check_positive
+from otloss.costs import PointCost
+from otloss.solvers.solve import solve
+
+METHODS = ("linear", "barycentric")
+
+
+class TransportAdapter(TransformerMixin, BaseEstimator):
+    """A transformer that moves samples of a source domain into a target domain.
+
+    Train a classifier on the transformed source samples, with their labels. Neither method sees labels: classes that
+    are more frequent in one domain are mapped onto others. The linear map is the safer one for few samples.
+
+    Args:
+        method: "linear", an affine map between means and covariances; "barycentric", by a plan between samples.
+        epsilon: for "barycentric": None for an exact plan, else as for `otloss.sinkhorn`.
+        ridge: for "linear": added to the variances, above 0, in squared units of the features.
+
+    Attributes:
+        matrix_, offset_: (d, d) and (d,), of "linear": x @ matrix_ + offset_.
+        samples_, mapped_: (n, d), of "barycentric" without epsilon: the samples of `fit` and where they move.
+        targets_, potential_: (m, d) and (m,), with epsilon: the samples of the target and their potential g.
+        n_features_in_: d.
+
+    Example:
+        >>> source, target = np.array([[0.0], [1.0], [2.0]]), np.array([[10.0], [14.0], [12.0]])
+        >>> TransportAdapter("linear").fit(source, target=target).transform([[0.5]]).round(3)
+        array([[11.]])
+        >>> TransportAdapter("barycentric").fit(source, target=target).transform([[0.0], [1.9]]).round(3)
+        array([[10. ],
+               [13.9]])
+    """
+
+    def __init__(self, method: str = "linear", *, epsilon: float | None = None, ridge: float = 1e-8) -> None:
+        self.method = method
+        self.epsilon = epsilon
+        self.ridge = ridge
+
+    def fit(self, X: ArrayLike, y: Any = None, *, target: ArrayLike) -> Self:
+        """Learn the map.
+
+        Args:
+            X: (n, d) samples of the source domain.
+            y: not used.
+            target: (m, d) samples of the target domain.
+
+        Raises:
+            ValueError: if a setting is not valid, or samples are not finite or differ in their number of features.
+        """
+        if self.method not in METHODS:
+            raise ValueError(f"method is {self.method!r}, expected one of {METHODS}.")
+        check_positive("ridge", self.ridge)
+        source = validate_data(self, X, dtype=np.float64)
+        other = check_array(target, dtype=np.float64, input_name="target")
+        if other.shape[1] != source.shape[1]:
+            raise ValueError(f"target has {other.shape[1]} features, expected {source.shape[1]}, as X.")
+        if self.method == "linear":
+            self.matrix_ = _affine(_covariance(source, self.ridge), _covariance(other, self.ridge))
+            self.offset_ = other.mean(0) - source.mean(0) @ self.matrix_
+            return self
+        z = torch.from_numpy(other)
+        answer = solve(None, None, PointCost(torch.from_numpy(source), z), epsilon=self.epsilon)
+        if self.epsilon is None:
+            self.samples_, self.mapped_ = source, answer.apply(z).numpy() * len(source)
+        else:
+            self.targets_, self.potential_ = other, answer.potentials[1].numpy()
+        return self
+
+    def transform(self, X: ArrayLike) -> np.ndarray:
+        """Return the samples (n, d), moved to the target domain.
+
+        Raises:
+            ValueError: if samples are not finite, or of another number of features.
+            sklearn.exceptions.NotFittedError: before `fit`.
+        """
+        check_is_fitted(self)
+        points: np.ndarray = validate_data(self, X, dtype=np.float64, reset=False)
+        if self.method == "linear":
+            return np.asarray(points @ self.matrix_ + self.offset_)
+        if self.epsilon is not None:
+            scores = (self.potential_ - cdist(points, self.targets_, "sqeuclidean")) / self.epsilon
+            return np.asarray(softmax(scores, 1) @ self.targets_)
+        _, nearest = cKDTree(self.samples_).query(points)
+        return np.asarray(points + (self.mapped_ - self.samples_)[nearest])
+
+
+def _covariance(samples: np.ndarray, ridge: float) -> np.ndarray:
+    centred = samples - samples.mean(0)
+    return np.asarray(centred.T @ centred / len(samples) + ridge * np.eye(samples.shape[1]))
+
+
+def _affine(source: np.ndarray, target: np.ndarray) -> np.ndarray:
+    values, vectors = eigh(source)
+    root, inverse = (vectors * values**power @ vectors.T for power in (0.5, -0.5))
+    inner, axes = eigh(root @ target @ root)
+    return np.asarray(inverse @ (axes * np.clip(inner, 0, None) ** 0.5 @ axes.T) @ inverse)

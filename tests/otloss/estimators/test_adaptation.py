@@ -1,0 +1,74 @@
+"""Maps between domains against POT's, in and out of sample, and the joint-distribution loss against a loop."""
+
+from __future__ import annotations
+
+import numpy as np
+import ot
+import pytest
+import torch
+from sklearn.base import clone
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
+
+from otloss.estimators import TransportAdapter
+from otloss.losses import jdot_loss
+
+RNG = np.random.default_rng(0)
+SOURCE = RNG.normal(size=(40, 3)) @ RNG.normal(size=(3, 3))
+TARGET = RNG.normal(size=(50, 3)) @ RNG.normal(size=(3, 3)) + [1.0, -2.0, 0.5]
+NEW = RNG.normal(size=(9, 3))
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs"),
+    [
+        (TransportAdapter(), ot.da.LinearTransport(reg=1e-8)),
+        (TransportAdapter("barycentric"), ot.da.EMDTransport()),
+        (TransportAdapter("barycentric", epsilon=1.0), ot.da.SinkhornTransport(reg_e=1.0, tol=1e-10, max_iter=10**5)),
+    ],
+    ids=["linear", "exact", "entropic"],
+)
+def test_maps_are_those_of_pot(mine: TransportAdapter, theirs: ot.da.BaseTransport) -> None:
+    fitted = clone(mine).fit(SOURCE, target=TARGET)
+    theirs.fit(Xs=SOURCE, Xt=TARGET)
+    for points in (SOURCE, NEW):
+        np.testing.assert_allclose(fitted.transform(points), theirs.transform(Xs=points), rtol=1e-5, atol=1e-6)
+    assert mine.get_params() == fitted.get_params()
+
+
+def test_linear_matches_moments_and_works_in_a_pipeline() -> None:
+    pipeline = make_pipeline(StandardScaler(), TransportAdapter())
+    moved = pipeline.fit_transform(SOURCE, transportadapter__target=TARGET)
+    np.testing.assert_allclose(moved.mean(0), TARGET.mean(0), atol=1e-9)
+    np.testing.assert_allclose(np.cov(moved.T, bias=True), np.cov(TARGET.T, bias=True), atol=1e-6)
+
+
+def test_messages() -> None:
+    with pytest.raises(ValueError, match="method is 'nonlinear'"):
+        TransportAdapter("nonlinear").fit(SOURCE, target=TARGET)
+    with pytest.raises(ValueError, match="target has 2 features, expected 3"):
+        TransportAdapter().fit(SOURCE, target=TARGET[:, :2])
+    with pytest.raises(ValueError, match="labels hold 0 to 7, expected 0 to 1"):
+        jdot_loss(torch.ones(2, 1), torch.ones(2, 1), torch.tensor([0, 7]), torch.zeros(2, 2))
+    with pytest.raises(ValueError, match="without epsilon"):
+        jdot_loss(torch.ones(2, 1), torch.ones(2, 1), torch.tensor([0, 1]), torch.zeros(2, 2), marginal_penalty=1.0)
+
+
+def test_joint_loss_is_that_of_pot_on_a_loop() -> None:
+    generator = torch.Generator().manual_seed(1)
+    source, target = (torch.randn(n, 2, generator=generator, dtype=torch.float64) for n in (5, 7))
+    labels, logits = torch.tensor([0, 2, 1, 1, 0]), torch.randn(7, 3, generator=generator, dtype=torch.float64)
+    cost = np.zeros((5, 7))
+    for i, j in np.ndindex(5, 7):
+        away, chance = (source[i] - target[j]).square().sum(), torch.softmax(logits[j], 0)[labels[i]]
+        cost[i, j] = 0.3 * float(away) - 2.0 * float(chance.log())
+    weights = {"feature_weight": 0.3, "label_weight": 2.0}
+    found = jdot_loss(source, target, labels, logits, **weights)  # type: ignore[arg-type]
+    np.testing.assert_allclose(float(found), ot.emd2(ot.unif(5), ot.unif(7), cost), rtol=1e-9)
+    for options in ({}, {"epsilon": 0.5}, {"epsilon": 0.5, "marginal_penalty": 1.0}):
+        torch.autograd.gradcheck(
+            lambda s, t, z, o=options: jdot_loss(s, t, labels, z, **weights, **o),
+            [t.clone().requires_grad_() for t in (source, target, logits)],
+            rtol=1e-3,
+            atol=1e-5,
+        )
