@@ -1,0 +1,114 @@
+"""The pairs of docs/coming_from.md: both calls give the same number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import ot
+import pytest
+import torch
+from torch import Tensor
+
+import otloss
+from otloss.costs import PointCost
+from otloss.estimators import TransportAdapter
+
+GENERATOR = torch.Generator().manual_seed(0)
+X, Y = (torch.rand(n, 2, generator=GENERATOR, dtype=torch.float64) for n in (6, 8))
+P, Q = (torch.rand(n, generator=GENERATOR, dtype=torch.float64) + 0.1 for n in (6, 8))
+P, Q = P / P.sum(), Q / Q.sum()
+MORE = 1.5 * Q
+C = torch.cdist(X, Y) ** 2
+LINE_X, LINE_Y = X[:, 0], Y[:, 0]
+DIRECTIONS = torch.nn.functional.normalize(torch.randn(2, 20, generator=GENERATOR, dtype=torch.float64), dim=0)
+TIGHT = {"tolerance": 1e-11}
+PAIRS = {
+    "ot.emd2(p, q, C)": (lambda: ot.emd2(P, Q, C), lambda: otloss.emd(P, Q, C)),
+    "ot.emd(p, q, C)": (lambda: ot.emd(P, Q, C), lambda: otloss.solve(P, Q, C).plan()),
+    "ot.sinkhorn(p, q, C, reg)": (
+        lambda: ot.sinkhorn(P, Q, C, 0.1, stopThr=1e-12),
+        lambda: otloss.solve(P, Q, C, epsilon=0.1, **TIGHT).plan(),
+    ),
+    "ot.sinkhorn2(p, q, C, reg)": (
+        lambda: ot.sinkhorn2(P, Q, C, 0.1, stopThr=1e-12),
+        lambda: otloss.solve(P, Q, C, epsilon=0.1, **TIGHT).linear_cost,
+    ),
+    "ot.solve(C, p, q, reg=reg).value": (
+        lambda: ot.solve(C, P, Q, reg=0.1, tol=1e-12, max_iter=10**5).value,
+        lambda: otloss.sinkhorn(P, Q, C, epsilon=0.1, **TIGHT),
+    ),
+    "ot.unbalanced.sinkhorn_unbalanced(p, q, C, reg, reg_m)": (
+        lambda: ot.unbalanced.sinkhorn_unbalanced(P, MORE, C, 0.1, 0.5, stopThr=1e-13, numItermax=10**5),
+        lambda: otloss.solve(P, MORE, C, epsilon=0.1, marginal_penalty=0.5, **TIGHT).plan(),
+    ),
+    "ot.partial.partial_wasserstein2(p, q, C, m)": (
+        lambda: ot.partial.partial_wasserstein2(P, Q, C, 0.6),
+        lambda: otloss.emd(P, Q, C, mass=0.6),
+    ),
+    "ot.wasserstein_1d(x, y, p, q, p=order)": (
+        lambda: ot.wasserstein_1d(*(t.numpy() for t in (LINE_X, LINE_Y, P, Q)), p=2),
+        lambda: otloss.wasserstein_1d(P, Q, LINE_X, LINE_Y, order=2),
+    ),
+    "ot.emd2_1d(x, y, p, q)": (
+        lambda: ot.emd2_1d(*(t.numpy() for t in (LINE_X, LINE_Y, P, Q))),
+        lambda: otloss.wasserstein_1d(P, Q, LINE_X, LINE_Y, order=2),
+    ),
+    "ot.wasserstein_circle(x, y, p, q)": (
+        lambda: ot.wasserstein_circle(LINE_X, LINE_X, P, Q[:6] / Q[:6].sum()),
+        lambda: otloss.wasserstein_circular(P, Q[:6] / Q[:6].sum(), LINE_X, period=1),
+    ),
+    "ot.sliced_wasserstein_distance(x, y, projections=D)": (
+        lambda: ot.sliced_wasserstein_distance(X, Y, projections=DIRECTIONS),
+        lambda: otloss.sliced_wasserstein(X, Y, projections=DIRECTIONS.T).sqrt(),
+    ),
+    "ot.dist(x, y)": (lambda: ot.dist(X, Y), lambda: PointCost(X, Y).dense()),
+    "ot.da.LinearTransport().fit(Xs=x, Xt=y)": (
+        lambda: ot.da.LinearTransport().fit(Xs=X.numpy(), Xt=Y.numpy()).transform(Xs=X.numpy()),
+        lambda: TransportAdapter().fit(X, target=Y).transform(X),
+    ),
+}
+
+
+def geomloss(**options: object) -> Tensor:
+    samples = pytest.importorskip("geomloss").SamplesLoss("sinkhorn", scaling=0.99, **options)
+    value: Tensor = samples(X, Y)
+    return value
+
+
+GEOMLOSS = {
+    'SamplesLoss("sinkhorn", p=2, blur=b)(x, y)': (
+        lambda: geomloss(p=2, blur=0.3),
+        lambda: otloss.cloud_loss(X, Y, blur=0.3),
+    ),
+    'SamplesLoss("sinkhorn", p=2, blur=b, debias=False)(x, y)': (
+        lambda: geomloss(p=2, blur=0.3, debias=False),
+        lambda: otloss.sinkhorn(None, None, PointCost(X, Y), epsilon=2 * 0.3**2) / 2,
+    ),
+    'SamplesLoss("sinkhorn", p=1, blur=b)(x, y)': (
+        lambda: geomloss(p=1, blur=0.3),
+        lambda: otloss.cloud_loss(X, Y, metric="euclidean", blur=0.3),
+    ),
+    "SamplesLoss(..., reach=r)": (
+        lambda: geomloss(p=2, blur=0.3, reach=0.7),
+        lambda: otloss.sinkhorn_divergence(
+            None, None, PointCost(X, Y), epsilon=2 * 0.3**2, marginal_penalty=2 * 0.7**2
+        ) / 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("call", [*PAIRS, *GEOMLOSS])
+def test_both_calls_give_the_same(call: str) -> None:
+    page = (Path(__file__).parents[1] / "docs/coming_from.md").read_text(encoding="utf-8")
+    assert f"| `{call}`" in page
+    there, here = {**PAIRS, **GEOMLOSS}[call]
+    np.testing.assert_allclose(
+        np.asarray(here()), np.asarray(there()), rtol=1e-3 if call in GEOMLOSS else 1e-6, atol=1e-7
+    )
+
+
+def test_every_row_of_the_page_is_run() -> None:
+    page = (Path(__file__).parents[1] / "docs/coming_from.md").read_text(encoding="utf-8").partition("## OTT")[0]
+    rows = [line.split("` ")[0].removeprefix("| `") for line in page.splitlines() if line.startswith("| `")]
+    assert rows == [*PAIRS, *GEOMLOSS]
