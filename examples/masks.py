@@ -33,7 +33,7 @@ LOSSES = {
     "soft Dice": lambda z, y: wasserstein_dice(torch.stack([torch.zeros_like(z), z], 1), y.long(), COST),
     "both": lambda z, y: LOSSES["cross-entropy"](z, y) + LOSSES["soft Dice"](z, y),
     "both + transport": lambda z, y: (
-        LOSSES["both"](z, y) + 0.02 * mask_loss(z, y, epsilon=(z.shape[-1] / 16) ** 2, marginal_penalty=30.0)
+        LOSSES["both"](z, y) + 0.002 * mask_loss(z, y, epsilon=(z.shape[-1] / 16) ** 2, marginal_penalty=30.0)
     ),
 }
 

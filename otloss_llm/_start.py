@@ -1,8 +1,12 @@
-"""Start-up of the command line: Ctrl-C during the import of torch prints one line. Imported first, without torch."""
+"""Start-up of the command line, imported first, without torch: `--version` does not wait for it, which takes seconds,
+and Ctrl-C during its import prints one line.
+"""
 
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
 
@@ -25,4 +29,8 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
 
 
 if _is_command_line():
+    if sys.argv[1:] == ["--version"]:
+        with suppress(PackageNotFoundError):  # else the command prints it
+            print(f"otloss-llm {version('otloss')}")
+            sys.exit(0)
     sys.excepthook = _hook

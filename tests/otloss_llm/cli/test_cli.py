@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -242,6 +243,13 @@ def test_a_wrong_text_is_found_before_a_model_is_loaded(
     for text, said in (("nothing.txt", "no file"), ("blank.txt", "whitespace"), ("void", "holds no .txt")):
         given = {"model_name_or_path": tiny.llama, source: text} | rest
         assert said in cli(command, *options(**given)).error
+
+
+def test_version_does_not_import_torch() -> None:
+    command = [sys.executable, "-X", "importtime", "-m", "otloss_llm", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"otloss-llm {otloss_llm.__version__}\n"
+    assert "torch" not in done.stderr
 
 
 def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:
