@@ -1,4 +1,4 @@
-"""`python -m benchmarks [token_loss | scaling | numbers | solvers | gradients | boosting | first_calls]`: one, or all.
+"""`python -m benchmarks NAME`: token_loss, scaling, numbers, solvers, matching, gradients, boosting, first_calls, or all.
 
 ordinal and ordinal_loss (with packages of the extra "peers"), mathematics and word_similarity run only by name: ordinal
 and mathematics train for an hour and more.
@@ -13,7 +13,7 @@ from pathlib import Path
 from benchmarks.labels import BESIDE, find_data
 from benchmarks.measure import FOLDER, Settings
 
-BENCHMARKS = ("token_loss", "scaling", "numbers", "solvers", "gradients", "boosting", "first_calls")
+BENCHMARKS = ("token_loss", "scaling", "numbers", "solvers", "matching", "gradients", "boosting", "first_calls")
 BY_NAME = ("ordinal", "ordinal_loss", "mathematics", "word_similarity")
 
 

@@ -79,6 +79,12 @@ def test_solvers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.slow
+def test_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = run("matching", tmp_path, monkeypatch)
+    assert {row["case"].split()[0].strip(",") for row in kept} == {"match", "pair", "soft_rank", "lower_bound"}
+
+
+@pytest.mark.slow
 def test_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run("gradients", tmp_path, monkeypatch)
     page = (tmp_path / "gradients.md").read_text(encoding="utf-8")
