@@ -1,4 +1,5 @@
-"""`python -m benchmarks NAME`: token_loss, scaling, numbers, solvers, matching, gradients, boosting, first_calls, or all.
+"""`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, matching, gradients, boosting,
+first_calls, or all.
 
 ordinal and ordinal_loss (with packages of the extra "peers"), mathematics and word_similarity run only by name: ordinal
 and mathematics train for an hour and more.
