@@ -8,7 +8,9 @@ costs: a wrong pixel costs more the farther it lies from the digit. It is added 
 Data: scikit-learn's digits, enlarged and drawn as a change of brightness on patches of its photograph china.jpg, where
 buildings have edges as strong as those of the digits. A tenth of the patches show no digit.
 Measured on new patches with new digits: Dice and the 95 % Hausdorff distance in pixels (the diagonal where one of the
-masks is empty and the other is not), and the processor time of a step. RESULT
+masks is empty and the other is not), and the processor time of a step of ten patches.
+Result (three seeds, 32 x 32): cross-entropy alone is 0.17 and 31.6 px, soft Dice 0.50 and 8.4, both 0.53 and 7.5, with
+transport 0.52 and 7.5 in 61 ms a step against 8: no better masks here, and with ten times the weight one seed fails.
 
     python examples/masks.py            # figure and table
 """
@@ -31,9 +33,9 @@ COST = 1 - torch.eye(2)
 LOSSES = {
     "cross-entropy": lambda z, y: binary_cross_entropy_with_logits(z, y),
     "soft Dice": lambda z, y: wasserstein_dice(torch.stack([torch.zeros_like(z), z], 1), y.long(), COST),
-    "both": lambda z, y: LOSSES["cross-entropy"](z, y) + LOSSES["soft Dice"](z, y),
-    "both + transport": lambda z, y: (
-        LOSSES["both"](z, y) + 0.002 * mask_loss(z, y, epsilon=(z.shape[-1] / 16) ** 2, marginal_penalty=30.0)
+    "CE + Dice": lambda z, y: LOSSES["cross-entropy"](z, y) + LOSSES["soft Dice"](z, y),
+    "CE + Dice + transport": lambda z, y: (
+        LOSSES["CE + Dice"](z, y) + 0.002 * mask_loss(z, y, epsilon=(z.shape[-1] / 16) ** 2, marginal_penalty=30.0)
     ),
 }
 
@@ -121,11 +123,11 @@ def main(argv: list[str] | None = None) -> None:
         scores = f"{mean[0]:>8.3f} ± {spread[0]:.3f}{mean[1]:>14.2f} ± {spread[1]:.2f}"
         print(f"{name:<28}{scores}{np.median(table[:, 2]):>12.0f}")
         for row, k in enumerate(shown):
-            axes[row, column].imshow(found[0][1][k].sigmoid(), cmap="gray", vmin=0, vmax=1)
-            axes[row, column].contour(masks[k], [0.5], colors="tab:red", linewidths=0.8)
+            axes[row, column].imshow(found[0][1][k].sigmoid().numpy(), cmap="gray", vmin=0, vmax=1)
+            axes[row, column].contour(masks[k].numpy(), [0.5], colors="tab:red", linewidths=0.8)
         axes[0, column].set_title(name.replace(" + ", "\n+ "), fontsize=9)
     for row, k in enumerate(shown):
-        axes[row, 0].imshow(images[k, 0], cmap="gray")
+        axes[row, 0].imshow(images[k, 0].numpy(), cmap="gray")
     axes[0, 0].set_title("patch", fontsize=9)
     for panel in axes.flat:
         panel.set_xticks([])
