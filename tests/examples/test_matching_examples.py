@@ -10,7 +10,9 @@ import pytest
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
-@pytest.mark.parametrize(("name", "row"), [("ranking", "spearman_loss"), ("flow_matching", "paired")])
+@pytest.mark.parametrize(
+    ("name", "row"), [("set_prediction", "scipy loop"), ("ranking", "spearman_loss"), ("flow_matching", "paired")]
+)
 def test_example(name: str, row: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("matplotlib").use("agg")
     runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](["--quick", "--output", str(tmp_path)])

@@ -1,0 +1,153 @@
+"""Predict a set of digits: two to four of them on a canvas, by matching predictions with targets.
+
+A network makes nine predictions, each with a class (a digit or nothing) and a position. Its loss is the least over all
+ways to match targets with predictions,
+
+    prediction i as target j: -log p_i(class j) + 5 |position i - position j|_1,    unmatched: -0.2 log p_i(nothing)
+
+by `set_loss`, hard or with epsilon; by the same loss in a loop over scipy's `linear_sum_assignment`, as in the code of
+DETR; and with targets in a fixed order (row by row), the k-th for the k-th prediction.
+
+Data: the 8 x 8 digits of scikit-learn at random places of a canvas of 27 x 27; 1,200 digits for training, others for
+the test of 250 canvases. A prediction is right if its digit is, within 3 pixels of the place. Time is that of the
+processor, from the costs to the loss.
+
+Result (400 steps, one seed): entropic transport learns faster, F1 0.89; hard matching 0.45, the same to the last digit
+by scipy, in 2.2 ms a batch where `set_loss` takes 1.1. Entropic
+transport takes 6 ms. A fixed order finds 0.11.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from pathlib import Path
+
+import torch
+from scipy.optimize import linear_sum_assignment
+from sklearn.datasets import load_digits
+from torch import Tensor, nn
+
+from otloss.losses import set_loss
+
+QUERIES, CLASSES, NOTHING, SIDE, BATCH = 9, 11, 10, 27, 64
+
+
+def canvases(count: int, images: Tensor, labels: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return pictures, digits and places (count, 4) row by row, and how many there are of them."""
+    generator = torch.Generator().manual_seed(seed)
+    pictures, numbers = torch.zeros(count, SIDE, SIDE), torch.randint(2, 5, (count,), generator=generator)
+    digits, places = torch.zeros(count, 4, dtype=torch.long), torch.zeros(count, 4, 2)
+    for k in range(count):
+        cells = torch.randperm(9, generator=generator)[: numbers[k]].sort().values
+        for j, cell in enumerate(cells.tolist()):
+            which = int(torch.randint(len(images), (1,), generator=generator))
+            top, left = (9 * c + int(torch.randint(2, (1,), generator=generator)) for c in divmod(cell, 3))
+            pictures[k, top : top + 8, left : left + 8] = images[which]
+            digits[k, j], places[k, j] = labels[which], torch.tensor([top + 4.0, left + 4.0]) / SIDE
+    return pictures.unsqueeze(1), digits, places, numbers
+
+
+def by_scipy(cost: Tensor, unmatched: Tensor, sizes: Tensor) -> Tensor:
+    total = unmatched.sum()
+    for c, u, (_, m) in zip(cost, unmatched, sizes.tolist(), strict=True):
+        gain = c[:, :m] - u[:, None]
+        total = total + gain[linear_sum_assignment(gain.detach().numpy())].sum()
+    return total / len(cost)
+
+
+def in_order(cost: Tensor, unmatched: Tensor, sizes: Tensor) -> Tensor:
+    gain = (cost - unmatched.unsqueeze(-1)).diagonal(dim1=-2, dim2=-1)
+    return (unmatched.sum(-1) + (gain * (torch.arange(4) < sizes[:, 1:])).sum(-1)).mean()
+
+
+LOSSES = {
+    "set_loss": lambda c, u, s: set_loss(c, u, sizes=s), "scipy loop": by_scipy,
+    "set_loss, epsilon 0.5": lambda c, u, s: set_loss(c, u, sizes=s, epsilon=0.5), "fixed order": in_order,
+}  # fmt: skip
+
+
+class Detector(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(nn.Conv2d(1, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3),
+                                      nn.Conv2d(32, 64, 3, padding=1), nn.ReLU(), nn.MaxPool2d(3))  # fmt: skip
+        self.query = nn.Parameter(0.1 * torch.randn(QUERIES, 64))
+        self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, CLASSES + 2))
+
+    def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
+        seen = self.features(pictures).flatten(2).mT
+        found = self.head(torch.cat([seen, self.query.expand_as(seen)], -1))
+        return found[..., :CLASSES].log_softmax(-1), found[..., CLASSES:].sigmoid()
+
+
+@torch.no_grad()
+def f1(model: nn.Module, test: tuple[Tensor, ...]) -> float:
+    (logs, at), digits, places, numbers = model(test[0]), *test[1:]
+    best = logs.argmax(-1)
+    near = (torch.cdist(at, places) * SIDE <= 3) & (best.unsqueeze(-1) == digits.unsqueeze(-2))
+    near &= (torch.arange(4) < numbers[:, None])[:, None]
+    matched = [pairs[linear_sum_assignment(pairs, maximize=True)].sum() for pairs in near.numpy()]  # each counts once
+    return 2 * int(sum(matched)) / int((best != NOTHING).sum() + numbers.sum())
+
+
+def train(name: str, seed: int, data: tuple[Tensor, ...], test: tuple[Tensor, ...], steps: int) -> tuple[Tensor, float]:
+    """Return F1 over the training, and the milliseconds of the loss per step."""
+    torch.manual_seed(seed)
+    model = Detector()
+    optimizer = torch.optim.Adam(model.parameters(), 3e-3)
+    curve, spent = [], 0.0
+    for step in range(steps + 1):
+        if step % (steps // 5) == 0:
+            curve.append(f1(model, test))
+        picked = torch.randint(len(data[0]), (BATCH,))
+        (logs, at), digits, places, numbers = model(data[0][picked]), *(part[picked] for part in data[1:])
+        wanted = logs.gather(-1, digits.unsqueeze(1).expand(-1, QUERIES, -1))  # (batch, queries, 4)
+        cost = 5 * torch.cdist(at, places, p=1) - wanted
+        sizes = torch.stack([torch.full_like(numbers, QUERIES), numbers], -1)
+        start = time.process_time()
+        loss = LOSSES[name](cost, -0.2 * logs[..., NOTHING], sizes)
+        spent += (time.process_time() - start) * (step > 0)  # the first step loads the kernel
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return torch.tensor(curve), 1000 * spent / steps
+
+
+def draw(curves: dict[str, Tensor], times: dict[str, float], steps: int, folder: Path) -> None:
+    from matplotlib import pyplot as plt
+
+    figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.2), layout="constrained")
+    for k, (name, values) in enumerate(curves.items()):  # (seeds, times)
+        at = torch.linspace(0, steps, values.shape[1])
+        left.plot(at, values.mean(0), "--" if name == "scipy loop" else "-", color=f"C{k}", label=name)
+        right.barh(name, times[name], color=f"C{k}")
+    left.set(xlabel="training steps", ylabel="F1 of digits found, test canvases", title="Test F1 over the training")
+    _ = left.legend(frameon=False), right.invert_yaxis()
+    right.set(xlabel=f"milliseconds per batch of {BATCH} canvases", title="Time of matching, from costs to the loss")
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "set_prediction.png", dpi=110)
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="a few steps and one seed")
+    parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
+    options = parser.parse_args(argv)
+    images, labels = torch.tensor(load_digits().images / 16).float(), torch.tensor(load_digits().target)
+    steps, seeds, size = (5, 1, 40) if options.quick else (400, 1, 2000)
+    data = canvases(size, images[:1200], labels[:1200], seed=0)
+    test = canvases(size // 8, images[1200:], labels[1200:], seed=1)
+    print(f"F1 on test canvases after {steps} steps, mean ± deviation over {seeds} seed(s); time of a batch of {BATCH}")
+    curves, times = {}, {}
+    for name in LOSSES:
+        runs = [train(name, seed, data, test, steps) for seed in range(seeds)]
+        curves[name], times[name] = torch.stack([curve for curve, _ in runs]), min(ms for _, ms in runs)
+        print(
+            f"{name:24s}{curves[name][:, -1].mean():8.3f} ± {curves[name][:, -1].std(correction=0):.3f}{times[name]:9.2f} ms"
+        )
+    draw(curves, times, steps, options.output)
+
+
+if __name__ == "__main__":
+    main()
