@@ -123,7 +123,8 @@ def draw(curves: dict[str, Tensor], times: dict[str, float], steps: int, folder:
         left.plot(at, values.mean(0), "--" if name == "scipy loop" else "-", color=f"C{k}", label=name)
         right.barh(name, times[name], color=f"C{k}")
     left.set(xlabel="training steps", ylabel="F1 of digits found, test canvases", title="Test F1 over the training")
-    _ = left.legend(frameon=False), right.invert_yaxis()
+    left.legend(frameon=False)
+    right.invert_yaxis()
     right.set(xlabel=f"milliseconds per batch of {BATCH} canvases", title="Time of matching, from costs to the loss")
     folder.mkdir(parents=True, exist_ok=True)
     figure.savefig(folder / "set_prediction.png", dpi=110)
@@ -143,9 +144,8 @@ def main(argv: list[str] | None = None) -> None:
     for name in LOSSES:
         runs = [train(name, seed, data, test, steps) for seed in range(seeds)]
         curves[name], times[name] = torch.stack([curve for curve, _ in runs]), min(ms for _, ms in runs)
-        print(
-            f"{name:24s}{curves[name][:, -1].mean():8.3f} ± {curves[name][:, -1].std(correction=0):.3f}{times[name]:9.2f} ms"
-        )
+        last = curves[name][:, -1]
+        print(f"{name:24s}{last.mean():8.3f} ± {last.std(correction=0):.3f}{times[name]:10.2f} ms")
     draw(curves, times, steps, options.output)
 
 
