@@ -126,9 +126,9 @@ def main(arguments: list[str] | None = None) -> dict[tuple[str, str], Curve]:
     curves = {}
     for library, curve in (("XGBoost", xgboost_curve), ("LightGBM", lightgbm_curve)):
         for objective in (CE, RPS):
-            start = time.perf_counter()
+            start = time.process_time()
             mean, deviation = curves[library, objective] = curve(X, y, folds, objective, 10 if options.quick else 500)
-            best, seconds = int(mean.argmin()), time.perf_counter() - start
+            best, seconds = int(mean.argmin()), time.process_time() - start
             print(f"{library:10}{objective:26}{mean[best]:8.4f} ±{deviation[best]:.4f}{best + 1:7}{seconds:9.1f}")
     draw(options.output / "boosting.png", curves)
     return curves

@@ -11,8 +11,10 @@ from torch import Tensor
 
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
-from otloss.losses import ordinal_loss
+from otloss.losses import document_distance, ordinal_loss
+from otloss.losses.documents import document_search
 from otloss.solvers.exact import emd
+from otloss.solvers.gromov import fused_gromov
 from otloss.solvers.line import cdf_distance, wasserstein_1d
 from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein
@@ -33,7 +35,7 @@ def warm_up(*names: str, dtypes: Iterable[torch.dtype] = (torch.float32, torch.f
 
     Args:
         names: some of "emd", "sinkhorn", "solve", "sinkhorn_divergence", "wasserstein_1d", "cdf_distance",
-            "sliced_wasserstein", "ordinal_loss" and "boosting"; none for all.
+            "sliced_wasserstein", "ordinal_loss", "boosting", "documents" and "fused_gromov"; none for all.
         dtypes: torch.float32, torch.float64 or both.
 
     Raises:
@@ -142,6 +144,17 @@ class _Labels:
         return None
 
 
+def _documents(dtype: torch.dtype) -> None:
+    vectors, ids = _points(8, dtype).detach(), torch.arange(8, device="cpu")
+    document_distance(None, None, vectors, ids_p=ids, ids_q=ids[:5])
+    document_search(torch.ones(8, device="cpu"), 1 + torch.eye(8, device="cpu"), vectors, k=1)
+
+
+def _fused_gromov(dtype: torch.dtype) -> None:
+    distances = torch.cdist(_points(8, dtype).detach(), _points(8, dtype).detach())
+    fused_gromov(distances, distances, distances)
+
+
 _EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {
     "emd": _emd,
     "sinkhorn": _sinkhorn,
@@ -152,4 +165,6 @@ _EXAMPLES: dict[str, Callable[[torch.dtype], None]] = {
     "sliced_wasserstein": _sliced,
     "ordinal_loss": _ordinal,
     "boosting": _boosting,
+    "documents": _documents,
+    "fused_gromov": _fused_gromov,
 }
