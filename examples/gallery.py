@@ -17,7 +17,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,9 +82,10 @@ class Run:
         self.folder.mkdir(parents=True)
         command = [sys.executable, str(self.script), "--output", str(self.folder), *["--quick"] * quick]
         environment = {**os.environ, "MPLBACKEND": "agg", "PYTHONIOENCODING": "utf-8"}
-        started = time.perf_counter()
+        before = os.times()
         ended = subprocess.run(command, capture_output=True, text=True, encoding="utf-8", env=environment)
-        seconds = time.perf_counter() - started
+        after = os.times()
+        seconds = after.children_user - before.children_user + after.children_system - before.children_system
         (self.folder / "printed.txt").write_text(ended.stdout, encoding="utf-8")
         (self.folder / "errors.txt").write_text(ended.stderr, encoding="utf-8")
         if ended.returncode == 0:
@@ -105,19 +105,20 @@ def section(run: Run, figures: Path) -> str:
         with Image.open(run.figure) as image:  # a palette takes a third of the space
             image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(figures / run.figure.name, optimize=True)
         lines.insert(2, f"![{run.name}]({figures.name}/{run.figure.name})")
-    return "\n\n".join([*lines, f"```text\n{run.read('printed.txt').rstrip()}\n```"])
+    printed = run.read("printed.txt").rstrip()
+    return "\n\n".join([*lines, *[f"```text\n{printed}\n```"] * bool(printed)])
 
 
 def page(runs: list[Run], figures: Path) -> str:
-    total = sum(int(run.read("seconds.txt")) for run in runs)
-    rows = ["| example | to reach | result | peer | seconds |", "|---|---|---|---|---|"]
+    total = sum(float(run.read("seconds.txt").strip("-") or 0) for run in runs)
+    rows = ["| example | to reach | result | peer | processor seconds |", "|---|---|---|---|---|"]
     for run in runs:
         goal, peer = GOALS.get(run.name, ("", ""))
         rows.append(f"| [{run.name}](#{run.name}) | {goal} | {run.result} | {peer} | {run.read('seconds.txt')} |")
     top = (
         "# Gallery\n\nEach example is one script on real data, beside what one would use otherwise. `make gallery` "
-        f"runs all of them (here {total // 60} minutes on {os.cpu_count()} cores) and writes this page. The demo of "
-        "language models is `make demo`, see the [README](../README.md)."
+        f"runs all of them ({total / 60:.0f} minutes of one core here) and writes this page. The demo of language "
+        "models is `make demo`, see the [README](../README.md)."
     )
     return "\n\n".join([top, "\n".join(rows), *(section(run, figures) for run in runs)]) + "\n"
 
