@@ -110,15 +110,13 @@ def section(run: Run, figures: Path) -> str:
 
 
 def page(runs: list[Run], figures: Path) -> str:
-    total = sum(float(run.read("seconds.txt").strip("-") or 0) for run in runs)
     rows = ["| example | to reach | result | peer | processor seconds |", "|---|---|---|---|---|"]
     for run in runs:
         goal, peer = GOALS.get(run.name, ("", ""))
         rows.append(f"| [{run.name}](#{run.name}) | {goal} | {run.result} | {peer} | {run.read('seconds.txt')} |")
     top = (
         "# Gallery\n\nEach example is one script on real data, beside what one would use otherwise. `make gallery` "
-        f"runs all of them ({total / 60:.0f} minutes of one core here) and writes this page. The demo of language "
-        "models is `make demo`, see the [README](../README.md)."
+        "runs all and writes this page. The demo of language models is `make demo`, see the [README](../README.md)."
     )
     return "\n\n".join([top, "\n".join(rows), *(section(run, figures) for run in runs)]) + "\n"
 

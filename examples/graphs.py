@@ -101,6 +101,7 @@ def draw(path: Path, times: dict[str, float], scores: dict[str, np.ndarray]) -> 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", width_ratios=[1, 1.4])
     axes[0].bar_label(axes[0].bar(list(times), list(times.values()), color=["C0", "0.7", "C0"], width=0.6), fmt="%.3g")
     axes[0].set(ylabel="processor time of a pair of nodes (µs)", title="characters of Les Misérables")
+    axes[0].margins(y=0.12)
     for (name, found), colour, shift in zip(scores.items(), ("0.5", "C0", "C1"), (-0.15, 0, 0.15), strict=False):
         mean, error = found.mean(0), found.std(0) / len(found) ** 0.5
         axes[1].errorbar(np.array(NEIGHBOURS) + shift, mean, error, fmt="o-", capsize=3, color=colour, label=name)
