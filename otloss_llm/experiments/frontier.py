@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.interpolate import PchipInterpolator
 from scipy.stats import t as student_t
 
 GRID = 64  # points of the range over which a mean difference is taken
@@ -49,9 +50,15 @@ class Frontier:
         return forward[kept], reverse[kept]
 
     def at(self, forward: float | np.ndarray) -> np.ndarray:
-        """Return the reverse divergence at these forward ones, between points linearly; NaN outside of the curve."""
+        """Return the reverse divergence at these forward ones; NaN outside of the curve.
+
+        The curve between its points is a monotone cubic. A line would lie above a convex curve, by more the farther its
+        points are apart, and the arms have their points at different places.
+        """
         x, y = self.efficient()
-        return np.interp(forward, x, y, left=np.nan, right=np.nan)
+        if len(x) < 2:
+            return np.where(np.asarray(forward) == x[0], y[0], np.nan)
+        return np.asarray(PchipInterpolator(x, y, extrapolate=False)(forward))
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from otloss_llm.experiments.frontier import Difference, Frontier, at_equal_recal
 from otloss_llm.training.folders import write_json, write_text
 
 Frontiers = Mapping[str, Sequence[Frontier]]
+_Label = tuple[float, float, str, str]  # x, y, text, color
 
 
 def frontiers_of(results: dict[str, Any]) -> dict[str, list[Frontier]]:
@@ -146,22 +147,21 @@ def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
     """Return a matplotlib figure: the curves, and how far each lies from the baseline's at equal recall."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(12.0, 5.2), layout="constrained")
+    figure = Figure(figsize=(12.5, 5.2), layout="constrained")
     left, right = figure.subplots(1, 2)
     other = frontiers[baseline]
     low = min(curve.efficient()[0][0] for curve in other)
     high = max(curve.efficient()[0][-1] for curve in other)
     grid = np.linspace(low, high, 60)
+    ends: list[_Label] = []
     for number, (arm, curves) in enumerate(frontiers.items()):
         color = f"C{number % 10}" if arm != baseline else "black"
         forward, reverse = (np.mean([getattr(c, name) for c in curves], 0) for name in ("forward", "reverse"))
-        left.plot(forward, reverse, "o-", color=color, ms=3, lw=1.2)
-        left.annotate(
-            arm, (forward[-1], reverse[-1]), xytext=(3, 0), textcoords="offset points", fontsize=8, color=color
-        )
+        left.plot(forward, reverse, "o-", color=color, ms=3, lw=1.2, label=arm)
         for temperature, x, y in zip(curves[0].temperatures, forward, reverse, strict=True):
             if arm == baseline:
-                left.annotate(f"T={temperature:g}", (x, y), xytext=(4, 4), textcoords="offset points", fontsize=7)
+                place = {"xytext": (-4, -3), "textcoords": "offset points", "ha": "right", "fontsize": 7}
+                left.annotate(f"T={temperature:g}", (x, y), **place)
         apart = np.array([c.at(grid) - o.at(grid) for c, o in zip(curves, other, strict=True)])
         mean = apart.mean(0)
         right.plot(grid, mean, color=color, lw=1.2)
@@ -170,18 +170,27 @@ def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
             right.fill_between(grid, mean - half, mean + half, color=color, alpha=0.12, lw=0)
         shown = np.flatnonzero(np.isfinite(mean))
         if len(shown):
-            end = shown[-1]
-            right.annotate(
-                arm, (grid[end], mean[end]), xytext=(3, 0), textcoords="offset points", fontsize=8, color=color
-            )
+            ends.append((grid[shown[-1]], mean[shown[-1]], arm, color))
+    left.margins(x=0.15)
+    left.legend(fontsize=8, frameon=False)
+    right.set_xlim(low - 0.02 * (high - low), high + 0.25 * (high - low))
+    _label(right, ends)
     left.set_xlabel("KL(source ‖ model), nats per token\n← misses less of the source")
     left.set_ylabel("KL(model ‖ source), nats per token\n← writes less that the source would not")
-    left.set_title("Each curve: one objective, over sampling temperatures")
-    right.axhline(0, color="black", lw=0.8)
+    left.set_title("Each curve: one objective, over sampling temperatures T")
     right.set_xlabel("KL(source ‖ model), nats per token")
     right.set_ylabel(f"KL(model ‖ source) minus that of {baseline}\n← better than {baseline} at the same recall")
     right.set_title("Difference at equal recall (band: 1 standard deviation over seeds)")
     return figure
+
+
+def _label(axes: Any, ends: Sequence[_Label]) -> None:
+    """Write the names beside the ends of their curves, moved apart vertically where they would overlap."""
+    low, high = axes.get_ylim()
+    gap, last = 0.04 * (high - low), -math.inf
+    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
+        last = max(y, last + gap)
+        axes.annotate(text, (x, last), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=color)
 
 
 def _mean(values: Sequence[float]) -> str:

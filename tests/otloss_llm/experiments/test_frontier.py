@@ -20,8 +20,17 @@ def test_points_that_another_beats_are_left_out() -> None:
     forward, reverse = curve.efficient()
     assert forward.tolist() == [0.9, 1.0, 1.5]
     assert reverse.tolist() == [3.0, 2.0, 1.0]
-    assert curve.at(1.25) == pytest.approx(1.5)
+    assert 1.0 < curve.at(1.25) < 2.0
     assert np.isnan(curve.at(np.array([0.8, 1.6]))).all()
+
+
+def test_curves_with_points_at_different_places_are_compared_without_bias() -> None:
+    """A line between points of a convex curve lies above it."""
+    x = np.linspace(0.7, 1.0, 7)
+    curve = _frontier(list(x), list(0.6 + 0.1 / x**6))
+    between = (x[1:] + x[:-1]) / 2
+    lines = (np.array(curve.reverse)[1:] + np.array(curve.reverse)[:-1]) / 2 - (0.6 + 0.1 / between**6)
+    assert np.abs(curve.at(between) - (0.6 + 0.1 / between**6)).max() < 0.3 * lines.max()
 
 
 def test_a_shift_is_found_with_its_interval() -> None:
