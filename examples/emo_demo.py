@@ -85,7 +85,7 @@ def main() -> None:
 
     print("Students of the source, with each objective from one start.", flush=True)
     oracle = Oracle(
-        source=str(source), arms=ARMS, seeds=tuple(range(options.seeds)), temperatures=(1.1, 1.0, 0.9, 0.8, 0.7),
+        source=str(source), arms=ARMS, seeds=tuple(range(options.seeds)), temperatures=(1.0, 0.9, 0.8, 0.7, 0.6),
         length=64, start_steps=scaled(400), start_batch=16, steps=scaled(200), batch=16, texts=scaled(256, 20),
     )  # fmt: skip
     results = run_oracle(oracle, options.output / "compare", training_arguments=training_arguments)

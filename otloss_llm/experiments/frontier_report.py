@@ -173,7 +173,7 @@ def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
             ends.append((grid[shown[-1]], mean[shown[-1]], arm, color))
     left.margins(x=0.15)
     left.legend(fontsize=8, frameon=False)
-    right.set_xlim(low - 0.02 * (high - low), high + 0.25 * (high - low))
+    right.set_xlim(low - 0.02 * (high - low), high + 0.3 * (high - low))
     _label(right, ends)
     left.set_xlabel("KL(source ‖ model), nats per token\n← misses less of the source")
     left.set_ylabel("KL(model ‖ source), nats per token\n← writes less that the source would not")
