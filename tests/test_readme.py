@@ -51,9 +51,10 @@ def test_a_block_runs(
         pytest.importorskip("accelerate")
     if "SFTTrainer" in block:
         namespace = names_for_trainers(tmp_path)
-        # TRL is not installed for tests; its trainer is a subclass of this one.
+        # With these small blocks; training/test_trl.py has TRL itself, which wants a dataset of its own kind.
         trl = types.ModuleType("trl")
         trl.SFTTrainer = transformers.Trainer  # type: ignore[attr-defined]
+        trl.SFTConfig = transformers.TrainingArguments  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, "trl", trl)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the libraries
