@@ -49,16 +49,28 @@ class Frontier:
         kept[1:] = reverse[1:] < best[:-1]
         return forward[kept], reverse[kept]
 
+    @property
+    def ends(self) -> tuple[float, float]:
+        """The range of forward divergences in which `at` is known.
+
+        It has no upper end if a lower temperature than that of the least reverse divergence was measured: then cooling
+        further gains nothing, and the least one is the best at any larger forward divergence too.
+        """
+        x, _ = self.efficient()
+        coldest = self.forward[int(np.argmin(self.temperatures))]
+        return float(x[0]), float(x[-1]) if coldest == x[-1] else math.inf
+
     def at(self, forward: float | np.ndarray) -> np.ndarray:
-        """Return the reverse divergence at these forward ones; NaN outside of the curve.
+        """Return the least reverse divergence with at most these forward ones; NaN outside of `ends`.
 
         The curve between its points is a monotone cubic. A line would lie above a convex curve, by more the farther its
         points are apart, and the arms have their points at different places.
         """
         x, y = self.efficient()
-        if len(x) < 2:
-            return np.where(np.asarray(forward) == x[0], y[0], np.nan)
-        return np.asarray(PchipInterpolator(x, y, extrapolate=False)(forward))
+        low, high = self.ends
+        at = np.asarray(forward, dtype=float)
+        found = np.asarray(PchipInterpolator(x, y)(at.clip(x[0], x[-1]))) if len(x) > 1 else np.full_like(at, y[0])
+        return np.where((at >= low) & (at <= high), found, np.nan)
 
 
 @dataclass(frozen=True)
@@ -98,12 +110,13 @@ def over_range(arm: Sequence[Frontier], other: Sequence[Frontier]) -> Difference
     found, shares = [], []
     for a, b in _paired(arm, other):
         (x, _), (y, _) = a.efficient(), b.efficient()
-        low, high = max(x[0], y[0]), min(x[-1], y[-1])
+        last = max(x[-1], y[-1])
+        low, high = max(x[0], y[0]), min(a.ends[1], b.ends[1], last)
         if not low < high:
             continue
         grid = np.linspace(low, high, GRID)
         found.append(float(np.trapezoid(a.at(grid) - b.at(grid), grid) / (high - low)))
-        shares.append((high - low) / (max(x[-1], y[-1]) - min(x[0], y[0])))
+        shares.append((high - low) / (last - min(x[0], y[0])))
     return _difference(found, share=statistics.fmean(shares) if shares else 1.0)
 
 

@@ -29,10 +29,10 @@ NOTES = """\
   KL(student ‖ source), *reverse*, what the student writes that the source would not (precision). Both are in nats per
   token, exact up to the sampling of {texts} texts; standard errors at T = 1: forward {forward_error:.3f}, reverse
   {reverse_error:.3f}. All arms of a seed share start, batches and random numbers.
-- An arm is one training; sampling temperatures make a curve of it. *At the recall of {baseline} at T*: the reverse KL
-  of the arm minus that of {baseline}, where both have the same forward KL. Below 0 the arm is better. In brackets a
-  95 % interval over {seeds} seeds (Student's t); in bold where it leaves out 0. *Mean over the shared range*: the area
-  between the two curves over the width of the range that both cover.
+- An arm is one training; sampling temperatures make a curve of it. *At the recall of {baseline} at T*: the least
+  reverse KL of the arm minus that of {baseline}, where both have at most this forward KL. Below 0 the arm is better. In
+  brackets a 95 % interval over {seeds} seeds (Student's t); in bold where it leaves out 0. *Mean over the shared
+  range*: the area between the two curves over the width of the range that both cover.
 - *MAUVE* at T = 1 with features of the source; two samples of the source itself have {ceiling:.3f}. It is noisy: the
   standard deviation over k-means seeds is some {mauve_spread:.3f}.
 """
@@ -88,13 +88,11 @@ def _by_arm(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
 
 
 def levels_of(baseline: Sequence[Frontier]) -> dict[float, float]:
-    """Return the mean forward divergence of the baseline at each temperature at which its curve is efficient."""
-    means: dict[float, float] = {}
-    for k, temperature in enumerate(baseline[0].temperatures):
-        forward = [curve.forward[k] for curve in baseline]
-        if all(curve.forward[k] in curve.efficient()[0] for curve in baseline):
-            means[temperature] = statistics.fmean(forward)
-    return means
+    """Return the mean forward divergence of the baseline at its temperature of the best recall and all lower ones."""
+    temperatures = baseline[0].temperatures
+    means = [statistics.fmean(curve.forward[k] for curve in baseline) for k in range(len(temperatures))]
+    best = temperatures[int(np.argmin(means))]
+    return {t: mean for t, mean in zip(temperatures, means, strict=True) if t <= best}
 
 
 def frontier_table(results: dict[str, Any], baseline: str = "mle") -> str:
@@ -125,22 +123,31 @@ def frontier_table(results: dict[str, Any], baseline: str = "mle") -> str:
 
 
 def conclusions(frontiers: Frontiers, baseline: str = "mle") -> list[str]:
-    """Return a sentence for each arm and level of recall at which it differs from the baseline beyond the interval."""
+    """Return a sentence for each arm, and each level of recall, that differs from the baseline beyond the interval."""
     other = frontiers[baseline]
     said = []
     for arm, curves in frontiers.items():
         if arm == baseline:
             continue
-        for temperature, level in levels_of(other).items():
-            found = at_equal_recall(curves, other, level)
-            if found is not None and found.is_real:
-                side = "nearer to" if found.mean < 0 else "farther from"
-                said.append(
-                    f"At the recall of {baseline} at T = {temperature:g}, {arm} writes {abs(found.mean):.3f} nats per "
-                    f"token {side} the source (95 % interval {abs(found.high if found.mean < 0 else found.low):.3f} to "
-                    f"{abs(found.low if found.mean < 0 else found.high):.3f}, {found.seeds} seeds)."
-                )
+        everywhere = over_range(curves, other)
+        places = {"On average over the range of recall that both cover": everywhere}
+        least = min(min(curve.forward) for curve in curves)
+        levels = levels_of(other)
+        for temperature, level in levels.items():
+            places[f"At the recall of {baseline} at T = {temperature:g}"] = at_equal_recall(curves, other, level)
+        missed = [f"{temperature:g}" for temperature, level in levels.items() if level < least]
+        if missed:
+            said.append(f"{arm} does not reach the recall of {baseline} at T = {', '.join(missed)}.")
+        said += [f"{place}, {arm} {_sentence(found)}" for place, found in places.items() if found and found.is_real]
     return said or ["No difference is beyond its 95 % interval."]
+
+
+def _sentence(found: Difference) -> str:
+    low, high = sorted((abs(found.low), abs(found.high)))
+    return (
+        f"writes {abs(found.mean):.3f} nats per token {'nearer to' if found.mean < 0 else 'farther from'} the source "
+        f"(95 % interval {low:.3f} to {high:.3f}, {found.seeds} seeds)."
+    )
 
 
 def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
@@ -151,8 +158,9 @@ def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
     left, right = figure.subplots(1, 2)
     other = frontiers[baseline]
     low = min(curve.efficient()[0][0] for curve in other)
-    high = max(curve.efficient()[0][-1] for curve in other)
-    grid = np.linspace(low, high, 60)
+    last = max(curve.efficient()[0][-1] for curves in frontiers.values() for curve in curves)
+    high = min(last, max(curve.ends[1] for curve in other))
+    grid = np.linspace(low, high, 100)
     ends: list[_Label] = []
     for number, (arm, curves) in enumerate(frontiers.items()):
         color = f"C{number % 10}" if arm != baseline else "black"
@@ -180,7 +188,7 @@ def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
     left.set_title("Each curve: one objective, over sampling temperatures T")
     right.set_xlabel("KL(source ‖ model), nats per token")
     right.set_ylabel(f"KL(model ‖ source) minus that of {baseline}\n← better than {baseline} at the same recall")
-    right.set_title("Difference at equal recall (band: 1 standard deviation over seeds)")
+    right.set_title("Difference at equal recall (band: deviation over seeds)")
     return figure
 
 

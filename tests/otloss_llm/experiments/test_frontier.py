@@ -12,7 +12,7 @@ from otloss_llm.experiments.frontier import Frontier, at_equal_recall, over_rang
 
 def _frontier(forward: list[float], reverse: list[float]) -> Frontier:
     zeros = [0.0] * len(forward)
-    return Frontier([1.0] * len(forward), forward, reverse, zeros, zeros)
+    return Frontier([1.0 - 0.1 * k for k in range(len(forward))], forward, reverse, zeros, zeros)
 
 
 def test_points_that_another_beats_are_left_out() -> None:
@@ -43,6 +43,19 @@ def test_a_shift_is_found_with_its_interval() -> None:
         assert found.high - found.mean == pytest.approx(4.302653 * 0.01 / math.sqrt(3), rel=1e-5)  # t table, 2 degrees
         assert found.is_real
         assert found.seeds == 3
+
+
+def test_a_curve_that_has_turned_is_known_at_all_lower_recalls() -> None:
+    """Its last temperature is worse in both, so none below is better: the best before it stays within reach."""
+    turned, falling = _frontier([1, 2, 3], [3, 1, 1.5]), _frontier([1, 2, 3], [3, 1.2, 0.8])
+    assert turned.ends == (1.0, math.inf)
+    assert falling.ends == (1.0, 3.0)
+    np.testing.assert_allclose(turned.at(np.array([0.5, 2.0, 9.0])), [np.nan, 1.0, 1.0])
+    found = over_range([falling], [turned])
+    assert found is not None
+    assert found.share == pytest.approx(1.0)
+    grid = np.linspace(1, 3, 64)
+    assert found.mean == pytest.approx(np.trapezoid(falling.at(grid) - turned.at(grid), grid) / 2)
 
 
 def test_curves_that_do_not_meet_are_not_compared() -> None:
