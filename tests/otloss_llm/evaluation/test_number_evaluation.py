@@ -380,4 +380,4 @@ def test_answers_that_cannot_be_given_are_counted(cli: Cli, tiny: Tiny, tmp_path
         ({"predictions_file": same, "output_file": same}, "name two files"),
     ):
         assert said in cli(*given, *options(**changes)).error
-    assert "--text, --questions, or both" in cli(*given[:-2]).error
+    assert "--text, --questions or --in_context" in cli(*given[:-2]).error
