@@ -92,7 +92,7 @@ def _weights_and_ids(name: str, weights: Any, ids: Any, embedding: Tensor) -> tu
     padding = ids < 0
     if weights is None:
         count = (~padding).sum(-1, keepdim=True)
-        return (~padding / count.clamp(min=1)).to(embedding.dtype), ids
+        return ((~padding).double() / count.clamp(min=1)).to(embedding.dtype), ids
     check_last_axis(name, check_floating(name, weights), ids.shape[-1])
     heavy = padding & (weights.detach() != 0)
     if heavy.any():

@@ -190,7 +190,7 @@ class _Cloud:
                 'out, or pass empty="zero" to count it as 0.'
             )
         if weights is None:
-            weights = (mask / mask.sum(-1, keepdim=True).clamp(min=1)).to(points.dtype)
+            weights = (mask.double() / mask.sum(-1, keepdim=True).clamp(min=1)).to(points.dtype)
         else:
             check_last_axis(name_w, check_floating(name_w, weights), points.shape[-2])
             weights = torch.where(mask, weights, 0.0)

@@ -84,10 +84,9 @@ def _extended(
 
 
 def _checked_mass(mass: Any, total_p: Tensor, total_q: Tensor) -> Tensor:
-    moved = (
-        check_floating("mass", mass) if isinstance(mass, Tensor) else torch.tensor(float(check_number("mass", mass)))
-    )
-    moved = moved.to(total_p)
+    is_tensor = isinstance(mass, Tensor)
+    given = check_floating("mass", mass) if is_tensor else float(check_number("mass", mass))
+    moved = given.to(total_p) if is_tensor else torch.as_tensor(given, dtype=total_p.dtype, device=total_p.device)
     least = torch.minimum(total_p.detach(), total_q.detach())
     bad = ~((moved.detach() >= 0) & (moved.detach() <= least * (1 + _ROUNDING)))
     if bad.any():

@@ -47,7 +47,7 @@ def test_values_against_linear_programs(dtype: torch.dtype) -> None:
     one_query = document_distance(None, None, embedding, ids_p=IDS_P[0], ids_q=IDS_Q)
     shares = spread((IDS_Q >= 0) / (IDS_Q >= 0).sum(1, keepdim=True).double(), IDS_Q)
     by_hand = [solved(np.array([1, 0, 0, 2, 0, 0]) / 3, share, embedding.numpy()) for share in shares]
-    np.testing.assert_allclose(one_query, by_hand, rtol=1e-7)
+    np.testing.assert_allclose(one_query, by_hand, rtol=1e-12)
 
 
 def test_gradients_against_finite_differences() -> None:

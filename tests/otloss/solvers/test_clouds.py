@@ -52,6 +52,14 @@ def test_blur_is_that_of_geomloss(metric: str, p: int, reach: float | None, rtol
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
+def test_equal_weights_have_the_precision_of_the_points() -> None:
+    x, y = drawn(7, 3), drawn(6, 3, seed=1)
+    equal = [torch.full((n,), 1 / n, dtype=torch.float64) for n in (7, 6)]
+    expected = otloss.emd(*equal, torch.cdist(x, y, compute_mode="donot_use_mm_for_euclid_dist").square())
+    for given in ((x, y), (x[None], y[None]), ([x], [y])):
+        torch.testing.assert_close(cloud_loss(*given, kind="emd").squeeze(), expected, rtol=1e-13, atol=0)
+
+
 def test_exact_values_and_gradients() -> None:
     x, y, a, b = drawn(3, 7, 2), drawn(3, 5, 2, seed=1), weights(3, 7), weights(3, 5, seed=6)
     expected = [ot.emd2(a[k], b[k], torch.cdist(x[k], y[k]).square()) for k in range(3)]
