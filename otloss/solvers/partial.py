@@ -84,9 +84,10 @@ def _extended(
 
 
 def _checked_mass(mass: Any, total_p: Tensor, total_q: Tensor) -> Tensor:
-    is_tensor = isinstance(mass, Tensor)
-    given = check_floating("mass", mass) if is_tensor else float(check_number("mass", mass))
-    moved = given.to(total_p) if is_tensor else torch.as_tensor(given, dtype=total_p.dtype, device=total_p.device)
+    if isinstance(mass, Tensor):
+        moved = check_floating("mass", mass).to(total_p)
+    else:
+        moved = total_p.new_tensor(float(check_number("mass", mass)))
     least = torch.minimum(total_p.detach(), total_q.detach())
     bad = ~((moved.detach() >= 0) & (moved.detach() <= least * (1 + _ROUNDING)))
     if bad.any():
