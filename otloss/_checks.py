@@ -100,6 +100,13 @@ def check_positive(name: str, value: Any) -> float:
     return value
 
 
+def check_not_negative(name: str, value: Any) -> float:
+    """Return `value` if it is a finite number of at least zero, else raise TypeError or ValueError."""
+    if not (0 <= check_number(name, value) < float("inf")):
+        raise ValueError(f"{name} is {value}, expected a finite number of at least 0.")
+    return value
+
+
 def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:
     """Return `epsilon` if it is a number, or a tensor of numbers, that is finite and at least (or above) zero."""
     if not isinstance(epsilon, Tensor):

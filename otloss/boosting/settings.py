@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otloss._checks import check_number
+from otloss._checks import check_not_negative, check_number
 
 Floats = NDArray[np.float64]
 
@@ -73,8 +73,7 @@ def row_loss(
     if cost is not None and x is not None:
         raise ValueError("both cost and x are given, expected one of them: a cost matrix replaces x.")
     for name, value in (("transport", transport), ("cross_entropy", cross_entropy)):
-        if not 0 <= check_number(name, value) < np.inf:
-            raise ValueError(f"{name} is {value}, expected a finite number, at least 0.")
+        check_not_negative(name, value)
     if transport == cross_entropy == 0:
         raise ValueError("transport and cross_entropy are both 0, expected one above 0.")
     values = np.arange(classes, dtype=np.float64) if x is None else _array("x", x, (classes,))

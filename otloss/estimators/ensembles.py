@@ -26,7 +26,7 @@ from scipy.optimize import minimize
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from otloss._checks import check_number
+from otloss._checks import check_not_negative
 from otloss.metrics.ensembles import read_ensemble
 from otloss.metrics.numbers import read_shares
 
@@ -69,8 +69,7 @@ class EnsembleRecalibration(BaseEstimator):
         Raises:
             ValueError: if sizes differ, a number is NaN or infinite, or a weight or the shrinkage is negative.
         """
-        if not 0 <= check_number("shrinkage", self.shrinkage) < float("inf"):
-            raise ValueError(f"shrinkage is {self.shrinkage}, expected a finite number of at least 0.")
+        check_not_negative("shrinkage", self.shrinkage)
         members, true = read_ensemble(ensemble, y)
         weight = read_shares(sample_weight, len(members))
         mean, residual, spread = _parts(members)

@@ -35,7 +35,7 @@ from scipy.special import expit
 from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
-from otloss._checks import check_number
+from otloss._checks import check_not_negative
 from otloss.metrics.labels import positions
 from otloss.metrics.numbers import read_probabilities, read_values, read_weights
 
@@ -83,7 +83,7 @@ class Temperature(BaseEstimator):
         """
         if self.criterion not in ("rps", "nll"):
             raise ValueError(f'criterion is {self.criterion!r}, expected "rps" or "nll".')
-        _check_shrinkage(self.shrinkage)
+        check_not_negative("shrinkage", self.shrinkage)
         data = _Held.read(proba, y, sample_weight)
         if self.criterion == "nll" and (data.proba[np.arange(data.y.size), data.y] == 0).any():
             raise ValueError(
@@ -171,7 +171,7 @@ class OrdinalRecalibration(BaseEstimator):
             ValueError: if rows are no probabilities, a position is out of range, sizes differ, a weight is negative,
                 or the values do not increase.
         """
-        _check_shrinkage(self.shrinkage)
+        check_not_negative("shrinkage", self.shrinkage)
         data = _Held.read(proba, y, sample_weight)
         self.gaps_ = np.diff(read_values(self.values, data.classes))
         below, above = _both_sides(data.proba)
@@ -291,11 +291,6 @@ def _in_order(below: Float[np.ndarray, "n thresholds"], gaps: Float[np.ndarray, 
     ordered = below.copy()
     ordered[crossing] = np.maximum.accumulate(nearest.clip(0, 1), axis=1)
     return ordered
-
-
-def _check_shrinkage(value: float) -> None:
-    if not 0 <= check_number("shrinkage", value) < float("inf"):
-        raise ValueError(f"shrinkage is {value}, expected a finite number of at least 0.")
 
 
 def _both_sides(proba: Float[np.ndarray, "n classes"]) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_number
+from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_not_negative
 from otloss.costs import PointCost
 from otloss.solvers.exact import emd
 from otloss.solvers.sinkhorn import sinkhorn
@@ -65,8 +65,7 @@ def jdot_loss(
             raise ValueError(f"{name} has shape {tuple(points.shape)}, expected (n, d), one batch of features.")
     positions = _checked_labels(source, target, labels, logits)
     for name, weight in (("feature_weight", feature_weight), ("label_weight", label_weight)):
-        if not 0 <= check_number(name, weight) < float("inf"):
-            raise ValueError(f"{name} is {weight}, expected a finite number >= 0.")
+        check_not_negative(name, weight)
     cost = feature_weight * PointCost(source, target).dense()
     cost = cost - label_weight * torch.log_softmax(logits.to(cost.dtype), -1).T[positions]
     if epsilon is not None:

@@ -23,7 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_number
+from otloss._checks import check_finite, check_floating, check_not_negative
 
 # Added to the squared norm, whose root has no derivative at 0.
 _SQUARED_NORM_AT_ZERO = 1e-12
@@ -104,8 +104,7 @@ def gradient_penalty(
         >>> gradient_penalty(critic, torch.zeros(8, 2), torch.ones(8, 2)).item()
         16.0
     """
-    if not 0 <= check_number("target", target) < float("inf"):
-        raise ValueError(f"target is {target}, expected a finite number of at least 0, such as 1.")
+    check_not_negative("target", target)
     between = _between(real, fake, generator).requires_grad_()
     with torch.enable_grad():
         scores = critic(between)

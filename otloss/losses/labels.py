@@ -14,7 +14,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._checks import check_below_infinity, check_finite, check_floating, check_number, check_tensor
+from otloss._checks import check_below_infinity, check_finite, check_floating, check_not_negative, check_tensor
 from otloss.solvers.histograms import MASS_TOLERANCE
 
 
@@ -265,6 +265,4 @@ def normalised(target: Tensor, dtype: torch.dtype) -> Float[Tensor, "rows classe
 
 def check_cross_entropy(weight: Any) -> float:
     """Return the weight of the cross-entropy if it is finite and at least zero."""
-    if not 0 <= check_number("cross_entropy", weight) < float("inf"):
-        raise ValueError(f"cross_entropy is {weight}, expected a finite weight of at least 0.")
-    return float(weight)
+    return float(check_not_negative("cross_entropy", weight))

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_cloud, check_floating, check_number, check_tensor
+from otloss._checks import check_broadcast, check_cloud, check_floating, check_not_negative, check_tensor
 from otloss.costs import PointCost
 from otloss.solvers.exact import emd
 
@@ -70,8 +70,7 @@ def ngram_distance(
     """
     if isinstance(n, bool) or not isinstance(n, int) or n < 1:
         raise ValueError(f"n is {n!r}, expected an integer of at least 1.")
-    if not 0 <= check_number("order_weight", order_weight) < float("inf"):
-        raise ValueError(f"order_weight is {order_weight}, expected a finite number of at least 0.")
+    check_not_negative("order_weight", order_weight)
     x, p = _ngrams("x", x, mask_x, n)
     y, q = _ngrams("y", y, mask_y, n)
     dtype = torch.promote_types(x.dtype, y.dtype)
