@@ -292,6 +292,23 @@ def _finish(
     )
 
 
+@spliced
+def solve_one(
+    p: Any, q: Any, matrix: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, ends: Any, whole: Any, real: Any,
+    tree: Any, block: Any,
+) -> None:  # fmt: skip
+    """Solve a problem p (n), q (m), matrix (n, m), with results as in `solve_problems`; nothing is done without mass."""
+    sequence, prices_p, prices_q = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q]
+    n, m = _prepare(p, q, matrix, whole, real, block)
+    if n > 0:
+        cost = matrix if n == p.shape[0] and m == q.shape[0] else block
+        _prices(cost, n, m, prices_p, prices_q)
+        for i in range(n):
+            sequence[i] = i
+        _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n - 1, tree, whole[FLOW])
+        _finish(matrix, cost, n, m, most, whole, real, tree, f, g, cells, flows, ends)
+
+
 @compiled(seconds=4)
 def solve_problems(
     counter: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any, flows: Any,
@@ -302,21 +319,13 @@ def solve_problems(
     Fills f, g, cells (B, 2, n + m - 1), flows, and `ends` (B, 4): value, duality gap, the scale the gap is to be judged
     by, pivots (-1: more than `most`).
     """
-    sequence, prices_p, prices_q = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q]
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        matrix = matrices[owners[k]]
-        n, m = _prepare(p[k], q[k], matrix, whole, real, block)
-        if n == 0:
-            continue  # a problem without mass is left to the caller
-        cost = matrix if n == p.shape[1] and m == q.shape[1] else block
-        _prices(cost, n, m, prices_p, prices_q)
-        for i in range(n):
-            sequence[i] = i
-        _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n - 1, tree, whole[FLOW])
-        _finish(matrix, cost, n, m, most, whole, real, tree, f[k], g[k], cells[k], flows[k], ends[k])
+        solve_one(
+            p[k], q[k], matrices[owners[k]], most, f[k], g[k], cells[k], flows[k], ends[k], whole, real, tree, block
+        )
 
 
 @compiled(seconds=4)

@@ -13,21 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from otloss._kernels._compile import compiled, inner, spliced
+from otloss._kernels._compile import compiled, inner
 from otloss._kernels._threads import next_task
-from otloss._kernels.exact import (
-    FLOW,
-    HINT,
-    LEFT,
-    PIVOTS,
-    PRICE_P,
-    PRICE_Q,
-    SEQUENCE,
-    _finish,
-    _prepare,
-    _prices,
-    _ship,
-)
+from otloss._kernels.exact import PIVOTS, solve_one
 from otloss._kernels.exact import scratch as scratch_of_exact
 
 # Scratch matrices (n, m), and those of two sides.
@@ -119,20 +107,6 @@ def _gradient(fixed: Any, T: Any, n: int, m: int, alpha: float, gradient: Any) -
             gradient[i, j] -= least
 
 
-@spliced
-def _solve(
-    a: Any, b: Any, gradient: Any, whole: Any, real: Any, tree: Any, block: Any, f: Any, g: Any, cells: Any,
-    flows: Any, ends: Any,
-) -> None:  # fmt: skip
-    n, m = _prepare(a, b, gradient, whole, real, block)
-    cost = gradient if n == a.shape[0] and m == b.shape[0] else block
-    _prices(cost, n, m, real[PRICE_P], real[PRICE_Q])
-    for i in range(n):
-        whole[SEQUENCE, i] = i
-    _ship(cost, whole[LEFT], real[PRICE_P], real[PRICE_Q], n, m, whole[HINT], whole[SEQUENCE], n - 1, tree, whole[FLOW])
-    _finish(gradient, cost, n, m, MOST_PIVOTS, whole, real, tree, f, g, cells, flows, ends)
-
-
 @inner()
 def _length(P: Any, Q: Any, gradient: Any, n: int, m: int, value: float, target: float) -> tuple[float, float]:
     """Return how far to go from P to Q, and the value there: E on the segment is a parabola."""
@@ -173,7 +147,7 @@ def descend_problems(
         while steps < most and not converged[at]:
             steps += 1
             _gradient(fixed, T, n, m, alpha, gradient)
-            _solve(a, b, gradient, whole, real, tree, block, f, g, cells, flows, ends)
+            solve_one(a, b, gradient, MOST_PIVOTS, f, g, cells, flows, ends, whole, real, tree, block)
             if ends[PIVOTS] < 0:
                 break
             for i in range(n):
