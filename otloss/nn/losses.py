@@ -1,4 +1,4 @@
-"""Modules of the losses over ordered classes, histograms, tokens that are numbers, rankings and sets."""
+"""Modules of the losses over ordered classes, histograms, numbers, rankings, sets, ensembles and two domains."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ from torch import Tensor
 
 from otloss.costs import Cost, as_cost
 from otloss.losses import (
+    crps,
     histogram_loss,
     histogram_mean,
+    jdot_loss,
     number_token_loss,
     ordinal_loss,
     set_loss,
     spearman_loss,
     top_k_loss,
 )
-from otloss.nn.base import Module
+from otloss.nn.base import Loss, Module
 
 
 class OrdinalLoss(Module):
@@ -212,3 +214,64 @@ class SetLoss(Module):
         sizes: Int[Tensor, "*batch 2"] | None = None,
     ) -> Tensor:
         return set_loss(cost, unmatched, sizes=sizes, **self.settings)
+
+
+class Crps(Loss):
+    """`otloss.losses.crps`.
+
+    Args:
+        fair: as for the function.
+        reduction: "mean", "sum" or "none".
+
+    Example:
+        >>> import torch
+        >>> Crps()(torch.tensor([[1.0, 2.0, 6.0], [3.0, 3.0, 3.0]]), torch.tensor([2.0, 5.0]))
+        tensor(1.2778)
+    """
+
+    def __init__(self, *, fair: bool = False, reduction: str = "mean") -> None:
+        super().__init__(reduction, fair=fair)
+
+    def forward(
+        self,
+        ensemble: Float[Tensor, "*batch members"],
+        observation: Float[Tensor, "*batch"],
+        weights: Float[Tensor, "*batch members"] | None = None,
+    ) -> Tensor:
+        return self.reduced(crps(ensemble, observation, weights, **self.settings))
+
+
+class JdotLoss(Module):
+    """`otloss.losses.jdot_loss`; a pair of batches has one value.
+
+    Args:
+        feature_weight, label_weight, epsilon, marginal_penalty: as for the function.
+
+    Example:
+        >>> import torch
+        >>> source, target = torch.tensor([[0.0], [1.0]]), torch.tensor([[1.2], [0.1]])
+        >>> JdotLoss()(source, target, torch.tensor([0, 1]), torch.tensor([[0.0, 3.0], [3.0, 0.0]]))
+        tensor(0.0736)
+    """
+
+    def __init__(
+        self,
+        *,
+        feature_weight: float = 1.0,
+        label_weight: float = 1.0,
+        epsilon: float | None = None,
+        marginal_penalty: float | None = None,
+    ) -> None:
+        super().__init__(
+            feature_weight=feature_weight, label_weight=label_weight, epsilon=epsilon,
+            marginal_penalty=marginal_penalty,
+        )  # fmt: skip
+
+    def forward(
+        self,
+        source: Float[Tensor, "n d"],
+        target: Float[Tensor, "m d"],
+        labels: Int[Tensor, " n"],
+        logits: Float[Tensor, "m classes"],
+    ) -> Tensor:
+        return jdot_loss(source, target, labels, logits, **self.settings)

@@ -21,7 +21,7 @@ from otloss.losses import histogram_mean
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.rand(*shape, generator=torch.Generator().manual_seed(seed))
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed))
 
 
 # Of mass one in float32 and in float64.
@@ -37,6 +37,9 @@ Z, LABELS, WEIGHT = 4 * drawn(3, 5, seed=11), torch.tensor([0, -100, 3]), drawn(
 NUMBERS = torch.tensor([3.0, torch.nan, 0.0, 2049.0, 7.5])  # 2049 is not a number of float16
 
 
+PLAIN = (modules.SoftSort, modules.SoftRank, modules.SoftTopK, modules.JdotLoss)  # without a reduction
+
+
 @dataclass
 class Case:
     """A module, its function by the same settings, and what both are called with."""
@@ -49,8 +52,7 @@ class Case:
 
     @property
     def unreduced(self) -> torch.nn.Module:
-        soft = self.make in (modules.SoftSort, modules.SoftRank, modules.SoftTopK)
-        return self.make(**self.settings) if soft else self.make(**self.settings, reduction="none")
+        return self.make(**self.settings) if self.make in PLAIN else self.make(**self.settings, reduction="none")
 
     def of_function(self, *inputs: Tensor, **reduction: str) -> Tensor:
         return self.function(*inputs, **self.settings, **self.weights, **reduction)
@@ -117,6 +119,15 @@ CASES = {
     "SpearmanLoss": Case(modules.SpearmanLoss, otloss.losses.spearman_loss, {"epsilon": 2.0}, (Z, (9 * Q).long())),
     "TopKLoss": Case(modules.TopKLoss, otloss.losses.top_k_loss, {"k": 2}, (Z, LABELS.clamp(min=0))),
     "SetLoss": Case(modules.SetLoss, otloss.losses.set_loss, {"epsilon": 0.1}, (CLOUDS[0], P)),
+    "Crps": Case(modules.Crps, otloss.losses.crps, {"fair": True}, (Z, WEIGHT, P)),
+    "JdotLoss": Case(
+        modules.JdotLoss, otloss.losses.jdot_loss, {"feature_weight": 0.5, "epsilon": 0.2, "marginal_penalty": 2.0},
+        (CLOUD, OTHER[:3], torch.tensor([4, 0, 1, 3, 3]), Z),
+    ),
+    "DocumentDistance": Case(modules.DocumentDistance, otloss.losses.document_distance, {"embedding": CLOUD}),
+    "NgramDistance": Case(
+        modules.NgramDistance, otloss.losses.ngram_distance, {"n": 2, "order_weight": 0.5, "metric": "l1"}, CLOUDS
+    ),
 }  # fmt: skip
 every_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -131,7 +142,7 @@ def test_modules_equal_their_functions(case: Case) -> None:
     weights = drawn(*value.shape, seed=11)
     gradients = [torch.autograd.grad((v * weights).sum(), leaves, allow_unused=True) for v in (value, expected)]
     assert all(torch.equal(a, b) for a, b in zip(*gradients, strict=True))
-    if case.make in (modules.SoftSort, modules.SoftRank, modules.SoftTopK):
+    if case.make in PLAIN:
         return
     reductions = {"mean": value.mean(), "sum": value.sum()}
     for reduction, plain in reductions.items():
