@@ -36,6 +36,9 @@ def check_tensor(name: str, value: Any) -> Tensor:
 
 def check_floating(name: str, value: Any) -> Tensor:
     """Return `value` if it is a floating-point tensor that holds numbers, else raise TypeError or ValueError."""
+    is_plain = isinstance(value, Tensor) and value.layout is torch.strided and not (value.is_nested or value.is_meta)
+    if is_plain and value.dtype in _FLOATS:
+        return value  # lists of many small tensors would feel the rest
     tensor = check_tensor(name, value)
     if not tensor.is_floating_point():
         raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating dtype; call {name}.float().")

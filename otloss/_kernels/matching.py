@@ -17,8 +17,8 @@ import numpy as np
 from otloss._kernels import assignment
 from otloss._kernels._compile import compiled, inner, spliced
 from otloss._kernels._threads import next_task
-from otloss._kernels.assignment import COLUMN_OF, NEAR, ROW_OF, WAITING, augment, place_of, reduced
-from otloss._kernels.simplex import least
+from otloss._kernels.assignment import COLUMN_OF, ROW_OF, WAITING, augment
+from otloss._kernels.simplex import VECTOR, least
 
 FREE = -1
 INVALID, INFEASIBLE = -2, -3  # in the first place of an answer: a cost of NaN or -inf; no complete matching
@@ -45,10 +45,21 @@ def _copy(flat: Any, begin: int, stride: int, n: int, m: int, is_turned: bool, o
     return valid
 
 
+@inner(fastmath=VECTOR)
+def _place_of(row: Any, number: float, row_of: Any, count: int) -> Any:
+    """The place of `number` in `row`, of an unassigned column if there are several; `row` holds it."""
+    place: Any = np.int64(-1)
+    for j in range(count):
+        at: Any = j if row_of[j] >= 0 else j + count
+        at = at if row[j] == number else np.int64(-1)
+        place = at if at > place else place
+    return place if place < count else place - count
+
+
 @spliced
 def _match(cost: Any, n: int, m: int, g: Any, whole: Any, real: Any) -> bool:
     """Fill ROW_OF and COLUMN_OF for n rows and at least as many columns; return whether there is a matching."""
-    row_of, column_of, waiting, near = whole[ROW_OF], whole[COLUMN_OF], whole[WAITING], real[NEAR]
+    row_of, column_of, waiting = whole[ROW_OF], whole[COLUMN_OF], whole[WAITING]
     for j in range(m):
         g[j], row_of[j], column_of[j] = 0.0, FREE, FREE
     done, left = True, 0
@@ -56,7 +67,7 @@ def _match(cost: Any, n: int, m: int, g: Any, whole: Any, real: Any) -> bool:
         best = least(cost[i], g, m)
         if not best < np.inf:
             return False
-        j = place_of(near, reduced(cost[i], g, best, 0.0, near, m), row_of, m)
+        j = _place_of(cost[i], best, row_of, m)
         if row_of[j] < 0:
             row_of[j], column_of[i] = i, j
         else:

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch._utils import _flatten_dense_tensors
 
 from otloss._checks import check_floating
 
@@ -58,42 +59,46 @@ def match(
         places[:, 2:4] = shapes = checked_sizes(sizes, batch, n, m)
         k = int(shapes.min(1).max(initial=0))
     places[:, 0], places[:, 4] = order * (n * m), order * k
-    rows, columns = _solved(cost.detach().cpu().reshape(-1), places, problems * k, n * m, max(n, m))
-    return rows.reshape(*batch, k).to(cost.device), columns.reshape(*batch, k).to(cost.device)
+    found = _solved(cost.detach().reshape(-1), places, problems * k, n * m, max(n, m))
+    rows, columns = found.view(2, *batch, k).unbind()
+    return rows, columns
 
 
 def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    places, pairs, begin, at = [], [], 0, 0
+    places, pairs, begin, at, bins = [], [], 0, 0, 0
     for k, cost in enumerate(costs):
-        if check_floating(f"cost[{k}]", cost).dim() != 2:
-            raise ValueError(f"cost[{k}] has shape {tuple(cost.shape)}, expected a matrix.")
-        n, m = cost.shape
+        shape = check_floating(f"cost[{k}]", cost).shape
+        if len(shape) != 2:
+            raise ValueError(f"cost[{k}] has shape {tuple(shape)}, expected a matrix.")
+        n, m = shape
+        small, large = (n, m) if n < m else (m, n)
         places.append((begin, m, n, m, at))
-        pairs.append(min(n, m))
-        begin, at = begin + n * m, at + pairs[-1]
+        pairs.append(small)
+        begin, at = begin + n * m, at + small
+        bins = large if large > bins else bins
     if not places:
         return []
-    flat = torch.cat([cost.reshape(-1) for cost in costs])
-    entries, bins = max(n * m for _, _, n, m, _ in places), max(max(place[2:4]) for place in places)
-    rows, columns = _solved(flat.detach().cpu(), np.array(places), at, entries, bins)
-    return list(zip(rows.to(flat.device).split(pairs), columns.to(flat.device).split(pairs), strict=True))
+    # One call in place of `reshape(-1)` for each: tensors are many and small.
+    flat = _flatten_dense_tensors(costs).detach()
+    found = _solved(flat, np.array(places), at, begin, bins).view(-1).unsafe_split_with_sizes(pairs + pairs)
+    return list(zip(found[: len(pairs)], found[len(pairs) :], strict=True))
 
 
-def _solved(costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: int) -> tuple[Tensor, Tensor]:
-    """Rows and columns (pairs,) of all problems, -1 in the gaps; costs and places as for the kernel, on the CPU."""
+def _solved(costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: int) -> Int[Tensor, "2 pairs"]:
+    """Rows and columns of all problems, -1 in the gaps, on the device of the costs; arguments as for the kernel."""
     from otloss._kernels._threads import run_on_threads
     from otloss._kernels.matching import INVALID, match_problems, scratch
 
-    rows, columns = np.full((2, pairs), NONE)
+    found = np.full((2, pairs), NONE)
     if pairs:
-        flat = costs.to(torch.promote_types(costs.dtype, torch.float32)).numpy()
+        flat = costs.to("cpu", torch.promote_types(costs.dtype, torch.float32)).numpy()
         failed = max(
             run_on_threads(
-                match_problems, len(places), (flat, places, rows, columns), lambda: scratch(entries, bins, flat.dtype),
+                match_problems, len(places), (flat, places, *found), lambda: scratch(entries, bins, flat.dtype),
                 one_thread=flat.size < _ENTRIES,
             )
         )  # fmt: skip
-        if failed >= 0 and rows[places[failed, 4]] == INVALID:
+        if failed >= 0 and found[0, places[failed, 4]] == INVALID:
             raise ValueError(
                 f"the costs of problem {failed} hold NaN or -inf, expected numbers, or +inf to forbid a pair."
             )
@@ -102,7 +107,7 @@ def _solved(costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: i
                 f"problem {failed} has no complete matching: +inf forbids too many pairs. Give large finite costs "
                 "instead, and leave out the pairs that have one."
             )
-    return torch.from_numpy(rows), torch.from_numpy(columns)
+    return torch.from_numpy(found).to(costs.device)
 
 
 def checked_sizes(sizes: Tensor, batch: torch.Size, n: int, m: int) -> np.ndarray:
