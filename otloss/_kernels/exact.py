@@ -297,7 +297,7 @@ def solve_one(
     p: Any, q: Any, matrix: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, ends: Any, whole: Any, real: Any,
     tree: Any, block: Any,
 ) -> None:  # fmt: skip
-    """Solve a problem p (n), q (m), matrix (n, m), with results as in `solve_problems`; nothing is done without mass."""
+    """Solve one problem, with results as in `solve_problems`; without mass there are none."""
     sequence, prices_p, prices_q = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q]
     n, m = _prepare(p, q, matrix, whole, real, block)
     if n > 0:

@@ -9,7 +9,13 @@ from otloss.costs import Cost, as_cost
 from otloss.nn.base import Loss
 from otloss.solvers.entropic.problem import Settings
 from otloss.solvers.exact import emd
+from otloss.solvers.forbidden import is_finite_cost
 from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
+
+
+def _held(cost: Cost | Tensor) -> Cost | Tensor:
+    """A cost object, checked; a matrix with negative or infinite entries as it is, which the call checks."""
+    return as_cost(cost) if is_finite_cost(cost) else cost
 
 
 class Emd(Loss):
@@ -34,7 +40,7 @@ class Emd(Loss):
         mass: float | Float[Tensor, "*batch"] | None = None,
         reduction: str = "mean",
     ) -> None:
-        super().__init__(reduction, cost=as_cost(cost), mass=mass)
+        super().__init__(reduction, cost=_held(cost), mass=mass)
 
     def forward(self, p: Float[Tensor, "*batch n"] | None, q: Float[Tensor, "*batch m"] | None) -> Tensor:
         return self.reduced(emd(p, q, **self.settings))
@@ -79,7 +85,7 @@ class Sinkhorn(Loss):
         options = Settings(
             epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
         )
-        super().__init__(reduction, cost=as_cost(cost), epsilon=epsilon, mass=mass, **vars(options))
+        super().__init__(reduction, cost=_held(cost), epsilon=epsilon, mass=mass, **vars(options))
 
     def forward(self, p: Float[Tensor, "*batch n"] | None, q: Float[Tensor, "*batch m"] | None) -> Tensor:
         return self.reduced(sinkhorn(p, q, **self.settings))

@@ -34,6 +34,7 @@ from otloss._checks import broadcast_shape, check_finite, check_potentials
 from otloss._kernels.problems import solve_batch
 from otloss.costs import Cost, DenseCost, LineCost
 from otloss.costs.cost import makes_graph
+from otloss.solvers.forbidden import is_finite_cost
 from otloss.solvers.histograms import HistogramPair, pair_and_cost
 from otloss.solvers.line import wasserstein_1d
 from otloss.solvers.partial import partial_problem
@@ -58,6 +59,7 @@ def emd(
         p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.
         q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
+            A matrix may have negative entries, and +inf for pairs that may not exchange mass.
         mass: the amount that is moved, a number or (...), from 0 to the lesser mass of p and q, which may differ then
             (partial transport: what is cheapest to leave stays); None for all. Differentiable, and the gradients of p
             and q are not centred.
@@ -70,7 +72,8 @@ def emd(
 
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.
-        ValueError: if shapes or masses differ, a weight or a cost is negative, or a number is not finite.
+        ValueError: if shapes or masses differ, a weight is negative, a number is NaN or infinite, or no plan avoids the
+            pairs that +inf forbids.
         RuntimeError: if the solver does not reach the optimum of a problem, or a second derivative is asked for.
 
     Source:
@@ -88,6 +91,10 @@ def emd(
     """
     if type(cost) is LineCost and cost.power >= 1 and mass is None:
         return _emd_on_line(p, q, cost)
+    if not is_finite_cost(cost):
+        from otloss.solvers.solve import Settings, transport  # which imports this module
+
+        return transport(p, q, cost, epsilon=None, mass=mass, settings=Settings()).value
     pair, matrix = exact_problem(p, q, cost) if mass is None else partial_problem(p, q, cost, mass)
     return exact_value(pair, matrix, solve_exact(pair.p, pair.q, matrix))
 

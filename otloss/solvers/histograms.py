@@ -99,7 +99,9 @@ def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
     """Return p and q; in place of None, weights of 1 / n each for the bins of the cost."""
     if p is not None and q is not None:
         return p, q
-    shape, like = as_cost(cost).shape, next((w for w in (p, q, cost) if isinstance(w, Tensor)), cost)
+    is_matrix = isinstance(cost, Tensor) and cost.dim() > 1
+    shape = cost.shape[-2:] if is_matrix else as_cost(cost).shape
+    like = next((w for w in (p, q, cost) if isinstance(w, Tensor)), cost)
     found = (
         torch.full((size,), 1 / size, dtype=cost.dtype, device=like.device) if given is None and size else given
         for given, size in zip((p, q), shape, strict=True)

@@ -15,6 +15,7 @@ from otloss.solvers.entropic.geomloss import with_start
 from otloss.solvers.entropic.gradients import GraphState, envelope_value, implicit_state
 from otloss.solvers.entropic.potentials import Found, Potentials, find_potentials
 from otloss.solvers.entropic.problem import EntropicProblem, Settings, entropic_problem
+from otloss.solvers.forbidden import is_finite_cost
 from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.partial import partial_entropic_problem, partial_value
 
@@ -46,6 +47,8 @@ def sinkhorn(
         q: (..., m) weights >= 0, with the mass of p up to rounding unless `marginal_penalty` is given; or None for
             1 / m each.
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
+            A matrix may have +inf for pairs that may not exchange mass, and, without `marginal_penalty`, negative
+            entries.
         epsilon: above 0, in the unit of the cost; a number, or one per problem (...). Balanced problems are solved for
             1e8 times the largest cost where it is above that: the limit, the product of the weights, is as near.
         mass: the amount that is moved, as for `emd`; None for all. The KL then also counts what stays: see
@@ -74,8 +77,9 @@ def sinkhorn(
 
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.
-        ValueError: if shapes or masses differ, a weight or a cost is negative, a number is not finite or in range, or
-            epsilon is below 1e-8 of the potentials, where their rounding decides the plan.
+        ValueError: if shapes or masses differ, a weight is negative, a number is not finite or in range, no plan avoids
+            the pairs that +inf forbids, or epsilon is below 1e-8 of the potentials, where their rounding decides the
+            plan.
         NotImplementedError: if a derivative in forward mode is asked of grad="envelope".
         RuntimeError: with strict=True, if a problem does not converge; if a second derivative of "envelope" is asked
             for, or "implicit" meets equations that are singular to rounding.
@@ -94,12 +98,16 @@ def sinkhorn(
         epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
     )
     p, q = weights_or_uniform(p, q, cost)
+    found = dense_value(p, q, cost, epsilon=epsilon, settings=settings) if mass is None else None
+    if isinstance(found, Tensor):
+        return found
+    if found is None and not is_finite_cost(cost):
+        from otloss.solvers.solve import transport  # which imports this module
+
+        return transport(p, q, cost, epsilon=epsilon, mass=mass, settings=settings, settle=None).value
     if mass is not None:
         part = partial_entropic_problem(p, q, cost, mass, epsilon=epsilon, settings=settings)
         return partial_value(solved(part, settings).value, part, settings).to(part.dtype)
-    found = dense_value(p, q, cost, epsilon=epsilon, settings=settings)
-    if isinstance(found, Tensor):
-        return found
     problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
     return solved(problem, settings, begun=found).value.to(problem.dtype)
 

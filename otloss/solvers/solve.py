@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,7 +26,8 @@ from otloss.solvers.entropic.value import (
     rounded_linear_cost,
 )
 from otloss.solvers.exact import ExactSolution, exact_problem, exact_value, solve_exact
-from otloss.solvers.histograms import HistogramPair
+from otloss.solvers.forbidden import FiniteCost, finite_cost, is_finite_cost
+from otloss.solvers.histograms import HistogramPair, weights_or_uniform
 from otloss.solvers.partial import partial_entropic_problem, partial_problem, partial_value
 from otloss.solvers.sinkhorn import solved
 
@@ -173,6 +175,15 @@ def solve(
     settings = Settings(
         epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
     )
+    return transport(p, q, cost, epsilon=epsilon, mass=mass, settings=settings)
+
+
+def transport(
+    p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any, settings: Settings, settle: bool | None = True
+) -> Transport:
+    """As `solve`, with checked options; `settle` as for `find_potentials`."""
+    if not is_finite_cost(cost):
+        return _with_finite_cost(p, q, cost, epsilon=epsilon, mass=mass, settings=settings, settle=settle)
     if epsilon is None:
         not_taken = sorted(settings.changed - {"start", "strict"})
         if not_taken:
@@ -186,16 +197,35 @@ def solve(
         return _Partial(_Exact(*partial_problem(p, q, cost, mass), None))
     if mass is not None:
         part = partial_entropic_problem(p, q, cost, mass, epsilon=epsilon, settings=settings)
-        inner = _Entropic(part, settings)
+        inner = _Entropic(part, settings, settle)
         inner.value = partial_value(inner.value, part, settings).to(part.dtype)
         return _Partial(inner)
-    return _Entropic(entropic_problem(p, q, cost, epsilon=epsilon, settings=settings), settings)
+    return _Entropic(entropic_problem(p, q, cost, epsilon=epsilon, settings=settings), settings, settle)
+
+
+def _with_finite_cost(
+    p: Any, q: Any, cost: Tensor, *, epsilon: Any, mass: Any, settings: Settings, settle: bool | None
+) -> Transport:
+    if settings.epsilon_relative_to is not None:
+        raise ValueError(
+            "the cost matrix has negative or infinite entries, and the mean of those is no scale; give epsilon itself "
+            "in place of epsilon_relative_to."
+        )
+    finite = finite_cost(cost, epsilon=epsilon, marginal_penalty=settings.marginal_penalty)
+    p, q = weights_or_uniform(p, q, finite.matrix)
+    if settings.start is not None:
+        f, g = settings.start
+        settings = dataclasses.replace(settings, start=(f - finite.low.unsqueeze(-1), g))
+    inner = transport(p, q, finite.matrix, epsilon=epsilon, mass=mass, settings=settings, settle=settle)
+    if mass is None:
+        mass = (p.detach().sum(-1, dtype=torch.float64) + q.detach().sum(-1, dtype=torch.float64)) / 2
+    return _Forbidden(inner, finite, mass)
 
 
 class _Entropic(Transport):
-    def __init__(self, problem: EntropicProblem, settings: Settings) -> None:
+    def __init__(self, problem: EntropicProblem, settings: Settings, settle: bool | None) -> None:
         self._problem = problem
-        found, self._state, value = solved(problem, settings, settle=True)
+        found, self._state, value = solved(problem, settings, settle=settle)
         self._found = found
         self._unchanged = Unchanged(problem.p, problem.q, problem.epsilon, *problem.cost.tensors())
         self.value = self._cast(value)
@@ -356,23 +386,25 @@ class _Exact(Transport):
         return without_gradient(self._cast(tensor), message, self._pair.p, self._pair.q, self._matrix)
 
 
-class _Partial(Transport):
-    """The solution of a problem with dummy bins, without them; its bounds are those of the problem with them."""
+class _Within(Transport):
+    """A problem whose solution follows from that of another, `inner`: values differ by `shift`."""
 
-    def __init__(self, inner: Transport) -> None:
-        self._inner = inner
-        self.value, self.converged, self.iterations = inner.value, inner.converged, inner.iterations
-        f, g = inner.potentials
-        self.potentials = (f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:])
+    def __init__(self, inner: Transport, shift: Tensor | float = 0.0) -> None:
+        self._inner, self._shift = inner, shift
+        self.value, self.potentials = self._shifted(inner.value), inner.potentials
+        self.converged, self.iterations = inner.converged, inner.iterations
         self.marginal_error, self.potential_error = inner.marginal_error, inner.potential_error
+
+    def _shifted(self, value: Tensor) -> Tensor:
+        return value if isinstance(self._shift, float) else (value + self._shift).to(value.dtype)
 
     @property
     def linear_cost(self) -> Tensor:
-        return self._inner.linear_cost
+        return self._shifted(self._inner.linear_cost)
 
     @property
     def dual_value(self) -> Tensor:
-        return self._inner.dual_value
+        return self._shifted(self._inner.dual_value)
 
     @property
     def gap(self) -> Tensor:
@@ -380,10 +412,37 @@ class _Partial(Transport):
 
     @property
     def certificate(self) -> Certificate:
-        return self._inner.certificate
+        return Certificate(*map(self._shifted, self._inner.certificate))
+
+    def plan(self) -> Tensor:
+        return self._inner.plan()
+
+
+class _Partial(_Within):
+    """The solution of a problem with dummy bins, without them; its bounds are those of the problem with them."""
+
+    def __init__(self, inner: Transport) -> None:
+        super().__init__(inner)
+        f, g = inner.potentials
+        self.potentials = (f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:])
 
     def plan(self) -> Tensor:
         return self._inner.plan()[..., :-1, :-1]
+
+
+class _Forbidden(_Within):
+    """The solution of a problem with forbidden pairs or negative costs, from that of its `FiniteCost`."""
+
+    def __init__(self, inner: Transport, cost: FiniteCost, mass: Tensor | float) -> None:
+        shift = cost.low.double() * mass
+        if cost.forbidden.any():
+            shift = shift - cost.price.double() * cost.check_avoids(inner.plan().detach().double(), mass)
+        super().__init__(inner, shift)
+        f, g = inner.potentials
+        self.potentials, self._forbidden = (f + cost.low.to(f.dtype).unsqueeze(-1), g), cost.forbidden
+
+    def plan(self) -> Tensor:
+        return self._inner.plan().masked_fill(self._forbidden, 0.0)
 
 
 def _product(plan: Tensor, columns: Tensor) -> Tensor:

@@ -289,7 +289,7 @@ def test_settings_are_shown() -> None:
         (lambda: modules.CdfDistance(x=2 * X.clone().requires_grad_()), ValueError, "x requires a gradient"),
         (lambda: modules.CdfDistance(x=[0.0, 1.0])(P, Q), TypeError, "x is a list"),  # type: ignore[arg-type]
         (lambda: modules.Sinkhorn(cost=MATRIX, epsilon=1.0, gard="x")(P, Q), TypeError, "gard"),  # type: ignore[call-arg]
-        (lambda: modules.Emd(cost=-MATRIX), ValueError, "expected costs >= 0"),
+        (lambda: modules.SinkhornDivergence(cost=-MATRIX, epsilon=1.0), ValueError, "expected costs >= 0"),
         (lambda: modules.Emd(cost=MATRIX, reduction="median"), ValueError, "reduction is 'median'"),
         (lambda: modules.OrdinalLoss(cost=MATRIX, x=X)(Z, P), ValueError, "cost and x are both given"),
     ],

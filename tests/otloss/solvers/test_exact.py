@@ -156,7 +156,6 @@ half, square = torch.tensor([0.5, 0.5]), torch.ones(2, 2)
         (torch.stack([half, half * 2]), half, square, ValueError, "masses of row 1: 2 and 1, .* 0.5"),
         (half * 1.001, half, square, ValueError, r"at most 1e-05. Normalise both"),
         (half, half, torch.ones(2, 3), ValueError, r"shape \(2, 3\), expected \(2, 2\)"),
-        (half, half, -square, ValueError, r"holds -1.0 at index \(0, 0\), expected costs >= 0"),
         (half.expand(3, 2), half.expand(4, 2), square, ValueError, r"p \(3,\), q \(4,\)"),
         (torch.tensor(1.0), half, square, ValueError, r"p has shape \(\), expected"),
     ],

@@ -1,0 +1,137 @@
+"""Costs of +inf and negative costs, against linear programming over the allowed pairs."""
+
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from scipy.optimize import linprog
+
+import otloss
+from otloss.nn import Emd, Sinkhorn
+
+INF = torch.inf
+
+
+def cheapest(p, q, cost):
+    """The optimum over the allowed pairs, or None if none of their plans keeps the marginals."""
+    n, m = cost.shape
+    allowed = np.isfinite(cost).ravel()
+    if not allowed.any():
+        return None
+    sums = np.vstack([np.kron(np.eye(n), np.ones(m)), np.kron(np.ones(n), np.eye(m))])
+    found = linprog(cost.ravel()[allowed], A_eq=sums[:, allowed], b_eq=np.r_[p, q], method="highs")
+    return found.fun if found.status == 0 else None
+
+
+def weights(*shape):
+    drawn = torch.rand(*shape, dtype=torch.float64) + 0.1
+    return drawn / drawn.sum(-1, keepdim=True)
+
+
+def random_cost(*shape, share, least=-3.0):
+    cost = torch.rand(*shape, dtype=torch.float64) * 6 + least
+    return cost.masked_fill(torch.rand(*shape) < share, INF)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_against_linear_programming(seed):
+    torch.manual_seed(seed)
+    n, m = (int(k) for k in torch.randint(1, 9, (2,)))
+    p, q, cost = weights(n), weights(m), random_cost(n, m, share=(0.0, 0.2, 0.5)[seed % 3])
+    expected = cheapest(p.numpy(), q.numpy(), cost.numpy())
+    if expected is None:
+        for call in (lambda: otloss.emd(p, q, cost), lambda: otloss.sinkhorn(p, q, cost, epsilon=0.1)):
+            with pytest.raises(ValueError, match=r"on forbidden pairs \(cost \+inf\): no plan avoids them"):
+                call()
+        return
+    exact = otloss.solve(p, q, cost)
+    assert float(exact.value) == pytest.approx(expected, abs=1e-10) == float(otloss.emd(p, q, cost))
+    f, g = exact.potentials
+    assert (f[:, None] + g <= cost + 1e-9).all()
+    assert float(f @ p + g @ q) == pytest.approx(expected, abs=1e-9)
+    found = otloss.solve(p, q, cost, epsilon=0.1)
+    plan = found.plan()
+    assert (plan[cost == INF] == 0).all()
+    torch.testing.assert_close(plan.sum(-1), p, atol=1e-7, rtol=0)
+    linear = (plan * cost.masked_fill(cost == INF, 0.0)).sum()
+    entropy = torch.special.xlogy(plan, plan / (p[:, None] * q)).sum()
+    torch.testing.assert_close(found.linear_cost, linear, atol=1e-7, rtol=0)
+    torch.testing.assert_close(found.value, linear + 0.1 * entropy, atol=1e-7, rtol=0)
+    torch.testing.assert_close(found.value, otloss.sinkhorn(p, q, cost, epsilon=0.1), atol=1e-9, rtol=0)
+    assert found.dual_value - 1e-9 <= found.value <= found.dual_value + found.gap + 1e-9
+    assert found.certificate.lower - 1e-9 <= expected <= found.certificate.upper + 1e-9
+
+
+@pytest.mark.parametrize("options", [{}, {"epsilon": 0.2}, {"epsilon": 0.2, "grad": "implicit"}, {"mass": 0.4}])
+def test_gradients_by_finite_differences(options):
+    torch.manual_seed(0)
+    p, q, cost = weights(3, 5), weights(3, 6), random_cost(3, 5, 6, share=0.2)
+    move_p, move_q, move = torch.randn_like(p), torch.randn_like(q), torch.randn_like(cost)
+    move_p, move_q = move_p - move_p.mean(-1, keepdim=True), move_q - move_q.mean(-1, keepdim=True)
+    move[cost == INF] = 0
+
+    def value(p, q, cost):
+        return otloss.solve(p, q, cost, **options).value.sum()
+
+    inputs = [t.clone().requires_grad_() for t in (p, q, cost)]
+    found = torch.autograd.grad(value(*inputs), inputs)
+    h = 1e-6  # the exact value has a kink at 3e-6
+    ahead = value(p + h * move_p, q + h * move_q, cost + h * move)
+    back = value(p - h * move_p, q - h * move_q, cost - h * move)
+    along = sum((g * d).sum() for g, d in zip(found, (move_p, move_q, move), strict=True))
+    torch.testing.assert_close(along, (ahead - back) / (2 * h), atol=1e-6, rtol=1e-5)
+    assert (found[2][cost == INF] == 0).all()
+    mass = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
+    (derivative,) = torch.autograd.grad(otloss.emd(p, q, cost, mass=mass).sum(), mass)
+    change = (otloss.emd(p, q, cost, mass=0.4 + h) - otloss.emd(p, q, cost, mass=0.4 - h)).sum() / (2 * h)
+    torch.testing.assert_close(derivative, change, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("n", [2, 64])
+def test_one_plan_only(n, dtype):
+    """Equal weights and a triangle of allowed pairs: mass can only stay, though half of the pairs are allowed."""
+    torch.manual_seed(0)
+    cost = torch.rand(n, n, dtype=dtype).masked_fill(torch.ones(n, n).triu(1) > 0, INF)
+    stays = cost.diagonal().mean()
+    torch.testing.assert_close(otloss.emd(None, None, cost), stays)
+    found = otloss.solve(None, None, cost, epsilon=0.05)
+    assert found.converged
+    torch.testing.assert_close(found.linear_cost, stays, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(found.value, stays + 0.05 * np.log(n), atol=1e-5, rtol=1e-5)
+
+
+def test_unbalanced_and_modules():
+    torch.manual_seed(0)
+    p, q, cost = weights(2, 4), 2 * weights(2, 5), random_cost(2, 4, 5, share=0.3, least=0.0)
+    cost[0] = INF  # no pair at all: all mass vanishes and appears
+    found = otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=1.0)
+    far = otloss.sinkhorn(p, q, cost.clamp(max=1e3), epsilon=0.1, marginal_penalty=1.0)
+    torch.testing.assert_close(found, far, atol=1e-9, rtol=0)
+    one = cost[1] - 1.0
+    for module, function in (
+        (Emd(cost=one, reduction="none"), lambda: otloss.emd(p, q / 2, one)),
+        (Sinkhorn(cost=one, epsilon=0.3, reduction="none"), lambda: otloss.sinkhorn(p, q / 2, one, epsilon=0.3)),
+    ):
+        copied = pickle.loads(pickle.dumps(module))
+        torch.testing.assert_close(copied(p, q / 2), function())
+
+
+def test_invalid():
+    p, cost = torch.tensor([0.5, 0.5]), torch.tensor([[-1.0, INF], [INF, 2.0]])
+    assert otloss.emd(p, p, cost) == 0.5
+    assert otloss.emd(p.bfloat16(), p.bfloat16(), cost.bfloat16()) == 0.5
+    for call, message in (
+        (lambda: otloss.emd(p, p, -cost), r"holds -inf at index \(0, 1\), expected finite costs, or \+inf"),
+        (lambda: otloss.emd(p, p, cost * torch.nan), r"holds nan at index \(0, 0\)"),
+        (lambda: otloss.emd(p, p, torch.tensor([-1.0])), r"shape \(1,\), expected \(\.\.\., n, m\)"),
+        (lambda: otloss.sinkhorn(p, p, cost, epsilon=1.0, marginal_penalty=1.0), "-1.0 in an unbalanced problem"),
+        (
+            lambda: otloss.sinkhorn(p, p, cost, epsilon=1.0, epsilon_relative_to="mean_cost"),
+            "the mean of those is no scale",
+        ),
+        (lambda: otloss.sinkhorn_divergence(p, p, cost, epsilon=1.0), "cost matrix holds 2 NaN or infinite"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
