@@ -35,17 +35,6 @@ BLOCK = 128
 ARMS = ("mle", "emo/source", "emo/random")
 
 
-def training_arguments(
-    folder: Path, steps: int, *, batch: int, learning_rate: float, seed: int
-) -> ObjectiveTrainingArguments:
-    """Settings shared by all trainings, which differ in length, batch size and learning rate."""
-    return ObjectiveTrainingArguments(
-        output_dir=str(folder), max_steps=steps, learning_rate=learning_rate, per_device_train_batch_size=batch,
-        lr_scheduler_type="cosine", warmup_steps=max(1, steps // 20), weight_decay=0.1, adam_beta2=0.98,
-        logging_steps=10, use_cpu=True, save_steps=max(1, steps // 2), save_total_limit=1, seed=seed,
-    )  # fmt: skip
-
-
 def small_llama(vocab: int) -> LlamaForCausalLM:
     """The source: 1 M parameters."""
     torch.manual_seed(0)
@@ -76,7 +65,12 @@ def main() -> None:
     print("Training the source, a small Llama, on them.", flush=True)
     source = options.output / "source"
     # On the same number of tokens, 4 blocks per step reach half the perplexity of 16.
-    args = training_arguments(source, scaled(2000), batch=4, learning_rate=3e-3, seed=0)
+    steps = scaled(2000)
+    args = ObjectiveTrainingArguments(
+        output_dir=str(source), max_steps=steps, per_device_train_batch_size=4, learning_rate=3e-3, weight_decay=0.1,
+        lr_scheduler_type="cosine", warmup_steps=max(1, steps // 20), adam_beta2=0.98, logging_steps=10, use_cpu=True,
+        save_steps=scaled(200), save_total_limit=1, seed=0,
+    )  # fmt: skip
     settings: dict[str, Any] = {"blocks": train.fingerprint}
     train_run(small_llama(len(tokenizer)), tokenizer, train, args=args, objective=MLE(), cost=None, settings=settings,
               bar="source")  # fmt: skip
@@ -88,7 +82,7 @@ def main() -> None:
         source=str(source), arms=ARMS, seeds=tuple(range(options.seeds)), temperatures=(1.0, 0.9, 0.8, 0.7, 0.6),
         length=64, start_steps=scaled(400), start_batch=16, steps=scaled(200), batch=16, texts=scaled(256, 20),
     )  # fmt: skip
-    results = run_oracle(oracle, options.output / "compare", training_arguments=training_arguments)
+    results = run_oracle(oracle, options.output / "compare", args)
     table = write_frontiers(results, options.output / "compare", title="EMO against MLE, students of a known source")
     print(f"\n{table}\nReport and figure: {options.output / 'compare'}")
     print(f"{(time.perf_counter() - started) / 60:.1f} minutes in all.")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
-
-from transformers import SchedulerType
 
 from otloss_llm.cli.arguments import (
     CompareArguments,
@@ -41,7 +38,7 @@ def run(
         raise ValueError(f"compare runs in one process, got {args.world_size}; start it without torchrun.")
     if oracle_args.source is not None:
         return _with_known_source(model_args, text_args, compare_args, oracle_args, args), 0
-    changed = _changed(oracle_args, keep=())
+    changed = _changed(oracle_args)
     if changed:
         raise ValueError(f"{', '.join(changed)} can be used with --source only; leave it out.")
     if model_args.model_name_or_path is None:
@@ -89,10 +86,10 @@ def _with_known_source(
     oracle_args: OracleArguments, args: ObjectiveTrainingArguments,
 ) -> str:  # fmt: skip
     changed = [
-        *_changed(model_args, keep=()),
-        *_changed(text_args, keep=()),
+        *_changed(model_args),
+        *_changed(text_args),
         *_changed(compare_args, keep=("objectives", "seeds")),
-        *(name for name in _changed(args, keep=()) if name.removeprefix("--") in _OWN),
+        *(name for name in _changed(args) if name.removeprefix("--") in _OWN),
     ]
     if changed:
         raise ValueError(
@@ -115,25 +112,14 @@ def _with_known_source(
         learning_rate=oracle_args.student_learning_rate,
         texts=oracle_args.num_texts,
     )
-
-    def student_arguments(
-        folder: Path, steps: int, *, batch: int, learning_rate: float, seed: int
-    ) -> ObjectiveTrainingArguments:
-        own = copy.copy(args)
-        own.output_dir, own.max_steps, own.seed = str(folder), steps, seed
-        own.per_device_train_batch_size, own.learning_rate = batch, learning_rate
-        own.lr_scheduler_type, own.warmup_steps = SchedulerType.COSINE, max(1, steps // 20)
-        own.weight_decay, own.adam_beta2 = 0.1, 0.98
-        return own
-
     folder = Path(args.output_dir)
-    results = run_oracle(oracle, folder, training_arguments=student_arguments)
+    results = run_oracle(oracle, folder, args)
     table = write_frontiers(results, folder)
     print(f"the report is {folder / 'report.md'}", file=sys.stderr)
     return table
 
 
-def _changed(given: Any, *, keep: Sequence[str]) -> list[str]:
+def _changed(given: Any, *, keep: Sequence[str] = ()) -> list[str]:
     """The options that differ from their defaults."""
     found = []
     for one in fields(given):

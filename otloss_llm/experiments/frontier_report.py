@@ -54,7 +54,8 @@ def write_frontiers(results: dict[str, Any], folder: Path, *, title: str = "Fron
     except ImportError:
         picture = '(no figure: pip install "otloss[plot]")\n'
     write_text(
-        folder / "report.md", f"# {title}\n\n{picture}\n{table}\n{_notes(results, baseline)}\n{_points(results)}"
+        folder / "report.md",
+        f"# {title}\n\n{picture}\n{table}\n{_notes(results, baseline)}\n{_points(results)}\n{table_at_one(results)}",
     )
     return table
 
@@ -80,6 +81,37 @@ def _points(results: dict[str, Any]) -> str:
                  for k in range(len(temperatures)))  # fmt: skip
         lines.append(f"| {arm} | " + " | ".join(f"{forward:.3f} / {reverse:.3f}" for forward, reverse in means) + " |")
     return "\n".join(lines) + "\n"
+
+
+def table_at_one(results: dict[str, Any]) -> str:
+    """Return a Markdown table of the scores of Table 2 of the EMO paper, at temperature 1; "" if it was not measured.
+
+    Perplexities are those of the source's texts under the student, and of the student's texts under the source.
+    """
+    temperatures = list(results["settings"]["temperatures"])
+    if 1.0 not in temperatures:
+        return ""
+    at = temperatures.index(1.0)
+    lines = [
+        "| arm at T = 1 | perplexity of the source's texts ↓ | of its own under the source ↓ | MAUVE ↑ | ROUGE-1 ↑ | "
+        "ROUGE-L ↑ |",
+        "|---" * 6 + "|",
+    ]
+    for arm, runs in _by_arm(results).items():
+        texts, own = ([math.exp(r[name][at]) for r in runs] for name in ("cross_entropy", "reverse_cross_entropy"))
+        cells = [_spread(texts, 2), _spread(own, 2)]
+        cells += [_spread([run[name] for run in runs], 3) for name in ("mauve", "rouge_1", "rouge_l")]
+        lines.append(" | ".join(["| " + arm, *cells]) + " |")
+    ceiling = results["rouge_ceiling"]
+    cells = [f"{results['mauve_ceiling']:.3f}", f"{ceiling['rouge_1']:.3f}", f"{ceiling['rouge_l']:.3f}"]
+    lines.append("| the source itself | | | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def _spread(values: Sequence[float], digits: int) -> str:
+    """The mean over seeds, and their standard deviation."""
+    shown = f"{statistics.fmean(values):.{digits}f}"
+    return shown if len(values) < 2 else f"{shown} ± {statistics.stdev(values):.{digits}f}"
 
 
 def _by_arm(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

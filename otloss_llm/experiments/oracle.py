@@ -23,12 +23,14 @@ import numpy as np
 import torch
 from jaxtyping import Int
 from torch import Tensor
+from transformers import SchedulerType, TrainingArguments
 
 from otloss.costs import DenseCost
 from otloss_llm.costs.vocabulary import LabelRows, TokenCost, as_vocabulary_cost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.evaluation.divergences import token_divergence
 from otloss_llm.evaluation.mauve import last_hidden_states, mauve
+from otloss_llm.evaluation.overlap import rouge
 from otloss_llm.evaluation.perplexity import check_temperature, context_length
 from otloss_llm.experiments import embeddings
 from otloss_llm.experiments.arms import parse_arm
@@ -141,23 +143,21 @@ class Oracle:
 
 def sample_rows(
     model: Any,
-    count: int,
+    prompts: Int[Tensor, "count given"],
     length: int,
     *,
-    start_id: int,
     temperature: float = 1.0,
     seed: int = 0,
     batch_size: int = 1024,
 ) -> Int[Tensor, "count length"]:
-    """Return rows of `start_id` followed by tokens that are sampled from the model's whole distribution."""
+    """Return the prompts, each followed by tokens that are sampled from the model's whole distribution."""
     generator = torch.Generator().manual_seed(seed)
     device = next(model.parameters()).device
     rows = []
     with evaluation_mode(model):
-        for begin in range(0, count, batch_size):
-            ids = torch.full((min(batch_size, count - begin), 1), start_id, device=device)
-            past = None
-            for _ in range(length - 1):
+        for part in prompts.split(batch_size):
+            ids, past = part.to(device), None
+            for _ in range(length - prompts.shape[1]):
                 out = model(input_ids=ids if past is None else ids[:, -1:], past_key_values=past, use_cache=True)
                 past = getattr(out, "past_key_values", None)
                 shares = torch.softmax(out.logits[:, -1].float() / temperature, -1).cpu()
@@ -169,20 +169,22 @@ def sample_rows(
 def run_oracle(
     oracle: Oracle,
     folder: Path,
+    args: TrainingArguments,
     *,
-    training_arguments: Callable[..., Any],
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
     """Train and measure every arm and seed in folders below `folder`; what is there already is not made again.
 
     Args:
-        training_arguments: (folder, steps, batch=, learning_rate=, seed=) -> `transformers.TrainingArguments`.
+        args: of all trainings but for their folder, steps, batch, learning rate and seed, which are the oracle's, and
+            the schedule: cosine after a twentieth of warm-up, weight decay 0.1, beta2 0.98.
         say: receives a line per student.
 
     Returns:
         `{"settings": ..., "mauve_ceiling": MAUVE of two samples of the source, "runs": [...]}`; a run has the arm, the
         seed, the fields of `Frontier`, "entropy", "cross_entropy" and "reverse_cross_entropy" at each temperature, and
-        "mauve" at temperature 1 (if measured there) with features of the source.
+        at temperature 1 (if measured there) "mauve", with features of the source, "rouge_1" and "rouge_l" of its
+        continuations of the source's texts, whose own are "rouge_ceiling".
 
     Raises:
         ValueError: an unknown arm, texts longer than the source's context, a source without a beginning of text, or a
@@ -210,31 +212,45 @@ def run_oracle(
     for part, count in counts.items():
         say(f"texts of the source: {count} for {part}")
         texts[part] = _texts(folder, part, source, count, oracle.length, start_id, seed=len(texts))
-    home = folder / "start-model"
     say("start: a student by maximum likelihood")
-    args = training_arguments(
-        home, oracle.start_steps, batch=oracle.start_batch, learning_rate=oracle.start_learning_rate, seed=0
+    own = _arguments(
+        args, folder / "start-model", oracle.start_steps, oracle.start_batch, oracle.start_learning_rate, 0
     )
     train_run(
-        _student(source, oracle.student_layers), tokenizer, PackedBlocks(texts["start"]), args=args, objective=MLE(),
+        _student(source, oracle.student_layers), tokenizer, PackedBlocks(texts["start"]), args=own, objective=MLE(),
         cost=None, settings={"rows": "start"}, bar="start",
     )  # fmt: skip
     runs = []
     jobs = [(seed, arm) for seed in oracle.seeds for arm in arms]
     for number, (seed, arm) in enumerate(jobs, 1):
         say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
-        own = folder / f"{arm.name.replace('/', '-').replace(':', '-')}-seed{seed}"
-        _train(oracle, folder, own, arm, seed, texts["train"], source, tokenizer, training_arguments)
-        runs.append({"arm": arm.name, "seed": seed} | _measure(oracle, own, source, texts["test"], start_id, seed))
+        home = folder / f"{arm.name.replace('/', '-').replace(':', '-')}-seed{seed}"
+        own = _arguments(args, home, oracle.steps, oracle.batch, oracle.learning_rate, seed)
+        _train(folder, own, arm, texts["train"], source, tokenizer)
+        runs.append({"arm": arm.name, "seed": seed} | _measure(oracle, home, source, tokenizer, texts["test"], seed))
     ceiling = once(folder / "mauve-ceiling.json", lambda: _mauve(source, texts["test"], texts["ceiling"]))
-    return {"settings": asdict(oracle), "mauve_ceiling": ceiling["mauve"], "runs": runs}
+    rouge_ceiling = once(folder / "rouge-ceiling.json", lambda: _rouge(source, tokenizer, texts["test"], seed=0))
+    return {
+        "settings": asdict(oracle), "mauve_ceiling": ceiling["mauve"], "rouge_ceiling": rouge_ceiling, "runs": runs
+    }  # fmt: skip
+
+
+def _arguments(
+    args: TrainingArguments, folder: Path, steps: int, batch: int, learning_rate: float, seed: int
+) -> TrainingArguments:
+    own = copy.copy(args)
+    own.output_dir, own.max_steps, own.seed = str(folder), steps, seed
+    own.per_device_train_batch_size, own.learning_rate = batch, learning_rate
+    own.lr_scheduler_type, own.warmup_steps = SchedulerType.COSINE, max(1, steps // 20)
+    own.weight_decay, own.adam_beta2 = 0.1, 0.98
+    return own
 
 
 def _texts(folder: Path, part: str, source: Any, count: int, length: int, start_id: int, *, seed: int) -> Tensor:
     """Rows sampled from the source, kept in the folder."""
     path = folder / f"texts-{part}.npy"
     if not path.is_file():
-        rows = sample_rows(source, count, length, start_id=start_id, seed=seed)
+        rows = sample_rows(source, torch.full((count, 1), start_id), length, seed=seed)
         with replaced(path) as partial, partial.open("wb") as stream:
             np.save(stream, rows.to(torch.int32).numpy())
     return torch.from_numpy(np.load(path)).long()
@@ -250,10 +266,7 @@ def _student(source: Any, layers: int) -> Any:
     return AutoModelForCausalLM.from_config(config).float()
 
 
-def _train(
-    oracle: Oracle, folder: Path, own: Path, arm: OracleArm, seed: int, rows: Tensor, source: Any, tokenizer: Any,
-    training_arguments: Callable[..., Any],
-) -> None:  # fmt: skip
+def _train(folder: Path, args: TrainingArguments, arm: OracleArm, rows: Tensor, source: Any, tokenizer: Any) -> None:
     model = load_model(str(folder / "start-model"))
     cost: TokenCost | None = None
     if needs_cost(arm.objective) and arm.embedding in EMBEDDINGS:
@@ -261,16 +274,15 @@ def _train(
         if not path.is_file():
             head = find_head(source).weight.detach().float()
             np.save(path, EMBEDDINGS[arm.embedding](head, source, rows).numpy())
-        cost = load_cost(str(path), model, seed=seed)
+        cost = load_cost(str(path), model, seed=args.seed)
         if arm.embedding == "neighbours":
             cost = nearest_only(cost)
     elif needs_cost(arm.objective):
-        cost = load_cost(arm.embedding, model, seed=seed)
-    args = training_arguments(own, oracle.steps, batch=oracle.batch, learning_rate=oracle.learning_rate, seed=seed)
+        cost = load_cost(arm.embedding, model, seed=args.seed)
     settings = {"objective": repr(arm.objective), "embedding": arm.embedding}
     train_run(
         model, tokenizer, PackedBlocks(rows), args=args, objective=arm.objective, cost=cost, settings=settings,
-        bar=own.name,
+        bar=Path(str(args.output_dir)).name,
     )  # fmt: skip
 
 
@@ -283,17 +295,15 @@ def nearest_only(cost: TokenCost, count: int = 10) -> DenseCost:
     return DenseCost(torch.full_like(matrix, float(matrix.max())).scatter(1, nearest, matrix.gather(1, nearest)))
 
 
-def _measure(oracle: Oracle, own: Path, source: Any, test: Tensor, start_id: int, seed: int) -> dict[str, Any]:
-    """The frontier of the student in `own` and its MAUVE; each temperature is measured once and kept there."""
+def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tensor, seed: int) -> dict[str, Any]:
+    """The frontier, MAUVE and ROUGE of the student in `own`; each temperature is measured once and kept there."""
 
     @functools.cache
     def student() -> Any:
         return load_model(str(own))
 
     def draw(temperature: float) -> Tensor:
-        return sample_rows(
-            student(), oracle.texts, oracle.length, start_id=start_id, temperature=temperature, seed=1000 + seed
-        )
+        return sample_rows(student(), test[:, :1], oracle.length, temperature=temperature, seed=1000 + seed)
 
     def at(temperature: float) -> dict[str, float]:
         (recall,) = token_divergence(source, student(), test.tolist(), q_temperatures=[temperature])
@@ -309,6 +319,7 @@ def _measure(oracle: Oracle, own: Path, source: Any, test: Tensor, start_id: int
     measured["temperatures"] = list(oracle.temperatures)
     if 1.0 in oracle.temperatures:
         measured |= once(own / "mauve.json", lambda: _mauve(source, test, draw(1.0)))
+        measured |= once(own / "rouge.json", lambda: _rouge(student(), tokenizer, test, seed=1000 + seed))
     return measured
 
 
@@ -316,3 +327,11 @@ def _mauve(source: Any, texts: Tensor, others: Tensor) -> dict[str, float]:
     """MAUVE with the source's last hidden state of each row as features, and its spread over k-means seeds."""
     found = mauve(*(last_hidden_states(source, rows.tolist()) for rows in (texts, others)))
     return {"mauve": found.mean, "mauve_spread": found.std}
+
+
+def _rouge(model: Any, tokenizer: Any, texts: Tensor, *, seed: int) -> dict[str, float]:
+    """ROUGE of the continuations of the texts' beginnings, a sixth of each, against what follows there."""
+    given = max(1, texts.shape[1] // 6)
+    continued = sample_rows(model, texts[:, :given], texts.shape[1], seed=seed)
+    found, expected = (tokenizer.batch_decode(rows[:, given:], skip_special_tokens=True) for rows in (continued, texts))
+    return dict(zip(("rouge_1", "rouge_l"), rouge(found, expected), strict=True))

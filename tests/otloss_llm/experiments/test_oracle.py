@@ -14,9 +14,9 @@ pytest.importorskip("accelerate")
 import torch  # noqa: E402
 
 from otloss_llm import EMO, EmbeddingCost  # noqa: E402
-from otloss_llm.evaluation import token_divergence  # noqa: E402
+from otloss_llm.evaluation import rouge, token_divergence  # noqa: E402
 from otloss_llm.experiments.oracle import OracleArm, PublishedRatio, nearest_only, sample_rows  # noqa: E402
-from otloss_llm.models.loading import load_model  # noqa: E402
+from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402
 from tests.otloss_llm.conftest import Cli, Tiny, options  # noqa: E402
 
 
@@ -41,6 +41,14 @@ def test_the_command_measures_every_arm_once(cli: Cli, tiny: Tiny, tmp_path: Pat
     run = results["runs"][2]
     assert run["forward"][1] == pytest.approx(recall.kl, rel=1e-5)
     assert run["cross_entropy"][1] == pytest.approx(recall.cross_entropy, rel=1e-5)
+    report = (tmp_path / "out/report.md").read_text()
+    perplexities = [np.exp(run["cross_entropy"][0]) for run in results["runs"] if run["arm"] == "mle"]
+    assert f"| mle | {np.mean(perplexities):.2f} ± {np.std(perplexities, ddof=1):.2f} |" in report
+    begun = torch.from_numpy(np.load(tmp_path / "out/texts-test.npy")).long()
+    continued = sample_rows(student, begun[:, :1], 8, seed=1001)
+    decode = load_tokenizer(str(tiny.llama)).batch_decode
+    found = rouge(*(decode(rows[:, 1:], skip_special_tokens=True) for rows in (continued, begun)))
+    assert (results["runs"][2]["rouge_1"], results["runs"][2]["rouge_l"]) == pytest.approx(found)
     before = (tmp_path / "out/mle-seed0/divergence-T1.json").stat().st_mtime_ns
     again = cli(*oracle_options(tiny, tmp_path / "out", temperatures=[1.0, 0.8, 0.6]))
     assert again.code == 0
@@ -71,7 +79,7 @@ def test_messages(cli: Cli, tiny: Tiny, tmp_path: Path, changed: dict[str, objec
 
 def test_rows_are_sampled_at_the_temperature(tiny: Tiny) -> None:
     model = load_model(str(tiny.llama))
-    rows = sample_rows(model, 4000, 2, start_id=1, temperature=0.5)
+    rows = sample_rows(model, torch.full((4000, 1), 1), 2, temperature=0.5)
     with torch.no_grad():
         expected = torch.softmax(model(input_ids=torch.tensor([[1]])).logits[0, -1] / 0.5, -1)
     found = torch.bincount(rows[:, 1], minlength=len(expected)) / len(rows)
