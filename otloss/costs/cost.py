@@ -304,6 +304,10 @@ def makes_graph(*tensors: Tensor) -> bool:
 
 def unit_rows(name: str, data: Float[Tensor, "*batch rows d"]) -> tuple[Tensor, Tensor]:
     """Return the rows scaled to length one, and which of them are zero and stay so."""
+    norm = torch.linalg.vector_norm(data, dim=-1, keepdim=True)  # (*batch, rows, 1)
+    least = torch.finfo(data.dtype).tiny ** 0.4  # about 1e-15 in float32
+    if ((norm > least) & (norm < 1 / least)).all():
+        return data / norm, torch.zeros_like(norm.squeeze(-1), dtype=torch.bool)
     # Squares overflow at 1e20 and vanish at 1e-23 in float32, so each row is first scaled by its largest entry.
     # The direction does not depend on that scale, so no gradient flows through it.
     largest = data.detach().abs().amax(-1, keepdim=True)  # (*batch, rows, 1)

@@ -13,6 +13,8 @@ computed again, for float32 by a product in float64, which has digits to spare, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -24,8 +26,8 @@ _PRODUCTS = {
     torch.float32: ((torch.float32, 0.5), (torch.float64, 1e-6)),
     torch.float64: ((torch.float64, 1 / 16),),
 }
-# Dimensions, points of either cloud, and multiplications in all, from which the product is faster.
-_FEW_AXES, _FEW_POINTS, _FEW_PRODUCTS = 16, 8, 2**18
+# Dimensions, coordinates of the smaller cloud, and multiplications in all, from which the product is faster.
+_FEW_AXES, _FEW_COORDINATES, _FEW_PRODUCTS = 24, 2**10, 2**18
 # Entries of a block of rows, 8 MiB at most: they stay in the cache between product and comparison.
 _BLOCK_ENTRIES = 2**20
 
@@ -37,6 +39,10 @@ def distances(
     if order != 2 or not suit_products(x, y):
         found = _from_differences(x, y, order)
         return found.square_() if squared else found
+    return by_problems(lambda a, b: (_by_rows(a, b, squared),), x, y)[0]
+
+
+def _by_rows(x: Tensor, y: Tensor, squared: bool) -> Tensor:
     batch, (n, m) = broadcast_shape(x.shape[:-2], y.shape[:-2]), (x.shape[-2], y.shape[-2])
     centred = _Centred(y)
     step = max(1, _BLOCK_ENTRIES // (batch.numel() * m))
@@ -51,14 +57,25 @@ def distances(
     return found
 
 
-def suit_products(x: Tensor, y: Tensor) -> bool:
+def by_problems(function: Callable[..., tuple[Tensor, ...]], x: Tensor, y: Tensor, *others: Tensor) -> list[Tensor]:
+    """Return what `function` gives for all problems, from calls with so few that their copies stay in the cache."""
+    batch, (n, d), m = x.shape[:-2], x.shape[-2:], y.shape[-2]
+    together = max(1, _BLOCK_ENTRIES // 8 // max(n * d, m * d, n * m))
+    if batch.numel() <= together or any(t.shape[:-2] != batch for t in (y, *others)):
+        return list(function(x, y, *others))
+    flat = [t.reshape(-1, *t.shape[-2:]).split(together) for t in (x, y, *others)]
+    blocks = [function(*block) for block in zip(*flat, strict=True)]
+    return [torch.cat(parts).unflatten(0, batch) for parts in zip(*blocks, strict=True)]
+
+
+def suit_products(x: Tensor, y: Tensor, *, coordinates: int = _FEW_COORDINATES) -> bool:
     """Whether a product is the faster way to these distances. Other devices are slow in float64, or lack it."""
     axes = x.shape[-1]
     if axes < _FEW_AXES or x.device.type != "cpu" or x.dtype not in _PRODUCTS:
         return False
     n, m = x.shape[-2], y.shape[-2]
     problems = broadcast_shape(x.shape[:-2], y.shape[:-2]).numel()
-    return min(n, m) >= _FEW_POINTS and problems * n * m * axes >= _FEW_PRODUCTS
+    return min(n, m) * axes >= coordinates and problems * n * m * axes >= _FEW_PRODUCTS
 
 
 class _Centred:

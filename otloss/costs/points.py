@@ -25,11 +25,12 @@ from torch import Tensor
 from otloss._checks import broadcast_shape, check_broadcast, check_cloud, check_epsilon, check_floating
 from otloss._kernels import is_small, may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
-from otloss.costs.distances import distances, suit_products
+from otloss.costs.distances import by_problems, distances, suit_products
 
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 _KERNEL_METRICS = METRICS[:3]
+_MANY_COORDINATES = 2**13  # of the smaller cloud, from which products are the faster way to gradients
 
 
 class PointCost(Cost):
@@ -298,8 +299,9 @@ class _Distances(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
         x, y, found = ctx.saved_tensors
         (upstream,) = gradients
-        if not torch.is_grad_enabled() and ctx.p == 2 and x.dtype == torch.float32 and suit_products(x, y):
-            by_x, by_y = _gradients_by_products(x, y, found, upstream)
+        by_products = ctx.p == 2 and x.dtype == torch.float32 and suit_products(x, y, coordinates=_MANY_COORDINATES)
+        if not torch.is_grad_enabled() and by_products:
+            by_x, by_y = by_problems(_gradients_by_products, x, y, found, upstream)
         elif not torch.is_grad_enabled():
             batch = found.shape[:-2]
             wide_x, wide_y = (t.expand(*batch, *t.shape[-2:]).contiguous() for t in (x, y))

@@ -32,6 +32,7 @@ from torch import Tensor
 from otloss._checks import broadcast_shape
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
 from otloss.costs.cost import block_entries
+from otloss.costs.distances import by_problems
 from otloss.solvers.histograms import HistogramPair, pair_and_cost
 
 COUPLINGS = ("independent", "residual", "best")
@@ -187,15 +188,19 @@ def _power(drift: Tensor, mass: Tensor, power: float) -> Tensor:
 
 def _drift(p: Tensor, q: Tensor, x: Tensor, y: Tensor) -> Tensor:
     """sum_i p_i x_i - sum_j q_j y_j, (..., d)."""
-    centre = y.detach().mean(-2, keepdim=True)  # far from the origin the sums would cancel
+
+    def centred(x: Tensor, y: Tensor, p: Tensor, q: Tensor) -> tuple[Tensor]:  # p and q (..., 1, n)
+        centre = y.detach().mean(-2, keepdim=True)  # far from the origin the sums would cancel
+        return (p @ (x - centre) - q @ (y - centre),)
+
     with torch.autocast(x.device.type, enabled=False):
         if x is y:
-            return _moment(p - q, x - centre)
-        return _moment(p, x - centre) - _moment(q, y - centre)
+            return _moment(p - q, x - x.detach().mean(-2, keepdim=True))
+        return by_problems(centred, x, y, p.unsqueeze(-2), q.unsqueeze(-2))[0].squeeze(-2)
 
 
 def _moment(weights: Tensor, points: Tensor) -> Tensor:
-    return weights @ points if points.dim() == 2 else (weights.unsqueeze(-2) @ points).squeeze(-2)
+    return (weights.unsqueeze(-2) @ points).squeeze(-2)
 
 
 def _half_square(p: Tensor, q: Tensor, u: Tensor, v: Tensor) -> Tensor:
@@ -213,7 +218,7 @@ def _half_square(p: Tensor, q: Tensor, u: Tensor, v: Tensor) -> Tensor:
 
 
 def _is_zero(points: Tensor) -> Tensor:
-    return (points.detach() == 0).all(-1)
+    return torch.linalg.vector_norm(points.detach(), dim=-1) == 0
 
 
 def _drift_on_grid(difference: Tensor, cost: GridCost) -> Tensor:

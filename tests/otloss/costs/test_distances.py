@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from otloss import lower_bound
 from otloss.costs import PointCost
 from otloss.costs import distances as _distances
 
@@ -64,11 +65,21 @@ def test_squares_beyond_float32_leave_distances() -> None:
     assert (PointCost(x.double() * 1e200, y.double() * 1e200).dense() == torch.inf).all()
 
 
-def test_blocks_of_rows_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, y = torch.stack([cloud("apart", seed) for seed in range(3)]), cloud("some points near", 3)
-    whole = PointCost(x, y).dense()
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_blocks_of_rows_and_of_problems_make_the_whole(batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.stack([cloud("apart", seed) for seed in range(3)]).float().requires_grad_()
+    y = cloud("some points near", 3).float().expand(*batch, 90, 300)
+    p, q = (torch.rand(3, 90, generator=torch.Generator().manual_seed(seed)).softmax(-1) for seed in (0, 1))
+
+    def results() -> tuple[torch.Tensor, ...]:
+        cost = PointCost(x, y, metric="euclidean")
+        matrix, bound = cost.dense(), lower_bound(p, q, cost)
+        return matrix, bound, *torch.autograd.grad(matrix.sqrt().sum(), x), *torch.autograd.grad(bound.sum(), x)
+
+    whole = results()
     monkeypatch.setattr(_distances, "_BLOCK_ENTRIES", 90 * 3 * 7)
-    torch.testing.assert_close(PointCost(x, y).dense(), whole, rtol=1e-13, atol=0)
+    for part, expected in zip(results(), whole, strict=True):
+        torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", KINDS)
