@@ -1,4 +1,4 @@
-"""Two processes (gloo, CPU) against one: ObjectiveTrainer under torchrun, plain DDP, and FSDP2 with the fused loss."""
+"""Two processes (gloo, CPU) against one: ObjectiveTrainer under accelerate and torchrun, DDP, FSDP2 with the fused loss."""
 
 from __future__ import annotations
 
@@ -26,11 +26,17 @@ pytestmark = [
 WORKER = Path(__file__).with_name("distributed_worker.py")
 
 
-def launch(check: str, folder: Path, processes: int) -> None:
-    """Run the worker under torchrun, each process on one thread; what it printed is in the failure."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+TORCHRUN = ["torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+ACCELERATE = [
+    "accelerate.commands.launch", "--multi_gpu", "--num_processes=2", "--num_machines=1", "--mixed_precision=no",
+    "--dynamo_backend=no", "--main_process_port=0",
+]  # fmt: skip
+
+
+def launch(launcher: list[str], check: str, folder: Path) -> None:
+    """Run the worker in two processes, each on one thread; what it printed is in the failure."""
     done = subprocess.run(
-        [*command, str(WORKER), check, str(folder)],
+        [sys.executable, "-m", *launcher, str(WORKER), check, str(folder)],
         env=os.environ | {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
@@ -40,10 +46,10 @@ def launch(check: str, folder: Path, processes: int) -> None:
     assert done.returncode == 0, done.stderr[-6000:]
 
 
-@pytest.mark.parametrize("kind", ["ddp-tied", "fsdp-untied"])
-def test_the_trainer_gives_the_weights_of_one_process(kind: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("launcher", "kind"), [(ACCELERATE, "ddp-tied"), (TORCHRUN, "fsdp-untied")])
+def test_the_trainer_gives_the_weights_of_one_process(launcher: list[str], kind: str, tmp_path: Path) -> None:
     """4 steps of 2 x 2 rows on each of 2 processes = 4 steps of 2 x 4 rows on one, logs and evaluation included."""
-    launch(kind, tmp_path, 2)
+    launch(launcher, kind, tmp_path)
     of_two = torch.load(tmp_path / f"{kind}.pt")
     for objective, given in objectives(kind.startswith("fsdp")).items():
         one = run(tmp_path / "one" / objective, "one-" + kind.partition("-")[2], 2 * BATCH, False, given)
@@ -59,7 +65,7 @@ def test_the_trainer_gives_the_weights_of_one_process(kind: str, tmp_path: Path)
 
 @pytest.mark.slow
 def test_ddp_and_fsdp2_give_loss_and_gradients_of_one_process(tmp_path: Path) -> None:
-    launch("steps", tmp_path, 2)
+    launch(TORCHRUN, "steps", tmp_path)
     errors = torch.load(tmp_path / "errors.pt")
     assert set(errors) == {"ddp", "ddp-tied", "ddp-idle", "fsdp", "fsdp-tied", "fsdp-head-apart", "fsdp-kept"}
     assert all(error < 1e-5 for error in errors.values()), errors
