@@ -1,4 +1,4 @@
-"""Two processes (gloo, CPU) against one: ObjectiveTrainer under accelerate and torchrun, DDP, FSDP2 with the fused loss."""
+"""Two processes (gloo, CPU) against one: ObjectiveTrainer under accelerate (DDP) and torchrun (FSDP2), fused loss."""
 
 from __future__ import annotations
 
