@@ -64,16 +64,38 @@ def test_exact_values_and_gradients() -> None:
     x, y, a, b = drawn(3, 7, 2), drawn(3, 5, 2, seed=1), weights(3, 7), weights(3, 5, seed=6)
     expected = [ot.emd2(a[k], b[k], torch.cdist(x[k], y[k]).square()) for k in range(3)]
     torch.testing.assert_close(cloud_loss(x, y, a, b, kind="emd"), torch.stack(expected))
-    # Large assignments, which start from a few iterations of Sinkhorn.
-    x, y = drawn(2, 600, 3, seed=3), drawn(2, 600, 3, seed=4)
+
+
+def test_large_assignments_start_from_sinkhorn() -> None:
+    # Mixed, apart, and in clusters whose shares differ.
+    x, y = drawn(3, 300, 3, seed=3), drawn(3, 300, 3, seed=4)
+    y[1] += 20
+    x[2, :100] += 5
+    y[2, :150] += 5
     leaf = x.clone().requires_grad_()
     value = cloud_loss(leaf, y, kind="emd")
     (gradient,) = torch.autograd.grad(value.sum(), leaf)
-    for k in range(2):
+    for k in range(3):
         rows, columns = linear_sum_assignment(torch.cdist(x[k], y[k]).square().numpy())
         apart = x[k] - y[k][columns]
-        torch.testing.assert_close(value[k], apart[rows].square().sum() / 600)
-        torch.testing.assert_close(gradient[k], 2 * apart / 600)
+        torch.testing.assert_close(value[k], apart[rows].square().sum() / 300)
+        torch.testing.assert_close(gradient[k], 2 * apart / 300)
+
+
+@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1", "cosine", lambda x, y: (x @ y.mT).exp()])
+def test_exact_gradients_are_those_through_the_matrix(metric: Any) -> None:
+    leaves = [drawn(7, 2), drawn(3, 5, 2, seed=1), weights(7), weights(3, 5, seed=6)]
+    leaves[1][0, 2] = leaves[0][3]
+    leaves = [t.requires_grad_() for t in leaves]
+    value = cloud_loss(*leaves, kind="emd", metric=metric)
+    expected = otloss.emd(leaves[2], leaves[3], otloss.costs.PointCost(leaves[0], leaves[1], metric=metric))
+    torch.testing.assert_close(value, expected)
+    upstream = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
+    wanted = torch.autograd.grad(expected, leaves, upstream)
+    for found, right in zip(torch.autograd.grad(value, leaves, upstream, create_graph=True), wanted, strict=True):
+        torch.testing.assert_close(found, right)
+        with pytest.raises(RuntimeError, match="second derivative of emd"):
+            torch.autograd.grad(found.sum(), leaves, retain_graph=True)
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(str(v) for v in o.values() if isinstance(v, str)))
