@@ -40,6 +40,7 @@ KINDS = ("divergence", "emd", "sliced")
 # Epsilon over blur to the power of the exponent, and that exponent: GeomLoss's cost is |x - y|^p / p.
 _OF_BLUR = {"sqeuclidean": (2.0, 2), "euclidean": (1.0, 1)}
 _ORDER = {"sqeuclidean": 2, "euclidean": 1}
+_BLUR = 0.05  # where neither epsilon nor blur is given
 # The start of exact assignments: from so many points, at this share of the mean size of centred costs, for so long.
 _START_FROM, _START_EPSILON, _START_TOLERANCE, _START_ITERATIONS = 256, 0.003, 0.2, 30
 
@@ -96,7 +97,7 @@ def cloud_loss(
     Raises:
         TypeError: if points or weights are not floating tensors, or a mask is not boolean.
         ValueError: if shapes or masses do not fit, a number is not finite or not in range, a cloud is empty, an option
-            is not one of this kind, or the divergence has neither epsilon nor blur.
+            is not one of this kind, the divergence has both epsilon and blur, or it has neither and a metric without blur.
 
     Source:
         J. Feydy et al., Interpolating between Optimal Transport and MMD using Sinkhorn Divergences, 2019.
@@ -127,10 +128,10 @@ def cloud_loss(
     if kind == "emd":
         return _exact(one.weights, other.weights, cost)
     scale = 1.0
-    if blur is not None:
+    if epsilon is None:
         factor, exponent = _OF_BLUR[str(metric)]
-        epsilon, scale = factor * check_positive("blur", blur) ** exponent, 1 / factor
-    assert epsilon is not None
+        epsilon = factor * check_positive("blur", _BLUR if blur is None else blur) ** exponent
+        scale = 1 / factor
     value = sinkhorn_divergence(
         one.weights, other.weights, cost, epsilon=epsilon, marginal_penalty=marginal_penalty, tolerance=tolerance
     )
@@ -149,14 +150,17 @@ def _check_options(
             raise ValueError(
                 f'{", ".join(given)} given for kind="{kind}", but only kind="{owner}" takes it; leave it out.'
             )
-    if kind == "divergence" and (divergence["epsilon"] is None) == (divergence["blur"] is None):
+    has_epsilon, has_blur = divergence["epsilon"] is not None, divergence["blur"] is not None
+    if has_epsilon and has_blur:
         raise ValueError(
-            'kind="divergence" needs epsilon, in the unit of the cost, or blur, a length, and not both. It smooths '
-            "details smaller than blur; a tenth of the size of the clouds is a usual one."
+            "both epsilon and blur are given; expected one of them: blur, a length, stands for an epsilon."
         )
-    if metric not in _OF_BLUR and (kind == "sliced" or divergence["blur"] is not None):
-        what = 'kind="sliced"' if kind == "sliced" else "blur"
-        raise ValueError(f"{what} is defined for the metrics {tuple(_OF_BLUR)}; got {metric!r}.")
+    if metric in _OF_BLUR or kind == "emd" or (kind == "divergence" and has_epsilon):
+        return
+    if kind == "divergence" and not has_blur:
+        raise ValueError(f"metric={metric!r} has no default blur; give epsilon, in the unit of the cost.")
+    what = 'kind="sliced"' if kind == "sliced" else "blur"
+    raise ValueError(f"{what} is defined for the metrics {tuple(_OF_BLUR)}; got {metric!r}.")
 
 
 @dataclass(frozen=True)

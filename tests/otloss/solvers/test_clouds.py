@@ -52,6 +52,13 @@ def test_blur_is_that_of_geomloss(metric: str, p: int, reach: float | None, rtol
         torch.testing.assert_close(*gradients, rtol=1e-3, atol=1e-5)
 
 
+def test_the_default_blur_is_that_of_geomloss() -> None:
+    x, y = drawn(20, 3), drawn(25, 3, seed=1) + 0.2
+    for metric, p in (("sqeuclidean", 2), ("euclidean", 1)):
+        theirs = SamplesLoss("sinkhorn", p=p, scaling=0.99, backend="tensorized")(x, y).squeeze()
+        torch.testing.assert_close(cloud_loss(x, y, metric=metric), theirs, rtol=2e-3, atol=0)
+
+
 def test_equal_weights_have_the_precision_of_the_points() -> None:
     x, y = drawn(7, 3), drawn(6, 3, seed=1)
     equal = [torch.full((n,), 1 / n, dtype=torch.float64) for n in (7, 6)]
@@ -138,8 +145,8 @@ def test_empty_clouds(options: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("change", "error", "message"),
     [
-        ({"epsilon": None}, ValueError, "needs epsilon.*or blur"),
-        ({"blur": 0.1}, ValueError, "and not both"),
+        ({"epsilon": None, "metric": "l1"}, ValueError, "metric='l1' has no default blur; give epsilon"),
+        ({"blur": 0.1}, ValueError, "both epsilon and blur are given"),
         ({"kind": "w2"}, ValueError, "kind is 'w2', expected one of"),
         ({"kind": "emd"}, ValueError, 'epsilon given for kind="emd"'),
         ({"projections": 8}, ValueError, 'projections given for kind="divergence"'),
