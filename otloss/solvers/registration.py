@@ -6,17 +6,18 @@
 alternates two exact minima. The plan is that of entropic transport between R x + t and y, unbalanced where a marginal
 penalty rho lets parts without a partner stay. R and t are the least squares fit of the pairs weighed by P, by a
 singular value decomposition (B. Horn, H. Hilden, S. Negahdaripour, Closed-form solution of absolute orientation using
-orthonormal matrices, 1988). Epsilon falls from a share of the size of the clouds to the one asked for: a blurred plan
-sees the whole shape, and a fine one fits it. The minimum is local, so several starts are tried at once, as a batch, and
-the least value wins.
+orthonormal matrices, 1988). Epsilon falls from a share of the size of the clouds to the one asked for, and the marginal
+penalty with it: a blurred plan sees the whole shape, and a fine one fits it. The minimum is local, so several starts
+are tried at once, as a batch. As epsilon falls, those of the largest values are left out; at the end the least wins.
 
-Two samplings of one shape have their minimum a little away from the truth, for their points lie differently on it:
-weights by the area around each point lessen that.
+Two samplings of one shape have their minimum a little away from the truth, for their points lie differently on it. A
+marginal penalty lessens that, for whole shapes too, and so do weights by the area around each point.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import warnings
 from dataclasses import dataclass
 
@@ -34,10 +35,13 @@ from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.solve import Transport, solve
 
 _TOLERANCE, _ITERATIONS = 1e-3, 100  # of the plans on the way
-# Epsilon at the start: over the largest squared distance from the centre, and over the marginal penalty at most. With
-# more blur than that parts without a partner would count.
-_FIRST, _FIRST_OF_PENALTY = 0.1, 2.0
+# Epsilon at the start, over the largest squared distance from the centre. With a marginal penalty it is less, for blur
+# makes parts without a partner count: the larger one of these shares of the mean squared distance and of the penalty.
+_FIRST, _FIRST_OF_MEAN, _FIRST_OF_PENALTY = 0.1, 0.06, 2.0
+# The penalty on the way, over the excess of epsilon over the last one: a smaller one would drop parts with a partner.
+_PENALTY_OF_EXCESS = 0.5
 _SHARE_LAST = 0.3  # of the steps, at the last epsilon
+_HALVINGS, _LEAST_STARTS = 10, 2  # of the starts, while epsilon falls
 
 
 @dataclass(frozen=True)
@@ -69,7 +73,7 @@ def register(
     *,
     epsilon: float,
     marginal_penalty: float | None = None,
-    steps: int = 30,
+    steps: int = 100,
     restarts: int = 0,
     generator: torch.Generator | None = None,
 ) -> Registration:
@@ -81,9 +85,10 @@ def register(
         a, b: (n,) and (m,) weights >= 0, 1 / n and 1 / m by default.
         epsilon: at the end, above 0, in squared units of the points; the squared distance of neighbours is usual.
         marginal_penalty: the price of mass that has no partner, in the unit of epsilon: points farther than about its
-            root from the other cloud drop out. None holds all mass, which fits whole shapes only.
-        steps: of plan and fit.
-        restarts: starts from random rotations, by up to half a turn, beside the one from where x lies, as one batch.
+            root from the other cloud drop out. None holds all mass, for whole shapes only.
+        steps: of plan and fit; fewer than the default end beside the minimum more often.
+        restarts: starts from random rotations, by up to half a turn, beside the one from where x lies, as one batch. 80
+            find the minimum of a shape without symmetries from wherever x lies, at ten times the time of one start.
         generator: source of the rotations.
 
     Returns:
@@ -110,41 +115,64 @@ def register(
     a, b = (w.to(wide) for w in weights_or_uniform(a, b, cost))
     centre_x, centre_y = (a @ x) / a.sum(), (b @ y) / b.sum()
     x_c, y_c = x - centre_x, y - centre_y
-    largest = max(float(cloud.square().sum(-1).amax()) for cloud in (x_c, y_c))
+    squares = [cloud.square().sum(-1) for cloud in (x_c, y_c)]
     rotations = torch.eye(x.shape[1], dtype=x.dtype, device=x.device).repeat(restarts + 1, 1, 1)
     if restarts:
         rotations[1:] = _random_rotations(restarts, x.shape[1], generator).to(x)
-    first = _FIRST * largest
+    first = _FIRST * max(float(square.amax()) for square in squares)
     if marginal_penalty is not None:
-        first = min(first, _FIRST_OF_PENALTY * marginal_penalty)
+        mean = max(float(square.mean()) for square in squares)
+        first = min(first, max(_FIRST_OF_MEAN * mean, _FIRST_OF_PENALTY * marginal_penalty))
     falling = max(1, round(steps * (1 - _SHARE_LAST)))
-    widths = [epsilon * max(1.0, first / epsilon) ** max(0.0, 1 - step / falling) for step in range(steps)]
-    settings = Settings(marginal_penalty=marginal_penalty, tolerance=_TOLERANCE, max_iterations=_ITERATIONS)
+    course = [
+        _Step.at(k / falling, epsilon=epsilon, first=first, marginal_penalty=marginal_penalty, starts=restarts + 1)
+        for k in range(steps)
+    ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ConvergenceWarning)  # plans on the way need not be exact
-        rotations, shifts, values = _search((x_c, y_c), (a, b), rotations, widths, settings)
-    best = int(values.argmin())
-    moved = PointCost(x_c @ rotations[best].mT + shifts[best], y_c)
+        rotations, shifts = _search((x_c, y_c), (a, b), rotations, course)
+    rotation, shift = rotations[0], shifts[0]
+    moved = PointCost(x_c @ rotation.mT + shift, y_c)
     transport = solve(a, b, moved, epsilon=epsilon, marginal_penalty=marginal_penalty)
-    translation = centre_y + shifts[best] - rotations[best] @ centre_x
-    return Registration(rotations[best].to(dtype), translation.to(dtype), transport)
+    translation = centre_y + shift - rotation @ centre_x
+    return Registration(rotation.to(dtype), translation.to(dtype), transport)
+
+
+@dataclass(frozen=True)
+class _Step:
+    """The settings of one step, and how many starts are left after it."""
+
+    epsilon: float
+    marginal_penalty: float | None
+    left: int
+
+    @classmethod
+    def at(cls, share: float, *, epsilon: float, first: float, marginal_penalty: float | None, starts: int) -> _Step:
+        """The step when this share of the falling ones is over."""
+        width = epsilon * max(1.0, first / epsilon) ** max(0.0, 1 - share)
+        penalty = None if marginal_penalty is None else max(marginal_penalty, _PENALTY_OF_EXCESS * (width - epsilon))
+        left = math.ceil(starts * 2 ** min(0.0, 1 - _HALVINGS * share))
+        return cls(width, penalty, min(starts, max(_LEAST_STARTS, left)))
 
 
 def _search(
-    clouds: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], rotations: Tensor, widths: list[float],
-    settings: Settings,
-) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"], Float[Tensor, " starts"]]:  # fmt: skip
-    """Plans and fits by turns, at one epsilon after another; also the values of the last plans."""
-    (x, y), shifts, value = clouds, torch.zeros_like(rotations[:, 0]), torch.zeros_like(rotations[:, 0, 0])
+    clouds: tuple[Tensor, Tensor], weights: tuple[Tensor, Tensor], rotations: Tensor, steps: list[_Step]
+) -> tuple[Float[Tensor, "left d d"], Float[Tensor, "left d"]]:
+    """Return the fits after plans and fits by turns, those of the least values first."""
+    (x, y), shifts = clouds, torch.zeros_like(rotations[:, 0])
     columns = torch.cat([y, torch.ones_like(y[:, :1])], -1)
-    for width in widths:
+    settings = Settings(tolerance=_TOLERANCE, max_iterations=_ITERATIONS)
+    for step in steps:
+        settings = dataclasses.replace(settings, marginal_penalty=step.marginal_penalty)
         moved = PointCost(x @ rotations.mT + shifts.unsqueeze(-2), y)
-        problem = entropic_problem(*weights, moved, epsilon=width, settings=settings)
+        problem = entropic_problem(*weights, moved, epsilon=step.epsilon, settings=settings)
         found = find_potentials(problem, settings, settle=False)
-        settings, value = dataclasses.replace(settings, start=(found.f, found.g)), dual_value(problem, found.f, found.g)
-        received = torch.cat([plan @ columns for _, plan, _ in plan_blocks(problem, found.f, found.g)], -2)
+        received = torch.cat([block @ columns for _, block, _ in plan_blocks(problem, found.f, found.g)], -2)
         rotations, shifts = _fit(x, received[..., :-1], received[..., -1:])
-    return rotations, shifts, value
+        best = dual_value(problem, found.f, found.g).argsort()[: step.left]
+        rotations, shifts = rotations[best], shifts[best]
+        settings = dataclasses.replace(settings, start=(found.f[best], found.g[best]))
+    return rotations, shifts
 
 
 def _fit(x: Tensor, moved: Tensor, held: Tensor) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"]]:
