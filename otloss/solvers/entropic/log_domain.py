@@ -66,8 +66,13 @@ def iterate_in_logs(
 
 
 def _steps(problem: EntropicProblem) -> list[Tensor]:
-    """Epsilons from a share of the largest cost down to four times the one asked for, the same number for all."""
+    """Epsilons from a share of the largest cost down to four times the one asked for, the same number for all.
+
+    Those above the marginal penalty would save no iteration: it bounds the potentials.
+    """
     largest = FIRST_EPSILON * problem.cost.largest()
+    if problem.marginal_penalty is not None:
+        largest = largest.clamp(max=problem.marginal_penalty)
     steps: list[Tensor] = []
     epsilon = problem.epsilon / STAGE_FACTOR
     while (epsilon <= largest).any():
@@ -198,13 +203,14 @@ def _symmetric_search(
     tolerance, settled = goal
     for _ in range(most):
         update = sweep.f_from(g)
-        moved = ((update - g) / sweep.epsilon).abs().masked_fill(sweep.log_p == -torch.inf, 0.0).amax(-1)
-        unfinished = ~(sweep.error(g, update, sweep.log_p) <= tolerance) | (moved > settled)
+        unfinished = ~(sweep.error(g, update, sweep.log_p) <= tolerance)
+        if settled < math.inf:
+            moved = ((update - g) / sweep.epsilon).abs().masked_fill(sweep.log_p == -torch.inf, 0.0)
+            unfinished = unfinished | (moved.amax(-1) > settled)
         if not bool(unfinished.any()):
             break
         done = done + unfinished
-        mean, _ = sweep.shifted((g + update) / 2, (g + update) / 2)
-        g = torch.where(unfinished.unsqueeze(-1), mean, g)
+        g = torch.where(unfinished.unsqueeze(-1), (g + update) / 2, g)
     return *closed(sweep, g, g)[:3], done
 
 
