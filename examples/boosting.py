@@ -66,6 +66,7 @@ def xgboost_curve(X: np.ndarray, y: np.ndarray, folds: Folds, objective: str, ro
         "max_depth": 6,
         "eta": 0.1,
         "disable_default_eval_metric": True,
+        "nthread": 1,  # waiting threads would count as processor time
     }
     # XGBoost passes probabilities to metrics with its own objective, raw scores with ours.
     metric = xgboost_metric(classes, predictions="probabilities" if objective == CE else "scores")
@@ -88,6 +89,7 @@ def lightgbm_curve(X: np.ndarray, y: np.ndarray, folds: Folds, objective: str, r
         "num_leaves": 31,
         "learning_rate": 0.1,
         "verbose": -1,
+        "num_threads": 1,
     }
     stop = lightgbm.early_stopping(PATIENCE, verbose=False)
     data = lightgbm.Dataset(X, y, init_score=start)

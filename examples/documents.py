@@ -5,8 +5,8 @@ to word j costs the distance of their vectors: min <C, P> with C_ij = |e_i - e_j
 batches; `document_search` solves only what a lower bound does not rule out, with the same answer.
 
 Data: TREC's questions in six classes (Li and Roth, 2002), GloVe vectors in 25 dimensions (Pennington et al., 2014).
-Result: 30 to 40 times faster than gensim a pair; a search solves 0.7 % of the pairs. As a classifier, word mover's
-distance beats tf-idf up to k = 5 neighbours, by 0.07 at k = 1, and no longer from k = 9.
+Result: 30 to 40 times faster than gensim a pair; a search solves 0.7 % of the pairs, 6 times faster than all. As a
+classifier, word mover's distance beats tf-idf up to k = 5 neighbours, by 0.07 at k = 1, and no longer from k = 9.
 
     python examples/documents.py --data FOLDER     # with nlu/trec-train.txt and words/glove_twitter_25d.npz
 """

@@ -12,8 +12,10 @@ Data: the 8 x 8 digits of scikit-learn, pixels from 0 to 1, 1,200 for training. 
 512 held-out digits; two samples of the data are 1.45 apart. Time is that of the processor.
 
 Result (3 seeds, 2,000 steps): pairing pays for few steps alone. W2 after 1 step falls from 1.92 to 1.71 and after 2
-from 1.67 to 1.66; after 8 it is 1.71 where independent pairs reach 1.68. Pairs drawn with replacement are worse than a
-permutation at every number of steps (1.73 to 1.71 after 1). Pairing adds a quarter to the time of so small a network.
+from 1.67 to 1.66; after 8 it rises from 1.68 to 1.71.
+
+Pairs drawn with replacement are worse than a permutation at every number of steps. Pairing adds a quarter to the time
+of so small a network.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ _FIRST, _FIRST_OF_MEAN, _FIRST_OF_PENALTY = 0.1, 0.06, 2.0
 # The penalty on the way, over the excess of epsilon over the last one: a smaller one would drop parts with a partner.
 _PENALTY_OF_EXCESS = 0.5
 _SHARE_LAST = 0.3  # of the steps, at the last epsilon
-_HALVINGS, _LEAST_STARTS = 10, 2  # of the starts, while epsilon falls
+_LEAST_STARTS = 2  # at the last epsilon
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,7 @@ class _Step:
         """The step when this share of the falling ones is over."""
         width = epsilon * max(1.0, first / epsilon) ** max(0.0, 1 - share)
         penalty = None if marginal_penalty is None else max(marginal_penalty, _PENALTY_OF_EXCESS * (width - epsilon))
-        left = math.ceil(starts * 2 ** min(0.0, 1 - _HALVINGS * share))
-        return cls(width, penalty, min(starts, max(_LEAST_STARTS, left)))
+        return cls(width, penalty, math.ceil(starts * (_LEAST_STARTS / starts) ** min(1.0, share)))
 
 
 def _search(

@@ -18,5 +18,5 @@ def test_registration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
     if not (example["DATA"] / "shapes").exists():
         pytest.skip("needs the bunny")
     example["main"](["--quick", "--output", str(tmp_path)])
-    assert len(capsys.readouterr().out.splitlines()) == 9
+    assert len(capsys.readouterr().out.splitlines()) == 10
     assert (tmp_path / "registration.png").stat().st_size > 10_000
