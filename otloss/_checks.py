@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -108,6 +108,14 @@ def check_not_negative(name: str, value: Any) -> float:
     if not (0 <= check_number(name, value) < float("inf")):
         raise ValueError(f"{name} is {value}, expected a finite number of at least 0.")
     return value
+
+
+def check_count(name: str, value: Any, least: int = 1) -> None:
+    """Raise TypeError unless `value` is a whole number and no bool, ValueError if it is below the least."""
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name} is {value!r}, expected a whole number.")
+    if value < least:
+        raise ValueError(f"{name} is {value}, expected a whole number of at least {least}.")
 
 
 def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:

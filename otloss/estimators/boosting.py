@@ -12,6 +12,7 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.utils import check_consistent_length, column_or_1d
 from sklearn.utils.validation import check_is_fitted, validate_data
 
+from otloss._checks import check_count
 from otloss.estimators.base import OrdinalBase, split_off, unchanged_on_error
 from otloss.estimators.boosters import (
     BOOSTERS,
@@ -22,7 +23,7 @@ from otloss.estimators.boosters import (
     require_library,
     train_trees,
 )
-from otloss.estimators.criterion import check_choice, check_count, check_real
+from otloss.estimators.criterion import check_choice, check_real
 
 
 class OrdinalBoostingClassifier(OrdinalBase):

@@ -12,9 +12,10 @@ from sklearn.exceptions import ConvergenceWarning
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_is_fitted
 
+from otloss._checks import check_count
 from otloss.boosting.start import class_shares
 from otloss.estimators.base import OrdinalBase, split_off, unchanged_on_error
-from otloss.estimators.criterion import check_choice, check_count, check_real
+from otloss.estimators.criterion import check_choice, check_real
 from otloss.estimators.training import MODELS, PATIENCE, Objective, OrdinalNetwork, Rows, train_adam, train_lbfgs
 
 LARGEST_FEATURE = 1e100  # whose square is a float

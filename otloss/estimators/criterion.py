@@ -12,7 +12,6 @@ the number of labels seen, takes the place of K: labels 10, 20, 30 train as 0, 1
 from __future__ import annotations
 
 from dataclasses import dataclass
-from numbers import Integral
 from typing import Any
 
 import numpy as np
@@ -118,11 +117,3 @@ def check_real(name: str, value: Any, *, least: float, above: bool = False, most
         top = "" if most == np.inf else f" and at most {most:g}"
         raise ValueError(f"{name} is {value}, expected a finite number {'above' if above else '>='} {least:g}{top}.")
     return number
-
-
-def check_count(name: str, value: Any) -> None:
-    """Raise unless `value` is an integer of at least 1."""
-    if isinstance(value, bool) or not isinstance(value, Integral):
-        raise TypeError(f"{name} is {value!r}, expected an integer.")
-    if value < 1:
-        raise ValueError(f"{name} is {value}, expected an integer >= 1.")

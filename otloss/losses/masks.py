@@ -27,6 +27,7 @@ from otloss._checks import (
     check_tensor,
 )
 from otloss.costs import Cost, GridCost, as_cost
+from otloss.losses.labels import reduced
 from otloss.solvers.sinkhorn import sinkhorn_divergence
 
 EMPTY = ("area", "zero", "error")
@@ -97,8 +98,8 @@ def mask_loss(
         p = p * torch.where(is_empty, 1.0, area / wanted.clamp(min=torch.finfo(q.dtype).tiny)).unsqueeze(-1)
     value = sinkhorn_divergence(p, q, cost, epsilon=epsilon, marginal_penalty=marginal_penalty, tolerance=tolerance)
     pixel = math.prod(cost.spacing)
-    value = torch.where(is_empty, pixel * area if empty == "area" else 0 * area, value).to(logits.dtype)
-    return value if reduction == "none" else value.sum() if reduction == "sum" else value.mean()
+    value = torch.where(is_empty, pixel * area if empty == "area" else 0 * area, value)
+    return reduced(value.reshape(-1), None, None, value.shape, reduction).to(logits.dtype)
 
 
 def _checked_target(logits: Any, target: Any, axes: int) -> Tensor:
@@ -176,5 +177,5 @@ def wasserstein_dice(
     distance = (q * matrix[y].mT).sum(1)  # (batch, pixels)
     weight = overlap[y]
     agreed = 2 * (weight * (weight - distance)).sum(1)
-    value = (1 - (agreed + _SMOOTH) / (agreed + distance.sum(1) + _SMOOTH)).to(logits.dtype)
-    return value if reduction == "none" else value.sum() if reduction == "sum" else value.mean()
+    value = 1 - (agreed + _SMOOTH) / (agreed + distance.sum(1) + _SMOOTH)
+    return reduced(value, None, None, value.shape, reduction).to(logits.dtype)

@@ -20,7 +20,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_cloud, check_floating, check_not_negative, check_tensor
+from otloss._checks import check_broadcast, check_cloud, check_count, check_floating, check_not_negative, check_tensor
 from otloss.costs import PointCost
 from otloss.solvers.exact import emd
 
@@ -55,7 +55,7 @@ def ngram_distance(
         plans are optimal).
 
     Raises:
-        TypeError: if x or y is not a floating tensor, or a mask not a bool tensor.
+        TypeError: if x or y is not a floating tensor, a mask not a bool tensor, or n not a whole number.
         ValueError: if shapes do not fit, a number is not finite, a text has fewer than n neighbouring words, or a
             setting is out of range.
 
@@ -68,8 +68,7 @@ def ngram_distance(
         >>> ngram_distance(text, shuffled, n=1), ngram_distance(text, shuffled, n=2)
         (tensor(0.), tensor(0.6667))
     """
-    if isinstance(n, bool) or not isinstance(n, int) or n < 1:
-        raise ValueError(f"n is {n!r}, expected an integer of at least 1.")
+    check_count("n", n)
     check_not_negative("order_weight", order_weight)
     x, p = _ngrams("x", x, mask_x, n)
     y, q = _ngrams("y", y, mask_y, n)

@@ -13,6 +13,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
+from otloss._checks import check_count
 from otloss.metrics.numbers import as_array, read_shares
 
 
@@ -28,15 +29,14 @@ def pit_histogram(
         sample_weight: (n,) weights >= 0; only their ratios matter.
 
     Raises:
-        ValueError: if sizes differ, a number is NaN or infinite, bins is not a positive integer, or a weight is
+        ValueError: if sizes differ, a number is NaN or infinite, bins is below 1, or a weight is
             negative.
 
     Example:
         >>> pit_histogram([0.5, 9.0], [[1.0, 2.0, 3.0], [1.0, 2.0, 3.0]], bins=4)
         array([0.5, 0. , 0. , 0.5])
     """
-    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
-        raise ValueError(f"bins is {bins!r}, expected an integer of at least 1.")
+    check_count("bins", bins)
     members, true = read_ensemble(ensemble, y_true)
     weight = read_shares(sample_weight, len(members))
     low = (members < true[:, None]).sum(1) / (members.shape[1] + 1)

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
+from otloss._checks import check_count
 from otloss.metrics.inputs import Forecast, read_forecast
 from otloss.metrics.numbers import read_values
 
@@ -141,7 +142,7 @@ def threshold_calibration_error(
         strategy: "uniform" bins of one width in [0, 1], or "quantile" bins of one weight; equal forecasts share a bin.
 
     Raises:
-        ValueError, TypeError: as `ranked_probability_score`; ValueError also for a single class or other bins.
+        ValueError, TypeError: as `ranked_probability_score`; also for a single class or other bins.
 
     Source:
         M. P. Naeini, G. Cooper, M. Hauskrecht, Obtaining well calibrated probabilities using Bayesian binning,
@@ -176,8 +177,7 @@ def threshold_reliability(
         >>> curve.forecast, curve.observed
         (array([0.5]), array([0.25]))
     """
-    if isinstance(bins, bool) or not isinstance(bins, int | np.integer) or bins < 1:
-        raise ValueError(f"bins is {bins!r}, expected an integer of at least 1.")
+    check_count("bins", bins)
     if strategy not in ("uniform", "quantile"):
         raise ValueError(f'strategy is {strategy!r}, expected "uniform" or "quantile".')
     forecast = read_forecast(y_true, proba, labels, columns, sample_weight)

@@ -26,7 +26,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import eager
-from otloss._checks import check_cloud, check_positive
+from otloss._checks import check_cloud, check_count, check_positive
 from otloss.costs import PointCost
 from otloss.solvers.entropic.potentials import ConvergenceWarning, find_potentials
 from otloss.solvers.entropic.problem import Settings, entropic_problem, has_float64
@@ -199,6 +199,5 @@ def _check(x: Tensor, y: Tensor, steps: int, restarts: int) -> None:
     for name, cloud in (("x", x), ("y", y)):
         if check_cloud(name, cloud).dim() != 2:
             raise ValueError(f"{name} has shape {tuple(cloud.shape)}, expected (n, d): one cloud at a time.")
-    for name, count, least in (("steps", steps, 1), ("restarts", restarts, 0)):
-        if isinstance(count, bool) or not isinstance(count, int) or count < least:
-            raise ValueError(f"{name} is {count!r}, expected a whole number of at least {least}.")
+    check_count("steps", steps)
+    check_count("restarts", restarts, 0)
