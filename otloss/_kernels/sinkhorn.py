@@ -307,7 +307,7 @@ def extend(
 
 
 @inner()
-def _count_held(weights: Any) -> int:
+def count_held(weights: Any) -> int:
     held = 0
     for k in range(weights.shape[0]):
         held += weights[k] > 0
@@ -327,7 +327,7 @@ def _write_potentials(
     # `n < 0` and `n >= 0` for False and True: numba would compile `extend` once for each literal.
     extend(cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
     extend(cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
-    if n < _count_held(p) and m < _count_held(q):
+    if n < count_held(p) and m < count_held(q):
         # Light bins of both sides: the potentials from heavy bins alone would let them exchange more than they hold.
         extend(cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
         extend(cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)

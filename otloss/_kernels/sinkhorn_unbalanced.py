@@ -37,6 +37,7 @@ from otloss._kernels.sinkhorn import (
     STAGE_ITERATIONS,
     WORSE,
     Limits,
+    count_held,
     extend,
     gather,
     highest_cost,
@@ -47,6 +48,7 @@ from otloss._kernels.sinkhorn import (
 from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, VALUE
 from otloss._kernels.sinkhorn_steps import FAST, absorb, column_sums, relaxation, row_sums, softmin_of_scores
 
+GONE = 40.0  # potential over marginal penalty of bins that keep no mass, as in `solvers.entropic.problem`
 FAR = 9.0  # potentials over epsilon may move this far from the absorbed ones
 STEEPEST = 1.5  # a step of a potential over epsilon, beyond which it is not over-relaxed
 LARGEST_STEP = 7.0  # of a potential over epsilon in one update
@@ -219,11 +221,17 @@ def _write_potentials(
         f[work.rows[i]] = epsilon * work.phi[i]
     for j in range(m):
         g[work.columns[j]] = epsilon * work.gamma[j]
-    # `n < 0` and `n >= 0` for False and True: numba would compile `extend` once for each literal.
-    extend(cost, n < 0, work.rows, n, q, 1 / masses[1], negligible, g, epsilon, f, work)
-    extend(cost, n >= 0, work.columns, m, p, 1 / masses[0], negligible, f, epsilon, g, work)
-    _damp_others(work.rows, n, sides.damping, epsilon * sides.rows, f)
-    _damp_others(work.columns, m, sides.damping, epsilon * sides.columns, g)
+    least = negligible
+    while True:
+        # `n < 0` and `n >= 0` for False and True: numba would compile `extend` once for each literal.
+        extend(cost, n < 0, work.rows, n, q, 1 / masses[1], least, g, epsilon, f, work)
+        _damp_others(work.rows, n, sides.damping, epsilon * sides.rows, f)
+        extend(cost, n >= 0, work.columns, m, p, 1 / masses[0], least, f, epsilon, g, work)
+        _damp_others(work.columns, m, sides.damping, epsilon * sides.columns, g)
+        if least == 0 or n == count_held(p) or m == count_held(q):
+            break
+        # Light bins of both sides: the potentials from heavy bins alone would let them exchange more than they hold.
+        least = 0.0
     shift_f, shift_g = epsilon * math.log(masses[1]), epsilon * math.log(masses[0])
     for i in range(f.shape[0]):
         f[i] -= shift_f
@@ -299,8 +307,12 @@ def _solve(
             gamma[j] = step * (gamma[j] - log_p)
         step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
     ends[ITERATIONS] = done
-    size = epsilon * max(largest_size(phi, n), largest_size(gamma, m))
-    if not (error < np.inf and epsilon >= limits.least_ratio * size):
+    size = 0.0
+    for i in range(n):
+        size = max(size, min(phi[i], GONE / pull), -phi[i])
+    for j in range(m):
+        size = max(size, min(gamma[j], GONE / pull), -gamma[j])
+    if not (error < np.inf and limits.least_ratio * size <= 1):
         return
     sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
     _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, negligible, f, g)

@@ -97,7 +97,7 @@ def cloud_loss(
     Raises:
         TypeError: if points or weights are not floating tensors, or a mask is not boolean.
         ValueError: if shapes or masses do not fit, a number is not finite or not in range, a cloud is empty, an option
-            is not one of this kind, the divergence has both epsilon and blur, or it has neither and a metric without blur.
+            is not one of this kind, or the divergence has both epsilon and blur, or neither at a metric without blur.
 
     Source:
         J. Feydy et al., Interpolating between Optimal Transport and MMD using Sinkhorn Divergences, 2019.

@@ -41,6 +41,7 @@ SECOND_DERIVATIVE = (
     'a second derivative of an entropic transport value was asked for, and grad="envelope" gives first ones only; use '
     'grad="implicit", or drop create_graph=True.'
 )
+LARGEST_EXPONENT = 80.0  # of a derivative; exp of it is below the largest float32
 NEWTON_STEPS = 2
 SMALL_STEP = 0.1  # of g / epsilon
 RIDGE = 1e-11
@@ -106,6 +107,8 @@ def weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float
     """Return dV/dp from f, or dV/dq from g, where `mass` (...) is that of the other side."""
     if rho is None:
         return potential  # up to a constant, which does not count where masses are held
+    # At bins without mass this may exceed all numbers: cut off, so that a mask of zeros still makes it vanish.
+    potential = potential.clamp(min=-LARGEST_EXPONENT * rho)
     share = (-potential / rho).exp()
     gradient = dual_term(potential, rho) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
     return gradient.masked_fill((mass == 0).unsqueeze(-1), rho)

@@ -31,6 +31,7 @@ WIDE_FROM = 10.0
 # Epsilon over the largest potential: below, its rounding in float64 changes entries of the plan by more than the
 # tolerance. Epsilon over the largest cost: above, that is what is solved for.
 LEAST_RATIO, LARGEST_RATIO = 1e-8, 1e8
+GONE = 40.0  # potential over marginal penalty from which a bin keeps no mass, exp(-GONE) of its weight
 
 
 @dataclass(frozen=True)
@@ -156,10 +157,12 @@ def _is_wide(width: Tensor, highest: Tensor) -> bool:
 def check_not_too_small(problem: EntropicProblem, f: Tensor, g: Tensor) -> None:
     """Raise where epsilon is so small beside the potentials that their rounding decides the plan.
 
-    Potentials and not costs: a large cost that forbids a pair is harmless where no mass has to take it.
+    Potentials and not costs: a large cost that forbids a pair is harmless where no mass has to take it. For the same
+    reason, with a marginal penalty, the potentials of bins that keep no mass count no more than those that keep little.
     """
+    most = torch.inf if problem.marginal_penalty is None else GONE * problem.marginal_penalty
     size = torch.maximum(*(
-        potential.masked_fill(weights.detach() == 0, 0.0).abs().amax(-1)
+        potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=most).abs().amax(-1)
         for potential, weights in ((f, problem.p), (g, problem.q))
     ))  # fmt: skip
     outside = problem.epsilon.detach() < LEAST_RATIO * size
@@ -182,6 +185,15 @@ def check_mass(problem: EntropicProblem, advice: str, *, only_with_gradient: boo
 def dual_term(potential: Tensor, rho: float | None) -> Tensor:
     """Return a potential's term in the dual: itself, or `rho (1 - exp(-f / rho))` with the marginal penalty rho."""
     return potential if rho is None else -rho * torch.expm1(-potential / rho)
+
+
+def dual_sum(weights: Tensor, potential: Tensor, rho: float) -> tuple[Tensor, Tensor]:
+    """Return sum_i w_i rho (1 - exp(-f_i / rho)) and the mass sum_i w_i exp(-f_i / rho), 0 at bins without mass."""
+    exponent = -potential / rho
+    # The share exp(-f / rho) of a light bin may overflow where its mass does not.
+    mass = torch.where(weights > 0, (weights.log() + exponent).exp(), 0.0)
+    gain = torch.where(exponent > 1, mass - weights, weights * exponent.clamp(max=1.0).expm1())
+    return -rho * gain.sum(-1), mass.sum(-1)
 
 
 def tolerance_of(problem: EntropicProblem, settings: Settings) -> float:

@@ -22,7 +22,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss.solvers.entropic.log_domain import Sweep
-from otloss.solvers.entropic.problem import EntropicProblem, dual_term
+from otloss.solvers.entropic.problem import EntropicProblem, dual_sum
 
 _BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of it are alive
 
@@ -34,9 +34,8 @@ def dual_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, 
         return (f * problem.p.detach()).sum(-1) + (g * problem.q.detach()).sum(-1)
     p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
     mass_p, mass_q = p.sum(-1), q.sum(-1)
-    kept = (p * (-f / rho).exp()).sum(-1)
-    outside = (p * dual_term(f, rho)).sum(-1) + (q * dual_term(g, rho)).sum(-1)
-    value = outside - epsilon * (kept - mass_p * mass_q)
+    (from_p, kept), (from_q, _) = dual_sum(p, f, rho), dual_sum(q, g, rho)
+    value = from_p + from_q - epsilon * (kept - mass_p * mass_q)
     return torch.where((mass_p == 0) | (mass_q == 0), rho * (mass_p + mass_q), value)
 
 
@@ -142,5 +141,5 @@ def _gap_unbalanced(problem: EntropicProblem, f: Tensor, g: Tensor) -> Tensor:
     for held, weights in ((rows, p), (columns, q)):
         ratio = torch.where(weights > 0, held / weights, 1.0)
         primal = primal + rho * (torch.xlogy(held, ratio) - held + weights).sum(-1)
-    dual = (p * dual_term(f, rho)).sum(-1) + (q * dual_term(g, rho)).sum(-1) - epsilon * (rows.sum(-1) - mass)
+    dual = dual_sum(p, f, rho)[0] + dual_sum(q, g, rho)[0] - epsilon * (rows.sum(-1) - mass)
     return torch.where(empty, 0.0, primal - dual)

@@ -73,3 +73,27 @@ def test_what_does_not_fit_the_kernel_goes_on_in_the_log_domain(monkeypatch: pyt
         assert mine.grad is not None
         assert theirs.grad is not None
         torch.testing.assert_close(mine.grad.double(), theirs.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_empty_and_light_bins_and_outliers(dtype: torch.dtype) -> None:
+    """Shares exp(-f / rho) that overflow at bins without mass, light bins that face each other, a bin out of reach."""
+    p, q, cost = problem(3, 3, 6, 8)
+    p[:, 1] = 0.0
+    p[1, 2:4], q[1, 3:6] = 1e-30, 1e-28
+    cost[0] *= 1e3  # of 0.005
+    cost[2, :, 0] = 2e6
+    inputs = [t.to(dtype, copy=True).requires_grad_() for t in (p, q, cost)]
+    options = {"epsilon": 0.01, "marginal_penalty": 0.05, "strict": True}
+    found = otloss.solve(*inputs, **options)  # type: ignore[arg-type]
+    truth = otloss.solve(p, q, cost, impl="torch", tolerance=1e-6, **options)  # type: ignore[arg-type]
+    size = 1e-4 if dtype == torch.float32 else 1e-7
+    torch.testing.assert_close(found.value.double(), truth.value, rtol=size, atol=0.0)
+    torch.testing.assert_close(found.plan().double(), truth.plan(), rtol=0.0, atol=size * float(truth.plan().max()))
+    assert bool((found.gap >= 0).all())
+    gradients = torch.autograd.grad(found.value.sum(), inputs)
+    torch.testing.assert_close(gradients[2].double(), truth.plan(), rtol=0.0, atol=size)
+    for gradient, weights in zip(gradients, (p, q), strict=False):
+        assert bool(gradient.isfinite().all())
+        bound = (weights > 1e-3) * gradient
+        assert float(bound.abs().max()) < 1.0
