@@ -175,7 +175,8 @@ def exact_cases(bench: Bench) -> None:
     busy_case(bench, problems)
     for assignments in ((4, 4, 2), (1, 8, 20)) if small else ((64, 16, 2), (1, 256, 2), (1, 256, 784)):
         assignment_case(bench, *assignments)
-    moving_case(bench)
+    for kind in ("normal", "apart", "clustered"):
+        moving_case(bench, kind)
     n = 30 if small else 2000
     for weights in ("uniform", "random"):
         steps = emd_steps(Problems.random(1, n, dim=3, uniform=weights == "uniform"))
@@ -184,11 +185,17 @@ def exact_cases(bench: Bench) -> None:
         exact_case(bench, case, limit, steps, long=True)
 
 
-def moving_case(bench: Bench) -> None:
+def moving_case(bench: Bench, kind: str) -> None:
     """Moving clouds of one weight per point: values and gradients in the points, compared with a loop of POT."""
     batch, n = (2, 16) if bench.settings.small else (8, 1024)
     generator = torch.Generator().manual_seed(0)
     x, y = (torch.randn(batch, n, 3, generator=generator) for _ in range(2))
+    if kind == "apart":
+        y += torch.tensor([6.0, 0.0, 0.0])
+    if kind == "clustered":  # about ten clusters each, in shares that differ
+        centres = 5 * torch.randn(2, 10, 3, generator=generator)
+        for points, own in zip((x, y), centres, strict=True):
+            points.mul_(0.3).add_(own[torch.randint(10, (batch, n), generator=generator)])
     x.requires_grad_()
     uniform = torch.full((n,), 1 / n)
 
@@ -203,7 +210,7 @@ def moving_case(bench: Bench) -> None:
         torch.autograd.grad(values.sum(), x)
         return values.detach()
 
-    case = f"{batch} moving clouds of {n} points, values and gradients in x"
+    case = f"{batch} moving clouds of {n} points, {kind}, values and gradients in x"
     exact_case(bench, case, at_least(case, 3.0), {OURS: our_step, "POT emd2": pot_step}, long=True)
 
 
