@@ -25,7 +25,7 @@ from otloss._kernels.sinkhorn_call import (
 )
 from otloss.costs import DenseCost, GridCost
 from otloss.solvers.entropic.grids import start_from_blocks, takes_blocks
-from otloss.solvers.entropic.log_domain import iterate_in_logs
+from otloss.solvers.entropic.log_domain import Sweep, iterate_in_logs
 from otloss.solvers.entropic.multiscale import search_from_clusters, takes_clusters
 from otloss.solvers.entropic.newton import error_of_potential, newton_search
 from otloss.solvers.entropic.problem import (
@@ -271,7 +271,7 @@ def _by_kernel(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, go
         epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
         g=None if start is None else start[1].reshape(-1, m), rho=problem.marginal_penalty, **goal.options,
     )  # fmt: skip
-    judged = goal.settled < math.inf and not goal.symmetric and problem.marginal_penalty is None
+    judged = goal.settled < math.inf and not goal.symmetric
     return found_by_kernel(f, g, ends, batch, judged=judged)
 
 
@@ -295,7 +295,14 @@ def _in_logs(problem: EntropicProblem, start: tuple[Tensor, Tensor] | None, goal
         start, w = start_from_blocks(solid, _solve_blocks, symmetric=goal.symmetric)
     f, g, error, iterations = iterate_in_logs(solid, start, **goal.options, relaxation=w)
     known = None
-    if goal.settled < math.inf and not goal.symmetric and p.device.type == "cpu" and _can_take_newton(problem):
+    if goal.settled < math.inf and not goal.symmetric and problem.marginal_penalty is not None:
+        sweep = Sweep.of(solid)
+        off = (sweep.g_from(sweep.f_from(g)) - g).abs().masked_fill(q == 0, 0.0).amax(-1)
+        bound = (off / (1 - sweep.damping.squeeze(-1) ** 2)).masked_fill(
+            empty, 0.0
+        )  # two updates contract by damping^2
+        known = (bound, torch.full_like(bound, torch.nan), torch.full_like(bound, torch.nan))
+    elif goal.settled < math.inf and not goal.symmetric and p.device.type == "cpu" and _can_take_newton(problem):
         held = q > 0
         spread = g.masked_fill(~held, -torch.inf).amax(-1) - g.masked_fill(~held, torch.inf).amin(-1)
         known = (error_of_potential(solid, g).masked_fill(empty, 0.0), spread, torch.ones_like(spread))

@@ -43,6 +43,11 @@ def test_kernel_equals_the_log_domain(seed: int, n: int, m: int, epsilon: float,
         scale = 1 + rho * abs(np.log(apart))  # of the constant in the potentials
         for mine, theirs in zip(found.potentials, truth.potentials, strict=True):
             torch.testing.assert_close(mine.double(), theirs, rtol=size, atol=10 * size * scale)
+        g = truth.potentials[1]
+        off = (found.potentials[1].double() - g).masked_fill((q == 0) | (g > 40 * rho), 0.0).abs().amax(-1)
+        rounding = 1e-6 if dtype == torch.float32 else 1e-9
+        assert bool((off <= found.potential_error + truth.potential_error + rounding * scale).all())
+        assert bool((found.potential_error <= 100 * size * (1 + rho)).all())
 
 
 def test_plan_is_that_of_pot() -> None:
