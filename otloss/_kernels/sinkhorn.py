@@ -37,8 +37,8 @@ from otloss._kernels.sinkhorn_steps import (
     exact_update,
     least_eigenvalue,
     needs_absorption,
+    next_relaxation,
     product,
-    relaxation,
     round_trip,
     row_sums,
     softmin_of_scores,
@@ -51,8 +51,6 @@ FIRST_EPSILON = 0.25  # of the largest cost, at most
 STAGE_ITERATIONS, STAGE_ERROR = 12, 0.05  # of each step but the last
 CHECK_EVERY = 10  # iterations between two measurements of the contraction
 STEEPEST = 0.8  # |x - 1| / (x + 1) times w, beyond which an update is not over-relaxed
-WORSE = 3.0  # an error this many times the least shows that w is too large
-LEAST_CHANGE = 0.02  # of w
 LOST = 1e-12  # a column sum of the kernel below this, or above its inverse: that potential is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
 SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
@@ -212,16 +210,7 @@ def _iterate(
             if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most:
                 break
         if since == CHECK_EVERY:
-            contraction = (off / before) ** (1.0 / since)
-            if off > WORSE * least:
-                w, least, settling = 1.0 + (w - 1.0) / 2, off, True
-            elif settling:
-                settling = False
-            else:
-                better = relaxation(contraction, w)
-                settling = better > w + LEAST_CHANGE
-                w = better if settling else w
-            least = off if off < least else least
+            w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
         if (steep or since == 0) and (needs_absorption(u, p, n) or needs_absorption(v, q, m)):
             add_logs(beta, v, q, epsilon, m)

@@ -25,6 +25,8 @@ import numpy as np
 from otloss._kernels._compile import exp, inner, largest, log64
 
 SCALING_LIMIT = 1e4  # of the factors over their weights, then they are absorbed
+WORSE = 3.0  # an error this many times the least shows that w is too large
+LEAST_CHANGE = 0.02  # of w
 LARGEST_STEP = 1e3  # of a factor in one update: the sums of a lost column are zero
 
 FAST = {"reassoc", "contract", "nsz"}
@@ -217,6 +219,22 @@ def relaxation(contraction: float, w: float) -> float:
     eigenvalue = excess * excess / (w * w * contraction)
     least = 2.0 / (1.0 + math.sqrt(1.0 - eigenvalue)) if eigenvalue < 1.0 else 2.0
     return least if least < 1.0 + w / 2 else 1.0 + w / 2
+
+
+@inner()
+def next_relaxation(
+    w: float, off: float, least: float, contraction: float, settling: bool
+) -> tuple[float, float, bool]:
+    """Return w, the least error so far, and whether w has changed, from the present error and its contraction."""
+    if off > WORSE * least:
+        return 1.0 + (w - 1.0) / 2, off, True
+    if settling:
+        settling = False
+    else:
+        better = relaxation(contraction, w)
+        settling = better > w + LEAST_CHANGE
+        w = better if settling else w
+    return w, (off if off < least else least), settling
 
 
 @inner()

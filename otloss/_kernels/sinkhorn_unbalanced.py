@@ -27,7 +27,6 @@ from otloss._kernels.sinkhorn import (
     ATTEMPTS,
     CHECK_EVERY,
     FIRST_EPSILON,
-    LEAST_CHANGE,
     LOST,
     NEGLIGIBLE_32,
     NEGLIGIBLE_64,
@@ -35,7 +34,6 @@ from otloss._kernels.sinkhorn import (
     STAGE_ERROR,
     STAGE_FACTOR,
     STAGE_ITERATIONS,
-    WORSE,
     Limits,
     count_held,
     extend,
@@ -46,7 +44,7 @@ from otloss._kernels.sinkhorn import (
     write_plan,
 )
 from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, POTENTIAL_ERROR, VALUE
-from otloss._kernels.sinkhorn_steps import FAST, absorb, column_sums, relaxation, row_sums, softmin_of_scores
+from otloss._kernels.sinkhorn_steps import FAST, absorb, column_sums, next_relaxation, row_sums, softmin_of_scores
 
 GONE = 40.0  # potential over marginal penalty of bins that keep no mass, as in `solvers.entropic.problem`
 FAR = 9.0  # potentials over epsilon may move this far from the absorbed ones
@@ -195,16 +193,7 @@ def _iterate(
             if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most:
                 break
         if since == CHECK_EVERY:
-            contraction = (off / before) ** (1.0 / since)
-            if off > WORSE * least:
-                w, least, settling = 1.0 + (w - 1.0) / 2, off, True
-            elif settling:
-                settling = False
-            else:
-                better = relaxation(contraction, w)
-                settling = better > w + LEAST_CHANGE
-                w = better if settling else w
-            least = off if off < least else least
+            w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
         stale = far_rows + far_columns > 0
     for i in range(n):
