@@ -108,7 +108,7 @@ def classify(counts: csr_array, classes: np.ndarray, vectors: Tensor, queries: i
 def draw(path: Path, pairs: dict[str, float], searches: dict[str, float], scores: dict[str, np.ndarray]) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained", width_ratios=[1, 0.8, 1.4])
     for ax, found, what in ((axes[0], pairs, "distance (µs)"), (axes[1], searches, "search (ms)")):
-        ax.bar_label(ax.bar(list(found), list(found.values()), color=["C0", "0.7", "0.7"], width=0.6), fmt="%.4g")
+        ax.bar_label(ax.bar(list(found), list(found.values()), color=["C0", "0.7", "0.7"], width=0.6), fmt="%.3g")
         ax.set(ylabel=f"processor time of a {what}", ylim=(0, 1.15 * max(found.values())))
     for (name, found), colour in zip(scores.items(), ("0.5", "C0", "C1"), strict=True):
         mean, spread = found.mean(0), found.std(0)
