@@ -41,7 +41,7 @@ LOSSES = {
 
 
 def transport(logits: Tensor, masks: Tensor) -> Tensor:
-    return mask_loss(logits, masks, epsilon=(logits.shape[-1] / 16) ** 2, marginal_penalty=100.0)
+    return mask_loss(logits, masks, epsilon=(logits.shape[-1] / 16) ** 2, marginal_penalty=30.0)
 
 
 def draw(count: int, size: int, digits: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
