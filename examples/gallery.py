@@ -62,8 +62,7 @@ class Run:
 
     @property
     def done(self) -> bool:
-        kept = self.folder / "seconds.txt"
-        return kept.exists() and kept.stat().st_mtime > self.script.stat().st_mtime
+        return (kept := self.folder / "seconds.txt").exists() and kept.stat().st_mtime > self.script.stat().st_mtime
 
     @property
     def paragraphs(self) -> list[str]:
@@ -118,7 +117,8 @@ def page(runs: list[Run], figures: Path) -> str:
         rows.append(f"| [{run.name}](#{run.name}) | {goal} | {run.result} | {peer} | {run.read('seconds.txt')} |")
     top = (
         "# Gallery\n\nEach example is one script on real data, beside what one would use otherwise. `make gallery` "
-        "runs all and writes this page. The demo of language models is `make demo`, see the [README](../README.md)."
+        f"runs all and writes this page; {sum(int(run.read('seconds.txt')) for run in runs) / 60:.0f} minutes of one "
+        "core. The demo of language models is `make demo`, see the [README](../README.md)."
     )
     return "\n\n".join([top, "\n".join(rows), *(section(run, figures) for run in runs)]) + "\n"
 

