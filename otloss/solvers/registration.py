@@ -88,7 +88,7 @@ def register(
             root from the other cloud drop out. None holds all mass, for whole shapes only.
         steps: of plan and fit; fewer than the default end beside the minimum more often.
         restarts: starts from random rotations, by up to half a turn, beside the one from where x lies, as one batch. 80
-            find the minimum of a shape without symmetries from wherever x lies, at ten times the time of one start.
+            found the minimum of a shape without symmetries in nine of ten cases, at ten times the time of one start.
         generator: source of the rotations.
 
     Returns:
