@@ -18,7 +18,7 @@ help:  ## this list
 demo: $(FOR_DEMO)  ## EMO against MLE on a small model and real text; results in demo-output/
 	$(BIN)/python examples/emo_demo.py
 
-gallery: $(FOR_DEV)  ## all examples on real data, in docs/gallery.md with their figures; about 20 minutes on 2 cores
+gallery: $(FOR_DEV)  ## all examples on real data, in docs/gallery.md with their figures; about 10 minutes on 2 cores
 	$(BIN)/python examples/gallery.py
 
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
