@@ -15,6 +15,7 @@ from otloss import __version__ as __version__
 from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.costs.choice import NumberSettings as NumberSettings
 from otloss_llm.costs.embedding import EmbeddingCost as EmbeddingCost
+from otloss_llm.costs.embedding import all_but_the_top as all_but_the_top
 from otloss_llm.costs.number_tokens import NumberTokens as NumberTokens
 from otloss_llm.costs.numbers import MixedCost as MixedCost
 from otloss_llm.costs.numbers import NumberCost as NumberCost
@@ -51,6 +52,7 @@ __all__ = [
     "TaiLr",
     "TokenLoss",
     "__version__",
+    "all_but_the_top",
     "dense_token_loss",
     "emo_loss",
     "linear_token_loss",

@@ -115,8 +115,8 @@ class ObjectiveArguments:
         choices=SCALINGS,
     )
     cost_embedding: str = _option(
-        "Embedding of the cost: model (its own head), as-is (the same, near-duplicate rows kept), random, shuffled, a "
-        ".npy file, or a model.",
+        "Embedding of the cost: model (its own head), as-is (the same, near-duplicate rows kept), all-but-the-top "
+        "(without its leading directions), random, shuffled, a .npy file, or a model.",
         "model",
     )
     impl: str = _option("Kernel of the loss.", "auto", choices=IMPLEMENTATIONS)
@@ -259,7 +259,8 @@ class CompareArguments:
     objectives: list[str] = field(
         default_factory=lambda: ["mle", "emo"],
         metadata={
-            "help": "Arms: objective[/as-is | /random | /shuffled][/T=temperature], e.g. mle mixce:0.8 emo emo/random; "
+            "help": "Arms: objective[/as-is | /all-but-the-top | /random | /shuffled][/T=temperature], e.g. mle "
+            "mixce:0.8 emo emo/random; "
             "of numbers also [/absolute | /log | /squash], e.g. number_token/log emo+number."
         },
     )

@@ -154,6 +154,35 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         return shuffled
 
 
+def all_but_the_top(rows: Float[Tensor, "vocab width"], directions: int | None = None) -> Float[Tensor, "vocab width"]:
+    """Return the rows without their mean and their leading principal directions; rows of zeros stay so.
+
+    Tokens that are seldom or never trained share a direction with most others. At a position that is hard to predict
+    they are then nearer to all likely targets than those are to each other, and EMO writes them
+    (`docs/evidence.md`, a second source). `EmbeddingCost(all_but_the_top(rows))` has no such direction.
+
+    Args:
+        directions: how many; None for one in a hundred dimensions, at least one.
+
+    Source:
+        J. Mu, P. Viswanath, All-but-the-Top: Simple and Effective Postprocessing for Word Representations, ICLR 2018.
+
+    Example:
+        >>> all_but_the_top(torch.tensor([[9.0, 1.0], [1.0, 1.0], [9.0, -1.0], [1.0, -1.0]]))
+        tensor([[ 0.,  1.],
+                [ 0.,  1.],
+                [ 0., -1.],
+                [ 0., -1.]])
+    """
+    rows = check_floating("rows", rows).detach()
+    rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    used = (rows != 0).any(1, keepdim=True)
+    centred = (rows - rows.sum(0) / used.sum().clamp(min=1)) * used
+    count = max(1, rows.shape[1] // 100) if directions is None else directions
+    leading = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, rows.shape[1] - count :]
+    return centred - centred @ leading @ leading.T
+
+
 def cosine_costs(
     e_y: Float[Tensor, "picked width"],
     unit: Float[Tensor, "columns width"],

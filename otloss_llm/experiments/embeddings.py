@@ -1,6 +1,7 @@
 """Embeddings that a cost between tokens can be made of, beside the output rows of the model itself.
 
-Each takes and returns rows (V, d); `EmbeddingCost` then compares them by their cosine.
+Each takes and returns rows (V, d); `EmbeddingCost` then compares them by their cosine. See also
+`otloss_llm.all_but_the_top`.
 """
 
 from __future__ import annotations
@@ -20,17 +21,6 @@ if TYPE_CHECKING:
 def centred(rows: Float[Tensor, "vocab width"]) -> Float[Tensor, "vocab width"]:
     """Return the rows without their mean, which all tokens share and which makes all cosines large."""
     return rows - rows.mean(0)
-
-
-def all_but_the_top(rows: Float[Tensor, "vocab width"], directions: int | None = None) -> Float[Tensor, "vocab width"]:
-    """Return the centred rows without their leading principal directions, by default one in a hundred dimensions.
-
-    Source: J. Mu, P. Viswanath, All-but-the-Top, ICLR 2018.
-    """
-    rows = centred(rows)
-    count = max(1, rows.shape[1] // 100) if directions is None else directions
-    leading = torch.linalg.svd(rows, full_matrices=False).Vh[:count]
-    return rows - rows @ leading.T @ leading
 
 
 def whitened(rows: Float[Tensor, "vocab width"]) -> Float[Tensor, "vocab width"]:

@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import SchedulerType, TrainingArguments
 
 from otloss.costs import DenseCost
+from otloss_llm.costs.embedding import all_but_the_top
 from otloss_llm.costs.vocabulary import LabelRows, TokenCost, as_vocabulary_cost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.evaluation.divergences import token_divergence
@@ -47,7 +48,7 @@ EMBEDDINGS: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
     "source": lambda head, source, texts: head,
     "neighbours": lambda head, source, texts: head,  # and only the nearest tokens count, see `nearest_only`
     "centred": lambda head, source, texts: embeddings.centred(head),
-    "all-but-the-top": lambda head, source, texts: embeddings.all_but_the_top(head),
+    "all-but-the-top": lambda head, source, texts: all_but_the_top(head),
     "whitened": lambda head, source, texts: embeddings.whitened(head),
     "input": lambda head, source, texts: source.get_input_embeddings().weight.detach().float(),
     "context": lambda head, source, texts: embeddings.context_averages(source, texts),

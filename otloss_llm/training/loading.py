@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss_llm.costs.choice import NumberSettings, choose_cost
-from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.costs.embedding import EmbeddingCost, all_but_the_top
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks, check_fraction, read_texts, split_blocks
 from otloss_llm.data.chats import Chat, ChatRows, read_chats
@@ -20,7 +20,7 @@ from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import load_model
 from otloss_llm.objectives import cost_kind
 
-COST_SOURCES = ("model", "as-is", "random", "shuffled")
+COST_SOURCES = ("model", "as-is", "all-but-the-top", "random", "shuffled")
 
 Documents = dict[str, list[str] | None]  # of "train", "validation", "test"; None without a source of its own
 
@@ -42,8 +42,8 @@ def load_cost(
 
     Args:
         source: of the embedding: "model" (its own head as it is now), "as-is" (the same, with near-duplicate rows
-            kept), "random" or "shuffled" (controls, drawn with `seed`), a `.npy` file of shape (V, d), or a model
-            (folder or name) whose head is taken.
+            kept), "all-but-the-top" (the same without its leading directions), "random" or "shuffled" (controls, drawn
+            with `seed`), a `.npy` file of shape (V, d), or a model (folder or name) whose head is taken.
         model: the model that will be trained; the cost is over its vocabulary.
         seed: of the random and shuffled controls.
         kind, tokenizer, numbers: as in `otloss_llm.costs.choice.choose_cost`; the kind "number" reads no embedding.
@@ -64,6 +64,8 @@ def _load_embedding(source: str, model: Any, seed: int) -> EmbeddingCost:
     if source in ("as-is", "random"):
         own = EmbeddingCost.from_model(model, near_duplicates="keep")
         return own if source == "as-is" else own.random_like(generator)
+    if source == "all-but-the-top":
+        return EmbeddingCost(all_but_the_top(find_head(model).weight))
     if source in COST_SOURCES:
         own = EmbeddingCost.from_model(model)
         return own if source == "model" else own.shuffled(generator)

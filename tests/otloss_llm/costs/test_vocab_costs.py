@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from otloss_llm import EMO, EmbeddingCost, token_loss
+from otloss_llm import EMO, EmbeddingCost, all_but_the_top, token_loss
 from otloss_llm.costs.embedding import without_tf32
 from otloss_llm.costs.vocabulary import LabelRows
 from tests.otloss_llm.oracles import cosine_matrix
@@ -162,3 +162,17 @@ def test_tf32_is_off_for_as_long_as_any_thread_needs_it() -> None:
         assert products.fp32_precision == "tf32"
     finally:
         products.fp32_precision = before
+
+
+def test_all_but_the_top_by_singular_vectors() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(60, 8, generator=generator) * torch.tensor([5.0, 3.0] + [1.0] * 6) + torch.arange(8.0)
+    rows[5] = rows[9] = 0  # padding
+    used = [k for k in range(60) if k not in (5, 9)]
+    centred = rows[used] - rows[used].mean(0)
+    leading = torch.linalg.svd(centred).Vh[:2]
+    found = all_but_the_top(rows.requires_grad_(), 2)
+    torch.testing.assert_close(found[used], centred - centred @ leading.T @ leading, atol=1e-5, rtol=1e-5)
+    assert not found.requires_grad
+    assert (found[[5, 9]] == 0).all()
+    assert all_but_the_top(rows.bfloat16()).dtype == torch.float32

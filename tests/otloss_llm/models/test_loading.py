@@ -15,6 +15,7 @@ transformers = pytest.importorskip("transformers")
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 
+from otloss_llm import EmbeddingCost, all_but_the_top  # noqa: E402
 from otloss_llm.models.loading import (  # noqa: E402
     fingerprint,
     load_model,
@@ -142,6 +143,8 @@ def test_costs_of_a_model(tiny: Tiny) -> None:
     assert torch.equal(own.unit, other.unit)
     assert torch.equal(load_cost("random", model, seed=3).unit, load_cost("random", model, seed=3).unit)
     assert not torch.equal(load_cost("random", model, seed=3).unit, load_cost("random", model, seed=4).unit)
+    expected = EmbeddingCost(all_but_the_top(model.get_output_embeddings().weight)).unit
+    assert torch.equal(load_cost("all-but-the-top", model).unit, expected)
     shuffled = load_cost("shuffled", model, seed=3).unit
     assert not torch.equal(shuffled, own.unit)
     torch.testing.assert_close(shuffled.sort(dim=0).values, own.unit.sort(dim=0).values)
