@@ -9,13 +9,13 @@ from otloss.costs import Cost, as_cost
 from otloss.nn.base import Loss
 from otloss.solvers.entropic.problem import Settings
 from otloss.solvers.exact import emd
-from otloss.solvers.forbidden import is_finite_cost
+from otloss.solvers.plain import is_plain
 from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
 
 
 def _held(cost: Cost | Tensor) -> Cost | Tensor:
     """A cost object, checked; a matrix with negative or infinite entries as it is, which the call checks."""
-    return as_cost(cost) if is_finite_cost(cost) else cost
+    return as_cost(cost) if is_plain(cost) else cost
 
 
 class Emd(Loss):

@@ -34,10 +34,10 @@ from otloss._checks import broadcast_shape, check_finite, check_potentials
 from otloss._kernels.problems import solve_batch
 from otloss.costs import Cost, DenseCost, LineCost
 from otloss.costs.cost import makes_graph
-from otloss.solvers.forbidden import is_finite_cost
 from otloss.solvers.histograms import HistogramPair, pair_and_cost
 from otloss.solvers.line import wasserstein_1d
 from otloss.solvers.partial import partial_problem
+from otloss.solvers.plain import is_plain
 
 # Per problem; the simplex needs a small multiple of n + m.
 _MAX_PIVOTS = 10_000_000
@@ -72,7 +72,7 @@ def emd(
 
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.
-        ValueError: if shapes or masses differ, a weight is negative, a number is NaN or infinite, or no plan avoids the
+        ValueError: if shapes or masses differ, a weight is negative, a number is not in range, or no plan avoids the
             pairs that +inf forbids.
         RuntimeError: if the solver does not reach the optimum of a problem, or a second derivative is asked for.
 
@@ -91,7 +91,7 @@ def emd(
     """
     if type(cost) is LineCost and cost.power >= 1 and mass is None:
         return _emd_on_line(p, q, cost)
-    if not is_finite_cost(cost):
+    if not is_plain(cost):
         from otloss.solvers.solve import Settings, transport  # which imports this module
 
         return transport(p, q, cost, epsilon=None, mass=mass, settings=Settings()).value

@@ -89,7 +89,7 @@ def pair_and_cost(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
         TypeError, ValueError: as `histogram_pair`, `as_cost` and `cost_between`, and if the batch axes do not fit.
     """
     fitted = as_cost(cost)
-    pair = histogram_pair(*weights_or_uniform(p, q, fitted), cost.dtype)
+    pair = histogram_pair(*weights_or_uniform(p, q, cost), cost.dtype)
     fitted = cost_between(pair.p, pair.q, fitted)
     check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
     return pair, fitted

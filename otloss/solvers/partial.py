@@ -35,7 +35,7 @@ _FORBIDDEN = 60.0  # epsilons above all potentials: exp(-60) of the mass goes fr
 def partial_problem(p: Any, q: Any, cost: Any, mass: Any) -> tuple[HistogramPair, Tensor]:
     """Return the exact problem with its dummy bins, in float64 where there is one, with its graph."""
     fitted = as_cost(cost)
-    pair = histogram_pair(*weights_or_uniform(p, q, fitted), fitted.dtype, balanced=False)
+    pair = histogram_pair(*weights_or_uniform(p, q, cost), cost.dtype, balanced=False)
     matrix = cost_between(pair.p, pair.q, fitted).dense()
     check_finite("cost", matrix)
     p, q, matrix, moved = _extended(pair.p, pair.q, matrix, mass, torch.zeros(()))
@@ -54,7 +54,7 @@ def partial_entropic_problem(
     given = entropic_problem(p, q, cost, epsilon=epsilon, settings=free)
     matrix = given.cost.dense()
     p, q, matrix, _ = _extended(given.p, given.q, matrix, mass, given.epsilon)
-    return EntropicProblem(p, q, DenseCost(matrix), given.epsilon.to(p.dtype), None, given.dtype)
+    return EntropicProblem(p, q, DenseCost(matrix), given.epsilon.to(p.dtype).expand(p.shape[:-1]), None, given.dtype)
 
 
 def partial_value(value: Tensor, problem: EntropicProblem, settings: Settings) -> Tensor:

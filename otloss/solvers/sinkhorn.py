@@ -15,9 +15,9 @@ from otloss.solvers.entropic.geomloss import with_start
 from otloss.solvers.entropic.gradients import GraphState, envelope_value, implicit_state
 from otloss.solvers.entropic.potentials import Found, Potentials, find_potentials
 from otloss.solvers.entropic.problem import EntropicProblem, Settings, entropic_problem
-from otloss.solvers.forbidden import is_finite_cost
 from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.partial import partial_entropic_problem, partial_value
+from otloss.solvers.plain import is_plain
 
 
 @eager
@@ -101,7 +101,7 @@ def sinkhorn(
     found = dense_value(p, q, cost, epsilon=epsilon, settings=settings) if mass is None else None
     if isinstance(found, Tensor):
         return found
-    if found is None and not is_finite_cost(cost):
+    if found is None and not is_plain(cost):
         from otloss.solvers.solve import transport  # which imports this module
 
         return transport(p, q, cost, epsilon=epsilon, mass=mass, settings=settings, settle=None).value
@@ -137,7 +137,7 @@ def sinkhorn_divergence(
     distances and the cosine cost, not for every matrix.
 
     Args:
-        p, q, cost, epsilon: as for `sinkhorn`; with `marginal_penalty`, `epsilon (mass_p - mass_q)^2 / 2` is added.
+        p, q, cost, epsilon: as for `sinkhorn`, but the cost has to be finite and at least 0; with `marginal_penalty`, `epsilon (mass_p - mass_q)^2 / 2` is added.
         cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix imply
             them; with a rectangular or asymmetric matrix they are required.
         epsilon_relative_to: as for `sinkhorn`; the mean cost is that of `cost`, for all three.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
@@ -17,7 +18,13 @@ from otloss._checks import check_finite, check_floating
 from otloss.costs import Cost
 from otloss.solvers.bounds import lower_bound, upper_bound
 from otloss.solvers.entropic.log_domain import Sweep
-from otloss.solvers.entropic.problem import EntropicProblem, Settings, entropic_problem, in_float64
+from otloss.solvers.entropic.problem import (
+    EntropicProblem,
+    Settings,
+    default_tolerance,
+    entropic_problem,
+    in_float64,
+)
 from otloss.solvers.entropic.value import (
     dual_value,
     duality_gap,
@@ -26,9 +33,9 @@ from otloss.solvers.entropic.value import (
     rounded_linear_cost,
 )
 from otloss.solvers.exact import ExactSolution, exact_problem, exact_value, solve_exact
-from otloss.solvers.forbidden import FiniteCost, finite_cost, is_finite_cost
 from otloss.solvers.histograms import HistogramPair, weights_or_uniform
 from otloss.solvers.partial import partial_entropic_problem, partial_problem, partial_value
+from otloss.solvers.plain import PlainCost, is_plain, plain_cost
 from otloss.solvers.sinkhorn import solved
 
 
@@ -183,8 +190,8 @@ def transport(
     p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any, settings: Settings, settle: bool | None = True
 ) -> Transport:
     """As `solve`, with checked options; `settle` as for `find_potentials`."""
-    if not is_finite_cost(cost):
-        return _with_finite_cost(p, q, cost, epsilon=epsilon, mass=mass, settings=settings, settle=settle)
+    if not is_plain(cost):
+        return _with_plain_cost(p, q, cost, epsilon=epsilon, mass=mass, settings=settings, settle=settle)
     if epsilon is None:
         not_taken = sorted(settings.changed - {"start", "strict"})
         if not_taken:
@@ -204,7 +211,7 @@ def transport(
     return _Entropic(entropic_problem(p, q, cost, epsilon=epsilon, settings=settings), settings, settle)
 
 
-def _with_finite_cost(
+def _with_plain_cost(
     p: Any, q: Any, cost: Tensor, *, epsilon: Any, mass: Any, settings: Settings, settle: bool | None
 ) -> Transport:
     if settings.epsilon_relative_to is not None:
@@ -212,15 +219,16 @@ def _with_finite_cost(
             "the cost matrix has negative or infinite entries, and the mean of those is no scale; give epsilon itself "
             "in place of epsilon_relative_to."
         )
-    finite = finite_cost(cost, epsilon=epsilon, marginal_penalty=settings.marginal_penalty)
-    p, q = weights_or_uniform(p, q, finite.matrix)
-    if settings.start is not None:
-        f, g = settings.start
-        settings = dataclasses.replace(settings, start=(f - finite.low.unsqueeze(-1), g))
-    inner = transport(p, q, finite.matrix, epsilon=epsilon, mass=mass, settings=settings, settle=settle)
-    if mass is None:
-        mass = (p.detach().sum(-1, dtype=torch.float64) + q.detach().sum(-1, dtype=torch.float64)) / 2
-    return _Forbidden(inner, finite, mass)
+    plain = plain_cost(cost, epsilon=epsilon, marginal_penalty=settings.marginal_penalty)
+    p, q = weights_or_uniform(p, q, cost)
+    dtype = functools.reduce(torch.promote_types, (w.dtype for w in (p, q) if isinstance(w, Tensor)), cost.dtype)
+    if epsilon is not None and settings.tolerance is None:
+        settings = dataclasses.replace(settings, tolerance=default_tolerance(dtype))
+    start = settings.start
+    if isinstance(start, tuple | list) and len(start) == 2 and all(isinstance(t, Tensor) for t in start):
+        settings = dataclasses.replace(settings, start=(start[0] - plain.low.unsqueeze(-1), start[1]))
+    inner = transport(p, q, plain.matrix, epsilon=epsilon, mass=mass, settings=settings, settle=settle)
+    return _WithPlainCost(inner, plain, (p, q), mass, dtype)
 
 
 class _Entropic(Transport):
@@ -390,14 +398,14 @@ class _Exact(Transport):
 class _Within(Transport):
     """A problem whose solution follows from that of another, `inner`: values differ by `shift`."""
 
-    def __init__(self, inner: Transport, shift: Tensor | float = 0.0) -> None:
-        self._inner, self._shift = inner, shift
+    def __init__(self, inner: Transport, shift: Tensor | float = 0.0, dtype: torch.dtype | None = None) -> None:
+        self._inner, self._shift, self._dtype = inner, shift, dtype or inner.value.dtype
         self.value, self.potentials = self._shifted(inner.value), inner.potentials
         self.converged, self.iterations = inner.converged, inner.iterations
         self.marginal_error, self.potential_error = inner.marginal_error, inner.potential_error
 
     def _shifted(self, value: Tensor) -> Tensor:
-        return value if isinstance(self._shift, float) else (value + self._shift).to(value.dtype)
+        return (value + self._shift).to(self._dtype)
 
     @property
     def linear_cost(self) -> Tensor:
@@ -405,7 +413,7 @@ class _Within(Transport):
 
     @property
     def dual_value(self) -> Tensor:
-        return self._shifted(self._inner.dual_value)
+        return self._inner.dual_value + self._shift
 
     @property
     def gap(self) -> Tensor:
@@ -413,7 +421,7 @@ class _Within(Transport):
 
     @property
     def certificate(self) -> Certificate:
-        return Certificate(*map(self._shifted, self._inner.certificate))
+        return Certificate(*(bound + self._shift for bound in self._inner.certificate))
 
     def plan(self) -> Tensor:
         return self._inner.plan()
@@ -431,19 +439,27 @@ class _Partial(_Within):
         return self._inner.plan()[..., :-1, :-1]
 
 
-class _Forbidden(_Within):
-    """The solution of a problem with forbidden pairs or negative costs, from that of its `FiniteCost`."""
+class _WithPlainCost(_Within):
+    """The solution of a problem with forbidden pairs or negative costs, from that of its `PlainCost`."""
 
-    def __init__(self, inner: Transport, cost: FiniteCost, mass: Tensor | float) -> None:
-        shift = cost.low.double() * mass
-        if cost.forbidden.any():
-            shift = shift - cost.price.double() * cost.check_avoids(inner.plan().detach().double(), mass)
-        super().__init__(inner, shift)
+    def __init__(
+        self, inner: Transport, cost: PlainCost, weights: tuple[Tensor, Tensor], mass: Any, dtype: torch.dtype
+    ) -> None:
+        p, q = (w.detach().sum(-1, dtype=torch.float64) for w in weights)
+        moved = (p + q) / 2 if mass is None else mass
+        shift = cost.low * moved
+        if cost.forbidden is not None:
+            shift = shift - cost.price * cost.check_avoids(inner.plan().detach(), moved, dtype)
+        super().__init__(inner, shift, dtype)
+        self.marginal_error, self.potential_error = (e.to(dtype) for e in (self.marginal_error, self.potential_error))
         f, g = inner.potentials
-        self.potentials, self._forbidden = (f + cost.low.to(f.dtype).unsqueeze(-1), g), cost.forbidden
+        # With a mass to be moved its derivative takes the constant, and those of the weights have none.
+        self.potentials = ((f + cost.low.unsqueeze(-1) if mass is None else f).to(dtype), g.to(dtype))
+        self._forbidden = cost.forbidden
 
     def plan(self) -> Tensor:
-        return self._inner.plan().masked_fill(self._forbidden, 0.0)
+        plan = self._inner.plan().to(self._dtype)
+        return plan if self._forbidden is None else plan.masked_fill(self._forbidden, 0.0)
 
 
 def _product(plan: Tensor, columns: Tensor) -> Tensor:

@@ -123,7 +123,7 @@ class EntropicProblem:
 def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) -> EntropicProblem:
     """Check everything, and bring it to one dtype and one batch shape."""
     fitted = as_cost(cost)
-    pair = histogram_pair(*weights_or_uniform(p, q, fitted), cost.dtype, balanced=settings.marginal_penalty is None)
+    pair = histogram_pair(*weights_or_uniform(p, q, cost), cost.dtype, balanced=settings.marginal_penalty is None)
     fitted = cost_between(pair.p, pair.q, fitted)
     width = _epsilon(epsilon, fitted, settings)
     p, q = pair.p, pair.q
@@ -198,7 +198,12 @@ def dual_sum(weights: Tensor, potential: Tensor, rho: float) -> tuple[Tensor, Te
 
 def tolerance_of(problem: EntropicProblem, settings: Settings) -> float:
     """Return the tolerance that was asked for, or the default of the answer's dtype."""
-    return settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
+    return settings.tolerance or default_tolerance(problem.dtype)
+
+
+def default_tolerance(dtype: torch.dtype) -> float:
+    """Return the tolerance of answers in this dtype."""
+    return DEFAULT_TOLERANCE[torch.promote_types(dtype, torch.float32)]
 
 
 def settled_from(tolerance: float, dtype: torch.dtype) -> float:

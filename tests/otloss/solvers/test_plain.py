@@ -135,3 +135,46 @@ def test_invalid():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+def test_entries_far_from_the_others():
+    p, q = torch.tensor([0.0, 0.5, 0.5]), torch.tensor([0.0, 0.25, 0.75])
+    cost = torch.tensor([[-1e8, 1.0, 1.0], [1.0, 0.1, 0.3], [1.0, 0.7, 0.2]])
+    torch.testing.assert_close(otloss.emd(p, q, cost), torch.tensor(0.2))
+    cost[0, 0] = torch.finfo(torch.float32).max
+    cost[2, 0] = INF
+    torch.testing.assert_close(otloss.emd(p, q, cost), torch.tensor(0.2))
+    cross = torch.tensor([[INF, 1.0], [1.0, INF]])
+    found = otloss.sinkhorn(None, None, cross, epsilon=1e6)
+    torch.testing.assert_close(found, torch.tensor(1 + 1e6 * np.log(2), dtype=torch.float32))
+    with pytest.raises(ValueError, match="which overflows; rescale them"):
+        otloss.emd(p, q, cost.double() * 5e269)
+    for given, error in ((torch.nan, ValueError), ("a", TypeError), (0.0, ValueError)):
+        with pytest.raises(error, match="epsilon"):
+            otloss.sinkhorn(None, None, cross, epsilon=given)
+    with pytest.raises(TypeError, match="start is a int"):
+        otloss.solve(None, None, cross, epsilon=1.0, start=5)
+
+
+def test_dtypes_and_potentials_of_a_part():
+    torch.manual_seed(0)
+    p, q, cost = weights(4), weights(5), random_cost(4, 5, share=0.1)
+    for dtype in (torch.bfloat16, torch.float32):
+        given = (p.to(dtype), (q / q.sum() * p.to(dtype).sum()).to(dtype), cost.to(dtype))
+        if dtype == torch.float32:
+            found = otloss.solve(*given, epsilon=0.5)
+            assert {found.value.dtype, found.linear_cost.dtype, found.plan().dtype, found.potentials[0].dtype} == {
+                dtype
+            }
+        assert otloss.emd(None, None, given[2].clamp(max=9)).dtype == dtype
+    part = otloss.solve(p.requires_grad_(), q, cost, mass=0.4)
+    torch.testing.assert_close(part.potentials[0].detach(), torch.autograd.grad(part.value, p)[0])
+
+
+def test_a_mass_for_each_problem():
+    torch.manual_seed(0)
+    p, cost, mass = weights(3), torch.rand(3, 3, dtype=torch.float64), torch.tensor([0.1, 0.4], dtype=torch.float64)
+    found = otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=mass)
+    torch.testing.assert_close(found, otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=mass, impl="torch"))
+    for one, value in zip(mass, found, strict=True):
+        torch.testing.assert_close(otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=float(one)), value)
