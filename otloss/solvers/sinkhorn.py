@@ -137,7 +137,8 @@ def sinkhorn_divergence(
     distances and the cosine cost, not for every matrix.
 
     Args:
-        p, q, cost, epsilon: as for `sinkhorn`, but the cost has to be finite and at least 0; with `marginal_penalty`, `epsilon (mass_p - mass_q)^2 / 2` is added.
+        p, q, cost, epsilon: as for `sinkhorn`, but costs are finite and at least 0; with `marginal_penalty`,
+            `epsilon (mass_p - mass_q)^2 / 2` is added.
         cost_p, cost_q: the costs among the bins of p, and among those of q. A cost object and a symmetric matrix imply
             them; with a rectangular or asymmetric matrix they are required.
         epsilon_relative_to: as for `sinkhorn`; the mean cost is that of `cost`, for all three.
