@@ -128,7 +128,8 @@ class EMO:
     Args:
         weighting: "ratio" is Eq. 19 of the paper per token, `0.5 (nll + sg(nll / D) D)`; "transport" is the second
             mode of the published code, `sg(D / nll) nll + D`; a float `w` is a fixed weight, `nll + w D`.
-        ratio_clip: upper bound of the detached ratio (the published package clips at 3); None for no bound.
+        ratio_clip: upper bound of the detached ratio (the published package clips at 3); None for no bound, as in the
+            paper: then training can collapse onto tokens that lie near to all others (`docs/evidence.md`).
             Only with "ratio" and "transport".
 
     Where the ratio's denominator is 0 the ratio is 0.
