@@ -15,11 +15,9 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_reduction, check_tensor
+from otloss._checks import check_finite, check_floating, check_integers, check_reduction, check_tensor
 from otloss.losses.labels import check_positions, reduced
 from otloss.solvers.sorting import log_top_k, soft_rank
-
-_HARD = 1e-7  # an epsilon at which quadratic ranks are the ranks
 
 
 def spearman_loss(
@@ -34,7 +32,8 @@ def spearman_loss(
 
     Args:
         scores: (..., n), n at least 2.
-        target: (..., n) numbers in whose order the scores are to be; not differentiated.
+        target: (..., n) numbers in whose order the scores are to be, ties with the mean of their ranks; not
+            differentiated.
         epsilon, regularization: as for `soft_rank`. As epsilon falls to 0 the loss is one minus Spearman's coefficient,
             without a gradient; from 1 on ("quadratic") it is nearly one minus Pearson's of scores and ranks.
         reduction: "mean", "sum" or "none" over the rows.
@@ -56,14 +55,14 @@ def spearman_loss(
     """
     check_reduction(reduction)
     check_floating("scores", scores)
-    check_finite("target", wide := check_tensor("target", target).detach().double())
+    check_finite("target", check_tensor("target", target))
     n = scores.shape[-1] if scores.dim() else 0
     if scores.shape != target.shape or n < 2:
         raise ValueError(
             f"scores have shape {tuple(scores.shape)} and target {tuple(target.shape)}, expected one shape (..., n) "
             "with n >= 2."
         )
-    wanted = soft_rank(wide, epsilon=_HARD, regularization="quadratic") - (n + 1) / 2
+    wanted = _ranks(target) - (n + 1) / 2
     spread = wanted.square().sum(-1)
     if not (spread > 0).all():
         raise ValueError(
@@ -74,6 +73,14 @@ def spearman_loss(
     flat = size == 0
     correlation = (ranks * wanted).sum(-1) / (size.masked_fill(flat, 1.0) * spread).sqrt()
     return reduced(1 - correlation.reshape(-1), None, None, correlation.shape, reduction).to(scores.dtype)
+
+
+def _ranks(x: Real[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
+    """Ranks from 1, equal entries with the mean of theirs."""
+    x = (x.detach() if x.is_floating_point() else x.long()).contiguous()
+    ascending = x.sort(-1).values
+    below, up_to = (torch.searchsorted(ascending, x, right=right) for right in (False, True))
+    return (below + 1 + up_to).double() / 2
 
 
 def top_k_loss(
@@ -110,6 +117,8 @@ def top_k_loss(
     check_reduction(reduction)
     check_floating("logits", logits)
     is_mask = check_tensor("target", target).dtype == torch.bool
+    if not is_mask:
+        check_integers("target", target)
     if logits.dim() == 0 or target.shape != (logits.shape if is_mask else logits.shape[:-1]):
         raise ValueError(
             f"target has shape {tuple(target.shape)}, expected {tuple(logits.shape[:-1])} classes, or a boolean mask "

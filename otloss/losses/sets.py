@@ -75,24 +75,37 @@ def set_loss(
     shapes = shapes.to(cost.device)
     is_row = torch.arange(n, device=cost.device) < shapes[..., :1]
     is_column = torch.arange(m, device=cost.device) < shapes[..., 1:]
-    unmatched = unmatched.masked_fill(~is_row, 0.0)
-    cost = cost.masked_fill(~(is_row.unsqueeze(-1) & is_column.unsqueeze(-2)), 0.0)
+    dtype = torch.promote_types(cost.dtype, unmatched.dtype)
+    arithmetic = torch.promote_types(dtype, torch.float32)  # sums of float16 end at 65504
+    unmatched = unmatched.to(arithmetic).masked_fill(~is_row, 0.0)
+    cost = cost.to(arithmetic).masked_fill(~(is_row.unsqueeze(-1) & is_column.unsqueeze(-2)), 0.0)
     check_finite("cost", cost)
     check_finite("unmatched", unmatched)
-    if epsilon is None:
-        value = _matched(cost - unmatched.unsqueeze(-1), sizes) + unmatched.sum(-1)
+    if epsilon is None or n == 0:
+        value = _matched(cost, unmatched, sizes)
     else:
-        nothing = (shapes[..., :1] - shapes[..., 1:]).to(cost.dtype)
+        nothing = shapes[..., :1] - shapes[..., 1:]
         full = torch.cat([cost, unmatched.unsqueeze(-1)], -1)
-        low = full.detach().amin((-2, -1)) if n else full.new_zeros(batch)
-        q = torch.cat([is_column.to(cost.dtype), nothing], -1)
-        value = sinkhorn(is_row.to(cost.dtype), q, full - low[..., None, None], epsilon=epsilon) + low * shapes[..., 0]
-    return reduced(value.reshape(-1), None, None, batch, reduction)
+        # Every column takes a fixed mass, so that what is taken off all of it does not change the plan.
+        is_beyond = ~is_row.unsqueeze(-1)
+        low = full.detach().masked_fill(is_beyond, torch.inf).amin(-2).nan_to_num(posinf=0.0)
+        full = (full - low.unsqueeze(-2)).masked_fill(is_beyond, 0.0)
+        q = torch.cat([is_column, nothing], -1).to(arithmetic)
+        value = sinkhorn(is_row.to(arithmetic), q, full, epsilon=epsilon) + (q * low).sum(-1)
+    return reduced(value.reshape(-1), None, None, batch, reduction).to(dtype)
 
 
-def _matched(cost: Float[Tensor, "*batch n m"], sizes: Tensor | None) -> Float[Tensor, "*batch"]:
-    rows, columns = match(cost, sizes=sizes)
-    assert isinstance(rows, Tensor)
-    assert isinstance(columns, Tensor)
-    places = rows * cost.shape[-1] + columns
-    return cost.flatten(-2).gather(-1, places.clamp(min=0)).masked_fill(rows < 0, 0.0).sum(-1)
+def _matched(
+    cost: Float[Tensor, "*batch n m"], unmatched: Float[Tensor, "*batch n"], sizes: Tensor | None
+) -> Float[Tensor, "*batch"]:
+    # The differences find the matching; summed up, they would lose the digits of costs below a large `unmatched`.
+    gained = cost.detach().to("cpu", torch.float64) - unmatched.detach().to("cpu", torch.float64).unsqueeze(-1)
+    found = match(gained, sizes=sizes)
+    assert isinstance(found, tuple)
+    rows, columns = (t.to(cost.device) for t in found)
+    places = (rows * cost.shape[-1] + columns).clamp(min=0)
+    matched = cost.flatten(-2).gather(-1, places).masked_fill(rows < 0, 0.0).sum(-1)
+    n = unmatched.shape[-1]
+    is_taken = torch.zeros(*unmatched.shape[:-1], n + 1, dtype=torch.bool, device=cost.device)
+    is_taken = is_taken.scatter(-1, rows.masked_fill(rows < 0, n), True)[..., :n]
+    return matched + unmatched.masked_fill(is_taken, 0.0).sum(-1)

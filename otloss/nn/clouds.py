@@ -8,7 +8,7 @@ from torch import Tensor
 
 from otloss.costs.points import Metric
 from otloss.nn.base import Loss
-from otloss.solvers.clouds import Clouds, Weights, cloud_loss
+from otloss.solvers.clouds import Clouds, Weights, check_options, cloud_loss
 
 
 class CloudLoss(Loss):
@@ -37,6 +37,10 @@ class CloudLoss(Loss):
         empty: str = "error",
         reduction: str = "mean",
     ) -> None:
+        check_options(
+            kind, empty, metric, divergence={"epsilon": epsilon, "blur": blur, "marginal_penalty": marginal_penalty,
+            "tolerance": tolerance}, sliced={"projections": projections},
+        )  # fmt: skip
         super().__init__(
             reduction, kind=kind, metric=metric, epsilon=epsilon, blur=blur, marginal_penalty=marginal_penalty,
             tolerance=tolerance, projections=projections, empty=empty,

@@ -32,7 +32,7 @@ from otloss.costs import PointCost
 from otloss.costs.cost import makes_graph
 from otloss.costs.points import Metric
 from otloss.solvers.exact import exact_problem, exact_value, solve_exact
-from otloss.solvers.histograms import HistogramPair
+from otloss.solvers.histograms import HistogramPair, check_masses
 from otloss.solvers.sinkhorn import sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein
 
@@ -112,13 +112,17 @@ def cloud_loss(
         >>> cloud_loss(clouds, torch.zeros(4, 2), epsilon=0.1)
         tensor([0.0000, 2.0000])
     """
-    _check_options(
+    check_options(
         kind, empty, metric, divergence={"epsilon": epsilon, "blur": blur, "marginal_penalty": marginal_penalty,
         "tolerance": tolerance}, sliced={"projections": projections, "generator": generator},
     )  # fmt: skip
     one = _Cloud.of("x", x, ("a", a), ("mask_x", mask_x), empty)
     other = _Cloud.of("y", y, ("b", b), ("mask_y", mask_y), empty)
     one, other = _both_or_neither(one, other)
+    if a is not None or b is not None:
+        masked = [f"mask_{k}" for k, w, mask in (("x", a, mask_x), ("y", b, mask_y)) if w is not None is not mask]
+        hint = f" Weights where {' or '.join(masked)} is False do not count." if masked else ""
+        check_masses(one.weights, other.weights, ("a", "b"), balanced=marginal_penalty is None, hint=hint)
     if kind == "sliced":
         return sliced_wasserstein(
             one.points, other.points, one.weights, other.weights, order=_ORDER[str(metric)],
@@ -130,7 +134,7 @@ def cloud_loss(
     scale = 1.0
     if epsilon is None:
         factor, exponent = _OF_BLUR[str(metric)]
-        epsilon = factor * check_positive("blur", _BLUR if blur is None else blur) ** exponent
+        epsilon = factor * (_BLUR if blur is None else blur) ** exponent
         scale = 1 / factor
     value = sinkhorn_divergence(
         one.weights, other.weights, cost, epsilon=epsilon, marginal_penalty=marginal_penalty, tolerance=tolerance
@@ -138,9 +142,8 @@ def cloud_loss(
     return scale * value
 
 
-def _check_options(
-    kind: str, empty: str, metric: Metric, *, divergence: dict[str, Any], sliced: dict[str, Any]
-) -> None:
+def check_options(kind: str, empty: str, metric: Metric, *, divergence: dict[str, Any], sliced: dict[str, Any]) -> None:
+    """Raise ValueError if an option is not valid, or not one of this kind."""
     for name, value, allowed in (("kind", kind, KINDS), ("empty", empty, ("error", "zero"))):
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}, expected one of {allowed}.")
@@ -155,6 +158,8 @@ def _check_options(
         raise ValueError(
             "both epsilon and blur are given; expected one of them: blur, a length, stands for an epsilon."
         )
+    if has_blur:
+        check_positive("blur", divergence["blur"])
     if metric in _OF_BLUR or kind == "emd" or (kind == "divergence" and has_epsilon):
         return
     if kind == "divergence" and not has_blur:

@@ -63,12 +63,7 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         pair = _balanced_in_numpy(p, q, *others)
         if pair is not None:
             return pair
-    mass_p, mass_q = _checked_mass("p", p), _checked_mass("q", q)
-    if p.device != q.device:
-        raise ValueError(f"p is on {p.device} and q on {q.device}, expected one device; move one of them with .to().")
-    check_broadcast(p=p.shape[:-1], q=q.shape[:-1])
-    if balanced:
-        _check_equal_mass(mass_p, mass_q, max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)))
+    mass_p, mass_q = check_masses(p, q, balanced=balanced)
     dtype = functools.reduce(torch.promote_types, (p.dtype, q.dtype, *others))
     arithmetic = torch.promote_types(dtype, torch.float32)
     mass = (mass_p + mass_q) / 2
@@ -80,6 +75,21 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         mass=mass.to(arithmetic),
         dtype=dtype,
     )
+
+
+def check_masses(
+    p: Any, q: Any, names: tuple[str, str] = ("p", "q"), *, balanced: bool = True, hint: str = ""
+) -> tuple[Tensor, Tensor]:
+    """Return both masses (...); `hint` ends the message where they differ. Raises as `histogram_pair`."""
+    masses = _checked_mass(names[0], p), _checked_mass(names[1], q)
+    if p.device != q.device:
+        raise ValueError(
+            f"{names[0]} is on {p.device} and {names[1]} on {q.device}, expected one device; move one with .to()."
+        )
+    check_broadcast(**{names[0]: p.shape[:-1], names[1]: q.shape[:-1]})
+    if balanced:
+        _check_equal_mass(masses, names, max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)), hint)
+    return masses
 
 
 def pair_and_cost(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
@@ -146,7 +156,8 @@ def _checked_mass(name: str, weights: Any) -> Tensor:
     raise ValueError(f"{name} has a mass beyond float64, expected finite sums; rescale it.")
 
 
-def _check_equal_mass(mass_p: Tensor, mass_q: Tensor, tolerance: float) -> None:
+def _check_equal_mass(masses: tuple[Tensor, Tensor], names: tuple[str, str], tolerance: float, hint: str) -> None:
+    mass_p, mass_q = masses
     larger = torch.maximum(mass_p, mass_q)
     if ((mass_p - mass_q).abs() > tolerance * larger).any():
         # The worst row relative to its own mass, so that one heavy problem does not hide a light one.
@@ -154,9 +165,9 @@ def _check_equal_mass(mass_p: Tensor, mass_q: Tensor, tolerance: float) -> None:
         row = _first(relative == relative.max())
         got_p, got_q = (float(mass.expand(relative.shape)[row]) for mass in (mass_p, mass_q))
         raise ValueError(
-            f"p and q hold different masses{_at(row)}: {got_p:.9g} and {got_q:.9g}, a relative difference of "
-            f"{float(relative[row]):.2g}; expected at most {tolerance:g}. Normalise both, for example p / p.sum(-1, "
-            "keepdim=True)."
+            f"{names[0]} and {names[1]} hold different masses{_at(row)}: {got_p:.9g} and {got_q:.9g}, a relative "
+            f"difference of {float(relative[row]):.2g}; expected at most {tolerance:g}. Normalise both, for example "
+            f"{names[0]} / {names[0]}.sum(-1, keepdim=True).{hint}"
         )
 
 

@@ -32,8 +32,8 @@ _SMALL = 2**13
 
 
 def cdf_distance(
-    p: Float[Tensor, "*batch bins"],
-    q: Float[Tensor, "*batch bins"],
+    p: Float[Tensor, "*batch bins"] | None,
+    q: Float[Tensor, "*batch bins"] | None,
     x: Float[Tensor, "*batch bins"] | None = None,
     *,
     power: float = 2,
@@ -43,8 +43,8 @@ def cdf_distance(
     Power 1 is the Wasserstein-1 distance; power 2 the squared EMD of ordinal regression, or ranked probability score.
 
     Args:
-        p: (..., n) weights >= 0. The leading axes of p, q and x broadcast.
-        q: (..., n) weights >= 0 with the mass of p, up to rounding.
+        p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and x broadcast.
+        q: (..., n) weights >= 0 with the mass of p, up to rounding, or None for 1 / n each.
         x: (n,) or (..., n) positions, 0 to n - 1 by default; unsorted positions are sorted, repeated ones may occur.
         power: at least 1.
 
@@ -68,6 +68,7 @@ def cdf_distance(
         tensor(2.)
     """
     _check_exponent("power", power)
+    p, q = (_or_uniform(*given) for given in (("p", p, x, q), ("q", q, x, p)))
     return _closed_form(_cdf_distance, (p, q, x), power)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from otloss._checks import check_floating
+from otloss._checks import check_floating, check_integers
 
 NONE = -1  # in the places of a ragged batch that hold no pair
 _ENTRIES = 2**14  # costs of all problems below which waking up a thread takes longer than it saves
@@ -33,9 +34,9 @@ def match(
         in the places beyond a problem's own pairs. For a list a list of pairs. On the device of the costs.
 
     Raises:
-        TypeError: a cost is not a floating tensor.
+        TypeError: a cost is not a floating tensor, or sizes are not integers.
         ValueError: NaN or -inf among the costs, a problem without a complete matching because of +inf, or sizes that do
-            not fit.
+            not fit or are given for a list.
 
     Source:
         D. F. Crouse, On implementing 2D rectangular assignment algorithms, IEEE TAES 52, 2016.
@@ -44,8 +45,15 @@ def match(
         >>> match(torch.tensor([[4.0, 1.0, 9.0], [2.0, 0.0, 5.0]]))
         (tensor([0, 1]), tensor([1, 0]))
     """
-    if not isinstance(cost, Tensor):
+    if isinstance(cost, list | tuple):
+        if sizes is not None:
+            raise ValueError("sizes are given for a list of costs, which needs none; leave them out.")
         return _match_list(cost)
+    if not isinstance(cost, Tensor):
+        raise TypeError(
+            f"cost is a {type(cost).__name__}, expected a torch.Tensor (..., n, m) or a list of matrices; convert it "
+            "with torch.as_tensor(cost) or list(cost)."
+        )
     check_floating("cost", cost)
     if cost.dim() < 2:
         raise ValueError(f"cost has shape {tuple(cost.shape)}, expected (..., n, m): rows are matched with columns.")
@@ -59,7 +67,7 @@ def match(
         places[:, 2:4] = shapes = checked_sizes(sizes, batch, n, m)
         k = int(shapes.min(1).max(initial=0))
     places[:, 0], places[:, 4] = order * (n * m), order * k
-    found = _solved(cost.detach().reshape(-1), places, problems * k, n * m, max(n, m))
+    found = _solved(cost.detach().reshape(-1), places, problems * k, n * m, max(n, m), batch)
     rows, columns = found.view(2, *batch, k).unbind()
     return rows, columns
 
@@ -80,11 +88,15 @@ def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         return []
     # One call in place of `reshape(-1)` for each: tensors are many and small.
     flat = _flatten_dense_tensors(costs).detach()
-    found = _solved(flat, np.array(places), at, begin, bins).view(-1).unsafe_split_with_sizes(pairs + pairs)
+    found = (
+        _solved(flat, np.array(places), at, begin, bins, (len(pairs),)).view(-1).unsafe_split_with_sizes(pairs + pairs)
+    )
     return list(zip(found[: len(pairs)], found[len(pairs) :], strict=True))
 
 
-def _solved(costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: int) -> Int[Tensor, "2 pairs"]:
+def _solved(
+    costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: int, batch: tuple[int, ...]
+) -> Int[Tensor, "2 pairs"]:
     """Rows and columns of all problems, -1 in the gaps, on the device of the costs; arguments as for the kernel."""
     from otloss._kernels._threads import run_on_threads
     from otloss._kernels.matching import INVALID, match_problems, scratch
@@ -98,25 +110,24 @@ def _solved(costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: i
                 one_thread=flat.size < _ENTRIES,
             )
         )  # fmt: skip
+        at = tuple(int(i) for i in np.unravel_index(max(0, failed), batch))
+        name = f"problem {at[0] if len(at) == 1 else at}" if at else "the problem"
         if failed >= 0 and found[0, places[failed, 4]] == INVALID:
-            raise ValueError(
-                f"the costs of problem {failed} hold NaN or -inf, expected numbers, or +inf to forbid a pair."
-            )
+            raise ValueError(f"the costs of {name} hold NaN or -inf, expected numbers, or +inf to forbid a pair.")
         if failed >= 0:
             raise ValueError(
-                f"problem {failed} has no complete matching: +inf forbids too many pairs. Give large finite costs "
+                f"{name} has no complete matching: +inf forbids too many pairs. Give large finite costs "
                 "instead, and leave out the pairs that have one."
             )
     return torch.from_numpy(found).to(costs.device)
 
 
-def checked_sizes(sizes: Tensor, batch: torch.Size, n: int, m: int) -> np.ndarray:
-    """Return (problems, 2) sizes of the problems of a padded batch, or raise ValueError."""
-    shapes: np.ndarray = torch.as_tensor(sizes).cpu().numpy()
-    if shapes.dtype.kind not in "iu" or shapes.shape != (*batch, 2):
-        raise ValueError(
-            f"sizes has shape {shapes.shape} and dtype {shapes.dtype}, expected whole numbers {(*batch, 2)}."
-        )
+def checked_sizes(sizes: Any, batch: torch.Size, n: int, m: int) -> np.ndarray:
+    """Return (problems, 2) sizes of the problems of a padded batch, or raise."""
+    given = torch.as_tensor(sizes) if isinstance(sizes, list | tuple | np.ndarray) else sizes
+    shapes: np.ndarray = check_integers("sizes", given).cpu().numpy()
+    if shapes.shape != (*batch, 2):
+        raise ValueError(f"sizes has shape {shapes.shape}, expected {(*batch, 2)}, rows and columns of each problem.")
     if (shapes < 0).any() or (shapes > (n, m)).any():
         raise ValueError(f"sizes go from {shapes.min()} to {shapes.max()}, expected rows up to {n} and columns to {m}.")
     return shapes.reshape(-1, 2)

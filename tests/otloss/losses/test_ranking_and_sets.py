@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment, linprog
-from scipy.stats import spearmanr
+from scipy.stats import rankdata, spearmanr
 
 from otloss.losses import set_loss, spearman_loss, top_k_loss
 from otloss.solvers.sorting import soft_top_k
@@ -30,6 +30,18 @@ def test_spearman_of_hard_ranks_is_that_of_scipy(pairs: list[tuple[int, int]]) -
         return
     expected = 1.0 if scores.unique().numel() == 1 else 1 - spearmanr(scores, target).statistic
     assert float(spearman_loss(scores, target, epsilon=1e-7)) == pytest.approx(expected, abs=1e-9)
+
+
+def test_target_ranks_are_those_of_scipy() -> None:
+    """Of targets of any range and type, ties among them."""
+    scores = drawn(4, 12, seed=9)
+    for wide in (
+        10 ** drawn(4, 12, seed=10).mul(8), torch.tensor([1.0, 1, 2, 6e4] * 3).half().expand(4, -1),
+        torch.arange(12).expand(4, -1) % 7 + 2**62, scores > 0,
+    ):  # fmt: skip
+        found = spearman_loss(scores, wide, epsilon=1e-7, reduction="none")
+        expected = [1 - spearmanr(s, rankdata(t)).statistic for s, t in zip(scores, wide.numpy(), strict=True)]
+        np.testing.assert_allclose(found, expected, atol=1e-9)
 
 
 def test_gradients_of_rankings() -> None:
@@ -59,6 +71,8 @@ def test_top_k_is_the_logarithm_of_the_share() -> None:
                                (torch.arange(3), 2, "expected"), (torch.arange(4), 0, "at least 1")):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             top_k_loss(logits, target, k)
+    with pytest.raises(TypeError, match=r"target has dtype .*float64, expected integers"):
+        top_k_loss(logits, torch.arange(4).double(), 2)
 
 
 SIZES = torch.tensor([[5, 3], [4, 4], [5, 0], [0, 0]])
@@ -90,6 +104,21 @@ def test_sets_against_scipy_and_a_linear_program() -> None:
         assert torch.allclose(by_cost.sum(-2), (torch.arange(4) < SIZES[:, 1:]).to(F64), atol=1e-4)
     small, rest = drawn(3, 2, seed=6).requires_grad_(), drawn(3, seed=7).requires_grad_()
     assert torch.autograd.gradcheck(lambda c, u: set_loss(c, u, epsilon=0.3), (small, rest), atol=1e-5)
+
+
+def test_large_losses_of_unmatched_predictions_cost_no_digits() -> None:
+    cost = torch.tensor([[0.3, 0.2], [0.1, 0.4]])
+    for epsilon, tolerance in ((None, 1e-7), (1e-3, 2e-6)):
+        for size in (1e4, 1e8):
+            found = set_loss(cost, torch.full((2,), size), epsilon=epsilon)
+            assert float(found) == pytest.approx(
+                0.3 if epsilon is None else float(set_loss(cost, epsilon=epsilon)), abs=tolerance
+            )
+        assert float(set_loss(torch.zeros(0, 0), epsilon=epsilon)) == 0
+        # 99 of 100 are matched; the sum over all would be beyond float16.
+        found = set_loss(torch.ones(100, 99).half(), torch.full((100,), 1000.0).half(), epsilon=epsilon)
+        assert found.dtype == torch.float16
+        assert float(found) == pytest.approx(1099, abs=2)
 
 
 def test_bad_sets() -> None:

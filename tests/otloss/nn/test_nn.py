@@ -291,6 +291,8 @@ def test_settings_are_shown() -> None:
         (lambda: modules.Sinkhorn(cost=MATRIX, epsilon=1.0, gard="x")(P, Q), TypeError, "gard"),  # type: ignore[call-arg]
         (lambda: modules.SinkhornDivergence(cost=-MATRIX, epsilon=1.0), ValueError, "expected costs >= 0"),
         (lambda: modules.Emd(cost=MATRIX, reduction="median"), ValueError, "reduction is 'median'"),
+        (lambda: modules.CloudLoss(kind="foo"), ValueError, "kind is 'foo'"),
+        (lambda: modules.CloudLoss(kind="emd", blur=0.1), ValueError, 'blur given for kind="emd"'),
         (lambda: modules.OrdinalLoss(cost=MATRIX, x=X)(Z, P), ValueError, "cost and x are both given"),
     ],
 )

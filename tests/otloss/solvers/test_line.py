@@ -140,6 +140,10 @@ def test_masses_off_by_rounding_are_balanced() -> None:
     assert wasserstein_1d(p, p * (1 + 1e-10), torch.arange(3), torch.arange(3), order=2).item() < 1e-12
     torch.testing.assert_close(cdf_distance(3 * p, 3 * p.flip(0)), 9 * cdf_distance(p, p.flip(0)))
     assert wasserstein_1d(p, q, torch.tensor([0, 2, 5])).item() == pytest.approx(1.6)  # positions of integers
+    uniform = torch.full((3,), 1 / 3, dtype=torch.float64)
+    torch.testing.assert_close(
+        cdf_distance(None, p, torch.tensor([0, 2, 5])), cdf_distance(uniform, p, torch.tensor([0, 2, 5]))
+    )
 
 
 third = torch.full((3,), 1 / 3)
@@ -154,6 +158,7 @@ third = torch.full((3,), 1 / 3)
         (lambda: wasserstein_1d(third, torch.ones(1), order=2), ValueError, "pass y, the positions of q's bins"),
         (lambda: wasserstein_1d(third, third, third, torch.ones(2)), ValueError, r"y has shape \(2,\)"),
         (lambda: cdf_distance(third, third, third * torch.nan), ValueError, "x holds 3 NaN"),
+        (lambda: cdf_distance(None, None), ValueError, "p is None"),
         (lambda: cdf_distance(third, third * 2), ValueError, "different masses: 1.* and 2.*relative difference"),
         (lambda: wasserstein_1d(third, third - 0.5, order=2), ValueError, "q holds -0.1666.* in bin 0"),
         (lambda: cdf_distance(third.expand(2, 3), third, torch.rand(5, 3)), ValueError, r"x \(5,\), its weights"),

@@ -73,6 +73,16 @@ def test_bad_input() -> None:
         wrong[1, 2, 0] = value
         with pytest.raises(ValueError, match="problem 1 hold NaN or -inf"):
             match(wrong)
+    with pytest.raises(ValueError, match=r"problem \(1, 0\) has no complete matching"):
+        match(forbidden.unsqueeze(1))
+    for costs, sizes, error, message in (
+        ([good[0]], torch.tensor([[3, 3]]), ValueError, "sizes are given for a list"),
+        (good, "nonsense", TypeError, "sizes is a str"),
+        (iter(good), None, TypeError, "or a list of matrices"),
+        (5, None, TypeError, "cost is a int"),
+    ):
+        with pytest.raises(error, match=message):
+            match(costs, sizes=sizes)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="rows are matched with columns"):
         match(good[0, 0])
     with pytest.raises(ValueError, match="rows up to 3 and columns to 3"):

@@ -60,3 +60,5 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    with pytest.raises(TypeError, match="condition is a tuple of 1, expected a pair"):
+        otloss.pair(x, x, condition=(torch.arange(4),))  # type: ignore[arg-type]
