@@ -18,16 +18,33 @@ Source: T. Vayer et al., Optimal Transport for structured data with application 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
+import warnings
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_finite, check_floating
+from otloss._autograd import once_only
+from otloss._checks import (
+    check_broadcast,
+    check_count,
+    check_finite,
+    check_floating,
+    check_last_axis,
+    check_not_negative,
+    check_number,
+    check_positive,
+)
 from otloss._kernels import may_run_on
 from otloss.costs.cost import makes_graph
+from otloss.solvers.entropic.potentials import ConvergenceWarning
+from otloss.solvers.entropic.problem import level_of_the_caller
+from otloss.solvers.histograms import histogram_pair
 from otloss.solvers.solve import solve
+
+_LARGEST = 1e300  # of the numbers on the way: the solver adds up some of them
 
 
 class FusedGromov(NamedTuple):
@@ -67,16 +84,18 @@ def fused_gromov(
         alpha: from 0 (features alone) to 1 (distances alone).
         epsilon: weight of the entropy; None for none.
         starts: the product plan, the plan of the features, and then random ones; the best of them is returned.
-        max_iterations, tolerance: of each start; the latter relative to the value.
+        max_iterations, tolerance: of each start; the latter relative to the value. A `ConvergenceWarning` tells where
+            they are not enough.
         generator: of the random starts.
 
     Returns:
-        A `FusedGromov`. The value is differentiable once in C_x, C_y, feature_cost, p and q (at the local minimum that
-        was found; centred in the weights).
+        A `FusedGromov`, in the promoted dtype. The value is differentiable once in C_x, C_y, feature_cost, p and q (at
+        the local minimum that was found; centred in the weights).
 
     Raises:
-        TypeError, ValueError: shapes that do not fit, numbers that are not finite, alpha outside of [0, 1], no feature
-            cost with alpha < 1, masses that differ.
+        TypeError, ValueError: shapes that do not fit, numbers that are not finite or whose squares overflow float64,
+            alpha outside of [0, 1], no feature cost with alpha < 1, weights below 0, masses that differ.
+        RuntimeError: if a second derivative is asked for.
 
     Example:
         >>> x = torch.tensor([[0.0], [1.0], [3.0]])
@@ -85,27 +104,34 @@ def fused_gromov(
         >>> bool(found.value < 1e-6)
         True
     """
-    C, D, M, p, q = _checked(C_x, C_y, feature_cost, p, q, alpha)
-    if starts < 1 or max_iterations < 1:
-        raise ValueError(f"starts is {starts} and max_iterations {max_iterations}, expected 1 or more.")
-    energy = _Energy(C.detach().double(), D.detach().double(), M.detach().double(), float(alpha))
-    a, b = p.detach().double(), q.detach().double()
+    inputs, dtype = _checked(C_x, C_y, feature_cost, p, q, alpha)
+    check_count("starts", starts)
+    check_count("max_iterations", max_iterations)
+    check_not_negative("tolerance", tolerance)
+    if epsilon is not None:
+        check_positive("epsilon", epsilon)
+    C, D, M, a, b = (t.detach() for t in inputs)
+    energy = _Energy(C, D, M, float(alpha))
     with torch.no_grad():
-        compiled = epsilon is None and may_run_on(C, D, M, p, q)
+        by_kernel = epsilon is None and may_run_on(C, D, M, a, b)
         found = [
-            _compiled_descent(energy, plan, a, b, max_iterations, tolerance)
-            if compiled
+            _descend_by_kernel(energy, plan, a, b, max_iterations, tolerance)
+            if by_kernel
             else _descend(energy, plan, a, b, epsilon, max_iterations, tolerance)
             for plan in _starts(energy, a, b, starts, generator)
         ]
-        values = torch.stack([value for _, value, _ in found])
-        best = values.argmin(0)
-        plan = _picked(torch.stack([plan for plan, _, _ in found]), best)
-        converged = _picked(torch.stack([done for _, _, done in found]), best)
-    value = values.amin(0)
-    if makes_graph(C, D, M, p, q):
-        value = _value(C, D, M, p, q, alpha, epsilon, plan)
-    return FusedGromov(value.to(C_x.dtype), plan.to(C_x.dtype), converged)
+        plan, value, converged = functools.reduce(_better, found)
+    if not bool(converged.all()):
+        warnings.warn(
+            f"{int((~converged).sum())} of {converged.numel()} fused Gromov problems did not converge: the last of "
+            f"{max_iterations} iterations changed the value by more than {tolerance:g} of it. Raise max_iterations"
+            f"{'' if epsilon is None else ' or epsilon'}, or accept a larger tolerance.",
+            ConvergenceWarning,
+            stacklevel=level_of_the_caller(),
+        )
+    if makes_graph(*inputs):
+        value = _AtLocalMinimum.apply(value, energy, plan, epsilon, *inputs)
+    return FusedGromov(value.to(dtype), plan.to(dtype), converged)
 
 
 class _Energy(NamedTuple):
@@ -127,12 +153,18 @@ class _Energy(NamedTuple):
         linear = (1 - self.alpha) * (self.M * plan).sum((-2, -1))
         return (linear + (self.gradient(plan) * plan).sum((-2, -1))) / 2
 
+    def size(self, plan: Tensor) -> Tensor:
+        """(...), the terms of E that are sums of squares, and those of M by their size: E is rounded relative to it."""
+        rows, columns = plan.sum(-1, keepdim=True), plan.sum(-2).unsqueeze(-1)
+        squares = (rows.mT @ self.C.square() @ rows + columns.mT @ self.D.square() @ columns)[..., 0, 0]
+        return (1 - self.alpha) * (self.M.abs() * plan).sum((-2, -1)) + self.alpha * squares
+
 
 def _descend(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None, most: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     value = energy.value(plan) + _entropy(plan, p, q, epsilon)
-    done = torch.zeros_like(value, dtype=torch.bool)
+    done, rounding = torch.zeros_like(value, dtype=torch.bool), 1e-15 * energy.size(plan)
     for _ in range(most):
         gradient = energy.gradient(plan)
         target = solve(p, q, _from_zero(gradient), epsilon=epsilon).plan()
@@ -145,17 +177,17 @@ def _descend(
             target = plan + t[..., None, None] * step
         new = energy.value(target) + _entropy(target, p, q, epsilon)
         plan = torch.where(done[..., None, None], plan, target)
-        done = done | ((value - new).abs() <= tolerance * new.abs() + 1e-15)
+        done = done | ((value - new).abs() <= tolerance * new.abs() + rounding)
         value = torch.where(done, torch.minimum(value, new), new)
         if bool(done.all()):
             break
     return plan, energy.value(plan) + _entropy(plan, p, q, epsilon), done
 
 
-def _compiled_descent(
+def _descend_by_kernel(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, most: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`_descend` without an epsilon, on a CPU."""
+    """`_descend` without an epsilon, on a CPU, by the numba kernel."""
     from otloss._kernels._threads import ENTRIES, run_on_threads
     from otloss._kernels.gromov import descend_problems, scratch
 
@@ -188,7 +220,7 @@ def _entropy(plan: Tensor, p: Tensor, q: Tensor, epsilon: float | None) -> Tenso
 
 def _starts(energy: _Energy, p: Tensor, q: Tensor, count: int, generator: torch.Generator | None) -> list[Tensor]:
     mass = p.sum(-1)[..., None, None].clamp(min=torch.finfo(p.dtype).tiny)
-    plans = [p.unsqueeze(-1) * q.unsqueeze(-2) / mass]
+    plans = [p.unsqueeze(-1) * (q.unsqueeze(-2) / mass)]
     if count > 1:
         plans.append(solve(p, q, _from_zero(energy.M.expand(*p.shape, q.shape[-1]))).plan())
     shape = (*p.shape, q.shape[-1])
@@ -198,49 +230,108 @@ def _starts(energy: _Energy, p: Tensor, q: Tensor, count: int, generator: torch.
     return plans
 
 
-def _picked(stacked: Tensor, best: Tensor) -> Tensor:
-    index = best.reshape(1, *best.shape, *[1] * (stacked.dim() - 1 - best.dim()))
-    return stacked.gather(0, index.expand(1, *stacked.shape[1:])).squeeze(0)
+def _better(one: tuple[Tensor, Tensor, Tensor], other: tuple[Tensor, Tensor, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    is_lower = other[1] < one[1]
+    plan = torch.where(is_lower[..., None, None], other[0], one[0])
+    return plan, torch.where(is_lower, other[1], one[1]), torch.where(is_lower, other[2], one[2])
 
 
-def _value(
-    C: Tensor, D: Tensor, M: Tensor, p: Tensor, q: Tensor, alpha: float, epsilon: float | None, plan: Tensor
-) -> Tensor:
-    """E at the plan, with the derivatives that hold at a local minimum."""
-    energy = _Energy(C.double(), D.double(), M.double(), alpha)
-    value = energy.value(plan) + _entropy(plan, p.detach().double(), q.detach().double(), epsilon)
-    if torch.is_grad_enabled() and (p.requires_grad or q.requires_grad):
+class _AtLocalMinimum(torch.autograd.Function):
+    """The value, with the derivatives that hold at a local minimum."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, value: Tensor, energy: _Energy, plan: Tensor, epsilon: float | None, *inputs: Tensor
+    ) -> Tensor:
+        ctx.save_for_backward(plan, *inputs)
+        ctx.energy, ctx.epsilon = energy, epsilon
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        plan, *inputs = ctx.saved_tensors
+        needed = ctx.needs_input_grad[4:]
         with torch.no_grad():
-            cost = energy.gradient(plan)
-            f, g = solve(p.detach().double(), q.detach().double(), _from_zero(cost), epsilon=epsilon).potentials
-        for weights, potential in ((p, f), (q, g)):
-            centred = potential - potential.mean(-1, keepdim=True)
-            value = value + (centred * (weights.double() - weights.detach().double())).sum(-1)
-    return value
+            found = _derivatives(ctx.energy, plan, (inputs[3], inputs[4]) if any(needed[3:]) else None, ctx.epsilon)
+        message = (
+            "a second derivative of fused_gromov was asked for, which is differentiable once: the gradients are those "
+            "at a fixed plan; drop create_graph=True."
+        )
+        held: list[Tensor | None] = [None] * 4
+        for derivative, given, is_needed in zip(found, inputs, needed, strict=True):
+            if derivative is None or not is_needed:
+                held.append(None)
+                continue
+            upstream = gradients[0].detach()[(..., *[None] * (derivative.dim() - gradients[0].dim()))]
+            gradient = (upstream * derivative).sum_to_size(given.shape)
+            held.append(once_only(gradient, message, gradients[0], *inputs))
+        return tuple(held)
+
+
+def _derivatives(
+    energy: _Energy, plan: Tensor, weights: tuple[Tensor, Tensor] | None, epsilon: float | None
+) -> tuple[Tensor | None, ...]:
+    """By C, D, M, and p and q where they are given."""
+    C, D, alpha = energy.C, energy.D, energy.alpha
+    rows, columns = plan.sum(-1, keepdim=True), plan.sum(-2, keepdim=True)
+    f, g = None, None
+    if weights is not None:
+        f, g = solve(*weights, _from_zero(energy.gradient(plan)), epsilon=epsilon).potentials
+    return (
+        2 * alpha * (C * rows * rows.mT - plan @ D @ plan.mT),
+        2 * alpha * (D * columns.mT * columns - plan.mT @ C @ plan),
+        (1 - alpha) * plan,
+        f,
+        g,
+    )
 
 
 def _checked(
-    C: Tensor, D: Tensor, M: Tensor | None, p: Tensor | None, q: Tensor | None, alpha: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    C: Any, D: Any, M: Any, p: Any, q: Any, alpha: Any
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], torch.dtype]:
+    """The inputs in float64, the weights expanded to the batch and of equal mass; and the promoted dtype."""
     for name, square in (("C_x", C), ("C_y", D)):
-        check_finite(name, check_floating(name, square))
-        if square.dim() < 2 or square.shape[-1] != square.shape[-2]:
-            raise ValueError(f"{name} has shape {tuple(square.shape)}, expected (..., n, n): distances within a space.")
+        check_floating(name, square)
+        if square.dim() < 2 or square.shape[-1] != square.shape[-2] or square.shape[-1] == 0:
+            raise ValueError(
+                f"{name} has shape {tuple(square.shape)}, expected (..., n, n) with n >= 1: distances within a space."
+            )
     n, m = C.shape[-1], D.shape[-1]
-    if not 0 <= alpha <= 1:
+    if not 0 <= check_number("alpha", alpha) <= 1:
         raise ValueError(f"alpha is {alpha}, expected a number from 0 (features alone) to 1 (distances alone).")
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in (C, D, M, p, q) if isinstance(t, Tensor)))
     if M is None:
         if alpha < 1:
             raise ValueError(f"alpha is {alpha} without a feature_cost; give one, or alpha=1.0 for distances alone.")
         M = C.new_zeros(n, m)
-    check_finite("feature_cost", check_floating("feature_cost", M))
-    if M.shape[-2:] != (n, m):
+    if check_floating("feature_cost", M).shape[-2:] != (n, m):
         raise ValueError(f"feature_cost has shape {tuple(M.shape)}, expected (..., {n}, {m}).")
-    p = C.new_full((n,), 1 / n) if p is None else check_floating("p", p)
-    q = C.new_full((m,), 1 / m) if q is None else check_floating("q", q)
-    if p.shape[-1] != n or q.shape[-1] != m:
-        raise ValueError(f"p and q have {p.shape[-1]} and {q.shape[-1]} bins, expected {n} and {m}.")
+    p, q = (
+        torch.full((size,), 1 / size, dtype=torch.float64, device=C.device) if w is None else w
+        for w, size in ((p, n), (q, m))
+    )
+    pair = histogram_pair(p, q, torch.float64)
+    check_last_axis("p", p, n)
+    check_last_axis("q", q, m)
     batch = check_broadcast(
         C_x=C.shape[:-2], C_y=D.shape[:-2], feature_cost=M.shape[:-2], p=p.shape[:-1], q=q.shape[:-1]
     )
-    return C, D, M, p.expand(*batch, n), q.expand(*batch, m)
+    inputs = (C.double(), D.double(), M.double(), pair.p.expand(*batch, n), pair.q.expand(*batch, m))
+    _check_range(*inputs[:4])
+    return inputs, dtype
+
+
+def _check_range(C: Tensor, D: Tensor, M: Tensor, p: Tensor) -> None:
+    """Raise ValueError for a NaN or an infinity, or if squares or sums of them may overflow."""
+    with torch.no_grad():
+        c, d, cost = (float(t.abs().amax()) if t.numel() else 0.0 for t in (C, D, M))
+        mass = max(1.0, float(p.sum()))
+    largest = cost + 4 * (c + d) * (c + d)
+    if sum(M.shape[-2:]) * mass * mass * largest < _LARGEST:
+        return
+    for name, tensor in (("C_x", C), ("C_y", D), ("feature_cost", M)):
+        check_finite(name, tensor)
+    raise ValueError(
+        f"C_x, C_y and feature_cost hold numbers of up to {c:.3g}, {d:.3g} and {cost:.3g}, for masses of up to "
+        f"{mass:.3g}: sums of their squares overflow float64. Rescale them."
+    )

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import ot
 import pytest
 import torch
 from torch import Tensor
 
-from otloss.solvers.gromov import _compiled_descent, _descend, fused_gromov
+from otloss import ConvergenceWarning
+from otloss.solvers.gromov import _descend, _descend_by_kernel, fused_gromov
 from otloss.solvers.gromov import _Energy as Energy
 
 
@@ -88,16 +90,71 @@ def test_gradients(epsilon: float | None) -> None:
         assert float((gradient * direction).sum()) == pytest.approx(expected, rel=2e-4, abs=1e-7)
 
 
-def test_bad_input() -> None:
-    C, D, M, p, q = _pair(0)
-    with pytest.raises(ValueError, match="without a feature_cost"):
-        fused_gromov(C, D, alpha=0.5)
-    with pytest.raises(ValueError, match=r"expected \(\.\.\., 5, 6\)"):
-        fused_gromov(C, D, M.T, p, q)
-    with pytest.raises(ValueError, match="distances within a space"):
-        fused_gromov(M, D, M, p, q)
-    with pytest.raises(ValueError, match="alpha is 1"):
-        fused_gromov(C, D, M, p, q, alpha=1.5)
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"feature_cost": None}, "without a feature_cost"),
+        ({"feature_cost": torch.ones(6, 5)}, r"expected \(\.\.\., 5, 6\)"),
+        ({"C_x": torch.ones(5, 6)}, "distances within a space"),
+        ({"C_x": torch.ones(0, 0)}, "distances within a space"),
+        ({"C_x": 1e200 * torch.ones(5, 5).double()}, "overflow float64. Rescale"),
+        ({"C_x": 1e200 * torch.ones(5, 5).double(), "C_y": 1e200 * torch.ones(6, 6).double()}, "overflow float64"),
+        ({"C_x": torch.eye(5) * torch.nan}, "C_x holds .* NaN"),
+        ({"C_y": torch.ones(6, 6) * torch.inf, "alpha": 0.0}, "C_y holds 36 NaN"),
+        ({"feature_cost": torch.ones(5, 6) * torch.nan, "alpha": 1.0}, "feature_cost holds 30 NaN"),
+        ({"p": torch.ones(5).double()}, "different masses"),
+        ({"p": -torch.ones(5) / 5}, "expected weights >= 0"),
+        ({"q": torch.tensor([1, 0, 0, 0, 0, torch.inf])}, "infinite"),
+        ({"q": torch.tensor([1, 0, 0, 0, 0, torch.nan])}, "NaN"),
+        ({"q": torch.tensor(1.0)}, "at least one bin"),
+        ({"q": torch.ones(5) / 5}, "a last axis of 6"),
+        ({"alpha": 1.5}, "alpha is 1"),
+        ({"alpha": "a"}, "alpha is a str"),
+        ({"starts": 1.5}, "starts is 1.5"),
+        ({"max_iterations": 0}, "max_iterations is 0"),
+        ({"tolerance": "a"}, "tolerance is a str"),
+        ({"tolerance": -1}, "tolerance is -1"),
+        ({"tolerance": torch.nan}, "tolerance is nan"),
+        ({"epsilon": 0}, "epsilon is 0"),
+    ],
+)
+def test_bad_input(changed: dict[str, Any], message: str) -> None:
+    good = dict(zip(("C_x", "C_y", "feature_cost", "p", "q"), _pair(0), strict=True))
+    with pytest.raises((TypeError, ValueError), match=message):
+        fused_gromov(**{**good, **changed})
+
+
+def test_the_dtype_is_the_promoted_one_and_the_default_weights_are_uniform() -> None:
+    C, D, M, _, q = _pair(0)
+    found = fused_gromov(C.bfloat16(), D.float(), M.bfloat16(), None, q.float())
+    assert (found.value.dtype, found.plan.dtype) == (torch.float32, torch.float32)
+    p = torch.full((5,), 0.2, dtype=torch.float64)
+    expected = fused_gromov(C.bfloat16(), D.float(), M.bfloat16(), p, q.float())
+    assert expected.value.dtype == torch.float64
+    torch.testing.assert_close(found.value, expected.value.float())
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.2])
+def test_units_change_no_plan(epsilon: float | None) -> None:
+    C, D, M, p, q = _pair(2)
+    expected = fused_gromov(C, D, M, p, q, epsilon=epsilon)
+    for unit in (1e-10, 1e140):
+        scaled = (unit * C, unit * D, unit**2 * M)
+        found = fused_gromov(*scaled, p, q, epsilon=epsilon and epsilon * unit**2)
+        torch.testing.assert_close(found.plan, expected.plan, rtol=1e-6, atol=1e-9)
+        assert float(found.value) == pytest.approx(float(expected.value) * unit**2, rel=1e-9)
+
+
+@pytest.mark.parametrize("epsilon", [None, 0.2])
+def test_a_second_derivative_and_what_has_not_converged_are_told(epsilon: float | None) -> None:
+    C, D, M, p, q = (t.requires_grad_() for t in _pair(0))
+    value = fused_gromov(C, D, M, p, q, epsilon=epsilon).value
+    gradients = torch.autograd.grad(value, (C, D, M, p, q), create_graph=True)
+    for gradient, given in zip(gradients, (C, D, M, p, q), strict=True):
+        with pytest.raises(RuntimeError, match="differentiable once"):
+            torch.autograd.grad(gradient.square().sum(), given, retain_graph=True)
+    with pytest.warns(ConvergenceWarning, match="1 of 1 fused Gromov problems did not converge"):
+        assert not fused_gromov(C, D, M, p, q, epsilon=epsilon, max_iterations=1).converged
 
 
 def test_the_kernel_goes_where_the_reference_implementation_goes() -> None:
@@ -108,8 +165,8 @@ def test_the_kernel_goes_where_the_reference_implementation_goes() -> None:
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     plan = p.unsqueeze(-1) * q.unsqueeze(-2)
     for energy in (Energy(C, D, M, 0.6), Energy(C[0], D, M[0], 0.9)):
-        found = _compiled_descent(energy, plan, p, q, 100, 1e-12)
+        found = _descend_by_kernel(energy, plan, p, q, 100, 1e-12)
         expected = _descend(energy, plan, p, q, None, 100, 1e-12)
         for ours, theirs in zip(found, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
-        assert not _compiled_descent(energy, plan, p, q, 1, 1e-12)[2].all()
+        assert not _descend_by_kernel(energy, plan, p, q, 1, 1e-12)[2].all()
