@@ -32,7 +32,7 @@ from otloss_llm.models.loading import load_model
 from otloss_llm.training.runs import train_run
 
 BLOCK = 128
-ARMS = ("mle", "emo/source", "emo/random")
+ARMS = ("mle", "emo:clip=3/source", "emo:clip=3/random")
 
 
 def small_llama(vocab: int) -> LlamaForCausalLM:
