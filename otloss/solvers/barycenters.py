@@ -10,8 +10,16 @@ With K = exp(-C / epsilon) the plans are diag(u_k) K diag(v_k), and the iteratio
 a; debiased, a is the minimum of the weighted Sinkhorn divergences, and the barycenter of equal histograms is that
 histogram (H. Janati, M. Cuturi, A. Gramfort, Debiased Sinkhorn barycenters, 2020).
 
-Derivatives are those of the fixed point, by the series of the transposed Jacobian. All of it is written in changes of
-log u and log d from where they ended, so that weights stand as factors and bins of p without mass have derivatives too.
+At the minimum the gradient in a, `sum_k w_k log u_k - log d`, is constant. Details of a much finer than the blur hardly
+change it, and the iteration does not reach them. So debiased barycenters of few bins are found by Newton's method on
+log u and log d, for the gradient plus `tau log a`, with tau falling as far as rounding allows: that keeps the
+equations regular, and empty bins empty. With M_k = (P_k / a) (P_k / p_k)^T and B = d K d / a, whose rows sum to one, a
+step is
+
+    (I - M_k) dlog u_k = dlog a - (log(u_k K v_k) - log a),   dlog a = (I + B) dlog d,
+    sum_k w_k dlog u_k - dlog d + tau dlog a = constant - (sum_k w_k log u_k - log d + tau log a)
+
+The derivatives are those of the same equations.
 """
 
 from __future__ import annotations
@@ -25,14 +33,20 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import eager
-from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis, check_positive
-from otloss.costs import Cost, as_cost
+from otloss._checks import check_broadcast, check_count, check_finite, check_floating, check_last_axis, check_positive
+from otloss.costs import Cost, PointCost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.potentials import ConvergenceWarning
 from otloss.solvers.entropic.problem import DEFAULT_TOLERANCE, level_of_the_caller
 from otloss.solvers.histograms import MASS_TOLERANCE
 
 _MOST_ENTRIES = 2**26  # of the plans of all problems together, which the gradient holds
+_NEWTON_BINS, _NEWTON_ENTRIES = 256, 2**22  # Newton's method is for at most so many
+_START, _STEPS = 40, 25  # iterations before Newton's method; its steps at each tau
+_LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
+_TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
+_NO_MASS = 1e-12  # the share of the mass below which a bin counts as empty in the derivatives
+_EMPTY = 80.0  # log of the largest d over the least one that is told from 0
 
 
 @eager
@@ -55,18 +69,21 @@ def barycenter(
         epsilon: above 0, in the unit of the cost. It blurs the barycenter, by about sqrt(epsilon / 2) for squared
             distances.
         debiased: whether to take that blur out; for a symmetric cost between the same bins.
-        tolerance: sum of the errors of the marginals relative to the mass, None for 1e-5 in float32, 1e-8 in float64.
-        max_iterations: at most; a `ConvergenceWarning` tells where they are not enough.
+        tolerance: None for 1e-5 in float32, 1e-8 in float64. Debiased with at most 256 bins, an estimate of the sum of
+            the errors of the answer relative to its mass; else that of the errors of the marginals.
+        max_iterations: at most; a `ConvergenceWarning` tells where they are not enough, or where rounding does not
+            determine a debiased barycenter to the tolerance: at an epsilon whose blur is far wider than the bins.
 
     Returns:
         (..., n), in the promoted dtype, of the mass of the histograms. Differentiable once in p, the weights and the
-        cost; the gradient holds the plans, k n m entries per problem.
+        cost; the gradient holds the plans, k n m entries per problem, and inverts k n x n matrices. Bins with less than
+        1e-12 of the mass count as empty there.
 
     Raises:
         TypeError: if p, the weights or a cost matrix is not a floating tensor.
         ValueError: if shapes or masses do not fit, a number is negative or not finite, or debiased=True and the cost is
-            not square.
-        RuntimeError: if a gradient is asked for that does not converge, or a second derivative.
+            not square and symmetric.
+        RuntimeError: if a second derivative is asked for, or a gradient is singular to rounding.
 
     Source:
         J.-D. Benamou et al., 2015; H. Janati, M. Cuturi, A. Gramfort, Debiased Sinkhorn barycenters, 2020.
@@ -77,30 +94,38 @@ def barycenter(
         >>> barycenter(ends, LineCost(torch.arange(5.0), power=2), epsilon=0.1, debiased=True).round(decimals=4)
         tensor([0., 0., 1., 0., 0.])
     """
+    check_count("max_iterations", max_iterations)
     problem = _checked(p, cost, weights, epsilon, debiased)
     tolerance = DEFAULT_TOLERANCE[problem.answer] if tolerance is None else check_positive("tolerance", tolerance)
     with torch.no_grad():
-        state, error = problem.solved(tolerance, max_iterations)
+        by_newton = debiased and problem.suits_newton
+        state, error = (_solved_by_newton if by_newton else _Problem.solved)(problem, tolerance, max_iterations)
     if not bool((error <= tolerance).all()):
         warnings.warn(
-            f"the barycenter did not converge: a marginal error of {float(error.max()):.3g} where {tolerance:.3g} was "
-            f"asked for, after {max_iterations} iterations. Raise epsilon, max_iterations or the tolerance.",
+            f"the barycenter did not converge: an error of {float(error.max()):.3g} where {tolerance:.3g} was asked "
+            f"for, after at most {max_iterations} iterations. "
+            + (
+                "Raise max_iterations; if that changes nothing, rounding hides details finer than the blur: lower "
+                "epsilon, or raise the tolerance."
+                if by_newton
+                else "Raise epsilon, max_iterations or the tolerance."
+            ),
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),
         )
     if not makes_graph(problem.p, problem.weights, *problem.cost.parameters()):
         return state.log_a.exp().to(problem.dtype)
-    return _with_gradient(problem, state, tolerance, max_iterations).to(problem.dtype)
+    return _with_gradient(problem, state).to(problem.dtype)
 
 
 @dataclass(frozen=True)
 class _State:
-    """log u (..., k, n), log v without p (..., k, m), log d (..., n) and log a (..., n)."""
+    """log u (..., k, n), log d (..., n), log a (..., n), and the tau (..., 1) at which they solve the equations."""
 
     log_u: Tensor
-    log_v: Tensor
     log_d: Tensor
     log_a: Tensor
+    tau: Tensor
 
 
 @dataclass(frozen=True)
@@ -116,6 +141,11 @@ class _Problem:
     def answer(self) -> torch.dtype:
         return torch.promote_types(self.dtype, torch.float32)
 
+    @property
+    def suits_newton(self) -> bool:
+        n, entries = self.cost.shape[0], self.p.numel() * self.cost.shape[0]
+        return n <= _NEWTON_BINS and entries <= _NEWTON_ENTRIES and self.p.dtype == torch.float64
+
     def solved(self, tolerance: float, most: int) -> tuple[_State, Tensor]:
         """The iteration, in logs."""
         batch, epsilon, weights = self.p.shape[:-2], self.epsilon, self.weights.unsqueeze(-1)
@@ -123,7 +153,7 @@ class _Problem:
         log_u = self.p.new_zeros(*self.p.shape[:-1], self.cost.shape[0])
         log_d = self.p.new_zeros(*batch, self.cost.shape[0])
         transposed = self.cost.T
-        for _ in range(max(1, most)):
+        for _ in range(most):
             log_v = transposed.softmin(epsilon * log_u, epsilon) / epsilon
             log_kv = self.cost.softmin(epsilon * (log_p + log_v), epsilon) / -epsilon
             log_a = log_d + (weights * log_kv).sum(-2)
@@ -135,62 +165,99 @@ class _Problem:
                 off = off + (log_a.exp() * moved.abs()).sum(-1)
             if bool((off <= tolerance * mass).all()):
                 break
-        return _State(log_u, transposed.softmin(epsilon * log_u, epsilon) / epsilon, log_d, log_a), off / mass
+        return _State(log_u, log_d, log_a, torch.full_like(log_a[..., :1], _TAU)), off / mass
 
 
-def _with_gradient(problem: _Problem, state: _State, tolerance: float, most: int) -> Tensor:
-    """The barycenter with its derivatives in p, the weights and the cost."""
-    matrix = problem.cost.dense()
-    entries = problem.p.shape[:-1].numel() * matrix.shape[-2] * matrix.shape[-1]
+def _solved_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
+    """The state, and the change that is left in the answer relative to its mass."""
+    best, error = problem.solved(tolerance, min(_START, most))
+    log_u, log_d, log_a = best.log_u, best.log_d, best.log_a
+    matrix, left, tau, before = problem.cost.dense(), most - _START, torch.full_like(best.tau, 0.25), log_a.exp()
+    least = torch.full_like(error, torch.inf)
+    while left > 0:
+        for _ in range(min(_STEPS, left)):
+            left -= 1
+            log_a, by_a, by_u, by_d = _newton_step(problem, matrix, (log_u, log_d, log_a), tau)
+            falls = log_a - log_a.amax(-1, keepdim=True)
+            # Mass that comes back to an empty bin may do so in one step, and it may leave in one.
+            reach = (by_a.abs() / (-25 - falls).clamp(min=2.0)).masked_fill((by_a < 0) & (falls < -25), 0.0)
+            share = 1 / reach.amax(-1, keepdim=True).clamp(min=1.0)
+            log_u, log_d = log_u + share.unsqueeze(-1) * by_u, log_d + share * by_d
+            log_d = torch.maximum(log_d, log_d.amax(-1, keepdim=True) - _EMPTY)
+            change = (by_a.abs() * torch.softmax(log_a, -1)).sum(-1)
+            if bool(((change <= max(tolerance / 100, _LEAST_CHANGE)) & (share[..., 0] == 1)).all()):
+                break
+        # The answer at a tau is off by a third of its distance to that at 4 tau.
+        error, before = change + (log_a.exp() - before).abs().sum(-1) / (3 * before.sum(-1)), log_a.exp()
+        is_better = (error < least)[..., None]
+        least = torch.minimum(error.nan_to_num(torch.inf), least)
+        best = _State(
+            torch.where(is_better[..., None], log_u, best.log_u),
+            *(torch.where(is_better, *pair) for pair in ((log_d, best.log_d), (log_a, best.log_a), (tau, best.tau))),
+        )
+        if bool((least <= tolerance / 2).all()) or float(tau.max()) <= _LEAST_TAU or bool((error > 1e3 * least).all()):
+            break
+        tau = tau / 4
+    return best, least
+
+
+def _newton_step(
+    problem: _Problem, matrix: Tensor, at: tuple[Tensor, Tensor, Tensor], tau: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """log a, and the steps of log a, log u and log d; the first two have a graph in p, the weights and the matrix."""
+    (log_u, log_d, log_a), p, weights = at, problem.p, problem.weights.unsqueeze(-1)
+    log_k, change = -matrix.detach() / problem.epsilon, (matrix.detach() - matrix) / problem.epsilon  # 0, with a graph
+    log_v = -torch.logsumexp(log_k.mT + log_u.unsqueeze(-2), -1)  # of p = 1: bins without mass have derivatives too
+    scaled = log_u.unsqueeze(-1) + log_v.unsqueeze(-2) + log_k
+    log_rows = torch.logsumexp(scaled + p.detach().log().unsqueeze(-2), -1)
+    ratio, shares = (scaled + change).exp(), (scaled - log_rows.unsqueeze(-1) + change).exp()
+    moved = ((shares.detach() * p.detach().unsqueeze(-2)) @ ratio.detach().mT).neg_()
+    by_d, misfit = None, (weights * log_u).sum(-2)
+    if problem.debiased:
+        log_kd = torch.logsumexp(log_k + log_d.unsqueeze(-2), -1)
+        among = (log_k + log_d.unsqueeze(-2) - log_kd.unsqueeze(-1) + change).exp()
+        log_a = log_d + log_kd + among.sum(-1).log()
+        misfit = misfit - log_d + tau * log_a
+    off = log_rows + (shares @ (p / ratio.sum(-2)).unsqueeze(-1)).squeeze(-1).log() - log_a.unsqueeze(-2)
+    n, weights = log_a.shape[-1], weights.detach()
+    eye, part = torch.eye(n, dtype=p.dtype, device=p.device), torch.softmax(log_a.detach(), -1)
+    off = torch.where((part > _NO_MASS).unsqueeze(-2), off, off.detach())
+    # A constant may go from one log u to another; part, in each row, fixes it.
+    by_row = torch.linalg.inv_ex(moved.add_(eye + part[..., None, None, :])).inverse
+    system = (weights.unsqueeze(-1) * by_row).sum(-3)
+    if problem.debiased:
+        by_d = torch.linalg.inv_ex(eye + among.detach()).inverse
+        system = system - by_d + tau.unsqueeze(-1) * eye
+    system = torch.cat([system, torch.ones_like(system[..., :1])], -1)
+    system = torch.cat([system, torch.nn.functional.pad(part, (0, 1)).unsqueeze(-2)], -2)
+    given = (weights * (by_row @ off.unsqueeze(-1)).squeeze(-1)).sum(-2) - misfit
+    lack = p.sum((-2, -1)) / p.shape[-2] / log_a.exp().sum(-1) - 1
+    by_a = torch.linalg.solve_ex(system, torch.cat([given, lack.unsqueeze(-1)], -1)).result[..., :n]
+    by_u = (by_row @ (by_a.unsqueeze(-2) - off).unsqueeze(-1)).squeeze(-1)
+    return log_a, by_a, by_u, by_a if by_d is None else (by_d @ by_a.unsqueeze(-1)).squeeze(-1)
+
+
+def _with_gradient(problem: _Problem, state: _State) -> Tensor:
+    """The barycenter with its derivatives in p, the weights and the cost: those of a step of Newton's method."""
+    n, m = problem.cost.shape
+    entries = problem.p.shape[:-1].numel() * n * max(n, m)
     if entries > _MOST_ENTRIES:
         raise ValueError(
             f"the gradient of barycenters holds {entries} entries of plans, expected at most {_MOST_ENTRIES}; detach "
             "the histograms and the weights, or take fewer bins."
         )
-    change = (matrix.detach() - matrix) / problem.epsilon  # 0, with a graph
-    scaled = state.log_u.unsqueeze(-1) + state.log_v.unsqueeze(-2) - matrix.detach() / problem.epsilon
-    ratio = (scaled + change).exp()  # u_i K_ij v_j / p_j, and its columns sum to one
-    among = None
-    if problem.debiased:
-        with torch.no_grad():
-            log_kd = problem.cost.softmin(problem.epsilon * state.log_d, problem.epsilon) / -problem.epsilon
-        among = (state.log_d.unsqueeze(-2) - log_kd.unsqueeze(-1) - matrix.detach() / problem.epsilon + change).exp()
+    at = state.log_u, state.log_d, state.log_a
+    log_a, by_a, *_ = _newton_step(problem, problem.cost.dense(), at, state.tau)
+    if not bool(torch.isfinite(by_a.detach()).all()):
+        raise RuntimeError("the gradient of the barycenter is singular to rounding; raise epsilon.")
+    found = log_a + by_a
+    found.register_hook(_raise_for_second)
+    return (state.log_a + found - found.detach()).exp()
 
-    def step(x: Tensor, ratio: Any, among: Any, p: Any, weights: Any) -> tuple[Tensor, Tensor]:
-        """The changes of log u and log d after an iteration, stacked as k + 1 rows; and that of log a."""
-        by_u, by_d = x[..., :-1, :], x[..., -1, :]
-        received = (ratio.mT @ by_u.exp().unsqueeze(-1)).squeeze(-1)
-        log_kv = (ratio @ (p / received).unsqueeze(-1)).squeeze(-1).log()  # of u K v
-        log_a = by_d + state.log_d + (weights.unsqueeze(-1) * (log_kv - state.log_u)).sum(-2)
-        new_u = log_a.unsqueeze(-2) - log_kv
-        if among is None:
-            new_d = torch.zeros_like(by_d)
-        else:
-            new_d = (by_d + log_a - state.log_a - (among @ by_d.exp().unsqueeze(-1)).squeeze(-1).log()) / 2
-        return torch.cat([new_u, new_d.unsqueeze(-2)], -2), log_a
 
-    given = (ratio, among, problem.p, problem.weights)
-    start = torch.zeros_like(torch.cat([state.log_u, state.log_d.unsqueeze(-2)], -2))
-    at_end, _ = step(start, *given)
-    inner = start.clone().requires_grad_()
-    with torch.enable_grad():
-        again, _ = step(inner, *(None if t is None else t.detach() for t in given))
-
-    def solve(upstream: Tensor) -> Tensor:
-        if torch.is_grad_enabled():
-            raise RuntimeError("barycenter gives first derivatives only; drop create_graph=True.")
-        total, term = upstream, upstream
-        for _ in range(most):
-            (term,) = torch.autograd.grad(again, inner, term, retain_graph=True)
-            total = total + term
-            if not bool(term.abs().sum() > tolerance * total.abs().sum()):
-                return total
-        raise RuntimeError(
-            f"the gradient of the barycenter did not converge in {most} terms; raise epsilon or max_iterations."
-        )
-
-    at_end.register_hook(solve)
-    return step(at_end, *given)[1].exp()
+def _raise_for_second(upstream: Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise RuntimeError("barycenter gives first derivatives only; drop create_graph=True.")
 
 
 def _checked(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> _Problem:
@@ -215,8 +282,22 @@ def _checked(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> _
         raise ValueError(f"weights have sums of {total.tolist()}, expected weights >= 0 with sum 1; normalise them.")
     if debiased and fitted.shape[0] != fitted.shape[1]:
         raise ValueError(f"debiased=True needs the costs among the same bins, but the cost has shape {fitted.shape}.")
+    if fitted.batch_shape:
+        raise ValueError(f"the cost has leading axes {tuple(fitted.batch_shape)}, expected one matrix (n, m) for all.")
+    if debiased and not _is_symmetric(fitted):
+        raise ValueError(
+            "debiased=True needs the costs among the same bins, but C[i, j] and C[j, i] differ; pass "
+            "(cost + cost.mT) / 2, or PointCost(x)."
+        )
     dtype = torch.promote_types(torch.promote_types(p.dtype, weights.dtype), cost.dtype)
     wide = torch.float64 if p.device.type != "mps" else torch.float32
     batch = check_broadcast(p=p.shape[:-2], weights=weights.shape[:-1])
     p, weights = p.to(wide).expand(*batch, *p.shape[-2:]), weights.to(wide).expand(*batch, p.shape[-2])
     return _Problem(p, fitted.to(p.device, wide), weights, float(check_positive("epsilon", epsilon)), debiased, dtype)
+
+
+def _is_symmetric(cost: Cost) -> bool:
+    if cost.T is cost or (isinstance(cost, PointCost) and cost.x is cost.y):
+        return True
+    matrix = cost.dense().detach()
+    return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.abs().amax()).all())

@@ -71,6 +71,32 @@ def test_gradients(debiased: bool) -> None:
         torch.autograd.grad(here.sum(), leaf, create_graph=True)
 
 
+@pytest.mark.parametrize("epsilon", [0.05, 0.02, 0.002])
+def test_debiased_at_a_blur_wider_than_the_histograms(epsilon: float) -> None:
+    """Without a warning, in float32 too; derivatives, and the barycenter of equal histograms."""
+    x = torch.linspace(0, 1, 20, dtype=torch.float64)
+    cost, v = (x[:, None] - x) ** 2, torch.linspace(-1, 2, 20, dtype=torch.float64).square()
+    bumps = torch.stack([torch.exp(-((x - c) ** 2) / 0.01) for c in (0.2, 0.5, 0.8)])
+    noise = torch.rand(3, 20, generator=torch.Generator().manual_seed(0)).double()
+    shares = torch.tensor([0.2, 0.5, 0.3], dtype=torch.float64)
+    for weights in (bumps, noise) if epsilon < 0.05 else (bumps,):
+        p = weights / weights.sum(-1, keepdim=True)
+        leaf = p.clone().requires_grad_()
+        tolerance = 1e-5 if epsilon == 0.05 else None  # rounding leaves 1e-8 to 1e-6 there
+        found = barycenter(leaf, cost, shares, epsilon=epsilon, debiased=True, tolerance=tolerance)
+        single = barycenter(p.float(), cost.float(), shares.float(), epsilon=epsilon, debiased=True)
+        assert (single - found).abs().sum() < 0.01  # at 0.05 what rounding the inputs to float32 changes
+        (gradient,) = torch.autograd.grad(found @ v, leaf)
+        assert torch.isfinite(gradient).all()
+        if epsilon == 0.05:  # rounding shows in differences of the answers
+            continue
+        towards = 1e-5 * p * (x - (p @ x).unsqueeze(-1))
+        ends = [barycenter(p + s * towards, cost, shares, epsilon=epsilon, debiased=True) @ v for s in (1, -1)]
+        torch.testing.assert_close(2 * (gradient * towards).sum(), ends[0] - ends[1], rtol=1e-4, atol=1e-12)
+    narrow = drawn(1, 20, seed=3).expand(3, -1)
+    assert (barycenter(narrow, cost, epsilon=0.002, debiased=True) - narrow[0]).abs().sum() < 1e-7
+
+
 def test_images_and_closed_forms() -> None:
     y, x = torch.meshgrid(torch.linspace(0, 1, 32), torch.linspace(0, 1, 32), indexing="ij")
     blobs = torch.stack([torch.exp(-((x - c) ** 2 + (y - 0.5) ** 2) / 0.02) for c in (0.3, 0.7)]).reshape(2, -1)
@@ -94,6 +120,9 @@ def test_images_and_closed_forms() -> None:
         ({"weights": torch.ones(2)}, r"weights have sums of 2.0, expected"),
         ({"epsilon": 0}, "epsilon is 0"),
         ({"cost": torch.ones(3, 5), "debiased": True}, r"same bins, but the cost has shape \(3, 5\)"),
+        ({"cost": torch.rand(5, 5).triu(), "debiased": True}, r"C\[i, j\] and C\[j, i\] differ"),
+        ({"cost": torch.ones(2, 5, 5)}, r"the cost has leading axes \(2,\), expected one matrix"),
+        ({"max_iterations": 0}, "max_iterations is 0"),
     ],
 )
 def test_bad_input(change: dict[str, Any], message: str) -> None:
