@@ -4,7 +4,7 @@ The continuous ranked probability score of members x_j and an observation y, mea
 the power-2 transport distance between the ensemble and what came true. `EnsembleRecalibration` shifts and spreads the
 members, x' = offset + factor m + (scale + added / s) (x - m), for the least score on held-out rows.
 
-Data: the diabetes set of scikit-learn (440 patients, disease progression after one year): half for the forest, a
+Data: the diabetes set of scikit-learn (440 of 442 patients, disease progression after one year): half for the forest, a
 quarter for recalibration, a quarter for the test, over 32 splits. Forests of 100 trees, whose leaves hold at least 1, 5
 or 10 patients. The peer is the forest as it is.
 

@@ -73,13 +73,16 @@ class EnsembleRecalibration(BaseEstimator):
         members, true = read_ensemble(ensemble, y)
         weight = read_shares(sample_weight, len(members))
         mean, residual, spread = _parts(members)
-        centre, unit = weight @ mean, float(np.sqrt(weight @ (mean - true) ** 2)) or 1.0
+        unit = float(np.sqrt(weight @ (mean - true) ** 2)) or 1.0
+        # In errors: the optimiser's tolerances are absolute.
+        mean, residual, spread, true = (numbers / unit for numbers in (mean, residual, spread, true))
+        centre = weight @ mean
         typical = float(weight @ spread)
         wide = _ratio(typical, spread)
         # In the order of the four numbers: an offset in errors, the rest relative to the identity.
-        columns = unit, (mean - centre)[:, None], residual, wide[:, None] * residual
+        columns = 1.0, (mean - centre)[:, None], residual, wide[:, None] * residual
         spreads = np.array([weight @ spread, weight @ (wide * spread)])
-        pull = self.shrinkage * float(weight @ weight) * unit
+        pull = self.shrinkage * float(weight @ weight)
         identity = np.array([0.0, 1.0, 1.0, 0.0])
 
         def score(p: np.ndarray, rounding: float) -> tuple[float, np.ndarray]:
@@ -93,12 +96,12 @@ class EnsembleRecalibration(BaseEstimator):
 
         found, best = identity, identity
         bounds = [(None, None), (None, None), (0, None), (0, None)]
-        for rounding in unit * _ROUNDINGS:
+        for rounding in _ROUNDINGS:
             found = minimize(score, found, (rounding,), jac=True, method="L-BFGS-B", bounds=bounds).x
             best = min((best, found), key=lambda p: score(p, 0.0)[0])
         self.factor_, self.scale_ = float(best[1]), float(best[2])
-        self.offset_ = float(best[0] * unit + centre * (1 - best[1]))
-        self.added_ = float(best[3] * typical)
+        self.offset_ = float(best[0] + centre * (1 - best[1])) * unit
+        self.added_ = float(best[3] * typical) * unit
         return self
 
     def predict(self, ensemble: ArrayLike) -> Float[np.ndarray, "n members"]:

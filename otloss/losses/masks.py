@@ -95,7 +95,9 @@ def mask_loss(
     q = q / q.sum(-1, keepdim=True)
     p = torch.softmax(log_p, -1)
     if marginal_penalty is not None:
-        p = p * torch.where(is_empty, 1.0, area / wanted.clamp(min=torch.finfo(q.dtype).tiny)).unsqueeze(-1)
+        # A predicted area that underflows would have no derivative.
+        share = area.clamp(min=1e-20) / wanted.clamp(min=torch.finfo(q.dtype).tiny)
+        p = p * torch.where(is_empty, 1.0, share).unsqueeze(-1)
     value = sinkhorn_divergence(p, q, cost, epsilon=epsilon, marginal_penalty=marginal_penalty, tolerance=tolerance)
     pixel = math.prod(cost.spacing)
     value = torch.where(is_empty, pixel * area if empty == "area" else 0 * area, value)
@@ -136,7 +138,8 @@ def wasserstein_dice(
         reduction: "mean" or "sum" over the images, or "none". Each image has its own overlap.
 
     Returns:
-        A number, or (batch,) with "none", from 0 to 1; 0 too for an image without foreground that is predicted so.
+        A number, or (batch,) with "none", from 0 to 1 (above 1 only where two classes cost more than the background); 0
+            too for an image without foreground that is predicted so.
 
     Raises:
         TypeError: if logits are not floating or targets not integers.
@@ -157,17 +160,20 @@ def wasserstein_dice(
     matrix = as_cost(cost).dense().to(logits.device, torch.promote_types(logits.dtype, torch.float32))
     positions = check_integers("target", target).long()
     classes = logits.shape[1] if logits.dim() > 1 else 0
-    if matrix.shape != (classes, classes) or positions.shape != (logits.shape[0], *logits.shape[2:]):
+    pixels = (logits.shape[0], *logits.shape[2:]) if logits.dim() > 2 else None
+    if matrix.shape != (classes, classes) or positions.shape != pixels:
         raise ValueError(
             f"logits have shape {tuple(logits.shape)}, the target {tuple(positions.shape)} and the cost "
             f"{tuple(matrix.shape)}, expected (batch, K, ...), (batch, ...) and (K, K)."
         )
     if positions.numel() and not (int(positions.amin()) >= 0 and int(positions.amax()) < classes):
         raise ValueError(f"the target holds {positions.amin()} to {positions.amax()}, expected 0 to {classes - 1}.")
-    matrix = matrix / matrix.amax()
+    if isinstance(background, bool) or not isinstance(background, int) or not 0 <= background < classes:
+        raise ValueError(f"background is {background!r}, expected the position of a class, 0 to {classes - 1}.")
+    matrix = matrix / matrix.amax().clamp(min=torch.finfo(matrix.dtype).tiny)
     overlap = matrix[:, background]
     others = torch.arange(classes, device=logits.device) != background
-    if not (0 <= background < classes and bool((matrix.diagonal() == 0).all()) and bool((overlap[others] > 0).all())):
+    if not (bool((matrix.diagonal() == 0).all()) and bool((overlap[others] > 0).all())):
         raise ValueError(
             f"the costs to the background {background} are {overlap.tolist()}, and on the diagonal "
             f"{matrix.diagonal().tolist()}; expected 0 on the diagonal, and costs above 0 to the background."

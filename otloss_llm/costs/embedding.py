@@ -16,7 +16,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss.costs import CosineCost
-from otloss.extending import check_floating, check_index
+from otloss.extending import check_finite, check_floating, check_index
 from otloss_llm.costs.near_duplicates import describe_criteria, find_near_duplicates
 from otloss_llm.costs.vocabulary import LabelRows, VocabularyCost
 from otloss_llm.models.heads import find_head
@@ -162,7 +162,11 @@ def all_but_the_top(rows: Float[Tensor, "vocab width"], directions: int | None =
     (`docs/evidence.md`, a second source). `EmbeddingCost(all_but_the_top(rows))` has no such direction.
 
     Args:
-        directions: how many; None for one in a hundred dimensions, at least one.
+        directions: how many, fewer than the width; None for one in a hundred dimensions, at least one.
+
+    Raises:
+        TypeError: if the rows are not a floating tensor, or directions no whole number.
+        ValueError: if the rows are no matrix of width 2 or more, a number is NaN or infinite, or directions too many.
 
     Source:
         J. Mu, P. Viswanath, All-but-the-Top: Simple and Effective Postprocessing for Word Representations, ICLR 2018.
@@ -175,12 +179,21 @@ def all_but_the_top(rows: Float[Tensor, "vocab width"], directions: int | None =
                 [ 0., -1.]])
     """
     rows = check_floating("rows", rows).detach()
+    check_finite("rows", rows)
+    if rows.dim() != 2 or 0 in rows.shape or rows.shape[1] < 2:
+        raise ValueError(f"rows have shape {tuple(rows.shape)}, expected (V, d) with d of 2 or more.")
+    width = rows.shape[1]
+    count = max(1, width // 100) if directions is None else directions
+    if isinstance(count, bool) or not isinstance(count, int):
+        raise TypeError(f"directions is {count!r}, expected a whole number.")
+    if not 0 <= count < width:
+        raise ValueError(f"directions is {count}, expected 0 to {width - 1}, fewer than the width.")
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
+    size = rows.abs().amax().clamp(min=torch.finfo(rows.dtype).tiny)  # products of large rows overflow
     used = (rows != 0).any(1, keepdim=True)
-    centred = (rows - rows.sum(0) / used.sum().clamp(min=1)) * used
-    count = max(1, rows.shape[1] // 100) if directions is None else directions
-    leading = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, rows.shape[1] - count :]
-    return centred - centred @ leading @ leading.T
+    centred = (rows / size - (rows / size).sum(0) / used.sum().clamp(min=1)) * used
+    leading = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, width - count :]
+    return (centred - centred @ leading @ leading.T) * size
 
 
 def cosine_costs(

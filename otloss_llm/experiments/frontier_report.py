@@ -168,7 +168,9 @@ def conclusions(frontiers: Frontiers, baseline: str = "mle") -> list[str]:
         for temperature, level in levels.items():
             places[f"At the recall of {baseline} at T = {temperature:g}"] = at_equal_recall(curves, other, level)
         missed = [f"{temperature:g}" for temperature, level in levels.items() if level < least]
-        if missed:
+        if not any(places.values()):
+            said.append(f"{arm} and {baseline} share no recall in all seeds: nothing can be compared.")
+        elif missed:
             said.append(f"{arm} does not reach the recall of {baseline} at T = {', '.join(missed)}.")
         said += [f"{place}, {arm} {_sentence(found)}" for place, found in places.items() if found and found.is_real]
     return said or ["No difference is beyond its 95 % interval."]

@@ -109,3 +109,12 @@ TWO = np.ones((2, 3))
 def test_bad_input(call: Callable[[], object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("unit", [1e-9, 1e6])
+def test_the_unit_does_not_matter(unit: float) -> None:
+    generator = np.random.default_rng(1)
+    y = generator.normal(size=80)
+    ensemble = 0.3 * y[:, None] + 2 + 0.2 * generator.normal(size=(80, 5))
+    plain, scaled = (EnsembleRecalibration(shrinkage=0).fit(u * ensemble, u * y) for u in (1.0, unit))
+    np.testing.assert_allclose(scaled.predict(unit * ensemble) / unit, plain.predict(ensemble), atol=1e-4)

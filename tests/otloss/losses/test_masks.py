@@ -79,3 +79,21 @@ def test_wasserstein_dice_of_two_classes_is_soft_dice() -> None:
     assert float(wasserstein_dice(sure, torch.zeros(1, 4, dtype=torch.long), 1 - torch.eye(2))) < 1e-6
     with pytest.raises(ValueError, match="background"):
         wasserstein_dice(sure, torch.zeros(1, 4, dtype=torch.long), torch.ones(2, 2))
+
+
+def test_predictions_that_underflow_and_bad_costs() -> None:
+    logits = torch.full((1, 12, 12), -110.0, requires_grad=True)
+    target = torch.zeros(1, 12, 12)
+    target[0, 3:6, 3:6] = 1
+    value = mask_loss(logits, target, epsilon=0.5, marginal_penalty=4.0)
+    (gradient,) = torch.autograd.grad(value, logits)
+    torch.testing.assert_close(value.detach(), mask_loss(logits.detach(), target, epsilon=0.5, marginal_penalty=4.0))
+    assert gradient.isfinite().all()
+    cost, one = 1 - torch.eye(3), torch.tensor([[0]])
+    for call, message in (
+        (lambda: wasserstein_dice(torch.zeros(1, 3), torch.tensor([0]), cost), r"expected \(batch, K, ...\)"),
+        (lambda: wasserstein_dice(torch.zeros(1, 3, 1), one, cost, background=9), "background is 9"),
+        (lambda: wasserstein_dice(torch.zeros(1, 3, 1), one, 0 * cost), "costs above 0 to the background"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()

@@ -176,3 +176,13 @@ def test_all_but_the_top_by_singular_vectors() -> None:
     assert not found.requires_grad
     assert (found[[5, 9]] == 0).all()
     assert all_but_the_top(rows.bfloat16()).dtype == torch.float32
+    torch.testing.assert_close(all_but_the_top(1e25 * rows.detach(), 2) / 1e25, found, atol=1e-5, rtol=1e-5)
+    for wrong, directions, message in (
+        (rows, 8, "directions is 8, expected 0 to 7"),
+        (rows, -1, "directions is -1"),
+        (rows[0], None, r"expected \(V, d\)"),
+        (rows[:, :1], None, r"expected \(V, d\)"),
+        (rows * torch.nan, None, "NaN"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            all_but_the_top(wrong, directions)

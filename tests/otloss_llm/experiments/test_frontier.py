@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from otloss_llm.experiments.frontier import Frontier, at_equal_recall, over_range
+from otloss_llm.experiments.frontier_report import conclusions
 
 
 def _frontier(forward: list[float], reverse: list[float]) -> Frontier:
@@ -69,3 +70,9 @@ def test_curves_that_do_not_meet_are_not_compared() -> None:
     assert not half.is_real  # one seed
     with pytest.raises(ValueError, match="1 and 2 seeds"):
         over_range(low, high * 2)
+
+
+def test_arms_without_a_common_recall_are_said_to_have_none() -> None:
+    near, far = (Frontier([1.0, 0.8], [f, f + 0.1], [1.0, 0.9], [0.1] * 2, [0.1] * 2) for f in (0.5, 2.0))
+    said = conclusions({"mle": [near, near], "emo": [far, far]})
+    assert said == ["emo and mle share no recall in all seeds: nothing can be compared."]
