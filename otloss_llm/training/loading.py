@@ -17,7 +17,7 @@ from otloss_llm.data.blocks import PackedBlocks, check_fraction, read_texts, spl
 from otloss_llm.data.chats import Chat, ChatRows, read_chats
 from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels, read_questions, spread
 from otloss_llm.models.heads import find_head
-from otloss_llm.models.loading import load_model
+from otloss_llm.models.loading import load_model, load_tokenizer
 from otloss_llm.objectives import cost_kind
 
 COST_SOURCES = ("model", "as-is", "all-but-the-top", "random", "shuffled")
@@ -46,20 +46,21 @@ def load_cost(
             with `seed`), a `.npy` file of shape (V, d), or a model (folder or name) whose head is taken.
         model: the model that will be trained; the cost is over its vocabulary.
         seed: of the random and shuffled controls.
-        kind, tokenizer, numbers: as in `otloss_llm.costs.choice.choose_cost`; the kind "number" reads no embedding.
+        kind, tokenizer, numbers: as in `otloss_llm.costs.choice.choose_cost`; the kind "number" reads no embedding. The
+            tokenizer is compared with that of a model whose head is taken.
 
     Raises:
-        ValueError: the embedding has another vocabulary or is not a (V, d) array of finite numbers, or the tokenizer
-            has no number tokens.
+        ValueError: the embedding has another vocabulary (or other tokens) or is not a (V, d) array of finite numbers,
+            or the tokenizer has no number tokens.
         FileNotFoundError: there is no such file or model.
     """
     return choose_cost(
-        kind, embedding=lambda: _load_embedding(source, model, seed), tokenizer=tokenizer,
+        kind, embedding=lambda: _load_embedding(source, model, seed, tokenizer), tokenizer=tokenizer,
         vocab_size=find_head(model).weight.shape[0], numbers=numbers,
     )  # fmt: skip
 
 
-def _load_embedding(source: str, model: Any, seed: int) -> EmbeddingCost:
+def _load_embedding(source: str, model: Any, seed: int, tokenizer: Any) -> EmbeddingCost:
     generator = torch.Generator().manual_seed(seed)
     if source in ("as-is", "random"):
         own = EmbeddingCost.from_model(model, near_duplicates="keep")
@@ -77,7 +78,21 @@ def _load_embedding(source: str, model: Any, seed: int) -> EmbeddingCost:
             f"the cost embedding {source!r} is over a vocabulary of {cost.shape[0]} tokens, the model has {vocab}; "
             "take it from a model with the same tokenizer."
         )
+    if not from_file and tokenizer is not None:
+        _check_same_tokens(source, tokenizer)
     return cost
+
+
+def _check_same_tokens(source: str, tokenizer: Any) -> None:
+    try:
+        other = load_tokenizer(source)
+    except (ValueError, OSError):
+        return  # a model that was saved without its tokenizer
+    if other.get_vocab() != tokenizer.get_vocab():
+        raise ValueError(
+            f"the cost embedding {source!r} is of a model with another tokenizer of the same size: its rows are those "
+            "of other tokens; take it from a model with the same tokenizer."
+        )
 
 
 def _read_array(source: str) -> Tensor:

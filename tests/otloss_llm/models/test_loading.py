@@ -6,6 +6,7 @@ import math
 import shutil
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -145,6 +146,11 @@ def test_costs_of_a_model(tiny: Tiny) -> None:
     assert not torch.equal(load_cost("random", model, seed=3).unit, load_cost("random", model, seed=4).unit)
     expected = EmbeddingCost(all_but_the_top(model.get_output_embeddings().weight)).unit
     assert torch.equal(load_cost("all-but-the-top", model).unit, expected)
+    tokenizer = load_tokenizer(str(tiny.gpt2))
+    assert torch.equal(load_cost(str(tiny.gpt2), model, tokenizer=tokenizer).unit, own.unit)
+    other = SimpleNamespace(get_vocab=lambda: {token: 0 for token in tokenizer.get_vocab()})
+    with pytest.raises(ValueError, match="another tokenizer of the same size"):
+        load_cost(str(tiny.gpt2), model, tokenizer=other)
     shuffled = load_cost("shuffled", model, seed=3).unit
     assert not torch.equal(shuffled, own.unit)
     torch.testing.assert_close(shuffled.sort(dim=0).values, own.unit.sort(dim=0).values)
