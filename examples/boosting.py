@@ -9,7 +9,7 @@ Data: measurements of white wines and their grades (Cortez et al., 2009); withou
 five grades.
 
 Result: our objective lowers the score by 0.001 in XGBoost and by 0.004 in LightGBM, of 0.354, about a deviation of the
-folds. A round takes as long as with cross-entropy in XGBoost and twice as long in LightGBM.
+folds. A round takes as long as with cross-entropy.
 
     python examples/boosting.py --data wine.csv     # a CSV file: numbers, the grade in the column "response"
 """
