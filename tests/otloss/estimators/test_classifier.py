@@ -249,7 +249,8 @@ def test_linear_models_show_their_coefficients() -> None:
 
 
 def test_other_models_have_no_coefficients() -> None:
-    network = OrdinalClassifier(hidden_layer_sizes=3, random_state=0).fit(X, Y)
+    with pytest.warns(ConvergenceWarning):
+        network = OrdinalClassifier(hidden_layer_sizes=3, max_iter=2, random_state=0).fit(X, Y)
     with pytest.raises(AttributeError, match=r"coef_ is of linear models .*hidden_layer_sizes=3"):
         network.coef_  # noqa: B018
     assert not hasattr(OrdinalClassifier().fit(X, np.zeros(150)), "intercept_")
