@@ -66,7 +66,7 @@ class ObjectiveMixin:
     Raises:
         TypeError, ValueError: the head of the model is not supported, the cost has another vocabulary, the objective is
             unknown, or a setting would change the trainer's own loss (`loss_type`, `label_smoothing_factor`,
-            `compute_loss_func`, `use_liger_kernel`).
+            `compute_loss_func`, `use_liger_kernel`, sequence parallelism).
     """
 
     # Of the trainer beside it in the class.
@@ -80,6 +80,9 @@ class ObjectiveMixin:
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     is_world_process_zero: Any
+    get_cp_size: Any
+    get_sp_size: Any
+    get_tp_size: Any
     _prepare_inputs: Any
 
     def __init__(
@@ -99,6 +102,7 @@ class ObjectiveMixin:
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
         self.impl, self.chunk_size = impl, chunk_size
         _check_settings(self.args, self.compute_loss_func, self.objective)
+        _check_sequence_parallelism(self.get_sp_size())
         head = find_head(unwrap(self.model))
         self._encoder_decoder = is_encoder_decoder(unwrap(self.model))
         self._transform: LogitTransform | None = None
@@ -169,7 +173,8 @@ class ObjectiveMixin:
         self._add_sums(result, auxiliary, labels, training)
         loss = result.loss
         if num_items is not None and self.args.average_tokens_across_devices:
-            loss = loss * self.accelerator.num_processes  # gradients are averaged over processes, tokens were summed
+            # Gradients are averaged over processes, tokens were summed; ranks of tensor parallelism have the same loss.
+            loss = loss * (self.accelerator.num_processes // self.get_tp_size())
         if auxiliary is not None:  # a mean over tokens in each batch: its mean over batches and processes
             batches = self.current_gradient_accumulation_steps if num_items is not None else 1
             loss = loss + self._auxiliary_weight() * auxiliary / batches
@@ -260,8 +265,14 @@ class ObjectiveMixin:
         counts = torch.stack([self._counts(one) for one in labels]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
+        if self._ranks_per_batch() > 1:
+            counts = counts / self._ranks_per_batch()  # each of them has counted the whole batch
         count, self._numbers_in_step = counts
         return batches, count
+
+    def _ranks_per_batch(self) -> int:
+        """The number of consecutive processes that share a batch: those of tensor and of context parallelism."""
+        return int(self.get_tp_size() * self.get_cp_size())
 
     def prediction_step(
         self, model: nn.Module, inputs: dict[str, Any], prediction_loss_only: bool, ignore_keys: Any = None
@@ -287,8 +298,18 @@ class ObjectiveMixin:
             total = sums.sum(0)
             self._train_sums = total if self._train_sums is None else self._train_sums + total
         else:
-            total = self.accelerator.gather_for_metrics(sums).sum(0)
+            total = self._gathered(sums).sum(0)
             self._eval_sums = total if self._eval_sums is None else self._eval_sums + total
+
+    def _gathered(self, sums: Tensor) -> Tensor:
+        """The sums of each example of all processes, without examples repeated to fill the last batch."""
+        ranks = self._ranks_per_batch()
+        if ranks == 1:
+            return self.accelerator.gather_for_metrics(sums)
+        # Ranks that share a batch have parts of its sequences, or all of them; gather_for_metrics would drop some.
+        whole = self.accelerator.gather(sums).unflatten(0, (-1, ranks, len(sums))).sum(1).flatten(0, 1)
+        state = self.accelerator.gradient_state
+        return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the trainer's, with token-weighted `nll` and `transport_cost` (and `aux_loss`) beside `loss`."""
@@ -359,6 +380,15 @@ def _check_settings(args: Any, compute_loss_func: Any, objective: Objective) -> 
         raise ValueError(
             "use_liger_kernel=True puts a cross-entropy of its own into the model, which no objective uses; "
             'add liger_kernel_config={"fused_linear_cross_entropy": False} to keep its other kernels.'
+        )
+
+
+def _check_sequence_parallelism(size: int) -> None:
+    """Raise ValueError under sequence parallelism: the trainer sums the loss over ranks in a way of its own."""
+    if size > 1:
+        raise ValueError(
+            f"parallelism_config has sp_size={size}, and an objective does not work with sequence parallelism "
+            "(DeepSpeed's Ulysses); split sequences with context parallelism (cp_size) instead."
         )
 
 

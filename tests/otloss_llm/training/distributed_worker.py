@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from pathlib import Path
@@ -11,14 +12,16 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
 
-from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken
+from otloss_llm import EMO, EmbeddingCost, NumberCost, NumberToken, ObjectiveTrainer
 from otloss_llm.training.fused import fused_loss, measure_transform
 from tests.otloss_llm.models.test_heads import aligned, scorer
 from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
-from tests.otloss_llm.training.trainer_cases import rows, trainer
+from tests.otloss_llm.training.trainer_cases import logs, rows, trainer
 
 BATCH, ROWS = 2, 24
 
@@ -62,6 +65,49 @@ def run(folder: Path, name: str, per_device: int, fsdp: bool, given: dict[str, A
         "logs": [[entry[key] for key in wanted] for entry in logs],
         "metrics": {key: metrics[f"eval_{key}"] for key in (*wanted, "perplexity")},
     }
+
+
+class SplitSequences(ObjectiveTrainer):
+    """Context parallelism over all processes, simulated: torch's needs GPUs.
+
+    All processes have the same batches, as accelerate's loader gives them. Instead of a part of the sequences each
+    keeps the labels of its part of the positions, which makes the same loss and the same gradients.
+    """
+
+    def get_cp_size(self) -> int:
+        return int(os.environ.get("WORLD_SIZE", 1))
+
+    def get_train_dataloader(self) -> Any:
+        return self._loader(self.train_dataset)
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        return self._loader(self.eval_dataset)
+
+    def _loader(self, data: Any) -> Any:
+        from accelerate.data_loader import prepare_data_loader
+
+        loader = DataLoader(data, batch_size=4, collate_fn=self.data_collator)
+        return prepare_data_loader(loader, num_processes=1, process_index=0)
+
+    def _prepare_context_parallel_inputs(self, model: Any, inputs: Any) -> Any:
+        labels = aligned(inputs["labels"])
+        parts = torch.arange(labels.shape[1]) * self.get_cp_size() // labels.shape[1]
+        own = labels.masked_fill(parts != int(os.environ.get("RANK", 0)), -100)
+        return contextlib.nullcontext, inputs | {"shift_labels": own}
+
+
+def split(folder: Path, objective: Any) -> dict[str, Any]:
+    """A short run with split sequences; None is transformers' own trainer and loss, on whole sequences."""
+    model, own = tiny_model("llama"), {} if objective is None else {"objective": objective, "kind": SplitSequences}
+    made = trainer(
+        folder, model, optim="sgd", max_steps=3, gradient_accumulation_steps=2, ddp_find_unused_parameters=False,
+        train_sampling_strategy="sequential", **{"kind": transformers.Trainer} | own,
+    )  # fmt: skip
+    made.train()
+    return {
+        "weights": {key: p.detach() for key, p in model.named_parameters()},
+        "loss": logs(made, "loss"), "norm": logs(made, "grad_norm"), "metrics": made.evaluate(),
+    }  # fmt: skip
 
 
 def let_accelerate_shard_on_a_cpu() -> None:
@@ -150,6 +196,8 @@ def main() -> None:
     if check.startswith(("ddp", "fsdp")):
         fsdp = check.startswith("fsdp")
         made = {kind: run(folder / kind, check, BATCH, fsdp, given) for kind, given in objectives(fsdp).items()}
+        if not fsdp:
+            made["split"] = {objective: split(folder / "split" / objective, objective) for objective in ("mle", "emo")}
         if int(os.environ["RANK"]) == 0:
             torch.save(made, folder / f"{check}.pt")
     else:

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.otloss_llm.training.distributed_worker import BATCH, objectives, run
+from tests.otloss_llm.training.distributed_worker import BATCH, objectives, run, split
 from tests.otloss_llm.training.trainer_cases import WARNINGS
 
 pytestmark = [
@@ -61,6 +62,20 @@ def test_the_trainer_gives_the_weights_of_one_process(launcher: list[str], kind:
         for mine, expected in zip(two["logs"], one["logs"], strict=True):
             assert mine == pytest.approx(expected, rel=1e-5)
         assert two["metrics"] == pytest.approx(one["metrics"], rel=1e-5)  # 11 rows do not divide by 2 x 3
+    for objective, two in of_two.get("split", {}).items():
+        assert_same_as_one_process(two, tmp_path, objective)
+
+
+def assert_same_as_one_process(two: dict[str, Any], folder: Path, objective: str) -> None:
+    """Sequences split over two processes give what whole ones give, and with MLE what transformers' trainer gives."""
+    one = split(folder / "whole", objective)
+    keys = ("eval_loss", "eval_nll", "eval_transport_cost")
+    assert [two["metrics"][key] for key in keys] == pytest.approx([one["metrics"][key] for key in keys], rel=1e-5)
+    for expected in [one] if objective == "emo" else [one, split(folder / "theirs", None)]:
+        assert two["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+        assert two["norm"] == pytest.approx(expected["norm"], rel=1e-4)
+        for name, weight in expected["weights"].items():
+            torch.testing.assert_close(two["weights"][name], weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow

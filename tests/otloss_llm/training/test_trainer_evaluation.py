@@ -152,6 +152,13 @@ def test_unsupported_trainers_and_models_raise(tmp_path: Path, monkeypatch: pyte
     )
     with pytest.raises(ValueError, match="BertLMHeadModel"):
         ObjectiveTrainer(model=transformers.BertLMHeadModel(bert), **common)
+
+    class Ulysses(ObjectiveTrainer):
+        def get_sp_size(self) -> int:
+            return 2
+
+    with pytest.raises(ValueError, match=r"sp_size=2, and an objective does not work with sequence parallelism"):
+        Ulysses(model=tiny_model("llama"), **common)
     monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
     with pytest.raises(ValueError, match=r"2 GPUs under nn\.DataParallel"):
         ObjectiveTrainer(model=tiny_model("llama"), **common)
