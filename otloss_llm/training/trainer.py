@@ -25,6 +25,7 @@ from otloss_llm.models.heads import check_causal, few_inputs, find_head, is_enco
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberToken, Objective, cost_kind, needs_cost, parse_objective
 from otloss_llm.training.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
+from otloss_llm.training.predictions import TRAINING_TOKENS, logit_sums, prediction_sums
 from otloss_llm.training.token_means import TOKENS, example_sums, token_means
 
 logger = logging.getLogger(__name__)
@@ -61,7 +62,9 @@ class ObjectiveMixin:
     labels are such tokens. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
     `eval_transport_cost` (less is better for each of them as `metric_for_best_model`), and `eval_aux_loss`. The
     transport cost of a cost of numbers is the mean over number positions; `NumberToken(weight)` adds `weight` times
-    this mean to that of nll, in training over the tokens of one optimizer step.
+    this mean to that of nll, in training over the tokens of one optimizer step. Logs of TRL's `SFTTrainer` have its
+    `entropy` and `mean_token_accuracy` (not `num_tokens`), in training over at most 512 tokens of each batch, unless
+    torch has sharded the rows of the head over processes.
 
     Raises:
         TypeError, ValueError: the head of the model is not supported, the cost has another vocabulary, the objective is
@@ -84,6 +87,7 @@ class ObjectiveMixin:
     get_sp_size: Any
     get_tp_size: Any
     _prepare_inputs: Any
+    _metrics: Any  # of TRL's trainers
 
     def __init__(
         self,
@@ -197,8 +201,12 @@ class ObjectiveMixin:
                     f"the head sees hidden states of shape {tuple(hidden.shape)}, labels have {tuple(labels.shape)}; "
                     "models that add or drop positions (prompt tuning) are not supported."
                 )
+            here = labels.to(hidden.device)
+            if self._logs_predictions() and not hasattr(head.weight, "placements"):
+                most = TRAINING_TOKENS if model.training else None
+                self._log_predictions(prediction_sums(hidden, here, head, most), model.training)
             return linear_token_loss(
-                hidden, labels=labels.to(hidden.device), impl=self.impl, chunk_size=self.chunk_size,
+                hidden, labels=here, impl=self.impl, chunk_size=self.chunk_size,
                 **head._asdict(), **settings(hidden.device),
             )  # fmt: skip
 
@@ -206,7 +214,10 @@ class ObjectiveMixin:
         if self._logits_wanted:
             outputs = model(**inputs)
             logits = outputs["logits"]
-            result = token_loss(logits, labels.to(logits.device), **settings(logits.device))
+            here = labels.to(logits.device)
+            if self._logs_predictions():
+                self._log_predictions(logit_sums(logits, here), model.training)
+            result = token_loss(logits, here, **settings(logits.device))
         else:
             if self._transform is None:
                 self._transform = measure_transform(model, inputs)
@@ -214,8 +225,8 @@ class ObjectiveMixin:
                 outputs = model(**inputs)
             result = TokenLoss(outputs["loss"], outputs["nll"], outputs.get("cost"))
         # The head may be on another device than the batch (device_map).
-        here = [tensor if tensor is None else tensor.to(labels.device) for tensor in (*result, auxiliary_loss(outputs))]
-        loss, nll, cost, auxiliary = here
+        given = (*result, auxiliary_loss(outputs))
+        loss, nll, cost, auxiliary = (tensor if tensor is None else tensor.to(labels.device) for tensor in given)
         assert loss is not None
         assert nll is not None
         return TokenLoss(loss, nll, cost), auxiliary, logits
@@ -225,7 +236,7 @@ class ObjectiveMixin:
         model: Any = unwrap(self.model)
         model = model.get_base_model() if hasattr(model, "get_base_model") else model
         config = model.config.get_text_config()
-        for owner in (self, model, config):
+        for owner in (self, self.args, model, config):  # up to TRL 1.10 the setting is in the arguments only
             for name in ("router_aux_loss_coef", "aux_loss_coef"):
                 weight = getattr(owner, name, None)
                 if weight is not None:
@@ -311,6 +322,17 @@ class ObjectiveMixin:
         state = self.accelerator.gradient_state
         return whole[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else whole
 
+    def _logs_predictions(self) -> bool:
+        """Whether the trainer beside this class is TRL's, whose `log` adds the means of what it finds in `_metrics`."""
+        return isinstance(getattr(self, "_metrics", None), dict)
+
+    def _log_predictions(self, sums: Tensor, training: bool) -> None:
+        """Give TRL's `log` the means over this batch of all processes, under TRL's names."""
+        entropy, hits, tokens = self.accelerator.gather(sums.to(self.accelerator.device).unsqueeze(0)).sum(0).tolist()
+        metrics = self._metrics["train" if training else "eval"]
+        for name, total in (("entropy", entropy), ("mean_token_accuracy", hits)):
+            metrics[name].append(total / max(tokens, 1.0))
+
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As the trainer's, with token-weighted `nll` and `transport_cost` (and `aux_loss`) beside `loss`."""
         if "loss" in logs and self._train_sums is not None:
@@ -367,14 +389,16 @@ def _check_settings(args: Any, compute_loss_func: Any, objective: Objective) -> 
             f"label_smoothing_factor={args.label_smoothing_factor} is not supported with an objective; use "
             "dense_token_loss with a smoothed target."
         )
-    if compute_loss_func is not None:
-        raise ValueError("compute_loss_func and an objective were both given; leave compute_loss_func out.")
-    loss_type = getattr(args, "loss_type", "nll")  # of TRL's configs
-    if loss_type != "nll":
+    # Of TRL's configs, whose default is one of these two ways to compute the same loss. Others of TRL set a
+    # compute_loss_func, which nobody gave.
+    loss_type = getattr(args, "loss_type", None)
+    if loss_type not in (None, "nll", "chunked_nll"):
         raise ValueError(
             f"loss_type={loss_type!r} and an objective were both given; leave loss_type out, the objective is "
             f"{objective!r}."
         )
+    if compute_loss_func is not None:
+        raise ValueError("compute_loss_func and an objective were both given; leave compute_loss_func out.")
     kernels = getattr(args, "liger_kernel_config", None) or {}
     if getattr(args, "use_liger_kernel", False) and kernels.get("fused_linear_cross_entropy", True):
         raise ValueError(

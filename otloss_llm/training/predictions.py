@@ -1,0 +1,57 @@
+"""What TRL's trainers log about predictions: their entropy, and whether the label is the most probable token.
+
+The kernels of the losses do not compute them. Here the logits of some positions are formed once more, in chunks.
+"""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from otloss_llm.losses.positions import IGNORE_INDEX, check_head
+from otloss_llm.training.fused import ScoredHead
+
+# Of one batch in training: a sample for a log that costs little beside the loss, which scores all of them.
+TRAINING_TOKENS = 512
+CHUNK_ENTRIES = 2**25  # of logits in float32 at a time: 128 MiB
+LEAST = -200.0  # exp of it is 0 in float32, and its product with 0 is not NaN
+
+
+@torch.no_grad()
+def prediction_sums(
+    hidden: Float[Tensor, "*batch width"], labels: Int[Tensor, "*batch"], head: ScoredHead, most: int | None = None
+) -> Float[Tensor, "3"]:
+    """Sums over labelled positions of (entropy, label is a most probable token, 1).
+
+    Args:
+        most: take so many positions, evenly spaced; None takes all.
+    """
+    valid = labels != IGNORE_INDEX
+    h, y = hidden[valid], labels[valid]
+    if most is not None and len(y) > most:
+        spread = torch.arange(most, device=y.device) * len(y) // most
+        h, y = h[spread], y[spread]
+    h, weight, bias = check_head(h, head.weight, head.bias, y)
+    rows = max(1, CHUNK_ENTRIES // len(weight))
+    total = torch.zeros(3, device=h.device)
+    with torch.autocast(h.device.type, enabled=False):
+        for some, label in zip(h.split(rows), y.split(rows), strict=True):
+            z = nn.functional.linear(some, weight, bias).float().mul_(head.logit_scale)
+            if head.logit_softcap is not None:
+                z = z.div_(head.logit_softcap).tanh_().mul_(head.logit_softcap)
+            total += logit_sums(z, label)
+    return total
+
+
+@torch.no_grad()
+def logit_sums(logits: Float[Tensor, "*batch vocab"], labels: Int[Tensor, "*batch"]) -> Float[Tensor, "3"]:
+    """As `prediction_sums`, from logits."""
+    valid = labels != IGNORE_INDEX
+    z, y = logits[valid].float(), labels[valid]
+    z = z.sub_(z.amax(-1, keepdim=True)).clamp_(min=LEAST)
+    e = z.exp()
+    total = e.sum(-1)
+    entropy = total.log() - torch.linalg.vecdot(e, z) / total
+    hits = z.gather(-1, y.unsqueeze(-1)) == 0
+    return torch.stack([entropy.sum(), hits.sum().float(), valid.sum().float()])
