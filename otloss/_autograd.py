@@ -7,12 +7,15 @@ torch.compile.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+
+from otloss._checks import has_tangent
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -20,7 +23,7 @@ _R = TypeVar("_R")
 
 def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
     """Return `gradient`, tied to what it depends on: differentiating it once more raises RuntimeError(message)."""
-    if not torch.is_grad_enabled():
+    if not torch.is_grad_enabled() and not has_tangent(*inputs):
         return gradient
     held: Tensor = _NoDerivative.apply(gradient, message, *inputs)
     return held
@@ -32,10 +35,34 @@ def without_gradient(value: Tensor, message: str, *inputs: Tensor) -> Tensor:
     return held
 
 
-def check_no_tangent(message: str, *inputs: Tensor) -> None:
-    """Raise NotImplementedError(message) if an input carries a tangent, which would be lost."""
-    if any(unpack_dual(t).tangent is not None for t in inputs):
-        raise NotImplementedError(message)
+def check_no_tangent(advice: str, *inputs: Tensor) -> None:
+    """Raise NotImplementedError if an input carries a tangent, which would be lost."""
+    if has_tangent(*inputs):
+        raise NotImplementedError(f"{_called()} has no derivative in forward mode here; {advice}")
+
+
+def check_no_transform() -> None:
+    """Raise NotImplementedError inside transforms of `torch.func`, whose tensors do not let their numbers be read."""
+    if torch._C._are_functorch_transforms_active():
+        raise NotImplementedError(
+            f"{_called()} does not work inside transforms of torch.func (grad, jvp, vmap, ...) with these arguments: "
+            "it reads the numbers of its tensors. Call torch.autograd.grad, or in forward mode use "
+            "torch.autograd.forward_ad."
+        )
+
+
+def _called() -> str:
+    """Return the name of the function of this library that the user called."""
+    frame: FrameType | None = sys._getframe(1)
+    name = "this function"
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module.partition(".")[0] not in ("otloss", "torch"):
+            break
+        if module.startswith("otloss") and module != __name__ and not frame.f_code.co_qualname.startswith("_"):
+            name = frame.f_code.co_qualname
+        frame = frame.f_back
+    return name
 
 
 class Unchanged:
@@ -64,6 +91,10 @@ class _NoDerivative(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:
         raise RuntimeError(ctx.message)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> None:
+        raise NotImplementedError(f"{_called()} has no derivative in forward mode here: {ctx.message}")
 
 
 def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:

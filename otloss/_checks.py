@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.forward_ad import unpack_dual
 
 REDUCTIONS = ("mean", "sum", "none")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -52,6 +53,21 @@ def _check_not_meta(name: str, tensor: Tensor) -> None:
             f"{name} is on the meta device, which holds no numbers; expected a tensor on a CPU or GPU. Load its data "
             "first, for a module with to_empty() and load_state_dict()."
         )
+
+
+def has_tangent(*tensors: Tensor) -> bool:
+    """Whether one of the tensors carries a tangent, as forward mode differentiates it."""
+    return not torch.compiler.is_compiling() and any(unpack_dual(tensor).tangent is not None for tensor in tensors)
+
+
+def needs_torch(*tensors: Tensor) -> bool:
+    """Whether only operations of torch may work on the tensors: with tangents, or inside transforms of torch.func."""
+    return torch._C._are_functorch_transforms_active() or has_tangent(*tensors)
+
+
+def is_differentiated(*tensors: Tensor) -> bool:
+    """Whether one of the tensors requires a gradient or carries a tangent."""
+    return any(tensor.requires_grad for tensor in tensors) or has_tangent(*tensors)
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
@@ -123,8 +139,8 @@ def check_epsilon(epsilon: Any, *, above_zero: bool = False) -> float | Tensor:
     if not isinstance(epsilon, Tensor):
         check_number("epsilon", epsilon)
         return epsilon if epsilon == 0 and not above_zero else check_positive("epsilon", epsilon)
-    if check_floating("epsilon", epsilon).requires_grad:
-        raise ValueError("epsilon requires a gradient, which is not given; pass epsilon.detach().")
+    if is_differentiated(check_floating("epsilon", epsilon)):
+        raise ValueError("epsilon requires a gradient or carries a tangent, which is not given; pass epsilon.detach().")
     low, high = torch.aminmax(epsilon) if epsilon.numel() else (1.0, 1.0)
     if not (low > 0 and high < torch.inf):
         check_finite("epsilon", epsilon)

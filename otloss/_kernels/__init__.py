@@ -9,6 +9,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from otloss._checks import needs_torch
+
 # Entries of soft minima of all problems together up to which torch takes at most 0.2 ms longer than the kernels, which
 # have to be compiled first.
 SMALL = 2**16
@@ -20,7 +22,7 @@ def is_small(entries: int) -> bool:
 
 
 def may_run_on(*tensors: Tensor) -> bool:
-    """Whether kernels may work on these tensors: dense, on a CPU, not inside `torch.func` transforms (without data)."""
-    if torch._C._are_functorch_transforms_active():
+    """Whether kernels may work on these tensors: dense, on a CPU, without tangents, outside of torch.func."""
+    if needs_torch(*tensors):
         return False
     return all(t.device.type == "cpu" and t.layout == torch.strided and not t.is_nested for t in tensors)

@@ -12,7 +12,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss._checks import check_floating
-from otloss.costs.cost import Cost, arithmetic_dtype, unit_rows
+from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 
 
 class CosineCost(Cost):
@@ -66,7 +66,7 @@ class CosineCost(Cost):
         index = self._checked_index(index)
         # Autocast would run the product in half precision, where 1 - cos has no correct digit left near 0.
         with torch.autocast(self.device.type, enabled=False):
-            if torch.is_grad_enabled() and self.unit.requires_grad:
+            if makes_graph(self.unit):
                 costs = 1 - self.unit[index] @ self.unit.T
             else:  # fastest on a CPU where a column of memory is a row
                 ones = self.unit.new_ones(self.shape[0], len(index))

@@ -29,6 +29,7 @@ from otloss._checks import (
     check_floating,
     check_index,
     check_last_axis,
+    has_tangent,
 )
 from otloss._kernels import is_small, may_run_on
 
@@ -299,7 +300,8 @@ def block_entries() -> int:
 
 
 def makes_graph(*tensors: Tensor) -> bool:
-    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
+    """Whether what is computed from the tensors has a derivative, in reverse or in forward mode."""
+    return (torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)) or has_tangent(*tensors)
 
 
 def unit_rows(name: str, data: Float[Tensor, "*batch rows d"]) -> tuple[Tensor, Tensor]:

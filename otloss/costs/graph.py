@@ -20,6 +20,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import check_no_transform
 from otloss._checks import check_floating
 from otloss.costs.cost import arithmetic_dtype, makes_graph
 from otloss.costs.dense import DenseCost
@@ -52,6 +53,7 @@ def graph_cost(adjacency: Any) -> DenseCost:
                 [1., 0., 2.],
                 [3., 2., 0.]])
     """
+    check_no_transform()
     if hasattr(adjacency, "tocsr"):
         lengths, _ = _shortest_paths(adjacency.tocsr())
         return DenseCost(torch.from_numpy(lengths.astype(np.result_type(adjacency.dtype, np.float32))))

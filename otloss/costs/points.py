@@ -22,7 +22,15 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import broadcast_shape, check_broadcast, check_cloud, check_epsilon, check_floating
+from otloss._checks import (
+    broadcast_shape,
+    check_broadcast,
+    check_cloud,
+    check_epsilon,
+    check_floating,
+    is_differentiated,
+    needs_torch,
+)
 from otloss._kernels import is_small, may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 from otloss.costs.distances import by_problems, distances, suit_products
@@ -120,10 +128,7 @@ class PointCost(Cost):
             return torch.zeros(self.x.shape[:-1], dtype=self.dtype, device=self.device)
         if self.metric == "cosine":
             return (1 - (self.x * self.y).sum(-1)).clamp(0, 2)
-        apart = self.x - self.y
-        if self.metric == "sqeuclidean":
-            return apart.square().sum(-1)
-        return apart.abs().sum(-1) if self.metric == "l1" else torch.linalg.vector_norm(apart, dim=-1)
+        return _plain_distances(self.x - self.y, self.metric)
 
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
         """Return C v: in O((n + m) d) for "sqeuclidean" and "cosine", by blocks of rows otherwise.
@@ -166,7 +171,7 @@ class PointCost(Cost):
         if callable(self.metric):
             with torch.enable_grad():
                 probe = self.metric(self.x.detach()[..., :1, :], self.y.detach()[..., :1, :])
-            if probe.requires_grad:
+            if is_differentiated(probe):
                 raise ValueError(
                     "the metric has parameters of its own that require gradients, which would get none here; "
                     "pass the matrix PointCost(...).dense() as the cost, or turn off their requires_grad."
@@ -218,7 +223,7 @@ class PointCost(Cost):
         problems = broadcast_shape(self.batch_shape, *(t.shape[:-1] for t in potentials)).numel()
         if self.metric not in _KERNEL_METRICS or is_small(problems * self.shape[0] * self.shape[1]):
             return False
-        return may_run_on(self.x, *potentials)
+        return may_run_on(self.x, self.y, *potentials)
 
     def between(self, x: Tensor, y: Tensor, metric: Metric) -> PointCost:
         """The cost between clouds that are already checked and, for "cosine", of length one."""
@@ -280,14 +285,23 @@ class _SquaredDistances(torch.autograd.Function):
 
 
 def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
-    if metric == "sqeuclidean":
-        squares: Tensor = _SquaredDistances.apply(x, y)
-        return squares
     if metric == "cosine":
         with torch.autocast(x.device.type, enabled=False):
             return (1 - x @ y.mT).clamp(0, 2)
+    if needs_torch(x, y):
+        return _plain_distances(x.unsqueeze(-2) - y.unsqueeze(-3), metric)
+    if metric == "sqeuclidean":
+        squares: Tensor = _SquaredDistances.apply(x, y)
+        return squares
     found: Tensor = _Distances.apply(x, y, 2.0 if metric == "euclidean" else 1.0)
     return found
+
+
+def _plain_distances(apart: Tensor, metric: str) -> Tensor:
+    """The same with derivatives of every kind, from an array of n m d."""
+    if metric == "sqeuclidean":
+        return apart.square().sum(-1)
+    return apart.abs().sum(-1) if metric == "l1" else torch.linalg.vector_norm(apart, dim=-1)
 
 
 class _Distances(torch.autograd.Function):

@@ -23,6 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._autograd import check_no_transform
 from otloss._checks import check_finite, check_floating, check_not_negative
 
 # Added to the squared norm, whose root has no derivative at 0.
@@ -105,6 +106,7 @@ def gradient_penalty(
         16.0
     """
     check_not_negative("target", target)
+    check_no_transform()
     between = _between(real, fake, generator).requires_grad_()
     with torch.enable_grad():
         scores = critic(between)

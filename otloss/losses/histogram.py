@@ -24,7 +24,7 @@ from jaxtyping import Float, Real
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from otloss._checks import check_finite, check_positive, check_reduction, check_tensor
+from otloss._checks import check_finite, check_positive, check_reduction, check_tensor, is_differentiated
 from otloss.losses.labels import check_cross_entropy, check_logits, class_count, dtype_of_loss, labelled
 from otloss.losses.ordinal import reduced_loss
 from otloss.losses.ordinal_distance import geometry, increasing
@@ -181,8 +181,8 @@ def _promoted(dtype: torch.dtype | None, **tensors: Any) -> torch.dtype:
 
 def _bins(bins: Any, count: int, dtype: torch.dtype) -> Bins:
     """Return K centres or K + 1 edges as bins, in `dtype` or wider; the edges of centres lie midway between them."""
-    if check_tensor("bins", bins).requires_grad:
-        raise ValueError("bins require a gradient, which is not supported; pass bins.detach().")
+    if is_differentiated(check_tensor("bins", bins)):
+        raise ValueError("bins require a gradient or carry a tangent, which is not supported; pass bins.detach().")
     bins = increasing("bins", bins, (count,), (count + 1,))
     bins = bins.to(torch.promote_types(bins.dtype, dtype))
     if bins.shape[0] == count + 1:
@@ -222,9 +222,10 @@ def _labels(values: Tensor, bins: Bins, *, form: str, sigma: float | None) -> Te
 
 
 def _one_hot(values: Tensor, bins: Bins) -> Tensor:
-    if values.requires_grad:
+    if is_differentiated(values):
         raise ValueError(
-            'target requires a gradient, which labels="one_hot" does not give; pass target.detach(), or use "two_hot".'
+            'target requires a gradient or carries a tangent, which labels="one_hot" does not give; pass '
+            'target.detach(), or use "two_hot".'
         )
     return torch.searchsorted(bins.edges[1:-1].contiguous(), values.contiguous(), right=True)
 

@@ -22,7 +22,7 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._checks import check_floating, check_number, check_positive
+from otloss._checks import check_floating, check_number, check_positive, is_differentiated
 
 FORMS = ("wasserstein", "mse")
 SCALINGS = ("absolute", "symlog", "log", "squash")
@@ -121,8 +121,8 @@ def checked_values(values: Any) -> Float[Tensor, " vocab"]:
     check_floating("values", values)
     if values.dim() != 1 or not len(values):
         raise ValueError(f"values have shape {tuple(values.shape)}, expected (V,): the value of each token.")
-    if values.requires_grad:
-        raise ValueError("values require a gradient, which is not supported; pass values.detach().")
+    if is_differentiated(values):
+        raise ValueError("values require a gradient or carry a tangent, which is not supported; pass values.detach().")
     values = values.to(torch.promote_types(values.dtype, torch.float32))
     if values.isinf().any():
         first = int(values.isinf().nonzero()[0])

@@ -25,10 +25,9 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 
 from otloss._autograd import eager
-from otloss._checks import check_below_infinity, check_floating, check_reduction, check_tensor
+from otloss._checks import check_below_infinity, check_floating, check_reduction, check_tensor, needs_torch
 from otloss.losses.labels import check_positions, position_weights, reduced
 from otloss.losses.number_line import NumberLine, number_line
 
@@ -134,7 +133,7 @@ def loss_of_rows(
 
     It is NaN or infinite where the logits define no distribution.
     """
-    if torch._C._are_functorch_transforms_active() or unpack_dual(logits).tangent is not None:
+    if needs_torch(logits):
         return plain_loss_of_rows(logits, where, y, line, over)
     found: Tensor = _LossOfRows.apply(logits, where, y, line, over)
     return found

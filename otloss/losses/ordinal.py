@@ -15,11 +15,10 @@ import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
-from otloss._checks import check_reduction, check_tensor
+from otloss._checks import check_reduction, check_tensor, is_differentiated
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
 from otloss.losses.labels import (
@@ -197,7 +196,7 @@ def _by_kernel(rows: Labelled, apart: Geometry, mix: float, divisor: int | None)
 
 
 def _suits_kernel(rows: Labelled, apart: Geometry) -> bool:
-    if apart.gaps is None or apart.circular or apart.power != 2 or apart.gaps.requires_grad:
+    if apart.gaps is None or apart.circular or apart.power != 2 or is_differentiated(apart.gaps):
         return False
     # Soft labels in half precision have a larger tolerance, which the operations of torch know.
     if rows.is_soft and (rows.target.dtype != rows.logits.dtype or rows.target.requires_grad):
@@ -207,12 +206,7 @@ def _suits_kernel(rows: Labelled, apart: Geometry) -> bool:
 
 
 def _may_run_kernels(logits: Tensor, target: Tensor) -> bool:
-    return (
-        not torch.compiler.is_compiling()
-        and may_run_on(logits, target)
-        and unpack_dual(logits).tangent is None
-        and unpack_dual(target).tangent is None
-    )
+    return not torch.compiler.is_compiling() and may_run_on(logits, target)
 
 
 def _is_finite(found: Tensor) -> bool:

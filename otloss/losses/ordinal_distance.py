@@ -30,7 +30,7 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
-from otloss._checks import check_finite, check_number, check_positive, check_tensor
+from otloss._checks import check_finite, check_number, check_positive, check_tensor, is_differentiated
 from otloss.costs import as_cost
 from otloss.solvers.circle import wasserstein_circular
 from otloss.solvers.exact import emd
@@ -72,7 +72,7 @@ class Geometry:
             return (P * apart).sum(-1)
         if self.power == 1 and self.circular:
             return wasserstein_circular(P, label, self.x, period=float(self.gaps.detach().sum()))
-        if soft and label.requires_grad and not self.circular:  # one-sided derivatives at labels without mass
+        if soft and is_differentiated(label) and not self.circular:  # one-sided derivatives at labels without mass
             return cdf_distance(P, label, self.x, power=self.power)
         r = _cdf_difference(P, label)
         if not self.circular:

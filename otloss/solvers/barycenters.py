@@ -24,6 +24,8 @@ The derivatives are those of the same equations.
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +35,15 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import eager
-from otloss._checks import check_broadcast, check_count, check_finite, check_floating, check_last_axis, check_positive
+from otloss._checks import (
+    check_broadcast,
+    check_count,
+    check_finite,
+    check_floating,
+    check_last_axis,
+    check_positive,
+    has_tangent,
+)
 from otloss.costs import Cost, PointCost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.potentials import ConvergenceWarning
@@ -99,7 +109,8 @@ def barycenter(
     tolerance = DEFAULT_TOLERANCE[problem.answer] if tolerance is None else check_positive("tolerance", tolerance)
     with torch.no_grad():
         by_newton = debiased and problem.suits_newton
-        state, error = (_solved_by_newton if by_newton else _Problem.solved)(problem, tolerance, max_iterations)
+        fixed = problem.detached()
+        state, error = (_solved_by_newton if by_newton else _Problem.solved)(fixed, tolerance, max_iterations)
     if not bool((error <= tolerance).all()):
         warnings.warn(
             f"the barycenter did not converge: an error of {float(error.max()):.3g} where {tolerance:.3g} was asked "
@@ -113,7 +124,7 @@ def barycenter(
             ConvergenceWarning,
             stacklevel=level_of_the_caller(),
         )
-    if not makes_graph(problem.p, problem.weights, *problem.cost.parameters()):
+    if not makes_graph(problem.p, problem.weights, *problem.cost.tensors()):
         return state.log_a.exp().to(problem.dtype)
     return _with_gradient(problem, state).to(problem.dtype)
 
@@ -145,6 +156,11 @@ class _Problem:
     def suits_newton(self) -> bool:
         n, entries = self.cost.shape[0], self.p.numel() * self.cost.shape[0]
         return n <= _NEWTON_BINS and entries <= _NEWTON_ENTRIES and self.p.dtype == torch.float64
+
+    def detached(self) -> _Problem:
+        """Without a graph and without tangents."""
+        cost = self.cost._replaced({id(t): t.detach() for t in self.cost.tensors()})
+        return dataclasses.replace(self, p=self.p.detach(), weights=self.weights.detach(), cost=cost)
 
     def solved(self, tolerance: float, most: int) -> tuple[_State, Tensor]:
         """The iteration, in logs."""
@@ -251,12 +267,13 @@ def _with_gradient(problem: _Problem, state: _State) -> Tensor:
     if not bool(torch.isfinite(by_a.detach()).all()):
         raise RuntimeError("the gradient of the barycenter is singular to rounding; raise epsilon.")
     found = log_a + by_a
-    found.register_hook(_raise_for_second)
+    if found.requires_grad:
+        found.register_hook(functools.partial(_raise_for_second, forward=has_tangent(found)))
     return (state.log_a + found - found.detach()).exp()
 
 
-def _raise_for_second(upstream: Tensor) -> None:
-    if torch.is_grad_enabled():
+def _raise_for_second(upstream: Tensor, *, forward: bool) -> None:
+    if forward or torch.is_grad_enabled():
         raise RuntimeError("barycenter gives first derivatives only; drop create_graph=True.")
 
 

@@ -29,7 +29,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager, once_only
+from otloss._autograd import check_no_transform, eager, once_only
 from otloss._checks import broadcast_shape, check_finite, check_potentials
 from otloss._kernels.problems import solve_batch
 from otloss.costs import Cost, DenseCost, LineCost
@@ -146,6 +146,7 @@ def solve_exact(
         ValueError: if `start` holds a NaN or an infinity.
         RuntimeError: if the optimum of a problem is not found; the message names the problem.
     """
+    check_no_transform()
     n, m = matrix.shape[-2:]
     batch = broadcast_shape(p.shape[:-1], q.shape[:-1], matrix.shape[:-2])
     if start is not None:
@@ -224,7 +225,7 @@ class _ExactTransport(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, solution: ExactSolution, p: Tensor, q: Tensor, matrix: Tensor) -> Tensor:
         ctx.save_for_backward(p, q, matrix)
-        ctx.solution = solution
+        ctx.solution, ctx.device, ctx.dtype = solution, p.device, p.dtype
         # A copy: the output gets a graph, which the solution must not hold.
         return solution.value.to(p, copy=True)
 
@@ -244,18 +245,35 @@ class _ExactTransport(torch.autograd.Function):
         held = (None if g is None else once_only(g, message, gradients[0], p, q, matrix) for g in found)
         return (None, *held)
 
+    @staticmethod
+    def jvp(ctx: Any, _: None, p: Tensor | None, q: Tensor | None, matrix: Tensor | None) -> Tensor:
+        solution: ExactSolution = ctx.solution
+        found = torch.zeros_like(solution.value)
+        for tangent, potential in ((p, solution.f), (q, solution.g)):
+            if tangent is not None:
+                found = found + (tangent.to(potential) * potential).sum(-1)
+        if matrix is not None:
+            moved = matrix.to(solution.flows).reshape(-1)[_cells(solution, matrix.shape)]
+            found = found + (moved * solution.flows).sum(-1)
+        return found.to(ctx.device, ctx.dtype)
+
 
 def _by_weights(upstream: Tensor, potential: Tensor, like: Tensor) -> Tensor:
     return (upstream.unsqueeze(-1) * potential).sum_to_size(like.shape).to(like)
 
 
 def _by_cost(upstream: Tensor, solution: ExactSolution, like: Tensor) -> Tensor:
-    n, m = like.shape[-2:]
-    owners = _owners(like.shape[:-2], upstream.shape)
-    cells = owners.unsqueeze(-1) * (n * m) + solution.rows * m + solution.columns
+    cells = _cells(solution, like.shape)
     amounts = upstream.unsqueeze(-1) * solution.flows
     # A matrix of its own per problem gets one flow per cell; where problems share one, flows add up in float64.
     alone = like.shape[:-2].numel() == upstream.numel()
     flat = torch.zeros(like.numel(), dtype=like.dtype if alone else torch.float64, device="cpu")
     flat.index_add_(0, cells.flatten(), amounts.flatten().to(flat.dtype))
     return flat.reshape(like.shape).to(like)
+
+
+def _cells(solution: ExactSolution, shape: torch.Size) -> Int[Tensor, "*batch cells"]:
+    """Where the cells of the plan are in the flattened matrices of this shape, one of each problem or shared."""
+    n, m = shape[-2:]
+    owners = _owners(shape[:-2], solution.value.shape)
+    return owners.unsqueeze(-1) * (n * m) + solution.rows * m + solution.columns

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import once_only
+from otloss._autograd import check_no_transform, once_only
 from otloss._checks import (
     check_broadcast,
     check_count,
@@ -110,6 +110,7 @@ def fused_gromov(
     check_not_negative("tolerance", tolerance)
     if epsilon is not None:
         check_positive("epsilon", epsilon)
+    check_no_transform()
     C, D, M, a, b = (t.detach() for t in inputs)
     energy = _Energy(C, D, M, float(alpha))
     with torch.no_grad():
@@ -244,6 +245,7 @@ class _AtLocalMinimum(torch.autograd.Function):
         ctx: Any, value: Tensor, energy: _Energy, plan: Tensor, epsilon: float | None, *inputs: Tensor
     ) -> Tensor:
         ctx.save_for_backward(plan, *inputs)
+        ctx.save_for_forward(plan, *inputs)
         ctx.energy, ctx.epsilon = energy, epsilon
         return value.clone()
 
@@ -252,7 +254,7 @@ class _AtLocalMinimum(torch.autograd.Function):
         plan, *inputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
         with torch.no_grad():
-            found = _derivatives(ctx.energy, plan, (inputs[3], inputs[4]) if any(needed[3:]) else None, ctx.epsilon)
+            found = _derivatives(ctx.energy, plan, inputs[3:] if any(needed[3:]) else None, ctx.epsilon)
         message = (
             "a second derivative of fused_gromov was asked for, which is differentiable once: the gradients are those "
             "at a fixed plan; drop create_graph=True."
@@ -267,16 +269,29 @@ class _AtLocalMinimum(torch.autograd.Function):
             held.append(once_only(gradient, message, gradients[0], *inputs))
         return tuple(held)
 
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:
+        plan, *inputs = ctx.saved_tensors
+        by_weights = any(t is not None for t in tangents[7:])
+        total = plan.new_zeros(plan.shape[:-2])
+        for derivative, tangent in zip(
+            _derivatives(ctx.energy, plan, inputs[3:] if by_weights else None, ctx.epsilon), tangents[4:], strict=True
+        ):
+            if derivative is not None and tangent is not None:
+                total = total + (derivative * tangent).flatten(len(total.shape)).sum(-1)
+        return total
+
 
 def _derivatives(
-    energy: _Energy, plan: Tensor, weights: tuple[Tensor, Tensor] | None, epsilon: float | None
+    energy: _Energy, plan: Tensor, weights: list[Tensor] | None, epsilon: float | None
 ) -> tuple[Tensor | None, ...]:
     """By C, D, M, and p and q where they are given."""
     C, D, alpha = energy.C, energy.D, energy.alpha
     rows, columns = plan.sum(-1, keepdim=True), plan.sum(-2, keepdim=True)
     f, g = None, None
     if weights is not None:
-        f, g = solve(*weights, _from_zero(energy.gradient(plan)), epsilon=epsilon).potentials
+        p, q = (w.detach() for w in weights)
+        f, g = solve(p, q, _from_zero(energy.gradient(plan)), epsilon=epsilon).potentials
     return (
         2 * alpha * (C * rows * rows.mT - plan @ D @ plan.mT),
         2 * alpha * (D * columns.mT * columns - plan.mT @ C @ plan),

@@ -18,7 +18,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_finite, check_floating
+from otloss._checks import check_broadcast, check_finite, check_floating, needs_torch
 from otloss._kernels import may_run_on
 from otloss.costs import Cost, as_cost, cost_between
 
@@ -121,6 +121,9 @@ def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
 
 def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:
     """Return `weights` unchanged; its gradient loses its mean over the bins."""
+    if needs_torch(weights):
+        change = weights - weights.detach()  # 0, with the derivatives
+        return weights.detach() + (change - change.mean(-1, keepdim=True))
     if not (torch.is_grad_enabled() and weights.requires_grad):
         return weights
     centred: Tensor = _CentreGradient.apply(weights)

@@ -11,6 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
+from otloss._autograd import check_no_transform
 from otloss._checks import check_floating, check_integers
 
 NONE = -1  # in the places of a ragged batch that hold no pair
@@ -101,6 +102,7 @@ def _solved(
     from otloss._kernels._threads import run_on_threads
     from otloss._kernels.matching import INVALID, match_problems, scratch
 
+    check_no_transform()
     found = np.full((2, pairs), NONE)
     if pairs:
         flat = costs.to("cpu", torch.promote_types(costs.dtype, torch.float32)).numpy()
@@ -124,6 +126,7 @@ def _solved(
 
 def checked_sizes(sizes: Any, batch: torch.Size, n: int, m: int) -> np.ndarray:
     """Return (problems, 2) sizes of the problems of a padded batch, or raise."""
+    check_no_transform()
     given = torch.as_tensor(sizes) if isinstance(sizes, list | tuple | np.ndarray) else sizes
     shapes: np.ndarray = check_integers("sizes", given).cpu().numpy()
     if shapes.shape != (*batch, 2):

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager, once_only
+from otloss._autograd import check_no_tangent, check_no_transform, eager, once_only
 
 _ENTRIES = 20_000  # below which waking up a thread takes longer than it saves
 
@@ -56,6 +56,8 @@ def check_range(spread: Float[Tensor, "*batch"]) -> None:
 
 @eager
 def _projected(x: Tensor, w: np.ndarray, scale: float, epsilon: float, sorts: bool) -> Tensor:
+    check_no_transform()
+    check_no_tangent('use regularization="entropy", or reverse mode.', x)
     found: Tensor = _Project.apply(x, w, scale, epsilon, sorts)
     return found
 

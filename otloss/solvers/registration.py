@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
+from otloss._autograd import check_no_tangent, check_no_transform, eager
 from otloss._checks import check_cloud, check_count, check_positive
 from otloss.costs import PointCost
 from otloss.solvers.entropic.potentials import ConvergenceWarning, find_potentials
@@ -113,6 +113,8 @@ def register(
     cost = PointCost(x.to(wide), y.to(wide))  # far points weigh exp(-distance / marginal_penalty): beyond float32
     x, y = cost.x, cost.y
     a, b = (w.to(wide) for w in weights_or_uniform(a, b, cost))
+    check_no_transform()
+    check_no_tangent("its result has no graph; pass detached tensors.", x, y, a, b)
     centre_x, centre_y = (a @ x) / a.sum(), (b @ y) / b.sum()
     x_c, y_c = x - centre_x, y - centre_y
     squares = [cloud.square().sum(-1) for cloud in (x_c, y_c)]

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
+from otloss._autograd import check_no_tangent, eager
 from otloss.costs import Cost, DenseCost, PointCost, as_cost, costs_within
 from otloss.solvers.entropic.dense import dense_value
 from otloss.solvers.entropic.geomloss import with_start
@@ -226,6 +226,9 @@ def solved(
     begun: Found | None = None,
 ) -> Solved:
     """Solve a problem; `symmetric`, `settle` and `begun` as for `find_potentials`."""
+    if settings.grad == "envelope":
+        advice = 'use grad="implicit" of sinkhorn, sinkhorn_divergence or solve, or reverse mode.'
+        check_no_tangent(advice, *problem.inputs, *problem.cost.tensors())
     found = find_potentials(problem, with_start(problem, settings), symmetric=symmetric, settle=settle, begun=begun)
     if settings.grad == "implicit":
         state = implicit_state(problem, found)

@@ -344,10 +344,15 @@ class _Exact(Transport):
         self._pair, self._matrix = pair, matrix
         self._solution: ExactSolution = solve_exact(self._pair.p, self._pair.q, self._matrix, start=start)
         self.value = exact_value(self._pair, self._matrix, self._solution)
-        self.potentials = (self._without_gradient(self._solution.f), self._without_gradient(self._feasible_g()))
+        self._potentials = self._solution.f, self._feasible_g()
         self.iterations = self._solution.iterations.to(self._pair.p.device)
         self.converged = torch.ones_like(self.iterations, dtype=torch.bool)
         self.potential_error = torch.zeros_like(self.value.detach())
+
+    @cached_property
+    def potentials(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        f, g = self._potentials
+        return self._without_gradient(f), self._without_gradient(g)
 
     def _feasible_g(self) -> Tensor:
         """g, lowered at bins without mass so that f + g <= C holds too where both bins have none."""
@@ -400,9 +405,13 @@ class _Within(Transport):
 
     def __init__(self, inner: Transport, shift: Tensor | float = 0.0, dtype: torch.dtype | None = None) -> None:
         self._inner, self._shift, self._dtype = inner, shift, dtype or inner.value.dtype
-        self.value, self.potentials = self._shifted(inner.value), inner.potentials
+        self.value = self._shifted(inner.value)
         self.converged, self.iterations = inner.converged, inner.iterations
         self.marginal_error, self.potential_error = inner.marginal_error, inner.potential_error
+
+    @property
+    def potentials(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return self._inner.potentials
 
     def _shifted(self, value: Tensor) -> Tensor:
         return (value + self._shift).to(self._dtype)
@@ -432,8 +441,11 @@ class _Partial(_Within):
 
     def __init__(self, inner: Transport) -> None:
         super().__init__(inner)
-        f, g = inner.potentials
-        self.potentials = (f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:])
+
+    @cached_property
+    def potentials(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        f, g = self._inner.potentials
+        return f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:]
 
     def plan(self) -> Tensor:
         return self._inner.plan()[..., :-1, :-1]
@@ -452,10 +464,14 @@ class _WithPlainCost(_Within):
             shift = shift - cost.price * cost.check_avoids(inner.plan().detach(), moved, dtype)
         super().__init__(inner, shift, dtype)
         self.marginal_error, self.potential_error = (e.to(dtype) for e in (self.marginal_error, self.potential_error))
-        f, g = inner.potentials
         # With a mass to be moved its derivative takes the constant, and those of the weights have none.
-        self.potentials = ((f + cost.low.unsqueeze(-1) if mass is None else f).to(dtype), g.to(dtype))
+        self._low = cost.low.unsqueeze(-1) if mass is None else 0.0
         self._forbidden = cost.forbidden
+
+    @cached_property
+    def potentials(self) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        f, g = self._inner.potentials
+        return (f + self._low).to(self._dtype), g.to(self._dtype)
 
     def plan(self) -> Tensor:
         plan = self._inner.plan().to(self._dtype)

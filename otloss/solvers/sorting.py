@@ -261,20 +261,31 @@ class _Balanced(torch.autograd.Function):
     """exp(scores + a_i + b_j) with rows and columns that sum to one."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, start: Tensor, tolerance: float) -> Tensor:
-        plan = _balance(scores, start, tolerance)
-        ctx.save_for_backward(plan)
-        return plan
+    def forward(scores: Tensor, start: Tensor, tolerance: float) -> Tensor:
+        return _balance(scores, start, tolerance)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        # The plan is this function's own output: so its derivative can be differentiated again.
+        ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
-        # In terms of the plan, which is this function's own output: so this can be differentiated again.
-        (plan,), (upstream,) = ctx.saved_tensors, gradients
-        weighted = plan * upstream
-        by_rows, by_columns = weighted.sum(-1, keepdim=True), weighted.sum(-2).unsqueeze(-1)
-        b = torch.linalg.solve(_exchange(plan), by_columns - plan.mT @ by_rows)
-        a = by_rows - plan @ b
-        return plan * (upstream - a - b.mT), None, None
+        return _plan_change(ctx.saved_tensors[0], gradients[0]), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, scores: Tensor, *_: None) -> Tensor:
+        return _plan_change(ctx.saved_tensors[0], scores)
+
+
+def _plan_change(plan: Tensor, change: Tensor) -> Tensor:
+    """dS for a change dZ of the scores, a linear map that is its own transpose: so it is the gradient too."""
+    weighted = plan * change
+    by_rows, by_columns = weighted.sum(-1, keepdim=True), weighted.sum(-2).unsqueeze(-1)
+    b = torch.linalg.solve(_exchange(plan), by_columns - plan.mT @ by_rows)
+    a = by_rows - plan @ b
+    return plan * (change - a - b.mT)
 
 
 def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
@@ -311,18 +322,29 @@ class _Threshold(torch.autograd.Function):
     """theta (..., 1) with sum_i sigmoid(scores_i - theta) = k."""
 
     @staticmethod
-    def forward(ctx: Any, scores: Tensor, k: int) -> Tensor:
-        threshold = _find_threshold(scores, k)
-        ctx.save_for_backward(scores, threshold)
-        return threshold
+    def forward(scores: Tensor, k: int) -> Tensor:
+        return _find_threshold(scores, k)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+        ctx.save_for_forward(inputs[0], output)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        scores, threshold = ctx.saved_tensors
-        logits = scores - threshold
-        # In logarithms: a wide gap beside theta leaves no weight that is not below the smallest float.
-        log_weights = torch.nn.functional.logsigmoid(logits) + torch.nn.functional.logsigmoid(-logits)
-        return gradients[0] * torch.softmax(log_weights, -1), None
+        return gradients[0] * _threshold_weights(*ctx.saved_tensors), None
+
+    @staticmethod
+    def jvp(ctx: Any, scores: Tensor, _: None) -> Tensor:
+        return (scores * _threshold_weights(*ctx.saved_tensors)).sum(-1, keepdim=True)
+
+
+def _threshold_weights(scores: Tensor, threshold: Tensor) -> Tensor:
+    """The derivatives of theta in the scores."""
+    logits = scores - threshold
+    # In logarithms: a wide gap beside theta leaves no weight that is not below the smallest float.
+    log_weights = torch.nn.functional.logsigmoid(logits) + torch.nn.functional.logsigmoid(-logits)
+    return torch.softmax(log_weights, -1)
 
 
 def _find_threshold(scores: Tensor, k: int) -> Tensor:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
 from torch.nn import Parameter
 
 from otloss._autograd import once_only
@@ -106,7 +105,7 @@ def _are_plain(p: Any, q: Any, cost: Any) -> bool:
     given = (p, q, cost)
     if not all(type(t) in (Tensor, Parameter) and t.dtype == p.dtype and not t.is_neg() for t in given):
         return False
-    if not may_run_on(*given) or any(unpack_dual(t).tangent is not None for t in given):
+    if not may_run_on(*given):
         return False
     if p.dtype not in _DTYPES or min(p.dim(), q.dim()) == 0 or p.shape[:-1] != q.shape[:-1]:
         return False

@@ -32,7 +32,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_tangent, once_only
+from otloss._autograd import check_no_transform, once_only
+from otloss._checks import is_differentiated
 from otloss.solvers.entropic.potentials import Potentials
 from otloss.solvers.entropic.problem import EntropicProblem, check_mass, dual_term, has_float64
 from otloss.solvers.entropic.value import dual_value, relative_entropy
@@ -53,10 +54,6 @@ LARGEST_CONDITION = 1e13
 
 def envelope_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
     """Return D with its first derivatives in p, q, epsilon and the cost's tensors, at fixed potentials."""
-    check_no_tangent(
-        'grad="envelope" has no forward-mode derivative of an entropic value; use grad="implicit", or reverse mode.',
-        *problem.inputs,
-    )
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in problem.inputs)):
         return dual_value(problem, f, g)
     if problem.marginal_penalty is not None:
@@ -66,6 +63,7 @@ def envelope_value(problem: EntropicProblem, f: Tensor, g: Tensor) -> Float[Tens
             "detach those weights.",
             only_with_gradient=True,
         )
+    check_no_transform()
     value: Tensor = _EnvelopeValue.apply(problem, f, g, *problem.inputs)
     return value
 
@@ -146,7 +144,7 @@ def implicit_state(problem: EntropicProblem, found: Potentials) -> GraphState:
     f, g, p, q, epsilon = (t.to(wide) for t in (found.f, found.g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
     ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()  # G
-    equations = _Equations(epsilon.unsqueeze(-1), problem.marginal_penalty, p.requires_grad or q.requires_grad)
+    equations = _Equations(epsilon.unsqueeze(-1), problem.marginal_penalty, is_differentiated(p, q))
     if p.shape[-1] >= q.shape[-1]:
         a, b = equations.newton(ratio, (p, q), (f, g))
     else:

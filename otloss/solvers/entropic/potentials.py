@@ -24,6 +24,7 @@ from otloss._kernels.sinkhorn_call import (
     run_kernel,
 )
 from otloss.costs import DenseCost, GridCost
+from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.grids import start_from_blocks, takes_blocks
 from otloss.solvers.entropic.log_domain import Sweep, iterate_in_logs
 from otloss.solvers.entropic.multiscale import search_from_clusters, takes_clusters
@@ -338,7 +339,7 @@ def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> N
 
 
 def _takes_weight_gradients(problem: EntropicProblem) -> bool:
-    return torch.is_grad_enabled() and (problem.p.requires_grad or problem.q.requires_grad)
+    return makes_graph(problem.p, problem.q)
 
 
 def _warn_of_uncertain(problem: EntropicProblem, found: Potentials) -> None:

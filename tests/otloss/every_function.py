@@ -1,0 +1,295 @@
+"""Every public function that takes numbers, with inputs: what tests of the surroundings and of derivatives go over.
+
+The key begins with the function's name. Inputs are in float64; `fixed` ones have no derivative. The value may be
+anything of the result that has one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+import otloss
+from otloss import losses
+from otloss.costs import CosineCost, GridCost, LineCost, PointCost, graph_cost
+from tests.otloss.gradient_cases import TIGHT, Inputs, draw, weights
+
+LABELS = torch.tensor([0, 3, 1])
+VALUES = torch.tensor([1.0, 2.0, 5.0, torch.nan])
+SIZES = torch.tensor([[4, 3], [3, 2]])
+PARENT = torch.tensor([2, 0, 2, 0])
+
+
+@dataclass(frozen=True)
+class Entry:
+    inputs: Inputs
+    value: Callable[[Inputs], Tensor]
+    fixed: Inputs = field(default_factory=dict)
+
+
+def _pair(**more: Tensor) -> Inputs:
+    return {**weights(4, 5, empty=False), **more}
+
+
+def _same_bins(**more: Tensor) -> Inputs:
+    return {**weights(4, 4, empty=False), **more}
+
+
+def _clouds() -> Inputs:
+    return {"x": draw(2, 4, 3), "y": draw(2, 5, 3, seed=1)}
+
+
+def _generator() -> torch.Generator:
+    return torch.Generator().manual_seed(0)
+
+
+def _transport() -> dict[str, Entry]:
+    matrix = {"C": draw(2, 4, 5)}
+    entropic = {"epsilon": 0.3, **TIGHT}
+    found = {
+        "emd": Entry(_pair(**matrix), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
+        "emd, one matrix": Entry(_pair(C=draw(4, 5)), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
+        "emd of points": Entry(
+            _pair(**_clouds()), lambda t: otloss.emd(t["p"], t["q"], PointCost(t["x"], t["y"], metric="euclidean"))
+        ),
+        "emd, negative costs": Entry(_pair(C=draw(2, 4, 5) - 0.5), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
+        "emd, mass": Entry(
+            _pair(**matrix, mass=torch.tensor([0.4, 0.7], dtype=torch.float64)),
+            lambda t: otloss.emd(1.5 * t["p"], t["q"], t["C"], mass=t["mass"]),
+        ),
+        "emd on a line": Entry(_same_bins(x=draw(4)), lambda t: otloss.emd(t["p"], t["q"], LineCost(t["x"]))),
+        "emd on a graph": Entry(
+            _same_bins(x=draw(4, 4) + 0.5), lambda t: otloss.emd(t["p"], t["q"], graph_cost(t["x"]))
+        ),
+        "solve": Entry(_pair(**matrix), lambda t: otloss.solve(t["p"], t["q"], t["C"]).value),
+        "solve, implicit": Entry(
+            _pair(**matrix),
+            lambda t: otloss.solve(t["p"], t["q"], t["C"], grad="implicit", **entropic).linear_cost,
+        ),
+        "sinkhorn": Entry(_pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], **entropic)),
+        "sinkhorn, implicit": Entry(
+            _pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], grad="implicit", **entropic)
+        ),
+        "sinkhorn of points": Entry(
+            _pair(**_clouds()),
+            lambda t: otloss.sinkhorn(t["p"], t["q"], PointCost(t["x"], t["y"]), grad="implicit", **entropic),
+        ),
+        "sinkhorn, mass": Entry(
+            _pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], mass=0.5, **entropic)
+        ),
+        "sinkhorn_divergence": Entry(
+            _pair(**_clouds()),
+            lambda t: otloss.sinkhorn_divergence(t["p"], t["q"], PointCost(t["x"], t["y"]), **entropic),
+        ),
+        "sinkhorn_divergence, implicit": Entry(
+            _pair(**_clouds()),
+            lambda t: otloss.sinkhorn_divergence(
+                t["p"], t["q"], PointCost(t["x"], t["y"]), grad="implicit", **entropic
+            ),
+        ),
+        "sinkhorn_divergence, grid": Entry(
+            _same_bins(),
+            lambda t: otloss.sinkhorn_divergence(t["p"], t["q"], GridCost((2, 2)), grad="implicit", **entropic),
+        ),
+        "lower_bound": Entry(_pair(**matrix), lambda t: otloss.lower_bound(t["p"], t["q"], t["C"])),
+        "lower_bound of points": Entry(
+            _pair(**_clouds()),
+            lambda t: otloss.lower_bound(t["p"], t["q"], PointCost(t["x"], t["y"], metric="euclidean")),
+        ),
+        "upper_bound": Entry(_same_bins(C=draw(2, 4, 4)), lambda t: otloss.upper_bound(t["p"], t["q"], t["C"])),
+        "upper_bound, cosine": Entry(
+            _same_bins(x=draw(4, 3)), lambda t: otloss.upper_bound(t["p"], t["q"], CosineCost(t["x"]))
+        ),
+        "fused_gromov": Entry(
+            {"C_x": draw(2, 4, 4), "C_y": draw(5, 5, seed=1), "M": draw(4, 5), **weights(4, 5, empty=False)},
+            lambda t: otloss.fused_gromov(*t.values()).value,
+        ),
+        "fused_gromov, epsilon": Entry(
+            {"C_x": draw(2, 4, 4), "C_y": draw(5, 5, seed=1), "M": draw(4, 5)},
+            lambda t: otloss.fused_gromov(*t.values(), epsilon=0.2).value,
+        ),
+        "barycenter": Entry(
+            {"p": weights(2, 5, empty=False)["p"].repeat(1, 2), "C": draw(3, 4), "weights": draw(2) / draw(2).sum()},
+            lambda t: otloss.barycenter(
+                t["p"] / t["p"].sum(-1, keepdim=True), t["C"], t["weights"], epsilon=0.3, tolerance=1e-10
+            ),
+        ),
+    }  # fmt: skip
+    for kind in ("divergence", "emd", "sliced"):
+        generator = {"generator": True} if kind == "sliced" else {}
+        found[f"cloud_loss, {kind}"] = Entry(
+            {**_clouds(), **{k: w for k, w in zip("ab", weights(4, 5, empty=False).values(), strict=True)}},
+            lambda t, kind=kind, generator=generator: otloss.cloud_loss(
+                t["x"], t["y"], t["a"], t["b"], kind=kind, **({"generator": _generator()} if generator else {})
+            ),
+        )
+    found["cloud_loss of lists"] = Entry(
+        _clouds(), lambda t: otloss.cloud_loss(list(t["x"]), [t["y"][0], t["y"][1, :3]], kind="emd")
+    )
+    return found
+
+
+def _closed_forms() -> dict[str, Entry]:
+    sorts = {"soft_sort": otloss.soft_sort, "soft_rank": otloss.soft_rank}
+    found = {
+        "cdf_distance": Entry(_same_bins(), lambda t: otloss.cdf_distance(**t)),
+        "cdf_distance, positions": Entry(_same_bins(x=draw(4)), lambda t: otloss.cdf_distance(**t, power=1)),
+        "wasserstein_1d": Entry(_pair(x=draw(4), y=draw(2, 5, seed=1)), lambda t: otloss.wasserstein_1d(**t, order=2)),
+        "wasserstein_1d, uniform": Entry(
+            {"x": draw(4), "y": draw(2, 5, seed=1)}, lambda t: otloss.wasserstein_1d(None, None, **t)
+        ),
+        "wasserstein_circular": Entry(_same_bins(x=draw(4)), lambda t: otloss.wasserstein_circular(**t, period=1.0)),
+        "wasserstein_circular, equal steps": Entry(_same_bins(), lambda t: otloss.wasserstein_circular(**t)),
+        "wasserstein_tree": Entry(
+            _same_bins(length=draw(4)), lambda t: otloss.wasserstein_tree(t["p"], t["q"], PARENT, t["length"])
+        ),
+        "sliced_wasserstein": Entry(
+            _clouds(), lambda t: otloss.sliced_wasserstein(**t, projections=7, generator=_generator())
+        ),
+    }  # fmt: skip
+    for regularization in ("entropy", "quadratic"):
+        for name, sort in sorts.items():
+            found[f"{name}, {regularization}"] = Entry(
+                {"x": draw(3, 6)}, lambda t, s=sort, r=regularization: s(t["x"], regularization=r)
+            )
+        found[f"soft_top_k, {regularization}"] = Entry(
+            {"x": draw(3, 6)}, lambda t, r=regularization: otloss.soft_top_k(t["x"], 2, regularization=r)
+        )
+    return found
+
+
+def _of_logits() -> dict[str, Entry]:
+    logits, bins = {"logits": draw(3, 4)}, torch.arange(4.0)
+    soft = weights(3, 4)["p"]
+    labels = {"labels": LABELS}
+    values = {"values": VALUES}
+    return {
+        "ordinal_loss": Entry(logits, lambda t: losses.ordinal_loss(t["logits"], t["labels"]), labels),
+        "ordinal_loss, values": Entry(
+            {**logits, "x": bins.double() ** 2, "weight": draw(3)},
+            lambda t: losses.ordinal_loss(
+                t["logits"], t["labels"], x=t["x"], cross_entropy=0.3, sample_weight=t["weight"], reduction="none"
+            ),
+            labels,
+        ),
+        "ordinal_loss, soft": Entry(
+            {"logits": draw(2, 3), "target": soft},
+            lambda t: losses.ordinal_loss(t["logits"], t["target"], cross_entropy=0.3),
+        ),
+        "ordinal_loss, soft with a cost": Entry(
+            {"logits": draw(2, 3), "target": soft, "cost": draw(3, 3)},
+            lambda t: losses.ordinal_loss(t["logits"], t["target"], cost=t["cost"]),
+        ),
+        "ordinal_loss, circular": Entry(
+            logits, lambda t: losses.ordinal_loss(t["logits"], t["labels"], circular=True), labels
+        ),
+        "ordinal_loss, cost": Entry(
+            {**logits, "cost": draw(4, 4)},
+            lambda t: losses.ordinal_loss(t["logits"], t["labels"], cost=t["cost"]),
+            labels,
+        ),
+        **{
+            f"number_token_loss, {form} over {over}": Entry(
+                logits,
+                lambda t, form=form, over=over: losses.number_token_loss(
+                    t["logits"], t["labels"] % 3, t["values"], form=form, over=over, scaling="absolute"
+                ),
+                {**labels, **values},
+            )
+            for form, over in (("wasserstein", "vocabulary"), ("mse", "numbers"))
+        },
+        **{
+            f"histogram_loss, {form}": Entry(
+                {**logits, "target": 3 * draw(3)},
+                lambda t, form=form: losses.histogram_loss(t["logits"], t["target"], t["bins"], labels=form),
+                {"bins": bins},
+            )
+            for form in ("two_hot", "gaussian")
+        },
+        "histogram_loss, one_hot": Entry(
+            logits,
+            lambda t: losses.histogram_loss(t["logits"], t["target"], t["bins"], labels="one_hot"),
+            {"bins": bins, "target": torch.tensor([0.2, 1.4, 2.9])},
+        ),
+        "histogram_mean": Entry(logits, lambda t: losses.histogram_mean(t["logits"], t["bins"]), {"bins": bins}),
+        "histogram_labels": Entry(
+            {"values": 3 * draw(3)}, lambda t: losses.histogram_labels(t["values"], t["bins"], 4), {"bins": bins}
+        ),
+        "cumulative_log_probabilities": Entry(
+            {"score": draw(3), "log_gaps": draw(2)}, lambda t: losses.cumulative_log_probabilities(**t)
+        ),
+        "wasserstein_dice": Entry(
+            {"logits": draw(2, 3, 4), "cost": 1 - torch.eye(3, dtype=torch.float64)},
+            lambda t: losses.wasserstein_dice(t["logits"], t["labels"], t["cost"]),
+            {"labels": torch.tensor([[0, 1, 2, 1], [2, 2, 1, 0]])},
+        ),
+        "mask_loss": Entry(
+            {"logits": draw(2, 4, 4)},
+            lambda t: losses.mask_loss(t["logits"], t["target"], epsilon=1.0, tolerance=1e-7),
+            {"target": (draw(2, 4, 4, seed=1) > 0.5).double()},
+        ),
+        "spearman_loss": Entry(
+            {"scores": draw(2, 5)},
+            lambda t: losses.spearman_loss(t["scores"], t["target"]),
+            {"target": draw(2, 5, seed=1)},
+        ),
+        "spearman_loss, entropy": Entry(
+            {"scores": draw(2, 5)},
+            lambda t: losses.spearman_loss(t["scores"], t["target"], regularization="entropy"),
+            {"target": draw(2, 5, seed=1)},
+        ),
+        "top_k_loss": Entry(logits, lambda t: losses.top_k_loss(t["logits"], t["labels"], 2), labels),
+    }  # fmt: skip
+
+
+def _others() -> dict[str, Entry]:
+    ensemble = {"ensemble": draw(3, 5), "observation": draw(3, seed=1)}
+    texts = {"x": draw(2, 4, 3) - 0.5, "y": draw(2, 5, 3, seed=1) - 0.5}
+    cost = {"cost": draw(2, 4, 3), "unmatched": draw(2, 4, seed=1)}
+    critic = {"real": draw(4, 2), "fake": draw(4, 2, seed=1)}
+    return {
+        "crps": Entry(ensemble, lambda t: losses.crps(**t)),
+        "crps, fair": Entry(ensemble, lambda t: losses.crps(**t, fair=True)),
+        "crps, weights": Entry({**ensemble, "weights": draw(5, seed=2)}, lambda t: losses.crps(**t, fair=True)),
+        "ngram_distance": Entry(texts, lambda t: losses.ngram_distance(**t, n=2, order_weight=0.3)),
+        "set_loss": Entry(cost, lambda t: losses.set_loss(**t, reduction="none")),
+        "set_loss, sizes": Entry(
+            cost, lambda t: losses.set_loss(t["cost"], t["unmatched"], sizes=t["sizes"]), {"sizes": SIZES}
+        ),
+        "set_loss, epsilon": Entry(cost, lambda t: losses.set_loss(**t, epsilon=0.3)),
+        "document_distance": Entry(
+            {"embedding": draw(6, 3)},
+            lambda t: losses.document_distance(None, None, t["embedding"], ids_p=t["ids_p"], ids_q=t["ids_q"]),
+            {"ids_p": torch.tensor([0, 1, 2]), "ids_q": torch.tensor([3, 4, -1])},
+        ),
+        "jdot_loss": Entry(
+            {"source": draw(3, 2), "target": draw(4, 2, seed=1), "logits": draw(4, 4)},
+            lambda t: losses.jdot_loss(t["source"], t["target"], t["labels"], t["logits"]),
+            {"labels": LABELS},
+        ),
+        "jdot_loss, epsilon": Entry(
+            {"source": draw(3, 2), "target": draw(4, 2, seed=1), "logits": draw(4, 4)},
+            lambda t: losses.jdot_loss(t["source"], t["target"], t["labels"], t["logits"], epsilon=0.3),
+            {"labels": LABELS},
+        ),
+        "critic_loss": Entry(critic, lambda t: losses.critic_loss(**t)),
+        "generator_loss": Entry({"fake": draw(4)}, lambda t: losses.generator_loss(**t)),
+        "gradient_penalty": Entry(
+            {"W": draw(2, 2)},
+            lambda t: losses.gradient_penalty(
+                lambda z: (z @ t["W"]).square().sum(-1), t["real"], t["fake"], generator=_generator()
+            ),
+            critic,
+        ),
+        "register": Entry(
+            {"x": draw(5, 2), "y": draw(5, 2)}, lambda t: otloss.register(t["x"], t["y"], epsilon=0.01).rotation
+        ),
+    }  # fmt: skip
+
+
+FUNCTIONS: dict[str, Entry] = {**_transport(), **_closed_forms(), **_of_logits(), **_others()}
+# Their results are indices, or classes: nothing to differentiate.
+OF_INDICES = {"match", "pair", "document_search", "decode_classes"}

@@ -1,0 +1,74 @@
+"""What holds for every public function: derivatives in forward mode are right or an error, and defaults of torch that
+differ from the inputs' dtype and device change nothing."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+import otloss
+from otloss import losses
+from tests.otloss.every_function import FUNCTIONS, OF_INDICES, Entry
+from tests.otloss.gradient_cases import Inputs
+
+
+def test_the_table_holds_every_public_function() -> None:
+    public = {
+        name
+        for module in (otloss, losses)
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    }
+    assert public - {"warm_up"} == {name.partition(",")[0].split()[0] for name in FUNCTIONS} | OF_INDICES
+
+
+def upstream(value: Tensor) -> Tensor:
+    return torch.linspace(-1, 2, value.numel(), dtype=value.dtype, device="cpu").reshape(value.shape)
+
+
+def gradients(entry: Entry) -> Inputs:
+    leaves = {name: t.clone().requires_grad_() for name, t in entry.inputs.items()}
+    value = entry.value({**leaves, **entry.fixed})
+    if not value.requires_grad:
+        return {}
+    found = torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
+    return dict(zip(leaves, found, strict=True))
+
+
+def by_duals(entry: Entry, given: str, tangent: Tensor) -> Tensor | None:
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(entry.inputs[given], tangent)
+        return forward_ad.unpack_dual(entry.value({**entry.inputs, **entry.fixed, given: dual})).tangent
+
+
+def by_jvp(entry: Entry, given: str, tangent: Tensor) -> Tensor | None:
+    def function(t: Tensor) -> Tensor:
+        return entry.value({**entry.inputs, **entry.fixed, given: t})
+
+    return torch.func.jvp(function, (entry.inputs[given],), (tangent,))[1]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_forward_mode_is_right_or_an_error_that_names_the_function(name: str) -> None:
+    entry, function = FUNCTIONS[name], name.partition(",")[0].split()[0]
+    by_backward = gradients(entry)
+    for given, point in entry.inputs.items():
+        tangent = torch.randn(point.shape, dtype=point.dtype, generator=torch.Generator().manual_seed(3))
+        for mode in (by_duals, by_jvp):
+            message, found = "", None
+            try:
+                found = mode(entry, given, tangent)
+            except NotImplementedError as error:
+                message = str(error)
+            if message:
+                assert function in message or "graph_cost" in message, (mode, given, message)
+                assert "reverse mode" in message or "torch.autograd.grad" in message or "detached" in message
+                continue
+            assert found is not None, (mode, given)
+            found, expected = found.detach(), float((by_backward[given] * tangent).sum())
+            assert float((found * upstream(found)).sum()) == pytest.approx(expected, rel=1e-6, abs=1e-8), (mode, given)
