@@ -133,7 +133,7 @@ def _cutoff(x: Tensor, y: Tensor, width: Tensor, *, left_out: bool) -> tuple[np.
     All that is left out of a row is less than a rounding of its sum; what the scores' own rounding could hide is added.
     """
     if not left_out:
-        return torch.full((len(width),), torch.inf, dtype=x.dtype).numpy(), ROWS
+        return x.new_full((len(width),), torch.inf).numpy(), ROWS
     rounding = torch.finfo(x.dtype).eps
     spread = float((torch.maximum(x.amax(0), y.amax(0)) - torch.minimum(x.amin(0), y.amin(0))).double().square().sum())
     scale = max(spread, math.sqrt(3 * spread))  # the largest cost of any metric

@@ -135,7 +135,7 @@ def _between(real: Any, fake: Any, generator: torch.Generator | None) -> Tensor:
             "least one sample; draw as many fake samples as real ones, and pass numbers as (batch, 1)."
         )
     device = real.device if generator is None else generator.device
-    share = torch.rand(len(real), *[1] * (real.dim() - 1), generator=generator, device=device)
+    share = torch.rand(len(real), *[1] * (real.dim() - 1), generator=generator, device=device, dtype=torch.float32)
     dtype = torch.promote_types(real.dtype, fake.dtype)
     return torch.lerp(fake.detach().to(dtype), real.detach().to(dtype), share.to(real.device, dtype))
 

@@ -52,8 +52,9 @@ def crps(
 
     Raises:
         TypeError: if an argument is not a floating tensor.
-        ValueError: if shapes do not fit, there is no member, a number is not finite, a weight is negative, the weights
-            of an ensemble are all 0, or fair is asked of a single member with weight.
+        ValueError: if shapes do not fit (observations (n, 1) for n ensembles do not), there is no member, a number is
+            not finite, a weight is negative, the weights of an ensemble are all 0, or fair is asked of a single member
+            with weight.
 
     Source:
         T. Gneiting, A. Raftery, Strictly proper scoring rules, JASA 102 (2007), eq. 21; C. Ferro, 2014, for fair.
@@ -81,7 +82,7 @@ def crps(
     value = (left * below.square() + right * (1 - below).square()).sum(-1)
     value = value + (y[..., 0] - x[..., -1]).clamp(min=0) + (x[..., 0] - y[..., 0]).clamp(min=0)
     if fair:
-        squares = torch.as_tensor(1 / members) if share is None else share.square().sum(-1)
+        squares = x.new_tensor(1 / members) if share is None else share.square().sum(-1)
         _check_fair(squares.detach())
         spread = (x.diff(dim=-1) * below * (1 - below)).sum(-1)
         value = value - spread * squares / (1 - squares)
@@ -119,6 +120,12 @@ def _checked(ensemble: Any, observation: Any, weights: Any) -> list[Tensor]:
                 f"weights has the least entry {float(weights.detach().amin())} and the least sum "
                 f"{float(weights.detach().sum(-1).amin())}, expected weights >= 0 of a sum above 0 for each forecast."
             )
+    shape, leading = observation.shape, ensemble.shape[:-1]
+    if leading.numel() > 1 and shape == (*leading, 1):
+        raise ValueError(
+            f"observation has shape {tuple(shape)} for ensembles {tuple(ensemble.shape)}, expected {tuple(leading)}; "
+            "call observation.squeeze(-1). Each ensemble against each observation is crps(ensemble[None], observation)."
+        )
     check_broadcast(**shapes)
     return list(given.values())
 

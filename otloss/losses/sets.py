@@ -64,7 +64,7 @@ def set_loss(
     unmatched = cost.new_zeros(*batch, n) if unmatched is None else check_floating("unmatched", unmatched)
     if unmatched.shape != (*batch, n):
         raise ValueError(f"unmatched has shape {tuple(unmatched.shape)}, expected {(*batch, n)}, one per prediction.")
-    shapes = torch.tensor([n, m]).expand(*batch, 2)
+    shapes = torch.tensor([n, m], device="cpu").expand(*batch, 2)
     if sizes is not None:
         shapes = torch.from_numpy(checked_sizes(sizes, batch, n, m)).reshape(*batch, 2)
     if (shapes[..., 0] < shapes[..., 1]).any():

@@ -71,7 +71,7 @@ def cloud_loss(
 
     Args:
         x: (..., n, d) points, or a list of clouds (n_k, d) of different sizes. The leading axes of all arguments
-            broadcast; a list is one axis.
+            broadcast; a list is one axis, and two lists are taken in pairs.
         y: (..., m, d) points, or a list of clouds.
         a: (..., n) weights >= 0 of x, or a list of (n_k,) for a list of clouds; 1 / n each by default.
         b: (..., m) weights of y likewise, with the mass of a up to rounding.
@@ -116,6 +116,7 @@ def cloud_loss(
         kind, empty, metric, divergence={"epsilon": epsilon, "blur": blur, "marginal_penalty": marginal_penalty,
         "tolerance": tolerance}, sliced={"projections": projections, "generator": generator},
     )  # fmt: skip
+    _check_lists(x, y)
     one = _Cloud.of("x", x, ("a", a), ("mask_x", mask_x), empty)
     other = _Cloud.of("y", y, ("b", b), ("mask_y", mask_y), empty)
     one, other = _both_or_neither(one, other)
@@ -140,6 +141,15 @@ def cloud_loss(
         one.weights, other.weights, cost, epsilon=epsilon, marginal_penalty=marginal_penalty, tolerance=tolerance
     )
     return scale * value
+
+
+def _check_lists(x: Any, y: Any) -> None:
+    both = isinstance(x, list | tuple) and isinstance(y, list | tuple)
+    if both and len(x) != len(y):
+        raise ValueError(
+            f"x is a list of {len(x)} clouds and y of {len(y)}, expected as many: they are taken in pairs. For one "
+            "cloud against each of several pass it as a tensor (n, d)."
+        )
 
 
 def check_options(kind: str, empty: str, metric: Metric, *, divergence: dict[str, Any], sliced: dict[str, Any]) -> None:
@@ -219,7 +229,7 @@ def _padded(name: str, clouds: Sequence[Any], name_w: str, weights: Any) -> tupl
                 f"{tuple(clouds[0].shape)}."
             )
     sizes = [len(cloud) for cloud in clouds]
-    mask = torch.arange(max(1, *sizes)) < torch.tensor(sizes).unsqueeze(-1)
+    mask = torch.arange(max(1, *sizes), device="cpu") < torch.tensor(sizes, device="cpu").unsqueeze(-1)
     if weights is not None:
         shapes = [tuple(w.shape) for w in weights] if isinstance(weights, list | tuple) else type(weights).__name__
         if shapes != [(size,) for size in sizes]:

@@ -200,7 +200,7 @@ def _descend_by_kernel(
     ]
     weights = [t.reshape(count, t.shape[-1]).contiguous().numpy() for t in (p, q)]
     plans = plan.expand(*batch, n, m).reshape(count, n, m).clone()
-    values, done = p.new_empty(count), torch.empty(count, dtype=torch.bool)
+    values, done = p.new_empty(count), torch.empty(count, dtype=torch.bool, device="cpu")
     arguments = (*matrices, *weights, energy.alpha, most, tolerance, plans.numpy(), values.numpy(), done.numpy())
     one_thread = count * n * m * (n + m) < ENTRIES
     run_on_threads(descend_problems, count, arguments, lambda: scratch(n, m), one_thread=one_thread)

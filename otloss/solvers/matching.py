@@ -127,7 +127,7 @@ def _solved(
 def checked_sizes(sizes: Any, batch: torch.Size, n: int, m: int) -> np.ndarray:
     """Return (problems, 2) sizes of the problems of a padded batch, or raise."""
     check_no_transform()
-    given = torch.as_tensor(sizes) if isinstance(sizes, list | tuple | np.ndarray) else sizes
+    given = torch.as_tensor(sizes, device="cpu") if isinstance(sizes, list | tuple | np.ndarray) else sizes
     shapes: np.ndarray = check_integers("sizes", given).cpu().numpy()
     if shapes.shape != (*batch, 2):
         raise ValueError(f"sizes has shape {shapes.shape}, expected {(*batch, 2)}, rows and columns of each problem.")

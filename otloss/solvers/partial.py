@@ -38,7 +38,7 @@ def partial_problem(p: Any, q: Any, cost: Any, mass: Any) -> tuple[HistogramPair
     pair = histogram_pair(*weights_or_uniform(p, q, cost), cost.dtype, balanced=False)
     matrix = cost_between(pair.p, pair.q, fitted).dense()
     check_finite("cost", matrix)
-    p, q, matrix, moved = _extended(pair.p, pair.q, matrix, mass, torch.zeros(()))
+    p, q, matrix, moved = _extended(pair.p, pair.q, matrix, mass, matrix.new_zeros(()))
     return HistogramPair(p, q, moved, pair.dtype), matrix
 
 

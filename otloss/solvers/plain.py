@@ -54,7 +54,7 @@ class PlainCost(NamedTuple):
         """
         assert self.forbidden is not None
         leaked = (plan * self.forbidden).sum((-2, -1))
-        mass = torch.as_tensor(mass).detach().to(leaked).expand_as(leaked)
+        mass = torch.as_tensor(mass, dtype=leaked.dtype, device=leaked.device).detach().expand_as(leaked)
         excess = leaked - _LEAK.get(dtype, _LEAK_OF_OTHERS) * mass
         if (excess > 0).any():
             worst = tuple(int(i) for i in (excess == excess.max()).nonzero()[0])
@@ -84,9 +84,11 @@ def plain_cost(
         ValueError: if an entry is NaN or -inf, if one is negative in an unbalanced problem, or fewer than two axes; if
             epsilon is not above 0; if costs are so far apart that their differences overflow.
     """
-    width = torch.zeros(())
+    width = torch.zeros((), dtype=torch.float64, device=cost.device)
     if epsilon is not None:
-        width = torch.as_tensor(check_epsilon(_detached(epsilon), above_zero=True)).double()
+        width = torch.as_tensor(
+            check_epsilon(_detached(epsilon), above_zero=True), dtype=torch.float64, device=cost.device
+        )
     if cost.dim() < 2:
         raise ValueError(f"the cost matrix has shape {tuple(cost.shape)}, expected (..., n, m) with n, m >= 1.")
     entries = cost.detach().double()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from torch import Tensor
 import otloss
 from otloss import losses
 from otloss.costs import CosineCost, GridCost, LineCost, PointCost, graph_cost
-from tests.otloss.gradient_cases import TIGHT, Inputs, draw, weights
+from tests.otloss.gradient_cases import Inputs, draw, weights
 
 LABELS = torch.tensor([0, 3, 1])
 VALUES = torch.tensor([1.0, 2.0, 5.0, torch.nan])
@@ -38,17 +39,21 @@ def _same_bins(**more: Tensor) -> Inputs:
     return {**weights(4, 4, empty=False), **more}
 
 
+def _tight(t: Inputs) -> dict[str, Any]:
+    """As tight as the dtype of the inputs allows."""
+    return {"epsilon": 0.3, "tolerance": 1e-10 if next(iter(t.values())).dtype == torch.float64 else None}
+
+
 def _clouds() -> Inputs:
     return {"x": draw(2, 4, 3), "y": draw(2, 5, 3, seed=1)}
 
 
 def _generator() -> torch.Generator:
-    return torch.Generator().manual_seed(0)
+    return torch.Generator("cpu").manual_seed(0)
 
 
 def _transport() -> dict[str, Entry]:
     matrix = {"C": draw(2, 4, 5)}
-    entropic = {"epsilon": 0.3, **TIGHT}
     found = {
         "emd": Entry(_pair(**matrix), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
         "emd, one matrix": Entry(_pair(C=draw(4, 5)), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
@@ -67,32 +72,32 @@ def _transport() -> dict[str, Entry]:
         "solve": Entry(_pair(**matrix), lambda t: otloss.solve(t["p"], t["q"], t["C"]).value),
         "solve, implicit": Entry(
             _pair(**matrix),
-            lambda t: otloss.solve(t["p"], t["q"], t["C"], grad="implicit", **entropic).linear_cost,
+            lambda t: otloss.solve(t["p"], t["q"], t["C"], grad="implicit", **_tight(t)).linear_cost,
         ),
-        "sinkhorn": Entry(_pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], **entropic)),
+        "sinkhorn": Entry(_pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], **_tight(t))),
         "sinkhorn, implicit": Entry(
-            _pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], grad="implicit", **entropic)
+            _pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], grad="implicit", **_tight(t))
         ),
         "sinkhorn of points": Entry(
             _pair(**_clouds()),
-            lambda t: otloss.sinkhorn(t["p"], t["q"], PointCost(t["x"], t["y"]), grad="implicit", **entropic),
+            lambda t: otloss.sinkhorn(t["p"], t["q"], PointCost(t["x"], t["y"]), grad="implicit", **_tight(t)),
         ),
         "sinkhorn, mass": Entry(
-            _pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], mass=0.5, **entropic)
+            _pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], mass=0.5, **_tight(t))
         ),
         "sinkhorn_divergence": Entry(
             _pair(**_clouds()),
-            lambda t: otloss.sinkhorn_divergence(t["p"], t["q"], PointCost(t["x"], t["y"]), **entropic),
+            lambda t: otloss.sinkhorn_divergence(t["p"], t["q"], PointCost(t["x"], t["y"]), **_tight(t)),
         ),
         "sinkhorn_divergence, implicit": Entry(
             _pair(**_clouds()),
             lambda t: otloss.sinkhorn_divergence(
-                t["p"], t["q"], PointCost(t["x"], t["y"]), grad="implicit", **entropic
+                t["p"], t["q"], PointCost(t["x"], t["y"]), grad="implicit", **_tight(t)
             ),
         ),
         "sinkhorn_divergence, grid": Entry(
             _same_bins(),
-            lambda t: otloss.sinkhorn_divergence(t["p"], t["q"], GridCost((2, 2)), grad="implicit", **entropic),
+            lambda t: otloss.sinkhorn_divergence(t["p"], t["q"], GridCost((2, 2)), grad="implicit", **_tight(t)),
         ),
         "lower_bound": Entry(_pair(**matrix), lambda t: otloss.lower_bound(t["p"], t["q"], t["C"])),
         "lower_bound of points": Entry(
@@ -114,7 +119,7 @@ def _transport() -> dict[str, Entry]:
         "barycenter": Entry(
             {"p": weights(2, 5, empty=False)["p"].repeat(1, 2), "C": draw(3, 4), "weights": draw(2) / draw(2).sum()},
             lambda t: otloss.barycenter(
-                t["p"] / t["p"].sum(-1, keepdim=True), t["C"], t["weights"], epsilon=0.3, tolerance=1e-10
+                t["p"] / t["p"].sum(-1, keepdim=True), t["C"], t["weights"], **_tight(t)
             ),
         ),
     }  # fmt: skip
@@ -228,7 +233,7 @@ def _of_logits() -> dict[str, Entry]:
         ),
         "mask_loss": Entry(
             {"logits": draw(2, 4, 4)},
-            lambda t: losses.mask_loss(t["logits"], t["target"], epsilon=1.0, tolerance=1e-7),
+            lambda t: losses.mask_loss(t["logits"], t["target"], **_tight(t)),
             {"target": (draw(2, 4, 4, seed=1) > 0.5).double()},
         ),
         "spearman_loss": Entry(
@@ -280,7 +285,7 @@ def _others() -> dict[str, Entry]:
         "gradient_penalty": Entry(
             {"W": draw(2, 2)},
             lambda t: losses.gradient_penalty(
-                lambda z: (z @ t["W"]).square().sum(-1), t["real"], t["fake"], generator=_generator()
+                lambda z: (z.to(t["W"]) @ t["W"]).square().sum(-1), t["real"], t["fake"], generator=_generator()
             ),
             critic,
         ),
@@ -291,5 +296,18 @@ def _others() -> dict[str, Entry]:
 
 
 FUNCTIONS: dict[str, Entry] = {**_transport(), **_closed_forms(), **_of_logits(), **_others()}
-# Their results are indices, or classes: nothing to differentiate.
-OF_INDICES = {"match", "pair", "document_search", "decode_classes"}
+# Their results are indices: nothing to differentiate.
+OF_INDICES: dict[str, Entry] = {
+    "match": Entry({"cost": draw(2, 4, 3)}, lambda t: torch.stack(otloss.match(t["cost"]))),
+    "match, lists": Entry({"cost": draw(2, 4, 3)}, lambda t: torch.stack(otloss.match(list(t["cost"]))[1])),
+    "pair": Entry({"x0": draw(4, 2), "x1": draw(5, 2, seed=1)}, lambda t: otloss.pair(t["x0"], t["x1"])),
+    "pair, epsilon": Entry(
+        {"x0": draw(4, 2), "x1": draw(5, 2, seed=1)},
+        lambda t: otloss.pair(t["x0"], t["x1"], epsilon=0.1, generator=_generator()),
+    ),
+    "decode_classes": Entry({"logits": draw(3, 4)}, lambda t: losses.decode_classes(t["logits"], "mean")),
+    "document_search": Entry(
+        {"corpus": 1.0 - torch.eye(4, dtype=torch.float64), "embedding": draw(4, 2)},
+        lambda t: otloss.document_search(t["corpus"][:2], t["corpus"], t["embedding"], k=2).distances,
+    ),
+}

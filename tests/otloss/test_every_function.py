@@ -4,6 +4,8 @@ differ from the inputs' dtype and device change nothing."""
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -23,7 +25,7 @@ def test_the_table_holds_every_public_function() -> None:
         for name, value in vars(module).items()
         if inspect.isfunction(value) and not name.startswith("_")
     }
-    assert public - {"warm_up"} == {name.partition(",")[0].split()[0] for name in FUNCTIONS} | OF_INDICES
+    assert public - {"warm_up"} == {name.partition(",")[0].split()[0] for name in (*FUNCTIONS, *OF_INDICES)}
 
 
 def upstream(value: Tensor) -> Tensor:
@@ -72,3 +74,33 @@ def test_forward_mode_is_right_or_an_error_that_names_the_function(name: str) ->
             assert found is not None, (mode, given)
             found, expected = found.detach(), float((by_backward[given] * tangent).sum())
             assert float((found * upstream(found)).sum()) == pytest.approx(expected, rel=1e-6, abs=1e-8), (mode, given)
+
+
+@contextmanager
+def defaults(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with torch.device("meta"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def results(entry: Entry, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in entry.inputs.items()}
+    value = entry.value({**leaves, **entry.fixed})
+    if not value.requires_grad:
+        return (value,)
+    return value, *torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, *OF_INDICES])
+def test_default_dtype_and_device_change_nothing(name: str) -> None:
+    entry = {**FUNCTIONS, **OF_INDICES}[name]
+    for dtype, other in ((torch.float64, torch.float16), (torch.float32, torch.float64)):
+        expected = results(entry, dtype)
+        with defaults(other):
+            found = results(entry, dtype)
+        error = 1e-13 if dtype == torch.float64 else 1e-6
+        torch.testing.assert_close(found, expected, rtol=error, atol=error)

@@ -98,7 +98,7 @@ def search_from_clusters(
     if search.best is None:
         return None
     f, g, error, _ = closed(search.sweep, *search.best[:2])
-    counted = torch.full(problem.batch, search.iterations, dtype=torch.int64)
+    counted = torch.full(problem.batch, search.iterations, dtype=torch.int64, device=f.device)
     return f.expand(problem.p.shape), g.expand(problem.q.shape), error.expand(problem.batch), counted
 
 
@@ -152,7 +152,7 @@ class _Clusters:
             if epsilon >= finest:
                 break
         epsilon = max(epsilon, finest)
-        width = torch.tensor(epsilon, dtype=y.dtype)
+        width = y.new_tensor(epsilon)
         # In the dtype of the points, for which the kernel may have been compiled already.
         few_p, few_q = p.to(y.dtype), q.to(y.dtype)
         among = PointCost(centres_x.to(y.dtype), centres_y.to(y.dtype), metric=cost.metric)
@@ -186,7 +186,7 @@ class _Clusters:
 def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
     """L of `I - B^T B`, B^T B similar to M, with the constant, its only eigenvector without a decay, added."""
     constant = scale / torch.linalg.vector_norm(scale)
-    identity = torch.eye(len(scale), dtype=scale.dtype)
+    identity = torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
     system = (1 + RIDGE) * identity - half.mT @ half + torch.outer(constant, constant)
     factor, failed = torch.linalg.cholesky_ex(system)
     return None if int(failed) else factor
@@ -201,9 +201,9 @@ def _grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tenso
     size = max(1, -(-len(members) // count))
     of_members = torch.empty_like(members)
     if len(members):
-        of_members[order_of(points, sizes=(size,))] = torch.arange(len(members)) // size
-    held = torch.zeros(-(-len(members) // size), dtype=torch.float64).index_add_(0, of_members, weights)
-    centres = torch.zeros(len(held), points.shape[1], dtype=torch.float64)
+        of_members[order_of(points, sizes=(size,))] = torch.arange(len(members), device=members.device) // size
+    held = weights.new_zeros(-(-len(members) // size)).index_add_(0, of_members, weights)
+    centres = points.new_zeros(len(held), points.shape[1])
     centres.index_add_(0, of_members, points * weights.unsqueeze(-1)).div_(held.unsqueeze(-1))
     within = (weights * (points - centres[of_members]).square().sum(-1)).sum() / held.sum()
     return members, of_members, centres, held, float(within)
@@ -220,7 +220,7 @@ class _Search:
         self.best: tuple[Tensor, Tensor, Tensor] | None = None
 
     def run(self, epsilon: float, *, tolerance: float, most: int) -> None:
-        self.sweep = self.sweep.at(torch.tensor(epsilon, dtype=torch.float64))
+        self.sweep = self.sweep.at(self.g.new_tensor(epsilon))
         weights = self.sweep.log_q.exp()
         history = _Anderson(weights.sqrt())
         least, halved, since = float("inf"), float("inf"), 0

@@ -248,9 +248,10 @@ def _epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
             raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number or a tensor of one per problem.")
         width = torch.tensor(check_positive("epsilon", float(epsilon)), dtype=cost.dtype, device=cost.device)
     tiny = torch.finfo(cost.dtype).tiny
-    if (epsilon < tiny) if not isinstance(epsilon, Tensor) else bool((width.detach() < tiny).any()):
+    least = float(epsilon.detach().min()) if isinstance(epsilon, Tensor) and epsilon.numel() else epsilon
+    if not isinstance(least, Tensor) and least < tiny:
         raise ValueError(
-            f"epsilon is {float(torch.as_tensor(epsilon).detach().min()):.3g}, expected at least {tiny:.3g}, the least "
+            f"epsilon is {least:.3g}, expected at least {tiny:.3g}, the least "
             f"normal number of {cost.dtype}; rescale the costs and epsilon alike."
         )
     if settings.epsilon_relative_to is None:

@@ -161,6 +161,11 @@ def test_empty_clouds(options: dict[str, Any]) -> None:
         ({"x": [torch.zeros(2, 2), torch.zeros(2, 3)]}, ValueError, r"x\[1\] has shape \(2, 3\), expected"),
         ({"x": [torch.zeros(2, 2)], "a": torch.ones(2)}, ValueError, "a has shapes Tensor, expected a list"),
         ({"x": []}, ValueError, "x is an empty list"),
+        (
+            {"x": [torch.zeros(2, 2)], "y": 2 * [torch.zeros(2, 2)]},
+            ValueError,
+            "list of 1 clouds and y of 2, expected as",
+        ),
         ({"x": torch.zeros(3)}, ValueError, r"x has shape \(3,\), expected \(..., n, d\)"),
         ({"x": [1.0, 2.0]}, TypeError, r"x\[0\] is a float"),
         ({"empty": "skip"}, ValueError, "empty is 'skip'"),
