@@ -1,5 +1,5 @@
-"""Start-up of the command line, imported first, without torch: `--version` does not wait for it, which takes seconds,
-and Ctrl-C during its import prints one line.
+"""Start-up of the command line, imported first, without torch: `--version` and errors that can be found without it do
+not wait for it, which takes seconds, and Ctrl-C during its import prints one line.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
+
+from otloss_llm._precheck import first_error
 
 INTERRUPTED = "interrupted; give the same command again, and train and compare resume from the last checkpoint."
 
@@ -33,4 +35,7 @@ if _is_command_line():
         with suppress(PackageNotFoundError):  # else the command prints it
             print(f"otloss-llm {version('otloss')}")
             sys.exit(0)
+    if (error := first_error(sys.argv[1:])) is not None:
+        print(f"otloss-llm: error: {error}", file=sys.stderr)
+        sys.exit(2)
     sys.excepthook = _hook

@@ -10,13 +10,17 @@ The module of a command is imported when it runs, so that `--help` and `--versio
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from difflib import get_close_matches
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+import otloss
+import otloss_llm
 from otloss_llm import __version__
+from otloss_llm._precheck import COMMANDS, unknown_option
 from otloss_llm._start import INTERRUPTED
 
 USAGE = """\
@@ -31,26 +35,6 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
 --version prints the version. With --traceback an error prints its traceback.
 """
 
-# Command (a module of this package) -> dataclasses of `otloss_llm.cli.arguments` that its `run` takes.
-_COMMANDS = {
-    "train": (
-        "ModelArguments",
-        "LoraArguments",
-        "TrainTextArguments",
-        "ObjectiveArguments",
-        "ObjectiveTrainingArguments",
-    ),
-    "generate": ("ModelArguments", "GenerateArguments"),
-    "evaluate": ("ModelArguments", "EvaluateArguments"),
-    "compare": (
-        "CompareModelArguments",
-        "CompareTextArguments",
-        "CompareArguments",
-        "OracleArguments",
-        "ObjectiveTrainingArguments",
-    ),
-}
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 after an error the user can fix, 1 after a failed comparison."""
@@ -63,10 +47,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if given[0] == "--version":
         print(f"otloss-llm {__version__}")
         return 0
-    if given[0] not in _COMMANDS:
-        return _fail(f"there is no command {given[0]!r}; expected {' | '.join(_COMMANDS)} (see --help).")
+    if given[0] not in COMMANDS:
+        return _fail(f"there is no command {given[0]!r}; expected {' | '.join(COMMANDS)} (see --help).")
     try:
-        with _transformers_messages():
+        with _transformers_messages(), _plain_warnings():
             parsed = _parse(given[0], given[1:])
             # Trainer, tqdm and other libraries print to stdout while the command works.
             with redirect_stdout(sys.stderr):
@@ -94,7 +78,7 @@ def _message(error: Exception) -> str | None:
         return f"out of memory: {text} Use smaller batches (with --gradient_accumulation_steps) or blocks."
     if isinstance(error, ImportError):
         package = (error.name or "").partition(".")[0]
-        if package in ("transformers", "accelerate", "tqdm", "tokenizers", "safetensors"):
+        if package in ("transformers", "accelerate", "tqdm", "tokenizers", "safetensors", "filelock"):
             return f'the command needs {package}: pip install "otloss[llm]"'
         return text
     if type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "huggingface_hub", "requests"):
@@ -123,20 +107,34 @@ def _transformers_messages() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+@contextmanager
+def _plain_warnings() -> Iterator[None]:
+    """Warnings of ours are one line, without the file and the line of source that they came from."""
+    before = warnings.formatwarning
+    ours = [str(Path(package.__file__).parent) for package in (otloss, otloss_llm)]
+
+    def formatted(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
+        if any(filename.startswith(folder) for folder in ours):
+            return f"otloss-llm: warning: {message}\n"
+        return before(message, category, filename, lineno, line)
+
+    warnings.formatwarning = formatted  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        warnings.formatwarning = before
+
+
 def _parse(command: str, given: Sequence[str]) -> tuple[Any, ...]:
     from otloss_llm.cli import arguments
     from otloss_llm.cli.options import OptionParser
 
-    kinds = [getattr(arguments, kind) for kind in _COMMANDS[command]]
+    kinds = [getattr(arguments, kind) for kind in COMMANDS[command]]
     parser = OptionParser(kinds, prog=f"python -m otloss_llm {command}")
     *parsed, unknown = parser.parse_args_into_dataclasses(
         args=list(given), return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
         known = [option for action in parser._actions for option in action.option_strings]
-        near = get_close_matches(unknown[0].partition("=")[0], known, n=1)
-        raise ValueError(
-            f"{command} has no option {unknown[0]!r}{f', did you mean {near[0]}?' if near else ''} "
-            f"(see {command} --help)."
-        )
+        raise ValueError(unknown_option(command, unknown[0], known))
     return tuple(parsed)

@@ -23,6 +23,7 @@ from otloss_llm.experiments.oracle import Oracle, run_oracle
 from otloss_llm.experiments.report import write_report
 from otloss_llm.experiments.scaling import run_scaling, write_scaling
 from otloss_llm.models.loading import load_tokenizer
+from otloss_llm.training.folders import check_ours
 from otloss_llm.training.loading import load_rows, read_sources
 
 
@@ -59,6 +60,7 @@ def run(
         metrics=tuple(compare_args.metrics),
     )
     documents = read_sources(text_args)
+    check_ours(Path(args.output_dir))
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
     train, validation, test = load_rows(tokenizer, text_args, documents)
     if not test:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+from pathlib import Path
 from typing import Any
 
 from otloss_llm.cli.arguments import (
@@ -18,6 +19,7 @@ from otloss_llm.costs.choice import NumberSettings, check_settings, number_token
 from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.loading import fingerprint, load_model_and_tokenizer
 from otloss_llm.objectives import cost_kind, parse_objective
+from otloss_llm.training.folders import check_ours
 from otloss_llm.training.loading import COST_SOURCES, load_cost, load_rows, number_share, read_sources
 from otloss_llm.training.runs import train_run
 
@@ -41,6 +43,7 @@ def run(
         )
     lora = _lora(lora_args)
     documents = read_sources(text_args)
+    check_ours(Path(args.output_dir))
     path = model_args.model_name_or_path
     model, tokenizer = load_model_and_tokenizer(path, model_args.tokenizer_name, dtype=model_args.dtype or "float32")
     cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)

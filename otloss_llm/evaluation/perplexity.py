@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 class Perplexity:
     """Scores of a model on blocks: means over tokens, in nats and in units of the cost.
 
-    The transport cost of a cost of numbers is the mean over number positions.
+    The transport cost of a cost of numbers is the mean over number positions, None where there are none.
     """
 
     nll: float
@@ -143,7 +143,7 @@ def perplexity(
                 transport += float(token_cost.sum(dtype=torch.float64))
                 scored += int(cost_positions(cost, labels, torch.ones_like(labels, dtype=torch.bool)).sum())
     tokens = ids.shape[0] * (ids.shape[1] - 1)
-    return Perplexity(nll / tokens, None if cost is None else transport / max(1, scored), tokens)
+    return Perplexity(nll / tokens, transport / scored if scored else None, tokens)
 
 
 def sequence_nll(

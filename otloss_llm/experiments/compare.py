@@ -29,7 +29,7 @@ from otloss_llm.experiments.measuring import METRICS, Data, QuestionBench, Quest
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import cost_kind, parse_objective
-from otloss_llm.training.folders import open_run
+from otloss_llm.training.folders import full_disk_reported, locked, open_run
 from otloss_llm.training.loading import load_cost, number_share
 from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
 
@@ -120,11 +120,12 @@ def run_comparison(
         comparison, data, tokenizer, start=start, style=style, device=args.device, settings=settings, say=say
     )
     training = {key: value for key, value in decisive_settings(args).items() if key != "seed"}
-    open_run(folder, settings | training)
-    reference = bench.reference(folder)
-    before = bench.measure(folder / "start", start, temperature=1.0, seed=0)
-    del start
-    runs, failures = _run_all(comparison, bench, args, settings=settings, say=say)
+    with locked(folder), full_disk_reported(folder):
+        open_run(folder, settings | training)
+        reference = bench.reference(folder)
+        before = bench.measure(folder / "start", start, temperature=1.0, seed=0)
+        del start
+        runs, failures = _run_all(comparison, bench, args, settings=settings, say=say)
     return {
         "settings": settings | {"training": args.to_dict()},
         "environment": environment(args.device),

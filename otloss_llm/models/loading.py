@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
+from otloss_llm._precheck import wrong_model
 from otloss_llm.models.adapters import check_peft
 from otloss_llm.models.heads import check_causal, find_head
 
-HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 HUB_TIMEOUT = 5.0  # seconds
 
 
@@ -57,7 +56,13 @@ def load_tokenizer(path: str) -> Any:
 
 def load_model_and_tokenizer(path: str, tokenizer_path: str | None = None, **kwargs: Any) -> tuple[Any, Any]:
     """A causal language model with its tokenizer; raises ValueError if the tokenizer has more tokens than the model."""
-    model, tokenizer = load_model(path, **kwargs), load_tokenizer(tokenizer_path or path)
+    for name, what in ((path, "model"), (tokenizer_path or path, "tokenizer")):
+        if wrong := wrong_model(name, what):
+            raise FileNotFoundError(wrong)
+    # A folder's tokenizer first: what is wrong with it shows at once. The hub is asked for the model first.
+    tokenizer = load_tokenizer(tokenizer_path or path) if Path(path).expanduser().is_dir() else None
+    model = load_model(path, **kwargs)
+    tokenizer = tokenizer or load_tokenizer(tokenizer_path or path)
     vocab = find_head(model).weight.shape[0]
     if len(tokenizer) > vocab:
         raise ValueError(
@@ -88,8 +93,8 @@ def _some(names: list[str]) -> str:
 
 def _from_pretrained(kind: Any, path: str, what: str, **kwargs: Any) -> Any:
     folder = Path(path).expanduser()
-    if folder.is_dir() and not any(folder.glob("*.json")):
-        raise FileNotFoundError(f"the folder {path!r} has no {what}; expected config.json and the files beside it.")
+    if wrong := wrong_model(path, what):
+        raise FileNotFoundError(wrong)
     if what == "model" and (folder / "adapter_config.json").is_file():
         check_peft(f"the adapter {path!r}")
     source = str(folder) if folder.is_dir() else _on_the_hub(path, what)
@@ -111,10 +116,6 @@ def _on_the_hub(name: str, what: str) -> str:
     from huggingface_hub import get_hf_file_metadata, hf_hub_url, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
-    if not HUB_NAME.fullmatch(name):
-        raise FileNotFoundError(
-            f"there is no {what} folder {name!r} in {Path.cwd()}; give the folder that save_pretrained wrote."
-        )
     try:
         get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
     except RepositoryNotFoundError as error:

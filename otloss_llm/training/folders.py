@@ -1,22 +1,74 @@
-"""Run folders: their files, which run may use them, and atomic writes.
+"""Run folders: their files, which run may use them, one process at a time, and atomic writes.
 
 run.json        the settings, written first; only a run with the same settings may use a folder with results
 checkpoint-N/   of the Hugging Face Trainer; complete once its trainer_state.json exists, which is written last
 log.json        the log, written when the run has finished
 results.json    the results, written last
+.lock           held while a process works in the folder; a killed process holds it no longer
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-SETTINGS_FILE, RESULTS_FILE, LOG_FILE = "run.json", "results.json", "log.json"
+from filelock import FileLock, Timeout
+
+SETTINGS_FILE, RESULTS_FILE, LOG_FILE, LOCK_FILE = "run.json", "results.json", "log.json", ".lock"
 STATE_FILE = "trainer_state.json"
+
+# What torch and safetensors say where the system says ENOSPC or EDQUOT; theirs are no OSErrors.
+_FULL = (
+    "enforce fail at inline_container", "PytorchStreamWriter failed", "No space left on device", "Disk quota exceeded",
+)  # fmt: skip
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Create the folder and keep other processes out of it within this context.
+
+    Raises:
+        ValueError: another process works in the folder, or it holds other files.
+        OSError: the folder cannot be written.
+    """
+    make_folder(folder)
+    check_ours(folder)  # before a file is made in it
+    lock = FileLock(folder / LOCK_FILE, timeout=0)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ValueError(
+            f"another process is working in {folder}; wait until it has ended, or choose another output folder."
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def full_disk_reported(folder: Path) -> Iterator[None]:
+    """Within this context an error of a full disk is an OSError that says so; incomplete checkpoints are removed."""
+    try:
+        yield
+    except Exception as error:
+        full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+        if not full and not any(text in str(error) for text in _FULL):
+            raise
+        for checkpoint in incomplete_checkpoints(folder):
+            shutil.rmtree(checkpoint, ignore_errors=True)
+        kept = last_complete_checkpoint(folder)
+        resumes = "starts again" if kept is None else f"resumes from {Path(kept).name}"
+        raise OSError(
+            f"the disk of {folder} is full, or your quota of it; make space and give the same command again, which "
+            f"{resumes}."
+        ) from error
 
 
 @contextmanager
@@ -59,13 +111,8 @@ def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     settings = json.loads(json.dumps(settings, default=str))
     path, results = folder / SETTINGS_FILE, folder / RESULTS_FILE
     make_folder(folder)
-    kept = _kept_files(folder)
-    if kept and not path.is_file():
-        raise ValueError(
-            f"{folder} exists and holds no run of ours (it has {kept[0]!r}, but no {SETTINGS_FILE}); "
-            "choose a new or empty output folder."
-        )
-    if kept:
+    check_ours(folder)
+    if _kept_files(folder):
         _check_same_settings(folder, read_json(path), settings)
     else:
         write_json(path, settings)
@@ -83,9 +130,19 @@ def make_folder(folder: Path) -> None:
         raise OSError(f"cannot write in the output folder {folder} ({reason}); choose another one.")
 
 
+def check_ours(folder: Path) -> None:
+    """Raise ValueError if the folder holds files, but no run."""
+    kept = _kept_files(folder) if folder.is_dir() else []
+    if kept and not (folder / SETTINGS_FILE).is_file():
+        raise ValueError(
+            f"{folder} exists and holds no run of ours (it has {kept[0]!r}, but no {SETTINGS_FILE}); "
+            "choose a new or empty output folder."
+        )
+
+
 def _kept_files(folder: Path) -> list[str]:
     """Names of all files except the settings and those that a killed process left incomplete."""
-    needless = {SETTINGS_FILE, *(checkpoint.name for checkpoint in incomplete_checkpoints(folder))}
+    needless = {SETTINGS_FILE, LOCK_FILE, *(checkpoint.name for checkpoint in incomplete_checkpoints(folder))}
     names = sorted({file.name for file in folder.iterdir()} - needless)
     return [name for name in names if ".partial-" not in name]
 

@@ -10,6 +10,7 @@ import platform
 import shutil
 import statistics
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,10 @@ from otloss_llm.objectives import Objective
 from otloss_llm.training.folders import (
     LOG_FILE,
     RESULTS_FILE,
+    full_disk_reported,
     incomplete_checkpoints,
     last_complete_checkpoint,
+    locked,
     make_folder,
     open_run,
     write_json,
@@ -120,7 +123,8 @@ def train_run(
         `seconds_per_step` (median of this process).
 
     Raises:
-        ValueError: the folder holds another run, or rows do not fit the model.
+        ValueError: the folder holds another run, another process works in it, or rows do not fit the model.
+        OSError: the folder cannot be written, or the disk is full; earlier checkpoints stay.
         DivergenceError: the loss or the weights became NaN or infinite; earlier checkpoints stay.
     """
     folder = Path(args.output_dir)
@@ -143,6 +147,14 @@ def train_run(
         raise
     except RuntimeError as error:  # a reporting integration that is not installed, for example
         raise ValueError(f"the trainer cannot be set up with these arguments: {error}") from error
+    with locked(folder) if trainer.is_world_process_zero() else nullcontext(), full_disk_reported(folder):
+        return _run(trainer, folder, settings, timer, bar=bar)
+
+
+def _run(
+    trainer: ObjectiveTrainer, folder: Path, settings: dict[str, Any], timer: _StepTimer, *, bar: str | None
+) -> dict[str, Any]:
+    args = trainer.args
     with args.main_process_first(desc="open the run folder"):
         finished = open_run(folder, settings | decisive_settings(args))
         for checkpoint in incomplete_checkpoints(folder):
@@ -156,11 +168,11 @@ def train_run(
             trainer.remove_callback(callback)
         trainer.add_callback(_ProgressBar(bar))
     # A checkpoint without the optimizer's state cannot be resumed from.
-    _train(trainer, None if args.save_only_model else last_complete_checkpoint(folder), rows)
-    return _finish(trainer, folder, timer, evaluated=validation is not None)
+    _train(trainer, None if args.save_only_model else last_complete_checkpoint(folder))
+    return _finish(trainer, folder, timer)
 
 
-def _train(trainer: ObjectiveTrainer, checkpoint: str | None, rows: Rows) -> None:
+def _train(trainer: ObjectiveTrainer, checkpoint: str | None) -> None:
     try:
         trainer.train(resume_from_checkpoint=checkpoint)
     except _NoStepsLeftError:
@@ -168,19 +180,19 @@ def _train(trainer: ObjectiveTrainer, checkpoint: str | None, rows: Rows) -> Non
         if trainer.args.load_best_model_at_end and trainer.state.best_model_checkpoint is not None:
             trainer._load_best_model()
     except ValueError as error:  # of a kernel that found NaN
-        _check_finite(trainer, rows, error)
+        _check_finite(trainer, error)
         raise
-    _check_finite(trainer, rows)
+    _check_finite(trainer)
 
 
-def _finish(trainer: ObjectiveTrainer, folder: Path, timer: _StepTimer, *, evaluated: bool) -> dict[str, Any]:
+def _finish(trainer: ObjectiveTrainer, folder: Path, timer: _StepTimer) -> dict[str, Any]:
     """Evaluate and save the model; `results.json` is written last, because it marks the run as finished."""
     # The trainer's final entry covers only the steps of this process.
     history = [entry for entry in trainer.state.log_history if "train_runtime" not in entry]
     steps = trainer.state.global_step
     results: dict[str, Any] = {"steps": steps, "epoch": trainer.state.epoch} | _training_means(history)
     results["seconds_per_step"] = statistics.median(timer.seconds) if timer.seconds else None
-    if evaluated:
+    if trainer.eval_dataset is not None:
         metrics = trainer.evaluate()
         results |= metrics
         history.append(metrics | {"step": steps})
@@ -195,15 +207,19 @@ def _training_means(history: list[dict[str, Any]]) -> dict[str, float]:
     """Means over all steps of what was logged; each entry covers the steps since the one before it."""
     logged = [entry for entry in history if "loss" in entry]
     widths = [entry["step"] - before for entry, before in zip(logged, [0, *(e["step"] for e in logged)], strict=False)]
-    keys = [key for key in ("loss", "nll", "transport_cost") if logged and all(key in entry for entry in logged)]
-    means = {key: sum(e[key] * w for e, w in zip(logged, widths, strict=True)) / sum(widths) for key in keys}
-    return {f"train_{key}": value for key, value in means.items()}
+    means = {}
+    for key in ("loss", "nll", "transport_cost"):  # the last only where numbers were, for a cost of numbers
+        parts = [(entry[key], width) for entry, width in zip(logged, widths, strict=True) if key in entry]
+        if parts:
+            means[f"train_{key}"] = sum(value * width for value, width in parts) / sum(width for _, width in parts)
+    return means
 
 
-def _check_finite(trainer: ObjectiveTrainer, rows: Rows, cause: Exception | None = None) -> None:
+def _check_finite(trainer: ObjectiveTrainer, cause: Exception | None = None) -> None:
     """Raise DivergenceError unless the model's predictions are finite (finite weights can be too large)."""
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # no process has the whole model
         return
+    rows: Any = trainer.train_dataset
     with torch.no_grad():
         logits = trainer.model(input_ids=rows[0]["input_ids"].unsqueeze(0).to(trainer.args.device)).logits
     if not logits.isfinite().all():

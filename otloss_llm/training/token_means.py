@@ -47,8 +47,6 @@ def token_means(sums: Float[Tensor, "7"]) -> dict[str, float]:
     """Means of "loss", "nll", "transport_cost" and "aux_loss"; what was not measured is left out."""
     nll, cost, value, positions, tokens, auxiliary, rows = sums.tolist()
     tokens = max(tokens, 1.0)
-    means = {
-        "loss": value / tokens, "nll": nll / tokens, "transport_cost": cost / max(positions, 1.0),
-        "aux_loss": auxiliary / rows,
-    }  # fmt: skip
+    transport = cost / positions if positions else math.nan  # a cost of numbers where no label is one
+    means = {"loss": value / tokens, "nll": nll / tokens, "transport_cost": transport, "aux_loss": auxiliary / rows}
     return {key: mean for key, mean in means.items() if not math.isnan(mean)}

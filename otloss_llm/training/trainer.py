@@ -61,10 +61,10 @@ class ObjectiveMixin:
     (see `EmbeddingCost`) and the training set is a `PackedBlocks` or `AnsweredQuestions`, a log line says how many
     labels are such tokens. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
     `eval_transport_cost` (less is better for each of them as `metric_for_best_model`), and `eval_aux_loss`. The
-    transport cost of a cost of numbers is the mean over number positions; `NumberToken(weight)` adds `weight` times
-    this mean to that of nll, in training over the tokens of one optimizer step. Logs of TRL's `SFTTrainer` have its
-    `entropy` and `mean_token_accuracy` (not `num_tokens`), in training over at most 512 tokens of each batch, unless
-    torch has sharded the rows of the head over processes.
+    transport cost of a cost of numbers is the mean over number positions, and is left out where there are none;
+    `NumberToken(weight)` adds `weight` times this mean to that of nll, in training over the tokens of one optimizer
+    step. Logs of TRL's `SFTTrainer` have its `entropy` and `mean_token_accuracy` (not `num_tokens`), in training over
+    at most 512 tokens of each batch, unless torch has sharded the rows of the head over processes.
 
     Raises:
         TypeError, ValueError: the head of the model is not supported, the cost has another vocabulary, the objective is
@@ -350,7 +350,7 @@ class ObjectiveMixin:
                 raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
             means = token_means(self._eval_sums)
             if isinstance(self.objective, NumberToken):
-                means["loss"] = means["nll"] + self.objective.weight * means["transport_cost"]
+                means["loss"] = means["nll"] + self.objective.weight * means.get("transport_cost", 0.0)
             if "aux_loss" in means:
                 means["loss"] += self._auxiliary_weight() * means["aux_loss"]
             means["perplexity"] = math.exp(min(means["nll"], 700.0))

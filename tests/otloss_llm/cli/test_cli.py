@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,10 @@ import torch  # noqa: E402
 
 import otloss_llm  # noqa: E402
 from otloss_llm import EmbeddingCost  # noqa: E402
+from otloss_llm._precheck import COMMANDS, _fields_of, first_error  # noqa: E402
 from otloss_llm._start import INTERRUPTED  # noqa: E402
-from otloss_llm.cli import main  # noqa: E402
+from otloss_llm.cli import _plain_warnings, arguments, main  # noqa: E402
+from otloss_llm.cli.options import OptionParser  # noqa: E402
 from otloss_llm.data.blocks import PackedBlocks  # noqa: E402
 from otloss_llm.evaluation import perplexity  # noqa: E402
 from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402
@@ -250,6 +253,51 @@ def test_version_does_not_import_torch() -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"otloss-llm {otloss_llm.__version__}\n"
     assert "torch" not in done.stderr
+
+
+EARLY = {
+    "option": ({"max_step_s": 3}, "no option '--max_step_s', did you mean --max_steps?"),
+    "number": ({"max_steps": "x"}, "argument --max_steps: invalid int value: 'x'"),
+    "text": ({"train_text": "none.txt"}, "there is no file or folder 'none.txt'"),
+    "model": ({"model_name_or_path": "./none/at/all"}, "there is no model folder './none/at/all'"),
+    "embedding": ({"cost_embedding": "none.npy"}, "no embedding file 'none.npy'"),
+}
+
+
+def test_wrong_options_and_files_are_found_without_torch(tiny: Tiny, tmp_path: Path) -> None:
+    given = {name: train_options(tiny, tmp_path / "run", **changes) for name, (changes, _) in EARLY.items()}
+    for name, (_, said) in EARLY.items():
+        assert said in str(first_error(given[name])), name
+    assert first_error(train_options(tiny, tmp_path / "run")) is None
+    assert "--model_name_or_path" in str(first_error(["train", "--max_steps", "3"]))
+    command = [sys.executable, "-X", "importtime", "-m", "otloss_llm", *given["text"]]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "otloss-llm: error: there is no file or folder 'none.txt'" in done.stderr
+    assert "torch" not in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_the_options_known_without_torch_are_those_of_the_parser(command: str) -> None:
+    parser = OptionParser([getattr(arguments, kind) for kind in COMMANDS[command]], prog=command)
+    actions = [action for action in parser._actions if action.dest not in ("help", "")]
+    fields = _fields_of(command)
+    for action in actions:
+        for written in action.option_strings:
+            name = written.removeprefix("--").replace("-", "_")
+            assert {name, name.removeprefix("no_")} & fields.keys(), written
+    assert {name for name, field in fields.items() if field.required} == {a.dest for a in actions if a.required}
+    for name, field in fields.items():
+        if field.annotation.removesuffix(" | None") in ("int", "float"):
+            (kind,) = {action.type.__name__ for action in actions if action.dest == name}
+            assert kind == field.annotation.removesuffix(" | None"), name
+
+
+def test_warnings_of_ours_are_one_line() -> None:
+    with _plain_warnings():
+        ours, other = (warnings.formatwarning("near", UserWarning, file, 3) for file in (arguments.__file__, "x.py"))
+    assert ours == "otloss-llm: warning: near\n"
+    assert other.startswith("x.py:3: UserWarning: near")
 
 
 def test_an_interrupt_during_start_up_is_one_line(tmp_path: Path) -> None:

@@ -80,6 +80,17 @@ def test_a_folder_without_a_tokenizer(copy: Path) -> None:
         load_tokenizer(str(copy))
 
 
+def test_a_wrong_tokenizer_is_found_before_the_model_is_loaded(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otloss_llm.models.loading.load_model", lambda *args, **kwargs: pytest.fail("was loaded"))
+    (copy / "empty").mkdir()
+    for name, said in ((copy / "none", "no tokenizer folder"), (copy / "empty", "has no tokenizer")):
+        with pytest.raises(FileNotFoundError, match=said):
+            load_model_and_tokenizer(str(copy), str(name))
+    (copy / "tokenizer.json").write_text("{", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"the tokenizer .* cannot be loaded"):
+        load_model_and_tokenizer(str(copy))
+
+
 def test_a_tokenizer_larger_than_the_model(tiny: Tiny, tmp_path: Path) -> None:
     model = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(vocab_size=257, n_embd=8, n_layer=1, n_head=1, bos_token_id=0, eos_token_id=0)

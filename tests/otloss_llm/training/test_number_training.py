@@ -192,7 +192,7 @@ def test_perplexity_reports_the_transport_cost_of_numbers() -> None:
 
 
 def test_a_batch_without_a_number(tmp_path: Path) -> None:
-    """The likelihood alone, and logs of a cost of 0."""
+    """The likelihood alone, and logs without a transport cost: 0 would read as perfect numbers."""
     data = sums(("ab?", "b a", "a=b"))
     model = tiny_model("llama")
     plain = a_step(tmp_path, copy.deepcopy(model), objective="mle", train_dataset=data)
@@ -203,7 +203,13 @@ def test_a_batch_without_a_number(tmp_path: Path) -> None:
     run.train()
     for (name, before), after in zip(weights(model).items(), weights(run.model).values(), strict=True):
         torch.testing.assert_close(before - after, plain[name], rtol=1e-4, atol=1e-6)
-    assert logs(run, "transport_cost") == [0.0]
+    run.evaluate(data)
+    assert logs(run, "nll")
+    assert not logs(run, "transport_cost")
+    assert not logs(run, "eval_transport_cost")
+    assert logs(run, "eval_loss") == pytest.approx(logs(run, "eval_nll"), rel=1e-6)
+    blocks = torch.tensor([[1, *run.processing_class("ab?")["input_ids"]]])
+    assert perplexity(run.model, blocks, cost=run.transport_cost, progress=False).transport_cost is None
 
 
 def test_questions_need_no_collator(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import shutil
@@ -27,6 +28,7 @@ from otloss_llm.training.runs import decisive_settings
 from tests.otloss_llm.conftest import (
     Cli,
     Tiny,
+    compare_options,
     module_command,
     read,
     save,
@@ -74,6 +76,57 @@ def test_other_files_are_left_alone(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"thesis\.tex"):
         open_run(tmp_path, {})
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_one_process_at_a_time_works_in_a_folder(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """Another process holds the lock, and loses it when it is killed."""
+    code = (
+        "import sys, time; from pathlib import Path; from otloss_llm.training.folders import locked\n"
+        "with locked(Path(sys.argv[1])): print('held', flush=True); time.sleep(600)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "run")], stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == b"held\n"
+        said = f"another process is working in {tmp_path / 'run'}; wait until it has ended"
+        for command in (
+            train_options(tiny, tmp_path / "run"),
+            compare_options(tiny, tmp_path / "run", judge=tiny.gpt2),
+        ):
+            assert said in cli(*command).error
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+        holder.kill()
+    assert cli(*train_options(tiny, tmp_path / "run", max_steps=4)).code == 0
+
+
+FULL = {
+    "torch": (torch, "save", RuntimeError("[enforce fail at inline_container.cc:672] . PytorchStreamWriter failed")),
+    "system": (runs, "write_json", OSError(errno.ENOSPC, "No space left on device")),
+}
+
+
+@pytest.mark.parametrize("writer", FULL)
+def test_a_full_disk_is_named_and_the_last_checkpoint_resumes(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
+) -> None:
+    module, name, error = FULL[writer]
+    whole, kept = getattr(module, name), tmp_path / "run/checkpoint-4"
+
+    def full(*args: Any, **kwargs: Any) -> Any:
+        if (kept / "trainer_state.json").exists():
+            raise error
+        return whole(*args, **kwargs)
+
+    cli(*train_options(tiny, tmp_path / "uninterrupted"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, full)
+        message = cli(*train_options(tiny, tmp_path / "run", save_total_limit=5)).error
+    last = "checkpoint-4" if writer == "torch" else "checkpoint-12"
+    assert f"the disk of {tmp_path / 'run'} is full" in message
+    assert message.endswith(f"which resumes from {last}.")
+    assert (tmp_path / "run" / last).is_dir()
+    assert (tmp_path / "run/checkpoint-8").is_dir() == (writer == "system")  # incomplete ones take space
+    assert cli(*train_options(tiny, tmp_path / "run", save_total_limit=5)).code == 0
+    assert_same_run(tmp_path / "uninterrupted", tmp_path / "run")
 
 
 def test_last_complete_checkpoint(tmp_path: Path) -> None:
