@@ -198,6 +198,14 @@ def broadcast_shape(*shapes: tuple[int, ...]) -> torch.Size:
     return torch.broadcast_shapes(*shapes)
 
 
+def missing_package(error: ImportError, *packages: str) -> str:
+    """Return which of the packages an import did not find; raise the error as it is if it has another cause."""
+    package = (error.name or "").partition(".")[0]
+    if package not in packages:
+        raise error
+    return package
+
+
 def check_potentials(start: Any, bins: tuple[int, int], batch: torch.Size) -> tuple[Tensor, Tensor]:
     """Return the pair (f, g) of finite potentials whose leading axes broadcast to `batch`, else raise."""
     if not isinstance(start, tuple | list) or len(start) != 2:

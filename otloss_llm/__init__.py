@@ -12,6 +12,7 @@ from otloss_llm import _start as _start  # before torch, for Ctrl-C while that i
 
 # isort: split
 from otloss import __version__ as __version__
+from otloss.extending import missing_package as _missing_package
 from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.costs.choice import NumberSettings as NumberSettings
 from otloss_llm.costs.embedding import EmbeddingCost as EmbeddingCost
@@ -61,6 +62,7 @@ __all__ = [
     "warm_up",
 ]
 
+_OF_THE_EXTRA = ("transformers", "tokenizers", "accelerate", "safetensors", "tqdm")
 _NEEDS_TRANSFORMERS = ("ObjectiveMixin", "ObjectiveTrainer")
 
 
@@ -71,5 +73,6 @@ def __getattr__(name: str) -> Any:
     try:
         from otloss_llm.training import trainer
     except ImportError as error:
-        raise ImportError(f'{name} needs {error.name}: pip install "otloss[llm]"') from error
+        package = _missing_package(error, *_OF_THE_EXTRA)
+        raise ImportError(f'{name} needs {package}: pip install "otloss[llm]"') from error
     return getattr(trainer, name)

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from otloss._checks import missing_package
 from otloss.boosting import (
     lightgbm_metric,
     lightgbm_objective,
@@ -143,6 +144,7 @@ def require_library(name: str) -> None:
     try:
         import_module(name)
     except ImportError as error:
+        missing_package(error, name)
         raise ImportError(f'booster="{name}" needs the library {name}: pip install "otloss[boost]".') from error
 
 

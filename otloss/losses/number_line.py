@@ -43,6 +43,7 @@ class NumberLine:
         bound: the largest distance.
         form: "wasserstein" or "mse", see `otloss.losses.number_tokens`.
         text: cost of mass on text.
+        scaling: the one that was taken.
     """
 
     columns: Int[Tensor, " numbers"]
@@ -53,6 +54,7 @@ class NumberLine:
     bound: float
     form: str
     text: float
+    scaling: str
 
     def is_number(self, labels: Int[Tensor, "*batch"]) -> Bool[Tensor, "*batch"]:
         """Return whether each label is a number."""
@@ -80,16 +82,18 @@ def number_line(
     values: Float[Tensor, " vocab"],
     *,
     form: str = "wasserstein",
-    scaling: str = "absolute",
+    scaling: str | None = None,
     squash: float | None = None,
     text: float | None = None,
 ) -> NumberLine:
-    """Return the values of the tokens as positions on a line.
+    """Return the values of the tokens as positions on a line; settings as of `number_token_loss`.
 
     Raises:
         TypeError, ValueError: as `number_token_loss`.
     """
     values = checked_values(values)
+    if scaling is None:
+        scaling = "symlog" if squash is None else "absolute"
     for name, choice, choices in (("form", form, FORMS), ("scaling", scaling, SCALINGS)):
         if choice not in choices:
             raise ValueError(f"{name} is {choice!r}, expected one of {', '.join(map(repr, choices))}.")
@@ -113,7 +117,7 @@ def number_line(
             'within its range; use scaling="symlog" or "log".'
         )
     text = TEXT_OVER_WORST * worst if text is None else check_positive("text", text)
-    return NumberLine(columns, x, place, shift, factor, bound, form, text)
+    return NumberLine(columns, x, place, shift, factor, bound, form, text, scaling)
 
 
 def checked_values(values: Any) -> Float[Tensor, " vocab"]:

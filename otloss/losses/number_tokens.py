@@ -46,7 +46,7 @@ def number_token_loss(
     *,
     form: str = "wasserstein",
     over: str = "vocabulary",
-    scaling: str = "absolute",
+    scaling: str | None = None,
     squash: float | None = None,
     text: float | None = None,
     sample_weight: Float[Tensor, "*batch"] | None = None,
@@ -66,10 +66,11 @@ def number_token_loss(
             number, which is 0 for half the mass on 0 and half on 8 where 4 is right.
         over: "vocabulary" counts the probability m of number tokens: m times the form, and (1 - m) times `text`;
             "numbers" renormalises over the number tokens, whatever their mass.
-        scaling: "absolute" takes values as they are; "symlog" is the same between the digits 0 to 9 and logarithmic
-            beyond, where a factor of ten costs 9, as do larger distances, so that a weight means the same with any
-            vocabulary; "log" takes sign(v) log(1 + |v|); "squash" is "absolute" with squash=9. Vocabularies with tokens
-            such as "123" need one of these: use "symlog".
+        scaling: "symlog" takes values as they are between the digits 0 to 9, and logarithms beyond, where a factor of
+            ten costs 9, as do larger distances, so that a weight means the same with any vocabulary. "absolute" takes
+            all values as they are, as published: with the tokens of GPT-2 a distance may be 66 666 666. "log" takes
+            sign(v) log(1 + |v|); "squash" is "absolute" with squash=9. None is "symlog", or with `squash`, which bounds
+            distances itself, "absolute".
         squash: factor above 1: distances between numbers are mapped to 1 (the nearest pair) up to this (the farthest).
             Only with form "wasserstein".
         text: cost of mass on text; None takes 1.01 times the worst number (with "symlog" the worst digit). Only with
@@ -98,7 +99,7 @@ def number_token_loss(
         >>> values = torch.tensor([5.0, 6.0, 9.0, float("nan")])
         >>> logits = torch.tensor([[0.0, 2.0, 0.0, 0.0], [0.0, 0.0, 2.0, 0.0]])  # 6 for 5 is nearer than 9 for 5
         >>> number_token_loss(logits, torch.tensor([0, 0]), values, reduction="none")
-        tensor([1.4851, 3.3301])
+        tensor([1.9712, 3.8162])
     """
     check_reduction(reduction)
     if over not in OVER:

@@ -110,14 +110,12 @@ class HistogramLoss(Module):
 class NumberTokenLoss(Module):
     """`otloss.number_token_loss` with held values of the tokens.
 
-    With the values of `otloss_llm.NumberCost.from_tokenizer`, use scaling="symlog", which is the default there.
-
     Args:
         values, form, over, scaling, squash, text, ignore_index, reduction: as for `otloss.number_token_loss`.
 
     Example:
         >>> import torch
-        >>> loss = NumberTokenLoss(torch.tensor([5.0, 6.0, 9.0, float("nan")]), scaling="symlog")
+        >>> loss = NumberTokenLoss(torch.tensor([5.0, 6.0, 9.0, float("nan")]))
         >>> loss(torch.tensor([[0.0, 2.0, 0.0, 0.0]]), torch.tensor([0]))
         tensor(1.9712)
     """
@@ -128,7 +126,7 @@ class NumberTokenLoss(Module):
         *,
         form: str = "wasserstein",
         over: str = "vocabulary",
-        scaling: str = "absolute",
+        scaling: str | None = None,
         squash: float | None = None,
         text: float | None = None,
         ignore_index: int | None = -100,

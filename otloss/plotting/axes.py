@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from jaxtyping import Float
 
+from otloss._checks import missing_package
+
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
@@ -19,6 +21,7 @@ def axes_to_draw_on(ax: Axes | None) -> Axes:
     try:
         from matplotlib import pyplot
     except ImportError as error:
+        missing_package(error, "matplotlib")
         raise ImportError('figures need matplotlib: pip install "otloss[plot]"') from error
     return pyplot.subplots(layout="constrained")[1] if ax is None else ax
 

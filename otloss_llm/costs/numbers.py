@@ -35,8 +35,8 @@ class NumberCost(VocabularyCost):
     Args:
         values: `(V,)` value of each token, NaN where it is no number; at least one number.
         text: cost from a number to a token that is no number; None takes 1.01 times the largest distance of numbers.
-        scaling, squash: of the distances, as in `otloss.number_token_loss`: with multi-digit tokens take "symlog", as
-            `from_tokenizer` does; squashed absolute distances are bounded too, but nearly equal for all small numbers.
+        scaling, squash: of the distances, as in `otloss.number_token_loss`: "symlog" without either. Squashed absolute
+            distances are bounded too, but nearly equal for all small numbers.
 
     Attributes:
         values: `(V,)`, as given, in float32 or wider.
@@ -61,12 +61,12 @@ class NumberCost(VocabularyCost):
         values: Float[Tensor, " vocab"],
         *,
         text: float | None = None,
-        scaling: str = "absolute",
+        scaling: str | None = None,
         squash: float | None = None,
     ) -> None:
         self.values = checked_values(values)
         self.line = number_line(self.values, scaling=scaling, squash=squash, text=text)
-        self.settings = {"scaling": scaling, "squash": squash}
+        self.settings = {"scaling": self.line.scaling, "squash": squash}
         self.tokens: NumberTokens | None = None
 
     @classmethod
@@ -94,8 +94,7 @@ class NumberCost(VocabularyCost):
         Args:
             vocab_size: rows of the model's head, where it is padded beyond the tokenizer.
             values: `{id: value}` overrides what was read; None for a token that is not to be a number.
-            scaling: of the constructor; None is "symlog", or with `squash`, which bounds distances itself, "absolute".
-            squash, text: of the constructor.
+            scaling, squash, text: of the constructor.
 
         Raises:
             TypeError, ValueError: not a tokenizer, one without a number token, a head smaller than the vocabulary, an
@@ -114,8 +113,6 @@ class NumberCost(VocabularyCost):
         text: float | None = None,
     ) -> Self:
         """Return the cost over number tokens that were read before; settings as in `from_tokenizer`."""
-        if scaling is None:
-            scaling = "symlog" if squash is None else "absolute"
         # Scaled in float64: a default dtype of 16 bits would round 257 to 256.
         cost = cls(tokens.values, scaling=scaling, squash=squash, text=text)
         cost = cost.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
@@ -209,7 +206,7 @@ class MixedCost(Cost, VocabularyCost):
         ValueError: vocabularies that differ, a `scale` that is not positive.
 
     Example:
-        >>> numbers = NumberCost(torch.tensor([1.0, 5.0, float("nan")]))
+        >>> numbers = NumberCost(torch.tensor([0.0, 9.0, float("nan")]))
         >>> from otloss.costs import CosineCost
         >>> MixedCost(numbers, CosineCost(torch.eye(3))).rows(torch.tensor([0, 2]))
         tensor([[0., 1., 1.],

@@ -18,6 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from otloss.extending import missing_package
 from otloss_llm.data.text import as_documents
 from otloss_llm.data.text import read_texts as read_texts
 from otloss_llm.data.text import split_documents as split_documents
@@ -51,7 +52,8 @@ def train_bpe_tokenizer(
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
-        raise ImportError(f'train_bpe_tokenizer needs {error.name}: pip install "otloss[llm]"') from error
+        package = missing_package(error, "tokenizers", "transformers")
+        raise ImportError(f'train_bpe_tokenizer needs {package}: pip install "otloss[llm]"') from error
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 1:

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import otloss_llm
+from otloss.extending import missing_package
 from otloss_llm import MLE, EmbeddingCost, linear_token_loss
 
 
@@ -76,6 +77,26 @@ print(main(["--help"]), main(["--version"]))
         "2",
     ]
     assert lines[-1] == "0 0"
+
+
+def test_an_import_error_of_another_cause_is_not_a_missing_extra() -> None:
+    """As where two installed packages do not fit each other; every extra goes through the same function."""
+    lines = run(
+        """
+import sys
+sys.modules["huggingface_hub.errors"] = None  # which transformers imports
+import otloss_llm
+for name in ("ObjectiveTrainer", "ObjectiveMixin"):
+    try:
+        getattr(otloss_llm, name)
+    except ImportError as error:
+        print(error.name, "pip install" in str(error))
+"""
+    )
+    assert [line for line in lines if line.endswith("False")] == ["huggingface_hub.errors False"] * 2
+    with pytest.raises(ImportError, match=r"^no module b$"):
+        missing_package(ImportError("no module b", name="b"), "a")
+    assert missing_package(ImportError("no module a.b", name="a.b"), "a") == "a"
 
 
 # ---- a module in place of its weight -----------------------------------------------------------------------------

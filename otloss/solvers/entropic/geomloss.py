@@ -17,6 +17,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from otloss._checks import missing_package
 from otloss.costs import PointCost
 from otloss.solvers.entropic.problem import EntropicProblem, Settings
 
@@ -62,6 +63,7 @@ def start_from_geomloss(problem: EntropicProblem) -> tuple[Tensor, Tensor]:
     try:
         from geomloss import SamplesLoss
     except ImportError as error:
+        missing_package(error, "geomloss")
         raise ImportError('impl="geomloss" needs GeomLoss: pip install "otloss[geomloss]"') from error
     n, m = problem.cost.shape
     if n * m > _MOST_WITHOUT_KEOPS and not has_keops():

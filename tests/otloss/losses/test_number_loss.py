@@ -24,8 +24,10 @@ Y = torch.tensor([[1, 2, 0, 4], [-100, 6, 8, 3], [5, 7, 9, 1]])
 FORMS = ("wasserstein", "mse")
 SETTINGS: list[dict[str, Any]] = [
     {},
-    {"form": "mse"},
+    {"scaling": "absolute"},
+    {"form": "mse", "scaling": "absolute"},
     {"over": "numbers"},
+    {"squash": 3.0},
     {"form": "mse", "over": "numbers", "scaling": "log"},
     {"scaling": "symlog"},
     {"form": "mse", "scaling": "symlog"},
@@ -46,7 +48,8 @@ WIDE = VALUES.double()
 
 def plain(z: list[float], y: int, values: list[float], options: dict[str, Any]) -> float:
     """The loss of one position by its definition."""
-    form, scaling = options.get("form", "wasserstein"), options.get("scaling", "absolute")
+    form = options.get("form", "wasserstein")
+    scaling = options.get("scaling", "absolute" if "squash" in options else "symlog")
     squash = options.get("squash", 9.0 if scaling == "squash" else None)
     bound = 9.0 if scaling == "symlog" else INF
     place = {
@@ -216,7 +219,7 @@ def test_masked_tokens() -> None:
 def test_odd_vocabularies() -> None:
     for form in FORMS:
         leaf = torch.tensor([[0.0, 1.0]], requires_grad=True)
-        value = number_token_loss(leaf, torch.tensor([0]), torch.tensor([5.0, NAN]), form=form)
+        value = number_token_loss(leaf, torch.tensor([0]), torch.tensor([5.0, NAN]), form=form, scaling="absolute")
         assert float(value.detach()) == pytest.approx(1.01 * math.e / (1 + math.e))  # as if the worst number were 1
         assert torch.isfinite(grad(value, leaf)[0]).all()
         alone = torch.tensor([[3.0]], requires_grad=True)
@@ -381,7 +384,11 @@ def call(z: Any = Z5, y: Any = Y5, v: Any = V5, **options: Any) -> Callable[[], 
         (call(v=-V5 / 0), ValueError, "values hold -inf at token 0, expected finite values, or NaN"),
         (call(v=V5 * NAN), ValueError, r"all 5 values are NaN \(text\)"),
         (call(v=V5.clone().requires_grad_()), ValueError, r"values require a gradient.*pass values.detach\(\)"),
-        (call(v=V5 * 1e19, form="mse"), ValueError, 'values range from 1e.19 to 4e.19.*use scaling="symlog"'),
+        (
+            call(v=V5 * 1e19, form="mse", scaling="absolute"),
+            ValueError,
+            'values range from 1e.19 to 4e.19.*use scaling="symlog"',
+        ),
         (call(form="mae"), ValueError, "form is 'mae', expected one of 'wasserstein', 'mse'"),
         (call(over="all"), ValueError, "over is 'all', expected one of 'vocabulary', 'numbers'"),
         (call(scaling="rank"), ValueError, "scaling is 'rank', expected one of 'absolute', 'symlog', 'log', 'squash'"),

@@ -19,10 +19,12 @@ DIGITS = [str(digit) for digit in range(10)]
 # Digits out of order, with text between them.
 VOCAB = ["<unk>", "the", *DIGITS[5:], "of", ".", *DIGITS[:5], "sum"]
 VALUES = torch.tensor([float(token) if token.isdigit() else torch.nan for token in VOCAB])
+# As published; the default is another one.
+ABSOLUTE: dict[str, Any] = {"scaling": "absolute"}
 THEIRS: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
-    "wasserstein": (ntloss.NTLoss, {}, {}),
-    "squashed": (ntloss.NTLoss, {"squash_factor": 2.5}, {"squash": 2.5}),
-    "mse": (ntloss.NTLossDotProduct, {"loss_function": mse_loss}, {"form": "mse"}),
+    "wasserstein": (ntloss.NTLoss, {}, ABSOLUTE),
+    "squashed": (ntloss.NTLoss, {"squash_factor": 2.5}, {"squash": 2.5, **ABSOLUTE}),
+    "mse": (ntloss.NTLossDotProduct, {"loss_function": mse_loss}, {"form": "mse", **ABSOLUTE}),
 }
 
 

@@ -73,9 +73,11 @@ def test_masked_logits_of_text_and_of_numbers(masked: list[int]) -> None:
     bias[masked] = -math.inf
     given = Problem(torch.randn(3, 4), torch.randn(5, 4), bias, torch.tensor([1, 1, 1]), torch.eye(5))
     logits = (given.hidden @ given.weight.T + bias).double()
-    expected = number_token_loss(logits, given.labels, values.double(), reduction="none", text=1.01 * 7)
+    absolute: Any = {"scaling": "absolute"}
+    expected = number_token_loss(logits, given.labels, values.double(), reduction="none", text=1.01 * 7, **absolute)
     for impl in ("chunked", "reference"):
-        out = fused(given.leaves(), given, objective=NumberToken(), cost=NumberCost(values), impl=impl)
+        cost = NumberCost(values, **absolute)
+        out = fused(given.leaves(), given, objective=NumberToken(), cost=cost, impl=impl)
         assert out.cost is not None
         torch.testing.assert_close(out.cost.double(), expected, rtol=1e-5, atol=1e-6)
 

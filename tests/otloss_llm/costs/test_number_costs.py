@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import pickle
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,12 +138,25 @@ def test_a_factor_of_ten_costs_as_much_as_all_digits_of_a_place() -> None:
     assert NumberCost.from_tokenizer(tokenizer(words), squash=5.0).settings["scaling"] == "absolute"
 
 
+def test_the_loss_from_logits_of_the_docs() -> None:
+    page = (Path(__file__).parents[3] / "docs/numbers.md").read_text(encoding="utf-8")
+    (block,) = [part for part in re.findall("```python\n(.*?)```", page, re.DOTALL) if "cross_entropy(" in part]
+    numbers = NumberCost.from_tokenizer(tokenizer(["a", "b", *DIGITS]))
+    logits, labels = torch.randn(2, 5, 12).requires_grad_(), torch.arange(10).reshape(2, 5)
+    labels[0, 0] = -100
+    names: dict[str, Any] = {"logits": logits, "labels": labels, "numbers": numbers}
+    exec(block, names)
+    assert torch.autograd.grad(names["loss"], logits)[0].isfinite().all()
+
+
 def test_the_published_recipe_on_single_digits() -> None:
     """Cross-entropy and 0.3 times the mean over number positions of the loss in |v_j - v_y|: value and gradient."""
     numbers = NumberCost.from_tokenizer(tokenizer(["a", "b", *DIGITS])).to(torch.float64)
     logits = torch.randn(9, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).requires_grad_()
     labels = torch.tensor([7, 2, 0, 1, 1, 11, 0, 1, 5])
-    published = cross_entropy(logits, labels) + 0.3 * number_token_loss(logits, labels, numbers.values)
+    published = cross_entropy(logits, labels) + 0.3 * number_token_loss(
+        logits, labels, numbers.values, scaling="absolute"
+    )
     objective = NumberToken(0.3).per_number(tokens=9, numbers=4)
     ours = token_loss(logits, labels, objective=objective, cost=numbers).loss
     torch.testing.assert_close(ours, published, rtol=1e-12, atol=0)
