@@ -19,6 +19,7 @@ from otloss._checks import has_tangent
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
+_OF_DECORATORS = (__name__, "otloss._foreign")
 
 
 def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
@@ -59,7 +60,11 @@ def _called() -> str:
         module = frame.f_globals.get("__name__", "")
         if module.partition(".")[0] not in ("otloss", "torch"):
             break
-        if module.startswith("otloss") and module != __name__ and not frame.f_code.co_qualname.startswith("_"):
+        if (
+            module.startswith("otloss")
+            and module not in _OF_DECORATORS
+            and not frame.f_code.co_qualname.startswith("_")
+        ):
             name = frame.f_code.co_qualname
         frame = frame.f_back
     return name

@@ -42,7 +42,10 @@ def check_floating(name: str, value: Any) -> Tensor:
         return value  # lists of many small tensors would feel the rest
     tensor = check_tensor(name, value)
     if not tensor.is_floating_point():
-        raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating dtype; call {name}.float().")
+        fix = f"call {name}.float()"
+        if tensor.is_complex():  # float() would drop the imaginary part
+            fix = f"give real numbers, {name}.abs() or {name}.real, whichever is meant"
+        raise TypeError(f"{name} has dtype {tensor.dtype}, expected a floating dtype; {fix}.")
     _check_not_meta(name, tensor)
     return tensor
 

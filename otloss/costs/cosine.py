@@ -73,6 +73,9 @@ class CosineCost(Cost):
                 costs = ones.addmm_(self.unit, self.unit[index].T, alpha=-1).T  # (picked, V)
         return costs.clamp_(0, 2).scatter_(1, index.unsqueeze(1), 0.0)
 
+    def diagonal(self) -> Float[Tensor, " V"]:
+        return self._zeros()
+
     def apply(self, v: Float[Tensor, "*batch V"]) -> Float[Tensor, "*batch V"]:
         """Return C v in O(V d); the absolute error is that of a sum over `|v|`, since the product cancels."""
         cost, v = self._product_arguments(v)

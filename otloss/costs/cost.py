@@ -39,7 +39,12 @@ _LEAST_EXPONENT = -80.0
 
 
 class Cost(ABC):
-    """A cost between n bins of p and m bins of q; subclasses give `rows`, `T` and the tensor that holds their data."""
+    """A cost between n bins of p and m bins of q.
+
+    A subclass gives `shape`, `rows` and `T`, and holds its floating tensors (float32 or float64, one at least) as
+    attributes; docs/design.md has an example. It is its own transpose, `T` returning `self`, only where it is the cost
+    among the bins of one side: symmetric, with zeros on the diagonal.
+    """
 
     @property
     @abstractmethod
@@ -52,8 +57,15 @@ class Cost(ABC):
         return torch.Size()
 
     @property
-    @abstractmethod
-    def _data(self) -> Tensor: ...
+    def _data(self) -> Tensor:
+        """The tensor whose dtype and device are those of the costs."""
+        tensors = self.tensors()
+        if not tensors:
+            raise TypeError(
+                f"{type(self).__name__} has no floating tensor among its attributes, expected at least one: its dtype "
+                "and device are those of the cost. Hold a tensor instead of a list or a number."
+            )
+        return tensors[0]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -82,8 +94,13 @@ class Cost(ABC):
         """Return the whole matrix."""
         return self.row_block(0, self.shape[0])
 
-    def diagonal(self) -> Float[Tensor, " n"]:
-        """Return the costs of staying, C[i, i], of a square cost."""
+    def diagonal(self) -> Float[Tensor, "*batch n"]:
+        """Return the costs of staying, C[i, i], of a square cost, block by block of rows."""
+        parts = [self.row_block(*b).diagonal(b[0], dim1=-2, dim2=-1) for b in self._blocks(self.batch_shape)]
+        return torch.cat(parts, dim=-1)
+
+    def _zeros(self) -> Float[Tensor, " n"]:
+        """The diagonal of a cost at which staying is free."""
         return torch.zeros(self.shape[0], dtype=self.dtype, device=self.device)
 
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:

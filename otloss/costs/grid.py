@@ -31,7 +31,11 @@ _LARGEST_EXPONENT = 600.0
 class GridCost(Cost):
     """The cost between the cells of a grid, `sum_k (spacing_k |i_k - j_k|)^power`, such as the pixels of an image.
 
-    Histograms over it are flattened in C order: `image.reshape(*batch, -1)` for images (..., height, width).
+    Histograms over it are flattened in C order: `images.flatten(-2)` for images (..., height, width).
+
+    On a CPU entropic problems are quick down to `least_epsilon_for_products`, a six hundredth of the largest cost along
+    one axis. Below it, and with grad="implicit", whose equations are dense, large grids take from seconds to minutes;
+    a UserWarning says so.
 
     Args:
         shape: cells along each axis, each at least 1.
@@ -92,6 +96,9 @@ class GridCost(Cost):
             total += self.axis_costs(axis)[at].reshape(-1, *self._along(axis))
         return total.reshape(len(index), self.shape[1])
 
+    def diagonal(self) -> Float[Tensor, " n"]:
+        return self._zeros()
+
     def apply(self, v: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
         cost, v = self._product_arguments(v)
         v = v.reshape(*v.shape[:-1], *self.cells)
@@ -123,7 +130,7 @@ class GridCost(Cost):
         most = _LARGEST_EXPONENT * float(epsilon.amin()) if epsilon.numel() else 0.0
         if not most > 0:
             return None
-        along = [(step * (size - 1)) ** self.power for step, size in zip(self.spacing, self.cells, strict=True)]
+        along = self._largest_along()
         axes = range(1, len(along) + 1)
         return [list(axes)] if sum(along) <= most else [[axis] for axis in axes] if max(along) <= most else None
 
@@ -145,9 +152,17 @@ class GridCost(Cost):
             h = top + width * terms.reshape(h.shape).log_()
         return -h
 
+    @property
+    def least_epsilon_for_products(self) -> float:
+        """The least epsilon at which soft minima on a CPU are products along the axes; below they take longer."""
+        return max(self._largest_along()) / _LARGEST_EXPONENT
+
+    def _largest_along(self) -> list[float]:
+        """The largest cost along each axis."""
+        return [(step * (size - 1)) ** self.power for step, size in zip(self.spacing, self.cells, strict=True)]
+
     def largest(self) -> Tensor:
-        corners = sum((step * (size - 1)) ** self.power for step, size in zip(self.spacing, self.cells, strict=True))
-        return torch.full((), corners, dtype=self.dtype, device=self.device)
+        return torch.full((), sum(self._largest_along()), dtype=self.dtype, device=self.device)
 
     def _along(self, axis: int) -> list[int]:
         return [size if k == axis else 1 for k, size in enumerate(self.cells)]

@@ -64,6 +64,9 @@ class LineCost(Cost):
         apart = distance > 0
         return torch.where(apart, torch.where(apart, distance, 1.0) ** self.power, 0.0)
 
+    def diagonal(self) -> Float[Tensor, " n"]:
+        return self._zeros()
+
     def softmin(self, potential: Float[Tensor, "*batch n"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
         check_floating("potential", potential)
         metric = {1.0: "l1", 2.0: "sqeuclidean"}.get(self.power)

@@ -6,6 +6,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from otloss._foreign import explains_foreign_keywords
 from otloss.costs.points import Metric
 from otloss.nn.base import Loss
 from otloss.solvers.clouds import Clouds, Weights, check_options, cloud_loss
@@ -24,6 +25,7 @@ class CloudLoss(Loss):
         tensor(1.5000)
     """
 
+    @explains_foreign_keywords
     def __init__(
         self,
         *,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss._foreign import explains_foreign_keywords
 from otloss.costs import Cost, as_cost
 from otloss.nn.base import Loss
 from otloss.solvers.entropic.problem import Settings
@@ -33,6 +34,7 @@ class Emd(Loss):
         tensor(3.)
     """
 
+    @explains_foreign_keywords
     def __init__(
         self,
         *,
@@ -65,6 +67,7 @@ class Sinkhorn(Loss):
         tensor(0.2716)
     """
 
+    @explains_foreign_keywords
     def __init__(
         self,
         *,
@@ -106,6 +109,7 @@ class SinkhornDivergence(Loss):
         tensor(2.0000)
     """
 
+    @explains_foreign_keywords
     def __init__(
         self,
         *,

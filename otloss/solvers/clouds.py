@@ -27,10 +27,12 @@ from torch import Tensor
 
 from otloss._autograd import eager
 from otloss._checks import check_broadcast, check_cloud, check_floating, check_last_axis, check_positive, check_tensor
+from otloss._foreign import explains_foreign_keywords
 from otloss._kernels import may_run_on
 from otloss.costs import PointCost
 from otloss.costs.cost import makes_graph
 from otloss.costs.points import Metric
+from otloss.solvers.entropic.problem import SmallEpsilonError
 from otloss.solvers.exact import exact_problem, exact_value, solve_exact
 from otloss.solvers.histograms import HistogramPair, check_masses
 from otloss.solvers.sinkhorn import sinkhorn_divergence
@@ -41,6 +43,7 @@ KINDS = ("divergence", "emd", "sliced")
 _OF_BLUR = {"sqeuclidean": (2.0, 2), "euclidean": (1.0, 1)}
 _ORDER = {"sqeuclidean": 2, "euclidean": 1}
 _BLUR = 0.05  # where neither epsilon nor blur is given
+_LEAST_EPSILON = 1e-200  # in place of the square of a tiny blur, which may vanish
 # The start of exact assignments: from so many points, at this share of the mean size of centred costs, for so long.
 _START_FROM, _START_EPSILON, _START_TOLERANCE, _START_ITERATIONS = 256, 0.003, 0.2, 30
 
@@ -48,6 +51,7 @@ Clouds = Float[Tensor, "*batch n d"] | Sequence[Tensor]
 Weights = Float[Tensor, "*batch n"] | Sequence[Tensor] | None
 
 
+@explains_foreign_keywords
 @eager
 def cloud_loss(
     x: Clouds,
@@ -132,15 +136,22 @@ def cloud_loss(
     cost = PointCost(one.points, other.points, metric=metric)
     if kind == "emd":
         return _exact(one.weights, other.weights, cost)
-    scale = 1.0
-    if epsilon is None:
-        factor, exponent = _OF_BLUR[str(metric)]
-        epsilon = factor * (_BLUR if blur is None else blur) ** exponent
-        scale = 1 / factor
-    value = sinkhorn_divergence(
-        one.weights, other.weights, cost, epsilon=epsilon, marginal_penalty=marginal_penalty, tolerance=tolerance
-    )
-    return scale * value
+    options: dict[str, Any] = {"marginal_penalty": marginal_penalty, "tolerance": tolerance}
+    if epsilon is not None:
+        return sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
+    factor, exponent = _OF_BLUR[str(metric)]
+    width = _BLUR if blur is None else blur
+    epsilon = max(factor * width**exponent, _LEAST_EPSILON)
+    try:
+        value = sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
+    except SmallEpsilonError as error:
+        least = (error.least / factor) ** (1 / exponent)
+        raise ValueError(
+            f"blur is {width:g}{' by default' if blur is None else ''}, expected at least {least:.2g} for "
+            "clouds of this size: rounding would decide the answer. "
+            'Give a larger blur (a tenth of the size of the clouds is usual), rescale the points, or use kind="emd".'
+        ) from error
+    return value / factor
 
 
 def _check_lists(x: Any, y: Any) -> None:

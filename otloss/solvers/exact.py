@@ -31,6 +31,7 @@ from torch import Tensor
 
 from otloss._autograd import check_no_transform, eager, once_only
 from otloss._checks import broadcast_shape, check_finite, check_potentials
+from otloss._foreign import explains_foreign_keywords
 from otloss._kernels.problems import solve_batch
 from otloss.costs import Cost, DenseCost, LineCost
 from otloss.costs.cost import makes_graph
@@ -45,6 +46,7 @@ _MAX_PIVOTS = 10_000_000
 _GAP_TOLERANCE = 1e-7
 
 
+@explains_foreign_keywords
 @eager
 def emd(
     p: Float[Tensor, "*batch n"] | None,

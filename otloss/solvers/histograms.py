@@ -98,15 +98,23 @@ def pair_and_cost(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
     Raises:
         TypeError, ValueError: as `histogram_pair`, `as_cost` and `cost_between`, and if the batch axes do not fit.
     """
+    p, q = weights_or_uniform(p, q, cost)
     fitted = as_cost(cost)
-    pair = histogram_pair(*weights_or_uniform(p, q, cost), cost.dtype)
+    pair = histogram_pair(p, q, cost.dtype)
     fitted = cost_between(pair.p, pair.q, fitted)
     check_broadcast(p=pair.p.shape[:-1], q=pair.q.shape[:-1], cost=fitted.batch_shape)
     return pair, fitted
 
 
 def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
-    """Return p and q; in place of None, weights of 1 / n each for the bins of the cost."""
+    """Return p and q; in place of None, weights of 1 / n each for the bins of the cost.
+
+    Raises:
+        ValueError: if the cost stands first, or images have axes of their own.
+    """
+    if not _fit(p, q, cost):
+        _check_order(p, q, cost)
+        _check_flat(p, q, cost)
     if p is not None and q is not None:
         return p, q
     is_matrix = isinstance(cost, Tensor) and cost.dim() > 1
@@ -117,6 +125,44 @@ def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
         for given, size in zip((p, q), shape, strict=True)
     )
     return next(found), next(found)
+
+
+def _fit(p: Any, q: Any, cost: Any) -> bool:
+    """Whether all three are tensors of as many bins: most calls need no further check of their order."""
+    if not (isinstance(p, Tensor) and isinstance(q, Tensor) and isinstance(cost, Tensor)) or cost.dim() < 2:
+        return False
+    return p.dim() > 0 and q.dim() > 0 and (p.shape[-1], q.shape[-1]) == cost.shape[-2:]
+
+
+def _check_order(p: Any, q: Any, cost: Any) -> None:
+    """Raise where the cost stands first and q last, the order of `ot.solve`."""
+    if isinstance(p, Cost):
+        is_first = True
+    elif all(isinstance(t, Tensor) and t.dim() for t in (p, q, cost)):
+        is_first = p.shape[-2:] == (q.shape[-1], cost.shape[-1]) and cost.shape[-2:] != (p.shape[-1], q.shape[-1])
+    else:
+        return
+    if is_first:
+        got = ", ".join(str(tuple(t.shape)) if isinstance(t, Tensor | Cost) else type(t).__name__ for t in (p, q, cost))
+        raise ValueError(
+            f"the arguments have the shapes {got}: the cost stands first, as in POT's ot.solve(C, p, q); expected the "
+            "order (p, q, C), as in emd(p, q, C)."
+        )
+
+
+def _check_flat(p: Any, q: Any, cost: Any) -> None:
+    """Raise where the bins of p or q are spread over several axes, as those of images are."""
+    if not isinstance(cost, Cost) and not (isinstance(cost, Tensor) and cost.dim() > 1):
+        return
+    for name, weights, size in zip(("p", "q"), (p, q), cost.shape[-2:], strict=True):
+        if not isinstance(weights, Tensor) or weights.dim() < 2 or weights.shape[-1] == size:
+            continue
+        for axes in (2, 3):
+            if weights.dim() >= axes and weights.shape[-axes:].numel() == size:
+                raise ValueError(
+                    f"{name} has shape {tuple(weights.shape)}, expected (..., {size}), a bin for each cell of the "
+                    f"cost; flatten the axes of images: images.flatten({-axes})."
+                )
 
 
 def centre_gradient(weights: Float[Tensor, "*batch bins"]) -> Float[Tensor, "*batch bins"]:

@@ -34,8 +34,9 @@ _FORBIDDEN = 60.0  # epsilons above all potentials: exp(-60) of the mass goes fr
 
 def partial_problem(p: Any, q: Any, cost: Any, mass: Any) -> tuple[HistogramPair, Tensor]:
     """Return the exact problem with its dummy bins, in float64 where there is one, with its graph."""
+    p, q = weights_or_uniform(p, q, cost)
     fitted = as_cost(cost)
-    pair = histogram_pair(*weights_or_uniform(p, q, cost), cost.dtype, balanced=False)
+    pair = histogram_pair(p, q, cost.dtype, balanced=False)
     matrix = cost_between(pair.p, pair.q, fitted).dense()
     check_finite("cost", matrix)
     p, q, matrix, moved = _extended(pair.p, pair.q, matrix, mass, matrix.new_zeros(()))

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import check_no_tangent, eager
+from otloss._foreign import explains_foreign_keywords
 from otloss.costs import Cost, DenseCost, PointCost, as_cost, costs_within
 from otloss.solvers.entropic.dense import dense_value
 from otloss.solvers.entropic.geomloss import with_start
@@ -20,6 +21,7 @@ from otloss.solvers.partial import partial_entropic_problem, partial_value
 from otloss.solvers.plain import is_plain
 
 
+@explains_foreign_keywords
 @eager
 def sinkhorn(
     p: Float[Tensor, "*batch n"] | None,
@@ -112,6 +114,7 @@ def sinkhorn(
     return solved(problem, settings, begun=found).value.to(problem.dtype)
 
 
+@explains_foreign_keywords
 @eager
 def sinkhorn_divergence(
     p: Float[Tensor, "*batch n"] | None,
@@ -166,6 +169,7 @@ def sinkhorn_divergence(
     settings = Settings(
         epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl, reach
     )
+    p, q = weights_or_uniform(p, q, cost)
     among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
     problem = entropic_problem(p, q, cost, epsilon=epsilon, settings=settings)
     alone = dataclasses.replace(settings, start=None, epsilon_relative_to=None)

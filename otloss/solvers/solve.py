@@ -15,6 +15,7 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged, eager, without_gradient
 from otloss._checks import check_finite, check_floating
+from otloss._foreign import explains_foreign_keywords
 from otloss.costs import Cost
 from otloss.solvers.bounds import lower_bound, upper_bound
 from otloss.solvers.entropic.log_domain import Sweep
@@ -133,6 +134,7 @@ class Transport(ABC):
         )
 
 
+@explains_foreign_keywords
 @eager
 def solve(
     p: Float[Tensor, "*batch n"] | None,

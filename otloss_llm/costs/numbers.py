@@ -233,12 +233,11 @@ class MixedCost(Cost, VocabularyCost):
         return bool(self.other.parameters())
 
     @property
-    def _data(self) -> Tensor:
-        return self.other._data
-
-    @property
     def T(self) -> Self:  # noqa: N802
         return type(self)(self.numbers, self.other.T, scale=self.scale)
+
+    def diagonal(self) -> Float[Tensor, " vocab"]:
+        return self.other.diagonal().index_fill(0, self.numbers.line.columns, 0.0)
 
     def rows(self, index: Int[Tensor, " picked"]) -> Float[Tensor, "picked vocab"]:
         """Return the costs C[index, :]."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,12 +19,40 @@ from torch.nn.functional import interpolate, pad
 from otloss._kernels import may_run_on
 from otloss.costs import GridCost
 from otloss.solvers.entropic.log_domain import iterate_in_logs
-from otloss.solvers.entropic.problem import EntropicProblem
+from otloss.solvers.entropic.problem import EntropicProblem, level_of_the_caller
 
 BLOCK = 4  # cells along each axis that become one
 LEAST_CELLS, MOST_CELLS = 1024, 512  # of problems that are coarsened, and of those that the numba kernel solves
 TOLERANCE, ITERATIONS = 1e-3, 300
 _MODES = {2: "bilinear", 3: "trilinear"}
+# Work on a CPU from which a warning is due, some ten seconds: pairs of cells in line for the iterations of a small
+# epsilon, and cells to the power of three for the linear system of "implicit".
+SLOW_PAIRS, SLOW_SYSTEM = 2**21, 10**10
+
+
+def warn_where_slow(problem: EntropicProblem, grad: str) -> None:
+    """Warn of problems between the cells of a grid that take far longer than its products along the axes do."""
+    cost = problem.cost
+    if not isinstance(cost, GridCost) or len(cost.cells) < 2 or not may_run_on(problem.p):
+        return
+    cells, problems = cost.shape[0], problem.batch.numel()
+    what = f"{' x '.join(map(str, cost.cells))} cells ({problems} problem{'s' * (problems > 1)})"
+    if grad == "implicit" and problems * cells**3 >= SLOW_SYSTEM:
+        warnings.warn(
+            f'grad="implicit" between {what} forms and solves dense systems of {cells} equations: the time grows with '
+            'the number of cells to the power of three. Use grad="envelope" if first derivatives are enough, or sum '
+            "blocks of cells to a coarser grid.",
+            stacklevel=level_of_the_caller(),
+        )
+    least = cost.least_epsilon_for_products
+    smallest = float(problem.epsilon.detach().amin()) if problems else least
+    if smallest < least and problems * cells * sum(cost.cells) >= SLOW_PAIRS:
+        warnings.warn(
+            f"epsilon is {smallest:.3g} between {what}: below {least:.3g} products along the axes would underflow, an "
+            "iteration takes about ten times as long, and hundreds to thousands of them are needed. Raise epsilon to "
+            f"{least:.3g}, or sum blocks of cells to a coarser grid.",
+            stacklevel=level_of_the_caller(),
+        )
 
 
 def takes_blocks(problem: EntropicProblem) -> bool:

@@ -25,7 +25,7 @@ from otloss._kernels.sinkhorn_call import (
 )
 from otloss.costs import DenseCost, GridCost
 from otloss.costs.cost import makes_graph
-from otloss.solvers.entropic.grids import start_from_blocks, takes_blocks
+from otloss.solvers.entropic.grids import start_from_blocks, takes_blocks, warn_where_slow
 from otloss.solvers.entropic.log_domain import Sweep, iterate_in_logs
 from otloss.solvers.entropic.multiscale import search_from_clusters, takes_clusters
 from otloss.solvers.entropic.newton import error_of_potential, newton_search
@@ -113,6 +113,8 @@ def find_potentials(
             None where a gradient of the weights is.
         begun: where up to PATIENCE iterations of the kernel have ended, which are not made again.
     """
+    if not symmetric:  # a few iterations
+        warn_where_slow(problem, settings.grad)
     tolerance = tolerance_of(problem, settings)
     start = check_start(settings.start, problem)
     if settle is None:
@@ -330,7 +332,7 @@ def report(found: Potentials, problem: EntropicProblem, settings: Settings) -> N
     message = (
         f"{count} of {found.converged.numel()} entropic problems did not converge; worst is {name}, with a marginal "
         f"error of {float(found.error[worst]):.3g} where {tolerance:.3g} was asked for, after "
-        f"{int(found.iterations[worst])} iterations. Raise epsilon, raise max_iterations (now "
+        f"{int(found.iterations[worst])} iterations. Raise epsilon (blur, for cloud_loss), raise max_iterations (now "
         f"{settings.max_iterations}), or accept a larger tolerance; solve() gives the duality gap of each problem."
     )
     if settings.strict:

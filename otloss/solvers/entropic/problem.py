@@ -34,6 +34,14 @@ LEAST_RATIO, LARGEST_RATIO = 1e-8, 1e8
 GONE = 40.0  # potential over marginal penalty from which a bin keeps no mass, exp(-GONE) of its weight
 
 
+class SmallEpsilonError(ValueError):
+    """Epsilon is too small for the arithmetic; `least` is the least one that would do."""
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
 @dataclass(frozen=True)
 class Settings:
     """The options of `sinkhorn`, `sinkhorn_divergence` and `solve`, in their order and checked."""
@@ -122,8 +130,9 @@ class EntropicProblem:
 
 def entropic_problem(p: Any, q: Any, cost: Any, *, epsilon: Any, settings: Settings) -> EntropicProblem:
     """Check everything, and bring it to one dtype and one batch shape."""
+    p, q = weights_or_uniform(p, q, cost)
     fitted = as_cost(cost)
-    pair = histogram_pair(*weights_or_uniform(p, q, cost), cost.dtype, balanced=settings.marginal_penalty is None)
+    pair = histogram_pair(p, q, cost.dtype, balanced=settings.marginal_penalty is None)
     fitted = cost_between(pair.p, pair.q, fitted)
     width = _epsilon(epsilon, fitted, settings)
     p, q = pair.p, pair.q
@@ -167,10 +176,11 @@ def check_not_too_small(problem: EntropicProblem, f: Tensor, g: Tensor) -> None:
     ))  # fmt: skip
     outside = problem.epsilon.detach() < LEAST_RATIO * size
     if outside.any():
-        raise ValueError(
+        raise SmallEpsilonError(
             f"epsilon is {float(problem.epsilon.detach()[outside][0]):.3g} where potentials are as large as "
             f"{float(size[outside][0]):.3g}, expected at least {LEAST_RATIO:g} times that: rounding in float64 would "
-            "decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon."
+            "decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon.",
+            least=LEAST_RATIO * float(size.max()),
         )
 
 
@@ -250,9 +260,10 @@ def _epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
     tiny = torch.finfo(cost.dtype).tiny
     least = float(epsilon.detach().min()) if isinstance(epsilon, Tensor) and epsilon.numel() else epsilon
     if not isinstance(least, Tensor) and least < tiny:
-        raise ValueError(
-            f"epsilon is {least:.3g}, expected at least {tiny:.3g}, the least "
-            f"normal number of {cost.dtype}; rescale the costs and epsilon alike."
+        raise SmallEpsilonError(
+            f"epsilon is {least:.3g}, expected at least {tiny:.3g}, the least normal number of {cost.dtype}; rescale "
+            "the costs and epsilon alike.",
+            least=tiny,
         )
     if settings.epsilon_relative_to is None:
         return width

@@ -116,3 +116,27 @@ def test_divergence_of_large_images(monkeypatch: pytest.MonkeyPatch) -> None:
     value = otloss.sinkhorn_divergence(p, q, GridCost((256, 256), spacing=1 / 255), epsilon=0.05)
     assert value.item() == pytest.approx(0.3**2, rel=2e-2)  # a translation, up to the rounding of disks to cells
     assert torch.autograd.grad(value, p)[0].isfinite().all()
+
+
+def test_slow_problems_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 128 x 128 cells below the least epsilon for products, and of 48 x 48 with "implicit"; not of others."""
+    images = torch.rand(2, 48 * 48, generator=torch.Generator().manual_seed(0))
+    images = images / images.sum(-1, keepdim=True)
+    cost = GridCost((48, 48), spacing=1 / 48)
+    otloss.sinkhorn(*images, cost, epsilon=0.05, max_iterations=300)
+
+    def stop(*_: Any) -> None:
+        raise InterruptedError
+
+    monkeypatch.setattr("otloss.solvers.sinkhorn.implicit_state", stop)
+    with (
+        pytest.warns(UserWarning, match=r'"implicit" between 48 x 48 cells \(1 problem\).*Use grad="envelope"'),
+        pytest.raises(InterruptedError),
+    ):
+        otloss.sinkhorn(*images, cost, epsilon=0.05, grad="implicit")
+    large = GridCost((128, 128), spacing=1 / 128)
+    p = torch.full((1, 128 * 128), 1 / 128**2)
+    least = large.least_epsilon_for_products
+    with pytest.warns(UserWarning, match=rf"epsilon is 0.00156 .*below {least:.3g} products .* Raise epsilon to"):
+        otloss.solve(p, p, large, epsilon=0.95 * least, tolerance=1.0)
+    otloss.solve(p, p, large, epsilon=1.05 * least, tolerance=1.0)

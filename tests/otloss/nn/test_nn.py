@@ -219,10 +219,6 @@ class Doubled(Cost):
         return self.inner.shape
 
     @property
-    def _data(self) -> Tensor:
-        return self.inner._data
-
-    @property
     def T(self) -> Doubled:  # noqa: N802
         return Doubled(self.inner.T)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import ot
@@ -57,6 +58,25 @@ def test_the_default_blur_is_that_of_geomloss() -> None:
     for metric, p in (("sqeuclidean", 2), ("euclidean", 1)):
         theirs = SamplesLoss("sinkhorn", p=p, scaling=0.99, backend="tensorized")(x, y).squeeze()
         torch.testing.assert_close(cloud_loss(x, y, metric=metric), theirs, rtol=2e-3, atol=0)
+
+
+def test_a_blur_too_small_for_the_clouds_is_named() -> None:
+    x, y = 1e12 * drawn(4, 2), 1e12 * drawn(4, 2, seed=1)
+    for options, told in (
+        ({}, "blur is 0.05 by default"),
+        ({"blur": 0.1}, "blur is 0.1,"),
+        ({"blur": 0.1, "metric": "euclidean"}, "blur is 0.1,"),
+        ({"blur": 1e-200}, "blur is 1e-200,"),
+    ):
+        with pytest.raises(ValueError, match=rf"{told}.* expected at least \S+ for clouds of this size") as error:
+            cloud_loss(x, y, **options)
+        assert "epsilon" not in str(error.value)
+        least = float(re.findall(r"at least (\S+)", str(error.value))[0])
+        assert cloud_loss(x, y, **{**options, "blur": 1e3 * least}).isfinite()
+    with pytest.raises(ValueError, match=r"epsilon is 0\.01 where potentials"):
+        cloud_loss(x, y, epsilon=0.01)
+    with pytest.warns(otloss.ConvergenceWarning, match=r"Raise epsilon \(blur, for cloud_loss\)"):
+        cloud_loss(100 * drawn(200, 2), 100 * drawn(200, 2, seed=1), blur=0.01, tolerance=1e-15)
 
 
 def test_equal_weights_have_the_precision_of_the_points() -> None:
