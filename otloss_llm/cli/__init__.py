@@ -14,7 +14,6 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import otloss
@@ -111,14 +110,14 @@ def _transformers_messages() -> Iterator[None]:
 def _plain_warnings() -> Iterator[None]:
     """Warnings of ours are one line, without the file and the line of source that they came from."""
     before = warnings.formatwarning
-    ours = [str(Path(package.__file__).parent) for package in (otloss, otloss_llm)]
+    ours = [folder for package in (otloss, otloss_llm) for folder in package.__path__]
 
     def formatted(message: Any, category: Any, filename: str, lineno: int, line: str | None = None) -> str:
         if any(filename.startswith(folder) for folder in ours):
             return f"otloss-llm: warning: {message}\n"
         return before(message, category, filename, lineno, line)
 
-    warnings.formatwarning = formatted  # type: ignore[assignment]
+    warnings.formatwarning = formatted
     try:
         yield
     finally:

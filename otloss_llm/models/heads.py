@@ -12,6 +12,7 @@ A head is a linear layer of torch, or one of these:
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -217,11 +218,30 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.training = True
     try:
-        with torch.no_grad():
+        with torch.no_grad(), weights_kept(model):
             yield
     finally:
         for module, training in modes:
             module.training = training
+
+
+@contextmanager
+def weights_kept(model: nn.Module) -> Iterator[None]:
+    """After this context the weights are those of before, for RWKV too.
+
+    RWKV divides the weights of deep layers by powers of 2 in its first pass in eval mode, and multiplies them in the
+    next one in training mode; a model that is saved between the two is another one.
+    """
+    whole: list[Any] = [module for module in model.modules() if getattr(module, "layers_are_rescaled", None) is False]
+    try:
+        yield
+    finally:
+        for module in whole:
+            # Of quantised weights RWKV divides the scales, and cannot multiply them again.
+            if module.layers_are_rescaled and all(weight.is_floating_point() for weight in module.parameters()):
+                training, module.training = module.training, True
+                module._rescale_layers()
+                module.training = training
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
@@ -234,6 +254,28 @@ def few_inputs(model: nn.Module) -> dict[str, Tensor]:
     device = next((weight.device for weight in model.parameters() if not weight.is_meta), "cpu")
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=device)
     return {"input_ids": ids[[0, 0]], "decoder_input_ids": ids} if is_encoder_decoder(model) else {"input_ids": ids}
+
+
+def shifts_labels(model: nn.Module) -> bool:
+    """Whether the model's own loss scores label t at position t - 1, as those of causal language models do.
+
+    The decoders of BART, Pegasus, TrOCR, Whisper and others score it at t, which nothing in their configs says, so the
+    model is run: a loss that shifts does not depend on the first label. True where the model has no loss of its own.
+    """
+    if "labels" not in inspect.signature(model.forward).parameters:
+        return True
+    inputs = few_inputs(model)
+    labels = inputs["input_ids"].clone()
+    losses = []
+    try:
+        with evaluation_mode(model):
+            for first in (1, 2):
+                labels[:, 0] = first
+                losses.append(model(**inputs, labels=labels.clone())["loss"])
+    except Exception:  # a model without such a loss, or one that fails here, says nothing
+        return True
+    one, other = losses
+    return not bool((one - other).abs() > 1e-5 * one.abs())  # NaN says nothing either
 
 
 def check_causal(model: nn.Module) -> None:

@@ -21,7 +21,14 @@ from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions, count_labels, pad_questions
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
 from otloss_llm.losses.token_loss import TokenLoss, linear_token_loss, token_loss
-from otloss_llm.models.heads import check_causal, few_inputs, find_head, is_encoder_decoder
+from otloss_llm.models.heads import (
+    check_causal,
+    few_inputs,
+    find_head,
+    is_encoder_decoder,
+    shifts_labels,
+    weights_kept,
+)
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.objectives import NumberToken, Objective, cost_kind, needs_cost, parse_objective
 from otloss_llm.training.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
@@ -38,7 +45,8 @@ class ObjectiveMixin:
 
     Mix it in before the trainer: `class MyTrainer(ObjectiveMixin, SFTTrainer): ...`. The loss is computed from hidden
     states inside the model's own forward pass, so the logits are never formed; labels are shifted here, once. Those of
-    an encoder-decoder (T5, BART) are its decoder's, and are not shifted.
+    an encoder-decoder (T5, BART) are its decoder's, and are not shifted. A decoder whose own loss does not shift
+    (`TrOCRForCausalLM`, `BartForCausalLM`) needs batches with `shift_labels`, unless the rows are of this package.
 
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number"
@@ -110,9 +118,12 @@ class ObjectiveMixin:
         head = find_head(unwrap(self.model))
         self._encoder_decoder = is_encoder_decoder(unwrap(self.model))
         self._transform: LogitTransform | None = None
+        self._labels_unclear = False
         sharded = self.is_deepspeed_enabled or self.is_fsdp_enabled  # no single process can run such a model here
         if not sharded and not any(parameter.is_meta for parameter in self.model.parameters()):
             check_causal(self.model)
+            # Rows of ours are not shifted, whatever the model expects.
+            self._labels_unclear = collator is None and not self._encoder_decoder and not shifts_labels(self.model)
             self._transform = measure_transform(self.model, few_inputs(self.model))
         if isinstance(cost, str):
             cost = choose_cost(
@@ -158,7 +169,7 @@ class ObjectiveMixin:
     ) -> Any:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
         inputs = dict(inputs)
-        labels = _aligned_labels(inputs, shift=not self._encoder_decoder)
+        labels = self._aligned_labels(inputs)
         if self._encoder_decoder and "decoder_input_ids" not in inputs:  # as the model makes them from labels
             root: Any = unwrap(self.model)
             inputs["decoder_input_ids"] = root.prepare_decoder_input_ids_from_labels(labels)
@@ -255,6 +266,16 @@ class ObjectiveMixin:
             tokens, numbers = self._counts(labels)
         return self.objective.per_number(float(tokens), float(numbers))
 
+    def _aligned_labels(self, inputs: dict[str, Any]) -> Tensor:
+        """Take the labels out of a batch; entry t is the token that position t predicts."""
+        if self._labels_unclear and "shift_labels" not in inputs:
+            raise ValueError(
+                f"the loss of {type(unwrap(self.model)).__name__} scores label t at position t, those of other causal "
+                "language models at t - 1, so it is unclear what the labels are. Name them shift_labels, with the "
+                "token that position t predicts at t (and set remove_unused_columns=False)."
+            )
+        return _aligned_labels(inputs, shift=not self._encoder_decoder)
+
     def _counts(self, labels: Tensor) -> Tensor:
         """The number of predicted tokens, and of number positions (of all positions without `NumberToken`)."""
         positions = valid = labels != IGNORE_INDEX
@@ -272,7 +293,7 @@ class ObjectiveMixin:
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]  # of the Trainer
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
-        labels = (_aligned_labels(dict(batch), shift=not self._encoder_decoder) for batch in batches)
+        labels = (self._aligned_labels(dict(batch)) for batch in batches)
         counts = torch.stack([self._counts(one) for one in labels]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
@@ -344,7 +365,8 @@ class ObjectiveMixin:
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """As the trainer's, with token-weighted loss, nll, perplexity and transport cost."""
         self._eval_sums = None
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]  # of the Trainer
+        with weights_kept(unwrap(self.model)):  # before a checkpoint is written
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)  # type: ignore[misc]  # of the Trainer
         if self._eval_sums is not None:
             if not self._eval_sums[TOKENS] > 0:
                 raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
