@@ -7,11 +7,12 @@ the transport cost to the one-hot target, vectors with one entry per token. `sg`
     MLE        nll
     TaiLr      sg(clamp(q_y / (gamma + (1 - gamma) q_y), min_weight, 1)) nll   Ji et al. 2023, arXiv 2302.13344
     MixCE      (gamma + (1 - gamma) sg(q_y)) nll                               Zhang et al. 2023, arXiv 2305.16958
-    EMO        0.5 (nll + sg(nll / D) D)                                       Ren et al. 2023, arXiv 2310.04691, Eq. 19
+    EMO        0.5 (nll + sg(min(nll / D, clip)) D)                            Ren et al. 2023, arXiv 2310.04691, Eq. 19
     Number     nll + w D, D between the values of number tokens                Zausinger et al. 2024, arXiv 2411.02083
 
-Where D > 0 and nothing is clipped the *value* of EMO equals nll; only its gradient differs. Watch `TokenLoss.cost`
-to see its effect.
+Where D > 0 and nothing is clipped the *value* of EMO equals nll; only its gradient differs. Where the ratio is clipped
+the value is less than nll. A loss that is equal to nll in the logs thus does not mean that EMO is off; watch
+`TokenLoss.cost` to see its effect.
 
 Any callable of this form is an objective. The kernels obtain alpha = d value / d nll and beta = d value / d D per token
 by autograd on the two vectors, so a new objective needs nothing else. It must treat tokens independently: entry `t` of
@@ -30,6 +31,8 @@ import torch
 from torch import Tensor
 
 Objective = Callable[[Tensor, "Tensor | None"], Tensor]
+
+DEFAULT_CLIP = 3.0  # of EMO's ratio
 
 
 def needs_cost(objective: Objective) -> bool:
@@ -128,40 +131,40 @@ class EMO:
     Args:
         weighting: "ratio" is Eq. 19 of the paper per token, `0.5 (nll + sg(nll / D) D)`; "transport" is the second
             mode of the published code, `sg(D / nll) nll + D`; a float `w` is a fixed weight, `nll + w D`.
-        ratio_clip: upper bound of the detached ratio (the published package clips at 3); None for no bound, as in the
-            paper: then training can collapse onto tokens that lie near to all others (`docs/evidence.md`).
-            Only with "ratio" and "transport".
+        ratio_clip: upper bound of the detached ratio, or None for no bound. "default" is 3 with "ratio", as in the
+            published package, and None otherwise. `EMO(ratio_clip=None)` is Eq. 19 as published: training with it can
+            collapse onto tokens that lie near to all others (`docs/evidence.md`). Not with a fixed weight.
 
-    Where the ratio's denominator is 0 the ratio is 0.
-
-    A clip of 3 is needed with a cost of `near_duplicates="keep"`: with 2 % of the labels among near-duplicate rows, a
-    small model's test perplexity was 12.6 with the clip and 117 without (MLE: 11.9). With the default treatment of such
-    rows no clip is needed: 12.7 without and 12.6 with it. Without such labels a clip of 3 lowers the perplexity by 1 %
-    and raises the transport cost by 0.2 %: a point between EMO and MLE.
+    Where the ratio's denominator is 0 the ratio is 0. Where the ratio is clipped the value is less than nll; elsewhere
+    the two are equal, and only the gradients differ.
 
     Example:
-        >>> EMO()(torch.tensor([0.7]), torch.tensor([0.2]))
-        tensor([0.7000])
+        >>> EMO()(torch.tensor([0.7, 0.7]), torch.tensor([0.5, 0.1]))
+        tensor([0.7000, 0.5000])
     """
 
     weighting: str | float = "ratio"
-    ratio_clip: float | None = None
+    ratio_clip: float | str | None = "default"
     needs_cost: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
+        if self.ratio_clip == "default":
+            object.__setattr__(self, "ratio_clip", DEFAULT_CLIP if self.weighting == "ratio" else None)
         fixed = not isinstance(self.weighting, str)
         if self.weighting not in ("ratio", "transport") and not (fixed and 0.0 <= float(self.weighting) < math.inf):
             raise ValueError(
                 f'weighting is {self.weighting!r}, expected "ratio", "transport" or a finite, non-negative number.'
             )
-        if self.ratio_clip is not None and (fixed or not self.ratio_clip > 0):
+        clip = self.ratio_clip
+        if clip is not None and (fixed or isinstance(clip, str) or not clip > 0):
             raise ValueError(
-                f"ratio_clip is {self.ratio_clip} with weighting={self.weighting!r}, expected None, or a positive "
+                f"ratio_clip is {clip} with weighting={self.weighting!r}, expected None, or a positive "
                 'number with "ratio" or "transport".'
             )
 
     def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
         D = _required(cost)
+        assert not isinstance(self.ratio_clip, str)
         if self.weighting == "ratio":  # Eq. 19; the ratio is constant for the gradient
             return 0.5 * (nll + _ratio(nll, D, self.ratio_clip) * D)
         if self.weighting == "transport":
@@ -255,17 +258,26 @@ def check_tokenwise(objective: Objective, nll: Tensor, cost: Tensor | None, valu
 
 _NAMES = (
     "mle, tailr, mixce, emo, number_token, emo+number, or with a parameter: tailr:GAMMA, mixce:GAMMA, emo:transport, "
-    "emo:WEIGHT, emo:clip=NUMBER, number_token:WEIGHT"
+    "emo:WEIGHT, emo:clip=NUMBER, emo:clip=none, number_token:WEIGHT"
 )
+
+
+def _parts(text: str) -> tuple[str, str]:
+    """The name of an objective and its parameter; `emo:clip=3+number` is `emo+number:clip=3`."""
+    name, _, parameter = text.strip().lower().partition(":")
+    if name == "emo" and parameter.endswith("+number"):
+        return "emo+number", parameter.removesuffix("+number")
+    return name, parameter
 
 
 def parse_objective(text: str) -> Objective:
     """An objective from its name: `mle`, `tailr:0.001`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`, `emo:clip=3`,
-    `number_token`, `number_token:0.3`, `emo+number`.
+    `emo:clip=none`, `number_token`, `number_token:0.3`, `emo+number`.
 
-    What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip, for
-    the number token loss its weight (default 0.3). `emo+number` is EMO, and only its name asks for the cost
-    with numbers (`cost_kind`): hand the trainer the name, or the objective and `cost="mixed"`.
+    What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip
+    (default 3; none is EMO as published), for the number token loss its weight (default 0.3). `emo+number` is EMO, and
+    only its name asks for the cost with numbers (`cost_kind`): hand the trainer the name, or the objective and
+    `cost="mixed"`.
 
     Raises:
         ValueError: unknown name or parameter.
@@ -274,7 +286,7 @@ def parse_objective(text: str) -> Objective:
         >>> parse_objective("mixce:0.7")
         MixCE(gamma=0.7)
     """
-    name, _, parameter = text.strip().lower().partition(":")
+    name, parameter = _parts(text)
     try:
         if name == "mle" and not parameter:
             return MLE()
@@ -286,11 +298,18 @@ def parse_objective(text: str) -> Objective:
             return NumberToken(float(parameter or 0.3))
         if name in ("emo", "emo+number"):
             if parameter.startswith("clip="):
-                return EMO(ratio_clip=float(parameter.removeprefix("clip=")))
+                clip = parameter.removeprefix("clip=")
+                return EMO(ratio_clip=None if clip == "none" else float(clip))
             return EMO(parameter or "ratio") if parameter in ("", "ratio", "transport") else EMO(float(parameter))
     except ValueError as error:
         raise ValueError(f"objective is {text!r}: {error}") from None
     raise ValueError(f"objective is {text!r}, expected one of {_NAMES}.")
+
+
+def has_default_clip(text: str) -> bool:
+    """Whether the name of an objective leaves the clip of EMO's ratio to the library."""
+    name, parameter = _parts(text)
+    return name in ("emo", "emo+number") and parameter in ("", "ratio")
 
 
 def cost_kind(objective: Objective | str) -> str:
@@ -301,7 +320,7 @@ def cost_kind(objective: Objective | str) -> str:
         ('mixed', 'number', 'embedding')
     """
     if isinstance(objective, str):
-        if objective.strip().lower().partition(":")[0] == "emo+number":
+        if _parts(objective)[0] == "emo+number":
             return "mixed"
         objective = parse_objective(objective)
     return "number" if isinstance(objective, NumberToken) else "embedding"

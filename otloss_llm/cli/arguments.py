@@ -105,8 +105,8 @@ class ObjectiveArguments:
 
     _argument_group_name = "objective and cost"
     objective: str = _option(
-        "mle, tailr:GAMMA, mixce:GAMMA, emo, emo:clip=3, emo:transport, emo:WEIGHT, number_token:WEIGHT, or emo+number "
-        "(and emo+number:...).",
+        "mle, tailr:GAMMA, mixce:GAMMA, emo (its ratio clipped at 3), emo:clip=NUMBER, emo:clip=none (as published), "
+        "emo:transport, emo:WEIGHT, number_token:WEIGHT, or emo+number (and emo+number:...).",
         "emo",
     )
     number_scaling: str = _option(
@@ -114,10 +114,11 @@ class ObjectiveArguments:
         "symlog",
         choices=SCALINGS,
     )
-    cost_embedding: str = _option(
-        "Embedding of the cost: model (its own head), as-is (the same, near-duplicate rows kept), all-but-the-top "
-        "(without its leading directions), random, shuffled, a .npy file, or a model.",
-        "model",
+    cost_embedding: str | None = _option(
+        "Embedding of the cost: all-but-the-top (the own head without its leading directions), raw (all of it), "
+        "as-is (the same, near-duplicate rows kept), random, shuffled, a .npy file, or a model. Default: "
+        "all-but-the-top, or what the run in the folder was begun with.",
+        None,
     )
     impl: str = _option("Kernel of the loss.", "auto", choices=IMPLEMENTATIONS)
     chunk_size: int | None = _option("Tokens per chunk of the kernel.", None)
@@ -191,7 +192,7 @@ class EvaluateArguments:
     text_column: str = _option("Column of .jsonl files.", "text")
     block_size: int = _option("Tokens in a block of text; its first has no context.", 256)
     batch_size: int = _option("Blocks scored, or questions answered, at a time.", 8)
-    cost_embedding: str = _option("As for train; compare models under one cost.", "model")
+    cost_embedding: str | None = _option("As for train, default all-but-the-top; compare models under one cost.", None)
     questions: str | None = _option(
         "A .jsonl file of questions to answer, greedily: columns question and answer.", None
     )
@@ -259,7 +260,7 @@ class CompareArguments:
     objectives: list[str] = field(
         default_factory=lambda: ["mle", "emo"],
         metadata={
-            "help": "Arms: objective[/as-is | /all-but-the-top | /random | /shuffled][/T=temperature], e.g. mle "
+            "help": "Arms: objective[/raw | /as-is | /random | /shuffled][/T=temperature], e.g. mle "
             "mixce:0.8 emo emo/random; "
             "of numbers also [/absolute | /log | /squash], e.g. number_token/log emo+number."
         },
@@ -294,10 +295,13 @@ class OracleArguments:
     source: str | None = _option(
         "A model to sample all text from. Smaller students start from one that was trained by maximum likelihood, and "
         "are compared by their divergences from the source over sampling temperatures. Arms may also name an embedding "
-        "of the source: emo/source, /centred, /whitened, /input, /context, ... Of the other options only objectives, "
-        "seeds and output_dir, and those of the machine, apply.",
+        "of the source: emo/source, /all-but-the-top, /centred, /whitened, /input, /context, ... Of the other options "
+        "only objectives, seeds and output_dir, and those of the machine, apply.",
         None,
     )
+    start: str | None = _option("A model that the students start from, in place of one from random weights.", None)
+    student_texts: int | None = _option("Train on so many texts of the source, in epochs; default: new ones.", None)
+    student_lora_rank: int | None = _option("Train an adapter of this rank in place of the whole student.", None)
     temperatures: list[float] = field(
         default_factory=lambda: list(Oracle.temperatures), metadata={"help": "Sampling temperatures."}
     )

@@ -113,6 +113,9 @@ def _with_known_source(
         batch=oracle_args.student_batch_size,
         learning_rate=oracle_args.student_learning_rate,
         texts=oracle_args.num_texts,
+        start=oracle_args.start,
+        train_texts=oracle_args.student_texts,
+        lora_rank=oracle_args.student_lora_rank,
     )
     folder = Path(args.output_dir)
     results = run_oracle(oracle, folder, args)

@@ -27,7 +27,7 @@ from otloss_llm.evaluation.numbers import answer_style
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.models.loading import load_model_and_tokenizer
 from otloss_llm.training.folders import write_text
-from otloss_llm.training.loading import load_cost
+from otloss_llm.training.loading import chosen_embedding, load_cost
 
 
 def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
@@ -104,9 +104,14 @@ def _score_task(
 
 
 def _score_text(model: Any, tokenizer: Any, blocks: PackedBlocks, args: EvaluateArguments) -> dict[str, Any]:
-    cost = load_cost(args.cost_embedding, model).to(model.device)
+    embedding = chosen_embedding(args.cost_embedding, {})
+    cost = load_cost(embedding, model).to(model.device)
     scores = perplexity(model, blocks, batch_size=args.batch_size, cost=cost)
-    settings = {"text": args.text, "blocks": blocks.fingerprint, "cost_embedding": args.cost_embedding}
+    settings = {
+        "text": args.text,
+        "blocks": blocks.fingerprint,
+        "cost_embedding": chosen_embedding(args.cost_embedding, {}),
+    }
     results = settings | dataclasses.asdict(scores) | {"perplexity": scores.perplexity}
     numbers = score_number_labels(model, tokenizer, blocks, batch_size=args.batch_size)
     return results if numbers is None else results | {"number_tokens": dataclasses.asdict(numbers)}

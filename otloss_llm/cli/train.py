@@ -18,9 +18,17 @@ from otloss_llm.cli.arguments import (
 from otloss_llm.costs.choice import NumberSettings, check_settings, number_tokens, settings_of_near_duplicates
 from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.loading import fingerprint, load_model_and_tokenizer
-from otloss_llm.objectives import cost_kind, parse_objective
-from otloss_llm.training.folders import check_ours
-from otloss_llm.training.loading import COST_SOURCES, load_cost, load_rows, number_share, read_sources
+from otloss_llm.objectives import cost_kind
+from otloss_llm.training.folders import check_ours, recorded_settings
+from otloss_llm.training.loading import (
+    COST_SOURCES,
+    chosen_embedding,
+    chosen_objective,
+    load_cost,
+    load_rows,
+    number_share,
+    read_sources,
+)
 from otloss_llm.training.runs import train_run
 
 
@@ -32,15 +40,16 @@ def run(
     args: ObjectiveTrainingArguments,
 ) -> tuple[str, int]:
     """Returns what goes to stdout, and the exit code."""
-    objective, kind = parse_objective(objective_args.objective), cost_kind(objective_args.objective)
+    recorded = recorded_settings(Path(args.output_dir))
+    objective, kind = chosen_objective(objective_args.objective, recorded), cost_kind(objective_args.objective)
     numbers = NumberSettings(scaling=objective_args.number_scaling)
     check_settings(kind, numbers)
-    source = objective_args.cost_embedding
-    if kind == "number" and source != "model":
+    if kind == "number" and objective_args.cost_embedding is not None:
         raise ValueError(
-            f"{objective_args.objective} reads no embedding, got --cost_embedding {source}; leave it out, or take "
-            "emo+number."
+            f"{objective_args.objective} reads no embedding, got --cost_embedding {objective_args.cost_embedding}; "
+            "leave it out, or take emo+number."
         )
+    source = chosen_embedding(objective_args.cost_embedding, recorded, key="cost_embedding")
     lora = _lora(lora_args)
     documents = read_sources(text_args)
     check_ours(Path(args.output_dir))

@@ -5,9 +5,10 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
@@ -26,7 +27,11 @@ if TYPE_CHECKING:
     from torch import nn
 
 
+logger = logging.getLogger(__name__)
+
 TREATMENTS = ("zero", "keep")
+NOTHING_LEFT = 1e-3  # a row of which removing directions leaves a smaller share has no direction but rounding
+LONG_WORK = 2**40  # multiplications of an eigenproblem, from which on a line says that it takes a while
 
 
 class EmbeddingCost(CosineCost, VocabularyCost):
@@ -42,6 +47,11 @@ class EmbeddingCost(CosineCost, VocabularyCost):
             makes. "zero" treats them like rows of zeros, cost 1 to every other token, and warns: at a label among
             near-duplicates EMO pushes the prediction towards all of them, not towards the label. "keep" leaves them as
             they are, and does not search: duplicates cost 0 to each other.
+        directions: how many leading directions to remove from the rows first, as `all_but_the_top`; 0 leaves the rows
+            as they are, which is the cost of the paper; None removes one for every hundred dimensions, at least one,
+            which is what trainers, the command line and `emo_loss` do where no cost is given. Rows as they are can
+            share a direction with tokens that were seldom trained; EMO then moves mass to those tokens, and its
+            reverse divergence is up to 0.2 nats worse than that of likelihood (`docs/evidence.md`).
 
     Attributes:
         near_duplicates: (V,), True for the rows that were set to zero.
@@ -56,11 +66,19 @@ class EmbeddingCost(CosineCost, VocabularyCost):
 
     near_duplicates: Bool[Tensor, " vocab"]
 
-    def __init__(self, embedding: Float[Tensor, "vocab width"], *, near_duplicates: str = "zero") -> None:
+    def __init__(
+        self,
+        embedding: Float[Tensor, "vocab width"],
+        *,
+        near_duplicates: str = "zero",
+        directions: int | None = 0,
+    ) -> None:
         embedding = check_floating("embedding", embedding).detach()
         check_treatment(near_duplicates)
         if hasattr(embedding, "full_tensor"):
             embedding = embedding.full_tensor()
+        if directions != 0:
+            embedding = all_but_the_top(embedding, directions)
         super().__init__(embedding)  # normalising copies
         self.near_duplicates = torch.zeros_like(self.zero_rows)
         if near_duplicates == "zero":
@@ -128,17 +146,19 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         return moved
 
     @classmethod
-    def from_model(cls, model: nn.Module, *, near_duplicates: str = "zero") -> EmbeddingCost:
+    def from_model(
+        cls, model: nn.Module, *, near_duplicates: str = "zero", directions: int | None = 0
+    ) -> EmbeddingCost:
         """Copy and freeze the output embedding (head) of a causal LM of transformers: tied, resized or PEFT-wrapped.
 
         Args:
             model: has `get_output_embeddings()`.
-            near_duplicates: as in the constructor.
+            near_duplicates, directions: as in the constructor.
 
         Raises:
             TypeError, ValueError: the model has no head, or one that cannot be read, named in the message.
         """
-        return cls(find_head(model).weight, near_duplicates=near_duplicates)
+        return cls(find_head(model).weight, near_duplicates=near_duplicates, directions=directions)
 
     def random_like(self, generator: torch.Generator | None = None) -> EmbeddingCost:
         """The control without semantics: Gaussian rows of the same shape, so that c is near 1 between all tokens."""
@@ -155,13 +175,15 @@ class EmbeddingCost(CosineCost, VocabularyCost):
 
 
 def all_but_the_top(rows: Float[Tensor, "vocab width"], directions: int | None = None) -> Float[Tensor, "vocab width"]:
-    """Return the rows without their mean and their leading principal directions; rows of zeros stay so.
+    """Return the rows without their mean and their leading principal directions.
 
     Tokens that are seldom or never trained share a direction with most others. At a position that is hard to predict
-    they are then nearer to all likely targets than those are to each other, and EMO writes them
-    (`docs/evidence.md`, a second source). `EmbeddingCost(all_but_the_top(rows))` has no such direction.
+    they are then nearer to all likely targets than those are to each other, and EMO moves mass to them
+    (`docs/evidence.md`). `EmbeddingCost(rows, directions=None)` is the cost of rows without such directions.
 
     Args:
+        rows: rows of zeros stay so, and count neither for the mean nor for the directions. A row of which less than a
+            thousandth of its length is left becomes zero: its direction would be one of rounding.
         directions: how many, fewer than the width; None for one in a hundred dimensions, at least one.
 
     Raises:
@@ -182,18 +204,51 @@ def all_but_the_top(rows: Float[Tensor, "vocab width"], directions: int | None =
     check_finite("rows", rows)
     if rows.dim() != 2 or 0 in rows.shape or rows.shape[1] < 2:
         raise ValueError(f"rows have shape {tuple(rows.shape)}, expected (V, d) with d of 2 or more.")
-    width = rows.shape[1]
+    return remove_directions(rows, check_directions(directions, rows.shape[1]), lambda part: part)
+
+
+def check_directions(directions: int | None, width: int) -> int:
+    """Return the number of directions to remove from rows of this width; raises TypeError or ValueError."""
     count = max(1, width // 100) if directions is None else directions
     if isinstance(count, bool) or not isinstance(count, int):
-        raise TypeError(f"directions is {count!r}, expected a whole number.")
+        raise TypeError(f"directions is {count!r}, expected a whole number, or None.")
     if not 0 <= count < width:
         raise ValueError(f"directions is {count}, expected 0 to {width - 1}, fewer than the width.")
+    return count
+
+
+def remove_directions(
+    rows: Float[Tensor, "here width"],
+    count: int,
+    total: Callable[[Tensor], Tensor],
+    largest: Callable[[Tensor], Tensor] = lambda part: part,
+    agreed: Callable[[Tensor], Tensor] = lambda part: part,
+) -> Float[Tensor, "here width"]:
+    """Return the rows without the mean and the `count` leading directions of all rows.
+
+    Args:
+        rows: those of this process.
+        total, largest: sum and maximum over processes.
+        agreed: what the first process has.
+    """
     rows = rows.to(torch.promote_types(rows.dtype, torch.float32))
-    size = rows.abs().amax().clamp(min=torch.finfo(rows.dtype).tiny)  # products of large rows overflow
+    width = rows.shape[1]
+    size = rows.abs().amax() if len(rows) else rows.new_zeros(())
+    size = largest(size).clamp(min=torch.finfo(rows.dtype).tiny)  # products of large rows overflow
     used = (rows != 0).any(1, keepdim=True)
-    centred = (rows / size - (rows / size).sum(0) / used.sum().clamp(min=1)) * used
-    leading = torch.linalg.eigh(centred.T @ centred).eigenvectors[:, width - count :]
-    return (centred - centred @ leading @ leading.T) * size
+    number = total(used.sum(dtype=rows.dtype).reshape(1))
+    centred = rows / size
+    centred = (centred - total(centred.sum(0)) / number.clamp(min=1)) * used
+    if float(number) * width**2 + 10 * float(width) ** 3 > LONG_WORK:
+        logger.warning(
+            "removing the leading directions of an embedding of %d rows of width %d, once; this can take minutes on a "
+            "CPU", int(number), width,
+        )  # fmt: skip
+    leading = agreed(torch.linalg.eigh(total(centred.T @ centred)).eigenvectors[:, width - count :].contiguous())
+    kept = centred - centred @ leading @ leading.T
+    lengths = torch.linalg.vector_norm(rows / size, dim=1, keepdim=True)
+    kept[(torch.linalg.vector_norm(kept, dim=1, keepdim=True) < NOTHING_LEFT * lengths).squeeze(1)] = 0.0
+    return kept * size
 
 
 def cosine_costs(

@@ -18,9 +18,11 @@ from otloss.extending import check_floating
 from otloss_llm.costs.embedding import (
     EmbeddingCost,
     added_by_rounding,
+    check_directions,
     check_treatment,
     cosine_costs,
     products_are_of_bfloat16,
+    remove_directions,
     warn_of_near_duplicates,
 )
 from otloss_llm.costs.near_duplicates import search, sketch
@@ -38,6 +40,7 @@ class ShardedEmbeddingCost(VocabularyCost):
         embedding: `(rows, d)` of this process, copied without its graph; or a DTensor sharded by rows.
         process_group: the processes, whose rows follow each other in the order of ranks; a DTensor knows it.
         near_duplicates: as in `EmbeddingCost`, among the rows of all processes. The first of them warns.
+        directions: as in `EmbeddingCost`, those of the rows of all processes.
 
     Attributes:
         near_duplicates: (V,), True for the rows, of all processes, that were set to zero.
@@ -54,6 +57,7 @@ class ShardedEmbeddingCost(VocabularyCost):
         process_group: dist.ProcessGroup | None = None,
         *,
         near_duplicates: str = "zero",
+        directions: int | None = 0,
     ) -> None:
         embedding = check_floating("embedding", embedding).detach()
         if is_row_shard(embedding) and process_group is None:
@@ -68,9 +72,14 @@ class ShardedEmbeddingCost(VocabularyCost):
         def check() -> dict[str, object]:
             check_treatment(near_duplicates)
             made.extend([EmbeddingCost(embedding, near_duplicates="keep")] if len(embedding) else [])
-            return {"width": embedding.shape[1:], "dtype": embedding.dtype, "near_duplicates": near_duplicates}
+            check_directions(directions, max(2, *embedding.shape[1:]))
+            settings = {"near_duplicates": near_duplicates, "directions": directions}
+            return {"width": embedding.shape[1:], "dtype": embedding.dtype} | settings
 
         self.shard = VocabShard.agreed(process_group, embedding, check)
+        if directions != 0:
+            embedding = self._without_directions(embedding, check_directions(directions, embedding.shape[1]))
+            made = [EmbeddingCost(embedding, near_duplicates="keep")] if len(embedding) else []
         wide = torch.promote_types(embedding.dtype, torch.float32)
         self.unit = made[0].unit if made else embedding.to(wide)
         self.near_duplicates = torch.zeros(self.shard.vocab, dtype=torch.bool, device=self.unit.device)
@@ -80,6 +89,22 @@ class ShardedEmbeddingCost(VocabularyCost):
         added = torch.tensor([added_by_rounding(self.unit, ~self.unit.any(1), torch.bfloat16)], device=self.unit.device)
         dist.all_reduce(added, op=dist.ReduceOp.MAX, group=process_group)
         self._rounding_of_bfloat16 = 2 * float(added) + self._rounding
+
+    def _without_directions(self, rows: Tensor, count: int) -> Tensor:
+        group = self.shard.group
+
+        def over_processes(part: Tensor, operation: Any) -> Tensor:
+            part = part.clone()
+            dist.all_reduce(part, op=operation, group=group)
+            return part
+
+        return remove_directions(
+            rows,
+            count,
+            total=lambda part: over_processes(part, dist.ReduceOp.SUM),
+            largest=lambda part: over_processes(part, dist.ReduceOp.MAX),
+            agreed=self._agree,
+        )
 
     def _zero_near_duplicates(self) -> None:
         here = slice(self.shard.start, self.shard.stop)

@@ -3,7 +3,7 @@
 An *arm* is an objective, the embedding of its cost, the scaling of numbers in its cost, and the temperature at which
 the trained model is measured and sampled. `parse_arm` reads it from `objective[/modifier ...]`:
 
-    mle    tailr:0.001    mixce:0.8    emo    emo/all-but-the-top    emo/random    emo/shuffled    mle/T=0.8
+    mle    tailr:0.001    mixce:0.8    emo    emo:clip=none/raw    emo/random    emo/shuffled    mle/T=0.8
     number_token    number_token/log    emo+number/random/log
 """
 
@@ -18,7 +18,7 @@ from otloss_llm.objectives import cost_kind, needs_cost, parse_objective
 from otloss_llm.training.loading import COST_SOURCES
 
 _DEFAULT_SCALING = NumberSettings().scaling
-_EXPECTED = f"objective[/as-is | /all-but-the-top | /random | /shuffled][/{' | /'.join(SCALINGS)}][/T=temperature]"
+_EXPECTED = f"objective[/raw | /as-is | /random | /shuffled][/{' | /'.join(SCALINGS)}][/T=temperature]"
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Arm:
     """One arm: objective, source of the cost embedding, temperature, scaling of numbers."""
 
     objective: str
-    embedding: str = "model"
+    embedding: str | None = None  # the library's choice, see `load_cost`
     temperature: float = 1.0
     scaling: str = _DEFAULT_SCALING
 
     @property
     def training(self) -> str:
         """Name of the training; arms that differ in temperature alone share it."""
-        modifiers = [self.embedding] * (self.embedding != "model") + [self.scaling] * (self.scaling != _DEFAULT_SCALING)
-        return "/".join([self.objective, *modifiers])
+        scaling = self.scaling if self.scaling != _DEFAULT_SCALING else None
+        return "/".join([self.objective, *filter(None, (self.embedding, scaling))])
 
     @property
     def name(self) -> str:

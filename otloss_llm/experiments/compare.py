@@ -29,8 +29,8 @@ from otloss_llm.experiments.measuring import METRICS, Data, QuestionBench, Quest
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import cost_kind, parse_objective
-from otloss_llm.training.folders import full_disk_reported, locked, open_run
-from otloss_llm.training.loading import load_cost, number_share
+from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_settings
+from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost, number_share
 from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
 
 HUMAN, START, RIGHT = "text itself", "start model", "right answer"
@@ -142,8 +142,10 @@ def _check(comparison: Comparison, data: Data | QuestionData) -> None:
     if not names or not comparison.seeds:
         raise ValueError(f"there are {len(names)} arms and {len(comparison.seeds)} seeds; give at least one of each.")
     same = [
-        (parse_objective(arm.objective), arm.cost_settings(), replace(arm, objective="")) for arm in comparison.arms
-    ]
+        (parse_objective(arm.objective), arm.cost_settings(),
+         replace(arm, objective="", embedding=chosen_embedding(arm.embedding, {})))
+        for arm in comparison.arms
+    ]  # fmt: skip
     if any(same.count(one) > 1 for one in same):
         raise ValueError(f"the arms are {names}, expected each once (two names of one objective are the same arm).")
     if len(set(comparison.seeds)) < len(comparison.seeds):
@@ -217,7 +219,8 @@ def _bench(
         judge = (load_model(comparison.judge), load_tokenizer(comparison.judge))
         settings["judge_fingerprint"] = fingerprint(judge[0].named_parameters())
     bench = TextBench(
-        data, tokenizer, cost=load_cost("model", start), judge=judge, prompt_tokens=comparison.prompt_tokens,
+        # The transport cost that is reported is the paper's, whatever the arms are trained with.
+        data, tokenizer, cost=load_cost("raw", start), judge=judge, prompt_tokens=comparison.prompt_tokens,
         samples_per_prompt=comparison.samples_per_prompt, metrics=comparison.metrics, **shared,
     )  # fmt: skip
     settings |= settings_of_near_duplicates(bench.cost)
@@ -269,16 +272,17 @@ def _train(
     home = Path(args.output_dir) / f"{arm.training.replace('/', '-').replace(':', '-')}-seed{seed}"
     own.output_dir, own.seed = str(home), seed
     model = load_model(comparison.start, dtype=comparison.dtype)
-    objective = parse_objective(arm.objective)
+    recorded = recorded_settings(home)
+    objective, embedding = chosen_objective(arm.objective, recorded), chosen_embedding(arm.embedding, recorded)
     cost = load_cost(
-        arm.embedding, model, seed=seed, kind=cost_kind(arm.objective), tokenizer=bench.tokenizer, numbers=arm.numbers
+        embedding, model, seed=seed, kind=cost_kind(arm.objective), tokenizer=bench.tokenizer, numbers=arm.numbers
     )
     results = train_run(
         model, bench.tokenizer, bench.data.train, args=own, objective=objective, cost=cost,
         validation=bench.data.validation,
         settings={
             "start_fingerprint": settings["start_fingerprint"], "objective": repr(objective),
-            "embedding": arm.embedding, **arm.cost_settings(), **settings_of_near_duplicates(cost),
+            "embedding": embedding, **arm.cost_settings(), **settings_of_near_duplicates(cost),
             **bench.data.fingerprints(),
         },
         bar=f"{arm.training} seed {seed}",

@@ -1,7 +1,8 @@
 """Students of a source that is known exactly, and the frontier of recall and precision that each objective reaches.
 
-Text is sampled from a source model, so that its true distribution is known. A smaller student first learns it by
-maximum likelihood; each arm then trains that one start with its own objective, on the same rows in the same order for
+Text is sampled from a source model, so that its true distribution is known. The start is a smaller student that has
+learnt it by maximum likelihood, or a given model that is to be fine-tuned; each arm trains that one start with its own
+objective, on the same rows in the same order for
 all arms of a seed. Each trained student is then measured at several sampling temperatures
 (`otloss_llm.evaluation.divergences`, `otloss_llm.experiments.frontier`).
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -36,16 +37,17 @@ from otloss_llm.evaluation.perplexity import check_temperature, context_length
 from otloss_llm.experiments import embeddings
 from otloss_llm.experiments.arms import parse_arm
 from otloss_llm.experiments.measuring import once
+from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.heads import evaluation_mode, find_head
-from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
+from otloss_llm.models.loading import load_model, load_tokenizer
 from otloss_llm.objectives import MLE, Objective, cost_kind, needs_cost, parse_objective
-from otloss_llm.training.folders import full_disk_reported, locked, open_run, replaced
-from otloss_llm.training.loading import load_cost
+from otloss_llm.training.folders import recorded_settings, replaced
+from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost
 from otloss_llm.training.runs import train_run
 
 # Costs of other embeddings than the student's own head: name -> rows from (source's head, source, its texts).
 EMBEDDINGS: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
-    "source": lambda head, source, texts: head,
+    "source": lambda head, source, texts: head,  # and "all-but-the-top" is the source's head too
     "neighbours": lambda head, source, texts: head,  # and only the nearest tokens count, see `nearest_only`
     "centred": lambda head, source, texts: embeddings.centred(head),
     "all-but-the-top": lambda head, source, texts: all_but_the_top(head),
@@ -71,11 +73,17 @@ class PublishedRatio:
 
 @dataclass(frozen=True)
 class OracleArm:
-    """An objective and the embedding of its cost: one of `EMBEDDINGS`, or one of those of `parse_arm`."""
+    """An objective and the embedding of its cost: one of `EMBEDDINGS`, or one of those of `parse_arm`.
+
+    Attributes:
+        objective_name: as it was given.
+        embedding: None for the library's choice, the start's own rows without their leading directions.
+    """
 
     name: str
     objective: Objective
-    embedding: str
+    embedding: str | None
+    objective_name: str = ""
 
     @classmethod
     def parse(cls, text: str) -> OracleArm:
@@ -95,7 +103,7 @@ class OracleArm:
             raise ValueError(f"arm {text!r} has a cost of numbers, expected one of an embedding.")
         if names and (len(variants) > 1 or not needs_cost(objective)):
             raise ValueError(f"arm {text!r} has two embeddings, or an embedding without a cost.")
-        return cls(text, objective, names[0] if names else arm.embedding)
+        return cls(text, objective, names[0] if names else arm.embedding, "" if published else first)
 
 
 @dataclass(frozen=True)
@@ -104,7 +112,13 @@ class Oracle:
 
     Attributes:
         source: folder or name of the model that the text is sampled from.
-        arms: objective, perhaps with a cost: "mle", "emo", "emo/random", "emo/source", "emo:clip=3/whitened" ...
+        start: a model that the students start from, with the source's tokenizer; None makes one from random weights.
+        train_texts: different texts of the source that students are trained on, in epochs; None for new ones in
+            each step.
+        lora_rank: trains an adapter of this rank in place of the whole student; None for the latter.
+        arms: objective, perhaps with a cost: "mle", "emo" (the start's own rows without their leading directions),
+            "emo/raw" (all of them), "emo/random"; of the source's rows "emo/all-but-the-top" (without their leading
+            directions), "emo/source" (all of them), "emo/whitened" ...
         seeds: of the order of rows; every arm has each of them.
         temperatures: of sampling from the students.
         length: tokens of a text, its beginning included.
@@ -115,7 +129,7 @@ class Oracle:
     """
 
     source: str
-    arms: tuple[str, ...] = ("mle", "mixce:0.8", "emo", "emo/source", "emo/random")
+    arms: tuple[str, ...] = ("mle", "mixce:0.8", "emo", "emo/raw", "emo/random")
     seeds: tuple[int, ...] = (0, 1, 2)
     temperatures: tuple[float, ...] = (1.2, 1.1, 1.0, 0.9, 0.8, 0.7, 0.6)
     length: int = 128
@@ -127,11 +141,14 @@ class Oracle:
     batch: int = 32
     learning_rate: float = 1e-3
     texts: int = 640
+    start: str | None = None
+    train_texts: int | None = None
+    lora_rank: int | None = None
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("student_layers", "start_steps", "start_batch", "steps", "batch"), 1)
-        for name, limit in (least | {"length": 2, "texts": 20}).items():
-            if getattr(self, name) < limit:
+        for name, limit in (least | {"length": 2, "texts": 20, "train_texts": 1, "lora_rank": 1}).items():
+            if getattr(self, name) is not None and getattr(self, name) < limit:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {limit} or more.")
         if not (self.arms and self.seeds and self.temperatures):
             raise ValueError("arms, seeds or temperatures is empty, expected at least one of each.")
@@ -188,10 +205,12 @@ def run_oracle(
         continuations of the source's texts, whose own are "rouge_ceiling".
 
     Raises:
-        ValueError: an unknown arm, texts longer than the source's context, a source without a beginning of text, or a
-            folder that holds another experiment.
+        ValueError: an unknown arm, texts longer than the source's context, a source without a beginning of text, a
+            start with another tokenizer, or a folder that holds another experiment.
     """
     source, tokenizer = load_model(oracle.source), load_tokenizer(oracle.source)
+    if oracle.start is not None:
+        _check_start(oracle.start, source, tokenizer)
     start_id = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
     context = context_length(source)
     if start_id is None:
@@ -202,41 +221,33 @@ def run_oracle(
         raise ValueError(f"length is {oracle.length}, more than the source's context of {context} tokens; lower it.")
     arms = [OracleArm.parse(text) for text in oracle.arms]
     kept = {key: value for key, value in asdict(oracle).items() if key not in ("arms", "seeds", "temperatures")}
-    with locked(folder), full_disk_reported(folder):
-        open_run(folder, kept | {"source_fingerprint": fingerprint(source.named_parameters())})
-        return _run(oracle, folder, args, arms, source, tokenizer, start_id, say)
-
-
-def _run(
-    oracle: Oracle, folder: Path, args: TrainingArguments, arms: Sequence[OracleArm], source: Any, tokenizer: Any,
-    start_id: int, say: Callable[[str], None],
-) -> dict[str, Any]:  # fmt: skip
-    """The texts of the source, the start, the students and their measurements."""
     counts = {
-        "start": oracle.start_steps * oracle.start_batch,
-        "train": oracle.steps * oracle.batch,
+        "start": oracle.start_steps * oracle.start_batch if oracle.start is None else 0,
+        "train": oracle.steps * oracle.batch if oracle.train_texts is None else oracle.train_texts,
         "test": oracle.texts,
         "ceiling": oracle.texts,  # a second sample of the source: the best MAUVE that a model can have
     }
     texts: dict[str, Tensor] = {}
-    for part, count in counts.items():
-        say(f"texts of the source: {count} for {part}")
-        texts[part] = _texts(folder, part, source, count, oracle.length, start_id, seed=len(texts))
-    say("start: a student by maximum likelihood")
-    own = _arguments(
-        args, folder / "start-model", oracle.start_steps, oracle.start_batch, oracle.start_learning_rate, 0
-    )
-    train_run(
-        _student(source, oracle.student_layers), tokenizer, PackedBlocks(texts["start"]), args=own, objective=MLE(),
-        cost=None, settings={"rows": "start"}, bar="start",
-    )  # fmt: skip
+    for seed, (part, count) in enumerate(counts.items()):
+        if count:
+            say(f"texts of the source: {count} for {part}")
+            texts[part] = _texts(folder, part, source, count, oracle.length, start_id, seed=seed)
+    if oracle.start is None:
+        say("start: a student by maximum likelihood")
+        own = _arguments(
+            args, folder / "start-model", oracle.start_steps, oracle.start_batch, oracle.start_learning_rate, 0
+        )
+        train_run(
+            _student(source, oracle.student_layers), tokenizer, PackedBlocks(texts["start"]), args=own,
+            objective=MLE(), cost=None, settings={"rows": "start"}, bar="start",
+        )  # fmt: skip
     runs = []
     jobs = [(seed, arm) for seed in oracle.seeds for arm in arms]
     for number, (seed, arm) in enumerate(jobs, 1):
         say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
         home = folder / f"{arm.name.replace('/', '-').replace(':', '-')}-seed{seed}"
         own = _arguments(args, home, oracle.steps, oracle.batch, oracle.learning_rate, seed)
-        _train(folder, own, arm, texts["train"], source, tokenizer)
+        _train(oracle, folder, own, arm, texts["train"], source, tokenizer)
         runs.append({"arm": arm.name, "seed": seed} | _measure(oracle, home, source, tokenizer, texts["test"], seed))
     ceiling = once(folder / "mauve-ceiling.json", lambda: _mauve(source, texts["test"], texts["ceiling"]))
     rouge_ceiling = once(folder / "rouge-ceiling.json", lambda: _rouge(source, tokenizer, texts["test"], seed=0))
@@ -276,10 +287,28 @@ def _student(source: Any, layers: int) -> Any:
     return AutoModelForCausalLM.from_config(config).float()
 
 
-def _train(folder: Path, args: TrainingArguments, arm: OracleArm, rows: Tensor, source: Any, tokenizer: Any) -> None:
-    model = load_model(str(folder / "start-model"))
+def _check_start(start: str, source: Any, tokenizer: Any) -> None:
+    model = load_model(start)
+    here, there = (find_head(one).weight.shape[0] for one in (model, source))
+    if here != there:
+        raise ValueError(
+            f"the start {start} has a vocabulary of {here} tokens, the source one of {there}; expected one with the "
+            "source's tokenizer."
+        )
+    if load_tokenizer(start).get_vocab() != tokenizer.get_vocab():
+        raise ValueError(f"the start {start} has another tokenizer than the source; expected the same one.")
+
+
+def _train(
+    oracle: Oracle, folder: Path, args: TrainingArguments, arm: OracleArm, rows: Tensor, source: Any, tokenizer: Any
+) -> None:
+    start = oracle.start or str(folder / "start-model")
+    model = load_model(start)
+    recorded = recorded_settings(Path(str(args.output_dir)))
+    objective = chosen_objective(arm.objective_name, recorded) if arm.objective_name else arm.objective
+    embedding = chosen_embedding(arm.embedding, recorded)
     cost: TokenCost | None = None
-    if needs_cost(arm.objective) and arm.embedding in EMBEDDINGS:
+    if needs_cost(objective) and arm.embedding in EMBEDDINGS:
         path = folder / f"embedding-{arm.embedding}.npy"
         if not path.is_file():
             head = find_head(source).weight.detach().float()
@@ -287,11 +316,15 @@ def _train(folder: Path, args: TrainingArguments, arm: OracleArm, rows: Tensor, 
         cost = load_cost(str(path), model, seed=args.seed)
         if arm.embedding == "neighbours":
             cost = nearest_only(cost)
-    elif needs_cost(arm.objective):
-        cost = load_cost(arm.embedding, model, seed=args.seed)
-    settings = {"objective": repr(arm.objective), "embedding": arm.embedding}
+    elif needs_cost(objective):
+        cost = load_cost(embedding, model, seed=args.seed)
+    settings: dict[str, Any] = {"objective": repr(objective), "embedding": embedding}
+    if oracle.lora_rank is not None:
+        lora = Lora(oracle.lora_rank, 2.0 * oracle.lora_rank)
+        settings["lora"] = asdict(lora)
+        model = add_adapter(model, lora, base=start, seed=args.seed)
     train_run(
-        model, tokenizer, PackedBlocks(rows), args=args, objective=arm.objective, cost=cost, settings=settings,
+        model, tokenizer, PackedBlocks(rows), args=args, objective=objective, cost=cost, settings=settings,
         bar=Path(str(args.output_dir)).name,
     )  # fmt: skip
 

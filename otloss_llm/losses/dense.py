@@ -44,8 +44,8 @@ def dense_token_loss(
         cost: vocabulary cost; only `cost.apply` is used, so no V x V matrix is formed for a cosine cost.
         bound: "residual" (0 iff q = p) or "difference", `|q - p|^T C p` (Eq. 15 of arXiv 2310.04691).
             The independent coupling `q^T C p` is not offered: a point mass minimises it, not p.
-            Near q = p both bounds vanish while nll does not, so the ratio of `EMO()` grows without limit there: give
-            soft targets `EMO(ratio_clip=3.0)` or a fixed weight, `EMO(1.0)`.
+            Near q = p both bounds vanish while nll does not, so the ratio of EMO without a clip grows without limit
+            there: give soft targets `EMO()`, which clips it, or a fixed weight, `EMO(1.0)`.
         mask: `(...)` bool, False leaves a position out.
         reduction: "mean" over the positions kept, "sum", or "none".
 

@@ -276,8 +276,9 @@ def emo_loss(
     labels: Int[Tensor, "*batch"],
     embedding: Float[Tensor, "vocab width"] | EmbeddingCost,
     *,
+    directions: int | None = None,
     weighting: str | float = "ratio",
-    ratio_clip: float | None = None,
+    ratio_clip: float | str | None = "default",
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
 ) -> Tensor:
@@ -287,16 +288,19 @@ def emo_loss(
         logits: `(..., V)`, aligned with the labels like those of `torch.nn.functional.cross_entropy`
             (the vocabulary is the last axis here).
         labels: `(...)` token ids; `ignore_index` leaves a position out.
-        embedding: `(V, d)` rows of a frozen head, always detached; pass an `EmbeddingCost` to normalise it, and to look
-            for its near-duplicates, only once.
-        weighting, ratio_clip: as in `EMO`.
+        embedding: `(V, d)` rows of a frozen head, always detached. Rows are prepared anew in each call: pass
+            `EmbeddingCost(rows, directions=None)` to do it only once.
+        directions: leading directions that are removed from the rows, as in `EmbeddingCost`; None for one in a hundred
+            dimensions, 0 for the paper's cost of the rows as they are. An `EmbeddingCost` is taken as it is.
+        weighting, ratio_clip: as in `EMO`. The paper's EMO is `directions=0, ratio_clip=None`.
         ignore_index, reduction: as in `token_loss`.
 
     Example:
-        >>> emo_loss(torch.zeros(2, 3), torch.tensor([0, 2]), torch.eye(3))
+        >>> emo_loss(torch.zeros(2, 3), torch.tensor([0, 2]), torch.eye(3), directions=0)
         tensor(1.0986)
     """
-    cost = embedding if isinstance(embedding, VocabularyCost | Cost) else EmbeddingCost(embedding)
+    given = isinstance(embedding, VocabularyCost | Cost)
+    cost = embedding if given else EmbeddingCost(embedding, directions=directions)
     objective = EMO(weighting=weighting, ratio_clip=ratio_clip)
     return token_loss(
         logits, labels, objective=objective, cost=cost, ignore_index=ignore_index, reduction=reduction

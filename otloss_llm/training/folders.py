@@ -99,6 +99,23 @@ def read_json(path: Path) -> Any:
         raise ValueError(f"{path} is damaged ({error}); delete it, or choose another output folder.") from error
 
 
+# What run folders of earlier versions say in place of today's names.
+_RENAMED = {"cost_embedding": {"model": "raw"}, "embedding": {"model": "raw"}}
+
+
+def _with_names_of_today(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: _RENAMED.get(key, {}).get(value, value) if isinstance(value, str) else value
+            for key, value in settings.items()}  # fmt: skip
+
+
+def recorded_settings(folder: Path) -> dict[str, Any]:
+    """The settings of the run that the folder holds, with the names of today; empty if it holds none yet."""
+    path = folder / SETTINGS_FILE
+    if not path.is_file() or not _kept_files(folder):
+        return {}
+    return _with_names_of_today(read_json(path))
+
+
 def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     """Open a run folder: new, or of a run with the same settings. Returns the results of a finished run, else None.
 
@@ -111,9 +128,6 @@ def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     settings = json.loads(json.dumps(settings, default=str))
     path, results = folder / SETTINGS_FILE, folder / RESULTS_FILE
     make_folder(folder)
-    check_ours(folder)
-    if _kept_files(folder):
-        _check_same_settings(folder, read_json(path), settings)
     else:
         write_json(path, settings)
     return read_json(results) if results.is_file() else None

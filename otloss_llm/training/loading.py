@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -11,16 +12,18 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss_llm.costs.choice import NumberSettings, choose_cost
-from otloss_llm.costs.embedding import EmbeddingCost, all_but_the_top
+from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks, check_fraction, read_texts, split_blocks
 from otloss_llm.data.chats import Chat, ChatRows, read_chats
 from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels, read_questions, spread
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import load_model, load_tokenizer
-from otloss_llm.objectives import cost_kind
+from otloss_llm.objectives import EMO, Objective, cost_kind, has_default_clip, parse_objective
 
-COST_SOURCES = ("model", "as-is", "all-but-the-top", "random", "shuffled")
+logger = logging.getLogger(__name__)
+
+COST_SOURCES = ("all-but-the-top", "raw", "as-is", "random", "shuffled")
 
 Documents = dict[str, list[str] | None]  # of "train", "validation", "test"; None without a source of its own
 
@@ -29,8 +32,36 @@ _TEXT_ONLY = {"validation_text": None, "test_text": None, "text_column": "text"}
 _QUESTIONS_ONLY = {"validation_questions": None, "test_questions": None, "train_on_question": False}
 
 
+def chosen_objective(name: str, recorded: dict[str, Any]) -> Objective:
+    """The objective of this name; where the name leaves EMO's clip to the library, the clip of the recorded run.
+
+    Args:
+        recorded: the settings in the run's folder, empty for a new one. Runs of earlier versions had no clip.
+    """
+    unclipped = EMO(ratio_clip=None)
+    if has_default_clip(name) and recorded.get("objective") == repr(unclipped):
+        logger.warning("this run was begun with %r and goes on so; a new folder would clip the ratio at 3", unclipped)
+        return unclipped
+    return parse_objective(name)
+
+
+def chosen_embedding(source: str | None, recorded: dict[str, Any], *, key: str = "embedding") -> str:
+    """The source of the embedding cost, as in `load_cost`; None is the library's choice, or what the run began with.
+
+    Args:
+        recorded: the settings in the run's folder, empty for a new one; `key` names the source there.
+    """
+    if source is None and recorded.get(key) == "raw":
+        logger.warning(
+            "this run was begun with the rows of the head as they are and goes on so; a new folder would use them "
+            "without their leading directions"
+        )
+        return "raw"
+    return COST_SOURCES[0] if source is None else source
+
+
 def load_cost(
-    source: str,
+    source: str | None,
     model: Any,
     *,
     seed: int = 0,
@@ -41,9 +72,10 @@ def load_cost(
     """A vocabulary cost for `model`.
 
     Args:
-        source: of the embedding: "model" (its own head as it is now), "as-is" (the same, with near-duplicate rows
-            kept), "all-but-the-top" (the same without its leading directions), "random" or "shuffled" (controls, drawn
-            with `seed`), a `.npy` file of shape (V, d), or a model (folder or name) whose head is taken.
+        source: of the embedding: "all-but-the-top" or None (the model's own head as it is now, without its leading
+            directions), "raw" (all of it, the cost of the paper), "as-is" (the same, with near-duplicate rows kept),
+            "random" or "shuffled" (controls, drawn with `seed`), a `.npy` file of shape (V, d), which is taken as it
+            is, or a model (folder or name) whose head is taken without its leading directions.
         model: the model that will be trained; the cost is over its vocabulary.
         seed: of the random and shuffled controls.
         kind, tokenizer, numbers: as in `otloss_llm.costs.choice.choose_cost`; the kind "number" reads no embedding. The
@@ -60,18 +92,21 @@ def load_cost(
     )  # fmt: skip
 
 
-def _load_embedding(source: str, model: Any, seed: int, tokenizer: Any) -> EmbeddingCost:
+def _load_embedding(source: str | None, model: Any, seed: int, tokenizer: Any) -> EmbeddingCost:
     generator = torch.Generator().manual_seed(seed)
+    source = COST_SOURCES[0] if source is None else source
     if source in ("as-is", "random"):
         own = EmbeddingCost.from_model(model, near_duplicates="keep")
         return own if source == "as-is" else own.random_like(generator)
-    if source == "all-but-the-top":
-        return EmbeddingCost(all_but_the_top(find_head(model).weight))
     if source in COST_SOURCES:
-        own = EmbeddingCost.from_model(model)
-        return own if source == "model" else own.shuffled(generator)
+        own = EmbeddingCost.from_model(model, directions=None if source == "all-but-the-top" else 0)
+        return own.shuffled(generator) if source == "shuffled" else own
     from_file = source.endswith(".npy")
-    cost = EmbeddingCost(_read_array(source)) if from_file else EmbeddingCost.from_model(load_model(source))
+    cost = (
+        EmbeddingCost(_read_array(source))
+        if from_file
+        else EmbeddingCost.from_model(load_model(source), directions=None)
+    )
     vocab = find_head(model).weight.shape[0]
     if cost.shape[0] != vocab:
         raise ValueError(

@@ -51,7 +51,8 @@ class ObjectiveMixin:
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number"
             (see `parse_objective`).
-        cost: "embedding" copies and freezes the head of `model` as it is now (the start of training); "number" reads
+        cost: "embedding" copies and freezes the head of `model` as it is now (the start of training), without its
+            leading directions (`EmbeddingCost(..., directions=None)`); "number" reads
             the values of number tokens from the trainer's `processing_class`; "mixed" is both (`MixedCost`); "auto" the
             one of them that the objective is meant for; or any vocabulary cost; or None. It is used by objectives that
             need it, and reported by `evaluate()`.
@@ -128,8 +129,8 @@ class ObjectiveMixin:
         if isinstance(cost, str):
             cost = choose_cost(
                 cost_kind(objective) if cost == "auto" else cost,
-                embedding=lambda: EmbeddingCost(self._broadcast(head.weight)), tokenizer=self.processing_class,
-                vocab_size=head.weight.shape[0], numbers=numbers,
+                embedding=lambda: EmbeddingCost(self._broadcast(head.weight), directions=None),
+                tokenizer=self.processing_class, vocab_size=head.weight.shape[0], numbers=numbers,
             )  # fmt: skip
         elif numbers is not None:
             raise ValueError(
