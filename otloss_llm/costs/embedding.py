@@ -77,7 +77,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         check_treatment(near_duplicates)
         if hasattr(embedding, "full_tensor"):
             embedding = embedding.full_tensor()
-        if directions != 0:
+        if directions != 0:  # before the search: rows of tokens that were never trained share a leading direction
             embedding = all_but_the_top(embedding, directions)
         super().__init__(embedding)  # normalising copies
         self.near_duplicates = torch.zeros_like(self.zero_rows)

@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from otloss_llm import EMO, MLE, MixCE, NumberToken, TaiLr, linear_token_loss, parse_objective
-from otloss_llm.objectives import Objective, check_tokenwise, needs_cost, value_and_gradients
+from otloss_llm.objectives import (
+    Objective,
+    check_tokenwise,
+    cost_kind,
+    has_default_clip,
+    needs_cost,
+    value_and_gradients,
+)
 from tests.otloss_llm.oracles import OBJECTIVES
 
 ALL = [MLE(), TaiLr(0.9), TaiLr(1.0, min_weight=0.1), MixCE(0.8), EMO(), EMO("transport", ratio_clip=2.0), EMO(0.5)]
@@ -48,11 +57,24 @@ def test_weights_stay_finite_where_the_probability_underflows() -> None:
             assert made is None or torch.isfinite(made).all(), objective
 
 
+def test_the_ratio_is_clipped_by_default_and_nothing_else() -> None:
+    assert [EMO().ratio_clip, EMO("transport").ratio_clip, EMO(1.0).ratio_clip] == [3.0, None, None]
+    assert EMO() == EMO(ratio_clip=3.0) == pickle.loads(pickle.dumps(EMO()))
+    assert repr(EMO(ratio_clip=None)) == "EMO(weighting='ratio', ratio_clip=None)"
+    assert cost_kind("emo:clip=3+number") == "mixed"
+    assert [has_default_clip(name) for name in ("emo", "emo+number", "EMO:ratio", "emo:clip=3", "emo:1", "mle")] == [
+        True, True, True, False, False, False,
+    ]  # fmt: skip
+    with pytest.raises(ValueError, match="ratio_clip is often"):
+        EMO(ratio_clip="often")
+
+
 def test_names_of_objectives() -> None:
     names = {
         "mle": MLE(), " MLE ": MLE(), "tailr": TaiLr(1e-3), "tailr:0.7": TaiLr(0.7), "mixce": MixCE(0.8),
-        "mixce:0": MixCE(0.0), "emo": EMO(), "emo:ratio": EMO(), "EMO:transport": EMO("transport"),
-        "emo:0.5": EMO(0.5), "emo:clip=3": EMO(ratio_clip=3.0), "number_token": NumberToken(0.3),
+        "mixce:0": MixCE(0.0), "emo": EMO(ratio_clip=3.0), "emo:ratio": EMO(), "EMO:transport": EMO("transport"),
+        "emo:0.5": EMO(0.5), "emo:clip=3": EMO(), "emo:clip=none": EMO(ratio_clip=None),
+        "emo:clip=3+number": EMO(), "emo+number:clip=none": EMO(ratio_clip=None), "number_token": NumberToken(0.3),
         "number_token:2": NumberToken(2.0), "emo+number": EMO(), "emo+number:0.5": EMO(0.5),
     }  # fmt: skip
     assert {text: parse_objective(text) for text in names} == names

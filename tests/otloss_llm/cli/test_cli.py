@@ -101,7 +101,7 @@ def test_evaluate_prints_what_the_library_computes(cli: Cli, tiny: Tiny, tmp_pat
     )
     model, tokenizer = load_model(str(tiny.gpt2)), load_tokenizer(str(tiny.gpt2))
     blocks = PackedBlocks.from_texts([tiny.text.read_text(encoding="utf-8")], tokenizer, BLOCK)
-    scores = perplexity(model, blocks, cost=EmbeddingCost.from_model(model))
+    scores = perplexity(model, blocks, cost=EmbeddingCost.from_model(model, directions=None))
     assert ended.json["perplexity"] == pytest.approx(scores.perplexity)
     assert ended.json["transport_cost"] == pytest.approx(scores.transport_cost)
     assert ended.json["tokens"] == len(blocks) * (BLOCK - 1)

@@ -71,7 +71,7 @@ def test_it_is_detached_copied_and_no_module() -> None:
 
 
 def test_controls() -> None:
-    """EMO's value is nll whatever the embedding: the semantics are in the gradient only."""
+    """Without a clip EMO's value is nll whatever the embedding: the semantics are in the gradient only."""
     generator = torch.Generator().manual_seed(0)
     embedding = torch.randn(200, 64, generator=generator) + 2  # all of one direction: costs far below 1
     cost = EmbeddingCost(embedding)
@@ -86,7 +86,7 @@ def test_controls() -> None:
     logits, labels = torch.randn(5, 200, generator=generator, requires_grad=True), torch.arange(5)
     made = []
     for each in (cost, random, shuffled):
-        loss = token_loss(logits, labels, objective=EMO(), cost=each).loss
+        loss = token_loss(logits, labels, objective=EMO(ratio_clip=None), cost=each).loss
         made.append((loss.detach(), torch.autograd.grad(loss, logits)[0]))
     for loss, gradient in made[1:]:
         torch.testing.assert_close(loss, made[0][0])
@@ -162,6 +162,29 @@ def test_tf32_is_off_for_as_long_as_any_thread_needs_it() -> None:
         assert products.fp32_precision == "tf32"
     finally:
         products.fp32_precision = before
+
+
+def test_a_cost_without_leading_directions() -> None:
+    """Directions are removed before near-duplicates are looked for; a row of which nothing is left becomes zero."""
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randn(70, 8, generator=generator) * torch.tensor([5.0, 3.0] + [1.0] * 6) + torch.arange(8.0)
+    rows[3] = 0
+    plain = EmbeddingCost(rows, directions=2)
+    torch.testing.assert_close(plain.unit, EmbeddingCost(all_but_the_top(rows, 2)).unit)
+    assert torch.equal(EmbeddingCost(rows, directions=None).unit, EmbeddingCost(rows, directions=1).unit)
+    padded = torch.cat([rows, rows[4:5].expand(6, 8)])  # never trained
+    with pytest.warns(UserWarning, match="7 of the 76 rows"):
+        cost = EmbeddingCost(padded, directions=2)
+    with pytest.warns(UserWarning, match="7 of the 76 rows"):
+        assert torch.equal(cost.unit, EmbeddingCost(all_but_the_top(padded, 2)).unit)
+    assert cost.near_duplicates[70:].all()
+    assert cost.zero_rows.sum() == 8
+    at_mean = all_but_the_top(torch.cat([rows[4:], rows[4:].mean(0, keepdim=True) * (1 + 1e-6)]), 2)
+    assert (at_mean[-1] == 0).all()
+    with pytest.raises(ValueError, match="directions is 8, expected 0 to 7"):
+        EmbeddingCost(rows, directions=8)
+    with pytest.raises(TypeError, match=r"directions is 1\.5"):
+        EmbeddingCost(rows, directions=1.5)  # type: ignore[arg-type]
 
 
 def test_all_but_the_top_by_singular_vectors() -> None:

@@ -34,7 +34,7 @@ from tests.otloss_llm.training.test_runs import interrupt_at
     ("text", "arm", "name"),
     [
         ("mle", Arm("mle"), "mle"),
-        (" EMO/model ", Arm("emo"), "emo"),
+        (" EMO ", Arm("emo"), "emo"),
         ("mixce:0.8/T=0.70", Arm("mixce:0.8", temperature=0.7), "mixce:0.8/T=0.7"),
         ("emo/T=1.5/random", Arm("emo", "random", 1.5), "emo/random/T=1.5"),
         ("Number_Token:0.5/symlog", Arm("number_token:0.5"), "number_token:0.5"),

@@ -182,6 +182,12 @@ def check_costs() -> None:
             assert all(torch.equal(a, b) for a, b in zip(*outs, strict=True))  # type: ignore[arg-type]
             assert torch.equal(sharded.near_duplicates, EmbeddingCost(given.embedding).near_duplicates)
             assert sharded.near_duplicates.sum() == 38  # 20 pairs but for the zero row and its partner
+            for directions in (None, 3):
+                sharded = ShardedEmbeddingCost(own(given.embedding, sizes), dist.group.WORLD, directions=directions)
+                whole = EmbeddingCost(given.embedding, directions=directions)
+                # A centred row that is almost zero keeps few digits.
+                torch.testing.assert_close(sharded.unit, own(whole.unit, sizes), atol=1e-4, rtol=1e-4)
+                assert_same_everywhere(sharded.embedding_of(torch.arange(VOCAB)))
     with raises_everywhere(ValueError, "no whole rows", same=True):
         token_loss(torch.zeros(3, VOCAB), torch.tensor([1, 2, 3]), objective=EMO(), cost=sharded)
 

@@ -13,7 +13,7 @@ from tests.otloss_llm.oracles import cosine_matrix, relative_error
 
 emo = pytest.importorskip("emo", reason="needs the published package: pip install EMOLoss==0.0.3")
 
-MODES: dict[int, dict[str, Any]] = {1: {"ratio_clip": 3.0}, 2: {"weighting": "transport"}}
+MODES: dict[int, dict[str, Any]] = {1: {"directions": 0}, 2: {"weighting": "transport", "directions": 0}}
 
 
 def case(seed: int, sharpness: float = 2.0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor]:

@@ -176,11 +176,14 @@ def test_the_drop_in() -> None:
     given = problem(20, batch=(3, 7))
     logits = torch.nn.functional.linear(*given.leaves()).detach().requires_grad_()
     live = given.embedding.clone().requires_grad_()
-    for options in ({}, {"weighting": "transport"}, {"ratio_clip": 3.0}, {"weighting": 0.3}):
+    for options in ({}, {"weighting": "transport"}, {"ratio_clip": None}, {"weighting": 0.3}):
         objective = EMO(**options)
-        expected = token_loss(logits, given.labels, objective=objective, cost=EmbeddingCost(given.embedding)).loss
-        for embedding in (live, EmbeddingCost(given.embedding)):
-            assert torch.equal(emo_loss(logits, given.labels, embedding, **options), expected)
+        for directions in (None, 0, 3):
+            cost = EmbeddingCost(given.embedding, directions=directions)
+            expected = token_loss(logits, given.labels, objective=objective, cost=cost).loss
+            assert torch.equal(emo_loss(logits, given.labels, live, directions=directions, **options), expected)
+            assert torch.equal(emo_loss(logits, given.labels, cost, **options), expected)
+    assert torch.equal(emo_loss(logits, given.labels, live), emo_loss(logits, given.labels, live, directions=None))
     emo_loss(logits, given.labels, live).backward()
     assert live.grad is None
     assert logits.grad is not None

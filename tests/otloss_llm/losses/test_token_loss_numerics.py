@@ -38,7 +38,9 @@ def test_certain_predictions_keep_their_digits(dtype: torch.dtype, impl: str) ->
     others = z.scatter(-1, labels[:, None], -INF).logsumexp(-1) - z.gather(-1, labels[:, None])[:, 0]
     nll = others.exp().log1p()
     transport = (torch.softmax(z, -1) * cosine_matrix(embedding)[labels]).sum(-1)
-    settings: dict[str, Any] = {"objective": EMO(), "cost": EmbeddingCost(embedding), "reduction": "none"}
+    settings: dict[str, Any] = {
+        "objective": EMO(ratio_clip=None), "cost": EmbeddingCost(embedding), "reduction": "none",
+    }  # fmt: skip
     given = logits.clone().requires_grad_()
     out = from_logits(given, labels, impl, **settings)
     tolerance = 64 * torch.finfo(torch.float32).eps
@@ -112,14 +114,36 @@ def test_enormous_logits(dtype: torch.dtype, size: float, impl: str) -> None:
     z = logits.double()
     nll = -torch.log_softmax(z, -1).gather(-1, labels[:, None])[:, 0]
     embedding = torch.randn(20, 8, generator=generator)
-    settings: dict[str, Any] = {"objective": EMO(), "cost": EmbeddingCost(embedding), "reduction": "none"}
-    given = logits.clone().requires_grad_()
-    out = from_logits(given, labels, impl, **settings)
-    torch.testing.assert_close(out.nll.double(), nll, rtol=1e-6, atol=1e-9)
-    torch.testing.assert_close(out.loss.double(), nll, rtol=1e-6, atol=1e-9)
-    out.loss.sum().backward()
-    assert given.grad is not None
-    assert torch.isfinite(given.grad).all()
+    for clip in (None, 3.0):
+        objective = EMO(ratio_clip=clip)
+        settings: dict[str, Any] = {"objective": objective, "cost": EmbeddingCost(embedding), "reduction": "none"}
+        given = logits.clone().requires_grad_()
+        out = from_logits(given, labels, impl, **settings)
+        torch.testing.assert_close(out.nll.double(), nll, rtol=1e-6, atol=1e-9)
+        if clip is None:
+            torch.testing.assert_close(out.loss.double(), nll, rtol=1e-6, atol=1e-9)
+        else:
+            assert (out.loss.double() <= nll * (1 + 1e-6)).all()
+        out.loss.sum().backward()
+        assert given.grad is not None
+        assert torch.isfinite(given.grad).all()
+
+
+@pytest.mark.parametrize("deviation", [10.0, 100.0, 1000.0])
+def test_the_default_has_bounded_gradients(deviation: float) -> None:
+    """The largest gradient in the logits grows with the ratio nll / D; the default clips it at 3."""
+    generator = torch.Generator().manual_seed(0)
+    logits = deviation * torch.randn(200, 50, generator=generator, dtype=torch.float64)
+    labels, cost = torch.arange(200) % 50, EmbeddingCost(torch.randn(50, 8, generator=generator, dtype=torch.float64))
+    largest = {}
+    for name, objective in {"mle": MLE(), "emo": EMO(), "published": EMO(ratio_clip=None)}.items():
+        leaf = logits.clone().requires_grad_()
+        token_loss(leaf, labels, objective=objective, cost=cost, reduction="sum").loss.backward()
+        assert leaf.grad is not None
+        largest[name] = float(leaf.grad.abs().max())
+    assert largest["emo"] <= 1.5 * largest["mle"]
+    if deviation > 10:
+        assert largest["published"] > 5 * largest["mle"]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

@@ -151,20 +151,24 @@ def test_paths_are_not_looked_for_on_the_hub(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_costs_of_a_model(tiny: Tiny) -> None:
     model = load_model(str(tiny.gpt2))
-    own, other = load_cost("model", model), load_cost(str(tiny.gpt2), model)
+    own, other = load_cost(None, model), load_cost(str(tiny.gpt2), model)
     assert torch.equal(own.unit, other.unit)
     assert torch.equal(load_cost("random", model, seed=3).unit, load_cost("random", model, seed=3).unit)
     assert not torch.equal(load_cost("random", model, seed=3).unit, load_cost("random", model, seed=4).unit)
     expected = EmbeddingCost(all_but_the_top(model.get_output_embeddings().weight)).unit
     assert torch.equal(load_cost("all-but-the-top", model).unit, expected)
+    assert torch.equal(own.unit, expected)
+    raw = load_cost("raw", model).unit
+    assert torch.equal(raw, EmbeddingCost.from_model(model).unit)
+    assert not torch.allclose(raw, own.unit, atol=0.01)
     tokenizer = load_tokenizer(str(tiny.gpt2))
     assert torch.equal(load_cost(str(tiny.gpt2), model, tokenizer=tokenizer).unit, own.unit)
     other = SimpleNamespace(get_vocab=lambda: {token: 0 for token in tokenizer.get_vocab()})
     with pytest.raises(ValueError, match="another tokenizer of the same size"):
         load_cost(str(tiny.gpt2), model, tokenizer=other)
     shuffled = load_cost("shuffled", model, seed=3).unit
-    assert not torch.equal(shuffled, own.unit)
-    torch.testing.assert_close(shuffled.sort(dim=0).values, own.unit.sort(dim=0).values)
+    assert not torch.equal(shuffled, raw)
+    torch.testing.assert_close(shuffled.sort(dim=0).values, raw.sort(dim=0).values)
 
 
 def test_a_cost_from_a_file(tiny: Tiny, tmp_path: Path) -> None:

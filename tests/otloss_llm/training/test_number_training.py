@@ -22,6 +22,7 @@ from otloss_llm import (  # noqa: E402
     NumberCost,
     NumberToken,
     ObjectiveTrainer,
+    all_but_the_top,
 )
 from otloss_llm.costs.choice import NumberSettings  # noqa: E402
 from otloss_llm.costs.number_tokens import NumberTokens  # noqa: E402
@@ -98,7 +99,7 @@ def absolute(q: Tensor, y: Tensor, head: Tensor) -> Tensor:
 
 
 def mixed(q: Tensor, y: Tensor, head: Tensor) -> Tensor:
-    matrix = cosine_matrix(head)
+    matrix = cosine_matrix(all_but_the_top(head))
     digits = torch.arange(10.0, dtype=torch.float64)
     matrix[FIRST : FIRST + 10, FIRST : FIRST + 10] = (digits[:, None] - digits).abs() / 9
     return (q * matrix[y]).sum(-1)
@@ -110,7 +111,7 @@ Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def emo(nll: Tensor, transport: Tensor, about: Tensor) -> Tensor:
-    return (0.5 * (nll + (nll / transport).detach() * transport)).mean()
+    return (0.5 * (nll + (nll / transport).detach().clamp(max=3) * transport)).mean()
 
 
 def published(weight: float) -> Loss:

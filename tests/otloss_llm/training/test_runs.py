@@ -145,15 +145,34 @@ def test_a_run_from_before_near_duplicates_were_set_to_zero_is_another_run(
     model, tokenizer = load_model(str(tiny.llama)), load_tokenizer(str(tiny.llama))
     model.resize_token_embeddings(len(tokenizer) + 8)
     save(model, tokenizer, tmp_path / "model")
-    given = {"model_name_or_path": tmp_path / "model", "max_steps": 1}
+    given = {"model_name_or_path": tmp_path / "model", "max_steps": 1, "cost_embedding": "raw"}
     assert cli(*train_options(tiny, tmp_path / "run", **given)).code == 0
     settings = read(tmp_path / "run/run.json")
     assert settings.pop("near_duplicates") == 8
     write_json(tmp_path / "run/run.json", settings)
     assert "near_duplicates: None there, 8 asked for" in cli(*train_options(tiny, tmp_path / "run", **given)).error
-    kept = cli(*train_options(tiny, tmp_path / "kept", cost_embedding="as-is", **given))
+    kept = cli(*train_options(tiny, tmp_path / "kept", **given | {"cost_embedding": "as-is"}))
     assert kept.code == 0
     assert "near_duplicates" not in read(tmp_path / "kept/run.json")
+
+
+def test_a_run_of_an_earlier_version_goes_on_with_its_clip_and_its_rows(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """Such a run says objective EMO without a clip and cost embedding "model", and was begun without naming either."""
+    given = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    begun = {"objective": "emo:clip=none", "cost_embedding": "raw"}
+    assert cli(*train_options(tiny, tmp_path / "whole", **given, **begun)).code == 0
+    assert cli(*train_options(tiny, tmp_path / "old", **given, **begun)).code == 0
+    settings = read(tmp_path / "old/run.json")
+    assert settings["cost_embedding"] == "raw"
+    write_json(tmp_path / "old/run.json", settings | {"cost_embedding": "model"})
+    for name in ("results.json", "log.json", "model.safetensors"):
+        (tmp_path / "old" / name).unlink()
+    shutil.rmtree(tmp_path / "old/checkpoint-4")
+    resumed = cli(*train_options(tiny, tmp_path / "old", **given))
+    assert resumed.code == 0, resumed.err
+    assert_same_run(tmp_path / "old", tmp_path / "whole")
+    asked = cli(*train_options(tiny, tmp_path / "old", **given, objective="emo:clip=3"))
+    assert "objective: \"EMO(weighting='ratio', ratio_clip=None)\" there" in asked.error
 
 
 @pytest.mark.parametrize(

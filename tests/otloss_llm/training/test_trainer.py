@@ -82,7 +82,7 @@ def test_accumulation_equals_one_large_batch(tmp_path: Path, name: str, objectiv
 
 def assert_gradients_by_hand(made: dict[str, Tensor], model: Any, data: list[Row], objective: Any) -> None:
     """`made` is the gradient of the loss of the model's own logits, and 0 where nothing is trained."""
-    batch, cost = padded(data), EmbeddingCost.from_model(model)
+    batch, cost = padded(data), EmbeddingCost.from_model(model, directions=None)
     logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
     model.zero_grad()
     token_loss(logits, batch["labels"][:, 1:], objective=objective, cost=cost).loss.backward()
