@@ -299,8 +299,9 @@ def emo_loss(
         >>> emo_loss(torch.zeros(2, 3), torch.tensor([0, 2]), torch.eye(3), directions=0)
         tensor(1.0986)
     """
-    given = isinstance(embedding, VocabularyCost | Cost)
-    cost = embedding if given else EmbeddingCost(embedding, directions=directions)
+    cost: TokenCost = (
+        embedding if isinstance(embedding, VocabularyCost | Cost) else EmbeddingCost(embedding, directions=directions)
+    )
     objective = EMO(weighting=weighting, ratio_clip=ratio_clip)
     return token_loss(
         logits, labels, objective=objective, cost=cost, ignore_index=ignore_index, reduction=reduction
