@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -39,9 +39,9 @@ from otloss_llm.experiments.arms import parse_arm
 from otloss_llm.experiments.measuring import once
 from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.heads import evaluation_mode, find_head
-from otloss_llm.models.loading import load_model, load_tokenizer
+from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import MLE, Objective, cost_kind, needs_cost, parse_objective
-from otloss_llm.training.folders import recorded_settings, replaced
+from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_settings, replaced
 from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost
 from otloss_llm.training.runs import train_run
 
@@ -221,6 +221,19 @@ def run_oracle(
         raise ValueError(f"length is {oracle.length}, more than the source's context of {context} tokens; lower it.")
     arms = [OracleArm.parse(text) for text in oracle.arms]
     kept = {key: value for key, value in asdict(oracle).items() if key not in ("arms", "seeds", "temperatures")}
+    for later in ("start", "train_texts", "lora_rank"):  # folders of earlier versions do not name them
+        if kept[later] is None:
+            del kept[later]
+    with locked(folder), full_disk_reported(folder):
+        open_run(folder, kept | {"source_fingerprint": fingerprint(source.named_parameters())})
+        return _run(oracle, folder, args, arms, source, tokenizer, start_id, say)
+
+
+def _run(
+    oracle: Oracle, folder: Path, args: TrainingArguments, arms: Sequence[OracleArm], source: Any, tokenizer: Any,
+    start_id: int, say: Callable[[str], None],
+) -> dict[str, Any]:  # fmt: skip
+    """The texts of the source, the start, the students and their measurements."""
     counts = {
         "start": oracle.start_steps * oracle.start_batch if oracle.start is None else 0,
         "train": oracle.steps * oracle.batch if oracle.train_texts is None else oracle.train_texts,

@@ -104,8 +104,10 @@ _RENAMED = {"cost_embedding": {"model": "raw"}, "embedding": {"model": "raw"}}
 
 
 def _with_names_of_today(settings: dict[str, Any]) -> dict[str, Any]:
-    return {key: _RENAMED.get(key, {}).get(value, value) if isinstance(value, str) else value
-            for key, value in settings.items()}  # fmt: skip
+    return {
+        key: _RENAMED.get(key, {}).get(value, value) if isinstance(value, str) else value
+        for key, value in settings.items()
+    }
 
 
 def recorded_settings(folder: Path) -> dict[str, Any]:
@@ -128,6 +130,9 @@ def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:
     settings = json.loads(json.dumps(settings, default=str))
     path, results = folder / SETTINGS_FILE, folder / RESULTS_FILE
     make_folder(folder)
+    check_ours(folder)
+    if _kept_files(folder):
+        _check_same_settings(folder, _with_names_of_today(read_json(path)), settings)
     else:
         write_json(path, settings)
     return read_json(results) if results.is_file() else None
