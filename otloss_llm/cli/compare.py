@@ -60,7 +60,8 @@ def run(
         metrics=tuple(compare_args.metrics),
     )
     documents = read_sources(text_args)
-    check_ours(Path(args.output_dir))
+    if not (compare_args.model_sizes or compare_args.data_fractions):  # those have a folder for each of them
+        check_ours(Path(args.output_dir))
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
     train, validation, test = load_rows(tokenizer, text_args, documents)
     if not test:
