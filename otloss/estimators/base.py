@@ -79,13 +79,17 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         distribution = softmax(self._finite_logits(self._features(X)), 1)
         return distribution if self._calibration is None else self._calibration.predict(above_zero(distribution))
 
-    def _features(self, X: Any) -> np.ndarray:
+    def _features(self, X: Any) -> Any:
         """Features (n, d) as training took them."""
-        return _dense(validate_data(self, X, reset=False, **self._accepts()))
+        return self._laid_out(validate_data(self, X, reset=False, **self._accepts()))
 
-    def _finite_logits(self, X: np.ndarray) -> np.ndarray:
+    def _laid_out(self, X: Any) -> Any:
+        """X (n, d) as `_train` and `_logits` take it: an array, unless a subclass takes sparse matrices."""
+        return dense(X)
+
+    def _finite_logits(self, X: Any) -> np.ndarray:
         if len(self.classes_) == 1:
-            return np.zeros((len(X), 1))
+            return np.zeros((X.shape[0], 1))
         logits = self._logits(X)
         if not np.isfinite(logits).all():
             row = int(np.flatnonzero(~np.isfinite(logits).all(1))[0])
@@ -103,7 +107,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         self._order = label_order(y, categories)
         self._criterion = make_criterion(self._order, self)
         self.classes_, self.categories_ = self._order.classes, self._order.categories
-        X, positions, weights = self._weighted_rows(_dense(X), y, sample_weight)
+        X, positions, weights = self._weighted_rows(self._laid_out(X), y, sample_weight)
         random = check_random_state(self.random_state)
         self._calibration = None
         if self.calibration is None or len(self.classes_) == 1:
@@ -115,7 +119,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         calibration: Any = CALIBRATIONS[self.calibration](values=self._criterion.values)
         self._calibration = calibration.fit(above_zero(raw), positions[held], sample_weight=weights[held])
 
-    def _weighted_rows(self, X: np.ndarray, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
+    def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
         """Features, positions and weights of the rows that have weight: without it, a row is one left out."""
         positions = self._order.positions(y)
         weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
@@ -140,12 +144,10 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def _accepts(self) -> dict[str, Any]:
         return {"dtype": np.float64, "accept_sparse": "csr"}
 
-    def _train(
-        self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState
-    ) -> None:
+    def _train(self, X: Any, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState) -> None:
         raise NotImplementedError
 
-    def _logits(self, X: np.ndarray) -> np.ndarray:
+    def _logits(self, X: Any) -> np.ndarray:
         raise NotImplementedError
 
 
@@ -229,6 +231,6 @@ def split_off(
     return np.setdiff1d(np.arange(len(positions)), chosen), chosen
 
 
-def _dense(X: Any) -> np.ndarray:
+def dense(X: Any) -> np.ndarray:
     """X (n, d) as an array: what a sparse matrix does not hold is 0, where XGBoost would take it for missing."""
     return X.toarray() if issparse(X) else X

@@ -8,17 +8,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from scipy.sparse import issparse
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_count
 from otloss.boosting.start import class_shares
-from otloss.estimators.base import OrdinalBase, split_off, unchanged_on_error
+from otloss.estimators.base import OrdinalBase, dense, split_off, unchanged_on_error
 from otloss.estimators.criterion import check_choice, check_real
+from otloss.estimators.features import fitted_scaler, standardised
 from otloss.estimators.training import MODELS, PATIENCE, Objective, OrdinalNetwork, Rows, train_adam, train_lbfgs
-
-LARGEST_FEATURE = 1e100  # whose square is a float
 
 
 class OrdinalClassifier(OrdinalBase):
@@ -139,7 +139,9 @@ class OrdinalClassifier(OrdinalBase):
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OrdinalClassifier:
-        """Fit to features X (n, d), made dense if sparse, labels y (n,), and weights (n,) if given; return self.
+        """Fit to features X (n, d), labels y (n,), and weights (n,) if given; return self.
+
+        A sparse X stays sparse in linear models, also to be centred, and is made dense for hidden layers.
 
         Raises:
             ValueError, TypeError: if a label, a weight, a feature or a setting is wrong; the message says which.
@@ -203,19 +205,19 @@ class OrdinalClassifier(OrdinalBase):
         widths = self.hidden_layer_sizes
         return tuple(widths) if np.iterable(widths) else (widths,)
 
-    def _train(
-        self, X: np.ndarray, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState
-    ) -> None:
-        if np.abs(X).max(initial=0.0) > LARGEST_FEATURE:
-            raise ValueError(
-                f"X holds numbers up to {np.abs(X).max():g} in size, expected at most {LARGEST_FEATURE:g}. Look for "
-                "marks of missing values such as 1e300, or divide the feature by a power of ten."
-            )
-        self._scaler = StandardScaler(with_std=bool(self.standardize)).fit(X, sample_weight=weights)
+    def _laid_out(self, X: Any) -> Any:
+        if issparse(X) and not X.has_canonical_format:  # entries given twice are sums, and X is the caller's
+            X = X.copy()
+            X.sum_duplicates()
+        return X
+
+    def _train(self, X: Any, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState) -> None:
+        X = dense(X) if self._hidden() else X
+        self._scaler = fitted_scaler(X, weights, with_std=bool(self.standardize))
         self.n_iter_ = 1
         if len(self.classes_) == 1:
             return
-        rows = Rows.of(self._scaler.transform(X), positions, weights)
+        rows = Rows.of(standardised(X, self._scaler), positions, weights)
         train = self._by_adam if self._hidden() else self._by_lbfgs
         if not train(rows, random):
             warnings.warn(
@@ -256,6 +258,11 @@ class OrdinalClassifier(OrdinalBase):
     def _objective(self, rows: Rows) -> Objective:
         return Objective(self._criterion, float(self.alpha), float(rows.weight.sum()))
 
-    def _logits(self, X: np.ndarray) -> np.ndarray:
+    def _logits(self, X: Any) -> np.ndarray:
+        network = self._network
         with torch.no_grad():
-            return self._network(torch.from_numpy(self._scaler.transform(X))).numpy()
+            if issparse(X) and len(network.layers) == 1:
+                layer = network.layers[0]
+                scores = standardised(X, self._scaler) @ layer.weight.numpy().T + layer.bias.numpy()
+                return network.logits(torch.from_numpy(scores)).numpy()
+            return network(torch.from_numpy(self._scaler.transform(dense(X)))).numpy()

@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, skip_init, vector_to_parameters
 
 from otloss.estimators.criterion import Criterion
+from otloss.estimators.features import SparseRows
 from otloss.losses import cumulative_log_probabilities, ordinal_loss
 
 MODELS = ("softmax", "cumulative")
@@ -82,20 +83,22 @@ class OrdinalNetwork(nn.Module):
 class Rows:
     """Standardised features (n, d), positions (n,) and weights (n,) of training rows, in float64 on the CPU."""
 
-    features: Tensor
+    features: Tensor | SparseRows  # the latter for linear models alone
     target: Tensor
     weight: Tensor
 
     @classmethod
-    def of(cls, *parts: np.ndarray) -> Rows:
+    def of(cls, features: np.ndarray | SparseRows, *others: np.ndarray) -> Rows:
         """Rows from arrays in the order of the attributes."""
-        return cls(*(torch.tensor(part, device="cpu") for part in parts))
+        held = features if isinstance(features, SparseRows) else torch.tensor(features, device="cpu")
+        return cls(held, *(torch.tensor(part, device="cpu") for part in others))
 
     def __len__(self) -> int:
         return len(self.target)
 
     def __getitem__(self, index: np.ndarray) -> Rows:
         chosen = torch.from_numpy(index)
+        assert isinstance(self.features, Tensor)
         return Rows(self.features[chosen], self.target[chosen], self.weight[chosen])
 
 
@@ -138,7 +141,8 @@ def train_lbfgs(
     Autograd goes from the loss to the scores; the products with the features are numpy's, at half the time.
     """
     gaps = [] if network.log_gaps is None else [network.log_gaps]
-    parameters, X = [*network.layers.parameters(), *gaps], rows.features.numpy()
+    parameters = [*network.layers.parameters(), *gaps]
+    X: Any = rows.features if isinstance(rows.features, SparseRows) else rows.features.numpy()
     outputs, inputs = network.layers[0].weight.shape
 
     def value_and_gradient(vector: np.ndarray) -> tuple[float, np.ndarray]:

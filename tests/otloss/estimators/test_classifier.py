@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from scipy.optimize import minimize
+from scipy.sparse import csr_array, csr_matrix
 from scipy.special import expit, softmax
 from sklearn.exceptions import ConvergenceWarning, NotFittedError
 from sklearn.linear_model import LogisticRegression
@@ -21,6 +22,7 @@ from otloss.boosting import start_scores
 from otloss.boosting.start import class_shares
 from otloss.estimators import OrdinalClassifier
 from otloss.estimators.criterion import Criterion
+from otloss.estimators.features import SparseRows
 from otloss.estimators.training import Objective, OrdinalNetwork, Rows, train_adam
 from tests.otloss.estimators.test_estimators import NAMES, both, ordered_rows
 
@@ -277,3 +279,80 @@ def test_scores_that_overflow_raise() -> None:
     far[2] = 1.7e308
     with np.errstate(all="ignore"), pytest.raises(ValueError, match="the scores of row 2 overflow"):
         model.predict_proba(far)
+
+
+def sparse_rows(n: int, d: int, words: int) -> tuple[csr_array, np.ndarray]:
+    """Rows like counts of words: few entries each, in columns of which some are frequent; and ordered labels."""
+    random = np.random.default_rng(0)
+    share = 1 / np.arange(1, d + 1)
+    columns = random.choice(d, size=n * words, p=share / share.sum())
+    X = csr_array((random.exponential(size=n * words), (np.repeat(np.arange(n), words), columns)), shape=(n, d))
+    scores = X @ random.normal(size=d) + random.normal(size=n)
+    return X, np.digitize(scores, np.quantile(scores, [0.3, 0.6, 0.8]))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"model": "cumulative"},
+        {"standardize": False, "calibration": "temperature", "random_state": 0},
+        {"class_weight": "balanced", "power": 1, "cross_entropy": 0.5},
+    ],
+    ids=str,
+)
+def test_sparse_features_have_the_coefficients_of_dense_ones(settings: dict[str, Any]) -> None:
+    X, y = sparse_rows(120, 40, 8)
+    weight = np.random.default_rng(1).exponential(size=120) * (np.arange(120) % 9 > 0)
+    dense, sparse = (OrdinalClassifier(tol=1e-7, **settings).fit(rows, y, weight) for rows in (X.toarray(), X))
+    np.testing.assert_allclose(sparse.coef_, dense.coef_, atol=1e-6)
+    np.testing.assert_allclose(sparse.intercept_, dense.intercept_, atol=1e-6)
+    for model, rows in ((dense, X), (sparse, X), (sparse, X.toarray())):
+        np.testing.assert_allclose(model.predict_proba(rows), dense.predict_proba(X.toarray()), atol=1e-6)
+    np.testing.assert_array_equal(sparse._scaler.scale_ is None, dense._scaler.scale_ is None)
+    np.testing.assert_allclose(sparse._scaler.mean_, dense._scaler.mean_, rtol=1e-12)
+
+
+@pytest.mark.parametrize("hidden", [(), (3,)])
+def test_linear_models_never_make_sparse_features_dense(
+    hidden: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    X, y = sparse_rows(100, 30, 4)
+    model = OrdinalClassifier(hidden_layer_sizes=hidden, max_iter=200, random_state=0)
+    made: list[tuple[int, ...]] = []
+    for kind in (csr_array, csr_matrix):
+        plain = kind.toarray
+        monkeypatch.setattr(
+            kind, "toarray", lambda self, *a, _plain=plain, **k: (made.append(self.shape), _plain(self))[1]
+        )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        for rows in (X, csr_matrix(X)):
+            model.fit(rows, y).predict_proba(rows)
+            model.predict_log_proba(rows)
+    assert bool(made) == bool(hidden)
+
+
+def test_sparse_features_that_are_too_large_are_named() -> None:
+    X, y = sparse_rows(20, 5, 2)
+    X.data[3] = 1e300
+    with pytest.raises(ValueError, match=r"X holds numbers up to 1e\+300 in size"):
+        OrdinalClassifier().fit(X, y)
+
+
+def test_sparse_entries_given_twice_are_sums() -> None:
+    X, y = sparse_rows(60, 8, 3)
+    twice = csr_matrix((np.repeat(X.data / 2, 2), np.repeat(X.indices, 2), 2 * X.indptr), shape=X.shape)
+    model = OrdinalClassifier().fit(twice, y)
+    assert twice.nnz == 2 * X.nnz
+    np.testing.assert_allclose(model.predict_proba(twice), OrdinalClassifier().fit(X, y).predict_proba(X), rtol=1e-9)
+
+
+def test_sparse_products_are_those_of_standardised_rows() -> None:
+    X, _ = sparse_rows(30, 7, 3)
+    random = np.random.default_rng(0)
+    mean, scale, W, G = (random.normal(size=shape) for shape in (7, 7, (7, 2), (4, 30)))
+    rows, dense = SparseRows(X, mean, scale), (X.toarray() - mean) / scale
+    assert rows.shape == dense.shape
+    np.testing.assert_allclose(rows @ W, dense @ W, rtol=1e-12, atol=1e-12)
+    np.testing.assert_allclose(G @ rows, G @ dense, rtol=1e-12, atol=1e-12)

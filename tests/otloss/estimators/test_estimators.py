@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.sparse import csr_array
+from scipy.sparse import csc_matrix, csr_array
 from scipy.special import softmax
 from sklearn.base import clone
 from sklearn.calibration import CalibratedClassifierCV
@@ -486,4 +486,5 @@ def test_bad_settings_of_one_estimator_are_named(estimator: Any, settings: dict[
 def test_sparse_features_are_dense_ones(index: int) -> None:
     dense = np.where(np.abs(X) > 0.5, X, 0.0)
     model, expected = both()[index].fit(csr_array(dense), RANK), both()[index].fit(dense, RANK)
-    np.testing.assert_array_equal(model.predict_proba(csr_array(dense)), expected.predict_proba(dense))
+    for rows in (dense, csr_array(dense), csc_matrix(dense)):
+        np.testing.assert_allclose(model.predict_proba(rows), expected.predict_proba(dense), rtol=1e-9)

@@ -1,0 +1,68 @@
+"""Features as linear models and networks take them: centred, of deviation 1 if asked for, and sparse where they can be.
+
+Centred rows are dense, so sparse rows are kept as they came, and mean m and deviation s go into the products:
+
+    ((X - 1 m^T) / s) W = X (W / s) - 1 m^T (W / s)        G^T ((X - 1 m^T) / s) = (G^T X - (G^T 1) m^T) / s
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from scipy.sparse import issparse
+from sklearn.preprocessing import StandardScaler
+
+LARGEST_FEATURE = 1e100  # whose square is a float
+
+
+def fitted_scaler(X: Any, weights: np.ndarray, *, with_std: bool) -> StandardScaler:
+    """The means and, with `with_std`, deviations of the columns of X (n, d), dense or sparse, by weight.
+
+    Raises:
+        ValueError: if a feature is too large for its square to be a float.
+    """
+    held = X.data if issparse(X) else X
+    if np.abs(held).max(initial=0.0) > LARGEST_FEATURE:
+        raise ValueError(
+            f"X holds numbers up to {np.abs(held).max():g} in size, expected at most {LARGEST_FEATURE:g}. Look for "
+            "marks of missing values such as 1e300, or divide the feature by a power of ten."
+        )
+    scaler = StandardScaler(with_mean=not issparse(X), with_std=with_std).fit(X, sample_weight=weights)
+    if issparse(X):  # of which scikit-learn takes deviations alone
+        scaler.mean_ = X.T @ weights / weights.sum()
+        scaler.set_params(with_mean=True)
+    return scaler
+
+
+def standardised(X: Any, scaler: StandardScaler) -> Any:
+    """Features (n, d) that can be multiplied, `X @ W` and `G @ X`: an array, or `SparseRows` where X is sparse."""
+    if not issparse(X):
+        return scaler.transform(X)
+    return SparseRows(X, scaler.mean_, np.ones(X.shape[1]) if scaler.scale_ is None else scaler.scale_)
+
+
+@dataclass(frozen=True, eq=False)
+class SparseRows:
+    """(rows - mean) / scale, of which only the products exist."""
+
+    rows: Any  # a scipy.sparse CSR matrix (n, d)
+    mean: np.ndarray
+    scale: np.ndarray
+
+    __array_ufunc__ = None  # so that `array @ self` comes here
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        n, d = self.rows.shape
+        return int(n), int(d)
+
+    def __matmul__(self, W: np.ndarray) -> np.ndarray:
+        scaled = W / self.scale[:, None]
+        product: np.ndarray = self.rows @ scaled - self.mean @ scaled
+        return product
+
+    def __rmatmul__(self, G: np.ndarray) -> np.ndarray:
+        product: np.ndarray = ((self.rows.T @ G.T).T - np.outer(G.sum(1), self.mean)) / self.scale
+        return product
