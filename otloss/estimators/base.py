@@ -17,6 +17,7 @@ from otloss.estimators.criterion import Criterion, check_choice, check_real, mak
 from otloss.estimators.decode import RULES, decode
 from otloss.estimators.labels import LabelOrder, label_order
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
+from otloss.metrics.distribution import Distribution
 from otloss.metrics.labels import categories_of
 from otloss.metrics.numbers import read_weights
 
@@ -62,12 +63,15 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
-    def predict_distribution(self, X: Any) -> np.ndarray:
-        """Return probabilities (n, K), columns in rank order as `categories_`; 0 for labels not seen in training."""
+    def predict_distribution(self, X: Any) -> Distribution:
+        """Return probabilities (n, K), columns in rank order as `categories_`; 0 for labels not seen in training.
+
+        It is an array with the class of each column in `labels`, by which metrics and plots read it.
+        """
         distribution = self._distribution(X)
         everything = np.zeros((len(distribution), len(self._order.categories)))
         everything[:, self._order.ranks] = distribution
-        return everything
+        return Distribution(everything, labels=self._order.categories)
 
     def expected_value(self, X: Any) -> np.ndarray:
         """Return the expected class value of each row, (n,): of `values`, or of the ranks 0..K-1 of `categories_`."""

@@ -51,8 +51,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
             round samples 0.8 of the rows, leaves are limited by a sum of curvatures of 0.1 (a row has a small one: 1
             would need four rows or many more) and the L2 penalty is 1. For columns of categories LightGBM starts from
             cat_smooth=1, cat_l2=1 and min_data_per_group=1; its own settings are for larger curvatures.
-        class_weight, decode, calibration: as for `OrdinalClassifier`. "median" had an absolute error 7 % less than
-            "argmax" in the mean of 23 sets, at an accuracy 0.6 points lower.
+        class_weight, decode, calibration: as for `OrdinalClassifier`.
         early_stopping: hold rows out, stop when their loss has not fallen for `n_iter_no_change` rounds, and train
             again for the best number of rounds on all rows; "auto": from 50 rows. `fit(eval_set=)` takes other rows.
         validation_fraction: share of rows held out for early stopping, and for calibration, class by class.
@@ -103,7 +102,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         max_depth: int = 3,
         booster_params: dict[str, Any] | None = None,
         class_weight: Any = None,
-        decode: str = "argmax",
+        decode: str = "median",
         calibration: str | None = None,
         early_stopping: bool | str = "auto",
         validation_fraction: float = 0.2,

@@ -9,11 +9,14 @@ Three numberings meet in a classifier of ordered labels, and this module is the 
   holds has no output and probability zero, and the class values of the labels seen keep their distances.
 
 scikit-learn's `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass the index of
-each label among the sorted labels in place of the label. Integers where all categories are text are such indices.
+each label among the sorted labels in place of the label. Integers where all categories are text are such indices. An
+integer may be a label and an index. The functions of scikit-learn that are on the stack tell which of them it is, and
+an index from which the label cannot be known raises ValueError.
 """
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 from typing import Any
@@ -72,8 +75,11 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
         ValueError, TypeError: if a label is missing (NaN, None) or unknown, or if categories repeat or have no order.
     """
     seen = np.unique(plain_labels("y", y))
+    encoder = _encoder() if seen.dtype.kind in "iu" else None
     if categories is None:
         check_classification_targets(y)
+        if encoder is not None:
+            _check_gaps(encoder)
         return _ordered(seen, _implied(seen), told=False)
     if hasattr(categories, "categories"):
         if not categories.ordered:
@@ -83,7 +89,9 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
     if not names.size or np.unique(names).size != names.size:
         raise ValueError(f"categories is {shown(names)}, expected each label once, lowest rank first.")
     if seen.dtype.kind in "iu" and names.dtype.kind == "U":
-        return _ordered(seen, _indices(seen, names), names=names, told=True)
+        return _ordered(seen, _indices(seen, names, encoder), names=names, told=True)
+    if encoder is not None:
+        _check_not_encoded(names, encoder)
     _check_known(seen, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
     return _ordered(seen, names, told=True)
 
@@ -114,19 +122,107 @@ def _implied(seen: Labels) -> Labels:
     return every.astype(seen.dtype)  # unsigned integers keep their type
 
 
-def _indices(seen: Labels, names: Labels) -> Labels:
+@dataclass(frozen=True)
+class _Encoder:
+    """A function of scikit-learn that passes indices among the sorted labels in place of labels.
+
+    Attributes:
+        name: what the user called.
+        count: how many different labels there are.
+        labels: these, sorted, where they can be known.
+    """
+
+    name: str
+    count: int
+    labels: Labels | None
+
+
+# The functions in which scikit-learn fits with indices, in the user's process or in a worker's.
+_ENCODERS = {
+    ("sklearn.ensemble._base", "_fit_single_estimator"): "VotingClassifier or StackingClassifier",
+    ("sklearn.ensemble._bagging", "_parallel_build_estimators"): "BaggingClassifier",
+    ("sklearn.model_selection._validation", "_fit_and_predict"): "cross_val_predict",
+}
+
+
+def _encoder() -> _Encoder | None:
+    """The innermost of these functions on the stack, if there is one."""
+    frame = sys._getframe(1)
+    found: _Encoder | None = None
+    while frame is not None:
+        module, names = frame.f_globals.get("__name__", ""), frame.f_locals
+        name = _ENCODERS.get((module, frame.f_code.co_name))
+        if found is None and name is not None and names.get("method") != "predict" and names.get("y") is not None:
+            classes = getattr(names.get("ensemble"), "classes_", None)  # of bagging; y of the others is encoded
+            count = len(np.unique(names["y"])) if classes is None else len(classes)
+            found = _Encoder(name, count, classes)
+        elif found is not None and found.labels is None and module.startswith("sklearn."):
+            # Without worker processes, the caller and its encoder are on the stack too.
+            caller = names.get("self")
+            encoder = names.get("le") or getattr(caller, "le_", None) or getattr(caller, "_label_encoder", None)
+            classes = getattr(encoder, "classes_", None)
+            if classes is not None and len(classes) == found.count:
+                return _Encoder(found.name, found.count, classes)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
+def _check_gaps(encoder: _Encoder) -> None:
+    """Raise ValueError if the labels are numbers with gaps, which their indices lose; warn if they are text."""
+    labels = encoder.labels
+    if labels is None:
+        return
+    every, doubt = implied_order(labels)
+    if doubt:
+        warnings.warn(
+            f"{encoder.name} passes the index of each label among the sorted labels {shown(labels)}, whose order is "
+            "taken for the rank order; name the rank order by categories=.",
+            LabelOrderWarning,
+            stacklevel=6,
+        )
+    elif len(every) != len(labels):
+        raise ValueError(
+            f"{encoder.name} passes the index of each label among the sorted labels {shown(labels)}, so that their "
+            f"gaps are lost. Fit it to the labels 0 to {len(labels) - 1}, and give the estimator values="
+            f"{labels.tolist()}."
+        )
+
+
+def _check_not_encoded(names: Labels, encoder: _Encoder) -> None:
+    """Raise ValueError unless indices among the sorted labels are these labels themselves."""
+    count = len(names)
+    if encoder.count == count and np.array_equal(np.sort(names), np.arange(count)):
+        return
+    raise ValueError(
+        f"{encoder.name} passes the index of each label among the {encoder.count} different labels of y in place of "
+        f"the label, and categories is {shown(names)}. Fit it to the labels 0 to {encoder.count - 1} with "
+        f"categories=range({encoder.count}), and give the estimator values=, the number that each label stands for."
+    )
+
+
+def _indices(seen: Labels, names: Labels, encoder: _Encoder | None) -> Labels:
     """Indices (K,) of the categories among the sorted categories, in rank order.
 
-    The largest index has to be among those seen: without it they may count the labels of `y` alone, of which some
-    category is missing.
+    Raises:
+        ValueError: if the integers may be labels as well, or may count the labels of `y` alone, of which some category
+            is missing: without a known caller the largest index has to be among those seen.
     """
-    if seen[0] < 0 or seen[-1] != len(names) - 1:
+    by_name = np.sort(names)
+    complete = encoder is not None and encoder.count == len(names)
+    as_text = seen.astype(str)
+    are_names = encoder is None and bool(np.isin(as_text, names).all())
+    if are_names and not np.array_equal(by_name[seen.clip(0, len(names) - 1)], as_text):
+        raise ValueError(
+            f"y holds the integers {shown(seen)} and categories is {shown(names)}: each integer may be the label of "
+            "that name or the index of another label. Give categories as integers, or call y.astype(str)."
+        )
+    if seen[0] < 0 or seen[-1] >= len(names) or not (complete or seen[-1] == len(names) - 1):
+        who = "scikit-learn's Voting, Stacking, Bagging and cross_val_predict" if encoder is None else encoder.name
+        pass_them = "pass them" if encoder is None else "passes them"
         raise ValueError(
             f"y holds the integers {shown(seen)} and categories is {shown(names)}, expected these labels, or all their "
-            "indices as scikit-learn's Voting, Stacking, Bagging and cross_val_predict pass them. Use the labels "
-            "0, 1, 2, ... in rank order there."
+            f"indices as {who} {pass_them}. Use the labels 0, 1, 2, ... in rank order there."
         )
-    by_name = np.sort(names)
     codes = np.searchsorted(by_name, names)
     if (np.diff(codes) < 0).any():
         pairs = ", ".join(f"{code} = {label!r}" for code, label in enumerate(by_name.tolist()))

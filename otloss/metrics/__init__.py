@@ -5,14 +5,16 @@ Categorical tells the order; whole numbers stand for every integer from the smal
 have the positions 0, 1, 4; in forecasts numbers with a fraction are sorted; text raises ValueError. The estimators and
 scorers follow the same rule.
 
-Columns of probabilities follow the sorted labels, as in
-scikit-learn, unless `columns=` says otherwise. Classes that are absent from y_true, y_pred or a fold keep their rank.
+Columns of probabilities follow the sorted labels, as in scikit-learn, unless `columns=` says otherwise; those of a
+`Distribution`, which `predict_distribution` returns, are what its labels say. Classes that are absent from y_true,
+y_pred or a fold keep their rank.
 """
 
 from otloss.metrics.decisions import macro_mae as macro_mae
 from otloss.metrics.decisions import maximum_mae as maximum_mae
 from otloss.metrics.decisions import off_by_one_accuracy as off_by_one_accuracy
 from otloss.metrics.decisions import ordinal_mae as ordinal_mae
+from otloss.metrics.distribution import Distribution as Distribution
 from otloss.metrics.ensembles import pit_histogram as pit_histogram
 from otloss.metrics.forecasts import Reliability as Reliability
 from otloss.metrics.forecasts import ordinal_emd as ordinal_emd
@@ -23,6 +25,7 @@ from otloss.metrics.scorers import OrdinalScorer as OrdinalScorer
 from otloss.metrics.scorers import scorer as scorer
 
 __all__ = [
+    "Distribution",
     "OrdinalScorer",
     "Reliability",
     "macro_mae",

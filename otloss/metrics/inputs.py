@@ -16,6 +16,7 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
+from otloss.metrics.distribution import Distribution
 from otloss.metrics.labels import Labels, categories_of, is_whole, plain_labels, positions, rank_order, shown
 from otloss.metrics.numbers import read_probabilities, read_shares
 
@@ -67,8 +68,14 @@ def read_decisions(
 def read_forecast(
     y_true: ArrayLike, proba: ArrayLike, labels: ArrayLike | None, columns: ArrayLike, sample_weight: ArrayLike | None
 ) -> Forecast:
-    """Return the checked `Forecast`; `columns` is "sorted", "rank", or the label of each column."""
+    """Return the checked `Forecast`; `columns` is "sorted", "rank", or the label of each column.
+
+    "sorted" is the default, and so the columns of a `Distribution` are then what its labels say.
+    """
     table = read_probabilities("proba", proba)
+    if isinstance(proba, Distribution) and isinstance(columns, str) and columns == "sorted":
+        columns = _columns_of(proba)
+        labels = _order_with(proba, labels, y_true)
     given = None if isinstance(columns, str) else plain_labels("columns", columns)
     if given is None and columns not in ("sorted", "rank"):
         raise ValueError(f'columns is {columns!r}, expected "sorted", "rank", or the label of each column.')
@@ -97,6 +104,30 @@ def read_forecast(
     if observed.size != table.shape[0]:
         raise ValueError(f"y_true has {observed.size} labels and proba {table.shape[0]} rows, expected as many.")
     return Forecast(observed, in_rank_order, order, read_shares(sample_weight, observed.size))
+
+
+def _columns_of(proba: Distribution) -> Labels:
+    """Return the labels of the columns; raise if an operation has lost them."""
+    if proba.labels is None:
+        raise ValueError(
+            "proba is the result of an operation on a Distribution, whose classes may have changed; pass "
+            'columns="rank" if its columns are in rank order, or the label of each column.'
+        )
+    return proba.labels
+
+
+def _order_with(proba: Distribution, labels: ArrayLike | None, y_true: ArrayLike) -> ArrayLike:
+    """Return the rank order: `labels`, or that of the distribution, with which an ordered Categorical has to agree."""
+    if labels is not None:
+        return labels
+    order = _columns_of(proba)
+    of_target = categories_of(y_true)
+    if of_target is not None and list(of_target) != order.tolist():
+        raise ValueError(
+            f"y_true has the ordered categories {list(of_target)!r} and proba the classes {shown(order)}, expected the "
+            "same; pass labels=, the classes in rank order."
+        )
+    return order
 
 
 def _implied_order(y_true: ArrayLike, columns: int, given: Labels | None) -> tuple[Labels, Labels]:
