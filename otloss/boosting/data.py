@@ -48,6 +48,18 @@ class RowFunction:
     loss: RowLoss
     interface: str
 
+    no_jit = True  # CatBoost would set attributes otherwise, to compile methods
+
+    def calc_ders_multi(self, *_: Any) -> None:
+        """Raise TypeError: what CatBoost calls of an objective or a metric."""
+        made = f"{self.library}_objective and {self.library}_metric make"
+        raise TypeError(
+            f"CatBoost was given a function that {made}; expected one with CatBoost's own methods. Use XGBoost or "
+            "LightGBM, for example by otloss.estimators.OrdinalBoostingClassifier."
+        )
+
+    calc_ders_range = evaluate = is_max_optimal = calc_ders_multi
+
     def rows(self, first: Any, second: Any, sample_weight: Any) -> Rows:
         """Return the rows; shapes are checked here, numbers where they are read."""
         native = self.interface == "native"

@@ -10,11 +10,13 @@ import numpy as np
 from scipy.sparse import issparse
 from scipy.special import log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
+from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from otloss.estimators.criterion import Criterion, check_choice, check_real, make_criterion
 from otloss.estimators.decode import RULES, decode
+from otloss.estimators.features import text_is_named
 from otloss.estimators.labels import LabelOrder, label_order
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
 from otloss.metrics.distribution import Distribution
@@ -35,6 +37,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     _order: LabelOrder
     _criterion: Criterion
     _calibration: Any
+    _advice_for_text = "encode it, for example with sklearn.preprocessing.OneHotEncoder"
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
@@ -47,6 +50,15 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         self._check_decode()
         criterion = self._criterion
         return self._order.by_position[decode(distribution, self.decode, values=criterion.values, cost=criterion.cost)]
+
+    def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
+        """Return the accuracy of `predict` on features X (n, d) with labels y (n,), by weight."""
+        predicted, labels = self.predict(X), np.asarray(y)
+        # scikit-learn takes numbers with fractions for those of a regression.
+        if labels.dtype.kind == predicted.dtype.kind == "f" and np.isfinite(labels).all():
+            codes = np.unique(np.concatenate([labels, predicted]), return_inverse=True)[1]
+            y, predicted = np.split(codes, [len(labels)])
+        return float(accuracy_score(y, predicted, sample_weight=sample_weight))
 
     def predict_proba(self, X: Any) -> np.ndarray:
         """Return probabilities (n, len(classes_)), columns in the order of `classes_`, which is sorted."""
@@ -85,7 +97,8 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _features(self, X: Any) -> Any:
         """Features (n, d) as training took them."""
-        return self._laid_out(validate_data(self, X, reset=False, **self._accepts()))
+        with text_is_named(X, self._advice_for_text):
+            return self._laid_out(validate_data(self, X, reset=False, **self._accepts()))
 
     def _laid_out(self, X: Any) -> Any:
         """X (n, d) as `_train` and `_logits` take it: an array, unless a subclass takes sparse matrices."""
@@ -106,7 +119,8 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def _fit(self, X: Any, y: Any, sample_weight: Any, **training: Any) -> None:
         """Check everything, train, and calibrate; `training` goes to `_train`."""
         categories = categories_of(y) if self.categories is None else self.categories
-        X, y = validate_data(self, X, y, **self._accepts())
+        with text_is_named(X, self._advice_for_text):
+            X, y = validate_data(self, X, y, **self._accepts())
         self._check_settings()
         self._order = label_order(y, categories)
         self._criterion = make_criterion(self._order, self)

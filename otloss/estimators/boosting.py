@@ -86,6 +86,9 @@ class OrdinalBoostingClassifier(OrdinalBase):
 
     _category_dtypes: dict[int, Any]
     _trees: Trees | None
+    _advice_for_text = (
+        "make it one of categories before fit (of a pandas DataFrame: X.astype({{{column}: 'category'}})), or encode it"
+    )
 
     def __init__(
         self,
@@ -136,7 +139,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         A sparse X is made dense; what it does not hold is 0, not missing.
 
         Args:
-            eval_set: list of (X, y) or (X, y, sample_weight), whose losses go to `evals_result_`.
+            eval_set: (X, y) or (X, y, sample_weight), or a list of them, whose losses go to `evals_result_`.
                 The last one is what early stopping goes by, unless it is False: then all rows of X are trained on. A
                 pipeline passes it on as it is.
 
@@ -205,7 +208,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         rows = Part(X, positions, weights)
         self.n_estimators_, self.best_iteration_, self.evals_result_ = 0, None, {}
         self._trees = None
-        watched = [self._evaluation_part(f"eval_set[{number}]", *part) for number, part in enumerate(eval_set or [])]
+        watched = [self._evaluation_part(name, *part) for name, part in evaluation_parts(eval_set).items()]
         if len(self.classes_) == 1:
             return
         settings = self._tree_settings(seed=int(random.randint(2**31 - 1)))
@@ -266,6 +269,36 @@ class OrdinalBoostingClassifier(OrdinalBase):
         return self._trees.scores(X)
 
 
+def evaluation_parts(eval_set: Any) -> dict[str, Any]:
+    """The parts of `eval_set` by their names in messages; a pair (X, y) or triple given by itself is the only part.
+
+    Raises:
+        TypeError: if a part is neither.
+    """
+    if eval_set is None:
+        return {}
+    if isinstance(eval_set, tuple) and len(eval_set) in (2, 3) and _is_table(eval_set[0]):
+        return {"eval_set": eval_set}
+    expected = "expected (X, y) or (X, y, sample_weight), or a list of them"
+    if not isinstance(eval_set, list | tuple):
+        raise TypeError(f"eval_set is a {type(eval_set).__name__}, {expected}.")
+    for number, part in enumerate(eval_set):
+        if not isinstance(part, list | tuple) or len(part) not in (2, 3):
+            size = f" of {len(part)}" if isinstance(part, list | tuple) else ""
+            raise TypeError(f"eval_set[{number}] is a {type(part).__name__}{size}, {expected}.")
+    return {f"eval_set[{number}]": part for number, part in enumerate(eval_set)}
+
+
+def _is_table(X: Any) -> bool:
+    """Whether these are rows of features, and not a part (X, y)."""
+    if hasattr(X, "shape"):
+        return len(X.shape) == 2
+    try:
+        return np.ndim(X) == 2
+    except ValueError:  # X beside y is ragged
+        return False
+
+
 def category_dtypes(X: Any) -> dict[int, Any]:
     """The CategoricalDtype of each pandas column of categories in X (n, d), by its position."""
     dtypes = X.dtypes if hasattr(X, "isetitem") else []
@@ -278,10 +311,15 @@ def coded(X: Any, dtypes: dict[int, Any]) -> Any:
     Labels are looked up in the dtype of training: the codes of another data frame may number other categories.
 
     Raises:
-        ValueError: if a value is not a category of training.
+        ValueError: if a value is not a category of training, or X is no data frame.
     """
     if not dtypes:
         return X
+    if not hasattr(X, "isetitem"):
+        raise ValueError(
+            f"X is a {type(X).__name__}, expected a pandas DataFrame: the columns at {sorted(dtypes)} held categories "
+            "at fit, whose labels are looked up by column. Pass pandas.DataFrame(X, columns=model.feature_names_in_)."
+        )
     table = X.copy(deep=False)
     for place, dtype in dtypes.items():
         column = X.iloc[:, place]

@@ -34,10 +34,11 @@ class OrdinalClassifier(OrdinalBase):
     where gaps would be lost.
 
     Args:
-        categories: all labels in rank order, lowest first, of any type that sorts, or an ordered CategoricalDtype; a
-            training set may lack some. By default the order of an ordered pandas Categorical. Else whole numbers
-            stand for every integer from the smallest to the largest: labels 1, 2, 5 have the positions 0, 1, 4, as in
-            `otloss.metrics`. Other labels are sorted; for text a `LabelOrderWarning` says so.
+        categories: all labels in rank order, lowest first, of any type that sorts, or an ordered CategoricalDtype or
+            polars Enum; a training set may lack some. By default the order of an ordered pandas Categorical or a polars
+            Enum. Else whole numbers stand for every integer from the smallest to the largest: labels 1, 2, 5 have the
+            positions 0, 1, 4, as in `otloss.metrics`. Other labels are sorted; for text a `LabelOrderWarning` says so,
+            and numbers with fractions are classes where each has two rows or more on average.
         values: (K,) strictly increasing class values for the categories, 0 to K - 1 by default: what the distances of
             the loss, `decode="mean"` and `expected_value` are made of. A Series, as a cost in a DataFrame, goes by its
             index. Training divides values by their mean gap, a cost by its largest entry over K - 1.

@@ -1,4 +1,4 @@
-"""Features as linear models and networks take them: centred, of deviation 1 if asked for, and sparse where they can be.
+"""Features as linear models and networks take them: numbers, centred, of deviation 1, and sparse where they can be.
 
 Centred rows are dense, so sparse rows are kept as they came, and mean m and deviation s go into the products:
 
@@ -7,6 +7,8 @@ Centred rows are dense, so sparse rows are kept as they came, and mean m and dev
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +17,35 @@ from scipy.sparse import issparse
 from sklearn.preprocessing import StandardScaler
 
 LARGEST_FEATURE = 1e100  # whose square is a float
+
+
+@contextmanager
+def text_is_named(X: Any, advice: str) -> Iterator[None]:
+    """Name the column in the ValueError of a body that finds text in X (n, d); the advice may refer to `{column}`."""
+    try:
+        yield
+    except ValueError as error:
+        found = _first_text(X) if "could not convert string to float" in str(error) else None
+        if found is None:
+            raise
+        column, text = found
+        raise ValueError(
+            f"column {column!r} of X holds text, {text!r}, expected numbers; {advice.format(column=repr(column))}."
+        ) from error
+
+
+def _first_text(X: Any) -> tuple[Any, str] | None:
+    """The name or number of the first column that holds text which is no number, and that text."""
+    table = np.asarray(X, dtype=object)
+    for place, name in enumerate(list(X.columns) if hasattr(X, "columns") else range(table.shape[1])):
+        for value in table[:, place]:
+            try:
+                float(value)
+            except ValueError:
+                return name, str(value)
+            except TypeError:  # another kind of object
+                continue
+    return None
 
 
 def fitted_scaler(X: Any, weights: np.ndarray, *, with_std: bool) -> StandardScaler:

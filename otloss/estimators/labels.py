@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils.multiclass import check_classification_targets
 
-from otloss.metrics.labels import Labels, implied_order, plain_labels, shown
+from otloss.metrics.labels import Labels, implied_order, is_whole, ordered_categories, plain_labels, shown
 
 
 class EncodedLabelsWarning(UserWarning):
@@ -77,14 +77,15 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
     seen = np.unique(plain_labels("y", y))
     encoder = _encoder() if seen.dtype.kind in "iu" else None
     if categories is None:
-        check_classification_targets(y)
+        _check_are_classes(y, seen)
         if encoder is not None:
             _check_gaps(encoder)
         return _ordered(seen, _implied(seen), told=False)
     if hasattr(categories, "categories"):
-        if not categories.ordered:
+        ordered = ordered_categories(categories)
+        if ordered is None:
             raise ValueError(f"categories is {categories!r}, expected a CategoricalDtype with ordered=True.")
-        categories = categories.categories
+        categories = ordered
     names = plain_labels("categories", categories)
     if not names.size or np.unique(names).size != names.size:
         raise ValueError(f"categories is {shown(names)}, expected each label once, lowest rank first.")
@@ -94,6 +95,17 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
         _check_not_encoded(names, encoder)
     _check_known(seen, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
     return _ordered(seen, names, told=True)
+
+
+def _check_are_classes(y: np.ndarray, seen: Labels) -> None:
+    """As scikit-learn's check, but numbers with a fraction are classes too where they repeat, twice on average."""
+    if seen.dtype.kind != "f" or not np.isfinite(seen).all() or is_whole(seen).all():
+        check_classification_targets(y)
+    elif 2 * len(seen) > len(y):
+        raise ValueError(
+            f"Unknown label type: continuous. y holds {len(seen)} different numbers with fractions in {len(y)} rows, "
+            "expected classes, of two rows or more on average; name the classes by categories=, or use a regressor."
+        )
 
 
 def _check_known(labels: Labels, known: Labels, expected: str) -> None:

@@ -36,7 +36,7 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_not_negative
-from otloss.metrics.labels import positions
+from otloss.metrics.labels import plain_labels
 from otloss.metrics.numbers import read_probabilities, read_values, read_weights
 
 # Temperatures and slopes stay between exp(-3) and exp(3).
@@ -224,7 +224,7 @@ class _Held:
     @classmethod
     def read(cls, proba: ArrayLike, y: ArrayLike, sample_weight: ArrayLike | None) -> Self:
         table = read_probabilities("proba", proba)
-        index = positions("y", y, np.arange(table.shape[1]))
+        index = _positions_of_columns(y, table.shape[1])
         if index.size != len(table):
             raise ValueError(f"y has {index.size} classes and proba {len(table)} rows, expected as many.")
         weight = read_weights(sample_weight, index.size)
@@ -243,6 +243,19 @@ class _Held:
     def pull(self) -> float:
         """1 / (16 n), with the n of as many examples of equal weight."""
         return float(self.weight @ self.weight) / 16
+
+
+def _positions_of_columns(y: ArrayLike, columns: int) -> Int[np.ndarray, " n"]:
+    labels = plain_labels("y", y)
+    wrong = ~np.isin(labels, np.arange(columns)) if labels.dtype.kind in "biuf" else np.ones(labels.shape, bool)
+    if wrong.any():
+        first = int(np.flatnonzero(wrong)[0])
+        raise ValueError(
+            f"y[{first}] is {labels[first].item()!r}, expected 0 to {columns - 1}, the column of proba in rank order "
+            "that is of the class that came true; of labels take the place in the rank order, such as "
+            "[order.index(label) for label in y]."
+        )
+    return labels.astype(np.int64)
 
 
 def _fit_map(

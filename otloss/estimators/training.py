@@ -67,6 +67,22 @@ class OrdinalNetwork(nn.Module):
             nn.init.zeros_(layer.bias)
         self.layers[-1].bias.data = torch.tensor(start, device="cpu")
 
+    def __getstate__(self) -> dict[str, Any]:
+        """The parameters as arrays of numpy, so that formats for scikit-learn's models, such as skops, take them."""
+        layers = [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in self.layers]
+        log_gaps = None if self.log_gaps is None else self.log_gaps.detach().numpy()
+        return {"layers": layers, "log_gaps": log_gaps}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList()
+        for weight, bias in state["layers"]:
+            layer = skip_init(nn.Linear, *reversed(weight.shape), dtype=torch.float64, device="cpu")
+            layer.weight.data, layer.bias.data = (torch.tensor(part, device="cpu") for part in (weight, bias))
+            self.layers.append(layer)
+        log_gaps = state["log_gaps"]
+        self.log_gaps = None if log_gaps is None else nn.Parameter(torch.tensor(log_gaps, device="cpu"))
+
     def forward(self, features: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows positions"]:
         """Logits whose softmax is the distribution over positions."""
         hidden = features

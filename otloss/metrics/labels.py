@@ -117,9 +117,14 @@ def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
 
 
 def categories_of(target: Any) -> Any:
-    """Return the categories of an ordered pandas Categorical, lowest first; None of anything else."""
-    dtype: Any = getattr(_as_column(target), "dtype", None)
-    return dtype.categories if getattr(dtype, "ordered", False) else None
+    """Return the categories of an ordered pandas Categorical or a polars Enum, lowest first; None of anything else."""
+    return ordered_categories(getattr(_as_column(target), "dtype", None))
+
+
+def ordered_categories(dtype: Any) -> Any:
+    """Return the categories of an ordered CategoricalDtype or a polars Enum, lowest first; None of anything else."""
+    is_enum = type(dtype).__name__ == "Enum" and type(dtype).__module__.partition(".")[0] == "polars"
+    return list(dtype.categories) if is_enum else dtype.categories if getattr(dtype, "ordered", False) else None
 
 
 def shown(labels: np.ndarray) -> str:
@@ -130,8 +135,11 @@ def shown(labels: np.ndarray) -> str:
 
 def _as_column(values: Any) -> Any:
     """Return the column of a data frame that has one, which keeps the order of a Categorical; else the values."""
-    alone = hasattr(values, "iloc") and getattr(values, "shape", ())[1:] == (1,)
-    return values.iloc[:, 0] if alone else values
+    if getattr(values, "shape", ())[1:] != (1,):
+        return values
+    if hasattr(values, "iloc"):
+        return values.iloc[:, 0]
+    return values.to_series() if hasattr(values, "to_series") else values  # of polars
 
 
 def _common_categories(targets: dict[str, Any]) -> Any:

@@ -140,3 +140,26 @@ def test_starts_are_least_in_mean_loss() -> None:
 def test_bad_starts(labels: Any, settings: dict[str, Any], error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         start_scores(labels, 3, **settings)
+
+
+CATBOOST = "CatBoost was given a function that .*Use XGBoost or LightGBM"
+
+
+@pytest.mark.parametrize("make_one", [xgboost_objective, lightgbm_metric])
+def test_catboost_is_told_what_the_function_is_for(make_one: Any) -> None:
+    """CatBoost sets attributes of a function without `no_jit`, and these are immutable."""
+    one = make_one(3)
+    assert one.no_jit is True
+    for method in (one.calc_ders_multi, one.calc_ders_range, one.evaluate, one.is_max_optimal):
+        with pytest.raises(TypeError, match=CATBOOST):
+            method([0.0, 0.0, 0.0], 1.0, 1.0)
+
+
+def test_catboost_itself_shows_the_message() -> None:
+    catboost = pytest.importorskip("catboost")
+    z, y = scores_and_labels(30, 3)
+    for name, one in (("loss_function", xgboost_objective(3)), ("eval_metric", xgboost_metric(3))):
+        settings = {"loss_function": "MultiClass", "eval_metric": "MultiClass", name: one}
+        model = catboost.CatBoostClassifier(iterations=2, classes_count=3, allow_writing_files=False, **settings)
+        with pytest.raises(catboost.CatBoostError, match=CATBOOST):
+            model.fit(z, y, verbose=False)

@@ -151,6 +151,51 @@ def test_parts_that_cannot_be_evaluated_are_named() -> None:
         boosted("lightgbm", n_estimators=2).fit(*ordered_rows(60), eval_set=[(np.zeros((2, 3)), [0, 9])])
 
 
+def test_one_part_to_evaluate_needs_no_list() -> None:
+    X, y = ordered_rows(60)
+    weight = np.ones(60)
+    expected = boosted("lightgbm", n_estimators=3).fit(X, y, eval_set=[(X, y)]).evals_result_
+    frame = pytest.importorskip("pandas").DataFrame(X)
+    for alone in ((X, y), (X, y, weight), (X.tolist(), y.tolist()), (frame, y), [[X, y]], ([X, y],)):
+        model = boosted("lightgbm", n_estimators=3).fit(X, y, eval_set=alone)
+        assert model.evals_result_ == expected
+    twice = boosted("lightgbm", n_estimators=3).fit(X, y, eval_set=((X, y), (X, y)))
+    assert list(twice.evals_result_) == ["validation_0", "validation_1"]
+    expectation = r"expected \(X, y\) or \(X, y, sample_weight\), or a list of them"
+    for wrong, got in ((X, "eval_set is a ndarray"), ([X, y], r"eval_set\[0\] is a ndarray"), ([(X,)], "a tuple of 1")):
+        with pytest.raises(TypeError, match=f"{got}, {expectation}"):
+            boosted("lightgbm", n_estimators=3).fit(X, y, eval_set=wrong)
+    with pytest.raises(ValueError, match="eval_set: y holds the label 9"):
+        boosted("lightgbm", n_estimators=2).fit(X, y, eval_set=(X, y + 7))
+
+
+@LIBRARIES
+def test_categories_are_looked_up_in_data_frames_alone(library: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    X, y = ordered_rows(60)
+    frame = pandas.DataFrame(X, columns=["a", "b", "c"]).assign(b=pandas.Categorical(["u", "v"] * 30))
+    model = boosted(library, n_estimators=2).fit(frame, y)
+    for rows in (frame.to_numpy(), X, frame.to_numpy().tolist()):
+        with pytest.raises(ValueError, match=r"expected a pandas DataFrame: the columns at \[1\] .*feature_names_in_"):
+            model.predict(rows)
+    again = pandas.DataFrame(frame.to_numpy(), columns=model.feature_names_in_)
+    np.testing.assert_array_equal(model.predict_proba(again), model.predict_proba(frame))
+
+
+@LIBRARIES
+def test_columns_of_text_are_named(library: str) -> None:
+    pandas = pytest.importorskip("pandas")
+    X, y = ordered_rows(60)
+    frame = pandas.DataFrame(X, columns=["a", "b", "c"]).assign(b=["1.5", "v"] * 30)
+    advice = r"X.astype\({'b': 'category'}\)"
+    for rows in (frame, frame.astype({"b": object})):
+        with pytest.raises(ValueError, match=f"column 'b' of X holds text, 'v', expected numbers; .*{advice}"):
+            boosted(library).fit(rows, y)
+    with pytest.raises(ValueError, match="column 1 of X holds text, 'v'"):
+        boosted(library, n_estimators=2).fit(X, y).predict(frame.to_numpy())
+    assert boosted(library, n_estimators=2).fit(frame.astype({"b": "category"}), y).score(frame, y) > 0.3
+
+
 @LIBRARIES
 def test_columns_of_categories_are_split_by_sets_and_looked_up_by_label(library: str) -> None:
     pandas = pytest.importorskip("pandas")

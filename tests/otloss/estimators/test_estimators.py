@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.sparse import csc_matrix, csr_array
@@ -36,6 +37,8 @@ from otloss.estimators import (
 from otloss.estimators.base import above_zero, split_off
 from otloss.estimators.decode import decode
 from otloss.estimators.labels import label_order
+from otloss.metrics import ordinal_mae
+from otloss.metrics.labels import categories_of
 
 SMALL = {"n_estimators": 8, "learning_rate": 0.3, "early_stopping": False, "n_jobs": 1, "random_state": 0}
 NAMES = ["low", "medium", "high"]  # sorts as high, low, medium
@@ -183,6 +186,39 @@ def test_ordered_categoricals_and_dtypes_bring_their_order() -> None:
         OrdinalClassifier(categories=pandas.CategoricalDtype(wanted)).fit(X, Y)
 
 
+def test_polars_enums_bring_their_order() -> None:
+    polars = pytest.importorskip("polars")
+    wanted = [*NAMES, "very high"]
+    expected = OrdinalClassifier(categories=wanted).fit(X, Y).predict_distribution(X)
+    enum = polars.Enum(wanted)
+    series = polars.Series("y", Y.tolist(), dtype=enum)
+    for model in (
+        OrdinalClassifier().fit(X, series),
+        OrdinalClassifier(categories=enum).fit(X, Y),
+        clone(OrdinalClassifier(categories=enum)).fit(X, series),
+    ):
+        assert model.categories_.tolist() == wanted
+        np.testing.assert_array_equal(model.predict_distribution(X), expected)
+    assert categories_of(polars.DataFrame({"y": series})) == wanted
+    assert ordinal_mae(series, series.reverse()) == ordinal_mae(Y, Y[::-1], labels=wanted) > 0
+    assert categories_of(series.cast(polars.Categorical)) is None
+
+
+@BOTH
+def test_fractions_that_repeat_are_classes(index: int) -> None:
+    """In their order and 1 apart; the target of a regression raises."""
+    model, plain = both()[index].fit(X, RANK / 2), both()[index].fit(X, RANK)
+    assert model.categories_.tolist() == model.classes_.tolist() == [0, 0.5, 1]
+    np.testing.assert_array_equal(model.predict_proba(X), plain.predict_proba(X))
+    weight = np.arange(len(X))
+    assert model.score(X, RANK / 2, weight) == plain.score(X, RANK, weight)
+    assert model.score(X[:3], [0.25] * 3) == 0
+    assert both(categories=[0, 0.5, 1])[index].fit(X[:4], [0, 0.5, 0.5, 1]).classes_.tolist() == [0, 0.5, 1]
+    for y in (X[:, 0], np.repeat(X[:46, 0], 2)[:90] + np.r_[np.zeros(89), 1]):
+        with pytest.raises(ValueError, match=r"Unknown label type: continuous. y holds \d+ different numbers"):
+            both()[index].fit(X, y)
+
+
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=30), st.permutations(range(7)))
 def test_positions_follow_ranks(y: list[int], categories: list[int]) -> None:
     labels = np.array(y)
@@ -264,6 +300,38 @@ def test_pickled_and_fitted_again_it_is_the_same(index: int) -> None:
     np.testing.assert_array_equal(copy.predict_proba(X), model.predict_proba(X))
     again = clone(model).fit(X, rank)
     np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        OrdinalClassifier(),
+        OrdinalClassifier(model="cumulative", calibration="temperature", random_state=0),
+        OrdinalClassifier(**NETWORK, early_stopping=False, random_state=0),
+        OrdinalBoostingClassifier(booster="lightgbm", n_estimators=3, early_stopping=False),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
+def test_skops_keeps_models(model: Any) -> None:
+    skops = pytest.importorskip("skops.io")
+    model.fit(X, RANK)
+    dumped = skops.dumps(model)
+    unknown = skops.get_untrusted_types(data=dumped)
+    assert not [name for name in unknown if name.startswith("torch")]
+    np.testing.assert_array_equal(skops.loads(dumped, trusted=unknown).predict_proba(X), model.predict_proba(X))
+
+
+def test_a_network_is_kept_as_arrays_of_numpy() -> None:
+    for kind in ("softmax", "cumulative"):
+        network = OrdinalClassifier(model=kind).fit(X, RANK)._network
+        state = network.__getstate__()
+        assert all(isinstance(part, np.ndarray) for layer in state["layers"] for part in layer)
+        copy = pickle.loads(pickle.dumps(network))
+        assert [name for name, _ in copy.named_parameters()] == [name for name, _ in network.named_parameters()]
+        for one, other in zip(copy.parameters(), network.parameters(), strict=True):
+            assert one.requires_grad
+            assert torch.equal(one, other)
 
 
 def test_feature_names_are_kept() -> None:
@@ -499,7 +567,7 @@ def test_bad_settings_of_one_estimator_are_named(estimator: Any, settings: dict[
 
 @BOTH
 def test_a_distribution_is_read_by_its_labels(index: int) -> None:
-    """Rank order poor, fair, good is none of the alphabet."""
+    """The rank order poor, fair, good is not that of the alphabet."""
     pd = pytest.importorskip("pandas")
     grades = ["poor", "fair", "good"]
     y = np.array(grades)[RANK]
