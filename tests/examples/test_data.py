@@ -1,0 +1,321 @@
+"""Where data is looked for, downloads from a server on this machine, and conversions of what was downloaded."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import lzma
+import re
+import struct
+import sys
+import threading
+from collections.abc import Iterator
+from fnmatch import fnmatch
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import data
+import data_conversions
+import numpy as np
+import pytest
+
+NAME, RIGHT = "text/short.txt", b"some text\n" * 1000
+
+
+class Server(BaseHTTPRequestHandler):
+    """The file at /right, and what can go wrong at the other addresses."""
+
+    def do_GET(self) -> None:  # the name that http.server calls
+        if self.path == "/absent":
+            self.send_error(404)
+            return
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(RIGHT)))
+        self.end_headers()
+        if self.path == "/stalls":
+            self.server.may_end.wait(10)  # type: ignore[attr-defined]
+        else:
+            body = {"/wrong": RIGHT.upper(), "/cut": RIGHT[:5000]}.get(self.path, RIGHT)
+            self.wfile.write(body)
+
+    def log_message(self, *arguments: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    http.may_end = threading.Event()  # type: ignore[attr-defined]
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    yield f"http://127.0.0.1:{http.server_port}"
+    http.may_end.set()  # type: ignore[attr-defined]
+    http.shutdown()
+    thread.join()
+    http.server_close()
+
+
+@pytest.fixture
+def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, no folder beside the repository, and a table of one file."""
+    pytest.importorskip("pooch")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(data, "BESIDE", tmp_path / "shared/data")
+    row = data.File(NAME, len(RIGHT), hashlib.sha256(RIGHT).hexdigest(), "nltk/nltk_data", "right", "")
+    monkeypatch.setattr(data, "table", lambda: {NAME: row})
+    return tmp_path / "cache/otloss"
+
+
+def put(root: Path, content: bytes = RIGHT) -> Path:
+    (root / NAME).parent.mkdir(parents=True)
+    (root / NAME).write_bytes(content)
+    return root
+
+
+# ---- downloads -------------------------------------------------------------------------------------------------------
+
+
+def test_a_download_is_kept_and_not_repeated(
+    server: str, cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data, "ADDRESS", f"{server}/{{path}}")
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    assert data.folder(NAME) == cached
+    assert "100%|" in capsys.readouterr().err, "the progress bar"
+    assert (cached / NAME).read_bytes() == RIGHT
+    monkeypatch.setattr(data, "ADDRESS", "http://127.0.0.1:9/{path}")
+    assert data.folder("text") == cached
+    assert data.file(NAME) == cached / NAME
+
+
+@pytest.mark.parametrize(
+    ("path", "why"),
+    [
+        ("wrong", "its SHA-256 is not the one of data_files.csv"),
+        ("cut", "the connection was cut"),
+        ("absent", "the server answers 404"),
+        ("stalls", "no connection"),
+    ],
+)
+def test_a_bad_download_leaves_nothing(
+    server: str, cached: Path, monkeypatch: pytest.MonkeyPatch, path: str, why: str
+) -> None:
+    monkeypatch.setattr(data, "ADDRESS", f"{server}/{path}")
+    monkeypatch.setattr(data, "TIMEOUT", 0.3)
+    with pytest.raises(data.MissingError, match=f"{NAME} is not here, and its download failed: {why}; {server}/{path}"):
+        data.folder(NAME)
+    assert [left for left in cached.rglob("*") if left.is_file()] == []
+
+
+def test_no_network(cached: Path) -> None:
+    with pytest.raises(
+        data.MissingError, match=r"download failed: no connection; http://127\.0\.0\.1:9/nltk/nltk_data/"
+    ):
+        data.folder(NAME)
+    assert [left for left in cached.rglob("*") if left.is_file()] == []
+
+
+def test_a_cache_that_cannot_be_written(server: str, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "ADDRESS", f"{server}/{{path}}")
+    cached.parent.mkdir()
+    cached.write_text("a file where the folder is expected")
+    with pytest.raises(data.MissingError, match="the cache cannot be written"):
+        data.folder(NAME)
+
+
+def test_without_pooch(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pooch", None)
+    with pytest.raises(data.MissingError, match=f"{NAME} would be downloaded by pooch: pip install"):
+        data.folder(NAME)
+
+
+# ---- folders ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_order_of_folders(
+    server: str, cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data, "ADDRESS", f"{server}/{{path}}")
+    assert data.folder(NAME) == cached
+    put(data.BESIDE)
+    assert data.folder(NAME) == data.BESIDE
+    monkeypatch.setenv("OTLOSS_DATA", str(put(tmp_path / "set")))
+    assert data.folder(NAME) == tmp_path / "set"
+    assert data.folder(NAME, given=put(tmp_path / "given")) == tmp_path / "given"
+    assert data.file(NAME, tmp_path / "given" / NAME) == tmp_path / "given" / NAME
+    assert capsys.readouterr().out == ""
+
+
+def test_a_folder_that_was_named_and_lacks_the_file(
+    cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(data.BESIDE)
+    for call in (data.folder, data.file):
+        with pytest.raises(SystemExit, match=f"--data {tmp_path}/typo lacks {NAME}; name a folder that has it"):
+            call(NAME, given=tmp_path / "typo")
+    monkeypatch.setenv("OTLOSS_DATA", str(tmp_path / "set"))
+    with pytest.raises(SystemExit, match=rf"\$OTLOSS_DATA, {tmp_path}/set, lacks {NAME}"):
+        data.folder(NAME)
+
+
+def test_other_files_of_that_name_are_announced(
+    cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = put(tmp_path / "given", b"other text")
+    assert data.folder(NAME, given=given) == given
+    assert data.file(NAME, given / NAME) == given / NAME
+    first, second = capsys.readouterr().out.splitlines()
+    assert first == f"{data.OTHER}another {NAME}, by its SHA-256."
+    assert second == f"{data.OTHER}short.txt, which is not {NAME} by its SHA-256."
+    data.folder(NAME, given=given, quiet=True)
+    (given / "text/own.txt").write_text("x")
+    data.folder("text/own.txt", given=given)  # a file that the table does not know
+    assert capsys.readouterr().out == ""
+    with pytest.raises(data.MissingError, match=r"text/own\.txt is not a file of data_files\.csv"):
+        data.folder("text/own.txt")
+
+
+def test_the_command_line(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    put(data.BESIDE)
+    data.main([NAME])
+    assert capsys.readouterr().out == f"{data.BESIDE / NAME}\n"
+    data.main([])
+    assert "CC BY 4.0" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="is not a file of data_files"):
+        data.main(["text/no_such.txt"])
+
+
+def test_the_table() -> None:
+    files = data.table().values()
+    assert {file.source for file in files} == {*data.SOURCES, ""}
+    for file in files:
+        assert len(file.sha256) == 64
+        assert file.bytes > 0
+        assert (file.made_by in data_conversions.CONVERSIONS) == (file.source == "")
+        assert bool(file.address) == (not file.made_by and "mathematics-" not in file.name)
+    needed = {name for names, _ in data_conversions.CONVERSIONS.values() for name in names}
+    assert needed <= set(data.table())
+    with pytest.raises(data.MissingError, match=r"is generated by github\.com/google-deepmind/mathematics_dataset"):
+        data._fetch(data.table()["math/mathematics-train.jsonl"], Path())
+
+
+@pytest.mark.skipif(not data.BESIDE.exists(), reason="needs the folder beside the repository")
+def test_the_table_describes_the_folder_beside_the_repository() -> None:
+    for file in data.table().values():
+        path = data.BESIDE / file.name
+        assert not path.exists() or (path.stat().st_size == file.bytes and file.is_same(path)), file.name
+
+
+# ---- conversions -----------------------------------------------------------------------------------------------------
+
+
+def llama2c_file(model: Any) -> bytes:
+    """A model of transformers as llama2.c writes it; rows of queries and keys are interleaved."""
+    config, layers = model.config, model.model.layers
+    numbers = (config.hidden_size, config.intermediate_size, len(layers), config.num_attention_heads,
+               config.num_key_value_heads, config.vocab_size, config.max_position_embeddings)  # fmt: skip
+    half = config.head_dim // 2
+
+    def interleaved(weight: Any) -> Any:
+        order = [head * 2 * half + part * half + k for head in range(len(weight) // half // 2) for k in range(half)
+                 for part in (0, 1)]  # fmt: skip
+        return weight[order]
+
+    parts = [model.model.embed_tokens.weight]
+    parts += [layer.input_layernorm.weight for layer in layers]
+    parts += [interleaved(layer.self_attn.q_proj.weight) for layer in layers]
+    parts += [interleaved(layer.self_attn.k_proj.weight) for layer in layers]
+    parts += [layer.self_attn.v_proj.weight for layer in layers]
+    parts += [layer.self_attn.o_proj.weight for layer in layers]
+    parts += [layer.post_attention_layernorm.weight for layer in layers]
+    parts += [getattr(layer.mlp, f"{name}_proj").weight for name in ("gate", "down", "up") for layer in layers]
+    parts += [model.model.norm.weight]
+    floats = np.concatenate([part.detach().numpy().ravel() for part in parts]).astype("<f4")
+    return struct.pack("<7i", *numbers) + floats.tobytes() + bytes(8)  # its file ends with tables of rotations
+
+
+def test_a_llama_of_llama2c(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    import torch
+
+    torch.manual_seed(0)
+    pieces = ["<unk>", "\n<s>\n", "\n</s>\n", *(f"<0x{k:02X}>" for k in range(256)), " t", "he", " the", "t", "h", "e",
+              " ", "n"]  # fmt: skip
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        vocab_size=len(pieces), hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=32, tie_word_embeddings=True, rms_norm_eps=1e-5,
+    ))  # fmt: skip
+    texts = [piece.encode() for piece in pieces]
+    tokens = struct.pack("<i", 7) + b"".join(struct.pack("<fi", -k, len(t)) + t for k, t in enumerate(texts))
+    names = ("config.json", "generation_config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json")
+    for name in names:
+        (tmp_path / name).write_bytes(data_conversions.llama2c(name, llama2c_file(model), tokens))
+    made = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    ids = torch.randint(len(pieces), (2, 9))
+    torch.testing.assert_close(made(ids).logits, model(ids).logits)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert tokenizer("then")["input_ids"] == [1, 261, 266]
+    assert tokenizer.decode([261, 266], skip_special_tokens=True) == "then"
+
+
+def test_vectors_of_r() -> None:
+    """The format of R's `save`: a list with the matrix, then its attributes; numbers are big-endian, by column."""
+
+    def number(*values: int) -> bytes:
+        return struct.pack(f">{len(values)}i", *values)
+
+    def name(text: bytes) -> bytes:
+        return number(0x402, 1, 0x40009, len(text)) + text
+
+    words, matrix = ["the", "é", "cat"], np.arange(6.0).reshape(3, 2)
+    texts = b"".join(number(0x40009, len(word.encode())) + word.encode() for word in words)
+    raw = b"RDX2\nX\n" + number(2, 0x40402, 0x20300) + name(b"glove_twitter_25d")
+    raw += number(0x30E, matrix.size) + matrix.T.astype(">f8").tobytes()
+    raw += name(b"dim") + number(13, 2, 3, 2) + name(b"dimnames") + number(19, 2, 16, 3) + texts + number(254)
+    made = np.load(io.BytesIO(data_conversions.glove("glove_twitter_25d.npz", lzma.compress(raw))))
+    assert made["words"].tolist() == words
+    np.testing.assert_array_equal(made["vectors"], matrix)
+    assert made["vectors"].dtype == np.float32
+
+
+def test_a_made_file_is_written_whole(cached: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "ADDRESS", f"{server}/{{path}}")
+    made = data.File("words/upper.txt", 0, "", "", "", "upper")
+    known = data.table()
+    monkeypatch.setattr(data, "table", lambda: {**known, made.name: made})
+    monkeypatch.setitem(data_conversions.CONVERSIONS, "upper", ((NAME,), lambda name, text: text.upper()))
+    assert (data.folder("words") / made.name).read_bytes() == RIGHT.upper()
+    assert sorted(path.name for path in cached.rglob("*.*")) == ["short.txt", "upper.txt"]
+
+
+# ---- wine ------------------------------------------------------------------------------------------------------------
+
+
+def test_uci_and_gagolews_files_are_one_table(tmp_path: Path) -> None:
+    rows = [[7.4 + k % 5, 0.7 * (k % 3), 5 + k % 4] for k in range(60)]
+    with (tmp_path / "uci.csv").open("w", newline="", encoding="utf-8") as stream:
+        writer = csv.writer(stream, delimiter=";")
+        writer.writerows([['"fixed acidity"', '"sulphates"', '"quality"'], *rows, *rows[:7]])
+    text = (tmp_path / "uci.csv").read_text(encoding="utf-8").replace('"""', '"')
+    (tmp_path / "uci.csv").write_text(text, encoding="utf-8")
+    lines = [f'{grade - 2},"{acid}","{sulphates}"' for acid, sulphates, grade in rows]
+    (tmp_path / "other.csv").write_text("\n".join(['# note\n"response","fixed.acidity","sulphates"', *lines]))
+    (X, y), (Z, w) = (data.read_grades(tmp_path / name) for name in ("uci.csv", "other.csv"))
+    np.testing.assert_array_equal(X, Z)
+    np.testing.assert_array_equal(y - 2, w)
+    assert len(y) == 60
+    (tmp_path / "no.csv").write_text("a,b\n1,2\n")
+    with pytest.raises(SystemExit, match=r"has the columns \['a', 'b'\], expected one named 'quality' or 'response'"):
+        data.read_grades(tmp_path / "no.csv")
+
+
+def test_the_page_names_all_files_and_repositories() -> None:
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+    patterns = re.findall(r"`([a-z]+/[^`]+)`", page)
+    for file in data.table().values():
+        assert file.source in page
+        assert file.name.startswith("originals/") or any(
+            fnmatch(file.name, pattern) or file.name.startswith(f"{pattern}/") for pattern in patterns
+        ), file.name
