@@ -12,9 +12,13 @@ from otloss_llm.evaluation.divergences import TokenDivergence as TokenDivergence
 from otloss_llm.evaluation.divergences import token_divergence as token_divergence
 from otloss_llm.evaluation.in_context import InContextScores as InContextScores
 from otloss_llm.evaluation.in_context import classify_in_context as classify_in_context
+from otloss_llm.evaluation.mauve import ClusterDivergence as ClusterDivergence
 from otloss_llm.evaluation.mauve import Mauve as Mauve
+from otloss_llm.evaluation.mauve import cluster_divergence as cluster_divergence
 from otloss_llm.evaluation.mauve import mauve as mauve
 from otloss_llm.evaluation.mauve import text_features as text_features
+from otloss_llm.evaluation.neighbours import NeighbourOverlap as NeighbourOverlap
+from otloss_llm.evaluation.neighbours import neighbour_overlap as neighbour_overlap
 from otloss_llm.evaluation.numbers import NumberScores as NumberScores
 from otloss_llm.evaluation.numbers import extract_answer as extract_answer
 from otloss_llm.evaluation.numbers import final_number as final_number
@@ -34,9 +38,11 @@ from otloss_llm.evaluation.sampling import Sample as Sample
 from otloss_llm.evaluation.sampling import sample_texts as sample_texts
 
 __all__ = [
+    "ClusterDivergence",
     "InContextScores",
     "LabelledText",
     "Mauve",
+    "NeighbourOverlap",
     "NumberScores",
     "NumberTokenScores",
     "Perplexity",
@@ -46,10 +52,12 @@ __all__ = [
     "TokenDivergence",
     "answer_questions",
     "classify_in_context",
+    "cluster_divergence",
     "distinct_n",
     "extract_answer",
     "final_number",
     "mauve",
+    "neighbour_overlap",
     "number_token_scores",
     "perplexity",
     "read_labelled_texts",

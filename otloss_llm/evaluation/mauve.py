@@ -1,4 +1,4 @@
-"""MAUVE: how near two sets of texts are to each other, from features of them; the published algorithm.
+"""How near two sets of texts are to each other, from clusters of their features: MAUVE and divergences.
 
 Features of both sets are scaled to length 1, reduced to the principal components that explain 0.9 of their variance,
 and clustered together by k-means; p and q are the shares of each set in the clusters. With the mixtures
@@ -9,7 +9,11 @@ and clustered together by k-means; p and q are the shares of each set in the clu
 and MAUVE is the area under it, 1 for equal shares and near 0 for disjoint ones. It is biased upwards for small sets and
 depends on the clustering: compare with the score of two sets from one source, and average over seeds of k-means.
 
-Source: K. Pillutla et al., MAUVE: Measuring the Gap Between Neural Text and Human Text, NeurIPS 2021.
+`cluster_divergence` compares the same p and q by KL(p || q), KL(q || p) and the Jensen-Shannon divergence, which say
+how far apart they are in nats.
+
+Sources: K. Pillutla et al., MAUVE: Measuring the Gap Between Neural Text and Human Text, NeurIPS 2021; T. Pimentel et
+al., On the Usefulness of Embeddings, Clusters and Strings for Text Generator Evaluation, ICLR 2023.
 """
 
 from __future__ import annotations
@@ -72,7 +76,97 @@ def mauve(
         >>> mauve(x, -abs(x) - 9, seeds=[0]).mean < 0.1
         True
     """
+    found = cluster_counts(p_features, q_features, clusters, seeds)
+    scores = [area_of_shares(p / p.sum(), q / q.sum()) for p, q in found]
+    return Mauve(float(np.mean(scores)), float(np.std(scores)), tuple(scores), len(found[0][0]))
+
+
+@dataclass(frozen=True)
+class ClusterDivergence:
+    """Divergences between the shares p and q of two sets of texts in common clusters, in nats.
+
+    Attributes:
+        js: the Jensen-Shannon divergence, 0 for equal shares and log 2 for disjoint ones; the mean over seeds.
+        js_std: its standard deviation over the seeds of k-means.
+        forward, reverse: KL(p || q) and KL(q || p), each count raised by 1 (Laplace), means over seeds.
+        clusters: k.
+    """
+
+    js: float
+    js_std: float
+    forward: float
+    reverse: float
+    clusters: int
+
+
+def cluster_divergence(
+    p_features: Float[np.ndarray, "n width"],
+    q_features: Float[np.ndarray, "m width"],
+    *,
+    clusters: int | None = None,
+    seeds: Sequence[int] = (0, 1, 2, 3, 4),
+) -> ClusterDivergence:
+    """Return divergences of two sets of features in the clusters of MAUVE, means over several seeds of k-means.
+
+    They are biased upwards for small sets: compare with those of two sets from one source. A cluster without texts of
+    one set would make a KL infinite, so each count is raised by 1 for these two.
+
+    Args:
+        p_features, q_features, clusters, seeds: as in `mauve`.
+
+    Raises:
+        ValueError: as `mauve`.
+
+    Example:
+        >>> x = np.random.default_rng(0).normal(size=(100, 4))
+        >>> cluster_divergence(x, x, seeds=[0]).js
+        0.0
+        >>> print(round(cluster_divergence(abs(x), -abs(x), seeds=[0]).js / np.log(2), 6))
+        1.0
+    """
+    found = cluster_counts(p_features, q_features, clusters, seeds)
+    js = []
+    for p, q in found:
+        p, q = p / p.sum(), q / q.sum()
+        js.append(float(_kl(p, (p + q) / 2) + _kl(q, (p + q) / 2)) / 2)
+    smooth = [((p + 1) / (p + 1).sum(), (q + 1) / (q + 1).sum()) for p, q in found]
+    forward, reverse = (float(np.mean([_kl(*pair[::way]) for pair in smooth])) for way in (1, -1))
+    return ClusterDivergence(float(np.mean(js)), float(np.std(js)), forward, reverse, len(found[0][0]))
+
+
+def cluster_counts(
+    p_features: Float[np.ndarray, "n width"],
+    q_features: Float[np.ndarray, "m width"],
+    clusters: int | None,
+    seeds: Sequence[int],
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """Return how many texts of each set lie in each cluster, for each seed; arguments and errors as in `mauve`."""
     from sklearn.cluster import KMeans
+
+    p_points, q_points = principal_components(p_features, q_features)
+    smaller = min(len(p_points), len(q_points))
+    k = max(2, smaller // 10) if clusters is None else clusters
+    if not 2 <= k <= smaller:
+        raise ValueError(
+            f"{k} clusters for {len(p_points)} and {len(q_points)} texts; expected 2 to the smaller number."
+        )
+    points = np.concatenate([p_points, q_points])
+    counts = []
+    for seed in seeds:
+        labels = KMeans(k, n_init=RESTARTS, max_iter=ITERATIONS, random_state=seed).fit_predict(points)
+        p, q = (np.bincount(part, minlength=k) for part in np.split(labels, [len(p_points)]))
+        counts.append((p, q))
+    return counts
+
+
+def principal_components(
+    p_features: Float[np.ndarray, "n width"], q_features: Float[np.ndarray, "m width"]
+) -> tuple[Float[np.ndarray, "n kept"], Float[np.ndarray, "m kept"]]:
+    """Return both sets scaled to length 1 and reduced to the components that explain 0.9 of their variance.
+
+    Raises:
+        ValueError: sets of another width, or features that are not finite.
+    """
     from sklearn.decomposition import PCA
     from sklearn.preprocessing import normalize
 
@@ -81,23 +175,14 @@ def mauve(
         raise ValueError(
             f"features have shapes {p_features.shape} and {q_features.shape}, expected (n, width), (m, width)."
         )
-    k = max(2, min(len(p_features), len(q_features)) // 10) if clusters is None else clusters
-    if not 2 <= k <= min(len(p_features), len(q_features)):
-        raise ValueError(
-            f"{k} clusters for {len(p_features)} and {len(q_features)} texts; expected 2 to the smaller number."
-        )
     both = np.concatenate([p_features, q_features])
     if not np.isfinite(both).all():
         raise ValueError("features hold NaN or infinite values; find the texts that they come from.")
-    reduced = PCA().fit(normalize(both))
+    both = normalize(both)
+    reduced = PCA().fit(both)
     count = int(np.searchsorted(np.cumsum(reduced.explained_variance_ratio_), EXPLAINED)) + 1
-    points = reduced.transform(normalize(both))[:, :count]
-    scores = []
-    for seed in seeds:
-        labels = KMeans(k, n_init=RESTARTS, max_iter=ITERATIONS, random_state=seed).fit_predict(points)
-        p, q = (np.bincount(part, minlength=k) / len(part) for part in np.split(labels, [len(p_features)]))
-        scores.append(area_of_shares(p, q))
-    return Mauve(float(np.mean(scores)), float(np.std(scores)), tuple(scores), k)
+    p_points, q_points = np.split(reduced.transform(both)[:, :count], [len(p_features)])
+    return p_points, q_points
 
 
 def area_of_shares(p: np.ndarray, q: np.ndarray) -> float:
@@ -111,8 +196,9 @@ def area_of_shares(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def _kl(p: np.ndarray, r: np.ndarray) -> np.ndarray:
+    """KL(p || r), for each row of r; r is positive where p is."""
     held = p > 0
-    return np.sum(p[held] * np.log(p[held] / r[:, held]), axis=1)
+    return np.sum(p[held] * np.log(p[held] / r[..., held]), axis=-1)
 
 
 def text_features(

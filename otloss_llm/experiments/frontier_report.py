@@ -35,7 +35,16 @@ NOTES = """\
   range*: the area between the two curves over the width of the range that both cover.
 - *MAUVE* at T = 1 with features of the source; two samples of the source itself have {ceiling:.3f}. It is noisy: the
   standard deviation over k-means seeds is some {mauve_spread:.3f}.
+- *k-NN precision* at T = 1 is the share of the student's texts that lie, by the same features, within the distance of a
+  text of the source to its fourth nearest neighbour; *k-NN recall* is the reverse. *Cluster JS* is the Jensen-Shannon
+  divergence in nats between the shares of both sets in the clusters of MAUVE. Two samples of the source have
+  {neighbour_precision:.3f}, {neighbour_recall:.3f} and {cluster_js:.3f}: a perfect student has no better ones.
 """
+
+AT_ONE = {  # columns at temperature 1, which the source itself has too
+    "mauve": "MAUVE ↑", "neighbour_precision": "k-NN precision ↑", "neighbour_recall": "k-NN recall ↑",
+    "cluster_js": "cluster JS ↓", "rouge_1": "ROUGE-1 ↑", "rouge_l": "ROUGE-L ↑",
+}  # fmt: skip
 
 
 def write_frontiers(results: dict[str, Any], folder: Path, *, title: str = "Frontiers of recall and precision") -> str:
@@ -68,6 +77,7 @@ def _notes(results: dict[str, Any], baseline: str) -> str:
         texts=results["settings"]["texts"], baseline=baseline, seeds=len(runs), ceiling=results["mauve_ceiling"],
         mauve_spread=statistics.fmean(run.get("mauve_spread", math.nan) for run in runs),
         **{name: statistics.fmean(run[name][at] for run in runs) for name in ("forward_error", "reverse_error")},
+        **results["overlap_ceiling"],
     )  # fmt: skip
 
 
@@ -84,27 +94,24 @@ def _points(results: dict[str, Any]) -> str:
 
 
 def table_at_one(results: dict[str, Any]) -> str:
-    """Return a Markdown table of the scores of Table 2 of the EMO paper, at temperature 1; "" if it was not measured.
+    """Return a Markdown table of scores of texts at temperature 1; "" if it was not measured.
 
-    Perplexities are those of the source's texts under the student, and of the student's texts under the source.
+    Perplexities are those of the source's texts under the student, and of the student's texts under the source. With
+    MAUVE and ROUGE they are the scores of Table 2 of the EMO paper.
     """
     temperatures = list(results["settings"]["temperatures"])
     if 1.0 not in temperatures:
         return ""
     at = temperatures.index(1.0)
-    lines = [
-        "| arm at T = 1 | perplexity of the source's texts ↓ | of its own under the source ↓ | MAUVE ↑ | ROUGE-1 ↑ | "
-        "ROUGE-L ↑ |",
-        "|---" * 6 + "|",
-    ]
+    heads = ["arm at T = 1", "perplexity of the source's texts ↓", "of its own under the source ↓", *AT_ONE.values()]
+    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
     for arm, runs in _by_arm(results).items():
         texts, own = ([math.exp(r[name][at]) for r in runs] for name in ("cross_entropy", "reverse_cross_entropy"))
         cells = [_spread(texts, 2), _spread(own, 2)]
-        cells += [_spread([run[name] for run in runs], 3) for name in ("mauve", "rouge_1", "rouge_l")]
+        cells += [_spread([run[name] for run in runs], 3) for name in AT_ONE]
         lines.append(" | ".join(["| " + arm, *cells]) + " |")
-    ceiling = results["rouge_ceiling"]
-    cells = [f"{results['mauve_ceiling']:.3f}", f"{ceiling['rouge_1']:.3f}", f"{ceiling['rouge_l']:.3f}"]
-    lines.append("| the source itself | | | " + " | ".join(cells) + " |")
+    source = {"mauve": results["mauve_ceiling"]} | results["overlap_ceiling"] | results["rouge_ceiling"]
+    lines.append("| the source itself | | | " + " | ".join(f"{source[name]:.3f}" for name in AT_ONE) + " |")
     return "\n".join(lines) + "\n"
 
 

@@ -31,7 +31,8 @@ from otloss_llm.costs.embedding import all_but_the_top
 from otloss_llm.costs.vocabulary import LabelRows, TokenCost, as_vocabulary_cost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.evaluation.divergences import token_divergence
-from otloss_llm.evaluation.mauve import last_hidden_states, mauve
+from otloss_llm.evaluation.mauve import cluster_divergence, last_hidden_states, mauve
+from otloss_llm.evaluation.neighbours import neighbour_overlap
 from otloss_llm.evaluation.overlap import rouge
 from otloss_llm.evaluation.perplexity import check_temperature, context_length
 from otloss_llm.experiments import embeddings
@@ -200,9 +201,10 @@ def run_oracle(
 
     Returns:
         `{"settings": ..., "mauve_ceiling": MAUVE of two samples of the source, "runs": [...]}`; a run has the arm, the
-        seed, the fields of `Frontier`, "entropy", "cross_entropy" and "reverse_cross_entropy" at each temperature, and
-        at temperature 1 (if measured there) "mauve", with features of the source, "rouge_1" and "rouge_l" of its
-        continuations of the source's texts, whose own are "rouge_ceiling".
+        seed, the fields of `Frontier`, "entropy", "cross_entropy" and "reverse_cross_entropy" at each temperature. At
+        temperature 1 (if measured there) it has, with features of the source, "mauve", "neighbour_precision",
+        "neighbour_recall" and "cluster_js", whose values for two samples of the source are "overlap_ceiling", and
+        "rouge_1" and "rouge_l" of its continuations of the source's texts, whose own are "rouge_ceiling".
 
     Raises:
         ValueError: an unknown arm, texts longer than the source's context, a source without a beginning of text, a
@@ -262,10 +264,17 @@ def _run(
         own = _arguments(args, home, oracle.steps, oracle.batch, oracle.learning_rate, seed)
         _train(oracle, folder, own, arm, texts["train"], source, tokenizer)
         runs.append({"arm": arm.name, "seed": seed} | _measure(oracle, home, source, tokenizer, texts["test"], seed))
-    ceiling = once(folder / "mauve-ceiling.json", lambda: _mauve(source, texts["test"], texts["ceiling"]))
+
+    @functools.cache
+    def features() -> tuple[np.ndarray, np.ndarray]:
+        return _features(source, texts["test"]), _features(source, texts["ceiling"])
+
+    ceiling = once(folder / "mauve-ceiling.json", lambda: _mauve(*features()))
+    overlap = once(folder / "overlap-ceiling.json", lambda: _overlap(*features()))
     rouge_ceiling = once(folder / "rouge-ceiling.json", lambda: _rouge(source, tokenizer, texts["test"], seed=0))
     return {
-        "settings": asdict(oracle), "mauve_ceiling": ceiling["mauve"], "rouge_ceiling": rouge_ceiling, "runs": runs
+        "settings": asdict(oracle), "mauve_ceiling": ceiling["mauve"], "overlap_ceiling": overlap,
+        "rouge_ceiling": rouge_ceiling, "runs": runs,
     }  # fmt: skip
 
 
@@ -352,14 +361,19 @@ def nearest_only(cost: TokenCost, count: int = 10) -> DenseCost:
 
 
 def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tensor, seed: int) -> dict[str, Any]:
-    """The frontier, MAUVE and ROUGE of the student in `own`; each temperature is measured once and kept there."""
+    """The frontier, MAUVE, overlap and ROUGE of the student in `own`; each is measured once and kept there."""
 
     @functools.cache
     def student() -> Any:
         return load_model(str(own))
 
+    @functools.cache
     def draw(temperature: float) -> Tensor:
         return sample_rows(student(), test[:, :1], oracle.length, temperature=temperature, seed=1000 + seed)
+
+    @functools.cache
+    def features() -> tuple[np.ndarray, np.ndarray]:
+        return _features(source, test), _features(source, draw(1.0))
 
     def at(temperature: float) -> dict[str, float]:
         (recall,) = token_divergence(source, student(), test.tolist(), q_temperatures=[temperature])
@@ -374,15 +388,30 @@ def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tenso
     measured: dict[str, Any] = {name: [point[name] for point in points] for name in points[0]}
     measured["temperatures"] = list(oracle.temperatures)
     if 1.0 in oracle.temperatures:
-        measured |= once(own / "mauve.json", lambda: _mauve(source, test, draw(1.0)))
+        measured |= once(own / "mauve.json", lambda: _mauve(*features()))
+        measured |= once(own / "overlap.json", lambda: _overlap(*features()))
         measured |= once(own / "rouge.json", lambda: _rouge(student(), tokenizer, test, seed=1000 + seed))
     return measured
 
 
-def _mauve(source: Any, texts: Tensor, others: Tensor) -> dict[str, float]:
-    """MAUVE with the source's last hidden state of each row as features, and its spread over k-means seeds."""
-    found = mauve(*(last_hidden_states(source, rows.tolist()) for rows in (texts, others)))
+def _features(source: Any, texts: Tensor) -> np.ndarray:
+    """The source's last hidden state of each row."""
+    return last_hidden_states(source, texts.tolist())
+
+
+def _mauve(features: np.ndarray, others: np.ndarray) -> dict[str, float]:
+    """MAUVE, and its spread over k-means seeds."""
+    found = mauve(features, others)
     return {"mauve": found.mean, "mauve_spread": found.std}
+
+
+def _overlap(features: np.ndarray, others: np.ndarray) -> dict[str, float]:
+    """Precision and recall of the others from nearest neighbours, and the divergence between clusters."""
+    near, clusters = neighbour_overlap(features, others), cluster_divergence(features, others)
+    return {
+        "neighbour_precision": near.precision, "neighbour_recall": near.recall, "cluster_js": clusters.js,
+        "cluster_forward": clusters.forward, "cluster_reverse": clusters.reverse,
+    }  # fmt: skip
 
 
 def _rouge(model: Any, tokenizer: Any, texts: Tensor, *, seed: int) -> dict[str, float]:

@@ -1,14 +1,16 @@
-"""MAUVE on shares whose curve is known, and against the published package where that is installed."""
+"""MAUVE on shares whose curve is known and against the published package; divergences of clusters from counts."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
 from scipy.integrate import quad
+from scipy.spatial.distance import jensenshannon
+from scipy.stats import entropy
 
 pytest.importorskip("sklearn")
 
-from otloss_llm.evaluation.mauve import SCALE, area_of_shares, mauve
+from otloss_llm.evaluation.mauve import SCALE, area_of_shares, cluster_divergence, mauve
 
 
 def test_the_area_of_two_bins_is_its_integral() -> None:
@@ -43,12 +45,29 @@ def test_limits_and_order() -> None:
     assert other.mean < same.mean - 0.2
 
 
+def test_divergences_of_clusters_are_those_of_their_counts() -> None:
+    """Four far groups are the four clusters, whatever the seed."""
+    groups, noise = np.eye(4) * 50, np.random.default_rng(0).normal(size=(100, 4))
+    p, q = [20, 15, 5, 0], [10, 10, 20, 20]
+    x, y = (np.repeat(groups, counts, axis=0) + noise[: sum(counts)] for counts in (p, q))
+    found = cluster_divergence(x, y + 1, clusters=4, seeds=[0, 1, 2])
+    assert found.clusters == 4
+    assert found.js == pytest.approx(jensenshannon(p, q) ** 2)
+    assert found.js_std == pytest.approx(0, abs=1e-12)
+    assert found.forward == pytest.approx(entropy(np.add(p, 1), np.add(q, 1)))
+    assert found.reverse == pytest.approx(entropy(np.add(q, 1), np.add(p, 1)))
+    equal, apart = cluster_divergence(x, x, clusters=4), cluster_divergence(x[:20], y[40:], clusters=2)
+    assert (equal.js, equal.forward, equal.reverse) == (0.0, 0.0, 0.0)
+    assert apart.js == pytest.approx(np.log(2))
+
+
 def test_bad_input() -> None:
     x = np.zeros((20, 3))
     with pytest.raises(ValueError, match=r"shapes \(20, 3\) and \(20, 2\)"):
         mauve(x, x[:, :2])
-    with pytest.raises(ValueError, match="30 clusters for 20 and 20 texts"):
-        mauve(x, x, clusters=30)
+    for function in (mauve, cluster_divergence):
+        with pytest.raises(ValueError, match="30 clusters for 20 and 20 texts"):
+            function(np.eye(20, 3), np.eye(20, 3), clusters=30)
     with pytest.raises(ValueError, match="NaN"):
         mauve(x, x * np.nan)
 

@@ -14,7 +14,8 @@ pytest.importorskip("accelerate")
 import torch  # noqa: E402
 
 from otloss_llm import EMO, EmbeddingCost  # noqa: E402
-from otloss_llm.evaluation import rouge, token_divergence  # noqa: E402
+from otloss_llm.evaluation import cluster_divergence, neighbour_overlap, rouge, token_divergence  # noqa: E402
+from otloss_llm.evaluation.mauve import last_hidden_states  # noqa: E402
 from otloss_llm.experiments.oracle import OracleArm, PublishedRatio, nearest_only, sample_rows  # noqa: E402
 from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402
 from tests.otloss_llm.conftest import Cli, Tiny, options  # noqa: E402
@@ -49,10 +50,24 @@ def test_the_command_measures_every_arm_once(cli: Cli, tiny: Tiny, tmp_path: Pat
     decode = load_tokenizer(str(tiny.llama)).batch_decode
     found = rouge(*(decode(rows[:, 1:], skip_special_tokens=True) for rows in (continued, begun)))
     assert (results["runs"][2]["rouge_1"], results["runs"][2]["rouge_l"]) == pytest.approx(found)
+    drawn = sample_rows(student, begun[:, :1], 8, seed=1001)
+    features = [last_hidden_states(source, rows.tolist()) for rows in (begun, drawn)]
+    overlap = neighbour_overlap(*features)
+    expected = (overlap.precision, overlap.recall, cluster_divergence(*features).js)
+    columns = ("neighbour_precision", "neighbour_recall", "cluster_js")
+    assert tuple(run[name] for name in columns) == pytest.approx(expected, rel=1e-5)
+    ceiling = results["overlap_ceiling"]
+    assert "k-NN precision" in report
+    assert " | ".join(f"{ceiling[name]:.3f}" for name in columns) in report
+    for folder in ("mle-seed1", "."):  # a folder of an earlier version, which did not measure it
+        next((tmp_path / "out" / folder).glob("overlap*.json")).unlink()
     before = (tmp_path / "out/mle-seed0/divergence-T1.json").stat().st_mtime_ns
     again = cli(*oracle_options(tiny, tmp_path / "out", temperatures=[1.0, 0.8, 0.6]))
     assert again.code == 0
     assert (tmp_path / "out/mle-seed0/divergence-T1.json").stat().st_mtime_ns == before
+    gained = json.loads((tmp_path / "out/report.json").read_text())
+    assert gained["overlap_ceiling"] == ceiling
+    assert [gained["runs"][2][name] for name in columns] == [run[name] for name in columns]
     assert "length: 8 there, 9 asked for" in cli(*oracle_options(tiny, tmp_path / "out", text_length=9)).error
 
 
