@@ -74,6 +74,9 @@ class OrdinalNetwork(nn.Module):
         return {"layers": layers, "log_gaps": log_gaps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        if "layers" not in state:  # a pickle of an earlier version holds the module's own state
+            super().__setstate__(state)
+            return
         super().__init__()
         self.layers = nn.ModuleList()
         for weight, bias in state["layers"]:

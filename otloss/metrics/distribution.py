@@ -65,7 +65,7 @@ class Distribution(np.ndarray):
         return self.copy()
 
     def __reduce__(self) -> Any:
-        rebuild, arguments, state = super().__reduce__()  # type: ignore[misc]
+        rebuild, arguments, state = tuple(super().__reduce__())
         return rebuild, arguments, (state, self.labels)
 
     def __setstate__(self, state: Any) -> None:

@@ -23,6 +23,10 @@ from otloss.nn.base import Loss, Module
 class OrdinalLoss(Module):
     """`otloss.ordinal_loss` with held class values or costs, and class weights.
 
+    Begin with `OrdinalLoss(cross_entropy=0.2)` for few or imbalanced rows: the loss alone has small gradients where a
+    prediction is far off, and learns slowly from them. Decode predictions by `otloss.losses.decode_classes(logits,
+    "median")`, which has fewer errors of several classes than the argmax (docs/ordinal.md).
+
     Args:
         x, power, cost, circular, period, cross_entropy, class_weight, ignore_index, reduction, dim: as for
             `otloss.ordinal_loss`.
