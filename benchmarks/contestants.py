@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
+from otloss.extending import install_hint
 from otloss_llm import EMO, MLE, EmbeddingCost, MixCE, TaiLr, linear_token_loss
 from otloss_llm.objectives import Objective
 
@@ -132,7 +133,7 @@ def with_published(names: Sequence[str]) -> list[str]:
     try:
         import emo  # noqa: F401
     except ImportError:
-        print('EMOLoss is not measured: pip install "otloss[bench]"')
+        print(f"EMOLoss is not measured: {install_hint('bench')}")
         return list(names)
     return [*names, PUBLISHED]
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Settings
+from otloss.extending import install_hint
 
 BESIDE = Path(__file__).parents[2] / "shared/data"
 BLOCK = 256
@@ -95,6 +96,6 @@ def find_data(asked: Path | None, text: str) -> Path | None:
     try:
         import tokenizers  # noqa: F401
     except ImportError:
-        print('Labels follow a Zipf law; for labels from text: pip install "otloss[llm]"')
+        print(f"Labels follow a Zipf law; for labels from text: {install_hint('llm')}")
         return None
     return None if missing else folder

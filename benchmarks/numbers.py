@@ -44,6 +44,7 @@ from benchmarks.measure import (
 )
 from benchmarks.memory import MALLOC, peak_growth
 from otloss import number_token_loss
+from otloss.extending import install_hint
 from otloss_llm import EMO, MLE, EmbeddingCost, MixedCost, NumberCost, NumberToken, linear_token_loss
 
 NAME = "numbers"
@@ -149,7 +150,7 @@ def has_ntloss() -> bool:
         from loguru import logger
         from ntloss import NTLoss  # noqa: F401
     except ImportError:
-        print('ntloss is not measured: pip install "otloss[bench]"')
+        print(f"ntloss is not measured: {install_hint('bench')}")
         return False
     logger.disable("ntloss")
     return True

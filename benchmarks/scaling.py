@@ -21,6 +21,7 @@ from benchmarks.contestants import DENSE, EMO_OURS, HAS_TORCH, MLE_OURS, TORCH, 
 from benchmarks.labels import Labels, labels_for, share_distinct, uniform
 from benchmarks.measure import MIB, Row, Settings, append, hardware, say, timed_rounds
 from benchmarks.memory import extra_bytes
+from otloss.extending import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -117,7 +118,7 @@ def run(settings: Settings, folder: Path) -> None:
     try:
         draw(read(file), folder / PNG)
     except ImportError:
-        say('No figure: pip install "otloss[plot]"')
+        say(f"No figure: {install_hint('plot')}")
 
 
 def main(settings: Settings) -> None:

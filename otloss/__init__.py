@@ -1,5 +1,8 @@
 """Optimal transport as a loss, for PyTorch."""
 
+from otloss import _distribution as _distribution  # first: the other imports fail where files are mixed
+
+# isort: split
 from otloss import costs as costs
 from otloss import nn as nn
 from otloss._warm_up import warm_up as warm_up

@@ -7,7 +7,8 @@ and may change from one minor version to the next.
                     check_tensor
     numbers         SCALINGS, TEXT_OVER_WORST, NumberLine, checked_values, number_line, signed_log
     masses          MASS_TOLERANCE: by how much sums of weights may differ, for each dtype
-    extras          missing_package: which package of an extra is not installed
+    extras          missing_package: which package of an extra is not installed; install_hint: the command that installs
+                    the extra; DISTRIBUTION: the name of the package that has it
     torch.compile   eager: decorates a function that runs outside of compiled graphs
     kernels         may_run_on; and what imports numba, at first use: compiled, exp32, next_task, run_on_threads,
                     spliced
@@ -26,6 +27,8 @@ from otloss._checks import check_positive as check_positive
 from otloss._checks import check_reduction as check_reduction
 from otloss._checks import check_tensor as check_tensor
 from otloss._checks import missing_package as missing_package
+from otloss._distribution import DISTRIBUTION as DISTRIBUTION
+from otloss._distribution import install_hint as install_hint
 from otloss._kernels import may_run_on as may_run_on
 from otloss.losses.number_line import SCALINGS as SCALINGS
 from otloss.losses.number_line import TEXT_OVER_WORST as TEXT_OVER_WORST
@@ -51,6 +54,7 @@ _WITH_NUMBA = {
 }
 
 __all__ = [
+    "DISTRIBUTION",
     "MASS_TOLERANCE",
     "SCALINGS",
     "TEXT_OVER_WORST",
@@ -66,6 +70,7 @@ __all__ = [
     "compiled",
     "eager",
     "exp32",
+    "install_hint",
     "may_run_on",
     "missing_package",
     "next_task",

@@ -1,7 +1,7 @@
 """Optimal-transport training of causal language models: EMO and its relatives at the price of cross-entropy.
 
 from otloss_llm import EMO, EmbeddingCost, linear_token_loss      # losses: torch only
-from otloss_llm import ObjectiveTrainer                           # training: pip install "otloss[llm]"
+from otloss_llm import ObjectiveTrainer                           # training: pip install "torch-otloss[llm]"
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from otloss_llm import _start as _start  # before torch, for Ctrl-C while that i
 
 # isort: split
 from otloss import __version__ as __version__
+from otloss.extending import install_hint as _install_hint
 from otloss.extending import missing_package as _missing_package
 from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.costs.choice import NumberSettings as NumberSettings
@@ -74,5 +75,5 @@ def __getattr__(name: str) -> Any:
         from otloss_llm.training import trainer
     except ImportError as error:
         package = _missing_package(error, *_OF_THE_EXTRA)
-        raise ImportError(f'{name} needs {package}: pip install "otloss[llm]"') from error
+        raise ImportError(f"{name} needs {package}: {_install_hint('llm')}") from error
     return getattr(trainer, name)

@@ -4,15 +4,37 @@ not wait for it, which takes seconds, and Ctrl-C during its import prints one li
 
 from __future__ import annotations
 
+import re
 import sys
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
 
 from otloss_llm._precheck import first_error
 
 INTERRUPTED = "interrupted; give the same command again, and train and compare resume from the last checkpoint."
+
+
+# Both packages are always in one folder.
+_OTLOSS = Path(__file__).parents[1] / "otloss" / "__init__.py"
+
+
+def _check_otloss() -> None:
+    """Raise ImportError if `import otloss` finds another package than the one beside this one."""
+    spec = find_spec("otloss")
+    found = None if spec is None else spec.origin
+    if found is None or not Path(found).resolve() == _OTLOSS.resolve():
+        raise ImportError(
+            f"import otloss finds {found}, expected {_OTLOSS}. The package of that name belongs to another project, "
+            "which has overwritten a part of this one or comes before it: run pip uninstall otloss, then install this "
+            "package again with pip install --force-reinstall --no-deps."
+        )
+
+
+def _version() -> str:
+    """Return the version as `otloss/__init__.py` has it; metadata of an editable installation can be older."""
+    found = re.search(r'^__version__ = "(.+)"$', _OTLOSS.read_text(encoding="utf-8"), re.MULTILINE)
+    return found[1] if found else "unknown"
 
 
 def _is_command_line() -> bool:
@@ -30,11 +52,11 @@ def _hook(kind: type[BaseException], error: BaseException, trace: TracebackType 
     sys.exit(130)
 
 
+_check_otloss()
 if _is_command_line():
     if sys.argv[1:] == ["--version"]:
-        with suppress(PackageNotFoundError):  # else the command prints it
-            print(f"otloss-llm {version('otloss')}")
-            sys.exit(0)
+        print(f"otloss-llm {_version()}")
+        sys.exit(0)
     if (error := first_error(sys.argv[1:])) is not None:
         print(f"otloss-llm: error: {error}", file=sys.stderr)
         sys.exit(2)

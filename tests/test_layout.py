@@ -40,7 +40,7 @@ def test_losses_need_neither_transformers_nor_a_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
     assert done.stdout.startswith("[]\n")
-    assert 'pip install "otloss[llm]"' in done.stdout
+    assert 'pip install "torch-otloss[llm]"' in done.stdout
 
 
 def test_the_tree_of_the_readme_names_files_that_exist() -> None:

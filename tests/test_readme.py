@@ -7,6 +7,7 @@ import sys
 import tomllib
 import types
 import warnings
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -65,24 +66,45 @@ def test_a_block_runs(
 
 
 def test_links_point_to_files() -> None:
-    """Relative ones; pyproject.toml turns these into addresses for a package index."""
+    """Relative ones; hatch_build.py turns these into addresses for a package index."""
     missing = [link for link in LINKS if not (link.startswith("https://") or (ROOT / link).is_file())]
     assert missing == []
 
 
-def test_a_package_index_gets_absolute_links() -> None:
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    text = README
-    for change in project["tool"]["hatch"]["metadata"]["hooks"]["fancy-pypi-readme"]["substitutions"]:
-        text = re.sub(change["pattern"], change["replacement"], text)
+@pytest.fixture
+def build_hook(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    """hatch_build.py, without hatchling, which only builds need."""
+    for name in ("hatchling", "hatchling.metadata", "hatchling.metadata.plugin", "hatchling.metadata.plugin.interface"):
+        monkeypatch.setitem(sys.modules, name, types.ModuleType(name))
+    sys.modules["hatchling.metadata.plugin.interface"].MetadataHookInterface = object  # type: ignore[attr-defined]
+    spec = spec_from_file_location("hatch_build", ROOT / "hatch_build.py")
+    assert spec is not None
+    assert spec.loader is not None
+    hook = module_from_spec(spec)
+    spec.loader.exec_module(hook)
+    return hook
+
+
+def test_a_package_index_gets_absolute_links(build_hook: types.ModuleType) -> None:
+    home = "https://example.org/owner/name"
+    text = build_hook.with_addresses(README, home)
     links = re.findall(r"\]\(([^)\s]+)\)", text)
     assert len(links) == len(LINKS)
     assert [link for link in links if not link.startswith("https://")] == []
-    home = project["project"]["urls"]["Homepage"]
-    raw = home.replace("https://github.com", "https://raw.githubusercontent.com")
-    assert f"]({raw}/main/docs/demo.png)" in text
+    assert f"]({home}/raw/main/docs/demo.png)" in text
     assert f"({home}/blob/main/docs/solvers.md)" in text
-    assert home in (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    assert all(address.startswith(home) for address in build_hook.project_urls(home).values())
+
+
+def test_there_is_no_address_before_a_release_sets_it(build_hook: types.ModuleType) -> None:
+    """One setting of pyproject.toml has it; an address that does not exist is worse than none."""
+    assert build_hook.with_addresses(README, "") == README
+    assert build_hook.project_urls("") == {}
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    repository = project["tool"]["hatch"]["metadata"]["hooks"]["custom"]["repository"]
+    for name in ("pyproject.toml", "CITATION.cff", "README.md"):
+        text = (ROOT / name).read_text(encoding="utf-8")
+        assert set(re.findall(r"https://[^\s\"')]*/(?:torch-)?otloss", text)) <= {repository}, name
 
 
 def test_the_page_on_solvers_runs() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from otloss._checks import missing_package
+from otloss._distribution import install_hint
 from otloss.boosting import (
     lightgbm_metric,
     lightgbm_objective,
@@ -145,7 +146,7 @@ def require_library(name: str) -> None:
         import_module(name)
     except ImportError as error:
         missing_package(error, name)
-        raise ImportError(f'booster="{name}" needs the library {name}: pip install "otloss[boost]".') from error
+        raise ImportError(f'booster="{name}" needs the library {name}: {install_hint("boost")}.') from error
 
 
 def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Sequence[Part] = ()) -> Trees:

@@ -8,6 +8,7 @@ import numpy as np
 from jaxtyping import Float
 
 from otloss._checks import missing_package
+from otloss._distribution import install_hint
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -22,7 +23,7 @@ def axes_to_draw_on(ax: Axes | None) -> Axes:
         from matplotlib import pyplot
     except ImportError as error:
         missing_package(error, "matplotlib")
-        raise ImportError('figures need matplotlib: pip install "otloss[plot]"') from error
+        raise ImportError(f"figures need matplotlib: {install_hint('plot')}") from error
     return pyplot.subplots(layout="constrained")[1] if ax is None else ax
 
 

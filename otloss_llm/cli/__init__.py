@@ -18,6 +18,7 @@ from typing import Any
 
 import otloss
 import otloss_llm
+from otloss.extending import install_hint
 from otloss_llm import __version__
 from otloss_llm._precheck import COMMANDS, unknown_option
 from otloss_llm._start import INTERRUPTED
@@ -78,7 +79,7 @@ def _message(error: Exception) -> str | None:
     if isinstance(error, ImportError):
         package = (error.name or "").partition(".")[0]
         if package in ("transformers", "accelerate", "tqdm", "tokenizers", "safetensors", "filelock"):
-            return f'the command needs {package}: pip install "otloss[llm]"'
+            return f"the command needs {package}: {install_hint('llm')}"
         return text
     if type(error).__module__.partition(".")[0] in ("httpx", "httpcore", "huggingface_hub", "requests"):
         return f"the Hugging Face hub cannot be used: {type(error).__name__}: {text}"

@@ -18,7 +18,7 @@ from jaxtyping import Int
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from otloss.extending import missing_package
+from otloss.extending import install_hint, missing_package
 from otloss_llm.data.text import as_documents
 from otloss_llm.data.text import read_texts as read_texts
 from otloss_llm.data.text import split_documents as split_documents
@@ -53,7 +53,7 @@ def train_bpe_tokenizer(
         from transformers import PreTrainedTokenizerFast
     except ImportError as error:
         package = missing_package(error, "tokenizers", "transformers")
-        raise ImportError(f'train_bpe_tokenizer needs {package}: pip install "otloss[llm]"') from error
+        raise ImportError(f"train_bpe_tokenizer needs {package}: {install_hint('llm')}") from error
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     if vocab_size < len(alphabet) + 1:

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from otloss.extending import install_hint
 from otloss_llm.experiments.frontier import Difference, Frontier, at_equal_recall, over_range
 from otloss_llm.training.folders import write_json, write_text
 
@@ -61,7 +62,7 @@ def write_frontiers(results: dict[str, Any], folder: Path, *, title: str = "Fron
         draw_frontiers(frontiers, baseline=baseline).savefig(folder / "frontier.png", dpi=130)
         picture = "![frontiers](frontier.png)\n"
     except ImportError:
-        picture = '(no figure: pip install "otloss[plot]")\n'
+        picture = f"(no figure: {install_hint('plot')})\n"
     write_text(
         folder / "report.md",
         f"# {title}\n\n{picture}\n{table}\n{_notes(results, baseline)}\n{_points(results)}\n{table_at_one(results)}",

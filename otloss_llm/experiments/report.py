@@ -9,6 +9,7 @@ import statistics
 from pathlib import Path
 from typing import Any
 
+from otloss.extending import install_hint
 from otloss_llm.experiments.compare import HUMAN, RIGHT, START
 from otloss_llm.training.folders import write_json, write_text
 
@@ -96,7 +97,7 @@ def write_report(results: dict[str, Any], folder: Path, *, title: str = "Compari
     table = markdown_table(results) + _failures(results)
     notes = _by_kind(results) + _notes(results)
     figure = _write_figure(results, folder / "figure.png")
-    picture = "\n![figure](figure.png)\n" if figure else '\n(no figure: pip install "otloss[plot]")\n'
+    picture = "\n![figure](figure.png)\n" if figure else f"\n(no figure: {install_hint('plot')})\n"
     write_json(folder / "report.json", results)
     write_text(folder / "samples.md", _samples(results))
     shown = "Answers" if "questions" in results else "Samples"

@@ -70,10 +70,10 @@ print(main(["--help"]), main(["--version"]))
     )
     assert lines[:6] == [
         "True",
-        'ObjectiveTrainer needs transformers: pip install "otloss[llm]"',
-        'ObjectiveMixin needs transformers: pip install "otloss[llm]"',
-        'train_bpe_tokenizer needs tokenizers: pip install "otloss[llm]"',
-        'otloss-llm: error: the command needs transformers: pip install "otloss[llm]"',
+        'ObjectiveTrainer needs transformers: pip install "torch-otloss[llm]"',
+        'ObjectiveMixin needs transformers: pip install "torch-otloss[llm]"',
+        'train_bpe_tokenizer needs tokenizers: pip install "torch-otloss[llm]"',
+        'otloss-llm: error: the command needs transformers: pip install "torch-otloss[llm]"',
         "2",
     ]
     assert lines[-1] == "0 0"

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from otloss._checks import missing_package
+from otloss._distribution import install_hint
 from otloss.costs import PointCost
 from otloss.solvers.entropic.problem import EntropicProblem, Settings
 
@@ -64,10 +65,10 @@ def start_from_geomloss(problem: EntropicProblem) -> tuple[Tensor, Tensor]:
         from geomloss import SamplesLoss
     except ImportError as error:
         missing_package(error, "geomloss")
-        raise ImportError('impl="geomloss" needs GeomLoss: pip install "otloss[geomloss]"') from error
+        raise ImportError(f'impl="geomloss" needs GeomLoss: {install_hint("geomloss")}') from error
     n, m = problem.cost.shape
     if n * m > _MOST_WITHOUT_KEOPS and not has_keops():
-        raise ImportError(f'GeomLoss needs KeOps for {n} by {m} points; pip install "otloss[keops]", or impl="torch".')
+        raise ImportError(f'GeomLoss needs KeOps for {n} by {m} points: {install_hint("keops")}, or give impl="torch".')
     cost = problem.cost
     assert isinstance(cost, PointCost)
     factor, exponent = _METRICS[str(cost.metric)]

@@ -176,7 +176,7 @@ def test_without_matplotlib_the_message_says_what_to_install() -> None:
         "except ImportError as e: print(e)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == 'figures need matplotlib: pip install "otloss[plot]"'
+    assert done.stdout.strip() == 'figures need matplotlib: pip install "torch-otloss[plot]"'
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: 
 def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
     write_report(made_up(["mle"], [0]), tmp_path)
-    assert "otloss[plot]" in (tmp_path / "report.md").read_text(encoding="utf-8")
+    assert "torch-otloss[plot]" in (tmp_path / "report.md").read_text(encoding="utf-8")
     assert not (tmp_path / "figure.png").exists()
 
 

@@ -1,0 +1,92 @@
+"""The name of the distribution, and the other package of the name otloss."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from otloss.extending import DISTRIBUTION, install_hint
+
+ROOT = Path(__file__).parents[2]
+THEIRS = "Metadata-Version: 2.4\nName: otloss\nVersion: 0.1.0\nAuthor: Somebody Else\n"
+OURS_OF_BEFORE = THEIRS.replace("Somebody Else", "The otloss developers")
+THEIR_INIT = "from .losses import WassersteinLoss\nfrom .distributions import empirical_distribution\n"
+
+
+def installed(folder: Path, metadata: str | None, init: str | None = None) -> Path:
+    """A folder with links to our packages, metadata of a package otloss, and perhaps its `__init__.py`."""
+    for package in ("otloss", "otloss_llm"):
+        (folder / package).mkdir(parents=True)
+        for source in (ROOT / package).iterdir():
+            (folder / package / source.name).symlink_to(source)
+    copied = folder / "otloss" / "_distribution.py"
+    text = copied.read_text(encoding="utf-8")
+    copied.unlink()
+    copied.write_text(text, encoding="utf-8")
+    if metadata is not None:
+        (folder / "otloss-0.1.0.dist-info").mkdir()
+        (folder / "otloss-0.1.0.dist-info" / "METADATA").write_text(metadata, encoding="utf-8")
+    if init is not None:
+        (folder / "otloss" / "__init__.py").unlink()
+        (folder / "otloss" / "__init__.py").write_text(init, encoding="utf-8")
+    return folder
+
+
+def run(folder: Path, code: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run code with the folder before all others."""
+    environment = os.environ | {"PYTHONPATH": str(folder)}
+    return subprocess.run(
+        [sys.executable, *options, "-c", code], env=environment, cwd=folder, capture_output=True, text=True, check=False
+    )
+
+
+def test_another_package_in_our_folder_warns_while_our_files_are_used(tmp_path: Path) -> None:
+    done = run(installed(tmp_path, THEIRS), "import otloss; print(otloss.emd.__name__)")
+    assert done.stdout == "emd\n"
+    assert "UserWarning: another package, whose name is otloss" in done.stderr
+    assert "pip uninstall otloss" in done.stderr
+    assert f"pip install --force-reinstall --no-deps {DISTRIBUTION}" in done.stderr
+
+
+@pytest.mark.parametrize("package", ["otloss", "otloss_llm"])
+def test_another_package_that_has_overwritten_our_files_raises(tmp_path: Path, package: str) -> None:
+    done = run(installed(tmp_path, THEIRS, THEIR_INIT), f"import {package}")
+    assert re.search(r"ImportError: another package, .*pip uninstall otloss", done.stderr), done.stderr
+
+
+@pytest.mark.parametrize("metadata", [OURS_OF_BEFORE, None])
+def test_older_installations_of_ours_and_none_pass_silently(tmp_path: Path, metadata: str | None) -> None:
+    done = run(installed(tmp_path, metadata), "import otloss._distribution", "-W", "error")
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_another_package_that_comes_before_ours_raises(tmp_path: Path) -> None:
+    """As where ours is editable: its folder comes after that of installed packages."""
+    (tmp_path / "first" / "otloss").mkdir(parents=True)
+    (tmp_path / "first" / "otloss" / "__init__.py").write_text("", encoding="utf-8")
+    code = f"import sys; sys.path.insert(1, {str(ROOT)!r}); import otloss_llm"
+    done = run(tmp_path / "first", code)
+    assert re.search(r"ImportError: import otloss finds .*first.*pip uninstall otloss", done.stderr), done.stderr
+
+
+def test_the_hint_is_the_name_and_an_extra_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == DISTRIBUTION
+    assert install_hint("llm") == f'pip install "{DISTRIBUTION}[llm]"'
+    sources = [path for package in ("otloss", "otloss_llm", "benchmarks") for path in (ROOT / package).rglob("*.py")]
+    extras = {found for path in sources for found in re.findall(r"install_hint\(.(\w+).\)", path.read_text("utf-8"))}
+    assert {"llm", "plot", "boost", "geomloss", "keops", "bench"} <= extras <= project["optional-dependencies"].keys()
+
+
+def test_no_text_tells_to_install_the_other_package() -> None:
+    folders = (ROOT / name for name in ("otloss", "otloss_llm", "benchmarks", "examples"))
+    texts = [path for folder in folders for path in folder.rglob("*.py")]
+    texts += [*ROOT.glob("*.md"), *ROOT.glob("*.toml"), *(ROOT / "docs").glob("*.md"), ROOT / "Makefile"]
+    wrong = re.compile(r"(?<![\w-])otloss\[|(?<!un)install [\"']?otloss\b(?!/)")
+    assert [path.name for path in texts if wrong.search(path.read_text(encoding="utf-8"))] == []
