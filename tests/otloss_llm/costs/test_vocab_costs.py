@@ -187,6 +187,12 @@ def test_a_cost_without_leading_directions() -> None:
         EmbeddingCost(rows, directions=1.5)  # type: ignore[arg-type]
 
 
+def test_long_work_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("otloss_llm.costs.embedding.LONG_WORK", 1)
+    all_but_the_top(torch.randn(9, 4))
+    assert "an embedding of 9 rows of width 4" in caplog.text
+
+
 def test_all_but_the_top_by_singular_vectors() -> None:
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(60, 8, generator=generator) * torch.tensor([5.0, 3.0] + [1.0] * 6) + torch.arange(8.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,7 @@ from otloss_llm.evaluation import cluster_divergence, neighbour_overlap, rouge, 
 from otloss_llm.evaluation.mauve import last_hidden_states  # noqa: E402
 from otloss_llm.experiments.oracle import OracleArm, PublishedRatio, nearest_only, sample_rows  # noqa: E402
 from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402
-from tests.otloss_llm.conftest import Cli, Tiny, options  # noqa: E402
+from tests.otloss_llm.conftest import Cli, Tiny, options, read, save  # noqa: E402
 
 
 def oracle_options(tiny: Tiny, folder: Path, **changed: object) -> list[str]:
@@ -111,3 +112,60 @@ def test_the_published_ratio_and_nearest_only() -> None:
     whole, kept = EmbeddingCost(rows).dense(), nearest_only(EmbeddingCost(rows), 3).dense()
     is_near = whole <= whole.kthvalue(4, dim=1, keepdim=True).values
     torch.testing.assert_close(kept, torch.where(is_near, whole, whole.max()))
+
+
+def test_students_may_start_from_a_given_model(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """Its own rows without their leading directions are the cost; few texts are trained on in epochs."""
+    given = {"start": tiny.llama, "student_texts": 6, "objectives": ["mle", "emo", "emo/raw"], "seeds": [0],
+             "temperatures": [1.0]}  # fmt: skip
+    ended = cli(*oracle_options(tiny, tmp_path / "out", **given))
+    assert ended.code == 0, ended.err
+    assert not (tmp_path / "out/start-model").exists()
+    assert np.load(tmp_path / "out/texts-train.npy").shape == (6, 8)
+    recorded = {arm: read(tmp_path / f"out/{arm}-seed0/run.json") for arm in ("emo", "emo-raw")}
+    assert [run["embedding"] for run in recorded.values()] == ["all-but-the-top", "raw"]
+    assert {run["objective"] for run in recorded.values()} == {repr(EMO())}
+    weights = [load_model(str(tmp_path / f"out/{arm}-seed0")).lm_head.weight for arm in ("mle", "emo", "emo-raw")]
+    assert not torch.equal(weights[0], weights[1])
+    assert not torch.equal(weights[1], weights[2])
+    assert "start: None there" not in cli(*oracle_options(tiny, tmp_path / "out", **given)).err  # read again
+    changed = cli(*oracle_options(tiny, tmp_path / "out", **given | {"student_texts": 7})).error
+    assert "train_texts: 6 there, 7 asked for" in changed
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # asked by peft itself
+def test_students_may_be_adapters(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    ended = cli(*oracle_options(
+        tiny, tmp_path / "out", start=tiny.llama, student_lora_rank=2, objectives=["mle", "emo"], seeds=[0],
+        temperatures=[0.8],
+    ))  # fmt: skip
+    assert ended.code == 0, ended.err
+    assert (tmp_path / "out/emo-seed0/adapter_model.safetensors").is_file()
+
+
+def test_a_start_of_another_vocabulary_is_an_error(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    model, tokenizer = load_model(str(tiny.llama)), load_tokenizer(str(tiny.llama))
+    size = model.config.vocab_size
+    model.resize_token_embeddings(size + 8)
+    save(model, tokenizer, tmp_path / "larger")
+    message = cli(*oracle_options(tiny, tmp_path / "out", start=tmp_path / "larger")).error
+    assert f"has a vocabulary of {size + 8} tokens, the source one of {size}" in message
+
+
+def test_a_folder_of_an_earlier_version_goes_on_with_its_clip_and_rows(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """There `emo` had no clip and all rows of the start, named "model"."""
+    given = {"objectives": ["emo"], "seeds": [0], "temperatures": [0.8]}
+    assert cli(*oracle_options(tiny, tmp_path / "out", **given)).code == 0
+    home = tmp_path / "out/emo-seed0"
+    old = read(home / "run.json") | {"embedding": "model", "objective": repr(EMO(ratio_clip=None))}
+    (home / "run.json").write_text(json.dumps(old))
+    (home / "results.json").unlink()
+    for checkpoint in home.glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    assert cli(*oracle_options(tiny, tmp_path / "out", **given)).code == 0
+    fresh = {"objectives": ["emo:clip=none/raw"], "seeds": [0], "temperatures": [0.8]}
+    assert cli(*oracle_options(tiny, tmp_path / "new", **fresh)).code == 0
+    weights = [load_model(str(tmp_path / name)).lm_head.weight
+               for name in ("out/emo-seed0", "new/emo-clip=none-raw-seed0")]  # fmt: skip
+    assert torch.equal(*weights)
