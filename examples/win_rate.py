@@ -11,10 +11,11 @@ A judge that only prefers a position gives ties, and the share of verdicts for A
     python -m otloss_llm generate --model_name_or_path runs/mle --prompts_file asked.txt --output_file mle.jsonl
     python -m otloss_llm generate --model_name_or_path runs/emo --prompts_file asked.txt --output_file emo.jsonl
     python examples/win_rate.py --judge JUDGE --first emo.jsonl --second mle.jsonl
-    python examples/win_rate.py                       # of samples of a small model at three temperatures
+    python examples/win_rate.py                       # of samples of stories260K at three temperatures
 
 Result: samples of stories260K at temperature 0.7 against 1.5, which it judges itself: 19 wins, 81 ties, no loss of 100
-(win rate 59.5 ± 2.0 %); against 1.0: 55.0 ± 1.8 %. So small a model mostly prefers a position.
+(win rate 59.5 ± 2.0 %); against 1.0: 55.0 ± 1.8 %. So small a model mostly prefers a position. Without it, a model is
+trained on docstrings for a minute.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import data
 import torch
 from torch import Tensor
 
@@ -42,6 +44,7 @@ A: {a}
 B: {b}
 
 Better answer:"""
+STORIES = "models/stories260K"
 OPENINGS = ("Once upon a time", "One day, Lily", "Tom had a red ball", "The dog was sad", "In the park there was")
 
 
@@ -109,12 +112,22 @@ def _read(path: str) -> tuple[list[str], list[str]]:
     return [record["prompt"] for record in records], [record["continuation"] for record in records]
 
 
+def story_model(given: Path | None, quick: bool) -> tuple[Any, Any]:
+    try:
+        return load_model_and_tokenizer(str(data.folder(STORIES, given=given) / STORIES))
+    except data.MissingError as missing:
+        from stand_ins import small_model
+
+        data.say_other("a small Llama, trained on docstrings of SciPy and scikit-learn", missing)
+        return small_model(2 if quick else 150)
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--judge", help="folder or name of a causal language model")
     parser.add_argument("--first", help="JSON lines with prompt and continuation")
     parser.add_argument("--second", help="the same, with answers to the same prompts in the same order")
-    parser.add_argument("--data", default="../shared/data", help="for the default run: models/stories260K below it")
+    data.add_argument(parser)
     parser.add_argument("--batch_size", type=int, default=8)
     parser.add_argument("--quick", action="store_true", help="fewer samples")
     args = parser.parse_args(argv)
@@ -129,10 +142,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         result = judge_pairs(model, tokenizer, prompts, first, second, args.batch_size)
         print(f"{f'{Path(args.first).stem} - {Path(args.second).stem}':24} {result}")
         return
-    if not (folder := Path(args.data) / "models/stories260K").is_dir():
-        print(f"there is no {folder}; give --judge, --first and --second, or --data FOLDER with that model")
-        return
-    model, tokenizer = load_model_and_tokenizer(args.judge or str(folder))
+    model, tokenizer = load_model_and_tokenizer(args.judge) if args.judge else story_model(args.data, args.quick)
     prompts = [opening for opening in OPENINGS for _ in range(1 if args.quick else 20)]
     texts = {
         t: [one.continuation for one in sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=40,

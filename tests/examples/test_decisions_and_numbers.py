@@ -7,6 +7,7 @@ import runpy
 from pathlib import Path
 from typing import Any
 
+import data
 import numpy as np
 import pytest
 import torch
@@ -29,8 +30,9 @@ def test_cost_sensitive(tmp_path: Path, capsys: Any) -> None:
     assert rows["digits, both"][0] < rows["digits, transport"][0]
 
 
-def test_histogram_regression(tmp_path: Path, capsys: Any) -> None:
-    assert len(table("histogram_regression", tmp_path, capsys, "--data", str(tmp_path))) == 4  # without abalones
+def test_histogram_regression(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "BESIDE", tmp_path / "none")
+    assert len(table("histogram_regression", tmp_path, capsys)) == 4  # without abalones
     rng = np.random.default_rng(0)
     lines = [",".join(map(str, [1 + k % 10, *rng.normal(size=7)])) for k in range(80)]
     (tmp_path / "ordinal/gagolews").mkdir(parents=True)

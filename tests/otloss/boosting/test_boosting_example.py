@@ -6,6 +6,7 @@ import csv
 import runpy
 from pathlib import Path
 
+import data
 import numpy as np
 import pytest
 
@@ -14,25 +15,26 @@ pytest.importorskip("xgboost")
 EXAMPLE = Path(__file__).parents[3] / "examples/boosting.py"
 
 
-def test_all_arms_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_arms_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("lightgbm")
     pytest.importorskip("matplotlib").use("agg")
     example = runpy.run_path(str(EXAMPLE))
     path = tmp_path / "grades.csv"
     path.write_text(
-        '# a comment\n"response","a","b"\n' + "\n".join(f'{3 + k % 4},"{k % 4 + k % 7}",' for k in range(80)),
+        '# a comment\n"response","a","b"\n' + "\n".join(f'{3 + k % 4},"{k % 4 + k / 7}",' for k in range(80)),
         encoding="utf-8",
     )
     X, y = example["read"](path)
     np.testing.assert_array_equal(y, np.arange(80) % 4)
-    np.testing.assert_array_equal(X[:, 0], np.arange(80) % 4 + np.arange(80) % 7)
+    np.testing.assert_array_equal(X[:, 0], np.arange(80) % 4 + np.arange(80) / 7)
     assert np.isnan(X[:, 1]).all()
-    path.write_text("grade,a\n1,2\n", encoding="utf-8")
-    with pytest.raises(ValueError, match="expected one named 'response'"):
-        example["read"](path)
-    curves = example["main"](["--quick", "--data", str(tmp_path / "missing.csv"), "--output", str(tmp_path)])
+    with pytest.raises(SystemExit, match=r"missing\.csv lacks ordinal/gagolews/winequality-white\.csv"):
+        example["main"](["--quick", "--data", str(tmp_path / "missing.csv"), "--output", str(tmp_path)])
+    monkeypatch.setattr(data, "BESIDE", tmp_path / "none")
+    capsys.readouterr()
+    curves = example["main"](["--quick", "--output", str(tmp_path)])
     assert all(len(mean) == len(spread) == 10 and mean[-1] < 0.8 * mean[0] + 0.1 for mean, spread in curves.values())
-    assert "missing.csv is not there" in capsys.readouterr().out
+    assert capsys.readouterr().out.startswith(f"{data.OTHER}diabetes of scikit-learn in five grades")
     assert (tmp_path / "boosting.png").stat().st_size > 10_000
 
 
