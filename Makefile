@@ -9,17 +9,20 @@ FOR_DEV := $(VENV)/.installed-dev
 OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gallery test test-all lint bench wheel clean
+.PHONY: help demo gallery gallery-page test test-all lint bench wheel clean
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 	@echo "Variables: PYTHON=python3.12 (the Python that .venv is made with), TORCH_INDEX=URL (see README.md)"
 
 demo: $(FOR_DEMO)  ## EMO against MLE on a small model and real text; results in demo-output/
 	$(BIN)/python examples/emo_demo.py
 
-gallery: $(FOR_DEV)  ## all examples on real data, in docs/gallery.md with their figures; about 10 minutes on 2 cores
+gallery: $(FOR_DEV)  ## all examples, with their figures in gallery-output/gallery.md; about 10 minutes on 2 cores
 	$(BIN)/python examples/gallery.py
+
+gallery-page: $(FOR_DEV)  ## the same, and docs/gallery.md is updated by the examples that had their real data
+	$(BIN)/python examples/gallery.py --docs
 
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile

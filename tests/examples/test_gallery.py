@@ -1,15 +1,17 @@
-"""The page of the gallery: figures and tables of what ran, an example that fails, and one that is done."""
+"""The pages of the gallery: what ran, what failed, what is done, and what had other data or a path of the machine."""
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-EXAMPLES = Path(__file__).parents[2] / "examples"
+pytest.importorskip("matplotlib")
+
+import gallery
+
 SCRIPT = '''"""Title of {0}.
 
 Text with a | in it. Result (two seeds): 3 | 4 times faster.
@@ -24,40 +26,100 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--output")
 parser.add_argument("--quick", action="store_true")
 options = parser.parse_args()
-print("quick is", options.quick)
+print({1!r})
+print("quick is", options.quick, "and 3/4 m/s, https://a.org/b/c.")
 plt.plot([1, 2])
 plt.savefig(options.output + "/{0}.png")
 '''
+OTHER = "Other data than in the docstring: made up."
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    spec = importlib.util.spec_from_file_location("gallery", EXAMPLES / "gallery.py")
-    assert spec is not None
-    assert spec.loader is not None
-    gallery: Any = importlib.util.module_from_spec(spec)
-    monkeypatch.setitem(sys.modules, "gallery", gallery)
-    spec.loader.exec_module(gallery)
-    (tmp_path / "docs").mkdir()
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A repository with examples, and an empty docs."""
+    for folder in ("docs", "examples"):
+        (tmp_path / folder).mkdir()
     monkeypatch.setattr(gallery, "HERE", tmp_path / "examples")
-    gallery.HERE.mkdir()
-    (gallery.HERE / "graphs.py").write_text(SCRIPT.format("graphs"), encoding="utf-8")
-    (gallery.HERE / "wrong.py").write_text('# "--output" "--quick"\nraise ValueError(\'a bad line\')', encoding="utf-8")
-    arguments = ["--output", str(tmp_path / "runs")]
-    assert gallery.main(arguments) == 1
-    assert "a bad line" in capsys.readouterr().out
-    page = (tmp_path / "docs/gallery.md").read_text(encoding="utf-8")
+    return tmp_path
+
+
+def write(root: Path, name: str, printed: str = "real data") -> Path:
+    path = root / f"examples/{name}.py"
+    path.write_text(SCRIPT.format(name, printed), encoding="utf-8")
+    return path
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(root, "graphs", f"kept in {root}/examples/x.txt and ~/.cache/otloss")
+    wrong = root / "examples/wrong.py"
+    wrong.write_text('# "--output" "--quick"\nraise ValueError(\'a bad line\')', encoding="utf-8")
+    assert gallery.main([]) == 1
+    printed = capsys.readouterr().out
+    assert "a bad line" in printed
+    assert printed.endswith("Failed: wrong\n")
+    assert files(root / "docs") == {}, "make gallery leaves the tracked page as it is"
+    page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
     assert "| [graphs](#graphs) | 8 times a POT loop" in page
     assert "| 3 \\| 4 times faster. | POT, pooled features |" in page
     assert "## Title of graphs\n\n[examples/graphs.py](../examples/graphs.py)\n\n![graphs](gallery/graphs.png)" in page
     assert "```text\n    y = f(x)\n```" in page
     assert "python" not in page
-    assert page.endswith("```text\nquick is False\n```\n")
-    assert (tmp_path / "docs/gallery/graphs.png").stat().st_size > 1000
-    (gallery.HERE / "wrong.py").unlink()
-    assert gallery.main(arguments) == 0
+    kept = "kept in (a path) and (a path)\nquick is False and 3/4 m/s, https://a.org/b/c."
+    assert page.endswith(f"```text\n{kept}\n```\n"), "no path of the machine"
+    assert (root / "gallery-output/gallery/graphs.png").stat().st_size > 1000
+    wrong.unlink()
+    assert gallery.main([]) == 0
     assert "graphs  " not in capsys.readouterr().out, "it is done"
-    assert gallery.main([*arguments, "--quick", "graphs"]) == 0
-    assert "quick is True" in (tmp_path / "runs/quick/gallery.md").read_text(encoding="utf-8")
-    with pytest.raises(SystemExit):
-        gallery.main(["no_such_example"])
+    assert gallery.main(["--quick", "graphs"]) == 0
+    assert "quick is True" in (root / "gallery-output/quick/gallery.md").read_text(encoding="utf-8")
+    for arguments in (["no_such_example"], ["--quick", "--docs"]):
+        with pytest.raises(SystemExit):
+            gallery.main(arguments)
+
+
+def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("graphs", "ranking", "sequences"):
+        write(root, name)
+    assert gallery.main(["--docs"]) == 0
+    assert "other data" not in capsys.readouterr().out.lower()
+    before = files(root / "docs")
+    assert set(before) == {"gallery.md", *(f"gallery/{name}.png" for name in ("graphs", "ranking", "sequences"))}
+    assert gallery.main(["--docs"]) == 0
+    assert files(root / "docs") == before, "the page is read as it was written"
+
+    write(root, "ranking", OTHER)
+    write(root, "sequences", "a new result")
+    (root / "gallery-output/graphs/seconds.txt").unlink()  # it has not run in this clone
+    (root / "examples/graphs.py").write_text('# "--output" "--quick"\nraise ValueError', encoding="utf-8")
+    capsys.readouterr()
+    assert gallery.main(["--docs"]) == 1
+    said = capsys.readouterr().out
+    assert "s   other data\n" in said
+    assert "get it): ranking; docs keeps what it has of them\nFailed: graphs\n" in said
+    old, new = before["gallery.md"].decode(), (root / "docs/gallery.md").read_text(encoding="utf-8")
+    sections = [dict(part.split('"', 1) for part in text.split('<a id="')[1:]) for text in (old, new)]
+    assert sections[0]["graphs"] == sections[1]["graphs"]
+    assert sections[0]["ranking"] == sections[1]["ranking"]
+    assert "a new result" in sections[1]["sequences"]
+    assert files(root / "docs")["gallery/ranking.png"] == before["gallery/ranking.png"]
+
+    page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
+    assert "| [ranking](#ranking) | Spearman and recall at k beside MSE and cross-entropy | not of this run" in page
+    assert f"**The run below had other data; results in the text above are not of it.**\n\n```text\n{OTHER}\n" in page
+    gallery.main(["ranking"])
+    assert "ranking  " in capsys.readouterr().out, "it is tried again, since the data may be there now"
+
+
+def test_every_example_of_the_gallery_has_a_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+    import gallery_page
+
+    ran: list[Any] = []
+    monkeypatch.setattr(gallery, "start", lambda run, quick: ran.append(run.name) or False)
+    monkeypatch.setattr(gallery, "write", lambda page, runs, keep: None)
+    monkeypatch.setattr(sys, "stdout", sys.stderr)
+    gallery.main(["--again"])
+    assert set(ran) == set(gallery_page.GOALS)

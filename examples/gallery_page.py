@@ -1,0 +1,125 @@
+"""The page of the gallery: a row and a section for each example, made of a run or taken from the page as it is."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from data import OTHER
+from PIL import Image
+
+# What each example was to reach, on the same work as its peer, and the peer.
+GOALS = {
+    "adaptation": ("accuracy of at least 0.68 by the joint-distribution loss; maps beside no map", "no map"),
+    "attention": ("more slots right than by softmax attention, over seeds", "softmax attention"),
+    "boosting": ("`xgb.cv` and LightGBM's `cv` with our metric, on real data", "cross-entropy"),
+    "cost_sensitive": ("mean cost of three losses and two decisions", "cross-entropy"),
+    "documents": ("25 times gensim a pair; search 4 times all pairs, same answer", "gensim, POT, tf-idf"),
+    "ensembles": ("at most 2 times the time of `scoringrules`; CRPS lower after recalibration", "scoringrules"),
+    "flow_matching": ("W2 after 1 to 8 steps, with pairing and without", "independent pairs"),
+    "generators": ("without a critic: at most the penalty's W1 in half its time", "three critics"),
+    "graphs": ("8 times a POT loop for node distances; error beside pooled features", "POT, pooled features"),
+    "histogram_regression": ("MAE at most that of HL-Gauss", "HL-Gauss"),
+    "masks": ("64 x 64 step at most 60 ms; Dice and Hausdorff beside both peers", "cross-entropy, soft Dice"),
+    "number_tokens": ("more right answers than by likelihood alone, same steps", "likelihood alone"),
+    "ranking": ("Spearman and recall at k beside MSE and cross-entropy", "MSE, cross-entropy"),
+    "recalibrate_forecast": ("lower RPS than as it is, in every split", "temperature"),
+    "registration": ("3 degrees in 3 s; from 90 degrees by restarts; 4 times GeomLoss", "ICP, balanced, GeomLoss"),
+    "sequences": ("at most 50 µs a pair; Spearman with corruption 0.9", "no peer"),
+    "set_prediction": ("detection F1 and time beside a scipy loop", "scipy"),
+    "wine_quality": ("RPS and error in grades beside the usual model", "logistic regression"),
+}
+HEAD = "| example | to reach | result | peer | processor seconds |\n|---|---|---|---|---|"
+TOP = """# Gallery
+
+Each example is one script on real data ([where it comes from](../docs/data.md)), beside what one would use otherwise.
+`make gallery` runs all and makes this page in `gallery-output/`; `make gallery-page` updates the one in `docs/`.
+{minutes:.0f} minutes of one core. The demo of language models is `make demo`, see the [README](../README.md)."""
+# Of this machine; addresses and units have something else before the slash.
+PATHS = re.compile(r"(?<![\w.:/)~-])(?:~|[A-Z]:)?(?:[/\\][\w.@+-]+){2,}")
+
+
+@dataclass(frozen=True)
+class Ran:
+    """An example, and the folder with what its run printed, its time and its figure, if it drew one."""
+
+    script: Path
+    folder: Path
+
+    @property
+    def name(self) -> str:
+        return self.script.stem
+
+    @property
+    def figure(self) -> Path:
+        return self.folder / f"{self.name}.png"
+
+    @property
+    def on_other_data(self) -> bool:
+        return any(line.startswith(OTHER) for line in self.read("printed.txt").splitlines())
+
+    @property
+    def paragraphs(self) -> list[str]:
+        """Of the docstring, without its commands; a formula in lines of its own becomes a block."""
+        text = ast.get_docstring(ast.parse(self.script.read_text(encoding="utf-8"))) or self.name
+        parts = [part for part in text.split("\n\n") if not part.startswith(("    python", "    pip"))]
+        return [f"```text\n{part}\n```" if part.startswith(" ") else " ".join(part.split()) for part in parts]
+
+    @property
+    def result(self) -> str:
+        found = re.search(r"Results?\b[^:]*: (.*)", "\n".join(self.paragraphs))
+        return found[1].replace("|", "\\|") if found else ""
+
+    def read(self, name: str) -> str:
+        return (self.folder / name).read_text(encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the table, and a section."""
+
+    row: str
+    section: str
+
+    @property
+    def seconds(self) -> int:
+        return int(self.row.rstrip(" |").rpartition("|")[2])
+
+
+def entry_of(run: Ran, figures: Path) -> Entry:
+    """The entry of a run, with its figure copied to the page's folder."""
+    goal, peer = GOALS.get(run.name, ("", ""))
+    result = "not of this run, which had other data" if run.on_other_data else run.result
+    row = f"| [{run.name}](#{run.name}) | {goal} | {result} | {peer} | {run.read('seconds.txt')} |"
+    title, *text = run.paragraphs
+    anchor = f'<a id="{run.name}"></a>'
+    lines = [f"{anchor}\n## {title.rstrip('.')}", f"[examples/{run.script.name}](../examples/{run.script.name})", *text]
+    if run.on_other_data:
+        lines.append("**The run below had other data; results in the text above are not of it.**")
+    if run.figure.exists():
+        figures.mkdir(parents=True, exist_ok=True)
+        with Image.open(run.figure) as image:  # a palette takes a third of the space
+            image.convert("RGB").quantize(256, dither=Image.Dither.NONE).save(figures / run.figure.name, optimize=True)
+        lines.insert(2, f"![{run.name}]({figures.name}/{run.figure.name})")
+    printed = PATHS.sub("(a path)", run.read("printed.txt")).rstrip()
+    return Entry(row, "\n\n".join([*lines, *[f"```text\n{printed}\n```"] * bool(printed)]))
+
+
+def entries_of(page: Path) -> dict[str, Entry]:
+    """The entries of a page that is there."""
+    top, *sections = re.split(r'\n\n(?=<a id=")', page.read_text(encoding="utf-8").rstrip() if page.exists() else "")
+    rows = dict(re.findall(r"^(?=\| \[(\w+)\]\(#)(.*)$", top, re.MULTILINE))
+    named = {section.split('"')[1]: section for section in sections}
+    return {name: Entry(row, named[name]) for name, row in rows.items() if name in named}
+
+
+def write(page: Path, runs: Iterable[Ran], keep: dict[str, Entry]) -> None:
+    """Write a page of the runs, and of the entries to `keep` of which there is no run."""
+    entries = keep | {run.name: entry_of(run, page.parent / "gallery") for run in runs}
+    ordered = [entries[name] for name in sorted(entries)]
+    top = TOP.format(minutes=sum(entry.seconds for entry in ordered) / 60)
+    rows, sections = "\n".join([HEAD, *(entry.row for entry in ordered)]), [entry.section for entry in ordered]
+    page.write_text("\n\n".join([top, rows, *sections]) + "\n", encoding="utf-8")
