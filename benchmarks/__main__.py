@@ -11,7 +11,7 @@ import argparse
 from importlib import import_module
 from pathlib import Path
 
-from benchmarks.labels import BESIDE, find_data
+from benchmarks.inputs import with_inputs
 from benchmarks.measure import FOLDER, Settings
 
 BENCHMARKS = ("token_loss", "scaling", "numbers", "solvers", "matching", "gradients", "boosting", "first_calls")
@@ -24,8 +24,8 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, help="interleaved repetitions (default: see ROUNDS of each benchmark)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to check that it runs; keeps no results")
     parser.add_argument(
-        "--data", type=Path, help=f"folder with text/*.txt and tokenizers/gpt2 (default: {'/'.join(BESIDE.parts[-2:])} "
-        "beside the repository; without it labels follow a Zipf law)",
+        "--data", type=Path, help="folder of the data (default: $OTLOSS_DATA, else shared/data beside the repository, "
+        "else a download: docs/data.md); without it labels follow a Zipf law, and the tracked results do not change",
     )  # fmt: skip
     parser.add_argument("--text", default=Settings.text, help="the text that labels come from (%(default)s)")
     parser.add_argument("--output", type=Path, help="folder for results (default: benchmarks, with --small none)")
@@ -38,7 +38,7 @@ def main() -> None:
     settings = Settings(
         rounds=options.rounds,
         small=options.small,
-        data=find_data(options.data, options.text),
+        data=options.data,
         text=options.text,
         output=options.output or (None if options.small else FOLDER),
         resume=options.resume,
@@ -47,7 +47,7 @@ def main() -> None:
         if name == "ordinal_loss":
             import_module("benchmarks.ordinal").times(settings)
         else:
-            import_module(f"benchmarks.{name}").main(settings)
+            import_module(f"benchmarks.{name}").main(with_inputs(settings, name))
 
 
 if __name__ == "__main__":

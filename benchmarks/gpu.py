@@ -28,7 +28,8 @@ from torch import Tensor
 
 from benchmarks.contestants import DENSE, PUBLISHED, TORCH, Loss, Problem, dense, liger, ours, published, torch_fused
 from benchmarks.contestants import step as pass_of
-from benchmarks.labels import find_data, labels_for, share_distinct
+from benchmarks.inputs import with_inputs
+from benchmarks.labels import labels_for, share_distinct
 from benchmarks.measure import FOLDER, Limit, Settings, Timing, ratios, report_memory, report_times, say, table
 from otloss_llm import EMO, MLE, EmbeddingCost, linear_token_loss
 from otloss_llm.kernels import rows_triton
@@ -234,15 +235,16 @@ def main(arguments: list[str] | None = None) -> int:
     say("Checks")
     check_losses(size)
     forget(size.device)
-    source = labels_for(Settings(data=None if options.dry_run else find_data(None, Settings.text)), size.vocab)
+    settings = Settings(output=options.output or (None if options.dry_run else FOLDER))
+    settings = settings if options.dry_run else with_inputs(settings, NAME)
+    source = labels_for(settings, size.vocab)
     labels = source.draw(size.tokens, 1)
     problem = size.problem(labels)
     case = f"{size.name} u={share_distinct(labels):.2f} {source.name}"
-    output = options.output or (None if options.dry_run else FOLDER)
     for head in ("trained", "frozen"):
         problem.weight.requires_grad_(head == "trained")
         measured = measure_all(size, problem, rounds=options.rounds)
-        report(size, f"{case}, {head} head", measured, rounds=options.rounds, output=output)
+        report(size, f"{case}, {head} head", measured, rounds=options.rounds, output=settings.output)
     return 0
 
 

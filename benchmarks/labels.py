@@ -15,9 +15,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.measure import Settings
-from otloss.extending import install_hint
 
-BESIDE = Path(__file__).parents[2] / "shared/data"
 BLOCK = 256
 
 
@@ -80,22 +78,3 @@ def from_text(data: Path, text: str, vocab: int) -> Labels:
 def labels_for(settings: Settings, vocab: int) -> Labels:
     """Labels from the text if `settings.data` is given, else Zipf labels."""
     return zipf(vocab) if settings.data is None else from_text(settings.data, settings.text, vocab)
-
-
-def find_data(asked: Path | None, text: str) -> Path | None:
-    """The folder `asked`, else the one beside the repository, else None.
-
-    Raises:
-        FileNotFoundError: `asked` lacks the text or the tokenizer.
-    """
-    folder = asked or BESIDE
-    missing = [str(path) for path in (folder / "text" / f"{text}.txt", folder / "tokenizers/gpt2/vocab.json")
-               if not path.is_file()]  # fmt: skip
-    if asked is not None and missing:
-        raise FileNotFoundError(f"--data {asked} lacks {' and '.join(missing)}; omit --data for Zipf labels.")
-    try:
-        import tokenizers  # noqa: F401
-    except ImportError:
-        print(f"Labels follow a Zipf law; for labels from text: {install_hint('llm')}")
-        return None
-    return None if missing else folder

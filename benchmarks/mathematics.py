@@ -82,10 +82,9 @@ def cases(small: bool) -> list[Case]:
 
 
 def main(settings: Settings) -> None:
-    folder = None if settings.data is None else settings.data / "math"
-    if folder is None or not folder.is_dir():
-        say(f"\n{NAME}: skipped, it needs --data with math/*.jsonl")
+    if settings.data is None:
         return
+    folder = settings.data / "math"
     for case in cases(settings.small):
         if settings.output is None:
             with TemporaryDirectory() as scratch:

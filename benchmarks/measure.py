@@ -35,7 +35,7 @@ class Settings:
     Attributes:
         rounds: interleaved repetitions; None takes the default of the benchmark.
         small: tiny sizes, to check that everything runs.
-        data: folder with text/*.txt and tokenizers/gpt2; None for Zipf labels.
+        data: folder that has what the benchmark reads (benchmarks/inputs.py); None without that, as for Zipf labels.
         text: name of the text that the labels come from.
         output: folder for CSV files and figures; None keeps nothing.
         resume: continue with the rows of an interrupted run, if the benchmark can.

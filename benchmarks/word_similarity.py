@@ -13,7 +13,7 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
-from benchmarks.measure import Settings, say, table
+from benchmarks.measure import Settings, table
 from otloss_llm.experiments import embeddings
 from otloss_llm.experiments.oracle import sample_rows
 from otloss_llm.models.heads import find_head
@@ -52,7 +52,6 @@ def transformed(rows: Tensor) -> dict[str, Tensor]:
 
 def main(settings: Settings) -> None:
     if settings.data is None:
-        say("word_similarity needs words/glove_twitter_25d.npz and models/stories260K in the folder of --data")
         return
     found = [["embedding", "rows", "correlation", "95 % interval", "pairs"]]
     kept = np.load(settings.data / "words/glove_twitter_25d.npz", allow_pickle=False)

@@ -18,12 +18,13 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("geomloss")
 pytest.importorskip("ot")
 
+import data
 import ot
 
 from benchmarks import epsilon_plot, labels, memory, solver_clouds, solver_peers, solvers
 from benchmarks.__main__ import main
-from benchmarks.labels import BESIDE
-from benchmarks.measure import Limit, Settings, Timing, ratios
+from benchmarks.inputs import BESIDE, INPUTS, with_inputs
+from benchmarks.measure import FOLDER, Limit, Settings, Timing, ratios
 from benchmarks.solver_cases import Gaps, Problems, objective, plan_of, rounded
 
 ROOT = Path(__file__).parents[1]
@@ -58,6 +59,25 @@ def test_token_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
     errors = [float(row["error"]) for row in kept if row["error"] and "bf16" not in row["case"]]
     assert errors
     assert max(errors) < 1e-5, "every contestant computes what it is compared with"
+
+
+def test_without_data_the_tracked_results_do_not_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(data, "BESIDE", tmp_path)
+    run("token_loss", FOLDER, monkeypatch)
+    said = capsys.readouterr().out
+    assert "token_loss without its data: labels follow a Zipf law, and benchmarks/ keeps nothing of it" in said
+    assert "text/wikitext2-valid.txt is not here, and its download failed: no connection" in said
+    for name, (_, otherwise) in INPUTS.items():
+        assert with_inputs(Settings(output=FOLDER), name) == Settings(output=None)
+        assert f"{name} without its data: {otherwise}, and benchmarks/ keeps nothing" in capsys.readouterr().out
+        assert with_inputs(Settings(output=tmp_path), name) == Settings(output=tmp_path)
+        assert f"{name} without its data: {otherwise}. " in capsys.readouterr().out
+        with pytest.raises(SystemExit, match="--data typo lacks"):
+            with_inputs(Settings(data=Path("typo")), name)
+    assert with_inputs(Settings(output=FOLDER), "solvers") == Settings(output=FOLDER)
+    assert capsys.readouterr().out == ""
 
 
 @pytest.mark.slow
@@ -165,7 +185,7 @@ def test_peak_memory_includes_what_is_freed_again() -> None:
     assert 60 <= grown / 2**20 < 72  # 64, less memory that the process has already
 
 
-@pytest.mark.skipif(labels.find_data(None, "wikitext2-valid") is None, reason="needs a text and a tokenizer")
+@needs_data
 def test_labels_of_text_repeat_as_in_text() -> None:
     source = labels.from_text(BESIDE, "wikitext2-valid", 32000)
     drawn = source.draw(2048, 1)
