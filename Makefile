@@ -2,6 +2,12 @@
 PYTHON ?= python3
 # The address of a package index with another build of torch, which is installed first: see README.md.
 TORCH_INDEX ?=
+# Options of `uv pip compile` and `uv pip install` in test-lowest and test-newest, such as --torch-backend cpu.
+UV_OPTIONS ?=
+# What a release sets: the address of the public repository, where to report problems, and the day.
+REPOSITORY ?=
+CONTACT ?=
+DATE ?=
 VENV := .venv
 BIN := $(VENV)/bin
 FOR_DEMO := $(VENV)/.installed-demo
@@ -9,7 +15,7 @@ FOR_DEV := $(VENV)/.installed-dev
 OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gallery gallery-page test test-all lint bench wheel clean
+.PHONY: help demo gallery gallery-page test test-all test-lowest test-newest lint bench release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +36,13 @@ test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
 test-all: $(FOR_DEV)  ## the slow tests too
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "not gpu"
 
+# Old libraries warn of their own old calls, so their warnings are not errors there.
+test-lowest: build/tools  ## the tests with the lowest versions that pyproject.toml allows; some GB, in build/lowest
+	$(call test_with,lowest,--resolution lowest-direct,$(addprefix -W default::,DeprecationWarning PendingDeprecationWarning FutureWarning))
+
+test-newest: build/tools  ## the tests with the newest versions of everything; some GB, in build/newest
+	$(call test_with,newest,--resolution highest)
+
 lint: $(FOR_DEV)  ## formatting, types, and the order of the folders
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -39,8 +52,8 @@ lint: $(FOR_DEV)  ## formatting, types, and the order of the folders
 bench: $(FOR_DEV)  ## ratios against peers measured in the same run, and how they scale; about 25 minutes on 2 cores
 	$(BIN)/python -m benchmarks
 
-wheel: $(FOR_DEV)  ## sdist and wheel in dist/
-	$(BIN)/python -m build
+release: build/tools  ## sdist and wheel in dist/, checked, and tried in an empty environment
+	build/tools/bin/python .ci/release.py --repository "$(REPOSITORY)" --contact "$(CONTACT)" --date "$(DATE)" --torch-index "$(TORCH_INDEX)"
 
 clean:  ## remove .venv and builds
 	rm -rf $(VENV) build dist *.egg-info
@@ -49,6 +62,20 @@ $(BIN)/python:
 	@$(PYTHON) -c '$(OLD_ENOUGH)' 2>/dev/null || { echo "otloss needs Python 3.11 or newer, got $(PYTHON):" \
 		"$$($(PYTHON) --version 2>&1 | tail -1). Name another one: make $(MAKECMDGOALS) PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+# uv, build and twine, in an environment of their own.
+build/tools:
+	@$(PYTHON) -m venv $@
+	@$@/bin/python -m pip install --quiet uv build twine || { rm -rf $@; exit 1; }
+
+# test_with NAME, OPTIONS OF uv, OPTIONS OF pytest: compiled kernels are kept apart from those of .venv.
+define test_with
+	build/tools/bin/uv pip compile --quiet pyproject.toml --extra test --python $(PYTHON) $(UV_OPTIONS) $(2) -o build/$(1).txt --upgrade
+	build/tools/bin/uv venv --quiet --clear --python $(PYTHON) build/$(1)
+	build/tools/bin/uv pip install --quiet --python build/$(1) $(UV_OPTIONS) --requirement build/$(1).txt
+	build/tools/bin/uv pip install --quiet --python build/$(1) --no-deps --editable .
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/build/$(1)/numba build/$(1)/bin/python -m pytest -n auto --dist loadfile $(3)
+endef
 
 # constraints.txt pins the versions of torch and the other packages. Only torch comes from TORCH_INDEX, without its
 # dependencies, which that index may lack.
