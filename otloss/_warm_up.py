@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from otloss.applications.documents import document_search
+from otloss.applications.gromov import fused_gromov
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.losses import document_distance, ordinal_loss
-from otloss.losses.documents import document_search
 from otloss.solvers.exact import emd
-from otloss.solvers.gromov import fused_gromov
 from otloss.solvers.line import cdf_distance, wasserstein_1d
 from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein

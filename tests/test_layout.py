@@ -60,6 +60,8 @@ def test_files_are_named_by_what_they_do() -> None:
 PLANTED = {
     "otloss/costs/cost.py": "import otloss_llm\nimport transformers",
     "otloss/solvers/bounds.py": "import ot",
+    "otloss/solvers/line.py": "import otloss.applications.sets",
+    "otloss/losses/ordinal.py": "import otloss.applications.clouds",
     "otloss_llm/kernels/logits.py": "import triton",
     "otloss_llm/objectives.py": "import otloss_llm.training.trainer",
     "otloss_llm/no_layer.py": '"""A module without a layer."""',

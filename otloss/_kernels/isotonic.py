@@ -1,6 +1,6 @@
 """Projections of many rows onto permutahedra: isotonic regression, which pools adjacent violators in one pass.
 
-The formulas are in `otloss.solvers.permutahedron`.
+The formulas are in `otloss.applications.permutahedron`.
 """
 
 from __future__ import annotations

@@ -7,9 +7,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._foreign import explains_foreign_keywords
+from otloss.applications.clouds import Clouds, Weights, check_options, cloud_loss
 from otloss.costs.points import Metric
 from otloss.nn.base import Loss
-from otloss.solvers.clouds import Clouds, Weights, check_options, cloud_loss
 
 
 class CloudLoss(Loss):

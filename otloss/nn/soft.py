@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
+from otloss.applications.sorting import soft_rank, soft_sort, soft_top_k
 from otloss.nn.base import Module
-from otloss.solvers.sorting import soft_rank, soft_sort, soft_top_k
 
 
 class SoftSort(Module):

@@ -14,7 +14,7 @@ from scipy.optimize import isotonic_regression, minimize
 from scipy.stats import rankdata
 from torch import Tensor
 
-from otloss.solvers.sorting import soft_rank, soft_sort, soft_top_k
+from otloss.applications.sorting import soft_rank, soft_sort, soft_top_k
 from tests.otloss.oracles import central_gradients
 
 F64 = torch.float64

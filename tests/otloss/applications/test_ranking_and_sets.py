@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment, linprog
 from scipy.stats import rankdata, spearmanr
 
+from otloss.applications.sorting import soft_top_k
 from otloss.losses import set_loss, spearman_loss, top_k_loss
-from otloss.solvers.sorting import soft_top_k
 
 F64 = torch.float64
 

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_integers, check_positive
-from otloss.solvers.matching import match
+from otloss.applications.matching import match
 from otloss.solvers.solve import solve
 
 

@@ -16,8 +16,8 @@ from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_integers, check_reduction, check_tensor
+from otloss.applications.sorting import log_top_k, soft_rank
 from otloss.losses.labels import check_positions, reduced
-from otloss.solvers.sorting import log_top_k, soft_rank
 
 
 def spearman_loss(

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from otloss import ConvergenceWarning
-from otloss.solvers.gromov import _descend, _descend_by_kernel, fused_gromov
-from otloss.solvers.gromov import _Energy as Energy
+from otloss.applications.gromov import _descend, _descend_by_kernel, fused_gromov
+from otloss.applications.gromov import _Energy as Energy
 
 
 def _pair(seed: int, n: int = 5, m: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

@@ -17,8 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_reduction
+from otloss.applications.matching import checked_sizes, match
 from otloss.losses.labels import reduced
-from otloss.solvers.matching import checked_sizes, match
 from otloss.solvers.sinkhorn import sinkhorn
 
 

@@ -10,9 +10,9 @@ import torch
 from scipy.sparse import csr_array
 
 from otloss import document_search
+from otloss.applications.documents import _bags, _lower_bounds, _word_costs
 from otloss.costs import PointCost
 from otloss.losses import document_distance
-from otloss.losses.documents import _bags, _lower_bounds, _word_costs
 from tests.otloss.oracles import central_gradients, linprog_value
 
 IDS_P = torch.tensor([[0, 3, 3, -1], [5, -100, 2, 1]])

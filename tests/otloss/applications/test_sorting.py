@@ -14,7 +14,7 @@ from scipy.special import expit, logsumexp, softmax
 from scipy.stats import rankdata
 from torch import Tensor
 
-from otloss.solvers.sorting import soft_rank, soft_sort, soft_top_k
+from otloss.applications.sorting import soft_rank, soft_sort, soft_top_k
 from tests.otloss.oracles import central_gradients
 
 F64 = torch.float64

@@ -1,6 +1,6 @@
 """Sorting, ranking and picking the largest entries, made smooth.
 
-By entropic transport, with derivatives of every order; or regularised by squares (`otloss.solvers.permutahedron`),
+By entropic transport, with derivatives of every order; or regularised by squares (`otloss.applications.permutahedron`),
 piecewise linear and as fast as sorting.
 
 The n entries of a row x, of weight 1/n each, are transported to increasing places on the line at a squared cost. With
@@ -35,7 +35,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_positive
-from otloss.solvers.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k
+from otloss.applications.permutahedron import check_range, quadratic_rank, quadratic_sort, quadratic_top_k
 
 # Entries of a row that a plan is made for: two matrices of this size take a quarter of a GiB.
 _LARGEST_PLAN = 4096

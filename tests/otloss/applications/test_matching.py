@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
-from otloss.solvers.matching import match
+from otloss.applications.matching import match
 
 
 @given(
