@@ -80,7 +80,8 @@ def unknown_option(command: str, written: str, known: list[str]) -> str:
 def wrong_path(name: str, text: str) -> str | None:
     """What is wrong with the file or folder that is the value of an option."""
     path = Path(text).expanduser()
-    if name in _TEXTS and not path.exists():
+    may_be_of_the_hub = name == "dataset_name" and HUB_NAME.fullmatch(text) is not None
+    if name in (*_TEXTS, "dataset_name") and not (path.exists() or may_be_of_the_hub):
         return f"there is no file or folder {text!r} in {Path.cwd()}; check the path."
     if name == "cost_embedding" and text.endswith(".npy") and not path.is_file():
         return f"no embedding file {text!r}; expected a .npy array of shape (vocabulary, width)."

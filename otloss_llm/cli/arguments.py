@@ -68,13 +68,20 @@ class TextArguments:
 
     _argument_group_name = "data"
     train_text: str | None = _option("A .txt, .md or .jsonl file, or a folder of them.", None)
+    dataset_name: str | None = _option(
+        "Instead of text, a dataset for the library datasets: a name of the hub, a folder (save_to_disk, or files), or "
+        "a file (.json, .jsonl, .csv, .parquet). Columns: text, prompt and completion, question and answer, or "
+        "messages. Its splits validation and test are used if it has them.",
+        None,
+    )
+    dataset_config_name: str | None = _option("Configuration of that dataset.", None)
     train_questions: str | None = _option("Instead of text, a .jsonl file with the columns question and answer.", None)
     validation_questions: str | None = _option(
         "Likewise; default: taken from the training questions, evenly spaced.", None
     )
     train_on_question: bool = _option("Train on the tokens of the questions too, not on those of answers alone.", False)
     validation_text: str | None = _option("Likewise; default: cut off the end of the training text.", None)
-    text_column: str = _option("Column of .jsonl files.", "text")
+    text_column: str = _option("Column of .jsonl files, and of --dataset_name.", "text")
     block_size: int = _option("Tokens in a training example; longer questions are left out, with a warning.", 256)
     validation_fraction: float = _option("Share cut off for validation; 0 for none.", 0.05)
 

@@ -59,15 +59,15 @@ def run(
         num_questions=compare_args.num_questions,
         metrics=tuple(compare_args.metrics),
     )
-    documents = read_sources(text_args)
+    sources = read_sources(text_args)
     if not (compare_args.model_sizes or compare_args.data_fractions):  # those have a folder for each of them
         check_ours(Path(args.output_dir))
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
-    train, validation, test = load_rows(tokenizer, text_args, documents)
+    train, validation, test = load_rows(tokenizer, text_args, sources)
     if not test:
-        kind = "text" if documents is not None else "questions"
-        raise ValueError(f"there is no test data; give --test_{kind} or a --test_fraction above 0.")
-    kind_of_data: Any = QuestionData if documents is None else Data
+        own = "a dataset with a test split" if text_args.dataset_name else f"--test_{sources.kind}"
+        raise ValueError(f"there is no test data; give {own} or a --test_fraction above 0.")
+    kind_of_data: Any = QuestionData if sources.kind == "questions" else Data
     data: Data | QuestionData = kind_of_data(train, test, validation)
     if compare_args.model_sizes or compare_args.data_fractions:
         return _over_sizes(comparison, data, tokenizer, compare_args, args)

@@ -51,12 +51,12 @@ def run(
         )
     source = chosen_embedding(objective_args.cost_embedding, recorded, key="cost_embedding")
     lora = _lora(lora_args)
-    documents = read_sources(text_args)
+    sources = read_sources(text_args)
     check_ours(Path(args.output_dir))
     path = model_args.model_name_or_path
     model, tokenizer = load_model_and_tokenizer(path, model_args.tokenizer_name, dtype=model_args.dtype or "float32")
     cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
-    rows, validation, _ = load_rows(tokenizer, text_args, documents)
+    rows, validation, _ = load_rows(tokenizer, text_args, sources)
     first = args.process_index == 0
     settings: dict[str, Any] = {
         "model": path,

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from otloss_llm.data.blocks import opening_ids
 from otloss_llm.data.questions import AnsweredQuestions
 from otloss_llm.data.text import column_text, read_records
 from otloss_llm.losses.positions import IGNORE_INDEX
@@ -44,16 +45,20 @@ def read_chats(path: str | Path) -> list[Chat]:
         raise FileNotFoundError(f"there is no file {str(path)!r} with conversations in {Path.cwd()}; check the path.")
     chats = []
     for place, record in read_records(file):
-        messages = record.get("messages")
-        if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
-            raise ValueError(f"{place} has no list of messages; expected messages, each with role and content.")
-        chat = [{key: column_text(message, key, place) for key in ("role", "content")} for message in messages]
-        if not any(message["role"] == "assistant" for message in chat):
-            raise ValueError(f"{place} has no message of the role assistant, so nothing to learn; leave it out.")
-        chats.append(chat)
+        chats.append(checked_chat(record.get("messages"), place))
     if not chats:
         raise ValueError(f"{str(path)!r} holds no conversation; write one JSON object per line, with messages.")
     return chats
+
+
+def checked_chat(messages: Any, place: str) -> Chat:
+    """Return role and content of messages; raises ValueError if they are no conversation with an answer."""
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        raise ValueError(f"{place} has no list of messages; expected messages, each with role and content.")
+    chat = [{key: column_text(message, key, place) for key in ("role", "content")} for message in messages]
+    if not any(message["role"] == "assistant" for message in chat):
+        raise ValueError(f"{place} has no message of the role assistant, so nothing to learn; leave it out.")
+    return chat
 
 
 class ChatRows(AnsweredQuestions):
@@ -88,6 +93,20 @@ class ChatRows(AnsweredQuestions):
             warnings.warn(f"{text} (the longest has {max(len(ids) for ids, _ in made)}) and were dropped.", UserWarning,
                           stacklevel=2)  # fmt: skip
         return cls([ids for ids, _ in kept], [trained for _, trained in kept], dropped=dropped)
+
+    @classmethod
+    def from_texts(cls, texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, *, max_length: int) -> ChatRows:
+        """Tokenise texts as `[BOS] text EOS`, one row each, cut at `max_length` tokens; labels are on all tokens.
+
+        Raises ValueError if the tokenizer has no EOS.
+        """
+        end = tokenizer.eos_token_id
+        if end is None:
+            raise ValueError("the tokenizer has no EOS token to end a text with; set tokenizer.eos_token first.")
+        opening = opening_ids(tokenizer)
+        ids = tokenizer(list(texts), add_special_tokens=False, truncation=False, padding=False, verbose=False)
+        rows = [[*opening, *row, end][:max_length] for row in ids["input_ids"]]
+        return cls(rows, [[True] * len(row) for row in rows])
 
     @property
     def fingerprint(self) -> str:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,8 @@ from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks, check_fraction, read_texts, split_blocks
 from otloss_llm.data.chats import Chat, ChatRows, read_chats
-from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels, read_questions, spread
+from otloss_llm.data.hugging_face import PARTS, load_splits, read_examples
+from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question, count_labels, read_questions, spread
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import load_model, load_tokenizer
 from otloss_llm.objectives import EMO, Objective, cost_kind, has_default_clip, parse_objective
@@ -25,11 +28,28 @@ logger = logging.getLogger(__name__)
 
 COST_SOURCES = ("all-but-the-top", "raw", "as-is", "random", "shuffled")
 
-Documents = dict[str, list[str] | None]  # of "train", "validation", "test"; None without a source of its own
+
+@dataclass(frozen=True)
+class Sources:
+    """Examples of one kind ("text", "questions" or "chat"); None for a part without a source of its own."""
+
+    kind: str
+    train: list[Any]
+    validation: list[Any] | None = None
+    test: list[Any] | None = None
+    separator: str = SEPARATOR  # between a question and its answer
+
 
 # Options with their defaults: one that equals its default counts as not given.
 _TEXT_ONLY = {"validation_text": None, "test_text": None, "text_column": "text"}
 _QUESTIONS_ONLY = {"validation_questions": None, "test_questions": None, "train_on_question": False}
+_DATASETS_ONLY = {"dataset_config_name": None}
+_NOT_WITH: dict[str, dict[str, Any]] = {
+    "text": _QUESTIONS_ONLY | _DATASETS_ONLY,
+    "questions": _TEXT_ONLY | _DATASETS_ONLY,
+    "chat": _TEXT_ONLY | _QUESTIONS_ONLY | _DATASETS_ONLY,
+    "dataset": {"validation_text": None, "test_text": None, "validation_questions": None, "test_questions": None},
+}
 
 
 def chosen_objective(name: str, recorded: dict[str, Any]) -> Objective:
@@ -151,8 +171,8 @@ def _read_array(source: str) -> Tensor:
     return torch.as_tensor(array if array.dtype in (np.float32, np.float64) else array.astype(np.float32))
 
 
-def read_sources(asked: Any) -> Documents | None:
-    """The documents of the named text; None for questions and conversations, which are only checked here.
+def read_sources(asked: Any) -> Sources:
+    """The examples that the command line names.
 
     Called before a model is loaded, so that a wrong path is found at once.
 
@@ -160,41 +180,62 @@ def read_sources(asked: Any) -> Documents | None:
         asked: `TextArguments` or `CompareTextArguments`; the former have no test part.
 
     Raises:
-        ValueError: not one of text, questions and conversations, options that do not apply, or an invalid file.
+        ValueError: not one of text, questions, conversations and a dataset, options that do not apply, or an invalid
+            file.
         FileNotFoundError: a file does not exist.
     """
-    kinds = [kind for kind in ("text", "questions", "chat") if getattr(asked, f"train_{kind}", None)]
+    options = {"text": "train_text", "questions": "train_questions", "chat": "train_chat", "dataset": "dataset_name"}
+    kinds = [kind for kind, option in options.items() if getattr(asked, option, None)]
     if len(kinds) != 1:
         given = {0: "neither", 2: "both"}.get(len(kinds), "all")
+        names = [f"--{options[kind]}" for kind in kinds] or ["--train_text", "--train_questions (--train_chat)"]
         raise ValueError(
-            f"got {given} of --train_text and --train_questions (or --train_chat); give one of them, to name the "
-            "training data."
+            f"got {given} of {' and '.join(names)}{'' if kinds else ' nor --dataset_name'}; give one of them, to name "
+            "the training data."
         )
     (kind,) = kinds
-    left_out: dict[str, dict[str, Any]] = {
-        "text": _QUESTIONS_ONLY,
-        "questions": _TEXT_ONLY,
-        "chat": _TEXT_ONLY | _QUESTIONS_ONLY,
-    }
-    wrong = [f"--{name}" for name, default in left_out[kind].items() if getattr(asked, name, default) != default]
+    wrong = [f"--{name}" for name, default in _NOT_WITH[kind].items() if getattr(asked, name, default) != default]
     if wrong:
-        raise ValueError(f"{', '.join(wrong)} cannot be combined with --train_{kind}; leave it out.")
-    sources = {part: getattr(asked, f"{part}_{kind}", None) for part in ("train", "validation", "test")}
-    if kind == "chat":
-        read_chats(asked.train_chat)
-        return None
-    if kind == "questions":
-        for source in filter(None, sources.values()):
-            read_questions(source)
-        return None
-    return {
-        part: None if source is None else read_texts(source, text_column=asked.text_column)
-        for part, source in sources.items()
+        raise ValueError(f"{', '.join(wrong)} cannot be combined with --{options[kind]}; leave it out.")
+    if kind == "dataset":
+        return _read_dataset(asked)
+    read: dict[str, Callable[[str], list[Any]]] = {
+        "text": lambda source: read_texts(source, text_column=asked.text_column),
+        "questions": read_questions,
+        "chat": read_chats,
     }
+    named = (getattr(asked, f"{part}_{kind}", None) for part in ("train", "validation", "test"))
+    train, validation, test = (None if source is None else read[kind](source) for source in named)
+    assert train is not None
+    return Sources(kind, train, validation, test)
+
+
+def _read_dataset(asked: Any) -> Sources:
+    """The examples of --dataset_name, of one kind in all splits."""
+    name, compares = asked.dataset_name, hasattr(asked, "test_fraction")
+    parts = {
+        part: read_examples(split, f"{name}, {part}", text_column=asked.text_column)
+        for part, split in load_splits(name, asked.dataset_config_name).items()
+        if part != "test" or compares
+    }
+    kinds = {(part.kind, part.separator) for part in parts.values()}
+    if len(kinds) > 1:
+        raise ValueError(f"the splits of the dataset {name!r} have different columns; give them the same.")
+    ((kind, separator),) = kinds
+    if compares and (kind == "chat" or separator != SEPARATOR):
+        raise ValueError(
+            f"compare takes a dataset of text, or of question and answer; {name!r} has "
+            f"{'messages' if kind == 'chat' else 'prompt and completion'}: rename its columns, or use train."
+        )
+    if kind != "questions" and asked.train_on_question:
+        raise ValueError(f"--train_on_question is for questions and prompts; the dataset {name!r} has none.")
+    train, validation, test = (parts[part].rows if part in parts else None for part in PARTS)
+    assert train is not None
+    return Sources(kind, train, validation, test, separator)
 
 
 def load_rows(
-    tokenizer: Any, asked: Any, documents: Documents | None
+    tokenizer: Any, asked: Any, sources: Sources
 ) -> (
     tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]
     | tuple[AnsweredQuestions, AnsweredQuestions | None, list[Question]]
@@ -205,29 +246,31 @@ def load_rows(
 
     Args:
         asked: as in `read_sources`.
-        documents: what `read_sources` returned.
+        sources: what `read_sources` returned.
 
     Raises:
         ValueError: nothing is left to train on.
     """
     shares = {"validation": asked.validation_fraction, "test": getattr(asked, "test_fraction", 0.0)}
-    if getattr(asked, "train_chat", None):
-        return *_chat_rows(tokenizer, asked), []
-    if documents is None:
-        sources = {part: getattr(asked, f"{part}_questions", None) for part in shares}
-        train, validation, test = split_questions(asked.train_questions, sources, shares)
+    if sources.kind == "chat":
+        return *_chat_rows(tokenizer, asked, sources), []
+    if sources.kind == "questions":
+        train, validation, test = split_questions(sources, shares)
         rows = [
             AnsweredQuestions.from_questions(
-                part, tokenizer, max_length=asked.block_size, train_on_question=asked.train_on_question
+                part,
+                tokenizer,
+                max_length=asked.block_size,
+                train_on_question=asked.train_on_question,
+                separator=sources.separator,
             )
             for part in (train, validation)
             if part
         ]
         return rows[0], rows[1] if validation else None, test
-    assert documents["train"] is not None
-    given = {part: texts for part, texts in documents.items() if part != "train" and texts is not None}
+    given = {part: texts for part in shares if (texts := getattr(sources, part)) is not None}
     first, *cut = split_blocks(
-        PackedBlocks.from_texts(documents["train"], tokenizer, asked.block_size),
+        PackedBlocks.from_texts(sources.train, tokenizer, asked.block_size),
         **{f"{part}_fraction": 0.0 if part in given else share for part, share in shares.items()},
     )
     parts = {part: blocks if len(blocks) else None for part, blocks in zip(shares, cut, strict=True)}
@@ -235,17 +278,18 @@ def load_rows(
     return first, parts["validation"], parts["test"]
 
 
-def _chat_rows(tokenizer: Any, asked: Any) -> tuple[ChatRows, ChatRows | None]:
-    """Conversations to train and, evenly spaced among them, to validate on."""
-    chats = read_chats(asked.train_chat)
+def _chat_rows(tokenizer: Any, asked: Any, sources: Sources) -> tuple[ChatRows, ChatRows | None]:
+    """Conversations to train and to validate on; without a source of their own the latter are evenly spaced."""
+    chats = sources.train
     check_fraction("--validation_fraction", asked.validation_fraction)
-    share = round(asked.validation_fraction * len(chats))
-    taken = set(spread(range(len(chats)), max(1, share))) if asked.validation_fraction else set()
+    cut = asked.validation_fraction if sources.validation is None else 0
+    taken = set(spread(range(len(chats)), max(1, round(cut * len(chats))))) if cut else set()
     parts: list[list[Chat]] = [[chat for i, chat in enumerate(chats) if (i in taken) == held] for held in (False, True)]
+    if sources.validation is not None:
+        parts[1] = sources.validation
     if not parts[0]:
         raise ValueError(
-            f"the {len(chats)} conversations of {asked.train_chat!r} leave none to train on; give more of them, or "
-            "--validation_fraction 0."
+            f"the {len(chats)} conversations leave none to train on; give more of them, or --validation_fraction 0."
         )
     train, validation = (
         ChatRows.from_chats(part, tokenizer, max_length=asked.block_size) if part else None for part in parts
@@ -255,21 +299,20 @@ def _chat_rows(tokenizer: Any, asked: Any) -> tuple[ChatRows, ChatRows | None]:
 
 
 def split_questions(
-    train: str, sources: dict[str, str | None], shares: dict[str, float]
+    sources: Sources, shares: dict[str, float]
 ) -> tuple[list[Question], list[Question], list[Question]]:
-    """Training, validation and test questions; a part without a file in `sources` is taken from `train`.
+    """Training, validation and test questions; a part that `sources` does not have is taken from the training part.
 
-    Such a part is a share of all questions in `train`, evenly spaced because files are often sorted by kind. Questions
+    Such a part is a share of all its questions, evenly spaced because files are often sorted by kind. Questions
     of equal text stay together: no part has a question of another.
     """
-    rest = read_questions(train)
+    rest = sources.train
     left = texts = list(dict.fromkeys(question.question for question in rest))
     parts = []
     for part, share in shares.items():
         check_fraction(f"--{part}_fraction", share)
-        source = sources[part]
-        if source is not None:
-            parts.append(read_questions(source))
+        if (given := getattr(sources, part)) is not None:
+            parts.append(given)
             continue
         taken = set(spread(left, max(1, round(share * len(texts))))) if share and left else set()
         parts.append([question for question in rest if question.question in taken])
@@ -277,10 +320,8 @@ def split_questions(
         left = [text for text in left if text not in taken]
     if not rest:
         there = "1 different question" if len(texts) == 1 else f"{len(texts)} different questions"
-        given = " and ".join(f"--{part}_fraction {share}" for part, share in shares.items())
-        raise ValueError(
-            f"the {there} of {train!r} leave none to train on, with {given}; give more questions, or a share of 0."
-        )
+        fractions = " and ".join(f"--{part}_fraction {share}" for part, share in shares.items())
+        raise ValueError(f"the {there} leave none to train on, with {fractions}; give more questions, or a share of 0.")
     return rest, parts[0], parts[1]
 
 

@@ -18,7 +18,9 @@ from otloss_llm.costs.choice import NumberSettings, choose_cost, near_duplicates
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
+from otloss_llm.data.hugging_face import is_untokenised, tokenised
 from otloss_llm.data.questions import AnsweredQuestions, count_labels, pad_questions
+from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
 from otloss_llm.losses.token_loss import TokenLoss, linear_token_loss, token_loss
 from otloss_llm.models.heads import (
@@ -385,7 +387,33 @@ class ObjectiveTrainer(ObjectiveMixin, Trainer):
     """`transformers.Trainer` with an objective: `ObjectiveTrainer(model, args, objective="emo", train_dataset=...)`.
 
     See `ObjectiveMixin` for the arguments it adds, and the Hugging Face documentation for the rest.
+
+    `train_dataset` and `eval_dataset` may be a `datasets.Dataset` with the columns text, prompt and completion,
+    question and answer, or messages, as for TRL's `SFTTrainer`. It is tokenised with `processing_class` unless a
+    `data_collator` is given: texts are cut at `max_length` tokens (and at the model's context), and longer prompts,
+    questions and conversations are dropped with a warning. Labels are on completions and answers alone (also in
+    conversations, which is TRL's `assistant_only_loss=True`). For packed text give `PackedBlocks`.
     """
+
+    def __init__(self, *args: Any, max_length: int = 1024, **kwargs: Any) -> None:
+        if kwargs.get("data_collator") is None:
+            model = args[0] if args else kwargs.get("model")
+            context = None if model is None else context_length(model)
+            longest = max_length if context is None else min(max_length, context)
+            for name in ("train_dataset", "eval_dataset"):
+                kwargs[name] = _tokenised(kwargs.get(name), kwargs.get("processing_class"), longest)
+        super().__init__(*args, **kwargs)
+
+
+def _tokenised(rows: Any, tokenizer: Any, max_length: int) -> Any:
+    """The rows; a `datasets.Dataset` of text is tokenised, also among several by name."""
+    if isinstance(rows, dict):
+        return {name: _tokenised(part, tokenizer, max_length) for name, part in rows.items()}
+    if not is_untokenised(rows):
+        return rows
+    if tokenizer is None:
+        raise ValueError("the dataset is text, and there is no tokenizer; give processing_class=tokenizer.")
+    return tokenised(rows, tokenizer, max_length=max_length)
 
 
 def _log_near_duplicates(cost: TokenCost | None, rows: Any) -> None:

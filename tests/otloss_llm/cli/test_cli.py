@@ -259,6 +259,7 @@ EARLY = {
     "option": ({"max_step_s": 3}, "no option '--max_step_s', did you mean --max_steps?"),
     "number": ({"max_steps": "x"}, "argument --max_steps: invalid int value: 'x'"),
     "text": ({"train_text": "none.txt"}, "there is no file or folder 'none.txt'"),
+    "dataset": ({"dataset_name": "./no/such/rows.csv"}, "there is no file or folder './no/such/rows.csv'"),
     "model": ({"model_name_or_path": "./none/at/all"}, "there is no model folder './none/at/all'"),
     "embedding": ({"cost_embedding": "none.npy"}, "no embedding file 'none.npy'"),
 }

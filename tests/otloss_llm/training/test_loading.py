@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -16,8 +15,8 @@ import torch
 
 from otloss_llm.cli.arguments import CompareTextArguments
 from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
-from otloss_llm.data.questions import AnsweredQuestions, count_labels
-from otloss_llm.training.loading import load_rows, read_sources, split_questions
+from otloss_llm.data.questions import AnsweredQuestions, Question, count_labels
+from otloss_llm.training.loading import Sources, load_rows, read_sources, split_questions
 
 
 def test_parts_are_cut_from_the_training_text_or_read(tmp_path: Path) -> None:
@@ -38,34 +37,33 @@ def test_parts_are_cut_from_the_training_text_or_read(tmp_path: Path) -> None:
     assert same.fingerprint == whole.fingerprint
 
 
-def cut(tmp_path: Path, asked: list[str], validation: float = 0.2, test: float = 0.2) -> list[list[str]]:
+def cut(asked: list[str], validation: float = 0.2, test: float = 0.2) -> list[list[str]]:
     """The texts of the training, validation and test questions."""
-    path = tmp_path / "asked.jsonl"
-    path.write_text("".join(json.dumps({"question": text, "answer": "x"}) + "\n" for text in asked), encoding="utf-8")
+    questions = Sources("questions", [Question(text, "x") for text in asked])
     shares = {"validation": validation, "test": test}
-    return [[q.question for q in part] for part in split_questions(str(path), dict.fromkeys(shares), shares)]
+    return [[q.question for q in part] for part in split_questions(questions, shares)]
 
 
-def test_shares_are_of_all_questions(tmp_path: Path) -> None:
-    assert cut(tmp_path, list("abcdefghij")) == [list("cdehij"), ["a", "f"], ["b", "g"]]
-    assert [len(part) for part in cut(tmp_path, list("abcdefghij"), 0.7, 0.2)] == [1, 7, 2]
-    assert cut(tmp_path, list("abc"), 0.01, 0) == [["b", "c"], ["a"], []]
+def test_shares_are_of_all_questions() -> None:
+    assert cut(list("abcdefghij")) == [list("cdehij"), ["a", "f"], ["b", "g"]]
+    assert [len(part) for part in cut(list("abcdefghij"), 0.7, 0.2)] == [1, 7, 2]
+    assert cut(list("abc"), 0.01, 0) == [["b", "c"], ["a"], []]
 
 
-def test_equal_questions_go_into_one_part(tmp_path: Path) -> None:
+def test_equal_questions_go_into_one_part() -> None:
     asked = list("abcab" * 3 + "defg")
-    parts = cut(tmp_path, asked, 0.3, 0.3)
+    parts = cut(asked, 0.3, 0.3)
     assert sorted(text for part in parts for text in part) == sorted(asked)
     assert [len(set(part)) for part in parts] == [3, 2, 2]
     assert len(set().union(*parts)) == 7
 
 
 @pytest.mark.parametrize("asked", ["a", "aaa", "ab"])
-def test_too_few_questions_for_the_shares(tmp_path: Path, asked: str) -> None:
+def test_too_few_questions_for_the_shares(asked: str) -> None:
     message = rf"the {len(set(asked))} different questions? .* none to train on.*--test_fraction 0.2; .* share of 0"
     with pytest.raises(ValueError, match=message):
-        cut(tmp_path, list(asked))
-    assert cut(tmp_path, list(asked), 0, 0)[0] == list(asked)
+        cut(list(asked))
+    assert cut(list(asked), 0, 0)[0] == list(asked)
 
 
 def test_labels_that_are_numbers_are_counted() -> None:

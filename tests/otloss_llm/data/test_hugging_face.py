@@ -1,0 +1,222 @@
+"""Datasets of the library datasets: splits, columns, rows; on the command line and in the trainer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+import torch  # noqa: E402
+
+from otloss_llm import ObjectiveTrainer  # noqa: E402
+from otloss_llm.data.hugging_face import load_splits, read_examples, tokenised  # noqa: E402
+from otloss_llm.data.questions import AnsweredQuestions, Question  # noqa: E402
+from tests.otloss_llm.conftest import BLOCK, Cli, Tiny, options, tiny_text  # noqa: E402
+
+TEXTS = tiny_text(60).split("\n")
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+USER, ANSWER = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    datasets.disable_progress_bars()
+
+
+def saved(folder: Path, **splits: list[dict[str, Any]]) -> Path:
+    """A folder of `save_to_disk`."""
+    made = {name: datasets.Dataset.from_list(rows) for name, rows in splits.items()}
+    datasets.DatasetDict(made).save_to_disk(str(folder))
+    return folder
+
+
+def test_splits_of_saved_datasets_of_files_and_of_folders(tmp_path: Path) -> None:
+    rows = [{"text": text} for text in TEXTS[:6]]
+    whole = saved(tmp_path / "whole", train=rows[:3], validation=rows[3:5], test=rows[5:], other=rows)
+    assert {part: len(split) for part, split in load_splits(str(whole)).items()} == {
+        "train": 3, "validation": 2, "test": 1,
+    }  # fmt: skip
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "one"))
+    (tmp_path / "files").mkdir()
+    datasets.Dataset.from_list(rows).to_parquet(str(tmp_path / "files" / "train.parquet"))
+    datasets.Dataset.from_list(rows).to_csv(str(tmp_path / "rows.csv"))
+    only = saved(tmp_path / "only", anything=rows)
+    for source in (tmp_path / "one", tmp_path / "files", tmp_path / "rows.csv", only):
+        (split,) = load_splits(str(source)).values()
+        assert read_examples(split, "name").rows == TEXTS[:6]
+
+
+WRONG_SOURCES = [
+    ("text.txt", None, r"ends in '.txt', expected .json.*--train_text"),
+    ("rows.jsonl", "english", "is a file, which has no configurations"),
+    ("broken.jsonl", None, r"the dataset .* cannot be loaded: DatasetGenerationError"),
+    ("two", None, r"has the splits \['first', 'second'\], expected train"),
+]
+
+
+@pytest.mark.parametrize(("source", "config", "said"), WRONG_SOURCES)
+def test_sources_that_cannot_be_loaded(tmp_path: Path, source: str, config: str | None, said: str) -> None:
+    (tmp_path / "text.txt").write_text("text", encoding="utf-8")
+    (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n', encoding="utf-8")
+    (tmp_path / "broken.jsonl").write_text("{{", encoding="utf-8")
+    saved(tmp_path / "two", first=[{"text": "a"}], second=[{"text": "b"}])
+    with pytest.raises(ValueError, match=said):
+        load_splits(str(tmp_path / source), config)
+
+
+def test_columns_decide_what_an_example_is() -> None:
+    def read(*rows: dict[str, Any], **settings: Any) -> Any:
+        return read_examples(datasets.Dataset.from_list(list(rows)), "name", **settings)
+
+    assert read({"text": "a"}, {"text": " "}).rows == ["a"]
+    assert read({"text": "a", "body": "b"}, text_column="body").rows == ["b"]
+    asked = read({"question": "2 + 3?", "answer": "5"})
+    assert (asked.kind, asked.rows, asked.separator) == ("questions", [Question("2 + 3?", "5")], "\n")
+    completed = read({"prompt": "2 + 3 = ", "completion": "5"})
+    assert (completed.kind, completed.rows, completed.separator) == ("questions", [Question("2 + 3 = ", "5")], "")
+    for row in ({"messages": [USER, ANSWER]}, {"prompt": [USER], "completion": [ANSWER]}):
+        chat = read(row)
+        assert (chat.kind, chat.rows) == ("chat", [[USER, ANSWER]])
+
+
+WRONG_ROWS = [
+    ({"body": "a"}, r"'name' has the columns \['body'\], expected text, prompt"),
+    ({"text": " "}, "has no example that is not blank"),
+    ({"text": 3}, "'name', row 0: column 'text' is 3, expected a string"),
+    ({"question": "", "answer": "5"}, "question or answer is blank"),
+    ({"messages": [USER]}, "no message of the role assistant"),
+    ({"prompt": [USER, ANSWER, USER], "completion": [ANSWER]}, "has an answer in its prompt"),
+]
+
+
+@pytest.mark.parametrize(("row", "said"), WRONG_ROWS)
+def test_rows_that_cannot_be_used(row: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        read_examples(datasets.Dataset.from_list([row]), "name")
+
+
+# ---- the command line ------------------------------------------------------------------------------------------------
+
+
+def trained(cli: Cli, tiny: Tiny, folder: Path, model: Path | None = None, **changes: Any) -> Any:
+    common = {"model_name_or_path": model or tiny.llama, "output_dir": folder, "objective": "mle", "block_size": BLOCK,
+              "max_steps": 2, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": "none"}  # fmt: skip
+    return cli("train", *options(**common | changes))
+
+
+def test_train_reads_the_same_text_from_a_dataset_as_from_a_file(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    rows = [{"text": text} for text in TEXTS]
+    saved(tmp_path / "data", train=rows[:50], validation=rows[50:])
+    for name, part in (("train", rows[:50]), ("validation", rows[50:])):
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in part), encoding="utf-8")
+    files = {f"{name}_text": tmp_path / f"{name}.jsonl" for name in ("train", "validation")}
+    results = [
+        trained(cli, tiny, tmp_path / "a", dataset_name=tmp_path / "data").json,
+        trained(cli, tiny, tmp_path / "b", **files).json,
+    ]
+    assert results[0]["train_nll"] == results[1]["train_nll"]
+    assert results[0]["eval_nll"] == results[1]["eval_nll"]
+
+
+def test_train_takes_chats_and_completions(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.llama)
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    chats = saved(tmp_path / "chats", train=[{"messages": [USER, ANSWER]}] * 4)
+    asked = [{"prompt": f"{i} + 1 = ", "completion": str(i + 1)} for i in range(10)]
+    completions = saved(tmp_path / "asked", train=asked)
+    with_template = {"dataset_name": chats, "tokenizer_name": tmp_path / "tokenizer"}
+    assert trained(cli, tiny, tmp_path / "a", **with_template, block_size=64).json["steps"] == 2
+    assert trained(cli, tiny, tmp_path / "b", dataset_name=completions).json["steps"] == 2
+
+
+def test_compare_takes_a_dataset_with_a_test(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    rows = [{"text": " ".join(TEXTS)}] * 3
+    data = saved(tmp_path / "data", train=rows, validation=rows[:1], test=rows[:1])
+    common = options(model_name_or_path=tiny.llama, output_dir=tmp_path / "run", objectives="mle", seeds=0, max_steps=1,
+                     block_size=BLOCK, num_prompts=2, prompt_tokens=4, samples_per_prompt=1, max_new_tokens=2,
+                     use_cpu=True, report_to="none")  # fmt: skip
+    assert cli("compare", *common, *options(dataset_name=data)).code == 0
+    chats = saved(tmp_path / "chats", train=[{"messages": [USER, ANSWER]}] * 4)
+    assert "compare takes a dataset of text" in cli("compare", *common, *options(dataset_name=chats)).error
+
+
+def test_wrong_options_are_found_before_a_model_is_loaded(
+    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = saved(tmp_path / "data", train=[{"text": "a"}])
+
+    def error(**changes: Any) -> str:
+        return trained(cli, tiny, tmp_path / "run", **changes).error
+
+    both = error(dataset_name=data, train_text=tiny.text)
+    assert "got both of --train_text and --dataset_name;" in both
+    assert "--dataset_config_name cannot be combined with --train_text" in error(
+        train_text=tiny.text, dataset_config_name="x"
+    )
+    assert "--validation_text cannot be combined with --dataset_name" in error(
+        dataset_name=data, validation_text=tiny.text
+    )
+    assert "--train_on_question is for questions" in error(dataset_name=data, train_on_question=True)
+    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    assert error(dataset_name=data) == 'a dataset by name needs datasets: pip install "torch-otloss[data]"'
+
+
+# ---- the trainer -----------------------------------------------------------------------------------------------------
+
+
+def test_rows_have_labels_on_what_is_trained(tiny: Tiny) -> None:
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.llama)
+    tokenizer.chat_template = TEMPLATE
+
+    def labels(row: dict[str, Any], **settings: Any) -> list[list[int]]:
+        rows = tokenised(datasets.Dataset.from_list([row]), tokenizer, **{"max_length": 64} | settings)
+        assert isinstance(rows, AnsweredQuestions)
+        item = rows[0]
+        return [item[key].tolist() for key in ("input_ids", "labels")]
+
+    def ids(text: str) -> list[int]:
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    end = tokenizer.eos_token_id
+    text = ids("The fox")
+    assert labels({"text": "The fox"}) == [[*text, end]] * 2
+    assert labels({"text": "The fox"}, max_length=2) == [text[:2]] * 2
+    prompt, answer = ids("2 + 3 = "), [*ids("5"), end]
+    assert labels({"prompt": "2 + 3 = ", "completion": "5"}) == [prompt + answer, [-100] * len(prompt) + answer]
+    prompt, answer = ids("<user>2 + 3?<assistant>"), ids("5")
+    for row in ({"messages": [USER, ANSWER]}, {"prompt": [USER], "completion": [ANSWER]}):
+        assert labels(row) == [prompt + answer, [-100] * len(prompt) + answer]
+
+
+def test_the_trainer_takes_datasets_as_they_are(tiny: Tiny, tmp_path: Path) -> None:
+    """The loss is that of the same rows tokenised by hand; a dataset by name among several to evaluate on too."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.llama)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.llama)
+    data = datasets.Dataset.from_list([{"text": text} for text in TEXTS[:4]])
+    args = transformers.TrainingArguments(
+        str(tmp_path), per_device_eval_batch_size=4, max_steps=1, use_cpu=True, report_to=[], disable_tqdm=True
+    )
+    trainer = ObjectiveTrainer(
+        model, args, objective="mle", train_dataset=data, eval_dataset={"own": data}, processing_class=tokenizer
+    )
+    ids = [[*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id][:64] for text in TEXTS[:4]]
+    with torch.no_grad():
+        nll = [torch.log_softmax(model(torch.tensor([row])).logits[0, :-1].double(), -1) for row in ids]
+    sums = [-scores.gather(1, torch.tensor(row[1:]).unsqueeze(1)).sum() for scores, row in zip(nll, ids, strict=True)]
+    model.eval()
+    expected = sum(float(part) for part in sums) / sum(len(row) - 1 for row in ids)
+    assert trainer.evaluate()["eval_own_nll"] == pytest.approx(expected, rel=1e-5)
+    trainer.train()
+    with pytest.raises(ValueError, match="the dataset is text, and there is no tokenizer"):
+        ObjectiveTrainer(model, args, objective="mle", train_dataset=data)
