@@ -1,7 +1,13 @@
-"""Training objectives of language models: small pure functions `(nll, cost) -> value`, one value per token.
+"""Training objectives of language models: small pure functions of per-token statistics, one value per token.
 
-Notation: `q` is the model's distribution over the vocabulary and `y` the label; `nll = -log q_y` in nats and `cost` is
-the transport cost to the one-hot target, vectors with one entry per token. `sg` is stop-gradient (`detach`).
+Notation: `z` are the logits of a token over a vocabulary of V tokens, `q = softmax(z)`, `y` the label. The statistics
+are vectors with one entry per token. `sg` is stop-gradient (`detach`).
+
+    nll           -log q_y, in nats
+    cost          D = sum_i q_i c(i, y), the transport cost to the one-hot target
+    entropy       H = -sum_i q_i log q_i, in nats
+    logsumexp     Z = log sum_i exp(z_i)
+    mean_logit    M = sum_i z_i / V
 
     D          sum_i q_i c(i, y)                                               EMO's Eq. 14, in `kernels/reference.py`
     MLE        nll
@@ -14,30 +20,88 @@ Where D > 0 and nothing is clipped the *value* of EMO equals nll; only its gradi
 the value is less than nll. A loss that is equal to nll in the logs thus does not mean that EMO is off; watch
 `TokenLoss.cost` to see its effect.
 
-Any callable of this form is an objective. The kernels obtain alpha = d value / d nll and beta = d value / d D per token
-by autograd on the two vectors, so a new objective needs nothing else. It must treat tokens independently: entry `t` of
-the value may depend on entry `t` of its arguments only, because the kernels pass the tokens in chunks, in any order.
-`check_tokenwise` raises an error for an objective that does not.
+Any callable of these is an objective, and the names of its parameters say what it reads: `lambda nll, entropy: ...`
+gets these two. Two positional parameters of other names are `(nll, cost)`. The kernels compute what is named only, and
+obtain the derivatives of the value by autograd on the vectors, so a new objective needs nothing else. It must treat
+tokens independently: entry `t` of the value may depend on entry `t` of its arguments only, because the kernels pass the
+tokens in chunks, in any order. `check_tokenwise` raises an error for an objective that does not.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-Objective = Callable[[Tensor, "Tensor | None"], Tensor]
+Objective = Callable[..., Tensor]
 
 DEFAULT_CLIP = 3.0  # of EMO's ratio
 
 
+class Statistics(NamedTuple):
+    """The statistics of some tokens, one vector each, or the derivatives in them; None where it is not computed."""
+
+    nll: Tensor
+    cost: Tensor | None = None
+    entropy: Tensor | None = None
+    logsumexp: Tensor | None = None
+    mean_logit: Tensor | None = None
+
+    def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
+        """The function of each vector."""
+        return Statistics(*(None if vector is None else function(vector) for vector in self))
+
+
+def statistics_read(objective: Objective) -> tuple[str, ...]:
+    """The statistics that `objective` names by its parameters.
+
+    Parameters with a default and another name keep their default.
+
+    Raises:
+        ValueError: another parameter has no default, and the objective is not one of `(nll, cost)`.
+
+    Example:
+        >>> statistics_read(MLE()), statistics_read(lambda nll, entropy: nll), statistics_read(lambda n, d: n)
+        (('nll', 'cost'), ('nll', 'entropy'), ('nll', 'cost'))
+    """
+    return _signature(objective)[0]
+
+
+def _signature(objective: Objective) -> tuple[tuple[str, ...], bool]:
+    """The statistics that an objective reads, and whether they are passed by name."""
+    try:
+        parameters = list(inspect.signature(objective).parameters.values())
+    except (TypeError, ValueError):  # a builtin, which has no signature
+        return Statistics._fields[:2], False
+    named = tuple(p.name for p in parameters if p.name in Statistics._fields and p.kind in _BY_NAME)
+    places = [p.name for p in parameters if p.kind in _BY_PLACE and (p.default is p.empty or p.name in named)]
+    others = [p.name for p in parameters if p.name not in named and p.kind in _MUST if p.default is p.empty]
+    if named and not others:
+        return named, True
+    pair = len(places) == 2 and set(others) <= set(places)
+    pair = pair and all(place in (*others, own) for place, own in zip(places, Statistics._fields, strict=False))
+    if pair or (not places and any(p.kind is p.VAR_POSITIONAL for p in parameters)):
+        return Statistics._fields[:2], False
+    raise ValueError(
+        f"objective {objective!r} has parameters {[p.name for p in parameters]}, expected some of "
+        f"{list(Statistics._fields)}, or two positional parameters, which get nll and cost; give others a default."
+    )
+
+
+_BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_MUST = (*_BY_PLACE, inspect.Parameter.KEYWORD_ONLY)  # be given, if there is no default
+
+
 def needs_cost(objective: Objective) -> bool:
-    """Whether `objective` reads the transport cost (True unless it says `needs_cost = False`)."""
-    return bool(getattr(objective, "needs_cost", True))
+    """Whether `objective` reads the transport cost: it names it, and does not say `needs_cost = False`."""
+    stated = getattr(objective, "needs_cost", None)
+    return "cost" in statistics_read(objective) if stated is None else bool(stated)
 
 
 def _required(cost: Tensor | None) -> Tensor:
@@ -202,43 +266,55 @@ class NumberToken:
         return NumberToken(self.weight * tokens / max(1, numbers))
 
 
-def value_of(objective: Objective, nll: Tensor, cost: Tensor | None) -> Tensor:
+def value_of(objective: Objective, statistics: Statistics) -> Tensor:
     """The objective's value per token; raises ValueError if it is not one number per token."""
-    value = objective(nll, cost)
+    nll = statistics.nll
+    value = _called(objective, statistics)
     if not isinstance(value, Tensor) or value.shape != nll.shape:
         got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
         raise ValueError(f"objective {objective!r} returned {got}, expected a value per token, {tuple(nll.shape)}.")
     return value
 
 
-def value_and_gradients(objective: Objective, nll: Tensor, cost: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The objective's value per token with `alpha = d value / d nll` and `beta = d value / d cost` (None: unused).
+def _called(objective: Objective, statistics: Statistics) -> Tensor:
+    read, by_name = _signature(objective)
+    given = {name: getattr(statistics, name) for name in read}
+    missing = [name for name, vector in given.items() if vector is None and name != "cost"]  # it says so itself
+    if missing:
+        raise ValueError(f"objective {objective!r} reads {missing}, which this path does not compute; use token_loss.")
+    return objective(**given) if by_name else objective(*given.values())
 
-    All are `(N,)`. The value is NaN where a gradient is not finite, which would otherwise show in the gradient only.
-    Raises ValueError if the value has another shape than `nll`, or depends on neither argument.
+
+def value_and_gradients(objective: Objective, statistics: Statistics) -> tuple[Tensor, Statistics]:
+    """The objective's value per token, and its derivatives in the statistics (None where a statistic is not used).
+
+    All are `(N,)`; the derivative in nll is 0 where nll is not used. The value is NaN where a derivative is not finite,
+    which would otherwise show in the gradient only. Raises ValueError if the value has another shape than nll, or
+    depends on no statistic.
     """
     with torch.enable_grad():
-        nll = nll.detach().requires_grad_()
-        cost = cost.detach().requires_grad_() if cost is not None else None
-        value = value_of(objective, nll, cost)
+        leaves = statistics.map(lambda vector: vector.detach().requires_grad_())
+        value = value_of(objective, leaves)
         if not value.requires_grad:
-            raise ValueError(f"objective {objective!r} returned a value that depends on neither nll nor cost.")
-        inputs = [nll] if cost is None else [nll, cost]
-        gradients = torch.autograd.grad(value.sum(), inputs, allow_unused=True)
-    alpha, beta = (*gradients, None)[:2]
-    alpha = torch.zeros_like(nll) if alpha is None else alpha
-    finite = torch.isfinite(alpha) if beta is None else torch.isfinite(alpha) & torch.isfinite(beta)
-    return value.detach().masked_fill(~finite, math.nan), alpha, beta
+            names = " nor ".join(statistics_read(objective))
+            raise ValueError(f"objective {objective!r} returned a value that depends on neither {names}.")
+        present = [vector for vector in leaves if vector is not None]
+        made = iter(torch.autograd.grad(value.sum(), present, allow_unused=True))
+    gradients = Statistics(*(None if vector is None else next(made) for vector in leaves))
+    if gradients.nll is None:
+        gradients = gradients._replace(nll=torch.zeros_like(statistics.nll))
+    finite = torch.isfinite(torch.stack([gradient for gradient in gradients if gradient is not None])).all(0)
+    return value.detach().masked_fill(~finite, math.nan), gradients
 
 
-def check_tokenwise(objective: Objective, nll: Tensor, cost: Tensor | None, value: Tensor) -> None:
+def check_tokenwise(objective: Objective, statistics: Statistics, value: Tensor) -> None:
     """Raise ValueError unless `objective` gives every second token the same value without the other tokens.
 
     It catches statistics over the batch (`nll.mean()`), tensors of one entry per token that an objective closes over,
     and parameters of its own, whose gradient the kernels would lose.
     """
     with torch.enable_grad():
-        part = objective(nll[::2].detach(), None if cost is None else cost[::2].detach())
+        part = _called(objective, statistics.map(lambda vector: vector[::2].detach()))
     if part.requires_grad:
         raise ValueError(
             f"objective {objective!r} holds parameters that require grad, which this kernel does not differentiate; "
@@ -252,7 +328,7 @@ def check_tokenwise(objective: Objective, nll: Tensor, cost: Tensor | None, valu
     if not same:
         raise ValueError(
             f"objective {objective!r} gives a token another value beside other tokens; entry t of the value may depend "
-            "on entry t of nll and cost only. Compute statistics over the batch beforehand and pass them as numbers."
+            "on entry t of its arguments only. Compute statistics over the batch beforehand and pass them as numbers."
         )
 
 

@@ -2,9 +2,13 @@
 
 Notation: z are the logits of one token, q = softmax(z), y its label, c_i = c(i, y) one row of the cost.
 
-    nll = -log q_y        D = sum_i q_i c_i        value = objective(nll, D)
-    alpha = d value / d nll        beta = d value / d D
-    d value / d z_i = q_i (alpha + beta (c_i - D)) - alpha [i = y]
+    nll = -log q_y    D = sum_i q_i c_i    H = -sum_i q_i log q_i    Z = logsumexp(z)    M = mean_i z_i
+    value = objective(nll, D, ...)        alpha, beta, eta, zeta, mu = d value / d (nll, D, H, Z, M)
+    d value / d z_i = q_i (alpha + zeta + beta (c_i - D) - eta (log q_i + H)) - alpha [i = y] + mu / V
+
+The sweeps work with x_i = z_i - max z: H = log sum_i exp(x_i) - X and log q_i + H = x_i - X, where X = sum_i q_i x_i.
+M and its gradient, the same for all logits, take a pass of their own over the chunk. What the objective does not read
+is not computed.
 
 Tokens are sorted by label, so that a cost row is computed once per distinct label of a chunk. A chunk is a matrix
 product, a sweep over its rows (`rows.softmax_rows`), the objective on two vectors, a second sweep that leaves the
@@ -31,40 +35,54 @@ from otloss_llm.kernels.rows import CostRows, GradientCoefficients, RowSums
 from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
 from otloss_llm.kernels.weight_gradients import Gradients
 from otloss_llm.models.sharded_heads import VocabShard
-from otloss_llm.objectives import check_tokenwise, value_and_gradients, value_of
+from otloss_llm.objectives import Statistics, check_tokenwise, statistics_read, value_and_gradients, value_of
 
 
 @dataclass
 class Tokens:
-    """The rows' numbers put together: nll and D of each token, and what their gradient is made of."""
+    """The rows' numbers put together: the statistics of each token, and what their gradient is made of."""
 
-    nll: Float[Tensor, " chunk"]
-    transport: Float[Tensor, " chunk"] | None
+    statistics: Statistics
     sums: RowSums
     e_y: Float[Tensor, " chunk"]
     total: Float[Tensor, " chunk"]
+    x_y: Float[Tensor, " chunk"]
+    x_mean: Float[Tensor, " chunk"] | None
 
     @classmethod
-    def of(cls, sums: RowSums) -> Tokens:
+    def of(cls, sums: RowSums, mean_logit: Tensor | None = None) -> Tokens:
         """From the sums over a whole row; the label's entry stays apart, so nll and D keep their digits as q_y -> 1."""
-        e_y = (sums.z_y - sums.top).exp()
+        x_y = sums.z_y - sums.top
+        e_y = x_y.exp()
         total = sums.others + e_y
         # Where e_y is 1 the label is the largest, but for rounding. Where all is masked e_y is NaN, and so is nll.
-        nll = torch.where(e_y == 1, torch.log1p(sums.others), (sums.top - sums.z_y) + total.log())
-        transport = None
+        log_total = torch.where(e_y == 1, torch.log1p(sums.others), total.log())
+        nll = torch.where(e_y == 1, log_total, log_total - x_y)
+        transport = entropy = x_mean = None
         if sums.others_cost is not None and sums.c_y is not None:
             transport = (sums.others_cost + e_y * sums.c_y) / total
-        return cls(nll, transport, sums, e_y, total)
+        if sums.others_logit is not None:
+            x_mean = (sums.others_logit + torch.where(e_y == 0, 0.0, e_y * x_y)) / total
+            entropy = log_total - x_mean
+        statistics = Statistics(nll, transport, entropy, sums.top + log_total, mean_logit)
+        return cls(statistics, sums, e_y, total, x_y, x_mean)
 
-    def coefficients(self, alpha: Tensor, beta: Tensor | None, factor: Tensor) -> GradientCoefficients:
-        """What multiplies `exp(z - top)` in `factor * d value / dz`, and the gradient at the label."""
+    def coefficients(self, gradients: Statistics, factor: Tensor) -> GradientCoefficients:
+        """What multiplies `exp(z - top)` in `factor * d value / dz` but for the part of M, and the sum at the label."""
+        alpha, beta, eta, zeta, _ = gradients
         scale = factor / self.total
-        a = alpha * scale
+        a, transport = alpha * scale, self.statistics.cost
         at_label = -a * self.sums.others
-        if beta is None or self.transport is None or self.sums.c_y is None:
-            return GradientCoefficients(a, None, None, at_label)
-        b = beta * scale
-        return GradientCoefficients(a, b, self.transport, at_label + b * self.e_y * (self.sums.c_y - self.transport))
+        b = h = None
+        if zeta is not None:
+            a, at_label = a + zeta * scale, at_label + zeta * scale * self.e_y
+        if beta is not None and transport is not None and self.sums.c_y is not None:
+            b = beta * scale
+            at_label = at_label + b * self.e_y * (self.sums.c_y - transport)
+        if eta is not None and self.x_mean is not None:
+            h = eta * scale
+            a, at_label = a + h * self.x_mean, at_label - h * self.e_y * (self.x_y - self.x_mean)
+        return GradientCoefficients(a, b, None if b is None else transport, at_label, h)
 
 
 def _chunks(
@@ -121,39 +139,65 @@ def chunked_pass(
     upstream: Tensor,
     gradients: Gradients,
     shard: VocabShard | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Per-token (value, nll, D); adds d(sum_t upstream_t value_t) to `gradients`.
+    derivatives: Derivatives | None = None,
+) -> tuple[Tensor, Statistics]:
+    """The value and the statistics of each token; adds d(sum_t upstream_t value_t) to `gradients`.
 
     With a `shard`, `weight`, `bias` and the columns of the cost are those of this process, and everything else is equal
-    in all of them, the chunk size included.
+    in all of them, the chunk size included. `derivatives` takes the place of those of the objective.
     """
+    objective = config.objective
+    read = statistics_read(objective)
     value = hidden.new_empty(len(labels), dtype=torch.promote_types(hidden.dtype, torch.float32))
-    nll = torch.empty_like(value)
-    transport = torch.empty_like(value) if config.cost is not None else None
+    kept = {name: torch.empty_like(value) for name in _made(read, config)}
+    vocab = len(weight) if shard is None else shard.vocab
     logits = Logits(hidden, weight, bias, config)
     for tokens, cost in _chunks(labels, weight, config):
         h, label = hidden[tokens], labels[tokens]
         z, cap_derivative = logits.of(h)
         sweeps: Any = _sweeps_for(z, config, shard)
-        sums = sweeps.softmax_rows(z, label, cost)
-        chunk = Tokens.of(sums)
-        if gradients.wanted:
-            value_chunk, alpha, beta = value_and_gradients(config.objective, chunk.nll, chunk.transport)
+        mean_logit = _mean_logit(z, vocab, shard) if "mean_logit" in read else None
+        sums = sweeps.softmax_rows(z, label, cost, "entropy" in read)
+        chunk = Tokens.of(sums, mean_logit)
+        statistics = Statistics(**{name: getattr(chunk.statistics, name) for name in kept})
+        if derivatives is not None:
+            value_chunk, gradient_of = statistics.nll, derivatives(tokens)
+        elif gradients.wanted:
+            value_chunk, gradient_of = value_and_gradients(objective, statistics)
         else:
-            value_chunk = value_of(config.objective, chunk.nll, chunk.transport)
-        value[tokens], nll[tokens] = value_chunk.to(value.dtype), chunk.nll
-        if transport is not None and chunk.transport is not None:
-            transport[tokens] = chunk.transport
+            value_chunk = value_of(objective, statistics)
+        value[tokens] = value_chunk.to(value.dtype)
+        for name, vector in kept.items():
+            vector[tokens] = getattr(statistics, name).to(value.dtype)
         if gradients.wanted:
-            factor = config.scale * (upstream[tokens] if upstream.ndim else upstream)
-            sweeps.gradient_rows(z, sums.top, label, cost, chunk.coefficients(alpha, beta, factor))
+            factor = config.factor * (upstream[tokens] if upstream.ndim else upstream)
+            sweeps.gradient_rows(z, sums.top, label, cost, chunk.coefficients(gradient_of, factor))
+            if gradient_of.mean_logit is not None:
+                z.add_((gradient_of.mean_logit * factor / vocab)[:, None])
             if cap_derivative is not None:
                 z.mul_(cap_derivative)
             gradients.add(tokens, z, h, weight)
     if shard is not None and gradients.hidden is not None:
         sum_over(gradients.hidden, shard.group)
-    check_tokenwise(config.objective, nll, transport, value)
-    return value, nll, transport
+    statistics = Statistics(**kept)
+    check_tokenwise(objective, statistics, value)
+    return value, statistics
+
+
+Derivatives = Callable[[Int[Tensor, " chunk"]], Statistics]  # of the tokens at these positions
+
+
+def _made(read: tuple[str, ...], config: TokenLossConfig) -> list[str]:
+    """The statistics that a pass makes: nll always, the cost where there is one, and what the objective reads."""
+    wanted = {"nll", *read} - {"cost"} | ({"cost"} if config.cost is not None else set())
+    return [name for name in Statistics._fields if name in wanted]
+
+
+def _mean_logit(z: Tensor, vocab: int, shard: VocabShard | None) -> Float[Tensor, " chunk"]:
+    total = z.sum(-1, dtype=torch.promote_types(z.dtype, torch.float32))
+    if shard is not None:
+        sum_over(total, shard.group)
+    return total / vocab
 
 
 def _sweeps_for(z: Tensor, config: TokenLossConfig, shard: VocabShard | None) -> Any:
@@ -185,27 +229,22 @@ class _Loss(torch.autograd.Function):
         config: TokenLossConfig,
         shard: VocabShard | None,
         wanted: tuple[bool, bool, bool],
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
+    ) -> tuple[Tensor | None, ...]:
         gradients = Gradients.like(hidden, weight, bias, wanted)
         upstream = hidden.new_ones(()) if factor is None else factor
-        value, nll, transport = chunked_pass(
+        value, statistics = chunked_pass(
             hidden, weight, bias, labels, config, upstream=upstream, gradients=gradients, shard=shard
         )
         ctx.config, ctx.shard, ctx.per_token = config, shard, factor is None
         ctx.gradients = gradients if gradients.wanted else None
         # Also read by a second backward pass through a retained graph: the gradients are handed out once.
         ctx.save_for_backward(hidden, weight, bias, labels, factor)
-        ctx.mark_non_differentiable(nll, *([] if transport is None else [transport]))
-        return value if factor is None else value.sum() * factor.to(value.dtype), nll, transport
+        ctx.mark_non_differentiable(*(vector for vector in statistics if vector is not None))
+        return value if factor is None else value.sum() * factor.to(value.dtype), *statistics
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            # torch's once_differentiable would return constants here, and a gradient penalty would have no effect.
-            raise RuntimeError(
-                'the "chunked" kernel has no second derivative, which create_graph=True asked for; use '
-                'impl="reference".'
-            )
+        _check_first_order()
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             hidden, weight, bias, labels, factor = ctx.saved_tensors  # read once: checkpointing allows no more
@@ -219,6 +258,14 @@ class _Loss(torch.autograd.Function):
                     f"objective {ctx.config.objective!r} has a derivative that is not finite; guard it there."
                 )
         return (*gradients.times(None if ctx.per_token else upstream), None, None, None, None, None)
+
+
+def _check_first_order() -> None:
+    if torch.is_grad_enabled():
+        # torch's once_differentiable would return constants here, and a gradient penalty would have no effect.
+        raise RuntimeError(
+            'the "chunked" kernel has no second derivative, which create_graph=True asked for; use impl="reference".'
+        )
 
 
 def _is_checkpointed() -> bool:
@@ -238,8 +285,9 @@ def token_values(
     factor: Tensor | None,
     config: TokenLossConfig,
     shard: VocabShard | None = None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """`(factor * sum of values, nll, D)`, or with no factor `(values, nll, D)`; every label is a valid token."""
+) -> tuple[Tensor, Statistics]:
+    """`factor * sum of values`, or with no factor the values, and the statistics; every label is a valid token."""
     now = factor is not None and torch.is_grad_enabled() and not _is_checkpointed()
     wanted = tuple(now and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
-    return _Loss.apply(hidden, weight, bias, labels, factor, config, shard, wanted)
+    loss, *statistics = _Loss.apply(hidden, weight, bias, labels, factor, config, shard, wanted)
+    return loss, Statistics(*statistics)

@@ -19,7 +19,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss_llm.costs.vocabulary import FewColumns
-from otloss_llm.kernels.rows import GradientCoefficients, RowSums
+from otloss_llm.kernels.rows import GradientCoefficients, RowSums, logits_from
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,7 @@ class ColumnSums:
         text: sum over the columns that are not among the few.
         few, few_cost: sum over the few, and the same weighted by their costs.
         rest: cost of text, from each row's label.
+        logit: sum over all columns weighted by `z - top`; None unless the entropy is asked for.
     """
 
     top: Float[Tensor, " rows"]
@@ -38,15 +39,16 @@ class ColumnSums:
     few: Float[Tensor, " rows"]
     few_cost: Float[Tensor, " rows"]
     rest: Float[Tensor, " rows"]
+    logit: Float[Tensor, " rows"] | None = None
 
     def row_sums(self, z_y: Tensor, c_y: Tensor) -> RowSums:
         """The sums over all columns, given logit and cost of the label."""
         others_cost = self.rest * self.text + self.few_cost
-        return RowSums(self.top, self.text + self.few, others_cost, z_y, c_y)
+        return RowSums(self.top, self.text + self.few, others_cost, z_y, c_y, self.logit)
 
     def multipliers(self, coefficients: GradientCoefficients) -> tuple[Tensor, Tensor, Tensor]:
         """What multiplies e: (in text, constant among the few, factor of c_j among the few)."""
-        a, b, transport, _ = coefficients
+        a, b, transport, _, _ = coefficients
         if b is None or transport is None:
             return a, a, torch.zeros_like(a)
         return a + b * (self.rest - transport), a - b * transport, b
@@ -71,13 +73,15 @@ class FewColumnSweeps:
     def __init__(self, sweeps: ModuleType) -> None:
         self.sweeps = sweeps
 
-    def softmax_rows(self, z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: FewColumns) -> RowSums:
+    def softmax_rows(
+        self, z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: FewColumns, entropy: bool = False
+    ) -> RowSums:
         """The sums of each row; takes the few columns out of `z`."""
         wide = torch.promote_types(z.dtype, torch.float32)
         z_y = z.gather(-1, label[:, None]).squeeze(-1).to(wide)
         few = z.index_select(1, cost.columns).to(wide)
         z.index_fill_(1, cost.columns, -torch.inf)
-        rest = self.sweeps.softmax_rows(z, label, None)
+        rest = self.sweeps.softmax_rows(z, label, None, entropy)
         own = cost.columns == label[:, None]  # (rows, few)
         few.masked_fill_(own, -torch.inf)
         self._rest_top = rest.top.to(wide)
@@ -85,7 +89,11 @@ class FewColumnSweeps:
         self._e, self._c, self._own = few.sub_(shift[:, None]).exp_(), cost.costs[cost.which].to(wide), own
         text = rest.others.to(wide) * (self._rest_top - shift).exp()
         few_cost = torch.linalg.vecdot(self._e, self._c)
-        self._sums = ColumnSums(top, text, self._e.sum(-1), few_cost, cost.rest[cost.which].to(wide))
+        logit = logits_from(shift, rest.others_logit, rest.others.to(wide), self._rest_top)
+        if logit is not None:
+            logit = torch.where(self._rest_top == -torch.inf, 0.0, logit)
+            logit = logit + torch.special.xlogy(self._e, self._e).sum(-1)
+        self._sums = ColumnSums(top, text, self._e.sum(-1), few_cost, cost.rest[cost.which].to(wide), logit)
         c_y = torch.where(own.any(-1), (self._c * own).sum(-1), self._sums.rest)
         return self._sums.row_sums(z_y, c_y)
 
@@ -96,9 +104,10 @@ class FewColumnSweeps:
         a, few_a, few_b = self._sums.multipliers(coefficients)
         # The sweeps may have left exp(z - their own top) in z: what is missing goes into the multiplier.
         _, shift = largest(self._rest_top)
-        share = (self._rest_top - top).exp()
-        self.sweeps.gradient_rows(
-            z, shift, label, None, GradientCoefficients(a * share, None, None, coefficients.at_label)
-        )
+        text = GradientCoefficients(a, None, None, coefficients.at_label, coefficients.h)
+        self.sweeps.gradient_rows(z, shift, label, None, text.relative_to(self._rest_top, top))
+        logit = None if coefficients.h is None else torch.special.xlogy(self._e, self._e) * coefficients.h[:, None]
         few = self._e.mul_(self._c.mul_(few_b[:, None]).add_(few_a[:, None]))
+        if logit is not None:
+            few.sub_(logit)
         z.index_copy_(1, cost.columns, torch.where(self._own, coefficients.at_label[:, None], few).to(z.dtype))

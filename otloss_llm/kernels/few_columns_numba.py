@@ -17,18 +17,28 @@ from otloss.extending import exp32 as _exp
 from otloss_llm.costs.vocabulary import FewColumns
 from otloss_llm.kernels.few_columns import ColumnSums, largest
 from otloss_llm.kernels.rows import GradientCoefficients, RowSums
-from otloss_llm.kernels.rows_numba import BLOCK_ENTRIES, columns_of, parts_of, spread
+from otloss_llm.kernels.rows_numba import (
+    BLOCK_ENTRIES,
+    LEAST,
+    columns_of,
+    entropy_vector,
+    over_parts,
+    parts_of,
+    spread,
+)
 
 F32 = np.float32
 
 
 @compiled()
 def _softmax(
-    counter: Any, z: Any, place: Any, cost: Any, which: Any, top: Any, text: Any, few: Any, few_cost: Any, block: int
-) -> None:
+    counter: Any, z: Any, place: Any, cost: Any, which: Any, top: Any, text: Any, few: Any, few_cost: Any, logit: Any,
+    block: int,
+) -> None:  # fmt: skip
     """Each part of the vocabulary (axis 0 of the results) apart; `place` is a column's row in `cost`, or -1."""
     vocab, tokens = z.shape
     parts = top.shape[0]
+    with_logit = logit.shape[0] > 0
     while True:
         part = next_task(counter)
         if part >= parts:
@@ -37,6 +47,9 @@ def _softmax(
         m, s, f, d = top[part], text[part], few[part], few_cost[part]
         new, block_s = np.empty(tokens, F32), np.empty(tokens, F32)
         block_f, block_d, c = np.empty(tokens, F32), np.empty(tokens, F32), np.empty(tokens, F32)
+        x = logit[part] if with_logit else np.empty(0, F32)
+        block_x = np.empty(tokens, F32)
+        x[:] = F32(0.0)
         for t in range(tokens):
             m[t], s[t], f[t], d[t] = F32(-np.inf), F32(0.0), F32(0.0), F32(0.0)
         for start in range(first, last, block):
@@ -47,6 +60,12 @@ def _softmax(
                 row = z[i]
                 for t in range(tokens):
                     new[t] = row[t] if row[t] > new[t] else new[t]
+            if with_logit:
+                for t in range(tokens):
+                    shift = F32(0.0) if new[t] == F32(-np.inf) else new[t]
+                    step = m[t] - shift if m[t] > F32(-np.inf) else F32(0.0)
+                    x[t] = (x[t] + step * (s[t] + f[t])) * _exp(step)
+                    block_x[t] = F32(0.0)
             for t in range(tokens):
                 shift = F32(0.0) if new[t] == F32(-np.inf) else new[t]
                 shrink = _exp(m[t] - shift)
@@ -57,6 +76,10 @@ def _softmax(
                 new[t] = shift
             for i in range(start, stop):
                 row = z[i]
+                if with_logit:  # over all columns, few or not
+                    for t in range(tokens):
+                        below = row[t] - new[t]
+                        block_x[t] += _exp(below) * (below if below > LEAST else LEAST)
                 if place[i] >= 0:
                     spread(cost[place[i]], which, c)
                     for t in range(tokens):
@@ -70,13 +93,18 @@ def _softmax(
                 s[t] += block_s[t]
                 f[t] += block_f[t]
                 d[t] += block_d[t]
+            if with_logit:
+                for t in range(tokens):
+                    x[t] += block_x[t]
 
 
 @compiled()
 def _gradient(
-    counter: Any, z: Any, top: Any, place: Any, cost: Any, which: Any, a: Any, few_a: Any, few_b: Any, parts: int
-) -> None:
+    counter: Any, z: Any, top: Any, place: Any, cost: Any, which: Any, a: Any, few_a: Any, few_b: Any, h: Any,
+    parts: int,
+) -> None:  # fmt: skip
     vocab, tokens = z.shape
+    with_logit = h.shape[0] > 0
     while True:
         part = next_task(counter)
         if part >= parts:
@@ -84,7 +112,17 @@ def _gradient(
         c = np.empty(tokens, F32)
         for i in range(vocab * part // parts, vocab * (part + 1) // parts):
             row = z[i]
-            if place[i] >= 0:
+            if with_logit:
+                for t in range(tokens):
+                    c[t] = F32(0.0)
+                if place[i] >= 0:
+                    spread(cost[place[i]], which, c)
+                few = place[i] >= 0
+                for t in range(tokens):
+                    below = row[t] - top[t]
+                    of_cost = few_a[t] + few_b[t] * c[t] if few else a[t]
+                    row[t] = _exp(below) * (of_cost - h[t] * (below if below > LEAST else LEAST))
+            elif place[i] >= 0:
                 spread(cost[place[i]], which, c)
                 for t in range(tokens):
                     row[t] = _exp(row[t] - top[t]) * (few_a[t] + few_b[t] * c[t])
@@ -96,7 +134,9 @@ def _gradient(
 class NumbaFewColumnSweeps:
     """As `FewColumnSweeps`, for float32 logits whose columns are rows of memory."""
 
-    def softmax_rows(self, z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: FewColumns) -> RowSums:
+    def softmax_rows(
+        self, z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: FewColumns, entropy: bool = False
+    ) -> RowSums:
         """The sums of each row; leaves the logits in `z`, -inf at the label."""
         positions = torch.arange(len(label))
         z_y = z[positions, label]
@@ -108,15 +148,17 @@ class NumbaFewColumnSweeps:
         self._given = place.numpy(), rows.T.contiguous().numpy(), which.numpy().astype(np.uint32)
         parts, block = parts_of(z), max(1, BLOCK_ENTRIES // max(1, len(label)))
         tops, text, few, few_cost = (z.new_empty(parts, len(label)) for _ in range(4))
-        given = (columns_of(z), *self._given, tops.numpy(), text.numpy(), few.numpy(), few_cost.numpy(), block)
-        run_on_threads(_softmax, parts, given)
+        logits = z.new_empty(parts if entropy else 0, len(label))
+        sums = (vector.numpy() for vector in (tops, text, few, few_cost, logits))
+        run_on_threads(_softmax, parts, (columns_of(z), *self._given, *sums, block))
         top, shift = largest(tops.amax(0), z_y)
+        logit = over_parts(logits, text + few, tops, shift) if entropy else None
         shrink = (tops - shift).nan_to_num_(nan=-torch.inf).exp_()
         text, few, few_cost = ((part * shrink).sum(0) for part in (text, few, few_cost))
         # A logit that is NaN or +inf shows in its sum only.
         top = torch.where((text + few).isfinite(), top, torch.nan)
         own = place[label].long()
-        self._sums = ColumnSums(top, text, few, few_cost, cost.rest[cost.which].to(z.dtype))
+        self._sums = ColumnSums(top, text, few, few_cost, cost.rest[cost.which].to(z.dtype), logit)
         c_y = (
             torch.where(own >= 0, rows[which, own.clamp(min=0)], self._sums.rest) if rows.shape[1] else self._sums.rest
         )
@@ -127,6 +169,7 @@ class NumbaFewColumnSweeps:
     ) -> None:
         """Overwrite `z`, as `softmax_rows` left it, with the gradient in the logits."""
         vectors = [v.to(torch.float32).contiguous().numpy() for v in self._sums.multipliers(coefficients)]
+        vectors.append(entropy_vector(coefficients.h))
         parts = parts_of(z)
         run_on_threads(_gradient, parts, (columns_of(z), top.numpy(), *self._given, *vectors, parts))
         z[torch.arange(len(label)), label] = coefficients.at_label

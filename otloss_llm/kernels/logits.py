@@ -27,7 +27,8 @@ ROW_MULTIPLE, ROW_MULTIPLE_ON_GPU = 16, 128  # matrix products of other heights 
 class TokenLossConfig:
     """What a kernel computes from hidden states h and the head (W, b).
 
-    The logits are `softcap * tanh(scale * (h W^T + b) / softcap)`, the value is the objective of (nll, D).
+    The logits are `softcap * tanh(scale * (h W^T + b) / softcap) / temperature`, the value is the objective of the
+    statistics that it reads.
     """
 
     objective: Objective
@@ -36,6 +37,12 @@ class TokenLossConfig:
     softcap: float | None = None
     chunk_size: int | None = None
     impl: str = "auto"
+    temperature: float = 1.0
+
+    @property
+    def factor(self) -> float:
+        """What the logits are multiplied by where there is no cap, and their derivative everywhere."""
+        return self.scale / self.temperature
 
     def rows_per_chunk(self, vocab: int, device: str = "cpu") -> int:
         """Tokens in one chunk on a device of this type."""
@@ -68,7 +75,7 @@ class Logits:
         wide = torch.promote_types(hidden.dtype, torch.float32)
         # The Triton sweeps compute in float32 whatever they read, and bfloat16 holds any gradient. In float16 many
         # would be 0 (q_i / N is 1e-9) before a loss scaler's factor saves them: both are float32 there.
-        if on_triton and hidden.dtype == torch.bfloat16 and config.scale == 1.0 and config.softcap is None:
+        if on_triton and hidden.dtype == torch.bfloat16 and config.factor == 1.0 and config.softcap is None:
             wide = hidden.dtype
         self.wide = self.product if wide == hidden.dtype else torch.empty_like(self.product, dtype=wide)
 
@@ -89,13 +96,14 @@ class Logits:
             torch.addmm(self.bias, hidden, self.weight.T, out=z)
         if self.wide is not self.product:
             z = self._rows(self.wide, len(hidden)).copy_(z)
-        if self.config.scale != 1.0:
-            z.mul_(self.config.scale)
+        before_cap = self.config.factor if self.config.softcap is None else self.config.scale
+        if before_cap != 1.0:
+            z.mul_(before_cap)
         if self.config.softcap is None:
             return z, None
         torch.tanh_(z.div_(self.config.softcap))
         derivative = 1.0 - z * z
-        return z.mul_(self.config.softcap), derivative
+        return z.mul_(self.config.softcap / self.config.temperature), derivative
 
 
 def sweeps_for(z: Tensor, impl: str) -> ModuleType:

@@ -1,6 +1,7 @@
 """The specification of the token loss: from full logits, in plain autograd, written for reading.
 
-    q = softmax(logits)        nll = -log q_y        D = sum_i q_i c(i, y)        value = objective(nll, D)
+    q = softmax(logits)        nll = -log q_y        D = sum_i q_i c(i, y)        value = objective(nll, D, ...)
+    H = -sum_i q_i log q_i        Z = log sum_i exp(logit_i)        M = mean_i logit_i
 
 D is EMO's Eq. 14 (arXiv 2310.04691) for one-hot targets, and with the costs of numbers NTL-WAS (arXiv 2411.02083).
 Every other kernel is tested against this one in float64. It allows second derivatives.
@@ -13,7 +14,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows
-from otloss_llm.objectives import Objective, value_of
+from otloss_llm.objectives import Objective, Statistics, statistics_read, value_of
 
 
 def token_values(
@@ -22,11 +23,26 @@ def token_values(
     *,
     objective: Objective,
     cost: LabelRows | FewColumns | None,
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Per-token `(value, nll, D)`, differentiable in the logits; every label is a valid token."""
+) -> tuple[Tensor, Statistics]:
+    """The value and the statistics of each token, differentiable in the logits; every label is a valid token.
+
+    nll is always made, D where there is a cost, and the others where the objective reads them.
+    """
     nll = _negative_log_likelihood(logits, labels[:, None])
     transport = None if cost is None else _transport_cost(logits, labels, cost)
-    return value_of(objective, nll, transport), nll, transport
+    statistics = Statistics(nll, transport, **logit_statistics(logits, statistics_read(objective)))
+    return value_of(objective, statistics), statistics
+
+
+def logit_statistics(logits: Float[Tensor, "tokens vocab"], read: tuple[str, ...]) -> dict[str, Tensor]:
+    """Those of entropy, logsumexp and mean_logit that are read."""
+    made = {"entropy": _entropy, "logsumexp": lambda z: z.logsumexp(-1), "mean_logit": lambda z: z.mean(-1)}
+    return {name: make(logits) for name, make in made.items() if name in read}
+
+
+def _entropy(logits: Tensor) -> Float[Tensor, " tokens"]:
+    log_q = torch.log_softmax(logits, dim=-1)
+    return -(log_q.exp() * log_q.masked_fill(log_q == -torch.inf, 0.0)).sum(-1)  # a masked token has 0 log 0 = 0
 
 
 def _transport_cost(logits: Tensor, labels: Tensor, cost: LabelRows | FewColumns) -> Float[Tensor, " tokens"]:

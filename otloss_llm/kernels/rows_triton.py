@@ -3,6 +3,7 @@
 Notation: as in `rows`; m, s, d are the running maximum and the sums relative to it, over blocks of columns.
 
     m' = max(m, max z)    s' = s exp(m - m') + exp(z - m')    d' = d exp(m - m') + exp(z - m') c
+    w' = (w + (m - m') s) exp(m - m') + exp(z - m') (z - m'), the sum that the entropy needs, where it is asked for
 
 The first sweep reads logits and costs once and writes nothing but a few numbers a row; the second reads them again and
 puts the gradient in the place of the logits. On an H200 both wait for memory: 2 bytes a logit in the first sweep, 4 in
@@ -59,18 +60,21 @@ def check_usable(device: torch.device, dtype: torch.dtype) -> None:
         )
 
 
-def softmax_rows(z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: CostRows | None) -> RowSums:
+def softmax_rows(
+    z: Float[Tensor, "rows columns"], label: Int[Tensor, " rows"], cost: CostRows | None, entropy: bool = False
+) -> RowSums:
     """The sums of each row; leaves `z` as it is."""
     rows, columns = z.shape
-    sums = z.new_empty(5 if cost is not None else 3, rows, dtype=torch.float32)
+    sums = z.new_empty(6 if entropy else 5 if cost is not None else 3, rows, dtype=torch.float32)
     if rows:
         given = _given(z, label, cost)
         with _on(z.device):
-            _kernels(_interpreted()).softmax[(rows,)](*given, sums, columns, rows, **_options(columns, cost))
+            _kernels(_interpreted()).softmax[(rows,)](*given, sums, columns, rows, **_options(columns, cost, entropy))
     top, others, z_y = sums[:3]
+    logit = sums[5] if entropy else None
     if cost is None:
-        return RowSums(top, others, None, z_y, None)
-    return RowSums(top, others, sums[3], z_y, sums[4])
+        return RowSums(top, others, None, z_y, None, logit)
+    return RowSums(top, others, sums[3], z_y, sums[4], logit)
 
 
 def gradient_rows(
@@ -92,9 +96,10 @@ def gradient_rows(
         coefficients.a,
         coefficients.at_label,
         *((coefficients.b, coefficients.transport) if cost is not None else (unused, unused)),
+        unused if coefficients.h is None else coefficients.h,
     ]
     given = (*_given(z, label, cost), *(v.to(torch.float32).contiguous() for v in vectors if v is not None))
-    options = _options(columns, cost)
+    options = _options(columns, cost, coefficients.h is not None)
     # Rows vary fastest: neighbours have one label, and read the same block of its costs at the same time.
     grid = (rows, -(-columns // options["BLOCK"]))
     with _on(z.device):
@@ -110,11 +115,12 @@ def _given(z: Tensor, label: Tensor, cost: CostRows | None) -> tuple[Any, ...]:
     return z, z.stride(0), label.contiguous(), cost.rows, cost.which.contiguous(), *cost.rows.stride()
 
 
-def _options(columns: int, cost: CostRows | None) -> dict[str, Any]:
+def _options(columns: int, cost: CostRows | None, entropy: bool) -> dict[str, Any]:
     block = min(BLOCK, max(16, 1 << (columns - 1).bit_length()))
     warps = min(WARPS, max(1, block // 512))
     # Contraction to fused multiply-adds is the default so far, but Triton 3.9 warns unless it is asked for.
-    return {"WITH_COST": cost is not None, "BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
+    asked = {"WITH_COST": cost is not None, "WITH_ENTROPY": entropy}
+    return asked | {"BLOCK": block, "num_warps": warps, "enable_fp_fusion": True}
 
 
 def _on(device: torch.device) -> Any:
@@ -136,7 +142,7 @@ def _interpreted() -> bool:
 
 def _softmax(  # type: ignore[no-untyped-def]
     z, z_stride, label, costs, which, cost_stride, cost_step, sums, columns, rows,
-    WITH_COST: tl.constexpr, BLOCK: tl.constexpr,
+    WITH_COST: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     y = tl.load(label + row)
@@ -148,6 +154,7 @@ def _softmax(  # type: ignore[no-untyped-def]
     # One sum per place in the block, added up in the end: fewer roundings, and only the maximum is reduced in the loop.
     s = tl.full((BLOCK,), 0.0, tl.float32)
     d = tl.full((BLOCK,), 0.0, tl.float32)
+    w = tl.full((BLOCK,), 0.0, tl.float32)
     for start in range(0, columns, BLOCK):
         i = start + tl.arange(0, BLOCK).to(tl.int64)
         x = tl.load(z + i, mask=i < columns, other=-float("inf")).to(tl.float32)
@@ -155,6 +162,9 @@ def _softmax(  # type: ignore[no-untyped-def]
         shift = tl.where(new == -float("inf"), 0.0, new)
         shrink = tl.exp(top - shift)
         e = tl.where(i == y, 0.0, tl.exp(x - shift))
+        if WITH_ENTROPY:
+            step = tl.where(top == -float("inf"), 0.0, top - shift)
+            w = (w + step * s) * shrink + e * tl.where(e == 0.0, 0.0, x - shift)
         s = s * shrink + e
         if WITH_COST:
             c = tl.load(costs + i * cost_step, mask=i < columns, other=0.0).to(tl.float32)
@@ -166,14 +176,16 @@ def _softmax(  # type: ignore[no-untyped-def]
     tl.store(sums + row, tl.where(broken, float("nan"), top))
     tl.store(sums + rows + row, others)
     tl.store(sums + 2 * rows + row, z_y)
+    if WITH_ENTROPY:
+        tl.store(sums + 5 * rows + row, tl.reduce(w, 0, tl.standard._sum_combine))
     if WITH_COST:
         tl.store(sums + 3 * rows + row, tl.reduce(d, 0, tl.standard._sum_combine))
         tl.store(sums + 4 * rows + row, tl.load(costs + y * cost_step, mask=y >= 0, other=0.0).to(tl.float32))
 
 
 def _gradient(  # type: ignore[no-untyped-def]
-    z, z_stride, label, costs, which, cost_stride, cost_step, top, a, at_label, b, transport, columns,
-    WITH_COST: tl.constexpr, BLOCK: tl.constexpr,
+    z, z_stride, label, costs, which, cost_stride, cost_step, top, a, at_label, b, transport, h, columns,
+    WITH_COST: tl.constexpr, WITH_ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     i = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -186,6 +198,8 @@ def _gradient(  # type: ignore[no-untyped-def]
         costs += tl.load(which + row).to(tl.int64) * cost_stride
         c = tl.load(costs + i * cost_step, mask=i < columns, other=0.0).to(tl.float32)
         factor = factor + tl.load(b + row) * (c - tl.load(transport + row))
+    if WITH_ENTROPY:
+        factor = factor - tl.load(h + row) * tl.where(x == -float("inf"), 0.0, x - shift)
     gradient = tl.where(i == tl.load(label + row), tl.load(at_label + row), tl.exp(x - shift) * factor)
     tl.store(z, gradient.to(z.dtype.element_ty), mask=i < columns)
 

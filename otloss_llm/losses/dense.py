@@ -18,9 +18,10 @@ from torch import Tensor
 
 from otloss.costs import Cost
 from otloss.extending import MASS_TOLERANCE, check_finite, check_floating
-from otloss_llm.losses.positions import check_objective, check_token_reduction, reduction_factor, scatter
+from otloss_llm.kernels.reference import logit_statistics
+from otloss_llm.losses.positions import check_objective, check_token_reduction, reduction_factor
 from otloss_llm.losses.token_loss import TokenLoss
-from otloss_llm.objectives import Objective
+from otloss_llm.objectives import Objective, Statistics, statistics_read, value_of
 
 BOUNDS = ("residual", "difference")
 
@@ -40,7 +41,8 @@ def dense_token_loss(
     Args:
         logits: `(..., V)`.
         target: `(..., V)` probabilities (label smoothing, a teacher's distribution); each row sums to 1. No gradient.
-        objective: `(nll, D) -> value`; nll is the cross-entropy `-sum_i p_i log q_i`, D the bound.
+        objective: `(nll, D) -> value`, or one of the statistics of `token_loss`; nll is the cross-entropy
+            `-sum_i p_i log q_i`, D the bound.
         cost: vocabulary cost; only `cost.apply` is used, so no V x V matrix is formed for a cosine cost.
         bound: "residual" (0 iff q = p) or "difference", `|q - p|^T C p` (Eq. 15 of arXiv 2310.04691).
             The independent coupling `q^T C p` is not offered: a point mass minimises it, not p.
@@ -92,9 +94,10 @@ def dense_token_loss(
     noise = 4 * torch.finfo(target.dtype).eps * (p * (1 - p)).sum(-1)
     gap = torch.where((gap.detach().relu().sum(-1) <= noise)[..., None], 0.0, gap)
     transport = _residual(p, gap, cost) if bound == "residual" else (gap.abs() * _applied(cost.T, p)).sum(-1)
-    value = objective(nll, transport).to(dtype)
-    loss = scatter(value, valid) if reduction == "none" else value.sum() * reduction_factor(reduction, None, value)
-    return TokenLoss(loss, scatter(nll.detach().to(dtype), valid), scatter(transport.detach().to(dtype), valid))
+    statistics = Statistics(nll, transport, **logit_statistics(z.double(), statistics_read(objective)))
+    value = value_of(objective, statistics).to(dtype)
+    loss = value if reduction == "none" else value.sum() * reduction_factor(reduction, None, value)
+    return TokenLoss.at_positions(loss, statistics.map(lambda vector: vector.to(dtype)), valid)
 
 
 def _residual(p: Tensor, gap: Tensor, cost: Cost) -> Tensor:

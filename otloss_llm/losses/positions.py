@@ -11,7 +11,15 @@ from torch import Tensor
 
 from otloss.extending import check_finite, check_floating, check_reduction, check_tensor
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost, as_vocabulary_cost
-from otloss_llm.objectives import EMO, NumberToken, Objective, needs_cost, value_and_gradients
+from otloss_llm.objectives import (
+    EMO,
+    NumberToken,
+    Objective,
+    Statistics,
+    needs_cost,
+    statistics_read,
+    value_and_gradients,
+)
 
 IGNORE_INDEX = -100  # a label that is left out, as in torch and transformers
 IMPLEMENTATIONS = ("auto", "reference", "chunked", "triton")
@@ -58,8 +66,9 @@ def check_objective(
         )
     if not callable(objective):
         raise TypeError(f"objective is {objective!r}, expected a callable (nll, cost) -> value such as EMO() or MLE().")
+    read = statistics_read(objective)
     if cost is None:
-        if hasattr(objective, "needs_cost") and needs_cost(objective):
+        if needs_cost(objective) and (hasattr(objective, "needs_cost") or read != ("nll", "cost")):
             numbers = isinstance(objective, NumberToken)
             made = "NumberCost.from_tokenizer(tokenizer)" if numbers else "EmbeddingCost.from_model(model)"
             raise ValueError(f"{objective!r} needs cost=, for example {made}.")
@@ -179,9 +188,7 @@ def scatter(values: Tensor, valid: Tensor) -> Tensor:
     return values.new_zeros(valid.shape).masked_scatter(valid, values)
 
 
-def raise_not_finite(
-    nll: Tensor, transport: Tensor | None, labels: Tensor, objective: Objective, **inputs: Tensor | None
-) -> NoReturn:
+def raise_not_finite(statistics: Statistics, labels: Tensor, objective: Objective, **inputs: Tensor | None) -> NoReturn:
     """Raise a ValueError that names why the loss over these valid tokens is not finite.
 
     Args:
@@ -191,6 +198,8 @@ def raise_not_finite(
     for name, tensor in inputs.items():
         if tensor is not None:
             check_finite(name, tensor.detach().masked_fill(tensor == -torch.inf, 0.0))
+    statistics = statistics.map(torch.Tensor.detach)
+    nll = statistics.nll
     bad = ~torch.isfinite(nll)
     if bad.any():
         first = int(bad.nonzero()[0])
@@ -198,9 +207,14 @@ def raise_not_finite(
             f"-log q is {float(nll[first])} for label {int(labels[first])}: its logit is -inf or overflowed; "
             "expected finite logits at every label. Unmask that token, or set its label to ignore_index."
         )
-    value, _, _ = value_and_gradients(objective, nll, transport)
+    value, _ = value_and_gradients(objective, statistics)
     first = int((~torch.isfinite(value)).nonzero()[0]) if not torch.isfinite(value).all() else 0
-    at = f"nll={float(nll[first]):.6g}" + ("" if transport is None else f", D={float(transport[first]):.6g}")
+    names = ("nll", "D", *Statistics._fields[2:])
+    at = ", ".join(
+        f"{name}={float(vector[first]):.6g}"
+        for name, vector in zip(names, statistics, strict=True)
+        if vector is not None
+    )
     raise ValueError(
         f"objective {objective!r} has a value or derivative that is not finite, first at {at}; guard it there."
     )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -37,26 +37,58 @@ from otloss_llm.losses.positions import (
     valid_positions,
 )
 from otloss_llm.models.sharded_heads import VocabShard, fingerprint, local_tensors
-from otloss_llm.objectives import EMO, Objective
+from otloss_llm.objectives import EMO, Objective, Statistics
 
 
-class TokenLoss(NamedTuple):
-    """What a token loss returns.
+class _LossNllCost(NamedTuple):
+    loss: Tensor
+    nll: Tensor
+    cost: Tensor | None
+
+
+class TokenLoss(_LossNllCost):
+    """What a token loss returns; it unpacks as `loss, nll, cost`.
 
     Attributes:
         loss: the reduced objective, with a graph; float32 for 16-bit inputs.
         nll: detached per-token `-log q_y` in nats, shaped like the labels; 0 at ignored positions.
         cost: detached per-token transport cost D, likewise; None when no cost was given.
         transport_cost: another name of `cost`.
+        entropy: detached per-token `-sum_i q_i log q_i`, likewise; None unless the objective reads it.
+        logsumexp, mean_logit: detached per-token `log sum_i exp(z_i)` and mean of the logits, likewise.
     """
 
-    loss: Tensor
-    nll: Tensor
-    cost: Tensor | None
+    entropy: Tensor | None
+    logsumexp: Tensor | None
+    mean_logit: Tensor | None
+
+    def __new__(
+        cls,
+        loss: Tensor,
+        nll: Tensor,
+        cost: Tensor | None,
+        *,
+        entropy: Tensor | None = None,
+        logsumexp: Tensor | None = None,
+        mean_logit: Tensor | None = None,
+    ) -> Self:
+        made = super().__new__(cls, loss, nll, cost)
+        made.entropy, made.logsumexp, made.mean_logit = entropy, logsumexp, mean_logit
+        return made
 
     @property
     def transport_cost(self) -> Tensor | None:
         return self.cost
+
+    @classmethod
+    def at_positions(cls, loss: Tensor, statistics: Statistics, valid: Tensor) -> TokenLoss:
+        """Per-token vectors back at their positions (the loss too, unless it is reduced)."""
+        placed = statistics.map(lambda vector: scatter(vector.detach(), valid))
+        return cls(scatter(loss, valid) if loss.ndim else loss, **placed._asdict())
+
+    def statistics(self) -> Statistics:
+        """The statistics of all positions."""
+        return Statistics(self.nll, self.cost, self.entropy, self.logsumexp, self.mean_logit)
 
 
 @eager
@@ -70,12 +102,13 @@ def token_loss(
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
 ) -> TokenLoss:
-    """An objective of `(nll, D)` per token, from logits: the specification the fused kernels are tested against.
+    """An objective of per-token statistics, `(nll, D)` or more, from logits: the fused kernels are tested against it.
 
     Args:
         logits: `(..., V)`; 16-bit logits are computed with in float32.
         labels: `(...)` token ids aligned with `logits` (no hidden shift); `ignore_index` leaves a position out.
-        objective: `(nll, D) -> value`, for example `EMO()`.
+        objective: `(nll, D) -> value`, for example `EMO()`; or a function of any of `nll, cost, entropy, logsumexp,
+            mean_logit`, which it names as its parameters.
         cost: over the vocabulary, such as `EmbeddingCost` or any of `otloss.costs`; needed by objectives that read D,
             else only reported.
         ignore_index: label that leaves a position out of the loss.
@@ -103,11 +136,11 @@ def token_loss(
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     y = labels[valid].long()
     rows = None if known is None else known.for_labels(y)
-    value, nll, transport = reference.token_values(chosen, y, objective=objective, cost=rows)
-    if not (torch.isfinite(value).all() and torch.isfinite(nll).all()):
-        raise_not_finite(nll.detach(), transport, y, objective, logits=chosen)
+    value, statistics = reference.token_values(chosen, y, objective=objective, cost=rows)
+    if not (torch.isfinite(value).all() and torch.isfinite(statistics.nll).all()):
+        raise_not_finite(statistics, y, objective, logits=chosen)
     loss = value if reduction == "none" else value.sum() * reduction_factor(reduction, num_items, value)
-    return _at_positions(loss, nll, transport, valid)
+    return TokenLoss.at_positions(loss, statistics, valid)
 
 
 @eager
@@ -246,29 +279,20 @@ def _linear_token_loss(call: _Call, shard: VocabShard | None) -> TokenLoss:
     config = replace(call.config, cost=cost, chunk_size=step)
     with torch.autocast(h.device.type, enabled=False):
         if config.impl == "reference":
-            loss, nll, transport = _reference(h, weight, bias, y, factor, config)
+            loss, statistics = _reference(h, weight, bias, y, factor, config)
         else:
-            loss, nll, transport = chunked.token_values(h, weight, bias, y, factor, config, shard)
-    if not (torch.isfinite(loss).all() and torch.isfinite(nll).all()):
-        raise_not_finite(nll.detach(), transport, y, objective, hidden=h, weight=weight, bias=bias)
-    return _at_positions(loss, nll, transport, valid)
+            loss, statistics = chunked.token_values(h, weight, bias, y, factor, config, shard)
+    if not (torch.isfinite(loss).all() and torch.isfinite(statistics.nll).all()):
+        raise_not_finite(statistics, y, objective, hidden=h, weight=weight, bias=bias)
+    return TokenLoss.at_positions(loss, statistics, valid)
 
 
 def _reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor | None, config: TokenLossConfig
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Statistics]:
     logits = reference.head_logits(hidden, weight, bias, scale=config.scale, softcap=config.softcap)
-    value, nll, transport = reference.token_values(logits, labels, objective=config.objective, cost=config.cost)
-    return value if factor is None else value.sum() * factor, nll, transport
-
-
-def _at_positions(loss: Tensor, nll: Tensor, transport: Tensor | None, valid: Tensor) -> TokenLoss:
-    """Per-token tensors back at their positions (the loss too, unless it is reduced)."""
-    return TokenLoss(
-        loss=scatter(loss, valid) if loss.ndim else loss,
-        nll=scatter(nll.detach(), valid),
-        cost=None if transport is None else scatter(transport.detach(), valid),
-    )
+    value, statistics = reference.token_values(logits, labels, objective=config.objective, cost=config.cost)
+    return value if factor is None else value.sum() * factor, statistics
 
 
 def emo_loss(

@@ -55,10 +55,10 @@ def unwrap(model: nn.Module) -> nn.Module:
 def fused_loss(
     model: nn.Module, transform: LogitTransform, score: Callable[[Tensor, ScoredHead], TokenLoss]
 ) -> Iterator[None]:
-    """Within this context a call of `model` returns `{"loss", "nll", "cost", "aux_loss"}`.
+    """Within this context a call of `model` returns `{"loss", "nll", "cost", ..., "aux_loss"}`.
 
-    The first three are made by `score(hidden, head)`; "aux_loss" is the loss that the model returns to balance its
-    experts, not weighted and not part of "loss". Entries that would be None are left out.
+    The loss and the statistics of tokens are made by `score(hidden, head)`; "aux_loss" is the loss that the model
+    returns to balance its experts, not weighted and not part of "loss". Entries that would be None are left out.
 
     Args:
         model: a causal LM of transformers, possibly wrapped (DDP, FSDP2, PEFT).
@@ -81,7 +81,7 @@ def fused_loss(
     def root_output(probe: Probe, output: Any) -> dict[str, Tensor]:
         probe.check(transform)
         result: TokenLoss = made["result"]
-        returned = {"loss": result.loss, "nll": result.nll, "cost": result.cost, "aux_loss": auxiliary_loss(output)}
+        returned = {"loss": result.loss, **result.statistics()._asdict(), "aux_loss": auxiliary_loss(output)}
         return {name: tensor for name, tensor in returned.items() if tensor is not None}
 
     with _probed(root, head, scored, root_output):

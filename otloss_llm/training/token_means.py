@@ -18,7 +18,7 @@ from torch import Tensor
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.losses.positions import IGNORE_INDEX, cost_positions
 from otloss_llm.losses.token_loss import TokenLoss
-from otloss_llm.objectives import Objective
+from otloss_llm.objectives import Objective, value_of
 
 TOKENS = 4  # the column of the sums that counts predicted tokens
 
@@ -34,7 +34,7 @@ def example_sums(
     """Sums over each example of (nll, transport cost, value, cost positions, tokens, auxiliary loss, 1)."""
     valid = labels != IGNORE_INDEX
     transport = torch.full_like(result.nll, math.nan) if result.cost is None else result.cost
-    value = objective(result.nll[valid], None if result.cost is None else result.cost[valid])
+    value = value_of(objective, result.statistics().map(lambda vector: vector[valid]))
     positions = cost_positions(None if result.cost is None else cost, labels, valid)
     columns = [result.nll, transport, torch.zeros_like(result.nll).masked_scatter(valid, value), positions, valid]
     sums = [column.double().sum(-1) for column in columns]

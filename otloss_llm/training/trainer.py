@@ -32,7 +32,7 @@ from otloss_llm.models.heads import (
     weights_kept,
 )
 from otloss_llm.models.logit_transform import LogitTransform
-from otloss_llm.objectives import NumberToken, Objective, cost_kind, needs_cost, parse_objective
+from otloss_llm.objectives import NumberToken, Objective, Statistics, cost_kind, needs_cost, parse_objective
 from otloss_llm.training.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
 from otloss_llm.training.predictions import TRAINING_TOKENS, logit_sums, prediction_sums
 from otloss_llm.training.token_means import TOKENS, example_sums, token_means
@@ -237,13 +237,12 @@ class ObjectiveMixin:
                 self._transform = measure_transform(model, inputs)
             with fused_loss(model, self._transform, score):
                 outputs = model(**inputs)
-            result = TokenLoss(outputs["loss"], outputs["nll"], outputs.get("cost"))
+            result = TokenLoss(outputs["loss"], **{name: outputs.get(name) for name in Statistics._fields})
         # The head may be on another device than the batch (device_map).
-        given = (*result, auxiliary_loss(outputs))
-        loss, nll, cost, auxiliary = (tensor if tensor is None else tensor.to(labels.device) for tensor in given)
-        assert loss is not None
-        assert nll is not None
-        return TokenLoss(loss, nll, cost), auxiliary, logits
+        statistics = result.statistics().map(lambda vector: vector.to(labels.device))
+        auxiliary = auxiliary_loss(outputs)
+        auxiliary = None if auxiliary is None else auxiliary.to(labels.device)
+        return TokenLoss(result.loss.to(labels.device), **statistics._asdict()), auxiliary, logits
 
     def _auxiliary_weight(self) -> float:
         """The weight of the loss that balances experts: TRL's setting, else the one that the model itself uses."""

@@ -116,3 +116,22 @@ def relative_error(got: Tensor, true: Tensor) -> float:
     """Norm of the error over the norm of the truth."""
     true = true.double()
     return float((got.detach().double() - true).norm() / true.norm().clamp_min(1e-30))
+
+
+def everything(nll: Tensor, cost: Tensor, entropy: Tensor, logsumexp: Tensor, mean_logit: Tensor) -> Tensor:
+    """A user's objective of all statistics, linear in none of them."""
+    mixed = nll * entropy + cost * logsumexp + 0.1 * mean_logit * entropy
+    return mixed + 0.3 * nll.square() + (1 + cost).log() + 0.2 * entropy.exp() - 0.05 * logsumexp.square()
+
+
+def dense_statistics(z: Tensor, label: Tensor, rows: Tensor) -> dict[str, Tensor]:
+    """All statistics of logits `z` in their dtype, written out once more; `rows` are the costs of the labels."""
+    log_q = z - (z - z.amax(-1, keepdim=True)).exp().sum(-1, keepdim=True).log() - z.amax(-1, keepdim=True)
+    q = log_q.exp()
+    nll = -log_q.gather(-1, label[:, None])[:, 0]
+    # 0 log 0 is 0, with a derivative of 0.
+    entropy = -(q * torch.where(q > 0, log_q, 0.0)).sum(-1)
+    top = z.detach().amax(-1)
+    logsumexp = (z - top[:, None]).exp().sum(-1).log() + top
+    return {"nll": nll, "cost": (q * rows).sum(-1), "entropy": entropy, "logsumexp": logsumexp,
+            "mean_logit": z.sum(-1) / z.shape[-1]}  # fmt: skip

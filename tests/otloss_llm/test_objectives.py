@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import pickle
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from otloss_llm import EMO, MLE, MixCE, NumberToken, TaiLr, linear_token_loss, parse_objective
 from otloss_llm.objectives import (
     Objective,
+    Statistics,
     check_tokenwise,
     cost_kind,
     has_default_clip,
     needs_cost,
+    statistics_read,
     value_and_gradients,
+    value_of,
 )
 from tests.otloss_llm.oracles import OBJECTIVES
 
@@ -29,7 +34,7 @@ PAIRS = st.lists(st.tuples(st.floats(1e-6, 50.0), st.floats(1e-6, 2.0)), min_siz
 def test_values_and_gradients_are_those_of_the_formula(name: str, pairs: list[tuple[float, float]]) -> None:
     objective, formula = OBJECTIVES[name]
     nll, cost = torch.tensor(pairs, dtype=torch.float64).T.clone()
-    value, alpha, beta = value_and_gradients(objective, nll, cost)
+    value, (alpha, beta, *_) = value_and_gradients(objective, Statistics(nll, cost))
     nll.requires_grad_(), cost.requires_grad_()
     expected = formula((-nll).exp(), nll, cost)
     gradients = torch.autograd.grad(expected.sum(), [nll, cost], allow_unused=True)
@@ -43,7 +48,7 @@ def test_values_and_gradients_are_those_of_the_formula(name: str, pairs: list[tu
 @pytest.mark.parametrize("weighting", ["ratio", "transport"])
 def test_the_ratio_is_0_where_its_denominator_is_0(weighting: str) -> None:
     nll, cost = torch.tensor([0.0, 0.7, 0.0]), torch.tensor([0.0, 0.0, 0.3])
-    value, alpha, beta = value_and_gradients(EMO(weighting), nll, cost)
+    value, (alpha, beta, *_) = value_and_gradients(EMO(weighting), Statistics(nll, cost))
     assert beta is not None
     assert torch.isfinite(torch.stack([value, alpha, beta])).all()
     expected = [0.0, 0.35, 0.0] if weighting == "ratio" else [0.0, 0.0, 0.3]
@@ -53,7 +58,8 @@ def test_the_ratio_is_0_where_its_denominator_is_0(weighting: str) -> None:
 def test_weights_stay_finite_where_the_probability_underflows() -> None:
     nll = torch.tensor([1e-45, 200.0, 3e4])  # exp(-200) underflows, exp(200) overflows float32
     for objective in ALL:
-        for made in value_and_gradients(objective, nll, torch.full((3,), 0.5)):
+        value, gradients = value_and_gradients(objective, Statistics(nll, torch.full((3,), 0.5)))
+        for made in (value, *gradients):
             assert made is None or torch.isfinite(made).all(), objective
 
 
@@ -111,23 +117,54 @@ def test_needs_cost() -> None:
     assert needs_cost(lambda nll, cost: nll)
 
 
+def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
+    vectors = Statistics(*torch.rand(5, 3))
+    kept: list[Tensor] = []
+
+    def keep(*given: Tensor | None) -> Tensor:
+        kept[:] = [vector for vector in given if vector is not None]
+        return kept[0]
+
+    cases: list[tuple[Objective, tuple[str, ...]]] = [
+        (lambda n, d: keep(n, d), ("nll", "cost")), (lambda nll, d: keep(nll, d), ("nll", "cost")),
+        (keep, ("nll", "cost")), (lambda nll: keep(nll), ("nll",)),
+        (lambda cost, nll: keep(cost, nll), ("cost", "nll")),
+        (lambda entropy, *, mean_logit, w=2.0: keep(entropy, mean_logit), ("entropy", "mean_logit")),
+        (functools.partial(lambda w, nll, logsumexp: keep(nll, logsumexp), 1.0), ("nll", "logsumexp")),
+        (torch.maximum, ("nll", "cost")),
+    ]  # fmt: skip
+    for objective, names in cases:
+        assert statistics_read(objective) == names
+        value_of(objective, vectors)
+        if objective is not torch.maximum:
+            assert all(a is getattr(vectors, name) for a, name in zip(kept, names, strict=True))
+    assert not needs_cost(lambda nll, entropy: nll)
+    for wrong in (lambda nll, cost, temperature: nll, lambda n: n, lambda d, nll: d, lambda: 0, lambda n, entropy: n):
+        with pytest.raises(ValueError, match=r"has parameters \[.*expected some of \['nll', 'cost', 'entropy'"):
+            statistics_read(wrong)
+    with pytest.raises(ValueError, match=r"reads \['entropy'\], which this path does not compute"):
+        value_of(lambda nll, entropy: nll, Statistics(torch.ones(3)))
+
+
 def test_objectives_of_another_shape_or_without_a_graph_raise() -> None:
     nll, cost = torch.ones(3), torch.ones(3)
     with pytest.raises(ValueError, match=r"returned \(\), expected a value per token, \(3,\)"):
-        value_and_gradients(lambda n, d: n.sum(), nll, cost)
+        value_and_gradients(lambda n, d: n.sum(), Statistics(nll, cost))
     with pytest.raises(ValueError, match="returned float"):
-        value_and_gradients(lambda n, d: 1.0, nll, cost)  # type: ignore[arg-type, return-value]
+        value_and_gradients(lambda n, d: 1.0, Statistics(nll, cost))  # type: ignore[arg-type, return-value]
     with pytest.raises(ValueError, match="neither nll nor cost"):
-        value_and_gradients(lambda n, d: n.detach(), nll, cost)
+        value_and_gradients(lambda n, d: n.detach(), Statistics(nll, cost))
 
 
 def test_a_gradient_that_is_not_finite_shows_in_the_value() -> None:
-    value, _, _ = value_and_gradients(lambda n, d: n + d.sqrt(), torch.ones(2), torch.tensor([1.0, 0.0]))  # type: ignore[union-attr]
+    statistics = Statistics(torch.ones(2), torch.tensor([1.0, 0.0]))
+    value, _ = value_and_gradients(lambda n, d: n + d.sqrt(), statistics)
     assert value.isnan().tolist() == [False, True]
 
 
 def test_objectives_that_mix_tokens_raise() -> None:
-    nll, cost, weights = torch.rand(6), torch.rand(6), torch.rand(6)
+    nll, weights = torch.rand(6), torch.rand(6)
+    statistics = Statistics(nll, torch.rand(6))
     learned = torch.nn.Parameter(torch.tensor(0.5))
     mixing: list[tuple[Objective, str]] = [
         (lambda n, d: n * n.mean(), "another value beside other tokens"),
@@ -137,11 +174,11 @@ def test_objectives_that_mix_tokens_raise() -> None:
         (lambda n, d: n * learned, "parameters that require grad"),
     ]
     for objective, message in mixing:
-        value, _, _ = value_and_gradients(objective, nll, cost)
+        value, _ = value_and_gradients(objective, statistics)
         with pytest.raises((ValueError, RuntimeError), match=message):
-            check_tokenwise(objective, nll, cost, value)
+            check_tokenwise(objective, statistics, value)
     for objective in ALL:
-        check_tokenwise(objective, nll, cost, value_and_gradients(objective, nll, cost)[0])
+        check_tokenwise(objective, statistics, value_and_gradients(objective, statistics)[0])
 
 
 @pytest.mark.parametrize("chunk_size", [1, 64])

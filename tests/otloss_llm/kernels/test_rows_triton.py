@@ -15,14 +15,17 @@ from typing import Any
 import pytest
 import torch
 
-from otloss_llm import EMO, MLE, EmbeddingCost, linear_token_loss
+from otloss.costs import LineCost
+from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, linear_token_loss
 from otloss_llm.kernels import logits, rows, rows_triton
 from otloss_llm.kernels import weight_gradients as gradients_module
 from otloss_llm.kernels.chunked import Tokens
 from otloss_llm.kernels.logits import TokenLossConfig, sweeps_for
 from otloss_llm.kernels.rows import CostRows
 from otloss_llm.kernels.rows_triton import BLOCK
+from otloss_llm.objectives import Statistics
 from tests.otloss_llm.kernels.test_rows import assert_as_in_float64
+from tests.otloss_llm.losses import test_statistics as statistics_cases
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, dense_values, problem, relative_error, truth
 from tests.otloss_llm.scoring import Observed, from_logits, fused, gradients
 
@@ -50,6 +53,19 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> s
 )  # fmt: skip
 def test_values_and_gradients_against_float64(vocab: int, spread: float, dtype: torch.dtype, device: str) -> None:
     assert_as_in_float64(vocab, spread, "triton", dtype, device)
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(17, torch.float32), (BLOCK + 3, torch.float32), (40, torch.bfloat16)])
+def test_all_statistics_against_float64(vocab: int, dtype: torch.dtype, device: str) -> None:
+    if device != "cpu":
+        pytest.skip("the oracle is on the CPU")
+    z, label, x = statistics_cases.logits(vocab, 2.0, dtype)
+    tolerance = 2e-5 if dtype == torch.float32 else 0.02
+    rows_of_cost, cost = (x - x[label][:, None]).abs(), LineCost(x.float())
+    statistics_cases.assert_statistics(z, label, rows_of_cost, cost, "triton", tolerance)
+    x[: vocab // 2] = math.nan
+    numbers = NumberCost(x)
+    statistics_cases.assert_statistics(z, label, numbers.rows(label), NumberCost(x.float()), "triton", tolerance)
 
 
 def test_masked_and_certain_rows(device: str) -> None:
@@ -90,13 +106,13 @@ def test_rows_beyond_2_to_the_31(device: str) -> None:
     near, costs = (torch.randn(3, 8, device=device).bfloat16() for _ in range(2))
     far.copy_(near), far_costs.copy_(costs)
     label, which = torch.tensor([3, 1, 5], device=device), torch.tensor([2, 1, 2], device=device)
-    sums = rows_triton.softmax_rows(far, label, CostRows(far_costs, which))
-    for got, want in zip(sums, rows_triton.softmax_rows(near, label, CostRows(costs, which)), strict=True):
+    sums = rows_triton.softmax_rows(far, label, CostRows(far_costs, which), True)
+    for got, want in zip(sums, rows_triton.softmax_rows(near, label, CostRows(costs, which), True), strict=True):
         assert got is not None
         assert torch.equal(got, want)  # type: ignore[arg-type]
     ones = torch.ones(3, device=device)
     for z, rows_ in ((far, far_costs), (near, costs)):
-        scales = Tokens.of(sums).coefficients(ones, ones, ones)
+        scales = Tokens.of(sums).coefficients(Statistics(ones, ones), ones)
         rows_triton.gradient_rows(z, sums.top, label, CostRows(rows_, which), scales)
     assert torch.equal(far, near)
 
@@ -107,9 +123,9 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 from otloss_llm.kernels import rows_triton
 integers = {"z_stride", "cost_stride", "columns", "rows"}
-for kernel in rows_triton._kernels(False):
+for kernel, entropy in [(kernel, entropy) for kernel in rows_triton._kernels(False) for entropy in (False, True)]:
     names = kernel.arg_names
-    fixed = {"cost_step": 1, "WITH_COST": True, "BLOCK": rows_triton.BLOCK}
+    fixed = {"cost_step": 1, "WITH_COST": True, "WITH_ENTROPY": entropy, "BLOCK": rows_triton.BLOCK}
     types = {"z": "*bf16", "costs": "*bf16", "label": "*i64", "which": "*i64"} | dict.fromkeys(integers, "i32")
     signature = {name: "constexpr" if name in fixed else types.get(name, "*fp32") for name in names}
     even = {(i,): [["tt.divisibility", 16]] for i, name in enumerate(names) if name not in fixed and name != "rows"}
@@ -126,7 +142,7 @@ def test_the_kernels_compile_for_a_gpu() -> None:
                           cwd=Path(__file__).parents[3], timeout=120)  # fmt: skip
     if "ImportError" in done.stderr:
         pytest.skip(f"this version of Triton has another compiler interface: {done.stderr.splitlines()[-1]}")
-    assert done.stdout.splitlines() == ["_softmax 4 0", "_gradient 4 0"], done.stderr
+    assert done.stdout.splitlines() == ["_softmax 4 0"] * 2 + ["_gradient 4 0"] * 2, done.stderr
 
 
 # ---- the token loss --------------------------------------------------------------------------------------------------

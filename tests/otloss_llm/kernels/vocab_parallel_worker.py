@@ -34,7 +34,7 @@ from otloss_llm import (
     linear_token_loss,
     token_loss,
 )
-from tests.otloss_llm.oracles import OBJECTIVES, Problem, problem
+from tests.otloss_llm.oracles import OBJECTIVES, Problem, everything, problem
 
 VOCAB = 41
 SIZES = {2: [(20, 21), (0, 41)], 3: [(7, 30, 4), (21, 0, 20)]}
@@ -102,6 +102,11 @@ def assert_as_in_one_process(
     tolerance = TOLERANCE[given.hidden.dtype]
     assert_close(out.loss, one.loss, tolerance)
     assert_close(out.nll, one.nll, tolerance)
+    for got, want in ((out.entropy, one.entropy), (out.logsumexp, one.logsumexp)):
+        assert (got is None) == (want is None)
+        if want is not None:
+            assert_close(got, want, tolerance)
+            assert_same_everywhere(got)
     if one.cost is not None:
         assert_close(out.cost, one.cost, tolerance)
         assert_same_everywhere(out.cost)
@@ -152,6 +157,23 @@ def check_objectives_and_reductions() -> None:
     for index, (objective, _) in enumerate(OBJECTIVES.values()):
         given = problem(dtype=(torch.float64, torch.float32)[index // 2 % 2])
         assert_as_in_one_process(given, blocks()[index % 2], objective=objective, **REDUCTIONS[index % 4])
+
+
+def check_statistics() -> None:
+    """Entropy, logsumexp and mean logit, whose columns are in all processes, and costs of few columns beside them."""
+    values = torch.tensor(([torch.nan, 0.0, 7.0, 3.5, torch.nan, -2.0, 7.0] * VOCAB)[:VOCAB], dtype=torch.float64)
+    for sizes in blocks():
+        for dtype in (torch.float64, torch.float32):
+            assert_as_in_one_process(problem(dtype=dtype), sizes, objective=everything)
+        assert_as_in_one_process(problem(), sizes, objective=everything, cost=NumberCost(values), reduction="none")
+        sharp = problem(5, sharpness=20.0, dtype=torch.float32)
+        assert_as_in_one_process(sharp, sizes, objective=lambda nll, entropy: nll + entropy)
+        given = problem(6)
+        assert given.bias is not None
+        given.bias[sum(sizes[:-1]) :] = -torch.inf  # all columns of a process
+        given.labels = given.labels.clamp(max=sum(sizes[:-1]) - 1) if sizes[0] else given.labels
+        if sizes[0]:
+            assert_as_in_one_process(given, sizes, objective=lambda nll, entropy: nll + entropy)
 
 
 def check_forms_of_the_head() -> None:
