@@ -27,6 +27,7 @@ from otloss_llm.losses.token_loss import TokenLoss as TokenLoss
 from otloss_llm.losses.token_loss import emo_loss as emo_loss
 from otloss_llm.losses.token_loss import linear_token_loss as linear_token_loss
 from otloss_llm.losses.token_loss import token_loss as token_loss
+from otloss_llm.losses.token_loss import token_statistics as token_statistics
 from otloss_llm.objectives import EMO as EMO
 from otloss_llm.objectives import MLE as MLE
 from otloss_llm.objectives import MixCE as MixCE
@@ -60,6 +61,7 @@ __all__ = [
     "linear_token_loss",
     "parse_objective",
     "token_loss",
+    "token_statistics",
     "warm_up",
 ]
 

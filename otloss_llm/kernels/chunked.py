@@ -211,8 +211,14 @@ def _sweeps_for(z: Tensor, config: TokenLossConfig, shard: VocabShard | None) ->
     return sweeps if shard is None else ShardedSweeps(sweeps, shard)
 
 
+def reduced(value: Tensor, factor: Tensor) -> Tensor:
+    """`sum_t factor_t value_t`, of one factor or one for each token."""
+    factor = factor.to(value.dtype)
+    return (value * factor).sum() if factor.ndim else value.sum() * factor
+
+
 class _Loss(torch.autograd.Function):
-    """`factor * sum_t value_t`; without a factor `value_t` for each token.
+    """`sum_t factor_t value_t`, of one factor or one for each token; without a factor `value_t` for each token.
 
     `wanted` says which gradients are computed in the forward pass; others are computed in the backward pass, which
     runs the chunks again.
@@ -240,7 +246,7 @@ class _Loss(torch.autograd.Function):
         # Also read by a second backward pass through a retained graph: the gradients are handed out once.
         ctx.save_for_backward(hidden, weight, bias, labels, factor)
         ctx.mark_non_differentiable(*(vector for vector in statistics if vector is not None))
-        return value if factor is None else value.sum() * factor.to(value.dtype), *statistics
+        return value if factor is None else reduced(value, factor), *statistics
 
     @staticmethod
     def backward(ctx: Any, upstream: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
@@ -291,3 +297,50 @@ def token_values(
     wanted = tuple(now and tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias))
     loss, *statistics = _Loss.apply(hidden, weight, bias, labels, factor, config, shard, wanted)
     return loss, Statistics(*statistics)
+
+
+class _NllEntropy(torch.autograd.Function):
+    """`nll_t` and `H_t` for each token, both differentiable: the backward pass runs the chunks again."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        config: TokenLossConfig,
+        shard: VocabShard | None,
+    ) -> tuple[Tensor, Tensor | None]:
+        nothing = Gradients.like(hidden, weight, bias, (False, False, False))
+        one = hidden.new_ones(())
+        statistics = chunked_pass(hidden, weight, bias, labels, config, upstream=one, gradients=nothing, shard=shard)[1]
+        ctx.config, ctx.shard = config, shard
+        ctx.save_for_backward(hidden, weight, bias, labels)
+        ctx.set_materialize_grads(False)
+        return statistics.nll, statistics.entropy
+
+    @staticmethod
+    def backward(ctx: Any, alpha: Tensor | None, eta: Tensor | None) -> tuple[Tensor | None, ...]:
+        _check_first_order()
+        hidden, weight, bias, labels = ctx.saved_tensors
+        alpha = hidden.new_zeros(len(labels)) if alpha is None else alpha
+        gradients = Gradients.like(hidden, weight, bias, ctx.needs_input_grad[:3])
+        chunked_pass(
+            hidden, weight, bias, labels, ctx.config, upstream=hidden.new_ones((), dtype=alpha.dtype),
+            gradients=gradients, shard=ctx.shard,
+            derivatives=lambda tokens: Statistics(alpha[tokens], entropy=None if eta is None else eta[tokens]),
+        )  # fmt: skip
+        return (*gradients.times(None), None, None, None)
+
+
+def nll_and_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    config: TokenLossConfig,
+    shard: VocabShard | None = None,
+) -> tuple[Tensor, Tensor]:
+    """nll and entropy of each token, both with a graph; `config.objective` reads these two."""
+    return _NllEntropy.apply(hidden, weight, bias, labels, config, shard)

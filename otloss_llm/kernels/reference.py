@@ -74,8 +74,9 @@ def head_logits(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
+    temperature: float = 1.0,
 ) -> Float[Tensor, "tokens vocab"]:
-    """`softcap * tanh(scale * (hidden weight^T + bias) / softcap)`, at least float32."""
+    """`softcap * tanh(scale * (hidden weight^T + bias) / softcap) / temperature`, at least float32."""
     logits = torch.nn.functional.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * scale
-    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+    return (logits if softcap is None else softcap * torch.tanh(logits / softcap)) / temperature

@@ -174,9 +174,39 @@ def cost_positions(cost: TokenCost | None, labels: Tensor, valid: Tensor) -> Ten
     return valid if cost is None else as_vocabulary_cost(cost).positions(labels, valid)
 
 
-def reduction_factor(reduction: str, num_items: int | Tensor | None, like: Tensor) -> Tensor:
-    """What the sum over valid tokens (the rows of `like`) is multiplied by, in float32 or wider."""
+def valid_weights(token_weight: Tensor | None, labels: Tensor, valid: Tensor) -> Tensor | None:
+    """Return the detached weights of the valid tokens; raise unless there is a number >= 0 for each of them."""
+    if token_weight is None:
+        return None
+    check_tensor("token_weight", token_weight)
+    if token_weight.shape != labels.shape:
+        raise ValueError(
+            f"token_weight has shape {tuple(token_weight.shape)}, expected that of labels, {tuple(labels.shape)}."
+        )
+    if token_weight.is_complex():
+        raise TypeError(f"token_weight has dtype {token_weight.dtype}, expected real numbers.")
+    weights = token_weight.detach().to(valid.device)[valid]
+    wrong = ~((weights >= 0) & torch.isfinite(weights))
+    if wrong.any():
+        raise ValueError(
+            f"token_weight holds {float(weights[wrong][0])} at a labelled position, expected finite numbers >= 0."
+        )
+    return weights
+
+
+def reduction_factor(
+    reduction: str, num_items: int | Tensor | None, like: Tensor, weights: Tensor | None = None
+) -> Tensor:
+    """What the sum over valid tokens (the rows of `like`) is multiplied by, in float32 or wider.
+
+    With weights one factor for each token, of which "mean" divides by the sum of the weights; 0 where that is 0.
+    """
     dtype = torch.promote_types(like.dtype, torch.float32)
+    if weights is not None:
+        weights = weights.to(device=like.device, dtype=dtype)
+        total = weights.sum() if num_items is None else torch.as_tensor(num_items, device=like.device)
+        total = total.to(dtype).reshape(())
+        return weights if reduction != "mean" else weights / torch.where(total > 0, total, 1.0)
     if reduction != "mean":
         return torch.ones((), dtype=dtype, device=like.device)
     count = torch.as_tensor(max(1, len(like)) if num_items is None else num_items, device=like.device)

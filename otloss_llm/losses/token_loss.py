@@ -7,6 +7,7 @@ only one coupling.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -35,8 +36,9 @@ from otloss_llm.losses.positions import (
     reduction_factor,
     scatter,
     valid_positions,
+    valid_weights,
 )
-from otloss_llm.models.sharded_heads import VocabShard, fingerprint, local_tensors
+from otloss_llm.models.sharded_heads import VocabShard, fingerprint, local_tensors, replica
 from otloss_llm.objectives import EMO, Objective, Statistics
 
 
@@ -101,6 +103,7 @@ def token_loss(
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
+    token_weight: Float[Tensor, "*batch"] | None = None,
 ) -> TokenLoss:
     """An objective of per-token statistics, `(nll, D)` or more, from logits: the fused kernels are tested against it.
 
@@ -114,6 +117,8 @@ def token_loss(
         ignore_index: label that leaves a position out of the loss.
         reduction: "mean" over the labelled positions, "sum", or "none" (0 at ignored positions).
         num_items: with "mean", divide by this count instead (gradient accumulation, several processes).
+        token_weight: `(...)` factors >= 0 of the value at each label, without a gradient; "mean" then divides by the
+            sum of the weights at labelled positions. Statistics in the result are not weighted.
 
     Returns:
         `TokenLoss(loss, nll, cost)`. All positions ignored: loss 0 with a graph and zero gradients.
@@ -139,7 +144,12 @@ def token_loss(
     value, statistics = reference.token_values(chosen, y, objective=objective, cost=rows)
     if not (torch.isfinite(value).all() and torch.isfinite(statistics.nll).all()):
         raise_not_finite(statistics, y, objective, logits=chosen)
-    loss = value if reduction == "none" else value.sum() * reduction_factor(reduction, num_items, value)
+    weights = valid_weights(token_weight, labels, valid)
+    loss = (
+        _weighted(value, weights)
+        if reduction == "none"
+        else chunked.reduced(value, reduction_factor(reduction, num_items, value, weights))
+    )
     return TokenLoss.at_positions(loss, statistics, valid)
 
 
@@ -155,6 +165,7 @@ def linear_token_loss(
     ignore_index: int = IGNORE_INDEX,
     reduction: str = "mean",
     num_items: int | Tensor | None = None,
+    token_weight: Float[Tensor, "*batch"] | None = None,
     logit_scale: float = 1.0,
     logit_softcap: float | None = None,
     impl: str = "auto",
@@ -167,7 +178,7 @@ def linear_token_loss(
         hidden: `(..., d)` hidden states before the head.
         weight: `(V, d)` head; trained or frozen.
         labels: `(...)` token ids aligned with `hidden` (no hidden shift).
-        objective, cost, ignore_index, reduction, num_items: as in `token_loss`.
+        objective, cost, ignore_index, reduction, num_items, token_weight: as in `token_loss`.
         bias: `(V,)` of the head.
         logit_scale: factor on the logits.
         logit_softcap: `softcap * tanh(logits / softcap)` after the scale; None for no cap.
@@ -206,6 +217,7 @@ def linear_token_loss(
         (torch.Size([4, 8]), False)
     """
     hidden, weight, bias, labels, process_group = local_tensors(hidden, weight, bias, labels, process_group)
+    token_weight = None if token_weight is None else replica("token_weight", token_weight)
 
     def check() -> _Call:
         h, w, b = check_head(hidden, weight, bias, labels)
@@ -214,11 +226,11 @@ def linear_token_loss(
         known = check_objective(objective, cost, device=w.device)
         if impl != "reference":
             check_fixed(known)
-        elif process_group is not None:
-            raise ValueError('impl="reference" forms all logits in one process; with process_group expected "auto".')
+        else:
+            _check_one_process(process_group)
         scale, softcap = check_transform(logit_scale, logit_softcap)
         config = TokenLossConfig(objective, None, scale, softcap, chunk_size, impl)
-        return _Call(h, w, b, labels, known, config, ignore_index, reduction, num_items)
+        return _Call(h, w, b, labels, known, config, ignore_index, reduction, num_items, token_weight)
 
     if process_group is None:
         return _linear_token_loss(check(), shard=None)
@@ -236,8 +248,9 @@ class _Call:
     cost: VocabularyCost | None
     config: TokenLossConfig
     ignore_index: int
-    reduction: str
-    num_items: int | Tensor | None
+    reduction: str = "none"
+    num_items: int | Tensor | None = None
+    token_weight: Tensor | None = None
 
     def facts(self) -> dict[str, Any]:
         """What has to be equal in all processes that hold rows of the head."""
@@ -248,7 +261,8 @@ class _Call:
             "labels": (tuple(self.labels.shape), fingerprint(self.labels), self.ignore_index),
             "gradients": [torch.is_grad_enabled() and t is not None and t.requires_grad for t in leaves],
             "cost": None if self.cost is None else (type(self.cost).__name__, self.cost.shape, self.cost.dtype),
-            "logits": (config.scale, config.softcap, config.impl, config.chunk_size),
+            "logits": (config.scale, config.softcap, config.temperature, config.impl, config.chunk_size),
+            "token_weight": None if self.token_weight is None else fingerprint(_bits(self.token_weight)),
             "reduction": (self.reduction, None if count is None else float(count)),
         }
 
@@ -265,34 +279,138 @@ def _agreed(group: dist.ProcessGroup, weight: Tensor, check: Callable[[], _Call]
     return checked[0], shard
 
 
+def _bits(weights: Tensor) -> Tensor:
+    return weights.detach().float().contiguous().view(torch.int32)
+
+
+def _check_one_process(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        raise ValueError('impl="reference" forms all logits in one process; with process_group expected "auto".')
+
+
+class _Scored(NamedTuple):
+    """The labelled tokens of a call: hidden states, labels, where they are; and the settings of the kernel for them."""
+
+    hidden: Tensor
+    labels: Tensor
+    valid: Tensor
+    config: TokenLossConfig
+
+    @classmethod
+    def of(cls, call: _Call, shard: VocabShard | None) -> _Scored:
+        weight = call.weight
+        vocab, most = (len(weight),) * 2 if shard is None else (shard.vocab, max(1, *shard.sizes))
+        if call.cost is not None:
+            check_vocabulary(call.cost, vocab)
+        valid = valid_positions(call.labels, call.hidden.shape[:-1], vocab, call.ignore_index, "hidden")
+        h, y = call.hidden[valid], call.labels[valid].long()
+        cost = None if call.cost is None else call.cost.for_labels(y, shard)
+        step = call.config.rows_per_chunk(most, h.device.type)  # one for all processes
+        return cls(h, y, valid, replace(call.config, cost=cost, chunk_size=step))
+
+
 def _linear_token_loss(call: _Call, shard: VocabShard | None) -> TokenLoss:
     """With the whole head here, by the reference or the chunked kernel; or with the rows of this process (a shard)."""
-    weight, bias, objective = call.weight, call.bias, call.config.objective
-    vocab, most = (len(weight),) * 2 if shard is None else (shard.vocab, max(1, *shard.sizes))
-    if call.cost is not None:
-        check_vocabulary(call.cost, vocab)
-    valid = valid_positions(call.labels, call.hidden.shape[:-1], vocab, call.ignore_index, "hidden")
-    h, y = call.hidden[valid], call.labels[valid].long()
-    factor = None if call.reduction == "none" else reduction_factor(call.reduction, call.num_items, h)
-    cost = None if call.cost is None else call.cost.for_labels(y, shard)
-    step = call.config.rows_per_chunk(most, h.device.type)  # one for all processes
-    config = replace(call.config, cost=cost, chunk_size=step)
+    weight, bias = call.weight, call.bias
+    h, y, valid, config = _Scored.of(call, shard)
+    weights = valid_weights(call.token_weight, call.labels, valid)
+    per_token = call.reduction == "none"
+    factor = None if per_token else reduction_factor(call.reduction, call.num_items, h, weights)
     with torch.autocast(h.device.type, enabled=False):
         if config.impl == "reference":
-            loss, statistics = _reference(h, weight, bias, y, factor, config)
+            value, statistics = _reference(h, weight, bias, y, config)
+            loss = value if factor is None else chunked.reduced(value, factor)
         else:
             loss, statistics = chunked.token_values(h, weight, bias, y, factor, config, shard)
     if not (torch.isfinite(loss).all() and torch.isfinite(statistics.nll).all()):
-        raise_not_finite(statistics, y, objective, hidden=h, weight=weight, bias=bias)
-    return TokenLoss.at_positions(loss, statistics, valid)
+        raise_not_finite(statistics, y, config.objective, hidden=h, weight=weight, bias=bias)
+    return TokenLoss.at_positions(_weighted(loss, weights) if per_token else loss, statistics, valid)
+
+
+def _weighted(value: Tensor, weights: Tensor | None) -> Tensor:
+    return value if weights is None else value * weights.to(value)
 
 
 def _reference(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, factor: Tensor | None, config: TokenLossConfig
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, config: TokenLossConfig
 ) -> tuple[Tensor, Statistics]:
-    logits = reference.head_logits(hidden, weight, bias, scale=config.scale, softcap=config.softcap)
-    value, statistics = reference.token_values(logits, labels, objective=config.objective, cost=config.cost)
-    return value if factor is None else value.sum() * factor, statistics
+    transform = {"scale": config.scale, "softcap": config.softcap, "temperature": config.temperature}
+    logits = reference.head_logits(hidden, weight, bias, **transform)
+    return reference.token_values(logits, labels, objective=config.objective, cost=config.cost)
+
+
+class TokenStatistics(NamedTuple):
+    """The log-probability of each label, and the entropy of the distribution it is from, in nats; both with a graph."""
+
+    log_prob: Tensor
+    entropy: Tensor
+
+
+@eager
+def token_statistics(
+    hidden: Float[Tensor, "*batch width"],
+    weight: Float[Tensor, "vocab width"],
+    labels: Int[Tensor, "*batch"],
+    *,
+    temperature: float = 1.0,
+    bias: Float[Tensor, " vocab"] | None = None,
+    ignore_index: int = IGNORE_INDEX,
+    logit_scale: float = 1.0,
+    logit_softcap: float | None = None,
+    impl: str = "auto",
+    chunk_size: int | None = None,
+    process_group: dist.ProcessGroup | None = None,
+) -> TokenStatistics:
+    """`log q_y` and the entropy of q at each label, differentiable and without full logits: for reinforcement learning.
+
+    `q = softmax(logits / temperature)`, where the logits are those of the head, scaled and capped.
+
+    Args:
+        hidden, weight, labels, bias, ignore_index, logit_scale, logit_softcap, impl, chunk_size, process_group: as in
+            `linear_token_loss`.
+        temperature: that the tokens were sampled with, > 0.
+
+    Returns:
+        `TokenStatistics(log_prob, entropy)`, each shaped like the labels, 0 at ignored positions. The backward pass of
+        "chunked" and "triton" makes the logits again, a chunk at a time.
+
+    Raises:
+        ValueError, TypeError: as `linear_token_loss`; also a temperature that is not positive.
+
+    Example:
+        >>> hidden, weight = torch.zeros(2, 8), torch.ones(10, 8)
+        >>> token_statistics(hidden, weight, torch.tensor([1, -100]))
+        TokenStatistics(log_prob=tensor([-2.3026,  0.0000]), entropy=tensor([2.3026, 0.0000]))
+    """
+    hidden, weight, bias, labels, process_group = local_tensors(hidden, weight, bias, labels, process_group)
+
+    def check() -> _Call:
+        h, w, b = check_head(hidden, weight, bias, labels)
+        check_kernel(impl, chunk_size)
+        if impl == "reference":
+            _check_one_process(process_group)
+        scale, softcap = check_transform(logit_scale, logit_softcap)
+        if not 0 < float(temperature) < math.inf:
+            raise ValueError(f"temperature is {temperature}, expected a positive, finite number.")
+        config = TokenLossConfig(_nll_beside_entropy, None, scale, softcap, chunk_size, impl, float(temperature))
+        return _Call(h, w, b, labels, None, config, ignore_index)
+
+    call, shard = (check(), None) if process_group is None else _agreed(process_group, weight, check)
+    h, y, valid, config = _Scored.of(call, shard)
+    with torch.autocast(h.device.type, enabled=False):
+        if config.impl == "reference":
+            _, (nll, _, entropy, *_) = _reference(h, call.weight, call.bias, y, config)
+        else:
+            nll, entropy = chunked.nll_and_entropy(h, call.weight, call.bias, y, config, shard)
+    if not torch.isfinite(nll).all():
+        statistics = Statistics(nll, entropy=entropy)
+        raise_not_finite(statistics, y, config.objective, hidden=h, weight=call.weight, bias=call.bias)
+    assert entropy is not None
+    return TokenStatistics(scatter(-nll, valid), scatter(entropy, valid))
+
+
+def _nll_beside_entropy(nll: Tensor, entropy: Tensor) -> Tensor:
+    return nll
 
 
 def emo_loss(

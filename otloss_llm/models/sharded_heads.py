@@ -119,10 +119,10 @@ def local_tensors(
             "rows of this process: pass weight.to_local() of a weight with placements [Shard(0)]."
         )
     return LocalTensors(
-        _replica("hidden", hidden),
-        _replica("weight", weight),
-        None if bias is None else _replica("bias", bias),
-        _replica("labels", labels),
+        replica("hidden", hidden),
+        replica("weight", weight),
+        None if bias is None else replica("bias", bias),
+        replica("labels", labels),
         group,
     )
 
@@ -155,7 +155,8 @@ def is_row_shard(tensor: Any) -> bool:
     return len(tensor.placements) == 1 and type(tensor.placements[0]) is Shard and tensor.placements[0].dim == 0
 
 
-def _replica(name: str, tensor: Any) -> Tensor:
+def replica(name: str, tensor: Any) -> Tensor:
+    """The local part of a replicated DTensor, or a plain tensor as it is; raises ValueError for another placement."""
     if not hasattr(tensor, "placements"):
         return tensor
     if not all(placement.is_replicate() for placement in tensor.placements):

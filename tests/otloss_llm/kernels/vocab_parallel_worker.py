@@ -33,6 +33,7 @@ from otloss_llm import (
     TokenLoss,
     linear_token_loss,
     token_loss,
+    token_statistics,
 )
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, everything, problem
 
@@ -174,6 +175,25 @@ def check_statistics() -> None:
         given.labels = given.labels.clamp(max=sum(sizes[:-1]) - 1) if sizes[0] else given.labels
         if sizes[0]:
             assert_as_in_one_process(given, sizes, objective=lambda nll, entropy: nll + entropy)
+
+
+def check_token_weights_and_log_probabilities() -> None:
+    given = problem(8)
+    weights = torch.rand(given.labels.shape, dtype=torch.float64)
+    dist.broadcast(weights, 0)
+    for sizes in blocks():
+        for settings in REDUCTIONS:
+            assert_as_in_one_process(given, sizes, token_weight=weights, **settings)
+        results = []
+        for leaves, group in ((given.leaves(), None), (leaves_of(given, sizes), dist.group.WORLD)):
+            made = token_statistics(*leaves[:2], given.labels, bias=leaves[2], process_group=group, temperature=0.7)
+            backward(made.log_prob.sum() * 0.3 + (made.entropy.square() * weights).sum())
+            results.append([*made, leaves[0].grad])
+        for got, want in zip(*reversed(results), strict=True):
+            assert_close(got, want, 1e-12)
+            assert_same_everywhere(got)
+    with raises_everywhere(ValueError, "made different calls"):
+        shared(leaves_of(given, sizes), given, token_weight=weights + dist.get_rank())
 
 
 def check_forms_of_the_head() -> None:
