@@ -30,9 +30,11 @@ from otloss_llm.losses.token_loss import token_loss as token_loss
 from otloss_llm.losses.token_loss import token_statistics as token_statistics
 from otloss_llm.objectives import EMO as EMO
 from otloss_llm.objectives import MLE as MLE
+from otloss_llm.objectives import LabelSmoothing as LabelSmoothing
 from otloss_llm.objectives import MixCE as MixCE
 from otloss_llm.objectives import NumberToken as NumberToken
 from otloss_llm.objectives import TaiLr as TaiLr
+from otloss_llm.objectives import ZLoss as ZLoss
 from otloss_llm.objectives import parse_objective as parse_objective
 
 if TYPE_CHECKING:
@@ -43,6 +45,7 @@ __all__ = [
     "EMO",
     "MLE",
     "EmbeddingCost",
+    "LabelSmoothing",
     "MixCE",
     "MixedCost",
     "NumberCost",
@@ -54,6 +57,7 @@ __all__ = [
     "ShardedEmbeddingCost",
     "TaiLr",
     "TokenLoss",
+    "ZLoss",
     "__version__",
     "all_but_the_top",
     "dense_token_loss",

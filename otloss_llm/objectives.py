@@ -74,6 +74,8 @@ def statistics_read(objective: Objective) -> tuple[str, ...]:
 
 def _signature(objective: Objective) -> tuple[tuple[str, ...], bool]:
     """The statistics that an objective reads, and whether they are passed by name."""
+    if isinstance(objective, LabelSmoothing | ZLoss):
+        return objective.reads, True
     try:
         parameters = list(inspect.signature(objective).parameters.values())
     except (TypeError, ValueError):  # a builtin, which has no signature
@@ -100,6 +102,7 @@ _MUST = (*_BY_PLACE, inspect.Parameter.KEYWORD_ONLY)  # be given, if there is no
 
 def needs_cost(objective: Objective) -> bool:
     """Whether `objective` reads the transport cost: it names it, and does not say `needs_cost = False`."""
+    objective = innermost(objective)
     stated = getattr(objective, "needs_cost", None)
     return "cost" in statistics_read(objective) if stated is None else bool(stated)
 
@@ -266,6 +269,75 @@ class NumberToken:
         return NumberToken(self.weight * tokens / max(1, numbers))
 
 
+@dataclass(frozen=True)
+class LabelSmoothing:
+    """Any objective with label smoothing: `(1 - epsilon) value + epsilon (Z - M)`.
+
+    Z - M is the cross-entropy to the uniform distribution over the vocabulary, `-sum_i log q_i / V`: around `MLE()` it
+    is `cross_entropy(label_smoothing=epsilon)` of torch, and the `label_smoothing_factor` of transformers.
+
+    Example:
+        >>> nll, zero, uniform = torch.tensor([0.5]), torch.tensor([0.0]), torch.tensor([2.5])
+        >>> LabelSmoothing(MLE(), 0.1)(nll=nll, cost=None, logsumexp=uniform, mean_logit=zero)
+        tensor([0.7000])
+    """
+
+    objective: Objective
+    epsilon: float
+
+    def __post_init__(self) -> None:
+        _check_share("epsilon", self.epsilon)
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return _joined(self.objective, "logsumexp", "mean_logit")
+
+    def __call__(self, **statistics: Tensor | None) -> Tensor:
+        given = Statistics(**statistics)  # type: ignore[arg-type]
+        assert given.logsumexp is not None
+        assert given.mean_logit is not None
+        uniform = given.logsumexp - given.mean_logit
+        return (1.0 - self.epsilon) * value_of(self.objective, given) + self.epsilon * uniform
+
+
+@dataclass(frozen=True)
+class ZLoss:
+    """Any objective with a penalty that keeps logits near 0: `value + weight Z^2` (PaLM, arXiv 2204.02311, section 5).
+
+    Example:
+        >>> ZLoss(MLE(), 0.1)(nll=torch.tensor([0.5]), cost=None, logsumexp=torch.tensor([2.0]))
+        tensor([0.9000])
+    """
+
+    objective: Objective
+    weight: float = 1e-4
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.weight < math.inf:
+            raise ValueError(f"weight is {self.weight}, expected a finite, non-negative number.")
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return _joined(self.objective, "logsumexp")
+
+    def __call__(self, **statistics: Tensor | None) -> Tensor:
+        given = Statistics(**statistics)  # type: ignore[arg-type]
+        assert given.logsumexp is not None
+        return value_of(self.objective, given) + self.weight * given.logsumexp.square()
+
+
+def _joined(objective: Objective, *own: str) -> tuple[str, ...]:
+    """nll, what the objective reads and what its wrapper does, in the order of `Statistics`."""
+    return tuple(name for name in Statistics._fields if name in ("nll", *statistics_read(objective), *own))
+
+
+def innermost(objective: Objective) -> Objective:
+    """The objective without the wrappers around it."""
+    while isinstance(objective, LabelSmoothing | ZLoss):
+        objective = objective.objective
+    return objective
+
+
 def value_of(objective: Objective, statistics: Statistics) -> Tensor:
     """The objective's value per token; raises ValueError if it is not one number per token."""
     nll = statistics.nll
@@ -395,7 +467,9 @@ def cost_kind(objective: Objective | str) -> str:
         >>> cost_kind("emo+number:0.5"), cost_kind(NumberToken()), cost_kind("mle")
         ('mixed', 'number', 'embedding')
     """
-    if isinstance(objective, str):
+    if not isinstance(objective, str):
+        objective = innermost(objective)
+    else:
         if _parts(objective)[0] == "emo+number":
             return "mixed"
         objective = parse_objective(objective)

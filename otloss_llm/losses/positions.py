@@ -16,6 +16,7 @@ from otloss_llm.objectives import (
     NumberToken,
     Objective,
     Statistics,
+    innermost,
     needs_cost,
     statistics_read,
     value_and_gradients,
@@ -66,15 +67,16 @@ def check_objective(
         )
     if not callable(objective):
         raise TypeError(f"objective is {objective!r}, expected a callable (nll, cost) -> value such as EMO() or MLE().")
-    read = statistics_read(objective)
+    inner = innermost(objective)
+    read = statistics_read(inner)
     if cost is None:
-        if needs_cost(objective) and (hasattr(objective, "needs_cost") or read != ("nll", "cost")):
-            numbers = isinstance(objective, NumberToken)
+        if needs_cost(objective) and (hasattr(inner, "needs_cost") or read != ("nll", "cost")):
+            numbers = isinstance(inner, NumberToken)
             made = "NumberCost.from_tokenizer(tokenizer)" if numbers else "EmbeddingCost.from_model(model)"
             raise ValueError(f"{objective!r} needs cost=, for example {made}.")
         return None
     known = as_vocabulary_cost(cost)
-    if not known.covers_text and isinstance(objective, EMO) and isinstance(objective.weighting, str):
+    if not known.covers_text and isinstance(inner, EMO) and isinstance(inner.weighting, str):
         raise ValueError(
             f"{objective!r} weighs nll by a cost that {type(cost).__name__} has at numbers only, and would hardly "
             "train text; use MixedCost(numbers, EmbeddingCost.from_model(model)), NumberToken(), or EMO with a "

@@ -32,13 +32,24 @@ from otloss_llm.models.heads import (
     weights_kept,
 )
 from otloss_llm.models.logit_transform import LogitTransform
-from otloss_llm.objectives import NumberToken, Objective, Statistics, cost_kind, needs_cost, parse_objective
+from otloss_llm.objectives import (
+    MLE,
+    LabelSmoothing,
+    NumberToken,
+    Objective,
+    Statistics,
+    ZLoss,
+    cost_kind,
+    needs_cost,
+    parse_objective,
+)
 from otloss_llm.training.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
 from otloss_llm.training.predictions import TRAINING_TOKENS, logit_sums, prediction_sums
 from otloss_llm.training.token_means import TOKENS, example_sums, token_means
 
 logger = logging.getLogger(__name__)
 
+TOKEN_WEIGHT = "token_weight"  # a column of the data set
 LESS_IS_BETTER = ("nll", "perplexity", "transport_cost")
 
 
@@ -60,8 +71,13 @@ class ObjectiveMixin:
             need it, and reported by `evaluate()`.
             It is in no checkpoint: to resume a run, give the trainer the model that the run started from.
         numbers: settings of the costs "number" and "mixed".
+        z_loss: weight of Z^2 in the loss, Z the logsumexp of a token's logits (`ZLoss`); 0 for none.
         impl, chunk_size: as in `linear_token_loss`.
         *args, **kwargs: of the trainer.
+
+    `label_smoothing_factor` of the arguments acts on any objective (`LabelSmoothing`). A column `token_weight` of the
+    data set, shaped like the labels and shifted with them, weighs the tokens (`token_weight` of `linear_token_loss`): a
+    step and `eval_loss` divide by the sum of the weights, `nll` in logs is not weighted. The collator has to keep it.
 
     A mixture of experts that returns a loss to balance its experts (`output_router_logits`, which TRL sets) is trained
     with it: `loss` is the objective plus that loss times the model's `router_aux_loss_coef`, averaged over the batches
@@ -79,8 +95,8 @@ class ObjectiveMixin:
 
     Raises:
         TypeError, ValueError: the head of the model is not supported, the cost has another vocabulary, the objective is
-            unknown, or a setting would change the trainer's own loss (`loss_type`, `label_smoothing_factor`,
-            `compute_loss_func`, `use_liger_kernel`, sequence parallelism).
+            unknown, or a setting would change the trainer's own loss (`loss_type`, `compute_loss_func`,
+            `use_liger_kernel`, sequence parallelism).
     """
 
     # Of the trainer beside it in the class.
@@ -89,6 +105,9 @@ class ObjectiveMixin:
     accelerator: Any
     compute_loss_func: Any
     processing_class: Any
+    train_dataset: Any
+    eval_dataset: Any
+    _signature_columns: Any
     current_gradient_accumulation_steps: int
     loss_is_scaled_for_ga: bool | None
     is_deepspeed_enabled: bool
@@ -108,15 +127,19 @@ class ObjectiveMixin:
         numbers: NumberSettings | None = None,
         impl: str = "auto",
         chunk_size: int | None = None,
+        z_loss: float = 0.0,
         **kwargs: Any,
     ) -> None:
         collator = _collator_for(kwargs.get("train_dataset"), kwargs.get("eval_dataset"))
         if collator is not None and kwargs.get("data_collator") is None:
             kwargs["data_collator"] = collator
+        weighted = _has_weights(kwargs.get("train_dataset"))  # TRL may drop the column
         super().__init__(*args, **kwargs)
+        self._weighted = weighted or _has_weights(self.train_dataset)
         self.objective = parse_objective(objective) if isinstance(objective, str) else objective
-        self.impl, self.chunk_size = impl, chunk_size
+        self.impl, self.chunk_size, self.z_loss = impl, chunk_size, z_loss
         _check_settings(self.args, self.compute_loss_func, self.objective)
+        self._with_terms(self.objective)  # raises for settings that are not valid
         _check_sequence_parallelism(self.get_sp_size())
         head = find_head(unwrap(self.model))
         self._encoder_decoder = is_encoder_decoder(unwrap(self.model))
@@ -172,7 +195,12 @@ class ObjectiveMixin:
     ) -> Any:
         """The objective over one batch; in training a sum over tokens / tokens of the whole accumulated batch."""
         inputs = dict(inputs)
-        labels = self._aligned_labels(inputs)
+        if model.training and self._weighted and TOKEN_WEIGHT not in inputs:
+            raise ValueError(
+                f"the training set has a column {TOKEN_WEIGHT}, and the batch only {sorted(inputs)}; use a collator "
+                "that keeps and pads it, or remove the column."
+            )
+        labels, token_weight = self._aligned_labels(inputs)
         if self._encoder_decoder and "decoder_input_ids" not in inputs:  # as the model makes them from labels
             root: Any = unwrap(self.model)
             inputs["decoder_input_ids"] = root.prepare_decoder_input_ids_from_labels(labels)
@@ -186,9 +214,11 @@ class ObjectiveMixin:
             num_items = 1  # only ignored labels: the sum is 0
         # The trainer divides by the number of accumulated batches if this is false.
         self.loss_is_scaled_for_ga = num_items is not None
-        objective = self._objective_of(labels, num_items) if training else self.objective
-        result, auxiliary, logits = self._score(model, inputs, labels, num_items, objective)
-        self._add_sums(result, auxiliary, labels, training)
+        objective = self._with_terms(
+            self._objective_of(labels, token_weight, num_items) if training else self.objective
+        )
+        result, auxiliary, logits = self._score(model, inputs, labels, token_weight, num_items, objective)
+        self._add_sums(result, auxiliary, labels, token_weight, training)
         loss = result.loss
         if num_items is not None and self.args.average_tokens_across_devices:
             # Gradients are averaged over processes, tokens were summed; ranks of tensor parallelism have the same loss.
@@ -199,7 +229,13 @@ class ObjectiveMixin:
         return (loss, CausalLMOutput(loss=loss, logits=logits)) if return_outputs else loss
 
     def _score(
-        self, model: nn.Module, inputs: dict[str, Any], labels: Tensor, num_items: Any, objective: Objective
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        labels: Tensor,
+        token_weight: Tensor | None,
+        num_items: Any,
+        objective: Objective,
     ) -> tuple[TokenLoss, Tensor | None, Tensor | None]:
         """The objective, the loss that balances experts if the model returns one, and logits if they are wanted."""
         wanted = needs_cost(objective) or not model.training
@@ -207,7 +243,9 @@ class ObjectiveMixin:
         def settings(device: torch.device) -> dict[str, Any]:
             items = num_items.to(device) if isinstance(num_items, Tensor) else num_items
             cost = self._cost_on(device) if wanted else None
-            return {"objective": objective, "cost": cost, "ignore_index": IGNORE_INDEX, "num_items": items}
+            weights = None if token_weight is None else token_weight.to(device)
+            return {"objective": objective, "cost": cost, "ignore_index": IGNORE_INDEX, "num_items": items,
+                    "token_weight": weights}  # fmt: skip
 
         def score(hidden: Tensor, head: ScoredHead) -> TokenLoss:
             if hidden.shape[:-1] != labels.shape:
@@ -259,17 +297,23 @@ class ObjectiveMixin:
             "weight it with; set it in the model's config, or output_router_logits=False to train without that loss."
         )
 
-    def _objective_of(self, labels: Tensor, num_items: Any) -> Objective:
+    def _with_terms(self, objective: Objective) -> Objective:
+        """The objective with label smoothing and z-loss where they were asked for."""
+        if self.args.label_smoothing_factor:
+            objective = LabelSmoothing(objective, self.args.label_smoothing_factor)
+        return ZLoss(objective, self.z_loss) if self.z_loss else objective
+
+    def _objective_of(self, labels: Tensor, token_weight: Tensor | None, num_items: Any) -> Objective:
         """The objective of this step; `NumberToken` with the weight that makes a mean over numbers."""
         if not isinstance(self.objective, NumberToken):
             return self.objective
         tokens, numbers = num_items, self._numbers_in_step
         if tokens is None or numbers is None:
-            tokens, numbers = self._counts(labels)
+            tokens, numbers = self._counts(labels, token_weight)
         return self.objective.per_number(float(tokens), float(numbers))
 
-    def _aligned_labels(self, inputs: dict[str, Any]) -> Tensor:
-        """Take the labels out of a batch; entry t is the token that position t predicts."""
+    def _aligned_labels(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+        """Take labels and weights out of a batch; entry t is the token that position t predicts, and its weight."""
         if self._labels_unclear and "shift_labels" not in inputs:
             raise ValueError(
                 f"the loss of {type(unwrap(self.model)).__name__} scores label t at position t, those of other causal "
@@ -278,12 +322,22 @@ class ObjectiveMixin:
             )
         return _aligned_labels(inputs, shift=not self._encoder_decoder)
 
-    def _counts(self, labels: Tensor) -> Tensor:
-        """The number of predicted tokens, and of number positions (of all positions without `NumberToken`)."""
+    def _counts(self, labels: Tensor, token_weight: Tensor | None) -> Tensor:
+        """The number of predicted tokens, and of number positions (of all positions without `NumberToken`), or the sums
+        of their weights."""
         positions = valid = labels != IGNORE_INDEX
         if isinstance(self.objective, NumberToken):
             positions = cost_positions(self._cost_on(labels.device), labels, valid)
-        return torch.stack([valid.sum(), positions.sum()])
+        if token_weight is None:
+            return torch.stack([valid.sum(), positions.sum()])
+        weights = token_weight.double()
+        return torch.stack([weights[mask].sum() for mask in (valid, positions)]).float()
+
+    def _set_signature_columns_if_needed(self) -> None:
+        """As the trainer's, which drops all other columns, and the weights of tokens."""
+        super()._set_signature_columns_if_needed()  # type: ignore[misc]  # of the Trainer
+        if TOKEN_WEIGHT not in self._signature_columns:
+            self._signature_columns = [*self._signature_columns, TOKEN_WEIGHT]
 
     def _cost_on(self, device: torch.device) -> TokenCost | None:
         if self.transport_cost is not None and self.transport_cost.device != device:
@@ -296,7 +350,7 @@ class ObjectiveMixin:
         if not batches or any("labels" not in batch and "shift_labels" not in batch for batch in batches):
             return batches, None
         labels = (self._aligned_labels(dict(batch)) for batch in batches)
-        counts = torch.stack([self._counts(one) for one in labels]).sum(0).to(device)
+        counts = torch.stack([self._counts(*one) for one in labels]).sum(0).to(device)
         if self.args.average_tokens_across_devices and self.args.world_size > 1:
             counts = self.accelerator.gather(counts.unsqueeze(0)).sum(0)
         if self._ranks_per_batch() > 1:
@@ -326,8 +380,24 @@ class ObjectiveMixin:
 
     # ---- metrics --------------------------------------------------------------------------------------------------
 
-    def _add_sums(self, result: TokenLoss, auxiliary: Tensor | None, labels: Tensor, training: bool) -> None:
-        sums = example_sums(result, labels, objective=self.objective, cost=self.transport_cost, auxiliary=auxiliary)
+    def _add_sums(
+        self,
+        result: TokenLoss,
+        auxiliary: Tensor | None,
+        labels: Tensor,
+        token_weight: Tensor | None,
+        training: bool,
+    ) -> None:
+        # The cost in `NumberToken` is a mean over other positions, which is added to that of the rest.
+        objective = self._with_terms(MLE() if isinstance(self.objective, NumberToken) else self.objective)
+        sums = example_sums(
+            result,
+            labels,
+            objective=objective,
+            cost=self.transport_cost,
+            auxiliary=auxiliary,
+            token_weight=token_weight,
+        )
         if training:
             total = sums.sum(0)
             self._train_sums = total if self._train_sums is None else self._train_sums + total
@@ -361,7 +431,7 @@ class ObjectiveMixin:
         if "loss" in logs and self._train_sums is not None:
             sums = self.accelerator.reduce(self._train_sums, reduction="sum")
             self._train_sums = None
-            logs |= {key: value for key, value in token_means(sums).items() if key != "loss"}
+            logs |= {key: value for key, value in token_means(sums).items() if key not in ("loss", "weighted_cost")}
         super().log(logs, *args, **kwargs)  # type: ignore[misc]  # of the Trainer
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
@@ -374,7 +444,9 @@ class ObjectiveMixin:
                 raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
             means = token_means(self._eval_sums)
             if isinstance(self.objective, NumberToken):
-                means["loss"] = means["nll"] + self.objective.weight * means.get("transport_cost", 0.0)
+                share = self.objective.weight * (1.0 - self.args.label_smoothing_factor)
+                means["loss"] += share * means.get("weighted_cost", 0.0)
+            means.pop("weighted_cost", None)
             if "aux_loss" in means:
                 means["loss"] += self._auxiliary_weight() * means["aux_loss"]
             means["perplexity"] = math.exp(min(means["nll"], 700.0))
@@ -434,11 +506,6 @@ def _check_settings(args: Any, compute_loss_func: Any, objective: Objective) -> 
     """Raise ValueError for settings of the trainer's own loss, which would have no effect on an objective."""
     if args.n_gpu > 1:
         raise ValueError(f"{args.n_gpu} GPUs under nn.DataParallel are not supported; start with torchrun.")
-    if args.label_smoothing_factor:
-        raise ValueError(
-            f"label_smoothing_factor={args.label_smoothing_factor} is not supported with an objective; use "
-            "dense_token_loss with a smoothed target."
-        )
     # Of TRL's configs, whose default is one of these two ways to compute the same loss. Others of TRL set a
     # compute_loss_func, which nobody gave.
     loss_type = getattr(args, "loss_type", None)
@@ -455,6 +522,14 @@ def _check_settings(args: Any, compute_loss_func: Any, objective: Objective) -> 
             "use_liger_kernel=True puts a cross-entropy of its own into the model, which no objective uses; "
             'add liger_kernel_config={"fused_linear_cross_entropy": False} to keep its other kernels.'
         )
+
+
+def _has_weights(rows: Any) -> bool:
+    """Whether a data set has the column of weights, as far as it can tell without reading it all."""
+    names = getattr(rows, "column_names", None)
+    if names is None and isinstance(rows, list) and rows and isinstance(rows[0], dict):
+        names = rows[0]
+    return TOKEN_WEIGHT in (names or ())
 
 
 def _check_sequence_parallelism(size: int) -> None:
@@ -487,15 +562,19 @@ def _collator_for(train: Any, evaluation: Any) -> Any:
     return pad_questions if isinstance(rows, AnsweredQuestions) else None
 
 
-def _aligned_labels(inputs: dict[str, Any], *, shift: bool) -> Tensor:
-    """Take the labels out of a batch and align them: entry `t` is the token that position `t` predicts.
+def _aligned_labels(inputs: dict[str, Any], *, shift: bool) -> tuple[Tensor, Tensor | None]:
+    """Take labels and weights out of a batch and align them: entry `t` is the token that position `t` predicts.
 
-    Those of an encoder-decoder need no `shift`.
+    Those of an encoder-decoder need no `shift`; weights beside `shift_labels` are aligned as these are.
     """
     labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
+    weights = inputs.pop(TOKEN_WEIGHT, None)
     if shifted is not None:
-        return shifted
+        return shifted, weights
     if labels is None:
         raise ValueError(f"the batch has {sorted(inputs)} but no labels; use a collator that makes them "
                          "(DataCollatorForLanguageModeling(tokenizer, mlm=False)).")  # fmt: skip
-    return nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX) if shift else labels
+    if not shift:
+        return labels, weights
+    aligned = nn.functional.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+    return aligned, None if weights is None else nn.functional.pad(weights[..., 1:], (0, 1), value=0)

@@ -11,7 +11,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from otloss_llm import EMO, MLE, MixCE, NumberToken, TaiLr, linear_token_loss, parse_objective
+from otloss_llm import (
+    EMO,
+    MLE,
+    EmbeddingCost,
+    LabelSmoothing,
+    MixCE,
+    NumberToken,
+    TaiLr,
+    ZLoss,
+    linear_token_loss,
+    parse_objective,
+)
 from otloss_llm.objectives import (
     Objective,
     Statistics,
@@ -24,6 +35,7 @@ from otloss_llm.objectives import (
     value_of,
 )
 from tests.otloss_llm.oracles import OBJECTIVES
+from tests.otloss_llm.scoring import from_logits
 
 ALL = [MLE(), TaiLr(0.9), TaiLr(1.0, min_weight=0.1), MixCE(0.8), EMO(), EMO("transport", ratio_clip=2.0), EMO(0.5)]
 PAIRS = st.lists(st.tuples(st.floats(1e-6, 50.0), st.floats(1e-6, 2.0)), min_size=1, max_size=8)
@@ -144,6 +156,38 @@ def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
             statistics_read(wrong)
     with pytest.raises(ValueError, match=r"reads \['entropy'\], which this path does not compute"):
         value_of(lambda nll, entropy: nll, Statistics(torch.ones(3)))
+
+
+@pytest.mark.parametrize("impl", ["logits", "reference", "chunked"])
+def test_label_smoothing_and_z_loss_around_any_objective(impl: str) -> None:
+    z, label = torch.randn(6, 9, dtype=torch.float64), torch.tensor([0, 3, 8, -100, 2, 2])
+    leaf, again = z.clone().requires_grad_(), z.clone().requires_grad_()
+    made = from_logits(leaf, label, impl, objective=LabelSmoothing(MLE(), 0.1)).loss
+    want = torch.nn.functional.cross_entropy(again, label, label_smoothing=0.1)
+    torch.testing.assert_close(made, want)
+    torch.testing.assert_close(torch.autograd.grad(made, leaf), torch.autograd.grad(want, again))
+    cost = EmbeddingCost(torch.randn(9, 4, dtype=torch.float64))
+    valid = label != -100
+    for objective in (EMO(), NumberToken(0.4), lambda n, d: n * d, ZLoss(MLE(), 0.2)):
+        plain = from_logits(again, label, impl, objective=objective, cost=cost, reduction="none").loss[valid]
+        wrapped = ZLoss(LabelSmoothing(objective, 0.3), 0.05)
+        out = from_logits(leaf, label, impl, objective=wrapped, cost=cost, reduction="none")
+        total = again.logsumexp(-1)[valid]
+        expected = 0.7 * plain + 0.3 * (total - again.mean(-1)[valid]) + 0.05 * total.square()
+        torch.testing.assert_close(out.loss[valid], expected)
+        gradients = (torch.autograd.grad(loss.sum(), at) for loss, at in ((out.loss, leaf), (expected, again)))
+        torch.testing.assert_close(*gradients)
+    assert statistics_read(ZLoss(MLE())) == ("nll", "cost", "logsumexp")
+    assert [needs_cost(ZLoss(objective)) for objective in (MLE(), EMO())] == [False, True]
+    assert cost_kind(LabelSmoothing(NumberToken(), 0.1)) == "number"
+    with pytest.raises(ValueError, match="needs cost="):
+        from_logits(z, label, impl, objective=ZLoss(EMO()))
+    for make, message in (
+        (lambda: LabelSmoothing(MLE(), 1.5), "epsilon is 1.5"),
+        (lambda: ZLoss(MLE(), -1), "weight is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            make()
 
 
 def test_objectives_of_another_shape_or_without_a_graph_raise() -> None:

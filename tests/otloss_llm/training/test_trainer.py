@@ -19,7 +19,7 @@ import transformers
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from otloss_llm import EMO, EmbeddingCost, token_loss
+from otloss_llm import EMO, EmbeddingCost, NumberCost, token_loss
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.objectives import parse_objective
 from tests.otloss_llm.tiny_models import tiny_model
@@ -54,6 +54,67 @@ def test_mle_is_the_plain_trainer_step_for_step(tmp_path: Path, name: str, accum
     assert logs(ours, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)
     assert_same_weights(first, second, 1e-5)
     assert logs(ours, "nll") == pytest.approx(logs(ours, "loss"), rel=1e-5)
+
+
+def test_label_smoothing_is_that_of_the_plain_trainer(tmp_path: Path) -> None:
+    """Step for step with one batch a step, and in an evaluation."""
+    first = tiny_model("llama")
+    second = copy.deepcopy(first)
+    settings: dict[str, Any] = {
+        "label_smoothing_factor": 0.2, "optim": "sgd", "train_dataset": rows(8), "eval_dataset": rows(3, seed=1)
+    }  # fmt: skip
+    ours = trainer(tmp_path, first, objective="mle", **settings)
+    plain = trainer(tmp_path, second, kind=transformers.Trainer, **settings)
+    ours.train(), plain.train()
+    assert logs(ours, "loss") == pytest.approx(logs(plain, "loss"), rel=1e-5)
+    assert_same_weights(first, second, 1e-5)
+    metrics = ours.evaluate()
+    assert metrics["eval_loss"] == pytest.approx(plain.evaluate()["eval_loss"], rel=1e-5)
+    assert metrics["eval_nll"] < metrics["eval_loss"]
+    with_z = trainer(tmp_path, first, objective="mle", z_loss=0.1, **settings)
+    assert with_z.evaluate()["eval_loss"] > metrics["eval_loss"] + 0.1
+
+
+@pytest.mark.parametrize("objective", ["mle", "number_token"])
+def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
+    """Weights of 0 and 1 are labels that are ignored, over accumulated batches; nll in logs is not weighted."""
+    data = rows(8)
+    weighted, ignored = [], []
+    for row in data:
+        weights = [float(i % 3 != 0) for i in range(len(row["labels"]))]
+        weighted.append(row | {"token_weight": weights})
+        labels = [label if weight else -100 for label, weight in zip(row["labels"], weights, strict=True)]
+        ignored.append(row | {"labels": labels})
+
+    def collate(batch: list[Any]) -> dict[str, Tensor]:
+        made = padded(batch)
+        if "token_weight" in batch[0]:
+            width = made["labels"].shape[1]
+            lists = [row["token_weight"] + [7.0] * (width - len(row["token_weight"])) for row in batch]
+            made["token_weight"] = torch.tensor(lists)
+        return made
+
+    models, metrics = [tiny_model("llama")], []
+    models.append(copy.deepcopy(models[0]))
+    values = torch.full((31,), torch.nan)
+    values[3:13] = torch.arange(10.0)
+    for model, chosen in zip(models, (weighted, ignored), strict=True):
+        made = trainer(
+            tmp_path, model, objective=objective, cost=NumberCost(values) if objective == "number_token" else None,
+            train_dataset=chosen, eval_dataset=chosen, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            optim="sgd",
+        )  # fmt: skip
+        made.data_collator = collate
+        made.train()
+        metrics.append(made.evaluate())
+    assert_same_weights(*models, 1e-5)
+    assert metrics[0]["eval_loss"] == pytest.approx(metrics[1]["eval_loss"], rel=1e-5)
+    assert metrics[0]["eval_nll"] != pytest.approx(metrics[1]["eval_nll"], rel=1e-5)
+    made.data_collator = padded
+    made.train_dataset = weighted
+    made._weighted = True
+    with pytest.raises(ValueError, match="has a column token_weight, and the batch only"):
+        made.train()
 
 
 @pytest.mark.parametrize(

@@ -146,7 +146,6 @@ def test_an_auxiliary_loss_without_a_weight_raises(tmp_path: Path) -> None:
     ("settings", "message"),
     [
         ({"loss_type": "dft"}, "loss_type='dft' and an objective were both given; leave loss_type out"),
-        ({"loss_type": "chunked_nll", "label_smoothing_factor": 0.1}, "label_smoothing_factor=0.1"),
         ({"use_liger_kernel": True}, "use_liger_kernel=True puts a cross-entropy of its own"),
     ],
 )
