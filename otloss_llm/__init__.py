@@ -28,11 +28,13 @@ from otloss_llm.losses.token_loss import emo_loss as emo_loss
 from otloss_llm.losses.token_loss import linear_token_loss as linear_token_loss
 from otloss_llm.losses.token_loss import token_loss as token_loss
 from otloss_llm.losses.token_loss import token_statistics as token_statistics
+from otloss_llm.objectives import EAFT as EAFT
 from otloss_llm.objectives import EMO as EMO
 from otloss_llm.objectives import MLE as MLE
 from otloss_llm.objectives import LabelSmoothing as LabelSmoothing
 from otloss_llm.objectives import MixCE as MixCE
 from otloss_llm.objectives import NumberToken as NumberToken
+from otloss_llm.objectives import Power as Power
 from otloss_llm.objectives import TaiLr as TaiLr
 from otloss_llm.objectives import ZLoss as ZLoss
 from otloss_llm.objectives import parse_objective as parse_objective
@@ -42,6 +44,7 @@ if TYPE_CHECKING:
     from otloss_llm.training.trainer import ObjectiveTrainer as ObjectiveTrainer
 
 __all__ = [
+    "EAFT",
     "EMO",
     "MLE",
     "EmbeddingCost",
@@ -54,6 +57,7 @@ __all__ = [
     "NumberTokens",
     "ObjectiveMixin",
     "ObjectiveTrainer",
+    "Power",
     "ShardedEmbeddingCost",
     "TaiLr",
     "TokenLoss",

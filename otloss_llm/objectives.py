@@ -15,6 +15,9 @@ are vectors with one entry per token. `sg` is stop-gradient (`detach`).
     MixCE      (gamma + (1 - gamma) sg(q_y)) nll                               Zhang et al. 2023, arXiv 2305.16958
     EMO        0.5 (nll + sg(min(nll / D, clip)) D)                            Ren et al. 2023, arXiv 2310.04691, Eq. 19
     Number     nll + w D, D between the values of number tokens                Zausinger et al. 2024, arXiv 2411.02083
+    DFT        sg(q_y) nll, which is MixCE(0)                                  Wu et al. 2025, arXiv 2508.05629
+    Power      -q_y^k                                                          Li et al. 2025, arXiv 2510.00526
+    EAFT       sg(min(H / log 20, 1)) nll                                      arXiv 2601.02151
 
 Where D > 0 and nothing is clipped the *value* of EMO equals nll; only its gradient differs. Where the ratio is clipped
 the value is less than nll. A loss that is equal to nll in the logs thus does not mean that EMO is off; watch
@@ -270,6 +273,46 @@ class NumberToken:
 
 
 @dataclass(frozen=True)
+class Power:
+    """The power of the probability, `-q_y^k`: a larger k trains less on tokens that the model finds improbable.
+
+    Args:
+        k: exponent > 0; 1 is the probability itself. As k goes to 0 the gradient, divided by k, becomes that of nll.
+
+    Example:
+        >>> Power(2.0)(torch.tensor([0.0, 0.6931]))
+        tensor([-1.0000, -0.2500])
+    """
+
+    k: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.k < math.inf:
+            raise ValueError(f"k is {self.k}, expected a positive, finite number.")
+
+    def __call__(self, nll: Tensor) -> Tensor:
+        return -(-self.k * nll).exp()
+
+
+@dataclass(frozen=True)
+class EAFT:
+    """nll weighted by the entropy of the model's distribution: `sg(min(H / log 20, 1)) nll`.
+
+    Tokens that the model is sure about train less, so that a confident answer is not overwritten. The published weight
+    is the entropy of the 20 largest probabilities over log 20. The entropy here is of the whole vocabulary, which needs
+    no search for the largest, and at most 1: the two are equal for up to 20 tokens, and close where the 20 largest hold
+    nearly all of q. Where q is flatter the weight here is larger.
+
+    Example:
+        >>> EAFT()(torch.tensor([2.0, 2.0]), torch.tensor([1.498, 0.0]))
+        tensor([1.0001, 0.0000])
+    """
+
+    def __call__(self, nll: Tensor, entropy: Tensor) -> Tensor:
+        return (entropy.detach() / math.log(20)).clamp(0.0, 1.0) * nll
+
+
+@dataclass(frozen=True)
 class LabelSmoothing:
     """Any objective with label smoothing: `(1 - epsilon) value + epsilon (Z - M)`.
 
@@ -405,8 +448,8 @@ def check_tokenwise(objective: Objective, statistics: Statistics, value: Tensor)
 
 
 _NAMES = (
-    "mle, tailr, mixce, emo, number_token, emo+number, or with a parameter: tailr:GAMMA, mixce:GAMMA, emo:transport, "
-    "emo:WEIGHT, emo:clip=NUMBER, emo:clip=none, number_token:WEIGHT"
+    "mle, tailr, mixce, emo, number_token, emo+number, dft, power, eaft, or with a parameter: tailr:GAMMA, "
+    "mixce:GAMMA, emo:transport, emo:WEIGHT, emo:clip=NUMBER, emo:clip=none, number_token:WEIGHT, power:K"
 )
 
 
@@ -420,10 +463,11 @@ def _parts(text: str) -> tuple[str, str]:
 
 def parse_objective(text: str) -> Objective:
     """An objective from its name: `mle`, `tailr:0.001`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`, `emo:clip=3`,
-    `emo:clip=none`, `number_token`, `number_token:0.3`, `emo+number`.
+    `emo:clip=none`, `number_token`, `number_token:0.3`, `emo+number`, `dft`, `power:2`, `eaft`.
 
     What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip
-    (default 3; none is EMO as published), for the number token loss its weight (default 0.3). `emo+number` is EMO, and
+    (default 3; none is EMO as published), for the number token loss its weight (default 0.3), for `power` the exponent
+    (default 1). `emo+number` is EMO, and
     only its name asks for the cost with numbers (`cost_kind`): hand the trainer the name, or the objective and
     `cost="mixed"`.
 
@@ -438,6 +482,12 @@ def parse_objective(text: str) -> Objective:
     try:
         if name == "mle" and not parameter:
             return MLE()
+        if name == "dft" and not parameter:
+            return MixCE(0.0)
+        if name == "eaft" and not parameter:
+            return EAFT()
+        if name == "power":
+            return Power(float(parameter or 1.0))
         if name == "tailr":  # a larger gamma collapses on text that the model finds improbable (sweep in docs/log.md)
             return TaiLr(float(parameter or 1e-3))
         if name == "mixce":  # within the sweep of the EMO paper

@@ -113,7 +113,7 @@ class ObjectiveArguments:
     _argument_group_name = "objective and cost"
     objective: str = _option(
         "mle, tailr:GAMMA, mixce:GAMMA, emo (its ratio clipped at 3), emo:clip=NUMBER, emo:clip=none (as published), "
-        "emo:transport, emo:WEIGHT, number_token:WEIGHT, or emo+number (and emo+number:...).",
+        "emo:transport, emo:WEIGHT, number_token:WEIGHT, emo+number (and emo+number:...), dft, power:K, or eaft.",
         "emo",
     )
     number_scaling: str = _option(

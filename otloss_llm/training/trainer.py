@@ -62,8 +62,8 @@ class ObjectiveMixin:
     (`TrOCRForCausalLM`, `BartForCausalLM`) needs batches with `shift_labels`, unless the rows are of this package.
 
     Args:
-        objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number"
-            (see `parse_objective`).
+        objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number",
+            "dft", "power:2", "eaft" (see `parse_objective`).
         cost: "embedding" copies and freezes the head of `model` as it is now (the start of training), without its
             leading directions (`EmbeddingCost(..., directions=None)`); "number" reads
             the values of number tokens from the trainer's `processing_class`; "mixed" is both (`MixedCost`); "auto" the

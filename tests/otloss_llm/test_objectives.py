@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import pickle
 
 import pytest
@@ -12,16 +13,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from otloss_llm import (
+    EAFT,
     EMO,
     MLE,
     EmbeddingCost,
     LabelSmoothing,
     MixCE,
     NumberToken,
+    Power,
     TaiLr,
     ZLoss,
     linear_token_loss,
     parse_objective,
+    token_loss,
 )
 from otloss_llm.objectives import (
     Objective,
@@ -89,6 +93,7 @@ def test_the_ratio_is_clipped_by_default_and_nothing_else() -> None:
 
 def test_names_of_objectives() -> None:
     names = {
+        "dft": MixCE(0.0), "power": Power(1.0), "power:2.5": Power(2.5), "EAFT": EAFT(),
         "mle": MLE(), " MLE ": MLE(), "tailr": TaiLr(1e-3), "tailr:0.7": TaiLr(0.7), "mixce": MixCE(0.8),
         "mixce:0": MixCE(0.0), "emo": EMO(ratio_clip=3.0), "emo:ratio": EMO(), "EMO:transport": EMO("transport"),
         "emo:0.5": EMO(0.5), "emo:clip=3": EMO(), "emo:clip=none": EMO(ratio_clip=None),
@@ -104,7 +109,8 @@ def test_names_of_objectives() -> None:
         ("kl", "'kl'.*mle, tailr, mixce, emo"), ("", "expected one of"), ("mle:1", "expected one of"),
         ("emo:often", "'emo:often'.*'often'"), ("tailr:2", r"'tailr:2': gamma is 2.0"), ("mixce:x", "'mixce:x'"),
         ("emo:-1", "weighting is -1.0"), ("emo:nan", "weighting is nan"), ("emo:clip=0", "ratio_clip is 0.0"),
-        ("number_token:inf", "weight is inf"),
+        ("number_token:inf", "weight is inf"), ("power:0", "k is 0.0"), ("eaft:1", "expected one of"),
+        ("dft:2", "expected one of"),
     ],
 )  # fmt: skip
 def test_invalid_names_raise(text: str, message: str) -> None:
@@ -156,6 +162,35 @@ def test_an_objective_names_what_it_reads_by_its_parameters() -> None:
             statistics_read(wrong)
     with pytest.raises(ValueError, match=r"reads \['entropy'\], which this path does not compute"):
         value_of(lambda nll, entropy: nll, Statistics(torch.ones(3)))
+
+
+@pytest.mark.parametrize("impl", ["logits", "reference", "chunked"])
+def test_objectives_of_fine_tuning_are_their_published_formulas(impl: str) -> None:
+    """From full logits in float64: DFT (2508.05629), powers (2510.00526), EAFT (2601.02151, with at most 20 tokens)."""
+
+    def power(q: Tensor) -> Tensor:
+        return -q.square()
+
+    def of_top_20(z: Tensor) -> Tensor:
+        top = z.detach().topk(min(20, z.shape[-1]), dim=-1).values.softmax(-1)
+        return -(top * top.log()).sum(-1) / math.log(20)
+
+    for name, vocab, formula in (
+        ("dft", 50, lambda z, q: q.detach() * -q.log()), ("power:2", 50, lambda z, q: power(q)),
+        ("eaft", 20, lambda z, q: of_top_20(z) * -q.log()),
+    ):  # fmt: skip
+        z, label = 2 * torch.randn(7, vocab, dtype=torch.float64), torch.randint(vocab, (7,))
+        leaf, again = z.clone().requires_grad_(), z.clone().requires_grad_()
+        made = from_logits(leaf, label, impl, objective=parse_objective(name)).loss
+        want = formula(again, again.softmax(-1).gather(-1, label[:, None])[:, 0]).mean()
+        torch.testing.assert_close(made, want)
+        torch.testing.assert_close(torch.autograd.grad(made, leaf), torch.autograd.grad(want, again))
+    peaked = torch.randn(5, 1000, dtype=torch.float64)
+    peaked[:, :10] += 12.0  # the 20 largest hold nearly all: the entropy of all tokens is close to theirs
+    entropy = token_loss(peaked, torch.zeros(5).long(), objective=EAFT()).entropy
+    assert entropy is not None
+    torch.testing.assert_close(entropy / math.log(20), of_top_20(peaked), rtol=0.05, atol=0.0)
+    assert EAFT()(torch.ones(1), torch.full((1,), 9.0)) == 1
 
 
 @pytest.mark.parametrize("impl", ["logits", "reference", "chunked"])

@@ -119,7 +119,7 @@ def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "objective", "counts"),
-    [("llama", "emo", True), ("gpt2", "emo:transport", False), ("llama", "tailr:0.8", False)],
+    [("llama", "emo", True), ("gpt2", "emo:transport", False), ("llama", "power:2", False), ("llama", "eaft", True)],
 )
 def test_accumulation_equals_one_large_batch(tmp_path: Path, name: str, objective: str, counts: bool) -> None:
     """4 x 2 rows with unequal numbers of labels = 1 x 8, and both = the mean over predicted tokens by hand.

@@ -218,6 +218,17 @@ def test_sft_of_experts_is_trls_own_with_mle(tmp_path: Path, name: str, coeffici
     assert_same_weights(first, second, 1e-5)
 
 
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+def test_dft_is_that_of_trl(tmp_path: Path) -> None:
+    first = tiny_model("llama")
+    second = copy.deepcopy(first)
+    ours = sft(tmp_path, first, "dft", max_steps=2)
+    theirs = sft(tmp_path, second, None, max_steps=2, loss_type="dft")
+    ours.train(), theirs.train()
+    assert logs(ours, "loss") == pytest.approx(logs(theirs, "loss"), rel=1e-5)
+    assert_same_weights(first, second, 1e-5)
+
+
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}{{ eos_token }}"
     "{% endgeneration %}{% else %}Q:{{ m.content }}{% endif %}{% endfor %}"
@@ -241,16 +252,16 @@ def asked_in(mode: str) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
 
 
 @pytest.mark.filterwarnings("ignore")  # TRL's own
-@pytest.mark.parametrize("mode", MODES)
-def test_sft_has_the_loss_computed_by_hand(tmp_path: Path, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "name"), [*((mode, "emo:0.7") for mode in MODES), ("chat", "eaft")])
+def test_sft_has_the_loss_computed_by_hand(tmp_path: Path, mode: str, name: str) -> None:
     """In every mode the first loss is the mean over the labelled tokens of rows scored one by one."""
     model = tiny_model("llama", vocab_size=257, max_position_embeddings=96)
     data, texts = asked_in(mode)
-    run = sft(tmp_path, model, "emo:0.7", data, **MODES[mode])
+    run = sft(tmp_path, model, name, data, **MODES[mode])
     ids = [(run.processing_class(a)["input_ids"], run.processing_class(b)["input_ids"]) for a, b in texts]
     end = run.processing_class.eos_token_id
     by_row = [{"input_ids": [*a, *b, end], "labels": [-100] * len(a) + [*b, end]} for a, b in ids]
-    expected = by_hand(model, by_row, EMO(0.7), run.transport_cost)
+    expected = by_hand(model, by_row, run.objective, run.transport_cost)
     run.train()
-    for key in ("loss", "nll", "transport_cost"):
+    for key in ("loss", "nll", "transport_cost") if name.startswith("emo") else ("loss", "nll"):
         assert logs(run, key)[0] == pytest.approx(expected[key], rel=1e-5), key
