@@ -57,7 +57,8 @@ class Statistics(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
         """The function of each vector."""
-        return Statistics(*(None if vector is None else function(vector) for vector in self))
+        given = {name: function(vector) for name, vector in self._asdict().items() if vector is not None}
+        return Statistics(**given)
 
 
 def statistics_read(objective: Objective) -> tuple[str, ...]:
@@ -415,9 +416,10 @@ def value_and_gradients(objective: Objective, statistics: Statistics) -> tuple[T
             raise ValueError(f"objective {objective!r} returned a value that depends on neither {names}.")
         present = [vector for vector in leaves if vector is not None]
         made = iter(torch.autograd.grad(value.sum(), present, allow_unused=True))
-    gradients = Statistics(*(None if vector is None else next(made) for vector in leaves))
-    if gradients.nll is None:
-        gradients = gradients._replace(nll=torch.zeros_like(statistics.nll))
+    of_leaves = {name: next(made) for name, vector in leaves._asdict().items() if vector is not None}
+    if of_leaves["nll"] is None:
+        of_leaves["nll"] = torch.zeros_like(statistics.nll)
+    gradients = Statistics(**of_leaves)
     finite = torch.isfinite(torch.stack([gradient for gradient in gradients if gradient is not None])).all(0)
     return value.detach().masked_fill(~finite, math.nan), gradients
 

@@ -334,8 +334,9 @@ def _weighted(value: Tensor, weights: Tensor | None) -> Tensor:
 def _reference(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, config: TokenLossConfig
 ) -> tuple[Tensor, Statistics]:
-    transform = {"scale": config.scale, "softcap": config.softcap, "temperature": config.temperature}
-    logits = reference.head_logits(hidden, weight, bias, **transform)
+    logits = reference.head_logits(
+        hidden, weight, bias, scale=config.scale, softcap=config.softcap, temperature=config.temperature
+    )
     return reference.token_values(logits, labels, objective=config.objective, cost=config.cost)
 
 
