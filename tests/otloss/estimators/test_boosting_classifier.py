@@ -100,7 +100,7 @@ def test_missing_values_are_learnt_from(library: str) -> None:
 def test_a_library_that_is_not_there_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
     X, y = ordered_rows(30)
     monkeypatch.setitem(sys.modules, library, None)
-    with pytest.raises(ImportError, match=r'pip install "otloss\[boost\]"'):
+    with pytest.raises(ImportError, match=r'pip install "torch-otloss\[boost\]"'):
         OrdinalBoostingClassifier(booster=library).fit(X, y)
 
 

@@ -70,8 +70,8 @@ def test_problems_that_it_cannot_start_raise(monkeypatch: pytest.MonkeyPatch) ->
             otloss.sinkhorn(weights, q, cost, **options)
     monkeypatch.setattr(_geomloss, "_MOST_WITHOUT_KEOPS", 100)
     monkeypatch.setattr(_geomloss, "has_keops", lambda: False)
-    with pytest.raises(ImportError, match=r"otloss\[keops\]"):
+    with pytest.raises(ImportError, match=r"torch-otloss\[keops\]"):
         otloss.sinkhorn(p, q, PointCost(x, y), **options)
     monkeypatch.setitem(sys.modules, "geomloss", None)  # an import of it fails
-    with pytest.raises(ImportError, match=r'^impl="geomloss" needs GeomLoss: pip install "otloss\[geomloss\]"$'):
+    with pytest.raises(ImportError, match=r'^impl="geomloss" needs GeomLoss: pip install "torch-otloss\[geomloss\]"$'):
         otloss.sinkhorn(p, q, PointCost(x, y), **options)
