@@ -21,6 +21,7 @@ from otloss_llm.costs.embedding import all_but_the_top as all_but_the_top
 from otloss_llm.costs.number_tokens import NumberTokens as NumberTokens
 from otloss_llm.costs.numbers import MixedCost as MixedCost
 from otloss_llm.costs.numbers import NumberCost as NumberCost
+from otloss_llm.costs.ratings import RatingCost as RatingCost
 from otloss_llm.costs.sharded import ShardedEmbeddingCost as ShardedEmbeddingCost
 from otloss_llm.losses.dense import dense_token_loss as dense_token_loss
 from otloss_llm.losses.token_loss import TokenLoss as TokenLoss
@@ -31,6 +32,7 @@ from otloss_llm.losses.token_loss import token_statistics as token_statistics
 from otloss_llm.objectives import EAFT as EAFT
 from otloss_llm.objectives import EMO as EMO
 from otloss_llm.objectives import MLE as MLE
+from otloss_llm.objectives import ExpectedValue as ExpectedValue
 from otloss_llm.objectives import LabelSmoothing as LabelSmoothing
 from otloss_llm.objectives import MixCE as MixCE
 from otloss_llm.objectives import NumberToken as NumberToken
@@ -48,6 +50,7 @@ __all__ = [
     "EMO",
     "MLE",
     "EmbeddingCost",
+    "ExpectedValue",
     "LabelSmoothing",
     "MixCE",
     "MixedCost",
@@ -58,6 +61,7 @@ __all__ = [
     "ObjectiveMixin",
     "ObjectiveTrainer",
     "Power",
+    "RatingCost",
     "ShardedEmbeddingCost",
     "TaiLr",
     "TokenLoss",

@@ -17,6 +17,7 @@ are vectors with one entry per token. `sg` is stop-gradient (`detach`).
     Number     nll + w D, D between the values of number tokens                Zausinger et al. 2024, arXiv 2411.02083
     DFT        sg(q_y) nll, which is MixCE(0)                                  Wu et al. 2025, arXiv 2508.05629
     Power      -q_y^k                                                          Li et al. 2025, arXiv 2510.00526
+    Expected   nll + w (sum_i q_i v_i - v_y)^2, v the values of ratings        RAFT, TRACT: arXiv 2503.04381
     EAFT       sg(min(H / log 20, 1)) nll                                      arXiv 2601.02151
 
 Where D > 0 and nothing is clipped the *value* of EMO equals nll; only its gradient differs. Where the ratio is clipped
@@ -311,6 +312,30 @@ class EAFT:
 
     def __call__(self, nll: Tensor, entropy: Tensor) -> Tensor:
         return (entropy.detach() / math.log(20)).clamp(0.0, 1.0) * nll
+
+
+@dataclass(frozen=True)
+class ExpectedValue:
+    """Likelihood plus the squared error of the expected rating: `nll + weight D^2` with a `RatingCost`.
+
+    D is `sum_i q_i v_i - v_y`, v the values of the rating tokens, and 0 at labels that are no ratings. The weight is in
+    nats per squared unit of the ratings; a mean over tokens counts labels of both sorts.
+
+    Example:
+        >>> ExpectedValue(0.5)(torch.tensor([0.7]), torch.tensor([-2.0]))
+        tensor([2.7000])
+    """
+
+    weight: float = 1.0
+    needs_cost: ClassVar[bool] = True
+    signed_cost: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0.0 <= self.weight < math.inf:
+            raise ValueError(f"weight is {self.weight}, expected a finite, non-negative number.")
+
+    def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
+        return nll + self.weight * _required(cost).square()
 
 
 @dataclass(frozen=True)

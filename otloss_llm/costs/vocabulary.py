@@ -75,9 +75,11 @@ class VocabularyCost(ABC):
 
     Attributes:
         covers_text: whether labels that are no numbers have costs too.
+        signed: whether costs may be negative, for objectives that say `signed_cost = True`.
     """
 
     covers_text: ClassVar[bool] = True
+    signed: ClassVar[bool] = False
 
     @property
     @abstractmethod

@@ -13,6 +13,7 @@ from otloss.extending import check_finite, check_floating, check_reduction, chec
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost, as_vocabulary_cost
 from otloss_llm.objectives import (
     EMO,
+    ExpectedValue,
     NumberToken,
     Objective,
     Statistics,
@@ -71,11 +72,18 @@ def check_objective(
     read = statistics_read(inner)
     if cost is None:
         if needs_cost(objective) and (hasattr(inner, "needs_cost") or read != ("nll", "cost")):
-            numbers = isinstance(inner, NumberToken)
-            made = "NumberCost.from_tokenizer(tokenizer)" if numbers else "EmbeddingCost.from_model(model)"
+            kinds = {NumberToken: "NumberCost.from_tokenizer(tokenizer)", ExpectedValue: "RatingCost(values)"}
+            made = kinds.get(type(inner), "EmbeddingCost.from_model(model)")
             raise ValueError(f"{objective!r} needs cost=, for example {made}.")
         return None
     known = as_vocabulary_cost(cost)
+    if known.signed and not getattr(inner, "signed_cost", False):
+        raise ValueError(
+            f"{objective!r} got {type(known).__name__}, whose costs are negative too, expected a cost >= 0; take "
+            "ExpectedValue(), or set signed_cost = True on an objective that is meant for them."
+        )
+    if isinstance(inner, ExpectedValue) and not known.signed:
+        raise ValueError(f"{objective!r} got {type(known).__name__}, expected RatingCost(values): signed differences.")
     if not known.covers_text and isinstance(inner, EMO) and isinstance(inner.weighting, str):
         raise ValueError(
             f"{objective!r} weighs nll by a cost that {type(cost).__name__} has at numbers only, and would hardly "

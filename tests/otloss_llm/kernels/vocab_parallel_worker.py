@@ -26,9 +26,11 @@ from otloss_llm import (
     EMO,
     MLE,
     EmbeddingCost,
+    ExpectedValue,
     MixedCost,
     NumberCost,
     NumberToken,
+    RatingCost,
     ShardedEmbeddingCost,
     TokenLoss,
     linear_token_loss,
@@ -242,6 +244,7 @@ def check_costs_of_numbers() -> None:
     for sizes in blocks():
         assert_as_in_one_process(given, sizes, cost=NumberCost(values, scaling="log"), objective=NumberToken(0.4))
         assert_as_in_one_process(given, sizes, cost=mixed, reduction="none")
+        assert_as_in_one_process(given, sizes, cost=RatingCost(values), objective=ExpectedValue(0.4))
 
 
 def check_masked_columns() -> None:
