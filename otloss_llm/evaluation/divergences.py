@@ -93,21 +93,21 @@ def token_divergence(
             ids, mask = padded([sequences[i] for i in rows])
             scored = mask[:, 1:].clone()
             scored[:, : prefix_length - 1] = 0
-            log_p = _log_probabilities(p, ids, mask, p_temperature)
+            log_p = torch.log_softmax(_logits(p, ids, mask) / p_temperature, -1)
+            logits = _logits(q, ids, mask)
             shares = log_p.exp()
             entropy[rows] = -(torch.where(shares > 0, shares * log_p, 0.0).sum(-1) * scored).sum(-1).double()
             for k, temperature in enumerate(q_temperatures):
-                log_q = _log_probabilities(q, ids, mask, temperature)
+                log_q = torch.log_softmax(logits / temperature, -1)
                 # In one sum, so that rounding does not spoil a small divergence.
                 kl = torch.where(shares > 0, shares * (log_p - log_q), 0.0).sum(-1)
                 crossed[k, rows] = (kl * scored).sum(-1).double()
     return [_summary(kl, entropy, counts) for kl in crossed]
 
 
-def _log_probabilities(model: PreTrainedModel, ids: Tensor, mask: Tensor, temperature: float) -> Tensor:
+def _logits(model: PreTrainedModel, ids: Tensor, mask: Tensor) -> Tensor:
     device = next(model.parameters()).device
-    logits = model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, :-1]
-    return torch.log_softmax(logits.float() / temperature, -1).cpu()
+    return model(input_ids=ids.to(device), attention_mask=mask.to(device)).logits[:, :-1].float().cpu()
 
 
 def _summary(kl: Tensor, entropy: Tensor, counts: Tensor) -> TokenDivergence:

@@ -30,7 +30,7 @@ from otloss.costs import DenseCost
 from otloss_llm.costs.embedding import all_but_the_top
 from otloss_llm.costs.vocabulary import LabelRows, TokenCost, as_vocabulary_cost
 from otloss_llm.data.blocks import PackedBlocks
-from otloss_llm.evaluation.divergences import token_divergence
+from otloss_llm.evaluation.divergences import TokenDivergence, token_divergence
 from otloss_llm.evaluation.mauve import cluster_divergence, last_hidden_states, mauve
 from otloss_llm.evaluation.neighbours import neighbour_overlap
 from otloss_llm.evaluation.overlap import rouge
@@ -375,8 +375,15 @@ def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tenso
     def features() -> tuple[np.ndarray, np.ndarray]:
         return _features(source, test), _features(source, draw(1.0))
 
+    missing = [t for t in oracle.temperatures if not _divergence_file(own, t).is_file()]
+
+    @functools.cache
+    def recalls() -> dict[float, TokenDivergence]:  # one pass over the texts for all temperatures
+        found = token_divergence(source, student(), test.tolist(), q_temperatures=missing)
+        return dict(zip(missing, found, strict=True))
+
     def at(temperature: float) -> dict[str, float]:
-        (recall,) = token_divergence(source, student(), test.tolist(), q_temperatures=[temperature])
+        recall = recalls()[temperature]
         (precision,) = token_divergence(student(), source, draw(temperature).tolist(), p_temperature=temperature)
         return {
             "forward": recall.kl, "forward_error": recall.standard_error, "reverse": precision.kl,
@@ -384,7 +391,7 @@ def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tenso
             "reverse_cross_entropy": precision.cross_entropy, "entropy": precision.entropy,
         }  # fmt: skip
 
-    points = [once(own / f"divergence-T{t:g}.json", functools.partial(at, t)) for t in oracle.temperatures]
+    points = [once(_divergence_file(own, t), functools.partial(at, t)) for t in oracle.temperatures]
     measured: dict[str, Any] = {name: [point[name] for point in points] for name in points[0]}
     measured["temperatures"] = list(oracle.temperatures)
     if 1.0 in oracle.temperatures:
@@ -392,6 +399,10 @@ def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tenso
         measured |= once(own / "overlap.json", lambda: _overlap(*features()))
         measured |= once(own / "rouge.json", lambda: _rouge(student(), tokenizer, test, seed=1000 + seed))
     return measured
+
+
+def _divergence_file(own: Path, temperature: float) -> Path:
+    return own / f"divergence-T{temperature:g}.json"
 
 
 def _features(source: Any, texts: Tensor) -> np.ndarray:

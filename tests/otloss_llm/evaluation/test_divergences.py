@@ -52,6 +52,15 @@ def test_on_samples_it_is_the_divergence_of_whole_texts(p_temperature: float, q_
     assert (found.tokens, found.sequences) == (4000 * LENGTH, 4000)
 
 
+def test_each_model_reads_the_texts_once_for_all_temperatures() -> None:
+    p, q, passes = _model(0), _model(1), []
+    for name, model in (("p", p), ("q", q)):
+        model.register_forward_hook(lambda *_, name=name: passes.append(name))
+    found = token_divergence(p, q, [[0, 1, 2, 3]], q_temperatures=[0.7, 0.8, 1.0])
+    assert passes == ["p", "q"]
+    assert found[1] == token_divergence(p, q, [[0, 1, 2, 3]], q_temperatures=[0.8])[0]
+
+
 def test_lengths_batches_and_prefixes_do_not_matter() -> None:
     p, q = _model(0), _model(1)
     sequences = [[0, 1, 2, 3], [0, 3], [0, 2, 2], [0, 1, 1, 1, 1]]
