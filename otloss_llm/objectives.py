@@ -475,8 +475,9 @@ def check_tokenwise(objective: Objective, statistics: Statistics, value: Tensor)
 
 
 _NAMES = (
-    "mle, tailr, mixce, emo, number_token, emo+number, dft, power, eaft, or with a parameter: tailr:GAMMA, "
-    "mixce:GAMMA, emo:transport, emo:WEIGHT, emo:clip=NUMBER, emo:clip=none, number_token:WEIGHT, power:K"
+    "mle, tailr, mixce, emo, number_token, emo+number, dft, power, eaft, expected_value, or with a parameter: "
+    "tailr:GAMMA, mixce:GAMMA, emo:transport, emo:WEIGHT, emo:clip=NUMBER, emo:clip=none, number_token:WEIGHT, "
+    "power:K, expected_value:WEIGHT"
 )
 
 
@@ -490,11 +491,12 @@ def _parts(text: str) -> tuple[str, str]:
 
 def parse_objective(text: str) -> Objective:
     """An objective from its name: `mle`, `tailr:0.001`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`, `emo:clip=3`,
-    `emo:clip=none`, `number_token`, `number_token:0.3`, `emo+number`, `dft`, `power:2`, `eaft`.
+    `emo:clip=none`, `number_token`, `number_token:0.3`, `emo+number`, `dft`, `power:2`, `eaft`,
+    `expected_value:1`.
 
     What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip
     (default 3; none is EMO as published), for the number token loss its weight (default 0.3), for `power` the exponent
-    (default 1). `emo+number` is EMO, and
+    (default 1), for `expected_value` its weight (default 1). `emo+number` is EMO, and
     only its name asks for the cost with numbers (`cost_kind`): hand the trainer the name, or the objective and
     `cost="mixed"`.
 
@@ -513,6 +515,8 @@ def parse_objective(text: str) -> Objective:
             return MixCE(0.0)
         if name == "eaft" and not parameter:
             return EAFT()
+        if name == "expected_value":
+            return ExpectedValue(float(parameter or 1.0))
         if name == "power":
             return Power(float(parameter or 1.0))
         if name == "tailr":  # a larger gamma collapses on text that the model finds improbable (sweep in docs/log.md)
@@ -538,7 +542,7 @@ def has_default_clip(text: str) -> bool:
 
 
 def cost_kind(objective: Objective | str) -> str:
-    """The cost an objective is meant for: "number", "mixed" (numbers and embedding) or "embedding".
+    """The cost an objective is meant for: "number", "mixed" (numbers and embedding), "rating" or "embedding".
 
     Example:
         >>> cost_kind("emo+number:0.5"), cost_kind(NumberToken()), cost_kind("mle")
@@ -550,4 +554,4 @@ def cost_kind(objective: Objective | str) -> str:
         if _parts(objective)[0] == "emo+number":
             return "mixed"
         objective = parse_objective(objective)
-    return "number" if isinstance(objective, NumberToken) else "embedding"
+    return {NumberToken: "number", ExpectedValue: "rating"}.get(type(objective), "embedding")

@@ -44,7 +44,7 @@ def run(
     objective, kind = chosen_objective(objective_args.objective, recorded), cost_kind(objective_args.objective)
     numbers = NumberSettings(scaling=objective_args.number_scaling)
     check_settings(kind, numbers)
-    if kind == "number" and objective_args.cost_embedding is not None:
+    if kind in ("number", "rating") and objective_args.cost_embedding is not None:
         raise ValueError(
             f"{objective_args.objective} reads no embedding, got --cost_embedding {objective_args.cost_embedding}; "
             "leave it out, or take emo+number."
@@ -68,13 +68,16 @@ def run(
         "cost_fingerprint": None,
         **settings_of_near_duplicates(cost),
     }
-    if kind != "number" and source not in COST_SOURCES:
+    if kind not in ("number", "rating") and source not in COST_SOURCES:
         settings["cost_fingerprint"] = fingerprint([("unit", getattr(cost, "other", cost).unit)])
     if kind != "embedding":
         settings["numbers"] = repr(getattr(cost, "numbers", cost))
         share = number_share(rows, number_tokens(tokenizer, cost.shape[0]).values, objective_args.objective)
         if first:
-            getattr(cost, "numbers", cost).coverage(file=sys.stderr)
+            if kind == "rating":
+                print(repr(cost), file=sys.stderr)
+            else:
+                getattr(cost, "numbers", cost).coverage(file=sys.stderr)
             print(share, file=sys.stderr)
     if lora is not None:
         settings["lora"] = dataclasses.asdict(lora)

@@ -3,6 +3,7 @@
 "embedding"    cosine distance between the rows of the model's head: EMO
 "number"       distance between number tokens: `NumberToken`
 "mixed"        the former between number tokens, the embedding's everywhere else: EMO with numbers
+"rating"       signed difference between the expected rating and the label, of the digits 0 to 9: `ExpectedValue`
 
 The number tokens of a tokenizer, and their costs, are made once: decoding a vocabulary of 50,000 takes seconds.
 """
@@ -22,9 +23,10 @@ from otloss.extending import SCALINGS
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.number_tokens import NumberTokens
 from otloss_llm.costs.numbers import MixedCost, NumberCost
+from otloss_llm.costs.ratings import RatingCost
 from otloss_llm.costs.vocabulary import TokenCost
 
-KINDS = ("embedding", "number", "mixed")
+KINDS = ("embedding", "number", "mixed", "rating")
 
 
 @dataclass(frozen=True)
@@ -87,15 +89,32 @@ def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> Num
     Raises:
         TypeError, ValueError: no tokenizer, or one without a number token.
     """
-    if tokenizer is None:
-        raise ValueError(
-            "the values of number tokens are read from a tokenizer, and none was given; give the trainer "
-            "processing_class=tokenizer, or cost=NumberCost(values)."
-        )
+    _check_tokenizer(tokenizer, "NumberCost(values)")
     tokens = number_tokens(tokenizer, vocab_size)
     key = (vocab_size, numbers, torch.get_default_dtype())
     cost: NumberCost = _once(tokenizer, key, lambda: NumberCost.from_tokens(tokens, scaling=numbers.scaling))
     return cost
+
+
+def rating_cost(tokenizer: Any, vocab_size: int) -> RatingCost:
+    """The cost of the ratings 0 to 9 over a head of `vocab_size` rows: larger numbers of a vocabulary are no ratings.
+
+    Raises:
+        TypeError, ValueError: no tokenizer, or one without a digit.
+    """
+    _check_tokenizer(tokenizer, "RatingCost(values)")
+    values = number_tokens(tokenizer, vocab_size).values
+    is_digit = (values >= 0) & (values <= 9) & (values == values.round())
+    values = torch.where(is_digit, values, torch.nan)
+    return RatingCost(values.to(torch.promote_types(torch.get_default_dtype(), torch.float32)))
+
+
+def _check_tokenizer(tokenizer: Any, instead: str) -> None:
+    if tokenizer is None:
+        raise ValueError(
+            "the values of number tokens are read from a tokenizer, and none was given; give the trainer "
+            f"processing_class=tokenizer, or cost={instead}."
+        )
 
 
 def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
@@ -109,7 +128,7 @@ def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
         raise TypeError(f"numbers is {numbers!r}, expected NumberSettings(scaling=...), or None.")
     if kind not in KINDS:
         raise ValueError(f'cost is {kind!r}, expected "auto", one of {KINDS}, a vocabulary cost, or None.')
-    if kind == "embedding" and numbers != NumberSettings():
+    if kind in ("embedding", "rating") and numbers != NumberSettings():
         raise ValueError(
             f"scaling={numbers.scaling!r} of numbers goes with number_token or emo+number; the embedding cost of other "
             "objectives reads no numbers. Leave it out (--number_scaling)."
@@ -138,11 +157,11 @@ def choose_cost(
     tokenizer: Any,
     vocab_size: int,
     numbers: NumberSettings | None = None,
-) -> EmbeddingCost | NumberCost | MixedCost:
+) -> EmbeddingCost | NumberCost | MixedCost | RatingCost:
     """The cost of a kind.
 
     Args:
-        kind: "embedding", "number" or "mixed"; see `otloss_llm.objectives.cost_kind`.
+        kind: "embedding", "number", "mixed" or "rating"; see `otloss_llm.objectives.cost_kind`.
         embedding: makes the embedding cost, where it is asked for.
         tokenizer, vocab_size, numbers: of the cost of numbers.
 
@@ -153,5 +172,7 @@ def choose_cost(
     numbers = check_settings(kind, numbers)
     if kind == "embedding":
         return embedding()
+    if kind == "rating":
+        return rating_cost(tokenizer, vocab_size)
     made = number_cost(tokenizer, vocab_size, numbers)
     return MixedCost(made, embedding()) if kind == "mixed" else made

@@ -73,9 +73,9 @@ def parse_arm(text: str) -> Arm:
             reason = f"{modifier!r} is unknown"
         elif sort in given:
             reason = f"{modifier!r} is a second {sort}"
-        elif sort == "embedding" and (not reads_cost or kind == "number"):
+        elif sort == "embedding" and (not reads_cost or kind in ("number", "rating")):
             reason = f"{modifier!r} is an embedding, and {objective} uses no {'embedding' if reads_cost else 'cost'}"
-        elif sort == "scaling" and kind == "embedding":
+        elif sort == "scaling" and kind in ("embedding", "rating"):
             reason = f"{modifier!r} is a distance of numbers, which only number_token and emo+number use"
         else:
             given[sort] = value

@@ -63,12 +63,13 @@ class ObjectiveMixin:
 
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number",
-            "dft", "power:2", "eaft" (see `parse_objective`).
+            "dft", "power:2", "eaft", "expected_value" (see `parse_objective`).
         cost: "embedding" copies and freezes the head of `model` as it is now (the start of training), without its
             leading directions (`EmbeddingCost(..., directions=None)`); "number" reads
-            the values of number tokens from the trainer's `processing_class`; "mixed" is both (`MixedCost`); "auto" the
-            one of them that the objective is meant for; or any vocabulary cost; or None. It is used by objectives that
-            need it, and reported by `evaluate()`.
+            the values of number tokens from the trainer's `processing_class`; "mixed" is both (`MixedCost`); "rating"
+            takes the digits of that tokenizer for ratings (`RatingCost`); "auto" the one of them that the objective is
+            meant for; or any vocabulary cost; or None. It is used by objectives that need it, and reported by
+            `evaluate()`.
             It is in no checkpoint: to resume a run, give the trainer the model that the run started from.
         numbers: settings of the costs "number" and "mixed".
         z_loss: weight of Z^2 in the loss, Z the logsumexp of a token's logits (`ZLoss`); 0 for none.

@@ -17,6 +17,7 @@ from otloss_llm import (
     EMO,
     MLE,
     EmbeddingCost,
+    ExpectedValue,
     LabelSmoothing,
     MixCE,
     NumberToken,
@@ -94,6 +95,7 @@ def test_the_ratio_is_clipped_by_default_and_nothing_else() -> None:
 def test_names_of_objectives() -> None:
     names = {
         "dft": MixCE(0.0), "power": Power(1.0), "power:2.5": Power(2.5), "EAFT": EAFT(),
+        "expected_value:2": ExpectedValue(2.0), "expected_value": ExpectedValue(1.0),
         "mle": MLE(), " MLE ": MLE(), "tailr": TaiLr(1e-3), "tailr:0.7": TaiLr(0.7), "mixce": MixCE(0.8),
         "mixce:0": MixCE(0.0), "emo": EMO(ratio_clip=3.0), "emo:ratio": EMO(), "EMO:transport": EMO("transport"),
         "emo:0.5": EMO(0.5), "emo:clip=3": EMO(), "emo:clip=none": EMO(ratio_clip=None),

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
-from otloss_llm import EMO, MLE, ExpectedValue, RatingCost
+from otloss_llm import EMO, MLE, EmbeddingCost, ExpectedValue, NumberSettings, RatingCost
 from tests.otloss_llm.scoring import from_logits
 
 VALUES = torch.full((40,), math.nan, dtype=torch.float64)
@@ -51,7 +52,40 @@ def test_signed_costs_go_with_objectives_that_say_so() -> None:
     assert cost.to(torch.float64).dtype == torch.float64
 
 
-def torch_cost() -> object:
-    from otloss_llm import EmbeddingCost
-
+def torch_cost() -> EmbeddingCost:
     return EmbeddingCost(torch.randn(40, 3))
+
+
+def test_by_name_the_ratings_are_the_digits_of_the_tokenizer(tmp_path: Path) -> None:
+    """In the trainer too: the first loss is that of the model's own logits."""
+    pytest.importorskip("transformers")
+    from otloss_llm import ObjectiveTrainer
+    from otloss_llm.costs.choice import check_settings, choose_cost
+    from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer
+    from otloss_llm.experiments.arms import parse_arm
+    from tests.otloss_llm.tiny_models import tiny_model
+    from tests.otloss_llm.training.trainer_cases import arguments, by_hand, logs
+
+    tokenizer = train_bpe_tokenizer(["12 12 12"], 259)
+    model = tiny_model("llama", vocab_size=len(tokenizer))
+    cost = choose_cost("rating", embedding=pytest.fail, tokenizer=tokenizer, vocab_size=len(tokenizer))
+    values = {tokenizer.decode([i]): float(cost.values[i]) for i in cost.columns}  # type: ignore[union-attr]
+    assert values == {str(i): float(i) for i in range(10)}  # not "12"
+    blocks = PackedBlocks.from_texts(["a 7 b 3"], tokenizer, block_size=4)
+    args = arguments(tmp_path, max_steps=1, per_device_train_batch_size=len(blocks))
+    made = ObjectiveTrainer(
+        model, args, objective="expected_value:0.2", train_dataset=blocks, processing_class=tokenizer
+    )
+    assert isinstance(made.transport_cost, RatingCost)
+    data = [{"input_ids": row["input_ids"].tolist(), "labels": row["labels"].tolist()} for row in blocks]
+    expected = by_hand(model, data, ExpectedValue(0.2), made.transport_cost)
+    made.train()
+    assert logs(made, "loss")[0] == pytest.approx(expected["loss"], rel=1e-5)
+    with pytest.raises(ValueError, match="none was given; give the trainer"):
+        choose_cost("rating", embedding=pytest.fail, tokenizer=None, vocab_size=9)
+    with pytest.raises(ValueError, match="reads no numbers"):
+        check_settings("rating", NumberSettings("log"))
+    assert parse_arm("expected_value:2").name == "expected_value:2"
+    for wrong in ("expected_value/random", "expected_value/log"):
+        with pytest.raises(ValueError, match="expected_value"):
+            parse_arm(wrong)
