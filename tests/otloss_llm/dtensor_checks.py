@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from otloss_llm import EMO, EmbeddingCost, ShardedEmbeddingCost, linear_token_loss
+from otloss_llm import EMO, EmbeddingCost, ShardedEmbeddingCost, linear_token_loss, token_statistics
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.training.fused import fused_loss, measure_transform
 from tests.otloss_llm.models.test_heads import aligned, scorer
-from tests.otloss_llm.oracles import Problem, problem
+from tests.otloss_llm.oracles import Problem, everything, problem
 from tests.otloss_llm.tiny_models import VOCAB, tiny_batch, tiny_model
 
 
@@ -41,6 +41,25 @@ def assert_placed_like(got: Any, want: Tensor | None, tensor: Any) -> None:
         assert got.to_local().shape == tensor.to_local().shape
         got = got.full_tensor()
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
+
+
+def check_dtensor_statistics() -> None:
+    """All statistics, and weights of tokens that are a replicated DTensor, of a head sharded by rows."""
+    mesh, given = line(), problem()
+    whole = given.leaves()
+    weights = torch.linspace(0.0, 2.0, given.labels.numel(), dtype=torch.float64).reshape(given.labels.shape)
+    one = loss_of(*whole, given, objective=everything, token_weight=weights)
+    one.backward()
+    hidden, head = placed(whole[0], Replicate(), mesh), [placed(tensor, Shard(0), mesh) for tensor in whole[1:]]
+    replicated = distribute_tensor(weights, mesh, [Replicate()])
+    loss = loss_of(hidden, *head, given, objective=everything, token_weight=replicated)
+    torch.testing.assert_close(loss, one)
+    loss.backward()
+    for got, want in zip([hidden, *head], whole, strict=True):
+        assert_placed_like(got.grad, want.grad, got)
+    made = token_statistics(hidden, head[0], given.labels, bias=head[1])
+    for got, want in zip(made, token_statistics(*whole[:2], given.labels, bias=whole[2]), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 def check_dtensor_heads() -> None:
