@@ -72,7 +72,7 @@ build/tools:
 define test_with
 	build/tools/bin/uv pip compile --quiet pyproject.toml --extra test --python $(PYTHON) $(UV_OPTIONS) $(2) -o build/$(1).txt --upgrade
 	build/tools/bin/uv venv --quiet --clear --python $(PYTHON) build/$(1)
-	build/tools/bin/uv pip install --quiet --python build/$(1) $(UV_OPTIONS) --requirement build/$(1).txt
+	build/tools/bin/uv pip install --quiet --compile-bytecode --python build/$(1) $(UV_OPTIONS) --requirement build/$(1).txt
 	build/tools/bin/uv pip install --quiet --python build/$(1) --no-deps --editable .
 	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/build/$(1)/numba build/$(1)/bin/python -m pytest -n auto --dist loadfile $(3)
 endef

@@ -54,7 +54,7 @@ def by_jvp(entry: Entry, given: str, tangent: Tensor) -> Tensor | None:
     return torch.func.jvp(function, (entry.inputs[given],), (tangent,))[1]
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_forward_mode_is_right_or_an_error_that_names_the_function(name: str) -> None:
     entry, function = FUNCTIONS[name], name.partition(",")[0].split()[0]

@@ -70,7 +70,7 @@ def test_rows_with_ties_are_those_of_the_isotonic_regression_of_scipy(entries: l
         spread = np.ptp(row)
         z = (falling - row.min()) * 4 / (spread or 1.0) / epsilon
         expected = z - isotonic_regression(z - places, increasing=False).x
-        np.testing.assert_allclose(ranks, expected[rankdata(-row, "ordinal") - 1], rtol=1e-6)
+        np.testing.assert_allclose(ranks, expected[rankdata(-row, "ordinal").astype(int) - 1], rtol=1e-6)
         z = places / 4 / epsilon * spread
         np.testing.assert_allclose(ordered, z - isotonic_regression(z - falling, increasing=False).x, atol=1e-5)
         if epsilon < 1e-6:

@@ -195,7 +195,7 @@ def test_bad_soft_labels_are_found() -> None:
         ordinal_loss(z, t, cross_entropy=1.0)
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script")
 @pytest.mark.parametrize("soft", [False, True])
 def test_forward_derivatives_and_lazy_negatives(soft: bool) -> None:
     z, y, x = problem(1000, 9, torch.float64)

@@ -184,7 +184,7 @@ def _newton(cost: Tensor, epsilon: float, g: Tensor) -> tuple[Tensor, float]:
     return epsilon * (b - b.mean()), least
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*")
 def test_forward_mode_is_right_or_an_error() -> None:
     generator = torch.Generator().manual_seed(0)
     p, q = (torch.rand(4, dtype=torch.float64, generator=generator) for _ in range(2))
