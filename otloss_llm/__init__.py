@@ -77,7 +77,7 @@ __all__ = [
     "warm_up",
 ]
 
-_OF_THE_EXTRA = ("transformers", "tokenizers", "accelerate", "safetensors", "tqdm")
+_OF_THE_EXTRA = ("transformers", "tokenizers", "accelerate", "safetensors", "tqdm", "filelock")
 _NEEDS_TRANSFORMERS = ("ObjectiveMixin", "ObjectiveTrainer")
 
 

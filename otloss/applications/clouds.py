@@ -145,7 +145,7 @@ def cloud_loss(
     try:
         value = sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
     except SmallEpsilonError as error:
-        least = (error.least / factor) ** (1 / exponent)
+        least = 1.05 * (error.least / factor) ** (1 / exponent)  # rounding the number in the message may not lower it
         raise ValueError(
             f"blur is {width:g}{' by default' if blur is None else ''}, expected at least {least:.2g} for "
             "clouds of this size: rounding would decide the answer. "

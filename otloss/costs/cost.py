@@ -88,7 +88,13 @@ class Cost(ABC):
 
     def row_block(self, start: int, stop: int) -> Float[Tensor, "*batch block m"]:
         """Return the rows start to stop - 1, of every problem where the cost holds one matrix per problem."""
-        return self.rows(torch.arange(start, stop, device=self.device))
+        rows = self.rows(torch.arange(start, stop, device=self.device))
+        if rows.shape[-2:] != (stop - start, self.shape[1]):  # a kernel would read beyond them
+            raise ValueError(
+                f"{type(self).__name__}.rows returned shape {tuple(rows.shape)} for {stop - start} rows, expected "
+                f"(..., {stop - start}, {self.shape[1]})."
+            )
+        return rows
 
     def dense(self) -> Float[Tensor, "*batch n m"]:
         """Return the whole matrix."""

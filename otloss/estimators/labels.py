@@ -139,7 +139,7 @@ class _Encoder:
     """A function of scikit-learn that passes indices among the sorted labels in place of labels.
 
     Attributes:
-        name: what the user called.
+        name: what calls that function.
         count: how many different labels there are.
         labels: these, sorted, where they can be known.
     """
@@ -158,31 +158,43 @@ _ENCODERS = {
 
 
 def _encoder() -> _Encoder | None:
-    """The innermost of these functions on the stack, if there is one."""
+    """The outermost of these functions on the stack and the labels that it began with; the innermost has the count."""
     frame = sys._getframe(1)
-    found: _Encoder | None = None
+    outermost, count, labels = "", 0, None
     while frame is not None:
-        module, names = frame.f_globals.get("__name__", ""), frame.f_locals
+        module, variables = frame.f_globals.get("__name__", ""), frame.f_locals
+        if not outermost and module == "sklearn.multiclass":
+            return None  # it made labels of its own, 0 and 1
         name = _ENCODERS.get((module, frame.f_code.co_name))
-        if found is None and name is not None and names.get("method") != "predict" and names.get("y") is not None:
-            classes = getattr(names.get("ensemble"), "classes_", None)  # of bagging; y of the others is encoded
-            count = len(np.unique(names["y"])) if classes is None else len(classes)
-            found = _Encoder(name, count, classes)
-        elif found is not None and found.labels is None and module.startswith("sklearn."):
+        if name is not None and variables.get("method") != "predict" and variables.get("y") is not None:
+            of_bagging = getattr(variables.get("ensemble"), "classes_", None)  # y of the others is encoded
+            outermost, count = name, count or len(np.unique(variables["y"]) if of_bagging is None else of_bagging)
+            classes = of_bagging
+        elif outermost and module.startswith("sklearn."):
             # Without worker processes, the caller and its encoder are on the stack too.
-            caller = names.get("self")
-            encoder = names.get("le") or getattr(caller, "le_", None) or getattr(caller, "_label_encoder", None)
+            caller = variables.get("self")
+            encoder = variables.get("le") or getattr(caller, "le_", None) or getattr(caller, "_label_encoder", None)
             classes = getattr(encoder, "classes_", None)
-            if classes is not None and len(classes) == found.count:
-                return _Encoder(found.name, found.count, classes)
+        else:
+            classes = None
+        labels = classes if classes is not None and len(classes) == count else labels
         frame = frame.f_back  # type: ignore[assignment]
-    return found
+    if not outermost:
+        return None
+    return _Encoder(outermost, count, None if labels is None else plain_labels("y", labels))
 
 
 def _check_gaps(encoder: _Encoder) -> None:
     """Raise ValueError if the labels are numbers with gaps, which their indices lose; warn if they are text."""
     labels = encoder.labels
-    if labels is None:
+    if labels is None:  # in a worker process
+        warnings.warn(
+            f"{encoder.name} passes the index of each label among the sorted labels, which are not known in a worker "
+            f"process: if they are text or have gaps, their order or their gaps are lost. Fit it to the labels 0 to "
+            f"{encoder.count - 1} with categories=range({encoder.count}).",
+            LabelOrderWarning,
+            stacklevel=6,
+        )
         return
     every, doubt = implied_order(labels)
     if doubt:
@@ -202,8 +214,12 @@ def _check_gaps(encoder: _Encoder) -> None:
 
 def _check_not_encoded(names: Labels, encoder: _Encoder) -> None:
     """Raise ValueError unless indices among the sorted labels are these labels themselves."""
-    count = len(names)
-    if encoder.count == count and np.array_equal(np.sort(names), np.arange(count)):
+    by_name = np.sort(names)
+    if encoder.labels is None:
+        same = np.array_equal(by_name, np.arange(encoder.count))
+    else:
+        same = np.array_equal(encoder.labels, np.arange(encoder.count)) and bool(np.isin(encoder.labels, by_name).all())
+    if same:
         return
     raise ValueError(
         f"{encoder.name} passes the index of each label among the {encoder.count} different labels of y in place of "

@@ -13,10 +13,11 @@ from otloss.metrics.labels import Labels, plain_labels
 class Distribution(np.ndarray):
     """Probabilities (n, K) with the classes of their columns, lowest rank first, in `labels`.
 
-    It is a numpy array. Metrics and plots read its columns by `labels`, whatever order the classes sort in. A selection
-    of rows and a copy keep the labels. The result of any other operation has `labels` None, and metrics raise
-    ValueError for it unless `columns=` says what its columns are. `np.asarray` returns a plain array, whose columns
-    metrics take to be sorted.
+    It is a numpy array. Metrics and plots read its columns by `labels`, whatever order the classes sort in. Selections
+    of rows, copies and concatenations of rows keep the labels. Any other table that comes out of an operation on it has
+    `labels` None, and metrics raise ValueError for it unless `columns=` says what its columns are. What converts it to
+    something else loses the labels without a trace: `np.asarray`, `list`, `torch.as_tensor`, an average of a list of
+    them. Metrics take the columns of plain arrays to be sorted; pass `columns="rank"` there.
 
     Args:
         table: (n, K) probabilities.
@@ -45,16 +46,42 @@ class Distribution(np.ndarray):
     def __array_finalize__(self, other: Any) -> None:
         self.labels = None
 
+    def __array_wrap__(self, array: Any, context: Any = None, return_scalar: bool = False) -> Any:
+        return _table_or_plain(array)
+
+    def __array_function__(self, function: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        result = _table_or_plain(super().__array_function__(function, types, args, kwargs))
+        if isinstance(result, Distribution) and function in (np.concatenate, np.vstack, np.copy, np.take):
+            rows = [args[0]] if isinstance(args[0], Distribution) else list(args[0])
+            axis = kwargs.get("axis", args[1] if function is np.concatenate and len(args) > 1 else 0)
+            if axis == 0 or function is np.copy:
+                result.labels = _common_labels(rows, result.shape[1])
+        return result
+
     def __getitem__(self, key: Any) -> Any:
-        part = super().__getitem__(key)
-        rows_only = not isinstance(key, tuple) and isinstance(part, Distribution) and part.ndim == 2
-        if rows_only and self.ndim == 2 and part.shape[1] == self.shape[1]:
+        part = _table_or_plain(super().__getitem__(key))
+        if isinstance(part, Distribution) and self.ndim == 2:
+            rest = key[1:] if isinstance(key, tuple) else ()
+            if all(item is Ellipsis or item == slice(None) for item in rest) and part.shape[1] == self.shape[1]:
+                part.labels = self.labels
+        return part
+
+    def take(self, indices: Any, axis: Any = None, out: Any = None, mode: Any = "raise") -> Any:
+        """Return a selection, with the same labels if it is one of rows."""
+        part = _table_or_plain(super().take(indices, axis, out, mode))
+        if axis == 0 and isinstance(part, Distribution):
             part.labels = self.labels
-        return part if rows_only else np.asarray(part)[()]
+        return part
 
     def copy(self, order: Any = "C") -> Distribution:
         """Return a copy with the same labels."""
         new = super().copy(order)
+        new.labels = self.labels
+        return new
+
+    def round(self, decimals: Any = 0, out: Any = None) -> Any:
+        """Return rounded probabilities with the same labels."""
+        new = _table_or_plain(np.asarray(self).round(decimals, out))
         new.labels = self.labels
         return new
 
@@ -71,3 +98,21 @@ class Distribution(np.ndarray):
     def __setstate__(self, state: Any) -> None:
         of_array, self.labels = state
         super().__setstate__(of_array)
+
+
+def _table_or_plain(result: Any) -> Any:
+    """Return a table as a Distribution without labels, and everything else as numpy has it."""
+    if not isinstance(result, np.ndarray):
+        return result
+    if result.ndim == 2:
+        return result if isinstance(result, Distribution) else result.view(Distribution)
+    return np.asarray(result)[()]
+
+
+def _common_labels(rows: list[Any], columns: int) -> Labels | None:
+    """Return the labels of tables with the same ones; None where one lacks them or has others."""
+    labels = [getattr(part, "labels", None) for part in rows]
+    first = labels[0]
+    if first is None or first.size != columns or any(other is None or not np.array_equal(first, other) for other in labels):
+        return None
+    return first

@@ -77,12 +77,14 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         check_treatment(near_duplicates)
         if hasattr(embedding, "full_tensor"):
             embedding = embedding.full_tensor()
+        before = (embedding != 0).any(-1)
         if directions != 0:  # before the search: rows of tokens that were never trained share a leading direction
             embedding = all_but_the_top(embedding, directions)
         super().__init__(embedding)  # normalising copies
         self.near_duplicates = torch.zeros_like(self.zero_rows)
         if near_duplicates == "zero":
-            self.near_duplicates = find_near_duplicates(self.unit)
+            # Rows of which nothing is left are all but equal to the mean, as those of new tokens are.
+            self.near_duplicates = find_near_duplicates(self.unit) | (self.zero_rows & before)
             if self.near_duplicates.any():
                 warn_of_near_duplicates(self.near_duplicates, stacklevel=2)
                 self.unit[self.near_duplicates] = 0.0

@@ -29,7 +29,7 @@ from otloss_llm.experiments.measuring import METRICS, Data, QuestionBench, Quest
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import cost_kind, parse_objective
-from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_settings
+from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_of_any
 from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost, number_share
 from otloss_llm.training.runs import check_fit, decisive_settings, environment, train_run
 
@@ -272,7 +272,7 @@ def _train(
     home = Path(args.output_dir) / f"{arm.training.replace('/', '-').replace(':', '-')}-seed{seed}"
     own.output_dir, own.seed = str(home), seed
     model = load_model(comparison.start, dtype=comparison.dtype)
-    recorded = recorded_settings(home)
+    recorded = recorded_of_any(home.parent, home.name.removesuffix(str(seed)))
     objective, embedding = chosen_objective(arm.objective, recorded), chosen_embedding(arm.embedding, recorded)
     cost = load_cost(
         embedding, model, seed=seed, kind=cost_kind(arm.objective), tokenizer=bench.tokenizer, numbers=arm.numbers

@@ -42,7 +42,7 @@ from otloss_llm.models.adapters import Lora, add_adapter
 from otloss_llm.models.heads import evaluation_mode, find_head
 from otloss_llm.models.loading import fingerprint, load_model, load_tokenizer
 from otloss_llm.objectives import MLE, Objective, cost_kind, needs_cost, parse_objective
-from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_settings, replaced
+from otloss_llm.training.folders import full_disk_reported, locked, open_run, recorded_of_any, replaced
 from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost
 from otloss_llm.training.runs import train_run
 
@@ -326,7 +326,8 @@ def _train(
 ) -> None:
     start = oracle.start or str(folder / "start-model")
     model = load_model(start)
-    recorded = recorded_settings(Path(str(args.output_dir)))
+    home = Path(str(args.output_dir))
+    recorded = recorded_of_any(folder, home.name.removesuffix(str(args.seed)))
     objective = chosen_objective(arm.objective_name, recorded) if arm.objective_name else arm.objective
     embedding = chosen_embedding(arm.embedding, recorded)
     cost: TokenCost | None = None

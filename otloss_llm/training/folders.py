@@ -10,6 +10,7 @@ results.json    the results, written last
 from __future__ import annotations
 
 import errno
+import glob
 import json
 import os
 import shutil
@@ -116,6 +117,12 @@ def recorded_settings(folder: Path) -> dict[str, Any]:
     if not path.is_file() or not _kept_files(folder):
         return {}
     return _with_names_of_today(read_json(path))
+
+
+def recorded_of_any(folder: Path, prefix: str) -> dict[str, Any]:
+    """`recorded_settings` of the first folder inside whose name begins so: of one arm, of whichever seed."""
+    recorded = (recorded_settings(path) for path in sorted(folder.glob(f"{glob.escape(prefix)}*")) if path.is_dir())
+    return next(filter(None, recorded), {})
 
 
 def open_run(folder: Path, settings: dict[str, Any]) -> dict[str, Any] | None:

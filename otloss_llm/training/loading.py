@@ -115,6 +115,11 @@ def load_cost(
 def _load_embedding(source: str | None, model: Any, seed: int, tokenizer: Any) -> EmbeddingCost:
     generator = torch.Generator().manual_seed(seed)
     source = COST_SOURCES[0] if source is None else source
+    if source == "model" and not Path(source).exists():
+        raise ValueError(
+            'the cost embedding "model", the head with its leading directions, is now "raw"; leave it out for the '
+            "default, the head without them."
+        )
     if source in ("as-is", "random"):
         own = EmbeddingCost.from_model(model, near_duplicates="keep")
         return own if source == "as-is" else own.random_like(generator)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
 import re
 import subprocess
@@ -22,7 +23,9 @@ from sklearn.calibration import CalibratedClassifierCV
 from sklearn.ensemble import BaggingClassifier, StackingClassifier, VotingClassifier
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.linear_model import LogisticRegression
-from sklearn.model_selection import KFold, cross_val_predict
+from sklearn.model_selection import KFold, cross_val_predict, train_test_split
+from sklearn.multiclass import OneVsRestClassifier
+from sklearn.utils import resample
 from sklearn.utils.estimator_checks import check_classifiers_train, parametrize_with_checks
 
 from otloss import metrics
@@ -587,10 +590,21 @@ def test_a_distribution_is_read_by_its_labels(index: int) -> None:
     for kept in (distribution[3:9], distribution.copy(), copy.deepcopy(distribution), distribution[RANK > 0]):
         assert kept.labels.tolist() == grades
     assert pickle.loads(pickle.dumps(distribution)).labels.tolist() == grades
-    assert type(distribution[:, ::-1]) is np.ndarray
+    folds = [distribution[:40], distribution[40:]]
+    for kept in (np.vstack(folds), np.concatenate(folds), np.copy(distribution), distribution[:50, :],
+                 distribution[..., :], distribution.round(3), np.take(distribution, [1, 2], 0),
+                 resample(distribution, random_state=0),
+                 *train_test_split(distribution, random_state=0)):  # fmt: skip
+        assert kept.labels.tolist() == grades
+    mixed = metrics.Distribution(np.asarray(distribution), labels=grades[::-1])
+    for lost in (distribution[:, ::-1], distribution * 1, np.vstack([distribution, mixed]),
+                 np.flip(distribution, 1)):  # fmt: skip
+        assert lost.labels is None
+        with pytest.raises(ValueError, match='pass columns="rank"'):
+            metrics.ranked_probability_score(y[: len(lost)], lost, labels=grades)
     assert isinstance(distribution[0, 0], float)
-    with pytest.raises(ValueError, match='pass columns="rank"'):
-        metrics.ranked_probability_score(y, (distribution + distribution) / 2, labels=grades)
+    assert json.dumps(round(distribution.max(), 2)) == json.dumps(round(float(np.asarray(distribution).max()), 2))
+    assert type(distribution.sum(1)) is np.ndarray
     with pytest.raises(ValueError, match=r"ordered categories \['good', 'fair', 'poor'\]"):
         metrics.ranked_probability_score(pd.Categorical(y, grades[::-1], ordered=True), distribution)
     with pytest.raises(ValueError, match="2 labels"):
@@ -638,11 +652,32 @@ def test_meta_estimators_that_lose_gaps_are_named(workers: int | None) -> None:
             with pytest.raises(ValueError, match=rf"{name}.*values=\[0, 5, 10\]"):
                 fit(OrdinalClassifier(), y)
         if workers is None:
-            with pytest.warns(LabelOrderWarning, match=f"{name}.*categories="):
+            with pytest.warns(LabelOrderWarning, match="passes the index .*categories="):
                 fit(OrdinalClassifier(), Y)
         fit(OrdinalClassifier(categories=range(3), values=values), RANK)  # the advice
-        fit(OrdinalClassifier(), RANK + 1)  # no gaps
+        if workers is None or name == "BaggingClassifier":
+            fit(OrdinalClassifier(), RANK + 1)  # no gaps
+        else:
+            with pytest.raises(LabelOrderWarning, match="not known in a worker process"):  # an error in tests
+                fit(OrdinalClassifier(), RANK + 1)
     assert cross_val_predict(gaps, X, y, cv=3).max() <= 10  # of labels, not of indices
+
+
+def test_nested_meta_estimators_and_labels_of_all_types() -> None:
+    """Gaps are found through two of them; labels that are their own indices, and binary ones, are none of these."""
+    y = np.array([0, 5, 10])[RANK]
+    inner = VotingClassifier([("a", OrdinalClassifier())], voting="soft")
+    for fit in (
+        lambda: VotingClassifier([("b", inner)], voting="soft").fit(X, y),
+        lambda: VotingClassifier([("b", BaggingClassifier(OrdinalClassifier(), n_estimators=2))]).fit(X, y),
+        lambda: cross_val_predict(inner, X, y, cv=3, method="predict_proba"),
+    ):
+        with pytest.raises(ValueError, match=r"values=\[0, 5, 10\]"):
+            fit()
+    VotingClassifier([("a", OrdinalClassifier(categories=range(5)))]).fit(X, RANK)  # the index is the label
+    VotingClassifier([("a", OneVsRestClassifier(OrdinalClassifier()))]).fit(X, y)
+    with pytest.warns(LabelOrderWarning, match="VotingClassifier"):
+        VotingClassifier([("a", OrdinalClassifier())]).fit(X, Y.astype(object))
 
 
 def test_a_fold_without_the_last_text_class_is_read() -> None:

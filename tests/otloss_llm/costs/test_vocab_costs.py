@@ -179,6 +179,9 @@ def test_a_cost_without_leading_directions() -> None:
         assert torch.equal(cost.unit, EmbeddingCost(all_but_the_top(padded, 2)).unit)
     assert cost.near_duplicates[70:].all()
     assert cost.zero_rows.sum() == 8
+    resized = torch.cat([rows[4:], rows[4:].mean(0) + 1e-5 * torch.randn(5, 8, generator=generator)])
+    with pytest.warns(UserWarning, match="5 of the 71 rows"):
+        assert EmbeddingCost(resized, directions=2).near_duplicates[66:].all()
     at_mean = all_but_the_top(torch.cat([rows[4:], rows[4:].mean(0, keepdim=True) * (1 + 1e-6)]), 2)
     assert (at_mean[-1] == 0).all()
     with pytest.raises(ValueError, match="directions is 8, expected 0 to 7"):
