@@ -111,8 +111,7 @@ def _table_or_plain(result: Any) -> Any:
 
 def _common_labels(rows: list[Any], columns: int) -> Labels | None:
     """Return the labels of tables with the same ones; None where one lacks them or has others."""
-    labels = [getattr(part, "labels", None) for part in rows]
-    first = labels[0]
-    if first is None or first.size != columns or any(other is None or not np.array_equal(first, other) for other in labels):
+    first, *others = [getattr(part, "labels", None) for part in rows]
+    if first is None or first.size != columns:
         return None
-    return first
+    return first if all(other is not None and np.array_equal(first, other) for other in others) else None
