@@ -664,7 +664,7 @@ def test_meta_estimators_that_lose_gaps_are_named(workers: int | None) -> None:
 
 
 def test_nested_meta_estimators_and_labels_of_all_types() -> None:
-    """Gaps are found through two of them; labels that are their own indices, and binary ones, are none of these."""
+    """Gaps are found through two of them; labels that are their own indices, and binary ones, do not count."""
     y = np.array([0, 5, 10])[RANK]
     inner = VotingClassifier([("a", OrdinalClassifier())], voting="soft")
     for fit in (
