@@ -31,6 +31,7 @@ from otloss_llm.losses.token_loss import token_loss as token_loss
 from otloss_llm.losses.token_loss import token_statistics as token_statistics
 from otloss_llm.objectives import EAFT as EAFT
 from otloss_llm.objectives import EMO as EMO
+from otloss_llm.objectives import GEM as GEM
 from otloss_llm.objectives import MLE as MLE
 from otloss_llm.objectives import ExpectedValue as ExpectedValue
 from otloss_llm.objectives import LabelSmoothing as LabelSmoothing
@@ -48,6 +49,7 @@ if TYPE_CHECKING:
 __all__ = [
     "EAFT",
     "EMO",
+    "GEM",
     "MLE",
     "EmbeddingCost",
     "ExpectedValue",

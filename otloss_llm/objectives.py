@@ -8,6 +8,7 @@ are vectors with one entry per token. `sg` is stop-gradient (`detach`).
     entropy       H = -sum_i q_i log q_i, in nats
     logsumexp     Z = log sum_i exp(z_i)
     mean_logit    M = sum_i z_i / V
+    tempered_logsumexp    Z_T = T log sum_i exp(z_i / T), at the objective's own `temperature` T
 
     D          sum_i q_i c(i, y)                                               EMO's Eq. 14, in `kernels/reference.py`
     MLE        nll
@@ -19,16 +20,18 @@ are vectors with one entry per token. `sg` is stop-gradient (`detach`).
     Power      -q_y^k                                                          Li et al. 2025, arXiv 2510.00526
     Expected   nll + w (sum_i q_i v_i - v_y)^2, v the values of ratings        RAFT, TRACT: arXiv 2503.04381
     EAFT       sg(min(H / log 20, 1)) nll                                      arXiv 2601.02151
+    GEM        nll + Z_beta - Z = beta CE(z / beta)                            Li et al. 2024, arXiv 2408.16673
 
 Where D > 0 and nothing is clipped the *value* of EMO equals nll; only its gradient differs. Where the ratio is clipped
 the value is less than nll. A loss that is equal to nll in the logs thus does not mean that EMO is off; watch
 `TokenLoss.cost` to see its effect.
 
 Any callable of these is an objective, and the names of its parameters say what it reads: `lambda nll, entropy: ...`
-gets these two. Two positional parameters of other names are `(nll, cost)`. The kernels compute what is named only, and
-obtain the derivatives of the value by autograd on the vectors, so a new objective needs nothing else. It must treat
-tokens independently: entry `t` of the value may depend on entry `t` of its arguments only, because the kernels pass the
-tokens in chunks, in any order. `check_tokenwise` raises an error for an objective that does not.
+gets these two. Two positional parameters of other names are `(nll, cost)`. What reads `tempered_logsumexp` has an
+attribute `temperature`. The kernels compute what is named only, and obtain the derivatives of the value by autograd on
+the vectors, so a new objective needs nothing else. It must treat tokens independently: entry `t` of the value may
+depend on entry `t` of its arguments only, because the kernels pass the tokens in chunks, in any order.
+`check_tokenwise` raises an error for an objective that does not.
 """
 
 from __future__ import annotations
@@ -55,6 +58,7 @@ class Statistics(NamedTuple):
     entropy: Tensor | None = None
     logsumexp: Tensor | None = None
     mean_logit: Tensor | None = None
+    tempered_logsumexp: Tensor | None = None
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
         """The function of each vector."""
@@ -315,6 +319,37 @@ class EAFT:
 
 
 @dataclass(frozen=True)
+class GEM:
+    """Fine-tuning that keeps the entropy: the cross-entropy at a temperature beta, `beta CE(z / beta)`.
+
+    The gradient `softmax(z / beta) - e_y` is exactly that of the linear form of GEM, which weighs the log-ratios
+    `log q_i - log q_y` by `sg(softmax(z / beta))`; its published value is another. nll in the results and logs is that
+    of q itself. Temperature acts after the scale and the soft cap of the model's logits.
+
+    Args:
+        beta: > 0; 1 is MLE, and less leaves more probability to other tokens than the label. The paper takes 0.7.
+
+    Example:
+        >>> nll, total, tempered = torch.tensor([0.5]), torch.tensor([2.0]), torch.tensor([1.8])
+        >>> GEM(0.7)(nll, total, tempered)
+        tensor([0.3000])
+    """
+
+    beta: float = 0.7
+
+    def __post_init__(self) -> None:
+        if not 0.0 < self.beta < math.inf:
+            raise ValueError(f"beta is {self.beta}, expected a positive, finite number.")
+
+    @property
+    def temperature(self) -> float:
+        return self.beta
+
+    def __call__(self, nll: Tensor, logsumexp: Tensor, tempered_logsumexp: Tensor) -> Tensor:
+        return nll + (tempered_logsumexp - logsumexp)
+
+
+@dataclass(frozen=True)
 class ExpectedValue:
     """Likelihood plus the squared error of the expected rating: `nll + weight D^2` with a `RatingCost`.
 
@@ -407,6 +442,23 @@ def innermost(objective: Objective) -> Objective:
     return objective
 
 
+def temperature_of(objective: Objective) -> float | None:
+    """The temperature of `tempered_logsumexp` where `objective` reads it; None where it does not.
+
+    Raises:
+        ValueError: it is read, and the attribute `temperature` of the objective is no positive, finite number.
+    """
+    if "tempered_logsumexp" not in statistics_read(objective):
+        return None
+    temperature = getattr(innermost(objective), "temperature", None)
+    if not isinstance(temperature, int | float) or not 0.0 < temperature < math.inf:
+        raise ValueError(
+            f"objective {objective!r} reads tempered_logsumexp and its temperature is {temperature!r}; expected an "
+            "attribute temperature, a positive, finite number."
+        )
+    return float(temperature)
+
+
 def value_of(objective: Objective, statistics: Statistics) -> Tensor:
     """The objective's value per token; raises ValueError if it is not one number per token."""
     nll = statistics.nll
@@ -475,9 +527,9 @@ def check_tokenwise(objective: Objective, statistics: Statistics, value: Tensor)
 
 
 _NAMES = (
-    "mle, tailr, mixce, emo, number_token, emo+number, dft, power, eaft, expected_value, or with a parameter: "
+    "mle, tailr, mixce, emo, number_token, emo+number, dft, power, eaft, gem, expected_value, or with a parameter: "
     "tailr:GAMMA, mixce:GAMMA, emo:transport, emo:WEIGHT, emo:clip=NUMBER, emo:clip=none, number_token:WEIGHT, "
-    "power:K, expected_value:WEIGHT"
+    "power:K, gem:BETA, expected_value:WEIGHT"
 )
 
 
@@ -492,11 +544,11 @@ def _parts(text: str) -> tuple[str, str]:
 def parse_objective(text: str) -> Objective:
     """An objective from its name: `mle`, `tailr:0.001`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`, `emo:clip=3`,
     `emo:clip=none`, `number_token`, `number_token:0.3`, `emo+number`, `dft`, `power:2`, `eaft`,
-    `expected_value:1`.
+    `gem:0.7`, `expected_value:1`.
 
     What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip
     (default 3; none is EMO as published), for the number token loss its weight (default 0.3), for `power` the exponent
-    (default 1), for `expected_value` its weight (default 1). `emo+number` is EMO, and
+    (default 1), for `gem` beta (default 0.7), for `expected_value` its weight (default 1). `emo+number` is EMO, and
     only its name asks for the cost with numbers (`cost_kind`): hand the trainer the name, or the objective and
     `cost="mixed"`.
 
@@ -517,6 +569,8 @@ def parse_objective(text: str) -> Objective:
             return EAFT()
         if name == "expected_value":
             return ExpectedValue(float(parameter or 1.0))
+        if name == "gem":
+            return GEM(float(parameter or 0.7))
         if name == "power":
             return Power(float(parameter or 1.0))
         if name == "tailr":  # a larger gamma collapses on text that the model finds improbable (sweep in docs/log.md)

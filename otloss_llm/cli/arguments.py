@@ -113,7 +113,8 @@ class ObjectiveArguments:
     _argument_group_name = "objective and cost"
     objective: str = _option(
         "mle, tailr:GAMMA, mixce:GAMMA, emo (its ratio clipped at 3), emo:clip=NUMBER, emo:clip=none (as published), "
-        "emo:transport, emo:WEIGHT, number_token:WEIGHT, emo+number (and emo+number:...), dft, power:K, eaft, or "
+        "emo:transport, emo:WEIGHT, number_token:WEIGHT, emo+number (and emo+number:...), dft, power:K, eaft, "
+        "gem:BETA, or "
         "expected_value:WEIGHT (of the digits 0 to 9).",
         "emo",
     )

@@ -3,12 +3,14 @@
 Notation: z are the logits of one token, q = softmax(z), y its label, c_i = c(i, y) one row of the cost.
 
     nll = -log q_y    D = sum_i q_i c_i    H = -sum_i q_i log q_i    Z = logsumexp(z)    M = mean_i z_i
-    value = objective(nll, D, ...)        alpha, beta, eta, zeta, mu = d value / d (nll, D, H, Z, M)
+    Z_T = T logsumexp(z / T)
+    value = objective(nll, D, ...)        alpha, beta, eta, zeta, mu, tau = d value / d (nll, D, H, Z, M, Z_T)
     d value / d z_i = q_i (alpha + zeta + beta (c_i - D) - eta (log q_i + H)) - alpha [i = y] + mu / V
+                      + tau softmax(z / T)_i
 
 The sweeps work with x_i = z_i - max z: H = log sum_i exp(x_i) - X and log q_i + H = x_i - X, where X = sum_i q_i x_i.
-M and its gradient, the same for all logits, take a pass of their own over the chunk. What the objective does not read
-is not computed.
+M and its gradient, the same for all logits, take a pass of their own over the chunk; so does Z_T (`tempered`). What the
+objective does not read is not computed.
 
 Tokens are sorted by label, so that a cost row is computed once per distinct label of a chunk. A chunk is a matrix
 product, a sweep over its rows (`rows.softmax_rows`), the objective on two vectors, a second sweep that leaves the
@@ -32,10 +34,18 @@ from otloss_llm.costs.vocabulary import FewColumns, LabelRows
 from otloss_llm.kernels.few_columns import FewColumnSweeps
 from otloss_llm.kernels.logits import ROW_MULTIPLE, Logits, TokenLossConfig, runs_on_numba, sweeps_for
 from otloss_llm.kernels.rows import CostRows, GradientCoefficients, RowSums
+from otloss_llm.kernels.tempered import TemperedLogits
 from otloss_llm.kernels.vocab_parallel import ShardedSweeps, sum_over
 from otloss_llm.kernels.weight_gradients import Gradients
 from otloss_llm.models.sharded_heads import VocabShard
-from otloss_llm.objectives import Statistics, check_tokenwise, statistics_read, value_and_gradients, value_of
+from otloss_llm.objectives import (
+    Statistics,
+    check_tokenwise,
+    statistics_read,
+    temperature_of,
+    value_and_gradients,
+    value_of,
+)
 
 
 @dataclass
@@ -50,7 +60,7 @@ class Tokens:
     x_mean: Float[Tensor, " chunk"] | None
 
     @classmethod
-    def of(cls, sums: RowSums, mean_logit: Tensor | None = None) -> Tokens:
+    def of(cls, sums: RowSums, mean_logit: Tensor | None = None, tempered: Tensor | None = None) -> Tokens:
         """From the sums over a whole row; the label's entry stays apart, so nll and D keep their digits as q_y -> 1."""
         x_y = sums.z_y - sums.top
         e_y = x_y.exp()
@@ -64,12 +74,12 @@ class Tokens:
         if sums.others_logit is not None:
             x_mean = (sums.others_logit + torch.where(e_y == 0, 0.0, e_y * x_y)) / total
             entropy = log_total - x_mean
-        statistics = Statistics(nll, transport, entropy, sums.top + log_total, mean_logit)
+        statistics = Statistics(nll, transport, entropy, sums.top + log_total, mean_logit, tempered)
         return cls(statistics, sums, e_y, total, x_y, x_mean)
 
     def coefficients(self, gradients: Statistics, factor: Tensor) -> GradientCoefficients:
-        """What multiplies `exp(z - top)` in `factor * d value / dz` but for the part of M, and the sum at the label."""
-        alpha, beta, eta, zeta, _ = gradients
+        """What multiplies `exp(z - top)` in `factor * d value / dz` but for M and Z_T, and the sum at the label."""
+        alpha, beta, eta, zeta, *_ = gradients
         scale = factor / self.total
         a, transport = alpha * scale, self.statistics.cost
         at_label = -a * self.sums.others
@@ -152,13 +162,16 @@ def chunked_pass(
     kept = {name: torch.empty_like(value) for name in _made(read, config)}
     vocab = len(weight) if shard is None else shard.vocab
     logits = Logits(hidden, weight, bias, config)
+    temperature = temperature_of(objective)
+    tempered = None if temperature is None else TemperedLogits(temperature, shard)
     for tokens, cost in _chunks(labels, weight, config):
         h, label = hidden[tokens], labels[tokens]
         z, cap_derivative = logits.of(h)
         sweeps: Any = _sweeps_for(z, config, shard)
         mean_logit = _mean_logit(z, vocab, shard) if "mean_logit" in read else None
+        tempered_logsumexp = None if tempered is None else tempered.logsumexp(z)
         sums = sweeps.softmax_rows(z, label, cost, "entropy" in read)
-        chunk = Tokens.of(sums, mean_logit)
+        chunk = Tokens.of(sums, mean_logit, tempered_logsumexp)
         statistics = Statistics(**{name: getattr(chunk.statistics, name) for name in kept})
         if derivatives is not None:
             value_chunk, gradient_of = statistics.nll, derivatives(tokens)
@@ -174,6 +187,8 @@ def chunked_pass(
             sweeps.gradient_rows(z, sums.top, label, cost, chunk.coefficients(gradient_of, factor))
             if gradient_of.mean_logit is not None:
                 z.add_((gradient_of.mean_logit * factor / vocab)[:, None])
+            if tempered is not None and gradient_of.tempered_logsumexp is not None:
+                tempered.add_gradient(z, gradient_of.tempered_logsumexp * factor)
             if cap_derivative is not None:
                 z.mul_(cap_derivative)
             gradients.add(tokens, z, h, weight)

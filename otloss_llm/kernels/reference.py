@@ -2,6 +2,7 @@
 
     q = softmax(logits)        nll = -log q_y        D = sum_i q_i c(i, y)        value = objective(nll, D, ...)
     H = -sum_i q_i log q_i        Z = log sum_i exp(logit_i)        M = mean_i logit_i
+    Z_T = T log sum_i exp(logit_i / T)
 
 D is EMO's Eq. 14 (arXiv 2310.04691) for one-hot targets, and with the costs of numbers NTL-WAS (arXiv 2411.02083).
 Every other kernel is tested against this one in float64. It allows second derivatives.
@@ -14,7 +15,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows
-from otloss_llm.objectives import Objective, Statistics, statistics_read, value_of
+from otloss_llm.objectives import Objective, Statistics, statistics_read, temperature_of, value_of
 
 
 def token_values(
@@ -30,13 +31,17 @@ def token_values(
     """
     nll = _negative_log_likelihood(logits, labels[:, None])
     transport = None if cost is None else _transport_cost(logits, labels, cost)
-    statistics = Statistics(nll, transport, **logit_statistics(logits, statistics_read(objective)))
+    statistics = Statistics(nll, transport, **logit_statistics(logits, objective))
     return value_of(objective, statistics), statistics
 
 
-def logit_statistics(logits: Float[Tensor, "tokens vocab"], read: tuple[str, ...]) -> dict[str, Tensor]:
-    """Those of entropy, logsumexp and mean_logit that are read."""
-    made = {"entropy": _entropy, "logsumexp": lambda z: z.logsumexp(-1), "mean_logit": lambda z: z.mean(-1)}
+def logit_statistics(logits: Float[Tensor, "tokens vocab"], objective: Objective) -> dict[str, Tensor]:
+    """Those of entropy, logsumexp, mean_logit and tempered_logsumexp that the objective reads."""
+    read, T = statistics_read(objective), temperature_of(objective) or 1.0
+    made = {
+        "entropy": _entropy, "logsumexp": lambda z: z.logsumexp(-1), "mean_logit": lambda z: z.mean(-1),
+        "tempered_logsumexp": lambda z: T * (z / T).logsumexp(-1),
+    }  # fmt: skip
     return {name: make(logits) for name, make in made.items() if name in read}
 
 

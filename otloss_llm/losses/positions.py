@@ -20,6 +20,7 @@ from otloss_llm.objectives import (
     innermost,
     needs_cost,
     statistics_read,
+    temperature_of,
     value_and_gradients,
 )
 
@@ -70,6 +71,7 @@ def check_objective(
         raise TypeError(f"objective is {objective!r}, expected a callable (nll, cost) -> value such as EMO() or MLE().")
     inner = innermost(objective)
     read = statistics_read(inner)
+    temperature_of(objective)  # raises where it is read and is no number
     if cost is None:
         if needs_cost(objective) and (hasattr(inner, "needs_cost") or read != ("nll", "cost")):
             kinds = {NumberToken: "NumberCost.from_tokenizer(tokenizer)", ExpectedValue: "RatingCost(values)"}

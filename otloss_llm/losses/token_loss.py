@@ -58,11 +58,13 @@ class TokenLoss(_LossNllCost):
         transport_cost: another name of `cost`.
         entropy: detached per-token `-sum_i q_i log q_i`, likewise; None unless the objective reads it.
         logsumexp, mean_logit: detached per-token `log sum_i exp(z_i)` and mean of the logits, likewise.
+        tempered_logsumexp: detached per-token `T log sum_i exp(z_i / T)`, T the objective's temperature, likewise.
     """
 
     entropy: Tensor | None
     logsumexp: Tensor | None
     mean_logit: Tensor | None
+    tempered_logsumexp: Tensor | None
 
     def __new__(
         cls,
@@ -73,9 +75,11 @@ class TokenLoss(_LossNllCost):
         entropy: Tensor | None = None,
         logsumexp: Tensor | None = None,
         mean_logit: Tensor | None = None,
+        tempered_logsumexp: Tensor | None = None,
     ) -> Self:
         made = super().__new__(cls, loss, nll, cost)
         made.entropy, made.logsumexp, made.mean_logit = entropy, logsumexp, mean_logit
+        made.tempered_logsumexp = tempered_logsumexp
         return made
 
     @property
@@ -90,7 +94,7 @@ class TokenLoss(_LossNllCost):
 
     def statistics(self) -> Statistics:
         """The statistics of all positions."""
-        return Statistics(self.nll, self.cost, self.entropy, self.logsumexp, self.mean_logit)
+        return Statistics(**{name: getattr(self, name) for name in Statistics._fields})
 
 
 @eager
@@ -111,7 +115,7 @@ def token_loss(
         logits: `(..., V)`; 16-bit logits are computed with in float32.
         labels: `(...)` token ids aligned with `logits` (no hidden shift); `ignore_index` leaves a position out.
         objective: `(nll, D) -> value`, for example `EMO()`; or a function of any of `nll, cost, entropy, logsumexp,
-            mean_logit`, which it names as its parameters.
+            mean_logit, tempered_logsumexp`, which it names as its parameters.
         cost: over the vocabulary, such as `EmbeddingCost` or any of `otloss.costs`; needed by objectives that read D,
             else only reported.
         ignore_index: label that leaves a position out of the loss.

@@ -63,7 +63,7 @@ class ObjectiveMixin:
 
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number",
-            "dft", "power:2", "eaft", "expected_value" (see `parse_objective`).
+            "dft", "power:2", "eaft", "gem:0.7", "expected_value" (see `parse_objective`).
         cost: "embedding" copies and freezes the head of `model` as it is now (the start of training), without its
             leading directions (`EmbeddingCost(..., directions=None)`); "number" reads
             the values of number tokens from the trainer's `processing_class`; "mixed" is both (`MixedCost`); "rating"

@@ -15,6 +15,7 @@ from torch import Tensor
 from otloss_llm import (
     EAFT,
     EMO,
+    GEM,
     MLE,
     EmbeddingCost,
     ExpectedValue,
@@ -95,6 +96,7 @@ def test_the_ratio_is_clipped_by_default_and_nothing_else() -> None:
 def test_names_of_objectives() -> None:
     names = {
         "dft": MixCE(0.0), "power": Power(1.0), "power:2.5": Power(2.5), "EAFT": EAFT(),
+        "gem": GEM(0.7), "gem:0.5": GEM(0.5),
         "expected_value:2": ExpectedValue(2.0), "expected_value": ExpectedValue(1.0),
         "mle": MLE(), " MLE ": MLE(), "tailr": TaiLr(1e-3), "tailr:0.7": TaiLr(0.7), "mixce": MixCE(0.8),
         "mixce:0": MixCE(0.0), "emo": EMO(ratio_clip=3.0), "emo:ratio": EMO(), "EMO:transport": EMO("transport"),
@@ -112,7 +114,7 @@ def test_names_of_objectives() -> None:
         ("emo:often", "'emo:often'.*'often'"), ("tailr:2", r"'tailr:2': gamma is 2.0"), ("mixce:x", "'mixce:x'"),
         ("emo:-1", "weighting is -1.0"), ("emo:nan", "weighting is nan"), ("emo:clip=0", "ratio_clip is 0.0"),
         ("number_token:inf", "weight is inf"), ("power:0", "k is 0.0"), ("eaft:1", "expected one of"),
-        ("dft:2", "expected one of"),
+        ("dft:2", "expected one of"), ("gem:0", "beta is 0.0"),
     ],
 )  # fmt: skip
 def test_invalid_names_raise(text: str, message: str) -> None:
@@ -193,6 +195,28 @@ def test_objectives_of_fine_tuning_are_their_published_formulas(impl: str) -> No
     assert entropy is not None
     torch.testing.assert_close(entropy / math.log(20), of_top_20(peaked), rtol=0.05, atol=0.0)
     assert EAFT()(torch.ones(1), torch.full((1,), 9.0)) == 1
+
+
+@pytest.mark.parametrize("impl", ["logits", "reference", "chunked"])
+def test_gem_is_its_published_formula(impl: str) -> None:
+    """The gradient of `-sum_i sg(softmax(z / beta))_i (log q_y - log q_i)`, for logits that are scaled and capped."""
+    beta, label = 0.6, torch.randint(50, (7,))
+    z = 4 * torch.randn(7, 50, dtype=torch.float64)
+    leaf, again = z.clone().requires_grad_(), z.clone().requires_grad_()
+    transform = {} if impl == "logits" else {"logit_scale": 1.3, "logit_softcap": 5.0}
+    capped = again if impl == "logits" else 5.0 * torch.tanh(1.3 * again / 5.0)
+    made = from_logits(leaf, label, impl, objective=GEM(beta), **transform)
+    log_q, tempered = capped.log_softmax(-1), (capped / beta).softmax(-1).detach()
+    label_q = log_q.gather(-1, label[:, None])
+    published = -(tempered * (label_q - log_q)).sum(-1).mean()
+    torch.testing.assert_close(torch.autograd.grad(made.loss, leaf), torch.autograd.grad(published, again))
+    torch.testing.assert_close(made.loss, beta * torch.nn.functional.cross_entropy(capped / beta, label))
+    torch.testing.assert_close(made.nll, -label_q[:, 0].detach())  # at temperature 1
+
+
+def test_a_temperature_is_needed_where_it_is_read() -> None:
+    with pytest.raises(ValueError, match="its temperature is None; expected an attribute temperature"):
+        token_loss(torch.zeros(1, 3), torch.tensor([1]), objective=lambda tempered_logsumexp: tempered_logsumexp)
 
 
 @pytest.mark.parametrize("impl", ["logits", "reference", "chunked"])

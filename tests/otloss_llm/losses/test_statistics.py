@@ -1,4 +1,4 @@
-"""Objectives of entropy, logsumexp and mean logit: every path against float64 autograd of the formulas."""
+"""Objectives of entropy, logsumexp (at two temperatures), mean logit: every path against float64 autograd."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def assert_statistics(z: Tensor, label: Tensor, rows: Tensor, cost: Any, impl: s
     expected, value, gradient = truth(z, label, rows)
     leaf = z.clone().requires_grad_()
     out = from_logits(leaf, label, impl, objective=everything, cost=cost, reduction="none")
-    made = [out.loss, out.nll, out.cost, out.entropy, out.logsumexp]
-    for got, want in zip(made, [value, *list(expected.values())[:4]], strict=True):
+    made = [out.loss, out.nll, out.cost, out.entropy, out.logsumexp, out.tempered_logsumexp]
+    for got, want in zip(made, [value, *list(expected.values())[:5]], strict=True):
         assert got is not None
         torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
     (got,) = torch.autograd.grad((out.loss * UPSTREAM).sum(), leaf)

@@ -16,7 +16,7 @@ import torch
 import transformers
 from torch import nn
 
-from otloss_llm import EMO, ObjectiveMixin
+from otloss_llm import EMO, LabelSmoothing, ObjectiveMixin, ZLoss, parse_objective
 from tests.otloss_llm.tiny_models import TINY, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
@@ -190,7 +190,7 @@ def sft(path: Path, model: Any, objective: str | None, data: Any = None, **setti
     rows_of = [{"input_ids": row["input_ids"]} for row in rows(12)] if data is None else data
     made = IterableDataset.from_generator(lambda: iter(rows_of)) if settings.pop("stream", False) else None
     kind = trl.SFTTrainer if objective is None else WithObjective
-    more = {} if objective is None else {"objective": objective}
+    more = {} if objective is None else {"objective": objective, "z_loss": settings.pop("z_loss", 0.0)}
     return kind(
         model=model, args=trl.SFTConfig(**base | settings), processing_class=tokenizer,
         train_dataset=Dataset.from_list(rows_of) if made is None else made, **more,
@@ -227,6 +227,21 @@ def test_dft_is_that_of_trl(tmp_path: Path) -> None:
     ours.train(), theirs.train()
     assert logs(ours, "loss") == pytest.approx(logs(theirs, "loss"), rel=1e-5)
     assert_same_weights(first, second, 1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # TRL's own
+@pytest.mark.parametrize("name", ["dft", "power:2", "eaft", "gem:0.7", "expected_value:0.5"])
+def test_sft_with_objectives_of_fine_tuning(tmp_path: Path, name: str) -> None:
+    """Label smoothing and z-loss around each: the first loss is that of rows scored one by one."""
+    model = tiny_model("llama", vocab_size=257)
+    data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(4)]
+    run = sft(tmp_path, model, name, [{"input_ids": row["input_ids"]} for row in data], label_smoothing_factor=0.1,
+              z_loss=0.01)  # fmt: skip
+    objective = ZLoss(LabelSmoothing(parse_objective(name), 0.1), 0.01)
+    expected = by_hand(model, data, objective, run.transport_cost)
+    run.train()
+    for key in ("loss", "nll"):
+        assert logs(run, key)[0] == pytest.approx(expected[key], rel=1e-5), key
 
 
 TEMPLATE = (
