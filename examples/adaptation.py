@@ -132,7 +132,7 @@ def main(argv: list[str] | None = None) -> None:
         data.say_other("the digits alone", missing)
         wines = {}
     tables = {"Digits, second scanner: accuracy": [digits_rows(seed, steps) for seed in range(seeds)], **wines}
-    figure, axes = plt.subplots(1, len(tables), figsize=(5 * len(tables), 3.2), squeeze=False)
+    figure, axes = plt.subplots(1, len(tables), figsize=(5 * len(tables), 3.2), squeeze=False, layout="constrained")
     for axis, (title, found) in zip(axes[0], tables.items(), strict=True):
         print(title)
         means = {name: (np.mean(v := [f[name] for f in found]), np.std(v)) for name in found[0]}
@@ -141,7 +141,6 @@ def main(argv: list[str] | None = None) -> None:
         axis.barh(list(means), [m for m, _ in means.values()], xerr=[s for _, s in means.values()], color="tab:blue")
         axis.invert_yaxis()
         axis.set(title=title.partition(":")[0], xlabel=title.partition(": ")[2] + f", {seeds} seeds")
-    figure.tight_layout()
     options.output.mkdir(parents=True, exist_ok=True)
     figure.savefig(options.output / "adaptation.png", dpi=120)
     plt.close(figure)

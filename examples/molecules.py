@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import csv
 import re
+from pathlib import Path
 
 import numpy as np
 
@@ -21,7 +23,17 @@ ELEMENTS = {
 TOKEN = re.compile(r"\[[^\]]+\]|Br|Cl|[CNOSPFI]|[cnosp]|[-=#()]|\d")
 
 
-def molecule(smiles: str) -> tuple[np.ndarray, np.ndarray]:
+Molecule = tuple[np.ndarray, np.ndarray]  # the bonds (n, n) and the features of the atoms (n, d)
+
+
+def read_molecules(path: Path) -> list[tuple[Molecule, float]]:
+    """Return the molecules of several atoms, and the numbers, of the columns smiles and expt of a CSV file."""
+    with path.open(encoding="utf-8") as stream:
+        rows = [(molecule(row["smiles"]), float(row["expt"])) for row in csv.DictReader(stream)]
+    return [(made, number) for made, number in rows if len(made[1]) > 1]
+
+
+def molecule(smiles: str) -> Molecule:
     """Return the bonds (n, n) and the features of the atoms: element, aromatic, hydrogens, neighbours."""
     atoms, bonds, branches, rings, last, order = [], [], [], {}, -1, 1
     for token in TOKEN.findall(smiles):

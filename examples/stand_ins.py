@@ -46,6 +46,15 @@ def classed_sentences() -> list[tuple[int, str]]:
     return list(dict.fromkeys(found))
 
 
+def classed_questions(count: int = 5000) -> tuple[tuple[int, ...], tuple[str, ...], np.ndarray, np.ndarray]:
+    """Classes and texts of `count` of the sentences in a random order, and the words and vectors of all."""
+    sentences = classed_sentences()
+    words, vectors = word_vectors([text for _, text in sentences])
+    order = np.random.default_rng(0).permutation(len(sentences))[:count]
+    classes, texts = zip(*(sentences[k] for k in order), strict=True)
+    return classes, texts, words, vectors
+
+
 def word_vectors(sentences: list[str], size: int = 25, fewest: int = 4) -> tuple[np.ndarray, np.ndarray]:
     """Words that occur in some sentences, the most frequent first, and vectors (V, size) of their co-occurrences.
 

@@ -24,12 +24,13 @@ import argparse
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import data
 import torch
-from torch import Tensor
+from stand_ins import small_model
 
 from otloss_llm.evaluation import sample_texts, sequence_nll
 from otloss_llm.evaluation.perplexity import context_length
@@ -45,6 +46,7 @@ B: {b}
 
 Better answer:"""
 STORIES = "models/stories260K"
+HEADING = f"{'pair':24} {'wins':>5} {'ties':>5} {'lost':>5} {'win rate, %':>15} {'A chosen, %':>11} {'too long':>9}"
 OPENINGS = ("Once upon a time", "One day, Lily", "Tom had a red ball", "The dog was sad", "In the park there was")
 
 
@@ -67,9 +69,6 @@ class WinRate:
         )
 
 
-HEADING = f"{'pair':24} {'wins':>5} {'ties':>5} {'lost':>5} {'win rate, %':>15} {'A chosen, %':>11} {'too long':>9}"
-
-
 def judge_pairs(
     judge: Any, tokenizer: Any, prompts: Sequence[str], first: Sequence[str], second: Sequence[str], batch_size: int
 ) -> WinRate:
@@ -85,7 +84,12 @@ def judge_pairs(
         raise ValueError(f"all {len(prompts)} pairs are longer than the judge's context of {limit}.")
     scores = sequence_nll(judge, sequences, prefix_lengths=prefixes, batch_size=batch_size, progress=False).nll
     for_a = scores.reshape(-1, 2, 2).diff(dim=-1).squeeze(-1)  # (pairs, orders): log p(A) - log p(B)
-    return _rate(for_a * torch.tensor([1.0, -1.0]), for_a, len(prompts))
+    preferred = for_a * torch.tensor([1.0, -1.0])
+    points = 0.5 + 0.5 * ((preferred > 0).all(1).double() - (preferred < 0).all(1).double())
+    error = float(points.std() / len(points) ** 0.5) if len(points) > 1 else float("nan")
+    wins, ties, losses = (int((points == value).sum()) for value in (1, 0.5, 0))
+    share = float((for_a > 0).double().mean())
+    return WinRate(wins, ties, losses, float(points.mean()), error, share, len(prompts) - len(points))
 
 
 def _rows(tokenizer: Any, text: str) -> tuple[list[list[int]], int]:
@@ -94,16 +98,7 @@ def _rows(tokenizer: Any, text: str) -> tuple[list[list[int]], int]:
         messages = [{"role": "user", "content": text}]
         text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).rstrip()
     rows = [tokenizer(text + verdict, add_special_tokens=not chat)["input_ids"] for verdict in (" A", " B")]
-    shared = next(i for i, (a, b) in enumerate(zip(*rows, strict=False)) if a != b)
-    return rows, shared
-
-
-def _rate(preferred: Tensor, for_a: Tensor, pairs: int) -> WinRate:
-    wins, losses = (preferred > 0).all(1), (preferred < 0).all(1)
-    points = 0.5 + 0.5 * (wins.double() - losses.double())
-    error = float(points.std() / len(points) ** 0.5) if len(points) > 1 else float("nan")
-    won, lost, share = int(wins.sum()), int(losses.sum()), float((for_a > 0).double().mean())
-    return WinRate(won, len(points) - won - lost, lost, float(points.mean()), error, share, pairs - len(points))
+    return rows, next(i for i, (a, b) in enumerate(zip(*rows, strict=False)) if a != b)
 
 
 def _read(path: str) -> tuple[list[str], list[str]]:
@@ -116,8 +111,6 @@ def story_model(given: Path | None, quick: bool) -> tuple[Any, Any]:
     try:
         return load_model_and_tokenizer(str(data.folder(STORIES, given=given) / STORIES))
     except data.MissingError as missing:
-        from stand_ins import small_model
-
         data.say_other("a small Llama, trained on docstrings of SciPy and scikit-learn", missing)
         return small_model(2 if quick else 150)
 
@@ -138,21 +131,18 @@ def main(argv: Sequence[str] | None = None) -> None:
         if prompts != same:
             parser.error(f"{args.first} and {args.second} have other prompts; make both from one --prompts_file")
         model, tokenizer = load_model_and_tokenizer(args.judge)
-        print(HEADING)
-        result = judge_pairs(model, tokenizer, prompts, first, second, args.batch_size)
-        print(f"{f'{Path(args.first).stem} - {Path(args.second).stem}':24} {result}")
-        return
-    model, tokenizer = load_model_and_tokenizer(args.judge) if args.judge else story_model(args.data, args.quick)
-    prompts = [opening for opening in OPENINGS for _ in range(1 if args.quick else 20)]
-    texts = {
-        t: [one.continuation for one in sample_texts(model, tokenizer, prompts=prompts, max_new_tokens=40,
-                                                     temperature=t, seed=int(10 * t), progress=False)]
-        for t in (0.7, 1.0, 1.5)
-    }  # fmt: skip
+        texts = [(Path(args.first).stem, first), (Path(args.second).stem, second)]
+    else:
+        model, tokenizer = load_model_and_tokenizer(args.judge) if args.judge else story_model(args.data, args.quick)
+        prompts, texts = [opening for opening in OPENINGS for _ in range(1 if args.quick else 20)], []
+        settings = {"prompts": prompts, "max_new_tokens": 40, "progress": False}
+        for t in (0.7, 1.0, 1.5):
+            samples = sample_texts(model, tokenizer, temperature=t, seed=int(10 * t), **settings)
+            texts.append((f"T = {t}", [sample.continuation for sample in samples]))
     print(HEADING)
-    for one, other in ((0.7, 1.0), (1.0, 1.5), (0.7, 1.5)):
-        result = judge_pairs(model, tokenizer, prompts, texts[one], texts[other], args.batch_size)
-        print(f"{f'T = {one} - T = {other}':24} {result}")
+    for (name, one), (other_name, other) in combinations(texts, 2):
+        result = judge_pairs(model, tokenizer, prompts, one, other, args.batch_size)
+        print(f"{f'{name} - {other_name}':24} {result}")
 
 
 if __name__ == "__main__":

@@ -123,3 +123,10 @@ def test_every_example_of_the_gallery_has_a_goal(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(sys, "stdout", sys.stderr)
     gallery.main(["--again"])
     assert set(ran) == set(gallery_page.GOALS)
+
+
+def test_examples_are_at_most_150_lines() -> None:
+    """What is longer is hard to read as an example; data.py is a module."""
+    folder = Path(__file__).parents[2] / "examples"
+    texts = {path.name: path.read_text(encoding="utf-8") for path in folder.glob("*.py") if path.name != "data.py"}
+    assert {name: lines for name, text in texts.items() if (lines := text.count("\n")) > 150} == {}
