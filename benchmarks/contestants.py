@@ -12,13 +12,23 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from otloss.extending import install_hint
-from otloss_llm import EMO, MLE, EmbeddingCost, MixCE, TaiLr, linear_token_loss
-from otloss_llm.objectives import Objective
+from otloss_llm import EAFT, EMO, GEM, MLE, EmbeddingCost, MixCE, TaiLr, linear_token_loss
+from otloss_llm.objectives import Objective, needs_cost
 
 DENSE, EMO_OURS, MLE_OURS, PUBLISHED = "dense cross-entropy", "otloss EMO", "otloss MLE", "EMOLoss 0.0.3"
 EMO_DENSE = "otloss EMO, impl=reference"
 TORCH, TORCH_AUTO = "F.linear_cross_entropy", "F.linear_cross_entropy auto"
-OTHER_OBJECTIVES: dict[str, Objective] = {"otloss TaiLr": TaiLr(0.5), "otloss MixCE": MixCE(0.5)}
+EMO_ENTROPY = "otloss EMO with entropy"
+
+
+def _emo_with_entropy(nll: Tensor, cost: Tensor, entropy: Tensor) -> Tensor:
+    return EMO()(nll, cost) - 0.01 * entropy
+
+
+OTHER_OBJECTIVES: dict[str, Objective] = {
+    EMO_ENTROPY: _emo_with_entropy, "otloss TaiLr": TaiLr(0.5), "otloss DFT": MixCE(0.0), "otloss EAFT": EAFT(),
+    "otloss GEM": GEM(0.7),
+}  # fmt: skip
 HAS_TORCH = hasattr(F, "linear_cross_entropy") and hasattr(torch.nn, "LinearCrossEntropyOptions")
 
 
@@ -59,7 +69,7 @@ def dense(problem: Problem) -> Tensor:
 
 def ours(objective: Objective, *, impl: str = "auto", chunk: int | None = None) -> Loss:
     def loss(problem: Problem) -> Tensor:
-        cost = problem.cost if isinstance(objective, EMO) else None
+        cost = problem.cost if needs_cost(objective) else None
         return linear_token_loss(
             problem.hidden, problem.weight, problem.labels, objective=objective, cost=cost, impl=impl, chunk_size=chunk
         ).loss

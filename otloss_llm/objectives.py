@@ -38,8 +38,9 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -459,6 +460,22 @@ def temperature_of(objective: Objective) -> float | None:
     return float(temperature)
 
 
+def with_innermost(objective: Objective, inner: Objective) -> Objective:
+    """The wrappers of `objective` around another one."""
+    if not isinstance(objective, LabelSmoothing | ZLoss):
+        return inner
+    return replace(objective, objective=with_innermost(objective.objective, inner))
+
+
+def share_of_innermost(objective: Objective) -> float:
+    """The factor that label smoothing leaves to the value of the innermost objective."""
+    share = 1.0
+    while isinstance(objective, LabelSmoothing | ZLoss):
+        share *= 1.0 - objective.epsilon if isinstance(objective, LabelSmoothing) else 1.0
+        objective = objective.objective
+    return share
+
+
 def value_of(objective: Objective, statistics: Statistics) -> Tensor:
     """The objective's value per token; raises ValueError if it is not one number per token."""
     nll = statistics.nll
@@ -529,13 +546,28 @@ def check_tokenwise(objective: Objective, statistics: Statistics, value: Tensor)
 _NAMES = (
     "mle, tailr, mixce, emo, number_token, emo+number, dft, power, eaft, gem, expected_value, or with a parameter: "
     "tailr:GAMMA, mixce:GAMMA, emo:transport, emo:WEIGHT, emo:clip=NUMBER, emo:clip=none, number_token:WEIGHT, "
-    "power:K, gem:BETA, expected_value:WEIGHT"
+    "power:K, gem:BETA, expected_value:WEIGHT; and behind any of them +smoothing:EPSILON, +z_loss:WEIGHT"
 )
+_WITHOUT_NUMBER: dict[str, Objective] = {"mle": MLE(), "dft": MixCE(0.0), "eaft": EAFT()}
+# What makes the objective, and the default of its number.
+_WITH_NUMBER: dict[str, tuple[Callable[[float], Objective], float]] = {
+    "tailr": (TaiLr, 1e-3),  # a larger gamma collapses on text that the model finds improbable (sweep in docs/log.md)
+    "mixce": (MixCE, 0.8),  # within the sweep of the EMO paper
+    "number_token": (NumberToken, 0.3), "power": (Power, 1.0), "gem": (GEM, 0.7),
+    "expected_value": (ExpectedValue, 1.0),
+}  # fmt: skip
+_TERMS: dict[str, Callable[[Objective, float], Objective]] = {"smoothing": LabelSmoothing, "z_loss": ZLoss}
+
+
+def _terms(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """The name of an objective, and the terms that are added to it, with their numbers."""
+    name, *terms = re.split(rf"\+(?={'|'.join(_TERMS)})", text.strip().lower())
+    return name, [(term, number) for term, _, number in (given.partition(":") for given in terms)]
 
 
 def _parts(text: str) -> tuple[str, str]:
     """The name of an objective and its parameter; `emo:clip=3+number` is `emo+number:clip=3`."""
-    name, _, parameter = text.strip().lower().partition(":")
+    name, _, parameter = _terms(text)[0].partition(":")
     if name == "emo" and parameter.endswith("+number"):
         return "emo+number", parameter.removesuffix("+number")
     return name, parameter
@@ -544,7 +576,7 @@ def _parts(text: str) -> tuple[str, str]:
 def parse_objective(text: str) -> Objective:
     """An objective from its name: `mle`, `tailr:0.001`, `mixce:0.8`, `emo`, `emo:transport`, `emo:0.5`, `emo:clip=3`,
     `emo:clip=none`, `number_token`, `number_token:0.3`, `emo+number`, `dft`, `power:2`, `eaft`,
-    `gem:0.7`, `expected_value:1`.
+    `gem:0.7`, `expected_value:1`; and with label smoothing or a z-loss, `gem+smoothing:0.1+z_loss:0.0001`.
 
     What follows the colon is gamma for TaiLr and MixCE (defaults 0.001 and 0.8), for EMO the weighting or the clip
     (default 3; none is EMO as published), for the number token loss its weight (default 0.3), for `power` the exponent
@@ -559,40 +591,36 @@ def parse_objective(text: str) -> Objective:
         >>> parse_objective("mixce:0.7")
         MixCE(gamma=0.7)
     """
-    name, parameter = _parts(text)
     try:
-        if name == "mle" and not parameter:
-            return MLE()
-        if name == "dft" and not parameter:
-            return MixCE(0.0)
-        if name == "eaft" and not parameter:
-            return EAFT()
-        if name == "expected_value":
-            return ExpectedValue(float(parameter or 1.0))
-        if name == "gem":
-            return GEM(float(parameter or 0.7))
-        if name == "power":
-            return Power(float(parameter or 1.0))
-        if name == "tailr":  # a larger gamma collapses on text that the model finds improbable (sweep in docs/log.md)
-            return TaiLr(float(parameter or 1e-3))
-        if name == "mixce":  # within the sweep of the EMO paper
-            return MixCE(float(parameter or 0.8))
-        if name == "number_token":
-            return NumberToken(float(parameter or 0.3))
-        if name in ("emo", "emo+number"):
-            if parameter.startswith("clip="):
-                clip = parameter.removeprefix("clip=")
-                return EMO(ratio_clip=None if clip == "none" else float(clip))
-            return EMO(parameter or "ratio") if parameter in ("", "ratio", "transport") else EMO(float(parameter))
+        objective = _named(*_parts(text))
+        if objective is not None:
+            for term, number in _terms(text)[1]:
+                objective = _TERMS[term](objective, float(number))
+            return objective
     except ValueError as error:
         raise ValueError(f"objective is {text!r}: {error}") from None
     raise ValueError(f"objective is {text!r}, expected one of {_NAMES}.")
 
 
+def _named(name: str, parameter: str) -> Objective | None:
+    """The objective of this name; None if there is none."""
+    if name in _WITHOUT_NUMBER and not parameter:
+        return _WITHOUT_NUMBER[name]
+    if name in _WITH_NUMBER:
+        make, default = _WITH_NUMBER[name]
+        return make(float(parameter or default))
+    if name not in ("emo", "emo+number"):
+        return None
+    if parameter.startswith("clip="):
+        clip = parameter.removeprefix("clip=")
+        return EMO(ratio_clip=None if clip == "none" else float(clip))
+    return EMO(parameter or "ratio") if parameter in ("", "ratio", "transport") else EMO(float(parameter))
+
+
 def has_default_clip(text: str) -> bool:
     """Whether the name of an objective leaves the clip of EMO's ratio to the library."""
     name, parameter = _parts(text)
-    return name in ("emo", "emo+number") and parameter in ("", "ratio")
+    return name in ("emo", "emo+number") and parameter in ("", "ratio") and not _terms(text)[1]
 
 
 def cost_kind(objective: Objective | str) -> str:
@@ -602,10 +630,8 @@ def cost_kind(objective: Objective | str) -> str:
         >>> cost_kind("emo+number:0.5"), cost_kind(NumberToken()), cost_kind("mle")
         ('mixed', 'number', 'embedding')
     """
-    if not isinstance(objective, str):
-        objective = innermost(objective)
-    else:
+    if isinstance(objective, str):
         if _parts(objective)[0] == "emo+number":
             return "mixed"
         objective = parse_objective(objective)
-    return {NumberToken: "number", ExpectedValue: "rating"}.get(type(objective), "embedding")
+    return {NumberToken: "number", ExpectedValue: "rating"}.get(type(innermost(objective)), "embedding")

@@ -115,7 +115,8 @@ class ObjectiveArguments:
         "mle, tailr:GAMMA, mixce:GAMMA, emo (its ratio clipped at 3), emo:clip=NUMBER, emo:clip=none (as published), "
         "emo:transport, emo:WEIGHT, number_token:WEIGHT, emo+number (and emo+number:...), dft, power:K, eaft, "
         "gem:BETA, or "
-        "expected_value:WEIGHT (of the digits 0 to 9).",
+        "expected_value:WEIGHT (of the digits 0 to 9). Behind any of them +smoothing:EPSILON (label smoothing) and "
+        "+z_loss:WEIGHT, as in gem:0.7+z_loss:1e-4.",
         "emo",
     )
     number_scaling: str = _option(
@@ -270,7 +271,7 @@ class CompareArguments:
         default_factory=lambda: ["mle", "emo"],
         metadata={
             "help": "Arms: objective[/raw | /as-is | /random | /shuffled][/T=temperature], e.g. mle "
-            "mixce:0.8 emo emo/random; "
+            "mixce:0.8 emo emo/random dft eaft gem:0.7 emo+smoothing:0.1, as for train; "
             "of numbers also [/absolute | /log | /squash], e.g. number_token/log emo+number."
         },
     )

@@ -4,7 +4,7 @@ An *arm* is an objective, the embedding of its cost, the scaling of numbers in i
 the trained model is measured and sampled. `parse_arm` reads it from `objective[/modifier ...]`:
 
     mle    tailr:0.001    mixce:0.8    emo    emo:clip=none/raw    emo/random    emo/shuffled    mle/T=0.8
-    number_token    number_token/log    emo+number/random/log
+    number_token    number_token/log    emo+number/random/log    dft    eaft    gem:0.7+z_loss:1e-4/T=0.8
 """
 
 from __future__ import annotations

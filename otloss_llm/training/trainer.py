@@ -40,8 +40,11 @@ from otloss_llm.objectives import (
     Statistics,
     ZLoss,
     cost_kind,
+    innermost,
     needs_cost,
     parse_objective,
+    share_of_innermost,
+    with_innermost,
 )
 from otloss_llm.training.fused import ScoredHead, auxiliary_loss, fused_loss, measure_transform, unwrap
 from otloss_llm.training.predictions import TRAINING_TOKENS, logit_sums, prediction_sums
@@ -63,7 +66,7 @@ class ObjectiveMixin:
 
     Args:
         objective: an objective, or its name: "mle", "emo", "tailr:0.001", "mixce:0.8", "number_token", "emo+number",
-            "dft", "power:2", "eaft", "gem:0.7", "expected_value" (see `parse_objective`).
+            "dft", "power:2", "eaft", "gem:0.7", "expected_value", "gem+z_loss:0.0001" (see `parse_objective`).
         cost: "embedding" copies and freezes the head of `model` as it is now (the start of training), without its
             leading directions (`EmbeddingCost(..., directions=None)`); "number" reads
             the values of number tokens from the trainer's `processing_class`; "mixed" is both (`MixedCost`); "rating"
@@ -306,12 +309,13 @@ class ObjectiveMixin:
 
     def _objective_of(self, labels: Tensor, token_weight: Tensor | None, num_items: Any) -> Objective:
         """The objective of this step; `NumberToken` with the weight that makes a mean over numbers."""
-        if not isinstance(self.objective, NumberToken):
+        inner = innermost(self.objective)
+        if not isinstance(inner, NumberToken):
             return self.objective
         tokens, numbers = num_items, self._numbers_in_step
         if tokens is None or numbers is None:
             tokens, numbers = self._counts(labels, token_weight)
-        return self.objective.per_number(float(tokens), float(numbers))
+        return with_innermost(self.objective, inner.per_number(float(tokens), float(numbers)))
 
     def _aligned_labels(self, inputs: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
         """Take labels and weights out of a batch; entry t is the token that position t predicts, and its weight."""
@@ -327,7 +331,7 @@ class ObjectiveMixin:
         """The number of predicted tokens, and of number positions (of all positions without `NumberToken`), or the sums
         of their weights."""
         positions = valid = labels != IGNORE_INDEX
-        if isinstance(self.objective, NumberToken):
+        if isinstance(innermost(self.objective), NumberToken):
             positions = cost_positions(self._cost_on(labels.device), labels, valid)
         if token_weight is None:
             return torch.stack([valid.sum(), positions.sum()])
@@ -390,7 +394,8 @@ class ObjectiveMixin:
         training: bool,
     ) -> None:
         # The cost in `NumberToken` is a mean over other positions, which is added to that of the rest.
-        objective = self._with_terms(MLE() if isinstance(self.objective, NumberToken) else self.objective)
+        numbers = isinstance(innermost(self.objective), NumberToken)
+        objective = self._with_terms(with_innermost(self.objective, MLE()) if numbers else self.objective)
         sums = example_sums(
             result,
             labels,
@@ -444,9 +449,10 @@ class ObjectiveMixin:
             if not self._eval_sums[TOKENS] > 0:
                 raise ValueError("the evaluation set has no labelled token to score; every label is ignored.")
             means = token_means(self._eval_sums)
-            if isinstance(self.objective, NumberToken):
-                share = self.objective.weight * (1.0 - self.args.label_smoothing_factor)
-                means["loss"] += share * means.get("weighted_cost", 0.0)
+            inner = innermost(self.objective)
+            if isinstance(inner, NumberToken):
+                share = share_of_innermost(self._with_terms(self.objective))
+                means["loss"] += share * inner.weight * means.get("weighted_cost", 0.0)
             means.pop("weighted_cost", None)
             if "aux_loss" in means:
                 means["loss"] += self._auxiliary_weight() * means["aux_loss"]
@@ -544,6 +550,7 @@ def _check_sequence_parallelism(size: int) -> None:
 
 def _check_numbers(objective: Objective, cost: TokenCost | None) -> None:
     """Raise ValueError if the objective needs the values of numbers, and the cost is one of an embedding."""
+    objective = innermost(objective)
     if isinstance(objective, NumberToken) and isinstance(cost, CosineCost):
         raise ValueError(
             f"{objective!r} needs distances between numbers, which {type(cost).__name__} has not; give the trainer "

@@ -85,10 +85,9 @@ def test_the_ratio_is_clipped_by_default_and_nothing_else() -> None:
     assert [EMO().ratio_clip, EMO("transport").ratio_clip, EMO(1.0).ratio_clip] == [3.0, None, None]
     assert EMO() == EMO(ratio_clip=3.0) == pickle.loads(pickle.dumps(EMO()))
     assert repr(EMO(ratio_clip=None)) == "EMO(weighting='ratio', ratio_clip=None)"
-    assert cost_kind("emo:clip=3+number") == "mixed"
-    assert [has_default_clip(name) for name in ("emo", "emo+number", "EMO:ratio", "emo:clip=3", "emo:1", "mle")] == [
-        True, True, True, False, False, False,
-    ]  # fmt: skip
+    assert cost_kind("emo:clip=3+number") == cost_kind("emo+number+z_loss:1") == "mixed"
+    names = ("emo", "emo+number", "EMO:ratio", "emo:clip=3", "emo:1", "mle", "emo+z_loss:1")
+    assert [name for name in names if has_default_clip(name)] == ["emo", "emo+number", "EMO:ratio"]
     with pytest.raises(ValueError, match="ratio_clip is often"):
         EMO(ratio_clip="often")
 
@@ -96,7 +95,8 @@ def test_the_ratio_is_clipped_by_default_and_nothing_else() -> None:
 def test_names_of_objectives() -> None:
     names = {
         "dft": MixCE(0.0), "power": Power(1.0), "power:2.5": Power(2.5), "EAFT": EAFT(),
-        "gem": GEM(0.7), "gem:0.5": GEM(0.5),
+        "gem+smoothing:0.1+z_loss:1e-4": ZLoss(LabelSmoothing(GEM(), 0.1), 1e-4), "EMO+Z_Loss:2": ZLoss(EMO(), 2.0),
+        "emo+number:0.5+smoothing:0.1": LabelSmoothing(EMO(0.5), 0.1), "gem": GEM(0.7), "gem:0.5": GEM(0.5),
         "expected_value:2": ExpectedValue(2.0), "expected_value": ExpectedValue(1.0),
         "mle": MLE(), " MLE ": MLE(), "tailr": TaiLr(1e-3), "tailr:0.7": TaiLr(0.7), "mixce": MixCE(0.8),
         "mixce:0": MixCE(0.0), "emo": EMO(ratio_clip=3.0), "emo:ratio": EMO(), "EMO:transport": EMO("transport"),
@@ -114,7 +114,8 @@ def test_names_of_objectives() -> None:
         ("emo:often", "'emo:often'.*'often'"), ("tailr:2", r"'tailr:2': gamma is 2.0"), ("mixce:x", "'mixce:x'"),
         ("emo:-1", "weighting is -1.0"), ("emo:nan", "weighting is nan"), ("emo:clip=0", "ratio_clip is 0.0"),
         ("number_token:inf", "weight is inf"), ("power:0", "k is 0.0"), ("eaft:1", "expected one of"),
-        ("dft:2", "expected one of"), ("gem:0", "beta is 0.0"),
+        ("dft:2", "expected one of"), ("gem:0", "beta is 0.0"), ("mle+smoothing:2", "epsilon is 2.0"),
+        ("mle+smoothing", "could not convert"), ("smoothing:0.1", "expected one of"),
     ],
 )  # fmt: skip
 def test_invalid_names_raise(text: str, message: str) -> None:

@@ -64,7 +64,7 @@ def test_version_usage_and_missing_options(cli: Cli, tiny: Tiny) -> None:
     assert "nonsense" in cli("nonsense").error
 
 
-@pytest.mark.parametrize("objective", ["tailr:0.3", "emo"])
+@pytest.mark.parametrize("objective", ["gem:0.7+smoothing:0.05", "emo"])
 def test_train_lowers_nll_and_leaves_a_model_that_loads(cli: Cli, tiny: Tiny, tmp_path: Path, objective: str) -> None:
     ended = cli(*train_options(tiny, tmp_path / "run", objective=objective, max_steps=25))
     results = ended.json  # stdout holds nothing else

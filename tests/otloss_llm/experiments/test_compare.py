@@ -35,6 +35,7 @@ from tests.otloss_llm.training.test_runs import interrupt_at
     [
         ("mle", Arm("mle"), "mle"),
         (" EMO ", Arm("emo"), "emo"),
+        ("gem:0.7+smoothing:0.1/T=0.8", Arm("gem:0.7+smoothing:0.1", temperature=0.8), "gem:0.7+smoothing:0.1/T=0.8"),
         ("mixce:0.8/T=0.70", Arm("mixce:0.8", temperature=0.7), "mixce:0.8/T=0.7"),
         ("emo/T=1.5/random", Arm("emo", "random", 1.5), "emo/random/T=1.5"),
         ("Number_Token:0.5/symlog", Arm("number_token:0.5"), "number_token:0.5"),

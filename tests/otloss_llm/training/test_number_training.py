@@ -36,6 +36,7 @@ from tests.otloss_llm.training.trainer_cases import (  # noqa: E402
     WARNINGS,
     Row,
     arguments,
+    assert_same_weights,
     logs,
     padded,
     weights,
@@ -71,7 +72,8 @@ def sums(texts: tuple[str, ...] = SUMS) -> list[Row]:
 
 
 def a_trainer(path: Path, model: nn.Module, **settings: Any) -> Any:
-    own = ("objective", "cost", "numbers", "impl", "compute_metrics", "train_dataset", "eval_dataset", "data_collator")
+    own = ("objective", "cost", "numbers", "impl", "z_loss", "compute_metrics", "train_dataset", "eval_dataset",
+           "data_collator")  # fmt: skip
     passed = {key: settings.pop(key) for key in own if key in settings}
     given = {"train_dataset": sums(), "data_collator": padded, "processing_class": settings.pop("tokenizer", None)}
     settings = {"per_device_train_batch_size": 8} | settings
@@ -162,6 +164,23 @@ def test_a_step_is_the_gradient_of_the_loss_by_hand(tmp_path: Path, arm: str, ac
         assert parameter.grad is not None
         error = float((made[name] - parameter.grad).norm() / (parameter.grad.norm() + 1e-9))
         assert error < 1e-5, name  # the cost is in float32
+
+
+def test_terms_in_the_name_are_those_of_the_arguments(tmp_path: Path) -> None:
+    """Around the number token loss too, whose cost stays a mean over numbers."""
+    model, made = tiny_model("llama"), []
+    for name, settings in (
+        ("number_token+smoothing:0.2+z_loss:0.1", {}),
+        ("number_token", {"label_smoothing_factor": 0.2, "z_loss": 0.1}),
+    ):
+        run = a_trainer(
+            tmp_path, copy.deepcopy(model), tokenizer=of_characters(), max_steps=2, optim="sgd", learning_rate=0.1,
+            objective=name, eval_dataset=sums(), **settings,
+        )  # fmt: skip
+        run.train()
+        made.append((run.model, run.evaluate()))
+    assert_same_weights(made[0][0], made[1][0], 1e-6)
+    assert made[0][1]["eval_loss"] == pytest.approx(made[1][1]["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.parametrize("arm", ["number_token", "emo+number"])

@@ -235,8 +235,8 @@ def test_sft_with_objectives_of_fine_tuning(tmp_path: Path, name: str) -> None:
     """Label smoothing and z-loss around each: the first loss is that of rows scored one by one."""
     model = tiny_model("llama", vocab_size=257)
     data = [{"input_ids": row["input_ids"], "labels": row["input_ids"]} for row in rows(4)]
-    run = sft(tmp_path, model, name, [{"input_ids": row["input_ids"]} for row in data], label_smoothing_factor=0.1,
-              z_loss=0.01)  # fmt: skip
+    ids = [{"input_ids": row["input_ids"]} for row in data]
+    run = sft(tmp_path, model, name + "+smoothing:0.1", ids, z_loss=0.01)
     objective = ZLoss(LabelSmoothing(parse_objective(name), 0.1), 0.01)
     expected = by_hand(model, data, objective, run.transport_cost)
     run.train()
