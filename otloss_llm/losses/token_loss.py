@@ -21,7 +21,7 @@ from otloss.costs import Cost
 from otloss.extending import check_floating, eager
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
-from otloss_llm.kernels import chunked, reference
+from otloss_llm.kernels import chunked, reference, sharded_logits
 from otloss_llm.kernels.logits import TokenLossConfig
 from otloss_llm.losses.positions import (
     IGNORE_INDEX,
@@ -38,7 +38,16 @@ from otloss_llm.losses.positions import (
     valid_positions,
     valid_weights,
 )
-from otloss_llm.models.sharded_heads import VocabShard, fingerprint, local_tensors, replica
+from otloss_llm.models.sharded_heads import (
+    CHECKS,
+    LocalLogits,
+    VocabShard,
+    fingerprint,
+    gathered_sequence,
+    local_logits,
+    local_tensors,
+    replica,
+)
 from otloss_llm.objectives import EMO, Objective, Statistics
 
 
@@ -112,7 +121,9 @@ def token_loss(
     """An objective of per-token statistics, `(nll, D)` or more, from logits: the fused kernels are tested against it.
 
     Args:
-        logits: `(..., V)`; 16-bit logits are computed with in float32.
+        logits: `(..., V)`; 16-bit logits are computed with in float32. Sharded logits, a DTensor with placements
+            `[Shard(-1)]` as under torch's `loss_parallel`, are not gathered: labels are then the same in all processes,
+            and so are the results.
         labels: `(...)` token ids aligned with `logits` (no hidden shift); `ignore_index` leaves a position out.
         objective: `(nll, D) -> value`, for example `EMO()`; or a function of any of `nll, cost, entropy, logsumexp,
             mean_logit, tempered_logsumexp`, which it names as its parameters.
@@ -138,14 +149,27 @@ def token_loss(
         (tensor(0.4076, grad_fn=<MulBackward0>), tensor([0.3348]))
     """
     check_floating("logits", logits)
-    known = check_objective(objective, cost, logits.shape[-1], logits.device)
-    check_token_reduction(reduction, num_items)
-    valid = valid_positions(labels, logits.shape[:-1], logits.shape[-1], ignore_index, "logits")
+    given, labels = local_logits(logits), replica("labels", labels)
+    logits = given.logits
+    token_weight = None if token_weight is None else replica("token_weight", token_weight)
+
+    def checked() -> VocabularyCost | None:
+        check_token_reduction(reduction, num_items)
+        return check_objective(objective, cost, given.vocab, logits.device)
+
+    known = checked() if given.group is None else None
+    shard = None
+    if given.group is not None:
+        known, shard = _agreed_logits(given, checked, labels, token_weight, (reduction, num_items, ignore_index))
+    valid = valid_positions(labels, logits.shape[:-1], given.vocab, ignore_index, "logits")
     chosen = logits[valid]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     y = labels[valid].long()
-    rows = None if known is None else known.for_labels(y)
-    value, statistics = reference.token_values(chosen, y, objective=objective, cost=rows)
+    rows = None if known is None else known.for_labels(y, shard)
+    if shard is None:
+        value, statistics = reference.token_values(chosen, y, objective=objective, cost=rows)
+    else:
+        value, statistics = sharded_logits.token_values(chosen, y, objective=objective, cost=rows, shard=shard)
     if not (torch.isfinite(value).all() and torch.isfinite(statistics.nll).all()):
         raise_not_finite(statistics, y, objective, logits=chosen)
     weights = valid_weights(token_weight, labels, valid)
@@ -175,6 +199,7 @@ def linear_token_loss(
     impl: str = "auto",
     chunk_size: int | None = None,
     process_group: dist.ProcessGroup | None = None,
+    check: str = "always",
 ) -> TokenLoss:
     """`token_loss(softcap(scale * (hidden @ weight.T + bias)), labels)` without ever forming the full logits.
 
@@ -197,9 +222,13 @@ def linear_token_loss(
             the same `hidden` and `labels` each (tensor parallelism). Labels are ids in the whole vocabulary; the loss
             and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
             is a whole one, or a `ShardedEmbeddingCost`. None: all rows are here.
+        check: with a head spread over processes, "always" compares the arguments of all processes in each call: one
+            collective, and a checksum of the labels that the host waits for. "first" does it in the first call with as
+            many rows in this group; after that processes whose arguments differ wait for each other, or go wrong.
 
     DTensors carry their sharding (leave process_group out): a weight with placements `[Shard(0)]` goes with replicated
-    hidden states.
+    hidden states, or with hidden states (and labels) sharded along the sequence on the same mesh, which are gathered;
+    each process then gets the gradient of its own part.
 
     Under `torch.autocast` the matrix products run in the autocast dtype, as the model's own head would. `torch.compile`
     leaves the call out of its graphs (one graph break). Second derivatives and `torch.func` need impl="reference".
@@ -220,10 +249,12 @@ def linear_token_loss(
         >>> out.loss.backward(); hidden.grad.shape, bool(hidden.grad[3].any())
         (torch.Size([4, 8]), False)
     """
+    _check_checks(check)
+    axes = hidden.ndim - 1
     hidden, weight, bias, labels, process_group = local_tensors(hidden, weight, bias, labels, process_group)
-    token_weight = None if token_weight is None else replica("token_weight", token_weight)
+    token_weight = None if token_weight is None else replica("token_weight", gathered_sequence(token_weight, axes))
 
-    def check() -> _Call:
+    def checked() -> _Call:
         h, w, b = check_head(hidden, weight, bias, labels)
         check_kernel(impl, chunk_size)
         check_token_reduction(reduction, num_items)
@@ -237,8 +268,8 @@ def linear_token_loss(
         return _Call(h, w, b, labels, known, config, ignore_index, reduction, num_items, token_weight)
 
     if process_group is None:
-        return _linear_token_loss(check(), shard=None)
-    return _linear_token_loss(*_agreed(process_group, weight, check))
+        return _linear_token_loss(checked(), shard=None)
+    return _linear_token_loss(*_agreed(process_group, weight, checked, check))
 
 
 @dataclass(frozen=True)
@@ -271,16 +302,53 @@ class _Call:
         }
 
 
-def _agreed(group: dist.ProcessGroup, weight: Tensor, check: Callable[[], _Call]) -> tuple[_Call, VocabShard]:
+def _agreed(
+    group: dist.ProcessGroup, weight: Tensor, checked: Callable[[], _Call], check: str
+) -> tuple[_Call, VocabShard]:
     """The call, and which rows of the head are here; raises in every process if the arguments of one are wrong."""
-    checked: list[_Call] = []
+    known = VocabShard.known(group, weight) if check == "first" else None
+    if known is not None:
+        return checked(), known
+    calls: list[_Call] = []
 
     def facts() -> dict[str, Any]:
-        checked.append(check())
-        return checked[0].facts()
+        calls.append(checked())
+        return calls[0].facts()
 
     shard = VocabShard.agreed(group, weight, facts)
-    return checked[0], shard
+    return calls[0], shard
+
+
+def _agreed_logits(
+    given: LocalLogits,
+    checked: Callable[[], VocabularyCost | None],
+    labels: Tensor,
+    token_weight: Tensor | None,
+    settings: tuple[Any, ...],
+) -> tuple[VocabularyCost | None, VocabShard]:
+    """The cost, and which columns of the logits are here; raises in every process if one has other arguments."""
+    assert given.group is not None
+    found: list[VocabularyCost | None] = []
+
+    def facts() -> dict[str, Any]:
+        found.append(checked())
+        cost = found[0]
+        weights = None if token_weight is None else fingerprint(_bits(token_weight))
+        return {
+            "logits": (tuple(given.logits.shape[:-1]), given.logits.dtype),
+            "labels": (tuple(labels.shape), fingerprint(labels)),
+            "cost": None if cost is None else (type(cost).__name__, cost.shape, cost.dtype),
+            "settings": [float(value) if isinstance(value, Tensor) else value for value in settings],
+            "token_weight": weights,
+        }
+
+    shard = VocabShard.agreed(given.group, given.logits.movedim(-1, 0), facts)
+    return found[0], shard
+
+
+def _check_checks(check: str) -> None:
+    if check not in CHECKS:
+        raise ValueError(f"check is {check!r}, expected one of {CHECKS}.")
 
 
 def _bits(weights: Tensor) -> Tensor:
@@ -365,14 +433,15 @@ def token_statistics(
     impl: str = "auto",
     chunk_size: int | None = None,
     process_group: dist.ProcessGroup | None = None,
+    check: str = "always",
 ) -> TokenStatistics:
     """`log q_y` and the entropy of q at each label, differentiable and without full logits: for reinforcement learning.
 
     `q = softmax(logits / temperature)`, where the logits are those of the head, scaled and capped.
 
     Args:
-        hidden, weight, labels, bias, ignore_index, logit_scale, logit_softcap, impl, chunk_size, process_group: as in
-            `linear_token_loss`.
+        hidden, weight, labels, bias, ignore_index, logit_scale, logit_softcap, impl, chunk_size, process_group, check:
+            as in `linear_token_loss`.
         temperature: that the tokens were sampled with, > 0.
 
     Returns:
@@ -387,9 +456,10 @@ def token_statistics(
         >>> token_statistics(hidden, weight, torch.tensor([1, -100]))
         TokenStatistics(log_prob=tensor([-2.3026,  0.0000]), entropy=tensor([2.3026, 0.0000]))
     """
+    _check_checks(check)
     hidden, weight, bias, labels, process_group = local_tensors(hidden, weight, bias, labels, process_group)
 
-    def check() -> _Call:
+    def checked() -> _Call:
         h, w, b = check_head(hidden, weight, bias, labels)
         check_kernel(impl, chunk_size)
         if impl == "reference":
@@ -400,7 +470,7 @@ def token_statistics(
         config = TokenLossConfig(_nll_beside_entropy, None, scale, softcap, chunk_size, impl, float(temperature))
         return _Call(h, w, b, labels, None, config, ignore_index)
 
-    call, shard = (check(), None) if process_group is None else _agreed(process_group, weight, check)
+    call, shard = (checked(), None) if process_group is None else _agreed(process_group, weight, checked, check)
     h, y, valid, config = _Scored.of(call, shard)
     with torch.autocast(h.device.type, enabled=False):
         if config.impl == "reference":

@@ -20,6 +20,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 Facts = dict[str, Any]
+CHECKS = ("always", "first")
+_agreed_before: dict[tuple[dist.ProcessGroup, int], tuple[int, ...]] = {}  # (group, rows here) -> rows of each process
 
 
 @dataclass(frozen=True)
@@ -47,6 +49,12 @@ class VocabShard:
         return torch.where((index >= self.start) & (index < self.stop), index - self.start, -1)
 
     @classmethod
+    def known(cls, group: dist.ProcessGroup, block: Tensor) -> VocabShard | None:
+        """The shard that `agreed` has found for as many rows in this group before; None if it has not."""
+        sizes = _agreed_before.get((group, len(block)))
+        return None if sizes is None else cls(group, dist.get_rank(group), sizes)
+
+    @classmethod
     def agreed(cls, group: dist.ProcessGroup, block: Tensor, check: Callable[[], Facts]) -> VocabShard:
         """Exchange the number of rows, and whether each process found its arguments valid.
 
@@ -72,6 +80,7 @@ class VocabShard:
                 f"the processes of the group made different calls; here it is {facts}. Expected equal arguments except "
                 "for the rows of the head: in data parallelism, where tokens differ, omit process_group."
             )
+        _agreed_before[group, len(block)] = sizes
         return cls(group, dist.get_rank(group), sizes)
 
 
@@ -104,7 +113,10 @@ class LocalTensors(NamedTuple):
 def local_tensors(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, group: dist.ProcessGroup | None
 ) -> LocalTensors:
-    """The local parts of DTensors: a head sharded by rows with replicated hidden states, or everything replicated.
+    """The local parts of DTensors: a head sharded by rows with hidden states replicated, or everything replicated.
+
+    Hidden states and labels that are sharded along the sequence, or another batch axis, on the mesh of such a head
+    (sequence parallelism) are gathered; each process gets the gradient of its own part.
 
     Raises ValueError for another placement, or one with which the other processes may hold other tokens.
     """
@@ -112,6 +124,7 @@ def local_tensors(
         return LocalTensors(hidden, weight, bias, labels, group)
     if is_row_shard(weight):
         group = _group_of_row_shards(hidden, weight, bias, group)
+        hidden, labels = gathered_sequence(hidden, hidden.ndim - 1), gathered_sequence(labels, hidden.ndim - 1)
         weight, bias = weight.to_local(), None if bias is None else bias.to_local()  # type: ignore[attr-defined]
     elif hasattr(weight, "placements") and group is not None:
         raise ValueError(
@@ -127,6 +140,32 @@ def local_tensors(
     )
 
 
+class LocalLogits(NamedTuple):
+    """Plain logits of this process, and the group whose processes hold the other columns (None: all are here)."""
+
+    logits: Float[Tensor, "*batch columns"]
+    vocab: int
+    group: dist.ProcessGroup | None
+
+
+def local_logits(logits: Any) -> LocalLogits:
+    """The local part of logits that are a DTensor, replicated or sharded by columns on a mesh of one axis.
+
+    Raises ValueError for another placement.
+    """
+    placements = getattr(logits, "placements", ())
+    vocab = logits.shape[-1]
+    if len(placements) == 1 and placements[0].is_shard(logits.ndim - 1):
+        return LocalLogits(logits.to_local(), vocab, logits.device_mesh.get_group())
+    if placements and not all(placement.is_replicate() for placement in placements):
+        raise ValueError(
+            f"logits is a DTensor with placements {_placements(logits)}, expected replicated ones, or (on a mesh of "
+            "one axis) [Shard(-1)]: of data or sequence parallelism pass logits.to_local() with the labels of this "
+            "process, and num_items."
+        )
+    return LocalLogits(replica("logits", logits), vocab, None)
+
+
 def _group_of_row_shards(hidden: Any, weight: Any, bias: Any, group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     mesh = weight.device_mesh
     if not hasattr(hidden, "placements") and group is None:
@@ -134,7 +173,7 @@ def _group_of_row_shards(hidden: Any, weight: Any, bias: Any, group: dist.Proces
             "weight is a DTensor sharded by rows and hidden a plain tensor, so other processes may hold other tokens "
             "(FSDP2) or the same (tensor parallelism). For FSDP2 make the call inside the model's forward pass, where "
             "the weight is gathered (ObjectiveTrainer does); for tensor parallelism pass hidden as a DTensor with "
-            "placements [Replicate()], or weight.to_local() with process_group=."
+            "placements [Replicate()] (or sharded along the sequence), or weight.to_local() with process_group=."
         )
     if hasattr(hidden, "placements") and hidden.device_mesh != mesh:
         raise ValueError("hidden and weight are DTensors of different device meshes, expected one mesh.")
@@ -144,6 +183,16 @@ def _group_of_row_shards(hidden: Any, weight: Any, bias: Any, group: dist.Proces
     if bias is not None and not (is_row_shard(bias) and bias.device_mesh == mesh):
         raise ValueError(f"bias is {_placements(bias)}, expected a DTensor sharded by rows on the mesh of weight.")
     return own
+
+
+def gathered_sequence(tensor: Any, batch_axes: int) -> Any:
+    """A DTensor that is sharded along one of its first axes, replicated; anything else as it is."""
+    from torch.distributed.tensor import Replicate, Shard  # slow to import, needed for DTensors only
+
+    placements = getattr(tensor, "placements", ())
+    if len(placements) != 1 or type(placements[0]) is not Shard or placements[0].dim >= batch_axes:
+        return tensor
+    return tensor.redistribute(placements=[Replicate()])
 
 
 def is_row_shard(tensor: Any) -> bool:

@@ -11,7 +11,18 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from otloss_llm import EMO, EmbeddingCost, ShardedEmbeddingCost, linear_token_loss, token_statistics
+from otloss_llm import (
+    EMO,
+    GEM,
+    MLE,
+    EmbeddingCost,
+    ExpectedValue,
+    RatingCost,
+    ShardedEmbeddingCost,
+    linear_token_loss,
+    token_loss,
+    token_statistics,
+)
 from otloss_llm.models.logit_transform import LogitTransform
 from otloss_llm.training.fused import fused_loss, measure_transform
 from tests.otloss_llm.models.test_heads import aligned, scorer
@@ -60,6 +71,68 @@ def check_dtensor_statistics() -> None:
     made = token_statistics(hidden, head[0], given.labels, bias=head[1])
     for got, want in zip(made, token_statistics(*whole[:2], given.labels, bias=whole[2]), strict=True):
         torch.testing.assert_close(got, want)
+
+
+def check_sharded_logits() -> None:
+    """`token_loss` of logits that are sharded by columns, with all statistics, masked columns and costs of numbers."""
+    mesh, given = line(), problem()
+    z = torch.randn(37, 41, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    z[:, 40] = -torch.inf
+    z[3, :14] = -torch.inf  # all columns of a process
+    labels, weights = given.labels.clamp(max=39), torch.linspace(0.0, 2.0, 37, dtype=torch.float64)
+    labels[3] = 39
+    rated = RatingCost(torch.where(torch.arange(41) < 5, torch.arange(41), torch.nan).double())
+    masked = lambda nll, cost, entropy: nll * cost + entropy  # noqa: E731 - the mean logit is -inf
+    for objective, cost, reduction in (
+        (masked, EmbeddingCost(given.embedding), "none"), (EMO(), EmbeddingCost(given.embedding), "mean"),
+        (GEM(0.7), None, "mean"), (ExpectedValue(0.3), rated, "sum"),
+    ):  # fmt: skip
+        settings: dict[str, Any] = {"objective": objective, "cost": cost, "reduction": reduction}
+        results = []
+        for leaf in (z.clone().requires_grad_(), placed(z, Shard(1), mesh)):
+            out = token_loss(leaf, labels, token_weight=weights, **settings)
+            (out.loss * torch.linspace(1.0, 2.0, out.loss.numel(), dtype=torch.float64)).sum().backward()
+            results.append((out, leaf))
+        (one, whole), (out, part) = results
+        torch.testing.assert_close(list(out), list(one), rtol=1e-12, atol=1e-12)
+        assert_placed_like(part.grad, whole.grad, part)
+    z[:, 40], z[3, :14] = 0.0, 0.0
+    leaf, part = z.clone().requires_grad_(), placed(z, Shard(1), mesh)
+    results = [
+        token_loss(one, labels, objective=everything, cost=EmbeddingCost(given.embedding)) for one in (leaf, part)
+    ]
+    for out in results:
+        out.loss.backward()
+    for name in ("loss", "entropy", "logsumexp", "mean_logit", "tempered_logsumexp"):
+        torch.testing.assert_close(*(getattr(out, name) for out in results), rtol=1e-12, atol=1e-12)
+    assert_placed_like(part.grad, leaf.grad, part)
+    sharp = torch.tensor([[0.0, -200.0, -300.0]]).requires_grad_()  # the others underflow
+    part = placed(sharp, Shard(1), mesh)
+    token_loss(part, torch.tensor([0]), objective=MLE()).loss.backward()
+    assert torch.isfinite(part.grad.to_local()).all()
+    with pytest.raises(ValueError, match=r"logits is a DTensor with placements \[Shard\(dim=0\)\]"):
+        token_loss(placed(z, Shard(0), mesh), labels, objective=MLE())
+    with pytest.raises(ValueError, match="made different calls"):
+        token_loss(part, torch.tensor([dist.get_rank()]), objective=MLE())
+
+
+def check_sequence_parallel_hidden_states() -> None:
+    """Hidden states and labels sharded along the sequence: each process gets the gradient of its own positions."""
+    mesh, given = line(), problem(2, batch=(3, 7))
+    whole = given.leaves()
+    one = loss_of(*whole, given)
+    (1.5 * one).backward()
+    want = token_statistics(*whole[:2], given.labels, bias=whole[2])
+    for labels in (given.labels, distribute_tensor(given.labels, mesh, [Shard(1)])):
+        hidden, head = placed(whole[0], Shard(1), mesh), [placed(tensor, Shard(0), mesh) for tensor in whole[1:]]
+        settings = {"objective": EMO(), "cost": EmbeddingCost(given.embedding), "chunk_size": 7}
+        loss = linear_token_loss(hidden, head[0], labels, bias=head[1], **settings).loss
+        torch.testing.assert_close(loss, one, rtol=1e-12, atol=1e-12)
+        (1.5 * loss).backward()
+        for got, leaf in zip([hidden, *head], whole, strict=True):
+            assert_placed_like(got.grad, leaf.grad, got)
+        for got, statistic in zip(token_statistics(hidden, head[0], labels, bias=head[1]), want, strict=True):
+            torch.testing.assert_close(got, statistic)
 
 
 def check_dtensor_heads() -> None:

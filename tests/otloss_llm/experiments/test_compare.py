@@ -138,12 +138,12 @@ def test_arms_and_seeds_can_be_added(cli: Cli, tiny: Tiny, tmp_path: Path) -> No
     assert cli(*compare_options(tiny, folder, objectives=["mle"], seeds=[0])).code == 0
     first = runs_of(folder, "mle")
     kept = {path: path.stat().st_mtime_ns for path in folder.glob("mle-seed0/**/*") if path.is_file()}
-    more = cli(*compare_options(tiny, folder, objectives=["mle", "emo", "mle/T=2"], seeds=[0, 5]))
+    more = cli(*compare_options(tiny, folder, objectives=["mle", "gem+z_loss:0.01", "mle/T=2"], seeds=[0, 5]))
     assert more.code == 0
     assert runs_of(folder, "mle")[0] == first[0]
-    assert [run["seed"] for run in runs_of(folder, "emo")] == [0, 5]
+    assert [run["seed"] for run in runs_of(folder, "gem+z_loss:0.01")] == [0, 5]
     assert all(path.stat().st_mtime_ns == written for path, written in kept.items())
-    assert "| emo |" in more.out
+    assert "| gem+z_loss:0.01 |" in more.out
     error = cli(*compare_options(tiny, folder, learning_rate=1e-4, objectives=["tailr:0.5", "mle"])).error
     assert "learning_rate: 0.003 there, 0.0001 asked for" in error
     assert not list(folder.glob("tailr*"))

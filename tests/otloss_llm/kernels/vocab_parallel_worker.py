@@ -37,6 +37,7 @@ from otloss_llm import (
     token_loss,
     token_statistics,
 )
+from otloss_llm.models.sharded_heads import _agreed_before
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, everything, problem
 
 VOCAB = 41
@@ -319,6 +320,26 @@ def check_number_of_collectives() -> None:
         with counted() as calls:
             out.loss.backward()
         assert calls == {"gathers": 6, "sums": 1}
+
+
+def check_the_check_of_arguments() -> None:
+    """ "first" compares arguments once for each number of rows, and counts one collective less from then on."""
+    sizes, given = blocks()[0], problem(ignored=0.0)
+    _agreed_before.clear()
+    whole, results = given.leaves(), []
+    want = scored(whole, given)
+    for _ in range(2):
+        leaves = leaves_of(given, sizes)
+        with counted() as calls:
+            out = shared(leaves, given, check="first")
+        out.loss.backward()
+        results.append(calls["gathers"])
+        assert_close(out.loss, want.loss, 1e-12)
+    assert results == [1 + 6, 6]
+    made = token_statistics(*leaves[:2], given.labels, bias=leaves[2], process_group=dist.group.WORLD, check="first")
+    assert_close(made.log_prob, -want.nll, 1e-12)
+    with raises_everywhere(ValueError, "check is 'never', expected one of", same=True):
+        shared(leaves, given, check="never")
 
 
 def check_autograd() -> None:
