@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from otloss.boosting.settings import Floats, RowLoss, as_floats
+from otloss._ordered_classes import Floats, as_floats, check_choice
+from otloss.boosting.settings import RowLoss
 
 INTERFACES = ("native", "sklearn")
 LABELS_FIX = (
@@ -17,7 +18,7 @@ LABELS_FIX = (
 
 
 @dataclass(frozen=True)
-class Rows:
+class ScoredRows:
     """Attributes:
     scores: (n, K).
     labels: (n,).
@@ -48,6 +49,9 @@ class RowFunction:
     loss: RowLoss
     interface: str
 
+    def __post_init__(self) -> None:
+        check_choice("interface", self.interface, INTERFACES)
+
     no_jit = True  # CatBoost would set attributes otherwise, to compile methods
 
     def calc_ders_multi(self, *_: Any) -> None:
@@ -60,7 +64,7 @@ class RowFunction:
 
     calc_ders_range = evaluate = is_max_optimal = calc_ders_multi
 
-    def rows(self, first: Any, second: Any, sample_weight: Any) -> Rows:
+    def rows(self, first: Any, second: Any, sample_weight: Any) -> ScoredRows:
         """Return the rows; shapes are checked here, numbers where they are read."""
         native = self.interface == "native"
         if native != hasattr(second, "get_label"):
@@ -82,7 +86,7 @@ class RowFunction:
         return _checked_rows(scores, labels, weights, self.loss.num_classes)
 
 
-def _checked_rows(scores: NDArray[Any], labels: Floats, weights: Floats, num_classes: int) -> Rows:
+def _checked_rows(scores: NDArray[Any], labels: Floats, weights: Floats, num_classes: int) -> ScoredRows:
     shape, rows = scores.shape, labels.shape[0] if labels.ndim else -1
     single = num_classes == 2 and shape in ((rows,), (rows, 1))
     if labels.ndim != 1 or not (single or shape == (rows, num_classes)):
@@ -95,4 +99,4 @@ def _checked_rows(scores: NDArray[Any], labels: Floats, weights: Floats, num_cla
         raise ValueError(f"the weights have shape {weights.shape}, expected ({rows},): one for each label.")
     if single:
         scores = np.stack([np.zeros_like(scores.reshape(-1)), scores.reshape(-1)], axis=1)
-    return Rows(scores, labels, weights, shape, single)
+    return ScoredRows(scores, labels, weights, shape, single)

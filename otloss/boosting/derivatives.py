@@ -33,7 +33,8 @@ import torch
 from numpy.typing import NDArray
 
 from otloss._kernels import may_run_on
-from otloss.boosting.settings import Floats, RowLoss
+from otloss._ordered_classes import Floats
+from otloss.boosting.settings import RowLoss
 
 Order = Literal["C", "F"]
 ORDERS: dict[str, Order] = {"xgboost": "C", "lightgbm": "F"}  # of the scores they pass, and of what they read fastest
@@ -95,7 +96,7 @@ def gradients(
     settings = (loss.transport, loss.cross_entropy, *factors)
     inputs, of_loss, threads = (scores, labels, weights), (loss.gaps, loss.costs), torch.get_num_threads()
     arguments = (inputs, loss.class_weights, of_loss, settings, answers, threads)
-    if any(run_on_threads(ordinal.gradients, threads, arguments)):
+    if any(run_on_threads(ordinal.gradients_and_curvatures, threads, arguments)):
         check_rows(scores, labels, weights)
     return np.asarray(answers[0], order=order), np.asarray(answers[1], order=order)
 
@@ -105,14 +106,14 @@ def values(scores: NDArray[Any], labels: Floats, weights: Floats, *, loss: RowLo
     check_rows(scores, labels, weights)
     if not loss.is_square or len(scores) < _SMALL or not may_run_on():
         return values_in_numpy(scores, labels, loss=loss)
-    from otloss._kernels import ordinal_rows
+    from otloss._kernels import ordinal
     from otloss._kernels._threads import run_on_threads
 
     z, answers = np.require(scores, np.float64, ["C", "W"]), np.empty(len(scores))
     y, gaps, threads = labels.astype(np.int64), loss.transport * loss.gaps, torch.get_num_threads()
     no_gradient = np.empty((0, loss.num_classes))
     arguments = (z, y, gaps, loss.cross_entropy, 1.0, 0.0, answers, no_gradient, threads)
-    run_on_threads(ordinal_rows.scores, threads, arguments)
+    run_on_threads(ordinal.ranked_scores, threads, arguments)
     return answers
 
 

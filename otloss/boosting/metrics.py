@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from otloss.boosting.data import INTERFACES, RowFunction, Rows
+from otloss._ordered_classes import check_choice
+from otloss.boosting.data import RowFunction, ScoredRows
 from otloss.boosting.derivatives import values
-from otloss.boosting.settings import RowLoss, check_choice, row_loss
+from otloss.boosting.settings import LossSettings, row_loss
 
 PREDICTIONS = ("scores", "probabilities")
 _SUM_TO_ONE = 1e-4  # float32 sums of probabilities miss it by less
 
 
 @dataclass(frozen=True)
-class Metric(RowFunction):
+class RowMetric(RowFunction):
     """Return the weighted mean loss of rows in the form that the library expects."""
 
     predictions: str
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_choice("predictions", self.predictions, PREDICTIONS)
 
     @property
     def __name__(self) -> str:
@@ -45,15 +50,10 @@ class Metric(RowFunction):
 def xgboost_metric(
     num_classes: int,
     *,
-    power: int = 2,
-    x: ArrayLike | None = None,
-    cost: ArrayLike | None = None,
-    transport: float = 1.0,
-    cross_entropy: float = 0.0,
-    class_weight: ArrayLike | None = None,
     predictions: str = "scores",
     interface: str = "native",
-) -> Metric:
+    **settings: Unpack[LossSettings],
+) -> RowMetric:
     """Return a metric for XGBoost: the weighted mean of the loss that `xgboost_objective` describes; less is better.
 
     Args:
@@ -77,23 +77,16 @@ def xgboost_metric(
         >>> metric.__name__, metric(np.array([0, 1]), np.zeros((2, 3)))
         ('emd', 0.8333333333333333)
     """
-    return _metric(
-        "xgboost", row_loss(num_classes, power, x, cost, transport, cross_entropy, class_weight), predictions, interface
-    )
+    return RowMetric("xgboost", row_loss(num_classes, **settings), interface, predictions)
 
 
 def lightgbm_metric(
     num_classes: int,
     *,
-    power: int = 2,
-    x: ArrayLike | None = None,
-    cost: ArrayLike | None = None,
-    transport: float = 1.0,
-    cross_entropy: float = 0.0,
-    class_weight: ArrayLike | None = None,
     predictions: str = "scores",
     interface: str = "native",
-) -> Metric:
+    **settings: Unpack[LossSettings],
+) -> RowMetric:
     """Return a metric for LightGBM; the loss and the arguments are those of `xgboost_metric`.
 
     Pass the start of the training as `Dataset(init_score=)` of the validation set too. Create
@@ -101,6 +94,7 @@ def lightgbm_metric(
     for probabilities, and `lightgbm.early_stopping`, which watches every metric, stops by it.
 
     Args:
+        num_classes, power, x, cost, transport, cross_entropy, class_weight, predictions: as for `xgboost_metric`.
         interface: "native" for `lightgbm.train(feval=)`, "sklearn" for `LGBMClassifier.fit(eval_metric=)`.
 
     Returns:
@@ -114,28 +108,17 @@ def lightgbm_metric(
         >>> lightgbm_metric(3, power=1, interface="sklearn")(np.array([0, 1]), np.zeros((2, 3)))
         ('emd', 0.8333333333333333, False)
     """
-    return _metric(
-        "lightgbm",
-        row_loss(num_classes, power, x, cost, transport, cross_entropy, class_weight),
-        predictions,
-        interface,
-    )
+    return RowMetric("lightgbm", row_loss(num_classes, **settings), interface, predictions)
 
 
-def _metric(library: str, loss: RowLoss, predictions: str, interface: str) -> Metric:
-    check_choice("predictions", predictions, PREDICTIONS)
-    check_choice("interface", interface, INTERFACES)
-    return Metric(library, loss, interface, predictions)
-
-
-def _are_probabilities(rows: Rows) -> NDArray[np.bool_]:
+def _are_probabilities(rows: ScoredRows) -> NDArray[np.bool_]:
     if rows.single:
         return np.array((rows.scores[:, 1] >= 0) & (rows.scores[:, 1] <= 1))
     total = rows.scores.sum(1, dtype=np.float64)
     return np.array((rows.scores >= 0).all(1) & (abs(total - 1) <= _SUM_TO_ONE))
 
 
-def _as_scores(rows: Rows) -> NDArray[np.float64]:
+def _as_scores(rows: ScoredRows) -> NDArray[np.float64]:
     fits = _are_probabilities(rows)
     if not fits.all():
         row = int(np.flatnonzero(~fits)[0])
@@ -150,7 +133,7 @@ def _as_scores(rows: Rows) -> NDArray[np.float64]:
     return np.log(np.maximum(P, np.finfo(np.float32).smallest_subnormal))
 
 
-def _checked_scores(rows: Rows) -> NDArray[Any]:
+def _checked_scores(rows: ScoredRows) -> NDArray[Any]:
     # Before training all rows are alike, and may sum to 1.
     learnt = len(rows.scores) > 1 and (rows.scores != rows.scores[0]).any()
     # Two scores that start at 1/2 each always sum to 1: what one gains, the other loses.

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
-from otloss.boosting.data import INTERFACES, RowFunction, Rows
+from otloss.boosting.data import RowFunction, ScoredRows
 from otloss.boosting.derivatives import ORDERS, curvature, gradients
-from otloss.boosting.settings import RowLoss, check_choice, row_loss
+from otloss.boosting.settings import LossSettings, RowLoss, row_loss
 
 # XGBoost squares a sum of gradients in float32: if that overflows, it silently finds no split.
 _LARGEST_SUM = 1e19
 
 
 @dataclass(frozen=True)
-class Objective(RowFunction):
+class RowObjective(RowFunction):
     """Return (gradient, hessian) of rows, each (n, K) float32, times the weights of the rows."""
 
     @property
@@ -39,17 +39,7 @@ class Objective(RowFunction):
         return gradient, hessian
 
 
-def xgboost_objective(
-    num_classes: int,
-    *,
-    power: int = 2,
-    x: ArrayLike | None = None,
-    cost: ArrayLike | None = None,
-    transport: float = 1.0,
-    cross_entropy: float = 0.0,
-    class_weight: ArrayLike | None = None,
-    interface: str = "native",
-) -> Objective:
+def xgboost_objective(num_classes: int, *, interface: str = "native", **settings: Unpack[LossSettings]) -> RowObjective:
     """Return an objective for XGBoost: transport from the predicted distribution to the label, per row.
 
     The loss of a row is transport * T + cross_entropy * (-log P_y), T = sum_k d_k |F_k - 1[y <= k]|^power with d the
@@ -69,12 +59,13 @@ def xgboost_objective(
 
     Args:
         num_classes: K. Labels are the positions 0 to K - 1 in the order of the classes.
-        power: 1 or 2; unused with a cost.
+        power: 1 or 2, 2 by default; unused with a cost.
         x: (K,) strictly increasing class values, 0 to K - 1 by default. Gradients and curvatures grow with their
             gaps: regularisation (`lambda`, `min_child_weight`) is in the same unit.
         cost: (K, K) costs >= 0, [true, predicted], in place of power and x.
-        transport: factor of the transport term; with 0 (plain cross-entropy) trees are those of the library's own.
-        cross_entropy: factor of the cross-entropy.
+        transport: factor of the transport term, 1 by default; with 0 (plain cross-entropy) trees are the
+            library's own.
+        cross_entropy: factor of the cross-entropy, 0 by default.
         class_weight: (K,) numbers by class position, which multiply the weights of rows.
         interface: "native" for `xgboost.train(obj=)`: f(predictions, data). "sklearn" for `XGBClassifier(objective=)`:
             f(y_true, y_pred, sample_weight).
@@ -100,22 +91,12 @@ def xgboost_objective(
         array([[-0.333,  0.   ,  0.333],
                [ 0.333,  0.   , -0.333]], dtype=float32)
     """
-    return _objective(
-        "xgboost", row_loss(num_classes, power, x, cost, transport, cross_entropy, class_weight), interface
-    )
+    return RowObjective("xgboost", row_loss(num_classes, **settings), interface)
 
 
 def lightgbm_objective(
-    num_classes: int,
-    *,
-    power: int = 2,
-    x: ArrayLike | None = None,
-    cost: ArrayLike | None = None,
-    transport: float = 1.0,
-    cross_entropy: float = 0.0,
-    class_weight: ArrayLike | None = None,
-    interface: str = "native",
-) -> Objective:
+    num_classes: int, *, interface: str = "native", **settings: Unpack[LossSettings]
+) -> RowObjective:
     """Return an objective for LightGBM; the loss and the arguments are those of `xgboost_objective`.
 
         start = numpy.tile(otloss.boosting.start_scores(labels, num_classes), (len(labels), 1))
@@ -132,6 +113,7 @@ def lightgbm_objective(
     scores for probabilities, and `lightgbm.early_stopping` watches every metric.
 
     Args:
+        num_classes, power, x, cost, transport, cross_entropy, class_weight: as for `xgboost_objective`.
         interface: "native" for `lightgbm.train({"objective": f})`: f(predictions, dataset). "sklearn" for
             `LGBMClassifier(objective=)`: f(y_true, y_pred, weight). Fit that one to positions, not to names:
             `LGBMClassifier` numbers its labels by the alphabet ("high" < "low" < "mid") before this loss sees them.
@@ -154,17 +136,10 @@ def lightgbm_objective(
         array([[-0.333,  0.   ,  0.333],
                [ 0.333,  0.   , -0.333]], dtype=float32)
     """
-    return _objective(
-        "lightgbm", row_loss(num_classes, power, x, cost, transport, cross_entropy, class_weight), interface
-    )
+    return RowObjective("lightgbm", row_loss(num_classes, **settings), interface)
 
 
-def _objective(library: str, loss: RowLoss, interface: str) -> Objective:
-    check_choice("interface", interface, INTERFACES)
-    return Objective(library, loss, interface)
-
-
-def _check_sum(loss: RowLoss, rows: Rows) -> None:
+def _check_sum(loss: RowLoss, rows: ScoredRows) -> None:
     total = loss.steepest * (float(rows.weights.sum()) if rows.weights.size else len(rows.labels))
     if not total <= _LARGEST_SUM:
         raise ValueError(

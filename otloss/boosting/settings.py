@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike
 
-from otloss._checks import check_not_negative, check_number
-
-Floats = NDArray[np.float64]
+from otloss._checks import check_number
+from otloss._ordered_classes import Floats, check_terms, class_costs, class_table, class_values
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +51,20 @@ class RowLoss:
         return float(self.class_weights.max()) * (self.transport * self.furthest + self.cross_entropy)
 
 
+class LossSettings(TypedDict, total=False):
+    """The settings of the loss of a row, as `xgboost_objective` describes them."""
+
+    power: int
+    x: ArrayLike | None
+    cost: ArrayLike | None
+    transport: float
+    cross_entropy: float
+    class_weight: ArrayLike | None
+
+
 def row_loss(
     num_classes: Any,
+    *,
     power: Any = 2,
     x: Any = None,
     cost: Any = None,
@@ -68,35 +79,23 @@ def row_loss(
         ValueError: if a setting is out of range.
     """
     classes = check_classes(num_classes)
-    if check_number("power", power) not in (1, 2):
-        raise ValueError(f"power is {power!r}, expected 1 or 2; use cost= for other costs of a distance.")
+    check_terms(power, transport, cross_entropy)
     if cost is not None and x is not None:
         raise ValueError("both cost and x are given, expected one of them: a cost matrix replaces x.")
-    for name, value in (("transport", transport), ("cross_entropy", cross_entropy)):
-        check_not_negative(name, value)
-    if transport == cross_entropy == 0:
-        raise ValueError("transport and cross_entropy are both 0, expected one above 0.")
-    values = np.arange(classes, dtype=np.float64) if x is None else _array("x", x, (classes,))
-    if (np.diff(values) <= 0).any():
-        k = int(np.flatnonzero(np.diff(values) <= 0)[0])
-        raise ValueError(
-            f"x[{k}] is {values[k]} and x[{k + 1}] is {values[k + 1]}, expected strictly increasing values; number "
-            "the classes in the order of their values, and give each its own."
-        )
+    for name, table in (("x", x), ("cost", cost), ("class_weight", class_weight)):
+        _check_not_pandas(name, table)
+    values = class_values("x", x, classes)
     name = "cost" if cost is not None else "rps" if power == 2 else "emd"
-    costs = np.abs(np.subtract.outer(values, values))
-    if cost is not None:
-        costs = _array("cost", cost, (classes, classes), least=0.0)
-    weights = np.ones(classes)
-    if class_weight is not None:
-        weights = _array("class_weight", class_weight, (classes,), least=0.0)
+    costs = np.zeros((0, 0)) if name == "rps" else np.abs(np.subtract.outer(values, values))
     return RowLoss(
         name=name,
         gaps=np.diff(values) if name == "rps" else np.zeros(0),
-        costs=np.zeros((0, 0)) if name == "rps" else costs,
+        costs=costs if cost is None else class_costs("cost", cost, classes),
         transport=float(transport),
         cross_entropy=float(cross_entropy),
-        class_weights=weights,
+        class_weights=np.ones(classes)
+        if class_weight is None
+        else class_table("class_weight", class_weight, (classes,), least=0.0),
     )
 
 
@@ -107,31 +106,9 @@ def check_classes(num_classes: Any) -> int:
     return int(num_classes)
 
 
-def check_choice(name: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{name} is {value!r}, expected one of {choices}.")
-
-
-def as_floats(name: str, values: Any, *, fix: str) -> Floats:
-    """Return a float64 copy of numbers; text raises TypeError."""
-    try:
-        return np.array(values, dtype=np.float64)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last from tensors with a graph
-        raise TypeError(f"{name} cannot be read: {error}; expected numbers; {fix}") from error
-
-
-def _array(name: str, values: Any, shape: tuple[int, ...], least: float = -np.inf) -> Floats:
-    if hasattr(values, "iloc"):
+def _check_not_pandas(name: str, table: Any) -> None:
+    if hasattr(table, "iloc"):
         raise TypeError(
-            f"{name} is a pandas {type(values).__name__}, whose order may not be that of the classes; expected an "
+            f"{name} is a pandas {type(table).__name__}, whose order may not be that of the classes; expected an "
             f"array, such as {name}.sort_index().to_numpy()."
         )
-    array = as_floats(name, values, fix="pass an array of dtype float, by class position.")
-    if array.shape != shape:
-        raise ValueError(f"{name} has shape {array.shape}, expected {shape}: by class, for a cost [true, predicted].")
-    wrong = np.argwhere(~(np.isfinite(array) & (array >= least)))
-    if len(wrong):
-        first = tuple(int(i) for i in wrong[0])
-        limit = "" if least == -np.inf else f" of at least {least:g}"
-        raise ValueError(f"{name}{list(first)} is {array[first]}, expected finite numbers{limit}.")
-    return array

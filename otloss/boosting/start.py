@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from otloss._ordered_classes import as_floats
 from otloss.boosting.data import LABELS_FIX
 from otloss.boosting.derivatives import check_rows
-from otloss.boosting.settings import as_floats, check_classes
+from otloss.boosting.settings import check_classes
 
 
 def start_scores(labels: ArrayLike, num_classes: int, *, sample_weight: ArrayLike | None = None) -> NDArray[np.float64]:

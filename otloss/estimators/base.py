@@ -14,7 +14,8 @@ from sklearn.metrics import accuracy_score
 from sklearn.utils import check_random_state
 from sklearn.utils.validation import check_is_fitted, validate_data
 
-from otloss.estimators.criterion import Criterion, check_choice, check_real, make_criterion
+from otloss._ordered_classes import check_choice
+from otloss.estimators.criterion import Criterion, check_real, make_criterion
 from otloss.estimators.decode import RULES, decode
 from otloss.estimators.features import text_is_named
 from otloss.estimators.labels import LabelOrder, label_order

@@ -13,6 +13,7 @@ from sklearn.utils import check_consistent_length, column_or_1d
 from sklearn.utils.validation import check_is_fitted, validate_data
 
 from otloss._checks import check_count
+from otloss._ordered_classes import check_choice
 from otloss.estimators.base import OrdinalBase, split_off, unchanged_on_error
 from otloss.estimators.boosters import (
     BOOSTERS,
@@ -23,7 +24,7 @@ from otloss.estimators.boosters import (
     require_library,
     train_trees,
 )
-from otloss.estimators.criterion import check_choice, check_real
+from otloss.estimators.criterion import check_real
 
 
 class OrdinalBoostingClassifier(OrdinalBase):

@@ -14,9 +14,10 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_count
+from otloss._ordered_classes import check_choice
 from otloss.boosting.start import class_shares
 from otloss.estimators.base import OrdinalBase, dense, split_off, unchanged_on_error
-from otloss.estimators.criterion import check_choice, check_real
+from otloss.estimators.criterion import check_real
 from otloss.estimators.features import fitted_scaler, standardised
 from otloss.estimators.training import MODELS, PATIENCE, Objective, OrdinalNetwork, Rows, train_adam, train_lbfgs
 

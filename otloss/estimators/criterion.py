@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 from otloss._checks import check_number
+from otloss._ordered_classes import check_terms, class_costs, class_values
 from otloss.estimators.labels import LabelOrder
-from otloss.metrics.numbers import read_values
+
+_FIX = "Name all classes with categories=; without it, every integer between whole labels is one."
 
 
 @dataclass(frozen=True)
@@ -60,19 +62,22 @@ def make_criterion(order: LabelOrder, settings: Any) -> Criterion:
     """
     if settings.values is not None and settings.cost is not None:
         raise ValueError("values and cost are both given, expected one: a cost matrix holds all distances already.")
-    check_choice("power", settings.power, (1, 2))
-    transport = check_real("transport", settings.transport, least=0.0)
-    cross_entropy = check_real("cross_entropy", settings.cross_entropy, least=0.0)
-    if transport == 0 and cross_entropy == 0:
-        raise ValueError("transport and cross_entropy are both 0, expected one above 0.")
+    check_terms(settings.power, settings.transport, settings.cross_entropy)
     number = len(order.categories)
-    values = read_values(_in_rank_order(settings.values, order), number)
+    values = class_values("values", _in_rank_order(settings.values, order), number)
     cost, span = None, values[-1] - values[0]
     if settings.cost is not None:
-        every_cost = _checked_cost(_in_rank_order(settings.cost, order), number)
+        every_cost = class_costs("cost", _in_rank_order(settings.cost, order), number, fix=_FIX)
         cost, span = np.ascontiguousarray(every_cost[np.ix_(order.ranks, order.ranks)]), every_cost.max()
     unit = float(span) / max((number if order.told else len(order.classes)) - 1, 1)
-    return Criterion(values[order.ranks], int(settings.power), cost, transport, cross_entropy, unit=unit or 1.0)
+    return Criterion(
+        values[order.ranks],
+        int(settings.power),
+        cost,
+        float(settings.transport),
+        float(settings.cross_entropy),
+        unit=unit or 1.0,
+    )
 
 
 def _in_rank_order(table: Any, order: LabelOrder) -> Any:
@@ -87,27 +92,6 @@ def _in_rank_order(table: Any, order: LabelOrder) -> Any:
         if set(names) <= set(index) or list(index) != list(range(len(index))):
             table = table.reindex(names, axis=axis)
     return table.to_numpy()
-
-
-def _checked_cost(cost: Any, number: int) -> np.ndarray:
-    array = np.asarray(cost, dtype=np.float64)
-    if array.shape != (number, number):
-        raise ValueError(
-            f"cost has shape {array.shape}, expected ({number}, {number}): cost[true, predicted] over the categories "
-            "in rank order. Name all classes with categories=; without it, every integer between whole labels is one."
-        )
-    bad = ~(np.isfinite(array) & (array >= 0))
-    if bad.any():
-        row, column = (int(i) for i in np.argwhere(bad)[0])
-        raise ValueError(f"cost[{row}, {column}] is {array[row, column]:g}, expected finite costs >= 0.")
-    return array
-
-
-def check_choice(name: str, value: Any, choices: tuple[Any, ...]) -> None:
-    """Raise ValueError unless `value` is one of `choices`, where True and 1 differ."""
-    is_bool = isinstance(value, bool | np.bool_)
-    if np.ndim(value) or not any(isinstance(choice, bool) == is_bool and value == choice for choice in choices):
-        raise ValueError(f"{name} is {value!r}, expected one of {choices}.")
 
 
 def check_real(name: str, value: Any, *, least: float, above: bool = False, most: float = np.inf) -> float:

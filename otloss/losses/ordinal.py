@@ -10,8 +10,8 @@ g_i = P_i (s_i - P.s).
 from __future__ import annotations
 
 import math
+from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -35,7 +35,6 @@ from otloss.losses.ordinal_distance import Geometry, geometry
 from otloss.solvers.histograms import MASS_TOLERANCE
 
 _PLAIN = (Tensor, Parameter)  # a subclass may hold no data
-_NUMPY = {torch.float32: np.float32, torch.float64: np.float64}
 
 
 def ordinal_loss(
@@ -112,11 +111,6 @@ def ordinal_loss(
     check_tensor("target", target)
     check_reduction(reduction)
     mix = check_cross_entropy(cross_entropy)
-    given = (x, cost, period, class_weight, sample_weight, ignore_index, dim)
-    if power == 2 and not circular and all(setting is None for setting in given):
-        plain = _of_plain_batch(logits, target, mix, reduction)
-        if plain is not None:
-            return plain
     logits, target = classes_last(logits, target, dim)
     classes = class_count(logits)
     apart = geometry(classes, logits.device, x=x, power=power, cost=cost, circular=circular, period=period)
@@ -127,44 +121,23 @@ def ordinal_loss(
     return reduced_loss(rows, apart, mix, reduction)
 
 
-def _of_plain_batch(logits: Tensor, y: Tensor, mix: float, reduction: str) -> Tensor | None:
-    """Return the loss of logits (n, K) at positions (n,) with the default settings; None where anything is unusual.
-
-    For a small batch the kernel takes 2 microseconds, and the checks of the general path take 20.
-    """
-    if type(logits) not in _PLAIN or type(y) not in _PLAIN or logits.dim() != 2 or y.shape != logits.shape[:1]:
-        return None
-    width = _NUMPY.get(logits.dtype)
-    if width is None or y.dtype != torch.int64 or not logits.shape[1] or not _may_run_kernels(logits, y):
-        return None
-    from otloss.losses.ordinal_kernel import RankedScore, scored
-
-    count, classes = logits.shape
-
-    def reference(z: Tensor, y: Tensor) -> Tensor:
-        return _values(z, y, geometry(classes, z.device).to(z.dtype), mix)
-
-    divisor = None if reduction == "none" else max(1, count) if reduction == "mean" else 1
-    found = scored(RankedScore(np.ones(classes - 1, width), mix, 0.0, divisor, reference), logits, y)
-    return found if _is_finite(found) else None
-
-
 def reduced_loss(rows: Labelled, apart: Geometry, mix: float, reduction: str) -> Tensor:
     """Return the loss of the rows after the reduction, by the kernel where it serves; check logits and labels."""
     apart = apart.to(rows.logits.dtype)
     if _suits_kernel(rows, apart):
         divisor = rows.divisor(reduction)
-        found = _by_kernel(rows, apart, mix, divisor)
-        if _is_finite(found):  # else the checks below find the reason
-            return rows.reduced(found, reduction) if divisor is None else found.to(rows.dtype)
+        values: Tensor = _RankedScore.apply(rows, apart, mix, divisor, rows.logits)
+        if math.isfinite(values.detach().sum().item()):  # otherwise the checks below raise an error with the reason
+            return rows.reduced(values, reduction) if divisor is None else values.to(rows.dtype)
     if not rows.is_soft:
         check_positions("target", rows.target, rows.logits.shape[-1], None)
     check_logits(rows.logits)
-    label = normalised(rows.target, rows.logits.dtype) if rows.is_soft else rows.target
-    return rows.reduced(_values(rows.logits, label, apart, mix), reduction)
+    return rows.reduced(_values(rows.logits, rows, apart, mix), reduction)
 
 
-def _values(logits: Tensor, label: Tensor, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+def _values(logits: Tensor, rows: Labelled, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+    """Return the loss of each row in operations of torch: the reference implementation of the kernel."""
+    label = normalised(rows.target, logits.dtype) if rows.is_soft else rows.target
     values = apart.distance(logits.softmax(-1), label)
     if not mix:
         return values
@@ -184,17 +157,6 @@ def _values(logits: Tensor, label: Tensor, apart: Geometry, mix: float) -> Float
     return values + mix * nll
 
 
-def _by_kernel(rows: Labelled, apart: Geometry, mix: float, divisor: int | None) -> Tensor:
-    from otloss.losses.ordinal_kernel import RankedScore, scored
-
-    def reference(z: Tensor, label: Tensor) -> Tensor:
-        return _values(z, normalised(label, z.dtype) if rows.is_soft else label, apart, mix)
-
-    assert apart.gaps is not None
-    score = RankedScore(apart.gaps.detach().numpy(), mix, MASS_TOLERANCE[rows.logits.dtype], divisor, reference)
-    return scored(score, rows.logits, rows.target)
-
-
 def _suits_kernel(rows: Labelled, apart: Geometry) -> bool:
     if apart.gaps is None or apart.circular or apart.power != 2 or is_differentiated(apart.gaps):
         return False
@@ -209,5 +171,41 @@ def _may_run_kernels(logits: Tensor, target: Tensor) -> bool:
     return not torch.compiler.is_compiling() and may_run_on(logits, target)
 
 
-def _is_finite(found: Tensor) -> bool:
-    return math.isfinite((found if found.dim() == 0 else found.detach().sum()).item())
+class _RankedScore(torch.autograd.Function):
+    """The values of the rows by the kernel, or their sum over `divisor`; NaN or infinite where a row is invalid.
+
+    The gradient is computed together with the values, and a mean or a sum over the rows is taken here too: each further
+    operation of torch with its derivative takes longer than the kernel does for a small batch. With create_graph=True
+    the gradient comes from the reference implementation.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Labelled, apart: Geometry, mix: float, divisor: int | None, logits: Tensor
+    ) -> Float[Tensor, "*rows"]:
+        from otloss._kernels import ordinal
+        from otloss._kernels._threads import ENTRIES, run_on_threads
+
+        assert apart.gaps is not None
+        values = logits.new_empty(len(logits))
+        gradients = logits.new_empty(logits.shape if ctx.needs_input_grad[-1] else (0, logits.shape[1]))
+        ctx.save_for_backward(logits, gradients)
+        ctx.settings = rows, apart, mix, divisor
+        z, label, gaps = (t.detach().contiguous().resolve_neg().numpy() for t in (logits, rows.target, apart.gaps))
+        # A small batch, as most are, is done before another thread has woken up.
+        threads = max(1, min(torch.get_num_threads(), logits.numel() // ENTRIES))
+        settings = mix, 1.0 / (divisor or 1), MASS_TOLERANCE[logits.dtype]
+        arguments = (z, label, gaps, *settings, values.numpy(), gradients.numpy(), threads)
+        run_on_threads(ordinal.ranked_scores, threads, arguments)
+        return values if divisor is None else values.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *upstream: Tensor) -> Any:
+        logits, gradients = ctx.saved_tensors
+        rows, apart, mix, divisor = ctx.settings
+        if not torch.is_grad_enabled():
+            scale = upstream[0].unsqueeze(-1) if divisor is None else upstream[0]
+            return None, None, None, None, gradients * scale
+        value = _values(logits, rows, apart, mix)
+        value = value if divisor is None else value.sum() / divisor
+        return None, None, None, None, torch.autograd.grad(value, logits, upstream[0], create_graph=True)[0]

@@ -14,7 +14,7 @@ r_k is summed from that end of the classes which holds less mass: for one class 
 each a sum of terms of one sign. So a prediction that is nearly right keeps its relative accuracy, where F_k - 1 would
 cancel. Its derivative in P is then a sum of terms of one sign as well, zero at the label's class.
 
-This is the reference implementation of the kernel `otloss._kernels.ordinal_rows`.
+This is the reference implementation of the kernel `otloss._kernels.ordinal`.
 
 Source: L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916, eq. 6.
 """
@@ -25,12 +25,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import pad
 
 from otloss._checks import check_finite, check_number, check_positive, check_tensor, is_differentiated
+from otloss._ordered_classes import check_increasing, check_table_shape
 from otloss.costs import as_cost
 from otloss.solvers.circle import wasserstein_circular
 from otloss.solvers.exact import emd
@@ -149,29 +151,16 @@ def geometry(
 
 
 def increasing(name: str, values: Any, *shapes: tuple[int, ...]) -> Float[Tensor, " values"]:
-    """Return finite, strictly increasing numbers of one of the shapes; integers as float64."""
-    if check_tensor(name, values).shape not in shapes:
-        expected = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} has shape {tuple(values.shape)}, expected {expected}, to fit the logits.")
+    """Return finite, strictly increasing numbers of one of the shapes, with their graph; integers as float64."""
+    check_table_shape(name, check_tensor(name, values).shape, *shapes, fix="They have to fit the logits.")
     check_finite(name, values)
     values = values if values.is_floating_point() else values.double()
-    down = (values.diff() <= 0).nonzero()
-    if len(down):
-        k = int(down[0])
-        raise ValueError(
-            f"{name}[{k}] is {float(values[k]):.9g} and {name}[{k + 1}] {float(values[k + 1]):.9g}, expected strictly "
-            f"increasing values; sort them and merge repeated ones. If rounding has merged them, pass {name} - "
-            f"{name}[0] of wider numbers."
-        )
+    check_increasing(name, np.array(values.detach().tolist()))
     return values
 
 
 def _cost_matrix(cost: Any, classes: int) -> Float[Tensor, "classes classes"]:
     matrix = as_cost(cost).dense()
-    if matrix.shape != (classes, classes):
-        raise ValueError(
-            f"the cost has shape {tuple(matrix.shape)}, expected ({classes}, {classes}): a row for each true class, a "
-            "column for each predicted one."
-        )
+    check_table_shape("cost", matrix.shape, (classes, classes))
     check_finite("cost", matrix)
     return matrix

@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
+from otloss._ordered_classes import class_values
+
 
 def read_probabilities(name: str, proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
     """Return (n, K) probabilities in float64, each row divided by its sum, which is 1 up to rounding."""
@@ -59,15 +61,7 @@ def read_shares(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarray
 
 def read_values(values: ArrayLike | None, classes: int) -> Float[np.ndarray, " classes"]:
     """Return the K class values in rank order, 0 to K - 1 by default."""
-    if values is None:
-        return np.arange(float(classes))
-    array = as_array(values).astype(float)
-    if array.shape != (classes,):
-        raise ValueError(f"values has shape {array.shape}, expected ({classes},): one for each class, in rank order.")
-    finite = np.isfinite(array).all() and array[-1] / 2 - array[0] / 2 < np.finfo(float).max / 2
-    if not finite or (np.diff(array) <= 0).any():
-        raise ValueError(f"values is {array}, expected finite, strictly increasing numbers in rank order.")
-    return array
+    return class_values("values", None if values is None else as_array(values), classes)
 
 
 def as_array(values: Any) -> np.ndarray:

@@ -33,10 +33,10 @@ def test_importing_boosting_imports_no_library() -> None:
     ("settings", "error", "message"),
     [
         ({"power": 3}, ValueError, "power is 3, expected 1 or 2"),
-        ({"x": [0, 1, 1]}, ValueError, r"x\[1\] is 1.0 and x\[2\] is 1.0, expected strictly increasing"),
+        ({"x": [0, 1, 1]}, ValueError, r"x\[1\] is 1 and x\[2\] is 1, expected strictly increasing"),
         ({"x": [0, 1]}, ValueError, r"x has shape \(2,\), expected \(3,\)"),
         ({"x": [0, None, 2]}, ValueError, r"x\[1\] is nan, expected finite numbers"),
-        ({"cost": -np.eye(3)}, ValueError, r"cost\[0, 0\] is -1.0, expected finite numbers of at least 0"),
+        ({"cost": -np.eye(3)}, ValueError, r"cost\[0, 0\] is -1, expected finite numbers of at least 0"),
         ({"cost": np.eye(3), "x": [0, 1, 2]}, ValueError, "both cost and x"),
         ({"cross_entropy": -1}, ValueError, "cross_entropy is -1"),
         ({"transport": 0}, ValueError, "transport and cross_entropy are both 0"),

@@ -161,7 +161,7 @@ def call(z: Any = Z, target: Any = V, bins: Any = B, **options: Any) -> Callable
 @pytest.mark.parametrize(
     ("bad", "error", "message"),
     [
-        (call(bins=B.flip(0)), ValueError, r"bins\[0\] is 2 and bins\[1\] 1, expected strictly increasing"),
+        (call(bins=B.flip(0)), ValueError, r"bins\[0\] is 2 and bins\[1\] is 1, expected strictly increasing"),
         (call(bins=B[:2]), ValueError, r"bins has shape \(2,\), expected \(3,\) or \(4,\)"),
         (call(bins=B.clone().requires_grad_()), ValueError, "bins require a gradient"),
         (call(z=Z[:, :1], bins=B[:1]), ValueError, "bins holds one centre"),

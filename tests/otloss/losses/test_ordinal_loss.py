@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import numpy as np
@@ -292,3 +293,23 @@ def test_weights_and_reductions_are_those_of_cross_entropy() -> None:
             z, y, cross_entropy=1e9, class_weight=weight, ignore_index=-100, reduction=reduction
         ) / 1e9  # fmt: skip
         torch.testing.assert_close(found, torch_cross_entropy(z, y, weight, reduction=reduction), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("options", [{}, {"x": torch.arange(5.0)}, {"sample_weight": torch.ones(7)}])
+def test_the_path_from_the_logits_to_the_kernel_and_back_has_eight_files(options: dict[str, Any]) -> None:
+    """docs/design.md lists them."""
+    logits, target = torch.randn(7, 5, requires_grad=True), torch.arange(7) % 5
+    files: list[str] = []
+
+    def listen(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and "/otloss/" in frame.f_code.co_filename:
+            files.append(frame.f_code.co_filename.rpartition("/otloss/")[2])
+
+    ordinal_loss(logits, target, **options).backward()  # imports the kernel
+    sys.setprofile(listen)
+    try:
+        ordinal_loss(logits, target, **options).backward()
+    finally:
+        sys.setprofile(None)
+    assert {"losses/ordinal.py", "_kernels/_threads.py"} <= set(files)
+    assert len(set(files)) <= 8, sorted(set(files))

@@ -238,7 +238,11 @@ half = [[0.5, 0.5]]
         (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), ValueError, r"sample_weight\[0\] is -1"),
         (lambda: metrics.ordinal_mae([0], [0], sample_weight=[0]), ValueError, "sample_weight is zero everywhere"),
         (lambda: metrics.ordinal_mae([0], [0], sample_weight=[1, 1]), ValueError, r"sample_weight has shape \(2,\)"),
-        (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1, 1]), ValueError, r"values is \[1. 1.\], .*increasing"),
+        (
+            lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1, 1]),
+            ValueError,
+            r"values\[0\] is 1 and values\[1\] is 1, .*increasing",
+        ),
         (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1]), ValueError, r"values has shape \(1,\), expected"),
         (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[-1e308, 1e308]), ValueError, "expected finite"),
         (lambda: metrics.ordinal_emd([0], half), ValueError, "2 columns but y_true holds 1 classes.*Pass labels="),
