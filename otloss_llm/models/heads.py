@@ -4,6 +4,7 @@ A head is a linear layer of torch, or one of these:
 
 - a layer with accelerate's hooks (`device_map`), which replace its `forward`; offloaded weights are on the meta device
 - PEFT's `modules_to_save` (a trained copy of the head) and `trainable_token_indices` (trained rows of it)
+- a layer that transformers' `tp_plan` has sharded by rows, whose forward makes DTensors of plain inputs
 - a layer whose weight is stored in 4 or 8 bits and can be dequantised: bitsandbytes in 4 bits, and whatever has
   `dequantize()` (torchao, quanto). Such a head is frozen; it is dequantised for one pass, as in its own `forward`.
 
@@ -21,8 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from otloss_llm.models.sharded_heads import is_row_shard, replicated_like
+
 # What costs and kernels compute with; a weight of another dtype is quantised.
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"  # what transformers puts in its place
 _WHAT_TO_DO = "keep the head out of quantisation and adapters, or use token_loss on the model's own logits."
 
 
@@ -32,6 +36,7 @@ class LanguageModelHead:
 
     module: nn.Module
     model_name: str
+    has_tp_plan: bool = False  # its input is a plain tensor, equal in all processes, and so is its output
 
     @property
     def weight(self) -> Tensor:
@@ -55,6 +60,8 @@ class LanguageModelHead:
     def matching(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
         """Hidden states, weight and bias in one dtype: a quantised layer computes in a dtype of its own."""
         weight, bias = self._weight_and_bias()
+        if self.has_tp_plan and is_row_shard(weight) and not hasattr(hidden, "placements"):
+            hidden = replicated_like(weight, hidden)
         if weight.requires_grad and torch.is_grad_enabled() and getattr(self._hook(), "offload", False):
             raise TypeError(
                 f"the head of {self.model_name} is offloaded (device_map) and requires a gradient, which would be lost "
@@ -89,6 +96,8 @@ class LanguageModelHead:
 
     def check_linear(self, hidden: Tensor, forward: Callable[[Tensor], Tensor]) -> None:
         """Raise TypeError unless the module's own `forward` equals `hidden @ weight.T + bias` up to rounding."""
+        if self.has_tp_plan and type(self.module).forward is nn.Linear.forward and is_row_shard(self.module.weight):
+            return  # transformers adds the layout of input and output alone
         few = hidden[..., :8, :]  # positions
         h, weight, bias = self.matching(few)
         if getattr(forward, "__func__", None) is nn.Linear.forward and weight is self.module.weight:
@@ -102,8 +111,8 @@ class LanguageModelHead:
             found = f"differ by {error:.2g} of the largest"
         if "forward" in vars(self.module) and self._hook() is None:
             advice = (
-                "Its forward was replaced, perhaps by a tp_plan of transformers; torch's own ColwiseParallel on the "
-                "head can be fused."
+                "Its forward was replaced, perhaps by a tp_plan of transformers that does not shard the head by rows; "
+                "torch's own ColwiseParallel on the head can be fused, and the plan colwise_gather_output."
             )
         else:
             advice = "Use a torch.nn.Linear, or token_loss on the model's own logits."
@@ -129,7 +138,9 @@ def find_head(model: nn.Module) -> LanguageModelHead:
         raise TypeError(
             f"{name} has no output embedding, expected a causal language model; load it with AutoModelForCausalLM."
         )
-    return LanguageModelHead(_linear(module, name), name)
+    layer = _linear(module, name)
+    replaced = getattr(vars(layer).get("forward"), "__qualname__", "")
+    return LanguageModelHead(layer, name, replaced == _TP_FORWARD)
 
 
 def _linear(module: Any, model_name: str) -> nn.Module:

@@ -185,6 +185,13 @@ def _group_of_row_shards(hidden: Any, weight: Any, bias: Any, group: dist.Proces
     return own
 
 
+def replicated_like(weight: Any, tensor: Tensor) -> Any:
+    """A tensor that is equal in all processes, as a DTensor on the mesh of a head that is sharded by rows."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    return DTensor.from_local(tensor, weight.device_mesh, [Replicate()], run_check=False)
+
+
 def gathered_sequence(tensor: Any, batch_axes: int) -> Any:
     """A DTensor that is sharded along one of its first axes, replicated; anything else as it is."""
     from torch.distributed.tensor import Replicate, Shard  # slow to import, needed for DTensors only

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from otloss_llm.losses.token_loss import TokenLoss
 from otloss_llm.models.heads import LanguageModelHead, evaluation_mode, find_head
 from otloss_llm.models.logit_transform import LogitTransform, deviation, fitted_transform, placeholders
-from otloss_llm.models.sharded_heads import is_row_shard
+from otloss_llm.models.sharded_heads import is_row_shard, replicated_like
 
 
 class ScoredHead(NamedTuple):
@@ -175,7 +175,8 @@ def _probed(
         probe = placeholders(weight.shape[0], hidden.device)
         made["sent"] = probe.reshape([1] * (hidden.ndim - 2) + list(probe.shape))
         made["weight"], made["tolerance"] = weight, _tolerance(hidden)
-        return _sharded_like(weight, made["sent"]) if is_row_shard(weight) else made["sent"].clone()
+        whole = head.has_tp_plan or not is_row_shard(weight)
+        return made["sent"].clone() if whole else _sharded_like(weight, made["sent"])
 
     @torch.compiler.disable
     def root_output(module: nn.Module, args: Any, output: Any) -> Any:
@@ -214,10 +215,9 @@ def _whole(seen: Any, sent: Tensor, weight: Any) -> Tensor:
 
 def _sharded_like(weight: Any, probe: Tensor) -> Any:
     """The placeholders sharded like the logits of a head sharded by rows: each process has its own columns."""
-    from torch.distributed.tensor import DTensor, Replicate, Shard
+    from torch.distributed.tensor import Shard
 
-    whole = DTensor.from_local(probe, weight.device_mesh, [Replicate()], run_check=False)
-    return whole.redistribute(placements=[Shard(probe.ndim - 1)])
+    return replicated_like(weight, probe).redistribute(placements=[Shard(probe.ndim - 1)])
 
 
 def auxiliary_loss(output: Any) -> Tensor | None:

@@ -24,6 +24,7 @@ from otloss_llm import (
     token_statistics,
 )
 from otloss_llm.models.logit_transform import LogitTransform
+from otloss_llm.models.sharded_heads import is_row_shard
 from otloss_llm.training.fused import fused_loss, measure_transform
 from tests.otloss_llm.models.test_heads import aligned, scorer
 from tests.otloss_llm.oracles import Problem, everything, problem
@@ -185,10 +186,13 @@ def check_dtensor_errors() -> None:
 # ---- inside models -------------------------------------------------------------------------------------------------
 
 
-def step(model: nn.Module, batch: dict[str, Tensor], cost: Any, transform: LogitTransform | None = None) -> Tensor:
+def step(
+    model: nn.Module, batch: dict[str, Tensor], cost: Any, transform: LogitTransform | None = None, **settings: Any
+) -> Tensor:
     inputs = {key: value for key, value in batch.items() if key != "labels"}
     transform = transform or measure_transform(model, inputs)
-    with fused_loss(model, transform, scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, chunk_size=5)):
+    score = scorer(aligned(batch["labels"]), objective=EMO(), cost=cost, chunk_size=5, **settings)
+    with fused_loss(model, transform, score):
         loss: Tensor = model(**inputs)["loss"]
     loss.backward()
     return loss
@@ -224,11 +228,44 @@ def check_models_with_a_parallel_head() -> None:
         step(model, batch, cost=EmbeddingCost(torch.eye(VOCAB)), transform=LogitTransform(0.5))
 
 
-def check_model_of_a_tp_plan() -> None:
-    """transformers replaces the head's forward by its own, which raises before anything is computed."""
-    from transformers.distributed.tensor_parallel import ColwiseParallel
+def check_models_of_a_tp_plan() -> None:
+    """transformers replaces the forward of layers: the head alone, and all that its plan for Llama has."""
+    from transformers.distributed.configuration_utils import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-    model: Any = tiny_model("llama")
-    ColwiseParallel(output_layouts=Replicate()).install_forward(model.lm_head, line())
-    with pytest.raises(TypeError, match="tp_plan of transformers"):
-        step(model, tiny_batch(), EmbeddingCost.from_model(model))
+    batch = tiny_batch()
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 24}  # to divide by 2 and 3
+    plain = tiny_model("llama", **sizes)
+    want = step(plain, batch, EmbeddingCost.from_model(plain))
+    expected = {key: parameter.grad for key, parameter in plain.named_parameters()}
+    model: Any = tiny_model("llama", **sizes)
+    whole, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=dist.get_world_size()))
+    for plan in ({key: way for key, way in whole.items() if key.startswith("lm_head")}, whole):
+        model = tiny_model("llama", **sizes)
+        apply_tensor_parallelism(model, line(), plan)
+        assert is_row_shard(model.lm_head.weight)
+        torch.testing.assert_close(step(model, batch, EmbeddingCost.from_model(model)), want, rtol=1e-5, atol=0)
+        for key, parameter in model.named_parameters():
+            gradient: Any = parameter.grad
+            full = gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+            torch.testing.assert_close(full, expected[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+def check_accumulation_with_a_parallel_head() -> None:
+    """Two batches of another number of labels in one step, as in one process with both."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    batches = [tiny_batch(0, rows=3), tiny_batch(1, rows=1, length=6)]
+    items = sum(int((aligned(batch["labels"]) != -100).sum()) for batch in batches)
+    gradients = []
+    for parallel in (False, True):
+        model: Any = tiny_model("llama")
+        if parallel:
+            parallelize_module(model, line(), {"lm_head": ColwiseParallel(output_layouts=Replicate())})
+        cost = EmbeddingCost.from_model(model)
+        for batch in batches:
+            step(model, batch, cost, num_items=items, check="first")
+        made = {key: parameter.grad for key, parameter in model.named_parameters()}
+        gradients.append({key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in made.items()})
+    for key, want in gradients[0].items():
+        torch.testing.assert_close(gradients[1][key], want, rtol=1e-4, atol=1e-6, msg=key)

@@ -138,8 +138,26 @@ def own_half(batch: dict[str, Tensor], rank: int, size: int) -> dict[str, Tensor
     return {key: value.chunk(size)[rank] for key, value in batch.items()}
 
 
+def model_named(name: str) -> nn.Module:
+    """A model of tiny_models; "lora" and "lora-head" adapt "llama", the latter with a trained copy of the head."""
+    if not name.startswith("lora"):
+        return tiny_model(name)
+    from peft import LoraConfig, get_peft_model
+
+    saved = ["lm_head"] if name == "lora-head" else None
+    model = get_peft_model(
+        tiny_model("llama"), LoraConfig(r=2, target_modules=["q_proj", "up_proj"], modules_to_save=saved)
+    )
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.2 * torch.randn_like(parameter))  # LoRA starts with a factor of 0
+    return model
+
+
 def expected_step(name: str, batch: dict[str, Tensor], num_items: int) -> tuple[Tensor, dict[str, Tensor]]:
-    model = tiny_model(name)
+    model = model_named(name)
     loss = step(model, batch, num_items, EmbeddingCost.from_model(model))
     return loss.detach(), {key: p.grad for key, p in model.named_parameters() if p.grad is not None}
 
@@ -149,6 +167,8 @@ def compare(model: nn.Module, loss: Tensor, expected: tuple[Tensor, dict[str, Te
     dist.all_reduce(loss)
     errors = [float((loss - expected[0]).abs() / expected[0])]
     for name, parameter in model.named_parameters():
+        if not parameter.requires_grad:
+            continue
         gradient: Any = parameter.grad
         assert gradient is not None, name
         full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
@@ -165,9 +185,10 @@ def sharded(name: str, rank: int, size: int, *, head_apart: bool, reshard: bool)
     batch = tiny_batch(rows=4)
     num_items = int((aligned(batch["labels"]) != -100).sum())
     expected = expected_step(name, batch, num_items)
-    model: Any = tiny_model(name)
+    model: Any = model_named(name)
     cost = EmbeddingCost.from_model(model)
-    for layer in model.model.layers:
+    llama = model.get_base_model() if name.startswith("lora") else model
+    for layer in llama.model.layers:
         fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
     if head_apart:
         fully_shard(model.lm_head, mesh=mesh, reshard_after_forward=reshard)
@@ -176,6 +197,31 @@ def sharded(name: str, rank: int, size: int, *, head_apart: bool, reshard: bool)
     error = compare(model, loss.detach().clone(), expected, size)
     assert torch.equal(EmbeddingCost.from_model(model).dense(), cost.dense())  # gathers the shards of the head
     return error
+
+
+def flattened(name: str, rank: int, size: int) -> float:
+    """FSDP1, whose parameters are views of flat ones: after a step of SGD every weight is that of one process."""
+    from torch.distributed.fsdp import FullyShardedDataParallel, ShardingStrategy
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    batch = tiny_batch(rows=4)
+    num_items = int((aligned(batch["labels"]) != -100).sum())
+    one: Any = tiny_model(name)
+    cost = EmbeddingCost.from_model(one)
+    loss = step(one, batch, num_items, cost)
+    torch.optim.SGD(one.parameters(), lr=1.0).step()
+    model = FullyShardedDataParallel(
+        tiny_model(name), sharding_strategy=ShardingStrategy.FULL_SHARD, use_orig_params=True,
+        device_id=torch.device("cpu"), auto_wrap_policy=ModuleWrapPolicy({type(one.model.layers[0])}),
+    )  # fmt: skip
+    own = step(model, own_half(batch, rank, size), num_items, cost).detach().clone()
+    torch.optim.SGD(model.parameters(), lr=float(size)).step()  # FSDP averages over processes
+    dist.all_reduce(own)
+    errors = [float((own - loss).abs() / loss)]
+    with FullyShardedDataParallel.summon_full_params(model):
+        for (_, got), want in zip(model.module.named_parameters(), one.parameters(), strict=True):
+            errors.append(float((got - want).norm() / want.norm()))
+    return max(errors)
 
 
 def replicated(name: str, rank: int, size: int, *, idle: bool) -> float:
@@ -211,6 +257,10 @@ def main() -> None:
             "fsdp-tied": sharded("llama-tied", rank, size, head_apart=False, reshard=True),
             "fsdp-head-apart": sharded("llama", rank, size, head_apart=True, reshard=True),
             "fsdp-kept": sharded("llama", rank, size, head_apart=True, reshard=False),
+            "fsdp-lora": sharded("lora", rank, size, head_apart=False, reshard=True),
+            "fsdp-lora-head": sharded("lora-head", rank, size, head_apart=False, reshard=True),
+            "fsdp1": flattened("llama", rank, size),
+            "fsdp1-tied": flattened("llama-tied", rank, size),
         }
         if rank == 0:
             torch.save(errors, folder / "errors.pt")
