@@ -32,7 +32,7 @@ from otloss.losses import histogram_loss
 ABALONE = "ordinal/gagolews/abalone_ord.csv"
 # Settings of histogram_loss, the weight of cross-entropy in bin widths; of the first one the rest is negligible.
 LOSSES: dict[str, dict[str, Any]] = {
-    "HL-Gauss cross-entropy": {"labels": "gaussian", "cross_entropy": 1e6},
+    "HL-Gauss cross-entropy": {"encoding": "gaussian", "cross_entropy": 1e6},
     "transport, power 2": {"cross_entropy": 0.3},
     "transport, power 1": {"power": 1, "cross_entropy": 0.3},
     "absolute error": {},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import NamedTuple, ParamSpec, TypeVar
 
 _P = ParamSpec("_P")
@@ -67,17 +67,20 @@ _KEYWORDS = {
 def explains_foreign_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Decorate a function: a keyword of GeomLoss or POT raises a TypeError that names ours."""
     own = inspect.signature(function).parameters
-    foreign = {name: keyword for name, keyword in _KEYWORDS.items() if name not in own}
-    name_here = function.__qualname__.removesuffix(".__init__")
 
     @functools.wraps(function)
     def call(*args: _P.args, **settings: _P.kwargs) -> _R:
-        for name in settings:
-            if name in foreign:
-                raise TypeError(_message(name_here, name, foreign[name], own))
+        check_keywords(function.__qualname__, settings, own)
         return function(*args, **settings)
 
     return call
+
+
+def check_keywords(function: str, keywords: Iterable[str], own: Container[str]) -> None:
+    """Raise TypeError for a keyword of GeomLoss or POT that is not among the function's own."""
+    for name in keywords:
+        if name in _KEYWORDS and name not in own:
+            raise TypeError(_message(function, name, _KEYWORDS[name], own))
 
 
 def _message(function: str, name: str, keyword: _Keyword, own: Container[str]) -> str:

@@ -72,7 +72,7 @@ def check_increasing(name: str, values: Floats) -> None:
         )
     if values.size and not values[-1] / 2 - values[0] / 2 < np.finfo(float).max / 2:
         raise ValueError(
-            f"{name} spans {values[0]:g} to {values[-1]:g}, expected finite numbers whose span is finite too; rescale them."
+            f"{name} spans {values[0]:g} to {values[-1]:g}, expected finite numbers with a finite span; rescale them."
         )
 
 

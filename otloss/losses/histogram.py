@@ -29,7 +29,7 @@ from otloss.losses.labels import check_cross_entropy, check_logits, class_count,
 from otloss.losses.ordinal import reduced_loss
 from otloss.losses.ordinal_distance import geometry, increasing
 
-FORMS = ("two_hot", "one_hot", "gaussian")
+ENCODINGS = ("two_hot", "one_hot", "gaussian")
 # Deviation in mean bin widths; J. Farebrother et al., Stop Regressing, arXiv 2403.03950, section 3.1.
 _SIGMA = 0.75
 
@@ -46,7 +46,7 @@ def histogram_loss(
     target: Real[Tensor, "*batch"] | Float[Tensor, "*batch bins"],
     bins: Real[Tensor, " bins_or_edges"],
     *,
-    labels: str = "two_hot",
+    encoding: str = "two_hot",
     sigma: float | None = None,
     power: float = 2,
     cross_entropy: float = 0.0,
@@ -64,7 +64,7 @@ def histogram_loss(
             centres, beyond which no mean lies), or (..., K) histograms that sum to 1.
         bins: (K,) centres or (K + 1,) edges, strictly increasing. The edges of centres lie midway between them, the
             outermost ones as far out as the next ones are in; the centres of edges lie midway too.
-        labels: how a value becomes a histogram. "two_hot" splits its mass between the two nearest centres so that the
+        encoding: how a value becomes a histogram. "two_hot" splits its mass between the two nearest centres so that the
             mean is the value; "one_hot" gives it to its bin; "gaussian" smooths it with `sigma` (known as HL-Gauss).
         sigma: deviation in the unit of the bins; 0.75 mean widths of a bin by default.
         power: at least 1, as for `ordinal_loss`.
@@ -97,7 +97,7 @@ def histogram_loss(
     mix = check_cross_entropy(cross_entropy)
     dtype = _promoted(dtype_of_loss(logits), target=target, bins=bins, sample_weight=sample_weight)
     wide = torch.promote_types(dtype, torch.float32)
-    _check_sigma(labels, sigma)
+    _check_sigma(encoding, sigma)
     placed = _bins(bins, classes, wide)
     apart = geometry(classes, logits.device, x=placed.centres, power=power)
     if target.shape != logits.shape:
@@ -106,7 +106,7 @@ def histogram_loss(
                 f"target has shape {tuple(target.shape)}, expected values {tuple(logits.shape[:-1])} or histograms "
                 f"{tuple(logits.shape)} for logits {tuple(logits.shape)}; target.squeeze(-1) drops an axis of one."
             )
-        target = _labels(target, placed, form=labels, sigma=sigma)
+        target = _labels(target, placed, encoding=encoding, sigma=sigma)
         target = target.to(wide) if target.is_floating_point() else target
     rows = labelled(logits, target, wide, sample_weight=sample_weight)
     return reduced_loss(rows, apart, mix, reduction).to(dtype)
@@ -144,7 +144,7 @@ def histogram_labels(
     bins: Real[Tensor, " bins_or_edges"],
     count: int,
     *,
-    labels: str = "two_hot",
+    encoding: str = "two_hot",
     sigma: float | None = None,
 ) -> Float[Tensor, "*batch bins"]:
     """Return real values as histograms over the bins, as `histogram_loss` makes them.
@@ -153,7 +153,7 @@ def histogram_labels(
         values: (...) real values in the unit of the bins.
         bins: (count,) centres or (count + 1,) edges, as for `histogram_loss`.
         count: number of bins.
-        labels, sigma: as for `histogram_loss`.
+        encoding, sigma: as for `histogram_loss`.
 
     Returns:
         (..., count) of mass one, in the promoted dtype, float32 for integers; differentiable but for "one_hot".
@@ -165,11 +165,11 @@ def histogram_labels(
         >>> histogram_labels(torch.tensor([2.5]), torch.tensor([0.0, 2.0, 4.0]), 3)
         tensor([[0.0000, 0.7500, 0.2500]])
     """
-    _check_sigma(labels, sigma)
+    _check_sigma(encoding, sigma)
     dtype = _promoted(None, values=values, bins=bins)
     placed = _bins(bins, count, torch.promote_types(dtype, torch.float32))
-    found = _labels(values, placed, form=labels, sigma=sigma)
-    return (one_hot(found, count) if labels == "one_hot" else found).to(dtype)
+    labels = _labels(values, placed, encoding=encoding, sigma=sigma)
+    return (one_hot(labels, count) if encoding == "one_hot" else labels).to(dtype)
 
 
 def _promoted(dtype: torch.dtype | None, **tensors: Any) -> torch.dtype:
@@ -193,38 +193,38 @@ def _bins(bins: Any, count: int, dtype: torch.dtype) -> Bins:
     return Bins(bins, torch.cat([bins[:1] - halves[:1], bins[:-1] + halves, bins[-1:] + halves[-1:]]))
 
 
-def _check_sigma(form: str, sigma: float | None) -> None:
-    if sigma is not None and form != "gaussian":
-        raise ValueError(f'sigma={sigma} is given with labels={form!r}; it belongs to labels="gaussian".')
+def _check_sigma(encoding: str, sigma: float | None) -> None:
+    if sigma is not None and encoding != "gaussian":
+        raise ValueError(f'sigma={sigma} is given with encoding={encoding!r}; it belongs to encoding="gaussian".')
 
 
-def _labels(values: Tensor, bins: Bins, *, form: str, sigma: float | None) -> Tensor:
+def _labels(values: Tensor, bins: Bins, *, encoding: str, sigma: float | None) -> Tensor:
     """Return real values (...) as bin positions ("one_hot") or soft labels (..., K)."""
-    if form not in FORMS:
-        raise ValueError(f"labels is {form!r}, expected one of {FORMS}.")
+    if encoding not in ENCODINGS:
+        raise ValueError(f"encoding is {encoding!r}, expected one of {ENCODINGS}.")
     check_finite("target", values)
     values = values if values.is_floating_point() else values.double()
     dtype = torch.promote_types(values.dtype, bins.centres.dtype)
     values, bins = values.to(dtype), Bins(bins.centres.to(dtype), bins.edges.to(dtype))
-    ends = bins.centres if form == "two_hot" else bins.edges
-    low, high = float(ends[0]), float(ends[-1])
+    limits = bins.centres if encoding == "two_hot" else bins.edges
+    low, high = float(limits[0]), float(limits[-1])
     beyond = ((values < low) | (values > high)).detach()
     if beyond.any():
         first = tuple(int(i) for i in beyond.nonzero()[0])
-        what = "centres of the bins, between which two_hot keeps the mean" if form == "two_hot" else "bins"
+        what = "centres of the bins, between which two_hot keeps the mean" if encoding == "two_hot" else "bins"
         raise ValueError(
             f"target holds {int(beyond.sum())} values outside of [{low:g}, {high:g}], the {what}; the first at index "
             f"{first} is {float(values.detach()[first]):g}. Widen the bins, or pass target.clamp({low:g}, {high:g})."
         )
-    if form == "gaussian":
+    if encoding == "gaussian":
         return _gaussian(values, bins, sigma)
-    return _two_hot(values, bins.centres) if form == "two_hot" else _one_hot(values, bins)
+    return _two_hot(values, bins.centres) if encoding == "two_hot" else _one_hot(values, bins)
 
 
 def _one_hot(values: Tensor, bins: Bins) -> Tensor:
     if is_differentiated(values):
         raise ValueError(
-            'target requires a gradient or carries a tangent, which labels="one_hot" does not give; pass '
+            'target requires a gradient or carries a tangent, which encoding="one_hot" does not give; pass '
             'target.detach(), or use "two_hot".'
         )
     return torch.searchsorted(bins.edges[1:-1].contiguous(), values.contiguous(), right=True)
@@ -247,7 +247,7 @@ def _gaussian(values: Tensor, bins: Bins, sigma: float | None) -> Tensor:
     check_positive("sigma", sigma)
     least = torch.finfo(edges.dtype).tiny
     if sigma < least:
-        raise ValueError(f'sigma is {sigma}, expected at least {least:g} in {edges.dtype}; use labels="one_hot".')
+        raise ValueError(f'sigma is {sigma}, expected at least {least:g} in {edges.dtype}; use encoding="one_hot".')
     scaled = (edges - values.unsqueeze(-1)) / sigma  # (..., K + 1)
     lower, upper = scaled[..., :-1], scaled[..., 1:]
     # Far to the right both tails are near one: there the mirrored tails are subtracted, which are small.

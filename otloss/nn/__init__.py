@@ -1,5 +1,8 @@
 """The functions of this package as modules: settings and tensors in the constructor, one call in `forward`.
 
+The constructor takes the arguments of the function, by the same names and with the same defaults, that do not come with
+each call; `help(otloss.nn.Emd)` lists them, and the docstring of the function explains them.
+
 A loss takes `reduction="mean"`, "sum" or "none" over the problems of a batch. What a module is given to hold
 (positions, trees, cost matrices, cost objects) moves with `.to()` and is kept in the `state_dict`; a
 `torch.nn.Parameter` among it is found by `.parameters()`, and so can be trained. It stays in float32 or wider when the
@@ -8,31 +11,31 @@ model around it goes to half precision, where neighbouring positions and small c
 The losses of critics have no module: they hold nothing, or take the network itself.
 """
 
-from otloss.nn.closed_forms import CdfDistance as CdfDistance
-from otloss.nn.closed_forms import SlicedWasserstein as SlicedWasserstein
-from otloss.nn.closed_forms import Wasserstein1d as Wasserstein1d
-from otloss.nn.closed_forms import WassersteinCircular as WassersteinCircular
-from otloss.nn.closed_forms import WassersteinTree as WassersteinTree
-from otloss.nn.clouds import CloudLoss as CloudLoss
+from otloss.nn.applications import CloudLoss as CloudLoss
+from otloss.nn.applications import Crps as Crps
+from otloss.nn.applications import DocumentDistance as DocumentDistance
+from otloss.nn.applications import JdotLoss as JdotLoss
+from otloss.nn.applications import MaskLoss as MaskLoss
+from otloss.nn.applications import NgramDistance as NgramDistance
+from otloss.nn.applications import SetLoss as SetLoss
+from otloss.nn.applications import SoftRank as SoftRank
+from otloss.nn.applications import SoftSort as SoftSort
+from otloss.nn.applications import SoftTopK as SoftTopK
+from otloss.nn.applications import SpearmanLoss as SpearmanLoss
+from otloss.nn.applications import TopKLoss as TopKLoss
+from otloss.nn.applications import WassersteinDice as WassersteinDice
 from otloss.nn.cumulative import CumulativeLinkHead as CumulativeLinkHead
-from otloss.nn.losses import Crps as Crps
+from otloss.nn.distances import CdfDistance as CdfDistance
+from otloss.nn.distances import Emd as Emd
+from otloss.nn.distances import Sinkhorn as Sinkhorn
+from otloss.nn.distances import SinkhornDivergence as SinkhornDivergence
+from otloss.nn.distances import SlicedWasserstein as SlicedWasserstein
+from otloss.nn.distances import Wasserstein1d as Wasserstein1d
+from otloss.nn.distances import WassersteinCircular as WassersteinCircular
+from otloss.nn.distances import WassersteinTree as WassersteinTree
 from otloss.nn.losses import HistogramLoss as HistogramLoss
-from otloss.nn.losses import JdotLoss as JdotLoss
 from otloss.nn.losses import NumberTokenLoss as NumberTokenLoss
 from otloss.nn.losses import OrdinalLoss as OrdinalLoss
-from otloss.nn.losses import SetLoss as SetLoss
-from otloss.nn.losses import SpearmanLoss as SpearmanLoss
-from otloss.nn.losses import TopKLoss as TopKLoss
-from otloss.nn.masks import MaskLoss as MaskLoss
-from otloss.nn.masks import WassersteinDice as WassersteinDice
-from otloss.nn.soft import SoftRank as SoftRank
-from otloss.nn.soft import SoftSort as SoftSort
-from otloss.nn.soft import SoftTopK as SoftTopK
-from otloss.nn.solvers import Emd as Emd
-from otloss.nn.solvers import Sinkhorn as Sinkhorn
-from otloss.nn.solvers import SinkhornDivergence as SinkhornDivergence
-from otloss.nn.texts import DocumentDistance as DocumentDistance
-from otloss.nn.texts import NgramDistance as NgramDistance
 
 __all__ = [
     "CdfDistance",

@@ -209,14 +209,14 @@ def _of_logits() -> dict[str, Entry]:
         **{
             f"histogram_loss, {form}": Entry(
                 {**logits, "target": 3 * draw(3)},
-                lambda t, form=form: losses.histogram_loss(t["logits"], t["target"], t["bins"], labels=form),
+                lambda t, form=form: losses.histogram_loss(t["logits"], t["target"], t["bins"], encoding=form),
                 {"bins": bins},
             )
             for form in ("two_hot", "gaussian")
         },
         "histogram_loss, one_hot": Entry(
             logits,
-            lambda t: losses.histogram_loss(t["logits"], t["target"], t["bins"], labels="one_hot"),
+            lambda t: losses.histogram_loss(t["logits"], t["target"], t["bins"], encoding="one_hot"),
             {"bins": bins, "target": torch.tensor([0.2, 1.4, 2.9])},
         ),
         "histogram_mean": Entry(logits, lambda t: losses.histogram_mean(t["logits"], t["bins"]), {"bins": bins}),

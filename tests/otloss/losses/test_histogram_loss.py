@@ -36,7 +36,7 @@ def test_labels_are_their_definition(value: float, form: str, by_edges: bool) ->
         value = float(np.clip(value, centres[0], centres[-1]))
     options: dict[str, Any] = {"sigma": 0.8} if form == "gaussian" else {}
     found = histogram_labels(as_double(np.array(value)), as_double(EDGES if by_edges else CENTRES), 5,
-                             labels=form, **options).numpy()  # fmt: skip
+                             encoding=form, **options).numpy()  # fmt: skip
     assert found.sum() == pytest.approx(1, abs=1e-14)
     if form == "two_hot":
         assert found @ centres == pytest.approx(value, abs=1e-13)
@@ -54,16 +54,16 @@ def test_labels_are_their_definition(value: float, form: str, by_edges: bool) ->
 def test_gaussian_tails_keep_their_relative_accuracy(sigma: float) -> None:
     edges = torch.arange(21.0, dtype=torch.float64)
     for value in (0.0, 3.3, 16.7, 20.0):
-        found = histogram_labels(as_double(np.array(value)), edges, 20, labels="gaussian", sigma=sigma).numpy()
+        found = histogram_labels(as_double(np.array(value)), edges, 20, encoding="gaussian", sigma=sigma).numpy()
         e = edges.numpy()
         right = e[:-1] >= value
         mass = np.where(right, norm.sf(e[:-1], value, sigma) - norm.sf(e[1:], value, sigma),
                         norm.cdf(e[1:], value, sigma) - norm.cdf(e[:-1], value, sigma))  # fmt: skip
         np.testing.assert_allclose(found, mass / mass.sum(), rtol=1e-8, atol=1e-300)
     # 0.75 bins by default.
-    default = histogram_labels(as_double(np.array(3.3)), edges, 20, labels="gaussian")
+    default = histogram_labels(as_double(np.array(3.3)), edges, 20, encoding="gaussian")
     torch.testing.assert_close(
-        default, histogram_labels(as_double(np.array(3.3)), edges, 20, labels="gaussian", sigma=0.75)
+        default, histogram_labels(as_double(np.array(3.3)), edges, 20, encoding="gaussian", sigma=0.75)
     )
 
 
@@ -72,11 +72,11 @@ def test_gaussian_tails_keep_their_relative_accuracy(sigma: float) -> None:
 def test_is_the_distance_to_the_labels(form: str, power: int, bins: np.ndarray) -> None:
     z, values = drawn(9, 5, seed=0), torch.linspace(0, 6.9, 9, dtype=torch.float64)
     centres = as_double((bins[1:] + bins[:-1]) / 2 if bins.size == 6 else bins)
-    labels = histogram_labels(values, as_double(bins), 5, labels=form)
-    found = histogram_loss(z, values, as_double(bins), labels=form, power=power, reduction="none")
+    labels = histogram_labels(values, as_double(bins), 5, encoding=form)
+    found = histogram_loss(z, values, as_double(bins), encoding=form, power=power, reduction="none")
     torch.testing.assert_close(found, cdf_distance(z.softmax(-1), labels, centres, power=power))
     torch.testing.assert_close(histogram_loss(z, labels, as_double(bins), power=power, reduction="none"), found)
-    mixed = histogram_loss(z, values, as_double(bins), labels=form, power=power, cross_entropy=0.5)
+    mixed = histogram_loss(z, values, as_double(bins), encoding=form, power=power, cross_entropy=0.5)
     nll = -(labels * z.log_softmax(-1)).sum(-1)
     torch.testing.assert_close(mixed, (found + 0.5 * nll).mean())
 
@@ -85,15 +85,15 @@ def test_gradients_in_logits_histograms_and_values() -> None:
     z, values = drawn(4, 5, seed=1), torch.tensor([0.3, 2.0, 6.6, 5.0], dtype=torch.float64)
     bins = as_double(CENTRES)
     for form in FORMS:
-        call = lambda z, form=form: histogram_loss(z, values, bins, labels=form, cross_entropy=0.2)  # noqa: E731
+        call = lambda z, form=form: histogram_loss(z, values, bins, encoding=form, cross_entropy=0.2)  # noqa: E731
         assert torch.autograd.gradcheck(call, z.clone().requires_grad_())
         assert torch.autograd.gradgradcheck(call, z.clone().requires_grad_())
     for form in ("two_hot", "gaussian"):
         leaf = values.clone().requires_grad_()
-        (found,) = torch.autograd.grad(histogram_loss(z, leaf, bins, labels=form), leaf)
+        (found,) = torch.autograd.grad(histogram_loss(z, leaf, bins, encoding=form), leaf)
 
         def value(v: np.ndarray) -> float:
-            return float(histogram_loss(z, as_double(v), bins, labels=form))  # noqa: B023
+            return float(histogram_loss(z, as_double(v), bins, encoding=form))  # noqa: B023
 
         np.testing.assert_allclose(found.numpy(), central_gradients(value, values.numpy(), 1e-5), atol=1e-7)
         assert found.abs().max() > 0.05
@@ -123,8 +123,8 @@ def test_values_outside_raise() -> None:
     ):
         histogram_loss(z, torch.tensor([1.0, 7.2]), bins)
     with pytest.raises(ValueError, match=r"outside of \[-0.5, 7.5\], the bins; the first at index \(0,\) is -1"):
-        histogram_loss(z, torch.tensor([-1.0, 7.2]), bins, labels="one_hot")
-    ends = histogram_loss(z, torch.tensor([-0.5, 7.5]), bins, labels="one_hot", reduction="none")
+        histogram_loss(z, torch.tensor([-1.0, 7.2]), bins, encoding="one_hot")
+    ends = histogram_loss(z, torch.tensor([-0.5, 7.5]), bins, encoding="one_hot", reduction="none")
     torch.testing.assert_close(ends, histogram_loss(z, torch.eye(5)[[0, 4]], bins, reduction="none"))
 
 
@@ -144,7 +144,7 @@ def test_dtypes_shapes_and_weights() -> None:
     for i in range(4):
         torch.testing.assert_close(histogram_loss(z[0, i].float(), ages[0, i], bins), wide[0, i])
     assert histogram_loss(z[:0], ages[:0], bins, reduction="none").shape == (0, 4)
-    one = histogram_loss(torch.zeros(2, 1), torch.tensor([1.0, 1.5]), torch.tensor([0.0, 2.0]), labels="one_hot")
+    one = histogram_loss(torch.zeros(2, 1), torch.tensor([1.0, 1.5]), torch.tensor([0.0, 2.0]), encoding="one_hot")
     assert one.item() == 0
     since_1970 = torch.tensor([1_700_000_000, 1_700_000_010, 1_700_000_020])  # float64 inside
     found = histogram_loss(z[0].float(), since_1970[0] + ages[0], since_1970)
@@ -168,11 +168,11 @@ def call(z: Any = Z, target: Any = V, bins: Any = B, **options: Any) -> Callable
         (call(target=V[:, None]), ValueError, r"target has shape \(2, 1\), expected values \(2,\).*squeeze\(-1\)"),
         (call(target=V * torch.nan), ValueError, "target holds 2 NaN"),
         (call(target=torch.ones(2, 3)), ValueError, "soft labels of row 0 sum to 3"),
-        (call(labels="hard"), ValueError, "labels is 'hard', expected one of"),
-        (call(sigma=1.0), ValueError, "sigma=1.0 is given with labels='two_hot'"),
-        (call(labels="gaussian", sigma=1e9), ValueError, r"sigma is 1000000000.0, so wide .* from -0.5 to 2.5"),
-        (call(labels="gaussian", sigma=1e-50), ValueError, "sigma is 1e-50, expected at least 1.17549e-38"),
-        (call(target=V.clone().requires_grad_(), labels="one_hot"), ValueError, "target requires a gradient"),
+        (call(encoding="hard"), ValueError, "encoding is 'hard', expected one of"),
+        (call(sigma=1.0), ValueError, "sigma=1.0 is given with encoding='two_hot'"),
+        (call(encoding="gaussian", sigma=1e9), ValueError, r"sigma is 1000000000.0, so wide .* from -0.5 to 2.5"),
+        (call(encoding="gaussian", sigma=1e-50), ValueError, "sigma is 1e-50, expected at least 1.17549e-38"),
+        (call(target=V.clone().requires_grad_(), encoding="one_hot"), ValueError, "target requires a gradient"),
         (lambda: histogram_mean(Z * torch.nan, B), ValueError, "logits holds 6 NaN"),
     ],
 )

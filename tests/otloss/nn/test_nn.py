@@ -96,7 +96,7 @@ CASES = {
     ),
     "HistogramLoss": Case(
         modules.HistogramLoss, otloss.histogram_loss,
-        {"bins": X.sort().values, "labels": "gaussian", "sigma": 0.7, "cross_entropy": 0.2},
+        {"bins": X.sort().values, "encoding": "gaussian", "sigma": 0.7, "cross_entropy": 0.2},
         (Z, X.mean() + torch.tensor([0.0, 0.1, -0.1])), {"sample_weight": WEIGHT},
     ),
     "NumberTokenLoss": Case(modules.NumberTokenLoss, otloss.number_token_loss, {"values": NUMBERS}, **WEIGHED),
@@ -314,6 +314,21 @@ def test_compiled_graphs_and_surroundings_change_nothing(name: str) -> None:
         torch.testing.assert_close(torch.autograd.grad(value.sum(), again)[0], gradient)
     with torch.device("meta"):
         torch.testing.assert_close(module(leaf, target), expected)
+
+
+@every_case
+def test_settings_are_those_of_the_function(case: Case) -> None:
+    own, of_function = (signature(f).parameters for f in (case.make, case.function))
+    added = set() if case.make in PLAIN or "reduction" in of_function else {"reduction"}
+    assert set(own) - added == {name for name in own if name in of_function}
+    assert all(own[name].default == of_function[name].default for name in set(own) - added)
+    with pytest.raises(TypeError, match=rf"{case.make.__name__}: .*'sigmaa'; expected {case.make.__name__}\("):
+        case.make(**case.settings, sigmaa=1)
+
+
+def test_too_many_inputs() -> None:
+    with pytest.raises(TypeError, match=r"Emd got 3 inputs, expected at most \('p', 'q'\)"):
+        modules.Emd(cost=MATRIX)(P, Q, MATRIX)
 
 
 def test_every_module_is_public() -> None:
