@@ -2,7 +2,7 @@
 
 Spearman's correlation of 1 - c(i, j) = cos(e_i, e_j) with the mean judgements of the 30 pairs of nouns of G. A. Miller,
 W. G. Charles, "Contextual correlates of semantic similarity", Language and Cognitive Processes 6 (1991), for rows e of
-GloVe vectors and of a small language model, raw and transformed as in `otloss_llm.experiments.embeddings`. A word of
+GloVe vectors and of a small language model, raw and transformed as in `benchmarks.embedding_costs`. A word of
 several tokens has the mean of their rows. The interval is that of 2,000 bootstrap samples of the pairs.
 """
 
@@ -13,8 +13,9 @@ import torch
 from scipy.stats import spearmanr
 from torch import Tensor
 
+from benchmarks import embedding_costs
 from benchmarks.measure import Settings, table
-from otloss_llm.experiments import embeddings
+from otloss_llm import all_but_the_top
 from otloss_llm.experiments.oracle import sample_rows
 from otloss_llm.models.heads import find_head
 from otloss_llm.models.loading import load_model, load_tokenizer
@@ -46,8 +47,8 @@ def correlation(rows: Tensor, ids: dict[str, list[int]]) -> tuple[float, float, 
 
 
 def transformed(rows: Tensor) -> dict[str, Tensor]:
-    return {"raw": rows, "centred": embeddings.centred(rows), "all-but-the-top": embeddings.all_but_the_top(rows),
-            "whitened": embeddings.whitened(rows)}  # fmt: skip
+    return {"raw": rows, "centred": embedding_costs.centred(rows), "all-but-the-top": all_but_the_top(rows),
+            "whitened": embedding_costs.whitened(rows)}  # fmt: skip
 
 
 def main(settings: Settings) -> None:
@@ -61,10 +62,10 @@ def main(settings: Settings) -> None:
     model, tokenizer = load_model(home), load_tokenizer(home)
     ids = {w: tokenizer(w, add_special_tokens=False)["input_ids"] for a, b, _ in judged() for w in (a, b)}
     head = find_head(model).weight.detach().float()
-    texts = sample_rows(model, 2000, 128, start_id=tokenizer.bos_token_id)
+    texts = sample_rows(model, torch.full((2000, 1), tokenizer.bos_token_id), 128)
     cases = [("GloVe, 25 dimensions", form, rows, words) for form, rows in transformed(glove).items()]
     cases += [("stories260K", form, rows, ids) for form, rows in transformed(head).items()]
-    cases += [("stories260K", "context averages", embeddings.context_averages(model, texts), ids)]
+    cases += [("stories260K", "context averages", embedding_costs.context_averages(model, texts), ids)]
     cases += [("stories260K", "random", torch.randn(head.shape, generator=torch.Generator().manual_seed(0)), ids)]
     for name, form, rows, known in cases:
         value, low, high, pairs = correlation(rows, known)

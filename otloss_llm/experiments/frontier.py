@@ -50,8 +50,8 @@ class Frontier:
         return forward[kept], reverse[kept]
 
     @property
-    def ends(self) -> tuple[float, float]:
-        """The range of forward divergences in which `at` is known.
+    def covered(self) -> tuple[float, float]:
+        """The range of forward divergences in which `at` has values.
 
         It has no upper end if a lower temperature than that of the least reverse divergence was measured: then cooling
         further gains nothing, and the least one is the best at any larger forward divergence too.
@@ -61,16 +61,16 @@ class Frontier:
         return float(x[0]), float(x[-1]) if coldest == x[-1] else math.inf
 
     def at(self, forward: float | np.ndarray) -> np.ndarray:
-        """Return the least reverse divergence with at most these forward ones; NaN outside of `ends`.
+        """Return the least reverse divergence with at most these forward ones; NaN outside of `covered`.
 
         The curve between its points is a monotone cubic. A line would lie above a convex curve, by more the farther its
         points are apart, and the arms have their points at different places.
         """
         x, y = self.efficient()
-        low, high = self.ends
+        low, high = self.covered
         at = np.asarray(forward, dtype=float)
-        found = np.asarray(PchipInterpolator(x, y)(at.clip(x[0], x[-1]))) if len(x) > 1 else np.full_like(at, y[0])
-        return np.where((at >= low) & (at <= high), found, np.nan)
+        reverse = np.asarray(PchipInterpolator(x, y)(at.clip(x[0], x[-1]))) if len(x) > 1 else np.full_like(at, y[0])
+        return np.where((at >= low) & (at <= high), reverse, np.nan)
 
 
 @dataclass(frozen=True)
@@ -107,17 +107,17 @@ def over_range(arm: Sequence[Frontier], other: Sequence[Frontier]) -> Difference
 
     It is the area between the curves over the width of that range.
     """
-    found, shares = [], []
+    means, shares = [], []
     for a, b in _paired(arm, other):
         (x, _), (y, _) = a.efficient(), b.efficient()
         last = max(x[-1], y[-1])
-        low, high = max(x[0], y[0]), min(a.ends[1], b.ends[1], last)
+        low, high = max(x[0], y[0]), min(a.covered[1], b.covered[1], last)
         if not low < high:
             continue
         grid = np.linspace(low, high, GRID)
-        found.append(float(np.trapezoid(a.at(grid) - b.at(grid), grid) / (high - low)))
+        means.append(float(np.trapezoid(a.at(grid) - b.at(grid), grid) / (high - low)))
         shares.append((high - low) / (last - min(x[0], y[0])))
-    return _difference(found, share=statistics.fmean(shares) if shares else 1.0)
+    return _difference(means, share=statistics.fmean(shares) if shares else 1.0)
 
 
 def _paired(arm: Sequence[Frontier], other: Sequence[Frontier]) -> list[tuple[Frontier, Frontier]]:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from otloss.extending import install_hint
 from otloss_llm.experiments.frontier import Difference, Frontier, at_equal_recall, over_range
+from otloss_llm.experiments.tables import markdown_table, mean_cell, runs_by_arm, save_figure
 from otloss_llm.training.folders import write_json, write_text
 
 Frontiers = Mapping[str, Sequence[Frontier]]
@@ -22,7 +22,9 @@ _Label = tuple[float, float, str, str]  # x, y, text, color
 def frontiers_of(results: dict[str, Any]) -> dict[str, list[Frontier]]:
     """Return the frontiers of each arm, one for each seed, from the results of `run_oracle`."""
     names = [field.name for field in fields(Frontier)]
-    return {arm: [Frontier(*(run[name] for name in names)) for run in runs] for arm, runs in _by_arm(results).items()}
+    return {
+        arm: [Frontier(*(run[name] for name in names)) for run in runs] for arm, runs in runs_by_arm(results).items()
+    }
 
 
 NOTES = """\
@@ -55,14 +57,10 @@ def write_frontiers(results: dict[str, Any], folder: Path, *, title: str = "Fron
     """
     frontiers = frontiers_of(results)
     baseline = "mle" if "mle" in frontiers else next(iter(frontiers))
-    said = "\n".join(f"- {line}" for line in conclusions(frontiers, baseline))
-    table = f"{frontier_table(results, baseline)}\n{said}\n"
+    sentences = "\n".join(f"- {line}" for line in conclusions(frontiers, baseline))
+    table = f"{frontier_table(results, baseline)}\n{sentences}\n"
     write_json(folder / "report.json", results)
-    try:
-        draw_frontiers(frontiers, baseline=baseline).savefig(folder / "frontier.png", dpi=130)
-        picture = "![frontiers](frontier.png)\n"
-    except ImportError:
-        picture = f"(no figure: {install_hint('plot')})\n"
+    picture = save_figure(lambda: draw_frontiers(frontiers, baseline=baseline), folder / "frontier.png")
     write_text(
         folder / "report.md",
         f"# {title}\n\n{picture}\n{table}\n{_notes(results, baseline)}\n{_points(results)}\n{table_at_one(results)}",
@@ -85,13 +83,11 @@ def _notes(results: dict[str, Any], baseline: str) -> str:
 def _points(results: dict[str, Any]) -> str:
     """A table of forward and reverse KL of each arm at each temperature, means over seeds."""
     temperatures = results["settings"]["temperatures"]
-    heads = ["forward / reverse KL", *(f"T = {t:g}" for t in temperatures)]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for arm, runs in _by_arm(results).items():
-        means = (tuple(statistics.fmean(run[name][k] for run in runs) for name in ("forward", "reverse"))
-                 for k in range(len(temperatures)))  # fmt: skip
-        lines.append(f"| {arm} | " + " | ".join(f"{forward:.3f} / {reverse:.3f}" for forward, reverse in means) + " |")
-    return "\n".join(lines) + "\n"
+    rows = []
+    for arm, runs in runs_by_arm(results).items():
+        means = {name: np.mean([run[name] for run in runs], 0) for name in ("forward", "reverse")}
+        rows.append([arm, *(f"{x:.3f} / {y:.3f}" for x, y in zip(means["forward"], means["reverse"], strict=True))])
+    return markdown_table(["forward / reverse KL", *(f"T = {t:g}" for t in temperatures)], rows)
 
 
 def table_at_one(results: dict[str, Any]) -> str:
@@ -105,26 +101,14 @@ def table_at_one(results: dict[str, Any]) -> str:
         return ""
     at = temperatures.index(1.0)
     heads = ["arm at T = 1", "perplexity of the source's texts ↓", "of its own under the source ↓", *AT_ONE.values()]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
-    for arm, runs in _by_arm(results).items():
+    rows = []
+    for arm, runs in runs_by_arm(results).items():
         texts, own = ([math.exp(r[name][at]) for r in runs] for name in ("cross_entropy", "reverse_cross_entropy"))
-        cells = [_spread(texts, 2), _spread(own, 2)]
-        cells += [_spread([run[name] for run in runs], 3) for name in AT_ONE]
-        lines.append(" | ".join(["| " + arm, *cells]) + " |")
+        scores = (mean_cell([run[name] for run in runs]) for name in AT_ONE)
+        rows.append([arm, mean_cell(texts, "{:.2f}"), mean_cell(own, "{:.2f}"), *scores])
     source = {"mauve": results["mauve_ceiling"]} | results["overlap_ceiling"] | results["rouge_ceiling"]
-    lines.append("| the source itself | | | " + " | ".join(f"{source[name]:.3f}" for name in AT_ONE) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def _spread(values: Sequence[float], digits: int) -> str:
-    """The mean over seeds, and their standard deviation."""
-    shown = f"{statistics.fmean(values):.{digits}f}"
-    return shown if len(values) < 2 else f"{shown} ± {statistics.stdev(values):.{digits}f}"
-
-
-def _by_arm(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
-    return {arm: [run for run in results["runs"] if run["arm"] == arm]
-            for arm in dict.fromkeys(run["arm"] for run in results["runs"])}  # fmt: skip
+    rows.append(["the source itself", "", "", *(f"{source[name]:.3f}" for name in AT_ONE)])
+    return markdown_table(heads, rows)
 
 
 def levels_of(baseline: Sequence[Frontier]) -> dict[float, float]:
@@ -141,31 +125,31 @@ def frontier_table(results: dict[str, Any], baseline: str = "mle") -> str:
     Raises:
         ValueError: the baseline is not among the arms.
     """
-    frontiers, runs = frontiers_of(results), _by_arm(results)
+    frontiers, runs = frontiers_of(results), runs_by_arm(results)
     if baseline not in frontiers:
         raise ValueError(f"the baseline is {baseline!r}, expected one of the arms {list(frontiers)}.")
     other = frontiers[baseline]
     levels = levels_of(other)
     heads = ["arm", "least forward KL", "reverse KL at T = 1", "MAUVE at T = 1", "mean over the shared range"]
     heads += [f"at the recall of {baseline} at T = {t:g}" for t in levels]
-    lines = ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    rows = []
     for arm, curves in frontiers.items():
         at_one = [c.reverse[list(c.temperatures).index(1.0)] for c in curves if 1.0 in c.temperatures]
         scores = [run["mauve"] for run in runs[arm] if "mauve" in run]
-        cells = [arm, _mean([min(c.forward) for c in curves]), _mean(at_one), _mean(scores)]
+        cells = [arm, mean_cell([min(c.forward) for c in curves]), mean_cell(at_one), mean_cell(scores)]
         if arm == baseline:
             cells += ["0"] * (len(levels) + 1)
         else:
             cells.append(_cell(over_range(curves, other)))
             cells += [_cell(at_equal_recall(curves, other, level)) for level in levels.values()]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines) + "\n"
+        rows.append(cells)
+    return markdown_table(heads, rows)
 
 
 def conclusions(frontiers: Frontiers, baseline: str = "mle") -> list[str]:
     """Return a sentence for each arm, and each level of recall, that differs from the baseline beyond the interval."""
     other = frontiers[baseline]
-    said = []
+    sentences = []
     for arm, curves in frontiers.items():
         if arm == baseline:
             continue
@@ -177,18 +161,19 @@ def conclusions(frontiers: Frontiers, baseline: str = "mle") -> list[str]:
             places[f"At the recall of {baseline} at T = {temperature:g}"] = at_equal_recall(curves, other, level)
         missed = [f"{temperature:g}" for temperature, level in levels.items() if level < least]
         if not any(places.values()):
-            said.append(f"{arm} and {baseline} share no recall in all seeds: nothing can be compared.")
+            sentences.append(f"{arm} and {baseline} share no recall in all seeds: nothing can be compared.")
         elif missed:
-            said.append(f"{arm} does not reach the recall of {baseline} at T = {', '.join(missed)}.")
-        said += [f"{place}, {arm} {_sentence(found)}" for place, found in places.items() if found and found.is_real]
-    return said or ["No difference is beyond its 95 % interval."]
+            sentences.append(f"{arm} does not reach the recall of {baseline} at T = {', '.join(missed)}.")
+        sentences += [f"{place}, {arm} {_sentence(gap)}" for place, gap in places.items() if gap and gap.is_real]
+    return sentences or ["No difference is beyond its 95 % interval."]
 
 
-def _sentence(found: Difference) -> str:
-    low, high = sorted((abs(found.low), abs(found.high)))
+def _sentence(difference: Difference) -> str:
+    low, high = sorted((abs(difference.low), abs(difference.high)))
+    place = "nearer to" if difference.mean < 0 else "farther from"
     return (
-        f"writes {abs(found.mean):.3f} nats per token {'nearer to' if found.mean < 0 else 'farther from'} the source "
-        f"(95 % interval {low:.3f} to {high:.3f}, {found.seeds} seeds)."
+        f"writes {abs(difference.mean):.3f} nats per token {place} the "
+        f"source (95 % interval {low:.3f} to {high:.3f}, {difference.seeds} seeds)."
     )
 
 
@@ -201,9 +186,9 @@ def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
     other = frontiers[baseline]
     low = min(curve.efficient()[0][0] for curve in other)
     last = max(curve.efficient()[0][-1] for curves in frontiers.values() for curve in curves)
-    high = min(last, max(curve.ends[1] for curve in other))
+    high = min(last, max(curve.covered[1] for curve in other))
     grid = np.linspace(low, high, 100)
-    ends: list[_Label] = []
+    labels: list[_Label] = []
     for number, (arm, curves) in enumerate(frontiers.items()):
         color = f"C{number % 10}" if arm != baseline else "black"
         forward, reverse = (np.mean([getattr(c, name) for c in curves], 0) for name in ("forward", "reverse"))
@@ -220,12 +205,12 @@ def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
             right.fill_between(grid, mean - half, mean + half, color=color, alpha=0.12, lw=0)
         shown = np.flatnonzero(np.isfinite(mean))
         if len(shown):
-            ends.append((grid[shown[-1]], mean[shown[-1]], arm, color))
+            labels.append((grid[shown[-1]], mean[shown[-1]], arm, color))
     left.margins(x=0.15)
     left.legend(fontsize=8, frameon=False)
     width = max(high - low, 1e-3)
     right.set_xlim(low - 0.02 * width, high + 0.3 * width)
-    _label(right, ends)
+    _label(right, labels)
     left.set_xlabel("KL(source ‖ model), nats per token\n← misses less of the source")
     left.set_ylabel("KL(model ‖ source), nats per token\n← writes less that the source would not")
     left.set_title("Each curve: one objective, over sampling temperatures T")
@@ -235,26 +220,19 @@ def draw_frontiers(frontiers: Frontiers, *, baseline: str = "mle") -> Any:
     return figure
 
 
-def _label(axes: Any, ends: Sequence[_Label]) -> None:
+def _label(axes: Any, labels: Sequence[_Label]) -> None:
     """Write the names beside the ends of their curves, moved apart vertically where they would overlap."""
     low, high = axes.get_ylim()
     gap, last = 0.04 * (high - low), -math.inf
-    for x, y, text, color in sorted(ends, key=lambda end: end[1]):
+    for x, y, text, color in sorted(labels, key=lambda label: label[1]):
         last = max(y, last + gap)
         axes.annotate(text, (x, last), xytext=(4, 0), textcoords="offset points", va="center", fontsize=8, color=color)
 
 
-def _mean(values: Sequence[float]) -> str:
-    if not values:
-        return ""
-    spread = f" ± {statistics.stdev(values):.3f}" if len(values) > 1 else ""
-    return f"{statistics.fmean(values):.3f}{spread}"
-
-
-def _cell(found: Difference | None) -> str:
-    if found is None:
+def _cell(difference: Difference | None) -> str:
+    if difference is None:
         return "-"
-    if found.seeds == 1:
-        return f"{found.mean:+.3f} (1 seed)"
-    text = f"{found.mean:+.3f} [{found.low:+.3f}, {found.high:+.3f}]"
-    return f"**{text}**" if found.is_real else text
+    if difference.seeds == 1:
+        return f"{difference.mean:+.3f} (1 seed)"
+    text = f"{difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}]"
+    return f"**{text}**" if difference.is_real else text

@@ -15,10 +15,10 @@ from __future__ import annotations
 import copy
 import functools
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,16 +26,14 @@ from jaxtyping import Int
 from torch import Tensor
 from transformers import SchedulerType, TrainingArguments
 
-from otloss.costs import DenseCost
 from otloss_llm.costs.embedding import all_but_the_top
-from otloss_llm.costs.vocabulary import LabelRows, TokenCost, as_vocabulary_cost
+from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.evaluation.divergences import TokenDivergence, token_divergence
 from otloss_llm.evaluation.mauve import cluster_divergence, last_hidden_states, mauve
 from otloss_llm.evaluation.neighbours import neighbour_overlap
 from otloss_llm.evaluation.overlap import rouge
 from otloss_llm.evaluation.perplexity import check_temperature, context_length
-from otloss_llm.experiments import embeddings
 from otloss_llm.experiments.arms import parse_arm
 from otloss_llm.experiments.measuring import once
 from otloss_llm.models.adapters import Lora, add_adapter
@@ -46,65 +44,51 @@ from otloss_llm.training.folders import full_disk_reported, locked, open_run, re
 from otloss_llm.training.loading import chosen_embedding, chosen_objective, load_cost
 from otloss_llm.training.runs import train_run
 
-# Costs of other embeddings than the student's own head: name -> rows from (source's head, source, its texts).
-EMBEDDINGS: dict[str, Callable[[Tensor, Any, Tensor], Tensor]] = {
-    "source": lambda head, source, texts: head,  # and "all-but-the-top" is the source's head too
-    "neighbours": lambda head, source, texts: head,  # and only the nearest tokens count, see `nearest_only`
-    "centred": lambda head, source, texts: embeddings.centred(head),
+# Embeddings of the source, by the name of the arm that has them: rows from (the source's head, the source, its texts).
+# `benchmarks/embedding_costs.py` has more of them, which were compared once.
+Embeddings = Mapping[str, Callable[[Tensor, Any, Tensor], Tensor]]
+EMBEDDINGS: Embeddings = {
+    "source": lambda head, source, texts: head,
     "all-but-the-top": lambda head, source, texts: all_but_the_top(head),
-    "whitened": lambda head, source, texts: embeddings.whitened(head),
-    "input": lambda head, source, texts: source.get_input_embeddings().weight.detach().float(),
-    "context": lambda head, source, texts: embeddings.context_averages(source, texts),
-    "frequency-corrected": lambda head, source, texts: embeddings.without_frequency(
-        head, embeddings.token_counts(texts, len(head))
-    ),
 }
 
 
 @dataclass(frozen=True)
-class PublishedRatio:
-    """EMO as the published code for LLaMA computes it: the ratio is nll / (D + q_y) in place of nll / D."""
-
-    needs_cost: ClassVar[bool] = True
-
-    def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
-        assert cost is not None
-        return 0.5 * (nll + (nll / (cost + (-nll).exp())).detach() * cost)
-
-
-@dataclass(frozen=True)
 class OracleArm:
-    """An objective and the embedding of its cost: one of `EMBEDDINGS`, or one of those of `parse_arm`.
+    """An objective and the embedding of its cost: one of the source's, or one of those of `parse_arm`.
 
     Attributes:
-        objective_name: as it was given.
+        name: such as "emo/source".
+        objective: "emo", as a function.
         embedding: None for the library's choice, the start's own rows without their leading directions.
     """
 
     name: str
     objective: Objective
     embedding: str | None
-    objective_name: str = ""
+
+    @property
+    def objective_name(self) -> str:
+        return self.name.partition("/")[0]
 
     @classmethod
-    def parse(cls, text: str) -> OracleArm:
-        """Read `objective[/embedding]`; "emo-published" is `PublishedRatio`.
+    def parse(cls, text: str, embeddings: Embeddings = EMBEDDINGS) -> OracleArm:
+        """Read `objective[/embedding]`.
 
         Raises:
             ValueError: an unknown objective or embedding, an embedding for an objective without a cost, a temperature.
         """
         first, *variants = text.split("/")
-        published = first == "emo-published"
-        names = [part for part in variants if part in EMBEDDINGS]
-        arm = parse_arm("/".join(["emo" if published else first, *(part for part in variants if part not in names)]))
-        objective = PublishedRatio() if published else parse_objective(arm.objective)
+        names = [part for part in variants if part in embeddings]
+        arm = parse_arm("/".join([first, *(part for part in variants if part not in names)]))
+        objective = parse_objective(arm.objective)
         if arm.temperature != 1.0:
             raise ValueError(f"arm {text!r} has a temperature; arms are measured at all temperatures, leave it out.")
         if cost_kind(arm.objective) != "embedding":
             raise ValueError(f"arm {text!r} has a cost of numbers, expected one of an embedding.")
         if names and (len(variants) > 1 or not needs_cost(objective)):
             raise ValueError(f"arm {text!r} has two embeddings, or an embedding without a cost.")
-        return cls(text, objective, names[0] if names else arm.embedding, "" if published else first)
+        return cls(text, objective, names[0] if names else arm.embedding)
 
 
 @dataclass(frozen=True)
@@ -119,7 +103,7 @@ class Oracle:
         lora_rank: trains an adapter of this rank in place of the whole student; None for the latter.
         arms: objective, perhaps with a cost: "mle", "emo" (the start's own rows without their leading directions),
             "emo/raw" (all of them), "emo/random"; of the source's rows "emo/all-but-the-top" (without their leading
-            directions), "emo/source" (all of them), "emo/whitened" ...
+            directions) and "emo/source" (all of them).
         seeds: of the order of rows; every arm has each of them.
         temperatures: of sampling from the students.
         length: tokens of a text, its beginning included.
@@ -162,7 +146,7 @@ class Oracle:
 
 def sample_rows(
     model: Any,
-    prompts: Int[Tensor, "count given"],
+    prompts: Int[Tensor, "count start"],
     length: int,
     *,
     temperature: float = 1.0,
@@ -190,6 +174,7 @@ def run_oracle(
     folder: Path,
     args: TrainingArguments,
     *,
+    embeddings: Embeddings = EMBEDDINGS,
     say: Callable[[str], None] = lambda line: print(line, file=sys.stderr, flush=True),
 ) -> dict[str, Any]:
     """Train and measure every arm and seed in folders below `folder`; what is there already is not made again.
@@ -197,6 +182,7 @@ def run_oracle(
     Args:
         args: of all trainings but for their folder, steps, batch, learning rate and seed, which are the oracle's, and
             the schedule: cosine after a twentieth of warm-up, weight decay 0.1, beta2 0.98.
+        embeddings: those that arms may name beside the start's own.
         say: receives a line per student.
 
     Returns:
@@ -221,19 +207,19 @@ def run_oracle(
         )
     if context is not None and oracle.length > context:
         raise ValueError(f"length is {oracle.length}, more than the source's context of {context} tokens; lower it.")
-    arms = [OracleArm.parse(text) for text in oracle.arms]
+    arms = [OracleArm.parse(text, embeddings) for text in oracle.arms]
     kept = {key: value for key, value in asdict(oracle).items() if key not in ("arms", "seeds", "temperatures")}
     for later in ("start", "train_texts", "lora_rank"):  # folders of earlier versions do not name them
         if kept[later] is None:
             del kept[later]
     with locked(folder), full_disk_reported(folder):
         open_run(folder, kept | {"source_fingerprint": fingerprint(source.named_parameters())})
-        return _run(oracle, folder, args, arms, source, tokenizer, start_id, say)
+        return _run(oracle, folder, args, arms, embeddings, source, tokenizer, start_id, say)
 
 
 def _run(
-    oracle: Oracle, folder: Path, args: TrainingArguments, arms: Sequence[OracleArm], source: Any, tokenizer: Any,
-    start_id: int, say: Callable[[str], None],
+    oracle: Oracle, folder: Path, args: TrainingArguments, arms: Sequence[OracleArm], embeddings: Embeddings,
+    source: Any, tokenizer: Any, start_id: int, say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
     """The texts of the source, the start, the students and their measurements."""
     counts = {
@@ -262,7 +248,7 @@ def _run(
         say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
         home = folder / f"{arm.name.replace('/', '-').replace(':', '-')}-seed{seed}"
         own = _arguments(args, home, oracle.steps, oracle.batch, oracle.learning_rate, seed)
-        _train(oracle, folder, own, arm, texts["train"], source, tokenizer)
+        _train(oracle, folder, own, arm, embeddings, texts["train"], source, tokenizer)
         runs.append({"arm": arm.name, "seed": seed} | _measure(oracle, home, source, tokenizer, texts["test"], seed))
 
     @functools.cache
@@ -322,23 +308,22 @@ def _check_start(start: str, source: Any, tokenizer: Any) -> None:
 
 
 def _train(
-    oracle: Oracle, folder: Path, args: TrainingArguments, arm: OracleArm, rows: Tensor, source: Any, tokenizer: Any
-) -> None:
+    oracle: Oracle, folder: Path, args: TrainingArguments, arm: OracleArm, embeddings: Embeddings, rows: Tensor,
+    source: Any, tokenizer: Any,
+) -> None:  # fmt: skip
     start = oracle.start or str(folder / "start-model")
     model = load_model(start)
     home = Path(str(args.output_dir))
     recorded = recorded_of_any(folder, home.name.removesuffix(str(args.seed)))
-    objective = chosen_objective(arm.objective_name, recorded) if arm.objective_name else arm.objective
+    objective = chosen_objective(arm.objective_name, recorded)
     embedding = chosen_embedding(arm.embedding, recorded)
     cost: TokenCost | None = None
-    if needs_cost(objective) and arm.embedding in EMBEDDINGS:
+    if needs_cost(objective) and arm.embedding in embeddings:
         path = folder / f"embedding-{arm.embedding}.npy"
         if not path.is_file():
             head = find_head(source).weight.detach().float()
-            np.save(path, EMBEDDINGS[arm.embedding](head, source, rows).numpy())
+            np.save(path, embeddings[arm.embedding](head, source, rows).numpy())
         cost = load_cost(str(path), model, seed=args.seed)
-        if arm.embedding == "neighbours":
-            cost = nearest_only(cost)
     elif needs_cost(objective):
         cost = load_cost(embedding, model, seed=args.seed)
     settings: dict[str, Any] = {"objective": repr(objective), "embedding": embedding}
@@ -350,15 +335,6 @@ def _train(
         model, tokenizer, PackedBlocks(rows), args=args, objective=objective, cost=cost, settings=settings,
         bar=Path(str(args.output_dir)).name,
     )  # fmt: skip
-
-
-def nearest_only(cost: TokenCost, count: int = 10) -> DenseCost:
-    """Return the cost with the `count` nearest tokens of each as they are, and the largest cost to all others."""
-    rows = as_vocabulary_cost(cost).for_labels(torch.arange(cost.shape[0]))
-    assert isinstance(rows, LabelRows)
-    matrix = rows.rows(torch.arange(cost.shape[0]), None).clone()
-    nearest = matrix.topk(count + 1, largest=False).indices
-    return DenseCost(torch.full_like(matrix, float(matrix.max())).scatter(1, nearest, matrix.gather(1, nearest)))
 
 
 def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tensor, seed: int) -> dict[str, Any]:
@@ -380,8 +356,8 @@ def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tenso
 
     @functools.cache
     def recalls() -> dict[float, TokenDivergence]:  # one pass over the texts for all temperatures
-        found = token_divergence(source, student(), test.tolist(), q_temperatures=missing)
-        return dict(zip(missing, found, strict=True))
+        divergences = token_divergence(source, student(), test.tolist(), q_temperatures=missing)
+        return dict(zip(missing, divergences, strict=True))
 
     def at(temperature: float) -> dict[str, float]:
         recall = recalls()[temperature]
@@ -413,8 +389,8 @@ def _features(source: Any, texts: Tensor) -> np.ndarray:
 
 def _mauve(features: np.ndarray, others: np.ndarray) -> dict[str, float]:
     """MAUVE, and its spread over k-means seeds."""
-    found = mauve(features, others)
-    return {"mauve": found.mean, "mauve_spread": found.std}
+    score = mauve(features, others)
+    return {"mauve": score.mean, "mauve_spread": score.std}
 
 
 def _overlap(features: np.ndarray, others: np.ndarray) -> dict[str, float]:
@@ -428,7 +404,9 @@ def _overlap(features: np.ndarray, others: np.ndarray) -> dict[str, float]:
 
 def _rouge(model: Any, tokenizer: Any, texts: Tensor, *, seed: int) -> dict[str, float]:
     """ROUGE of the continuations of the texts' beginnings, a sixth of each, against what follows there."""
-    given = max(1, texts.shape[1] // 6)
-    continued = sample_rows(model, texts[:, :given], texts.shape[1], seed=seed)
-    found, expected = (tokenizer.batch_decode(rows[:, given:], skip_special_tokens=True) for rows in (continued, texts))
-    return dict(zip(("rouge_1", "rouge_l"), rouge(found, expected), strict=True))
+    prefix = max(1, texts.shape[1] // 6)
+    continued = sample_rows(model, texts[:, :prefix], texts.shape[1], seed=seed)
+    written, expected = (
+        tokenizer.batch_decode(rows[:, prefix:], skip_special_tokens=True) for rows in (continued, texts)
+    )
+    return dict(zip(("rouge_1", "rouge_l"), rouge(written, expected), strict=True))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import html
 import math
 import re
-import statistics
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from otloss.extending import install_hint
 from otloss_llm.experiments.compare import HUMAN, RIGHT, START
+from otloss_llm.experiments.tables import Mean, markdown_table, runs_by_arm, save_figure
 from otloss_llm.training.folders import write_json, write_text
 
 # key, heading, number format, which way is better
@@ -94,10 +94,10 @@ NOTES_ON_ROUGE = """\
 
 def write_report(results: dict[str, Any], folder: Path, *, title: str = "Comparison of objectives") -> str:
     """Write report.md, report.json, samples.md and (with matplotlib) figure.png; returns table and failures."""
-    table = markdown_table(results) + _failures(results)
+    table = results_table(results) + _failures(results)
     notes = _by_kind(results) + _notes(results)
-    figure = _write_figure(results, folder / "figure.png")
-    picture = "\n![figure](figure.png)\n" if figure else f"\n(no figure: {install_hint('plot')})\n"
+    draw = _figure_of_questions if "questions" in results else _figure_of_text
+    picture = "\n" + save_figure(lambda: draw(results), folder / "figure.png")
     write_json(folder / "report.json", results)
     write_text(folder / "samples.md", _samples(results))
     shown = "Answers" if "questions" in results else "Samples"
@@ -130,54 +130,54 @@ def _by_kind(results: dict[str, Any]) -> str:
     kinds = results.get("questions", {}).get("kinds", {})
     if len(kinds) < 2:
         return ""
-    arms = list(dict.fromkeys(run["arm"] for run in results["runs"]))
-    lines = ["", "Exact match, %, by kind of question:", "", f"| kind | questions | {' | '.join(arms)} |"]
-    lines.append("|---|---:|" + "---:|" * len(arms))
-    for kind, count in kinds.items():
-        of_arms = [[run["by_kind"][kind] for run in results["runs"] if run["arm"] == arm] for arm in arms]
-        lines.append(
-            f"| {_in_table(kind)} | {count} | " + " | ".join(f"{100 * statistics.fmean(x):.1f}" for x in of_arms) + " |"
-        )
-    return "\n".join(lines) + "\n\n"
+    arms = runs_by_arm(results)
+    rows = [
+        [
+            _in_table(kind),
+            str(count),
+            *(f"{100 * Mean.of([run['by_kind'][kind] for run in runs]).mean:.1f}" for runs in arms.values()),
+        ]
+        for kind, count in kinds.items()
+    ]
+    table = markdown_table(["kind", "questions", *arms], rows)
+    return f"\nExact match, %, by kind of question:\n\n{table}\n\n"
 
 
-def summarise(results: dict[str, Any]) -> dict[str, dict[str, tuple[float, float]]]:
-    """`{arm: {key: (mean, standard deviation over seeds)}}`, arms in the order of the runs."""
-    summary: dict[str, dict[str, tuple[float, float]]] = {}
-    for arm in dict.fromkeys(run["arm"] for run in results["runs"]):
-        runs = [run for run in results["runs"] if run["arm"] == arm]
+def summarise(results: dict[str, Any]) -> dict[str, dict[str, Mean]]:
+    """Return `{arm: {key: mean with deviation over seeds}}`, arms in the order of the runs."""
+    summary: dict[str, dict[str, Mean]] = {}
+    for arm, runs in runs_by_arm(results).items():
         summary[arm] = {}
         for key, *_ in COLUMNS:
             values = [run[key] * _SCALE.get(key, 1.0) for run in runs if run.get(key) is not None]
             if len(values) == len(runs):  # a mean over some of the seeds would look like one over all
-                spread = statistics.stdev(values) if len(values) > 1 else math.nan
-                summary[arm][key] = (statistics.fmean(values), spread)
+                summary[arm][key] = Mean.of(values)
     return summary
 
 
-def markdown_table(results: dict[str, Any]) -> str:
-    """One row per arm, one for the start, and for text one for the text itself; without empty columns."""
+def results_table(results: dict[str, Any]) -> str:
+    """Return one row per arm, one for the start, and for text one for the text itself; without empty columns."""
     summary = summarise(results)
-    columns = [column for column in COLUMNS if any(column[0] in row for row in summary.values())]
-    lines = [f"| arm | {' | '.join(heading for _, heading, _ in columns)} |", "|---|" + "---:|" * len(columns)]
+    columns = columns_of(summary.values())
     rows = {START: _single(results["start"])} | summary
     if "questions" not in results:
         rows[HUMAN] = _single(results["reference"])
-    for arm, row in rows.items():
-        lines.append(f"| {arm} | " + " | ".join(cell(row.get(key), form) for key, _, form in columns) + " |")
-    return "\n".join(lines) + "\n"
+    heads = ["arm", *(heading for _, heading, _ in columns)]
+    return markdown_table(heads, ([arm, *cells(row, columns)] for arm, row in rows.items()))
 
 
-def _single(scores: dict[str, Any]) -> dict[str, tuple[float, float]]:
-    return {key: (value * _SCALE.get(key, 1.0), math.nan) for key, value in scores.items() if isinstance(value, float)}
+def columns_of(rows: Iterable[dict[str, Mean]]) -> list[tuple[str, str, str]]:
+    """Return the columns that a row has."""
+    keys = {key for row in rows for key in row}
+    return [column for column in COLUMNS if column[0] in keys]
 
 
-def cell(value: tuple[float, float] | None, form: str) -> str:
-    """Mean and standard deviation in a table."""
-    if value is None:
-        return ""
-    mean, spread = value
-    return form.format(mean) + ("" if math.isnan(spread) else f" ± {form.format(spread)}")
+def cells(row: dict[str, Mean], columns: Sequence[tuple[str, str, str]]) -> list[str]:
+    return [row[key].shown(form) if key in row else "" for key, _, form in columns]
+
+
+def _single(scores: dict[str, Any]) -> dict[str, Mean]:
+    return {key: Mean(value * _SCALE.get(key, 1.0)) for key, value in scores.items() if isinstance(value, float)}
 
 
 def _failures(results: dict[str, Any]) -> str:
@@ -206,16 +206,6 @@ def _in_table(text: str) -> str:
     """Text as the content of a Markdown table's cell, which shows it as it is: no mark-up, line ends as <br>."""
     escaped = re.sub(r"([\\`*_\[\]|~$])", r"\\\1", html.escape(text, quote=False))
     return re.sub(r"\r\n?|\n", "<br>", escaped)
-
-
-def _write_figure(results: dict[str, Any], path: Path) -> bool:
-    try:
-        import matplotlib.figure  # noqa: F401
-    except ImportError:
-        return False
-    figure = _figure_of_questions(results) if "questions" in results else _figure_of_text(results)
-    figure.savefig(path, dpi=130)
-    return True
 
 
 def _figure_of_text(results: dict[str, Any]) -> Any:
@@ -247,22 +237,22 @@ def _figure_of_questions(results: dict[str, Any]) -> Any:
         ("mean_log_error", "{:.3f}", "mean log error of answered numbers\n← numbers nearer to the right one",
          "Error of the numbers"),
     )  # fmt: skip
+    arms = runs_by_arm(results)
     panels = [panel for panel in both if any(panel[0] in row for row in summary.values())]
     height = max(3.2, 1.4 + 0.4 * len(summary))
     figure = Figure(figsize=(5.5 * len(panels), height), layout="constrained")
     for axes, (key, form, label, title) in zip(
         figure.subplots(1, len(panels), squeeze=False, sharey=True)[0], panels, strict=True
     ):
-        rows = {arm: row.get(key, (math.nan, math.nan)) for arm, row in summary.items()}
+        rows = {arm: row.get(key, Mean(math.nan)) for arm, row in summary.items()}
         _draw_rows(axes, rows, form=form, label=label, title=title)
         for number, arm in enumerate(rows):
-            found = [run[key] for run in results["runs"] if run["arm"] == arm and run.get(key) is not None]
-            points = [value * _SCALE.get(key, 1.0) for value in found]
+            points = [run[key] * _SCALE.get(key, 1.0) for run in arms[arm] if run.get(key) is not None]
             axes.scatter(points, [number] * len(points), color="grey", alpha=0.6, s=18, zorder=3)
     return figure
 
 
-def _draw_trade(axes: Any, results: dict[str, Any], summary: dict[str, dict[str, tuple[float, float]]]) -> None:
+def _draw_trade(axes: Any, results: dict[str, Any], summary: dict[str, dict[str, Mean]]) -> None:
     """Every run as a point: its perplexity on real text, and the judge's perplexity on its samples."""
     x, y = "test_perplexity", "judge_perplexity"
     human = results["reference"].get(y)
@@ -293,7 +283,7 @@ def _log_if_wide(axis: Any, values: list[float]) -> None:
         axis.set_minor_formatter(NullFormatter())
 
 
-def _draw_rows(axes: Any, rows: dict[str, tuple[float, float]], *, form: str, label: str, title: str) -> None:
+def _draw_rows(axes: Any, rows: dict[str, Mean], *, form: str, label: str, title: str) -> None:
     """A line for each name with its mean and spread, from the top downwards."""
     means = [mean for mean, _ in rows.values()]
     spreads = [0.0 if math.isnan(spread) else spread for _, spread in rows.values()]

@@ -18,7 +18,8 @@ from transformers import TrainingArguments
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.experiments.compare import Comparison, run_comparison
 from otloss_llm.experiments.measuring import Data
-from otloss_llm.experiments.report import COLUMNS, cell, summarise
+from otloss_llm.experiments.report import COLUMNS, cells, columns_of, summarise
+from otloss_llm.experiments.tables import Mean, markdown_table, save_figure
 from otloss_llm.models.loading import load_model, load_tokenizer
 from otloss_llm.training.folders import write_json, write_text
 
@@ -50,7 +51,7 @@ def run_scaling(
             `run_comparison` raises.
     """
     _check(models, fractions, tokenizer)
-    found = []
+    comparisons = []
     for model in models:
         parameters = sum(weight.numel() for weight in load_model(model).parameters())
         for fraction in fractions:
@@ -60,8 +61,8 @@ def run_scaling(
             own.output_dir = str(Path(args.output_dir) / f"{Path(model).name}-{fraction:g}")
             part = replace(data, train=PackedBlocks(data.train.ids[:count]))
             results = run_comparison(replace(comparison, start=model), part, tokenizer, own, say=say)
-            found.append({"model": model, "parameters": parameters, "fraction": fraction} | results)
-    return found
+            comparisons.append({"model": model, "parameters": parameters, "fraction": fraction} | results)
+    return comparisons
 
 
 def _check(models: Sequence[str], fractions: Sequence[float], tokenizer: Any) -> None:
@@ -79,28 +80,28 @@ def _check(models: Sequence[str], fractions: Sequence[float], tokenizer: Any) ->
             )
 
 
-def write_scaling(found: Sequence[dict[str, Any]], folder: Path) -> str:
+def write_scaling(comparisons: Sequence[dict[str, Any]], folder: Path) -> str:
     """Write scaling.md, scaling.json and (with matplotlib) scaling.png; returns the table."""
-    rows = [(one, arm, scores) for one in found for arm, scores in summarise(one).items()]
-    columns = [column for column in COLUMNS if any(column[0] in scores for _, _, scores in rows)]
-    table = f"| model | parameters | text | arm | {' | '.join(heading for _, heading, _ in columns)} |\n"
-    table += "|---|---:|---:|---|" + "---:|" * len(columns) + "\n"
-    for one, arm, scores in rows:
-        cells = " | ".join(cell(scores.get(key), form) for key, _, form in columns)
-        table += f"| {Path(one['model']).name} | {one['parameters']:,} | {one['fraction']:g} | {arm} | {cells} |\n"
-    seeds = max(len({run["seed"] for run in one["runs"]}) for one in found)
-    write_json(folder / "scaling.json", found)
-    picture = "\n![figure](scaling.png)\n" if _draw(rows, folder / "scaling.png") else ""
+    rows = [(one, arm, scores) for one in comparisons for arm, scores in summarise(one).items()]
+    columns = columns_of(scores for _, _, scores in rows)
+    table = markdown_table(
+        ["model", "parameters", "text", "arm", *(heading for _, heading, _ in columns)],
+        (
+            [Path(one["model"]).name, f"{one['parameters']:,}", f"{one['fraction']:g}", arm, *cells(scores, columns)]
+            for one, arm, scores in rows
+        ),
+    )
+    seeds = max(len({run["seed"] for run in one["runs"]}) for one in comparisons)
+    write_json(folder / "scaling.json", comparisons)
+    picture = "\n" + save_figure(lambda: _draw(rows), folder / "scaling.png")
     write_text(folder / "scaling.md", f"# Scaling\n\n{table}\n{NOTES.format(seeds=seeds)}{picture}")
     return table
 
 
-def _draw(rows: Sequence[tuple[dict[str, Any], str, dict[str, tuple[float, float]]]], path: Path) -> bool:
+def _draw(rows: Sequence[tuple[dict[str, Any], str, dict[str, Mean]]]) -> Any:
     """A curve for each arm: over sizes with the most text, and over shares of the text with the largest model."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        return False
+    from matplotlib.figure import Figure
+
     drawn = ("mauve", "judge_perplexity", "test_perplexity")
     key = next(key for key in drawn if all(key in scores for _, _, scores in rows))
     label = {name: heading for name, heading, _ in COLUMNS}[key]
@@ -119,5 +120,4 @@ def _draw(rows: Sequence[tuple[dict[str, Any], str, dict[str, tuple[float, float
     panels[0].set(xlabel="parameters of the model", ylabel=label, title="Size of the model, all of the text")
     panels[1].set(xlabel="share of the training text", title="Size of the text, largest model")
     figure.legend(*panels[0].get_legend_handles_labels(), loc="outside right upper", title="arm")
-    figure.savefig(path, dpi=130)
-    return True
+    return figure

@@ -49,8 +49,8 @@ def test_a_shift_is_found_with_its_interval() -> None:
 def test_a_curve_that_has_turned_is_known_at_all_lower_recalls() -> None:
     """Its last temperature is worse in both, so none below is better: the best before it stays within reach."""
     turned, falling = _frontier([1, 2, 3], [3, 1, 1.5]), _frontier([1, 2, 3], [3, 1.2, 0.8])
-    assert turned.ends == (1.0, math.inf)
-    assert falling.ends == (1.0, 3.0)
+    assert turned.covered == (1.0, math.inf)
+    assert falling.covered == (1.0, 3.0)
     np.testing.assert_allclose(turned.at(np.array([0.5, 2.0, 9.0])), [np.nan, 1.0, 1.0])
     found = over_range([falling], [turned])
     assert found is not None

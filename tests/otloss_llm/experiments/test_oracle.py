@@ -14,16 +14,16 @@ pytest.importorskip("accelerate")
 
 import torch  # noqa: E402
 
-from otloss_llm import EMO, EmbeddingCost  # noqa: E402
+from otloss_llm import EMO  # noqa: E402
 from otloss_llm.evaluation import cluster_divergence, neighbour_overlap, rouge, token_divergence  # noqa: E402
 from otloss_llm.evaluation.mauve import last_hidden_states  # noqa: E402
-from otloss_llm.experiments.oracle import OracleArm, PublishedRatio, nearest_only, sample_rows  # noqa: E402
+from otloss_llm.experiments.oracle import sample_rows  # noqa: E402
 from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402
 from tests.otloss_llm.conftest import Cli, Tiny, options, read, save  # noqa: E402
 
 
 def oracle_options(tiny: Tiny, folder: Path, **changed: object) -> list[str]:
-    given = {"source": tiny.llama, "output_dir": folder, "objectives": ["mle", "emo/whitened"], "seeds": [0, 1],
+    given = {"source": tiny.llama, "output_dir": folder, "objectives": ["mle", "emo/source"], "seeds": [0, 1],
              "temperatures": [1.0, 0.8], "text_length": 8, "num_texts": 20, "student_layers": 1, "start_steps": 3,
              "student_steps": 2, "student_batch_size": 4, "use_cpu": True, "disable_tqdm": True}  # fmt: skip
     return ["compare", *options(**(given | changed))]
@@ -32,10 +32,10 @@ def oracle_options(tiny: Tiny, folder: Path, **changed: object) -> list[str]:
 def test_the_command_measures_every_arm_once(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     ended = cli(*oracle_options(tiny, tmp_path / "out"))
     assert ended.code == 0, ended.err
-    assert "| emo/whitened |" in ended.out
+    assert "| emo/source |" in ended.out
     results = json.loads((tmp_path / "out/report.json").read_text())
     assert [(run["arm"], run["seed"]) for run in results["runs"]] == [
-        (arm, seed) for seed in (0, 1) for arm in ("mle", "emo/whitened")
+        (arm, seed) for seed in (0, 1) for arm in ("mle", "emo/source")
     ]
     source, student = load_model(str(tiny.llama)), load_model(str(tmp_path / "out/mle-seed1"))
     texts = np.load(tmp_path / "out/texts-test.npy").tolist()
@@ -78,7 +78,7 @@ def test_the_command_measures_every_arm_once(cli: Cli, tiny: Tiny, tmp_path: Pat
         ({"train_text": "a.txt"}, "--train_text cannot be combined with --source"),
         ({"learning_rate": 1e-4}, "--student_learning_rate"),
         ({"objectives": ["mle/T=0.8"]}, "has a temperature"),
-        ({"objectives": ["mle/whitened"]}, "an embedding without a cost"),
+        ({"objectives": ["mle/source"]}, "an embedding without a cost"),
         ({"text_length": 10_000}, "more than the source's context"),
         ({"temperatures": [0.0]}, "temperature"),
         ({"num_texts": 3}, "texts is 3, expected 20 or more"),
@@ -101,17 +101,6 @@ def test_rows_are_sampled_at_the_temperature(tiny: Tiny) -> None:
     found = torch.bincount(rows[:, 1], minlength=len(expected)) / len(rows)
     assert (rows[:, 0] == 1).all()
     assert float((found - expected).abs().max()) < 4 * (float(expected.max()) / 4000) ** 0.5
-
-
-def test_the_published_ratio_and_nearest_only() -> None:
-    nll, cost = torch.tensor([0.7, 2.0], requires_grad=True), torch.tensor([0.3, 0.8], requires_grad=True)
-    (beta,) = torch.autograd.grad(PublishedRatio()(nll, cost).sum(), cost)
-    torch.testing.assert_close(beta, 0.5 * (nll / (cost + torch.exp(-nll))).detach())
-    assert OracleArm.parse("emo:clip=3/centred").objective == EMO(ratio_clip=3.0)
-    rows = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
-    whole, kept = EmbeddingCost(rows).dense(), nearest_only(EmbeddingCost(rows), 3).dense()
-    is_near = whole <= whole.kthvalue(4, dim=1, keepdim=True).values
-    torch.testing.assert_close(kept, torch.where(is_near, whole, whole.max()))
 
 
 def test_students_may_start_from_a_given_model(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
-"""Embeddings that a cost between tokens can be made of, beside the output rows of the model itself.
+"""Costs between tokens that docs/evidence.md compares, and that no option of the package names.
 
-Each takes and returns rows (V, d); `EmbeddingCost` then compares them by their cosine. See also
-`otloss_llm.all_but_the_top`.
+Embeddings take and return rows (V, d); `EmbeddingCost` then compares them by their cosine. `EMBEDDINGS` names them for
+`otloss_llm.experiments.oracle.run_oracle(oracle, folder, args, embeddings=EMBEDDINGS)`, whose arms are then
+"emo/whitened", "emo/context" and so on. `nearest_only` changes a cost, `published_ratio` is an objective; a loop of
+one's own trains them.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from otloss.costs import DenseCost
+from otloss_llm.costs.vocabulary import LabelRows, TokenCost, as_vocabulary_cost
+from otloss_llm.experiments import oracle
 from otloss_llm.models.heads import evaluation_mode
 
 if TYPE_CHECKING:
@@ -70,3 +75,27 @@ def centred_where_present(rows: Tensor, present: Tensor) -> Tensor:
 def token_counts(ids: Int[Tensor, "texts length"], vocab: int) -> Int[Tensor, " vocab"]:
     """Return how often each token occurs."""
     return torch.bincount(ids.flatten().long(), minlength=vocab)
+
+
+def nearest_only(cost: TokenCost, count: int = 10) -> DenseCost:
+    """Return the cost with the `count` nearest tokens of each as they are, and the largest cost to all others."""
+    rows = as_vocabulary_cost(cost).for_labels(torch.arange(cost.shape[0]))
+    assert isinstance(rows, LabelRows)
+    matrix = rows.rows(torch.arange(cost.shape[0]), None).clone()
+    nearest = matrix.topk(count + 1, largest=False).indices
+    return DenseCost(torch.full_like(matrix, float(matrix.max())).scatter(1, nearest, matrix.gather(1, nearest)))
+
+
+def published_ratio(nll: Tensor, cost: Tensor) -> Tensor:
+    """EMO as the published code for LLaMA computes it: the ratio is nll / (D + q_y) in place of nll / D."""
+    return 0.5 * (nll + (nll / (cost + (-nll).exp())).detach() * cost)
+
+
+EMBEDDINGS: oracle.Embeddings = {
+    **oracle.EMBEDDINGS,
+    "centred": lambda head, source, texts: centred(head),
+    "whitened": lambda head, source, texts: whitened(head),
+    "input": lambda head, source, texts: source.get_input_embeddings().weight.detach().float(),
+    "context": lambda head, source, texts: context_averages(source, texts),
+    "frequency-corrected": lambda head, source, texts: without_frequency(head, token_counts(texts, len(head))),
+}
