@@ -3,6 +3,7 @@
 A head is a linear layer of torch, or one of these:
 
 - a layer with accelerate's hooks (`device_map`), which replace its `forward`; offloaded weights are on the meta device
+- a layer whose weight DeepSpeed's ZeRO stage 3 has partitioned; it is gathered
 - PEFT's `modules_to_save` (a trained copy of the head) and `trainable_token_indices` (trained rows of it)
 - a layer that transformers' `tp_plan` has sharded by rows, whose forward makes DTensors of plain inputs
 - a layer whose weight is stored in 4 or 8 bits and can be dequantised: bitsandbytes in 4 bits, and whatever has
@@ -40,7 +41,7 @@ class LanguageModelHead:
 
     @property
     def weight(self) -> Tensor:
-        """(V, d), with a graph where it is trained; a copy if it is offloaded, quantised or trained in some rows."""
+        """(V, d), with a graph where it is trained; a copy if offloaded, partitioned, quantised or partly trained."""
         return self._weight_and_bias()[0]
 
     @property
@@ -67,6 +68,8 @@ class LanguageModelHead:
                 f"the head of {self.model_name} is offloaded (device_map) and requires a gradient, which would be lost "
                 "with the loaded copy; freeze it with requires_grad_(False), or keep it on a device."
             )
+        if _is_of_zero(weight) and weight.requires_grad and torch.is_grad_enabled():
+            weight = _GatheredInBackward.apply(weight)
         if weight.dtype == hidden.dtype or type(self.module) is nn.Linear:
             return hidden, weight, bias
         return hidden.to(weight.dtype), weight, None if bias is None else bias.to(weight.dtype)
@@ -179,6 +182,11 @@ def _numbers(layer: Any, model_name: str) -> tuple[Tensor, Tensor | None]:
         with align_module_device(layer):  # loads what is offloaded
             if not layer.weight.is_meta:
                 return _numbers(layer, model_name)
+    if _is_of_zero(weight) and not weight.numel():
+        from deepspeed import zero
+
+        with zero.GatheredParameters([p for p in (weight, bias) if p is not None]):
+            return weight.detach().clone(), None if bias is None else bias.detach().clone()
     matrix = weight
     if getattr(weight, "quant_state", None) is not None:
         matrix = _bitsandbytes_4_bits(layer, model_name)
@@ -196,6 +204,29 @@ def _numbers(layer: Any, model_name: str) -> tuple[Tensor, Tensor | None]:
             "hold; freeze it with head.weight.requires_grad_(False), or keep it out of quantisation."
         )
     return matrix, bias
+
+
+def _is_of_zero(weight: Any) -> bool:
+    """Whether DeepSpeed's ZeRO stage 3 holds this parameter, which is empty unless its layer runs."""
+    return hasattr(weight, "ds_id") and hasattr(weight, "all_gather")
+
+
+class _GatheredInBackward(torch.autograd.Function):
+    """The weight itself, which is whole again when its gradient arrives.
+
+    ZeRO gathers it before the backward pass of what its layer returns. The loss is not returned by the layer.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.weight = weight
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        if not ctx.weight.numel():
+            ctx.weight.all_gather([ctx.weight])
+        return gradient
 
 
 def _bitsandbytes_4_bits(layer: Any, model_name: str) -> Tensor:

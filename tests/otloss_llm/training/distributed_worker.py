@@ -224,6 +224,45 @@ def flattened(name: str, rank: int, size: int) -> float:
     return max(errors)
 
 
+def partitioned(name: str, rank: int, size: int) -> float:
+    """ZeRO stage 3 of DeepSpeed: the weights after two steps of SGD are those of one process."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    import deepspeed
+
+    from otloss_llm.models.heads import find_head
+
+    batches = [tiny_batch(seed, rows=4) for seed in range(2)]
+    items = [int((aligned(batch["labels"]) != -100).sum()) for batch in batches]
+    one: Any = tiny_model(name)
+    cost = EmbeddingCost.from_model(one)
+    plain = torch.optim.SGD(one.parameters(), lr=1.0)
+    for batch, count in zip(batches, items, strict=True):
+        plain.zero_grad()
+        step(one, batch, count, cost)
+        plain.step()
+    model = tiny_model(name)
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
+    config = {"train_batch_size": 2 * size, "zero_optimization": zero, "zero_allow_untested_optimizer": True}
+    optimizer = torch.optim.SGD(model.parameters(), lr=float(size))  # gradients are averaged over processes
+    engine = deepspeed.initialize(model=model, optimizer=optimizer, config=config, dist_init_required=False)[0]
+    assert torch.equal(EmbeddingCost.from_model(model).unit, cost.unit)  # gathers
+    for batch, count in zip(batches, items, strict=True):
+        half = own_half(batch, rank, size)
+        inputs = {key: value for key, value in half.items() if key != "labels"}
+        score = scorer(aligned(half["labels"]), objective=EMO(), cost=cost, num_items=count, chunk_size=5)
+        with fused_loss(engine, measure_transform(engine, inputs), score):
+            loss = engine(**inputs)["loss"]
+        engine.backward(loss)
+        engine.step()
+    assert not model.get_parameter("model.embed_tokens.weight").numel()  # partitioned again
+    assert find_head(model).weight.shape == one.lm_head.weight.shape
+    errors = []
+    for got, want in zip(model.parameters(), one.parameters(), strict=True):
+        with deepspeed.zero.GatheredParameters(got):
+            errors.append(float((got - want).norm() / want.norm()))
+    return max(errors)
+
+
 def replicated(name: str, rank: int, size: int, *, idle: bool) -> float:
     """Plain DDP; `idle`: the second rank has nothing but ignored labels, and still takes part."""
     batch = tiny_batch(rows=4)
@@ -246,6 +285,11 @@ def main() -> None:
             made["split"] = {objective: split(folder / "split" / objective, objective) for objective in ("mle", "emo")}
         if int(os.environ["RANK"]) == 0:
             torch.save(made, folder / f"{check}.pt")
+    elif check == "zero":
+        dist.init_process_group("gloo")
+        errors = {name: partitioned(name, dist.get_rank(), dist.get_world_size()) for name in ("llama", "llama-tied")}
+        if dist.get_rank() == 0:
+            torch.save(errors, folder / "errors.pt")
     else:
         dist.init_process_group("gloo")
         rank, size = dist.get_rank(), dist.get_world_size()
