@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -269,3 +271,91 @@ def check_accumulation_with_a_parallel_head() -> None:
         gradients.append({key: g.full_tensor() if isinstance(g, DTensor) else g for key, g in made.items()})
     for key, want in gradients[0].items():
         torch.testing.assert_close(gradients[1][key], want, rtol=1e-4, atol=1e-6, msg=key)
+
+
+# ---- trainers of others ----------------------------------------------------------------------------------------------
+
+
+def of_the_head(given: Problem, **settings: Any) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of hidden states and weight in one process."""
+    hidden, weight = given.leaves()[:2]
+    loss = loss_of(hidden, weight, None, given, **settings)
+    loss.sum().backward()
+    return loss.detach(), [hidden.grad, weight.grad]  # type: ignore[list-item]
+
+
+def a_head(weight: Tensor) -> nn.Linear:
+    head = nn.Linear(*weight.shape[::-1], bias=False, dtype=weight.dtype)
+    with torch.no_grad():
+        head.weight.copy_(weight)
+    return head
+
+
+def check_the_interface_of_torchtitan() -> None:
+    """What its trainer does with a loss: hidden states of this process, labels, and the labels of all processes."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from otloss_llm.training.torchtitan import ObjectiveLoss
+
+    mesh, given = line(), problem(3, batch=(12,), bias=False, ignored=0.3)
+    items = (given.labels != -100).sum()
+    objective = EMO(ratio_clip=None)  # its value is nll
+    want, (of_hidden, of_weight) = of_the_head(given, objective=objective)
+    share = len(given.labels) // dist.get_world_size()
+    own = slice(dist.get_rank() * share, (dist.get_rank() + 1) * share)
+    for way in ("fsdp", "tensor"):
+        head, here = a_head(given.weight), own if way == "fsdp" else slice(None)
+        if way == "fsdp":
+            fully_shard(head, mesh=mesh)
+        else:
+            parallelize_module(head, mesh, {"": ColwiseParallel()})
+        objective_loss = ObjectiveLoss(objective, EmbeddingCost(given.embedding), chunk_size=7)
+        objective_loss.set_lm_head(head)
+        hidden = given.hidden[here].clone().requires_grad_()
+        loss, metrics = objective_loss(hidden, given.labels[here], items)
+        loss.backward()
+        total = torch.stack([loss.detach(), metrics["nll/mean"]])
+        if way == "fsdp":
+            dist.all_reduce(total)
+            gradient = head.weight.grad.full_tensor() * dist.get_world_size()  # FSDP averages
+        else:
+            gradient = head.weight.grad.full_tensor()  # type: ignore[operator]
+        torch.testing.assert_close(total[0], want)
+        torch.testing.assert_close(total[1], want)
+        torch.testing.assert_close(hidden.grad, of_hidden[here])
+        torch.testing.assert_close(gradient, of_weight)
+    with pytest.raises(ValueError, match="has no head"):
+        ObjectiveLoss(EMO())(hidden, given.labels)
+
+
+def check_the_interface_of_megatron() -> None:
+    """What `GPTModel` does with an output processor: (sequence, batch, width), parts of it, and (batch, sequence)."""
+    from otloss_llm.training.megatron import output_processor
+
+    group, size, rank = dist.group.WORLD, dist.get_world_size(), dist.get_rank()
+    given = problem(4, batch=(2, 12), vocab=42, bias=False, ignored=0.0)
+    mask = torch.ones(2, 12)
+    mask[0, :3] = 0.0
+    left_out = copy.copy(given)
+    left_out.labels = given.labels.masked_fill(mask == 0, -100)
+    want, (of_hidden, of_weight) = of_the_head(left_out, reduction="none")
+    rows = given.weight.shape[0] // size
+    for sequence_parallel in (False, True):
+        layer = a_head(given.weight[rank * rows : (rank + 1) * rows])
+        layer.tp_group, layer.bias = group, None  # type: ignore[assignment]
+        process = output_processor(
+            EMO(), ShardedEmbeddingCost(given.embedding[rank * rows : (rank + 1) * rows], group), check="first"
+        )
+        part = slice(rank * 12 // size, (rank + 1) * 12 // size) if sequence_parallel else slice(None)
+        hidden = given.hidden.transpose(0, 1)[part].clone().requires_grad_()
+        losses = process(
+            hidden_states=hidden, output_layer=layer, output_weight=None, labels=given.labels, loss_mask=mask,
+            config=SimpleNamespace(sequence_parallel=sequence_parallel), context=None, input_ids=None,
+        )  # fmt: skip
+        losses.sum().backward()
+        torch.testing.assert_close(losses.detach(), want)
+        torch.testing.assert_close(hidden.grad, of_hidden.transpose(0, 1)[part])
+        torch.testing.assert_close(layer.weight.grad, of_weight[rank * rows : (rank + 1) * rows])
+    with pytest.raises(ValueError, match="pass labels= to the model"):
+        process(hidden_states=hidden, output_layer=layer, labels=None)

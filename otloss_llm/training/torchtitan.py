@@ -1,0 +1,96 @@
+"""An objective in the place of torchtitan's `ChunkedLossWrapper`.
+
+torchtitan's trainer calls the model without its head, and the loss with hidden states (tokens, width), labels that are
+shifted already, and the number of labels in the batches of all processes. The loss has been given the head before, with
+`set_lm_head`. This is that interface as of 2026. It is tested against a stub of it: torchtitan is no dependency.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from otloss_llm.costs.vocabulary import TokenCost
+from otloss_llm.losses.token_loss import TokenLoss, linear_token_loss
+from otloss_llm.models.heads import LanguageModelHead
+from otloss_llm.models.sharded_heads import is_row_shard, replicated_like
+from otloss_llm.objectives import Objective
+
+
+class ObjectiveLoss:
+    """What torchtitan calls to turn hidden states into a loss: `(loss, metrics)`.
+
+    Args:
+        objective, cost: as in `linear_token_loss`.
+        settings: others of `linear_token_loss`, such as `logit_softcap` or `check`.
+
+    The head may be sharded by FSDP2 on its own, or by rows for tensor parallelism; hidden states are then replicated.
+    """
+
+    def __init__(self, objective: Objective, cost: TokenCost | None = None, **settings: Any) -> None:
+        self.objective, self.cost, self.settings = objective, cost, settings
+        self.lm_head: nn.Module | None = None
+
+    def set_lm_head(self, lm_head: nn.Module) -> None:
+        """Set the head; must be called before the first loss."""
+        self.lm_head = lm_head
+
+    def __call__(
+        self,
+        pred: Tensor,
+        labels: Tensor,
+        global_valid_tokens: Tensor | None = None,
+        *,
+        token_weight: Tensor | None = None,
+        **loss_inputs: Any,
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """The sum over labelled tokens, divided by `global_valid_tokens` if given, and means of nll and transport cost.
+
+        Other `loss_inputs` are left out, as torchtitan's cross-entropy does.
+
+        Raises:
+            ValueError: several predictions (multi-token prediction), no head, or a head sharded in two ways.
+        """
+        if self.lm_head is None or not isinstance(pred, Tensor):
+            got = "no head" if self.lm_head is None else f"a {type(pred).__name__} of predictions"
+            raise ValueError(
+                f"ObjectiveLoss has {got}; call set_lm_head(head) first, and pass one tensor of hidden states."
+            )
+        count = None if global_valid_tokens is None else torch.as_tensor(global_valid_tokens).clamp(min=1)
+        made: list[TokenLoss] = []
+        head = LanguageModelHead(self.lm_head, "the torchtitan model")
+
+        def scored(hidden: Tensor) -> Tensor:
+            hidden, weight, bias = head.matching(hidden)
+            if is_row_shard(weight) and not hasattr(hidden, "placements"):
+                hidden = replicated_like(weight, hidden)
+            made.append(
+                linear_token_loss(
+                    hidden, weight, labels, bias=bias, objective=self.objective, cost=self.cost, num_items=count,
+                    reduction="sum" if count is None else "mean", token_weight=token_weight, **self.settings,
+                )
+            )  # fmt: skip
+            return made[0].loss
+
+        loss = self._through_hooks(head, scored, pred) if _is_fsdp(self.lm_head) else scored(pred)
+        share = 1.0 if count is None else count
+        means = {"nll/mean": made[0].nll, "transport_cost/mean": made[0].cost}
+        return loss, {name: vector.sum() / share for name, vector in means.items() if vector is not None}
+
+    @staticmethod
+    def _through_hooks(head: LanguageModelHead, scored: Any, pred: Tensor) -> Tensor:
+        """The loss as the output of the head: FSDP2 gathers its weight before, and reduces the gradient after."""
+        if len(head.module.weight.placements) > 1:
+            raise ValueError(
+                f"the head has placements {list(head.module.weight.placements)}, expected FSDP2 or tensor parallelism "
+                "alone; leave the head out of fully_shard."
+            )
+        with head.replaced(scored):
+            loss: Tensor = head.module(pred)
+        return loss
+
+
+def _is_fsdp(module: nn.Module) -> bool:
+    return hasattr(module, "set_requires_gradient_sync")
