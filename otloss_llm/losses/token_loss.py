@@ -223,8 +223,9 @@ def linear_token_loss(
             and the gradient of `hidden` come out whole in every process, that of `weight` for its own rows. The cost
             is a whole one, or a `ShardedEmbeddingCost`. None: all rows are here.
         check: with a head spread over processes, "always" compares the arguments of all processes in each call: one
-            collective, and a checksum of the labels that the host waits for. "first" does it in the first call with as
-            many rows in this group; after that processes whose arguments differ wait for each other, or go wrong.
+            collective, and a checksum of the labels that the host waits for. "first" does it in the first call with a
+            head and a cost of these shapes in this group; after that processes whose arguments differ wait for each
+            other, or go wrong, and so do heads of another vocabulary with a part of the same shape.
 
     DTensors carry their sharding (leave process_group out): a weight with placements `[Shard(0)]` goes with replicated
     hidden states, or with hidden states (and labels) sharded along the sequence on the same mesh, which are gathered;
@@ -269,7 +270,7 @@ def linear_token_loss(
 
     if process_group is None:
         return _linear_token_loss(checked(), shard=None)
-    return _linear_token_loss(*_agreed(process_group, weight, checked, check))
+    return _linear_token_loss(*_agreed(process_group, weight, cost, checked, check))
 
 
 @dataclass(frozen=True)
@@ -302,21 +303,26 @@ class _Call:
         }
 
 
+# Of calls that were compared: (group, shape of the rows here, shape of the cost). Groups stay alive here, so that no
+# other group has the identity of one.
+_shards: dict[tuple[Any, ...], VocabShard] = {}
+
+
 def _agreed(
-    group: dist.ProcessGroup, weight: Tensor, checked: Callable[[], _Call], check: str
+    group: dist.ProcessGroup, weight: Tensor, cost: TokenCost | None, checked: Callable[[], _Call], check: str
 ) -> tuple[_Call, VocabShard]:
     """The call, and which rows of the head are here; raises in every process if the arguments of one are wrong."""
-    known = VocabShard.known(group, weight) if check == "first" else None
-    if known is not None:
-        return checked(), known
+    key = (group, weight.shape, getattr(cost, "shape", None))
+    if check == "first" and key in _shards:
+        return checked(), _shards[key]
     calls: list[_Call] = []
 
     def facts() -> dict[str, Any]:
         calls.append(checked())
         return calls[0].facts()
 
-    shard = VocabShard.agreed(group, weight, facts)
-    return calls[0], shard
+    _shards[key] = VocabShard.agreed(group, weight, facts)
+    return calls[0], _shards[key]
 
 
 def _agreed_logits(
@@ -470,7 +476,7 @@ def token_statistics(
         config = TokenLossConfig(_nll_beside_entropy, None, scale, softcap, chunk_size, impl, float(temperature))
         return _Call(h, w, b, labels, None, config, ignore_index)
 
-    call, shard = (checked(), None) if process_group is None else _agreed(process_group, weight, checked, check)
+    call, shard = (checked(), None) if process_group is None else _agreed(process_group, weight, None, checked, check)
     h, y, valid, config = _Scored.of(call, shard)
     with torch.autocast(h.device.type, enabled=False):
         if config.impl == "reference":

@@ -21,7 +21,6 @@ from torch import Tensor
 
 Facts = dict[str, Any]
 CHECKS = ("always", "first")
-_agreed_before: dict[tuple[dist.ProcessGroup, int], tuple[int, ...]] = {}  # (group, rows here) -> rows of each process
 
 
 @dataclass(frozen=True)
@@ -49,12 +48,6 @@ class VocabShard:
         return torch.where((index >= self.start) & (index < self.stop), index - self.start, -1)
 
     @classmethod
-    def known(cls, group: dist.ProcessGroup, block: Tensor) -> VocabShard | None:
-        """The shard that `agreed` has found for as many rows in this group before; None if it has not."""
-        sizes = _agreed_before.get((group, len(block)))
-        return None if sizes is None else cls(group, dist.get_rank(group), sizes)
-
-    @classmethod
     def agreed(cls, group: dist.ProcessGroup, block: Tensor, check: Callable[[], Facts]) -> VocabShard:
         """Exchange the number of rows, and whether each process found its arguments valid.
 
@@ -80,7 +73,6 @@ class VocabShard:
                 f"the processes of the group made different calls; here it is {facts}. Expected equal arguments except "
                 "for the rows of the head: in data parallelism, where tokens differ, omit process_group."
             )
-        _agreed_before[group, len(block)] = sizes
         return cls(group, dist.get_rank(group), sizes)
 
 
@@ -153,7 +145,7 @@ def local_logits(logits: Any) -> LocalLogits:
 
     Raises ValueError for another placement.
     """
-    placements = getattr(logits, "placements", ())
+    placements: tuple[Any, ...] = getattr(logits, "placements", ())
     vocab = logits.shape[-1]
     if len(placements) == 1 and placements[0].is_shard(logits.ndim - 1):
         return LocalLogits(logits.to_local(), vocab, logits.device_mesh.get_group())
@@ -196,7 +188,7 @@ def gathered_sequence(tensor: Any, batch_axes: int) -> Any:
     """A DTensor that is sharded along one of its first axes, replicated; anything else as it is."""
     from torch.distributed.tensor import Replicate, Shard  # slow to import, needed for DTensors only
 
-    placements = getattr(tensor, "placements", ())
+    placements: tuple[Any, ...] = getattr(tensor, "placements", ())
     if len(placements) != 1 or type(placements[0]) is not Shard or placements[0].dim >= batch_axes:
         return tensor
     return tensor.redistribute(placements=[Replicate()])

@@ -82,9 +82,10 @@ class ObjectiveLoss:
     @staticmethod
     def _through_hooks(head: LanguageModelHead, scored: Any, pred: Tensor) -> Tensor:
         """The loss as the output of the head: FSDP2 gathers its weight before, and reduces the gradient after."""
-        if len(head.module.weight.placements) > 1:
+        placements = list(getattr(head.module.weight, "placements", ()))
+        if len(placements) > 1:
             raise ValueError(
-                f"the head has placements {list(head.module.weight.placements)}, expected FSDP2 or tensor parallelism "
+                f"the head has placements {placements}, expected FSDP2 or tensor parallelism "
                 "alone; leave the head out of fully_shard."
             )
         with head.replaced(scored):

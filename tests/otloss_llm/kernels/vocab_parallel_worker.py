@@ -37,7 +37,7 @@ from otloss_llm import (
     token_loss,
     token_statistics,
 )
-from otloss_llm.models.sharded_heads import _agreed_before
+from otloss_llm.losses.token_loss import _shards
 from tests.otloss_llm.oracles import OBJECTIVES, Problem, everything, problem
 
 VOCAB = 41
@@ -325,7 +325,8 @@ def check_number_of_collectives() -> None:
 def check_the_check_of_arguments() -> None:
     """ "first" compares arguments once for each number of rows, and counts one collective less from then on."""
     sizes, given = blocks()[0], problem(ignored=0.0)
-    _agreed_before.clear()
+    _shards.clear()
+    ShardedEmbeddingCost(own(given.embedding, sizes), dist.group.WORLD)  # compares other arguments
     whole, results = given.leaves(), []
     want = scored(whole, given)
     for _ in range(2):
