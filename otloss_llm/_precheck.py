@@ -19,7 +19,7 @@ COMMANDS = {
     "train": (
         "ModelArguments",
         "LoraArguments",
-        "TrainTextArguments",
+        "TextArguments",
         "ObjectiveArguments",
         "ObjectiveTrainingArguments",
     ),
@@ -36,7 +36,7 @@ COMMANDS = {
 _MODELS = ("model_name_or_path", "tokenizer_name", "judge", "model_sizes", "source")
 _TEXTS = (
     "train_text", "validation_text", "test_text", "train_questions", "validation_questions", "test_questions",
-    "train_chat", "text", "questions", "in_context", "in_context_train", "prompts_file",
+    "text", "questions", "in_context", "in_context_train", "prompts_file",
 )  # fmt: skip
 HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
 

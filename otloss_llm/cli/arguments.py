@@ -87,17 +87,6 @@ class TextArguments:
 
 
 @dataclass
-class TrainTextArguments(TextArguments):
-    """The same, or conversations."""
-
-    train_chat: str | None = _option(
-        "Instead of text, a .jsonl file of conversations: messages, each with role and content. They are written by "
-        "the tokenizer's chat template, and the answers (of the role assistant) are trained on.",
-        None,
-    )
-
-
-@dataclass
 class CompareTextArguments(TextArguments):
     """The same, with a test."""
 

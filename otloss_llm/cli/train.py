@@ -13,7 +13,7 @@ from otloss_llm.cli.arguments import (
     ModelArguments,
     ObjectiveArguments,
     ObjectiveTrainingArguments,
-    TrainTextArguments,
+    TextArguments,
 )
 from otloss_llm.costs.choice import NumberSettings, check_settings, number_tokens, settings_of_near_duplicates
 from otloss_llm.models.adapters import Lora, add_adapter
@@ -35,7 +35,7 @@ from otloss_llm.training.runs import train_run
 def run(
     model_args: ModelArguments,
     lora_args: LoraArguments,
-    text_args: TrainTextArguments,
+    text_args: TextArguments,
     objective_args: ObjectiveArguments,
     args: ObjectiveTrainingArguments,
 ) -> tuple[str, int]:

@@ -1,4 +1,4 @@
-"""Conversations: read from JSON lines, and written by a chat template into rows with labels on the answers alone.
+"""Conversations, written by a chat template into rows with labels on the answers alone.
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}, ...]}
 
@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,36 +18,13 @@ from torch import Tensor
 
 from otloss_llm.data.blocks import opening_ids
 from otloss_llm.data.questions import AnsweredQuestions
-from otloss_llm.data.text import column_text, read_records
+from otloss_llm.data.text import column_text
 from otloss_llm.losses.positions import IGNORE_INDEX
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Chat = list[dict[str, str]]  # messages, each with its role and content
-
-
-def read_chats(path: str | Path) -> list[Chat]:
-    """Return the conversations of a `.jsonl` file with one object per line.
-
-    Raises FileNotFoundError if there is no such file, and ValueError for a line that has no messages with role and
-    content, or no answer (a message of the role assistant).
-
-    >>> import tempfile, pathlib
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "chats.jsonl"
-    >>> _ = path.write_text('{"messages": [{"role": "assistant", "content": "Hello."}]}')
-    >>> read_chats(path)
-    [[{'role': 'assistant', 'content': 'Hello.'}]]
-    """
-    file = Path(path).expanduser()
-    if not file.is_file():
-        raise FileNotFoundError(f"there is no file {str(path)!r} with conversations in {Path.cwd()}; check the path.")
-    chats = []
-    for place, record in read_records(file):
-        chats.append(checked_chat(record.get("messages"), place))
-    if not chats:
-        raise ValueError(f"{str(path)!r} holds no conversation; write one JSON object per line, with messages.")
-    return chats
 
 
 def checked_chat(messages: Any, place: str) -> Chat:

@@ -17,7 +17,7 @@ from otloss_llm.costs.choice import NumberSettings, choose_cost
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks, check_fraction, read_texts, split_blocks
-from otloss_llm.data.chats import Chat, ChatRows, read_chats
+from otloss_llm.data.chats import Chat, ChatRows
 from otloss_llm.data.hugging_face import PARTS, load_splits, read_examples
 from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question, count_labels, read_questions, spread
 from otloss_llm.models.heads import find_head
@@ -47,7 +47,6 @@ _DATASETS_ONLY = {"dataset_config_name": None}
 _NOT_WITH: dict[str, dict[str, Any]] = {
     "text": _QUESTIONS_ONLY | _DATASETS_ONLY,
     "questions": _TEXT_ONLY | _DATASETS_ONLY,
-    "chat": _TEXT_ONLY | _QUESTIONS_ONLY | _DATASETS_ONLY,
     "dataset": {"validation_text": None, "test_text": None, "validation_questions": None, "test_questions": None},
 }
 
@@ -185,15 +184,15 @@ def read_sources(asked: Any) -> Sources:
         asked: `TextArguments` or `CompareTextArguments`; the former have no test part.
 
     Raises:
-        ValueError: not one of text, questions, conversations and a dataset, options that do not apply, or an invalid
+        ValueError: not one of text, questions and a dataset, options that do not apply, or an invalid
             file.
         FileNotFoundError: a file does not exist.
     """
-    options = {"text": "train_text", "questions": "train_questions", "chat": "train_chat", "dataset": "dataset_name"}
+    options = {"text": "train_text", "questions": "train_questions", "dataset": "dataset_name"}
     kinds = [kind for kind, option in options.items() if getattr(asked, option, None)]
     if len(kinds) != 1:
         given = {0: "neither", 2: "both"}.get(len(kinds), "all")
-        names = [f"--{options[kind]}" for kind in kinds] or ["--train_text", "--train_questions (--train_chat)"]
+        names = [f"--{options[kind]}" for kind in kinds] or ["--train_text", "--train_questions"]
         raise ValueError(
             f"got {given} of {' and '.join(names)}{'' if kinds else ' nor --dataset_name'}; give one of them, to name "
             "the training data."
@@ -207,7 +206,6 @@ def read_sources(asked: Any) -> Sources:
     read: dict[str, Callable[[str], list[Any]]] = {
         "text": lambda source: read_texts(source, text_column=asked.text_column),
         "questions": read_questions,
-        "chat": read_chats,
     }
     named = (getattr(asked, f"{part}_{kind}", None) for part in ("train", "validation", "test"))
     train, validation, test = (None if source is None else read[kind](source) for source in named)

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from otloss_llm.data.blocks import train_bpe_tokenizer
-from otloss_llm.data.chats import ChatRows, read_chats
+from otloss_llm.data.chats import ChatRows, checked_chat
 from tests.otloss_llm.conftest import Cli, Tiny, options, read, train_options
 
 TEMPLATE = (
@@ -48,25 +48,24 @@ def test_labels_are_those_of_the_answers() -> None:
         assert len(ChatRows.from_chats([CHAT, CHAT[:3]], tokenizer, max_length=60)) == 1
 
 
-def test_bad_input(tmp_path: Path) -> None:
+def test_bad_input() -> None:
     with pytest.raises(ValueError, match="no chat template; set"):
         ChatRows.from_chats([CHAT], templated(None), max_length=99)
     with pytest.raises(ValueError, match=r"changes what comes before message 3 \('hi'\)"):
         ChatRows.from_chats([CHAT], templated("{{ messages | length }}" + TEMPLATE), max_length=99)
     with pytest.raises(ValueError, match="1 of 1 conversations are longer than max_length=9 tokens"):
         ChatRows.from_chats([CHAT], templated(), max_length=9)
-    for content, message in (
-        ('{"messages": []}', "line 1 has no message of the role assistant"),
-        ('{"messages": "hi"}', "line 1 has no list of messages"),
-        ('\n{"messages": [{"role": "assistant"}]}', "line 2 has no column 'content'"),
-        ("", "holds no conversation"),
+    for messages, message in (
+        ([], "row 1 has no message of the role assistant"),
+        ("hi", "row 1 has no list of messages"),
+        ([{"role": "assistant"}], "row 1 has no column 'content'"),
     ):
-        (tmp_path / "chats.jsonl").write_text(content, encoding="utf-8")
         with pytest.raises(ValueError, match=message):
-            read_chats(tmp_path / "chats.jsonl")
+            checked_chat(messages, "row 1")
 
 
 def test_a_chat_model_is_trained_from_the_command_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
     from otloss_llm.models.loading import load_tokenizer
 
     tokenizer = load_tokenizer(str(tiny.llama))
@@ -77,10 +76,10 @@ def test_a_chat_model_is_trained_from_the_command_line(cli: Cli, tiny: Tiny, tmp
     (tmp_path / "chats.jsonl").write_text(lines, encoding="utf-8")
     command = train_options(tiny, tmp_path / "run", max_steps=30)
     text = command.index("--train_text")
-    command[text : text + 2] = options(train_chat=tmp_path / "chats.jsonl", validation_fraction=0.2)
+    command[text : text + 2] = options(dataset_name=tmp_path / "chats.jsonl", validation_fraction=0.2)
     assert "no chat template" in cli(*command).error
     ended = cli(*command, *options(tokenizer_name=tmp_path / "tokenizer"))
     assert ended.code == 0, ended.err
     assert ended.json["eval_nll"] < read(tmp_path / "run/log.json")[0]["nll"] - 1
     assert "got both" in cli(*command, *options(train_text=tiny.text)).error
-    assert "--train_on_question cannot be combined with --train_chat" in cli(*command, "--train_on_question").error
+    assert "--train_on_question is for questions and prompts" in cli(*command, "--train_on_question").error
