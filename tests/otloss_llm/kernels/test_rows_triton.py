@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from otloss.costs import LineCost
-from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, linear_token_loss
+from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, linear_token_loss, token_statistics
 from otloss_llm.kernels import logits, rows, rows_triton
 from otloss_llm.kernels import weight_gradients as gradients_module
 from otloss_llm.kernels.chunked import Tokens
@@ -180,6 +180,23 @@ def test_errors_are_those_of_the_naive_computation(
     eps = torch.finfo(dtype).eps * (4 if dtype == torch.float32 else 1)
     for got, other, true in zip(made, naive, [value.sum(), *expected], strict=True):
         assert relative_error(got.cpu(), true) <= 2 * relative_error(other, true) + eps
+
+
+def test_weights_and_log_probabilities(device: str) -> None:
+    """`token_weight` and `token_statistics` through these sweeps, against full logits in float64."""
+    given = problem(8, dtype=torch.float32)
+    weights = torch.linspace(0.0, 2.0, given.labels.numel())
+    there, wide = moved(given, device), given.to(torch.float64)
+    leaves, plain = there.leaves(), wide.leaves()
+    out = fused(leaves, there, objective=EMO(), impl="triton", token_weight=weights.to(device))
+    want = fused(plain, wide, objective=EMO(), impl="reference", token_weight=weights)
+    made = token_statistics(*leaves[:2], there.labels, bias=leaves[2], impl="triton", temperature=0.7, chunk_size=7)
+    true = token_statistics(*plain[:2], wide.labels, bias=plain[2], impl="reference", temperature=0.7)
+    both = [token.log_prob.sum() + token.entropy.square().sum() for token in (made, true)]
+    for loss, other in ((out.loss, want.loss), both):
+        assert relative_error(loss.cpu(), other.detach()) < 4e-6
+        for got, expected in zip(gradients(loss, leaves), gradients(other, plain), strict=True):
+            assert relative_error(got.cpu(), expected) < 4e-6
 
 
 def test_bfloat16_logits_are_never_widened(device: str) -> None:

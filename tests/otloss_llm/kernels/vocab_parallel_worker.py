@@ -24,6 +24,7 @@ from torch import Tensor
 from otloss.costs import DenseCost, LineCost
 from otloss_llm import (
     EMO,
+    GEM,
     MLE,
     EmbeddingCost,
     ExpectedValue,
@@ -178,6 +179,7 @@ def check_statistics() -> None:
         given.labels = given.labels.clamp(max=sum(sizes[:-1]) - 1) if sizes[0] else given.labels
         if sizes[0]:
             assert_as_in_one_process(given, sizes, objective=lambda nll, entropy: nll + entropy)
+            assert_as_in_one_process(given, sizes, objective=GEM(0.7))
 
 
 def check_token_weights_and_log_probabilities() -> None:

@@ -11,7 +11,17 @@ import torch
 from torch import Tensor
 
 from otloss.costs import LineCost
-from otloss_llm import EMO, MLE, EmbeddingCost, NumberCost, TokenLoss, dense_token_loss, linear_token_loss, token_loss
+from otloss_llm import (
+    EMO,
+    GEM,
+    MLE,
+    EmbeddingCost,
+    NumberCost,
+    TokenLoss,
+    dense_token_loss,
+    linear_token_loss,
+    token_loss,
+)
 from otloss_llm.objectives import Statistics, statistics_read, value_and_gradients
 from tests.otloss_llm.oracles import cosine_matrix, dense_statistics, everything, problem, relative_error
 from tests.otloss_llm.scoring import from_logits, fused, gradients
@@ -83,6 +93,10 @@ def test_masked_and_certain_tokens(impl: str, dtype: torch.dtype) -> None:
         assert float(out.entropy) == pytest.approx(want, rel=1e-5, abs=0 if impl == "chunked" else 1e-6)
         (gradient,) = torch.autograd.grad(out.loss, bias)
         assert torch.isfinite(gradient).all()
+        tempered = linear_token_loss(one, zeros, y, bias=bias, objective=GEM(0.7), **settings).loss
+        want = 0.7 * torch.nn.functional.cross_entropy(bias[None] / 0.7, y)
+        torch.testing.assert_close(tempered, want)
+        torch.testing.assert_close(torch.autograd.grad(tempered, bias), torch.autograd.grad(want, bias))
     y = torch.tensor([0])
     with pytest.raises(ValueError, match=r"is not finite, first at nll=.*mean_logit=-inf"):
         linear_token_loss(one, zeros, y, bias=z[1].to(dtype), objective=lambda nll, mean_logit: nll + mean_logit)
