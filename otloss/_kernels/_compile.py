@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-import logging
-import os
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -14,8 +10,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
-from numba.core import event
 from numba.extending import intrinsic, overload
+
+from otloss._kernels import _notices as _notices  # registers its listener
 
 F32, F64 = np.float32, np.float64
 LOG2_E_32, LOG2_E_64 = F32(1.4426950408889634), F64(1.4426950408889634)
@@ -35,9 +32,6 @@ Q5, Q4, Q3 = F64(1 / 120), F64(1 / 24), F64(1 / 6)
 SQRT_HALF_BITS, ROUNDER_BITS_64 = np.int64(0x3FE6A09E667F3BCD), np.int64(0x4338000000000000)
 L3, L5, L7, L9, L11 = F64(1 / 3), F64(1 / 5), F64(1 / 7), F64(1 / 9), F64(1 / 11)
 L13, L15, L17, L19 = F64(1 / 13), F64(1 / 15), F64(1 / 17), F64(1 / 19)
-
-
-_log = logging.getLogger("otloss")
 
 
 def compiled(*, seconds: int = 1, **options: Any) -> Callable[[Any], Any]:
@@ -76,71 +70,6 @@ def _remove_outdated(function: Any, folder: str) -> None:
     for index in Path(folder).glob(f"{source.stem}.{function.__qualname__}-*.nbi"):
         if index.stat().st_mtime < newest:
             index.unlink(missing_ok=True)
-
-
-class _Notice(event.Listener):
-    """Logs one line where a kernel of this library is about to be compiled, which takes seconds.
-
-    Python's garbage collector is off until the kernel is compiled: it takes a quarter of the time otherwise. numba
-    calls listeners for the functions of other packages too, and does not catch their errors: nothing here may raise.
-    """
-
-    def __init__(self) -> None:
-        self._depth, self._collects, self._start = 0, False, 0.0
-
-    def on_start(self, found: Any) -> None:
-        self._depth += self._depth > 0 or _is_ours(found.data["dispatcher"])
-        if self._depth == 1:
-            self._collects, self._start = gc.isenabled(), time.perf_counter()
-            gc.disable()
-            with suppress(Exception):
-                _announce(found.data["dispatcher"], found.data["args"])
-
-    def on_end(self, found: Any) -> None:
-        if self._depth == 1:
-            if self._collects:
-                gc.enable()
-            seconds = time.perf_counter() - self._start
-            with suppress(Exception):
-                _log.info("compiled the CPU kernel %s in %.1f s", _name(found.data["dispatcher"]), seconds)
-        self._depth -= self._depth > 0
-
-    def after_fork(self) -> None:
-        """In a child that was forked while another thread compiled, nothing ends."""
-        if self._depth > 0 and self._collects:
-            gc.enable()
-        self._depth = 0
-
-
-def _announce(dispatcher: Any, arguments: Any) -> None:
-    folder = dispatcher.stats.cache_path
-    kept = f"kept in {folder}" if folder else (
-        "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR to one that can"
-    )  # fmt: skip
-    name, seconds = _name(dispatcher) + _dtype(arguments), getattr(dispatcher.py_func, "seconds", 1)
-    _log.warning("compiling the CPU kernel %s: takes about %d s, once; %s", name, seconds, kept)
-
-
-def _is_ours(dispatcher: Any) -> bool:
-    # Functions that programs make have no module.
-    module = getattr(dispatcher.py_func, "__module__", None) or ""
-    return module.partition(".")[0] in ("otloss", "otloss_llm")
-
-
-def _name(dispatcher: Any) -> str:
-    return f"{dispatcher.py_func.__module__}.{dispatcher.py_func.__name__}"
-
-
-def _dtype(arguments: Any) -> str:
-    """The narrowest width of floats among the arrays: potentials are in float64 always."""
-    found = {str(a.dtype) for a in arguments if isinstance(a, types.Array) and isinstance(a.dtype, types.Float)}
-    return f" for {min(found)}" if found else ""  # "float32" is the smaller string
-
-
-_notice = _Notice()
-event.register("numba:compile", _notice)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_notice.after_fork)
 
 
 def inner(**options: Any) -> Callable[[Any], Any]:

@@ -318,7 +318,7 @@ def _train(
     objective = chosen_objective(arm.objective_name, recorded)
     embedding = chosen_embedding(arm.embedding, recorded)
     cost: TokenCost | None = None
-    if needs_cost(objective) and arm.embedding in embeddings:
+    if needs_cost(objective) and arm.embedding is not None and arm.embedding in embeddings:
         path = folder / f"embedding-{arm.embedding}.npy"
         if not path.is_file():
             head = find_head(source).weight.detach().float()
