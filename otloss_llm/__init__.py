@@ -18,11 +18,11 @@ from otloss_llm._warm_up import warm_up as warm_up
 from otloss_llm.costs.choice import NumberSettings as NumberSettings
 from otloss_llm.costs.embedding import EmbeddingCost as EmbeddingCost
 from otloss_llm.costs.embedding import all_but_the_top as all_but_the_top
-from otloss_llm.costs.number_tokens import NumberTokens as NumberTokens
-from otloss_llm.costs.numbers import MixedCost as MixedCost
-from otloss_llm.costs.numbers import NumberCost as NumberCost
+from otloss_llm.costs.number_cost import MixedCost as MixedCost
+from otloss_llm.costs.number_cost import NumberCost as NumberCost
 from otloss_llm.costs.ratings import RatingCost as RatingCost
 from otloss_llm.costs.sharded import ShardedEmbeddingCost as ShardedEmbeddingCost
+from otloss_llm.costs.tokenizer_numbers import NumberTokens as NumberTokens
 from otloss_llm.losses.dense import dense_token_loss as dense_token_loss
 from otloss_llm.losses.token_loss import TokenLoss as TokenLoss
 from otloss_llm.losses.token_loss import emo_loss as emo_loss

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from otloss_llm.costs.embedding import EmbeddingCost
-from otloss_llm.costs.numbers import NumberCost
+from otloss_llm.costs.number_cost import NumberCost
 from otloss_llm.losses.token_loss import linear_token_loss
 from otloss_llm.objectives import EMO, NumberToken
 

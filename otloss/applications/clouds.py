@@ -42,7 +42,7 @@ KINDS = ("divergence", "emd", "sliced")
 # Epsilon over blur to the power of the exponent, and that exponent: GeomLoss's cost is |x - y|^p / p.
 _OF_BLUR = {"sqeuclidean": (2.0, 2), "euclidean": (1.0, 1)}
 _ORDER = {"sqeuclidean": 2, "euclidean": 1}
-_BLUR = 0.05  # where neither epsilon nor blur is given
+_BLUR = 0.05  # The default.
 _LEAST_EPSILON = 1e-200  # in place of the square of a tiny blur, which may vanish
 # The start of exact assignments: from so many points, at this share of the mean size of centred costs, for so long.
 _START_FROM, _START_EPSILON, _START_TOLERANCE, _START_ITERATIONS = 256, 0.003, 0.2, 30
@@ -145,7 +145,7 @@ def cloud_loss(
     try:
         value = sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
     except SmallEpsilonError as error:
-        least = 1.05 * (error.least / factor) ** (1 / exponent)  # rounding the number in the message may not lower it
+        least = 1.05 * (error.least / factor) ** (1 / exponent)  # The number in the message must not be rounded down.
         raise ValueError(
             f"blur is {width:g}{' by default' if blur is None else ''}, expected at least {least:.2g} for "
             "clouds of this size: rounding would decide the answer. "
@@ -169,10 +169,10 @@ def check_options(kind: str, empty: str, metric: Metric, *, divergence: dict[str
         if value not in allowed:
             raise ValueError(f"{name} is {value!r}, expected one of {allowed}.")
     for owner, options in (("divergence", divergence), ("sliced", sliced)):
-        given = [name for name, value in options.items() if value is not None]
-        if given and kind != owner:
+        present = [name for name, value in options.items() if value is not None]
+        if present and kind != owner:
             raise ValueError(
-                f'{", ".join(given)} given for kind="{kind}", but only kind="{owner}" takes it; leave it out.'
+                f'{", ".join(present)} given for kind="{kind}", but only kind="{owner}" takes it; leave it out.'
             )
     has_epsilon, has_blur = divergence["epsilon"] is not None, divergence["blur"] is not None
     if has_epsilon and has_blur:
@@ -284,8 +284,8 @@ def _exact(a: Tensor, b: Tensor, cost: PointCost) -> Float[Tensor, "*batch"]:
     solution = solve_exact(pair.p, pair.q, matrix, start=_start(pair, matrix))
     if fixed is cost or not makes_graph(cost.x, cost.y):
         return exact_value(pair, matrix, solution)
-    ends = (_picked(cost.x, solution.rows), _picked(cost.y, solution.columns))
-    along = cost.between(*ends, cost.metric).diagonal().to(matrix.dtype)
+    points = (_picked(cost.x, solution.rows), _picked(cost.y, solution.columns))
+    along = cost.between(*points, cost.metric).diagonal().to(matrix.dtype)
     # The same plan as one between its own cells, in a matrix of one column.
     places = torch.arange(along.shape[-1], device="cpu").expand(solution.rows.shape)
     return exact_value(pair, along.unsqueeze(-1), replace(solution, rows=places, columns=torch.zeros_like(places)))
@@ -317,10 +317,10 @@ def _start(pair: HistogramPair, matrix: Tensor) -> tuple[Tensor, Tensor] | None:
     if not bool((epsilon > 0).all()):
         return None
     p, q = (w.expand(*batch, n).reshape(-1, n) for w in (p, q))
-    f, g, ends = run_kernel(
+    f, g, outcome = run_kernel(
         p, q, costs.sub_(costs.amin((-2, -1), keepdim=True)), owner=np.arange(len(costs)), epsilon=epsilon.numpy(),
         tolerance=_START_TOLERANCE, most=_START_ITERATIONS,
     )  # fmt: skip
-    if not bool(ends[:, ERROR].isfinite().all()):
+    if not bool(outcome[:, ERROR].isfinite().all()):
         return None
     return f.reshape(*batch, n), (g + by_column.squeeze(-2)).reshape(*batch, n)

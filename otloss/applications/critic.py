@@ -26,7 +26,7 @@ from torch import Tensor
 from otloss._autograd import check_no_transform
 from otloss._checks import check_finite, check_floating, check_not_negative
 
-# Added to the squared norm, whose root has no derivative at 0.
+# Added to the squared norm, because the square root has no derivative at 0.
 _SQUARED_NORM_AT_ZERO = 1e-12
 
 

@@ -26,7 +26,7 @@ from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import arithmetic_dtype, makes_graph
 from otloss.solvers.exact import emd, solve_exact
 
-# Documents solved at a time: enough to hide what a call costs, few beside the documents that have to be solved.
+# Documents per call of the solver: enough that the time of a call does not matter, few enough that little is wasted.
 _BATCH = 32
 # Rounding of a bound, relative to the distance it is compared with.
 _ROUNDING = 1e-9
@@ -118,10 +118,10 @@ def _word_costs(embedding: Tensor, ids_p: Tensor, ids_q: Tensor) -> Float[Tensor
         (ids if ids.dim() == 1 else ids.expand(*batch, ids.shape[-1])).reshape(-1, ids.shape[-1]).long().contiguous()
         for ids in (ids_p, ids_q)
     ]
-    found = vectors.new_empty(batch.numel(), n, m)
-    arguments = [t.numpy() for t in (vectors, *sides, found)]
-    run_on_threads(pair_distances, len(found), arguments, one_thread=found.numel() * vectors.shape[1] < ENTRIES)
-    return found.reshape(*batch, n, m)
+    costs = vectors.new_empty(batch.numel(), n, m)
+    arguments = [t.numpy() for t in (vectors, *sides, costs)]
+    run_on_threads(pair_distances, len(costs), arguments, one_thread=costs.numel() * vectors.shape[1] < ENTRIES)
+    return costs.reshape(*batch, n, m)
 
 
 @dataclass(frozen=True)
@@ -201,14 +201,14 @@ def document_search(query: Any, corpus: Any, embedding: Float[Tensor, "vocabular
     documents = _Bags(documents.starts, words, documents.masses)
     vectors = embedding.detach().to("cpu", torch.float64)
     vocabulary = vectors[torch.from_numpy(used)]
-    found = [_search(queries.row(i), documents, with_words, vectors, vocabulary, k) for i in range(len(queries))]
-    indices, distances, solved = (np.stack(part) for part in zip(*found, strict=True)) if found else (
+    results = [_search(queries.row(i), documents, with_words, vectors, vocabulary, k) for i in range(len(queries))]
+    indices, distances, problem_counts = (np.stack(part) for part in zip(*results, strict=True)) if results else (
         np.empty((0, k), int), np.empty((0, k)), np.empty(0),
     )  # fmt: skip
     return NearestDocuments(
         torch.from_numpy(indices).reshape(*batch, k),
         torch.from_numpy(distances).reshape(*batch, k),
-        torch.from_numpy(solved).reshape(batch),
+        torch.from_numpy(problem_counts).reshape(batch),
     )
 
 
@@ -262,8 +262,8 @@ def _search(
         rows = with_words[batch]
         columns, q = documents.padded(rows)
         costs = np.ascontiguousarray(table[:, columns].transpose(1, 0, 2))
-        solved = solve_exact(torch.from_numpy(p), torch.from_numpy(q), torch.from_numpy(costs)).value.numpy()
-        indices, distances = np.append(indices, rows), np.append(distances, solved)
+        more = solve_exact(torch.from_numpy(p), torch.from_numpy(q), torch.from_numpy(costs)).value.numpy()
+        indices, distances = np.append(indices, rows), np.append(distances, more)
         best = np.lexsort((indices, distances))[:k]
         indices, distances = indices[best], distances[best]
         kth = distances[-1] if len(best) == k else np.inf

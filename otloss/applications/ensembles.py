@@ -66,11 +66,11 @@ def crps(
         >>> crps(ensemble[0], torch.tensor(4.0), fair=True)
         tensor(0.6667)
     """
-    given = _checked(ensemble, observation, weights)
-    dtype = functools.reduce(torch.promote_types, (t.dtype for t in given))
+    inputs = _checked(ensemble, observation, weights)
+    dtype = functools.reduce(torch.promote_types, (t.dtype for t in inputs))
     arithmetic = torch.promote_types(dtype, torch.float32)
     x, y = ensemble.to(arithmetic), observation.to(arithmetic).unsqueeze(-1)
-    order = _order(x) if may_run_on(*given) else x.argsort(-1)
+    order = _order(x) if may_run_on(*inputs) else x.argsort(-1)
     x = x.gather(-1, order)
     share = None if weights is None else _shares(weights.to(arithmetic), order)
     members = x.shape[-1]
@@ -103,9 +103,9 @@ def _shares(weights: Tensor, order: Tensor) -> Tensor:
 
 def _checked(ensemble: Any, observation: Any, weights: Any) -> list[Tensor]:
     """Return the tensors that are given, checked."""
-    given = {"ensemble": ensemble, "observation": observation, "weights": weights}
-    given = {name: check_floating(name, t) for name, t in given.items() if name != "weights" or t is not None}
-    for name, tensor in given.items():
+    tensors = {"ensemble": ensemble, "observation": observation, "weights": weights}
+    tensors = {name: check_floating(name, t) for name, t in tensors.items() if name != "weights" or t is not None}
+    for name, tensor in tensors.items():
         check_finite(name, tensor)
     if ensemble.dim() == 0 or not ensemble.shape[-1]:
         raise ValueError(
@@ -127,7 +127,7 @@ def _checked(ensemble: Any, observation: Any, weights: Any) -> list[Tensor]:
             "call observation.squeeze(-1). Each ensemble against each observation is crps(ensemble[None], observation)."
         )
     check_broadcast(**shapes)
-    return list(given.values())
+    return list(tensors.values())
 
 
 def _check_fair(squares: Tensor) -> None:

@@ -115,13 +115,13 @@ def fused_gromov(
     energy = _Energy(C, D, M, float(alpha))
     with torch.no_grad():
         by_kernel = epsilon is None and may_run_on(C, D, M, a, b)
-        found = [
+        results = [
             _descend_by_kernel(energy, plan, a, b, max_iterations, tolerance)
             if by_kernel
             else _descend(energy, plan, a, b, epsilon, max_iterations, tolerance)
             for plan in _starts(energy, a, b, starts, generator)
         ]
-        plan, value, converged = functools.reduce(_better, found)
+        plan, value, converged = functools.reduce(_better, results)
     if not bool(converged.all()):
         warnings.warn(
             f"{int((~converged).sum())} of {converged.numel()} fused Gromov problems did not converge: the last of "
@@ -143,12 +143,12 @@ class _Energy(NamedTuple):
 
     def gradient(self, plan: Tensor) -> Tensor:
         """(..., n, m): what E changes by per mass, at a plan with any marginals."""
-        found = (1 - self.alpha) * self.M
+        gradient = (1 - self.alpha) * self.M
         for C, D in ((self.C, self.D), (self.C.mT, self.D.mT)):
             rows, columns = plan.sum(-1, keepdim=True), plan.sum(-2).unsqueeze(-1)
             squares = C.square() @ rows + (D.square() @ columns).mT
-            found = found + self.alpha * (squares - 2 * C @ plan @ D.mT)
-        return found
+            gradient = gradient + self.alpha * (squares - 2 * C @ plan @ D.mT)
+        return gradient
 
     def value(self, plan: Tensor) -> Tensor:
         linear = (1 - self.alpha) * (self.M * plan).sum((-2, -1))
@@ -250,24 +250,24 @@ class _AtLocalMinimum(torch.autograd.Function):
         return value.clone()
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         plan, *inputs = ctx.saved_tensors
         needed = ctx.needs_input_grad[4:]
         with torch.no_grad():
-            found = _derivatives(ctx.energy, plan, inputs[3:] if any(needed[3:]) else None, ctx.epsilon)
+            derivatives = _derivatives(ctx.energy, plan, inputs[3:] if any(needed[3:]) else None, ctx.epsilon)
         message = (
             "a second derivative of fused_gromov was asked for, which is differentiable once: the gradients are those "
             "at a fixed plan; drop create_graph=True."
         )
-        held: list[Tensor | None] = [None] * 4
-        for derivative, given, is_needed in zip(found, inputs, needed, strict=True):
+        gradients: list[Tensor | None] = [None] * 4
+        for derivative, tensor, is_needed in zip(derivatives, inputs, needed, strict=True):
             if derivative is None or not is_needed:
-                held.append(None)
+                gradients.append(None)
                 continue
-            upstream = gradients[0].detach()[(..., *[None] * (derivative.dim() - gradients[0].dim()))]
-            gradient = (upstream * derivative).sum_to_size(given.shape)
-            held.append(once_only(gradient, message, gradients[0], *inputs))
-        return tuple(held)
+            scale = upstream[0].detach()[(..., *[None] * (derivative.dim() - upstream[0].dim()))]
+            gradient = (scale * derivative).sum_to_size(tensor.shape)
+            gradients.append(once_only(gradient, message, upstream[0], *inputs))
+        return tuple(gradients)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Tensor:

@@ -27,7 +27,7 @@ from otloss._checks import (
     check_tensor,
 )
 from otloss.costs import Cost, GridCost, as_cost
-from otloss.losses.labels import reduced
+from otloss.losses.targets import reduced
 from otloss.solvers.sinkhorn import sinkhorn_divergence
 
 EMPTY = ("area", "zero", "error")
@@ -95,7 +95,7 @@ def mask_loss(
     q = q / q.sum(-1, keepdim=True)
     p = torch.softmax(log_p, -1)
     if marginal_penalty is not None:
-        # A predicted area that underflows would have no derivative.
+        # A predicted area that underflows has no derivative.
         share = area.clamp(min=1e-20) / wanted.clamp(min=torch.finfo(q.dtype).tiny)
         p = p * torch.where(is_empty, 1.0, share).unsqueeze(-1)
     value = sinkhorn_divergence(p, q, cost, epsilon=epsilon, marginal_penalty=marginal_penalty, tolerance=tolerance)

@@ -15,7 +15,7 @@ from otloss._autograd import check_no_transform
 from otloss._checks import check_floating, check_integers
 
 NONE = -1  # in the places of a ragged batch that hold no pair
-_ENTRIES = 2**14  # costs of all problems below which waking up a thread takes longer than it saves
+_ENTRIES = 2**14  # For fewer costs a second thread takes longer to start than it saves.
 
 
 def match(
@@ -68,8 +68,8 @@ def match(
         places[:, 2:4] = shapes = checked_sizes(sizes, batch, n, m)
         k = int(shapes.min(1).max(initial=0))
     places[:, 0], places[:, 4] = order * (n * m), order * k
-    found = _solved(cost.detach().reshape(-1), places, problems * k, n * m, max(n, m), batch)
-    rows, columns = found.view(2, *batch, k).unbind()
+    assignment = _assignments(cost.detach().reshape(-1), places, problems * k, n * m, max(n, m), batch)
+    rows, columns = assignment.view(2, *batch, k).unbind()
     return rows, columns
 
 
@@ -87,15 +87,14 @@ def _match_list(costs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
         bins = large if large > bins else bins
     if not places:
         return []
-    # One call in place of `reshape(-1)` for each: tensors are many and small.
+    # One call instead of a `reshape(-1)` for each of many small tensors.
     flat = _flatten_dense_tensors(costs).detach()
-    found = (
-        _solved(flat, np.array(places), at, begin, bins, (len(pairs),)).view(-1).unsafe_split_with_sizes(pairs + pairs)
-    )
-    return list(zip(found[: len(pairs)], found[len(pairs) :], strict=True))
+    both = _assignments(flat, np.array(places), at, begin, bins, (len(pairs),)).view(-1)
+    assignments = both.unsafe_split_with_sizes(pairs + pairs)
+    return list(zip(assignments[: len(pairs)], assignments[len(pairs) :], strict=True))
 
 
-def _solved(
+def _assignments(
     costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: int, batch: tuple[int, ...]
 ) -> Int[Tensor, "2 pairs"]:
     """Rows and columns of all problems, -1 in the gaps, on the device of the costs; arguments as for the kernel."""
@@ -103,32 +102,32 @@ def _solved(
     from otloss._kernels.matching import INVALID, match_problems, scratch
 
     check_no_transform()
-    found = np.full((2, pairs), NONE)
+    columns = np.full((2, pairs), NONE)
     if pairs:
         flat = costs.to("cpu", torch.promote_types(costs.dtype, torch.float32)).numpy()
         failed = max(
             run_on_threads(
-                match_problems, len(places), (flat, places, *found), lambda: scratch(entries, bins, flat.dtype),
+                match_problems, len(places), (flat, places, *columns), lambda: scratch(entries, bins, flat.dtype),
                 one_thread=flat.size < _ENTRIES,
             )
         )  # fmt: skip
         at = tuple(int(i) for i in np.unravel_index(max(0, failed), batch))
         name = f"problem {at[0] if len(at) == 1 else at}" if at else "the problem"
-        if failed >= 0 and found[0, places[failed, 4]] == INVALID:
+        if failed >= 0 and columns[0, places[failed, 4]] == INVALID:
             raise ValueError(f"the costs of {name} hold NaN or -inf, expected numbers, or +inf to forbid a pair.")
         if failed >= 0:
             raise ValueError(
                 f"{name} has no complete matching: +inf forbids too many pairs. Give large finite costs "
                 "instead, and leave out the pairs that have one."
             )
-    return torch.from_numpy(found).to(costs.device)
+    return torch.from_numpy(columns).to(costs.device)
 
 
 def checked_sizes(sizes: Any, batch: torch.Size, n: int, m: int) -> np.ndarray:
     """Return (problems, 2) sizes of the problems of a padded batch, or raise."""
     check_no_transform()
-    given = torch.as_tensor(sizes, device="cpu") if isinstance(sizes, list | tuple | np.ndarray) else sizes
-    shapes: np.ndarray = check_integers("sizes", given).cpu().numpy()
+    counts = torch.as_tensor(sizes, device="cpu") if isinstance(sizes, list | tuple | np.ndarray) else sizes
+    shapes: np.ndarray = check_integers("sizes", counts).cpu().numpy()
     if shapes.shape != (*batch, 2):
         raise ValueError(f"sizes has shape {shapes.shape}, expected {(*batch, 2)}, rows and columns of each problem.")
     if (shapes < 0).any() or (shapes > (n, m)).any():

@@ -87,8 +87,8 @@ def _squared_distances(x0: Tensor, x1: Tensor, *, up_to_rows: bool) -> Float[Ten
     centre = x1.mean(0)  # far from the origin the product would cancel
     x0, x1 = x0 - centre, x1 - centre
     with torch.autocast(x0.device.type, enabled=False):
-        found = torch.addmm(x1.square().sum(-1), x0, x1.mT, alpha=-2)
-    return found if up_to_rows else found.add_(x0.square().sum(-1, keepdim=True)).clamp_(min=0)
+        distances = torch.addmm(x1.square().sum(-1), x0, x1.mT, alpha=-2)
+    return distances if up_to_rows else distances.add_(x0.square().sum(-1, keepdim=True)).clamp_(min=0)
 
 
 def _penalty(condition: tuple[Tensor, Tensor], cost: Tensor) -> Tensor:

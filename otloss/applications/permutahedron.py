@@ -28,7 +28,7 @@ from torch import Tensor
 
 from otloss._autograd import check_no_tangent, check_no_transform, eager, once_only
 
-_ENTRIES = 20_000  # below which waking up a thread takes longer than it saves
+_ENTRIES = 20_000  # For fewer entries a second thread takes longer to start than it saves.
 
 
 def quadratic_rank(x: Float[Tensor, "*batch n"], epsilon: float) -> Float[Tensor, "*batch n"]:
@@ -58,8 +58,8 @@ def check_range(spread: Float[Tensor, "*batch"]) -> None:
 def _projected(x: Tensor, w: np.ndarray, scale: float, epsilon: float, sorts: bool) -> Tensor:
     check_no_transform()
     check_no_tangent('use regularization="entropy", or reverse mode.', x)
-    found: Tensor = _Project.apply(x, w, scale, epsilon, sorts)
-    return found
+    projection: Tensor = _Project.apply(x, w, scale, epsilon, sorts)
+    return projection
 
 
 class _Project(torch.autograd.Function):
@@ -72,12 +72,12 @@ class _Project(torch.autograd.Function):
         if x.dtype == torch.float64:
             check_range(x.amax(-1) - x.amin(-1))
         rows = _rows(x)
-        order, found, blocks = np.argsort(rows, -1), np.empty_like(rows), np.empty(rows.shape, np.int64)
+        order, projection, blocks = np.argsort(rows, -1), np.empty_like(rows), np.empty(rows.shape, np.int64)
         settings = order, w, scale, float(epsilon), sorts
-        _run(project_rows, rows, *settings, found, blocks)
+        _run(project_rows, rows, *settings, projection, blocks)
         ctx.save_for_backward(x)
         ctx.settings, ctx.blocks = settings, blocks
-        return torch.from_numpy(found).reshape(x.shape).to(x)
+        return torch.from_numpy(projection).reshape(x.shape).to(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -85,10 +85,10 @@ class _Project(torch.autograd.Function):
 
         (x,) = ctx.saved_tensors
         rows = _rows(x)
-        found = np.empty_like(rows)
-        _run(project_backward, rows, *ctx.settings, _rows(gradients[0]), ctx.blocks, found)
+        gradient = np.empty_like(rows)
+        _run(project_backward, rows, *ctx.settings, _rows(gradients[0]), ctx.blocks, gradient)
         message = 'a second derivative of regularization="quadratic" was asked for; use "entropy", which gives them.'
-        return once_only(torch.from_numpy(found).reshape(x.shape).to(x), message, x, gradients[0]), *[None] * 4
+        return once_only(torch.from_numpy(gradient).reshape(x.shape).to(x), message, x, gradients[0]), *[None] * 4
 
 
 def _rows(x: Tensor) -> np.ndarray:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_integers, check_reduction, check_tensor
 from otloss.applications.sorting import log_top_k, soft_rank
-from otloss.losses.labels import check_positions, reduced
+from otloss.losses.targets import check_positions, reduced
 
 
 def spearman_loss(
@@ -126,13 +126,13 @@ def top_k_loss(
         )
     if isinstance(k, int) and k < 1:
         raise ValueError(f"k is {k}, expected at least 1.")
-    found = log_top_k(logits, k, epsilon=epsilon)
+    log_weights = log_top_k(logits, k, epsilon=epsilon)
     if is_mask:
         count = target.sum(-1)
         if not count.all():
             raise ValueError("target has a row without a right entry, expected at least one True in each.")
-        values = -(found * target).sum(-1) / count
+        values = -(log_weights * target).sum(-1) / count
     else:
         check_positions("target", target, logits.shape[-1], None)
-        values = -found.gather(-1, target.long().unsqueeze(-1)).squeeze(-1)
+        values = -log_weights.gather(-1, target.long().unsqueeze(-1)).squeeze(-1)
     return reduced(values.reshape(-1), None, None, values.shape, reduction).to(logits.dtype)

@@ -110,7 +110,8 @@ def register(
     _check(x, y, steps, restarts)
     epsilon = float(check_positive("epsilon", epsilon))
     dtype, wide = torch.promote_types(x.dtype, y.dtype), torch.float64 if has_float64(x.device) else torch.float32
-    cost = PointCost(x.to(wide), y.to(wide))  # far points weigh exp(-distance / marginal_penalty): beyond float32
+    # Far points have the weight exp(-distance / marginal_penalty), which underflows in float32.
+    cost = PointCost(x.to(wide), y.to(wide))
     x, y = cost.x, cost.y
     a, b = (w.to(wide) for w in weights_or_uniform(a, b, cost))
     check_no_transform()
@@ -131,7 +132,7 @@ def register(
         for k in range(steps)
     ]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ConvergenceWarning)  # plans on the way need not be exact
+        warnings.simplefilter("ignore", ConvergenceWarning)  # Intermediate plans need not be exact.
         rotations, shifts = _search((x_c, y_c), (a, b), rotations, course)
     rotation, shift = rotations[0], shifts[0]
     moved = PointCost(x_c @ rotation.mT + shift, y_c)
@@ -167,20 +168,20 @@ def _search(
         settings = dataclasses.replace(settings, marginal_penalty=step.marginal_penalty)
         moved = PointCost(x @ rotations.mT + shifts.unsqueeze(-2), y)
         problem = entropic_problem(*weights, moved, epsilon=step.epsilon, settings=settings)
-        found = find_potentials(problem, settings, settle=False)
-        received = torch.cat([block @ columns for _, block, _ in plan_blocks(problem, found.f, found.g)], -2)
+        potentials = find_potentials(problem, settings, settle=False)
+        received = torch.cat([block @ columns for _, block, _ in plan_blocks(problem, potentials.f, potentials.g)], -2)
         rotations, shifts = _fit(x, received[..., :-1], received[..., -1:])
-        best = dual_value(problem, found.f, found.g).argsort()[: step.left]
+        best = dual_value(problem, potentials.f, potentials.g).argsort()[: step.left]
         rotations, shifts = rotations[best], shifts[best]
-        settings = dataclasses.replace(settings, start=(found.f[best], found.g[best]))
+        settings = dataclasses.replace(settings, start=(potentials.f[best], potentials.g[best]))
     return rotations, shifts
 
 
-def _fit(x: Tensor, moved: Tensor, held: Tensor) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"]]:
+def _fit(x: Tensor, moved: Tensor, weights: Tensor) -> tuple[Float[Tensor, "starts d d"], Float[Tensor, "starts d"]]:
     """The least squares fits for plans P, of which `moved` is P y and `held` the masses of the rows (starts, n, 1)."""
-    mass = held.sum(-2, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
-    mean_x, mean_y = (held * x).sum(-2, keepdim=True) / mass, moved.sum(-2, keepdim=True) / mass
-    u, _, vh = torch.linalg.svd((x - mean_x).mT @ (moved - held * mean_y))
+    mass = weights.sum(-2, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)
+    mean_x, mean_y = (weights * x).sum(-2, keepdim=True) / mass, moved.sum(-2, keepdim=True) / mass
+    u, _, vh = torch.linalg.svd((x - mean_x).mT @ (moved - weights * mean_y))
     sign = torch.ones_like(u[..., 0])
     sign[..., -1] = torch.linalg.det(u @ vh).sign()
     rotation = (u * sign.unsqueeze(-2) @ vh).mT

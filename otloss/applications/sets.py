@@ -18,7 +18,7 @@ from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_reduction
 from otloss.applications.matching import checked_sizes, match
-from otloss.losses.labels import reduced
+from otloss.losses.targets import reduced
 from otloss.solvers.sinkhorn import sinkhorn
 
 
@@ -76,7 +76,7 @@ def set_loss(
     is_row = torch.arange(n, device=cost.device) < shapes[..., :1]
     is_column = torch.arange(m, device=cost.device) < shapes[..., 1:]
     dtype = torch.promote_types(cost.dtype, unmatched.dtype)
-    arithmetic = torch.promote_types(dtype, torch.float32)  # sums of float16 end at 65504
+    arithmetic = torch.promote_types(dtype, torch.float32)  # float16 overflows at 65504.
     unmatched = unmatched.to(arithmetic).masked_fill(~is_row, 0.0)
     cost = cost.to(arithmetic).masked_fill(~(is_row.unsqueeze(-1) & is_column.unsqueeze(-2)), 0.0)
     check_finite("cost", cost)
@@ -100,9 +100,9 @@ def _matched(
 ) -> Float[Tensor, "*batch"]:
     # The differences find the matching; summed up, they would lose the digits of costs below a large `unmatched`.
     gained = cost.detach().to("cpu", torch.float64) - unmatched.detach().to("cpu", torch.float64).unsqueeze(-1)
-    found = match(gained, sizes=sizes)
-    assert isinstance(found, tuple)
-    rows, columns = (t.to(cost.device) for t in found)
+    assignment = match(gained, sizes=sizes)
+    assert isinstance(assignment, tuple)
+    rows, columns = (t.to(cost.device) for t in assignment)
     places = (rows * cost.shape[-1] + columns).clamp(min=0)
     matched = cost.flatten(-2).gather(-1, places).masked_fill(rows < 0, 0.0).sum(-1)
     n = unmatched.shape[-1]

@@ -41,7 +41,7 @@ from otloss.applications.permutahedron import check_range, quadratic_rank, quadr
 _LARGEST_PLAN = 4096
 # Scores of up to 2 / epsilon are rounded such that sums are right to 1e-8 and better.
 _LEAST_EPSILON = 1e-7
-_EPSILON = {"entropy": 0.01, "quadratic": 0.5}  # where none is given
+_EPSILON = {"entropy": 0.01, "quadratic": 0.5}  # The default.
 _NEWTON_STEPS, _BISECTIONS = 50, 200
 # Of the columns' sums. The scores are rounded to 2e-16 of 2 / epsilon, and the sums with them.
 _TOLERANCE, _ROUNDING = 1e-11, 1e-15
@@ -101,8 +101,8 @@ def soft_sort(
         falling = quadratic_sort(x, epsilon)
         return (falling if descending else falling.flip(-1)).to(x.dtype)
     low, spread, u = _in_units_of_range(x)
-    found = low + spread * (_plan(u, epsilon).mT @ u.unsqueeze(-1)).squeeze(-1)
-    return (found.flip(-1) if descending else found).to(x.dtype)
+    sorted_values = low + spread * (_plan(u, epsilon).mT @ u.unsqueeze(-1)).squeeze(-1)
+    return (sorted_values.flip(-1) if descending else sorted_values).to(x.dtype)
 
 
 def soft_rank(
@@ -144,11 +144,11 @@ def soft_rank(
     epsilon = _check("soft_rank", x, epsilon, regularization)
     n = x.shape[-1]
     if regularization == "quadratic":
-        found = quadratic_rank(x, epsilon)
+        ranks = quadratic_rank(x, epsilon)
     else:
         _, _, u = _in_units_of_range(x)
-        found = _plan(u, epsilon) @ torch.arange(1, n + 1, dtype=u.dtype, device=u.device)
-    return (n + 1 - found if descending else found).to(x.dtype)
+        ranks = _plan(u, epsilon) @ torch.arange(1, n + 1, dtype=u.dtype, device=u.device)
+    return (n + 1 - ranks if descending else ranks).to(x.dtype)
 
 
 def soft_top_k(
@@ -200,7 +200,7 @@ def _top_k_logits(x: Tensor, k: int, epsilon: float, regularization: str) -> Flo
     _check_top_k(x, k, epsilon, regularization)
     _, _, u = _in_units_of_range(x)
     if k in (0, x.shape[-1]):
-        return 0 * u + (torch.inf if k else -torch.inf)  # the same for every x, and in its graph
+        return 0 * u + (torch.inf if k else -torch.inf)  # It is the same for every x, and part of the graph.
     beside = u.detach().topk(k + 1, dim=-1).values[..., k - 1 :].mean(-1, keepdim=True)
     # The mask does not depend on what is taken off all of u; with the threshold near 0 no digits are lost there.
     scores = 2 * (u - beside) / epsilon
@@ -266,7 +266,7 @@ class _Balanced(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        # The plan is this function's own output: so its derivative can be differentiated again.
+        # The plan is an output of this function, so its derivative can be differentiated again.
         ctx.save_for_backward(output)
         ctx.save_for_forward(output)
 
@@ -294,7 +294,7 @@ def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
     The columns' errors are the gradient of the dual objective, whose third derivative is at most the spread of a step
     times the second. So a step shortened to log(1 + spread) / spread always increases it.
     """
-    shifted = torch.empty_like(scores)  # fresh memory would cost as much as the sum
+    shifted = torch.empty_like(scores)  # Allocating new memory would take as long as the sum.
     for _ in range(_NEWTON_STEPS):
         plan = torch.softmax(torch.add(scores, b.unsqueeze(-2), out=shifted), -1)
         lack = 1 - plan.sum(-2)
@@ -313,9 +313,9 @@ def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
 
 def _exchange(plan: Tensor) -> Tensor:
     """diag(S^T 1) - S^T S, what columns exchange through rows, made regular: it leaves a constant in b undecided."""
-    found = (plan.mT @ plan).neg_().add_(1 / plan.shape[-1])
-    found.diagonal(dim1=-2, dim2=-1).add_(plan.sum(-2) + _RIDGE)
-    return found
+    exchange = (plan.mT @ plan).neg_().add_(1 / plan.shape[-1])
+    exchange.diagonal(dim1=-2, dim2=-1).add_(plan.sum(-2) + _RIDGE)
+    return exchange
 
 
 class _Threshold(torch.autograd.Function):
@@ -342,7 +342,7 @@ class _Threshold(torch.autograd.Function):
 def _threshold_weights(scores: Tensor, threshold: Tensor) -> Tensor:
     """The derivatives of theta in the scores."""
     logits = scores - threshold
-    # In logarithms: a wide gap beside theta leaves no weight that is not below the smallest float.
+    # Weights are logarithms: beside a wide gap all of them would underflow.
     log_weights = torch.nn.functional.logsigmoid(logits) + torch.nn.functional.logsigmoid(-logits)
     return torch.softmax(log_weights, -1)
 

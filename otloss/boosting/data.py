@@ -52,7 +52,7 @@ class RowFunction:
     def __post_init__(self) -> None:
         check_choice("interface", self.interface, INTERFACES)
 
-    no_jit = True  # CatBoost would set attributes otherwise, to compile methods
+    no_jit = True  # Without it CatBoost sets attributes, to compile methods.
 
     def calc_ders_multi(self, *_: Any) -> None:
         """Raise TypeError: what CatBoost calls of an objective or a metric."""

@@ -37,15 +37,16 @@ from otloss._ordered_classes import Floats
 from otloss.boosting.settings import RowLoss
 
 Order = Literal["C", "F"]
-ORDERS: dict[str, Order] = {"xgboost": "C", "lightgbm": "F"}  # of the scores they pass, and of what they read fastest
-LARGEST_WEIGHT = 1e12  # of a row: sums of float32 gradients stay finite
+# The memory order of the scores that a library passes and reads fastest.
+ORDERS: dict[str, Order] = {"xgboost": "C", "lightgbm": "F"}
+LARGEST_WEIGHT = 1e12  # Of a row: with it, sums of float32 gradients stay finite.
 
 # Smallest second derivative, of a transport term whose neighbouring classes lie 1 apart: both derivatives vanish where
 # a row is certain, right or wrong, and the second one does so first.
 _LEAST = 1e-2
 # Rows below which numpy is as fast; for a single row, in both memory orders, the kernel would be compiled again.
 _SMALL = 32
-_SMALLEST = 1e-16  # the lower limit of xgboost's own
+_SMALLEST = 1e-16  # XGBoost's own objective has this lower limit.
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def gradients(
     from otloss._kernels._threads import run_on_threads
 
     scores = _laid_out(scores, order)
-    answers = tuple(np.empty_like(scores, np.float32) for _ in range(2))  # laid out as the scores are
+    answers = tuple(np.empty_like(scores, np.float32) for _ in range(2))  # They have the memory order of the scores.
     factors = (curvature.factor, curvature.entropy_factor, curvature.least)
     settings = (loss.transport, loss.cross_entropy, *factors)
     inputs, of_loss, threads = (scores, labels, weights), (loss.gaps, loss.costs), torch.get_num_threads()
@@ -182,7 +183,7 @@ def values_in_numpy(scores: NDArray[Any], labels: Floats, *, loss: RowLoss) -> F
     top = z.max(1)
     answer: Floats = loss.transport * moved
     if loss.cross_entropy:
-        # In this order: beside large scores the logarithm of the sum would be lost in rounding.
+        # The order matters: the logarithm would be lost in rounding if it were added to a large score first.
         surprise = np.log(np.exp(z - top[:, None]).sum(1)) + (top - z[np.arange(len(z)), y])
         answer += loss.cross_entropy * surprise
     return answer

@@ -14,7 +14,7 @@ from otloss.boosting.derivatives import values
 from otloss.boosting.settings import LossSettings, row_loss
 
 PREDICTIONS = ("scores", "probabilities")
-_SUM_TO_ONE = 1e-4  # float32 sums of probabilities miss it by less
+_SUM_TO_ONE = 1e-4  # The error of float32 sums of probabilities is smaller.
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class RowMetric(RowFunction):
         rows = self.rows(first, second, sample_weight)
         scores = _as_scores(rows) if self.predictions == "probabilities" else _checked_scores(rows)
         lost = values(scores, rows.labels, rows.weights, loss=self.loss)
-        # Classes have the weights that they have in the objective.
+        # The objective has the same class weights.
         weights = self.loss.class_weights[rows.labels.astype(np.int64)]
         weights = weights * rows.weights if rows.weights.size else weights
         total = weights.sum()
@@ -134,9 +134,9 @@ def _as_scores(rows: ScoredRows) -> NDArray[np.float64]:
 
 
 def _checked_scores(rows: ScoredRows) -> NDArray[Any]:
-    # Before training all rows are alike, and may sum to 1.
+    # Before training all rows are equal, and may sum to 1.
     learnt = len(rows.scores) > 1 and (rows.scores != rows.scores[0]).any()
-    # Two scores that start at 1/2 each always sum to 1: what one gains, the other loses.
+    # Two scores that start at 1/2 always sum to 1, so two classes are not checked.
     if learnt and rows.scores.shape[1] > 2 and _are_probabilities(rows).all():
         raise ValueError(
             "the predictions of all rows are probabilities, expected scores; beside an objective of the library "

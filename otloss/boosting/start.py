@@ -42,8 +42,8 @@ def start_scores(labels: ArrayLike, num_classes: int, *, sample_weight: ArrayLik
     y = as_floats("labels", labels, fix=LABELS_FIX)
     if y.ndim != 1 or not y.size:
         raise ValueError(f"labels have shape {y.shape}, expected (n,) with at least one.")
-    given = np.ones(y.size) if sample_weight is None else sample_weight
-    weights = as_floats("sample_weight", given, fix="pass an array of dtype float.")
+    weight_of_rows = np.ones(y.size) if sample_weight is None else sample_weight
+    weights = as_floats("sample_weight", weight_of_rows, fix="pass an array of dtype float.")
     if weights.shape != y.shape or not weights.any():
         raise ValueError(f"sample_weight has shape {weights.shape}, expected {y.shape}, and some weight above 0.")
     check_rows(np.zeros((1, classes)), y, weights)

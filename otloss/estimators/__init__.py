@@ -3,9 +3,9 @@
 from otloss.estimators.adaptation import TransportAdapter as TransportAdapter
 from otloss.estimators.boosting import OrdinalBoostingClassifier as OrdinalBoostingClassifier
 from otloss.estimators.classifier import OrdinalClassifier as OrdinalClassifier
-from otloss.estimators.ensembles import EnsembleRecalibration as EnsembleRecalibration
-from otloss.estimators.labels import EncodedLabelsWarning as EncodedLabelsWarning
-from otloss.estimators.labels import LabelOrderWarning as LabelOrderWarning
+from otloss.estimators.ensemble_recalibration import EnsembleRecalibration as EnsembleRecalibration
+from otloss.estimators.label_order import EncodedLabelsWarning as EncodedLabelsWarning
+from otloss.estimators.label_order import LabelOrderWarning as LabelOrderWarning
 from otloss.estimators.recalibration import OrdinalRecalibration as OrdinalRecalibration
 from otloss.estimators.recalibration import Temperature as Temperature
 

@@ -18,14 +18,14 @@ from otloss._ordered_classes import check_choice
 from otloss.estimators.criterion import Criterion, check_real, make_criterion
 from otloss.estimators.decode import RULES, decode
 from otloss.estimators.features import text_is_named
-from otloss.estimators.labels import LabelOrder, label_order
+from otloss.estimators.label_order import LabelOrder, label_order
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
+from otloss.metrics.arrays import read_weights
 from otloss.metrics.distribution import Distribution
-from otloss.metrics.labels import categories_of
-from otloss.metrics.numbers import read_weights
+from otloss.metrics.rank_labels import categories_of
 
 CALIBRATIONS = {"temperature": Temperature, "ordinal": OrdinalRecalibration}
-ENOUGH_TO_HOLD_OUT = 50  # rows from which early_stopping="auto" holds some out
+ENOUGH_TO_HOLD_OUT = 50  # With at least so many rows early_stopping="auto" keeps some for validation.
 # Power 1 and costs drive probabilities below the smallest float, out of which no map could bring them back.
 SMALLEST_CALIBRATED = 1e-6
 
@@ -55,7 +55,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def score(self, X: Any, y: Any, sample_weight: Any = None) -> float:
         """Return the accuracy of `predict` on features X (n, d) with labels y (n,), by weight."""
         predicted, labels = self.predict(X), np.asarray(y)
-        # scikit-learn takes numbers with fractions for those of a regression.
+        # scikit-learn treats labels with fractions as values of a regression.
         if labels.dtype.kind == predicted.dtype.kind == "f" and np.isfinite(labels).all():
             codes = np.unique(np.concatenate([labels, predicted]), return_inverse=True)[1]
             y, predicted = np.split(codes, [len(labels)])
@@ -132,11 +132,13 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         if self.calibration is None or len(self.classes_) == 1:
             self._train(X, positions, weights, random=random, **training)
             return
-        kept, held = split_off(positions, self.validation_fraction, random=random, purpose="calibration")
+        kept, calibration_rows = split_off(positions, self.validation_fraction, random=random, purpose="calibration")
         self._train(X[kept], positions[kept], weights[kept], random=random, **training)
-        raw = softmax(self._finite_logits(X[held]), 1)
+        raw = softmax(self._finite_logits(X[calibration_rows]), 1)
         calibration: Any = CALIBRATIONS[self.calibration](values=self._criterion.values)
-        self._calibration = calibration.fit(above_zero(raw), positions[held], sample_weight=weights[held])
+        self._calibration = calibration.fit(
+            above_zero(raw), positions[calibration_rows], sample_weight=weights[calibration_rows]
+        )
 
     def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
         """Features, positions and weights of the rows that have weight: without it, a row is one left out."""
@@ -230,22 +232,23 @@ def split_off(
     Raises:
         ValueError: if no class has two rows.
     """
-    held: list[np.ndarray] = []
+    parts: list[np.ndarray] = []
     largest = np.zeros(0, dtype=int)
-    surplus = random.uniform()  # carried from class to class, so that small classes are held out in proportion
+    # The remainder is carried from class to class, so that small classes get their share too.
+    surplus = random.uniform()
     for position in np.unique(positions):
         rows = random.permutation(np.flatnonzero(positions == position))
         wanted = fraction * len(rows) + surplus
         number = min(int(wanted), len(rows) - 1)
         surplus = min(wanted - number, 1.0)
-        held.append(rows[:number])
+        parts.append(rows[:number])
         largest = rows if len(rows) > len(largest) else largest
     if len(largest) < 2:
         raise ValueError(
             f"{len(positions)} rows leave none to hold out for {purpose}: each class keeps one; add rows, or turn it "
             "off."
         )
-    chosen = np.sort(np.concatenate(held))
+    chosen = np.sort(np.concatenate(parts))
     chosen = chosen if len(chosen) else largest[:1]
     return np.setdiff1d(np.arange(len(positions)), chosen), chosen
 

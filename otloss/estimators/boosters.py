@@ -178,7 +178,7 @@ def _last_losses(history: History) -> list[float]:
     return losses
 
 
-def checked_parameters(library: str, given: Any) -> dict[str, Any]:
+def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
     """Settings by the library's own names with each name turned into its first one, so that ours give way to them.
 
     Raises:
@@ -186,26 +186,26 @@ def checked_parameters(library: str, given: Any) -> dict[str, Any]:
         ValueError: if a name is one that the estimator sets itself, names a setting twice, or is unknown to LightGBM
             (XGBoost warns of those), or if they ask for other rounds than gradient boosting.
     """
-    if not isinstance(given, dict) or not all(isinstance(name, str) for name in given):
-        raise TypeError(f"booster_params is {given!r}, expected a dict of {library}'s settings.")
+    if not isinstance(parameters, dict) or not all(isinstance(name, str) for name in parameters):
+        raise TypeError(f"booster_params is {parameters!r}, expected a dict of {library}'s settings.")
     first_names = _lightgbm_names() if library == "lightgbm" else XGBOOST_FIRST_NAMES
-    found: dict[str, Any] = {}
-    for name, value in given.items():
+    checked: dict[str, Any] = {}
+    for name, value in parameters.items():
         first = str(first_names.get(name, name))
         if first in OWN_SETTINGS:
             raise ValueError(f"booster_params holds {name!r}, which follows from the estimator's arguments; remove it.")
         if library == "lightgbm" and name not in first_names:
             raise ValueError(f"booster_params holds {name!r}, expected settings of lightgbm.")
-        if first in found:
+        if first in checked:
             raise ValueError(f"booster_params holds {name!r} and another name of {first!r}; remove one of them.")
-        found[first] = value
-    kind = found.get("boosting" if library == "lightgbm" else "booster")
+        checked[first] = value
+    kind = checked.get("boosting" if library == "lightgbm" else "booster")
     if kind not in KINDS:
         raise ValueError(
             f"booster_params asks for {kind!r}, expected gradient boosting; for other kinds train with "
             f"otloss.boosting.{library}_objective."
         )
-    return found
+    return checked
 
 
 def _lightgbm_names() -> dict[str, str]:
@@ -281,7 +281,7 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
         "learning_rate": settings.learning_rate,
         "max_depth": depth,
         "num_leaves": 2 ** min(depth, 10) if depth > 0 else 2**10,
-        # Weights are repetitions, so leaves and bins are limited by weight, not by number of rows.
+        # A weight is a number of repetitions, so leaves and bins are limited by weight.
         "min_sum_hessian_in_leaf": 0.1,
         "min_data_in_leaf": 1,
         "min_data_in_bin": 1,
@@ -348,4 +348,4 @@ def _train_lightgbm(
         feval=lightgbm_metric(settings.positions, **settings.loss),
         callbacks=callbacks,
     )
-    return booster, booster.current_iteration(), _plain(history)  # where nothing can be split it ends by itself
+    return booster, booster.current_iteration(), _plain(history)  # It ends by itself if nothing can be split.

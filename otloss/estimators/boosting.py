@@ -216,8 +216,8 @@ class OrdinalBoostingClassifier(OrdinalBase):
         stops = self._stops_early(len(rows.target)) if not watched else self.early_stopping is not False
         kept = np.arange(len(rows.target))
         if stops and not watched:
-            kept, held = split_off(rows.target, self.validation_fraction, random=random, purpose="early stopping")
-            watched = [rows[held]]
+            kept, validation = split_off(rows.target, self.validation_fraction, random=random, purpose="early stopping")
+            watched = [rows[validation]]
         patience = self.n_iter_no_change if stops else None
         trees = train_trees(self.booster, replace(settings, patience=patience), rows[kept], watched)
         self.evals_result_ = trees.history

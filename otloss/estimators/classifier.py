@@ -179,8 +179,8 @@ class OrdinalClassifier(OrdinalBase):
         """Weights (outputs, d) and bias (outputs,) for features as they come; AttributeError where there are none."""
         check_is_fitted(self)
         if len(self.classes_) == 1 or len(self._network.layers) > 1:
-            found = "one class alone" if len(self.classes_) == 1 else f"hidden_layer_sizes={self.hidden_layer_sizes}"
-            raise AttributeError(f"{name} is of linear models of two classes or more, and this one has {found}.")
+            reason = "one class alone" if len(self.classes_) == 1 else f"hidden_layer_sizes={self.hidden_layer_sizes}"
+            raise AttributeError(f"{name} is of linear models of two classes or more, and this one has {reason}.")
         layer, scaler = self._network.layers[0], self._scaler
         weights = layer.weight.detach().numpy() / (1.0 if scaler.scale_ is None else scaler.scale_)
         return weights, layer.bias.detach().numpy() - weights @ scaler.mean_
@@ -248,8 +248,8 @@ class OrdinalClassifier(OrdinalBase):
             self.n_iter_, settled = train(self._network, rows, None, self.max_iter, PATIENCE)
             return bool(settled)
         parts = split_off(rows.target.numpy(), self.validation_fraction, random=random, purpose="early stopping")
-        kept, held = (rows[index] for index in parts)
-        self.n_iter_, settled = train(deepcopy(self._network), kept, held, self.max_iter, PATIENCE)
+        kept, validation = (rows[index] for index in parts)
+        self.n_iter_, settled = train(deepcopy(self._network), kept, validation, self.max_iter, PATIENCE)
         train(self._network, rows, None, self.n_iter_, self.n_iter_ + 1)  # all rows, for as many epochs
         return bool(settled)
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from otloss._checks import check_number
 from otloss._ordered_classes import check_terms, class_costs, class_values
-from otloss.estimators.labels import LabelOrder
+from otloss.estimators.label_order import LabelOrder
 
 _FIX = "Name all classes with categories=; without it, every integer between whole labels is one."
 
@@ -69,7 +69,7 @@ def make_criterion(order: LabelOrder, settings: Any) -> Criterion:
     if settings.cost is not None:
         every_cost = class_costs("cost", _in_rank_order(settings.cost, order), number, fix=_FIX)
         cost, span = np.ascontiguousarray(every_cost[np.ix_(order.ranks, order.ranks)]), every_cost.max()
-    unit = float(span) / max((number if order.told else len(order.classes)) - 1, 1)
+    unit = float(span) / max((number if order.is_explicit else len(order.classes)) - 1, 1)
     return Criterion(
         values[order.ranks],
         int(settings.power),

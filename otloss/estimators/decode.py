@@ -22,7 +22,7 @@ def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.
     if rule == "argmax":
         return distribution.argmax(1)
     if rule == "median":
-        # Sums such as 0.1 + 0.4 may end a rounding below one half.
+        # Rounding may put a sum such as 0.1 + 0.4 slightly below one half.
         return (distribution.cumsum(1) >= 0.5 - 1e-12).argmax(1)
     if rule == "mean":
         return np.abs((distribution @ values)[:, None] - values).argmin(1)

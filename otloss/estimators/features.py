@@ -16,7 +16,7 @@ import numpy as np
 from scipy.sparse import issparse
 from sklearn.preprocessing import StandardScaler
 
-LARGEST_FEATURE = 1e100  # whose square is a float
+LARGEST_FEATURE = 1e100  # Its square is still a finite float.
 
 
 @contextmanager
@@ -25,10 +25,10 @@ def text_is_named(X: Any, advice: str) -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        found = _first_text(X) if "could not convert string to float" in str(error) else None
-        if found is None:
+        cell = _first_text(X) if "could not convert string to float" in str(error) else None
+        if cell is None:
             raise
-        column, text = found
+        column, text = cell
         raise ValueError(
             f"column {column!r} of X holds text, {text!r}, expected numbers; {advice.format(column=repr(column))}."
         ) from error
@@ -54,14 +54,14 @@ def fitted_scaler(X: Any, weights: np.ndarray, *, with_std: bool) -> StandardSca
     Raises:
         ValueError: if a feature is too large for its square to be a float.
     """
-    held = X.data if issparse(X) else X
-    if np.abs(held).max(initial=0.0) > LARGEST_FEATURE:
+    values = X.data if issparse(X) else X
+    if np.abs(values).max(initial=0.0) > LARGEST_FEATURE:
         raise ValueError(
-            f"X holds numbers up to {np.abs(held).max():g} in size, expected at most {LARGEST_FEATURE:g}. Look for "
+            f"X holds numbers up to {np.abs(values).max():g} in size, expected at most {LARGEST_FEATURE:g}. Look for "
             "marks of missing values such as 1e300, or divide the feature by a power of ten."
         )
     scaler = StandardScaler(with_mean=not issparse(X), with_std=with_std).fit(X, sample_weight=weights)
-    if issparse(X):  # of which scikit-learn takes deviations alone
+    if issparse(X):  # scikit-learn divides sparse features by deviations only.
         scaler.mean_ = X.T @ weights / weights.sum()
         scaler.set_params(with_mean=True)
     return scaler

@@ -36,8 +36,8 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_not_negative
-from otloss.metrics.labels import plain_labels
-from otloss.metrics.numbers import read_probabilities, read_values, read_weights
+from otloss.metrics.arrays import read_probabilities, read_values, read_weights
+from otloss.metrics.rank_labels import plain_labels
 
 # Temperatures and slopes stay between exp(-3) and exp(3).
 _LARGEST_LOG = 3.0
@@ -84,7 +84,7 @@ class Temperature(BaseEstimator):
         if self.criterion not in ("rps", "nll"):
             raise ValueError(f'criterion is {self.criterion!r}, expected "rps" or "nll".')
         check_not_negative("shrinkage", self.shrinkage)
-        data = _Held.read(proba, y, sample_weight)
+        data = _CalibrationData.read(proba, y, sample_weight)
         if self.criterion == "nll" and (data.proba[np.arange(data.y.size), data.y] == 0).any():
             raise ValueError(
                 'a class came true that was given probability 0, so "nll" is infinite; use criterion="rps".'
@@ -92,7 +92,7 @@ class Temperature(BaseEstimator):
         score = self._score(data, _log(data.proba))
         step = 0.4
         candidates = [0.0, *np.linspace(-_LARGEST_LOG, _LARGEST_LOG, round(2 * _LARGEST_LOG / step) + 1).tolist()]
-        # The score may have several valleys: look everywhere first. At equal scores nothing is done.
+        # The score may have several local minima, so a grid is searched first; equal scores change nothing.
         valley = min(candidates, key=score)
         bounds = max(valley - step, -_LARGEST_LOG), min(valley + step, _LARGEST_LOG)
         refined = minimize_scalar(score, bounds=bounds, method="bounded", options={"xatol": 1e-6})
@@ -114,7 +114,7 @@ class Temperature(BaseEstimator):
         table = read_probabilities("proba", proba)
         return table if self.temperature_ == 1 else _tempered(_log(table), self.temperature_)
 
-    def _score(self, data: _Held, logs: Float[np.ndarray, "n classes"]) -> Callable[[float], float]:
+    def _score(self, data: _CalibrationData, logs: Float[np.ndarray, "n classes"]) -> Callable[[float], float]:
         """Return the pulled score as a function of log T."""
         # The gaps' sum is the unit of the score, and the pull has none.
         gaps = np.diff(read_values(self.values, data.classes))
@@ -172,7 +172,7 @@ class OrdinalRecalibration(BaseEstimator):
                 or the values do not increase.
         """
         check_not_negative("shrinkage", self.shrinkage)
-        data = _Held.read(proba, y, sample_weight)
+        data = _CalibrationData.read(proba, y, sample_weight)
         self.gaps_ = np.diff(read_values(self.values, data.classes))
         below, above = _both_sides(data.proba)
         both = np.concatenate([below, above])
@@ -209,12 +209,12 @@ class OrdinalRecalibration(BaseEstimator):
         return mapped + _UNCHANGED * (table - mapped) if changed.any() else table
 
     def _logits(self, below: np.ndarray, above: np.ndarray) -> Float[np.ndarray, "n thresholds"]:
-        least = max(self.smallest_ / 2, np.finfo(float).tiny)  # half of the least float is 0
+        least = max(self.smallest_ / 2, np.finfo(float).tiny)  # Half of the smallest float is 0.
         return np.log(np.maximum(below, least)) - np.log(np.maximum(above, least))
 
 
 @dataclass(frozen=True)
-class _Held:
+class _CalibrationData:
     """Checked held-out data: forecasts (n, K), positions (n,), weights (n,) of sum 1, none of them 0."""
 
     proba: Float[np.ndarray, "n classes"]
@@ -228,8 +228,8 @@ class _Held:
         if index.size != len(table):
             raise ValueError(f"y has {index.size} classes and proba {len(table)} rows, expected as many.")
         weight = read_weights(sample_weight, index.size)
-        held = weight > 0
-        return cls(table[held], index[held], weight[held] / weight.sum())
+        has_weight = weight > 0
+        return cls(table[has_weight], index[has_weight], weight[has_weight] / weight.sum())
 
     @property
     def classes(self) -> int:

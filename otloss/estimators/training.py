@@ -74,7 +74,7 @@ class OrdinalNetwork(nn.Module):
         return {"layers": layers, "log_gaps": log_gaps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "layers" not in state:  # a pickle of an earlier version holds the module's own state
+        if "layers" not in state:  # A pickle of an earlier version has the module's own state.
             super().__setstate__(state)
             return
         super().__init__()
@@ -102,15 +102,15 @@ class OrdinalNetwork(nn.Module):
 class Rows:
     """Standardised features (n, d), positions (n,) and weights (n,) of training rows, in float64 on the CPU."""
 
-    features: Tensor | SparseRows  # the latter for linear models alone
+    features: Tensor | SparseRows  # Sparse rows are for linear models only.
     target: Tensor
     weight: Tensor
 
     @classmethod
     def of(cls, features: np.ndarray | SparseRows, *others: np.ndarray) -> Rows:
         """Rows from arrays in the order of the attributes."""
-        held = features if isinstance(features, SparseRows) else torch.tensor(features, device="cpu")
-        return cls(held, *(torch.tensor(part, device="cpu") for part in others))
+        values = features if isinstance(features, SparseRows) else torch.tensor(features, device="cpu")
+        return cls(values, *(torch.tensor(part, device="cpu") for part in others))
 
     def __len__(self) -> int:
         return len(self.target)
@@ -132,8 +132,8 @@ class Objective:
     @cached_property
     def geometry(self) -> dict[str, Any]:
         """The arguments of the loss that say how far classes are apart, with tensors for arrays."""
-        found = self.criterion.geometry
-        return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in found.items()}
+        settings = self.criterion.geometry
+        return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in settings.items()}
 
     def data_loss(self, logits: Float[Tensor, "rows positions"], rows: Rows) -> Tensor:
         """The sum of w_i L_i over `rows`."""
@@ -174,15 +174,15 @@ def train_lbfgs(
         gradient = np.concatenate([by_weight.ravel(), by_scores.sum(0), *by_gaps]) / objective.mass
         return (value.item() + 0.5 * objective.alpha * float((W * W).sum())) / objective.mass, gradient
 
-    found = minimize(
+    result = minimize(
         value_and_gradient,
         parameters_to_vector(parameters).detach().numpy(),
         jac=True,
         method="L-BFGS-B",
         options={"maxiter": max_iter, "maxfun": 5 * max_iter, "gtol": tol, "ftol": 64 * np.finfo(float).eps},
     )
-    vector_to_parameters(torch.tensor(found.x, device="cpu"), parameters)
-    return max(int(found.nit), 1), float(np.abs(found.jac).max())
+    vector_to_parameters(torch.tensor(result.x, device="cpu"), parameters)
+    return max(int(result.nit), 1), float(np.abs(result.jac).max())
 
 
 def train_adam(
@@ -235,7 +235,7 @@ def _train_epoch(
     count = -(-len(rows) // batch_size)
     order = random.permutation(len(rows)) if count > 1 else np.arange(len(rows))
     total = 0.0
-    # As equal as can be: a last batch of three rows would weigh as much as one of two hundred.
+    # Batches have nearly equal sizes: a last batch of three rows would count as much as one of two hundred.
     for index in np.array_split(order, count):
         optimizer.zero_grad()
         # Each row counts by its weight, also where a batch happens to hold light rows only.

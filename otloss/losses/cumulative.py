@@ -18,12 +18,12 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from otloss._checks import check_floating
-from otloss.losses.labels import check_logits, class_count
 from otloss.losses.ordinal_distance import increasing
+from otloss.losses.targets import check_logits, class_count
 
 RULES = ("argmax", "median", "mean")
 _WIDEST = 30.0  # a log-gap: probabilities are 0 and 1 long before, and squares of thresholds are finite in float32
-_NARROW = -7.0  # a log-gap below which log(1 - exp(-gap)) is its series
+_NARROW = -7.0  # Below this log-gap, log(1 - exp(-gap)) is computed by its series.
 
 
 def cumulative_log_probabilities(
@@ -55,9 +55,9 @@ def cumulative_log_probabilities(
     log_gaps = log_gaps.to(dtype).clamp(max=_WIDEST)
     gaps = log_gaps.exp()
     a = torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]) - score.to(dtype).unsqueeze(-1)  # (..., K - 1)
-    ends = torch.zeros_like(a[..., :1])
+    zeros = torch.zeros_like(a[..., :1])
     between = torch.cat([gaps.new_zeros(1), _log_one_minus_exp(log_gaps, gaps), gaps.new_zeros(1)])
-    return torch.cat([logsigmoid(a), ends], -1) + torch.cat([ends, logsigmoid(-a)], -1) + between
+    return torch.cat([logsigmoid(a), zeros], -1) + torch.cat([zeros, logsigmoid(-a)], -1) + between
 
 
 def decode_classes(
@@ -90,7 +90,7 @@ def decode_classes(
         return logits.argmax(-1)
     P = logits.detach().double().softmax(-1)
     if rule == "median":
-        # Sums such as 0.1 + 0.4 may end a rounding below one half.
+        # Rounding may put a sum such as 0.1 + 0.4 slightly below one half.
         rounding = 4 * torch.finfo(logits.dtype).eps if logits.dtype in (torch.float32, torch.float64) else 1e-6
         return (P.cumsum(-1) < 0.5 - rounding).sum(-1)
     values = torch.arange(classes, device=logits.device) if x is None else increasing("x", x, (classes,)).detach()
@@ -101,5 +101,5 @@ def decode_classes(
 def _log_one_minus_exp(log_gaps: Tensor, gaps: Tensor) -> Tensor:
     """Return log(1 - exp(-gap)), which is finite where the gap itself underflows."""
     series = log_gaps - gaps / 2 + gaps.square() / 24
-    wide = log_gaps.clamp(min=_NARROW).exp()  # the other branch must have a finite derivative too
+    wide = log_gaps.clamp(min=_NARROW).exp()  # torch.where differentiates both branches, so both must be finite.
     return torch.where(log_gaps < _NARROW, series, torch.log(-torch.expm1(-wide)))

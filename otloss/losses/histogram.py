@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from otloss._checks import check_finite, check_positive, check_reduction, check_tensor, is_differentiated
-from otloss.losses.labels import check_cross_entropy, check_logits, class_count, dtype_of_loss, labelled
 from otloss.losses.ordinal import reduced_loss
 from otloss.losses.ordinal_distance import geometry, increasing
+from otloss.losses.targets import check_cross_entropy, check_logits, class_count, dtype_of_loss, labelled
 
 ENCODINGS = ("two_hot", "one_hot", "gaussian")
 # Deviation in mean bin widths; J. Farebrother et al., Stop Regressing, arXiv 2403.03950, section 3.1.
@@ -250,12 +250,12 @@ def _gaussian(values: Tensor, bins: Bins, sigma: float | None) -> Tensor:
         raise ValueError(f'sigma is {sigma}, expected at least {least:g} in {edges.dtype}; use encoding="one_hot".')
     scaled = (edges - values.unsqueeze(-1)) / sigma  # (..., K + 1)
     lower, upper = scaled[..., :-1], scaled[..., 1:]
-    # Far to the right both tails are near one: there the mirrored tails are subtracted, which are small.
+    # Right of the value both tails are near one and would cancel; the mirrored tails are small.
     mirrored = lower > 0
     near, far = torch.where(mirrored, -upper, lower), torch.where(mirrored, -lower, upper)
     mass = (torch.erfc(-far / math.sqrt(2)) - torch.erfc(-near / math.sqrt(2))) / 2
     within = mass.sum(-1, keepdim=True)
-    # Each difference of tails is off by a rounding of one, which must stay small beside their sum.
+    # Each difference has an absolute error of one rounding, which must stay small beside the sum.
     if within.numel() and not within.detach().amin() >= torch.finfo(edges.dtype).eps ** 0.5:
         raise ValueError(
             f"sigma is {sigma}, so wide beside the bins from {float(edges[0]):g} to {float(edges[-1]):g} that too "

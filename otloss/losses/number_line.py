@@ -26,9 +26,9 @@ from otloss._checks import check_floating, check_number, check_positive, is_diff
 
 FORMS = ("wasserstein", "mse")
 SCALINGS = ("absolute", "symlog", "log", "squash")
-SQUASH = 9.0  # what the ten digits have by themselves
-FARTHEST_DIGITS = 9.0  # from 0 to 9
-TEXT_OVER_WORST = 1.01  # text costs a little more than the worst number, as in the published loss
+SQUASH = 9.0  # The unit is the span of the ten digits.
+FARTHEST_DIGITS = 9.0  # 0 to 9
+TEXT_OVER_WORST = 1.01  # Text costs slightly more than the farthest number, as in the published loss.
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,7 +108,7 @@ def number_line(
     shift, factor, widest = 0.0, 1.0, bound if scaling == "symlog" else float(x.amax() - x.amin())
     if squash is not None:
         shift, factor, widest = _squashed(x, float(squash), widest)
-    # Where all numbers are equal, 1: text has to cost more than they do.
+    # It is 1 if all numbers are equal: text has to cost more than they do.
     worst = (widest if form == "wasserstein" else widest * widest) or 1.0
     if not TEXT_OVER_WORST * worst < torch.finfo(x.dtype).max:
         low, high = (float(end) for end in torch.aminmax(values[columns]))
@@ -169,7 +169,7 @@ def _squashed(x: Float[Tensor, " numbers"], squash: float, widest: float) -> tup
     """Return shift, factor and the largest distance of the squashed line."""
     gaps = x.unique().diff()
     nearest = float(gaps.amin()) if len(gaps) else widest
-    if widest == nearest:  # one or two values: one distance
+    if widest == nearest:  # One or two values have one distance.
         return 1.0, 0.0, 1.0
     factor = (squash - 1.0) / (widest - nearest)
     return 1.0 - factor * nearest, factor, squash

@@ -28,8 +28,8 @@ from torch import Tensor
 
 from otloss._autograd import eager
 from otloss._checks import check_below_infinity, check_floating, check_reduction, check_tensor, needs_torch
-from otloss.losses.labels import check_positions, position_weights, reduced
 from otloss.losses.number_line import NumberLine, number_line
+from otloss.losses.targets import check_positions, position_weights, reduced
 
 OVER = ("vocabulary", "numbers")
 # Logits in one piece of work: within the caches of a processor, but enough to keep an accelerator busy.
@@ -116,7 +116,7 @@ def number_token_loss(
     check_positions("labels", labels, len(values), ignore_index)
     kept = kept & line.is_number(labels.masked_fill(~kept, 0))
     weight = position_weights(sample_weight, labels.shape, kept, wide)
-    # A position by itself is a batch of one.
+    # A single position is a batch of one.
     rows, at = (logits.unsqueeze(0), kept.unsqueeze(0)) if kept.dim() == 0 else (logits, kept)
     where = at.nonzero(as_tuple=True)
     losses = loss_of_rows(rows, where, labels[kept], line, over)
@@ -136,8 +136,8 @@ def loss_of_rows(
     """
     if needs_torch(logits):
         return plain_loss_of_rows(logits, where, y, line, over)
-    found: Tensor = _LossOfRows.apply(logits, where, y, line, over)
-    return found
+    losses: Tensor = _LossOfRows.apply(logits, where, y, line, over)
+    return losses
 
 
 def plain_loss_of_rows(
@@ -146,21 +146,21 @@ def plain_loss_of_rows(
     """Return the same from operations that torch differentiates, at a few times the memory of the rows."""
     z = logits[where].to(line.x.dtype)
     z_numbers = z[:, line.columns]
-    found = _of_numbers(z_numbers, y, line, over)[0]
+    losses = _of_numbers(z_numbers, y, line, over)[0]
     if over == "numbers":
-        return found
-    # Mass on text is summed by itself: 1 - m would have no digit left where m is near 1.
+        return losses
+    # The mass on text is a sum of its own: 1 - m would lose all digits for m near 1.
     z_text = z.index_fill(-1, line.columns, -torch.inf)
     top = z.detach().amax(-1, keepdim=True)
     e_text, e_numbers = (z_text - top).exp().sum(-1), (z_numbers - top).exp().sum(-1)
-    return _mixed(found, line.text, e_numbers, e_text)
+    return _mixed(losses, line.text, e_numbers, e_text)
 
 
 def _of_numbers(
     z_numbers: Float[Tensor, "rows numbers"], y: Int[Tensor, " rows"], line: NumberLine, over: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return L (rows,), p and s (a - D) (rows, numbers)."""
-    if over == "vocabulary":  # where every number is masked out, softmax would be NaN: they have no mass
+    if over == "vocabulary":  # If every number is masked out, softmax would be NaN; the numbers have no mass then.
         z_numbers = z_numbers.masked_fill(z_numbers.detach().amax(-1, keepdim=True) == -torch.inf, 0.0)
     p, apart = z_numbers.softmax(-1), line.distances(y)
     mean = (p * apart).sum(-1, keepdim=True)
@@ -191,8 +191,8 @@ class _LossOfRows(torch.autograd.Function):
             top = z.amax(-1, keepdim=True)
             e_numbers = (z_numbers - top).exp().sum(-1)
             e_text = z.sub_(top).exp_().index_fill_(-1, line.columns, 0.0).sum(-1)
-            found = _of_numbers(z_numbers, y[piece], line, over)[0]
-            values[piece] = _mixed(found, line.text, e_numbers, e_text)
+            losses = _of_numbers(z_numbers, y[piece], line, over)[0]
+            values[piece] = _mixed(losses, line.text, e_numbers, e_text)
             sums[:, piece] = torch.stack((top.squeeze(-1), e_numbers, e_text))
         ctx.save_for_backward(logits, y, sums, *where)
         ctx.line, ctx.over = line, over
@@ -256,7 +256,7 @@ def _checked_labels(logits: Tensor, labels: Any, vocab: int) -> Int[Tensor, "*ba
         raise ValueError(
             f"labels have shape {tuple(labels.shape)}, expected {tuple(logits.shape[:-1])}, the leading axes of logits."
         )
-    return labels.long()  # in a narrow dtype, comparisons would be modulo its width
+    return labels.long()  # In a narrow dtype -100 would be compared modulo its width.
 
 
 def _raise_not_finite(read: Tensor, bad: Tensor, kept: Tensor, dtype: torch.dtype) -> None:

@@ -21,7 +21,8 @@ from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 from otloss._checks import check_reduction, check_tensor, is_differentiated
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
-from otloss.losses.labels import (
+from otloss.losses.ordinal_distance import Geometry, geometry
+from otloss.losses.targets import (
     Labelled,
     check_cross_entropy,
     check_logits,
@@ -31,10 +32,9 @@ from otloss.losses.labels import (
     labelled,
     normalised,
 )
-from otloss.losses.ordinal_distance import Geometry, geometry
 from otloss.solvers.histograms import MASS_TOLERANCE
 
-_PLAIN = (Tensor, Parameter)  # a subclass may hold no data
+_PLAIN = (Tensor, Parameter)  # A subclass of Tensor may have no data.
 
 
 def ordinal_loss(
@@ -192,7 +192,7 @@ class _RankedScore(torch.autograd.Function):
         ctx.save_for_backward(logits, gradients)
         ctx.settings = rows, apart, mix, divisor
         z, label, gaps = (t.detach().contiguous().resolve_neg().numpy() for t in (logits, rows.target, apart.gaps))
-        # A small batch, as most are, is done before another thread has woken up.
+        # A small batch is finished before a second thread has started.
         threads = max(1, min(torch.get_num_threads(), logits.numel() // ENTRIES))
         settings = mix, 1.0 / (divisor or 1), MASS_TOLERANCE[logits.dtype]
         arguments = (z, label, gaps, *settings, values.numpy(), gradients.numpy(), threads)

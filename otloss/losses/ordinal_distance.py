@@ -67,19 +67,20 @@ class Geometry:
         if self.cost is not None:
             return emd(label, P, self.cost) if soft else (P * self.cost[label]).sum(-1)
         assert self.gaps is not None
-        if self.power == 1 and not soft:  # cheaper than cumulative sums
+        if self.power == 1 and not soft:  # This is cheaper than cumulative sums.
             apart = (self.x - self.x[label].unsqueeze(-1)).abs()  # (rows, classes)
             if self.circular:
                 apart = torch.minimum(apart, self.gaps.sum() - apart)
             return (P * apart).sum(-1)
         if self.power == 1 and self.circular:
             return wasserstein_circular(P, label, self.x, period=float(self.gaps.detach().sum()))
-        if soft and is_differentiated(label) and not self.circular:  # one-sided derivatives at labels without mass
+        # It gives one-sided derivatives at labels without mass.
+        if soft and is_differentiated(label) and not self.circular:
             return cdf_distance(P, label, self.x, power=self.power)
         r = _cdf_difference(P, label)
         if not self.circular:
             return (self.gaps * _raised(r, self.power)).sum(-1)
-        r = pad(r, (0, 1))  # after the last class F = G
+        r = pad(r, (0, 1))  # F = G after the last class.
         mean = (self.gaps * r).sum(-1, keepdim=True) / self.gaps.sum()
         return (self.gaps * (r - mean).square()).sum(-1)
 
@@ -106,7 +107,7 @@ def _raised(r: Tensor, power: float) -> Tensor:
     size = r.abs()
     if power == 1:
         return size
-    # The second derivative at 0 may be infinite; where the tail underflows it is taken as 0.
+    # The second derivative at 0 may be infinite; it is set to 0 where the tail underflows.
     some = size > torch.finfo(size.dtype).tiny
     return torch.where(some, size, 1.0) ** power * some
 
@@ -129,8 +130,8 @@ def geometry(
     if not 1 <= check_number("power", power) < float("inf"):
         raise ValueError(f"power is {power}, expected a finite number of at least 1.")
     if cost is not None:
-        for name, given in (("x", x is not None), ("power", power != 2), ("circular", circular), ("period", period)):
-            if given:
+        for name, is_set in (("x", x is not None), ("power", power != 2), ("circular", circular), ("period", period)):
+            if is_set:
                 raise ValueError(f"cost and {name} are both given, expected a cost alone; leave {name} out.")
         return Geometry(None, cost=_cost_matrix(cost, classes))
     values = torch.arange(classes, device=device, dtype=torch.float32) if x is None else increasing("x", x, (classes,))

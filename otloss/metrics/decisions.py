@@ -17,8 +17,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
+from otloss.metrics.arrays import read_shares, read_values
 from otloss.metrics.inputs import read_decisions
-from otloss.metrics.numbers import read_shares, read_values
 
 
 def ordinal_mae(

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from otloss.metrics.labels import Labels, plain_labels
+from otloss.metrics.rank_labels import Labels, plain_labels
 
 
 class Distribution(np.ndarray):

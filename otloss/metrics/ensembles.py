@@ -14,7 +14,7 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_count
-from otloss.metrics.numbers import as_array, read_shares
+from otloss.metrics.arrays import as_array, read_shares
 
 
 def pit_histogram(

@@ -16,8 +16,8 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss._checks import check_count
+from otloss.metrics.arrays import read_values
 from otloss.metrics.inputs import Forecast, read_forecast
-from otloss.metrics.numbers import read_values
 
 NORMAL_95 = 1.959964  # the middle 95 % of a normal variable, in deviations
 
@@ -182,17 +182,20 @@ def threshold_reliability(
         raise ValueError(f'strategy is {strategy!r}, expected "uniform" or "quantile".')
     forecast = read_forecast(y_true, proba, labels, columns, sample_weight)
     if forecast.labels.size < 2:
-        raise ValueError(f"labels is {forecast.labels.tolist()}, expected at least two classes: else no threshold is.")
+        raise ValueError(
+            f"labels is {forecast.labels.tolist()}, expected at least two classes; one class has no threshold."
+        )
     curves = []
     for k, (below, was_below) in enumerate(zip(forecast.below.T, forecast.was_below.T, strict=True)):
         index = _bin_index(below, forecast.weight, bins, strategy)
-        share, hoped, seen = (
+        weight, forecast_mass, observed_mass = (
             np.bincount(index, forecast.weight * factor, minlength=bins) for factor in (1.0, below, was_below)
         )
-        held = share > 0
-        count = share[held] ** 2 / np.bincount(index, forecast.weight**2, minlength=bins)[held]
-        label, share_held = forecast.labels[k].item(), share[held]
-        curves.append(Reliability(label, hoped[held] / share_held, seen[held] / share_held, share_held, count))
+        is_filled = weight > 0
+        count = weight[is_filled] ** 2 / np.bincount(index, forecast.weight**2, minlength=bins)[is_filled]
+        weight, forecast_mass, observed_mass = (x[is_filled] for x in (weight, forecast_mass, observed_mass))
+        label = forecast.labels[k].item()
+        curves.append(Reliability(label, forecast_mass / weight, observed_mass / weight, weight, count))
     return curves
 
 

@@ -16,9 +16,9 @@ import numpy as np
 from jaxtyping import Float, Int
 from numpy.typing import ArrayLike
 
+from otloss.metrics.arrays import read_probabilities, read_shares
 from otloss.metrics.distribution import Distribution
-from otloss.metrics.labels import Labels, categories_of, is_whole, plain_labels, positions, rank_order, shown
-from otloss.metrics.numbers import read_probabilities, read_shares
+from otloss.metrics.rank_labels import Labels, categories_of, is_whole, plain_labels, positions, rank_order, shown
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ def read_decisions(
 ) -> tuple[Int[np.ndarray, " n"], Int[np.ndarray, " n"], Labels]:
     """Return both label vectors as positions in rank order, and that order."""
     order = rank_order(labels, y_true=y_true, y_pred=y_pred)
-    told = labels is not None or categories_of(y_true) is not None or categories_of(y_pred) is not None
-    if not told and order.dtype.kind == "f" and not is_whole(order).all():
+    has_order = labels is not None or categories_of(y_true) is not None or categories_of(y_pred) is not None
+    if not has_order and order.dtype.kind == "f" and not is_whole(order).all():
         raise ValueError(
             f"the labels hold {order[~is_whole(order)].tolist()[0]!r}, which is no whole number; bring "
             "continuous predictions to the nearest class first, or pass labels=, the classes in rank order."
@@ -76,28 +76,28 @@ def read_forecast(
     if isinstance(proba, Distribution) and isinstance(columns, str) and columns == "sorted":
         columns = _columns_of(proba)
         labels = _order_with(proba, labels, y_true)
-    given = None if isinstance(columns, str) else plain_labels("columns", columns)
-    if given is None and columns not in ("sorted", "rank"):
+    column_labels = None if isinstance(columns, str) else plain_labels("columns", columns)
+    if column_labels is None and columns not in ("sorted", "rank"):
         raise ValueError(f'columns is {columns!r}, expected "sorted", "rank", or the label of each column.')
-    if given is None and columns == "sorted" and hasattr(proba, "columns"):
+    if column_labels is None and columns == "sorted" and hasattr(proba, "columns"):
         raise ValueError(
             "proba is a data frame, whose columns need not be sorted; pass columns=list(proba.columns) if these are "
             "the labels, or the probabilities as an array."
         )
     if labels is None:
-        order, of_columns = _implied_order(y_true, table.shape[1], given)
+        order, of_columns = _implied_order(y_true, table.shape[1], column_labels)
     else:
         order = of_columns = rank_order(labels)
-    if given is None:
-        given = of_columns if columns == "rank" else np.sort(of_columns)
-    if table.shape[1] != given.size:
+    if column_labels is None:
+        column_labels = of_columns if columns == "rank" else np.sort(of_columns)
+    if table.shape[1] != column_labels.size:
         raise ValueError(
-            f"proba has {table.shape[1]} columns, expected {given.size}: one for each of {shown(given)}. "
-            "Where a model was fitted without some class, pass columns=model.classes_."
+            f"proba has {table.shape[1]} columns, expected {column_labels.size}: one for each of "
+            f"{shown(column_labels)}. Where a model was fitted without some class, pass columns=model.classes_."
         )
-    ranks = positions("columns", given, order)
+    ranks = positions("columns", column_labels, order)
     if np.unique(ranks).size != ranks.size:
-        raise ValueError(f"columns is {shown(given)}, expected each label once.")
+        raise ValueError(f"columns is {shown(column_labels)}, expected each label once.")
     in_rank_order = np.zeros((table.shape[0], order.size))
     in_rank_order[:, ranks] = table
     observed = positions("y_true", y_true, order)
@@ -130,20 +130,20 @@ def _order_with(proba: Distribution, labels: ArrayLike | None, y_true: ArrayLike
     return order
 
 
-def _implied_order(y_true: ArrayLike, columns: int, given: Labels | None) -> tuple[Labels, Labels]:
+def _implied_order(y_true: ArrayLike, columns: int, column_labels: Labels | None) -> tuple[Labels, Labels]:
     """Return the rank order that labels and columns imply, and the labels of the columns in that order."""
     if categories_of(y_true) is not None:
         order = rank_order(None, y_true=y_true)
         return order, order
-    seen = np.unique(plain_labels("y_true", y_true))
-    if given is not None:
-        order = rank_order(None, y_true=y_true, columns=given)
-        return order, order[(order[:, None] == given).any(1)]
+    present = np.unique(plain_labels("y_true", y_true))
+    if column_labels is not None:
+        order = rank_order(None, y_true=y_true, columns=column_labels)
+        return order, order[(order[:, None] == column_labels).any(1)]
     order = rank_order(None, y_true=y_true)
-    for of_columns in (order[(order[:, None] == seen).any(1)], order):
+    for of_columns in (order[(order[:, None] == present).any(1)], order):
         if of_columns.size == columns:
             return order, of_columns
     raise ValueError(
-        f"proba has {columns} columns but y_true holds {seen.size} classes, {shown(seen)}: which column is of which "
-        "class is not known. Pass labels=, all classes in rank order."
+        f"proba has {columns} columns but y_true holds {present.size} classes, {shown(present)}: which column is of "
+        "which class is not known. Pass labels=, all classes in rank order."
     )

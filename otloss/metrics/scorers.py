@@ -17,7 +17,7 @@ from numpy.typing import ArrayLike
 
 from otloss.metrics import decisions as _decisions
 from otloss.metrics import forecasts as _forecasts
-from otloss.metrics.labels import plain_labels, rank_order
+from otloss.metrics.rank_labels import plain_labels, rank_order
 
 # The metric and its sign: as a score, larger is better.
 _OF_LABELS: dict[str, tuple[Callable[..., float], int]] = {
@@ -67,18 +67,19 @@ class OrdinalScorer:
         options = "".join(f", {name}={value!r}" for name, value in self.options.items())
         return f"scorer({self.metric!r}, labels={self.labels!r}{options})"
 
-    def _labels(self, estimator: Any, **known: ArrayLike) -> ArrayLike:
+    def _labels(self, estimator: Any, **targets: ArrayLike) -> ArrayLike:
         if self.labels is not None:
             return self.labels
         estimator = _last(estimator)
         order = getattr(estimator, "categories_", None)
-        if not isinstance(order, np.ndarray) or not hasattr(estimator, "classes_"):  # as encoders have them
-            return rank_order(None, **known)
-        given = plain_labels("y", known["y"])
-        if getattr(estimator, "categories", None) is not None or np.isin(given, order).all():
+        # Encoders have a list of arrays here.
+        if not isinstance(order, np.ndarray) or not hasattr(estimator, "classes_"):
+            return rank_order(None, **targets)
+        labels = plain_labels("y", targets["y"])
+        if getattr(estimator, "categories", None) is not None or np.isin(labels, order).all():
             return order
-        # Whole numbers that the fold has and the model's own training set had not extend the range.
-        return rank_order(None, estimator=order, y=given)
+        # The fold may have whole numbers that the model's training set did not have; they extend the range.
+        return rank_order(None, estimator=order, y=labels)
 
     def set_score_request(self, *, sample_weight: bool | str | None = None) -> OrdinalScorer:
         """Ask scikit-learn's metadata routing for sample weights (True, or the name they go by), or not (False)."""

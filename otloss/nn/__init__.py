@@ -24,7 +24,7 @@ from otloss.nn.applications import SoftTopK as SoftTopK
 from otloss.nn.applications import SpearmanLoss as SpearmanLoss
 from otloss.nn.applications import TopKLoss as TopKLoss
 from otloss.nn.applications import WassersteinDice as WassersteinDice
-from otloss.nn.cumulative import CumulativeLinkHead as CumulativeLinkHead
+from otloss.nn.cumulative_head import CumulativeLinkHead as CumulativeLinkHead
 from otloss.nn.distances import CdfDistance as CdfDistance
 from otloss.nn.distances import Emd as Emd
 from otloss.nn.distances import Sinkhorn as Sinkhorn

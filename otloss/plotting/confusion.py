@@ -8,8 +8,8 @@ import numpy as np
 from jaxtyping import Float
 from numpy.typing import ArrayLike
 
+from otloss.metrics.arrays import read_weights
 from otloss.metrics.inputs import read_decisions
-from otloss.metrics.numbers import read_weights
 from otloss.plotting.axes import BLUE, MOST_NAMES, VERMILION, axes_to_draw_on, colour_bar, inches_wide, name_classes
 
 if TYPE_CHECKING:

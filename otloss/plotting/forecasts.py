@@ -10,8 +10,8 @@ from jaxtyping import Float
 from numpy.typing import ArrayLike
 
 from otloss.metrics import threshold_reliability
+from otloss.metrics.arrays import read_values
 from otloss.metrics.inputs import Forecast, read_forecast
-from otloss.metrics.numbers import read_values
 from otloss.plotting.axes import BLUE, GREY, ORANGE, PALE, axes_to_draw_on, legend, name_classes, names_of
 
 if TYPE_CHECKING:

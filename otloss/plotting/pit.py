@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from otloss.metrics import pit_histogram
+from otloss.metrics.arrays import as_array, read_shares
 from otloss.metrics.forecasts import NORMAL_95
-from otloss.metrics.numbers import as_array, read_shares
 from otloss.plotting.axes import BLUE, ORANGE, axes_to_draw_on, legend
 
 if TYPE_CHECKING:

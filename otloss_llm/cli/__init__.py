@@ -38,23 +38,23 @@ usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the opti
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code: 0, 2 after an error the user can fix, 1 after a failed comparison."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    traceback = "--traceback" in given
-    given = [argument for argument in given if argument != "--traceback"]
-    if not given or given[0] in ("-h", "--help"):
-        print(USAGE, file=sys.stdout if given else sys.stderr, end="")
-        return 0 if given else 2
-    if given[0] == "--version":
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    traceback = "--traceback" in arguments
+    arguments = [argument for argument in arguments if argument != "--traceback"]
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, file=sys.stdout if arguments else sys.stderr, end="")
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
         print(f"otloss-llm {__version__}")
         return 0
-    if given[0] not in COMMANDS:
-        return _fail(f"there is no command {given[0]!r}; expected {' | '.join(COMMANDS)} (see --help).")
+    if arguments[0] not in COMMANDS:
+        return _fail(f"there is no command {arguments[0]!r}; expected {' | '.join(COMMANDS)} (see --help).")
     try:
         with _transformers_messages(), _plain_warnings():
-            parsed = _parse(given[0], given[1:])
+            parsed = _parse(arguments[0], arguments[1:])
             # Trainer, tqdm and other libraries print to stdout while the command works.
             with redirect_stdout(sys.stderr):
-                text, code = import_module(f"otloss_llm.cli.{given[0]}").run(*parsed)
+                text, code = import_module(f"otloss_llm.cli.{arguments[0]}").run(*parsed)
             if text:
                 print(text, flush=True)  # flushed here, where a full disk is reported
     except SystemExit as stop:  # of --help
@@ -125,16 +125,16 @@ def _plain_warnings() -> Iterator[None]:
         warnings.formatwarning = before
 
 
-def _parse(command: str, given: Sequence[str]) -> tuple[Any, ...]:
+def _parse(command: str, argv: Sequence[str]) -> tuple[Any, ...]:
     from otloss_llm.cli import arguments
     from otloss_llm.cli.options import OptionParser
 
     kinds = [getattr(arguments, kind) for kind in COMMANDS[command]]
     parser = OptionParser(kinds, prog=f"python -m otloss_llm {command}")
     *parsed, unknown = parser.parse_args_into_dataclasses(
-        args=list(given), return_remaining_strings=True, look_for_args_file=False
+        args=list(argv), return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
-        known = [option for action in parser._actions for option in action.option_strings]
-        raise ValueError(unknown_option(command, unknown[0], known))
+        known_options = [option for action in parser._actions for option in action.option_strings]
+        raise ValueError(unknown_option(command, unknown[0], known_options))
     return tuple(parsed)

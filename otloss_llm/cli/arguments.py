@@ -11,8 +11,8 @@ import torch
 from transformers import TrainingArguments
 
 from otloss.extending import SCALINGS
+from otloss_llm.evaluation.answer_scores import STYLES
 from otloss_llm.evaluation.in_context import RETRIEVERS, SCORINGS, TEMPLATE
-from otloss_llm.evaluation.numbers import STYLES
 from otloss_llm.experiments.oracle import Oracle
 from otloss_llm.losses.positions import IMPLEMENTATIONS
 
@@ -241,14 +241,14 @@ class EvaluateArguments:
 
 def _check_new_files(*paths: str | None) -> None:
     """Raise ValueError unless the files can be written without losing anything; checked before the work."""
-    given = [path for path in paths if path is not None]
-    for path in given:
+    files = [path for path in paths if path is not None]
+    for path in files:
         if Path(path).exists():
             raise ValueError(f"{path} exists already; name another output file, or delete that one.")
         if not Path(path).parent.is_dir():
             raise ValueError(f"there is no folder {str(Path(path).parent)!r} to write {path} in; make it first.")
-    if len(set(given)) < len(given):
-        raise ValueError(f"{given[0]} is named for two outputs; name two files.")
+    if len(set(files)) < len(files):
+        raise ValueError(f"{files[0]} is named for two outputs; name two files.")
 
 
 @dataclass

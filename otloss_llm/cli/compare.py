@@ -125,14 +125,14 @@ def _with_known_source(
     return table
 
 
-def _changed(given: Any, *, keep: Sequence[str] = ()) -> list[str]:
+def _changed(settings: Any, *, keep: Sequence[str] = ()) -> list[str]:
     """The options that differ from their defaults."""
-    found = []
-    for one in fields(given):
+    changed = []
+    for one in fields(settings):
         default = one.default_factory() if one.default_factory is not MISSING else one.default
-        if one.init and one.name not in keep and getattr(given, one.name) != default:
-            found.append(f"--{one.name}")
-    return found
+        if one.init and one.name not in keep and getattr(settings, one.name) != default:
+            changed.append(f"--{one.name}")
+    return changed
 
 
 def _over_sizes(
@@ -141,10 +141,10 @@ def _over_sizes(
 ) -> tuple[str, int]:  # fmt: skip
     if isinstance(data, QuestionData):
         raise ValueError("--model_sizes and --data_fractions are for text; leave them out for questions.")
-    found = run_scaling(
+    results = run_scaling(
         comparison, compare_args.model_sizes or [comparison.start], compare_args.data_fractions or [1.0], data,
         tokenizer, args, say=lambda line: print(line, file=sys.stderr, flush=True),
     )  # fmt: skip
-    table = write_scaling(found, Path(args.output_dir))
+    table = write_scaling(results, Path(args.output_dir))
     print(f"the report is {Path(args.output_dir) / 'scaling.md'}", file=sys.stderr)
-    return table, 1 if any(one["failures"] for one in found) else 0
+    return table, 1 if any(one["failures"] for one in results) else 0

@@ -23,7 +23,7 @@ from otloss_llm.evaluation import (
     score_answers,
     score_number_labels,
 )
-from otloss_llm.evaluation.numbers import answer_style
+from otloss_llm.evaluation.answer_scores import answer_style
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.models.loading import load_model_and_tokenizer
 from otloss_llm.training.folders import write_text
@@ -94,8 +94,8 @@ def _score_task(
         )
     )
     lines = [
-        {"text": item.text, "expected": item.label, "predicted": given, "correct": given == item.label}
-        for item, given in zip(test, scores.pop("predictions"), strict=True)
+        {"text": item.text, "expected": item.label, "predicted": prediction, "correct": prediction == item.label}
+        for item, prediction in zip(test, scores.pop("predictions"), strict=True)
     ]
     if args.predictions_file:
         write_text(Path(args.predictions_file), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))

@@ -21,9 +21,9 @@ from torch import Tensor
 
 from otloss.extending import SCALINGS
 from otloss_llm.costs.embedding import EmbeddingCost
-from otloss_llm.costs.number_tokens import NumberTokens
-from otloss_llm.costs.numbers import MixedCost, NumberCost
+from otloss_llm.costs.number_cost import MixedCost, NumberCost
 from otloss_llm.costs.ratings import RatingCost
+from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from otloss_llm.costs.vocabulary import TokenCost
 
 KINDS = ("embedding", "number", "mixed", "rating")
@@ -55,7 +55,7 @@ def _once(tokenizer: Any, key: Hashable, make: Callable[[], Any]) -> Any:
     """What `make` returned for this tokenizer in its present state; not kept where weak references are impossible."""
     try:
         kept = _MADE.setdefault(tokenizer, {})
-    except TypeError:  # not hashable, or without weak references
+    except TypeError:  # It is not hashable, or has no weak references.
         return make()
     # Tokens may be added to a tokenizer, or become special.
     state = len(tokenizer.get_vocab()), tuple(tokenizer.all_special_ids)
@@ -75,9 +75,9 @@ def number_values(tokenizer: Any, vocab_size: int) -> Float[Tensor, " vocab"] | 
 
     Tokens beyond the head, which a model cannot give, are left out.
     """
-    known = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
     try:
-        values = number_tokens(tokenizer, max(vocab_size, known)).values[:vocab_size]
+        values = number_tokens(tokenizer, max(tokens, vocab_size)).values[:vocab_size]
     except ValueError:  # no token is a number
         return None
     return None if values.isnan().all() else values
@@ -140,14 +140,14 @@ def near_duplicates_in(cost: TokenCost | None) -> Bool[Tensor, " vocab"] | None:
     """Which rows of the cost's embedding were set to zero as near-duplicates; None where there are none."""
     if isinstance(cost, MixedCost):
         cost = cost.other
-    found = cost.near_duplicates if isinstance(cost, EmbeddingCost) else None
-    return found if found is not None and found.any() else None
+    duplicates = cost.near_duplicates if isinstance(cost, EmbeddingCost) else None
+    return duplicates if duplicates is not None and duplicates.any() else None
 
 
 def settings_of_near_duplicates(cost: TokenCost | None) -> dict[str, int]:
     """How many such rows a run's cost has, if any: without them, or left as they are, it would be another run."""
-    found = near_duplicates_in(cost)
-    return {} if found is None else {"near_duplicates": int(found.sum())}
+    duplicates = near_duplicates_in(cost)
+    return {} if duplicates is None else {"near_duplicates": int(duplicates.sum())}
 
 
 def choose_cost(

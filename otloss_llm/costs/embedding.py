@@ -80,7 +80,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         before = (embedding != 0).any(-1)
         if directions != 0:  # before the search: rows of tokens that were never trained share a leading direction
             embedding = all_but_the_top(embedding, directions)
-        super().__init__(embedding)  # normalising copies
+        super().__init__(embedding)  # Normalising makes a copy.
         self.near_duplicates = torch.zeros_like(self.zero_rows)
         if near_duplicates == "zero":
             # Rows of which nothing is left are all but equal to the mean, as those of new tokens are.
@@ -89,7 +89,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
                 warn_of_near_duplicates(self.near_duplicates, stacklevel=2)
                 self.unit[self.near_duplicates] = 0.0
                 self.zero_rows |= self.near_duplicates
-        self._rounding = 16 * torch.finfo(self.dtype).eps  # of these rows, whatever dtype they are moved to later
+        self._rounding = 16 * torch.finfo(self.dtype).eps  # It belongs to these rows, in whatever dtype they are later.
         self._narrowed: dict[torch.dtype, tuple[Tensor, float]] = {}
 
     def rows(
@@ -105,7 +105,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         has added to the square of a row's length are 0: 5e-4 for bfloat16 and a width of 4096, at most 2 eps. The same
         holds on a CPU where `torch.set_float32_matmul_precision("medium")` allows products of bfloat16.
         """
-        if self.device.type == "cpu":  # on a GPU the check would wait for the device
+        if self.device.type == "cpu":  # On a GPU the check would synchronise.
             index = check_index("index", index, self.shape[0])
         if out is None or out.dtype == self.dtype:
             unit, rounding = self.unit, self.rounding_now()

@@ -45,7 +45,7 @@ def search(
     rows: Callable[[Int[Tensor, " picked"]], Float[Tensor, "picked d"]],
     *,
     width: int,
-    agree: Callable[[Tensor], Tensor] = lambda found: found,
+    agree: Callable[[Tensor], Tensor] = lambda pairs: pairs,
 ) -> Bool[Tensor, " V"]:
     """Return which rows are near-duplicates, from the sketches of all of them.
 
@@ -92,15 +92,16 @@ def sketch(unit: Float[Tensor, "V d"]) -> Float[Tensor, "V s"]:
 def likely_neighbours(z: Float[Tensor, "V s"], criteria: list[tuple[float, int]]) -> Int[Tensor, "V kept"]:
     """Rows that may lie within the costs of the criteria, -1 for none: at most `_KEPT` from each of several orders."""
     count, width = z.shape
-    # Signs about the mean: those about 0 are nearly all alike in an embedding whose rows share a direction.
+    # Signs are taken after subtracting the mean: rows that share a direction would otherwise have nearly equal signs.
     signs = (z > z.mean(0)).double()
-    half_square = 3 * max(cost for cost, _ in criteria)  # half the squared distance is the cost; sketches err
+    # Half the squared distance is the cost; sketches are approximate.
+    half_square = 3 * max(cost for cost, _ in criteria)
     generator = torch.Generator("cpu").manual_seed(1)
-    found = []
+    pairs = []
     for _ in range(1 if count <= _WHOLE else _ORDERS):
         digits = 2.0 ** torch.randperm(width, generator=generator, device="cpu").double()
-        found.append(_neighbours_in((signs @ digits.to(signs)).argsort(), z, half_square))
-    return torch.cat(found, dim=1)
+        pairs.append(_neighbours_in((signs @ digits.to(signs)).argsort(), z, half_square))
+    return torch.cat(pairs, dim=1)
 
 
 def _neighbours_in(order: Int[Tensor, " V"], z: Float[Tensor, "V s"], half_square: float) -> Int[Tensor, "V kept"]:
@@ -118,7 +119,7 @@ def _neighbours_in(order: Int[Tensor, " V"], z: Float[Tensor, "V s"], half_squar
     step = max(1, _AT_ONCE // (width * names.shape[1]))
     for first in range(0, len(names), step):
         score = torch.bmm(stretches[first : first + step], windows[first : first + step])
-        score.diagonal(before, 1, 2).fill_(-math.inf)  # itself
+        score.diagonal(before, 1, 2).fill_(-math.inf)  # A row is its own nearest neighbour.
         some = (score.amax(2) > -half_square).flatten().nonzero().squeeze(1)
         best = score.flatten(0, 1)[some].topk(min(_KEPT, width), dim=1)
         near = names[first + some // width].gather(1, best.indices).masked_fill(best.values <= -half_square, -1)

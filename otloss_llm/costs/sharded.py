@@ -111,16 +111,16 @@ class ShardedEmbeddingCost(VocabularyCost):
         part = sketch(self.unit)
         whole = part.new_zeros(self.shard.vocab, part.shape[1])
         whole[here] = part
-        dist.all_reduce(whole, group=self.shard.group)  # all but one of the summands are 0: exact
+        dist.all_reduce(whole, group=self.shard.group)  # The sum is exact: all but one of the terms are 0.
         self.near_duplicates = search(whole, self.embedding_of, width=self.unit.shape[1], agree=self._agree)
         self.unit[self.near_duplicates[here]] = 0.0
         if self.near_duplicates.any() and self.shard.rank == 0:
             warn_of_near_duplicates(self.near_duplicates, stacklevel=3)
 
-    def _agree(self, found: Tensor) -> Tensor:
+    def _agree(self, pairs: Tensor) -> Tensor:
         """What the first process has found, so that all exchange the same rows, whatever rounding made of theirs."""
-        dist.broadcast(found, src=dist.get_global_rank(self.shard.group, 0), group=self.shard.group)
-        return found
+        dist.broadcast(pairs, src=dist.get_global_rank(self.shard.group, 0), group=self.shard.group)
+        return pairs
 
     def rounding_now(self) -> float:
         """As that of `EmbeddingCost`, over the rows of all processes."""
@@ -174,7 +174,7 @@ class ShardedEmbeddingCost(VocabularyCost):
         """The unit rows of these tokens, from whichever process holds them: one collective."""
         row = self.shard.local(labels)
         here = row >= 0
-        found = self.unit.new_zeros(len(labels), self.unit.shape[1])
-        found[here] = self.unit[row[here]]
-        dist.all_reduce(found, group=self.shard.group)  # all but one of the summands are 0: exact
-        return found
+        rows = self.unit.new_zeros(len(labels), self.unit.shape[1])
+        rows[here] = self.unit[row[here]]
+        dist.all_reduce(rows, group=self.shard.group)  # The sum is exact: all but one of the terms are 0.
+        return rows

@@ -124,7 +124,7 @@ def _completions(rows: Sequence[tuple[str, dict[str, Any]]]) -> Examples:
 
 def is_untokenised(dataset: Any) -> bool:
     """Whether this is a dataset of the library (not a stream) without token ids."""
-    library = sys.modules.get("datasets")  # not imported: then nothing is one of its datasets
+    library = sys.modules.get("datasets")  # If it is not imported, no object is one of its datasets.
     return library is not None and isinstance(dataset, library.Dataset) and "input_ids" not in dataset.column_names
 
 

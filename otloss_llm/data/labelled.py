@@ -51,14 +51,14 @@ def read_labelled_texts(path: str | Path, *, labels: Mapping[str, str] | None = 
     path = Path(path).expanduser()
     if not path.exists():
         raise FileNotFoundError(f"there is no file or folder {str(path)!r} with labelled texts; check the path.")
-    found = []
+    texts = []
     for place, text, label in _entries(path):
         if labels is not None and label not in labels:
             raise ValueError(f"{place}: the label {label!r} is not among the candidates {list(labels)}; add it there.")
-        found.append(LabelledText(text, label if labels is None else labels[label]))
-    if not found:
+        texts.append(LabelledText(text, label if labels is None else labels[label]))
+    if not texts:
         raise ValueError(f"{str(path)!r} holds no text; expected a label and a text on each line.")
-    return found
+    return texts
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, str]]:
@@ -128,10 +128,10 @@ def _of_zip(path: Path) -> Iterator[tuple[str, str, str]]:
 
 def _choice(place: str, question: object, choices: object, answer: object) -> tuple[str, str]:
     """Question with lettered choices, and the letter of the right one."""
-    given = str(answer)
+    text = str(answer)
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= len(LETTERS):
         raise ValueError(f"{place} has the choices {choices!r}, expected 2 to {len(LETTERS)} of them.")
-    right = LETTERS.find(given) if given in list(LETTERS) else int(given) if given.isdigit() else -1
+    right = LETTERS.find(text) if text in list(LETTERS) else int(text) if text.isdigit() else -1
     if not 0 <= right < len(choices) or not isinstance(question, str):
         raise ValueError(
             f"{place}: the question is {question!r} and the answer {answer!r}, expected a string and the position (0 "

@@ -251,9 +251,9 @@ def count_labels(rows: PackedBlocks | AnsweredQuestions, chosen: Bool[Tensor, " 
         batches: Iterable[Tensor] = rows.ids[:, 1:].split(4096)  # the first token of a block is context
     else:
         batches = (rows[i]["labels"][1:] for i in range(len(rows)))
-    found = labels = 0
+    number_labels = labels = 0
     for batch in batches:
         predicted = batch[batch != IGNORE_INDEX].long()
-        found += int(chosen[predicted].sum())
+        number_labels += int(chosen[predicted].sum())
         labels += predicted.numel()
-    return found, labels
+    return number_labels, labels

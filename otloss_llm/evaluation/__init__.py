@@ -4,6 +4,12 @@ from __future__ import annotations
 
 from otloss_llm.data.labelled import LabelledText as LabelledText
 from otloss_llm.data.labelled import read_labelled_texts as read_labelled_texts
+from otloss_llm.evaluation.answer_scores import NumberScores as NumberScores
+from otloss_llm.evaluation.answer_scores import extract_answer as extract_answer
+from otloss_llm.evaluation.answer_scores import final_number as final_number
+from otloss_llm.evaluation.answer_scores import same_answer as same_answer
+from otloss_llm.evaluation.answer_scores import score_answers as score_answers
+from otloss_llm.evaluation.answer_scores import style_of as style_of
 from otloss_llm.evaluation.answering import NumberTokenScores as NumberTokenScores
 from otloss_llm.evaluation.answering import answer_questions as answer_questions
 from otloss_llm.evaluation.answering import number_token_scores as number_token_scores
@@ -19,12 +25,6 @@ from otloss_llm.evaluation.mauve import mauve as mauve
 from otloss_llm.evaluation.mauve import text_features as text_features
 from otloss_llm.evaluation.neighbours import NeighbourOverlap as NeighbourOverlap
 from otloss_llm.evaluation.neighbours import neighbour_overlap as neighbour_overlap
-from otloss_llm.evaluation.numbers import NumberScores as NumberScores
-from otloss_llm.evaluation.numbers import extract_answer as extract_answer
-from otloss_llm.evaluation.numbers import final_number as final_number
-from otloss_llm.evaluation.numbers import same_answer as same_answer
-from otloss_llm.evaluation.numbers import score_answers as score_answers
-from otloss_llm.evaluation.numbers import style_of as style_of
 from otloss_llm.evaluation.overlap import distinct_n as distinct_n
 from otloss_llm.evaluation.overlap import repetition as repetition
 from otloss_llm.evaluation.overlap import rouge as rouge

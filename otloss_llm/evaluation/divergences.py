@@ -99,7 +99,7 @@ def token_divergence(
             entropy[rows] = -(torch.where(shares > 0, shares * log_p, 0.0).sum(-1) * scored).sum(-1).double()
             for k, temperature in enumerate(q_temperatures):
                 log_q = torch.log_softmax(logits / temperature, -1)
-                # In one sum, so that rounding does not spoil a small divergence.
+                # One sum keeps the digits of a small divergence.
                 kl = torch.where(shares > 0, shares * (log_p - log_q), 0.0).sum(-1)
                 crossed[k, rows] = (kl * scored).sum(-1).double()
     return [_summary(kl, entropy, counts) for kl in crossed]

@@ -117,7 +117,9 @@ def classify_in_context(
     best = iter(mean.argmin(1))
     predictions = tuple(candidates[next(best)] if fits else None for fits in fitting)
     expected = [item.label for item, fits in zip(test, fitting, strict=True) if fits]
-    right = np.mean([given == item.label for given, item in zip(predictions, test, strict=True) if given is not None])
+    right = np.mean(
+        [prediction == item.label for prediction, item in zip(predictions, test, strict=True) if prediction is not None]
+    )
     most = Counter(expected).most_common(1)[0][1]
     error = math.sqrt(right * (1 - right) / len(expected))
     return InContextScores(
@@ -134,13 +136,13 @@ def _prompts(
     """
     before, after = template.split("{label}")
     for kept in range(len(shown), -1, -1):
-        told = "".join(
+        demonstrations_text = "".join(
             before.replace("{text}", item.text) + item.label + after + "\n\n" for item in shown[len(shown) - kept :]
         )
         texts = [text, WITHOUT_CONTENT] if scoring == "calibrated" else [text]
         rows = []
         for one in texts:
-            prompt = told + before.replace("{text}", one)
+            prompt = demonstrations_text + before.replace("{text}", one)
             opening = opening_ids(tokenizer)
             start = opening + _ids(tokenizer, prompt.rstrip())
             for candidate in candidates:
@@ -153,8 +155,8 @@ def _prompts(
 
 
 def _ids(tokenizer: Any, text: str) -> list[int]:
-    found: list[int] = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
-    return found
+    ids: list[int] = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
+    return ids
 
 
 def _retrieve(
@@ -172,12 +174,12 @@ def _retrieve(
     else:
         scores = _similarities(queries, [item.text for item in train], retriever)
         orders = np.argsort(-scores, axis=1, kind="stable").tolist()
-    found, removed = [], 0
+    retrieved, removed = [], 0
     for query, order in zip(queries, orders, strict=True):
         equal = positions.get(_plain(query), set())
         removed += sum(int(i) in equal for i in order[:count])
-        found.append([int(i) for i in order[: count + len(equal)] if int(i) not in equal][:count][::-1])
-    return found, removed
+        retrieved.append([int(i) for i in order[: count + len(equal)] if int(i) not in equal][:count][::-1])
+    return retrieved, removed
 
 
 def _plain(text: str) -> str:
@@ -189,13 +191,13 @@ def _similarities(queries: Sequence[str], texts: Sequence[str], retriever: str) 
 
     if retriever == "tfidf":
         vectorizer = TfidfVectorizer(sublinear_tf=True)
-        known = vectorizer.fit_transform(texts)
-        return np.asarray((vectorizer.transform(queries) @ known.T).todense())
+        of_texts = vectorizer.fit_transform(texts)
+        return np.asarray((vectorizer.transform(queries) @ of_texts.T).todense())
     counter = CountVectorizer()
     counts = counter.fit_transform(texts).tocsc().astype(np.float64)
     lengths = np.asarray(counts.sum(1)).ravel()
-    held = np.diff(counts.indptr)
-    inverse = np.log1p((len(texts) - held + 0.5) / (held + 0.5))
+    words = np.diff(counts.indptr)
+    inverse = np.log1p((len(texts) - words + 0.5) / (words + 0.5))
     # tf (k1 + 1) / (tf + k1 (1 - b + b length / mean length)), entry by entry
     rows = counts.indices
     counts.data = counts.data * (K1 + 1) / (counts.data + K1 * (1 - B + B * lengths[rows] / lengths.mean()))

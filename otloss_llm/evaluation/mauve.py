@@ -76,9 +76,9 @@ def mauve(
         >>> mauve(x, -abs(x) - 9, seeds=[0]).mean < 0.1
         True
     """
-    found = cluster_counts(p_features, q_features, clusters, seeds)
-    scores = [area_of_shares(p / p.sum(), q / q.sum()) for p, q in found]
-    return Mauve(float(np.mean(scores)), float(np.std(scores)), tuple(scores), len(found[0][0]))
+    counts = cluster_counts(p_features, q_features, clusters, seeds)
+    scores = [area_of_shares(p / p.sum(), q / q.sum()) for p, q in counts]
+    return Mauve(float(np.mean(scores)), float(np.std(scores)), tuple(scores), len(counts[0][0]))
 
 
 @dataclass(frozen=True)
@@ -124,14 +124,14 @@ def cluster_divergence(
         >>> print(round(cluster_divergence(abs(x), -abs(x), seeds=[0]).js / np.log(2), 6))
         1.0
     """
-    found = cluster_counts(p_features, q_features, clusters, seeds)
+    counts = cluster_counts(p_features, q_features, clusters, seeds)
     js = []
-    for p, q in found:
+    for p, q in counts:
         p, q = p / p.sum(), q / q.sum()
         js.append(float(_kl(p, (p + q) / 2) + _kl(q, (p + q) / 2)) / 2)
-    smooth = [((p + 1) / (p + 1).sum(), (q + 1) / (q + 1).sum()) for p, q in found]
+    smooth = [((p + 1) / (p + 1).sum(), (q + 1) / (q + 1).sum()) for p, q in counts]
     forward, reverse = (float(np.mean([_kl(*pair[::way]) for pair in smooth])) for way in (1, -1))
-    return ClusterDivergence(float(np.mean(js)), float(np.std(js)), forward, reverse, len(found[0][0]))
+    return ClusterDivergence(float(np.mean(js)), float(np.std(js)), forward, reverse, len(counts[0][0]))
 
 
 def cluster_counts(
@@ -191,14 +191,14 @@ def area_of_shares(p: np.ndarray, q: np.ndarray) -> float:
     r = w * p + (1 - w) * q
     x, y = (np.exp(-SCALE * _kl(share, r)) for share in (q, p))
     x, y = np.concatenate([[1.0], x, [0.0]]), np.concatenate([[0.0], y, [1.0]])
-    # In the order of w, x falls and y rises: the area of the polygon with the axes.
+    # Ordered by w, x falls and y rises; the area is that of the polygon with the axes.
     return float(-np.trapezoid(y, x))
 
 
 def _kl(p: np.ndarray, r: np.ndarray) -> np.ndarray:
     """KL(p || r), for each row of r; r is positive where p is."""
-    held = p > 0
-    return np.sum(p[held] * np.log(p[held] / r[..., held]), axis=-1)
+    present = p > 0
+    return np.sum(p[present] * np.log(p[present] / r[..., present]), axis=-1)
 
 
 def text_features(
@@ -237,8 +237,8 @@ def last_hidden_states(
         for start in range(0, len(order), batch_size):
             rows = order[start : start + batch_size]
             batch, mask = padded([ids[i] for i in rows])
-            found = model(input_ids=batch.to(device), attention_mask=mask.to(device), output_hidden_states=True)
-            last = found.hidden_states[-1][torch.arange(len(rows)), mask.sum(1) - 1].float().cpu().numpy()
+            outputs = model(input_ids=batch.to(device), attention_mask=mask.to(device), output_hidden_states=True)
+            last = outputs.hidden_states[-1][torch.arange(len(rows)), mask.sum(1) - 1].float().cpu().numpy()
             out = np.empty((len(ids), last.shape[1])) if out.shape[1] == 0 else out
             out[rows] = last
     return out

@@ -108,9 +108,9 @@ def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
 def _generation_config(model: Any, tokenizer: Any, *, temperature: float, **settings: Any) -> GenerationConfig:
     from transformers import GenerationConfig
 
-    ends = _end_ids(model, tokenizer)
-    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (ends or [0])[0]
-    special = {"pad_token_id": pad, "eos_token_id": ends or None, "bos_token_id": tokenizer.bos_token_id}
+    end_ids = _end_ids(model, tokenizer)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end_ids or [0])[0]
+    special = {"pad_token_id": pad, "eos_token_id": end_ids or None, "bos_token_id": tokenizer.bos_token_id}
     if temperature == 0:
         return GenerationConfig(do_sample=False, max_new_tokens=settings["max_new_tokens"], **special)
     return GenerationConfig(do_sample=True, temperature=temperature, **settings, **special)
@@ -121,8 +121,10 @@ def _end_ids(model: Any, tokenizer: Any) -> list[int]:
     own = model.generation_config.eos_token_id
     ids = set(own) if isinstance(own, (list, tuple)) else {own}
     # A configuration's default EOS (2 for Llama) may be an ordinary word of another tokenizer.
-    ends = {id_ for id_ in ids if id_ in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[id_].special}
-    return sorted(ends | ({tokenizer.eos_token_id} - {None}))
+    end_ids = {
+        id_ for id_ in ids if id_ in tokenizer.added_tokens_decoder and tokenizer.added_tokens_decoder[id_].special
+    }
+    return sorted(end_ids | ({tokenizer.eos_token_id} - {None}))
 
 
 def _generate(model: Any, rows: list[list[int]], settings: GenerationConfig) -> list[tuple[list[int], bool]]:
@@ -136,10 +138,10 @@ def _generate(model: Any, rows: list[list[int]], settings: GenerationConfig) -> 
     out: Tensor = model.generate(
         input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
     )
-    ends = set(settings.eos_token_id or [])
+    end_ids = set(settings.eos_token_id or [])
     results = []
     for new in out[:, width:].tolist():
-        length = next((i + 1 for i, id_ in enumerate(new) if id_ in ends), None)
+        length = next((i + 1 for i, id_ in enumerate(new) if id_ in end_ids), None)
         results.append((new[:length], length is not None))
     return results
 

@@ -66,22 +66,22 @@ def parse_arm(text: str) -> Arm:
     """
     objective, *modifiers = text.strip().split("/")
     kind, reads_cost = cost_kind(objective), needs_cost(parse_objective(objective))
-    given: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     for modifier in modifiers:
         sort, value = _modifier(modifier)
         if sort == "":
             reason = f"{modifier!r} is unknown"
-        elif sort in given:
+        elif sort in fields:
             reason = f"{modifier!r} is a second {sort}"
         elif sort == "embedding" and (not reads_cost or kind in ("number", "rating")):
             reason = f"{modifier!r} is an embedding, and {objective} uses no {'embedding' if reads_cost else 'cost'}"
         elif sort == "scaling" and kind in ("embedding", "rating"):
             reason = f"{modifier!r} is a distance of numbers, which only number_token and emo+number use"
         else:
-            given[sort] = value
+            fields[sort] = value
             continue
         raise ValueError(f"arm {text!r}: {reason}; expected {_EXPECTED}.")
-    return Arm(objective.lower(), **given)
+    return Arm(objective.lower(), **fields)
 
 
 def _modifier(text: str) -> tuple[str, str | float]:

@@ -22,7 +22,7 @@ from transformers import TrainingArguments
 from otloss_llm.costs.choice import number_cost, number_tokens, settings_of_near_duplicates
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions, spread
-from otloss_llm.evaluation.numbers import answer_style
+from otloss_llm.evaluation.answer_scores import answer_style
 from otloss_llm.experiments.arms import Arm
 from otloss_llm.experiments.arms import parse_arm as parse_arm
 from otloss_llm.experiments.measuring import METRICS, Data, QuestionBench, QuestionData, TextBench
@@ -48,7 +48,7 @@ class Comparison:
         samples_per_prompt, max_new_tokens: number and length of samples; the latter also limits an answer.
         batch_size: of evaluation and sampling.
         dtype: of the weights in training.
-        answer_style: of `otloss_llm.evaluation.numbers`; None takes that of the right answers. Questions only.
+        answer_style: of `otloss_llm.evaluation.answer_scores`; None takes that of the right answers. Questions only.
         num_questions: asked at most, spread evenly over the test questions; None asks them all. Questions only.
         metrics: of the samples, beside the others: "mauve" (with features of the judge), "rouge". Text only.
     """
@@ -105,7 +105,7 @@ def run_comparison(
     _check(comparison, data)
     style = ""
     if isinstance(data, QuestionData):
-        # The style of the whole file, as `evaluate` does, however many of its questions are asked.
+        # The style is that of the whole file, as in `evaluate`, also if only some of its questions are asked.
         style = answer_style([question.answer for question in data.test], comparison.answer_style)
         if comparison.num_questions is not None:
             data = replace(data, test=spread(data.test, comparison.num_questions))
@@ -219,7 +219,7 @@ def _bench(
         judge = (load_model(comparison.judge), load_tokenizer(comparison.judge))
         settings["judge_fingerprint"] = fingerprint(judge[0].named_parameters())
     bench = TextBench(
-        # The transport cost that is reported is the paper's, whatever the arms are trained with.
+        # The reported transport cost is the paper's for every arm.
         data, tokenizer, cost=load_cost("raw", start), judge=judge, prompt_tokens=comparison.prompt_tokens,
         samples_per_prompt=comparison.samples_per_prompt, metrics=comparison.metrics, **shared,
     )  # fmt: skip

@@ -142,8 +142,8 @@ class TextBench:
         return scores | judged | {"samples": samples}
 
     def _mauve(self, texts: list[str]) -> dict[str, Any]:
-        found = mauve(self._reference_features, self._features(texts))
-        return {"mauve": found.mean, "mauve_std": found.std, "mauve_clusters": found.clusters}
+        score = mauve(self._reference_features, self._features(texts))
+        return {"mauve": score.mean, "mauve_std": score.std, "mauve_clusters": score.clusters}
 
     @functools.cached_property
     def _reference_features(self) -> Any:
@@ -152,7 +152,7 @@ class TextBench:
     def _features(self, texts: list[str]) -> Any:
         assert self.judge is not None
         model, tokenizer = self.judge
-        some = [text or "\n" for text in texts]  # a sample may end at once
+        some = [text or "\n" for text in texts]  # A sample may be empty.
         return text_features(model.to(self.device), tokenizer, some, batch_size=self.batch_size)
 
     def _rouge(self, texts: list[str]) -> dict[str, Any]:
@@ -181,7 +181,7 @@ class TextBench:
         """Variety of the texts, and their likelihood under the judge; what short texts do not have is left out."""
         scores: dict[str, Any] = {}
         for n in (1, 2, 3):
-            with contextlib.suppress(ValueError):  # no text of n tokens
+            with contextlib.suppress(ValueError):  # No text has n tokens.
                 scores[f"distinct_{n}"] = distinct_n(texts, n)
         if self.judge is None or not any(texts):
             return scores
@@ -257,11 +257,11 @@ class QuestionBench:
     def measure(self, home: Path, model: Any, *, temperature: float, seed: int) -> dict[str, Any]:
         """Scores of `model` (None: the one in `home`), kept in `home`; the temperature and seed are not used."""
         load = _loader(home, model, self.device)
-        scores = once(home / "test.json", lambda: self._test(load()))
+        likelihood = once(home / "test.json", lambda: self._test(load()))
         answers: list[str] = once(home / "answers.json", lambda: self._answer(load()))
         kinds = [question.kind for question in self.data.test]
-        given = asdict(score_answers(answers, self.expected, style=self.style, kinds=kinds))
-        return scores | given | {"samples": [answers[i] for i in self._shown]}
+        scores = asdict(score_answers(answers, self.expected, style=self.style, kinds=kinds))
+        return likelihood | scores | {"samples": [answers[i] for i in self._shown]}
 
     def _test(self, model: Any) -> dict[str, Any]:
         settings: dict[str, Any] = {"batch_size": self.batch_size, "progress": False}

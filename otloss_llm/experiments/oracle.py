@@ -209,7 +209,7 @@ def run_oracle(
         raise ValueError(f"length is {oracle.length}, more than the source's context of {context} tokens; lower it.")
     arms = [OracleArm.parse(text, embeddings) for text in oracle.arms]
     kept = {key: value for key, value in asdict(oracle).items() if key not in ("arms", "seeds", "temperatures")}
-    for later in ("start", "train_texts", "lora_rank"):  # folders of earlier versions do not name them
+    for later in ("start", "train_texts", "lora_rank"):  # Folders of earlier versions do not have these fields.
         if kept[later] is None:
             del kept[later]
     with locked(folder), full_disk_reported(folder):

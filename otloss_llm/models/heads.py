@@ -27,7 +27,7 @@ from otloss_llm.models.sharded_heads import is_row_shard, replicated_like
 
 # What costs and kernels compute with; a weight of another dtype is quantised.
 _NUMBERS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-_TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"  # what transformers puts in its place
+_TP_FORWARD = "TensorParallelLayer.install_forward.<locals>.tp_forward"  # transformers replaces it by this.
 _WHAT_TO_DO = "keep the head out of quantisation and adapters, or use token_loss on the model's own logits."
 
 
@@ -106,12 +106,12 @@ class LanguageModelHead:
         if getattr(forward, "__func__", None) is nn.Linear.forward and weight is self.module.weight:
             return
         made, expected = forward(few), nn.functional.linear(h, weight, bias)
-        found = f"have shape {tuple(made.shape)} instead of {tuple(expected.shape)}"
+        deviation = f"have shape {tuple(made.shape)} instead of {tuple(expected.shape)}"
         if made.shape == expected.shape:
             error = float((made.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=1e-30))
             if error <= 8 * max(torch.finfo(dtype).eps for dtype in (made.dtype, weight.dtype, hidden.dtype)):
                 return
-            found = f"differ by {error:.2g} of the largest"
+            deviation = f"differ by {error:.2g} of the largest"
         if "forward" in vars(self.module) and self._hook() is None:
             advice = (
                 "Its forward was replaced, perhaps by a tp_plan of transformers that does not shard the head by rows; "
@@ -121,7 +121,7 @@ class LanguageModelHead:
             advice = "Use a torch.nn.Linear, or token_loss on the model's own logits."
         raise TypeError(
             f"the head of {self.model_name} is a {type_name(self.module)} whose logits are not hidden @ weight.T + bias"
-            f" (they {found}), so its loss cannot be fused. {advice}"
+            f" (they {deviation}), so its loss cannot be fused. {advice}"
         )
 
 
@@ -179,7 +179,7 @@ def _numbers(layer: Any, model_name: str) -> tuple[Tensor, Tensor | None]:
     if weight.is_meta and hasattr(layer, "_hf_hook"):
         from accelerate.utils import align_module_device
 
-        with align_module_device(layer):  # loads what is offloaded
+        with align_module_device(layer):  # This loads offloaded weights.
             if not layer.weight.is_meta:
                 return _numbers(layer, model_name)
     if _is_of_zero(weight) and not weight.numel():
@@ -313,7 +313,7 @@ def shifts_labels(model: nn.Module) -> bool:
     try:
         with evaluation_mode(model):
             loss = model(**inputs, labels=labels)["loss"]
-    except Exception:  # a model without such a loss, or one that fails here, says nothing
+    except Exception:  # A model without such a loss, or one that fails here, gives no information.
         return True
     return not bool(loss > 0)  # NaN or 0 where no label is scored
 

@@ -19,8 +19,8 @@ from torch import Tensor
 
 _SMALL, _MIDDLE, _LARGE = 2.0**-6, 40.0, 2.0**10
 _COLUMNS_OF_THE_FIT = 64
-_FINE = 1e-5  # relative error where nothing is rounded to 16 bits
-_NO_SCALE = 2.0**-8  # the median of ratios rounded to bfloat16 differs from 1 by less
+_FINE = 1e-5  # Relative error without 16-bit rounding.
+_NO_SCALE = 2.0**-8  # The median of ratios in bfloat16 differs from 1 by less.
 
 
 class LogitTransform(NamedTuple):
@@ -103,17 +103,17 @@ def _cap(z: Tensor, y: Tensor, scale: float) -> float | None:
 
     With `x = scale z / c` this is `tanh(x) / x = y / (scale z)`, which falls from 1 to 0 in x: bisection.
     """
-    seen = y / (scale * z)
+    shown = y / (scale * z)
     low, high = torch.full_like(z, -12.0), torch.full_like(z, 12.0)  # of log x
     for _ in range(70):
         middle = (low + high) / 2
         x = middle.exp()
-        too_small = torch.tanh(x) / x > seen
+        too_small = torch.tanh(x) / x > shown
         low, high = torch.where(too_small, middle, low), torch.where(too_small, high, middle)
     cap = _seven_digits((scale * z / low.exp()).abs())
     return cap if 0.0 < cap < torch.finfo(torch.float32).max else None
 
 
-def _seven_digits(found: Tensor) -> float:
+def _seven_digits(value: Tensor) -> float:
     """The median, to the precision of float32."""
-    return float(f"{float(found.median()):.7g}")
+    return float(f"{float(value.median()):.7g}")

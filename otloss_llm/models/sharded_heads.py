@@ -58,7 +58,7 @@ class VocabShard:
         facts: Facts = {}
         try:
             facts = check()
-        except Exception as caught:  # any kind: the others wait for this process
+        except Exception as caught:  # Any error must reach the other processes, which wait for this one.
             error = caught
         rows = -1 if error is not None else len(block)
         mine = torch.tensor([rows, zlib.crc32(repr(facts).encode())], device=getattr(block, "device", None))

@@ -39,9 +39,9 @@ from otloss.estimators import (
 )
 from otloss.estimators.base import above_zero, split_off
 from otloss.estimators.decode import decode
-from otloss.estimators.labels import label_order
+from otloss.estimators.label_order import label_order
 from otloss.metrics import ordinal_mae
-from otloss.metrics.labels import categories_of
+from otloss.metrics.rank_labels import categories_of
 
 SMALL = {"n_estimators": 8, "learning_rate": 0.3, "early_stopping": False, "n_jobs": 1, "random_state": 0}
 NAMES = ["low", "medium", "high"]  # sorts as high, low, medium

@@ -25,7 +25,7 @@ from otloss_llm import (  # noqa: E402
     all_but_the_top,
 )
 from otloss_llm.costs.choice import NumberSettings  # noqa: E402
-from otloss_llm.costs.number_tokens import NumberTokens  # noqa: E402
+from otloss_llm.costs.tokenizer_numbers import NumberTokens  # noqa: E402
 from otloss_llm.data.questions import AnsweredQuestions, Question, pad_questions  # noqa: E402
 from otloss_llm.evaluation import perplexity  # noqa: E402
 from otloss_llm.models.loading import load_model, load_tokenizer  # noqa: E402

@@ -14,17 +14,17 @@ from otloss._ordered_classes import class_values
 
 def read_probabilities(name: str, proba: ArrayLike) -> Float[np.ndarray, "n classes"]:
     """Return (n, K) probabilities in float64, each row divided by its sum, which is 1 up to rounding."""
-    given = as_array(proba)
-    if given.ndim != 2 or 0 in given.shape:
+    array = as_array(proba)
+    if array.ndim != 2 or 0 in array.shape:
         raise ValueError(
-            f"{name} has shape {given.shape}, expected (n, K): a row for each example, a column for each class."
+            f"{name} has shape {array.shape}, expected (n, K): a row for each example, a column for each class."
         )
-    if given.dtype.kind not in "fiu":
-        raise TypeError(f"{name} has dtype {given.dtype}, expected floating-point probabilities.")
-    table = given.astype(float)
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{name} has dtype {array.dtype}, expected floating-point probabilities.")
+    table = array.astype(float)
     sums = table.sum(1)
-    # bfloat16 arrives as float32, but no more exact than it was.
-    size = proba.dtype.itemsize if isinstance(proba, torch.Tensor) else given.dtype.itemsize
+    # A bfloat16 tensor arrives as float32, with the rounding of bfloat16.
+    size = proba.dtype.itemsize if isinstance(proba, torch.Tensor) else array.dtype.itemsize
     tolerance = 1e-2 if size < 4 else 1e-4
     bad = ~(np.isfinite(table).all(1) & (table.min(1) >= 0) & (np.abs(sums - 1) <= tolerance))
     if bad.any():
@@ -55,7 +55,7 @@ def read_weights(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarra
 def read_shares(sample_weight: ArrayLike | None, count: int) -> Float[np.ndarray, " n"]:
     """Return (n,) weights of sum 1."""
     weight = read_weights(sample_weight, count)
-    weight = weight / weight.max()  # so that weights of any unit neither overflow nor underflow
+    weight = weight / weight.max()  # This avoids overflow and underflow.
     return weight / weight.sum()
 
 

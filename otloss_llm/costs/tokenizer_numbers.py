@@ -133,17 +133,19 @@ class NumberTokens:
         name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
         size = _checked_size(vocab_size, len(texts), name)
         texts += [None] * (size - len(texts))
-        found = {token: value for token, text in enumerate(texts) if text and (value := read_number(text)) is not None}
-        found |= _checked_overrides({} if values is None else values, set(tokenizer.get_vocab().values()), name)
-        held = torch.full((size,), math.nan, dtype=torch.float64)
-        held[list(found)] = torch.tensor(list(found.values()), dtype=torch.float64)
-        if held.isnan().all():
+        numbers = {
+            token: value for token, text in enumerate(texts) if text and (value := read_number(text)) is not None
+        }
+        numbers |= _checked_overrides({} if values is None else values, set(tokenizer.get_vocab().values()), name)
+        token_values = torch.full((size,), math.nan, dtype=torch.float64)
+        token_values[list(numbers)] = torch.tensor(list(numbers.values()), dtype=torch.float64)
+        if token_values.isnan().all():
             shown = [text for text in texts if text and text.strip() and _UNREADABLE not in text]
             raise ValueError(
                 f"the tokenizer {name} has no token that is a number; it has {_shown(shown, 8)}. Name "
                 "the numbers with values={id: value}, or take a tokenizer with digits among its tokens."
             )
-        return cls(held, tuple(texts), name)
+        return cls(token_values, tuple(texts), name)
 
     def coverage(self) -> Coverage:
         """Return which tokens were taken for numbers and which not, as a report to print."""
@@ -254,21 +256,21 @@ def _anchor(tokenizer: Any, vocabulary: Mapping[str, int], ids: list[int]) -> in
     return (words or visible or ids)[0]
 
 
-def _checked_size(vocab_size: int | None, known: int, name: str) -> int:
-    if vocab_size is not None and vocab_size < known:
+def _checked_size(vocab_size: int | None, least: int, name: str) -> int:
+    if vocab_size is not None and vocab_size < least:
         raise ValueError(
-            f"vocab_size is {vocab_size}, but the tokenizer {name} has ids up to {known - 1}: expected at least "
-            f"{known}. Take the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
+            f"vocab_size is {vocab_size}, but the tokenizer {name} has ids up to {least - 1}: expected at least "
+            f"{least}. Take the model's own tokenizer, or model.resize_token_embeddings(len(tokenizer))."
         )
-    return known if vocab_size is None else vocab_size
+    return least if vocab_size is None else vocab_size
 
 
-def _checked_overrides(values: Mapping[int, float | None], known: set[int], name: str) -> dict[int, float]:
+def _checked_overrides(values: Mapping[int, float | None], ids: set[int], name: str) -> dict[int, float]:
     checked = {token: math.nan if value is None else float(value) for token, value in values.items()}
     for token, value in checked.items():
-        if token not in known:
+        if token not in ids:
             raise ValueError(
-                f"values names token {token!r}, expected one of the {len(known)} ids of the tokenizer {name}; "
+                f"values names token {token!r}, expected one of the {len(ids)} ids of the tokenizer {name}; "
                 "tokenizer.convert_tokens_to_ids(token) gives the id of a token."
             )
         if math.isinf(value):

@@ -12,9 +12,9 @@ import numpy as np
 from jaxtyping import Int, Shaped
 from numpy.typing import ArrayLike
 
-from otloss.metrics.numbers import as_array
+from otloss.metrics.arrays import as_array
 
-_MOST_CLASSES = 10_000  # a range of integers with more is hardly one of ranks
+_MOST_CLASSES = 10_000  # A longer range of integers is unlikely to be a range of ranks.
 KINDS = {"b": "numbers", "i": "numbers", "u": "numbers", "f": "numbers", "U": "strings"}
 
 Labels = Shaped[np.ndarray, " classes"]
@@ -37,8 +37,8 @@ def rank_order(labels: ArrayLike | None, **targets: ArrayLike) -> Labels:
         return order
     plain = {name: plain_labels(name, values) for name, values in targets.items()}
     _check_same_kind(**plain)
-    for name, given in plain.items():
-        if given.size == 0:
+    for name, vector in plain.items():
+        if vector.size == 0:
             raise ValueError(f"{name} is empty, expected at least one label.")
     order, doubt = implied_order(np.unique(np.concatenate(list(plain.values()))))
     if doubt:
@@ -46,7 +46,7 @@ def rank_order(labels: ArrayLike | None, **targets: ArrayLike) -> Labels:
     return order
 
 
-def implied_order(seen: Labels) -> tuple[Labels, str]:
+def implied_order(labels: Labels) -> tuple[Labels, str]:
     """Return all classes in the rank order that the sorted distinct labels `seen` imply, and why it is in doubt, or "".
 
     - Whole numbers: every integer from the smallest to the largest is a class, so the distance between two labels is
@@ -56,14 +56,14 @@ def implied_order(seen: Labels) -> tuple[Labels, str]:
     - Text: likewise, but in doubt, for its order is that of the alphabet. One label alone needs no order.
     - Whole numbers too far apart to be ranks: likewise in doubt.
     """
-    if seen.dtype.kind == "U":
-        reason = f"the labels {shown(seen)} are text, whose rank order is not known: it is seldom the alphabet"
-        return seen, reason if seen.size > 1 else ""
-    if seen.dtype.kind == "b" or not is_whole(seen).all():
-        return seen, ""
-    if not float(seen[-1]) - float(seen[0]) < _MOST_CLASSES:
-        return seen, f"the labels go from {seen[0]} to {seen[-1]}, and every integer between would be a class"
-    return np.arange(int(seen[0]), int(seen[-1]) + 1), ""
+    if labels.dtype.kind == "U":
+        reason = f"the labels {shown(labels)} are text, whose rank order is not known: it is seldom the alphabet"
+        return labels, reason if labels.size > 1 else ""
+    if labels.dtype.kind == "b" or not is_whole(labels).all():
+        return labels, ""
+    if not float(labels[-1]) - float(labels[0]) < _MOST_CLASSES:
+        return labels, f"the labels go from {labels[0]} to {labels[-1]}, and every integer between would be a class"
+    return np.arange(int(labels[0]), int(labels[-1]) + 1), ""
 
 
 def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
@@ -73,21 +73,21 @@ def is_whole(numbers: Shaped[np.ndarray, " n"]) -> np.ndarray:
 
 def positions(name: str, values: ArrayLike, order: Labels) -> Int[np.ndarray, " n"]:
     """Return the position of each label in `order`, else raise ValueError naming the first that has none."""
-    given = plain_labels(name, values)
-    if given.size == 0:
+    vector = plain_labels(name, values)
+    if vector.size == 0:
         raise ValueError(f"{name} is empty, expected at least one label.")
-    _check_same_kind(**{name: given}, labels=order)
+    _check_same_kind(**{name: vector}, labels=order)
     sorter = np.argsort(order)
-    place = np.searchsorted(order, given, sorter=sorter).clip(max=order.size - 1)
-    found = sorter[place]
-    unknown = order[found] != given
+    place = np.searchsorted(order, vector, sorter=sorter).clip(max=order.size - 1)
+    ranks = sorter[place]
+    unknown = order[ranks] != vector
     if unknown.any():
         first = int(np.flatnonzero(unknown)[0])
         raise ValueError(
-            f"{name}[{first}] is {given[first].item()!r}, expected one of the labels {shown(order)}; "
+            f"{name}[{first}] is {vector[first].item()!r}, expected one of the labels {shown(order)}; "
             "pass labels=, all classes in rank order."
         )
-    return found
+    return ranks
 
 
 def plain_labels(name: str, values: ArrayLike) -> Shaped[np.ndarray, " n"]:
@@ -144,14 +144,14 @@ def _as_column(values: Any) -> Any:
 
 def _common_categories(targets: dict[str, Any]) -> Any:
     """Return the categories of the ordered Categoricals among the targets, None without; raise where they differ."""
-    given = [c for target in targets.values() if (c := categories_of(target)) is not None]
-    for categories in given:
-        if list(categories) != list(given[0]):
+    orders = [order for target in targets.values() if (order := categories_of(target)) is not None]
+    for order in orders:
+        if list(order) != list(orders[0]):
             raise ValueError(
-                f"{' and '.join(targets)} have the ordered categories {list(given[0])!r} and {list(categories)!r}, "
+                f"{' and '.join(targets)} have the ordered categories {list(orders[0])!r} and {list(order)!r}, "
                 "expected the same; pass labels=, the classes in rank order."
             )
-    return given[0] if given else None
+    return orders[0] if orders else None
 
 
 def _unequal(value: Any) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from otloss.costs import Cost
 from otloss.extending import TEXT_OVER_WORST, check_index, check_positive, checked_values, number_line
-from otloss_llm.costs.number_tokens import Coverage, NumberTokens
+from otloss_llm.costs.tokenizer_numbers import Coverage, NumberTokens
 from otloss_llm.costs.vocabulary import FewColumns, LabelRows, VocabularyCost, as_vocabulary_cost, check_cost_dtype
 from otloss_llm.models.sharded_heads import VocabShard
 
@@ -113,7 +113,7 @@ class NumberCost(VocabularyCost):
         text: float | None = None,
     ) -> Self:
         """Return the cost over number tokens that were read before; settings as in `from_tokenizer`."""
-        # Scaled in float64: a default dtype of 16 bits would round 257 to 256.
+        # Values are scaled in float64: 16 bits would round 257 to 256.
         cost = cls(tokens.values, scaling=scaling, squash=squash, text=text)
         cost = cost.to(torch.promote_types(torch.get_default_dtype(), torch.float32))
         cost.tokens = tokens
@@ -184,8 +184,8 @@ class NumberCost(VocabularyCost):
         return rows.index_copy_(1, few.columns, few.costs[few.which])
 
     def __repr__(self) -> str:
-        given = {name: value for name, value in self.settings.items() if value not in ("absolute", None)}
-        settings = "".join(f", {name}={value!r}" for name, value in given.items())
+        changed = {name: value for name, value in self.settings.items() if value not in ("absolute", None)}
+        settings = "".join(f", {name}={value!r}" for name, value in changed.items())
         return (
             f"{type(self).__name__}(shape={self.shape}, dtype={self.dtype}, device='{self.device}', "
             f"numbers={len(self.line.x)}, text={self.text:g}{settings})"
@@ -253,7 +253,8 @@ class MixedCost(Cost, VocabularyCost):
 
         def rows(index: Tensor, out: Tensor | None) -> Tensor:
             made = other.rows(index, out)
-            made = made if other.buffer_dtypes else made.clone()  # those of a third-party cost may be its own memory
+            # The rows of a third-party cost may be its own memory.
+            made = made if other.buffer_dtypes else made.clone()
             among = line.is_number(index).nonzero().squeeze(-1)
             distances = line.distances(index[among])[:, here] * self.scale
             made[among.unsqueeze(1), columns] = distances.to(made.dtype)

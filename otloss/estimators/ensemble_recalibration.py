@@ -27,10 +27,10 @@ from sklearn.base import BaseEstimator
 from sklearn.utils.validation import check_is_fitted
 
 from otloss._checks import check_not_negative
+from otloss.metrics.arrays import read_shares
 from otloss.metrics.ensembles import read_ensemble
-from otloss.metrics.numbers import read_shares
 
-# The kinks of the score are rounded at first, by these shares of the error: a descent stops at kinks.
+# A descent stops at the kinks of the score, so they are first smoothed by these shares of the error.
 _ROUNDINGS = 10.0 ** -np.arange(1, 6)
 
 
@@ -74,7 +74,7 @@ class EnsembleRecalibration(BaseEstimator):
         weight = read_shares(sample_weight, len(members))
         mean, residual, spread = _parts(members)
         unit = float(np.sqrt(weight @ (mean - true) ** 2)) or 1.0
-        # In errors: the optimiser's tolerances are absolute.
+        # In units of the error, because the optimiser's tolerances are absolute.
         mean, residual, spread, true = (numbers / unit for numbers in (mean, residual, spread, true))
         centre = weight @ mean
         typical = float(weight @ spread)
@@ -94,11 +94,11 @@ class EnsembleRecalibration(BaseEstimator):
             off = p - identity
             return float(weight @ size.mean(1) - p[2:] @ spreads + pull * off @ off), gradient + 2 * pull * off
 
-        found, best = identity, identity
+        parameters, best = identity, identity
         bounds = [(None, None), (None, None), (0, None), (0, None)]
         for rounding in _ROUNDINGS:
-            found = minimize(score, found, (rounding,), jac=True, method="L-BFGS-B", bounds=bounds).x
-            best = min((best, found), key=lambda p: score(p, 0.0)[0])
+            parameters = minimize(score, parameters, (rounding,), jac=True, method="L-BFGS-B", bounds=bounds).x
+            best = min((best, parameters), key=lambda p: score(p, 0.0)[0])
         self.factor_, self.scale_ = float(best[1]), float(best[2])
         self.offset_ = float(best[0] + centre * (1 - best[1])) * unit
         self.added_ = float(best[3] * typical) * unit

@@ -73,8 +73,8 @@ def extract_answer(text: str, style: str) -> str | None:
         marked = [_marked(rest.partition("\n")[0]) for rest in text.split(MARK)[1:]]
         return next((line for line in marked if _value(line) is not None), marked[0] if marked else "") or None
     if style == "last":
-        found = list(_NUMBER.finditer(_one_minus(text)))
-        return _plain((found[-1]["sign"] or "") + found[-1]["size"]) if found else None
+        numbers = list(_NUMBER.finditer(_one_minus(text)))
+        return _plain((numbers[-1]["sign"] or "") + numbers[-1]["size"]) if numbers else None
     raise ValueError(f"the answer style is {style!r}, expected one of {', '.join(STYLES)}.")
 
 

@@ -3,7 +3,7 @@
 Three numberings meet in a classifier of ordered labels, and this module is the only place that translates them:
 
 - `categories`: all labels in rank order, lowest first; the user's knowledge, or else what the labels imply by the rule
-  of the metrics (`otloss.metrics.labels.implied_order`). Ranks 0..K-1 count them.
+  of the metrics (`otloss.metrics.rank_labels.implied_order`). Ranks 0..K-1 count them.
 - `classes`: the labels seen in training, sorted as scikit-learn sorts them; columns of `predict_proba` follow these.
 - positions 0..m-1: the labels seen, in rank order; a model has one output per position. A label that no training row
   holds has no output and probability zero, and the class values of the labels seen keep their distances.
@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 from sklearn.utils.multiclass import check_classification_targets
 
-from otloss.metrics.labels import Labels, implied_order, is_whole, ordered_categories, plain_labels, shown
+from otloss.metrics.rank_labels import Labels, implied_order, is_whole, ordered_categories, plain_labels, shown
 
 
 class EncodedLabelsWarning(UserWarning):
@@ -54,7 +54,7 @@ class LabelOrder:
     classes: Labels
     ranks: np.ndarray
     columns: np.ndarray
-    told: bool
+    is_explicit: bool
 
     @property
     def by_position(self) -> Labels:
@@ -74,13 +74,13 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
     Raises:
         ValueError, TypeError: if a label is missing (NaN, None) or unknown, or if categories repeat or have no order.
     """
-    seen = np.unique(plain_labels("y", y))
-    encoder = _encoder() if seen.dtype.kind in "iu" else None
+    present = np.unique(plain_labels("y", y))
+    encoder = _encoder() if present.dtype.kind in "iu" else None
     if categories is None:
-        _check_are_classes(y, seen)
+        _check_are_classes(y, present)
         if encoder is not None:
             _check_gaps(encoder)
-        return _ordered(seen, _implied(seen), told=False)
+        return _ordered(present, _implied(present), is_explicit=False)
     if hasattr(categories, "categories"):
         ordered = ordered_categories(categories)
         if ordered is None:
@@ -89,41 +89,41 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
     names = plain_labels("categories", categories)
     if not names.size or np.unique(names).size != names.size:
         raise ValueError(f"categories is {shown(names)}, expected each label once, lowest rank first.")
-    if seen.dtype.kind in "iu" and names.dtype.kind == "U":
-        return _ordered(seen, _indices(seen, names, encoder), names=names, told=True)
+    if present.dtype.kind in "iu" and names.dtype.kind == "U":
+        return _ordered(present, _indices(present, names, encoder), names=names, is_explicit=True)
     if encoder is not None:
         _check_not_encoded(names, encoder)
-    _check_known(seen, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
-    return _ordered(seen, names, told=True)
+    _check_known(present, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
+    return _ordered(present, names, is_explicit=True)
 
 
-def _check_are_classes(y: np.ndarray, seen: Labels) -> None:
+def _check_are_classes(y: np.ndarray, present: Labels) -> None:
     """As scikit-learn's check, but numbers with a fraction are classes too where they repeat, twice on average."""
-    if seen.dtype.kind != "f" or not np.isfinite(seen).all() or is_whole(seen).all():
+    if present.dtype.kind != "f" or not np.isfinite(present).all() or is_whole(present).all():
         check_classification_targets(y)
-    elif 2 * len(seen) > len(y):
+    elif 2 * len(present) > len(y):
         raise ValueError(
-            f"Unknown label type: continuous. y holds {len(seen)} different numbers with fractions in {len(y)} rows, "
-            "expected classes, of two rows or more on average; name the classes by categories=, or use a regressor."
+            f"Unknown label type: continuous. y holds {len(present)} different numbers with fractions in {len(y)} "
+            "rows, expected classes of two rows or more on average; pass categories=, or use a regressor."
         )
 
 
-def _check_known(labels: Labels, known: Labels, expected: str) -> None:
-    unknown = labels[~np.isin(labels, known)]
+def _check_known(labels: Labels, expected_labels: Labels, expected: str) -> None:
+    unknown = labels[~np.isin(labels, expected_labels)]
     if unknown.size:
         raise ValueError(f"y holds the label {shown(unknown[:1])[1:-1]}, expected {expected}.")
 
 
-def _ordered(seen: Labels, categories: Labels, *, names: Labels | None = None, told: bool) -> LabelOrder:
+def _ordered(present: Labels, categories: Labels, *, names: Labels | None = None, is_explicit: bool) -> LabelOrder:
     sorter = np.argsort(categories)
-    rank_of_class = sorter[np.searchsorted(categories, seen, sorter=sorter)]
+    rank_of_class = sorter[np.searchsorted(categories, present, sorter=sorter)]
     ranks = np.sort(rank_of_class)
     columns = np.searchsorted(ranks, rank_of_class)
-    return LabelOrder(categories, categories if names is None else names, seen, ranks, columns, told)
+    return LabelOrder(categories, categories if names is None else names, present, ranks, columns, is_explicit)
 
 
-def _implied(seen: Labels) -> Labels:
-    every, doubt = implied_order(seen)
+def _implied(present: Labels) -> Labels:
+    every, doubt = implied_order(present)
     if doubt:
         warnings.warn(
             f"{doubt}. They are ordered as {shown(every)}, lowest first; pass categories=, all labels in rank order, "
@@ -131,7 +131,7 @@ def _implied(seen: Labels) -> Labels:
             LabelOrderWarning,
             stacklevel=5,
         )
-    return every.astype(seen.dtype)  # unsigned integers keep their type
+    return every.astype(present.dtype)  # Unsigned integers keep their dtype.
 
 
 @dataclass(frozen=True)
@@ -164,10 +164,10 @@ def _encoder() -> _Encoder | None:
     while frame is not None:
         module, variables = frame.f_globals.get("__name__", ""), frame.f_locals
         if not outermost and module == "sklearn.multiclass":
-            return None  # it made labels of its own, 0 and 1
+            return None  # It made its own labels, 0 and 1.
         name = _ENCODERS.get((module, frame.f_code.co_name))
         if name is not None and variables.get("method") != "predict" and variables.get("y") is not None:
-            of_bagging = getattr(variables.get("ensemble"), "classes_", None)  # y of the others is encoded
+            of_bagging = getattr(variables.get("ensemble"), "classes_", None)  # The other functions encode y.
             outermost, count = name, count or len(np.unique(variables["y"]) if of_bagging is None else of_bagging)
             classes = of_bagging
         elif outermost and module.startswith("sklearn."):
@@ -228,7 +228,7 @@ def _check_not_encoded(names: Labels, encoder: _Encoder) -> None:
     )
 
 
-def _indices(seen: Labels, names: Labels, encoder: _Encoder | None) -> Labels:
+def _indices(present: Labels, names: Labels, encoder: _Encoder | None) -> Labels:
     """Indices (K,) of the categories among the sorted categories, in rank order.
 
     Raises:
@@ -237,19 +237,19 @@ def _indices(seen: Labels, names: Labels, encoder: _Encoder | None) -> Labels:
     """
     by_name = np.sort(names)
     complete = encoder is not None and encoder.count == len(names)
-    as_text = seen.astype(str)
+    as_text = present.astype(str)
     are_names = encoder is None and bool(np.isin(as_text, names).all())
-    if are_names and not np.array_equal(by_name[seen.clip(0, len(names) - 1)], as_text):
+    if are_names and not np.array_equal(by_name[present.clip(0, len(names) - 1)], as_text):
         raise ValueError(
-            f"y holds the integers {shown(seen)} and categories is {shown(names)}: each integer may be the label of "
+            f"y holds the integers {shown(present)} and categories is {shown(names)}: each integer may be the label of "
             "that name or the index of another label. Give categories as integers, or call y.astype(str)."
         )
-    if seen[0] < 0 or seen[-1] >= len(names) or not (complete or seen[-1] == len(names) - 1):
+    if present[0] < 0 or present[-1] >= len(names) or not (complete or present[-1] == len(names) - 1):
         who = "scikit-learn's Voting, Stacking, Bagging and cross_val_predict" if encoder is None else encoder.name
         pass_them = "pass them" if encoder is None else "passes them"
         raise ValueError(
-            f"y holds the integers {shown(seen)} and categories is {shown(names)}, expected these labels, or all their "
-            f"indices as {who} {pass_them}. Use the labels 0, 1, 2, ... in rank order there."
+            f"y holds the integers {shown(present)} and categories is {shown(names)}, expected these labels, or all "
+            f"their indices as {who} {pass_them}. Use the labels 0, 1, 2, ... in rank order there."
         )
     codes = np.searchsorted(by_name, names)
     if (np.diff(codes) < 0).any():

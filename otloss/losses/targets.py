@@ -83,7 +83,7 @@ def labelled(
             "soft labels out by sample_weight 0."
         )
     if not soft:
-        target = target.long()  # in a narrow dtype, comparisons would be modulo its width
+        target = target.long()  # In a narrow dtype -100 would be compared modulo its width.
         kept = None if ignore_index is None else target != ignore_index
         kept = None if kept is None or kept.all() else kept
     rows = (_in_rows(logits) if kept is None else logits[kept]).to(arithmetic)
@@ -165,10 +165,10 @@ def dtype_of_loss(logits: Tensor) -> torch.dtype:
 def classes_last(logits: Any, target: Any, dim: int | None) -> tuple[Any, Any]:
     """Return logits and target with the classes moved from axis `dim` to the last one."""
     if not isinstance(target, Tensor) or not isinstance(logits, Tensor):
-        return logits, target  # `labelled` raises
+        return logits, target  # `labelled` raises the error.
     shape = tuple(logits.shape)
     if dim is None:
-        # At axis 1 the losses of torch expect the classes.
+        # The losses of torch expect the classes on axis 1.
         if len(shape) > 2 and target.shape == shape[:-1] == (shape[0], *shape[2:]):
             raise ValueError(
                 f"logits have shape {shape} and target {tuple(target.shape)}, which fits classes on the last axis and "
@@ -188,7 +188,7 @@ def classes_last(logits: Any, target: Any, dim: int | None) -> tuple[Any, Any]:
 
 
 def _in_rows(tensor: Tensor) -> Float[Tensor, "rows classes"]:
-    # A view is one more operation to differentiate.
+    # A view would be one more operation for autograd.
     return tensor if tensor.dim() == 2 else tensor.reshape(-1, tensor.shape[-1])
 
 
@@ -229,7 +229,7 @@ def check_positions(name: str, target: Tensor, classes: int, ignore_index: int |
 
 def check_logits(rows: Float[Tensor, "rows classes"]) -> None:
     """Raise ValueError if an entry is NaN or +inf, or a row is -inf throughout."""
-    top = rows.detach().amax(-1)  # NaN where any entry is
+    top = rows.detach().amax(-1)  # It is NaN if an entry is NaN.
     if torch.isfinite(top).all():
         return
     check_below_infinity("logits", rows)
@@ -242,16 +242,16 @@ def check_logits(rows: Float[Tensor, "rows classes"]) -> None:
 
 def normalised(target: Tensor, dtype: torch.dtype) -> Float[Tensor, "rows classes"]:
     """Return soft labels in `dtype` with mass one; raise ValueError if the mass is not one up to rounding."""
-    held = target.detach()
-    mass = held.sum(-1, dtype=torch.float64)
+    values = target.detach()
+    mass = values.sum(-1, dtype=torch.float64)
     off = (mass - 1).abs()
-    # NaN and infinity show in the mass, and in their comparison.
-    if held.numel() and not (held.amin() >= 0 and off.amax() <= MASS_TOLERANCE[target.dtype]):
+    # A NaN or an infinity makes the mass NaN or infinite, and the comparison false.
+    if values.numel() and not (values.amin() >= 0 and off.amax() <= MASS_TOLERANCE[target.dtype]):
         check_finite("target", target)
-        if held.amin() < 0:
-            row, k = (int(i) for i in (held < 0).nonzero()[0])
+        if values.amin() < 0:
+            row, k = (int(i) for i in (values < 0).nonzero()[0])
             raise ValueError(
-                f"target holds {float(held[row, k])} for class {k} of row {row}, expected soft labels >= 0; clamp "
+                f"target holds {float(values[row, k])} for class {k} of row {row}, expected soft labels >= 0; clamp "
                 "rounding errors with target.clamp(min=0)."
             )
         row = int(off.argmax())
@@ -259,7 +259,7 @@ def normalised(target: Tensor, dtype: torch.dtype) -> Float[Tensor, "rows classe
             f"the soft labels of row {row} sum to {float(mass[row]):.9g}, expected 1; normalise them with "
             "target / target.sum(-1, keepdim=True)."
         )
-    # The mass carries no graph, as that of a histogram in transport does not.
+    # The mass is detached, as it is for histograms in the solvers.
     return target.to(dtype) / mass.unsqueeze(-1).to(dtype)
 
 

@@ -14,7 +14,7 @@ import torch
 
 transformers = pytest.importorskip("transformers")
 
-from otloss_llm.costs.number_tokens import NumberTokens  # noqa: E402
+from otloss_llm.costs.tokenizer_numbers import NumberTokens  # noqa: E402
 from otloss_llm.data.blocks import PackedBlocks, train_bpe_tokenizer  # noqa: E402
 from otloss_llm.data.questions import AnsweredQuestions, Question, read_questions  # noqa: E402
 from otloss_llm.evaluation import (  # noqa: E402
