@@ -30,8 +30,8 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 def weights(*shape: int, seed: int = 5) -> Tensor:
-    found = drawn(*shape, seed=seed) + 0.1
-    return found / found.sum(-1, keepdim=True)
+    actual = drawn(*shape, seed=seed) + 0.1
+    return actual / actual.sum(-1, keepdim=True)
 
 
 @pytest.mark.parametrize(
@@ -119,10 +119,10 @@ def test_exact_gradients_are_those_through_the_matrix(metric: Any) -> None:
     torch.testing.assert_close(value, expected)
     upstream = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
     wanted = torch.autograd.grad(expected, leaves, upstream)
-    for found, right in zip(torch.autograd.grad(value, leaves, upstream, create_graph=True), wanted, strict=True):
-        torch.testing.assert_close(found, right)
+    for actual, right in zip(torch.autograd.grad(value, leaves, upstream, create_graph=True), wanted, strict=True):
+        torch.testing.assert_close(actual, right)
         with pytest.raises(RuntimeError, match="second derivative of emd"):
-            torch.autograd.grad(found.sum(), leaves, retain_graph=True)
+            torch.autograd.grad(actual.sum(), leaves, retain_graph=True)
 
 
 @pytest.mark.parametrize("options", KINDS, ids=lambda o: "-".join(str(v) for v in o.values() if isinstance(v, str)))

@@ -57,8 +57,8 @@ def test_gradients_against_finite_differences() -> None:
     by_p, by_embedding = torch.autograd.grad(value @ torch.from_numpy(upstream), (p, embedding))
 
     def at(point: np.ndarray) -> float:
-        found = [solved(a, b, point) for a, b in zip(spread(WEIGHTS_P, IDS_P), spread(WEIGHTS_Q, IDS_Q), strict=True)]
-        return float(np.dot(found, upstream))
+        actual = [solved(a, b, point) for a, b in zip(spread(WEIGHTS_P, IDS_P), spread(WEIGHTS_Q, IDS_Q), strict=True)]
+        return float(np.dot(actual, upstream))
 
     p = p.detach()
     np.testing.assert_allclose(by_embedding, central_gradients(at, embedding.detach().numpy(), 1e-4), atol=1e-6)
@@ -74,8 +74,8 @@ def test_kernels_against_their_reference_implementations() -> None:
         embedding = vectors(50, 20).to(dtype)
         expected = PointCost(embedding[ids_p.clamp(min=0)], embedding[ids_q.clamp(min=0)], metric="euclidean").dense()
         inside = (ids_p >= 0).unsqueeze(-1) & (ids_q >= 0).unsqueeze(-2)
-        found = _word_costs(embedding, ids_p, ids_q)
-        torch.testing.assert_close(found, expected * inside, rtol=tolerance, atol=tolerance)
+        actual = _word_costs(embedding, ids_p, ids_q)
+        torch.testing.assert_close(actual, expected * inside, rtol=tolerance, atol=tolerance)
     table, p = torch.rand(7, 50, dtype=torch.float64), torch.rand(7, dtype=torch.float64)
     documents, _ = _bags("corpus", torch.rand(30, 50) * (torch.rand(30, 50) < 0.2), 50)
     bounds = _lower_bounds(table.numpy(), p.numpy(), documents)
@@ -102,13 +102,15 @@ def test_a_pruned_search_finds_what_all_pairs_find() -> None:
             p, q = queries[row] / queries[row].sum(), corpus[column] / corpus[column].sum()
             distances[row, column] = solved(p, q, embedding.numpy())
     for k in (1, 5, 39):
-        found = document_search(torch.from_numpy(queries), csr_array(corpus), embedding, k=k)
-        np.testing.assert_allclose(found.distances, np.sort(distances, 1)[:, :k], atol=1e-7)
-        np.testing.assert_allclose(np.take_along_axis(distances, found.indices.numpy(), 1), found.distances, atol=1e-7)
-        assert found.indices[0, :3].tolist() == [10, 11, 12][:k]
-        assert ((found.share_solved > 0) & (found.share_solved <= 39 / 40)).all()
+        actual = document_search(torch.from_numpy(queries), csr_array(corpus), embedding, k=k)
+        np.testing.assert_allclose(actual.distances, np.sort(distances, 1)[:, :k], atol=1e-7)
+        np.testing.assert_allclose(
+            np.take_along_axis(distances, actual.indices.numpy(), 1), actual.distances, atol=1e-7
+        )
+        assert actual.indices[0, :3].tolist() == [10, 11, 12][:k]
+        assert ((actual.share_solved > 0) & (actual.share_solved <= 39 / 40)).all()
     one = document_search(torch.from_numpy(queries[1]), torch.from_numpy(corpus), embedding.float(), k=k)
-    torch.testing.assert_close(one.distances, found.distances[1], rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(one.distances, actual.distances[1], rtol=1e-6, atol=1e-6)
     assert one.share_solved.shape == ()
 
 

@@ -27,9 +27,9 @@ def double_sum(x: np.ndarray, y: float, w: np.ndarray, fair: bool = False) -> fl
 def test_against_the_double_sum(data: st.DataObject, members: int) -> None:
     x, w = data.draw(positions(members)), data.draw(weights(members))
     y = data.draw(st.sampled_from([float(x[0]), -9.0, 0.3, 9.0]))
-    found = crps(as_double(x), as_double(np.array(y)), as_double(3 * w))
-    assert found.item() == pytest.approx(double_sum(x, y, w), abs=1e-12)
-    assert found >= 0
+    actual = crps(as_double(x), as_double(np.array(y)), as_double(3 * w))
+    assert actual.item() == pytest.approx(double_sum(x, y, w), abs=1e-12)
+    assert actual >= 0
     if w.max() < 1:
         fair = crps(as_double(x), as_double(np.array(y)), as_double(w), fair=True)
         assert fair.item() == pytest.approx(double_sum(x, y, w, fair=True), abs=1e-12)
@@ -41,8 +41,8 @@ def test_gradients_by_finite_differences(fair: bool) -> None:
     arrays = [rng.normal(size=(2, 5)), rng.normal(size=2), rng.uniform(0.1, 2, 5)]
     leaves = [as_double(a, grad=True) for a in arrays]
     upstream = as_double(np.array([1.0, -2.0]))
-    found = torch.autograd.grad(crps(*leaves, fair=fair) @ upstream, leaves)
-    for k, gradient in enumerate(found):
+    actual = torch.autograd.grad(crps(*leaves, fair=fair) @ upstream, leaves)
+    for k, gradient in enumerate(actual):
 
         def value(array: np.ndarray, k: int = k) -> float:
             changed = [as_double(array if j == k else a) for j, a in enumerate(arrays)]
@@ -55,13 +55,13 @@ def test_batches_offsets_and_narrow_numbers() -> None:
     draw = torch.Generator().manual_seed(0)
     x, y = torch.randn(3, 1, 6, generator=draw), torch.randn(4, generator=draw)
     w = torch.rand(3, 4, 6, generator=draw)
-    found = crps(x, y, w)
+    actual = crps(x, y, w)
     both = torch.cat([x.expand(3, 4, 6), y.expand(3, 4).unsqueeze(-1)], -1)
     p = torch.cat([w / w.sum(-1, keepdim=True), torch.zeros(3, 4, 1)], -1)
-    torch.testing.assert_close(found, otloss.cdf_distance(p, torch.eye(7)[-1], both))
-    torch.testing.assert_close(crps(x + 4096, y + 4096, w), found, atol=1e-3, rtol=0)  # no cancellation
+    torch.testing.assert_close(actual, otloss.cdf_distance(p, torch.eye(7)[-1], both))
+    torch.testing.assert_close(crps(x + 4096, y + 4096, w), actual, atol=1e-3, rtol=0)  # no cancellation
     order = torch.randperm(6, generator=draw)
-    torch.testing.assert_close(crps(x[..., order], y, w[..., order]), found)
+    torch.testing.assert_close(crps(x[..., order], y, w[..., order]), actual)
     assert crps(x.bfloat16(), y.bfloat16()).dtype == torch.bfloat16
     leaf = x.clone().requires_grad_()
     gradient = torch.autograd.grad(crps(leaf, y).sum(), leaf)[0]

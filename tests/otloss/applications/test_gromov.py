@@ -31,26 +31,26 @@ def _energy(C: Tensor, D: Tensor, M: Tensor, plan: Tensor, alpha: float) -> Tens
 def test_never_worse_than_pot_and_its_value_is_the_formula(alpha: float) -> None:
     for seed in range(4):
         C, D, M, p, q = _pair(seed)
-        found = fused_gromov(C, D, M, p, q, alpha=alpha, starts=6, generator=torch.Generator().manual_seed(0))
-        torch.testing.assert_close(found.value, _energy(C, D, M, found.plan, alpha))
-        torch.testing.assert_close(found.plan.sum(-1), p)
-        torch.testing.assert_close(found.plan.sum(-2), q)
+        actual = fused_gromov(C, D, M, p, q, alpha=alpha, starts=6, generator=torch.Generator().manual_seed(0))
+        torch.testing.assert_close(actual.value, _energy(C, D, M, actual.plan, alpha))
+        torch.testing.assert_close(actual.plan.sum(-1), p)
+        torch.testing.assert_close(actual.plan.sum(-2), q)
         theirs = ot.gromov.fused_gromov_wasserstein2(
             M.numpy(), C.numpy(), D.numpy(), p.numpy(), q.numpy(), loss_fun="square_loss", alpha=alpha
         )
-        assert float(found.value) <= float(theirs) + 1e-9
+        assert float(actual.value) <= float(theirs) + 1e-9
 
 
 def test_isomorphic_graphs_and_asymmetric_distances() -> None:
     generator = torch.Generator().manual_seed(0)
     C = torch.rand(5, 5, dtype=torch.float64, generator=generator)
     order = torch.tensor([3, 0, 4, 1, 2])
-    found = fused_gromov(C, C[order][:, order], alpha=1.0, starts=30, generator=generator)
+    actual = fused_gromov(C, C[order][:, order], alpha=1.0, starts=30, generator=generator)
     best = min(
         float(((C - C[order][:, order][list(s)][:, list(s)]) ** 2).mean()) for s in itertools.permutations(range(5))
     )
     assert best == pytest.approx(0.0, abs=1e-15)
-    assert float(found.value) == pytest.approx(0.0, abs=1e-12)
+    assert float(actual.value) == pytest.approx(0.0, abs=1e-12)
 
 
 def test_padding_and_batches_change_nothing() -> None:
@@ -59,10 +59,10 @@ def test_padding_and_batches_change_nothing() -> None:
     for k, (c, _, cost, w, _) in enumerate(pairs):
         C[k, : len(c), : len(c)], M[k, : len(c)], p[k, : len(c)] = c, cost, w
     D, q = torch.stack([pair[1] for pair in pairs]), torch.stack([pair[4] for pair in pairs])
-    found = fused_gromov(C, D, M, p, q, alpha=0.5, starts=2)
+    actual = fused_gromov(C, D, M, p, q, alpha=0.5, starts=2)
     for k, (c, d, cost, w, v) in enumerate(pairs):
         alone = fused_gromov(c, d, cost, w, v, alpha=0.5, starts=2)
-        assert float(found.value[k]) == pytest.approx(float(alone.value), rel=1e-9)
+        assert float(actual.value[k]) == pytest.approx(float(alone.value), rel=1e-9)
 
 
 @pytest.mark.parametrize("epsilon", [None, 0.1])
@@ -126,12 +126,12 @@ def test_bad_input(changed: dict[str, Any], message: str) -> None:
 
 def test_the_dtype_is_the_promoted_one_and_the_default_weights_are_uniform() -> None:
     C, D, M, _, q = _pair(0)
-    found = fused_gromov(C.bfloat16(), D.float(), M.bfloat16(), None, q.float())
-    assert (found.value.dtype, found.plan.dtype) == (torch.float32, torch.float32)
+    actual = fused_gromov(C.bfloat16(), D.float(), M.bfloat16(), None, q.float())
+    assert (actual.value.dtype, actual.plan.dtype) == (torch.float32, torch.float32)
     p = torch.full((5,), 0.2, dtype=torch.float64)
     expected = fused_gromov(C.bfloat16(), D.float(), M.bfloat16(), p, q.float())
     assert expected.value.dtype == torch.float64
-    torch.testing.assert_close(found.value, expected.value.float())
+    torch.testing.assert_close(actual.value, expected.value.float())
 
 
 @pytest.mark.parametrize("epsilon", [None, 0.2])
@@ -140,9 +140,9 @@ def test_units_change_no_plan(epsilon: float | None) -> None:
     expected = fused_gromov(C, D, M, p, q, epsilon=epsilon)
     for unit in (1e-10, 1e140):
         scaled = (unit * C, unit * D, unit**2 * M)
-        found = fused_gromov(*scaled, p, q, epsilon=epsilon and epsilon * unit**2)
-        torch.testing.assert_close(found.plan, expected.plan, rtol=1e-6, atol=1e-9)
-        assert float(found.value) == pytest.approx(float(expected.value) * unit**2, rel=1e-9)
+        actual = fused_gromov(*scaled, p, q, epsilon=epsilon and epsilon * unit**2)
+        torch.testing.assert_close(actual.plan, expected.plan, rtol=1e-6, atol=1e-9)
+        assert float(actual.value) == pytest.approx(float(expected.value) * unit**2, rel=1e-9)
 
 
 @pytest.mark.parametrize("epsilon", [None, 0.2])
@@ -165,8 +165,8 @@ def test_the_kernel_goes_where_the_reference_implementation_goes() -> None:
     p, q = p / p.sum(-1, keepdim=True), q / q.sum(-1, keepdim=True)
     plan = p.unsqueeze(-1) * q.unsqueeze(-2)
     for energy in (Energy(C, D, M, 0.6), Energy(C[0], D, M[0], 0.9)):
-        found = _descend_by_kernel(energy, plan, p, q, 100, 1e-12)
+        actual = _descend_by_kernel(energy, plan, p, q, 100, 1e-12)
         expected = _descend(energy, plan, p, q, None, 100, 1e-12)
-        for ours, theirs in zip(found, expected, strict=True):
+        for ours, theirs in zip(actual, expected, strict=True):
             torch.testing.assert_close(ours, theirs, rtol=1e-9, atol=1e-9)
         assert not _descend_by_kernel(energy, plan, p, q, 1, 1e-12)[2].all()

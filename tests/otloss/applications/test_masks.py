@@ -23,8 +23,8 @@ def test_mask_loss_is_the_divergence_of_pixels(penalty: float | None) -> None:
     scales = (p.sum(-1, keepdim=True), q.sum(-1, keepdim=True)) if penalty is None else (q.sum(-1, keepdim=True),) * 2
     options = {"epsilon": 1.5, "marginal_penalty": penalty, "tolerance": 1e-10}
     expected = otloss.sinkhorn_divergence(p / scales[0], q / scales[1], points, **options)
-    found = mask_loss(LOGITS, TARGET, spacing=(0.5, 2.0), reduction="none", **options)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    actual = mask_loss(LOGITS, TARGET, spacing=(0.5, 2.0), reduction="none", **options)
+    torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-8)
     torch.autograd.gradcheck(
         lambda z: mask_loss(z, TARGET, spacing=(0.5, 2.0), **options), LOGITS.clone().requires_grad_(), rtol=1e-4,
         atol=1e-6,
@@ -35,11 +35,11 @@ def test_mask_loss_is_the_divergence_of_pixels(penalty: float | None) -> None:
 def test_empty_targets_count_as_area(penalty: float | None) -> None:
     target, logits = TARGET.clone(), LOGITS.clone().requires_grad_()
     target[1] = 0
-    found = mask_loss(logits, target, epsilon=1.0, spacing=0.5, marginal_penalty=penalty, reduction="none")
+    actual = mask_loss(logits, target, epsilon=1.0, spacing=0.5, marginal_penalty=penalty, reduction="none")
     alone = mask_loss(logits[2], target[2], epsilon=1.0, spacing=0.5, marginal_penalty=penalty)
-    torch.testing.assert_close(found[2], alone, rtol=1e-3, atol=1e-4)
-    torch.testing.assert_close(found[1], 0.25 * logits[1].sigmoid().sum())
-    found.sum().backward()
+    torch.testing.assert_close(actual[2], alone, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(actual[1], 0.25 * logits[1].sigmoid().sum())
+    actual.sum().backward()
     assert logits.grad is not None
     probability = LOGITS[1].sigmoid()
     torch.testing.assert_close(logits.grad[1], 0.25 * probability * (1 - probability))
@@ -55,7 +55,7 @@ def test_wasserstein_dice_is_a_loop_over_images_and_pixels() -> None:
     logits, target = torch.randn(4, 3, 2, 5, generator=GENERATOR), torch.randint(3, (4, 2, 5), generator=GENERATOR)
     target[3] = 0
     cost = torch.tensor([[0.0, 2.0, 4.0], [3.0, 0.0, 1.0], [4.0, 0.5, 0.0]])
-    found = wasserstein_dice(logits, target, cost, reduction="none")
+    actual = wasserstein_dice(logits, target, cost, reduction="none")
     m = cost.numpy() / 4
     for k in range(4):
         q, agreed, wrong = torch.softmax(logits[k].double(), 0).numpy(), 0.0, 0.0
@@ -63,8 +63,8 @@ def test_wasserstein_dice_is_a_loop_over_images_and_pixels() -> None:
             y = int(target[k, i, j])
             distance = sum(q[c, i, j] * m[y, c] for c in range(3))
             agreed, wrong = agreed + m[y, 0] * (m[y, 0] - distance), wrong + distance
-        np.testing.assert_allclose(float(found[k]), 1 - 2 * agreed / (2 * agreed + wrong), rtol=1e-4)
-        torch.testing.assert_close(wasserstein_dice(logits[k : k + 1], target[k : k + 1], cost), found[k])
+        np.testing.assert_allclose(float(actual[k]), 1 - 2 * agreed / (2 * agreed + wrong), rtol=1e-4)
+        torch.testing.assert_close(wasserstein_dice(logits[k : k + 1], target[k : k + 1], cost), actual[k])
     torch.autograd.gradcheck(lambda z: wasserstein_dice(z, target, cost), logits.double().requires_grad_())
 
 
@@ -72,8 +72,8 @@ def test_wasserstein_dice_of_two_classes_is_soft_dice() -> None:
     logits = torch.stack([torch.zeros_like(LOGITS), LOGITS], 1)
     p, y = LOGITS.sigmoid(), TARGET
     dice = 1 - 2 * (p * y).sum((1, 2)) / (p + y).sum((1, 2))
-    found = wasserstein_dice(logits, y.long(), 1 - torch.eye(2, dtype=torch.float64), reduction="none")
-    torch.testing.assert_close(found, dice, rtol=1e-5, atol=0.0)
+    actual = wasserstein_dice(logits, y.long(), 1 - torch.eye(2, dtype=torch.float64), reduction="none")
+    torch.testing.assert_close(actual, dice, rtol=1e-5, atol=0.0)
     sure = torch.full((1, 2, 4), -30.0)
     sure[:, 0] = 30
     assert float(wasserstein_dice(sure, torch.zeros(1, 4, dtype=torch.long), 1 - torch.eye(2))) < 1e-6

@@ -36,11 +36,11 @@ def test_against_linear_programs_over_concatenated_ngrams(n: int, order_weight: 
             padded[k, first : first + count] = as_double(texts[k, :count])[: padded.shape[1] - first]
         masks.append(~padded.isnan().any(-1))
     settings = {"n": n, "order_weight": order_weight, "metric": "sqeuclidean"}
-    found = ngram_distance(x, y, mask_x=masks[0], mask_y=masks[1], **settings)  # type: ignore[arg-type]
+    actual = ngram_distance(x, y, mask_x=masks[0], mask_y=masks[1], **settings)  # type: ignore[arg-type]
     for k in range(3):
         a, b = x[k, masks[0][k]], y[k, masks[1][k]]
         expected = by_hand(a.numpy(), b.numpy(), n, order_weight)
-        assert found[k].item() == pytest.approx(expected, rel=1e-6)
+        assert actual[k].item() == pytest.approx(expected, rel=1e-6)
         assert ngram_distance(a, b, **settings).item() == pytest.approx(expected, rel=1e-6)  # type: ignore[arg-type]
 
 
@@ -81,9 +81,9 @@ def test_single_words_are_blind_to_the_order_and_ngrams_are_not() -> None:
 
 def test_leading_axes_broadcast() -> None:
     x, y = as_double(X).unsqueeze(1), as_double(Y)
-    found = ngram_distance(x, y, n=2)
-    assert found.shape == (3, 3)
-    torch.testing.assert_close(found.diagonal(), ngram_distance(x[:, 0], y, n=2))
+    actual = ngram_distance(x, y, n=2)
+    assert actual.shape == (3, 3)
+    torch.testing.assert_close(actual.diagonal(), ngram_distance(x[:, 0], y, n=2))
     assert ngram_distance(x.bfloat16(), y.bfloat16(), n=2).dtype == torch.bfloat16
 
 

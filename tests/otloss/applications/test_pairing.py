@@ -17,23 +17,23 @@ def drawn(*shape: int, seed: int) -> torch.Tensor:
 def test_exact_pairs_are_the_nearest_permutation(n: int, m: int) -> None:
     x0, x1 = drawn(n, 2, 3, seed=0) + 100, drawn(m, 2, 3, seed=1) + 100
     cost = (x0.flatten(1)[:, None] - x1.flatten(1)).double().square().sum(-1)
-    found = otloss.pair(x0, x1)
-    assert found.unique().numel() == n
+    actual = otloss.pair(x0, x1)
+    assert actual.unique().numel() == n
     best = linear_sum_assignment(cost.numpy())
-    assert cost[torch.arange(n), found].sum().item() == pytest.approx(cost[best].sum().item(), rel=1e-6)
+    assert cost[torch.arange(n), actual].sum().item() == pytest.approx(cost[best].sum().item(), rel=1e-6)
 
 
 def test_conditions_agree_as_often_as_possible_and_then_the_nearest_is_taken() -> None:
     x0, x1 = drawn(40, 2, seed=2), drawn(40, 2, seed=3)
     labels = torch.arange(40) % 4, (torch.arange(40) % 5).clamp(max=3)  # 10 each; 8, 8, 8 and 16
-    found = otloss.pair(x0, x1, condition=labels)
-    assert int((labels[0] == labels[1][found]).sum()) == 34
-    assert found.unique().numel() == 40
+    actual = otloss.pair(x0, x1, condition=labels)
+    assert int((labels[0] == labels[1][actual]).sum()) == 34
+    assert actual.unique().numel() == 40
     equal = labels[0], labels[0].flip(0)
-    found = otloss.pair(x0, x1, condition=equal)
+    actual = otloss.pair(x0, x1, condition=equal)
     for label in range(4):
         of0, of1 = (torch.nonzero(side == label).squeeze(-1) for side in equal)
-        assert torch.equal(found[of0], of1[otloss.pair(x0[of0], x1[of1])])
+        assert torch.equal(actual[of0], of1[otloss.pair(x0[of0], x1[of1])])
     drawn_pairs = otloss.pair(x0, x1, condition=equal, epsilon=0.5)
     assert torch.equal(equal[0], equal[1][drawn_pairs])
 
@@ -44,8 +44,8 @@ def test_draws_follow_the_entropic_plan() -> None:
     rows = 5 * otloss.solve(None, None, cost, epsilon=1.0).plan()
     generator = torch.Generator().manual_seed(0)
     draws = torch.stack([otloss.pair(x0, x1, epsilon=1.0, generator=generator) for _ in range(800)])
-    found = torch.nn.functional.one_hot(draws, 4).double().mean(0)
-    assert (found - rows).abs().max() < 0.07  # four standard errors of a share
+    actual = torch.nn.functional.one_hot(draws, 4).double().mean(0)
+    assert (actual - rows).abs().max() < 0.07  # four standard errors of a share
 
 
 def test_bad_input() -> None:

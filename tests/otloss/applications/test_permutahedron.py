@@ -43,8 +43,8 @@ def nearest(z: np.ndarray, w: np.ndarray) -> np.ndarray:
         bounds=[(0, 1)] * len(corners), constraints={"type": "eq", "fun": lambda a: a.sum() - 1},
         options={"ftol": 1e-14, "maxiter": 1000},
     )  # fmt: skip
-    found: np.ndarray = best.x @ corners
-    return found
+    actual: np.ndarray = best.x @ corners
+    return actual
 
 
 @pytest.mark.parametrize("epsilon", [0.4, 1.3, 4.0])
@@ -84,18 +84,18 @@ def test_derivatives(operator: Callable[[Tensor, float], Tensor]) -> None:
     weights = torch.linspace(-1, 2, 7, dtype=F64)
     for epsilon in (0.05, 0.7, 3.0):
         leaf = x.clone().requires_grad_()
-        (found,) = torch.autograd.grad((operator(leaf, epsilon) * weights).sum(), leaf)
+        (actual,) = torch.autograd.grad((operator(leaf, epsilon) * weights).sum(), leaf)
         expected = central_gradients(
             lambda t, e=epsilon: float((operator(torch.from_numpy(t), e) * weights).sum()), x.numpy(), 1e-6
         )
-        np.testing.assert_allclose(found, expected, rtol=1e-6, atol=1e-7)
-    (found,) = torch.autograd.grad(operator(leaf, 0.7).square().sum(), leaf, create_graph=True)
+        np.testing.assert_allclose(actual, expected, rtol=1e-6, atol=1e-7)
+    (actual,) = torch.autograd.grad(operator(leaf, 0.7).square().sum(), leaf, create_graph=True)
     with pytest.raises(RuntimeError, match="a second derivative"):
-        found.sum().backward()
+        actual.sum().backward()
     # Entries that tie and share no places have no gradient, and neither have rows of equal ones.
     tied = torch.tensor([[5.0, 5.0, 1.0, 0.0], [2.0, 2.0, 2.0, 2.0]], requires_grad=True)
-    (found,) = torch.autograd.grad(top_two(tied, 0.1)[:, 0].sum(), tied)
-    assert not found.any()
+    (actual,) = torch.autograd.grad(top_two(tied, 0.1)[:, 0].sum(), tied)
+    assert not actual.any()
     assert not torch.autograd.grad(rank(tied, 1.0)[1, 0], tied)[0].any()
 
 
@@ -103,10 +103,10 @@ def test_derivatives(operator: Callable[[Tensor, float], Tensor]) -> None:
 @pytest.mark.parametrize("n", [1, 2, 1_000_000])
 def test_sizes_and_scale(n: int, operator: Callable[[Tensor, float], Tensor]) -> None:
     x = torch.randn(n, dtype=F64, generator=torch.Generator().manual_seed(1)).requires_grad_()
-    found = operator(x, 1e-3)
+    actual = operator(x, 1e-3)
     scaled = operator(4 * x + 1, 1e-3)
-    torch.testing.assert_close(scaled, 4 * found + 1 if operator is sort else found)
-    (gradient,) = torch.autograd.grad(found.square().sum(), x)
+    torch.testing.assert_close(scaled, 4 * actual + 1 if operator is sort else actual)
+    (gradient,) = torch.autograd.grad(actual.square().sum(), x)
     assert gradient.isfinite().all()
     for shape in ((0, 5), (2, 0, 3)):
         assert operator(torch.zeros(shape), 1.0).shape == shape

@@ -39,9 +39,9 @@ def test_target_ranks_are_those_of_scipy() -> None:
         10 ** drawn(4, 12, seed=10).mul(8), torch.tensor([1.0, 1, 2, 6e4] * 3).half().expand(4, -1),
         torch.arange(12).expand(4, -1) % 7 + 2**62, scores > 0,
     ):  # fmt: skip
-        found = spearman_loss(scores, wide, epsilon=1e-7, reduction="none")
+        actual = spearman_loss(scores, wide, epsilon=1e-7, reduction="none")
         expected = [1 - spearmanr(s, rankdata(t)).statistic for s, t in zip(scores, wide.numpy(), strict=True)]
-        np.testing.assert_allclose(found, expected, atol=1e-9)
+        np.testing.assert_allclose(actual, expected, atol=1e-9)
 
 
 def test_gradients_of_rankings() -> None:
@@ -62,8 +62,8 @@ def test_top_k_is_the_logarithm_of_the_share() -> None:
     logits = drawn(4, 6, seed=3)
     mask = torch.zeros(4, 6, dtype=torch.bool).scatter_(1, torch.tensor([[0, 5], [1, 2], [3, 3], [4, 0]]), True)
     shares = soft_top_k(logits, 2, epsilon=0.3).log()
-    found = top_k_loss(logits, mask, 2, epsilon=0.3, reduction="none")
-    torch.testing.assert_close(found, torch.stack([-s[m].mean() for s, m in zip(shares, mask, strict=True)]))
+    actual = top_k_loss(logits, mask, 2, epsilon=0.3, reduction="none")
+    torch.testing.assert_close(actual, torch.stack([-s[m].mean() for s, m in zip(shares, mask, strict=True)]))
     worst = top_k_loss(torch.tensor([[0.0, 1.0, 2.0]]), torch.tensor([0]), 1, epsilon=1e-4)  # a share of 0 in float32
     assert float(worst) == pytest.approx(15000, rel=1e-3)
     assert float(top_k_loss(logits, torch.arange(4), 6)) == 0
@@ -110,15 +110,15 @@ def test_large_losses_of_unmatched_predictions_cost_no_digits() -> None:
     cost = torch.tensor([[0.3, 0.2], [0.1, 0.4]])
     for epsilon, tolerance in ((None, 1e-7), (1e-3, 2e-6)):
         for size in (1e4, 1e8):
-            found = set_loss(cost, torch.full((2,), size), epsilon=epsilon)
-            assert float(found) == pytest.approx(
+            actual = set_loss(cost, torch.full((2,), size), epsilon=epsilon)
+            assert float(actual) == pytest.approx(
                 0.3 if epsilon is None else float(set_loss(cost, epsilon=epsilon)), abs=tolerance
             )
         assert float(set_loss(torch.zeros(0, 0), epsilon=epsilon)) == 0
         # 99 of 100 are matched; the sum over all would be beyond float16.
-        found = set_loss(torch.ones(100, 99).half(), torch.full((100,), 1000.0).half(), epsilon=epsilon)
-        assert found.dtype == torch.float16
-        assert float(found) == pytest.approx(1099, abs=2)
+        actual = set_loss(torch.ones(100, 99).half(), torch.full((100,), 1000.0).half(), epsilon=epsilon)
+        assert actual.dtype == torch.float16
+        assert float(actual) == pytest.approx(1099, abs=2)
 
 
 def test_bad_sets() -> None:

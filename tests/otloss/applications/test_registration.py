@@ -31,15 +31,15 @@ def test_known_motions_are_found(d: int, angle: float, restarts: int) -> None:
     order = torch.randperm(120, generator=torch.Generator().manual_seed(1))
     y = (x @ rotation.mT + translation)[order]
     a = torch.rand(120, generator=torch.Generator().manual_seed(2), dtype=torch.float64) + 0.1
-    found = register(
+    actual = register(
         x, y, a / a.sum(), (a / a.sum())[order], epsilon=1e-3, restarts=restarts,
         generator=torch.Generator().manual_seed(0),
     )  # fmt: skip
-    torch.testing.assert_close(found.rotation, rotation, atol=1e-3, rtol=0)
-    torch.testing.assert_close(found.translation, translation, atol=1e-2, rtol=0)
-    torch.testing.assert_close(found.apply(x)[order], y, atol=1e-2, rtol=0)
-    assert torch.linalg.det(found.rotation) > 0.99
-    assert found.transport.plan().shape == (120, 120)
+    torch.testing.assert_close(actual.rotation, rotation, atol=1e-3, rtol=0)
+    torch.testing.assert_close(actual.translation, translation, atol=1e-2, rtol=0)
+    torch.testing.assert_close(actual.apply(x)[order], y, atol=1e-2, rtol=0)
+    assert torch.linalg.det(actual.rotation) > 0.99
+    assert actual.transport.plan().shape == (120, 120)
 
 
 @pytest.mark.parametrize(("angle", "restarts"), [(0.3, 0), (2.0, 30)])
@@ -50,11 +50,11 @@ def test_parts_without_a_partner_drop_out(angle: float, restarts: int) -> None:
     left, right = x[along[20:]], y[along[:-20]]  # a tenth is missing on each side, at either end
     errors = []
     for penalty in (0.02, None):
-        found = register(
+        actual = register(
             left, right, epsilon=2e-3, marginal_penalty=penalty, steps=60, restarts=restarts,
             generator=torch.Generator().manual_seed(0),
         )  # fmt: skip
-        errors.append((found.rotation - rotation).norm())
+        errors.append((actual.rotation - rotation).norm())
     assert errors[0] < 0.05
     assert errors[0] < 0.3 * errors[1]
 

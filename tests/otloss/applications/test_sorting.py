@@ -45,9 +45,9 @@ def plan_by_roots(x: np.ndarray, epsilon: float, places: np.ndarray, share: np.n
         column = scores - logsumexp(scores + np.append(start, 0.0), axis=1, keepdims=True)
         start = (np.log(x.size * share) - logsumexp(column, axis=0))[:-1] - np.log(x.size * share[-1])
         start = start + logsumexp(column[:, -1])
-    found = root(lambda b: plan(b).sum(axis=0)[:-1] - share[:-1], start, tol=1e-14)
-    assert np.abs(found.fun).max() < 1e-12
-    return plan(found.x)
+    actual = root(lambda b: plan(b).sum(axis=0)[:-1] - share[:-1], start, tol=1e-14)
+    assert np.abs(actual.fun).max() < 1e-12
+    return plan(actual.x)
 
 
 def sort_oracle(x: np.ndarray, epsilon: float) -> np.ndarray:
@@ -77,9 +77,9 @@ def test_values_and_gradients_are_those_of_the_transport_plan(name: str, n: int,
     value = OPERATORS[name](leaf, epsilon=epsilon)
     np.testing.assert_allclose(value.detach(), ORACLES[name](x.numpy(), epsilon), rtol=1e-9, atol=1e-9)
     weights = rows(n, seed=n + 1)
-    (found,) = torch.autograd.grad((value * weights).sum(), leaf)
+    (actual,) = torch.autograd.grad((value * weights).sum(), leaf)
     expected_gradient = central_gradients(lambda t: float(ORACLES[name](t, epsilon) @ weights.numpy()), x.numpy(), 1e-5)
-    np.testing.assert_allclose(found, expected_gradient, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(actual, expected_gradient, rtol=1e-6, atol=1e-7)
 
 
 @every_operator
@@ -94,14 +94,14 @@ def test_gradients_at_ties_and_at_small_epsilon(operator: Callable[..., Tensor])
     tied = torch.tensor([0.3, -1.0, 0.3, 2.0, 0.3, 0.5], dtype=F64)
     for x, epsilon in ((tied, 0.1), (tied, 1e-3), (rows(40, seed=2), 1e-3), (rows(12, seed=3), 1e-4)):
         leaf, weights = x.clone().requires_grad_(), rows(x.numel(), seed=4)
-        (found,) = torch.autograd.grad((operator(leaf, epsilon=epsilon) * weights).sum(), leaf)
+        (actual,) = torch.autograd.grad((operator(leaf, epsilon=epsilon) * weights).sum(), leaf)
 
         def value(t: np.ndarray, weights: Tensor = weights, epsilon: float = epsilon) -> float:
             return float((operator(torch.tensor(t), epsilon=epsilon) * weights).sum())
 
         expected_gradient = central_gradients(value, x.numpy(), 1e-7)
         np.testing.assert_allclose(
-            found, expected_gradient, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(expected_gradient).max()))
+            actual, expected_gradient, rtol=1e-4, atol=1e-5 * max(1.0, float(np.abs(expected_gradient).max()))
         )
 
 
@@ -118,8 +118,8 @@ def test_the_limit_is_the_operator_itself(
     x = torch.tensor(entries, dtype=dtype, requires_grad=True)
     spread = max(entries) - min(entries)
     # Whole numbers in a range of 40 for 12 places: a swap costs at least 2 / (40 * 11), or 450 epsilon.
-    found = soft_sort(x, epsilon=epsilon)
-    torch.testing.assert_close(found, x.sort().values, rtol=0, atol=1e-5 * max(spread, 1))
+    actual = soft_sort(x, epsilon=epsilon)
+    torch.testing.assert_close(actual, x.sort().values, rtol=0, atol=1e-5 * max(spread, 1))
     ranks = torch.tensor(rankdata(entries), dtype=dtype)
     torch.testing.assert_close(soft_rank(x, epsilon=epsilon), ranks, rtol=0, atol=1e-5)
     k = data.draw(st.integers(0, len(entries)))
@@ -128,7 +128,7 @@ def test_the_limit_is_the_operator_itself(
     equal = np.array([sum(e == entry for e in entries) for entry in entries])
     expected = torch.tensor(np.clip((k - larger) / equal, 0, 1), dtype=dtype)
     torch.testing.assert_close(soft_top_k(x, k, epsilon=epsilon), expected, rtol=0, atol=1e-5)
-    for value in (found, soft_rank(x, epsilon=epsilon), soft_top_k(x, k, epsilon=epsilon)):
+    for value in (actual, soft_rank(x, epsilon=epsilon), soft_top_k(x, k, epsilon=epsilon)):
         (expected_gradient,) = torch.autograd.grad(value @ torch.arange(1.0, 1.0 + len(x), dtype=dtype), x)
         assert torch.isfinite(expected_gradient).all()
 
@@ -138,9 +138,9 @@ def test_top_k_of_long_rows_against_a_root_finder(k: int, epsilon: float) -> Non
     x = np.random.default_rng(k).standard_cauchy(1000)
     u = (x - x.min()) / (x.max() - x.min())
     theta = brentq(lambda t: expit((2 * u - t) / epsilon).sum() - k, -100 * epsilon - 1, 3 + 100 * epsilon, xtol=1e-16)
-    found = soft_top_k(torch.tensor(x), k, epsilon=epsilon)
-    np.testing.assert_allclose(found, expit((2 * u - theta) / epsilon), atol=1e-9 + 1e-15 / epsilon)
-    assert float(found.sum()) == pytest.approx(k, rel=1e-12)
+    actual = soft_top_k(torch.tensor(x), k, epsilon=epsilon)
+    np.testing.assert_allclose(actual, expit((2 * u - theta) / epsilon), atol=1e-9 + 1e-15 / epsilon)
+    assert float(actual.sum()) == pytest.approx(k, rel=1e-12)
 
 
 def test_hard_rows_are_solved_and_keep_their_order() -> None:
@@ -148,9 +148,9 @@ def test_hard_rows_are_solved_and_keep_their_order() -> None:
     far[:, 0] = 1e9
     for hard in (x.round() + 1e-7 * x, x / rows(3, 60, seed=7).abs(), far, torch.arange(60, dtype=F64)):
         for epsilon in (1e-7, 1e-5, 1e-3, 1.0):
-            found = soft_rank(hard, epsilon=epsilon)
-            torch.testing.assert_close(found.sum(-1), torch.full_like(found.sum(-1), 60 * 61 / 2))
-            assert (found.gather(-1, hard.argsort(-1)).diff(dim=-1) >= -1e-6).all()
+            actual = soft_rank(hard, epsilon=epsilon)
+            torch.testing.assert_close(actual.sum(-1), torch.full_like(actual.sum(-1), 60 * 61 / 2))
+            assert (actual.gather(-1, hard.argsort(-1)).diff(dim=-1) >= -1e-6).all()
 
 
 def test_descending() -> None:
@@ -174,9 +174,9 @@ def test_batches_equal_a_loop_whatever_the_layout(operator: Callable[..., Tensor
     torch.testing.assert_close(by_batch, by_loop)
     for shape in ((0, 5), (2, 0, 3), (0, 1)):
         empty = torch.zeros(shape, requires_grad=True)
-        found = operator(empty)
-        assert found.shape == shape
-        assert torch.autograd.grad(found.sum(), empty)[0].shape == shape
+        actual = operator(empty)
+        assert actual.shape == shape
+        assert torch.autograd.grad(actual.sum(), empty)[0].shape == shape
 
 
 @pytest.mark.parametrize(
@@ -189,10 +189,10 @@ def test_dtypes(operator: Callable[..., Tensor], dtype: torch.dtype) -> None:
     wide = x.detach().double().requires_grad_()
     exact = operator(wide)
     torch.testing.assert_close(value.double(), exact, rtol=torch.finfo(dtype).eps, atol=1e-7)
-    (found,) = torch.autograd.grad(value[..., :4].sum(), x)
+    (actual,) = torch.autograd.grad(value[..., :4].sum(), x)
     (expected,) = torch.autograd.grad(exact[..., :4].sum(), wide)
-    assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
+    assert actual.dtype == dtype
+    torch.testing.assert_close(actual.double(), expected, rtol=4 * torch.finfo(dtype).eps, atol=1e-3)
 
 
 def test_rows_of_equal_entries_and_none_or_all_of_a_row() -> None:

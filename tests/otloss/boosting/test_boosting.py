@@ -68,13 +68,13 @@ def test_the_bound_holds_without_its_clamp_for_any_cost(seed: int) -> None:
 def test_at_power_2_the_hessian_is_twice_the_diagonal_of_gauss_newton(x: np.ndarray | None) -> None:
     loss = make(x=x)
     z, y = scores_and_labels()
-    _, found = gradients_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss))
+    _, actual = gradients_in_numpy(z, y, NONE, loss=loss, curvature=spec(loss))
     gaps = torch.tensor(loss.gaps)
-    for row, diagonal in zip(z, found, strict=True):
+    for row, diagonal in zip(z, actual, strict=True):
         J = torch.autograd.functional.jacobian(lambda s: s.softmax(0).cumsum(0)[:-1], torch.tensor(row))
         expected = 4 * (gaps[:, None] * J**2).sum(0)
         np.testing.assert_allclose(diagonal, expected.clamp(min=0.01 * float(gaps.mean())), rtol=1e-9)
-    assert (found > 1.01 * spec(loss).least).mean() > 0.2
+    assert (actual > 1.01 * spec(loss).least).mean() > 0.2
 
 
 @pytest.mark.parametrize("name", ["power 2", "power 1", "a cost and cross-entropy"])

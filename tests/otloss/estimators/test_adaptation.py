@@ -63,8 +63,8 @@ def test_joint_loss_is_that_of_pot_on_a_loop() -> None:
         away, chance = (source[i] - target[j]).square().sum(), torch.softmax(logits[j], 0)[labels[i]]
         cost[i, j] = 0.3 * float(away) - 2.0 * float(chance.log())
     weights = {"feature_weight": 0.3, "label_weight": 2.0}
-    found = jdot_loss(source, target, labels, logits, **weights)  # type: ignore[arg-type]
-    np.testing.assert_allclose(float(found), ot.emd2(ot.unif(5), ot.unif(7), cost), rtol=1e-9)
+    actual = jdot_loss(source, target, labels, logits, **weights)  # type: ignore[arg-type]
+    np.testing.assert_allclose(float(actual), ot.emd2(ot.unif(5), ot.unif(7), cost), rtol=1e-9)
     for options in ({}, {"epsilon": 0.5}, {"epsilon": 0.5, "marginal_penalty": 1.0}):
         torch.autograd.gradcheck(
             lambda s, t, z, o=options: jdot_loss(s, t, labels, z, **weights, **o),

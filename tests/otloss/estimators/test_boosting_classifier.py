@@ -258,10 +258,10 @@ def proba(library: str, given: dict[str, Any] | None = None, **settings: Any) ->
     ],
 )
 def test_settings_by_any_name_take_precedence(library: str, alias: str, value: Any, settings: dict[str, Any]) -> None:
-    found = proba(library, {alias: value})
-    assert np.abs(found - proba(library)).max() > 1e-3
+    actual = proba(library, {alias: value})
+    assert np.abs(actual - proba(library)).max() > 1e-3
     if settings:
-        np.testing.assert_array_equal(found, proba(library, **settings))
+        np.testing.assert_array_equal(actual, proba(library, **settings))
 
 
 @pytest.mark.parametrize(

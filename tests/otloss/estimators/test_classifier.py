@@ -185,10 +185,10 @@ def test_adam_returns_the_best_epoch_and_not_the_last() -> None:
 
     def held_out_loss(epochs: int) -> tuple[int, float]:
         trained = deepcopy(network)
-        found, _ = train_adam(
+        actual, _ = train_adam(
             trained, objective, rows[np.arange(20, 60)], epochs=epochs, random=np.random.RandomState(0), **settings
         )
-        return found, objective.data_loss(trained(noise.features), noise).item()
+        return actual, objective.data_loss(trained(noise.features), noise).item()
 
     best, loss = held_out_loss(30)
     assert best < 30

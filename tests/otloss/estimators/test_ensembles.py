@@ -56,8 +56,8 @@ def test_a_planted_map_is_recovered() -> None:
     mean = ensemble.mean(1, keepdims=True)
     wrong = (mean + 4) / 0.8 + 0.5 * (ensemble - mean)  # factor 0.8, offset -4, scale 2
     fitted = EnsembleRecalibration(shrinkage=0).fit(wrong, y)
-    found = [fitted.offset_, fitted.factor_, fitted.scale_, fitted.added_]
-    np.testing.assert_allclose(found, [-4, 0.8, 2, 0], atol=0.1)
+    actual = [fitted.offset_, fitted.factor_, fitted.scale_, fitted.added_]
+    np.testing.assert_allclose(actual, [-4, 0.8, 2, 0], atol=0.1)
     assert score(fitted.predict(wrong), y) < 1.01 * score(ensemble, y)
     assert np.abs(pit_histogram(y, fitted.predict(wrong)) - 0.1).max() < 0.02
 

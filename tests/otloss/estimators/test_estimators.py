@@ -265,8 +265,8 @@ def test_labelled_costs_and_values_go_by_their_index() -> None:
         labelled = OrdinalClassifier(categories=NAMES, cost=table).fit(X, Y)
         np.testing.assert_array_equal(labelled.predict_proba(X), plain)
     values = pandas.Series({"high": 7.0, "low": 0.0, "medium": 1.0, "other": 3.0})
-    found, expected = (OrdinalClassifier(categories=NAMES, values=v).fit(X, Y) for v in (values, [0, 1, 7]))
-    np.testing.assert_array_equal(found.expected_value(X), expected.expected_value(X))
+    actual, expected = (OrdinalClassifier(categories=NAMES, values=v).fit(X, Y) for v in (values, [0, 1, 7]))
+    np.testing.assert_array_equal(actual.expected_value(X), expected.expected_value(X))
 
 
 # ---- meta-estimators -----------------------------------------------------------------------------------------------

@@ -35,31 +35,31 @@ def test_labels_are_their_definition(value: float, form: str, by_edges: bool) ->
     if form == "two_hot":
         value = float(np.clip(value, centres[0], centres[-1]))
     options: dict[str, Any] = {"sigma": 0.8} if form == "gaussian" else {}
-    found = histogram_labels(as_double(np.array(value)), as_double(EDGES if by_edges else CENTRES), 5,
+    actual = histogram_labels(as_double(np.array(value)), as_double(EDGES if by_edges else CENTRES), 5,
                              encoding=form, **options).numpy()  # fmt: skip
-    assert found.sum() == pytest.approx(1, abs=1e-14)
+    assert actual.sum() == pytest.approx(1, abs=1e-14)
     if form == "two_hot":
-        assert found @ centres == pytest.approx(value, abs=1e-13)
-        assert np.ptp(np.flatnonzero(found)) <= 1
+        assert actual @ centres == pytest.approx(value, abs=1e-13)
+        assert np.ptp(np.flatnonzero(actual)) <= 1
     elif form == "one_hot":
-        k = int(found.argmax())
-        assert found[k] == 1
+        k = int(actual.argmax())
+        assert actual[k] == 1
         assert EDGES[k] <= value <= EDGES[k + 1]
     else:
         mass = np.array([quad(norm(value, 0.8).pdf, a, b)[0] for a, b in pairwise(EDGES)])
-        np.testing.assert_allclose(found, mass / mass.sum(), atol=1e-12)
+        np.testing.assert_allclose(actual, mass / mass.sum(), atol=1e-12)
 
 
 @pytest.mark.parametrize("sigma", [1e-4, 0.3, 1e4])
 def test_gaussian_tails_keep_their_relative_accuracy(sigma: float) -> None:
     edges = torch.arange(21.0, dtype=torch.float64)
     for value in (0.0, 3.3, 16.7, 20.0):
-        found = histogram_labels(as_double(np.array(value)), edges, 20, encoding="gaussian", sigma=sigma).numpy()
+        actual = histogram_labels(as_double(np.array(value)), edges, 20, encoding="gaussian", sigma=sigma).numpy()
         e = edges.numpy()
         right = e[:-1] >= value
         mass = np.where(right, norm.sf(e[:-1], value, sigma) - norm.sf(e[1:], value, sigma),
                         norm.cdf(e[1:], value, sigma) - norm.cdf(e[:-1], value, sigma))  # fmt: skip
-        np.testing.assert_allclose(found, mass / mass.sum(), rtol=1e-8, atol=1e-300)
+        np.testing.assert_allclose(actual, mass / mass.sum(), rtol=1e-8, atol=1e-300)
     # 0.75 bins by default.
     default = histogram_labels(as_double(np.array(3.3)), edges, 20, encoding="gaussian")
     torch.testing.assert_close(
@@ -73,12 +73,12 @@ def test_is_the_distance_to_the_labels(form: str, power: int, bins: np.ndarray) 
     z, values = drawn(9, 5, seed=0), torch.linspace(0, 6.9, 9, dtype=torch.float64)
     centres = as_double((bins[1:] + bins[:-1]) / 2 if bins.size == 6 else bins)
     labels = histogram_labels(values, as_double(bins), 5, encoding=form)
-    found = histogram_loss(z, values, as_double(bins), encoding=form, power=power, reduction="none")
-    torch.testing.assert_close(found, cdf_distance(z.softmax(-1), labels, centres, power=power))
-    torch.testing.assert_close(histogram_loss(z, labels, as_double(bins), power=power, reduction="none"), found)
+    actual = histogram_loss(z, values, as_double(bins), encoding=form, power=power, reduction="none")
+    torch.testing.assert_close(actual, cdf_distance(z.softmax(-1), labels, centres, power=power))
+    torch.testing.assert_close(histogram_loss(z, labels, as_double(bins), power=power, reduction="none"), actual)
     mixed = histogram_loss(z, values, as_double(bins), encoding=form, power=power, cross_entropy=0.5)
     nll = -(labels * z.log_softmax(-1)).sum(-1)
-    torch.testing.assert_close(mixed, (found + 0.5 * nll).mean())
+    torch.testing.assert_close(mixed, (actual + 0.5 * nll).mean())
 
 
 def test_gradients_in_logits_histograms_and_values() -> None:
@@ -90,13 +90,13 @@ def test_gradients_in_logits_histograms_and_values() -> None:
         assert torch.autograd.gradgradcheck(call, z.clone().requires_grad_())
     for form in ("two_hot", "gaussian"):
         leaf = values.clone().requires_grad_()
-        (found,) = torch.autograd.grad(histogram_loss(z, leaf, bins, encoding=form), leaf)
+        (actual,) = torch.autograd.grad(histogram_loss(z, leaf, bins, encoding=form), leaf)
 
         def value(v: np.ndarray) -> float:
             return float(histogram_loss(z, as_double(v), bins, encoding=form))  # noqa: B023
 
-        np.testing.assert_allclose(found.numpy(), central_gradients(value, values.numpy(), 1e-5), atol=1e-7)
-        assert found.abs().max() > 0.05
+        np.testing.assert_allclose(actual.numpy(), central_gradients(value, values.numpy(), 1e-5), atol=1e-7)
+        assert actual.abs().max() > 0.05
     t = drawn(4, 5, seed=2).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: histogram_loss(z, t.softmax(-1), bins, power=1), t)
 
@@ -147,8 +147,8 @@ def test_dtypes_shapes_and_weights() -> None:
     one = histogram_loss(torch.zeros(2, 1), torch.tensor([1.0, 1.5]), torch.tensor([0.0, 2.0]), encoding="one_hot")
     assert one.item() == 0
     since_1970 = torch.tensor([1_700_000_000, 1_700_000_010, 1_700_000_020])  # float64 inside
-    found = histogram_loss(z[0].float(), since_1970[0] + ages[0], since_1970)
-    torch.testing.assert_close(found, histogram_loss(z[0].float(), ages[0], bins))
+    actual = histogram_loss(z[0].float(), since_1970[0] + ages[0], since_1970)
+    torch.testing.assert_close(actual, histogram_loss(z[0].float(), ages[0], bins))
 
 
 Z, V, B = torch.zeros(2, 3), torch.tensor([1.0, 2.0]), torch.tensor([0.0, 1.0, 2.0])

@@ -105,8 +105,8 @@ def test_definition_and_reductions(options: dict[str, Any]) -> None:
     for weight in (None, drawn(3, 4, seed=2).abs(), torch.arange(12).reshape(3, 4), torch.ones(3, 4) > 0):
         w = torch.ones(3, 4).double() if weight is None else weight.double()
         call = {"sample_weight": weight, **options}
-        found = number_token_loss(Z, Y, WIDE, reduction="none", **call)
-        torch.testing.assert_close(found, expected * w, rtol=1e-13, atol=1e-13)
+        actual = number_token_loss(Z, Y, WIDE, reduction="none", **call)
+        torch.testing.assert_close(actual, expected * w, rtol=1e-13, atol=1e-13)
         torch.testing.assert_close(number_token_loss(Z, Y, WIDE, reduction="sum", **call), (expected * w).sum())
         mean = (expected * w).sum() / (w * number).sum()
         torch.testing.assert_close(number_token_loss(Z, Y, WIDE, **call), mean)
@@ -132,9 +132,9 @@ def test_any_small_problem(data: st.DataObject) -> None:
     y = torch.tensor(data.draw(st.lists(st.sampled_from([-100, *range(vocab)]), min_size=2, max_size=2)))
     v = torch.tensor(values).double()
     leaf = z.clone().requires_grad_()
-    found = number_token_loss(leaf, y, v, **options, reduction="none")
-    torch.testing.assert_close(found.detach(), plain_batch(z, y, v, options), rtol=1e-10, atol=1e-10)
-    (gradient,) = grad(found.sum(), leaf)
+    actual = number_token_loss(leaf, y, v, **options, reduction="none")
+    torch.testing.assert_close(actual.detach(), plain_batch(z, y, v, options), rtol=1e-10, atol=1e-10)
+    (gradient,) = grad(actual.sum(), leaf)
     assert torch.isfinite(gradient).all()
     scale = 1 + (v[numbers].amax() - v[numbers].amin()) ** 2
     assert (gradient.sum(-1).abs() <= 1e-12 * scale).all()  # a shift of the logits changes nothing
@@ -172,19 +172,19 @@ def test_positions_alone_in_pieces_and_left_out(options: dict[str, Any], monkeyp
         monkeypatch.setattr(numbers, "_PIECE_ON_CPU", piece)
         leaf = Z.masked_fill(out.unsqueeze(-1), filler).requires_grad_()
         weight = torch.ones(3, 4).masked_fill(out, filler)  # weights of these are not read either
-        found = number_token_loss(leaf, Y, WIDE, **options, reduction="none", sample_weight=weight)
-        torch.testing.assert_close(found[~out], whole[~out], rtol=1e-14, atol=0)
+        actual = number_token_loss(leaf, Y, WIDE, **options, reduction="none", sample_weight=weight)
+        torch.testing.assert_close(actual[~out], whole[~out], rtol=1e-14, atol=0)
         for graph in (False, True):
-            again = grad(found[~out].sum(), leaf, create_graph=graph, retain_graph=True)[0]
+            again = grad(actual[~out].sum(), leaf, create_graph=graph, retain_graph=True)[0]
             torch.testing.assert_close(again, gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_over_numbers_reads_numbers_alone() -> None:
     text = VALUES.isnan()
     clean, leaf = Z.clone().requires_grad_(), Z.masked_fill(text, NAN).requires_grad_()
-    found, expected = (number_token_loss(z, Y, WIDE, over="numbers") for z in (leaf, clean))
-    assert torch.equal(found, expected)
-    assert torch.equal(grad(found, leaf)[0], grad(expected, clean)[0])
+    actual, expected = (number_token_loss(z, Y, WIDE, over="numbers") for z in (leaf, clean))
+    assert torch.equal(actual, expected)
+    assert torch.equal(grad(actual, leaf)[0], grad(expected, clean)[0])
 
 
 def test_batches_without_numbers_are_zero_with_a_graph() -> None:
@@ -204,16 +204,16 @@ def test_masked_tokens() -> None:
     y = torch.tensor([[1, 4, 5, 6]] * 3)
     for options in ({"text": 50.0}, {"over": "numbers"}, {"form": "mse", "text": 9.0}):
         leaf, part = masked.clone().requires_grad_(), Z[..., keep].clone().requires_grad_()
-        found = number_token_loss(leaf, y, WIDE, **options)  # type: ignore[arg-type]
+        actual = number_token_loss(leaf, y, WIDE, **options)  # type: ignore[arg-type]
         expected = number_token_loss(part, torch.searchsorted(keep, y), WIDE[keep], **options)  # type: ignore[arg-type]
-        torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(grad(found, leaf)[0][..., keep], grad(expected, part)[0])
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(grad(actual, leaf)[0][..., keep], grad(expected, part)[0])
     for form in FORMS:  # all numbers masked out is all text
         leaf = Z.clone().index_fill_(-1, torch.tensor(NUMBERS), -INF).requires_grad_()
-        found = number_token_loss(leaf, Y, WIDE, form=form, text=7.0)
-        assert float(found.detach()) == pytest.approx(7.0, abs=1e-12)
-        assert (grad(found, leaf, retain_graph=True)[0] == 0).all()
-        assert torch.isfinite(grad(found, leaf, create_graph=True)[0]).all()
+        actual = number_token_loss(leaf, Y, WIDE, form=form, text=7.0)
+        assert float(actual.detach()) == pytest.approx(7.0, abs=1e-12)
+        assert (grad(actual, leaf, retain_graph=True)[0] == 0).all()
+        assert torch.isfinite(grad(actual, leaf, create_graph=True)[0]).all()
 
 
 def test_odd_vocabularies() -> None:
@@ -250,11 +250,11 @@ def test_error_is_at_most_that_of_the_naive_formula(dtype: torch.dtype, lift: fl
     z[:, :10] += lift
     truth, ours, theirs = (z.to(dtype).to(d).requires_grad_() for d in (torch.float64, dtype, dtype))
     exact = number_token_loss(truth, y, values.double(), reduction="none")
-    found, rival = number_token_loss(ours, y, values, reduction="none"), naive(theirs, y, values)
-    assert found.dtype == torch.float32
-    gradients = [grad(v.sum(), leaf)[0] for v, leaf in ((exact, truth), (found, ours), (rival, theirs))]
+    actual, rival = number_token_loss(ours, y, values, reduction="none"), naive(theirs, y, values)
+    assert actual.dtype == torch.float32
+    gradients = [grad(v.sum(), leaf)[0] for v, leaf in ((exact, truth), (actual, ours), (rival, theirs))]
     assert gradients[1].dtype == dtype
-    for exact_t, found_t, rival_t in ((exact, found, rival), gradients):
+    for exact_t, found_t, rival_t in ((exact, actual, rival), gradients):
         off, rival_off = ((t.detach().double() - exact_t.detach()).abs() for t in (found_t, rival_t))
         assert off.mean() <= 1.1 * rival_off.mean()
 
@@ -265,9 +265,9 @@ def test_gradients_keep_their_digits_where_numbers_or_text_have_hardly_any_mass(
         wide[..., NUMBERS] += lift
         truth, narrow = wide.clone().requires_grad_(), wide.float().requires_grad_()
         (expected,) = grad(number_token_loss(truth, Y, WIDE, reduction="sum"), truth)
-        (found,) = grad(number_token_loss(narrow, Y, VALUES, reduction="sum"), narrow)
+        (actual,) = grad(number_token_loss(narrow, Y, VALUES, reduction="sum"), narrow)
         held = expected != 0
-        assert ((found.double() - expected)[held] / expected[held]).abs().amax() < 2e-4
+        assert ((actual.double() - expected)[held] / expected[held]).abs().amax() < 2e-4
 
 
 @pytest.mark.parametrize("wide", ["logits", "values", "weight"])
@@ -276,12 +276,12 @@ def test_one_wide_argument_makes_a_wide_answer(wide: str) -> None:
     given = {"logits": drawn(400, 10), "values": WIDE * 0.7, "weight": drawn(400, seed=1).abs()}
     given |= {name: tensor.float() for name, tensor in given.items() if name != wide}
     for reduction in ("mean", "none"):
-        found, truth = (
+        actual, truth = (
             number_token_loss(z, y, values, sample_weight=weight, scaling="log", reduction=reduction)
             for z, values, weight in (given.values(), [tensor.double() for tensor in given.values()])
         )
-        assert found.dtype == torch.float64
-        torch.testing.assert_close(found, truth, rtol=1e-14, atol=0.0)
+        assert actual.dtype == torch.float64
+        torch.testing.assert_close(actual, truth, rtol=1e-14, atol=0.0)
     half = [t.half() for t in (Z, VALUES)]
     assert number_token_loss(half[0], Y, half[1]).dtype == torch.float16
     assert number_token_loss(half[0], Y, VALUES, sample_weight=torch.ones(3, 4).half()).dtype == torch.float32
@@ -302,10 +302,10 @@ def test_layouts_and_inputs_left_unchanged() -> None:
     leaf = Z.permute(2, 1, 0).contiguous().permute(2, 1, 0).requires_grad_()
     given = leaf.detach().clone(), Y.clone(), WIDE.clone()
     clean = Z.clone().requires_grad_()
-    found = number_token_loss(leaf, Y.T.contiguous().T, WIDE.repeat_interleave(2)[::2])
+    actual = number_token_loss(leaf, Y.T.contiguous().T, WIDE.repeat_interleave(2)[::2])
     expected = number_token_loss(clean, Y, WIDE)
-    assert torch.equal(found, expected)
-    assert torch.equal(grad(found, leaf)[0], grad(expected, clean)[0])
+    assert torch.equal(actual, expected)
+    assert torch.equal(grad(actual, leaf)[0], grad(expected, clean)[0])
     assert torch.equal(leaf.detach(), given[0])
     torch.testing.assert_close(WIDE, given[2], rtol=0, atol=0, equal_nan=True)
     row = Z[0, 0].clone().requires_grad_()
@@ -342,9 +342,9 @@ def test_compiled_graphs_transforms_and_surroundings() -> None:
     (gradient,) = grad(expected, leaf)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(value(leaf), expected)
-    found = torch.compile(value, backend="aot_eager")(leaf)
-    torch.testing.assert_close(found, expected)
-    torch.testing.assert_close(grad(found, leaf)[0], gradient)
+    actual = torch.compile(value, backend="aot_eager")(leaf)
+    torch.testing.assert_close(actual, expected)
+    torch.testing.assert_close(grad(actual, leaf)[0], gradient)
     with torch.device("meta"):
         assert torch.equal(grad(value(leaf), leaf)[0], gradient)
     with torch.inference_mode():

@@ -50,8 +50,10 @@ def test_equal_on_digits(name: str, over: str) -> None:
     leaf = (2 * torch.randn(6, 9, len(VOCAB), generator=generator, dtype=torch.float64)).requires_grad_()
     for reduction, weight in (("mean", None), ("mean", weights), ("sum", weights), ("none", weights)):
         expected = theirs(leaf, labels, loss_weights=weight, reduction=reduction)
-        found = number_token_loss(leaf, labels, VALUES, over=over, sample_weight=weight, reduction=reduction, **options)
+        actual = number_token_loss(
+            leaf, labels, VALUES, over=over, sample_weight=weight, reduction=reduction, **options
+        )
         assert expected.abs().sum() > 0
-        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-9)
-        gradients = (torch.autograd.grad(v.sum(), leaf)[0] for v in (found, expected))
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=1e-9)
+        gradients = (torch.autograd.grad(v.sum(), leaf)[0] for v in (actual, expected))
         torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-9)

@@ -24,21 +24,21 @@ def test_large_whole_class_values_are_float64() -> None:
     x = torch.tensor([1_700_000_000, 1_700_000_010, 1_700_000_025])
     z, y = drawn(40, 3, seed=30).float(), torch.arange(40) % 3
     for options in ({}, {"power": 1}, {"circular": True, "period": 32.0}):
-        found = ordinal_loss(z, y, x=x, **options, reduction="none")  # type: ignore[arg-type]
+        actual = ordinal_loss(z, y, x=x, **options, reduction="none")  # type: ignore[arg-type]
         expected = ordinal_loss(z, y, x=torch.tensor([0.0, 10.0, 25.0]), **options, reduction="none")  # type: ignore[arg-type]
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found, expected)
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.int32])
 def test_narrow_targets_and_class_values_are_what_they_are_in_int64(dtype: torch.dtype) -> None:
     z, y = drawn(2, 200, seed=32), torch.tensor([100, 127])
-    found = ordinal_loss(z, y.to(dtype), ignore_index=-100, reduction="none")
-    torch.testing.assert_close(found, ordinal_loss(z, y, reduction="none"))
+    actual = ordinal_loss(z, y.to(dtype), ignore_index=-100, reduction="none")
+    torch.testing.assert_close(actual, ordinal_loss(z, y, reduction="none"))
     if dtype == torch.uint8:  # 156 is -100 modulo 256
         y = torch.tensor([156, 199])
-        found = ordinal_loss(z, y.to(dtype), ignore_index=-100, reduction="none")
-        torch.testing.assert_close(found, ordinal_loss(z, y, reduction="none"))
+        actual = ordinal_loss(z, y.to(dtype), ignore_index=-100, reduction="none")
+        torch.testing.assert_close(actual, ordinal_loss(z, y, reduction="none"))
     x = torch.tensor([0, 1, 7], dtype=dtype)
     torch.testing.assert_close(ordinal_loss(Z, Y, x=x), ordinal_loss(Z, Y, x=x.float()))
     with pytest.raises(ValueError, match=r"x\[0\] is 7 and x\[1\] is 1"):
@@ -74,11 +74,11 @@ def test_the_axis_of_the_classes() -> None:
     soft, weight = drawn(2, 3, 4, 5, seed=41).float().softmax(1), torch.rand(2, 4, 5)
     for target, moved in ((y, y), (soft, soft.movedim(1, -1))):
         leaves = z.clone().requires_grad_(), last.clone().requires_grad_()
-        found = ordinal_loss(leaves[0], target, dim=1, sample_weight=weight, reduction="none")
+        actual = ordinal_loss(leaves[0], target, dim=1, sample_weight=weight, reduction="none")
         expected = ordinal_loss(leaves[1], moved, sample_weight=weight, reduction="none")
-        assert torch.equal(found, expected)
+        assert torch.equal(actual, expected)
         gradient, expected = (
-            torch.autograd.grad(v.sum(), leaf)[0] for v, leaf in zip((found, expected), leaves, strict=True)
+            torch.autograd.grad(v.sum(), leaf)[0] for v, leaf in zip((actual, expected), leaves, strict=True)
         )
         assert torch.equal(gradient.movedim(1, -1), expected)
     # (N, K, K) with (N, K) fits both ways, with different losses.
@@ -92,12 +92,12 @@ def test_the_axis_of_the_classes() -> None:
 def test_under_autocast_the_answer_is_that_of_cross_entropy() -> None:
     z, y = drawn(4, 3, seed=43).bfloat16(), torch.tensor([0, 1, 2, 0])
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for found in (
+        for actual in (
             ordinal_loss(z, y),
             ordinal_loss(z, y, power=1),
             histogram_loss(z, y, torch.arange(3.0).bfloat16()),
         ):
-            assert found.dtype == torch.nn.functional.cross_entropy(z, y).dtype == torch.float32
+            assert actual.dtype == torch.nn.functional.cross_entropy(z, y).dtype == torch.float32
         assert torch.equal(ordinal_loss(z, y), ordinal_loss(z.float(), y))
         assert ordinal_loss(z.double(), y).dtype == torch.float64
 
@@ -122,9 +122,9 @@ def test_ignored_positions_are_not_looked_at(ignored: int, n: int) -> None:
     values = ordinal_loss(z, y, ignore_index=ignored, reduction="none")
     assert torch.equal(values == 0, left_out)
     expected = ordinal_loss(z[~left_out], y[~left_out])
-    found = ordinal_loss(z, y, ignore_index=ignored)
-    torch.testing.assert_close(found, expected)
-    (gradient,) = torch.autograd.grad(found, z)
+    actual = ordinal_loss(z, y, ignore_index=ignored)
+    torch.testing.assert_close(actual, expected)
+    (gradient,) = torch.autograd.grad(actual, z)
     assert torch.equal(gradient[left_out], torch.zeros_like(gradient[left_out]))
     torch.testing.assert_close(gradient, torch.autograd.grad(expected, z)[0])
 

@@ -96,7 +96,7 @@ def test_gradients_are_finite_differences(name: str, soft: bool) -> None:
     t = np.array([0.1, 0.0, 0.25, 0.65, 0.0]) if soft else np.eye(5)[3]
     target = as_double(t) if soft else torch.tensor(3)
     leaf = z.clone().requires_grad_()
-    (found,) = torch.autograd.grad(ordinal_loss(leaf, target, **tensors(name), cross_entropy=0.3), leaf)
+    (actual,) = torch.autograd.grad(ordinal_loss(leaf, target, **tensors(name), cross_entropy=0.3), leaf)
 
     def value(z: np.ndarray) -> float:
         p = softmax(z)
@@ -104,9 +104,9 @@ def test_gradients_are_finite_differences(name: str, soft: bool) -> None:
 
     # The circle's search over m is a grid.
     tolerance = 2e-4 if name.endswith("circle 2") or name == "circle 2" else 2e-6
-    np.testing.assert_allclose(found.numpy(), central_gradients(value, z.numpy(), 1e-5 if tolerance < 1e-4 else 1e-3),
+    np.testing.assert_allclose(actual.numpy(), central_gradients(value, z.numpy(), 1e-5 if tolerance < 1e-4 else 1e-3),
                                atol=tolerance)  # fmt: skip
-    assert found.abs().max() > 0.02
+    assert actual.abs().max() > 0.02
 
 
 @every_setting
@@ -156,9 +156,9 @@ def test_gradients_of_class_values_costs_weights_and_soft_labels() -> None:
 
 def test_soft_labels_without_mass_have_one_sided_derivatives() -> None:
     t = as_double(np.array([0.0, 0.0, 1.0, 0.0, 0.0]), grad=True)
-    (found,) = torch.autograd.grad(ordinal_loss(drawn(5, seed=7), t, power=1), t)
+    (actual,) = torch.autograd.grad(ordinal_loss(drawn(5, seed=7), t, power=1), t)
     (expected,) = torch.autograd.grad(cdf_distance(drawn(5, seed=7).softmax(-1), t, power=1), t)
-    torch.testing.assert_close(found, expected)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.parametrize("name", ["power 1", "power 2", "power 1.5", "cost", "circle 1", "circle 2"])
@@ -170,8 +170,8 @@ def test_nearly_right_predictions_keep_their_relative_accuracy(name: str, margin
     if name == "cost":
         options["cost"] = options["cost"] - options["cost"].diagonal().diag()
     narrow = {k: v.float() if isinstance(v, Tensor) else v for k, v in options.items()}
-    found, wide = z.float().requires_grad_(), z.float().double().requires_grad_()
-    values = ordinal_loss(found, y, **narrow, reduction="none")
+    actual, wide = z.float().requires_grad_(), z.float().double().requires_grad_()
+    values = ordinal_loss(actual, y, **narrow, reduction="none")
     # Oracle: tails from float64 exponentials, summed one by one, and the chain rule by hand.
     expected = ordinal_loss(wide, y, **options, reduction="none")
     by_hand = [by_tails(row.detach().numpy(), int(k), name, options) for row, k in zip(wide, y, strict=True)]
@@ -179,7 +179,7 @@ def test_nearly_right_predictions_keep_their_relative_accuracy(name: str, margin
     np.testing.assert_allclose(expected.detach().numpy(), true_values, rtol=1e-12)
     np.testing.assert_allclose(values.detach().double().numpy(), true_values, rtol=1e-5)
     np.testing.assert_allclose(torch.autograd.grad(expected.sum(), wide)[0].numpy(), true_gradients, rtol=1e-11)
-    np.testing.assert_allclose(torch.autograd.grad(values.sum(), found)[0].double().numpy(), true_gradients, rtol=3e-5)
+    np.testing.assert_allclose(torch.autograd.grad(values.sum(), actual)[0].double().numpy(), true_gradients, rtol=3e-5)
 
 
 def by_tails(z: np.ndarray, y: int, name: str, options: dict[str, Any]) -> tuple[float, np.ndarray]:
@@ -289,10 +289,10 @@ def test_weights_and_reductions_are_those_of_cross_entropy() -> None:
     y[::7] = -100
     weight = torch.tensor([0.5, 0.0, 2.0, 1.0, 3.0], dtype=torch.float64)
     for reduction in ("mean", "sum", "none"):
-        found = ordinal_loss(
+        actual = ordinal_loss(
             z, y, cross_entropy=1e9, class_weight=weight, ignore_index=-100, reduction=reduction
         ) / 1e9  # fmt: skip
-        torch.testing.assert_close(found, torch_cross_entropy(z, y, weight, reduction=reduction), rtol=1e-6, atol=1e-8)
+        torch.testing.assert_close(actual, torch_cross_entropy(z, y, weight, reduction=reduction), rtol=1e-6, atol=1e-8)
 
 
 @pytest.mark.parametrize("options", [{}, {"x": torch.arange(5.0)}, {"sample_weight": torch.ones(7)}])

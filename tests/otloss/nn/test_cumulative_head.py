@@ -40,17 +40,17 @@ def test_log_probabilities_keep_their_digits_in_both_tails() -> None:
     for gaps in (torch.tensor(GAPS[:-1]), torch.tensor([0.5]), torch.zeros(0)):
         score = torch.tensor(SCORES, requires_grad=True)
         leaf = gaps.clone().requires_grad_()
-        found = cumulative_log_probabilities(score, leaf)
+        actual = cumulative_log_probabilities(score, leaf)
         expected = torch.tensor([exactly(s, gaps) for s in SCORES], dtype=torch.float64)
-        assert found.dtype == torch.float32
-        torch.testing.assert_close(found.double(), expected, rtol=3e-6, atol=3e-6)
-        torch.testing.assert_close(found.exp().sum(-1), torch.ones(len(SCORES)))
-        gradients = torch.autograd.grad(found.sum(), (score, leaf))
+        assert actual.dtype == torch.float32
+        torch.testing.assert_close(actual.double(), expected, rtol=3e-6, atol=3e-6)
+        torch.testing.assert_close(actual.exp().sum(-1), torch.ones(len(SCORES)))
+        gradients = torch.autograd.grad(actual.sum(), (score, leaf))
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
     gaps = torch.tensor(GAPS, requires_grad=True)  # the last one ends beyond all scores
-    found = cumulative_log_probabilities(torch.tensor(SCORES), gaps)
-    assert torch.isfinite(found).all()
-    assert torch.isfinite(torch.autograd.grad(found.sum(), gaps)[0]).all()
+    actual = cumulative_log_probabilities(torch.tensor(SCORES), gaps)
+    assert torch.isfinite(actual).all()
+    assert torch.isfinite(torch.autograd.grad(actual.sum(), gaps)[0]).all()
 
 
 def test_gradients_are_finite_differences() -> None:
@@ -114,22 +114,22 @@ def test_decisions() -> None:
 def test_state() -> None:
     head = nn.CumulativeLinkHead(3, 5)
     features = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
-    found = head(features)
-    assert found.shape == (2, 4, 5)
+    actual = head(features)
+    assert actual.shape == (2, 4, 5)
     torch.testing.assert_close(head(torch.zeros(3)).exp(), torch.full((5,), 0.2))
     assert list(head.state_dict()) == ["log_gaps", "score.weight", "score.bias"]
     other = nn.CumulativeLinkHead(3, 5)
     other.load_state_dict(head.state_dict())
     for again in (copy.deepcopy(head), pickle.loads(pickle.dumps(head)), other):
-        assert torch.equal(again(features), found)
-    torch.testing.assert_close(copy.deepcopy(head).double()(features.double()).float(), found)
+        assert torch.equal(again(features), actual)
+    torch.testing.assert_close(copy.deepcopy(head).double()(features.double()).float(), actual)
     half = copy.deepcopy(head).bfloat16()
     assert half(features.bfloat16()).dtype == half.thresholds.dtype == torch.float32
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert head(features).dtype == torch.float32
     empty = nn.CumulativeLinkHead(3, 5, device="meta").to_empty(device="cpu")
     empty.load_state_dict(head.state_dict())
-    assert torch.equal(empty(features), found)
+    assert torch.equal(empty(features), actual)
 
 
 @pytest.mark.parametrize(

@@ -70,11 +70,11 @@ def test_bins_of_few_examples_look_uncertain() -> None:
     y = np.array([0, 0, 1] + [0] * 30 + [1] * 170)
     ax = plotting.plot_reliability(y, proba)
     lines = next(part for part in ax.collections if isinstance(part, LineCollection))
-    found = {round(segment[0, 0], 6): segment[:, 1] for segment in lines.get_segments()}
+    actual = {round(segment[0, 0], 6): segment[:, 1] for segment in lines.get_segments()}
     for forecast, hits, count in ((0.9, 2, 3), (0.1, 30, 200)):
         exact = stats.binomtest(hits, count).proportion_ci(method="wilson")
-        np.testing.assert_allclose(found[forecast], [exact.low, exact.high], rtol=1e-5)
-    assert np.ptp(found[0.9]) > 5 * np.ptp(found[0.1])
+        np.testing.assert_allclose(actual[forecast], [exact.low, exact.high], rtol=1e-5)
+    assert np.ptp(actual[0.9]) > 5 * np.ptp(actual[0.1])
     (curve,) = metrics.threshold_reliability(y, proba, sample_weight=np.full(203, 2.0))
     np.testing.assert_allclose(curve.count, [200, 3])
 

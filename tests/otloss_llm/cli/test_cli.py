@@ -116,13 +116,15 @@ def test_texts_are_classified_in_context(cli: Cli, tiny: Tiny, tmp_path: Path) -
         *options(**given, num_questions=6, predictions_file=tmp_path / "labels.jsonl", template="{text}\\n{label}"),
         *options(labels=["0=bad", "1=good"], retriever="bm25", scoring="label"),
     )
-    found = ended.json["in_context"]
+    actual = ended.json["in_context"]
     lines = [json.loads(line) for line in (tmp_path / "labels.jsonl").read_text().splitlines()]
-    assert (found["texts"], found["shown_from"], found["labels"]) == (6, 3, ["bad", "good"])
-    assert found["accuracy"] == sum(line["correct"] for line in lines) / 6
+    assert (actual["texts"], actual["shown_from"], actual["labels"]) == (6, 3, ["bad", "good"])
+    assert actual["accuracy"] == sum(line["correct"] for line in lines) / 6
     assert {line["predicted"] for line in lines} <= {"bad", "good"}
-    assert found["template"] == "{text}\n{label}"
-    assert found["shortened"] == 0 < cli("evaluate", *options(**given, num_questions=5)).json["in_context"]["shortened"]
+    assert actual["template"] == "{text}\n{label}"
+    assert (
+        actual["shortened"] == 0 < cli("evaluate", *options(**given, num_questions=5)).json["in_context"]["shortened"]
+    )
     assert "none is left to show" in cli("evaluate", *options(**given)).error
     assert "line 2: the label '1'" in cli("evaluate", *options(**given, labels=["0", "2"])).error
     (tmp_path / "new.txt").write_text("0 so\n3 so\n", encoding="utf-8")

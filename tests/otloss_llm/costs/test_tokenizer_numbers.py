@@ -84,7 +84,7 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
     return BUILT[request.param]()
 
 
-def found(tokenizer: Any, **settings: Any) -> dict[str, float]:
+def actual(tokenizer: Any, **settings: Any) -> dict[str, float]:
     """Value by the vocabulary's own spelling."""
     values = NumberTokens.of(tokenizer, **settings).values
     return {
@@ -155,16 +155,16 @@ def test_values_of_a_byte_level_vocabulary() -> None:
     tokenizer = byte_level()
     spelt = {name: float(name.lstrip("Ġ")) for name in tokenizer.get_vocab() if name.lstrip("Ġ").isdecimal()}
     assert {"7", "Ġ7", "42", "Ġ42"} <= set(spelt)
-    assert found(tokenizer) == spelt
+    assert actual(tokenizer) == spelt
 
 
 def test_values_with_prefixes() -> None:
     digits = {f"<0x{0x30 + digit:02X}>": digit for digit in range(10)}
-    assert found(sentencepiece()) == {"▁7": 7, "7": 7, "▁-7": -7, "19": 19, **digits}
-    assert found(wordpiece()) == {"7": 7, "##7": 7, "12": 12, "##12": 12, "##.5": 0.5}
-    assert found(wordlevel()) == {"7": 7, "-7": -7, "0.5": 0.5, "\u22123": -3}
-    assert found(characters()) == {str(digit): digit for digit in range(10)}
-    assert found(characters("abc7٣७７²½")) == {"7": 7}
+    assert actual(sentencepiece()) == {"▁7": 7, "7": 7, "▁-7": -7, "19": 19, **digits}
+    assert actual(wordpiece()) == {"7": 7, "##7": 7, "12": 12, "##12": 12, "##.5": 0.5}
+    assert actual(wordlevel()) == {"7": 7, "-7": -7, "0.5": 0.5, "\u22123": -3}
+    assert actual(characters()) == {str(digit): digit for digit in range(10)}
+    assert actual(characters("abc7٣७７²½")) == {"7": 7}
 
 
 @pytest.mark.parametrize("name", ["byte-level BPE", "SentencePiece", "slow bytes"])
@@ -181,16 +181,16 @@ def test_added_tokens() -> None:
     tokenizer = wordpiece()
     tokenizer.add_tokens(["42", AddedToken("43", special=True)])
     special = tokenizer.convert_tokens_to_ids("43")
-    assert found(tokenizer)["42"] == 42
-    assert "43" not in found(tokenizer)
-    assert found(tokenizer, values={special: 43})["43"] == 43
+    assert actual(tokenizer)["42"] == 42
+    assert "43" not in actual(tokenizer)
+    assert actual(tokenizer, values={special: 43})["43"] == 43
     role = wrap(Tokenizer(models.WordLevel({"0": 0, "1": 1})), eos_token="0")
-    assert found(role) == {"1": 1}
+    assert actual(role) == {"1": 1}
 
 
 def test_overrides_and_pickles() -> None:
     given = {12: np.float32(7), np.int64(1): Fraction(1, 2), 2: None, 5: math.nan, 6: 10**30}
-    assert found(wordlevel(), values=given) == {"seven": 7, "the": 0.5, "0.5": 1e30, "\u22123": -3}
+    assert actual(wordlevel(), values=given) == {"seven": 7, "the": 0.5, "0.5": 1e30, "\u22123": -3}
     numbers = NumberTokens.of(sentencepiece(), vocab_size=300)
     assert numbers.texts[-1] is None
     assert numbers.values[-1].isnan()

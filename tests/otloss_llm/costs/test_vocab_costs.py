@@ -203,12 +203,12 @@ def test_all_but_the_top_by_singular_vectors() -> None:
     used = [k for k in range(60) if k not in (5, 9)]
     centred = rows[used] - rows[used].mean(0)
     leading = torch.linalg.svd(centred).Vh[:2]
-    found = all_but_the_top(rows.requires_grad_(), 2)
-    torch.testing.assert_close(found[used], centred - centred @ leading.T @ leading, atol=1e-5, rtol=1e-5)
-    assert not found.requires_grad
-    assert (found[[5, 9]] == 0).all()
+    actual = all_but_the_top(rows.requires_grad_(), 2)
+    torch.testing.assert_close(actual[used], centred - centred @ leading.T @ leading, atol=1e-5, rtol=1e-5)
+    assert not actual.requires_grad
+    assert (actual[[5, 9]] == 0).all()
     assert all_but_the_top(rows.bfloat16()).dtype == torch.float32
-    torch.testing.assert_close(all_but_the_top(1e25 * rows.detach(), 2) / 1e25, found, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(all_but_the_top(1e25 * rows.detach(), 2) / 1e25, actual, atol=1e-5, rtol=1e-5)
     for wrong, directions, message in (
         (rows, 8, "directions is 8, expected 0 to 7"),
         (rows, -1, "directions is -1"),

@@ -283,8 +283,8 @@ def test_number_labels_by_their_texts(tokenizer: Any, beyond: int) -> None:
     model = tiny_model("gpt2", vocab_size=rows, n_positions=64)
     data = PackedBlocks(torch.randint(1, len(tokenizer) - 8, (30, 20), generator=torch.Generator().manual_seed(0)))
     values = torch.full((rows,), math.nan, dtype=torch.float64)
-    found = NumberTokens.of(tokenizer).values[:rows]
-    values[: len(found)] = found
+    actual = NumberTokens.of(tokenizer).values[:rows]
+    values[: len(actual)] = actual
     scores = score_number_labels(model, tokenizer, data)
     assert scores == number_token_scores(model, data, values)
     words = AnsweredQuestions.from_questions([Question("1 + 1", "two")], tokenizer, max_length=64)

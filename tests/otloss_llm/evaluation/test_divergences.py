@@ -41,33 +41,33 @@ def test_on_samples_it_is_the_divergence_of_whole_texts(p_temperature: float, q_
     exact = float((log_p.exp() * (log_p - log_q)).sum()) / LENGTH
     generator = torch.Generator().manual_seed(0)
     drawn = ids[torch.multinomial(log_p.exp(), 4000, replacement=True, generator=generator)].tolist()
-    (found,) = token_divergence(
+    (actual,) = token_divergence(
         p, q, drawn, p_temperature=p_temperature, q_temperatures=[q_temperature], batch_size=500
     )
     assert exact > 0.1
-    assert abs(found.kl - exact) < 4 * found.standard_error < 0.05 * exact
+    assert abs(actual.kl - exact) < 4 * actual.standard_error < 0.05 * exact
     entropy = -float((log_p.exp() * log_p).sum()) / LENGTH
-    assert found.entropy == pytest.approx(entropy, rel=0.05)
-    assert found.cross_entropy == pytest.approx(found.kl + found.entropy)
-    assert (found.tokens, found.sequences) == (4000 * LENGTH, 4000)
+    assert actual.entropy == pytest.approx(entropy, rel=0.05)
+    assert actual.cross_entropy == pytest.approx(actual.kl + actual.entropy)
+    assert (actual.tokens, actual.sequences) == (4000 * LENGTH, 4000)
 
 
 def test_each_model_reads_the_texts_once_for_all_temperatures() -> None:
     p, q, passes = _model(0), _model(1), []
     for name, model in (("p", p), ("q", q)):
         model.register_forward_hook(lambda *_, name=name: passes.append(name))
-    found = token_divergence(p, q, [[0, 1, 2, 3]], q_temperatures=[0.7, 0.8, 1.0])
+    actual = token_divergence(p, q, [[0, 1, 2, 3]], q_temperatures=[0.7, 0.8, 1.0])
     assert passes == ["p", "q"]
-    assert found[1] == token_divergence(p, q, [[0, 1, 2, 3]], q_temperatures=[0.8])[0]
+    assert actual[1] == token_divergence(p, q, [[0, 1, 2, 3]], q_temperatures=[0.8])[0]
 
 
 def test_lengths_batches_and_prefixes_do_not_matter() -> None:
     p, q = _model(0), _model(1)
     sequences = [[0, 1, 2, 3], [0, 3], [0, 2, 2], [0, 1, 1, 1, 1]]
-    found = token_divergence(p, q, sequences, q_temperatures=[0.8, 1.0], batch_size=2)
+    actual = token_divergence(p, q, sequences, q_temperatures=[0.8, 1.0], batch_size=2)
     alone = [token_divergence(p, q, [ids], q_temperatures=[0.8])[0] for ids in sequences]
     total = sum(one.kl * one.tokens for one in alone)
-    assert found[0].kl == pytest.approx(total / sum(one.tokens for one in alone), rel=1e-5)
+    assert actual[0].kl == pytest.approx(total / sum(one.tokens for one in alone), rel=1e-5)
     assert math.isnan(alone[0].standard_error)
     whole, first = (token_divergence(p, q, [[0, 1, 2, 3][:n]])[0] for n in (4, 2))
     rest = token_divergence(p, q, [[0, 1, 2, 3]], prefix_length=2)[0]

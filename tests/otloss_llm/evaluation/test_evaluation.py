@@ -302,9 +302,9 @@ def test_rouge_counts_words_and_the_longest_common_subsequence() -> None:
     ]
     shared = [sum(min(a.count(word), b.count(word)) for word in set(a)) for a, b in pairs]
     texts, references = (["-".join(pair[i]).upper() for pair in pairs] for i in (0, 1))
-    for found, counts in zip(rouge(texts, references), (shared, longest), strict=True):
+    for actual, counts in zip(rouge(texts, references), (shared, longest), strict=True):
         each = [2 * n / (len(a) + len(b)) for n, (a, b) in zip(counts, pairs, strict=True)]
-        assert found == pytest.approx(sum(each) / 20)
+        assert actual == pytest.approx(sum(each) / 20)
     assert rouge(["..."], ["a"]) == (0.0, 0.0)
     with pytest.raises(ValueError, match="2 texts and 1 references"):
         rouge(["a", "b"], ["a"])

@@ -64,18 +64,18 @@ def _model(positions: int = 256, vocab: int = 300) -> Any:
 
 def test_scores_are_the_mean_nll_of_each_prompt(tokenizer: Any) -> None:
     model = _model()
-    found = classify_in_context(model, tokenizer, TEST, TRAIN, demonstrations=1, progress=False)
+    actual = classify_in_context(model, tokenizer, TEST, TRAIN, demonstrations=1, progress=False)
 
     def nll(text: str) -> float:
         ids = torch.tensor([tokenizer(text)["input_ids"]])
         with torch.no_grad():
             return float(model(input_ids=ids, labels=ids).loss)
 
-    for item, given in zip(TEST, found.predictions, strict=True):
+    for item, given in zip(TEST, actual.predictions, strict=True):
         before = _shown(item.text)
         scores = {label: nll(f"{before}\n\nText: {item.text}\nLabel: {label}") for label in ("bad", "good")}
         assert given == min(scores, key=scores.__getitem__)
-    assert (found.chance, found.majority, found.removed, found.shortened) == (0.5, 0.5, 0, 0)
+    assert (actual.chance, actual.majority, actual.removed, actual.shortened) == (0.5, 0.5, 0, 0)
 
 
 def _shown(text: str) -> str:
@@ -85,7 +85,7 @@ def _shown(text: str) -> str:
 
 @pytest.mark.parametrize("retriever", ["tfidf", "bm25"])
 def test_a_model_that_copies_the_last_label_is_right_by_retrieval(tokenizer: Any, retriever: str) -> None:
-    found = classify_in_context(
+    actual = classify_in_context(
         _Copier(_model()),
         tokenizer,
         TEST,
@@ -95,8 +95,8 @@ def test_a_model_that_copies_the_last_label_is_right_by_retrieval(tokenizer: Any
         scoring="label",
         progress=False,
     )
-    assert found.predictions == ("good", "bad")
-    assert (found.accuracy, found.standard_error) == (1.0, 0.0)
+    assert actual.predictions == ("good", "bad")
+    assert (actual.accuracy, actual.standard_error) == (1.0, 0.0)
 
 
 def test_demonstrations_that_are_the_test_text_are_left_out(tokenizer: Any) -> None:
@@ -110,10 +110,10 @@ def test_demonstrations_that_are_the_test_text_are_left_out(tokenizer: Any) -> N
 
 def test_bm25_is_its_formula() -> None:
     texts = ["aa bb bb cc", "bb dd", "cc cc cc dd ee"]
-    found = _similarities(["bb cc"], texts, "bm25")[0]
+    actual = _similarities(["bb cc"], texts, "bm25")[0]
     words = [t.split() for t in texts]
     mean = np.mean([len(w) for w in words])
-    for row, document in zip(found, words, strict=True):
+    for row, document in zip(actual, words, strict=True):
         score = 0.0
         for word in ("bb", "cc"):
             held, tf = sum(word in w for w in words), document.count(word)
@@ -123,21 +123,21 @@ def test_bm25_is_its_formula() -> None:
 
 
 def test_long_prompts_lose_demonstrations(tokenizer: Any) -> None:
-    found = classify_in_context(_model(32), tokenizer, TEST, TRAIN, demonstrations=4, progress=False)
-    assert found.shortened == 2
+    actual = classify_in_context(_model(32), tokenizer, TEST, TRAIN, demonstrations=4, progress=False)
+    assert actual.shortened == 2
     long = LabelledText("dull " * 40, "bad")
     without = classify_in_context(_model(32), tokenizer, [TEST[0], long, TEST[1]], TRAIN, demonstrations=4)
     assert (without.predictions[1], without.left_out, without.shortened) == (None, 1, 2)
-    assert (without.accuracy, without.majority) == (found.accuracy, found.majority)
+    assert (without.accuracy, without.majority) == (actual.accuracy, actual.majority)
     with pytest.raises(ValueError, match=r"each of the 2 texts has more tokens .* context of 8"):
         classify_in_context(_model(8), tokenizer, TEST, TRAIN, demonstrations=4, progress=False)
 
 
 def test_calibration_takes_out_what_a_label_has_without_the_text(tokenizer: Any) -> None:
-    found = classify_in_context(
+    actual = classify_in_context(
         _Copier(_model()), tokenizer, TEST, TRAIN, demonstrations=1, scoring="calibrated", progress=False
     )
-    assert len(found.predictions) == 2
+    assert len(actual.predictions) == 2
 
 
 def test_bad_input(tokenizer: Any) -> None:

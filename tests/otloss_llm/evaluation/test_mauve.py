@@ -50,12 +50,12 @@ def test_divergences_of_clusters_are_those_of_their_counts() -> None:
     groups, noise = np.eye(4) * 50, np.random.default_rng(0).normal(size=(100, 4))
     p, q = [20, 15, 5, 0], [10, 10, 20, 20]
     x, y = (np.repeat(groups, counts, axis=0) + noise[: sum(counts)] for counts in (p, q))
-    found = cluster_divergence(x, y + 1, clusters=4, seeds=[0, 1, 2])
-    assert found.clusters == 4
-    assert found.js == pytest.approx(jensenshannon(p, q) ** 2)
-    assert found.js_std == pytest.approx(0, abs=1e-12)
-    assert found.forward == pytest.approx(entropy(np.add(p, 1), np.add(q, 1)))
-    assert found.reverse == pytest.approx(entropy(np.add(q, 1), np.add(p, 1)))
+    actual = cluster_divergence(x, y + 1, clusters=4, seeds=[0, 1, 2])
+    assert actual.clusters == 4
+    assert actual.js == pytest.approx(jensenshannon(p, q) ** 2)
+    assert actual.js_std == pytest.approx(0, abs=1e-12)
+    assert actual.forward == pytest.approx(entropy(np.add(p, 1), np.add(q, 1)))
+    assert actual.reverse == pytest.approx(entropy(np.add(q, 1), np.add(p, 1)))
     equal, apart = cluster_divergence(x, x, clusters=4), cluster_divergence(x[:20], y[40:], clusters=2)
     assert (equal.js, equal.forward, equal.reverse) == (0.0, 0.0, 0.0)
     assert apart.js == pytest.approx(np.log(2))
@@ -80,5 +80,5 @@ def test_against_the_published_package() -> None:
         published.compute_mauve(p_features=x, q_features=y, num_buckets=40, seed=seed, verbose=False).mauve
         for seed in range(5)
     ]
-    found = mauve(x, y, clusters=40)
-    assert found.mean == pytest.approx(np.mean(expected), abs=0.02)
+    actual = mauve(x, y, clusters=40)
+    assert actual.mean == pytest.approx(np.mean(expected), abs=0.02)

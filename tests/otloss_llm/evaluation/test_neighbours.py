@@ -29,11 +29,11 @@ def test_shares_are_those_of_all_pairs(k: int, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(module, "AT_ONCE", 100)  # blocks of a few centres
     rng = np.random.default_rng(k)
     real, generated = rng.normal(size=(40, 5)), rng.normal(size=(30, 5)) * 0.4 + 0.5
-    found = neighbour_overlap(real, generated, k=k)
+    actual = neighbour_overlap(real, generated, k=k)
     p, q = principal_components(real, generated)
-    assert found.precision == pytest.approx(_share(q, p, k))
-    assert found.recall == pytest.approx(_share(p, q, k))
-    assert found.recall < found.precision  # the generated texts are narrower
+    assert actual.precision == pytest.approx(_share(q, p, k))
+    assert actual.recall == pytest.approx(_share(p, q, k))
+    assert actual.recall < actual.precision  # the generated texts are narrower
 
 
 def test_components_keep_nine_tenths_of_the_variance_of_both() -> None:

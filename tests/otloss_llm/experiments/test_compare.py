@@ -65,9 +65,9 @@ def test_invalid_arms_raise(text: str, message: str) -> None:
 
 def runs_of(folder: Path, arm: str) -> list[dict[str, Any]]:
     """The runs of an arm in the report, without its name."""
-    found = [run for run in read(folder / "report.json")["runs"] if run["arm"] == arm]
+    actual = [run for run in read(folder / "report.json")["runs"] if run["arm"] == arm]
     drop = ("arm", "training", "objective", "seconds_per_step")
-    return [{key: value for key, value in run.items() if key not in drop} for run in found]
+    return [{key: value for key, value in run.items() if key not in drop} for run in actual]
 
 
 @pytest.fixture(scope="module")

@@ -38,12 +38,14 @@ def test_a_shift_is_found_with_its_interval() -> None:
     other = [_frontier([1, 2, 3], [3 + s, 2 + s, 1 + s]) for s in (0.0, 0.3, -0.2)]
     shifts = (-0.11, -0.09, -0.10)
     arm = [_frontier(list(o.forward), [r + s for r in o.reverse]) for o, s in zip(other, shifts, strict=True)]
-    for found in (at_equal_recall(arm, other, 1.7), over_range(arm, other)):
-        assert found is not None
-        assert found.mean == pytest.approx(-0.10)
-        assert found.high - found.mean == pytest.approx(4.302653 * 0.01 / math.sqrt(3), rel=1e-5)  # t table, 2 degrees
-        assert found.is_real
-        assert found.seeds == 3
+    for actual in (at_equal_recall(arm, other, 1.7), over_range(arm, other)):
+        assert actual is not None
+        assert actual.mean == pytest.approx(-0.10)
+        assert actual.high - actual.mean == pytest.approx(
+            4.302653 * 0.01 / math.sqrt(3), rel=1e-5
+        )  # t table, 2 degrees
+        assert actual.is_real
+        assert actual.seeds == 3
 
 
 def test_a_curve_that_has_turned_is_known_at_all_lower_recalls() -> None:
@@ -52,11 +54,11 @@ def test_a_curve_that_has_turned_is_known_at_all_lower_recalls() -> None:
     assert turned.covered == (1.0, math.inf)
     assert falling.covered == (1.0, 3.0)
     np.testing.assert_allclose(turned.at(np.array([0.5, 2.0, 9.0])), [np.nan, 1.0, 1.0])
-    found = over_range([falling], [turned])
-    assert found is not None
-    assert found.share == pytest.approx(1.0)
+    actual = over_range([falling], [turned])
+    assert actual is not None
+    assert actual.share == pytest.approx(1.0)
     grid = np.linspace(1, 3, 64)
-    assert found.mean == pytest.approx(np.trapezoid(falling.at(grid) - turned.at(grid), grid) / 2)
+    assert actual.mean == pytest.approx(np.trapezoid(falling.at(grid) - turned.at(grid), grid) / 2)
 
 
 def test_curves_that_do_not_meet_are_not_compared() -> None:

@@ -49,8 +49,8 @@ def test_the_command_measures_every_arm_once(cli: Cli, tiny: Tiny, tmp_path: Pat
     begun = torch.from_numpy(np.load(tmp_path / "out/texts-test.npy")).long()
     continued = sample_rows(student, begun[:, :1], 8, seed=1001)
     decode = load_tokenizer(str(tiny.llama)).batch_decode
-    found = rouge(*(decode(rows[:, 1:], skip_special_tokens=True) for rows in (continued, begun)))
-    assert (results["runs"][2]["rouge_1"], results["runs"][2]["rouge_l"]) == pytest.approx(found)
+    actual = rouge(*(decode(rows[:, 1:], skip_special_tokens=True) for rows in (continued, begun)))
+    assert (results["runs"][2]["rouge_1"], results["runs"][2]["rouge_l"]) == pytest.approx(actual)
     drawn = sample_rows(student, begun[:, :1], 8, seed=1001)
     features = [last_hidden_states(source, rows.tolist()) for rows in (begun, drawn)]
     overlap = neighbour_overlap(*features)
@@ -98,9 +98,9 @@ def test_rows_are_sampled_at_the_temperature(tiny: Tiny) -> None:
     rows = sample_rows(model, torch.full((4000, 1), 1), 2, temperature=0.5)
     with torch.no_grad():
         expected = torch.softmax(model(input_ids=torch.tensor([[1]])).logits[0, -1] / 0.5, -1)
-    found = torch.bincount(rows[:, 1], minlength=len(expected)) / len(rows)
+    actual = torch.bincount(rows[:, 1], minlength=len(expected)) / len(rows)
     assert (rows[:, 0] == 1).all()
-    assert float((found - expected).abs().max()) < 4 * (float(expected.max()) / 4000) ** 0.5
+    assert float((actual - expected).abs().max()) < 4 * (float(expected.max()) / 4000) ** 0.5
 
 
 def test_students_may_start_from_a_given_model(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:

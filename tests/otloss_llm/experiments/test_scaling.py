@@ -16,15 +16,15 @@ def test_each_size_and_share_is_a_comparison_of_its_own(cli: Cli, tiny: Tiny, tm
     sizes = {"model_sizes": [tiny.gpt2], "data_fractions": [0.25, 1], "seeds": [0], "max_steps": 2}
     ended = cli(*compare_options(tiny, tmp_path, **sizes))
     assert ended.code == 0, ended.err
-    found = read(tmp_path / "scaling.json")
-    assert [(one["model"], one["fraction"]) for one in found] == [(str(tiny.gpt2), 0.25), (str(tiny.gpt2), 1.0)]
-    assert found[0]["settings"]["test_blocks"] == found[1]["settings"]["test_blocks"]
-    assert found[0]["settings"]["train_blocks"] != found[1]["settings"]["train_blocks"]
+    actual = read(tmp_path / "scaling.json")
+    assert [(one["model"], one["fraction"]) for one in actual] == [(str(tiny.gpt2), 0.25), (str(tiny.gpt2), 1.0)]
+    assert actual[0]["settings"]["test_blocks"] == actual[1]["settings"]["test_blocks"]
+    assert actual[0]["settings"]["train_blocks"] != actual[1]["settings"]["train_blocks"]
     rows = [line.split("|")[1:6] for line in ended.out.splitlines()[2:] if line]
     assert len(rows) == 4
-    emo = next(run for run in found[1]["runs"] if run["arm"] == "emo")
+    emo = next(run for run in actual[1]["runs"] if run["arm"] == "emo")
     last = [field.strip() for field in rows[-1]]
-    assert last == ["gpt2", f"{found[1]['parameters']:,}", "1", "emo", f"{emo['test_perplexity']:.2f}"]
+    assert last == ["gpt2", f"{actual[1]['parameters']:,}", "1", "emo", f"{emo['test_perplexity']:.2f}"]
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     assert cli(*compare_options(tiny, tmp_path, **sizes)).out == ended.out  # read from the folders
 

@@ -82,10 +82,12 @@ def test_every_family_trains_as_by_its_own_loss(name: str) -> None:
 
 def test_the_transform_of_the_logits_is_measured() -> None:
     models = {name: tiny_model(name) for name in ONE_OF_EACH_KIND}
-    found = {name: measure_transform(model, {"input_ids": tiny_batch()["input_ids"]}) for name, model in models.items()}
-    assert found.pop("cohere") == LogitTransform(0.25)
-    assert found.pop("gemma2") == LogitTransform(1.0, 3.0)
-    assert set(found.values()) == {LogitTransform()}
+    actual = {
+        name: measure_transform(model, {"input_ids": tiny_batch()["input_ids"]}) for name, model in models.items()
+    }
+    assert actual.pop("cohere") == LogitTransform(0.25)
+    assert actual.pop("gemma2") == LogitTransform(1.0, 3.0)
+    assert set(actual.values()) == {LogitTransform()}
     assert {name for name, model in models.items() if find_head(model).bias is not None} == {"phi"}
     assert find_head(models["opt-projected"]).weight.shape == (VOCAB, 8)
 

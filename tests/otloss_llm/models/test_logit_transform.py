@@ -19,13 +19,13 @@ def test_transforms_in_float32_are_found(scale: float, softcap: float | None, vo
     after = before * scale
     if softcap is not None:
         after = torch.tanh(after / softcap) * softcap
-    found = fitted_transform(before, after, 1e-5)
-    assert deviation(found, before, after) < 1e-5
-    assert found.scale == pytest.approx(scale, rel=1e-5)
+    actual = fitted_transform(before, after, 1e-5)
+    assert deviation(actual, before, after) < 1e-5
+    assert actual.scale == pytest.approx(scale, rel=1e-5)
     if softcap is None:
-        assert found.softcap is None
+        assert actual.softcap is None
     elif softcap < 1000 * abs(scale):  # a higher cap hardly changes even the large placeholders
-        assert found.softcap == pytest.approx(softcap, rel=1e-3)
+        assert actual.softcap == pytest.approx(softcap, rel=1e-3)
 
 
 @given(scale=SCALES, vocab=st.integers(30, 300), rounded=st.booleans())
@@ -33,6 +33,6 @@ def test_rounding_to_16_bits_hides_no_scale(scale: float, vocab: int, rounded: b
     """The tolerance of 16-bit models is 2^-6; a scale of 1.01 is still told from 1, with and without rounding."""
     before = placeholders(vocab)
     after = (before.bfloat16() * scale).float() if rounded else before * scale
-    found = fitted_transform(before, after, 2.0**-6)
-    assert found.scale == pytest.approx(scale, rel=2.0**-7 if rounded else 1e-6)
-    assert found.softcap is None
+    actual = fitted_transform(before, after, 2.0**-6)
+    assert actual.scale == pytest.approx(scale, rel=2.0**-7 if rounded else 1e-6)
+    assert actual.softcap is None
