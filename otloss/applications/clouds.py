@@ -254,7 +254,7 @@ def _stacked(parts: list[Tensor], size: int) -> Tensor:
 
 
 def _without_padding(name: str, points: Tensor, name_m: str, mask: Any) -> Tensor:
-    """The points with a copy of a cloud's first one in the places that hold none."""
+    """Return the points with a copy of a cloud's first one in the places that hold none."""
     if check_tensor(name_m, mask).dtype != torch.bool:
         raise TypeError(f"{name_m} has dtype {mask.dtype}, expected torch.bool, True where there is a point.")
     check_last_axis(name_m, mask, points.shape[-2] if points.dim() > 1 else 0)
@@ -298,7 +298,7 @@ def _picked(points: Float[Tensor, "*own n d"], index: Int[Tensor, "*batch cells"
 
 
 def _start(pair: HistogramPair, matrix: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Potentials near the optimal ones, for large assignments; the other problems gain too little."""
+    """Return potentials near the optimal ones, for large assignments; the other problems gain too little."""
     n, m = matrix.shape[-2:]
     p, q, batch = pair.p.detach(), pair.q.detach(), matrix.shape[:-2]
     if n != m or n < _START_FROM or not may_run_on(p, q, matrix) or not matrix.numel():

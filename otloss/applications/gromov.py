@@ -208,7 +208,7 @@ def _descend_by_kernel(
 
 
 def _from_zero(cost: Tensor) -> Tensor:
-    """The cost less its least entry, which moves no plan: costs of solvers are not negative."""
+    """Return the cost less its least entry, which moves no plan: costs of solvers are not negative."""
     return cost - cost.amin((-2, -1), keepdim=True)
 
 
@@ -304,7 +304,7 @@ def _derivatives(
 def _checked(
     C: Any, D: Any, M: Any, p: Any, q: Any, alpha: Any
 ) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], torch.dtype]:
-    """The inputs in float64, the weights expanded to the batch and of equal mass; and the promoted dtype."""
+    """Return the inputs in float64, the weights expanded to the batch and of equal mass; and the promoted dtype."""
     for name, square in (("C_x", C), ("C_y", D)):
         check_floating(name, square)
         if square.dim() < 2 or square.shape[-1] != square.shape[-2] or square.shape[-1] == 0:

@@ -92,7 +92,7 @@ def _squared_distances(x0: Tensor, x1: Tensor, *, up_to_rows: bool) -> Float[Ten
 
 
 def _penalty(condition: tuple[Tensor, Tensor], cost: Tensor) -> Tensor:
-    """More than any pairing can gain, for pairs that disagree."""
+    """Return more than any pairing can gain, for pairs that disagree."""
     if not isinstance(condition, list | tuple) or len(condition) != 2:
         got = f"{type(condition).__name__}{f' of {len(condition)}' if isinstance(condition, list | tuple) else ''}"
         raise TypeError(f"condition is a {got}, expected a pair: the labels of x0 and those of x1.")

@@ -76,7 +76,7 @@ def spearman_loss(
 
 
 def _ranks(x: Real[Tensor, "*batch n"]) -> Float[Tensor, "*batch n"]:
-    """Ranks from 1, equal entries with the mean of theirs."""
+    """Return ranks from 1, equal entries with the mean of theirs."""
     x = (x.detach() if x.is_floating_point() else x.long()).contiguous()
     ascending = x.sort(-1).values
     below, up_to = (torch.searchsorted(ascending, x, right=right) for right in (False, True))

@@ -151,7 +151,7 @@ class _Step:
 
     @classmethod
     def at(cls, share: float, *, epsilon: float, first: float, marginal_penalty: float | None, starts: int) -> _Step:
-        """The step when this share of the falling ones is over."""
+        """Return the step when this share of the falling ones is over."""
         width = epsilon * max(1.0, first / epsilon) ** max(0.0, 1 - share)
         penalty = None if marginal_penalty is None else max(marginal_penalty, _PENALTY_OF_EXCESS * (width - epsilon))
         return cls(width, penalty, math.ceil(starts * (_LEAST_STARTS / starts) ** min(1.0, share)))
@@ -189,7 +189,7 @@ def _fit(x: Tensor, moved: Tensor, weights: Tensor) -> tuple[Float[Tensor, "star
 
 
 def _random_rotations(count: int, d: int, generator: torch.Generator | None) -> Float[Tensor, "count d d"]:
-    """Rotations about random axes, by angles that rise evenly to half a turn."""
+    """Return rotations about random axes, by angles that rise evenly to half a turn."""
     device = "cpu" if generator is None else generator.device
     drawn = torch.randn(count, d, d, generator=generator, dtype=torch.float64, device=device)
     turns = drawn - drawn.mT

@@ -196,7 +196,7 @@ def log_top_k(x: Float[Tensor, "*batch n"], k: int, *, epsilon: float) -> Float[
 
 
 def _top_k_logits(x: Tensor, k: int, epsilon: float, regularization: str) -> Float[Tensor, "*batch n"]:
-    """log(share / (1 - share)), in float64."""
+    """Return log(share / (1 - share)), in float64."""
     _check_top_k(x, k, epsilon, regularization)
     _, _, u = _in_units_of_range(x)
     if k in (0, x.shape[-1]):
@@ -246,7 +246,7 @@ def _in_units_of_range(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _plan(u: Tensor, epsilon: float) -> Float[Tensor, "*batch n n"]:
-    """S, with its graph in u."""
+    """Return S, with its graph in u."""
     n = u.shape[-1]
     places = torch.linspace(0, 1, n, dtype=u.dtype, device=u.device)
     scores = (2 / epsilon) * u.unsqueeze(-1) * places
@@ -280,7 +280,7 @@ class _Balanced(torch.autograd.Function):
 
 
 def _plan_change(plan: Tensor, change: Tensor) -> Tensor:
-    """dS for a change dZ of the scores, a linear map that is its own transpose: so it is the gradient too."""
+    """Return dS for a change dZ of the scores, a linear map that is its own transpose: so it is the gradient too."""
     weighted = plan * change
     by_rows, by_columns = weighted.sum(-1, keepdim=True), weighted.sum(-2).unsqueeze(-1)
     b = torch.linalg.solve(_exchange(plan), by_columns - plan.mT @ by_rows)
@@ -289,7 +289,7 @@ def _plan_change(plan: Tensor, change: Tensor) -> Tensor:
 
 
 def _balance(scores: Tensor, b: Tensor, tolerance: float) -> Tensor:
-    """Newton's method on b; a keeps the rows' sums at one throughout.
+    """Apply Newton's method to b; a keeps the rows' sums at one throughout.
 
     The columns' errors are the gradient of the dual objective, whose third derivative is at most the spread of a step
     times the second. So a step shortened to log(1 + spread) / spread always increases it.
@@ -340,7 +340,7 @@ class _Threshold(torch.autograd.Function):
 
 
 def _threshold_weights(scores: Tensor, threshold: Tensor) -> Tensor:
-    """The derivatives of theta in the scores."""
+    """Return the derivatives of theta in the scores."""
     logits = scores - threshold
     # Weights are logarithms: beside a wide gap all of them would underflow.
     log_weights = torch.nn.functional.logsigmoid(logits) + torch.nn.functional.logsigmoid(-logits)

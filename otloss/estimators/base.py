@@ -91,18 +91,18 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         return self._distribution(X) @ self._criterion.values
 
     def _distribution(self, X: Any) -> np.ndarray:
-        """Calibrated probabilities (n, m) over positions."""
+        """Return calibrated probabilities (n, m) over positions."""
         check_is_fitted(self)
         distribution = softmax(self._finite_logits(self._features(X)), 1)
         return distribution if self._calibration is None else self._calibration.predict(above_zero(distribution))
 
     def _features(self, X: Any) -> Any:
-        """Features (n, d) as training took them."""
+        """Return features (n, d) as training took them."""
         with text_is_named(X, self._advice_for_text):
             return self._laid_out(validate_data(self, X, reset=False, **self._accepts()))
 
     def _laid_out(self, X: Any) -> Any:
-        """X (n, d) as `_train` and `_logits` take it: an array, unless a subclass takes sparse matrices."""
+        """Return X (n, d) as `_train` and `_logits` take it: an array, unless a subclass takes sparse matrices."""
         return dense(X)
 
     def _finite_logits(self, X: Any) -> np.ndarray:
@@ -141,7 +141,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         )
 
     def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
-        """Features, positions and weights of the rows that have weight: without it, a row is one left out."""
+        """Return features, positions and weights of the rows that have weight: without it, a row is one left out."""
         positions = self._order.positions(y)
         weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
         kept = weights > 0
@@ -185,13 +185,13 @@ def unchanged_on_error(estimator: BaseEstimator) -> Iterator[None]:
 
 
 def above_zero(distribution: np.ndarray) -> np.ndarray:
-    """Rows (n, m) with no probability far below `SMALLEST_CALIBRATED`."""
+    """Return rows (n, m) with no probability far below `SMALLEST_CALIBRATED`."""
     clipped = np.maximum(distribution, SMALLEST_CALIBRATED)
     return clipped / clipped.sum(1, keepdims=True)
 
 
 def row_weights(sample_weight: Any, class_weight: Any, *, order: LabelOrder, positions: np.ndarray) -> np.ndarray:
-    """Weights (n,): the sample weights times those of the rows' classes.
+    """Return weights (n,): the sample weights times those of the rows' classes.
 
     `"balanced"` gives every class that has weight the same total, without changing the sum of all.
 
@@ -254,5 +254,5 @@ def split_off(
 
 
 def dense(X: Any) -> np.ndarray:
-    """X (n, d) as an array: what a sparse matrix does not hold is 0, where XGBoost would take it for missing."""
+    """Return X (n, d) as an array: what a sparse matrix does not hold is 0, where XGBoost would take it for missing."""
     return X.toarray() if issparse(X) else X

@@ -84,7 +84,7 @@ class Part:
         return Part(self.features[index], self.target[index], self.weight[index])
 
     def merged(self) -> Part:
-        """Equal rows as one that has their weight, in an order of their own.
+        """Return equal rows as one that has their weight, in an order of their own.
 
         So that a weight of two is a row given twice to the last bit: both libraries hold gradients in float32, where
         one of 2 g and two of g round differently.
@@ -120,7 +120,7 @@ class Trees:
     settled: bool
 
     def scores(self, features: np.ndarray) -> np.ndarray:
-        """Scores (n, m) whose softmax is the distribution over positions."""
+        """Return scores (n, m) whose softmax is the distribution over positions."""
         if self.booster is None:
             return np.tile(self.start, (len(features), 1))
         if self.library == "lightgbm":
@@ -131,7 +131,7 @@ class Trees:
         return np.asarray(self.booster.predict(data, output_margin=True), dtype=np.float64)
 
     def gains(self, columns: int) -> np.ndarray:
-        """The gain of the splits on each of `columns` features, summed over all trees: (columns,)."""
+        """Return the gain of the splits on each of `columns` features, summed over all trees: (columns,)."""
         if self.booster is None:
             return np.zeros(columns)
         if self.library == "lightgbm":
@@ -173,7 +173,7 @@ def train_trees(library: str, settings: TreeSettings, rows: Part, watched: Seque
 
 
 def _last_losses(history: History) -> list[float]:
-    """The losses by which training stops: of the part watched that was named last."""
+    """Return the losses by which training stops: of the part watched that was named last."""
     (losses,) = history[list(history)[-1]].values()
     return losses
 
@@ -209,7 +209,7 @@ def checked_parameters(library: str, parameters: Any) -> dict[str, Any]:
 
 
 def _lightgbm_names() -> dict[str, str]:
-    """The first name of each name that LightGBM knows."""
+    """Return the first name of each name that LightGBM knows."""
     from lightgbm.basic import _ConfigAliases
 
     aliases = _ConfigAliases._get_all_param_aliases()
@@ -226,7 +226,7 @@ def _xgboost_types(features: np.ndarray, categorical: tuple[int, ...]) -> dict[s
 def _train_xgboost(
     settings: TreeSettings, rows: Part, watched: dict[str, Part], start: np.ndarray
 ) -> tuple[Any, int, History]:
-    """The booster, without the rounds after the best one, the number of its rounds, and all losses watched."""
+    """Return the booster, without the rounds after the best one, the number of its rounds, and all losses watched."""
     import xgboost
 
     def data(part: Part) -> Any:
@@ -322,7 +322,7 @@ class _StopByLast:
 def _train_lightgbm(
     settings: TreeSettings, rows: Part, watched: dict[str, Part], start: np.ndarray
 ) -> tuple[Any, int, History]:
-    """The booster, the number of its rounds, some perhaps after the best one, and all losses watched."""
+    """Return the booster, the number of its rounds, some perhaps after the best one, and all losses watched."""
     import lightgbm
 
     parameters = _lightgbm_parameters(settings)

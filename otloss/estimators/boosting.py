@@ -237,7 +237,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         )
 
     def _evaluation_part(self, name: str, X: Any, y: Any, sample_weight: Any = None) -> Part:
-        """A part of `eval_set` as the rows that training takes."""
+        """Return a part of `eval_set` as the rows that training takes."""
         try:
             X, y = self._features(X), column_or_1d(y)
             check_consistent_length(X, y)
@@ -291,7 +291,7 @@ def evaluation_parts(eval_set: Any) -> dict[str, Any]:
 
 
 def _is_table(X: Any) -> bool:
-    """Whether these are rows of features, and not a part (X, y)."""
+    """Return whether these are rows of features, and not a part (X, y)."""
     if hasattr(X, "shape"):
         return len(X.shape) == 2
     try:
@@ -301,13 +301,13 @@ def _is_table(X: Any) -> bool:
 
 
 def category_dtypes(X: Any) -> dict[int, Any]:
-    """The CategoricalDtype of each pandas column of categories in X (n, d), by its position."""
+    """Return the CategoricalDtype of each pandas column of categories in X (n, d), by its position."""
     dtypes = X.dtypes if hasattr(X, "isetitem") else []
     return {place: dtype for place, dtype in enumerate(dtypes) if hasattr(dtype, "categories")}
 
 
 def coded(X: Any, dtypes: dict[int, Any]) -> Any:
-    """X with the codes of `dtypes` in place of categories, NaN where a value is missing.
+    """Return X with the codes of `dtypes` in place of categories, NaN where a value is missing.
 
     Labels are looked up in the dtype of training: the codes of another data frame may number other categories.
 

@@ -53,7 +53,7 @@ class Criterion:
 
 
 def make_criterion(order: LabelOrder, settings: Any) -> Criterion:
-    """The loss over the positions of `order`, by the `settings` of an estimator.
+    """Return the loss over the positions of `order`, by the `settings` of an estimator.
 
     Raises:
         ValueError: if values are not K increasing finite numbers, power is not 1 or 2, a cost is not K x K,
@@ -81,7 +81,7 @@ def make_criterion(order: LabelOrder, settings: Any) -> Criterion:
 
 
 def _in_rank_order(table: Any, order: LabelOrder) -> Any:
-    """A pandas Series or DataFrame with the rows and columns in rank order, NaN for categories that it lacks.
+    """Return a pandas Series or DataFrame with the rows and columns in rank order, NaN for categories that it lacks.
 
     An index 0, 1, 2, ..., as pandas gives by itself, counts ranks; anything but pandas is returned as it is.
     """

@@ -12,7 +12,7 @@ RULES = ("argmax", "median", "mean", "cost")
 
 
 def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.ndarray | None = None) -> np.ndarray:
-    """Positions (n,) for rows of `distribution` (n, m), by class values (m,) or cost[true, predicted] (m, m).
+    """Return positions (n,) for rows of `distribution` (n, m), by class values (m,) or cost[true, predicted] (m, m).
 
     Ties go to the lower position.
 

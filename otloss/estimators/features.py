@@ -35,7 +35,7 @@ def text_is_named(X: Any, advice: str) -> Iterator[None]:
 
 
 def _first_text(X: Any) -> tuple[Any, str] | None:
-    """The name or number of the first column that holds text which is no number, and that text."""
+    """Return the name or number of the first column that holds text which is no number, and that text."""
     table = np.asarray(X, dtype=object)
     for place, name in enumerate(list(X.columns) if hasattr(X, "columns") else range(table.shape[1])):
         for value in table[:, place]:
@@ -49,7 +49,7 @@ def _first_text(X: Any) -> tuple[Any, str] | None:
 
 
 def fitted_scaler(X: Any, weights: np.ndarray, *, with_std: bool) -> StandardScaler:
-    """The means and, with `with_std`, deviations of the columns of X (n, d), dense or sparse, by weight.
+    """Return the means and, with `with_std`, deviations of the columns of X (n, d), dense or sparse, by weight.
 
     Raises:
         ValueError: if a feature is too large for its square to be a float.

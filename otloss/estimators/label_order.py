@@ -62,14 +62,14 @@ class LabelOrder:
         return self.classes[np.argsort(self.columns)]
 
     def positions(self, y: Any) -> np.ndarray:
-        """Positions (n,) of the labels `y`; ValueError if one of them is not among the classes."""
+        """Return positions (n,) of the labels `y`; ValueError if one of them is not among the classes."""
         labels = plain_labels("y", y)
         _check_known(labels, self.classes, f"the labels {shown(self.classes)} of training; drop its rows")
         return self.columns[np.searchsorted(self.classes, labels)]
 
 
 def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
-    """The order of the labels `y` (n,), given the rank order `categories` or, without it, as the labels imply.
+    """Return the order of the labels `y` (n,), given the rank order `categories` or, without it, as the labels imply.
 
     Raises:
         ValueError, TypeError: if a label is missing (NaN, None) or unknown, or if categories repeat or have no order.
@@ -229,7 +229,7 @@ def _check_not_encoded(names: Labels, encoder: _Encoder) -> None:
 
 
 def _indices(present: Labels, names: Labels, encoder: _Encoder | None) -> Labels:
-    """Indices (K,) of the categories among the sorted categories, in rank order.
+    """Return indices (K,) of the categories among the sorted categories, in rank order.
 
     Raises:
         ValueError: if the integers may be labels as well, or may count the labels of `y` alone, of which some category

@@ -87,14 +87,14 @@ class OrdinalNetwork(nn.Module):
         self.log_gaps = None if log_gaps is None else nn.Parameter(torch.tensor(log_gaps, device="cpu"))
 
     def forward(self, features: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows positions"]:
-        """Logits whose softmax is the distribution over positions."""
+        """Return logits whose softmax is the distribution over positions."""
         hidden = features
         for layer in self.layers[:-1]:
             hidden = layer(hidden).relu()
         return self.logits(self.layers[-1](hidden))
 
     def logits(self, scores: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows positions"]:
-        """Logits from what the last layer gives."""
+        """Return logits from what the last layer gives."""
         return scores if self.log_gaps is None else cumulative_log_probabilities(scores.squeeze(1), self.log_gaps)
 
 
@@ -108,7 +108,7 @@ class Rows:
 
     @classmethod
     def of(cls, features: np.ndarray | SparseRows, *others: np.ndarray) -> Rows:
-        """Rows from arrays in the order of the attributes."""
+        """Return rows from arrays in the order of the attributes."""
         values = features if isinstance(features, SparseRows) else torch.tensor(features, device="cpu")
         return cls(values, *(torch.tensor(part, device="cpu") for part in others))
 
@@ -136,7 +136,7 @@ class Objective:
         return {name: torch.from_numpy(v) if isinstance(v, np.ndarray) else v for name, v in settings.items()}
 
     def data_loss(self, logits: Float[Tensor, "rows positions"], rows: Rows) -> Tensor:
-        """The sum of w_i L_i over `rows`."""
+        """Return the sum of w_i L_i over `rows`."""
         criterion = self.criterion
         if criterion.transport == 0:
             losses = nn.functional.cross_entropy(logits, rows.target, reduction="none")
@@ -146,7 +146,7 @@ class Objective:
         return criterion.transport * (losses @ rows.weight)
 
     def of_batch(self, network: OrdinalNetwork, batch: Rows, *, repeated: float) -> Tensor:
-        """The penalised mean loss, where the rows of `batch` stand for `repeated` times as many."""
+        """Return the penalised mean loss, where the rows of `batch` stand for `repeated` times as many."""
         squares: Any = sum(layer.weight.square().sum() for layer in network.layers)
         loss = self.data_loss(network(batch.features), batch)
         return (repeated * loss + 0.5 * self.alpha * squares) / self.mass

@@ -63,7 +63,7 @@ def plot_confusion_matrix(
 
 
 def _distance_colours(classes: int) -> Float[np.ndarray, "classes rgb"]:
-    """Blue for distance 0, from yellow to dark red beyond."""
+    """Return blue for distance 0, from yellow to dark red beyond."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgb
 
     errors = LinearSegmentedColormap.from_list("errors", ["#F0C24B", VERMILION, "#6B2300"])

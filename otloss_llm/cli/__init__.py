@@ -70,7 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _message(error: Exception) -> str | None:
-    """A one-line message for the user; None for an error that the user cannot fix."""
+    """Return a one-line message for the user; None for an error that the user cannot fix."""
     import torch
 
     text = " ".join(str(error).split())

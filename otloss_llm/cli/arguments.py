@@ -18,7 +18,7 @@ from otloss_llm.losses.positions import IMPLEMENTATIONS
 
 
 def _option(help_text: str, default: Any = MISSING, *, choices: Sequence[str] | None = None) -> Any:
-    """A field with a help; without a default the option is required."""
+    """Return a field with a help; without a default the option is required."""
     metadata = {"help": help_text} | ({} if choices is None else {"choices": choices})
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 

@@ -126,7 +126,7 @@ def _with_known_source(
 
 
 def _changed(settings: Any, *, keep: Sequence[str] = ()) -> list[str]:
-    """The options that differ from their defaults."""
+    """Return the options that differ from their defaults."""
     changed = []
     for one in fields(settings):
         default = one.default_factory() if one.default_factory is not MISSING else one.default

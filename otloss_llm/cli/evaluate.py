@@ -57,7 +57,7 @@ def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
 
 
 def _read_task(args: EvaluateArguments) -> tuple[list[LabelledText], list[LabelledText], list[str]]:
-    """Texts to classify, texts to show, and candidates."""
+    """Return texts to classify, texts to show, and candidates."""
     named = {written: name or written for written, _, name in (label.partition("=") for label in args.labels)} or None
     source = args.in_context_train or args.in_context
     assert args.in_context is not None
@@ -150,7 +150,7 @@ def _score_questions(
 def _score_answer_tokens(
     model: Any, tokenizer: Any, questions: list[Question], lengths: list[tuple[int, int]], batch_size: int
 ) -> dict[str, Any]:
-    """Scores of the number tokens in right answers, given the true tokens before them; {} if there are none."""
+    """Return scores of the number tokens in right answers, given the true tokens before them; {} if there are none."""
     if tokenizer.eos_token_id is None:  # rows of answers end with EOS
         print("note: the tokenizer has no EOS, so answer_number_tokens is left out", file=sys.stderr)
         return {}

@@ -93,7 +93,7 @@ def run(
 
 
 def _lora(asked: LoraArguments) -> Lora | None:
-    """The settings of an adapter; None to train the whole model."""
+    """Return the settings of an adapter; None to train the whole model."""
     if asked.lora_r is None:
         if any(value is not None for value in (asked.lora_alpha, asked.lora_dropout, asked.lora_target_modules)):
             raise ValueError("lora_alpha, lora_dropout and lora_target_modules need --lora_r, the rank; give it too.")

@@ -71,7 +71,7 @@ def number_tokens(tokenizer: Any, vocab_size: int) -> NumberTokens:
 
 
 def number_values(tokenizer: Any, vocab_size: int) -> Float[Tensor, " vocab"] | None:
-    """Values of the number tokens, NaN elsewhere; None for a tokenizer without any.
+    """Return values of the number tokens, NaN elsewhere; None for a tokenizer without any.
 
     Tokens beyond the head, which a model cannot give, are left out.
     """
@@ -84,7 +84,7 @@ def number_values(tokenizer: Any, vocab_size: int) -> Float[Tensor, " vocab"] | 
 
 
 def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> NumberCost:
-    """The cost of numbers over a head of `vocab_size` rows.
+    """Return the cost of numbers over a head of `vocab_size` rows.
 
     Raises:
         TypeError, ValueError: no tokenizer, or one without a number token.
@@ -118,7 +118,7 @@ def _check_tokenizer(tokenizer: Any, instead: str) -> None:
 
 
 def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
-    """The settings, or the default ones, if a cost of this kind reads them.
+    """Return the settings, or the default ones, if a cost of this kind reads them.
 
     Raises:
         TypeError, ValueError: no settings, an unknown kind, or settings that it does not read.
@@ -158,7 +158,7 @@ def choose_cost(
     vocab_size: int,
     numbers: NumberSettings | None = None,
 ) -> EmbeddingCost | NumberCost | MixedCost | RatingCost:
-    """The cost of a kind.
+    """Return the cost of a kind.
 
     Args:
         kind: "embedding", "number", "mixed" or "rating"; see `otloss_llm.objectives.cost_kind`.

@@ -128,7 +128,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         return LabelRows(rows, len(own), self.device, self.dtype, (self.dtype,))
 
     def _narrow(self, dtype: torch.dtype) -> tuple[Tensor, float]:
-        """The unit rows in a 16-bit dtype, and what rounding to it may leave in place of 0.
+        """Return the unit rows in a 16-bit dtype, and what rounding to it may leave in place of 0.
 
         That is twice what it has added to the square of a length.
         """
@@ -169,7 +169,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
         return EmbeddingCost(rows.to(unit.device), near_duplicates="keep")
 
     def shuffled(self, generator: torch.Generator | None = None) -> EmbeddingCost:
-        """The control with the same geometry but tokens assigned to it at random."""
+        """Return the control with the same geometry but tokens assigned to it at random."""
         order = torch.randperm(self.unit.shape[0], generator=generator).to(self.unit.device)
         shuffled = EmbeddingCost(self.unit[order], near_duplicates="keep")
         shuffled.near_duplicates = self.near_duplicates[order]
@@ -311,7 +311,7 @@ def products_are_of_bfloat16(unit: Tensor) -> bool:
 
 
 def added_by_rounding(unit: Tensor, zero_rows: Tensor, dtype: torch.dtype) -> float:
-    """The most that rounding unit rows to `dtype` adds to the square of a length, or takes from it."""
+    """Return the most that rounding unit rows to `dtype` adds to the square of a length, or takes from it."""
     if not len(unit):
         return 0.0
     square = torch.linalg.vector_norm(unit.to(dtype), dim=1, dtype=torch.float32).square()

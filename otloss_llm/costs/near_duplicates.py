@@ -61,12 +61,12 @@ def search(
 
 
 def describe_criteria() -> str:
-    """The criteria in words: "within cost 0.001 of 1 other or 0.01 of 3 others"."""
+    """Return the criteria in words: "within cost 0.001 of 1 other or 0.01 of 3 others"."""
     return "within cost " + " or ".join(f"{cost:g} of {n} other{'s' * (n > 1)}" for cost, n in CRITERIA)
 
 
 def criteria_for(vocab: int, width: int) -> list[tuple[float, int]]:
-    """Those criteria that rows of random directions would meet with a probability below 0.001.
+    """Return those criteria that rows of random directions would meet with a probability below 0.001.
 
     A row has at most V / 2 (2 c)^((d - 1) / 2) of them within a cost c in the mean: the share of a cap of the sphere.
     """
@@ -79,7 +79,7 @@ def criteria_for(vocab: int, width: int) -> list[tuple[float, int]]:
 
 
 def sketch(unit: Float[Tensor, "V d"]) -> Float[Tensor, "V s"]:
-    """Coordinates whose distances are about those of the rows; the same directions in every process."""
+    """Return coordinates whose distances are about those of the rows; the same directions in every process."""
     width = unit.shape[1]
     if width <= _SKETCH:
         return unit

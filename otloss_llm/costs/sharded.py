@@ -171,7 +171,7 @@ class ShardedEmbeddingCost(VocabularyCost):
         return LabelRows(rows, len(self.unit), self.device, self.dtype, (self.dtype,))
 
     def embedding_of(self, labels: Int[Tensor, " distinct"]) -> Float[Tensor, "distinct width"]:
-        """The unit rows of these tokens, from whichever process holds them: one collective."""
+        """Return the unit rows of these tokens, from whichever process holds them: one collective."""
         row = self.shard.local(labels)
         here = row >= 0
         rows = self.unit.new_zeros(len(labels), self.unit.shape[1])

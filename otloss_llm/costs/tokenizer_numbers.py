@@ -231,7 +231,7 @@ def _check_tokenizer(tokenizer: Any) -> None:
 
 
 def _special_ids(tokenizer: Any) -> list[int]:
-    """Those with a role (end, padding ...), and those added as special without one."""
+    """Return those with a role (end, padding ...), and those added as special without one."""
     added: Mapping[int, Any] = getattr(tokenizer, "added_tokens_decoder", {})
     return [*tokenizer.all_special_ids, *(token for token, kind in added.items() if kind.special)]
 
@@ -283,7 +283,7 @@ def _plain(value: float) -> str:
 
 
 def _shown(items: Any, most: int) -> str:
-    """The first few, each cut short, on one line; how often, where several are equal."""
+    """Return the first few, each cut short, on one line; how often, where several are equal."""
     times = Counter(map(repr, items))
     shown = [
         (text if len(text) <= 40 else text[:37] + "...") + (f" x{n}" if n > 1 else "") for text, n in times.items()

@@ -66,7 +66,7 @@ class FewColumns:
     which: Int[Tensor, " tokens"]
 
     def of(self, tokens: Int[Tensor, " chunk"]) -> FewColumns:
-        """The same for a chunk of the tokens."""
+        """Return the same for a chunk of the tokens."""
         return replace(self, which=self.which[tokens])
 
 
@@ -146,7 +146,7 @@ class _RowsOf(VocabularyCost):
 
 
 def as_vocabulary_cost(cost: TokenCost) -> VocabularyCost:
-    """A vocabulary cost as it is; any other cost through its rows.
+    """Return a vocabulary cost as it is; any other cost through its rows.
 
     Raises:
         TypeError: not a cost.

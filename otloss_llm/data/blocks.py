@@ -36,7 +36,7 @@ def train_bpe_tokenizer(
     *,
     split_digits: bool = False,
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer, trained on `texts`, whose decoding gives every text back unchanged.
+    """Return a byte-level BPE tokenizer, trained on `texts`, whose decoding gives every text back unchanged.
 
     `<|endoftext|>` has id 0 and serves as end, beginning and padding token; it is never added to a text
     automatically. Training is deterministic. `vocab_size` counts it and the 256 bytes; the vocabulary is smaller if the
@@ -186,7 +186,7 @@ def check_fraction(name: str, fraction: float) -> None:
 
 
 def opening_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """The ids that the tokenizer puts before a text by itself: `[BOS]` or nothing.
+    """Return the ids that the tokenizer puts before a text by itself: `[BOS]` or nothing.
 
     >>> opening_ids(train_bpe_tokenizer(["a b c d"], 257))
     []

@@ -100,7 +100,7 @@ class ChatRows(AnsweredQuestions):
 
 
 def _row(chat: Chat, tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Ids of a conversation up to its last answer, and whether each is a token of an answer."""
+    """Return ids of a conversation up to its last answer, and whether each is a token of an answer."""
     ids: list[int] = []
     trained: list[bool] = []
     done = ""

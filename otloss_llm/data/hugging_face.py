@@ -107,7 +107,7 @@ def _question(row: dict[str, Any], asked: str, answer: str, place: str) -> Quest
 
 
 def _completions(rows: Sequence[tuple[str, dict[str, Any]]]) -> Examples:
-    """Prompts with completions: text that follows without a line break, or messages."""
+    """Return prompts with completions: text that follows without a line break, or messages."""
     if rows and isinstance(rows[0][1]["prompt"], str):
         return Examples("questions", [_question(row, "prompt", "completion", place) for place, row in rows], "")
     chats: list[Chat] = []
@@ -123,7 +123,7 @@ def _completions(rows: Sequence[tuple[str, dict[str, Any]]]) -> Examples:
 
 
 def is_untokenised(dataset: Any) -> bool:
-    """Whether this is a dataset of the library (not a stream) without token ids."""
+    """Return whether this is a dataset of the library (not a stream) without token ids."""
     library = sys.modules.get("datasets")  # If it is not imported, no object is one of its datasets.
     return library is not None and isinstance(dataset, library.Dataset) and "input_ids" not in dataset.column_names
 

@@ -62,7 +62,7 @@ def read_labelled_texts(path: str | Path, *, labels: Mapping[str, str] | None = 
 
 
 def _entries(path: Path) -> Iterator[tuple[str, str, str]]:
-    """Place (for messages), text and label of each line."""
+    """Return place (for messages), text and label of each line."""
     if path.is_dir() or path.suffix == ".csv":
         files = sorted(path.glob("*.csv")) if path.is_dir() else [path]
         return (entry for file in files for entry in _of_csv(file))
@@ -127,7 +127,7 @@ def _of_zip(path: Path) -> Iterator[tuple[str, str, str]]:
 
 
 def _choice(place: str, question: object, choices: object, answer: object) -> tuple[str, str]:
-    """Question with lettered choices, and the letter of the right one."""
+    """Return question with lettered choices, and the letter of the right one."""
     text = str(answer)
     if not isinstance(choices, Sequence) or isinstance(choices, str) or not 2 <= len(choices) <= len(LETTERS):
         raise ValueError(f"{place} has the choices {choices!r}, expected 2 to {len(LETTERS)} of them.")
@@ -142,7 +142,7 @@ def _choice(place: str, question: object, choices: object, answer: object) -> tu
 
 
 def _lines(content: bytes, path: Path) -> Iterator[tuple[str, str]]:
-    """Place and content of each line that is not blank."""
+    """Return place and content of each line that is not blank."""
     for number, line in enumerate(_decoded(content).split("\n"), 1):
         if line.strip():
             yield f"{str(path)!r}, line {number}", line

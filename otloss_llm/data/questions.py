@@ -80,7 +80,7 @@ def read_questions(
 
 
 def spread(questions: Sequence[T], count: int) -> list[T]:
-    """At most `count` questions, evenly spaced, because files are often sorted by the kind of question.
+    """Return at most `count` questions, evenly spaced, because files are often sorted by the kind of question.
 
     >>> [question.answer for question in spread([Question("?", str(i)) for i in range(10)], 3)]
     ['0', '3', '6']
@@ -92,14 +92,14 @@ def spread(questions: Sequence[T], count: int) -> list[T]:
 
 
 def prompt_text(question: Question, separator: str = SEPARATOR) -> str:
-    """The prompt for a question: the question and the separator."""
+    """Return the prompt for a question: the question and the separator."""
     return question.question + separator
 
 
 def token_counts(
     questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, *, separator: str = SEPARATOR
 ) -> list[tuple[int, int]]:
-    """Tokens of each prompt, with BOS where the tokenizer begins with it, and of each answer, without EOS.
+    """Return tokens of each prompt, with BOS where the tokenizer begins with it, and of each answer, without EOS.
 
     >>> from otloss_llm.data.blocks import train_bpe_tokenizer
     >>> token_counts([Question("ab", "c"), Question("a", "bcd")], train_bpe_tokenizer(["a b c d"], 257))
@@ -246,7 +246,7 @@ def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def count_labels(rows: PackedBlocks | AnsweredQuestions, chosen: Bool[Tensor, " vocab"]) -> tuple[int, int]:
-    """The number of predicted labels that are `chosen` tokens, and the number of predicted labels."""
+    """Return the number of predicted labels that are `chosen` tokens, and the number of predicted labels."""
     if isinstance(rows, PackedBlocks):
         batches: Iterable[Tensor] = rows.ids[:, 1:].split(4096)  # the first token of a block is context
     else:

@@ -87,7 +87,7 @@ def read_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def column_text(record: dict[str, Any], column: str, place: str) -> str:
-    """The string in a column of a record; raises ValueError if there is none."""
+    """Return the string in a column of a record; raises ValueError if there is none."""
     if column not in record:
         raise ValueError(f"{place} has no column {column!r}, found {sorted(record)}; name the right one.")
     value = record[column]
@@ -132,7 +132,7 @@ def split_documents(documents: Iterable[str], fractions: Mapping[str, float], *,
 
 
 def as_documents(texts: Iterable[str]) -> Iterable[str]:
-    """The texts; raises TypeError if they are one string."""
+    """Return the texts; raises TypeError if they are one string."""
     if isinstance(texts, str):
         raise TypeError("texts is one string, expected a list of documents; pass [text].")
     return texts

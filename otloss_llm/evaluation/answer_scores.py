@@ -49,7 +49,7 @@ _MARKED = re.compile(
 
 
 def final_number(text: str) -> float | None:
-    """The value of the last number in a text; None if there is no number.
+    """Return the value of the last number in a text; None if there is no number.
 
     >>> final_number("It costs $1,250.50, not 3."), final_number("5 - 3"), final_number("3/4"), final_number("none")
     (3.0, 3.0, 0.75, None)
@@ -60,7 +60,7 @@ def final_number(text: str) -> float | None:
 
 
 def extract_answer(text: str, style: str) -> str | None:
-    """The answer in a text, in the style's plain form; None if it has no answer of this style.
+    """Return the answer in a text, in the style's plain form; None if it has no answer of this style.
 
     Raises ValueError for an unknown style.
 
@@ -79,7 +79,7 @@ def extract_answer(text: str, style: str) -> str | None:
 
 
 def style_of(answers: Sequence[str]) -> str:
-    """The style of right answers: 'gsm8k' if all have text after a `####`, 'mathematics' if none has.
+    """Return the style of right answers: 'gsm8k' if all have text after a `####`, 'mathematics' if none has.
 
     Raises ValueError if only some have.
 
@@ -109,7 +109,7 @@ def answer_style(answers: Sequence[str], style: str | None = None) -> str:
 
 
 def same_answer(predicted: str, expected: str, style: str) -> bool:
-    """Whether two texts give the same answer; False if one of them has no answer.
+    """Return whether two texts give the same answer; False if one of them has no answer.
 
     >>> same_answer("#### 72.0", "#### $72", "gsm8k"), same_answer("72.0", "72", "mathematics")
     (True, False)
@@ -159,7 +159,7 @@ class NumberScores:
 def score_answers(
     predicted: Sequence[str], expected: Sequence[str], *, style: str, kinds: Sequence[str | None] | None = None
 ) -> NumberScores:
-    """Scores of predicted answers (whole texts) against right ones, in one style.
+    """Return scores of predicted answers (whole texts) against right ones, in one style.
 
     Raises ValueError if their numbers differ or are 0, or a right answer has no answer of this style.
 
@@ -210,7 +210,7 @@ def _value_of(text: str, style: str) -> Fraction | None:
 
 
 def _value(answer: str) -> Fraction | None:
-    """The value of a text that is a number, or a quotient of two."""
+    """Return the value of a text that is a number, or a quotient of two."""
     match = _WHOLE.fullmatch(_one_minus(answer)) if len(answer) <= LONGEST else None
     if match is None:
         return None

@@ -43,7 +43,7 @@ def answer_questions(
     separator: str = SEPARATOR,
     progress: bool = True,
 ) -> list[str]:
-    """The model's answers, decoded greedily, in the order of the questions; without special tokens.
+    """Return the model's answers, decoded greedily, in the order of the questions; without special tokens.
 
     The prompts are the beginnings of `AnsweredQuestions` rows with the same separator. The model runs in eval mode, and
     its mode is restored.
@@ -97,7 +97,7 @@ def number_token_scores(
     temperature: float = 1.0,
     progress: bool = True,
 ) -> NumberTokenScores:
-    """Scores of a model's distribution at every label that is a number token, given the true tokens before it.
+    """Return scores of a model's distribution at every label that is a number token, given the true tokens before it.
 
     `values` holds the value of each token of the model's vocabulary, NaN for tokens that are no numbers. Ignored labels
     and the first token of a row are left out. `temperature` is that of the scored distribution. The model runs in eval
@@ -176,7 +176,7 @@ def score_number_labels(
 def _score(
     logits: Float[Tensor, "tokens vocab"], target: Float[Tensor, " tokens"], *, values: Float[Tensor, " vocab"]
 ) -> Float[Tensor, "4"]:
-    """Sums over tokens of the fields of `NumberTokenScores`."""
+    """Return sums over tokens of the fields of `NumberTokenScores`."""
     logits = logits.to(values.device).float()
     columns = (~values.isnan()).nonzero().squeeze(-1)
     among = logits[:, columns].double()  # (tokens, numbers)
@@ -192,7 +192,7 @@ def _score(
 def _batches(
     model: Any, data: AnsweredQuestions | PackedBlocks, batch_size: int, progress: bool
 ) -> Iterator[dict[str, Int[Tensor, "batch longest"]]]:
-    """Padded batches on the model's device, rows of like length together."""
+    """Return padded batches on the model's device, rows of like length together."""
     from tqdm import tqdm
 
     if not len(data):

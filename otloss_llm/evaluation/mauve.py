@@ -196,7 +196,7 @@ def area_of_shares(p: np.ndarray, q: np.ndarray) -> float:
 
 
 def _kl(p: np.ndarray, r: np.ndarray) -> np.ndarray:
-    """KL(p || r), for each row of r; r is positive where p is."""
+    """Return KL(p || r), for each row of r; r is positive where p is."""
     present = p > 0
     return np.sum(p[present] * np.log(p[present] / r[..., present]), axis=-1)
 

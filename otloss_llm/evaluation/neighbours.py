@@ -67,7 +67,7 @@ def neighbour_overlap(
 
 
 def _share_in_balls(points: np.ndarray, centres: np.ndarray, k: int) -> float:
-    """The share of the points within a centre's distance to its k-th nearest other centre."""
+    """Return the share of the points within a centre's distance to its k-th nearest other centre."""
     step = max(1, AT_ONCE // max(len(points), len(centres)))
     covered = np.zeros(len(points), dtype=bool)
     for start in range(0, len(centres), step):

@@ -20,7 +20,7 @@ Tokenize = Callable[[str], Sequence[Hashable]]
 
 
 def distinct_n(texts: Iterable[str], n: int, *, tokenize: Tokenize = str.split) -> float:
-    """The share of distinct n-grams among all n-grams of the texts, in (0, 1]; n-grams do not cross texts.
+    """Return the share of distinct n-grams among all n-grams of the texts, in (0, 1]; n-grams do not cross texts.
 
     Raises ValueError if no text has `n` tokens.
 
@@ -32,7 +32,7 @@ def distinct_n(texts: Iterable[str], n: int, *, tokenize: Tokenize = str.split) 
 
 
 def repetition(texts: Iterable[str], n: int, *, tokenize: Tokenize = str.split) -> float:
-    """The share of n-grams that occurred before in the same text, in [0, 1), over all n-grams of the texts.
+    """Return the share of n-grams that occurred before in the same text, in [0, 1), over all n-grams of the texts.
 
     Raises ValueError if no text has `n` tokens.
 
@@ -62,7 +62,7 @@ def rouge(texts: Sequence[str], references: Sequence[str]) -> tuple[float, float
 
 
 def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
-    """The length of the longest common subsequence."""
+    """Return the length of the longest common subsequence."""
     row = [0] * (len(b) + 1)
     for word in a:
         before = row
@@ -73,7 +73,7 @@ def _common_subsequence(a: Sequence[str], b: Sequence[str]) -> int:
 
 
 def _ngrams(texts: Iterable[str], n: int, tokenize: Tokenize) -> list[list[tuple[Hashable, ...]]]:
-    """The n-grams of each text."""
+    """Return the n-grams of each text."""
     if n < 1:
         raise ValueError(f"n is {n}, expected 1 or more.")
     if isinstance(texts, str):

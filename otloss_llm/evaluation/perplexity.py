@@ -107,7 +107,7 @@ def perplexity(
     temperature: float = 1.0,
     progress: bool = True,
 ) -> Perplexity:
-    """Scores of a model on blocks of token ids: every token but the first of each block, which has no context.
+    """Return scores of a model on blocks of token ids: every token but the first of each block, which has no context.
 
     `blocks` is a `PackedBlocks` or integer ids `(blocks, block_size)`. With a vocabulary `cost` the mean transport
     cost is reported too. `temperature` is that of the scored distribution, above 0. The model runs in eval mode, and
@@ -154,7 +154,7 @@ def sequence_nll(
     batch_size: int = 8,
     progress: bool = True,
 ) -> SequenceScores:
-    """Scores of token sequences of unequal length under a model with the same tokenizer.
+    """Return scores of token sequences of unequal length under a model with the same tokenizer.
 
     The first `prefix_lengths[i]` tokens of sequence i are context only: at least 1, the default, because the first
     token has no context; the whole length leaves nothing to score, which counts as 0 nats over 0 tokens.
@@ -195,7 +195,7 @@ def score_texts(
     batch_size: int = 8,
     progress: bool = True,
 ) -> TextScores:
-    """Scores of texts, whatever model wrote them, under a judge with a tokenizer of its own.
+    """Return scores of texts, whatever model wrote them, under a judge with a tokenizer of its own.
 
     Each text is tokenised anew, with BOS (else EOS) before it as the first token's context. With `prompts`, text i is
     the continuation of `prompts[i]`, which is context only; a token that straddles the border is scored. The end of
@@ -228,13 +228,13 @@ def score_texts(
 
 
 def context_length(model: torch.nn.Module) -> int | None:
-    """The number of positions the model was built for; None if its configuration does not say."""
+    """Return the number of positions the model was built for; None if its configuration does not say."""
     positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
     return positions if positions is not None and positions > 0 else None  # XLNet says -1
 
 
 def tempered(logits: Float[Tensor, "*batch vocab"], temperature: float) -> Float[Tensor, "*batch vocab"]:
-    """The logits of the distribution at a temperature; 1 leaves them, dtype included, as they are."""
+    """Return the logits of the distribution at a temperature; 1 leaves them, dtype included, as they are."""
     return logits if temperature == 1.0 else logits.float() / temperature
 
 
@@ -265,7 +265,7 @@ def _score(
     cost: TokenCost | None = None,
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
-    """nll and transport cost of each token but the first; 0 for ignored labels."""
+    """Return nll and transport cost of each token but the first; 0 for ignored labels."""
     mask = None if mask is None else mask.to(model.device)
     logits = model(input_ids=ids.to(model.device), attention_mask=mask, use_cache=False).logits
     labels = labels[:, 1:].to(logits.device)
@@ -280,7 +280,7 @@ def _score(
 
 
 def _text_ids(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], int]:
-    """Ids of `prompt + text`, and how many of the first of them lie wholly within the prompt."""
+    """Return ids of `prompt + text`, and how many of the first of them lie wholly within the prompt."""
     settings = {"add_special_tokens": False, "truncation": False, "padding": False, "verbose": False}
     if not prompt:
         return tokenizer(text, **settings)["input_ids"], 0

@@ -117,7 +117,7 @@ def _generation_config(model: Any, tokenizer: Any, *, temperature: float, **sett
 
 
 def _end_ids(model: Any, tokenizer: Any) -> list[int]:
-    """Ids that end a text: the tokenizer's EOS, and those that chat models add."""
+    """Return ids that end a text: the tokenizer's EOS, and those that chat models add."""
     own = model.generation_config.eos_token_id
     ids = set(own) if isinstance(own, (list, tuple)) else {own}
     # A configuration's default EOS (2 for Llama) may be an ordinary word of another tokenizer.
@@ -128,7 +128,7 @@ def _end_ids(model: Any, tokenizer: Any) -> list[int]:
 
 
 def _generate(model: Any, rows: list[list[int]], settings: GenerationConfig) -> list[tuple[list[int], bool]]:
-    """New ids per row, cut after the first end id, and whether there was one."""
+    """Return new ids per row, cut after the first end id, and whether there was one."""
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), settings.pad_token_id, dtype=torch.long)
     mask = torch.zeros_like(ids)

@@ -85,7 +85,7 @@ def parse_arm(text: str) -> Arm:
 
 
 def _modifier(text: str) -> tuple[str, str | float]:
-    """The field of `Arm` that a modifier sets, and its value; "" for an unknown modifier."""
+    """Return the field of `Arm` that a modifier sets, and its value; "" for an unknown modifier."""
     for sort, choices in (("embedding", COST_SOURCES), ("scaling", SCALINGS)):
         if text in choices:
             return sort, text

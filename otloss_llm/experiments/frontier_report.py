@@ -81,7 +81,7 @@ def _notes(results: dict[str, Any], baseline: str) -> str:
 
 
 def _points(results: dict[str, Any]) -> str:
-    """A table of forward and reverse KL of each arm at each temperature, means over seeds."""
+    """Return a table of forward and reverse KL of each arm at each temperature, means over seeds."""
     temperatures = results["settings"]["temperatures"]
     rows = []
     for arm, runs in runs_by_arm(results).items():

@@ -110,11 +110,11 @@ class TextBench:
         ]
 
     def about(self) -> dict[str, Any]:
-        """The data's entries of a report."""
+        """Return the data's entries of a report."""
         return {"prompts": self.texts[0]}
 
     def reference(self, folder: Path) -> dict[str, Any]:
-        """Scores of the text itself, kept in `folder`."""
+        """Return scores of the text itself, kept in `folder`."""
         continuations = self.texts[1]
         scores = once(folder / "reference.json", lambda: self._judge(continuations))
         if "mauve" in self.metrics:
@@ -122,14 +122,14 @@ class TextBench:
         return scores | {"samples": continuations}
 
     def _ceiling(self) -> dict[str, Any]:
-        """MAUVE of two sets of real text: the same places of as many blocks of the training text."""
+        """Return MAUVE of two sets of real text: the same places of as many blocks of the training text."""
         rows = _evenly_spaced(self.data.train, len(self.texts[1]))
         end = self.prompt_tokens + self.max_new_tokens
         return self._mauve([self.tokenizer.decode(row[self.prompt_tokens : end], skip_special_tokens=True)
                             for row in rows])  # fmt: skip
 
     def measure(self, home: Path, model: Any, *, temperature: float, seed: int) -> dict[str, Any]:
-        """Scores of `model` (None: the one in `home`) at a temperature, kept in `home`."""
+        """Return scores of `model` (None: the one in `home`) at a temperature, kept in `home`."""
         load = _loader(home, model, self.device)
         at = f"T{temperature:g}"
         test = "test.json" if temperature == 1.0 else f"test-{at}.json"
@@ -194,7 +194,7 @@ class TextBench:
 
 
 def _evenly_spaced(blocks: PackedBlocks, count: int) -> list[list[int]]:
-    """Ids of at most so many blocks."""
+    """Return ids of at most so many blocks."""
     chosen = torch.linspace(0, len(blocks) - 1, min(count, len(blocks))).round().long()
     rows: list[list[int]] = blocks.ids[chosen].tolist()
     return rows
@@ -244,18 +244,18 @@ class QuestionBench:
         self._shown = spread(range(len(data.test)), num_prompts)
 
     def about(self) -> dict[str, Any]:
-        """The data's entries of a report."""
+        """Return the data's entries of a report."""
         kinds = dict(sorted(Counter(question.kind for question in self.data.test if question.kind is not None).items()))
         about = {"count": len(self.data.test), "style": self.style, "kinds": kinds}
         prompts = [self.data.test[i].question for i in self._shown]
         return {"prompts": prompts, "questions": about | {"cut_short": self.cut_short, "seen": self.seen}}
 
     def reference(self, folder: Path) -> dict[str, Any]:
-        """The right answers of the questions that are shown."""
+        """Return the right answers of the questions that are shown."""
         return {"samples": [self.expected[i] for i in self._shown]}
 
     def measure(self, home: Path, model: Any, *, temperature: float, seed: int) -> dict[str, Any]:
-        """Scores of `model` (None: the one in `home`), kept in `home`; the temperature and seed are not used."""
+        """Return scores of `model` (None: the one in `home`), kept in `home`; the temperature and seed are not used."""
         load = _loader(home, model, self.device)
         likelihood = once(home / "test.json", lambda: self._test(load()))
         answers: list[str] = once(home / "answers.json", lambda: self._answer(load()))
@@ -290,14 +290,14 @@ def _check_lengths(prompts: Sequence[int], context: int, max_new_tokens: int) ->
 
 
 def _prompts(rows: AnsweredQuestions) -> list[tuple[int, ...]]:
-    """The ids of each question: equal for equal texts."""
+    """Return the ids of each question: equal for equal texts."""
     return [tuple(rows[i]["input_ids"][:length].tolist()) for i, length in enumerate(rows.prompt_lengths)]
 
 
 def _number_scores(
     model: Any, tokenizer: Any, rows: PackedBlocks | AnsweredQuestions, **settings: Any
 ) -> dict[str, Any]:
-    """Scores of the number tokens in the true text; {} if there are none."""
+    """Return scores of the number tokens in the true text; {} if there are none."""
     numbers = score_number_labels(model, tokenizer, rows, **settings)
     if numbers is None:
         return {}
@@ -311,12 +311,12 @@ def _number_scores(
 
 
 def _loader(home: Path, model: Any, device: torch.device) -> Callable[[], Any]:
-    """A function that returns `model`, or loads the one in `home` on its first call."""
+    """Return a function that returns `model`, or loads the one in `home` on its first call."""
     return functools.cache(lambda: (load_model(str(home)) if model is None else model).to(device))
 
 
 def once(path: Path, make: Callable[[], Any]) -> Any:
-    """The content of `path`, made and written if it does not exist."""
+    """Return the content of `path`, made and written if it does not exist."""
     if not path.is_file():
         write_json(path, make())
     return read_json(path)

@@ -221,7 +221,7 @@ def _run(
     oracle: Oracle, folder: Path, args: TrainingArguments, arms: Sequence[OracleArm], embeddings: Embeddings,
     source: Any, tokenizer: Any, start_id: int, say: Callable[[str], None],
 ) -> dict[str, Any]:  # fmt: skip
-    """The texts of the source, the start, the students and their measurements."""
+    """Return the texts of the source, the start, the students and their measurements."""
     counts = {
         "start": oracle.start_steps * oracle.start_batch if oracle.start is None else 0,
         "train": oracle.steps * oracle.batch if oracle.train_texts is None else oracle.train_texts,
@@ -276,7 +276,7 @@ def _arguments(
 
 
 def _texts(folder: Path, part: str, source: Any, count: int, length: int, start_id: int, *, seed: int) -> Tensor:
-    """Rows sampled from the source, kept in the folder."""
+    """Return rows sampled from the source, kept in the folder."""
     path = folder / f"texts-{part}.npy"
     if not path.is_file():
         rows = sample_rows(source, torch.full((count, 1), start_id), length, seed=seed)
@@ -286,7 +286,7 @@ def _texts(folder: Path, part: str, source: Any, count: int, length: int, start_
 
 
 def _student(source: Any, layers: int) -> Any:
-    """A model like the source, of fewer layers, with weights drawn anew."""
+    """Return a model like the source, of fewer layers, with weights drawn anew."""
     from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(source.config)
@@ -338,7 +338,7 @@ def _train(
 
 
 def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tensor, seed: int) -> dict[str, Any]:
-    """The frontier, MAUVE, overlap and ROUGE of the student in `own`; each is measured once and kept there."""
+    """Return the frontier, MAUVE, overlap and ROUGE of the student in `own`; each is measured once and kept there."""
 
     @functools.cache
     def student() -> Any:
@@ -383,18 +383,18 @@ def _divergence_file(own: Path, temperature: float) -> Path:
 
 
 def _features(source: Any, texts: Tensor) -> np.ndarray:
-    """The source's last hidden state of each row."""
+    """Return the source's last hidden state of each row."""
     return last_hidden_states(source, texts.tolist())
 
 
 def _mauve(features: np.ndarray, others: np.ndarray) -> dict[str, float]:
-    """MAUVE, and its spread over k-means seeds."""
+    """Return MAUVE, and its spread over k-means seeds."""
     score = mauve(features, others)
     return {"mauve": score.mean, "mauve_spread": score.std}
 
 
 def _overlap(features: np.ndarray, others: np.ndarray) -> dict[str, float]:
-    """Precision and recall of the others from nearest neighbours, and the divergence between clusters."""
+    """Return precision and recall of the others from nearest neighbours, and the divergence between clusters."""
     near, clusters = neighbour_overlap(features, others), cluster_divergence(features, others)
     return {
         "neighbour_precision": near.precision, "neighbour_recall": near.recall, "cluster_js": clusters.js,
@@ -403,7 +403,7 @@ def _overlap(features: np.ndarray, others: np.ndarray) -> dict[str, float]:
 
 
 def _rouge(model: Any, tokenizer: Any, texts: Tensor, *, seed: int) -> dict[str, float]:
-    """ROUGE of the continuations of the texts' beginnings, a sixth of each, against what follows there."""
+    """Return ROUGE of the continuations of the texts' beginnings, a sixth of each, against what follows there."""
     prefix = max(1, texts.shape[1] // 6)
     continued = sample_rows(model, texts[:, :prefix], texts.shape[1], seed=seed)
     written, expected = (

@@ -126,7 +126,7 @@ def _notes(results: dict[str, Any]) -> str:
 
 
 def _by_kind(results: dict[str, Any]) -> str:
-    """Exact match of each kind of question, if there are several."""
+    """Return exact match of each kind of question, if there are several."""
     kinds = results.get("questions", {}).get("kinds", {})
     if len(kinds) < 2:
         return ""
@@ -181,7 +181,7 @@ def _single(scores: dict[str, Any]) -> dict[str, Mean]:
 
 
 def _failures(results: dict[str, Any]) -> str:
-    """A line for each failed run."""
+    """Return a line for each failed run."""
     failures = results["failures"]
     lines = [f"- failed: {failure['arm']}, seed {failure['seed']}: {failure['error']}" for failure in failures]
     return "".join(f"{line}\n" for line in (["", *lines] if lines else []))
@@ -203,7 +203,7 @@ def _samples(results: dict[str, Any], *, shown: int = 8) -> str:
 
 
 def _in_table(text: str) -> str:
-    """Text as the content of a Markdown table's cell, which shows it as it is: no mark-up, line ends as <br>."""
+    """Return text as the content of a Markdown table's cell, which shows it as it is: no mark-up, line ends as <br>."""
     escaped = re.sub(r"([\\`*_\[\]|~$])", r"\\\1", html.escape(text, quote=False))
     return re.sub(r"\r\n?|\n", "<br>", escaped)
 
@@ -228,7 +228,7 @@ def _figure_of_text(results: dict[str, Any]) -> Any:
 
 
 def _figure_of_questions(results: dict[str, Any]) -> Any:
-    """The share of right answers, and the error of the numbers, of each arm."""
+    """Return the share of right answers, and the error of the numbers, of each arm."""
     from matplotlib.figure import Figure
 
     summary = summarise(results)

@@ -59,7 +59,7 @@ class LanguageModelHead:
         return layer.get_merged_weights(layer.active_adapters), None  # PEFT's own forward leaves out the bias
 
     def matching(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Hidden states, weight and bias in one dtype: a quantised layer computes in a dtype of its own."""
+        """Return hidden states, weight and bias in one dtype: a quantised layer computes in a dtype of its own."""
         weight, bias = self._weight_and_bias()
         if self.has_tp_plan and is_row_shard(weight) and not hasattr(hidden, "placements"):
             hidden = replicated_like(weight, hidden)
@@ -93,7 +93,7 @@ class LanguageModelHead:
                 attributes[name] = before
 
     def own_forward(self) -> Callable[[Tensor], Tensor]:
-        """The module's own `forward`, without accelerate's hooks."""
+        """Return the module's own `forward`, without accelerate's hooks."""
         own: Callable[[Tensor], Tensor] = getattr(self.module, "_old_forward", self.module.forward)
         return own
 
@@ -147,7 +147,7 @@ def find_head(model: nn.Module) -> LanguageModelHead:
 
 
 def _linear(module: Any, model_name: str) -> nn.Module:
-    """The layer that makes the logits, inside PEFT's wrappers."""
+    """Return the layer that makes the logits, inside PEFT's wrappers."""
     copies: Any = getattr(module, "modules_to_save", None)
     if copies is not None:  # PEFT trains a full copy of the head; the active copy makes the logits
         if getattr(module, "disable_adapters", False):
@@ -174,7 +174,7 @@ def _linear(module: Any, model_name: str) -> nn.Module:
 
 
 def _numbers(layer: Any, model_name: str) -> tuple[Tensor, Tensor | None]:
-    """Weight and bias of a linear layer, loaded and dequantised."""
+    """Return weight and bias of a linear layer, loaded and dequantised."""
     weight, bias = layer.weight, getattr(layer, "bias", None)
     if weight.is_meta and hasattr(layer, "_hf_hook"):
         from accelerate.utils import align_module_device
@@ -242,7 +242,7 @@ def _bitsandbytes_4_bits(layer: Any, model_name: str) -> Tensor:
 
 
 def type_name(module: Any) -> str:
-    """The type's name, with its module where that is not torch's: PEFT has a Linear, too."""
+    """Return the type's name, with its module where that is not torch's: PEFT has a Linear, too."""
     kind = type(module)
     return kind.__name__ if kind.__module__.startswith("torch.nn.") else f"{kind.__module__}.{kind.__qualname__}"
 
@@ -287,19 +287,19 @@ def weights_kept(model: nn.Module) -> Iterator[None]:
 
 
 def is_encoder_decoder(model: nn.Module) -> bool:
-    """Whether the labels of the model are those of its decoder, which are not shifted."""
+    """Return whether the labels of the model are those of its decoder, which are not shifted."""
     return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
 
 
 def few_inputs(model: nn.Module) -> dict[str, Tensor]:
-    """Ids (2, 4) that differ in their last token only, to observe what a model or its decoder does."""
+    """Return ids (2, 4) that differ in their last token only, to observe what a model or its decoder does."""
     device = next((weight.device for weight in model.parameters() if not weight.is_meta), "cpu")
     ids = torch.tensor([[1, 2, 3, 4], [1, 2, 3, 5]], device=device)
     return {"input_ids": ids[[0, 0]], "decoder_input_ids": ids} if is_encoder_decoder(model) else {"input_ids": ids}
 
 
 def shifts_labels(model: nn.Module) -> bool:
-    """Whether the model's own loss scores label t at position t - 1, as those of causal language models do.
+    """Return whether the model's own loss scores label t at position t - 1, as those of causal language models do.
 
     The decoders of BART, Pegasus, TrOCR, Whisper and others score it at t, which nothing in their configs says, so the
     model is run with the first label alone: a loss that shifts does not score it. True where the model has no loss of

@@ -73,7 +73,7 @@ def load_model_and_tokenizer(path: str, tokenizer_path: str | None = None, **kwa
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
-    """A short hash of names, shapes and up to 2,000 entries of each tensor; it changes with any training.
+    """Return a short hash of names, shapes and up to 2,000 entries of each tensor; it changes with any training.
 
     >>> import torch
     >>> fingerprint([("w", torch.zeros(3))]) == fingerprint([("w", torch.ones(3))])

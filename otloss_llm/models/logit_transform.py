@@ -39,7 +39,7 @@ class LogitTransform(NamedTuple):
 
 
 def placeholders(vocab: int, device: torch.device | str = "cpu") -> Float[Tensor, "3 vocab"]:
-    """Logits to send through a model in place of its own: small, middle and large ones of both signs.
+    """Return logits to send through a model in place of its own: small, middle and large ones of both signs.
 
     >>> placeholders(5)[1]
     tensor([-40., -20.,   0.,  20.,  40.])
@@ -52,7 +52,7 @@ def placeholders(vocab: int, device: torch.device | str = "cpu") -> Float[Tensor
 def fitted_transform(
     before: Float[Tensor, "3 vocab"], after: Float[Tensor, "3 vocab"], tolerance: float
 ) -> LogitTransform:
-    """The simplest transform that maps `before`, made by `placeholders`, to `after`; if none does, the nearest.
+    """Return the simplest transform that maps `before`, made by `placeholders`, to `after`; if none does, the nearest.
 
     The caller checks `deviation` of the result. A cap that changes no placeholder by more than `tolerance` is left out.
 
@@ -75,7 +75,7 @@ def fitted_transform(
 
 
 def deviation(transform: LogitTransform, before: Tensor, after: Tensor) -> float:
-    """The largest relative error of `transform(before)`; infinity where `after` is not finite.
+    """Return the largest relative error of `transform(before)`; infinity where `after` is not finite.
 
     Where a placeholder is 0 or tiny the error is relative to the smallest of the others.
     """
@@ -85,7 +85,7 @@ def deviation(transform: LogitTransform, before: Tensor, after: Tensor) -> float
 
 
 def _capped(z: Tensor, y: Tensor, scale: float, refine: bool = True) -> LogitTransform:
-    """The cap from the large placeholders, given the scale; then the scale from the small ones, alternating.
+    """Return the cap from the large placeholders, given the scale; then the scale from the small ones, alternating.
 
     At a small placeholder a cap changes the observed scale by about `(scale * z / cap)^2 / 3`: 5 rounds are enough.
     """
@@ -99,7 +99,7 @@ def _capped(z: Tensor, y: Tensor, scale: float, refine: bool = True) -> LogitTra
 
 
 def _cap(z: Tensor, y: Tensor, scale: float) -> float | None:
-    """The cap c with `y = c tanh(scale z / c)`, the median over columns; None if there is no such cap.
+    """Return the cap c with `y = c tanh(scale z / c)`, the median over columns; None if there is no such cap.
 
     With `x = scale z / c` this is `tanh(x) / x = y / (scale z)`, which falls from 1 to 0 in x: bisection.
     """
@@ -115,5 +115,5 @@ def _cap(z: Tensor, y: Tensor, scale: float) -> float | None:
 
 
 def _seven_digits(value: Tensor) -> float:
-    """The median, to the precision of float32."""
+    """Return the median, to the precision of float32."""
     return float(f"{float(value.median()):.7g}")

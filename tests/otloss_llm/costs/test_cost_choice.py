@@ -11,7 +11,7 @@ pytest.importorskip("transformers")
 import torch
 
 from otloss_llm import EmbeddingCost, MixedCost, NumberCost, NumberToken
-from otloss_llm.costs import number_tokens as number_tokens_module
+from otloss_llm.costs import tokenizer_numbers as number_tokens_module
 from otloss_llm.costs.choice import NumberSettings, choose_cost, number_cost, number_tokens, number_values
 from otloss_llm.data.blocks import train_bpe_tokenizer
 from otloss_llm.objectives import cost_kind
