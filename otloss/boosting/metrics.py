@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from otloss._ordered_classes import check_choice
 from otloss.boosting.data import RowFunction, ScoredRows
 from otloss.boosting.derivatives import values
-from otloss.boosting.settings import LossSettings, row_loss
+from otloss.boosting.settings import LossSettings, row_loss, shows_settings
 
 PREDICTIONS = ("scores", "probabilities")
 _SUM_TO_ONE = 1e-4  # The error of float32 sums of probabilities is smaller.
@@ -47,6 +47,7 @@ class RowMetric(RowFunction):
         return (self.__name__, mean) if self.interface == "native" else mean
 
 
+@shows_settings
 def xgboost_metric(
     num_classes: int,
     *,
@@ -80,6 +81,7 @@ def xgboost_metric(
     return RowMetric("xgboost", row_loss(num_classes, **settings), interface, predictions)
 
 
+@shows_settings
 def lightgbm_metric(
     num_classes: int,
     *,

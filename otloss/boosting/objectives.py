@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from otloss.boosting.data import RowFunction, ScoredRows
 from otloss.boosting.derivatives import ORDERS, curvature, gradients
-from otloss.boosting.settings import LossSettings, RowLoss, row_loss
+from otloss.boosting.settings import LossSettings, RowLoss, row_loss, shows_settings
 
 # XGBoost squares a sum of gradients in float32: if that overflows, it silently finds no split.
 _LARGEST_SUM = 1e19
@@ -39,6 +39,7 @@ class RowObjective(RowFunction):
         return gradient, hessian
 
 
+@shows_settings
 def xgboost_objective(num_classes: int, *, interface: str = "native", **settings: Unpack[LossSettings]) -> RowObjective:
     """Return an objective for XGBoost: transport from the predicted distribution to the label, per row.
 
@@ -94,6 +95,7 @@ def xgboost_objective(num_classes: int, *, interface: str = "native", **settings
     return RowObjective("xgboost", row_loss(num_classes, **settings), interface)
 
 
+@shows_settings
 def lightgbm_objective(
     num_classes: int, *, interface: str = "native", **settings: Unpack[LossSettings]
 ) -> RowObjective:

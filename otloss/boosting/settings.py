@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -97,6 +99,22 @@ def row_loss(
         if class_weight is None
         else class_table("class_weight", class_weight, (classes,), least=0.0),
     )
+
+
+_Factory = TypeVar("_Factory", bound=Callable[..., Any])
+
+
+def shows_settings(factory: _Factory) -> _Factory:
+    """Decorate a function of (num_classes, **settings): `help` and completion show the settings and their defaults."""
+    own = inspect.signature(factory, eval_str=False)
+    shown = dict(own.parameters)
+    shown.pop("settings")
+    declared = inspect.signature(row_loss).parameters
+    types = LossSettings.__annotations__
+    settings = [declared[name].replace(annotation=types[name].__forward_arg__) for name in types]
+    first, *others = shown.values()
+    factory.__signature__ = own.replace(parameters=[first, *settings, *others])  # type: ignore[attr-defined]
+    return factory
 
 
 def check_classes(num_classes: Any) -> int:

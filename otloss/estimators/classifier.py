@@ -19,7 +19,7 @@ from otloss.boosting.start import class_shares
 from otloss.estimators.base import OrdinalBase, dense, split_off, unchanged_on_error
 from otloss.estimators.criterion import check_real
 from otloss.estimators.features import fitted_scaler, standardised
-from otloss.estimators.training import MODELS, PATIENCE, Objective, OrdinalNetwork, Rows, train_adam, train_lbfgs
+from otloss.estimators.training import MODELS, PATIENCE, OrdinalNetwork, PenalisedLoss, Rows, train_adam, train_lbfgs
 
 
 class OrdinalClassifier(OrdinalBase):
@@ -257,8 +257,8 @@ class OrdinalClassifier(OrdinalBase):
         prior = class_shares(rows.target.numpy(), rows.weight.numpy(), len(self.classes_))
         return OrdinalNetwork((rows.features.shape[1], *self._hidden()), prior, self.model, random)
 
-    def _objective(self, rows: Rows) -> Objective:
-        return Objective(self._criterion, float(self.alpha), float(rows.weight.sum()))
+    def _objective(self, rows: Rows) -> PenalisedLoss:
+        return PenalisedLoss(self._criterion, float(self.alpha), float(rows.weight.sum()))
 
     def _logits(self, X: Any) -> np.ndarray:
         network = self._network

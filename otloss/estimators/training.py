@@ -122,7 +122,7 @@ class Rows:
 
 
 @dataclass(frozen=True)
-class Objective:
+class PenalisedLoss:
     """What training minimises over rows of total weight `mass`."""
 
     criterion: Criterion
@@ -153,7 +153,7 @@ class Objective:
 
 
 def train_lbfgs(
-    network: OrdinalNetwork, objective: Objective, rows: Rows, *, max_iter: int, tol: float
+    network: OrdinalNetwork, objective: PenalisedLoss, rows: Rows, *, max_iter: int, tol: float
 ) -> tuple[int, float]:
     """Train a linear `network` by L-BFGS; return the iterations and the largest derivative at the end.
 
@@ -187,7 +187,7 @@ def train_lbfgs(
 
 def train_adam(
     network: OrdinalNetwork,
-    objective: Objective,
+    objective: PenalisedLoss,
     rows: Rows,
     *,
     held_out: Rows | None,
@@ -225,7 +225,7 @@ def train_adam(
 
 def _train_epoch(
     network: OrdinalNetwork,
-    objective: Objective,
+    objective: PenalisedLoss,
     rows: Rows,
     optimizer: torch.optim.Optimizer,
     batch_size: int,

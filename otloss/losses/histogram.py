@@ -27,7 +27,7 @@ from torch.nn.functional import one_hot
 from otloss._checks import check_finite, check_positive, check_reduction, check_tensor, is_differentiated
 from otloss.losses.ordinal import reduced_loss
 from otloss.losses.ordinal_distance import geometry, increasing
-from otloss.losses.targets import check_cross_entropy, check_logits, class_count, dtype_of_loss, labelled
+from otloss.losses.targets import check_cross_entropy, check_logits, class_count, dtype_of_loss, target_rows
 
 ENCODINGS = ("two_hot", "one_hot", "gaussian")
 # Deviation in mean bin widths; J. Farebrother et al., Stop Regressing, arXiv 2403.03950, section 3.1.
@@ -108,7 +108,7 @@ def histogram_loss(
             )
         target = _labels(target, placed, encoding=encoding, sigma=sigma)
         target = target.to(wide) if target.is_floating_point() else target
-    rows = labelled(logits, target, wide, sample_weight=sample_weight)
+    rows = target_rows(logits, target, wide, sample_weight=sample_weight)
     return reduced_loss(rows, apart, mix, reduction).to(dtype)
 
 

@@ -23,14 +23,14 @@ from otloss._kernels import may_run_on
 from otloss.costs import Cost
 from otloss.losses.ordinal_distance import Geometry, geometry
 from otloss.losses.targets import (
-    Labelled,
+    TargetRows,
     check_cross_entropy,
     check_logits,
     check_positions,
     class_count,
     classes_last,
-    labelled,
     normalised,
+    target_rows,
 )
 from otloss.solvers.histograms import MASS_TOLERANCE
 
@@ -114,14 +114,14 @@ def ordinal_loss(
     logits, target = classes_last(logits, target, dim)
     classes = class_count(logits)
     apart = geometry(classes, logits.device, x=x, power=power, cost=cost, circular=circular, period=period)
-    rows = labelled(
+    rows = target_rows(
         logits, target, *(t.dtype for t in (x, cost) if t is not None),
         class_weight=class_weight, sample_weight=sample_weight, ignore_index=ignore_index,
     )  # fmt: skip
     return reduced_loss(rows, apart, mix, reduction)
 
 
-def reduced_loss(rows: Labelled, apart: Geometry, mix: float, reduction: str) -> Tensor:
+def reduced_loss(rows: TargetRows, apart: Geometry, mix: float, reduction: str) -> Tensor:
     """Return the loss of the rows after the reduction, by the kernel where it serves; check logits and labels."""
     apart = apart.to(rows.logits.dtype)
     if _suits_kernel(rows, apart):
@@ -135,7 +135,7 @@ def reduced_loss(rows: Labelled, apart: Geometry, mix: float, reduction: str) ->
     return rows.reduced(_values(rows.logits, rows, apart, mix), reduction)
 
 
-def _values(logits: Tensor, rows: Labelled, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+def _values(logits: Tensor, rows: TargetRows, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
     """Return the loss of each row in operations of torch: the reference implementation of the kernel."""
     label = normalised(rows.target, logits.dtype) if rows.is_soft else rows.target
     values = apart.distance(logits.softmax(-1), label)
@@ -157,7 +157,7 @@ def _values(logits: Tensor, rows: Labelled, apart: Geometry, mix: float) -> Floa
     return values + mix * nll
 
 
-def _suits_kernel(rows: Labelled, apart: Geometry) -> bool:
+def _suits_kernel(rows: TargetRows, apart: Geometry) -> bool:
     if apart.gaps is None or apart.circular or apart.power != 2 or is_differentiated(apart.gaps):
         return False
     # Soft labels in half precision have a larger tolerance, which the operations of torch know.
@@ -181,7 +181,7 @@ class _RankedScore(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Labelled, apart: Geometry, mix: float, divisor: int | None, logits: Tensor
+        ctx: Any, rows: TargetRows, apart: Geometry, mix: float, divisor: int | None, logits: Tensor
     ) -> Float[Tensor, "*rows"]:
         from otloss._kernels import ordinal
         from otloss._kernels._threads import ENTRIES, run_on_threads

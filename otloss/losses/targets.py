@@ -19,7 +19,7 @@ from otloss.solvers.histograms import MASS_TOLERANCE
 
 
 @dataclass(frozen=True)
-class Labelled:
+class TargetRows:
     """The positions that take part, in one row each. Values are not checked yet, only shapes and dtypes.
 
     Attributes:
@@ -52,14 +52,14 @@ class Labelled:
         return reduced(values, self.weight, self.kept, self.shape, reduction).to(self.dtype)
 
 
-def labelled(
+def target_rows(
     logits: Any,
     target: Any,
     *others: torch.dtype,
     class_weight: Any = None,
     sample_weight: Any = None,
     ignore_index: int | None = None,
-) -> Labelled:
+) -> TargetRows:
     """Check and flatten logits (..., K) and targets; `others` are dtypes that take part in the promotion.
 
     Raises:
@@ -99,7 +99,7 @@ def labelled(
             check_positions("target", target, classes, ignore_index)
             by_row = by_class[labels]
         weight = by_row if weight is None else weight * by_row
-    return Labelled(rows, labels, weight, kept, shape, dtype)
+    return TargetRows(rows, labels, weight, kept, shape, dtype)
 
 
 def reduced(
@@ -165,7 +165,7 @@ def dtype_of_loss(logits: Tensor) -> torch.dtype:
 def classes_last(logits: Any, target: Any, dim: int | None) -> tuple[Any, Any]:
     """Return logits and target with the classes moved from axis `dim` to the last one."""
     if not isinstance(target, Tensor) or not isinstance(logits, Tensor):
-        return logits, target  # `labelled` raises the error.
+        return logits, target  # `target_rows` raises the error.
     shape = tuple(logits.shape)
     if dim is None:
         # The losses of torch expect the classes on axis 1.

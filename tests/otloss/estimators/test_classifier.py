@@ -23,7 +23,7 @@ from otloss.boosting.start import class_shares
 from otloss.estimators import OrdinalClassifier
 from otloss.estimators.criterion import Criterion
 from otloss.estimators.features import SparseRows
-from otloss.estimators.training import Objective, OrdinalNetwork, Rows, train_adam
+from otloss.estimators.training import OrdinalNetwork, PenalisedLoss, Rows, train_adam
 from tests.otloss.estimators.test_estimators import NAMES, both, ordered_rows
 
 X, Y = ordered_rows(150)
@@ -155,10 +155,10 @@ def test_memory_that_must_not_be_written_serves(tmp_path: Path) -> None:
     np.testing.assert_array_equal(loaded.predict_proba(X), model.predict_proba(X))
 
 
-def network_and_rows(alpha: float = 0.6) -> tuple[OrdinalNetwork, Objective, Rows]:
+def network_and_rows(alpha: float = 0.6) -> tuple[OrdinalNetwork, PenalisedLoss, Rows]:
     weight = np.random.default_rng(0).exponential(size=60) ** 3
     rows = Rows.of(X[:60], Y[:60], weight)
-    objective = Objective(Criterion(np.arange(3.0), 2, None, 1.0, 0.2), alpha, float(weight.sum()))
+    objective = PenalisedLoss(Criterion(np.arange(3.0), 2, None, 1.0, 0.2), alpha, float(weight.sum()))
     return OrdinalNetwork((3, 4), np.full(3, 1 / 3), "softmax", np.random.RandomState(0)), objective, rows
 
 
