@@ -110,6 +110,26 @@ def split(folder: Path, objective: Any) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def with_tp_plan(folder: Path, *, parallel: bool) -> dict[str, Any]:
+    """A short run of a model that transformers has sharded by its own plan; or of the same model whole."""
+    import accelerate
+
+    sizes = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 24}
+    model: Any = tiny_model("llama", **sizes)
+    if parallel:
+        accelerate.ParallelismConfig._validate_accelerator = lambda *_: None  # it wants GPUs
+        model.save_pretrained(folder / f"model-{os.environ['RANK']}")
+        dist.init_process_group("gloo")
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder / f"model-{os.environ['RANK']}", tp_plan="auto", dtype=torch.float32
+        )
+        assert hasattr(model.lm_head.weight, "placements")
+    made = trainer(folder / "run", model, objective="emo", optim="sgd", gradient_accumulation_steps=2)
+    made.train()
+    weights = {key: getattr(p, "full_tensor", p.detach)().detach() for key, p in model.named_parameters()}
+    return {"weights": weights, "loss": logs(made, "loss"), "eval_loss": made.evaluate()["eval_loss"]}
+
+
 def let_accelerate_shard_on_a_cpu() -> None:
     """accelerate silently drops FSDP without a GPU, though it also works on gloo."""
     import accelerate.state as state
@@ -285,6 +305,10 @@ def main() -> None:
             made["split"] = {objective: split(folder / "split" / objective, objective) for objective in ("mle", "emo")}
         if int(os.environ["RANK"]) == 0:
             torch.save(made, folder / f"{check}.pt")
+    elif check == "tensor":
+        made = with_tp_plan(folder, parallel=True)
+        if dist.get_rank() == 0:
+            torch.save(made, folder / "tensor.pt")
     elif check == "zero":
         dist.init_process_group("gloo")
         errors = {name: partitioned(name, dist.get_rank(), dist.get_world_size()) for name in ("llama", "llama-tied")}

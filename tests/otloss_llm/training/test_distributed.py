@@ -16,7 +16,7 @@ import torch.distributed as dist
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 
-from tests.otloss_llm.training.distributed_worker import BATCH, objectives, run, split
+from tests.otloss_llm.training.distributed_worker import BATCH, objectives, run, split, with_tp_plan
 from tests.otloss_llm.training.trainer_cases import WARNINGS
 
 pytestmark = [
@@ -88,6 +88,17 @@ def test_ddp_and_fsdp_give_loss_and_gradients_of_one_process(tmp_path: Path) -> 
         "fsdp-lora-head", "fsdp1", "fsdp1-tied",
     }  # fmt: skip
     assert all(error < 1e-5 for error in errors.values()), errors
+
+
+@pytest.mark.slow
+def test_the_trainer_with_the_tp_plan_of_a_model(tmp_path: Path) -> None:
+    """Accumulated batches of uneven lengths; all processes have the same ones."""
+    launch(TORCHRUN, "tensor", tmp_path)
+    two, one = torch.load(tmp_path / "tensor.pt"), with_tp_plan(tmp_path / "one", parallel=False)
+    assert two["loss"] == pytest.approx(one["loss"], rel=1e-5)
+    assert two["eval_loss"] == pytest.approx(one["eval_loss"], rel=1e-5)
+    for name, weight in one["weights"].items():
+        torch.testing.assert_close(two["weights"][name], weight, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow
