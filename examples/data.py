@@ -137,6 +137,8 @@ def read_grades(path: Path) -> tuple[Any, Any]:
     column = next((header.index(name) for name in ("quality", "response") if name in header), None)
     if column is None:
         raise SystemExit(f"{path} has the columns {header}, expected one named 'quality' or 'response'.")
+    if odd := next((row for row in body if len(row) != len(header)), None):
+        raise SystemExit(f"{path} has a row of {len(odd)} cells, {odd}, expected {len(header)}; is the file cut?")
     rows = np.array([[float(cell or "nan") for cell in row] for row in dict.fromkeys(map(tuple, body))])
     return np.delete(rows, column, axis=1), rows[:, column].astype(int)
 

@@ -309,6 +309,9 @@ def test_uci_and_gagolews_files_are_one_table(tmp_path: Path) -> None:
     (tmp_path / "no.csv").write_text("a,b\n1,2\n")
     with pytest.raises(SystemExit, match=r"has the columns \['a', 'b'\], expected one named 'quality' or 'response'"):
         data.read_grades(tmp_path / "no.csv")
+    (tmp_path / "cut.csv").write_text("a,quality\n1,2\n3", encoding="utf-8")
+    with pytest.raises(SystemExit, match=r"a row of 1 cells, \['3'\], expected 2; is the file cut\?"):
+        data.read_grades(tmp_path / "cut.csv")
 
 
 def test_the_page_names_all_files_and_repositories() -> None:
