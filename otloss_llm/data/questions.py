@@ -246,14 +246,18 @@ def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
 
 
 def count_labels(rows: PackedBlocks | AnsweredQuestions, chosen: Bool[Tensor, " vocab"]) -> tuple[int, int]:
-    """Return the number of predicted labels that are `chosen` tokens, and the number of predicted labels."""
+    """The number of predicted labels that are `chosen` tokens, and the number of predicted labels."""
+    counts = label_counts(rows, len(chosen))
+    return int(counts[chosen].sum()), int(counts.sum())
+
+
+def label_counts(rows: PackedBlocks | AnsweredQuestions, vocab: int) -> Int[Tensor, " vocab"]:
+    """How often each token of the vocabulary is a predicted label."""
     if isinstance(rows, PackedBlocks):
         batches: Iterable[Tensor] = rows.ids[:, 1:].split(4096)  # the first token of a block is context
     else:
         batches = (rows[i]["labels"][1:] for i in range(len(rows)))
-    number_labels = labels = 0
+    counts = torch.zeros(vocab, dtype=torch.int64)
     for batch in batches:
-        predicted = batch[batch != IGNORE_INDEX].long()
-        number_labels += int(chosen[predicted].sum())
-        labels += predicted.numel()
-    return number_labels, labels
+        counts += torch.bincount(batch[(batch >= 0) & (batch < vocab)].long(), minlength=vocab)
+    return counts

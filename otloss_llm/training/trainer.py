@@ -16,10 +16,12 @@ from transformers.modeling_outputs import CausalLMOutput
 from otloss.costs import CosineCost
 from otloss_llm.costs.choice import NumberSettings, choose_cost, near_duplicates_in
 from otloss_llm.costs.embedding import EmbeddingCost
+from otloss_llm.costs.hubs import hub_share
+from otloss_llm.costs.numbers import MixedCost
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.hugging_face import is_untokenised, tokenised
-from otloss_llm.data.questions import AnsweredQuestions, count_labels, pad_questions
+from otloss_llm.data.questions import AnsweredQuestions, count_labels, label_counts, pad_questions
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
 from otloss_llm.losses.token_loss import TokenLoss, linear_token_loss, token_loss
@@ -177,6 +179,7 @@ class ObjectiveMixin:
         self._eval_sums: Tensor | None = None
         if needs_cost(self.objective) and self.is_world_process_zero():
             _log_near_duplicates(cost, getattr(self, "train_dataset", None))
+            _log_hubs(cost, getattr(self, "train_dataset", None))
 
     def _broadcast(self, weight: Tensor) -> Tensor:
         """The first process's weight: DDP starts from it; with FSDP's cpu_ram_efficient_loading only it has one."""
@@ -506,6 +509,32 @@ def _log_once(found: int, labels: int) -> None:
     logger.warning(
         "%d of the %d labels of the training set (%.2f %%) are tokens of near-duplicate rows of the embedding, which "
         "cost 1 to every other token", found, labels, 100 * found / max(labels, 1),
+    )  # fmt: skip
+
+
+def _log_hubs(cost: TokenCost | None, rows: Any) -> None:
+    """Log how often a rare token is nearer to labels of rows of ours than these are to each other."""
+    cost = cost.other if isinstance(cost, MixedCost) else cost
+    if isinstance(cost, EmbeddingCost) and isinstance(rows, PackedBlocks | AnsweredQuestions):
+        share = hub_share(cost.unit, label_counts(rows, len(cost.unit)))
+        if share is not None:
+            _log_hubs_once(share, cost.has_all_directions)
+
+
+HUB_SHARE = (
+    0.01  # of all rows: 0.02 to 0.04 where EMO moved mass to rare tokens, at most 0.002 elsewhere (docs/evidence.md)
+)
+
+
+@functools.cache
+def _log_hubs_once(share: float, has_all_directions: bool) -> None:
+    text = "by the cost a rare token is nearer to %.1f %% of draws of four labels than these are to each other"
+    if share < HUB_SHARE or not has_all_directions:
+        logger.info(text, 100 * share)
+        return
+    logger.warning(
+        f"{text}; EMO moves mass to such tokens. Remove what rows share with EmbeddingCost(rows, directions=None) "
+        "(--cost_embedding all-but-the-top), the default, and compare with MLE", 100 * share,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from torch.utils.data import IterableDataset
 from otloss_llm import EMO, EmbeddingCost, NumberCost, token_loss
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.objectives import parse_objective
-from tests.otloss_llm.tiny_models import tiny_model
+from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
     Row,
@@ -244,3 +244,20 @@ def test_the_number_of_near_duplicate_labels_is_logged_once(tmp_path: Path, capl
     found = int(((labels >= 4) & (labels <= 8)).sum())
     assert f"{found} of the {len(labels)} labels of the training set" in caplog.text
     assert caplog.text.count("near-duplicate rows") == 1
+
+
+def test_hubs_of_the_cost_are_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The ids 9 and above are labels; the rows of the rare ids below share the direction that all labels share."""
+    model, ids = tiny_model("llama"), torch.randint(9, VOCAB, (20, 8), generator=torch.Generator().manual_seed(0))
+    rows = torch.zeros(VOCAB, 2 * VOCAB)
+    rows[:, 0] = 1.0
+    rows[torch.arange(VOCAB), 1 + torch.arange(VOCAB)] = torch.tensor([0.3] * 9 + [2.0] * (VOCAB - 9))
+    with caplog.at_level("INFO", "otloss_llm"):
+        for objective in ("mle", "emo", "emo"):
+            trainer(tmp_path, model, objective=objective, cost=EmbeddingCost(rows), train_dataset=PackedBlocks(ids))
+        assert caplog.text.count("EMO moves mass to such tokens") == 1
+        assert "EmbeddingCost(rows, directions=None)" in caplog.text
+        caplog.clear()
+        trainer(tmp_path, model, objective="emo", cost=EmbeddingCost(torch.eye(VOCAB)), train_dataset=PackedBlocks(ids))
+    assert "nearer to 0.0 % of draws" in caplog.text
+    assert "EMO moves mass" not in caplog.text
