@@ -17,7 +17,7 @@ from otloss.costs import CosineCost
 from otloss_llm.costs.choice import NumberSettings, choose_cost, near_duplicates_in
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.hubs import hub_share
-from otloss_llm.costs.numbers import MixedCost
+from otloss_llm.costs.number_cost import MixedCost
 from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.hugging_face import is_untokenised, tokenised
