@@ -7,6 +7,7 @@ shifted already, and the number of labels in the batches of all processes. The l
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ class ObjectiveLoss:
         objective, cost: as in `linear_token_loss`.
         settings: others of `linear_token_loss`, such as `logit_softcap` or `check`.
 
-    The head may be sharded by FSDP2 on its own, or by rows for tensor parallelism; hidden states are then replicated.
+    The head may be sharded by FSDP2 and by rows for tensor parallelism, whose processes have the same hidden states.
     """
 
     def __init__(self, objective: Objective, cost: TokenCost | None = None, **settings: Any) -> None:
@@ -51,7 +52,7 @@ class ObjectiveLoss:
         Other `loss_inputs` are left out, as torchtitan's cross-entropy does.
 
         Raises:
-            ValueError: several predictions (multi-token prediction), no head, or a head sharded in two ways.
+            ValueError: several predictions (multi-token prediction), or no head.
         """
         if self.lm_head is None or not isinstance(pred, Tensor):
             got = "no head" if self.lm_head is None else f"a {type(pred).__name__} of predictions"
@@ -80,17 +81,19 @@ class ObjectiveLoss:
         return loss, {name: vector.sum() / share for name, vector in means.items() if vector is not None}
 
     @staticmethod
-    def _through_hooks(head: LanguageModelHead, scored: Any, pred: Tensor) -> Tensor:
-        """The loss as the output of the head: FSDP2 gathers its weight before, and reduces the gradient after."""
-        placements = list(getattr(head.module.weight, "placements", ()))
-        if len(placements) > 1:
-            raise ValueError(
-                f"the head has placements {placements}, expected FSDP2 or tensor parallelism "
-                "alone; leave the head out of fully_shard."
-            )
-        with head.replaced(scored):
-            loss: Tensor = head.module(pred)
-        return loss
+    def _through_hooks(head: LanguageModelHead, scored: Callable[[Tensor], Tensor], pred: Tensor) -> Tensor:
+        """The loss, made while the head runs: FSDP2 gathers its weight before, and reduces the gradient after."""
+        losses: list[Tensor] = []
+
+        def forward(hidden: Tensor) -> Tensor:
+            losses.append(scored(hidden))
+            weight = head.module.weight
+            # The hooks of tensor parallelism expect logits.
+            return losses[0] if not is_row_shard(weight) else weight[:, :1].T.detach()  # type: ignore[index]
+
+        with head.replaced(forward):
+            head.module(pred)
+        return losses[0]
 
 
 def _is_fsdp(module: nn.Module) -> bool:

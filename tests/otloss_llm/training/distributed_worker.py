@@ -244,6 +244,51 @@ def flattened(name: str, rank: int, size: int) -> float:
     return max(errors)
 
 
+def on_a_grid() -> dict[str, float]:
+    """FSDP2 along one axis of a 2 x 2 mesh, a head in shards along the other: inside a model, and as in torchtitan."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    from otloss_llm.training.torchtitan import ObjectiveLoss
+
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    rank, data = mesh["data"].get_local_rank(), mesh["data"].get_group()
+    batch = tiny_batch(rows=4)
+    num_items = int((aligned(batch["labels"]) != -100).sum())
+    expected, errors = expected_step("llama", batch, num_items), {}
+    for way in ("model", "torchtitan"):
+        model: Any = tiny_model("llama")
+        cost = EmbeddingCost.from_model(model)
+        layout = {"output_layouts": Replicate()} if way == "model" else {}
+        parallelize_module(model, mesh["tensor"], {"lm_head": ColwiseParallel(**layout)})
+        parts = [*model.model.layers, *([] if way == "model" else [model.lm_head]), model]
+        for part in parts:
+            fully_shard(part, mesh=mesh["data"])
+        half = own_half(batch, rank, 2)
+        if way == "model":
+            loss = step(model, half, num_items, cost)
+        else:
+            head = model.lm_head
+            scored = ObjectiveLoss(EMO(), cost, chunk_size=5)
+            scored.set_lm_head(head)
+            model.lm_head = nn.Identity()  # the model returns hidden states
+            inputs = {key: value for key, value in half.items() if key != "labels"}
+            hidden = model(**inputs).logits
+            loss, _ = scored(hidden.flatten(0, 1), aligned(half["labels"]).flatten(), torch.tensor(num_items))
+            loss.backward()
+            model.lm_head = head
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=data)
+        found = [float((total - expected[0]).abs() / expected[0])]
+        for name, parameter in model.named_parameters():
+            gradient, want = parameter.grad.full_tensor() * 2, expected[1][name]
+            found.append(float((gradient - want).norm() / (want.norm() + 1e-4)))
+        errors[way] = max(found)
+    return errors
+
+
 def partitioned(name: str, rank: int, size: int) -> float:
     """ZeRO stage 3 of DeepSpeed: the weights after two steps of SGD are those of one process."""
     os.environ["DS_ACCELERATOR"] = "cpu"
@@ -309,6 +354,11 @@ def main() -> None:
         made = with_tp_plan(folder, parallel=True)
         if dist.get_rank() == 0:
             torch.save(made, folder / "tensor.pt")
+    elif check == "grid":
+        dist.init_process_group("gloo")
+        errors = on_a_grid()
+        if dist.get_rank() == 0:
+            torch.save(errors, folder / "errors.pt")
     elif check == "zero":
         dist.init_process_group("gloo")
         errors = {name: partitioned(name, dist.get_rank(), dist.get_world_size()) for name in ("llama", "llama-tied")}

@@ -91,6 +91,14 @@ def test_ddp_and_fsdp_give_loss_and_gradients_of_one_process(tmp_path: Path) -> 
 
 
 @pytest.mark.slow
+def test_fsdp2_and_tensor_parallelism_on_four_processes(tmp_path: Path) -> None:
+    launch([*TORCHRUN[:-1], "--nproc-per-node=4"], "grid", tmp_path)
+    errors = torch.load(tmp_path / "errors.pt")
+    assert set(errors) == {"model", "torchtitan"}
+    assert all(error < 1e-5 for error in errors.values()), errors
+
+
+@pytest.mark.slow
 def test_the_trainer_with_the_tp_plan_of_a_model(tmp_path: Path) -> None:
     """Accumulated batches of uneven lengths; all processes have the same ones."""
     launch(TORCHRUN, "tensor", tmp_path)
