@@ -66,7 +66,7 @@ def curvature(loss: RowLoss, *, library: str, single: bool) -> Curvature:
     """
     together = 1.0 if single else 2.0
     # In units of the average cost of a step to the neighbouring class.
-    least = max(_LEAST * loss.transport * loss.furthest / (loss.num_classes - 1), _SMALLEST)
+    least = max(_LEAST * loss.transport * loss.largest_transport / (loss.num_classes - 1), _SMALLEST)
     own = loss.num_classes / (loss.num_classes - 1) if library == "lightgbm" and not single else together
     return Curvature(together if loss.is_square else together / 2, own, least)
 

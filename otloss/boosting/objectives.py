@@ -142,7 +142,7 @@ def lightgbm_objective(
 
 
 def _check_sum(loss: RowLoss, rows: ScoredRows) -> None:
-    total = loss.steepest * (float(rows.weights.sum()) if rows.weights.size else len(rows.labels))
+    total = loss.largest_gradient * (float(rows.weights.sum()) if rows.weights.size else len(rows.labels))
     if not total <= _LARGEST_SUM:
         raise ValueError(
             f"gradients of {len(rows.labels)} rows may sum to {total:.3g}, expected at most {_LARGEST_SUM:g}: "

@@ -1,4 +1,4 @@
-"""The loss of a row that the user chose, checked once."""
+"""The settings of a loss of rows, checked once for objectives and metrics."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ class RowLoss:
         return self.name == "rps"
 
     @property
-    def furthest(self) -> float:
+    def largest_transport(self) -> float:
         """Upper bound of the transport term, before its factor."""
         return float(self.gaps.sum() if self.is_square else self.costs.max())
 
     @property
-    def steepest(self) -> float:
+    def largest_gradient(self) -> float:
         """Upper bound of the gradient of a row of weight 1."""
-        return float(self.class_weights.max()) * (self.transport * self.furthest + self.cross_entropy)
+        return float(self.class_weights.max()) * (self.transport * self.largest_transport + self.cross_entropy)
 
 
 class LossSettings(TypedDict, total=False):

@@ -1,4 +1,4 @@
-"""What both estimators share: labels in and out, weights of rows, rows held out, calibration, decoding."""
+"""The base of both classifiers: labels in and out, weights of rows, validation rows, calibration, decoding."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The loss over the classes that a training set holds, and checks of the settings of an estimator.
 
-Leaving out the other classes is exact: with no mass on them, the CDF distance over all K classes is that over the m
-seen, at the class values that these have.
+Classes without a training row are left out, which is exact: they have no mass, so the CDF distance over all K classes
+equals that over the m classes seen.
 
 Training divides distances by a unit, so that penalties, tolerances and bounds on curvatures mean the same whether
-values are euros or cents: the mean gap of all K values, or the largest cost over K - 1. A cost of
-|values[i] - values[j]| has the unit of its values, and both are 1 for 0..K-1. Where the labels imply the categories, m,
-the number of labels seen, takes the place of K: labels 10, 20, 30 train as 0, 1, 2 do.
+values are euros or cents. The unit is the mean gap of all K values, or the largest cost divided by K - 1; it is 1 for
+the values 0..K-1 and for their distances. If the labels imply the categories, K is replaced by m: labels 10, 20, 30
+train as 0, 1, 2 do.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from torch.nn.functional import one_hot
 
 from otloss._checks import check_finite, check_positive, check_reduction, check_tensor, is_differentiated
 from otloss.losses.ordinal import reduced_loss
-from otloss.losses.ordinal_distance import geometry, increasing
+from otloss.losses.ordinal_distance import class_geometry, increasing
 from otloss.losses.targets import check_cross_entropy, check_logits, class_count, dtype_of_loss, target_rows
 
 ENCODINGS = ("two_hot", "one_hot", "gaussian")
@@ -99,7 +99,7 @@ def histogram_loss(
     wide = torch.promote_types(dtype, torch.float32)
     _check_sigma(encoding, sigma)
     placed = _bins(bins, classes, wide)
-    apart = geometry(classes, logits.device, x=placed.centres, power=power)
+    geometry = class_geometry(classes, logits.device, x=placed.centres, power=power)
     if target.shape != logits.shape:
         if target.shape != logits.shape[:-1]:
             raise ValueError(
@@ -109,7 +109,7 @@ def histogram_loss(
         target = _labels(target, placed, encoding=encoding, sigma=sigma)
         target = target.to(wide) if target.is_floating_point() else target
     rows = target_rows(logits, target, wide, sample_weight=sample_weight)
-    return reduced_loss(rows, apart, mix, reduction).to(dtype)
+    return reduced_loss(rows, geometry, mix, reduction).to(dtype)
 
 
 def histogram_mean(

@@ -21,7 +21,7 @@ from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 from otloss._checks import check_reduction, check_tensor, is_differentiated
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
-from otloss.losses.ordinal_distance import Geometry, geometry
+from otloss.losses.ordinal_distance import Geometry, class_geometry
 from otloss.losses.targets import (
     TargetRows,
     check_cross_entropy,
@@ -113,32 +113,32 @@ def ordinal_loss(
     mix = check_cross_entropy(cross_entropy)
     logits, target = classes_last(logits, target, dim)
     classes = class_count(logits)
-    apart = geometry(classes, logits.device, x=x, power=power, cost=cost, circular=circular, period=period)
+    geometry = class_geometry(classes, logits.device, x=x, power=power, cost=cost, circular=circular, period=period)
     rows = target_rows(
         logits, target, *(t.dtype for t in (x, cost) if t is not None),
         class_weight=class_weight, sample_weight=sample_weight, ignore_index=ignore_index,
     )  # fmt: skip
-    return reduced_loss(rows, apart, mix, reduction)
+    return reduced_loss(rows, geometry, mix, reduction)
 
 
-def reduced_loss(rows: TargetRows, apart: Geometry, mix: float, reduction: str) -> Tensor:
+def reduced_loss(rows: TargetRows, geometry: Geometry, mix: float, reduction: str) -> Tensor:
     """Return the loss of the rows after the reduction, by the kernel where it serves; check logits and labels."""
-    apart = apart.to(rows.logits.dtype)
-    if _suits_kernel(rows, apart):
+    geometry = geometry.to(rows.logits.dtype)
+    if _suits_kernel(rows, geometry):
         divisor = rows.divisor(reduction)
-        values: Tensor = _RankedScore.apply(rows, apart, mix, divisor, rows.logits)
+        values: Tensor = _RankedScore.apply(rows, geometry, mix, divisor, rows.logits)
         if math.isfinite(values.detach().sum().item()):  # otherwise the checks below raise an error with the reason
             return rows.reduced(values, reduction) if divisor is None else values.to(rows.dtype)
     if not rows.is_soft:
         check_positions("target", rows.target, rows.logits.shape[-1], None)
     check_logits(rows.logits)
-    return rows.reduced(_values(rows.logits, rows, apart, mix), reduction)
+    return rows.reduced(_values(rows.logits, rows, geometry, mix), reduction)
 
 
-def _values(logits: Tensor, rows: TargetRows, apart: Geometry, mix: float) -> Float[Tensor, " rows"]:
+def _values(logits: Tensor, rows: TargetRows, geometry: Geometry, mix: float) -> Float[Tensor, " rows"]:
     """Return the loss of each row in operations of torch: the reference implementation of the kernel."""
     label = normalised(rows.target, logits.dtype) if rows.is_soft else rows.target
-    values = apart.distance(logits.softmax(-1), label)
+    values = geometry.distance(logits.softmax(-1), label)
     if not mix:
         return values
     if label.is_floating_point():
@@ -157,8 +157,8 @@ def _values(logits: Tensor, rows: TargetRows, apart: Geometry, mix: float) -> Fl
     return values + mix * nll
 
 
-def _suits_kernel(rows: TargetRows, apart: Geometry) -> bool:
-    if apart.gaps is None or apart.circular or apart.power != 2 or is_differentiated(apart.gaps):
+def _suits_kernel(rows: TargetRows, geometry: Geometry) -> bool:
+    if geometry.gaps is None or geometry.circular or geometry.power != 2 or is_differentiated(geometry.gaps):
         return False
     # Soft labels in half precision have a larger tolerance, which the operations of torch know.
     if rows.is_soft and (rows.target.dtype != rows.logits.dtype or rows.target.requires_grad):
@@ -181,17 +181,17 @@ class _RankedScore(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: TargetRows, apart: Geometry, mix: float, divisor: int | None, logits: Tensor
+        ctx: Any, rows: TargetRows, geometry: Geometry, mix: float, divisor: int | None, logits: Tensor
     ) -> Float[Tensor, "*rows"]:
         from otloss._kernels import ordinal
         from otloss._kernels._threads import ENTRIES, run_on_threads
 
-        assert apart.gaps is not None
+        assert geometry.gaps is not None
         values = logits.new_empty(len(logits))
         gradients = logits.new_empty(logits.shape if ctx.needs_input_grad[-1] else (0, logits.shape[1]))
         ctx.save_for_backward(logits, gradients)
-        ctx.settings = rows, apart, mix, divisor
-        z, label, gaps = (t.detach().contiguous().resolve_neg().numpy() for t in (logits, rows.target, apart.gaps))
+        ctx.settings = rows, geometry, mix, divisor
+        z, label, gaps = (t.detach().contiguous().resolve_neg().numpy() for t in (logits, rows.target, geometry.gaps))
         # A small batch is finished before a second thread has started.
         threads = max(1, min(torch.get_num_threads(), logits.numel() // ENTRIES))
         settings = mix, 1.0 / (divisor or 1), MASS_TOLERANCE[logits.dtype]
@@ -202,10 +202,10 @@ class _RankedScore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         logits, gradients = ctx.saved_tensors
-        rows, apart, mix, divisor = ctx.settings
+        rows, geometry, mix, divisor = ctx.settings
         if not torch.is_grad_enabled():
             scale = upstream[0].unsqueeze(-1) if divisor is None else upstream[0]
             return None, None, None, None, gradients * scale
-        value = _values(logits, rows, apart, mix)
+        value = _values(logits, rows, geometry, mix)
         value = value if divisor is None else value.sum() / divisor
         return None, None, None, None, torch.autograd.grad(value, logits, upstream[0], create_graph=True)[0]

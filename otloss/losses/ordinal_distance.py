@@ -112,7 +112,7 @@ def _raised(r: Tensor, power: float) -> Tensor:
     return torch.where(some, size, 1.0) ** power * some
 
 
-def geometry(
+def class_geometry(
     classes: int,
     device: torch.device,
     *,

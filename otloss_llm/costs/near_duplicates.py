@@ -1,15 +1,15 @@
 """Which rows of an embedding are near-duplicates: tokens that were never trained, or that were made alike.
 
-A row is one if, with c(i, j) = 1 - cos(e_i, e_j), a row lies within c = 0.001 of it, or three within 0.01. Untrained
-tokens do, and the new tokens of transformers' `resize_token_embeddings`, which all get the mean of the other rows.
-Trained words do not: in GloVe's 25 dimensions the nearest two of 11,925 are Tuesday and Wednesday, at 0.006, and no
-word has three others within 0.01. In an embedding so narrow that random directions lie that near, nothing is flagged.
+With c(i, j) = 1 - cos(e_i, e_j), a row is a near-duplicate if another row lies within c = 0.001 of it, or three others
+within 0.01. This holds for untrained tokens and for the new tokens of transformers' `resize_token_embeddings`, which
+all get the mean of the other rows; it does not hold for trained words (docs/log.md). Nothing is flagged in an embedding
+so narrow that random directions are that near to each other.
 
-The search looks at few of the V^2 pairs. Every row gets a sketch, its products with 32 random directions, from which
-distances follow within a fifth or so. Its signs make a key; the keys of near rows begin alike, and sorting brings them
-together. Rows are compared, by their sketches, with those around them in that order; eight orders of the signs find
-nearly all neighbours. Then the costs of the pairs found are computed: every flagged row meets a criterion, and that a
-row is missed is improbable.
+The search compares few of the V^2 pairs. Every row gets a sketch, its products with 32 random directions, from which
+distances follow with an error of about a fifth. The signs of a sketch are a key; near rows have keys that begin with
+the same signs, so sorting brings them together. Each row is compared, by its sketch, with the rows around it in that
+order; eight orders of the signs find nearly all neighbours. The costs of these pairs are then computed exactly, so
+every flagged row meets a criterion; a missed row is improbable.
 """
 
 from __future__ import annotations

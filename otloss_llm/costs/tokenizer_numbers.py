@@ -1,4 +1,4 @@
-"""Which tokens of a vocabulary are numbers, and which: found by decoding each, the tokenizer never changed.
+"""Which tokens of a vocabulary are numbers, and their values, read by decoding each token.
 
 The text of token i is what it adds after a letter a, `decode([a, i])` less `decode([a])`, so that a blank in front of
 it survives: 'Ġ7' of a byte-level BPE and '▁7' of SentencePiece are both ' 7'. Its value is that of the text with blanks

@@ -1,10 +1,9 @@
 """Students of a source that is known exactly, and the frontier of recall and precision that each objective reaches.
 
 Text is sampled from a source model, so that its true distribution is known. The start is a smaller student that has
-learnt it by maximum likelihood, or a given model that is to be fine-tuned; each arm trains that one start with its own
-objective, on the same rows in the same order for
-all arms of a seed. Each trained student is then measured at several sampling temperatures
-(`otloss_llm.evaluation.divergences`, `otloss_llm.experiments.frontier`).
+learnt it by maximum likelihood, or a given model that is to be fine-tuned. Each arm trains that start with its own
+objective, on the same rows in the same order for all arms of a seed. Each trained student is then measured at several
+sampling temperatures (`otloss_llm.evaluation.divergences`, `otloss_llm.experiments.frontier`).
 
 Texts are rows of one length: the source's beginning of text and what it samples after it, an end of text being a token
 like any other. So a source needs no end of text, and divergences are those of the distributions over such rows.

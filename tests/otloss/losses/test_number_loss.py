@@ -332,7 +332,7 @@ def test_no_copy_of_the_number_positions() -> None:
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # both by the compiler itself
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")  # torch.func itself
-def test_compiled_graphs_transforms_and_surroundings() -> None:
+def test_compiled_graphs_and_transforms() -> None:
     def value(z: Tensor) -> Tensor:
         return number_token_loss(2 * z / 2, Y, VALUES)
 
@@ -340,21 +340,10 @@ def test_compiled_graphs_transforms_and_surroundings() -> None:
     leaf = Z.float().requires_grad_()
     expected = value(leaf)
     (gradient,) = grad(expected, leaf)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert torch.equal(value(leaf), expected)
     actual = torch.compile(value, backend="aot_eager")(leaf)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(grad(actual, leaf)[0], gradient)
-    with torch.device("meta"):
-        assert torch.equal(grad(value(leaf), leaf)[0], gradient)
-    with torch.inference_mode():
-        assert torch.equal(value(leaf), expected)
     torch.testing.assert_close(torch.func.grad(value)(leaf.detach()), gradient)
-    along = drawn(3, 4, 10, seed=7, dtype=torch.float32)
-    with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(leaf.detach(), along)
-        tangent = torch.autograd.forward_ad.unpack_dual(value(dual)).tangent
-    torch.testing.assert_close(tangent, (gradient * along).sum())
 
 
 V5 = torch.tensor([1.0, 2.0, 4.0, NAN, NAN])
