@@ -340,6 +340,8 @@ def test_compiled_graphs_and_transforms() -> None:
     leaf = Z.float().requires_grad_()
     expected = value(leaf)
     (gradient,) = grad(expected, leaf)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(value(leaf), expected)
     actual = torch.compile(value, backend="aot_eager")(leaf)
     torch.testing.assert_close(actual, expected)
     torch.testing.assert_close(grad(actual, leaf)[0], gradient)
