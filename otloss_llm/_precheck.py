@@ -52,7 +52,7 @@ def first_error(given: Sequence[str]) -> str | None:
     """What is wrong with the arguments behind `otloss-llm`; None if nothing is, as far as can be told here."""
     if not given or given[0] not in COMMANDS or any(one in ("-h", "--help", "--traceback") for one in given):
         return None
-    command, fields = given[0], _fields_of(given[0])
+    command, fields = given[0], fields_of(given[0])
     values = _values(given[1:])
     for option in values if fields else ():
         if option not in fields and option.removeprefix("no_") not in fields:
@@ -130,7 +130,7 @@ def _name(written: str) -> str:
     return written.removeprefix("--").replace("-", "_")
 
 
-def _fields_of(command: str) -> dict[str, _Field]:
+def fields_of(command: str) -> dict[str, _Field]:
     """The options of a command; {} if the sources cannot be read."""
     sources = [Path(__file__).parent / "cli" / "arguments.py"]
     transformers = find_spec("transformers")

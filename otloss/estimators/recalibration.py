@@ -205,7 +205,7 @@ class OrdinalRecalibration(BaseEstimator):
         below, above = _both_sides(table)
         changed = (self.offset_ != 0) | (self.slope_ != 1)
         mapped = np.where(changed, expit(self.offset_ + self.slope_ * self._logits(below, above)), below)
-        mapped = np.diff(_in_order(mapped, self.gaps_), axis=1, prepend=0.0, append=1.0)
+        mapped = np.diff(in_order(mapped, self.gaps_), axis=1, prepend=0.0, append=1.0)
         return mapped + _UNCHANGED * (table - mapped) if changed.any() else table
 
     def _logits(self, below: np.ndarray, above: np.ndarray) -> Float[np.ndarray, "n thresholds"]:
@@ -285,7 +285,7 @@ def _fit_map(
     return (float(best[0]), float(best[1])) if better else (0.0, 0.0)
 
 
-def _in_order(below: Float[np.ndarray, "n thresholds"], gaps: Float[np.ndarray, " thresholds"]) -> np.ndarray:
+def in_order(below: Float[np.ndarray, "n thresholds"], gaps: Float[np.ndarray, " thresholds"]) -> np.ndarray:
     """Return the nearest rows that do not decrease, in the norm sum_k gap_k (.)^2.
 
     Pooled neighbours hold max over i <= k of min over j >= k of the weighted mean of entries i to j.

@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments[0] not in COMMANDS:
         return _fail(f"there is no command {arguments[0]!r}; expected {' | '.join(COMMANDS)} (see --help).")
     try:
-        with _transformers_messages(), _plain_warnings():
+        with _transformers_messages(), plain_warnings():
             parsed = _parse(arguments[0], arguments[1:])
             # Trainer, tqdm and other libraries print to stdout while the command works.
             with redirect_stdout(sys.stderr):
@@ -108,7 +108,7 @@ def _transformers_messages() -> Iterator[None]:
 
 
 @contextmanager
-def _plain_warnings() -> Iterator[None]:
+def plain_warnings() -> Iterator[None]:
     """Warnings of ours are one line, without the file and the line of source that they came from."""
     before = warnings.formatwarning
     ours = [folder for package in (otloss, otloss_llm) for folder in package.__path__]

@@ -94,7 +94,7 @@ def classify_in_context(
     """
     candidates = sorted({item.label for item in train}) if labels is None else list(labels)
     _check(test, train, candidates, demonstrations, retriever, scoring, template)
-    nearest, removed = _retrieve([item.text for item in test], train, demonstrations, retriever)
+    nearest, removed = retrieve([item.text for item in test], train, demonstrations, retriever)
     limit = context_length(model) or 10**9
     sequences: list[list[int]] = []
     prefixes: list[int] = []
@@ -159,7 +159,7 @@ def _ids(tokenizer: Any, text: str) -> list[int]:
     return ids
 
 
-def _retrieve(
+def retrieve(
     queries: Sequence[str], train: Sequence[LabelledText], count: int, retriever: str
 ) -> tuple[list[list[int]], int]:
     """Positions of the nearest training texts for each query, the nearest last; and how many were left out as equal."""
@@ -172,7 +172,7 @@ def _retrieve(
         every = range(len(train))  # and more between them, in place of the text itself
         orders = [list(dict.fromkeys([*spread(every, count), *spread(every, 2 * count)]))] * len(queries)
     else:
-        scores = _similarities(queries, [item.text for item in train], retriever)
+        scores = similarities(queries, [item.text for item in train], retriever)
         orders = np.argsort(-scores, axis=1, kind="stable").tolist()
     retrieved, removed = [], 0
     for query, order in zip(queries, orders, strict=True):
@@ -186,7 +186,7 @@ def _plain(text: str) -> str:
     return " ".join(text.lower().split())
 
 
-def _similarities(queries: Sequence[str], texts: Sequence[str], retriever: str) -> np.ndarray:
+def similarities(queries: Sequence[str], texts: Sequence[str], retriever: str) -> np.ndarray:
     from sklearn.feature_extraction.text import CountVectorizer, TfidfVectorizer
 
     if retriever == "tfidf":

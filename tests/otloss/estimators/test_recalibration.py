@@ -16,7 +16,7 @@ from sklearn.exceptions import NotFittedError
 from sklearn.isotonic import isotonic_regression
 
 from otloss.estimators import OrdinalRecalibration, Temperature
-from otloss.estimators.recalibration import _in_order
+from otloss.estimators.recalibration import in_order
 from otloss.metrics import ranked_probability_score
 
 
@@ -180,7 +180,7 @@ def test_projection_on_ordered_rows(seed: int, thresholds: int) -> None:
     rng = np.random.default_rng(seed)
     rows, gaps = rng.random((4, thresholds)).round(1), rng.random(thresholds) + 0.01
     expected = [isotonic_regression(row, sample_weight=gaps) for row in rows]
-    np.testing.assert_allclose(_in_order(rows, gaps), expected, atol=1e-12)
+    np.testing.assert_allclose(in_order(rows, gaps), expected, atol=1e-12)
 
 
 @pytest.mark.parametrize("family", [Temperature, OrdinalRecalibration])

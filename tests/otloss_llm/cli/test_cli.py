@@ -20,9 +20,9 @@ import torch  # noqa: E402
 
 import otloss_llm  # noqa: E402
 from otloss_llm import EmbeddingCost  # noqa: E402
-from otloss_llm._precheck import COMMANDS, _fields_of, first_error  # noqa: E402
+from otloss_llm._precheck import COMMANDS, fields_of, first_error  # noqa: E402
 from otloss_llm._start import INTERRUPTED  # noqa: E402
-from otloss_llm.cli import _plain_warnings, arguments, main  # noqa: E402
+from otloss_llm.cli import arguments, main, plain_warnings  # noqa: E402
 from otloss_llm.cli.options import OptionParser  # noqa: E402
 from otloss_llm.data.blocks import PackedBlocks  # noqa: E402
 from otloss_llm.evaluation import perplexity  # noqa: E402
@@ -284,7 +284,7 @@ def test_wrong_options_and_files_are_found_without_torch(tiny: Tiny, tmp_path: P
 def test_the_options_known_without_torch_are_those_of_the_parser(command: str) -> None:
     parser = OptionParser([getattr(arguments, kind) for kind in COMMANDS[command]], prog=command)
     actions = [action for action in parser._actions if action.dest not in ("help", "")]
-    fields = _fields_of(command)
+    fields = fields_of(command)
     for action in actions:
         for written in action.option_strings:
             name = written.removeprefix("--").replace("-", "_")
@@ -297,7 +297,7 @@ def test_the_options_known_without_torch_are_those_of_the_parser(command: str) -
 
 
 def test_warnings_of_ours_are_one_line() -> None:
-    with _plain_warnings():
+    with plain_warnings():
         ours, other = (warnings.formatwarning("near", UserWarning, file, 3) for file in (arguments.__file__, "x.py"))
     assert ours == "otloss-llm: warning: near\n"
     assert other.startswith("x.py:3: UserWarning: near")

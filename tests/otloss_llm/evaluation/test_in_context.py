@@ -14,7 +14,7 @@ pytest.importorskip("sklearn")
 
 from otloss_llm.data import train_bpe_tokenizer  # noqa: E402
 from otloss_llm.data.labelled import LabelledText  # noqa: E402
-from otloss_llm.evaluation.in_context import _retrieve, _similarities, classify_in_context  # noqa: E402
+from otloss_llm.evaluation.in_context import classify_in_context, retrieve, similarities  # noqa: E402
 
 TRAIN = [
     LabelledText("the film was a joy", "good"), LabelledText("a joy to watch this film", "good"),
@@ -79,7 +79,7 @@ def test_scores_are_the_mean_nll_of_each_prompt(tokenizer: Any) -> None:
 
 
 def _shown(text: str) -> str:
-    ((position,),), _ = _retrieve([text], TRAIN, 1, "tfidf")
+    ((position,),), _ = retrieve([text], TRAIN, 1, "tfidf")
     return f"Text: {TRAIN[position].text}\nLabel: {TRAIN[position].label}"
 
 
@@ -100,17 +100,17 @@ def test_a_model_that_copies_the_last_label_is_right_by_retrieval(tokenizer: Any
 
 
 def test_demonstrations_that_are_the_test_text_are_left_out(tokenizer: Any) -> None:
-    nearest, removed = _retrieve([TRAIN[0].text.upper(), TEST[1].text], TRAIN, 2, "tfidf")
+    nearest, removed = retrieve([TRAIN[0].text.upper(), TEST[1].text], TRAIN, 2, "tfidf")
     assert removed == 1
     assert all(0 not in row or i == 1 for i, row in enumerate(nearest))
     assert [len(row) for row in nearest] == [2, 2]
-    fixed, removed = _retrieve([TRAIN[0].text, "x", "y"], TRAIN, 2, "none")
+    fixed, removed = retrieve([TRAIN[0].text, "x", "y"], TRAIN, 2, "none")
     assert (removed, fixed[1], fixed[1] == fixed[2], 0 in fixed[0], len(fixed[0])) == (1, [2, 0], True, False, 2)
 
 
 def test_bm25_is_its_formula() -> None:
     texts = ["aa bb bb cc", "bb dd", "cc cc cc dd ee"]
-    actual = _similarities(["bb cc"], texts, "bm25")[0]
+    actual = similarities(["bb cc"], texts, "bm25")[0]
     words = [t.split() for t in texts]
     mean = np.mean([len(w) for w in words])
     for row, document in zip(actual, words, strict=True):
