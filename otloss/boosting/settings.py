@@ -89,15 +89,16 @@ def row_loss(
     values = class_values("x", x, classes)
     name = "cost" if cost is not None else "rps" if power == 2 else "emd"
     costs = np.zeros((0, 0)) if name == "rps" else np.abs(np.subtract.outer(values, values))
+    weights = np.ones(classes)
+    if class_weight is not None:
+        weights = class_table("class_weight", class_weight, (classes,), least=0.0)
     return RowLoss(
         name=name,
         gaps=np.diff(values) if name == "rps" else np.zeros(0),
         costs=costs if cost is None else class_costs("cost", cost, classes),
         transport=float(transport),
         cross_entropy=float(cross_entropy),
-        class_weights=np.ones(classes)
-        if class_weight is None
-        else class_table("class_weight", class_weight, (classes,), least=0.0),
+        class_weights=weights,
     )
 
 
