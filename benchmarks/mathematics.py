@@ -31,7 +31,7 @@ from otloss_llm.cli import main as command_line
 from otloss_llm.data.blocks import train_bpe_tokenizer
 from otloss_llm.data.questions import read_questions
 from otloss_llm.experiments.compare import START
-from otloss_llm.experiments.report import markdown_table, summarise
+from otloss_llm.experiments.report import results_table, summarise
 
 NAME = "mathematics"
 ARMS = ("mle", "number_token", "emo+number")
@@ -108,7 +108,7 @@ def run_case(case: Case, folder: Path, output: Path, settings: Settings) -> None
         if code:
             sys.exit(code)
     results = json.loads((home / "compare" / "report.json").read_text(encoding="utf-8"))
-    say(markdown_table(results))
+    say(results_table(results))
     if settings.output is not None:
         keep_means(case, results, output / MEANS)
 

@@ -35,8 +35,8 @@ def mean_cell(values: Sequence[float], form: str = "{:.3f}") -> str:
 def markdown_table(heads: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
     """Return a Markdown table whose first column holds names, the others numbers."""
     heads = list(heads)
-    lines = [heads, ["---"] + ["---:"] * (len(heads) - 1), *rows]
-    return "".join(f"| {' | '.join(cells)} |\n" for cells in lines)
+    first, *others = (f"| {' | '.join(cells)} |\n" for cells in (heads, *rows))
+    return "".join([first, "|---|", "---:|" * (len(heads) - 1), "\n", *others])
 
 
 def runs_by_arm(results: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:
