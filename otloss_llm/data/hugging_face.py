@@ -65,9 +65,12 @@ def load_splits(name: str, config: str | None = None) -> dict[str, Dataset]:
             loaded = datasets.load_dataset(FORMATS[path.suffix], data_files=str(path))
         else:
             loaded = datasets.load_dataset(str(path) if local else name, config)
+    except StopIteration as error:  # what datasets raises for an empty file
+        raise ValueError(f"the dataset {name!r} cannot be loaded: it has no rows; give at least one.") from error
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        text = " ".join(str(error).split())
-        raise ValueError(f"the dataset {name!r} cannot be loaded: {type(error).__name__}: {text}") from error
+        cause = error.__cause__ or error  # of DatasetGenerationError, which itself says nothing
+        text = " ".join(str(cause).split())
+        raise ValueError(f"the dataset {name!r} cannot be loaded: {type(cause).__name__}: {text}") from error
     splits = dict(loaded) if isinstance(loaded, dict) else {"train": loaded}
     if len(splits) == 1:
         splits = {"train": next(iter(splits.values()))}

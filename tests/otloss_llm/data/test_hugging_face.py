@@ -59,7 +59,7 @@ def test_splits_of_saved_datasets_of_files_and_of_folders(tmp_path: Path) -> Non
 WRONG_SOURCES = [
     ("text.txt", None, r"ends in '.txt', expected .json.*--train_text"),
     ("rows.jsonl", "english", "is a file, which has no configurations"),
-    ("broken.jsonl", None, r"the dataset .* cannot be loaded: DatasetGenerationError"),
+    ("broken.jsonl", None, r"the dataset .* cannot be loaded: .*JSON parse error"),
     ("two", None, r"has the splits \['first', 'second'\], expected train"),
 ]
 
@@ -220,3 +220,9 @@ def test_the_trainer_takes_datasets_as_they_are(tiny: Tiny, tmp_path: Path) -> N
     trainer.train()
     with pytest.raises(ValueError, match="the dataset is text, and there is no tokenizer"):
         ObjectiveTrainer(model, args, objective="mle", train_dataset=data)
+
+
+def test_an_empty_file_says_so(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_text("", encoding="utf-8")
+    with pytest.raises(ValueError, match=r"x\.jsonl' cannot be loaded: it has no rows"):
+        load_splits(str(tmp_path / "x.jsonl"))
