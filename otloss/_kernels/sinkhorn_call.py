@@ -13,7 +13,7 @@ from torch import Tensor
 # Columns of what the kernels write per problem.
 ERROR, ITERATIONS, VALUE, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE = range(6)
 # What a few steps of Lanczos tell apart from smaller eigenvalues.
-RESOLVED = 0.005
+RESOLVED_EIGENVALUE = 0.005
 
 
 def run_kernel(
@@ -45,8 +45,8 @@ def run_kernel(
 
     With `settled`, iterations also continue until the last exact update changes no factor of a plan by a larger share,
     and the largest error of g is estimated; the spread is the largest g minus the least. The least eigenvalue is that
-    of the equations for g, from above, and not much better than `RESOLVED` where it is below. Unbalanced, the error
-    is a bound, and the other two are NaN.
+    of the equations for g, from above, and not much better than `RESOLVED_EIGENVALUE` where it is below. Unbalanced,
+    the error is a bound, and the other two are NaN.
     """
     from otloss._kernels._threads import ENTRIES, run_on_threads
     from otloss._kernels.sinkhorn import scratch, sinkhorn_problems, symmetric_problems

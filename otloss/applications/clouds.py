@@ -28,13 +28,14 @@ from otloss._autograd import eager
 from otloss._checks import check_broadcast, check_cloud, check_floating, check_last_axis, check_positive, check_tensor
 from otloss._foreign import explains_foreign_keywords
 from otloss._kernels import may_run_on
-from otloss.costs import PointCost
+from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import makes_graph
 from otloss.costs.points import Metric
-from otloss.solvers.entropic.problem import SmallEpsilonError
-from otloss.solvers.exact import exact_problem, exact_value, solve_exact
-from otloss.solvers.histograms import HistogramPair, check_masses
-from otloss.solvers.sinkhorn import sinkhorn_divergence
+from otloss.solvers.problem import Problem, Settings, SmallEpsilonError, pose
+from otloss.solvers.derivatives import with_envelope
+from otloss.solvers.exact import solve_exactly
+from otloss.solvers.histograms import check_masses
+from otloss.solvers.solve import sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein
 
 KINDS = ("divergence", "emd", "sliced")
@@ -279,15 +280,19 @@ def _exact(a: Tensor, b: Tensor, cost: PointCost) -> Float[Tensor, "*batch"]:
     if not callable(cost.metric):
         x = cost.x.detach()
         fixed = cost.between(x, x if cost.y is cost.x else cost.y.detach(), cost.metric)
-    pair, matrix = exact_problem(a, b, fixed)
-    solution = solve_exact(pair.p, pair.q, matrix, start=_start(pair, matrix))
-    if fixed is cost or not makes_graph(cost.x, cost.y):
-        return exact_value(pair, matrix, solution)
-    points = (_picked(cost.x, solution.rows), _picked(cost.y, solution.columns))
-    along = cost.between(*points, cost.metric).diagonal().to(matrix.dtype)
-    # The same plan as one between its own cells, in a matrix of one column.
-    places = torch.arange(along.shape[-1], device="cpu").expand(solution.rows.shape)
-    return exact_value(pair, along.unsqueeze(-1), replace(solution, rows=places, columns=torch.zeros_like(places)))
+    problem = pose(a, b, fixed, epsilon=None, settings=Settings())
+    matrix = problem.cost.dense()
+    solution = solve_exactly(replace(problem, start=_start(problem, matrix)))
+    if fixed is not cost and makes_graph(cost.x, cost.y):
+        # The same plan as one between its own cells, in a matrix of one column.
+        optimum = solution.optimum
+        ends = (_picked(cost.x, optimum.rows), _picked(cost.y, optimum.columns))
+        along = cost.between(*ends, cost.metric).diagonal().to(matrix.dtype)
+        places = torch.arange(along.shape[-1], device="cpu").expand(optimum.rows.shape)
+        optimum = replace(optimum, rows=places, columns=torch.zeros_like(places))
+        of_cells = replace(solution.problem, cost=DenseCost.unchecked(along.unsqueeze(-1)))
+        solution = replace(solution, problem=of_cells, optimum=optimum)
+    return with_envelope(solution).value.to(problem.dtype)
 
 
 def _picked(points: Float[Tensor, "*own n d"], index: Int[Tensor, "*batch cells"]) -> Float[Tensor, "*batch cells d"]:
@@ -296,13 +301,13 @@ def _picked(points: Float[Tensor, "*own n d"], index: Int[Tensor, "*batch cells"
     return points.expand(*batch, *points.shape[-2:]).gather(-2, at)
 
 
-def _start(pair: HistogramPair, matrix: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return potentials near the optimal ones, for large assignments; the other problems gain too little."""
+def _start(problem: Problem, matrix: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Potentials near the optimal ones, for large assignments; the other problems gain too little."""
     n, m = matrix.shape[-2:]
-    p, q, batch = pair.p.detach(), pair.q.detach(), matrix.shape[:-2]
+    p, q, batch = problem.p.detach(), problem.q.detach(), matrix.shape[:-2]
     if n != m or n < _START_FROM or not may_run_on(p, q, matrix) or not matrix.numel():
         return None
-    if p.shape[:-1] not in (batch, ()) or q.shape[:-1] not in (batch, ()):
+    if problem.batch != batch:
         return None
     if not all(bool((w == w[..., :1]).all()) and bool((w[..., 0] > 0).all()) for w in (p, q)):
         return None

@@ -24,7 +24,8 @@ from otloss._checks import check_cloud, check_finite, check_floating, check_inte
 from otloss._kernels import may_run_on
 from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import arithmetic_dtype, makes_graph
-from otloss.solvers.exact import emd, solve_exact
+from otloss.solvers.exact import solve_exact
+from otloss.solvers.solve import emd
 
 # Documents per call of the solver: enough that the time of a call does not matter, few enough that little is wasted.
 _BATCH = 32

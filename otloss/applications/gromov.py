@@ -39,8 +39,8 @@ from otloss._checks import (
 )
 from otloss._kernels import may_run_on
 from otloss.costs.cost import makes_graph
-from otloss.solvers.entropic.potentials import ConvergenceWarning
-from otloss.solvers.entropic.problem import level_of_the_caller
+from otloss.solvers.convergence import ConvergenceWarning
+from otloss.solvers.convergence import level_of_the_caller
 from otloss.solvers.histograms import histogram_pair
 from otloss.solvers.solve import solve
 

@@ -28,7 +28,7 @@ from otloss._checks import (
 )
 from otloss.costs import Cost, GridCost, as_cost
 from otloss.losses.targets import reduced
-from otloss.solvers.sinkhorn import sinkhorn_divergence
+from otloss.solvers.solve import sinkhorn_divergence
 
 EMPTY = ("area", "zero", "error")
 _SMOOTH = 1e-5  # in pixels: the loss of an image without foreground that is predicted so is 0

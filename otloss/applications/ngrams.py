@@ -22,7 +22,7 @@ from torch import Tensor
 
 from otloss._checks import check_broadcast, check_cloud, check_count, check_floating, check_not_negative, check_tensor
 from otloss.costs import PointCost
-from otloss.solvers.exact import emd
+from otloss.solvers.solve import emd
 
 
 def ngram_distance(

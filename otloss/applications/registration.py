@@ -28,11 +28,11 @@ from torch import Tensor
 from otloss._autograd import check_no_tangent, check_no_transform, eager
 from otloss._checks import check_cloud, check_count, check_positive
 from otloss.costs import PointCost
-from otloss.solvers.entropic.potentials import ConvergenceWarning, find_potentials
-from otloss.solvers.entropic.problem import Settings, entropic_problem, has_float64
-from otloss.solvers.entropic.value import dual_value, plan_blocks
+from otloss.solvers.convergence import ConvergenceWarning
 from otloss.solvers.histograms import weights_or_uniform
-from otloss.solvers.solve import Transport, solve
+from otloss.solvers.problem import Settings, has_float64, pose
+from otloss.solvers.solve import answer, solve
+from otloss.solvers.transport import Transport
 
 _TOLERANCE, _ITERATIONS = 1e-3, 100  # of the plans on the way
 # Epsilon at the start, over the largest squared distance from the centre. With a marginal penalty it is less, for blur
@@ -167,13 +167,13 @@ def _search(
     for step in steps:
         settings = dataclasses.replace(settings, marginal_penalty=step.marginal_penalty)
         moved = PointCost(x @ rotations.mT + shifts.unsqueeze(-2), y)
-        problem = entropic_problem(*weights, moved, epsilon=step.epsilon, settings=settings)
-        potentials = find_potentials(problem, settings, settle=False)
-        received = torch.cat([block @ columns for _, block, _ in plan_blocks(problem, potentials.f, potentials.g)], -2)
+        problem = pose(*weights, moved, epsilon=step.epsilon, settings=settings)
+        transport = answer(problem, settings, accurate=False)
+        received, (f, g) = transport.apply(columns), transport.potentials
         rotations, shifts = _fit(x, received[..., :-1], received[..., -1:])
-        best = dual_value(problem, potentials.f, potentials.g).argsort()[: step.left]
+        best = transport.value.argsort()[: step.left]
         rotations, shifts = rotations[best], shifts[best]
-        settings = dataclasses.replace(settings, start=(potentials.f[best], potentials.g[best]))
+        settings = dataclasses.replace(settings, start=(f[best], g[best]))
     return rotations, shifts
 
 

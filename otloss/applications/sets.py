@@ -19,7 +19,7 @@ from torch import Tensor
 from otloss._checks import check_finite, check_floating, check_reduction
 from otloss.applications.matching import checked_sizes, match
 from otloss.losses.targets import reduced
-from otloss.solvers.sinkhorn import sinkhorn
+from otloss.solvers.solve import sinkhorn
 
 
 def set_loss(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
@@ -46,6 +47,13 @@ class DenseCost(Cost):
                 "add a constant to all of them (it changes no optimal plan) or clamp rounding errors to 0."
             )
         self.matrix = matrix.to(arithmetic_dtype(matrix.dtype))
+
+    @classmethod
+    def unchecked(cls, matrix: Float[Tensor, "*batch n m"]) -> DenseCost:
+        """Return the cost of a matrix in float32 or float64 whose entries are known to be valid."""
+        cost = cls.__new__(cls)
+        cost.matrix = matrix
+        return cost
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -121,6 +129,38 @@ class DenseCost(Cost):
 
     def largest(self) -> Float[Tensor, "*batch"]:
         return self.matrix.detach().amax((-2, -1))
+
+
+class SignedCost(DenseCost):
+    """A matrix with negative entries, or +inf for pairs that may not exchange mass.
+
+    It is the cost of a problem as it was posed. Solvers get a `DenseCost` in its place, from
+    `otloss.solvers.reductions.plain_costs`.
+
+    Raises:
+        ValueError: if the matrix has fewer than two axes, or an entry is NaN or -inf.
+    """
+
+    def __init__(self, matrix: Float[Tensor, "*batch n m"]) -> None:
+        if matrix.dim() < 2:
+            raise ValueError(f"the cost matrix has shape {tuple(matrix.shape)}, expected (..., n, m) with n, m >= 1.")
+        entries = matrix.detach()
+        bad = entries.isnan() | (entries == -torch.inf)
+        if bad.any():
+            first = tuple(int(i) for i in bad.nonzero()[0])
+            raise ValueError(
+                f"the cost matrix holds {float(entries[first])} at index {first}, expected finite costs, or +inf to "
+                "forbid a pair."
+            )
+        self.matrix = matrix.to(arithmetic_dtype(matrix.dtype))
+
+
+def has_plain_entries(cost: Any) -> bool:
+    """Whether a cost is no matrix with a negative, infinite or NaN entry."""
+    if not isinstance(cost, Tensor) or not check_floating("cost", cost).numel():
+        return True
+    entries = cost.detach()
+    return bool(entries.amin() >= 0 and entries.amax() < torch.inf)
 
 
 def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:

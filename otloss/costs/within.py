@@ -35,3 +35,13 @@ def _is_within(cost: DenseCost) -> bool:
     allowed = 8 * torch.finfo(cost.dtype).eps * matrix.amax()
     # Without the zeros a matrix between other bins, of a single one for example, would pass.
     return bool((matrix - matrix.mT).abs().amax() <= allowed and cost.diagonal().detach().abs().amax() <= allowed)
+
+
+def is_symmetric(cost: Cost) -> bool:
+    """Whether C[i, j] = C[j, i] up to rounding, as for the costs among the bins of one side."""
+    if cost.T is cost or (isinstance(cost, PointCost) and cost.x is cost.y):
+        return True
+    if isinstance(cost, PointCost):  # two clouds
+        return False
+    matrix = cost.dense().detach()
+    return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.abs().amax()).all()) if matrix.numel() else True

@@ -9,10 +9,10 @@ from torch import Tensor
 from otloss.costs import as_cost
 from otloss.nn.base import Loss
 from otloss.solvers.circle import wasserstein_circular
-from otloss.solvers.exact import emd
+from otloss.solvers.solve import emd
 from otloss.solvers.line import cdf_distance, wasserstein_1d
-from otloss.solvers.plain import is_plain
-from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
+from otloss.costs.dense import has_plain_entries
+from otloss.solvers.solve import sinkhorn, sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein
 from otloss.solvers.tree import wasserstein_tree
 
@@ -80,7 +80,7 @@ class _TransportLoss(Loss):
 
     def _prepared(self, settings: dict[str, Any]) -> dict[str, Any]:
         cost = settings["cost"]
-        return settings | {"cost": as_cost(cost) if is_plain(cost) else cost}
+        return settings | {"cost": as_cost(cost) if has_plain_entries(cost) else cost}
 
 
 class Emd(_TransportLoss, function=emd, inputs=("p", "q")):

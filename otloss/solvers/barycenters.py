@@ -46,8 +46,9 @@ from otloss._checks import (
 )
 from otloss.costs import Cost, PointCost, as_cost
 from otloss.costs.cost import makes_graph
-from otloss.solvers.entropic.potentials import ConvergenceWarning
-from otloss.solvers.entropic.problem import DEFAULT_TOLERANCE, level_of_the_caller
+from otloss.costs.within import is_symmetric
+from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
+from otloss.solvers.problem import DEFAULT_TOLERANCE
 from otloss.solvers.histograms import MASS_TOLERANCE
 
 _MOST_ENTRIES = 2**26  # of the plans of all problems together, which the gradient holds
@@ -305,7 +306,7 @@ def _checked(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> _
         raise ValueError(f"debiased=True needs the costs among the same bins, but the cost has shape {fitted.shape}.")
     if fitted.batch_shape:
         raise ValueError(f"the cost has leading axes {tuple(fitted.batch_shape)}, expected one matrix (n, m) for all.")
-    if debiased and not _is_symmetric(fitted):
+    if debiased and not is_symmetric(fitted):
         raise ValueError(
             "debiased=True needs the costs among the same bins, but C[i, j] and C[j, i] differ; pass "
             "(cost + cost.mT) / 2, or PointCost(x)."
@@ -315,10 +316,3 @@ def _checked(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> _
     batch = check_broadcast(p=p.shape[:-2], weights=weights.shape[:-1])
     p, weights = p.to(wide).expand(*batch, *p.shape[-2:]), weights.to(wide).expand(*batch, p.shape[-2])
     return _Problem(p, fitted.to(p.device, wide), weights, float(check_positive("epsilon", epsilon)), debiased, dtype)
-
-
-def _is_symmetric(cost: Cost) -> bool:
-    if cost.T is cost or (isinstance(cost, PointCost) and cost.x is cost.y):
-        return True
-    matrix = cost.dense().detach()
-    return bool(((matrix - matrix.mT).abs() <= 1e-5 * matrix.abs().amax()).all())

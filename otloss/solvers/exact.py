@@ -14,14 +14,16 @@ which is feasible whatever the solver returned. So `<C, P> - (f.p + g.q)` certif
 Where the optimum is degenerate (a proper part of p's mass equals a part of q's, as in assignment problems), potentials
 are not unique and the value has a kink in the weights: the gradient is one of its subgradients.
 
-A `LineCost` of power >= 1 has a closed form (`wasserstein_1d`). Uniform weights on equally many bins are assigned along
+Uniform weights on equally many bins are assigned along
 shortest paths (`_kernels.assignment`), and all other problems are solved by the network simplex (`_kernels.exact`), one
 problem per thread.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -29,16 +31,11 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import check_no_transform, eager, once_only
+from otloss._autograd import check_no_transform
 from otloss._checks import broadcast_shape, check_finite, check_potentials
-from otloss._foreign import explains_foreign_keywords
 from otloss._kernels.problems import solve_batch
-from otloss.costs import Cost, DenseCost, LineCost
-from otloss.costs.cost import makes_graph
-from otloss.solvers.histograms import HistogramPair, pair_and_cost
-from otloss.solvers.line import wasserstein_1d
-from otloss.solvers.partial import partial_problem
-from otloss.solvers.plain import is_plain
+from otloss.costs import DenseCost
+from otloss.solvers.problem import Problem
 
 # Per problem; the simplex needs a small multiple of n + m.
 _MAX_PIVOTS = 10_000_000
@@ -46,63 +43,8 @@ _MAX_PIVOTS = 10_000_000
 _GAP_TOLERANCE = 1e-7
 
 
-@explains_foreign_keywords
-@eager
-def emd(
-    p: Float[Tensor, "*batch n"] | None,
-    q: Float[Tensor, "*batch m"] | None,
-    cost: Cost | Float[Tensor, "*batch n m"],
-    *,
-    mass: float | Float[Tensor, "*batch"] | None = None,
-) -> Float[Tensor, "*batch"]:
-    """Return the least cost of transporting p to q, exactly, per problem.
-
-    Args:
-        p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.
-        q: (..., m) weights >= 0 with the mass of p, up to rounding, or None for 1 / m each.
-        cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
-            A matrix may have negative entries, and +inf for pairs that may not exchange mass.
-        mass: the amount that is moved, a number or (...), from 0 to the lesser mass of p and q, which may differ then
-            (partial transport: what is cheapest to leave stays); None for all. Differentiable, and the gradients of p
-            and q are not centred.
-
-    Returns:
-        (...), in the promoted dtype; its unit is that of the cost times that of the mass. Solved in float64 on the CPU.
-        Differentiable once in p, q (centred over the bins; one-sided derivatives at bins without mass; a subgradient
-        where the optimum is degenerate) and in the cost, or whatever the cost object was built from. A `LineCost` of
-        power >= 1 is solved and differentiated by `wasserstein_1d`.
-
-    Raises:
-        TypeError: if p, q or a cost matrix is not a floating tensor.
-        ValueError: if shapes or masses differ, a weight is negative, a number is not in range, or no plan avoids the
-            pairs that +inf forbids.
-        RuntimeError: if the solver does not reach the optimum of a problem, or a second derivative is asked for.
-
-    Source:
-        R. Ahuja, T. Magnanti, J. Orlin, Network Flows, 1993, chapter 11.
-
-    Example:
-        >>> p = torch.tensor([0.5, 0.5, 0.0], requires_grad=True)
-        >>> q = torch.tensor([0.0, 0.25, 0.75])
-        >>> value = emd(p, q, torch.tensor([[0.0, 1.0, 4.0], [1.0, 0.0, 1.0], [4.0, 1.0, 0.0]]))
-        >>> value.item()
-        1.75
-        >>> value.backward()
-        >>> p.grad
-        tensor([ 2.3333, -0.6667, -1.6667])
-    """
-    if type(cost) is LineCost and cost.power >= 1 and mass is None:
-        return _emd_on_line(p, q, cost)
-    if not is_plain(cost):
-        from otloss.solvers.solve import Settings, transport  # which imports this module
-
-        return transport(p, q, cost, epsilon=None, mass=mass, settings=Settings()).value
-    pair, matrix = exact_problem(p, q, cost) if mass is None else partial_problem(p, q, cost, mass)
-    return exact_value(pair, matrix, solve_exact(pair.p, pair.q, matrix))
-
-
 @dataclass(frozen=True)
-class ExactSolution:
+class Optimum:
     """Optima of a batch of problems, on the CPU and without a graph.
 
     Attributes:
@@ -130,13 +72,117 @@ class ExactSolution:
         return flat.scatter_add_(-1, self.rows * m + self.columns, self.flows).unflatten(-1, (n, m))
 
 
+@dataclass(frozen=True)
+class ExactSolution:
+    """The solution of an exact problem, as `otloss.solvers.transport.Solution` describes it."""
+
+    problem: Problem  # its cost is a matrix, with its graph
+    optimum: Optimum
+    value: Float[Tensor, "*batch"]
+
+    only_value_has_gradients = (
+        "an exact plan and its potentials jump where they change at all, so they have no derivative; use `value`, "
+        'or an epsilon with grad="implicit".'
+    )
+    has_forward_mode = True
+
+    @property
+    def iterations(self) -> Tensor:
+        return self.optimum.iterations.to(self.problem.p.device)
+
+    @property
+    def converged(self) -> Tensor:
+        return torch.ones(self.problem.batch, dtype=torch.bool, device=self.problem.p.device)
+
+    @property
+    def potential_error(self) -> Tensor:
+        return torch.zeros_like(self.value.detach())
+
+    @cached_property
+    def marginal_error(self) -> Tensor:
+        plan = self.optimum.plan()
+        p, q = (w.detach().to(plan) for w in (self.problem.p, self.problem.q))
+        off = (plan.sum(-1) - p).abs().sum(-1) + (plan.sum(-2) - q).abs().sum(-1)
+        return off / p.sum(-1).clamp(min=torch.finfo(p.dtype).tiny)
+
+    @cached_property
+    def potentials(self) -> tuple[Tensor, Tensor]:
+        """f and g, lowered at bins without mass so that f + g <= C holds too where both bins have none."""
+        f, g = self.optimum.f, self.optimum.g
+        p, q = (w.detach().to("cpu") for w in (self.problem.p, self.problem.q))
+        if not bool((p == 0).any() and (q == 0).any()):
+            return f, g
+        slack = self.problem.cost.dense().detach().to("cpu", torch.float64) - f.unsqueeze(-1)
+        least = slack.masked_fill((p > 0).unsqueeze(-1), torch.inf).amin(-2)
+        return f, torch.where(q == 0, torch.minimum(g, least), g)
+
+    @property
+    def linear_cost(self) -> Tensor:
+        return self.value
+
+    @cached_property
+    def dual_value(self) -> Tensor:
+        return (self.optimum.value - self.optimum.gap).to(self.problem.p.device)
+
+    @cached_property
+    def gap(self) -> Tensor:
+        return self.optimum.gap.clamp(min=0).to(self.problem.p.device)
+
+    @property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        return self.dual_value, self.dual_value + self.gap
+
+    def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(None), self.optimum.plan().to(self.problem.p.device)
+
+    # ---- derivatives of the value ----
+
+    @property
+    def weight_gradients(self) -> tuple[Tensor, Tensor]:
+        return self.optimum.f, self.optimum.g
+
+    def cost_gradients(self, upstream: Float[Tensor, "*batch"]) -> tuple[Tensor, ...]:
+        """The plan, in the shape of the matrix."""
+        matrix, flows = self.problem.cost.dense(), self.optimum.flows
+        if not matrix.requires_grad:
+            return ()
+        amounts = upstream.to(flows).unsqueeze(-1) * flows
+        # A matrix of its own per problem gets one flow per cell; where problems share one, flows add up in float64.
+        alone = matrix.shape[:-2].numel() == upstream.numel()
+        flat = torch.zeros(matrix.numel(), dtype=matrix.dtype if alone else torch.float64, device="cpu")
+        flat.index_add_(0, self._cells.flatten(), amounts.flatten().to(flat.dtype))
+        return (flat.reshape(matrix.shape).to(matrix),)
+
+    def cost_tangent(self, *tangents: Tensor) -> Float[Tensor, "*batch"]:
+        """The change of the value along a change of the matrix."""
+        flows = self.optimum.flows
+        return (tangents[0].to(flows).reshape(-1)[self._cells] * flows).sum(-1)
+
+    @property
+    def _cells(self) -> Int[Tensor, "*batch cells"]:
+        """Where the cells of the plan are in the flattened matrices, one of each problem or shared."""
+        (n, m), own = self.problem.cost.shape, self.problem.cost.batch_shape
+        owners = _owners(own, self.problem.batch)
+        return owners.unsqueeze(-1) * (n * m) + self.optimum.rows * m + self.optimum.columns
+
+
+def solve_exactly(problem: Problem) -> ExactSolution:
+    """Solve a reduced problem; its cost becomes a matrix."""
+    matrix = problem.cost.dense()
+    if not isinstance(problem.cost, DenseCost):
+        check_finite("cost", matrix)
+        problem = replace(problem, cost=DenseCost.unchecked(matrix))
+    optimum = solve_exact(problem.p, problem.q, matrix, start=problem.start)
+    return ExactSolution(problem, optimum, optimum.value.to(problem.p))
+
+
 def solve_exact(
     p: Float[Tensor, "*batch n"],
     q: Float[Tensor, "*batch m"],
     matrix: Float[Tensor, "*batch n m"],
     *,
     start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None,
-) -> ExactSolution:
+) -> Optimum:
     """Solve checked problems (weights as `histogram_pair` returns them, finite costs), without a graph.
 
     Args:
@@ -162,7 +208,7 @@ def solve_exact(
     f, g, cells, flows, ends = found
     pivots = ends[:, 3].astype(np.int64)
     answer = (ends[:, 0], ends[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
-    return ExactSolution(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
+    return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
 
 
 def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:
@@ -196,86 +242,3 @@ def _check_ends(ends: np.ndarray, weights: list[np.ndarray], batch: torch.Size) 
         f"{name}, expected at most {_GAP_TOLERANCE:g} of the largest cost times the mass, "
         f"{float(scale[k]):.3g}; rescale costs or masses that overflow float64."
     )
-
-
-def exact_problem(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Tensor]:
-    """Return the checked histograms and the cost as a matrix in their arithmetic dtype, with its graph."""
-    pair, fitted = pair_and_cost(p, q, cost)
-    matrix = fitted.dense()
-    if not isinstance(fitted, DenseCost):
-        check_finite("cost", matrix)
-    return pair, matrix
-
-
-def _emd_on_line(p: Any, q: Any, cost: LineCost) -> Tensor:
-    pair, fitted = pair_and_cost(p, q, cost)
-    assert isinstance(fitted, LineCost)
-    wide = pair.p.dtype if cost.device.type == "mps" else torch.float64
-    value = wasserstein_1d(pair.p.to(wide), pair.q.to(wide), fitted.x.to(wide), order=cost.power)
-    return value.to(pair.dtype)
-
-
-def exact_value(pair: HistogramPair, matrix: Tensor, solution: ExactSolution) -> Float[Tensor, "*batch"]:
-    """Return the value of a solved problem with its first derivatives: the potentials, and the plan."""
-    if not makes_graph(pair.p, pair.q, matrix):
-        return solution.value.to(pair.p.device, pair.dtype, copy=True)
-    value: Tensor = _ExactTransport.apply(solution, pair.p, pair.q, matrix)
-    return value.to(pair.dtype)
-
-
-class _ExactTransport(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, solution: ExactSolution, p: Tensor, q: Tensor, matrix: Tensor) -> Tensor:
-        ctx.save_for_backward(p, q, matrix)
-        ctx.solution, ctx.device, ctx.dtype = solution, p.device, p.dtype
-        # A copy: the output gets a graph, which the solution must not hold.
-        return solution.value.to(p, copy=True)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        p, q, matrix = ctx.saved_tensors
-        upstream = gradients[0].detach().to("cpu", torch.float64)
-        found = (
-            _by_weights(upstream, ctx.solution.f, p) if ctx.needs_input_grad[1] else None,
-            _by_weights(upstream, ctx.solution.g, q) if ctx.needs_input_grad[2] else None,
-            _by_cost(upstream, ctx.solution, matrix) if ctx.needs_input_grad[3] else None,
-        )
-        message = (
-            "a second derivative of emd was asked for, but emd is piecewise linear and gives first derivatives only; "
-            "drop create_graph=True, or use a smooth (entropic) transport cost."
-        )
-        held = (None if g is None else once_only(g, message, gradients[0], p, q, matrix) for g in found)
-        return (None, *held)
-
-    @staticmethod
-    def jvp(ctx: Any, _: None, p: Tensor | None, q: Tensor | None, matrix: Tensor | None) -> Tensor:
-        solution: ExactSolution = ctx.solution
-        found = torch.zeros_like(solution.value)
-        for tangent, potential in ((p, solution.f), (q, solution.g)):
-            if tangent is not None:
-                found = found + (tangent.to(potential) * potential).sum(-1)
-        if matrix is not None:
-            moved = matrix.to(solution.flows).reshape(-1)[_cells(solution, matrix.shape)]
-            found = found + (moved * solution.flows).sum(-1)
-        return found.to(ctx.device, ctx.dtype)
-
-
-def _by_weights(upstream: Tensor, potential: Tensor, like: Tensor) -> Tensor:
-    return (upstream.unsqueeze(-1) * potential).sum_to_size(like.shape).to(like)
-
-
-def _by_cost(upstream: Tensor, solution: ExactSolution, like: Tensor) -> Tensor:
-    cells = _cells(solution, like.shape)
-    amounts = upstream.unsqueeze(-1) * solution.flows
-    # A matrix of its own per problem gets one flow per cell; where problems share one, flows add up in float64.
-    alone = like.shape[:-2].numel() == upstream.numel()
-    flat = torch.zeros(like.numel(), dtype=like.dtype if alone else torch.float64, device="cpu")
-    flat.index_add_(0, cells.flatten(), amounts.flatten().to(flat.dtype))
-    return flat.reshape(like.shape).to(like)
-
-
-def _cells(solution: ExactSolution, shape: torch.Size) -> Int[Tensor, "*batch cells"]:
-    """Where the cells of the plan are in the flattened matrices of this shape, one of each problem or shared."""
-    n, m = shape[-2:]
-    owners = _owners(shape[:-2], solution.value.shape)
-    return owners.unsqueeze(-1) * (n * m) + solution.rows * m + solution.columns

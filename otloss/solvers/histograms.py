@@ -13,13 +13,11 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite, check_floating, needs_torch
-from otloss._kernels import may_run_on
 from otloss.costs import Cost, as_cost, cost_between
 
 # Relative difference of the two masses that rounding explains: entries of a normalised histogram carry one rounding
@@ -27,9 +25,6 @@ from otloss.costs import Cost, as_cost, cost_between
 # normalised in float32, which leaves 1e-7 or so. Normalising in 16 bits leaves as much as a mistake would: cast to
 # float32, such histograms have to be normalised again.
 MASS_TOLERANCE = {torch.bfloat16: 3e-2, torch.float16: 4e-3, torch.float32: 1e-5, torch.float64: 1e-6}
-
-# Entries of a side up to which NumPy, on one thread and with less to do per call, is faster than torch.
-_SMALL = 2**16
 
 
 @dataclass(frozen=True)
@@ -41,12 +36,14 @@ class HistogramPair:
         q: (..., m), the leading axes broadcast against those of p.
         mass: (...,), their common mass (the mean of both where they need not agree), without a graph.
         dtype: the promoted dtype of the inputs.
+        has_empty_side: whether a histogram holds no mass.
     """
 
     p: Float[Tensor, "*batch n"]
     q: Float[Tensor, "*batch m"]
     mass: Float[Tensor, "*batch"]
     dtype: torch.dtype
+    has_empty_side: bool = False
 
 
 def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) -> HistogramPair:
@@ -59,21 +56,19 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         ValueError: if an entry is NaN, infinite or negative, if the masses differ by more than `MASS_TOLERANCE`,
             or if the batch axes or the devices do not fit.
     """
-    if balanced and _suits_numpy(p, q):
-        pair = _balanced_in_numpy(p, q, *others)
-        if pair is not None:
-            return pair
     mass_p, mass_q = check_masses(p, q, balanced=balanced)
     dtype = functools.reduce(torch.promote_types, (p.dtype, q.dtype, *others))
     arithmetic = torch.promote_types(dtype, torch.float32)
     mass = (mass_p + mass_q) / 2
+    has_empty_side = not (_is_positive(mass_p) and _is_positive(mass_q))
     if not balanced:
-        return HistogramPair(p.to(arithmetic), q.to(arithmetic), mass.to(arithmetic), dtype)
+        return HistogramPair(p.to(arithmetic), q.to(arithmetic), mass.to(arithmetic), dtype, has_empty_side)
     return HistogramPair(
-        p=centre_gradient(_rescaled(p, mass_p, mass, arithmetic)),
-        q=centre_gradient(_rescaled(q, mass_q, mass, arithmetic)),
+        p=centre_gradient(_rescaled(p, mass_p, mass, arithmetic, has_empty_side)),
+        q=centre_gradient(_rescaled(q, mass_q, mass, arithmetic, has_empty_side)),
         mass=mass.to(arithmetic),
         dtype=dtype,
+        has_empty_side=has_empty_side,
     )
 
 
@@ -220,38 +215,13 @@ def _check_equal_mass(masses: tuple[Tensor, Tensor], names: tuple[str, str], tol
         )
 
 
-def _suits_numpy(p: Any, q: Any) -> bool:
-    if torch.compiler.is_compiling() or not (isinstance(p, Tensor) and isinstance(q, Tensor) and may_run_on(p, q)):
-        return False
-    # Not for float64: NumPy sums in another order than torch does, which is seen at costs of 1e12.
-    if not (p.dtype == q.dtype == torch.float32) or p.is_neg() or q.is_neg() or 0 in (p.dim(), q.dim()):
-        return False
-    return 0 < p.numel() <= _SMALL and 0 < q.numel() <= _SMALL and p.shape[:-1] == q.shape[:-1]
+def _is_positive(mass: Tensor) -> bool:
+    return not mass.numel() or bool(mass.amin() > 0)
 
 
-def _balanced_in_numpy(p: Tensor, q: Tensor, *others: torch.dtype) -> HistogramPair | None:
-    """As `histogram_pair`, three times as fast for a small pair; None where it is invalid."""
-    rows_p, rows_q = (w.detach().numpy() for w in (p, q))
-    if not (rows_p.min() >= 0 and rows_q.min() >= 0):  # NaN fails too
-        return None
-    mass_p, mass_q = (w.sum(-1, dtype=np.float64, keepdims=True) for w in (rows_p, rows_q))
-    mass = (mass_p + mass_q) / 2
-    is_equal = np.abs(mass_p - mass_q) <= MASS_TOLERANCE[p.dtype] * np.maximum(mass_p, mass_q)
-    if not (is_equal.all() and mass.max() < np.inf):
-        return None
-    dtype = functools.reduce(torch.promote_types, (p.dtype, *others))
-    scale_p, scale_q = (torch.from_numpy(mass / (own + (own == 0))).to(dtype) for own in (mass_p, mass_q))
-    return HistogramPair(
-        p=centre_gradient(p.to(dtype) * scale_p),
-        q=centre_gradient(q.to(dtype) * scale_q),
-        mass=torch.from_numpy(mass).to(dtype).squeeze(-1),
-        dtype=dtype,
-    )
-
-
-def _rescaled(weights: Tensor, mass: Tensor, target: Tensor, dtype: torch.dtype) -> Tensor:
+def _rescaled(weights: Tensor, mass: Tensor, target: Tensor, dtype: torch.dtype, has_empty_side: bool) -> Tensor:
     # The scale carries no graph: its gradient is the same for every bin, and centring removes it.
-    scale = target / (mass + (mass == 0))
+    scale = target / (mass + (mass == 0) if has_empty_side else mass)
     return weights.to(dtype) * scale.to(dtype).unsqueeze(-1)
 
 

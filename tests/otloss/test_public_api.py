@@ -12,7 +12,7 @@ import torch
 import otloss
 import otloss.boosting
 import otloss.losses
-from otloss.solvers.entropic.problem import Settings
+from otloss.solvers.problem import Settings
 
 
 @pytest.mark.parametrize("name", otloss.__all__)

@@ -18,7 +18,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost, DenseCost
-from otloss.solvers.entropic.problem import EntropicProblem
+from otloss.solvers.problem import Problem, has_float64, of_equal_mass
 
 STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
 STAGE_ITERATIONS = 3
@@ -28,17 +28,61 @@ STEEPEST = 1.5  # |softmin(g) - f| w / epsilon, beyond which an update is not ov
 WORSE, LEAST_CHANGE = 3.0, 0.02
 
 
+@dataclass(frozen=True)
+class SearchResult:
+    """Where a search for the potentials ended, per problem and without a graph.
+
+    Attributes:
+        f: (..., n), g: (..., m), finite on all bins; f is an exact update from g. NaN where the error is not finite.
+        error: (...), sum of the errors of both marginals relative to the mass.
+        iterations: (...).
+        potential_error: (...), an estimate of the largest error of g; None where it was not asked for or is not known.
+        spread: (...), the largest g minus the least, of bins that hold mass; None likewise.
+        least_eigenvalue: (...), of the equations for g, or a bound from above; None likewise.
+    """
+
+    f: Float[Tensor, "*batch n"]
+    g: Float[Tensor, "*batch m"]
+    error: Float[Tensor, "*batch"]
+    iterations: Int[Tensor, "*batch"]
+    potential_error: Float[Tensor, "*batch"] | None = None
+    spread: Float[Tensor, "*batch"] | None = None
+    least_eigenvalue: Float[Tensor, "*batch"] | None = None
+
+
+@dataclass(frozen=True)
+class Goal:
+    """When a search may end: at the tolerance, or after `most` iterations.
+
+    `settled`: and, where it is finite, when the last update changed no factor of the plan by a larger share.
+    `symmetric`: p and q are the same and so is the cost of either way.
+    """
+
+    tolerance: float
+    most: int
+    settled: float = math.inf
+    symmetric: bool = False
+
+
+def in_float64(problem: Problem) -> Problem:
+    """Return the same problem, without a graph, in float64 where the device has it."""
+    wide = torch.float64 if has_float64(problem.p.device) else problem.cost.dtype
+    p, q, epsilon = (t.detach().to(wide) for t in (problem.p, problem.q, problem.epsilon))
+    if problem.marginal_penalty is None:
+        q = of_equal_mass(p, q)
+    with torch.no_grad():
+        cost = problem.cost if problem.cost.dtype == wide else problem.cost.to(wide)
+    return dataclasses.replace(problem, p=p, q=q, cost=cost, epsilon=epsilon)
+
+
 def iterate_in_logs(
-    problem: EntropicProblem,
+    problem: Problem,
     start: tuple[Tensor, Tensor] | None,
+    goal: Goal,
     *,
-    tolerance: float,
-    most: int,
-    settled: float = math.inf,
-    symmetric: bool = False,
     relaxation: Float[Tensor, "*batch"] | None = None,
-) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"], Float[Tensor, "*batch"], Int[Tensor, "*batch"]]:
-    """Return f, g, the marginal error and the number of iterations, per problem; `settled` as for the numba kernel.
+) -> SearchResult:
+    """Return the potentials, their marginal error and the number of iterations, per problem.
 
     `relaxation` is the w to start with, 1 by default.
     """
@@ -47,8 +91,8 @@ def iterate_in_logs(
     if start is not None:
         f, g = start[0].to(f.dtype), start[1].to(g.dtype)
     done = torch.zeros(problem.batch, dtype=torch.int64, device=f.device)
-    left = most
-    for epsilon in _steps(problem) if start is None and not symmetric else []:
+    left = goal.most
+    for epsilon in _steps(problem) if start is None and not goal.symmetric else []:
         staged = sweep.at(epsilon)
         for _ in range(min(STAGE_ITERATIONS, left - 1)):
             f = staged.f_from(g)
@@ -58,14 +102,14 @@ def iterate_in_logs(
             # The constant that moves from g to f would keep the size of potentials at a large epsilon.
             share = sweep.log_q.exp()
             g = g - (share * g).sum(-1, keepdim=True) / share.sum(-1, keepdim=True)
-    done, goal = done + (most - left), (tolerance, settled)
-    if symmetric:
-        return _symmetric_search(sweep, f, g, done, goal, left)
+    done, goal = done + (goal.most - left), dataclasses.replace(goal, most=left)
+    if goal.symmetric:
+        return _symmetric_search(sweep, g, done, goal)
     w = torch.ones_like(sweep.epsilon) if relaxation is None else relaxation.to(f.dtype).unsqueeze(-1)
-    return _relaxed_search(sweep, f, g, w, done, goal, left)
+    return _relaxed_search(sweep, f, g, w, done, goal)
 
 
-def _steps(problem: EntropicProblem) -> list[Tensor]:
+def _steps(problem: Problem) -> list[Tensor]:
     """Epsilons from a share of the largest cost down to four times the one asked for, the same number for all.
 
     Those above the marginal penalty would save no iteration: it bounds the potentials.
@@ -93,7 +137,7 @@ class Sweep:
         damping: (..., 1), k of the module above this; 1 for balanced problems.
     """
 
-    problem: EntropicProblem
+    problem: Problem
     transposed: Cost
     log_p: Tensor
     log_q: Tensor
@@ -101,7 +145,7 @@ class Sweep:
     damping: Tensor
 
     @staticmethod
-    def of(problem: EntropicProblem) -> Sweep:
+    def of(problem: Problem) -> Sweep:
         # On a CPU potentials of float32 costs are kept in float64: f / epsilon would carry f's rounding in full.
         dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
         epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
@@ -129,11 +173,11 @@ class Sweep:
     def g_from(self, f: Tensor) -> Tensor:
         return self.damping * self.softmin_columns(f)
 
-    def error(self, held: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
+    def error(self, potential: Tensor, updated: Tensor, log_weights: Tensor) -> Tensor:
         """sum |P 1 - what it should be| before an update, relative to the latter."""
         rho = self.problem.marginal_penalty
-        share = torch.softmax(log_weights if rho is None else log_weights - held / rho, -1)
-        off = ((held - updated) / (self.damping * self.epsilon)).clamp(max=80.0).expm1().abs()
+        share = torch.softmax(log_weights if rho is None else log_weights - potential / rho, -1)
+        off = ((potential - updated) / (self.damping * self.epsilon)).clamp(max=80.0).expm1().abs()
         return (share * off).sum(-1)
 
     def shifted(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,9 +192,9 @@ class Sweep:
 
 
 def _relaxed_search(
-    sweep: Sweep, f: Tensor, g: Tensor, w: Tensor, done: Tensor, goal: tuple[float, float], most: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    (tolerance, settled), within = goal, 0
+    sweep: Sweep, f: Tensor, g: Tensor, w: Tensor, done: Tensor, goal: Goal
+) -> SearchResult:
+    within = 0
     schedule = RelaxationSchedule(w.squeeze(-1))
     active = torch.ones_like(done, dtype=torch.bool)
     counted = 0
@@ -167,16 +211,16 @@ def _relaxed_search(
         done = done + active
         counted += 1
         # On other devices every check makes the host wait.
-        if f.device.type == "cpu" or counted % BLOCK == 0 or counted >= most:
-            finished = off <= tolerance
-            if counted >= most or bool(finished[active].all()):
-                *ended, change = closed(sweep, f, g)
-                active = ~(ended[2] <= tolerance)
+        if f.device.type == "cpu" or counted % BLOCK == 0 or counted >= goal.most:
+            finished = off <= goal.tolerance
+            if counted >= goal.most or bool(finished[active].all()):
+                last_f, last_g, error, change = closed(sweep, f, g)
+                active = ~(error <= goal.tolerance)
                 within += not bool(active.any())
                 if within <= SETTLING:
-                    active = active | (change > settled)
-                if counted >= most or not bool(active.any()):
-                    return ended[0], ended[1], ended[2], done
+                    active = active | (change > goal.settled)
+                if counted >= goal.most or not bool(active.any()):
+                    return SearchResult(last_f, last_g, error, done)
             else:
                 active = active & ~finished
         if counted % BLOCK == 0:
@@ -191,32 +235,30 @@ def closed(sweep: Sweep, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor, 
     new_g = sweep.g_from(f)
     new_f = sweep.f_from(new_g)
     change = torch.zeros_like(sweep.epsilon.squeeze(-1))
-    for held, new, log_weights in ((f, new_f, sweep.log_p), (g, new_g, sweep.log_q)):
-        moved = ((new - held) / sweep.epsilon).abs().masked_fill(log_weights == -torch.inf, 0.0)
+    for potential, new, log_weights in ((f, new_f, sweep.log_p), (g, new_g, sweep.log_q)):
+        moved = ((new - potential) / sweep.epsilon).abs().masked_fill(log_weights == -torch.inf, 0.0)
         change = torch.maximum(change, moved.amax(-1))
     return new_f, new_g, sweep.error(new_g, sweep.g_from(new_f), sweep.log_q), change
 
 
-def _symmetric_search(
-    sweep: Sweep, f: Tensor, g: Tensor, done: Tensor, goal: tuple[float, float], most: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    tolerance, settled = goal
-    for _ in range(most):
+def _symmetric_search(sweep: Sweep, g: Tensor, done: Tensor, goal: Goal) -> SearchResult:
+    for _ in range(goal.most):
         update = sweep.f_from(g)
-        unfinished = ~(sweep.error(g, update, sweep.log_p) <= tolerance)
-        if settled < math.inf:
+        unfinished = ~(sweep.error(g, update, sweep.log_p) <= goal.tolerance)
+        if goal.settled < math.inf:
             moved = ((update - g) / sweep.epsilon).abs().masked_fill(sweep.log_p == -torch.inf, 0.0)
-            unfinished = unfinished | (moved.amax(-1) > settled)
+            unfinished = unfinished | (moved.amax(-1) > goal.settled)
         if not bool(unfinished.any()):
             break
         done = done + unfinished
         g = torch.where(unfinished.unsqueeze(-1), (g + update) / 2, g)
-    return *closed(sweep, g, g)[:3], done
+    f, g, error, _ = closed(sweep, g, g)
+    return SearchResult(f, g, error, done)
 
 
-def _relax(held: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:
-    step = updated - held
-    return torch.where((w * step).abs() < STEEPEST * epsilon, held + w * step, updated)
+def _relax(potential: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:
+    step = updated - potential
+    return torch.where((w * step).abs() < STEEPEST * epsilon, potential + w * step, updated)
 
 
 class RelaxationSchedule:

@@ -18,47 +18,34 @@ import math
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float
 from torch import Tensor
 
-from otloss.solvers.entropic.log_domain import Sweep
-from otloss.solvers.entropic.problem import EntropicProblem
+from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep
+from otloss.solvers.problem import Problem
 
 STEPS, SETTLING_STEPS = 200, 40  # the latter within the tolerance: rounding may leave nothing to settle
 ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
 RIDGE = 1e-13  # of the mass: H does not determine the constant in b, nor parts that exchange nothing
 
 
-def newton_search(
-    problem: EntropicProblem,
-    g: Float[Tensor, "*batch m"],
-    *,
-    tolerance: float,
-    most: int,
-    settled: float = math.inf,
-) -> tuple[
-    Float[Tensor, "*batch n"],
-    Float[Tensor, "*batch m"],
-    Float[Tensor, "*batch"],
-    Int[Tensor, "*batch"],
-    Float[Tensor, "*batch"],
-]:
-    """Return f, g, the marginal error, the number of steps and the error of g; balanced problems, in float64.
+def newton_search(problem: Problem, g: Float[Tensor, "*batch m"], goal: Goal) -> SearchResult:
+    """Return the potentials from a start g; balanced problems, in float64.
 
-    With `settled` it continues until a step changes no factor of a plan by a larger share. The error of g is infinite
-    where the equations are singular to rounding.
+    With a finite `goal.settled` it continues until a step changes no factor of a plan by a larger share. The error of g
+    is infinite where the equations are singular to rounding.
     """
     sweep = Sweep.of(problem)
     dual, q = _Dual.of(problem, sweep), sweep.log_q.exp()
     b = g / sweep.epsilon
     done = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
-    for k in range(min(STEPS, most)):
+    for k in range(min(STEPS, goal.most)):
         gradient, curvature = dual.derivatives(b, ridge=RIDGE)
         step, failed = torch.linalg.solve_ex(curvature, gradient)
         spread = (step.amax(-1) - step.amin(-1)).clamp(min=torch.finfo(b.dtype).tiny)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         off = gradient.abs().sum(-1) / dual.mass.squeeze(-1)
-        unfinished = (off > 0.1 * tolerance) | ((spread > settled) & (off > ROUNDING) & (k < SETTLING_STEPS))
+        unfinished = (off > 0.1 * goal.tolerance) | ((spread > goal.settled) & (off > ROUNDING) & (k < SETTLING_STEPS))
         usable = unfinished & (failed == 0) & torch.isfinite(spread)
         if not bool(usable.any()):
             break
@@ -66,18 +53,14 @@ def newton_search(
         b = torch.where(usable.unsqueeze(-1), b + shortened, b)
         done = done + usable
     f = sweep.f_from(torch.where(q > 0, b * sweep.epsilon, g))
-    held = torch.where(q > 0, b * sweep.epsilon, sweep.g_from(f))
-    error = sweep.error(held, sweep.g_from(f), sweep.log_q)
-    return (
-        f,
-        held,
-        error,
-        done,
-        error * 0 if settled == math.inf else dual.error(held / sweep.epsilon) * problem.epsilon,
-    )
+    g = torch.where(q > 0, b * sweep.epsilon, sweep.g_from(f))
+    error = sweep.error(g, sweep.g_from(f), sweep.log_q)
+    is_settled = goal.settled == math.inf
+    potential_error = error * 0 if is_settled else dual.error(g / sweep.epsilon) * problem.epsilon
+    return SearchResult(f, g, error, done, potential_error)
 
 
-def error_of_potential(problem: EntropicProblem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
+def error_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
     """Return an estimate of the largest error of g, in the unit of the cost; in float64, with the dense matrix."""
     sweep = Sweep.of(problem)
     return _Dual.of(problem, sweep).error(g.to(sweep.epsilon.dtype) / sweep.epsilon) * sweep.epsilon.squeeze(-1)
@@ -93,7 +76,7 @@ class _Dual:
     mass: Tensor
 
     @staticmethod
-    def of(problem: EntropicProblem, sweep: Sweep) -> _Dual:
+    def of(problem: Problem, sweep: Sweep) -> _Dual:
         p, q = sweep.log_p.exp(), sweep.log_q.exp()
         scores = -problem.cost.dense().to(p.dtype) / sweep.epsilon.unsqueeze(-1) + sweep.log_q.unsqueeze(-2)
         return _Dual(scores, p, q, p.sum(-1, keepdim=True).clamp(min=torch.finfo(p.dtype).tiny))

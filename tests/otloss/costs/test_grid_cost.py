@@ -13,8 +13,8 @@ from torch import Tensor
 
 import otloss
 from otloss.costs import Cost, GridCost, costs_within
-from otloss.solvers.entropic.potentials import runs_on_kernel
-from otloss.solvers.entropic.problem import Settings, entropic_problem
+from otloss.solvers.entropic.search import runs_on_kernel
+from otloss.solvers.problem import Settings, pose
 from tests.otloss.oracles import check_questions
 
 
@@ -97,7 +97,7 @@ def test_transport_of_images_is_that_of_the_matrix(cells: tuple[int, ...], epsil
     p, q = (torch.rand(2, math.prod(cells), generator=generator, dtype=torch.float64) for _ in range(2))
     p, q = ((w * (w > 0.3)).div((w * (w > 0.3)).sum(-1, keepdim=True)).requires_grad_() for w in (p, q))
     cost = GridCost(cells, spacing=[1.0 / size for size in cells], power=2).to(torch.float64)
-    assert not runs_on_kernel(entropic_problem(p, q, cost, epsilon=epsilon, settings=Settings()), "auto")
+    assert not runs_on_kernel(pose(p, q, cost, epsilon=epsilon, settings=Settings()), "auto")
     found = []
     for impl in ("auto", "compiled"):
         value = otloss.sinkhorn(p, q, cost, epsilon=epsilon, impl=impl, tolerance=1e-9)
@@ -128,7 +128,7 @@ def test_slow_problems_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     def stop(*_: Any) -> None:
         raise InterruptedError
 
-    monkeypatch.setattr("otloss.solvers.sinkhorn.implicit_state", stop)
+    monkeypatch.setattr("otloss.solvers.solve.with_implicit_derivatives", stop)
     with (
         pytest.warns(UserWarning, match=r'"implicit" between 48 x 48 cells \(1 problem\).*Use grad="envelope"'),
         pytest.raises(InterruptedError),

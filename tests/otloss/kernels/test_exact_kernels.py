@@ -11,7 +11,7 @@ from torch import Tensor
 
 from otloss import emd
 from otloss._kernels import problems as calls
-from otloss.solvers.exact import ExactSolution, solve_exact
+from otloss.solvers.exact import Optimum, solve_exact
 from tests.otloss.oracles import as_double, linprog_value
 
 Problem = tuple[np.ndarray, np.ndarray, np.ndarray]
@@ -51,7 +51,7 @@ def problem_of(kind: str, seed: int, n: int, m: int) -> Problem:
     return p / p.sum(), q / q.sum(), matrix
 
 
-def check_optimal(p: Tensor, q: Tensor, matrix: Tensor, found: ExactSolution) -> None:
+def check_optimal(p: Tensor, q: Tensor, matrix: Tensor, found: Optimum) -> None:
     """A feasible plan and feasible potentials of equal value prove each other optimal."""
     scale = matrix.abs().max().clamp(min=1e-300)
     plan = found.plan()

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 
 import otloss
 from otloss.costs import LineCost
-from otloss.solvers.exact import emd
+from otloss.solvers.solve import emd
 from tests.otloss.linear_programs import check_subgradients, sparse_weights
 from tests.otloss.oracles import as_double, linprog_value
 from tests.otloss.strategies import problems

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from otloss.costs import CosineCost, DenseCost, LineCost, PointCost
-from otloss.solvers.entropic.potentials import ConvergenceWarning
-from otloss.solvers.sinkhorn import sinkhorn, sinkhorn_divergence
+from otloss.solvers.convergence import ConvergenceWarning
+from otloss.solvers.solve import sinkhorn, sinkhorn_divergence
 
 TIGHT: dict[str, Any] = {"tolerance": 1e-11, "max_iterations": 100_000}
 IMPLS = ("compiled", "torch")
@@ -103,12 +103,8 @@ X, Y = torch.rand(4, 3, generator=GENERATOR, dtype=torch.float64), torch.rand(5,
 
 @pytest.mark.parametrize("marginal_penalty", [None, 0.3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_small_dense_problems_equal_the_general_path(
-    dtype: torch.dtype, marginal_penalty: float | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_kernel_equals_the_log_domain(dtype: torch.dtype, marginal_penalty: float | None) -> None:
     """Many problems, costs with a large constant, masses that differ by rounding, light and empty bins."""
-    from otloss.solvers import sinkhorn as module
-
     p, q, matrix = (t.to(dtype) for t in case(n=20, m=30, batch=(6, 2)))
     p[0, :, 3], p[1] = 1e-30, 0.0
     p[0, :, 4:], q[1] = p[0, :, 4:] * (1 + 4e-6), 0.0
@@ -116,33 +112,20 @@ def test_small_dense_problems_equal_the_general_path(
     matrix[2] += 100
     if marginal_penalty is not None:  # a side without mass has no gradient, and nothing is left at a cost of 100
         p, q, matrix = 3 * p.clamp(min=1e-3), q.clamp(min=1e-3), matrix.clamp(max=3)
-    found = []
-    for fast in (True, False):
-        if not fast:
-            monkeypatch.setattr(module, "dense_value", lambda *_, **__: None)
+    tight = 1e-6 if dtype == torch.float32 else 1e-11
+    results = []
+    for impl in ("compiled", "torch"):
         inputs = [t.clone().requires_grad_() for t in (p, q, matrix)]
-        value = sinkhorn(*inputs, epsilon=0.1, marginal_penalty=marginal_penalty)
-        name = "_DenseValue" if fast else "_EnvelopeValue"
-        assert name in str(value.grad_fn) + str(value.grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+        value = sinkhorn(*inputs, epsilon=0.1, marginal_penalty=marginal_penalty, impl=impl, tolerance=tight)
         weights = torch.linspace(-1, 1, 12, dtype=dtype).reshape(6, 2)
-        found.append((value.detach(), *torch.autograd.grad((value * weights).sum(), inputs)))
-    for fast_one, general in zip(*found, strict=True):
+        results.append((value.detach(), *torch.autograd.grad((value * weights).sum(), inputs)))
+    for from_kernel, from_logs in zip(*results, strict=True):
         torch.testing.assert_close(
-            fast_one,
-            general,
+            from_kernel,
+            from_logs,
             rtol=1e-4 if dtype == torch.float32 else 1e-8,
             atol=2e-5 if dtype == torch.float32 else 1e-9,
         )
-
-
-def test_reach_is_the_old_name_of_the_marginal_penalty() -> None:
-    p, q, matrix = case()
-    with pytest.warns(DeprecationWarning, match="marginal_penalty") as caught:
-        old = sinkhorn(p, q, matrix, epsilon=0.1, reach=0.4)
-    assert caught[0].filename == __file__
-    assert torch.equal(old, sinkhorn(p, q, matrix, epsilon=0.1, marginal_penalty=0.4))
-    with pytest.raises(TypeError, match="same option"):
-        sinkhorn(p, q, matrix, epsilon=0.1, reach=0.4, marginal_penalty=0.4)
 
 
 def test_a_second_derivative_of_the_envelope_raises() -> None:

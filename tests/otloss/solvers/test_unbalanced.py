@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import otloss
-from otloss.solvers.entropic import potentials as search
+from otloss.solvers.entropic import search
 
 
 def problem(seed: int, batch: int, n: int, m: int, *, apart: float = 1.0) -> tuple[Tensor, Tensor, Tensor]:

@@ -1,6 +1,12 @@
-"""From clusters to points: balanced problems between two large clouds in low dimension, on a CPU.
+"""From coarse to fine: blocks of the cells of images, and clusters of the points of clouds; balanced, on a CPU.
 
-Sinkhorn's iteration in b = g / eps is slow in its smooth errors: near the solution an error e becomes M e, where M is
+Neither changes the problem that is solved: the error that ends the search is that of the cells, and of the points.
+
+Images. Potentials are smooth at the scale of sqrt(epsilon), so those of an image with blocks of cells in place of cells
+are near those of the image. So are the eigenvalues that decide how fast the iterations converge, and with them the best
+w, which the search would have to find first.
+
+Clouds, two large ones in low dimension. Sinkhorn's iteration in b = g / eps is slow in its smooth errors: near the solution an error e becomes M e, where M is
 the Markov matrix of the round trip from the points of q to those of p and back, and M e is nearly e where e hardly
 changes over a distance of sqrt(eps). Clusters of points know these errors as well as the points do. With d the change
 that one iteration makes, the solution lies at
@@ -16,8 +22,7 @@ nearly proportional to epsilon there, and Anderson's acceleration does the rest.
 Between a cloud and itself, where f = g, one update turns the error e into -M e, and the mean of two updates in a row is
 off by (M^2 - M) e / 2, an eighth of e at most: nothing else is needed there.
 
-The start comes from the clusters too. None of this changes the problem that is solved: the error that ends the search
-is that of the points.
+The start comes from the clusters too.
 
 Sources: J. Feydy, Geometric Data Analysis, Beyond Convolutions, 2020, for the start; D. Anderson, Iterative Procedures
 for Nonlinear Integral Equations, 1965.
@@ -26,35 +31,142 @@ for Nonlinear Integral Equations, 1965.
 from __future__ import annotations
 
 import dataclasses
+import math
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import interpolate, pad
 
 from otloss._kernels import may_run_on
-from otloss.costs import PointCost
-from otloss.solvers.entropic.log_domain import STAGE_FACTOR, STAGE_ITERATIONS, Sweep, closed
-from otloss.solvers.entropic.problem import EntropicProblem, has_float64, in_float64
+from otloss.costs import GridCost, PointCost
+from otloss.solvers.convergence import level_of_the_caller
+from otloss.solvers.entropic.log_domain import (
+    STAGE_FACTOR,
+    STAGE_ITERATIONS,
+    Goal,
+    SearchResult,
+    Sweep,
+    closed,
+    in_float64,
+    iterate_in_logs,
+)
+from otloss.solvers.problem import Problem, has_float64
 
+COARSE_TOLERANCE = 1e-3
+# Images.
+BLOCK = 4  # cells along each axis that become one
+LEAST_CELLS, MOST_BLOCKS = 1024, 512  # of problems that are coarsened, and of those that the numba kernel solves
+BLOCK_ITERATIONS = 300
+_INTERPOLATION = {2: "bilinear", 3: "trilinear"}
+# Work on a CPU from which a warning is due, some ten seconds: pairs of cells in line for the iterations of a small
+# epsilon, and cells to the power of three for the linear system of "implicit".
+SLOW_PAIRS, SLOW_SYSTEM = 2**21, 10**10
+# Clouds.
 METRICS = ("sqeuclidean", "euclidean")
-MOST_AXES = 3
-LEAST_PAIRS = 2**22  # below, the compiled kernel for matrices takes about as long
+MOST_DIMENSIONS = 3
+LEAST_PAIRS = 2**22  # below, the numba kernel for matrices takes about as long
 CLUSTERS, MANY_CLUSTERS, MANY_PAIRS = (256, 512), 1024, 2**26
-RESOLVED = 6.0  # epsilon over the variance within a cluster, from which clusters stand for their points
-MOST_COARSENING = 32.0  # of epsilon, for problems that the compiled kernel can solve
-COARSE_TOLERANCE, COARSE_ITERATIONS = 1e-3, 1000
-RIDGE = 1e-9
+CLUSTER_ITERATIONS = 1000
+RESOLVING_EPSILON = 6.0  # over the variance within a cluster: from there clusters stand for their points
+MOST_COARSENING = 32.0  # of epsilon, for problems that the numba kernel can solve
+CLUSTER_RIDGE = 1e-9
 DEPTH = 5  # of Anderson's acceleration
 STAGE_TOLERANCE = 0.1
 WORSE, SLOW = 2.0, 20  # an error so much above the least one starts again; so many iterations without halving it end it
 ROUNDING = 0.25  # roundings of the potentials, over epsilon, at which an error in float32 stops to fall
 
-Found = tuple[Tensor, Tensor, Tensor, Tensor]
+Solver = Callable[[Problem, tuple[Tensor, Tensor] | None, Goal], SearchResult]
 
 
-def takes_clusters(problem: EntropicProblem) -> bool:
+# ---- images ------------------------------------------------------------------------------------------------------
+
+
+def warn_where_slow(problem: Problem, grad: str) -> None:
+    """Warn of problems between the cells of a grid that take far longer than its products along the axes do."""
+    cost = problem.cost
+    if not isinstance(cost, GridCost) or len(cost.cells) < 2 or not may_run_on(problem.p):
+        return
+    cells, problems = cost.shape[0], problem.batch.numel()
+    what = f"{' x '.join(map(str, cost.cells))} cells ({problems} problem{'s' * (problems > 1)})"
+    if grad == "implicit" and problems * cells**3 >= SLOW_SYSTEM:
+        warnings.warn(
+            f'grad="implicit" between {what} forms and solves dense systems of {cells} equations: the time grows with '
+            'the number of cells to the power of three. Use grad="envelope" if first derivatives are enough, or sum '
+            "blocks of cells to a coarser grid.",
+            stacklevel=level_of_the_caller(),
+        )
+    least = cost.least_epsilon_for_products
+    smallest = float(problem.epsilon.detach().amin()) if problems else least
+    if smallest < least and problems * cells * sum(cost.cells) >= SLOW_PAIRS:
+        warnings.warn(
+            f"epsilon is {smallest:.3g} between {what}: below {least:.3g} products along the axes would underflow, an "
+            "iteration takes about ten times as long, and hundreds to thousands of them are needed. Raise epsilon to "
+            f"{least:.3g}, or sum blocks of cells to a coarser grid.",
+            stacklevel=level_of_the_caller(),
+        )
+
+
+def takes_blocks(problem: Problem) -> bool:
+    """Whether `start_from_blocks` is for this problem."""
+    cost = problem.cost
+    if not isinstance(cost, GridCost) or problem.marginal_penalty is not None or not may_run_on(problem.p):
+        return False
+    return len(cost.cells) in _INTERPOLATION and cost.shape[0] > LEAST_CELLS
+
+
+def start_from_blocks(
+    problem: Problem, solve: Solver, *, symmetric: bool
+) -> tuple[tuple[Tensor, Tensor], Float[Tensor, "*batch"]]:
+    """Return potentials (f, g) to start from, and the over-relaxation w to begin with; `solve` takes small problems."""
+    cost = problem.cost
+    assert isinstance(cost, GridCost)
+    coarse = _in_blocks(problem, cost)
+    # A finite `settled` makes the kernel estimate the least eigenvalue.
+    goal = Goal(COARSE_TOLERANCE, BLOCK_ITERATIONS, settled=1e3, symmetric=symmetric)
+    if coarse.cost.shape[0] > MOST_BLOCKS:
+        start, w = start_from_blocks(coarse, solve, symmetric=symmetric)
+        result = iterate_in_logs(coarse, start, goal, relaxation=w)
+    else:
+        result = solve(coarse, None, goal)
+        least = result.least_eigenvalue
+        w = torch.ones_like(result.error) if least is None else 2 / (1 + least.clamp(0, 1).sqrt())
+    assert isinstance(coarse.cost, GridCost)
+    fine = [_interpolated(potential, coarse.cost.cells, cost.cells) for potential in (result.f, result.g)]
+    return (fine[0], fine[1]), w
+
+
+def _in_blocks(problem: Problem, cost: GridCost) -> Problem:
+    cells = tuple(-(-size // BLOCK) for size in cost.cells)
+    padding = [k for size in reversed(cost.cells) for k in (0, -size % BLOCK)]
+    split = [k for size in cells for k in (size, BLOCK)]
+    sums = []
+    for weights in (problem.p, problem.q):
+        image = pad(weights.detach().reshape(*problem.batch, *cost.cells), padding)
+        blocks = image.reshape(*problem.batch, *split).sum([2 * k - 2 * len(cells) + 1 for k in range(len(cells))])
+        sums.append(blocks.reshape(*problem.batch, math.prod(cells)))
+    larger = GridCost(cells, power=cost.power, spacing=[BLOCK * step for step in cost.spacing])
+    return dataclasses.replace(
+        problem, p=sums[0], q=sums[1], cost=larger.to(cost.device, cost.dtype), epsilon=problem.epsilon.detach()
+    )
+
+
+def _interpolated(potential: Tensor, coarse: tuple[int, ...], cells: tuple[int, ...]) -> Tensor:
+    batch = potential.shape[:-1]
+    image = potential.reshape(batch.numel(), 1, *coarse)
+    values = interpolate(image, scale_factor=BLOCK, mode=_INTERPOLATION[len(cells)], align_corners=False)
+    for axis, size in enumerate(cells):
+        values = values.narrow(axis + 2, 0, size)
+    return values.reshape(*batch, math.prod(cells))
+
+
+# ---- clouds ------------------------------------------------------------------------------------------------------
+
+
+def takes_clusters(problem: Problem) -> bool:
     """Whether this is a problem for `search_from_clusters`."""
     cost = problem.cost
     if not isinstance(cost, PointCost) or cost.metric not in METRICS or problem.marginal_penalty is not None:
@@ -62,44 +174,35 @@ def takes_clusters(problem: EntropicProblem) -> bool:
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1 or not may_run_on(cost.x, problem.p):
         return False
     n, m = cost.shape
-    return cost.x.shape[-1] <= MOST_AXES and n * m >= LEAST_PAIRS and min(n, m) > CLUSTERS[0]
+    return cost.x.shape[-1] <= MOST_DIMENSIONS and n * m >= LEAST_PAIRS and min(n, m) > CLUSTERS[0]
 
 
-def search_from_clusters(
-    problem: EntropicProblem,
-    solve_clusters: Callable[..., Found],
-    *,
-    tolerance: float,
-    most: int,
-    symmetric: bool,
-    only_resolved: bool,
-) -> Found | None:
-    """Return f, g, the marginal error and the number of iterations, as `iterate_in_logs` does.
+def search_from_clusters(problem: Problem, solve: Solver, goal: Goal, *, only_resolved: bool) -> SearchResult | None:
+    """Return the potentials, their marginal error and the number of iterations.
 
     The search ends early where it gets slow; None where clusters are of no use (no mass, or a problem between them that
     is not solved).
 
     Args:
-        solve_clusters: as `iterate_in_logs`, for small problems.
-        symmetric: as for `iterate_in_logs`.
+        solve: a search for the potentials of small problems.
         only_resolved: None too where clusters are far larger than epsilon resolves.
     """
     p, q = problem.p.detach().reshape(-1), problem.q.detach().reshape(-1)
     flat = dataclasses.replace(problem, p=p, q=q, epsilon=problem.epsilon.detach().reshape(()))
-    clusters = _Clusters.of(flat, solve_clusters, symmetric=symmetric)
+    clusters = _Clusters.of(flat, solve, symmetric=goal.symmetric)
     if clusters is None or (only_resolved and clusters.epsilon > MOST_COARSENING * float(flat.epsilon)):
         return None
-    search = _Search(flat, clusters, symmetric=symmetric)
+    search = _ClusterSearch(flat, clusters, symmetric=goal.symmetric)
     *stages, last = _steps(float(flat.epsilon), clusters.epsilon)
     for epsilon in stages:
-        left = most - 1 - search.iterations
-        search.run(epsilon, tolerance=max(STAGE_TOLERANCE, tolerance), most=min(STAGE_ITERATIONS, left))
-    search.run(last, tolerance=tolerance, most=most - search.iterations)
+        left = goal.most - 1 - search.iterations
+        search.run(epsilon, tolerance=max(STAGE_TOLERANCE, goal.tolerance), most=min(STAGE_ITERATIONS, left))
+    search.run(last, tolerance=goal.tolerance, most=goal.most - search.iterations)
     if search.best is None:
         return None
     f, g, error, _ = closed(search.sweep, *search.best[:2])
     counted = torch.full(problem.batch, search.iterations, dtype=torch.int64, device=f.device)
-    return f.expand(problem.p.shape), g.expand(problem.q.shape), error.expand(problem.batch), counted
+    return SearchResult(f.expand(problem.p.shape), g.expand(problem.q.shape), error.expand(problem.batch), counted)
 
 
 def _steps(last: float, first: float) -> list[float]:
@@ -129,15 +232,15 @@ class _Clusters:
     f: Float[Tensor, " K"]
     log_p: Float[Tensor, " K"]
     cost: PointCost
-    members: Int[Tensor, " held"]
-    of_members: Int[Tensor, " held"]
+    members: Int[Tensor, " with_mass"]
+    of_members: Int[Tensor, " with_mass"]
     q: Float[Tensor, " L"]
     rows: Float[Tensor, "K L"]
     scale: Float[Tensor, " L"]
     factor: Float[Tensor, "L L"] | None
 
     @staticmethod
-    def of(problem: EntropicProblem, solve: Callable[..., Found], *, symmetric: bool) -> _Clusters | None:
+    def of(problem: Problem, solve: Solver, *, symmetric: bool) -> _Clusters | None:
         cost = problem.cost
         assert isinstance(cost, PointCost)
         x, y, epsilon = cost.x.detach(), cost.y.detach(), float(problem.epsilon)
@@ -147,7 +250,7 @@ class _Clusters:
             members, of_members, centres_y, q, within_y = _grouped(y, problem.q, count)
             if not (len(p) and len(q)):
                 return None
-            finest = RESOLVED * max(within_x, within_y)
+            finest = RESOLVING_EPSILON * max(within_x, within_y)
             finest = finest if cost.metric == "sqeuclidean" else finest**0.5
             if epsilon >= finest:
                 break
@@ -156,9 +259,9 @@ class _Clusters:
         # In the dtype of the points, for which the kernel may have been compiled already.
         few_p, few_q = p.to(y.dtype), q.to(y.dtype)
         among = PointCost(centres_x.to(y.dtype), centres_y.to(y.dtype), metric=cost.metric)
-        small = EntropicProblem(few_p, few_q * (few_p.sum() / few_q.sum()), among, width, None, y.dtype)
-        f, g, _, _ = solve(small, tolerance=COARSE_TOLERANCE, most=COARSE_ITERATIONS, symmetric=symmetric)
-        f, g = f.double(), g.double()
+        small = Problem(few_p, few_q * (few_p.sum() / few_q.sum()), among, width, y.dtype)
+        result = solve(small, None, Goal(COARSE_TOLERANCE, CLUSTER_ITERATIONS, symmetric=symmetric))
+        f, g = result.f.double(), result.g.double()
         if not bool(torch.isfinite(f).all() and torch.isfinite(g).all()):
             return None
         to_points = PointCost(y, among.x, metric=cost.metric)
@@ -187,7 +290,7 @@ def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
     """L of `I - B^T B`, B^T B similar to M, with the constant, its only eigenvector without a decay, added."""
     constant = scale / torch.linalg.vector_norm(scale)
     identity = torch.eye(len(scale), dtype=scale.dtype, device=scale.device)
-    system = (1 + RIDGE) * identity - half.mT @ half + torch.outer(constant, constant)
+    system = (1 + CLUSTER_RIDGE) * identity - half.mT @ half + torch.outer(constant, constant)
     factor, failed = torch.linalg.cholesky_ex(system)
     return None if int(failed) else factor
 
@@ -202,17 +305,17 @@ def _grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tenso
     of_members = torch.empty_like(members)
     if len(members):
         of_members[order_of(points, sizes=(size,))] = torch.arange(len(members), device=members.device) // size
-    held = weights.new_zeros(-(-len(members) // size)).index_add_(0, of_members, weights)
-    centres = points.new_zeros(len(held), points.shape[1])
-    centres.index_add_(0, of_members, points * weights.unsqueeze(-1)).div_(held.unsqueeze(-1))
-    within = (weights * (points - centres[of_members]).square().sum(-1)).sum() / held.sum()
-    return members, of_members, centres, held, float(within)
+    masses = weights.new_zeros(-(-len(members) // size)).index_add_(0, of_members, weights)
+    centres = points.new_zeros(len(masses), points.shape[1])
+    centres.index_add_(0, of_members, points * weights.unsqueeze(-1)).div_(masses.unsqueeze(-1))
+    within = (weights * (points - centres[of_members]).square().sum(-1)).sum() / masses.sum()
+    return members, of_members, centres, masses, float(within)
 
 
-class _Search:
+class _ClusterSearch:
     """Iterations with the correction of the clusters, at one epsilon after another."""
 
-    def __init__(self, problem: EntropicProblem, clusters: _Clusters, *, symmetric: bool) -> None:
+    def __init__(self, problem: Problem, clusters: _Clusters, *, symmetric: bool) -> None:
         self.clusters, self.symmetric = clusters, symmetric
         self.sweep, self.iterations = Sweep.of(problem), 0
         self.at_rest = clusters.potential_of_points(clusters.f)
@@ -270,17 +373,17 @@ class _Anderson:
 
     def __init__(self, scale: Tensor) -> None:
         self.scale = scale
-        self.held: list[tuple[Tensor, Tensor]] = []
+        self.history: list[tuple[Tensor, Tensor]] = []
 
     def clear(self) -> None:
-        self.held = []
+        self.history = []
 
     def next(self, at: Tensor, step: Tensor) -> Tensor:
         """Return the next point, after that at `at`, from which a plain step is `step`."""
         then = at + step
-        if self.held:
-            steps = torch.stack([step - s for _, s in self.held], -1) * self.scale.unsqueeze(-1)
+        if self.history:
+            steps = torch.stack([step - s for _, s in self.history], -1) * self.scale.unsqueeze(-1)
             shares = torch.linalg.lstsq(steps, (step * self.scale).unsqueeze(-1)).solution.squeeze(-1)
-            then = then - torch.stack([at + step - a - s for a, s in self.held], -1) @ shares
-        self.held = [*self.held, (at, step)][-DEPTH:]
+            then = then - torch.stack([at + step - a - s for a, s in self.history], -1) @ shares
+        self.history = [*self.history, (at, step)][-DEPTH:]
         return then

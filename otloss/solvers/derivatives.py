@@ -1,0 +1,229 @@
+"""Differentiate: the derivatives of the value of a transport problem, exact and entropic, in one place.
+
+Envelope. At the optimum the dual does not change with its potentials, so only its explicit dependence counts:
+
+    dV/dp = f,   dV/dq = g,   dV/dC = P,   dV/depsilon = KL(P | p q^T)
+
+and, with a marginal penalty rho, `dV/dp_i = rho (1 - exp(-f_i / rho)) - epsilon (exp(-f_i / rho) - mass of q)`.
+These are first derivatives, exact at convergence, and hold no history of the iterations.
+
+Implicit. At the solution (f, g) of an entropic problem write a = (f' - f) / epsilon and b = (g' - g) / epsilon for the
+solution f', g' of a changed problem, and G = exp((f + g - C) / epsilon). Balanced, they solve
+
+    a = -log(G (q e^b)),   b = -log(G^T (p e^a))
+
+and unbalanced the same with `k (-f / rho - log ...)`, k = rho / (rho + epsilon). Newton's method on b, from b = 0 and
+with every step in the graph, gives the derivatives of b by p, q, C and epsilon: one step the first, two steps the
+second and third, for the error of a step is the square of that before. Weights stand as factors, not as logarithms, so
+that bins without mass have their one-sided derivatives. The system has the size of the smaller side.
+
+Where epsilon is small the plan falls into parts that hardly exchange mass, and the system is singular to rounding: it
+does not determine how potentials of one part compare with those of another. Neither the plan nor its derivatives in
+the costs depend on that, so a tiny multiple of the identity is added and changes nothing. Derivatives in the weights do
+depend on it (mass that must move from one part to another): they raise RuntimeError.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._autograd import check_no_tangent, check_no_transform, once_only
+from otloss._checks import is_differentiated
+from otloss.solvers.entropic.solution import EntropicSolution, dual_term
+from otloss.solvers.exact import ExactSolution
+from otloss.solvers.problem import Problem, has_float64
+
+NEWTON_STEPS = 2
+SMALL_STEP = 0.1  # of g / epsilon
+RIDGE = 1e-11
+LARGEST_CONDITION = 1e13
+_SECOND_OF_EXACT = (
+    "a second derivative of emd was asked for, but emd is piecewise linear and gives first derivatives only; "
+    "drop create_graph=True, or use a smooth (entropic) transport cost."
+)
+_SECOND_OF_ENTROPIC = (
+    'a second derivative of an entropic transport value was asked for, and grad="envelope" gives first ones only; use '
+    'grad="implicit", or drop create_graph=True.'
+)
+
+_S = TypeVar("_S", ExactSolution, EntropicSolution)
+
+
+# ---- envelope ----------------------------------------------------------------------------------------------------
+
+
+def with_envelope(solution: _S) -> _S:
+    """Return the solution with a value that has its first derivatives in p, q, epsilon and the cost."""
+    problem = solution.problem
+    if isinstance(solution, EntropicSolution):
+        advice = 'use grad="implicit" of sinkhorn, sinkhorn_divergence or solve, or reverse mode.'
+        check_no_tangent(advice, *problem.inputs, *problem.cost.tensors())
+    inputs = problem.inputs
+    if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)) and not is_differentiated(*inputs):
+        return solution
+    check_no_transform()
+    value: Tensor = _Envelope.apply(solution, *inputs)
+    return dataclasses.replace(solution, value=value)
+
+
+class _Envelope(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, solution: ExactSolution | EntropicSolution, *inputs: Tensor) -> Tensor:
+        ctx.solution, ctx.count = solution, len(inputs)
+        # Those without a gradient too: torch then notices where one of them was changed in place in between.
+        ctx.save_for_backward(*inputs, *solution.problem.cost.tensors())
+        return solution.value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors[: ctx.count]
+        upstream, wanted = gradients[0].detach(), ctx.needs_input_grad[1:]
+        solution: ExactSolution | EntropicSolution = ctx.solution
+        with torch.no_grad():
+            by_inputs: list[Tensor | None] = [None] * ctx.count
+            if wanted[0] or wanted[1]:
+                by_weights = solution.weight_gradients
+                for k in (0, 1):
+                    if wanted[k]:
+                        factor = upstream.to(by_weights[k]).unsqueeze(-1)
+                        by_inputs[k] = (factor * by_weights[k]).to(inputs[k])
+            if wanted[2]:
+                by_inputs[2] = upstream * solution.relative_entropy
+            by_inputs[3:] = solution.cost_gradients(upstream) if any(wanted[3:]) else by_inputs[3:]
+        message = _SECOND_OF_EXACT if solution.problem.is_exact else _SECOND_OF_ENTROPIC
+        return None, *(
+            None if t is None else once_only(t.to(i.dtype), message, gradients[0], *inputs)
+            for t, i in zip(by_inputs, inputs, strict=True)
+        )  # fmt: skip
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, p: Tensor | None, q: Tensor | None, __: None, *cost: Tensor | None) -> Tensor:
+        """Exact transport alone: `with_envelope` raises before for entropic problems."""
+        solution: ExactSolution = ctx.solution
+        change = torch.zeros_like(solution.optimum.value)
+        for tangent, potential in zip((p, q), solution.weight_gradients, strict=True):
+            if tangent is not None:
+                change = change + (tangent.to(potential) * potential).sum(-1)
+        for tangent in cost:
+            if tangent is not None:
+                change = change + solution.cost_tangent(tangent)
+        return change.to(solution.value)
+
+
+# ---- implicit ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ImplicitSolution(EntropicSolution):
+    """An entropic solution of which the potentials, the plan and the linear cost have graphs too.
+
+    Attributes:
+        with_graph: f and g, in the arithmetic dtype of the potentials; likewise
+        dense_plan: (..., n, m), P; and matrix: (..., n, m), C.
+    """
+
+    with_graph: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]
+    dense_plan: Float[Tensor, "*batch n m"]
+    matrix: Float[Tensor, "*batch n m"]
+
+    only_value_has_gradients = None
+
+    @property
+    def potentials(self) -> tuple[Tensor, Tensor]:
+        return self.with_graph
+
+    @property
+    def linear_cost(self) -> Tensor:
+        return (self.dense_plan * self.matrix).sum((-2, -1))
+
+    def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        yield slice(None), self.dense_plan
+
+
+def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
+    """Return the solution with derivatives of first, second and third order by the implicit function theorem."""
+    problem, (f, g) = solution.problem, solution.potentials
+    wide = torch.float64 if has_float64(f.device) else f.dtype
+    f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
+    matrix = problem.cost.dense().to(wide)
+    ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()  # G
+    equations = _Equations(epsilon.unsqueeze(-1), problem.marginal_penalty, is_differentiated(p, q))
+    if p.shape[-1] >= q.shape[-1]:
+        a, b = equations.newton(ratio, (p, q), (f, g))
+    else:
+        b, a = equations.newton(ratio.mT, (q, p), (g, f))
+    plan = (p * a.exp()).unsqueeze(-1) * ratio * (q * b.exp()).unsqueeze(-2)
+    f, g = f + epsilon.unsqueeze(-1) * a, g + epsilon.unsqueeze(-1) * b
+    value = _dual(problem, f, g, plan)
+    return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g), plan, matrix)
+
+
+def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor, "*batch"]:
+    """The dual objective, whose derivatives in the potentials vanish."""
+    p, q, epsilon = (t.to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
+    rho = problem.marginal_penalty
+    mass = p.sum(-1) if rho is None else p.sum(-1) * q.sum(-1)
+    outside = (dual_term(f, rho) * p).sum(-1) + (dual_term(g, rho) * q).sum(-1)
+    return outside - epsilon * (plan.sum((-2, -1)) - mass)
+
+
+@dataclass(frozen=True)
+class _Equations:
+    epsilon: Tensor  # (..., 1)
+    rho: float | None
+    through_weights: bool
+
+    def newton(
+        self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        (p, q), (f, g), rho = weights, potentials, self.rho
+        damping = torch.ones_like(self.epsilon) if rho is None else rho / (rho + self.epsilon)  # k
+        offset_f, offset_g = (torch.zeros_like(t) if rho is None else -t / rho for t in (f, g))
+        b = torch.zeros_like(g)
+        identity = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
+        share = q / q.sum(-1, keepdim=True)
+        for _ in range(NEWTON_STEPS):
+            along = ratio * (q * b.exp()).unsqueeze(-2)
+            total = along.sum(-1)
+            a = damping * (offset_f - total.log())
+            across = ratio * (p * a.exp()).unsqueeze(-1)
+            received = across.sum(-2)
+            missing = damping * (offset_g - received.log()) - b
+            # Row-stochastic: what a change of b does to b in one round.
+            round_trip = (across / received.unsqueeze(-2)).mT @ (along / total.unsqueeze(-1))
+            system = identity - damping.unsqueeze(-1) ** 2 * round_trip
+            if rho is None:
+                # A constant in b changes nothing; q is what the round trip leaves as it is.
+                system = system + share.unsqueeze(-2).expand_as(system)
+                missing = missing - (share * missing).sum(-1, keepdim=True)
+            b = b + self.solve(system, missing, identity)
+        # Steps from far away lead nowhere: then they give derivatives alone, and the potentials stay.
+        near = b.detach().abs().amax(-1, keepdim=True) < SMALL_STEP
+        b = torch.where(near, b, b - b.detach())
+        return damping * (offset_f - (ratio * (q * b.exp()).unsqueeze(-2)).sum(-1).log()), b
+
+    def solve(self, system: Tensor, right: Tensor, identity: Tensor) -> Tensor:
+        if not self.through_weights:
+            system = system + RIDGE * identity
+        try:
+            answer: Tensor = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
+            valid = bool(torch.isfinite(answer).all())
+            if self.through_weights and valid and system.numel():
+                valid = float(torch.linalg.cond(system.detach(), 1).amax()) < LARGEST_CONDITION
+        except torch.linalg.LinAlgError:
+            valid = False
+        if not valid:
+            raise RuntimeError(
+                'grad="implicit" has no answer here: the plan falls into parts that hardly exchange mass (or has not '
+                "converged), and the equations for its derivatives in the weights are singular to rounding. Raise "
+                'epsilon or max_iterations, use grad="envelope", or detach the weights if only the cost is to be '
+                "differentiated."
+            )
+        return answer

@@ -1,0 +1,334 @@
+"""The search for the potentials of an entropic problem, by the numba kernel or in the log domain on any device.
+
+    1. Sinkhorn's iteration: the kernel for matrices on a CPU, else logarithms; large grids and clouds start coarse
+    2. after a thousand iterations Newton's method, for balanced problems of up to 2^20 entries
+    3. then Sinkhorn again, in float64; in logarithms where the kernel could not solve an unbalanced problem
+    4. Newton's method where the potentials are uncertain and gradients of the weights are wanted
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import warnings
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+
+from otloss._kernels import may_run_on
+from otloss._kernels.sinkhorn_call import (
+    ERROR,
+    ITERATIONS,
+    LEAST_EIGENVALUE,
+    POTENTIAL_ERROR,
+    RESOLVED_EIGENVALUE,
+    SPREAD,
+    run_kernel,
+)
+from otloss.costs import DenseCost, GridCost
+from otloss.costs.cost import makes_graph
+from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
+from otloss.solvers.entropic.coarse import (
+    search_from_clusters,
+    start_from_blocks,
+    takes_blocks,
+    takes_clusters,
+    warn_where_slow,
+)
+from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep, in_float64, iterate_in_logs
+from otloss.solvers.entropic.newton import error_of_potential, newton_search
+from otloss.solvers.problem import Problem, Settings, SmallEpsilonError, has_float64, tolerance_of
+
+# Matrices up to this many entries: beyond, a single problem on one thread takes longer than soft minima on all of them.
+LARGEST_FOR_KERNEL = 2**24
+# Costs of all problems together that may be held as matrices for the numba kernel: 1 GiB in float32.
+MOST_FOR_KERNEL = 2**28
+# Entries of the cost of unbalanced images up to which the numba kernel is faster than products along the axes.
+LARGEST_UNBALANCED_GRID = 2**17
+# Iterations after which Newton's method solves problems of up to so many entries: a step takes as long as a hundred
+# iterations.
+PATIENCE, LARGEST_FOR_NEWTON = 1000, 2**20
+# Potentials are settled where the last update changes a factor of the plan by no larger share, and where their error is
+# no larger share of their spread.
+SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
+NEGLIGIBLE_ERROR = 1e-5  # of potentials over epsilon: it does not count where potentials hardly differ
+UNCERTAIN = 1e-2  # share of their spread, from which an error of potentials is worth a warning
+# Epsilon over the largest potential: below, rounding in float64 changes entries of the plan by more than the tolerance.
+LEAST_EPSILON = 1e-8
+# Potential over marginal penalty from which a bin keeps no mass, exp(-40) of its weight.
+NO_MASS_LEFT = 40.0
+# A start is not that of a similar problem if it is larger than so many times the largest cost plus a hundred epsilons.
+LARGEST_START = 100.0
+
+
+def find_potentials(
+    problem: Problem, settings: Settings, *, symmetric: bool = False, accurate: bool | None = None
+) -> SearchResult:
+    """Return the potentials of a reduced entropic problem.
+
+    Args:
+        symmetric: p and q are the same and so is the cost of either way; saves iterations.
+        accurate: whether the potentials themselves are asked for, and not only the value, which is far less sensitive;
+            None where a gradient of the weights is.
+
+    Raises:
+        SmallEpsilonError: where rounding of the potentials would decide the plan.
+        RuntimeError: with `settings.strict`, where the tolerance is not reached; else a `ConvergenceWarning`.
+    """
+    if not symmetric:  # a few iterations
+        warn_where_slow(problem, settings.grad)
+    if accurate is None:
+        accurate = makes_graph(problem.p, problem.q)
+    tolerance = tolerance_of(problem, settings)
+    settled = max(SETTLED[problem.cost.dtype], 100 * tolerance) if accurate else math.inf
+    goal = Goal(tolerance, settings.max_iterations, settled, symmetric)
+    with torch.no_grad():
+        result = _search(problem, settings, goal)
+        _check_not_too_small(problem, result)
+        if accurate:
+            result = _with_accurate_potentials(problem, result, goal)
+        if not bool(result.error.isfinite().all()):  # a value whose error is not known must be NaN
+            unknown = ~result.error.isfinite().unsqueeze(-1)
+            f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
+            result = dataclasses.replace(result, f=f, g=g)
+    _report(result, problem, settings)
+    return result
+
+
+def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
+    """Sinkhorn; after PATIENCE iterations Newton's method, if it applies; then Sinkhorn again, in float64."""
+    on_kernel = runs_on_kernel(problem, settings.impl)
+    newton = not goal.symmetric and _can_take_newton(problem)
+    # Float32 in logarithms may be too narrow; and the kernel for unbalanced problems may underflow, or be slow.
+    widen = not on_kernel and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
+    in_logs_again = on_kernel and problem.marginal_penalty is not None
+    start = None if problem.start is None else _usable_start(problem, *problem.start)
+    first = dataclasses.replace(
+        goal, most=min(goal.most, PATIENCE) if newton or widen or in_logs_again else goal.most
+    )
+    result, left = None, goal.most - first.most
+    if settings.impl == "auto" and start is None and takes_clusters(problem):
+        result = search_from_clusters(problem, _by_kernel, goal, only_resolved=on_kernel)
+    if result is None:
+        result = _sinkhorn(problem, start, first, on_kernel=on_kernel)
+    else:
+        left = goal.most - int(result.iterations.amax())
+    if left <= 0 or bool((result.error <= goal.tolerance).all()):  # NaN is not
+        return result
+    if newton:
+        is_stuck = ~(result.error <= goal.tolerance)
+        rest = dataclasses.replace(goal, most=left, settled=math.inf)
+        better = _by_newton(problem, result, is_stuck, rest)
+        left -= int((better.iterations - result.iterations).amax())
+        result = dataclasses.replace(better, potential_error=result.potential_error)
+    if left <= 0 or bool((result.error <= goal.tolerance).all()):
+        return result
+    again = in_float64(problem) if widen or in_logs_again else problem
+    is_known = result.error.isfinite().unsqueeze(-1)
+    start = torch.where(is_known, result.f, 0.0), torch.where(is_known, result.g, 0.0)
+    rest = dataclasses.replace(goal, most=left)
+    more = _sinkhorn(again, start, rest, on_kernel=on_kernel and not in_logs_again)
+    return dataclasses.replace(more, iterations=result.iterations + more.iterations)
+
+
+def _sinkhorn(
+    problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal, *, on_kernel: bool
+) -> SearchResult:
+    return _by_kernel(problem, start, goal) if on_kernel else _in_logs(problem, start, goal)
+
+
+def runs_on_kernel(problem: Problem, impl: str) -> bool:
+    """Whether the numba kernel solves this problem; ValueError if impl="compiled" and it cannot."""
+    n, m = problem.cost.shape
+    able = may_run_on(problem.p)
+    if impl == "compiled":
+        if not able:
+            raise ValueError(
+                f'impl="compiled" runs on the CPU, outside of torch.func transforms; got tensors on '
+                f'{problem.p.device}. Use impl="torch" or "auto".'
+            )
+        return True
+    matrices = problem.cost.batch_shape.numel()
+    most = LARGEST_FOR_NEWTON if problem.marginal_penalty is None else LARGEST_UNBALANCED_GRID
+    if isinstance(problem.cost, GridCost) and len(problem.cost.cells) > 1 and n * m > most:
+        able = False  # products along the axes are faster
+    return impl == "auto" and able and n * m <= LARGEST_FOR_KERNEL and matrices * n * m <= MOST_FOR_KERNEL
+
+
+def _by_kernel(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) -> SearchResult:
+    (n, m), batch = problem.cost.shape, problem.batch
+    p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
+    costs = problem.cost.dense().detach()
+    owner = torch.arange(costs.shape[:-2].numel(), device="cpu")
+    if costs.shape[:-2] != batch:
+        owner = owner.reshape(costs.shape[:-2]).expand(batch).reshape(-1)
+    f, g, ends = run_kernel(
+        p, q, costs.reshape(-1, n, m), owner=owner.contiguous().numpy(),
+        epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
+        g=None if start is None else start[1].reshape(-1, m), rho=problem.marginal_penalty,
+        tolerance=goal.tolerance, most=goal.most, settled=goal.settled, symmetric=goal.symmetric,
+    )  # fmt: skip
+    error, iterations, *known = (
+        ends[:, column].reshape(batch) for column in (ERROR, ITERATIONS, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE)
+    )
+    result = SearchResult(f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long())
+    is_estimated = goal.settled < math.inf and not goal.symmetric
+    if not is_estimated:
+        return result
+    return dataclasses.replace(result, potential_error=known[0], spread=known[1], least_eigenvalue=known[2])
+
+
+def _in_logs(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) -> SearchResult:
+    relaxation = None
+    if start is None and takes_blocks(problem):
+        start, relaxation = start_from_blocks(problem, _by_kernel, symmetric=goal.symmetric)
+    result = iterate_in_logs(problem, start, goal, relaxation=relaxation)
+    if goal.settled == math.inf or goal.symmetric:
+        return result
+    is_empty = problem.q.detach() == 0
+    if problem.marginal_penalty is not None:
+        sweep = Sweep.of(problem)
+        off = (sweep.g_from(sweep.f_from(result.g)) - result.g).abs().masked_fill(is_empty, 0.0).amax(-1)
+        bound = off / (1 - sweep.damping.squeeze(-1) ** 2)  # two updates contract by damping^2
+        unknown = torch.full_like(bound, torch.nan)
+        return dataclasses.replace(result, potential_error=bound, spread=unknown, least_eigenvalue=unknown)
+    if problem.p.device.type != "cpu" or not _can_take_newton(problem):
+        return result
+    spread = result.g.masked_fill(is_empty, -torch.inf).amax(-1) - result.g.masked_fill(is_empty, torch.inf).amin(-1)
+    return dataclasses.replace(
+        result,
+        potential_error=error_of_potential(problem, result.g),
+        spread=spread,
+        least_eigenvalue=torch.ones_like(spread),
+    )
+
+
+def _can_take_newton(problem: Problem) -> bool:
+    n, m = problem.cost.shape
+    return problem.marginal_penalty is None and n * m <= LARGEST_FOR_NEWTON and has_float64(problem.p.device)
+
+
+def _by_newton(problem: Problem, result: SearchResult, chosen: Bool[Tensor, "*batch"], goal: Goal) -> SearchResult:
+    """Newton's method for the chosen problems, kept where it lessens the error; infinite errors of g for the others."""
+    costs = problem.cost.dense().expand(*problem.batch, *problem.cost.shape)[chosen]
+    hard = dataclasses.replace(
+        problem, p=problem.p[chosen].double(), q=problem.q[chosen].double(),
+        cost=DenseCost.unchecked(costs.double()), epsilon=problem.epsilon[chosen].double(),
+    )  # fmt: skip
+    new = newton_search(hard, result.g[chosen].double(), goal)
+    assert new.potential_error is not None
+    better = ~(torch.clamp(result.error[chosen], min=goal.tolerance) < new.error)
+    f, g, error, iterations = (t.clone() for t in (result.f, result.g, result.error, result.iterations))
+    f[chosen] = torch.where(better.unsqueeze(-1), new.f.to(f.dtype), f[chosen])
+    g[chosen] = torch.where(better.unsqueeze(-1), new.g.to(g.dtype), g[chosen])
+    error[chosen] = torch.where(better, new.error.to(error.dtype), error[chosen])
+    iterations[chosen] += new.iterations
+    potential_error = torch.full_like(error, torch.inf)
+    potential_error[chosen] = torch.where(better, new.potential_error.to(error.dtype), torch.inf)
+    return dataclasses.replace(
+        result, f=f, g=g, error=error, iterations=iterations, potential_error=potential_error
+    )
+
+
+def _with_accurate_potentials(problem: Problem, result: SearchResult, goal: Goal) -> SearchResult:
+    """Newton's method where g is uncertain: slow modes hardly count in the marginal error."""
+    error, spread, eigenvalue = result.potential_error, result.spread, result.least_eigenvalue
+    if error is None or spread is None or eigenvalue is None or not result.iterations.numel():
+        return result
+    enough = goal.settled * spread + NEGLIGIBLE_ERROR * problem.epsilon.detach()
+    poor = (~(error <= enough) | (eigenvalue < RESOLVED_EIGENVALUE)) & (result.error <= goal.tolerance)
+    if goal.symmetric or not bool(poor.any()) or not _can_take_newton(problem):
+        return result
+    goal = dataclasses.replace(goal, most=goal.most - int(result.iterations.amax()))
+    if goal.most < 1:
+        return result
+    better = _by_newton(problem, result, poor, goal)
+    assert better.potential_error is not None
+    return dataclasses.replace(better, potential_error=torch.where(poor, better.potential_error, error))
+
+
+def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+    """The start without the constant that moves from f to g, whose rounding would stay; zeros if far too large."""
+    p, q = problem.p.detach(), problem.q.detach()
+    f, g = f.to(p), g.to(q)
+    for name, potential in (("f", f), ("g", g)):
+        if not torch.isfinite(potential).all():
+            raise ValueError(
+                f"start {name} holds a NaN or an infinity (in {potential.dtype}), expected the potentials of a similar "
+                "problem."
+            )
+    if problem.marginal_penalty is None:
+        shift = (g * q).sum(-1, keepdim=True) / q.sum(-1, keepdim=True).clamp(min=torch.finfo(q.dtype).tiny)
+        f, g = f + shift, g - shift
+    # Potentials differ by no more than the costs do, and by the logarithms of weights times epsilon.
+    most = LARGEST_START * (problem.cost.largest() + 100 * problem.epsilon.detach()).unsqueeze(-1)
+    is_sane = (g.masked_fill(q == 0, 0.0).abs() <= most).all(-1, keepdim=True)
+    g = torch.where(is_sane & (g.abs() <= most), g, 0.0)
+    return torch.where(is_sane, f, 0.0), g
+
+
+def _check_not_too_small(problem: Problem, result: SearchResult) -> None:
+    """Raise where epsilon is so small beside the potentials that their rounding decides the plan.
+
+    Potentials and not costs: a large cost that forbids a pair is harmless where no mass has to take it. For the same
+    reason, with a marginal penalty, the potentials of bins that keep no mass count no more than those that keep little.
+    """
+    epsilon = problem.epsilon.detach()
+    if not result.f.numel() or not result.g.numel():
+        return
+    largest = max(float(potential.abs().amax()) for potential in (result.f, result.g))
+    if float(epsilon.amin()) >= LEAST_EPSILON * largest:
+        return
+    most = torch.inf if problem.marginal_penalty is None else NO_MASS_LEFT * problem.marginal_penalty
+    size = torch.maximum(*(
+        potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=most).abs().amax(-1)
+        for potential, weights in ((result.f, problem.p), (result.g, problem.q))
+    ))  # fmt: skip
+    is_outside = epsilon < LEAST_EPSILON * size
+    if is_outside.any():
+        raise SmallEpsilonError(
+            f"epsilon is {float(epsilon[is_outside][0]):.3g} where potentials are as large as "
+            f"{float(size[is_outside][0]):.3g}, expected at least {LEAST_EPSILON:g} times that: rounding in float64 "
+            "would decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon.",
+            least=LEAST_EPSILON * float(size.max()),
+        )
+
+
+def _report(result: SearchResult, problem: Problem, settings: Settings) -> None:
+    """Warn of the worst problem that did not converge, or raise with strict=True."""
+    tolerance = tolerance_of(problem, settings)
+    converged = result.error <= tolerance
+    if converged.all():
+        if settings.grad == "envelope" and makes_graph(problem.p, problem.q):  # "implicit" raises instead
+            _warn_of_uncertain(problem, result)
+        return
+    error = result.error.nan_to_num(nan=torch.inf)
+    worst = tuple(int(i) for i in (error == error.max()).nonzero()[0])
+    name = f"problem {worst}" if worst else "the problem"
+    count = int((~converged).sum())
+    message = (
+        f"{count} of {converged.numel()} entropic problems did not converge; worst is {name}, with a marginal "
+        f"error of {float(result.error[worst]):.3g} where {tolerance:.3g} was asked for, after "
+        f"{int(result.iterations[worst])} iterations. Raise epsilon (blur, for cloud_loss), raise max_iterations (now "
+        f"{settings.max_iterations}), or accept a larger tolerance; solve() gives the duality gap of each problem."
+    )
+    if settings.strict:
+        raise RuntimeError(message)
+    warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
+
+
+def _warn_of_uncertain(problem: Problem, result: SearchResult) -> None:
+    error, spread = result.potential_error, result.spread
+    if error is None or spread is None:
+        return
+    poor = error > UNCERTAIN * spread + NEGLIGIBLE_ERROR * problem.epsilon.detach()
+    if bool(poor.any()):
+        share = (error / spread)[poor].amax()
+        warnings.warn(
+            f"the gradients of the weights are uncertain in {int(poor.sum())} of {poor.numel()} entropic problems, by "
+            f"{100 * float(share):.2g} % in the worst: the plan falls into parts that hardly exchange mass. Raise "
+            "epsilon; solve(...).potential_error gives it for each problem. Values and gradients of costs are right.",
+            ConvergenceWarning,
+            stacklevel=level_of_the_caller(),
+        )

@@ -1,0 +1,300 @@
+"""The solution of an entropic problem at potentials: its value, plan, linear cost, duality gap and bounds.
+
+All of it is made of soft minima and products, so that costs without a matrix stay without. The value is the dual's,
+`D = f.p + g.q - epsilon (sum P - mass)`; unbalanced, `rho (1 - exp(-f / rho))` stands in place of f, and of g, and
+mass_p mass_q in place of the mass.
+
+The gap needs a plan that keeps the marginals. Where f is an exact update the rows of P are right, and only its
+columns are off. With `y = min(1, q / P^T 1)` the plan `A = P diag(y)` is too small everywhere. The missing mass, r in
+the rows and s in the columns, d in all, is moved by `B = r s^T / d`. A + B is feasible, and by the convexity of the
+entropy
+
+    primal(A + B) <= <C, A> + epsilon sum A log(A / (t p q^T)) + <C, B> + epsilon sum B log(B / ((1 - t) p q^T)) + ...
+
+for every t; `t = sum A / mass` is the best. In the first sum the costs cancel, for `log(A / p q^T)` is made of f, g
+and C; the second takes one product with C.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._autograd import Unchanged
+from otloss.solvers.bounds import lower_bound, upper_bound
+from otloss.solvers.entropic.log_domain import SearchResult, Sweep, in_float64
+from otloss.solvers.problem import Problem
+
+_PLAN_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of it are alive
+_LARGEST_EXPONENT = 80.0  # of a derivative; exp of it is below the largest float32
+
+
+@dataclass(frozen=True)
+class EntropicSolution:
+    """The solution of an entropic problem, as `otloss.solvers.transport.Solution` describes it."""
+
+    problem: Problem
+    search: SearchResult
+    tolerance: float
+    value: Float[Tensor, "*batch"]
+
+    only_value_has_gradients = (
+        'grad="envelope" gives the derivative of `value` alone; solve with grad="implicit" to go through the plan, '
+        "the potentials or the linear cost."
+    )
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        unchanged = Unchanged(problem.p, problem.q, problem.epsilon, *problem.cost.tensors())
+        object.__setattr__(self, "_unchanged", unchanged)
+
+    @property
+    def potentials(self) -> tuple[Tensor, Tensor]:
+        return self.search.f, self.search.g
+
+    @property
+    def marginal_error(self) -> Tensor:
+        return self.search.error
+
+    @property
+    def converged(self) -> Tensor:
+        return self.search.error <= self.tolerance
+
+    @property
+    def iterations(self) -> Tensor:
+        return self.search.iterations
+
+    @property
+    def potential_error(self) -> Tensor:
+        error = self.search.potential_error
+        return torch.full_like(self.search.error, torch.nan) if error is None else error
+
+    @cached_property
+    def linear_cost(self) -> Tensor:
+        self._unchanged.check("linear_cost")
+        return linear_cost(self.problem, *self.potentials)
+
+    @cached_property
+    def dual_value(self) -> Tensor:
+        return dual_value(*self._in_float64) - self._rounding
+
+    @cached_property
+    def gap(self) -> Tensor:
+        return duality_gap(*self._in_float64) + 2 * self._rounding
+
+    @cached_property
+    def bounds(self) -> tuple[Tensor, Tensor]:
+        """Bounds of the exact transport cost."""
+        problem, f, g = self._in_float64
+        if problem.marginal_penalty is not None:
+            raise ValueError(
+                "exact transport holds both marginals, so an unbalanced problem (marginal_penalty) does not bound it."
+            )
+        with torch.no_grad():
+            p, q = problem.p, problem.q
+            # The c-transform over the bins that hold mass makes the potentials feasible for the exact dual.
+            hard = problem.cost.softmin(g.masked_fill(q == 0, -torch.inf), 0.0).masked_fill(p == 0, 0.0)
+            dual = (p * hard).sum(-1) + (q * g).sum(-1)
+            primal = rounded_linear_cost(problem, f, g)
+            lower = torch.maximum(dual, lower_bound(p, q, problem.cost).to(f.dtype)) - self._rounding
+            upper = torch.minimum(primal, upper_bound(p, q, problem.cost).to(f.dtype)) + self._rounding
+        # Both bounds are off by rounding where they meet.
+        return lower, torch.maximum(lower, upper)
+
+    def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        self._unchanged.check("the plan")
+        for part, plan, _ in plan_blocks(self.problem, *self.potentials):
+            yield part, plan
+
+    @cached_property
+    def _in_float64(self) -> tuple[Problem, Tensor, Tensor]:
+        """The problem in float64, with f an exact update there: bounds must not be off by rounding."""
+        self._unchanged.check("a bound")
+        problem = in_float64(self.problem)
+        with torch.no_grad():
+            g = self.search.g.to(problem.p.dtype)
+            return problem, Sweep.of(problem).f_from(g), g
+
+    @cached_property
+    def _rounding(self) -> Tensor:
+        """What rounding may add to a sum over bins, so that bounds stay bounds."""
+        problem, f, g = self._in_float64
+        p, q, epsilon = problem.p, problem.q, problem.epsilon
+        mass = p.sum(-1) + q.sum(-1)
+        terms = (p * f.abs()).sum(-1) + (q * g.abs()).sum(-1) + epsilon * mass
+        return 4 * torch.finfo(terms.dtype).eps * terms
+
+    # ---- derivatives of the value ----
+
+    @property
+    def weight_gradients(self) -> tuple[Tensor, Tensor]:
+        """dV/dp and dV/dq; balanced, up to a constant for each pair of masses."""
+        problem, (f, g) = self.problem, self.potentials
+        epsilon, rho = problem.epsilon.detach().to(f.dtype), problem.marginal_penalty
+        if rho is None:
+            return f, g - epsilon.unsqueeze(-1)  # the latter from the mass of the plan
+        return tuple(
+            _weight_gradient(potential, other.detach().to(f.dtype).sum(-1), epsilon, rho)
+            for potential, other in ((f, problem.q), (g, problem.p))
+        )
+
+    @property
+    def relative_entropy(self) -> Tensor:
+        return relative_entropy(self.problem, *self.potentials)
+
+    def cost_gradients(self, upstream: Float[Tensor, "*batch"]) -> tuple[Tensor, ...]:
+        problem, (f, g) = self.problem, self.potentials
+        log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
+        epsilon = problem.epsilon.detach().to(f.dtype)
+        return problem.cost.plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+
+
+def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> EntropicSolution:
+    """Return the solution, whose value has no graph yet."""
+    with torch.no_grad():
+        return EntropicSolution(problem, search, tolerance, dual_value(problem, search.f, search.g))
+
+
+def _weight_gradient(potential: Tensor, mass: Tensor, epsilon: Tensor, rho: float) -> Tensor:
+    """Return dV/dp from f, or dV/dq from g, where `mass` (...) is that of the other side."""
+    # At bins without mass this may exceed all numbers: cut off, so that a mask of zeros still makes it vanish.
+    potential = potential.clamp(min=-_LARGEST_EXPONENT * rho)
+    share = (-potential / rho).exp()
+    return dual_term(potential, rho) - epsilon.unsqueeze(-1) * (share - mass.unsqueeze(-1))
+
+
+def dual_term(potential: Tensor, rho: float | None) -> Tensor:
+    """Return a potential's term in the dual: itself, or `rho (1 - exp(-f / rho))` with the marginal penalty rho."""
+    return potential if rho is None else -rho * torch.expm1(-potential / rho)
+
+
+def dual_sum(weights: Tensor, potential: Tensor, rho: float) -> tuple[Tensor, Tensor]:
+    """Return sum_i w_i rho (1 - exp(-f_i / rho)) and the mass sum_i w_i exp(-f_i / rho), 0 at bins without mass."""
+    exponent = -potential / rho
+    # The share exp(-f / rho) of a light bin may overflow where its mass does not.
+    mass = torch.where(weights > 0, (weights.log() + exponent).exp(), 0.0)
+    gain = torch.where(exponent > 1, mass - weights, weights * exponent.clamp(max=1.0).expm1())
+    return -rho * gain.sum(-1), mass.sum(-1)
+
+
+def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return D at potentials of which f is an exact update from g."""
+    rho = problem.marginal_penalty
+    if rho is None:
+        return (f * problem.p.detach()).sum(-1) + (g * problem.q.detach()).sum(-1)
+    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
+    mass_p, mass_q = p.sum(-1), q.sum(-1)
+    (from_p, kept), (from_q, _) = dual_sum(p, f, rho), dual_sum(q, g, rho)
+    return from_p + from_q - epsilon * (kept - mass_p * mass_q)
+
+
+def column_marginal(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
+    """P^T 1."""
+    sweep = Sweep.of(problem)
+    return sweep.log_q.exp() * ((g - sweep.softmin_columns(f)) / sweep.epsilon).exp()
+
+
+def row_marginal(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
+    """P 1."""
+    sweep = Sweep.of(problem)
+    return sweep.log_p.exp() * ((f - sweep.softmin_rows(g)) / sweep.epsilon).exp()
+
+
+def linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return `<C, P>`, block by block of rows."""
+    total = f.new_zeros(problem.batch)
+    for _, plan, rows in plan_blocks(problem, f, g):
+        total += (plan * rows).sum((-2, -1))
+    return total
+
+
+def relative_entropy(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return the entropy term, `sum P log(P / p q^T)` or KL: the derivative of the value in epsilon."""
+    rows, columns = row_marginal(problem, f, g), column_marginal(problem, f, g)
+    inner = (f * rows).sum(-1) + (g * columns).sum(-1) - linear_cost(problem, f, g)
+    entropy = inner / problem.epsilon.detach().to(f.dtype)
+    if problem.marginal_penalty is None:
+        return entropy
+    mass = problem.p.detach().to(f.dtype).sum(-1) * problem.q.detach().to(f.dtype).sum(-1)
+    return entropy - rows.sum(-1) + mass
+
+
+def plan_blocks(problem: Problem, f: Tensor, g: Tensor) -> Any:
+    """Yield (slice of rows, P there, C there), in the dtype of the potentials."""
+    n, m = problem.cost.shape
+    log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
+    epsilon = problem.epsilon.detach().to(f.dtype)[..., None, None]
+    step = max(1, _PLAN_BLOCK_ENTRIES // max(1, m * problem.batch.numel()))
+    for start in range(0, n, step):
+        part = slice(start, min(start + step, n))
+        with torch.no_grad():
+            rows = problem.cost.row_block(part.start, part.stop).to(f.dtype)
+            exponent = (f[..., part, None] + g[..., None, :] - rows) / epsilon
+            exponent = exponent + log_p[..., part, None] + log_q[..., None, :]
+            # exp is ten times slower where its result underflows, and an entry of exp(-200) counts as 0.
+            nothing = exponent <= -200.0
+            yield part, exponent.clamp_(min=-200.0).exp_().masked_fill_(nothing, 0.0), rows
+
+
+def duality_gap(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return a bound of primal minus dual at a feasible plan, at least 0, in the unit of the value."""
+    with torch.no_grad():
+        gap = _gap_unbalanced(problem, f, g) if problem.marginal_penalty is not None else _gap_balanced(problem, f, g)
+        return gap.clamp(min=0)
+
+
+def _rounding(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """log y, and the masses r and s that `P diag(y)` lacks in its rows and columns."""
+    sweep = Sweep.of(problem)
+    p, q = sweep.log_p.exp(), sweep.log_q.exp()
+    log_ratio = (sweep.softmin_columns(f) - g) / sweep.epsilon  # of q to P^T 1
+    log_y = log_ratio.clamp(max=0.0)
+    columns = torch.minimum(q, q * (-log_ratio).exp())
+    rows = p * ((f - sweep.softmin_rows(g + sweep.epsilon * log_y)) / sweep.epsilon).exp()
+    return log_y, p - torch.minimum(rows, p), q - columns
+
+
+def _moved(problem: Problem, r: Tensor, s: Tensor) -> Tensor:
+    """`<C, r s^T / d>`."""
+    lack = (r.sum(-1) + s.sum(-1)) / 2
+    return (r * problem.cost.apply(s)).sum(-1) / lack.clamp(min=torch.finfo(r.dtype).tiny)
+
+
+def rounded_linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
+    """Return the cost of the plan made feasible, A + B: an upper bound of the exact transport cost."""
+    log_y, r, s = _rounding(problem, f, g)
+    kept = linear_cost(problem, f, g + problem.epsilon.detach().to(f.dtype).unsqueeze(-1) * log_y)
+    return kept + _moved(problem, r, s)
+
+
+def _gap_balanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
+    log_y, r, s = _rounding(problem, f, g)
+    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
+    lack, mass = (r.sum(-1) + s.sum(-1)) / 2, p.sum(-1)
+    share = (lack / mass.clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1.0)
+    spread = torch.xlogy(r, r / p).nan_to_num(nan=0.0).sum(-1) + torch.xlogy(s, s / q).nan_to_num(nan=0.0).sum(-1)
+    entropy = spread - torch.xlogy(lack, lack) - torch.xlogy(lack, share)
+    # The dual's own terms are left out of both sides, so that what remains is small where the gap is.
+    kept = -(f * r).sum(-1) - (g * s).sum(-1) + epsilon * (log_y * (q - s)).sum(-1)
+    kept = kept - epsilon * torch.xlogy(mass - lack, 1 - share)
+    return torch.where(lack == 0, 0.0, kept + _moved(problem, r, s) + epsilon * entropy)
+
+
+def _gap_unbalanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
+    rho = problem.marginal_penalty
+    assert rho is not None
+    rows, columns = row_marginal(problem, f, g), column_marginal(problem, f, g)
+    p, q, epsilon = (t.detach().to(f.dtype) for t in (problem.p, problem.q, problem.epsilon))
+    mass = p.sum(-1) * q.sum(-1)
+    primal = (f * rows).sum(-1) + (g * columns).sum(-1) - epsilon * (rows.sum(-1) - mass)
+    for marginal, weights in ((rows, p), (columns, q)):
+        ratio = torch.where(weights > 0, marginal / weights, 1.0)
+        primal = primal + rho * (torch.xlogy(marginal, ratio) - marginal + weights).sum(-1)
+    dual = dual_sum(p, f, rho)[0] + dual_sum(q, g, rho)[0] - epsilon * (rows.sum(-1) - mass)
+    return primal - dual

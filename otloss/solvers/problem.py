@@ -1,0 +1,243 @@
+"""Pose: what the user gave becomes one checked `Problem`, here and nowhere else.
+
+    min over P >= 0 of  <C, P> + epsilon KL(P | p q^T)    and  P 1 = p, P^T 1 = q                    (balanced)
+                                                  or  P 1 <= p, P^T 1 <= q, sum P = mass         (partial)
+                                                  or  + rho KL(P 1 | p) + rho KL(P^T 1 | q)      (unbalanced)
+
+Exact transport is epsilon = 0. A matrix may have negative entries and +inf; `otloss.solvers.reductions` turns such
+problems, and those of a part of the mass, into balanced ones with costs that are finite and at least 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from numbers import Real
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._checks import check_broadcast, check_floating, check_number, check_positive, check_potentials
+from otloss.costs import Cost, as_cost, cost_between
+from otloss.costs.dense import SignedCost, has_plain_entries
+from otloss.solvers.histograms import histogram_pair, weights_or_uniform
+
+GRADS = ("envelope", "implicit")
+IMPLS = ("auto", "compiled", "torch")
+RELATIVE_TO = (None, "mean_cost")
+# Sum of the errors of both marginals relative to the mass: in float32 about 100 roundings.
+DEFAULT_TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-8}
+MASS_ROUNDING = 1e-5  # relative, by which the mass to be moved may exceed that of a side
+
+
+class SmallEpsilonError(ValueError):
+    """Epsilon is too small for the arithmetic; `least` is the least one that would do."""
+
+    def __init__(self, message: str, least: float) -> None:
+        super().__init__(message)
+        self.least = least
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The options of `sinkhorn`, `sinkhorn_divergence` and `solve`, in their order and checked."""
+
+    epsilon_relative_to: str | None = None
+    marginal_penalty: float | None = None
+    grad: str = "envelope"
+    tolerance: float | None = None
+    max_iterations: int = 10_000
+    start: tuple[Tensor, Tensor] | None = None
+    strict: bool = False
+    impl: str = "auto"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("grad", GRADS), ("impl", IMPLS), ("epsilon_relative_to", RELATIVE_TO)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}, expected one of {allowed}.")
+        for name in ("marginal_penalty", "tolerance"):
+            number = getattr(self, name)
+            if number is None:
+                continue
+            if isinstance(number, bool) or not isinstance(number, Real):
+                raise TypeError(f"{name} is a {type(number).__name__}, expected a number; a tensor gives .item().")
+            object.__setattr__(self, name, float(check_positive(name, float(number))))
+        if not isinstance(self.strict, bool):
+            raise TypeError(f"strict is {self.strict!r}, expected True or False.")
+        if isinstance(self.max_iterations, bool) or not isinstance(self.max_iterations, int) or self.max_iterations < 1:
+            raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
+
+    @property
+    def changed(self) -> set[str]:
+        """The names of the options that differ from their defaults."""
+        return {field.name for field in fields(self) if getattr(self, field.name) != field.default}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A batch of transport problems in one arithmetic dtype.
+
+    Attributes:
+        p, q: (..., n), (..., m), expanded to the whole batch, with their graphs; of equal masses if balanced.
+        cost: of the same dtype, with its graph.
+        epsilon: (...), above 0, with a graph where it follows the cost; 0 for exact transport.
+        is_exact: whether epsilon is 0.
+        marginal_penalty: the price of a unit of mass that appears or vanishes, in units of the cost, rho in formulas;
+            None holds the marginals.
+        mass: (...), the amount that is moved, with its graph; None for all.
+        start: potentials (f, g) of a similar problem, of the whole batch and without a graph, or None.
+        has_empty_side: whether p or q holds no mass in a problem.
+        dtype: of the answer; the arithmetic is in that of p, q and the cost.
+    """
+
+    p: Float[Tensor, "*batch n"]
+    q: Float[Tensor, "*batch m"]
+    cost: Cost
+    epsilon: Float[Tensor, "*batch"]
+    dtype: torch.dtype
+    is_exact: bool = False
+    marginal_penalty: float | None = None
+    mass: Float[Tensor, "*batch"] | None = None
+    start: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]] | None = None
+    has_empty_side: bool = False
+
+    @property
+    def batch(self) -> torch.Size:
+        return self.p.shape[:-1]
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that a value depends on: p, q, epsilon, and those of the cost that require a gradient."""
+        return (self.p, self.q, self.epsilon, *self.cost.parameters())
+
+
+def pose(p: Any, q: Any, cost: Any, *, epsilon: Any, mass: Any = None, settings: Settings) -> Problem:
+    """Check everything, fill in uniform weights, and bring it to one dtype and one batch shape.
+
+    Args:
+        p, q, cost, epsilon, mass: as for `otloss.solve`.
+
+    Raises:
+        TypeError, ValueError: as `otloss.solve`.
+    """
+    _check_combination(epsilon, mass, settings)
+    p, q = weights_or_uniform(p, q, cost)
+    balanced = mass is None and settings.marginal_penalty is None
+    fitted = _checked_cost(cost, settings)
+    pair = histogram_pair(p, q, cost.dtype, balanced=balanced)
+    fitted = cost_between(pair.p, pair.q, fitted)
+    (n, m), batch = fitted.shape, pair.p.shape[:-1]
+    is_exact = epsilon is None
+    width = pair.p.new_zeros(()) if is_exact else _checked_epsilon(epsilon, fitted, settings)
+    moved = None if mass is None else _checked_mass(mass, pair.p, pair.q)
+    shapes: dict[str, Any] = {"p": batch, "q": pair.q.shape[:-1], "cost": fitted.batch_shape, "epsilon": width.shape}
+    if moved is not None:
+        shapes["mass"] = moved.shape
+    batch = check_broadcast(**shapes)
+    start = None
+    if settings.start is not None:
+        f, g = check_potentials(settings.start, (n, m), batch)
+        start = f.detach().expand(*batch, n), g.detach().expand(*batch, m)
+    return Problem(
+        p=pair.p.expand(*batch, n),
+        q=pair.q.expand(*batch, m),
+        cost=fitted,
+        epsilon=width.expand(batch),
+        dtype=pair.dtype,
+        is_exact=is_exact,
+        marginal_penalty=settings.marginal_penalty,
+        mass=moved if moved is None else moved.expand(batch),
+        start=start,
+        has_empty_side=pair.has_empty_side,
+    )
+
+
+def tolerance_of(problem: Problem, settings: Settings) -> float:
+    """Return the tolerance that was asked for, or the default of the answer's dtype."""
+    return settings.tolerance or DEFAULT_TOLERANCE[torch.promote_types(problem.dtype, torch.float32)]
+
+
+def has_float64(device: torch.device) -> bool:
+    """Whether there are float64 numbers on this device."""
+    return device.type != "mps"
+
+
+def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
+    """Return q for masses that agreed up to the rounding of a narrower dtype."""
+    mass_p, mass_q = (w.detach().sum(-1, keepdim=True) for w in (p, q))
+    return q * torch.where(mass_q > 0, mass_p / mass_q.masked_fill(mass_q == 0, 1.0), 1.0)
+
+
+def _check_combination(epsilon: Any, mass: Any, settings: Settings) -> None:
+    if epsilon is None:
+        not_taken = sorted(settings.changed - {"start", "strict"})
+        if not_taken:
+            raise ValueError(
+                f"exact transport (epsilon=None) does not take {not_taken}; give an epsilon, or drop them."
+            )
+    if mass is not None and settings.start is not None:
+        raise ValueError("start is given with mass=, expected none: the dummy bins have potentials of their own.")
+    if mass is not None and settings.marginal_penalty is not None:
+        raise ValueError("mass and marginal_penalty are both given, expected one: both let mass stay where it is.")
+
+
+def _checked_cost(cost: Any, settings: Settings) -> Cost:
+    if has_plain_entries(cost):
+        return as_cost(cost)
+    if settings.epsilon_relative_to is not None:
+        raise ValueError(
+            "the cost matrix has negative or infinite entries, and the mean of those is no scale; give epsilon itself "
+            "in place of epsilon_relative_to."
+        )
+    return SignedCost(cost)
+
+
+def _checked_epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:
+    if isinstance(epsilon, Tensor):
+        check_floating("epsilon", epsilon)
+        bad = ~((epsilon > 0) & (epsilon < torch.inf))
+        if bad.any():
+            raise ValueError(
+                f"epsilon holds {float(epsilon.detach()[bad][0])}, expected finite numbers above 0; "
+                "solve(..., epsilon=None) is exact transport."
+            )
+        width = epsilon.to(cost.device, cost.dtype)
+        least = float(epsilon.detach().min()) if epsilon.numel() else torch.inf
+    else:
+        if isinstance(epsilon, bool) or not isinstance(epsilon, Real):
+            raise TypeError(f"epsilon is a {type(epsilon).__name__}, expected a number or a tensor of one per problem.")
+        least = float(check_positive("epsilon", float(epsilon)))
+        width = torch.tensor(least, dtype=cost.dtype, device=cost.device)
+    tiny = torch.finfo(cost.dtype).tiny
+    if least < tiny:
+        raise SmallEpsilonError(
+            f"epsilon is {least:.3g}, expected at least {tiny:.3g}, the least normal number of {cost.dtype}; rescale "
+            "the costs and epsilon alike.",
+            least=tiny,
+        )
+    if settings.epsilon_relative_to is None:
+        return width
+    m = cost.shape[1]
+    mean = cost.apply(torch.full((m,), 1 / m, dtype=cost.dtype, device=cost.device)).mean(-1)
+    if not (mean > 0).all():
+        raise ValueError('the mean cost is 0, and epsilon_relative_to="mean_cost" asks for a share of it.')
+    return width * mean
+
+
+def _checked_mass(mass: Any, p: Tensor, q: Tensor) -> Tensor:
+    wide = torch.float64 if has_float64(p.device) else p.dtype
+    if isinstance(mass, Tensor):
+        moved = check_floating("mass", mass).to(p.device, wide)
+    else:
+        moved = torch.tensor(float(check_number("mass", mass)), dtype=wide, device=p.device)
+    least = torch.minimum(p.detach().to(wide).sum(-1), q.detach().to(wide).sum(-1))
+    check_broadcast(p=p.shape[:-1], q=q.shape[:-1], mass=moved.shape)
+    bad = ~((moved.detach() >= 0) & (moved.detach() <= least * (1 + MASS_ROUNDING)))
+    if bad.any():
+        got, most = (float(t.expand(bad.shape)[bad][0]) for t in (moved.detach(), least))
+        raise ValueError(
+            f"mass is {got:.6g}, expected 0 to {most:.6g}, the lesser of the masses of p and q; it is an amount: a "
+            "share s of p is s * p.sum(-1)."
+        )
+    return moved

@@ -1,0 +1,27 @@
+"""Reduce: problems that solvers do not take become balanced or unbalanced ones with costs that are finite and >= 0.
+
+A reduction takes a `Problem` and returns another one with the `WayBack` from its solution, or None where it does not
+apply. `reduce` tries them in this order:
+
+    plain_costs     costs below 0 are shifted, and +inf becomes a price that no optimal plan pays
+    partial_mass    a part of the mass: a dummy bin on each side takes what stays
+    empty_sides     entropic problems without mass on a side are solved for uniform weights instead
+    large_epsilon   epsilon is capped where the limit is reached; wide problems are solved in float64
+"""
+
+from __future__ import annotations
+
+from otloss.solvers.problem import Problem, Settings
+from otloss.solvers.reductions import empty_sides, large_epsilon, partial_mass, plain_costs
+from otloss.solvers.reductions.way_back import WayBack
+
+
+def reduce(problem: Problem, settings: Settings) -> tuple[Problem, list[WayBack]]:
+    """Return the problem for the solvers, and the ways back, the one of the first reduction first."""
+    ways_back: list[WayBack] = []
+    for reduction in (plain_costs.reduce, partial_mass.reduce, empty_sides.reduce, large_epsilon.reduce):
+        reduced = reduction(problem, settings)
+        if reduced is not None:
+            problem, way_back = reduced
+            ways_back.append(way_back)
+    return problem, ways_back

@@ -1,0 +1,41 @@
+"""Problems with an epsilon far above all costs: the limit is reached, and float32 cannot hold the potentials.
+
+Potentials are epsilon log(...). Epsilon is capped at 1e8 times the largest cost in balanced problems; beyond it the
+plan equals p q^T to rounding. Float32 problems above 10 times the largest cost are solved in float64.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+
+from otloss.solvers.problem import Problem, Settings, has_float64, of_equal_mass
+from otloss.solvers.reductions.way_back import WayBack
+
+CAP = 1e8  # epsilon over the largest cost, at most
+WIDE_FROM = 10.0  # epsilon over the largest cost, from which float32 problems are solved in float64
+
+
+def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
+    """Reduce entropic problems above those ratios."""
+    if problem.is_exact:
+        return None
+    epsilon, highest = problem.epsilon.detach(), problem.cost.largest()
+    is_wide = (epsilon > WIDE_FROM * highest) & (highest > 0)
+    if not bool(is_wide.any()):
+        return None
+    if problem.marginal_penalty is None:
+        # The value has a limit for large epsilon, and is nearer to it than 1e-8 of the largest cost; rounding grows.
+        capped = torch.where(highest > 0, torch.minimum(problem.epsilon, CAP * highest), problem.epsilon)
+        problem = dataclasses.replace(problem, epsilon=capped)
+    if problem.cost.dtype == torch.float32 and has_float64(problem.cost.device):
+        p, q = problem.p.double(), problem.q.double()
+        problem = dataclasses.replace(
+            problem,
+            p=p,
+            q=q if problem.marginal_penalty is not None else of_equal_mass(p, q),
+            cost=problem.cost.to(torch.float64),
+            epsilon=problem.epsilon.double(),
+        )
+    return problem, WayBack()

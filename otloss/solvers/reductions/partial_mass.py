@@ -1,0 +1,67 @@
+"""Partial transport: the cheapest plan that moves a part of the mass, and no more of a bin than it holds.
+
+    min <C, P> (+ epsilon KL)  over  P >= 0,  P 1 <= p,  P^T 1 <= q,  sum P = mass
+
+A dummy bin on either side takes what stays: with D above all costs it is the balanced problem
+
+    p' = (p, sum q - mass)    q' = (q, sum p - mass)    C' = [C 0; 0 D]
+
+Its potentials f', g' give the derivatives. More mass in bin i of p is more in the dummy bin of q too, so
+
+    dV/dp_i = f'_i + g'_dummy    dV/dq_j = g'_j + f'_dummy    dV/dmass = -(f'_dummy + g'_dummy)    dV/dC = P
+
+which no constant moved from f' to g' changes. The entropic problem is that of p', q' and C': its KL also counts what
+stays, and adds -epsilon to dV/dp_i and dV/dq_j, and +epsilon to dV/dmass, from the mass of the dummy bins.
+Source: L. Chapel, M. Alaya, G. Gasso, Partial Optimal Transport with Applications on Positive-Unlabeled Learning, 2020.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from otloss._checks import check_finite
+from otloss.costs import DenseCost
+from otloss.solvers.problem import Problem, Settings, has_float64
+from otloss.solvers.reductions.way_back import WayBack
+
+EPSILONS_BETWEEN_DUMMIES = 60.0  # above all potentials: exp(-60) of the mass goes from dummy bin to dummy bin
+
+
+def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | None:
+    """Reduce problems with a mass that is moved, in float64 where there is one."""
+    if problem.mass is None:
+        return None
+    wide = torch.float64 if has_float64(problem.p.device) else problem.p.dtype
+    p, q, matrix, epsilon = (t.to(wide) for t in (problem.p, problem.q, problem.cost.dense(), problem.epsilon))
+    if not isinstance(problem.cost, DenseCost):
+        check_finite("cost", matrix)
+    stays_p, stays_q = ((w.sum(-1, keepdim=True) - problem.mass.unsqueeze(-1)).clamp(min=0) for w in (p, q))
+    largest = matrix.detach().amax((-2, -1)) if matrix.numel() else matrix.new_zeros(matrix.shape[:-2])
+    between_dummies = 3 * largest + EPSILONS_BETWEEN_DUMMIES * epsilon.detach()
+    between_dummies = torch.where(between_dummies > 0, between_dummies, 1.0)
+    m = matrix.shape[-1]
+    rows = pad(matrix, (0, 1)).expand(*problem.batch, -1, m + 1)
+    last = pad(between_dummies.unsqueeze(-1), (m, 0)).unsqueeze(-2)
+    reduced = dataclasses.replace(
+        problem,
+        p=torch.cat([p, stays_q], -1),
+        q=torch.cat([q, stays_p], -1),
+        cost=DenseCost.unchecked(torch.cat([rows, last], -2)),
+        epsilon=epsilon,
+        mass=None,
+    )
+    return reduced, _PartialMass()
+
+
+class _PartialMass(WayBack):
+    """Without the dummy bins. Bounds are those of the problem with them."""
+
+    def potentials(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
+        return f[..., :-1] + g[..., -1:], g[..., :-1] + f[..., -1:]
+
+    def plan(self, plan: Tensor) -> Tensor:
+        return plan[..., :-1, :-1]

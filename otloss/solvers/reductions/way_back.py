@@ -1,0 +1,38 @@
+"""How the solution of a reduced problem becomes that of the problem before the reduction."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from jaxtyping import Float
+from torch import Tensor
+
+
+class WayBack:
+    """The way back that changes nothing; reductions replace the parts that they change."""
+
+    def after(self, plan: Callable[[], Float[Tensor, "*batch n m"]]) -> WayBack:
+        """Return the way back for the solution with this plan; ValueError if it is none of the problem before."""
+        return self
+
+    def value(self, value: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The optimum, with its graph."""
+        return value
+
+    def bound(self, bound: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The linear cost, the dual value or a bound of either."""
+        return bound
+
+    def gap(self, gap: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The difference of two bounds."""
+        return gap
+
+    def potentials(
+        self, f: Float[Tensor, "*batch n"], g: Float[Tensor, "*batch m"]
+    ) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]:
+        """The derivatives of the value in p and q."""
+        return f, g
+
+    def plan(self, plan: Float[Tensor, "*batch n m"]) -> Float[Tensor, "*batch n m"]:
+        """The plan."""
+        return plan

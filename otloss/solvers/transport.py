@@ -1,0 +1,233 @@
+"""Restore: from the solution of a reduced problem, the answer to the one that was posed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import torch
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from otloss._autograd import without_gradient
+from otloss._checks import check_finite, check_floating
+from otloss.solvers.problem import Problem
+from otloss.solvers.reductions.way_back import WayBack
+
+
+class Certificate(NamedTuple):
+    """Bounds of the exact transport cost, per problem, which hold without convergence.
+
+    Attributes:
+        lower: (...), the best of the dual value of the potentials (made feasible) and of `lower_bound`.
+        upper: (...), the least of the cost of the plan (made feasible) and of `upper_bound`.
+    """
+
+    lower: Float[Tensor, "*batch"]
+    upper: Float[Tensor, "*batch"]
+
+
+class Solution(Protocol):
+    """What a solver gives for a reduced problem: `ExactSolution`, `EntropicSolution`, `ImplicitSolution`.
+
+    The attributes are those of `Transport`. Only the value has a graph, unless `only_value_has_gradients` is None; else
+    that is the message of a backward pass through another part.
+    """
+
+    @property
+    def value(self) -> Float[Tensor, "*batch"]: ...
+    @property
+    def only_value_has_gradients(self) -> str | None: ...
+    @property
+    def potentials(self) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]: ...
+    @property
+    def marginal_error(self) -> Float[Tensor, "*batch"]: ...
+    @property
+    def converged(self) -> Bool[Tensor, "*batch"]: ...
+    @property
+    def iterations(self) -> Int[Tensor, "*batch"]: ...
+    @property
+    def potential_error(self) -> Float[Tensor, "*batch"]: ...
+    @property
+    def linear_cost(self) -> Float[Tensor, "*batch"]: ...
+    @property
+    def dual_value(self) -> Float[Tensor, "*batch"]: ...
+    @property
+    def gap(self) -> Float[Tensor, "*batch"]: ...
+    @property
+    def bounds(self) -> tuple[Float[Tensor, "*batch"], Float[Tensor, "*batch"]]: ...
+    def plan_blocks(self) -> Iterator[tuple[slice, Float[Tensor, "*batch rows m"]]]: ...
+
+
+class Transport:
+    """The answer of `solve`, per problem; parts that take another pass over the cost are computed at first use.
+
+    Attributes:
+        value: (...), the optimum, differentiable like `emd` or `sinkhorn`.
+        potentials: (f, g), (..., n) and (..., m): the derivatives of the value in p and q, up to a constant. Those of
+            exact transport obey f + g <= C everywhere: where bins of p and of q hold no mass their two one-sided
+            derivatives may not, and g is less there.
+        marginal_error: (...), sum of the errors of both marginals relative to the mass.
+        converged: (...), whether that is within the tolerance.
+        iterations: (...), of Sinkhorn, or pivots of the simplex.
+        potential_error: (...), an estimate of the error of the potentials, and so of the gradients of the weights: the
+            largest one of g, in the unit of the cost. Where the plan falls into parts that hardly
+            exchange mass it is large although the marginal error is small. Infinite where rounding decides them, NaN
+            where it is not known (without the numba kernel, above 2**20 entries or on a GPU), 0 for exact transport,
+            whose potentials are optimal, and one pair of many where the optimum is degenerate. With a marginal penalty
+            it is a bound, too large by up to the penalty over 2 epsilon, for bins that keep mass.
+    """
+
+
+    def __init__(self, problem: Problem, solution: Solution, ways_back: Sequence[WayBack]) -> None:
+        self._problem, self._solution = problem, solution
+        self._ways_back: list[WayBack] = []  # the way back of the last reduction first
+        for way_back in reversed(ways_back):
+            self._ways_back.append(way_back.after(self._dense_plan))
+        value = solution.value
+        for step in self._ways_back:
+            value = step.value(value)
+        self.value_in_arithmetic_dtype = value
+        self.value: Float[Tensor, "*batch"] = self._cast(value)
+
+    @cached_property
+    def potentials(self) -> tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]:
+        """(f, g), (..., n) and (..., m)."""
+        f, g = self._solution.potentials
+        for step in self._ways_back:
+            f, g = step.potentials(f, g)
+        return self._answer(f), self._answer(g)
+
+    @property
+    def marginal_error(self) -> Float[Tensor, "*batch"]:
+        """(...), relative to the mass."""
+        return self._cast(self._solution.marginal_error)
+
+    @property
+    def converged(self) -> Bool[Tensor, "*batch"]:
+        """(...), whether the marginal error is within the tolerance."""
+        return self._solution.converged
+
+    @property
+    def iterations(self) -> Int[Tensor, "*batch"]:
+        """(...), of Sinkhorn, or pivots of the simplex."""
+        return self._solution.iterations
+
+    @property
+    def potential_error(self) -> Float[Tensor, "*batch"]:
+        """(...), in the unit of the cost."""
+        return self._cast(self._solution.potential_error)
+
+    @cached_property
+    def linear_cost(self) -> Float[Tensor, "*batch"]:
+        """(...), `<C, P>`: what the plan itself costs, without the entropy."""
+        if self._problem.is_exact:
+            return self.value
+        cost = self._solution.linear_cost
+        for step in self._ways_back:
+            cost = step.bound(cost)
+        return self._answer(cost)
+
+    @property
+    def dual_value(self) -> Float[Tensor, "*batch"]:
+        """(...), the dual objective at the potentials, a lower bound of the optimum; in float64, without a graph."""
+        return self._bound(self._solution.dual_value)
+
+    @property
+    def gap(self) -> Float[Tensor, "*batch"]:
+        """(...), at least 0: the objective of a plan that keeps the marginals, minus `dual_value`; likewise.
+
+        The true optimum lies between `dual_value` and `dual_value + gap`.
+        """
+        gap = self._solution.gap
+        for step in self._ways_back:
+            gap = step.gap(gap)
+        return gap
+
+    @property
+    def certificate(self) -> Certificate:
+        """Bounds of the exact transport cost, in float64 and without a graph."""
+        return Certificate(*(self._bound(bound) for bound in self._solution.bounds))
+
+    def plan(self) -> Float[Tensor, "*batch n m"]:
+        """Return the plan P as a dense tensor."""
+        return self._answer(self._dense_plan())
+
+    def apply(self, v: Float[Tensor, "*batch m k"]) -> Float[Tensor, "*batch n k"]:
+        """Return P v, for example (divided by p) the mean position that each bin of p moves to."""
+        v = self._columns("v", v, self._problem.q)
+        blocks = [_product(plan, self._factor(v, plan)) for _, plan in self._plan_blocks()]
+        return self._answer(torch.cat(blocks, dim=-2), v)
+
+    def apply_transpose(self, u: Float[Tensor, "*batch n k"]) -> Float[Tensor, "*batch m k"]:
+        """Return P^T u."""
+        u = self._columns("u", u, self._problem.p)
+        parts = [_product(plan.mT, self._factor(u, plan)[..., rows, :]) for rows, plan in self._plan_blocks()]
+        return self._answer(torch.stack(parts).sum(0), u)
+
+    def barycentric_map(self, y: Float[Tensor, "*batch m d"]) -> Float[Tensor, "*batch n d"]:
+        """Return where each bin of p moves on average: P y over the mass of its row in P, which may differ from p.
+
+        NaN in rows of P without mass, which have no mean. The map is the minimum of squared distances; other costs fit
+        other means.
+        """
+        columns = self._columns("y", y, self._problem.q)
+        moved = self.apply(torch.cat([columns, torch.ones_like(columns[..., :1])], -1))
+        mass = moved[..., -1:]
+        return torch.where(mass > 0, moved[..., :-1] / torch.where(mass > 0, mass, 1.0), torch.nan)
+
+    def __repr__(self) -> str:
+        count, done = self.converged.numel(), int(self.converged.sum())
+        shape = (self._problem.p.shape[-1], self._problem.q.shape[-1])
+        error = float(self.marginal_error.amax()) if count else 0.0
+        return (
+            f"Transport(problems={tuple(self.converged.shape)}, bins={shape}, converged={done}/{count}, "
+            f"worst marginal_error={error:.2g}, dtype={self.value.dtype}, device='{self.value.device}')"
+        )
+
+    def _dense_plan(self) -> Tensor:
+        plan = torch.cat([block for _, block in self._solution.plan_blocks()], dim=-2)
+        for step in self._ways_back:
+            plan = step.plan(plan)
+        return plan
+
+    def _plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        """The plan by blocks of rows; all of it where a way back changes it."""
+        if self._ways_back:
+            yield slice(None), self._dense_plan()
+        else:
+            yield from self._solution.plan_blocks()
+
+    def _bound(self, bound: Tensor) -> Tensor:
+        for step in self._ways_back:
+            bound = step.bound(bound)
+        return bound
+
+    def _columns(self, name: str, values: Tensor, like: Tensor) -> Tensor:
+        check_finite(name, check_floating(name, values))
+        if values.dim() < 2 or values.shape[-2] != like.shape[-1]:
+            raise ValueError(
+                f"{name} has shape {tuple(values.shape)}, expected (..., {like.shape[-1]}, k), a column for each "
+                f"quantity; a single one is {name}[..., None]."
+            )
+        return values
+
+    def _factor(self, values: Tensor, plan: Tensor) -> Tensor:
+        has_graph = self._solution.only_value_has_gradients is None
+        return (values if has_graph else values.detach()).to(plan)
+
+    def _cast(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self._problem.p.device, self._problem.dtype)
+
+    def _answer(self, tensor: Tensor, *more: Tensor) -> Tensor:
+        """A part of the answer but the value; an error in a backward pass where it has no derivative."""
+        message = self._solution.only_value_has_gradients
+        if message is None:
+            return self._cast(tensor)
+        return without_gradient(self._cast(tensor), message, *self._problem.inputs, *more)
+
+
+def _product(plan: Tensor, columns: Tensor) -> Tensor:
+    with torch.autocast(plan.device.type, enabled=False):
+        return plan @ columns
