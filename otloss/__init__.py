@@ -25,15 +25,15 @@ from otloss.solvers.bounds import lower_bound as lower_bound
 from otloss.solvers.bounds import upper_bound as upper_bound
 from otloss.solvers.circle import wasserstein_circular as wasserstein_circular
 from otloss.solvers.convergence import ConvergenceWarning as ConvergenceWarning
-from otloss.solvers.solve import emd as emd
 from otloss.solvers.line import cdf_distance as cdf_distance
 from otloss.solvers.line import wasserstein_1d as wasserstein_1d
+from otloss.solvers.sliced import sliced_wasserstein as sliced_wasserstein
+from otloss.solvers.solve import emd as emd
 from otloss.solvers.solve import sinkhorn as sinkhorn
 from otloss.solvers.solve import sinkhorn_divergence as sinkhorn_divergence
-from otloss.solvers.sliced import sliced_wasserstein as sliced_wasserstein
+from otloss.solvers.solve import solve as solve
 from otloss.solvers.transport import Certificate as Certificate
 from otloss.solvers.transport import Transport as Transport
-from otloss.solvers.solve import solve as solve
 from otloss.solvers.tree import wasserstein_tree as wasserstein_tree
 
 __version__ = "0.1.0"

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.forward_ad import unpack_dual
+from torch.autograd import forward_ad
 
 REDUCTIONS = ("mean", "sum", "none")
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -60,7 +60,9 @@ def _check_not_meta(name: str, tensor: Tensor) -> None:
 
 def has_tangent(*tensors: Tensor) -> bool:
     """Whether one of the tensors carries a tangent, as forward mode differentiates it."""
-    return not torch.compiler.is_compiling() and any(unpack_dual(tensor).tangent is not None for tensor in tensors)
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:  # outside of all dual levels none does
+        return False
+    return any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors)
 
 
 def needs_torch(*tensors: Tensor) -> bool:

@@ -14,11 +14,9 @@ from otloss.applications.gromov import fused_gromov
 from otloss.boosting import lightgbm_objective, xgboost_objective
 from otloss.costs import PointCost
 from otloss.losses import document_distance, ordinal_loss
-from otloss.solvers.solve import emd
 from otloss.solvers.line import cdf_distance, wasserstein_1d
-from otloss.solvers.solve import sinkhorn, sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein
-from otloss.solvers.solve import solve
+from otloss.solvers.solve import emd, sinkhorn, sinkhorn_divergence, solve
 
 # Large enough that kernels are used where small problems are left to torch.
 _BINS, _ROWS = 300, 5000

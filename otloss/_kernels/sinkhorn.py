@@ -26,7 +26,7 @@ import numpy as np
 from otloss._kernels._compile import compiled, inner, largest, spliced
 from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import balance, mass_of
-from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD, VALUE
+from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD, VALUE
 from otloss._kernels.sinkhorn_steps import (
     FAST,
     LARGEST_STEP,

@@ -10,8 +10,6 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-# Columns of what the kernels write per problem.
-ERROR, ITERATIONS, VALUE, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE = range(6)
 # What a few steps of Lanczos tell apart from smaller eigenvalues.
 RESOLVED_EIGENVALUE = 0.005
 

@@ -43,10 +43,10 @@ from otloss._kernels.sinkhorn import (
     take,
     write_plan,
 )
-from otloss._kernels.sinkhorn_call import ERROR, ITERATIONS, POTENTIAL_ERROR, VALUE
+from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, POTENTIAL_ERROR, VALUE
 from otloss._kernels.sinkhorn_steps import FAST, absorb, column_sums, next_relaxation, row_sums, softmin_of_scores
 
-GONE = 40.0  # potential over marginal penalty of bins that keep no mass, as in `solvers.entropic.problem`
+GONE = 40.0  # potential over marginal penalty of bins that keep no mass, as in `solvers.entropic.search`
 FAR = 9.0  # potentials over epsilon may move this far from the absorbed ones
 STEEPEST = 1.5  # a step of a potential over epsilon, beyond which it is not over-relaxed
 LARGEST_STEP = 7.0  # of a potential over epsilon in one update
@@ -243,7 +243,7 @@ def _damp_others(places: Any, count: int, damping: float, offset: float, potenti
 
 @inner()
 def _dual_value(p: Any, q: Any, f: Any, g: Any, epsilon: float, rho: float, masses: Any) -> float:
-    """`dual_value` of `otloss.solvers.entropic.value`."""
+    """`dual_value` of `otloss.solvers.entropic.solution`."""
     outside, kept = 0.0, 0.0
     for i in range(f.shape[0]):
         share = math.expm1(-f[i] / rho) if p[i] > 0 else 0.0

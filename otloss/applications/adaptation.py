@@ -16,8 +16,7 @@ from torch import Tensor
 
 from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_not_negative
 from otloss.costs import PointCost
-from otloss.solvers.solve import emd
-from otloss.solvers.solve import sinkhorn
+from otloss.solvers.solve import emd, sinkhorn
 
 
 def jdot_loss(

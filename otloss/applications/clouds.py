@@ -31,12 +31,12 @@ from otloss._kernels import may_run_on
 from otloss.costs import DenseCost, PointCost
 from otloss.costs.cost import makes_graph
 from otloss.costs.points import Metric
-from otloss.solvers.problem import Problem, Settings, SmallEpsilonError, pose
 from otloss.solvers.derivatives import with_envelope
 from otloss.solvers.exact import solve_exactly
 from otloss.solvers.histograms import check_masses
-from otloss.solvers.solve import sinkhorn_divergence
+from otloss.solvers.problem import Problem, Settings, SmallEpsilonError, pose
 from otloss.solvers.sliced import sliced_wasserstein
+from otloss.solvers.solve import sinkhorn_divergence
 
 KINDS = ("divergence", "emd", "sliced")
 # Epsilon over blur to the power of the exponent, and that exponent: GeomLoss's cost is |x - y|^p / p.
@@ -311,7 +311,8 @@ def _start(problem: Problem, matrix: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     if not all(bool((w == w[..., :1]).all()) and bool((w[..., 0] > 0).all()) for w in (p, q)):
         return None
-    from otloss._kernels.sinkhorn_call import ERROR, run_kernel
+    from otloss._kernels.sinkhorn_call import run_kernel
+    from otloss._kernels.sinkhorn_columns import ERROR
 
     costs = matrix.detach().reshape(-1, n, n)
     by_row, by_column = costs.mean(-1, keepdim=True), costs.mean(-2, keepdim=True)

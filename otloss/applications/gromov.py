@@ -39,8 +39,7 @@ from otloss._checks import (
 )
 from otloss._kernels import may_run_on
 from otloss.costs.cost import makes_graph
-from otloss.solvers.convergence import ConvergenceWarning
-from otloss.solvers.convergence import level_of_the_caller
+from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
 from otloss.solvers.histograms import histogram_pair
 from otloss.solvers.solve import solve
 

@@ -155,6 +155,15 @@ class SignedCost(DenseCost):
         self.matrix = matrix.to(arithmetic_dtype(matrix.dtype))
 
 
+def posed_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:
+    """As `as_cost`, but a matrix may have negative entries and +inf: it becomes a `SignedCost` then."""
+    if not isinstance(cost, Tensor) or not cost.numel() or cost.dim() < 2:
+        return as_cost(cost)
+    if not has_plain_entries(cost):
+        return SignedCost(cost)
+    return DenseCost.unchecked(cost.to(arithmetic_dtype(cost.dtype)))
+
+
 def has_plain_entries(cost: Any) -> bool:
     """Whether a cost is no matrix with a negative, infinite or NaN entry."""
     if not isinstance(cost, Tensor) or not check_floating("cost", cost).numel():

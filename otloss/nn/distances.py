@@ -7,13 +7,12 @@ from typing import Any
 from torch import Tensor
 
 from otloss.costs import as_cost
+from otloss.costs.dense import has_plain_entries
 from otloss.nn.base import Loss
 from otloss.solvers.circle import wasserstein_circular
-from otloss.solvers.solve import emd
 from otloss.solvers.line import cdf_distance, wasserstein_1d
-from otloss.costs.dense import has_plain_entries
-from otloss.solvers.solve import sinkhorn, sinkhorn_divergence
 from otloss.solvers.sliced import sliced_wasserstein
+from otloss.solvers.solve import emd, sinkhorn, sinkhorn_divergence
 from otloss.solvers.tree import wasserstein_tree
 
 

@@ -28,7 +28,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from jaxtyping import Float
@@ -65,7 +65,7 @@ def with_envelope(solution: _S) -> _S:
     if isinstance(solution, EntropicSolution):
         advice = 'use grad="implicit" of sinkhorn, sinkhorn_divergence or solve, or reverse mode.'
         check_no_tangent(advice, *problem.inputs, *problem.cost.tensors())
-    inputs = problem.inputs
+    inputs = solution.inputs
     if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)) and not is_differentiated(*inputs):
         return solution
     check_no_transform()
@@ -94,7 +94,7 @@ class _Envelope(torch.autograd.Function):
                     if wanted[k]:
                         factor = upstream.to(by_weights[k]).unsqueeze(-1)
                         by_inputs[k] = (factor * by_weights[k]).to(inputs[k])
-            if wanted[2]:
+            if wanted[2] and isinstance(solution, EntropicSolution):
                 by_inputs[2] = upstream * solution.relative_entropy
             by_inputs[3:] = solution.cost_gradients(upstream) if any(wanted[3:]) else by_inputs[3:]
         message = _SECOND_OF_EXACT if solution.problem.is_exact else _SECOND_OF_ENTROPIC
@@ -133,7 +133,7 @@ class ImplicitSolution(EntropicSolution):
     dense_plan: Float[Tensor, "*batch n m"]
     matrix: Float[Tensor, "*batch n m"]
 
-    only_value_has_gradients = None
+    only_value_has_gradients: ClassVar[str | None] = None
 
     @property
     def potentials(self) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -80,11 +80,15 @@ class ExactSolution:
     optimum: Optimum
     value: Float[Tensor, "*batch"]
 
-    only_value_has_gradients = (
+    only_value_has_gradients: ClassVar[str | None] = (
         "an exact plan and its potentials jump where they change at all, so they have no derivative; use `value`, "
         'or an epsilon with grad="implicit".'
     )
-    has_forward_mode = True
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the value depends on, and epsilon."""
+        return (self.problem.p, self.problem.q, self.problem.epsilon, self.problem.cost.dense())
 
     @property
     def iterations(self) -> Tensor:

@@ -19,8 +19,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_floating, check_number, check_positive, check_potentials
-from otloss.costs import Cost, as_cost, cost_between
-from otloss.costs.dense import SignedCost, has_plain_entries
+from otloss.costs import Cost, cost_between
+from otloss.costs.dense import SignedCost, posed_cost
 from otloss.solvers.histograms import histogram_pair, weights_or_uniform
 
 GRADS = ("envelope", "implicit")
@@ -183,14 +183,13 @@ def _check_combination(epsilon: Any, mass: Any, settings: Settings) -> None:
 
 
 def _checked_cost(cost: Any, settings: Settings) -> Cost:
-    if has_plain_entries(cost):
-        return as_cost(cost)
-    if settings.epsilon_relative_to is not None:
+    fitted = posed_cost(cost)
+    if settings.epsilon_relative_to is not None and isinstance(fitted, SignedCost):
         raise ValueError(
             "the cost matrix has negative or infinite entries, and the mean of those is no scale; give epsilon itself "
             "in place of epsilon_relative_to."
         )
-    return SignedCost(cost)
+    return fitted
 
 
 def _checked_epsilon(epsilon: Any, cost: Cost, settings: Settings) -> Tensor:

@@ -1,10 +1,10 @@
 """The public functions of optimal transport, and the path that each problem goes.
 
-    pose            `problem.pose`: what the user gave becomes one checked `Problem`
-    reduce          `reductions.reduce`: signed costs, a part of the mass, empty sides, a large epsilon
-    solve           `_solved`, the table below: exact, or entropic
-    differentiate   `derivatives`: the envelope theorem, or the implicit function theorem
-    restore         `transport.Transport`: the way back through the reductions, and the answer
+pose            `problem.pose`: what the user gave becomes one checked `Problem`
+reduce          `reductions.reduce`: signed costs, a part of the mass, empty sides, a large epsilon
+solve           `_solved`, the table below: exact, or entropic
+differentiate   `derivatives`: the envelope theorem, or the implicit function theorem
+restore         `transport.Transport`: the way back through the reductions, and the answer
 """
 
 from __future__ import annotations
@@ -23,11 +23,14 @@ from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
 from otloss.solvers.entropic.search import find_potentials
 from otloss.solvers.entropic.solution import solution_of
 from otloss.solvers.exact import solve_exactly
+from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.line import wasserstein_1d
 from otloss.solvers.problem import Problem, Settings, pose, tolerance_of
 from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport
+
+_DEFAULTS = Settings()
 
 
 @explains_foreign_keywords
@@ -126,11 +129,10 @@ def emd(
         >>> p.grad
         tensor([ 2.3333, -0.6667, -1.6667])
     """
-    settings = Settings()
-    problem = pose(p, q, cost, epsilon=None, mass=mass, settings=settings)
+    problem = pose(p, q, cost, epsilon=None, mass=mass, settings=_DEFAULTS)
     if type(problem.cost) is LineCost and problem.cost.power >= 1 and mass is None:
         return _on_line(problem, problem.cost)
-    return answer(problem, settings).value
+    return answer(problem, _DEFAULTS).value
 
 
 @explains_foreign_keywords
@@ -261,7 +263,9 @@ def sinkhorn_divergence(
         2.0
     """
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl)
-    among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
+    p, q = weights_or_uniform(p, q, cost)  # which checks the order of the arguments
+    cost = as_cost(cost)
+    among_p, among_q = _among(cost, cost_p, cost_q)
     problem = pose(p, q, cost, epsilon=epsilon, settings=settings)
     problem, _ = reduce_epsilon(problem, settings) or (problem, None)  # for all three alike
     value = answer(problem, settings).value_in_arithmetic_dtype
@@ -275,9 +279,7 @@ def sinkhorn_divergence(
     return value.to(problem.dtype)
 
 
-def answer(
-    problem: Problem, settings: Settings, *, symmetric: bool = False, accurate: bool | None = None
-) -> Transport:
+def answer(problem: Problem, settings: Settings, *, symmetric: bool = False, accurate: bool | None = None) -> Transport:
     """Reduce, solve, differentiate and restore a posed problem; `symmetric`, `accurate` as for `find_potentials`."""
     reduced, ways_back = reduce(problem, settings)
     return Transport(problem, _solved(reduced, settings, symmetric, accurate), ways_back)

@@ -79,7 +79,6 @@ class Transport:
             it is a bound, too large by up to the penalty over 2 epsilon, for bins that keep mass.
     """
 
-
     def __init__(self, problem: Problem, solution: Solution, ways_back: Sequence[WayBack]) -> None:
         self._problem, self._solution = problem, solution
         self._ways_back: list[WayBack] = []  # the way back of the last reduction first

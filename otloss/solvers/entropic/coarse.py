@@ -6,10 +6,10 @@ Images. Potentials are smooth at the scale of sqrt(epsilon), so those of an imag
 are near those of the image. So are the eigenvalues that decide how fast the iterations converge, and with them the best
 w, which the search would have to find first.
 
-Clouds, two large ones in low dimension. Sinkhorn's iteration in b = g / eps is slow in its smooth errors: near the solution an error e becomes M e, where M is
-the Markov matrix of the round trip from the points of q to those of p and back, and M e is nearly e where e hardly
-changes over a distance of sqrt(eps). Clusters of points know these errors as well as the points do. With d the change
-that one iteration makes, the solution lies at
+Clouds, two large ones in low dimension. Sinkhorn's iteration in b = g / eps is slow in its smooth errors: near the
+solution an error e becomes M e, where M is the Markov matrix of the round trip from the points of q to those of p and
+back, and M e is nearly e where e hardly changes over a distance of sqrt(eps). Clusters of points know these errors as
+well as the points do. With d the change that one iteration makes, the solution lies at
 
     b + (I - M)^-1 d = b + d + M (I - M)^-1 d
 

@@ -39,6 +39,7 @@ class SearchResult:
         potential_error: (...), an estimate of the largest error of g; None where it was not asked for or is not known.
         spread: (...), the largest g minus the least, of bins that hold mass; None likewise.
         least_eigenvalue: (...), of the equations for g, or a bound from above; None likewise.
+        plan: (..., n, m), P at these potentials, where the kernel wrote it for the gradient of the costs.
     """
 
     f: Float[Tensor, "*batch n"]
@@ -48,6 +49,7 @@ class SearchResult:
     potential_error: Float[Tensor, "*batch"] | None = None
     spread: Float[Tensor, "*batch"] | None = None
     least_eigenvalue: Float[Tensor, "*batch"] | None = None
+    plan: Float[Tensor, "*batch n m"] | None = None
 
 
 @dataclass(frozen=True)
@@ -55,13 +57,14 @@ class Goal:
     """When a search may end: at the tolerance, or after `most` iterations.
 
     `settled`: and, where it is finite, when the last update changed no factor of the plan by a larger share.
-    `symmetric`: p and q are the same and so is the cost of either way.
+    `symmetric`: p and q are the same and so is the cost of either way. `with_plan`: the kernel writes the plan too.
     """
 
     tolerance: float
     most: int
     settled: float = math.inf
     symmetric: bool = False
+    with_plan: bool = False
 
 
 def in_float64(problem: Problem) -> Problem:
@@ -191,9 +194,7 @@ class Sweep:
         return f + shift, g - shift
 
 
-def _relaxed_search(
-    sweep: Sweep, f: Tensor, g: Tensor, w: Tensor, done: Tensor, goal: Goal
-) -> SearchResult:
+def _relaxed_search(sweep: Sweep, f: Tensor, g: Tensor, w: Tensor, done: Tensor, goal: Goal) -> SearchResult:
     within = 0
     schedule = RelaxationSchedule(w.squeeze(-1))
     active = torch.ones_like(done, dtype=torch.bool)

@@ -1,9 +1,9 @@
 """The search for the potentials of an entropic problem, by the numba kernel or in the log domain on any device.
 
-    1. Sinkhorn's iteration: the kernel for matrices on a CPU, else logarithms; large grids and clouds start coarse
-    2. after a thousand iterations Newton's method, for balanced problems of up to 2^20 entries
-    3. then Sinkhorn again, in float64; in logarithms where the kernel could not solve an unbalanced problem
-    4. Newton's method where the potentials are uncertain and gradients of the weights are wanted
+1. Sinkhorn's iteration: the kernel for matrices on a CPU, else logarithms; large grids and clouds start coarse
+2. after a thousand iterations Newton's method, for balanced problems of up to 2^20 entries
+3. then Sinkhorn again, in float64; in logarithms where the kernel could not solve an unbalanced problem
+4. Newton's method where the potentials are uncertain and gradients of the weights are wanted
 """
 
 from __future__ import annotations
@@ -12,20 +12,14 @@ import dataclasses
 import math
 import warnings
 
+import numpy as np
 import torch
 from jaxtyping import Bool
 from torch import Tensor
 
 from otloss._kernels import may_run_on
-from otloss._kernels.sinkhorn_call import (
-    ERROR,
-    ITERATIONS,
-    LEAST_EIGENVALUE,
-    POTENTIAL_ERROR,
-    RESOLVED_EIGENVALUE,
-    SPREAD,
-    run_kernel,
-)
+from otloss._kernels.sinkhorn_call import RESOLVED_EIGENVALUE, run_kernel
+from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD
 from otloss.costs import DenseCost, GridCost
 from otloss.costs.cost import makes_graph
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
@@ -44,6 +38,8 @@ from otloss.solvers.problem import Problem, Settings, SmallEpsilonError, has_flo
 LARGEST_FOR_KERNEL = 2**24
 # Costs of all problems together that may be held as matrices for the numba kernel: 1 GiB in float32.
 MOST_FOR_KERNEL = 2**28
+# Entries of all plans together that may be held for the backward pass; larger ones are made there.
+MOST_FOR_PLANS = 2**22
 # Entries of the cost of unbalanced images up to which the numba kernel is faster than products along the axes.
 LARGEST_UNBALANCED_GRID = 2**17
 # Iterations after which Newton's method solves problems of up to so many entries: a step takes as long as a hundred
@@ -82,18 +78,28 @@ def find_potentials(
         accurate = makes_graph(problem.p, problem.q)
     tolerance = tolerance_of(problem, settings)
     settled = max(SETTLED[problem.cost.dtype], 100 * tolerance) if accurate else math.inf
-    goal = Goal(tolerance, settings.max_iterations, settled, symmetric)
+    goal = Goal(tolerance, settings.max_iterations, settled, symmetric, _takes_plan(problem) and not symmetric)
     with torch.no_grad():
         result = _search(problem, settings, goal)
         _check_not_too_small(problem, result)
         if accurate:
             result = _with_accurate_potentials(problem, result, goal)
-        if not bool(result.error.isfinite().all()):  # a value whose error is not known must be NaN
-            unknown = ~result.error.isfinite().unsqueeze(-1)
-            f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
-            result = dataclasses.replace(result, f=f, g=g)
-    _report(result, problem, settings)
-    return result
+    if bool((result.error <= tolerance).all()):
+        if settings.grad == "envelope" and makes_graph(problem.p, problem.q):  # "implicit" raises instead
+            _warn_of_uncertain(problem, result)
+        return result
+    _warn_of_errors(problem, result, settings)
+    unknown = ~result.error.isfinite().unsqueeze(-1)  # a value whose error is not known must be NaN
+    f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
+    return dataclasses.replace(result, f=f, g=g, plan=None)
+
+
+def _takes_plan(problem: Problem) -> bool:
+    """Whether the kernel is to write the plan, the gradient of the costs, while its factors are in cache."""
+    cost = problem.cost
+    if not isinstance(cost, DenseCost) or not makes_graph(cost.matrix):
+        return False
+    return cost.batch_shape == problem.batch and cost.matrix.numel() <= MOST_FOR_PLANS
 
 
 def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
@@ -104,9 +110,7 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
     widen = not on_kernel and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
     in_logs_again = on_kernel and problem.marginal_penalty is not None
     start = None if problem.start is None else _usable_start(problem, *problem.start)
-    first = dataclasses.replace(
-        goal, most=min(goal.most, PATIENCE) if newton or widen or in_logs_again else goal.most
-    )
+    first = dataclasses.replace(goal, most=min(goal.most, PATIENCE) if newton or widen or in_logs_again else goal.most)
     result, left = None, goal.most - first.most
     if settings.impl == "auto" and start is None and takes_clusters(problem):
         result = search_from_clusters(problem, _by_kernel, goal, only_resolved=on_kernel)
@@ -132,9 +136,7 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
     return dataclasses.replace(more, iterations=result.iterations + more.iterations)
 
 
-def _sinkhorn(
-    problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal, *, on_kernel: bool
-) -> SearchResult:
+def _sinkhorn(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal, *, on_kernel: bool) -> SearchResult:
     return _by_kernel(problem, start, goal) if on_kernel else _in_logs(problem, start, goal)
 
 
@@ -160,23 +162,22 @@ def _by_kernel(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal
     (n, m), batch = problem.cost.shape, problem.batch
     p, q = (w.detach().reshape(-1, w.shape[-1]) for w in (problem.p, problem.q))
     costs = problem.cost.dense().detach()
-    owner = torch.arange(costs.shape[:-2].numel(), device="cpu")
+    owner = np.arange(costs.shape[:-2].numel())
     if costs.shape[:-2] != batch:
-        owner = owner.reshape(costs.shape[:-2]).expand(batch).reshape(-1)
+        owner = np.ascontiguousarray(np.broadcast_to(owner.reshape(costs.shape[:-2]), batch)).reshape(-1)
+    plan = torch.empty(costs.shape, dtype=costs.dtype, device="cpu") if goal.with_plan else None
     f, g, ends = run_kernel(
-        p, q, costs.reshape(-1, n, m), owner=owner.contiguous().numpy(),
+        p, q, costs.reshape(-1, n, m), owner=owner, plans=None if plan is None else plan.view(-1, n, m),
         epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
         g=None if start is None else start[1].reshape(-1, m), rho=problem.marginal_penalty,
         tolerance=goal.tolerance, most=goal.most, settled=goal.settled, symmetric=goal.symmetric,
     )  # fmt: skip
-    error, iterations, *known = (
-        ends[:, column].reshape(batch) for column in (ERROR, ITERATIONS, POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE)
-    )
-    result = SearchResult(f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long())
-    is_estimated = goal.settled < math.inf and not goal.symmetric
-    if not is_estimated:
-        return result
-    return dataclasses.replace(result, potential_error=known[0], spread=known[1], least_eigenvalue=known[2])
+    columns = [ERROR, ITERATIONS]
+    if goal.settled < math.inf and not goal.symmetric:  # the kernel has estimated the error of g
+        columns += [POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE]
+    error, iterations, *estimates = (ends[:, column].reshape(batch) for column in columns)
+    result = SearchResult(f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long(), *estimates)
+    return dataclasses.replace(result, plan=plan)
 
 
 def _in_logs(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) -> SearchResult:
@@ -227,7 +228,7 @@ def _by_newton(problem: Problem, result: SearchResult, chosen: Bool[Tensor, "*ba
     potential_error = torch.full_like(error, torch.inf)
     potential_error[chosen] = torch.where(better, new.potential_error.to(error.dtype), torch.inf)
     return dataclasses.replace(
-        result, f=f, g=g, error=error, iterations=iterations, potential_error=potential_error
+        result, f=f, g=g, error=error, iterations=iterations, potential_error=potential_error, plan=None
     )
 
 
@@ -277,7 +278,7 @@ def _check_not_too_small(problem: Problem, result: SearchResult) -> None:
     epsilon = problem.epsilon.detach()
     if not result.f.numel() or not result.g.numel():
         return
-    largest = max(float(potential.abs().amax()) for potential in (result.f, result.g))
+    largest = max(float(torch.linalg.vector_norm(potential, torch.inf)) for potential in (result.f, result.g))
     if float(epsilon.amin()) >= LEAST_EPSILON * largest:
         return
     most = torch.inf if problem.marginal_penalty is None else NO_MASS_LEFT * problem.marginal_penalty
@@ -295,14 +296,10 @@ def _check_not_too_small(problem: Problem, result: SearchResult) -> None:
         )
 
 
-def _report(result: SearchResult, problem: Problem, settings: Settings) -> None:
+def _warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) -> None:
     """Warn of the worst problem that did not converge, or raise with strict=True."""
     tolerance = tolerance_of(problem, settings)
     converged = result.error <= tolerance
-    if converged.all():
-        if settings.grad == "envelope" and makes_graph(problem.p, problem.q):  # "implicit" raises instead
-            _warn_of_uncertain(problem, result)
-        return
     error = result.error.nan_to_num(nan=torch.inf)
     worst = tuple(int(i) for i in (error == error.max()).nonzero()[0])
     name = f"problem {worst}" if worst else "the problem"

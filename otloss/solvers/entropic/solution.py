@@ -18,9 +18,9 @@ and C; the second takes one product with C.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from jaxtyping import Float
@@ -43,8 +43,9 @@ class EntropicSolution:
     search: SearchResult
     tolerance: float
     value: Float[Tensor, "*batch"]
+    _unchanged: Unchanged = field(init=False, repr=False)
 
-    only_value_has_gradients = (
+    only_value_has_gradients: ClassVar[str | None] = (
         'grad="envelope" gives the derivative of `value` alone; solve with grad="implicit" to go through the plan, '
         "the potentials or the linear cost."
     )
@@ -53,6 +54,11 @@ class EntropicSolution:
         problem = self.problem
         unchanged = Unchanged(problem.p, problem.q, problem.epsilon, *problem.cost.tensors())
         object.__setattr__(self, "_unchanged", unchanged)
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        """The tensors that the value depends on."""
+        return self.problem.inputs
 
     @property
     def potentials(self) -> tuple[Tensor, Tensor]:
@@ -139,10 +145,8 @@ class EntropicSolution:
         epsilon, rho = problem.epsilon.detach().to(f.dtype), problem.marginal_penalty
         if rho is None:
             return f, g - epsilon.unsqueeze(-1)  # the latter from the mass of the plan
-        return tuple(
-            _weight_gradient(potential, other.detach().to(f.dtype).sum(-1), epsilon, rho)
-            for potential, other in ((f, problem.q), (g, problem.p))
-        )
+        mass_p, mass_q = (w.detach().to(f.dtype).sum(-1) for w in (problem.p, problem.q))
+        return _weight_gradient(f, mass_q, epsilon, rho), _weight_gradient(g, mass_p, epsilon, rho)
 
     @property
     def relative_entropy(self) -> Tensor:
@@ -150,6 +154,8 @@ class EntropicSolution:
 
     def cost_gradients(self, upstream: Float[Tensor, "*batch"]) -> tuple[Tensor, ...]:
         problem, (f, g) = self.problem, self.potentials
+        if self.search.plan is not None:
+            return (upstream[..., None, None] * self.search.plan,)
         log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
         epsilon = problem.epsilon.detach().to(f.dtype)
         return problem.cost.plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)

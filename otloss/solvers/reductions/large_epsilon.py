@@ -21,9 +21,9 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     """Reduce entropic problems above those ratios."""
     if problem.is_exact:
         return None
-    epsilon, highest = problem.epsilon.detach(), problem.cost.largest()
-    is_wide = (epsilon > WIDE_FROM * highest) & (highest > 0)
-    if not bool(is_wide.any()):
+    highest = problem.cost.largest()
+    is_wide = problem.epsilon.detach() > WIDE_FROM * highest
+    if not bool(is_wide.any()) or not bool((is_wide & (highest > 0)).any()):
         return None
     if problem.marginal_penalty is None:
         # The value has a limit for large epsilon, and is nearer to it than 1e-8 of the largest cost; rounding grows.
