@@ -12,7 +12,7 @@ class WayBack:
     """The way back that changes nothing; reductions replace the parts that they change."""
 
     def after(self, plan: Callable[[], Float[Tensor, "*batch n m"]]) -> WayBack:
-        """Return the way back for the solution with this plan; ValueError if it is none of the problem before."""
+        """Return the way back for the solution with this plan; ValueError if the problem before does not allow it."""
         return self
 
     def value(self, value: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
