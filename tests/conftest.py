@@ -1,5 +1,8 @@
 """Settings of all tests: no example downloads anything."""
 
+import sys
+from collections.abc import Iterator
+
 import data
 import pytest
 
@@ -10,3 +13,11 @@ def no_downloads(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempP
     monkeypatch.setattr(data, "ADDRESS", "http://127.0.0.1:9/{source}/{commit}/{path}")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "no_cache"))
     monkeypatch.delenv("OTLOSS_DATA", raising=False)
+
+
+@pytest.fixture(autouse=True)
+def closed_figures() -> Iterator[None]:
+    """Close what a test drew: matplotlib warns of more than 20 open figures, and tests of one process share them."""
+    yield
+    if pyplot := sys.modules.get("matplotlib.pyplot"):
+        pyplot.close("all")
