@@ -152,16 +152,6 @@ def test_scores_of_lightgbm_are_not_scrambled(rows: Any) -> None:
     assert (gradient[:, 0][y >= 2] > 0).all()
 
 
-def test_weights_are_repeated_rows(rows: Any) -> None:
-    X, y, _ = rows
-    times = np.random.default_rng(1).integers(1, 4, size=len(y))
-    Xr, yr = np.repeat(X, times, axis=0), np.repeat(y, times)
-    settings, objective = {**XGB, "tree_method": "exact"}, xgboost_objective(K)
-    one = xgb.train(settings, xgb.DMatrix(X, y, weight=times), 5, obj=objective).predict(xgb.DMatrix(X))
-    other = xgb.train(settings, xgb.DMatrix(Xr, yr), 5, obj=objective).predict(xgb.DMatrix(X))
-    np.testing.assert_allclose(one, other, atol=1e-4)
-
-
 def test_the_classifier_of_xgboost_is_its_native_training(rows: Any) -> None:
     from sklearn.base import clone
 
