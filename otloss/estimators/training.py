@@ -74,9 +74,6 @@ class OrdinalNetwork(nn.Module):
         return {"layers": layers, "log_gaps": log_gaps}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        if "layers" not in state:  # A pickle of an earlier version has the module's own state.
-            super().__setstate__(state)
-            return
         super().__init__()
         self.layers = nn.ModuleList()
         for weight, bias in state["layers"]:

@@ -356,17 +356,3 @@ def test_sparse_products_are_those_of_standardised_rows() -> None:
     assert rows.shape == dense.shape
     np.testing.assert_allclose(rows @ W, dense @ W, rtol=1e-12, atol=1e-12)
     np.testing.assert_allclose(G @ rows, G @ dense, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "settings", [{}, {"model": "cumulative"}, {"hidden_layer_sizes": (4,), "max_iter": 5}], ids=str
-)
-@pytest.mark.filterwarnings("ignore:.*max_iter")
-def test_networks_pickled_by_an_earlier_version_load(settings: dict[str, Any]) -> None:
-    """They hold the state of `torch.nn.Module`."""
-    features = np.random.default_rng(0).normal(size=(40, 3))
-    model = OrdinalClassifier(**settings).fit(features, np.arange(40) % 3)
-    network = model._network
-    copied = OrdinalNetwork.__new__(OrdinalNetwork)
-    copied.__setstate__(dict(vars(network)))
-    torch.testing.assert_close(copied(torch.from_numpy(features)), network(torch.from_numpy(features)))
