@@ -10,6 +10,8 @@ With K = exp(-C / epsilon) the plans are diag(u_k) K diag(v_k), and the iteratio
 a; debiased, a is the minimum of the weighted Sinkhorn divergences, and the barycenter of equal histograms is that
 histogram (H. Janati, M. Cuturi, A. Gramfort, Debiased Sinkhorn barycenters, 2020).
 
+It runs in products with K, for images axis by axis, as long as its numbers fit float64, and then in logarithms.
+
 At the minimum the gradient in a, `sum_k w_k log u_k - log d`, is constant. Details of a much finer than the blur hardly
 change it, and the iteration does not reach them. So debiased barycenters of few bins are found by Newton's method on
 log u and log d, for the gradient plus `tau log a`, with tau falling as far as rounding allows: that keeps the
@@ -44,7 +46,7 @@ from otloss._checks import (
     check_positive,
     has_tangent,
 )
-from otloss.costs import Cost, as_cost
+from otloss.costs import Cost, GridCost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.costs.within import is_symmetric
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
@@ -56,6 +58,8 @@ _NEWTON_BINS, _NEWTON_ENTRIES = 256, 2**22  # Newton's method is for at most so 
 _START, _STEPS = 40, 25  # iterations before Newton's method; its steps at each tau
 _LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
+_LARGEST_MATRIX = 2**24  # entries of exp(-C / epsilon) that are held
+_LEAST_EXPONENT, _CHECK_EVERY = -690.0, 10
 _NO_MASS = 1e-12  # the share of the mass below which a bin counts as empty in the derivatives
 _EMPTY = 80.0  # log of the largest d over the least one that is told from 0
 
@@ -164,13 +168,14 @@ class _Problem:
         return dataclasses.replace(self, p=self.p.detach(), weights=self.weights.detach(), cost=cost)
 
     def solved(self, tolerance: float, most: int) -> tuple[_State, Tensor]:
-        """The iteration, in logs."""
-        batch, epsilon, weights = self.p.shape[:-2], self.epsilon, self.weights.unsqueeze(-1)
+        """The iteration in products, and then in logarithms."""
+        epsilon, weights = self.epsilon, self.weights.unsqueeze(-1)
         log_p, mass = self.p.log(), self.p.sum((-2, -1)) / self.p.shape[-2]
-        log_u = self.p.new_zeros(*self.p.shape[:-1], self.cost.shape[0])
-        log_d = self.p.new_zeros(*batch, self.cost.shape[0])
-        transposed = self.cost.T
-        for _ in range(most):
+        state, off, done = self.iterated_in_products(tolerance, most)
+        if done == most or bool((off <= tolerance * mass).all()):
+            return state, off / mass
+        (log_u, log_d), transposed = (state.log_u, state.log_d), self.cost.T
+        for _ in range(most - done):
             log_v = transposed.softmin(epsilon * log_u, epsilon) / epsilon
             log_kv = self.cost.softmin(epsilon * (log_p + log_v), epsilon) / -epsilon
             log_a = log_d + (weights * log_kv).sum(-2)
@@ -183,6 +188,68 @@ class _Problem:
             if bool((off <= tolerance * mass).all()):
                 break
         return _State(log_u, log_d, log_a, torch.full_like(log_a[..., :1], _TAU)), off / mass
+
+    def iterated_in_products(self, tolerance: float, most: int) -> tuple[_State, Tensor, int]:
+        """Return the state after some iterations, its error, and their number: 0 where numbers do not fit."""
+        p, weights, n = self.p, self.weights.unsqueeze(-1), self.cost.shape[0]
+        u, d = p.new_ones(*p.shape[:-1], n), p.new_ones(*p.shape[:-2], n)
+        state = _State(torch.zeros_like(u), torch.zeros_like(d), torch.zeros_like(d), torch.full_like(d[..., :1], _TAU))
+        error, done = torch.full_like(d[..., 0], torch.inf), 0
+        kernel = _Kernel.of(self.cost, self.epsilon) if p.dtype == torch.float64 else None
+        if kernel is None:
+            return state, error, done
+        mass = p.sum((-2, -1)) / p.shape[-2]
+        for k in range(1, most + 1):
+            kv = kernel.product(p / kernel.transposed_product(u))
+            a = d * (weights * kv.log()).sum(-2).exp()
+            new_u = a.unsqueeze(-2) / kv
+            if self.debiased:
+                before, d = d, (d * a / kernel.product(d)).sqrt()
+            if k % _CHECK_EVERY == 0 or k == most:
+                off = (weights * (u * kv - a.unsqueeze(-2)).abs()).sum((-2, -1))
+                if self.debiased:
+                    off = off + (a * (d / before).log().abs()).sum(-1)
+                if not (bool(new_u.amin() > 0) and bool(off.amax() < torch.inf)):  # NaN is not
+                    break  # the last numbers that fitted
+                state, error, done = _State(new_u.log(), d.log(), a.log(), state.tau), off, k
+                if bool((off <= tolerance * mass).all()):
+                    break
+            u = new_u
+        return state, error, done
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Products with K = exp(-C / epsilon), as one matrix, or for images as one matrix for each axis."""
+
+    factors: tuple[Tensor, ...]
+    cells: tuple[int, ...]
+
+    @staticmethod
+    def of(cost: Cost, epsilon: float) -> _Kernel | None:
+        if isinstance(cost, GridCost):
+            return _Kernel(tuple(_exp(cost.axis_costs(k), epsilon) for k in range(len(cost.cells))), cost.cells)
+        n, m = cost.shape
+        return _Kernel((_exp(cost.dense(), epsilon),), (m,)) if n * m <= _LARGEST_MATRIX else None
+
+    def product(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
+        """K v."""
+        if len(self.factors) == 1:
+            return v @ self.factors[0].mT
+        image = v.unflatten(-1, self.cells)
+        for axis, factor in enumerate(self.factors):
+            image = (image.movedim(axis - len(self.cells), -1) @ factor).movedim(-1, axis - len(self.cells))
+        return image.flatten(-len(self.cells))
+
+    def transposed_product(self, u: Float[Tensor, "*batch n"]) -> Float[Tensor, "*batch m"]:
+        """K^T u; the factors of images are symmetric."""
+        return u @ self.factors[0] if len(self.factors) == 1 else self.product(u)
+
+
+def _exp(cost: Tensor, epsilon: float) -> Tensor:
+    """exp(-C / epsilon), and 0 below the normal numbers, products with which are slow."""
+    exponent = cost.double() / -epsilon
+    return torch.where(exponent > _LEAST_EXPONENT, exponent.clamp(min=_LEAST_EXPONENT).exp(), 0.0)
 
 
 def _solved_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
