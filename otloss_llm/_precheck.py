@@ -48,15 +48,19 @@ class _Field(NamedTuple):
     required: bool
 
 
-def first_error(given: Sequence[str]) -> str | None:
+def first_error(arguments: Sequence[str]) -> str | None:
     """What is wrong with the arguments behind `otloss-llm`; None if nothing is, as far as can be told here."""
-    if not given or given[0] not in COMMANDS or any(one in ("-h", "--help", "--traceback") for one in given):
+    if (
+        not arguments
+        or arguments[0] not in COMMANDS
+        or any(one in ("-h", "--help", "--traceback") for one in arguments)
+    ):
         return None
-    command, fields = given[0], fields_of(given[0])
-    values = _values(given[1:])
+    command, fields = arguments[0], fields_of(arguments[0])
+    values = _values(arguments[1:])
     for option in values if fields else ():
         if option not in fields and option.removeprefix("no_") not in fields:
-            written = next(one for one in given if _name(one.partition("=")[0]) == option)
+            written = next(one for one in arguments if _name(one.partition("=")[0]) == option)
             return unknown_option(command, written, [f"--{name}" for name in fields])
     for name, field in fields.items():
         if field.required and name not in values:
@@ -71,9 +75,9 @@ def first_error(given: Sequence[str]) -> str | None:
     return None
 
 
-def unknown_option(command: str, written: str, known: list[str]) -> str:
+def unknown_option(command: str, written: str, options: list[str]) -> str:
     """The error of an option that the command does not have."""
-    near = get_close_matches(written.partition("=")[0], known, n=1)
+    near = get_close_matches(written.partition("=")[0], options, n=1)
     return f"{command} has no option {written!r}{f', did you mean {near[0]}?' if near else ''} (see {command} --help)."
 
 
@@ -112,11 +116,11 @@ def _wrong_number(name: str, annotation: str, text: str) -> str | None:
     return None
 
 
-def _values(given: Sequence[str]) -> dict[str, list[str]]:
+def _values(arguments: Sequence[str]) -> dict[str, list[str]]:
     """Option -> its values."""
     values: dict[str, list[str]] = {}
     last: list[str] = []
-    for one in given:
+    for one in arguments:
         if one.startswith("--"):
             written, equals, value = one.partition("=")
             last = values.setdefault(_name(written), [])

@@ -22,10 +22,10 @@ _OTLOSS = Path(__file__).parents[1] / "otloss" / "__init__.py"
 def _check_otloss() -> None:
     """Raise ImportError if `import otloss` finds another package than the one beside this one."""
     spec = find_spec("otloss")
-    found = None if spec is None else spec.origin
-    if found is None or not Path(found).resolve() == _OTLOSS.resolve():
+    origin = None if spec is None else spec.origin
+    if origin is None or not Path(origin).resolve() == _OTLOSS.resolve():
         raise ImportError(
-            f"import otloss finds {found}, expected {_OTLOSS}. The package of that name belongs to another project, "
+            f"import otloss finds {origin}, expected {_OTLOSS}. The package of that name belongs to another project, "
             "which has overwritten a part of this one or comes before it: run pip uninstall otloss, then install this "
             "package again with pip install --force-reinstall --no-deps."
         )
@@ -33,8 +33,8 @@ def _check_otloss() -> None:
 
 def _version() -> str:
     """Return the version as `otloss/__init__.py` has it; metadata of an editable installation can be older."""
-    found = re.search(r'^__version__ = "(.+)"$', _OTLOSS.read_text(encoding="utf-8"), re.MULTILINE)
-    return found[1] if found else "unknown"
+    match = re.search(r'^__version__ = "(.+)"$', _OTLOSS.read_text(encoding="utf-8"), re.MULTILINE)
+    return match[1] if match else "unknown"
 
 
 def _is_command_line() -> bool:

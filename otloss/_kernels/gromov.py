@@ -1,6 +1,6 @@
 """A numba kernel: conditional gradients for fused Gromov-Wasserstein problems, one problem per thread.
 
-`solvers.gromov` holds the formulas and the reference implementation. For marginals that are held, the gradient is
+`otloss.applications.gromov` has the formulas and the reference implementation. For fixed marginals the gradient is
 
     G(P) = fixed - 2 alpha T(P),    T(P) = C P D^T + C^T P D
 
@@ -9,7 +9,7 @@ Only T changes along the way, and it is linear in P: a step costs one product, a
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,25 +23,51 @@ PLAN, TARGET, FIXED, FEATURES, MOVED, MOVED_TARGET, GRADIENT, HALF = range(8)
 MOST_PIVOTS = 10_000_000
 
 
-def scratch(n: int, m: int) -> tuple[np.ndarray, ...]:
-    """Return the scratch arrays of a thread: those of the exact solver, and those of the descent."""
-    return (
-        *scratch_of_exact(n, m, np.float64),
-        np.zeros((8, n, m)), np.empty((n, n)), np.empty((m, m)), np.empty(n), np.empty(m), np.empty(n), np.empty(m),
-        np.empty((2, n + m - 1), np.int64), np.empty(n + m - 1), np.empty(4),
-    )  # fmt: skip
+class Problems(NamedTuple):
+    """C, D and M of all problems, (B, ...) or (1, ...), and their weights (B, n) and (B, m)."""
+
+    C: Any
+    D: Any
+    M: Any
+    p: Any
+    q: Any
+
+
+class Scratch(NamedTuple):
+    """Memory of a thread: `solver` of the exact solver, matrices (8, n, m), and the bins with mass of one problem."""
+
+    solver: Any
+    matrices: Any
+    C: Any
+    D: Any
+    p: Any
+    q: Any
+    f: Any
+    g: Any
+    cells: Any
+    flows: Any
+    outcome: Any
+
+
+def scratch(n: int, m: int) -> tuple[Scratch]:
+    """Return the memory of a thread."""
+    solver = tuple(scratch_of_exact(n, m, np.float64))
+    squares = np.empty((n, n)), np.empty((m, m))
+    vectors = np.empty(n), np.empty(m), np.empty(n), np.empty(m)
+    plan = np.empty((2, n + m - 1), np.int64), np.empty(n + m - 1)
+    return (Scratch(solver, np.zeros((8, n, m)), *squares, *vectors, *plan, np.empty(4)),)
 
 
 @inner()
-def _gathered(weights: Any, square: Any, found: Any, compact: Any, places: Any) -> int:
+def _gathered(weights: Any, square: Any, masses: Any, compact: Any, places: Any) -> int:
     """Write the bins with mass first: their weights, their part of the matrix and their places; return their number."""
     count = 0
     for k in range(weights.shape[0]):
-        found[k] = 0.0
+        masses[k] = 0.0
         if weights[k] > 0:
             places[count], count = k, count + 1
     for i in range(count):
-        found[i] = weights[places[i]]
+        masses[i] = weights[places[i]]
         for j in range(count):
             compact[i, j] = square[places[i], places[j]]
     return count
@@ -132,26 +158,27 @@ def _length(P: Any, Q: Any, gradient: Any, n: int, m: int, value: float, target:
 
 @compiled(seconds=6)
 def descend_problems(
-    counter: Any, C: Any, D: Any, M: Any, p: Any, q: Any, alpha: float, most: int, tolerance: float, plans: Any,
-    values: Any, converged: Any, whole: Any, real: Any, tree: Any, block: Any, parts: Any, C_own: Any, D_own: Any,
-    a: Any, b: Any, f: Any, g: Any, cells: Any, flows: Any, ends: Any,
+    counter: Any, problems: Any, alpha: float, most: int, tolerance: float, plans: Any, values: Any, converged: Any,
+    work: Any,
 ) -> None:  # fmt: skip
-    """Descend from plans (B, n, m), which are overwritten; C, D and M hold B or one matrix. Fills values, converged."""
-    P, Q, fixed, features, T = parts[PLAN], parts[TARGET], parts[FIXED], parts[FEATURES], parts[MOVED]
-    T_target, gradient, half = parts[MOVED_TARGET], parts[GRADIENT], parts[HALF]
-    rows, columns = np.empty(p.shape[1], np.int64), np.empty(q.shape[1], np.int64)
+    """Descend from plans (B, n, m), which are overwritten, in at most `most` steps. Fills values and converged."""
+    P, Q, fixed = work.matrices[PLAN], work.matrices[TARGET], work.matrices[FIXED]
+    features, T, T_target = work.matrices[FEATURES], work.matrices[MOVED], work.matrices[MOVED_TARGET]
+    gradient, half, C, D, a, b = work.matrices[GRADIENT], work.matrices[HALF], work.C, work.D, work.p, work.q
+    rows, columns = np.empty(a.shape[0], np.int64), np.empty(b.shape[0], np.int64)
+    whole, real, tree, block = work.solver
     while True:
         at = next_task(counter)
         if at >= plans.shape[0]:
             return
-        n = _gathered(p[at], C[at if C.shape[0] > 1 else 0], a, C_own, rows)
-        m = _gathered(q[at], D[at if D.shape[0] > 1 else 0], b, D_own, columns)
-        wide, plan = M[at if M.shape[0] > 1 else 0], plans[at]
+        n = _gathered(problems.p[at], problems.C[at if problems.C.shape[0] > 1 else 0], a, C, rows)
+        m = _gathered(problems.q[at], problems.D[at if problems.D.shape[0] > 1 else 0], b, D, columns)
+        wide, plan = problems.M[at if problems.M.shape[0] > 1 else 0], plans[at]
         for i in range(n):
             for j in range(m):
                 features[i, j], P[i, j] = wide[rows[i], columns[j]], plan[rows[i], columns[j]]
-        _fixed(C_own, D_own, features, a, b, n, m, alpha, fixed)
-        _product(C_own, D_own, P, n, m, half, T)
+        _fixed(C, D, features, a, b, n, m, alpha, fixed)
+        _product(C, D, P, n, m, half, T)
         value = _energy(features, fixed, P, T, n, m, alpha)
         rounding = _rounding(features, fixed, P, n, m, alpha)
         converged[at] = n == 0 or m == 0
@@ -159,15 +186,29 @@ def descend_problems(
         while steps < most and not converged[at]:
             steps += 1
             _gradient(fixed, T, n, m, alpha, gradient)
-            solve_one(a, b, gradient, MOST_PIVOTS, f, g, cells, flows, ends, whole, real, tree, block)
-            if ends[PIVOTS] < 0:
+            solve_one(
+                a,
+                b,
+                gradient,
+                MOST_PIVOTS,
+                work.f,
+                work.g,
+                work.cells,
+                work.flows,
+                work.outcome,
+                whole,
+                real,
+                tree,
+                block,
+            )
+            if work.outcome[PIVOTS] < 0:
                 break
             for i in range(n):
                 for j in range(m):
                     Q[i, j] = 0.0
             for k in range(n + m - 1):
-                Q[cells[0, k], cells[1, k]] += flows[k]
-            _product(C_own, D_own, Q, n, m, half, T_target)
+                Q[work.cells[0, k], work.cells[1, k]] += work.flows[k]
+            _product(C, D, Q, n, m, half, T_target)
             t, new = _length(P, Q, gradient, n, m, value, _energy(features, fixed, Q, T_target, n, m, alpha))
             for i in range(n):
                 for j in range(m):

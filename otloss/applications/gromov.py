@@ -189,7 +189,7 @@ def _descend_by_kernel(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_descend` without an epsilon, on a CPU, by the numba kernel."""
     from otloss._kernels._threads import ENTRIES, run_on_threads
-    from otloss._kernels.gromov import descend_problems, scratch
+    from otloss._kernels.gromov import Problems, descend_problems, scratch
 
     batch, (n, m) = p.shape[:-1], plan.shape[-2:]
     count = batch.numel()
@@ -200,7 +200,8 @@ def _descend_by_kernel(
     weights = [t.reshape(count, t.shape[-1]).contiguous().numpy() for t in (p, q)]
     plans = plan.expand(*batch, n, m).reshape(count, n, m).clone()
     values, done = p.new_empty(count), torch.empty(count, dtype=torch.bool, device="cpu")
-    arguments = (*matrices, *weights, energy.alpha, most, tolerance, plans.numpy(), values.numpy(), done.numpy())
+    problems = Problems(*matrices, *weights)
+    arguments = (problems, energy.alpha, most, tolerance, plans.numpy(), values.numpy(), done.numpy())
     one_thread = count * n * m * (n + m) < ENTRIES
     run_on_threads(descend_problems, count, arguments, lambda: scratch(n, m), one_thread=one_thread)
     return plans.reshape(*batch, n, m), values.reshape(batch), done.reshape(batch)
