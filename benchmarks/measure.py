@@ -116,13 +116,15 @@ def timed_rounds(
     rounds: int,
     before_round: Callable[[int], Any] | None = None,
     turn: float = 0.0,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> dict[str, Timing]:
     """Each contestant once per round. Each round starts with another one, so that noise affects all alike.
 
     Round 0 is a warm-up and is not counted. With `turn`, in seconds, a contestant is called as often (at most ten
     times) as fills its turn, and the mean counts: a call of a millisecond alone would run with the caches of others.
 
-    `before_round(i)` may change the common inputs. All contestants start with the same number of threads.
+    `before_round(i)` may change the common inputs. `time.process_time` is the clock for a machine that others use too.
+    All contestants start with the same number of threads.
     """
     threads = torch.get_num_threads()
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
@@ -135,10 +137,10 @@ def timed_rounds(
             run = contestants[name]
             torch.set_num_threads(threads)
             calls = 1 if i == 0 else max(1, min(10, round(turn / max(seconds[name][0], 1e-6))))
-            started = time.perf_counter()
+            started = clock()
             for _ in range(calls):
                 run()
-            seconds[name].append((time.perf_counter() - started) / calls)
+            seconds[name].append((clock() - started) / calls)
     torch.set_num_threads(threads)
     return {name: Timing(tuple(values[1:])) for name, values in seconds.items()}
 
