@@ -18,15 +18,15 @@ from otloss._kernels.simplex import least, lower
 
 
 @compiled(fastmath={"contract", "nsz", "reassoc"})
-def pair_distances(counter: Any, vectors: Any, words_p: Any, words_q: Any, found: Any) -> None:
+def pair_distances(counter: Any, vectors: Any, words_p: Any, words_q: Any, costs: Any) -> None:
     """Fill found (B, n, m) with the distances of words_p (B or 1, n) to words_q (B or 1, m), 0 at negative words."""
     while True:
         k = next_task(counter)
-        if k >= found.shape[0]:
+        if k >= costs.shape[0]:
             return
         mine, theirs = words_p[k if words_p.shape[0] > 1 else 0], words_q[k if words_q.shape[0] > 1 else 0]
         for i in range(mine.shape[0]):
-            row = found[k, i]
+            row = costs[k, i]
             for j in range(row.shape[0]):
                 row[j] = 0.0
             if mine[i] < 0:

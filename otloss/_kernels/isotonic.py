@@ -24,17 +24,17 @@ def scratch(n: int) -> tuple[np.ndarray]:
 @inner()
 def _find_blocks(y: Any, mean: Any, begin: Any) -> None:
     """Write the place where the block of each entry begins; `begin` holds the sizes of blocks in between."""
-    held = 0
+    count = 0
     for i in range(y.shape[0]):
-        mean[held], begin[held] = y[i], 1
-        while held > 0 and mean[held - 1] < mean[held]:
-            total = begin[held - 1] + begin[held]
-            mean[held - 1] += (mean[held] - mean[held - 1]) * (begin[held] / total)
-            begin[held - 1] = total
-            held -= 1
-        held += 1
+        mean[count], begin[count] = y[i], 1
+        while count > 0 and mean[count - 1] < mean[count]:
+            total = begin[count - 1] + begin[count]
+            mean[count - 1] += (mean[count] - mean[count - 1]) * (begin[count] / total)
+            begin[count - 1] = total
+            count -= 1
+        count += 1
     end = y.shape[0]
-    for k in range(held - 1, -1, -1):
+    for k in range(count - 1, -1, -1):
         first = end - begin[k]
         for i in range(first, end):
             begin[i] = first
@@ -67,7 +67,7 @@ def _gather(x: Any, order: Any, falling: Any) -> tuple[float, float]:
 
 @compiled(seconds=2)
 def project_rows(
-    counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, found: Any, blocks: Any,
+    counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, projection: Any, blocks: Any,
     real: Any,
 ) -> None:  # fmt: skip
     """Write P(scale u / epsilon, w) in the order of x; if it sorts, r P(w / epsilon, s / r) in falling order.
@@ -93,17 +93,17 @@ def project_rows(
             _average(base, blocks[row], y)
             _average(z, blocks[row], mean)
             for i in range(n):
-                found[row, i if sorts else order[row, n - 1 - i]] = y[i] + (z[i] - mean[i]) / epsilon
+                projection[row, i if sorts else order[row, n - 1 - i]] = y[i] + (z[i] - mean[i]) / epsilon
 
 
 @compiled(seconds=2)
 def project_backward(
     counter: Any, x: Any, order: Any, w: Any, scale: float, epsilon: float, sorts: bool, upstream: Any, blocks: Any,
-    found: Any, real: Any,
+    gradient: Any, real: Any,
 ) -> None:  # fmt: skip
     """Write the gradient in x to `found`, from that in the result of `project_rows`."""
     rows, n = x.shape
-    falling, given, mean = real[FALLING], real[FITTED], real[MEAN]
+    falling, fitted, mean = real[FALLING], real[FITTED], real[MEAN]
     while True:
         task = next_task(counter)
         if task * ROWS >= rows:
@@ -112,17 +112,17 @@ def project_backward(
             low, spread = _gather(x[row], order[row], falling)
             per_unit = scale / (epsilon * spread) if spread > 0 else 0.0
             for i in range(n):
-                given[i] = upstream[row, i] if sorts else upstream[row, order[row, n - 1 - i]]
-            _average(given, blocks[row], mean)
+                fitted[i] = upstream[row, i] if sorts else upstream[row, order[row, n - 1 - i]]
+            _average(fitted, blocks[row], mean)
             by_range = 0.0
             for i in range(n):
-                by_z, at = given[i] - mean[i], order[row, n - 1 - i]
+                by_z, at = fitted[i] - mean[i], order[row, n - 1 - i]
                 if sorts:
                     by_range += by_z * w[i] / epsilon
-                    found[row, at] = mean[i]
+                    gradient[row, at] = mean[i]
                 else:
                     # These sum to 0, so the least entry counts by the range alone.
-                    found[row, at] = by_z * per_unit
-                    by_range -= found[row, at] * ((falling[i] - low) / spread if spread > 0 else 0.0)
-            found[row, order[row, n - 1]] += by_range
-            found[row, order[row, 0]] -= by_range
+                    gradient[row, at] = by_z * per_unit
+                    by_range -= gradient[row, at] * ((falling[i] - low) / spread if spread > 0 else 0.0)
+            gradient[row, order[row, n - 1]] += by_range
+            gradient[row, order[row, 0]] -= by_range

@@ -71,13 +71,13 @@ class _ClosedForm(torch.autograd.Function):
             for want, t in zip(wanted, rows, strict=True)
         )
         threads, problem = torch.get_num_threads(), (*map(_numpy, rows), *ctx.orders)
-        given = (problem, ctx.exponent, upstream[0].contiguous().numpy(), ctx.scales, tuple(map(_numpy, gradients)))
-        run_on_threads(kernel, threads, (*given, threads))
-        found = (
+        arguments = (problem, ctx.exponent, upstream[0].contiguous().numpy(), ctx.scales, tuple(map(_numpy, gradients)))
+        run_on_threads(kernel, threads, (*arguments, threads))
+        gradients_of_inputs = (
             (g.sum(0, keepdim=True) if t.shape[0] == 1 and problems > 1 else g) if want else None
             for want, g, t in zip(wanted, gradients, rows, strict=True)
         )
-        return None, None, None, None, *found
+        return None, None, None, None, *gradients_of_inputs
 
 
 def _reference_gradients(
@@ -86,8 +86,8 @@ def _reference_gradients(
     # One tensor may stand for both positions; each argument needs a place of its own in the graph.
     rows = tuple(row.view_as(row) for row in rows)
     asked = [row for row, want in zip(rows, wanted, strict=True) if want]
-    found = iter(torch.autograd.grad(reference(*rows), asked, upstream, create_graph=True))
-    return [next(found) if want else None for want in wanted]
+    reference_gradients = iter(torch.autograd.grad(reference(*rows), asked, upstream, create_graph=True))
+    return [next(reference_gradients) if want else None for want in wanted]
 
 
 def _rows(tensor: Tensor, batch: torch.Size) -> Tensor:
@@ -101,11 +101,13 @@ def _rows(tensor: Tensor, batch: torch.Size) -> Tensor:
 def _orders(positions: list[Tensor]) -> list[np.ndarray] | None:
     """Return what sorts the rows of each of one or two tensors, or None if a position is not finite."""
     several = [t for t in dict.fromkeys(positions) if t.shape[0] > 1]
-    found = dict(zip(several, _orders_of_rows(several), strict=True)) if several else {}
+    order_of = dict(zip(several, _orders_of_rows(several), strict=True)) if several else {}
     for t in positions:
-        if t not in found:  # no kernel for a single row
-            found[t] = t.detach().argsort(dim=-1, stable=True).to(torch.int32).numpy() if t.isfinite().all() else None
-    orders = [order for t in positions if (order := found[t]) is not None]
+        if t not in order_of:  # no kernel for a single row
+            order_of[t] = (
+                t.detach().argsort(dim=-1, stable=True).to(torch.int32).numpy() if t.isfinite().all() else None
+            )
+    orders = [order for t in positions if (order := order_of[t]) is not None]
     return orders if len(orders) == len(positions) else None
 
 
