@@ -26,14 +26,14 @@ def once_only(gradient: Tensor, message: str, *inputs: Tensor) -> Tensor:
     """Return `gradient`, tied to what it depends on: differentiating it once more raises RuntimeError(message)."""
     if not torch.is_grad_enabled() and not has_tangent(*inputs):
         return gradient
-    held: Tensor = _NoDerivative.apply(gradient, message, *inputs)
-    return held
+    tied: Tensor = _NoDerivative.apply(gradient, message, *inputs)
+    return tied
 
 
 def without_gradient(value: Tensor, message: str, *inputs: Tensor) -> Tensor:
     """Return `value`, which depends on `inputs`: a backward pass through it raises RuntimeError(message)."""
-    held: Tensor = _NoDerivative.apply(value.detach(), message, *inputs)
-    return held
+    tied: Tensor = _NoDerivative.apply(value.detach(), message, *inputs)
+    return tied
 
 
 def check_no_tangent(advice: str, *inputs: Tensor) -> None:
@@ -110,8 +110,8 @@ def eager(function: Callable[_P, _R]) -> Callable[_P, _R]:
         if torch.compiler.is_compiling():
             from otloss._uncompiled import uncompiled  # takes a second: it imports the compiler
 
-            found: _R = uncompiled(function, *args, **settings)
-            return found
+            result: _R = uncompiled(function, *args, **settings)
+            return result
         return function(*args, **settings)
 
     return call

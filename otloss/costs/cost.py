@@ -146,13 +146,13 @@ class Cost(ABC):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """Return the floating tensors that this cost is made of, each once."""
-        found: dict[int, Tensor] = {}
+        distinct: dict[int, Tensor] = {}
         for value in vars(self).values():
             if isinstance(value, Cost):
-                found.update({id(t): t for t in value.tensors()})
+                distinct.update({id(t): t for t in value.tensors()})
             elif isinstance(value, Tensor) and value.is_floating_point():
-                found[id(value)] = value
-        return tuple(found.values())
+                distinct[id(value)] = value
+        return tuple(distinct.values())
 
     def parameters(self) -> tuple[Tensor, ...]:
         """Return those of `tensors()` that require a gradient."""
@@ -191,8 +191,8 @@ class Cost(ABC):
             part = slice(start, stop)
             plan = plan_rows(rows.detach(), f[..., part], g, (log_p[..., part], log_q), epsilon)
             weights = (plan * upstream[..., None, None]).sum_to_size(rows.shape).to(rows.dtype)
-            found = torch.autograd.grad(rows, leaves, weights, allow_unused=True)
-            for total, gradient in zip(totals, found, strict=True):
+            gradients = torch.autograd.grad(rows, leaves, weights, allow_unused=True)
+            for total, gradient in zip(totals, gradients, strict=True):
                 if gradient is not None:
                     total += gradient
         return tuple(totals)
@@ -200,8 +200,8 @@ class Cost(ABC):
     def largest(self) -> Float[Tensor, "*batch"]:
         """Return the largest cost, or a bound of it, per matrix and without a graph."""
         with torch.no_grad():
-            found = [self.row_block(*block).amax((-2, -1)) for block in self._blocks(self.batch_shape)]
-            return torch.stack(found).amax(0)
+            largest = [self.row_block(*block).amax((-2, -1)) for block in self._blocks(self.batch_shape)]
+            return torch.stack(largest).amax(0)
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere: arguments as for `Tensor.to`, dtypes float32 or float64."""
@@ -265,8 +265,8 @@ class Cost(ABC):
 
 def recomputed(function: Callable[..., Tensor], *args: Any) -> Tensor:
     """Return `function(*args)`, computed again in the backward pass in place of what its graph would hold."""
-    found: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
-    return found
+    result: Tensor = checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False)
+    return result
 
 
 def arithmetic_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -37,8 +37,8 @@ def distances(
 ) -> Float[Tensor, "*batch n m"]:
     """Return the distances of all points of x to all of y in the norm of `order`, 1 or 2, without a graph."""
     if order != 2 or not suit_products(x, y):
-        found = _from_differences(x, y, order)
-        return found.square_() if squared else found
+        lengths = _from_differences(x, y, order)
+        return lengths.square_() if squared else lengths
     return by_problems(lambda a, b: (_by_rows(a, b, squared),), x, y)[0]
 
 
@@ -50,11 +50,11 @@ def _by_rows(x: Tensor, y: Tensor, squared: bool) -> Tensor:
         if step >= n:
             squares = _squares(x, y, centred)
             return (squares if squared else squares.sqrt_()).to(x.dtype)
-        found = x.new_empty(*batch, n, m)
+        lengths = x.new_empty(*batch, n, m)
         for start in range(0, n, step):
             squares = _squares(x[..., start : start + step, :], y, centred)
-            found[..., start : start + step, :] = squares if squared else squares.sqrt_()
-    return found
+            lengths[..., start : start + step, :] = squares if squared else squares.sqrt_()
+    return lengths
 
 
 def by_problems(function: Callable[..., tuple[Tensor, ...]], x: Tensor, y: Tensor, *others: Tensor) -> list[Tensor]:

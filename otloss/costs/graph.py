@@ -63,10 +63,10 @@ def graph_cost(adjacency: Any) -> DenseCost:
     adjacency = adjacency.to(arithmetic_dtype(adjacency.dtype))
     array = adjacency.detach().to("cpu", torch.float64).numpy()
     lengths, before = _shortest_paths(csr_array(np.where(np.isposinf(array), 0.0, array)))
-    found = torch.from_numpy(lengths)
+    costs = torch.from_numpy(lengths)
     if makes_graph(adjacency):
-        found = _along_paths(adjacency.to("cpu", torch.float64), torch.from_numpy(before.astype(np.int64)))
-    return DenseCost(found.to(adjacency))
+        costs = _along_paths(adjacency.to("cpu", torch.float64), torch.from_numpy(before.astype(np.int64)))
+    return DenseCost(costs.to(adjacency))
 
 
 def _along_paths(adjacency: Float[Tensor, "n n"], before: Tensor) -> Float[Tensor, "n n"]:

@@ -157,14 +157,14 @@ class PointCost(Cost):
 
         if not can_leave_out(x, y):
             return None
-        found = []
+        orders = []
         for cloud in (x, y):
-            known = [order for points, order in self._orders if points is cloud]
-            if not known:
-                known = [order_of(cloud)]
-                self._orders.append((cloud, known[0]))
-            found.append(known[0])
-        return found[0], found[1]
+            order = next((order for points, order in self._orders if points is cloud), None)
+            if order is None:
+                order = order_of(cloud)
+                self._orders.append((cloud, order))
+            orders.append(order)
+        return orders[0], orders[1]
 
     def parameters(self) -> tuple[Tensor, ...]:
         if callable(self.metric):
@@ -195,7 +195,7 @@ class PointCost(Cost):
         epsilon = check_epsilon(epsilon, above_zero=True)
         width = epsilon.unsqueeze(-1) if isinstance(epsilon, Tensor) else epsilon
         a, b = f + width * log_p, g + width * log_q
-        found: dict[int, Tensor] = {}
+        by_points: dict[int, Tensor] = {}
         for points, others, mine, theirs in ((self.x, self.y, a, b), (self.y, self.x, b, a)):
             if points.requires_grad:
                 gradient = gradients_in_x(
@@ -203,8 +203,8 @@ class PointCost(Cost):
                     epsilon=epsilon, metric=str(self.metric), orders=self._orders_of(points, others),
                 )  # fmt: skip
                 gradient = (gradient * upstream[..., None, None].to(gradient)).sum_to_size(points.shape)
-                found[id(points)] = found[id(points)] + gradient if id(points) in found else gradient
-        return tuple(found[id(t)] for t in parameters)
+                by_points[id(points)] = by_points[id(points)] + gradient if id(points) in by_points else gradient
+        return tuple(by_points[id(t)] for t in parameters)
 
     def largest(self) -> Float[Tensor, "*batch"]:
         """Return a bound of the largest cost, from the boxes around the clouds, per problem and without a graph."""
@@ -292,8 +292,8 @@ def _distances(x: Tensor, y: Tensor, metric: str) -> Tensor:
     if metric == "sqeuclidean":
         squares: Tensor = _SquaredDistances.apply(x, y)
         return squares
-    found: Tensor = _Distances.apply(x, y, 2.0 if metric == "euclidean" else 1.0)
-    return found
+    lengths: Tensor = _Distances.apply(x, y, 2.0 if metric == "euclidean" else 1.0)
+    return lengths
 
 
 def _plain_distances(apart: Tensor, metric: str) -> Tensor:
@@ -308,43 +308,43 @@ class _Distances(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, p: float) -> Tensor:
-        found = distances(x, y, order=p)
-        ctx.save_for_backward(x, y, found)
+        lengths = distances(x, y, order=p)
+        ctx.save_for_backward(x, y, lengths)
         ctx.p = p
-        return found
+        return lengths
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        x, y, found = ctx.saved_tensors
+        x, y, lengths = ctx.saved_tensors
         (upstream,) = gradients
         by_products = ctx.p == 2 and x.dtype == torch.float32 and suit_products(x, y, coordinates=_MANY_COORDINATES)
         if not torch.is_grad_enabled() and by_products:
-            by_x, by_y = by_problems(_gradients_by_products, x, y, found, upstream)
+            by_x, by_y = by_problems(_gradients_by_products, x, y, lengths, upstream)
         elif not torch.is_grad_enabled():
-            batch = found.shape[:-2]
+            batch = lengths.shape[:-2]
             wide_x, wide_y = (t.expand(*batch, *t.shape[-2:]).contiguous() for t in (x, y))
             backward = torch.ops.aten._cdist_backward
-            by_x = backward(upstream.contiguous(), wide_x, wide_y, ctx.p, found)
-            by_y = backward(upstream.mT.contiguous(), wide_y, wide_x, ctx.p, found.mT.contiguous())
+            by_x = backward(upstream.contiguous(), wide_x, wide_y, ctx.p, lengths)
+            by_y = backward(upstream.mT.contiguous(), wide_y, wide_x, ctx.p, lengths.mT.contiguous())
         else:  # with a graph, and an array of n m d
             apart = x.unsqueeze(-2) - y.unsqueeze(-3)
             if ctx.p == 1:
                 direction = apart.detach().sign()
             else:
-                near = found == 0
-                direction = (apart / found.masked_fill(near, 1.0).unsqueeze(-1)).masked_fill(near.unsqueeze(-1), 0)
+                near = lengths == 0
+                direction = (apart / lengths.masked_fill(near, 1.0).unsqueeze(-1)).masked_fill(near.unsqueeze(-1), 0)
             forces = upstream.unsqueeze(-1) * direction
             by_x, by_y = forces.sum(-2), -forces.sum(-3)
         return by_x.sum_to_size(x.shape), by_y.sum_to_size(y.shape), None
 
 
-def _gradients_by_products(x: Tensor, y: Tensor, found: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
+def _gradients_by_products(x: Tensor, y: Tensor, lengths: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients through float32 distances, by products in float64: these keep the digits that near points cancel."""
-    batch, wide_y = found.shape[:-2], y.double()
+    batch, wide_y = lengths.shape[:-2], y.double()
     centre = wide_y.mean(-2, keepdim=True)
     a, b = (x.double() - centre).expand(*batch, *x.shape[-2:]), (wide_y - centre).expand(*batch, *y.shape[-2:])
     with torch.autocast(x.device.type, enabled=False):
-        forces = upstream.double() / found.masked_fill(found == 0, torch.inf)
+        forces = upstream.double() / lengths.masked_fill(lengths == 0, torch.inf)
         by_x = forces.sum(-1, keepdim=True) * a - forces @ b
         by_y = forces.sum(-2).unsqueeze(-1) * b - forces.mT @ a
     return by_x.to(x), by_y.to(y)
