@@ -29,7 +29,7 @@ from otloss._kernels.histograms import balance, mass_of
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD, VALUE
 from otloss._kernels.sinkhorn_steps import (
     FAST,
-    LARGEST_STEP,
+    LARGEST_FACTOR,
     absorb,
     add_logs,
     column_error,
@@ -50,14 +50,15 @@ STAGE_FACTOR = 0.25  # of epsilon, from one step to the next
 FIRST_EPSILON = 0.25  # of the largest cost, at most
 STAGE_ITERATIONS, STAGE_ERROR = 12, 0.05  # of each step but the last
 CHECK_EVERY = 10  # iterations between two measurements of the contraction
-STEEPEST = 0.8  # |x - 1| / (x + 1) times w, beyond which an update is not over-relaxed
+LARGEST_RELAXED_PUSH = 0.8  # |x - 1| / (x + 1) times w, beyond which an update is not over-relaxed
 LOST = 1e-12  # a column sum of the kernel below this, or above its inverse: that potential is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
 SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
 # Steps of Lanczos, and the eigenvalues above which fewer steps do: a much smaller one would have shown by then.
 LANCZOS_STEPS, FIRST_STEPS, SECOND_STEPS = 24, 3, 8
 CLEAR_AT_FIRST, CLEAR_AT_SECOND = 0.3, 0.1
-FAR = 20.0  # |softmin(f) - f| / epsilon from which a symmetric problem updates the potentials and not the factors
+# |softmin(f) - f| / epsilon from which a symmetric problem updates the potentials and not the factors.
+LARGEST_ASYMMETRY = 20.0
 # Shares of the mass from which bins take part: 1 / share has to fit the kernel.
 NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-20, 1e-150
 
@@ -184,7 +185,7 @@ def _iterate(
     w = 1.0
     before = least = error = np.inf
     number = u.dtype.type
-    steepest, largest_step = number(STEEPEST), number(LARGEST_STEP)
+    steepest, largest_step = number(LARGEST_RELAXED_PUSH), number(LARGEST_FACTOR)
     while True:
         steep = False
         if stale:
@@ -465,7 +466,7 @@ def _iterate_symmetric(
 ) -> tuple[float, int]:  # fmt: skip
     p, u, v, sums, weight = work.p, work.u, work.v, work.column_sums, work.row_sums
     alpha, beta, kernel = work.alpha, work.beta, work.kernel
-    largest_step = u.dtype.type(LARGEST_STEP)
+    largest_step = u.dtype.type(LARGEST_FACTOR)
     done, closed, change = 0, False, 0.0
     while True:
         absorb(cost, beta, work.scores, p, p, epsilon, alpha, work.totals, kernel, sums, n, n)
@@ -474,7 +475,7 @@ def _iterate_symmetric(
         error, farthest = column_error(p, sums, v, n), 0.0
         for i in range(n):
             farthest = max(farthest, abs(beta[i] - alpha[i]))
-        near = farthest <= FAR * epsilon
+        near = farthest <= LARGEST_ASYMMETRY * epsilon
         finished = (error <= tolerance and near) or done >= most
         if finished and closed and (change <= settled or done >= most):
             return error, done

@@ -25,9 +25,9 @@ import numpy as np
 from otloss._kernels._compile import exp, inner, largest, log64
 
 SCALING_LIMIT = 1e4  # of the factors over their weights, then they are absorbed
-WORSE = 3.0  # an error this many times the least shows that w is too large
+OVERSHOOT = 3.0  # an error this many times the least shows that w is too large
 LEAST_CHANGE = 0.02  # of w
-LARGEST_STEP = 1e3  # of a factor in one update: the sums of a lost column are zero
+LARGEST_FACTOR = 1e3  # of a factor in one update: the sums of a lost column are zero
 
 FAST = {"reassoc", "contract", "nsz"}
 
@@ -226,7 +226,7 @@ def next_relaxation(
     w: float, off: float, least: float, contraction: float, settling: bool
 ) -> tuple[float, float, bool]:
     """Return w, the least error so far, and whether w has changed, from the present error and its contraction."""
-    if off > WORSE * least:
+    if off > OVERSHOOT * least:
         return 1.0 + (w - 1.0) / 2, off, True
     if settling:
         settling = False

@@ -46,9 +46,9 @@ from otloss._kernels.sinkhorn import (
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, POTENTIAL_ERROR, VALUE
 from otloss._kernels.sinkhorn_steps import FAST, absorb, column_sums, next_relaxation, row_sums, softmin_of_scores
 
-GONE = 40.0  # potential over marginal penalty of bins that keep no mass, as in `solvers.entropic.search`
-FAR = 9.0  # potentials over epsilon may move this far from the absorbed ones
-STEEPEST = 1.5  # a step of a potential over epsilon, beyond which it is not over-relaxed
+NO_MASS_LEFT = 40.0  # potential over marginal penalty of bins that keep no mass, as in `solvers.entropic.search`
+LARGEST_DRIFT = 9.0  # potentials over epsilon may move this far from the absorbed ones
+LARGEST_RELAXED_STEP = 1.5  # a step of a potential over epsilon, beyond which it is not over-relaxed
 LARGEST_STEP = 7.0  # of a potential over epsilon in one update
 LEAST_FACTOR_32, LEAST_FACTOR_64 = 1e-35, 1e-300
 
@@ -78,14 +78,14 @@ def update(
         off += abs(now - target)
         total += target
         step = damping * log64(target / now)
-        step = w * step if abs(w * step) < STEEPEST else step
+        step = w * step if abs(w * step) < LARGEST_RELAXED_STEP else step
         step = LARGEST_STEP if step > LARGEST_STEP else step
         step = -LARGEST_STEP if step < -LARGEST_STEP else step
         potential[i] += step
         steps[i] = step
         lowered = pull * step
         after += target * (1.0 - lowered + 0.5 * lowered * lowered)  # exp(-lowered) to second order
-        far += 1.0 if abs(potential[i] - begun[i]) > FAR else 0.0
+        far += 1.0 if abs(potential[i] - begun[i]) > LARGEST_DRIFT else 0.0
         factors[i] = np.float64(weights[i]) * exp64(potential[i] - absorbed[i])
     return off, total, after, far
 
@@ -301,9 +301,9 @@ def _solve(
     ends[ITERATIONS] = done
     size = 0.0
     for i in range(n):
-        size = max(size, min(phi[i], GONE / pull), -phi[i])
+        size = max(size, min(phi[i], NO_MASS_LEFT / pull), -phi[i])
     for j in range(m):
-        size = max(size, min(gamma[j], GONE / pull), -gamma[j])
+        size = max(size, min(gamma[j], NO_MASS_LEFT / pull), -gamma[j])
     if not (error < np.inf and limits.least_ratio * size <= 1):
         return
     sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)

@@ -42,7 +42,7 @@ from otloss.solvers.problem import Problem, has_float64
 
 NEWTON_STEPS = 2
 SMALL_STEP = 0.1  # of g / epsilon
-RIDGE = 1e-11
+IMPLICIT_RIDGE = 1e-11
 LARGEST_CONDITION = 1e13
 _SECOND_OF_EXACT = (
     "a second derivative of emd was asked for, but emd is piecewise linear and gives first derivatives only; "
@@ -211,7 +211,7 @@ class _Equations:
 
     def solve(self, system: Tensor, right: Tensor, identity: Tensor) -> Tensor:
         if not self.through_weights:
-            system = system + RIDGE * identity
+            system = system + IMPLICIT_RIDGE * identity
         try:
             answer: Tensor = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
             valid = bool(torch.isfinite(answer).all())

@@ -76,7 +76,10 @@ MOST_COARSENING = 32.0  # of epsilon, for problems that the numba kernel can sol
 CLUSTER_RIDGE = 1e-9
 DEPTH = 5  # of Anderson's acceleration
 STAGE_TOLERANCE = 0.1
-WORSE, SLOW = 2.0, 20  # an error so much above the least one starts again; so many iterations without halving it end it
+RESTART_FACTOR, SLOW_ITERATIONS = (
+    2.0,
+    20,
+)  # an error so much above the least one starts again; so many iterations without halving it end it
 ROUNDING = 0.25  # roundings of the potentials, over epsilon, at which an error in float32 stops to fall
 
 Solver = Callable[[Problem, tuple[Tensor, Tensor] | None, Goal], SearchResult]
@@ -340,9 +343,9 @@ class _ClusterSearch:
             since += 1
             if off <= halved / 2:
                 halved, since = off, 0
-            if since >= SLOW or not off < float("inf"):
+            if since >= SLOW_ITERATIONS or not off < float("inf"):
                 break
-            if off > WORSE * least:
+            if off > RESTART_FACTOR * least:
                 history.clear()
             if off < self._rounding(epsilon) and self._widen():
                 history.clear()

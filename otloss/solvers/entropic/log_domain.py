@@ -24,8 +24,8 @@ STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
 STAGE_ITERATIONS = 3
 SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
 BLOCK = 8  # iterations between two measurements of the contraction
-STEEPEST = 1.5  # |softmin(g) - f| w / epsilon, beyond which an update is not over-relaxed
-WORSE, LEAST_CHANGE = 3.0, 0.02
+LARGEST_RELAXED_STEP = 1.5  # |softmin(g) - f| w / epsilon, beyond which an update is not over-relaxed
+OVERSHOOT, LEAST_CHANGE = 3.0, 0.02
 
 
 @dataclass(frozen=True)
@@ -259,7 +259,7 @@ def _symmetric_search(sweep: Sweep, g: Tensor, done: Tensor, goal: Goal) -> Sear
 
 def _relax(potential: Tensor, updated: Tensor, w: Tensor, epsilon: Tensor) -> Tensor:
     step = updated - potential
-    return torch.where((w * step).abs() < STEEPEST * epsilon, potential + w * step, updated)
+    return torch.where((w * step).abs() < LARGEST_RELAXED_STEP * epsilon, potential + w * step, updated)
 
 
 class RelaxationSchedule:
@@ -274,7 +274,7 @@ class RelaxationSchedule:
     def updated(self, off: Tensor) -> Tensor:
         off = off.to(self.w.dtype)
         contraction = (off / self.before) ** (1 / BLOCK)
-        worse = off > WORSE * self.least
+        worse = off > OVERSHOOT * self.least
         known = (contraction > self.w - 1) & (contraction < 1) & ~worse & ~self.settling
         eigenvalue = ((contraction + self.w - 1) ** 2 / (self.w**2 * contraction)).clamp(0, 1)
         better = torch.minimum(2 / (1 + (1 - eigenvalue).sqrt()), 1 + self.w / 2)

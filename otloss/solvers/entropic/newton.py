@@ -26,7 +26,7 @@ from otloss.solvers.problem import Problem
 
 STEPS, SETTLING_STEPS = 200, 40  # the latter within the tolerance: rounding may leave nothing to settle
 ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
-RIDGE = 1e-13  # of the mass: H does not determine the constant in b, nor parts that exchange nothing
+RIDGE_OF_MASS = 1e-13  # of the mass: H does not determine the constant in b, nor parts that exchange nothing
 
 
 def newton_search(problem: Problem, g: Float[Tensor, "*batch m"], goal: Goal) -> SearchResult:
@@ -40,7 +40,7 @@ def newton_search(problem: Problem, g: Float[Tensor, "*batch m"], goal: Goal) ->
     b = g / sweep.epsilon
     done = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
     for k in range(min(STEPS, goal.most)):
-        gradient, curvature = dual.derivatives(b, ridge=RIDGE)
+        gradient, curvature = dual.derivatives(b, ridge=RIDGE_OF_MASS)
         step, failed = torch.linalg.solve_ex(curvature, gradient)
         spread = (step.amax(-1) - step.amin(-1)).clamp(min=torch.finfo(b.dtype).tiny)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
