@@ -1,5 +1,5 @@
-"""`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, matching, gradients, boosting,
-first_calls, or all.
+"""`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, barycenters, matching, gradients,
+boosting, first_calls, or all.
 
 ordinal and ordinal_loss (with packages of the extra "peers"), mathematics and word_similarity run only by name: ordinal
 and mathematics train for an hour and more.
@@ -14,7 +14,9 @@ from pathlib import Path
 from benchmarks.inputs import with_inputs
 from benchmarks.measure import FOLDER, Settings
 
-BENCHMARKS = ("token_loss", "scaling", "numbers", "solvers", "matching", "gradients", "boosting", "first_calls")
+BENCHMARKS = (
+    "token_loss", "scaling", "numbers", "solvers", "barycenters", "matching", "gradients", "boosting", "first_calls",
+)  # fmt: skip
 BY_NAME = ("ordinal", "ordinal_loss", "mathematics", "word_similarity")
 
 

@@ -10,6 +10,7 @@ fastest peer that is accurate enough; both of POT's entropic methods are listed 
 from __future__ import annotations
 
 import statistics
+import time
 import warnings
 from functools import partial
 
@@ -81,8 +82,8 @@ def unreached(limit: Limit, patience: float) -> list[str]:
 class Bench:
     """Runs cases, prints and keeps them, and collects the verdicts."""
 
-    def __init__(self, settings: Settings) -> None:
-        self.settings = settings
+    def __init__(self, settings: Settings, name: str = NAME) -> None:
+        self.settings, self.name = settings, name
         self.verdicts: list[list[str]] = []
 
     def rounds(self, *, long: bool = False) -> int:
@@ -90,15 +91,17 @@ class Bench:
         return min(most, LONG_ROUNDS) if long else most
 
     def timed(
-        self, case: str, steps: dict[str, Step], *, notes: dict[str, str], long: bool = False
-    ) -> dict[str, Timing]:
-        """Time, print and keep; ratios are to the first of the steps."""
+        self, case: str, steps: dict[str, Step], *, notes: dict[str, str], long: bool = False,
+        on_one_thread: bool = False,
+    ) -> dict[str, Timing]:  # fmt: skip
+        """Time, print and keep; ratios are to the first of the steps. On one thread, seconds of the processor."""
         rounds = self.rounds(long=long)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            timings = timed_rounds(steps, rounds=rounds, turn=TURN)
+            clock = time.process_time if on_one_thread else time.perf_counter
+            timings = timed_rounds(steps, rounds=rounds, turn=TURN, clock=clock)
         report_times(
-            NAME, case, timings, peer=next(iter(steps)), rounds=rounds, output=self.settings.output, notes=notes
+            self.name, case, timings, peer=next(iter(steps)), rounds=rounds, output=self.settings.output, notes=notes
         )
         return timings
 

@@ -99,6 +99,12 @@ def test_solvers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
 
 
 @pytest.mark.slow
+def test_barycenters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = [float(row["error"]) for row in run("barycenters", tmp_path, monkeypatch)]
+    assert errors
+    assert max(errors) < 1e-4, "ours and POT agree"
+
+
 def test_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = run("matching", tmp_path, monkeypatch)
     assert {row["case"].split()[0].strip(",") for row in kept} == {"match", "pair", "soft_rank", "lower_bound"}

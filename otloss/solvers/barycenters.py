@@ -59,7 +59,8 @@ _START, _STEPS = 40, 25  # iterations before Newton's method; its steps at each 
 _LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
 _LARGEST_MATRIX = 2**24  # entries of exp(-C / epsilon) that are held
-_LEAST_EXPONENT, _CHECK_EVERY = -690.0, 10
+_LEAST_EXPONENT = -690.0
+_FIRST_CHECK, _CHECK_EVERY = 5, 10
 _NO_MASS = 1e-12  # the share of the mass below which a bin counts as empty in the derivatives
 _EMPTY = 80.0  # log of the largest d over the least one that is told from 0
 
@@ -169,11 +170,11 @@ class _Problem:
 
     def solved(self, tolerance: float, most: int) -> tuple[_State, Tensor]:
         """The iteration in products, and then in logarithms."""
-        epsilon, weights = self.epsilon, self.weights.unsqueeze(-1)
-        log_p, mass = self.p.log(), self.p.sum((-2, -1)) / self.p.shape[-2]
-        state, off, done = self.iterated_in_products(tolerance, most)
+        mass = self.p.sum((-2, -1)) / self.p.shape[-2]
+        state, off, done = self.iterated_in_products(tolerance, most, mass)
         if done == most or bool((off <= tolerance * mass).all()):
             return state, off / mass
+        epsilon, weights, log_p = self.epsilon, self.weights.unsqueeze(-1), self.p.log()
         (log_u, log_d), transposed = (state.log_u, state.log_d), self.cost.T
         for _ in range(most - done):
             log_v = transposed.softmin(epsilon * log_u, epsilon) / epsilon
@@ -189,33 +190,38 @@ class _Problem:
                 break
         return _State(log_u, log_d, log_a, torch.full_like(log_a[..., :1], _TAU)), off / mass
 
-    def iterated_in_products(self, tolerance: float, most: int) -> tuple[_State, Tensor, int]:
+    def iterated_in_products(self, tolerance: float, most: int, mass: Tensor) -> tuple[_State, Tensor, int]:
         """Return the state after some iterations, its error, and their number: 0 where numbers do not fit."""
-        p, weights, n = self.p, self.weights.unsqueeze(-1), self.cost.shape[0]
-        u, d = p.new_ones(*p.shape[:-1], n), p.new_ones(*p.shape[:-2], n)
-        state = _State(torch.zeros_like(u), torch.zeros_like(d), torch.zeros_like(d), torch.full_like(d[..., :1], _TAU))
-        error, done = torch.full_like(d[..., 0], torch.inf), 0
+        p, share = self.p, self.weights.unsqueeze(-2)
+        u, d = torch.ones_like(p[..., :1]).expand(*p.shape[:-1], self.cost.shape[0]), mass.new_ones(())
+        fitted, error, done = (
+            (u, d, u[..., :1, :]),
+            torch.full_like(mass, torch.inf),
+            0,
+        )  # a has the axis of one histogram
         kernel = _Kernel.of(self.cost, self.epsilon) if p.dtype == torch.float64 else None
-        if kernel is None:
-            return state, error, done
-        mass = p.sum((-2, -1)) / p.shape[-2]
-        for k in range(1, most + 1):
+        for k in range(1, most + 1 if kernel is not None else 1):
+            assert kernel is not None
             kv = kernel.product(p / kernel.transposed_product(u))
-            a = d * (weights * kv.log()).sum(-2).exp()
-            new_u = a.unsqueeze(-2) / kv
+            a = (share @ kv.log()).exp_()
             if self.debiased:
-                before, d = d, (d * a / kernel.product(d)).sqrt()
-            if k % _CHECK_EVERY == 0 or k == most:
-                off = (weights * (u * kv - a.unsqueeze(-2)).abs()).sum((-2, -1))
+                a = d * a
+                before, d = d, (d * a / kernel.product(d.expand_as(a))).sqrt()
+            new_u = a / kv
+            if k in (_FIRST_CHECK, most) or k % _CHECK_EVERY == 0:
+                off = (share @ (u * kv).sub_(a).abs_()).sum((-2, -1))
                 if self.debiased:
-                    off = off + (a * (d / before).log().abs()).sum(-1)
+                    off = off + (a * (d / before).log().abs()).sum((-2, -1))
                 if not (bool(new_u.amin() > 0) and bool(off.amax() < torch.inf)):  # NaN is not
                     break  # the last numbers that fitted
-                state, error, done = _State(new_u.log(), d.log(), a.log(), state.tau), off, k
+                fitted, error, done = (new_u, d, a), off, k
                 if bool((off <= tolerance * mass).all()):
                     break
             u = new_u
-        return state, error, done
+        u, d, a = fitted
+        log_a = a.log().squeeze(-2)
+        log_d = d.log().expand_as(a).squeeze(-2)
+        return _State(u.log(), log_d, log_a, torch.full_like(log_a[..., :1], _TAU)), error, done
 
 
 @dataclass(frozen=True)
@@ -351,12 +357,14 @@ def _raise_for_second(upstream: Tensor, *, forward: bool) -> None:
 
 def _checked(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> _Problem:
     fitted = as_cost(cost)
-    check_finite("p", check_floating("p", p))
+    check_floating("p", p)
     if p.dim() < 2 or 0 in p.shape[-2:]:
         raise ValueError(f"p has shape {tuple(p.shape)}, expected (..., k, bins): k histograms of one problem.")
     check_last_axis("p", p, fitted.shape[1])
     mass = p.detach().sum(-1, dtype=torch.float64)
-    if bool((p < 0).any()) or not bool(((mass - mass[..., :1]).abs() <= MASS_TOLERANCE[p.dtype] * mass).all()):
+    is_equal = (mass - mass[..., :1]).abs() <= MASS_TOLERANCE[p.dtype] * mass  # not for NaN and infinity
+    if not bool(is_equal.all()) or (p.numel() and bool(p.detach().amin() < 0)):
+        check_finite("p", p)
         raise ValueError(
             f"p holds weights from {float(p.min()):.3g} and masses from {float(mass.min()):.6g} to "
             f"{float(mass.max()):.6g}, expected weights >= 0 and one mass; normalise p / p.sum(-1, keepdim=True)."
@@ -365,10 +373,13 @@ def _checked(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> _
         raise ValueError("p holds a histogram without mass, expected some; leave that problem out.")
     if weights is None:
         weights = p.new_full((p.shape[-2],), 1 / p.shape[-2])
-    check_last_axis("weights", check_floating("weights", weights), p.shape[-2])
-    total = weights.detach().sum(-1, dtype=torch.float64)
-    if bool((weights < 0).any()) or not bool(((total - 1).abs() <= MASS_TOLERANCE[weights.dtype]).all()):
-        raise ValueError(f"weights have sums of {total.tolist()}, expected weights >= 0 with sum 1; normalise them.")
+    else:
+        check_last_axis("weights", check_floating("weights", weights), p.shape[-2])
+        total = weights.detach().sum(-1, dtype=torch.float64)
+        if bool((weights < 0).any()) or not bool(((total - 1).abs() <= MASS_TOLERANCE[weights.dtype]).all()):
+            raise ValueError(
+                f"weights have sums of {total.tolist()}, expected weights >= 0 with sum 1; normalise them."
+            )
     if debiased and fitted.shape[0] != fitted.shape[1]:
         raise ValueError(f"debiased=True needs the costs among the same bins, but the cost has shape {fitted.shape}.")
     if fitted.batch_shape:

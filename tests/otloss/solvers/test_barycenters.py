@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.autograd import gradcheck
 
 from otloss import barycenter, sinkhorn, sinkhorn_divergence
-from otloss.costs import GridCost, LineCost, PointCost
+from otloss.costs import Cost, GridCost, LineCost, PointCost, as_cost
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -110,6 +110,29 @@ def test_images_and_closed_forms() -> None:
     torch.testing.assert_close(
         barycenter(p[:1].expand(3, -1), cost, epsilon=0.01, debiased=True), p[0], atol=1e-5, rtol=0
     )
+
+
+@pytest.mark.filterwarnings("ignore:the barycenter did not converge")
+@pytest.mark.parametrize("debiased", [False, True])
+def test_products_agree_with_logarithms(debiased: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same iterations with one matrix, axis by axis, and in logarithms, which take what does not fit."""
+    images = drawn(2, 3, 20 * 15) + 1e-5
+    p, grid = images / images.sum(-1, keepdim=True), GridCost((20, 15), spacing=0.05)
+
+    def after(iterations: int, cost: Cost) -> Tensor:
+        wide = cost.to(torch.float64)
+        return barycenter(p, wide, WEIGHTS, epsilon=0.03, debiased=debiased, max_iterations=iterations)
+
+    by_axes, by_matrix = after(25, grid), after(25, as_cost(grid.dense()))
+    monkeypatch.setattr("otloss.solvers.barycenters._LARGEST_MATRIX", 0)
+    in_logs = after(25, as_cost(grid.dense()))
+    torch.testing.assert_close(by_axes, by_matrix, atol=1e-9, rtol=0)
+    torch.testing.assert_close(by_matrix, in_logs, atol=1e-9, rtol=0)
+    monkeypatch.undo()
+    line = LineCost(torch.linspace(0, 1, 40, dtype=torch.float64), power=2)
+    ends = torch.eye(40, dtype=torch.float64)[[0, 39]]
+    middle = barycenter(ends, line, epsilon=2e-4) @ line.x  # exp(-1 / 2e-4) is 0
+    torch.testing.assert_close(middle, torch.full_like(middle, 0.5), atol=1e-6, rtol=0)
 
 
 @pytest.mark.parametrize(
