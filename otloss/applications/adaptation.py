@@ -14,9 +14,16 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_not_negative
 from otloss.costs import PointCost
-from otloss.solvers.solve import emd, sinkhorn
+from otloss.extending import (
+    check_cloud,
+    check_finite,
+    check_floating,
+    check_integers,
+    check_not_negative,
+    emd,
+    sinkhorn,
+)
 
 
 def jdot_loss(

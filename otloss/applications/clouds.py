@@ -24,19 +24,29 @@ import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from otloss._autograd import eager
-from otloss._checks import check_broadcast, check_cloud, check_floating, check_last_axis, check_positive, check_tensor
-from otloss._foreign import explains_foreign_keywords
-from otloss._kernels import may_run_on
 from otloss.costs import DenseCost, PointCost
-from otloss.costs.cost import makes_graph
-from otloss.costs.points import Metric
-from otloss.solvers.derivatives import with_envelope
-from otloss.solvers.exact import solve_exactly
-from otloss.solvers.histograms import check_masses
-from otloss.solvers.problem import Problem, Settings, SmallEpsilonError, pose
-from otloss.solvers.sliced import sliced_wasserstein
-from otloss.solvers.solve import sinkhorn_divergence
+from otloss.extending import (
+    Metric,
+    Problem,
+    Settings,
+    SmallEpsilonError,
+    check_broadcast,
+    check_cloud,
+    check_floating,
+    check_last_axis,
+    check_masses,
+    check_positive,
+    check_tensor,
+    eager,
+    explains_foreign_keywords,
+    makes_graph,
+    may_run_on,
+    pose,
+    sinkhorn_divergence,
+    sliced_wasserstein,
+    solve_exactly,
+    with_envelope,
+)
 
 KINDS = ("divergence", "emd", "sliced")
 # Epsilon over blur to the power of the exponent, and that exponent: GeomLoss's cost is |x - y|^p / p.
@@ -311,8 +321,7 @@ def _start(problem: Problem, matrix: Tensor) -> tuple[Tensor, Tensor] | None:
         return None
     if not all(bool((w == w[..., :1]).all()) and bool((w[..., 0] > 0).all()) for w in (p, q)):
         return None
-    from otloss._kernels.sinkhorn_call import run_kernel
-    from otloss._kernels.sinkhorn_columns import ERROR
+    from otloss.extending import ERROR, run_kernel
 
     costs = matrix.detach().reshape(-1, n, n)
     by_row, by_column = costs.mean(-1, keepdim=True), costs.mean(-2, keepdim=True)

@@ -23,8 +23,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_transform
-from otloss._checks import check_finite, check_floating, check_not_negative
+from otloss.extending import check_finite, check_floating, check_no_transform, check_not_negative
 
 # Added to the squared norm, because the square root has no derivative at 0.
 _SQUARED_NORM_AT_ZERO = 1e-12

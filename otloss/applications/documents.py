@@ -20,12 +20,20 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_cloud, check_finite, check_floating, check_integers, check_last_axis, check_tensor
-from otloss._kernels import may_run_on
 from otloss.costs import DenseCost, PointCost
-from otloss.costs.cost import arithmetic_dtype, makes_graph
-from otloss.solvers.exact import solve_exact
-from otloss.solvers.solve import emd
+from otloss.extending import (
+    arithmetic_dtype,
+    check_cloud,
+    check_finite,
+    check_floating,
+    check_integers,
+    check_last_axis,
+    check_tensor,
+    emd,
+    makes_graph,
+    may_run_on,
+    solve_exact,
+)
 
 # Documents per call of the solver: enough that the time of a call does not matter, few enough that little is wasted.
 _BATCH = 32
@@ -109,8 +117,8 @@ def _word_costs(embedding: Tensor, ids_p: Tensor, ids_q: Tensor) -> Float[Tensor
     if makes_graph(embedding) or not may_run_on(embedding, ids_p, ids_q):
         x, y = (embedding[ids.clamp(min=0)] for ids in (ids_p, ids_q))
         return PointCost(x, y, metric="euclidean").dense()
-    from otloss._kernels._threads import ENTRIES, run_on_threads
     from otloss._kernels.documents import pair_distances
+    from otloss.extending import ENTRIES, run_on_threads
 
     vectors = embedding.detach().to(arithmetic_dtype(embedding.dtype)).contiguous()
     batch = torch.broadcast_shapes(ids_p.shape[:-1], ids_q.shape[:-1])

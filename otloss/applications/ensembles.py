@@ -25,9 +25,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import eager
-from otloss._checks import check_broadcast, check_finite, check_floating, check_last_axis
-from otloss._kernels import may_run_on
+from otloss.extending import check_broadcast, check_finite, check_floating, check_last_axis, eager, may_run_on
 
 
 @eager

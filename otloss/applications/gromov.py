@@ -26,22 +26,24 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_transform, once_only
-from otloss._checks import (
+from otloss.extending import (
+    ConvergenceWarning,
     check_broadcast,
     check_count,
     check_finite,
     check_floating,
     check_last_axis,
+    check_no_transform,
     check_not_negative,
     check_number,
     check_positive,
+    histogram_pair,
+    level_of_the_caller,
+    makes_graph,
+    may_run_on,
+    once_only,
+    solve,
 )
-from otloss._kernels import may_run_on
-from otloss.costs.cost import makes_graph
-from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.histograms import histogram_pair
-from otloss.solvers.solve import solve
 
 _LARGEST = 1e300  # of the numbers on the way: the solver adds up some of them
 
@@ -188,8 +190,8 @@ def _descend_by_kernel(
     energy: _Energy, plan: Tensor, p: Tensor, q: Tensor, most: int, tolerance: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`_descend` without an epsilon, on a CPU, by the numba kernel."""
-    from otloss._kernels._threads import ENTRIES, run_on_threads
     from otloss._kernels.gromov import Problems, descend_problems, scratch
+    from otloss.extending import ENTRIES, run_on_threads
 
     batch, (n, m) = p.shape[:-1], plan.shape[-2:]
     count = batch.numel()

@@ -18,17 +18,17 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import (
+from otloss.costs import Cost, GridCost, as_cost
+from otloss.extending import (
     check_below_infinity,
     check_finite,
     check_floating,
     check_integers,
     check_reduction,
     check_tensor,
+    reduced,
+    sinkhorn_divergence,
 )
-from otloss.costs import Cost, GridCost, as_cost
-from otloss.losses.targets import reduced
-from otloss.solvers.solve import sinkhorn_divergence
 
 EMPTY = ("area", "zero", "error")
 _SMOOTH = 1e-5  # in pixels: the loss of an image without foreground that is predicted so is 0

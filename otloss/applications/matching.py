@@ -11,8 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from otloss._autograd import check_no_transform
-from otloss._checks import check_floating, check_integers
+from otloss.extending import check_floating, check_integers, check_no_transform
 
 NONE = -1  # in the places of a ragged batch that hold no pair
 _ENTRIES = 2**14  # For fewer costs a second thread takes longer to start than it saves.
@@ -98,8 +97,8 @@ def _assignments(
     costs: Tensor, places: np.ndarray, pairs: int, entries: int, bins: int, batch: tuple[int, ...]
 ) -> Int[Tensor, "2 pairs"]:
     """Rows and columns of all problems, -1 in the gaps, on the device of the costs; arguments as for the kernel."""
-    from otloss._kernels._threads import run_on_threads
     from otloss._kernels.matching import INVALID, match_problems, scratch
+    from otloss.extending import run_on_threads
 
     check_no_transform()
     columns = np.full((2, pairs), NONE)

@@ -20,9 +20,16 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._checks import check_broadcast, check_cloud, check_count, check_floating, check_not_negative, check_tensor
 from otloss.costs import PointCost
-from otloss.solvers.solve import emd
+from otloss.extending import (
+    check_broadcast,
+    check_cloud,
+    check_count,
+    check_floating,
+    check_not_negative,
+    check_tensor,
+    emd,
+)
 
 
 def ngram_distance(

@@ -16,9 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_integers, check_positive
 from otloss.applications.matching import match
-from otloss.solvers.solve import solve
+from otloss.extending import check_finite, check_floating, check_integers, check_positive, solve
 
 
 def pair(

@@ -26,7 +26,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_tangent, check_no_transform, eager, once_only
+from otloss.extending import check_no_tangent, check_no_transform, eager, once_only
 
 _ENTRIES = 20_000  # For fewer entries a second thread takes longer to start than it saves.
 
@@ -97,8 +97,8 @@ def _rows(x: Tensor) -> np.ndarray:
 
 
 def _run(kernel: Any, rows: np.ndarray, *arguments: Any) -> None:
-    from otloss._kernels._threads import run_on_threads
     from otloss._kernels.isotonic import ROWS, scratch
+    from otloss.extending import run_on_threads
 
     tasks, n = -(-len(rows) // ROWS), rows.shape[-1]
     run_on_threads(kernel, tasks, (rows, *arguments), lambda: scratch(n), one_thread=rows.size < _ENTRIES)

@@ -15,9 +15,16 @@ import torch
 from jaxtyping import Bool, Float, Int, Real
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_integers, check_reduction, check_tensor
 from otloss.applications.sorting import log_top_k, soft_rank
-from otloss.losses.targets import check_positions, reduced
+from otloss.extending import (
+    check_finite,
+    check_floating,
+    check_integers,
+    check_positions,
+    check_reduction,
+    check_tensor,
+    reduced,
+)
 
 
 def spearman_loss(

@@ -25,14 +25,23 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss._autograd import check_no_tangent, check_no_transform, eager
-from otloss._checks import check_cloud, check_count, check_positive
 from otloss.costs import PointCost
-from otloss.solvers.convergence import ConvergenceWarning
-from otloss.solvers.histograms import weights_or_uniform
-from otloss.solvers.problem import Settings, has_float64, pose
-from otloss.solvers.solve import answer, solve
-from otloss.solvers.transport import Transport
+from otloss.extending import (
+    ConvergenceWarning,
+    Settings,
+    Transport,
+    answer,
+    check_cloud,
+    check_count,
+    check_no_tangent,
+    check_no_transform,
+    check_positive,
+    eager,
+    has_float64,
+    pose,
+    solve,
+    weights_or_uniform,
+)
 
 _TOLERANCE, _ITERATIONS = 1e-3, 100  # of the plans on the way
 # Epsilon at the start, over the largest squared distance from the centre. With a marginal penalty it is less, for blur

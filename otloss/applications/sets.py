@@ -16,10 +16,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._checks import check_finite, check_floating, check_reduction
 from otloss.applications.matching import checked_sizes, match
-from otloss.losses.targets import reduced
-from otloss.solvers.solve import sinkhorn
+from otloss.extending import check_finite, check_floating, check_reduction, reduced, sinkhorn
 
 
 def set_loss(

@@ -102,3 +102,22 @@ def test_empty_and_light_bins_and_outliers(dtype: torch.dtype) -> None:
         assert bool(gradient.isfinite().all())
         bound = (weights > 1e-3) * gradient
         assert float(bound.abs().max()) < 1.0
+
+
+@pytest.mark.parametrize("impl", ["compiled", "torch"])
+def test_a_side_without_mass_gives_up_the_mass_of_the_other(impl: str) -> None:
+    """The value is rho (mass of p + mass of q), with the derivative rho; the other problem of the batch is ordinary."""
+    p, q, cost = problem(2, 2, 4, 5)
+    q = q.detach()
+    p = p.detach() * torch.tensor([[1.0], [0.0]], dtype=torch.float64)
+    options = {"epsilon": 0.1, "marginal_penalty": 0.3, "impl": impl}
+    q.requires_grad_()
+    value = otloss.sinkhorn(p, q, cost.detach(), **options)  # type: ignore[arg-type]
+    torch.testing.assert_close(value[1].detach(), 0.3 * q[1].detach().sum())
+    (gradient,) = torch.autograd.grad(value[1], q)
+    torch.testing.assert_close(gradient[1], torch.full_like(gradient[1], 0.3))
+    answer = otloss.solve(p, q.detach(), cost.detach(), **options)  # type: ignore[arg-type]
+    assert not bool(answer.plan()[1].any())
+    assert float(answer.gap[1]) == 0.0
+    with pytest.raises(ValueError, match="holds no mass in a problem"):
+        otloss.sinkhorn(p.requires_grad_(), q.detach(), cost.detach(), **options)  # type: ignore[arg-type]
