@@ -261,7 +261,8 @@ class CompareArguments:
         metadata={
             "help": "Arms: objective[/raw | /as-is | /random | /shuffled][/T=temperature], e.g. mle "
             "mixce:0.8 emo emo/random dft eaft gem:0.7 emo+smoothing:0.1, as for train; "
-            "of numbers also [/absolute | /log | /squash], e.g. number_token/log emo+number."
+            "of numbers also [/absolute | /log | /squash], e.g. number_token/log emo+number, and the controls "
+            "number_token/shuffled number_token/equal emo+number/shuffled-values."
         },
     )
     seeds: list[int] = field(default_factory=lambda: [0, 1], metadata={"help": "Every arm is trained once per seed."})

@@ -26,6 +26,7 @@ from otloss_llm.costs.ratings import RatingCost
 from otloss_llm.costs.tokenizer_numbers import NumberTokens
 from otloss_llm.costs.vocabulary import TokenCost
 
+CONTROLS = ("shuffled", "equal")  # the methods of `NumberCost`
 KINDS = ("embedding", "number", "mixed", "rating")
 
 
@@ -35,17 +36,23 @@ class NumberSettings:
 
     Attributes:
         scaling: of `NumberCost`: "symlog" (one weight means the same with every tokenizer), or another.
+        control: "shuffled" (values given to the numbers at random, drawn with the seed) or "equal" (all numbers alike,
+            the same price of text) for a control of an experiment; None for the values themselves.
     """
 
     scaling: str = "symlog"
+    control: str | None = None
 
     def __post_init__(self) -> None:
         if self.scaling not in SCALINGS:
             raise ValueError(f"scaling of numbers is {self.scaling!r}, expected one of {SCALINGS}.")
+        if self.control not in (None, *CONTROLS):
+            raise ValueError(f"control of numbers is {self.control!r}, expected None or one of {CONTROLS}.")
 
     def __str__(self) -> str:
         """What differs from the default, as an arm of a comparison names it: "log"."""
-        return "" if self.scaling == "symlog" else self.scaling
+        parts = (self.control or "", "" if self.scaling == "symlog" else self.scaling)
+        return "/".join(filter(None, parts))
 
 
 _MADE: WeakKeyDictionary[Any, dict[Hashable, tuple[Hashable, Any]]] = WeakKeyDictionary()
@@ -83,17 +90,19 @@ def number_values(tokenizer: Any, vocab_size: int) -> Float[Tensor, " vocab"] | 
     return None if values.isnan().all() else values
 
 
-def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings) -> NumberCost:
-    """Return the cost of numbers over a head of `vocab_size` rows.
+def number_cost(tokenizer: Any, vocab_size: int, numbers: NumberSettings, *, seed: int = 0) -> NumberCost:
+    """Return the cost of numbers over a head of `vocab_size` rows; `seed` is that of shuffled values.
 
     Raises:
         TypeError, ValueError: no tokenizer, or one without a number token.
     """
     _check_tokenizer(tokenizer, "NumberCost(values)")
     tokens = number_tokens(tokenizer, vocab_size)
-    key = (vocab_size, numbers, torch.get_default_dtype())
+    key = (vocab_size, numbers.scaling, torch.get_default_dtype())
     cost: NumberCost = _once(tokenizer, key, lambda: NumberCost.from_tokens(tokens, scaling=numbers.scaling))
-    return cost
+    if numbers.control == "shuffled":
+        return cost.shuffled(torch.Generator().manual_seed(seed))
+    return cost.equal() if numbers.control == "equal" else cost
 
 
 def rating_cost(tokenizer: Any, vocab_size: int) -> RatingCost:
@@ -125,13 +134,13 @@ def check_settings(kind: str, numbers: NumberSettings | None) -> NumberSettings:
     """
     numbers = NumberSettings() if numbers is None else numbers
     if not isinstance(numbers, NumberSettings):
-        raise TypeError(f"numbers is {numbers!r}, expected NumberSettings(scaling=...), or None.")
+        raise TypeError(f"numbers is {numbers!r}, expected NumberSettings(scaling=..., control=...), or None.")
     if kind not in KINDS:
         raise ValueError(f'cost is {kind!r}, expected "auto", one of {KINDS}, a vocabulary cost, or None.')
     if kind in ("embedding", "rating") and numbers != NumberSettings():
         raise ValueError(
-            f"scaling={numbers.scaling!r} of numbers goes with number_token or emo+number; the embedding cost of other "
-            "objectives reads no numbers. Leave it out (--number_scaling)."
+            f"scaling={numbers.scaling!r}, control={numbers.control!r} of numbers go with number_token or emo+number; "
+            "the embedding cost of other objectives reads no numbers. Leave them out (--number_scaling)."
         )
     return numbers
 
@@ -157,13 +166,14 @@ def choose_cost(
     tokenizer: Any,
     vocab_size: int,
     numbers: NumberSettings | None = None,
+    seed: int = 0,
 ) -> EmbeddingCost | NumberCost | MixedCost | RatingCost:
     """Return the cost of a kind.
 
     Args:
         kind: "embedding", "number", "mixed" or "rating"; see `otloss_llm.objectives.cost_kind`.
         embedding: makes the embedding cost, where it is asked for.
-        tokenizer, vocab_size, numbers: of the cost of numbers.
+        tokenizer, vocab_size, numbers, seed: of the cost of numbers.
 
     Raises:
         TypeError, ValueError: an unknown kind, settings that the kind does not read, or whatever keeps the cost from
@@ -174,5 +184,5 @@ def choose_cost(
         return embedding()
     if kind == "rating":
         return rating_cost(tokenizer, vocab_size)
-    made = number_cost(tokenizer, vocab_size, numbers)
+    made = number_cost(tokenizer, vocab_size, numbers, seed=seed)
     return MixedCost(made, embedding()) if kind == "mixed" else made

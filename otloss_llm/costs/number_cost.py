@@ -119,6 +119,25 @@ class NumberCost(VocabularyCost):
         cost.tokens = tokens
         return cost
 
+    def shuffled(self, generator: torch.Generator | None = None) -> Self:
+        """Return the control with the same distances, but values given to the numbers at random.
+
+        Tokens of one value, such as "7" and " 7", keep one value.
+        """
+        found, which = self.values[self.is_number].unique(return_inverse=True)
+        order = torch.randperm(len(found), generator=generator).to(found.device)
+        return self._with_values(self.values.masked_scatter(self.is_number, found[order][which]))
+
+    def equal(self) -> Self:
+        """Return the control in which all numbers are alike: D is what text costs times the mass of text."""
+        return self._with_values(self.values.masked_fill(self.is_number, 0.0))
+
+    def _with_values(self, values: Float[Tensor, " vocab"]) -> Self:
+        """The same price of text."""
+        made = type(self)(values, text=self.text, **self.settings)
+        made.tokens = self.tokens
+        return made
+
     def coverage(self, *, file: TextIO | None = None) -> Coverage:
         """Print (to `file`, by default stdout) which tokens were taken for numbers and which not; and return it.
 

@@ -1,10 +1,14 @@
 """The arms of a comparison.
 
-An *arm* is an objective, the embedding of its cost, the scaling of numbers in its cost, and the temperature at which
-the trained model is measured and sampled. `parse_arm` reads it from `objective[/modifier ...]`:
+An *arm* is an objective, the embedding of its cost, the scaling and the control of numbers in its cost, and the
+temperature at which the trained model is measured and sampled. `parse_arm` reads it from `objective[/modifier ...]`:
 
     mle    tailr:0.001    mixce:0.8    emo    emo:clip=none/raw    emo/random    emo/shuffled    mle/T=0.8
     number_token    number_token/log    emo+number/random/log    dft    eaft    gem:0.7+z_loss:1e-4/T=0.8
+    number_token/shuffled    number_token/equal    emo+number/shuffled-values    emo+number/equal
+
+"shuffled" shuffles what the objective is about: the values of number_token, the embedding of the others. The controls
+of numbers are those of `otloss_llm.NumberSettings`.
 """
 
 from __future__ import annotations
@@ -18,23 +22,31 @@ from otloss_llm.objectives import cost_kind, needs_cost, parse_objective
 from otloss_llm.training.loading import COST_SOURCES
 
 _DEFAULT_SCALING = NumberSettings().scaling
-_EXPECTED = f"objective[/raw | /as-is | /random | /shuffled][/{' | /'.join(SCALINGS)}][/T=temperature]"
+_VALUES = {"shuffled-values": "shuffled", "equal": "equal"}  # the names of controls of numbers, and the controls
+_EXPECTED = (
+    "objective[/raw | /as-is | /random | /shuffled][/shuffled-values | /equal]"
+    f"[/{' | /'.join(SCALINGS)}][/T=temperature]"
+)
 
 
 @dataclass(frozen=True)
 class Arm:
-    """One arm: objective, source of the cost embedding, temperature, scaling of numbers."""
+    """One arm: objective, source of the cost embedding, temperature, scaling and control of numbers."""
 
     objective: str
     embedding: str | None = None  # the library's choice, see `load_cost`
     temperature: float = 1.0
     scaling: str = _DEFAULT_SCALING
+    control: str | None = None
 
     @property
     def training(self) -> str:
         """Name of the training; arms that differ in temperature alone share it."""
         scaling = self.scaling if self.scaling != _DEFAULT_SCALING else None
-        return "/".join([self.objective, *filter(None, (self.embedding, scaling))])
+        control = self.control
+        if control == "shuffled" and cost_kind(self.objective) == "mixed":  # where "shuffled" is the embedding
+            control = "shuffled-values"
+        return "/".join([self.objective, *filter(None, (self.embedding, control, scaling))])
 
     @property
     def name(self) -> str:
@@ -44,13 +56,15 @@ class Arm:
     @property
     def numbers(self) -> NumberSettings:
         """Settings of the cost of numbers."""
-        return NumberSettings(scaling=self.scaling)
+        return NumberSettings(scaling=self.scaling, control=self.control)
 
     def cost_settings(self) -> dict[str, Any]:
         """What a run folder records about the cost beside its embedding; empty for embedding costs."""
         kind = cost_kind(self.objective)
         # Run folders of earlier versions also name a form and a span, of which only these are left.
         numbers = {"form": "wasserstein", "scaling": self.scaling, "span": None}
+        if self.control is not None:
+            numbers["control"] = self.control
         return {} if kind == "embedding" else {"cost": kind, "numbers": numbers}
 
 
@@ -68,15 +82,16 @@ def parse_arm(text: str) -> Arm:
     kind, reads_cost = cost_kind(objective), needs_cost(parse_objective(objective))
     fields: dict[str, Any] = {}
     for modifier in modifiers:
-        sort, value = _modifier(modifier)
+        sort, value = _modifier("shuffled-values" if modifier == "shuffled" and kind == "number" else modifier)
         if sort == "":
             reason = f"{modifier!r} is unknown"
         elif sort in fields:
             reason = f"{modifier!r} is a second {sort}"
         elif sort == "embedding" and (not reads_cost or kind in ("number", "rating")):
             reason = f"{modifier!r} is an embedding, and {objective} uses no {'embedding' if reads_cost else 'cost'}"
-        elif sort == "scaling" and kind in ("embedding", "rating"):
-            reason = f"{modifier!r} is a distance of numbers, which only number_token and emo+number use"
+        elif sort in ("scaling", "control") and kind in ("embedding", "rating"):
+            what = "distance" if sort == "scaling" else "control"
+            reason = f"{modifier!r} is a {what} of numbers, which only number_token and emo+number use"
         else:
             fields[sort] = value
             continue
@@ -89,6 +104,8 @@ def _modifier(text: str) -> tuple[str, str | float]:
     for sort, choices in (("embedding", COST_SOURCES), ("scaling", SCALINGS)):
         if text in choices:
             return sort, text
+    if text in _VALUES:
+        return "control", _VALUES[text]
     try:
         temperature = float(text.removeprefix("T=")) if text.startswith("T=") else 0.0
     except ValueError:

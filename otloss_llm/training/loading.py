@@ -96,7 +96,7 @@ def load_cost(
             "random" or "shuffled" (controls, drawn with `seed`), a `.npy` file of shape (V, d), which is taken as it
             is, or a model (folder or name) whose head is taken without its leading directions.
         model: the model that will be trained; the cost is over its vocabulary.
-        seed: of the random and shuffled controls.
+        seed: of the random and shuffled controls, of embeddings and of values.
         kind, tokenizer, numbers: as in `otloss_llm.costs.choice.choose_cost`; the kind "number" reads no embedding. The
             tokenizer is compared with that of a model whose head is taken.
 
@@ -107,7 +107,7 @@ def load_cost(
     """
     return choose_cost(
         kind, embedding=lambda: _load_embedding(source, model, seed, tokenizer), tokenizer=tokenizer,
-        vocab_size=find_head(model).weight.shape[0], numbers=numbers,
+        vocab_size=find_head(model).weight.shape[0], numbers=numbers, seed=seed,
     )  # fmt: skip
 
 

@@ -162,6 +162,7 @@ class ObjectiveMixin:
                 cost_kind(objective) if cost == "auto" else cost,
                 embedding=lambda: EmbeddingCost(self._broadcast(head.weight), directions=None),
                 tokenizer=self.processing_class, vocab_size=head.weight.shape[0], numbers=numbers,
+                seed=self.args.seed,
             )  # fmt: skip
         elif numbers is not None:
             raise ValueError(

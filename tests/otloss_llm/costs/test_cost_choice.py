@@ -63,6 +63,42 @@ def test_each_kind_over_a_padded_head(tokenizer: Any) -> None:
     assert (str(NumberSettings()), str(NumberSettings("log"))) == ("", "log")
 
 
+def test_controls_of_numbers(tokenizer: Any) -> None:
+    """Shuffled values are others of the same; equal numbers leave the price of text alone."""
+    plain, again, other = (
+        number_cost(tokenizer, 300, NumberSettings(control=control), seed=seed)
+        for control, seed in ((None, 0), ("shuffled", 1), ("shuffled", 2))
+    )
+    equal = number_cost(tokenizer, 300, NumberSettings(control="equal"))
+    ids = plain.is_number.nonzero().squeeze(-1)
+    for cost in (again, other, equal):
+        torch.testing.assert_close(cost.is_number, plain.is_number)
+        assert cost.text == plain.text
+        assert cost.tokens is plain.tokens
+    for cost in (again, other):
+        assert sorted(cost.values[ids].tolist()) == sorted(plain.values[ids].tolist())
+        assert cost.values[ids].tolist() != plain.values[ids].tolist()
+    assert again.values[ids].tolist() != other.values[ids].tolist()
+    rows = equal.rows(ids)
+    assert not rows[:, ids].any()
+    assert rows[:, ~equal.is_number] == pytest.approx(plain.text)
+    mixed = made(tokenizer, "mixed", control="equal")
+    assert mixed.scale == made(tokenizer, "mixed").scale
+    assert str(NumberSettings("log", "equal")) == "equal/log"
+    with pytest.raises(ValueError, match=r"control of numbers is 'random', expected None or one of"):
+        NumberSettings(control="random")
+    with pytest.raises(ValueError, match=r"control='equal' .*embedding cost"):
+        made(tokenizer, "embedding", control="equal")
+
+
+def test_tokens_of_one_value_keep_one_value_when_shuffled() -> None:
+    values = torch.tensor([7.0, 1.0, float("nan"), 7.0, 3.0])
+    for seed in range(5):
+        got = NumberCost(values).shuffled(torch.Generator().manual_seed(seed)).values
+        assert got[0] == got[3]
+        assert sorted(got[[0, 1, 4]].tolist()) == [1.0, 3.0, 7.0]
+
+
 def test_a_vocabulary_is_decoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """For the costs and the values; and again where the tokenizer has changed."""
     decoded: list[int] = []
@@ -93,7 +129,7 @@ def test_costs_that_cannot_be_made(tokenizer: Any, wordy: Any) -> None:
     with pytest.raises(ValueError, match=r'cost is \'numbers\', expected "auto", one of .*"?number'):
         made(tokenizer, "numbers")
     with pytest.raises(
-        ValueError, match=r"scaling='log' .*number_token or emo\+number; the embedding cost .* reads no"
+        ValueError, match=r"scaling='log', .*number_token or emo\+number; the embedding cost .* reads no"
     ):
         made(tokenizer, "embedding", scaling="log")
     with pytest.raises(ValueError, match="has no token that is a number; it has ' one'"):

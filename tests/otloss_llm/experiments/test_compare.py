@@ -40,6 +40,11 @@ from tests.otloss_llm.training.test_runs import interrupt_at
         ("emo/T=1.5/random", Arm("emo", "random", 1.5), "emo/random/T=1.5"),
         ("Number_Token:0.5/symlog", Arm("number_token:0.5"), "number_token:0.5"),
         ("emo+number/log/random", Arm("emo+number", "random", scaling="log"), "emo+number/random/log"),
+        ("number_token/shuffled", Arm("number_token", control="shuffled"), "number_token/shuffled"),
+        ("number_token/shuffled-values", Arm("number_token", control="shuffled"), "number_token/shuffled"),
+        ("number_token/log/equal", Arm("number_token", scaling="log", control="equal"), "number_token/equal/log"),
+        ("emo+number/shuffled", Arm("emo+number", "shuffled"), "emo+number/shuffled"),
+        ("emo+number/shuffled-values", Arm("emo+number", control="shuffled"), "emo+number/shuffled-values"),
     ],
 )
 def test_arms_are_read_from_their_names(text: str, arm: Arm, name: str) -> None:
@@ -56,6 +61,10 @@ def test_arms_are_read_from_their_names(text: str, arm: Arm, name: str) -> None:
         ("mle/random", "'random' is an embedding, and mle uses no cost"),
         ("emo/log", "'log' is a distance of numbers, which only number_token"),
         ("emo/random/shuffled", "'shuffled' is a second embedding"),
+        ("emo/equal", "'equal' is a control of numbers, which only number_token"),
+        ("expected_value/shuffled-values", "'shuffled-values' is a control of numbers"),
+        ("number_token/equal/shuffled", "'shuffled' is a second control"),
+        ("number_token/random", "'random' is an embedding, and number_token uses no embedding"),
     ],
 )
 def test_invalid_arms_raise(text: str, message: str) -> None:
