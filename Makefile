@@ -17,7 +17,7 @@ FOR_DEV := $(VENV)/.installed-dev
 OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo gallery gallery-page test test-all test-lowest test-newest lint bench release clean
+.PHONY: help demo docs gallery gallery-page test test-all test-lowest test-newest lint bench release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -44,6 +44,10 @@ test-lowest: build/tools  ## the tests with the lowest versions that pyproject.t
 
 test-newest: build/tools  ## the tests with the newest versions of everything; some GB, in build/newest
 	$(call test_with,newest,--resolution highest)
+
+docs: $(FOR_DEV)  ## the site in build/site, offline; a warning or a broken link is an error
+	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -q -W --keep-going docs build/site
+	$(BIN)/python .ci/check_site.py build/site
 
 lint: $(FOR_DEV)  ## formatting, types, and the order of the folders
 	$(BIN)/ruff check .

@@ -1,0 +1,166 @@
+"""Configuration of the site, for Sphinx: `make docs`.
+
+The pages are Markdown, read by MyST; the reference is made of the docstrings, a page for each public name. Nothing is
+read from a network, neither here nor by the pages. Formulas are plain text.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "otloss/__init__.py").read_text("utf-8"))
+
+project = "otloss"
+author = copyright = "The otloss developers"
+release = version = VERSION[1] if VERSION else ""
+
+extensions = [
+    "myst_parser",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
+    "sphinx.ext.napoleon",
+    "sphinx_design",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build"]
+templates_path = ["_templates"]
+html_static_path = ["_static"]
+html_extra_path = ["llms.txt"]
+html_theme = "pydata_sphinx_theme"
+html_title = "otloss"
+html_css_files = ["site.css"]
+html_show_sphinx = False
+html_theme_options = {
+    "header_links_before_dropdown": 6,
+    "navigation_depth": 2,
+    "show_prev_next": False,
+    "secondary_sidebar_items": ["page-toc"],
+    "article_header_end": [],
+    "pygments_light_style": "tango",
+}
+html_sidebars = {"index": [], "gallery": [], "log": [], "changelog": []}
+
+myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
+myst_heading_anchors = 4
+myst_links_external_new_tab = False
+suppress_warnings = ["myst.header"]  # a page may start a level deeper
+
+autosummary_generate = True
+autosummary_imported_members = True
+autosummary_ignore_module_all = False
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+napoleon_use_rtype = False
+napoleon_attr_annotations = False
+napoleon_custom_sections = ["Source", "Sources", "Shape", "Shapes", "Units", "Notation"]
+smartquotes = False  # the pages have formulas and options of commands
+default_role = "code"  # single backticks of docstrings
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+# ---- docstrings: plain text, with backticks for code, indented formulas and Google's sections ------------------------
+
+SECTION = re.compile(
+    r"\s*(Args|Attributes|Returns|Raises|Source|Sources|Example|Examples|Shape|Shapes|Note|Units):\s*$"
+)
+FIELD = re.compile(r"(\s*)([\w*., ]+)(: .*|:)$")
+LITERAL = re.compile(r"(``.+?``|`[^`]+`)")
+
+
+def escape(text: str) -> str:
+    """Escape what would be markup outside of backticks: |x|, a * b and names that end in an underscore."""
+    parts = LITERAL.split(text)
+    for place in range(0, len(parts), 2):
+        part = re.sub(r"(?<!\*)\*(?!\*)", r"\\*", parts[place]).replace("|", r"\|")
+        parts[place] = re.sub(r"(?<=\w)_(?!\w)", r"\\_", part)
+    return re.sub(r"^(\s*)(\w)\. ", r"\1\2\\. ", "".join(parts))  # an initial is not the number of a list
+
+
+def indent_of(line: str) -> int:
+    return len(line) - len(line.lstrip())
+
+
+def plain_docstring(lines: list[str]) -> list[str]:
+    """Return the docstring with its text escaped, and its indented formulas as literal blocks."""
+    result: list[str] = []
+    paragraphs: list[list[str]] = [[]]
+    for line in lines:
+        if line.strip():
+            paragraphs[-1].append(line)
+        elif paragraphs[-1]:
+            paragraphs.append([])
+    in_section, in_literal = False, False
+    for paragraph in filter(None, paragraphs):
+        first = paragraph[0]
+        if SECTION.match(first):
+            in_section = True
+        elif indent_of(first) == 0:
+            in_section = False
+        is_formula = not in_section and indent_of(first) > 0
+        if first.lstrip().startswith(">>>"):
+            result += [*paragraph, ""]
+        elif is_formula:
+            result += [*([] if in_literal else ["::", ""]), *paragraph, ""]
+        elif not in_section and any(indent_of(line) > 0 for line in paragraph) and not first.lstrip().startswith("- "):
+            result += [*text_and_formula(paragraph), ""]
+        else:
+            doctest = False
+            for line in paragraph:
+                doctest = doctest or line.lstrip().startswith(">>>")
+                result.append(line if doctest else field(line) if in_section else escape(line))
+            result.append("")
+        in_literal = is_formula
+    return result
+
+
+def text_and_formula(paragraph: list[str]) -> list[str]:
+    """A paragraph in which lines of text and indented lines follow each other: all of it keeps its lines."""
+    return ["::", "", *("    " + line for line in paragraph)]
+
+
+def field(line: str) -> str:
+    """A line of a section: the names before the colon keep the underscore that napoleon escapes."""
+    found = FIELD.fullmatch(line)
+    if found is None or SECTION.match(line):
+        return line if SECTION.match(line) else escape(line)
+    indent, names, rest = found.groups()
+    names = names[0] + re.sub(r"_(?=[,.\s])", r"\\_", names[1:]).replace("*", r"\*")
+    return indent + names + ":" + escape(rest[1:])
+
+
+def process_docstring(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
+    lines[:] = plain_docstring(lines)
+
+
+# ---- links out of docs/: README.md and CONTRIBUTING.md have a page here ----------------------------------------------
+
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+
+
+def process_page(app: Any, docname: str, source: list[str]) -> None:
+    """Links that are right in the repository become right here; anchors in HTML become targets of MyST."""
+    text = source[0]
+    for file, page in PAGES.items():
+        text = text.replace(f"](../{file})", f"]({page})")
+    text = text.replace("](../docs/", "](")
+    source[0] = re.sub(r'<a id="([\w-]+)"></a>\n', r"(\1)=\n", text)
+
+
+def process_include(app: Any, path: Path, docname: str, source: list[str]) -> None:
+    """Files of the root that a page includes: their links start there."""
+    text = source[0].replace("](docs/", "](")
+    for file, page in PAGES.items():
+        text = text.replace(f"]({file})", f"]({page})")
+    source[0] = re.sub(r"\]\((?=(?:benchmarks|examples|tests|otloss|otloss_llm)/)", "](../", text)
+
+
+def setup(app: Any) -> None:
+    app.connect("autodoc-process-docstring", process_docstring, priority=100)  # before napoleon
+    app.connect("source-read", process_page)
+    app.connect("include-read", process_include)

@@ -1,0 +1,62 @@
+"""The site: links between the pages, and (slow) the build itself, with every public name in the reference."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import otloss
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md")) + sorted(DOCS.glob("reference/*.md"))
+
+
+def without_code(text: str) -> str:
+    return re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_of_a_page_lead_to_files(page: Path) -> None:
+    links = re.findall(r"\]\(([^)\s]+)\)", without_code(page.read_text(encoding="utf-8")))
+    files = [link.partition("#")[0] for link in links if not link.startswith(("https://", "#"))]
+    assert [file for file in files if not (page.parent / file).exists()] == []
+
+
+def test_every_page_is_in_the_contents() -> None:
+    contents = "\n".join(re.findall(r"```{toctree}(.*?)```", (DOCS / "index.md").read_text("utf-8"), re.DOTALL))
+    pages = {page.relative_to(DOCS).with_suffix("").as_posix() for page in PAGES}
+    assert set(re.findall(r"^([\w/]+)$", contents, re.MULTILINE)) == pages - {"index"}
+
+
+def test_the_reference_lists_every_public_module() -> None:
+    """The build makes a page for each name in the `__all__` of these modules."""
+    listed = re.findall(r"^   (otloss[\w.]*)$", (DOCS / "reference/index.md").read_text("utf-8"), re.MULTILINE)
+    folders = {f"otloss.{found.name}" for found in pkgutil.iter_modules(otloss.__path__) if found.name[0] != "_"}
+    inside = {
+        "otloss.applications",
+        "otloss.solvers",
+        "otloss.extending",
+    }  # their names are those of otloss and its folders
+    assert set(listed) == {"otloss", "otloss_llm", *folders} - inside
+    assert all(importlib.import_module(name).__all__ for name in listed if name != "otloss_llm")
+
+
+@pytest.mark.slow
+def test_the_site_is_built_without_warnings_and_without_broken_links(tmp_path: Path) -> None:
+    """`make docs` in a folder of its own."""
+    for package in ("sphinx", "myst_parser", "pydata_sphinx_theme", "sphinx_design", "sphinx_copybutton"):
+        pytest.importorskip(package)
+    site = tmp_path / "site"
+    for command in (
+        ["-m", "sphinx", "-b", "html", "-q", "-W", "--keep-going", "-d", str(tmp_path / "trees"), "docs", str(site)],
+        [".ci/check_site.py", str(site)],
+    ):
+        done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
