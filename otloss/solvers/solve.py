@@ -25,7 +25,7 @@ from otloss.solvers.entropic.solution import solution_of
 from otloss.solvers.exact import solve_exactly
 from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.line import wasserstein_1d
-from otloss.solvers.problem import Problem, Settings, pose, tolerance_of
+from otloss.solvers.problem import Problem, Settings, has_float64, pose, tolerance_of
 from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport
@@ -264,19 +264,21 @@ def sinkhorn_divergence(
     """
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl)
     p, q = weights_or_uniform(p, q, cost)  # which checks the order of the arguments
-    cost = as_cost(cost)
-    among_p, among_q = _among(cost, cost_p, cost_q)
+    among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
     problem = pose(p, q, cost, epsilon=epsilon, settings=settings)
     problem, _ = reduce_epsilon(problem, settings) or (problem, None)  # for all three alike
-    value = answer(problem, settings).value_in_arithmetic_dtype
+    settings = dataclasses.replace(settings, tolerance=tolerance_of(problem, settings))
+    dtype, wide = problem.dtype, torch.float64 if has_float64(problem.p.device) else problem.p.dtype
+    problem = dataclasses.replace(problem, dtype=wide)  # the difference would lose digits
+    value = answer(problem, settings).value
     for weights, among in ((problem.p, among_p), (problem.q, among_q)):
         cost_within = among.to(problem.cost.dtype)
         with_itself = dataclasses.replace(problem, p=weights, q=weights, cost=cost_within, start=None)
-        value = value - answer(with_itself, settings, symmetric=True).value_in_arithmetic_dtype / 2
+        value = value - answer(with_itself, settings, symmetric=True).value / 2
     if settings.marginal_penalty is not None:
         apart = problem.p.sum(-1) - problem.q.sum(-1)
         value = value + problem.epsilon * apart.square() / 2
-    return value.to(problem.dtype)
+    return value.to(dtype)
 
 
 def answer(problem: Problem, settings: Settings, *, symmetric: bool = False, accurate: bool | None = None) -> Transport:

@@ -87,7 +87,6 @@ class Transport:
         value = solution.value
         for step in self._ways_back:
             value = step.value(value)
-        self.value_in_arithmetic_dtype = value
         self.value: Float[Tensor, "*batch"] = self._cast(value)
 
     @cached_property

@@ -381,3 +381,15 @@ def test_the_warning_names_the_line_of_the_caller() -> None:
         with pytest.warns(ConvergenceWarning) as caught:
             function(p, q, cost, epsilon=1e-3, max_iterations=2)
         assert {warning.filename for warning in caught} == {__file__}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_values_have_the_promoted_dtype(dtype: torch.dtype) -> None:
+    p = torch.tensor([0.5, 0.5], dtype=dtype)
+    matrix = 1 - torch.eye(2, dtype=dtype)
+    for value in (
+        sinkhorn(p, p, matrix, epsilon=0.5),
+        sinkhorn_divergence(p, p, matrix, epsilon=0.5),
+        sinkhorn_divergence(p, p, matrix, epsilon=0.5, cost_p=matrix, cost_q=matrix),
+    ):
+        assert value.dtype == dtype
