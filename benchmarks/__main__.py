@@ -1,5 +1,5 @@
-"""`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, barycenters, matching, gradients,
-boosting, first_calls, or all.
+"""`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, barycenters,
+single_problems, matching, gradients, boosting, first_calls, or all.
 
 ordinal and ordinal_loss (with packages of the extra "peers"), mathematics and word_similarity run only by name: ordinal
 and mathematics train for an hour and more.
@@ -15,7 +15,8 @@ from benchmarks.inputs import with_inputs
 from benchmarks.measure import FOLDER, Settings
 
 BENCHMARKS = (
-    "token_loss", "scaling", "numbers", "solvers", "barycenters", "matching", "gradients", "boosting", "first_calls",
+    "token_loss", "scaling", "numbers", "solvers", "barycenters", "single_problems", "matching", "gradients",
+    "boosting", "first_calls",
 )  # fmt: skip
 BY_NAME = ("ordinal", "ordinal_loss", "mathematics", "word_similarity")
 

@@ -105,6 +105,14 @@ def test_barycenters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(errors) < 1e-4, "ours and POT agree"
 
 
+def test_single_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = run("single_problems", tmp_path, monkeypatch)
+    values = {
+        row["case"]: [float(r["error"]) for r in kept if r["case"] == row["case"]] for row in kept if row["error"]
+    }
+    assert all(other == pytest.approx(ours, rel=1e-6) for ours, other in values.values()), "contestants agree"
+
+
 def test_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = run("matching", tmp_path, monkeypatch)
     assert {row["case"].split()[0].strip(",") for row in kept} == {"match", "pair", "soft_rank", "lower_bound"}

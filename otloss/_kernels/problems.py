@@ -47,7 +47,7 @@ def solve_batch(
 
 def _are_assignments(p: np.ndarray, q: np.ndarray) -> bool:
     """Whether all problems have as many bins on either side, all of one mass above zero."""
-    if p.shape != q.shape or not p.size:
+    if p.shape != q.shape or not p.size or p[0, 0] != p[0, -1] or q[0, 0] != q[0, -1]:
         return False
     return all(bool((w[:, 0] > 0).all()) and bool((w == w[:, :1]).all()) for w in (p, q))
 

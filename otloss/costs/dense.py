@@ -169,7 +169,7 @@ def has_plain_entries(cost: Any) -> bool:
     if not isinstance(cost, Tensor) or not check_floating("cost", cost).numel():
         return True
     entries = cost.detach()
-    return bool(entries.amin() >= 0 and entries.amax() < torch.inf)
+    return entries.amin().item() >= 0 and entries.amax().item() < torch.inf
 
 
 def as_cost(cost: Cost | Float[Tensor, "*batch n m"]) -> Cost:

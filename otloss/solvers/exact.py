@@ -166,7 +166,7 @@ class ExactSolution:
     def _cells(self) -> Int[Tensor, "*batch cells"]:
         """Where the cells of the plan are in the flattened matrices, one of each problem or shared."""
         (n, m), own = self.problem.cost.shape, self.problem.cost.batch_shape
-        owners = _owners(own, self.problem.batch)
+        owners = torch.from_numpy(_owners(own, self.problem.batch))
         return owners.unsqueeze(-1) * (n * m) + self.optimum.rows * m + self.optimum.columns
 
 
@@ -204,8 +204,8 @@ def solve_exact(
     if start is not None:
         check_potentials(start, (n, m), batch)
     weights = [_flat(w, batch) for w in (p, q)]
-    matrices = matrix.detach().cpu().reshape(matrix.shape[:-2].numel(), n, m).contiguous().numpy()
-    owners = _owners(matrix.shape[:-2], batch).reshape(-1).numpy()
+    matrices = matrix.detach().cpu().contiguous().view(matrix.shape[:-2].numel(), n, m).numpy()
+    owners = _owners(matrix.shape[:-2], batch).reshape(-1)
     prices = None if start is None else _flat(start[1], batch)
     found = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
     _check_ends(found[-1], weights, batch)
@@ -216,14 +216,13 @@ def solve_exact(
 
 
 def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:
-    flat = weights.detach().to("cpu", torch.float64).expand(*batch, weights.shape[-1])
-    array: np.ndarray = flat.reshape(batch.numel(), weights.shape[-1]).contiguous().numpy()
-    return array
+    array: np.ndarray = weights.detach().to("cpu", torch.float64).numpy()
+    return np.ascontiguousarray(np.broadcast_to(array, (*batch, array.shape[-1]))).reshape(-1, array.shape[-1])
 
 
-def _owners(own: torch.Size, batch: torch.Size) -> Int[Tensor, "*batch"]:
-    """Which matrix each problem uses, as an index into the flattened axes `own`; a shared one is not copied."""
-    return torch.arange(own.numel(), device="cpu").reshape(own).expand(batch).contiguous()
+def _owners(own: torch.Size, batch: torch.Size) -> np.ndarray:
+    """Which matrix each problem (*batch) uses, an index into the flattened axes `own`; a shared one is not copied."""
+    return np.array(np.broadcast_to(np.arange(own.numel()).reshape(own), batch))
 
 
 def _check_ends(ends: np.ndarray, weights: list[np.ndarray], batch: torch.Size) -> None:

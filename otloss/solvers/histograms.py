@@ -56,11 +56,10 @@ def histogram_pair(p: Any, q: Any, *others: torch.dtype, balanced: bool = True) 
         ValueError: if an entry is NaN, infinite or negative, if the masses differ by more than `MASS_TOLERANCE`,
             or if the batch axes or the devices do not fit.
     """
-    mass_p, mass_q = check_masses(p, q, balanced=balanced)
+    (mass_p, mass_q), has_empty_side = _checked_masses(p, q, ("p", "q"), balanced=balanced)
     dtype = functools.reduce(torch.promote_types, (p.dtype, q.dtype, *others))
     arithmetic = torch.promote_types(dtype, torch.float32)
     mass = (mass_p + mass_q) / 2
-    has_empty_side = not (_is_positive(mass_p) and _is_positive(mass_q))
     if not balanced:
         return HistogramPair(p.to(arithmetic), q.to(arithmetic), mass.to(arithmetic), dtype, has_empty_side)
     return HistogramPair(
@@ -76,15 +75,31 @@ def check_masses(
     p: Any, q: Any, names: tuple[str, str] = ("p", "q"), *, balanced: bool = True, hint: str = ""
 ) -> tuple[Tensor, Tensor]:
     """Return both masses (...); `hint` ends the message where they differ. Raises as `histogram_pair`."""
-    masses = _checked_mass(names[0], p), _checked_mass(names[1], q)
+    return _checked_masses(p, q, names, balanced=balanced, hint=hint)[0]
+
+
+def _checked_masses(
+    p: Any, q: Any, names: tuple[str, str], *, balanced: bool, hint: str = ""
+) -> tuple[tuple[Tensor, Tensor], bool]:
+    """Return both masses, and whether one of them is 0."""
+    masses = _mass(names[0], p), _mass(names[1], q)
     if p.device != q.device:
         raise ValueError(
             f"{names[0]} is on {p.device} and {names[1]} on {q.device}, expected one device; move one with .to()."
         )
     check_broadcast(**{names[0]: p.shape[:-1], names[1]: q.shape[:-1]})
+    tolerance = max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)) if balanced else torch.inf
+    # Numbers are read one by one: for a single problem a comparison by torch takes longer.
+    if masses[0].numel() and masses[1].numel():
+        least, largest = (found.item() for found in torch.aminmax(masses[0] / masses[1]))
+        is_equal = least >= 1 - tolerance and largest * (1 - tolerance) <= 1  # not NaN, and then neither mass is 0
+        if is_equal and least > 0 and largest < torch.inf and all(w.detach().amin().item() >= 0 for w in (p, q)):
+            return masses, False
+    for name, weights, mass in zip(names, (p, q), masses, strict=True):
+        _check_weights(name, weights.detach(), mass)
     if balanced:
-        _check_equal_mass(masses, names, max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)), hint)
-    return masses
+        _check_equal_mass(masses, names, tolerance, hint)
+    return masses, not all(_is_positive(mass) for mass in masses)
 
 
 def pair_and_cost(p: Any, q: Any, cost: Any) -> tuple[HistogramPair, Cost]:
@@ -182,14 +197,17 @@ class _CentreGradient(torch.autograd.Function):
         return gradient - gradient.mean(-1, keepdim=True)
 
 
-def _checked_mass(name: str, weights: Any) -> Tensor:
+def _mass(name: str, weights: Any) -> Tensor:
     check_floating(name, weights)
     if weights.dim() == 0 or weights.shape[-1] == 0:
         raise ValueError(f"{name} has shape {tuple(weights.shape)}, expected (..., bins) with at least one bin.")
-    weights = weights.detach()
-    mass = weights.sum(-1, dtype=torch.float64)
-    if not mass.numel() or (weights.amin() >= 0 and mass.amax() < torch.inf):
-        return mass
+    mass: Tensor = weights.detach().sum(-1, dtype=torch.float64)
+    return mass
+
+
+def _check_weights(name: str, weights: Tensor, mass: Tensor) -> None:
+    if not mass.numel() or (weights.amin().item() >= 0 and mass.amax().item() < torch.inf):
+        return
     check_finite(name, weights)
     if weights.amin() < 0:
         *row, bin_index = _first(weights < 0)
@@ -216,7 +234,7 @@ def _check_equal_mass(masses: tuple[Tensor, Tensor], names: tuple[str, str], tol
 
 
 def _is_positive(mass: Tensor) -> bool:
-    return not mass.numel() or bool(mass.amin() > 0)
+    return not mass.numel() or mass.amin().item() > 0
 
 
 def _rescaled(weights: Tensor, mass: Tensor, target: Tensor, dtype: torch.dtype, has_empty_side: bool) -> Tensor:

@@ -177,6 +177,8 @@ def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
     given = [t for t in (p, q, *places) if t is not None]
     if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) and t.dim() > 0 for t in given):
         return False
+    if all(t.dim() == 1 for t in given) and p.shape[0] + q.shape[0] < _SMALL:
+        return False
     if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*given)):
         return False
     if any(t.is_floating_point() and t.dtype not in MASS_TOLERANCE for t in given):
@@ -237,10 +239,11 @@ def _merged_path(p: Tensor, q: Tensor, x: Tensor, y: Tensor, order: float) -> tu
     widths = levels.diff(dim=-1, prepend=torch.zeros_like(levels[..., :1]))
     # Counting the levels passed, and not searching for them, keeps one cell per step where levels coincide:
     # that makes the path a basis, and its derivatives dual potentials.
-    from_p = (origin < n).long()
-    passed_p = (from_p.cumsum(-1) - from_p).clamp(max=n - 1)
-    passed_q = ((1 - from_p).cumsum(-1) - (1 - from_p)).clamp(max=m - 1)
-    return widths, _power(x.gather(-1, passed_p) - y.gather(-1, passed_q), order)
+    from_p = origin < n
+    passed_p = from_p.cumsum(-1).sub_(from_p.long())
+    passed_q = torch.arange(n + m, device=p.device) - passed_p
+    prices = _power(x.gather(-1, passed_p.clamp_(max=n - 1)) - y.gather(-1, passed_q.clamp_(max=m - 1)), order)
+    return widths, prices
 
 
 def _to_occupied(weights: Tensor, positions: Tensor) -> Tensor:
@@ -281,8 +284,7 @@ def _power(difference: Tensor, power: float) -> Tensor:
 
 def _take(weights: Tensor, order: Int[Tensor, "*batch n"]) -> Tensor:
     if order.dim() == 1:
-        identity = torch.arange(order.shape[0], device=order.device)
-        return weights if torch.equal(order, identity) else weights[..., order]
+        return weights.index_select(-1, order)
     batch = broadcast_shape(weights.shape[:-1], order.shape[:-1])
     return weights.expand(*batch, -1).gather(-1, order.expand(*batch, -1))
 

@@ -11,6 +11,7 @@ problems, and those of a part of the mass, into balanced ones with costs that ar
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from functools import cached_property
 from numbers import Real
 from typing import Any
 
@@ -68,7 +69,7 @@ class Settings:
         if isinstance(self.max_iterations, bool) or not isinstance(self.max_iterations, int) or self.max_iterations < 1:
             raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
 
-    @property
+    @cached_property
     def changed(self) -> set[str]:
         """The names of the options that differ from their defaults."""
         return {field.name for field in fields(self) if getattr(self, field.name) != field.default}

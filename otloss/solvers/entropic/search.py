@@ -84,7 +84,7 @@ def find_potentials(
         _check_not_too_small(problem, result)
         if accurate:
             result = _with_accurate_potentials(problem, result, goal)
-    if bool((result.error <= tolerance).all()):
+    if _is_within(result.error, tolerance):
         if settings.grad == "envelope" and makes_graph(problem.p, problem.q):  # "implicit" raises instead
             _warn_of_uncertain(problem, result)
         return result
@@ -92,6 +92,11 @@ def find_potentials(
     unknown = ~result.error.isfinite().unsqueeze(-1)  # a value whose error is not known must be NaN
     f, g = (potential.masked_fill(unknown, torch.nan) for potential in (result.f, result.g))
     return dataclasses.replace(result, f=f, g=g, plan=None)
+
+
+def _is_within(error: Tensor, tolerance: float) -> bool:
+    """Whether all errors are, which NaN is not."""
+    return not error.numel() or error.amax().item() <= tolerance
 
 
 def _takes_plan(problem: Problem) -> bool:
@@ -110,7 +115,9 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
     widen = not on_kernel and problem.cost.dtype == torch.float32 and has_float64(problem.p.device)
     in_logs_again = on_kernel and problem.marginal_penalty is not None
     start = None if problem.start is None else _usable_start(problem, *problem.start)
-    first = dataclasses.replace(goal, most=min(goal.most, PATIENCE) if newton or widen or in_logs_again else goal.most)
+    first = goal
+    if goal.most > PATIENCE and (newton or widen or in_logs_again):
+        first = dataclasses.replace(goal, most=PATIENCE)
     result, left = None, goal.most - first.most
     if settings.impl == "auto" and start is None and takes_clusters(problem):
         result = search_from_clusters(problem, _by_kernel, goal, only_resolved=on_kernel)
@@ -118,7 +125,7 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
         result = _sinkhorn(problem, start, first, on_kernel=on_kernel)
     else:
         left = goal.most - int(result.iterations.amax())
-    if left <= 0 or bool((result.error <= goal.tolerance).all()):  # NaN is not
+    if left <= 0 or _is_within(result.error, goal.tolerance):
         return result
     if newton:
         is_stuck = ~(result.error <= goal.tolerance)
@@ -126,7 +133,7 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
         better = _by_newton(problem, result, is_stuck, rest)
         left -= int((better.iterations - result.iterations).amax())
         result = dataclasses.replace(better, potential_error=result.potential_error)
-    if left <= 0 or bool((result.error <= goal.tolerance).all()):
+    if left <= 0 or _is_within(result.error, goal.tolerance):
         return result
     again = in_float64(problem) if widen or in_logs_again else problem
     is_known = result.error.isfinite().unsqueeze(-1)
@@ -176,8 +183,7 @@ def _by_kernel(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal
     if goal.settled < math.inf and not goal.symmetric:  # the kernel has estimated the error of g
         columns += [POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE]
     error, iterations, *estimates = (ends[:, column].reshape(batch) for column in columns)
-    result = SearchResult(f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long(), *estimates)
-    return dataclasses.replace(result, plan=plan)
+    return SearchResult(f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long(), *estimates, plan=plan)
 
 
 def _in_logs(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) -> SearchResult:
@@ -278,8 +284,8 @@ def _check_not_too_small(problem: Problem, result: SearchResult) -> None:
     epsilon = problem.epsilon.detach()
     if not result.f.numel() or not result.g.numel():
         return
-    largest = max(float(torch.linalg.vector_norm(potential, torch.inf)) for potential in (result.f, result.g))
-    if float(epsilon.amin()) >= LEAST_EPSILON * largest:
+    largest = max(potential.abs().amax().item() for potential in (result.f, result.g))
+    if epsilon.amin().item() >= LEAST_EPSILON * largest:
         return
     most = torch.inf if problem.marginal_penalty is None else NO_MASS_LEFT * problem.marginal_penalty
     size = torch.maximum(*(

@@ -1,0 +1,97 @@
+"""One small problem a call, beside POT and scipy: what a call costs in itself. One thread, seconds of the processor."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import ot
+import torch
+from scipy.optimize import linear_sum_assignment
+
+import otloss
+from benchmarks.measure import SMALL_SIZES, Settings, say, table
+from benchmarks.solver_cases import Problems
+from benchmarks.solver_peers import OURS
+from benchmarks.solvers import Bench, at_least
+
+EPSILON = 0.1
+Steps = dict[str, Callable[[], Any]]
+
+
+def exact(n: int) -> Steps:
+    one = Problems.random(1, n)
+    p, q, cost = one.p[0].double(), one.q[0].double(), one.cost[0].double()
+    p, q = p / p.sum(), q / q.sum()
+    return {OURS: lambda: otloss.emd(p, q, cost), "POT emd2": lambda: ot.emd2(p, q, cost)}
+
+
+def entropic(n: int) -> Steps:
+    """POT's scaling form, to the same marginal error."""
+    one = Problems.random(1, n)
+    p, q, cost = one.p[0].double(), one.q[0].double(), one.cost[0].double()
+    p, q = p / p.sum(), q / q.sum()
+
+    def by_pot() -> Any:
+        plan = ot.sinkhorn(p, q, cost, EPSILON, stopThr=1e-9)
+        return (cost * plan).sum() + EPSILON * (plan * (plan / torch.outer(p, q)).log()).sum()
+
+    return {OURS: lambda: otloss.sinkhorn(p, q, cost, epsilon=EPSILON), "POT sinkhorn": by_pot}
+
+
+def on_a_line(samples: int, order: int) -> Steps:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(samples, generator=generator, dtype=torch.float64) for _ in range(2))
+    w = torch.full((samples,), 1 / samples, dtype=torch.float64)
+    return {
+        OURS: lambda: otloss.wasserstein_1d(w, w, x, y, order=order),
+        "POT": lambda: ot.wasserstein_1d(x, y, p=order),
+    }
+
+
+def detection(queries: int, targets: int) -> Steps:
+    cost = torch.randn(queries, targets, generator=torch.Generator().manual_seed(0))
+
+    def by_scipy() -> Any:
+        return [torch.as_tensor(index) for index in linear_sum_assignment(cost.numpy())]
+
+    return {OURS: lambda: otloss.match(cost), "scipy": by_scipy}
+
+
+def graphs(n: int) -> Steps:
+    generator = torch.Generator().manual_seed(0)
+    x, y = (torch.randn(n, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    C, D, M, w = torch.cdist(x, x), torch.cdist(y, y), torch.cdist(x, y), torch.full((n,), 1 / n, dtype=torch.float64)
+    arrays = [t.numpy() for t in (M, C, D, w, w)]
+    return {
+        OURS: lambda: otloss.fused_gromov(C, D, M, w, w, alpha=0.5).value,
+        "POT": lambda: torch.tensor(ot.gromov.fused_gromov_wasserstein2(*arrays, alpha=0.5)),
+    }
+
+
+def main(settings: Settings) -> None:
+    bench, small = Bench(settings, "single_problems"), settings.small
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    n, few = (4, 3) if small else (100, 20)
+    cases: list[tuple[str, float, Steps]] = [
+        *((f"emd, {n} x {n}", 1.0 if n > 5 else 0.5, exact(n)) for n in ((4,) if small else (5, 32, 64))),
+        *((f"sinkhorn, {n} x {n}, epsilon {EPSILON:g}", 1.0, entropic(n)) for n in ((4,) if small else (5, 32, 64))),
+        *((f"wasserstein_1d, {n} samples, order {order}", 0.5, on_a_line(n, order)) for order in (1, 2)),
+        (f"match, {n} x {few}", 0.5, detection(n, few)),
+        *((f"fused_gromov, {n} nodes", 1.0, graphs(n)) for n in ((4,) if small else (12, 30))),
+    ]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # POT compares the masses of its own sums
+        for case, limit, steps in cases:
+            answers = {name: step() for name, step in steps.items()}
+            notes = dict.fromkeys(steps, "")
+            if "match" not in case:
+                notes = {name: f"{float(value):.9g}" for name, value in answers.items()}
+            bench.judge(at_least(case, limit), bench.timed(case, steps, notes=notes, on_one_thread=True))
+    torch.set_num_threads(threads)
+    if small:
+        say(SMALL_SIZES)
+        return
+    table([["work: how many times as long the peer takes", "limit", "measured"], *bench.verdicts])
