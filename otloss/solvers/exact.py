@@ -22,7 +22,7 @@ problem per thread.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import ClassVar
 
@@ -31,7 +31,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from otloss._autograd import check_no_transform
+from otloss._autograd import Unchanged, check_no_transform
 from otloss._checks import broadcast_shape, check_finite, check_potentials
 from otloss._kernels.problems import solve_batch
 from otloss.costs import DenseCost
@@ -79,11 +79,15 @@ class ExactSolution:
     problem: Problem  # its cost is a matrix, with its graph
     optimum: Optimum
     value: Float[Tensor, "*batch"]
+    _unchanged: Unchanged = field(init=False, repr=False)
 
     only_value_has_gradients: ClassVar[str | None] = (
         "an exact plan and its potentials jump where they change at all, so they have no derivative; use `value`, "
         'or an epsilon with grad="implicit".'
     )
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_unchanged", Unchanged(self.problem.cost.dense()))
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
@@ -116,6 +120,7 @@ class ExactSolution:
         p, q = (w.detach().to("cpu") for w in (self.problem.p, self.problem.q))
         if not bool((p == 0).any() and (q == 0).any()):
             return f, g
+        self._unchanged.check("potentials of bins without mass")
         slack = self.problem.cost.dense().detach().to("cpu", torch.float64) - f.unsqueeze(-1)
         least = slack.masked_fill((p > 0).unsqueeze(-1), torch.inf).amin(-2)
         return f, torch.where(q == 0, torch.minimum(g, least), g)
