@@ -41,10 +41,14 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from numbers import Real
 from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+from otloss.extending import check_not_negative, check_number, check_positive
 
 Objective = Callable[..., Tensor]
 
@@ -97,12 +101,25 @@ def _signature(objective: Objective) -> tuple[tuple[str, ...], bool]:
         return named, True
     pair = len(places) == 2 and set(others) <= set(places)
     pair = pair and all(place in (*others, own) for place, own in zip(places, Statistics._fields, strict=False))
+    if pair:
+        _check_names(objective, places)
     if pair or (not places and any(p.kind is p.VAR_POSITIONAL for p in parameters)):
         return Statistics._fields[:2], False
     raise ValueError(
         f"objective {objective!r} has parameters {[p.name for p in parameters]}, expected some of "
         f"{list(Statistics._fields)}, or two positional parameters, which get nll and cost; give others a default."
     )
+
+
+def _check_names(objective: Objective, pair: list[str]) -> None:
+    """Raise ValueError if one of the names of nll and cost is almost that of another statistic, which was meant."""
+    for name, own in zip(pair, Statistics._fields, strict=False):
+        near = get_close_matches(name, Statistics._fields, n=1, cutoff=0.75)
+        if near and near[0] != own:
+            raise ValueError(
+                f"objective {objective!r} has a parameter {name!r} in the place of {own}, did you mean {near[0]}? Two "
+                "positional parameters of other names get nll and cost."
+            )
 
 
 _BY_PLACE = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -124,7 +141,7 @@ def _required(cost: Tensor | None) -> Tensor:
 
 
 def _check_share(name: str, value: float) -> None:
-    if not 0.0 <= value <= 1.0:
+    if not 0.0 <= check_number(name, value) <= 1.0:
         raise ValueError(f"{name} is {value}, expected a number in [0, 1].")
 
 
@@ -227,7 +244,7 @@ class EMO:
     def __post_init__(self) -> None:
         if self.ratio_clip == "default":
             object.__setattr__(self, "ratio_clip", DEFAULT_CLIP if self.weighting == "ratio" else None)
-        fixed = not isinstance(self.weighting, str)
+        fixed = isinstance(self.weighting, Real)
         if self.weighting not in ("ratio", "transport") and not (fixed and 0.0 <= float(self.weighting) < math.inf):
             raise ValueError(
                 f'weighting is {self.weighting!r}, expected "ratio", "transport" or a finite, non-negative number.'
@@ -268,8 +285,7 @@ class NumberToken:
     needs_cost: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.weight < math.inf:
-            raise ValueError(f"weight is {self.weight}, expected a finite, non-negative number.")
+        check_not_negative("weight", self.weight)
 
     def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
         return nll + self.weight * _required(cost)
@@ -294,8 +310,7 @@ class Power:
     k: float = 1.0
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.k < math.inf:
-            raise ValueError(f"k is {self.k}, expected a positive, finite number.")
+        check_positive("k", self.k)
 
     def __call__(self, nll: Tensor) -> Tensor:
         return -(-self.k * nll).exp()
@@ -339,8 +354,7 @@ class GEM:
     beta: float = 0.7
 
     def __post_init__(self) -> None:
-        if not 0.0 < self.beta < math.inf:
-            raise ValueError(f"beta is {self.beta}, expected a positive, finite number.")
+        check_positive("beta", self.beta)
 
     @property
     def temperature(self) -> float:
@@ -367,8 +381,7 @@ class ExpectedValue:
     signed_cost: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.weight < math.inf:
-            raise ValueError(f"weight is {self.weight}, expected a finite, non-negative number.")
+        check_not_negative("weight", self.weight)
 
     def __call__(self, nll: Tensor, cost: Tensor | None) -> Tensor:
         return nll + self.weight * _required(cost).square()
@@ -418,8 +431,7 @@ class ZLoss:
     weight: float = 1e-4
 
     def __post_init__(self) -> None:
-        if not 0.0 <= self.weight < math.inf:
-            raise ValueError(f"weight is {self.weight}, expected a finite, non-negative number.")
+        check_not_negative("weight", self.weight)
 
     @property
     def reads(self) -> tuple[str, ...]:
@@ -452,7 +464,7 @@ def temperature_of(objective: Objective) -> float | None:
     if "tempered_logsumexp" not in statistics_read(objective):
         return None
     temperature = getattr(innermost(objective), "temperature", None)
-    if not isinstance(temperature, int | float) or not 0.0 < temperature < math.inf:
+    if not isinstance(temperature, Real) or not 0.0 < temperature < math.inf:
         raise ValueError(
             f"objective {objective!r} reads tempered_logsumexp and its temperature is {temperature!r}; expected an "
             "attribute temperature, a positive, finite number."
@@ -595,7 +607,7 @@ def parse_objective(text: str) -> Objective:
         objective = _named(*_parts(text))
         if objective is not None:
             for term, number in _terms(text)[1]:
-                objective = _TERMS[term](objective, float(number))
+                objective = _TERMS[term](objective, _number(f"+{term}:", number))
             return objective
     except ValueError as error:
         raise ValueError(f"objective is {text!r}: {error}") from None
@@ -608,13 +620,21 @@ def _named(name: str, parameter: str) -> Objective | None:
         return _WITHOUT_NUMBER[name]
     if name in _WITH_NUMBER:
         make, default = _WITH_NUMBER[name]
-        return make(float(parameter or default))
+        return make(_number(f"{name}:", parameter) if parameter else default)
     if name not in ("emo", "emo+number"):
         return None
     if parameter.startswith("clip="):
         clip = parameter.removeprefix("clip=")
-        return EMO(ratio_clip=None if clip == "none" else float(clip))
-    return EMO(parameter or "ratio") if parameter in ("", "ratio", "transport") else EMO(float(parameter))
+        return EMO(ratio_clip=None if clip == "none" else _number("clip=", clip))
+    return EMO(parameter or "ratio") if parameter in ("", "ratio", "transport") else EMO(_number(f"{name}:", parameter))
+
+
+def _number(before: str, text: str) -> float:
+    """The number that follows `before` in the name of an objective."""
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number, expected one behind {before!r}, as in {before}0.5.") from None
 
 
 def has_default_clip(text: str) -> bool:

@@ -63,13 +63,12 @@ def check_objective(
     Args:
         vocab, device: of the logits, which those of the cost must be; None: not known yet.
     """
-    if isinstance(objective, type):
-        raise TypeError(
-            f"objective is the class {objective.__name__}, expected an instance; write {objective.__name__}()."
-        )
-    if not callable(objective):
-        raise TypeError(f"objective is {objective!r}, expected a callable (nll, cost) -> value such as EMO() or MLE().")
     inner = innermost(objective)
+    if isinstance(inner, type):
+        raise TypeError(f"objective is the class {inner.__name__}, expected an instance; write {inner.__name__}().")
+    if not callable(inner):
+        named = f"; parse_objective({inner!r}) makes one from a name" if isinstance(inner, str) else ""
+        raise TypeError(f"objective is {inner!r}, expected a callable (nll, cost) -> value such as EMO(){named}.")
     read = statistics_read(inner)
     temperature_of(objective)  # raises where it is read and is no number
     if cost is None:

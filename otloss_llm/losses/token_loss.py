@@ -7,7 +7,6 @@ only one coupling.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -18,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss.extending import check_floating, eager
+from otloss.extending import check_floating, check_positive, eager
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
 from otloss_llm.kernels import chunked, reference, sharded_logits
@@ -471,9 +470,8 @@ def token_statistics(
         if impl == "reference":
             _check_one_process(process_group)
         scale, softcap = check_transform(logit_scale, logit_softcap)
-        if not 0 < float(temperature) < math.inf:
-            raise ValueError(f"temperature is {temperature}, expected a positive, finite number.")
-        config = TokenLossConfig(_nll_beside_entropy, None, scale, softcap, chunk_size, impl, float(temperature))
+        check_positive("temperature", temperature)
+        config = TokenLossConfig(_nll_beside_entropy, None, scale, softcap, chunk_size, impl, temperature)
         return _Call(h, w, b, labels, None, config, ignore_index)
 
     call, shard = (checked(), None) if process_group is None else _agreed(process_group, weight, None, checked, check)

@@ -20,15 +20,20 @@ def curved(nll: Tensor, cost: Tensor | None) -> Tensor:
     return nll.square() * 0.3 + (1 + cost).log() + nll * cost
 
 
+def ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
+    """Detached, and 0 where both round to 0: at certain labels."""
+    return torch.where(denominator == 0, 0.0, numerator / denominator).detach()
+
+
 # name -> (objective, the formula from (q_y, nll, D) written out once more)
 OBJECTIVES: dict[str, tuple[Objective, Formula]] = {
     "mle": (MLE(), lambda q, nll, d: nll),
     "tailr": (TaiLr(0.7), lambda q, nll, d: (q / (0.7 + 0.3 * q)).detach() * nll),
     "tailr-clamped": (TaiLr(1.0, min_weight=0.2), lambda q, nll, d: q.detach().clamp(0.2, 1) * nll),
     "mixce": (MixCE(0.3), lambda q, nll, d: (0.3 + 0.7 * q.detach()) * nll),
-    "emo": (EMO(ratio_clip=None), lambda q, nll, d: 0.5 * (nll + (nll / d).detach() * d)),
-    "emo-clipped": (EMO(), lambda q, nll, d: 0.5 * (nll + (nll / d).detach().clamp(max=3) * d)),
-    "emo-transport": (EMO("transport"), lambda q, nll, d: (d / nll).detach() * nll + d),
+    "emo": (EMO(ratio_clip=None), lambda q, nll, d: 0.5 * (nll + ratio(nll, d) * d)),
+    "emo-clipped": (EMO(), lambda q, nll, d: 0.5 * (nll + ratio(nll, d).clamp(max=3) * d)),
+    "emo-transport": (EMO("transport"), lambda q, nll, d: ratio(d, nll) * nll + d),
     "number-token": (NumberToken(0.4), lambda q, nll, d: nll + 0.4 * d),
     "emo-fixed": (EMO(0.7), lambda q, nll, d: nll + 0.7 * d),
     "user": (curved, lambda q, nll, d: 0.3 * nll**2 + torch.log(1 + d) + nll * d),

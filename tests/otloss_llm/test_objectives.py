@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import math
 import pickle
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -115,7 +117,8 @@ def test_names_of_objectives() -> None:
         ("emo:-1", "weighting is -1.0"), ("emo:nan", "weighting is nan"), ("emo:clip=0", "ratio_clip is 0.0"),
         ("number_token:inf", "weight is inf"), ("power:0", "k is 0.0"), ("eaft:1", "expected one of"),
         ("dft:2", "expected one of"), ("gem:0", "beta is 0.0"), ("mle+smoothing:2", "epsilon is 2.0"),
-        ("mle+smoothing", "could not convert"), ("smoothing:0.1", "expected one of"),
+        ("mle+smoothing", "'' is not a number, expected one behind '[+]smoothing:'"), ("gem:x", "as in gem:0.5"),
+        ("smoothing:0.1", "expected one of"),
     ],
 )  # fmt: skip
 def test_invalid_names_raise(text: str, message: str) -> None:
@@ -133,6 +136,52 @@ def test_invalid_settings_raise() -> None:
     ]:  # fmt: skip
         with pytest.raises(ValueError, match=message):
             make()
+
+
+@pytest.mark.parametrize("made", [GEM, Power, NumberToken, ExpectedValue, TaiLr, MixCE, lambda w: ZLoss(MLE(), w)])
+def test_numbers_of_another_type_raise(made: Any) -> None:
+    """A tensor with a graph would lose its gradient."""
+    for value, kind in (("0.7", "str"), (None, "NoneType"), (torch.tensor(0.7, requires_grad=True), "Tensor")):
+        with pytest.raises(TypeError, match=rf"is a {kind} \(.*expected a number; convert it first"):
+            made(value)
+    with pytest.raises(ValueError, match="weighting is None, expected"):
+        EMO(None)  # type: ignore[arg-type]
+
+
+def test_a_temperature_may_be_of_numpy() -> None:
+    z, label = torch.randn(2, 5), torch.tensor([1, 3])
+    losses = [token_loss(z, label, objective=GEM(beta)).loss for beta in (np.float32(0.5), 0.5)]  # type: ignore[arg-type]
+    torch.testing.assert_close(*losses)
+
+
+def test_almost_the_name_of_a_statistic_raises() -> None:
+    """It would get the transport cost, or nothing; and nll and cost the wrong way around."""
+    for objective, meant in (
+        (lambda nll, entrpy: nll * entrpy, "entropy"),
+        (lambda nll, log_sum_exp: nll, "logsumexp"),
+        (lambda costs, nlls: nlls, "cost"),
+    ):
+        with pytest.raises(ValueError, match=f"did you mean {meant}"):
+            statistics_read(objective)
+    for objective in (
+        lambda nlls, costs: nlls,
+        lambda n, D: n,
+        lambda nll, transport: nll,
+        lambda loss, distance: loss,
+    ):
+        assert statistics_read(objective) == ("nll", "cost")
+
+
+def test_what_is_not_an_objective_raises_inside_a_wrapper_too() -> None:
+    z, label = torch.zeros(1, 3), torch.tensor([1])
+    for wrong, message in (
+        ("gem:0.7", r"expected a callable .*parse_objective\('gem:0.7'\)"),
+        (GEM, r"is the class GEM, expected an instance"),
+        (None, "is None, expected a callable"),
+    ):
+        for objective in (wrong, LabelSmoothing(wrong, 0.1), ZLoss(wrong)):  # type: ignore[arg-type]
+            with pytest.raises(TypeError, match=message):
+                token_loss(z, label, objective=objective)  # type: ignore[arg-type]
 
 
 def test_needs_cost() -> None:

@@ -98,7 +98,9 @@ def test_log_probabilities_in_half_precision_and_errors() -> None:
     (true["entropy"] - true["nll"]).sum().backward()
     assert hidden.grad is not None
     torch.testing.assert_close(hidden.grad.double(), wide.grad, rtol=5e-3, atol=5e-3)
-    with pytest.raises(ValueError, match="temperature is 0, expected a positive"):
+    with pytest.raises(ValueError, match="temperature is 0, expected a finite number above 0"):
         token_statistics(hidden, weight, labels, temperature=0)
+    with pytest.raises(TypeError, match="temperature is a Tensor"):  # it would get no gradient
+        token_statistics(hidden, weight, labels, temperature=torch.tensor(1.0, requires_grad=True))  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="no second derivative"):
         torch.autograd.grad(token_statistics(hidden, weight, labels).entropy.sum(), hidden, create_graph=True)
