@@ -200,6 +200,10 @@ class EvaluateArguments:
         None,
         choices=STYLES,
     )
+    decode: str = _option(
+        "greedy, or the mean, the median or a quantile (0.9) of the distribution over numbers that begin the answer.",
+        "greedy",
+    )
     max_new_tokens: int = _option("Longest answer, in tokens.", 100)
     num_questions: int | None = _option("Answer, or label, at most so many, evenly spaced; default: all.", None)
     in_context: str | None = _option(

@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from otloss_llm.cli.arguments import EvaluateArguments, ModelArguments
@@ -18,16 +19,22 @@ from otloss_llm.data.text import read_texts
 from otloss_llm.evaluation import (
     answer_questions,
     classify_in_context,
+    final_number,
+    number_distributions,
     perplexity,
     same_answer,
     score_answers,
+    score_number_distributions,
     score_number_labels,
 )
 from otloss_llm.evaluation.answer_scores import answer_style
+from otloss_llm.evaluation.number_decoding import check_decision
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.models.loading import load_model_and_tokenizer
 from otloss_llm.training.folders import write_text
 from otloss_llm.training.loading import chosen_embedding, load_cost
+
+LONGEST_NUMBER = 12  # tokens of a number that --decode reads
 
 
 def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
@@ -36,6 +43,7 @@ def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
     texts = read_texts(args.text, text_column=args.text_column) if args.text else []
     questions = read_questions(args.questions) if args.questions else []
     style = answer_style([question.answer for question in questions], args.answer_style) if questions else ""
+    _check_decode(args.decode, style)
     if args.num_questions is not None and questions:
         questions = spread(questions, args.num_questions)
     task = _read_task(args) if args.in_context else None
@@ -54,6 +62,17 @@ def run(model_args: ModelArguments, args: EvaluateArguments) -> tuple[str, int]:
     if args.output_file:
         write_text(Path(args.output_file), text + "\n")
     return text, 0
+
+
+def _check_decode(decode: str, style: str) -> None:
+    if decode == "greedy":
+        return
+    check_decision(decode)
+    if style != "mathematics":
+        raise ValueError(
+            f"--decode {decode} reads numbers that begin an answer, and answers of the style {style or 'none'} "
+            "begin with a solution, or there are no --questions; leave it out."
+        )
 
 
 def _read_task(args: EvaluateArguments) -> tuple[list[LabelledText], list[LabelledText], list[str]]:
@@ -131,9 +150,7 @@ def _score_questions(
         )
     # Scored before anything is answered, so that an error there loses no answers.
     numbers = _score_answer_tokens(model, tokenizer, questions, lengths, args.batch_size)
-    predicted = answer_questions(
-        model, tokenizer, questions, max_new_tokens=args.max_new_tokens, batch_size=args.batch_size
-    )
+    predicted, decoded = _answers(model, tokenizer, questions, args)
     expected = [question.answer for question in questions]
     if args.predictions_file:
         lines = [
@@ -144,7 +161,27 @@ def _score_questions(
         write_text(Path(args.predictions_file), "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
     scores = score_answers(predicted, expected, style=style, kinds=[question.kind for question in questions])
     settings = {"questions": args.questions, "answer_style": style, "max_new_tokens": args.max_new_tokens}
-    return settings | {"cut_short": cut_short, "answers": dataclasses.asdict(scores)} | numbers
+    return settings | {"cut_short": cut_short, "answers": dataclasses.asdict(scores)} | numbers | decoded
+
+
+def _answers(
+    model: Any, tokenizer: Any, questions: list[Question], args: EvaluateArguments
+) -> tuple[list[str], dict[str, Any]]:
+    """Return the answers, and what is to be said of the distributions that they were decoded from."""
+    if args.decode == "greedy":
+        settings = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
+        return answer_questions(model, tokenizer, questions, **settings), {}
+    found = number_distributions(
+        model, tokenizer, questions, longest=min(args.max_new_tokens, LONGEST_NUMBER), batch_size=args.batch_size
+    )
+    predicted = [np.format_float_positional(one.decode(args.decode), precision=6, trim="-") for one in found]
+    right = [final_number(question.answer) for question in questions]
+    pairs = [(one, y) for one, y in zip(found, right, strict=True) if y is not None]
+    said: dict[str, Any] = {"decode": args.decode}
+    if pairs:
+        scores = score_number_distributions(*zip(*pairs, strict=True), by=args.decode)
+        said["number_distributions"] = dataclasses.asdict(scores)
+    return predicted, said
 
 
 def _score_answer_tokens(

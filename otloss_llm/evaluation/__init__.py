@@ -25,6 +25,11 @@ from otloss_llm.evaluation.mauve import mauve as mauve
 from otloss_llm.evaluation.mauve import text_features as text_features
 from otloss_llm.evaluation.neighbours import NeighbourOverlap as NeighbourOverlap
 from otloss_llm.evaluation.neighbours import neighbour_overlap as neighbour_overlap
+from otloss_llm.evaluation.number_decoding import DistributionScores as DistributionScores
+from otloss_llm.evaluation.number_decoding import NumberDistribution as NumberDistribution
+from otloss_llm.evaluation.number_decoding import decode_numbers as decode_numbers
+from otloss_llm.evaluation.number_decoding import number_distributions as number_distributions
+from otloss_llm.evaluation.number_decoding import score_number_distributions as score_number_distributions
 from otloss_llm.evaluation.overlap import distinct_n as distinct_n
 from otloss_llm.evaluation.overlap import repetition as repetition
 from otloss_llm.evaluation.overlap import rouge as rouge
@@ -39,10 +44,12 @@ from otloss_llm.evaluation.sampling import sample_texts as sample_texts
 
 __all__ = [
     "ClusterDivergence",
+    "DistributionScores",
     "InContextScores",
     "LabelledText",
     "Mauve",
     "NeighbourOverlap",
+    "NumberDistribution",
     "NumberScores",
     "NumberTokenScores",
     "Perplexity",
@@ -53,11 +60,13 @@ __all__ = [
     "answer_questions",
     "classify_in_context",
     "cluster_divergence",
+    "decode_numbers",
     "distinct_n",
     "extract_answer",
     "final_number",
     "mauve",
     "neighbour_overlap",
+    "number_distributions",
     "number_token_scores",
     "perplexity",
     "read_labelled_texts",
@@ -66,6 +75,7 @@ __all__ = [
     "same_answer",
     "sample_texts",
     "score_answers",
+    "score_number_distributions",
     "score_number_labels",
     "score_texts",
     "sequence_nll",

@@ -1,0 +1,328 @@
+"""The distribution of a model over the numbers that may answer a question; its mean, median or quantile as the answer.
+
+The most probable text is the best answer if only the exact one counts. If an answer costs its distance to the right
+one, the median of the distribution is better, and its mean if it costs the square; both need no other training.
+
+A number is the longest sequence of tokens that reads as one, directly after the prompt: P("42") = P(4) P(2 | 4) (1 -
+P(a digit or a point | 42)). A beam over its tokens keeps the most probable beginnings, so numbers of one token are
+complete where `beam` is at least their count. With F the distribution function of the result and y the right number:
+
+    CRPS = sum_i p_i |v_i - y| - 1/2 sum_ij p_i p_j |v_i - v_j|      the error, if the distribution is one number
+    PIT  = uniform between F(y-) and F(y)                            uniform over [0, 1] if the model is calibrated
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss.losses import crps
+from otloss_llm.costs.choice import number_tokens
+from otloss_llm.costs.tokenizer_numbers import read_number
+from otloss_llm.data.blocks import opening_ids
+from otloss_llm.data.questions import SEPARATOR, Question, prompt_text
+from otloss_llm.evaluation.perplexity import check_batch_size, check_fit
+from otloss_llm.models.heads import evaluation_mode, find_head
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_SIGN = "+-\N{MINUS SIGN}"
+_START = re.compile(rf"[{_SIGN}]?[0-9]*\.?[0-9]*")
+_DIGITS, _WITH_POINT = re.compile(r"[0-9]+"), re.compile(r"[0-9]*\.[0-9]*")
+_NEGLIGIBLE = math.log(1e-4)  # beginnings that are this much less probable than the best are dropped
+_BINS = 10  # of the PIT
+
+
+@dataclass(frozen=True, eq=False)
+class NumberDistribution:
+    """A distribution over numbers.
+
+    Attributes:
+        values: the numbers, ascending.
+        probabilities: of each, with the sum 1.
+        mass: the probability, before that, that the answer is one of these numbers; the rest is text, or was dropped.
+
+    Example:
+        >>> half = NumberDistribution(torch.tensor([1.0, 4.0]).double(), torch.tensor([0.75, 0.25]).double(), mass=0.9)
+        >>> half.decode("mean"), half.decode("median"), half.decode(0.9)
+        (1.75, 1.0, 4.0)
+    """
+
+    values: Float[Tensor, " numbers"]
+    probabilities: Float[Tensor, " numbers"]
+    mass: float
+
+    def decode(self, by: str | float) -> float:
+        """Return the number for a decision.
+
+        Args:
+            by: "mean", "median" (the smallest value with at least half of the mass up to it), or the level of a
+                quantile between 0 and 1.
+
+        Raises:
+            ValueError: none of these.
+        """
+        level = check_decision(by)
+        if level is None:
+            return float(self.values @ self.probabilities)
+        below = self.probabilities.cumsum(0)
+        return float(self.values[min(int((below < level - 1e-12).sum()), len(self.values) - 1)])
+
+    def crps(self, value: float) -> float:
+        """Return the continuous ranked probability score of the right number, in its unit; the lower, the better."""
+        return float(crps(self.values, torch.tensor(value, dtype=self.values.dtype), self.probabilities))
+
+    def pit(self, value: float) -> tuple[float, float]:
+        """Return F(y-) and F(y), between which the probability integral transform of the right number is uniform."""
+        low, high = (float(self.probabilities[side].sum()) for side in (self.values < value, self.values <= value))
+        return min(low, 1.0), min(high, 1.0)
+
+
+@dataclass(frozen=True)
+class DistributionScores:
+    """Means over questions whose right answer is a number.
+
+    Attributes:
+        questions: their number.
+        mean_absolute_error: of the decoded numbers.
+        crps: of the distributions, in the unit of the numbers.
+        pit: shares of the PIT in ten equal parts of [0, 1]; 0.1 each if the model is calibrated, more at both ends if
+            it is too sure.
+        within_90: how often the PIT is between 0.05 and 0.95.
+        number_mass: the mean probability of the numbers found.
+    """
+
+    questions: int
+    mean_absolute_error: float
+    crps: float
+    pit: tuple[float, ...]
+    within_90: float
+    number_mass: float
+
+
+def check_decision(by: str | float) -> float | None:
+    """Return the level of a quantile, None for the mean; raises ValueError for what is neither."""
+    if by == "mean":
+        return None
+    try:
+        level = 0.5 if by == "median" else float(by)
+    except ValueError:
+        level = math.nan
+    if not 0.0 < level < 1.0:
+        raise ValueError(f'a decision by {by!r}, expected "mean", "median", or the level of a quantile, as 0.9.')
+    return level
+
+
+def decode_numbers(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    *,
+    by: str | float = "median",
+    longest: int = 8,
+    beam: int = 128,
+    batch_size: int = 32,
+    separator: str = SEPARATOR,
+) -> list[float]:
+    """Return the mean, the median or a quantile of the model's distribution over numbers, for each question.
+
+    Args:
+        by: "mean", "median" or the level of a quantile.
+        longest, beam, batch_size, separator: as in `number_distributions`, which keeps the distributions.
+
+    Raises:
+        ValueError: as `number_distributions`, or for another decision.
+    """
+    check_decision(by)
+    found = number_distributions(
+        model, tokenizer, questions, longest=longest, beam=beam, batch_size=batch_size, separator=separator
+    )
+    return [distribution.decode(by) for distribution in found]
+
+
+def number_distributions(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    questions: Sequence[Question],
+    *,
+    longest: int = 8,
+    beam: int = 128,
+    batch_size: int = 32,
+    separator: str = SEPARATOR,
+) -> list[NumberDistribution]:
+    """Return the model's distribution over numbers right after each prompt, in the order of the questions.
+
+    The prompts are those of `answer_questions`. Answers that begin with other text, as solutions do, have little mass.
+    The model runs in eval mode, and its mode is restored.
+
+    Args:
+        longest: tokens of a number at most. With 1 a number is one token, whatever follows: one pass of the model.
+        beam: beginnings of numbers that are kept for each question after each token, the most probable ones.
+        batch_size: sequences that the model is given at a time.
+
+    Raises:
+        ValueError: no question, a setting below 1, a tokenizer without number tokens, a prompt that with `longest`
+            tokens exceeds the context, or no number among the beginnings that were kept.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> from otloss_llm.data.blocks import train_bpe_tokenizer
+        >>> tokenizer = train_bpe_tokenizer(["one two three"], 257)
+        >>> _ = torch.manual_seed(0)
+        >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=4, n_layer=1, n_head=1))
+        >>> answer = number_distributions(model, tokenizer, [Question("1 + 1", "2")], longest=1)[0]
+        >>> answer.values.tolist(), 4 < answer.decode("mean") < 5
+        ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0], True)
+    """
+    check_batch_size(batch_size)
+    for name, setting in (("longest", longest), ("beam", beam)):
+        if setting < 1:
+            raise ValueError(f"{name} is {setting}, expected 1 or more.")
+    if not questions:
+        raise ValueError("questions is an empty list; give at least one question.")
+    rows = find_head(model).weight.shape[0]
+    tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
+    parts = _parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])
+    opening = opening_ids(tokenizer)
+    found = []
+    with evaluation_mode(model):
+        for question in questions:
+            text = prompt_text(question, separator)
+            ids = tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
+            prompt = [*opening, *ids]
+            check_fit(model, len(prompt) + longest - 1, min(prompt), max(prompt))
+            ended = _numbers_after(model, prompt, parts, longest=longest, beam=beam, batch_size=batch_size)
+            found.append(_distribution(ended, question, longest))
+    return found
+
+
+def score_number_distributions(
+    distributions: Sequence[NumberDistribution], expected: Sequence[float], *, by: str | float = "median"
+) -> DistributionScores:
+    """Return the error of the decision `by`, and how well the distributions are calibrated.
+
+    Raises:
+        ValueError: not as many right numbers as distributions, none, one that is not finite, or an unknown decision.
+
+    Example:
+        >>> sure = NumberDistribution(torch.tensor([4.0]).double(), torch.ones(1).double(), mass=0.9)
+        >>> scores = score_number_distributions([sure, sure], [4.0, 7.0])
+        >>> scores.mean_absolute_error, scores.crps, [round(share, 2) for share in scores.pit[-2:]]
+        (1.5, 1.5, [0.05, 0.55])
+    """
+    if len(distributions) != len(expected) or not expected or not all(map(math.isfinite, expected)):
+        raise ValueError(
+            f"there are {len(distributions)} distributions and {len(expected)} right numbers, expected as many of "
+            "each, at least one, and finite numbers."
+        )
+    pairs = list(zip(distributions, expected, strict=True))
+    low, high = torch.tensor([one.pit(y) for one, y in pairs], dtype=torch.float64).unsqueeze(-1).unbind(1)
+    edges = torch.linspace(0.0, 1.0, _BINS + 1, dtype=torch.float64)
+
+    def below(u: Tensor) -> Tensor:
+        """The mean share of the PIT up to u; a right number outside of all values has a PIT of one point."""
+        inside = (u - low) / (high - low).where(high > low, 1.0)
+        share = torch.where(high > low, inside.clamp(0.0, 1.0), (u >= low.clamp(min=1e-12)).double())
+        return share.mean(dim=0)
+
+    inner = below(torch.tensor([0.05, 0.95], dtype=torch.float64))
+    return DistributionScores(
+        questions=len(expected),
+        mean_absolute_error=sum(abs(one.decode(by) - y) for one, y in pairs) / len(pairs),
+        crps=sum(one.crps(y) for one, y in pairs) / len(pairs),
+        pit=tuple(below(edges).diff().tolist()),
+        within_90=float(inner[1] - inner[0]),
+        number_mass=sum(one.mass for one in distributions) / len(pairs),
+    )
+
+
+class _Parts(NamedTuple):
+    """Which tokens begin a number (blanks and a sign in front of it too), and which continue one; and all texts."""
+
+    start: Int[Tensor, " begin"]
+    digits: Int[Tensor, " whole"]
+    any: Int[Tensor, " continue"]
+    texts: list[str]
+
+    def after(self, text: str) -> Int[Tensor, " tokens"]:
+        """The tokens that may follow the beginning of a number."""
+        if not text:
+            return self.start
+        return self.digits if "." in text else self.any
+
+
+def _parts(texts: list[str]) -> _Parts:
+    start = [i for i, text in enumerate(texts) if text and _START.fullmatch(text.strip())]
+    digits = [i for i, text in enumerate(texts) if _DIGITS.fullmatch(text)]
+    point = [i for i, text in enumerate(texts) if _WITH_POINT.fullmatch(text)]
+    return _Parts(*(torch.tensor(ids, dtype=torch.long) for ids in (start, digits, digits + point)), texts)
+
+
+class _Begun(NamedTuple):
+    """The beginning of a number: its tokens, its text without blanks, and its log probability."""
+
+    ids: tuple[int, ...]
+    text: str
+    log_p: float
+
+    @property
+    def value(self) -> float | None:
+        """The number, if it may end here: "5." is 5, for its point ends a sentence."""
+        return read_number(self.text.rstrip("."))
+
+
+def _numbers_after(
+    model: Any, prompt: list[int], parts: _Parts, *, longest: int, beam: int, batch_size: int
+) -> dict[float, float]:
+    """Return the log probability of each number that the beam has found."""
+    ended: dict[float, float] = {}
+    begun = [_Begun((), "", 0.0)]
+    for _ in range(longest):
+        children: list[_Begun] = []
+        for first in range(0, len(begun), batch_size):
+            chunk = begun[first : first + batch_size]
+            ids = torch.tensor([[*prompt, *one.ids] for one in chunk], device=model.device)
+            logits = model(input_ids=ids, use_cache=False).logits[:, -1]
+            for one, log_q in zip(chunk, logits.double().log_softmax(dim=-1).cpu(), strict=True):
+                allowed = parts.after(one.text)
+                log_next = log_q[allowed]
+                if one.value is not None:
+                    _add(ended, one.value, one.log_p + math.log1p(-min(float(log_next.exp().sum()), 1.0 - 1e-15)))
+                top = log_next.topk(min(beam, len(allowed)))
+                for log_p, place in zip(top.values.tolist(), top.indices.tolist(), strict=True):
+                    token = int(allowed[place])
+                    text = one.text + (parts.texts[token] if one.text else parts.texts[token].strip())
+                    children.append(_Begun((*one.ids, token), text, one.log_p + log_p))
+        children.sort(key=lambda child: -child.log_p)
+        begun = [child for child in children[:beam] if child.log_p > children[0].log_p + _NEGLIGIBLE]
+        if not begun or (ended and begun[0].log_p < max(ended.values()) + _NEGLIGIBLE):
+            return ended
+    for one in begun:  # the longest numbers, whatever would follow them
+        if one.value is not None:
+            _add(ended, one.value, one.log_p)
+    return ended
+
+
+def _add(ended: dict[float, float], value: float, log_p: float) -> None:
+    """Texts of one value, as "7" and " 7", are one number."""
+    terms = torch.tensor([ended.get(value, -math.inf), log_p], dtype=torch.float64)
+    ended[value] = float(terms.logsumexp(0))
+
+
+def _distribution(ended: dict[float, float], question: Question, longest: int) -> NumberDistribution:
+    if not ended:
+        raise ValueError(
+            f"no number of at most {longest} tokens is among the likely answers to {question.question!r}; expected "
+            "answers that begin with one: raise longest or beam, or decode this model greedily."
+        )
+    values = torch.tensor(sorted(ended), dtype=torch.float64)
+    log_p = torch.tensor([ended[value] for value in values.tolist()], dtype=torch.float64)
+    return NumberDistribution(values, log_p.softmax(dim=0), min(float(log_p.logsumexp(0).exp()), 1.0))

@@ -1,0 +1,177 @@
+"""Distributions over numbers against an enumeration of all texts; decisions and calibration by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+transformers = pytest.importorskip("transformers")
+
+from otloss_llm.costs.tokenizer_numbers import read_number, token_texts  # noqa: E402
+from otloss_llm.data.blocks import train_bpe_tokenizer  # noqa: E402
+from otloss_llm.data.questions import Question  # noqa: E402
+from otloss_llm.evaluation import (  # noqa: E402
+    NumberDistribution,
+    decode_numbers,
+    number_distributions,
+    score_number_distributions,
+)
+from tests.otloss_llm.conftest import Cli, Tiny, options  # noqa: E402
+
+ASKED = [Question("1 + 1 =", "2"), Question("a", "-1.5")]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return train_bpe_tokenizer(["a b 1 2 1 2"], 257, split_digits=True)
+
+
+@pytest.fixture(scope="module")
+def model(tokenizer: Any) -> Any:
+    """Random, with most of its mass on the parts of numbers."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(
+        vocab_size=len(tokenizer) + 2, n_positions=32, n_embd=8, n_layer=1, n_head=2, tie_word_embeddings=False
+    )
+    model = transformers.GPT2LMHeadModel(config).eval()
+    model.lm_head = torch.nn.Linear(8, config.vocab_size)
+    favoured = tokenizer.convert_tokens_to_ids(["1", "2", "7", ".", "-", "Ġ"])
+    with torch.no_grad():
+        model.lm_head.weight.normal_(0.0, 0.3)
+        model.lm_head.bias.zero_()[favoured] = 6.0
+    return model
+
+
+def log_p(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.no_grad():
+        return model(input_ids=torch.tensor([ids])).logits[0, -1].double().log_softmax(-1)
+
+
+def enumerated(model: Any, tokenizer: Any, prompt: list[int], longest: int) -> dict[float, float]:
+    """Every sequence of parts of numbers: its value, and the probability that no longer number follows."""
+    texts = token_texts(tokenizer)
+    parts = [i for i, text in enumerate(texts) if text and set(text) <= set("0123456789.+- ")]
+    found: dict[float, float] = {}
+    for length in range(1, longest + 1):
+        for ids in product(parts, repeat=length):
+            text = "".join(texts[i] or "" for i in ids).lstrip()
+            if (value := read_number(text.rstrip("."))) is None or text.strip() != text or text.count(".") > 1:
+                continue
+            p = sum(float(log_p(model, [*prompt, *ids[:k]])[i]) for k, i in enumerate(ids))
+            if math.exp(p) < 1e-3:
+                continue
+            if length < longest:
+                after = log_p(model, [*prompt, *ids]).exp()
+                more = [i for i in parts if "." not in (texts[i] or "") or "." not in text]
+                p += math.log1p(-sum(float(after[i]) for i in more if set(texts[i] or "") <= set("0123456789.")))
+            found[value] = found.get(value, 0.0) + math.exp(p)
+    return found
+
+
+def test_the_beam_finds_what_an_enumeration_finds(model: Any, tokenizer: Any) -> None:
+    for question, answer in zip(ASKED, number_distributions(model, tokenizer, ASKED, longest=2, beam=500), strict=True):
+        expected = enumerated(model, tokenizer, tokenizer(question.question + "\n")["input_ids"], 2)
+        actual = dict(zip(answer.values.tolist(), (answer.probabilities * answer.mass).tolist(), strict=True))
+        likely = {value for value, p in expected.items() if p > 5e-3}
+        assert {1.0, 2.0, 7.0, -1.0} <= likely
+        assert any(value > 9 for value in likely)
+        for value in likely:
+            assert actual[value] == pytest.approx(expected[value], abs=5e-3)
+        assert 0.3 < answer.mass < 1.0
+        assert float(answer.probabilities.sum()) == pytest.approx(1.0)
+
+
+def test_one_token_is_the_softmax_over_number_tokens(model: Any, tokenizer: Any) -> None:
+    (answer,) = number_distributions(model, tokenizer, ASKED[:1], longest=1)
+    p = log_p(model, tokenizer("1 + 1 =\n")["input_ids"]).exp()
+    values = {i: v for i, text in enumerate(token_texts(tokenizer)) if text and (v := read_number(text)) is not None}
+    by_value = torch.zeros(10, dtype=torch.float64)
+    for i, value in values.items():
+        by_value[int(value)] += p[i]
+    kept = by_value[answer.values.long()]
+    torch.testing.assert_close(answer.probabilities, kept / kept.sum())
+    assert answer.mass == pytest.approx(float(kept.sum()))
+
+
+def test_batches_and_decisions_agree(model: Any, tokenizer: Any) -> None:
+    whole = number_distributions(model, tokenizer, ASKED, longest=3)
+    model.train()
+    for by in ("mean", "median", 0.9):
+        decoded = decode_numbers(model, tokenizer, ASKED, by=by, longest=3, batch_size=2)
+        assert decoded == pytest.approx([one.decode(by) for one in whole])
+    assert model.training
+    model.eval()
+
+
+def test_calibration_by_hand() -> None:
+    p = torch.tensor([0.05, 0.55, 0.4], dtype=torch.float64)
+    one = NumberDistribution(torch.tensor([1.0, 3.0, 10.0], dtype=torch.float64), p, mass=0.8)
+    assert (one.decode("median"), one.decode(0.05), one.decode(0.99)) == (3.0, 1.0, 10.0)
+    assert one.decode("mean") == pytest.approx(5.7)
+    assert one.pit(3.0) == pytest.approx((0.05, 0.6))
+    apart = 2 * (0.05 * 0.55 * 2 + 0.05 * 0.4 * 9 + 0.55 * 0.4 * 7)
+    assert one.crps(4.0) == pytest.approx(0.05 * 3 + 0.55 * 1 + 0.4 * 6 - apart / 2)
+    scores = score_number_distributions([one, one], [3.0, 99.0], by="mean")
+    inside = [0.05, *[0.1] * 5, 0.0, 0.0, 0.0, 0.0]
+    expected = [x / 0.55 / 2 for x in inside]
+    expected[-1] += 0.5  # beyond all values
+    assert scores.pit == pytest.approx(tuple(expected))
+    assert scores.within_90 == pytest.approx(0.5)
+    assert scores.mean_absolute_error == pytest.approx((2.7 + 93.3) / 2)
+    assert (scores.questions, scores.number_mass) == (2, pytest.approx(0.8))
+
+
+def test_samples_of_the_distribution_are_calibrated() -> None:
+    random = torch.Generator().manual_seed(0)
+    values = torch.arange(20, dtype=torch.float64)
+    shares = torch.rand(2000, 20, generator=random, dtype=torch.float64).pow(4)
+    shares /= shares.sum(dim=1, keepdim=True)
+    right = torch.multinomial(shares, 1, generator=random).squeeze(1).tolist()
+    scores = score_number_distributions([NumberDistribution(values, p, 1.0) for p in shares], right)
+    assert max(abs(share - 0.1) for share in scores.pit) < 0.02
+    assert abs(scores.within_90 - 0.9) < 0.02
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [({"by": "mode"}, 'by \'mode\', expected "mean", "median"'), ({"by": 1.0}, "level of a quantile"),
+     ({"longest": 0}, "longest is 0"), ({"beam": 0}, "beam is 0"), ({"longest": 40}, "context of 32")],
+)  # fmt: skip
+def test_invalid_settings_raise(model: Any, tokenizer: Any, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        decode_numbers(model, tokenizer, ASKED, **changes)
+
+
+def test_invalid_data_raise(model: Any, tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="empty list"):
+        number_distributions(model, tokenizer, [])
+    with pytest.raises(ValueError, match="0 distributions and 1 right numbers"):
+        score_number_distributions([], [1.0])
+
+
+def test_evaluate_decodes_by_the_median(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    asked, predictions = tmp_path / "asked.jsonl", tmp_path / "answers.jsonl"
+    rows = [{"question": "1 + 1", "answer": "2"}, {"question": "2 > 1?", "answer": "True"}]
+    asked.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    given = ["evaluate", *options(model_name_or_path=tiny.gpt2, questions=asked, max_new_tokens=2)]
+    ended = cli(*given, *options(decode="median", predictions_file=predictions))
+    assert ended.code == 0, ended.err
+    lines = [json.loads(line) for line in predictions.read_text("utf-8").splitlines()]
+    model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
+    questions = [Question(row["question"], row["answer"]) for row in rows]
+    found = number_distributions(model, tokenizer, questions, longest=2)
+    assert [float(line["predicted"]) for line in lines] == [one.decode("median") for one in found]
+    scores = ended.json["number_distributions"]
+    assert (scores["questions"], ended.json["decode"]) == (1, "median")
+    assert scores["crps"] == pytest.approx(found[0].crps(2.0))
+    assert ended.json["answers"]["mean_absolute_error"] == pytest.approx(scores["mean_absolute_error"])
+    assert "decision by 'best'" in cli(*given, *options(decode="best")).error
+    asked.write_text('{"question": "1?", "answer": "One.\\n#### 1"}\n', encoding="utf-8")
+    assert "begin with a solution" in cli(*given, *options(decode="mean")).error
