@@ -22,6 +22,13 @@ from torch import Tensor
 from otloss.extending import check_floating
 
 _NUMBER = re.compile(r"[+\-\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
+# A number beside punctuation: '=2', '$5', '(-3', '5.', '1,000', '1e5', 'boxed{7}'. Not ',000', which goes on with one.
+_BESIDE = re.compile(
+    r"(?:[^\w+\-\u2212]*[^\w+\-\u2212,.])?(?:\\?boxed\{)?"
+    r"(?P<number>[+\-\u2212]?(?:[0-9]{1,3}(?P<comma>(?:,[0-9]{3})+)(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
+    r"(?P<exponent>[eE][+\-]?[0-9]{1,2})?)[^\w]*"
+)
+_COMMA, _EXPONENT, _PUNCTUATION, _OTHER = "thousands comma", "exponent", "punctuation beside a number", "other"
 _UNREADABLE = "\ufffd"  # stands for bytes that are not a whole character
 _ASKED = ("get_vocab", "decode", "batch_decode")  # of a tokenizer, beside `all_special_ids`
 
@@ -47,6 +54,23 @@ def read_number(text: str) -> float | None:
         return None
     value = float(text.replace("\u2212", "-")) + 0.0  # no -0
     return value if math.isfinite(value) else None
+
+
+def _read_beside(text: str) -> tuple[str, float] | None:
+    """Why a text with one number in it is not that number, and its value; None for other texts.
+
+    Example:
+        >>> [_read_beside(text) for text in (" 1,000", "=-2", "$1e5", "5.", "x7", ",000")]
+        [('thousands comma', 1000.0), ('punctuation beside a number', -2.0), ('exponent', 100000.0), \
+('punctuation beside a number', 5.0), None, None]
+    """
+    match = _BESIDE.fullmatch(text.strip())
+    if match is None:
+        return None
+    value = float(match["number"].replace(",", "").replace("\u2212", "-"))
+    if not math.isfinite(value):
+        return None
+    return _COMMA if match["comma"] else _EXPONENT if match["exponent"] else _PUNCTUATION, value
 
 
 def token_texts(tokenizer: Any) -> list[str | None]:
@@ -181,6 +205,10 @@ class NumberTokens:
 class Coverage:
     """Which tokens of a vocabulary were taken for numbers; `print` shows it.
 
+    Tokens with digits that are not numbers are text to the loss. `suggested` has values for those that are one number
+    beside punctuation ('=2', '$5', '5.', '1,000', '1e5', 'boxed{7}'); `NumberCost.from_tokenizer(tokenizer,
+    values=coverage.suggested)` makes them numbers.
+
     Attributes:
         vocabulary: tokens, padded ids included.
         numbers: those that are numbers.
@@ -191,6 +219,8 @@ class Coverage:
         shared: values that several tokens have, with the texts of these.
         left_out: ids and texts of tokens that hold a digit or another numeric character and are not numbers.
         digits_missing: those of 0 to 9 without a token of their own.
+        missed: the ids in `left_out`, by what keeps each from being a number.
+        suggested: values for those of them that have one number beside punctuation, by id.
     """
 
     vocabulary: int
@@ -203,6 +233,18 @@ class Coverage:
     left_out: tuple[tuple[int, str], ...]
     digits_missing: tuple[int, ...]
 
+    @property
+    def missed(self) -> dict[str, tuple[int, ...]]:
+        groups: dict[str, list[int]] = {reason: [] for reason in (_COMMA, _EXPONENT, _PUNCTUATION, _OTHER)}
+        for token, text in self.left_out:
+            read = _read_beside(text)
+            groups[_OTHER if read is None else read[0]].append(token)
+        return {reason: tuple(ids) for reason, ids in groups.items() if ids}
+
+    @property
+    def suggested(self) -> dict[int, float]:
+        return {token: read[1] for token, text in self.left_out if (read := _read_beside(text)) is not None}
+
     def __str__(self) -> str:
         lines = [
             f"{self.numbers} of {self.vocabulary} tokens are numbers: "
@@ -214,8 +256,16 @@ class Coverage:
             examples = "; ".join(f"{_plain(value)} by {_shown(self.shared[value], 4)}" for value in nearest)
             lines.append(f"values of several tokens: {len(self.shared)}, such as {examples}")
         if self.left_out:
-            examples = _shown([text for _, text in self.left_out], 8)
-            lines.append(f"tokens with digits that are not numbers: {len(self.left_out)}, such as {examples}")
+            share = len(self.left_out) / (len(self.left_out) + self.numbers)
+            lines.append(f"tokens with digits that are not numbers: {len(self.left_out)} ({share:.0%} of both)")
+            texts = dict(self.left_out)
+            for reason, ids in self.missed.items():
+                lines.append(f"  {reason}: {len(ids)}, such as {_shown([texts[i] for i in ids], 6)}")
+        if self.suggested:
+            lines.append(
+                f"make {len(self.suggested)} of them numbers: "
+                "NumberCost.from_tokenizer(tokenizer, values=coverage.suggested)"
+            )
         if self.digits_missing:
             lines.append(f"digits without a token of their own: {', '.join(map(str, self.digits_missing))}")
         return "\n".join(lines)

@@ -214,9 +214,37 @@ def test_report_of_a_mixed_vocabulary() -> None:
         "5 of 20 tokens are numbers: 4 values from -7 to 7",
         "by count of digits: 0: 1, 1: 3, 2: 1",
         "values of several tokens: 1, such as 7 by ' 7', ' seven'",
-        "tokens with digits that are not numbers: 3, such as ' 5.', ' 1,000', ' x7'",
+        "tokens with digits that are not numbers: 3 (38% of both)",
+        "  thousands comma: 1, such as ' 1,000'",
+        "  punctuation beside a number: 1, such as ' 5.'",
+        "  other: 1, such as ' x7'",
+        "make 2 of them numbers: NumberCost.from_tokenizer(tokenizer, values=coverage.suggested)",
         "digits without a token of their own: 0, 1, 2, 3, 4, 5, 6, 8, 9",
     ]
+
+
+MISSED = {
+    "=2": 2, "$5": 5, "$.5": 0.5, "(-3": -3, "5.": 5, "7)": 7, "50%": 50, "1,000": 1000, "$12,500.75": 12500.75,
+    "1e5": 1e5, "=2.5E-3": 0.0025, "\\boxed{9}": 9, "boxed{12": 12, "{4}": 4, "\u22123;": -3,
+    ",000": None, "1,00": None, "5-3": None, "3/4": None, "x7": None, "2nd": None, "e5": None, "²": None, "٣": None,
+    "1.2.3": None, "a=2": None,
+}  # fmt: skip
+
+
+def test_tokens_that_are_missed_and_how_to_add_them() -> None:
+    texts = ["1", *MISSED]
+    tokenizer = wrap(Tokenizer(models.WordLevel({text: i for i, text in enumerate(texts)})))
+    coverage = NumberTokens.of(tokenizer).coverage()
+    got = {texts[token]: value for token, value in coverage.suggested.items()}
+    assert got == {text: value for text, value in MISSED.items() if value is not None}
+    named = {reason: {texts[i] for i in ids} for reason, ids in coverage.missed.items()}
+    assert named["thousands comma"] == {"1,000", "$12,500.75"}
+    assert named["exponent"] == {"1e5", "=2.5E-3"}
+    assert {"=2", "\\boxed{9}"} <= named["punctuation beside a number"]
+    assert named["other"] == {text for text, value in MISSED.items() if value is None}
+    added = NumberTokens.of(tokenizer, values=coverage.suggested)
+    assert {texts[i]: float(added.values[i]) for i in coverage.suggested} == got
+    assert not added.coverage().suggested
 
 
 def test_two_digits_of_which_one_is_missing() -> None:
