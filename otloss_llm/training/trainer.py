@@ -83,7 +83,8 @@ class ObjectiveMixin:
 
     `label_smoothing_factor` of the arguments acts on any objective (`LabelSmoothing`). A column `token_weight` of the
     data set, shaped like the labels and shifted with them, weighs the tokens (`token_weight` of `linear_token_loss`): a
-    step and `eval_loss` divide by the sum of the weights, `nll` in logs is not weighted. The collator has to keep it.
+    step and `eval_loss` divide by the sum of the weights, `nll` in logs is not weighted. The rows have to be token ids,
+    and the collator has to pad the column: those of transformers and TRL do not.
 
     A mixture of experts that returns a loss to balance its experts (`output_router_logits`, which TRL sets) is trained
     with it: `loss` is the objective plus that loss times the model's `router_aux_loss_coef`, averaged over the batches
@@ -493,6 +494,11 @@ def _tokenised(rows: Any, tokenizer: Any, max_length: int) -> Any:
         return {name: _tokenised(part, tokenizer, max_length) for name, part in rows.items()}
     if not is_untokenised(rows):
         return rows
+    if _has_weights(rows):
+        raise ValueError(
+            f"the dataset is text and has a column {TOKEN_WEIGHT}, whose tokens are not known; tokenise it "
+            "(input_ids, labels) with a weight for each token, and give a data_collator that pads all three."
+        )
     if tokenizer is None:
         raise ValueError("the dataset is text, and there is no tokenizer; give processing_class=tokenizer.")
     return tokenised(rows, tokenizer, max_length=max_length)
@@ -607,6 +613,12 @@ def _aligned_labels(inputs: dict[str, Any], *, shift: bool) -> tuple[Tensor, Ten
     """
     labels, shifted = inputs.pop("labels", None), inputs.pop("shift_labels", None)
     weights = inputs.pop(TOKEN_WEIGHT, None)
+    either = labels if shifted is None else shifted
+    if either is not None and weights is not None and weights.shape != either.shape:
+        raise ValueError(
+            f"{TOKEN_WEIGHT} of the batch has shape {tuple(weights.shape)}, the labels {tuple(either.shape)}; expected "
+            "a weight for each token, padded like the labels."
+        )
     if shifted is not None:
         return shifted, weights
     if labels is None:

@@ -220,6 +220,9 @@ def test_the_trainer_takes_datasets_as_they_are(tiny: Tiny, tmp_path: Path) -> N
     trainer.train()
     with pytest.raises(ValueError, match="the dataset is text, and there is no tokenizer"):
         ObjectiveTrainer(model, args, objective="mle", train_dataset=data)
+    weighted = data.add_column("token_weight", [[1.0]] * len(data))
+    with pytest.raises(ValueError, match="the dataset is text and has a column token_weight"):
+        ObjectiveTrainer(model, args, objective="mle", train_dataset=weighted, processing_class=tokenizer)
 
 
 def test_an_empty_file_says_so(tmp_path: Path) -> None:

@@ -110,6 +110,9 @@ def test_weights_of_tokens(tmp_path: Path, objective: str) -> None:
     assert_same_weights(*models, 1e-5)
     assert metrics[0]["eval_loss"] == pytest.approx(metrics[1]["eval_loss"], rel=1e-5)
     assert metrics[0]["eval_nll"] != pytest.approx(metrics[1]["eval_nll"], rel=1e-5)
+    made.data_collator = lambda batch: padded(batch) | {"token_weight": torch.ones(len(batch))}
+    with pytest.raises(ValueError, match=r"token_weight of the batch has shape \(2,\), the labels \(2, .*each token"):
+        made.train()
     made.data_collator = padded
     made.train_dataset = weighted
     made._weighted = True
