@@ -67,8 +67,7 @@ class Statistics(NamedTuple):
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Statistics:
         """The function of each vector."""
-        given = {name: function(vector) for name, vector in self._asdict().items() if vector is not None}
-        return Statistics(**given)
+        return Statistics(**{name: function(vector) for name, vector in self._asdict().items() if vector is not None})
 
 
 def statistics_read(objective: Objective) -> tuple[str, ...]:
@@ -411,11 +410,11 @@ class LabelSmoothing:
         return _joined(self.objective, "logsumexp", "mean_logit")
 
     def __call__(self, **statistics: Tensor | None) -> Tensor:
-        given = Statistics(**statistics)  # type: ignore[arg-type]
-        assert given.logsumexp is not None
-        assert given.mean_logit is not None
-        uniform = given.logsumexp - given.mean_logit
-        return (1.0 - self.epsilon) * value_of(self.objective, given) + self.epsilon * uniform
+        of_tokens = Statistics(**statistics)  # type: ignore[arg-type]
+        assert of_tokens.logsumexp is not None
+        assert of_tokens.mean_logit is not None
+        uniform = of_tokens.logsumexp - of_tokens.mean_logit
+        return (1.0 - self.epsilon) * value_of(self.objective, of_tokens) + self.epsilon * uniform
 
 
 @dataclass(frozen=True)
@@ -438,9 +437,9 @@ class ZLoss:
         return _joined(self.objective, "logsumexp")
 
     def __call__(self, **statistics: Tensor | None) -> Tensor:
-        given = Statistics(**statistics)  # type: ignore[arg-type]
-        assert given.logsumexp is not None
-        return value_of(self.objective, given) + self.weight * given.logsumexp.square()
+        of_tokens = Statistics(**statistics)  # type: ignore[arg-type]
+        assert of_tokens.logsumexp is not None
+        return value_of(self.objective, of_tokens) + self.weight * of_tokens.logsumexp.square()
 
 
 def _joined(objective: Objective, *own: str) -> tuple[str, ...]:
@@ -500,11 +499,11 @@ def value_of(objective: Objective, statistics: Statistics) -> Tensor:
 
 def _called(objective: Objective, statistics: Statistics) -> Tensor:
     read, by_name = _signature(objective)
-    given = {name: getattr(statistics, name) for name in read}
-    missing = [name for name, vector in given.items() if vector is None and name != "cost"]  # it says so itself
+    arguments = {name: getattr(statistics, name) for name in read}
+    missing = [name for name, vector in arguments.items() if vector is None and name != "cost"]  # it says so itself
     if missing:
         raise ValueError(f"objective {objective!r} reads {missing}, which this path does not compute; use token_loss.")
-    return objective(**given) if by_name else objective(*given.values())
+    return objective(**arguments) if by_name else objective(*arguments.values())
 
 
 def value_and_gradients(objective: Objective, statistics: Statistics) -> tuple[Tensor, Statistics]:
@@ -574,7 +573,7 @@ _TERMS: dict[str, Callable[[Objective, float], Objective]] = {"smoothing": Label
 def _terms(text: str) -> tuple[str, list[tuple[str, str]]]:
     """The name of an objective, and the terms that are added to it, with their numbers."""
     name, *terms = re.split(rf"\+(?={'|'.join(_TERMS)})", text.strip().lower())
-    return name, [(term, number) for term, _, number in (given.partition(":") for given in terms)]
+    return name, [(term, number) for term, _, number in (text.partition(":") for text in terms)]
 
 
 def _parts(text: str) -> tuple[str, str]:

@@ -67,9 +67,11 @@ def softmax_rows(
     rows, columns = z.shape
     sums = z.new_empty(6 if entropy else 5 if cost is not None else 3, rows, dtype=torch.float32)
     if rows:
-        given = _given(z, label, cost)
+        arguments = _first_arguments(z, label, cost)
         with _on(z.device):
-            _kernels(_interpreted()).softmax[(rows,)](*given, sums, columns, rows, **_options(columns, cost, entropy))
+            _kernels(_interpreted()).softmax[(rows,)](
+                *arguments, sums, columns, rows, **_options(columns, cost, entropy)
+            )
     top, others, z_y = sums[:3]
     logit = sums[5] if entropy else None
     if cost is None:
@@ -98,15 +100,18 @@ def gradient_rows(
         *((coefficients.b, coefficients.transport) if cost is not None else (unused, unused)),
         unused if coefficients.h is None else coefficients.h,
     ]
-    given = (*_given(z, label, cost), *(v.to(torch.float32).contiguous() for v in vectors if v is not None))
+    arguments = (
+        *_first_arguments(z, label, cost),
+        *(v.to(torch.float32).contiguous() for v in vectors if v is not None),
+    )
     options = _options(columns, cost, coefficients.h is not None)
     # Rows vary fastest: neighbours have one label, and read the same block of its costs at the same time.
     grid = (rows, -(-columns // options["BLOCK"]))
     with _on(z.device):
-        _kernels(_interpreted()).gradient[grid](*given, columns, **options)
+        _kernels(_interpreted()).gradient[grid](*arguments, columns, **options)
 
 
-def _given(z: Tensor, label: Tensor, cost: CostRows | None) -> tuple[Any, ...]:
+def _first_arguments(z: Tensor, label: Tensor, cost: CostRows | None) -> tuple[Any, ...]:
     """The first arguments of both kernels; without costs, tensors that are not read take their place."""
     assert z.stride(1) == 1
     assert z.dtype in DTYPES

@@ -77,27 +77,29 @@ def check_objective(
             made = kinds.get(type(inner), "EmbeddingCost.from_model(model)")
             raise ValueError(f"{objective!r} needs cost=, for example {made}.")
         return None
-    known = as_vocabulary_cost(cost)
-    if known.signed and not getattr(inner, "signed_cost", False):
+    token_cost = as_vocabulary_cost(cost)
+    if token_cost.signed and not getattr(inner, "signed_cost", False):
         raise ValueError(
-            f"{objective!r} got {type(known).__name__}, whose costs are negative too, expected a cost >= 0; take "
+            f"{objective!r} got {type(token_cost).__name__}, whose costs are negative too, expected a cost >= 0; take "
             "ExpectedValue(), or set signed_cost = True on an objective that is meant for them."
         )
-    if isinstance(inner, ExpectedValue) and not known.signed:
-        raise ValueError(f"{objective!r} got {type(known).__name__}, expected RatingCost(values): signed differences.")
-    if not known.covers_text and isinstance(inner, EMO) and isinstance(inner.weighting, str):
+    if isinstance(inner, ExpectedValue) and not token_cost.signed:
+        raise ValueError(
+            f"{objective!r} got {type(token_cost).__name__}, expected RatingCost(values): signed differences."
+        )
+    if not token_cost.covers_text and isinstance(inner, EMO) and isinstance(inner.weighting, str):
         raise ValueError(
             f"{objective!r} weighs nll by a cost that {type(cost).__name__} has at numbers only, and would hardly "
             "train text; use MixedCost(numbers, EmbeddingCost.from_model(model)), NumberToken(), or EMO with a "
             "number for its weighting."
         )
     if vocab is not None:
-        check_vocabulary(known, vocab)
-    if device is not None and known.device != device:
+        check_vocabulary(token_cost, vocab)
+    if device is not None and token_cost.device != device:
         raise ValueError(
-            f'the cost is on {known.device}, the logits on {device}, expected one device: cost.to("{device}").'
+            f'the cost is on {token_cost.device}, the logits on {device}, expected one device: cost.to("{device}").'
         )
-    return known
+    return token_cost
 
 
 def check_vocabulary(cost: VocabularyCost, vocab: int) -> None:

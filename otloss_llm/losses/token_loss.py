@@ -148,23 +148,23 @@ def token_loss(
         (tensor(0.4076, grad_fn=<MulBackward0>), tensor([0.3348]))
     """
     check_floating("logits", logits)
-    given, labels = local_logits(logits), replica("labels", labels)
-    logits = given.logits
+    local, labels = local_logits(logits), replica("labels", labels)
+    logits = local.logits
     token_weight = None if token_weight is None else replica("token_weight", token_weight)
 
     def checked() -> VocabularyCost | None:
         check_token_reduction(reduction, num_items)
-        return check_objective(objective, cost, given.vocab, logits.device)
+        return check_objective(objective, cost, local.vocab, logits.device)
 
-    known = checked() if given.group is None else None
+    token_cost = checked() if local.group is None else None
     shard = None
-    if given.group is not None:
-        known, shard = _agreed_logits(given, checked, labels, token_weight, (reduction, num_items, ignore_index))
-    valid = valid_positions(labels, logits.shape[:-1], given.vocab, ignore_index, "logits")
+    if local.group is not None:
+        token_cost, shard = _agreed_logits(local, checked, labels, token_weight, (reduction, num_items, ignore_index))
+    valid = valid_positions(labels, logits.shape[:-1], local.vocab, ignore_index, "logits")
     chosen = logits[valid]
     chosen = chosen.to(torch.promote_types(chosen.dtype, torch.float32))
     y = labels[valid].long()
-    rows = None if known is None else known.for_labels(y, shard)
+    rows = None if token_cost is None else token_cost.for_labels(y, shard)
     if shard is None:
         value, statistics = reference.token_values(chosen, y, objective=objective, cost=rows)
     else:
@@ -258,14 +258,14 @@ def linear_token_loss(
         h, w, b = check_head(hidden, weight, bias, labels)
         check_kernel(impl, chunk_size)
         check_token_reduction(reduction, num_items)
-        known = check_objective(objective, cost, device=w.device)
+        token_cost = check_objective(objective, cost, device=w.device)
         if impl != "reference":
-            check_fixed(known)
+            check_fixed(token_cost)
         else:
             _check_one_process(process_group)
         scale, softcap = check_transform(logit_scale, logit_softcap)
         config = TokenLossConfig(objective, None, scale, softcap, chunk_size, impl)
-        return _Call(h, w, b, labels, known, config, ignore_index, reduction, num_items, token_weight)
+        return _Call(h, w, b, labels, token_cost, config, ignore_index, reduction, num_items, token_weight)
 
     if process_group is None:
         return _linear_token_loss(checked(), shard=None)
@@ -325,30 +325,30 @@ def _agreed(
 
 
 def _agreed_logits(
-    given: LocalLogits,
+    local: LocalLogits,
     checked: Callable[[], VocabularyCost | None],
     labels: Tensor,
     token_weight: Tensor | None,
     settings: tuple[Any, ...],
 ) -> tuple[VocabularyCost | None, VocabShard]:
     """The cost, and which columns of the logits are here; raises in every process if one has other arguments."""
-    assert given.group is not None
-    found: list[VocabularyCost | None] = []
+    assert local.group is not None
+    costs: list[VocabularyCost | None] = []
 
     def facts() -> dict[str, Any]:
-        found.append(checked())
-        cost = found[0]
+        costs.append(checked())
+        cost = costs[0]
         weights = None if token_weight is None else fingerprint(_bits(token_weight))
         return {
-            "logits": (tuple(given.logits.shape[:-1]), given.logits.dtype),
+            "logits": (tuple(local.logits.shape[:-1]), local.logits.dtype),
             "labels": (tuple(labels.shape), fingerprint(labels)),
             "cost": None if cost is None else (type(cost).__name__, cost.shape, cost.dtype),
             "settings": [float(value) if isinstance(value, Tensor) else value for value in settings],
             "token_weight": weights,
         }
 
-    shard = VocabShard.agreed(given.group, given.logits.movedim(-1, 0), facts)
-    return found[0], shard
+    shard = VocabShard.agreed(local.group, local.logits.movedim(-1, 0), facts)
+    return costs[0], shard
 
 
 def _check_checks(check: str) -> None:

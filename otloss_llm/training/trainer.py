@@ -512,10 +512,10 @@ def _log_near_duplicates(cost: TokenCost | None, rows: Any) -> None:
 
 
 @functools.cache  # once for all arms and seeds of a comparison
-def _log_once(found: int, labels: int) -> None:
+def _log_once(duplicates: int, labels: int) -> None:
     logger.warning(
         "%d of the %d labels of the training set (%.2f %%) are tokens of near-duplicate rows of the embedding, which "
-        "cost 1 to every other token", found, labels, 100 * found / max(labels, 1),
+        "cost 1 to every other token", duplicates, labels, 100 * duplicates / max(labels, 1),
     )  # fmt: skip
 
 
