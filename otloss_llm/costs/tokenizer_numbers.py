@@ -22,7 +22,7 @@ from torch import Tensor
 from otloss.extending import check_floating
 
 _NUMBER = re.compile(r"[+\-\u2212]?(?:[0-9]+(?:\.[0-9]+)?|\.[0-9]+)")
-# A number beside punctuation: '=2', '$5', '(-3', '5.', '1,000', '1e5', 'boxed{7}'. Not ',000', which goes on with one.
+# A number beside punctuation: '=2', '$5', '(-3', '5.', '1,000', '1e5', 'boxed{7}'. Not ',000', a part of one.
 _BESIDE = re.compile(
     r"(?:[^\w+\-\u2212]*[^\w+\-\u2212,.])?(?:\\?boxed\{)?"
     r"(?P<number>[+\-\u2212]?(?:[0-9]{1,3}(?P<comma>(?:,[0-9]{3})+)(?:\.[0-9]+)?|[0-9]+(?:\.[0-9]+)?|\.[0-9]+)"
