@@ -95,7 +95,8 @@ class ObjectiveMixin:
     (see `EmbeddingCost`) and the training set is a `PackedBlocks` or `AnsweredQuestions`, a log line says how many
     labels are such tokens. `evaluate()` returns token-weighted `eval_loss`, `eval_nll`, `eval_perplexity` and
     `eval_transport_cost` (less is better for each of them as `metric_for_best_model`), and `eval_aux_loss`. The
-    transport cost of a cost of numbers is the mean over number positions, and is left out where there are none;
+    transport cost of a cost of numbers is the mean over number positions, and is left out where there are none; that of
+    a `RatingCost` is signed, how much too high the expected rating is;
     `NumberToken(weight)` adds `weight` times this mean to that of nll, in training over the tokens of one optimizer
     step. Logs of TRL's `SFTTrainer` have its `entropy` and `mean_token_accuracy` (not `num_tokens`), in training over
     at most 512 tokens of each batch, unless torch has sharded the rows of the head over processes.
@@ -173,7 +174,13 @@ class ObjectiveMixin:
         _check_numbers(self.objective, cost)
         check_kernel(impl, chunk_size)
         self.transport_cost = cost
-        if (self.args.metric_for_best_model or "").removeprefix("eval_") in LESS_IS_BETTER:
+        best = (self.args.metric_for_best_model or "").removeprefix("eval_")
+        if best == "transport_cost" and getattr(cost, "signed", False):
+            raise ValueError(
+                f"metric_for_best_model is {self.args.metric_for_best_model!r}, and {type(cost).__name__} has a signed "
+                'cost, of which less is not better; take "loss" or "nll".'
+            )
+        if best in LESS_IS_BETTER:
             self.args.greater_is_better = False  # the trainer guesses it from the name, for "loss" only
         self._logits_wanted = False
         self._numbers_in_step: Tensor | None = None

@@ -15,7 +15,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from otloss_llm import EMO, MLE, EmbeddingCost, ObjectiveTrainer, TaiLr
+from otloss_llm import EMO, MLE, EmbeddingCost, ObjectiveTrainer, RatingCost, TaiLr
 from tests.otloss_llm.tiny_models import VOCAB, tiny_model
 from tests.otloss_llm.training.trainer_cases import (
     WARNINGS,
@@ -133,6 +133,14 @@ def test_another_cost_and_kernel(tmp_path: Path) -> None:
         ({"cost": None}, "needs cost="),
         ({"label_smoothing_factor": 1.1}, "epsilon is 1.1, expected a number in"),
         ({"impl": "fast"}, "impl is 'fast'"),
+        (
+            {
+                "objective": "expected_value",
+                "cost": RatingCost(torch.arange(31.0)),
+                "metric_for_best_model": "eval_transport_cost",
+            },
+            "RatingCost has a signed cost, of which less is not better",
+        ),
     ],
 )
 def test_invalid_settings_raise(tmp_path: Path, settings: dict[str, Any], message: str) -> None:
