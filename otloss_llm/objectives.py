@@ -463,7 +463,7 @@ def temperature_of(objective: Objective) -> float | None:
     if "tempered_logsumexp" not in statistics_read(objective):
         return None
     temperature = getattr(innermost(objective), "temperature", None)
-    if not isinstance(temperature, Real) or not 0.0 < temperature < math.inf:
+    if not isinstance(temperature, Real) or not 0.0 < float(temperature) < math.inf:
         raise ValueError(
             f"objective {objective!r} reads tempered_logsumexp and its temperature is {temperature!r}; expected an "
             "attribute temperature, a positive, finite number."
