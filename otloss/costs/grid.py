@@ -34,8 +34,8 @@ class GridCost(Cost):
     Histograms over it are flattened in C order: `images.flatten(-2)` for images (..., height, width).
 
     On a CPU entropic problems are quick down to `least_epsilon_for_products`, a six hundredth of the largest cost along
-    one axis. Below it, and with grad="implicit", whose equations are dense, large grids take from seconds to minutes;
-    a UserWarning says so.
+    one axis. Below it large grids take from seconds to minutes, and so do the dense equations of grad="implicit" there
+    and in unbalanced problems; a UserWarning says so.
 
     Args:
         shape: cells along each axis, each at least 1.

@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import is_differentiated
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
 from otloss.solvers.exact import ExactSolution
+from otloss.solvers.implicit_grid import suits_axes, with_graph
 from otloss.solvers.problem import Problem, has_float64
 
 NEWTON_STEPS = 2
@@ -125,13 +127,10 @@ class ImplicitSolution(EntropicSolution):
     """An entropic solution of which the potentials, the plan and the linear cost have graphs too.
 
     Attributes:
-        with_graph: f and g, in the arithmetic dtype of the potentials; likewise
-        dense_plan: (..., n, m), P; and matrix: (..., n, m), C.
+        with_graph: f and g, in the arithmetic dtype of the potentials.
     """
 
     with_graph: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]
-    dense_plan: Float[Tensor, "*batch n m"]
-    matrix: Float[Tensor, "*batch n m"]
 
     only_value_has_gradients: ClassVar[str | None] = None
 
@@ -139,9 +138,17 @@ class ImplicitSolution(EntropicSolution):
     def potentials(self) -> tuple[Tensor, Tensor]:
         return self.with_graph
 
-    @property
+    @cached_property
+    def dense_plan(self) -> Float[Tensor, "*batch n m"]:
+        """P."""
+        (f, g), problem = self.with_graph, self.problem
+        p, q, epsilon, matrix = (t.to(f) for t in (problem.p, problem.q, problem.epsilon, problem.cost.dense()))
+        ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()
+        return p.unsqueeze(-1) * ratio * q.unsqueeze(-2)
+
+    @cached_property
     def linear_cost(self) -> Tensor:
-        return (self.dense_plan * self.matrix).sum((-2, -1))
+        return (self.dense_plan * self.problem.cost.dense().to(self.dense_plan)).sum((-2, -1))
 
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         yield slice(None), self.dense_plan
@@ -150,6 +157,9 @@ class ImplicitSolution(EntropicSolution):
 def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     """Return the solution with derivatives of first, second and third order by the implicit function theorem."""
     problem, (f, g) = solution.problem, solution.potentials
+    if suits_axes(problem):
+        value, f, g = with_graph(problem, f, g)
+        return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g))
     wide = torch.float64 if has_float64(f.device) else f.dtype
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
@@ -162,7 +172,7 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     plan = (p * a.exp()).unsqueeze(-1) * ratio * (q * b.exp()).unsqueeze(-2)
     f, g = f + epsilon.unsqueeze(-1) * a, g + epsilon.unsqueeze(-1) * b
     value = _dual(problem, f, g, plan)
-    return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g), plan, matrix)
+    return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g))
 
 
 def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor, "*batch"]:

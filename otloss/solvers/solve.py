@@ -173,7 +173,8 @@ def sinkhorn(
             `rho KL(P 1 | p) + rho KL(P^T 1 | q)` in place of the marginal constraints. All three KL are then those
             between measures, `KL(a | b) = sum a log(a / b) - a + b`.
         grad: "envelope", first derivatives, exact at convergence, no history held; "implicit", also second ones, by a
-            linear system of the size of the smaller side.
+            linear system of the size of the smaller side; for balanced problems on large grids by products along the
+            axes.
         tolerance: sum of the errors of both marginals relative to the mass; None for 1e-5 in float32, 1e-8 in float64.
         max_iterations: at most. After a thousand, balanced problems of up to 2**20 entries go to Newton's method.
         start: potentials (f, g) of a similar problem.

@@ -54,6 +54,7 @@ from otloss.solvers.entropic.log_domain import (
     in_float64,
     iterate_in_logs,
 )
+from otloss.solvers.implicit_grid import suits_axes
 from otloss.solvers.problem import Problem, has_float64
 
 COARSE_TOLERANCE = 1e-3
@@ -95,11 +96,12 @@ def warn_where_slow(problem: Problem, grad: str) -> None:
         return
     cells, problems = cost.shape[0], problem.batch.numel()
     what = f"{' x '.join(map(str, cost.cells))} cells ({problems} problem{'s' * (problems > 1)})"
-    if grad == "implicit" and problems * cells**3 >= SLOW_SYSTEM:
+    if grad == "implicit" and problems * cells**3 >= SLOW_SYSTEM and not suits_axes(problem):
         warnings.warn(
-            f'grad="implicit" between {what} forms and solves dense systems of {cells} equations: the time grows with '
-            'the number of cells to the power of three. Use grad="envelope" if first derivatives are enough, or sum '
-            "blocks of cells to a coarser grid.",
+            f'grad="implicit" between {what} forms and solves dense systems of {cells} equations here: the time grows '
+            'with the number of cells to the power of three. Use grad="envelope" if first derivatives are enough, or '
+            "sum blocks of cells to a coarser grid; balanced problems at an epsilon that is a number, of at least "
+            f"{cost.least_epsilon_for_products:.3g}, need no dense system.",
             stacklevel=level_of_the_caller(),
         )
     least = cost.least_epsilon_for_products

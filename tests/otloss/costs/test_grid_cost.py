@@ -118,8 +118,57 @@ def test_divergence_of_large_images(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.autograd.grad(value, p)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("cells", [(5, 6), (7,), (3, 4, 2)])
+def test_implicit_derivatives_by_products_equal_dense_ones(
+    cells: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Values, first and second derivatives, of a batch with bins without mass; what is not given raises."""
+    generator = torch.Generator().manual_seed(0)
+    cost = GridCost(cells, spacing=0.2, power=1.5)
+    given = torch.rand(2, 3, cost.shape[0], generator=generator, dtype=torch.float64)
+    given[:, 1, 2], given[1, :, -1] = 0.0, 0.0
+    ways = torch.rand(2, 3, cost.shape[0], generator=generator, dtype=torch.float64)
+    epsilon = torch.tensor([0.05, 0.2, 0.1], dtype=torch.float64)
+
+    def results(least: int) -> list[Tensor]:
+        monkeypatch.setattr("otloss.solvers.implicit_grid.LEAST_CELLS", least)
+        p, q = (w / w.sum(-1, keepdim=True) for w in given)
+        p.requires_grad_(), q.requires_grad_()
+        t = otloss.solve(p, q, cost.to(torch.float64), epsilon=epsilon, grad="implicit", tolerance=1e-9)
+        first = torch.autograd.grad(t.value.sum(), (p, q), create_graph=True)
+        second = torch.autograd.grad(
+            sum((g * w).sum() for g, w in zip(first, ways, strict=True)), (p, q), retain_graph=True
+        )
+        (f, g), column = t.potentials, ways[0, 0]
+        parts = torch.autograd.grad((f * ways[0]).sum() + (g * ways[1]).sum(), (p, q), retain_graph=True)
+        linear = torch.autograd.grad(t.linear_cost.sum(), (p, q), retain_graph=True)
+        moved = torch.autograd.grad((t.apply(column[:, None]).squeeze(-1) * ways[1]).sum(), (p, q))
+        return [t.value, t.linear_cost, t.plan(), f, g, *first, *second, *parts, *linear, *moved]
+
+    for ours, dense in zip(results(1), results(10**9), strict=True):
+        torch.testing.assert_close(ours, dense, atol=1e-8, rtol=1e-6)
+
+
+def test_implicit_derivatives_of_images_form_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Third derivatives raise, and so does a plan whose parts hardly exchange mass."""
+    cost = GridCost((33, 33), spacing=1 / 32)
+    images = torch.rand(2, 1089, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.01
+    p, q = images / images.sum(-1, keepdim=True)
+    p.requires_grad_()
+    monkeypatch.setattr(GridCost, "dense", lambda self: pytest.fail("a matrix was formed"))
+    monkeypatch.setattr("otloss.solvers.entropic.search.takes_blocks", lambda problem: False)
+    value = otloss.sinkhorn(p, q, cost.to(torch.float64), epsilon=0.05, grad="implicit")
+    (first,) = torch.autograd.grad(value, p, create_graph=True)
+    (second,) = torch.autograd.grad(first.square().sum(), p, create_graph=True)
+    with pytest.raises(RuntimeError, match="third derivatives between the cells of a grid"):
+        torch.autograd.grad(second.sum(), p)
+    monkeypatch.setattr("otloss.solvers.implicit_grid.MOST_STEPS", 2)
+    with pytest.raises(RuntimeError, match='"implicit" has no answer here'):
+        otloss.sinkhorn(p, q, cost.to(torch.float64), epsilon=0.02, grad="implicit")
+
+
 def test_slow_problems_warn(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of 128 x 128 cells below the least epsilon for products, and of 48 x 48 with "implicit"; not of others."""
+    """Of 128 x 128 cells below the least epsilon for products, and of 48 x 48 with dense equations; not of others."""
     images = torch.rand(2, 48 * 48, generator=torch.Generator().manual_seed(0))
     images = images / images.sum(-1, keepdim=True)
     cost = GridCost((48, 48), spacing=1 / 48)
@@ -133,6 +182,8 @@ def test_slow_problems_warn(monkeypatch: pytest.MonkeyPatch) -> None:
         pytest.warns(UserWarning, match=r'"implicit" between 48 x 48 cells \(1 problem\).*Use grad="envelope"'),
         pytest.raises(InterruptedError),
     ):
+        otloss.sinkhorn(*images, cost, epsilon=0.05, grad="implicit", marginal_penalty=1.0)
+    with pytest.raises(InterruptedError):
         otloss.sinkhorn(*images, cost, epsilon=0.05, grad="implicit")
     large = GridCost((128, 128), spacing=1 / 128)
     p = torch.full((1, 128 * 128), 1 / 128**2)
