@@ -1,8 +1,8 @@
 """`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, barycenters,
 single_problems, matching, gradients, boosting, first_calls, or all.
 
-ordinal and ordinal_loss (with packages of the extra "peers"), mathematics and word_similarity run only by name: ordinal
-and mathematics train for an hour and more.
+ordinal and ordinal_loss (with packages of the extra "peers"), mathematics, number_regression and word_similarity run
+only by name: ordinal and mathematics train for an hour and more.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ BENCHMARKS = (
     "token_loss", "scaling", "numbers", "solvers", "barycenters", "single_problems", "matching", "gradients",
     "boosting", "first_calls",
 )  # fmt: skip
-BY_NAME = ("ordinal", "ordinal_loss", "mathematics", "word_similarity")
+BY_NAME = ("ordinal", "ordinal_loss", "mathematics", "number_regression", "word_similarity")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but the last four")
+    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but the last five")
     parser.add_argument("--rounds", type=int, help="interleaved repetitions (default: see ROUNDS of each benchmark)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to check that it runs; keeps no results")
     parser.add_argument(
@@ -33,7 +33,9 @@ def main() -> None:
     parser.add_argument("--text", default=Settings.text, help="the text that labels come from (%(default)s)")
     parser.add_argument("--output", type=Path, help="folder for results (default: benchmarks, with --small none)")
     parser.add_argument(
-        "--resume", action="store_true", help="scaling, ordinal, mathematics: resume an interrupted run"
+        "--resume",
+        action="store_true",
+        help="scaling, ordinal, mathematics, number_regression: resume an interrupted run",
     )
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 1:

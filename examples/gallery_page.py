@@ -24,7 +24,7 @@ GOALS = {
     "graphs": ("8 times a POT loop for node distances; error beside pooled features", "POT, pooled features"),
     "histogram_regression": ("MAE at most that of HL-Gauss", "HL-Gauss"),
     "masks": ("64 x 64 step at most 60 ms; Dice and Hausdorff beside both peers", "cross-entropy, soft Dice"),
-    "number_tokens": ("more right answers than by likelihood alone, same steps", "likelihood alone"),
+    "number_tokens": ("error below likelihood's with few data, same steps", "likelihood, shuffled values"),
     "ranking": ("Spearman and recall at k beside MSE and cross-entropy", "MSE, cross-entropy"),
     "recalibrate_forecast": ("lower RPS than as it is, in every split", "temperature"),
     "registration": ("3 degrees in 3 s; from 90 degrees by restarts; 4 times GeomLoss", "ICP, balanced, GeomLoss"),

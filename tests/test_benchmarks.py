@@ -151,6 +151,40 @@ def test_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         run("mathematics", tmp_path, monkeypatch)
 
 
+def test_number_regression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every arm has a row for each decoding; measures are those of the library's distributions over numbers."""
+    from benchmarks import number_regression as regression
+
+    monkeypatch.setattr(regression, "cases", lambda small: made[:1], raising=True)
+    made = [regression.Case("tiny", regression.synthetic(40), 2, 2)]
+    run("number_regression", tmp_path, monkeypatch)
+    assert "| number_token:1/shuffled |" in capsys.readouterr().out
+    kept = rows(tmp_path / "number_regression.csv")
+    assert {row["arm"] for row in kept} == set(regression.ARMS)
+    gains = {row["decoding"]: row["gain"] for row in kept if (row["arm"], row["measure"]) == ("mle", "mae")}
+    assert gains["greedy"] == "0"
+    assert set(gains) == set(regression.DECODINGS)
+
+
+def test_measures_of_number_regression() -> None:
+    from benchmarks import number_regression as regression
+    from otloss_llm.evaluation import NumberDistribution, score_number_distributions
+
+    torch.manual_seed(0)
+    y = torch.tensor([3, 50, 99])
+    test = regression.Rows(torch.zeros(3, 2), y, y.double(), unit=2.0)
+    logits = 3 * torch.randn(3, regression.NUMBERS + 3)
+    actual = regression.measures(logits, test)
+    shares, values = logits[:, : regression.NUMBERS].double().softmax(-1), torch.arange(100.0).double()
+    found = [NumberDistribution(values, share, 1.0) for share in shares]
+    for by in ("mean", "median"):
+        scores = score_number_distributions(found, y.tolist(), by=by)
+        assert actual[by, "mae"] == pytest.approx(2 * scores.mean_absolute_error)
+        assert actual["", "crps"] == pytest.approx(2 * scores.crps)
+    assert actual["greedy", "mae"] == pytest.approx(2 * float((shares.argmax(-1) - y).abs().double().mean()))
+    assert regression.interval([1.0, 2.0, 3.0])[1] == pytest.approx(4.30265 / 3**0.5, rel=1e-4)
+
+
 @pytest.mark.slow
 def test_gpu_dry_run(tmp_path: Path) -> None:
     pytest.importorskip("triton")
