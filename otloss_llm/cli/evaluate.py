@@ -169,7 +169,7 @@ def _answers(
 ) -> tuple[list[str], dict[str, Any]]:
     """Return the answers, and what is to be said of the distributions that they were decoded from."""
     if args.decode == "greedy":
-        settings = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
+        settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
         return answer_questions(model, tokenizer, questions, **settings), {}
     found = number_distributions(
         model, tokenizer, questions, longest=min(args.max_new_tokens, LONGEST_NUMBER), batch_size=args.batch_size

@@ -66,7 +66,7 @@ class NumberCost(VocabularyCost):
     ) -> None:
         self.values = checked_values(values)
         self.line = number_line(self.values, scaling=scaling, squash=squash, text=text)
-        self.settings = {"scaling": self.line.scaling, "squash": squash}
+        self.settings: dict[str, Any] = {"scaling": self.line.scaling, "squash": squash}
         self.tokens: NumberTokens | None = None
 
     @classmethod

@@ -263,7 +263,8 @@ def _parts(texts: list[str]) -> _Parts:
     start = [i for i, text in enumerate(texts) if text and _START.fullmatch(text.strip())]
     digits = [i for i, text in enumerate(texts) if _DIGITS.fullmatch(text)]
     point = [i for i, text in enumerate(texts) if _WITH_POINT.fullmatch(text)]
-    return _Parts(*(torch.tensor(ids, dtype=torch.long) for ids in (start, digits, digits + point)), texts)
+    begin, whole, further = (torch.tensor(ids, dtype=torch.long) for ids in (start, digits, digits + point))
+    return _Parts(begin, whole, further, texts)
 
 
 class _Begun(NamedTuple):
