@@ -24,8 +24,11 @@ from otloss._checks import check_positive
 from otloss._kernels import may_run_on
 from otloss.costs.cost import Cost, block_entries, makes_graph, recomputed, softmin_of
 
-# Costs over epsilon up to which exp(-C / eps) is held as a number, and products with exp(-700), in float64.
-_LARGEST_EXPONENT = 600.0
+# Costs over epsilon up to which exp(-C / eps) is held as a number in float64: along all axes at once, and along one by
+# itself. There both factors of a product are larger by exp(SHIFT), so that sums reach from exp(2 SHIFT) times the
+# number of cells down to exp(2 SHIFT - _LARGEST_ALONG); what is cut off below exp(LEAST_EXPONENT) is exp(-40) of that.
+_LARGEST_EXPONENT, _LARGEST_ALONG = 600.0, 1010.0
+SHIFT, LEAST_EXPONENT = 350.0, -700.0
 
 
 class GridCost(Cost):
@@ -33,7 +36,7 @@ class GridCost(Cost):
 
     Histograms over it are flattened in C order: `images.flatten(-2)` for images (..., height, width).
 
-    On a CPU entropic problems are quick down to `least_epsilon_for_products`, a six hundredth of the largest cost along
+    On a CPU entropic problems are quick down to `least_epsilon_for_products`, a thousandth of the largest cost along
     one axis. Below it large grids take from seconds to minutes, and so do the dense equations of grad="implicit" there
     and in unbalanced problems; a UserWarning says so.
 
@@ -127,35 +130,38 @@ class GridCost(Cost):
 
     def _groups(self, epsilon: Float[Tensor, " problems"]) -> list[list[int]] | None:
         """The axes to take in one product: all, or each by itself; None where exp(-C / eps) is too small for either."""
-        most = _LARGEST_EXPONENT * float(epsilon.amin()) if epsilon.numel() else 0.0
-        if not most > 0:
+        least = float(epsilon.amin()) if epsilon.numel() else 0.0
+        if not least > 0:
             return None
         along = self._largest_along()
         axes = range(1, len(along) + 1)
-        return [list(axes)] if sum(along) <= most else [[axis] for axis in axes] if max(along) <= most else None
+        if sum(along) <= _LARGEST_EXPONENT * least:
+            return [list(axes)]
+        return [[axis] for axis in axes] if max(along) <= _LARGEST_ALONG * least else None
 
     def _by_products(self, h: Tensor, epsilon: Tensor, groups: list[list[int]]) -> Tensor:
         """The soft minima with one exponential per cell and group of axes, in float64."""
         width = epsilon.reshape(-1, *(1 for _ in self.cells))
         shared = epsilon[:1] if bool((epsilon == epsilon[:1]).all()) else epsilon
         h = h.double()
+        shift = SHIFT if len(groups) > 1 else 0.0
         for axes in groups:
             top = h.amax(axes, keepdim=True)
-            terms = ((h - top.masked_fill(top == -torch.inf, 0.0)) / width).clamp_(min=-_LARGEST_EXPONENT - 100).exp_()
+            terms = ((h - top.masked_fill(top == -torch.inf, 0.0)) / width + shift).clamp_(min=LEAST_EXPONENT).exp_()
             for axis in axes:
                 steps = torch.arange(self.cells[axis - 1], device=h.device)
                 by_steps = ((steps.to(self.dtype) * self.spacing[axis - 1]) ** self.power).double()
-                kernel = (by_steps / -shared.unsqueeze(-1)).exp()[:, (steps.unsqueeze(1) - steps).abs()]
+                kernel = (by_steps / -shared.unsqueeze(-1) + shift).exp()[:, (steps.unsqueeze(1) - steps).abs()]
                 before, after = math.prod(self.cells[: axis - 1]), math.prod(self.cells[axis:])
                 lines = terms.reshape(len(h), before, len(steps), after)
                 terms = lines.squeeze(-1) @ kernel if after == 1 else kernel.unsqueeze(1) @ lines
-            h = top + width * terms.reshape(h.shape).log_()
+            h = top + width * (terms.reshape(h.shape).log_() - 2 * shift)
         return -h
 
     @property
     def least_epsilon_for_products(self) -> float:
         """The least epsilon at which soft minima on a CPU are products along the axes; below they take longer."""
-        return max(self._largest_along()) / _LARGEST_EXPONENT
+        return max(self._largest_along()) / _LARGEST_ALONG
 
     def _largest_along(self) -> list[float]:
         """The largest cost along each axis."""

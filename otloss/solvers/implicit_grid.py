@@ -23,12 +23,12 @@ from torch import Tensor
 from otloss._autograd import once_only
 from otloss._checks import has_tangent
 from otloss.costs import GridCost
+from otloss.costs.grid import LEAST_EXPONENT, SHIFT
 from otloss.solvers.problem import Problem
 
 LEAST_CELLS = 512  # fewer are solved as dense systems, with third derivatives
 LARGEST_STEP = 0.1  # of g / epsilon, that Newton's method may correct the potentials by
 RESIDUAL, MOST_STEPS = 1e-11, 3000  # of conjugate gradients
-_LEAST_EXPONENT = -700.0
 _THIRD = "third derivatives between the cells of a grid are given up to 512 cells; drop create_graph=True."
 
 
@@ -49,21 +49,22 @@ class _Product:
         self.cells, self.steps = cost.cells, []
         width, h = epsilon[..., None, None], columns.unflatten(-1, self.cells)
         for axis in range(-len(self.cells), 0):
-            kernel = (cost.axis_costs(axis).double() / -width).exp()
+            kernel = (cost.axis_costs(axis).double() / -width + SHIFT).exp()
             lines = _lines(h, axis, epsilon.dim())
             top = lines.amax(-1, keepdim=True)
-            terms = ((lines - top) / width).clamp(min=_LEAST_EXPONENT).exp()
+            terms = ((lines - top) / width + SHIFT).clamp(min=LEAST_EXPONENT).exp()
             total = terms @ kernel
             self.steps.append((axis, kernel, terms, total))
-            h = _image(top + width * total.log(), axis, h)
+            h = _image(top + width * (total.log() - 2 * SHIFT), axis, h)
         self.scale = ((rows + h.flatten(-len(self.cells))) / epsilon.unsqueeze(-1)).exp()
 
     def __call__(self, v: Tensor) -> Tensor:
-        image = v.unflatten(-1, self.cells)
+        size = v.abs().amax(-1, keepdim=True)  # numbers above one could overflow
+        image = (v / size.masked_fill(size == 0, 1.0)).unflatten(-1, self.cells)
         for axis, kernel, terms, total in self.steps:
             means = (terms * _lines(image, axis, total.dim() - 2)) @ kernel / total
             image = _image(means, axis, image)
-        return image.flatten(-len(self.cells)) * self.scale
+        return image.flatten(-len(self.cells)) * (self.scale * size)
 
 
 def _lines(image: Tensor, axis: int, batch: int) -> Float[Tensor, "*batch lines size"]:

@@ -118,6 +118,20 @@ def test_divergence_of_large_images(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.autograd.grad(value, p)[0].isfinite().all()
 
 
+@pytest.mark.parametrize("share", [1.0, 1.3, 2.0])
+def test_products_at_the_least_epsilon(share: float) -> None:
+    """No number is cut off that counts, nor counts what stands for no mass: against logarithms, line by line."""
+    cost = GridCost((30, 20), spacing=(1.0, 1.4)).to(torch.float64)
+    epsilon = share * cost.least_epsilon_for_products
+    h = torch.randn(4, 600, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    h[1] *= 300 * epsilon
+    h[2, 1:] = -torch.inf
+    h[3] = (h[3] - 1000 * epsilon).masked_fill(h[3] < 0, -torch.inf)
+    h[3, 0] = 0.0
+    expected = -epsilon * ((h.unsqueeze(-2) - cost.dense()) / epsilon).logsumexp(-1)
+    torch.testing.assert_close(cost.softmin(h, epsilon), expected, atol=1e-9 * epsilon, rtol=1e-12)
+
+
 @pytest.mark.parametrize("cells", [(5, 6), (7,), (3, 4, 2)])
 def test_implicit_derivatives_by_products_equal_dense_ones(
     cells: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
@@ -188,6 +202,8 @@ def test_slow_problems_warn(monkeypatch: pytest.MonkeyPatch) -> None:
     large = GridCost((128, 128), spacing=1 / 128)
     p = torch.full((1, 128 * 128), 1 / 128**2)
     least = large.least_epsilon_for_products
-    with pytest.warns(UserWarning, match=rf"epsilon is 0.00156 .*below {least:.3g} products .* Raise epsilon to"):
+    with pytest.warns(
+        UserWarning, match=rf"epsilon is {0.95 * least:.3g} .*below {least:.3g} products .* Raise epsilon to"
+    ):
         otloss.solve(p, p, large, epsilon=0.95 * least, tolerance=1.0)
     otloss.solve(p, p, large, epsilon=1.05 * least, tolerance=1.0)
