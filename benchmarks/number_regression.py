@@ -83,6 +83,10 @@ class Case:
     arms: tuple[str, ...] = ARMS
 
 
+def rows_of(x: np.ndarray, exact: np.ndarray, unit: float = 1.0) -> Rows:
+    return Rows(torch.from_numpy(x), torch.from_numpy(exact.round().astype(np.int64)), torch.from_numpy(exact), unit)
+
+
 def synthetic(count: int) -> Callable[[int], tuple[Rows, Rows]]:
     """Return a draw of `count` rows: the mean of two numbers of 0 to 99 with noise, a third number beside them."""
 
@@ -91,7 +95,7 @@ def synthetic(count: int) -> Callable[[int], tuple[Rows, Rows]]:
         x = random.integers(0, NUMBERS, (count + TEST, 3))
         noisy = x[:, :2].mean(axis=1) + FLOOR_SD * random.standard_normal(len(x))
         exact = np.clip(noisy.round(), 0, NUMBERS - 1)
-        rows = Rows(*(torch.from_numpy(a) for a in (x, exact.astype(np.int64), exact)))
+        rows = rows_of(x, exact)
         return rows.part(torch.arange(count)), rows.part(torch.arange(count, count + TEST))
 
     return draw
@@ -102,7 +106,7 @@ def real(features: np.ndarray, target: np.ndarray) -> Callable[[int], tuple[Rows
     ranks = features.argsort(axis=0).argsort(axis=0) * NUMBERS // len(features)
     unit = float(np.ptp(target)) / (NUMBERS - 1)
     exact = (target - target.min()) / unit
-    rows = Rows(*(torch.from_numpy(a) for a in (ranks, exact.round().astype(np.int64), exact)), unit=unit)
+    rows = rows_of(ranks, exact, unit)
 
     def draw(seed: int) -> tuple[Rows, Rows]:
         order = torch.from_numpy(np.random.default_rng(seed).permutation(len(target)))
