@@ -23,6 +23,13 @@ C = torch.cdist(X, Y) ** 2
 LINE_X, LINE_Y = X[:, 0], Y[:, 0]
 DIRECTIONS = torch.nn.functional.normalize(torch.randn(2, 20, generator=GENERATOR, dtype=torch.float64), dim=0)
 TIGHT = {"tolerance": 1e-11}
+COLUMNS = torch.rand(9, 3, generator=GENERATOR, dtype=torch.float64)
+COLUMNS = COLUMNS / COLUMNS.sum(0)
+SHARES = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
+PLACES = torch.linspace(0, 1, 9, dtype=torch.float64)
+SQUARES = (PLACES[:, None] - PLACES) ** 2
+IMAGES = (COLUMNS.numpy(), SQUARES.numpy())
+BLUR = 0.3
 PAIRS = {
     "ot.emd2(p, q, C)": (lambda: ot.emd2(P, Q, C), lambda: otloss.emd(P, Q, C)),
     "ot.emd(p, q, C)": (lambda: ot.emd(P, Q, C), lambda: otloss.solve(P, Q, C).plan()),
@@ -67,13 +74,37 @@ PAIRS = {
         lambda: ot.da.LinearTransport().fit(Xs=X.numpy(), Xt=Y.numpy()).transform(Xs=X.numpy()),
         lambda: TransportAdapter().fit(X, target=Y).transform(X),
     ),
+    "ot.da.EMDTransport().fit(Xs=x, Xt=y)": (
+        lambda: ot.da.EMDTransport().fit(Xs=X.numpy(), Xt=Y.numpy()).transform(Xs=X.numpy()),
+        lambda: TransportAdapter("barycentric").fit(X, target=Y).transform(X),
+    ),
+    "ot.da.SinkhornTransport(reg_e=e).fit(Xs=x, Xt=y)": (
+        lambda: (
+            ot.da.SinkhornTransport(reg_e=0.1, tol=1e-12, max_iter=10**5)
+            .fit(Xs=X.numpy(), Xt=Y.numpy())
+            .transform(Xs=X.numpy())
+        ),
+        lambda: TransportAdapter("barycentric", epsilon=0.1).fit(X, target=Y).transform(X),
+    ),
+    'ot.bregman.barycenter(A, C, reg, weights, method="sinkhorn_log")': (
+        lambda: ot.bregman.barycenter(*IMAGES, 0.05, weights=SHARES.numpy(), method="sinkhorn_log", stopThr=1e-13),
+        lambda: otloss.barycenter(COLUMNS.T, SQUARES, SHARES, epsilon=0.05, **TIGHT),
+    ),
+    "ot.bregman.barycenter_debiased(A, C, reg, weights)": (
+        lambda: ot.bregman.barycenter_debiased(*IMAGES, 0.05, weights=SHARES.numpy(), stopThr=1e-12, numItermax=10**5),
+        lambda: otloss.barycenter(COLUMNS.T, SQUARES, SHARES, epsilon=0.05, debiased=True),
+    ),
 }
 
 
-def geomloss(**options: object) -> Tensor:
-    samples = pytest.importorskip("geomloss").SamplesLoss("sinkhorn", scaling=0.99, **options)
+def geomloss(loss: str = "sinkhorn", **options: object) -> Tensor:
+    samples = pytest.importorskip("geomloss").SamplesLoss(loss, scaling=0.99, **options)
     value: Tensor = samples(X, Y)
     return value
+
+
+def kernel(u: Tensor, v: Tensor) -> Tensor:
+    return (-(torch.cdist(u, v) ** 2) / (2 * BLUR**2)).exp().mean()
 
 
 GEOMLOSS = {
@@ -88,6 +119,14 @@ GEOMLOSS = {
     'SamplesLoss("sinkhorn", p=1, blur=b)(x, y)': (
         lambda: geomloss(p=1, blur=0.3),
         lambda: otloss.cloud_loss(X, Y, metric="euclidean", blur=0.3),
+    ),
+    'SamplesLoss("energy")(x, y)': (
+        lambda: geomloss("energy"),
+        lambda: otloss.cloud_loss(X, Y, metric="euclidean", epsilon=1e4),
+    ),
+    'SamplesLoss("gaussian", blur=b)(x, y)': (
+        lambda: geomloss("gaussian", blur=BLUR),
+        lambda: (kernel(X, X) + kernel(Y, Y)) / 2 - kernel(X, Y),
     ),
     "SamplesLoss(..., reach=r)": (
         lambda: geomloss(p=2, blur=0.3, reach=0.7),
