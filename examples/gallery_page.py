@@ -13,7 +13,7 @@ from PIL import Image
 
 # What each example was to reach, on the same work as its peer, and the peer.
 GOALS = {
-    "adaptation": ("accuracy of at least 0.68 by the joint-distribution loss; maps beside no map", "no map"),
+    "adaptation": ("accuracy of at least 0.68 by the joint loss; compare with and without a map", "no map"),
     "attention": ("more slots right than by softmax attention, over seeds", "softmax attention"),
     "boosting": ("`xgb.cv` and LightGBM's `cv` with our metric, on real data", "cross-entropy"),
     "cost_sensitive": ("mean cost of three losses and two decisions", "cross-entropy"),
