@@ -11,8 +11,8 @@ samples of each batch out.
 Data: the 8 x 8 digits of scikit-learn, pixels from 0 to 1, 1,200 for training. W2 is exact, between 512 generated and
 512 held-out digits; two samples of the data are 1.45 apart. Time is that of the processor.
 
-Result (3 seeds, 2,000 steps): pairing helps only with one or two steps. W2 after 1 step falls from 1.92 to 1.71 and after
-2 from 1.67 to 1.66; after 8 it rises from 1.68 to 1.71.
+Result (3 seeds, 2,000 steps): pairing helps only with one or two steps. W2 after 1 step falls from 1.92 to 1.71 and
+after 2 from 1.67 to 1.66; after 8 it rises from 1.68 to 1.71.
 
 Pairs drawn with replacement are worse than a permutation at every number of steps. Pairing adds two fifths to the time
 of so small a network.

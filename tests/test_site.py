@@ -48,6 +48,20 @@ def test_the_reference_lists_every_public_module() -> None:
     assert all(importlib.import_module(name).__all__ for name in listed if name != "otloss_llm")
 
 
+def test_the_check_finds_links_to_nothing_and_files_of_a_network(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text(
+        '<p id="here"></p><a href="#here">1</a><a href="b.html">2</a><a href="#gone">3</a><a href="none.html">4</a>'
+        '<img src="none.png"><script src="https://example.org/x.js"></script><a href="https://example.org">5</a>'
+    )
+    (tmp_path / "b.html").write_text("")
+    command = [sys.executable, str(ROOT / ".ci/check_site.py"), str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    found = [line for line in done.stdout.splitlines() if line.startswith("a.html")]
+    assert sorted(line.split()[1] for line in found) == ["#gone", "loads", "none.html", "none.png"]
+    assert "otloss.emd has no page in the reference" in done.stdout
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_warnings_and_without_broken_links(tmp_path: Path) -> None:
     """`make docs` in a folder of its own."""
