@@ -41,7 +41,7 @@ html_theme_options = {
     "article_header_end": [],
     "pygments_light_style": "tango",
 }
-html_sidebars = {"index": [], "gallery": [], "log": [], "changelog": []}
+html_sidebars = {"*": []}  # only the pages of the reference have neighbours to show
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
