@@ -179,11 +179,12 @@ def _by_kernel(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal
         g=None if start is None else start[1].reshape(-1, m), rho=problem.marginal_penalty,
         tolerance=goal.tolerance, most=goal.most, settled=goal.settled, symmetric=goal.symmetric,
     )  # fmt: skip
-    columns = [ERROR, ITERATIONS]
-    if goal.settled < math.inf and not goal.symmetric:  # the kernel has estimated the error of g
-        columns += [POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE]
-    error, iterations, *estimates = (ends[:, column].reshape(batch) for column in columns)
-    return SearchResult(f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long(), *estimates, plan=plan)
+    error, iterations = (ends[:, column].reshape(batch) for column in (ERROR, ITERATIONS))
+    result = SearchResult(f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long(), plan=plan)
+    if goal.settled == math.inf or goal.symmetric:  # the kernel has not estimated the error of g
+        return result
+    uncertain, spread, least = (ends[:, k].reshape(batch) for k in (POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE))
+    return dataclasses.replace(result, potential_error=uncertain, spread=spread, least_eigenvalue=least)
 
 
 def _in_logs(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) -> SearchResult:
