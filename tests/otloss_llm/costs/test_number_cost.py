@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import pickle
-import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -136,17 +134,6 @@ def test_a_factor_of_ten_costs_as_much_as_all_digits_of_a_place() -> None:
     ):  # fmt: skip
         assert float(rows[words.index(a), words.index(b)]) == pytest.approx(expected, rel=1e-5), (a, b)
     assert NumberCost.from_tokenizer(tokenizer(words), squash=5.0).settings["scaling"] == "absolute"
-
-
-def test_the_loss_from_logits_of_the_docs() -> None:
-    page = (Path(__file__).parents[3] / "docs/numbers.md").read_text(encoding="utf-8")
-    (block,) = [part for part in re.findall("```python\n(.*?)```", page, re.DOTALL) if "cross_entropy(" in part]
-    numbers = NumberCost.from_tokenizer(tokenizer(["a", "b", *DIGITS]))
-    logits, labels = torch.randn(2, 5, 12).requires_grad_(), torch.arange(10).reshape(2, 5)
-    labels[0, 0] = -100
-    names: dict[str, Any] = {"logits": logits, "labels": labels, "numbers": numbers}
-    exec(block, names)
-    assert torch.autograd.grad(names["loss"], logits)[0].isfinite().all()
 
 
 def test_the_published_recipe_on_single_digits() -> None:

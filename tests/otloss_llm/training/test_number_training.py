@@ -371,6 +371,6 @@ def test_the_example_prints_coverage_and_a_line_for_each_arm(
         if bars:
             transformers.utils.logging.enable_progress_bar()
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("100 of 104 tokens are numbers: 100 values from 0 to 99")
+    assert lines[0].startswith("100 of 105 tokens are numbers: 100 values from 0 to 99")
     assert all(any(line.startswith(arm) for line in lines) for arm in made["ARMS"])
     assert (tmp_path / "number_tokens.png").stat().st_size > 5_000
