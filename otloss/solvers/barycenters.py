@@ -324,9 +324,9 @@ def _newton_step(
         system = (weights.unsqueeze(-1) * by_row).sum(-3)
     system = torch.cat([system, torch.ones_like(system[..., :1])], -1)
     system = torch.cat([system, torch.nn.functional.pad(part, (0, 1)).unsqueeze(-2)], -2)
-    given = (weights * (by_row @ off.unsqueeze(-1)).squeeze(-1)).sum(-2) - misfit
+    right = (weights * (by_row @ off.unsqueeze(-1)).squeeze(-1)).sum(-2) - misfit
     lack = p.sum((-2, -1)) / p.shape[-2] / log_a.exp().sum(-1) - 1
-    by_a = torch.linalg.solve_ex(system, torch.cat([given, lack.unsqueeze(-1)], -1)).result[..., :n]
+    by_a = torch.linalg.solve_ex(system, torch.cat([right, lack.unsqueeze(-1)], -1)).result[..., :n]
     by_u = (by_row @ (by_a.unsqueeze(-2) - off).unsqueeze(-1)).squeeze(-1)
     return log_a, by_a, by_u, by_a if by_d is None else (by_d @ by_a.unsqueeze(-1)).squeeze(-1)
 
@@ -344,10 +344,10 @@ def _with_gradient(problem: _Problem, state: _State) -> Tensor:
     log_a, by_a, *_ = _newton_step(problem, problem.cost.dense(), at, state.tau)
     if not bool(torch.isfinite(by_a.detach()).all()):
         raise RuntimeError("the gradient of the barycenter is singular to rounding; raise epsilon.")
-    found = log_a + by_a
-    if found.requires_grad:
-        found.register_hook(functools.partial(_raise_for_second, forward=has_tangent(found)))
-    return (state.log_a + found - found.detach()).exp()
+    corrected = log_a + by_a
+    if corrected.requires_grad:
+        corrected.register_hook(functools.partial(_raise_for_second, forward=has_tangent(corrected)))
+    return (state.log_a + corrected - corrected.detach()).exp()
 
 
 def _raise_for_second(upstream: Tensor, *, forward: bool) -> None:

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import is_differentiated
+from otloss.costs.cost import makes_graph
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
 from otloss.solvers.exact import ExactSolution
 from otloss.solvers.implicit_grid import suits_axes, with_graph
@@ -68,7 +69,7 @@ def with_envelope(solution: _S) -> _S:
         advice = 'use grad="implicit" of sinkhorn, sinkhorn_divergence or solve, or reverse mode.'
         check_no_tangent(advice, *problem.inputs, *problem.cost.tensors())
     inputs = solution.inputs
-    if not (torch.is_grad_enabled() and any(t.requires_grad for t in inputs)) and not is_differentiated(*inputs):
+    if not makes_graph(*inputs):
         return solution
     check_no_transform()
     value: Tensor = _Envelope.apply(solution, *inputs)
@@ -98,7 +99,8 @@ class _Envelope(torch.autograd.Function):
                         by_inputs[k] = (factor * by_weights[k]).to(inputs[k])
             if wanted[2] and isinstance(solution, EntropicSolution):
                 by_inputs[2] = upstream * solution.relative_entropy
-            by_inputs[3:] = solution.cost_gradients(upstream) if any(wanted[3:]) else by_inputs[3:]
+            if any(wanted[3:]):
+                by_inputs[3:] = solution.cost_gradients(upstream)
         message = _SECOND_OF_EXACT if solution.problem.is_exact else _SECOND_OF_ENTROPIC
         return None, *(
             None if t is None else once_only(t.to(i.dtype), message, gradients[0], *inputs)
@@ -128,9 +130,11 @@ class ImplicitSolution(EntropicSolution):
 
     Attributes:
         with_graph: f and g, in the arithmetic dtype of the potentials.
+        known_plan: (..., n, m), P, where the equations have made it; None where it is made at first use.
     """
 
     with_graph: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]
+    known_plan: Float[Tensor, "*batch n m"] | None = None
 
     only_value_has_gradients: ClassVar[str | None] = None
 
@@ -141,6 +145,8 @@ class ImplicitSolution(EntropicSolution):
     @cached_property
     def dense_plan(self) -> Float[Tensor, "*batch n m"]:
         """P."""
+        if self.known_plan is not None:
+            return self.known_plan
         (f, g), problem = self.with_graph, self.problem
         p, q, epsilon, matrix = (t.to(f) for t in (problem.p, problem.q, problem.epsilon, problem.cost.dense()))
         ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()
@@ -172,7 +178,7 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     plan = (p * a.exp()).unsqueeze(-1) * ratio * (q * b.exp()).unsqueeze(-2)
     f, g = f + epsilon.unsqueeze(-1) * a, g + epsilon.unsqueeze(-1) * b
     value = _dual(problem, f, g, plan)
-    return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g))
+    return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g), plan)
 
 
 def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor, "*batch"]:

@@ -14,9 +14,8 @@ which is feasible whatever the solver returned. So `<C, P> - (f.p + g.q)` certif
 Where the optimum is degenerate (a proper part of p's mass equals a part of q's, as in assignment problems), potentials
 are not unique and the value has a kink in the weights: the gradient is one of its subgradients.
 
-Uniform weights on equally many bins are assigned along
-shortest paths (`_kernels.assignment`), and all other problems are solved by the network simplex (`_kernels.exact`), one
-problem per thread.
+Uniform weights on equally many bins are assigned along shortest paths (`_kernels.assignment`), and all other problems
+are solved by the network simplex (`_kernels.exact`), one problem per thread.
 """
 
 from __future__ import annotations

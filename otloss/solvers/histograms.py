@@ -91,7 +91,7 @@ def _checked_masses(
     tolerance = max(MASS_TOLERANCE.get(t.dtype, 0.0) for t in (p, q)) if balanced else torch.inf
     # Numbers are read one by one: for a single problem a comparison by torch takes longer.
     if masses[0].numel() and masses[1].numel():
-        least, largest = (found.item() for found in torch.aminmax(masses[0] / masses[1]))
+        least, largest = (ratio.item() for ratio in torch.aminmax(masses[0] / masses[1]))
         is_equal = least >= 1 - tolerance and largest * (1 - tolerance) <= 1  # not NaN, and then neither mass is 0
         if is_equal and least > 0 and largest < torch.inf and all(w.detach().amin().item() >= 0 for w in (p, q)):
             return masses, False
@@ -130,11 +130,11 @@ def weights_or_uniform(p: Any, q: Any, cost: Any) -> tuple[Any, Any]:
     is_matrix = isinstance(cost, Tensor) and cost.dim() > 1
     shape = cost.shape[-2:] if is_matrix else as_cost(cost).shape
     like = next((w for w in (p, q, cost) if isinstance(w, Tensor)), cost)
-    found = (
-        torch.full((size,), 1 / size, dtype=cost.dtype, device=like.device) if given is None and size else given
-        for given, size in zip((p, q), shape, strict=True)
+    p, q = (
+        torch.full((size,), 1 / size, dtype=cost.dtype, device=like.device) if weights is None and size else weights
+        for weights, size in zip((p, q), shape, strict=True)
     )
-    return next(found), next(found)
+    return p, q
 
 
 def _fit(p: Any, q: Any, cost: Any) -> bool:

@@ -154,14 +154,14 @@ class _Potentials(torch.autograd.Function):
         return f.clone(), g.clone()
 
     @staticmethod
-    def backward(ctx: Any, *given: Tensor | None) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor | None) -> tuple[Tensor | None, ...]:
         p, q, f, g = ctx.saved_tensors
-        if all(t is None for t in given):
+        if all(t is None for t in upstream):
             return (None,) * 5
-        by_f, by_g = (torch.zeros_like(f) if t is None else t for t in given)
+        by_f, by_g = (torch.zeros_like(f) if t is None else t for t in upstream)
         with torch.no_grad():
-            found = _weight_gradients(_Equations.at(ctx.problem, f, g), ctx.problem.epsilon, by_f, by_g)
-        return *(once_only(t, _THIRD, by_f, by_g, p, q) for t in found), None, None, None
+            by_weights = _weight_gradients(_Equations.at(ctx.problem, f, g), ctx.problem.epsilon, by_f, by_g)
+        return *(once_only(t, _THIRD, by_f, by_g, p, q) for t in by_weights), None, None, None
 
 
 def _weight_gradients(equations: _Equations, epsilon: Tensor, by_f: Tensor, by_g: Tensor) -> tuple[Tensor, Tensor]:

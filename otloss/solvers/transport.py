@@ -72,11 +72,11 @@ class Transport:
         converged: (...), whether that is within the tolerance.
         iterations: (...), of Sinkhorn, or pivots of the simplex.
         potential_error: (...), an estimate of the error of the potentials, and so of the gradients of the weights: the
-            largest one of g, in the unit of the cost. Where the plan falls into parts that hardly
-            exchange mass it is large although the marginal error is small. Infinite where rounding decides them, NaN
-            where it is not known (without the numba kernel, above 2**20 entries or on a GPU), 0 for exact transport,
-            whose potentials are optimal, and one pair of many where the optimum is degenerate. With a marginal penalty
-            it is a bound, too large by up to the penalty over 2 epsilon, for bins that keep mass.
+            largest one of g, in the unit of the cost. Where the plan falls into parts that hardly exchange mass it is
+            large although the marginal error is small. Infinite where rounding decides them, NaN where it is not known
+            (without the numba kernel, above 2**20 entries or on a GPU), 0 for exact transport, whose potentials are
+            optimal, and one pair of many where the optimum is degenerate. With a marginal penalty it is a bound, too
+            large by up to the penalty over 2 epsilon, for bins that keep mass.
     """
 
     def __init__(self, problem: Problem, solution: Solution, ways_back: Sequence[WayBack]) -> None:

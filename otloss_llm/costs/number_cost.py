@@ -21,11 +21,18 @@ from torch import Tensor
 from otloss.costs import Cost
 from otloss.extending import TEXT_OVER_WORST, check_index, check_positive, checked_values, number_line
 from otloss_llm.costs.tokenizer_numbers import Coverage, NumberTokens
-from otloss_llm.costs.vocabulary import FewColumns, LabelRows, VocabularyCost, as_vocabulary_cost, check_cost_dtype
+from otloss_llm.costs.vocabulary import (
+    FewColumns,
+    LabelRows,
+    ValuesCost,
+    VocabularyCost,
+    as_vocabulary_cost,
+    check_cost_dtype,
+)
 from otloss_llm.models.sharded_heads import VocabShard
 
 
-class NumberCost(VocabularyCost):
+class NumberCost(ValuesCost):
     """The distance between the values of number tokens; tokens that are no numbers cost `text` from every number.
 
     With it `nll + w D` is the number token loss (Zausinger et al. 2024, arXiv 2411.02083), the mass on tokens that are
@@ -153,18 +160,6 @@ class NumberCost(VocabularyCost):
         lines = f"{coverage}\ndistances: {settings}; a token that is no number costs {self.text:.3g}"
         print(lines, file=sys.stdout if file is None else file)
         return coverage
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.values), len(self.values)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
 
     @property
     def is_number(self) -> Bool[Tensor, " vocab"]:

@@ -16,11 +16,11 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from otloss.extending import check_index, checked_values
-from otloss_llm.costs.vocabulary import FewColumns, LabelRows, VocabularyCost, check_cost_dtype
+from otloss_llm.costs.vocabulary import FewColumns, LabelRows, ValuesCost, check_cost_dtype
 from otloss_llm.models.sharded_heads import VocabShard
 
 
-class RatingCost(VocabularyCost):
+class RatingCost(ValuesCost):
     """The signed difference between the expected rating and the label, for `ExpectedValue`.
 
     Args:
@@ -42,18 +42,6 @@ class RatingCost(VocabularyCost):
     def __init__(self, values: Float[Tensor, " vocab"]) -> None:
         self.values = checked_values(values)
         self.columns = (~self.values.isnan()).nonzero().squeeze(-1)
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return len(self.values), len(self.values)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:
-        return self.values.device
 
     def to(self, *args: Any, **kwargs: Any) -> Self:
         """Return the same cost elsewhere, as `VocabularyCost.to`."""

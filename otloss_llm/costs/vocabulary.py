@@ -121,6 +121,28 @@ class VocabularyCost(ABC):
         return valid
 
 
+class ValuesCost(VocabularyCost):
+    """A cost that is made from one number for each token.
+
+    Attributes:
+        values: (V,), NaN at tokens without a number.
+    """
+
+    values: Float[Tensor, " vocab"]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return len(self.values), len(self.values)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.values.device
+
+
 TokenCost = VocabularyCost | Cost  # what token losses accept
 
 

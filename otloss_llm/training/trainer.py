@@ -18,10 +18,10 @@ from otloss_llm.costs.choice import NumberSettings, choose_cost, near_duplicates
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.hubs import hub_share
 from otloss_llm.costs.number_cost import MixedCost
-from otloss_llm.costs.vocabulary import TokenCost
+from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.hugging_face import is_untokenised, tokenised
-from otloss_llm.data.questions import AnsweredQuestions, count_labels, label_counts, pad_questions
+from otloss_llm.data.questions import AnsweredQuestions, label_counts, pad_questions
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.losses.positions import IGNORE_INDEX, check_kernel, check_objective, cost_positions
 from otloss_llm.losses.token_loss import TokenLoss, linear_token_loss, token_loss
@@ -175,7 +175,7 @@ class ObjectiveMixin:
         check_kernel(impl, chunk_size)
         self.transport_cost = cost
         best = (self.args.metric_for_best_model or "").removeprefix("eval_")
-        if best == "transport_cost" and getattr(cost, "signed", False):
+        if best == "transport_cost" and isinstance(cost, VocabularyCost) and cost.signed:
             raise ValueError(
                 f"metric_for_best_model is {self.args.metric_for_best_model!r}, and {type(cost).__name__} has a signed "
                 'cost, of which less is not better; take "loss" or "nll".'
@@ -187,8 +187,7 @@ class ObjectiveMixin:
         self._train_sums: Tensor | None = None
         self._eval_sums: Tensor | None = None
         if needs_cost(self.objective) and self.is_world_process_zero():
-            _log_near_duplicates(cost, getattr(self, "train_dataset", None))
-            _log_hubs(cost, getattr(self, "train_dataset", None))
+            _log_labels(cost, getattr(self, "train_dataset", None))
 
     def _broadcast(self, weight: Tensor) -> Tensor:
         """The first process's weight: DDP starts from it; with FSDP's cpu_ram_efficient_loading only it has one."""
@@ -511,11 +510,17 @@ def _tokenised(rows: Any, tokenizer: Any, max_length: int) -> Any:
     return tokenised(rows, tokenizer, max_length=max_length)
 
 
-def _log_near_duplicates(cost: TokenCost | None, rows: Any) -> None:
-    """Log how many labels of rows of ours are near-duplicates of the cost."""
-    chosen = near_duplicates_in(cost)
-    if chosen is not None and isinstance(rows, PackedBlocks | AnsweredQuestions):
-        _log_once(*count_labels(rows, chosen.cpu()))
+def _log_labels(cost: TokenCost | None, rows: Any) -> None:
+    """Log what the cost says of the labels of rows of ours: near-duplicates among them, and hubs beside them."""
+    embedding = cost.other if isinstance(cost, MixedCost) else cost
+    if not isinstance(embedding, EmbeddingCost) or not isinstance(rows, PackedBlocks | AnsweredQuestions):
+        return
+    counts, duplicates = label_counts(rows, len(embedding.unit)), near_duplicates_in(embedding)
+    if duplicates is not None:
+        _log_once(int(counts[duplicates.cpu()].sum()), int(counts.sum()))
+    share = hub_share(embedding.unit, counts)
+    if share is not None:
+        _log_hubs_once(share, embedding.has_all_directions)
 
 
 @functools.cache  # once for all arms and seeds of a comparison
@@ -526,18 +531,8 @@ def _log_once(duplicates: int, labels: int) -> None:
     )  # fmt: skip
 
 
-def _log_hubs(cost: TokenCost | None, rows: Any) -> None:
-    """Log how often a rare token is nearer to labels of rows of ours than these are to each other."""
-    cost = cost.other if isinstance(cost, MixedCost) else cost
-    if isinstance(cost, EmbeddingCost) and isinstance(rows, PackedBlocks | AnsweredQuestions):
-        share = hub_share(cost.unit, label_counts(rows, len(cost.unit)))
-        if share is not None:
-            _log_hubs_once(share, cost.has_all_directions)
-
-
-HUB_SHARE = (
-    0.01  # of all rows: 0.02 to 0.04 where EMO moved mass to rare tokens, at most 0.002 elsewhere (docs/evidence.md)
-)
+# Of all rows: it was 0.02 to 0.04 where EMO moved mass to rare tokens, and at most 0.002 elsewhere (docs/evidence.md).
+HUB_SHARE = 0.01
 
 
 @functools.cache
