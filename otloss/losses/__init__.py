@@ -24,6 +24,7 @@ from otloss.losses.histogram import histogram_loss as histogram_loss
 from otloss.losses.histogram import histogram_mean as histogram_mean
 from otloss.losses.number_tokens import number_token_loss as number_token_loss
 from otloss.losses.ordinal import ordinal_loss as ordinal_loss
+from otloss.losses.soft_labels import soft_labels as soft_labels
 
 __all__ = [
     "critic_loss",
@@ -42,6 +43,7 @@ __all__ = [
     "number_token_loss",
     "ordinal_loss",
     "set_loss",
+    "soft_labels",
     "spearman_loss",
     "top_k_loss",
     "wasserstein_dice",

@@ -306,6 +306,9 @@ OF_INDICES: dict[str, Entry] = {
         lambda t: otloss.pair(t["x0"], t["x1"], epsilon=0.1, generator=_generator()),
     ),
     "decode_classes": Entry({"logits": draw(3, 4)}, lambda t: losses.decode_classes(t["logits"], "mean")),
+    "soft_labels": Entry(
+        {"logits": draw(2, 3)}, lambda t: losses.soft_labels(t["logits"].argmax(-1), 3, "beta", dtype=t["logits"].dtype)
+    ),
     "document_search": Entry(
         {"corpus": 1.0 - torch.eye(4, dtype=torch.float64), "embedding": draw(4, 2)},
         lambda t: otloss.document_search(t["corpus"][:2], t["corpus"], t["embedding"], k=2).distances,
