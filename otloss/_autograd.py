@@ -75,11 +75,11 @@ class Unchanged:
 
     def __init__(self, *tensors: Tensor) -> None:
         # Inference tensors count no versions.
-        self._held = [(t, t._version) for t in tensors if not t.is_inference()]
+        self._versions = [(t, t._version) for t in tensors if not t.is_inference()]
 
     def check(self, what: str) -> None:
         """Raise RuntimeError if one was; `what` names what was to be computed from them."""
-        for tensor, version in self._held:
+        for tensor, version in self._versions:
             if tensor._version != version:
                 raise RuntimeError(
                     f"{what} was asked for after a tensor of shape {tuple(tensor.shape)} that the problem is made of "

@@ -162,7 +162,7 @@ def augment(cost: Any, g: Any, real: Any, whole: Any, start: int, n: int, m: int
 
 @compiled(seconds=3)
 def assign_problems(
-    counter: Any, start: Any, p: Any, matrices: Any, owners: Any, f: Any, g: Any, cells: Any, flows: Any, ends: Any,
+    counter: Any, start: Any, p: Any, matrices: Any, owners: Any, f: Any, g: Any, cells: Any, flows: Any, outcome: Any,
     whole: Any, real: Any,
 ) -> None:  # fmt: skip
     """Solve problem k: p[k] (n) of one mass each, matrices[owners[k]] (n, n), from potentials start[k] (n) or (0).
@@ -185,15 +185,15 @@ def assign_problems(
                 lower(g_k, cost[i], 0.0, n)
         left, steps = _take_columns(cost, g_k, real[NEAR], row_of, column_of, waiting, n)
         most = VISITS * n if n > MOST_LEFT else np.int64(2**62)
-        is_given_up = left < 0 or left > MOST_LEFT
+        has_failed = left < 0 or left > MOST_LEFT
         for t in range(left):
-            visited = NONE if is_given_up or steps > most else augment(cost, g_k, real, whole, waiting[t], n, n)
+            visited = NONE if has_failed or steps > most else augment(cost, g_k, real, whole, waiting[t], n, n)
             if visited < 0:
-                is_given_up = True
+                has_failed = True
                 break
             steps += visited
-        if is_given_up:
-            ends[k, PIVOTS] = NONE
+        if has_failed:
+            outcome[k, PIVOTS] = NONE
             continue
         value, dual = 0.0, 0.0
         for i in range(n):
@@ -204,5 +204,5 @@ def assign_problems(
             dual += f_k[i] + g_k[i]
         for t in range(n, flows.shape[1]):
             cells[k, 0, t], cells[k, 1, t], flows[k, t] = 0, 0, 0.0
-        ends[k, VALUE], ends[k, GAP] = value * mass, (value - dual) * mass
-        ends[k, SCALE], ends[k, PIVOTS] = largest_size(cost, n, n) * mass * n, steps - n
+        outcome[k, VALUE], outcome[k, GAP] = value * mass, (value - dual) * mass
+        outcome[k, SCALE], outcome[k, PIVOTS] = largest_size(cost, n, n) * mass * n, steps - n

@@ -57,12 +57,12 @@ def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
 
 
 @inner()
-def _occupied(weights: Any, places: Any, held: Any) -> int:
+def _occupied(weights: Any, places: Any, masses: Any) -> int:
     """Write the places of bins with mass, and their masses; return how many they are."""
     count = 0
     for k in range(weights.shape[0]):
         if weights[k] > 0:
-            places[count], held[count] = k, weights[k]
+            places[count], masses[count] = k, weights[k]
             count += 1
     return count
 
@@ -252,7 +252,7 @@ def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> 
 @spliced
 def _finish(
     matrix: Any, cost: Any, n: int, m: int, most: int, whole: Any, real: Any, tree: Any, f: Any, g: Any, cells: Any,
-    flows: Any, ends: Any,
+    flows: Any, outcome: Any,
 ) -> None:  # fmt: skip
     """Search from the tree, and write the answer."""
     rows, columns, a, b, potential = whole[ROWS], whole[COLUMNS], real[MASS_P], real[MASS_Q], real[POTENTIAL]
@@ -284,7 +284,7 @@ def _finish(
         value += moved * cost[i, j]
     for t in range(n + m - 1, flows.shape[0]):
         cells[0, t], cells[1, t], flows[t] = 0, 0, 0.0
-    ends[VALUE], ends[GAP], ends[SCALE], ends[PIVOTS] = (
+    outcome[VALUE], outcome[GAP], outcome[SCALE], outcome[PIVOTS] = (
         value,
         value - dual,
         largest_size(cost, n, m) * _sum(a, n),
@@ -294,7 +294,7 @@ def _finish(
 
 @spliced
 def solve_one(
-    p: Any, q: Any, matrix: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, ends: Any, whole: Any, real: Any,
+    p: Any, q: Any, matrix: Any, most: int, f: Any, g: Any, cells: Any, flows: Any, outcome: Any, whole: Any, real: Any,
     tree: Any, block: Any,
 ) -> None:  # fmt: skip
     """Solve one problem, with results as in `solve_problems`; without mass there are none."""
@@ -306,32 +306,32 @@ def solve_one(
         for i in range(n):
             sequence[i] = i
         _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n - 1, tree, whole[FLOW])
-        _finish(matrix, cost, n, m, most, whole, real, tree, f, g, cells, flows, ends)
+        _finish(matrix, cost, n, m, most, whole, real, tree, f, g, cells, flows, outcome)
 
 
 @compiled(seconds=4)
 def solve_problems(
     counter: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any, flows: Any,
-    ends: Any, whole: Any, real: Any, tree: Any, block: Any,
+    outcome: Any, whole: Any, real: Any, tree: Any, block: Any,
 ) -> None:  # fmt: skip
     """Solve problem k: p[k] (n), q[k] (m), matrices[owners[k]] (n, m).
 
-    Fills f, g, cells (B, 2, n + m - 1), flows, and `ends` (B, 4): value, duality gap, the scale the gap is to be judged
-    by, pivots (-1: more than `most`).
+    Fills f, g, cells (B, 2, n + m - 1), flows, and `outcome` (B, 4): value, duality gap, the scale the gap is to be
+    judged by, pivots (-1: more than `most`).
     """
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
         solve_one(
-            p[k], q[k], matrices[owners[k]], most, f[k], g[k], cells[k], flows[k], ends[k], whole, real, tree, block
+            p[k], q[k], matrices[owners[k]], most, f[k], g[k], cells[k], flows[k], outcome[k], whole, real, tree, block
         )
 
 
 @compiled(seconds=4)
 def solve_problems_from(
     counter: Any, start: Any, p: Any, q: Any, matrices: Any, owners: Any, most: int, f: Any, g: Any, cells: Any,
-    flows: Any, ends: Any, whole: Any, real: Any, tree: Any, block: Any,
+    flows: Any, outcome: Any, whole: Any, real: Any, tree: Any, block: Any,
 ) -> None:  # fmt: skip
     """As `solve_problems`, from potentials `start` (B, m) of q's bins; apart, as few calls need it compiled."""
     sequence, prices_p, prices_q, columns = whole[SEQUENCE], real[PRICE_P], real[PRICE_Q], whole[COLUMNS]
@@ -354,4 +354,4 @@ def solve_problems_from(
         for j in range(m):
             prices_q[j] = start[k, columns[j]]
         _ship(cost, whole[LEFT], prices_p, prices_q, n, m, whole[HINT], sequence, n + m - 1, tree, whole[FLOW])
-        _finish(matrix, cost, n, m, most, whole, real, tree, f[k], g[k], cells[k], flows[k], ends[k])
+        _finish(matrix, cost, n, m, most, whole, real, tree, f[k], g[k], cells[k], flows[k], outcome[k])

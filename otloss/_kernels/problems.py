@@ -21,7 +21,7 @@ def solve_batch(
     Returns:
         f, g: (B, n) and (B, m), the potentials.
         cells, flows: (B, 2, n + m - 1) and (B, n + m - 1), rows and columns of the plan's cells and the mass there.
-        ends: (B, 4), value, duality gap, the scale to judge the gap by, and pivots, -1 where they did not suffice.
+        outcome: (B, 4), value, duality gap, the scale to judge the gap by, and pivots, -1 where they did not suffice.
     """
     (count, n), m = p.shape, q.shape[1]
     start = np.empty((count, 0)) if start is None else start
@@ -59,8 +59,8 @@ def _run_assignment(
     from otloss._kernels.assignment import assign_problems, scratch
 
     count, n = p.shape
-    given = (start, p, matrices, owners, *filled)
-    run_on_threads(assign_problems, count, given, lambda: scratch(n), one_thread=count * n * n < ENTRIES)
+    arguments = (start, p, matrices, owners, *filled)
+    run_on_threads(assign_problems, count, arguments, lambda: scratch(n), one_thread=count * n * n < ENTRIES)
 
 
 def _run_simplex(
@@ -71,13 +71,13 @@ def _run_simplex(
     from otloss._kernels.exact import scratch, solve_problems, solve_problems_from
 
     (count, n), m = p.shape, q.shape[1]
-    kernel, given = solve_problems, (p, q, matrices, owners, most, *filled)
+    kernel, arguments = solve_problems, (p, q, matrices, owners, most, *filled)
     if start.shape[1]:
-        kernel, given = solve_problems_from, (start, *given)
-    run_on_threads(kernel, count, given, lambda: scratch(n, m, matrices.dtype), one_thread=count * n * m < ENTRIES)
+        kernel, arguments = solve_problems_from, (start, *arguments)
+    run_on_threads(kernel, count, arguments, lambda: scratch(n, m, matrices.dtype), one_thread=count * n * m < ENTRIES)
     empty = ~(p.any(1) & q.any(1))
     if empty.any():
         # Without mass f_i + g_j <= C_ij is the only condition: the derivative in p_i is the least cost of its row.
-        f, g, cells, flows, ends = filled
+        f, g, cells, flows, outcome = filled
         f[empty], g[empty] = matrices[owners[empty]].min(-1), 0.0
-        cells[empty], flows[empty], ends[empty] = 0, 0.0, 0.0
+        cells[empty], flows[empty], outcome[empty] = 0, 0.0, 0.0

@@ -179,7 +179,7 @@ def _iterate(
 
     `column_sums` holds G^T U wherever the loop may end.
     """
-    p, q, u, v, held, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
+    p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     alpha, beta, kernel = work.alpha, work.beta, work.kernel
     done, since, within, settling, stale = 0, 0, 0, True, True
     w = 1.0
@@ -192,8 +192,8 @@ def _iterate(
             stale, since = False, 0
             off = _absorb_factors(cost, work, n, m, epsilon)
         else:
-            row_sums(kernel, v, held, n, m)
-            off, steep = update(p, held, u, number(w), steepest, largest_step, n)
+            row_sums(kernel, v, sums_p, n, m)
+            off, steep = update(p, sums_p, u, number(w), steepest, largest_step, n)
             column_sums(kernel, u, sums, n, m)
             off_columns, steep_columns = update(q, sums, v, number(w), steepest, largest_step, m)
             off, steep = off + off_columns, steep or steep_columns
@@ -203,8 +203,8 @@ def _iterate(
             if not last:
                 break
             change = exact_update(q, sums, v, m)
-            row_sums(kernel, v, held, n, m)
-            change = max(change, exact_update(p, held, u, n))
+            row_sums(kernel, v, sums_p, n, m)
+            change = max(change, exact_update(p, sums_p, u, n))
             column_sums(kernel, u, sums, n, m)
             error = column_error(q, sums, v, m)
             within += error <= tolerance
@@ -288,20 +288,20 @@ def extend(
         if at < count and places[at] == i:
             at += 1
             continue
-        held = 0
+        taken = 0
         for j in range(weights.shape[0]):
             if shifted[j] > -np.inf:
-                scores[held] = shifted[j] - (cost[j, i] if is_transposed else cost[i, j]) / epsilon
-                held += 1
-        out[i] = softmin_of_scores(scores, epsilon, held)
+                scores[taken] = shifted[j] - (cost[j, i] if is_transposed else cost[i, j]) / epsilon
+                taken += 1
+        out[i] = softmin_of_scores(scores, epsilon, taken)
 
 
 @inner()
-def count_held(weights: Any) -> int:
-    held = 0
+def count_positive(weights: Any) -> int:
+    count = 0
     for k in range(weights.shape[0]):
-        held += weights[k] > 0
-    return held
+        count += weights[k] > 0
+    return count
 
 
 @inner()
@@ -317,7 +317,7 @@ def _write_potentials(
     # `n < 0` and `n >= 0` for False and True: numba would compile `extend` once for each literal.
     extend(cost, n < 0, rows, n, q, inverse_q, negligible, g, epsilon, f, work)
     extend(cost, n >= 0, columns, m, p, inverse_p, negligible, f, epsilon, g, work)
-    if n < count_held(p) and m < count_held(q):
+    if n < count_positive(p) and m < count_positive(q):
         # Light bins of both sides: the potentials from heavy bins alone would let them exchange more than they hold.
         extend(cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
         extend(cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
@@ -359,22 +359,23 @@ def gather(cost: Any, work: Any, n: int, m: int) -> float:
 
 
 @inner()
-def _write_zeros(f: Any, g: Any, ends: Any) -> None:
+def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
     """The answer of a problem without mass."""
     for i in range(f.shape[0]):
         f[i] = 0
     for j in range(g.shape[0]):
         g[j] = 0
-    ends[ERROR], ends[VALUE], ends[POTENTIAL_ERROR], ends[SPREAD], ends[LEAST_EIGENVALUE] = 0, 0, 0, 0, 1
+    outcome[ERROR], outcome[VALUE], outcome[POTENTIAL_ERROR], outcome[SPREAD], outcome[LEAST_EIGENVALUE] = 0, 0, 0, 0, 1
 
 
 @spliced
 def _solve(
-    p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, plan: Any, ends: Any, limits: Any, warm: bool, work: Any
+    p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any, warm: bool,
+    work: Any,
 ) -> None:  # fmt: skip
     """One problem; g holds the start, and f and g get the answer, on all bins. No plan if `plan` is empty."""
     negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
-    ends[ERROR], ends[ITERATIONS], ends[VALUE] = np.inf, 0, np.nan
+    outcome[ERROR], outcome[ITERATIONS], outcome[VALUE] = np.inf, 0, np.nan
     highest = highest_cost(cost)
     scale_p, scale_q, mass = balance(p, q, limits.mass_tolerance)
     # Written so that NaN fails too.
@@ -383,7 +384,7 @@ def _solve(
     n = take(p, mass / scale_p, negligible, work.p, work.rows)
     m = take(q, mass / scale_q, negligible, work.q, work.columns)
     if n == 0 or m == 0:
-        _write_zeros(f, g, ends)
+        _write_zeros(f, g, outcome)
         write_plan(work, 0 * n, 0 * m, mass, plan)
         return
     alpha, beta = work.alpha, work.beta
@@ -421,9 +422,9 @@ def _solve(
         lowest_g, highest_g = beta[0], beta[0]
         for j in range(m):
             lowest_g, highest_g = min(lowest_g, beta[j]), max(highest_g, beta[j])
-        uncertain, ends[LEAST_EIGENVALUE] = _error_of_potential(work, n, m)
-        ends[POTENTIAL_ERROR] = epsilon * uncertain
-        ends[SPREAD] = highest_g - lowest_g
+        uncertain, outcome[LEAST_EIGENVALUE] = _error_of_potential(work, n, m)
+        outcome[POTENTIAL_ERROR] = epsilon * uncertain
+        outcome[SPREAD] = highest_g - lowest_g
     value_p, value_q, size = 0.0, 0.0, 0.0
     for i in range(f.shape[0]):
         value_p += f[i] * np.float64(p[i])
@@ -433,30 +434,31 @@ def _solve(
         size = max(size, abs(alpha[i]))
     for j in range(m):
         size = max(size, abs(beta[j]))
-    ends[ERROR], ends[ITERATIONS] = error if epsilon >= limits.least_ratio * size else np.inf, done
-    ends[VALUE] = value_p * scale_p + value_q * scale_q
+    outcome[ERROR], outcome[ITERATIONS] = error if epsilon >= limits.least_ratio * size else np.inf, done
+    outcome[VALUE] = value_p * scale_p + value_q * scale_q
 
 
 @compiled(seconds=4)
 def sinkhorn_problems(
-    counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, plans: Any, ends: Any,
+    counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, plans: Any, outcome: Any,
     limits: Any, warm: bool, wide: Any, narrow: Any, matrices: Any, places: Any,
 ) -> None:  # fmt: skip
     """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]); g[k] holds the start, and zeros unless `warm`.
 
     p, q: (B, n), (B, m); without mass, potentials are 0. costs: (matrices, n, m). These are in float32 or float64, the
     width that the iterations run in. epsilon: (B,), f, g: (B, n), (B, m), in float64. plans: (B, n, m), in the dtype
-    of the costs, or (1, 0, 0) for none. ends (B, 6) gets what `run_kernel` returns; infinity and NaN where the problem
-    is not valid. limits: a tuple of `Limits`.
+    of the costs, or (1, 0, 0) for none. outcome (B, 6) gets what `run_kernel` returns; infinity and NaN where the
+    problem is not valid. limits: a tuple of `Limits`.
     """
     work = named(wide, narrow, matrices, places)
-    held = Limits(limits[0], limits[1], limits[2], limits[3], limits[4], limits[5])
+    bounds = Limits(limits[0], limits[1], limits[2], limits[3], limits[4], limits[5])
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
         _solve(
-            p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], plans[k % plans.shape[0]], ends[k], held, warm, work
+            p[k], q[k], costs[owner[k]], epsilon[k], f[k], g[k], plans[k % plans.shape[0]], outcome[k], bounds, warm,
+            work,
         )  # fmt: skip
 
 
@@ -504,7 +506,7 @@ def _iterate_symmetric(
 
 @compiled()
 def symmetric_problems(
-    counter: Any, p: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, ends: Any, tolerance: float,
+    counter: Any, p: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, outcome: Any, tolerance: float,
     settled: float, most: int, wide: Any, narrow: Any, matrices: Any, places: Any,
 ) -> None:  # fmt: skip
     """As `sinkhorn_problems`, of p with itself at symmetric costs; no value, no plan, and no epsilon steps."""
@@ -515,9 +517,9 @@ def symmetric_problems(
         if k >= p.shape[0]:
             return
         cost, mass, start = costs[owner[k]], mass_of(p[k]), g[k]
-        ends[k, ERROR], ends[k, ITERATIONS] = 0, 0
+        outcome[k, ERROR], outcome[k, ITERATIONS] = 0, 0
         if mass == 0:
-            _write_zeros(f[k], start, ends[k])
+            _write_zeros(f[k], start, outcome[k])
             continue
         n = take(p[k], mass, negligible, work.p, work.rows)
         for i in range(n):
@@ -526,5 +528,7 @@ def symmetric_problems(
         if n < cost.shape[0]:
             gather(cost, work, n, n)
             block = work.costs
-        ends[k, ERROR], ends[k, ITERATIONS] = _iterate_symmetric(block, work, n, epsilon[k], tolerance, settled, most)
+        outcome[k, ERROR], outcome[k, ITERATIONS] = _iterate_symmetric(
+            block, work, n, epsilon[k], tolerance, settled, most
+        )
         _write_potentials(p[k], p[k], cost, work, n, n, epsilon[k], mass, (1.0, 1.0), negligible, f[k], start)

@@ -51,7 +51,7 @@ def run_kernel(
     from otloss._kernels.sinkhorn_unbalanced import unbalanced_problems
 
     (count, n), m = p.shape, q.shape[1]
-    potential_p, ends = np.zeros((count, n)), np.full((count, 6), np.nan)
+    potential_p, outcome = np.zeros((count, n)), np.full((count, 6), np.nan)
     if g is None:
         potential_q = np.zeros((count, m))
     else:
@@ -61,16 +61,16 @@ def run_kernel(
     weights: tuple[Tensor, ...]
     settings: tuple[Any, ...]
     if symmetric and rho is None:
-        kernel, weights, settings = symmetric_problems, (p,), (ends, tolerance, settled, most)
+        kernel, weights, settings = symmetric_problems, (p,), (outcome, tolerance, settled, most)
     else:
         kernel, weights = sinkhorn_problems, (p, q)
         wanted = np.empty((1, 0, 0), matrices.dtype) if plans is None else plans.numpy()
         limits = (mass_tolerance, least_ratio, largest_ratio, tolerance, settled, most)
-        settings = (wanted, ends, limits, g is not None)
+        settings = (wanted, outcome, limits, g is not None)
         if rho is not None:
             kernel, settings = unbalanced_problems, (*settings, rho)
     run_on_threads(
         kernel, count, (*(w.contiguous().numpy() for w in weights), matrices, owner, epsilon, *made, *settings),
         lambda: scratch(n, m, matrices.dtype), one_thread=count * n * m < ENTRIES,
     )  # fmt: skip
-    return torch.from_numpy(potential_p), torch.from_numpy(potential_q), torch.from_numpy(ends)
+    return torch.from_numpy(potential_p), torch.from_numpy(potential_q), torch.from_numpy(outcome)

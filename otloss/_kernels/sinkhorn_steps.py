@@ -4,7 +4,13 @@
     over-relaxed    U <- U r^w,  that is f <- f + w (softmin(g) - f)
 
 with `(1 + w t) / (1 - w t)`, t = (r - 1) / (r + 1), in place of the power: a division with the same value and
-derivative at r = 1. w follows from the contraction c of the error per iteration, as in successive over-relaxation:
+derivative at r = 1. With a marginal penalty rho the potential itself is iterated, k = rho / (rho + epsilon):
+
+    damped          phi <- phi + w k log(t / (U G V)),    U = p exp(phi - alpha / epsilon),    t: `sinkhorn_unbalanced`
+
+Balanced problems are those with k = 1 and t = p, but the logarithm and the exponentials of this form take as long as a
+product with G of some hundred columns. w follows from the contraction c of the error per iteration, as in successive
+over-relaxation:
 
     (c + w - 1)^2 = w^2 c lambda        gives lambda, the contraction of plain Sinkhorn,
     w = 2 / (1 + sqrt(1 - lambda))      is the best w for it.
@@ -22,12 +28,15 @@ from typing import Any
 
 import numpy as np
 
-from otloss._kernels._compile import exp, inner, largest, log64
+from otloss._kernels._compile import exp, exp64, inner, largest, log64
 
 SCALING_LIMIT = 1e4  # of the factors over their weights, then they are absorbed
 OVERSHOOT = 3.0  # an error this many times the least shows that w is too large
 LEAST_CHANGE = 0.02  # of w
 LARGEST_FACTOR = 1e3  # of a factor in one update: the sums of a lost column are zero
+LARGEST_RELAXED_STEP = 1.5  # a step of a potential over epsilon, beyond which it is not over-relaxed
+LARGEST_STEP = 7.0  # of a potential over epsilon in one damped update
+LARGEST_DRIFT = 9.0  # potentials over epsilon may move this far from the absorbed ones
 
 FAST = {"reassoc", "contract", "nsz"}
 
@@ -75,7 +84,7 @@ def add_logs(potential: Any, factors: Any, weights: Any, epsilon: float, count: 
 
 
 @inner(fastmath=FAST)
-def row_sums(kernel: Any, v: Any, held: Any, n: int, m: int) -> None:
+def row_sums(kernel: Any, v: Any, sums: Any, n: int, m: int) -> None:
     """G v; four rows at a time, so that v is read less often and sums need not wait for each other."""
     nothing = v[0] - v[0]
     whole = n - n % 4
@@ -87,12 +96,12 @@ def row_sums(kernel: Any, v: Any, held: Any, n: int, m: int) -> None:
             b += row_b[j] * v[j]
             c += row_c[j] * v[j]
             d += row_d[j] * v[j]
-        held[i], held[i + 1], held[i + 2], held[i + 3] = a, b, c, d
+        sums[i], sums[i + 1], sums[i + 2], sums[i + 3] = a, b, c, d
     for i in range(whole, n):
         row, a = kernel[i], nothing
         for j in range(m):
             a += row[j] * v[j]
-        held[i] = a
+        sums[i] = a
 
 
 @inner(fastmath=FAST)
@@ -137,6 +146,42 @@ def update(
 
 
 @inner(fastmath=FAST)
+def damped_update(
+    weights: Any, sums: Any, absorbed: Any, first: Any, potential: Any, factors: Any, steps: Any, offset: float,
+    pull: float, damping: float, w: float, count: int,
+) -> tuple[float, float, float, float]:  # fmt: skip
+    """Update one side; return its error before, the sum of its targets before and about after, and a count.
+
+    The count is of potentials far from `first`, those of the last absorption.
+    """
+    off, total, after, far = 0.0, 0.0, 0.0, 0.0
+    for i in range(count):
+        now = np.float64(factors[i]) * np.float64(sums[i])
+        target = np.float64(weights[i]) * exp64(offset - pull * potential[i])
+        off += abs(now - target)
+        total += target
+        step = damping * log64(target / now)
+        step = w * step if abs(w * step) < LARGEST_RELAXED_STEP else step
+        step = LARGEST_STEP if step > LARGEST_STEP else step
+        step = -LARGEST_STEP if step < -LARGEST_STEP else step
+        potential[i] += step
+        steps[i] = step
+        lowered = pull * step
+        after += target * (1.0 - lowered + 0.5 * lowered * lowered)  # exp(-lowered) to second order
+        far += 1.0 if abs(potential[i] - first[i]) > LARGEST_DRIFT else 0.0
+        factors[i] = np.float64(weights[i]) * exp64(potential[i] - absorbed[i])
+    return off, total, after, far
+
+
+@inner()
+def largest_size(values: Any, count: int) -> float:
+    most = 0.0
+    for i in range(count):
+        most = max(most, abs(values[i]))
+    return most
+
+
+@inner(fastmath=FAST)
 def exact_update(weights: Any, sums: Any, factors: Any, count: int) -> float:
     """The exact update, factors = weights / sums; return the largest relative change. With a sum of zero it stays."""
     most = weights[0] - weights[0]
@@ -158,14 +203,14 @@ def product(weights: Any, x: Any, y: Any, count: int) -> float:
 
 
 @inner(fastmath=FAST)
-def round_trip(kernel: Any, p: Any, q: Any, u: Any, v: Any, x: Any, held: Any, sums: Any, n: int, m: int) -> None:
+def round_trip(kernel: Any, p: Any, q: Any, u: Any, v: Any, x: Any, sums_p: Any, sums: Any, n: int, m: int) -> None:
     """Write P^T diag(1 / p) P x / q to `sums`, P = U G V: what two updates do to a small change x of g."""
     for j in range(m):
         x[j] *= v[j]
-    row_sums(kernel, x, held, n, m)
+    row_sums(kernel, x, sums_p, n, m)
     for i in range(n):
-        held[i] *= u[i] * u[i] / p[i]
-    column_sums(kernel, held, sums, n, m)
+        sums_p[i] *= u[i] * u[i] / p[i]
+    column_sums(kernel, sums_p, sums, n, m)
     for j in range(m):
         x[j] /= v[j]
         sums[j] *= v[j] / q[j]

@@ -4,8 +4,7 @@ With shares p, q of the masses M_p, M_q, and r = epsilon / rho, k = 1 / (1 + r),
 place of the potentials it iterates `phi = f / epsilon + log M_q` and `gamma = g / epsilon + log M_p`. The rows of P
 should sum to `t = p exp(log M_p + r log M_q - r phi)`, the columns likewise, and
 
-    exact           phi <- phi + k log(t / (U G V)),    U = p exp(phi - alpha / epsilon)
-    over-relaxed    the same with w k, w from the contraction of the error: see `sinkhorn_steps`
+    update          phi <- phi + w k log(t / (U G V)): `sinkhorn_steps.damped_update`
     shift           phi + s, gamma - s with s = log(sum of row targets / sum of column targets) / 2 r
 
 The shift is the best one for both sides: T. Séjourné, F.-X. Vialard, G. Peyré, Faster Unbalanced Optimal Transport:
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from otloss._kernels._compile import compiled, exp64, inner, log64, spliced
+from otloss._kernels._compile import compiled, inner, spliced
 from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import mass_of
 from otloss._kernels.sinkhorn import (
@@ -35,7 +34,7 @@ from otloss._kernels.sinkhorn import (
     STAGE_FACTOR,
     STAGE_ITERATIONS,
     Limits,
-    count_held,
+    count_positive,
     extend,
     gather,
     highest_cost,
@@ -44,12 +43,17 @@ from otloss._kernels.sinkhorn import (
     write_plan,
 )
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, POTENTIAL_ERROR, VALUE
-from otloss._kernels.sinkhorn_steps import FAST, absorb, column_sums, next_relaxation, row_sums, softmin_of_scores
+from otloss._kernels.sinkhorn_steps import (
+    absorb,
+    column_sums,
+    damped_update,
+    largest_size,
+    next_relaxation,
+    row_sums,
+    softmin_of_scores,
+)
 
 NO_MASS_LEFT = 40.0  # potential over marginal penalty of bins that keep no mass, as in `solvers.entropic.search`
-LARGEST_DRIFT = 9.0  # potentials over epsilon may move this far from the absorbed ones
-LARGEST_RELAXED_STEP = 1.5  # a step of a potential over epsilon, beyond which it is not over-relaxed
-LARGEST_STEP = 7.0  # of a potential over epsilon in one update
 LEAST_FACTOR_32, LEAST_FACTOR_64 = 1e-35, 1e-300
 
 
@@ -60,42 +64,6 @@ class Sides(NamedTuple):
     damping: float
     rows: float
     columns: float
-
-
-@inner(fastmath=FAST)
-def update(
-    weights: Any, sums: Any, absorbed: Any, begun: Any, potential: Any, factors: Any, steps: Any, offset: float,
-    pull: float, damping: float, w: float, count: int,
-) -> tuple[float, float, float, float]:  # fmt: skip
-    """Update one side; return its error before, the sum of its targets before and about after, and a count.
-
-    The count is of potentials far from those `begun` with at the last absorption.
-    """
-    off, total, after, far = 0.0, 0.0, 0.0, 0.0
-    for i in range(count):
-        now = np.float64(factors[i]) * np.float64(sums[i])
-        target = np.float64(weights[i]) * exp64(offset - pull * potential[i])
-        off += abs(now - target)
-        total += target
-        step = damping * log64(target / now)
-        step = w * step if abs(w * step) < LARGEST_RELAXED_STEP else step
-        step = LARGEST_STEP if step > LARGEST_STEP else step
-        step = -LARGEST_STEP if step < -LARGEST_STEP else step
-        potential[i] += step
-        steps[i] = step
-        lowered = pull * step
-        after += target * (1.0 - lowered + 0.5 * lowered * lowered)  # exp(-lowered) to second order
-        far += 1.0 if abs(potential[i] - begun[i]) > LARGEST_DRIFT else 0.0
-        factors[i] = np.float64(weights[i]) * exp64(potential[i] - absorbed[i])
-    return off, total, after, far
-
-
-@inner()
-def largest_size(values: Any, count: int) -> float:
-    most = 0.0
-    for i in range(count):
-        most = max(most, abs(values[i]))
-    return most
 
 
 @spliced
@@ -146,7 +114,7 @@ def _iterate(
 
     Returns the error, the iterations, and after the last epsilon the largest step of the exact updates that end it.
     """
-    p, q, u, v, held, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
+    p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     phi, gamma, kernel, steps = work.phi, work.gamma, work.kernel, work.scores
     pull, damping = sides.pull, sides.damping
     done, since, within, settling, stale = 0, 0, 0, True, True
@@ -160,12 +128,12 @@ def _iterate(
             if not _absorb_factors(cost, work, n, m, epsilon, sides):
                 error = np.inf
                 break
-        row_sums(kernel, v, held, n, m)
-        off_rows, rows, rows_after, far_rows = update(
-            p, held, work.totals, work.shifted, phi, u, steps, sides.rows - pull * shift, pull, damping, w, n
+        row_sums(kernel, v, sums_p, n, m)
+        off_rows, rows, rows_after, far_rows = damped_update(
+            p, sums_p, work.totals, work.shifted, phi, u, steps, sides.rows - pull * shift, pull, damping, w, n
         )
         column_sums(kernel, u, sums, n, m)
-        off_columns, columns, columns_after, far_columns = update(
+        off_columns, columns, columns_after, far_columns = damped_update(
             q, sums, work.absorbed, work.absorbed, gamma, v, steps, sides.columns + pull * shift, pull, damping, w, m
         )
         shift += math.log(rows_after / columns_after) / (2 * pull)
@@ -176,11 +144,13 @@ def _iterate(
             if not last or not off < np.inf:
                 error = off
                 break
-            update(q, sums, work.absorbed, work.absorbed, gamma, v, steps, sides.columns + pull * shift, pull,
+            damped_update(q, sums, work.absorbed, work.absorbed, gamma, v, steps, sides.columns + pull * shift, pull,
                    damping, 1.0, m)  # fmt: skip
             change = largest_size(steps, m)
-            row_sums(kernel, v, held, n, m)
-            update(p, held, work.totals, work.shifted, phi, u, steps, sides.rows - pull * shift, pull, damping, 1.0, n)
+            row_sums(kernel, v, sums_p, n, m)
+            damped_update(
+                p, sums_p, work.totals, work.shifted, phi, u, steps, sides.rows - pull * shift, pull, damping, 1.0, n
+            )
             change = max(change, largest_size(steps, n))
             column_sums(kernel, u, sums, n, m)
             off, total = 0.0, 0.0
@@ -220,7 +190,7 @@ def _write_potentials(
         _damp_others(work.rows, n, sides.damping, epsilon * sides.rows, f)
         extend(cost, n >= 0, work.columns, m, p, 1 / masses[0], least, f, epsilon, g, work)
         _damp_others(work.columns, m, sides.damping, epsilon * sides.columns, g)
-        if least == 0 or n == count_held(p) or m == count_held(q):
+        if least == 0 or n == count_positive(p) or m == count_positive(q):
             break
         # Light bins of both sides: the potentials from heavy bins alone would let them exchange more than they hold.
         least = 0.0
@@ -256,11 +226,11 @@ def _dual_value(p: Any, q: Any, f: Any, g: Any, epsilon: float, rho: float, mass
 
 @spliced
 def _solve(
-    p: Any, q: Any, cost: Any, epsilon: float, rho: float, f: Any, g: Any, plan: Any, ends: Any, limits: Any,
+    p: Any, q: Any, cost: Any, epsilon: float, rho: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any,
     warm: bool, work: Any,
 ) -> None:  # fmt: skip
     negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
-    ends[ERROR], ends[ITERATIONS], ends[VALUE] = np.inf, 0, np.nan
+    outcome[ERROR], outcome[ITERATIONS], outcome[VALUE] = np.inf, 0, np.nan
     highest = highest_cost(cost)
     masses = (mass_of(p), mass_of(q))
     # Written so that NaN fails too. Sides without mass are left to the caller.
@@ -298,7 +268,7 @@ def _solve(
         for j in range(m):
             gamma[j] = step * (gamma[j] - log_p)
         step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
-    ends[ITERATIONS] = done
+    outcome[ITERATIONS] = done
     size = 0.0
     for i in range(n):
         size = max(size, min(phi[i], NO_MASS_LEFT / pull), -phi[i])
@@ -310,15 +280,15 @@ def _solve(
     _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, negligible, f, g)
     if plan.shape[0] > 0:
         write_plan(work, n, m, 1.0, plan)
-    ends[ERROR], ends[VALUE] = error, _dual_value(p, q, f, g, epsilon, rho, masses)
+    outcome[ERROR], outcome[VALUE] = error, _dual_value(p, q, f, g, epsilon, rho, masses)
     # Two exact updates contract the largest error by k^2.
     rounding = 1e-6 if work.kernel.itemsize == 4 else 1e-15
-    ends[POTENTIAL_ERROR] = epsilon * (change + rounding) / (1 - sides.damping * sides.damping)
+    outcome[POTENTIAL_ERROR] = epsilon * (change + rounding) / (1 - sides.damping * sides.damping)
 
 
 @compiled(seconds=4)
 def unbalanced_problems(
-    counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, plans: Any, ends: Any,
+    counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, f: Any, g: Any, plans: Any, outcome: Any,
     limits: Any, warm: bool, rho: float, wide: Any, narrow: Any, matrices: Any, places: Any,
 ) -> None:  # fmt: skip
     """As `sinkhorn_problems`, with the marginal penalty rho; the error of g is a bound, and its spread is not given.
@@ -327,12 +297,12 @@ def unbalanced_problems(
     then not written, or not all.
     """
     work = named(wide, narrow, matrices, places)
-    held = Limits(limits[0], limits[1], limits[2], limits[3], limits[4], limits[5])
+    bounds = Limits(limits[0], limits[1], limits[2], limits[3], limits[4], limits[5])
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
         _solve(
-            p[k], q[k], costs[owner[k]], epsilon[k], rho, f[k], g[k], plans[k % plans.shape[0]], ends[k], held, warm,
-            work,
+            p[k], q[k], costs[owner[k]], epsilon[k], rho, f[k], g[k], plans[k % plans.shape[0]], outcome[k], bounds,
+            warm, work,
         )  # fmt: skip

@@ -83,16 +83,16 @@ class _Centred:
 
     def __init__(self, y: Tensor) -> None:
         self._y = y
-        self._found: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
+        self._cache: dict[torch.dtype, tuple[Tensor, Tensor, Tensor]] = {}
 
     def of(self, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """Return the centre (..., 1, d), the points without it (..., m, d), and their squared lengths (..., 1, m)."""
-        if dtype not in self._found:
+        if dtype not in self._cache:
             y = self._y.to(dtype)
             centre = y.mean(-2, keepdim=True)
             y = y - centre
-            self._found[dtype] = centre, y, y.square().sum(-1).unsqueeze(-2)
-        return self._found[dtype]
+            self._cache[dtype] = centre, y, y.square().sum(-1).unsqueeze(-2)
+        return self._cache[dtype]
 
 
 def _squares(x: Tensor, y: Tensor, centred: _Centred) -> Tensor:

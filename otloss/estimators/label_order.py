@@ -64,7 +64,7 @@ class LabelOrder:
     def positions(self, y: Any) -> np.ndarray:
         """Return positions (n,) of the labels `y`; ValueError if one of them is not among the classes."""
         labels = plain_labels("y", y)
-        _check_known(labels, self.classes, f"the labels {shown(self.classes)} of training; drop its rows")
+        _check_labels(labels, self.classes, f"the labels {shown(self.classes)} of training; drop its rows")
         return self.columns[np.searchsorted(self.classes, labels)]
 
 
@@ -93,7 +93,7 @@ def label_order(y: np.ndarray, categories: Any = None) -> LabelOrder:
         return _ordered(present, _indices(present, names, encoder), names=names, is_explicit=True)
     if encoder is not None:
         _check_not_encoded(names, encoder)
-    _check_known(present, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
+    _check_labels(present, names, f"one of categories={shown(names)}; add it at its rank, or drop its rows")
     return _ordered(present, names, is_explicit=True)
 
 
@@ -108,7 +108,7 @@ def _check_are_classes(y: np.ndarray, present: Labels) -> None:
         )
 
 
-def _check_known(labels: Labels, expected_labels: Labels, expected: str) -> None:
+def _check_labels(labels: Labels, expected_labels: Labels, expected: str) -> None:
     unknown = labels[~np.isin(labels, expected_labels)]
     if unknown.size:
         raise ValueError(f"y holds the label {shown(unknown[:1])[1:-1]}, expected {expected}.")

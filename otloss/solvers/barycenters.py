@@ -116,7 +116,7 @@ def barycenter(
     with torch.no_grad():
         by_newton = debiased and problem.suits_newton
         fixed = problem.detached()
-        state, error = (_solved_by_newton if by_newton else _Problem.solved)(fixed, tolerance, max_iterations)
+        state, error = (_solve_by_newton if by_newton else _Problem.iterate)(fixed, tolerance, max_iterations)
     if not bool((error <= tolerance).all()):
         warnings.warn(
             f"the barycenter did not converge: an error of {float(error.max()):.3g} where {tolerance:.3g} was asked "
@@ -168,7 +168,7 @@ class _Problem:
         cost = self.cost._replaced({id(t): t.detach() for t in self.cost.tensors()})
         return dataclasses.replace(self, p=self.p.detach(), weights=self.weights.detach(), cost=cost)
 
-    def solved(self, tolerance: float, most: int) -> tuple[_State, Tensor]:
+    def iterate(self, tolerance: float, most: int) -> tuple[_State, Tensor]:
         """The iteration in products, and then in logarithms."""
         mass = self.p.sum((-2, -1)) / self.p.shape[-2]
         state, off, done = self.iterated_in_products(tolerance, most, mass)
@@ -258,9 +258,9 @@ def _exp(cost: Tensor, epsilon: float) -> Tensor:
     return torch.where(exponent > _LEAST_EXPONENT, exponent.clamp(min=_LEAST_EXPONENT).exp(), 0.0)
 
 
-def _solved_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
+def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
     """The state, and the change that is left in the answer relative to its mass."""
-    best, error = problem.solved(tolerance, min(_START, most))
+    best, error = problem.iterate(tolerance, min(_START, most))
     log_u, log_d, log_a = best.log_u, best.log_d, best.log_a
     matrix, left, tau, before = problem.cost.dense(), most - _START, torch.full_like(best.tau, 0.25), log_a.exp()
     least = torch.full_like(error, torch.inf)

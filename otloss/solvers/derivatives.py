@@ -130,11 +130,11 @@ class ImplicitSolution(EntropicSolution):
 
     Attributes:
         with_graph: f and g, in the arithmetic dtype of the potentials.
-        known_plan: (..., n, m), P, where the equations have made it; None where it is made at first use.
+        plan_of_equations: (..., n, m), P, where the equations have made it; None where it is made at first use.
     """
 
     with_graph: tuple[Float[Tensor, "*batch n"], Float[Tensor, "*batch m"]]
-    known_plan: Float[Tensor, "*batch n m"] | None = None
+    plan_of_equations: Float[Tensor, "*batch n m"] | None = None
 
     only_value_has_gradients: ClassVar[str | None] = None
 
@@ -145,8 +145,8 @@ class ImplicitSolution(EntropicSolution):
     @cached_property
     def dense_plan(self) -> Float[Tensor, "*batch n m"]:
         """P."""
-        if self.known_plan is not None:
-            return self.known_plan
+        if self.plan_of_equations is not None:
+            return self.plan_of_equations
         (f, g), problem = self.with_graph, self.problem
         p, q, epsilon, matrix = (t.to(f) for t in (problem.p, problem.q, problem.epsilon, problem.cost.dense()))
         ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()

@@ -211,11 +211,11 @@ def solve_exact(
     matrices = matrix.detach().cpu().contiguous().view(matrix.shape[:-2].numel(), n, m).numpy()
     owners = _owners(matrix.shape[:-2], batch).reshape(-1)
     prices = None if start is None else _flat(start[1], batch)
-    found = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
-    _check_ends(found[-1], weights, batch)
-    f, g, cells, flows, ends = found
-    pivots = ends[:, 3].astype(np.int64)
-    answer = (ends[:, 0], ends[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
+    arrays = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
+    _check_outcome(arrays[-1], weights, batch)
+    f, g, cells, flows, outcome = arrays
+    pivots = outcome[:, 3].astype(np.int64)
+    answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
     return Optimum(*(torch.from_numpy(a.reshape((*batch, *a.shape[1:]))) for a in answer))
 
 
@@ -229,8 +229,8 @@ def _owners(own: torch.Size, batch: torch.Size) -> np.ndarray:
     return np.array(np.broadcast_to(np.arange(own.numel()).reshape(own), batch))
 
 
-def _check_ends(ends: np.ndarray, weights: list[np.ndarray], batch: torch.Size) -> None:
-    value, gap, scale, pivots = ends.T
+def _check_outcome(outcome: np.ndarray, weights: list[np.ndarray], batch: torch.Size) -> None:
+    value, gap, scale, pivots = outcome.T
     stopped = pivots < 0
     # Not "gap > ...": an overflow leaves a NaN, or an infinity in both.
     apart = ~(np.abs(gap) <= _GAP_TOLERANCE * np.maximum(scale, np.finfo(np.float64).tiny)) | ~np.isfinite(value)

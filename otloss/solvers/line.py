@@ -68,7 +68,7 @@ def cdf_distance(
         tensor(2.)
     """
     _check_exponent("power", power)
-    p, q = (_or_uniform(*given) for given in (("p", p, x, q), ("q", q, x, p)))
+    p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x, p)))
     return _closed_form(_cdf_distance, (p, q, x), power)
 
 
@@ -131,7 +131,7 @@ def wasserstein_1d(
         tensor(5.)
     """
     _check_exponent("order", order)
-    p, q = (_or_uniform(*given) for given in (("p", p, x, q), ("q", q, x if y is None else y, p)))
+    p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
     return _closed_form(_wasserstein_1d, (p, q, x, y), order)
@@ -164,24 +164,24 @@ def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, oth
     return torch.full(like.shape[-1:], 1 / max(1, like.shape[-1]), dtype=dtype, device=like.device)
 
 
-def _closed_form(reference: Callable[..., Tensor], given: tuple[Tensor | None, ...], exponent: float) -> Tensor:
+def _closed_form(reference: Callable[..., Tensor], inputs: tuple[Tensor | None, ...], exponent: float) -> Tensor:
     """Return the value by a kernel; of small problems, and to raise errors, by the reference implementation."""
-    if _suits_kernel(*given):
-        value = _by_kernel(reference, given, exponent)
+    if _suits_kernel(*inputs):
+        value = _by_kernel(reference, inputs, exponent)
         if value is not None:
             return value
-    return reference(*given, exponent)
+    return reference(*inputs, exponent)
 
 
 def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
-    given = [t for t in (p, q, *places) if t is not None]
-    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) and t.dim() > 0 for t in given):
+    inputs = [t for t in (p, q, *places) if t is not None]
+    if torch.compiler.is_compiling() or not all(isinstance(t, Tensor) and t.dim() > 0 for t in inputs):
         return False
-    if all(t.dim() == 1 for t in given) and p.shape[0] + q.shape[0] < _SMALL:
+    if all(t.dim() == 1 for t in inputs) and p.shape[0] + q.shape[0] < _SMALL:
         return False
-    if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*given)):
+    if not (p.is_floating_point() and q.is_floating_point() and may_run_on(*inputs)):
         return False
-    if any(t.is_floating_point() and t.dtype not in MASS_TOLERANCE for t in given):
+    if any(t.is_floating_point() and t.dtype not in MASS_TOLERANCE for t in inputs):
         return False
     n, m = p.shape[-1], q.shape[-1]
     is_shared = len(places) == 1 or places[1] is None  # positions of both sides
@@ -189,22 +189,22 @@ def _suits_kernel(p: Any, q: Any, *places: Any) -> bool:
     if 0 in (n, m) or (is_shared and n != m) or not fits:
         return False
     try:
-        problems = broadcast_shape(*(t.shape[:-1] for t in given)).numel()
+        problems = broadcast_shape(*(t.shape[:-1] for t in inputs)).numel()
     except RuntimeError:
         return False
     return problems * (n + m) >= _SMALL
 
 
-def _by_kernel(reference: Callable[..., Tensor], given: tuple[Tensor | None, ...], exponent: float) -> Tensor | None:
+def _by_kernel(reference: Callable[..., Tensor], inputs: tuple[Tensor | None, ...], exponent: float) -> Tensor | None:
     """Return the value, or None if the numbers are not those of a transport problem."""
     from otloss._kernels.line_gradients import line_value
 
-    tensors = [t for t in given if t is not None]
+    tensors = [t for t in inputs if t is not None]
     p, q = tensors[:2]
     dtype = functools.reduce(torch.promote_types, (t.dtype for t in tensors))
     arithmetic = torch.promote_types(dtype, torch.float32)
-    x = (torch.arange(p.shape[-1], device=p.device) if given[2] is None else given[2]).to(arithmetic)
-    places = [x if place is None or place is given[2] else place.to(arithmetic) for place in given[2:]]
+    x = (torch.arange(p.shape[-1], device=p.device) if inputs[2] is None else inputs[2]).to(arithmetic)
+    places = [x if place is None or place is inputs[2] else place.to(arithmetic) for place in inputs[2:]]
     value = line_value(
         lambda *rows: reference(*rows, exponent),
         (p.to(arithmetic), q.to(arithmetic), *places),
@@ -293,8 +293,8 @@ def _to_shape_of(positions: Tensor, weights: Tensor) -> Tensor:
     return positions.expand(broadcast_shape(positions.shape, weights.shape))
 
 
-def _position_dtypes(**given: Any) -> list[torch.dtype]:
-    return [check_tensor(name, positions).dtype for name, positions in given.items() if positions is not None]
+def _position_dtypes(**inputs: Any) -> list[torch.dtype]:
+    return [check_tensor(name, positions).dtype for name, positions in inputs.items() if positions is not None]
 
 
 def _positions(name: str, positions: Tensor, weights: Tensor) -> Tensor:

@@ -123,17 +123,17 @@ def _directions(projections: Any, d: int, generator: torch.Generator | None) -> 
 
 def _check_clouds(x: Any, y: Any, a: Any, b: Any) -> list[Tensor]:
     """Return those of the four that are given, checked; `wasserstein_1d` checks the weights further."""
-    given = {"x": check_cloud("x", x), "y": check_cloud("y", y)}
+    inputs = {"x": check_cloud("x", x), "y": check_cloud("y", y)}
     if x.shape[-1] != y.shape[-1]:
         raise ValueError(f"x has dimension {x.shape[-1]} and y {y.shape[-1]}, expected the same; x is (..., n, d).")
     shapes = {"x": x.shape[:-2], "y": y.shape[:-2]}
     for name, weights, cloud in (("a", a, x), ("b", b, y)):
         if weights is not None:
-            given[name] = check_floating(name, weights)
+            inputs[name] = check_floating(name, weights)
             check_last_axis(name, weights, cloud.shape[-2])
             shapes[name] = weights.shape[:-1]
-    devices = {name: str(tensor.device) for name, tensor in given.items()}
+    devices = {name: str(tensor.device) for name, tensor in inputs.items()}
     if len(set(devices.values())) > 1:
         raise ValueError(f"the tensors are on different devices, {devices}; expected one; move them with .to().")
     check_broadcast(**shapes)
-    return list(given.values())
+    return list(inputs.values())

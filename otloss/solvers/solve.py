@@ -285,10 +285,10 @@ def sinkhorn_divergence(
 def answer(problem: Problem, settings: Settings, *, symmetric: bool = False, accurate: bool | None = None) -> Transport:
     """Reduce, solve, differentiate and restore a posed problem; `symmetric`, `accurate` as for `find_potentials`."""
     reduced, ways_back = reduce(problem, settings)
-    return Transport(problem, _solved(reduced, settings, symmetric, accurate), ways_back)
+    return Transport(problem, _solve(reduced, settings, symmetric, accurate), ways_back)
 
 
-def _solved(problem: Problem, settings: Settings, symmetric: bool, accurate: bool | None) -> Solution:
+def _solve(problem: Problem, settings: Settings, symmetric: bool, accurate: bool | None) -> Solution:
     """Solve a reduced problem, with the derivatives that were asked for."""
     if problem.is_exact:
         return with_envelope(solve_exactly(problem))

@@ -135,6 +135,6 @@ def _parse(command: str, argv: Sequence[str]) -> tuple[Any, ...]:
         args=list(argv), return_remaining_strings=True, look_for_args_file=False
     )
     if unknown:
-        known_options = [option for action in parser._actions for option in action.option_strings]
-        raise ValueError(unknown_option(command, unknown[0], known_options))
+        option_names = [option for action in parser._actions for option in action.option_strings]
+        raise ValueError(unknown_option(command, unknown[0], option_names))
     return tuple(parsed)

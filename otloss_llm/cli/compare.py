@@ -38,7 +38,7 @@ def run(
     if args.world_size > 1:
         raise ValueError(f"compare runs in one process, got {args.world_size}; start it without torchrun.")
     if oracle_args.source is not None:
-        return _with_known_source(model_args, text_args, compare_args, oracle_args, args), 0
+        return _compare_with_source(model_args, text_args, compare_args, oracle_args, args), 0
     changed = _changed(oracle_args)
     if changed:
         raise ValueError(f"{', '.join(changed)} can be used with --source only; leave it out.")
@@ -84,7 +84,7 @@ _OWN = (
 )  # fmt: skip
 
 
-def _with_known_source(
+def _compare_with_source(
     model_args: CompareModelArguments, text_args: CompareTextArguments, compare_args: CompareArguments,
     oracle_args: OracleArguments, args: ObjectiveTrainingArguments,
 ) -> str:  # fmt: skip

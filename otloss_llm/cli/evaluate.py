@@ -171,12 +171,12 @@ def _answers(
     if args.decode == "greedy":
         settings: dict[str, Any] = {"max_new_tokens": args.max_new_tokens, "batch_size": args.batch_size}
         return answer_questions(model, tokenizer, questions, **settings), {}
-    found = number_distributions(
+    distributions = number_distributions(
         model, tokenizer, questions, longest=min(args.max_new_tokens, LONGEST_NUMBER), batch_size=args.batch_size
     )
-    predicted = [np.format_float_positional(one.decode(args.decode), precision=6, trim="-") for one in found]
+    predicted = [np.format_float_positional(one.decode(args.decode), precision=6, trim="-") for one in distributions]
     right = [final_number(question.answer) for question in questions]
-    pairs = [(one, y) for one, y in zip(found, right, strict=True) if y is not None]
+    pairs = [(one, y) for one, y in zip(distributions, right, strict=True) if y is not None]
     said: dict[str, Any] = {"decode": args.decode}
     if pairs:
         scores = score_number_distributions(*zip(*pairs, strict=True), by=args.decode)

@@ -131,9 +131,9 @@ class NumberCost(ValuesCost):
 
         Tokens of one value, such as "7" and " 7", keep one value.
         """
-        found, which = self.values[self.is_number].unique(return_inverse=True)
-        order = torch.randperm(len(found), generator=generator).to(found.device)
-        return self._with_values(self.values.masked_scatter(self.is_number, found[order][which]))
+        distinct, which = self.values[self.is_number].unique(return_inverse=True)
+        order = torch.randperm(len(distinct), generator=generator).to(distinct.device)
+        return self._with_values(self.values.masked_scatter(self.is_number, distinct[order][which]))
 
     def equal(self) -> Self:
         """Return the control in which all numbers are alike: D is what text costs times the mass of text."""

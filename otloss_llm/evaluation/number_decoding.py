@@ -142,10 +142,10 @@ def decode_numbers(
         ValueError: as `number_distributions`, or for another decision.
     """
     check_decision(by)
-    found = number_distributions(
+    results = number_distributions(
         model, tokenizer, questions, longest=longest, beam=beam, batch_size=batch_size, separator=separator
     )
-    return [distribution.decode(by) for distribution in found]
+    return [distribution.decode(by) for distribution in results]
 
 
 def number_distributions(
@@ -192,7 +192,7 @@ def number_distributions(
     tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
     parts = _parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])
     opening = opening_ids(tokenizer)
-    found = []
+    results = []
     with evaluation_mode(model):
         for question in questions:
             text = prompt_text(question, separator)
@@ -200,8 +200,8 @@ def number_distributions(
             prompt = [*opening, *ids]
             check_fit(model, len(prompt) + longest - 1, min(prompt), max(prompt))
             ended = _numbers_after(model, prompt, parts, longest=longest, beam=beam, batch_size=batch_size)
-            found.append(_distribution(ended, question, longest))
-    return found
+            results.append(_distribution(ended, question, longest))
+    return results
 
 
 def score_number_distributions(
@@ -267,7 +267,7 @@ def _parts(texts: list[str]) -> _Parts:
     return _Parts(begin, whole, further, texts)
 
 
-class _Begun(NamedTuple):
+class _Unfinished(NamedTuple):
     """The beginning of a number: its tokens, its text without blanks, and its log probability."""
 
     ids: tuple[int, ...]
@@ -285,11 +285,11 @@ def _numbers_after(
 ) -> dict[float, float]:
     """Return the log probability of each number that the beam has found."""
     ended: dict[float, float] = {}
-    begun = [_Begun((), "", 0.0)]
+    unfinished = [_Unfinished((), "", 0.0)]
     for _ in range(longest):
-        children: list[_Begun] = []
-        for first in range(0, len(begun), batch_size):
-            chunk = begun[first : first + batch_size]
+        children: list[_Unfinished] = []
+        for first in range(0, len(unfinished), batch_size):
+            chunk = unfinished[first : first + batch_size]
             ids = torch.tensor([[*prompt, *one.ids] for one in chunk], device=model.device)
             logits = model(input_ids=ids, use_cache=False).logits[:, -1]
             for one, log_q in zip(chunk, logits.double().log_softmax(dim=-1).cpu(), strict=True):
@@ -301,12 +301,12 @@ def _numbers_after(
                 for log_p, place in zip(top.values.tolist(), top.indices.tolist(), strict=True):
                     token = int(allowed[place])
                     text = one.text + (parts.texts[token] if one.text else parts.texts[token].strip())
-                    children.append(_Begun((*one.ids, token), text, one.log_p + log_p))
+                    children.append(_Unfinished((*one.ids, token), text, one.log_p + log_p))
         children.sort(key=lambda child: -child.log_p)
-        begun = [child for child in children[:beam] if child.log_p > children[0].log_p + _NEGLIGIBLE]
-        if not begun or (ended and begun[0].log_p < max(ended.values()) + _NEGLIGIBLE):
+        unfinished = [child for child in children[:beam] if child.log_p > children[0].log_p + _NEGLIGIBLE]
+        if not unfinished or (ended and unfinished[0].log_p < max(ended.values()) + _NEGLIGIBLE):
             return ended
-    for one in begun:  # the longest numbers, whatever would follow them
+    for one in unfinished:  # the longest numbers, whatever would follow them
         if one.value is not None:
             _add(ended, one.value, one.log_p)
     return ended

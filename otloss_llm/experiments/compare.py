@@ -206,8 +206,8 @@ def _bench(
     shared: dict[str, Any] = {name: getattr(comparison, name) for name in names} | {"device": device}
     if isinstance(data, QuestionData):
         asked = QuestionBench(data, tokenizer, start=start, style=style, **shared)
-        if asked.seen:
-            say(f"note: {asked.seen} of {len(asked.expected)} test questions are also training questions")
+        if asked.overlap:
+            say(f"note: {asked.overlap} of {len(asked.expected)} test questions are also training questions")
         if asked.cut_short:
             say(
                 f"note: {asked.cut_short} right answers are longer than max_new_tokens={comparison.max_new_tokens}, "

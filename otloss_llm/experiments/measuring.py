@@ -135,11 +135,11 @@ class TextBench:
         test = "test.json" if temperature == 1.0 else f"test-{at}.json"
         scores = once(home / test, lambda: self._test(load(), temperature))
         samples = once(home / f"samples-{at}.json", lambda: self._sample(load(), temperature, seed))
-        judged = once(home / f"judged-{at}.json", lambda: self._judge(samples))
+        judge_scores = once(home / f"judged-{at}.json", lambda: self._judge(samples))
         more: dict[str, Callable[[list[str]], dict[str, Any]]] = {"mauve": self._mauve, "rouge": self._rouge}
         for name in self.metrics:
-            judged |= once(home / f"{name}-{at}.json", functools.partial(more[name], samples))
-        return scores | judged | {"samples": samples}
+            judge_scores |= once(home / f"{name}-{at}.json", functools.partial(more[name], samples))
+        return scores | judge_scores | {"samples": samples}
 
     def _mauve(self, texts: list[str]) -> dict[str, Any]:
         score = mauve(self._reference_features, self._features(texts))
@@ -187,10 +187,10 @@ class TextBench:
             return scores
         model, tokenizer = self.judge
         prompts = [prompt for prompt in self.texts[0] for _ in range(len(texts) // len(self.texts[0]))]
-        judged = score_texts(
+        judge_scores = score_texts(
             model.to(self.device), tokenizer, texts, prompts=prompts, batch_size=self.batch_size, progress=False
         )
-        return scores | {"judge_perplexity": judged.perplexity, "judge_bits_per_byte": judged.bits_per_byte}
+        return scores | {"judge_perplexity": judge_scores.perplexity, "judge_bits_per_byte": judge_scores.bits_per_byte}
 
 
 def _evenly_spaced(blocks: PackedBlocks, count: int) -> list[list[int]]:
@@ -237,7 +237,7 @@ class QuestionBench:
         lengths = zip(rows.lengths, rows.prompt_lengths, strict=True)
         self.cut_short = sum(length - prompt - 1 > max_new_tokens for length, prompt in lengths)  # without EOS
         trained = set(_prompts(data.train))
-        self.seen = sum(prompt in trained for prompt in _prompts(rows))
+        self.overlap = sum(prompt in trained for prompt in _prompts(rows))
         self.rows = rows
         if rows.longest > context:
             self.rows = AnsweredQuestions.from_questions(data.test, tokenizer, max_length=context)
@@ -248,7 +248,7 @@ class QuestionBench:
         kinds = dict(sorted(Counter(question.kind for question in self.data.test if question.kind is not None).items()))
         about = {"count": len(self.data.test), "style": self.style, "kinds": kinds}
         prompts = [self.data.test[i].question for i in self._shown]
-        return {"prompts": prompts, "questions": about | {"cut_short": self.cut_short, "seen": self.seen}}
+        return {"prompts": prompts, "questions": about | {"cut_short": self.cut_short, "seen": self.overlap}}
 
     def reference(self, folder: Path) -> dict[str, Any]:
         """Return the right answers of the questions that are shown."""

@@ -212,12 +212,12 @@ def _figure_of_text(results: dict[str, Any]) -> Any:
     from matplotlib.figure import Figure
 
     summary = summarise(results)
-    judged = any("judge_perplexity" in row for row in summary.values())
+    has_judge = any("judge_perplexity" in row for row in summary.values())
     rows = {arm: row["transport_cost"] for arm, row in summary.items()}
-    height = max(4.4, 1.4 + 0.32 * len(rows)) + (0.25 * math.ceil((len(summary) + 1) / 6) if judged else 0.0)
-    figure = Figure(figsize=(11.0 if judged else 6.0, height), layout="constrained")
-    axes = figure.subplots(1, 2 if judged else 1, squeeze=False)[0]
-    if judged:
+    height = max(4.4, 1.4 + 0.32 * len(rows)) + (0.25 * math.ceil((len(summary) + 1) / 6) if has_judge else 0.0)
+    figure = Figure(figsize=(11.0 if has_judge else 6.0, height), layout="constrained")
+    axes = figure.subplots(1, 2 if has_judge else 1, squeeze=False)[0]
+    if has_judge:
         _draw_trade(axes[0], results, summary)
         figure.legend(loc="outside lower center", ncols=6, fontsize=8)
     _draw_rows(
@@ -256,16 +256,16 @@ def _draw_trade(axes: Any, results: dict[str, Any], summary: dict[str, dict[str,
     """Every run as a point: its perplexity on real text, and the judge's perplexity on its samples."""
     x, y = "test_perplexity", "judge_perplexity"
     human = results["reference"].get(y)
-    judged = {arm: row for arm, row in summary.items() if y in row}
-    for number, (arm, row) in enumerate(judged.items()):
+    rows_with_y = {arm: row for arm, row in summary.items() if y in row}
+    for number, (arm, row) in enumerate(rows_with_y.items()):
         style = {"color": f"C{number % 10}", "marker": "osD^v"[number // 10 % 5]}
         points = [(run[x], run[y]) for run in results["runs"] if run["arm"] == arm]
         axes.scatter(*zip(*points, strict=True), alpha=0.35, s=25, **style)
         axes.scatter(row[x][0], row[y][0], s=90, label=arm, edgecolor="black", linewidth=0.6, **style)
     if human is not None:
         axes.axhline(human, color="grey", linestyle="--", linewidth=1, label="real text under the judge")
-    _log_if_wide(axes.xaxis, [row[x][0] for row in judged.values()])
-    _log_if_wide(axes.yaxis, [row[y][0] for row in judged.values()] + ([] if human is None else [human]))
+    _log_if_wide(axes.xaxis, [row[x][0] for row in rows_with_y.values()])
+    _log_if_wide(axes.yaxis, [row[y][0] for row in rows_with_y.values()] + ([] if human is None else [human]))
     axes.set_xlabel("test perplexity: real text under the model\n← predicts real text better")
     axes.set_ylabel("judge perplexity: its own text under a judge\n← more like the judge's training text")
     axes.set_title("Trade-off of each objective", fontsize=11)

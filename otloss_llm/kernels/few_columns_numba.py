@@ -145,12 +145,12 @@ class NumbaFewColumnSweeps:
         rows = cost.costs[kinds].to(z.dtype)
         place = torch.full((z.shape[1],), -1, dtype=torch.int32)
         place[cost.columns] = torch.arange(len(cost.columns), dtype=torch.int32)
-        self._given = place.numpy(), rows.T.contiguous().numpy(), which.numpy().astype(np.uint32)
+        self._arguments = place.numpy(), rows.T.contiguous().numpy(), which.numpy().astype(np.uint32)
         parts, block = parts_of(z), max(1, BLOCK_ENTRIES // max(1, len(label)))
         tops, text, few, few_cost = (z.new_empty(parts, len(label)) for _ in range(4))
         logits = z.new_empty(parts if entropy else 0, len(label))
         sums = (vector.numpy() for vector in (tops, text, few, few_cost, logits))
-        run_on_threads(_softmax, parts, (columns_of(z), *self._given, *sums, block))
+        run_on_threads(_softmax, parts, (columns_of(z), *self._arguments, *sums, block))
         top, shift = largest(tops.amax(0), z_y)
         logit = over_parts(logits, text + few, tops, shift) if entropy else None
         shrink = (tops - shift).nan_to_num_(nan=-torch.inf).exp_()
@@ -171,5 +171,5 @@ class NumbaFewColumnSweeps:
         vectors = [v.to(torch.float32).contiguous().numpy() for v in self._sums.multipliers(coefficients)]
         vectors.append(entropy_vector(coefficients.h))
         parts = parts_of(z)
-        run_on_threads(_gradient, parts, (columns_of(z), top.numpy(), *self._given, *vectors, parts))
+        run_on_threads(_gradient, parts, (columns_of(z), top.numpy(), *self._arguments, *vectors, parts))
         z[torch.arange(len(label)), label] = coefficients.at_label

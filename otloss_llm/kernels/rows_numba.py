@@ -175,8 +175,8 @@ def gradient_rows(
     vectors = [v.to(torch.float32).contiguous().numpy() for v in (coefficients.a, b, transport)]
     vectors.append(entropy_vector(coefficients.h))
     parts = parts_of(z)
-    given = (columns_of(z), top.numpy(), *_arrays(None if coefficients.b is None else cost, z), *vectors, parts)
-    run_on_threads(_gradient, parts, given)
+    arguments = (columns_of(z), top.numpy(), *_arrays(None if coefficients.b is None else cost, z), *vectors, parts)
+    run_on_threads(_gradient, parts, arguments)
     here = label >= 0
     z[here.nonzero().squeeze(-1), label[here]] = coefficients.at_label[here]
 

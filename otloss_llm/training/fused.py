@@ -98,19 +98,19 @@ def measure_transform(model: nn.Module, inputs: dict[str, Any]) -> LogitTransfor
     model = getattr(model, "_orig_mod", model)  # torch.compile would make a graph for this one pass
     root = unwrap(model)
     head = find_head(root)
-    own_forward, found = head.own_forward(), []
+    own_forward, transforms = head.own_forward(), []
 
     def checked(hidden: Tensor) -> Tensor:
         head.check_linear(hidden, own_forward)
         return head.weight
 
     def keep(probe: Probe, output: Any) -> Any:
-        found.append(probe.fit())
+        transforms.append(probe.fit())
         return {}  # no logits: a wrapper may process every tensor
 
     with evaluation_mode(model), _probed(root, head, checked, keep):
         model(**inputs)
-    return found[0]
+    return transforms[0]
 
 
 class Probe(NamedTuple):
@@ -118,32 +118,32 @@ class Probe(NamedTuple):
 
     model_name: str
     sent: Tensor
-    seen: Tensor
+    observed: Tensor
     tolerance: float
 
     def fit(self) -> LogitTransform:
         """The transform that the model applies; raises ValueError if it has another form."""
         transform = LogitTransform()
-        if self.seen.shape == self.sent.shape:
-            sent, seen = (tensor.detach().reshape(3, -1).float() for tensor in (self.sent, self.seen))
-            transform = fitted_transform(sent, seen, self.tolerance)
+        if self.observed.shape == self.sent.shape:
+            sent, observed = (tensor.detach().reshape(3, -1).float() for tensor in (self.sent, self.observed))
+            transform = fitted_transform(sent, observed, self.tolerance)
         self.check(transform)
         return transform
 
     def check(self, transform: LogitTransform) -> None:
         """Raise ValueError unless `transform` is what the model applies."""
-        if self.seen.shape != self.sent.shape:
-            self._raise("their shape is {1} where it was {0}", tuple(self.sent.shape), tuple(self.seen.shape))
-        if self.seen.requires_grad:
+        if self.observed.shape != self.sent.shape:
+            self._raise("their shape is {1} where it was {0}", tuple(self.sent.shape), tuple(self.observed.shape))
+        if self.observed.requires_grad:
             self._raise("they depend on parameters beside the head, whose gradient would be lost")
-        error = deviation(transform, self.sent, self.seen)
+        error = deviation(transform, self.sent, self.observed)
         if error > self.tolerance:
             expected = transform(self.sent)
             unit = expected.abs().clamp(min=1e-3)
-            worst = int(((self.seen.float() - expected).abs() / unit).nan_to_num(nan=torch.inf).argmax())
+            worst = int(((self.observed.float() - expected).abs() / unit).nan_to_num(nan=torch.inf).argmax())
             self._raise(
                 "the nearest found, {0}, is off by {1:.2g} at worst: a logit {2:.6g} becomes {3:.6g}, not {4:.6g}",
-                transform, error, *(float(tensor.flatten()[worst]) for tensor in (self.sent, self.seen, expected)),
+                transform, error, *(float(tensor.flatten()[worst]) for tensor in (self.sent, self.observed, expected)),
             )  # fmt: skip
 
     def _raise(self, what: str, *values: Any) -> None:
@@ -183,8 +183,8 @@ def _probed(
         if not made:
             raise ValueError(f"{name} did not call its head {type(head.module).__name__} in its forward pass.")
         logits = output["logits"] if isinstance(output, dict) else output[0]
-        seen = _whole(logits, made["sent"], made["weight"])
-        return at_root(Probe(name, made["sent"], seen, made["tolerance"]), output)
+        observed = _whole(logits, made["sent"], made["weight"])
+        return at_root(Probe(name, made["sent"], observed, made["tolerance"]), output)
 
     with ExitStack() as undo:
         undo.enter_context(head.replaced(head_forward))
@@ -199,17 +199,17 @@ def _tolerance(hidden: Tensor) -> float:
     return 2.0**-6 if coarse else 1e-5
 
 
-def _whole(seen: Any, sent: Tensor, weight: Any) -> Tensor:
+def _whole(observed: Any, sent: Tensor, weight: Any) -> Tensor:
     """The transformed placeholders on the device of the original ones, with the columns of all processes."""
-    if is_row_shard(weight) and not hasattr(seen, "placements") and seen.shape[-1] != sent.shape[-1]:
+    if is_row_shard(weight) and not hasattr(observed, "placements") and observed.shape[-1] != sent.shape[-1]:
         from torch.distributed.tensor import DTensor, Shard
 
-        if seen.shape == _sharded_like(weight, sent).to_local().shape:
+        if observed.shape == _sharded_like(weight, sent).to_local().shape:
             placements = [Shard(sent.ndim - 1)]
-            seen = DTensor.from_local(
-                seen, weight.device_mesh, placements, run_check=False, shape=sent.shape, stride=sent.stride()
+            observed = DTensor.from_local(
+                observed, weight.device_mesh, placements, run_check=False, shape=sent.shape, stride=sent.stride()
             )
-    whole: Tensor = seen.full_tensor() if hasattr(seen, "placements") else seen
+    whole: Tensor = observed.full_tensor() if hasattr(observed, "placements") else observed
     return whole.to(sent.device)
 
 

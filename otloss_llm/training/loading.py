@@ -191,10 +191,10 @@ def read_sources(asked: Any) -> Sources:
     options = {"text": "train_text", "questions": "train_questions", "dataset": "dataset_name"}
     kinds = [kind for kind, option in options.items() if getattr(asked, option, None)]
     if len(kinds) != 1:
-        given = {0: "neither", 2: "both"}.get(len(kinds), "all")
+        which = {0: "neither", 2: "both"}.get(len(kinds), "all")
         names = [f"--{options[kind]}" for kind in kinds] or ["--train_text", "--train_questions"]
         raise ValueError(
-            f"got {given} of {' and '.join(names)}{'' if kinds else ' nor --dataset_name'}; give one of them, to name "
+            f"got {which} of {' and '.join(names)}{'' if kinds else ' nor --dataset_name'}; give one of them, to name "
             "the training data."
         )
     (kind,) = kinds
@@ -271,13 +271,13 @@ def load_rows(
             if part
         ]
         return rows[0], rows[1] if validation else None, test
-    given = {part: texts for part in shares if (texts := getattr(sources, part)) is not None}
+    own = {part: texts for part in shares if (texts := getattr(sources, part)) is not None}
     first, *cut = split_blocks(
         PackedBlocks.from_texts(sources.train, tokenizer, asked.block_size),
-        **{f"{part}_fraction": 0.0 if part in given else share for part, share in shares.items()},
+        **{f"{part}_fraction": 0.0 if part in own else share for part, share in shares.items()},
     )
     parts = {part: blocks if len(blocks) else None for part, blocks in zip(shares, cut, strict=True)}
-    parts |= {part: PackedBlocks.from_texts(texts, tokenizer, asked.block_size) for part, texts in given.items()}
+    parts |= {part: PackedBlocks.from_texts(texts, tokenizer, asked.block_size) for part, texts in own.items()}
     return first, parts["validation"], parts["test"]
 
 
@@ -314,8 +314,8 @@ def split_questions(
     parts = []
     for part, share in shares.items():
         check_fraction(f"--{part}_fraction", share)
-        if (given := getattr(sources, part)) is not None:
-            parts.append(given)
+        if (questions := getattr(sources, part)) is not None:
+            parts.append(questions)
             continue
         taken = set(spread(left, max(1, round(share * len(texts))))) if share and left else set()
         parts.append([question for question in rest if question.question in taken])

@@ -275,10 +275,10 @@ class RelaxationSchedule:
         off = off.to(self.w.dtype)
         contraction = (off / self.before) ** (1 / BLOCK)
         worse = off > OVERSHOOT * self.least
-        known = (contraction > self.w - 1) & (contraction < 1) & ~worse & ~self.settling
+        is_usable = (contraction > self.w - 1) & (contraction < 1) & ~worse & ~self.settling
         eigenvalue = ((contraction + self.w - 1) ** 2 / (self.w**2 * contraction)).clamp(0, 1)
         better = torch.minimum(2 / (1 + (1 - eigenvalue).sqrt()), 1 + self.w / 2)
-        raised = known & (better > self.w + LEAST_CHANGE)
+        raised = is_usable & (better > self.w + LEAST_CHANGE)
         self.w = torch.where(worse, (1 + self.w) / 2, torch.where(raised, better, self.w))
         self.settling = worse | raised
         self.least = torch.where(worse, off, torch.minimum(self.least, off))

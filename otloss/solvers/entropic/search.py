@@ -136,8 +136,8 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
     if left <= 0 or _is_within(result.error, goal.tolerance):
         return result
     again = in_float64(problem) if widen or in_logs_again else problem
-    is_known = result.error.isfinite().unsqueeze(-1)
-    start = torch.where(is_known, result.f, 0.0), torch.where(is_known, result.g, 0.0)
+    is_finite = result.error.isfinite().unsqueeze(-1)
+    start = torch.where(is_finite, result.f, 0.0), torch.where(is_finite, result.g, 0.0)
     rest = dataclasses.replace(goal, most=left)
     more = _sinkhorn(again, start, rest, on_kernel=on_kernel and not in_logs_again)
     return dataclasses.replace(more, iterations=result.iterations + more.iterations)
@@ -173,17 +173,17 @@ def _by_kernel(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal
     if costs.shape[:-2] != batch:
         owner = np.ascontiguousarray(np.broadcast_to(owner.reshape(costs.shape[:-2]), batch)).reshape(-1)
     plan = torch.empty(costs.shape, dtype=costs.dtype, device="cpu") if goal.with_plan else None
-    f, g, ends = run_kernel(
+    f, g, outcome = run_kernel(
         p, q, costs.reshape(-1, n, m), owner=owner, plans=None if plan is None else plan.view(-1, n, m),
         epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
         g=None if start is None else start[1].reshape(-1, m), rho=problem.marginal_penalty,
         tolerance=goal.tolerance, most=goal.most, settled=goal.settled, symmetric=goal.symmetric,
     )  # fmt: skip
-    error, iterations = (ends[:, column].reshape(batch) for column in (ERROR, ITERATIONS))
+    error, iterations = (outcome[:, column].reshape(batch) for column in (ERROR, ITERATIONS))
     result = SearchResult(f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long(), plan=plan)
     if goal.settled == math.inf or goal.symmetric:  # the kernel has not estimated the error of g
         return result
-    uncertain, spread, least = (ends[:, k].reshape(batch) for k in (POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE))
+    uncertain, spread, least = (outcome[:, k].reshape(batch) for k in (POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE))
     return dataclasses.replace(result, potential_error=uncertain, spread=spread, least_eigenvalue=least)
 
 

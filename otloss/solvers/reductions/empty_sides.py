@@ -33,9 +33,9 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     _check_derivatives(problem, (empty_p, empty_q), settings)
     p, q = (torch.where(empty, 1.0 / w.shape[-1], w) for w in (problem.p, problem.q))
     rho = problem.marginal_penalty
-    given_up = problem.p.sum(-1) * 0 if rho is None else rho * (problem.p.sum(-1) + problem.q.sum(-1))
+    empty_value = problem.p.sum(-1) * 0 if rho is None else rho * (problem.p.sum(-1) + problem.q.sum(-1))
     reduced = dataclasses.replace(problem, p=p, q=q, has_empty_side=False)
-    return reduced, _EmptySides(empty.squeeze(-1), given_up)
+    return reduced, _EmptySides(empty.squeeze(-1), empty_value)
 
 
 def _check_derivatives(problem: Problem, empty: tuple[Tensor, Tensor], settings: Settings) -> None:
@@ -57,13 +57,13 @@ def _check_derivatives(problem: Problem, empty: tuple[Tensor, Tensor], settings:
 @dataclass(frozen=True)
 class _EmptySides(WayBack):
     empty: Bool[Tensor, "*batch"]
-    given_up: Float[Tensor, "*batch"]
+    empty_value: Float[Tensor, "*batch"]
 
     def value(self, value: Tensor) -> Tensor:
-        return torch.where(self.empty, self.given_up.to(value), value)
+        return torch.where(self.empty, self.empty_value.to(value), value)
 
     def bound(self, bound: Tensor) -> Tensor:
-        return torch.where(self.empty, self.given_up.detach().to(bound), bound)
+        return torch.where(self.empty, self.empty_value.detach().to(bound), bound)
 
     def gap(self, gap: Tensor) -> Tensor:
         return gap.masked_fill(self.empty, 0.0)

@@ -21,9 +21,13 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
     """Reduce entropic problems above those ratios."""
     if problem.is_exact:
         return None
-    highest = problem.cost.largest()
-    is_wide = problem.epsilon.detach() > WIDE_FROM * highest
-    if not bool(is_wide.any()) or not bool((is_wide & (highest > 0)).any()):
+    highest, epsilon = problem.cost.largest(), problem.epsilon.detach()
+    if not highest.numel() or not epsilon.numel():
+        return None
+    # Two numbers first: for a single problem a comparison by torch takes longer.
+    if epsilon.amax().item() <= WIDE_FROM * highest.amin().item():
+        return None
+    if not bool(((epsilon > WIDE_FROM * highest) & (highest > 0)).any()):
         return None
     if problem.marginal_penalty is None:
         # The value has a limit for large epsilon, and is nearer to it than 1e-8 of the largest cost; rounding grows.
