@@ -25,6 +25,7 @@ from otloss.losses.histogram import histogram_mean as histogram_mean
 from otloss.losses.number_tokens import number_token_loss as number_token_loss
 from otloss.losses.ordinal import ordinal_loss as ordinal_loss
 from otloss.losses.soft_labels import soft_labels as soft_labels
+from otloss.losses.threshold import threshold_loss as threshold_loss
 
 __all__ = [
     "critic_loss",
@@ -45,6 +46,7 @@ __all__ = [
     "set_loss",
     "soft_labels",
     "spearman_loss",
+    "threshold_loss",
     "top_k_loss",
     "wasserstein_dice",
 ]

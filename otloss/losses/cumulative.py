@@ -1,46 +1,59 @@
 """Distributions over ordered classes from one score and ordered thresholds, and the class to choose from one.
 
-    P(y <= k) = sigmoid(a_k),    a_k = theta_k - score,    theta_0 = 0,    theta_k = theta_{k-1} + exp(log_gap_k)
+    P(y <= k) = H(a_k),    a_k = theta_k - score,    theta_0 = 0,    theta_k = theta_{k-1} + exp(log_gap_k)
 
-the model of proportional odds. log P_k is computed without a difference of probabilities near one, and without losing
-digits where classes are narrow:
+    logit     H(a) = sigmoid(a)               proportional odds
+    probit    H(a) = Phi(a)                   the class of a normal variable
+    cloglog   H(a) = 1 - exp(-exp(a))         complementary log-log, proportional hazards
 
-    log P_k = log sigmoid(a_k) + log sigmoid(-a_{k-1}) + log(1 - exp(-exp(log_gap_k)))
+log P_k is computed without a difference of probabilities near one, and without losing digits where classes are narrow:
+
+    logit     log P_k = log sigmoid(a_k) + log sigmoid(-a_{k-1}) + log(1 - exp(-gap_k))
+    cloglog   log P_k = -exp(a_{k-1}) + log(1 - exp(-exp(a_{k-1}) (exp(gap_k) - 1)))
+    probit    log P_k = log Phi(u) + log(1 - Phi(l) / Phi(u)) with both ends of the interval in the lower tail; in
+              narrow ones log gap_k + log phi(m) + log(1 + gap_k^2 (m^2 - 1) / 24), m their middle
 
 Source: P. McCullagh, Regression models for ordinal data, JRSS B 42 (1980), 109-142.
 """
 
 from __future__ import annotations
 
+import math
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, pad
 
 from otloss._checks import check_floating
+from otloss._ordered_classes import check_choice
 from otloss.losses.ordinal_distance import increasing
 from otloss.losses.targets import check_logits, class_count
 
 RULES = ("argmax", "median", "mean")
+LINKS = ("logit", "probit", "cloglog")
 _WIDEST = 30.0  # a log-gap: probabilities are 0 and 1 long before, and squares of thresholds are finite in float32
 _NARROW = -7.0  # Below this log-gap, log(1 - exp(-gap)) is computed by its series.
+_NARROW_NORMAL = -4.0  # Below this log-gap, the mass of a normal variable in the gap is computed by its series.
+_LARGEST_LOG_HAZARD = 60.0  # Its exponential is finite in float32; log-probabilities of -1e26 are zero enough.
 
 
 def cumulative_log_probabilities(
-    score: Float[Tensor, "*batch"], log_gaps: Float[Tensor, " gaps"]
+    score: Float[Tensor, "*batch"], log_gaps: Float[Tensor, " gaps"], link: str = "logit"
 ) -> Float[Tensor, "*batch classes"]:
     """Return log-probabilities (..., K) of ordered classes; as logits of `otloss.ordinal_loss` they are valid as well.
 
     Args:
         score: (...) of each example; a larger one moves mass to higher classes.
         log_gaps: (K - 2,) logarithms of the gaps between the K - 1 thresholds, of which the first is 0.
+        link: "logit", "probit" or "cloglog", the distribution H of the formulas above.
 
     Returns:
         (..., K), at least in float32; differentiable in score and log_gaps.
 
     Raises:
         TypeError: if score or log_gaps are not floating.
-        ValueError: if log_gaps does not have one axis.
+        ValueError: if log_gaps does not have one axis, or the link is unknown.
 
     Example:
         >>> cumulative_log_probabilities(torch.tensor([0.0, 2.0]), torch.zeros(1))
@@ -49,15 +62,23 @@ def cumulative_log_probabilities(
     """
     for name, tensor in (("score", score), ("log_gaps", log_gaps)):
         check_floating(name, tensor)
+    check_choice("link", link, LINKS)
     if log_gaps.dim() != 1:
         raise ValueError(f"log_gaps has shape {tuple(log_gaps.shape)}, expected (K - 2,) for K classes.")
     dtype = torch.promote_types(torch.promote_types(score.dtype, log_gaps.dtype), torch.float32)
     log_gaps = log_gaps.to(dtype).clamp(max=_WIDEST)
     gaps = log_gaps.exp()
     a = torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]) - score.to(dtype).unsqueeze(-1)  # (..., K - 1)
-    zeros = torch.zeros_like(a[..., :1])
-    between = torch.cat([gaps.new_zeros(1), _log_one_minus_exp(log_gaps, gaps), gaps.new_zeros(1)])
-    return torch.cat([logsigmoid(a), zeros], -1) + torch.cat([zeros, logsigmoid(-a)], -1) + between
+    if link == "logit":
+        return pad(logsigmoid(a), (0, 1)) + pad(logsigmoid(-a), (1, 0)) + pad(_log_one_minus_exp(log_gaps), (1, 1))
+    if link == "cloglog":
+        increase = a[..., :-1] + gaps + _log_one_minus_exp(log_gaps)  # log(exp(a_k) - exp(a_{k-1}))
+        below = _log_one_minus_exp(torch.cat([a[..., :1], increase], -1))
+        return pad(below, (0, 1)) + pad(-a.clamp(max=_LARGEST_LOG_HAZARD).exp(), (1, 0))
+    log_ndtr = torch.special.log_ndtr
+    return torch.cat(
+        [log_ndtr(a[..., :1]), _log_normal_mass(a[..., :-1], a[..., 1:], log_gaps), log_ndtr(-a[..., -1:])], -1
+    )
 
 
 def decode_classes(
@@ -98,8 +119,31 @@ def decode_classes(
     return ((P * values).sum(-1, keepdim=True) - values).abs().argmin(-1)
 
 
-def _log_one_minus_exp(log_gaps: Tensor, gaps: Tensor) -> Tensor:
-    """Return log(1 - exp(-gap)), which is finite where the gap itself underflows."""
-    series = log_gaps - gaps / 2 + gaps.square() / 24
-    wide = log_gaps.clamp(min=_NARROW).exp()  # torch.where differentiates both branches, so both must be finite.
-    return torch.where(log_gaps < _NARROW, series, torch.log(-torch.expm1(-wide)))
+def quantiles(below: Float[Tensor, " thresholds"], link: str) -> Float[Tensor, " thresholds"]:
+    """Return the a with H(a) = below."""
+    if link == "cloglog":
+        return torch.log(-torch.log1p(-below))
+    return torch.special.ndtri(below) if link == "probit" else torch.logit(below)
+
+
+def _log_one_minus_exp(log_x: Tensor) -> Tensor:
+    """Return log(1 - exp(-x)), which is finite where x itself underflows."""
+    log_x = log_x.clamp(max=_WIDEST)  # The result is 0 long before.
+    x = log_x.exp()
+    series = log_x - x / 2 + x.square() / 24
+    wide = log_x.clamp(min=_NARROW).exp()  # torch.where differentiates both branches, so both must be finite.
+    return torch.where(log_x < _NARROW, series, torch.log(-torch.expm1(-wide)))
+
+
+def _log_normal_mass(low: Tensor, high: Tensor, log_gaps: Tensor) -> Tensor:
+    """Return log(Phi(high) - Phi(low)) for high = low + exp(log_gaps)."""
+    middle = (low + high) / 2
+    upper = -middle.abs() + log_gaps.exp() / 2  # The mirrored interval, if it lies above 0.
+    narrow = log_gaps < _NARROW_NORMAL
+    gaps = log_gaps.clamp(max=_NARROW_NORMAL).exp()  # Both branches must be finite, as above.
+    correction = torch.log1p(gaps.square() * (middle.square() - 1) / 24)
+    series = log_gaps - middle.square() / 2 - math.log(2 * math.pi) / 2 + correction
+    width = log_gaps.clamp(min=_NARROW_NORMAL).exp()
+    at_upper = torch.special.log_ndtr(upper)
+    ratio = at_upper - torch.special.log_ndtr(upper - width)
+    return torch.where(narrow, series, at_upper + _log_one_minus_exp(ratio.log()))

@@ -24,6 +24,7 @@ from otloss.nn.applications import SoftTopK as SoftTopK
 from otloss.nn.applications import SpearmanLoss as SpearmanLoss
 from otloss.nn.applications import TopKLoss as TopKLoss
 from otloss.nn.applications import WassersteinDice as WassersteinDice
+from otloss.nn.cumulative_head import CornHead as CornHead
 from otloss.nn.cumulative_head import CumulativeLinkHead as CumulativeLinkHead
 from otloss.nn.distances import CdfDistance as CdfDistance
 from otloss.nn.distances import Emd as Emd
@@ -36,10 +37,12 @@ from otloss.nn.distances import WassersteinTree as WassersteinTree
 from otloss.nn.losses import HistogramLoss as HistogramLoss
 from otloss.nn.losses import NumberTokenLoss as NumberTokenLoss
 from otloss.nn.losses import OrdinalLoss as OrdinalLoss
+from otloss.nn.losses import ThresholdLoss as ThresholdLoss
 
 __all__ = [
     "CdfDistance",
     "CloudLoss",
+    "CornHead",
     "Crps",
     "CumulativeLinkHead",
     "DocumentDistance",
@@ -58,6 +61,7 @@ __all__ = [
     "SoftSort",
     "SoftTopK",
     "SpearmanLoss",
+    "ThresholdLoss",
     "TopKLoss",
     "Wasserstein1d",
     "WassersteinCircular",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from jaxtyping import Float
 from torch import Tensor
 
-from otloss.losses import histogram_loss, histogram_mean, number_token_loss, ordinal_loss
+from otloss.losses import histogram_loss, histogram_mean, number_token_loss, ordinal_loss, threshold_loss
 from otloss.nn.base import Module
 
 
@@ -21,6 +21,17 @@ class OrdinalLoss(Module, function=ordinal_loss, inputs=("logits", "target", "sa
         >>> loss = OrdinalLoss(x=torch.tensor([0.0, 1.0, 4.0]), cross_entropy=0.1)
         >>> loss(torch.zeros(1, 3), torch.tensor([2]))
         tensor(1.5543)
+    """
+
+
+class ThresholdLoss(Module, function=threshold_loss, inputs=("logits", "target", "sample_weight")):
+    """`otloss.losses.threshold_loss` of all thresholds (CORAL behind a `CumulativeLinkHead`) or the immediate ones.
+
+    Example:
+        >>> import torch
+        >>> loss = ThresholdLoss(kind="immediate")
+        >>> loss(torch.zeros(1, 3), torch.tensor([2]))
+        tensor(1.0986)
     """
 
 

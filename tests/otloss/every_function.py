@@ -226,6 +226,10 @@ def _of_logits() -> dict[str, Entry]:
         "cumulative_log_probabilities": Entry(
             {"score": draw(3), "log_gaps": draw(2)}, lambda t: losses.cumulative_log_probabilities(**t)
         ),
+        "threshold_loss": Entry(logits, lambda t: losses.threshold_loss(t["logits"], t["labels"]), labels),
+        "threshold_loss, immediate": Entry(
+            logits, lambda t: losses.threshold_loss(t["logits"], t["labels"], kind="immediate"), labels
+        ),
         "wasserstein_dice": Entry(
             {"logits": draw(2, 3, 4), "cost": 1 - torch.eye(3, dtype=torch.float64)},
             lambda t: losses.wasserstein_dice(t["logits"], t["labels"], t["cost"]),

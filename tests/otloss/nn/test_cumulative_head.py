@@ -1,4 +1,4 @@
-"""The cumulative-link head: exact log-probabilities, their gradients, decisions, state."""
+"""The heads of ordered classes: exact log-probabilities, their gradients, decisions, state."""
 
 from __future__ import annotations
 
@@ -23,46 +23,77 @@ SCORES = [-100.0, -9.0, -0.3, 0.0, 1.7, 30.0, 100.0]
 GAPS = [-90.0, -12.0, -7.1, -6.9, 0.0, 2.0, 4.5, 100.0]  # logarithms
 
 
-def exactly(score: float, log_gaps: Tensor) -> list[float]:
-    """log P in 120 digits."""
-    with mpmath.workdps(120):
+def exactly(score: float, log_gaps: Tensor, link: str) -> list[float]:
+    """log P in 150 digits; where it has too many, the log of the smallest probability of so many digits."""
+    with mpmath.workdps(150):
+        distribution = {
+            "logit": lambda a: (1 / (1 + mpmath.exp(-a)), 1 / (1 + mpmath.exp(a))),
+            "probit": lambda a: (mpmath.ncdf(a), mpmath.ncdf(-a)),
+            "cloglog": lambda a: (-mpmath.expm1(-mpmath.exp(a)), mpmath.exp(-mpmath.exp(a))),
+        }[link]
         thresholds = [mpmath.mpf(0)]
         for gap in log_gaps.tolist():
             thresholds.append(thresholds[-1] + mpmath.exp(gap))
-        upper = [t - mpmath.mpf(score) for t in thresholds]
-        below = [mpmath.mpf(0), *(1 / (1 + mpmath.exp(-a)) for a in upper), mpmath.mpf(1)]
-        above = [mpmath.mpf(1), *(1 / (1 + mpmath.exp(a)) for a in upper), mpmath.mpf(0)]
+        both = [distribution(t - mpmath.mpf(score)) for t in thresholds]
+        below = [mpmath.mpf(0), *(b for b, _ in both), mpmath.mpf(1)]
+        above = [mpmath.mpf(1), *(a for _, a in both), mpmath.mpf(0)]
         pairs = zip(itertools.pairwise(below), itertools.pairwise(above), strict=True)
         return [float(mpmath.log(max(hi - lo, over - under))) for (lo, hi), (over, under) in pairs]
 
 
-def test_log_probabilities_keep_their_digits_in_both_tails() -> None:
+@pytest.mark.parametrize("link", ["logit", "probit", "cloglog"])
+def test_log_probabilities_keep_their_digits_in_both_tails(link: str) -> None:
     for gaps in (torch.tensor(GAPS[:-1]), torch.tensor([0.5]), torch.zeros(0)):
         score = torch.tensor(SCORES, requires_grad=True)
         leaf = gaps.clone().requires_grad_()
-        actual = cumulative_log_probabilities(score, leaf)
-        expected = torch.tensor([exactly(s, gaps) for s in SCORES], dtype=torch.float64)
+        actual = cumulative_log_probabilities(score, leaf, link)
+        expected = torch.tensor([exactly(s, gaps, link) for s in SCORES], dtype=torch.float64)
         assert actual.dtype == torch.float32
-        torch.testing.assert_close(actual.double(), expected, rtol=3e-6, atol=3e-6)
+        shown = expected > -1e20  # Hazards of exp(100) end at -1e26.
+        tolerance = 1e-5 if link == "probit" else 3e-6
+        torch.testing.assert_close(actual.double()[shown], expected[shown], rtol=tolerance, atol=tolerance)
+        assert (actual[~shown] < -1e20).all()
         torch.testing.assert_close(actual.exp().sum(-1), torch.ones(len(SCORES)))
-        gradients = torch.autograd.grad(actual.sum(), (score, leaf))
+        gradients = torch.autograd.grad(actual.clamp(min=-1e9).sum(), (score, leaf))
         assert all(torch.isfinite(gradient).all() for gradient in gradients)
     gaps = torch.tensor(GAPS, requires_grad=True)  # the last one ends beyond all scores
-    actual = cumulative_log_probabilities(torch.tensor(SCORES), gaps)
+    actual = cumulative_log_probabilities(torch.tensor(SCORES), gaps, link)
     assert torch.isfinite(actual).all()
     assert torch.isfinite(torch.autograd.grad(actual.sum(), gaps)[0]).all()
 
 
-def test_gradients_are_finite_differences() -> None:
-    score = torch.tensor([[-3.0, 0.2], [1.0, 8.0]], dtype=torch.float64, requires_grad=True)
+@pytest.mark.parametrize("link", ["logit", "probit", "cloglog"])
+def test_gradients_are_finite_differences(link: str) -> None:
+    score = torch.tensor([[-3.0, 0.2], [1.0, 4.0]], dtype=torch.float64, requires_grad=True)
     gaps = torch.tensor([-8.0, 0.3, -1.0], dtype=torch.float64, requires_grad=True)
 
     def loss(score: Tensor, gaps: Tensor) -> Tensor:
         y = torch.tensor([[1, 0], [3, 4]])
-        return ordinal_loss(cumulative_log_probabilities(score, gaps), y, cross_entropy=0.5)
+        return ordinal_loss(cumulative_log_probabilities(score, gaps, link), y, cross_entropy=0.5)
 
     assert torch.autograd.gradcheck(loss, (score, gaps), rtol=1e-6, atol=1e-9)
     assert torch.autograd.gradgradcheck(loss, (score, gaps), rtol=1e-4, atol=1e-8)
+
+
+def test_corn_head_has_the_loss_of_coral_pytorch() -> None:
+    """0.680427193185849 is corn_loss of coral-pytorch 1.4.0, a mean over the 13 binary tasks of four rows."""
+    z = [[2.1, 1.8, -2.1, -1.8], [1.9, 0.4, -1.5, -1.3], [1.9, 1.8, 1.7, -1.6], [-0.5, -0.2, 0.3, 0.8]]
+    features = torch.tensor(z, dtype=torch.float64)
+    y = torch.tensor([2, 0, 4, 3])
+    head = nn.CornHead(4, 5, dtype=torch.float64)
+    with torch.no_grad():
+        head.scores.weight.copy_(torch.eye(4))
+        head.scores.bias.zero_()
+    actual = head(features).detach()
+    tasks = (y + 1).clamp(max=4).sum()
+    loss = torch.nn.functional.nll_loss(actual, y, reduction="sum") / tasks
+    torch.testing.assert_close(float(loss), 0.680427193185849)
+    torch.testing.assert_close(actual.exp().sum(-1), torch.ones(4).double())
+    above = 1 - actual.exp().cumsum(-1)[:, :-1]
+    torch.testing.assert_close(above, features.sigmoid().cumprod(-1))
+    assert torch.equal(head.predict(features), (above > 0.5).sum(-1))  # as corn_label_from_logits
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert nn.CornHead(4, 5)(features.float()).dtype == torch.float32
 
 
 def test_two_classes_are_logistic_regression() -> None:
@@ -116,7 +147,9 @@ def test_state() -> None:
     features = torch.randn(2, 4, 3, generator=torch.Generator().manual_seed(0))
     actual = head(features)
     assert actual.shape == (2, 4, 5)
-    torch.testing.assert_close(head(torch.zeros(3)).exp(), torch.full((5,), 0.2))
+    for link in ("logit", "probit", "cloglog"):
+        start = nn.CumulativeLinkHead(3, 5, link=link)
+        torch.testing.assert_close(start(torch.zeros(3)).exp(), torch.full((5,), 0.2))
     assert list(head.state_dict()) == ["log_gaps", "score.weight", "score.bias"]
     other = nn.CumulativeLinkHead(3, 5)
     other.load_state_dict(head.state_dict())
@@ -135,6 +168,7 @@ def test_state() -> None:
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
+        (lambda: nn.CumulativeLinkHead(3, 3, link="cauchit"), ValueError, "link is 'cauchit', expected one of"),
         (lambda: nn.CumulativeLinkHead(3, 1), ValueError, "num_classes is 1, expected at least 2"),
         (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 4)), ValueError, r"features has shape \(2, 4\)"),
         (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 3).long()), TypeError, "features has dtype torch.int64"),

@@ -94,6 +94,10 @@ CASES = {
     "OrdinalLoss of a cost": Case(
         modules.OrdinalLoss, otloss.ordinal_loss, {"cost": LineCost(X), "ignore_index": -100}, **WEIGHED
     ),
+    "ThresholdLoss": Case(
+        modules.ThresholdLoss, otloss.losses.threshold_loss,
+        {"kind": "immediate", "class_weight": Y, "ignore_index": -100}, **WEIGHED,
+    ),
     "HistogramLoss": Case(
         modules.HistogramLoss, otloss.histogram_loss,
         {"bins": X.sort().values, "encoding": "gaussian", "sigma": 0.7, "cross_entropy": 0.2},
@@ -333,4 +337,4 @@ def test_too_many_inputs() -> None:
 
 def test_every_module_is_public() -> None:
     assert list(modules.__all__) == sorted(modules.__all__)
-    assert {case.make.__name__ for case in CASES.values()} | {"CumulativeLinkHead"} == set(modules.__all__)
+    assert {case.make.__name__ for case in CASES.values()} | {"CornHead", "CumulativeLinkHead"} == set(modules.__all__)
