@@ -6,6 +6,7 @@ from otloss.estimators.classifier import OrdinalClassifier as OrdinalClassifier
 from otloss.estimators.ensemble_recalibration import EnsembleRecalibration as EnsembleRecalibration
 from otloss.estimators.label_order import EncodedLabelsWarning as EncodedLabelsWarning
 from otloss.estimators.label_order import LabelOrderWarning as LabelOrderWarning
+from otloss.estimators.likelihood import LikelihoodSummary as LikelihoodSummary
 from otloss.estimators.recalibration import OrdinalRecalibration as OrdinalRecalibration
 from otloss.estimators.recalibration import Temperature as Temperature
 
@@ -13,6 +14,7 @@ __all__ = [
     "EncodedLabelsWarning",
     "EnsembleRecalibration",
     "LabelOrderWarning",
+    "LikelihoodSummary",
     "OrdinalBoostingClassifier",
     "OrdinalClassifier",
     "OrdinalRecalibration",

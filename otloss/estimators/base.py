@@ -76,6 +76,11 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         with np.errstate(divide="ignore"):
             return np.log(self.predict_proba(X))
 
+    def decision_function(self, X: Any) -> np.ndarray:
+        """Return `predict_log_proba`, (n, len(classes_)), or of two classes the log-odds of the second one, (n,)."""
+        logs = self.predict_log_proba(X)
+        return logs[:, 1] - logs[:, 0] if logs.shape[1] == 2 else logs
+
     def predict_distribution(self, X: Any) -> Distribution:
         """Return probabilities (n, K), columns in rank order as `categories_`; 0 for labels not seen in training.
 

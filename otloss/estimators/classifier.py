@@ -11,7 +11,7 @@ import torch
 from scipy.sparse import issparse
 from sklearn.exceptions import ConvergenceWarning
 from sklearn.preprocessing import StandardScaler
-from sklearn.utils.validation import check_is_fitted
+from sklearn.utils.validation import check_is_fitted, validate_data
 
 from otloss._checks import check_count
 from otloss._ordered_classes import check_choice
@@ -19,14 +19,27 @@ from otloss.boosting.start import class_shares
 from otloss.estimators.base import OrdinalBase, dense, split_off, unchanged_on_error
 from otloss.estimators.criterion import check_real
 from otloss.estimators.features import fitted_scaler, standardised
-from otloss.estimators.training import MODELS, PATIENCE, OrdinalNetwork, PenalisedLoss, Rows, train_adam, train_lbfgs
+from otloss.estimators.likelihood import LikelihoodSummary, likelihood_summary
+from otloss.estimators.training import (
+    LOSSES,
+    MODELS,
+    PATIENCE,
+    OrdinalNetwork,
+    PenalisedLoss,
+    Rows,
+    restarted,
+    train_adam,
+    train_lbfgs,
+)
+from otloss.losses.cumulative import LINKS
 
 
 class OrdinalClassifier(OrdinalBase):
     """Classifier of ordered labels: a linear model or a multi-layer perceptron trained with a transport loss.
 
     Minimises the mean by weight of transport * L + cross_entropy * (-log P_y), plus alpha / (2 sum of weights) |W|^2;
-    L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i].
+    L = sum_k d_k |F_k - 1[y <= k]|^power for the gaps d between class values, or sum_i P_i cost[y, i], or a loss of
+    thresholds.
 
     `VotingClassifier`, `StackingClassifier`, `BaggingClassifier` and `cross_val_predict` pass on indices into the
     sorted labels in place of labels, and drop the order of a Categorical: name `categories` there. Where these are
@@ -45,11 +58,15 @@ class OrdinalClassifier(OrdinalBase):
             index. Training divides values by their mean gap, a cost by its largest entry over K - 1.
         power: 2, the ranked probability score, or 1, W_1; unused with a cost.
         cost: (K, K) costs >= 0 over the categories, **cost[true, predicted]**, in place of values and power.
-        transport: weight of the transport loss; 0 leaves cross-entropy alone.
+        loss: L, "transport", or the logistic loss of "all_threshold" or "immediate_threshold" models
+            (`otloss.losses.threshold_loss`), which have no class values or costs. With model="cumulative" and
+            cross_entropy=0 these are `LogisticAT` and `LogisticIT` of mord.
+        transport: weight of L; 0 leaves cross-entropy alone.
         cross_entropy: weight of the cross-entropy added; advisable at power 1 and with a cost, which alone drive
             probabilities to 0 and 1, to a local optimum.
         model: "softmax", a score for each class, or "cumulative", one score with K - 1 ordered thresholds
             (proportional odds): few parameters, for few rows or labels that follow one direction of the features.
+        link: of the cumulative model, "logit", "probit" or "cloglog" (complementary log-log: proportional hazards).
         hidden_layer_sizes: widths of hidden layers of rectified units; () for a linear model.
         alpha: L2 penalty on the weights, as 1 / C in `LogisticRegression`; biases and thresholds have none.
         class_weight: None, "balanced", or a dict from label to weight.
@@ -67,6 +84,8 @@ class OrdinalClassifier(OrdinalBase):
         early_stopping: with hidden layers, hold rows out, keep the epoch that was best on them, and train again for as
             many epochs on all rows; "auto": from 50 rows. Training ends when 20 epochs brought nothing.
         validation_fraction: share of rows held out for early stopping, and for calibration, class by class.
+        warm_start: start from the parameters of the last fit, if that had as many features, the same classes in the
+            same order, and layers of the same sizes.
         random_state: seed or `numpy.random.RandomState` for rows held out, batches and first weights of hidden layers.
 
     Attributes:
@@ -76,9 +95,10 @@ class OrdinalClassifier(OrdinalBase):
         coef_, intercept_: of linear models, in the units of the features and before calibration; AttributeError with
             hidden layers or one class alone. Softmax: (m, d) and (m,), whose `softmax(X @ coef_.T + intercept_)` is
             `predict_proba`, also for two classes. Cumulative: (1, d) and (m - 1,), whose X @ coef_.T + intercept_ are
-            the log-odds of the labels above each of the first m - 1 seen.
+            the log-odds of the labels above each of the first m - 1 seen (with the logit link).
         thresholds_: (m - 1,) of linear cumulative models, increasing, the negatives of intercept_: the log-odds of the
-            labels up to each of the first m - 1 seen are thresholds_ - X @ coef_.T.
+            labels up to each of the first m - 1 seen are thresholds_ - X @ coef_.T; with another link that is the
+            argument of its distribution.
 
     Source:
         L. Hou, C.-P. Yu, D. Samaras, Squared Earth Mover's Distance-based Loss, arXiv 1611.05916 (the loss);
@@ -94,6 +114,7 @@ class OrdinalClassifier(OrdinalBase):
 
     _network: OrdinalNetwork
     _scaler: StandardScaler
+    _start: tuple[OrdinalNetwork, StandardScaler, np.ndarray] | None
 
     def __init__(
         self,
@@ -102,9 +123,11 @@ class OrdinalClassifier(OrdinalBase):
         values: Any = None,
         power: int = 2,
         cost: Any = None,
+        loss: str = "transport",
         transport: float = 1.0,
         cross_entropy: float = 0.2,
         model: str = "softmax",
+        link: str = "logit",
         hidden_layer_sizes: Any = (),
         alpha: float = 0.3,
         class_weight: Any = None,
@@ -117,15 +140,18 @@ class OrdinalClassifier(OrdinalBase):
         tol: float = 1e-4,
         early_stopping: bool | str = "auto",
         validation_fraction: float = 0.2,
+        warm_start: bool = False,
         random_state: Any = None,
     ) -> None:
         self.categories = categories
         self.values = values
         self.power = power
         self.cost = cost
+        self.loss = loss
         self.transport = transport
         self.cross_entropy = cross_entropy
         self.model = model
+        self.link = link
         self.hidden_layer_sizes = hidden_layer_sizes
         self.alpha = alpha
         self.class_weight = class_weight
@@ -138,6 +164,7 @@ class OrdinalClassifier(OrdinalBase):
         self.tol = tol
         self.early_stopping = early_stopping
         self.validation_fraction = validation_fraction
+        self.warm_start = warm_start
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OrdinalClassifier:
@@ -152,8 +179,38 @@ class OrdinalClassifier(OrdinalBase):
             ConvergenceWarning: if `max_iter` ended training.
         """
         with unchanged_on_error(self), torch.inference_mode(False), torch.enable_grad():
+            self._start = None
+            if self.warm_start and "_network" in vars(self):
+                self._start = self._network, self._scaler, self._order.by_position
             self._fit(X, y, sample_weight)
+            del self._start
         return self
+
+    def summary(self, X: Any, y: Any, sample_weight: Any = None) -> LikelihoodSummary:
+        """Return coefficients and thresholds with standard errors, and the log-likelihood: `print` it for a table.
+
+        For a linear cumulative model fitted by likelihood, `OrdinalClassifier(model="cumulative", transport=0,
+        cross_entropy=1, alpha=0)`, to these rows; tol=1e-8 gives more digits. A weight counts rows. Standard errors are
+        those of the inverse of the Hessian.
+
+        Raises:
+            ValueError: if the model was not fitted so, these are not the rows that it was fitted to, features depend
+                on each other linearly, or the features separate the classes, so that the likelihood has no maximum.
+        """
+        self._linear_parts("summary")
+        wanted = {"model": "cumulative", "transport": 0, "alpha": 0, "class_weight": None, "calibration": None}
+        for name, value in wanted.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"summary is of a model fitted by likelihood alone, expected {name}={value!r}, and it is "
+                    f"{getattr(self, name)!r}; fit OrdinalClassifier(model='cumulative', transport=0, cross_entropy=1, "
+                    "alpha=0)."
+                )
+        features, labels = validate_data(self, X, y, reset=False, **self._accepts())
+        parts = self._weighted_rows(dense(features), labels, sample_weight)
+        names = getattr(self, "feature_names_in_", [f"x{j}" for j in range(parts[0].shape[1])])
+        with torch.inference_mode(False), torch.enable_grad():
+            return likelihood_summary(self._network, self._scaler, parts, [*map(str, names)], self._order.by_position)
 
     @property
     def coef_(self) -> np.ndarray:
@@ -194,7 +251,14 @@ class OrdinalClassifier(OrdinalBase):
     def _check_settings(self) -> None:
         super()._check_settings()
         check_choice("model", self.model, MODELS)
+        check_choice("link", self.link, LINKS)
+        if self.link != "logit" and self.model != "cumulative":
+            raise ValueError(f"link={self.link!r} is of model='cumulative', and model is {self.model!r}.")
+        check_choice("loss", self.loss, LOSSES)
+        if self.loss != "transport" and (self.cost is not None or self.values is not None):
+            raise ValueError(f"loss={self.loss!r} has no class values or costs; leave cost and values out.")
         check_choice("standardize", self.standardize, (True, False))
+        check_choice("warm_start", self.warm_start, (True, False))
         check_real("alpha", self.alpha, least=0.0)
         check_real("learning_rate", self.learning_rate, least=0.0, above=True)
         check_real("tol", self.tol, least=0.0)
@@ -255,10 +319,17 @@ class OrdinalClassifier(OrdinalBase):
 
     def _new_network(self, rows: Rows, random: np.random.RandomState) -> OrdinalNetwork:
         prior = class_shares(rows.target.numpy(), rows.weight.numpy(), len(self.classes_))
-        return OrdinalNetwork((rows.features.shape[1], *self._hidden()), prior, self.model, random)
+        widths = (rows.features.shape[1], *self._hidden())
+        network = OrdinalNetwork(widths, prior, self.model, random, self.link)
+        if self._start is None:
+            return network
+        former, scaler, labels = self._start
+        if not np.array_equal(labels, self._order.by_position) or former.sizes != network.sizes:
+            return network
+        return restarted(former, scaler, self._scaler)
 
     def _objective(self, rows: Rows) -> PenalisedLoss:
-        return PenalisedLoss(self._criterion, float(self.alpha), float(rows.weight.sum()))
+        return PenalisedLoss(self._criterion, float(self.alpha), float(rows.weight.sum()), self.loss)
 
     def _logits(self, X: Any) -> np.ndarray:
         network = self._network

@@ -1,11 +1,11 @@
 """Networks of ordered classes in torch, and their training: L-BFGS for linear ones, Adam for hidden layers.
 
     softmax:      z = h W + b                            one score per position
-    cumulative:   P(y <= k) = sigmoid(theta_k - f),      f = h w + b,  theta_0 = 0,  theta_k = theta_{k-1} + exp(gap_k)
+    cumulative:   P(y <= k) = H(theta_k - f),            f = h w + b,  theta_0 = 0,  theta_k = theta_{k-1} + exp(gap_k)
 
-with h the standardised features, or the last hidden layer of rectified units. The cumulative model (proportional odds;
-McCullagh 1980) shares its weights between all classes: far fewer parameters, and ordered by construction. Its
-log-probabilities serve as logits, for log-softmax leaves them as they are.
+with h the standardised features, or the last hidden layer of rectified units, and H by the link. The cumulative model
+(proportional odds with the logit link; McCullagh 1980) shares its weights between all classes: far fewer parameters,
+and ordered by construction. Its log-probabilities serve as logits, for log-softmax leaves them as they are.
 
 Both solvers minimise   sum_i w_i L(z(x_i), y_i) / sum_i w_i  +  alpha / (2 sum_i w_i) |W|^2,
 
@@ -24,14 +24,17 @@ import numpy as np
 import torch
 from jaxtyping import Float
 from scipy.optimize import minimize
+from sklearn.preprocessing import StandardScaler
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, skip_init, vector_to_parameters
 
 from otloss.estimators.criterion import Criterion
 from otloss.estimators.features import SparseRows
-from otloss.losses import cumulative_log_probabilities, ordinal_loss
+from otloss.losses import cumulative_log_probabilities, ordinal_loss, threshold_loss
+from otloss.losses.cumulative import quantiles
 
 MODELS = ("softmax", "cumulative")
+LOSSES = ("transport", "all_threshold", "immediate_threshold")
 PATIENCE = 20  # epochs of Adam without a fall of the loss by `LEAST_FALL`
 LEAST_FALL = 1e-6
 
@@ -44,12 +47,16 @@ class OrdinalNetwork(nn.Module):
         prior: (m,) probabilities that a linear model starts from, and one with hidden layers near to.
         model: one of `MODELS`.
         random: for the weights of hidden layers, Glorot's uniform ones; those of a linear model are zero.
+        link: of the cumulative model.
     """
 
     layers: Any  # an nn.ModuleList of nn.Linear
 
-    def __init__(self, widths: tuple[int, ...], prior: np.ndarray, model: str, random: np.random.RandomState) -> None:
+    def __init__(
+        self, widths: tuple[int, ...], prior: np.ndarray, model: str, random: np.random.RandomState, link: str = "logit"
+    ) -> None:
         super().__init__()
+        self.link = link
         sizes = (*widths, 1 if model == "cumulative" else len(prior))
         self.layers = nn.ModuleList(
             skip_init(nn.Linear, before, after, dtype=torch.float64, device="cpu") for before, after in pairwise(sizes)
@@ -57,8 +64,7 @@ class OrdinalNetwork(nn.Module):
         self.log_gaps: nn.Parameter | None = None
         start = np.log(prior)
         if model == "cumulative":
-            below = prior.cumsum()[:-1]
-            thresholds = np.log(below) - np.log1p(-below)
+            thresholds = quantiles(torch.from_numpy(prior.cumsum()[:-1]), link).numpy()
             start = -thresholds[:1]
             self.log_gaps = nn.Parameter(torch.tensor(np.log(np.diff(thresholds)), device="cpu"))
         for layer in self.layers:
@@ -71,7 +77,7 @@ class OrdinalNetwork(nn.Module):
         """The parameters as arrays of numpy, so that formats for scikit-learn's models, such as skops, take them."""
         layers = [(layer.weight.detach().numpy(), layer.bias.detach().numpy()) for layer in self.layers]
         log_gaps = None if self.log_gaps is None else self.log_gaps.detach().numpy()
-        return {"layers": layers, "log_gaps": log_gaps}
+        return {"layers": layers, "log_gaps": log_gaps, "link": self.link}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__init__()
@@ -80,8 +86,14 @@ class OrdinalNetwork(nn.Module):
             layer = skip_init(nn.Linear, *reversed(weight.shape), dtype=torch.float64, device="cpu")
             layer.weight.data, layer.bias.data = (torch.tensor(part, device="cpu") for part in (weight, bias))
             self.layers.append(layer)
-        log_gaps = state["log_gaps"]
+        log_gaps, self.link = state["log_gaps"], state["link"]
         self.log_gaps = None if log_gaps is None else nn.Parameter(torch.tensor(log_gaps, device="cpu"))
+
+    @property
+    def sizes(self) -> tuple[Any, ...]:
+        """The shapes of all parameters, and the link."""
+        gaps = None if self.log_gaps is None else len(self.log_gaps)
+        return *(tuple(layer.weight.shape) for layer in self.layers), gaps, self.link
 
     def forward(self, features: Float[Tensor, "rows inputs"]) -> Float[Tensor, "rows positions"]:
         """Return logits whose softmax is the distribution over positions."""
@@ -92,7 +104,20 @@ class OrdinalNetwork(nn.Module):
 
     def logits(self, scores: Float[Tensor, "rows outputs"]) -> Float[Tensor, "rows positions"]:
         """Return logits from what the last layer gives."""
-        return scores if self.log_gaps is None else cumulative_log_probabilities(scores.squeeze(1), self.log_gaps)
+        if self.log_gaps is None:
+            return scores
+        return cumulative_log_probabilities(scores.squeeze(1), self.log_gaps, self.link)
+
+
+def restarted(network: OrdinalNetwork, before: StandardScaler, after: StandardScaler) -> OrdinalNetwork:
+    """Return a copy of the network that is the same function of features standardised by another scaler."""
+    network = deepcopy(network)
+    first = network.layers[0]
+    scales = [np.ones(first.weight.shape[1]) if s.scale_ is None else s.scale_ for s in (before, after)]
+    weight = first.weight.detach().numpy() / scales[0]
+    first.bias.data += torch.from_numpy(weight @ (after.mean_ - before.mean_))
+    first.weight.data = torch.from_numpy(weight * scales[1])
+    return network
 
 
 @dataclass(frozen=True)
@@ -125,6 +150,7 @@ class PenalisedLoss:
     criterion: Criterion
     alpha: float
     mass: float
+    loss: str = "transport"  # one of LOSSES
 
     @cached_property
     def geometry(self) -> dict[str, Any]:
@@ -139,7 +165,11 @@ class PenalisedLoss:
             losses = nn.functional.cross_entropy(logits, rows.target, reduction="none")
             return criterion.cross_entropy * (losses @ rows.weight)
         mix = criterion.cross_entropy / criterion.transport
-        losses = ordinal_loss(logits, rows.target, cross_entropy=mix, reduction="none", **self.geometry)
+        if self.loss == "transport":
+            losses = ordinal_loss(logits, rows.target, cross_entropy=mix, reduction="none", **self.geometry)
+        else:
+            losses = threshold_loss(logits, rows.target, kind=self.loss.partition("_")[0], reduction="none")
+            losses = losses + mix * nn.functional.cross_entropy(logits, rows.target, reduction="none")
         return criterion.transport * (losses @ rows.weight)
 
     def of_batch(self, network: OrdinalNetwork, batch: Rows, *, repeated: float) -> Tensor:

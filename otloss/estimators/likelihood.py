@@ -1,0 +1,130 @@
+"""Standard errors of a linear cumulative model, by the Hessian of its log-likelihood.
+
+With w the coefficients of standardised features (x - m) / s and t the thresholds, those of the raw features are
+
+    beta = w / s,    theta = t + m.beta,    cov(beta, theta) = A H^{-1} A^T
+
+for the Hessian H of the negative log-likelihood in (w, t) and the matrix A of this map. H in standardised features has
+a condition that does not depend on units.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from scipy import stats
+from sklearn.preprocessing import StandardScaler
+from torch import Tensor
+
+from otloss.estimators.features import standardised
+from otloss.estimators.training import OrdinalNetwork
+from otloss.losses import cumulative_log_probabilities
+
+_SMALLEST_CURVATURE = 1e-10  # of the largest: below it, a direction of the parameters does not change the likelihood
+_LARGEST_DECREMENT = 1e-2  # twice the likelihood that a Newton step would gain
+
+
+@dataclass(frozen=True)
+class LikelihoodSummary:
+    """Coefficients and thresholds of a linear cumulative model, with standard errors; `print` shows a table.
+
+    Attributes:
+        names: of the parameters: features, then "low | mid" for the threshold between two classes.
+        estimates: (d + m - 1,) coefficients of the features as they come, then thresholds.
+        covariance: (d + m - 1, d + m - 1) of the estimates.
+        log_likelihood: the sum over the rows.
+        rows: their number, or the sum of their weights.
+    """
+
+    names: tuple[str, ...]
+    estimates: np.ndarray
+    covariance: np.ndarray
+    log_likelihood: float
+    rows: float
+
+    @property
+    def standard_errors(self) -> Float[np.ndarray, " parameters"]:
+        """Square roots of the variances."""
+        return np.sqrt(np.diag(self.covariance))
+
+    @property
+    def p_values(self) -> Float[np.ndarray, " parameters"]:
+        """Of the hypothesis that the parameter is 0, by the normal distribution, two-sided."""
+        return 2 * stats.norm.sf(np.abs(self.estimates / self.standard_errors))
+
+    @property
+    def aic(self) -> float:
+        """Akaike's criterion, 2 (parameters - log-likelihood)."""
+        return 2 * (len(self.estimates) - self.log_likelihood)
+
+    @property
+    def bic(self) -> float:
+        """The Bayesian criterion, log(rows) parameters - 2 log-likelihood."""
+        return float(np.log(self.rows) * len(self.estimates) - 2 * self.log_likelihood)
+
+    def interval(self, level: float = 0.95) -> Float[np.ndarray, "parameters 2"]:
+        """Return the normal confidence intervals of the parameters."""
+        half = stats.norm.ppf((1 + level) / 2) * self.standard_errors
+        return np.column_stack([self.estimates - half, self.estimates + half])
+
+    def __str__(self) -> str:
+        width = max(9, *map(len, self.names))
+        head = f"{'':{width}} {'estimate':>10} {'std error':>10} {'z':>8} {'p':>7} {'2.5 %':>10} {'97.5 %':>10}"
+        columns = zip(self.names, self.estimates, self.standard_errors, self.p_values, self.interval(), strict=True)
+        lines = [
+            f"{name:{width}} {value:10.4g} {error:10.4g} {value / error:8.2f} {p:7.3f} {low:10.4g} {high:10.4g}"
+            for name, value, error, p, (low, high) in columns
+        ]
+        foot = f"log-likelihood {self.log_likelihood:.6g}, AIC {self.aic:.6g}, BIC {self.bic:.6g}, rows {self.rows:g}"
+        return "\n".join([head, *lines, foot])
+
+
+def likelihood_summary(
+    network: OrdinalNetwork, scaler: StandardScaler, parts: tuple[np.ndarray, ...], names: list[str], labels: np.ndarray
+) -> LikelihoodSummary:
+    """Return the summary of a linear cumulative network at the rows `parts`: features, positions and weights.
+
+    Raises:
+        ValueError: if the parameters are not the maximum of the likelihood of these rows, or H is singular.
+    """
+    assert network.log_gaps is not None
+    X, target, weight = (torch.tensor(part) for part in (standardised(parts[0], scaler), *parts[1:]))
+    inputs = X.shape[1]
+    layer = network.layers[0]
+    gaps = network.log_gaps.detach().exp()
+    thresholds = torch.cat([gaps.new_zeros(1), gaps.cumsum(0)]) - layer.bias.detach()
+    point = torch.cat([layer.weight.detach()[0], thresholds]).requires_grad_()
+
+    def loss(point: Tensor) -> Tensor:
+        w, t = point[:inputs], point[inputs:]
+        log_P = cumulative_log_probabilities(X @ w - t[0], t.diff().log(), network.link)
+        return -weight @ log_P.gather(1, target.unsqueeze(1)).squeeze(1)
+
+    value = loss(point)
+    gradient = torch.autograd.grad(value, point)[0].numpy()
+    H = torch.autograd.functional.hessian(loss, point.detach()).numpy()
+    curvatures = np.linalg.eigvalsh(H)
+    if not curvatures[0] > _SMALLEST_CURVATURE * curvatures[-1]:
+        raise ValueError(
+            "the Hessian of the likelihood is singular, so there are no standard errors: a feature is constant or a "
+            "linear combination of others, or the features separate the classes. Leave features out."
+        )
+    inverse = np.linalg.inv(H)
+    decrement = float(gradient @ inverse @ gradient)
+    if not decrement < _LARGEST_DECREMENT:
+        raise ValueError(
+            f"the parameters are not the maximum of the likelihood of these rows: a Newton step would gain about "
+            f"{decrement / 2:.3g}. Pass the rows and weights of fit, and fit with a smaller tol and more max_iter."
+        )
+    A = np.eye(len(point))
+    scale = np.ones(inputs) if scaler.scale_ is None else scaler.scale_
+    A[:inputs, :inputs] /= scale[:, None]
+    A[inputs:, :inputs] = scaler.mean_ / scale
+    between = [f"{low} | {high}" for low, high in pairwise(labels)]
+    return LikelihoodSummary(
+        (*names, *between), A @ point.detach().numpy(), A @ inverse @ A.T, -value.item(), float(weight.sum())
+    )

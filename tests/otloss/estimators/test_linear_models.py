@@ -1,0 +1,108 @@
+"""Linear cumulative models against statsmodels and mord, their standard errors, warm starts, decision functions.
+
+The numbers are those of `OrderedModel` of statsmodels 0.15.0 (thresholds by the delta method) and of mord 0.7.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from sklearn.datasets import load_diabetes
+from sklearn.exceptions import ConvergenceWarning
+
+from otloss.estimators import OrdinalClassifier
+
+X, progression = load_diabetes(return_X_y=True)
+X = X[:, [2, 3, 8]] * 10
+y = np.searchsorted(np.quantile(progression, [0.25, 0.5, 0.75]), progression)
+LIKELIHOOD: dict[str, Any] = {"model": "cumulative", "transport": 0, "cross_entropy": 1, "alpha": 0, "tol": 1e-8}
+ORDERED_MODEL = {
+    "logit": (-486.36919077562436, [1.768562, 0.795344, 1.845, -1.653656, -0.103859, 1.587995],
+              [0.243189, 0.221002, 0.243139, 0.137354, 0.114725, 0.140085]),
+    "probit": (-484.050055217524, [1.032847, 0.504325, 1.096095, -0.967388, -0.056433, 0.94312],
+               [0.139637, 0.129577, 0.137627, 0.077122, 0.068183, 0.079831]),
+    "cloglog": (-486.93533481472934, [1.066946, 0.521925, 1.181114, -1.56995, -0.497354, 0.569563],
+                [0.156464, 0.144664, 0.155301, 0.1095, 0.0812, 0.073661]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("link", ORDERED_MODEL)
+def test_likelihood_and_standard_errors_are_those_of_statsmodels(link: str) -> None:
+    value, estimates, errors = ORDERED_MODEL[link]
+    model = OrdinalClassifier(link=link, **LIKELIHOOD).fit(X, y)
+    summary = model.summary(X, y)
+    np.testing.assert_allclose(summary.log_likelihood, value, atol=1e-6)
+    np.testing.assert_allclose(summary.estimates, estimates, atol=1e-5)
+    np.testing.assert_allclose(summary.standard_errors, errors, atol=1e-5)
+    np.testing.assert_allclose(summary.estimates, [*model.coef_[0], *model.thresholds_])
+    if link == "logit":
+        np.testing.assert_allclose((summary.aic, summary.bic), (984.7383815512487, 1009.286240843715))
+        np.testing.assert_allclose(summary.p_values[1], 0.00032, atol=2e-6)
+        np.testing.assert_allclose(summary.interval()[0], [1.292, 2.245], atol=1e-3)
+        assert "1 | 2        -0.1039     0.1147" in str(summary)
+
+
+def test_a_weight_counts_rows_and_units_change_nothing_else() -> None:
+    weight = np.arange(len(y)) % 3
+    whole = OrdinalClassifier(**LIKELIHOOD).fit(np.repeat(X, weight, 0), np.repeat(y, weight))
+    repeated = whole.summary(np.repeat(X, weight, 0), np.repeat(y, weight))
+    units = np.array([1e-6, 1.0, 1e6])
+    weighted = OrdinalClassifier(**LIKELIHOOD).fit(X * units, y, weight).summary(X * units, y, weight)
+    np.testing.assert_allclose(weighted.standard_errors[:3] * units, repeated.standard_errors[:3], rtol=1e-4)
+    np.testing.assert_allclose(weighted.log_likelihood, repeated.log_likelihood, rtol=1e-9)
+    assert weighted.rows == repeated.rows == weight.sum()
+
+
+def test_where_there_are_no_standard_errors() -> None:
+    model = OrdinalClassifier(**LIKELIHOOD).fit(X, y)
+    with pytest.raises(ValueError, match="not the maximum of the likelihood of these rows"):
+        model.summary(X[:300], y[:300])
+    twice = np.column_stack([X, X[:, 0]])
+    with pytest.raises(ValueError, match="Hessian of the likelihood is singular"):
+        OrdinalClassifier(**LIKELIHOOD).fit(twice, y).summary(twice, y)
+    with pytest.raises(ValueError, match="expected transport=0, and it is 1"):
+        OrdinalClassifier(model="cumulative", alpha=0).fit(X, y).summary(X, y)
+    with pytest.raises(ValueError, match="link='probit' is of model='cumulative'"):
+        OrdinalClassifier(link="probit").fit(X, y)
+    with pytest.raises(ValueError, match="loss='all_threshold' has no class values"):
+        OrdinalClassifier(loss="all_threshold", values=[0, 1, 2, 4]).fit(X, y)
+
+
+@pytest.mark.parametrize(
+    ("loss", "coefficients", "thresholds"),
+    [
+        ("immediate_threshold", [1.095076, 0.518350, 1.120292], [-0.561032, -0.141570, 0.575886]),  # LogisticIT
+        ("all_threshold", [1.689881, 0.836516, 1.866567], [-1.634543, -0.037178, 1.620684]),  # LogisticAT
+    ],
+)
+def test_threshold_losses_are_those_of_mord(loss: str, coefficients: list[float], thresholds: list[float]) -> None:
+    settings: dict[str, Any] = {"cross_entropy": 0, "alpha": 1, "standardize": False, "tol": 1e-9}
+    model = OrdinalClassifier(model="cumulative", loss=loss, **settings).fit(X, y)
+    np.testing.assert_allclose(model.coef_[0], coefficients, atol=3e-6)
+    np.testing.assert_allclose(model.thresholds_, thresholds, atol=3e-6)
+
+
+def test_warm_start() -> None:
+    cold = OrdinalClassifier(**LIKELIHOOD | {"tol": 1e-6}, warm_start=True)
+    first = cold.fit(X, y).n_iter_
+    assert cold.fit(X, y).n_iter_ < first / 3
+    still: dict[str, Any] = {"hidden_layer_sizes": (8,), "learning_rate": 1e-12, "max_iter": 1, "random_state": 0}
+    model = OrdinalClassifier(**still, warm_start=True, early_stopping=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ConvergenceWarning)
+        before = model.fit(X, y).predict_proba(X)
+        half = slice(0, 200)  # other means and deviations: the same function of the features as they come
+        np.testing.assert_allclose(model.fit(X[half], y[half]).predict_proba(X), before, atol=1e-8)
+        other = model.fit(X[half], np.minimum(y[half], 2))  # other classes: a new start
+        assert other.predict_proba(X).shape == (len(X), 3)
+
+
+def test_decision_function() -> None:
+    model = OrdinalClassifier().fit(X, y)
+    np.testing.assert_allclose(model.decision_function(X), model.predict_log_proba(X))
+    binary = OrdinalClassifier().fit(X, y > 1)
+    odds = binary.predict_proba(X)
+    np.testing.assert_allclose(binary.decision_function(X), np.log(odds[:, 1] / odds[:, 0]))
