@@ -43,8 +43,8 @@ def compare(bench: Bench, limit: Limit, p: Tensor, cost: Cost, epsilon: float, b
     """p is (k, n), or (problems, k, n) and a loop of POT."""
     exact = otloss.barycenter(p, cost, epsilon=epsilon, tolerance=EXACT)
 
-    def errors(found: Tensor) -> tuple[float]:
-        return (float((found - exact).abs().sum(-1).max()),)
+    def errors(weights: Tensor) -> tuple[float]:
+        return (float((weights - exact).abs().sum(-1).max()),)
 
     def ours(tolerance: float) -> Tensor:
         return otloss.barycenter(p, cost, epsilon=epsilon, tolerance=tolerance)
@@ -55,9 +55,12 @@ def compare(bench: Bench, limit: Limit, p: Tensor, cost: Cost, epsilon: float, b
 
     reached = (max(*errors(ours(TOLERANCE)), ROUNDING),)
     peer = Contestant("POT", "threshold", THRESHOLDS, pot, errors)
-    found = cheapest(peer, reached, most_seconds=MOST_SECONDS)
-    steps: dict[str, Step] = {OURS: partial(ours, TOLERANCE), peer.name: partial(pot, found.setting or THRESHOLDS[-1])}
-    notes = {OURS: f"{reached[0]:.1e}", peer.name: f"{found.errors[0]:.1e}"}
+    weights = cheapest(peer, reached, most_seconds=MOST_SECONDS)
+    steps: dict[str, Step] = {
+        OURS: partial(ours, TOLERANCE),
+        peer.name: partial(pot, weights.setting or THRESHOLDS[-1]),
+    }
+    notes = {OURS: f"{reached[0]:.1e}", peer.name: f"{weights.errors[0]:.1e}"}
     bench.judge(limit, bench.timed(limit.what, steps, notes=notes, on_one_thread=True))
 
 
@@ -68,10 +71,10 @@ def on_a_line(bench: Bench, n: int, epsilon: float, *, problems: int = 1, limit:
     case = f"barycenter of 3 histograms, n={n}, epsilon {epsilon:g}" + (f", {problems} at once" * (problems > 1))
 
     def by_pot(rows: np.ndarray, threshold: float) -> np.ndarray:
-        found: np.ndarray = ot.bregman.barycenter_sinkhorn(
+        weights: np.ndarray = ot.bregman.barycenter_sinkhorn(
             rows.T.copy(), matrix, epsilon, stopThr=threshold, numItermax=20_000
         )
-        return found
+        return weights
 
     compare(bench, at_least(case, limit), p if problems > 1 else p[0], cost, epsilon, by_pot)
 
@@ -81,10 +84,10 @@ def of_images(bench: Bench, side: int, epsilon: float = 0.004) -> None:
     cost = GridCost((side, side), spacing=1 / (side - 1))
 
     def by_pot(images: np.ndarray, threshold: float) -> np.ndarray:
-        found: np.ndarray = ot.bregman.convolutional_barycenter2d(
+        weights: np.ndarray = ot.bregman.convolutional_barycenter2d(
             images.reshape(-1, side, side), epsilon, stopThr=threshold, numItermax=20_000, warn=False
         )
-        return found
+        return weights
 
     case = f"barycenter of 3 images {side} x {side}, epsilon {epsilon:g}"
     compare(bench, at_least(case, 1.0), bumps(3, side, side), cost.to(torch.float64), epsilon, by_pot)

@@ -79,7 +79,7 @@ def report(library: str, case: str, timings: dict[str, Timing], *, rounds: int, 
     report_times(NAME, case, named, peer=f"{library} {own}", rounds=rounds, output=settings.output)
     if library == "xgboost" and not settings.small:
         limit = Limit(f"{library}: time of power 2 / {own}", LIMIT)
-        table([["quantity", "limit", "measured"], limit.judged(*ratios(timings["power 2"], timings[own]))])
+        table([["quantity", "limit", "measured"], limit.verdict(*ratios(timings["power 2"], timings[own]))])
 
 
 if __name__ == "__main__":

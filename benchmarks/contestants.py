@@ -151,12 +151,12 @@ def with_published(names: Sequence[str]) -> list[str]:
 @lru_cache
 def our_chunk(tokens: int, vocab: int) -> int:
     """Rows of our default chunk: the number of tokens that the objective is first called with."""
-    seen: list[int] = []
+    lengths: list[int] = []
 
     def record(nll: Tensor, cost: Tensor | None) -> Tensor:
-        seen.append(len(nll))
+        lengths.append(len(nll))
         return nll
 
     labels = torch.zeros(tokens, dtype=torch.long)
     linear_token_loss(torch.zeros(tokens, 1), torch.zeros(vocab, 1), labels, objective=record)
-    return seen[0]
+    return lengths[0]

@@ -48,7 +48,7 @@ def contestants(seed: int) -> Iterator[tuple[str, object]]:
 def measure() -> dict[tuple[str, str], list[float]]:
     """Accuracy, mean absolute error and share of errors of three and more grades, by model and rule."""
     X, y = table()
-    found: dict[tuple[str, str], list[list[float]]] = {}
+    results: dict[tuple[str, str], list[list[float]]] = {}
     splits = StratifiedShuffleSplit(HOLDOUTS, test_size=0.25, random_state=0).split(X, y)
     for seed, (train, test) in enumerate(tqdm(splits, total=HOLDOUTS)):
         for name, model in contestants(seed):
@@ -56,8 +56,8 @@ def measure() -> dict[tuple[str, str], list[float]]:
             for rule in ("argmax", "median"):
                 error = np.abs(decode(proba, rule, values=np.arange(float(GRADES))) - y[test])
                 scores = [float((error == 0).mean()), float(error.mean()), float((error >= 3).mean())]
-                found.setdefault((name, rule), []).append(scores)
-    return {key: np.mean(scores, axis=0).tolist() for key, scores in found.items()}
+                results.setdefault((name, rule), []).append(scores)
+    return {key: np.mean(scores, axis=0).tolist() for key, scores in results.items()}
 
 
 def few_rows(*, balanced: bool, seed: int) -> dict[str, float]:

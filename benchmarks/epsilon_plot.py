@@ -55,8 +55,8 @@ def measured(epsilons: list[float], *, batch: int, n: int, rounds: int) -> dict[
         answer = otloss.solve(p, q, matrix, epsilon=epsilon)
         converged.append(int(answer.converged.sum()))
         debiased = otloss.sinkhorn_divergence(p, q, matrix, epsilon=epsilon, **among)
-        for name, found in (("value", answer.value), ("linear", answer.linear_cost), ("debiased", debiased)):
-            errors[name].append((found - exact).abs() / exact)
+        for name, results in (("value", answer.value), ("linear", answer.linear_cost), ("debiased", debiased)):
+            errors[name].append((results - exact).abs() / exact)
         steps[f"value {epsilon}"] = lambda e=epsilon: otloss.sinkhorn(p, q, matrix, epsilon=e)
         steps[f"debiased {epsilon}"] = lambda e=epsilon: otloss.sinkhorn_divergence(p, q, matrix, epsilon=e, **among)
     timings = timed_rounds(steps, rounds=rounds)
@@ -75,20 +75,20 @@ def _plot(ax: Axes, x: list[float], y: Any, style: tuple[str, str], name: str, h
     ax.plot([x[i] for i in at], [y[i] for i in at], style[1], color=style[0], markerfacecolor="white", markersize=4.5)
 
 
-def draw(file: Path, epsilons: list[float], found: dict[str, Any], *, title: str) -> None:
+def draw(file: Path, epsilons: list[float], results: dict[str, Any], *, title: str) -> None:
     """Write the figure: errors on the left, times on the right."""
     figure = Figure(figsize=(10, 4.4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2, sharex=True)
-    hollow = [count < found["errors"]["value"].shape[-1] for count in found["converged"]]
+    hollow = [count < results["errors"]["value"].shape[-1] for count in results["converged"]]
     for name, (label, style) in NAMES.items():
-        errors = found["errors"][name]
+        errors = results["errors"][name]
         _plot(left, epsilons, errors.median(-1).values, style, label, hollow)
         left.fill_between(epsilons, errors.quantile(0.1, -1), errors.quantile(0.9, -1), color=style[0], alpha=0.15)
     left.set_ylabel("|value - exact| / exact\nmedian and middle 80 % of the problems")
-    for name, seconds in found["seconds"].items():
+    for name, seconds in results["seconds"].items():
         _plot(right, epsilons, [1000 * s for s in seconds], NAMES[name][1], NAMES[name][0], hollow)
-    exact = right.axhline(1000 * found["exact"], color=EXACT[0], linestyle="--", linewidth=1.5, label="exact, emd")
+    exact = right.axhline(1000 * results["exact"], color=EXACT[0], linestyle="--", linewidth=1.5, label="exact, emd")
     right.set_ylabel("time for the whole batch, values only (ms)")
     for ax in (left, right):
         ax.set_xscale("log")
@@ -114,17 +114,17 @@ def main() -> None:
     epsilons = EPSILONS[::4] if options.small else EPSILONS
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", otloss.ConvergenceWarning)  # hollow markers show it
-        found = measured(epsilons, batch=batch, n=n, rounds=options.rounds)
+        results = measured(epsilons, batch=batch, n=n, rounds=options.rounds)
     for i, epsilon in enumerate(epsilons):
-        medians = {name: float(errors[i].median()) for name, errors in found["errors"].items()}
-        print(f"epsilon {epsilon:.2g}: {found['converged'][i]} of {batch} converged,", ", ".join(
+        medians = {name: float(errors[i].median()) for name, errors in results["errors"].items()}
+        print(f"epsilon {epsilon:.2g}: {results['converged'][i]} of {batch} converged,", ", ".join(
             f"{name} {error:.2g}" for name, error in medians.items()
         ))  # fmt: skip
     title = (
         f"{batch} problems of {n} points in the plane, squared distances, float32, default tolerance 1e-5\n"
         f"{hardware()}, torch {torch.__version__}"
     )
-    draw(options.file, epsilons, found, title=title)
+    draw(options.file, epsilons, results, title=title)
 
 
 if __name__ == "__main__":

@@ -51,13 +51,13 @@ def main(settings: Settings) -> None:
     rounds = settings.rounds or (1 if settings.small else ROUNDS)
     calls = {"emd": CALLS["emd"]} if settings.small else CALLS
     for dtype in ("float32",) if settings.small else ("float32", "float64"):
-        found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+        results: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
         for _ in range(rounds):
             for name, call in calls.items():
-                found[name].append(_seconds(call, dtype))
+                results[name].append(_seconds(call, dtype))
         heading(NAME, f"first calls, {dtype}", f"{rounds} rounds")
         lines, kept = [("call", "compiling", "compiled before", f"at most {LIMIT:g} s")], []
-        for name, pairs in found.items():
+        for name, pairs in results.items():
             cold, warm = (median(side) for side in zip(*pairs, strict=True))
             lines.append((name, f"{cold:.1f} s", f"{warm:.2f} s", "yes" if cold <= LIMIT else "no"))
             kept += [{"name": f"{name}, {state}", "seconds": f"{value:.3f}", "rounds": rounds}

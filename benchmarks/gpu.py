@@ -205,14 +205,14 @@ def verdicts(size: Size, measured: dict[str, Measured]) -> list[list[str]]:
 
     def times(name: str, peer: str, limit: float) -> list[str]:
         both = name in measured and peer in measured
-        found = ratios(measured[name].timing, measured[peer].timing) if both else []
-        return Limit(f"time of {name} / {peer}", limit).judged(*found)
+        results = ratios(measured[name].timing, measured[peer].timing) if both else []
+        return Limit(f"time of {name} / {peer}", limit).verdict(*results)
 
     first = emo_at(DEFAULT_CHUNK if DEFAULT_CHUNK in size.chunks else size.chunks[-1])
     emo, peer = measured.get(first), measured.get(LIGER)
     extra = [emo.extra / peer.extra] if emo and peer and emo.extra is not None and peer.extra else []
     return [*(times(emo_at(chunk), mle_at(chunk), 1.12) for chunk in size.chunks), times(first, LIGER, 0.6),
-            Limit(f"memory of {first} / {LIGER}", 1.0).judged(*extra)]  # fmt: skip
+            Limit(f"memory of {first} / {LIGER}", 1.0).verdict(*extra)]  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:

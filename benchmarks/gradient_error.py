@@ -74,16 +74,16 @@ def gradient_errors(problem: Problem, names: Sequence[str], *, precision: str = 
     """Of each contestant in float32, with matrix products of the given precision."""
     hidden, weight = (tensor.detach().double().requires_grad_() for tensor in (problem.hidden, problem.weight))
     in_double = Problem(hidden, weight, problem.labels)
-    known: dict[Callable[[Problem], Tensor], tuple[Tensor, Tensor]] = {}
+    exact_gradients: dict[Callable[[Problem], Tensor], tuple[Tensor, Tensor]] = {}
     errors = {}
     for name in names:
         exact = _exact(name)
-        if exact not in known:
-            known[exact] = _gradients(exact, in_double)
+        if exact not in exact_gradients:
+            exact_gradients[exact] = _gradients(exact, in_double)
         with matmul_precision(precision):
-            found = _gradients(loss_named(name), problem)
+            gradients = _gradients(loss_named(name), problem)
         errors[name] = GradientError(
-            *(float((a - b).norm() / b.norm()) for a, b in zip(found, known[exact], strict=True))
+            *(float((a - b).norm() / b.norm()) for a, b in zip(gradients, exact_gradients[exact], strict=True))
         )
     return errors
 

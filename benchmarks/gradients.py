@@ -84,11 +84,11 @@ def judge(contestant: Contestant, inputs: Inputs, truth: Inputs | str, dtype: to
     leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in inputs.items()}
     try:
         value = contestant.value(leaves)
-        found = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
+        results = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)
     except Exception as error:
         return f"raises {type(error).__name__}"
     verdicts = {}
-    for (name, point), gradient in zip(inputs.items(), found, strict=True):
+    for (name, point), gradient in zip(inputs.items(), results, strict=True):
         heaviest = int(point.argmax()) if name in WEIGHTS and fixed else None
         verdicts[name] = verdict(gradient, truth[name], relative_to=heaviest)
     wrong = {name: text for name, text in verdicts.items() if not _is_right(text)}
@@ -124,8 +124,8 @@ def rows(family: Family) -> Iterator[list[str]]:
                     }
             except Exception as error:
                 truth = f"value raises {type(error).__name__}"
-            found = [judge(contestant, inputs, truth, dtype, fixed=family.fixed) for dtype in DTYPES]
-            cells.setdefault(contestant.name, []).extend(found)
+            results = [judge(contestant, inputs, truth, dtype, fixed=family.fixed) for dtype in DTYPES]
+            cells.setdefault(contestant.name, []).extend(results)
     for name, line in cells.items():
         yield [f"`{name}`", *line]
 
@@ -145,8 +145,8 @@ def main(settings: Settings) -> None:
         warnings.simplefilter("ignore")  # of peers that do not converge; their gradients show it
         for family in FAMILIES[:1] if settings.small else FAMILIES:
             with contextlib.redirect_stdout(io.StringIO()):  # POT prints some of its warnings
-                found = table(family)
-            parts.append(found + "\n")
+                results = table(family)
+            parts.append(results + "\n")
             say(parts[-1])
     if settings.output is not None:
         _write(PAGE if settings.output == FOLDER else settings.output / PAGE.name, "\n".join(parts))

@@ -32,7 +32,7 @@ def with_inputs(settings: Settings, name: str) -> Settings:
         return replace(settings, data=None)
     names, otherwise = INPUTS[name]
     try:
-        folder = data.folder(*(file.format(text=settings.text) for file in names), given=settings.data)
+        folder = data.folder(*(file.format(text=settings.text) for file in names), chosen=settings.data)
         if TOKENIZER in names and find_spec("tokenizers") is None:
             raise data.MissingError(f"Labels of text need the package tokenizers: {install_hint('llm')}")
     except data.MissingError as missing:

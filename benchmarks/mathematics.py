@@ -142,12 +142,12 @@ def make_model(case: Case, train: Path, made: Path) -> None:
 
 
 def _options(case: Case, folder: Path, **more: Any) -> list[str]:
-    given: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "train_questions": folder / case.train, "validation_fraction": 0, "block_size": case.longest,
         "per_device_train_batch_size": case.batch, "lr_scheduler_type": "cosine", "adam_beta2": 0.98,
         "weight_decay": 0.01, "train_sampling_strategy": "group_by_length", "save_strategy": "no", "disable_tqdm": True,
     }  # fmt: skip
-    return [text for name, value in (given | more).items() for text in (f"--{name}", str(value))]
+    return [text for name, value in (defaults | more).items() for text in (f"--{name}", str(value))]
 
 
 def warm_up(case: Case, folder: Path, home: Path) -> list[str]:

@@ -86,7 +86,7 @@ class Limit:
     def goal(self) -> str:
         return f"{'>=' if self.at_least else '<='} {self.limit:g}"
 
-    def judged(self, *measured: float) -> list[str]:
+    def verdict(self, *measured: float) -> list[str]:
         """The median of the measured ratios, and their quartiles if there are several."""
         if not measured:
             return [self.what, self.goal, "not measured"]
@@ -162,13 +162,13 @@ def slowdowns(
     contestants: dict[str, Callable[[], Any]], *, rounds: int, turn: float = 0.0
 ) -> dict[str, tuple[Timing, Timing]]:
     """Times of each contestant alone and beside one busy process per core, alternating."""
-    found: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
+    results: dict[str, tuple[list[float], list[float]]] = {name: ([], []) for name in contestants}
     for _ in range(rounds):
         for is_busy in (False, True):
             with busy_neighbours() if is_busy else nullcontext():
                 for name, timing in timed_rounds(contestants, rounds=1, turn=turn).items():
-                    found[name][is_busy].extend(timing.seconds)
-    return {name: (Timing(tuple(alone)), Timing(tuple(busy))) for name, (alone, busy) in found.items()}
+                    results[name][is_busy].extend(timing.seconds)
+    return {name: (Timing(tuple(alone)), Timing(tuple(busy))) for name, (alone, busy) in results.items()}
 
 
 @contextmanager
@@ -259,12 +259,12 @@ def report_memory(benchmark: str, case: str, extra: dict[str, int], *, peer: str
 
 
 def report_slowdowns(
-    benchmark: str, case: str, found: dict[str, tuple[Timing, Timing]], *, output: Path | None
+    benchmark: str, case: str, results: dict[str, tuple[Timing, Timing]], *, output: Path | None
 ) -> dict[str, Timing]:
     """Print time beside busy processes over time alone, append it to results.csv, and return it round by round."""
-    case, rounds = f"{case}, beside {os.cpu_count()} busy processes", len(next(iter(found.values()))[0].seconds)
+    case, rounds = f"{case}, beside {os.cpu_count()} busy processes", len(next(iter(results.values()))[0].seconds)
     heading(benchmark, case, f"{rounds} rounds")
-    slower = {name: Timing(tuple(ratios(busy, alone))) for name, (alone, busy) in found.items()}
+    slower = {name: Timing(tuple(ratios(busy, alone))) for name, (alone, busy) in results.items()}
     rows = []
     for name, timing in slower.items():
         say(f"  {name:<34} {timing.median:8.3f} x itself alone ± {timing.spread:4.0%}")

@@ -28,9 +28,9 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
 def _status(field: str) -> int:
-    found = re.search(rf"{field}:\s+(\d+) kB", STATUS.read_text())
-    assert found is not None
-    return int(found[1]) * 1024
+    match = re.search(rf"{field}:\s+(\d+) kB", STATUS.read_text())
+    assert match is not None
+    return int(match[1]) * 1024
 
 
 def peak_growth(run: Callable[[], object]) -> int:

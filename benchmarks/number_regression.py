@@ -231,22 +231,22 @@ def measures(output: Tensor, test: Rows) -> dict[tuple[str, str], float]:
         "expected error": test.unit * float((share * apart).sum(dim=-1).mean()),
         "within 90 %": float(((within > 0.05) & (within < 0.95)).double().mean()),
     }
-    found = {("", name): value for name, value in own.items()}
+    results = {("", name): value for name, value in own.items()}
     for name, value in decoded.items():
-        found[name, "mae"] = test.unit * float((value - test.exact).abs().mean())
-    return found
+        results[name, "mae"] = test.unit * float((value - test.exact).abs().mean())
+    return results
 
 
 def run_case(case: Case) -> dict[str, list[dict[tuple[str, str], float]]]:
     """The measures of every arm, by seed."""
-    found: dict[str, list[dict[tuple[str, str], float]]] = {arm: [] for arm in case.arms}
+    results: dict[str, list[dict[tuple[str, str], float]]] = {arm: [] for arm in case.arms}
     for seed in range(case.seeds):
         train, test = case.draw(seed)
         encoder = Encoder(train.x.shape[1])
         for arm in case.arms:
             predict = trained(arm, encoder, train, steps=case.steps, seed=seed)
-            found[arm].append(measures(predict(test), test))
-    return found
+            results[arm].append(measures(predict(test), test))
+    return results
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -255,14 +255,14 @@ def interval(values: list[float]) -> tuple[float, float]:
     return statistics.fmean(values), float(half)
 
 
-def summary(case: Case, found: dict[str, list[dict[tuple[str, str], float]]]) -> list[dict[str, Any]]:
+def summary(case: Case, results: dict[str, list[dict[tuple[str, str], float]]]) -> list[dict[str, Any]]:
     """A row for each arm, decoding and measure; gains are over MLE's own, for errors its greedy decoding."""
     rows = []
-    for arm, runs in found.items():
+    for arm, runs in results.items():
         for decoding, measure in runs[0]:
             base = ("greedy" if measure == "mae" else "", measure)
             mean, half = interval([run[decoding, measure] for run in runs])
-            pairs = zip(found["mle"], runs, strict=True)
+            pairs = zip(results["mle"], runs, strict=True)
             gain, gain_half = interval([mle[base] - run[decoding, measure] for mle, run in pairs])
             rows.append(dict(zip(FIELDS, (
                 case.name, arm, decoding, measure, f"{mean:.4g}", f"{half:.2g}", f"{gain:.3g}", f"{gain_half:.2g}",

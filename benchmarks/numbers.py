@@ -195,12 +195,12 @@ def verdicts(timings: dict[str, Timing]) -> None:
     """Ratios to MLE and EMO, and the added time over that of ntloss."""
     rows = [["quantity", "limit", "median (quartiles)"]]
     for name, base in (*PAIRS, (MIXED, MLE_OURS)):
-        rows.append(Limit(f"{name} / {base}", TIME_LIMIT).judged(*ratios(timings[name], timings[base])))
+        rows.append(Limit(f"{name} / {base}", TIME_LIMIT).verdict(*ratios(timings[name], timings[base])))
     if NTLOSS in timings:
         for ours, base, peer in ((DIGITS, MLE_OURS, NTLOSS), (ALL, MLE_OURS, NTLOSS), (ALL, MLE_OURS, NTLOSS_ALL),
                                  (LOGITS, DENSE, NTLOSS), (LOGITS_ALL, DENSE, NTLOSS_ALL)):  # fmt: skip
             mine, theirs = (statistics.median(x) for x in (_added(ours, base, timings), _added(peer, DENSE, timings)))
-            row = Limit(f"added by {ours} / added by {peer}", ADDED_LIMIT).judged(mine / theirs)
+            row = Limit(f"added by {ours} / added by {peer}", ADDED_LIMIT).verdict(mine / theirs)
             rows.append([*row[:2], f"{row[2]} ({1e3 * mine:.0f} of {1e3 * theirs:.0f} ms)"])
     say("")
     table(rows)
@@ -212,7 +212,7 @@ def added_at_full_width(narrow: dict[str, Timing], wide: Timing) -> None:
     for name, base in PAIRS:
         low, median, high = (x / wide.median for x in statistics.quantiles(_added(name, base, narrow), n=4,
                                                                            method="inclusive"))  # fmt: skip
-        limit, found = f"<= {TIME_LIMIT - 1:.0%}", f"{median:.2%} ({low:.2%} to {high:.2%})"
-        rows.append([f"({name} - {base}) / {MLE_OURS}", limit, found])
+        limit, results = f"<= {TIME_LIMIT - 1:.0%}", f"{median:.2%} ({low:.2%} to {high:.2%})"
+        rows.append([f"({name} - {base}) / {MLE_OURS}", limit, results])
     say("")
     table(rows)

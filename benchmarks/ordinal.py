@@ -143,11 +143,11 @@ def _holdout(one: OrdinalSet, contestants: list[Model], holdout: int) -> list[di
         if model.members:
             continue
         started = time.perf_counter()
-        found = fitted(model, X, y, seed=holdout, classes=one.classes)
+        results = fitted(model, X, y, seed=holdout, classes=one.classes)
         seconds[model.name] = time.perf_counter() - started
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            proba, chosen[model.name] = found.predict_proba(X_out), np.asarray(found.predict(X_out))
+            proba, chosen[model.name] = results.predict_proba(X_out), np.asarray(results.predict(X_out))
         forecasts[model.name] = _checked(np.asarray(proba, np.float64), (len(y_out), one.classes), model.name, one.name)
     for model in contestants:
         if model.members:

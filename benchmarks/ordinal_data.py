@@ -45,10 +45,10 @@ class OrdinalSet:
 
 def ordinal_sets(folder: Path | None) -> Iterator[OrdinalSet]:
     """All sets in order of size; without a folder those of scikit-learn and statsmodels only."""
-    found = [*_of_packages()]
+    results = [*_of_packages()]
     if folder is not None:
-        found += _of_files(folder)
-    yield from sorted(found, key=lambda one: len(one.y))
+        results += _of_files(folder)
+    yield from sorted(results, key=lambda one: len(one.y))
 
 
 def _of_files(folder: Path) -> Iterator[OrdinalSet]:

@@ -56,21 +56,21 @@ _ALONE: dict[str, Any] = {"transport": 0.0, "cross_entropy": 1.0}
 
 
 def _ours() -> list[Model]:
-    found = []
+    arms = []
     for name, settings in _LINEAR.items():
-        found += _pair(name, "linear", lambda seed, settings=settings, **loss: OrdinalClassifier(**settings, **loss))
-        found += _pair(
+        arms += _pair(name, "linear", lambda seed, settings=settings, **loss: OrdinalClassifier(**settings, **loss))
+        arms += _pair(
             f"{name} network".replace("linear ", ""), "network",
             lambda seed, settings=settings, **loss: OrdinalClassifier(**settings, **_MLP, random_state=seed, **loss),
         )  # fmt: skip
     for booster in ("xgboost", "lightgbm"):
-        found += _pair(
+        arms += _pair(
             f"boosting, {booster}", "trees",
             lambda seed, booster=booster, **loss: OrdinalBoostingClassifier(
                 booster=booster, random_state=seed, n_jobs=1, **loss
             ),
         )  # fmt: skip
-    return found
+    return arms
 
 
 def _pair(name: str, family: str, make: Callable[..., Any]) -> list[Model]:
@@ -82,15 +82,15 @@ def _pair(name: str, family: str, make: Callable[..., Any]) -> list[Model]:
 
 def _votes() -> list[Model]:
     networks, trees = ("network", "cumulative network"), ("boosting, xgboost",)
-    found = []
+    arms = []
     for name, members in (("vote of networks", networks), ("vote of networks and trees", networks + trees)):
-        found += [
+        arms += [
             Model(f"otloss {name}", "vote", OURS, None, tuple(f"otloss {member}" for member in members)),
             Model(f"{name}, cross-entropy", "vote", CROSS_ENTROPY, None, tuple(f"{m}, cross-entropy" for m in members)),
         ]
     of_peers = ("dlordinal CLM network", "coral-pytorch CORN network")
     return [
-        *found,
+        *arms,
         Model("vote of CLM and CORN", "vote", PEER, None, of_peers),
         Model("vote of CLM, CORN and LGBM", "vote", PEER, None, (*of_peers, "LGBMClassifier")),
     ]
@@ -122,12 +122,12 @@ class Ordered(ClassifierMixin, BaseEstimator):
 
         self._kept = _independent_columns(X)
         model = OrderedModel(y, X[:, self._kept], distr="logit")
-        self._found = model.fit(method="bfgs", maxiter=200, disp=False)
+        self._fitted = model.fit(method="bfgs", maxiter=200, disp=False)
         self.classes_ = np.unique(y)
         return self
 
     def predict_proba(self, X: np.ndarray) -> np.ndarray:
-        return np.asarray(self._found.model.predict(self._found.params, exog=X[:, self._kept]))
+        return np.asarray(self._fitted.model.predict(self._fitted.params, exog=X[:, self._kept]))
 
     def predict(self, X: np.ndarray) -> np.ndarray:
         return self.predict_proba(X).argmax(1)

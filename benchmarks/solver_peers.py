@@ -62,21 +62,21 @@ def cheapest(contestant: Contestant, limits: Sequence[float], *, most_seconds: f
 
     Iterations are then bisected to the smallest number that is accurate enough.
     """
-    found, too_few, spent = _tried(contestant, contestant.settings[0], limits), 0, 0.0
+    results, too_few, spent = _tried(contestant, contestant.settings[0], limits), 0, 0.0
     for setting in contestant.settings[1:]:
-        spent += found.seconds
-        if found.setting is not None or found.seconds > most_seconds or spent > SWEEP_SECONDS:
+        spent += results.seconds
+        if results.setting is not None or results.seconds > most_seconds or spent > SWEEP_SECONDS:
             break
-        too_few, found = too_few + 1, _tried(contestant, setting, limits)
-    if found.setting is not None and contestant.knob == ITERATED and too_few:
-        least, most = int(contestant.settings[too_few - 1]), int(found.setting)
+        too_few, results = too_few + 1, _tried(contestant, setting, limits)
+    if results.setting is not None and contestant.knob == ITERATED and too_few:
+        least, most = int(contestant.settings[too_few - 1]), int(results.setting)
         while most - least > 1:
             middle = (least + most) // 2
             tried = _tried(contestant, middle, limits)
             least, most = (least, middle) if tried.setting is not None else (middle, most)
-            found = tried if tried.setting is not None else found
-    _report(contestant, found, limits)
-    return found
+            results = tried if tried.setting is not None else results
+    _report(contestant, results, limits)
+    return results
 
 
 def _tried(contestant: Contestant, setting: float, limits: Sequence[float]) -> Found:
@@ -90,13 +90,13 @@ def _tried(contestant: Contestant, setting: float, limits: Sequence[float]) -> F
     return Found(setting if is_enough else None, errors, seconds)
 
 
-def _report(contestant: Contestant, found: Found, limits: Sequence[float]) -> None:
-    errors, within = (", ".join(f"{error:.2g}" for error in numbers) for numbers in (found.errors, limits))
-    if found.setting is None:
+def _report(contestant: Contestant, results: Found, limits: Sequence[float]) -> None:
+    errors, within = (", ".join(f"{error:.2g}" for error in numbers) for numbers in (results.errors, limits))
+    if results.setting is None:
         say(f"  {contestant.name:<34} not accurate enough: errors {errors}, limits {within}")
     else:
-        setting = f"{found.setting:.0f}" if contestant.knob == ITERATED else f"{found.setting:.3g}"
-        say(f"  {contestant.name:<34} {contestant.knob} {setting}: errors {errors}, {found.seconds:.2g} s")
+        setting = f"{results.setting:.0f}" if contestant.knob == ITERATED else f"{results.setting:.3g}"
+        say(f"  {contestant.name:<34} {contestant.knob} {setting}: errors {errors}, {results.seconds:.2g} s")
 
 
 # ---- batches of entropic problems ------------------------------------------------------------------------------------

@@ -108,13 +108,13 @@ class Bench:
     def judge(self, limit: Limit, timings: dict[str, Timing], ours: str = OURS) -> None:
         """The fastest contestant that is not ours, over `ours`."""
         best = min((t for name, t in timings.items() if not name.startswith(OURS)), key=lambda timing: timing.median)
-        self.verdicts.append(limit.judged(*ratios(best, timings[ours])))
+        self.verdicts.append(limit.verdict(*ratios(best, timings[ours])))
 
     def compare(self, what: str, ours: Timing, peers: dict[str, Timing], *, otherwise: str) -> None:
         """A row without a limit: the name of the fastest peer, and its ratio."""
         name = min(peers, key=lambda name: peers[name].median, default=None)
-        found = otherwise if name is None else f"{statistics.median(ratios(peers[name], ours)):.2f} x, {name}"
-        self.verdicts.append([what, "", found])
+        results = otherwise if name is None else f"{statistics.median(ratios(peers[name], ours)):.2f} x, {name}"
+        self.verdicts.append([what, "", results])
 
 
 def same_values(answers: dict[str, Tensor]) -> dict[str, str]:
@@ -140,18 +140,18 @@ def exact_case(bench: Bench, case: str, limit: Limit, steps: dict[str, Step], *,
 def busy_case(bench: Bench, problems: Problems) -> None:
     """All threads, and one, beside one busy process per core; torch's softmax of as many entries for comparison."""
     batch, n = problems.p.shape
-    given = (problems.p, problems.q, problems.cost)
+    arguments = (problems.p, problems.q, problems.cost)
 
     def on_one_thread() -> None:
         torch.set_num_threads(1)
-        otloss.emd(*given)
+        otloss.emd(*arguments)
 
-    steps = {OURS: lambda: otloss.emd(*given), "otloss, one thread": on_one_thread,
+    steps = {OURS: lambda: otloss.emd(*arguments), "otloss, one thread": on_one_thread,
              "torch softmax": lambda: problems.cost.softmax(-1)}  # fmt: skip
-    found = slowdowns(steps, rounds=bench.rounds(), turn=TURN)
-    report_slowdowns(NAME, f"exact, {batch} problems {n} x {n}, values", found, output=bench.settings.output)
+    results = slowdowns(steps, rounds=bench.rounds(), turn=TURN)
+    report_slowdowns(NAME, f"exact, {batch} problems {n} x {n}, values", results, output=bench.settings.output)
     row = at_least("exact values beside busy processes: one thread / all threads", 0.8)
-    bench.verdicts.append(row.judged(*ratios(found["otloss, one thread"][1], found[OURS][1])))
+    bench.verdicts.append(row.verdict(*ratios(results["otloss, one thread"][1], results[OURS][1])))
 
 
 def assignment_case(bench: Bench, batch: int, n: int, dim: int) -> None:
@@ -226,17 +226,17 @@ def entropic_case(bench: Bench, problems: Problems, epsilon: float, limit: Limit
     gaps = Gaps(problems, epsilon)
     say(f"\n{case}; measured to {gaps.own.max():.1e}")
     mine = ours(problems, epsilon, gaps)
-    found: dict[Contestant, Found] = {mine: cheapest(mine, [gap], most_seconds=60.0)}
-    setting = found[mine].setting
+    results: dict[Contestant, Found] = {mine: cheapest(mine, [gap], most_seconds=60.0)}
+    setting = results[mine].setting
     if setting is None:
-        bench.verdicts.append([limit.what, limit.goal, f"ours reaches a gap of {found[mine].errors[0]:.1e}"])
+        bench.verdicts.append([limit.what, limit.goal, f"ours reaches a gap of {results[mine].errors[0]:.1e}"])
         return
     our_seconds = timed_rounds({OURS: partial(mine.solve, setting)}, rounds=5)[OURS].median
     for peer in [*pot(problems, epsilon, gaps), geomloss_batch(problems, epsilon, gaps)]:
-        found[peer] = cheapest(peer, [gap], most_seconds=PATIENCE * our_seconds)
-    steps: dict[str, Step] = {c.name: partial(c.solve, f.setting) for c, f in found.items() if f.setting is not None}
+        results[peer] = cheapest(peer, [gap], most_seconds=PATIENCE * our_seconds)
+    steps: dict[str, Step] = {c.name: partial(c.solve, f.setting) for c, f in results.items() if f.setting is not None}
     steps[OURS_GRADIENTS] = partial(ours_with_gradients(problems, epsilon), setting)
-    notes = {c.name: f"{f.errors[0]:.1e}" for c, f in found.items()}
+    notes = {c.name: f"{f.errors[0]:.1e}" for c, f in results.items()}
     timings = bench.timed(case, steps, notes=notes)
     peers = {name: timing for name, timing in timings.items() if not name.startswith(OURS)}
     if peers:
@@ -289,7 +289,7 @@ def unbalanced_case(bench: Bench) -> None:
     timings = bench.timed(case, steps, notes={pot_name: f"plan differs by {away:.1e} of its mass"})
     for own, other in ((OURS, "balanced"), (OURS_GRADIENTS, "balanced, gradients")):
         limit = Limit(f"{case}: {own}, in times of {other}", 3.0)
-        bench.verdicts.append(limit.judged(*ratios(timings[own], timings[other])))
+        bench.verdicts.append(limit.verdict(*ratios(timings[own], timings[other])))
     each = statistics.median(ratios(timings[pot_name], timings[OURS])) * batch
     bench.verdicts.append([f"- {pot_name}, a problem", "", f"{each:.3g} x"])
 
@@ -353,10 +353,10 @@ def cloud_case(bench: Bench) -> None:
                 contestant.solve(contestant.settings[0])
     case = f"divergence, n={n} in 3-D, blur {solver_clouds.BLUR:g}, value and gradient in x"
     say(f"\n{case}: errors of at most {solver_clouds.LIMITS[0]:g} and {solver_clouds.LIMITS[1]:g}")
-    found = {mine: cheapest(mine, solver_clouds.LIMITS, most_seconds=600.0)}
+    results = {mine: cheapest(mine, solver_clouds.LIMITS, most_seconds=600.0)}
     for peer in peers:
-        found[peer] = cheapest(peer, solver_clouds.LIMITS, most_seconds=CLOUD_PATIENCE * found[mine].seconds)
-    verdict = judge_clouds(bench, case, at_least(f"divergence, n={n}, value and gradient", 1.0), mine, found)
+        results[peer] = cheapest(peer, solver_clouds.LIMITS, most_seconds=CLOUD_PATIENCE * results[mine].seconds)
+    verdict = judge_clouds(bench, case, at_least(f"divergence, n={n}, value and gradient", 1.0), mine, results)
     bench.verdicts.append([*verdict[:2], f"{verdict[2]} ({solver_clouds.WHICH})"])
 
 
@@ -374,18 +374,20 @@ def planar_cases(bench: Bench) -> None:
             peer = solver_clouds.geomloss(clouds, exact, "multiscale", blur=blur)
             limits = peer.errors(peer.solve(peer.settings[0]))
             say(f"\n{case}: errors of at most {limits[0]:.1e} and {limits[1]:.1e}, those of {peer.name}")
-            found = {mine: cheapest(mine, limits, most_seconds=600.0), peer: Found(peer.settings[0], limits, 0.0)}
+            results = {mine: cheapest(mine, limits, most_seconds=600.0), peer: Found(peer.settings[0], limits, 0.0)}
             limit = at_least(f"divergence, n={n} in 2-D, blur {blur:g}", 1.0)
-            bench.verdicts.append(judge_clouds(bench, case, limit, mine, found))
+            bench.verdicts.append(judge_clouds(bench, case, limit, mine, results))
 
 
-def judge_clouds(bench: Bench, case: str, limit: Limit, mine: Contestant, found: dict[Contestant, Found]) -> list[str]:
+def judge_clouds(
+    bench: Bench, case: str, limit: Limit, mine: Contestant, results: dict[Contestant, Found]
+) -> list[str]:
     """Time all that are accurate enough, but take the one run of the sweep for far slower peers; return the verdict."""
-    if found[mine].setting is None:
+    if results[mine].setting is None:
         return [limit.what, limit.goal, "ours is not accurate enough"]
-    accurate = {c: f for c, f in found.items() if f.setting is not None}
+    accurate = {c: f for c, f in results.items() if f.setting is not None}
     notes = {c.name: f"{f.errors[1]:.1e}" for c, f in accurate.items()}
-    slow = {c.name: f for c, f in accurate.items() if f.seconds > CLOUD_REPEATED * found[mine].seconds}
+    slow = {c.name: f for c, f in accurate.items() if f.seconds > CLOUD_REPEATED * results[mine].seconds}
     steps: dict[str, Step] = {c.name: partial(c.solve, f.setting) for c, f in accurate.items() if c.name not in slow}
     timings = bench.timed(case, steps, notes=notes, long=True)
     our_seconds = timings[mine.name].median
@@ -396,11 +398,11 @@ def judge_clouds(bench: Bench, case: str, limit: Limit, mine: Contestant, found:
              "ratio": f"{ratio:.4f}", "peer": mine.name, "error": notes[name]}])  # fmt: skip
     if len(timings) > 1:
         best = min((t for name, t in timings.items() if name != mine.name), key=lambda timing: timing.median)
-        return limit.judged(*ratios(best, timings[mine.name]))
+        return limit.verdict(*ratios(best, timings[mine.name]))
     if slow:
-        return limit.judged(min(one.seconds for one in slow.values()) / our_seconds)
+        return limit.verdict(min(one.seconds for one in slow.values()) / our_seconds)
     # Settings are in order of cost: an accurate one takes longer than the last that was tried.
-    return unreached(limit, min(f.seconds for c, f in found.items() if c is not mine) / our_seconds)
+    return unreached(limit, min(f.seconds for c, f in results.items() if c is not mine) / our_seconds)
 
 
 def main(settings: Settings) -> None:

@@ -133,10 +133,10 @@ def time_case(case: Case, in_torch: list[str]) -> list[list[str]]:
     emo, mle = timings[EMO_OURS], timings[MLE_OURS]
     torch_peers = [timings[name] for name in in_torch]
     return [
-        EMO_TORCH.judged(*(ratios(emo, *torch_peers) if torch_peers else [])),
-        EMO_DENSE_CE.judged(*ratios(emo, timings[DENSE])),
-        EMO_PUBLISHED.judged(*(ratios(emo, timings[PUBLISHED]) if PUBLISHED in timings else [])),
-        MLE_TORCH.judged(*(ratios(mle, *torch_peers) if torch_peers else [])),
+        EMO_TORCH.verdict(*(ratios(emo, *torch_peers) if torch_peers else [])),
+        EMO_DENSE_CE.verdict(*ratios(emo, timings[DENSE])),
+        EMO_PUBLISHED.verdict(*(ratios(emo, timings[PUBLISHED]) if PUBLISHED in timings else [])),
+        MLE_TORCH.verdict(*(ratios(mle, *torch_peers) if torch_peers else [])),
     ]
 
 
@@ -147,16 +147,16 @@ def objectives_case(case: Case) -> list[list[str]]:
     names, note = [EMO_OURS, DENSE, MLE_OURS, *OTHER_OBJECTIVES], "objectives, processor time"
     timings = case.timed(names, rounds=case.rounds, note=note, clock=time.process_time)
     torch.set_num_threads(threads)
-    return [EMO_WITH_ENTROPY.judged(*ratios(timings[EMO_ENTROPY], timings[EMO_OURS]))]
+    return [EMO_WITH_ENTROPY.verdict(*ratios(timings[EMO_ENTROPY], timings[EMO_OURS]))]
 
 
 def busy_case(case: Case, in_torch: list[str]) -> list[list[str]]:
     """How much slower each is beside one busy process per core."""
     names = [DENSE, *in_torch, MLE_OURS, EMO_OURS]
-    found = slowdowns(steps(names, case.problem), rounds=case.rounds)
+    results = slowdowns(steps(names, case.problem), rounds=case.rounds)
     name = case.name(share_distinct(case.problem.labels))
-    slower = report_slowdowns(NAME, name, found, output=case.settings.output)
-    return [EMO_BUSY.judged(*ratios(slower[EMO_OURS], slower[DENSE]))]
+    slower = report_slowdowns(NAME, name, results, output=case.settings.output)
+    return [EMO_BUSY.verdict(*ratios(slower[EMO_OURS], slower[DENSE]))]
 
 
 def memory_case(case: Case, in_torch: list[str]) -> list[list[str]]:
@@ -169,7 +169,7 @@ def memory_case(case: Case, in_torch: list[str]) -> list[list[str]]:
     cost_object = 4 * size.vocab * size.width
     say(f"  EMO's cost object, a frozen copy of the head, is kept between passes: {cost_object / MIB:.0f} MiB; with it "
         f"{(extra[EMO_OURS] + cost_object) / extra[DENSE]:.3f} x {DENSE}")  # fmt: skip
-    return [MEMORY.judged(extra[EMO_OURS] / extra[DENSE])]
+    return [MEMORY.verdict(extra[EMO_OURS] / extra[DENSE])]
 
 
 def error_case(settings: Settings, size: Size, *, precision: str = "highest") -> list[list[str]]:
@@ -190,7 +190,7 @@ def error_case(settings: Settings, size: Size, *, precision: str = "highest") ->
                          "peer": DENSE})  # fmt: skip
             worst[name] = max(worst.get(name, 0.0), ratio)
         keep(settings.output, f"{NAME} gradient error", case, rows)
-    return [EMO_ERROR.judged(worst[EMO_OURS]), MLE_ERROR.judged(worst[MLE_OURS])]
+    return [EMO_ERROR.verdict(worst[EMO_OURS]), MLE_ERROR.verdict(worst[MLE_OURS])]
 
 
 def main(settings: Settings) -> None:
@@ -199,15 +199,15 @@ def main(settings: Settings) -> None:
     for size in sizes:
         case = Case(size, settings)
         in_torch = case.torch_contestants()
-        found = time_case(case, in_torch)
+        results = time_case(case, in_torch)
         with matmul_precision("medium"):
             case.timed([DENSE, *in_torch, MLE_OURS, EMO_OURS], rounds=min(SWEEP_ROUNDS, case.rounds), note=BF16)
         if size is sizes[0]:
-            found += objectives_case(case)
-            found += busy_case(case, in_torch)
+            results += objectives_case(case)
+            results += busy_case(case, in_torch)
         gc.collect()
-        found += memory_case(case, in_torch)
-        verdicts += [[str(size), *row] for row in found]
+        results += memory_case(case, in_torch)
+        verdicts += [[str(size), *row] for row in results]
     for size in error_sizes:
         verdicts += [[str(size), *row] for row in error_case(settings, size)]
     error_case(settings, error_sizes[0], precision="medium")

@@ -29,7 +29,7 @@ rooster voyage 0.08, noon string 0.08"""
 BOOTSTRAP = 2000
 
 
-def judged() -> list[tuple[str, str, float]]:
+def verdict() -> list[tuple[str, str, float]]:
     """The pairs of words with their judgements, from 0 to 4."""
     rows = [pair.split() for pair in PAIRS.replace("\n", " ").split(",")]
     return [(first, second, float(score)) for first, second, score in rows]
@@ -37,7 +37,7 @@ def judged() -> list[tuple[str, str, float]]:
 
 def correlation(rows: Tensor, ids: dict[str, list[int]]) -> tuple[float, float, float, int]:
     """Spearman's correlation, its 95 % interval, and the number of pairs whose words are known."""
-    pairs = [(a, b, score) for a, b, score in judged() if ids.get(a) and ids.get(b)]
+    pairs = [(a, b, score) for a, b, score in verdict() if ids.get(a) and ids.get(b)]
     mean = {word: torch.nn.functional.normalize(rows[ids[word]].mean(0), dim=0) for a, b, _ in pairs for word in (a, b)}
     cosines = np.array([float(mean[a] @ mean[b]) for a, b, _ in pairs])
     scores = np.array([score for *_, score in pairs])
@@ -54,13 +54,13 @@ def transformed(rows: Tensor) -> dict[str, Tensor]:
 def main(settings: Settings) -> None:
     if settings.data is None:
         return
-    found = [["embedding", "rows", "correlation", "95 % interval", "pairs"]]
+    lines = [["embedding", "rows", "correlation", "95 % interval", "pairs"]]
     kept = np.load(settings.data / "words/glove_twitter_25d.npz", allow_pickle=False)
     words = {str(word): [i] for i, word in enumerate(kept["words"])}
     glove = torch.from_numpy(kept["vectors"]).float()
     home = str(settings.data / "models/stories260K")
     model, tokenizer = load_model(home), load_tokenizer(home)
-    ids = {w: tokenizer(w, add_special_tokens=False)["input_ids"] for a, b, _ in judged() for w in (a, b)}
+    ids = {w: tokenizer(w, add_special_tokens=False)["input_ids"] for a, b, _ in verdict() for w in (a, b)}
     head = find_head(model).weight.detach().float()
     texts = sample_rows(model, torch.full((2000, 1), tokenizer.bos_token_id), 128)
     cases = [("GloVe, 25 dimensions", form, rows, words) for form, rows in transformed(glove).items()]
@@ -69,5 +69,5 @@ def main(settings: Settings) -> None:
     cases += [("stories260K", "random", torch.randn(head.shape, generator=torch.Generator().manual_seed(0)), ids)]
     for name, form, rows, known in cases:
         value, low, high, pairs = correlation(rows, known)
-        found.append([name, form, f"{value:.2f}", f"{low:.2f} to {high:.2f}", str(pairs)])
-    table(found)
+        lines.append([name, form, f"{value:.2f}", f"{low:.2f} to {high:.2f}", str(pairs)])
+    table(lines)

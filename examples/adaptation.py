@@ -87,10 +87,10 @@ def digits_rows(seed: int, steps: int) -> dict[str, float]:
         guess = model(torch.from_numpy(z).float()).argmax(-1).numpy()
         return float((guess == truth).mean())
 
-    found = {"source only": accuracy(x)}
+    results = {"source only": accuracy(x)}
     for method, adapter in (("linear", TransportAdapter(ridge=1e-3)), ("barycentric", TransportAdapter("barycentric"))):
-        found[f"map, {method}"] = accuracy(adapter.fit(x, target=z).transform(x))
-    return found | {f"joint loss, {name}": accuracy(x, joint=1.0, **options) for name, options in JOINT.items()}
+        results[f"map, {method}"] = accuracy(adapter.fit(x, target=z).transform(x))
+    return results | {f"joint loss, {name}": accuracy(x, joint=1.0, **options) for name, options in JOINT.items()}
 
 
 def wine_rows(folder: Path, seed: int, rows: int) -> dict[str, float]:
@@ -110,12 +110,12 @@ def wine_rows(folder: Path, seed: int, rows: int) -> dict[str, float]:
         "barycentric, exact": TransportAdapter("barycentric"),
         "barycentric, epsilon 1": TransportAdapter("barycentric", epsilon=1.0),
     }
-    found = {}
+    results = {}
     for name, adapter in maps.items():
         moved = x if adapter is None else adapter.fit(x, target=z).transform(x)
         model = LogisticRegression(class_weight="balanced", max_iter=1000).fit(moved, y)
-        found[name] = float(balanced_accuracy_score(truth, model.predict(z)))
-    return found
+        results[name] = float(balanced_accuracy_score(truth, model.predict(z)))
+    return results
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -126,16 +126,16 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     seeds, steps, rows = (1, 20, 200) if options.quick else (3, 400, 1500)
     try:
-        folder = data.folder(*WINES, given=options.data)
+        folder = data.folder(*WINES, chosen=options.data)
         wines = {"Red to white wine: balanced accuracy": [wine_rows(folder, seed, rows) for seed in range(seeds)]}
     except data.MissingError as missing:
         data.say_other("the digits alone", missing)
         wines = {}
     tables = {"Digits, second scanner: accuracy": [digits_rows(seed, steps) for seed in range(seeds)], **wines}
     figure, axes = plt.subplots(1, len(tables), figsize=(5 * len(tables), 3.2), squeeze=False, layout="constrained")
-    for axis, (title, found) in zip(axes[0], tables.items(), strict=True):
+    for axis, (title, results) in zip(axes[0], tables.items(), strict=True):
         print(title)
-        means = {name: (np.mean(v := [f[name] for f in found]), np.std(v)) for name in found[0]}
+        means = {name: (np.mean(v := [f[name] for f in results]), np.std(v)) for name in results[0]}
         for name, (mean, spread) in means.items():
             print(f"  {name:<26}{mean:.3f} ± {spread:.3f}")
         axis.barh(list(means), [m for m, _ in means.values()], xerr=[s for _, s in means.values()], color="tab:blue")

@@ -95,8 +95,8 @@ def train(kind: str, seed: int, steps: int, every: int) -> tuple[np.ndarray, Ten
 
 def draw(path: Path, curves: dict[str, np.ndarray], plans: dict[str, Tensor]) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained", width_ratios=[1.5, 1, 1])
-    for (name, found), colour in zip(curves.items(), KINDS.values(), strict=True):
-        steps, mean, spread = found[0, :, 0], found[..., 1].mean(0), found[..., 1].std(0)
+    for (name, results), colour in zip(curves.items(), KINDS.values(), strict=True):
+        steps, mean, spread = results[0, :, 0], results[..., 1].mean(0), results[..., 1].std(0)
         axes[0].plot(steps, mean, color=colour, label=name)
         axes[0].fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
     axes[0].set(xlabel="step of training", ylabel="share of slots with the right digit", ylim=(0, 1))

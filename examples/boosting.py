@@ -43,10 +43,10 @@ Folds = list[tuple[np.ndarray, np.ndarray]]
 Curve = tuple[np.ndarray, np.ndarray]  # mean and deviation over the folds, per round
 
 
-def read(given: Path | None) -> tuple[np.ndarray, np.ndarray]:
+def read(chosen: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the features, and the labels 0 to K - 1 in the order of the grades; an empty feature is missing, NaN."""
     try:
-        X, grades = data.read_grades(data.file(WINES, given))
+        X, grades = data.read_grades(data.file(WINES, chosen))
     except data.MissingError as missing:
         data.say_other("diabetes of scikit-learn in five grades", missing)
         X, grades = graded_diabetes()
@@ -66,11 +66,11 @@ def xgboost_curve(X: np.ndarray, y: np.ndarray, folds: Folds, objective: str, ro
     }
     # XGBoost passes probabilities to metrics with its own objective, raw scores with ours.
     metric = xgboost_metric(classes, predictions="probabilities" if objective == CE else "scores")
-    found = xgboost.cv(
+    results = xgboost.cv(
         parameters, xgboost.DMatrix(X, y), rounds, folds=folds, custom_metric=metric,
         obj=None if objective == CE else xgboost_objective(classes), early_stopping_rounds=PATIENCE, as_pandas=False,
     )  # fmt: skip
-    return tuple(np.array(found[f"test-{metric.__name__}-{kind}"]) for kind in ("mean", "std"))
+    return tuple(np.array(results[f"test-{metric.__name__}-{kind}"]) for kind in ("mean", "std"))
 
 
 def lightgbm_curve(X: np.ndarray, y: np.ndarray, folds: Folds, objective: str, rounds: int) -> Curve:
@@ -89,8 +89,8 @@ def lightgbm_curve(X: np.ndarray, y: np.ndarray, folds: Folds, objective: str, r
     }
     stop = lightgbm.early_stopping(PATIENCE, verbose=False)
     wines = lightgbm.Dataset(X, y, init_score=start)
-    found = lightgbm.cv(parameters, wines, rounds, folds=folds, feval=metric, callbacks=[stop])
-    return tuple(np.array(found[f"valid {metric.__name__}-{kind}"]) for kind in ("mean", "stdv"))
+    results = lightgbm.cv(parameters, wines, rounds, folds=folds, feval=metric, callbacks=[stop])
+    return tuple(np.array(results[f"valid {metric.__name__}-{kind}"]) for kind in ("mean", "stdv"))
 
 
 def draw(path: Path, curves: dict[tuple[str, str], Curve]) -> None:

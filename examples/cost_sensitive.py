@@ -106,12 +106,12 @@ def main(argv: list[str] | None = None) -> None:
     for name, task in load().items():
         results[name] = {}
         for loss in LOSSES:
-            found = []
+            scores_per_seed = []
             for seed in range(splits):
                 order = torch.randperm(len(task.y), generator=torch.Generator().manual_seed(seed))
                 half = len(order) // 2
-                found.append(judge(train(task, loss, order[:half], seed, steps), task, order[half:]))
-            scores = results[name][loss] = np.array(found)
+                scores_per_seed.append(judge(train(task, loss, order[:half], seed, steps), task, order[half:]))
+            scores = results[name][loss] = np.array(scores_per_seed)
             cells = "".join(f"{c.mean():14.3f} ± {c.std():.3f}" for c in scores.T[:2])
             print(f"{name + ', ' + loss:30s}{cells}{scores[:, 2].mean():6.2f}")
     options.output.mkdir(parents=True, exist_ok=True)

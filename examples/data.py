@@ -84,34 +84,34 @@ def files_of(name: str) -> list[str]:
     return [known for known in table() if known.startswith(f"{name.rstrip('/')}/")] or [name]
 
 
-def folder(*names: str, given: Path | None = None, quiet: bool = False) -> Path:
-    """Return the folder in which these files and folders are, `given` by --data or the first that has them all.
+def folder(*names: str, chosen: Path | None = None, quiet: bool = False) -> Path:
+    """Return the folder in which these files and folders are, `chosen` by --data or the first that has them all.
 
     Prints a line if a file is not the one of data_files.csv, unless `quiet`. Exits if a folder that was named lacks
     one; raises MissingError if no folder has it and it cannot be downloaded.
     """
     files = [file for name in names for file in files_of(name)]
-    named = given or (Path(os.environ["OTLOSS_DATA"]) if os.environ.get("OTLOSS_DATA") else None)
+    named = chosen or (Path(os.environ["OTLOSS_DATA"]) if os.environ.get("OTLOSS_DATA") else None)
     if named is not None:
         if lacking := [file for file in files if not (named / file).is_file()]:
-            what = f"--data {named}" if given else f"$OTLOSS_DATA, {named},"
+            what = f"--data {named}" if chosen else f"$OTLOSS_DATA, {named},"
             raise SystemExit(f"{what} lacks {_listed(lacking)}; name a folder that has it, or leave the folder out.")
     elif not all((BESIDE / file).is_file() for file in files):
         return _download(files)
-    found = named or BESIDE
-    changed = [file for file in files if file in table() and not table()[file].is_same(found / file)]
+    root = named or BESIDE
+    changed = [file for file in files if file in table() and not table()[file].is_same(root / file)]
     if changed and not quiet:
         say_other(f"another {_listed(changed)}, by its SHA-256")
-    return found
+    return root
 
 
-def file(name: str, given: Path | None = None) -> Path:
-    """Return the path of one file; `given` may also be the file itself."""
-    if given is None or not given.is_file():
-        return folder(name, given=given) / name
-    if not table()[name].is_same(given):
-        say_other(f"{given.name}, which is not {name} by its SHA-256")
-    return given
+def file(name: str, chosen: Path | None = None) -> Path:
+    """Return the path of one file; `chosen` may also be the file itself."""
+    if chosen is None or not chosen.is_file():
+        return folder(name, chosen=chosen) / name
+    if not table()[name].is_same(chosen):
+        say_other(f"{chosen.name}, which is not {name} by its SHA-256")
+    return chosen
 
 
 def say_other(what: str, missing: MissingError | None = None) -> None:
@@ -217,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     for name in options.names:
         try:
-            print(folder(name, given=options.data, quiet=True) / name)
+            print(folder(name, chosen=options.data, quiet=True) / name)
         except MissingError as missing:
             raise SystemExit(str(missing)) from None
     for one in table().values() if not options.names else ():

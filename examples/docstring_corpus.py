@@ -43,8 +43,8 @@ def source_files(package: str) -> list[Path]:
         raise ImportError(f"there is no installed package {top!r}; install it.")
     root = Path(spec.submodule_search_locations[0])
     base = root.joinpath(*inner)
-    found = base.rglob("*.py") if base.is_dir() else [base.with_suffix(".py")]
-    return sorted(path for path in found if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts))
+    files = base.rglob("*.py") if base.is_dir() else [base.with_suffix(".py")]
+    return sorted(path for path in files if TEST_FOLDERS.isdisjoint(path.relative_to(root).parts))
 
 
 def docstrings(path: Path) -> Iterator[str]:

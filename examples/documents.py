@@ -36,10 +36,10 @@ NEIGHBOURS = (1, 3, 5, 7, 9, 11)
 QUESTIONS, VECTORS = "nlu/trec-train.txt", "words/glove_twitter_25d.npz"
 
 
-def load(given: Path | None) -> tuple[csr_array, np.ndarray, Tensor, np.ndarray]:
+def load(path: Path | None) -> tuple[csr_array, np.ndarray, Tensor, np.ndarray]:
     """Return the counts of words (N, V), the classes, the vectors (V, d), and the words."""
     try:
-        folder = data.folder(QUESTIONS, VECTORS, given=given)
+        folder = data.folder(QUESTIONS, VECTORS, chosen=path)
         lines = dict.fromkeys((folder / QUESTIONS).read_text(encoding="latin-1").splitlines())
         classes, questions = zip(*(line.split(" ", 1) for line in lines), strict=True)
         words, vectors = (np.load(folder / VECTORS)[name] for name in ("words", "vectors"))
@@ -47,8 +47,8 @@ def load(given: Path | None) -> tuple[csr_array, np.ndarray, Tensor, np.ndarray]
         data.say_other(DOCSTRINGS, missing)
         classes, questions, words, vectors = classed_questions()
     counts = csr_array(CountVectorizer(vocabulary=words.tolist(), token_pattern=r"[A-Za-z0-9']+").transform(questions))
-    known = np.flatnonzero(counts.sum(1))
-    return counts[known], np.array(classes, dtype=int)[known], torch.from_numpy(vectors), words
+    with_words = np.flatnonzero(counts.sum(1))
+    return counts[with_words], np.array(classes, dtype=int)[with_words], torch.from_numpy(vectors), words
 
 
 def time_pairs(counts: csr_array, vectors: Tensor, words: np.ndarray, pairs: int) -> dict[str, float]:
@@ -74,24 +74,24 @@ def time_pairs(counts: csr_array, vectors: Tensor, words: np.ndarray, pairs: int
     for _ in range(5):
         for name, solve in solvers.items():
             start = time.process_time()
-            found = solve()
-            seconds[name].append((time.process_time() - start) / len(found))
-            np.testing.assert_allclose(found, expected[: len(found)], rtol=1e-4, atol=1e-4)
-    return {name: 1e6 * float(np.median(found)) for name, found in seconds.items()}
+            results = solve()
+            seconds[name].append((time.process_time() - start) / len(results))
+            np.testing.assert_allclose(results, expected[: len(results)], rtol=1e-4, atol=1e-4)
+    return {name: 1e6 * float(np.median(results)) for name, results in seconds.items()}
 
 
 def time_searches(counts: csr_array, vectors: Tensor, queries: int) -> tuple[dict[str, float], float]:
     """Return the milliseconds of a search, pruned and of all pairs, and the share solved by the former."""
     chosen = counts[np.random.default_rng(1).choice(counts.shape[0], queries, replace=False)]
-    found = document_search(chosen, counts, vectors, k=10)
-    assert torch.equal(found.indices, document_search(chosen, counts, vectors, k=counts.shape[0]).indices[:, :10])
+    results = document_search(chosen, counts, vectors, k=10)
+    assert torch.equal(results.indices, document_search(chosen, counts, vectors, k=counts.shape[0]).indices[:, :10])
     seconds: dict[str, list[float]] = {"pruned": [], "all pairs": []}
     for _ in range(3):
         for name, k in (("pruned", 10), ("all pairs", counts.shape[0])):
             start = time.process_time()
             document_search(chosen, counts, vectors, k=k)
             seconds[name].append(1e3 * (time.process_time() - start) / queries)
-    return {name: float(np.median(times)) for name, times in seconds.items()}, float(found.share_solved.mean())
+    return {name: float(np.median(times)) for name, times in seconds.items()}, float(results.share_solved.mean())
 
 
 def classify(counts: csr_array, classes: np.ndarray, vectors: Tensor, queries: int, seed: int) -> dict[str, Any]:
@@ -102,20 +102,20 @@ def classify(counts: csr_array, classes: np.ndarray, vectors: Tensor, queries: i
     nearest = {"tf-idf, cosine": np.argsort(-(tfidf[test] @ tfidf[train].T).toarray(), axis=1, kind="stable")}
     for name, bags in (("word mover's distance", counts), ("the same, tf-idf weights", tfidf)):
         nearest[name] = document_search(bags[test], bags[train], vectors, k=max(NEIGHBOURS)).indices.numpy()
-    ranks, found = np.arange(max(NEIGHBOURS)), {}
+    ranks, results = np.arange(max(NEIGHBOURS)), {}
     for name, rows in nearest.items():
         votes = np.eye(6)[classes[train][rows[:, ranks]]] * (1 - 1e-3 * ranks[:, None])  # (queries, ranks, classes)
-        found[name] = [float((votes[:, :k].sum(1).argmax(1) == classes[test]).mean()) for k in NEIGHBOURS]
-    return found
+        results[name] = [float((votes[:, :k].sum(1).argmax(1) == classes[test]).mean()) for k in NEIGHBOURS]
+    return results
 
 
 def draw(path: Path, pairs: dict[str, float], searches: dict[str, float], scores: dict[str, np.ndarray]) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(12, 3.6), layout="constrained", width_ratios=[1, 0.8, 1.4])
-    for ax, found, what in ((axes[0], pairs, "distance (µs)"), (axes[1], searches, "search (ms)")):
-        ax.bar_label(ax.bar(list(found), list(found.values()), color=["C0", "0.7", "0.7"], width=0.6), fmt="%.3g")
-        ax.set(ylabel=f"processor time of a {what}", ylim=(0, 1.15 * max(found.values())))
-    for (name, found), colour in zip(scores.items(), ("0.5", "C0", "C1"), strict=True):
-        mean, spread = found.mean(0), found.std(0)
+    for ax, results, what in ((axes[0], pairs, "distance (µs)"), (axes[1], searches, "search (ms)")):
+        ax.bar_label(ax.bar(list(results), list(results.values()), color=["C0", "0.7", "0.7"], width=0.6), fmt="%.3g")
+        ax.set(ylabel=f"processor time of a {what}", ylim=(0, 1.15 * max(results.values())))
+    for (name, results), colour in zip(scores.items(), ("0.5", "C0", "C1"), strict=True):
+        mean, spread = results.mean(0), results.std(0)
         axes[2].plot(NEIGHBOURS, mean, "o-", color=colour, label=name)
         axes[2].fill_between(NEIGHBOURS, mean - spread, mean + spread, color=colour, alpha=0.15, linewidth=0)
     axes[2].set(xlabel="neighbours k", ylabel="accuracy on six classes", xticks=NEIGHBOURS)
@@ -134,15 +134,15 @@ def main(arguments: list[str] | None = None) -> None:
     rows, pairs, searches, queries, splits = (300, 40, 3, 30, 2) if options.quick else (None, 4000, 40, 400, 5)
     counts, classes = counts[:rows], classes[:rows]
     times = time_pairs(counts, vectors, words, pairs)
-    by_search, solved = time_searches(counts, vectors, searches)
+    by_search, share = time_searches(counts, vectors, searches)
     runs = [classify(counts, classes, vectors, queries, seed) for seed in range(splits)]
     scores = {name: np.array([run[name] for run in runs]) for name in runs[0]}
-    for what, found in (("µs a pair", times), ("ms a search", by_search)):
-        print(f"{what}: " + ", ".join(f"{name} {time:.1f}" for name, time in found.items()))
-    print(f"pruned solves {solved:.1%} of {counts.shape[0]}; accuracy, mean ± deviation of {splits} splits:")
+    for what, results in (("µs a pair", times), ("ms a search", by_search)):
+        print(f"{what}: " + ", ".join(f"{name} {time:.1f}" for name, time in results.items()))
+    print(f"pruned solves {share:.1%} of {counts.shape[0]}; accuracy, mean ± deviation of {splits} splits:")
     print(" " * 26 + "".join(f"{f'k = {k}':>14}" for k in NEIGHBOURS))
-    for name, found in scores.items():
-        print(f"{name:26}" + "".join(f"{m:8.3f} ±{s:.3f}" for m, s in zip(found.mean(0), found.std(0), strict=True)))
+    for name, rows in scores.items():
+        print(f"{name:26}" + "".join(f"{m:8.3f} ±{s:.3f}" for m, s in zip(rows.mean(0), rows.std(0), strict=True)))
     draw(options.output / "documents.png", times, by_search, scores)
 
 

@@ -57,16 +57,16 @@ def sentences(frontiers: Frontiers) -> list[str]:
     return [sentence(arm, other, at_equal_recall(frontiers[arm], frontiers[other], level)) for arm, other in pairs]
 
 
-def sentence(arm: str, other: str, found: Difference | None) -> str:
-    if found is None:
+def sentence(arm: str, other: str, apart: Difference | None) -> str:
+    if apart is None:
         return f"{arm} against {other}: one of them does not reach this recall."
     text = (
-        f"{arm} is {abs(found.mean):.3f} nats per token {'nearer to' if found.mean < 0 else 'farther from'} the source"
+        f"{arm} is {abs(apart.mean):.3f} nats per token {'nearer to' if apart.mean < 0 else 'farther from'} the source"
     )
-    if found.seeds == 1:
+    if apart.seeds == 1:
         return f"{text} than {other}; one seed has no interval, so this may be chance."
-    text += f" than {other} (difference {found.mean:+.3f}, 95 % interval {found.low:+.3f} to {found.high:+.3f})"
-    return f"{text}." if found.is_real else f"{text}: the interval holds 0, so this may be chance."
+    text += f" than {other} (difference {apart.mean:+.3f}, 95 % interval {apart.low:+.3f} to {apart.high:+.3f})"
+    return f"{text}." if apart.is_real else f"{text}: the interval holds 0, so this may be chance."
 
 
 def main() -> None:

@@ -47,8 +47,10 @@ def forecasts(leaf: int, trees: int, seed: int) -> tuple[np.ndarray, dict[str, n
     quarters = np.roll(np.array_split(np.random.default_rng(seed // 4).permutation(440), 4), seed % 4, axis=0)
     test_rows, held_rows, training = quarters[0], quarters[1], quarters[2:].ravel()
     forest = RandomForestRegressor(trees, min_samples_leaf=leaf, random_state=seed).fit(X[training], y[training])
-    held, test = (np.stack([tree.predict(X[k]) for tree in forest.estimators_], 1) for k in (held_rows, test_rows))
-    after = EnsembleRecalibration().fit(held, y[held_rows]).predict(test)
+    members_held_out, test = (
+        np.stack([tree.predict(X[k]) for tree in forest.estimators_], 1) for k in (held_rows, test_rows)
+    )
+    after = EnsembleRecalibration().fit(members_held_out, y[held_rows]).predict(test)
     return y[test_rows], dict(zip(FORECASTS, (test, after), strict=True))
 
 

@@ -83,11 +83,11 @@ def sample(velocity: nn.Module, count: int, steps: int) -> Tensor:
     return x
 
 
-def draw(found: dict[str, Tensor], shown: dict[str, Tensor], between: float, path: Path) -> None:
+def draw(results: dict[str, Tensor], shown: dict[str, Tensor], between: float, path: Path) -> None:
     from matplotlib import pyplot as plt
 
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 4.4), layout="constrained")
-    for kind, values in found.items():  # (seeds, STEPS)
+    for kind, values in results.items():  # (seeds, STEPS)
         left.plot(STEPS, values.mean(0), "o-", color=KINDS[kind], label=kind)
         left.fill_between(STEPS, values.amin(0), values.amax(0), color=KINDS[kind], alpha=0.2, lw=0)
     left.axhline(between, color="0.5", lw=1, linestyle=":", label="two samples of the data")
@@ -116,16 +116,16 @@ def main(argv: list[str] | None = None) -> None:
     between = w2(data[: len(held_out)], held_out)
     print(f"W2 of two samples of the data: {between:.2f}. Mean ± deviation over {seeds} seed(s), by Euler steps:")
     print(f"{'':18s}" + "".join(f"{s:>13d}" for s in STEPS) + f"{'seconds':>10s}")
-    found, shown = {}, {}
+    results, shown = {}, {}
     for kind in KINDS:
         runs = [train(kind, seed, data, steps) for seed in range(seeds)]
-        found[kind] = torch.tensor([[w2(sample(v, len(held_out), s), held_out) for s in STEPS] for v, _ in runs])
-        cells = "".join(f"{f'{c.mean():.2f} ± {c.std(correction=0):.2f}':>13s}" for c in found[kind].T)
+        results[kind] = torch.tensor([[w2(sample(v, len(held_out), s), held_out) for s in STEPS] for v, _ in runs])
+        cells = "".join(f"{f'{c.mean():.2f} ± {c.std(correction=0):.2f}':>13s}" for c in results[kind].T)
         print(f"{kind:18s}{cells}{sum(seconds for _, seconds in runs) / seeds:10.1f}")
         if kind != "with replacement":
             shown |= {f"{kind}, {s} step{'s' * (s > 1)}": sample(runs[0][0], 10, s) for s in (1, 2, 8)}
     options.output.mkdir(parents=True, exist_ok=True)
-    draw(found, shown, between, options.output / "flow_matching.png")
+    draw(results, shown, between, options.output / "flow_matching.png")
 
 
 if __name__ == "__main__":

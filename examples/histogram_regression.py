@@ -50,17 +50,17 @@ class Numbers:
     steps: int
 
 
-def load(given: Path | None) -> dict[str, Numbers]:
+def load(chosen: Path | None) -> dict[str, Numbers]:
     X, y = load_diabetes(return_X_y=True)
-    found = {"diabetes": Numbers(X, torch.tensor(y).float(), torch.linspace(20, 350, 23), "points of the score", 200)}
+    tables = {"diabetes": Numbers(X, torch.tensor(y).float(), torch.linspace(20, 350, 23), "points of the score", 200)}
     try:
-        table = np.loadtxt(data.file(ABALONE, given), delimiter=",", skiprows=1)
+        table = np.loadtxt(data.file(ABALONE, chosen), delimiter=",", skiprows=1)
     except data.MissingError as missing:
         data.say_other("diabetes alone", missing)
-        return found
+        return tables
     edges = torch.linspace(2.5, 30.5, 11)  # rings 1 to 29 in ten bins of 2.8; the age is 1.5 years more
     ages = ((edges[1:] + edges[:-1]) / 2)[table[:, 0].astype(int) - 1]
-    return {"abalone": Numbers(table[:, 1:], ages, edges, "years", 1000), **found}
+    return {"abalone": Numbers(table[:, 1:], ages, edges, "years", 1000), **tables}
 
 
 def medians(p: Tensor, edges: Tensor) -> Tensor:

@@ -127,13 +127,13 @@ def main(argv: list[str] | None = None) -> None:
     figure, axes = plt.subplots(len(SHOWN), 1 + len(LOSSES), figsize=(10, 8), layout="constrained")
     print(f"{'loss':<28}{'Dice':>16}{'95 % Hausdorff, px':>22}{'ms a step':>12}")
     for column, name in enumerate(LOSSES, start=1):
-        found = [run(name, seed, options, digits) for seed in range(seeds)]
-        table = np.array([scores for scores, _ in found])
+        results = [run(name, seed, options, digits) for seed in range(seeds)]
+        table = np.array([scores for scores, _ in results])
         mean, spread = table.mean(0), table.std(0)
         scores = f"{mean[0]:>8.3f} ± {spread[0]:.3f}{mean[1]:>14.2f} ± {spread[1]:.2f}"
         print(f"{name:<28}{scores}{np.median(table[:, 2]):>12.0f}")
         for row, k in enumerate(SHOWN):
-            axes[row, column].imshow(found[0][1][k].sigmoid().numpy(), cmap="gray", vmin=0, vmax=1)
+            axes[row, column].imshow(results[0][1][k].sigmoid().numpy(), cmap="gray", vmin=0, vmax=1)
             axes[row, column].contour(masks[k].numpy(), [0.5], colors="tab:red", linewidths=0.8)
         axes[0, column].set_title(name.replace(" + ", "\n+ "), fontsize=9)
     print(f"mask_loss and its gradient, ten patches of 64 x 64: {milliseconds(64, digits):.0f} ms")

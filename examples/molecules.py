@@ -58,8 +58,8 @@ def molecule(smiles: str) -> Molecule:
     for a, b, order in bonds:
         adjacency[a, b] = adjacency[b, a] = order
     for token, used, degree in zip(atoms, adjacency.sum(1), (adjacency > 0).sum(1), strict=True):
-        name, given = re.match(r"\[?(Br|Cl|[A-Za-z])", token)[1], re.search(r"H(\d?)", token)  # type: ignore[index]
+        name, count = re.match(r"\[?(Br|Cl|[A-Za-z])", token)[1], re.search(r"H(\d?)", token)  # type: ignore[index]
         free = min((v for v in ELEMENTS[name.capitalize()] if v >= used), default=used) - used - name.islower()
-        hydrogens = (int(given[1] or 1) if given else 0) if token[0] == "[" else max(free, 0) * (name not in "nos")
+        hydrogens = (int(count[1] or 1) if count else 0) if token[0] == "[" else max(free, 0) * (name not in "nos")
         rows.append([*(name.capitalize() == element for element in ELEMENTS), name.islower(), hydrogens, degree])
     return (adjacency > 0).astype(float), np.array(rows, dtype=float)

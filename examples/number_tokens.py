@@ -99,17 +99,17 @@ def scores(model: LlamaForCausalLM, tokenizer: Any, test: list[Question]) -> lis
     return [float(np.abs(np.subtract(greedy, right)).mean()), *errors, by[0].crps]
 
 
-def draw(path: Path, found: dict[str, np.ndarray]) -> None:
+def draw(path: Path, results: dict[str, np.ndarray]) -> None:
     """Save the errors of each arm and decision, a point for each seed."""
     figure, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")
-    for i, (name, runs) in enumerate(found.items()):
+    for i, (name, runs) in enumerate(results.items()):
         for k in range(3):
             place = np.full(len(runs), k + 0.2 * (i - 1))
             ax.plot(place, runs[:, k], "o", color=f"C{i}", alpha=0.7, label=None if k else name)
     ax.axhline(4.0, color="0.6", linewidth=1, linestyle="--")  # the noise of the answers
     ax.set(xticks=range(3), xticklabels=COLUMNS[:3], ylabel="mean absolute error", xlabel="answer by")
     ax.set_ylim(bottom=0)
-    ax.legend(frameon=False, loc="lower center", ncols=len(found))
+    ax.legend(frameon=False, loc="lower center", ncols=len(results))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
@@ -125,7 +125,7 @@ def main(arguments: list[str] | None = None) -> None:
     NumberCost.from_tokenizer(tokenizer).coverage()
     print(f"{count} rows to learn from, {count // 2} to answer; errors of answers, and CRPS; noise alone has 4.0\n")
     print(f"{'':16}{'seed':>6}" + "".join(f"{column:>9}" for column in COLUMNS))
-    found: dict[str, np.ndarray] = {}
+    results: dict[str, np.ndarray] = {}
     for name, arm in ARMS.items():
         runs = []
         for seed in range(seeds):
@@ -133,8 +133,8 @@ def main(arguments: list[str] | None = None) -> None:
             model = trained(everything[:count], tokenizer, arm, steps=steps, seed=seed)
             runs.append(scores(model, tokenizer, everything[count:]))
             print(f"{name:16}{seed:6}" + "".join(f"{value:9.2f}" for value in runs[-1]), flush=True)
-        found[name] = np.array(runs)
-    draw(options.output / "number_tokens.png", found)
+        results[name] = np.array(runs)
+    draw(options.output / "number_tokens.png", results)
 
 
 if __name__ == "__main__":

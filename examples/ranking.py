@@ -59,7 +59,7 @@ def split(seed: int) -> tuple[Data, Data]:
     return (x[order[:221]], y[order[:221]]), (x[order[221:]], y[order[221:]])
 
 
-def judged(scores: Tensor, y: Tensor) -> tuple[float, float]:
+def errors(scores: Tensor, y: Tensor) -> tuple[float, float]:
     """Spearman's coefficient, and the recall of the first tenth."""
     return spearmanr(scores, y).statistic, (tenth(scores)[0] & tenth(y)[0]).sum().item() / tenth(y)[1]
 
@@ -74,7 +74,7 @@ def train(loss: str, seed: int, steps: int) -> list[tuple[float, float]]:
     for step in range(steps + 1):
         if step % (steps // 10) == 0:
             with torch.no_grad():
-                curve.append(judged(model(x_test).squeeze(-1), y_test))
+                curve.append(errors(model(x_test).squeeze(-1), y_test))
         picked = torch.randperm(len(y))[:128]
         value = LOSSES[loss](model(x[picked]).squeeze(-1), y[picked])
         optimizer.zero_grad()

@@ -53,10 +53,10 @@ def forecasts(seed: int) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         X_rest, y_rest, train_size=0.5, stratify=y_rest, random_state=seed
     )
     model = GaussianNB().fit(X_train, y_train)
-    held, test = model.predict_proba(X_held), model.predict_proba(X_test)
+    proba_held_out, test = model.predict_proba(X_held), model.predict_proba(X_test)
     return y_test, {
         "as it is": test,
-        **{name: clone(method).fit(held, y_held).predict(test) for name, method in RECALIBRATIONS.items()},
+        **{name: clone(method).fit(proba_held_out, y_held).predict(test) for name, method in RECALIBRATIONS.items()},
     }
 
 

@@ -33,9 +33,9 @@ EPSILON, PENALTY, SHIFT, BUNNY = 1e-3, 3e-3, 0.1, "shapes/stanford-bunny.obj"
 Motion = tuple[Tensor, Tensor]  # rotation and translation
 
 
-def load(given: Path | None) -> Tensor:
+def load(chosen: Path | None) -> Tensor:
     try:
-        cloud = torch.tensor(data.read_points(data.file(BUNNY, given)))
+        cloud = torch.tensor(data.read_points(data.file(BUNNY, chosen)))
     except data.MissingError as missing:
         data.say_other("a surface that is made by a formula", missing)
         cloud = surface()
@@ -61,10 +61,10 @@ def degrees(one: Tensor, other: Tensor) -> float:
     return math.degrees(math.acos(max(-1.0, min(1.0, (float(torch.trace(one @ other.mT)) - 1) / 2))))
 
 
-def fit(x: Tensor, y: Tensor, held: Tensor) -> Motion:
+def fit(x: Tensor, y: Tensor, mass: Tensor) -> Motion:
     """The rotation and translation of the least squares fit of y by x, weighed by `held` (n, 1)."""
-    mean_x, mean_y = ((held * cloud).sum(0) / held.sum() for cloud in (x, y))
-    u, _, vh = torch.linalg.svd((held * (x - mean_x)).mT @ (y - mean_y))
+    mean_x, mean_y = ((mass * cloud).sum(0) / mass.sum() for cloud in (x, y))
+    u, _, vh = torch.linalg.svd((mass * (x - mean_x)).mT @ (y - mean_y))
     u[:, -1] *= torch.linalg.det(u @ vh).sign()
     return (u @ vh).mT, mean_y - (u @ vh).mT @ mean_x
 
@@ -90,8 +90,8 @@ def by_geomloss(x: Tensor, y: Tensor, penalty: float | None, steps: int) -> Moti
 
 def ours(x: Tensor, y: Tensor, penalty: float | None = PENALTY, restarts: int = 0) -> Motion:
     source = torch.Generator().manual_seed(0)
-    found = register(x, y, epsilon=EPSILON, marginal_penalty=penalty, restarts=restarts, generator=source)
-    return found.rotation, found.translation
+    motion = register(x, y, epsilon=EPSILON, marginal_penalty=penalty, restarts=restarts, generator=source)
+    return motion.rotation, motion.translation
 
 
 def draw(errors: dict[str, list[float]], panels: dict[str, tuple[Tensor, Tensor]], path: Path) -> None:
@@ -140,8 +140,8 @@ def main(argv: list[str] | None = None) -> None:
             seconds.append(time.process_time() - start)
         print(f"{name:40s}{median(errors[name]):8.1f}{max(errors[name]):8.1f}{median(seconds):9.2f}")
     panels, (x, y, turn) = {}, scans(shape, 0, count, 30)
-    for name, (found, t) in {"start": (torch.eye(3), 0), "unbalanced": ours(x, y), "ICP": icp(x, y)}.items():
-        panels[f"{name}: {degrees(found, turn):.1f} degrees"] = (x @ found.mT + t - SHIFT) @ turn, (y - SHIFT) @ turn
+    for name, (motion, t) in {"start": (torch.eye(3), 0), "unbalanced": ours(x, y), "ICP": icp(x, y)}.items():
+        panels[f"{name}: {degrees(motion, turn):.1f} degrees"] = (x @ motion.mT + t - SHIFT) @ turn, (y - SHIFT) @ turn
     options.output.mkdir(parents=True, exist_ok=True)
     draw(errors, panels, options.output / "registration.png")
 

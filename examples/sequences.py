@@ -39,24 +39,24 @@ SHARE, RANK, GRAMS = "a share of the words is replaced", "half by neighbours of 
 LEVELS = {SHARE: np.linspace(0, 1, 6), RANK: np.array([1, 10, 100, 1000, 3000])}
 
 
-def load(given: Path | None, count: int) -> tuple[list[Tensor], Tensor, np.ndarray]:
+def load(chosen: Path | None, count: int) -> tuple[list[Tensor], Tensor, np.ndarray]:
     """Return sentences of 8 to 12 known words as ids, the vectors of all words, and the words."""
     try:
-        folder = data.folder(TEXT, VECTORS, given=given)
+        folder = data.folder(TEXT, VECTORS, chosen=chosen)
         sentences = re.split(r"[.!?;]", (folder / TEXT).read_text(encoding="utf-8").lower())
-        known, vectors = (np.load(folder / VECTORS)[name] for name in ("words", "vectors"))
+        words_known, vectors = (np.load(folder / VECTORS)[name] for name in ("words", "vectors"))
     except data.MissingError as missing:
         data.say_other(DOCSTRINGS, missing)
         sentences = [text for _, text in classed_sentences()]
-        known, vectors = word_vectors(sentences)
-    ids = {word: k for k, word in enumerate(known.tolist())}
-    found = []
+        words_known, vectors = word_vectors(sentences)
+    ids = {word: k for k, word in enumerate(words_known.tolist())}
+    results = []
     for sentence in sentences:
         words = re.findall(r"[a-z]+", sentence)
         if 8 <= len(words) <= 12 and all(word in ids for word in words):
-            found.append(torch.tensor([ids[word] for word in words]))
-    picked = np.random.default_rng(0).permutation(len(found))[:count]
-    return [found[k] for k in picked], normalize(torch.from_numpy(vectors)), known
+            results.append(torch.tensor([ids[word] for word in words]))
+    picked = np.random.default_rng(0).permutation(len(results))[:count]
+    return [results[k] for k in picked], normalize(torch.from_numpy(vectors)), words_known
 
 
 def corrupted(sentence: Tensor, kind: str, level: float, vectors: Tensor, rng: np.random.Generator) -> Tensor:
@@ -94,10 +94,10 @@ def written(target: Tensor, vectors: Tensor, n: int, order_weight: float, steps:
     return words[logits.argmax(-1)]
 
 
-def draw(found: dict[str, list[tuple[Tensor, np.ndarray]]], moved: np.ndarray, path: Path) -> None:
+def draw(results: dict[str, list[tuple[Tensor, np.ndarray]]], moved: np.ndarray, path: Path) -> None:
     figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
     for ax, (kind, levels) in zip(axes, LEVELS.items(), strict=False):
-        for n, (ours, peer), colour in zip(GRAMS, found[kind], ("C0", "C1", "C2"), strict=True):
+        for n, (ours, peer), colour in zip(GRAMS, results[kind], ("C0", "C1", "C2"), strict=True):
             ax.plot(levels, ours.mean(1), color=colour, label=f"transport, n = {n}")
             ax.fill_between(levels, ours.quantile(0.1, 1), ours.quantile(0.9, 1), color=colour, alpha=0.15, lw=0)
             ax.plot(levels, peer.mean(1), ":", color=colour, label=f"1 - overlap, n = {n}")
@@ -120,7 +120,7 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     sentences, vectors, words = load(options.data, 20 if options.quick else 400)
     rng = np.random.default_rng(0)
-    found: dict[str, list[tuple[Tensor, np.ndarray]]] = {}
+    results: dict[str, list[tuple[Tensor, np.ndarray]]] = {}
     print(f"Spearman of corruption and distance, {len(sentences)} sentences{'':10s}transport  1 - overlap")
     for kind, levels in LEVELS.items():
         changed = [[corrupted(s, kind, level, vectors, rng) for s in sentences] for level in levels]
@@ -128,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         for n in GRAMS:
             ours = torch.stack([distances(sentences, texts, vectors, n) for texts in changed])
             peer = np.array([[overlap(a, b, n) for a, b in zip(sentences, texts, strict=True)] for texts in changed])
-            found.setdefault(kind, []).append((ours, peer))
+            results.setdefault(kind, []).append((ours, peer))
             both = [spearmanr(scores.ravel(), planted)[0] for scores in (ours.numpy(), peer)]
             print(f"{kind:44s} n = {n}{both[0]:18.2f}{both[1]:13.2f}")
     start = time.process_time()
@@ -143,7 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         text = written(target, vectors, n, weight, 3 if options.quick else 300)
         print(f"  n = {n}, order_weight = {weight}: {' '.join(words[text])}")
     options.output.mkdir(parents=True, exist_ok=True)
-    draw(found, moved, options.output / "sequences.png")
+    draw(results, moved, options.output / "sequences.png")
 
 
 if __name__ == "__main__":

@@ -72,9 +72,9 @@ class Detector(nn.Module):
         self.head = nn.Sequential(nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, CLASSES + 2))
 
     def forward(self, pictures: Tensor) -> tuple[Tensor, Tensor]:
-        seen = self.features(pictures).flatten(2).mT
-        found = self.head(torch.cat([seen, self.query.expand_as(seen)], -1))
-        return found[..., :CLASSES].log_softmax(-1), found[..., CLASSES:].sigmoid()
+        features_seen = self.features(pictures).flatten(2).mT
+        outputs = self.head(torch.cat([features_seen, self.query.expand_as(features_seen)], -1))
+        return outputs[..., :CLASSES].log_softmax(-1), outputs[..., CLASSES:].sigmoid()
 
 
 @torch.no_grad()

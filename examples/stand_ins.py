@@ -38,12 +38,12 @@ def graded_diabetes() -> tuple[np.ndarray, np.ndarray]:
 
 def classed_sentences() -> list[tuple[int, str]]:
     """Sentences of 5 to 20 words, and the part of `PARTS` that each is from."""
-    found = []
+    sentences_of_parts = []
     for k, part in enumerate(PARTS):
         sentences = chain.from_iterable(re.split(r"[.!?:;](?:\s|$)", text) for text in docstring_corpus(part))
         texts = (re.findall(r"[a-z]+", sentence.lower()) for sentence in sentences)
-        found += [(k, " ".join(words)) for words in texts if 5 <= len(words) <= 20]
-    return list(dict.fromkeys(found))
+        sentences_of_parts += [(k, " ".join(words)) for words in texts if 5 <= len(words) <= 20]
+    return list(dict.fromkeys(sentences_of_parts))
 
 
 def classed_questions(count: int = 5000) -> tuple[tuple[int, ...], tuple[str, ...], np.ndarray, np.ndarray]:

@@ -107,9 +107,9 @@ def _read(path: str) -> tuple[list[str], list[str]]:
     return [record["prompt"] for record in records], [record["continuation"] for record in records]
 
 
-def story_model(given: Path | None, quick: bool) -> tuple[Any, Any]:
+def story_model(chosen: Path | None, quick: bool) -> tuple[Any, Any]:
     try:
-        return load_model_and_tokenizer(str(data.folder(STORIES, given=given) / STORIES))
+        return load_model_and_tokenizer(str(data.folder(STORIES, chosen=chosen) / STORIES))
     except data.MissingError as missing:
         data.say_other("a small Llama, trained on docstrings of SciPy and scikit-learn", missing)
         return small_model(2 if quick else 150)

@@ -36,10 +36,10 @@ from otloss.metrics import scorer
 WINES = "ordinal/gagolews/winequality-red.csv"
 
 
-def read(given: Path | None) -> tuple[np.ndarray, np.ndarray]:
+def read(chosen: Path | None) -> tuple[np.ndarray, np.ndarray]:
     """Return the features and the integer grades."""
     try:
-        return data.read_grades(data.file(WINES, given))
+        return data.read_grades(data.file(WINES, chosen))
     except data.MissingError as missing:
         data.say_other("diabetes of scikit-learn in five grades", missing)
         return graded_diabetes()
@@ -78,18 +78,18 @@ def errors(P: np.ndarray, predicted: np.ndarray, y: np.ndarray, grades: list[int
     return np.stack([((P.cumsum(1) - (y[:, None] <= np.array(grades))) ** 2).sum(1), np.abs(predicted - y)])
 
 
-def draw(path: Path, found: dict[str, np.ndarray]) -> None:
+def draw(path: Path, results: dict[str, np.ndarray]) -> None:
     """Save the mean errors, with bars of two standard errors of the differences from the first model."""
     figure, axes = plt.subplots(1, 2, figsize=(9, 3), sharey=True, layout="constrained")
-    first, names = next(iter(found.values())), list(found)[::-1]
+    first, names = next(iter(results.values())), list(results)[::-1]
     for k, (ax, score) in enumerate(
         zip(axes, ("ranked probability score", "mean absolute error in grades"), strict=True)
     ):
         for row, name in enumerate(names):
-            apart = found[name][k] - first[k]
+            apart = results[name][k] - first[k]
             bar = 2 * apart.std() / len(apart) ** 0.5
-            colour = "0.5" if found[name] is first else "C0"
-            ax.errorbar(found[name][k].mean(), row, xerr=bar, fmt="o", capsize=4, color=colour)
+            colour = "0.5" if results[name] is first else "C0"
+            ax.errorbar(results[name][k].mean(), row, xerr=bar, fmt="o", capsize=4, color=colour)
         ax.axvline(first[k].mean(), color="0.8", zorder=0)
         ax.set(xlabel=score, yticks=range(len(names)), ylim=(-0.5, len(names) - 0.5))
     axes[0].set_yticklabels(names)
@@ -115,7 +115,7 @@ def main(arguments: list[str] | None = None) -> None:
     X_train, X_test, y_train, y_test = train_test_split(X, y, test_size=0.25, stratify=y, random_state=0)
     print(f"{len(y_train)} training rows, {len(y_test)} test rows, grades {grades}")
     print(f"{'model':20s} {'RPS':>7s} {'MAE':>7s} {'kappa':>7s}  best settings")
-    folds, found = StratifiedKFold(2 if options.quick else 5, shuffle=True, random_state=0), {}
+    folds, results = StratifiedKFold(2 if options.quick else 5, shuffle=True, random_state=0), {}
     for name, (model, grid) in candidates(grades, options.quick).items():
         pipeline = Pipeline([("scale", StandardScaler()), ("model", model)])
         choices = {f"model__{key}": values for key, values in grid.items()}
@@ -124,11 +124,11 @@ def main(arguments: list[str] | None = None) -> None:
             warnings.simplefilter("ignore", ConvergenceWarning)
             search.fit(X_train, y_train)
         predicted = search.predict(X_test)
-        found[name] = errors(search.predict_proba(X_test), predicted, y_test, grades)
+        results[name] = errors(search.predict_proba(X_test), predicted, y_test, grades)
         kappa = cohen_kappa_score(y_test, predicted, labels=grades, weights="quadratic")
         settings = ", ".join(f"{key.removeprefix('model__')}={value}" for key, value in search.best_params_.items())
-        print(f"{name:20s} {found[name][0].mean():7.4f} {found[name][1].mean():7.4f} {kappa:7.4f}  {settings}")
-    draw(options.output / "wine_quality.png", found)
+        print(f"{name:20s} {results[name][0].mean():7.4f} {results[name][1].mean():7.4f} {kappa:7.4f}  {settings}")
+    draw(options.output / "wine_quality.png", results)
 
 
 if __name__ == "__main__":

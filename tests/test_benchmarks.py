@@ -218,11 +218,11 @@ def test_gpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 def test_verdicts_name_the_median_and_its_noise() -> None:
     limit = Limit("time", 1.1)
-    assert limit.judged() == ["time", "<= 1.1", "not measured"]
-    assert limit.judged(1.1)[-1] == "1.100 met"
-    assert limit.judged(1.2, 1.3, 1.4)[-1] == "1.300 missed (1.250 to 1.350)"
-    assert limit.judged(1.0, 1.08, 1.3)[-1] == "1.080 met (1.040 to 1.190, within noise)"
-    assert Limit("work", 4.0, at_least=True).judged(2.0, 3.0, 5.0)[1:] == [">= 4", "3.000 missed (2.500 to 4.000)"]
+    assert limit.verdict() == ["time", "<= 1.1", "not measured"]
+    assert limit.verdict(1.1)[-1] == "1.100 met"
+    assert limit.verdict(1.2, 1.3, 1.4)[-1] == "1.300 missed (1.250 to 1.350)"
+    assert limit.verdict(1.0, 1.08, 1.3)[-1] == "1.080 met (1.040 to 1.190, within noise)"
+    assert Limit("work", 4.0, at_least=True).verdict(2.0, 3.0, 5.0)[1:] == [">= 4", "3.000 missed (2.500 to 4.000)"]
     slow, fast, mine = Timing((4.0, 8.0)), Timing((2.0, 4.0)), Timing((3.0, 3.0))
     assert ratios(mine, slow, fast) == [1.5, 0.75], "round by round, over the fastest peer"
 

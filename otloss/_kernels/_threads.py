@@ -28,7 +28,8 @@ from numba.extending import intrinsic
 
 # Exponentials, or the like, below which waking up a thread takes longer than it saves.
 ENTRIES = 10_000
-# Seconds that a region may take longer than one thread would; and how many times as long as it took no other is begun.
+# Seconds that a region may take longer than one thread would; after such a region kernels run on one thread for PAUSE
+# times its duration.
 PATIENCE, PAUSE = 1e-3, 20.0
 
 _alone_until = 0.0  # by time.perf_counter

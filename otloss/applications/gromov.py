@@ -101,8 +101,8 @@ def fused_gromov(
     Example:
         >>> x = torch.tensor([[0.0], [1.0], [3.0]])
         >>> D = torch.cdist(x, x)
-        >>> found = fused_gromov(D, D.flip(0, 1), alpha=1.0, starts=4, generator=torch.Generator().manual_seed(0))
-        >>> bool(found.value < 1e-6)
+        >>> answer = fused_gromov(D, D.flip(0, 1), alpha=1.0, starts=4, generator=torch.Generator().manual_seed(0))
+        >>> bool(answer.value < 1e-6)
         True
     """
     inputs, dtype = _checked(C_x, C_y, feature_cost, p, q, alpha)

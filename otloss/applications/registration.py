@@ -112,8 +112,8 @@ def register(
     Example:
         >>> x = torch.tensor([[0.0, 0.0], [1.0, 0.0], [0.0, 2.0]])
         >>> turn = torch.tensor([[0.8, -0.6], [0.6, 0.8]])
-        >>> found = register(x, x @ turn.mT + 5, epsilon=0.01)
-        >>> torch.allclose(found.rotation, turn, atol=1e-3), torch.allclose(found.apply(x), x @ turn.mT + 5, atol=1e-2)
+        >>> fit = register(x, x @ turn.mT + 5, epsilon=0.01)
+        >>> torch.allclose(fit.rotation, turn, atol=1e-3), torch.allclose(fit.apply(x), x @ turn.mT + 5, atol=1e-2)
         (True, True)
     """
     _check(x, y, steps, restarts)

@@ -143,7 +143,7 @@ def test_the_order_of_folders(
     assert data.folder(NAME) == data.BESIDE
     monkeypatch.setenv("OTLOSS_DATA", str(put(tmp_path / "set")))
     assert data.folder(NAME) == tmp_path / "set"
-    assert data.folder(NAME, given=put(tmp_path / "given")) == tmp_path / "given"
+    assert data.folder(NAME, chosen=put(tmp_path / "given")) == tmp_path / "given"
     assert data.file(NAME, tmp_path / "given" / NAME) == tmp_path / "given" / NAME
     assert capsys.readouterr().out == ""
 
@@ -154,7 +154,7 @@ def test_a_folder_that_was_named_and_lacks_the_file(
     put(data.BESIDE)
     for call in (data.folder, data.file):
         with pytest.raises(SystemExit, match=f"--data {tmp_path}/typo lacks {NAME}; name a folder that has it"):
-            call(NAME, given=tmp_path / "typo")
+            call(NAME, chosen=tmp_path / "typo")
     monkeypatch.setenv("OTLOSS_DATA", str(tmp_path / "set"))
     with pytest.raises(SystemExit, match=rf"\$OTLOSS_DATA, {tmp_path}/set, lacks {NAME}"):
         data.folder(NAME)
@@ -163,15 +163,15 @@ def test_a_folder_that_was_named_and_lacks_the_file(
 def test_other_files_of_that_name_are_announced(
     cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    given = put(tmp_path / "given", b"other text")
-    assert data.folder(NAME, given=given) == given
-    assert data.file(NAME, given / NAME) == given / NAME
+    own = put(tmp_path / "given", b"other text")
+    assert data.folder(NAME, chosen=own) == own
+    assert data.file(NAME, own / NAME) == own / NAME
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"{data.OTHER}another {NAME}, by its SHA-256."
     assert second == f"{data.OTHER}short.txt, which is not {NAME} by its SHA-256."
-    data.folder(NAME, given=given, quiet=True)
-    (given / "text/own.txt").write_text("x")
-    data.folder("text/own.txt", given=given)  # a file that the table does not know
+    data.folder(NAME, chosen=own, quiet=True)
+    (own / "text/own.txt").write_text("x")
+    data.folder("text/own.txt", chosen=own)  # a file that the table does not know
     assert capsys.readouterr().out == ""
     with pytest.raises(data.MissingError, match=r"text/own\.txt is not a file of data_files\.csv"):
         data.folder("text/own.txt")

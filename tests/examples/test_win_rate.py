@@ -26,7 +26,7 @@ def test_a_win_needs_both_orders(tmp_path: Path) -> None:
     tokenizer = train_bpe_tokenizer(["a"], 257)
     calls = []
 
-    def judged(judge: Any, rows: Any, *, prefix_lengths: Any, **settings: Any) -> Any:
+    def judge_rows(judge: Any, rows: Any, *, prefix_lengths: Any, **settings: Any) -> Any:
         """Prefers "good", and otherwise position A."""
         nll = []
         for row, prefix in zip(rows, prefix_lengths, strict=True):
@@ -36,7 +36,7 @@ def test_a_win_needs_both_orders(tmp_path: Path) -> None:
             nll.append(float(text.endswith("B") != (b and not a)))
         return SimpleNamespace(nll=torch.tensor(nll))
 
-    SCRIPT["judge_pairs"].__globals__["sequence_nll"] = judged
+    SCRIPT["judge_pairs"].__globals__["sequence_nll"] = judge_rows
     judge = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=200))
     pairs = [("good", "bad"), ("bad", "good"), ("bad", "worse"), ("good", "bad"), ("x" * 200, "y")]
     first, second = zip(*pairs, strict=True)
