@@ -3,6 +3,7 @@
 from otloss.estimators.adaptation import TransportAdapter as TransportAdapter
 from otloss.estimators.boosting import OrdinalBoostingClassifier as OrdinalBoostingClassifier
 from otloss.estimators.classifier import OrdinalClassifier as OrdinalClassifier
+from otloss.estimators.decomposition import OrdinalDecomposition as OrdinalDecomposition
 from otloss.estimators.ensemble_recalibration import EnsembleRecalibration as EnsembleRecalibration
 from otloss.estimators.label_order import EncodedLabelsWarning as EncodedLabelsWarning
 from otloss.estimators.label_order import LabelOrderWarning as LabelOrderWarning
@@ -17,6 +18,7 @@ __all__ = [
     "LikelihoodSummary",
     "OrdinalBoostingClassifier",
     "OrdinalClassifier",
+    "OrdinalDecomposition",
     "OrdinalRecalibration",
     "Temperature",
     "TransportAdapter",

@@ -12,6 +12,7 @@ y_pred or a fold keep their rank.
 
 from otloss.metrics.decisions import macro_mae as macro_mae
 from otloss.metrics.decisions import maximum_mae as maximum_mae
+from otloss.metrics.decisions import minimum_sensitivity as minimum_sensitivity
 from otloss.metrics.decisions import off_by_one_accuracy as off_by_one_accuracy
 from otloss.metrics.decisions import ordinal_mae as ordinal_mae
 from otloss.metrics.distribution import Distribution as Distribution
@@ -30,6 +31,7 @@ __all__ = [
     "Reliability",
     "macro_mae",
     "maximum_mae",
+    "minimum_sensitivity",
     "off_by_one_accuracy",
     "ordinal_emd",
     "ordinal_mae",

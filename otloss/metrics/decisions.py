@@ -3,6 +3,7 @@
 With w the sample weights, i and j the ranks 0 to K - 1 of the true and the predicted class, and v the class values:
 
     MAE         sum w |v_i - v_j| / sum w;    of class c: the same over the examples of true class c
+    sensitivity of class c: sum w 1[i = j] / sum w over its examples
     off by one  sum w 1[|i - j| <= 1] / sum w
 
 Ranks follow `labels`, so that a class that nobody has keeps its rank: the distance between its neighbours stays two. A
@@ -65,7 +66,7 @@ def macro_mae(
     values: ArrayLike | None = None,
     sample_weight: ArrayLike | None = None,
 ) -> float:
-    """Return the mean, over the classes that occur in y_true, of the mean absolute error of each.
+    """Return the mean, over the classes that occur in y_true, of the mean absolute error of each: the average MAE.
 
     Args, Raises: as `ordinal_mae`. A class occurs if its examples weigh more than 0.
 
@@ -102,6 +103,29 @@ def maximum_mae(
     return float(_errors_by_class(y_true, y_pred, labels, values, sample_weight).max())
 
 
+def minimum_sensitivity(
+    y_true: ArrayLike,
+    y_pred: ArrayLike,
+    *,
+    labels: ArrayLike | None = None,
+    sample_weight: ArrayLike | None = None,
+) -> float:
+    """Return the share of right predictions in the class, among those that occur in y_true, where it is smallest.
+
+    Args, Raises: as `macro_mae`.
+
+    Source:
+        J. C. Fernández, F. J. Martínez, C. Hervás, P. A. Gutiérrez, Sensitivity versus accuracy in multiclass problems
+        using memetic Pareto evolutionary neural networks, IEEE Transactions on Neural Networks 21 (2010), 750-770.
+
+    Example:
+        >>> minimum_sensitivity([0, 0, 1, 2, 3, 0, 0], [0, 1, 1, 2, 3, 0, 1])
+        0.5
+    """
+    error, true, share = _errors(y_true, y_pred, labels, None, sample_weight)
+    return float(_by_class(error == 0, true, share).min())
+
+
 def off_by_one_accuracy(
     y_true: ArrayLike,
     y_pred: ArrayLike,
@@ -135,6 +159,10 @@ def _errors(
 
 
 def _errors_by_class(*arguments: ArrayLike | None) -> Float[np.ndarray, " present"]:
-    error, true, share = _errors(*arguments)  # type: ignore[arg-type]
+    return _by_class(*_errors(*arguments))  # type: ignore[arg-type]
+
+
+def _by_class(error: np.ndarray, true: np.ndarray, share: np.ndarray) -> Float[np.ndarray, " present"]:
+    """Return the mean of each class that has weight."""
     total, weight = np.bincount(true, share * error), np.bincount(true, share)
     return total[weight > 0] / weight[weight > 0]

@@ -25,6 +25,7 @@ _OF_LABELS: dict[str, tuple[Callable[..., float], int]] = {
     "ordinal_mae": (_decisions.ordinal_mae, -1),
     "macro_mae": (_decisions.macro_mae, -1),
     "maximum_mae": (_decisions.maximum_mae, -1),
+    "minimum_sensitivity": (_decisions.minimum_sensitivity, 1),
 }
 _OF_PROBABILITIES: dict[str, tuple[Callable[..., float], int]] = {
     "ranked_probability_score": (_forecasts.ranked_probability_score, -1),
@@ -102,7 +103,7 @@ def scorer(metric: str, *, labels: ArrayLike | None = None, **options: Any) -> O
     "neg_..." scorers. Classes that are missing from a fold are fine.
 
     Args:
-        metric: "off_by_one_accuracy", "ordinal_mae", "macro_mae", "maximum_mae" of `predict`, or
+        metric: "off_by_one_accuracy", "minimum_sensitivity", "ordinal_mae", "macro_mae", "maximum_mae" of `predict`, or
             "ranked_probability_score", "ordinal_emd", "threshold_calibration_error" of `predict_proba`. For a kappa use
             `make_scorer(cohen_kappa_score, weights="quadratic", labels=...)` of scikit-learn.
         labels: (K,) all classes in rank order. By default the order that the model uses, the `categories_` of the

@@ -34,6 +34,7 @@ from otloss.estimators import (
     LabelOrderWarning,
     OrdinalBoostingClassifier,
     OrdinalClassifier,
+    OrdinalDecomposition,
     OrdinalRecalibration,
     Temperature,
 )
@@ -81,6 +82,7 @@ Y = np.array(NAMES)[RANK]
 QUICK = {"n_jobs": 1, "n_estimators": 8, "learning_rate": 0.4}
 NETWORK: dict[str, Any] = {"hidden_layer_sizes": (10,), "learning_rate": 0.03, "max_iter": 40}
 CHECKED = [
+    OrdinalDecomposition(),
     OrdinalClassifier(),
     OrdinalBoostingClassifier(booster="lightgbm", **QUICK),
     OrdinalBoostingClassifier(booster="xgboost", **QUICK),

@@ -23,6 +23,7 @@ OF_LABELS = [
     metrics.ordinal_mae,
     metrics.macro_mae,
     metrics.maximum_mae,
+    metrics.minimum_sensitivity,
     metrics.off_by_one_accuracy,
 ]
 OF_PROBABILITIES = [
@@ -57,6 +58,8 @@ def test_against_peers_on_weighted_examples_with_absent_classes(drawn: Any) -> N
     errors = [np.abs(copies[0] - copies[1])[copies[0] == c].mean() for c in np.unique(copies[0])]
     assert metrics.macro_mae(y, predicted, **given) == pytest.approx(np.mean(errors))
     assert metrics.maximum_mae(y, predicted, **given) == pytest.approx(np.max(errors))
+    recalls = [np.mean(copies[1][copies[0] == c] == c) for c in np.unique(copies[0])]
+    assert metrics.minimum_sensitivity(y, predicted, **given) == pytest.approx(np.min(recalls))
     near = np.mean(np.abs(copies[0] - copies[1]) <= 1)
     assert metrics.off_by_one_accuracy(y, predicted, **given) == pytest.approx(near)
 

@@ -21,10 +21,10 @@ from otloss.metrics import scorer
 
 NAMES = ["low", "mid", "high"]
 ALL = [
-    "off_by_one_accuracy", "ordinal_mae", "macro_mae", "maximum_mae",
+    "off_by_one_accuracy", "minimum_sensitivity", "ordinal_mae", "macro_mae", "maximum_mae",
     "ranked_probability_score", "ordinal_emd", "threshold_calibration_error",
 ]  # fmt: skip
-LESS_IS_BETTER = ALL[1:]
+LESS_IS_BETTER = ALL[2:]
 
 
 def data(seed: int = 0, n: int = 90) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +37,7 @@ def data(seed: int = 0, n: int = 90) -> tuple[np.ndarray, np.ndarray]:
 def test_is_the_metric_of_the_predictions(name: str) -> None:
     X, y = data()
     model = LogisticRegression().fit(X[:60], y[:60])
-    predictions: Any = model.predict(X) if name in ALL[:4] else model.predict_proba(X)
+    predictions: Any = model.predict(X) if name in ALL[:5] else model.predict_proba(X)
     value = getattr(metrics, name)(y, predictions, labels=NAMES)
     sign = -1 if name in LESS_IS_BETTER else 1
     score = scorer(name, labels=NAMES)

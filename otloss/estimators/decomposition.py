@@ -1,0 +1,106 @@
+"""Any classifier as one of ordered labels: K - 1 binary problems "above class k or not", put together.
+
+With s_k an estimate of P(y > k) for each threshold alone, sorted in decreasing order (which brings monotone
+probabilities nearer, whichever of them were out of order):    P_k = s_{k-1} - s_k,  s_{-1} = 1,  s_{K-1} = 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from sklearn.base import clone
+from sklearn.linear_model import LogisticRegression
+from sklearn.utils import get_tags
+from sklearn.utils.validation import has_fit_parameter
+
+from otloss.estimators.base import OrdinalBase, unchanged_on_error
+
+
+class OrdinalDecomposition(OrdinalBase):
+    """Classifier of ordered labels out of binary classifiers, one clone for each threshold between two classes.
+
+    Args:
+        estimator: a classifier with `predict_proba`, cloned for each threshold; `LogisticRegression()` by default.
+        categories: all labels in rank order, as for `OrdinalClassifier`.
+        values: (K,) increasing class values of `decode="mean"` and `expected_value`, 0 to K - 1 by default.
+        decode: "median", "argmax" or "mean", as for `OrdinalClassifier`.
+
+    Attributes:
+        estimators_: (m - 1) binary classifiers; number k tells the labels above the first k + 1 seen from the others.
+        classes_, categories_: as for `OrdinalClassifier`.
+
+    Source:
+        E. Frank, M. Hall, A simple approach to ordinal classification, ECML 2001; V. Chernozhukov, I. Fernández-Val,
+        A. Galichon, Improving point and interval estimators of monotone functions by rearrangement, Biometrika 96
+        (2009), 559-575 (the order).
+
+    Example:
+        >>> from sklearn.neighbors import KNeighborsClassifier
+        >>> X, y = np.arange(12.0)[:, None], np.repeat(["low", "mid", "high"], 4)
+        >>> model = OrdinalDecomposition(KNeighborsClassifier(3), categories=["low", "mid", "high"]).fit(X, y)
+        >>> model.predict([[1.0], [6.0], [11.0]]).tolist()
+        ['low', 'mid', 'high']
+    """
+
+    # What `OrdinalBase` asks of its subclasses, and what this one leaves to its binary classifiers.
+    power, cost, transport, cross_entropy = 2, None, 1.0, 0.0
+    class_weight, calibration, early_stopping, validation_fraction, random_state = None, None, False, 0.2, None
+
+    def __init__(self, estimator: Any = None, *, categories: Any = None, values: Any = None, decode: str = "median"):
+        self.estimator = estimator
+        self.categories = categories
+        self.values = values
+        self.decode = decode
+
+    def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OrdinalDecomposition:
+        """Fit to features X (n, d), labels y (n,), and weights (n,) if given; return self.
+
+        Raises:
+            ValueError, TypeError: if a label, a weight, a feature or a setting is wrong; the message says which.
+        """
+        with unchanged_on_error(self):
+            self._fit(X, y, sample_weight)
+        return self
+
+    def __sklearn_tags__(self) -> Any:
+        tags = super().__sklearn_tags__()
+        inner = get_tags(self._binary()).input_tags
+        tags.input_tags.sparse, tags.input_tags.allow_nan = inner.sparse, inner.allow_nan
+        return tags
+
+    def _binary(self) -> Any:
+        return LogisticRegression() if self.estimator is None else self.estimator
+
+    def _check_settings(self) -> None:
+        super()._check_settings()
+        if not hasattr(self._binary(), "predict_proba"):
+            raise TypeError(
+                f"estimator is a {type(self._binary()).__name__} without predict_proba, expected a classifier with "
+                "probabilities; wrap it in sklearn.calibration.CalibratedClassifierCV."
+            )
+
+    def _accepts(self) -> dict[str, Any]:
+        tags = get_tags(self._binary()).input_tags
+        finite = "allow-nan" if tags.allow_nan else True
+        return {"dtype": np.float64, "accept_sparse": "csr" if tags.sparse else False, "ensure_all_finite": finite}
+
+    def _laid_out(self, X: Any) -> Any:
+        return X
+
+    def _train(self, X: Any, positions: np.ndarray, weights: np.ndarray, *, random: np.random.RandomState) -> None:
+        weighted: dict[str, Any] = {}
+        if (weights != 1).any():
+            if not has_fit_parameter(self._binary(), "sample_weight"):
+                raise ValueError(
+                    f"sample_weight is given, and the fit of {type(self._binary()).__name__} takes none; leave it out."
+                )
+            weighted = {"sample_weight": weights}
+        thresholds = range(len(self.classes_) - 1)
+        self.estimators_ = [clone(self._binary()).fit(X, (positions > k).astype(int), **weighted) for k in thresholds]
+
+    def _logits(self, X: Any) -> np.ndarray:
+        above = np.column_stack([binary.predict_proba(X)[:, 1] for binary in self.estimators_])
+        above = -np.sort(-above, axis=1)
+        padded = np.pad(above, ((0, 0), (1, 1)), constant_values=((0, 0), (1, 0)))
+        return np.log(np.maximum(-np.diff(padded), np.finfo(float).tiny))
