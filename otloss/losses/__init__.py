@@ -11,11 +11,7 @@ from otloss.applications.critic import generator_loss as generator_loss
 from otloss.applications.critic import gradient_penalty as gradient_penalty
 from otloss.applications.documents import document_distance as document_distance
 from otloss.applications.ensembles import crps as crps
-from otloss.applications.masks import mask_loss as mask_loss
-from otloss.applications.masks import wasserstein_dice as wasserstein_dice
 from otloss.applications.ngrams import ngram_distance as ngram_distance
-from otloss.applications.ranking import spearman_loss as spearman_loss
-from otloss.applications.ranking import top_k_loss as top_k_loss
 from otloss.applications.sets import set_loss as set_loss
 from otloss.losses.cumulative import cumulative_log_probabilities as cumulative_log_probabilities
 from otloss.losses.cumulative import decode_classes as decode_classes
@@ -39,14 +35,10 @@ __all__ = [
     "histogram_loss",
     "histogram_mean",
     "jdot_loss",
-    "mask_loss",
     "ngram_distance",
     "number_token_loss",
     "ordinal_loss",
     "set_loss",
     "soft_labels",
-    "spearman_loss",
     "threshold_loss",
-    "top_k_loss",
-    "wasserstein_dice",
 ]

@@ -15,15 +15,11 @@ from otloss.nn.applications import CloudLoss as CloudLoss
 from otloss.nn.applications import Crps as Crps
 from otloss.nn.applications import DocumentDistance as DocumentDistance
 from otloss.nn.applications import JdotLoss as JdotLoss
-from otloss.nn.applications import MaskLoss as MaskLoss
 from otloss.nn.applications import NgramDistance as NgramDistance
 from otloss.nn.applications import SetLoss as SetLoss
 from otloss.nn.applications import SoftRank as SoftRank
 from otloss.nn.applications import SoftSort as SoftSort
 from otloss.nn.applications import SoftTopK as SoftTopK
-from otloss.nn.applications import SpearmanLoss as SpearmanLoss
-from otloss.nn.applications import TopKLoss as TopKLoss
-from otloss.nn.applications import WassersteinDice as WassersteinDice
 from otloss.nn.cumulative_head import CornHead as CornHead
 from otloss.nn.cumulative_head import CumulativeLinkHead as CumulativeLinkHead
 from otloss.nn.distances import CdfDistance as CdfDistance
@@ -49,7 +45,6 @@ __all__ = [
     "Emd",
     "HistogramLoss",
     "JdotLoss",
-    "MaskLoss",
     "NgramDistance",
     "NumberTokenLoss",
     "OrdinalLoss",
@@ -60,11 +55,8 @@ __all__ = [
     "SoftRank",
     "SoftSort",
     "SoftTopK",
-    "SpearmanLoss",
     "ThresholdLoss",
-    "TopKLoss",
     "Wasserstein1d",
     "WassersteinCircular",
-    "WassersteinDice",
     "WassersteinTree",
 ]

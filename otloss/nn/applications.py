@@ -12,12 +12,8 @@ from otloss.losses import (
     crps,
     document_distance,
     jdot_loss,
-    mask_loss,
     ngram_distance,
     set_loss,
-    spearman_loss,
-    top_k_loss,
-    wasserstein_dice,
 )
 from otloss.nn.base import Loss, Module
 
@@ -69,26 +65,6 @@ class SoftTopK(Module, function=soft_top_k, inputs=("x",)):
     """
 
 
-class SpearmanLoss(Module, function=spearman_loss, inputs=("scores", "target")):
-    """`otloss.losses.spearman_loss`.
-
-    Example:
-        >>> import torch
-        >>> SpearmanLoss(epsilon=1e-3)(torch.tensor([0.1, 0.3, 0.2]), torch.tensor([1.0, 2.0, 3.0]))
-        tensor(0.5000)
-    """
-
-
-class TopKLoss(Module, function=top_k_loss, inputs=("logits", "target")):
-    """`otloss.losses.top_k_loss`.
-
-    Example:
-        >>> import torch
-        >>> TopKLoss(k=1)(torch.tensor([[0.1, 2.0, 1.5, -1.0]]), torch.tensor([2]))
-        tensor(1.8397)
-    """
-
-
 class SetLoss(Module, function=set_loss, inputs=("cost", "unmatched", "sizes")):
     """`otloss.losses.set_loss`.
 
@@ -96,28 +72,6 @@ class SetLoss(Module, function=set_loss, inputs=("cost", "unmatched", "sizes")):
         >>> import torch
         >>> SetLoss()(torch.tensor([[4.0, 1.0], [2.0, 0.0], [9.0, 9.0]]))
         tensor(3.)
-    """
-
-
-class MaskLoss(Module, function=mask_loss, inputs=("logits", "target")):
-    """`otloss.losses.mask_loss`.
-
-    Example:
-        >>> import torch
-        >>> target = torch.eye(4)
-        >>> bool(MaskLoss(epsilon=0.5)(20 * target - 10, target) < 1e-3)
-        True
-    """
-
-
-class WassersteinDice(Module, function=wasserstein_dice, inputs=("logits", "target")):
-    """`otloss.losses.wasserstein_dice` with costs between classes.
-
-    Example:
-        >>> import torch
-        >>> loss = WassersteinDice(cost=1 - torch.eye(2))
-        >>> loss(torch.tensor([[[2.0, 0.0], [0.0, 2.0]]]), torch.tensor([[0, 1]]))
-        tensor(0.1192)
     """
 
 

@@ -230,27 +230,6 @@ def _of_logits() -> dict[str, Entry]:
         "threshold_loss, immediate": Entry(
             logits, lambda t: losses.threshold_loss(t["logits"], t["labels"], kind="immediate"), labels
         ),
-        "wasserstein_dice": Entry(
-            {"logits": draw(2, 3, 4), "cost": 1 - torch.eye(3, dtype=torch.float64)},
-            lambda t: losses.wasserstein_dice(t["logits"], t["labels"], t["cost"]),
-            {"labels": torch.tensor([[0, 1, 2, 1], [2, 2, 1, 0]])},
-        ),
-        "mask_loss": Entry(
-            {"logits": draw(2, 4, 4)},
-            lambda t: losses.mask_loss(t["logits"], t["target"], **_tight(t)),
-            {"target": (draw(2, 4, 4, seed=1) > 0.5).double()},
-        ),
-        "spearman_loss": Entry(
-            {"scores": draw(2, 5)},
-            lambda t: losses.spearman_loss(t["scores"], t["target"]),
-            {"target": draw(2, 5, seed=1)},
-        ),
-        "spearman_loss, entropy": Entry(
-            {"scores": draw(2, 5)},
-            lambda t: losses.spearman_loss(t["scores"], t["target"], regularization="entropy"),
-            {"target": draw(2, 5, seed=1)},
-        ),
-        "top_k_loss": Entry(logits, lambda t: losses.top_k_loss(t["logits"], t["labels"], 2), labels),
     }  # fmt: skip
 
 

@@ -109,19 +109,9 @@ CASES = {
         {"values": NUMBERS, "form": "mse", "scaling": "log", "text": 2.0, "ignore_index": 3},
         (Z, LABELS.clamp(min=0)), {"sample_weight": WEIGHT},
     ),
-    "MaskLoss": Case(
-        modules.MaskLoss, otloss.losses.mask_loss, {"epsilon": 0.5, "marginal_penalty": 2.0, "tolerance": 1e-6},
-        (4 * CLOUDS[0] - 2, (CLOUDS[1] > 0.5).float()),
-    ),
-    "WassersteinDice": Case(
-        modules.WassersteinDice, otloss.losses.wasserstein_dice, {"cost": COST},
-        (4 * CLOUDS[0], (5 * CLOUDS[1][..., 0, :]).long().clamp(max=4)),
-    ),
     "SoftSort": Case(modules.SoftSort, otloss.soft_sort, {"epsilon": 0.05, "descending": True}, (P,)),
     "SoftRank": Case(modules.SoftRank, otloss.soft_rank, {"epsilon": 0.05, "descending": True}, (P,)),
     "SoftTopK": Case(modules.SoftTopK, otloss.soft_top_k, {"k": 2, "regularization": "quadratic"}, (P,)),
-    "SpearmanLoss": Case(modules.SpearmanLoss, otloss.losses.spearman_loss, {"epsilon": 2.0}, (Z, (9 * Q).long())),
-    "TopKLoss": Case(modules.TopKLoss, otloss.losses.top_k_loss, {"k": 2}, (Z, LABELS.clamp(min=0))),
     "SetLoss": Case(modules.SetLoss, otloss.losses.set_loss, {"epsilon": 0.1}, (CLOUDS[0], P)),
     "Crps": Case(modules.Crps, otloss.losses.crps, {"fair": True}, (Z, WEIGHT, P)),
     "JdotLoss": Case(
