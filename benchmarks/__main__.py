@@ -1,8 +1,8 @@
 """`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, barycenters,
 single_problems, matching, gradients, boosting, first_calls, or all.
 
-ordinal and ordinal_loss (with packages of the extra "peers"), mathematics, number_regression and word_similarity run
-only by name: ordinal and mathematics train for an hour and more.
+ordinal and ordinal_loss (with packages of the extra "peers"), mathematics, mathematics_t5, number_regression,
+place_values, ratings and word_similarity run only by name: ordinal and mathematics train for an hour and more.
 """
 
 from __future__ import annotations
@@ -18,12 +18,15 @@ BENCHMARKS = (
     "token_loss", "scaling", "numbers", "solvers", "barycenters", "single_problems", "matching", "gradients",
     "boosting", "first_calls",
 )  # fmt: skip
-BY_NAME = ("ordinal", "ordinal_loss", "mathematics", "number_regression", "word_similarity")
+BY_NAME = (
+    "ordinal", "ordinal_loss", "mathematics", "mathematics_t5", "number_regression", "place_values", "ratings",
+    "word_similarity",
+)  # fmt: skip
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
-    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all but the last five")
+    parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all of the first line")
     parser.add_argument("--rounds", type=int, help="interleaved repetitions (default: see ROUNDS of each benchmark)")
     parser.add_argument("--small", action="store_true", help="tiny sizes, to check that it runs; keeps no results")
     parser.add_argument(
@@ -35,7 +38,7 @@ def main() -> None:
     parser.add_argument(
         "--resume",
         action="store_true",
-        help="scaling, ordinal, mathematics, number_regression: resume an interrupted run",
+        help="scaling, ordinal, and those of numbers and mathematics: resume an interrupted run",
     )
     options = parser.parse_args()
     if options.rounds is not None and options.rounds < 1:

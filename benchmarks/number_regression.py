@@ -20,7 +20,6 @@ gains are paired within a seed. Results: number_regression.csv, whose cases --re
 from __future__ import annotations
 
 import csv
-import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,11 +28,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from scipy.stats import t as student
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
 from benchmarks.measure import Settings, hardware, say, table
+from benchmarks.runs import interval
 from otloss import number_token_loss
 from otloss_llm import NumberCost, parse_objective, token_loss
 from otloss_llm.experiments.arms import parse_arm
@@ -172,6 +171,20 @@ def loss_of(arm: str, values: Tensor, seed: int) -> Callable[[Tensor, Tensor], T
     return lambda z, y: token_loss(z, y, objective=objective, cost=cost).loss
 
 
+def fit(parameters: list[Tensor], loss: Callable[[Tensor], Tensor], count: int, *, steps: int, seed: int) -> None:
+    """Minimise the loss of batches, drawn from `count` rows in the same order for all arms of a seed."""
+    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.01)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps + 1)
+    order = torch.Generator().manual_seed(seed)
+    for _ in range(steps):
+        batch = torch.randint(count, (BATCH,), generator=order)
+        optimizer.zero_grad()
+        loss(batch).backward()
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+        optimizer.step()
+        schedule.step()
+
+
 def trained(arm: str, encoder: Encoder, train: Rows, *, steps: int, seed: int) -> Callable[[Rows], Tensor]:
     """Train an arm; returns the function from rows to logits over the vocabulary, or to the target's steps."""
     if arm == "constant":
@@ -192,16 +205,8 @@ def trained(arm: str, encoder: Encoder, train: Rows, *, steps: int, seed: int) -
     else:
         of = lambda ids: model.lm_head(last(ids))  # noqa: E731
         loss, target = loss_of(arm, encoder.values, seed), train.y
-    optimizer = torch.optim.AdamW(parameters, lr=RATE, weight_decay=0.01)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, RATE, total_steps=steps + 1)
-    ids, order = encoder(train.x), torch.Generator().manual_seed(seed)
-    for _ in range(steps):
-        batch = torch.randint(len(ids), (BATCH,), generator=order)
-        optimizer.zero_grad()
-        loss(of(ids[batch]), target[batch]).backward()
-        torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-        optimizer.step()
-        schedule.step()
+    ids = encoder(train.x)
+    fit(parameters, lambda batch: loss(of(ids[batch]), target[batch]), len(ids), steps=steps, seed=seed)
 
     @torch.no_grad()
     def predict(rows: Rows) -> Tensor:
@@ -211,19 +216,19 @@ def trained(arm: str, encoder: Encoder, train: Rows, *, steps: int, seed: int) -
     return predict
 
 
-def measures(output: Tensor, test: Rows) -> dict[tuple[str, str], float]:
-    """Return `{(decoding, measure): value}` of logits, or of values."""
+def measures(output: Tensor, test: Rows, *, numbers: int = NUMBERS) -> dict[tuple[str, str], float]:
+    """Return `{(decoding, measure): value}` of logits, whose first are of the numbers 0, 1, ..., or of values."""
     if output.dim() == 1:
         return {("value", "mae"): test.unit * float((output - test.exact).abs().mean())}
-    share = output[:, :NUMBERS].double().softmax(dim=-1)
-    numbers, below = torch.arange(NUMBERS, dtype=torch.float64), share.cumsum(dim=-1)
+    share = output[:, :numbers].double().softmax(dim=-1)
+    values, below = torch.arange(numbers, dtype=torch.float64), share.cumsum(dim=-1)
     decoded = {
         "greedy": share.argmax(dim=-1).double(),
-        "mean": share @ numbers,
-        "median": (below < 0.5).sum(dim=-1).clamp(max=NUMBERS - 1).double(),
+        "mean": share @ values,
+        "median": (below < 0.5).sum(dim=-1).clamp(max=numbers - 1).double(),
     }
-    apart = (numbers - test.exact.unsqueeze(1)).abs()
-    step = (below - (numbers >= test.y.unsqueeze(1)).double()).square()
+    apart = (values - test.exact.unsqueeze(1)).abs()
+    step = (below - (values >= test.y.unsqueeze(1)).double()).square()
     within = (below.gather(1, test.y.unsqueeze(1)) - share.gather(1, test.y.unsqueeze(1)) / 2).squeeze(1)
     own = {
         "nll": float(cross_entropy(output.double(), test.y)),
@@ -247,12 +252,6 @@ def run_case(case: Case) -> dict[str, list[dict[tuple[str, str], float]]]:
             predict = trained(arm, encoder, train, steps=case.steps, seed=seed)
             results[arm].append(measures(predict(test), test))
     return results
-
-
-def interval(values: list[float]) -> tuple[float, float]:
-    """Return the mean and half of its 95 % interval."""
-    half = student.ppf(0.975, len(values) - 1) * statistics.stdev(values) / len(values) ** 0.5
-    return statistics.fmean(values), float(half)
 
 
 def summary(case: Case, results: dict[str, list[dict[tuple[str, str], float]]]) -> list[dict[str, Any]]:

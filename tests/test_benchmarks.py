@@ -185,6 +185,74 @@ def test_measures_of_number_regression() -> None:
     assert regression.interval([1.0, 2.0, 3.0])[1] == pytest.approx(4.30265 / 3**0.5, rel=1e-4)
 
 
+def test_place_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Weights by place are those of the digits; distributions sum to 1; runs that are there are not repeated."""
+    from benchmarks import place_values as places
+    from otloss_llm import NumberCost, NumberToken, token_loss
+
+    torch.manual_seed(0)
+    z, y = torch.randn(4, 3, 12), torch.tensor([[1, 2, 3]] * 4)
+    one, other = (places.loss_of(f"number_token, {weights}", 0)(z, y) for weights in ("place", "reverse"))
+    cost = NumberCost(torch.tensor([*range(10), float("nan"), float("nan")]))
+    by_digit = token_loss(z, y, objective=NumberToken(0.3), cost=cost, reduction="none").loss.mean(dim=0)
+    torch.testing.assert_close(one, by_digit @ torch.tensor([4.0, 2.0, 1.0]) / 7)
+    torch.testing.assert_close(other, by_digit @ torch.tensor([1.0, 2.0, 4.0]) / 7)
+    train = places.drawn("sums", 8, 0)
+    assert (train.y == train.x.sum(-1)).all()
+    model = places.trained("mle", train, steps=1, seed=0)
+    log_p = places.distributions(model, train.x)
+    torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(8).double())
+    assert log_p.shape == (8, 1000)
+    monkeypatch.setattr(places, "ARMS", ("mle", "number_token/equal, place"))
+    run("place_values", tmp_path, monkeypatch)
+    before = (tmp_path / "place_values.csv").read_text(encoding="utf-8")
+    monkeypatch.setattr(places, "trained", None)  # --resume trains nothing again
+    run("place_values", tmp_path, monkeypatch, "--resume")
+    assert (tmp_path / "place_values.csv").read_text(encoding="utf-8") == before
+    assert "| number_token/equal, place " in capsys.readouterr().out
+
+
+def test_ratings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from benchmarks import ratings
+    from otloss_llm.evaluation import NumberDistribution, score_number_distributions
+
+    random = np.random.default_rng(0)
+    made = ["".join(random.choice(list("abcde"), 5)) for _ in range(30)]
+    lines = [f"{word}\t0\t1\t{random.integers(-4, 5, 10).tolist()}\n" for word in made]
+    words = ratings.read_lexicon([*lines, ":-)\t1\t1\t[1]"])
+    assert len(words.words) == 30
+    assert 0 <= int(words.ratings.min()) <= int(words.ratings.max()) <= 8
+    arms = ratings.SHORT + ratings.CONTROLS + ratings.ARMS
+    case = ratings.Case("tiny", 8, 1, 2, arms, ratings.letters)
+    ratings.run([case], words, Settings(small=True, output=tmp_path))
+    kept = rows(tmp_path / "ratings.csv")
+    assert {row["arm"] for row in kept} == set(arms)
+    assert "| ordinal/equal " in capsys.readouterr().out
+    log_p = torch.from_numpy(random.standard_normal((3, 9))).log_softmax(-1)
+    measured = ratings.measures(log_p, words.ratings[:3])
+    values = torch.arange(9.0).double()
+    predictions = [NumberDistribution(values, row.exp(), 1.0) for row in log_p]
+    scores = [
+        score_number_distributions(predictions, words.ratings[:3, i].double().tolist(), by="mean") for i in range(10)
+    ]
+    assert measured["crps"] == pytest.approx(np.mean([score.crps for score in scores]))
+    decoded = torch.tensor([one.decode("median") for one in predictions])
+    assert measured["mae median"] == pytest.approx(float((decoded - words.ratings[:3].double().mean(-1)).abs().mean()))
+
+
+@pytest.mark.slow
+@needs_data
+def test_mathematics_t5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("accelerate")
+    from benchmarks import mathematics_t5
+
+    run("mathematics_t5", tmp_path, monkeypatch)
+    assert "| NTL-MSE " in capsys.readouterr().out
+    kept = rows(tmp_path / "mathematics_t5.csv")
+    assert {row["case"] for row in kept} == {"digits", "multi-digit tokens"}
+    assert {row["arm"] for row in kept} == {"start", *mathematics_t5.SMALL_ARMS}
+
+
 @pytest.mark.slow
 def test_gpu_dry_run(tmp_path: Path) -> None:
     pytest.importorskip("triton")
