@@ -17,7 +17,7 @@ FOR_DEV := $(VENV)/.installed-dev
 OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs gallery gallery-page test test-all test-lowest test-newest lint bench release clean
+.PHONY: help demo docs look links gallery gallery-page test test-all test-lowest test-newest lint bench release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,8 +46,16 @@ test-newest: build/tools  ## the tests with the newest versions of everything; s
 	$(call test_with,newest,--resolution highest)
 
 docs: $(FOR_DEV)  ## the site in build/site, offline; a warning or a broken link is an error
+	@rm -rf docs/reference/generated
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -q -W --keep-going docs build/site
 	$(BIN)/python .ci/check_site.py build/site
+
+look: docs  ## the site in a headless browser, with screenshots in build/pictures; needs the system's chromium and chromedriver
+	$(BIN)/python -m pip install --quiet selenium
+	$(BIN)/python .ci/look_at_site.py build/site --pictures build/pictures
+
+links: $(FOR_DEV)  ## whether the pages that the site links to are there; needs a network
+	$(BIN)/python -m sphinx -b linkcheck -q docs build/links
 
 lint: $(FOR_DEV)  ## formatting, types, and the order of the folders
 	$(BIN)/ruff check .

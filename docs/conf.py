@@ -32,6 +32,8 @@ html_extra_path = ["llms.txt"]
 html_theme = "pydata_sphinx_theme"
 html_title = "otloss"
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
+html_context = {"default_mode": "auto"}  # light or dark, as the system has it
 html_show_sphinx = False
 html_theme_options = {
     "header_links_before_dropdown": 6,

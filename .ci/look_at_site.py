@@ -1,0 +1,118 @@
+"""Look at the built site in a headless browser: wide and narrow, light and dark.
+
+python .ci/look_at_site.py build/site [--pictures FOLDER]
+
+A page fails with an error in the console, a missing picture, or anything wider than the window that does not scroll by
+itself. Needs selenium (`pip install selenium`) and, from the system's packages, chromium with chromedriver; without
+them nothing is checked, and the exit code is 0.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import shutil
+import sys
+import threading
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+PAGES = (
+    "index", "start", "which_loss", "transport_in_pictures", "ordinal", "numbers", "gallery", "evidence", "results",
+    "coming_from", "questions", "reference/index", "reference/generated/otloss.sinkhorn",
+)  # fmt: skip
+SIZES = {"wide": (1400, 900), "narrow": (400, 800)}
+# Pictures without pixels, and boxes beyond the right edge of the window outside of boxes that scroll by themselves.
+FAULTS = """
+const faults = [];
+for (const image of document.images) {
+    if (!image.complete || image.naturalWidth === 0) faults.push("picture missing: " + image.src);
+}
+const scrolls = (box) => {
+    for (let b = box; b && b !== document.body; b = b.parentElement) {
+        if (["auto", "scroll", "hidden"].includes(getComputedStyle(b).overflowX)) return true;
+    }
+    return false;
+};
+const width = document.documentElement.clientWidth;
+if (document.documentElement.scrollWidth > width + 1) {
+    for (const box of document.querySelectorAll("main *")) {
+        if (box.getBoundingClientRect().right > width + 1 && !scrolls(box)) {
+            faults.push("wider than the window: " + box.tagName + " " + box.textContent.slice(0, 60));
+            break;
+        }
+    }
+    faults.push("the page scrolls sideways: " + document.documentElement.scrollWidth + " > " + width);
+}
+return faults;
+"""
+
+
+def browser(driver: str, chromium: str) -> Any:
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for option in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
+        options.add_argument(option)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    return webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+
+
+class Quiet(SimpleHTTPRequestHandler):
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
+def faults_of(window: Any, address: str, pictures: Path | None) -> list[str]:
+    """Return a line for each fault of each page."""
+    lines = []
+    for name in PAGES:
+        for size, (width, height) in SIZES.items():
+            # The window of a desktop has a least width; that of a device does not.
+            window.execute_cdp_cmd(
+                "Emulation.setDeviceMetricsOverride",
+                {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == "narrow"},
+            )
+            for mode in ("light", "dark"):
+                window.get(f"{address}/{name}.html")
+                window.execute_script(
+                    "localStorage.setItem('mode', arguments[0]); localStorage.setItem('theme', arguments[0]);", mode
+                )
+                window.refresh()
+                where = f"{name}, {size}, {mode}: "
+                lines += [where + fault for fault in window.execute_script(FAULTS)]
+                lines += [where + entry["message"] for entry in window.get_log("browser") if entry["level"] == "SEVERE"]
+                if pictures is not None:
+                    path = pictures / f"{name.replace('/', '-')}-{size}-{mode}.png"
+                    path.write_bytes(window.get_screenshot_as_png())
+    return lines
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("site", type=Path)
+    parser.add_argument("--pictures", type=Path, help="a folder for a screenshot of each page")
+    asked = parser.parse_args(arguments)
+    driver = shutil.which("chromedriver")
+    chromium = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+    if driver is None or chromium is None:
+        print("no chromium with chromedriver here: the pages were not looked at")
+        return 0
+    if asked.pictures is not None:
+        asked.pictures.mkdir(parents=True, exist_ok=True)
+    server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Quiet, directory=str(asked.site)))
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    window = browser(driver, chromium)
+    try:
+        lines = faults_of(window, f"http://127.0.0.1:{server.server_port}", asked.pictures)
+    finally:
+        window.quit()
+        server.shutdown()
+    print("\n".join(lines) or f"{len(PAGES)} pages, wide and narrow, light and dark: no faults")
+    return 1 if lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
