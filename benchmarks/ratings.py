@@ -39,14 +39,15 @@ from benchmarks.number_regression import WIDTH, fit, small_llama
 from benchmarks.runs import Runs
 from otloss import ordinal_loss
 from otloss_llm import NumberCost, RatingCost, parse_objective, token_loss
+from otloss_llm.models.loading import load_model_and_tokenizer
 
 NAME = "ratings"
 SCALE, LOWEST = 9, -4  # ratings, and the first of them
 TEST = 1000
 DECODINGS = ("argmax", "median", "mean")
 MEASURES = (*(f"{measure} {by}" for measure in ("mae", "spearman") for by in DECODINGS), "nll", "crps", "within_90")
-CHANGES = {"mae argmax": ("mle", "mae argmax"), "mae mean": ("mle", "mae argmax"), "nll": ("mle", "nll"),
-           "spearman mean": ("mle", "spearman mean"), "crps": ("mle", "crps")}  # fmt: skip
+CHANGES = (("mae argmax", "mle", "mae argmax"), ("mae mean", "mle", "mae argmax"), ("mae mean", "mle", "mae mean"),
+           ("nll", "mle", "nll"), ("spearman mean", "mle", "spearman mean"), ("crps", "mle", "crps"))  # fmt: skip
 SHORT = ("mle", "expected_value:1", "ordinal", "regression head", "constant")
 CONTROLS = ("expected_value:1/shuffled", "expected_value:1/equal", "ordinal/shuffled", "ordinal/equal")
 ARMS = ("expected_value:0.1", "number_token:0.3", "number_token:0.3/shuffled", "number_token:0.3/equal")
@@ -110,9 +111,7 @@ def letters(seed: int) -> Judge:
 
 def pretrained(folder: Path) -> Callable[[int], Judge]:
     def judge(seed: int) -> Judge:
-        from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+        model, tokenizer = load_model_and_tokenizer(str(folder))
         ids = torch.tensor([tokenizer.convert_tokens_to_ids(str(rating + 1)) for rating in range(SCALE)])
         return Judge(model, lambda word: tokenizer(f"{word} {ASK}")["input_ids"], ids)
 

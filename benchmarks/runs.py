@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -53,20 +53,20 @@ class Runs:
         """The values of a measure, by seed."""
         return {row["seed"]: float(row[measure]) for row in self.rows if (row["case"], row["arm"]) == (case, arm)}
 
-    def change(self, case: str, arm: str, measure: str, *, over: tuple[str, str]) -> tuple[float, float]:
+    def change(self, case: str, arm: str, measure: str, *, over: Sequence[str]) -> tuple[float, float]:
         """How far a measure lies above that of another run, (arm, measure), of the same seed."""
         base, own = self.of(case, *over), self.of(case, arm, measure)
         return interval([value - base[seed] for seed, value in own.items()])
 
-    def report(self, case: str, arms: tuple[str, ...], changes: Mapping[str, tuple[str, str]]) -> None:
-        """Print the measures and their changes, from `changes[measure]`, each ± half of its 95 % interval."""
+    def report(self, case: str, arms: tuple[str, ...], changes: Sequence[tuple[str, str, str]]) -> None:
+        """Print the measures and changes (measure, arm, measure of that arm), each ± half of its 95 % interval."""
         say(f"\n{self.name}: {case}; mean ± half of the 95 % interval over the seeds")
         of = {name: [interval(list(self.of(case, arm, name).values())) for arm in arms] for name in self.measures}
         table([["", *of], *([arm, *map(_shown, row)] for arm, *row in zip(arms, *of.values(), strict=True))])
         say("\nchanges, paired within a seed")
-        titles = [f"{measure} - {' '.join(base)}" for measure, base in changes.items()]
-        lines = [[arm, *(_shown(self.change(case, arm, name, over=changes[name])) for name in changes)] for arm in arms]
-        table([["", *titles], *lines])
+        titles = ["", *(f"{measure} - {' '.join(base)}" for measure, *base in changes)]
+        rows = [[arm, *(_shown(self.change(case, arm, one, over=base)) for one, *base in changes)] for arm in arms]
+        table([titles, *rows])
 
 
 def _shown(value: tuple[float, float]) -> str:

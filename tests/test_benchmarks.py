@@ -203,13 +203,13 @@ def test_place_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     log_p = places.distributions(model, train.x)
     torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(8).double())
     assert log_p.shape == (8, 1000)
-    monkeypatch.setattr(places, "ARMS", ("mle", "number_token/equal, place"))
+    monkeypatch.setattr(places, "ARMS", ("mle", "number_token/equal, distance"))
     run("place_values", tmp_path, monkeypatch)
     before = (tmp_path / "place_values.csv").read_text(encoding="utf-8")
     monkeypatch.setattr(places, "trained", None)  # --resume trains nothing again
     run("place_values", tmp_path, monkeypatch, "--resume")
     assert (tmp_path / "place_values.csv").read_text(encoding="utf-8") == before
-    assert "| number_token/equal, place " in capsys.readouterr().out
+    assert "| number_token/equal, distance " in capsys.readouterr().out
 
 
 def test_ratings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
