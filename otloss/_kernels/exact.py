@@ -76,7 +76,7 @@ def _sum(values: Any, count: int) -> float:
 
 
 @inner()
-def _whole_masses(p: Any, q: Any, n: int, m: int, left: Any) -> None:
+def whole_masses(p: Any, q: Any, n: int, m: int, left: Any) -> None:
     """Write the masses as whole numbers of units, balanced at the heaviest bin of q."""
     step = 1
     while step <= n:
@@ -242,7 +242,7 @@ def _prepare(p: Any, q: Any, matrix: Any, whole: Any, real: Any, block: Any) -> 
             source, target = matrix[rows[i]], block[i]
             for j in range(m):
                 target[j] = source[columns[j]]
-    _whole_masses(a, b, n, m, whole[LEFT])
+    whole_masses(a, b, n, m, whole[LEFT])
     hint = whole[HINT]
     for k in range(n + m):
         hint[k] = NONE

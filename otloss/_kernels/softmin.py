@@ -55,7 +55,7 @@ def _sum(terms: Any, count: int) -> Any:
 
 
 @inner(fastmath=False)
-def _subtract(h: Any, costs: Any, out: Any) -> None:
+def subtract(h: Any, costs: Any, out: Any) -> None:
     # With slices made by the caller: an index into a matrix or an offset would keep the loop from being vectorised.
     for j in range(h.shape[0]):
         out[j] = h[j] - costs[j]
@@ -83,7 +83,7 @@ def _terms(scores: Any, count: int, inverse: Any, state: Any) -> bool:
 
 
 @inner(fastmath={"contract"})
-def _distances(x: Any, y: Any, start: int, metric: int, out: Any, count: int) -> None:
+def distances_of(x: Any, y: Any, start: int, metric: int, out: Any, count: int) -> None:
     """The costs of one point x (d,) to `count` of the points y (d, m)."""
     for k in range(x.shape[0]):
         x_k, y_k = x[k], y[k, start : start + count]
@@ -124,7 +124,7 @@ def matrix_softmin(counter: Any, matrices: Any, which: Any, h: Any, inverse: Any
             state[0] = -np.inf
             for start in range(0, m, PIECE):
                 count = m - start if m - start < PIECE else PIECE
-                _subtract(h[b, start : start + count], row[start : start + count], scores)
+                subtract(h[b, start : start + count], row[start : start + count], scores)
                 if _terms(scores, count, inverse[b], state) and inverse[b] > 0:
                     added = added * state[1] + _sum(scores, count)
             out[b, i], total[b, i] = state[0], added
@@ -158,11 +158,14 @@ def _first_of(value: Any, scores: Any, count: int) -> int:
 
 
 @inner(fastmath=False)
-def _select(
+def select(
     points: Any, y: Any, h: Any, count: int, cutoff: Any, metric: int, bounds: Any, near: Any, near_h: Any
 ) -> int:
-    """Copy those of the first columns that count for any of the points (rows, d) to `near`; return their number."""
-    d = y.shape[0]
+    """Copy those of the first columns that count for any of the points (rows, d) to `near`; return their number.
+
+    y and `near` may have rows beyond d, which are copied with the others.
+    """
+    d = points.shape[1]
     centre, half = np.empty(d, h.dtype), np.empty(d, h.dtype)
     for k in range(d):
         low = high = points[0, k]
@@ -170,8 +173,8 @@ def _select(
             low, high = min(low, points[i, k]), max(high, points[i, k])
         centre[k] = low + (high - low) * h.dtype.type(0.5)
         half[k] = max(high - centre[k], centre[k] - low)
-    _distances(centre, y, 0, metric, bounds, count)
-    _subtract(h[:count], bounds, bounds)
+    distances_of(centre, y, 0, metric, bounds, count)
+    subtract(h[:count], bounds, bounds)
     top = largest(bounds, count)
     if top == -np.inf:
         return 0
@@ -185,7 +188,7 @@ def _select(
             hits += np.int32(bounds[start + j] >= least)
         if hits > 0:
             taken = min(CHUNK, count - start)
-            for k in range(d):
+            for k in range(y.shape[0]):
                 for j in range(taken):
                     near[k, found + j] = y[k, start + j]
             for j in range(taken):
@@ -244,13 +247,13 @@ def points_rows(
         cloud, potential, held, taken = y[which_y[b]], h[b], m, m
         last = first + span if first + span < n else n
         if cutoff[b] < np.inf:
-            taken = _select(
+            taken = select(
                 x[which_x[b], first:last], cloud, potential, m, cutoff[b], metric, bounds, near[0], near_h[0]
             )
         for i in range(first, last):
             if cutoff[b] < np.inf and i % ROWS == 0:
                 points = x[which_x[b], i : min(i + ROWS, last)]
-                held = _select(points, near[0], near_h[0], taken, cutoff[b], metric, bounds, near[1], near_h[1])
+                held = select(points, near[0], near_h[0], taken, cutoff[b], metric, bounds, near[1], near_h[1])
                 cloud, potential = near[1], near_h[1]
             point, added = x[which_x[b], i], h.dtype.type(0)
             state[0] = -np.inf
@@ -258,8 +261,8 @@ def points_rows(
                 pulls[k] = 0.0
             for start in range(0, held, PIECE):
                 count = held - start if held - start < PIECE else PIECE
-                _distances(point, cloud, start, metric, distances, count)
-                _subtract(potential[start : start + count], distances, scores)
+                distances_of(point, cloud, start, metric, distances, count)
+                subtract(potential[start : start + count], distances, scores)
                 if _terms(scores, count, inverse[b], state):
                     if with_gradients:
                         _add_pulls(scores, distances, point, cloud, start, metric, state[1], pulls, count)

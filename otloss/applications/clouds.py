@@ -44,7 +44,9 @@ from otloss.extending import (
     pose,
     sinkhorn_divergence,
     sliced_wasserstein,
+    solve_between_clouds,
     solve_exactly,
+    takes_clouds,
     with_envelope,
 )
 
@@ -291,6 +293,10 @@ def _exact(a: Tensor, b: Tensor, cost: PointCost) -> Float[Tensor, "*batch"]:
         x = cost.x.detach()
         fixed = cost.between(x, x if cost.y is cost.x else cost.y.detach(), cost.metric)
     problem = pose(a, b, fixed, epsilon=None, settings=Settings())
+    if takes_clouds(problem):
+        return with_envelope(solve_between_clouds(pose(a, b, cost, epsilon=None, settings=Settings()))).value.to(
+            problem.dtype
+        )
     matrix = problem.cost.dense()
     solution = solve_exactly(replace(problem, start=_start(problem, matrix)))
     if fixed is not cost and makes_graph(cost.x, cost.y):

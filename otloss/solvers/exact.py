@@ -107,9 +107,13 @@ class ExactSolution:
 
     @cached_property
     def marginal_error(self) -> Tensor:
-        plan = self.optimum.plan()
-        p, q = (w.detach().to(plan) for w in (self.problem.p, self.problem.q))
-        off = (plan.sum(-1) - p).abs().sum(-1) + (plan.sum(-2) - q).abs().sum(-1)
+        optimum = self.optimum
+        p, q = (w.detach().to(optimum.flows) for w in (self.problem.p, self.problem.q))
+        sums = (
+            torch.zeros_like(w).scatter_add_(-1, ends, optimum.flows)
+            for w, ends in ((p, optimum.rows), (q, optimum.columns))
+        )
+        off = sum((total - w).abs().sum(-1) for total, w in zip(sums, (p, q), strict=True))
         return off / p.sum(-1).clamp(min=torch.finfo(p.dtype).tiny)
 
     @cached_property
@@ -212,7 +216,7 @@ def solve_exact(
     owners = _owners(matrix.shape[:-2], batch).reshape(-1)
     prices = None if start is None else _flat(start[1], batch)
     arrays = solve_batch(weights[0], weights[1], matrices, owners, start=prices, most=_MAX_PIVOTS)
-    _check_outcome(arrays[-1], weights, batch)
+    check_outcome(arrays[-1], weights, batch)
     f, g, cells, flows, outcome = arrays
     pivots = outcome[:, 3].astype(np.int64)
     answer = (outcome[:, 0], outcome[:, 1], pivots, f, g, cells[:, 0], cells[:, 1], flows)
@@ -229,7 +233,7 @@ def _owners(own: torch.Size, batch: torch.Size) -> np.ndarray:
     return np.array(np.broadcast_to(np.arange(own.numel()).reshape(own), batch))
 
 
-def _check_outcome(outcome: np.ndarray, weights: list[np.ndarray], batch: torch.Size) -> None:
+def check_outcome(outcome: np.ndarray, weights: list[np.ndarray], batch: torch.Size) -> None:
     value, gap, scale, pivots = outcome.T
     stopped = pivots < 0
     # Not "gap > ...": an overflow leaves a NaN, or an infinity in both.

@@ -23,6 +23,7 @@ from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
 from otloss.solvers.entropic.search import find_potentials
 from otloss.solvers.entropic.solution import solution_of
 from otloss.solvers.exact import solve_exactly
+from otloss.solvers.exact_clouds import solve_between_clouds, takes_clouds
 from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.line import wasserstein_1d
 from otloss.solvers.problem import Problem, Settings, has_float64, pose, tolerance_of
@@ -107,8 +108,9 @@ def emd(
     Returns:
         (...), in the promoted dtype; its unit is that of the cost times that of the mass. Solved in float64 on the CPU.
         Differentiable once in p, q (centred over the bins; one-sided derivatives at bins without mass; a subgradient
-        where the optimum is degenerate) and in the cost, or whatever the cost object was built from. A `LineCost` of
-        power >= 1 is solved and differentiated by `wasserstein_1d`.
+        where the optimum is degenerate) and in the cost, or whatever the cost object was built from. Two large clouds
+        of a `PointCost` (from 2^21 pairs) are solved without a matrix, in memory that grows with n + m. A `LineCost`
+        of power >= 1 is solved and differentiated by `wasserstein_1d`.
 
     Raises:
         TypeError: if p, q or a cost matrix is not a floating tensor.
@@ -291,7 +293,7 @@ def answer(problem: Problem, settings: Settings, *, symmetric: bool = False, acc
 def _solve(problem: Problem, settings: Settings, symmetric: bool, accurate: bool | None) -> Solution:
     """Solve a reduced problem, with the derivatives that were asked for."""
     if problem.is_exact:
-        return with_envelope(solve_exactly(problem))
+        return with_envelope(solve_between_clouds(problem) if takes_clouds(problem) else solve_exactly(problem))
     potentials = find_potentials(problem, settings, symmetric=symmetric, accurate=accurate)
     solution = solution_of(problem, potentials, tolerance_of(problem, settings))
     return with_envelope(solution) if settings.grad == "envelope" else with_implicit_derivatives(solution)

@@ -251,8 +251,8 @@ class _Clusters:
         x, y, epsilon = cost.x.detach(), cost.y.detach(), float(problem.epsilon)
         pairs = x.shape[0] * y.shape[0]
         for count in (*CLUSTERS, MANY_CLUSTERS) if pairs >= MANY_PAIRS else CLUSTERS:
-            _, _, centres_x, p, within_x = _grouped(x, problem.p, count)
-            members, of_members, centres_y, q, within_y = _grouped(y, problem.q, count)
+            _, _, centres_x, p, within_x = grouped(x, problem.p, count)
+            members, of_members, centres_y, q, within_y = grouped(y, problem.q, count)
             if not (len(p) and len(q)):
                 return None
             finest = RESOLVING_EPSILON * max(within_x, within_y)
@@ -300,7 +300,7 @@ def _factor(half: Tensor, scale: Tensor) -> Tensor | None:
     return None if int(failed) else factor
 
 
-def _grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
+def grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor, float]:
     """Points with mass, the cluster of each, the clusters' centres and weights, and the mean variance within one."""
     from otloss._kernels.points import order_of
 

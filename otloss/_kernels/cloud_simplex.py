@@ -1,0 +1,306 @@
+"""The network simplex between two clouds of points on few cells of the plan, and the search for cells, compiled.
+
+The rule of the pivots and the whole masses are those of `simplex` and `exact`. What grows with n m there differs:
+
+- Cells are a list, with their costs. Some are looked at for each pivot, and the one of the least reduced cost enters.
+- Children are linked lists and not runs of places: a pivot takes as long as its cycle and the smaller part of the tree.
+- `near_cells` searches for the cells to list. It selects columns for boxes of rows by the bound of `softmin`, so most
+  pairs of points in low dimension are never looked at one by one.
+
+Notation: node v < n is point v of x, node n + j is point j of y. Rows of `tree`: PARENT (the root is its own), SIZE of
+the subtree, the first CHILD, and NEXT and BEFORE among the children of one node. `flow[v]`, in whole units, and
+`cost[v]` belong to the edge from v to its parent.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from otloss._kernels._compile import compiled, inner, spliced
+from otloss._kernels._threads import next_task
+from otloss._kernels.exact import whole_masses
+from otloss._kernels.simplex import ROUNDING
+from otloss._kernels.softmin import BLOCK, CHUNK, PIECE, ROWS, distances_of, select, subtract
+
+PARENT, SIZE, CHILD, NEXT, BEFORE = range(5)
+NONE = -1
+
+
+# ---- cells -------------------------------------------------------------------------------------------------------
+
+
+@compiled(seconds=3)
+def near_cells(counter: Any, x: Any, y: Any, g: Any, cutoff: float, metric: int, columns: Any, above: Any) -> None:
+    """Per point of x the K columns (n, K) of the least C - g, NONE beyond `cutoff` above the least one.
+
+    x (n, d) and y (d + 1, m) in orders in which neighbours follow each other; the last row of y is 0, 1, ..., m - 1.
+    `above` (n, K) is scratch.
+    """
+    (n, d), m, most = x.shape, y.shape[1], columns.shape[1]
+    scores, distances, bounds = np.empty(PIECE), np.empty(PIECE), np.empty(m + CHUNK)
+    near, near_g = np.empty((2, d + 1, m)), np.empty((2, m))
+    while True:
+        first = next_task(counter) * ROWS * BLOCK
+        if first >= n:
+            return
+        last = min(first + ROWS * BLOCK, n)
+        taken, size = select(x[first:last], y, g, m, cutoff, metric, bounds, near[0], near_g[0]), 0
+        for i in range(first, last):
+            if i % ROWS == 0:
+                points = x[i : min(i + ROWS, last)]
+                size = select(points, near[0], near_g[0], taken, cutoff, metric, bounds, near[1], near_g[1])
+            # A list of the best, from the best one on.
+            count, best = 0, np.inf
+            for start in range(0, size, PIECE):
+                looked = size - start if size - start < PIECE else PIECE
+                distances_of(x[i], near[1], start, metric, distances, looked)
+                subtract(near_g[1, start : start + looked], distances, scores)
+                for j in range(looked):
+                    price = -scores[j]
+                    if price > best + cutoff or (count == most and price >= above[i, most - 1]):
+                        continue
+                    at = count if count < most else most - 1
+                    count = at + 1
+                    while at > 0 and above[i, at - 1] > price:
+                        above[i, at], columns[i, at] = above[i, at - 1], columns[i, at - 1]
+                        at -= 1
+                    above[i, at], columns[i, at] = price, np.int64(near[1, d, start + j])
+                    best = above[i, 0]
+            for k in range(most):
+                if k >= count or above[i, k] > best + cutoff:
+                    columns[i, k] = NONE
+
+
+@inner()
+def _cost(x: Any, y: Any, i: int, j: int, metric: int) -> float:
+    total = 0.0
+    for k in range(x.shape[1]):
+        apart = x[i, k] - y[j, k]
+        total += abs(apart) if metric == 2 else apart * apart
+    return np.sqrt(total) if metric == 1 else total
+
+
+# ---- the tree ----------------------------------------------------------------------------------------------------
+
+
+@inner()
+def _detach(tree: Any, v: int) -> None:
+    up, after, before = tree[PARENT, v], tree[NEXT, v], tree[BEFORE, v]
+    if before == NONE:
+        tree[CHILD, up] = after
+    else:
+        tree[NEXT, before] = after
+    if after != NONE:
+        tree[BEFORE, after] = before
+
+
+@inner()
+def _attach(tree: Any, v: int, up: int) -> None:
+    first = tree[CHILD, up]
+    tree[PARENT, v], tree[NEXT, v], tree[BEFORE, v] = up, first, NONE
+    if first != NONE:
+        tree[BEFORE, first] = v
+    tree[CHILD, up] = v
+
+
+@inner()
+def _after_subtree(tree: Any, v: int, root: int) -> int:
+    """The node after the subtree of v in the preorder of the subtree of `root`; `root` after the last."""
+    while v != root and tree[NEXT, v] == NONE:
+        v = tree[PARENT, v]
+    return v if v == root else tree[NEXT, v]
+
+
+@inner()
+def _after(tree: Any, v: int, root: int) -> int:
+    """The node after v, likewise."""
+    return tree[CHILD, v] if tree[CHILD, v] != NONE else _after_subtree(tree, v, root)
+
+
+@inner()
+def _refresh(tree: Any, cost: Any, potential: Any, root: int) -> None:
+    """Potentials from the tree alone."""
+    potential[root] = 0.0
+    v = _after(tree, root, root)
+    while v != root:
+        potential[v] = cost[v] - potential[tree[PARENT, v]]
+        v = _after(tree, v, root)
+
+
+@inner()
+def _ship(tree: Any, flow: Any, cost: Any, left: Any, v: int, w: int, price: float) -> tuple[int, int]:
+    """Move what is left of one of two open nodes; return the one that is closed by that, a leaf below the other."""
+    leaf, other = (v, w) if left[v] <= left[w] else (w, v)
+    tree[PARENT, leaf], flow[leaf], cost[leaf] = other, left[leaf], price
+    left[other] -= left[leaf]
+    left[leaf] = 0
+    return leaf, other
+
+
+@compiled(seconds=2)
+def first_tree(
+    x: Any, y: Any, p: Any, q: Any, g: Any, metric: int, rows: Any, columns: Any, tree: Any, flow: Any, cost: Any,
+    potential: Any,
+) -> int:  # fmt: skip
+    """Write the tree of a greedy plan along these cells, and beyond to the cheapest open columns; return its root.
+
+    Points ship in the order of the cells, and what is left of them then in the order of x; the last nodes that are
+    open are the root and its last child.
+    """
+    n, m = x.shape[0], y.shape[0]
+    left, closed, open_columns = np.empty(n + m, np.int64), np.empty(n + m, np.int64), np.empty(m, np.int64)
+    whole_masses(p, q, n, m, left)
+    done, other, opened, last = 0, np.int64(0), 0, n + m - 1
+    for k in range(rows.shape[0]):
+        i, v = np.int64(rows[k]), np.int64(columns[k]) + n
+        if left[i] > 0 and left[v] > 0 and done < last:
+            closed[done], other = _ship(tree, flow, cost, left, i, v, _cost(x, y, i, v - n, metric))
+            done += 1
+    for j in range(m):
+        if left[n + j] > 0:
+            open_columns[opened] = j
+            opened += 1
+    for i in range(n):
+        while left[i] > 0 and done < last:
+            best, place = np.inf, 0
+            for k in range(opened):
+                price = _cost(x, y, i, open_columns[k], metric) - g[open_columns[k]]
+                if price < best:
+                    best, place = price, k
+            j = open_columns[place]
+            closed[done], other = _ship(tree, flow, cost, left, i, n + j, _cost(x, y, i, j, metric))
+            if closed[done] == n + j:
+                opened -= 1
+                open_columns[place] = open_columns[opened]
+            done += 1
+    tree[PARENT, other] = other
+    for v in range(n + m):
+        tree[SIZE, v], tree[CHILD, v], tree[NEXT, v], tree[BEFORE, v] = 1, NONE, NONE, NONE
+    for t in range(last):
+        v = closed[t]
+        tree[SIZE, tree[PARENT, v]] += tree[SIZE, v]
+        _attach(tree, v, tree[PARENT, v])
+    _refresh(tree, cost, potential, other)
+    return other
+
+
+@inner()
+def _raise(tree: Any, potential: Any, node: int, root: int, by: float, n: int) -> None:
+    """Raise f and lower g in the subtree of `node`; or do the opposite elsewhere, where fewer nodes are."""
+    if 2 * tree[SIZE, node] <= potential.shape[0]:
+        v = node
+        while True:
+            potential[v] += by if v < n else -by
+            v = _after(tree, v, node)
+            if v == node:
+                return
+    v = root
+    while True:
+        if v == node:
+            v = _after_subtree(tree, v, root)
+        else:
+            potential[v] -= by if v < n else -by
+            v = _after(tree, v, root)
+        if v == root:
+            return
+
+
+@spliced
+def _pivot(
+    tree: Any, flow: Any, cost: Any, potential: Any, root: int, row: int, column: int, price: float, reduced: float,
+    n: int,
+) -> None:  # fmt: skip
+    """Bring in the cell of nodes `row` and `column`."""
+    parent, size = tree[PARENT], tree[SIZE]
+    # Mass that enters from row to column leaves every second edge of the path between them, the ends included.
+    moved, out, behind_row = np.int64(2**62), row, True
+    u, v = row, column
+    while u != v:
+        if size[u] <= size[v]:
+            if u < n and flow[u] < moved:
+                moved, out, behind_row = flow[u], u, True
+            u = parent[u]
+        else:
+            if v >= n and flow[v] < moved:
+                moved, out, behind_row = flow[v], v, False
+            v = parent[v]
+    top, u, v = u, row, column
+    while u != top:
+        flow[u] += -moved if u < n else moved
+        u = parent[u]
+    while v != top:
+        flow[v] += moved if v < n else -moved
+        v = parent[v]
+    node, above = (row, column) if behind_row else (column, row)
+    u, total = parent[out], size[out]
+    while u != top:
+        size[u] -= total
+        u = parent[u]
+    u = above
+    while u != top:
+        size[u] += total
+        u = parent[u]
+    # The path from `node` up to `out` turns over.
+    v, amount, inside = node, moved, size[node] - size[node]
+    while True:
+        old_parent, old_flow, old_cost, old_size = parent[v], flow[v], cost[v], size[v]
+        _detach(tree, v)
+        _attach(tree, v, above)
+        flow[v], cost[v], size[v] = amount, price, total - inside
+        if v == out:
+            break
+        above, v, amount, price, inside = v, old_parent, old_flow, old_cost, old_size
+    _raise(tree, potential, node, root, reduced if behind_row else -reduced, n)
+
+
+@compiled(seconds=3)
+def search_cells(
+    rows: Any, columns: Any, costs: Any, tree: Any, flow: Any, cost: Any, potential: Any, n: int, root: int, most: int
+) -> int:
+    """Pivot until no reduced cost of the cells is negative; return the pivots made, or -1 where `most` are too few.
+
+    rows and columns are nodes.
+    """
+    count = rows.shape[0]
+    together = int(np.sqrt(count)) + 1
+    pivots, start, clean, rounding, fresh = 0, 0, 0, ROUNDING, False
+    while True:
+        best, at, stop = 0.0, 0, min(start + together, count)
+        for k in range(start, stop):
+            reduced = costs[k] - potential[rows[k]] - potential[columns[k]]
+            if reduced < best:
+                best, at = reduced, k
+        clean += stop - start
+        start = stop if stop < count else 0
+        if best < -rounding * (abs(costs[at]) + abs(potential[rows[at]]) + abs(potential[columns[at]])):
+            if pivots == most:
+                return -1
+            _pivot(tree, flow, cost, potential, root, rows[at], columns[at], costs[at], best, n)
+            pivots += 1
+            clean, fresh = 0, False
+        if clean >= count:
+            if fresh:
+                return pivots
+            # Potentials without the rounding of the pivots, and a larger tolerance, so that the search ends.
+            _refresh(tree, cost, potential, root)
+            rounding *= 2
+            clean, fresh = 0, True
+
+
+@compiled()
+def flows_of(tree: Any, p: Any, q: Any, root: int, moved: Any) -> None:
+    """Write the real mass on the edge above each node, summed up from the leaves; 0 above the root."""
+    n, count = p.shape[0], p.shape[0] + q.shape[0]
+    order, v = np.empty(count, np.int64), root
+    for t in range(count):
+        order[t] = v
+        v = _after(tree, v, root)
+        moved[t] = p[t] if t < n else -q[t - n]
+    for t in range(count - 1, 0, -1):
+        v = order[t]
+        moved[tree[PARENT, v]] += moved[v]
+        # Flows of nearly nothing may come out negative: the search worked with rounded masses.
+        moved[v] = max(moved[v] if v < n else -moved[v], 0.0)
+    moved[root] = 0.0

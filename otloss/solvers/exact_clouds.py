@@ -1,0 +1,290 @@
+"""Exact transport between two large clouds of points, in memory that grows with n + m, certified.
+
+The network simplex needs few of the n m cells of the plan if it is given the right ones:
+
+1. Clusters of points, at most `CLUSTERS` for each cloud, are solved with an epsilon that blurs a cluster. A soft
+   minimum takes their potentials to the points.
+2. The cells to begin with: for each point `CELLS` of least reduced cost C_ij - f_i - g_j, for those potentials.
+3. The simplex on these cells (`_kernels.cloud_simplex`). It starts from a plan in which points ship in the order of
+   leaves of a shortest spanning tree by reduced costs: the optimum, if the potentials are optimal.
+4. Cells of negative reduced cost among all n m, the worst of each point, are added, and the simplex goes on; until
+   there are none.
+
+So the plan is optimal among all plans and not only on the cells. A last pass computes both c-transforms over all pairs,
+by another kernel than the search for cells, and the duality gap is checked as that of dense problems is.
+
+Sources: B. Schmitzer, A Sparse Multiscale Algorithm for Dense Optimal Transport, 2016; S. Gerber, M. Maggioni,
+Multiscale Strategies for Computing Optimal Transport, 2017.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+
+import numpy as np
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from otloss._kernels import may_run_on
+from otloss.costs import PointCost
+from otloss.solvers.entropic.coarse import grouped
+from otloss.solvers.exact import ExactSolution, Optimum, check_outcome
+from otloss.solvers.problem import Problem
+
+METRICS = ("sqeuclidean", "euclidean", "l1")
+LEAST_PAIRS = 2**21  # below, the dense way takes about as long in ten dimensions
+LARGEST_COST = 1e100  # beyond, numbers may overflow; the dense way then raises
+CLUSTERS, CLUSTER_TOLERANCE, CLUSTER_ITERATIONS = 2500, 1e-2, 300
+POINTS_OF_CLUSTER = 4  # at least, on average
+LEAST_EPSILON = 1e-5  # of the largest cost, for the clusters
+SHARE_OF_LENGTH = 0.2  # epsilon over the size of a cluster, where costs are lengths
+CELLS, MORE_CELLS = 16, 4  # of a point to begin with, and of those that are added at a time
+NEAR = 5.0  # epsilons of the clusters, up to which reduced costs count
+ROUNDING = 4e-15  # reduced costs above this, relative to the numbers they are the difference of, count as zero
+MOST_PIVOTS = 1000  # per point
+PLAN_BLOCK = 2**24  # cells of the dense plan made at a time
+
+
+def takes_clouds(problem: Problem) -> bool:
+    """Whether this is an exact problem for `solve_between_clouds`."""
+    cost = problem.cost
+    if type(cost) is not PointCost or cost.metric not in METRICS or problem.has_empty_side:
+        return False
+    if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
+        return False
+    if cost.shape[0] * cost.shape[1] < LEAST_PAIRS or not may_run_on(cost.x, cost.y, problem.p, problem.q):
+        return False  # derivatives in forward mode are those of the matrix
+    return float(cost.largest()) < LARGEST_COST
+
+
+@dataclass(frozen=True)
+class CloudSolution(ExactSolution):
+    """An exact solution whose cost is never a matrix: the value depends on the costs of the cells of the plan alone.
+
+    `along` (cells,) are these, with the graph of the points.
+    """
+
+    along: Float[Tensor, " cells"]
+
+    def __post_init__(self) -> None:
+        pass  # there is no matrix to watch
+
+    @property
+    def inputs(self) -> tuple[Tensor, ...]:
+        return (self.problem.p, self.problem.q, self.problem.epsilon, self.along)
+
+    @cached_property
+    def potentials(self) -> tuple[Tensor, Tensor]:
+        f, g = self.optimum.f, self.optimum.g
+        empty = self.problem.q.detach() == 0
+        least = _without_graph(self.problem.cost).T.softmin(f, 0.0) if bool(empty.any()) else g
+        return f, torch.where(empty, torch.minimum(g, least), g)
+
+    def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
+        (n, m), batch = self.problem.cost.shape, self.problem.batch
+        rows, columns, flows = (t.reshape(-1) for t in (self.optimum.rows, self.optimum.columns, self.optimum.flows))
+        step = max(1, PLAN_BLOCK // m)
+        for first in range(0, n, step):
+            inside = (rows >= first) & (rows < first + step)
+            block = flows.new_zeros(min(step, n - first), m)
+            block.index_put_((rows[inside] - first, columns[inside]), flows[inside])
+            yield slice(first, first + len(block)), block.expand(*batch, *block.shape)
+
+    def cost_gradients(self, upstream: Float[Tensor, "*batch"]) -> tuple[Tensor, ...]:
+        """The derivative in `along`: the mass of the cells."""
+        flows = self.optimum.flows.reshape(-1)
+        return (upstream.reshape(()).to(flows) * flows,) if self.along.requires_grad else ()
+
+
+def solve_between_clouds(problem: Problem) -> CloudSolution:
+    """Solve a problem that `takes_clouds`.
+
+    Raises:
+        RuntimeError: if the optimum is not reached, or not certified by its potentials.
+    """
+    cost = problem.cost
+    assert isinstance(cost, PointCost)
+    with torch.no_grad():
+        optimum = _optimum(replace(problem, cost=_without_graph(cost)))
+    rows, columns = optimum.rows.reshape(-1), optimum.columns.reshape(-1)
+    along = cost.between(cost.x[rows], cost.y[columns], cost.metric).diagonal()
+    return CloudSolution(problem, optimum, optimum.value.to(problem.p), along=along)
+
+
+def _without_graph(cost: PointCost) -> PointCost:
+    x = cost.x.detach().double()
+    return PointCost(x, x if cost.y is cost.x else cost.y.detach().double(), metric=cost.metric)
+
+
+def _optimum(problem: Problem) -> Optimum:
+    from otloss._kernels.points import order_of
+
+    cost = problem.cost
+    assert isinstance(cost, PointCost)
+    p, q = (w.detach().double().reshape(-1) for w in (problem.p, problem.q))
+    members = [w.nonzero().squeeze(-1) for w in (p, q)]
+    members = [of[order_of(points[of])] for of, points in zip(members, (cost.x, cost.y), strict=True)]
+    x, y, a, b = cost.x[members[0]], cost.y[members[1]], p[members[0]], q[members[1]]
+    b = b * (a.sum() / b.sum())
+    among = PointCost(x, y, metric=cost.metric)
+    f, g, epsilon = _first_potentials(among, a, b)
+    if problem.start is not None:
+        g = problem.start[1].double().reshape(-1)[members[1]]
+        f = among.softmin(g, 0.0)
+    basis = _Basis(among, a, b, f, g, cutoff=NEAR * epsilon)
+    while basis.pivots >= 0 and basis.add_cells():
+        basis.search()
+    rows, columns, flows = basis.plan()
+    value = float(flows @ _costs(x[rows], y[columns], among))
+    g = torch.full_like(q, -torch.inf).index_copy_(0, members[1], basis.g)
+    f = cost.softmin(g, 0.0)
+    g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
+    gap, scale = value - float(a @ f[members[0]] + b @ g[members[1]]), float(among.largest() * a.sum())
+    check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
+    answer = (a.new_tensor(value), a.new_tensor(gap), torch.tensor(basis.pivots), f, g)
+    cells = (members[0][rows], members[1][columns], flows)
+    return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in (*answer, *cells)))
+
+
+def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, float]:
+    """Potentials (f, g) near the optimal ones, and how near, in the unit of the cost."""
+    from otloss._kernels.sinkhorn_call import run_kernel
+
+    count = max(2, min(CLUSTERS, min(len(p), len(q)) // POINTS_OF_CLUSTER))
+    _, _, centres_x, few_p, within_x = grouped(cost.x, p, count)
+    _, _, centres_y, few_q, within_y = grouped(cost.y, q, count)
+    blur, largest = max(within_x, within_y), float(cost.largest())
+    epsilon = max(blur if cost.metric == "sqeuclidean" else SHARE_OF_LENGTH * math.sqrt(blur), LEAST_EPSILON * largest)
+    if epsilon == 0:
+        return torch.zeros_like(p), torch.zeros_like(q), 0.0
+    # In units of epsilon, in which float32 neither underflows nor overflows.
+    unit, origin = math.sqrt(epsilon) if cost.metric == "sqeuclidean" else epsilon, centres_y.mean(0)
+    scaled = [((centres - origin) / unit).float() for centres in (centres_x, centres_y)]
+    matrix = PointCost(*scaled, metric=cost.metric).dense()
+    few_q = few_q * (few_p.sum() / few_q.sum())
+    few = [(w / few_p.sum()).float().unsqueeze(0) for w in (few_p, few_q)]
+    potential, _, _ = run_kernel(
+        *few, matrix.unsqueeze(0), owner=np.zeros(1, np.int64), epsilon=np.ones(1),
+        tolerance=CLUSTER_TOLERANCE, most=CLUSTER_ITERATIONS,
+    )  # fmt: skip
+    potential = epsilon * (potential[0].double() + few[0][0].double().log())
+    g = PointCost(cost.y, centres_x, metric=cost.metric).softmin(potential, epsilon)
+    if not bool(torch.isfinite(g).all()):
+        g = torch.zeros_like(q)
+    return cost.softmin(g, 0.0), g, epsilon
+
+
+class _Basis:
+    """A spanning tree of the plan, and the cells that may enter it; all points hold mass, neighbours side by side."""
+
+    def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor, *, cutoff: float) -> None:
+        from otloss._kernels.cloud_simplex import first_tree
+        from otloss._kernels.points import METRICS as NUMBERS
+
+        self.cost, self.metric, self.cutoff = cost, NUMBERS[str(cost.metric)], cutoff
+        self.p, self.q, self.x, self.y = (t.contiguous().numpy() for t in (p, q, cost.x, cost.y))
+        n, m = cost.shape
+        pairs = [self._near(f, g, by_rows=by_rows, count=CELLS) for by_rows in (True, False)]
+        keys = np.unique(np.concatenate([rows * m + columns for rows, columns in pairs]))
+        self.rows, self.columns = keys // m, keys % m
+        self.costs = self._costs(self.rows, self.columns)
+        reduced = self._reduced(f, g)
+        first = np.concatenate([_leaves_first(self.rows, self.columns + n, reduced, n + m), np.argsort(reduced)])
+        self.tree, self.flow = np.empty((5, n + m), np.int32), np.empty(n + m, np.int64)
+        self.edges, self.potential = np.empty(n + m), np.empty(n + m)
+        self.root = first_tree(
+            self.x, self.y, self.p, self.q, g.numpy(), self.metric, self.rows[first], self.columns[first], self.tree,
+            self.flow, self.edges, self.potential,
+        )  # fmt: skip
+        self.pivots, self.by_rows = 0, True
+        self.search()
+
+    @property
+    def f(self) -> Tensor:
+        return torch.from_numpy(self.potential[: len(self.p)])
+
+    @property
+    def g(self) -> Tensor:
+        return torch.from_numpy(self.potential[len(self.p) :])
+
+    def search(self) -> None:
+        """Pivot until the plan is optimal on the cells; `pivots` is then -1 where that takes too many."""
+        from otloss._kernels.cloud_simplex import search_cells
+
+        n = len(self.p)
+        made = search_cells(
+            self.rows, self.columns + n, self.costs, self.tree, self.flow, self.edges, self.potential, n, self.root,
+            MOST_PIVOTS * len(self.potential) - self.pivots,
+        )  # fmt: skip
+        self.pivots = self.pivots + made if made >= 0 else -1
+
+    def add_cells(self) -> bool:
+        """Add cells of negative reduced cost, in turn those of rows and of columns; whether there are any."""
+        rows, columns = self._near(self.f, self.g, by_rows=self.by_rows, count=MORE_CELLS)
+        self.by_rows = not self.by_rows
+        costs, f, g = self._costs(rows, columns), self.f.numpy()[rows], self.g.numpy()[columns]
+        missing = costs - f - g < -ROUNDING * (costs + np.abs(f) + np.abs(g))
+        kept = self._reduced(self.f, self.g) <= 2 * self.cutoff
+        old, new = (self.rows, self.columns, self.costs), (rows, columns, costs)
+        cells = (np.concatenate([mine[kept], more[missing]]) for mine, more in zip(old, new, strict=True))
+        self.rows, self.columns, self.costs = cells
+        return bool(missing.any())
+
+    def plan(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The rows, columns and mass of the n + m - 1 cells of the tree."""
+        from otloss._kernels.cloud_simplex import PARENT, flows_of
+
+        n, moved = len(self.p), np.empty(len(self.potential))
+        flows_of(self.tree, self.p, self.q, self.root, moved)
+        nodes = np.delete(np.arange(len(moved)), self.root)
+        above = self.tree[PARENT, nodes].astype(np.int64)
+        ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
+        return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
+
+    def _near(self, f: Tensor, g: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """For each row, or column, `count` cells of least reduced cost."""
+        from otloss._kernels._threads import run_on_threads
+        from otloss._kernels.cloud_simplex import NONE, near_cells
+        from otloss._kernels.softmin import BLOCK, ROWS, tasks
+
+        x, y, price = (self.x, self.y, g) if by_rows else (self.y, self.x, f)
+        numbered = np.concatenate([y.T, np.arange(len(y))[None]])
+        places = np.empty((len(x), count), np.int64)
+        arguments = (x, numbered, price.numpy(), self.cutoff, self.metric, places, np.empty(places.shape))
+        run_on_threads(near_cells, tasks(len(x), 1, ROWS * BLOCK), arguments)
+        mine, their_place = np.nonzero(places != NONE)
+        theirs = places[mine, their_place]
+        return (mine, theirs) if by_rows else (theirs, mine)
+
+    def _costs(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
+        return _costs(self.cost.x[rows], self.cost.y[columns], self.cost).numpy()
+
+    def _reduced(self, f: Tensor, g: Tensor) -> np.ndarray:
+        return self.costs - f.numpy()[self.rows] - g.numpy()[self.columns]
+
+
+def _leaves_first(rows: np.ndarray, columns: np.ndarray, lengths: np.ndarray, count: int) -> np.ndarray:
+    """The edges of a shortest spanning tree of these cells, those of leaves before those above them."""
+    from scipy.sparse import coo_array
+    from scipy.sparse.csgraph import breadth_first_order, minimum_spanning_tree
+
+    # One more node, far from all, joins parts that no cell joins. Lengths of 0 would be no edges.
+    everywhere = np.arange(count)
+    far = np.full(count, 1e3 * (lengths.max() - lengths.min()) + 2.0)
+    ends = np.concatenate([rows, everywhere]), np.concatenate([columns, np.full(count, count)])
+    size = (count + 1, count + 1)
+    tree = minimum_spanning_tree(coo_array((np.concatenate([lengths - lengths.min() + 1.0, far]), ends), size).tocsr())
+    order, above = breadth_first_order(tree, count, directed=False)
+    nodes = order[:0:-1]
+    nodes = nodes[above[nodes] < count]
+    keys = np.minimum(nodes, above[nodes]) * count + np.maximum(nodes, above[nodes])
+    return np.searchsorted(rows * count + columns, keys)
+
+
+def _costs(x: Tensor, y: Tensor, like: PointCost) -> Tensor:
+    """The costs of pairs of points, one by one."""
+    return like.between(x, y, like.metric).diagonal()
