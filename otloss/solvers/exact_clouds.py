@@ -81,7 +81,9 @@ class CloudSolution(ExactSolution):
     def potentials(self) -> tuple[Tensor, Tensor]:
         f, g = self.optimum.f, self.optimum.g
         empty = self.problem.q.detach() == 0
-        least = _without_graph(self.problem.cost).T.softmin(f, 0.0) if bool(empty.any()) else g
+        cost = self.problem.cost
+        assert isinstance(cost, PointCost)
+        least = _without_graph(cost).T.softmin(f, 0.0) if bool(empty.any()) else g
         return f, torch.where(empty, torch.minimum(g, least), g)
 
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -165,13 +167,12 @@ def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Te
     unit, origin = math.sqrt(epsilon) if cost.metric == "sqeuclidean" else epsilon, centres_y.mean(0)
     scaled = [((centres - origin) / unit).float() for centres in (centres_x, centres_y)]
     matrix = PointCost(*scaled, metric=cost.metric).dense()
-    few_q = few_q * (few_p.sum() / few_q.sum())
-    few = [(w / few_p.sum()).float().unsqueeze(0) for w in (few_p, few_q)]
+    few_p, few_q = (w / w.sum() for w in (few_p, few_q))
     potential, _, _ = run_kernel(
-        *few, matrix.unsqueeze(0), owner=np.zeros(1, np.int64), epsilon=np.ones(1),
+        few_p.float()[None], few_q.float()[None], matrix[None], owner=np.zeros(1, np.int64), epsilon=np.ones(1),
         tolerance=CLUSTER_TOLERANCE, most=CLUSTER_ITERATIONS,
     )  # fmt: skip
-    potential = epsilon * (potential[0].double() + few[0][0].double().log())
+    potential = epsilon * (potential[0].double() + few_p.log())
     g = PointCost(cost.y, centres_x, metric=cost.metric).softmin(potential, epsilon)
     if not bool(torch.isfinite(g).all()):
         g = torch.zeros_like(q)
@@ -179,7 +180,7 @@ def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Te
 
 
 class _Basis:
-    """A spanning tree of the plan, and the cells that may enter it; all points hold mass, neighbours side by side."""
+    """A spanning tree of the plan, and cells to add to it; all points hold mass, neighbours side by side."""
 
     def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor, *, cutoff: float) -> None:
         from otloss._kernels.cloud_simplex import first_tree
