@@ -46,7 +46,7 @@ test-newest: build/tools  ## the tests with the newest versions of everything; s
 	$(call test_with,newest,--resolution highest)
 
 docs: $(FOR_DEV)  ## the site in build/site, offline; a warning or a broken link is an error
-	@rm -rf docs/reference/generated
+	@rm -rf docs/reference/generated docs/tutorials_built
 	OMP_NUM_THREADS=1 $(BIN)/python -m sphinx -b html -q -W --keep-going docs build/site
 	$(BIN)/python .ci/check_site.py build/site
 

@@ -20,7 +20,8 @@ from typing import Any
 
 PAGES = (
     "index", "start", "which_loss", "transport_in_pictures", "ordinal", "numbers", "gallery", "evidence", "results",
-    "coming_from", "questions", "reference/index", "reference/generated/otloss.sinkhorn",
+    "coming_from", "questions", "tutorials_built/index", "tutorials_built/plot_grades", "tutorials_built/plot_clouds",
+    "tutorials_built/plot_trl", "reference/index", "reference/generated/otloss.sinkhorn",
 )  # fmt: skip
 SIZES = {"wide": (1400, 900), "narrow": (400, 800)}
 # Pictures without pixels, and boxes beyond the right edge of the window outside of boxes that scroll by themselves.

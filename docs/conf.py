@@ -24,8 +24,18 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_design",
     "sphinx_copybutton",
+    "sphinx_gallery.gen_gallery",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "tutorials/*"]
+sphinx_gallery_conf = {  # the tutorials run at each build
+    "examples_dirs": "tutorials",
+    "gallery_dirs": "tutorials_built",
+    "download_all_examples": False,
+    "show_signature": False,
+    "abort_on_example_error": True,
+    "capture_repr": (),  # what is printed alone
+    "write_computation_times": False,  # its table comes from a network
+}
 templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_extra_path = ["llms.txt"]
