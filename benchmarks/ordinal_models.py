@@ -45,7 +45,7 @@ class Model:
 
 def models() -> list[Model]:
     """All contestants; ours, and the same models trained by cross-entropy, are in the same order."""
-    return [*_ours(), *_votes(), *_linear_peers(), *_networks(), *_trees()]
+    return [*_ours(), *_votes(), *_linear_peers(), *_of_skordinal(), *_networks(), *_trees()]
 
 
 # ---- ours, and cross-entropy in the same models ----------------------------------------------------------------------
@@ -103,14 +103,26 @@ def _linear_peers() -> list[Model]:
     import mord
     from sklearn.linear_model import LogisticRegression
 
-    def scaled(model: Any) -> Any:
-        return make_pipeline(StandardScaler(), model)
+    return [
+        Model("LogisticRegression", "linear", PEER, lambda s, k: _scaled(LogisticRegression(max_iter=2000))),
+        Model("mord LogisticAT", "linear", PEER, lambda s, k: _scaled(mord.LogisticAT())),
+        Model("mord LogisticIT", "linear", PEER, lambda s, k: _scaled(mord.LogisticIT())),
+        Model("statsmodels OrderedModel", "linear", PEER, lambda s, k: _scaled(Ordered())),
+    ]
+
+
+def _scaled(model: Any) -> Any:
+    return make_pipeline(StandardScaler(), model)
+
+
+def _of_skordinal() -> list[Model]:
+    """Its linear models (its LogisticAT and LogisticIT are mord's) and its network that returns probabilities."""
+    from skordinal.classifiers import NNPOM, POM, OrdinalDecomposition
 
     return [
-        Model("LogisticRegression", "linear", PEER, lambda s, k: scaled(LogisticRegression(max_iter=2000))),
-        Model("mord LogisticAT", "linear", PEER, lambda s, k: scaled(mord.LogisticAT())),
-        Model("mord LogisticIT", "linear", PEER, lambda s, k: scaled(mord.LogisticIT())),
-        Model("statsmodels OrderedModel", "linear", PEER, lambda s, k: scaled(Ordered())),
+        Model("skordinal POM", "linear", PEER, lambda s, k: _scaled(POM())),
+        Model("skordinal OrdinalDecomposition", "linear", PEER, lambda s, k: _scaled(OrdinalDecomposition())),
+        Model("skordinal NNPOM", "network", PEER, lambda s, k: _scaled(NNPOM(random_state=s))),
     ]
 
 

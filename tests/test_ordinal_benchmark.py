@@ -51,7 +51,7 @@ def test_small_classes_are_left_out_and_large_sets_reduced() -> None:
 
 @pytest.mark.slow
 def test_a_run_resumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for peer in ("mord", "dlordinal", "coral_pytorch", "statsmodels", "xgboost", "lightgbm"):
+    for peer in ("mord", "dlordinal", "skordinal", "coral_pytorch", "statsmodels", "xgboost", "lightgbm"):
         pytest.importorskip(peer)
     ordinal.times(Settings(small=True, output=tmp_path))
     assert len((tmp_path / "results.csv").read_text().splitlines()) == 1 + 3 * len(ordinal.BATCHES)

@@ -45,6 +45,7 @@ OWN_SETTINGS = {
     "early_stopping_round",
     "early_stopping_rounds",
 }
+SAMPLED = 0.5  # of the rows in each round
 # Other kinds of rounds change earlier ones, so that none is the best to stop at, or cannot start from the frequencies.
 KINDS = (None, "gbtree", "gbdt", "goss", "plain")
 
@@ -242,7 +243,7 @@ def _train_xgboost(
         "learning_rate": settings.learning_rate,
         "max_depth": settings.max_depth,
         "min_child_weight": 0.1,
-        "subsample": 0.8,
+        "subsample": SAMPLED,
         "nthread": settings.threads,
         "seed": settings.seed,
         **settings.extra,
@@ -273,7 +274,7 @@ def _lightgbm_parameters(settings: TreeSettings) -> dict[str, Any]:
     depth = extra.get("max_depth", settings.max_depth)
     # Rows sampled by the size of their gradients exclude bagging.
     sampled = "goss" in (extra.get("boosting"), extra.get("data_sample_strategy"))
-    fraction = extra.get("bagging_fraction", 1.0 if sampled else 0.8)
+    fraction = extra.get("bagging_fraction", 1.0 if sampled else SAMPLED)
     return {
         "objective": lightgbm_objective(settings.positions, **settings.loss),
         "num_class": settings.positions,

@@ -49,7 +49,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         n_estimators: rounds, at most where training stops early.
         learning_rate, max_depth: as XGBoost names them.
         booster_params: further settings by any of the library's own names; they take precedence. Without them each
-            round samples 0.8 of the rows, leaves are limited by a sum of curvatures of 0.1 (a row has a small one: 1
+            round samples half of the rows, leaves are limited by a sum of curvatures of 0.1 (a row has a small one: 1
             would need four rows or many more) and the L2 penalty is 1. For columns of categories LightGBM starts from
             cat_smooth=1, cat_l2=1 and min_data_per_group=1; its own settings are for larger curvatures.
         class_weight, decode, calibration: as for `OrdinalClassifier`.
@@ -101,7 +101,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         cost: Any = None,
         transport: float = 1.0,
         cross_entropy: float = 0.0,
-        n_estimators: int = 500,
+        n_estimators: int = 1000,
         learning_rate: float = 0.05,
         max_depth: int = 3,
         booster_params: dict[str, Any] | None = None,
@@ -110,7 +110,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         calibration: str | None = None,
         early_stopping: bool | str = "auto",
         validation_fraction: float = 0.2,
-        n_iter_no_change: int = 20,
+        n_iter_no_change: int = 50,
         n_jobs: int | None = None,
         random_state: Any = None,
     ) -> None:
