@@ -1,8 +1,8 @@
 """`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, barycenters,
 single_problems, matching, gradients, boosting, first_calls, or all.
 
-ordinal and ordinal_loss (with packages of the extra "peers"), mathematics, mathematics_t5, number_regression,
-place_values, ratings and word_similarity run only by name: ordinal and mathematics train for an hour and more.
+ordinal and ordinal_loss (with packages of the extra "peers"), mathematics, number_regression, place_values,
+ratings and word_similarity run only by name: ordinal and mathematics train for an hour and more.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ BENCHMARKS = (
     "boosting", "first_calls",
 )  # fmt: skip
 BY_NAME = (
-    "ordinal", "ordinal_loss", "mathematics", "mathematics_t5", "number_regression", "place_values", "ratings",
+    "ordinal", "ordinal_loss", "mathematics", "number_regression", "place_values", "ratings",
     "word_similarity",
 )  # fmt: skip
 

@@ -138,19 +138,6 @@ def test_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert all("% of labels numbers" in row["case"] for row in kept)
 
 
-@pytest.mark.slow
-@needs_data
-def test_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("accelerate")
-    run("mathematics", tmp_path, monkeypatch)
-    assert "| number_token |" in capsys.readouterr().out
-    kept = rows(tmp_path / "mathematics.csv")
-    assert {row["case"] for row in kept} == {"digits", "multi-digit BPE"}
-    assert {"exact_match", "median_absolute_error", "answer_nll"} <= {row["measure"] for row in kept}
-    with pytest.raises(FileExistsError, match="--resume"):
-        run("mathematics", tmp_path, monkeypatch)
-
-
 def test_number_regression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """Every arm has a row for each decoding; measures are those of the library's distributions over numbers."""
     from benchmarks import number_regression as regression
@@ -242,15 +229,15 @@ def test_ratings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @needs_data
-def test_mathematics_t5(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
-    from benchmarks import mathematics_t5
+    from benchmarks import mathematics
 
-    run("mathematics_t5", tmp_path, monkeypatch)
+    run("mathematics", tmp_path, monkeypatch)
     assert "| NTL-MSE " in capsys.readouterr().out
-    kept = rows(tmp_path / "mathematics_t5.csv")
+    kept = rows(tmp_path / "mathematics.csv")
     assert {row["case"] for row in kept} == {"digits", "multi-digit tokens"}
-    assert {row["arm"] for row in kept} == {"start", *mathematics_t5.SMALL_ARMS}
+    assert {row["arm"] for row in kept} == {"start", *mathematics.SMALL_ARMS}
 
 
 @pytest.mark.slow
