@@ -14,7 +14,9 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.utils import get_tags
 from sklearn.utils.validation import has_fit_parameter
 
+from otloss._ordered_classes import check_choice
 from otloss.estimators.base import OrdinalBase, unchanged_on_error
+from otloss.estimators.decode import RULES
 
 
 class OrdinalDecomposition(OrdinalBase):
@@ -71,6 +73,9 @@ class OrdinalDecomposition(OrdinalBase):
 
     def _binary(self) -> Any:
         return LogisticRegression() if self.estimator is None else self.estimator
+
+    def _check_decode(self) -> None:
+        check_choice("decode", self.decode, RULES[:-1])  # There is no cost here.
 
     def _check_settings(self) -> None:
         super()._check_settings()

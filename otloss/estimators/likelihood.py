@@ -38,6 +38,16 @@ class LikelihoodSummary:
         covariance: (d + m - 1, d + m - 1) of the estimates.
         log_likelihood: the sum over the rows.
         rows: their number, or the sum of their weights.
+
+    Example:
+        >>> from otloss.estimators import OrdinalClassifier
+        >>> X, y = np.arange(6.0)[:, None], np.array([0, 1, 0, 1, 0, 1])
+        >>> model = OrdinalClassifier(model="cumulative", transport=0, cross_entropy=1, alpha=0).fit(X, y)
+        >>> print(model.summary(X, y))
+                    estimate  std error        z       p      2.5 %     97.5 %
+        x0            0.3614     0.5174     0.70   0.485    -0.6527      1.375
+        0 | 1         0.9034       1.55     0.58   0.560     -2.134      3.941
+        log-likelihood -3.89501, AIC 11.79, BIC 11.3735, rows 6
     """
 
     names: tuple[str, ...]
