@@ -152,9 +152,10 @@ def first_tree(
     n, m = x.shape[0], y.shape[0]
     left, closed, open_columns = np.empty(n + m, np.int64), np.empty(n + m, np.int64), np.empty(m, np.int64)
     whole_masses(p, q, n, m, left)
-    done, other, opened, last = 0, np.int64(0), 0, n + m - 1
+    other: Any = np.int64(0)
+    done, opened, last = 0, 0, n + m - 1
     for k in range(rows.shape[0]):
-        i, v = np.int64(rows[k]), np.int64(columns[k]) + n
+        i, v = rows[k], columns[k] + n
         if left[i] > 0 and left[v] > 0 and done < last:
             closed[done], other = _ship(tree, flow, cost, left, i, v, _cost(x, y, i, v - n, metric))
             done += 1

@@ -74,12 +74,14 @@ def points_softmin(
     epsilon: float | Tensor,
     metric: str,
     orders: Orders | None = None,
+    left_out: float = 0.0,
 ) -> Float[Tensor, "*batch n"]:
     """Return -epsilon logsumexp_j((potential_j - C_ij) / epsilon), in the dtype of the potential.
 
-    With the `orders` of x and of y pairs that do not count are left out.
+    With the `orders` of x and of y pairs that do not count are left out: they add up to at most a rounding of the sum,
+    or to the share `left_out` of it.
     """
-    return _by_rows(x, y, potential, None, epsilon, metric, orders)
+    return _by_rows(x, y, potential, None, epsilon, metric, orders, left_out)
 
 
 def gradients_in_x(
@@ -97,8 +99,9 @@ def gradients_in_x(
 
 
 def _by_rows(
-    x: Tensor, y: Tensor, h: Tensor, a: Tensor | None, epsilon: float | Tensor, metric: str, orders: Orders | None
-) -> Tensor:
+    x: Tensor, y: Tensor, h: Tensor, a: Tensor | None, epsilon: float | Tensor, metric: str, orders: Orders | None,
+    left_out: float = 0.0,
+) -> Tensor:  # fmt: skip
     """Soft minima over h - C, or with `a` the gradients."""
     if orders is not None:
         x, y, h = x.detach()[orders[0]], y.detach()[orders[1]], h.detach()[..., orders[1]]
@@ -113,7 +116,7 @@ def _by_rows(
     out, total = (np.empty((problems, n), scores.dtype) for _ in range(2))
     gradients = np.empty((0 if a is None else problems, n, d), scores.dtype)
     other = shift.expand(-1, n) if a is None else a.detach().double().expand(*batch, n).reshape(-1, n) + shift
-    cutoff, span = _cutoff(x, y, width, left_out=orders is not None)
+    cutoff, span = _cutoff(x, y, width, None if orders is None else left_out)
     run_on_threads(
         points_rows, tasks(n, problems, span),
         (points, others, which_x, which_y, scores, inverse, cutoff, span, METRICS[metric], out, total,
@@ -127,15 +130,16 @@ def _by_rows(
     return found if orders is None else torch.empty_like(found).index_copy_(axis, orders[0], found)
 
 
-def _cutoff(x: Tensor, y: Tensor, width: Tensor, *, left_out: bool) -> tuple[np.ndarray, int]:
+def _cutoff(x: Tensor, y: Tensor, width: Tensor, left_out: float | None) -> tuple[np.ndarray, int]:
     """How far below the best of a row a score must be to be left out, (B,), and the rows of a task.
 
-    All that is left out of a row is less than a rounding of its sum; what the scores' own rounding could hide is added.
+    All that is left out of a row is at most the share `left_out` of its sum, or a rounding of it; what the scores' own
+    rounding could hide is added. With None nothing is left out.
     """
-    if not left_out:
+    if left_out is None:
         return x.new_full((len(width),), torch.inf).numpy(), ROWS
     rounding = torch.finfo(x.dtype).eps
     spread = float((torch.maximum(x.amax(0), y.amax(0)) - torch.minimum(x.amin(0), y.amin(0))).double().square().sum())
     scale = max(spread, math.sqrt(3 * spread))  # the largest cost of any metric
-    cutoff = width.squeeze(-1) * math.log(2 * len(y) / rounding) + 8 * rounding * scale
+    cutoff = width.squeeze(-1) * math.log(2 * len(y) / max(rounding, min(left_out, 1.0))) + 8 * rounding * scale
     return cutoff.to(x.dtype).contiguous().numpy(), ROWS * BLOCK

@@ -142,7 +142,10 @@ class PointCost(Cost):
                 return _cosine_product(cost, v)
             return _square_product(cost, v)
 
-    def softmin(self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor) -> Float[Tensor, "*batch n"]:
+    def softmin(
+        self, potential: Float[Tensor, "*batch m"], epsilon: float | Tensor, *, left_out: float = 0.0
+    ) -> Float[Tensor, "*batch n"]:
+        """As `Cost.softmin`; where pairs of large clouds are left out, up to this share of a row's sum may be."""
         check_floating("potential", potential)
         if makes_graph(potential, self.x, self.y) or not self._has_kernel(potential):
             return super().softmin(potential, epsilon)
@@ -150,7 +153,9 @@ class PointCost(Cost):
 
         potential, epsilon, _ = self._softmin_arguments(potential, epsilon)
         orders = self._orders_of(self.x, self.y)
-        return points_softmin(self.x, self.y, potential, epsilon=epsilon, metric=str(self.metric), orders=orders)
+        return points_softmin(
+            self.x, self.y, potential, epsilon=epsilon, metric=str(self.metric), orders=orders, left_out=left_out
+        )
 
     def _orders_of(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
         from otloss._kernels.points import can_leave_out, order_of

@@ -79,6 +79,17 @@ def test_what_is_left_out_of_a_soft_minimum_is_a_rounding(cloud: str, metric: st
             assert error <= rounding * (epsilon + float(dense.max()) + float(potential.max().abs()) / 10), epsilon
 
 
+def test_what_may_be_left_out_of_a_soft_minimum_is_bounded() -> None:
+    x, y = (points[:1100] for points in CLOUDS["outlier in 3-D"]())
+    cost, epsilon = PointCost(x, y), 1e-2
+    potential = y.sum(-1)
+    complete = cost.softmin(potential, epsilon)
+    for share in (0.1, 1e-4):
+        off = cost.softmin(potential, epsilon, left_out=share) - complete
+        assert 0 < float(off.max()) <= -epsilon * math.log1p(-share)
+        assert float(off.min()) >= -1e-12
+
+
 def test_an_order_is_a_permutation_into_small_boxes() -> None:
     for axes in (1, 2, 3):
         x = torch.rand(5003, axes, generator=_generator())
