@@ -1,40 +1,35 @@
-"""Domain adaptation: digits of a second scanner, and white wine from labels of red wine.
+"""Domain adaptation: digits of a second scanner, with labels of the first alone.
 
 `jdot_loss` (DeepJDOT) transports features and labels of a source batch to features and predictions of a target batch,
 and is added to the cross-entropy of the source:
 
     loss = cross_entropy(source) + min <C, P>,    C_ij = a |s_i - t_j|^2 - b log q_j(y_i)
 
-`TransportAdapter` maps the samples themselves, without labels; a classifier is then trained on the mapped samples.
+`TransportAdapter` maps the samples themselves, without labels; a classifier is then trained on the mapped samples. Both
+need a target that is a moved source. Where the relation of features and labels differs too they do not help: from
+red to white wine no map was better than none.
 
 Data: scikit-learn's digits; the second scanner is simulated on the other half of them (turned by 20 degrees, blurred,
-grey background, half the contrast, and classes 0 to 4 four times as frequent as 5 to 9). Wine quality 5, 6 and 7, red
-and white (P. Cortez et al., 2009); without the wines the digits alone.
-Result (three seeds): second scanner 0.24 correct by the source only, 0.72 after a linear map, 0.71 a barycentric one,
-0.73 with the joint loss, 0.76 unbalanced. From red to white wine no map helps: 0.53 without, 0.52, 0.51, 0.50.
+grey background, half the contrast, and classes 0 to 4 four times as frequent as 5 to 9).
 
-    python examples/adaptation.py --data FOLDER     # with ordinal/gagolews/winequality-red.csv and -white.csv
+Result (three seeds): 0.24 of the second scanner's digits are right by the source only, 0.72 after a linear map,
+0.71 after a barycentric one, 0.73 with the joint loss, and 0.76 with its unbalanced form.
 """
 
 import argparse
 from pathlib import Path
 
-import data
 import numpy as np
 import torch
 from matplotlib import pyplot as plt
 from scipy.ndimage import gaussian_filter, rotate
 from sklearn.datasets import load_digits
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import balanced_accuracy_score
-from sklearn.preprocessing import StandardScaler
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from otloss.estimators import TransportAdapter
 from otloss.losses import jdot_loss
 
-WINES = ("ordinal/gagolews/winequality-red.csv", "ordinal/gagolews/winequality-white.csv")
 JOINT = {"exact": {}, "unbalanced": {"epsilon": 0.1, "marginal_penalty": 1.0}}
 Arrays = tuple[np.ndarray, np.ndarray]
 
@@ -93,57 +88,31 @@ def digits_rows(seed: int, steps: int) -> dict[str, float]:
     return results | {f"joint loss, {name}": accuracy(x, joint=1.0, **options) for name, options in JOINT.items()}
 
 
-def wine_rows(folder: Path, seed: int, rows: int) -> dict[str, float]:
-    """Balanced accuracy over the qualities 5, 6 and 7 on white wine, trained on red wine."""
-    random, tables = np.random.default_rng(seed), []
-    for name in WINES:
-        X, grades = data.read_grades(folder / name)
-        above = grades - grades.min()  # the lowest is 3, which some files write as 1
-        kept = np.flatnonzero((above >= 2) & (above <= 4))
-        kept = kept[random.permutation(len(kept))[:rows]]
-        tables.append((X[kept], above[kept]))
-    scaler = StandardScaler().fit(tables[0][0])
-    (x, y), (z, truth) = ((scaler.transform(X), grades) for X, grades in tables)
-    maps = {
-        "no map": None,
-        "linear": TransportAdapter(),
-        "barycentric, exact": TransportAdapter("barycentric"),
-        "barycentric, epsilon 1": TransportAdapter("barycentric", epsilon=1.0),
-    }
-    results = {}
-    for name, adapter in maps.items():
-        moved = x if adapter is None else adapter.fit(x, target=z).transform(x)
-        model = LogisticRegression(class_weight="balanced", max_iter=1000).fit(moved, y)
-        results[name] = float(balanced_accuracy_score(truth, model.predict(z)))
-    return results
+def draw(path: Path, results: dict[str, list[float]]) -> None:
+    figure, ax = plt.subplots(figsize=(7, 3), layout="constrained")
+    for row, (name, values) in enumerate(results.items()):
+        colour = "0.5" if name == "source only" else "C0"
+        ax.plot(values, [row] * len(values), "o", color=colour, alpha=0.5)
+        ax.plot(np.mean(values), row, "|", color=colour, markersize=20, mew=2)
+    ax.set(yticks=range(len(results)), yticklabels=results, ylim=(len(results) - 0.5, -0.5), xlim=(0, 1))
+    ax.set(xlabel="accuracy on the second scanner (seeds and their mean)")
+    ax.set_title("Transport adapts a classifier without labels of the second scanner")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--quick", action="store_true", help="tiny, in seconds")
     parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
-    data.add_argument(parser)
     options = parser.parse_args(argv)
-    seeds, steps, rows = (1, 20, 200) if options.quick else (3, 400, 1500)
-    try:
-        folder = data.folder(*WINES, chosen=options.data)
-        wines = {"Red to white wine: balanced accuracy": [wine_rows(folder, seed, rows) for seed in range(seeds)]}
-    except data.MissingError as missing:
-        data.say_other("the digits alone", missing)
-        wines = {}
-    tables = {"Digits, second scanner: accuracy": [digits_rows(seed, steps) for seed in range(seeds)], **wines}
-    figure, axes = plt.subplots(1, len(tables), figsize=(5 * len(tables), 3.2), squeeze=False, layout="constrained")
-    for axis, (title, results) in zip(axes[0], tables.items(), strict=True):
-        print(title)
-        means = {name: (np.mean(v := [f[name] for f in results]), np.std(v)) for name in results[0]}
-        for name, (mean, spread) in means.items():
-            print(f"  {name:<26}{mean:.3f} ± {spread:.3f}")
-        axis.barh(list(means), [m for m, _ in means.values()], xerr=[s for _, s in means.values()], color="tab:blue")
-        axis.invert_yaxis()
-        axis.set(title=title.partition(":")[0], xlabel=title.partition(": ")[2] + f", {seeds} seeds")
-    options.output.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.output / "adaptation.png", dpi=120)
-    plt.close(figure)
+    seeds, steps = (1, 20) if options.quick else (3, 400)
+    rows = [digits_rows(seed, steps) for seed in range(seeds)]
+    results = {name: [row[name] for row in rows] for name in rows[0]}
+    print(f"Accuracy on the second scanner, mean ± deviation of {seeds} seed(s)")
+    for name, values in results.items():
+        print(f"  {name:<26}{np.mean(values):.3f} ± {np.std(values):.3f}")
+    draw(options.output / "adaptation.png", results)
 
 
 if __name__ == "__main__":

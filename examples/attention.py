@@ -100,6 +100,7 @@ def draw(path: Path, curves: dict[str, np.ndarray], plans: dict[str, Tensor]) ->
         axes[0].plot(steps, mean, color=colour, label=name)
         axes[0].fill_between(steps, mean - spread, mean + spread, color=colour, alpha=0.2, linewidth=0)
     axes[0].set(xlabel="step of training", ylabel="share of slots with the right digit", ylim=(0, 1))
+    axes[0].set_title("Slots that compete learn to sort")
     axes[0].legend(title="attention", frameon=False)
     for ax, (name, plan) in zip(axes[1:], plans.items(), strict=True):
         shown = ax.imshow(plan[:-1].numpy(), vmin=0, vmax=1, cmap="Blues")

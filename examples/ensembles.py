@@ -23,6 +23,7 @@ import argparse
 import time
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ from sklearn.ensemble import RandomForestRegressor
 from otloss.estimators import EnsembleRecalibration
 from otloss.losses import crps
 from otloss.metrics import pit_histogram
-from otloss.plotting import plot_pit
 
 BINS = 10
 SIZES = ((10_000, 50), (1_000, 100), (100_000, 10))
@@ -77,18 +77,28 @@ def time_ratio(n: int, members: int) -> float:
     return float(np.divide(*np.median(seconds, axis=0)))
 
 
-def draw(pooled: dict[str, list[tuple[np.ndarray, np.ndarray]]], path: Path) -> None:
-    """Save the PIT histograms of the first four splits together, before and after."""
+def draw(results: dict[str, list[tuple[float, float]]], pooled: dict[str, list[Any]], path: Path) -> None:
+    """Save the scores of all splits, and the PIT histogram of the first four together, before and after."""
     from matplotlib import pyplot as plt
 
-    figure, axes = plt.subplots(3, 2, figsize=(11, 9), layout="constrained", sharex=True, sharey=True)
-    for row, forest in zip(axes, LEAVES, strict=True):
-        for ax, name in zip(row, FORECASTS, strict=True):
-            y, ensemble = (np.concatenate(parts) for parts in zip(*pooled[f"{forest}, {name}"][:4], strict=True))
-            plot_pit(y, ensemble, bins=BINS, ax=ax).set_title(f"{forest}, {name}: CRPS {judge(y, ensemble)[0]:.2f}")
-            ax.get_legend().remove()
-            ax.label_outer()
-    axes[0, 1].legend(loc="upper right", fontsize=9)
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    for (name, scores), row in zip(results.items(), (0, 0.3, 1, 1.3, 2, 2.3), strict=True):
+        values, colour = np.array(scores)[:, 0], "C0" if "recalibrated" in name else "0.5"
+        left.plot(values, np.full(len(values), row), "o", color=colour, alpha=0.25)
+        label = name.rpartition(", ")[2] if row >= 2 else None
+        left.plot(values.mean(), row, "|", color=colour, markersize=20, mew=2, label=label)
+    left.set(yticks=(0.15, 1.15, 2.15), yticklabels=LEAVES, ylim=(2.6, -0.4), xlabel="CRPS (splits and their mean)")
+    left.set_title("Recalibration helps forests with large leaves")
+    left.legend(frameon=False)
+    for name, colour in zip(FORECASTS, ("0.5", "C0"), strict=True):
+        y, ensemble = (
+            np.concatenate(parts) for parts in zip(*pooled[f"leaves of at least 10, {name}"][:4], strict=True)
+        )
+        right.stairs(pit_histogram(y, ensemble, bins=BINS), np.linspace(0, 1, BINS + 1), color=colour, lw=2, label=name)
+    right.axhline(1 / BINS, color="0.8", lw=1)
+    right.set(xlabel="share of the ensemble below what came true", ylabel="share of the patients", ylim=(0, None))
+    right.set_title("Their ensembles were too narrow (leaves of at least 10)")
+    right.legend(frameon=False)
     figure.savefig(path, dpi=110)
 
 
@@ -118,7 +128,7 @@ def main(argv: list[str] | None = None) -> None:
         ratios = ", ".join(f"{time_ratio(*size):.2f} ({size[0]:,} x {size[1]})" for size in SIZES)
         print(f"Time of crps over that of scoringrules: {ratios}")
     options.output.mkdir(parents=True, exist_ok=True)
-    draw(pooled, options.output / "ensembles.png")
+    draw(results, pooled, options.output / "ensembles.png")
 
 
 if __name__ == "__main__":

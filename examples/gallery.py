@@ -74,7 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"Page: {output / 'gallery.md'}")
     if options.docs:
         page = HERE.parent / "docs/gallery.md"
-        write(page, [run for run in done if not run.on_other_data], entries_of(page))
+        kept = {name: entry for name, entry in entries_of(page).items() if name in scripts}
+        write(page, [run for run in done if not run.on_other_data], kept)
         print(f"Page: {page}")
     if without := [run.name for run in done if run.on_other_data]:
         kept = "; docs keeps what it has of them" * options.docs

@@ -11,26 +11,30 @@ from pathlib import Path
 from data import OTHER
 from PIL import Image
 
-# What each example was to reach, on the same work as its peer, and the peer.
-GOALS = {
-    "adaptation": ("accuracy of at least 0.68 by the joint loss; compare with and without a map", "no map"),
-    "attention": ("more slots right than by softmax attention, over seeds", "softmax attention"),
-    "boosting": ("`xgb.cv` and LightGBM's `cv` with our metric, on real data", "cross-entropy"),
-    "cost_sensitive": ("mean cost of three losses and two decisions", "cross-entropy"),
-    "documents": ("25 times gensim a pair; search 4 times all pairs, same answer", "gensim, POT, tf-idf"),
-    "ensembles": ("at most 2 times the time of `scoringrules`; CRPS lower after recalibration", "scoringrules"),
-    "flow_matching": ("W2 after 1 to 8 steps, with pairing and without", "independent pairs"),
-    "generators": ("without a critic: at most the penalty's W1 in half its time", "three critics"),
-    "graphs": ("8 times a POT loop for node distances; error beside pooled features", "POT, pooled features"),
-    "histogram_regression": ("MAE at most that of HL-Gauss", "HL-Gauss"),
-    "number_tokens": ("error below likelihood's with few data, same steps", "likelihood, shuffled values"),
-    "recalibrate_forecast": ("lower RPS than as it is, in every split", "temperature"),
-    "registration": ("3 degrees in 3 s; from 90 degrees by restarts; 4 times GeomLoss", "ICP, balanced, GeomLoss"),
-    "sequences": ("at most 50 µs a pair; Spearman with corruption 0.9", "no peer"),
-    "set_prediction": ("detection F1 and time beside a scipy loop", "scipy"),
-    "wine_quality": ("RPS and error in grades beside the usual model", "logistic regression"),
+# When the loss of an example is the right one, and the peer, which had the same work.
+USES = {
+    "adaptation": ("labels are of one source, and the samples to classify look different", "source only"),
+    "attention": ("each slot should take an input of its own", "softmax attention"),
+    "boosting": (
+        "grades are predicted, and an error of several grades is worse than one of one",
+        "most probable grade",
+    ),
+    "cost_sensitive": ("errors have prices", "most likely class"),
+    "documents": ("short texts are searched by meaning, among few nearest neighbours", "gensim, POT, tf-idf"),
+    "ensembles": ("the members of an ensemble forecast are too close to each other", "the ensemble as it is"),
+    "flow_matching": ("a sample may cost one or two steps of the network", "independent pairs"),
+    "generators": ("a generator has to be trained in seconds, and sharp details are not needed", "a critic"),
+    "graphs": ("many nodes of a graph are compared by their neighbourhoods", "POT"),
+    "histogram_regression": (
+        "a number is predicted with its uncertainty, and judged by its absolute error",
+        "HL-Gauss",
+    ),
+    "number_tokens": ("a language model answers with numbers, and has few rows to learn from", "likelihood"),
+    "registration": ("two scans of a shape overlap in part, or have outliers", "ICP, balanced, GeomLoss"),
+    "sequences": ("sentences are compared that say the same in other words", "overlap of n-grams"),
+    "set_prediction": ("a network predicts objects without an order, and training is short", "hard matching"),
 }
-HEAD = "| example | to reach | result | peer | processor seconds |\n|---|---|---|---|---|"
+HEAD = "| example | use it when | result | peer | processor seconds |\n|---|---|---|---|---|"
 TOP = """# Gallery
 
 Each example is one script on real data ([where it comes from](../docs/data.md)), beside what one would use otherwise.
@@ -89,9 +93,9 @@ class Entry:
 
 def entry_of(run: Ran, figures: Path) -> Entry:
     """The entry of a run, with its figure copied to the page's folder."""
-    goal, peer = GOALS.get(run.name, ("", ""))
+    use, peer = USES.get(run.name, ("", ""))
     result = "not of this run, which had other data" if run.on_other_data else run.result
-    row = f"| [{run.name}](#{run.name}) | {goal} | {result} | {peer} | {run.read('seconds.txt')} |"
+    row = f"| [{run.name}](#{run.name}) | {use} | {result} | {peer} | {run.read('seconds.txt')} |"
     title, *text = run.paragraphs
     anchor = f'<a id="{run.name}"></a>'
     lines = [f"{anchor}\n## {title.rstrip('.')}", f"[examples/{run.script.name}](../examples/{run.script.name})", *text]

@@ -3,14 +3,15 @@
 A network predicts a histogram over bins of a number. HL-Gauss is cross-entropy with a Gaussian label (Imani and White,
 2018; Farebrother et al., arXiv 2403.03950). `histogram_loss` is sum_k d_k |F_k - G_k|^power, the transport between the
 histogram and the value, in the unit of the number; some cross-entropy (0.3 bin widths a nat) is added. All predict the
-median of their histogram, which is what the absolute error asks for.
+median of their histogram, which is what the absolute error asks for. With few rows there is no gain: on 442 diabetics
+no loss was better than another.
 
 Data: ages of 4,177 abalones by seven measures, in ten bins of 2.8 years (UCI, in the form of M. Gagolewski's ordinal
-sets), and the disease progression of 442 diabetics (scikit-learn); without the first, the second alone. A quarter is
-for the test, over ten splits.
+sets), a quarter for the test, over ten splits. Without it: the disease progression of 442 diabetics (scikit-learn).
 
-Result: mean absolute errors of abalones in years: cross-entropy 1.54, transport 1.51 (power 2) and 1.46 (power 1), each
-lower in 10 of 10 splits, absolute error 1.56. Diabetes: 45.3, 44.9, 45.4 and 44.8: no difference beyond the spread.
+Result: the mean absolute error of abalones falls from 1.54 years with HL-Gauss to 1.51 by transport (power 2) and 1.46
+(power 1), each in 10 of 10 splits; absolute error as a loss has 1.56. Power 1 gives histograms that are too narrow; the
+ranked probability score is best with power 2, 1.00 in place of 1.10.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ LOSSES: dict[str, dict[str, Any]] = {
     "transport, power 1": {"power": 1, "cross_entropy": 0.3},
     "absolute error": {},
 }
+COLOURS = dict(zip(LOSSES, ("0.5", "C0", "C0", "0.5"), strict=True))
 
 
 @dataclass(frozen=True)
@@ -50,17 +52,16 @@ class Numbers:
     steps: int
 
 
-def load(chosen: Path | None) -> dict[str, Numbers]:
-    X, y = load_diabetes(return_X_y=True)
-    tables = {"diabetes": Numbers(X, torch.tensor(y).float(), torch.linspace(20, 350, 23), "points of the score", 200)}
+def load(chosen: Path | None) -> Numbers:
     try:
         table = np.loadtxt(data.file(ABALONE, chosen), delimiter=",", skiprows=1)
     except data.MissingError as missing:
-        data.say_other("diabetes alone", missing)
-        return tables
+        data.say_other("the disease progression of 442 diabetics", missing)
+        X, y = load_diabetes(return_X_y=True)
+        return Numbers(X, torch.tensor(y).float(), torch.linspace(20, 350, 23), "points of the score", 200)
     edges = torch.linspace(2.5, 30.5, 11)  # rings 1 to 29 in ten bins of 2.8; the age is 1.5 years more
     ages = ((edges[1:] + edges[:-1]) / 2)[table[:, 0].astype(int) - 1]
-    return {"abalone": Numbers(table[:, 1:], ages, edges, "years", 1000), **tables}
+    return Numbers(table[:, 1:], ages, edges, "years", 1000)
 
 
 def medians(p: Tensor, edges: Tensor) -> Tensor:
@@ -104,21 +105,20 @@ def errors(numbers: Numbers, name: str, split: int, steps: int) -> tuple[np.ndar
     return np.array([(guess - y[test]).abs().mean(), score]), out.softmax(-1), y[test]
 
 
-def draw(results: dict[str, Any], sets: dict[str, Numbers], shown: dict[str, Any], path: Path) -> None:
-    figure, axes = plt.subplots(1, len(sets) + 1, figsize=(5 * len(sets) + 5, 4.2), layout="constrained")
-    for ax, (set_name, numbers) in zip(axes, sets.items(), strict=False):
-        for row, scores in enumerate(results[set_name].values()):
-            ax.plot(scores[:, 0], np.full(len(scores), row), "o", color=f"C{row}", alpha=0.4)
-            ax.plot(scores[:, 0].mean(), row, "|", color="black", markersize=22)
-        ax.set_yticks(range(len(LOSSES)), LOSSES)
-        ax.set(xlabel=f"mean absolute error of the test ({numbers.unit})", title=f"{set_name}: splits and their mean")
-        ax.invert_yaxis()
-    first, numbers = next(iter(sets.items()))
-    for row, (name, (p, y)) in enumerate(shown.items()):
-        axes[-1].stairs(p[0], numbers.edges, color=f"C{row}", label=name, lw=1.5)
-        axes[-1].axvline(y[0], color="black", linestyle="--", label="true" if not row else None)
-    axes[-1].set(xlabel=f"{first} ({numbers.unit})", ylabel="probability", title="A prediction of the first split")
-    axes[-1].legend(frameon=False, fontsize=8)
+def draw(results: dict[str, np.ndarray], unit: str, shown: dict[str, Any], edges: Tensor, path: Path) -> None:
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8), layout="constrained")
+    for row, (name, scores) in enumerate(results.items()):
+        left.plot(scores[:, 0], np.full(len(scores), row), "o", color=COLOURS[name], alpha=0.4)
+        left.plot(scores[:, 0].mean(), row, "|", color=COLOURS[name], markersize=22, mew=2)
+    left.set(yticks=range(len(LOSSES)), yticklabels=LOSSES, ylim=(len(LOSSES) - 0.5, -0.5))
+    left.set(xlabel=f"mean absolute error ({unit}): splits and their mean", title="Transport predicts better")
+    for name, line in zip(LOSSES, ("-", "-", ":"), strict=False):
+        right.stairs(shown[name][0][0], edges, color=COLOURS[name], label=name, lw=1.5, linestyle=line)
+    right.axvline(shown[name][1][0], color="black", linestyle="--", label="true")
+    right.set(
+        xlabel=f"predicted number ({unit})", ylabel="probability", title="Power 1 narrows the histograms (one row)"
+    )
+    right.legend(frameon=False, fontsize=8)
     figure.savefig(path, dpi=110)
 
 
@@ -128,22 +128,20 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--quick", action="store_true", help="few steps and one split")
     parser.add_argument("--output", type=Path, default=Path("gallery-output"), help="folder of the figure")
     options = parser.parse_args(argv)
-    sets = load(options.data)
-    splits = 1 if options.quick else 10
-    results: dict[str, Any] = {name: {} for name in sets}
+    numbers = load(options.data)
+    splits, steps = (1, 20) if options.quick else (10, numbers.steps)
+    results: dict[str, np.ndarray] = {}
     shown: dict[str, Any] = {}
     print(f"{'mean ± deviation over splits':36s}{'MAE':>16s}{'RPS':>16s}   lower MAE than HL-Gauss")
-    for set_name, numbers in sets.items():
-        for name in LOSSES:
-            runs = [errors(numbers, name, split, 20 if options.quick else numbers.steps) for split in range(splits)]
-            results[set_name][name] = scores = np.stack([run[0] for run in runs])
-            if set_name == next(iter(sets)) and name != "absolute error":
-                shown[name] = runs[0][1].numpy(), runs[0][2].numpy()
-            cells = [f"{c.mean():.3f} ± {c.std():.3f}".replace("nan ± nan", "-") for c in scores.T]
-            better = (scores[:, 0] < next(iter(results[set_name].values()))[:, 0]).sum()
-            print(f"{set_name + ', ' + name:36s}{cells[0]:>16s}{cells[1]:>16s}   {better} of {splits} splits")
+    for name in LOSSES:
+        runs = [errors(numbers, name, split, steps) for split in range(splits)]
+        results[name] = scores = np.stack([run[0] for run in runs])
+        shown[name] = runs[0][1].numpy(), runs[0][2].numpy()
+        cells = [f"{c.mean():.3f} ± {c.std():.3f}".replace("nan ± nan", "-") for c in scores.T]
+        better = (scores[:, 0] < next(iter(results.values()))[:, 0]).sum()
+        print(f"{name:36s}{cells[0]:>16s}{cells[1]:>16s}   {better} of {splits} splits")
     options.output.mkdir(parents=True, exist_ok=True)
-    draw(results, sets, shown, options.output / "histogram_regression.png")
+    draw(results, numbers.unit, shown, numbers.edges, options.output / "histogram_regression.png")
 
 
 if __name__ == "__main__":

@@ -95,20 +95,20 @@ def written(target: Tensor, vectors: Tensor, n: int, order_weight: float, steps:
 
 
 def draw(results: dict[str, list[tuple[Tensor, np.ndarray]]], moved: np.ndarray, path: Path) -> None:
-    figure, axes = plt.subplots(1, 3, figsize=(15, 4.4), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(14, 4), layout="constrained")
     for ax, (kind, levels) in zip(axes, LEVELS.items(), strict=False):
-        for n, (ours, peer), colour in zip(GRAMS, results[kind], ("C0", "C1", "C2"), strict=True):
-            ax.plot(levels, ours.mean(1), color=colour, label=f"transport, n = {n}")
-            ax.fill_between(levels, ours.quantile(0.1, 1), ours.quantile(0.9, 1), color=colour, alpha=0.15, lw=0)
-            ax.plot(levels, peer.mean(1), ":", color=colour, label=f"1 - overlap, n = {n}")
-        ax.set(ylabel="distance: mean, and 80 % of the sentences", ylim=(0, None))
-    axes[0].set(xlabel="share of words replaced at random", title="Words at random")
-    axes[1].set(xlabel="rank of the neighbour", xscale="log", title="Half of the words by neighbours of this rank")
-    axes[0].legend(frameon=False, fontsize=8)
-    for k, (label, colour) in enumerate((("order_weight = 0", "C4"), ("order_weight = 0.5", "C5"))):
-        axes[2].bar(np.array(GRAMS) + 0.4 * k - 0.2, moved[k], 0.36, color=colour, label=label)
-    axes[2].set(xlabel="n", xticks=GRAMS, ylabel="mean distance", title="The same words, shuffled")
-    axes[2].legend(frameon=False)
+        ours, peer = results[kind][GRAMS.index(2)]
+        for values, colour, label in ((ours, "C0", "transport"), (torch.from_numpy(peer), "0.5", "1 - overlap")):
+            ax.plot(levels, values.mean(1), color=colour, label=label)
+            ax.fill_between(levels, values.quantile(0.1, 1), values.quantile(0.9, 1), color=colour, alpha=0.15, lw=0)
+        ax.set(ylabel="distance of pairs of words: mean and 80 %", ylim=(0, None))
+    axes[0].set(xlabel="share of words replaced at random", title="Both see random words,")
+    axes[1].set(xlabel="rank of the neighbour", xscale="log", title="transport alone sees how near a word is")
+    axes[0].legend(frameon=False)
+    for k, (label, alpha) in enumerate((("order_weight = 0", 0.4), ("order_weight = 0.5", 1))):
+        axes[2].bar(np.array(GRAMS) + 0.4 * k - 0.2, moved[k], 0.36, color="C0", alpha=alpha, label=label)
+    axes[2].set(xlabel="words in a gram (n)", ylabel="mean distance to the words, shuffled", xticks=GRAMS)
+    axes[2].legend(frameon=False, title="single words are blind to their order")
     figure.savefig(path, dpi=110)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import csv
 import hashlib
 import io
 import lzma
@@ -290,26 +289,18 @@ def test_a_made_file_is_written_whole(cached: Path, server: str, monkeypatch: py
     assert sorted(path.name for path in cached.rglob("*.*")) == ["short.txt", "upper.txt"]
 
 
-# ---- wine ------------------------------------------------------------------------------------------------------------
+# ---- grades ----------------------------------------------------------------------------------------------------------
 
 
-def test_uci_and_gagolews_files_are_one_table(tmp_path: Path) -> None:
-    rows = [[7.4 + k % 5, 0.7 * (k % 3), 5 + k % 4] for k in range(60)]
-    with (tmp_path / "uci.csv").open("w", newline="", encoding="utf-8") as stream:
-        writer = csv.writer(stream, delimiter=";")
-        writer.writerows([['"fixed acidity"', '"sulphates"', '"quality"'], *rows, *rows[:7]])
-    text = (tmp_path / "uci.csv").read_text(encoding="utf-8").replace('"""', '"')
-    (tmp_path / "uci.csv").write_text(text, encoding="utf-8")
-    lines = [f'{grade - 2},"{acid}","{sulphates}"' for acid, sulphates, grade in rows]
-    (tmp_path / "other.csv").write_text("\n".join(['# note\n"response","fixed.acidity","sulphates"', *lines]))
-    (X, y), (Z, w) = (data.read_grades(tmp_path / name) for name in ("uci.csv", "other.csv"))
-    np.testing.assert_array_equal(X, Z)
-    np.testing.assert_array_equal(y - 2, w)
-    assert len(y) == 60
+def test_tables_of_grades(tmp_path: Path) -> None:
+    (tmp_path / "grades.csv").write_text('# note\n"response","acidity","sulphates"\n3,"7.4",\n5,"7","0.5"\n')
+    X, y = data.read_grades(tmp_path / "grades.csv")
+    np.testing.assert_array_equal(X, [[7.4, np.nan], [7, 0.5]])
+    assert y.tolist() == [3, 5]
     (tmp_path / "no.csv").write_text("a,b\n1,2\n")
-    with pytest.raises(SystemExit, match=r"has the columns \['a', 'b'\], expected one named 'quality' or 'response'"):
+    with pytest.raises(SystemExit, match=r"has the columns \['a', 'b'\], expected one named 'response'"):
         data.read_grades(tmp_path / "no.csv")
-    (tmp_path / "cut.csv").write_text("a,quality\n1,2\n3", encoding="utf-8")
+    (tmp_path / "cut.csv").write_text("a,response\n1,2\n3", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"a row of 1 cells, \['3'\], expected 2; is the file cut\?"):
         data.read_grades(tmp_path / "cut.csv")
 

@@ -19,15 +19,15 @@ def table(name: str, folder: Path, capsys: Any, *arguments: str) -> dict[str, li
     pytest.importorskip("matplotlib").use("agg")
     runpy.run_path(str(EXAMPLES / f"{name}.py"))["main"](["--quick", "--output", str(folder), *arguments])
     assert (folder / f"{name}.png").stat().st_size > 10_000
-    rows = (line for line in capsys.readouterr().out.splitlines() if "±" in line and ", " in line)
+    rows = (line for line in capsys.readouterr().out.splitlines() if re.search(r"\d ±", line))
     return {re.split(r"\s{2,}", row)[0]: [float(m) for m in re.findall(r"(\S+) ±", row)] for row in rows}
 
 
 def test_cost_sensitive(tmp_path: Path, capsys: Any) -> None:
     rows = table("cost_sensitive", tmp_path, capsys)
-    assert len(rows) == 6
-    assert rows["digits, transport"][1] > rows["digits, cross-entropy"][1]  # its probabilities are spoiled
-    assert rows["digits, both"][0] < rows["digits, transport"][0]
+    assert len(rows) == 4
+    for name in ("digits, cross-entropy", "breast cancer, cross-entropy"):
+        assert rows[name][1] < rows[name][0], "the decision of least expected cost costs less"
 
 
 def test_histogram_regression(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -38,8 +38,8 @@ def test_histogram_regression(tmp_path: Path, capsys: Any, monkeypatch: pytest.M
     (tmp_path / "ordinal/gagolews").mkdir(parents=True)
     (tmp_path / "ordinal/gagolews/abalone_ord.csv").write_text("\n".join(["header", *lines]), encoding="utf-8")
     rows = table("histogram_regression", tmp_path, capsys, "--data", str(tmp_path))
-    assert len(rows) == 8
-    assert all(0 < row[0] < 15 for name, row in rows.items() if "abalone" in name)
+    assert len(rows) == 4
+    assert all(0 < row[0] < 15 for row in rows.values())
 
 
 def test_medians_of_histograms() -> None:

@@ -64,8 +64,9 @@ def test_the_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed.endswith("Failed: wrong\n")
     assert files(root / "docs") == {}, "make gallery leaves the tracked page as it is"
     page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
-    assert "| [graphs](#graphs) | 8 times a POT loop" in page
-    assert "| 3 \\| 4 times faster. | POT, pooled features |" in page
+    assert "| example | use it when | result | peer |" in page
+    assert "| [graphs](#graphs) | many nodes of a graph are compared" in page
+    assert "| 3 \\| 4 times faster. | POT |" in page
     assert "## Title of graphs\n\n[examples/graphs.py](../examples/graphs.py)\n\n![graphs](gallery/graphs.png)" in page
     assert "```text\n    y = f(x)\n```" in page
     assert "python" not in page
@@ -107,6 +108,9 @@ def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytes
     assert sections[0]["ensembles"] == sections[1]["ensembles"]
     assert "a new result" in sections[1]["sequences"]
     assert files(root / "docs")["gallery/ensembles.png"] == before["gallery/ensembles.png"]
+    (root / "examples/graphs.py").unlink()
+    gallery.main(["--docs"])
+    assert "graphs" not in (root / "docs/gallery.md").read_text(encoding="utf-8"), "it is gone"
 
     page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
     assert re.search(r"\| \[ensembles\]\(#ensembles\) \| [^|]+ \| not of this run", page)
@@ -115,7 +119,7 @@ def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytes
     assert "ensembles  " in capsys.readouterr().out, "it is tried again, since the data may be there now"
 
 
-def test_every_example_of_the_gallery_has_a_goal(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_example_of_the_gallery_says_when_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
     import gallery_page
 
     ran: list[Any] = []
@@ -123,7 +127,7 @@ def test_every_example_of_the_gallery_has_a_goal(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(gallery, "write", lambda page, runs, keep: None)
     monkeypatch.setattr(sys, "stdout", sys.stderr)
     gallery.main(["--again"])
-    assert set(ran) == set(gallery_page.GOALS)
+    assert set(ran) == set(gallery_page.USES)
 
 
 def test_examples_are_at_most_150_lines() -> None:
