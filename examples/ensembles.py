@@ -13,8 +13,8 @@ in 30 (5); fully grown trees are already calibrated and do not change. `crps` ta
 scoringrules.
 
 The distance of the PIT histogram from a flat one falls from .34 to .17 (10) and .22 to .13 (5); that of calibrated
-ensembles of so many patients is .11. The figure pools the tests of four splits. Without scoringrules (pip install
-scoringrules) its time is not measured.
+ensembles of so many patients is .11. The histograms pool the tests of four splits. Without scoringrules (pip
+install scoringrules) its time is not measured.
 """
 
 from __future__ import annotations
@@ -85,11 +85,9 @@ def draw(results: dict[str, list[tuple[float, float]]], pooled: dict[str, list[A
     for (name, scores), row in zip(results.items(), (0, 0.3, 1, 1.3, 2, 2.3), strict=True):
         values, colour = np.array(scores)[:, 0], "C0" if "recalibrated" in name else "0.5"
         left.plot(values, np.full(len(values), row), "o", color=colour, alpha=0.25)
-        label = name.rpartition(", ")[2] if row >= 2 else None
-        left.plot(values.mean(), row, "|", color=colour, markersize=20, mew=2, label=label)
+        left.plot(values.mean(), row, "|", color=colour, markersize=20, mew=2)
     left.set(yticks=(0.15, 1.15, 2.15), yticklabels=LEAVES, ylim=(2.6, -0.4), xlabel="CRPS (splits and their mean)")
     left.set_title("Recalibration helps forests with large leaves")
-    left.legend(frameon=False)
     for name, colour in zip(FORECASTS, ("0.5", "C0"), strict=True):
         y, ensemble = (
             np.concatenate(parts) for parts in zip(*pooled[f"leaves of at least 10, {name}"][:4], strict=True)
@@ -97,7 +95,7 @@ def draw(results: dict[str, list[tuple[float, float]]], pooled: dict[str, list[A
         right.stairs(pit_histogram(y, ensemble, bins=BINS), np.linspace(0, 1, BINS + 1), color=colour, lw=2, label=name)
     right.axhline(1 / BINS, color="0.8", lw=1)
     right.set(xlabel="share of the ensemble below what came true", ylabel="share of the patients", ylim=(0, None))
-    right.set_title("Their ensembles were too narrow (leaves of at least 10)")
+    right.set_title("Leaves of at least 10: too narrow before")
     right.legend(frameon=False)
     figure.savefig(path, dpi=110)
 

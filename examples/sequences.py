@@ -107,7 +107,7 @@ def draw(results: dict[str, list[tuple[Tensor, np.ndarray]]], moved: np.ndarray,
     axes[0].legend(frameon=False)
     for k, (label, alpha) in enumerate((("order_weight = 0", 0.4), ("order_weight = 0.5", 1))):
         axes[2].bar(np.array(GRAMS) + 0.4 * k - 0.2, moved[k], 0.36, color="C0", alpha=alpha, label=label)
-    axes[2].set(xlabel="words in a gram (n)", ylabel="mean distance to the words, shuffled", xticks=GRAMS)
+    axes[2].set(xlabel="words in a gram (n)", ylabel="mean distance to shuffled words", xticks=GRAMS, ylim=(0, 0.3))
     axes[2].legend(frameon=False, title="single words are blind to their order")
     figure.savefig(path, dpi=110)
 
