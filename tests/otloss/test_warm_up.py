@@ -20,16 +20,11 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_what_was_compiled_once_is_not_compiled_again(tmp_path: Path) -> None:
-    warm = "import torch, otloss; otloss.warm_up('emd', dtypes=[torch.float32])"
-    first = run(warm, NUMBA_CACHE_DIR=str(tmp_path))
-    lines = [line for line in first.stderr.splitlines() if "exact.solve_problems" in line]
-    assert len(lines) == 1
-    assert "for float32: takes about 4 s, once; kept in" in lines[0]
-    assert str(tmp_path) in lines[0]
-    call = "import torch, otloss; w = torch.ones(3) / 3; print(otloss.emd(w, w, torch.ones(3, 3)).item())"
-    second = run(call, NUMBA_CACHE_DIR=str(tmp_path))
-    assert second.stderr == ""
-    assert float(second.stdout) == pytest.approx(1.0)
+    call = "import torch, otloss; otloss.warm_up('ordinal_loss', dtypes=[torch.float32])"
+    lines = run(call, NUMBA_CACHE_DIR=str(tmp_path)).stderr.splitlines()
+    assert lines
+    assert all("for float32: takes about 1 s, once; kept in" in line and str(tmp_path) in line for line in lines)
+    assert run(call, NUMBA_CACHE_DIR=str(tmp_path)).stderr == ""
 
 
 def test_a_process_that_cannot_keep_kernels_says_so() -> None:

@@ -635,7 +635,7 @@ def test_integers_that_are_names_and_indices_raise() -> None:
     assert zero_based.categories_.tolist() == [0, 1, 2]
 
 
-@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("workers", [None, pytest.param(2, marks=pytest.mark.slow)])
 def test_meta_estimators_that_lose_gaps_are_named(workers: int | None) -> None:
     values = np.array([0, 5, 10])
     y, gaps = values[RANK], OrdinalClassifier(categories=range(11), values=np.arange(11.0))
