@@ -33,6 +33,7 @@ gallery-page: $(FOR_DEV)  ## the same, and docs/gallery.md is updated by the exa
 	$(BIN)/python examples/gallery.py --docs
 
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU
+	@OMP_NUM_THREADS=1 $(BIN)/python .ci/compile_kernels.py
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 test-all: $(FOR_DEV)  ## the slow tests too
