@@ -1,4 +1,4 @@
-"""Compile the kernels before the tests: each is compiled once, where workers that run at a time would compile their own.
+"""Compile the kernels before the tests, each once: workers that run at the same time would each compile their own.
 
 Two processes, one for each width of numbers. Some seconds if the kernels are there already.
 """
