@@ -30,14 +30,14 @@ STYLE = {
 
 def near_and_far() -> None:
     """Two forecasts of one grade: cross-entropy takes them for equal, transport does not."""
-    grades, truth = torch.arange(1, 6), 1
+    grades, truth = range(1, 6), 1
     forecasts = torch.tensor([[0.3, 0.4, 0.3, 0.0, 0.0], [0.0, 0.4, 0.0, 0.0, 0.6]])
     target = torch.full((2,), truth)
     transport = otloss.ordinal_loss(forecasts.clamp_min(1e-9).log(), target, power=1, reduction="none")
     likelihood = torch.nn.functional.nll_loss(forecasts.clamp_min(1e-9).log(), target, reduction="none")
     figure, axes = plt.subplots(1, 2, figsize=(7.6, 2.7), sharey=True, layout="constrained")
     for ax, forecast, name, cost, nll in zip(axes, forecasts, "AB", transport, likelihood, strict=True):
-        bars = ax.bar(grades, forecast, color=BLUE, width=0.7)
+        bars = ax.bar(grades, forecast.tolist(), color=BLUE, width=0.7)
         bars[truth].set_color(DARK)
         ax.set(xlabel="grade", ylim=(0, 0.95), xticks=grades)
         ax.set_title(f"Forecast {name}: transport {float(cost):.1f}, cross-entropy {float(nll):.2f}")

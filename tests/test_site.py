@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import pkgutil
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,10 @@ def test_the_site_is_built_without_warnings_and_without_broken_links(tmp_path: P
     ):
         done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_pictures_of_the_pages_are_drawn(tmp_path: Path) -> None:
+    runpy.run_path(str(DOCS / "draw_pictures.py"))["main"](tmp_path)
+    drawn = {path.name for path in tmp_path.iterdir()}
+    assert drawn == {path.name for path in (DOCS / "pictures").iterdir()}
+    assert min(path.stat().st_size for path in tmp_path.iterdir()) > 10_000
