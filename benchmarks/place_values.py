@@ -134,4 +134,4 @@ def main(settings: Settings) -> None:
                 if runs.lacks(case, arm, seed):
                     model = trained(arm, train, steps=steps, seed=seed)
                     runs.add(case, arm, seed, measured(distributions(model, test.x), test))
-        runs.report(case, ARMS, [(name, "mle", name) for name in MEASURES])
+        runs.report(case, ARMS, [("mae median", "mle", "mae greedy"), *((name, "mle", name) for name in MEASURES)])
