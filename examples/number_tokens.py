@@ -101,17 +101,17 @@ def scores(model: LlamaForCausalLM, tokenizer: Any, test: list[Question]) -> lis
 
 def draw(path: Path, results: dict[str, np.ndarray]) -> None:
     """Save the errors of each arm and decision, a point for each seed."""
-    figure, ax = plt.subplots(figsize=(6, 3.2), layout="constrained")
+    figure, ax = plt.subplots(figsize=(7.4, 3.2), layout="constrained")
     for i, (name, runs) in enumerate(results.items()):
         colour, full = ("C0" if name == "number_token" else "0.5"), ("none" if name == "shuffled values" else "full")
         for k in range(3):
             place = np.full(len(runs), k + 0.2 * (i - 1))
             ax.plot(place, runs[:, k], "o", color=colour, fillstyle=full, label=None if k else name)
     ax.axhline(4.0, color="0.6", linewidth=1, linestyle="--", label="noise")
-    ax.set(xticks=range(3), xticklabels=COLUMNS[:3], ylabel="mean absolute error", xlabel="answer by")
+    ax.set(xticks=range(3), xticklabels=COLUMNS[:3], ylabel="mean absolute error of a number", xlabel="answer by")
     ax.set_title("A loss that knows the numbers halves the error", fontsize=11)
     ax.set_ylim(bottom=0)
-    ax.legend(frameon=False, loc="lower center", ncols=len(results))
+    ax.legend(frameon=False, loc="center left", bbox_to_anchor=(1, 0.5))
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=100)
 
