@@ -113,6 +113,9 @@ def barycenter(
     check_count("max_iterations", max_iterations)
     problem = _checked(p, cost, weights, epsilon, debiased)
     tolerance = DEFAULT_TOLERANCE[problem.answer] if tolerance is None else check_positive("tolerance", tolerance)
+    if not problem.p.numel():  # no problems
+        nothing = problem.p.sum((-2, -1)).unsqueeze(-1)
+        return nothing.expand(*nothing.shape[:-1], problem.cost.shape[0]).to(problem.dtype)
     with torch.no_grad():
         by_newton = debiased and problem.suits_newton
         fixed = problem.detached()
@@ -359,7 +362,10 @@ def _checked(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> _
     fitted = as_cost(cost)
     check_floating("p", p)
     if p.dim() < 2 or 0 in p.shape[-2:]:
-        raise ValueError(f"p has shape {tuple(p.shape)}, expected (..., k, bins): k histograms of one problem.")
+        raise ValueError(
+            f"p has shape {tuple(p.shape)}, expected (..., k, bins): k histograms of one problem; join single ones "
+            "with torch.stack."
+        )
     check_last_axis("p", p, fitted.shape[1])
     mass = p.detach().sum(-1, dtype=torch.float64)
     is_equal = (mass - mass[..., :1]).abs() <= MASS_TOLERANCE[p.dtype] * mass  # not for NaN and infinity

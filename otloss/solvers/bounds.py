@@ -164,13 +164,13 @@ def _is_smooth(cost: Cost) -> bool:
 def _centroid(pair: HistogramPair, cost: Cost) -> Tensor | None:
     """The cost between the centroids, for costs that are convex in the difference of two positions."""
     if isinstance(cost, CosineCost):
-        return _half_square(pair.p, pair.q, cost.unit, cost.unit) / _or_one(pair.mass)
+        return _half_square(pair, cost.unit, cost.unit)
     if isinstance(cost, PointCost) and isinstance(cost.metric, str):
         if cost.metric == "cosine":
-            return _half_square(pair.p, pair.q, cost.x, cost.y) / _or_one(pair.mass)
+            return _half_square(pair, cost.x, cost.y)
         drift = _drift(pair.p, pair.q, cost.x, cost.y)
         if cost.metric == "sqeuclidean":
-            return drift.square().sum(-1) / _or_one(pair.mass)
+            return _square(drift, pair.mass.unsqueeze(-1)).sum(-1)
         return drift.abs().sum(-1) if cost.metric == "l1" else torch.linalg.vector_norm(drift, dim=-1)
     if isinstance(cost, LineCost) and cost.power >= 1:
         x = cost.x.unsqueeze(-1)
@@ -182,8 +182,12 @@ def _centroid(pair: HistogramPair, cost: Cost) -> Tensor | None:
 
 def _power(drift: Tensor, mass: Tensor, power: float) -> Tensor:
     """M |drift / M|^power."""
-    mean = drift.abs() / _or_one(mass)
-    return mean * drift.abs() if power == 2 else mass * mean**power
+    return _square(drift, mass) if power == 2 else mass * (drift.abs() / _or_one(mass)) ** power
+
+
+def _square(drift: Tensor, mass: Tensor) -> Tensor:
+    """drift^2 / M; divided before the product, which could overflow or underflow where the bound does not."""
+    return drift * (drift / _or_one(mass))
 
 
 def _drift(p: Tensor, q: Tensor, x: Tensor, y: Tensor) -> Tensor:
@@ -203,18 +207,18 @@ def _moment(weights: Tensor, points: Tensor) -> Tensor:
     return (weights.unsqueeze(-2) @ points).squeeze(-2)
 
 
-def _half_square(p: Tensor, q: Tensor, u: Tensor, v: Tensor) -> Tensor:
-    """|sum_i p_i u_i - sum_j q_j v_j|^2 / 2 for points of length one, and zero rows on axes of their own.
+def _half_square(pair: HistogramPair, u: Tensor, v: Tensor) -> Tensor:
+    """|sum_i p_i u_i - sum_j q_j v_j|^2 / 2 M for points of length one, and zero rows on axes of their own.
 
     A zero row costs 1 to every other point, like one that is orthogonal to all of them.
     """
+    p, q, mass = pair.p, pair.q, pair.mass.unsqueeze(-1)
     with torch.autocast(u.device.type, enabled=False):
+        drift = _moment(p - q, u) if u is v else _moment(p, u) - _moment(q, v)
+        square = _square(drift, mass).sum(-1)
         if u is v:
-            difference = p - q
-            square = _moment(difference, u).square().sum(-1)
-            return (square + (difference.square() * _is_zero(u)).sum(-1)) / 2
-        square = (_moment(p, u) - _moment(q, v)).square().sum(-1)
-        return (square + (p.square() * _is_zero(u)).sum(-1) + (q.square() * _is_zero(v)).sum(-1)) / 2
+            return (square + (_square(p - q, mass) * _is_zero(u)).sum(-1)) / 2
+        return (square + (_square(p, mass) * _is_zero(u)).sum(-1) + (_square(q, mass) * _is_zero(v)).sum(-1)) / 2
 
 
 def _is_zero(points: Tensor) -> Tensor:
@@ -265,5 +269,5 @@ def _or_one(mass: Tensor) -> Tensor:
 
 
 def _not_negative(value: Tensor) -> Tensor:
-    # Rounding of the cosine product can go below 0; the gradient must not be cut with it.
-    return value + (value.detach().clamp(min=0) - value.detach())
+    # Rounding of the cosine product can go below 0; the gradient must not be cut with it. An infinite value stays.
+    return value - value.detach().clamp(max=0)

@@ -2,7 +2,7 @@
 
 pose            `problem.pose`: what the user gave becomes one checked `Problem`
 reduce          `reductions.reduce`: signed costs, a part of the mass, empty sides, a large epsilon
-solve           `_solved`, the table below: exact, or entropic
+solve           `_solve`, the table below: exact, or entropic
 differentiate   `derivatives`: the envelope theorem, or the implicit function theorem
 restore         `transport.Transport`: the way back through the reductions, and the answer
 """
@@ -210,6 +210,7 @@ def sinkhorn(
         >>> sinkhorn(p, q, cost, epsilon=0.01), sinkhorn(p, q, cost, epsilon=100.0)
         (tensor(0.2522), tensor(0.4991))
     """
+    _check_is_entropic(epsilon)
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl)
     return answer(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings).value
 
@@ -265,6 +266,7 @@ def sinkhorn_divergence(
         >>> round(float(sinkhorn_divergence(p, p, PointCost(x, y), epsilon=0.1)), 4)
         2.0
     """
+    _check_is_entropic(epsilon)
     settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl)
     p, q = weights_or_uniform(p, q, cost)  # which checks the order of the arguments
     among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
@@ -297,6 +299,14 @@ def _solve(problem: Problem, settings: Settings, symmetric: bool, accurate: bool
     potentials = find_potentials(problem, settings, symmetric=symmetric, accurate=accurate)
     solution = solution_of(problem, potentials, tolerance_of(problem, settings))
     return with_envelope(solution) if settings.grad == "envelope" else with_implicit_derivatives(solution)
+
+
+def _check_is_entropic(epsilon: object) -> None:
+    if epsilon is None:
+        raise TypeError(
+            "epsilon is None, expected a number above 0 or a tensor of one per problem; emd and solve(..., "
+            "epsilon=None) give exact transport."
+        )
 
 
 def _on_line(problem: Problem, cost: LineCost) -> Float[Tensor, "*batch"]:

@@ -154,3 +154,11 @@ def test_bad_input(change: dict[str, Any], message: str) -> None:
     given = {"p": torch.full((2, 5), 0.2), "cost": torch.ones(5, 5), "epsilon": 0.1} | change
     with pytest.raises(ValueError, match=message):
         barycenter(**given)
+
+
+def test_no_problems() -> None:
+    p = torch.ones(0, 2, 5, requires_grad=True)
+    for debiased in (True, False):
+        answer = barycenter(p, torch.ones(5, 5), epsilon=0.1, debiased=debiased)
+        assert answer.shape == (0, 5)
+        answer.sum().backward()

@@ -135,6 +135,16 @@ def test_rounding_below_zero_keeps_the_gradient() -> None:
         torch.testing.assert_close(by_p, expected - expected.mean(), atol=1e-6, rtol=0)
 
 
+@pytest.mark.parametrize("mass", [1e25, 1e-25])
+def test_masses_whose_square_no_float32_holds(mass: float) -> None:
+    p, q = torch.tensor([0.5, 0.5]) * mass, torch.tensor([0.25, 0.75]) * mass
+    x = torch.tensor([[0.0, 1.0], [1.0, 0.0]])
+    for cost in (PointCost(x), PointCost(x, metric="cosine"), CosineCost(x), PointCost(x, 2 * x, metric="cosine")):
+        expected = lower_bound(p.double(), q.double(), cost.to(torch.float64))
+        torch.testing.assert_close(lower_bound(p, q, cost), expected.float(), rtol=1e-5, atol=0)
+    assert upper_bound(p * 1e10, q * 1e10, 1e20 * (1 - torch.eye(2))) > 0  # infinite, not NaN, where it overflows
+
+
 def test_batches_broadcast_equal_a_loop_and_permute() -> None:
     generator = torch.Generator().manual_seed(0)
     p = torch.rand(3, 1, 5, generator=generator, dtype=torch.float64).softmax(-1)

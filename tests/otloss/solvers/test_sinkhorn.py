@@ -262,6 +262,13 @@ def test_bad_options(name: str) -> None:
         sinkhorn(p, q, matrix, **{"epsilon": 0.1, **options})
 
 
+def test_no_epsilon_is_not_exact_transport() -> None:
+    p, q, matrix = case(n=5)
+    for function in (sinkhorn, sinkhorn_divergence):
+        with pytest.raises(TypeError, match=r"epsilon is None.*emd"):
+            function(p, q, matrix, epsilon=None)  # type: ignore[arg-type]
+
+
 def test_bad_masses_and_costs() -> None:
     p, q, matrix = case()
     with pytest.raises(ValueError, match="different masses"):
