@@ -2,7 +2,7 @@
 single_problems, matching, gradients, boosting, first_calls, or all.
 
 ordinal and ordinal_loss (with packages of the extra "peers"), mathematics, number_regression, place_values,
-ratings and word_similarity run only by name: ordinal and mathematics train for an hour and more.
+ratings, scaling_clouds and word_similarity run only by name: ordinal and mathematics train for an hour and more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BENCHMARKS = (
 )  # fmt: skip
 BY_NAME = (
     "ordinal", "ordinal_loss", "mathematics", "number_regression", "place_values", "ratings",
-    "word_similarity",
+    "scaling_clouds", "word_similarity",
 )  # fmt: skip
 
 

@@ -113,6 +113,14 @@ def test_single_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert all(other == pytest.approx(ours, rel=1e-6) for ours, other in values.values()), "contestants agree"
 
 
+def test_scaling_clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = run("scaling_clouds", tmp_path, monkeypatch)
+    errors = [float(row["error"].split()[0]) for row in kept if row["case"].startswith("exact")]
+    assert len(errors) == 2 * 5
+    assert max(errors) < 1e-9, "every contestant solves the same problem"
+    assert (tmp_path / "scaling_clouds.png").stat().st_size > 10_000
+
+
 def test_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     kept = run("matching", tmp_path, monkeypatch)
     assert {row["case"].split()[0].strip(",") for row in kept} == {"match", "pair", "soft_rank", "lower_bound"}
