@@ -398,5 +398,7 @@ def _checked(p: Any, cost: Any, weights: Any, epsilon: Any, debiased: bool) -> _
     dtype = torch.promote_types(torch.promote_types(p.dtype, weights.dtype), cost.dtype)
     wide = torch.float64 if p.device.type != "mps" else torch.float32
     batch = check_broadcast(p=p.shape[:-2], weights=weights.shape[:-1])
-    p, weights = p.to(wide).expand(*batch, *p.shape[-2:]), weights.to(wide).expand(*batch, p.shape[-2])
+    # Masses agree up to rounding, which may exceed the tolerance: plans exist for equal ones only.
+    p = p.to(wide) * (mass.mean(-1, keepdim=True) / mass).to(wide).unsqueeze(-1)
+    p, weights = p.expand(*batch, *p.shape[-2:]), weights.to(wide).expand(*batch, p.shape[-2])
     return _Problem(p, fitted.to(p.device, wide), weights, float(check_positive("epsilon", epsilon)), debiased, dtype)

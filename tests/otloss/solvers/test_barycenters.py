@@ -162,3 +162,14 @@ def test_no_problems() -> None:
         answer = barycenter(p, torch.ones(5, 5), epsilon=0.1, debiased=debiased)
         assert answer.shape == (0, 5)
         answer.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_masses_that_agree_up_to_the_rounding_of_a_narrower_dtype(dtype: torch.dtype) -> None:
+    p = torch.rand(2, 5, generator=torch.Generator().manual_seed(0)).softmax(-1).to(dtype)
+    p = p if dtype == torch.float16 else p.double() * torch.tensor([[1.0], [1 + 5e-7]], dtype=torch.float64)
+    cost = LineCost(torch.linspace(0, 1, 5, dtype=p.dtype), power=2)
+    answer = barycenter(p, cost, epsilon=0.1)  # a ConvergenceWarning would be an error
+    torch.testing.assert_close(
+        answer.double().sum(), p.double().sum() / 2, rtol=1e-3 if dtype == torch.float16 else 1e-8, atol=0
+    )
