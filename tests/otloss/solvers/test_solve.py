@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import warnings
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -332,3 +335,36 @@ def test_barycentric_maps_divide_by_the_mass_that_is_moved() -> None:
     leaf = x.clone().requires_grad_()
     mapped = otloss.solve(p, None, PointCost(leaf, y), epsilon=0.5, grad="implicit").barycentric_map(y)
     assert torch.autograd.grad(mapped[p > 0].sum(), leaf)[0].isfinite().all()
+
+
+# ---- the path ----------------------------------------------------------------------------------------------------
+
+REDUCTIONS = {"__init__", "plain_costs", "partial_mass", "empty_sides", "large_epsilon"}
+BRIEFLY = {f"solvers/reductions/{name}.py" for name in REDUCTIONS} | {
+    "_checks.py", "_autograd.py", "_foreign.py", "costs/dense.py", "costs/cost.py", "solvers/exact_clouds.py",
+    "solvers/entropic/coarse.py", "_kernels/_threads.py", "_kernels/__init__.py",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options"), [("emd", {}), ("sinkhorn", {"epsilon": 0.1})])
+def test_docs_list_the_files_on_the_path_of_a_call(name: str, options: dict[str, float]) -> None:
+    p, q, matrix = case(())
+    p.requires_grad_()
+    visited: set[str] = set()
+    package = str(Path(otloss.__file__).parent) + "/"
+
+    def listen(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(package):
+            visited.add(frame.f_code.co_filename.removeprefix(package))
+
+    getattr(otloss, name)(p, q, matrix, **options).backward()  # imports the kernel
+    sys.setprofile(listen)
+    try:
+        getattr(otloss, name)(p, q, matrix, **options).backward()
+    finally:
+        sys.setprofile(None)
+    text = (Path(__file__).parents[3] / "docs/design.md").read_text(encoding="utf-8")
+    (row,) = re.findall(rf"^    {name}  +(.*)$", text, re.MULTILINE)
+    listed = {f"{stem}.py" if stem.startswith("_") else f"solvers/{stem}.py" for stem in row.split(", ")}
+    assert listed <= visited
+    assert visited <= listed | BRIEFLY
