@@ -42,10 +42,11 @@ NUMBERS = 100  # the tokens "0" to "99"
 FLOOR_SD = 5.0  # of the noise of the synthetic targets, whose mean absolute error is 4.0
 WEIGHT, MSE_UNIT = 0.3, 9.0
 ARMS = ("mle", "number_token", "number_token/shuffled", "number_token/equal", "number_token:1",
-        "number_token:1/shuffled", "NTL-MSE", "regression head", "constant")  # fmt: skip
+        "number_token:1/shuffled", "number_token:1/equal", "NTL-MSE", "regression head", "constant")  # fmt: skip
 WEIGHT_1 = ("mle", "number_token:1", "number_token:1/shuffled", "number_token:1/equal", "NTL-MSE", "regression head",
             "constant")  # fmt: skip
-ENOUGH = ("mle", "number_token:1", "constant")  # where the gain is to be gone
+# Where the gain is to be gone.
+ENOUGH = ("mle", "number_token:1", "number_token:1/shuffled", "number_token:1/equal", "constant")
 DECODINGS = ("greedy", "mean", "median")
 TEST, BATCH, RATE, WIDTH = 500, 32, 2e-3, 64
 FIELDS = ("case", "arm", "decoding", "measure", "mean", "half_interval", "gain", "gain_half_interval", "seeds",
