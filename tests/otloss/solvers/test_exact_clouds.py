@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from otloss import emd, solve
+from otloss import cloud_loss, emd, solve
 from otloss.costs import PointCost
 from otloss.solvers.exact import solve_exactly
 from otloss.solvers.exact_clouds import LEAST_PAIRS, solve_between_clouds
@@ -118,3 +118,13 @@ def test_costs_beyond_float64_raise() -> None:
     _, _, x, y = _clouds(N, N, 2)
     with pytest.raises((ValueError, RuntimeError), match=r"finite|rescale"):
         emd(None, None, PointCost(1e200 * x, y))
+
+
+def test_the_loss_of_large_clouds_takes_the_same_way() -> None:
+    p, q, x, y = _clouds(N, N, 3)
+    points = x.float().requires_grad_()
+    value = cloud_loss(points, y.float(), a=p.float(), b=q.float(), kind="emd")
+    same = emd(p.float(), q.float(), PointCost(points, y.float()))
+    torch.testing.assert_close(value, same)
+    mine, theirs = (torch.autograd.grad(v, points)[0] for v in (value, same))
+    torch.testing.assert_close(mine, theirs)
