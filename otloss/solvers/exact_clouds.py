@@ -2,16 +2,16 @@
 
 The network simplex needs few of the n m cells of the plan if it is given the right ones:
 
-1. Clusters of points, at most `CLUSTERS` for each cloud, are solved with an epsilon that blurs a cluster. A soft
-   minimum takes their potentials to the points.
-2. The cells to begin with: for each point `CELLS` of least reduced cost C_ij - f_i - g_j, for those potentials.
-3. The simplex on these cells (`_kernels.cloud_simplex`). It starts from a plan in which points ship in the order of
-   leaves of a shortest spanning tree by reduced costs: the optimum, if the potentials are optimal.
-4. Cells of negative reduced cost among all n m, the worst of each point, are added, and the simplex goes on; until
-   there are none.
+1. Each cloud is grouped into at most `CLUSTERS` clusters. The entropic problem between the clusters is solved, at an
+   epsilon about as large as the costs within a cluster, and a soft minimum extends its potentials to the points.
+2. With these potentials, the first cells are chosen: for each point the `CELLS` of least reduced cost C_ij - f_i - g_j.
+3. The simplex solves the problem on these cells (`_kernels.cloud_simplex`). Its first plan ships along the edges of a
+   spanning tree of least reduced costs, leaves first, which is the optimum if the potentials are optimal.
+4. All n m pairs are searched for cells of negative reduced cost. The worst of each point are added and the simplex
+   continues, until no pair has a negative reduced cost.
 
-So the plan is optimal among all plans and not only on the cells. A last pass computes both c-transforms over all pairs,
-by another kernel than the search for cells, and the duality gap is checked as that of dense problems is.
+So the plan is optimal among all plans, not only among those on the cells. At the end another kernel computes both
+c-transforms over all pairs, and the duality gap is checked as for dense problems.
 
 Sources: B. Schmitzer, A Sparse Multiscale Algorithm for Dense Optimal Transport, 2016; S. Gerber, M. Maggioni,
 Multiscale Strategies for Computing Optimal Transport, 2017.
@@ -36,14 +36,14 @@ from otloss.solvers.exact import ExactSolution, Optimum, check_outcome
 from otloss.solvers.problem import Problem
 
 METRICS = ("sqeuclidean", "euclidean", "l1")
-LEAST_PAIRS = 2**21  # below, the dense way takes about as long in ten dimensions
-LARGEST_COST = 1e100  # beyond, numbers may overflow; the dense way then raises
+LEAST_PAIRS = 2**21  # with fewer, a dense matrix takes about as long in ten dimensions
+LARGEST_COST = 1e100  # beyond, numbers may overflow; the solver of matrices then raises
 CLUSTERS, CLUSTER_TOLERANCE, CLUSTER_ITERATIONS = 2500, 1e-2, 300
 POINTS_OF_CLUSTER = 4  # at least, on average
 LEAST_EPSILON = 1e-5  # of the largest cost, for the clusters
 SHARE_OF_LENGTH = 0.2  # epsilon over the size of a cluster, where costs are lengths
 CELLS, MORE_CELLS = 16, 4  # of a point to begin with, and of those that are added at a time
-NEAR = 5.0  # epsilons of the clusters, up to which reduced costs count
+NEAR = 5.0  # times the epsilon of the clusters: larger reduced costs are not listed
 ROUNDING = 4e-15  # reduced costs above this, relative to the numbers they are the difference of, count as zero
 MOST_PIVOTS = 1000  # per point
 PLAN_BLOCK = 2**24  # cells of the dense plan made at a time
@@ -63,19 +63,20 @@ def takes_clouds(problem: Problem) -> bool:
 
 @dataclass(frozen=True)
 class CloudSolution(ExactSolution):
-    """An exact solution whose cost is never a matrix: the value depends on the costs of the cells of the plan alone.
+    """An exact solution without a matrix: the value depends on the costs of the cells of the plan alone.
 
-    `along` (cells,) are these, with the graph of the points.
+    Attributes:
+        cell_costs: (cells,), these costs, with the graph of the points.
     """
 
-    along: Float[Tensor, " cells"]
+    cell_costs: Float[Tensor, " cells"]
 
     def __post_init__(self) -> None:
         pass  # there is no matrix to watch
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        return (self.problem.p, self.problem.q, self.problem.epsilon, self.along)
+        return (self.problem.p, self.problem.q, self.problem.epsilon, self.cell_costs)
 
     @cached_property
     def potentials(self) -> tuple[Tensor, Tensor]:
@@ -97,9 +98,9 @@ class CloudSolution(ExactSolution):
             yield slice(first, first + len(block)), block.expand(*batch, *block.shape)
 
     def cost_gradients(self, upstream: Float[Tensor, "*batch"]) -> tuple[Tensor, ...]:
-        """The derivative in `along`: the mass of the cells."""
+        """The derivative in `cell_costs`: the mass of the cells."""
         flows = self.optimum.flows.reshape(-1)
-        return (upstream.reshape(()).to(flows) * flows,) if self.along.requires_grad else ()
+        return (upstream.reshape(()).to(flows) * flows,) if self.cell_costs.requires_grad else ()
 
 
 def solve_between_clouds(problem: Problem) -> CloudSolution:
@@ -113,8 +114,8 @@ def solve_between_clouds(problem: Problem) -> CloudSolution:
     with torch.no_grad():
         optimum = _optimum(replace(problem, cost=_without_graph(cost)))
     rows, columns = optimum.rows.reshape(-1), optimum.columns.reshape(-1)
-    along = cost.between(cost.x[rows], cost.y[columns], cost.metric).diagonal()
-    return CloudSolution(problem, optimum, optimum.value.to(problem.p), along=along)
+    cell_costs = cost.between(cost.x[rows], cost.y[columns], cost.metric).diagonal()
+    return CloudSolution(problem, optimum, optimum.value.to(problem.p), cell_costs=cell_costs)
 
 
 def _without_graph(cost: PointCost) -> PointCost:
@@ -129,7 +130,7 @@ def _optimum(problem: Problem) -> Optimum:
     assert isinstance(cost, PointCost)
     p, q = (w.detach().double().reshape(-1) for w in (problem.p, problem.q))
     members = [w.nonzero().squeeze(-1) for w in (p, q)]
-    members = [of[order_of(points[of])] for of, points in zip(members, (cost.x, cost.y), strict=True)]
+    members = [places[order_of(points[places])] for places, points in zip(members, (cost.x, cost.y), strict=True)]
     x, y, a, b = cost.x[members[0]], cost.y[members[1]], p[members[0]], q[members[1]]
     b = b * (a.sum() / b.sum())
     among = PointCost(x, y, metric=cost.metric)
@@ -153,7 +154,7 @@ def _optimum(problem: Problem) -> Optimum:
 
 
 def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Potentials (f, g) near the optimal ones, and how near, in the unit of the cost."""
+    """Return potentials (f, g) near the optimal ones, and an epsilon, the scale of their error."""
     from otloss._kernels.sinkhorn_call import run_kernel
 
     count = max(2, min(CLUSTERS, min(len(p), len(q)) // POINTS_OF_CLUSTER))
@@ -180,7 +181,10 @@ def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Te
 
 
 class _Basis:
-    """A spanning tree of the plan, and cells to add to it; all points hold mass, neighbours side by side."""
+    """The spanning tree of a plan, and the list of cells that pivots choose from.
+
+    All points hold mass, and their order keeps neighbours side by side.
+    """
 
     def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor, *, cutoff: float) -> None:
         from otloss._kernels.cloud_simplex import first_tree
@@ -213,7 +217,7 @@ class _Basis:
         return torch.from_numpy(self.potential[len(self.p) :])
 
     def search(self) -> None:
-        """Pivot until the plan is optimal on the cells; `pivots` is then -1 where that takes too many."""
+        """Pivot until the plan is optimal on the listed cells; `pivots` becomes -1 if that takes too many of them."""
         from otloss._kernels.cloud_simplex import search_cells
 
         n = len(self.p)
@@ -224,14 +228,17 @@ class _Basis:
         self.pivots = self.pivots + made if made >= 0 else -1
 
     def add_cells(self) -> bool:
-        """Add cells of negative reduced cost, in turn those of rows and of columns; whether there are any."""
+        """Search all pairs for cells of negative reduced cost and list them; return whether there are any.
+
+        Calls search for the worst cells of each row and of each column in turn. Listed cells of large reduced cost go.
+        """
         rows, columns = self._near(self.f, self.g, by_rows=self.by_rows, count=MORE_CELLS)
         self.by_rows = not self.by_rows
         costs, f, g = self._costs(rows, columns), self.f.numpy()[rows], self.g.numpy()[columns]
         missing = costs - f - g < -ROUNDING * (costs + np.abs(f) + np.abs(g))
-        kept = self._reduced(self.f, self.g) <= 2 * self.cutoff
+        near = self._reduced(self.f, self.g) <= 2 * self.cutoff
         old, new = (self.rows, self.columns, self.costs), (rows, columns, costs)
-        cells = (np.concatenate([mine[kept], more[missing]]) for mine, more in zip(old, new, strict=True))
+        cells = (np.concatenate([listed[near], more[missing]]) for listed, more in zip(old, new, strict=True))
         self.rows, self.columns, self.costs = cells
         return bool(missing.any())
 
@@ -247,7 +254,7 @@ class _Basis:
         return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
 
     def _near(self, f: Tensor, g: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """For each row, or column, `count` cells of least reduced cost."""
+        """Return the cells of least reduced cost, at most `count` for each row, or for each column."""
         from otloss._kernels._threads import run_on_threads
         from otloss._kernels.cloud_simplex import NONE, near_cells
         from otloss._kernels.softmin import BLOCK, ROWS, tasks
@@ -273,7 +280,7 @@ def _leaves_first(rows: np.ndarray, columns: np.ndarray, lengths: np.ndarray, co
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import breadth_first_order, minimum_spanning_tree
 
-    # One more node, far from all, joins parts that no cell joins. Lengths of 0 would be no edges.
+    # One more node, far from all, connects parts that no cell connects. scipy takes lengths of 0 for missing edges.
     everywhere = np.arange(count)
     far = np.full(count, 1e3 * (lengths.max() - lengths.min()) + 2.0)
     ends = np.concatenate([rows, everywhere]), np.concatenate([columns, np.full(count, count)])

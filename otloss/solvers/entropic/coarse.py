@@ -8,22 +8,24 @@ w, which the search would have to find first.
 
 Clouds, two large ones in low dimension. Sinkhorn's iteration in b = g / eps is slow in its smooth errors: near the
 solution an error e becomes M e, where M is the Markov matrix of the round trip from the points of q to those of p and
-back, and M e is nearly e where e hardly changes over a distance of sqrt(eps). Clusters of points know these errors as
-well as the points do. With d the change that one iteration makes, the solution lies at
+back, and M e is nearly e where e hardly changes over a distance of sqrt(eps). These errors are nearly the same for all
+points of a cluster, so a problem between clusters is enough to find them. With d the change that one iteration makes,
+the solution is at
 
     b + (I - M)^-1 d = b + d + M (I - M)^-1 d
 
-and the last term, which is smooth, is found between clusters: d is averaged over them, `(I - M)^-1` is that of the
-problem between clusters (dense and small, factorised once), and the remaining M takes the answer to the points, by a
-soft minimum over clusters. Each iteration then lessens the error ten times or more, at any epsilon that clusters
-resolve. Where they do not, they are solved at a larger epsilon. The smoothest errors are still found, for `I - M` is
-nearly proportional to epsilon there, and Anderson's acceleration does the rest.
+and the last term, which is smooth, is computed between clusters: d is averaged over each cluster, `(I - M)^-1` is that
+of the problem between clusters (dense and small, factorised once), and the remaining M, a soft minimum over clusters,
+extends the result to the points. Each iteration then divides the error by ten or more, at any epsilon that clusters
+resolve. For a smaller epsilon the problem between clusters is solved at a larger one. That still corrects the smoothest
+errors, for which `I - M` is nearly proportional to epsilon, and Anderson's acceleration reduces the others.
 
 Between a cloud and itself, where f = g, one update turns the error e into -M e, and the mean of two updates in a row is
 off by (M^2 - M) e / 2, an eighth of e at most: nothing else is needed there.
 
-The start comes from the clusters too. While the error is large, soft minima leave out all pairs of points that add up
-to less than that share of a sum; the pair of potentials that is returned, and its error, come from complete ones.
+The start comes from the clusters too. While the error is large, soft minima leave out pairs of points that together
+contribute a smaller share of a sum than the error. The potentials that are returned, and their error, come from soft
+minima over all pairs.
 
 Sources: J. Feydy, Geometric Data Analysis, Beyond Convolutions, 2020, for the start; D. Anderson, Iterative Procedures
 for Nonlinear Integral Equations, 1965.
@@ -77,12 +79,10 @@ MOST_COARSENING = 32.0  # of epsilon, for problems that the numba kernel can sol
 CLUSTER_RIDGE = 1e-9
 DEPTH = 5  # of Anderson's acceleration
 STAGE_TOLERANCE = 0.1
-LEFT_OUT = 1.0  # bound of what an iteration leaves out of a sum, over the last error; far above what it does leave out
-RESTART_FACTOR, SLOW_ITERATIONS = (
-    2.0,
-    20,
-)  # an error so much above the least one starts again; so many iterations without halving it end it
-ROUNDING = 0.25  # roundings of the potentials, over epsilon, at which an error in float32 stops to fall
+LEFT_OUT = 1.0  # times the last error: the largest share of a sum that an iteration may leave out
+RESTART_FACTOR = 2.0  # times the least error: above it the acceleration forgets its history
+SLOW_ITERATIONS = 20  # without halving the error, after which a search ends
+ROUNDING = 0.25  # times the rounding of the potentials over epsilon: below it an error in float32 does not fall further
 
 Solver = Callable[[Problem, tuple[Tensor, Tensor] | None, Goal], SearchResult]
 

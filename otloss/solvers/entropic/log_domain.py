@@ -56,8 +56,13 @@ class SearchResult:
 class Goal:
     """When a search may end: at the tolerance, or after `most` iterations.
 
-    `settled`: and, where it is finite, when the last update changed no factor of the plan by a larger share.
-    `symmetric`: p and q are the same and so is the cost of either way. `with_plan`: the kernel writes the plan too.
+    Attributes:
+        tolerance: of the marginal error.
+        most: the largest number of iterations.
+        settled: where it is finite, a search also continues until its last update changes no factor of the plan by a
+            larger share.
+        symmetric: whether p equals q and the cost its transpose.
+        with_plan: whether the kernel writes the plan too.
     """
 
     tolerance: float
@@ -137,7 +142,7 @@ class Sweep:
         transposed: its cost the other way; a matrix is laid out for it once, and not in every soft minimum.
         log_p, log_q: in the dtype of the potentials.
         epsilon: (..., 1) likewise.
-        damping: (..., 1), k of the module above this; 1 for balanced problems.
+        damping: (..., 1), the k of `otloss.solvers.entropic`; 1 for balanced problems.
     """
 
     problem: Problem

@@ -8,8 +8,8 @@ one, the dual in b has the gradient q - S^T p, and the curvature
 
 It is a sum of logarithms of sums of exponentials, whose third derivative along a step h is at most the spread of h
 (largest minus smallest entry) times the second: a step shortened to log(1 + spread) / spread always increases the dual
-(F. Bach, Self-concordant analysis for logistic regression, 2010). H is symmetric and has no answer at bins without
-mass; the equations of `gradients`, which also serve unbalanced problems, are the same ones divided by the weights.
+(F. Bach, Self-concordant analysis for logistic regression, 2010). H is symmetric, and zero at bins without
+mass. The equations of `otloss.solvers.derivatives`, also for unbalanced problems, are these divided by the weights.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ LARGEST_UNBALANCED_GRID = 2**17
 # Iterations after which Newton's method solves problems of up to so many entries: a step takes as long as a hundred
 # iterations.
 PATIENCE, LARGEST_FOR_NEWTON = 1000, 2**20
-# Potentials are settled where the last update changes a factor of the plan by no larger share, and where their error is
-# no larger share of their spread.
+# Potentials are settled where the last update changes no factor of the plan by a larger share than this, and where
+# their error is at most this share of their spread.
 SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
 NEGLIGIBLE_ERROR = 1e-5  # of potentials over epsilon: it does not count where potentials hardly differ
 UNCERTAIN = 1e-2  # share of their spread, from which an error of potentials is worth a warning
@@ -54,7 +54,7 @@ UNCERTAIN = 1e-2  # share of their spread, from which an error of potentials is 
 LEAST_EPSILON = 1e-8
 # Potential over marginal penalty from which a bin keeps no mass, exp(-40) of its weight.
 NO_MASS_LEFT = 40.0
-# A start is not that of a similar problem if it is larger than so many times the largest cost plus a hundred epsilons.
+# A start that is larger than so many times (the largest cost plus a hundred epsilons) is not one of a similar problem.
 LARGEST_START = 100.0
 
 

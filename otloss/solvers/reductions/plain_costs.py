@@ -6,8 +6,8 @@ A constant in the costs changes no optimal plan: with l = min(0, min C) and t th
 
 A forbidden pair gets a price B instead of +inf. A plan with mass on such pairs, where another plan avoids them, differs
 from that one by a cycle of at most 2 min(n, m) pairs. So with B above min(n, m) times the largest cost the optimum
-avoids every forbidden pair if any plan does, and the mass that is there otherwise tells that none does. The
-entropic plan has exp(-B / epsilon) on each, spread over the pairs of such a cycle: B has a multiple of epsilon more.
+avoids every forbidden pair if any plan does; if mass is there, none does. The entropic plan has exp(-B / epsilon) on
+each, spread over the pairs of such a cycle, so a multiple of epsilon is added to B.
 With a marginal penalty rho the plan has exp(-B / (2 rho + epsilon)) of the mass where no pair is allowed.
 
 The plain matrix is in float64: an entry of -1e8 between bins without mass must not round the others away.
