@@ -166,8 +166,8 @@ def sinkhorn(
         cost: (n, m), one matrix per problem (..., n, m), or a cost object; C[i, j] is the price per unit of mass.
             A matrix may have +inf for pairs that may not exchange mass, and, without `marginal_penalty`, negative
             entries.
-        epsilon: above 0, in the unit of the cost; a number, or one per problem (...). In balanced problems it is capped
-            at 1e8 times the largest cost; beyond it the plan equals p q^T to rounding.
+        epsilon: above 0, in the unit of the cost; a number, or one per problem (...). In balanced problems the plan of
+            1e8 times the largest cost stands for those of larger epsilons: all equal p q^T / mass to rounding.
         mass: the amount that is moved, as for `emd`; None for all. The KL then also counts what stays: see
             `otloss.solvers.reductions.partial_mass`.
         epsilon_relative_to: "mean_cost" takes epsilon as a share of the mean of all entries of C.

@@ -130,7 +130,10 @@ class Transport:
     @property
     def dual_value(self) -> Float[Tensor, "*batch"]:
         """(...), the dual objective at the potentials, a lower bound of the optimum; in float64, without a graph."""
-        return self._bound(self._solution.dual_value)
+        value = self._solution.dual_value
+        for step in self._ways_back:
+            value = step.value(value).detach()
+        return value
 
     @property
     def gap(self) -> Float[Tensor, "*batch"]:

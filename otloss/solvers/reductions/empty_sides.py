@@ -63,7 +63,7 @@ class _EmptySides(WayBack):
         return torch.where(self.empty, self.empty_value.to(value), value)
 
     def bound(self, bound: Tensor) -> Tensor:
-        return torch.where(self.empty, self.empty_value.detach().to(bound), bound)
+        return bound.masked_fill(self.empty, 0.0)
 
     def gap(self, gap: Tensor) -> Tensor:
         return gap.masked_fill(self.empty, 0.0)

@@ -16,11 +16,11 @@ class WayBack:
         return self
 
     def value(self, value: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-        """The optimum, with its graph."""
+        """The optimum, with its graph; the dual value likewise."""
         return value
 
     def bound(self, bound: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
-        """The linear cost, the dual value or a bound of either."""
+        """The linear cost, or a bound of the exact transport cost."""
         return bound
 
     def gap(self, gap: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import sys
 import warnings
@@ -335,6 +336,31 @@ def test_barycentric_maps_divide_by_the_mass_that_is_moved() -> None:
     leaf = x.clone().requires_grad_()
     mapped = otloss.solve(p, None, PointCost(leaf, y), epsilon=0.5, grad="implicit").barycentric_map(y)
     assert torch.autograd.grad(mapped[p > 0].sum(), leaf)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("mass", [0.5, 2.0])
+def test_values_of_any_mass_at_an_epsilon_beyond_reason(mass: float) -> None:
+    p, q, matrix = case(())
+    product = mass * p[:, None] * q
+    for size in (1e6, 1e10):
+        epsilon = torch.tensor(size, dtype=torch.float64, requires_grad=True)
+        answer = otloss.solve(mass * p, mass * q, matrix, epsilon=epsilon)
+        (by_epsilon,) = torch.autograd.grad(answer.value, epsilon)
+        entropy = torch.tensor(-mass * math.log(mass), dtype=torch.float64)
+        torch.testing.assert_close(by_epsilon, entropy, rtol=1e-6, atol=0)
+        torch.testing.assert_close(answer.value.detach(), (matrix * product).sum() + size * entropy, rtol=1e-12, atol=0)
+        torch.testing.assert_close(answer.dual_value, answer.value.detach(), rtol=1e-12, atol=0)
+        torch.testing.assert_close(answer.linear_cost.detach(), (matrix * product).sum(), rtol=1e-6, atol=0)
+        f, g = (t.detach() for t in answer.potentials)
+        torch.testing.assert_close(mass * (f @ p + g @ q), answer.value.detach(), rtol=1e-12, atol=0)
+
+
+def test_nothing_moves_where_a_side_holds_no_mass() -> None:
+    _, q, matrix = case(())
+    answer = otloss.solve(torch.zeros(4, dtype=torch.float64), q, matrix, epsilon=0.1, marginal_penalty=2.0)
+    assert answer.linear_cost == 0
+    torch.testing.assert_close(answer.value, 2 * q.sum())
+    torch.testing.assert_close(answer.dual_value, 2 * q.sum())
 
 
 # ---- the path ----------------------------------------------------------------------------------------------------
