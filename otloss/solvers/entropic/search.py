@@ -52,6 +52,9 @@ NEGLIGIBLE_ERROR = 1e-5  # of potentials over epsilon: it does not count where p
 UNCERTAIN = 1e-2  # share of their spread, from which an error of potentials is worth a warning
 # Epsilon over the largest potential: below, rounding in float64 changes entries of the plan by more than the tolerance.
 LEAST_EPSILON = 1e-8
+# Epsilon over marginal penalty, above which the kernel's potentials are updated once more: it iterates potentials over
+# epsilon, whose rounding counts (epsilon / marginal penalty) times in the mass of the plan.
+LARGEST_RATIO_OF_PENALTY = 1e3
 # Potential over marginal penalty from which a bin keeps no mass, exp(-40) of its weight.
 NO_MASS_LEFT = 40.0
 # A start that is larger than so many times (the largest cost plus a hundred epsilons) is not one of a similar problem.
@@ -180,7 +183,13 @@ def _by_kernel(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal
         tolerance=goal.tolerance, most=goal.most, settled=goal.settled, symmetric=goal.symmetric,
     )  # fmt: skip
     error, iterations = (outcome[:, column].reshape(batch) for column in (ERROR, ITERATIONS))
-    result = SearchResult(f.reshape(*batch, n), g.reshape(*batch, m), error, iterations.long(), plan=plan)
+    f, g = f.reshape(*batch, n), g.reshape(*batch, m)
+    rho = problem.marginal_penalty
+    if rho is not None and bool((problem.epsilon > LARGEST_RATIO_OF_PENALTY * rho).any()):
+        sweep = Sweep.of(in_float64(problem))
+        g = sweep.g_from(f)
+        f = sweep.f_from(g)
+    result = SearchResult(f, g, error, iterations.long(), plan=plan)
     if goal.settled == math.inf or goal.symmetric:  # the kernel has not estimated the error of g
         return result
     uncertain, spread, least = (outcome[:, k].reshape(batch) for k in (POTENTIAL_ERROR, SPREAD, LEAST_EIGENVALUE))

@@ -121,3 +121,20 @@ def test_a_side_without_mass_gives_up_the_mass_of_the_other(impl: str) -> None:
     assert float(answer.gap[1]) == 0.0
     with pytest.raises(ValueError, match="holds no mass in a problem"):
         otloss.sinkhorn(p.requires_grad_(), q.detach(), cost.detach(), **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("ratio", [1e4, 1e8])
+def test_an_epsilon_far_above_the_penalty(ratio: float, dtype: torch.dtype) -> None:
+    """Between two bins the plan is one number, the minimum in closed form."""
+    a, b = (torch.tensor([mass], dtype=torch.float64, requires_grad=True) for mass in (3.0, 2.0))
+    epsilon, cost = 1e6, 0.7
+    rho = epsilon / ratio
+    share = -(rho * (a * b).log() + cost) / (epsilon + 2 * rho)  # log of the mass of the plan over a b
+    expected = rho * (a + b) - 2 * rho * a * b - (epsilon + 2 * rho) * a * b * share.expm1()
+    p, q = (weights.detach().to(dtype).requires_grad_() for weights in (a, b))
+    value = otloss.sinkhorn(p, q, torch.full((1, 1), cost, dtype=dtype), epsilon=epsilon, marginal_penalty=rho)
+    tolerance = {"rtol": 1e-6 if dtype == torch.float32 else 1e-8, "atol": 0.0}
+    torch.testing.assert_close(value.double(), expected.squeeze(), **tolerance)
+    for actual, true in zip(torch.autograd.grad(value, (p, q)), torch.autograd.grad(expected, (a, b)), strict=True):
+        torch.testing.assert_close(actual.double(), true, **tolerance)
