@@ -1,4 +1,7 @@
-"""One small problem a call, beside POT and scipy: what a call costs in itself. One thread, seconds of the processor."""
+"""One small problem a call, beside POT and scipy: what a call costs in itself. One thread, seconds of the processor.
+
+And one problem between two images, by products along the axes, beside the same solver with the cost as a matrix.
+"""
 
 from __future__ import annotations
 
@@ -15,8 +18,11 @@ from benchmarks.measure import SMALL_SIZES, Settings, say, table
 from benchmarks.solver_cases import Problems
 from benchmarks.solver_peers import OURS
 from benchmarks.solvers import Bench, at_least
+from otloss.costs import GridCost
 
 EPSILON = 0.1
+# Sides, epsilons as shares of the squared side, and derivatives.
+IMAGES = ((64, 0.001, "envelope"), (32, 0.01, "implicit"))
 Steps = dict[str, Callable[[], Any]]
 
 
@@ -70,6 +76,21 @@ def graphs(n: int) -> Steps:
     }
 
 
+def images(side: int, share: float, grad: str) -> Steps:
+    """Squared distances between cells, epsilon as a share of the squared side; with the gradient of an image."""
+    grid = GridCost((side, side))
+    matrix = grid.dense()
+    p, q = (w.softmax(-1) for w in torch.randn(2, side * side, generator=torch.Generator().manual_seed(0)))
+
+    def by(cost: GridCost | torch.Tensor) -> float:
+        weights = p.clone().requires_grad_()
+        value = otloss.sinkhorn(weights, q, cost, epsilon=share * side**2, grad=grad)
+        value.backward()
+        return value.item()
+
+    return {OURS: lambda: by(grid), "the same, by a matrix": lambda: by(matrix)}
+
+
 def main(settings: Settings) -> None:
     bench, small = Bench(settings, "single_problems"), settings.small
     threads = torch.get_num_threads()
@@ -81,6 +102,14 @@ def main(settings: Settings) -> None:
         *((f"wasserstein_1d, {n} samples, order {order}", 0.5, on_a_line(n, order)) for order in (1, 2)),
         (f"match, {n} x {few}", 0.5, detection(n, few)),
         *((f"fused_gromov, {n} nodes", 1.0, graphs(n)) for n in ((4,) if small else (12, 30))),
+        *(
+            (
+                f"sinkhorn between images {side} x {side}, epsilon {share:g} side^2, {grad}",
+                1.0,
+                images(side, share, grad),
+            )
+            for side, share, grad in (((4, 0.01, "envelope"),) if small else IMAGES)
+        ),
     ]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # POT compares the masses of its own sums
