@@ -138,7 +138,7 @@ def table(family: Family) -> str:
 
 def main(settings: Settings) -> None:
     """Print the tables, and write them to docs/gradients.md (or to gradients.md in another output folder)."""
-    names = ("otloss", "POT", "geomloss", "torch")
+    names = ("torch-otloss", "POT", "geomloss", "torch")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     parts = [f"Made by `python -m benchmarks gradients` with {versions}.\n"]
     with warnings.catch_warnings():

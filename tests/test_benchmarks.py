@@ -95,7 +95,7 @@ def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_solvers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     kept = run("solvers", tmp_path, monkeypatch)
     assert "| work" not in capsys.readouterr().out
-    assert {row["case"].split(",")[0] for row in kept} == {"exact", "entropic", "line", "divergence"}
+    assert {row["case"].split(",")[0] for row in kept} >= {"exact", "entropic", "line", "divergence"}
 
 
 @pytest.mark.slow

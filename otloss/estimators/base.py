@@ -16,7 +16,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from otloss._ordered_classes import check_choice
 from otloss.estimators.criterion import Criterion, check_real, make_criterion
-from otloss.estimators.decode import RULES, decode
+from otloss.estimators.decode import RULES, decode, scores
 from otloss.estimators.features import text_is_named
 from otloss.estimators.label_order import LabelOrder, label_order
 from otloss.estimators.recalibration import OrdinalRecalibration, Temperature
@@ -77,9 +77,17 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
             return np.log(self.predict_proba(X))
 
     def decision_function(self, X: Any) -> np.ndarray:
-        """Return `predict_log_proba`, (n, len(classes_)), or of two classes the log-odds of the second one, (n,)."""
-        logs = self.predict_log_proba(X)
-        return logs[:, 1] - logs[:, 0] if logs.shape[1] == 2 else logs
+        """Return a score of each class, (n, len(classes_)), the largest of which `predict` chooses.
+
+        It is minus the expected loss under which the rule `decode` is the best answer: the absolute error in ranks for
+        "median", the distance to the mean for "mean", the cost for "cost"; the log-probability for "argmax". Of two
+        classes it is the difference of the second to the first, (n,), above 0 where the second is chosen.
+        """
+        distribution = self._distribution(X)
+        self._check_decode()
+        criterion = self._criterion
+        each = scores(distribution, self.decode, values=criterion.values, cost=criterion.cost)[:, self._order.columns]
+        return each[:, 1] - each[:, 0] if each.shape[1] == 2 else each
 
     def predict_distribution(self, X: Any) -> Distribution:
         """Return probabilities (n, K), columns in rank order as `categories_`; 0 for labels not seen in training.

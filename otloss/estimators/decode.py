@@ -29,3 +29,23 @@ def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.
     assert rule == "cost", rule
     assert cost is not None
     return (distribution @ cost).argmin(1)
+
+
+def scores(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.ndarray | None = None) -> np.ndarray:
+    """Return scores (n, m) of the positions, whose largest is that of `decode`: minus the expected loss of each answer.
+
+    >>> scores(np.array([[0.45, 0.15, 0.4]]), "median", values=np.arange(3.0)).round(2)
+    array([[-0.95, -0.85, -1.05]])
+    """
+    if rule == "argmax":
+        with np.errstate(divide="ignore"):
+            return np.log(distribution)
+    if rule == "median":
+        # The median does not depend on how far apart the values are, so these are errors in ranks.
+        ranks = np.arange(distribution.shape[1])
+        return -distribution @ np.abs(ranks[:, None] - ranks)
+    if rule == "mean":
+        return -np.abs((distribution @ values)[:, None] - values)
+    assert rule == "cost", rule
+    assert cost is not None
+    return -distribution @ cost

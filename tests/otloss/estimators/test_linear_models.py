@@ -100,9 +100,17 @@ def test_warm_start() -> None:
         assert other.predict_proba(X).shape == (len(X), 3)
 
 
-def test_decision_function() -> None:
-    model = OrdinalClassifier().fit(X, y)
-    np.testing.assert_allclose(model.decision_function(X), model.predict_log_proba(X))
-    binary = OrdinalClassifier().fit(X, y > 1)
-    odds = binary.predict_proba(X)
-    np.testing.assert_allclose(binary.decision_function(X), np.log(odds[:, 1] / odds[:, 0]))
+@pytest.mark.parametrize("rule", ["argmax", "median", "mean", "cost"])
+@pytest.mark.parametrize("grades", [2, 4])
+def test_predict_chooses_the_largest_decision(rule: str, grades: int) -> None:
+    labels, gaps = np.minimum(y, grades - 1), np.arange(grades)[:, None] - np.arange(grades)
+    options = (
+        {"cost": np.where(gaps > 0, 3.0 * gaps, -gaps)} if rule == "cost" else {"values": np.arange(grades) ** 2.0}
+    )
+    model = OrdinalClassifier(decode=rule, **options).fit(X, labels)
+    decision = model.decision_function(X)
+    chosen = (decision > 0).astype(int) if grades == 2 else decision.argmax(1)
+    np.testing.assert_array_equal(model.classes_[chosen], model.predict(X))
+    if rule == "argmax":
+        logs = model.predict_log_proba(X)
+        np.testing.assert_allclose(decision, logs[:, 1] - logs[:, 0] if grades == 2 else logs)
