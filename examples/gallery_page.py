@@ -37,7 +37,7 @@ USES = {
 HEAD = "| example | use it when | result | peer | processor seconds |\n|---|---|---|---|---|"
 TOP = """# Gallery
 
-Each example is one script beside what one would use otherwise, most of them on real data ([where it comes from](../docs/data.md)).
+Each example is one script beside what one would use otherwise, most on real data ([its sources](../docs/data.md)).
 `make gallery` runs all and makes this page in `gallery-output/`; `make gallery-page` updates the one in `docs/`.
 {minutes:.0f} minutes of one core. The demo of language models is `make demo`, see the [README](../README.md)."""
 # Of this machine; addresses and units have something else before the slash.
