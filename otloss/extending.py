@@ -5,7 +5,7 @@ of how to build your own. The names may change from one minor version to the nex
 
     checks          check_*: arguments; MASS_TOLERANCE: by how much sums of weights may differ, for each dtype
     transport       emd, sinkhorn, solve and their like; pose, answer, Problem, Settings: one problem with its options;
-                    solve_exact, solve_exactly, takes_clouds, solve_between_clouds, with_envelope: the steps of exact
+                    solve_exact, solve_exactly, takes_clouds, with_envelope: the steps of exact
                     transport; run_kernel, ERROR: Sinkhorn's iteration on matrices
     histograms      check_masses, histogram_pair, weights_or_uniform
     autograd        once_only, check_no_tangent, check_no_transform: errors in place of derivatives that are not given;
@@ -55,7 +55,6 @@ from otloss.solvers.convergence import level_of_the_caller as level_of_the_calle
 from otloss.solvers.derivatives import with_envelope as with_envelope
 from otloss.solvers.exact import solve_exact as solve_exact
 from otloss.solvers.exact import solve_exactly as solve_exactly
-from otloss.solvers.exact_clouds import solve_between_clouds as solve_between_clouds
 from otloss.solvers.exact_clouds import takes_clouds as takes_clouds
 from otloss.solvers.histograms import MASS_TOLERANCE as MASS_TOLERANCE
 from otloss.solvers.histograms import check_masses as check_masses
@@ -167,7 +166,6 @@ __all__ = [
     "sinkhorn_divergence",
     "sliced_wasserstein",
     "solve",
-    "solve_between_clouds",
     "solve_exact",
     "solve_exactly",
     "spliced",

@@ -38,13 +38,13 @@ from otloss.extending import (
     check_positive,
     check_tensor,
     eager,
+    emd,
     explains_foreign_keywords,
     makes_graph,
     may_run_on,
     pose,
     sinkhorn_divergence,
     sliced_wasserstein,
-    solve_between_clouds,
     solve_exactly,
     takes_clouds,
     with_envelope,
@@ -293,10 +293,8 @@ def _exact(a: Tensor, b: Tensor, cost: PointCost) -> Float[Tensor, "*batch"]:
         x = cost.x.detach()
         fixed = cost.between(x, x if cost.y is cost.x else cost.y.detach(), cost.metric)
     problem = pose(a, b, fixed, epsilon=None, settings=Settings())
-    if takes_clouds(problem):
-        return with_envelope(solve_between_clouds(pose(a, b, cost, epsilon=None, settings=Settings()))).value.to(
-            problem.dtype
-        )
+    if takes_clouds(problem):  # which makes no matrix itself
+        return emd(a, b, cost)
     matrix = problem.cost.dense()
     solution = solve_exactly(replace(problem, start=_start(problem, matrix)))
     if fixed is not cost and makes_graph(cost.x, cost.y):

@@ -83,10 +83,13 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
         "median", the distance to the mean for "mean", the cost for "cost"; the log-probability for "argmax". Of two
         classes it is the difference of the second to the first, (n,), above 0 where the second is chosen.
         """
-        distribution = self._distribution(X)
         self._check_decode()
-        criterion = self._criterion
-        each = scores(distribution, self.decode, values=criterion.values, cost=criterion.cost)[:, self._order.columns]
+        if self.decode == "argmax":
+            each = self.predict_log_proba(X)
+        else:
+            distribution, criterion = self._distribution(X), self._criterion
+            each = scores(distribution, self.decode, values=criterion.values, cost=criterion.cost)
+            each = each[:, self._order.columns]
         return each[:, 1] - each[:, 0] if each.shape[1] == 2 else each
 
     def predict_distribution(self, X: Any) -> Distribution:

@@ -32,14 +32,11 @@ def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.
 
 
 def scores(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.ndarray | None = None) -> np.ndarray:
-    """Return scores (n, m) of the positions, whose largest is that of `decode`: minus the expected loss of each answer.
+    """Return minus the expected loss of each position (n, m), whose largest is that of `decode`; not for "argmax".
 
     >>> scores(np.array([[0.45, 0.15, 0.4]]), "median", values=np.arange(3.0)).round(2)
     array([[-0.95, -0.85, -1.05]])
     """
-    if rule == "argmax":
-        with np.errstate(divide="ignore"):
-            return np.log(distribution)
     if rule == "median":
         # The median does not depend on how far apart the values are, so these are errors in ranks.
         ranks = np.arange(distribution.shape[1])

@@ -22,9 +22,8 @@ from otloss._ordered_classes import check_choice
 from otloss.losses.targets import check_logits, check_positions, classes_last, normalised, target_rows
 
 KINDS = ("all", "immediate")
-_EXCLUDED = (
-    -1e30
-)  # log-probability of a class with logit -inf: a finite number, as logcumsumexp has no gradient at -inf
+# Log-probability of a class with logit -inf: a finite number, as logcumsumexp has no gradient at -inf.
+_EXCLUDED = -1e30
 
 
 def threshold_loss(

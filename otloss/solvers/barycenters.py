@@ -197,11 +197,8 @@ class _Problem:
         """Return the state after some iterations, its error, and their number: 0 where numbers do not fit."""
         p, share = self.p, self.weights.unsqueeze(-2)
         u, d = torch.ones_like(p[..., :1]).expand(*p.shape[:-1], self.cost.shape[0]), mass.new_ones(())
-        fitted, error, done = (
-            (u, d, u[..., :1, :]),
-            torch.full_like(mass, torch.inf),
-            0,
-        )  # a has the axis of one histogram
+        fitted = u, d, u[..., :1, :]  # the last, a, has the axis of one histogram
+        error, done = torch.full_like(mass, torch.inf), 0
         kernel = _Kernel.of(self.cost, self.epsilon) if p.dtype == torch.float64 else None
         for k in range(1, most + 1 if kernel is not None else 1):
             assert kernel is not None

@@ -114,7 +114,7 @@ def solve_between_clouds(problem: Problem) -> CloudSolution:
     with torch.no_grad():
         optimum = _optimum(replace(problem, cost=_without_graph(cost)))
     rows, columns = optimum.rows.reshape(-1), optimum.columns.reshape(-1)
-    cell_costs = cost.between(cost.x[rows], cost.y[columns], cost.metric).diagonal()
+    cell_costs = _costs(cost.x[rows], cost.y[columns], cost)
     return CloudSolution(problem, optimum, optimum.value.to(problem.p), cell_costs=cell_costs)
 
 

@@ -55,9 +55,11 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
 
 @dataclass(frozen=True)
 class _AboveCap(WayBack):
-    """Attributes:
-    shift: (...), -log M times the epsilon above the cap, which potentials lack.
-    mass: (...), M.
+    """The way back from a capped epsilon.
+
+    Attributes:
+        shift: (...), -log M times the epsilon above the cap, which potentials lack.
+        mass: (...), M.
     """
 
     shift: Float[Tensor, "*batch"]
