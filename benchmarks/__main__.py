@@ -24,7 +24,7 @@ BY_NAME = (
 )  # fmt: skip
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__, allow_abbrev=False)
     parser.add_argument("name", nargs="?", choices=[*BENCHMARKS, *BY_NAME], help="default: all of the first line")
     parser.add_argument("--rounds", type=int, help="interleaved repetitions (default: see ROUNDS of each benchmark)")
@@ -40,7 +40,7 @@ def main() -> None:
         action="store_true",
         help="scaling, ordinal, and those of numbers and mathematics: resume an interrupted run",
     )
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected 1 or more")
     settings = Settings(

@@ -291,8 +291,12 @@ def report(case: Case, rows: list[dict[str, Any]], seconds: float) -> None:
 
 
 def main(settings: Settings) -> None:
+    run(cases(settings.small), settings)
+
+
+def run(cases: list[Case], settings: Settings) -> None:
     path = None if settings.output is None else settings.output / f"{NAME}.csv"
-    for case in cases(settings.small):
+    for case in cases:
         if settings.resume and path is not None and any(row["case"] == case.name for row in kept_rows(path)):
             continue
         started = time.perf_counter()

@@ -48,18 +48,23 @@ def start(run: Ran, quick: bool) -> bool:
     return child.returncode == 0
 
 
-def main(arguments: list[str] | None = None) -> int:
+def scripts_in(folder: Path) -> dict[str, Path]:
+    """The examples by name: scripts with the options of examples."""
+    texts = {path: path.read_text(encoding="utf-8") for path in sorted(folder.glob("*.py")) if path.stem != "gallery"}
+    return {path.stem: path for path, text in texts.items() if all(option in text for option in OPTIONS)}
+
+
+def main(arguments: list[str] | None = None, folder: Path = HERE) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", help="of examples to run (all)")
-    parser.add_argument("--output", type=Path, default=HERE.parent / "gallery-output", help="folder of runs and page")
+    parser.add_argument("--output", type=Path, default=folder.parent / "gallery-output", help="folder of runs and page")
     parser.add_argument("--again", action="store_true", help="run also what is done")
     parser.add_argument("--docs", action="store_true", help="update docs/gallery.md by the runs that had their data")
     parser.add_argument("--quick", action="store_true", help="tiny runs; their page goes to OUTPUT/quick")
     options = parser.parse_args(arguments)
     if options.quick and options.docs:
         parser.error("--quick makes no page for docs; leave out one of --quick and --docs")
-    texts = {path: path.read_text(encoding="utf-8") for path in sorted(HERE.glob("*.py")) if path.stem != "gallery"}
-    scripts = {path.stem: path for path, text in texts.items() if all(option in text for option in OPTIONS)}
+    scripts = scripts_in(folder)
     if unknown := sorted(set(options.names) - set(scripts)):
         parser.error(f"there are no examples {unknown}, expected some of {sorted(scripts)}")
     output = options.output / "quick" if options.quick else options.output
@@ -73,7 +78,7 @@ def main(arguments: list[str] | None = None) -> int:
     write(output / "gallery.md", done, {})
     print(f"Page: {output / 'gallery.md'}")
     if options.docs:
-        page = HERE.parent / "docs/gallery.md"
+        page = folder.parent / "docs/gallery.md"
         kept = {name: entry for name, entry in entries_of(page).items() if name in scripts}
         write(page, [run for run in done if not run.on_other_data], kept)
         print(f"Page: {page}")

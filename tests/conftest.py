@@ -1,18 +1,32 @@
 """Settings of all tests: no example downloads anything."""
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import data
 import pytest
 
 
 @pytest.fixture(autouse=True)
-def no_downloads(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> None:
+def no_downloads(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Nothing answers at the addresses of data, the cache is empty, and no folder is set in the environment."""
     monkeypatch.setattr(data, "ADDRESS", "http://127.0.0.1:9/{source}/{commit}/{path}")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "no_cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no_cache"))
     monkeypatch.delenv("OTLOSS_DATA", raising=False)
+
+
+@pytest.fixture
+def no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """There is no folder of data beside the repository; returns the place where one could be made."""
+    monkeypatch.setattr(data, "BESIDE", tmp_path / "none")
+    return tmp_path / "none"
+
+
+@pytest.fixture
+def without(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """`without("matplotlib")`: imports of the module fail, as where its package is not installed."""
+    return lambda module: monkeypatch.setitem(sys.modules, module, None)
 
 
 @pytest.fixture(autouse=True)

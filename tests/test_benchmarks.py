@@ -18,7 +18,6 @@ pytest.importorskip("matplotlib")
 pytest.importorskip("geomloss")
 pytest.importorskip("ot")
 
-import data
 import ot
 
 from benchmarks import epsilon_plot, labels, memory, solver_clouds, solver_peers, solvers
@@ -40,20 +39,18 @@ def rows(file: Path) -> list[dict[str, str]]:
 # ---- all of them at tiny sizes ---------------------------------------------------------------------------------------
 
 
-def run(name: str, output: Path, monkeypatch: pytest.MonkeyPatch, *more: str) -> list[dict[str, str]]:
+def run(name: str, output: Path, *more: str) -> list[dict[str, str]]:
     """The rows that the command line leaves in results.csv; nothing in the committed folder changes."""
     before = {path: path.read_bytes() for path in (ROOT / "benchmarks").glob("*.csv")}
-    command = ["benchmarks", name, "--small", "--rounds", "1", "--output", str(output), *more]
-    monkeypatch.setattr(sys, "argv", command)
-    main()
+    main([name, "--small", "--rounds", "1", "--output", str(output), *more])
     assert before == {path: path.read_bytes() for path in (ROOT / "benchmarks").glob("*.csv")}
     kept = rows(output / "results.csv") if (output / "results.csv").exists() else []
     assert all(float(row["seconds"] or 1) > 0 and row["hardware"] for row in kept)
     return kept
 
 
-def test_token_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = run("token_loss", tmp_path, monkeypatch)
+def test_token_loss(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = run("token_loss", tmp_path)
     assert "| N=" not in capsys.readouterr().out, "tiny sizes get no verdict"
     assert {row["benchmark"] for row in kept} == {"token_loss", "token_loss memory", "token_loss gradient error"}
     errors = [float(row["error"]) for row in kept if row["error"] and "bf16" not in row["case"]]
@@ -62,10 +59,9 @@ def test_token_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyt
 
 
 def test_without_data_the_tracked_results_do_not_change(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, no_data: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(data, "BESIDE", tmp_path)
-    run("token_loss", FOLDER, monkeypatch)
+    run("token_loss", FOLDER)
     said = capsys.readouterr().out
     assert "token_loss without its data: labels follow a Zipf law, and benchmarks/ keeps nothing of it" in said
     assert "text/wikitext2-valid.txt is not here, and its download failed: no connection" in said
@@ -81,8 +77,8 @@ def test_without_data_the_tracked_results_do_not_change(
 
 
 @pytest.mark.slow
-def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("scaling", tmp_path, monkeypatch)
+def test_figures(tmp_path: Path) -> None:
+    run("scaling", tmp_path)
     assert {row["axis"] for row in rows(tmp_path / "scaling.csv")} == {"N", "V", "u"}
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
     found = epsilon_plot.measured([1.0, 0.1], batch=2, n=6, rounds=1)
@@ -92,43 +88,43 @@ def test_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
-def test_solvers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    kept = run("solvers", tmp_path, monkeypatch)
+def test_solvers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kept = run("solvers", tmp_path)
     assert "| work" not in capsys.readouterr().out
     assert {row["case"].split(",")[0] for row in kept} >= {"exact", "entropic", "line", "divergence"}
 
 
 @pytest.mark.slow
-def test_barycenters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    errors = [float(row["error"]) for row in run("barycenters", tmp_path, monkeypatch)]
+def test_barycenters(tmp_path: Path) -> None:
+    errors = [float(row["error"]) for row in run("barycenters", tmp_path)]
     assert errors
     assert max(errors) < 1e-4, "ours and POT agree"
 
 
-def test_single_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = run("single_problems", tmp_path, monkeypatch)
+def test_single_problems(tmp_path: Path) -> None:
+    kept = run("single_problems", tmp_path)
     values = {
         row["case"]: [float(r["error"]) for r in kept if r["case"] == row["case"]] for row in kept if row["error"]
     }
     assert all(other == pytest.approx(ours, rel=1e-6) for ours, other in values.values()), "contestants agree"
 
 
-def test_scaling_clouds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = run("scaling_clouds", tmp_path, monkeypatch)
+def test_scaling_clouds(tmp_path: Path) -> None:
+    kept = run("scaling_clouds", tmp_path)
     errors = [float(row["error"].split()[0]) for row in kept if row["case"].startswith("exact")]
     assert len(errors) == 2 * 5
     assert max(errors) < 1e-9, "every contestant solves the same problem"
     assert (tmp_path / "scaling_clouds.png").stat().st_size > 10_000
 
 
-def test_matching(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = run("matching", tmp_path, monkeypatch)
+def test_matching(tmp_path: Path) -> None:
+    kept = run("matching", tmp_path)
     assert {row["case"].split()[0].strip(",") for row in kept} == {"match", "pair", "soft_rank", "lower_bound"}
 
 
 @pytest.mark.slow
-def test_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run("gradients", tmp_path, monkeypatch)
+def test_gradients(tmp_path: Path) -> None:
+    run("gradients", tmp_path)
     page = (tmp_path / "gradients.md").read_text(encoding="utf-8")
     assert "`otloss.emd`" in page
     assert "p **0.65**" in page, "POT's gradient at an empty bin is wrong"
@@ -136,9 +132,9 @@ def test_gradients(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @needs_data
-def test_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_numbers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("ntloss")
-    kept = run("numbers", tmp_path, monkeypatch)
+    kept = run("numbers", tmp_path)
     said = capsys.readouterr().out
     assert "added by number_token, 10 digits / added by ntloss digits" in said
     assert "| (number_token, all numbers - otloss MLE) / otloss MLE" in said
@@ -146,13 +142,12 @@ def test_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert all("% of labels numbers" in row["case"] for row in kept)
 
 
-def test_number_regression(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_number_regression(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every arm has a row for each decoding; measures are those of the library's distributions over numbers."""
     from benchmarks import number_regression as regression
 
-    monkeypatch.setattr(regression, "cases", lambda small: made[:1], raising=True)
-    made = [regression.Case("tiny", regression.synthetic(40), 2, 2)]
-    run("number_regression", tmp_path, monkeypatch)
+    tiny = regression.Case("tiny", regression.synthetic(40), 2, 2)
+    regression.run([tiny], Settings(small=True, output=tmp_path))
     assert "| number_token:1/shuffled |" in capsys.readouterr().out
     kept = rows(tmp_path / "number_regression.csv")
     assert {row["arm"] for row in kept} == set(regression.ARMS)
@@ -180,7 +175,7 @@ def test_measures_of_number_regression() -> None:
     assert regression.interval([1.0, 2.0, 3.0])[1] == pytest.approx(4.30265 / 3**0.5, rel=1e-4)
 
 
-def test_place_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_place_values(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weights by place are those of the digits; distributions sum to 1; runs that are there are not repeated."""
     from benchmarks import place_values as places
     from otloss_llm import NumberCost, NumberToken, token_loss
@@ -198,12 +193,12 @@ def test_place_values(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: p
     log_p = places.distributions(model, train.x)
     torch.testing.assert_close(log_p.exp().sum(-1), torch.ones(8).double())
     assert log_p.shape == (8, 1000)
-    monkeypatch.setattr(places, "ARMS", ("mle", "number_token/equal, distance"))
-    run("place_values", tmp_path, monkeypatch)
-    before = (tmp_path / "place_values.csv").read_text(encoding="utf-8")
-    monkeypatch.setattr(places, "trained", None)  # --resume trains nothing again
-    run("place_values", tmp_path, monkeypatch, "--resume")
-    assert (tmp_path / "place_values.csv").read_text(encoding="utf-8") == before
+    arms, file = ("mle", "number_token/equal, distance"), tmp_path / "place_values.csv"
+    places.main(Settings(small=True, output=tmp_path), arms)
+    marked = file.read_text(encoding="utf-8").replace(torch.__version__, "kept")
+    file.write_text(marked, encoding="utf-8")
+    places.main(Settings(small=True, output=tmp_path, resume=True), arms)
+    assert file.read_text(encoding="utf-8") == marked, "--resume trains nothing again"
     assert "| number_token/equal, distance " in capsys.readouterr().out
 
 
@@ -237,11 +232,11 @@ def test_ratings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 @needs_data
-def test_mathematics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_mathematics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("accelerate")
     from benchmarks import mathematics
 
-    run("mathematics", tmp_path, monkeypatch)
+    run("mathematics", tmp_path)
     assert "| NTL-MSE " in capsys.readouterr().out
     kept = rows(tmp_path / "mathematics.csv")
     assert {row["case"] for row in kept} == {"digits", "multi-digit tokens"}
@@ -265,11 +260,11 @@ def test_gpu_dry_run(tmp_path: Path) -> None:
     }
 
 
-def test_gpu_without_a_gpu(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_gpu_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("triton")
     from benchmarks import gpu
 
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert gpu.main([]) == 2
     said = capsys.readouterr()
     assert said.out == ""

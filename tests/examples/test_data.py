@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import lzma
+import os
 import re
+import shutil
 import struct
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from dataclasses import fields as fields_of
 from fnmatch import fnmatch
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +25,26 @@ import numpy as np
 import pytest
 
 NAME, RIGHT = "text/short.txt", b"some text\n" * 1000
+WORDS, MATRIX = ["the", "é", "cat"], np.arange(6.0).reshape(3, 2)
+
+
+def vectors_of_r() -> bytes:
+    """The format of R's `save`: a list with the matrix, then its attributes; numbers are big-endian, by column."""
+
+    def number(*values: int) -> bytes:
+        return struct.pack(f">{len(values)}i", *values)
+
+    def name(text: bytes) -> bytes:
+        return number(0x402, 1, 0x40009, len(text)) + text
+
+    texts = b"".join(number(0x40009, len(word.encode())) + word.encode() for word in WORDS)
+    raw = b"RDX2\nX\n" + number(2, 0x40402, 0x20300) + name(b"glove_twitter_25d")
+    raw += number(0x30E, MATRIX.size) + MATRIX.T.astype(">f8").tobytes()
+    raw += name(b"dim") + number(13, 2, 3, 2) + name(b"dimnames") + number(19, 2, 16, 3) + texts + number(254)
+    return lzma.compress(raw)
+
+
+VECTORS = vectors_of_r()
 
 
 class Server(BaseHTTPRequestHandler):
@@ -30,14 +54,14 @@ class Server(BaseHTTPRequestHandler):
         if self.path == "/absent":
             self.send_error(404)
             return
+        body = {"/wrong": RIGHT.upper(), "/vectors": VECTORS}.get(self.path, RIGHT)
         self.send_response(200)
-        self.send_header("Content-Length", str(len(RIGHT)))
+        self.send_header("Content-Length", str(len(body)))
         self.end_headers()
         if self.path == "/stalls":
             self.server.may_end.wait(10)  # type: ignore[attr-defined]
         else:
-            body = {"/wrong": RIGHT.upper(), "/cut": RIGHT[:5000]}.get(self.path, RIGHT)
-            self.wfile.write(body)
+            self.wfile.write(body[:5000] if self.path == "/cut" else body)
 
     def log_message(self, *arguments: Any) -> None:
         pass
@@ -56,15 +80,36 @@ def server() -> Iterator[str]:
     http.server_close()
 
 
+@dataclass
+class Clone:
+    """A repository in a folder of its own: examples/data.py with a table of few files at the addresses of a server."""
+
+    data: Any
+    cached: Path
+
+
 @pytest.fixture
-def cached(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, no folder beside the repository, and a table of one file."""
+def clone(server: str, tmp_path: Path) -> Iterator[Clone]:
+    """Nothing is cached, and there is no folder beside the repository."""
     pytest.importorskip("pooch")
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    monkeypatch.setattr(data, "BESIDE", tmp_path / "shared/data")
-    row = data.File(NAME, len(RIGHT), hashlib.sha256(RIGHT).hexdigest(), "nltk/nltk_data", "right", "")
-    monkeypatch.setattr(data, "table", lambda: {NAME: row})
-    return tmp_path / "cache/otloss"
+    folder = tmp_path / "repository/examples"
+    folder.mkdir(parents=True)
+    copy = shutil.copy(data.__file__, folder)
+    fields = ",".join(field.name for field in fields_of(data.File))
+    known = hashlib.sha256(RIGHT).hexdigest()
+    names = (NAME, *(f"text/{path}" for path in ("wrong", "cut", "absent", "stalls", "vectors")))
+    rows = [f"{name},1,{known},nltk/nltk_data,{'right' if name == NAME else name[5:]}," for name in names]
+    rows[-1] = f"originals/glove_twitter_25d.rda,1,{hashlib.sha256(VECTORS).hexdigest()},rimonim/embedplyr,vectors,"
+    made = "words/glove_twitter_25d.npz,1,,,,glove"
+    (folder / "data_files.csv").write_text("\n".join([fields, *rows, made]), encoding="utf-8")
+    spec = spec_from_file_location("data_of_clone", copy)
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules["data_of_clone"] = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.__dict__.update(ADDRESS=f"{server}/{{path}}", TIMEOUT=0.3)
+    yield Clone(module, Path(os.environ["XDG_CACHE_HOME"]) / "otloss")
+    del sys.modules["data_of_clone"]
 
 
 def put(root: Path, content: bytes = RIGHT) -> Path:
@@ -73,24 +118,23 @@ def put(root: Path, content: bytes = RIGHT) -> Path:
     return root
 
 
+def files_in(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
 # ---- downloads -------------------------------------------------------------------------------------------------------
 
 
-def test_a_download_is_kept_and_not_repeated(
-    server: str, cached: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(data, "ADDRESS", f"{server}/{{path}}")
-    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    assert data.folder(NAME) == cached
-    assert "100%|" in capsys.readouterr().err, "the progress bar"
-    assert (cached / NAME).read_bytes() == RIGHT
-    monkeypatch.setattr(data, "ADDRESS", "http://127.0.0.1:9/{path}")
-    assert data.folder("text") == cached
-    assert data.file(NAME) == cached / NAME
+def test_a_download_is_kept_and_not_repeated(clone: Clone) -> None:
+    assert clone.data.folder(NAME) == clone.cached
+    assert (clone.cached / NAME).read_bytes() == RIGHT
+    clone.data.ADDRESS = "http://127.0.0.1:9/{path}"
+    assert clone.data.folder(NAME) == clone.cached
+    assert clone.data.file(NAME) == clone.cached / NAME
 
 
 @pytest.mark.parametrize(
-    ("path", "why"),
+    ("name", "why"),
     [
         ("wrong", "its SHA-256 is not the one of data_files.csv"),
         ("cut", "the connection was cut"),
@@ -98,95 +142,82 @@ def test_a_download_is_kept_and_not_repeated(
         ("stalls", "no connection"),
     ],
 )
-def test_a_bad_download_leaves_nothing(
-    server: str, cached: Path, monkeypatch: pytest.MonkeyPatch, path: str, why: str
-) -> None:
-    monkeypatch.setattr(data, "ADDRESS", f"{server}/{path}")
-    monkeypatch.setattr(data, "TIMEOUT", 0.3)
-    with pytest.raises(data.MissingError, match=f"{NAME} is not here, and its download failed: {why}; {server}/{path}"):
-        data.folder(NAME)
-    assert [left for left in cached.rglob("*") if left.is_file()] == []
+def test_a_bad_download_leaves_nothing(clone: Clone, name: str, why: str) -> None:
+    said = f"text/{name} is not here, and its download failed: {why}; http://127.0.0.1:.*/{name}"
+    with pytest.raises(clone.data.MissingError, match=said):
+        clone.data.folder(f"text/{name}")
+    assert files_in(clone.cached) == []
+    clone.cached.mkdir(parents=True, exist_ok=True)
+    shutil.rmtree(clone.cached)
+    clone.cached.write_text("a file where the folder is expected")
+    with pytest.raises(clone.data.MissingError, match="the cache cannot be written"):
+        clone.data.folder(NAME)
 
 
-def test_no_network(cached: Path) -> None:
-    with pytest.raises(
-        data.MissingError, match=r"download failed: no connection; http://127\.0\.0\.1:9/nltk/nltk_data/"
-    ):
-        data.folder(NAME)
-    assert [left for left in cached.rglob("*") if left.is_file()] == []
-
-
-def test_a_cache_that_cannot_be_written(server: str, cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "ADDRESS", f"{server}/{{path}}")
-    cached.parent.mkdir()
-    cached.write_text("a file where the folder is expected")
-    with pytest.raises(data.MissingError, match="the cache cannot be written"):
-        data.folder(NAME)
-
-
-def test_without_pooch(cached: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pooch", None)
-    with pytest.raises(data.MissingError, match=f"{NAME} would be downloaded by pooch: pip install"):
-        data.folder(NAME)
+def test_without_pooch(without: Callable[[str], None]) -> None:
+    without("pooch")
+    with pytest.raises(data.MissingError, match="would be downloaded by pooch: pip install"):
+        data._download(["text/wikitext2-valid.txt"])
 
 
 # ---- folders ---------------------------------------------------------------------------------------------------------
 
 
 def test_the_order_of_folders(
-    server: str, cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    clone: Clone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(data, "ADDRESS", f"{server}/{{path}}")
-    assert data.folder(NAME) == cached
-    put(data.BESIDE)
-    assert data.folder(NAME) == data.BESIDE
-    monkeypatch.setenv("OTLOSS_DATA", str(put(tmp_path / "set")))
-    assert data.folder(NAME) == tmp_path / "set"
-    assert data.folder(NAME, chosen=put(tmp_path / "given")) == tmp_path / "given"
-    assert data.file(NAME, tmp_path / "given" / NAME) == tmp_path / "given" / NAME
-    assert capsys.readouterr().out == ""
-
-
-def test_a_folder_that_was_named_and_lacks_the_file(
-    cached: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    put(data.BESIDE)
-    for call in (data.folder, data.file):
+    folder, file, beside = clone.data.folder, clone.data.file, clone.data.BESIDE
+    assert beside == tmp_path / "shared/data"
+    assert folder(NAME) == clone.cached
+    put(beside)
+    assert folder(NAME) == beside
+    clone.data.main([NAME])
+    assert capsys.readouterr().out == f"{beside / NAME}\n"
+    for call in (folder, file):
         with pytest.raises(SystemExit, match=f"--data {tmp_path}/typo lacks {NAME}; name a folder that has it"):
             call(NAME, chosen=tmp_path / "typo")
     monkeypatch.setenv("OTLOSS_DATA", str(tmp_path / "set"))
     with pytest.raises(SystemExit, match=rf"\$OTLOSS_DATA, {tmp_path}/set, lacks {NAME}"):
-        data.folder(NAME)
+        folder(NAME)
+    assert folder(NAME, chosen=put(tmp_path / "chosen")) == tmp_path / "chosen"
+    assert file(NAME, tmp_path / "chosen" / NAME) == tmp_path / "chosen" / NAME
+    put(tmp_path / "set")
+    assert folder(NAME) == tmp_path / "set"
+    assert capsys.readouterr().out == ""
 
 
 def test_other_files_of_that_name_are_announced(
-    cached: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    clone: Clone, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    own = put(tmp_path / "given", b"other text")
-    assert data.folder(NAME, chosen=own) == own
-    assert data.file(NAME, own / NAME) == own / NAME
+    own = put(tmp_path / "own", b"other text")
+    assert clone.data.folder(NAME, chosen=own) == own
+    assert clone.data.file(NAME, own / NAME) == own / NAME
     first, second = capsys.readouterr().out.splitlines()
     assert first == f"{data.OTHER}another {NAME}, by its SHA-256."
     assert second == f"{data.OTHER}short.txt, which is not {NAME} by its SHA-256."
-    data.folder(NAME, chosen=own, quiet=True)
+    clone.data.folder(NAME, chosen=own, quiet=True)
     (own / "text/own.txt").write_text("x")
-    data.folder("text/own.txt", chosen=own)  # a file that the table does not know
+    clone.data.folder("text/own.txt", chosen=own)  # a file that the table does not know
     assert capsys.readouterr().out == ""
-    with pytest.raises(data.MissingError, match=r"text/own\.txt is not a file of data_files\.csv"):
-        data.folder("text/own.txt")
+    with pytest.raises(clone.data.MissingError, match=r"text/own\.txt is not a file of data_files\.csv"):
+        clone.data.folder("text/own.txt")
 
 
-def test_the_command_line(cached: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    put(data.BESIDE)
-    data.main([NAME])
-    assert capsys.readouterr().out == f"{data.BESIDE / NAME}\n"
+def test_the_command_line(capsys: pytest.CaptureFixture[str], no_data: Path) -> None:
     data.main([])
     assert "CC BY 4.0" in capsys.readouterr().out
-    with pytest.raises(SystemExit, match="is not a file of data_files"):
-        data.main(["text/no_such.txt"])
+    for name, said in (
+        ("text/no_such.txt", "is not a file of data_files"),
+        ("math/mathematics-train.jsonl", r"is generated by github\.com/google-deepmind/mathematics_dataset"),
+        ("nlu/trec-train.txt", r"download failed: no connection; http://127\.0\.0\.1:9/"),
+    ):
+        with pytest.raises(SystemExit, match=said):
+            data.main([name])
 
 
 def test_the_table() -> None:
+    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+    patterns = re.findall(r"`([a-z]+/[^`]+)`", page)
     files = data.table().values()
     assert {file.source for file in files} == {*data.SOURCES, ""}
     for file in files:
@@ -194,10 +225,12 @@ def test_the_table() -> None:
         assert file.bytes > 0
         assert (file.made_by in data_conversions.CONVERSIONS) == (file.source == "")
         assert bool(file.address) == (not file.made_by and "mathematics-" not in file.name)
+        assert file.source in page
+        assert file.name.startswith("originals/") or any(
+            fnmatch(file.name, pattern) or file.name.startswith(f"{pattern}/") for pattern in patterns
+        ), file.name
     needed = {name for names, _ in data_conversions.CONVERSIONS.values() for name in names}
     assert needed <= set(data.table())
-    with pytest.raises(data.MissingError, match=r"is generated by github\.com/google-deepmind/mathematics_dataset"):
-        data._fetch(data.table()["math/mathematics-train.jsonl"], Path())
 
 
 @pytest.mark.skipif(not data.BESIDE.exists(), reason="needs the folder beside the repository")
@@ -259,34 +292,12 @@ def test_a_llama_of_llama2c(tmp_path: Path) -> None:
     assert tokenizer.decode([261, 266], skip_special_tokens=True) == "then"
 
 
-def test_vectors_of_r() -> None:
-    """The format of R's `save`: a list with the matrix, then its attributes; numbers are big-endian, by column."""
-
-    def number(*values: int) -> bytes:
-        return struct.pack(f">{len(values)}i", *values)
-
-    def name(text: bytes) -> bytes:
-        return number(0x402, 1, 0x40009, len(text)) + text
-
-    words, matrix = ["the", "é", "cat"], np.arange(6.0).reshape(3, 2)
-    texts = b"".join(number(0x40009, len(word.encode())) + word.encode() for word in words)
-    raw = b"RDX2\nX\n" + number(2, 0x40402, 0x20300) + name(b"glove_twitter_25d")
-    raw += number(0x30E, matrix.size) + matrix.T.astype(">f8").tobytes()
-    raw += name(b"dim") + number(13, 2, 3, 2) + name(b"dimnames") + number(19, 2, 16, 3) + texts + number(254)
-    made = np.load(io.BytesIO(data_conversions.glove("glove_twitter_25d.npz", lzma.compress(raw))))
-    assert made["words"].tolist() == words
-    np.testing.assert_array_equal(made["vectors"], matrix)
-    assert made["vectors"].dtype == np.float32
-
-
-def test_a_made_file_is_written_whole(cached: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "ADDRESS", f"{server}/{{path}}")
-    made = data.File("words/upper.txt", 0, "", "", "", "upper")
-    known = data.table()
-    monkeypatch.setattr(data, "table", lambda: {**known, made.name: made})
-    monkeypatch.setitem(data_conversions.CONVERSIONS, "upper", ((NAME,), lambda name, text: text.upper()))
-    assert (data.folder("words") / made.name).read_bytes() == RIGHT.upper()
-    assert sorted(path.name for path in cached.rglob("*.*")) == ["short.txt", "upper.txt"]
+def test_vectors_of_r_are_converted_after_their_download(clone: Clone) -> None:
+    with np.load(clone.data.folder("words") / "words/glove_twitter_25d.npz") as made:
+        assert made["words"].tolist() == WORDS
+        np.testing.assert_array_equal(made["vectors"], MATRIX)
+        assert made["vectors"].dtype == np.float32
+    assert files_in(clone.cached) == ["glove_twitter_25d.npz", "glove_twitter_25d.rda"], "written whole"
 
 
 # ---- grades ----------------------------------------------------------------------------------------------------------
@@ -303,13 +314,3 @@ def test_tables_of_grades(tmp_path: Path) -> None:
     (tmp_path / "cut.csv").write_text("a,response\n1,2\n3", encoding="utf-8")
     with pytest.raises(SystemExit, match=r"a row of 1 cells, \['3'\], expected 2; is the file cut\?"):
         data.read_grades(tmp_path / "cut.csv")
-
-
-def test_the_page_names_all_files_and_repositories() -> None:
-    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
-    patterns = re.findall(r"`([a-z]+/[^`]+)`", page)
-    for file in data.table().values():
-        assert file.source in page
-        assert file.name.startswith("originals/") or any(
-            fnmatch(file.name, pattern) or file.name.startswith(f"{pattern}/") for pattern in patterns
-        ), file.name

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 pytest.importorskip("matplotlib")
 
 import gallery
+import gallery_page
 
 SCRIPT = '''"""Title of {0}.
 
@@ -36,11 +35,10 @@ OTHER = "Other data than in the docstring: made up."
 
 
 @pytest.fixture
-def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(tmp_path: Path) -> Path:
     """A repository with examples, and an empty docs."""
     for folder in ("docs", "examples"):
         (tmp_path / folder).mkdir()
-    monkeypatch.setattr(gallery, "HERE", tmp_path / "examples")
     return tmp_path
 
 
@@ -58,7 +56,7 @@ def test_the_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write(root, "graphs", f"kept in {root}/examples/x.txt and ~/.cache/otloss")
     wrong = root / "examples/wrong.py"
     wrong.write_text('# "--output" "--quick"\nraise ValueError(\'a bad line\')', encoding="utf-8")
-    assert gallery.main([]) == 1
+    assert gallery.main([], root / "examples") == 1
     printed = capsys.readouterr().out
     assert "a bad line" in printed
     assert printed.endswith("Failed: wrong\n")
@@ -74,23 +72,23 @@ def test_the_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert page.endswith(f"```text\n{kept}\n```\n"), "no path of the machine"
     assert (root / "gallery-output/gallery/graphs.png").stat().st_size > 1000
     wrong.unlink()
-    assert gallery.main([]) == 0
+    assert gallery.main([], root / "examples") == 0
     assert "graphs  " not in capsys.readouterr().out, "it is done"
-    assert gallery.main(["--quick", "graphs"]) == 0
+    assert gallery.main(["--quick", "graphs"], root / "examples") == 0
     assert "quick is True" in (root / "gallery-output/quick/gallery.md").read_text(encoding="utf-8")
     for arguments in (["no_such_example"], ["--quick", "--docs"]):
         with pytest.raises(SystemExit):
-            gallery.main(arguments)
+            gallery.main(arguments, root / "examples")
 
 
 def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("ensembles", "graphs", "sequences"):
         write(root, name)
-    assert gallery.main(["--docs"]) == 0
+    assert gallery.main(["--docs"], root / "examples") == 0
     assert "other data" not in capsys.readouterr().out.lower()
     before = files(root / "docs")
     assert set(before) == {"gallery.md", *(f"gallery/{name}.png" for name in ("ensembles", "graphs", "sequences"))}
-    assert gallery.main(["--docs"]) == 0
+    assert gallery.main(["--docs"], root / "examples") == 0
     assert files(root / "docs") == before, "the page is read as it was written"
 
     write(root, "ensembles", OTHER)
@@ -98,7 +96,7 @@ def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytes
     (root / "gallery-output/graphs/seconds.txt").unlink()  # it has not run in this clone
     (root / "examples/graphs.py").write_text('# "--output" "--quick"\nraise ValueError', encoding="utf-8")
     capsys.readouterr()
-    assert gallery.main(["--docs"]) == 1
+    assert gallery.main(["--docs"], root / "examples") == 1
     said = capsys.readouterr().out
     assert "s   other data\n" in said
     assert "get it): ensembles; docs keeps what it has of them\nFailed: graphs\n" in said
@@ -109,25 +107,18 @@ def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytes
     assert "a new result" in sections[1]["sequences"]
     assert files(root / "docs")["gallery/ensembles.png"] == before["gallery/ensembles.png"]
     (root / "examples/graphs.py").unlink()
-    gallery.main(["--docs"])
+    gallery.main(["--docs"], root / "examples")
     assert "graphs" not in (root / "docs/gallery.md").read_text(encoding="utf-8"), "it is gone"
 
     page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
     assert re.search(r"\| \[ensembles\]\(#ensembles\) \| [^|]+ \| not of this run", page)
     assert f"**The run below had other data; results in the text above are not of it.**\n\n```text\n{OTHER}\n" in page
-    gallery.main(["ensembles"])
+    gallery.main(["ensembles"], root / "examples")
     assert "ensembles  " in capsys.readouterr().out, "it is tried again, since the data may be there now"
 
 
-def test_every_example_of_the_gallery_says_when_to_use_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import gallery_page
-
-    ran: list[Any] = []
-    monkeypatch.setattr(gallery, "start", lambda run, quick: ran.append(run.name) or False)
-    monkeypatch.setattr(gallery, "write", lambda page, runs, keep: None)
-    monkeypatch.setattr(sys, "stdout", sys.stderr)
-    gallery.main(["--again"])
-    assert set(ran) == set(gallery_page.USES)
+def test_every_example_of_the_gallery_says_when_to_use_it() -> None:
+    assert set(gallery.scripts_in(gallery.HERE)) == set(gallery_page.USES)
 
 
 def test_examples_are_at_most_150_lines() -> None:

@@ -49,12 +49,11 @@ def test_a_win_needs_both_orders(tmp_path: Path) -> None:
 
 
 def test_files_of_generate_and_a_missing_model(
-    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    tiny: Tiny, tmp_path: Path, capsys: pytest.CaptureFixture[str], no_data: Path  # noqa: F811
 ) -> None:  # fmt: skip
     main = runpy.run_path(str(Path(__file__).parents[2] / "examples/win_rate.py"))["main"]
     with pytest.raises(SystemExit, match="lacks models/stories260K"):
         main(["--data", str(tmp_path)])
-    monkeypatch.setattr(data, "BESIDE", tmp_path / "none")
     main(["--quick"])
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith(f"{data.OTHER}a small Llama, trained on docstrings")
