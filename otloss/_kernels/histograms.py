@@ -1,6 +1,6 @@
 """The masses of a pair of histograms, and the factors that make them equal, for kernels.
 
-What `otloss.solvers.histograms` computes in torch operations is the specification.
+What `otloss.solvers.problem` computes in torch operations is the specification.
 """
 
 from __future__ import annotations

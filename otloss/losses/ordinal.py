@@ -32,7 +32,7 @@ from otloss.losses.targets import (
     normalised,
     target_rows,
 )
-from otloss.solvers.histograms import MASS_TOLERANCE
+from otloss.solvers.problem import MASS_TOLERANCE
 
 _PLAIN = (Tensor, Parameter)  # A subclass of Tensor may have no data.
 

@@ -35,8 +35,8 @@ from otloss._checks import check_finite, check_number, check_positive, check_ten
 from otloss._ordered_classes import check_increasing, check_table_shape
 from otloss.costs import as_cost
 from otloss.solvers.circle import wasserstein_circular
-from otloss.solvers.histograms import centre_gradient
 from otloss.solvers.line import cdf_distance
+from otloss.solvers.problem import centre_gradient
 from otloss.solvers.solve import emd
 
 

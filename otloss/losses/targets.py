@@ -15,7 +15,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._checks import check_below_infinity, check_finite, check_floating, check_not_negative, check_tensor
-from otloss.solvers.histograms import MASS_TOLERANCE
+from otloss.solvers.problem import MASS_TOLERANCE
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,7 @@ from otloss.costs import Cost, GridCost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.costs.within import is_symmetric
 from otloss.solvers.convergence import ConvergenceWarning, level_of_the_caller
-from otloss.solvers.histograms import MASS_TOLERANCE
-from otloss.solvers.problem import DEFAULT_TOLERANCE
+from otloss.solvers.problem import DEFAULT_TOLERANCE, MASS_TOLERANCE
 
 _MOST_ENTRIES = 2**26  # of the plans of all problems together, which the gradient holds
 _NEWTON_BINS, _NEWTON_ENTRIES = 256, 2**22  # Newton's method is for at most so many

@@ -23,7 +23,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_finite, check_last_axis, check_positive, check_tensor
-from otloss.solvers.histograms import histogram_pair
+from otloss.solvers.problem import histogram_pair
 
 
 def wasserstein_circular(

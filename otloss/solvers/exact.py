@@ -224,13 +224,17 @@ def solve_exact(
 
 
 def _flat(weights: Tensor, batch: torch.Size) -> np.ndarray:
-    array: np.ndarray = weights.detach().to("cpu", torch.float64).numpy()
-    return np.ascontiguousarray(np.broadcast_to(array, (*batch, array.shape[-1]))).reshape(-1, array.shape[-1])
+    bins = weights.shape[-1]
+    array: np.ndarray = (
+        weights.detach().to("cpu", torch.float64).expand(*batch, bins).reshape(-1, bins).contiguous().numpy()
+    )
+    return array
 
 
 def _owners(own: torch.Size, batch: torch.Size) -> np.ndarray:
     """Which matrix each problem (*batch) uses, an index into the flattened axes `own`; a shared one is not copied."""
-    return np.array(np.broadcast_to(np.arange(own.numel()).reshape(own), batch))
+    owners = np.arange(own.numel()).reshape(own)
+    return owners if own == batch else np.array(np.broadcast_to(owners, batch))
 
 
 def check_outcome(outcome: np.ndarray, weights: list[np.ndarray], batch: torch.Size) -> None:

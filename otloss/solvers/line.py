@@ -25,7 +25,7 @@ from torch import Tensor
 
 from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_last_axis, check_number, check_tensor
 from otloss._kernels import may_run_on
-from otloss.solvers.histograms import MASS_TOLERANCE, histogram_pair
+from otloss.solvers.problem import MASS_TOLERANCE, histogram_pair
 
 # Bins below which the operations of torch take no longer than starting a kernel.
 _SMALL = 2**13

@@ -24,9 +24,8 @@ from otloss.solvers.entropic.search import find_potentials
 from otloss.solvers.entropic.solution import solution_of
 from otloss.solvers.exact import solve_exactly
 from otloss.solvers.exact_clouds import solve_between_clouds, takes_clouds
-from otloss.solvers.histograms import weights_or_uniform
 from otloss.solvers.line import wasserstein_1d
-from otloss.solvers.problem import Problem, Settings, has_float64, pose, tolerance_of
+from otloss.solvers.problem import Problem, Settings, has_float64, pose, tolerance_of, weights_or_uniform
 from otloss.solvers.reductions import reduce
 from otloss.solvers.reductions.large_epsilon import reduce as reduce_epsilon
 from otloss.solvers.transport import Solution, Transport

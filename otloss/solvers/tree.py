@@ -22,7 +22,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import check_finite, check_floating, check_integers
-from otloss.solvers.histograms import histogram_pair
+from otloss.solvers.problem import histogram_pair
 
 
 def wasserstein_tree(

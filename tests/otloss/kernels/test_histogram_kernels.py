@@ -8,7 +8,7 @@ import torch
 from numba import njit
 
 from otloss._kernels._compile import log64
-from otloss.solvers.histograms import histogram_pair
+from otloss.solvers.problem import histogram_pair
 
 
 @pytest.mark.parametrize(
