@@ -26,7 +26,8 @@ from otloss_llm._start import INTERRUPTED
 USAGE = """\
 usage: python -m otloss_llm COMMAND [options]     (COMMAND --help lists the options)
 
-  train      train a causal language model on text, questions or chats with MLE, TaiLr, MixCE, EMO, number_token
+  train      train a causal language model on text, questions or chats with MLE, TaiLr, MixCE, EMO, number_token;
+             or an encoder-decoder (T5, BART) on questions
   generate   sample text from a model
   evaluate   perplexity and mean transport cost of a model on text; its answers to questions; its labels of texts
   compare    several objectives and seeds from one start: a table, a figure, samples; or students of

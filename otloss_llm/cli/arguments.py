@@ -28,7 +28,7 @@ class ModelArguments:
     """Which model."""
 
     _argument_group_name = "model"
-    model_name_or_path: str = _option("Folder (or hub name) of a causal language model to start from.")
+    model_name_or_path: str = _option("Folder (or hub name) of the model to start from: a causal one, or T5, BART, ... for questions.")
     tokenizer_name: str | None = _option("Tokenizer, if it is not the model's own.", None)
     dtype: str | None = _option(
         "Type of the weights: float32, bfloat16, float16, or auto (as stored). Default: float32 in training, where "
@@ -42,7 +42,7 @@ class ModelArguments:
 class CompareModelArguments(ModelArguments):
     """Which model; none with --source."""
 
-    model_name_or_path: str | None = _option("Folder (or hub name) of a causal language model to start from.", None)  # type: ignore[assignment]
+    model_name_or_path: str | None = _option("Folder (or hub name) of the model to start from: a causal one, or T5, BART, ... for questions.", None)  # type: ignore[assignment]
 
 
 @dataclass

@@ -22,7 +22,7 @@ from otloss_llm.experiments.measuring import Data, QuestionData
 from otloss_llm.experiments.oracle import Oracle, run_oracle
 from otloss_llm.experiments.report import write_report
 from otloss_llm.experiments.scaling import run_scaling, write_scaling
-from otloss_llm.models.loading import load_tokenizer
+from otloss_llm.models.loading import load_tokenizer, names_encoder_decoder
 from otloss_llm.training.folders import check_ours
 from otloss_llm.training.loading import load_rows, read_sources
 
@@ -63,7 +63,8 @@ def run(
     if not (compare_args.model_sizes or compare_args.data_fractions):  # those have a folder for each of them
         check_ours(Path(args.output_dir))
     tokenizer = load_tokenizer(model_args.tokenizer_name or model_args.model_name_or_path)
-    train, validation, test = load_rows(tokenizer, text_args, sources)
+    start = model_args.model_name_or_path
+    train, validation, test = load_rows(tokenizer, text_args, sources, encoder_decoder=names_encoder_decoder(start))
     if not test:
         own = "a dataset with a test split" if text_args.dataset_name else f"--test_{sources.kind}"
         raise ValueError(f"there is no test data; give {own} or a --test_fraction above 0.")

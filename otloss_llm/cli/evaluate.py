@@ -30,6 +30,7 @@ from otloss_llm.evaluation import (
 from otloss_llm.evaluation.answer_scores import answer_style
 from otloss_llm.evaluation.number_decoding import check_decision
 from otloss_llm.evaluation.perplexity import context_length
+from otloss_llm.models.heads import is_encoder_decoder
 from otloss_llm.models.loading import load_model_and_tokenizer
 from otloss_llm.training.folders import write_text
 from otloss_llm.training.loading import chosen_embedding, load_cost
@@ -139,7 +140,7 @@ def _score_text(model: Any, tokenizer: Any, blocks: PackedBlocks, args: Evaluate
 def _score_questions(
     model: Any, tokenizer: Any, questions: list[Question], style: str, args: EvaluateArguments
 ) -> dict[str, Any]:
-    lengths = token_counts(questions, tokenizer)
+    lengths = token_counts(questions, tokenizer, encoder_decoder=is_encoder_decoder(model))
     longest = max(answer for _, answer in lengths)
     cut_short = sum(answer > args.max_new_tokens for _, answer in lengths)
     if cut_short:
@@ -192,7 +193,9 @@ def _score_answer_tokens(
         print("note: the tokenizer has no EOS, so answer_number_tokens is left out", file=sys.stderr)
         return {}
     context = context_length(model) or sys.maxsize
-    rows = [question for question, length in zip(questions, lengths, strict=True) if sum(length) < context]
+    both = is_encoder_decoder(model)
+    together = max if both else sum
+    rows = [question for question, length in zip(questions, lengths, strict=True) if together(length) < context]
     if len(rows) < len(questions):
         print(
             f"note: {len(questions) - len(rows)} of {len(questions)} questions exceed the model's context with their "
@@ -201,6 +204,6 @@ def _score_answer_tokens(
         )
     if not rows:
         return {}
-    data = AnsweredQuestions.from_questions(rows, tokenizer, max_length=context)
+    data = AnsweredQuestions.from_questions(rows, tokenizer, max_length=context, encoder_decoder=both)
     scores = score_number_labels(model, tokenizer, data, batch_size=batch_size)
     return {} if scores is None else {"answer_number_tokens": {"questions": len(rows)} | dataclasses.asdict(scores)}

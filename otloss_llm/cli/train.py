@@ -17,6 +17,7 @@ from otloss_llm.cli.arguments import (
 )
 from otloss_llm.costs.choice import NumberSettings, check_settings, number_tokens, settings_of_near_duplicates
 from otloss_llm.models.adapters import Lora, add_adapter
+from otloss_llm.models.heads import check_decoder_only, is_encoder_decoder
 from otloss_llm.models.loading import fingerprint, load_model_and_tokenizer
 from otloss_llm.objectives import cost_kind
 from otloss_llm.training.folders import check_ours, recorded_settings
@@ -56,7 +57,7 @@ def run(
     path = model_args.model_name_or_path
     model, tokenizer = load_model_and_tokenizer(path, model_args.tokenizer_name, dtype=model_args.dtype or "float32")
     cost: Any = load_cost(source, model, seed=args.seed, kind=kind, tokenizer=tokenizer, numbers=numbers)
-    rows, validation, _ = load_rows(tokenizer, text_args, sources)
+    rows, validation, _ = load_rows(tokenizer, text_args, sources, encoder_decoder=is_encoder_decoder(model))
     first = args.process_index == 0
     settings: dict[str, Any] = {
         "model": path,
@@ -80,6 +81,7 @@ def run(
                 getattr(cost, "numbers", cost).coverage(file=sys.stderr)
             print(share, file=sys.stderr)
     if lora is not None:
+        check_decoder_only(model, "adapters (--lora_r)")
         settings["lora"] = dataclasses.asdict(lora)
         model = add_adapter(model, lora, base=path, seed=args.seed)
     results = train_run(

@@ -43,7 +43,7 @@ class ChatRows(AnsweredQuestions):
     def __init__(self, rows: Sequence[Sequence[int]], trained: Sequence[Sequence[bool]], *, dropped: int = 0) -> None:
         self._rows = [torch.tensor(row, dtype=torch.int32) for row in rows]
         self._trained = [torch.tensor(row) for row in trained]
-        self.train_on_question, self.dropped = False, dropped
+        self.train_on_question, self.encoder_decoder, self.dropped = False, False, dropped
 
     @classmethod
     def from_chats(

@@ -4,7 +4,8 @@
 
 Prompt and answer are tokenised separately, so the prompt of generation is exactly the beginning of the training row,
 even if the tokenizer would merge characters across the border. BOS is written only if the tokenizer itself begins a
-text with it.
+text with it. The encoder of an encoder-decoder reads the question alone, as the tokenizer writes a text (T5's with EOS
+at its end), and the labels are ids(answer) EOS.
 """
 
 from __future__ import annotations
@@ -97,7 +98,11 @@ def prompt_text(question: Question, separator: str = SEPARATOR) -> str:
 
 
 def token_counts(
-    questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase, *, separator: str = SEPARATOR
+    questions: Sequence[Question],
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    separator: str = SEPARATOR,
+    encoder_decoder: bool = False,
 ) -> list[tuple[int, int]]:
     """Return tokens of each prompt, with BOS where the tokenizer begins with it, and of each answer, without EOS.
 
@@ -105,17 +110,17 @@ def token_counts(
     >>> token_counts([Question("ab", "c"), Question("a", "bcd")], train_bpe_tokenizer(["a b c d"], 257))
     [(3, 1), (2, 3)]
     """
-    opening = len(opening_ids(tokenizer))
-    prompts = _ids(tokenizer, [prompt_text(question, separator) for question in questions])
+    prompts = prompt_ids(questions, tokenizer, separator=separator, encoder_decoder=encoder_decoder)
     answers = _ids(tokenizer, [question.answer for question in questions])
-    return [(opening + len(prompt), len(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
+    return [(len(prompt), len(answer)) for prompt, answer in zip(prompts, answers, strict=True)]
 
 
 class AnsweredQuestions(Dataset[dict[str, Tensor]]):
-    """Rows of prompt and answer, as a dataset for training and scoring causal language models.
+    """Rows of prompt and answer, as a dataset for training and scoring causal language models and encoder-decoders.
 
     An item is `{"input_ids", "labels", "attention_mask"}`, each (length,) int64; labels are not shifted, as Hugging
-    Face models expect, and -100 on the prompt unless `train_on_question`. `pad_questions` makes batches of items.
+    Face models expect, and -100 on the prompt unless `train_on_question`. With `encoder_decoder` the inputs are the
+    prompt and the labels the answer, each of its own length. `pad_questions` makes batches of items.
     `dropped` is the number of questions left out for their length; `fingerprint` is a short hash, equal for equal data.
 
     >>> from otloss_llm.data.blocks import train_bpe_tokenizer
@@ -133,6 +138,7 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         answers: Sequence[Sequence[int]],
         *,
         train_on_question: bool = False,
+        encoder_decoder: bool = False,
         dropped: int = 0,
     ) -> None:
         if len(prompts) != len(answers) or not len(prompts):
@@ -142,9 +148,16 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         empty = next((i for i, ids in enumerate(zip(prompts, answers, strict=True)) if not all(map(len, ids))), None)
         if empty is not None:
             raise ValueError(f"row {empty} has an empty prompt or answer, expected ids of at least one token each.")
+        if train_on_question and encoder_decoder:
+            raise ValueError(
+                "train_on_question is for causal language models: the encoder of an encoder-decoder reads the "
+                "question, and predicts none of its tokens; leave it out."
+            )
         self._rows = [torch.tensor([*p, *a], dtype=torch.int32) for p, a in zip(prompts, answers, strict=True)]
         self.prompt_lengths = [len(prompt) for prompt in prompts]
+        self.answer_lengths = [len(answer) for answer in answers]
         self.train_on_question = train_on_question
+        self.encoder_decoder = encoder_decoder
         self.dropped = dropped
 
     @classmethod
@@ -156,11 +169,14 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         max_length: int,
         separator: str = SEPARATOR,
         train_on_question: bool = False,
+        encoder_decoder: bool = False,
     ) -> AnsweredQuestions:
         """Tokenise questions and answers as `[BOS] question + separator, answer EOS`.
 
-        Nothing is truncated: rows longer than `max_length` tokens are dropped, counted in `dropped`, and reported in a
-        UserWarning. Raises ValueError if no row is left or the tokenizer has no EOS to end an answer with.
+        For an encoder-decoder the question is a text of its own, without the separator, and `max_length` is that of
+        questions and of answers. Nothing is truncated: rows longer than `max_length` tokens are dropped, counted in
+        `dropped`, and reported in a UserWarning. Raises ValueError if no row is left or the tokenizer has no EOS to end
+        an answer with.
         """
         if not questions:
             raise ValueError("questions is an empty list; give at least one question with its answer.")
@@ -169,10 +185,10 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         end = tokenizer.eos_token_id
         if end is None:
             raise ValueError("the tokenizer has no EOS token to end an answer with; set tokenizer.eos_token first.")
-        opening = opening_ids(tokenizer)
-        prompts = [[*opening, *ids] for ids in _ids(tokenizer, [prompt_text(q, separator) for q in questions])]
+        prompts = prompt_ids(questions, tokenizer, separator=separator, encoder_decoder=encoder_decoder)
         answers = [[*ids, end] for ids in _ids(tokenizer, [question.answer for question in questions])]
-        lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+        together = max if encoder_decoder else sum
+        lengths = [together((len(prompt), len(answer))) for prompt, answer in zip(prompts, answers, strict=True)]
         kept = [i for i, length in enumerate(lengths) if length <= max_length]
         dropped = len(questions) - len(kept)
         text = (
@@ -183,12 +199,15 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         if dropped:
             warnings.warn(f"{text} (the longest has {max(lengths)}) and were dropped.", UserWarning, stacklevel=2)
         return cls(
-            [prompts[i] for i in kept], [answers[i] for i in kept], train_on_question=train_on_question, dropped=dropped
-        )
+            [prompts[i] for i in kept], [answers[i] for i in kept], train_on_question=train_on_question,
+            encoder_decoder=encoder_decoder, dropped=dropped,
+        )  # fmt: skip
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each row."""
+        """Tokens of each row; of its question or its answer, the longer one, for an encoder-decoder."""
+        if self.encoder_decoder:
+            return [max(both) for both in zip(self.prompt_lengths, self.answer_lengths, strict=True)]
         return [len(row) for row in self._rows]
 
     @property
@@ -204,7 +223,8 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
     @property
     def fingerprint(self) -> str:
         """The first 16 hexadecimal digits of the SHA-256 of the lengths, the ids, and what is trained on."""
-        digest = hashlib.sha256(f"{self.lengths}{self.prompt_lengths}{self.train_on_question}\0".encode())
+        kind = "encoder-decoder" if self.encoder_decoder else self.train_on_question
+        digest = hashlib.sha256(f"{self.lengths}{self.prompt_lengths}{kind}\0".encode())
         digest.update(torch.cat(self._rows).numpy().astype("<i4").tobytes())
         return digest.hexdigest()[:16]
 
@@ -212,10 +232,13 @@ class AnsweredQuestions(Dataset[dict[str, Tensor]]):
         return len(self._rows)
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        ids = self._rows[index].long()
-        labels = ids.clone()
-        if not self.train_on_question:
-            labels[: self.prompt_lengths[index]] = IGNORE_INDEX
+        ids, prompt = self._rows[index].long(), self.prompt_lengths[index]
+        if self.encoder_decoder:
+            ids, labels = ids[:prompt], ids[prompt:]
+        else:
+            labels = ids.clone()
+            if not self.train_on_question:
+                labels[:prompt] = IGNORE_INDEX
         return {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids)}
 
     def __repr__(self) -> str:
@@ -240,9 +263,19 @@ def pad_questions(items: Sequence[dict[str, Tensor]]) -> dict[str, Int[Tensor, "
     }
 
 
-def _ids(tokenizer: Any, texts: list[str]) -> list[list[int]]:
+def prompt_ids(
+    questions: Sequence[Question], tokenizer: Any, *, separator: str = SEPARATOR, encoder_decoder: bool = False
+) -> list[list[int]]:
+    """Return the ids that a model reads before it answers."""
+    if encoder_decoder:
+        return _ids(tokenizer, [question.question for question in questions], special=True)
+    opening = opening_ids(tokenizer)
+    return [[*opening, *ids] for ids in _ids(tokenizer, [prompt_text(question, separator) for question in questions])]
+
+
+def _ids(tokenizer: Any, texts: list[str], *, special: bool = False) -> list[list[int]]:
     # verbose=False: no warning about texts longer than the model's context; rows that are too long are dropped here.
-    return tokenizer(texts, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
+    return tokenizer(texts, add_special_tokens=special, truncation=False, padding=False, verbose=False)["input_ids"]
 
 
 def count_labels(rows: PackedBlocks | AnsweredQuestions, chosen: Bool[Tensor, " vocab"]) -> tuple[int, int]:
@@ -256,7 +289,8 @@ def label_counts(rows: PackedBlocks | AnsweredQuestions, vocab: int) -> Int[Tens
     if isinstance(rows, PackedBlocks):
         batches: Iterable[Tensor] = rows.ids[:, 1:].split(4096)  # the first token of a block is context
     else:
-        batches = (rows[i]["labels"][1:] for i in range(len(rows)))
+        first = 0 if rows.encoder_decoder else 1
+        batches = (rows[i]["labels"][first:] for i in range(len(rows)))
     counts = torch.zeros(vocab, dtype=torch.int64)
     for batch in batches:
         counts += torch.bincount(batch[(batch >= 0) & (batch < vocab)].long(), minlength=vocab)

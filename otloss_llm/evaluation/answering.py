@@ -1,4 +1,4 @@
-"""Numbers of a causal language model: its answers to questions, and its distribution where the label is a number.
+"""A model's answers to questions, and its distribution over the right ones, at numbers above all.
 
 At a position whose label is a number token of value y, with q the model's distribution over the vocabulary, v the
 values of the number tokens, m = sum_j q_j their mass and p_j = q_j / m:
@@ -25,7 +25,9 @@ from otloss_llm.data.questions import SEPARATOR, AnsweredQuestions, Question, co
 from otloss_llm.evaluation.perplexity import check_batch_size, check_fit, check_temperature, tempered
 from otloss_llm.evaluation.sampling import sample_texts
 from otloss_llm.losses.positions import IGNORE_INDEX
-from otloss_llm.models.heads import evaluation_mode, find_head
+from otloss_llm.losses.token_loss import token_loss
+from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decoder, label_logits
+from otloss_llm.objectives import MLE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -45,7 +47,8 @@ def answer_questions(
 ) -> list[str]:
     """Return the model's answers, decoded greedily, in the order of the questions; without special tokens.
 
-    The prompts are the beginnings of `AnsweredQuestions` rows with the same separator. The model runs in eval mode, and
+    The prompts are the beginnings of `AnsweredQuestions` rows with the same separator; an encoder-decoder reads the
+    question alone. The model runs in eval mode, and
     its mode is restored.
 
     Raises ValueError if there is no question, a setting is below 1, or a question and `max_new_tokens` exceed the
@@ -60,7 +63,8 @@ def answer_questions(
     """
     if not questions:
         raise ValueError("questions is an empty list; give at least one question.")
-    prompts = [prompt_text(question, separator) for question in questions]
+    both = is_encoder_decoder(model)
+    prompts = [question.question if both else prompt_text(question, separator) for question in questions]
     # Sorted by length: less padding, and short questions mostly have short answers.
     order = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))
     samples = sample_texts(
@@ -71,6 +75,28 @@ def answer_questions(
     for i, sample in zip(order, samples, strict=True):
         answers[i] = sample.continuation
     return answers
+
+
+def answer_nll(
+    model: PreTrainedModel, data: AnsweredQuestions, *, batch_size: int = 8, progress: bool = True
+) -> tuple[float, int]:
+    """Return nats per label of the right answers, under teacher forcing, and the number of these labels.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(vocab_size=10, n_positions=8, n_embd=4, n_layer=1, n_head=1))
+    >>> nll, labels = answer_nll(model, AnsweredQuestions([[1], [1, 2]], [[5], [6, 7]]))
+    >>> 2 < nll < 3, labels
+    (True, 3)
+    """
+    check_batch_size(batch_size)
+    nll, count = 0.0, 0
+    with evaluation_mode(model):
+        for batch in _batches(model, data, batch_size, progress):
+            labels, logits = label_logits(model, batch)
+            scores = token_loss(logits, labels.to(logits.device), objective=MLE(), ignore_index=IGNORE_INDEX)
+            nll += float(scores.nll.sum(dtype=torch.float64))
+            count += int((labels != IGNORE_INDEX).sum())
+    return nll / count, count
 
 
 @dataclass(frozen=True)
@@ -127,12 +153,9 @@ def number_token_scores(
     tokens = 0
     with evaluation_mode(model):
         for batch in _batches(model, data, batch_size, progress):
-            labels = batch["labels"][:, 1:]
+            labels, logits = label_logits(model, batch)
             due = (labels != IGNORE_INDEX) & ~values[labels.clamp(min=0)].isnan()
             if due.any():
-                logits = model(
-                    input_ids=batch["input_ids"], attention_mask=batch["attention_mask"], use_cache=False
-                ).logits[:, :-1]
                 logits = tempered(logits[due.to(logits.device)], temperature)
                 rows, targets = logits.split(ROWS), values[labels[due]].split(ROWS)
                 sums += sum(_score(*pair, values=values).cpu() for pair in zip(rows, targets, strict=True))
@@ -201,6 +224,6 @@ def _batches(
     items = sorted((data[i] for i in range(len(data))), key=lambda item: len(item["input_ids"]))
     for start in tqdm(range(0, len(items), batch_size), desc="numbers", disable=not progress, delay=2.0, leave=False):
         rows = [
-            item | {"attention_mask": torch.ones_like(item["labels"])} for item in items[start : start + batch_size]
+            item | {"attention_mask": torch.ones_like(item["input_ids"])} for item in items[start : start + batch_size]
         ]
         yield {key: tensor.to(model.device) for key, tensor in pad_questions(rows).items()}

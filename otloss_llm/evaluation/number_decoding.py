@@ -26,10 +26,9 @@ from torch import Tensor
 from otloss.losses import crps
 from otloss_llm.costs.choice import number_tokens
 from otloss_llm.costs.tokenizer_numbers import read_number
-from otloss_llm.data.blocks import opening_ids
-from otloss_llm.data.questions import SEPARATOR, Question, prompt_text
+from otloss_llm.data.questions import SEPARATOR, Question, prompt_ids
 from otloss_llm.evaluation.perplexity import check_batch_size, check_fit
-from otloss_llm.models.heads import evaluation_mode, find_head
+from otloss_llm.models.heads import evaluation_mode, find_head, is_encoder_decoder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -191,13 +190,11 @@ def number_distributions(
     rows = find_head(model).weight.shape[0]
     tokens = 1 + max(tokenizer.get_vocab().values(), default=-1)
     parts = _parts([text or "" for text in number_tokens(tokenizer, max(tokens, rows)).texts[:rows]])
-    opening = opening_ids(tokenizer)
+    both = is_encoder_decoder(model)
+    prompts = prompt_ids(questions, tokenizer, separator=separator, encoder_decoder=both)
     results = []
     with evaluation_mode(model):
-        for question in questions:
-            text = prompt_text(question, separator)
-            ids = tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
-            prompt = [*opening, *ids]
+        for question, prompt in zip(questions, prompts, strict=True):
             check_fit(model, len(prompt) + longest - 1, min(prompt), max(prompt))
             ended = _numbers_after(model, prompt, parts, longest=longest, beam=beam, batch_size=batch_size)
             results.append(_distribution(ended, question, longest))
@@ -290,8 +287,7 @@ def _numbers_after(
         children: list[_Unfinished] = []
         for first in range(0, len(unfinished), batch_size):
             chunk = unfinished[first : first + batch_size]
-            ids = torch.tensor([[*prompt, *one.ids] for one in chunk], device=model.device)
-            logits = model(input_ids=ids, use_cache=False).logits[:, -1]
+            logits = _next_logits(model, prompt, [list(one.ids) for one in chunk])
             for one, log_q in zip(chunk, logits.double().log_softmax(dim=-1).cpu(), strict=True):
                 allowed = parts.after(one.text)
                 log_next = log_q[allowed]
@@ -310,6 +306,16 @@ def _numbers_after(
         if one.value is not None:
             _add(ended, one.value, one.log_p)
     return ended
+
+
+def _next_logits(model: Any, prompt: list[int], answers: list[list[int]]) -> Float[Tensor, "answers vocab"]:
+    """Return the logits of the token after each beginning of an answer; the beginnings are of one length."""
+    if not is_encoder_decoder(model):
+        rows = torch.tensor([[*prompt, *ids] for ids in answers], device=model.device)
+        return model(input_ids=rows, use_cache=False).logits[:, -1]
+    ids = torch.tensor([[model.config.decoder_start_token_id, *ids] for ids in answers], device=model.device)
+    encoder_ids = torch.tensor([prompt], device=model.device).expand(len(answers), -1)
+    return model(input_ids=encoder_ids, decoder_input_ids=ids, use_cache=False).logits[:, -1]
 
 
 def _add(ended: dict[float, float], value: float, log_p: float) -> None:

@@ -24,7 +24,7 @@ from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.losses.positions import IGNORE_INDEX, cost_positions
 from otloss_llm.losses.token_loss import token_loss
-from otloss_llm.models.heads import evaluation_mode
+from otloss_llm.models.heads import check_decoder_only, evaluation_mode
 from otloss_llm.objectives import MLE
 
 _LOGITS_AT_ONCE = 2**21  # 8 MiB in float32
@@ -266,6 +266,7 @@ def _score(
     temperature: float = 1.0,
 ) -> tuple[Tensor, Tensor | None]:
     """Return nll and transport cost of each token but the first; 0 for ignored labels."""
+    check_decoder_only(model, "scores of text")
     mask = None if mask is None else mask.to(model.device)
     logits = model(input_ids=ids.to(model.device), attention_mask=mask, use_cache=False).logits
     labels = labels[:, 1:].to(logits.device)

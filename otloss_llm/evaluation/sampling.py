@@ -1,4 +1,4 @@
-"""Continuations sampled from a causal language model, by default ancestrally: from the distribution itself.
+"""Continuations sampled from a language model, by default ancestrally: from the distribution itself.
 
 Ancestral sampling (temperature 1, no top-k, no nucleus) is the protocol of the EMO paper: it shows the learnt
 distribution, which truncated decoding hides. Of a model's `generation_config` only the ids that end a text are used.
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from otloss_llm.data.blocks import opening_ids
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
-from otloss_llm.models.heads import evaluation_mode
+from otloss_llm.models.heads import evaluation_mode, is_encoder_decoder
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -62,6 +62,9 @@ def sample_texts(
     and `top_p` 1 leave the distribution whole. One `seed` and `batch_size` give one result; the global random state
     is left as it was. The model samples in eval mode and is left as it was.
 
+    The encoder of an encoder-decoder reads the prompts, of which none may be empty, and the continuation is what its
+    decoder writes.
+
     Raises ValueError if a setting is out of range, or a prompt and `max_new_tokens` exceed the model's context.
 
     >>> from transformers import GPT2Config, GPT2LMHeadModel
@@ -78,7 +81,8 @@ def sample_texts(
     if isinstance(prompts, str):
         raise TypeError("prompts is one string, expected a list of them; pass [prompt].")
     prompts = [""] if prompts is None else list(prompts)
-    inputs = [_prompt_ids(tokenizer, prompt) for prompt in prompts]
+    both = is_encoder_decoder(model)
+    inputs = [_prompt_ids(tokenizer, prompt, both) for prompt in prompts]
     _check_inputs(model, prompts, inputs, max_new_tokens)
     settings = _generation_config(
         model, tokenizer, max_new_tokens=max_new_tokens, temperature=temperature, top_p=top_p, top_k=top_k
@@ -90,14 +94,22 @@ def sample_texts(
         for start in range(0, len(jobs), batch_size):
             batch = jobs[start : start + batch_size]
             rows = _generate(model, [inputs[i] for i in batch], settings)
-            samples += [_sample(tokenizer, prompts[i], inputs[i], row) for i, row in zip(batch, rows, strict=True)]
+            samples += [
+                _sample(tokenizer, prompts[i], inputs[i], row, joined=not both)
+                for i, row in zip(batch, rows, strict=True)
+            ]
             bar.update(len(batch))
     return samples
 
 
-def _prompt_ids(tokenizer: Any, prompt: str) -> list[int]:
+def _prompt_ids(tokenizer: Any, prompt: str, encoder_decoder: bool) -> list[int]:
     start = tokenizer.eos_token_id if tokenizer.bos_token_id is None else tokenizer.bos_token_id
-    ids = tokenizer(prompt, add_special_tokens=False, truncation=False, padding=False, verbose=False)["input_ids"]
+    settings = {"truncation": False, "padding": False, "verbose": False}
+    ids: list[int] = tokenizer(prompt, add_special_tokens=encoder_decoder, **settings)["input_ids"]
+    if encoder_decoder:
+        if not prompt or not ids:
+            raise ValueError("an encoder-decoder has no text without a prompt; give prompts that are not empty.")
+        return ids
     if ids:
         return [*opening_ids(tokenizer), *ids]
     if start is None:
@@ -111,6 +123,8 @@ def _generation_config(model: Any, tokenizer: Any, *, temperature: float, **sett
     end_ids = _end_ids(model, tokenizer)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else (end_ids or [0])[0]
     special = {"pad_token_id": pad, "eos_token_id": end_ids or None, "bos_token_id": tokenizer.bos_token_id}
+    if is_encoder_decoder(model):
+        special["decoder_start_token_id"] = model.config.decoder_start_token_id
     if temperature == 0:
         return GenerationConfig(do_sample=False, max_new_tokens=settings["max_new_tokens"], **special)
     return GenerationConfig(do_sample=True, temperature=temperature, **settings, **special)
@@ -132,25 +146,31 @@ def _generate(model: Any, rows: list[list[int]], settings: GenerationConfig) -> 
     width = max(map(len, rows))
     ids = torch.full((len(rows), width), settings.pad_token_id, dtype=torch.long)
     mask = torch.zeros_like(ids)
-    for i, row in enumerate(rows):  # padded on the left, so that every row continues from its last column
-        ids[i, width - len(row) :] = torch.tensor(row)
-        mask[i, width - len(row) :] = 1
+    both = is_encoder_decoder(model)
+    for i, row in enumerate(rows):
+        # Padded on the left, so that every row continues from its last column; an encoder's positions begin at 0.
+        place = slice(0, len(row)) if both else slice(width - len(row), width)
+        ids[i, place] = torch.tensor(row)
+        mask[i, place] = 1
     out: Tensor = model.generate(
         input_ids=ids.to(model.device), attention_mask=mask.to(model.device), generation_config=settings
     )
     end_ids = set(settings.eos_token_id or [])
     results = []
-    for new in out[:, width:].tolist():
+    for new in out[:, 1 if both else width :].tolist():  # a decoder begins with a token of its own
         length = next((i + 1 for i, id_ in enumerate(new) if id_ in end_ids), None)
         results.append((new[:length], length is not None))
     return results
 
 
-def _sample(tokenizer: Any, prompt: str, prompt_ids: list[int], result: tuple[list[int], bool]) -> Sample:
+def _sample(
+    tokenizer: Any, prompt: str, prompt_ids: list[int], result: tuple[list[int], bool], *, joined: bool
+) -> Sample:
     new, finished = result
-    # Decoded together with the prompt: alone, some tokenizers drop the blank of the first word.
-    before = tokenizer.decode(prompt_ids, skip_special_tokens=True)
-    whole = tokenizer.decode([*prompt_ids, *new], skip_special_tokens=True)
+    # Decoded together with the prompt that it continues: alone, some tokenizers drop the blank of the first word.
+    ids = prompt_ids if joined else []
+    before = tokenizer.decode(ids, skip_special_tokens=True)
+    whole = tokenizer.decode([*ids, *new], skip_special_tokens=True)
     text = whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new, skip_special_tokens=True)
     return Sample(prompt, text, tuple(prompt_ids), tuple(new), finished)
 

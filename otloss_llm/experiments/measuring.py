@@ -35,9 +35,9 @@ from otloss_llm.evaluation import (
     score_answers,
     score_number_labels,
     score_texts,
-    sequence_nll,
     text_features,
 )
+from otloss_llm.evaluation.answering import answer_nll
 from otloss_llm.evaluation.perplexity import context_length
 from otloss_llm.models.loading import load_model
 from otloss_llm.training.folders import read_json, write_json
@@ -231,16 +231,19 @@ class QuestionBench:
         self.data, self.tokenizer, self.style, self.device = data, tokenizer, style, device
         self.max_new_tokens, self.batch_size = max_new_tokens, batch_size
         self.expected = [question.answer for question in data.test]
-        rows = AnsweredQuestions.from_questions(data.test, tokenizer, max_length=sys.maxsize)
+        make = functools.partial(
+            AnsweredQuestions.from_questions, data.test, tokenizer, encoder_decoder=data.train.encoder_decoder
+        )
+        rows = make(max_length=sys.maxsize)
         context = context_length(start) or sys.maxsize
-        _check_lengths(rows.prompt_lengths, context, max_new_tokens)
-        lengths = zip(rows.lengths, rows.prompt_lengths, strict=True)
-        self.cut_short = sum(length - prompt - 1 > max_new_tokens for length, prompt in lengths)  # without EOS
+        if not rows.encoder_decoder:  # which has a context for each of the two
+            _check_lengths(rows.prompt_lengths, context, max_new_tokens)
+        self.cut_short = sum(length - 1 > max_new_tokens for length in rows.answer_lengths)  # without EOS
         trained = set(_prompts(data.train))
         self.overlap = sum(prompt in trained for prompt in _prompts(rows))
         self.rows = rows
         if rows.longest > context:
-            self.rows = AnsweredQuestions.from_questions(data.test, tokenizer, max_length=context)
+            self.rows = make(max_length=context)
         self._shown = spread(range(len(data.test)), num_prompts)
 
     def about(self) -> dict[str, Any]:
@@ -265,9 +268,8 @@ class QuestionBench:
 
     def _test(self, model: Any) -> dict[str, Any]:
         settings: dict[str, Any] = {"batch_size": self.batch_size, "progress": False}
-        rows = [item["input_ids"].tolist() for item in (self.rows[i] for i in range(len(self.rows)))]
-        likely = sequence_nll(model, rows, prefix_lengths=self.rows.prompt_lengths, **settings)
-        scores = {"answer_nll": likely.mean_nll, "answer_tokens": int(likely.tokens.sum())}
+        nll, labels = answer_nll(model, self.rows, **settings)
+        scores = {"answer_nll": nll, "answer_tokens": labels}
         return scores | _number_scores(model, self.tokenizer, self.rows, **settings)
 
     def _answer(self, model: Any) -> list[str]:

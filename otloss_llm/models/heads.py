@@ -298,6 +298,24 @@ def few_inputs(model: nn.Module) -> dict[str, Tensor]:
     return {"input_ids": ids[[0, 0]], "decoder_input_ids": ids} if is_encoder_decoder(model) else {"input_ids": ids}
 
 
+def label_logits(model: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+    """Return the labels of a batch of rows with answers, and the logits of the positions that predict them."""
+    inputs, labels = {key: batch[key] for key in ("input_ids", "attention_mask")}, batch["labels"]
+    if is_encoder_decoder(model):
+        decoder_ids = model.prepare_decoder_input_ids_from_labels(labels)
+        return labels, model(**inputs, decoder_input_ids=decoder_ids, use_cache=False).logits
+    return labels[:, 1:], model(**inputs, use_cache=False).logits[:, :-1]
+
+
+def check_decoder_only(model: nn.Module, what: str) -> None:
+    """Raise ValueError if the model is an encoder-decoder."""
+    if is_encoder_decoder(model):
+        raise ValueError(
+            f"{what} need a causal language model, got the encoder-decoder {type(model).__name__}; it takes questions "
+            "with answers."
+        )
+
+
 def shifts_labels(model: nn.Module) -> bool:
     """Return whether the model's own loss scores label t at position t - 1, as those of causal language models do.
 

@@ -14,18 +14,21 @@ from otloss_llm.models.adapters import check_peft
 from otloss_llm.models.heads import check_causal, find_head
 
 HUB_TIMEOUT = 5.0  # seconds
+CONFIG = "config.json"
 
 
 def load_model(path: str, **kwargs: Any) -> Any:
-    """`AutoModelForCausalLM.from_pretrained(path, **kwargs)`, checked.
+    """`from_pretrained(path, **kwargs)` of `AutoModelForCausalLM`, or `AutoModelForSeq2SeqLM` (T5, BART), checked.
 
     Raises:
         FileNotFoundError: there is no such folder, and no such model on the hub (or no connection to it).
-        ValueError: the model is not a causal language model, or weights are missing, misshapen, NaN or infinite.
+        ValueError: the model is neither a causal language model nor an encoder-decoder, or weights are missing,
+            misshapen, NaN or infinite.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    model, info = _from_pretrained(AutoModelForCausalLM, path, "model", output_loading_info=True, **kwargs)
+    kind = AutoModelForSeq2SeqLM if names_encoder_decoder(path) else AutoModelForCausalLM
+    model, info = _from_pretrained(kind, path, "model", output_loading_info=True, **kwargs)
     random = sorted({*info["missing_keys"], *(key for key, *_ in info["mismatched_keys"])})
     if random:
         raise ValueError(
@@ -39,6 +42,15 @@ def load_model(path: str, **kwargs: Any) -> Any:
         )
     check_causal(model)
     return model
+
+
+def names_encoder_decoder(path: str) -> bool:
+    """Whether the configuration in a folder or on the hub is that of an encoder-decoder; False without one."""
+    from transformers import AutoConfig
+
+    if wrong_model(path, "model") or ((folder := Path(path).expanduser()).is_dir() and not (folder / CONFIG).is_file()):
+        return False  # reported by what loads the model; an adapter has no configuration of a model
+    return bool(getattr(_from_pretrained(AutoConfig, path, "model"), "is_encoder_decoder", False))
 
 
 def load_tokenizer(path: str) -> Any:
@@ -117,7 +129,7 @@ def _on_the_hub(name: str, what: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
+        get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=HUB_TIMEOUT)
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
             f"there is no {what} {name!r}: no such folder in {Path.cwd()}, and none on the Hugging Face hub that you "

@@ -238,7 +238,7 @@ def _read_dataset(asked: Any) -> Sources:
 
 
 def load_rows(
-    tokenizer: Any, asked: Any, sources: Sources
+    tokenizer: Any, asked: Any, sources: Sources, *, encoder_decoder: bool = False
 ) -> (
     tuple[PackedBlocks, PackedBlocks | None, PackedBlocks | None]
     | tuple[AnsweredQuestions, AnsweredQuestions | None, list[Question]]
@@ -250,10 +250,16 @@ def load_rows(
     Args:
         asked: as in `read_sources`.
         sources: what `read_sources` returned.
+        encoder_decoder: whether the rows are for one; it takes questions alone.
 
     Raises:
-        ValueError: nothing is left to train on.
+        ValueError: nothing is left to train on, or text or chats for an encoder-decoder.
     """
+    if encoder_decoder and sources.kind != "questions":
+        raise ValueError(
+            f"the model is an encoder-decoder, which reads questions and writes their answers, got {sources.kind}; "
+            "give --train_questions, or a causal language model."
+        )
     shares = {"validation": asked.validation_fraction, "test": getattr(asked, "test_fraction", 0.0)}
     if sources.kind == "chat":
         return *_chat_rows(tokenizer, asked, sources), []
@@ -266,6 +272,7 @@ def load_rows(
                 max_length=asked.block_size,
                 train_on_question=asked.train_on_question,
                 separator=sources.separator,
+                encoder_decoder=encoder_decoder,
             )
             for part in (train, validation)
             if part

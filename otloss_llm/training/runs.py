@@ -23,6 +23,7 @@ from otloss_llm.costs.vocabulary import TokenCost
 from otloss_llm.data.blocks import PackedBlocks
 from otloss_llm.data.questions import AnsweredQuestions
 from otloss_llm.evaluation.perplexity import check_vocabulary, context_length
+from otloss_llm.models.heads import is_encoder_decoder
 from otloss_llm.objectives import Objective
 from otloss_llm.training.folders import (
     LOG_FILE,
@@ -220,8 +221,11 @@ def _check_finite(trainer: ObjectiveTrainer, cause: Exception | None = None) -> 
     if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:  # no process has the whole model
         return
     rows: Any = trainer.train_dataset
+    inputs = {"input_ids": rows[0]["input_ids"].unsqueeze(0).to(trainer.args.device)}
+    if is_encoder_decoder(trainer.model):
+        inputs["decoder_input_ids"] = inputs["input_ids"]
     with torch.no_grad():
-        logits = trainer.model(input_ids=rows[0]["input_ids"].unsqueeze(0).to(trainer.args.device)).logits
+        logits = trainer.model(**inputs).logits
     if not logits.isfinite().all():
         raise _diverged(trainer.state.global_step, "the predictions are NaN or infinite") from cause
 

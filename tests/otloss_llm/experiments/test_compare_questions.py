@@ -16,7 +16,7 @@ pytest.importorskip("accelerate")
 
 from otloss_llm.experiments.compare import HUMAN, RIGHT, START
 from otloss_llm.models.loading import load_model, load_tokenizer
-from tests.otloss_llm.conftest import Cli, Tiny, compare_options, options, read
+from tests.otloss_llm.conftest import Cli, Tiny, compare_options, options, read, save
 
 SUMS = [(3, 4), (12, 30), (5, 5), (9, 8), (20, 1), (7, 70), (2, 2), (41, 3), (6, 6), (10, 15), (8, 0), (33, 33)]
 
@@ -175,6 +175,68 @@ def test_questions_may_come_from_the_training_file(cli: Cli, tiny: Tiny, tmp_pat
     seen = write_questions(tmp_path / "seen.jsonl", [*SUMS[6:8], SUMS[6], (1, 90)])
     ended = cli(*asked(tiny, (train, seen), tmp_path / "seen", objectives=["mle"], seeds=[0], validation_fraction=0))
     assert "note: 3 of 4 test questions are also training questions" in ended.err
+
+
+# ---- encoder-decoders --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def t5(tiny: Tiny) -> Path:
+    """A T5 of one layer with the tiny tokenizer, in the folder of the other models."""
+    import transformers
+
+    tokenizer = load_tokenizer(str(tiny.llama))
+    torch.manual_seed(0)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(
+        vocab_size=len(tokenizer), d_model=16, d_kv=8, d_ff=24, num_layers=1, num_heads=2, decoder_start_token_id=0,
+        pad_token_id=0, eos_token_id=0, bos_token_id=0, tie_word_embeddings=False,
+    ))  # fmt: skip
+    return save(model, tokenizer, tiny.root / "t5")
+
+
+def test_a_t5_is_compared_by_its_decoder(
+    cli: Cli, tiny: Tiny, t5: Path, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """The encoder reads the question and the labels are the answer: likelihood and greedy answers by other means."""
+    arms = ["mle", "number_token:1", "number_token:1/shuffled", "number_token:1/equal", "emo+number"]
+    ended = cli(*asked(tiny, files, tmp_path / "run", model_name_or_path=t5, objectives=arms, seeds=[0]))
+    assert ended.code == 0
+    assert list(rows_of(ended.out)) == [START, *arms]
+    folder = tmp_path / "run/number_token-1-seed0"
+    model, tokenizer = load_model(str(folder)).eval(), load_tokenizer(str(folder))
+    assert type(model).__name__ == "T5ForConditionalGeneration"
+    nll, answers = [], []
+    for a, b in SUMS[8:]:
+        question = tokenizer(f"{a} + {b}?", return_tensors="pt")["input_ids"]
+        labels = torch.tensor([[*tokenizer(str(a + b))["input_ids"], tokenizer.eos_token_id]])
+        with torch.no_grad():
+            logs = model(input_ids=question, labels=labels).logits[0].double().log_softmax(-1)
+            ids = model.generate(question, max_new_tokens=5, do_sample=False)[0]
+        nll += (-logs.gather(1, labels[0].unsqueeze(1))).flatten().tolist()
+        answers.append(tokenizer.decode(ids, skip_special_tokens=True))
+    tested = read(folder / "test.json")
+    assert (tested["answer_nll"], tested["answer_tokens"]) == (pytest.approx(np.mean(nll), rel=1e-5), len(nll))
+    assert 0 <= tested["number_token_accuracy"] <= 1
+    assert read(folder / "answers.json") == answers
+    scores = cli("evaluate", "--model_name_or_path", folder, "--questions", files[1], "--decode", "median").json
+    assert scores["number_distributions"]["questions"] == 4
+
+
+def test_what_a_t5_cannot_do_prints_one_line(
+    cli: Cli, tiny: Tiny, t5: Path, files: tuple[Path, Path], tmp_path: Path
+) -> None:
+    asked_of_it = asked(tiny, files, tmp_path / "run", model_name_or_path=t5, train_on_question=True)
+    assert "train_on_question is for causal language models" in cli(*asked_of_it).error
+    text = compare_options(tiny, tmp_path / "run", model_name_or_path=t5)
+    assert (
+        "the model is an encoder-decoder, which reads questions and writes their answers, got text" in cli(*text).error
+    )
+    assert (
+        "scores of text need a causal language model, got the encoder-decoder T5ForConditionalGeneration"
+        in cli("evaluate", "--model_name_or_path", t5, "--text", tiny.text, "--cost_embedding", "raw").error
+    )
+    assert "an encoder-decoder has no text without a prompt" in cli("generate", "--model_name_or_path", t5).error
+    assert not (tmp_path / "run").exists()
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------
