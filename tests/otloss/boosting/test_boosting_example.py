@@ -15,7 +15,7 @@ pytest.importorskip("xgboost")
 EXAMPLE = Path(__file__).parents[3] / "examples/boosting.py"
 
 
-def test_all_arms_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_arms_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str], no_data: Path) -> None:
     pytest.importorskip("lightgbm")
     pytest.importorskip("matplotlib").use("agg")
     example = runpy.run_path(str(EXAMPLE))
@@ -30,7 +30,6 @@ def test_all_arms_learn(tmp_path: Path, capsys: pytest.CaptureFixture[str], monk
     assert np.isnan(X[:, 1]).all()
     with pytest.raises(SystemExit, match=r"missing\.csv lacks ordinal/gagolews/skill\.csv"):
         example["main"](["--quick", "--data", str(tmp_path / "missing.csv"), "--output", str(tmp_path)])
-    monkeypatch.setattr(data, "BESIDE", tmp_path / "none")
     capsys.readouterr()
     shares = example["main"](["--quick", "--output", str(tmp_path)])
     assert len(shares) == 8

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch import Tensor
 
 from otloss import lower_bound
 from otloss.costs import PointCost
-from otloss.costs import distances as _distances
+from tests.otloss.operations import Operations
 
 
 def cloud(kind: str, seed: int, *, n: int = 90, d: int = 300) -> Tensor:
@@ -50,12 +52,14 @@ def test_errors_are_those_of_differences(kind: str) -> None:
             assert (abs(roots - np.sqrt(expected)) <= tolerance * np.sqrt(expected)).all()
 
 
-def test_many_dimensions_take_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "cdist", lambda *_, **__: pytest.fail("distances from differences"))
+def test_many_dimensions_take_products() -> None:
     for kind in ("apart", "some points near"):
         x, y = cloud(kind, 0), cloud(kind, 1)
-        PointCost(x, y).dense()
-        PointCost(x.float(), y.float(), metric="euclidean").dense()
+        with Operations() as ran:
+            PointCost(x, y).dense()
+            PointCost(x.float(), y.float(), metric="euclidean").dense()
+        assert "addmm" in ran.names
+        assert not [name for name in ran.names if "cdist" in name]
 
 
 def test_squares_beyond_float32_leave_distances() -> None:
@@ -66,7 +70,7 @@ def test_squares_beyond_float32_leave_distances() -> None:
 
 
 @pytest.mark.parametrize("batch", [(), (3,)])
-def test_blocks_of_rows_and_of_problems_make_the_whole(batch: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_blocks_of_rows_and_of_problems_make_the_whole(batch: tuple[int, ...], request: Any) -> None:
     x = torch.stack([cloud("apart", seed) for seed in range(3)]).float().requires_grad_()
     y = cloud("some points near", 3).float().expand(*batch, 90, 300)
     p, q = (torch.rand(3, 90, generator=torch.Generator().manual_seed(seed)).softmax(-1) for seed in (0, 1))
@@ -77,7 +81,7 @@ def test_blocks_of_rows_and_of_problems_make_the_whole(batch: tuple[int, ...], m
         return matrix, bound, *torch.autograd.grad(matrix.sqrt().sum(), x), *torch.autograd.grad(bound.sum(), x)
 
     whole = results()
-    monkeypatch.setattr(_distances, "_BLOCK_ENTRIES", 90 * 3 * 7)
+    request.getfixturevalue("small_blocks")
     for part, expected in zip(results(), whole, strict=True):
         torch.testing.assert_close(part, expected, rtol=1e-5, atol=1e-6)
 

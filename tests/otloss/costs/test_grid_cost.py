@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import sys
 from typing import Any
 
 import pytest
@@ -12,9 +11,10 @@ import torch
 from torch import Tensor
 
 import otloss
-from otloss.costs import Cost, GridCost, costs_within
+from otloss.costs import GridCost, costs_within
 from otloss.solvers.entropic.search import runs_on_kernel
 from otloss.solvers.problem import Settings, pose
+from tests.otloss.operations import Operations
 from tests.otloss.oracles import check_questions
 
 
@@ -40,9 +40,10 @@ def test_costs_are_the_definition(cells: tuple[int, ...], power: float) -> None:
     torch.testing.assert_close(cost.softmin(v, each)[0, 2], cost.softmin(v[0, 2], 0.0))
 
 
-@pytest.mark.parametrize("entries", [2**22, 20])
-def test_gradients(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[Cost.__module__], "_BLOCK_ENTRIES", entries)
+@pytest.mark.parametrize("in_blocks", [False, True])
+def test_gradients(in_blocks: bool, request: pytest.FixtureRequest) -> None:
+    if in_blocks:
+        request.getfixturevalue("small_blocks")
     cost = GridCost((3, 4), spacing=0.5).to(torch.float64)
     v = torch.randn(2, 12, generator=torch.Generator().manual_seed(0), dtype=torch.float64, requires_grad=True)
     epsilon = torch.tensor([0.1, 2.0], dtype=torch.float64)
@@ -51,14 +52,15 @@ def test_gradients(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(cost.softmin(v, epsilon).detach(), cost.softmin(v.detach(), epsilon))
 
 
-def test_images_are_quick_and_never_dense(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(GridCost, "rows", lambda *_: pytest.fail("formed rows"))
+def test_images_are_quick_and_never_dense() -> None:
     cost = GridCost((256, 256), spacing=1 / 256)
     v = torch.rand(65536)
-    assert cost.softmin(v, 1e-3).shape == cost.apply(v).shape == (65536,)
-    # Between cells far apart in units of epsilon the soft minimum is the hard one.
-    assert (cost.softmin(v, 1e-9) - cost.softmin(v, 0.0)).abs().max() < 1e-6
-    assert (cost.softmin(torch.zeros(65536), 0.0) == 0).all()
+    with Operations() as ran:
+        assert cost.softmin(v, 1e-3).shape == cost.apply(v).shape == (65536,)
+        # Between cells far apart in units of epsilon the soft minimum is the hard one.
+        assert (cost.softmin(v, 1e-9) - cost.softmin(v, 0.0)).abs().max() < 1e-6
+        assert (cost.softmin(torch.zeros(65536), 0.0) == 0).all()
+    assert ran.largest <= 256 * 65536, "for each cell those of one axis"
 
 
 def test_degenerate_potentials_and_dtypes() -> None:
@@ -106,14 +108,14 @@ def test_transport_of_images_is_that_of_the_matrix(cells: tuple[int, ...], epsil
         torch.testing.assert_close(ours, dense, rtol=1e-6, atol=atol)
 
 
-def test_divergence_of_large_images(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = GridCost.rows
-    monkeypatch.setattr(GridCost, "rows", lambda c, k: pytest.fail("large") if c.shape[0] > 2**10 else rows(c, k))
+def test_divergence_of_large_images() -> None:
     y, x = torch.meshgrid(torch.linspace(0, 1, 256), torch.linspace(0, 1, 256), indexing="ij")
     disks = torch.stack([((x - c) ** 2 + (y - 0.5) ** 2 < 0.04).float().flatten() for c in (0.3, 0.6)])
     p, q = disks / disks.sum(-1, keepdim=True)
     p.requires_grad_()
-    value = otloss.sinkhorn_divergence(p, q, GridCost((256, 256), spacing=1 / 255), epsilon=0.05)
+    with Operations() as ran:
+        value = otloss.sinkhorn_divergence(p, q, GridCost((256, 256), spacing=1 / 255), epsilon=0.05)
+    assert ran.largest <= 256 * 65536
     assert value.item() == pytest.approx(0.3**2, rel=2e-2)  # a translation, up to the rounding of disks to cells
     assert torch.autograd.grad(value, p)[0].isfinite().all()
 
@@ -134,7 +136,7 @@ def test_products_at_the_least_epsilon(share: float) -> None:
 
 @pytest.mark.parametrize("cells", [(5, 6), (7,), (3, 4, 2)])
 def test_implicit_derivatives_by_products_equal_dense_ones(
-    cells: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+    cells: tuple[int, ...], request: pytest.FixtureRequest
 ) -> None:
     """Values, first and second derivatives, of a batch with bins without mass; what is not given raises."""
     generator = torch.Generator().manual_seed(0)
@@ -144,8 +146,7 @@ def test_implicit_derivatives_by_products_equal_dense_ones(
     ways = torch.rand(2, 3, cost.shape[0], generator=generator, dtype=torch.float64)
     epsilon = torch.tensor([0.05, 0.2, 0.1], dtype=torch.float64)
 
-    def results(least: int) -> list[Tensor]:
-        monkeypatch.setattr("otloss.solvers.implicit_grid.LEAST_CELLS", least)
+    def results() -> list[Tensor]:
         p, q = (w / w.sum(-1, keepdim=True) for w in given)
         p.requires_grad_(), q.requires_grad_()
         t = otloss.solve(p, q, cost.to(torch.float64), epsilon=epsilon, grad="implicit", tolerance=1e-9)
@@ -159,46 +160,46 @@ def test_implicit_derivatives_by_products_equal_dense_ones(
         moved = torch.autograd.grad((t.apply(column[:, None]).squeeze(-1) * ways[1]).sum(), (p, q))
         return [t.value, t.linear_cost, t.plan(), f, g, *first, *second, *parts, *linear, *moved]
 
-    for ours, dense in zip(results(1), results(10**9), strict=True):
-        torch.testing.assert_close(ours, dense, atol=1e-8, rtol=1e-6)
+    dense = results()
+    request.getfixturevalue("small_blocks")
+    for by_products, expected in zip(results(), dense, strict=True):
+        torch.testing.assert_close(by_products, expected, atol=1e-8, rtol=1e-6)
 
 
-def test_implicit_derivatives_of_images_form_no_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_implicit_derivatives_of_images_form_no_matrix() -> None:
     """Third derivatives raise, and so does a plan whose parts hardly exchange mass."""
     cost = GridCost((33, 33), spacing=1 / 32)
     images = torch.rand(2, 1089, generator=torch.Generator().manual_seed(0), dtype=torch.float64) + 0.01
     p, q = images / images.sum(-1, keepdim=True)
     p.requires_grad_()
-    monkeypatch.setattr(GridCost, "dense", lambda self: pytest.fail("a matrix was formed"))
-    monkeypatch.setattr("otloss.solvers.entropic.search.takes_blocks", lambda problem: False)
-    value = otloss.sinkhorn(p, q, cost.to(torch.float64), epsilon=0.05, grad="implicit")
-    (first,) = torch.autograd.grad(value, p, create_graph=True)
-    (second,) = torch.autograd.grad(first.square().sum(), p, create_graph=True)
+    with Operations() as ran:
+        value = otloss.sinkhorn(p, q, cost.to(torch.float64), epsilon=0.05, grad="implicit")
+        (first,) = torch.autograd.grad(value, p, create_graph=True)
+        (second,) = torch.autograd.grad(first.square().sum(), p, create_graph=True)
+    assert ran.largest < 1089**2
     with pytest.raises(RuntimeError, match="third derivatives between the cells of a grid"):
         torch.autograd.grad(second.sum(), p)
-    monkeypatch.setattr("otloss.solvers.implicit_grid.MOST_STEPS", 2)
+    corners = torch.zeros(2, 2, 33, 33, dtype=torch.float64)
+    corners[:, 0, :3, :3], corners[:, 1, -3:, -3:] = (
+        images.reshape(2, 33, 33)[:, :3, :3],
+        images[:, :9].reshape(2, 3, 3),
+    )
+    p, q = (corners / corners.sum((2, 3), keepdim=True)).sum(1).flatten(1) / 2
+    p.requires_grad_()
     with pytest.raises(RuntimeError, match='"implicit" has no answer here'):
-        otloss.sinkhorn(p, q, cost.to(torch.float64), epsilon=0.02, grad="implicit")
+        torch.autograd.grad(otloss.sinkhorn(p, q, cost.to(torch.float64), epsilon=0.01, grad="implicit"), p)
 
 
-def test_slow_problems_warn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_problems_warn() -> None:
     """Of 128 x 128 cells below the least epsilon for products, and of 48 x 48 with dense equations; not of others."""
     images = torch.rand(2, 48 * 48, generator=torch.Generator().manual_seed(0))
     images = images / images.sum(-1, keepdim=True)
     cost = GridCost((48, 48), spacing=1 / 48)
     otloss.sinkhorn(*images, cost, epsilon=0.05, max_iterations=300)
-
-    def stop(*_: Any) -> None:
-        raise InterruptedError
-
-    monkeypatch.setattr("otloss.solvers.solve.with_implicit_derivatives", stop)
-    with (
-        pytest.warns(UserWarning, match=r'"implicit" between 48 x 48 cells \(1 problem\).*Use grad="envelope"'),
-        pytest.raises(InterruptedError),
-    ):
+    # A warning is an error here, and stops what would take long.
+    with pytest.raises(UserWarning, match=r'"implicit" between 48 x 48 cells \(1 problem\).*Use grad="envelope"'):
         otloss.sinkhorn(*images, cost, epsilon=0.05, grad="implicit", marginal_penalty=1.0)
-    with pytest.raises(InterruptedError):
-        otloss.sinkhorn(*images, cost, epsilon=0.05, grad="implicit")
+    otloss.sinkhorn(*images, cost, epsilon=0.05, grad="implicit")
     large = GridCost((128, 128), spacing=1 / 128)
     p = torch.full((1, 128 * 128), 1 / 128**2)
     least = large.least_epsilon_for_products

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import pickle
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -113,9 +113,9 @@ def test_missing_values_are_learnt_from(library: str) -> None:
 
 
 @LIBRARIES
-def test_a_library_that_is_not_there_is_named(library: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_library_that_is_not_there_is_named(library: str, without: Callable[[str], None]) -> None:
     X, y = ordered_rows(30)
-    monkeypatch.setitem(sys.modules, library, None)
+    without(library)
     with pytest.raises(ImportError, match=r'pip install "torch-otloss\[boost\]"'):
         OrdinalBoostingClassifier(booster=library).fit(X, y)
 

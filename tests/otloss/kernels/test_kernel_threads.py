@@ -27,9 +27,14 @@ def _count(counter, done, tasks, own):  # type: ignore[no-untyped-def]
         finished += 1
 
 
+def wait_for_threads() -> None:
+    """After a region that was late the calling thread works alone for a while."""
+    time.sleep(max(0.0, _threads._alone_until - time.perf_counter()))
+
+
 @pytest.fixture(params=["torch's OpenMP", "a pool of Python's threads"])
 def pool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_threads, "_alone_until", 0.0)
+    wait_for_threads()
     if request.param == "a pool of Python's threads":
         monkeypatch.setattr(_threads, "_openmp", None)
     elif _threads._openmp is None:
@@ -56,13 +61,13 @@ def test_errors_are_raised() -> None:
 
 
 @pytest.mark.usefixtures("pool")
-def test_after_a_long_wait_the_calling_thread_works_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_long_wait_the_calling_thread_works_alone() -> None:
     """What a thread that does not get its turn looks like: time goes by in which neither works."""
     caller = threading.get_ident()
 
     def kernel(counter: np.ndarray) -> bool:
         if threading.get_ident() != caller:
-            time.sleep(0.05)
+            time.sleep(0.04)
         return threading.get_ident() == caller
 
     threads = torch.get_num_threads()
@@ -71,17 +76,20 @@ def test_after_a_long_wait_the_calling_thread_works_alone(monkeypatch: pytest.Mo
         assert sorted(run_on_threads(kernel, 4, ())) == [False, True]
         assert 0.5 < _threads._alone_until - time.perf_counter() < 60
         assert run_on_threads(kernel, 4, ()) == [True]
-        monkeypatch.setattr(_threads, "_alone_until", time.perf_counter() - 1)
+        wait_for_threads()
         assert sorted(run_on_threads(kernel, 4, ())) == [False, True]
     finally:
         torch.set_num_threads(threads)
 
 
-def test_one_thread_is_the_calling_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_in_region", "_in_pool"):
-        monkeypatch.setattr(_threads, name, lambda *_: pytest.fail("a thread was started"))
-    done = np.zeros(9, np.int64)
-    assert run_on_threads(_count, 9, (done, 9, np.zeros(1, np.int64)), one_thread=True) == [9]
+@pytest.mark.usefixtures("pool")
+def test_one_thread_is_the_calling_one() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert run_on_threads(lambda _: threading.get_ident(), 9, (), one_thread=True) == [threading.get_ident()]
+    finally:
+        torch.set_num_threads(threads)
 
 
 @pytest.mark.usefixtures("pool")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import numpy as np
 import pytest
 import torch
@@ -119,9 +117,10 @@ def test_degenerate_potentials(kind: int) -> None:
     assert cost.softmin(torch.zeros(37, dtype=torch.bfloat16), 0.1).dtype == torch.float32
 
 
-@pytest.mark.parametrize(("kind", "entries"), [(k, (2**22, 100)[k % 2]) for k in range(11)])  # one block or several
-def test_gradients_in_the_potential(kind: int, entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[Cost.__module__], "_BLOCK_ENTRIES", entries)
+@pytest.mark.parametrize("kind", range(11))
+def test_gradients_in_the_potential(kind: int, request: pytest.FixtureRequest) -> None:
+    if kind % 2:
+        request.getfixturevalue("small_blocks")
     cost = every_cost(torch.float64)[kind]
     potential = clouds(37, 37, 3, torch.float64)[2]
     taking_part = potential > -torch.inf
@@ -141,8 +140,16 @@ def test_gradients_in_the_potential(kind: int, entries: int, monkeypatch: pytest
         assert gradient.sum().item() == pytest.approx(-37)
 
 
-@pytest.mark.parametrize("metric", ["sqeuclidean", "euclidean", "l1"])
-def test_gradients_at_a_plan_agree_with_torch_in_float32(metric: str, monkeypatch: pytest.MonkeyPatch) -> None:
+# As a user would write them: no kernel has these.
+DISTANCES = {
+    "sqeuclidean": lambda x, y: (x.unsqueeze(-2) - y.unsqueeze(-3)).square().sum(-1),
+    "euclidean": lambda x, y: (x.unsqueeze(-2) - y.unsqueeze(-3)).norm(dim=-1),
+    "l1": lambda x, y: (x.unsqueeze(-2) - y.unsqueeze(-3)).abs().sum(-1),
+}
+
+
+@pytest.mark.parametrize("metric", DISTANCES)
+def test_gradients_at_a_plan_agree_with_torch_in_float32(metric: str) -> None:
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(3, 1, 70, 3, generator=generator) + 100).requires_grad_()
     y = (torch.randn(2, 1100, 3, generator=generator) + 100).requires_grad_()
@@ -154,8 +161,8 @@ def test_gradients_at_a_plan_agree_with_torch_in_float32(metric: str, monkeypatc
     f = cost.softmin(g + epsilon[:, None] * log_q, epsilon).detach()
     arguments = (f, g, log_p, log_q)
     found = cost.plan_gradients(*arguments, epsilon=epsilon, upstream=upstream)
-    monkeypatch.setattr(PointCost, "_has_kernel", lambda *_: False)
-    wide = PointCost(x.detach().double().requires_grad_(), y.detach().double().requires_grad_(), metric=metric)
+    wide = [t.detach().double().requires_grad_() for t in (x, y)]
+    wide = PointCost(*wide, metric=DISTANCES[metric])
     f = wide.softmin(g + epsilon[:, None] * log_q, epsilon).detach()
     expected = wide.plan_gradients(f, *arguments[1:], epsilon=epsilon.double(), upstream=upstream.double())
     for got, right, points in zip(found, expected, (x, y), strict=True):

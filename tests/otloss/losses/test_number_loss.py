@@ -158,7 +158,7 @@ def test_gradients(options: dict[str, Any]) -> None:
 
 
 @every_setting
-def test_positions_alone_in_pieces_and_left_out(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_positions_alone_in_pieces_and_left_out(options: dict[str, Any], request: pytest.FixtureRequest) -> None:
     leaf = Z.clone().requires_grad_()
     whole = number_token_loss(leaf, Y, WIDE, **options, reduction="none")
     (gradient,) = grad(whole.sum(), leaf)
@@ -168,8 +168,9 @@ def test_positions_alone_in_pieces_and_left_out(options: dict[str, Any], monkeyp
     torch.testing.assert_close(value, whole[1, 1], rtol=1e-14, atol=0)
     torch.testing.assert_close(grad(value, alone)[0], gradient[1, 1], rtol=1e-13, atol=1e-15)
     out = (Y == -100) | VALUES[Y.clamp(min=0)].isnan()
-    for piece, filler in ((1, NAN), (30, INF), (2**19, -INF)):  # pieces of one row and of three: neither divides eight
-        monkeypatch.setattr(numbers, "_PIECE_ON_CPU", piece)
+    for filler in (-INF, INF, NAN):
+        if filler != -INF:  # in pieces of three rows, which do not divide eight
+            request.getfixturevalue("small_blocks")
         leaf = Z.masked_fill(out.unsqueeze(-1), filler).requires_grad_()
         weight = torch.ones(3, 4).masked_fill(out, filler)  # weights of these are not read either
         actual = number_token_loss(leaf, Y, WIDE, **options, reduction="none", sample_weight=weight)

@@ -68,8 +68,7 @@ def test_an_error_that_is_not_finite_is_never_a_number(monkeypatch: pytest.Monke
         nan = torch.full((), torch.nan, dtype=torch.float64)
         return SearchResult(*torch.zeros(2, 2, dtype=torch.float64), nan, torch.tensor(1))
 
-    monkeypatch.setattr(search, "_by_kernel", broken)
-    monkeypatch.setattr(search, "_can_take_newton", lambda problem: False)
+    monkeypatch.setattr(search, "_search", broken)
     half = torch.tensor([0.5, 0.5], dtype=torch.float64)
     problem = pose(half, half, torch.eye(2, dtype=torch.float64), epsilon=0.1, settings=Settings())
     with pytest.warns(ConvergenceWarning):

@@ -9,7 +9,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from otloss.solvers import line as _onedim
 from tests.otloss.gradient_cases import (
     CLOSED_FORMS,
     COSTS,
@@ -58,7 +57,7 @@ def test_exact_and_bounds(function: str, name: str) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CLOSED_FORMS)
-def test_closed_forms(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_closed_forms(name: str, compiled: bool, request: pytest.FixtureRequest) -> None:
     if compiled and name in ("circle", "tree"):
         pytest.skip("has no compiled form")
     make, value = CLOSED_FORMS[name]
@@ -67,7 +66,7 @@ def test_closed_forms(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch
     if name == "tree":
         assert truth["length"][2] == 0  # of the root
     if compiled:
-        monkeypatch.setattr(_onedim, "_SMALL", 0)
+        request.getfixturevalue("small_blocks")
     for dtype in TOLERANCE:
         compare(case, truth, dtype)
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 
 from otloss import cdf_distance, wasserstein_1d
-from otloss.solvers import line
 from tests.otloss.linear_programs import check_subgradients
 from tests.otloss.oracles import as_double, linprog_value, weight_gradients
 from tests.otloss.strategies import line_problems, positions, weights
@@ -24,8 +23,9 @@ drawn = settings(max_examples=100, deadline=None, suppress_health_check=[HealthC
 
 
 @pytest.fixture(autouse=True, params=["torch", "kernels"])
-def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(line, "_SMALL", 0 if request.param == "kernels" else 2**13)
+def implementation(request: pytest.FixtureRequest) -> None:
+    if request.param == "kernels":
+        request.getfixturevalue("small_blocks")
 
 
 def line_matrix(x: np.ndarray, y: np.ndarray, order: float) -> np.ndarray:

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from otloss.solvers import line as _onedim
 from tests.otloss.gradient_cases import (
     CLOSED_FORMS,
     COSTS,
@@ -58,9 +57,9 @@ def test_entropic_second_derivatives(function: str, name: str, marginal_penalty:
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("name", CLOSED_FORMS)
-def test_second_derivatives_of_closed_forms(name: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_second_derivatives_of_closed_forms(name: str, compiled: bool, request: pytest.FixtureRequest) -> None:
     if compiled:
-        monkeypatch.setattr(_onedim, "_SMALL", 0)
+        request.getfixturevalue("small_blocks")
     make, value = CLOSED_FORMS[name]
     second_derivatives_are_right(Case(make(), value, value))
 

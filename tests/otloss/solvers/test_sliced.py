@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from otloss import wasserstein_1d
-from otloss.solvers import sliced as _sliced
 from otloss.solvers.sliced import sliced_wasserstein
 from tests.otloss.oracles import as_double, linprog_value
 
@@ -60,11 +59,12 @@ def test_generators_reproduce() -> None:
 
 
 @pytest.mark.parametrize("order", [1, 2])
-def test_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, order: float) -> None:
+def test_blocks_change_nothing(order: float, request: pytest.FixtureRequest) -> None:
     x, y, a, b, along = clouds(1, 6, 5, 2)
     answers = []
-    for block in (2**23, 1):
-        monkeypatch.setattr(_sliced, "_BLOCK", block)
+    for in_blocks in (False, True):
+        if in_blocks:
+            request.getfixturevalue("small_blocks")
         leaves = [as_double(t, grad=True) for t in (x, y, a, b)]
         value = sliced_wasserstein(*leaves, order=order, projections=as_double(along))
         first = torch.autograd.grad(value, leaves, create_graph=True)

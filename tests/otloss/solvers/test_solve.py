@@ -183,13 +183,11 @@ def test_products_with_the_plan(name: str, grad: str) -> None:
         answer.apply_transpose(torch.ones(n + 1, 2))
 
 
-def test_the_plan_in_blocks_is_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    from otloss.solvers.entropic import solution as module
-
+def test_the_plan_in_blocks_is_the_plan(request: pytest.FixtureRequest) -> None:
     p, q, _ = case(n=4, m=5)
     whole = otloss.solve(p, q, COSTS["points"], epsilon=0.1)
     expected = [whole.plan(), whole.linear_cost, whole.apply(CLOUDS[1]), whole.apply_transpose(CLOUDS[0])]
-    monkeypatch.setattr(module, "_PLAN_BLOCK_ENTRIES", 1)
+    request.getfixturevalue("small_blocks")
     parts = otloss.solve(p, q, COSTS["points"], epsilon=0.1)
     found = [parts.plan(), parts.linear_cost, parts.apply(CLOUDS[1]), parts.apply_transpose(CLOUDS[0])]
     for a, b in zip(found, expected, strict=True):
