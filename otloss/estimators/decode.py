@@ -22,13 +22,9 @@ def decode(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.
     if rule == "argmax":
         return distribution.argmax(1)
     if rule == "median":
-        # Rounding may put a sum such as 0.1 + 0.4 slightly below one half.
+        # Rounding may put a sum such as 0.1 + 0.4 slightly below one half; equal errors would differ by it.
         return (distribution.cumsum(1) >= 0.5 - 1e-12).argmax(1)
-    if rule == "mean":
-        return np.abs((distribution @ values)[:, None] - values).argmin(1)
-    assert rule == "cost", rule
-    assert cost is not None
-    return (distribution @ cost).argmin(1)
+    return scores(distribution, rule, values=values, cost=cost).argmax(1)
 
 
 def scores(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.ndarray | None = None) -> np.ndarray:
@@ -37,12 +33,11 @@ def scores(distribution: np.ndarray, rule: str, *, values: np.ndarray, cost: np.
     >>> scores(np.array([[0.45, 0.15, 0.4]]), "median", values=np.arange(3.0)).round(2)
     array([[-0.95, -0.85, -1.05]])
     """
+    if rule == "mean":
+        return -np.abs((distribution @ values)[:, None] - values)
     if rule == "median":
         # The median does not depend on how far apart the values are, so these are errors in ranks.
         ranks = np.arange(distribution.shape[1])
-        return -distribution @ np.abs(ranks[:, None] - ranks)
-    if rule == "mean":
-        return -np.abs((distribution @ values)[:, None] - values)
-    assert rule == "cost", rule
-    assert cost is not None
+        cost = np.abs(ranks[:, None] - ranks)
+    assert cost is not None, rule
     return -distribution @ cost

@@ -23,12 +23,15 @@ def _option(help_text: str, default: Any = MISSING, *, choices: Sequence[str] | 
     return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
 
 
+_MODEL = "Folder (or hub name) of the model to start from: a causal one, or (for questions) an encoder-decoder."
+
+
 @dataclass
 class ModelArguments:
     """Which model."""
 
     _argument_group_name = "model"
-    model_name_or_path: str = _option("Folder (or hub name) of the model to start from: a causal one, or T5, BART, ... for questions.")
+    model_name_or_path: str = _option(_MODEL)
     tokenizer_name: str | None = _option("Tokenizer, if it is not the model's own.", None)
     dtype: str | None = _option(
         "Type of the weights: float32, bfloat16, float16, or auto (as stored). Default: float32 in training, where "
@@ -42,7 +45,7 @@ class ModelArguments:
 class CompareModelArguments(ModelArguments):
     """Which model; none with --source."""
 
-    model_name_or_path: str | None = _option("Folder (or hub name) of the model to start from: a causal one, or T5, BART, ... for questions.", None)  # type: ignore[assignment]
+    model_name_or_path: str | None = _option(_MODEL, None)  # type: ignore[assignment]
 
 
 @dataclass

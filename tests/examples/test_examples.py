@@ -111,6 +111,15 @@ def test_histogram_regression(run: Run, tmp_path: Path, no_data: Path) -> None:
     torch.testing.assert_close(medians(p, torch.tensor([0.0, 1.0, 3.0, 4.0])), torch.tensor([1.0, 2.0, 3.375]))
 
 
+def test_number_tokens(run: Run) -> None:
+    pytest.importorskip("accelerate")
+    lines = run("number_tokens")
+    assert "distances: scaling symlog; a token that is no number costs" in "\n".join(lines)
+    errors = {line[:16].strip(): list(map(float, line.split()[-4:])) for line in lines[-3:]}
+    assert list(errors) == ["mle", "number_token", "shuffled values"]
+    assert all(10 < error < 60 for row in errors.values() for error in row[:3])
+
+
 def test_registration(run: Run, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     with pytest.raises(SystemExit, match=r"typo lacks shapes/stanford-bunny\.obj"):
         run("registration", "--data", tmp_path / "typo")
