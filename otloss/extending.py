@@ -4,15 +4,14 @@
 of how to build your own. The names may change from one minor version to the next.
 
     checks          check_*: arguments; MASS_TOLERANCE: by how much sums of weights may differ, for each dtype
-    transport       emd, sinkhorn, solve and their like; pose, answer, Problem, Settings: one problem with its options;
-                    solve_exact, solve_exactly, takes_clouds, with_envelope: the steps of exact
-                    transport; run_kernel, ERROR: Sinkhorn's iteration on matrices
+    transport       emd, sinkhorn, solve and their like; pose, answer, Settings: one problem with its options;
+                    solve_exact: exact transport without a graph
     histograms      check_masses, histogram_pair, weights_or_uniform
     autograd        once_only, check_no_tangent, check_no_transform: errors in place of derivatives that are not given;
                     makes_graph; eager: decorates a function that runs outside of graphs of torch.compile
     errors          ConvergenceWarning, level_of_the_caller, SmallEpsilonError, explains_foreign_keywords;
                     missing_package, install_hint, DISTRIBUTION: packages of an extra
-    losses          check_positions, reduced; SCALINGS, TEXT_OVER_WORST, NumberLine, checked_values, number_line,
+    losses          reduced; SCALINGS, TEXT_OVER_WORST, checked_values, number_line,
                     signed_log: the line of number tokens
     kernels         may_run_on; and what imports numba, at first use: compiled, exp32, next_task, run_on_threads,
                     spliced, ENTRIES
@@ -26,7 +25,6 @@ from otloss._autograd import check_no_tangent as check_no_tangent
 from otloss._autograd import check_no_transform as check_no_transform
 from otloss._autograd import eager as eager
 from otloss._autograd import once_only as once_only
-from otloss._checks import check_below_infinity as check_below_infinity
 from otloss._checks import check_broadcast as check_broadcast
 from otloss._checks import check_cloud as check_cloud
 from otloss._checks import check_count as check_count
@@ -45,19 +43,13 @@ from otloss._distribution import DISTRIBUTION as DISTRIBUTION
 from otloss._distribution import install_hint as install_hint
 from otloss._foreign import explains_foreign_keywords as explains_foreign_keywords
 from otloss._kernels import may_run_on as may_run_on
-from otloss._kernels.sinkhorn_call import run_kernel as run_kernel
-from otloss._kernels.sinkhorn_columns import ERROR as ERROR
 from otloss.costs.cost import arithmetic_dtype as arithmetic_dtype
 from otloss.costs.cost import makes_graph as makes_graph
 from otloss.costs.points import Metric as Metric
 from otloss.solvers.convergence import ConvergenceWarning as ConvergenceWarning
 from otloss.solvers.convergence import level_of_the_caller as level_of_the_caller
-from otloss.solvers.derivatives import with_envelope as with_envelope
 from otloss.solvers.exact import solve_exact as solve_exact
-from otloss.solvers.exact import solve_exactly as solve_exactly
-from otloss.solvers.exact_clouds import takes_clouds as takes_clouds
 from otloss.solvers.problem import MASS_TOLERANCE as MASS_TOLERANCE
-from otloss.solvers.problem import Problem as Problem
 from otloss.solvers.problem import Settings as Settings
 from otloss.solvers.problem import SmallEpsilonError as SmallEpsilonError
 from otloss.solvers.problem import check_masses as check_masses
@@ -110,20 +102,16 @@ _AT_FIRST_USE = {
 __all__ = [
     "DISTRIBUTION",
     "ENTRIES",
-    "ERROR",
     "MASS_TOLERANCE",
     "SCALINGS",
     "TEXT_OVER_WORST",
     "ConvergenceWarning",
     "Metric",
-    "NumberLine",
-    "Problem",
     "Settings",
     "SmallEpsilonError",
     "Transport",
     "answer",
     "arithmetic_dtype",
-    "check_below_infinity",
     "check_broadcast",
     "check_cloud",
     "check_count",
@@ -137,7 +125,6 @@ __all__ = [
     "check_no_transform",
     "check_not_negative",
     "check_number",
-    "check_positions",
     "check_positive",
     "check_reduction",
     "check_tensor",
@@ -159,7 +146,6 @@ __all__ = [
     "once_only",
     "pose",
     "reduced",
-    "run_kernel",
     "run_on_threads",
     "signed_log",
     "sinkhorn",
@@ -167,11 +153,8 @@ __all__ = [
     "sliced_wasserstein",
     "solve",
     "solve_exact",
-    "solve_exactly",
     "spliced",
-    "takes_clouds",
     "weights_or_uniform",
-    "with_envelope",
 ]
 
 

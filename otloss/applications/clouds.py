@@ -6,29 +6,21 @@
 
 Clouds of different sizes are padded by a copy of a point of their own, without weight: it neither takes part nor gets a
 gradient.
-
-Exact transport of equally many points of one weight each starts from the potentials of a few Sinkhorn iterations, on
-costs less the means of their rows and columns: that changes no plan, and what is left is small also for clouds that lie
-apart (for squared distances it is -2 (x_i - mean x).(y_j - mean y)). They change no value, and shorten the search for
-shortest paths, most where it is long (docs/clouds.md).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss.costs import DenseCost, PointCost
+from otloss.costs import PointCost
 from otloss.extending import (
     Metric,
-    Problem,
-    Settings,
     SmallEpsilonError,
     check_broadcast,
     check_cloud,
@@ -40,14 +32,8 @@ from otloss.extending import (
     eager,
     emd,
     explains_foreign_keywords,
-    makes_graph,
-    may_run_on,
-    pose,
     sinkhorn_divergence,
     sliced_wasserstein,
-    solve_exactly,
-    takes_clouds,
-    with_envelope,
 )
 
 KINDS = ("divergence", "emd", "sliced")
@@ -56,8 +42,6 @@ _OF_BLUR = {"sqeuclidean": (2.0, 2), "euclidean": (1.0, 1)}
 _ORDER = {"sqeuclidean": 2, "euclidean": 1}
 _BLUR = 0.05  # The default.
 _LEAST_EPSILON = 1e-200  # in place of the square of a tiny blur, which may vanish
-# The start of exact assignments: from so many points, at this share of the mean size of centred costs, for so long.
-_START_FROM, _START_EPSILON, _START_TOLERANCE, _START_ITERATIONS = 256, 0.003, 0.2, 30
 
 Clouds = Float[Tensor, "*batch n d"] | Sequence[Tensor]
 Weights = Float[Tensor, "*batch n"] | Sequence[Tensor] | None
@@ -147,7 +131,7 @@ def cloud_loss(
         )  # fmt: skip
     cost = PointCost(one.points, other.points, metric=metric)
     if kind == "emd":
-        return _exact(one.weights, other.weights, cost)
+        return emd(one.weights, other.weights, cost)
     options: dict[str, Any] = {"marginal_penalty": marginal_penalty, "tolerance": tolerance}
     if epsilon is not None:
         return sinkhorn_divergence(one.weights, other.weights, cost, epsilon=epsilon, **options)
@@ -284,61 +268,3 @@ def _both_or_neither(one: _Cloud, other: _Cloud) -> tuple[_Cloud, _Cloud]:
     filled = (one.filled & other.filled).unsqueeze(-1)
     cleared = [_Cloud(c.points, torch.where(filled, c.weights, 0.0), c.filled) for c in (one, other)]
     return cleared[0], cleared[1]
-
-
-def _exact(a: Tensor, b: Tensor, cost: PointCost) -> Float[Tensor, "*batch"]:
-    """`emd`, differentiated through the costs of the pairs that exchange mass alone, not through the matrix of all."""
-    fixed = cost
-    if not callable(cost.metric):
-        x = cost.x.detach()
-        fixed = cost.between(x, x if cost.y is cost.x else cost.y.detach(), cost.metric)
-    problem = pose(a, b, fixed, epsilon=None, settings=Settings())
-    if takes_clouds(problem):  # which makes no matrix itself
-        return emd(a, b, cost)
-    matrix = problem.cost.dense()
-    solution = solve_exactly(replace(problem, start=_start(problem, matrix)))
-    if fixed is not cost and makes_graph(cost.x, cost.y):
-        # The same plan as one between its own cells, in a matrix of one column.
-        optimum = solution.optimum
-        ends = (_picked(cost.x, optimum.rows), _picked(cost.y, optimum.columns))
-        along = cost.between(*ends, cost.metric).diagonal().to(matrix.dtype)
-        places = torch.arange(along.shape[-1], device="cpu").expand(optimum.rows.shape)
-        optimum = replace(optimum, rows=places, columns=torch.zeros_like(places))
-        of_cells = replace(solution.problem, cost=DenseCost.unchecked(along.unsqueeze(-1)))
-        solution = replace(solution, problem=of_cells, optimum=optimum)
-    return with_envelope(solution).value.to(problem.dtype)
-
-
-def _picked(points: Float[Tensor, "*own n d"], index: Int[Tensor, "*batch cells"]) -> Float[Tensor, "*batch cells d"]:
-    d, batch = points.shape[-1], index.shape[:-1]
-    at = index.to(points.device).unsqueeze(-1).expand(*index.shape, d)
-    return points.expand(*batch, *points.shape[-2:]).gather(-2, at)
-
-
-def _start(problem: Problem, matrix: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Potentials near the optimal ones, for large assignments; the other problems gain too little."""
-    n, m = matrix.shape[-2:]
-    p, q, batch = problem.p.detach(), problem.q.detach(), matrix.shape[:-2]
-    if n != m or n < _START_FROM or not may_run_on(p, q, matrix) or not matrix.numel():
-        return None
-    if problem.batch != batch:
-        return None
-    if not all(bool((w == w[..., :1]).all()) and bool((w[..., 0] > 0).all()) for w in (p, q)):
-        return None
-    from otloss.extending import ERROR, run_kernel
-
-    costs = matrix.detach().reshape(-1, n, n)
-    by_row, by_column = costs.mean(-1, keepdim=True), costs.mean(-2, keepdim=True)
-    by_column -= by_column.mean(-1, keepdim=True)
-    costs = (costs - by_row).sub_(by_column)
-    epsilon = _START_EPSILON / n**2 * torch.linalg.vector_norm(costs, 1, (-2, -1)).double()
-    if not bool((epsilon > 0).all()):
-        return None
-    p, q = (w.expand(*batch, n).reshape(-1, n) for w in (p, q))
-    f, g, outcome = run_kernel(
-        p, q, costs.sub_(costs.amin((-2, -1), keepdim=True)), owner=np.arange(len(costs)), epsilon=epsilon.numpy(),
-        tolerance=_START_TOLERANCE, most=_START_ITERATIONS,
-    )  # fmt: skip
-    if not bool(outcome[:, ERROR].isfinite().all()):
-        return None
-    return f.reshape(*batch, n), (g + by_column.squeeze(-2)).reshape(*batch, n)

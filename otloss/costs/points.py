@@ -129,6 +129,17 @@ class PointCost(Cost):
             return (1 - (self.x * self.y).sum(-1)).clamp(0, 2)
         return _plain_distances(self.x - self.y, self.metric)
 
+    def pairs(
+        self, rows: Int[Tensor, "*batch cells"], columns: Int[Tensor, "*batch cells"]
+    ) -> Float[Tensor, "*batch cells"]:
+        """Return the costs `C[rows, columns]` of single pairs, with their graph; for a metric with a name."""
+        assert not callable(self.metric)
+        x, y = _picked(self.x, rows), _picked(self.y, columns)
+        if self.metric != "cosine":
+            return _plain_distances(x - y, self.metric)
+        costs = (1 - (x * y).sum(-1)).clamp(0, 2)
+        return costs.masked_fill((rows == columns).to(self.device), 0.0) if self.x is self.y else costs
+
     def apply(self, v: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch n"]:
         """Return C v: in O((n + m) d) for "sqeuclidean" and "cosine", by blocks of rows otherwise.
 
@@ -229,6 +240,11 @@ class PointCost(Cost):
             return False
         return may_run_on(self.x, self.y, *potentials)
 
+    def without_graph(self) -> PointCost:
+        """The same cost of points that have no graph."""
+        x = self.x.detach()
+        return self.between(x, x if self.y is self.x else self.y.detach(), self.metric)
+
     def between(self, x: Tensor, y: Tensor, metric: Metric) -> PointCost:
         """The cost between clouds that are already checked and, for "cosine", of length one."""
         cost = copy.copy(self)
@@ -256,6 +272,12 @@ class PointCost(Cost):
     def __repr__(self) -> str:
         name = self.metric if isinstance(self.metric, str) else getattr(self.metric, "__name__", "a function")
         return super().__repr__()[:-1] + f", metric={name!r}, axes={self.x.shape[-1]})"
+
+
+def _picked(points: Float[Tensor, "*own n d"], index: Int[Tensor, "*batch cells"]) -> Float[Tensor, "*batch cells d"]:
+    d, batch = points.shape[-1], index.shape[:-1]
+    at = index.to(points.device).unsqueeze(-1).expand(*index.shape, d)
+    return points.expand(*batch, *points.shape[-2:]).gather(-2, at)
 
 
 class _Swapped:

@@ -26,17 +26,18 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from jaxtyping import Float
 from torch import Tensor
 
 from otloss._kernels import may_run_on
-from otloss.costs import PointCost
+from otloss.costs import Cost, PointCost
 from otloss.solvers.entropic.coarse import grouped
 from otloss.solvers.exact import ExactSolution, Optimum, check_outcome
 from otloss.solvers.problem import Problem
 
 METRICS = ("sqeuclidean", "euclidean", "l1")
-LEAST_PAIRS = 2**21  # with fewer, a dense matrix takes about as long in ten dimensions
+# With fewer pairs a matrix takes less time. In more dimensions, and with few points on one side, it always does: there
+# only its memory counts.
+LEAST_PAIRS, LEAST_POINTS, FEW_DIMENSIONS, LEAST_PAIRS_OF_OTHERS = 2**21, 256, 3, 2**25
 LARGEST_COST = 1e100  # beyond, numbers may overflow; the solver of matrices then raises
 CLUSTERS, CLUSTER_TOLERANCE, CLUSTER_ITERATIONS = 2500, 1e-2, 300
 POINTS_OF_CLUSTER = 4  # at least, on average
@@ -56,27 +57,19 @@ def takes_clouds(problem: Problem) -> bool:
         return False
     if cost.x.dim() != 2 or cost.y.dim() != 2 or problem.batch.numel() != 1:
         return False
-    if cost.shape[0] * cost.shape[1] < LEAST_PAIRS or not may_run_on(cost.x, cost.y, problem.p, problem.q):
+    suits = cost.x.shape[-1] <= FEW_DIMENSIONS and min(cost.shape) >= LEAST_POINTS
+    least = LEAST_PAIRS if suits else LEAST_PAIRS_OF_OTHERS
+    if cost.shape[0] * cost.shape[1] < least or not may_run_on(cost.x, cost.y, problem.p, problem.q):
         return False  # derivatives in forward mode are those of the matrix
     return float(cost.largest()) < LARGEST_COST
 
 
 @dataclass(frozen=True)
 class CloudSolution(ExactSolution):
-    """An exact solution without a matrix: the value depends on the costs of the cells of the plan alone.
-
-    Attributes:
-        cell_costs: (cells,), these costs, with the graph of the points.
-    """
-
-    cell_costs: Float[Tensor, " cells"]
+    """An exact solution without a matrix."""
 
     def __post_init__(self) -> None:
         pass  # there is no matrix to watch
-
-    @property
-    def inputs(self) -> tuple[Tensor, ...]:
-        return (self.problem.p, self.problem.q, self.problem.epsilon, self.cell_costs)
 
     @cached_property
     def potentials(self) -> tuple[Tensor, Tensor]:
@@ -84,7 +77,7 @@ class CloudSolution(ExactSolution):
         empty = self.problem.q.detach() == 0
         cost = self.problem.cost
         assert isinstance(cost, PointCost)
-        least = _without_graph(cost).T.softmin(f, 0.0) if bool(empty.any()) else g
+        least = _wide(cost).T.softmin(f, 0.0) if bool(empty.any()) else g
         return f, torch.where(empty, torch.minimum(g, least), g)
 
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
@@ -97,11 +90,6 @@ class CloudSolution(ExactSolution):
             block.index_put_((rows[inside] - first, columns[inside]), flows[inside])
             yield slice(first, first + len(block)), block.expand(*batch, *block.shape)
 
-    def cost_gradients(self, upstream: Float[Tensor, "*batch"]) -> tuple[Tensor, ...]:
-        """The derivative in `cell_costs`: the mass of the cells."""
-        flows = self.optimum.flows.reshape(-1)
-        return (upstream.reshape(()).to(flows) * flows,) if self.cell_costs.requires_grad else ()
-
 
 def solve_between_clouds(problem: Problem) -> CloudSolution:
     """Solve a problem that `takes_clouds`.
@@ -112,15 +100,14 @@ def solve_between_clouds(problem: Problem) -> CloudSolution:
     cost = problem.cost
     assert isinstance(cost, PointCost)
     with torch.no_grad():
-        optimum = _optimum(replace(problem, cost=_without_graph(cost)))
-    rows, columns = optimum.rows.reshape(-1), optimum.columns.reshape(-1)
-    cell_costs = _costs(cost.x[rows], cost.y[columns], cost)
-    return CloudSolution(problem, optimum, optimum.value.to(problem.p), cell_costs=cell_costs)
+        optimum = _optimum(replace(problem, cost=_wide(cost)))
+    cell_costs = cost.pairs(optimum.rows, optimum.columns)
+    return CloudSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
 
 
-def _without_graph(cost: PointCost) -> PointCost:
-    x = cost.x.detach().double()
-    return PointCost(x, x if cost.y is cost.x else cost.y.detach().double(), metric=cost.metric)
+def _wide(cost: PointCost) -> Cost:
+    """The same cost in float64, without a graph."""
+    return cost.without_graph().to(torch.float64)
 
 
 def _optimum(problem: Problem) -> Optimum:
@@ -142,7 +129,7 @@ def _optimum(problem: Problem) -> Optimum:
     while basis.pivots >= 0 and basis.add_cells():
         basis.search()
     rows, columns, flows = basis.plan()
-    value = float(flows @ _costs(x[rows], y[columns], among))
+    value = float(flows @ among.pairs(rows, columns))
     g = torch.full_like(q, -torch.inf).index_copy_(0, members[1], basis.g)
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
@@ -269,7 +256,7 @@ class _Basis:
         return (mine, theirs) if by_rows else (theirs, mine)
 
     def _costs(self, rows: np.ndarray, columns: np.ndarray) -> np.ndarray:
-        return _costs(self.cost.x[rows], self.cost.y[columns], self.cost).numpy()
+        return self.cost.pairs(torch.from_numpy(rows), torch.from_numpy(columns)).numpy()
 
     def _reduced(self, f: Tensor, g: Tensor) -> np.ndarray:
         return self.costs - f.numpy()[self.rows] - g.numpy()[self.columns]
@@ -291,8 +278,3 @@ def _leaves_first(rows: np.ndarray, columns: np.ndarray, lengths: np.ndarray, co
     nodes = nodes[above[nodes] < count]
     keys = np.minimum(nodes, above[nodes]) * count + np.maximum(nodes, above[nodes])
     return np.searchsorted(rows * count + columns, keys)
-
-
-def _costs(x: Tensor, y: Tensor, like: PointCost) -> Tensor:
-    """The costs of pairs of points, one by one."""
-    return like.between(x, y, like.metric).diagonal()
