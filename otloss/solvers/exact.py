@@ -205,8 +205,8 @@ def solve_exactly(problem: Problem) -> ExactSolution:
     The value between points is differentiated through the costs of the pairs that exchange mass alone.
     """
     cost = problem.cost
-    moves = isinstance(cost, PointCost) and not callable(cost.metric) and makes_graph(cost.x, cost.y)
-    matrix = cost.without_graph().dense() if moves else cost.dense()
+    moving = cost if isinstance(cost, PointCost) and not callable(cost.metric) and makes_graph(cost.x, cost.y) else None
+    matrix = cost.dense() if moving is None else moving.without_graph().dense()
     if not isinstance(cost, DenseCost):
         check_finite("cost", matrix)
         problem = replace(problem, cost=DenseCost.unchecked(matrix))
@@ -214,7 +214,7 @@ def solve_exactly(problem: Problem) -> ExactSolution:
     if start is None and isinstance(cost, PointCost) and _are_apart(cost):
         start = _near_potentials(problem, matrix.detach())
     optimum = solve_exact(problem.p, problem.q, matrix, start=start)
-    cell_costs = cost.pairs(optimum.rows, optimum.columns) if moves else None
+    cell_costs = None if moving is None else moving.pairs(optimum.rows, optimum.columns)
     return ExactSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
 
 
