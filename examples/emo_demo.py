@@ -69,12 +69,12 @@ def sentence(arm: str, other: str, apart: Difference | None) -> str:
     return f"{text}." if apart.is_real else f"{text}: the interval holds 0, so this may be chance."
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None, packages: tuple[str, ...] = ("scipy", "sklearn")) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", default="demo-output", type=Path, help="folder of models, report and figure")
     parser.add_argument("--scale", default=1.0, type=float, help="factor on the number of steps and texts")
     parser.add_argument("--seeds", default=3, type=int, help="trainings of each arm")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     started = time.perf_counter()
@@ -83,7 +83,8 @@ def main() -> None:
         return max(least, round(full * options.scale))
 
     print("Reading the docstrings of SciPy and scikit-learn ...", flush=True)
-    parts = split_documents(docstring_corpus("scipy") + docstring_corpus("sklearn"), {"train": 0.99, "test": 0.01})
+    documents = [document for package in packages for document in docstring_corpus(package)]
+    parts = split_documents(documents, {"train": 0.99, "test": 0.01})
     tokenizer = train_bpe_tokenizer(parts["train"], VOCABULARY)
     train, test = (PackedBlocks.from_texts(parts[name], tokenizer, BLOCK, progress=False) for name in ("train", "test"))
 

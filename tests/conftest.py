@@ -1,11 +1,18 @@
-"""Settings of all tests: no example downloads anything."""
+"""Settings of all tests: nothing is downloaded, and figures need no screen."""
 
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import data
-import pytest
+# Before a library reads them.
+CACHE = tempfile.TemporaryDirectory()
+os.environ |= {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": f"{CACHE.name}/hub", "MPLBACKEND": "agg"}
+os.environ |= {"HF_DATASETS_CACHE": f"{CACHE.name}/datasets"}
+
+import data  # noqa: E402
+import pytest  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

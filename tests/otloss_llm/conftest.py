@@ -12,6 +12,14 @@ from typing import Any
 import pytest
 
 BLOCK, CONTEXT, VOCABULARY = 24, 64, 290
+# Sizes at which work is split, so small that the problems of tests are split.
+SMALL_BLOCKS = {
+    "otloss_llm.costs.embedding.LONG_WORK": 1,
+    "otloss_llm.data.blocks.DOCUMENTS_PER_CALL": 2,
+    "otloss_llm.evaluation.answering.ROWS": 7,
+    "otloss_llm.evaluation.neighbours.AT_ONCE": 100,
+    "otloss_llm.kernels.weight_gradients.SLAB_ROWS": 8,
+}
 SENTENCES = ("The fox | jumps.", "A `dog` sleeps;\n it *snores*.", "12 + 7 = 19 \\ naïve café", "Was it <here>?")
 
 
@@ -28,6 +36,20 @@ class Tiny:
     text: Path
     llama: Path  # with dropout, tied
     gpt2: Path  # of absolute positions
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Split small problems as large ones are."""
+    for name, size in SMALL_BLOCKS.items():
+        monkeypatch.setattr(name, size)
+
+
+@pytest.fixture
+def interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton's, for tensors on the CPU; it is read at each call."""
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
 
 
 @pytest.fixture(scope="session")

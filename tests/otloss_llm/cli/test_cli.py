@@ -8,6 +8,8 @@ import shutil
 import subprocess
 import sys
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
@@ -172,15 +174,15 @@ BAD_TRAININGS: dict[str, tuple[dict[str, object], list[str]]] = {
 
 
 @pytest.fixture
-def bad(tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def bad(tiny: Tiny, tmp_path: Path) -> Iterator[Path]:
     """A working folder with the things that BAD_TRAININGS names."""
     for name, content in BAD_TEXTS.items():
         (tmp_path / name).write_bytes(content)
     (tmp_path / "void").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other/notes.md").write_text("mine", encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
+    with chdir(tmp_path):
+        yield tmp_path
 
 
 @pytest.mark.parametrize("case", BAD_TRAININGS)
@@ -204,15 +206,12 @@ BAD_COMPARISONS: dict[str, tuple[dict[str, object], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", BAD_COMPARISONS)
-def test_invalid_comparisons_print_one_line_before_training(
-    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
-) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_invalid_comparisons_print_one_line_before_training(cli: Cli, tiny: Tiny, bad: Path, case: str) -> None:
     changes, said = BAD_COMPARISONS[case]
-    error = cli(*compare_options(tiny, tmp_path / "run", **changes)).error
+    error = cli(*compare_options(tiny, bad / "run", **changes)).error
     assert all(word in error for word in said), error
-    assert not list(tmp_path.glob("run/*-seed*"))
-    assert not (tmp_path / "run").exists() or case == "judge missing"
+    assert not list(bad.glob("run/*-seed*"))
+    assert not (bad / "run").exists() or case == "judge missing"
 
 
 def test_invalid_generations_print_one_line(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
@@ -236,17 +235,14 @@ def test_divergence_is_named(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["train", "compare", "evaluate"])
-def test_a_wrong_text_is_found_before_a_model_is_loaded(
-    cli: Cli, tiny: Tiny, bad: Path, monkeypatch: pytest.MonkeyPatch, command: str
-) -> None:
-    def loaded(*args: object, **kwargs: object) -> None:
-        raise AssertionError("a model or a tokenizer was loaded")
-
-    monkeypatch.setattr("otloss_llm.models.loading._from_pretrained", loaded)
+def test_a_wrong_text_is_found_before_a_model_is_loaded(cli: Cli, tiny: Tiny, bad: Path, command: str) -> None:
+    shutil.copytree(tiny.llama, bad / "broken")
+    for file in ("model.safetensors", "tokenizer.json"):
+        (bad / "broken" / file).write_bytes(b"nothing that could be loaded")
     source = "text" if command == "evaluate" else "train_text"
     rest = {} if command == "evaluate" else {"output_dir": bad / "run"}
     for text, said in (("nothing.txt", "no file"), ("blank.txt", "whitespace"), ("void", "holds no .txt")):
-        given = {"model_name_or_path": tiny.llama, source: text} | rest
+        given = {"model_name_or_path": bad / "broken", source: text} | rest
         assert said in cli(command, *options(**given)).error
 
 
@@ -336,14 +332,14 @@ def test_an_adapter_is_trained_resumed_and_loaded_again(cli: Cli, tiny: Tiny, tm
     assert "lora" in other
 
 
-def test_wrong_adapters_and_a_missing_package(cli: Cli, tiny: Tiny, bad: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_wrong_adapters_and_a_missing_package(cli: Cli, tiny: Tiny, bad: Path, without: Callable[[str], None]) -> None:
     def error(**given: object) -> str:
         return cli(*train_options(tiny, bad / "run", **given)).error
 
     assert "need --lora_r" in error(lora_alpha=8)
     assert "lora_r is 0" in error(lora_r=0)
     assert "lora_dropout is 1.0" in error(lora_r=2, lora_dropout=1)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    without("peft")
     assert error(lora_r=2) == "--lora_r needs PEFT, which is not installed: pip install peft"
 
 

@@ -20,10 +20,9 @@ VALUES = [math.nan, 0.0, 7.0, 3.5, math.nan]
 
 
 @pytest.fixture(params=KERNELS)
-def impl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def impl(request: pytest.FixtureRequest) -> str:
     if request.param == "triton":
-        pytest.importorskip("triton")
-        monkeypatch.setenv("TRITON_INTERPRET", "1")
+        request.getfixturevalue("interpreter")
     return request.param
 
 

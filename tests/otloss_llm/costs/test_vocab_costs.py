@@ -190,8 +190,7 @@ def test_a_cost_without_leading_directions() -> None:
         EmbeddingCost(rows, directions=1.5)  # type: ignore[arg-type]
 
 
-def test_long_work_is_announced(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otloss_llm.costs.embedding.LONG_WORK", 1)
+def test_long_work_is_announced(caplog: pytest.LogCaptureFixture, small_blocks: None) -> None:
     all_but_the_top(torch.randn(9, 4))
     assert "an embedding of 9 rows of width 4" in caplog.text
 

@@ -8,7 +8,6 @@ import pickle
 import pytest
 import torch
 
-from otloss_llm.data import blocks as data
 from otloss_llm.data.blocks import (
     PackedBlocks,
     opening_ids,
@@ -131,13 +130,12 @@ def test_blocks_are_the_joined_documents(tokenizer):
     assert len(list(blocks)) == len(blocks)
 
 
-def test_blocks_ignore_the_tokenizers_own_limits(caplog, capfd, monkeypatch):
+def test_blocks_ignore_the_tokenizers_own_limits(caplog, capfd, small_blocks):
     short = train_bpe_tokenizer(TEXTS, 300)
     whole = PackedBlocks.from_texts(TEXTS, short, 7)
     short.model_max_length = 4
     short.backend_tokenizer.enable_truncation(max_length=3)
     short.backend_tokenizer.enable_padding(length=50)
-    monkeypatch.setattr(data, "DOCUMENTS_PER_CALL", 2)
     assert torch.equal(PackedBlocks.from_texts(TEXTS, short, 7).ids, whole.ids)
     assert not caplog.records
     assert capfd.readouterr() == ("", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +29,7 @@ USER, ANSWER = {"role": "user", "content": "2 + 3?"}, {"role": "assistant", "con
 
 
 @pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+def no_bars() -> None:
     datasets.disable_progress_bars()
 
 
@@ -152,7 +152,7 @@ def test_compare_takes_a_dataset_with_a_test(cli: Cli, tiny: Tiny, tmp_path: Pat
 
 
 def test_wrong_options_are_found_before_a_model_is_loaded(
-    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cli: Cli, tiny: Tiny, tmp_path: Path, without: Callable[[str], None]
 ) -> None:
     data = saved(tmp_path / "data", train=[{"text": "a"}])
 
@@ -168,7 +168,7 @@ def test_wrong_options_are_found_before_a_model_is_loaded(
         dataset_name=data, validation_text=tiny.text
     )
     assert "--train_on_question is for questions" in error(dataset_name=data, train_on_question=True)
-    monkeypatch.setitem(__import__("sys").modules, "datasets", None)
+    without("datasets")
     assert error(dataset_name=data) == 'a dataset by name needs datasets: pip install "torch-otloss[data]"'
 
 

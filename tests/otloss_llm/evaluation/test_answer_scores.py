@@ -246,8 +246,7 @@ def assert_close(ours: NumberTokenScores, theirs: NumberTokenScores) -> None:
 
 
 @pytest.mark.parametrize(("name", "batch_size"), [("gpt2", 4), ("llama", 1)])
-def test_number_tokens_by_hand(name: str, batch_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("otloss_llm.evaluation.answering.ROWS", 7)  # scored in several parts
+def test_number_tokens_by_hand(name: str, batch_size: int, small_blocks: None) -> None:
     model = tiny_model(name).train()
     ids = torch.randint(3, VOCAB, (7, 9), generator=torch.Generator().manual_seed(0))
     blocks = PackedBlocks(ids)

@@ -25,8 +25,7 @@ def _share(points: np.ndarray, centres: np.ndarray, k: int) -> float:
 
 
 @pytest.mark.parametrize("k", [1, 4])
-def test_shares_are_those_of_all_pairs(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "AT_ONCE", 100)  # blocks of a few centres
+def test_shares_are_those_of_all_pairs(k: int, small_blocks: None) -> None:
     rng = np.random.default_rng(k)
     real, generated = rng.normal(size=(40, 5)), rng.normal(size=(30, 5)) * 0.4 + 0.5
     actual = neighbour_overlap(real, generated, k=k)

@@ -15,10 +15,8 @@ pytest.importorskip("accelerate")
 
 from otloss_llm.data.blocks import PackedBlocks, split_blocks
 from otloss_llm.evaluation import mauve, rouge, text_features
-from otloss_llm.experiments import compare
 from otloss_llm.experiments.compare import HUMAN, START, Arm, parse_arm
 from otloss_llm.models.loading import load_model, load_tokenizer
-from otloss_llm.training.runs import DivergenceError
 from tests.otloss_llm.conftest import (
     BLOCK,
     Cli,
@@ -27,7 +25,7 @@ from tests.otloss_llm.conftest import (
     read,
     without_wall_times,
 )
-from tests.otloss_llm.training.test_runs import interrupt_at
+from tests.otloss_llm.training.test_runs import interrupted_at
 
 
 @pytest.mark.parametrize(
@@ -158,21 +156,11 @@ def test_arms_and_seeds_can_be_added(cli: Cli, tiny: Tiny, tmp_path: Path) -> No
     assert not list(folder.glob("tailr*"))
 
 
-def test_an_interrupted_comparison_ends_like_an_uninterrupted_one(
-    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_comparison_ends_like_an_uninterrupted_one(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
     """Stopped in its third training of four."""
     uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
     assert cli(*compare_options(tiny, uninterrupted)).code == 0
-    calls, train = iter(range(100)), compare.train_run
-    with monkeypatch.context() as patch:
-
-        def third(*args: Any, **kwargs: Any) -> Any:
-            if next(calls) == 2:
-                interrupt_at(4, patch)
-            return train(*args, **kwargs)
-
-        patch.setattr(compare, "train_run", third)
+    with interrupted_at(2 * 6 + 4):
         assert cli(*compare_options(tiny, broken)).code == 130
     done = (broken / "mle-seed0/model.safetensors").stat().st_mtime_ns
     assert cli(*compare_options(tiny, broken)).code == 0
@@ -186,29 +174,20 @@ def comparable(folder: Path) -> Any:
     return report | {"settings": {k: v for k, v in report["settings"].items() if k != "training"}}
 
 
-def test_a_failed_arm_is_reported_and_the_others_continue(
-    cli: Cli, tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    train = compare.train_run
-    tried = []
-
-    def fragile(*args: Any, **kwargs: Any) -> Any:
-        tried.append(kwargs["bar"])
-        if kwargs["bar"] == "emo seed 1":
-            raise DivergenceError("training diverged by step 3: nll is nan; lower the learning rate.")
-        return train(*args, **kwargs)
-
-    arms = ["emo", "emo/T=0.5", "mle"]
-    with monkeypatch.context() as patch:
-        patch.setattr(compare, "train_run", fragile)
-        ended = cli(*compare_options(tiny, tmp_path / "run", objectives=arms))
+def test_a_failed_arm_is_reported_and_the_others_continue(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """One folder of a run holds another one's files."""
+    arms, notes = ["emo", "emo/T=0.5", "mle"], tmp_path / "run/emo-seed1/notes.md"
+    assert cli(*compare_options(tiny, tmp_path / "run", objectives=["mle"], seeds=[0])).code == 0
+    notes.parent.mkdir()
+    notes.touch()
+    ended = cli(*compare_options(tiny, tmp_path / "run", objectives=arms))
     assert ended.code == 1
-    assert tried.count("emo seed 1") == 1  # not again for the other temperature
-    assert "- failed: emo, seed 1: DivergenceError: training diverged by step 3" in ended.out
+    assert "- failed: emo, seed 1: ValueError: " in ended.out
     report = read(tmp_path / "run/report.json")
     assert [(run["arm"], run["seed"]) for run in report["failures"]] == [("emo", 1), ("emo/T=0.5", 1)]
     assert len(report["runs"]) == 4
     assert "failed: emo, seed 1" in (tmp_path / "run/report.md").read_text(encoding="utf-8")
+    notes.unlink()
     again = cli(*compare_options(tiny, tmp_path / "run", objectives=arms))
     assert again.code == 0
     assert "failed" not in again.out

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
-import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,35 +11,19 @@ pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
 pytest.importorskip("matplotlib")
 
+import emo_demo as demo
+
 from otloss_llm.experiments.frontier import Difference
 
-DEMO = Path(__file__).parents[3] / "examples/emo_demo.py"
-CORNER = 150  # documents of each package
+CORNERS = ("scipy.special", "sklearn.linear_model")
 
 
-@pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(DEMO.parent))  # it imports docstring_corpus.py
-    spec = importlib.util.spec_from_file_location("emo_demo", DEMO)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    whole = module.docstring_corpus
-    monkeypatch.setattr(module, "docstring_corpus", lambda package: whole(f"{package}.linear_model"
-                        if package == "sklearn" else f"{package}.stats")[:CORNER])  # fmt: skip
-    return module
-
-
-def test_the_demo_leaves_table_report_and_figure(
-    demo: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_demo_leaves_table_report_and_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers.utils import logging
 
     verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    monkeypatch.setattr(sys, "argv", ["emo_demo.py", "--output", str(tmp_path), "--scale", "0.01", "--seeds", "1"])
     try:
-        demo.main()
+        demo.main(["--output", str(tmp_path), "--scale", "0.01", "--seeds", "1"], CORNERS)
     finally:
         logging.set_verbosity(verbosity)
         if bars:
@@ -58,7 +39,7 @@ def test_the_demo_leaves_table_report_and_figure(
     assert (tmp_path / "compare/report.json").is_file()
 
 
-def test_the_sentences_say_what_came_out(demo: Any) -> None:
+def test_the_sentences_say_what_came_out() -> None:
     real, chance = Difference(-0.03, -0.05, -0.01, 3), Difference(0.02, -0.01, 0.05, 3)
     assert demo.sentence("a", "b", real) == (
         "a is 0.030 nats per token nearer to the source than b (difference -0.030, 95 % interval -0.050 to -0.010)."

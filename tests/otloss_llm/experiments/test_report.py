@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -93,8 +94,8 @@ def test_the_figure_is_drawn_for_every_kind_of_comparison(tmp_path: Path, case: 
     assert "![figure](figure.png)" in (tmp_path / "report.md").read_text(encoding="utf-8")
 
 
-def test_without_matplotlib_the_report_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "matplotlib.figure", None)
+def test_without_matplotlib_the_report_says_so(tmp_path: Path, without: Callable[[str], None]) -> None:
+    without("matplotlib.figure")
     write_report(made_up(["mle"], [0]), tmp_path)
     assert "torch-otloss[plot]" in (tmp_path / "report.md").read_text(encoding="utf-8")
     assert not (tmp_path / "figure.png").exists()

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -35,9 +35,9 @@ EPS = torch.finfo(torch.float32).eps
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request: pytest.FixtureRequest) -> str:
     if request.param == "cpu":
-        monkeypatch.setenv("TRITON_INTERPRET", "1")  # read at each call, whenever Triton was imported
+        request.getfixturevalue("interpreter")
     elif not torch.cuda.is_available():
         pytest.skip("no CUDA device")
     return request.param
@@ -228,25 +228,38 @@ def test_cost_rows_made_in_16_bits(device: str, monkeypatch: pytest.MonkeyPatch)
 # ---- choice of the kernel --------------------------------------------------------------------------------------------
 
 
-def test_triton_where_it_cannot_run_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_triton_where_it_cannot_run_raises() -> None:
     def call(dtype: torch.dtype = torch.float32) -> None:
         from_logits(torch.randn(3, 7, dtype=dtype), torch.tensor([1, 2, 3]), "triton", objective=MLE())
 
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     with pytest.raises(ValueError, match=r'got device cpu, expected a CUDA tensor.*TRITON_INTERPRET=1.*impl="chunked"'):
         call()
     with pytest.raises(ValueError, match=r"got torch\.float64, expected float32"):
         call(torch.float64)
-    monkeypatch.setattr(rows_triton, "triton", None)
-    with pytest.raises(ImportError, match=r'needs Triton.*builds of torch for CUDA.*impl="chunked"'):
-        call()
 
 
-def test_the_choice_of_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    on_gpu: Any = type("OnGpu", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16})()
-    assert [logits.runs_on_triton(on_gpu, impl) for impl in ("auto", "chunked")] == [True, False]
-    monkeypatch.setattr(logits, "_triton_is_installed", lambda: False)
-    assert not logits.runs_on_triton(on_gpu, "auto")
+class OnGpu:
+    device, dtype = torch.device("cuda"), torch.bfloat16
+
+
+def test_the_choice_of_auto() -> None:
+    assert [logits.runs_on_triton(OnGpu(), impl) for impl in ("auto", "chunked")] == [True, False]  # type: ignore[arg-type]
+
+
+WITHOUT_TRITON = """
+import sys; sys.modules["triton"] = None
+import torch
+from otloss_llm import MLE, linear_token_loss
+from otloss_llm.kernels.logits import runs_on_triton
+print(runs_on_triton(type("OnGpu", (), {"device": torch.device("cuda"), "dtype": torch.bfloat16}), "auto"))
+try: linear_token_loss(torch.ones(1, 1), torch.ones(2, 1), torch.tensor([1]), objective=MLE(), impl="triton")
+except ImportError as error: print(error)
+"""
+
+
+def test_without_triton_auto_takes_chunks_and_triton_raises() -> None:
+    done = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, check=True)
+    assert re.fullmatch(r'False\n.*needs Triton.*builds of torch for CUDA.*impl="chunked".*\n', done.stdout)
 
 
 @pytest.mark.gpu
@@ -263,14 +276,8 @@ def test_chunks_on_a_gpu_are_large() -> None:
     assert TokenLossConfig(MLE(), chunk_size=7).rows_per_chunk(128256, "cuda") == 7
 
 
-@pytest.mark.parametrize("in_place", [True, False])
-def test_weight_gradients_of_16_bits_add_up_in_float32(
-    in_place: bool, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if in_place and not gradients_module._has_float32_products(torch.device(device), torch.bfloat16):
-        pytest.skip("torch has no such products on this device")
-    monkeypatch.setattr(gradients_module, "_has_float32_products", lambda *_: in_place)
-    monkeypatch.setattr(gradients_module, "SLAB_ROWS", 8)
+def test_weight_gradients_of_16_bits_add_up_in_float32(device: str, small_blocks: None) -> None:
+    in_place = gradients_module._has_float32_products(torch.device(device), torch.bfloat16)
     dz, hidden = (torch.randn(2, 5, n, dtype=torch.bfloat16, device=device) for n in (21, 6))
     total = torch.full((21, 6), torch.nan, device=device)
     for chunk in range(2):

@@ -111,9 +111,8 @@ def test_the_trainer_with_the_tp_plan_of_a_model(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("deepspeed") is None, reason="needs DeepSpeed")
-def test_zero_stage_3_gives_the_weights_of_one_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zero_stage_3_gives_the_weights_of_one_process(tmp_path: Path) -> None:
     """Where DeepSpeed is installed: it is no dependency, not even of the tests. It compiles a kernel, once."""
-    monkeypatch.delenv("XDG_CACHE_HOME")
     launch(TORCHRUN, "zero", tmp_path)
     errors = torch.load(tmp_path / "errors.pt")
     assert set(errors) == {"llama", "llama-tied"}

@@ -6,6 +6,7 @@ import copy
 import json
 import runpy
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
 
@@ -344,13 +345,13 @@ BAD_COMMANDS: dict[str, tuple[dict[str, object], list[str]]] = {
 
 @pytest.mark.parametrize("case", BAD_COMMANDS)
 def test_invalid_trainings_on_numbers_print_one_line(
-    cli: Cli, tiny: Tiny, questions: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+    cli: Cli, tiny: Tiny, questions: Path, tmp_path: Path, case: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     changes, said = BAD_COMMANDS[case]
     words = [{"question": question, "answer": "a"} for question in ("b", "c", "d", "e")]
     (tmp_path / "words.jsonl").write_text("".join(json.dumps(line) + "\n" for line in words), encoding="utf-8")
-    error = cli(*on_questions(tiny, tmp_path / "run", questions, **changes)).error
+    with chdir(tmp_path):
+        error = cli(*on_questions(tiny, tmp_path / "run", questions, **changes)).error
     assert all(word in error for word in said), error
     assert not (tmp_path / "run").exists() or not list((tmp_path / "run").iterdir())
 

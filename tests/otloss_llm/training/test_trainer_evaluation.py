@@ -148,7 +148,7 @@ def test_invalid_settings_raise(tmp_path: Path, settings: dict[str, Any], messag
         trainer(tmp_path, tiny_model("llama"), **settings)
 
 
-def test_unsupported_trainers_and_models_raise(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_trainers_and_models_raise(tmp_path: Path) -> None:
     def loss(outputs: Any, labels: Any, num_items_in_batch: Any = None) -> Tensor:
         return outputs.logits.sum()
 
@@ -167,7 +167,7 @@ def test_unsupported_trainers_and_models_raise(tmp_path: Path, monkeypatch: pyte
 
     with pytest.raises(ValueError, match=r"sp_size=2, and an objective does not work with sequence parallelism"):
         Ulysses(model=tiny_model("llama"), **common)
-    monkeypatch.setattr(transformers.TrainingArguments, "n_gpu", property(lambda self: 2))
+    common["args"]._n_gpu = 2
     with pytest.raises(ValueError, match=r"2 GPUs under nn\.DataParallel"):
         ObjectiveTrainer(model=tiny_model("llama"), **common)
 
