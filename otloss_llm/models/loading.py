@@ -14,7 +14,6 @@ from otloss_llm.models.adapters import check_peft
 from otloss_llm.models.heads import check_causal, find_head
 
 HUB_TIMEOUT = 5.0  # seconds
-CONFIG = "config.json"
 
 
 def load_model(path: str, **kwargs: Any) -> Any:
@@ -45,12 +44,16 @@ def load_model(path: str, **kwargs: Any) -> Any:
 
 
 def names_encoder_decoder(path: str) -> bool:
-    """Whether the configuration in a folder or on the hub is that of an encoder-decoder; False without one."""
+    """Whether the configuration in a folder or on the hub is that of an encoder-decoder; False without a valid one."""
     from transformers import AutoConfig
 
-    if wrong_model(path, "model") or ((folder := Path(path).expanduser()).is_dir() and not (folder / CONFIG).is_file()):
-        return False  # reported by what loads the model; an adapter has no configuration of a model
-    return bool(getattr(_from_pretrained(AutoConfig, path, "model"), "is_encoder_decoder", False))
+    if wrong_model(path, "model"):
+        return False  # reported by what loads the model
+    source = _source(path, "model")
+    try:
+        return bool(getattr(AutoConfig.from_pretrained(source), "is_encoder_decoder", False))
+    except (OSError, ValueError, KeyError):  # likewise; and an adapter has no configuration of a model
+        return False
 
 
 def load_tokenizer(path: str) -> Any:
@@ -109,7 +112,7 @@ def _from_pretrained(kind: Any, path: str, what: str, **kwargs: Any) -> Any:
         raise FileNotFoundError(wrong)
     if what == "model" and (folder / "adapter_config.json").is_file():
         check_peft(f"the adapter {path!r}")
-    source = str(folder) if folder.is_dir() else _on_the_hub(path, what)
+    source = _source(path, what)
     try:
         return kind.from_pretrained(source, **kwargs)
     except Exception as error:  # of any type: the files that the user named are invalid
@@ -118,6 +121,11 @@ def _from_pretrained(kind: Any, path: str, what: str, **kwargs: Any) -> Any:
         raise ValueError(
             f"the {what} {path!r} cannot be loaded{use}: {type(error).__name__}: {reason[:300]}"
         ) from error
+
+
+def _source(path: str, what: str) -> str:
+    folder = Path(path).expanduser()
+    return str(folder) if folder.is_dir() else _on_the_hub(path, what)
 
 
 def _on_the_hub(name: str, what: str) -> str:
@@ -129,7 +137,7 @@ def _on_the_hub(name: str, what: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError, RepositoryNotFoundError
 
     try:
-        get_hf_file_metadata(hf_hub_url(name, CONFIG), timeout=HUB_TIMEOUT)
+        get_hf_file_metadata(hf_hub_url(name, "config.json"), timeout=HUB_TIMEOUT)
     except RepositoryNotFoundError as error:
         raise FileNotFoundError(
             f"there is no {what} {name!r}: no such folder in {Path.cwd()}, and none on the Hugging Face hub that you "

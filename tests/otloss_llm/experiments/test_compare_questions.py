@@ -220,6 +220,8 @@ def test_a_t5_is_compared_by_its_decoder(
     assert read(folder / "answers.json") == answers
     scores = cli("evaluate", "--model_name_or_path", folder, "--questions", files[1], "--decode", "median").json
     assert scores["number_distributions"]["questions"] == 4
+    said = cli("generate", "--model_name_or_path", folder, "--prompt", "2 + 2?", "--max_new_tokens", 3, "--top_k", 1)
+    assert said.out.startswith("--- 1\n2 + 2?")
 
 
 def test_what_a_t5_cannot_do_prints_one_line(
