@@ -16,7 +16,8 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.interpolate import PchipInterpolator
-from scipy.stats import t as student_t
+
+from otloss_llm.experiments.tables import half_interval
 
 GRID = 64  # points of the range over which a mean difference is taken
 
@@ -129,8 +130,7 @@ def _paired(arm: Sequence[Frontier], other: Sequence[Frontier]) -> list[tuple[Fr
 def _difference(values: Sequence[float], share: float = 1.0) -> Difference | None:
     if not values:
         return None
-    mean = statistics.fmean(values)
     if len(values) == 1:
-        return Difference(mean, -math.inf, math.inf, 1, share)
-    half = float(student_t.ppf(0.975, len(values) - 1)) * statistics.stdev(values) / math.sqrt(len(values))
+        return Difference(values[0], -math.inf, math.inf, 1, share)
+    mean, half = half_interval(values)
     return Difference(mean, mean - half, mean + half, len(values), share)

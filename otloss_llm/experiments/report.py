@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from otloss_llm.experiments.compare import HUMAN, RIGHT, START
-from otloss_llm.experiments.tables import Mean, markdown_table, runs_by_arm, save_figure
+from otloss_llm.experiments.tables import Mean, half_interval, markdown_table, runs_by_arm, save_figure
 from otloss_llm.training.folders import write_json, write_text
 
 # key, heading, number format, which way is better
@@ -95,7 +95,7 @@ NOTES_ON_ROUGE = """\
 def write_report(results: dict[str, Any], folder: Path, *, title: str = "Comparison of objectives") -> str:
     """Write report.md, report.json, samples.md and (with matplotlib) figure.png; returns table and failures."""
     table = results_table(results) + _failures(results)
-    notes = _by_kind(results) + _notes(results)
+    notes = _changes(results) + _by_kind(results) + _notes(results)
     draw = _figure_of_questions if "questions" in results else _figure_of_text
     picture = "\n" + save_figure(lambda: draw(results), folder / "figure.png")
     write_json(folder / "report.json", results)
@@ -123,6 +123,27 @@ def _notes(results: dict[str, Any]) -> str:
     notes += NOTES_ON_ROUGE if any("rouge_1" in run for run in runs) else ""
     notes += NOTES_ON_NUMBERS if any("number" in run["arm"] for run in runs) else ""
     return (notes + NOTES_ON_ALL).format(**values)
+
+
+def _changes(results: dict[str, Any]) -> str:
+    """Return how far each arm lies from the first, paired within a seed; "" where there are no two seeds or arms."""
+    (base, base_runs), *others = runs_by_arm(results).items()
+    first = {run["seed"]: run for run in base_runs}
+    changes: dict[str, dict[str, Mean]] = {}
+    for arm, runs in others:
+        pairs = [(run, first[run["seed"]]) for run in runs if run["seed"] in first]
+        changes[arm] = {}
+        for key, *_ in COLUMNS:
+            values = [(run[key] - other[key]) * _SCALE.get(key, 1.0) for run, other in pairs
+                      if run.get(key) is not None and other.get(key) is not None]  # fmt: skip
+            if 2 <= len(values) == len(runs) and key != "seconds_per_step":
+                changes[arm][key] = half_interval(values)
+    columns = columns_of(changes.values())
+    if not columns:
+        return ""
+    rows = ([arm, *cells(row, columns)] for arm, row in changes.items())
+    table = markdown_table(["arm", *(heading for _, heading, _ in columns)], rows)
+    return f"\nChanges against `{base}`, paired within a seed, ± half of the 95 % interval (Student's t):\n\n{table}\n"
 
 
 def _by_kind(results: dict[str, Any]) -> str:

@@ -87,6 +87,12 @@ def test_every_run_is_in_the_table_and_the_text_itself_is_not(compared: Path) ->
     nll = [run["answer_nll"] for run in report["runs"] if run["arm"] == "mle"]
     assert rows["mle"]["nll of answers ↓"] == f"{np.mean(nll):.3f} ± {np.std(nll, ddof=1):.3f}"
     assert rows[START]["nll of answers ↓"] == f"{report['start']['answer_nll']:.3f}"
+    more = [run["answer_nll"] for run in report["runs"] if run["arm"] == "number_token/log"]
+    change = np.subtract(more, nll)
+    half = 12.706 * np.std(change, ddof=1) / math.sqrt(2)  # Student's t with one degree of freedom
+    changes = rows_of(text.split("Student's t):\n\n")[1])
+    assert list(changes) == ["number_token/log"]
+    assert changes["number_token/log"]["nll of answers ↓"] == f"{np.mean(change):.3f} ± {half:.3f}"
     assert "4 test questions, answered greedily" in text
     assert "4 of the right answers are numbers" in text
     samples = (compared / "samples.md").read_text(encoding="utf-8")
