@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import inspect
 import re
 import shutil
 import subprocess
@@ -24,23 +25,9 @@ def test_every_public_name_resolves(package: str) -> None:
     module = importlib.import_module(package)
     assert len(set(module.__all__)) == len(module.__all__)
     for name in module.__all__:
-        assert getattr(module, name) is not None, name
+        assert name == "__version__" or inspect.getdoc(getattr(module, name)), name
     with pytest.raises(AttributeError):
         module.no_such_name  # noqa: B018
-
-
-def test_losses_need_neither_transformers_nor_a_compiler() -> None:
-    """The trainer names its extra; `torch._dynamo` and numba are imported at first use, because they take a second."""
-    code = (
-        "import sys; sys.modules['transformers'] = None\n"
-        "import otloss_llm as o; o.emo_loss, o.linear_token_loss, o.EMO\n"
-        "print([m for m in ('torch._dynamo', 'numba', 'triton') if m in sys.modules])\n"
-        "try: o.ObjectiveTrainer\n"
-        "except ImportError as e: print(e)"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
-    assert done.stdout.startswith("[]\n")
-    assert 'pip install "torch-otloss[llm]"' in done.stdout
 
 
 def test_the_tree_of_the_docs_names_files_that_exist() -> None:

@@ -105,6 +105,20 @@ def _transport() -> dict[str, Entry]:
             lambda t: otloss.lower_bound(t["p"], t["q"], PointCost(t["x"], t["y"], metric="euclidean")),
         ),
         "upper_bound": Entry(_same_bins(C=draw(2, 4, 4)), lambda t: otloss.upper_bound(t["p"], t["q"], t["C"])),
+        "emd of points, l1": Entry(
+            _pair(**_clouds()), lambda t: otloss.emd(t["p"], t["q"], PointCost(t["x"], t["y"], metric="l1"))
+        ),
+        "lower_bound, cosine": Entry(
+            _pair(**_clouds()), lambda t: otloss.lower_bound(t["p"], t["q"], PointCost(t["x"], t["y"], metric="cosine"))
+        ),
+        "lower_bound, grid": Entry(_same_bins(), lambda t: otloss.lower_bound(t["p"], t["q"], GridCost((2, 2)))),
+        **{
+            f"sinkhorn of {cost.__name__}": Entry(
+                _same_bins(x=draw(4, 3) if cost is CosineCost else draw(4)),
+                lambda t, cost=cost: otloss.sinkhorn(t["p"], t["q"], cost(t["x"]), impl="torch", **_tight(t)),
+            )
+            for cost in (CosineCost, LineCost)
+        },
         "upper_bound, cosine": Entry(
             _same_bins(x=draw(4, 3)), lambda t: otloss.upper_bound(t["p"], t["q"], CosineCost(t["x"]))
         ),

@@ -1,5 +1,5 @@
-"""What holds for every public function: derivatives in forward mode are right or an error, and defaults of torch that
-differ from the inputs' dtype and device change nothing."""
+"""What holds for every public function: derivatives in forward mode are right or an error, and what surrounds a call
+changes nothing: autocast, and defaults of torch that differ from the inputs' dtype and device."""
 
 from __future__ import annotations
 
@@ -87,16 +87,18 @@ def defaults(dtype: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def results(entry: Entry, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def results(entry: Entry, dtype: torch.dtype, *, autocast: bool = False) -> tuple[Tensor, ...]:
     leaves = {name: t.to(dtype, copy=True).requires_grad_() for name, t in entry.inputs.items()}
-    value = entry.value({**leaves, **entry.fixed})
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        value = entry.value({**leaves, **entry.fixed})
+    # Backward passes belong outside of autocast: torch would run those of its own products in bfloat16.
     if not value.requires_grad:
         return (value,)
     return value, *torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
 
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *OF_INDICES])
-def test_default_dtype_and_device_change_nothing(name: str) -> None:
+def test_autocast_and_default_dtype_and_device_change_nothing(name: str) -> None:
     entry = {**FUNCTIONS, **OF_INDICES}[name]
     for dtype, other in ((torch.float64, torch.float16), (torch.float32, torch.float64)):
         expected = results(entry, dtype)
@@ -104,3 +106,5 @@ def test_default_dtype_and_device_change_nothing(name: str) -> None:
             found = results(entry, dtype)
         error = 1e-13 if dtype == torch.float64 else 1e-6
         torch.testing.assert_close(found, expected, rtol=error, atol=error)
+        if name != "gradient_penalty":  # autocast is for the critic too
+            torch.testing.assert_close(results(entry, dtype, autocast=True), expected, rtol=error, atol=error)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import subprocess
 import sys
 from collections.abc import Callable
@@ -22,26 +21,11 @@ def run(code: str) -> list[str]:
     return done.stdout.splitlines()
 
 
-def test_every_public_name_resolves_and_is_documented() -> None:
-    pytest.importorskip("transformers")
-    assert len(set(otloss_llm.__all__)) == len(otloss_llm.__all__)
-    for name in otloss_llm.__all__:
-        assert inspect.getdoc(getattr(otloss_llm, name)), name
-
-
-def test_the_names_that_others_rely_on() -> None:
-    relied_on = {
-        "EMO", "MLE", "MixCE", "NumberCost", "NumberToken", "TaiLr", "EmbeddingCost", "MixedCost", "ObjectiveMixin",
-        "ObjectiveTrainer", "ShardedEmbeddingCost", "TokenLoss", "dense_token_loss", "emo_loss", "linear_token_loss",
-        "parse_objective", "token_loss", "token_statistics",
-    }  # fmt: skip
-    assert relied_on <= set(otloss_llm.__all__)
-
-
 def test_without_transformers() -> None:
     """The losses work, do not load transformers, and everything else names the extra."""
-    assert run("import sys, otloss_llm; print([m for m in sys.modules if m.split('.')[0] in "
-               "('transformers', 'accelerate', 'datasets', 'peft')])") == ["[]"]  # fmt: skip
+    heavy = ("transformers", "accelerate", "datasets", "peft", "torch._dynamo", "numba", "triton")
+    loaded = f"print([m for m in {heavy} if m in sys.modules])"
+    assert run(f"import sys, otloss_llm as o; o.emo_loss, o.linear_token_loss, o.EMO; {loaded}") == ["[]"]
     lines = run(
         """
 import sys

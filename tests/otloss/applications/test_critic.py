@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import otloss
 from otloss.losses import critic_loss, generator_loss, gradient_penalty
+from tests.errors import raising
 from tests.otloss.oracles import central_gradients
 
 DRAW = torch.Generator().manual_seed(0)
@@ -109,19 +110,13 @@ def test_surroundings() -> None:
     assert gradient_penalty(half, torch.ones(2, 3).bfloat16(), torch.ones(2, 3).bfloat16()).dtype == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: critic_loss(torch.tensor([]), torch.ones(1)), ValueError, "real has shape"),
-        (lambda: generator_loss(torch.tensor([torch.nan])), ValueError, "fake holds 1 NaN"),
-        (lambda: gradient_penalty(quadratic(), REAL, FAKE[:3]), ValueError, "one shape"),
-        (lambda: gradient_penalty(quadratic(), REAL, FAKE, target=-1), ValueError, "target is -1"),
-        (lambda: gradient_penalty(lambda x: x.detach(), REAL, FAKE), ValueError, "no graph"),
-        (lambda: gradient_penalty(lambda x: nn.Parameter(torch.ones(6)), REAL, FAKE), ValueError, "do not depend"),
-        (lambda: gradient_penalty(lambda x: 1 / (x.sum((1, 2)) * 0), REAL, FAKE), ValueError, "the penalty"),
-        (lambda: gradient_penalty(quadratic(), [1.0], FAKE), TypeError, "real is a list"),  # type: ignore[arg-type]
-    ],
+test_bad_input = raising(
+    (lambda: critic_loss(torch.tensor([]), torch.ones(1)), ValueError, "real has shape"),
+    (lambda: generator_loss(torch.tensor([torch.nan])), ValueError, "fake holds 1 NaN"),
+    (lambda: gradient_penalty(quadratic(), REAL, FAKE[:3]), ValueError, "one shape"),
+    (lambda: gradient_penalty(quadratic(), REAL, FAKE, target=-1), ValueError, "target is -1"),
+    (lambda: gradient_penalty(lambda x: x.detach(), REAL, FAKE), ValueError, "no graph"),
+    (lambda: gradient_penalty(lambda x: nn.Parameter(torch.ones(6)), REAL, FAKE), ValueError, "do not depend"),
+    (lambda: gradient_penalty(lambda x: 1 / (x.sum((1, 2)) * 0), REAL, FAKE), ValueError, "the penalty"),
+    (lambda: gradient_penalty(quadratic(), [1.0], FAKE), TypeError, "real is a list"),  # type: ignore[arg-type]
 )
-def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

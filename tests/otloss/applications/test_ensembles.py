@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
 
 import otloss
 from otloss.losses import crps
+from tests.errors import raising
 from tests.otloss.oracles import as_double, central_gradients
 from tests.otloss.strategies import positions, weights
 
@@ -83,20 +81,14 @@ def test_a_fair_score_does_not_depend_on_the_size_of_the_ensemble() -> None:
 X, Y = torch.ones(2, 3), torch.ones(2)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: crps(X[:, :0], Y), ValueError, r"ensemble has shape \(2, 0\)"),
-        (lambda: crps(X, torch.ones(3)), ValueError, "do not broadcast"),
-        (lambda: crps(X, Y[:, None]), ValueError, r"observation has shape \(2, 1\).*squeeze"),
-        (lambda: crps(X, Y, torch.ones(2)), ValueError, "weights has shape"),
-        (lambda: crps(X, Y, -X), ValueError, "least entry -1.0"),
-        (lambda: crps(X, Y, 0 * X), ValueError, "least sum 0.0"),
-        (lambda: crps(X, Y * torch.nan), ValueError, "observation holds 2 NaN"),
-        (lambda: crps(X[:, :1], Y, fair=True), ValueError, "single member"),
-        (lambda: crps(X.long(), Y), TypeError, "ensemble has dtype torch.int64"),
-    ],
+test_bad_input = raising(
+    (lambda: crps(X[:, :0], Y), ValueError, r"ensemble has shape \(2, 0\)"),
+    (lambda: crps(X, torch.ones(3)), ValueError, "do not broadcast"),
+    (lambda: crps(X, Y[:, None]), ValueError, r"observation has shape \(2, 1\).*squeeze"),
+    (lambda: crps(X, Y, torch.ones(2)), ValueError, "weights has shape"),
+    (lambda: crps(X, Y, -X), ValueError, "least entry -1.0"),
+    (lambda: crps(X, Y, 0 * X), ValueError, "least sum 0.0"),
+    (lambda: crps(X, Y * torch.nan), ValueError, "observation holds 2 NaN"),
+    (lambda: crps(X[:, :1], Y, fair=True), ValueError, "single member"),
+    (lambda: crps(X.long(), Y), TypeError, "ensemble has dtype torch.int64"),
 )
-def test_bad_input(call: Callable[[], Tensor], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

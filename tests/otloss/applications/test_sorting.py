@@ -15,6 +15,7 @@ from scipy.stats import rankdata
 from torch import Tensor
 
 from otloss.applications.sorting import soft_rank, soft_sort, soft_top_k
+from tests.errors import raising
 from tests.otloss.oracles import central_gradients
 
 F64 = torch.float64
@@ -214,22 +215,16 @@ def test_rows_of_equal_entries_and_none_or_all_of_a_row() -> None:
 ramp = torch.arange(4.0)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: soft_rank(ramp[0]), ValueError, r"x has shape \(\), expected \(..., n\)"),
-        (lambda: soft_sort(ramp / 0), ValueError, "x holds 4 NaN or infinite values"),
-        (lambda: soft_sort(torch.zeros(5000)), ValueError, "5000 entries in a row, expected at most 4096: soft_sort"),
-        (lambda: soft_sort(ramp, epsilon=1e-8), ValueError, "epsilon is 1e-08, expected at least 1e-07"),
-        (lambda: soft_top_k(ramp, 5), ValueError, "k is 5, expected 0 to 4"),
-        (lambda: soft_top_k(ramp, 2.0), TypeError, "k is a float, expected a whole number"),  # type: ignore[arg-type]
-        (
-            lambda: soft_sort(torch.tensor([-1.7e308, 1.7e308], dtype=F64)),
-            ValueError,
-            "the range of a row of x is beyond float64",
-        ),
-    ],
+test_bad_input = raising(
+    (lambda: soft_rank(ramp[0]), ValueError, r"x has shape \(\), expected \(..., n\)"),
+    (lambda: soft_sort(ramp / 0), ValueError, "x holds 4 NaN or infinite values"),
+    (lambda: soft_sort(torch.zeros(5000)), ValueError, "5000 entries in a row, expected at most 4096: soft_sort"),
+    (lambda: soft_sort(ramp, epsilon=1e-8), ValueError, "epsilon is 1e-08, expected at least 1e-07"),
+    (lambda: soft_top_k(ramp, 5), ValueError, "k is 5, expected 0 to 4"),
+    (lambda: soft_top_k(ramp, 2.0), TypeError, "k is a float, expected a whole number"),  # type: ignore[arg-type]
+    (
+        lambda: soft_sort(torch.tensor([-1.7e308, 1.7e308], dtype=F64)),
+        ValueError,
+        "the range of a row of x is beyond float64",
+    ),
 )
-def test_bad_input(call: Callable[[], Tensor], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

@@ -152,13 +152,3 @@ def test_catboost_is_told_what_the_function_is_for(make_one: Any) -> None:
     for method in (one.calc_ders_multi, one.calc_ders_range, one.evaluate, one.is_max_optimal):
         with pytest.raises(TypeError, match=CATBOOST):
             method([0.0, 0.0, 0.0], 1.0, 1.0)
-
-
-def test_catboost_itself_shows_the_message() -> None:
-    catboost = pytest.importorskip("catboost")
-    z, y = scores_and_labels(30, 3)
-    for name, one in (("loss_function", xgboost_objective(3)), ("eval_metric", xgboost_metric(3))):
-        settings = {"loss_function": "MultiClass", "eval_metric": "MultiClass", name: one}
-        model = catboost.CatBoostClassifier(iterations=2, classes_count=3, allow_writing_files=False, **settings)
-        with pytest.raises(catboost.CatBoostError, match=CATBOOST):
-            model.fit(z, y, verbose=False)

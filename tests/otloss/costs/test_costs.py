@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from torch import Tensor
 
 from otloss.costs import CosineCost, Cost, DenseCost, LineCost, as_cost
+from tests.errors import raising
 from tests.otloss.oracles import as_double, check_questions, cosine_matrix
 from tests.otloss.strategies import square_problems
 
@@ -122,26 +121,20 @@ def test_batched_matrices() -> None:
 three = LineCost(torch.arange(3.0))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: DenseCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(..., n, m\)"),
-        (lambda: DenseCost(torch.tensor([[0.0, -0.25]])), ValueError, r"holds -0.25 at index \(0, 1\).*clamp rounding"),
-        (lambda: CosineCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(V, d\)"),
-        (lambda: CosineCost(torch.tensor([[1.0], [torch.inf], [torch.nan]])), ValueError, "embedding row 1 holds"),
-        (lambda: LineCost(torch.ones(3), power=0), ValueError, "power is 0, expected a finite number above 0"),
-        (lambda: three.to(torch.bfloat16), ValueError, "asked for in torch.bfloat16, expected float32 or float64"),
-        (lambda: three.rows(torch.tensor([0, 3])), ValueError, r"index\[1\] is 3, expected 0 to 2"),
-        (lambda: three.rows(torch.tensor([-100])), ValueError, r"index\[0\] is -100.*drop ignored labels"),
-        (lambda: three.rows(torch.tensor([0.0])), TypeError, "index has dtype torch.float32"),
-        (lambda: three.rows(torch.tensor(1)), ValueError, "expected one axis"),
-        (lambda: three.apply(torch.ones(4)), ValueError, r"v has shape \(4,\), expected a last axis of 3"),
-        (lambda: as_cost(np.eye(2)), TypeError, r"cost is a ndarray, .*torch.as_tensor\(cost\)"),  # type: ignore[arg-type]
-        (lambda: three.softmin(torch.ones(3), -1.0), ValueError, "epsilon is -1.0"),
-        (lambda: three.softmin(torch.ones(3), torch.tensor([0.0, torch.nan])), ValueError, "epsilon holds 1 NaN"),
-        (lambda: three.softmin(torch.ones(2), 1.0), ValueError, r"potential has shape \(2,\)"),
-    ],
+test_bad_input = raising(
+    (lambda: DenseCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(..., n, m\)"),
+    (lambda: DenseCost(torch.tensor([[0.0, -0.25]])), ValueError, r"holds -0.25 at index \(0, 1\).*clamp rounding"),
+    (lambda: CosineCost(torch.ones(3)), ValueError, r"shape \(3,\), expected \(V, d\)"),
+    (lambda: CosineCost(torch.tensor([[1.0], [torch.inf], [torch.nan]])), ValueError, "embedding row 1 holds"),
+    (lambda: LineCost(torch.ones(3), power=0), ValueError, "power is 0, expected a finite number above 0"),
+    (lambda: three.to(torch.bfloat16), ValueError, "asked for in torch.bfloat16, expected float32 or float64"),
+    (lambda: three.rows(torch.tensor([0, 3])), ValueError, r"index\[1\] is 3, expected 0 to 2"),
+    (lambda: three.rows(torch.tensor([-100])), ValueError, r"index\[0\] is -100.*drop ignored labels"),
+    (lambda: three.rows(torch.tensor([0.0])), TypeError, "index has dtype torch.float32"),
+    (lambda: three.rows(torch.tensor(1)), ValueError, "expected one axis"),
+    (lambda: three.apply(torch.ones(4)), ValueError, r"v has shape \(4,\), expected a last axis of 3"),
+    (lambda: as_cost(np.eye(2)), TypeError, r"cost is a ndarray, .*torch.as_tensor\(cost\)"),  # type: ignore[arg-type]
+    (lambda: three.softmin(torch.ones(3), -1.0), ValueError, "epsilon is -1.0"),
+    (lambda: three.softmin(torch.ones(3), torch.tensor([0.0, torch.nan])), ValueError, "epsilon holds 1 NaN"),
+    (lambda: three.softmin(torch.ones(2), 1.0), ValueError, r"potential has shape \(2,\)"),
 )
-def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import numpy as np
 import pytest
 import torch
@@ -13,6 +11,7 @@ from sklearn.base import clone
 from otloss.estimators import EnsembleRecalibration
 from otloss.losses import crps
 from otloss.metrics import pit_histogram
+from tests.errors import raising
 
 
 def score(ensemble: np.ndarray, y: np.ndarray, weight: np.ndarray | None = None) -> float:
@@ -94,21 +93,15 @@ def test_pit_of_calibrated_ensembles_is_flat_and_ties_are_shared() -> None:
 TWO = np.ones((2, 3))
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: EnsembleRecalibration().fit(TWO[0], [1.0]), r"ensemble has shape \(3,\)"),
-        (lambda: EnsembleRecalibration().fit(TWO, [1.0]), r"y has shape \(1,\)"),
-        (lambda: EnsembleRecalibration().fit(TWO * np.inf, [1.0, 2.0]), r"ensemble holds inf at \(0, 0\)"),
-        (lambda: EnsembleRecalibration(shrinkage=-1).fit(TWO, [1.0, 2.0]), "shrinkage is -1"),
-        (lambda: EnsembleRecalibration().predict(TWO), "not fitted"),
-        (lambda: pit_histogram([1.0, np.nan], TWO), "y holds nan"),
-        (lambda: pit_histogram([1.0, 2.0], TWO, bins=0), "bins is 0"),
-    ],
+test_bad_input = raising(
+    (lambda: EnsembleRecalibration().fit(TWO[0], [1.0]), r"ensemble has shape \(3,\)"),
+    (lambda: EnsembleRecalibration().fit(TWO, [1.0]), r"y has shape \(1,\)"),
+    (lambda: EnsembleRecalibration().fit(TWO * np.inf, [1.0, 2.0]), r"ensemble holds inf at \(0, 0\)"),
+    (lambda: EnsembleRecalibration(shrinkage=-1).fit(TWO, [1.0, 2.0]), "shrinkage is -1"),
+    (lambda: EnsembleRecalibration().predict(TWO), "not fitted"),
+    (lambda: pit_histogram([1.0, np.nan], TWO), "y holds nan"),
+    (lambda: pit_histogram([1.0, 2.0], TWO, bins=0), "bins is 0"),
 )
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()
 
 
 @pytest.mark.parametrize("unit", [1e-9, 1e6])

@@ -41,8 +41,6 @@ from otloss.estimators import (
 from otloss.estimators.base import above_zero, split_off
 from otloss.estimators.decode import decode
 from otloss.estimators.label_order import label_order
-from otloss.metrics import ordinal_mae
-from otloss.metrics.rank_labels import categories_of
 
 SMALL = {"n_estimators": 8, "learning_rate": 0.3, "early_stopping": False, "n_jobs": 1, "random_state": 0}
 NAMES = ["low", "medium", "high"]  # sorts as high, low, medium
@@ -191,24 +189,6 @@ def test_ordered_categoricals_and_dtypes_bring_their_order() -> None:
         OrdinalClassifier(categories=pandas.CategoricalDtype(wanted)).fit(X, Y)
 
 
-def test_polars_enums_bring_their_order() -> None:
-    polars = pytest.importorskip("polars")
-    wanted = [*NAMES, "very high"]
-    expected = OrdinalClassifier(categories=wanted).fit(X, Y).predict_distribution(X)
-    enum = polars.Enum(wanted)
-    series = polars.Series("y", Y.tolist(), dtype=enum)
-    for model in (
-        OrdinalClassifier().fit(X, series),
-        OrdinalClassifier(categories=enum).fit(X, Y),
-        clone(OrdinalClassifier(categories=enum)).fit(X, series),
-    ):
-        assert model.categories_.tolist() == wanted
-        np.testing.assert_array_equal(model.predict_distribution(X), expected)
-    assert categories_of(polars.DataFrame({"y": series})) == wanted
-    assert ordinal_mae(series, series.reverse()) == ordinal_mae(Y, Y[::-1], labels=wanted) > 0
-    assert categories_of(series.cast(polars.Categorical)) is None
-
-
 @BOTH
 def test_fractions_that_repeat_are_classes(index: int) -> None:
     """In their order and 1 apart; the target of a regression raises."""
@@ -305,26 +285,6 @@ def test_pickled_and_fitted_again_it_is_the_same(index: int) -> None:
     np.testing.assert_array_equal(copy.predict_proba(X), model.predict_proba(X))
     again = clone(model).fit(X, rank)
     np.testing.assert_array_equal(again.predict_proba(X), model.predict_proba(X))
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        OrdinalClassifier(),
-        OrdinalClassifier(model="cumulative", calibration="temperature", random_state=0),
-        OrdinalClassifier(**NETWORK, early_stopping=False, random_state=0),
-        OrdinalBoostingClassifier(booster="lightgbm", n_estimators=3, early_stopping=False),
-    ],
-    ids=str,
-)
-@pytest.mark.filterwarnings("ignore::sklearn.exceptions.ConvergenceWarning")
-def test_skops_keeps_models(model: Any) -> None:
-    skops = pytest.importorskip("skops.io")
-    model.fit(X, RANK)
-    dumped = skops.dumps(model)
-    unknown = skops.get_untrusted_types(data=dumped)
-    assert not [name for name in unknown if name.startswith("torch")]
-    np.testing.assert_array_equal(skops.loads(dumped, trusted=unknown).predict_proba(X), model.predict_proba(X))
 
 
 def test_a_network_is_kept_as_arrays_of_numpy() -> None:

@@ -18,6 +18,7 @@ from sklearn.isotonic import isotonic_regression
 from otloss.estimators import OrdinalRecalibration, Temperature
 from otloss.estimators.recalibration import in_order
 from otloss.metrics import ranked_probability_score
+from tests.errors import raising
 
 
 def draw(seed: int, n: int, distort: Callable[[np.ndarray], np.ndarray] = lambda p: p) -> tuple[np.ndarray, np.ndarray]:
@@ -195,21 +196,15 @@ def test_behaves_as_an_estimator_of_scikit_learn(family: Any) -> None:
 two = [[0.5, 0.5]]
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: Temperature(criterion="x").fit(two, [0]), "criterion is 'x'"),
-        (lambda: Temperature(criterion="nll").fit([[1.0, 0.0]], [1]), 'probability 0, so "nll" is infinite'),
-        (lambda: Temperature(shrinkage=-1).fit(two, [0]), "shrinkage is -1, expected a finite number of at least 0"),
-        (lambda: OrdinalRecalibration().fit(two, [2]), r"y\[0\] is 2, expected 0 to 1, the column of proba"),
-        (lambda: Temperature().fit(two, ["low"]), r"y\[0\] is 'low', expected 0 to 1, .* \[order.index\(label\)"),
-        (lambda: Temperature().fit(two, [0.5]), r"y\[0\] is 0.5, expected 0 to 1"),
-        (lambda: OrdinalRecalibration().fit(two, [0, 1]), "y has 2 classes and proba 1 rows"),
-        (lambda: OrdinalRecalibration(values=[1, 0]).fit(two, [0]), "strictly increasing"),
-        (lambda: OrdinalRecalibration().fit(two, [0]).predict([[1.0]]), "proba has 1 columns, expected 2"),
-        (lambda: Temperature().fit(two, [0], [-1.0]), r"sample_weight\[0\] is -1"),
-    ],
+test_bad_input = raising(
+    (lambda: Temperature(criterion="x").fit(two, [0]), "criterion is 'x'"),
+    (lambda: Temperature(criterion="nll").fit([[1.0, 0.0]], [1]), 'probability 0, so "nll" is infinite'),
+    (lambda: Temperature(shrinkage=-1).fit(two, [0]), "shrinkage is -1, expected a finite number of at least 0"),
+    (lambda: OrdinalRecalibration().fit(two, [2]), r"y\[0\] is 2, expected 0 to 1, the column of proba"),
+    (lambda: Temperature().fit(two, ["low"]), r"y\[0\] is 'low', expected 0 to 1, .* \[order.index\(label\)"),
+    (lambda: Temperature().fit(two, [0.5]), r"y\[0\] is 0.5, expected 0 to 1"),
+    (lambda: OrdinalRecalibration().fit(two, [0, 1]), "y has 2 classes and proba 1 rows"),
+    (lambda: OrdinalRecalibration(values=[1, 0]).fit(two, [0]), "strictly increasing"),
+    (lambda: OrdinalRecalibration().fit(two, [0]).predict([[1.0]]), "proba has 1 columns, expected 2"),
+    (lambda: Temperature().fit(two, [0], [-1.0]), r"sample_weight\[0\] is -1"),
 )
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

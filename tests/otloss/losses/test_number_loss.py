@@ -15,6 +15,7 @@ from torch import Tensor
 
 from otloss import number_token_loss
 from otloss.losses import number_tokens as numbers
+from tests.errors import raising
 
 NAN, INF = float("nan"), float("inf")
 # Two tokens of one value, one below 0, fractions, a wide gap, text between and beside them.
@@ -357,48 +358,42 @@ def call(z: Any = Z5, y: Any = Y5, v: Any = V5, **options: Any) -> Callable[[], 
     return lambda: number_token_loss(z, y, v, **options)
 
 
-@pytest.mark.parametrize(
-    ("bad", "error", "message"),
-    [
-        (call(z=[[0.0] * 5]), TypeError, "logits is a list, expected a torch.Tensor"),
-        (call(z=Z5[:, :4]), ValueError, r"values have 5 entries, logits shape \(2, 4\).*pad the values with NaN"),
-        (call(z=torch.tensor(0.0), y=torch.tensor(0)), ValueError, r"values have 5 entries, logits shape \(\)"),
-        (call(y=Y5.float()), TypeError, r"labels have dtype torch.float32, expected token ids.*labels.long\(\)"),
-        (call(y=Y5[:1]), ValueError, r"labels have shape \(1,\), expected \(2,\)"),
-        (
-            call(y=torch.tensor([0, 5])),
-            ValueError,
-            r"1 values out of range, the first at \(1,\): 5; expected 0 to 4 or",
-        ),
-        (call(y=torch.tensor([-100, 0]), ignore_index=None), ValueError, r"the first at \(0,\): -100; expected 0 to 4"),
-        (call(v=torch.arange(5)), TypeError, "values has dtype torch.int64, expected a floating dtype"),
-        (call(v=V5.reshape(1, 5)), ValueError, r"values have shape \(1, 5\), expected \(V,\)"),
-        (call(v=-V5 / 0), ValueError, "values hold -inf at token 0, expected finite values, or NaN"),
-        (call(v=V5 * NAN), ValueError, r"all 5 values are NaN \(text\)"),
-        (call(v=V5.clone().requires_grad_()), ValueError, r"values require a gradient.*pass values.detach\(\)"),
-        (
-            call(v=V5 * 1e19, form="mse", scaling="absolute"),
-            ValueError,
-            'values range from 1e.19 to 4e.19.*use scaling="symlog"',
-        ),
-        (call(form="mae"), ValueError, "form is 'mae', expected one of 'wasserstein', 'mse'"),
-        (call(over="all"), ValueError, "over is 'all', expected one of 'vocabulary', 'numbers'"),
-        (call(scaling="rank"), ValueError, "scaling is 'rank', expected one of 'absolute', 'symlog', 'log', 'squash'"),
-        (call(squash=5.0, scaling="symlog"), ValueError, 'squash=5.0 and scaling="symlog" each bound the distances'),
-        (call(squash=1.0), ValueError, "squash is 1.0, expected a finite factor above 1"),
-        (call(scaling="squash", form="mse"), ValueError, 'squash=9.0 maps distances.*form="mse" uses the mean'),
-        (call(text=-1.0), ValueError, "text is -1.0, expected a finite number above 0"),
-        (call(text=3.0, over="numbers"), ValueError, 'text=3.0 is given with over="numbers"'),
-        (call(sample_weight=torch.full((2,), 3e38), reduction="sum"), ValueError, "loss exceeds 3.4.*torch.float32"),
-        (call(z=Z5.half() + 100, v=4e4 * V5.half(), reduction="sum"), ValueError, "values hold inf"),
-        (call(reduction="median"), ValueError, "reduction is 'median'"),
-        (call(sample_weight=torch.ones(3)), ValueError, r"sample_weight has shape \(3,\), expected \(2,\)"),
-        (call(sample_weight=torch.tensor([1.0, -2.0])), ValueError, "sample_weight holds -2.0, expected weights >= 0"),
-        (call(sample_weight=torch.tensor([NAN, 1.0])), ValueError, "sample_weight holds 1 NaN"),
-        (call(z=Z5 * NAN), ValueError, "logits holds 10 NaN or .inf, the first nan"),
-        (call(z=Z5 - INF), ValueError, r"position \(0,\) are -inf for all tokens that count, expected a finite one"),
-    ],
+test_bad_input = raising(
+    (call(z=[[0.0] * 5]), TypeError, "logits is a list, expected a torch.Tensor"),
+    (call(z=Z5[:, :4]), ValueError, r"values have 5 entries, logits shape \(2, 4\).*pad the values with NaN"),
+    (call(z=torch.tensor(0.0), y=torch.tensor(0)), ValueError, r"values have 5 entries, logits shape \(\)"),
+    (call(y=Y5.float()), TypeError, r"labels have dtype torch.float32, expected token ids.*labels.long\(\)"),
+    (call(y=Y5[:1]), ValueError, r"labels have shape \(1,\), expected \(2,\)"),
+    (
+        call(y=torch.tensor([0, 5])),
+        ValueError,
+        r"1 values out of range, the first at \(1,\): 5; expected 0 to 4 or",
+    ),
+    (call(y=torch.tensor([-100, 0]), ignore_index=None), ValueError, r"the first at \(0,\): -100; expected 0 to 4"),
+    (call(v=torch.arange(5)), TypeError, "values has dtype torch.int64, expected a floating dtype"),
+    (call(v=V5.reshape(1, 5)), ValueError, r"values have shape \(1, 5\), expected \(V,\)"),
+    (call(v=-V5 / 0), ValueError, "values hold -inf at token 0, expected finite values, or NaN"),
+    (call(v=V5 * NAN), ValueError, r"all 5 values are NaN \(text\)"),
+    (call(v=V5.clone().requires_grad_()), ValueError, r"values require a gradient.*pass values.detach\(\)"),
+    (
+        call(v=V5 * 1e19, form="mse", scaling="absolute"),
+        ValueError,
+        'values range from 1e.19 to 4e.19.*use scaling="symlog"',
+    ),
+    (call(form="mae"), ValueError, "form is 'mae', expected one of 'wasserstein', 'mse'"),
+    (call(over="all"), ValueError, "over is 'all', expected one of 'vocabulary', 'numbers'"),
+    (call(scaling="rank"), ValueError, "scaling is 'rank', expected one of 'absolute', 'symlog', 'log', 'squash'"),
+    (call(squash=5.0, scaling="symlog"), ValueError, 'squash=5.0 and scaling="symlog" each bound the distances'),
+    (call(squash=1.0), ValueError, "squash is 1.0, expected a finite factor above 1"),
+    (call(scaling="squash", form="mse"), ValueError, 'squash=9.0 maps distances.*form="mse" uses the mean'),
+    (call(text=-1.0), ValueError, "text is -1.0, expected a finite number above 0"),
+    (call(text=3.0, over="numbers"), ValueError, 'text=3.0 is given with over="numbers"'),
+    (call(sample_weight=torch.full((2,), 3e38), reduction="sum"), ValueError, "loss exceeds 3.4.*torch.float32"),
+    (call(z=Z5.half() + 100, v=4e4 * V5.half(), reduction="sum"), ValueError, "values hold inf"),
+    (call(reduction="median"), ValueError, "reduction is 'median'"),
+    (call(sample_weight=torch.ones(3)), ValueError, r"sample_weight has shape \(3,\), expected \(2,\)"),
+    (call(sample_weight=torch.tensor([1.0, -2.0])), ValueError, "sample_weight holds -2.0, expected weights >= 0"),
+    (call(sample_weight=torch.tensor([NAN, 1.0])), ValueError, "sample_weight holds 1 NaN"),
+    (call(z=Z5 * NAN), ValueError, "logits holds 10 NaN or .inf, the first nan"),
+    (call(z=Z5 - INF), ValueError, r"position \(0,\) are -inf for all tokens that count, expected a finite one"),
 )
-def test_bad_input(bad: Callable[[], Tensor], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        bad()

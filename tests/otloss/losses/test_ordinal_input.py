@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from otloss import histogram_loss, ordinal_loss
+from tests.errors import raising
 
 Z, Y = torch.zeros(2, 3), torch.tensor([0, 1])
 T = torch.full((2, 3), 1 / 3)
@@ -151,47 +152,41 @@ def call(z: Any = Z, target: Any = Y, **options: Any) -> Callable[[], Tensor]:
 MASKED = torch.tensor([[-torch.inf, 0.0]])
 
 
-@pytest.mark.parametrize(
-    ("bad", "error", "message"),
-    [
-        (call(target=torch.tensor([0, 3])), ValueError, r"1 values out of range, the first at \(1,\): 3; .* 0 to 2"),
-        (call(target=torch.tensor([0, -100])), ValueError, "-100; expected 0 to 2. .* ignore_index"),
-        (call(target=Y.float()), TypeError, "target has dtype torch.float32 .* target.long.* histogram_loss"),
-        (call(target=torch.eye(3)[:2].long()), TypeError, r"target.float\(\) for one-hot"),
-        (call(target=Y[:, None]), ValueError, r"target has shape \(2, 1\), expected class positions \(2,\)"),
-        (call(target=T * torch.nan), ValueError, "target holds 6 NaN"),
-        (call(target=2 * T), ValueError, "soft labels of row 0 sum to 2"),
-        (call(target=torch.tensor([[1.0, 0, 0], [1.5, -0.5, 0]])), ValueError, "-0.5 for class 1 of row 1"),
-        (call(target=T, ignore_index=-100), ValueError, "ignore_index=-100 is given with soft labels"),
-        (call(z=Z.long()), TypeError, "logits has dtype torch.int64"),
-        (call(z=Z * torch.nan), ValueError, "logits holds 6 NaN"),
-        (call(z=Z - torch.inf), ValueError, "logits of row 0 .* are -inf for every class"),
-        (call(z=MASKED, target=Y[:1], cross_entropy=1.0), ValueError, "cross-entropy of row 0 .* is inf"),
-        (call(power=0.5), ValueError, "power is 0.5, expected a finite number of at least 1"),
-        (call(circular=True, power=3), ValueError, "power is 3, expected 1 or 2"),
-        (call(period=3.0), ValueError, "period=3.0 is given for classes on a line"),
-        (call(circular=True, period=2.0), ValueError, "period is 2.0, expected more than 2"),
-        (call(circular=True, x=torch.arange(3.0)), ValueError, "without period="),
-        (call(x=torch.tensor([0.0, 2, 1])), ValueError, r"x\[1\] is 2 and x\[2\] is 1, expected strictly increasing"),
-        (
-            call(x=torch.tensor([1.7e9, 1.7e9 + 1, 1.8e9])),
-            ValueError,
-            r"x\[0\] is 1.7e\+09 .* subtract x\[0\] in",
-        ),
-        (call(x=torch.tensor([0.0, 1])), ValueError, r"x has shape \(2,\), expected \(3,\)"),
-        (call(x=[0, 1, 2]), TypeError, "x is a list"),
-        (call(cost=SQUARE, x=torch.arange(3)), ValueError, "cost and x are both given"),
-        (call(cost=torch.ones(2, 3, 3)), ValueError, r"cost has shape \(2, 3, 3\), expected \(3, 3\)"),
-        (call(cost=-SQUARE), ValueError, r"-1.0 at index \(0, 0\), expected costs >= 0"),
-        (call(cross_entropy=-1.0), ValueError, "cross_entropy is -1.0"),
-        (call(class_weight=torch.ones(2)), ValueError, r"class_weight has shape \(2,\), expected \(3,\)"),
-        (call(class_weight=-torch.ones(3)), ValueError, "class_weight holds -1.0, expected weights >= 0"),
-        (call(sample_weight=torch.ones(3)), ValueError, r"sample_weight has shape \(3,\), expected \(2,\)"),
-        (call(sample_weight=torch.tensor([1.0, torch.nan])), ValueError, "sample_weight holds 1 NaN"),
-        (call(torch.zeros(2, 5, 4, 3), torch.zeros(2, 4, 3).long()), ValueError, "pass dim=1 if they are on axis 1"),
-        (call(torch.zeros(2, 5, 4), torch.zeros(2, 5).long(), dim=1), ValueError, r"positions \(2, 4\) or .* dim=1"),
-    ],
+test_bad_input = raising(
+    (call(target=torch.tensor([0, 3])), ValueError, r"1 values out of range, the first at \(1,\): 3; .* 0 to 2"),
+    (call(target=torch.tensor([0, -100])), ValueError, "-100; expected 0 to 2. .* ignore_index"),
+    (call(target=Y.float()), TypeError, "target has dtype torch.float32 .* target.long.* histogram_loss"),
+    (call(target=torch.eye(3)[:2].long()), TypeError, r"target.float\(\) for one-hot"),
+    (call(target=Y[:, None]), ValueError, r"target has shape \(2, 1\), expected class positions \(2,\)"),
+    (call(target=T * torch.nan), ValueError, "target holds 6 NaN"),
+    (call(target=2 * T), ValueError, "soft labels of row 0 sum to 2"),
+    (call(target=torch.tensor([[1.0, 0, 0], [1.5, -0.5, 0]])), ValueError, "-0.5 for class 1 of row 1"),
+    (call(target=T, ignore_index=-100), ValueError, "ignore_index=-100 is given with soft labels"),
+    (call(z=Z.long()), TypeError, "logits has dtype torch.int64"),
+    (call(z=Z * torch.nan), ValueError, "logits holds 6 NaN"),
+    (call(z=Z - torch.inf), ValueError, "logits of row 0 .* are -inf for every class"),
+    (call(z=MASKED, target=Y[:1], cross_entropy=1.0), ValueError, "cross-entropy of row 0 .* is inf"),
+    (call(power=0.5), ValueError, "power is 0.5, expected a finite number of at least 1"),
+    (call(circular=True, power=3), ValueError, "power is 3, expected 1 or 2"),
+    (call(period=3.0), ValueError, "period=3.0 is given for classes on a line"),
+    (call(circular=True, period=2.0), ValueError, "period is 2.0, expected more than 2"),
+    (call(circular=True, x=torch.arange(3.0)), ValueError, "without period="),
+    (call(x=torch.tensor([0.0, 2, 1])), ValueError, r"x\[1\] is 2 and x\[2\] is 1, expected strictly increasing"),
+    (
+        call(x=torch.tensor([1.7e9, 1.7e9 + 1, 1.8e9])),
+        ValueError,
+        r"x\[0\] is 1.7e\+09 .* subtract x\[0\] in",
+    ),
+    (call(x=torch.tensor([0.0, 1])), ValueError, r"x has shape \(2,\), expected \(3,\)"),
+    (call(x=[0, 1, 2]), TypeError, "x is a list"),
+    (call(cost=SQUARE, x=torch.arange(3)), ValueError, "cost and x are both given"),
+    (call(cost=torch.ones(2, 3, 3)), ValueError, r"cost has shape \(2, 3, 3\), expected \(3, 3\)"),
+    (call(cost=-SQUARE), ValueError, r"-1.0 at index \(0, 0\), expected costs >= 0"),
+    (call(cross_entropy=-1.0), ValueError, "cross_entropy is -1.0"),
+    (call(class_weight=torch.ones(2)), ValueError, r"class_weight has shape \(2,\), expected \(3,\)"),
+    (call(class_weight=-torch.ones(3)), ValueError, "class_weight holds -1.0, expected weights >= 0"),
+    (call(sample_weight=torch.ones(3)), ValueError, r"sample_weight has shape \(3,\), expected \(2,\)"),
+    (call(sample_weight=torch.tensor([1.0, torch.nan])), ValueError, "sample_weight holds 1 NaN"),
+    (call(torch.zeros(2, 5, 4, 3), torch.zeros(2, 4, 3).long()), ValueError, "pass dim=1 if they are on axis 1"),
+    (call(torch.zeros(2, 5, 4), torch.zeros(2, 5).long(), dim=1), ValueError, r"positions \(2, 4\) or .* dim=1"),
 )
-def test_bad_input(bad: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        bad()

@@ -17,6 +17,7 @@ from sklearn.metrics import mean_absolute_error
 
 import otloss
 from otloss import metrics
+from tests.errors import raising
 
 NAMES = ["low", "mid", "high", "top", "best"]  # not in the order of the alphabet
 OF_LABELS = [
@@ -220,50 +221,44 @@ LOW, MID = (pd.Categorical(["a"], categories=c, ordered=True) for c in (["a", "b
 half = [[0.5, 0.5]]
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: metrics.ordinal_mae([0, 1], [0]), ValueError, "y_true has 2 labels and y_pred 1"),
-        (lambda: metrics.ordinal_mae([], []), ValueError, "y_true is empty"),
-        (lambda: metrics.ordinal_mae([[0, 1]], [0]), ValueError, r"y_true is of shape \(1, 2\); expected a list"),
-        (lambda: metrics.ordinal_mae("a", "a"), ValueError, "y_true is 'a', a str; expected a list"),
-        (lambda: metrics.ordinal_mae([0, np.nan], [0, 1]), ValueError, r"y_true\[1\] is missing"),
-        (lambda: metrics.ordinal_mae(["a", None], ["a", "a"]), ValueError, r"y_true\[1\] is missing"),
-        (lambda: metrics.ordinal_mae(pd.array([0, pd.NA]), [0, 1]), ValueError, r"y_true\[1\] is missing"),
-        (lambda: metrics.ordinal_mae(["a", 1], ["a", "a"]), TypeError, "y_true mixes strings with other types"),
-        (lambda: metrics.ordinal_mae([0, 1], ["0", "1"]), TypeError, "y_true holds numbers and y_pred holds strings"),
-        (lambda: metrics.ordinal_mae(pd.cut([1], [0, 2]), [1]), TypeError, "expected labels that are .*Categorical"),
-        (lambda: metrics.ordinal_mae([0, 5], [0, 1], labels=[1, 0]), ValueError, r"y_true\[1\] is 5, .*\[1, 0\]"),
-        (lambda: metrics.ordinal_mae([0], [0], labels=[0, 0]), ValueError, r"labels is \[0, 0\], expected each class"),
-        (lambda: metrics.ordinal_mae([0, 1, 2], [0.5, 1, 2]), ValueError, "hold 0.5, which is no whole number"),
-        (lambda: metrics.ordinal_mae([0], [10**9]), ValueError, "go from 0 to 1000000000"),
-        (lambda: metrics.ordinal_mae(LOW, MID), ValueError, r"\['a', 'b'\] and \['b', 'a'\].*labels="),
-        (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), ValueError, r"sample_weight\[0\] is -1"),
-        (lambda: metrics.ordinal_mae([0], [0], sample_weight=[0]), ValueError, "sample_weight is zero everywhere"),
-        (lambda: metrics.ordinal_mae([0], [0], sample_weight=[1, 1]), ValueError, r"sample_weight has shape \(2,\)"),
-        (
-            lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1, 1]),
-            ValueError,
-            r"values\[0\] is 1 and values\[1\] is 1, .*increasing",
-        ),
-        (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1]), ValueError, r"values has shape \(1,\), expected"),
-        (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[-1e308, 1e308]), ValueError, "expected finite"),
-        (lambda: metrics.ordinal_emd([0], half), ValueError, "2 columns but y_true holds 1 classes.*Pass labels="),
-        (lambda: metrics.ordinal_emd([0], half, labels=[0, 1, 2]), ValueError, "2 columns, expected 3.*model.classes_"),
-        (lambda: metrics.ordinal_emd([0, 1], half), ValueError, "y_true has 2 labels and proba 1 rows"),
-        (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns="x"), ValueError, "columns is 'x'"),
-        (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 0]), ValueError, "expected each label once"),
-        (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 2]), ValueError, r"columns\[1\] is 2"),
-        (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), ValueError, r"proba\[0\] .* softmax"),
-        (lambda: metrics.ordinal_emd([0], [0.5], labels=[0, 1]), ValueError, r"shape \(1,\), expected \(n, K\)"),
-        (lambda: metrics.threshold_calibration_error([0], [[1.0]]), ValueError, "at least two classes"),
-        (lambda: metrics.threshold_calibration_error([0, 1], half * 2, bins=0), ValueError, "bins is 0"),
-        (lambda: metrics.threshold_calibration_error([0, 1], half * 2, strategy="x"), ValueError, "strategy is 'x'"),
-    ],
+test_bad_input = raising(
+    (lambda: metrics.ordinal_mae([0, 1], [0]), ValueError, "y_true has 2 labels and y_pred 1"),
+    (lambda: metrics.ordinal_mae([], []), ValueError, "y_true is empty"),
+    (lambda: metrics.ordinal_mae([[0, 1]], [0]), ValueError, r"y_true is of shape \(1, 2\); expected a list"),
+    (lambda: metrics.ordinal_mae("a", "a"), ValueError, "y_true is 'a', a str; expected a list"),
+    (lambda: metrics.ordinal_mae([0, np.nan], [0, 1]), ValueError, r"y_true\[1\] is missing"),
+    (lambda: metrics.ordinal_mae(["a", None], ["a", "a"]), ValueError, r"y_true\[1\] is missing"),
+    (lambda: metrics.ordinal_mae(pd.array([0, pd.NA]), [0, 1]), ValueError, r"y_true\[1\] is missing"),
+    (lambda: metrics.ordinal_mae(["a", 1], ["a", "a"]), TypeError, "y_true mixes strings with other types"),
+    (lambda: metrics.ordinal_mae([0, 1], ["0", "1"]), TypeError, "y_true holds numbers and y_pred holds strings"),
+    (lambda: metrics.ordinal_mae(pd.cut([1], [0, 2]), [1]), TypeError, "expected labels that are .*Categorical"),
+    (lambda: metrics.ordinal_mae([0, 5], [0, 1], labels=[1, 0]), ValueError, r"y_true\[1\] is 5, .*\[1, 0\]"),
+    (lambda: metrics.ordinal_mae([0], [0], labels=[0, 0]), ValueError, r"labels is \[0, 0\], expected each class"),
+    (lambda: metrics.ordinal_mae([0, 1, 2], [0.5, 1, 2]), ValueError, "hold 0.5, which is no whole number"),
+    (lambda: metrics.ordinal_mae([0], [10**9]), ValueError, "go from 0 to 1000000000"),
+    (lambda: metrics.ordinal_mae(LOW, MID), ValueError, r"\['a', 'b'\] and \['b', 'a'\].*labels="),
+    (lambda: metrics.ordinal_mae([0], [0], sample_weight=[-1]), ValueError, r"sample_weight\[0\] is -1"),
+    (lambda: metrics.ordinal_mae([0], [0], sample_weight=[0]), ValueError, "sample_weight is zero everywhere"),
+    (lambda: metrics.ordinal_mae([0], [0], sample_weight=[1, 1]), ValueError, r"sample_weight has shape \(2,\)"),
+    (
+        lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1, 1]),
+        ValueError,
+        r"values\[0\] is 1 and values\[1\] is 1, .*increasing",
+    ),
+    (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[1]), ValueError, r"values has shape \(1,\), expected"),
+    (lambda: metrics.ordinal_mae([0, 1], [0, 1], values=[-1e308, 1e308]), ValueError, "expected finite"),
+    (lambda: metrics.ordinal_emd([0], half), ValueError, "2 columns but y_true holds 1 classes.*Pass labels="),
+    (lambda: metrics.ordinal_emd([0], half, labels=[0, 1, 2]), ValueError, "2 columns, expected 3.*model.classes_"),
+    (lambda: metrics.ordinal_emd([0, 1], half), ValueError, "y_true has 2 labels and proba 1 rows"),
+    (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns="x"), ValueError, "columns is 'x'"),
+    (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 0]), ValueError, "expected each label once"),
+    (lambda: metrics.ordinal_emd([0], half, labels=[0, 1], columns=[0, 2]), ValueError, r"columns\[1\] is 2"),
+    (lambda: metrics.ordinal_emd([0], [[2.0, -1.0]], labels=[0, 1]), ValueError, r"proba\[0\] .* softmax"),
+    (lambda: metrics.ordinal_emd([0], [0.5], labels=[0, 1]), ValueError, r"shape \(1,\), expected \(n, K\)"),
+    (lambda: metrics.threshold_calibration_error([0], [[1.0]]), ValueError, "at least two classes"),
+    (lambda: metrics.threshold_calibration_error([0, 1], half * 2, bins=0), ValueError, "bins is 0"),
+    (lambda: metrics.threshold_calibration_error([0, 1], half * 2, strategy="x"), ValueError, "strategy is 'x'"),
 )
-def test_bad_input(call: Callable[[], object], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 def test_a_frame_of_one_column_is_its_column() -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,6 +14,7 @@ from torch import Tensor
 
 from otloss import nn, ordinal_loss
 from otloss.losses import cumulative_log_probabilities, decode_classes
+from tests.errors import raising
 
 mpmath = pytest.importorskip("mpmath")
 
@@ -165,19 +164,13 @@ def test_state() -> None:
     assert torch.equal(empty(features), actual)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: nn.CumulativeLinkHead(3, 3, link="cauchit"), ValueError, "link is 'cauchit', expected one of"),
-        (lambda: nn.CumulativeLinkHead(3, 1), ValueError, "num_classes is 1, expected at least 2"),
-        (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 4)), ValueError, r"features has shape \(2, 4\)"),
-        (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 3).long()), TypeError, "features has dtype torch.int64"),
-        (lambda: cumulative_log_probabilities(torch.zeros(2), torch.zeros(2, 3)), ValueError, "log_gaps has shape"),
-        (lambda: decode_classes(torch.zeros(2, 3), "mode"), ValueError, "rule is 'mode'"),
-        (lambda: decode_classes(torch.zeros(2, 3), x=torch.arange(3)), ValueError, "x is given with rule='median'"),
-        (lambda: decode_classes(torch.tensor([[0.0, torch.nan]])), ValueError, "logits holds 1 NaN"),
-    ],
+test_bad_input = raising(
+    (lambda: nn.CumulativeLinkHead(3, 3, link="cauchit"), ValueError, "link is 'cauchit', expected one of"),
+    (lambda: nn.CumulativeLinkHead(3, 1), ValueError, "num_classes is 1, expected at least 2"),
+    (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 4)), ValueError, r"features has shape \(2, 4\)"),
+    (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 3).long()), TypeError, "features has dtype torch.int64"),
+    (lambda: cumulative_log_probabilities(torch.zeros(2), torch.zeros(2, 3)), ValueError, "log_gaps has shape"),
+    (lambda: decode_classes(torch.zeros(2, 3), "mode"), ValueError, "rule is 'mode'"),
+    (lambda: decode_classes(torch.zeros(2, 3), x=torch.arange(3)), ValueError, "x is given with rule='median'"),
+    (lambda: decode_classes(torch.tensor([[0.0, torch.nan]])), ValueError, "logits holds 1 NaN"),
 )
-def test_bad_input(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()

@@ -18,6 +18,7 @@ import otloss
 from otloss import nn as modules
 from otloss.costs import CosineCost, Cost, DenseCost, GridCost, LineCost, PointCost
 from otloss.losses import histogram_mean
+from tests.errors import raising
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
@@ -268,27 +269,21 @@ def test_settings_are_shown() -> None:
     assert "reduction='sum'" in repr(modules.Emd(cost=MATRIX, reduction="sum"))
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (
-            lambda: modules.Emd(cost=MATRIX.clone().requires_grad_()),
-            ValueError,
-            "matrix requires a gradient but is not",
-        ),
-        (lambda: modules.CdfDistance(x=2 * X.clone().requires_grad_()), ValueError, "x requires a gradient"),
-        (lambda: modules.CdfDistance(x=[0.0, 1.0])(P, Q), TypeError, "x is a list"),  # type: ignore[arg-type]
-        (lambda: modules.Sinkhorn(cost=MATRIX, epsilon=1.0, gard="x")(P, Q), TypeError, "gard"),  # type: ignore[call-arg]
-        (lambda: modules.SinkhornDivergence(cost=-MATRIX, epsilon=1.0), ValueError, "expected costs >= 0"),
-        (lambda: modules.Emd(cost=MATRIX, reduction="median"), ValueError, "reduction is 'median'"),
-        (lambda: modules.CloudLoss(kind="foo"), ValueError, "kind is 'foo'"),
-        (lambda: modules.CloudLoss(kind="emd", blur=0.1), ValueError, 'blur given for kind="emd"'),
-        (lambda: modules.OrdinalLoss(cost=MATRIX, x=X)(Z, P), ValueError, "cost and x are both given"),
-    ],
+test_bad_settings = raising(
+    (
+        lambda: modules.Emd(cost=MATRIX.clone().requires_grad_()),
+        ValueError,
+        "matrix requires a gradient but is not",
+    ),
+    (lambda: modules.CdfDistance(x=2 * X.clone().requires_grad_()), ValueError, "x requires a gradient"),
+    (lambda: modules.CdfDistance(x=[0.0, 1.0])(P, Q), TypeError, "x is a list"),  # type: ignore[arg-type]
+    (lambda: modules.Sinkhorn(cost=MATRIX, epsilon=1.0, gard="x")(P, Q), TypeError, "gard"),  # type: ignore[call-arg]
+    (lambda: modules.SinkhornDivergence(cost=-MATRIX, epsilon=1.0), ValueError, "expected costs >= 0"),
+    (lambda: modules.Emd(cost=MATRIX, reduction="median"), ValueError, "reduction is 'median'"),
+    (lambda: modules.CloudLoss(kind="foo"), ValueError, "kind is 'foo'"),
+    (lambda: modules.CloudLoss(kind="emd", blur=0.1), ValueError, 'blur given for kind="emd"'),
+    (lambda: modules.OrdinalLoss(cost=MATRIX, x=X)(Z, P), ValueError, "cost and x are both given"),
 )
-def test_bad_settings(call: Callable[[], Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()
 
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")  # both by the compiler itself

@@ -21,6 +21,8 @@ from matplotlib import pyplot as plt  # noqa: E402
 from matplotlib.collections import LineCollection  # noqa: E402
 from matplotlib.colors import to_rgb  # noqa: E402
 
+from tests.errors import raising  # noqa: E402
+
 NAMES = ["poor", "fair", "good", "excellent"]
 LIKERT = ["strongly disagree", "disagree", "neither agree nor disagree", "agree", "strongly agree"]
 
@@ -179,17 +181,11 @@ def test_without_matplotlib_the_message_says_what_to_install() -> None:
     assert done.stdout.strip() == 'figures need matplotlib: pip install "torch-otloss[plot]"'
 
 
-@pytest.mark.parametrize(
-    ("call", "message"),
-    [
-        (lambda: plotting.plot_transport_plan(np.ones((2, 3, 3))), r"plan has shape \(2, 3, 3\), expected \(n, m\)"),
-        (lambda: plotting.plot_transport_plan([[0.0]]), "masses from 0.0 to 0.0"),
-        (lambda: plotting.plot_transport_plan([[-1.0, 1.0]]), "masses from -1.0"),
-        (lambda: plotting.plot_transport_plan([[1.0]], x=[0, 1]), r"x has shape \(2,\), expected \(1,\)"),
-        (lambda: plotting.plot_transport_plan([[1.0, 1.0]], y=[2, 2]), "y holds a position twice"),
-        (lambda: plotting.plot_cdfs(["a"], [[0.5, 0.5]]), "Pass labels="),
-    ],
+test_bad_input = raising(
+    (lambda: plotting.plot_transport_plan(np.ones((2, 3, 3))), r"plan has shape \(2, 3, 3\), expected \(n, m\)"),
+    (lambda: plotting.plot_transport_plan([[0.0]]), "masses from 0.0 to 0.0"),
+    (lambda: plotting.plot_transport_plan([[-1.0, 1.0]]), "masses from -1.0"),
+    (lambda: plotting.plot_transport_plan([[1.0]], x=[0, 1]), r"x has shape \(2,\), expected \(1,\)"),
+    (lambda: plotting.plot_transport_plan([[1.0, 1.0]], y=[2, 2]), "y holds a position twice"),
+    (lambda: plotting.plot_cdfs(["a"], [[0.5, 0.5]]), "Pass labels="),
 )
-def test_bad_input(call: Callable[[], object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        call()

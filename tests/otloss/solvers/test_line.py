@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from scipy.stats import wasserstein_distance
 
 from otloss import cdf_distance, wasserstein_1d
+from tests.errors import raising
 from tests.otloss.linear_programs import check_subgradients
 from tests.otloss.oracles import as_double, linprog_value, weight_gradients
 from tests.otloss.strategies import line_problems, positions, weights
@@ -149,21 +150,15 @@ def test_masses_off_by_rounding_are_balanced() -> None:
 third = torch.full((3,), 1 / 3)
 
 
-@pytest.mark.parametrize(
-    ("call", "error", "message"),
-    [
-        (lambda: cdf_distance(third, third, power=0.5), ValueError, "power is 0.5, expected a finite number of at"),
-        (lambda: wasserstein_1d(third, third, order="1"), TypeError, r"order is a str \('1'\), expected a number"),  # type: ignore[arg-type]
-        (lambda: cdf_distance(third, torch.ones(1)), ValueError, "p has 3 bins and q 1.*wasserstein_1d"),
-        (lambda: wasserstein_1d(third, torch.ones(1), order=2), ValueError, "pass y, the positions of q's bins"),
-        (lambda: wasserstein_1d(third, third, third, torch.ones(2)), ValueError, r"y has shape \(2,\)"),
-        (lambda: cdf_distance(third, third, third * torch.nan), ValueError, "x holds 3 NaN"),
-        (lambda: cdf_distance(None, None), ValueError, "p is None"),
-        (lambda: cdf_distance(third, third * 2), ValueError, "different masses: 1.* and 2.*relative difference"),
-        (lambda: wasserstein_1d(third, third - 0.5, order=2), ValueError, "q holds -0.1666.* in bin 0"),
-        (lambda: cdf_distance(third.expand(2, 3), third, torch.rand(5, 3)), ValueError, r"x \(5,\), its weights"),
-    ],
+test_bad_input = raising(
+    (lambda: cdf_distance(third, third, power=0.5), ValueError, "power is 0.5, expected a finite number of at"),
+    (lambda: wasserstein_1d(third, third, order="1"), TypeError, r"order is a str \('1'\), expected a number"),  # type: ignore[arg-type]
+    (lambda: cdf_distance(third, torch.ones(1)), ValueError, "p has 3 bins and q 1.*wasserstein_1d"),
+    (lambda: wasserstein_1d(third, torch.ones(1), order=2), ValueError, "pass y, the positions of q's bins"),
+    (lambda: wasserstein_1d(third, third, third, torch.ones(2)), ValueError, r"y has shape \(2,\)"),
+    (lambda: cdf_distance(third, third, third * torch.nan), ValueError, "x holds 3 NaN"),
+    (lambda: cdf_distance(None, None), ValueError, "p is None"),
+    (lambda: cdf_distance(third, third * 2), ValueError, "different masses: 1.* and 2.*relative difference"),
+    (lambda: wasserstein_1d(third, third - 0.5, order=2), ValueError, "q holds -0.1666.* in bin 0"),
+    (lambda: cdf_distance(third.expand(2, 3), third, torch.rand(5, 3)), ValueError, r"x \(5,\), its weights"),
 )
-def test_bad_input(call: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call()  # type: ignore[operator]

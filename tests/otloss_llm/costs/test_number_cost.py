@@ -14,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from otloss import number_token_loss
 from otloss.costs import DenseCost
 from otloss_llm import EMO, EmbeddingCost, MixedCost, NumberCost, NumberToken, token_loss
+from tests.errors import raising
 from tests.otloss_llm.oracles import problem
 from tests.otloss_llm.scoring import assert_all_close, fused
 
@@ -80,23 +81,17 @@ def test_elsewhere_and_back() -> None:
             cost.to(torch.bfloat16)  # would round 257 to 256
 
 
-@pytest.mark.parametrize(
-    ("make", "error", "message"),
-    [
-        (lambda: NumberCost(torch.full((3,), math.nan)), ValueError, "all 3 values are NaN"),
-        (lambda: NumberCost(torch.ones(2, 2)), ValueError, r"shape \(2, 2\)"),
-        (lambda: NumberCost(torch.tensor([1.0, math.inf])), ValueError, "inf at token 1"),
-        (lambda: NumberCost(torch.arange(3)), TypeError, "floating"),
-        (lambda: NumberCost(values(), text=0.0), ValueError, "text"),
-        (lambda: NumberCost(values()).coverage(), ValueError, "expected one of NumberCost.from_tokenizer"),
-        (lambda: NumberCost(values()).rows(torch.tensor([7])), ValueError, "expected 0 to 6"),
-        (lambda: MixedCost(NumberCost(values()), EmbeddingCost(torch.eye(3))), ValueError, "7 tokens, the other .* 3"),
-        (lambda: MixedCost(EmbeddingCost(torch.eye(7)), NumberCost(values())), TypeError, "expected a NumberCost and"),
-    ],
+test_invalid_arguments = raising(
+    (lambda: NumberCost(torch.full((3,), math.nan)), ValueError, "all 3 values are NaN"),
+    (lambda: NumberCost(torch.ones(2, 2)), ValueError, r"shape \(2, 2\)"),
+    (lambda: NumberCost(torch.tensor([1.0, math.inf])), ValueError, "inf at token 1"),
+    (lambda: NumberCost(torch.arange(3)), TypeError, "floating"),
+    (lambda: NumberCost(values(), text=0.0), ValueError, "text"),
+    (lambda: NumberCost(values()).coverage(), ValueError, "expected one of NumberCost.from_tokenizer"),
+    (lambda: NumberCost(values()).rows(torch.tensor([7])), ValueError, "expected 0 to 6"),
+    (lambda: MixedCost(NumberCost(values()), EmbeddingCost(torch.eye(3))), ValueError, "7 tokens, the other .* 3"),
+    (lambda: MixedCost(EmbeddingCost(torch.eye(7)), NumberCost(values())), TypeError, "expected a NumberCost and"),
 )
-def test_invalid_arguments(make: Any, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        make()
 
 
 def tokenizer(words: list[str]) -> Any:
