@@ -1,7 +1,5 @@
 """The pairs of docs/coming_from.md: both calls give the same number."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

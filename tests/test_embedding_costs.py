@@ -1,7 +1,5 @@
 """The costs of tokens that docs/evidence.md compares."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

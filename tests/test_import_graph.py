@@ -1,7 +1,5 @@
 """No file imports another one that imports it, directly or over others, where modules are executed at import."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The layout: public names, layers of modules, names of files, and plain words."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import inspect

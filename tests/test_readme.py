@@ -1,7 +1,5 @@
 """README.md and the pages of docs/: Python blocks run as printed, and links point to files that exist."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 import warnings

@@ -1,7 +1,5 @@
 """What `make release` writes into files, and the commands that other files repeat."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import types

@@ -1,7 +1,5 @@
 """The site: links between the pages, and (slow) the build itself, with every public name in the reference."""
 
-from __future__ import annotations
-
 import importlib
 import pkgutil
 import re

@@ -1,7 +1,5 @@
 """Where data is looked for, downloads from a server on this machine, and conversions of what was downloaded."""
 
-from __future__ import annotations
-
 import hashlib
 import lzma
 import os

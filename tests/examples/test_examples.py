@@ -1,7 +1,5 @@
 """The examples at a tiny size: their figures come out, and their tables say what their docstrings say."""
 
-from __future__ import annotations
-
 import re
 import runpy
 from collections.abc import Callable

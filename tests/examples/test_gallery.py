@@ -1,7 +1,5 @@
 """The pages of the gallery: what ran, what failed, what is done, and what had other data or a path of the machine."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The script of win rates: verdicts in both orders, ties, and files of `generate`."""
 
-from __future__ import annotations
-
 import json
 import runpy
 from pathlib import Path

@@ -4,8 +4,6 @@ The key begins with the function's name. Inputs are in float64; `fixed` ones hav
 anything of the result that has one.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any

@@ -5,8 +5,6 @@ masses are held, and one-sided at bins without mass. The loss weighs its problem
 gradients count; q is shared by the problems, so that sums over broadcast axes count.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Checks of weight gradients that need no oracle, and weights for them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

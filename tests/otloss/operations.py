@@ -1,7 +1,5 @@
 """Which torch operations a block of code runs, and how large their results are."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

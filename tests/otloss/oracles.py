@@ -1,7 +1,5 @@
 """Slow, independent answers: linear programming, and one-sided finite differences of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

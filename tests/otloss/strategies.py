@@ -1,7 +1,5 @@
 """Hypothesis strategies for transport problems, degenerate ones included."""
 
-from __future__ import annotations
-
 import numpy as np
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """The name of the distribution, and the other package of the name otloss."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

@@ -1,8 +1,6 @@
 """What holds for every public function: derivatives in forward mode are right or an error, and what surrounds a call
 changes nothing: autocast, and defaults of torch that differ from the inputs' dtype and device."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager

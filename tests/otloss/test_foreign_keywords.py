@@ -1,7 +1,5 @@
 """Calls as GeomLoss and POT take them: each raises an error that names ours."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Values of classes and costs between them: losses, boosting, estimators and metrics reject them by one message."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The public face: every name resolves, and importing the package stays light."""
 
-from __future__ import annotations
-
 import inspect
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Fixtures of the command-line tests: tiny models saved beside a tokenizer, a text, and the command line in-process."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Callable

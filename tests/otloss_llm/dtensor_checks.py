@@ -1,7 +1,5 @@
 """Heads that are DTensors, in the functions and inside models: run by vocab_parallel_worker.py in each process."""
 
-from __future__ import annotations
-
 import copy
 from types import SimpleNamespace
 from typing import Any

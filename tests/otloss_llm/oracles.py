@@ -1,7 +1,5 @@
 """Slow, independent answers for token losses: float64 autograd of the formulas, and small random problems."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -65,7 +63,7 @@ class Problem:
         tensors = [self.hidden, self.weight] + ([] if self.bias is None else [self.bias])
         return [tensor.detach().clone().requires_grad_() for tensor in tensors]
 
-    def to(self, dtype: torch.dtype) -> Problem:
+    def to(self, dtype: torch.dtype) -> "Problem":
         bias = None if self.bias is None else self.bias.to(dtype)
         moved = (self.hidden.to(dtype), self.weight.to(dtype), bias, self.labels, self.embedding.to(dtype))
         return Problem(*moved, self.scale, self.softcap)

@@ -1,7 +1,5 @@
 """Short calls for the tests of token losses."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

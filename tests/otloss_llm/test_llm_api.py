@@ -1,7 +1,5 @@
 """The public face of otloss_llm: every name resolves, and the losses need nothing but torch."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable

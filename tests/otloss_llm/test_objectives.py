@@ -1,7 +1,5 @@
 """Objectives as functions of (nll, D): values, gradients, names, edges, and the check that tokens are independent."""
 
-from __future__ import annotations
-
 import functools
 import math
 import pickle

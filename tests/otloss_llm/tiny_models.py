@@ -1,7 +1,5 @@
 """Causal language models of every shape of head, two layers deep, built from configs alone."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

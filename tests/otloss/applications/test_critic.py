@@ -1,7 +1,5 @@
 """Critic losses against closed forms, loops over samples and finite differences; the errors of common recipes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

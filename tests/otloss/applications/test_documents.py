@@ -1,7 +1,5 @@
 """Word mover's distance against linear programs, and pruned searches against all pairs."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The score of ensembles against the double sum, an integral by quadrature, cdf_distance and finite differences."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Fused Gromov-Wasserstein against POT, brute force over permutations, and finite differences."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Batches of assignments against scipy's, one by one."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

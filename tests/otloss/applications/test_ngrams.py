@@ -1,7 +1,5 @@
 """Distances of n-grams against linear programs over explicit n-grams and finite differences; blindness to order."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

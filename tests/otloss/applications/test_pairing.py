@@ -1,7 +1,5 @@
 """Pairs of minibatches against scipy's assignment, and the frequencies of draws against the plan."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from scipy.optimize import linear_sum_assignment

@@ -1,7 +1,5 @@
 """Quadratic sorting against scipy's isotonic regression, quadratic programs and finite differences."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable
 

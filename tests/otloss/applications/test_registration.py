@@ -1,7 +1,5 @@
 """Rigid registration against motions that are known, and a loop of plans and fits."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses of sets against scipy, linear programs and finite differences."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

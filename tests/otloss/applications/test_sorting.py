@@ -1,7 +1,5 @@
 """Soft sorting against the operators in the limit, generic root finding, and finite differences with their size."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

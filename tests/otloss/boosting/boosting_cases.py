@@ -1,7 +1,5 @@
 """Losses of rows for the tests of boosting, and the loss of one row in torch, straight from the definition."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Boosting objectives: derivatives by differences and autograd, bounds by eigenvalues, kernels by their reference."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The example of boosting and the benchmark of training times, at tiny sizes."""
 
-from __future__ import annotations
-
 import csv
 import runpy
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Boosting callables as objects, their errors, and the scores to start from."""
 
-from __future__ import annotations
-
 import pickle
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Objectives and metrics inside XGBoost and LightGBM, by their native and their scikit-learn interfaces."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import pickle

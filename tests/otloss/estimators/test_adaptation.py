@@ -1,7 +1,5 @@
 """Maps between domains against POT's, in and out of sample, and the joint-distribution loss against a loop."""
 
-from __future__ import annotations
-
 import numpy as np
 import ot
 import pytest

@@ -1,7 +1,5 @@
 """What the boosted estimators learn: XGBoost's own objective as oracle, starts, stopping, settings, missing values."""
 
-from __future__ import annotations
-
 import itertools
 import pickle
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the linear and multi-layer models learn, against closed forms, other packages and finite differences."""
 
-from __future__ import annotations
-
 import warnings
 from copy import deepcopy
 from pathlib import Path

@@ -3,8 +3,6 @@
 scikit-learn's checks run in test_estimators.py.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from sklearn.base import clone

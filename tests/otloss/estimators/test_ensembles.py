@@ -1,7 +1,5 @@
 """Recalibrated ensembles against a linear program, and planted errors recovered; PITs against drawn ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -3,8 +3,6 @@
 The numbers are those of `OrderedModel` of statsmodels 0.15.0 (thresholds by the delta method) and of mord 0.7.
 """
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Recalibration: never a worse score on its own data, the truth recovered on many, little harm on few."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Histogram losses against integrals, plain formulas and finite differences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from itertools import pairwise
 from typing import Any

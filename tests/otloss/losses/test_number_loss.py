@@ -1,7 +1,5 @@
 """The number-token loss against its formulas, token by token in Python numbers; gradients, dtypes, memory, errors."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The number-token loss equals that of the package ntloss where its vocabulary holds bare digits."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Input of the ordinal loss: integers of every dtype, weights, positions to leave out, errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The ordinal loss against plain formulas in float64, exact transport, finite differences and high precision."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Soft labels: the tables of dlordinal where the formulas agree, scipy's distributions, the mode, the errors."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

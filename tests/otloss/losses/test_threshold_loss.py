@@ -1,7 +1,5 @@
 """Threshold losses: coral-pytorch's numbers, the binary terms themselves, gradients, the errors."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Ordinal metrics against scikit-learn, scipy, sums over pairs of examples, and the same data with copied examples."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

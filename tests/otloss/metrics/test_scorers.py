@@ -1,7 +1,5 @@
 """Scorers within scikit-learn's model selection: signs, folds without some class, weights, two classes, pickling."""
 
-from __future__ import annotations
-
 import pickle
 from contextlib import nullcontext
 from typing import Any

@@ -1,7 +1,5 @@
 """The heads of ordered classes: exact log-probabilities, their gradients, decisions, state."""
 
-from __future__ import annotations
-
 import copy
 import itertools
 import pickle

@@ -1,7 +1,5 @@
 """Modules against their functions: values and gradients, moves, copies and files."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle
@@ -214,7 +212,7 @@ class Doubled(Cost):
         return self.inner.shape
 
     @property
-    def T(self) -> Doubled:  # noqa: N802
+    def T(self) -> "Doubled":  # noqa: N802
         return Doubled(self.inner.T)
 
     def rows(self, index: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """Figures: what is drawn where, on the Axes that was given, for odd sizes, and without matplotlib."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

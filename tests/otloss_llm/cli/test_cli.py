@@ -1,7 +1,5 @@
 """The four commands: their output on stdout, stderr and in files, and their messages for wrong input."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Which cost an objective is given, and which errors name a cost that cannot be made."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Costs that are one number per token but in a few columns: every sweep against the formula written out in float64."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

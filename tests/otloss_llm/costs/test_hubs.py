@@ -1,7 +1,5 @@
 """Hubs of an embedding: planted ones are found, orthogonal rows have none, and the share is that of all draws."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

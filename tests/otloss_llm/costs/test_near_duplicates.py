@@ -1,7 +1,5 @@
 """Near-duplicate rows of an embedding: which are found, what they cost, and what EMO then does at such labels."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """NumberCost and MixedCost: the rows written out once more, and through the fused loss."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from typing import Any

@@ -1,7 +1,5 @@
 """Expected ratings: the signed cost and its objective against the formula, in every path."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Number tokens of every kind of vocabulary: values by hand or read off the vocabulary's own spelling."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable

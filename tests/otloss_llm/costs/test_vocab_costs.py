@@ -1,7 +1,5 @@
 """EmbeddingCost: values against float64, controls, and that it is a frozen copy that no checkpoint holds."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 

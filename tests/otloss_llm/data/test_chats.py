@@ -1,7 +1,5 @@
 """Conversations: what is read, what is trained on, and the command line."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

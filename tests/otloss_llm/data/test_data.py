@@ -1,7 +1,5 @@
 """Documents, the tokenizer and packed blocks."""
 
-from __future__ import annotations
-
 import json
 import pickle
 

@@ -1,7 +1,5 @@
 """Datasets of the library datasets: splits, columns, rows; on the command line and in the trainer."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Labelled texts: every format that is read, and the place of what is wrong."""
 
-from __future__ import annotations
-
 import json
 import zipfile
 from pathlib import Path

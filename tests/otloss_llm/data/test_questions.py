@@ -1,7 +1,5 @@
 """Questions with answers: reading them, rows for training, batches."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Numbers in answers, scores of answers, greedy answering, and number tokens under teacher forcing."""
 
-from __future__ import annotations
-
 import json
 import math
 import re

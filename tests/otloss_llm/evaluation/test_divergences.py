@@ -1,7 +1,5 @@
 """Divergences of tiny models against sums over all their texts."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Perplexity, judged likelihood, sampling and the variety of samples."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import random

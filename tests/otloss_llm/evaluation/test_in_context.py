@@ -1,7 +1,5 @@
 """Classification in context by models whose answers are known."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

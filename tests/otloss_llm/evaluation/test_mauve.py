@@ -1,7 +1,5 @@
 """MAUVE on shares whose curve is known and against the published package; divergences of clusters from counts."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from scipy.integrate import quad

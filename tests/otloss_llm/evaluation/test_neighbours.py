@@ -1,7 +1,5 @@
 """Precision and recall of nearest neighbours against a loop over all pairs, and on sets whose overlap is known."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Distributions over numbers against an enumeration of all texts; decisions and calibration by hand."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import product

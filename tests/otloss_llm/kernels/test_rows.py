@@ -1,7 +1,5 @@
 """The numba sweeps over rows of float32 logits against the formulas in float64."""
 
-from __future__ import annotations
-
 import math
 import os
 import subprocess

@@ -3,8 +3,6 @@
 On a CPU they run in Triton's interpreter, which checks values but no races; with `-m gpu` the same tests run on a GPU.
 """
 
-from __future__ import annotations
-
 import math
 import os
 import re

@@ -1,7 +1,5 @@
 """A head spread over 2 or 3 processes (gloo) against the same head in one, and errors in every process at once."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -4,8 +4,6 @@ A head spread over processes against the same head in one, which every process a
 DTensors are in dtensor_checks.py.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

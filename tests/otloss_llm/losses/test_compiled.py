@@ -1,7 +1,5 @@
 """`torch.compile` of a program around each token loss: the numbers, gradients and errors of the eager program."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Losses against a full target distribution: bounds against exact transport, gradients against finite differences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Against the published package EMOLoss 0.0.3: equal where it is right, ours beside float64 where it is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Objectives of entropy, logsumexp (at two temperatures), mean logit: every path against float64 autograd."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from typing import Any

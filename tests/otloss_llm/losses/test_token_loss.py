@@ -1,7 +1,5 @@
 """Token losses against float64 autograd of the formulas: values and gradients, for every objective, dtype and shape."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -1,7 +1,5 @@
 """Token losses under autograd: second order, retained graphs, no_grad, checkpointing, memory, autocast, other costs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

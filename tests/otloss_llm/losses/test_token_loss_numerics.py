@@ -1,7 +1,5 @@
 """Numerical edges of token losses: certain predictions, duplicates, zero rows, 16 bits, masks; invalid arguments."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Any
 

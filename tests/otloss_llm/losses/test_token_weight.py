@@ -1,7 +1,5 @@
 """Weights per token in every path, and `token_statistics` against autograd of the formulas."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

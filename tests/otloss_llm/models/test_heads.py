@@ -1,7 +1,5 @@
 """Fused losses inside models of transformers: the loss and every gradient equal those of the model's own logits."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any

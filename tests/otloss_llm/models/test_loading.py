@@ -1,7 +1,5 @@
 """Loading what a command line names: errors for models, costs and questions that cannot be used."""
 
-from __future__ import annotations
-
 import math
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Scale and soft cap, solved for from placeholders before and after a transform."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """What test_distributed.py runs in each process: `torchrun distributed_worker.py CHECK FOLDER`."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sys

@@ -1,7 +1,5 @@
 """Two processes (gloo, CPU) against one: ObjectiveTrainer under accelerate (DDP) and torchrun (FSDP2), fused loss."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Encoder-decoder models: their decoder's hidden states are scored, and labels are not shifted."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

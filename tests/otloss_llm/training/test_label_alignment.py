@@ -1,7 +1,5 @@
 """Decoders whose own loss does not shift labels, and models that change their weights in eval mode."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Parts of text and of questions that a command line names, and the number of labels that are numbers."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

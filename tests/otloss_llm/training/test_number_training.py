@@ -1,7 +1,5 @@
 """Training with numbers: the trainer against losses written out by hand, and the command line."""
 
-from __future__ import annotations
-
 import copy
 import json
 import runpy

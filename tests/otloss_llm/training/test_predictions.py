@@ -1,7 +1,5 @@
 """Entropy and accuracy of predictions for logs, against torch's own distribution."""
 
-from __future__ import annotations
-
 import pytest
 
 pytest.importorskip("transformers")

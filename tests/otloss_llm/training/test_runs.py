@@ -1,7 +1,5 @@
 """Run folders, and that an interrupted run resumes to the result of an uninterrupted one."""
 
-from __future__ import annotations
-
 import errno
 import itertools
 import json

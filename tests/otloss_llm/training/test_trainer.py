@@ -1,7 +1,5 @@
 """ObjectiveTrainer: the loss of an accumulated batch, logs, mixed precision, PEFT, resuming."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from pathlib import Path

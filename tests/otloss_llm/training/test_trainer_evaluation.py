@@ -1,7 +1,5 @@
 """ObjectiveTrainer: evaluation, prediction, choice of the best model, and errors."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """ObjectiveMixin with TRL's SFTTrainer, and with a trainer that does what TRL does where TRL is not installed."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

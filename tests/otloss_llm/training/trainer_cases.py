@@ -1,7 +1,5 @@
 """Tiny data and settings for the tests of ObjectiveTrainer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
