@@ -55,6 +55,8 @@ from otloss.solvers.problem import DEFAULT_TOLERANCE, MASS_TOLERANCE
 _MOST_ENTRIES = 2**26  # of the plans of all problems together, which the gradient holds
 _NEWTON_BINS, _NEWTON_ENTRIES = 256, 2**22  # Newton's method is for at most so many
 _START, _STEPS = 40, 25  # iterations before Newton's method; its steps at each tau
+# Rounding stops Newton's method: after so many small steps that do not halve, and so many values of tau without gain.
+_MOST_STALLED, _MOST_FRUITLESS, _SMALL_CHANGE = 3, 2, 1e-3
 _LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
 _LARGEST_MATRIX = 2**24  # entries of exp(-C / epsilon) that are held
@@ -262,8 +264,9 @@ def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_S
     best, error = problem.iterate(tolerance, min(_START, most))
     log_u, log_d, log_a = best.log_u, best.log_d, best.log_a
     matrix, left, tau, before = problem.cost.dense(), most - _START, torch.full_like(best.tau, 0.25), log_a.exp()
-    least = torch.full_like(error, torch.inf)
+    least, fruitless = torch.full_like(error, torch.inf), 0
     while left > 0:
+        smallest, stalled = torch.full_like(error, torch.inf), torch.zeros_like(error)
         for _ in range(min(_STEPS, left)):
             left -= 1
             log_a, by_a, by_u, by_d = _newton_step(problem, matrix, (log_u, log_d, log_a), tau)
@@ -274,7 +277,11 @@ def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_S
             log_u, log_d = log_u + share.unsqueeze(-1) * by_u, log_d + share * by_d
             log_d = torch.maximum(log_d, log_d.amax(-1, keepdim=True) - _EMPTY)
             change = (by_a.abs() * torch.softmax(log_a, -1)).sum(-1)
-            if bool(((change <= max(tolerance / 100, _LEAST_CHANGE)) & (share[..., 0] == 1)).all()):
+            is_done = change <= max(tolerance / 100, _LEAST_CHANGE)
+            is_small = (share[..., 0] == 1) & (change < _SMALL_CHANGE)
+            stalled = torch.where(is_small & (change >= smallest / 2), stalled + 1, 0.0)
+            smallest = torch.minimum(smallest, change)
+            if bool((is_done & (share[..., 0] == 1) | (stalled >= _MOST_STALLED)).all()):
                 break
         # The answer at a tau is off by a third of its distance to that at 4 tau.
         error, before = change + (log_a.exp() - before).abs().sum(-1) / (3 * before.sum(-1)), log_a.exp()
@@ -284,7 +291,11 @@ def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_S
             torch.where(is_better[..., None], log_u, best.log_u),
             *(torch.where(is_better, *pair) for pair in ((log_d, best.log_d), (log_a, best.log_a), (tau, best.tau))),
         )
-        if bool((least <= tolerance / 2).all()) or float(tau.max()) <= _LEAST_TAU or bool((error > 1e3 * least).all()):
+        is_final = (stalled >= _MOST_STALLED) & (least < _SMALL_CHANGE) | (least <= tolerance / 2)
+        fruitless = fruitless + 1 if bool(is_final.all()) and not bool(is_better.any()) else 0
+        diverges = bool((error > 1e3 * least).all())
+        is_last = float(tau.max()) <= _LEAST_TAU or fruitless == _MOST_FRUITLESS
+        if bool((least <= tolerance / 2).all()) or diverges or is_last:
             break
         tau = tau / 4
     return best, least
