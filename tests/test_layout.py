@@ -43,6 +43,26 @@ def test_files_are_named_by_what_they_do() -> None:
         assert ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))), f"{path} has no docstring"
 
 
+# Beside the kernels' own tests: kernels of applications and of point clouds, the notices of the compiler, and what a
+# command line checks before torch is imported.
+PRIVATE = {"test_gromov.py", "test_documents.py", "test_clusters.py", "test_warm_up.py", "test_cli.py"}
+
+
+def test_tests_mirror_the_sources_and_import_private_names_for_kernels_alone() -> None:
+    for package in PACKAGES:
+        sources, tests = (
+            {path.parent.relative_to(top).parts[0].strip("_") for path in top.glob("*/*.py")}
+            for top in (ROOT / package, ROOT / "tests" / package)
+        )
+        assert tests == sources
+    imported = r"^ *(?:from otloss\S*|import) .*\b_[a-z]|^ *(?:from|import) otloss\S*\._[a-z]"
+    private = re.compile(imported, re.IGNORECASE | re.MULTILINE)
+        r"^ *(?:from otloss\S*|import) .*\b_[a-z]|^ *(?:from|import) otloss\S*\._[a-z]", re.IGNORECASE | re.M
+    )
+    paths = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "kernels"]
+    assert {path.name for path in paths if private.search(path.read_text(encoding="utf-8"))} <= PRIVATE
+
+
 # ---- layers ----------------------------------------------------------------------------------------------------------
 
 PLANTED = {

@@ -19,6 +19,7 @@ def test_five_classes_have_the_numbers_of_dlordinal() -> None:
     """dlordinal 2.7.0. Its triangles differ at the ends, its beta distributions where it rounds their parameters."""
     inner = [[0.01, 0.98, 0.01, 0, 0], [0, 0.01, 0.98, 0.01, 0], [0, 0, 0.01, 0.98, 0.01]]
     np.testing.assert_allclose(table(5, "triangular", neighbour=0.01)[1:4], inner, atol=1e-12)
+    np.testing.assert_allclose(table(5, "triangular", neighbour=0.01)[0], [0.99, 0.01, 0, 0, 0], atol=1e-12)
     binomial = [[0.6561, 0.2916, 0.0486, 0.0036, 0.0001], [0.2401, 0.4116, 0.2646, 0.0756, 0.0081],
                 [0.0625, 0.25, 0.375, 0.25, 0.0625]]  # fmt: skip
     np.testing.assert_allclose(table(5, "binomial")[:3], binomial, atol=1e-12)

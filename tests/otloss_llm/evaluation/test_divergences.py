@@ -67,6 +67,8 @@ def test_lengths_batches_and_prefixes_do_not_matter() -> None:
     total = sum(one.kl * one.tokens for one in alone)
     assert actual[0].kl == pytest.approx(total / sum(one.tokens for one in alone), rel=1e-5)
     assert math.isnan(alone[0].standard_error)
+    off = [(one.kl - actual[0].kl) * one.tokens / sum(one.tokens for one in alone) for one in alone]
+    assert actual[0].standard_error == pytest.approx((4 / 3 * sum(x * x for x in off)) ** 0.5, rel=1e-5)
     whole, first = (token_divergence(p, q, [[0, 1, 2, 3][:n]])[0] for n in (4, 2))
     rest = token_divergence(p, q, [[0, 1, 2, 3]], prefix_length=2)[0]
     assert rest.kl * 2 == pytest.approx(whole.kl * 3 - first.kl, rel=1e-4)

@@ -6,7 +6,7 @@ DTensors are in dtensor_checks.py.
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from otloss.costs import DenseCost, LineCost
 from otloss_llm import (
@@ -133,24 +134,16 @@ def raises_everywhere(error: type[Exception], match: str, *, same: bool = False)
     assert not same or len(set(messages)) == 1, messages
 
 
-@contextmanager
-def counted() -> Iterator[dict[str, int]]:
-    """How often the collectives of torch.distributed are called, under any of their names."""
-    names = {"all_gather_into_tensor": "gathers", "all_gather_single": "gathers", "all_reduce": "sums"}
-    calls = dict.fromkeys(names.values(), 0)
+class Collectives(TorchDispatchMode):
+    """Counts the collectives of torch.distributed, the gathers and the sums."""
 
-    def counting(function: Callable[..., Any], key: str) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            calls[key] += 1
-            return function(*args, **kwargs)
+    gathers = sums = 0
 
-        return call
-
-    with pytest.MonkeyPatch.context() as patch:
-        for name, key in names.items():
-            if hasattr(dist, name):  # torch renames some
-                patch.setattr(dist, name, counting(getattr(dist, name), key))
-        yield calls
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        self.gathers += "allgather" in name
+        self.sums += "allreduce" in name
+        return func(*args, **(kwargs or {}))
 
 
 # ---- the checks ---------------------------------------------------------------------------------------------------
@@ -311,15 +304,15 @@ def check_number_of_collectives() -> None:
     sharded = ShardedEmbeddingCost(own(given.embedding, sizes), dist.group.WORLD)
     for cost in (EmbeddingCost(given.embedding), sharded):
         rows = int(cost is sharded)
-        with counted() as calls:
+        with Collectives() as calls:
             out = shared(leaves_of(given, sizes), given, cost=cost)
-        assert calls == {"gathers": 1 + 6, "sums": 1 + rows}
-        with counted() as calls:
+        assert (calls.gathers, calls.sums) == (1 + 6, 1 + rows)
+        with Collectives() as calls:
             out.loss.backward(retain_graph=True)
-        assert calls == {"gathers": 0, "sums": 0}  # made in the forward pass
-        with counted() as calls:
+        assert (calls.gathers, calls.sums) == (0, 0)  # made in the forward pass
+        with Collectives() as calls:
             out.loss.backward()
-        assert calls == {"gathers": 6, "sums": 1}
+        assert (calls.gathers, calls.sums) == (6, 1)
 
 
 def check_the_check_of_arguments() -> None:
@@ -331,10 +324,10 @@ def check_the_check_of_arguments() -> None:
     want = scored(whole, given)
     for _ in range(2):
         leaves = leaves_of(given, sizes)
-        with counted() as calls:
+        with Collectives() as calls:
             out = shared(leaves, given, check="first")
         out.loss.backward()
-        results.append(calls["gathers"])
+        results.append(calls.gathers)
         assert_close(out.loss, want.loss, 1e-12)
     assert results == [1 + 6, 6]
     made = token_statistics(*leaves[:2], given.labels, bias=leaves[2], process_group=dist.group.WORLD, check="first")
