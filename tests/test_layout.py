@@ -57,8 +57,6 @@ def test_tests_mirror_the_sources_and_import_private_names_for_kernels_alone() -
         assert tests == sources
     imported = r"^ *(?:from otloss\S*|import) .*\b_[a-z]|^ *(?:from|import) otloss\S*\._[a-z]"
     private = re.compile(imported, re.IGNORECASE | re.MULTILINE)
-        r"^ *(?:from otloss\S*|import) .*\b_[a-z]|^ *(?:from|import) otloss\S*\._[a-z]", re.IGNORECASE | re.M
-    )
     paths = [path for path in (ROOT / "tests").rglob("*.py") if path.parent.name != "kernels"]
     assert {path.name for path in paths if private.search(path.read_text(encoding="utf-8"))} <= PRIVATE
 
