@@ -260,13 +260,6 @@ def test_other_calls() -> None:
     assert all(p.grad is not None and torch.isfinite(p.grad).all() for p in network.parameters())
 
 
-def test_settings_are_shown() -> None:
-    assert repr(modules.OrdinalLoss(x=X.sort().values)) == (
-        f"OrdinalLoss(x=({len(X)},) float32, power=2, circular=False, cross_entropy=0.0, reduction='mean')"
-    )
-    assert "reduction='sum'" in repr(modules.Emd(cost=MATRIX, reduction="sum"))
-
-
 test_bad_settings = raising(
     (
         lambda: modules.Emd(cost=MATRIX.clone().requires_grad_()),
