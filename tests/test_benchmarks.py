@@ -1,7 +1,5 @@
 """The benchmarks: all run at tiny sizes and keep their results in the given folder; verdicts and measures are right."""
 
-from __future__ import annotations
-
 import csv
 import os
 import subprocess

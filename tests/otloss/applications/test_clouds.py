@@ -1,7 +1,5 @@
 """Moving clouds against GeomLoss, linear programs, loops over the clouds, and finite differences."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Costs against loops in float64: rows, products, soft minima, degenerate rows, dtypes, messages."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Distances in many dimensions: as right as sums over differences are, by products that are ten times faster."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Shortest paths against Floyd and Warshall's three loops; gradients in the lengths against finite differences."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Costs between cells of a grid against loops over pairs."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from typing import Any

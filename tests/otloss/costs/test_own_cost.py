@@ -1,7 +1,5 @@
 """The cost of a user: the example of docs/design.md, run as printed, against its matrix."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

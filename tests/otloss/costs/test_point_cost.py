@@ -1,7 +1,5 @@
 """Costs between clouds against loops over pairs in float64; gradient at coincident points and far from the origin."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Both estimators among scikit-learn: its checks, its meta-estimators, labels of all types, weights, bad input."""
 
-from __future__ import annotations
-
 import copy
 import json
 import pickle

@@ -1,7 +1,5 @@
 """The network simplex and assignments against POT, scipy and certificates of optimality."""
 
-from __future__ import annotations
-
 import numpy as np
 import ot
 import pytest

@@ -1,7 +1,5 @@
 """The check of pairs of histograms: degenerate masses and messages; and the logarithm of kernels."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Kernels of the closed forms on the line against their reference implementation; more in solvers/test_line.py."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

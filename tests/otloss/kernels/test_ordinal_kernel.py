@@ -1,7 +1,5 @@
 """The numba kernel of the ranked probability score against the reference implementation in float64."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Soft minima by compiled loops and in torch against logsumexp in float64: -inf, every epsilon, batches, accuracy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Barycenters against POT, closed forms, and finite differences."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """lower <= exact <= upper, degenerate cases included; gradients, precision, memory, messages."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Transport on the circle against linear programming; more of its gradients is in test_gradient_matrix."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

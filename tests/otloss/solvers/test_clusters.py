@@ -1,7 +1,5 @@
 """Large clouds in low dimension: pairs that are left out of soft minima, and the search from clusters to points."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from collections.abc import Callable

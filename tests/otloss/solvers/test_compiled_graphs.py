@@ -1,7 +1,5 @@
 """torch.compile around a transport loss: the solver runs outside of the graph, and nothing changes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

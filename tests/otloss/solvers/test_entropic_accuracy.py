@@ -1,7 +1,5 @@
 """Entropic transport where it is easily wrong: light bins, tiny and huge epsilon, slow modes, forward mode."""
 
-from __future__ import annotations
-
 import math
 import warnings
 

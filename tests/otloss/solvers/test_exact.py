@@ -1,7 +1,5 @@
 """emd against linear programming: values, one-sided weight gradients, plans, shapes, dtypes, messages."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Exact transport between large clouds: the same optimum as that of the dense solver, with a certificate."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

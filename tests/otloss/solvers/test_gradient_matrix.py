@@ -4,8 +4,6 @@ Errors are relative to the largest gradient of that input (of at least 1e-3, cos
 float64 and 2e-3 in float32.
 """
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Inputs at the public edges: masses that differ by the rounding of narrower dtypes; sparse, meta and 8-bit tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

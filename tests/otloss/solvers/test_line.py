@@ -3,8 +3,6 @@
 More of their gradients is in test_gradient_matrix.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

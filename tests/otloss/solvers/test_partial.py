@@ -1,7 +1,5 @@
 """Partial transport against POT, and its gradients against finite differences."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Second derivatives: right, or an error, never with a term left out."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

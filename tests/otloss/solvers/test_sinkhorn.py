@@ -1,7 +1,5 @@
 """sinkhorn and sinkhorn_divergence against POT, closed forms and matrices; gradients are in test_gradient_matrix."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sliced distances against linear programs per direction and closed forms; gradients are in test_gradient_matrix."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

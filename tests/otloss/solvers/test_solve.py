@@ -1,7 +1,5 @@
 """solve and Transport: what it tells of a solution is true, and what has no derivative raises."""
 
-from __future__ import annotations
-
 import math
 import re
 import sys

@@ -1,7 +1,5 @@
 """Transport on a tree against linear programming and the line; more of its gradients is in test_gradient_matrix."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """Unbalanced transport: the numba kernel against the log domain, POT's plans, and where the kernel does not fit."""
 
-from __future__ import annotations
-
 import numpy as np
 import ot
 import pytest

@@ -1,7 +1,5 @@
 """Comparisons: the same start and batches for every arm, results kept and read again, failures of single runs."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Comparisons on questions with answers: arms of numbers, what is measured, results kept and read again, errors."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The demo at a hundredth of its length, with fewer documents, and what it says of differences."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

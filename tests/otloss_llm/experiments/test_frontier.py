@@ -1,7 +1,5 @@
 """Curves with known differences."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

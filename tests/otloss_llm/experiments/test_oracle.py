@@ -1,7 +1,5 @@
 """The experiment with a known source, on a tiny one: resumable, with right divergences and clear messages."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

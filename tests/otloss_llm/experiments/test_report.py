@@ -1,7 +1,5 @@
 """The report's table, samples and figure, on made-up results."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Comparisons over sizes of the model and of the text."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest
