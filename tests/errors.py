@@ -6,12 +6,14 @@ from typing import Any
 import pytest
 
 
-def raising(*cases: tuple[Any, ...]) -> Callable[..., None]:
-    """A test of calls that raise. A case is (call, message), of a ValueError, or (call, error, message)."""
+def raising(*cases: tuple[Any, ...], call: Callable[..., Any] = lambda function: function()) -> Callable[..., None]:
+    """A test of calls that raise. A case: (*arguments of `call`, message) of a ValueError, or (..., error, message)."""
 
     @pytest.mark.parametrize("case", cases, ids=lambda case: case[-1][:40])
     def test(case: tuple[Any, ...]) -> None:
-        with pytest.raises(case[1] if len(case) == 3 else ValueError, match=case[-1]):
-            case[0]()
+        *arguments, message = case
+        is_error = isinstance(arguments[-1], type) and issubclass(arguments[-1], Exception)
+        with pytest.raises(arguments.pop() if is_error else ValueError, match=message):
+            call(*arguments)
 
     return test

@@ -10,6 +10,7 @@ import torch
 
 import otloss
 import otloss_llm
+from tests.errors import raising
 
 
 def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -37,16 +38,13 @@ def test_a_process_that_cannot_keep_kernels_says_so() -> None:
     assert "kept in this process only, as no cache folder can be written to: set NUMBA_CACHE_DIR" in lines[0]
 
 
-@pytest.mark.parametrize(
-    ("names", "dtypes", "error", "message"),
-    [(["emdd"], [torch.float32], ValueError, "no kernels are known for .'emdd'.; expected some of"),
+test_names_and_dtypes_are_checked = raising(
+(["emdd"], [torch.float32], ValueError, "no kernels are known for .'emdd'.; expected some of"),
      ([], [torch.float16], ValueError, "dtypes are .torch.float16.; expected torch.float32, torch.float64 or both"),
      ([["emd"]], [torch.float32], TypeError, "expected strings one by one"),
-     (["emd"], torch.float32, TypeError, "expected a list"), (["emd"], "float32", TypeError, "expected a list")],
+     (["emd"], torch.float32, TypeError, "expected a list"), (["emd"], "float32", TypeError, "expected a list"),
+    call=lambda names, dtypes: otloss.warm_up(*names, dtypes=dtypes),
 )  # fmt: skip
-def test_names_and_dtypes_are_checked(names: list, dtypes: object, error: type, message: str) -> None:
-    with pytest.raises(error, match=message):
-        otloss.warm_up(*names, dtypes=dtypes)  # type: ignore[arg-type]
 
 
 def test_functions_of_others_are_left_alone(caplog: pytest.LogCaptureFixture) -> None:

@@ -13,6 +13,7 @@ from torch.autograd import gradcheck
 
 import otloss
 from otloss import cloud_loss
+from tests.errors import raising
 
 KINDS: list[dict[str, Any]] = [
     {"kind": "divergence", "epsilon": 0.2, "tolerance": 1e-10},
@@ -160,37 +161,31 @@ def test_empty_clouds(options: dict[str, Any]) -> None:
     assert cloud_loss(torch.zeros(0, 4, 2).double(), y, **options).shape == (0,)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"epsilon": None, "metric": "l1"}, ValueError, "metric='l1' has no default blur; give epsilon"),
-        ({"blur": 0.1}, ValueError, "both epsilon and blur are given"),
-        ({"kind": "w2"}, ValueError, "kind is 'w2', expected one of"),
-        ({"kind": "emd"}, ValueError, 'epsilon given for kind="emd"'),
-        ({"projections": 8}, ValueError, 'projections given for kind="divergence"'),
-        ({"metric": "l1", "epsilon": None, "blur": 0.1}, ValueError, "blur is defined for the metrics"),
-        ({"blur": -1.0, "epsilon": None}, ValueError, "blur is -1.0"),
-        ({"mask_x": torch.ones(4)}, TypeError, "mask_x has dtype torch.float32, expected torch.bool"),
-        ({"mask_x": torch.ones(3, dtype=torch.bool)}, ValueError, "mask_x has shape"),
-        ({"a": torch.ones(4)}, ValueError, "a and b hold different masses.*a / a.sum.*keepdim=True\\)\\.$"),
-        ({"b": -torch.ones(3)}, ValueError, "b holds -1.0 in bin 0"),
-        ({"a": torch.ones(4) / 4, "mask_x": torch.arange(4) < 3}, ValueError, "0.75 and 1.*Weights where mask_x is"),
-        ({"a": torch.ones(3) / 3}, ValueError, "a has shape"),
-        ({"x": [torch.zeros(2, 2), torch.zeros(2, 3)]}, ValueError, r"x\[1\] has shape \(2, 3\), expected"),
-        ({"x": [torch.zeros(2, 2)], "a": torch.ones(2)}, ValueError, "a has shapes Tensor, expected a list"),
-        ({"x": []}, ValueError, "x is an empty list"),
-        (
-            {"x": [torch.zeros(2, 2)], "y": 2 * [torch.zeros(2, 2)]},
-            ValueError,
-            "list of 1 clouds and y of 2, expected as",
-        ),
-        ({"x": torch.zeros(3)}, ValueError, r"x has shape \(3,\), expected \(..., n, d\)"),
-        ({"x": [1.0, 2.0]}, TypeError, r"x\[0\] is a float"),
-        ({"empty": "skip"}, ValueError, "empty is 'skip'"),
-        ({"x": torch.full((4, 2), torch.nan)}, ValueError, "x holds 8 NaN"),
-    ],
+test_bad_input = raising(
+    ({"epsilon": None, "metric": "l1"}, ValueError, "metric='l1' has no default blur; give epsilon"),
+    ({"blur": 0.1}, ValueError, "both epsilon and blur are given"),
+    ({"kind": "w2"}, ValueError, "kind is 'w2', expected one of"),
+    ({"kind": "emd"}, ValueError, 'epsilon given for kind="emd"'),
+    ({"projections": 8}, ValueError, 'projections given for kind="divergence"'),
+    ({"metric": "l1", "epsilon": None, "blur": 0.1}, ValueError, "blur is defined for the metrics"),
+    ({"blur": -1.0, "epsilon": None}, ValueError, "blur is -1.0"),
+    ({"mask_x": torch.ones(4)}, TypeError, "mask_x has dtype torch.float32, expected torch.bool"),
+    ({"mask_x": torch.ones(3, dtype=torch.bool)}, ValueError, "mask_x has shape"),
+    ({"a": torch.ones(4)}, ValueError, "a and b hold different masses.*a / a.sum.*keepdim=True\\)\\.$"),
+    ({"b": -torch.ones(3)}, ValueError, "b holds -1.0 in bin 0"),
+    ({"a": torch.ones(4) / 4, "mask_x": torch.arange(4) < 3}, ValueError, "0.75 and 1.*Weights where mask_x is"),
+    ({"a": torch.ones(3) / 3}, ValueError, "a has shape"),
+    ({"x": [torch.zeros(2, 2), torch.zeros(2, 3)]}, ValueError, r"x\[1\] has shape \(2, 3\), expected"),
+    ({"x": [torch.zeros(2, 2)], "a": torch.ones(2)}, ValueError, "a has shapes Tensor, expected a list"),
+    ({"x": []}, ValueError, "x is an empty list"),
+    (
+        {"x": [torch.zeros(2, 2)], "y": 2 * [torch.zeros(2, 2)]},
+        ValueError,
+        "list of 1 clouds and y of 2, expected as",
+    ),
+    ({"x": torch.zeros(3)}, ValueError, r"x has shape \(3,\), expected \(..., n, d\)"),
+    ({"x": [1.0, 2.0]}, TypeError, r"x\[0\] is a float"),
+    ({"empty": "skip"}, ValueError, "empty is 'skip'"),
+    ({"x": torch.full((4, 2), torch.nan)}, ValueError, "x holds 8 NaN"),
+    call=lambda change: otloss.cloud_loss(**({"x": torch.zeros(4, 2), "y": torch.ones(3, 2), "epsilon": 0.1} | change)),
 )
-def test_bad_input(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    given: dict[str, Any] = {"x": torch.zeros(4, 2), "y": torch.ones(3, 2), "epsilon": 0.1} | change
-    with pytest.raises(error, match=message):
-        otloss.cloud_loss(**given)

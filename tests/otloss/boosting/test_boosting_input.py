@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from otloss.boosting import lightgbm_metric, start_scores, xgboost_metric, xgboost_objective
+from tests.errors import raising
 from tests.otloss.boosting.boosting_cases import VALUES, K, scores_and_labels
 
 
@@ -26,27 +27,22 @@ def test_importing_boosting_imports_no_library() -> None:
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-@pytest.mark.parametrize(
-    ("settings", "error", "message"),
-    [
-        ({"power": 3}, ValueError, "power is 3, expected 1 or 2"),
-        ({"x": [0, 1, 1]}, ValueError, r"x\[1\] is 1 and x\[2\] is 1, expected strictly increasing"),
-        ({"x": [0, 1]}, ValueError, r"x has shape \(2,\), expected \(3,\)"),
-        ({"x": [0, None, 2]}, ValueError, r"x\[1\] is nan, expected finite numbers"),
-        ({"cost": -np.eye(3)}, ValueError, r"cost\[0, 0\] is -1, expected finite numbers of at least 0"),
-        ({"cost": np.eye(3), "x": [0, 1, 2]}, ValueError, "both cost and x"),
-        ({"cross_entropy": -1}, ValueError, "cross_entropy is -1"),
-        ({"transport": 0}, ValueError, "transport and cross_entropy are both 0"),
-        ({"class_weight": "balanced"}, TypeError, "class_weight cannot be read: .*expected numbers"),
-        # Of value_counts, by frequency and not by class.
-        ({"class_weight": pd.Series([1, 2, 3], index=[0, 2, 1])}, TypeError, r"Series.*class_weight.sort_index\(\)"),
-        ({"interface": "keras"}, ValueError, "interface is 'keras', expected one of"),
-        ({"num_classes": 2.5}, ValueError, "num_classes is 2.5, expected a whole number, at least 2"),
-    ],
+test_bad_settings = raising(
+    ({"power": 3}, ValueError, "power is 3, expected 1 or 2"),
+    ({"x": [0, 1, 1]}, ValueError, r"x\[1\] is 1 and x\[2\] is 1, expected strictly increasing"),
+    ({"x": [0, 1]}, ValueError, r"x has shape \(2,\), expected \(3,\)"),
+    ({"x": [0, None, 2]}, ValueError, r"x\[1\] is nan, expected finite numbers"),
+    ({"cost": -np.eye(3)}, ValueError, r"cost\[0, 0\] is -1, expected finite numbers of at least 0"),
+    ({"cost": np.eye(3), "x": [0, 1, 2]}, ValueError, "both cost and x"),
+    ({"cross_entropy": -1}, ValueError, "cross_entropy is -1"),
+    ({"transport": 0}, ValueError, "transport and cross_entropy are both 0"),
+    ({"class_weight": "balanced"}, TypeError, "class_weight cannot be read: .*expected numbers"),
+    # Of value_counts, by frequency and not by class.
+    ({"class_weight": pd.Series([1, 2, 3], index=[0, 2, 1])}, TypeError, r"Series.*class_weight.sort_index\(\)"),
+    ({"interface": "keras"}, ValueError, "interface is 'keras', expected one of"),
+    ({"num_classes": 2.5}, ValueError, "num_classes is 2.5, expected a whole number, at least 2"),
+    call=lambda settings: xgboost_objective(**({"num_classes": 3} | settings)),
 )
-def test_bad_settings(settings: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        xgboost_objective(**({"num_classes": 3} | settings))
 
 
 @pytest.mark.parametrize("by_kernel", [True, False])
@@ -124,19 +120,14 @@ def test_starts_are_least_in_mean_loss() -> None:
     np.testing.assert_allclose(start_scores([1, 1, 0], 2, sample_weight=[4, 4, 0]), np.log([1 / 5, 4 / 5]))
 
 
-@pytest.mark.parametrize(
-    ("labels", "settings", "error", "message"),
-    [
-        ([0, 3], {}, ValueError, "label of row 1 is 3"),
-        ([], {}, ValueError, r"labels have shape \(0,\)"),
-        ([0, 1], {"sample_weight": [1]}, ValueError, "sample_weight has shape"),
-        ([0, 1], {"sample_weight": [0, 0]}, ValueError, "some weight above 0"),
-        (["low", "high"], {}, TypeError, "labels cannot be read: .*OrdinalEncoder"),
-    ],
+test_bad_starts = raising(
+    ([0, 3], {}, ValueError, "label of row 1 is 3"),
+    ([], {}, ValueError, r"labels have shape \(0,\)"),
+    ([0, 1], {"sample_weight": [1]}, ValueError, "sample_weight has shape"),
+    ([0, 1], {"sample_weight": [0, 0]}, ValueError, "some weight above 0"),
+    (["low", "high"], {}, TypeError, "labels cannot be read: .*OrdinalEncoder"),
+    call=lambda labels, settings: start_scores(labels, 3, **settings),
 )
-def test_bad_starts(labels: Any, settings: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        start_scores(labels, 3, **settings)
 
 
 CATBOOST = "CatBoost was given a function that .*Use XGBoost or LightGBM"

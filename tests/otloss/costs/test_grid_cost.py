@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ import otloss
 from otloss.costs import GridCost, costs_within
 from otloss.solvers.entropic.search import runs_on_kernel
 from otloss.solvers.problem import Settings, pose
+from tests.errors import raising
 from tests.otloss.operations import Operations
 from tests.otloss.oracles import check_questions
 
@@ -73,20 +73,15 @@ def test_degenerate_potentials_and_dtypes() -> None:
     assert wide.rows(torch.tensor([0]))[0, 1].item() == pytest.approx(0.01, rel=1e-15)  # 0.1 with all its digits
 
 
-@pytest.mark.parametrize(
-    ("cells", "options", "error", "message"),
-    [
-        (64, {}, TypeError, "shape of the grid is 64, expected whole numbers"),
-        ((), {}, ValueError, r"grid has shape \(\) and 0 spacings, expected at least one axis"),
-        ((3, 0), {}, ValueError, r"\(3, 0\).*least one cell"),
-        ((3, 2), {"power": 0}, ValueError, "power is 0"),
-        ((3, 2), {"spacing": -1.0}, ValueError, "spacing is -1.0"),
-        ((3, 2), {"spacing": (1.0, 1.0, 1.0)}, ValueError, "3 spacings, expected .* one spacing or one per axis"),
-    ],
+test_bad_input = raising(
+    (64, {}, TypeError, "shape of the grid is 64, expected whole numbers"),
+    ((), {}, ValueError, r"grid has shape \(\) and 0 spacings, expected at least one axis"),
+    ((3, 0), {}, ValueError, r"\(3, 0\).*least one cell"),
+    ((3, 2), {"power": 0}, ValueError, "power is 0"),
+    ((3, 2), {"spacing": -1.0}, ValueError, "spacing is -1.0"),
+    ((3, 2), {"spacing": (1.0, 1.0, 1.0)}, ValueError, "3 spacings, expected .* one spacing or one per axis"),
+    call=lambda cells, options: GridCost(cells, **options),
 )
-def test_bad_input(cells: Any, options: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        GridCost(cells, **options)
 
 
 # One product for all axes, or one for each.

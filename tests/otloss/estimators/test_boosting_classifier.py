@@ -16,6 +16,7 @@ from otloss.boosting import start_scores
 from otloss.estimators import OrdinalBoostingClassifier
 from otloss.estimators.boosters import Part, train_trees
 from otloss.metrics import ranked_probability_score
+from tests.errors import raising
 from tests.otloss.estimators.test_estimators import NAMES, ordered_rows
 
 X, Y = ordered_rows(120)
@@ -278,22 +279,16 @@ def test_settings_by_any_name_take_precedence(library: str, alias: str, value: A
         np.testing.assert_array_equal(actual, proba(library, **settings))
 
 
-@pytest.mark.parametrize(
-    ("library", "given", "message"),
-    [
-        ("lightgbm", {"num_trees": 7}, "holds 'num_trees', which follows from the estimator's arguments"),
-        ("lightgbm", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
-        ("lightgbm", {"num_leafs": 3}, "holds 'num_leafs', expected settings of lightgbm"),
-        ("lightgbm", {"boosting_type": "rf"}, "asks for 'rf', expected gradient boosting"),
-        ("xgboost", {"n_estimators": 7}, "holds 'n_estimators', which follows"),
-        ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
-        ("xgboost", {"booster": "dart"}, "asks for 'dart', expected gradient boosting"),
-    ],
-    ids=str,
+test_settings_that_cannot_be_are_named = raising(
+    ("lightgbm", {"num_trees": 7}, "holds 'num_trees', which follows from the estimator's arguments"),
+    ("lightgbm", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
+    ("lightgbm", {"num_leafs": 3}, "holds 'num_leafs', expected settings of lightgbm"),
+    ("lightgbm", {"boosting_type": "rf"}, "asks for 'rf', expected gradient boosting"),
+    ("xgboost", {"n_estimators": 7}, "holds 'n_estimators', which follows"),
+    ("xgboost", {"eta": 0.1, "learning_rate": 0.2}, "another name of 'learning_rate'"),
+    ("xgboost", {"booster": "dart"}, "asks for 'dart', expected gradient boosting"),
+    call=lambda library, given: boosted(library, booster_params=given, early_stopping="auto").fit(X, Y),
 )
-def test_settings_that_cannot_be_are_named(library: str, given: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        boosted(library, booster_params=given, early_stopping="auto").fit(X, Y)
 
 
 @LIBRARIES

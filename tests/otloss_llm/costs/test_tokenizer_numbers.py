@@ -17,6 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre
 
 from otloss_llm.costs.tokenizer_numbers import NumberTokens, read_number, token_texts  # noqa: E402
 from otloss_llm.data.blocks import train_bpe_tokenizer  # noqa: E402
+from tests.errors import raising  # noqa: E402
 
 TEXT = "12 + 7 = 19, so a7 is 207 and 7 is 42.50"
 
@@ -266,18 +267,13 @@ def test_no_numbers() -> None:
         NumberTokens.of(characters("abc½"), vocab_size=50)
 
 
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"vocab_size": 13}, r"vocab_size is 13, but the tokenizer .* ids up to 13: expected at least 14"),
-        ({"values": {3: 1.0}}, r"token 3, expected one of the 10 ids of the tokenizer .*convert_tokens_to_ids"),
-        ({"values": {"seven": 7.0}}, r"token 'seven', expected one of"),
-        ({"values": {1: math.inf}}, r"values\[1\] is infinite, expected a finite number"),
-    ],
+test_invalid_sizes_and_overrides = raising(
+    ({"vocab_size": 13}, r"vocab_size is 13, but the tokenizer .* ids up to 13: expected at least 14"),
+    ({"values": {3: 1.0}}, r"token 3, expected one of the 10 ids of the tokenizer .*convert_tokens_to_ids"),
+    ({"values": {"seven": 7.0}}, r"token 'seven', expected one of"),
+    ({"values": {1: math.inf}}, r"values\[1\] is infinite, expected a finite number"),
+    call=lambda settings: NumberTokens.of(wordlevel(), **settings),
 )
-def test_invalid_sizes_and_overrides(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        NumberTokens.of(wordlevel(), **settings)
 
 
 def test_values_that_fit_no_texts() -> None:

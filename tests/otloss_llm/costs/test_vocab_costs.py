@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from otloss_llm import EMO, EmbeddingCost, all_but_the_top, token_loss
 from otloss_llm.costs.embedding import without_tf32
 from otloss_llm.costs.vocabulary import LabelRows
+from tests.errors import raising
 from tests.otloss_llm.oracles import cosine_matrix
 
 
@@ -91,18 +92,13 @@ def test_controls() -> None:
         assert not torch.allclose(gradient, made[0][1], rtol=0.1, atol=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("embedding", "error", "message"),
-    [
-        (torch.ones(3), ValueError, r"embedding has shape \(3,\)"),
-        (torch.ones(3, 2, dtype=torch.long), TypeError, "int64"),
-        (torch.full((3, 2), torch.nan), ValueError, "row 0"),
-        ([[1.0]], TypeError, "list"),
-    ],
+test_invalid_embeddings = raising(
+    (torch.ones(3), ValueError, r"embedding has shape \(3,\)"),
+    (torch.ones(3, 2, dtype=torch.long), TypeError, "int64"),
+    (torch.full((3, 2), torch.nan), ValueError, "row 0"),
+    ([[1.0]], TypeError, "list"),
+    call=lambda embedding: EmbeddingCost(embedding),
 )
-def test_invalid_embeddings(embedding: object, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        EmbeddingCost(embedding)  # type: ignore[arg-type]
 
 
 # ---- from models of transformers ------------------------------------------------------------------------------------

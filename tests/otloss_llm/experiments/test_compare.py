@@ -15,6 +15,7 @@ from otloss_llm.data.blocks import PackedBlocks, split_blocks
 from otloss_llm.evaluation import mauve, rouge, text_features
 from otloss_llm.experiments.compare import HUMAN, START, Arm, parse_arm
 from otloss_llm.models.loading import load_model, load_tokenizer
+from tests.errors import raising
 from tests.otloss_llm.conftest import (
     BLOCK,
     Cli,
@@ -49,23 +50,18 @@ def test_arms_are_read_from_their_names(text: str, arm: Arm, name: str) -> None:
     assert parse_arm(name) == arm
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("tailr:7", "objective|gamma"),
-        ("emo/T=-1", "'T=-1' is unknown; expected objective"),
-        ("mle/random", "'random' is an embedding, and mle uses no cost"),
-        ("emo/log", "'log' is a distance of numbers, which only number_token"),
-        ("emo/random/shuffled", "'shuffled' is a second embedding"),
-        ("emo/equal", "'equal' is a control of numbers, which only number_token"),
-        ("expected_value/shuffled-values", "'shuffled-values' is a control of numbers"),
-        ("number_token/equal/shuffled", "'shuffled' is a second control"),
-        ("number_token/random", "'random' is an embedding, and number_token uses no embedding"),
-    ],
+test_invalid_arms_raise = raising(
+    ("tailr:7", "objective|gamma"),
+    ("emo/T=-1", "'T=-1' is unknown; expected objective"),
+    ("mle/random", "'random' is an embedding, and mle uses no cost"),
+    ("emo/log", "'log' is a distance of numbers, which only number_token"),
+    ("emo/random/shuffled", "'shuffled' is a second embedding"),
+    ("emo/equal", "'equal' is a control of numbers, which only number_token"),
+    ("expected_value/shuffled-values", "'shuffled-values' is a control of numbers"),
+    ("number_token/equal/shuffled", "'shuffled' is a second control"),
+    ("number_token/random", "'random' is an embedding, and number_token uses no embedding"),
+    call=lambda text: parse_arm(text),
 )
-def test_invalid_arms_raise(text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        parse_arm(text)
 
 
 def runs_of(folder: Path, arm: str) -> list[dict[str, Any]]:

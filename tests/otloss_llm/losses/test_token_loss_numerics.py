@@ -8,6 +8,7 @@ import torch
 
 from otloss.costs import CosineCost, DenseCost
 from otloss_llm import EMO, MLE, EmbeddingCost, emo_loss, linear_token_loss, token_loss
+from tests.errors import raising
 from tests.otloss_llm.oracles import OBJECTIVES, cosine_matrix, problem, relative_error, truth
 from tests.otloss_llm.scoring import IMPLEMENTATIONS, from_logits
 
@@ -226,9 +227,7 @@ def call(**changes: Any) -> Any:
     return linear_token_loss(arguments.pop("hidden"), arguments.pop("weight"), arguments.pop("labels"), **arguments)
 
 
-@pytest.mark.parametrize(
-    ("changes", "error", "message"),
-    [
+test_invalid_arguments_raise = raising(
         ({"labels": torch.zeros(3, dtype=torch.long)}, ValueError, r"labels have shape \(3,\), expected \(2, 3\)"),
         ({"labels": torch.zeros(2, 3)}, TypeError, "labels have dtype torch.float32"),
         ({"labels": torch.full((2, 3), 7)}, ValueError, r"6 ids outside the vocabulary, the first at \(0, 0\): 7"),
@@ -252,12 +251,8 @@ def call(**changes: Any) -> Any:
         ({"logit_scale": float("nan")}, ValueError, "logit_scale is nan"),
         ({"objective": lambda n, d: n * n.mean()}, ValueError, "another value beside other tokens"),
         ({"weight": torch.empty(7, 4, device="meta")}, ValueError, "weight is on the meta device"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
+    call=lambda changes: call(**changes),
 )  # fmt: skip
-def test_invalid_arguments_raise(changes: dict[str, Any], error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        call(**changes)
 
 
 def test_invalid_arguments_from_logits_raise() -> None:
