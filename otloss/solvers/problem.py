@@ -68,7 +68,6 @@ class Settings:
     tolerance: float | None = None
     max_iterations: int = 10_000
     start: tuple[Tensor, Tensor] | None = None
-    strict: bool = False
     impl: str = "auto"
 
     def __post_init__(self) -> None:
@@ -82,8 +81,6 @@ class Settings:
             if isinstance(number, bool) or not isinstance(number, Real):
                 raise TypeError(f"{name} is a {type(number).__name__}, expected a number; a tensor gives .item().")
             object.__setattr__(self, name, float(check_positive(name, float(number))))
-        if not isinstance(self.strict, bool):
-            raise TypeError(f"strict is {self.strict!r}, expected True or False.")
         if isinstance(self.max_iterations, bool) or not isinstance(self.max_iterations, int) or self.max_iterations < 1:
             raise ValueError(f"max_iterations is {self.max_iterations!r}, expected a whole number of at least 1.")
 
@@ -187,7 +184,7 @@ def of_equal_mass(p: Tensor, q: Tensor) -> Tensor:
 
 def _check_combination(epsilon: Any, mass: Any, settings: Settings) -> None:
     if epsilon is None:
-        not_taken = sorted(settings.changed - {"start", "strict"})
+        not_taken = sorted(settings.changed - {"start"})
         if not_taken:
             raise ValueError(
                 f"exact transport (epsilon=None) does not take {not_taken}; give an epsilon, or drop them."

@@ -48,7 +48,6 @@ def solve(
     tolerance: float | None = None,
     max_iterations: int = 10_000,
     start: tuple[Tensor, Tensor] | None = None,
-    strict: bool = False,
     impl: str = "auto",
 ) -> Transport:
     """Return the solutions of transport problems, exact or entropic, with an error bound for each.
@@ -60,8 +59,8 @@ def solve(
         grad: as for `sinkhorn`. "implicit" makes `linear_cost`, `potentials`, `plan()` and its products differentiable
             too; with "envelope" a backward pass through them raises RuntimeError.
         start: potentials (f, g) of a similar problem, for exact transport too.
-        epsilon_relative_to, marginal_penalty, tolerance, max_iterations, strict, impl: as for `sinkhorn`. Exact
-            transport takes none of them but `strict`, which changes nothing there.
+        epsilon_relative_to, marginal_penalty, tolerance, max_iterations, impl: as for `sinkhorn`. Exact transport
+            takes none of them.
 
     Returns:
         A `Transport`.
@@ -80,7 +79,7 @@ def solve(
         tensor([[0.2500, 0.2500],
                 [0.0000, 0.5000]])
     """
-    settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl)
+    settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
     return answer(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings, accurate=True)
 
 
@@ -152,7 +151,6 @@ def sinkhorn(
     tolerance: float | None = None,
     max_iterations: int = 10_000,
     start: tuple[Tensor, Tensor] | None = None,
-    strict: bool = False,
     impl: str = "auto",
 ) -> Float[Tensor, "*batch"]:
     """Return the entropic transport cost, min over plans P of `<C, P> + epsilon sum P log(P / p q^T)`, per problem.
@@ -180,7 +178,6 @@ def sinkhorn(
         tolerance: sum of the errors of both marginals relative to the mass; None for 1e-5 in float32, 1e-8 in float64.
         max_iterations: at most. After a thousand, balanced problems of up to 2**20 entries go to Newton's method.
         start: potentials (f, g) of a similar problem.
-        strict: raise where a problem does not converge, in place of a `ConvergenceWarning`.
         impl: "compiled", the numba kernel (scaling form) on the CPU, for matrices; "torch", log domain, any cost and
             device; "auto", the first for problems of up to 2**24 entries on a CPU, else the second. Balanced problems
             between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three axes, at least 2**22 pairs)
@@ -197,8 +194,8 @@ def sinkhorn(
             the pairs that +inf forbids, or epsilon is below 1e-8 of the potentials, where their rounding decides the
             plan.
         NotImplementedError: if a derivative in forward mode is asked of grad="envelope".
-        RuntimeError: with strict=True, if a problem does not converge; if a second derivative of "envelope" is asked
-            for, or "implicit" meets equations that are singular to rounding.
+        RuntimeError: if a second derivative of "envelope" is asked for, or "implicit" meets equations that are singular
+            to rounding. A problem that does not converge gives a `ConvergenceWarning`.
 
     Source:
         M. Cuturi, Sinkhorn Distances: Lightspeed Computation of Optimal Transport, 2013.
@@ -211,7 +208,7 @@ def sinkhorn(
         (tensor(0.2522), tensor(0.4991))
     """
     _check_is_entropic(epsilon)
-    settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl)
+    settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
     return answer(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings).value
 
 
@@ -231,7 +228,6 @@ def sinkhorn_divergence(
     tolerance: float | None = None,
     max_iterations: int = 10_000,
     start: tuple[Tensor, Tensor] | None = None,
-    strict: bool = False,
     impl: str = "auto",
 ) -> Float[Tensor, "*batch"]:
     """Return the debiased divergence `S(p, q) - S(p, p) / 2 - S(q, q) / 2`, S the entropic transport cost, per problem.
@@ -246,7 +242,7 @@ def sinkhorn_divergence(
             them; with a rectangular or asymmetric matrix they are required.
         epsilon_relative_to: as for `sinkhorn`; the mean cost is that of `cost`, for all three.
         start: as for `sinkhorn`, of S(p, q) alone.
-        marginal_penalty, grad, tolerance, max_iterations, strict, impl: as for `sinkhorn`.
+        marginal_penalty, grad, tolerance, max_iterations, impl: as for `sinkhorn`.
 
     Returns:
         (...), in the promoted dtype, differentiable as `sinkhorn` is.
@@ -267,7 +263,7 @@ def sinkhorn_divergence(
         2.0
     """
     _check_is_entropic(epsilon)
-    settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, strict, impl)
+    settings = Settings(epsilon_relative_to, marginal_penalty, grad, tolerance, max_iterations, start, impl)
     p, q = weights_or_uniform(p, q, cost)  # which checks the order of the arguments
     among_p, among_q = _among(as_cost(cost), cost_p, cost_q)
     problem = pose(p, q, cost, epsilon=epsilon, settings=settings)

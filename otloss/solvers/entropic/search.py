@@ -73,7 +73,9 @@ def find_potentials(
 
     Raises:
         SmallEpsilonError: where rounding of the potentials would decide the plan.
-        RuntimeError: with `settings.strict`, where the tolerance is not reached; else a `ConvergenceWarning`.
+
+    Warns:
+        ConvergenceWarning: where the tolerance is not reached.
     """
     if not symmetric:  # a few iterations
         warn_where_slow(problem, settings.grad)
@@ -313,7 +315,7 @@ def _check_not_too_small(problem: Problem, result: SearchResult) -> None:
 
 
 def _warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) -> None:
-    """Warn of the worst problem that did not converge, or raise with strict=True."""
+    """Warn of the worst problem that did not converge."""
     tolerance = tolerance_of(problem, settings)
     converged = result.error <= tolerance
     error = result.error.nan_to_num(nan=torch.inf)
@@ -326,8 +328,6 @@ def _warn_of_errors(problem: Problem, result: SearchResult, settings: Settings) 
         f"{int(result.iterations[worst])} iterations. Raise epsilon (blur, for cloud_loss), raise max_iterations (now "
         f"{settings.max_iterations}), or accept a larger tolerance; solve() gives the duality gap of each problem."
     )
-    if settings.strict:
-        raise RuntimeError(message)
     warnings.warn(message, ConvergenceWarning, stacklevel=level_of_the_caller())
 
 
