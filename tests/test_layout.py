@@ -28,6 +28,23 @@ def test_every_public_name_resolves(package: str) -> None:
         module.no_such_name  # noqa: B018
 
 
+IMPORTS = """
+import sys
+def loaded(*names): print([name for name in (*names, "numba", "torch._dynamo") if name in sys.modules])
+import otloss
+loaded("matplotlib", "geomloss", "ot", "sklearn", "transformers")
+import otloss_llm as o; o.emo_loss, o.linear_token_loss, o.EMO
+loaded("transformers", "accelerate", "datasets", "peft", "triton", "sklearn")
+import otloss.boosting, otloss.estimators
+loaded("xgboost", "lightgbm")
+"""
+
+
+def test_imports_load_nothing_that_takes_long() -> None:
+    done = subprocess.run([sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.splitlines() == ["[]"] * 3
+
+
 def test_the_tree_of_the_docs_names_files_that_exist() -> None:
     tree = (ROOT / "docs/tree.md").read_text(encoding="utf-8").partition("\n    otloss/")[2]
     existing = {path.name for folder in (*PACKAGES, "examples", "docs") for path in (ROOT / folder).rglob("*.*")}

@@ -1,10 +1,10 @@
 """What `make release` writes into files, and the commands that other files repeat."""
 
 import re
+import runpy
 import shutil
-import types
-from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,16 +14,11 @@ GIVEN = {"repository": "https://example.org/owner/name", "contact": "team@exampl
 
 
 @pytest.fixture
-def release() -> types.ModuleType:
+def release() -> SimpleNamespace:
     path = ROOT / ".ci" / "release.py"
     if not path.is_file():
         pytest.skip("not a clone of the repository")
-    spec = spec_from_file_location("release", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return SimpleNamespace(**runpy.run_path(str(path)))
 
 
 @pytest.fixture
@@ -34,7 +29,7 @@ def tree(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_release_writes_address_contact_and_day_once(release: types.ModuleType, tree: Path) -> None:
+def test_a_release_writes_address_contact_and_day_once(release: SimpleNamespace, tree: Path) -> None:
     if release.unset(ROOT) != ["REPOSITORY", "CONTACT", "DATE"]:
         pytest.skip("they are set")
     assert release.write_settings(tree, repository="", contact="", date="") == ["REPOSITORY", "CONTACT", "DATE"]
@@ -49,7 +44,7 @@ def test_a_release_writes_address_contact_and_day_once(release: types.ModuleType
 
 
 @pytest.mark.parametrize(("name", "value"), [("repository", "example.org"), ("date", "1 December 2026")])
-def test_wrong_settings_are_not_written(release: types.ModuleType, tree: Path, name: str, value: str) -> None:
+def test_wrong_settings_are_not_written(release: SimpleNamespace, tree: Path, name: str, value: str) -> None:
     before = [(tree / file).read_bytes() for file in FILES]
     with pytest.raises(SystemExit, match=f"{name.upper()} is .*{value}"):
         release.write_settings(tree, **({"repository": "", "contact": "", "date": ""} | {name: value}))

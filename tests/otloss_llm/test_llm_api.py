@@ -20,10 +20,7 @@ def run(code: str) -> list[str]:
 
 
 def test_without_transformers() -> None:
-    """The losses work, do not load transformers, and everything else names the extra."""
-    heavy = ("transformers", "accelerate", "datasets", "peft", "torch._dynamo", "numba", "triton")
-    loaded = f"print([m for m in {heavy} if m in sys.modules])"
-    assert run(f"import sys, otloss_llm as o; o.emo_loss, o.linear_token_loss, o.EMO; {loaded}") == ["[]"]
+    """The losses work, and everything else names the extra."""
     lines = run(
         """
 import sys

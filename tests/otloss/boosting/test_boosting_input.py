@@ -1,8 +1,6 @@
 """Boosting callables as objects, their errors, and the scores to start from."""
 
 import pickle
-import subprocess
-import sys
 from typing import Any
 
 import numpy as np
@@ -20,11 +18,6 @@ def test_callables_are_pickled(make_one: Any) -> None:
     one = make_one(3, x=[0, 1, 3], cross_entropy=0.5, interface="sklearn")
     z, y = scores_and_labels(4, 3)
     np.testing.assert_equal(pickle.loads(pickle.dumps(one))(y, z), one(y, z))
-
-
-def test_importing_boosting_imports_no_library() -> None:
-    code = "import sys, otloss.boosting; print([m for m in ('xgboost', 'lightgbm', 'numba') if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 test_bad_settings = raising(

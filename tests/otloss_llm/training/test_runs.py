@@ -301,24 +301,26 @@ def wait_for(condition: Any, process: subprocess.Popen[bytes], seconds: float = 
         time.sleep(0.002)
 
 
-def test_kill_9(tiny: Tiny, tmp_path: Path) -> None:
-    """Processes in which warnings are errors; one is killed between checkpoints and started again."""
+def test_kill_9(cli: Cli, tiny: Tiny, tmp_path: Path) -> None:
+    """A process in which warnings are errors is killed between checkpoints and started again."""
     uninterrupted, broken = tmp_path / "uninterrupted", tmp_path / "broken"
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
 
-    def start(folder: Path) -> subprocess.Popen[bytes]:
-        command = module_command(*train_options(tiny, folder, max_steps=60, save_steps=20, logging_steps=15))
-        with (tmp_path / f"{folder.name}.err").open("ab") as log, (tmp_path / f"{folder.name}.out").open("wb") as out:
+    changes = {"max_steps": 60, "save_steps": 20, "logging_steps": 15}
+
+    def start() -> subprocess.Popen[bytes]:
+        command = module_command(*train_options(tiny, broken, **changes))
+        with (tmp_path / "broken.err").open("ab") as log, (tmp_path / "broken.out").open("wb") as out:
             return subprocess.Popen(command, stdout=out, stderr=log, env=environment)
 
-    victim = start(broken)
+    victim = start()
     wait_for((broken / "checkpoint-20/trainer_state.json").exists, victim)
     victim.send_signal(signal.SIGKILL)
     assert victim.wait(10) == -signal.SIGKILL
     assert not (broken / "results.json").exists()
-    for folder in (broken, uninterrupted):
-        assert start(folder).wait(120) == 0, (tmp_path / f"{folder.name}.err").read_text()
-        assert read(tmp_path / f"{folder.name}.out")["steps"] == 60  # stdout holds nothing but the results
+    assert start().wait(120) == 0, (tmp_path / "broken.err").read_text()
+    assert read(tmp_path / "broken.out")["steps"] == 60  # stdout holds nothing but the results
+    assert cli(*train_options(tiny, uninterrupted, **changes)).code == 0
     assert_same_run(uninterrupted, broken)
 
 
