@@ -20,31 +20,16 @@ from otloss_llm.evaluation import (  # noqa: E402
     score_texts,
     sequence_nll,
 )
+from tests.otloss_llm import tiny_models as models  # noqa: E402
 
 TEXTS = ["the cat sat on the mat", "the dog sat on the log", "naïve café, 6² = 36; 日本"] * 3
 VOCABULARY = 270
 
 
 def tiny_model(family: str, **settings):
-    """A small model with random weights, large enough that its distribution is far from uniform."""
-    torch.manual_seed(0)
-    if family == "gpt2":
-        config = transformers.GPT2Config(
-            vocab_size=VOCABULARY, n_positions=64, n_embd=32, n_layer=2, n_head=4, initializer_range=0.4, **settings
-        )
-        return transformers.GPT2LMHeadModel(config)
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        initializer_range=0.4,
-        **settings,
-    )
-    return transformers.LlamaForCausalLM(config)
+    """A model whose distribution is far from uniform, with the vocabulary of the tokenizer."""
+    length = {"n_positions": 64} if family == "gpt2" else {"max_position_embeddings": 64}
+    return models.tiny_model(family, vocab_size=VOCABULARY, **length, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -238,7 +223,7 @@ def test_greedy_padded_batch_equals_one_by_one(model, tokenizer):
 
 def test_samples_end_with_the_end_of_text(tokenizer):
     model = tiny_model("llama").eval()
-    model.lm_head = torch.nn.Linear(32, VOCABULARY)
+    model.lm_head = torch.nn.Linear(16, VOCABULARY)
     torch.nn.init.zeros_(model.lm_head.weight)
     torch.nn.init.zeros_(model.lm_head.bias)
     model.lm_head.bias.data[0] = math.log(269)  # the end of text half the time, all else alike

@@ -83,16 +83,8 @@ def _shown(text: str) -> str:
 
 @pytest.mark.parametrize("retriever", ["tfidf", "bm25"])
 def test_a_model_that_copies_the_last_label_is_right_by_retrieval(tokenizer: Any, retriever: str) -> None:
-    actual = classify_in_context(
-        _Copier(_model()),
-        tokenizer,
-        TEST,
-        TRAIN,
-        demonstrations=2,
-        retriever=retriever,
-        scoring="label",
-        progress=False,
-    )
+    settings = {"demonstrations": 2, "retriever": retriever, "scoring": "label", "progress": False}
+    actual = classify_in_context(_Copier(_model()), tokenizer, TEST, TRAIN, **settings)
     assert actual.predictions == ("good", "bad")
     assert (actual.accuracy, actual.standard_error) == (1.0, 0.0)
 
@@ -132,10 +124,13 @@ def test_long_prompts_lose_demonstrations(tokenizer: Any) -> None:
 
 
 def test_calibration_takes_out_what_a_label_has_without_the_text(tokenizer: Any) -> None:
-    actual = classify_in_context(
-        _Copier(_model()), tokenizer, TEST, TRAIN, demonstrations=1, scoring="calibrated", progress=False
-    )
-    assert len(actual.predictions) == 2
+    model, settings = _model(), {"demonstrations": 1, "progress": False}
+    plain = classify_in_context(model, tokenizer, TEST, TRAIN, scoring="calibrated", **settings)
+    good = torch.nn.functional.one_hot(torch.tensor(tokenizer(" good")["input_ids"][0]), 300)
+    model.lm_head.register_forward_hook(lambda _, given, logits: logits + 50 * good)
+    for scoring, expected in (("label", ("good", "good")), ("calibrated", plain.predictions)):
+        actual = classify_in_context(model, tokenizer, TEST, TRAIN, scoring=scoring, **settings)
+        assert actual.predictions == expected
 
 
 def test_bad_input(tokenizer: Any) -> None:
