@@ -34,10 +34,12 @@ from otloss._checks import (
 from otloss._kernels import is_small, may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 from otloss.costs.distances import by_problems, distances, suit_products
+from otloss.costs.gaussian_sums import LEAST_PAIRS, MOST_AXES, GaussianSums
 
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
 _KERNEL_METRICS = METRICS[:3]
+_GRADIENT_SHARE = {torch.float32: 1e-6, torch.float64: 1e-10}  # of the sums that gradients through a grid are off by
 _MANY_COORDINATES = 2**13  # of the smaller cloud, from which products are the faster way to gradients
 
 
@@ -212,15 +214,32 @@ class PointCost(Cost):
         width = epsilon.unsqueeze(-1) if isinstance(epsilon, Tensor) else epsilon
         a, b = f + width * log_p, g + width * log_q
         by_points: dict[int, Tensor] = {}
-        for points, others, mine, theirs in ((self.x, self.y, a, b), (self.y, self.x, b, a)):
+        sums = None
+        if a.dim() == b.dim() == 1:
+            sums = self.sums_near(f, g, epsilon=float(epsilon), share=_GRADIENT_SHARE[self.dtype])
+        for points, others, mine, theirs, through_grid in (
+            (self.x, self.y, a, b, sums), (self.y, self.x, b, a, None if sums is None else sums.T)
+        ):  # fmt: skip
             if points.requires_grad:
-                gradient = gradients_in_x(
-                    points, others, mine, theirs,
-                    epsilon=epsilon, metric=str(self.metric), orders=self._orders_of(points, others),
-                )  # fmt: skip
+                gradient = None if through_grid is None else through_grid.gradients_in_x(mine, theirs)
+                if gradient is None:
+                    gradient = gradients_in_x(
+                        points, others, mine, theirs,
+                        epsilon=epsilon, metric=str(self.metric), orders=self._orders_of(points, others),
+                    )  # fmt: skip
                 gradient = (gradient * upstream[..., None, None].to(gradient)).sum_to_size(points.shape)
                 by_points[id(points)] = by_points[id(points)] + gradient if id(points) in by_points else gradient
         return tuple(by_points[id(t)] for t in parameters)
+
+    def sums_near(
+        self, f: Float[Tensor, " n"], g: Float[Tensor, " m"], *, epsilon: float, share: float, is_bound: bool = True
+    ) -> GaussianSums | None:
+        """Return soft minima through a grid (`GaussianSums.of`); None where this one does it in less time, or must."""
+        if self.metric != "sqeuclidean" or self.x.dim() != 2 or self.y.dim() != 2 or not may_run_on(self.x, self.y):
+            return None
+        if self.x.shape[1] > MOST_AXES or self.shape[0] * self.shape[1] < LEAST_PAIRS:
+            return None
+        return GaussianSums.of(self.x.detach(), self.y.detach(), f, g, epsilon=epsilon, share=share, is_bound=is_bound)
 
     def largest(self) -> Float[Tensor, "*batch"]:
         """Return a bound of the largest cost, from the boxes around the clouds, per problem and without a graph."""

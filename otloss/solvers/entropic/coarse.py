@@ -25,7 +25,8 @@ off by (M^2 - M) e / 2, an eighth of e at most: nothing else is needed there.
 
 The start comes from the clusters too. While the error is large, soft minima leave out pairs of points that together
 contribute a smaller share of a sum than the error. The potentials that are returned, and their error, come from soft
-minima over all pairs.
+minima over all pairs; or, for squared distances between clouds so large that it saves time, through a grid
+(`costs.gaussian_sums`), and then the bound of what these sums are off by is a part of the error.
 
 Sources: J. Feydy, Geometric Data Analysis, Beyond Convolutions, 2020, for the start; D. Anderson, Iterative Procedures
 for Nonlinear Integral Equations, 1965.
@@ -46,6 +47,7 @@ from torch.nn.functional import interpolate, pad
 
 from otloss._kernels import may_run_on
 from otloss.costs import GridCost, PointCost
+from otloss.costs.gaussian_sums import GaussianSums, OutOfRangeError
 from otloss.solvers.convergence import level_of_the_caller
 from otloss.solvers.entropic.log_domain import (
     STAGE_FACTOR,
@@ -79,6 +81,9 @@ MOST_COARSENING = 32.0  # of epsilon, for problems that the numba kernel can sol
 CLUSTER_RIDGE = 1e-9
 DEPTH = 5  # of Anderson's acceleration
 STAGE_TOLERANCE = 0.1
+# Sums through a grid: the share that they may be off by, over the tolerance and over the error so far, the factor by
+# which it falls at once, and the tolerance of a search with them, whose last updates have a bound.
+GRID_SHARE, GRID_SHARE_OF_ERROR, GRID_STEP, GRID_MARGIN = 0.1, 1e-2, 30.0, 0.5
 LEFT_OUT = 1.0  # times the last error: the largest share of a sum that an iteration may leave out
 RESTART_FACTOR = 2.0  # times the least error: above it the acceleration forgets its history
 SLOW_ITERATIONS = 20  # without halving the error, after which a search ends
@@ -198,7 +203,7 @@ def search_from_clusters(problem: Problem, solve: Solver, goal: Goal, *, only_re
     clusters = _Clusters.of(flat, solve, symmetric=goal.symmetric)
     if clusters is None or (only_resolved and clusters.epsilon > MOST_COARSENING * float(flat.epsilon)):
         return None
-    search = _ClusterSearch(flat, clusters, symmetric=goal.symmetric)
+    search = _ClusterSearch(flat, clusters, symmetric=goal.symmetric, share=GRID_SHARE * goal.tolerance)
     *stages, last = _steps(float(flat.epsilon), clusters.epsilon)
     for epsilon in stages:
         left = goal.most - 1 - search.iterations
@@ -206,13 +211,13 @@ def search_from_clusters(problem: Problem, solve: Solver, goal: Goal, *, only_re
     search.run(last, tolerance=goal.tolerance, most=goal.most - search.iterations)
     if search.best is None:
         return None
-    # Updates with all that counts: the search has left out more, and light bins hardly count in the error.
-    f = search.sweep.f_from(search.best)
-    error = search.sweep.error(search.best, search.sweep.g_from(f), search.sweep.log_q)
+    f, g, error = search.last_updates()
+    if float(error) > goal.tolerance and not search.by_pairs and search.iterations < goal.most:
+        search.with_bound = True  # sums without one were off by more than they were meant to
+        search.run(last, tolerance=goal.tolerance, most=goal.most - search.iterations)
+        f, g, error = search.last_updates()
     counted = torch.full(problem.batch, search.iterations, dtype=torch.int64, device=f.device)
-    return SearchResult(
-        f.expand(problem.p.shape), search.best.expand(problem.q.shape), error.expand(problem.batch), counted
-    )
+    return SearchResult(f.expand(problem.p.shape), g.expand(problem.q.shape), error.expand(problem.batch), counted)
 
 
 def _steps(last: float, first: float) -> list[float]:
@@ -231,6 +236,7 @@ class _Clusters:
         epsilon: that of the problem, or larger.
         f: potential of the clusters of p; log_p (K,) their weights.
         cost: from the points of q to the clusters of p.
+        f_of_points: potential of the points of p.
         members, of_members: the points of q with mass, and the cluster of each.
         q: weights of the clusters of q.
         rows: the plan between clusters with rows scaled to one.
@@ -242,6 +248,7 @@ class _Clusters:
     f: Float[Tensor, " K"]
     log_p: Float[Tensor, " K"]
     cost: PointCost
+    f_of_points: Float[Tensor, " n"]
     members: Int[Tensor, " with_mass"]
     of_members: Int[Tensor, " with_mass"]
     q: Float[Tensor, " L"]
@@ -280,7 +287,8 @@ class _Clusters:
         factor = None if symmetric else _factor(p.sqrt().unsqueeze(-1) * rows / scale, scale)
         if factor is None and not symmetric:
             return None
-        return _Clusters(epsilon, f, p.log(), to_points, members, of_members, q, rows, scale, factor)
+        f_of_points = PointCost(x, among.y, metric=cost.metric).softmin(g + epsilon * q.log(), epsilon)
+        return _Clusters(epsilon, f, p.log(), to_points, f_of_points, members, of_members, q, rows, scale, factor)
 
     def potential_of_points(self, f: Tensor) -> Tensor:
         """The potential of the points of q that one of the clusters of p gives."""
@@ -325,15 +333,19 @@ def grouped(points: Tensor, weights: Tensor, count: int) -> tuple[Tensor, Tensor
 class _ClusterSearch:
     """Iterations with the correction of the clusters, at one epsilon after another."""
 
-    def __init__(self, problem: Problem, clusters: _Clusters, *, symmetric: bool) -> None:
-        self.clusters, self.symmetric = clusters, symmetric
+    def __init__(self, problem: Problem, clusters: _Clusters, *, symmetric: bool, share: float) -> None:
+        self.clusters, self.symmetric, self.share = clusters, symmetric, share
         self.sweep, self.iterations = Sweep.of(problem), 0
         self.at_rest = clusters.potential_of_points(clusters.f)
-        self.g = self.at_rest.double()
+        self.f, self.g = clusters.f_of_points.double(), self.at_rest.double()
         self.best: Tensor | None = None  # g
+        self.sums: GaussianSums | None = None
+        self.by_pairs = False  # where sums through a grid take longer, or are not for this problem
+        self.with_bound = False  # whether all sums through a grid have one, and not those of the last updates alone
 
     def run(self, epsilon: float, *, tolerance: float, most: int) -> None:
         self.sweep = self.sweep.at(self.g.new_tensor(epsilon))
+        self.sums, self.by_pairs = None, False
         weights = self.sweep.log_q.exp()
         history = _Anderson(weights.sqrt())
         least, halved, since = float("inf"), float("inf"), 0
@@ -343,8 +355,8 @@ class _ClusterSearch:
             self.iterations += 1
             off = float(error)
             if off < least:
-                least, self.best = off, updated
-            if not off > tolerance:
+                least, self.best, self.f = off, updated, f
+            if not off > (tolerance if self.by_pairs else GRID_MARGIN * tolerance):
                 break
             since += 1
             if off <= halved / 2:
@@ -353,7 +365,7 @@ class _ClusterSearch:
                 break
             if off > RESTART_FACTOR * least:
                 history.clear()
-            if off < self._rounding(epsilon) and self._widen():
+            if self.by_pairs and off < self._rounding(epsilon) and self._widen():
                 history.clear()
             if self.symmetric:
                 step = (f + updated) / 2 - self.g
@@ -364,15 +376,56 @@ class _ClusterSearch:
         if self.best is not None:
             self.g = self.best
 
-    def _updates(self, left_out: float) -> tuple[Tensor, Tensor]:
-        """f and then g, without pairs that add up to less than this share of a sum."""
-        sweep = self.sweep
+    def _updates(self, least: float) -> tuple[Tensor, Tensor]:
+        """f and then g, up to a share of the sums that is small beside the least error so far."""
+        if not self.by_pairs:
+            share = self.share if self.with_bound else max(self.share, GRID_SHARE_OF_ERROR * min(least, 1.0))
+            if self.sums is None or share < self.sums.share / GRID_STEP:
+                self.sums = None  # so that its memory is free
+                self.sums = self._through_grid(self.f, self.g, share, is_bound=self.with_bound)
+            updates = None if self.sums is None else self._updates_of(self.sums, self.g)
+            if updates is not None:
+                return updates
+            self.by_pairs = True
+        sweep, left_out = self.sweep, LEFT_OUT * min(least, 1.0)
         there, back = sweep.problem.cost, sweep.transposed
         assert isinstance(there, PointCost)
         assert isinstance(back, PointCost)
         epsilon = sweep.epsilon.squeeze(-1)
         f = there.softmin(self.g + sweep.epsilon * sweep.log_q, epsilon, left_out=left_out)
         return f, back.softmin(f + sweep.epsilon * sweep.log_p, epsilon, left_out=left_out)
+
+    def _through_grid(self, f: Tensor, g: Tensor, share: float, *, is_bound: bool) -> GaussianSums | None:
+        cost = self.sweep.problem.cost
+        assert isinstance(cost, PointCost)
+        return cost.sums_near(f, g, epsilon=float(self.sweep.epsilon), share=share, is_bound=is_bound)
+
+    def _updates_of(self, sums: GaussianSums, g: Tensor) -> tuple[Tensor, Tensor] | None:
+        sweep = self.sweep
+        try:
+            f = sums.softmin(g + sweep.epsilon * sweep.log_q)
+            return f, sums.T.softmin(f + sweep.epsilon * sweep.log_p)
+        except OutOfRangeError:
+            return None
+
+    def last_updates(self) -> tuple[Tensor, Tensor, Tensor]:
+        """f, from the best g, that g, and their error, with all that counts.
+
+        The search has left out more, and light bins hardly count in the error.
+        """
+        sweep, g = self.sweep, self.best
+        assert g is not None
+        self.sums = None
+        sums = None if self.by_pairs else self._through_grid(self.f, g, self.share, is_bound=True)
+        updates = None if sums is None else self._updates_of(sums, g)
+        if updates is not None:
+            # The bound is that of sums between f and g as they were.
+            moved = sum(float((new - old).abs().amax()) for new, old in zip(updates, (self.f, g), strict=True))
+            if moved <= float(sweep.epsilon):
+                bound = self.share * math.exp(moved / float(sweep.epsilon))
+                return updates[0], g, sweep.error(g, updates[1], sweep.log_q) + bound
+        f = sweep.f_from(g)
+        return f, g, sweep.error(g, sweep.g_from(f), sweep.log_q)
 
     def _rounding(self, epsilon: float) -> float:
         spread = float(self.g.amax() - self.g.amin())

@@ -1,0 +1,369 @@
+"""Soft minima of squared distances between large clouds in up to three dimensions, through a regular grid.
+
+With s^2 = eps / 2 the kernel exp(-|x - y|^2 / eps) is a Gaussian of width s. It is a convolution of three of widths
+t, s' and t, where t = s / 2 and s'^2 = s^2 - 2 t^2, and sums over a grid of spacing h stand for both integrals:
+
+    exp(-|x - y|^2 / 2 s^2) = c sum_z sum_z' exp(-|x - z|^2 / 2 t^2 - |z - z'|^2 / 2 s'^2 - |z' - y|^2 / 2 t^2)
+
+1. from the points y to the nodes z', whose sums are kept as logarithms
+2. between nodes, one axis after the other (`GridCost`)
+3. from the nodes z to the points x; the mean of z, with these weights, is x + (T(x) - x) t^2 / s^2, with T(x) the
+   barycentric projection, which the gradient is made of
+
+The summand is a Gaussian of the nodes with the variance v = t^2 (1 - t^2 / s^2) in z and in z', so the sums are off by
+the share 4 exp(-2 pi^2 v / h^2) per axis (Poisson's summation formula), however far x and y are from each other.
+Potentials over eps differ by hundreds, where the absolute error of a fast Gauss transform would be far too large.
+
+Points are taken in blocks that lie in small boxes, with a box of nodes each. What lies outside is bounded: P = exp((f +
+g - C) / eps), the density of the plan, sums to 1 over the weights of either side, and so a pair of blocks counts with
+at most the largest P between them. In z it is a Gaussian around x + (y - x) t^2 / s^2. With |x|^2 and |y|^2 added to
+the potentials, centres a, b and half widths d, e of the boxes,
+
+    eps log P <= max_x (f - |x|^2 + 2 x.b) + max_y (g - |y|^2 + 2 a.y) - 2 a.b + 2 d.e
+
+Inside a block the exponents are taken relative to a linear function of z, from the mean of T(x) - x, so that what
+counts is in range.
+
+Sources: L. Greengard, J. Strain, The Fast Gauss Transform, 1991; L. Trefethen, J. Weideman, The Exponentially
+Convergent Trapezoidal Rule, 2014.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from otloss.costs.grid import GridCost
+
+MOST_AXES, LEAST_PAIRS = 3, 2**22
+RATIO = 0.5  # t / s
+LEAST_POINTS, MOST_POINTS, BLOCKS = 128, 512, 1024  # in a block, for about so many blocks
+TOGETHER = 4  # blocks in one product
+MOST_NODES = 2**22
+MOST_PEAK = 20.0  # log P between potentials that are no solution yet may be larger: its excess does not count
+PAIRS_AT_ONCE = 2**20
+# Exponents within a block, of factors and of weights: together below, float64 could lose what counts.
+LEAST_EXPONENT, LEAST_WEIGHT = -600.0, -100.0
+# Nanoseconds of a soft minimum: per pair of the sum over pairs (an estimate from blocks counts half of them); through
+# the grid per point, per point and pair of axes of its box, per node of a box, and per node of the grid and cell of its
+# axes, by products or in logarithms. `GAIN` is for the time of making the sums.
+PER_PAIR, PER_POINT, PER_ENTRY, PER_BOX_NODE, PER_NODE, PER_LOG_NODE = 3.2, 350.0, 1.1, 12.0, 0.16, 2.0
+GAIN = 0.7
+
+
+class OutOfRangeError(ArithmeticError):
+    """Numbers within a block differ by more than float64 holds."""
+
+
+@dataclass(frozen=True)
+class _Cloud:
+    """One cloud in blocks, around its mean.
+
+    Attributes:
+        points: (blocks, points, 3); the last block is filled with copies, missing axes with zeros.
+        centre, half: (blocks, 3), of their boxes.
+    """
+
+    order: Int[Tensor, " n"]
+    points: Float[Tensor, "blocks points 3"]
+    mean: Float[Tensor, " d"]
+    centre: Float[Tensor, "blocks 3"]
+    half: Float[Tensor, "blocks 3"]
+
+    @staticmethod
+    def of(x: Tensor) -> _Cloud:
+        from otloss._kernels.points import order_of
+
+        count = min(MOST_POINTS, max(LEAST_POINTS, len(x) // BLOCKS))
+        order, mean = order_of(x, (count,)), x.detach().double().mean(0)
+        points = torch.nn.functional.pad(x.detach().double()[order] - mean, (3 - x.shape[1], 0))
+        points = _in_blocks(points, points[-1], count)
+        low, high = points.amin(1), points.amax(1)
+        return _Cloud(order, points, mean, (low + high) / 2, (high - low) / 2)
+
+    def blocks_of(self, values: Tensor, filling: float) -> Float[Tensor, "blocks points"]:
+        values = values.detach().double()[self.order]
+        return _in_blocks(values, values.new_tensor(filling), self.points.shape[1])
+
+    def largest_sums(self, potential: Tensor, centres: Tensor) -> Float[Tensor, "blocks others"]:
+        """max over the points of a block of potential + 2 x.b."""
+        columns = torch.cat([centres.T * 2, torch.ones_like(centres.T[:1])])
+        step = max(1, PAIRS_AT_ONCE // (self.points.shape[1] * len(centres)))
+        rows = torch.cat([self.points, potential.unsqueeze(-1)], -1).split(step)
+        return torch.cat([(x @ columns).amax(1) for x in rows])
+
+    def restored(self, values: Tensor) -> Tensor:
+        """Values of blocks (blocks, points, ...) in the order of the points."""
+        flat = values.flatten(0, 1)[: len(self.order)]
+        return torch.empty_like(flat).index_copy_(0, self.order, flat)
+
+
+def _in_blocks(values: Tensor, filling: Tensor, count: int) -> Tensor:
+    lacking = -len(values) % count
+    values = torch.cat([values, filling.expand(lacking, *values.shape[1:])])
+    return values.reshape(-1, count, *values.shape[1:])
+
+
+@dataclass(frozen=True)
+class _Blocks:
+    """Some blocks with boxes of one size.
+
+    Attributes:
+        index: which blocks they are.
+        boxes: their slices of the grid.
+        nodes: the coordinates of their nodes, per axis (blocks, nodes).
+        factors: exp(-(z - x - u)^2 / 2 t^2) per axis, (blocks, points, nodes), with u the mean of z - x.
+        tilts: u z / t^2, which the factors lack, per axis (blocks, nodes).
+    """
+
+    index: Tensor
+    boxes: list[tuple[slice, ...]]
+    nodes: list[Tensor]
+    factors: list[Tensor]
+    tilts: list[Tensor]
+
+    def tilt(self, room: _Room, start: Tensor | None = None) -> Float[Tensor, "blocks i j k"]:
+        """The tilt at the nodes, or `start` (blocks,) minus it."""
+        first, second, third = self.tilts
+        plane = first.unsqueeze(-1) + second.unsqueeze(1)
+        if start is not None:
+            plane, third = start[self.index, None, None] - plane, -third
+        out = room.array("tilt", (*plane.shape, third.shape[1]))
+        return torch.add(plane.unsqueeze(-1), third[:, None, None], out=out)
+
+    def planes(self, first: Tensor, room: _Room) -> Float[Tensor, "blocks points ij"]:
+        """The products of the factors of the first two axes, those of the first (blocks, points, i) as given."""
+        second = self.factors[1]
+        out = room.array("planes", (*first.shape, second.shape[-1]))
+        return torch.mul(first.unsqueeze(-1), second.unsqueeze(-2), out=out).flatten(2)
+
+
+class _Room:
+    """Memory of arrays that are used for one step after the other: new arrays would cost more than their sums."""
+
+    def __init__(self) -> None:
+        self._arrays: dict[str, Tensor] = {}
+
+    def array(self, name: str, shape: Sequence[int]) -> Tensor:
+        size = math.prod(shape)
+        if name not in self._arrays or self._arrays[name].numel() < size:
+            self._arrays[name] = torch.empty(size, dtype=torch.float64)
+        return self._arrays[name][:size].view(shape)
+
+
+@dataclass(frozen=True)
+class _Side:
+    """A cloud and the boxes of nodes of its blocks; `constant` (blocks, points) is what factors and tilts lack."""
+
+    cloud: _Cloud
+    blocks: list[_Blocks]
+    constant: Tensor
+
+    @staticmethod
+    def of(cloud: _Cloud, first: Tensor, sizes: Tensor, low: Tensor, h: float, cells: Tensor, t: float) -> _Side:
+        u = low + h * (first + (sizes.double() - 1) / 2) - cloud.centre
+        u = torch.where(cells > 1, u, 0.0)
+        constant = ((u.unsqueeze(1) * cloud.points).sum(-1) + u.square().sum(-1, keepdim=True) / 2) / t**2
+        blocks = []
+        for index in sizes.prod(-1).argsort().split(TOGETHER):
+            size = sizes[index].amax(0)
+            start = torch.minimum(first[index], cells - size)
+            boxes = [tuple(slice(a, a + b) for a, b in zip(at, size.tolist(), strict=True)) for at in start.tolist()]
+            nodes, factors, tilts = [], [], []
+            for k in range(3):
+                z = low[k] + h * (start[:, k, None] + torch.arange(int(size[k]))).double()
+                apart = z.unsqueeze(1) - (cloud.points[index, :, k] + u[index, None, k]).unsqueeze(-1)
+                nodes.append(z)
+                factors.append(apart.square_().mul_(-0.5 / t**2).exp_())
+                tilts.append(u[index, k, None] * z / t**2)
+            blocks.append(_Blocks(index, boxes, nodes, factors, tilts))
+        return _Side(cloud, blocks, constant)
+
+    def to_nodes(self, logs: Float[Tensor, " n"], cells: tuple[int, ...]) -> Tensor:
+        """log sum_j exp(logs_j - |z - y_j|^2 / 2 t^2) at the nodes."""
+        logs = self.cloud.blocks_of(logs, -torch.inf) + self.constant
+        top = logs.amax(1, keepdim=True)
+        logs = logs - top.masked_fill(top == -torch.inf, 0.0)
+        if bool(((logs < LEAST_WEIGHT) & (logs > -torch.inf)).any()):
+            raise OutOfRangeError
+        weights, top, room = logs.exp_(), top.squeeze(-1), _Room()
+        highest = torch.full(cells, torch.finfo(torch.float64).min, dtype=torch.float64)
+        for blocks in self.blocks:
+            for box, part in zip(blocks.boxes, blocks.tilt(room, top), strict=True):
+                torch.maximum(highest[box], part, out=highest[box])
+        total = torch.zeros_like(highest)
+        for blocks in self.blocks:
+            planes = blocks.planes(blocks.factors[0] * weights[blocks.index].unsqueeze(-1), room)
+            scale = blocks.tilt(room, top)
+            sums = room.array("sums", (len(planes), planes.shape[2], scale.shape[3]))
+            torch.bmm(planes.mT, blocks.factors[2], out=sums)
+            for box, part, below in zip(blocks.boxes, sums.view(scale.shape), scale, strict=True):
+                total[box] += below.sub_(highest[box]).exp_().mul_(part)
+        return total.log_().add_(highest)
+
+    def from_nodes(self, logs: Tensor, *, with_means: bool = False) -> tuple[Tensor, Tensor | None]:
+        """log sum_z exp(logs_z - |x - z|^2 / 2 t^2) at the points, and the mean of z - x with these weights."""
+        out, room = torch.empty_like(self.constant), _Room()
+        means = torch.empty_like(self.cloud.points) if with_means else None
+        for blocks in self.blocks:
+            terms = blocks.tilt(room)
+            for box, part in zip(blocks.boxes, terms, strict=True):
+                torch.sub(logs[box], part, out=part)
+            top = terms.amax((1, 2, 3), keepdim=True)
+            terms = terms.sub_(top).exp_().flatten(1, 2)
+            planes = blocks.planes(blocks.factors[0], room)
+            lines = room.array("lines", blocks.factors[2].shape)
+            torch.bmm(planes, terms, out=lines).mul_(blocks.factors[2])  # of the last axis
+            total = lines.sum(-1)
+            if not bool((total > math.exp(LEAST_EXPONENT)).all()):
+                raise OutOfRangeError
+            out[blocks.index] = total.log().add_(top[:, 0, 0])
+            if means is not None:
+                by_plane = room.array("by_plane", planes.shape)
+                torch.bmm(blocks.factors[2], terms.mT, out=by_plane).mul_(planes)
+                by_axes = by_plane.view(*total.shape, len(blocks.nodes[0][0]), -1)
+                for k, shares in enumerate((by_axes.sum(-1), by_axes.sum(-2), lines)):
+                    means[blocks.index, :, k] = (shares @ blocks.nodes[k].unsqueeze(-1)).squeeze(-1) / total
+        if means is not None:
+            means = self.cloud.restored(means - self.cloud.points)
+        return self.cloud.restored(out + self.constant), means
+
+
+@dataclass(frozen=True)
+class GaussianSums:
+    """Soft minima between two clouds near the potentials that it was made for, to a stated share of each sum.
+
+    Attributes:
+        share: what a sum is off by at most, at the potentials that this was made for.
+    """
+
+    rows: _Side
+    columns: _Side
+    grid: GridCost
+    epsilon: float
+    share: float
+
+    @staticmethod
+    def of(
+        x: Float[Tensor, "n d"], y: Float[Tensor, "m d"], f: Float[Tensor, " n"], g: Float[Tensor, " m"], *,
+        epsilon: float, share: float, is_bound: bool = True,
+    ) -> GaussianSums | None:  # fmt: skip
+        """Return the sums for these potentials, or None where sums over pairs of points take less time.
+
+        Without `is_bound` the share is an estimate, from the mean potential of a block in place of a bound, and the
+        boxes are smaller.
+        """
+        one = _Cloud.of(x)
+        other = one if y is x else _Cloud.of(y)
+        log_p, pairs = _densities(one, other, f, g, epsilon, share, is_bound=is_bound)
+        if GAIN * PER_PAIR * pairs < PER_POINT * (len(x) + len(y)):
+            return None
+        s, d = math.sqrt(epsilon / 2), x.shape[1]
+        width = RATIO * s * math.sqrt(1 - RATIO**2)
+        h = math.pi * width * math.sqrt(2 / math.log(10 * d / share))
+        cut = math.log(4 * d / share)
+        ranges = [_ranges(one, other, log_p, width, cut), _ranges(other, one, log_p.T, width, cut)]
+        axes = torch.arange(3) >= 3 - d
+        low = torch.where(axes, torch.minimum(ranges[0][0].amin(0), ranges[1][0].amin(0)), 0.0)
+        first = [torch.where(axes, (ends[0] - low) / h, 0.0).floor().long() for ends in ranges]
+        last = [torch.where(axes, (ends[1] - low) / h, 0.0).ceil().long() for ends in ranges]
+        cells = torch.maximum(last[0].amax(0), last[1].amax(0)) + 1
+        sizes = [end - start + 1 for start, end in zip(first, last, strict=True)]
+        furthest = max(float((size * (h / (2 * RATIO * s))).square().sum(-1).amax()) / 2 for size in sizes)
+        if math.prod(cells.tolist()) > MOST_NODES or furthest > -LEAST_EXPONENT:
+            return None
+        grid = GridCost(cells.tolist(), spacing=h).to(torch.float64)
+        if _nanoseconds((one, other), sizes, grid, epsilon) > GAIN * PER_PAIR * pairs:
+            return None
+        rows, columns = (
+            _Side.of(cloud, start, size, low, h, cells, RATIO * s)
+            for cloud, start, size in zip((one, other), first, sizes, strict=True)
+        )
+        return GaussianSums(rows, columns, grid, epsilon, share)
+
+    @property
+    def T(self) -> GaussianSums:  # noqa: N802
+        """The sums of the other direction."""
+        return replace(self, rows=self.columns, columns=self.rows)
+
+    def softmin(self, potential: Float[Tensor, " m"]) -> Float[Tensor, " n"]:
+        """Return -eps log sum_j exp((potential_j - |x_i - y_j|^2) / eps).
+
+        Raises:
+            OutOfRangeError: where float64 is too narrow.
+        """
+        return self._softmin(potential, with_means=False)[0]
+
+    def gradients_in_x(self, a: Float[Tensor, " n"], b: Float[Tensor, " m"]) -> Float[Tensor, "n d"] | None:
+        """Return sum_j P_ij dC_ij / dx_i at fixed P, P_ij = exp((a_i + b_j - C_ij) / epsilon); None out of range."""
+        try:
+            out, means = self._softmin(b, with_means=True)
+        except OutOfRangeError:
+            return None
+        assert means is not None
+        mass = ((a.double() - out) / self.epsilon).exp()
+        apart = self.rows.cloud.mean - self.columns.cloud.mean
+        return 2 * mass.unsqueeze(-1) * (apart - means[:, 3 - len(apart) :] / RATIO**2)
+
+    def _softmin(self, potential: Tensor, *, with_means: bool) -> tuple[Tensor, Tensor | None]:
+        # |x - y|^2 = |x'|^2 - 2 x'.y' + |y'|^2 + 2 a.(x' - y') + |a|^2, for points around their means, apart by a.
+        apart = self.rows.cloud.mean - self.columns.cloud.mean
+        along = [
+            2 * side.cloud.restored(side.cloud.points)[:, 3 - len(apart) :] @ apart
+            for side in (self.rows, self.columns)
+        ]
+        logs = self.columns.to_nodes((potential.double() + along[1]) / self.epsilon, self.grid.cells)
+        width = self.epsilon * (1 - 2 * RATIO**2)  # 2 s'^2
+        logs = -self.grid.softmin(logs.flatten() * width, width).reshape(logs.shape) / width
+        sums, means = self.rows.from_nodes(logs, with_means=with_means)
+        h, t = self.grid.spacing[0], RATIO * math.sqrt(self.epsilon / 2)
+        log_c = len(apart) * (math.log(h**2 / (2 * math.pi * t**2)) - math.log(1 - 2 * RATIO**2) / 2)
+        return along[0] + apart.square().sum() - self.epsilon * (sums + log_c), means
+
+
+def _densities(
+    one: _Cloud, other: _Cloud, f: Tensor, g: Tensor, epsilon: float, share: float, *, is_bound: bool
+) -> tuple[Tensor, float]:
+    """log P between blocks, its largest or about its mean, and about how many pairs of points count."""
+    d, apart = len(one.mean), one.mean - other.mean
+    f = one.blocks_of(f, -torch.inf) - 2 * one.points[..., 3 - d :] @ apart - one.points.square().sum(-1)
+    g = other.blocks_of(g, -torch.inf) + 2 * other.points[..., 3 - d :] @ apart - other.points.square().sum(-1)
+    between = 2 * one.centre @ other.centre.T + apart.square().sum()
+    # The last block has copies of a point, which would change a mean, for a potential of -inf.
+    mean_f, mean_g = (h.masked_fill(h == -torch.inf, torch.nan).nanmean(1) for h in (f, g))
+    log_p = (mean_f.unsqueeze(1) + mean_g + between - 2 * apart.square().sum()) / epsilon
+    pairs = (
+        len(one.order) * len(other.order) * float((log_p > math.log(share / (4 * len(other.order)))).double().mean())
+    )
+    if is_bound:
+        log_p = one.largest_sums(f, other.centre) + other.largest_sums(g, one.centre).T - between
+        log_p = (log_p + 2 * one.half @ other.half.T) / epsilon
+    return log_p, pairs
+
+
+def _ranges(one: _Cloud, other: _Cloud, log_p: Tensor, width: float, cut: float) -> tuple[Tensor, Tensor]:
+    """The least and the largest z of each block between which all lies but a share exp(-cut), (blocks, 3) each."""
+    peak = log_p.amax(1, keepdim=True)
+    reach = (2 * (log_p - (peak - peak.clamp(0.0, MOST_PEAK)) + cut)).clamp_(min=0.0).sqrt_().mul_(width)
+    nothing = reach == 0
+    ends = []
+    for sign in (-1, 1):
+        others = RATIO**2 * (other.centre * sign + other.half)
+        furthest = [(others[:, k] + reach).masked_fill(nothing, -torch.inf).amax(1) for k in range(3)]
+        ends.append((1 - RATIO**2) * (one.centre + sign * one.half) + sign * torch.stack(furthest, -1))
+    return ends[0], ends[1]
+
+
+def _nanoseconds(clouds: Sequence[_Cloud], sizes: Sequence[Tensor], grid: GridCost, epsilon: float) -> float:
+    """An estimate of the time of a soft minimum."""
+    in_logs = epsilon * (1 - 2 * RATIO**2) < grid.least_epsilon_for_products
+    work = (PER_LOG_NODE if in_logs else PER_NODE) * math.prod(grid.cells) * sum(grid.cells)
+    for cloud, size in zip(clouds, sizes, strict=True):
+        planes, nodes = float((size[:, 0] * size[:, 1]).sum()), float(size.prod(-1).sum())
+        work += PER_POINT * len(cloud.order) + PER_ENTRY * cloud.points.shape[1] * planes + PER_BOX_NODE * nodes
+    return work
