@@ -116,7 +116,7 @@ test_invalid_names_raise = raising(
         ("dft:2", "expected one of"), ("gem:0", "beta is 0.0"), ("mle+smoothing:2", "epsilon is 2.0"),
         ("mle+smoothing", "'' is not a number, expected one behind '[+]smoothing:'"), ("gem:x", "as in gem:0.5"),
         ("smoothing:0.1", "expected one of"),
-    call=lambda text: parse_objective(text),
+    call=parse_objective,
 )  # fmt: skip
 
 

@@ -97,7 +97,7 @@ test_invalid_embeddings = raising(
     (torch.ones(3, 2, dtype=torch.long), TypeError, "int64"),
     (torch.full((3, 2), torch.nan), ValueError, "row 0"),
     ([[1.0]], TypeError, "list"),
-    call=lambda embedding: EmbeddingCost(embedding),
+    call=EmbeddingCost,
 )
 
 
