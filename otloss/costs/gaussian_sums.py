@@ -53,7 +53,7 @@ LEAST_EXPONENT, LEAST_WEIGHT = -600.0, -100.0
 # the grid per point, per point and pair of axes of its box, per node of a box, and per node of the grid and cell of its
 # axes, by products or in logarithms. `GAIN` is for the time of making the sums.
 PER_PAIR, PER_POINT, PER_ENTRY, PER_BOX_NODE, PER_NODE, PER_LOG_NODE = 3.2, 350.0, 1.1, 12.0, 0.16, 2.0
-GAIN = 0.7
+GAIN = 0.45
 
 
 class OutOfRangeError(ArithmeticError):

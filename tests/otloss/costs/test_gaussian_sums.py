@@ -9,7 +9,7 @@ from torch import Tensor
 import otloss
 from otloss.costs import PointCost
 
-N, M, BLUR = 2400, 1800, {1: 0.05, 2: 0.1, 3: 0.2}
+N, M, BLUR = 2400, 1800, {1: 0.05, 2: 0.1, 3: 0.3}
 SHARE = 1e-6
 
 
