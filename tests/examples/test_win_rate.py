@@ -12,35 +12,32 @@ pytest.importorskip("transformers")
 
 import data
 import torch
+import transformers
 
+from otloss_llm.data.blocks import train_bpe_tokenizer
 from tests.otloss_llm.conftest import Tiny, tiny  # noqa: F401  # a fixture
 
 SCRIPT = runpy.run_path(str(Path(__file__).parents[2] / "examples/win_rate.py"))
 
 
-def test_a_win_needs_both_orders(tmp_path: Path) -> None:
-    from otloss_llm.data.blocks import train_bpe_tokenizer
+class Judge(transformers.GPT2LMHeadModel):
+    """Prefers "good", and otherwise position A."""
 
-    tokenizer = train_bpe_tokenizer(["a"], 257)
-    calls = []
+    def forward(self, input_ids: Any, **_: Any) -> Any:
+        logits = torch.zeros(*input_ids.shape, self.config.vocab_size)
+        for row, ids in zip(logits, input_ids, strict=True):
+            a, b = ("good" in part for part in self.tokenizer.decode(ids).split("A: ")[1].split("B: "))
+            row[:, self.tokenizer("B" if b and not a else "A")["input_ids"]] = 5.0
+        return SimpleNamespace(logits=logits)
 
-    def judge_rows(judge: Any, rows: Any, *, prefix_lengths: Any, **settings: Any) -> Any:
-        """Prefers "good", and otherwise position A."""
-        nll = []
-        for row, prefix in zip(rows, prefix_lengths, strict=True):
-            text = tokenizer.decode(row)
-            calls.append(tokenizer.decode(row[prefix:]))
-            a, b = ("good" in part for part in text.split("A: ")[1].split("B: "))
-            nll.append(float(text.endswith("B") != (b and not a)))
-        return SimpleNamespace(nll=torch.tensor(nll))
 
-    SCRIPT["judge_pairs"].__globals__["sequence_nll"] = judge_rows
-    judge = SimpleNamespace(config=SimpleNamespace(max_position_embeddings=200))
+def test_a_win_needs_both_orders() -> None:
+    judge = Judge(transformers.GPT2Config(vocab_size=257, n_positions=200, n_embd=4, n_layer=1, n_head=1))
+    tokenizer = judge.tokenizer = train_bpe_tokenizer(["a"], 257)
     pairs = [("good", "bad"), ("bad", "good"), ("bad", "worse"), ("good", "bad"), ("x" * 200, "y")]
     first, second = zip(*pairs, strict=True)
     found = SCRIPT["judge_pairs"](judge, tokenizer, ["?"] * 5, first, second, 4)
     assert (found.wins, found.ties, found.losses, found.left_out) == (2, 1, 1, 1)
-    assert set(calls) == {"A", "B"}
     assert found.rate == pytest.approx(2.5 / 4)
     assert found.standard_error == pytest.approx(torch.tensor([1, 0, 0.5, 1]).std().item() / 2)
     assert found.for_a == pytest.approx(5 / 8)
