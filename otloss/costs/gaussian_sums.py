@@ -45,7 +45,9 @@ RATIO = 0.5  # t / s
 LEAST_POINTS, MOST_POINTS, BLOCKS = 128, 512, 1024  # in a block, for about so many blocks
 TOGETHER = 4  # blocks in one product
 MOST_NODES = 2**22
-MOST_PEAK = 20.0  # log P between potentials that are no solution yet may be larger: its excess does not count
+MOST_PEAK = (
+    20.0  # log P between potentials that are no solution yet may be larger; without a bound the excess is left out
+)
 PAIRS_AT_ONCE = 2**20
 # Exponents within a block, of factors and of weights: together below, float64 could lose what counts.
 LEAST_EXPONENT, LEAST_WEIGHT = -600.0, -100.0
@@ -54,6 +56,14 @@ LEAST_EXPONENT, LEAST_WEIGHT = -600.0, -100.0
 # axes, by products or in logarithms. `GAIN` is for the time of making the sums.
 PER_PAIR, PER_POINT, PER_ENTRY, PER_BOX_NODE, PER_NODE, PER_LOG_NODE = 3.2, 350.0, 1.1, 12.0, 0.16, 2.0
 GAIN = 0.45
+
+
+CloudAndOrder = tuple[Tensor, Tensor]
+
+
+def points_of_block(n: int) -> int:
+    """Return how many points make a block in a cloud of n, which have to lie together in its order."""
+    return min(MOST_POINTS, max(LEAST_POINTS, n // BLOCKS))
 
 
 class OutOfRangeError(ArithmeticError):
@@ -76,11 +86,8 @@ class _Cloud:
     half: Float[Tensor, "blocks 3"]
 
     @staticmethod
-    def of(x: Tensor) -> _Cloud:
-        from otloss._kernels.points import order_of
-
-        count = min(MOST_POINTS, max(LEAST_POINTS, len(x) // BLOCKS))
-        order, mean = order_of(x, (count,)), x.detach().double().mean(0)
+    def of(x: Tensor, order: Tensor) -> _Cloud:
+        count, mean = points_of_block(len(x)), x.detach().double().mean(0)
         points = torch.nn.functional.pad(x.detach().double()[order] - mean, (3 - x.shape[1], 0))
         points = _in_blocks(points, points[-1], count)
         low, high = points.amin(1), points.amax(1)
@@ -250,24 +257,27 @@ class GaussianSums:
 
     @staticmethod
     def of(
-        x: Float[Tensor, "n d"], y: Float[Tensor, "m d"], f: Float[Tensor, " n"], g: Float[Tensor, " m"], *,
+        x: CloudAndOrder, y: CloudAndOrder, f: Float[Tensor, " n"], g: Float[Tensor, " m"], *,
         epsilon: float, share: float, is_bound: bool = True,
     ) -> GaussianSums | None:  # fmt: skip
         """Return the sums for these potentials, or None where sums over pairs of points take less time.
 
+        x (n, d) and y (m, d) come with an order of their points (`points_of_block`).
         Without `is_bound` the share is an estimate, from the mean potential of a block in place of a bound, and the
         boxes are smaller.
         """
-        one = _Cloud.of(x)
-        other = one if y is x else _Cloud.of(y)
+        one = _Cloud.of(*x)
+        other = one if y[0] is x[0] else _Cloud.of(*y)
+        n, m, d = len(x[0]), len(y[0]), x[0].shape[1]
         log_p, pairs = _densities(one, other, f, g, epsilon, share, is_bound=is_bound)
-        if GAIN * PER_PAIR * pairs < PER_POINT * (len(x) + len(y)):
+        if GAIN * PER_PAIR * pairs < PER_POINT * (n + m):
             return None
-        s, d = math.sqrt(epsilon / 2), x.shape[1]
+        s = math.sqrt(epsilon / 2)
         width = RATIO * s * math.sqrt(1 - RATIO**2)
         h = math.pi * width * math.sqrt(2 / math.log(10 * d / share))
         cut = math.log(4 * d / share)
-        ranges = [_ranges(one, other, log_p, width, cut), _ranges(other, one, log_p.T, width, cut)]
+        most = math.inf if is_bound else MOST_PEAK
+        ranges = [_ranges(one, other, log_p, width, cut, most), _ranges(other, one, log_p.T, width, cut, most)]
         axes = torch.arange(3) >= 3 - d
         low = torch.where(axes, torch.minimum(ranges[0][0].amin(0), ranges[1][0].amin(0)), 0.0)
         first = [torch.where(axes, (ends[0] - low) / h, 0.0).floor().long() for ends in ranges]
@@ -346,10 +356,12 @@ def _densities(
     return log_p, pairs
 
 
-def _ranges(one: _Cloud, other: _Cloud, log_p: Tensor, width: float, cut: float) -> tuple[Tensor, Tensor]:
+def _ranges(
+    one: _Cloud, other: _Cloud, log_p: Tensor, width: float, cut: float, most_peak: float
+) -> tuple[Tensor, Tensor]:
     """The least and the largest z of each block between which all lies but a share exp(-cut), (blocks, 3) each."""
     peak = log_p.amax(1, keepdim=True)
-    reach = (2 * (log_p - (peak - peak.clamp(0.0, MOST_PEAK)) + cut)).clamp_(min=0.0).sqrt_().mul_(width)
+    reach = (2 * (log_p - (peak - peak.clamp(0.0, most_peak)) + cut)).clamp_(min=0.0).sqrt_().mul_(width)
     nothing = reach == 0
     ends = []
     for sign in (-1, 1):
