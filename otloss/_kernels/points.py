@@ -34,7 +34,6 @@ from otloss._kernels.softmin import (
 METRICS = {"sqeuclidean": SQUARED, "euclidean": EUCLIDEAN, "l1": ABSOLUTE}
 MOST_AXES = 3  # beyond, sixteen neighbours lie far apart
 LEAST_PAIRS = 2**20  # below, a softmin of all pairs takes less time than the order
-SIZES = ROWS * BLOCK, ROWS  # of the blocks in which points follow each other, and of those within them
 Orders = tuple[Tensor, Tensor]
 
 
@@ -43,7 +42,7 @@ def can_leave_out(x: Tensor, y: Tensor) -> bool:
     return x.dim() == y.dim() == 2 and x.shape[-1] <= MOST_AXES and len(x) * len(y) >= LEAST_PAIRS
 
 
-def order_of(points: Float[Tensor, "n d"], sizes: tuple[int, ...] = SIZES) -> Int[Tensor, " n"]:
+def order_of(points: Float[Tensor, "n d"], sizes: tuple[int, ...] = (ROWS * BLOCK, ROWS)) -> Int[Tensor, " n"]:
     """Return a permutation after which blocks of so many points lie in small boxes; the last size divides the others.
 
     They are cut into slabs, one axis after the other, as in S. Leutenegger, M. Lopez, J. Edgington, STR: A Simple and

@@ -34,6 +34,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
@@ -42,7 +43,7 @@ from otloss.costs.grid import GridCost
 
 MOST_AXES, LEAST_PAIRS = 3, 2**22
 RATIO = 0.5  # t / s
-LEAST_POINTS, MOST_POINTS, BLOCKS = 128, 512, 1024  # in a block, for about so many blocks
+POINTS, MOST_HALVINGS = 128, 11  # about how many in a block, and the logarithm of the most blocks
 TOGETHER = 4  # blocks in one product
 MOST_NODES = 2**22
 MOST_PEAK = (
@@ -58,12 +59,28 @@ PER_PAIR, PER_POINT, PER_ENTRY, PER_BOX_NODE, PER_NODE, PER_LOG_NODE = 3.2, 350.
 GAIN = 0.45
 
 
-CloudAndOrder = tuple[Tensor, Tensor]
+CloudInBlocks = tuple[Tensor, Tensor]
 
 
-def points_of_block(n: int) -> int:
-    """Return how many points make a block in a cloud of n, which have to lie together in its order."""
-    return min(MOST_POINTS, max(LEAST_POINTS, n // BLOCKS))
+def in_blocks(points: Float[Tensor, "n d"]) -> Int[Tensor, "blocks most"]:
+    """Return which points make each block, by halving the cloud across its longest axis, and the halves again.
+
+    Where a block has one point less than others, its last one is repeated.
+    """
+    x, n = points.detach().double().numpy(), len(points)
+    halvings = min(MOST_HALVINGS, max(0, round(math.log2(n / POINTS))))
+    order, ends = np.arange(n), np.array([0, n])
+    for done in range(halvings):
+        ends = (np.arange(2**done + 1) << (halvings - done)) * n >> halvings
+        block, rows = np.repeat(np.arange(2**done), np.diff(ends)), x[order]
+        low = np.minimum.reduceat(rows, ends[:-1])
+        width = np.maximum.reduceat(rows, ends[:-1]) - low
+        axis = width.argmax(1)
+        along = (rows[np.arange(n), axis[block]] - low[block, axis[block]]) / np.maximum(width.max(1), 1e-300)[block]
+        order = order[np.argsort(block + 0.999 * along)]
+    ends = np.arange(2**halvings + 1) * n >> halvings
+    places = ends[:-1, None] + np.arange(np.diff(ends).max())
+    return torch.from_numpy(order[np.minimum(places, ends[1:, None] - 1)])
 
 
 class OutOfRangeError(ArithmeticError):
@@ -75,11 +92,12 @@ class _Cloud:
     """One cloud in blocks, around its mean.
 
     Attributes:
-        points: (blocks, points, 3); the last block is filled with copies, missing axes with zeros.
+        order: the points of each block (`in_blocks`).
+        points: (blocks, points, 3), with zeros for missing axes.
         centre, half: (blocks, 3), of their boxes.
     """
 
-    order: Int[Tensor, " n"]
+    order: Int[Tensor, "blocks points"]
     points: Float[Tensor, "blocks points 3"]
     mean: Float[Tensor, " d"]
     centre: Float[Tensor, "blocks 3"]
@@ -87,15 +105,19 @@ class _Cloud:
 
     @staticmethod
     def of(x: Tensor, order: Tensor) -> _Cloud:
-        count, mean = points_of_block(len(x)), x.detach().double().mean(0)
-        points = torch.nn.functional.pad(x.detach().double()[order] - mean, (3 - x.shape[1], 0))
-        points = _in_blocks(points, points[-1], count)
+        mean = x.detach().double().mean(0)
+        points = torch.nn.functional.pad(x.detach().double() - mean, (3 - x.shape[1], 0))[order]
         low, high = points.amin(1), points.amax(1)
         return _Cloud(order, points, mean, (low + high) / 2, (high - low) / 2)
 
-    def blocks_of(self, values: Tensor, filling: float) -> Float[Tensor, "blocks points"]:
+    def __len__(self) -> int:
+        return int(self.order.amax()) + 1
+
+    def blocks_of(self, values: Tensor) -> Float[Tensor, "blocks points"]:
+        """Values of the points by blocks, -inf for a repeated point."""
         values = values.detach().double()[self.order]
-        return _in_blocks(values, values.new_tensor(filling), self.points.shape[1])
+        values[:, 1:].masked_fill_(self.order[:, 1:] == self.order[:, :-1], -torch.inf)
+        return values
 
     def largest_sums(self, potential: Tensor, centres: Tensor) -> Float[Tensor, "blocks others"]:
         """max over the points of a block of potential + 2 x.b."""
@@ -106,14 +128,9 @@ class _Cloud:
 
     def restored(self, values: Tensor) -> Tensor:
         """Values of blocks (blocks, points, ...) in the order of the points."""
-        flat = values.flatten(0, 1)[: len(self.order)]
-        return torch.empty_like(flat).index_copy_(0, self.order, flat)
-
-
-def _in_blocks(values: Tensor, filling: Tensor, count: int) -> Tensor:
-    lacking = -len(values) % count
-    values = torch.cat([values, filling.expand(lacking, *values.shape[1:])])
-    return values.reshape(-1, count, *values.shape[1:])
+        out = values.new_empty(len(self), *values.shape[2:])
+        out[self.order] = values
+        return out
 
 
 @dataclass(frozen=True)
@@ -193,7 +210,7 @@ class _Side:
 
     def to_nodes(self, logs: Float[Tensor, " n"], cells: tuple[int, ...]) -> Tensor:
         """log sum_j exp(logs_j - |z - y_j|^2 / 2 t^2) at the nodes."""
-        logs = self.cloud.blocks_of(logs, -torch.inf) + self.constant
+        logs = self.cloud.blocks_of(logs) + self.constant
         top = logs.amax(1, keepdim=True)
         logs = logs - top.masked_fill(top == -torch.inf, 0.0)
         if bool(((logs < LEAST_WEIGHT) & (logs > -torch.inf)).any()):
@@ -257,12 +274,12 @@ class GaussianSums:
 
     @staticmethod
     def of(
-        x: CloudAndOrder, y: CloudAndOrder, f: Float[Tensor, " n"], g: Float[Tensor, " m"], *,
+        x: CloudInBlocks, y: CloudInBlocks, f: Float[Tensor, " n"], g: Float[Tensor, " m"], *,
         epsilon: float, share: float, is_bound: bool = True,
     ) -> GaussianSums | None:  # fmt: skip
         """Return the sums for these potentials, or None where sums over pairs of points take less time.
 
-        x (n, d) and y (m, d) come with an order of their points (`points_of_block`).
+        x (n, d) and y (m, d) come with their blocks (`in_blocks`).
         Without `is_bound` the share is an estimate, from the mean potential of a block in place of a bound, and the
         boxes are smaller.
         """
@@ -341,15 +358,12 @@ def _densities(
 ) -> tuple[Tensor, float]:
     """log P between blocks, its largest or about its mean, and about how many pairs of points count."""
     d, apart = len(one.mean), one.mean - other.mean
-    f = one.blocks_of(f, -torch.inf) - 2 * one.points[..., 3 - d :] @ apart - one.points.square().sum(-1)
-    g = other.blocks_of(g, -torch.inf) + 2 * other.points[..., 3 - d :] @ apart - other.points.square().sum(-1)
+    f = one.blocks_of(f) - 2 * one.points[..., 3 - d :] @ apart - one.points.square().sum(-1)
+    g = other.blocks_of(g) + 2 * other.points[..., 3 - d :] @ apart - other.points.square().sum(-1)
     between = 2 * one.centre @ other.centre.T + apart.square().sum()
-    # The last block has copies of a point, which would change a mean, for a potential of -inf.
     mean_f, mean_g = (h.masked_fill(h == -torch.inf, torch.nan).nanmean(1) for h in (f, g))
     log_p = (mean_f.unsqueeze(1) + mean_g + between - 2 * apart.square().sum()) / epsilon
-    pairs = (
-        len(one.order) * len(other.order) * float((log_p > math.log(share / (4 * len(other.order)))).double().mean())
-    )
+    pairs = len(one) * len(other) * float((log_p > math.log(share / (4 * len(other)))).double().mean())
     if is_bound:
         log_p = one.largest_sums(f, other.centre) + other.largest_sums(g, one.centre).T - between
         log_p = (log_p + 2 * one.half @ other.half.T) / epsilon
@@ -377,5 +391,5 @@ def _nanoseconds(clouds: Sequence[_Cloud], sizes: Sequence[Tensor], grid: GridCo
     work = (PER_LOG_NODE if in_logs else PER_NODE) * math.prod(grid.cells) * sum(grid.cells)
     for cloud, size in zip(clouds, sizes, strict=True):
         planes, nodes = float((size[:, 0] * size[:, 1]).sum()), float(size.prod(-1).sum())
-        work += PER_POINT * len(cloud.order) + PER_ENTRY * cloud.points.shape[1] * planes + PER_BOX_NODE * nodes
+        work += PER_POINT * len(cloud) + PER_ENTRY * cloud.points.shape[1] * planes + PER_BOX_NODE * nodes
     return work

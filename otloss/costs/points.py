@@ -34,7 +34,7 @@ from otloss._checks import (
 from otloss._kernels import is_small, may_run_on
 from otloss.costs.cost import Cost, arithmetic_dtype, makes_graph, unit_rows
 from otloss.costs.distances import by_problems, distances, suit_products
-from otloss.costs.gaussian_sums import LEAST_PAIRS, MOST_AXES, GaussianSums, points_of_block
+from otloss.costs.gaussian_sums import LEAST_PAIRS, MOST_AXES, GaussianSums, in_blocks
 
 Metric = str | Callable[[Tensor, Tensor], Tensor]
 METRICS = ("sqeuclidean", "euclidean", "l1", "cosine")
@@ -95,7 +95,7 @@ class PointCost(Cost):
             self.y = self.x if one_cloud else unit_rows("y", self.y)[0]
         # Clouds and their orders for the kernels, shared with what is made of this cost. An order stays a permutation
         # where a cloud is changed in place, so it can be out of date, but not wrong.
-        self._orders: list[tuple[Tensor, tuple[int, ...], Tensor]] = []
+        self._orders: list[tuple[Tensor, Callable[[Tensor], Tensor], Tensor]] = []
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -171,17 +171,15 @@ class PointCost(Cost):
         )
 
     def _orders_of(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor] | None:
-        from otloss._kernels.points import SIZES, can_leave_out
+        from otloss._kernels.points import can_leave_out, order_of
 
-        return (self._order_of(x, SIZES), self._order_of(y, SIZES)) if can_leave_out(x, y) else None
+        return (self._order(x, order_of), self._order(y, order_of)) if can_leave_out(x, y) else None
 
-    def _order_of(self, cloud: Tensor, sizes: tuple[int, ...]) -> Tensor:
-        from otloss._kernels.points import order_of
-
-        for points, its_sizes, order in self._orders:
-            if points is cloud and its_sizes == sizes:
+    def _order(self, cloud: Tensor, by: Callable[[Tensor], Tensor]) -> Tensor:
+        for points, function, order in self._orders:
+            if points is cloud and function is by:
                 return order
-        self._orders.append((cloud, sizes, order_of(cloud, sizes)))
+        self._orders.append((cloud, by, by(cloud)))
         return self._orders[-1][-1]
 
     def parameters(self) -> tuple[Tensor, ...]:
@@ -239,7 +237,7 @@ class PointCost(Cost):
             return None
         if self.x.shape[1] > MOST_AXES or self.shape[0] * self.shape[1] < LEAST_PAIRS:
             return None
-        x, y = ((cloud, self._order_of(cloud, (points_of_block(len(cloud)),))) for cloud in (self.x, self.y))
+        x, y = ((cloud, self._order(cloud, in_blocks)) for cloud in (self.x, self.y))
         return GaussianSums.of(x, y, f, g, epsilon=epsilon, share=share, is_bound=is_bound)
 
     def largest(self) -> Float[Tensor, "*batch"]:
