@@ -43,7 +43,7 @@ from otloss.costs.grid import GridCost
 
 MOST_AXES, LEAST_PAIRS = 3, 2**22
 RATIO = 0.5  # t / s
-POINTS, MOST_HALVINGS = 128, 11  # about how many in a block, and the logarithm of the most blocks
+POINTS, MOST_HALVINGS = 192, 11  # about how many in a block, and the logarithm of the most blocks
 TOGETHER = 4  # blocks in one product
 MOST_NODES = 2**22
 MOST_PEAK = (
