@@ -181,7 +181,8 @@ def sinkhorn(
         impl: "compiled", the numba kernel (scaling form) on the CPU, for matrices; "torch", log domain, any cost and
             device; "auto", the first for problems of up to 2**24 entries on a CPU, else the second. Balanced problems
             between two clouds of a `PointCost` ("sqeuclidean" or "euclidean", up to three axes, at least 2**22 pairs)
-            on a CPU start from clusters of points; the tolerance means the same.
+            on a CPU start from clusters of points, and soft minima of squared distances may go through a grid, whose
+            error is a part of the marginal error; the tolerance means the same.
 
     Returns:
         (...), in the promoted dtype; its unit is that of the cost times that of the mass. Differentiable in p and q
