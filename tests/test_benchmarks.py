@@ -233,7 +233,7 @@ def test_mathematics(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     from benchmarks import mathematics
 
     run("mathematics", tmp_path)
-    assert "| NTL-MSE " in capsys.readouterr().out
+    assert "| expected_value:0.3 " in capsys.readouterr().out
     kept = rows(tmp_path / "mathematics.csv")
     assert {row["case"] for row in kept} == {"digits", "multi-digit tokens"}
     assert {row["arm"] for row in kept} == {"start", *mathematics.SMALL_ARMS}
