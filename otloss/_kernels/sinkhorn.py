@@ -64,12 +64,12 @@ NEGLIGIBLE_32, NEGLIGIBLE_64 = 1e-20, 1e-150
 
 
 class Scratch(NamedTuple):
-    """The arrays that a thread works in; pages that are not used are never touched.
+    """The arrays that a thread works in, vectors of the longer side's length; pages that are not used are not touched.
 
-    Vectors are as long as the longer side. In float64: absorbed potentials alpha and beta, exponents, and what
-    `sinkhorn_unbalanced` holds. In the dtype
-    of the costs: shares p and q of the mass, factors u and v, row and column sums, two vectors of Lanczos' method, the
-    matrix G and the costs of the bins that take part. rows, columns: places of those bins.
+    In float64: alpha and beta, the potentials absorbed so far; totals, shifted and scores, exponents; phi, gamma and
+    absorbed, of `sinkhorn_unbalanced`. In the dtype of the costs: p and q, shares of the mass; u and v, factors; row
+    and column sums; x and before, two vectors of Lanczos' method; kernel, the matrix G; costs, of the bins that take
+    part. rows and columns are the places of those bins.
     """
 
     alpha: Any
@@ -151,7 +151,10 @@ def take(weights: Any, mass: float, negligible: float, shares: Any, places: Any)
 
 @spliced
 def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> float:
-    """Absorb, with exact updates of g in between while a column is lost; return the columns' error."""
+    """Absorb the factors into the potentials; while a column is lost, update g exactly and absorb again.
+
+    Returns the error of the columns.
+    """
     p, q, sums, alpha, beta, scores = work.p, work.q, work.column_sums, work.alpha, work.beta, work.scores
     for i in range(n):
         work.u[i] = p[i]
@@ -175,9 +178,10 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> flo
 def _iterate(
     cost: Any, work: Any, n: int, m: int, epsilon: float, tolerance: float, settled: float, most: int, last: bool
 ) -> tuple[float, int]:  # fmt: skip
-    """Iterate until the error is within the tolerance; leaves beta, and after the last epsilon alpha, as found.
+    """Iterate until the error is within the tolerance; return it, and the number of iterations.
 
-    `column_sums` holds G^T U wherever the loop may end.
+    The potentials are then in alpha and beta (alpha after the last epsilon only). `column_sums` has G^T U wherever the
+    loop may end.
     """
     p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     alpha, beta, kernel = work.alpha, work.beta, work.kernel
@@ -369,6 +373,35 @@ def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
 
 
 @spliced
+def _solve_by_steps(
+    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, limits: Any, warm: bool
+) -> tuple[float, int]:  # fmt: skip
+    """Iterate at falling values of epsilon, from the potentials in beta; return the error and the iterations."""
+    beta = work.beta
+    done, step, error = 0, epsilon, np.inf
+    while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
+        step /= STAGE_FACTOR
+    while True:
+        last = step <= epsilon
+        left = limits.most - done
+        error, more = _iterate(
+            cost, work, n, m, step, limits.tolerance if last else STAGE_ERROR, limits.settled,
+            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, last,
+        )  # fmt: skip
+        done += more
+        if last:
+            break
+        # The constant that moves from g to f would keep the size, and the rounding, of potentials at a large epsilon.
+        mean = 0.0
+        for j in range(m):
+            mean += np.float64(work.q[j]) * beta[j]
+        for j in range(m):
+            beta[j] -= mean
+        step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
+    return error, done
+
+
+@spliced
 def _solve(
     p: Any, q: Any, cost: Any, epsilon: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any, warm: bool,
     work: Any,
@@ -395,26 +428,7 @@ def _solve(
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
         highest, block = gather(cost, work, n, m), work.costs
-    done, step, error = 0, epsilon, np.inf
-    while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
-        step /= STAGE_FACTOR
-    while True:
-        last = step <= epsilon
-        left = limits.most - done
-        error, more = _iterate(
-            block, work, n, m, step, limits.tolerance if last else STAGE_ERROR, limits.settled,
-            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, last,
-        )  # fmt: skip
-        done += more
-        if last:
-            break
-        # The constant that moves from g to f would keep the size, and the rounding, of potentials at a large epsilon.
-        mean = 0.0
-        for j in range(m):
-            mean += np.float64(work.q[j]) * beta[j]
-        for j in range(m):
-            beta[j] -= mean
-        step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
+    error, done = _solve_by_steps(block, work, n, m, epsilon, highest, limits, warm)
     _write_potentials(p, q, cost, work, n, m, epsilon, mass, (scale_p, scale_q), negligible, f, g)
     if plan.shape[0] > 0:
         write_plan(work, n, m, mass, plan)

@@ -225,6 +225,39 @@ def _dual_value(p: Any, q: Any, f: Any, g: Any, epsilon: float, rho: float, mass
 
 
 @spliced
+def _solve_by_steps(
+    cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, rho: float, masses: Any, limits: Any,
+    warm: bool,
+) -> tuple[float, int, float, Any]:  # fmt: skip
+    """Iterate at falling values of epsilon, from the potentials in gamma.
+
+    Returns the error, the iterations, the largest step of the last exact updates, and the sides at the last epsilon.
+    """
+    gamma, log_p, log_q = work.gamma, math.log(masses[0]), math.log(masses[1])
+    done, step, error, change = 0, epsilon, np.inf, np.inf
+    while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
+        step /= STAGE_FACTOR
+    while True:
+        last = step <= epsilon
+        left = limits.most - done
+        pull = step / rho
+        sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
+        for j in range(m):
+            gamma[j] = gamma[j] / step + log_p
+        error, more, change = _iterate(
+            cost, work, n, m, step, sides, limits.tolerance if last else STAGE_ERROR, limits.settled,
+            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, last,
+        )  # fmt: skip
+        done += more
+        if last:
+            break
+        for j in range(m):
+            gamma[j] = step * (gamma[j] - log_p)
+        step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
+    return error, done, change, sides
+
+
+@spliced
 def _solve(
     p: Any, q: Any, cost: Any, epsilon: float, rho: float, f: Any, g: Any, plan: Any, outcome: Any, limits: Any,
     warm: bool, work: Any,
@@ -240,43 +273,21 @@ def _solve(
         return
     n = take(p, masses[0], negligible, work.p, work.rows)
     m = take(q, masses[1], negligible, work.q, work.columns)
-    log_p, log_q = math.log(masses[0]), math.log(masses[1])
     phi, gamma = work.phi, work.gamma
     for j in range(m):
         gamma[j] = g[work.columns[j]]  # times epsilon for now
     block = cost
     if n < cost.shape[0] or m < cost.shape[1]:
         highest, block = gather(cost, work, n, m), work.costs
-    done, step, error, change = 0, epsilon, np.inf, np.inf
-    while not warm and step / STAGE_FACTOR <= FIRST_EPSILON * highest:
-        step /= STAGE_FACTOR
-    pull = step / rho
-    while True:
-        last = step <= epsilon
-        left = limits.most - done
-        pull = step / rho
-        sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
-        for j in range(m):
-            gamma[j] = gamma[j] / step + log_p
-        error, more, change = _iterate(
-            block, work, n, m, step, sides, limits.tolerance if last else STAGE_ERROR, limits.settled,
-            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, last,
-        )  # fmt: skip
-        done += more
-        if last:
-            break
-        for j in range(m):
-            gamma[j] = step * (gamma[j] - log_p)
-        step = step * STAGE_FACTOR if step * STAGE_FACTOR > epsilon else epsilon
+    error, done, change, sides = _solve_by_steps(block, work, n, m, epsilon, highest, rho, masses, limits, warm)
     outcome[ITERATIONS] = done
     size = 0.0
     for i in range(n):
-        size = max(size, min(phi[i], NO_MASS_LEFT / pull), -phi[i])
+        size = max(size, min(phi[i], NO_MASS_LEFT / sides.pull), -phi[i])
     for j in range(m):
-        size = max(size, min(gamma[j], NO_MASS_LEFT / pull), -gamma[j])
+        size = max(size, min(gamma[j], NO_MASS_LEFT / sides.pull), -gamma[j])
     if not (error < np.inf and limits.least_ratio * size <= 1):
         return
-    sides = Sides(pull, 1 / (1 + pull), log_p + pull * log_q, log_q + pull * log_p)
     _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, negligible, f, g)
     if plan.shape[0] > 0:
         write_plan(work, n, m, 1.0, plan)
