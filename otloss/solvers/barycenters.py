@@ -33,7 +33,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from otloss._autograd import eager
@@ -57,6 +57,7 @@ _NEWTON_BINS, _NEWTON_ENTRIES = 256, 2**22  # Newton's method is for at most so 
 _START, _STEPS = 40, 25  # iterations before Newton's method; its steps at each tau
 # Rounding stops Newton's method: after so many small steps that do not halve, and so many values of tau without gain.
 _MOST_STALLED, _MOST_FRUITLESS, _SMALL_CHANGE = 3, 2, 1e-3
+_UNKNOWN, _SLOWEST = 1.0, 0.95  # the error where nothing is known, and the ratio of convergence in tau where it is slow
 _LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
 _LARGEST_MATRIX = 2**24  # entries of exp(-C / epsilon) that are held
@@ -260,45 +261,71 @@ def _exp(cost: Tensor, epsilon: float) -> Tensor:
 
 
 def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
-    """The state, and the change that is left in the answer relative to its mass."""
-    best, error = problem.iterate(tolerance, min(_START, most))
-    log_u, log_d, log_a = best.log_u, best.log_d, best.log_a
-    matrix, left, tau, before = problem.cost.dense(), most - _START, torch.full_like(best.tau, 0.25), log_a.exp()
-    least, fruitless = torch.full_like(error, torch.inf), 0
+    """The state, and an estimate of its error: of the sum of absolute differences, relative to the mass."""
+    best, _ = problem.iterate(tolerance, min(_START, most))
+    mass, matrix, left = problem.p.sum((-2, -1)) / problem.p.shape[-2], problem.cost.dense(), most - _START
+    state = dataclasses.replace(best, tau=torch.full_like(best.tau, 0.25))
+    least, fruitless = torch.full_like(mass, _UNKNOWN), 0
+    moved, ratios = torch.zeros_like(mass), [torch.full_like(mass, _SLOWEST)] * 3  # of the last three falls of tau
     while left > 0:
-        smallest, stalled = torch.full_like(error, torch.inf), torch.zeros_like(error)
-        for _ in range(min(_STEPS, left)):
-            left -= 1
-            log_a, by_a, by_u, by_d = _newton_step(problem, matrix, (log_u, log_d, log_a), tau)
-            falls = log_a - log_a.amax(-1, keepdim=True)
-            # Mass that comes back to an empty bin may do so in one step, and it may leave in one.
-            reach = (by_a.abs() / (-25 - falls).clamp(min=2.0)).masked_fill((by_a < 0) & (falls < -25), 0.0)
-            share = 1 / reach.amax(-1, keepdim=True).clamp(min=1.0)
-            log_u, log_d = log_u + share.unsqueeze(-1) * by_u, log_d + share * by_d
-            log_d = torch.maximum(log_d, log_d.amax(-1, keepdim=True) - _EMPTY)
-            change = (by_a.abs() * torch.softmax(log_a, -1)).sum(-1)
-            is_done = change <= max(tolerance / 100, _LEAST_CHANGE)
-            is_small = (share[..., 0] == 1) & (change < _SMALL_CHANGE)
-            stalled = torch.where(is_small & (change >= smallest / 2), stalled + 1, 0.0)
-            smallest = torch.minimum(smallest, change)
-            if bool((is_done & (share[..., 0] == 1) | (stalled >= _MOST_STALLED)).all()):
-                break
-        # The answer at a tau is off by a third of its distance to that at 4 tau.
-        error, before = change + (log_a.exp() - before).abs().sum(-1) / (3 * before.sum(-1)), log_a.exp()
-        is_better = (error < least)[..., None]
-        least = torch.minimum(error.nan_to_num(torch.inf), least)
-        best = _State(
-            torch.where(is_better[..., None], log_u, best.log_u),
-            *(torch.where(is_better, *pair) for pair in ((log_d, best.log_d), (log_a, best.log_a), (tau, best.tau))),
-        )
-        is_final = (stalled >= _MOST_STALLED) & (least < _SMALL_CHANGE) | (least <= tolerance / 2)
+        at_larger_tau, moved_before = state, moved
+        state, change, stalled, steps = _settle(problem, matrix, state, tolerance, min(_STEPS, left))
+        left -= steps
+        # With tau / 4 the error falls to a quarter at the end, and hardly as long as tau exceeds small eigenvalues.
+        a = state.log_a.exp()
+        moved = (a - at_larger_tau.log_a.exp()).abs().sum(-1) / mass
+        ratios = [*ratios[1:], (moved / moved_before).nan_to_num(torch.inf).clamp(0.25, _SLOWEST)]
+        slowest = torch.stack(ratios).amax(0)
+        error = change + (a.sum(-1) / mass - 1).abs() + moved * slowest / (1 - slowest)
+        error = error.nan_to_num(torch.inf)
+        is_better = error < least
+        least, best = torch.minimum(error, least), _chosen(is_better, state, best)
+        is_final = stalled & (least < _SMALL_CHANGE) | (least <= tolerance / 2)
         fruitless = fruitless + 1 if bool(is_final.all()) and not bool(is_better.any()) else 0
-        diverges = bool((error > 1e3 * least).all())
-        is_last = float(tau.max()) <= _LEAST_TAU or fruitless == _MOST_FRUITLESS
-        if bool((least <= tolerance / 2).all()) or diverges or is_last:
+        is_last = float(state.tau.max()) <= _LEAST_TAU or fruitless == _MOST_FRUITLESS
+        if bool((least <= tolerance / 2).all()) or bool((error > 1e3 * least).all()) or is_last:
             break
-        tau = tau / 4
+        state = dataclasses.replace(state, tau=state.tau / 4)
+    failed = least == _UNKNOWN
+    if left > 0 and bool(failed.any()):
+        best = _chosen(failed, problem.iterate(tolerance, most)[0], best)
     return best, least
+
+
+def _settle(
+    problem: _Problem, matrix: Tensor, state: _State, tolerance: float, most: int
+) -> tuple[_State, Tensor, Tensor, int]:
+    """Take Newton steps at one tau; return the state, its last change, whether rounding stops it, and their number."""
+    log_u, log_d, log_a, tau = state.log_u, state.log_d, state.log_a, state.tau
+    smallest = torch.full_like(tau[..., 0], torch.inf)
+    stalled, change, left = torch.zeros_like(smallest), smallest, most
+    while left > 0:
+        left -= 1
+        log_a, by_a, by_u, by_d = _newton_step(problem, matrix, (log_u, log_d, log_a), tau)
+        falls = log_a - log_a.amax(-1, keepdim=True)
+        # Mass that comes back to an empty bin may do so in one step, and it may leave in one.
+        reach = (by_a.abs() / (-25 - falls).clamp(min=2.0)).masked_fill((by_a < 0) & (falls < -25), 0.0)
+        share = 1 / reach.amax(-1, keepdim=True).clamp(min=1.0)
+        log_u, log_d = log_u + share.unsqueeze(-1) * by_u, log_d + share * by_d
+        log_d = torch.maximum(log_d, log_d.amax(-1, keepdim=True) - _EMPTY)
+        change, is_whole = (by_a.abs() * torch.softmax(log_a, -1)).sum(-1), share[..., 0] == 1
+        stalls = is_whole & (change < _SMALL_CHANGE) & (change >= smallest / 2)
+        stalled, smallest = torch.where(stalls, stalled + 1, 0.0), torch.minimum(smallest, change)
+        is_done = is_whole & (change <= max(tolerance / 100, _LEAST_CHANGE))
+        if bool((is_done | (stalled >= _MOST_STALLED)).all()):
+            break
+    return _State(log_u, log_d, log_a, tau), change, stalled >= _MOST_STALLED, most - left
+
+
+def _chosen(choice: Bool[Tensor, "*batch"], one: _State, other: _State) -> _State:
+    """Of two states, the first for the chosen problems."""
+    of_bins = choice.unsqueeze(-1)
+    return _State(
+        torch.where(of_bins.unsqueeze(-1), one.log_u, other.log_u),
+        torch.where(of_bins, one.log_d, other.log_d),
+        torch.where(of_bins, one.log_a, other.log_a),
+        torch.where(of_bins, one.tau, other.tau),
+    )
 
 
 def _newton_step(

@@ -79,7 +79,7 @@ def test_debiased_at_a_blur_wider_than_the_histograms(epsilon: float) -> None:
     for weights in (bumps, noise) if epsilon < 0.05 else (bumps,):
         p = weights / weights.sum(-1, keepdim=True)
         leaf = p.clone().requires_grad_()
-        tolerance = 1e-4 if epsilon == 0.05 else None  # rounding leaves 1e-6 to 6e-5 there, by version of torch
+        tolerance = 2e-3 if epsilon == 0.05 else None  # answers at falling tau differ by up to 7e-4 there, by rounding
         found = barycenter(leaf, cost, shares, epsilon=epsilon, debiased=True, tolerance=tolerance)
         single = barycenter(
             p.float(), cost.float(), shares.float(), epsilon=epsilon, debiased=True, tolerance=tolerance
