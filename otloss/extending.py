@@ -74,11 +74,9 @@ if TYPE_CHECKING:
     from otloss._kernels._threads import run_on_threads as run_on_threads
     from otloss.losses.number_line import SCALINGS as SCALINGS
     from otloss.losses.number_line import TEXT_OVER_WORST as TEXT_OVER_WORST
-    from otloss.losses.number_line import NumberLine as NumberLine
     from otloss.losses.number_line import checked_values as checked_values
     from otloss.losses.number_line import number_line as number_line
     from otloss.losses.number_line import signed_log as signed_log
-    from otloss.losses.targets import check_positions as check_positions
     from otloss.losses.targets import reduced as reduced
 
 # At first use: numba takes half a second to import, and `otloss.losses` imports applications, which import this file.
@@ -91,11 +89,9 @@ _AT_FIRST_USE = {
     "run_on_threads": "otloss._kernels._threads",
     "SCALINGS": "otloss.losses.number_line",
     "TEXT_OVER_WORST": "otloss.losses.number_line",
-    "NumberLine": "otloss.losses.number_line",
     "checked_values": "otloss.losses.number_line",
     "number_line": "otloss.losses.number_line",
     "signed_log": "otloss.losses.number_line",
-    "check_positions": "otloss.losses.targets",
     "reduced": "otloss.losses.targets",
 }
 

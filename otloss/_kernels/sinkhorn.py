@@ -26,7 +26,7 @@ import numpy as np
 from otloss._kernels._compile import compiled, inner, largest, spliced
 from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import balance, mass_of
-from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD, VALUE
+from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD
 from otloss._kernels.sinkhorn_steps import (
     FAST,
     LARGEST_FACTOR,
@@ -95,11 +95,8 @@ class Scratch(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What a problem has to keep to, and when its iterations end; `run_kernel` explains them."""
+    """When the iterations of a problem end; `run_kernel` explains them."""
 
-    mass_tolerance: float
-    least_ratio: float
-    largest_ratio: float
     tolerance: float
     settled: float
     most: int
@@ -369,7 +366,7 @@ def _write_zeros(f: Any, g: Any, outcome: Any) -> None:
         f[i] = 0
     for j in range(g.shape[0]):
         g[j] = 0
-    outcome[ERROR], outcome[VALUE], outcome[POTENTIAL_ERROR], outcome[SPREAD], outcome[LEAST_EIGENVALUE] = 0, 0, 0, 0, 1
+    outcome[ERROR], outcome[POTENTIAL_ERROR], outcome[SPREAD], outcome[LEAST_EIGENVALUE] = 0, 0, 0, 1
 
 
 @spliced
@@ -408,11 +405,11 @@ def _solve(
 ) -> None:  # fmt: skip
     """One problem; g holds the start, and f and g get the answer, on all bins. No plan if `plan` is empty."""
     negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
-    outcome[ERROR], outcome[ITERATIONS], outcome[VALUE] = np.inf, 0, np.nan
+    outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
     highest = highest_cost(cost)
-    scale_p, scale_q, mass = balance(p, q, limits.mass_tolerance)
+    scale_p, scale_q, mass = balance(p, q, 1.0)  # checked before
     # Written so that NaN fails too.
-    if not (highest < np.inf and mass < np.inf) or 0 < limits.largest_ratio * highest < epsilon:
+    if not (highest < np.inf and mass < np.inf):
         return
     n = take(p, mass / scale_p, negligible, work.p, work.rows)
     m = take(q, mass / scale_q, negligible, work.q, work.columns)
@@ -439,17 +436,7 @@ def _solve(
         uncertain, outcome[LEAST_EIGENVALUE] = _error_of_potential(work, n, m)
         outcome[POTENTIAL_ERROR] = epsilon * uncertain
         outcome[SPREAD] = highest_g - lowest_g
-    value_p, value_q, size = 0.0, 0.0, 0.0
-    for i in range(f.shape[0]):
-        value_p += f[i] * np.float64(p[i])
-    for j in range(g.shape[0]):
-        value_q += g[j] * np.float64(q[j])
-    for i in range(n):
-        size = max(size, abs(alpha[i]))
-    for j in range(m):
-        size = max(size, abs(beta[j]))
-    outcome[ERROR], outcome[ITERATIONS] = error if epsilon >= limits.least_ratio * size else np.inf, done
-    outcome[VALUE] = value_p * scale_p + value_q * scale_q
+    outcome[ERROR], outcome[ITERATIONS] = error, done
 
 
 @compiled(seconds=4)
@@ -461,11 +448,11 @@ def sinkhorn_problems(
 
     p, q: (B, n), (B, m); without mass, potentials are 0. costs: (matrices, n, m). These are in float32 or float64, the
     width that the iterations run in. epsilon: (B,), f, g: (B, n), (B, m), in float64. plans: (B, n, m), in the dtype
-    of the costs, or (1, 0, 0) for none. outcome (B, 6) gets what `run_kernel` returns; infinity and NaN where the
+    of the costs, or (1, 0, 0) for none. outcome (B, 5) gets what `run_kernel` returns; infinity and NaN where the
     problem is not valid. limits: a tuple of `Limits`.
     """
     work = named(wide, narrow, matrices, places)
-    bounds = Limits(limits[0], limits[1], limits[2], limits[3], limits[4], limits[5])
+    bounds = Limits(limits[0], limits[1], limits[2])
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

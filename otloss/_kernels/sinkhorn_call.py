@@ -26,20 +26,16 @@ def run_kernel(
     most: int,
     settled: float = math.inf,
     symmetric: bool = False,
-    mass_tolerance: float = 1.0,
-    least_ratio: float = 0.0,
-    largest_ratio: float = math.inf,
     plans: Float[Tensor, "problems n m"] | None = None,
     rho: float | None = None,
-) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems m"], Float[Tensor, "problems 6"]]:
-    """Return f, g and (error, iterations, dual value, error and spread of g, least eigenvalue), without a graph.
+) -> tuple[Float[Tensor, "problems n"], Float[Tensor, "problems m"], Float[Tensor, "problems 5"]]:
+    """Return f, g and (error, iterations, error and spread of g, least eigenvalue), without a graph.
 
     Problem k has the cost matrix `costs[owner[k]]` and `epsilon[k]`, from arrays (problems,). Without a start `g`
-    epsilon falls by steps. The error is infinite where masses differ by more than `mass_tolerance` of the larger one,
-    where epsilon is below `least_ratio` of the potentials or above `largest_ratio` times the largest cost, and where a
-    number is not valid. `symmetric` is for p = q at symmetric costs, and gives no value. `plans` is filled with the
-    plans, which are those of the potentials up to rounding. With the marginal penalty `rho` problems are unbalanced;
-    then `symmetric` and `mass_tolerance` change nothing, and the error is infinite too where a side holds no mass.
+    epsilon falls by steps. The error is infinite where a number is not valid. `symmetric` is for p = q at symmetric
+    costs. `plans` is filled with the plans, which are those of the potentials up to rounding. With the marginal penalty
+    `rho` problems are unbalanced; then `symmetric` changes nothing, and the error is infinite too where a side holds no
+    mass.
 
     With `settled`, iterations also continue until the last exact update changes no factor of a plan by a larger share,
     and the largest error of g is estimated; the spread is the largest g minus the least. The least eigenvalue is that
@@ -51,7 +47,7 @@ def run_kernel(
     from otloss._kernels.sinkhorn_unbalanced import unbalanced_problems
 
     (count, n), m = p.shape, q.shape[1]
-    potential_p, outcome = np.zeros((count, n)), np.full((count, 6), np.nan)
+    potential_p, outcome = np.zeros((count, n)), np.full((count, 5), np.nan)
     if g is None:
         potential_q = np.zeros((count, m))
     else:
@@ -65,7 +61,7 @@ def run_kernel(
     else:
         kernel, weights = sinkhorn_problems, (p, q)
         wanted = np.empty((1, 0, 0), matrices.dtype) if plans is None else plans.numpy()
-        limits = (mass_tolerance, least_ratio, largest_ratio, tolerance, settled, most)
+        limits = (tolerance, settled, most)
         settings = (wanted, outcome, limits, g is not None)
         if rho is not None:
             kernel, settings = unbalanced_problems, (*settings, rho)

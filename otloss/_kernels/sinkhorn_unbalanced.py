@@ -42,7 +42,7 @@ from otloss._kernels.sinkhorn import (
     take,
     write_plan,
 )
-from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, POTENTIAL_ERROR, VALUE
+from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, POTENTIAL_ERROR
 from otloss._kernels.sinkhorn_steps import (
     absorb,
     column_sums,
@@ -53,7 +53,6 @@ from otloss._kernels.sinkhorn_steps import (
     softmin_of_scores,
 )
 
-NO_MASS_LEFT = 40.0  # potential over marginal penalty of bins that keep no mass, as in `solvers.entropic.search`
 LEAST_FACTOR_32, LEAST_FACTOR_64 = 1e-35, 1e-300
 
 
@@ -211,19 +210,6 @@ def _damp_others(places: Any, count: int, damping: float, offset: float, potenti
             potential[i] = damping * (potential[i] + offset)
 
 
-@inner()
-def _dual_value(p: Any, q: Any, f: Any, g: Any, epsilon: float, rho: float, masses: Any) -> float:
-    """`dual_value` of `otloss.solvers.entropic.solution`."""
-    outside, kept = 0.0, 0.0
-    for i in range(f.shape[0]):
-        share = math.expm1(-f[i] / rho) if p[i] > 0 else 0.0
-        outside -= rho * p[i] * share
-        kept += p[i] * share
-    for j in range(g.shape[0]):
-        outside -= rho * q[j] * math.expm1(-g[j] / rho) if q[j] > 0 else 0.0
-    return outside - epsilon * (kept + masses[0] - masses[0] * masses[1])
-
-
 @spliced
 def _solve_by_steps(
     cost: Any, work: Any, n: int, m: int, epsilon: float, highest: float, rho: float, masses: Any, limits: Any,
@@ -263,17 +249,15 @@ def _solve(
     warm: bool, work: Any,
 ) -> None:  # fmt: skip
     negligible = NEGLIGIBLE_32 if cost.itemsize == 4 else NEGLIGIBLE_64
-    outcome[ERROR], outcome[ITERATIONS], outcome[VALUE] = np.inf, 0, np.nan
+    outcome[ERROR], outcome[ITERATIONS] = np.inf, 0
     highest = highest_cost(cost)
     masses = (mass_of(p), mass_of(q))
     # Written so that NaN fails too. Sides without mass are left to the caller.
     if not (highest < np.inf and 0 < masses[0] < np.inf and 0 < masses[1] < np.inf):
         return
-    if 0 < limits.largest_ratio * highest < epsilon:
-        return
     n = take(p, masses[0], negligible, work.p, work.rows)
     m = take(q, masses[1], negligible, work.q, work.columns)
-    phi, gamma = work.phi, work.gamma
+    gamma = work.gamma
     for j in range(m):
         gamma[j] = g[work.columns[j]]  # times epsilon for now
     block = cost
@@ -281,17 +265,12 @@ def _solve(
         highest, block = gather(cost, work, n, m), work.costs
     error, done, change, sides = _solve_by_steps(block, work, n, m, epsilon, highest, rho, masses, limits, warm)
     outcome[ITERATIONS] = done
-    size = 0.0
-    for i in range(n):
-        size = max(size, min(phi[i], NO_MASS_LEFT / sides.pull), -phi[i])
-    for j in range(m):
-        size = max(size, min(gamma[j], NO_MASS_LEFT / sides.pull), -gamma[j])
-    if not (error < np.inf and limits.least_ratio * size <= 1):
+    if not error < np.inf:
         return
     _write_potentials(p, q, cost, work, n, m, epsilon, sides, masses, negligible, f, g)
     if plan.shape[0] > 0:
         write_plan(work, n, m, 1.0, plan)
-    outcome[ERROR], outcome[VALUE] = error, _dual_value(p, q, f, g, epsilon, rho, masses)
+    outcome[ERROR] = error
     # Two exact updates contract the largest error by k^2.
     rounding = 1e-6 if work.kernel.itemsize == 4 else 1e-15
     outcome[POTENTIAL_ERROR] = epsilon * (change + rounding) / (1 - sides.damping * sides.damping)
@@ -308,7 +287,7 @@ def unbalanced_problems(
     then not written, or not all.
     """
     work = named(wide, narrow, matrices, places)
-    bounds = Limits(limits[0], limits[1], limits[2], limits[3], limits[4], limits[5])
+    bounds = Limits(limits[0], limits[1], limits[2])
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

@@ -190,11 +190,6 @@ def soft_top_k(
     return torch.sigmoid(_top_k_logits(x, k, epsilon, regularization)).to(x.dtype)
 
 
-def log_top_k(x: Float[Tensor, "*batch n"], k: int, *, epsilon: float) -> Float[Tensor, "*batch n"]:
-    """Return the logarithms of `soft_top_k`, in float64: shares below the smallest number have one too."""
-    return torch.nn.functional.logsigmoid(_top_k_logits(x, k, epsilon, "entropy"))
-
-
 def _top_k_logits(x: Tensor, k: int, epsilon: float, regularization: str) -> Float[Tensor, "*batch n"]:
     """Return log(share / (1 - share)), in float64."""
     _check_top_k(x, k, epsilon, regularization)

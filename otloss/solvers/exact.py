@@ -86,7 +86,7 @@ class ExactSolution:
     """The solution of an exact problem, as `otloss.solvers.transport.Solution` describes it.
 
     Attributes:
-        problem: its cost is a matrix, with its graph unless there are `cell_costs`.
+        problem: its cost is a matrix. With `cell_costs` the matrix has no graph.
         cell_costs: (..., cells), the costs of the cells of the plan, with the graph of the points: the value depends on
             no other costs.
     """
@@ -103,7 +103,7 @@ class ExactSolution:
     )
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_unchanged", Unchanged(self.problem.cost.dense()))
+        object.__setattr__(self, "_unchanged", Unchanged(*self.problem.cost.tensors()))
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:

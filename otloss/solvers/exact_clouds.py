@@ -68,17 +68,15 @@ def takes_clouds(problem: Problem) -> bool:
 class CloudSolution(ExactSolution):
     """An exact solution without a matrix."""
 
-    def __post_init__(self) -> None:
-        pass  # there is no matrix to watch
-
     @cached_property
     def potentials(self) -> tuple[Tensor, Tensor]:
         f, g = self.optimum.f, self.optimum.g
-        empty = self.problem.q.detach() == 0
-        cost = self.problem.cost
+        empty, cost = self.problem.q.detach() == 0, self.problem.cost
+        if not bool(empty.any()):
+            return f, g
+        self._unchanged.check("potentials of bins without mass")
         assert isinstance(cost, PointCost)
-        least = _wide(cost).T.softmin(f, 0.0) if bool(empty.any()) else g
-        return f, torch.where(empty, torch.minimum(g, least), g)
+        return f, torch.where(empty, torch.minimum(g, _wide(cost).T.softmin(f, 0.0)), g)
 
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         (n, m), batch = self.problem.cost.shape, self.problem.batch

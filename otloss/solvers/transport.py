@@ -122,10 +122,7 @@ class Transport:
         """(...), `<C, P>`: what the plan itself costs, without the entropy."""
         if self._problem.is_exact:
             return self.value
-        cost = self._solution.linear_cost
-        for step in self._ways_back:
-            cost = step.bound(cost)
-        return self._answer(cost)
+        return self._answer(self._bound(self._solution.linear_cost))
 
     @property
     def dual_value(self) -> Float[Tensor, "*batch"]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.autograd import gradcheck
 
-from otloss import barycenter, sinkhorn, sinkhorn_divergence
+from otloss import ConvergenceWarning, barycenter, sinkhorn, sinkhorn_divergence
 from otloss.costs import Cost, GridCost, LineCost, PointCost, as_cost
 from tests.errors import raising
 
@@ -165,3 +165,19 @@ def test_masses_that_agree_up_to_the_rounding_of_a_narrower_dtype(dtype: torch.d
     torch.testing.assert_close(
         answer.double().sum(), p.double().sum() / 2, rtol=1e-3 if dtype == torch.float16 else 1e-8, atol=0
     )
+
+
+def test_debiased_barycenters_that_do_not_converge_say_so_and_keep_the_mass() -> None:
+    x = torch.linspace(0, 1, 30, dtype=torch.float64)
+    cost = LineCost(x, power=2)
+    single = torch.rand(30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    with pytest.warns(ConvergenceWarning, match="did not converge"):  # details below the blur
+        found = barycenter((single / single.sum()).expand(2, -1), cost, epsilon=0.1, debiased=True, tolerance=1e-3)
+    torch.testing.assert_close(found.sum(), torch.ones_like(found[0]), rtol=0.05, atol=0.0)
+    gap = torch.rand(2, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    gap[:, 10:20] = 0.0
+    gap = gap / gap.sum(-1, keepdim=True)
+    for epsilon, most in ((1e-3, 3000), (5e-4, 3000), (0.01, 40)):
+        with pytest.warns(ConvergenceWarning, match="an error of 1 where"):
+            found = barycenter(gap, cost, epsilon=epsilon, debiased=True, max_iterations=most)
+        torch.testing.assert_close(found.sum(), torch.ones_like(found[0]), rtol=0.01, atol=0.0)
