@@ -1,4 +1,4 @@
-"""Losses: ordinal labels, histograms of numbers, number tokens, critics, rankings, sets, ensembles, texts."""
+"""Losses: ordinal labels, histograms of numbers, number tokens, critics, sets, ensembles, texts."""
 
 from otloss import (
     _distribution as _distribution,  # first, as the `otloss/__init__.py` of the other package imports this

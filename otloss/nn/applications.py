@@ -1,4 +1,4 @@
-"""Modules of the applications: clouds, sorting, rankings, sets, masks, texts, ensembles and two domains."""
+"""Modules of the applications: clouds, sorting, sets, texts, ensembles and two domains."""
 
 from __future__ import annotations
 

@@ -212,7 +212,7 @@ def solve_exactly(problem: Problem) -> ExactSolution:
         problem = replace(problem, cost=DenseCost.unchecked(matrix))
     start = problem.start
     if start is None and isinstance(cost, PointCost) and _are_apart(cost):
-        start = _near_potentials(problem, matrix.detach())
+        start = _start_from_sinkhorn(problem, matrix.detach())
     optimum = solve_exact(problem.p, problem.q, matrix, start=start)
     cell_costs = None if moving is None else moving.pairs(optimum.rows, optimum.columns)
     return ExactSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
@@ -229,7 +229,7 @@ def _are_apart(cost: PointCost) -> bool:
     return bool((apart.sum(-1) >= START_SHIFT**2 * spread.sum(-1)).any())
 
 
-def _near_potentials(problem: Problem, matrix: Float[Tensor, "*batch n n"]) -> tuple[Tensor, Tensor] | None:
+def _start_from_sinkhorn(problem: Problem, matrix: Float[Tensor, "*batch n n"]) -> tuple[Tensor, Tensor] | None:
     """Return potentials near the optimal ones of assignments; the other problems gain too little."""
     n = matrix.shape[-1]
     p, q, batch = problem.p.detach(), problem.q.detach(), matrix.shape[:-2]

@@ -76,7 +76,7 @@ class CloudSolution(ExactSolution):
             return f, g
         self._unchanged.check("potentials of bins without mass")
         assert isinstance(cost, PointCost)
-        return f, torch.where(empty, torch.minimum(g, _wide(cost).T.softmin(f, 0.0)), g)
+        return f, torch.where(empty, torch.minimum(g, _in_float64(cost).T.softmin(f, 0.0)), g)
 
     def plan_blocks(self) -> Iterator[tuple[slice, Tensor]]:
         (n, m), batch = self.problem.cost.shape, self.problem.batch
@@ -98,12 +98,12 @@ def solve_between_clouds(problem: Problem) -> CloudSolution:
     cost = problem.cost
     assert isinstance(cost, PointCost)
     with torch.no_grad():
-        optimum = _optimum(replace(problem, cost=_wide(cost)))
+        optimum = _optimum(replace(problem, cost=_in_float64(cost)))
     cell_costs = cost.pairs(optimum.rows, optimum.columns)
     return CloudSolution(problem, optimum, optimum.value.to(problem.p), cell_costs)
 
 
-def _wide(cost: PointCost) -> Cost:
+def _in_float64(cost: PointCost) -> Cost:
     """The same cost in float64, without a graph."""
     return cost.without_graph().to(torch.float64)
 

@@ -21,7 +21,7 @@ resolve. For a smaller epsilon the problem between clusters is solved at a large
 errors, for which `I - M` is nearly proportional to epsilon, and Anderson's acceleration reduces the others.
 
 Between a cloud and itself, where f = g, one update turns the error e into -M e, and the mean of two updates in a row is
-off by (M^2 - M) e / 2, an eighth of e at most: nothing else is needed there.
+off by (M^2 - M) e / 2, an eighth of e at most, so clusters do not correct it.
 
 The start comes from the clusters too. While the error is large, soft minima leave out pairs of points that together
 contribute a smaller share of a sum than the error. The potentials that are returned, and their error, come from soft
