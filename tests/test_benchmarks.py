@@ -77,9 +77,9 @@ def test_figures(tmp_path: Path) -> None:
     run("scaling", tmp_path)
     assert {row["axis"] for row in rows(tmp_path / "scaling.csv")} == {"N", "V", "u"}
     assert (tmp_path / "scaling.png").stat().st_size > 10_000
-    found = epsilon_plot.measured([1.0, 0.1], batch=2, n=6, rounds=1)
-    assert (found["errors"]["linear"] < found["errors"]["value"]).all()
-    epsilon_plot.draw(tmp_path / "figure.png", [1.0, 0.1], found, title="small")
+    result = epsilon_plot.measured([1.0, 0.1], batch=2, n=6, rounds=1)
+    assert (result["errors"]["linear"] < result["errors"]["value"]).all()
+    epsilon_plot.draw(tmp_path / "figure.png", [1.0, 0.1], result, title="small")
     assert (tmp_path / "figure.png").stat().st_size > 10_000
 
 
@@ -162,9 +162,9 @@ def test_measures_of_number_regression() -> None:
     logits = 3 * torch.randn(3, regression.NUMBERS + 3)
     actual = regression.measures(logits, test)
     shares, values = logits[:, : regression.NUMBERS].double().softmax(-1), torch.arange(100.0).double()
-    found = [NumberDistribution(values, share, 1.0) for share in shares]
+    result = [NumberDistribution(values, share, 1.0) for share in shares]
     for by in ("mean", "median"):
-        scores = score_number_distributions(found, y.tolist(), by=by)
+        scores = score_number_distributions(result, y.tolist(), by=by)
         assert actual[by, "mae"] == pytest.approx(2 * scores.mean_absolute_error)
         assert actual["", "crps"] == pytest.approx(2 * scores.crps)
     assert actual["greedy", "mae"] == pytest.approx(2 * float((shares.argmax(-1) - y).abs().double().mean()))
@@ -330,11 +330,11 @@ def test_every_contestant_solves_the_same_problem() -> None:
     gaps = Gaps(problems, epsilon)
     peers = [*solver_peers.pot(problems, epsilon, gaps)[::3], solver_peers.geomloss_batch(problems, epsilon, gaps)]
     for contestant in (solver_peers.ours(problems, epsilon, gaps), *peers):
-        found = solver_peers.cheapest(contestant, [gap], most_seconds=60.0)
-        assert found.setting is not None, contestant.name
-        assert found.errors[0] <= gap
+        result = solver_peers.cheapest(contestant, [gap], most_seconds=60.0)
+        assert result.setting is not None, contestant.name
+        assert result.errors[0] <= gap
         if contestant.name.startswith("POT"):
-            assert contestant.errors(contestant.solve(found.setting - 1))[0] > gap
+            assert contestant.errors(contestant.solve(result.setting - 1))[0] > gap
 
 
 def test_clouds_are_one_problem_for_both() -> None:
@@ -361,7 +361,7 @@ def test_slow_clouds_run_once(capsys: pytest.CaptureFixture[str]) -> None:
     mine = contestant(solver_peers.OURS, 0.0, 0.002)
     for error, verdict in ((0.0, "met"), (0.1, "x our time, met")):
         peer = contestant("peer", error, 0.1)
-        found = {c: solver_peers.cheapest(c, (1e-3, 1e-3), most_seconds=1.0) for c in (mine, peer)}
-        assert (found[peer].setting is None) == (error > 0)
-        assert solvers.judge_clouds(bench, "case", limit, mine, found)[-1].endswith(verdict)
+        result = {c: solver_peers.cheapest(c, (1e-3, 1e-3), most_seconds=1.0) for c in (mine, peer)}
+        assert (result[peer].setting is None) == (error > 0)
+        assert solvers.judge_clouds(bench, "case", limit, mine, result)[-1].endswith(verdict)
     assert runs.count(0.1) == 2, "once in each search, and never again"

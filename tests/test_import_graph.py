@@ -34,7 +34,7 @@ def cycles(root: Path) -> list[list[str]]:
     files = {module_of(p, root): p for package in PACKAGES for p in (root / package).rglob("*.py")}
     own = {name for name, path in files.items() if path.name != "__init__.py"}
     graph = {name: imports_of(files[name], set(files)) & own for name in own}
-    found, index, low, stack, counter = [], {}, {}, [], 0
+    actual, index, low, stack, counter = [], {}, {}, [], 0
 
     def visit(node: str) -> None:
         nonlocal counter
@@ -52,12 +52,12 @@ def cycles(root: Path) -> list[list[str]]:
             while component[-1] != node:
                 component.append(stack.pop())
             if len(component) > 1 or node in graph[node]:
-                found.append(sorted(component))
+                actual.append(sorted(component))
 
     for name in sorted(graph):
         if name not in index:
             visit(name)
-    return found
+    return actual
 
 
 def test_no_file_imports_itself_over_others() -> None:

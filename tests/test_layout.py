@@ -103,11 +103,11 @@ def test_the_linter_finds_every_planted_import(tmp_path: Path) -> None:
     code = "import sys; from importlinter.cli import lint_imports; sys.exit(lint_imports(no_cache=True))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert done.returncode == 1, done.stdout
-    found = "".join(done.stdout.split())
+    actual = "".join(done.stdout.split())
     for module in ("otloss_llm", "transformers"):
-        assert f"otloss.costs.cost->{module}" in found, done.stdout
+        assert f"otloss.costs.cost->{module}" in actual, done.stdout
     for name in list(PLANTED)[1:]:
-        assert name.removesuffix(".py").replace("/", ".") in found, done.stdout
+        assert name.removesuffix(".py").replace("/", ".") in actual, done.stdout
 
 
 # ---- language --------------------------------------------------------------------------------------------------------
@@ -131,9 +131,9 @@ TEXTS = [
 
 def test_plain_words() -> None:
     hits = [
-        f"{path.relative_to(ROOT)}:{number}: {found[0]!r} in {line.strip()}"
+        f"{path.relative_to(ROOT)}:{number}: {actual[0]!r} in {line.strip()}"
         for path in TEXTS
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1)
-        if (found := PATTERN.search(line)) and not (path.name in CALIBRATION and "slope" in found[0].lower())
+        if (actual := PATTERN.search(line)) and not (path.name in CALIBRATION and "slope" in actual[0].lower())
     ]
     assert not hits, "\n".join([f"{len(hits)} lines; see the table of CONTRIBUTING.md for better words", *hits])

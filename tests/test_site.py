@@ -38,7 +38,7 @@ def test_every_page_is_in_the_contents() -> None:
 def test_the_reference_lists_every_public_module() -> None:
     """The build makes a page for each name in the `__all__` of these modules."""
     listed = re.findall(r"^   (otloss[\w.]*)$", (DOCS / "reference/index.md").read_text("utf-8"), re.MULTILINE)
-    folders = {f"otloss.{found.name}" for found in pkgutil.iter_modules(otloss.__path__) if found.name[0] != "_"}
+    folders = {f"otloss.{actual.name}" for actual in pkgutil.iter_modules(otloss.__path__) if actual.name[0] != "_"}
     # The names of these are those of otloss and of its other folders.
     inside = {"otloss.applications", "otloss.solvers", "otloss.extending"}
     assert set(listed) == {"otloss", "otloss_llm", *folders} - inside
@@ -54,8 +54,8 @@ def test_the_check_finds_links_to_nothing_and_files_of_a_network(tmp_path: Path)
     command = [sys.executable, str(ROOT / ".ci/check_site.py"), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
-    found = [line for line in done.stdout.splitlines() if line.startswith("a.html")]
-    assert sorted(line.split()[1] for line in found) == ["#gone", "loads", "none.html", "none.png"]
+    actual = [line for line in done.stdout.splitlines() if line.startswith("a.html")]
+    assert sorted(line.split()[1] for line in actual) == ["#gone", "loads", "none.html", "none.png"]
     assert "otloss.emd has no page in the reference" in done.stdout
 
 

@@ -46,9 +46,8 @@ RATIO = 0.5  # t / s
 POINTS, MOST_HALVINGS = 192, 11  # about how many in a block, and the logarithm of the most blocks
 TOGETHER = 4  # blocks in one product
 MOST_NODES = 2**22
-MOST_PEAK = (
-    20.0  # log P between potentials that are no solution yet may be larger; without a bound the excess is left out
-)
+# log P between potentials that are not a solution yet may be larger; without a bound the excess is left out.
+MOST_PEAK = 20.0
 PAIRS_AT_ONCE = 2**20
 # Exponents within a block, of factors and of weights: together below, float64 could lose what counts.
 LEAST_EXPONENT, LEAST_WEIGHT = -600.0, -100.0
@@ -58,8 +57,7 @@ LEAST_EXPONENT, LEAST_WEIGHT = -600.0, -100.0
 PER_PAIR, PER_POINT, PER_ENTRY, PER_BOX_NODE, PER_NODE, PER_LOG_NODE = 3.2, 350.0, 1.1, 12.0, 0.16, 2.0
 GAIN = 0.45
 
-
-CloudInBlocks = tuple[Tensor, Tensor]
+CloudInBlocks = tuple[Tensor, Tensor]  # the points, and `in_blocks` of them
 
 
 def in_blocks(points: Float[Tensor, "n d"]) -> Int[Tensor, "blocks most"]:
@@ -151,23 +149,23 @@ class _Blocks:
     factors: list[Tensor]
     tilts: list[Tensor]
 
-    def tilt(self, room: _Room, start: Tensor | None = None) -> Float[Tensor, "blocks i j k"]:
+    def tilt(self, workspace: _Workspace, start: Tensor | None = None) -> Float[Tensor, "blocks i j k"]:
         """The tilt at the nodes, or `start` (blocks,) minus it."""
         first, second, third = self.tilts
         plane = first.unsqueeze(-1) + second.unsqueeze(1)
         if start is not None:
             plane, third = start[self.index, None, None] - plane, -third
-        out = room.array("tilt", (*plane.shape, third.shape[1]))
+        out = workspace.array("tilt", (*plane.shape, third.shape[1]))
         return torch.add(plane.unsqueeze(-1), third[:, None, None], out=out)
 
-    def planes(self, first: Tensor, room: _Room) -> Float[Tensor, "blocks points ij"]:
+    def planes(self, first: Tensor, workspace: _Workspace) -> Float[Tensor, "blocks points ij"]:
         """The products of the factors of the first two axes, those of the first (blocks, points, i) as given."""
         second = self.factors[1]
-        out = room.array("planes", (*first.shape, second.shape[-1]))
+        out = workspace.array("planes", (*first.shape, second.shape[-1]))
         return torch.mul(first.unsqueeze(-1), second.unsqueeze(-2), out=out).flatten(2)
 
 
-class _Room:
+class _Workspace:
     """Memory of arrays that are used for one step after the other: new arrays would cost more than their sums."""
 
     def __init__(self) -> None:
@@ -215,16 +213,16 @@ class _Side:
         logs = logs - top.masked_fill(top == -torch.inf, 0.0)
         if bool(((logs < LEAST_WEIGHT) & (logs > -torch.inf)).any()):
             raise OutOfRangeError
-        weights, top, room = logs.exp_(), top.squeeze(-1), _Room()
+        weights, top, workspace = logs.exp_(), top.squeeze(-1), _Workspace()
         highest = torch.full(cells, torch.finfo(torch.float64).min, dtype=torch.float64)
         for blocks in self.blocks:
-            for box, part in zip(blocks.boxes, blocks.tilt(room, top), strict=True):
+            for box, part in zip(blocks.boxes, blocks.tilt(workspace, top), strict=True):
                 torch.maximum(highest[box], part, out=highest[box])
         total = torch.zeros_like(highest)
         for blocks in self.blocks:
-            planes = blocks.planes(blocks.factors[0] * weights[blocks.index].unsqueeze(-1), room)
-            scale = blocks.tilt(room, top)
-            sums = room.array("sums", (len(planes), planes.shape[2], scale.shape[3]))
+            planes = blocks.planes(blocks.factors[0] * weights[blocks.index].unsqueeze(-1), workspace)
+            scale = blocks.tilt(workspace, top)
+            sums = workspace.array("sums", (len(planes), planes.shape[2], scale.shape[3]))
             torch.bmm(planes.mT, blocks.factors[2], out=sums)
             for box, part, below in zip(blocks.boxes, sums.view(scale.shape), scale, strict=True):
                 total[box] += below.sub_(highest[box]).exp_().mul_(part)
@@ -232,23 +230,23 @@ class _Side:
 
     def from_nodes(self, logs: Tensor, *, with_means: bool = False) -> tuple[Tensor, Tensor | None]:
         """log sum_z exp(logs_z - |x - z|^2 / 2 t^2) at the points, and the mean of z - x with these weights."""
-        out, room = torch.empty_like(self.constant), _Room()
+        out, workspace = torch.empty_like(self.constant), _Workspace()
         means = torch.empty_like(self.cloud.points) if with_means else None
         for blocks in self.blocks:
-            terms = blocks.tilt(room)
+            terms = blocks.tilt(workspace)
             for box, part in zip(blocks.boxes, terms, strict=True):
                 torch.sub(logs[box], part, out=part)
             top = terms.amax((1, 2, 3), keepdim=True)
             terms = terms.sub_(top).exp_().flatten(1, 2)
-            planes = blocks.planes(blocks.factors[0], room)
-            lines = room.array("lines", blocks.factors[2].shape)
+            planes = blocks.planes(blocks.factors[0], workspace)
+            lines = workspace.array("lines", blocks.factors[2].shape)
             torch.bmm(planes, terms, out=lines).mul_(blocks.factors[2])  # of the last axis
             total = lines.sum(-1)
             if not bool((total > math.exp(LEAST_EXPONENT)).all()):
                 raise OutOfRangeError
             out[blocks.index] = total.log().add_(top[:, 0, 0])
             if means is not None:
-                by_plane = room.array("by_plane", planes.shape)
+                by_plane = workspace.array("by_plane", planes.shape)
                 torch.bmm(blocks.factors[2], terms.mT, out=by_plane).mul_(planes)
                 by_axes = by_plane.view(*total.shape, len(blocks.nodes[0][0]), -1)
                 for k, shares in enumerate((by_axes.sum(-1), by_axes.sum(-2), lines)):

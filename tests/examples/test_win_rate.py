@@ -36,11 +36,11 @@ def test_a_win_needs_both_orders() -> None:
     tokenizer = judge.tokenizer = train_bpe_tokenizer(["a"], 257)
     pairs = [("good", "bad"), ("bad", "good"), ("bad", "worse"), ("good", "bad"), ("x" * 200, "y")]
     first, second = zip(*pairs, strict=True)
-    found = SCRIPT["judge_pairs"](judge, tokenizer, ["?"] * 5, first, second, 4)
-    assert (found.wins, found.ties, found.losses, found.left_out) == (2, 1, 1, 1)
-    assert found.rate == pytest.approx(2.5 / 4)
-    assert found.standard_error == pytest.approx(torch.tensor([1, 0, 0.5, 1]).std().item() / 2)
-    assert found.for_a == pytest.approx(5 / 8)
+    actual = SCRIPT["judge_pairs"](judge, tokenizer, ["?"] * 5, first, second, 4)
+    assert (actual.wins, actual.ties, actual.losses, actual.left_out) == (2, 1, 1, 1)
+    assert actual.rate == pytest.approx(2.5 / 4)
+    assert actual.standard_error == pytest.approx(torch.tensor([1, 0, 0.5, 1]).std().item() / 2)
+    assert actual.for_a == pytest.approx(5 / 8)
 
 
 def test_files_of_generate_and_a_missing_model(

@@ -52,7 +52,7 @@ def _generator() -> torch.Generator:
 
 def _transport() -> dict[str, Entry]:
     matrix = {"C": draw(2, 4, 5)}
-    found = {
+    actual = {
         "emd": Entry(_pair(**matrix), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
         "emd, one matrix": Entry(_pair(C=draw(4, 5)), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
         "emd of points": Entry(
@@ -137,21 +137,21 @@ def _transport() -> dict[str, Entry]:
     }  # fmt: skip
     for kind in ("divergence", "emd", "sliced"):
         generator = {"generator": True} if kind == "sliced" else {}
-        found[f"cloud_loss, {kind}"] = Entry(
+        actual[f"cloud_loss, {kind}"] = Entry(
             {**_clouds(), **{k: w for k, w in zip("ab", weights(4, 5, empty=False).values(), strict=True)}},
             lambda t, kind=kind, generator=generator: otloss.cloud_loss(
                 t["x"], t["y"], t["a"], t["b"], kind=kind, **({"generator": _generator()} if generator else {})
             ),
         )
-    found["cloud_loss of lists"] = Entry(
+    actual["cloud_loss of lists"] = Entry(
         _clouds(), lambda t: otloss.cloud_loss(list(t["x"]), [t["y"][0], t["y"][1, :3]], kind="emd")
     )
-    return found
+    return actual
 
 
 def _closed_forms() -> dict[str, Entry]:
     sorts = {"soft_sort": otloss.soft_sort, "soft_rank": otloss.soft_rank}
-    found = {
+    actual = {
         "cdf_distance": Entry(_same_bins(), lambda t: otloss.cdf_distance(**t)),
         "cdf_distance, positions": Entry(_same_bins(x=draw(4)), lambda t: otloss.cdf_distance(**t, power=1)),
         "wasserstein_1d": Entry(_pair(x=draw(4), y=draw(2, 5, seed=1)), lambda t: otloss.wasserstein_1d(**t, order=2)),
@@ -169,13 +169,13 @@ def _closed_forms() -> dict[str, Entry]:
     }  # fmt: skip
     for regularization in ("entropy", "quadratic"):
         for name, sort in sorts.items():
-            found[f"{name}, {regularization}"] = Entry(
+            actual[f"{name}, {regularization}"] = Entry(
                 {"x": draw(3, 6)}, lambda t, s=sort, r=regularization: s(t["x"], regularization=r)
             )
-        found[f"soft_top_k, {regularization}"] = Entry(
+        actual[f"soft_top_k, {regularization}"] = Entry(
             {"x": draw(3, 6)}, lambda t, r=regularization: otloss.soft_top_k(t["x"], 2, regularization=r)
         )
-    return found
+    return actual
 
 
 def _of_logits() -> dict[str, Entry]:

@@ -54,12 +54,12 @@ def finite_differences(case: Case, name: str) -> Tensor:
         offsets.append((STEP, 2 * STEP) if one_sided else (STEP, -STEP))
     moved = torch.stack([point + h * d for d, pair in zip(directions, offsets, strict=True) for h in pair])
     if name in case.one_by_one:
-        found = torch.stack([loss(case.exact({**case.inputs, name: one})) for one in moved])
+        actual = torch.stack([loss(case.exact({**case.inputs, name: one})) for one in moved])
     else:  # all at once, on an axis before that of the problems
         moved = moved if point.shape[0] == len(UPSTREAM) else moved.unsqueeze(1)
-        found = loss(case.exact({**case.inputs, name: moved}))
+        actual = loss(case.exact({**case.inputs, name: moved}))
     base = loss(case.exact(case.inputs))
-    first, second = found.reshape(-1, 2).unbind(-1)
+    first, second = actual.reshape(-1, 2).unbind(-1)
     one_sided = torch.tensor([pair[1] > 0 for pair in offsets])
     gradient = torch.where(one_sided, 4 * first - second - 3 * base, first - second) / (2 * STEP)
     return gradient.reshape(point.shape)
@@ -70,9 +70,9 @@ def gradients(case: Case, dtype: torch.dtype, *, skip: tuple[str, ...] = ()) -> 
     leaves = {name: tensor.requires_grad_() for name, tensor in inputs.items() if name not in skip}
     value = case.value(inputs)
     assert value.dtype == dtype
-    found = torch.autograd.grad(loss(value), list(leaves.values()))
-    assert all(gradient.dtype == dtype for gradient in found)
-    return dict(zip(leaves, found, strict=True))
+    actual = torch.autograd.grad(loss(value), list(leaves.values()))
+    assert all(gradient.dtype == dtype for gradient in actual)
+    return dict(zip(leaves, actual, strict=True))
 
 
 # ---- problems ----------------------------------------------------------------------------------------------------

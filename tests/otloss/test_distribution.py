@@ -78,7 +78,7 @@ def test_the_hint_is_the_name_and_an_extra_of_pyproject() -> None:
     assert project["name"] == DISTRIBUTION
     assert install_hint("llm") == f'pip install "{DISTRIBUTION}[llm]"'
     sources = [path for package in ("otloss", "otloss_llm", "benchmarks") for path in (ROOT / package).rglob("*.py")]
-    extras = {found for path in sources for found in re.findall(r"install_hint\(.(\w+).\)", path.read_text("utf-8"))}
+    extras = {actual for path in sources for actual in re.findall(r"install_hint\(.(\w+).\)", path.read_text("utf-8"))}
     assert {"llm", "plot", "boost", "bench"} <= extras <= project["optional-dependencies"].keys()
 
 

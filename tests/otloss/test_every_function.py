@@ -35,8 +35,8 @@ def gradients(entry: Entry) -> Inputs:
     value = entry.value({**leaves, **entry.fixed})
     if not value.requires_grad:
         return {}
-    found = torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
-    return dict(zip(leaves, found, strict=True))
+    actual = torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
+    return dict(zip(leaves, actual, strict=True))
 
 
 def by_duals(entry: Entry, given: str, tangent: Tensor) -> Tensor | None:
@@ -60,18 +60,21 @@ def test_forward_mode_is_right_or_an_error_that_names_the_function(name: str) ->
     for given, point in entry.inputs.items():
         tangent = torch.randn(point.shape, dtype=point.dtype, generator=torch.Generator().manual_seed(3))
         for mode in (by_duals, by_jvp):
-            message, found = "", None
+            message, actual = "", None
             try:
-                found = mode(entry, given, tangent)
+                actual = mode(entry, given, tangent)
             except NotImplementedError as error:
                 message = str(error)
             if message:
                 assert function in message or "graph_cost" in message, (mode, given, message)
                 assert "reverse mode" in message or "torch.autograd.grad" in message or "detached" in message
                 continue
-            assert found is not None, (mode, given)
-            found, expected = found.detach(), float((by_backward[given] * tangent).sum())
-            assert float((found * upstream(found)).sum()) == pytest.approx(expected, rel=1e-6, abs=1e-8), (mode, given)
+            assert actual is not None, (mode, given)
+            actual, expected = actual.detach(), float((by_backward[given] * tangent).sum())
+            assert float((actual * upstream(actual)).sum()) == pytest.approx(expected, rel=1e-6, abs=1e-8), (
+                mode,
+                given,
+            )
 
 
 @contextmanager
@@ -101,8 +104,8 @@ def test_autocast_and_default_dtype_and_device_change_nothing(name: str) -> None
     for dtype, other in ((torch.float64, torch.float16), (torch.float32, torch.float64)):
         expected = results(entry, dtype)
         with defaults(other):
-            found = results(entry, dtype)
+            actual = results(entry, dtype)
         error = 1e-13 if dtype == torch.float64 else 1e-6
-        torch.testing.assert_close(found, expected, rtol=error, atol=error)
+        torch.testing.assert_close(actual, expected, rtol=error, atol=error)
         if name != "gradient_penalty":  # autocast is for the critic too
             torch.testing.assert_close(results(entry, dtype, autocast=True), expected, rtol=error, atol=error)

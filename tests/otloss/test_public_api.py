@@ -31,5 +31,5 @@ def test_signatures_show_every_option() -> None:
     assert not [name for name, parameters in shown.items() for p in parameters.values() if p.kind is p.VAR_KEYWORD]
     options = list(inspect.signature(Settings).parameters.values())
     for name in ("sinkhorn", "sinkhorn_divergence", "solve", "Sinkhorn", "SinkhornDivergence"):
-        found = [p for p in shown[name].values() if p.name in {option.name for option in options}]
-        assert [(p.name, p.default) for p in found] == [(p.name, p.default) for p in options], name
+        actual = [p for p in shown[name].values() if p.name in {option.name for option in options}]
+        assert [(p.name, p.default) for p in actual] == [(p.name, p.default) for p in options], name

@@ -43,9 +43,9 @@ def test_errors_are_those_of_differences(kind: str) -> None:
     for first, second in ((x, y), (x, x), (torch.stack([x, y]), torch.stack([y, x]))):
         expected = exact_squares(first, second)
         for dtype, tolerance in ((torch.float32, 1.3e-6), (torch.float64, 2e-14)):
-            found = PointCost(first.to(dtype), second.to(dtype)).dense().numpy()
-            assert (found[expected == 0] == 0).all()
-            assert (abs(found - expected) <= tolerance * expected).all()
+            actual = PointCost(first.to(dtype), second.to(dtype)).dense().numpy()
+            assert (actual[expected == 0] == 0).all()
+            assert (abs(actual - expected) <= tolerance * expected).all()
             roots = PointCost(first.to(dtype), second.to(dtype), metric="euclidean").dense().numpy()
             assert (abs(roots - np.sqrt(expected)) <= tolerance * np.sqrt(expected)).all()
 
@@ -89,10 +89,10 @@ def test_gradients_of_float32_distances(kind: str) -> None:
     x, y = cloud(kind, 0), cloud(kind, 1)
     y[7] = x[3]
     upstream = torch.rand(90, 90, generator=torch.Generator().manual_seed(5), dtype=torch.float64) - 0.5
-    found = []
+    actual = []
     for dtype in (torch.float32, torch.float64):
         leaves = [t.to(dtype).requires_grad_() for t in (x, y)]
-        found.append(torch.autograd.grad(PointCost(*leaves, metric="euclidean").dense(), leaves, upstream.to(dtype)))
-    for narrow, wide in zip(*found, strict=True):
+        actual.append(torch.autograd.grad(PointCost(*leaves, metric="euclidean").dense(), leaves, upstream.to(dtype)))
+    for narrow, wide in zip(*actual, strict=True):
         assert wide.abs().max() > 0.1
         torch.testing.assert_close(narrow.double(), wide, rtol=1e-5, atol=1e-5)

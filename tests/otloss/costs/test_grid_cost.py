@@ -93,11 +93,11 @@ def test_transport_of_images_is_that_of_the_matrix(cells: tuple[int, ...], epsil
     p, q = ((w * (w > 0.3)).div((w * (w > 0.3)).sum(-1, keepdim=True)).requires_grad_() for w in (p, q))
     cost = GridCost(cells, spacing=[1.0 / size for size in cells], power=2).to(torch.float64)
     assert not runs_on_kernel(pose(p, q, cost, epsilon=epsilon, settings=Settings()), "auto")
-    found = []
+    actual = []
     for impl in ("auto", "compiled"):
         value = otloss.sinkhorn(p, q, cost, epsilon=epsilon, impl=impl, tolerance=1e-9)
-        found.append((value, *torch.autograd.grad(value.sum(), (p, q))))
-    for ours, dense, atol in zip(*found, (1e-10, 1e-7, 1e-7), strict=True):
+        actual.append((value, *torch.autograd.grad(value.sum(), (p, q))))
+    for ours, dense, atol in zip(*actual, (1e-10, 1e-7, 1e-7), strict=True):
         torch.testing.assert_close(ours, dense, rtol=1e-6, atol=atol)
 
 

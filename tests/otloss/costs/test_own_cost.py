@@ -53,8 +53,8 @@ def test_the_example_has_gradients(example: dict[str, Any], impl: str) -> None:
         lambda cost: otloss.sinkhorn(None, None, cost, epsilon=0.1, impl=impl),
         lambda cost: otloss.emd(None, None, cost),
     ):
-        (found,), (expected,) = (torch.autograd.grad(call(cost), a) for cost in (make(a, b), a @ b.T))
-        torch.testing.assert_close(found, expected, atol=1e-7, rtol=1e-5)
+        (actual,), (expected,) = (torch.autograd.grad(call(cost), a) for cost in (make(a, b), a @ b.T))
+        torch.testing.assert_close(actual, expected, atol=1e-7, rtol=1e-5)
 
 
 def test_the_example_in_a_module(example: dict[str, Any]) -> None:

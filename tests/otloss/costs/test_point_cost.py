@@ -134,9 +134,9 @@ def test_far_from_the_origin_in_float32(metric: str) -> None:
     near, exact = PointCost(x, y, metric=metric), PointCost(*wide, metric=metric)
     torch.testing.assert_close(near.dense().double(), exact.dense(), rtol=1e-6, atol=1e-30)
     torch.testing.assert_close(near.apply(v).double(), exact.apply(v), rtol=1e-5, atol=0)
-    found = torch.autograd.grad(near.softmin(v, 0.2).sum(), [x, y])
+    actual = torch.autograd.grad(near.softmin(v, 0.2).sum(), [x, y])
     expected = torch.autograd.grad(exact.softmin(v, 0.2).sum(), wide)
-    for got, right in zip(found, expected, strict=True):
+    for got, right in zip(actual, expected, strict=True):
         torch.testing.assert_close(got.double(), right, rtol=1e-5, atol=1e-4)
 
 

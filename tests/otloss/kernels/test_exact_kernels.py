@@ -20,8 +20,8 @@ ASSIGNED = ("general", "tied", "points", "clouds apart", "nearly equal", "produc
 def costs(kind: str, rng: np.random.Generator, n: int, m: int) -> np.ndarray:
     if kind in ("points", "clouds apart", "shifted"):
         shift = {"points": 0.0, "clouds apart": 5.0, "shifted": 0.3}[kind]
-        found: np.ndarray = ((rng.normal(size=(n, 1, 2)) - rng.normal(size=(1, m, 2)) - shift) ** 2).sum(-1)
-        return found
+        actual: np.ndarray = ((rng.normal(size=(n, 1, 2)) - rng.normal(size=(1, m, 2)) - shift) ** 2).sum(-1)
+        return actual
     matrix = rng.random((n, m))
     return {
         "tied": np.floor(3 * matrix),
@@ -49,20 +49,20 @@ def problem_of(kind: str, seed: int, n: int, m: int) -> Problem:
     return p / p.sum(), q / q.sum(), matrix
 
 
-def check_optimal(p: Tensor, q: Tensor, matrix: Tensor, found: Optimum) -> None:
+def check_optimal(p: Tensor, q: Tensor, matrix: Tensor, actual: Optimum) -> None:
     """A feasible plan and feasible potentials of equal value prove each other optimal."""
     scale = matrix.abs().max().clamp(min=1e-300)
-    plan = found.plan()
+    plan = actual.plan()
     torch.testing.assert_close(plan.sum(-1), p.expand(plan.shape[:-1]), rtol=1e-12, atol=1e-14)
     torch.testing.assert_close(plan.sum(-2), q.expand(*plan.shape[:-2], q.shape[-1]), rtol=1e-12, atol=1e-14)
-    assert (found.flows >= 0).all()
-    slack = (matrix - found.f.unsqueeze(-1) - found.g.unsqueeze(-2)) / scale
+    assert (actual.flows >= 0).all()
+    slack = (matrix - actual.f.unsqueeze(-1) - actual.g.unsqueeze(-2)) / scale
     either = (p > 0).unsqueeze(-1) | (q > 0).unsqueeze(-2)
     assert slack[either.expand_as(slack)].min() >= -1e-14
-    dual = (found.f * p).sum(-1) + (found.g * q).sum(-1)
-    assert ((found.value - dual).abs() / scale).max() < 1e-13
-    assert (((matrix * plan).sum((-1, -2)) - found.value).abs() / scale).max() < 1e-13
-    assert (found.gap.abs() / scale).max() < 1e-13
+    dual = (actual.f * p).sum(-1) + (actual.g * q).sum(-1)
+    assert ((actual.value - dual).abs() / scale).max() < 1e-13
+    assert (((matrix * plan).sum((-1, -2)) - actual.value).abs() / scale).max() < 1e-13
+    assert (actual.gap.abs() / scale).max() < 1e-13
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -70,10 +70,10 @@ def test_solutions_are_certified_and_those_of_pot(kind: str) -> None:
     for seed, (n, m) in enumerate([(1, 1), (1, 7), (9, 1), (2, 3), (8, 8), (17, 5), (33, 64), (90, 70)]):
         p, q, matrix = problem_of(kind, seed, n, m)
         P, Q, C = map(as_double, (p, q, matrix))
-        found = solve_exact(P, Q, C)
-        check_optimal(P, Q, C, found)
+        actual = solve_exact(P, Q, C)
+        check_optimal(P, Q, C, actual)
         if kind in ("general", "points"):  # one optimum only
-            np.testing.assert_allclose(found.plan(), ot.emd(p, q, matrix), atol=1e-12)
+            np.testing.assert_allclose(actual.plan(), ot.emd(p, q, matrix), atol=1e-12)
 
 
 def test_a_small_cost_beside_huge_ones_is_found() -> None:
@@ -99,10 +99,10 @@ def by_scipy(matrix: Tensor) -> float:
 def test_assignments_are_optimal(kind: str) -> None:
     for n in (1, 2, 3, 17, 120):
         matrix = as_double(costs(kind, np.random.default_rng(n), n, n))
-        found = solve_exact(uniform(n), uniform(n), matrix)
-        check_optimal(uniform(n), uniform(n), matrix, found)
-        assert float(found.value) == pytest.approx(by_scipy(matrix), rel=1e-12)
-        assert set((found.plan() * n).flatten().round(decimals=12).tolist()) <= {0.0, 1.0}
+        actual = solve_exact(uniform(n), uniform(n), matrix)
+        check_optimal(uniform(n), uniform(n), matrix, actual)
+        assert float(actual.value) == pytest.approx(by_scipy(matrix), rel=1e-12)
+        assert set((actual.plan() * n).flatten().round(decimals=12).tolist()) <= {0.0, 1.0}
         value = emd(*uniform(2, n).float(), matrix.float())
         assert value.item() == pytest.approx(by_scipy(matrix.float()), rel=1e-5)
 
@@ -111,8 +111,8 @@ def test_hard_assignments_are_left_to_the_simplex() -> None:
     """Before the first path where many rows are left for paths, and on the way where these visit too many columns."""
     for n, kinds in ((300, ("general", "products", "points", "clouds apart")), (800, ("shifted",))):
         matrices = torch.stack([as_double(costs(kind, np.random.default_rng(0), n, n)) for kind in kinds])
-        found = solve_exact(uniform(len(kinds), n), uniform(len(kinds), n), matrices)
-        for value, gap, matrix in zip(found.value, found.gap, matrices, strict=True):
+        actual = solve_exact(uniform(len(kinds), n), uniform(len(kinds), n), matrices)
+        for value, gap, matrix in zip(actual.value, actual.gap, matrices, strict=True):
             assert float(value) == pytest.approx(by_scipy(matrix), rel=1e-12)
             assert abs(float(gap)) <= 1e-12 * float(matrix.max())
 
@@ -138,17 +138,17 @@ def test_threads_and_batches_change_nothing(own: bool, small_blocks: None) -> No
     matrix = torch.rand(*((4,) if own else ()), 15, 11, generator=generator)
     threads = torch.get_num_threads()
     try:
-        found = []
+        actual = []
         for count in (1, 2):
             torch.set_num_threads(count)
-            found.append(solve_exact(p, q, matrix))
+            actual.append(solve_exact(p, q, matrix))
     finally:
         torch.set_num_threads(threads)
-    assert found[0].plan().shape == (3, 4, 15, 11)
+    assert actual[0].plan().shape == (3, 4, 15, 11)
     single = solve_exact(p[1, 2], q[1, 2], matrix[2] if own else matrix)
     for name in ("value", "f", "g", "rows", "columns", "flows", "gap", "iterations"):
-        assert torch.equal(getattr(found[0], name), getattr(found[1], name))
-        assert torch.equal(getattr(found[0], name)[1, 2], getattr(single, name))
+        assert torch.equal(getattr(actual[0], name), getattr(actual[1], name))
+        assert torch.equal(getattr(actual[0], name)[1, 2], getattr(single, name))
 
 
 @pytest.mark.parametrize("kind", ["general", "uniform", "zeros"])

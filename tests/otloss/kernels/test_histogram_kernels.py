@@ -32,8 +32,8 @@ def test_histograms_are_balanced_to_their_mean_and_without_mass_stay_so() -> Non
     q = q * (p.sum(-1) / q.sum(-1)).unsqueeze(-1) * (1 + 1e-6)
     pair = histogram_pair(p, q.requires_grad_())
     mean = (p.double().sum(-1) + q.double().sum(-1)) / 2
-    for found in (pair.p.double().sum(-1), pair.q.double().sum(-1), pair.mass.double()):
-        torch.testing.assert_close(found, mean, rtol=1e-7, atol=0)
+    for actual in (pair.p.double().sum(-1), pair.q.double().sum(-1), pair.mass.double()):
+        torch.testing.assert_close(actual, mean, rtol=1e-7, atol=0)
     (gradient,) = torch.autograd.grad((pair.q * torch.arange(70)).sum(), q)
     torch.testing.assert_close(gradient, (torch.arange(70) - 34.5).expand(5, 70), rtol=1e-5, atol=0)
     empty = histogram_pair(torch.zeros(2, 3), torch.zeros(2, 4))
@@ -50,8 +50,8 @@ def test_the_logarithm() -> None:
         for k in range(x.shape[0]):
             out[k] = log64(x[k])
 
-    found = np.empty_like(numbers)
-    logs(numbers, found)
+    actual = np.empty_like(numbers)
+    logs(numbers, actual)
     expected = np.log(numbers)
-    assert (np.abs(found - expected) <= 5e-16 * np.maximum(1, np.abs(expected))).all()
-    assert found[-7] == 0.0
+    assert (np.abs(actual - expected) <= 5e-16 * np.maximum(1, np.abs(expected))).all()
+    assert actual[-7] == 0.0

@@ -99,15 +99,15 @@ def test_calls_from_several_threads_do_not_mix() -> None:
         p, q = (torch.rand(30, 12, generator=generator).softmax(-1) for _ in range(2))
         cost = torch.rand(30, 12, 12, generator=generator)
         for _ in range(20):
-            found[seed].append((otloss.emd(p, q, cost), otloss.sinkhorn(p, q, cost, epsilon=0.1)))
+            actual[seed].append((otloss.emd(p, q, cost), otloss.sinkhorn(p, q, cost, epsilon=0.1)))
 
-    found: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(4)]
+    actual: list[list[tuple[torch.Tensor, ...]]] = [[] for _ in range(4)]
     threads = [threading.Thread(target=call, args=(seed,)) for seed in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    for values in found:
+    for values in actual:
         assert len(values) == 20
         assert all(torch.equal(a, b) for pair in values for a, b in zip(pair, values[0], strict=True))
 

@@ -26,12 +26,12 @@ def general(batch: int, n: int, m: int, dtype: torch.dtype = torch.float64) -> L
 def check(leaves: Leaves, exponent: float, **tolerance: float) -> None:
     """The kernel's value and gradients are those of the reference implementation, also where these make a graph."""
     reference = line._cdf_distance if len(leaves) == 3 else line._wasserstein_1d
-    found, expected = line._by_kernel(reference, tuple(leaves), exponent), reference(*leaves, exponent)  # type: ignore[operator]
-    torch.testing.assert_close(found, expected, **tolerance)
+    actual, expected = line._by_kernel(reference, tuple(leaves), exponent), reference(*leaves, exponent)  # type: ignore[operator]
+    torch.testing.assert_close(actual, expected, **tolerance)
     upstream = torch.linspace(0.5, 2, expected.numel(), dtype=expected.dtype).reshape(expected.shape)
     by_reference = torch.autograd.grad(expected, leaves, upstream)
     for create_graph in (True, False):
-        by_kernel = torch.autograd.grad(found, leaves, upstream, create_graph=create_graph, retain_graph=True)
+        by_kernel = torch.autograd.grad(actual, leaves, upstream, create_graph=create_graph, retain_graph=True)
         for a, b in zip(by_kernel, by_reference, strict=True):
             torch.testing.assert_close(a, b, **tolerance)
 
@@ -87,12 +87,12 @@ def test_far_from_the_origin_and_with_wide_weights_float32_is_as_good_as_its_inp
         exact = line._wasserstein_1d(
             *(t.double() / (t.double().sum(-1, keepdim=True) if t is p or t is q else 1) for t in here), 2
         )
-        found = wasserstein_1d(*here, order=2)
-        torch.testing.assert_close(found, exact.float(), rtol=1e-6, atol=1e-7)
+        actual = wasserstein_1d(*here, order=2)
+        torch.testing.assert_close(actual, exact.float(), rtol=1e-6, atol=1e-7)
         threads = torch.get_num_threads()
         try:
             for count in (1, 2):
                 torch.set_num_threads(count)
-                assert torch.equal(wasserstein_1d(*here, order=2), found)
+                assert torch.equal(wasserstein_1d(*here, order=2), actual)
         finally:
             torch.set_num_threads(threads)

@@ -158,12 +158,12 @@ def test_gradients_at_a_plan_agree_with_torch_in_float32(metric: str) -> None:
     log_p[..., 1], log_q[..., 0] = -torch.inf, -torch.inf
     f = cost.softmin(g + epsilon[:, None] * log_q, epsilon).detach()
     arguments = (f, g, log_p, log_q)
-    found = cost.plan_gradients(*arguments, epsilon=epsilon, upstream=upstream)
+    actual = cost.plan_gradients(*arguments, epsilon=epsilon, upstream=upstream)
     wide = [t.detach().double().requires_grad_() for t in (x, y)]
     wide = PointCost(*wide, metric=DISTANCES[metric])
     f = wide.softmin(g + epsilon[:, None] * log_q, epsilon).detach()
     expected = wide.plan_gradients(f, *arguments[1:], epsilon=epsilon.double(), upstream=upstream.double())
-    for got, right, points in zip(found, expected, (x, y), strict=True):
+    for got, right, points in zip(actual, expected, (x, y), strict=True):
         assert (got.shape, got.dtype) == (points.shape, torch.float32)
         assert (got - right).abs().max() <= 2e-5 * right.abs().max()
 

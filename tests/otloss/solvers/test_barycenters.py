@@ -13,9 +13,9 @@ from tests.errors import raising
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
-    found = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    found = found * (found > 0.2)
-    return found / found.sum(-1, keepdim=True)
+    actual = torch.rand(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    actual = actual * (actual > 0.2)
+    return actual / actual.sum(-1, keepdim=True)
 
 
 LINE = LineCost(torch.linspace(0, 1, 12, dtype=torch.float64), power=2)
@@ -26,15 +26,15 @@ WEIGHTS = torch.tensor([[0.5, 0.3, 0.2], [0.1, 0.0, 0.9]], dtype=torch.float64)
 def test_is_the_minimum_and_equals_pot(debiased: bool) -> None:
     """The derivative of what it minimises, by `sinkhorn`, is constant over the bins that hold mass."""
     p = drawn(2, 3, 12)
-    found = barycenter(p, LINE, WEIGHTS, epsilon=0.02, debiased=debiased, tolerance=1e-9).requires_grad_()
-    torch.testing.assert_close(found.sum(-1), torch.ones(2, dtype=torch.float64))
+    actual = barycenter(p, LINE, WEIGHTS, epsilon=0.02, debiased=debiased, tolerance=1e-9).requires_grad_()
+    torch.testing.assert_close(actual.sum(-1), torch.ones(2, dtype=torch.float64))
     function = sinkhorn_divergence if debiased else sinkhorn
-    total = (WEIGHTS * function(found.unsqueeze(-2), p, LINE, epsilon=0.02, tolerance=1e-11)).sum()
+    total = (WEIGHTS * function(actual.unsqueeze(-2), p, LINE, epsilon=0.02, tolerance=1e-11)).sum()
     if not debiased:
-        total = total + 0.02 * torch.xlogy(found, found).sum()
-    (gradient,) = torch.autograd.grad(total, found)
+        total = total + 0.02 * torch.xlogy(actual, actual).sum()
+    (gradient,) = torch.autograd.grad(total, actual)
     above = gradient - gradient.amin(-1, keepdim=True)
-    assert (above * found).max() < 1e-8  # above the least only at bins without mass
+    assert (above * actual).max() < 1e-8  # above the least only at bins without mass
     # POT's barycenter starts from a mean without the weights, which stays in the answer.
     theirs, weights = (ot.bregman.barycenter_debiased, WEIGHTS[0]) if debiased else (ot.bregman.barycenter, None)
     arrays = {"A": p[0].T.numpy(), "M": LINE.dense().numpy(), "weights": None if weights is None else weights.numpy()}
@@ -51,8 +51,8 @@ def test_gradients(debiased: bool) -> None:
 
     def value(share: float, scale: Tensor, shift: Tensor, p: Tensor = p) -> Tensor:
         weights, cost = torch.softmax(WEIGHTS + shift, -1), PointCost(points * scale)
-        found = barycenter(p + share * towards, cost, weights, epsilon=0.03, debiased=debiased, tolerance=1e-10)
-        return found @ v
+        actual = barycenter(p + share * towards, cost, weights, epsilon=0.03, debiased=debiased, tolerance=1e-10)
+        return actual @ v
 
     scale, shift = torch.tensor(1.1, dtype=torch.float64), torch.tensor([0.1, -0.2, 0.3], dtype=torch.float64)
     leaves = scale.requires_grad_(), shift.requires_grad_()
@@ -80,12 +80,12 @@ def test_debiased_at_a_blur_wider_than_the_histograms(epsilon: float) -> None:
         p = weights / weights.sum(-1, keepdim=True)
         leaf = p.clone().requires_grad_()
         tolerance = 2e-3 if epsilon == 0.05 else None  # answers at falling tau differ by up to 7e-4 there, by rounding
-        found = barycenter(leaf, cost, shares, epsilon=epsilon, debiased=True, tolerance=tolerance)
+        actual = barycenter(leaf, cost, shares, epsilon=epsilon, debiased=True, tolerance=tolerance)
         single = barycenter(
             p.float(), cost.float(), shares.float(), epsilon=epsilon, debiased=True, tolerance=tolerance
         )
-        assert (single - found).abs().sum() < 0.01  # at 0.05 what rounding the inputs to float32 changes
-        (gradient,) = torch.autograd.grad(found @ v, leaf)
+        assert (single - actual).abs().sum() < 0.01  # at 0.05 what rounding the inputs to float32 changes
+        (gradient,) = torch.autograd.grad(actual @ v, leaf)
         assert torch.isfinite(gradient).all()
         if epsilon == 0.05:  # rounding shows in differences of the answers
             continue
@@ -101,9 +101,9 @@ def test_images_and_closed_forms() -> None:
     blobs = torch.stack([torch.exp(-((x - c) ** 2 + (y - 0.5) ** 2) / 0.02) for c in (0.3, 0.7)]).reshape(2, -1)
     p, cost = blobs / blobs.sum(-1, keepdim=True), GridCost((32, 32), spacing=1 / 31)
     middle = torch.exp(-((x - 0.5) ** 2 + (y - 0.5) ** 2) / 0.02).flatten()
-    found = barycenter(p, cost, epsilon=0.01, debiased=True)
-    assert found.dtype == torch.float32
-    assert (found - middle / middle.sum()).abs().sum() < 2e-2  # of normal distributions, the normal one between
+    actual = barycenter(p, cost, epsilon=0.01, debiased=True)
+    assert actual.dtype == torch.float32
+    assert (actual - middle / middle.sum()).abs().sum() < 2e-2  # of normal distributions, the normal one between
     torch.testing.assert_close(
         barycenter(p[:1].expand(3, -1), cost, epsilon=0.01, debiased=True), p[0], atol=1e-5, rtol=0
     )
@@ -172,12 +172,12 @@ def test_debiased_barycenters_that_do_not_converge_say_so_and_keep_the_mass() ->
     cost = LineCost(x, power=2)
     single = torch.rand(30, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     with pytest.warns(ConvergenceWarning, match="did not converge"):  # details below the blur
-        found = barycenter((single / single.sum()).expand(2, -1), cost, epsilon=0.1, debiased=True, tolerance=1e-3)
-    torch.testing.assert_close(found.sum(), torch.ones_like(found[0]), rtol=0.05, atol=0.0)
+        actual = barycenter((single / single.sum()).expand(2, -1), cost, epsilon=0.1, debiased=True, tolerance=1e-3)
+    torch.testing.assert_close(actual.sum(), torch.ones_like(actual[0]), rtol=0.05, atol=0.0)
     gap = torch.rand(2, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     gap[:, 10:20] = 0.0
     gap = gap / gap.sum(-1, keepdim=True)
     for epsilon, most in ((1e-3, 3000), (5e-4, 3000), (0.01, 40)):
         with pytest.warns(ConvergenceWarning, match="an error of 1 where"):
-            found = barycenter(gap, cost, epsilon=epsilon, debiased=True, max_iterations=most)
-        torch.testing.assert_close(found.sum(), torch.ones_like(found[0]), rtol=0.01, atol=0.0)
+            actual = barycenter(gap, cost, epsilon=epsilon, debiased=True, max_iterations=most)
+        torch.testing.assert_close(actual.sum(), torch.ones_like(actual[0]), rtol=0.01, atol=0.0)

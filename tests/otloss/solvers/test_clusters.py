@@ -131,9 +131,9 @@ def test_few_iterations_at_any_epsilon() -> None:
     # One by one, Sinkhorn's iterations are hundreds here, and were.
     x, y = (t.float() for t in _square(2))
     for epsilon, most in ((0.02, 8), (2e-3, 20), (5e-4, 60)):
-        found = solve(torch.full((N,), 1 / N), torch.full((M,), 1 / M), PointCost(x, y), epsilon=epsilon)
-        assert int(found.iterations) <= most
-        assert float(found.gap) <= 1e-4 * float(found.value)
+        actual = solve(torch.full((N,), 1 / N), torch.full((M,), 1 / M), PointCost(x, y), epsilon=epsilon)
+        assert int(actual.iterations) <= most
+        assert float(actual.gap) <= 1e-4 * float(actual.value)
 
 
 def test_divergence_equals_that_of_the_matrices() -> None:
@@ -152,7 +152,7 @@ def test_iterations_stay_within_what_was_allowed() -> None:
     for most in (1, 2, 5, 40):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = solve(*uniform, PointCost(x, y), epsilon=2e-5, max_iterations=most)
-        assert int(found.iterations) <= most
-        assert not bool(found.converged)
-        assert float(found.marginal_error) > 1e-8
+            actual = solve(*uniform, PointCost(x, y), epsilon=2e-5, max_iterations=most)
+        assert int(actual.iterations) <= most
+        assert not bool(actual.converged)
+        assert float(actual.marginal_error) > 1e-8

@@ -28,10 +28,10 @@ def test_a_compiled_function_gives_the_same(name: str) -> None:
 
     z = torch.randn(3, 5, generator=torch.Generator().manual_seed(1))
     torch._dynamo.reset()
-    found = []
+    actual = []
     for function in (value, torch.compile(value, backend="aot_eager")):
         leaf = z.clone().requires_grad_()
         result = function(leaf)
         result.backward()
-        found.append((result.detach(), leaf.grad))
-    torch.testing.assert_close(found[0], found[1])
+        actual.append((result.detach(), leaf.grad))
+    torch.testing.assert_close(actual[0], actual[1])

@@ -126,7 +126,7 @@ def test_light_bins_of_a_divergence_are_settled() -> None:
     x = torch.arange(5.0)
     cost = (x[:, None] - x).abs()
     p, q = torch.tensor([1.0, 0, 0, 0, 0]), torch.tensor([1e-6, 1e-6, 1 - 4e-6, 1e-6, 1e-6])
-    found = []
+    actual = []
     for impl, tolerance in (("compiled", None), ("torch", None), ("torch", 1e-12)):
         weights = q.double().requires_grad_() if tolerance else q.clone().requires_grad_()
         other, matrix = p.to(weights), cost.to(weights)
@@ -134,9 +134,9 @@ def test_light_bins_of_a_divergence_are_settled() -> None:
         otloss.sinkhorn_divergence(
             weights_of_one, other, matrix, epsilon=0.1, impl=impl, tolerance=tolerance, cost_p=matrix, cost_q=matrix
         ).backward()
-        found.append(weights.grad.float())
-    for gradient in found[:2]:
-        torch.testing.assert_close(gradient, found[2], rtol=2e-3, atol=2e-3)
+        actual.append(weights.grad.float())
+    for gradient in actual[:2]:
+        torch.testing.assert_close(gradient, actual[2], rtol=2e-3, atol=2e-3)
 
 
 def test_weight_gradients_of_slow_modes() -> None:
@@ -208,8 +208,8 @@ def test_gradients_at_bins_that_are_light_on_both_sides(light: float, dtype: tor
     answer = otloss.solve(p.to(dtype), q.to(dtype), cost.to(dtype), epsilon=0.1)
     allowed = float(answer.potential_error) + 1e-5
     assert allowed < (2e-3 if dtype == torch.float32 else 5e-5)
-    for found, expected in zip(answer.potentials, exact.potentials, strict=True):
-        torch.testing.assert_close((found - found.mean()).double(), expected - expected.mean(), atol=allowed, rtol=0)
+    for actual, expected in zip(answer.potentials, exact.potentials, strict=True):
+        torch.testing.assert_close((actual - actual.mean()).double(), expected - expected.mean(), atol=allowed, rtol=0)
 
 
 def test_exact_potentials_are_feasible_at_bins_that_are_empty_in_both() -> None:
@@ -240,6 +240,6 @@ def test_clouds_far_from_the_origin_in_float32() -> None:
     near = [t.double() - 1000 for t in (x, y)]
     wide = [w.double() / w.double().sum() for w in (p, q)]
     for epsilon in (0.005, 0.5):
-        found = otloss.sinkhorn_divergence(p, q, PointCost(x, y), epsilon=epsilon)
+        actual = otloss.sinkhorn_divergence(p, q, PointCost(x, y), epsilon=epsilon)
         expected = otloss.sinkhorn_divergence(*wide, PointCost(*near), epsilon=epsilon, tolerance=1e-11)
-        assert float(found) == pytest.approx(float(expected), rel=1e-4)
+        assert float(actual) == pytest.approx(float(expected), rel=1e-4)

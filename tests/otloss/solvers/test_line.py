@@ -68,8 +68,8 @@ def test_cdf_distance_is_its_definition(problem: Problem, power: float) -> None:
     p, q, x = problem
     order = np.argsort(x, kind="stable")
     gaps, apart = np.diff(x[order]), np.abs(np.cumsum(p[order] - q[order]))[:-1]
-    found = cdf_distance(*map(as_double, problem), power=power)
-    assert found.item() == pytest.approx((gaps * apart**power).sum(), abs=1e-12)
+    actual = cdf_distance(*map(as_double, problem), power=power)
+    assert actual.item() == pytest.approx((gaps * apart**power).sum(), abs=1e-12)
 
 
 @pytest.mark.parametrize("order", [1, 1.5, 2])

@@ -20,8 +20,8 @@ def cheapest(p, q, cost):
     if not allowed.any():
         return None
     sums = np.vstack([np.kron(np.eye(n), np.ones(m)), np.kron(np.ones(n), np.eye(m))])
-    found = linprog(cost.ravel()[allowed], A_eq=sums[:, allowed], b_eq=np.r_[p, q], method="highs")
-    return found.fun if found.status == 0 else None
+    actual = linprog(cost.ravel()[allowed], A_eq=sums[:, allowed], b_eq=np.r_[p, q], method="highs")
+    return actual.fun if actual.status == 0 else None
 
 
 def weights(*shape):
@@ -50,17 +50,17 @@ def test_against_linear_programming(seed):
     f, g = exact.potentials
     assert (f[:, None] + g <= cost + 1e-9).all()
     assert float(f @ p + g @ q) == pytest.approx(expected, abs=1e-9)
-    found = otloss.solve(p, q, cost, epsilon=0.1)
-    plan = found.plan()
+    actual = otloss.solve(p, q, cost, epsilon=0.1)
+    plan = actual.plan()
     assert (plan[cost == INF] == 0).all()
     torch.testing.assert_close(plan.sum(-1), p, atol=1e-7, rtol=0)
     linear = (plan * cost.masked_fill(cost == INF, 0.0)).sum()
     entropy = torch.special.xlogy(plan, plan / (p[:, None] * q)).sum()
-    torch.testing.assert_close(found.linear_cost, linear, atol=1e-7, rtol=0)
-    torch.testing.assert_close(found.value, linear + 0.1 * entropy, atol=1e-7, rtol=0)
-    torch.testing.assert_close(found.value, otloss.sinkhorn(p, q, cost, epsilon=0.1), atol=1e-9, rtol=0)
-    assert found.dual_value - 1e-9 <= found.value <= found.dual_value + found.gap + 1e-9
-    assert found.certificate.lower - 1e-9 <= expected <= found.certificate.upper + 1e-9
+    torch.testing.assert_close(actual.linear_cost, linear, atol=1e-7, rtol=0)
+    torch.testing.assert_close(actual.value, linear + 0.1 * entropy, atol=1e-7, rtol=0)
+    torch.testing.assert_close(actual.value, otloss.sinkhorn(p, q, cost, epsilon=0.1), atol=1e-9, rtol=0)
+    assert actual.dual_value - 1e-9 <= actual.value <= actual.dual_value + actual.gap + 1e-9
+    assert actual.certificate.lower - 1e-9 <= expected <= actual.certificate.upper + 1e-9
 
 
 @pytest.mark.parametrize("options", [{}, {"epsilon": 0.2}, {"epsilon": 0.2, "grad": "implicit"}, {"mass": 0.4}])
@@ -75,13 +75,13 @@ def test_gradients_by_finite_differences(options):
         return otloss.solve(p, q, cost, **options).value.sum()
 
     inputs = [t.clone().requires_grad_() for t in (p, q, cost)]
-    found = torch.autograd.grad(value(*inputs), inputs)
+    actual = torch.autograd.grad(value(*inputs), inputs)
     h = 1e-6  # the exact value has a kink at 3e-6
     ahead = value(p + h * move_p, q + h * move_q, cost + h * move)
     back = value(p - h * move_p, q - h * move_q, cost - h * move)
-    along = sum((g * d).sum() for g, d in zip(found, (move_p, move_q, move), strict=True))
+    along = sum((g * d).sum() for g, d in zip(actual, (move_p, move_q, move), strict=True))
     torch.testing.assert_close(along, (ahead - back) / (2 * h), atol=1e-6, rtol=1e-5)
-    assert (found[2][cost == INF] == 0).all()
+    assert (actual[2][cost == INF] == 0).all()
     mass = torch.tensor(0.4, dtype=torch.float64, requires_grad=True)
     (derivative,) = torch.autograd.grad(otloss.emd(p, q, cost, mass=mass).sum(), mass)
     change = (otloss.emd(p, q, cost, mass=0.4 + h) - otloss.emd(p, q, cost, mass=0.4 - h)).sum() / (2 * h)
@@ -96,19 +96,19 @@ def test_one_plan_only(n, dtype):
     cost = torch.rand(n, n, dtype=dtype).masked_fill(torch.ones(n, n).triu(1) > 0, INF)
     stays = cost.diagonal().mean()
     torch.testing.assert_close(otloss.emd(None, None, cost), stays)
-    found = otloss.solve(None, None, cost, epsilon=0.05)
-    assert found.converged
-    torch.testing.assert_close(found.linear_cost, stays, atol=1e-6, rtol=1e-6)
-    torch.testing.assert_close(found.value, stays + 0.05 * np.log(n), atol=1e-5, rtol=1e-5)
+    actual = otloss.solve(None, None, cost, epsilon=0.05)
+    assert actual.converged
+    torch.testing.assert_close(actual.linear_cost, stays, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(actual.value, stays + 0.05 * np.log(n), atol=1e-5, rtol=1e-5)
 
 
 def test_unbalanced_and_modules():
     torch.manual_seed(0)
     p, q, cost = weights(2, 4), 2 * weights(2, 5), random_cost(2, 4, 5, share=0.3, least=0.0)
     cost[0] = INF  # no pair at all: all mass vanishes and appears
-    found = otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=1.0)
+    actual = otloss.sinkhorn(p, q, cost, epsilon=0.1, marginal_penalty=1.0)
     far = otloss.sinkhorn(p, q, cost.clamp(max=1e3), epsilon=0.1, marginal_penalty=1.0)
-    torch.testing.assert_close(found, far, atol=1e-9, rtol=0)
+    torch.testing.assert_close(actual, far, atol=1e-9, rtol=0)
     one = cost[1] - 1.0
     for module, function in (
         (Emd(cost=one, reduction="none"), lambda: otloss.emd(p, q / 2, one)),
@@ -145,8 +145,8 @@ def test_entries_far_from_the_others():
     cost[2, 0] = INF
     torch.testing.assert_close(otloss.emd(p, q, cost), torch.tensor(0.2))
     cross = torch.tensor([[INF, 1.0], [1.0, INF]])
-    found = otloss.sinkhorn(None, None, cross, epsilon=1e6)
-    torch.testing.assert_close(found, torch.tensor(1 + 1e6 * np.log(2), dtype=torch.float32))
+    actual = otloss.sinkhorn(None, None, cross, epsilon=1e6)
+    torch.testing.assert_close(actual, torch.tensor(1 + 1e6 * np.log(2), dtype=torch.float32))
     with pytest.raises(ValueError, match="which overflows; rescale them"):
         otloss.emd(p, q, cost.double() * 5e269)
     for given, error in ((torch.nan, ValueError), ("a", TypeError), (0.0, ValueError)):
@@ -162,8 +162,8 @@ def test_dtypes_and_potentials_of_a_part():
     for dtype in (torch.bfloat16, torch.float32):
         given = (p.to(dtype), (q / q.sum() * p.to(dtype).sum()).to(dtype), cost.to(dtype))
         if dtype == torch.float32:
-            found = otloss.solve(*given, epsilon=0.5)
-            assert {found.value.dtype, found.linear_cost.dtype, found.plan().dtype, found.potentials[0].dtype} == {
+            actual = otloss.solve(*given, epsilon=0.5)
+            assert {actual.value.dtype, actual.linear_cost.dtype, actual.plan().dtype, actual.potentials[0].dtype} == {
                 dtype
             }
         assert otloss.emd(None, None, given[2].clamp(max=9)).dtype == dtype
@@ -174,7 +174,7 @@ def test_dtypes_and_potentials_of_a_part():
 def test_a_mass_for_each_problem():
     torch.manual_seed(0)
     p, cost, mass = weights(3), torch.rand(3, 3, dtype=torch.float64), torch.tensor([0.1, 0.4], dtype=torch.float64)
-    found = otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=mass)
-    torch.testing.assert_close(found, otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=mass, impl="torch"))
-    for one, value in zip(mass, found, strict=True):
+    actual = otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=mass)
+    torch.testing.assert_close(actual, otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=mass, impl="torch"))
+    for one, value in zip(mass, actual, strict=True):
         torch.testing.assert_close(otloss.sinkhorn(p, p, cost, epsilon=0.05, mass=float(one)), value)

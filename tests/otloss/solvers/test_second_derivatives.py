@@ -26,12 +26,12 @@ def second_derivatives_are_right(case: Case) -> None:
 
     def derivatives(inputs: Inputs, create_graph: bool) -> tuple[Inputs, Tensor]:
         leaves = {name: tensor.clone().requires_grad_() for name, tensor in inputs.items()}
-        found = torch.autograd.grad(loss(case.value(leaves)), list(leaves.values()), create_graph=create_graph)
-        return leaves, torch.stack([(g * directions[k]).sum() for k, g in zip(leaves, found, strict=True)]).sum()
+        actual = torch.autograd.grad(loss(case.value(leaves)), list(leaves.values()), create_graph=create_graph)
+        return leaves, torch.stack([(g * directions[k]).sum() for k, g in zip(leaves, actual, strict=True)]).sum()
 
     leaves, along = derivatives(case.inputs, True)
-    found = torch.autograd.grad(along, list(leaves.values()), allow_unused=True)
-    for (name, point), gradient in zip(case.inputs.items(), found, strict=True):
+    actual = torch.autograd.grad(along, list(leaves.values()), allow_unused=True)
+    for (name, point), gradient in zip(case.inputs.items(), actual, strict=True):
         way = torch.rand(point.shape, generator=generator, dtype=point.dtype) * (point > 0 if name in WEIGHTS else 1)
         if name in WEIGHTS and case.held:
             way = way - (point > 0) * way.sum(-1, keepdim=True) / (point > 0).sum(-1, keepdim=True)

@@ -33,18 +33,20 @@ def test_kernel_equals_the_log_domain(seed: int, n: int, m: int, epsilon: float,
     options = {"epsilon": epsilon, "marginal_penalty": rho, "max_iterations": 20_000}
     truth = otloss.solve(p, q, cost, impl="torch", tolerance=1e-10, **options)  # type: ignore[arg-type]
     for dtype, tolerance, size in ((torch.float64, 1e-10, 1e-7), (torch.float32, 1e-5, 1e-4)):
-        found = otloss.solve(*(t.to(dtype) for t in (p, q, cost)), impl="compiled", tolerance=tolerance, **options)  # type: ignore[misc]
-        assert bool(found.converged.all())
-        torch.testing.assert_close(found.value.double(), truth.value, rtol=size, atol=0.0)
-        torch.testing.assert_close(found.plan().double(), truth.plan(), rtol=0.0, atol=size * float(truth.plan().max()))
+        result = otloss.solve(*(t.to(dtype) for t in (p, q, cost)), impl="compiled", tolerance=tolerance, **options)  # type: ignore[misc]
+        assert bool(result.converged.all())
+        torch.testing.assert_close(result.value.double(), truth.value, rtol=size, atol=0.0)
+        torch.testing.assert_close(
+            result.plan().double(), truth.plan(), rtol=0.0, atol=size * float(truth.plan().max())
+        )
         scale = 1 + rho * abs(np.log(apart))  # of the constant in the potentials
-        for mine, theirs in zip(found.potentials, truth.potentials, strict=True):
+        for mine, theirs in zip(result.potentials, truth.potentials, strict=True):
             torch.testing.assert_close(mine.double(), theirs, rtol=size, atol=10 * size * scale)
         g = truth.potentials[1]
-        off = (found.potentials[1].double() - g).masked_fill((q == 0) | (g > 40 * rho), 0.0).abs().amax(-1)
+        off = (result.potentials[1].double() - g).masked_fill((q == 0) | (g > 40 * rho), 0.0).abs().amax(-1)
         rounding = 1e-6 if dtype == torch.float32 else 1e-9
-        assert bool((off <= found.potential_error + truth.potential_error + rounding * scale).all())
-        assert bool((found.potential_error <= 100 * size * (1 + rho)).all())
+        assert bool((off <= result.potential_error + truth.potential_error + rounding * scale).all())
+        assert bool((result.potential_error <= 100 * size * (1 + rho)).all())
 
 
 def test_plan_is_that_of_pot() -> None:
@@ -83,13 +85,13 @@ def test_empty_and_light_bins_and_outliers(dtype: torch.dtype) -> None:
     cost[2, :, 0] = 2e6
     inputs = [t.to(dtype, copy=True).requires_grad_() for t in (p, q, cost)]
     options = {"epsilon": 0.01, "marginal_penalty": 0.05}
-    found = otloss.solve(*inputs, **options)  # type: ignore[arg-type]
+    result = otloss.solve(*inputs, **options)  # type: ignore[arg-type]
     truth = otloss.solve(p, q, cost, impl="torch", tolerance=1e-6, **options)  # type: ignore[arg-type]
     size = 1e-4 if dtype == torch.float32 else 1e-7
-    torch.testing.assert_close(found.value.double(), truth.value, rtol=size, atol=0.0)
-    torch.testing.assert_close(found.plan().double(), truth.plan(), rtol=0.0, atol=size * float(truth.plan().max()))
-    assert bool((found.gap >= 0).all())
-    gradients = torch.autograd.grad(found.value.sum(), inputs)
+    torch.testing.assert_close(result.value.double(), truth.value, rtol=size, atol=0.0)
+    torch.testing.assert_close(result.plan().double(), truth.plan(), rtol=0.0, atol=size * float(truth.plan().max()))
+    assert bool((result.gap >= 0).all())
+    gradients = torch.autograd.grad(result.value.sum(), inputs)
     torch.testing.assert_close(gradients[2].double(), truth.plan(), rtol=0.0, atol=size)
     for gradient, weights in zip(gradients, (p, q), strict=False):
         assert bool(gradient.isfinite().all())

@@ -46,9 +46,9 @@ def test_the_share_is_that_of_all_draws() -> None:
         if mean[[6, 7]].min() < mean[list(draw)].min() - 1e-9:
             expected += float(np.prod(p[list(draw)]))
     unit = torch.nn.functional.normalize(torch.from_numpy(rows), dim=1)
-    found = hub_share(unit, torch.from_numpy(counts))
+    actual = hub_share(unit, torch.from_numpy(counts))
     assert 0.02 < expected < 0.9
-    assert found == pytest.approx(expected, abs=4 * (expected * (1 - expected) / hubs.DRAWS) ** 0.5)
+    assert actual == pytest.approx(expected, abs=4 * (expected * (1 - expected) / hubs.DRAWS) ** 0.5)
 
 
 def test_of_large_vocabularies_and_without_counts_there_is_none() -> None:

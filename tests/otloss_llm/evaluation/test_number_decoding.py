@@ -55,7 +55,7 @@ def enumerated(model: Any, tokenizer: Any, prompt: list[int], longest: int) -> d
     """Every sequence of parts of numbers: its value, and the probability that no longer number follows."""
     texts = token_texts(tokenizer)
     parts = [i for i, text in enumerate(texts) if text and set(text) <= set("0123456789.+- ")]
-    found: dict[float, float] = {}
+    result: dict[float, float] = {}
     for length in range(1, longest + 1):
         for ids in product(parts, repeat=length):
             text = "".join(texts[i] or "" for i in ids).lstrip()
@@ -68,8 +68,8 @@ def enumerated(model: Any, tokenizer: Any, prompt: list[int], longest: int) -> d
                 after = log_p(model, [*prompt, *ids]).exp()
                 more = [i for i in parts if "." not in (texts[i] or "") or "." not in text]
                 p += math.log1p(-sum(float(after[i]) for i in more if set(texts[i] or "") <= set("0123456789.")))
-            found[value] = found.get(value, 0.0) + math.exp(p)
-    return found
+            result[value] = result.get(value, 0.0) + math.exp(p)
+    return result
 
 
 def test_the_beam_finds_what_an_enumeration_finds(model: Any, tokenizer: Any) -> None:
@@ -164,11 +164,11 @@ def test_evaluate_decodes_by_the_median(cli: Cli, tiny: Tiny, tmp_path: Path) ->
     model = transformers.AutoModelForCausalLM.from_pretrained(tiny.gpt2)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tiny.gpt2)
     questions = [Question(row["question"], row["answer"]) for row in rows]
-    found = number_distributions(model, tokenizer, questions, longest=2)
-    assert [float(line["predicted"]) for line in lines] == [one.decode("median") for one in found]
+    result = number_distributions(model, tokenizer, questions, longest=2)
+    assert [float(line["predicted"]) for line in lines] == [one.decode("median") for one in result]
     scores = ended.json["number_distributions"]
     assert (scores["questions"], ended.json["decode"]) == (1, "median")
-    assert scores["crps"] == pytest.approx(found[0].crps(2.0))
+    assert scores["crps"] == pytest.approx(result[0].crps(2.0))
     assert ended.json["answers"]["mean_absolute_error"] == pytest.approx(scores["mean_absolute_error"])
     assert "decision by 'best'" in cli(*given, *options(decode="best")).error
     asked.write_text('{"question": "1?", "answer": "One.\\n#### 1"}\n', encoding="utf-8")

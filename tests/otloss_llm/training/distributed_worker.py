@@ -279,11 +279,11 @@ def on_a_grid() -> dict[str, float]:
             model.lm_head = head
         total = loss.detach().clone()
         dist.all_reduce(total, group=data)
-        found = [float((total - expected[0]).abs() / expected[0])]
+        actual = [float((total - expected[0]).abs() / expected[0])]
         for name, parameter in model.named_parameters():
             gradient, want = parameter.grad.full_tensor() * 2, expected[1][name]
-            found.append(float((gradient - want).norm() / (want.norm() + 1e-4)))
-        errors[way] = max(found)
+            actual.append(float((gradient - want).norm() / (want.norm() + 1e-4)))
+        errors[way] = max(actual)
     return errors
 
 

@@ -70,5 +70,5 @@ def test_labels_that_are_numbers_are_counted() -> None:
         rows = AnsweredQuestions([[2, 2], [3]], [[5, 3], [2]], train_on_question=train_on_question)
         assert count_labels(rows, ~values.isnan()) == expected
     ids = torch.arange(30_000).reshape(10_000, 3) % 9
-    found = sum(token in (2, 5) for token in ids[:, 1:].flatten().tolist())
-    assert count_labels(PackedBlocks(ids), ~values.isnan()) == (found, 20_000)
+    actual = sum(token in (2, 5) for token in ids[:, 1:].flatten().tolist())
+    assert count_labels(PackedBlocks(ids), ~values.isnan()) == (actual, 20_000)

@@ -224,8 +224,8 @@ def test_the_number_of_near_duplicate_labels_is_logged_once(tmp_path: Path, capl
     for objective in ("emo", "emo", "mle"):  # the last reads no cost
         trainer(tmp_path, model, objective=objective, train_dataset=PackedBlocks(ids))
     labels = ids[:, 1:].flatten()
-    found = int(((labels >= 4) & (labels <= 8)).sum())
-    assert f"{found} of the {len(labels)} labels of the training set" in caplog.text
+    actual = int(((labels >= 4) & (labels <= 8)).sum())
+    assert f"{actual} of the {len(labels)} labels of the training set" in caplog.text
     assert caplog.text.count("near-duplicate rows") == 1
 
 
