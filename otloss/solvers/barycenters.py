@@ -88,7 +88,8 @@ def barycenter(
             distances.
         debiased: whether to take that blur out; for a symmetric cost between the same bins.
         tolerance: None for 1e-5 in float32, 1e-8 in float64. Debiased with at most 256 bins, an estimate of the sum of
-            the errors of the answer relative to its mass; else that of the errors of the marginals.
+            the errors of the answer relative to its mass, too low where the blur is far wider than details; else that
+            of the errors of the marginals.
         max_iterations: at most; a `ConvergenceWarning` tells where they are not enough, or where rounding does not
             determine a debiased barycenter to the tolerance: at an epsilon whose blur is far wider than the bins.
 
@@ -279,7 +280,9 @@ def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_S
         error = change + (a.sum(-1) / mass - 1).abs() + moved * slowest / (1 - slowest)
         error = error.nan_to_num(torch.inf)
         is_better = error < least
-        least, best = torch.minimum(error, least), _chosen(is_better, state, best)
+        # Details far below the blur move the answer only once tau is small: an estimate before that was too low.
+        was_wrong = (moved > least) & (change < _SMALL_CHANGE) & ~stalled
+        least, best = torch.where(is_better | was_wrong, error, least), _chosen(is_better | was_wrong, state, best)
         is_final = stalled & (least < _SMALL_CHANGE) | (least <= tolerance / 2)
         fruitless = fruitless + 1 if bool(is_final.all()) and not bool(is_better.any()) else 0
         is_last = float(state.tau.max()) <= _LEAST_TAU or fruitless == _MOST_FRUITLESS
