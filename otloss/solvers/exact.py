@@ -45,9 +45,9 @@ from otloss.solvers.problem import Problem
 _MAX_PIVOTS = 10_000_000
 # Duality gap allowed, relative to the largest cost times the mass.
 _GAP_TOLERANCE = 1e-7
-# Assignments between clouds of so many points start from Sinkhorn where means and standard deviations differ by so many
-# standard deviations; others take less time than the start.
-START_FROM, START_SHIFT = 256, 0.5
+# Assignments between clouds of so many points (in up to three dimensions, and in more) start from Sinkhorn where means
+# and standard deviations differ by so many standard deviations; others take less time than the start.
+START_FROM, START_FROM_IN_MORE_AXES, START_SHIFT = 256, 512, 0.5
 # The start: epsilon, as a share of the mean size of centred costs, the tolerance and the most iterations.
 START_EPSILON, START_TOLERANCE, START_ITERATIONS = 0.003, 0.2, 30
 
@@ -220,7 +220,8 @@ def solve_exactly(problem: Problem) -> ExactSolution:
 
 def _are_apart(cost: PointCost) -> bool:
     """Whether two clouds of as many points differ in their means and standard deviations."""
-    if cost.shape[0] != cost.shape[1] or cost.shape[0] < START_FROM:
+    n, axes = cost.shape[0], cost.x.shape[-1]
+    if n != cost.shape[1] or n < (START_FROM if axes <= 3 else START_FROM_IN_MORE_AXES):
         return False
     x, y = cost.x.detach(), cost.y.detach()
     spread_x, spread_y = x.std(-2), y.std(-2)
