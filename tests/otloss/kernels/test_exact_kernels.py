@@ -186,3 +186,15 @@ def test_solutions_that_are_not_optimal_raise() -> None:
     *_, outcome = solve_batch(*weights, matrix, np.zeros(6, np.int64), start=None, most=1)
     with pytest.raises(RuntimeError, match=r"stopped early on problem \(0, 0\), 30 by 30 bins with mass"):
         check_outcome(outcome, weights, torch.Size([2, 3]))
+
+
+def test_many_rows_and_few_columns_are_solved_transposed() -> None:
+    p, q = (uniform(2, k) * torch.rand(2, k, generator=torch.Generator().manual_seed(k)).double() for k in (120, 4))
+    p[0, ::3] = 0.0
+    p, q = (w / w.sum(-1, keepdim=True) for w in (p, q))
+    matrix = torch.rand(2, 120, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    thin, wide = solve_exact(p, q, matrix), solve_exact(q, p, matrix.mT)
+    torch.testing.assert_close(thin.value, wide.value)
+    torch.testing.assert_close(thin.plan(), wide.plan().mT)
+    torch.testing.assert_close(thin.plan().sum(-1), p)
+    assert bool((thin.f.unsqueeze(-1) + thin.g.unsqueeze(-2) - matrix <= 1e-12).all())
