@@ -50,6 +50,7 @@ STAGE_FACTOR = 0.25  # of epsilon, from one step to the next
 FIRST_EPSILON = 0.25  # of the largest cost, at most
 STAGE_ITERATIONS, STAGE_ERROR = 12, 0.05  # of each step but the last
 CHECK_EVERY = 10  # iterations between two measurements of the contraction
+LEAST_ITERATIONS = 60  # before a problem ends for its slow contraction
 LARGEST_RELAXED_PUSH = 0.8  # |x - 1| / (x + 1) times w, beyond which an update is not over-relaxed
 LOST = 1e-12  # a column sum of the kernel below this, or above its inverse: that potential is too far off
 ATTEMPTS = 100  # exact updates of both sides before the iterations, at most
@@ -100,6 +101,7 @@ class Limits(NamedTuple):
     tolerance: float
     settled: float
     most: int
+    patience: float
 
 
 def scratch(n: int, m: int, dtype: Any) -> tuple[np.ndarray, ...]:
@@ -171,9 +173,17 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float) -> flo
     return column_error(q, sums, work.v, m)
 
 
+@inner()
+def iterations_left(off: float, before: float, since: int, tolerance: float) -> float:
+    """How many more iterations the tolerance takes, at the contraction of the last ones."""
+    speed = -math.log(off / before) / since
+    return math.log(off / tolerance) / speed if speed > 0 else np.inf
+
+
 @spliced
 def _iterate(
-    cost: Any, work: Any, n: int, m: int, epsilon: float, tolerance: float, settled: float, most: int, last: bool
+    cost: Any, work: Any, n: int, m: int, epsilon: float, tolerance: float, settled: float, most: int, patience: float,
+    last: bool,
 ) -> tuple[float, int]:  # fmt: skip
     """Iterate until the error is within the tolerance; return it, and the number of iterations.
 
@@ -183,7 +193,7 @@ def _iterate(
     p, q, u, v, sums_p, sums = work.p, work.q, work.u, work.v, work.row_sums, work.column_sums
     alpha, beta, kernel = work.alpha, work.beta, work.kernel
     done, since, within, settling, stale = 0, 0, 0, True, True
-    w = 1.0
+    w, hopeless = 1.0, False
     before = least = error = np.inf
     number = u.dtype.type
     steepest, largest_step = number(LARGEST_RELAXED_PUSH), number(LARGEST_FACTOR)
@@ -200,7 +210,7 @@ def _iterate(
             off, steep = off + off_columns, steep or steep_columns
             done += 1
             since += 1
-        if off <= tolerance or done >= most:
+        if off <= tolerance or done >= most or hopeless:
             if not last:
                 break
             change = exact_update(q, sums, v, m)
@@ -209,9 +219,11 @@ def _iterate(
             column_sums(kernel, u, sums, n, m)
             error = column_error(q, sums, v, m)
             within += error <= tolerance
-            if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most:
+            if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
                 break
         if since == CHECK_EVERY:
+            if not settling and done >= LEAST_ITERATIONS:
+                hopeless = iterations_left(off, before, since, tolerance) > patience
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
         if (steep or since == 0) and (needs_absorption(u, p, n) or needs_absorption(v, q, m)):
@@ -383,7 +395,7 @@ def _solve_by_steps(
         left = limits.most - done
         error, more = _iterate(
             cost, work, n, m, step, limits.tolerance if last else STAGE_ERROR, limits.settled,
-            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, last,
+            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, limits.patience if last else np.inf, last,
         )  # fmt: skip
         done += more
         if last:
@@ -452,7 +464,7 @@ def sinkhorn_problems(
     problem is not valid. limits: a tuple of `Limits`.
     """
     work = named(wide, narrow, matrices, places)
-    bounds = Limits(limits[0], limits[1], limits[2])
+    bounds = Limits(limits[0], limits[1], limits[2], limits[3])
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

@@ -25,6 +25,7 @@ def run_kernel(
     tolerance: float,
     most: int,
     settled: float = math.inf,
+    patience: float = math.inf,
     symmetric: bool = False,
     plans: Float[Tensor, "problems n m"] | None = None,
     rho: float | None = None,
@@ -36,6 +37,8 @@ def run_kernel(
     costs. `plans` is filled with the plans, which are those of the potentials up to rounding. With the marginal penalty
     `rho` problems are unbalanced; then `symmetric` changes nothing, and the error is infinite too where a side holds no
     mass.
+
+    A problem ends too where its contraction says that more than `patience` iterations are left to the tolerance.
 
     With `settled`, iterations also continue until the last exact update changes no factor of a plan by a larger share,
     and the largest error of g is estimated; the spread is the largest g minus the least. The least eigenvalue is that
@@ -61,7 +64,7 @@ def run_kernel(
     else:
         kernel, weights = sinkhorn_problems, (p, q)
         wanted = np.empty((1, 0, 0), matrices.dtype) if plans is None else plans.numpy()
-        limits = (tolerance, settled, most)
+        limits = (tolerance, settled, most, float(patience))
         settings = (wanted, outcome, limits, g is not None)
         if rho is not None:
             kernel, settings = unbalanced_problems, (*settings, rho)

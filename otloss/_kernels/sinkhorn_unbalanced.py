@@ -26,6 +26,7 @@ from otloss._kernels.sinkhorn import (
     ATTEMPTS,
     CHECK_EVERY,
     FIRST_EPSILON,
+    LEAST_ITERATIONS,
     LOST,
     NEGLIGIBLE_32,
     NEGLIGIBLE_64,
@@ -38,6 +39,7 @@ from otloss._kernels.sinkhorn import (
     extend,
     gather,
     highest_cost,
+    iterations_left,
     named,
     take,
     write_plan,
@@ -107,7 +109,7 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
 @spliced
 def _iterate(
     cost: Any, work: Any, n: int, m: int, epsilon: float, sides: Any, tolerance: float, settled: float, most: int,
-    last: bool,
+    patience: float, last: bool,
 ) -> tuple[float, int, float]:  # fmt: skip
     """Iterate until the error relative to the mass of the plan is within the tolerance; leaves phi and gamma.
 
@@ -117,7 +119,7 @@ def _iterate(
     phi, gamma, kernel, steps = work.phi, work.gamma, work.kernel, work.scores
     pull, damping = sides.pull, sides.damping
     done, since, within, settling, stale = 0, 0, 0, True, True
-    w, shift = 1.0, 0.0
+    w, shift, hopeless = 1.0, 0.0, False
     before = least = error = change = np.inf
     while True:
         if stale:
@@ -139,7 +141,7 @@ def _iterate(
         off = off_rows / rows + off_columns / columns
         done += 1
         since += 1
-        if off <= tolerance or done >= most or not off < np.inf:
+        if off <= tolerance or done >= most or hopeless or not off < np.inf:
             if not last or not off < np.inf:
                 error = off
                 break
@@ -159,9 +161,11 @@ def _iterate(
                 total += target
             error = off / total
             within += error <= tolerance
-            if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most:
+            if (error <= tolerance and (change <= settled or within > SETTLING)) or done >= most or hopeless:
                 break
         if since == CHECK_EVERY:
+            if not settling and done >= LEAST_ITERATIONS:
+                hopeless = iterations_left(off, before, since, tolerance) > patience
             w, least, settling = next_relaxation(w, off, least, (off / before) ** (1.0 / since), settling)
             before, since = off, 0
         stale = far_rows + far_columns > 0
@@ -232,7 +236,7 @@ def _solve_by_steps(
             gamma[j] = gamma[j] / step + log_p
         error, more, change = _iterate(
             cost, work, n, m, step, sides, limits.tolerance if last else STAGE_ERROR, limits.settled,
-            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, last,
+            left if last or left < STAGE_ITERATIONS else STAGE_ITERATIONS, limits.patience if last else np.inf, last,
         )  # fmt: skip
         done += more
         if last:
@@ -287,7 +291,7 @@ def unbalanced_problems(
     then not written, or not all.
     """
     work = named(wide, narrow, matrices, places)
-    bounds = Limits(limits[0], limits[1], limits[2])
+    bounds = Limits(limits[0], limits[1], limits[2], limits[3])
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:

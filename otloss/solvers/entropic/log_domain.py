@@ -24,6 +24,7 @@ STAGE_FACTOR, FIRST_EPSILON = 0.25, 0.25
 STAGE_ITERATIONS = 3
 SETTLING = 200  # iterations at most, within the tolerance, until light bins are settled too
 BLOCK = 8  # iterations between two measurements of the contraction
+LEAST_ITERATIONS = 64  # before a search ends for its slow contraction
 LARGEST_RELAXED_STEP = 1.5  # |softmin(g) - f| w / epsilon, beyond which an update is not over-relaxed
 OVERSHOOT, LEAST_CHANGE = 3.0, 0.02
 
@@ -63,6 +64,7 @@ class Goal:
             larger share.
         symmetric: whether p equals q and the cost its transpose.
         with_plan: whether the kernel writes the plan too.
+        patience: a search ends too where its contraction says that so many more iterations are needed.
     """
 
     tolerance: float
@@ -70,6 +72,7 @@ class Goal:
     settled: float = math.inf
     symmetric: bool = False
     with_plan: bool = False
+    patience: float = math.inf
 
 
 def in_float64(problem: Problem) -> Problem:
@@ -230,6 +233,9 @@ def _relaxed_search(sweep: Sweep, f: Tensor, g: Tensor, w: Tensor, done: Tensor,
             else:
                 active = active & ~finished
         if counted % BLOCK == 0:
+            hopeless = schedule.left(off, goal.tolerance) > goal.patience
+            if counted >= LEAST_ITERATIONS and bool((hopeless | ~active).all()):
+                goal = dataclasses.replace(goal, most=counted + 1)
             w = schedule.updated(off).unsqueeze(-1)
 
 
@@ -275,6 +281,12 @@ class RelaxationSchedule:
         self.before = torch.full_like(w, torch.inf)
         self.least = torch.full_like(w, torch.inf)
         self.settling = torch.ones_like(w, dtype=torch.bool)
+
+    def left(self, off: Tensor, tolerance: float) -> Tensor:
+        """Return how many more iterations the tolerance takes at the contraction of the last BLOCK."""
+        speed = -(off.to(self.w.dtype) / self.before).log() / BLOCK
+        enough = torch.where(speed > 0, (off / tolerance).log() / speed, torch.inf)
+        return torch.where(self.settling, 0.0, enough)
 
     def updated(self, off: Tensor) -> Tensor:
         off = off.to(self.w.dtype)

@@ -1,51 +1,92 @@
-"""Newton's method on the dual, for problems on which Sinkhorn is slow.
+"""Newton's method on the dual, for problems on which Sinkhorn is slow: its start, its call, and what it leaves.
 
-Where the plan falls into parts that hardly exchange mass, as between clouds of equal weights that nearly match point to
-point, an iteration moves next to nothing between the parts. With b = g / epsilon and S the rows of the plan scaled to
-one, the dual in b has the gradient q - S^T p, and the curvature
+Where the plan falls into parts that hardly exchange mass, as between clouds in clusters or with outliers, an iteration
+moves next to nothing between the parts. The potentials of the exact problem are right up to a few epsilons, and from
+there Newton's method (`otloss._kernels.newton`) takes ten to twenty steps.
 
-    H = diag(S^T p) - S^T diag(p) S
-
-It is a sum of logarithms of sums of exponentials, whose third derivative along a step h is at most the spread of h
-(largest minus smallest entry) times the second: a step shortened to log(1 + spread) / spread always increases the dual
-(F. Bach, Self-concordant analysis for logistic regression, 2010). H is symmetric, and zero at bins without
-mass. The equations of `otloss.solvers.derivatives`, also for unbalanced problems, are these divided by the weights.
+With b = g / epsilon and S the rows of the plan scaled to one, the dual in b has the gradient q - S^T p and the
+curvature H = diag(S^T p) - S^T diag(p) S. The equations of `otloss.solvers.derivatives`, also for unbalanced problems,
+are these divided by the weights. The error of a balanced g is estimated from the least eigenvalue of H.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep
+from otloss.costs import DenseCost
+from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep, in_float64
+from otloss.solvers.exact import solve_exact
 from otloss.solvers.problem import Problem
 
-STEPS, SETTLING_STEPS = 200, 40  # the latter within the tolerance: rounding may leave nothing to settle
+MOST_STEPS = 300  # of Newton's method
+LARGEST_FOR_EIGENVALUE = 2**20  # entries of a matrix, for the estimate of the error of potentials
+SETTLING_STEPS = 40
 ROUNDING, INVERSE_ITERATIONS = 1e-15, 4
 RIDGE_OF_MASS = 1e-13  # of the mass: H does not determine the constant in b, nor parts that exchange nothing
 
 
-def newton_search(problem: Problem, g: Float[Tensor, "*batch m"], goal: Goal) -> SearchResult:
-    """Return the potentials from a start g; balanced problems, in float64.
+def newton_search(
+    problem: Problem, result: SearchResult, chosen: Bool[Tensor, "*batch"], goal: Goal, *, from_exact: bool
+) -> SearchResult:
+    """Return `result` with the chosen problems solved by Newton's method, where that lessens their error.
 
-    With a finite `goal.settled` it continues until a step changes no factor of a plan by a larger share. The error of g
-    is infinite where the equations are singular to rounding.
+    With a finite `goal.settled` it continues until exact updates change no factor of a plan by a larger share, and
+    estimates the `potential_error` of the chosen problems.
+
+    Args:
+        from_exact: start from exact potentials (balanced problems), not from those of `result`.
     """
+    hard = _chosen(problem, chosen)
+    matrices = hard.cost.dense()
+    g, plans = result.g[chosen].cpu().double(), None
+    if from_exact:
+        g, plans = _exact_start(hard, matrices, g)
+    f, g, error, steps = _run(hard, matrices, g, plans, goal)
+    if bool((hard.q == 0).any()):
+        g = torch.where(hard.q > 0, g, Sweep.of(hard).g_from(f))
+    # The error of `result` may be NaN.
+    is_better = ~(result.error[chosen].cpu().clamp(min=goal.tolerance) < error)
+    potential_error = _estimated(hard, g, goal)
+    new = SearchResult(f, g, error, steps, potential_error)
+    return _with_better(result, chosen, new, is_better)
+
+
+def settled_search(problem: Problem, result: SearchResult, chosen: Bool[Tensor, "*batch"], goal: Goal) -> SearchResult:
+    """Return `result` with accurate potentials of the chosen problems, which are within the tolerance.
+
+    Slow modes hardly count in the marginal error. Here the equations of a step are dense, and solved to rounding; it
+    ends where a step changes no factor of a plan by a larger share than `goal.settled`. The third derivative of the
+    dual along a step h is at most the spread of h (largest minus smallest entry) times the second: a step shortened to
+    log(1 + spread) / spread always increases it (F. Bach, Self-concordant analysis for logistic regression, 2010).
+    """
+    hard = _chosen(problem, chosen)
+    new = _settled(
+        dataclasses.replace(hard, cost=DenseCost.unchecked(hard.cost.dense().double())), result, chosen, goal
+    )
+    is_better = ~(result.error[chosen].cpu().clamp(min=goal.tolerance) < new.error)
+    return _with_better(result, chosen, new, is_better)
+
+
+def _settled(problem: Problem, result: SearchResult, chosen: Tensor, goal: Goal) -> SearchResult:
+    g = result.g[chosen].cpu().double()
     sweep = Sweep.of(problem)
     dual, q = _Dual.of(problem, sweep), sweep.log_q.exp()
     b = g / sweep.epsilon
     done = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
-    for k in range(min(STEPS, goal.most)):
+    for _ in range(min(SETTLING_STEPS, goal.most)):
         gradient, curvature = dual.derivatives(b, ridge=RIDGE_OF_MASS)
         step, failed = torch.linalg.solve_ex(curvature, gradient)
         spread = (step.amax(-1) - step.amin(-1)).clamp(min=torch.finfo(b.dtype).tiny)
         # A tenth of the tolerance: the last exact update of f is measured on its own.
         off = gradient.abs().sum(-1) / dual.mass.squeeze(-1)
-        unfinished = (off > 0.1 * goal.tolerance) | ((spread > goal.settled) & (off > ROUNDING) & (k < SETTLING_STEPS))
+        unfinished = (off > 0.1 * goal.tolerance) | ((spread > goal.settled) & (off > ROUNDING))
         usable = unfinished & (failed == 0) & torch.isfinite(spread)
         if not bool(usable.any()):
             break
@@ -55,9 +96,92 @@ def newton_search(problem: Problem, g: Float[Tensor, "*batch m"], goal: Goal) ->
     f = sweep.f_from(torch.where(q > 0, b * sweep.epsilon, g))
     g = torch.where(q > 0, b * sweep.epsilon, sweep.g_from(f))
     error = sweep.error(g, sweep.g_from(f), sweep.log_q)
-    is_settled = goal.settled == math.inf
-    potential_error = error * 0 if is_settled else dual.error(g / sweep.epsilon) * problem.epsilon
-    return SearchResult(f, g, error, done, potential_error)
+    return SearchResult(f, g, error, done, dual.error(g / sweep.epsilon) * problem.epsilon)
+
+
+def _chosen(problem: Problem, chosen: Tensor) -> Problem:
+    """The chosen problems, one batch axis, on the CPU; weights in float64, costs as they are."""
+    wide = in_float64(problem)
+    p, q, epsilon = (t[chosen].cpu() for t in (wide.p, wide.q, wide.epsilon))
+    costs = problem.cost.dense().detach()
+    if costs.dim() > 2:
+        costs = costs.expand(*problem.batch, *costs.shape[-2:])[chosen]
+    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=DenseCost.unchecked(costs.cpu().contiguous()))
+
+
+def _exact_start(problem: Problem, matrices: Tensor, g: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Potentials of exact transport, and the cells of its plans; those of the search where the exact solver fails."""
+    try:
+        optimum = solve_exact(problem.p, problem.q, matrices)
+    except RuntimeError:  # it cannot certify its potentials: Newton's method measures its own error
+        return g, None
+    return optimum.g, torch.stack([optimum.rows, optimum.columns], -2)
+
+
+def _run(
+    problem: Problem, matrices: Tensor, g: Tensor, plans: Tensor | None, goal: Goal
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Call the kernel: f, g, the error and the steps."""
+    from otloss._kernels._threads import run_on_threads
+    from otloss._kernels.newton import newton_problems
+    from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
+
+    rho = problem.marginal_penalty
+    p, q = problem.p, problem.q
+    if rho is None:
+        mass = p.sum(-1, keepdim=True)
+        p, q = p / mass, q / mass
+    count, (n, m) = len(p), matrices.shape[-2:]
+    owner = np.arange(count) if matrices.dim() > 2 else np.zeros(count, np.int64)
+    cells = np.empty((count, 2, 0), np.int64) if plans is None else plans.numpy()
+    f, g = torch.zeros(count, n, dtype=torch.float64), g.clone(memory_format=torch.contiguous_format)
+    outcome = np.full((count, 2), np.nan)
+    arguments = (
+        p.contiguous().numpy(), q.contiguous().numpy(), matrices.reshape(-1, n, m).numpy(), owner,
+        problem.epsilon.contiguous().numpy(), math.inf if rho is None else rho, f.numpy(), g.numpy(), cells,
+        goal.tolerance, goal.settled, min(goal.most, MOST_STEPS), outcome,
+    )  # fmt: skip
+    run_on_threads(newton_problems, count, arguments)
+    if rho is None:
+        f = f - (problem.epsilon * mass.squeeze(-1).log()).unsqueeze(-1)
+    return f, g, torch.from_numpy(outcome[:, ERROR]), torch.from_numpy(outcome[:, ITERATIONS]).long()
+
+
+def has_estimate(problem: Problem) -> bool:
+    """Whether `error_of_potential` is for this problem."""
+    return problem.marginal_penalty is None and math.prod(problem.cost.shape) <= LARGEST_FOR_EIGENVALUE
+
+
+def _estimated(problem: Problem, g: Tensor, goal: Goal) -> Tensor:
+    """The error of the potentials; NaN where it is not known."""
+    if goal.settled < math.inf and problem.marginal_penalty is not None:
+        return bound_of_potential(problem, g)
+    if goal.settled < math.inf and has_estimate(problem):
+        return error_of_potential(problem, g)
+    return torch.full_like(problem.epsilon, math.nan)
+
+
+def _with_better(result: SearchResult, chosen: Tensor, new: SearchResult, is_better: Tensor) -> SearchResult:
+    """`result` with what the chosen problems have gained."""
+    assert new.potential_error is not None
+    f, g, error, iterations = (t.clone() for t in (result.f, result.g, result.error, result.iterations))
+    place, column = f.device, is_better.unsqueeze(-1)
+    f[chosen] = torch.where(column, new.f, f[chosen].cpu().double()).to(place, f.dtype)
+    g[chosen] = torch.where(column, new.g, g[chosen].cpu().double()).to(place, g.dtype)
+    error[chosen] = torch.where(is_better, new.error, error[chosen].cpu().double()).to(place, error.dtype)
+    iterations[chosen] += new.iterations.to(place)
+    uncertain = torch.full_like(error, torch.nan) if result.potential_error is None else result.potential_error.clone()
+    uncertain[chosen] = torch.where(is_better, new.potential_error, torch.inf).to(place, error.dtype)
+    return dataclasses.replace(
+        result, f=f, g=g, error=error, iterations=iterations, potential_error=uncertain, plan=None
+    )
+
+
+def bound_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:
+    """Return a bound of the largest error of g in unbalanced problems: two updates contract by damping^2."""
+    sweep = Sweep.of(problem)
+    off = (sweep.g_from(sweep.f_from(g)) - g).abs().masked_fill(problem.q.detach() == 0, 0.0).amax(-1)
+    return off / (1 - sweep.damping.squeeze(-1) ** 2)
 
 
 def error_of_potential(problem: Problem, g: Float[Tensor, "*batch m"]) -> Float[Tensor, "*batch"]:

@@ -1,8 +1,9 @@
 """The search for the potentials of an entropic problem, by the numba kernel or in the log domain on any device.
 
-1. Sinkhorn's iteration: the kernel for matrices on a CPU, else logarithms; large grids and clouds start coarse
-2. after a thousand iterations Newton's method, for balanced problems of up to 2^20 entries
-3. then Sinkhorn again, in float64; in logarithms where the kernel could not solve an unbalanced problem
+1. Sinkhorn's iteration: the kernel for matrices on a CPU, else logarithms; large grids and clouds start coarse. It ends
+   at the tolerance, or where its contraction says that Newton's method would take less time.
+2. Newton's method on the dual for the problems that are left, balanced ones from exact potentials
+3. Sinkhorn again, in float64, where 2 does not apply or has failed
 4. Newton's method where the potentials are uncertain and gradients of the weights are wanted
 """
 
@@ -14,9 +15,9 @@ import warnings
 
 import numpy as np
 import torch
-from jaxtyping import Bool
 from torch import Tensor
 
+from otloss._checks import needs_torch
 from otloss._kernels import may_run_on
 from otloss._kernels.sinkhorn_call import RESOLVED_EIGENVALUE, run_kernel
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS, LEAST_EIGENVALUE, POTENTIAL_ERROR, SPREAD
@@ -31,7 +32,13 @@ from otloss.solvers.entropic.coarse import (
     warn_where_slow,
 )
 from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep, in_float64, iterate_in_logs
-from otloss.solvers.entropic.newton import error_of_potential, newton_search
+from otloss.solvers.entropic.newton import (
+    bound_of_potential,
+    error_of_potential,
+    has_estimate,
+    newton_search,
+    settled_search,
+)
 from otloss.solvers.problem import Problem, Settings, SmallEpsilonError, has_float64, tolerance_of
 
 # Matrices up to this many entries: beyond, a single problem on one thread takes longer than soft minima on all of them.
@@ -42,9 +49,9 @@ MOST_FOR_KERNEL = 2**28
 MOST_FOR_PLANS = 2**22
 # Entries of the cost of unbalanced images up to which the numba kernel is faster than products along the axes.
 LARGEST_UNBALANCED_GRID = 2**17
-# Iterations after which Newton's method solves problems of up to so many entries: a step takes as long as a hundred
-# iterations.
-PATIENCE, LARGEST_FOR_NEWTON = 1000, 2**20
+# Iterations of Sinkhorn, done or expected, after which Newton's method takes less time, its exact start included.
+PATIENCE = 500
+LARGEST_GRID = 2**20  # entries of the cost of images up to which matrices are faster than products along the axes
 # Potentials are settled where the last update changes no factor of the plan by a larger share than this, and where
 # their error is at most this share of their spread.
 SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
@@ -113,7 +120,7 @@ def _takes_plan(problem: Problem) -> bool:
 
 
 def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
-    """Sinkhorn; after PATIENCE iterations Newton's method, if it applies; then Sinkhorn again, in float64."""
+    """Sinkhorn; Newton's method for the problems that would take longer by it; then Sinkhorn again, in float64."""
     on_kernel = runs_on_kernel(problem, settings.impl)
     newton = not goal.symmetric and _can_take_newton(problem)
     # Float32 in logarithms may be too narrow; and the kernel for unbalanced problems may underflow, or be slow.
@@ -123,6 +130,8 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
     first = goal
     if goal.most > PATIENCE and (newton or widen or in_logs_again):
         first = dataclasses.replace(goal, most=PATIENCE)
+    if newton:
+        first = dataclasses.replace(first, patience=PATIENCE)
     result, left = None, goal.most - first.most
     if settings.impl == "auto" and start is None and takes_clusters(problem):
         result = search_from_clusters(problem, _by_kernel, goal, only_resolved=on_kernel)
@@ -133,11 +142,11 @@ def _search(problem: Problem, settings: Settings, goal: Goal) -> SearchResult:
     if left <= 0 or _is_within(result.error, goal.tolerance):
         return result
     if newton:
-        is_stuck = ~(result.error <= goal.tolerance)
-        rest = dataclasses.replace(goal, most=left, settled=math.inf)
-        better = _by_newton(problem, result, is_stuck, rest)
+        is_slow = ~(result.error <= goal.tolerance)
+        rest = dataclasses.replace(goal, most=left)
+        better = newton_search(problem, result, is_slow, rest, from_exact=problem.marginal_penalty is None)
         left -= int((better.iterations - result.iterations).amax())
-        result = dataclasses.replace(better, potential_error=result.potential_error)
+        result = better
     if left <= 0 or _is_within(result.error, goal.tolerance):
         return result
     again = in_float64(problem) if widen or in_logs_again else problem
@@ -164,7 +173,7 @@ def runs_on_kernel(problem: Problem, impl: str) -> bool:
             )
         return True
     matrices = problem.cost.batch_shape.numel()
-    most = LARGEST_FOR_NEWTON if problem.marginal_penalty is None else LARGEST_UNBALANCED_GRID
+    most = LARGEST_GRID if problem.marginal_penalty is None else LARGEST_UNBALANCED_GRID
     if isinstance(problem.cost, GridCost) and len(problem.cost.cells) > 1 and n * m > most:
         able = False  # products along the axes are faster
     return impl == "auto" and able and n * m <= LARGEST_FOR_KERNEL and matrices * n * m <= MOST_FOR_KERNEL
@@ -182,7 +191,8 @@ def _by_kernel(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal
         p, q, costs.reshape(-1, n, m), owner=owner, plans=None if plan is None else plan.view(-1, n, m),
         epsilon=problem.epsilon.detach().reshape(-1).double().contiguous().numpy(),
         g=None if start is None else start[1].reshape(-1, m), rho=problem.marginal_penalty,
-        tolerance=goal.tolerance, most=goal.most, settled=goal.settled, symmetric=goal.symmetric,
+        tolerance=goal.tolerance, most=goal.most, settled=goal.settled, patience=goal.patience,
+        symmetric=goal.symmetric,
     )  # fmt: skip
     error, iterations = (outcome[:, column].reshape(batch) for column in (ERROR, ITERATIONS))
     f, g = f.reshape(*batch, n), g.reshape(*batch, m)
@@ -207,12 +217,10 @@ def _in_logs(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) 
         return result
     is_empty = problem.q.detach() == 0
     if problem.marginal_penalty is not None:
-        sweep = Sweep.of(problem)
-        off = (sweep.g_from(sweep.f_from(result.g)) - result.g).abs().masked_fill(is_empty, 0.0).amax(-1)
-        bound = off / (1 - sweep.damping.squeeze(-1) ** 2)  # two updates contract by damping^2
+        bound = bound_of_potential(problem, result.g)
         unknown = torch.full_like(bound, torch.nan)
         return dataclasses.replace(result, potential_error=bound, spread=unknown, least_eigenvalue=unknown)
-    if problem.p.device.type != "cpu" or not _can_take_newton(problem):
+    if problem.p.device.type != "cpu" or not has_estimate(problem):
         return result
     spread = result.g.masked_fill(is_empty, -torch.inf).amax(-1) - result.g.masked_fill(is_empty, torch.inf).amin(-1)
     return dataclasses.replace(
@@ -224,30 +232,13 @@ def _in_logs(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) 
 
 
 def _can_take_newton(problem: Problem) -> bool:
-    n, m = problem.cost.shape
-    return problem.marginal_penalty is None and n * m <= LARGEST_FOR_NEWTON and has_float64(problem.p.device)
-
-
-def _by_newton(problem: Problem, result: SearchResult, chosen: Bool[Tensor, "*batch"], goal: Goal) -> SearchResult:
-    """Newton's method for the chosen problems, kept where it lessens the error; infinite errors of g for the others."""
-    costs = problem.cost.dense().expand(*problem.batch, *problem.cost.shape)[chosen]
-    hard = dataclasses.replace(
-        problem, p=problem.p[chosen].double(), q=problem.q[chosen].double(),
-        cost=DenseCost.unchecked(costs.double()), epsilon=problem.epsilon[chosen].double(),
-    )  # fmt: skip
-    new = newton_search(hard, result.g[chosen].double(), goal)
-    assert new.potential_error is not None
-    better = ~(torch.clamp(result.error[chosen], min=goal.tolerance) < new.error)
-    f, g, error, iterations = (t.clone() for t in (result.f, result.g, result.error, result.iterations))
-    f[chosen] = torch.where(better.unsqueeze(-1), new.f.to(f.dtype), f[chosen])
-    g[chosen] = torch.where(better.unsqueeze(-1), new.g.to(g.dtype), g[chosen])
-    error[chosen] = torch.where(better, new.error.to(error.dtype), error[chosen])
-    iterations[chosen] += new.iterations
-    potential_error = torch.full_like(error, torch.inf)
-    potential_error[chosen] = torch.where(better, new.potential_error.to(error.dtype), torch.inf)
-    return dataclasses.replace(
-        result, f=f, g=g, error=error, iterations=iterations, potential_error=potential_error, plan=None
-    )
+    """Whether Newton's method applies: on a matrix that fits the memory, and for images no larger than pay."""
+    (n, m), cost = problem.cost.shape, problem.cost
+    if not has_float64(problem.p.device) or needs_torch(problem.p, problem.q, *cost.tensors()):
+        return False
+    if isinstance(cost, GridCost) and len(cost.cells) > 1 and n * m > LARGEST_GRID:
+        return False
+    return n * m * problem.batch.numel() <= MOST_FOR_KERNEL
 
 
 def _with_accurate_potentials(problem: Problem, result: SearchResult, goal: Goal) -> SearchResult:
@@ -257,12 +248,12 @@ def _with_accurate_potentials(problem: Problem, result: SearchResult, goal: Goal
         return result
     enough = goal.settled * spread + NEGLIGIBLE_ERROR * problem.epsilon.detach()
     poor = (~(error <= enough) | (eigenvalue < RESOLVED_EIGENVALUE)) & (result.error <= goal.tolerance)
-    if goal.symmetric or not bool(poor.any()) or not _can_take_newton(problem):
+    if goal.symmetric or not bool(poor.any()) or not (has_estimate(problem) and _can_take_newton(problem)):
         return result
     goal = dataclasses.replace(goal, most=goal.most - int(result.iterations.amax()))
     if goal.most < 1:
         return result
-    better = _by_newton(problem, result, poor, goal)
+    better = settled_search(problem, result, poor, goal)
     assert better.potential_error is not None
     return dataclasses.replace(better, potential_error=torch.where(poor, better.potential_error, error))
 
