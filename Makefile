@@ -29,7 +29,7 @@ demo: $(FOR_DEMO)  ## EMO against MLE on a small model and real text; results in
 gallery: $(FOR_DEV)  ## all examples, with their figures in gallery-output/gallery.md; about 10 minutes on 2 cores
 	$(BIN)/python examples/gallery.py
 
-gallery-page: $(FOR_DEV)  ## the same, and docs/gallery.md is updated by the examples that had their real data
+gallery-page: $(FOR_DEV)  ## the same, and docs/reports/gallery.md is updated by the examples that had their real data
 	$(BIN)/python examples/gallery.py --docs
 
 test: $(FOR_DEV)  ## the tests that are not slow and need no GPU

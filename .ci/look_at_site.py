@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 PAGES = (
-    "index", "start", "which_loss", "transport_in_pictures", "ordinal", "numbers", "gallery", "evidence", "results",
-    "coming_from", "questions", "tutorials_built/index", "tutorials_built/plot_grades", "tutorials_built/plot_clouds",
+    "index", *(f"guide/{name}" for name in ("start", "which_loss", "transport_in_pictures", "ordinal", "numbers")),
+    "guide/coming_from", "guide/questions", "reports/gallery", "reports/evidence", "reports/results",
+    "tutorials_built/index", "tutorials_built/plot_grades", "tutorials_built/plot_clouds",
     "tutorials_built/plot_trl", "reference/index", "reference/generated/otloss.sinkhorn",
 )  # fmt: skip
 SIZES = {"wide": (1400, 900), "narrow": (400, 800)}

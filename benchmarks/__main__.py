@@ -31,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--small", action="store_true", help="tiny sizes, to check that it runs; keeps no results")
     parser.add_argument(
         "--data", type=Path, help="folder of the data (default: $OTLOSS_DATA, else shared/data beside the repository, "
-        "else a download: docs/data.md); without it labels follow a Zipf law, and the tracked results do not change",
+        "else a download); without it labels follow a Zipf law, and tracked results do not change",
     )  # fmt: skip
     parser.add_argument("--text", default=Settings.text, help="the text that labels come from (%(default)s)")
     parser.add_argument("--output", type=Path, help="folder for results (default: benchmarks, with --small none)")

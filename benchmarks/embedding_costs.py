@@ -1,4 +1,4 @@
-"""Costs between tokens that docs/evidence.md compares, and that no option of the package names.
+"""Costs between tokens that docs/reports/evidence.md compares, and that no option of the package names.
 
 Embeddings take and return rows (V, d); `EmbeddingCost` then compares them by their cosine. `EMBEDDINGS` names them for
 `otloss_llm.experiments.oracle.run_oracle(oracle, folder, args, embeddings=EMBEDDINGS)`, whose arms are then

@@ -1,4 +1,4 @@
-"""Errors against exact transport, and times, over epsilon: draws `docs/solvers.png`.
+"""Errors against exact transport, and times, over epsilon: draws `docs/guide/solvers.png`.
 
 Run as `python -m benchmarks.epsilon_plot [file]`. 64 problems of 64 points each in the unit square, random weights,
 squared distances scaled to a largest of 1 in each problem; float32, default tolerance. A marker is hollow if some of
@@ -22,7 +22,7 @@ import otloss
 from benchmarks.measure import hardware, timed_rounds
 from otloss.costs import PointCost
 
-FILE = Path(__file__).parents[1] / "docs" / "solvers.png"
+FILE = Path(__file__).parents[1] / "docs" / "guide" / "solvers.png"
 EPSILONS = [10 ** (-k / 3) for k in range(13)]
 # Colours of Okabe and Ito; the markers also distinguish them in grey.
 VALUE, LINEAR, DEBIASED, EXACT = ("#D55E00", "D"), ("#0072B2", "^"), ("#009E73", "o"), ("#000000", "s")

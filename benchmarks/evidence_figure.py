@@ -1,6 +1,6 @@
-"""The figure of docs/evidence.md: what each cost gains over MLE, by experiment.
+"""The figure of docs/reports/evidence.md: what each cost gains over MLE, by experiment.
 
-    python -m benchmarks.evidence_figure docs/evidence_gain.png "few texts=runs/few" "new texts=runs/new" ...
+    python -m benchmarks.evidence_figure docs/reports/evidence_gain.png "few texts=runs/few" "new texts=runs/new" ...
 
 Each folder is one of `compare --source`. Shown is the reverse KL minus that of MLE at its recall at T = 0.8, with
 95 % intervals over seeds, for the default cost (of the source's rows, or the start's where that is a given model), the

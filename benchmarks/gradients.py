@@ -26,7 +26,7 @@ RIGHT = 1e-3
 FLAT = 1e-7  # costs are about 1
 DTYPES = (torch.float64, torch.float32)
 WEIGHTS = ("p", "q")
-PAGE = FOLDER.parent / "docs" / "gradients.md"
+PAGE = FOLDER.parent / "docs" / "reports" / "gradients.md"
 START, END = "<!-- generated -->", "<!-- end of the generated part -->"
 
 
@@ -137,7 +137,7 @@ def table(family: Family) -> str:
 
 
 def main(settings: Settings) -> None:
-    """Print the tables, and write them to docs/gradients.md (or to gradients.md in another output folder)."""
+    """Print the tables, and write them to docs/reports/gradients.md (or to gradients.md in another output folder)."""
     names = ("torch-otloss", "POT", "geomloss", "torch")
     versions = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in names)
     parts = [f"Made by `python -m benchmarks gradients` with {versions}.\n"]

@@ -1,4 +1,4 @@
-"""The files of data that benchmarks read: examples/data.py finds them (docs/data.md)."""
+"""The files of data that benchmarks read: examples/data.py finds them (docs/reports/data.md)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Number losses in a small T5 on arithmetic: weights, forms and controls, with digits and with multi-digit tokens.
 
-Questions of DeepMind mathematics (docs/data.md), of some kinds, that are short and whose answer is a whole number; the
-test has others of the same kinds. A T5 with two layers in each half is trained from scratch by maximum likelihood, a
-start for each seed and tokenizer. `otloss_llm compare` continues it with each arm, with equal steps and batches:
+Questions of DeepMind mathematics (docs/reports/data.md), of some kinds, that are short and whose answer is a whole
+number; the test has others of the same kinds. A T5 with two layers in each half is trained from scratch by maximum
+likelihood, a start for each seed and tokenizer. `otloss_llm compare` continues it with each arm, with equal steps and
+batches:
 
     mle
     number_token:W                   plus W sum_i q_i |x_i - x_y|, NTL-WAS, over the number positions
@@ -12,7 +13,7 @@ start for each seed and tokenizer. `otloss_llm compare` continues it with each a
     emo+number/shuffled-values, /equal
 
 Each run is a row of mathematics.csv; --resume continues with those that are there. Starts, runs and questions are kept
-in build/mathematics, where the command line of docs/numbers.md takes them from.
+in build/mathematics, where the command line of docs/guide/numbers.md takes them from.
 """
 
 from __future__ import annotations

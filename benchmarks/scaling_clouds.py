@@ -2,7 +2,7 @@
 
 Points in 3-D, squared distances; uniform weights in exact problems. Each measurement is one call after a small one,
 with one thread, in a process of its own: seconds of the processor, and the growth of its resident memory. Draws
-`docs/scaling_clouds.png`.
+`docs/reports/scaling_clouds.png`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ MOST = {
     (WEIGHTED, OURS): 20_000, (WEIGHTED, LAZY): 10_000,
 }  # fmt: skip
 MOST_OF_BACKEND = {"tensorized": 10_000, "multiscale": 50_000}
-PNG = Path(__file__).parents[1] / "docs" / "scaling_clouds.png"
+PNG = Path(__file__).parents[1] / "docs" / "reports" / "scaling_clouds.png"
 COLORS = {OURS: "#0072B2"}  # peers are grey, with a marker each
 MARKERS = ("o", "s", "^", "D")
 

@@ -174,24 +174,25 @@ def process_docstring(app: Any, what: str, name: str, obj: Any, options: Any, li
 
 # ---- links out of docs/: README.md and CONTRIBUTING.md have a page here ----------------------------------------------
 
-PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
+PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributors/contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
 def process_page(app: Any, docname: str, source: list[str]) -> None:
     """Links that are right in the repository become right here; anchors in HTML become targets of MyST."""
-    text = source[0]
+    text, top = source[0], "../" * docname.count("/")
     for file, page in PAGES.items():
-        text = text.replace(f"](../{file})", f"]({page})")
-    text = text.replace("](../docs/", "](")
+        text = text.replace(f"](../{top}{file})", f"]({top}{page})")
+    text = text.replace(f"](../{top}docs/", f"]({top}")
     source[0] = re.sub(r'<a id="([\w-]+)"></a>\n', r"(\1)=\n", text)
 
 
 def process_include(app: Any, path: Path, docname: str, source: list[str]) -> None:
     """Files of the root that a page includes: their links start there."""
-    text = source[0].replace("](docs/", "](")
+    top = "../" * app.env.docname.count("/")  # MyST passes only the last part as `docname`
+    text = source[0].replace("](docs/", f"]({top}")
     for file, page in PAGES.items():
-        text = text.replace(f"]({file})", f"]({page})")
-    source[0] = re.sub(r"\]\((?=(?:benchmarks|examples|tests|otloss|otloss_llm)/)", "](../", text)
+        text = text.replace(f"]({file})", f"]({top}{page})")
+    source[0] = re.sub(r"\]\((?=(?:benchmarks|examples|tests|otloss|otloss_llm)/)", f"](../{top}", text)
 
 
 def setup(app: Any) -> None:

@@ -1,4 +1,4 @@
-"""Draw the figures of README.md and docs/transport_in_pictures.md: python docs/draw_pictures.py [FOLDER].
+"""Draw the figures of README.md and docs/guide/transport_in_pictures.md: python docs/draw_pictures.py [FOLDER].
 
 Blue is what this library computes, grey what it starts from or is compared with. No data is needed.
 """

@@ -1,4 +1,4 @@
-"""Write docs/tree.md: the first line of each module's docstring, and its public names.
+"""Write docs/contributors/tree.md: the first line of each module's docstring, and its public names.
 
 python docs/write_tree.py
 """
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs/tree.md"
+PAGE = ROOT / "docs/contributors/tree.md"
 MOST_NAMES = 8
 HEAD = """# What is where
 

@@ -114,7 +114,7 @@ def main(arguments: list[str] | None = None, packages: tuple[str, ...] = ("scipy
     print("\n".join(f"- {line}" for line in sentences(frontiers_of(results))))
     print(
         "The intervals are over trainings of the students, not over sources: other sources differ by more, "
-        "see docs/evidence.md."
+        "see docs/reports/evidence.md."
     )
     print(f"\nReport and figure: {options.output / 'compare'}")
     print(f"{(time.perf_counter() - started) / 60:.1f} minutes in all.")

@@ -2,7 +2,7 @@
 
     python examples/gallery.py                     # what `make gallery` runs: gallery-output/gallery.md and figures
     python examples/gallery.py documents graphs    # these alone; the page holds what earlier runs left too
-    python examples/gallery.py --docs              # what `make gallery-page` runs: docs/gallery.md too
+    python examples/gallery.py --docs              # what `make gallery-page` runs: docs/reports/gallery.md too
 
 An example is a script here that takes `--output FOLDER` and `--quick` and leaves one figure, FOLDER/NAME.png. The first
 line of its docstring is the title, the paragraph of "Result:" goes to the table. What a run printed and drew is kept in
@@ -59,7 +59,9 @@ def main(arguments: list[str] | None = None, folder: Path = HERE) -> int:
     parser.add_argument("names", nargs="*", help="of examples to run (all)")
     parser.add_argument("--output", type=Path, default=folder.parent / "gallery-output", help="folder of runs and page")
     parser.add_argument("--again", action="store_true", help="run also what is done")
-    parser.add_argument("--docs", action="store_true", help="update docs/gallery.md by the runs that had their data")
+    parser.add_argument(
+        "--docs", action="store_true", help="update docs/reports/gallery.md by the runs that had their data"
+    )
     parser.add_argument("--quick", action="store_true", help="tiny runs; their page goes to OUTPUT/quick")
     options = parser.parse_args(arguments)
     if options.quick and options.docs:
@@ -75,16 +77,16 @@ def main(arguments: list[str] | None = None, folder: Path = HERE) -> int:
         succeeded = pool.map(lambda run: start(run, options.quick), chosen)
     failed = [run.name for run, good in zip(chosen, succeeded, strict=True) if not good]
     done = [run for run in runs if is_done(run)]
-    write(output / "gallery.md", done, {})
+    write(output / "gallery.md", done, {}, folder.parent)
     print(f"Page: {output / 'gallery.md'}")
     if options.docs:
-        page = folder.parent / "docs/gallery.md"
+        page = folder.parent / "docs/reports/gallery.md"
         kept = {name: entry for name, entry in entries_of(page).items() if name in scripts}
-        write(page, [run for run in done if not run.on_other_data], kept)
+        write(page, [run for run in done if not run.on_other_data], kept, folder.parent)
         print(f"Page: {page}")
     if without := [run.name for run in done if run.on_other_data]:
         kept = "; docs keeps what it has of them" * options.docs
-        print(f"On other data than in their docstrings (docs/data.md says how to get it): {', '.join(without)}{kept}")
+        print(f"On other data than in their docstrings (docs/reports/data.md has them): {', '.join(without)}{kept}")
     if failed:
         print(f"Failed: {', '.join(failed)}")
     return len(failed) > 0

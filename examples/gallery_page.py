@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -37,9 +38,10 @@ USES = {
 HEAD = "| example | use it when | result | peer | processor seconds |\n|---|---|---|---|---|"
 TOP = """# Gallery
 
-Each example is one script beside what one would use otherwise, most on real data ([its sources](../docs/data.md)).
-`make gallery` runs all and makes this page in `gallery-output/`; `make gallery-page` updates the one in `docs/`.
-{minutes:.0f} minutes of one core. The demo of language models is `make demo`, see the [README](../README.md)."""
+Each example is one script beside what one would use otherwise, most on real data
+([its sources]({root}/docs/reports/data.md)).
+`make gallery` runs all and makes this page in `gallery-output/`; `make gallery-page` updates the one of the docs.
+{minutes:.0f} minutes of one core. The demo of language models is `make demo`, see the [README]({root}/README.md)."""
 # Of this machine; addresses and units have something else before the slash.
 PATHS = re.compile(r"(?<![\w.:/)~-])(?:~|[A-Z]:)?(?:[/\\][\w.@+-]+){2,}")
 
@@ -91,14 +93,18 @@ class Entry:
         return int(self.row.rstrip(" |").rpartition("|")[2])
 
 
-def entry_of(run: Ran, figures: Path) -> Entry:
-    """The entry of a run, with its figure copied to the page's folder."""
+def entry_of(run: Ran, figures: Path, root: str) -> Entry:
+    """The entry of a run, with its figure copied to the page's folder; `root` leads from there to the repository."""
     use, peer = USES.get(run.name, ("", ""))
     result = "not of this run, which had other data" if run.on_other_data else run.result
     row = f"| [{run.name}](#{run.name}) | {use} | {result} | {peer} | {run.read('seconds.txt')} |"
     title, *text = run.paragraphs
     anchor = f'<a id="{run.name}"></a>'
-    lines = [f"{anchor}\n## {title.rstrip('.')}", f"[examples/{run.script.name}](../examples/{run.script.name})", *text]
+    lines = [
+        f"{anchor}\n## {title.rstrip('.')}",
+        f"[examples/{run.script.name}]({root}/examples/{run.script.name})",
+        *text,
+    ]
     if run.on_other_data:
         lines.append("**The run below had other data; results in the text above are not of it.**")
     if run.figure.exists():
@@ -118,10 +124,11 @@ def entries_of(page: Path) -> dict[str, Entry]:
     return {name: Entry(row, named[name]) for name, row in rows.items() if name in named}
 
 
-def write(page: Path, runs: Iterable[Ran], keep: dict[str, Entry]) -> None:
+def write(page: Path, runs: Iterable[Ran], keep: dict[str, Entry], repository: Path) -> None:
     """Write a page of the runs, and of the entries to `keep` of which there is no run."""
-    entries = keep | {run.name: entry_of(run, page.parent / "gallery") for run in runs}
+    root = Path(os.path.relpath(repository, page.parent)).as_posix()
+    entries = keep | {run.name: entry_of(run, page.parent / "gallery", root) for run in runs}
     ordered = [entries[name] for name in sorted(entries)]
-    top = TOP.format(minutes=sum(entry.seconds for entry in ordered) / 60)
+    top = TOP.format(root=root, minutes=sum(entry.seconds for entry in ordered) / 60)
     rows, sections = "\n".join([HEAD, *(entry.row for entry in ordered)]), [entry.section for entry in ordered]
     page.write_text("\n\n".join([top, rows, *sections]) + "\n", encoding="utf-8")

@@ -86,5 +86,5 @@ def check_keywords(function: str, keywords: Iterable[str], own: Container[str]) 
 def _message(function: str, name: str, keyword: _Keyword, own: Container[str]) -> str:
     advice = keyword.advice
     if keyword.ours is not None and keyword.ours not in own:
-        advice = f"leave it out, or use a function that has {keyword.ours}= (docs/coming_from.md has a table)"
+        advice = f"leave it out, or use a function that has {keyword.ours}= (docs/guide/coming_from.md has a table)"
     return f"{function} has no option {name!r}, which is {keyword.library}'s; {advice}."

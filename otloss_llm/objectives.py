@@ -226,7 +226,7 @@ class EMO:
             mode of the published code, `sg(D / nll) nll + D`; a float `w` is a fixed weight, `nll + w D`.
         ratio_clip: upper bound of the detached ratio, or None for no bound. "default" is 3 with "ratio", as in the
             published package, and None otherwise. `EMO(ratio_clip=None)` is Eq. 19 as published: training with it can
-            collapse onto tokens that lie near to all others (`docs/evidence.md`). Not with a fixed weight.
+            collapse onto tokens that lie near to all others (`docs/reports/evidence.md`). Not with a fixed weight.
 
     Where the ratio's denominator is 0 the ratio is 0. Where the ratio is clipped the value is less than nll; elsewhere
     the two are equal, and only the gradients differ.
@@ -562,7 +562,7 @@ _NAMES = (
 _WITHOUT_NUMBER: dict[str, Objective] = {"mle": MLE(), "dft": MixCE(0.0), "eaft": EAFT()}
 # What makes the objective, and the default of its number.
 _WITH_NUMBER: dict[str, tuple[Callable[[float], Objective], float]] = {
-    "tailr": (TaiLr, 1e-3),  # a larger gamma collapses on text that the model finds improbable (sweep in docs/log.md)
+    "tailr": (TaiLr, 1e-3),  # a larger gamma collapses on text that the model finds improbable
     "mixce": (MixCE, 0.8),  # within the sweep of the EMO paper
     "number_token": (NumberToken, 0.3), "power": (Power, 1.0), "gem": (GEM, 0.7),
     "expected_value": (ExpectedValue, 1.0),

@@ -1,4 +1,4 @@
-"""The pairs of docs/coming_from.md: both calls give the same number."""
+"""The pairs of docs/guide/coming_from.md: both calls give the same number."""
 
 from pathlib import Path
 
@@ -137,7 +137,7 @@ GEOMLOSS = {
 
 @pytest.mark.parametrize("call", [*PAIRS, *GEOMLOSS])
 def test_both_calls_give_the_same(call: str) -> None:
-    page = (Path(__file__).parents[1] / "docs/coming_from.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[1] / "docs/guide/coming_from.md").read_text(encoding="utf-8")
     assert f"| `{call}`" in page
     there, here = {**PAIRS, **GEOMLOSS}[call]
     np.testing.assert_allclose(
@@ -146,6 +146,6 @@ def test_both_calls_give_the_same(call: str) -> None:
 
 
 def test_every_row_of_the_page_is_run() -> None:
-    page = (Path(__file__).parents[1] / "docs/coming_from.md").read_text(encoding="utf-8").partition("## OTT")[0]
+    page = (Path(__file__).parents[1] / "docs/guide/coming_from.md").read_text(encoding="utf-8").partition("## OTT")[0]
     rows = [line.split("` ")[0].removeprefix("| `") for line in page.splitlines() if line.startswith("| `")]
     assert rows == [*PAIRS, *GEOMLOSS]

@@ -1,4 +1,4 @@
-"""The costs of tokens that docs/evidence.md compares."""
+"""The costs of tokens that docs/reports/evidence.md compares."""
 
 import pytest
 

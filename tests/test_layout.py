@@ -48,7 +48,7 @@ def test_imports_load_nothing_that_takes_long() -> None:
 
 def test_the_tree_of_the_docs_is_that_of_the_sources() -> None:
     written = runpy.run_path(str(ROOT / "docs/write_tree.py"))["tree"]()
-    assert (ROOT / "docs/tree.md").read_text(encoding="utf-8") == written, "run: python docs/write_tree.py"
+    assert (ROOT / "docs/contributors/tree.md").read_text(encoding="utf-8") == written, "run: python docs/write_tree.py"
     readme = (ROOT / "README.md").read_text(encoding="utf-8").partition("## What is where")[2].partition("\n[")[0]
     folders = set(re.findall(r"\b(\w+)/ ", readme)) | set(re.findall(r"\b(\w+)/:", readme))
     assert {name for name in folders if not list(ROOT.glob(f"**/{name}"))} == set()
@@ -126,7 +126,7 @@ TEXTS = [
     for pattern in ("otloss/**/*.py", "otloss_llm/**/*.py", "examples/*.py", "benchmarks/*.py", "tests/**/*.py", "*.md")
     for path in sorted(ROOT.glob(pattern))
     if path.name not in {Path(__file__).name, "CONTRIBUTING.md"}
-] + sorted((ROOT / "docs").glob("*.md"))
+] + sorted((ROOT / "docs").rglob("*.md"))
 
 
 def test_plain_words() -> None:

@@ -18,8 +18,12 @@ BLOCKS = BLOCK.findall(README)
 LINKS = re.findall(r"\]\(([^)\s]+)\)", README)
 MOST_WORDS = 1500
 # Pages whose blocks are parts of programs that this machine cannot run, and why.
-FRAGMENTS = {"devices.md": "Megatron and torchtitan"}
-PAGES = [page for page in sorted((ROOT / "docs").glob("*.md")) if BLOCK.search(page.read_text(encoding="utf-8"))]
+FRAGMENTS = {"guide/devices.md": "Megatron and torchtitan"}
+PAGES = [path for path in sorted((ROOT / "docs").rglob("*.md")) if BLOCK.search(path.read_text(encoding="utf-8"))]
+
+
+def name_of(page: Path) -> str:
+    return page.relative_to(ROOT / "docs").as_posix()
 
 
 @pytest.fixture
@@ -53,17 +57,17 @@ def test_a_block_of_the_readme_runs_by_itself(
     run(BLOCKS[number - 1], f"README.md, block {number}", {"__name__": "readme"}, capsys)
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if page.name not in FRAGMENTS], ids=lambda page: page.name)
+@pytest.mark.parametrize("page", [page for page in PAGES if name_of(page) not in FRAGMENTS], ids=name_of)
 def test_the_blocks_of_a_page_run_in_order(page: Path, empty_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blocks = BLOCK.findall(page.read_text(encoding="utf-8"))
     need_packages_of("\n".join(blocks))
     names: dict[str, Any] = {"__name__": "page"}
     for number, block in enumerate(blocks, start=1):
-        run(block, f"{page.name}, block {number}", names, capsys)
+        run(block, f"{name_of(page)}, block {number}", names, capsys)
 
 
 def test_fragments_are_pages_with_blocks() -> None:
-    assert set(FRAGMENTS) <= {page.name for page in PAGES}
+    assert set(FRAGMENTS) <= set(map(name_of, PAGES))
 
 
 def test_the_readme_is_short() -> None:
@@ -92,7 +96,7 @@ def test_a_package_index_gets_absolute_links(build_hook: SimpleNamespace) -> Non
     assert len(links) == len(LINKS)
     assert [link for link in links if not link.startswith("https://")] == []
     assert f"]({home}/raw/main/docs/pictures/near_and_far.png)" in text
-    assert f"({home}/blob/main/docs/solvers.md)" in text
+    assert f"({home}/blob/main/docs/guide/solvers.md)" in text
     assert all(address.startswith(home) for address in build_hook.project_urls(home).values())
 
 

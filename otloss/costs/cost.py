@@ -42,8 +42,8 @@ class Cost(ABC):
     """A cost between n bins of p and m bins of q.
 
     A subclass gives `shape`, `rows` and `T`, and holds its floating tensors (float32 or float64, one at least) as
-    attributes; docs/design.md has an example. It is its own transpose, `T` returning `self`, only where it is the cost
-    among the bins of one side: symmetric, with zeros on the diagonal.
+    attributes; docs/contributors/design.md has an example. It is its own transpose, `T` returning `self`, only where it
+    is the cost among the bins of one side: symmetric, with zeros on the diagonal.
     """
 
     @property

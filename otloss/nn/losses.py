@@ -14,7 +14,7 @@ class OrdinalLoss(Module, function=ordinal_loss, inputs=("logits", "target", "sa
 
     Begin with `OrdinalLoss(cross_entropy=0.2)` for few or imbalanced rows: the loss alone has small gradients where a
     prediction is far off, and learns slowly from them. Decode predictions by `otloss.losses.decode_classes(logits,
-    "median")`, which has fewer errors of several classes than the argmax (docs/ordinal.md).
+    "median")`, which has fewer errors of several classes than the argmax (docs/guide/ordinal.md).
 
     Example:
         >>> import torch

@@ -18,7 +18,7 @@ Uniform weights on equally many bins are assigned along shortest paths (`_kernel
 are solved by the network simplex (`_kernels.exact`), one problem per thread. Assignments between large clouds that
 differ in their means and spread start from the potentials of a few Sinkhorn iterations, on costs less the means of
 their rows and columns: that changes no plan, and what is left is small also for clouds that lie apart (for squared
-distances it is -2 (x_i - mean x).(y_j - mean y)). They change no value, and shorten the search (docs/clouds.md).
+distances it is -2 (x_i - mean x).(y_j - mean y)). They change no value, and shorten the search (docs/guide/clouds.md).
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class EmbeddingCost(CosineCost, VocabularyCost):
             as they are, which is the cost of the paper; None removes one for every hundred dimensions, at least one,
             which is what trainers, the command line and `emo_loss` do where no cost is given. Rows as they are can
             share a direction with tokens that were seldom trained; EMO then moves mass to those tokens, and its
-            reverse divergence is up to 0.2 nats worse than that of likelihood (`docs/evidence.md`).
+            reverse divergence is up to 0.2 nats worse than that of likelihood (`docs/reports/evidence.md`).
 
     Attributes:
         near_duplicates: (V,), True for the rows that were set to zero.
@@ -182,7 +182,7 @@ def all_but_the_top(rows: Float[Tensor, "vocab width"], directions: int | None =
 
     Tokens that are seldom or never trained share a direction with most others. At a position that is hard to predict
     they are then nearer to all likely targets than those are to each other, and EMO moves mass to them
-    (`docs/evidence.md`). `EmbeddingCost(rows, directions=None)` is the cost of rows without such directions.
+    (`docs/reports/evidence.md`). `EmbeddingCost(rows, directions=None)` is the cost of rows without such directions.
 
     Args:
         rows: rows of zeros stay so, and count neither for the mean nor for the directions. A row of which less than a

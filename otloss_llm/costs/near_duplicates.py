@@ -2,8 +2,8 @@
 
 With c(i, j) = 1 - cos(e_i, e_j), a row is a near-duplicate if another row lies within c = 0.001 of it, or three others
 within 0.01. This holds for untrained tokens and for the new tokens of transformers' `resize_token_embeddings`, which
-all get the mean of the other rows; it does not hold for trained words (docs/log.md). Nothing is flagged in an embedding
-so narrow that random directions are that near to each other.
+all get the mean of the other rows; it does not hold for trained words. Nothing is flagged in an embedding so
+narrow that random directions are that near to each other.
 
 The search compares few of the V^2 pairs. Every row gets a sketch, its products with 32 random directions, from which
 distances follow with an error of about a fifth. The signs of a sketch are a key; near rows have keys that begin with

@@ -531,7 +531,7 @@ def _log_once(duplicates: int, labels: int) -> None:
     )  # fmt: skip
 
 
-# Of all rows: it was 0.02 to 0.04 where EMO moved mass to rare tokens, and at most 0.002 elsewhere (docs/evidence.md).
+# Of all rows: 0.02 to 0.04 where EMO moved mass to rare tokens, at most 0.002 elsewhere (docs/reports/evidence.md).
 HUB_SHARE = 0.01
 
 

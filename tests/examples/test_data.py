@@ -214,7 +214,7 @@ def test_the_command_line(capsys: pytest.CaptureFixture[str], no_data: Path) -> 
 
 
 def test_the_table() -> None:
-    page = (Path(__file__).parents[2] / "docs/data.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[2] / "docs/reports/data.md").read_text(encoding="utf-8")
     patterns = re.findall(r"`([a-z]+/[^`]+)`", page)
     files = data.table().values()
     assert {file.source for file in files} == {*data.SOURCES, ""}

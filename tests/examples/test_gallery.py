@@ -35,8 +35,8 @@ OTHER = "Other data than in the docstring: made up."
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """A repository with examples, and an empty docs."""
-    for folder in ("docs", "examples"):
-        (tmp_path / folder).mkdir()
+    for folder in ("docs/reports", "examples"):
+        (tmp_path / folder).mkdir(parents=True)
     return tmp_path
 
 
@@ -58,7 +58,7 @@ def test_the_page(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert "a bad line" in printed
     assert printed.endswith("Failed: wrong\n")
-    assert files(root / "docs") == {}, "make gallery leaves the tracked page as it is"
+    assert files(root / "docs/reports") == {}, "make gallery leaves the tracked page as it is"
     page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
     assert "| example | use it when | result | peer |" in page
     assert "| [graphs](#graphs) | many nodes of a graph are compared" in page
@@ -84,10 +84,10 @@ def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytes
         write(root, name)
     assert gallery.main(["--docs"], root / "examples") == 0
     assert "other data" not in capsys.readouterr().out.lower()
-    before = files(root / "docs")
+    before = files(root / "docs/reports")
     assert set(before) == {"gallery.md", *(f"gallery/{name}.png" for name in ("ensembles", "graphs", "sequences"))}
     assert gallery.main(["--docs"], root / "examples") == 0
-    assert files(root / "docs") == before, "the page is read as it was written"
+    assert files(root / "docs/reports") == before, "the page is read as it was written"
 
     write(root, "ensembles", OTHER)
     write(root, "sequences", "a new result")
@@ -97,16 +97,16 @@ def test_the_tracked_page_keeps_what_ran_on_other_data(root: Path, capsys: pytes
     assert gallery.main(["--docs"], root / "examples") == 1
     said = capsys.readouterr().out
     assert "s   other data\n" in said
-    assert "get it): ensembles; docs keeps what it has of them\nFailed: graphs\n" in said
-    old, new = before["gallery.md"].decode(), (root / "docs/gallery.md").read_text(encoding="utf-8")
+    assert "has them): ensembles; docs keeps what it has of them\nFailed: graphs\n" in said
+    old, new = before["gallery.md"].decode(), (root / "docs/reports/gallery.md").read_text(encoding="utf-8")
     sections = [dict(part.split('"', 1) for part in text.split('<a id="')[1:]) for text in (old, new)]
     assert sections[0]["graphs"] == sections[1]["graphs"]
     assert sections[0]["ensembles"] == sections[1]["ensembles"]
     assert "a new result" in sections[1]["sequences"]
-    assert files(root / "docs")["gallery/ensembles.png"] == before["gallery/ensembles.png"]
+    assert files(root / "docs/reports")["gallery/ensembles.png"] == before["gallery/ensembles.png"]
     (root / "examples/graphs.py").unlink()
     gallery.main(["--docs"], root / "examples")
-    assert "graphs" not in (root / "docs/gallery.md").read_text(encoding="utf-8"), "it is gone"
+    assert "graphs" not in (root / "docs/reports/gallery.md").read_text(encoding="utf-8"), "it is gone"
 
     page = (root / "gallery-output/gallery.md").read_text(encoding="utf-8")
     assert re.search(r"\| \[ensembles\]\(#ensembles\) \| [^|]+ \| not of this run", page)

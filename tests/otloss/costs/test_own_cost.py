@@ -1,4 +1,4 @@
-"""The cost of a user: the example of docs/design.md, run as printed, against its matrix."""
+"""The cost of a user: the example of docs/contributors/design.md, run as printed, against its matrix."""
 
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from otloss import nn
 from otloss.costs import Cost
 from tests.otloss.oracles import check_questions
 
-PAGE = (Path(__file__).parents[3] / "docs/design.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[3] / "docs/contributors/design.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(scope="module")
@@ -19,7 +19,7 @@ def example() -> dict[str, Any]:
     block = PAGE.partition("### A cost of your own")[2].partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {}
     torch.manual_seed(0)
-    exec(compile(block, "docs/design.md", "exec"), names)
+    exec(compile(block, "docs/contributors/design.md", "exec"), names)
     return names
 
 

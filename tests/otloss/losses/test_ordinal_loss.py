@@ -297,7 +297,7 @@ def test_weights_and_reductions_are_those_of_cross_entropy() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"x": torch.arange(5.0)}, {"sample_weight": torch.ones(7)}])
 def test_the_path_from_the_logits_to_the_kernel_and_back_has_eight_files(options: dict[str, Any]) -> None:
-    """docs/design.md lists them."""
+    """docs/contributors/design.md lists them."""
     logits, target = torch.randn(7, 5, requires_grad=True), torch.arange(7) % 5
     files: list[str] = []
     package = str(Path(otloss.__file__).parent) + "/"

@@ -385,7 +385,7 @@ def test_docs_list_the_files_on_the_path_of_a_call(name: str, options: dict[str,
         getattr(otloss, name)(p, q, matrix, **options).backward()
     finally:
         sys.setprofile(None)
-    text = (Path(__file__).parents[3] / "docs/design.md").read_text(encoding="utf-8")
+    text = (Path(__file__).parents[3] / "docs/contributors/design.md").read_text(encoding="utf-8")
     (row,) = re.findall(rf"^    {name}  +(.*)$", text, re.MULTILINE)
     listed = {f"{stem}.py" if stem.startswith("_") else f"solvers/{stem}.py" for stem in row.split(", ")}
     assert len(listed) <= 8
