@@ -13,7 +13,7 @@ batches:
     emo+number/shuffled-values, /equal
 
 Each run is a row of mathematics.csv; --resume continues with those that are there. Starts, runs and questions are kept
-in build/mathematics, where the command line of docs/guide/numbers.md takes them from.
+in build/mathematics, where the command line of docs/reports/number_experiments.md takes them from.
 """
 
 from __future__ import annotations

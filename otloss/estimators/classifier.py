@@ -73,7 +73,7 @@ class OrdinalClassifier(OrdinalBase):
         decode: how `predict` chooses. "median", the default, has the least expected absolute error in ranks, and so
             few errors of several ranks. "argmax" is the most probable class, for accuracy: the only rule with which
             scikit-learn's `check_classifiers_train` passes, which asserts it. "mean" is the class value nearest to the
-            expected one, "cost" the least expected cost, which needs a cost. docs/guide/ordinal.md compares them.
+            expected one, "cost" the least expected cost, which needs a cost (docs/reports/ordinal_tables.md).
         calibration: None, "temperature" (`otloss.estimators.Temperature`) or "ordinal" (`OrdinalRecalibration`, beside
             it), fitted to rows held out of training.
         standardize: give features deviation 1 (by weight) first, as penalty and step size suppose; they are centred
