@@ -6,6 +6,8 @@ TORCH_INDEX ?=
 UV_OPTIONS ?=
 # The tests that these two run, such as tests/otloss/solvers (all).
 TESTS ?=
+# Parts of the paths that `make mutants` changes, such as forecasts.
+MODULES ?=
 # What a release sets: the address of the public repository, where to report problems, and the day.
 REPOSITORY ?=
 CONTACT ?=
@@ -17,7 +19,7 @@ FOR_DEV := $(VENV)/.installed-dev
 OLD_ENOUGH := import sys; sys.exit(sys.version_info < (3, 11))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo docs look links gallery gallery-page test test-all test-lowest test-newest lint bench release clean
+.PHONY: help demo docs look links gallery gallery-page test test-all test-lowest test-newest mutants lint bench release clean
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-13s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +59,9 @@ look: docs  ## the site in a headless browser, with screenshots in build/picture
 
 links: $(FOR_DEV)  ## whether the pages that the site links to are there; needs a network
 	$(BIN)/python -m sphinx -b linkcheck -q docs build/links
+
+mutants: $(FOR_DEV)  ## a sample of small changes to MODULES (all), and which of them no test notices; about 40 minutes
+	OMP_NUM_THREADS=1 $(BIN)/python .ci/mutants.py $(MODULES)
 
 lint: $(FOR_DEV)  ## formatting, types, and the order of the folders
 	$(BIN)/ruff check .

@@ -137,3 +137,8 @@ def test_plain_words() -> None:
         if (actual := PATTERN.search(line)) and not (path.name in CALIBRATION and "slope" in actual[0].lower())
     ]
     assert not hits, "\n".join([f"{len(hits)} lines; see the table of CONTRIBUTING.md for better words", *hits])
+
+
+def test_the_modules_and_tests_of_mutation_testing_are_there() -> None:
+    modules = runpy.run_path(str(ROOT / ".ci/mutants.py"))["MODULES"]
+    assert [path for entry in modules.items() for path in (entry[0], *entry[1]) if not (ROOT / path).exists()] == []
