@@ -1,8 +1,9 @@
 """`python -m benchmarks [NAME]`: one of token_loss, scaling, numbers, solvers, barycenters,
 single_problems, matching, gradients, boosting, first_calls, or all.
 
-ordinal and ordinal_loss (with packages of the extra "peers"), mathematics, number_regression, place_values,
-ratings, scaling_clouds and word_similarity run only by name: ordinal and mathematics train for an hour and more.
+hard_clouds (with options of its own), ordinal and ordinal_loss (with packages of the extra "peers"), mathematics,
+number_regression, place_values, ratings, scaling_clouds and word_similarity run only by name: ordinal and mathematics
+train for an hour and more.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ BENCHMARKS = (
     "boosting", "first_calls",
 )  # fmt: skip
 BY_NAME = (
-    "ordinal", "ordinal_loss", "mathematics", "number_regression", "place_values", "ratings",
+    "hard_clouds", "ordinal", "ordinal_loss", "mathematics", "number_regression", "place_values", "ratings",
     "scaling_clouds", "word_similarity",
 )  # fmt: skip
 
@@ -40,7 +41,9 @@ def main(arguments: list[str] | None = None) -> None:
         action="store_true",
         help="scaling, ordinal, and those of numbers and mathematics: resume an interrupted run",
     )
-    options = parser.parse_args(arguments)
+    options, more = parser.parse_known_args(arguments)
+    if more and options.name != "hard_clouds":
+        parser.error(f"unrecognized arguments: {' '.join(more)}")
     if options.rounds is not None and options.rounds < 1:
         parser.error(f"--rounds is {options.rounds}, expected 1 or more")
     settings = Settings(
@@ -54,6 +57,8 @@ def main(arguments: list[str] | None = None) -> None:
     for name in [options.name] if options.name else BENCHMARKS:
         if name == "ordinal_loss":
             import_module("benchmarks.ordinal").times(settings)
+        elif name == "hard_clouds":
+            import_module("benchmarks.hard_clouds").main(settings, more)
         else:
             import_module(f"benchmarks.{name}").main(with_inputs(settings, name))
 

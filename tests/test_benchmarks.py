@@ -113,6 +113,29 @@ def test_scaling_clouds(tmp_path: Path) -> None:
     assert (tmp_path / "scaling_clouds.png").stat().st_size > 10_000
 
 
+def test_references_of_hard_clouds_agree_with_ours() -> None:
+    from benchmarks import hard_clouds, hard_kinds, hard_references
+
+    for kind, penalty in (("clusters", None), ("weights", 1.0), ("heavy", None)):
+        clouds = hard_kinds.Hard.of(kind, "2x24")
+        expected = hard_references.reference(clouds, 0.2, penalty)
+        assert expected.marginal_error < 1e-9
+        values, gradient = hard_clouds._ours(clouds, 0.2, penalty)
+        assert expected.value_error(values) < 1e-3, kind
+        assert expected.gradient_error(gradient) < 1e-3, kind
+
+
+@pytest.mark.slow
+def test_hard_clouds(tmp_path: Path) -> None:
+    """What takes longer than its limit has a row that says so."""
+    run("hard_clouds", tmp_path, "--names", "otloss", "GeomLoss 0.5", "--limit", "60")
+    kept = rows(tmp_path / "hard_clouds.csv")
+    assert {row["name"] for row in kept} == {"otloss", "GeomLoss 0.5"}
+    assert all(row["converged"] == "yes" for row in kept if row["name"] == "otloss")
+    run("hard_clouds", tmp_path, "--names", "otloss", "--kinds", "uniform", "--sizes", "700", "--limit", "0.001")
+    assert [row["note"] for row in rows(tmp_path / "hard_clouds.csv") if row["size"] == "700"] == ["over 0.001 s"]
+
+
 def test_matching(tmp_path: Path) -> None:
     kept = run("matching", tmp_path)
     assert {row["case"].split()[0].strip(",") for row in kept} == {"match", "pair", "soft_rank", "lower_bound"}
