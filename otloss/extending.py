@@ -77,7 +77,7 @@ if TYPE_CHECKING:
     from otloss.losses.number_line import checked_values as checked_values
     from otloss.losses.number_line import number_line as number_line
     from otloss.losses.number_line import signed_log as signed_log
-    from otloss.losses.targets import reduced as reduced
+    from otloss.losses.rows import Positions as Positions
 
 # At first use: numba takes half a second to import, and `otloss.losses` imports applications, which import this file.
 _AT_FIRST_USE = {
@@ -92,7 +92,7 @@ _AT_FIRST_USE = {
     "checked_values": "otloss.losses.number_line",
     "number_line": "otloss.losses.number_line",
     "signed_log": "otloss.losses.number_line",
-    "reduced": "otloss.losses.targets",
+    "Positions": "otloss.losses.rows",
 }
 
 __all__ = [
@@ -103,6 +103,7 @@ __all__ = [
     "TEXT_OVER_WORST",
     "ConvergenceWarning",
     "Metric",
+    "Positions",
     "Settings",
     "SmallEpsilonError",
     "Transport",
@@ -141,7 +142,6 @@ __all__ = [
     "number_line",
     "once_only",
     "pose",
-    "reduced",
     "run_on_threads",
     "signed_log",
     "sinkhorn",

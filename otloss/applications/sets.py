@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.applications.matching import checked_sizes, match
-from otloss.extending import check_finite, check_floating, check_reduction, reduced, sinkhorn
+from otloss.extending import Positions, check_finite, check_floating, check_reduction, sinkhorn
 
 
 def set_loss(
@@ -90,7 +90,7 @@ def set_loss(
         full = (full - low.unsqueeze(-2)).masked_fill(is_beyond, 0.0)
         q = torch.cat([is_column, nothing], -1).to(arithmetic)
         value = sinkhorn(is_row.to(arithmetic), q, full, epsilon=epsilon) + (q * low).sum(-1)
-    return reduced(value.reshape(-1), None, None, batch, reduction).to(dtype)
+    return Positions(batch, None, None, reduction, dtype).reduced(value.reshape(-1))
 
 
 def _matched(

@@ -27,8 +27,8 @@ from torch.nn.functional import logsigmoid, pad
 
 from otloss._checks import check_floating
 from otloss._ordered_classes import check_choice
-from otloss.losses.ordinal_distance import increasing
-from otloss.losses.targets import check_logits, class_count
+from otloss.losses.geometry import increasing
+from otloss.losses.rows import check_logits, class_count
 
 RULES = ("argmax", "median", "mean")
 LINKS = ("logit", "probit", "cloglog")

@@ -24,12 +24,14 @@ from jaxtyping import Float, Real
 from torch import Tensor
 from torch.nn.functional import one_hot
 
-from otloss._checks import check_finite, check_positive, check_reduction, check_tensor, is_differentiated
-from otloss.losses.ordinal import reduced_loss
-from otloss.losses.ordinal_distance import class_geometry, increasing
-from otloss.losses.targets import check_cross_entropy, check_logits, class_count, dtype_of_loss, target_rows
+from otloss._checks import check_finite, check_positive, check_tensor, is_differentiated
+from otloss._ordered_classes import check_choice
+from otloss.losses.geometry import GeometrySettings, increasing
+from otloss.losses.ordinal import ordinal_loss_of_rows
+from otloss.losses.rows import check_cross_entropy, check_logits, class_count, dtype_of_loss, posed_rows
 
 ENCODINGS = ("two_hot", "one_hot", "gaussian")
+OUTSIDE = ("error", "clamp")
 # Deviation in mean bin widths; J. Farebrother et al., Stop Regressing, arXiv 2403.03950, section 3.1.
 _SIGMA = 0.75
 
@@ -48,6 +50,7 @@ def histogram_loss(
     *,
     encoding: str = "two_hot",
     sigma: float | None = None,
+    outside: str = "error",
     power: float = 2,
     cross_entropy: float = 0.0,
     sample_weight: Float[Tensor, "*batch"] | None = None,
@@ -58,15 +61,19 @@ def histogram_loss(
     The loss is that of `ordinal_loss` over the centres of the bins: power 2 is the ranked probability score in the unit
     of the bins, power 1 is W_1. The prediction as a number is `histogram_mean(logits, bins)`.
 
+    Valid values lie between the outermost edges, but with the default encoding "two_hot" between the outermost
+    *centres*, beyond which no mean lies: half a bin less at each end. `outside` says what happens to the others.
+
     Args:
         logits: (..., K); a bin with -inf takes no part.
-        target: (...) real values in the unit of the bins and between the outermost edges (with "two_hot" the outermost
-            centres, beyond which no mean lies), or (..., K) histograms that sum to 1.
+        target: (...) real values in the unit of the bins, or (..., K) histograms that sum to 1.
         bins: (K,) centres or (K + 1,) edges, strictly increasing. The edges of centres lie midway between them, the
             outermost ones as far out as the next ones are in; the centres of edges lie midway too.
         encoding: how a value becomes a histogram. "two_hot" splits its mass between the two nearest centres so that the
             mean is the value; "one_hot" gives it to its bin; "gaussian" smooths it with `sigma` (known as HL-Gauss).
         sigma: deviation in the unit of the bins; 0.75 mean widths of a bin by default.
+        outside: "error" raises for values outside of the valid range, "clamp" takes its nearest end for them, with a
+            gradient of 0.
         power: at least 1, as for `ordinal_loss`.
         cross_entropy: weight of the cross-entropy that is added.
         sample_weight, reduction: as for `ordinal_loss`.
@@ -77,8 +84,8 @@ def histogram_loss(
 
     Raises:
         TypeError: if logits are not floating, or bins and target not tensors.
-        ValueError: if a value is outside of the bins, a histogram does not sum to 1, bins do not increase strictly or
-            are not K or K + 1, a number is NaN or infinite, or a setting is unknown.
+        ValueError: if a value is outside of the valid range and not clamped, a histogram does not sum to 1, bins do
+            not increase strictly or are not K or K + 1, a number is NaN or infinite, or a setting is unknown.
 
     Sources:
         E. Imani, M. White, Improving Regression Performance with Distributional Losses, arXiv 1806.04613;
@@ -92,24 +99,23 @@ def histogram_loss(
         >>> histogram_loss(logits, torch.tensor([40.0]), ages, power=1)
         tensor(15.0000)
     """
-    classes = class_count(logits)
-    check_reduction(reduction)
     mix = check_cross_entropy(cross_entropy)
+    _check_options(encoding, sigma, outside)
+    classes = class_count(logits)
     dtype = _promoted(dtype_of_loss(logits), target=target, bins=bins, sample_weight=sample_weight)
     wide = torch.promote_types(dtype, torch.float32)
-    _check_sigma(encoding, sigma)
     placed = _bins(bins, classes, wide)
-    geometry = class_geometry(classes, logits.device, x=placed.centres, power=power)
     if target.shape != logits.shape:
         if target.shape != logits.shape[:-1]:
             raise ValueError(
                 f"target has shape {tuple(target.shape)}, expected values {tuple(logits.shape[:-1])} or histograms "
                 f"{tuple(logits.shape)} for logits {tuple(logits.shape)}; target.squeeze(-1) drops an axis of one."
             )
-        target = _labels(target, placed, encoding=encoding, sigma=sigma)
+        target = _labels(target, placed, encoding=encoding, sigma=sigma, outside=outside)
         target = target.to(wide) if target.is_floating_point() else target
-    rows = target_rows(logits, target, wide, sample_weight=sample_weight)
-    return reduced_loss(rows, geometry, mix, reduction).to(dtype)
+    distances = GeometrySettings(placed.centres, power, dtype=wide)
+    rows = posed_rows(logits, target, distances, sample_weight=sample_weight, reduction=reduction, dim=-1)
+    return ordinal_loss_of_rows(rows, mix).to(dtype)
 
 
 def histogram_mean(
@@ -146,6 +152,7 @@ def histogram_labels(
     *,
     encoding: str = "two_hot",
     sigma: float | None = None,
+    outside: str = "error",
 ) -> Float[Tensor, "*batch bins"]:
     """Return real values as histograms over the bins, as `histogram_loss` makes them.
 
@@ -153,7 +160,7 @@ def histogram_labels(
         values: (...) real values in the unit of the bins.
         bins: (count,) centres or (count + 1,) edges, as for `histogram_loss`.
         count: number of bins.
-        encoding, sigma: as for `histogram_loss`.
+        encoding, sigma, outside: as for `histogram_loss`.
 
     Returns:
         (..., count) of mass one, in the promoted dtype, float32 for integers; differentiable but for "one_hot".
@@ -165,10 +172,10 @@ def histogram_labels(
         >>> histogram_labels(torch.tensor([2.5]), torch.tensor([0.0, 2.0, 4.0]), 3)
         tensor([[0.0000, 0.7500, 0.2500]])
     """
-    _check_sigma(encoding, sigma)
+    _check_options(encoding, sigma, outside)
     dtype = _promoted(None, values=values, bins=bins)
     placed = _bins(bins, count, torch.promote_types(dtype, torch.float32))
-    labels = _labels(values, placed, encoding=encoding, sigma=sigma)
+    labels = _labels(values, placed, encoding=encoding, sigma=sigma, outside=outside)
     return (one_hot(labels, count) if encoding == "one_hot" else labels).to(dtype)
 
 
@@ -193,28 +200,31 @@ def _bins(bins: Any, count: int, dtype: torch.dtype) -> Bins:
     return Bins(bins, torch.cat([bins[:1] - halves[:1], bins[:-1] + halves, bins[-1:] + halves[-1:]]))
 
 
-def _check_sigma(encoding: str, sigma: float | None) -> None:
+def _check_options(encoding: str, sigma: float | None, outside: str) -> None:
+    check_choice("encoding", encoding, ENCODINGS)
+    check_choice("outside", outside, OUTSIDE)
     if sigma is not None and encoding != "gaussian":
         raise ValueError(f'sigma={sigma} is given with encoding={encoding!r}; it belongs to encoding="gaussian".')
 
 
-def _labels(values: Tensor, bins: Bins, *, encoding: str, sigma: float | None) -> Tensor:
+def _labels(values: Tensor, bins: Bins, *, encoding: str, sigma: float | None, outside: str) -> Tensor:
     """Return real values (...) as bin positions ("one_hot") or soft labels (..., K)."""
-    if encoding not in ENCODINGS:
-        raise ValueError(f"encoding is {encoding!r}, expected one of {ENCODINGS}.")
     check_finite("target", values)
     values = values if values.is_floating_point() else values.double()
     dtype = torch.promote_types(values.dtype, bins.centres.dtype)
     values, bins = values.to(dtype), Bins(bins.centres.to(dtype), bins.edges.to(dtype))
     limits = bins.centres if encoding == "two_hot" else bins.edges
     low, high = float(limits[0]), float(limits[-1])
+    if outside == "clamp":
+        values = values.clamp(low, high)
     beyond = ((values < low) | (values > high)).detach()
     if beyond.any():
         first = tuple(int(i) for i in beyond.nonzero()[0])
         what = "centres of the bins, between which two_hot keeps the mean" if encoding == "two_hot" else "bins"
         raise ValueError(
             f"target holds {int(beyond.sum())} values outside of [{low:g}, {high:g}], the {what}; the first at index "
-            f"{first} is {float(values.detach()[first]):g}. Widen the bins, or pass target.clamp({low:g}, {high:g})."
+            f"{first} is {float(values.detach()[first]):g}. Widen the bins, or take the nearest valid values by "
+            'outside="clamp".'
         )
     if encoding == "gaussian":
         return _gaussian(values, bins, sigma)

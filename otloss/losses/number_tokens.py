@@ -29,7 +29,7 @@ from torch import Tensor
 from otloss._autograd import eager
 from otloss._checks import check_below_infinity, check_floating, check_reduction, check_tensor, needs_torch
 from otloss.losses.number_line import NumberLine, number_line
-from otloss.losses.targets import check_positions, position_weights, reduced
+from otloss.losses.rows import Positions, check_positions, position_weights
 
 OVER = ("vocabulary", "numbers")
 # Logits in one piece of work: within the caches of a processor, but enough to keep an accelerator busy.
@@ -120,7 +120,7 @@ def number_token_loss(
     rows, at = (logits.unsqueeze(0), kept.unsqueeze(0)) if kept.dim() == 0 else (logits, kept)
     where = at.nonzero(as_tuple=True)
     losses = loss_of_rows(rows, where, labels[kept], line, over)
-    answer = reduced(losses, weight, kept, kept.shape, reduction).to(dtype)
+    answer = Positions(kept.shape, kept, weight, reduction, dtype).reduced(losses)
     if not torch.isfinite(answer.detach()).all():
         read = rows[where] if over == "vocabulary" else rows[where][:, line.columns]
         _raise_not_finite(read.detach(), ~torch.isfinite(losses), kept, dtype)

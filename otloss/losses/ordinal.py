@@ -2,7 +2,7 @@
 
     value = L(softmax(z), label) + cross_entropy * nll        nll = -log softmax(z) at the label
 
-L is computed in `otloss.losses.ordinal_distance` (the reference implementation), and for the ranked probability score
+L is computed in `otloss.losses.geometry` (the reference implementation), and for the ranked probability score
 on a CPU by a numba kernel. For a label of one class, with s the derivative of L in P = softmax(z), the gradient is
 g_i = P_i (s_i - P.s).
 """
@@ -10,6 +10,7 @@ g_i = P_i (s_i - P.s).
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,20 +19,11 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
-from otloss._checks import check_reduction, check_tensor, is_differentiated
+from otloss._checks import is_differentiated
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
-from otloss.losses.ordinal_distance import Geometry, class_geometry
-from otloss.losses.targets import (
-    TargetRows,
-    check_cross_entropy,
-    check_logits,
-    check_positions,
-    class_count,
-    classes_last,
-    normalised,
-    target_rows,
-)
+from otloss.losses.geometry import GeometrySettings, Line
+from otloss.losses.rows import Rows, check_cross_entropy, posed_rows
 from otloss.solvers.problem import MASS_TOLERANCE
 
 _PLAIN = (Tensor, Parameter)  # A subclass of Tensor may have no data.
@@ -107,41 +99,34 @@ def ordinal_loss(
         >>> ordinal_loss(logits, torch.tensor([0, 0]), cost=cost, cross_entropy=0.1)
         tensor(4.6914)
     """
-    check_tensor("logits", logits)
-    check_tensor("target", target)
-    check_reduction(reduction)
     mix = check_cross_entropy(cross_entropy)
-    logits, target = classes_last(logits, target, dim)
-    classes = class_count(logits)
-    geometry = class_geometry(classes, logits.device, x=x, power=power, cost=cost, circular=circular, period=period)
-    rows = target_rows(
-        logits, target, *(t.dtype for t in (x, cost) if t is not None),
-        class_weight=class_weight, sample_weight=sample_weight, ignore_index=ignore_index,
+    rows = posed_rows(
+        logits, target, GeometrySettings(x, power, cost, circular, period), class_weight=class_weight,
+        sample_weight=sample_weight, ignore_index=ignore_index, reduction=reduction, dim=dim,
     )  # fmt: skip
-    return reduced_loss(rows, geometry, mix, reduction)
+    return ordinal_loss_of_rows(rows, mix)
 
 
-def reduced_loss(rows: TargetRows, geometry: Geometry, mix: float, reduction: str) -> Tensor:
-    """Return the loss of the rows after the reduction, by the kernel where it serves; check logits and labels."""
-    geometry = geometry.to(rows.logits.dtype)
-    if _suits_kernel(rows, geometry):
-        divisor = rows.divisor(reduction)
-        values: Tensor = _RankedScore.apply(rows, geometry, mix, divisor, rows.logits)
+def ordinal_loss_of_rows(rows: Rows, mix: float) -> Tensor:
+    """Return the reduced loss, by the kernel where it serves; raise ValueError if a logit or a label is invalid."""
+    positions = rows.positions
+    if _suits_kernel(rows):
+        # Each further operation of torch takes longer than the kernel does for a small batch.
+        divisor = positions.divisor(len(rows.logits))
+        values: Tensor = _RankedScore.apply(rows, mix, divisor, rows.logits)
         if math.isfinite(values.detach().sum().item()):  # otherwise the checks below raise an error with the reason
-            return rows.reduced(values, reduction) if divisor is None else values.to(rows.dtype)
-    if not rows.is_soft:
-        check_positions("target", rows.target, rows.logits.shape[-1], None)
-    check_logits(rows.logits)
-    return rows.reduced(_values(rows.logits, rows, geometry, mix), reduction)
+            return positions.reduced(values) if divisor is None else values.to(positions.dtype)
+    return positions.reduced(_values(rows.checked(), mix))
 
 
-def _values(logits: Tensor, rows: TargetRows, geometry: Geometry, mix: float) -> Float[Tensor, " rows"]:
+def _values(rows: Rows, mix: float) -> Float[Tensor, " rows"]:
     """Return the loss of each row in operations of torch: the reference implementation of the kernel."""
-    label = normalised(rows.target, logits.dtype) if rows.is_soft else rows.target
-    values = geometry.distance(logits.softmax(-1), label)
+    assert rows.geometry is not None
+    logits, label = rows.logits, rows.target
+    values = rows.geometry.distance(logits.softmax(-1), label)
     if not mix:
         return values
-    if label.is_floating_point():
+    if rows.is_soft:
         log_q = logits.log_softmax(-1)
         nll = -(label * log_q.masked_fill((label == 0) & (log_q == -torch.inf), 0.0)).sum(-1)
     else:
@@ -157,41 +142,37 @@ def _values(logits: Tensor, rows: TargetRows, geometry: Geometry, mix: float) ->
     return values + mix * nll
 
 
-def _suits_kernel(rows: TargetRows, geometry: Geometry) -> bool:
-    if geometry.gaps is None or geometry.circular or geometry.power != 2 or is_differentiated(geometry.gaps):
+def _suits_kernel(rows: Rows) -> bool:
+    line = rows.geometry
+    if not isinstance(line, Line) or line.power != 2:
         return False
     # Soft labels in half precision have a larger tolerance, which the operations of torch know.
     if rows.is_soft and (rows.target.dtype != rows.logits.dtype or rows.target.requires_grad):
         return False
-    plain = type(rows.logits) in _PLAIN and type(rows.target) in _PLAIN
-    return plain and _may_run_kernels(rows.logits, rows.target)
-
-
-def _may_run_kernels(logits: Tensor, target: Tensor) -> bool:
-    return not torch.compiler.is_compiling() and may_run_on(logits, target)
+    if type(rows.logits) not in _PLAIN or type(rows.target) not in _PLAIN or torch.compiler.is_compiling():
+        return False
+    return may_run_on(rows.logits, rows.target) and not is_differentiated(line.gaps)
 
 
 class _RankedScore(torch.autograd.Function):
     """The values of the rows by the kernel, or their sum over `divisor`; NaN or infinite where a row is invalid.
 
-    The gradient is computed together with the values, and a mean or a sum over the rows is taken here too: each further
-    operation of torch with its derivative takes longer than the kernel does for a small batch. With create_graph=True
-    the gradient comes from the reference implementation.
+    The gradient is computed together with the values; with create_graph=True by the reference implementation.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, rows: TargetRows, geometry: Geometry, mix: float, divisor: int | None, logits: Tensor
-    ) -> Float[Tensor, "*rows"]:
+    def forward(ctx: Any, rows: Rows, mix: float, divisor: int | None, logits: Tensor) -> Float[Tensor, "*rows"]:
         from otloss._kernels import ordinal
         from otloss._kernels._threads import ENTRIES, run_on_threads
 
-        assert geometry.gaps is not None
+        assert isinstance(rows.geometry, Line)
         values = logits.new_empty(len(logits))
         gradients = logits.new_empty(logits.shape if ctx.needs_input_grad[-1] else (0, logits.shape[1]))
         ctx.save_for_backward(logits, gradients)
-        ctx.settings = rows, geometry, mix, divisor
-        z, label, gaps = (t.detach().contiguous().resolve_neg().numpy() for t in (logits, rows.target, geometry.gaps))
+        ctx.settings = rows, mix, divisor
+        z, label, gaps = (
+            t.detach().contiguous().resolve_neg().numpy() for t in (logits, rows.target, rows.geometry.gaps)
+        )
         # A small batch is finished before a second thread has started.
         threads = max(1, min(torch.get_num_threads(), logits.numel() // ENTRIES))
         settings = mix, 1.0 / (divisor or 1), MASS_TOLERANCE[logits.dtype]
@@ -202,10 +183,10 @@ class _RankedScore(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> Any:
         logits, gradients = ctx.saved_tensors
-        rows, geometry, mix, divisor = ctx.settings
+        rows, mix, divisor = ctx.settings
         if not torch.is_grad_enabled():
             scale = upstream[0].unsqueeze(-1) if divisor is None else upstream[0]
-            return None, None, None, None, gradients * scale
-        value = _values(logits, rows, geometry, mix)
+            return None, None, None, gradients * scale
+        value = _values(replace(rows, logits=logits).checked(), mix)
         value = value if divisor is None else value.sum() / divisor
-        return None, None, None, None, torch.autograd.grad(value, logits, upstream[0], create_graph=True)[0]
+        return None, None, None, torch.autograd.grad(value, logits, upstream[0], create_graph=True)[0]

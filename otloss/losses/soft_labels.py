@@ -20,7 +20,7 @@ from torch import Tensor
 
 from otloss._checks import check_count, check_number, check_tensor
 from otloss._ordered_classes import check_choice
-from otloss.losses.targets import check_positions
+from otloss.losses.rows import check_positions
 
 _LARGEST_SHARE = 2 / 9  # A triangle with more mass on each neighbour reaches beyond the neighbours.
 

@@ -17,9 +17,8 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn.functional import pad, softplus
 
-from otloss._checks import check_reduction, check_tensor
 from otloss._ordered_classes import check_choice
-from otloss.losses.targets import check_logits, check_positions, classes_last, normalised, target_rows
+from otloss.losses.rows import Rows, posed_rows
 
 KINDS = ("all", "immediate")
 # Log-probability of a class with logit -inf: a finite number, as logcumsumexp has no gradient at -inf.
@@ -67,20 +66,18 @@ def threshold_loss(
         >>> threshold_loss(logits, torch.tensor([0, 0]), kind="immediate", reduction="none")
         tensor([2.2395, 2.2395])
     """
-    check_tensor("logits", logits)
-    check_tensor("target", target)
-    check_reduction(reduction)
     check_choice("kind", kind, KINDS)
-    logits, target = classes_last(logits, target, dim)
-    rows = target_rows(
-        logits, target, class_weight=class_weight, sample_weight=sample_weight, ignore_index=ignore_index
-    )
-    if not rows.is_soft:
-        check_positions("target", rows.target, rows.logits.shape[-1], None)
-    check_logits(rows.logits)
+    rows = posed_rows(
+        logits, target, class_weight=class_weight, sample_weight=sample_weight, ignore_index=ignore_index,
+        reduction=reduction, dim=dim,
+    ).checked()  # fmt: skip
+    return rows.positions.reduced(_values(rows, kind))
+
+
+def _values(rows: Rows, kind: str) -> Float[Tensor, " rows"]:
     by_label = _by_label(rows.logits, kind)
     if rows.is_soft:
-        values = (normalised(rows.target, rows.logits.dtype) * by_label).sum(-1)
+        values = (rows.target * by_label).sum(-1)
     else:
         values = by_label.gather(-1, rows.target.unsqueeze(-1)).squeeze(-1)
     if values.numel() and values.detach().amax() > -_EXCLUDED / 2:
@@ -89,7 +86,7 @@ def threshold_loss(
             f"the loss of row {row} (of the positions that take part) is infinite: all classes on the side of a "
             "threshold where its label lies have logit -inf. Unmask a class, or leave the position out."
         )
-    return rows.reduced(values, reduction)
+    return values
 
 
 def _by_label(logits: Float[Tensor, "rows classes"], kind: str) -> Float[Tensor, "rows classes"]:

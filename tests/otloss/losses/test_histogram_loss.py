@@ -115,16 +115,29 @@ def test_mean() -> None:
     assert histogram_mean(masked, torch.tensor(CENTRES)).item() == 7.0
 
 
-def test_values_outside_raise() -> None:
-    z, bins = torch.zeros(2, 5), torch.tensor(CENTRES).float()
+@pytest.mark.parametrize(
+    ("encoding", "limits"), [("two_hot", (0, 7)), ("one_hot", (-0.5, 7.5)), ("gaussian", (-0.5, 7.5))]
+)
+def test_values_outside_of_the_valid_range(encoding: str, limits: tuple[float, float]) -> None:
+    z, bins = drawn(2, 5, seed=6).requires_grad_(), as_double(CENTRES)
+    beyond, ends = as_double(np.array([-1.0, 7.6])), as_double(np.array(limits))
     with pytest.raises(
-        ValueError, match=r"1 values outside of \[0, 7\], the centres .* \(1,\) is 7.2. .*clamp\(0, 7\)"
+        ValueError, match=rf'2 values outside of \[{limits[0]}, {limits[1]}\], .* \(0,\) is -1. .*"clamp"'
     ):
-        histogram_loss(z, torch.tensor([1.0, 7.2]), bins)
-    with pytest.raises(ValueError, match=r"outside of \[-0.5, 7.5\], the bins; the first at index \(0,\) is -1"):
-        histogram_loss(z, torch.tensor([-1.0, 7.2]), bins, encoding="one_hot")
-    ends = histogram_loss(z, torch.tensor([-0.5, 7.5]), bins, encoding="one_hot", reduction="none")
-    torch.testing.assert_close(ends, histogram_loss(z, torch.eye(5)[[0, 4]], bins, reduction="none"))
+        histogram_loss(z, beyond, bins, encoding=encoding)
+    clamped, expected = (
+        histogram_loss(z, values, bins, encoding=encoding, outside="clamp", reduction="none")
+        for values in (beyond, ends)
+    )
+    torch.testing.assert_close(clamped, expected)
+    torch.testing.assert_close(expected, histogram_loss(z, ends, bins, encoding=encoding, reduction="none"))
+    labels = [histogram_labels(v, bins, 5, encoding=encoding, outside="clamp") for v in (beyond, ends)]
+    torch.testing.assert_close(*labels)
+    if encoding != "one_hot":
+        leaf = torch.stack([beyond[0], ends.mean()]).requires_grad_()
+        loss = histogram_loss(z, leaf, bins, encoding=encoding, outside="clamp")
+        gradient = torch.autograd.grad(loss, leaf)[0]
+        assert (gradient == 0).tolist() == [True, False]
 
 
 def test_dtypes_shapes_and_weights() -> None:

@@ -1,12 +1,16 @@
-"""What the losses over classes and over tokens share: targets, weights of the positions, and the reduction.
+"""Pose and reduce: what a loss over ordered classes was given becomes rows, and their values become the answer.
+
+    pose      logits, targets, weights, distances -> Rows     checked and in one dtype, here and nowhere else
+    value     Rows -> a value per row                         the loss: `ordinal`, `threshold`, `histogram`
+    reduce    values -> the answer                            `Positions.reduced`
 
 A position is one row of logits with its target. Positions that are left out are not read: their logits and weights may
-hold anything, and their gradient is zero.
+hold anything, and their gradient is zero. The numbers of the others are read once, by a kernel or by `Rows.checked`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral
 from typing import Any
 
@@ -14,114 +18,154 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss._checks import check_below_infinity, check_finite, check_floating, check_not_negative, check_tensor
+from otloss._checks import (
+    check_below_infinity,
+    check_finite,
+    check_floating,
+    check_not_negative,
+    check_reduction,
+    check_tensor,
+)
+from otloss.losses.geometry import Geometry, GeometrySettings
 from otloss.solvers.problem import MASS_TOLERANCE
 
 
 @dataclass(frozen=True)
-class TargetRows:
-    """The positions that take part, in one row each. Values are not checked yet, only shapes and dtypes.
+class Positions:
+    """The positions of a batch, those among them that take part, and how their values become the answer.
 
     Attributes:
-        logits: (rows, K), at least float32.
-        target: (rows,) class positions in int64, or (rows, K) soft labels as they were given.
-        weight: (rows,) weights >= 0, or None where all are one.
-        kept: which positions these are, or None for all of them.
         shape: that of the positions.
-        dtype: that of the answer.
+        kept: which of them take part, or None for all of them.
+        weight: (rows,) weights >= 0 of those, or None where all are one.
+        reduction: "mean", "sum" or "none".
+        dtype: of the answer.
     """
 
+    shape: torch.Size
+    kept: Bool[Tensor, "*batch"] | None
+    weight: Float[Tensor, " rows"] | None
+    reduction: str
+    dtype: torch.dtype
+
+    def divisor(self, rows: int) -> int | None:
+        """Return what an unweighted mean or sum of so many rows divides by; None with weights or without a reduction."""
+        if self.weight is not None or self.reduction == "none":
+            return None
+        return max(1, rows) if self.reduction == "mean" else 1
+
+    def reduced(self, values: Float[Tensor, " rows"]) -> Tensor:
+        """Return the weighted mean or sum of the values, or the weighted values at their positions and 0 elsewhere."""
+        weighted = values if self.weight is None else values * self.weight
+        if self.reduction == "none":
+            if self.kept is not None:
+                weighted = weighted.new_zeros(self.shape).masked_scatter(self.kept, weighted)
+            return weighted.reshape(self.shape).to(self.dtype)
+        total = weighted.sum()
+        if self.reduction == "mean":
+            mass = max(1, len(values)) if self.weight is None else self.weight.sum()
+            total = total / (mass if isinstance(mass, int) else mass.masked_fill(mass == 0, 1.0))
+        return total.to(self.dtype)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The positions that take part, in one row each. Shapes and dtypes are checked, numbers by `checked` only.
+
+    Attributes:
+        positions: where the rows come from, and how their values become the answer.
+        logits: (rows, K), at least float32.
+        target: (rows,) class positions in int64, or (rows, K) soft labels as they were given.
+        geometry: the distances between the classes in the dtype of the logits, if the loss has any.
+    """
+
+    positions: Positions
     logits: Float[Tensor, "rows classes"]
     target: Tensor
-    weight: Float[Tensor, " rows"] | None
-    kept: Bool[Tensor, "*batch"] | None
-    shape: torch.Size
-    dtype: torch.dtype
+    geometry: Geometry | None
 
     @property
     def is_soft(self) -> bool:
         return self.target.is_floating_point()
 
-    def divisor(self, reduction: str) -> int | None:
-        """Return what an unweighted mean or sum divides by; None with weights or without a reduction."""
-        if self.weight is not None or reduction == "none":
-            return None
-        return max(1, self.logits.shape[0]) if reduction == "mean" else 1
+    def checked(self) -> Rows:
+        """Return the rows with soft labels of mass one; raise ValueError if a logit or a label is invalid."""
+        label = self.target
+        if self.is_soft:
+            label = normalised(label, self.logits.dtype)
+        else:
+            check_positions("target", label, self.logits.shape[-1], None)
+        check_logits(self.logits)
+        return replace(self, target=label)
 
-    def reduced(self, values: Float[Tensor, " rows"], reduction: str) -> Tensor:
-        return reduced(values, self.weight, self.kept, self.shape, reduction).to(self.dtype)
 
-
-def target_rows(
+def posed_rows(
     logits: Any,
     target: Any,
-    *others: torch.dtype,
+    distances: GeometrySettings | None = None,
+    *,
     class_weight: Any = None,
     sample_weight: Any = None,
     ignore_index: int | None = None,
-) -> TargetRows:
-    """Check and flatten logits (..., K) and targets; `others` are dtypes that take part in the promotion.
+    reduction: str,
+    dim: int | None = None,
+) -> Rows:
+    """Return what the user gave as rows: checked but for the numbers, in one dtype, without what is left out.
 
     Raises:
         TypeError, ValueError: as `ordinal_loss`.
     """
-    classes, shape = class_count(logits), logits.shape[:-1]
-    soft = _is_soft(check_tensor("target", target), logits)
-    dtype = dtype_of_loss(logits)
+    check_floating("logits", logits)
+    check_tensor("target", target)
+    check_reduction(reduction)
+    logits, target = _classes_last(logits, target, dim)
+    classes, shape = _last_axis(logits), logits.shape[:-1]
+    geometry = None if distances is None else distances.geometry(classes, logits.device)
+    soft = _is_soft(target, logits)
     weights = {"class_weight": class_weight, "sample_weight": sample_weight}
-    of_weights = (check_tensor(name, weight).dtype for name, weight in weights.items() if weight is not None)
-    for other in (target.dtype, *of_weights, *others):
+    others = [check_tensor(name, given).dtype for name, given in weights.items() if given is not None]
+    dtype = dtype_of_loss(logits)
+    for other in (target.dtype, *others, *(() if distances is None else distances.dtypes)):
         if other.is_floating_point:
             dtype = torch.promote_types(dtype, other)
     arithmetic = torch.promote_types(dtype, torch.float32)
-    kept = None
-    if ignore_index is not None and not isinstance(ignore_index, Integral):
+    if not soft:
+        target = target.long()  # In a narrow dtype -100 would be compared modulo its width.
+    kept = _kept(target, ignore_index, soft)
+    rows = (_in_rows(logits) if kept is None else logits[kept]).to(arithmetic)
+    label = _in_rows(target) if soft else target.reshape(-1) if kept is None else target[kept]
+    weight = position_weights(sample_weight, shape, kept, arithmetic)
+    if class_weight is not None:
+        of_class = _weights_by_class(class_weight, label, classes, arithmetic)
+        weight = of_class if weight is None else weight * of_class
+    geometry = None if geometry is None else geometry.to(arithmetic)
+    return Rows(Positions(shape, kept, weight, reduction, dtype), rows, label, geometry)
+
+
+def _kept(target: Tensor, ignore_index: int | None, soft: bool) -> Bool[Tensor, "*batch"] | None:
+    """Return which positions are not ignored, or None where none is."""
+    if ignore_index is None:
+        return None
+    if not isinstance(ignore_index, Integral):
         raise TypeError(f"ignore_index is {ignore_index!r}, expected an int, as the positions in target.")
-    if soft and ignore_index is not None:
+    if soft:
         raise ValueError(
             f"ignore_index={ignore_index} is given with soft labels, expected class positions; leave positions with "
             "soft labels out by sample_weight 0."
         )
-    if not soft:
-        target = target.long()  # In a narrow dtype -100 would be compared modulo its width.
-        kept = None if ignore_index is None else target != ignore_index
-        kept = None if kept is None or kept.all() else kept
-    rows = (_in_rows(logits) if kept is None else logits[kept]).to(arithmetic)
-    labels = _in_rows(target) if soft else target.reshape(-1) if kept is None else target[kept]
-    weight = position_weights(sample_weight, shape, kept, arithmetic)
-    if class_weight is not None:
-        if class_weight.shape != (classes,):
-            raise ValueError(f"class_weight has shape {tuple(class_weight.shape)}, expected ({classes},), one a class.")
-        by_class = _check_weights("class_weight", class_weight).to(arithmetic)
-        if soft:
-            by_row = (normalised(labels, arithmetic) * by_class).sum(-1)
-        else:
-            check_positions("target", target, classes, ignore_index)
-            by_row = by_class[labels]
-        weight = by_row if weight is None else weight * by_row
-    return TargetRows(rows, labels, weight, kept, shape, dtype)
+    kept = target != ignore_index
+    return None if kept.all() else kept
 
 
-def reduced(
-    values: Float[Tensor, " rows"],
-    weight: Float[Tensor, " rows"] | None,
-    kept: Bool[Tensor, "*batch"] | None,
-    shape: torch.Size,
-    reduction: str,
-) -> Tensor:
-    """Return the weighted mean or sum of the values, or the weighted values at their positions and 0 elsewhere."""
-    weighted = values if weight is None else values * weight
-    if reduction == "none":
-        if kept is not None:
-            weighted = weighted.new_zeros(shape).masked_scatter(kept, weighted)
-        return weighted.reshape(shape)
-    total = weighted.sum()
-    if reduction == "sum":
-        return total
-    if weight is None:
-        return total / max(1, len(values))
-    mass = weight.sum()
-    return total / mass.masked_fill(mass == 0, 1.0)
+def _weights_by_class(weights: Tensor, label: Tensor, classes: int, dtype: torch.dtype) -> Float[Tensor, " rows"]:
+    """Return the weight of each row by its label: of a soft label the expected one."""
+    if weights.shape != (classes,):
+        raise ValueError(f"class_weight has shape {tuple(weights.shape)}, expected ({classes},), one a class.")
+    by_class = _check_weights("class_weight", weights).to(dtype)
+    if label.is_floating_point():
+        return (normalised(label, dtype) * by_class).sum(-1)
+    check_positions("target", label, classes, None)
+    return by_class[label]
 
 
 def position_weights(
@@ -148,7 +192,10 @@ def _check_weights(name: str, weights: Tensor) -> Tensor:
 
 def class_count(logits: Any) -> int:
     """Return K for logits (..., K)."""
-    check_floating("logits", logits)
+    return _last_axis(check_floating("logits", logits))
+
+
+def _last_axis(logits: Tensor) -> int:
     if logits.dim() == 0 or logits.shape[-1] == 0:
         raise ValueError(f"logits have shape {tuple(logits.shape)}, expected (..., K) with at least one class.")
     return int(logits.shape[-1])
@@ -162,10 +209,8 @@ def dtype_of_loss(logits: Tensor) -> torch.dtype:
     return wide
 
 
-def classes_last(logits: Any, target: Any, dim: int | None) -> tuple[Any, Any]:
+def _classes_last(logits: Tensor, target: Tensor, dim: int | None) -> tuple[Tensor, Tensor]:
     """Return logits and target with the classes moved from axis `dim` to the last one."""
-    if not isinstance(target, Tensor) or not isinstance(logits, Tensor):
-        return logits, target  # `target_rows` raises the error.
     shape = tuple(logits.shape)
     if dim is None:
         # The losses of torch expect the classes on axis 1.
@@ -195,7 +240,7 @@ def _in_rows(tensor: Tensor) -> Float[Tensor, "rows classes"]:
 def _is_soft(target: Tensor, logits: Tensor) -> bool:
     """Return whether the target holds soft labels; raise if it holds neither those nor class positions."""
     shape, positions = tuple(logits.shape), tuple(logits.shape[:-1])
-    soft = tuple(target.shape) == shape
+    soft = target.shape == logits.shape
     if not soft and target.shape != positions:
         elsewhere = len(shape) > 2 and tuple(target.shape) == (shape[0], *shape[2:])
         raise ValueError(
