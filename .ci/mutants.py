@@ -31,11 +31,11 @@ MODULES = {
     "otloss_llm/kernels/reference.py": [
         f"tests/otloss_llm/losses/test_{name}.py" for name in ("statistics", "dense", "token_loss")
     ],
-    "otloss/losses/targets.py": [
+    "otloss/losses/rows.py": [
         f"tests/otloss/losses/test_{name}.py"
         for name in ("ordinal_input", "ordinal_loss", "soft_labels", "histogram_loss", "threshold_loss")
     ],
-    "otloss/losses/ordinal_distance.py": [
+    "otloss/losses/geometry.py": [
         "tests/otloss/losses/test_ordinal_loss.py",
         "tests/otloss/losses/test_histogram_loss.py",
         "tests/otloss/kernels/test_ordinal_kernel.py",

@@ -6,7 +6,7 @@
 Blocks of rows lie class by class in buffers of each thread: loops over the rows of a block vectorise, whatever the
 number of classes and the layout of the logits. Sums are float64. A last block that is not full repeats its last row.
 
-The reference implementations are `otloss.losses.ordinal_distance` and `otloss.boosting.derivatives.gradients_in_numpy`,
+The reference implementations are `otloss.losses.geometry` and `otloss.boosting.derivatives.gradients_in_numpy`,
 with the notation used here. In ranked scores the tails |F - G| are summed from their own ends, and the derivatives s in
 the probabilities are zero at the label and positive elsewhere.
 """

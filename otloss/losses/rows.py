@@ -49,7 +49,7 @@ class Positions:
     dtype: torch.dtype
 
     def divisor(self, rows: int) -> int | None:
-        """Return what an unweighted mean or sum of so many rows divides by; None with weights or without a reduction."""
+        """Return what an unweighted mean or sum of so many rows divides by; None with weights, or for "none"."""
         if self.weight is not None or self.reduction == "none":
             return None
         return max(1, rows) if self.reduction == "mean" else 1
