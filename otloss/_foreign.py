@@ -1,14 +1,19 @@
-"""The keywords of GeomLoss and POT that are tried here, and ours in their place.
+"""Calls as other packages take them: their keywords are explained, and arrays of numpy are tensors.
 
-Signatures stay as they are: a decorator reads the keywords of a call before Python does.
+Signatures stay as they are: decorators read the arguments of a call before Python does.
 """
 
 from __future__ import annotations
 
+import difflib
 import functools
 import inspect
-from collections.abc import Callable, Container, Iterable
-from typing import NamedTuple, ParamSpec, TypeVar
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -61,30 +66,86 @@ _KEYWORDS = {
     "log": _Keyword("POT", None, "use solve(...), which has the plan, the potentials and the errors"),
     "numThreads": _Keyword("POT", None, "leave it out: torch.set_num_threads holds here too"),
     "verbose": _Keyword("POT and GeomLoss", None, _LEAVE_OUT),
+    "weight": _Keyword("torch", "class_weight", "give class_weight=weight"),
+    "label_smoothing": _Keyword(
+        "torch", "target", "give soft labels as the target: otloss.losses.soft_labels(target, K, kind)"
+    ),
+    "mode": _Keyword("EMOLoss", "weighting", 'leave it out for mode=1, and give weighting="transport" for mode=2'),
+    "cost_embedding": _Keyword("EMOLoss", "embedding", "give embedding=cost_embedding"),
 }  # fmt: skip
+# The exponent of POT's functions on a line; `p` are the weights here.
+_EXPONENT = _Keyword("POT", "order", "give order= for the exponent")
 
 
-def explains_foreign_keywords(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Decorate a function: a keyword of GeomLoss or POT raises a TypeError that names ours."""
+def explains_calls(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function: a call that its signature does not take raises a TypeError that says what to write."""
     own = inspect.signature(function).parameters
+    positional = [name for name, parameter in own.items() if parameter.kind is not parameter.KEYWORD_ONLY]
 
     @functools.wraps(function)
     def call(*args: _P.args, **settings: _P.kwargs) -> _R:
-        check_keywords(function.__qualname__, settings, own)
+        name = function.__qualname__
+        check_keywords(name, settings, own)
+        if len(args) > len(positional):
+            _raise_too_many(name, args[len(positional) :], positional, [n for n in own if n not in positional])
+        if "order" in own and "p" in positional and isinstance(settings.get("p"), int | float):
+            raise TypeError(f"{name} got p={settings['p']}, a number, and p are weights here; {_EXPONENT.advice}.")
         return function(*args, **settings)
 
     return call
 
 
-def check_keywords(function: str, keywords: Iterable[str], own: Container[str]) -> None:
-    """Raise TypeError for a keyword of GeomLoss or POT that is not among the function's own."""
+def check_keywords(function: str, keywords: Iterable[str], own: Mapping[str, Any]) -> None:
+    """Raise TypeError for a keyword of another package that is not among the function's own, or nearly one of those."""
     for name in keywords:
-        if name in _KEYWORDS and name not in own:
+        if name in own:
+            continue
+        if name == "p" and "order" in own:
+            raise TypeError(_message(function, name, _EXPONENT, own))
+        if name in _KEYWORDS:
             raise TypeError(_message(function, name, _KEYWORDS[name], own))
+        if near := difflib.get_close_matches(name, own, n=1):
+            raise TypeError(f"{function} has no option {name!r}; did you mean {near[0]}=?")
 
 
-def _message(function: str, name: str, keyword: _Keyword, own: Container[str]) -> str:
+def _message(function: str, name: str, keyword: _Keyword, own: Mapping[str, Any]) -> str:
     advice = keyword.advice
     if keyword.ours is not None and keyword.ours not in own:
         advice = f"leave it out, or use a function that has {keyword.ours}= (docs/guide/coming_from.md has a table)"
     return f"{function} has no option {name!r}, which is {keyword.library}'s; {advice}."
+
+
+def _raise_too_many(function: str, extra: tuple[Any, ...], positional: list[str], options: list[str]) -> None:
+    named = [
+        f"{name}={value!r}" if isinstance(value, int | float | str) else f"{name}=..."
+        for name, value in zip(options, extra, strict=False)
+    ]
+    advice = f"give options by name: {', '.join(named)}" if named else "leave out the others"
+    raise TypeError(
+        f"{function} takes {len(positional)} arguments without a name, {', '.join(positional)}, and got "
+        f"{len(positional) + len(extra)}; {advice}."
+    )
+
+
+def takes_arrays(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Decorate a function: arrays of numpy, also in a list, are taken as tensors of the same dtype."""
+
+    @functools.wraps(function)
+    def call(*args: _P.args, **settings: _P.kwargs) -> _R:
+        tensors: Any = [_as_tensor(value) for value in args]
+        named: Any = {name: _as_tensor(value) for name, value in settings.items()}
+        return function(*tensors, **named)
+
+    return call
+
+
+def _as_tensor(value: Any) -> Any:
+    if isinstance(value, list | tuple) and any(isinstance(one, np.ndarray) for one in value):
+        return [_as_tensor(one) for one in value]
+    if not isinstance(value, np.ndarray) or isinstance(value, Tensor):
+        return value
+    native = value.astype(value.dtype.newbyteorder("="), order="C", copy=False)
+    try:
+        return torch.from_numpy(native if native.flags.writeable else native.copy())
+    except TypeError:  # no dtype of torch: the checks of the function name it
+        return value

@@ -9,7 +9,8 @@ of how to build your own. The names may change from one minor version to the nex
     histograms      check_masses, histogram_pair, weights_or_uniform
     autograd        once_only, check_no_tangent, check_no_transform: errors in place of derivatives that are not given;
                     makes_graph; eager: decorates a function that runs outside of graphs of torch.compile
-    errors          ConvergenceWarning, level_of_the_caller, SmallEpsilonError, explains_foreign_keywords;
+    errors          ConvergenceWarning, level_of_the_caller, SmallEpsilonError;
+                    explains_calls, takes_arrays: decorators for calls as other packages take them;
                     missing_package, install_hint, DISTRIBUTION: packages of an extra
     losses          reduced; SCALINGS, TEXT_OVER_WORST, checked_values, number_line,
                     signed_log: the line of number tokens
@@ -41,7 +42,8 @@ from otloss._checks import check_tensor as check_tensor
 from otloss._checks import missing_package as missing_package
 from otloss._distribution import DISTRIBUTION as DISTRIBUTION
 from otloss._distribution import install_hint as install_hint
-from otloss._foreign import explains_foreign_keywords as explains_foreign_keywords
+from otloss._foreign import explains_calls as explains_calls
+from otloss._foreign import takes_arrays as takes_arrays
 from otloss._kernels import may_run_on as may_run_on
 from otloss.costs.cost import arithmetic_dtype as arithmetic_dtype
 from otloss.costs.cost import makes_graph as makes_graph
@@ -130,7 +132,7 @@ __all__ = [
     "eager",
     "emd",
     "exp32",
-    "explains_foreign_keywords",
+    "explains_calls",
     "has_float64",
     "histogram_pair",
     "install_hint",
@@ -150,6 +152,7 @@ __all__ = [
     "solve",
     "solve_exact",
     "spliced",
+    "takes_arrays",
     "weights_or_uniform",
 ]
 

@@ -21,6 +21,7 @@ C = torch.cdist(X, Y) ** 2
 LINE_X, LINE_Y = X[:, 0], Y[:, 0]
 DIRECTIONS = torch.nn.functional.normalize(torch.randn(2, 20, generator=GENERATOR, dtype=torch.float64), dim=0)
 TIGHT = {"tolerance": 1e-11}
+WITHIN = (torch.cdist(X, X), torch.cdist(Y, Y))
 COLUMNS = torch.rand(9, 3, generator=GENERATOR, dtype=torch.float64)
 COLUMNS = COLUMNS / COLUMNS.sum(0)
 SHARES = torch.tensor([0.2, 0.3, 0.5], dtype=torch.float64)
@@ -83,6 +84,14 @@ PAIRS = {
             .transform(Xs=X.numpy())
         ),
         lambda: TransportAdapter("barycentric", epsilon=0.1).fit(X, target=Y).transform(X),
+    ),
+    "ot.gromov.gromov_wasserstein2(C1, C2, p, q)": (
+        lambda: ot.gromov.gromov_wasserstein2(*WITHIN, P, Q),
+        lambda: otloss.fused_gromov(*WITHIN, p=P, q=Q).value,
+    ),
+    "ot.gromov.fused_gromov_wasserstein2(M, C1, C2, p, q, alpha=t)": (
+        lambda: ot.gromov.fused_gromov_wasserstein2(C, *WITHIN, P, Q, alpha=0.3),
+        lambda: otloss.fused_gromov(*WITHIN, C, P, Q, alpha=0.3).value,
     ),
     'ot.bregman.barycenter(A, C, reg, weights, method="sinkhorn_log")': (
         lambda: ot.bregman.barycenter(*IMAGES, 0.05, weights=SHARES.numpy(), method="sinkhorn_log", stopThr=1e-13),

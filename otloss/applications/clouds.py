@@ -31,9 +31,10 @@ from otloss.extending import (
     check_tensor,
     eager,
     emd,
-    explains_foreign_keywords,
+    explains_calls,
     sinkhorn_divergence,
     sliced_wasserstein,
+    takes_arrays,
 )
 
 KINDS = ("divergence", "emd", "sliced")
@@ -47,7 +48,8 @@ Clouds = Float[Tensor, "*batch n d"] | Sequence[Tensor]
 Weights = Float[Tensor, "*batch n"] | Sequence[Tensor] | None
 
 
-@explains_foreign_keywords
+@explains_calls
+@takes_arrays
 @eager
 def cloud_loss(
     x: Clouds,

@@ -37,6 +37,7 @@ from otloss.extending import (
     check_not_negative,
     check_number,
     check_positive,
+    explains_calls,
     histogram_pair,
     level_of_the_caller,
     makes_graph,
@@ -61,7 +62,11 @@ class FusedGromov(NamedTuple):
     plan: Float[Tensor, "*batch n m"]
     converged: Tensor
 
+    def __repr__(self) -> str:
+        return f"FusedGromov(value={self.value}, plan of shape {tuple(self.plan.shape)}, converged={self.converged})"
 
+
+@explains_calls
 def fused_gromov(
     C_x: Float[Tensor, "*batch n n"],
     C_y: Float[Tensor, "*batch m m"],
@@ -69,7 +74,7 @@ def fused_gromov(
     p: Float[Tensor, "*batch n"] | None = None,
     q: Float[Tensor, "*batch m"] | None = None,
     *,
-    alpha: float = 0.5,
+    alpha: float | None = None,
     epsilon: float | None = None,
     starts: int = 1,
     max_iterations: int = 200,
@@ -80,9 +85,9 @@ def fused_gromov(
 
     Args:
         C_x, C_y: (..., n, n), (..., m, m) distances within the spaces (or any similarity); need not be symmetric.
-        feature_cost: (..., n, m) between the features; None for Gromov-Wasserstein alone, with alpha = 1.
+        feature_cost: (..., n, m) between the features; None for Gromov-Wasserstein alone.
         p, q: (..., n), (..., m) weights of equal mass, uniform where None. Bins without mass (padding) take no part.
-        alpha: from 0 (features alone) to 1 (distances alone).
+        alpha: from 0 (features alone) to 1 (distances alone); None for 0.5, or 1 without features.
         epsilon: weight of the entropy; None for none.
         starts: the product plan, the plan of the features, and then random ones; the best of them is returned.
         max_iterations, tolerance: of each start; the latter relative to the value. A `ConvergenceWarning` tells where
@@ -101,10 +106,12 @@ def fused_gromov(
     Example:
         >>> x = torch.tensor([[0.0], [1.0], [3.0]])
         >>> D = torch.cdist(x, x)
-        >>> answer = fused_gromov(D, D.flip(0, 1), alpha=1.0, starts=4, generator=torch.Generator().manual_seed(0))
+        >>> answer = fused_gromov(D, D.flip(0, 1), starts=4, generator=torch.Generator().manual_seed(0))
         >>> bool(answer.value < 1e-6)
         True
     """
+    alpha = (1.0 if feature_cost is None else 0.5) if alpha is None else alpha
+    _check_order(C_x, C_y, feature_cost)
     inputs, dtype = _checked(C_x, C_y, feature_cost, p, q, alpha)
     check_count("starts", starts)
     check_count("max_iterations", max_iterations)
@@ -301,6 +308,23 @@ def _derivatives(
         f,
         g,
     )
+
+
+def _check_order(C: Any, D: Any, M: Any) -> None:
+    """Raise where the arguments stand in the order of POT's functions."""
+    if not all(isinstance(t, Tensor) for t in (C, D, M)):
+        return
+    shapes = ", ".join(str(tuple(t.shape)) for t in (C, D, M))
+    if M.dim() == 1:
+        raise ValueError(
+            f"the arguments have the shapes {shapes}: weights stand third, as in POT's "
+            "gromov_wasserstein(C1, C2, p, q); expected fused_gromov(C1, C2, p=p, q=q)."
+        )
+    if C.shape[-2:] == (D.shape[-1], M.shape[-1]) != (C.shape[-1], C.shape[-1]):
+        raise ValueError(
+            f"the arguments have the shapes {shapes}: the feature cost stands first, as in POT's "
+            "fused_gromov_wasserstein(M, C1, C2, p, q); expected fused_gromov(C1, C2, M, p, q)."
+        )
 
 
 def _checked(

@@ -11,12 +11,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch._utils import _flatten_dense_tensors
 
-from otloss.extending import check_floating, check_integers, check_no_transform
+from otloss.extending import check_floating, check_integers, check_no_transform, explains_calls, takes_arrays
 
 NONE = -1  # in the places of a ragged batch that hold no pair
 _ENTRIES = 2**14  # For fewer costs a second thread takes longer to start than it saves.
 
 
+@explains_calls
+@takes_arrays
 def match(
     cost: Float[Tensor, "*batch n m"] | Sequence[Float[Tensor, "_ _"]],
     *,

@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.nn.functional import one_hot
 
 from otloss._checks import check_finite, check_positive, check_tensor, is_differentiated
+from otloss._foreign import explains_calls
 from otloss._ordered_classes import check_choice
 from otloss.losses.geometry import GeometrySettings, increasing
 from otloss.losses.ordinal import ordinal_loss_of_rows
@@ -43,6 +44,7 @@ class Bins(NamedTuple):
     edges: Float[Tensor, " edges"]
 
 
+@explains_calls
 def histogram_loss(
     logits: Float[Tensor, "*batch bins"],
     target: Real[Tensor, "*batch"] | Float[Tensor, "*batch bins"],

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from torch.nn.functional import cross_entropy as cross_entropy_of_classes
 
 from otloss._checks import is_differentiated
+from otloss._foreign import explains_calls
 from otloss._kernels import may_run_on
 from otloss.costs import Cost
 from otloss.losses.geometry import GeometrySettings, Line
@@ -29,6 +30,7 @@ from otloss.solvers.problem import MASS_TOLERANCE
 _PLAIN = (Tensor, Parameter)  # A subclass of Tensor may have no data.
 
 
+@explains_calls
 def ordinal_loss(
     logits: Float[Tensor, "*batch classes"],
     target: Int[Tensor, "*batch"] | Float[Tensor, "*batch classes"],

@@ -46,6 +46,7 @@ from otloss._checks import (
     check_positive,
     has_tangent,
 )
+from otloss._foreign import explains_calls
 from otloss.costs import Cost, GridCost, as_cost
 from otloss.costs.cost import makes_graph
 from otloss.costs.within import is_symmetric
@@ -67,6 +68,7 @@ _NO_MASS = 1e-12  # the share of the mass below which a bin counts as empty in t
 _EMPTY = 80.0  # log of the largest d over the least one that is told from 0
 
 
+@explains_calls
 @eager
 def barycenter(
     p: Float[Tensor, "*batch k m"],

@@ -24,6 +24,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._checks import broadcast_shape, check_broadcast, check_finite, check_last_axis, check_number, check_tensor
+from otloss._foreign import explains_calls, takes_arrays
 from otloss._kernels import may_run_on
 from otloss.solvers.problem import MASS_TOLERANCE, histogram_pair
 
@@ -31,6 +32,7 @@ from otloss.solvers.problem import MASS_TOLERANCE, histogram_pair
 _SMALL = 2**13
 
 
+@explains_calls
 def cdf_distance(
     p: Float[Tensor, "*batch bins"] | None,
     q: Float[Tensor, "*batch bins"] | None,
@@ -94,6 +96,8 @@ def _cdf_distance(p: Tensor, q: Tensor, x: Tensor | None, power: float) -> Tenso
     return (gaps * apart).sum(-1).to(pair.dtype)
 
 
+@explains_calls
+@takes_arrays
 def wasserstein_1d(
     p: Float[Tensor, "*batch n"] | None,
     q: Float[Tensor, "*batch m"] | None,
@@ -131,6 +135,7 @@ def wasserstein_1d(
         tensor(5.)
     """
     _check_exponent("order", order)
+    _check_weights_first(p, q, x, y)
     p, q = (_or_uniform(*inputs) for inputs in (("p", p, x, q), ("q", q, x if y is None else y, p)))
     if order == 1 and y is None:
         return cdf_distance(p, q, x, power=1)
@@ -150,6 +155,21 @@ def _wasserstein_1d(p: Tensor, q: Tensor, x: Tensor | None, y: Tensor | None, or
     y_sorted, order_y = y.sort(dim=-1, stable=True)
     value = _quantile_cost(_take(pair.p, order_x), _take(pair.q, order_y), x_sorted, y_sorted, order)
     return value.to(pair.dtype)
+
+
+def _check_weights_first(p: Any, q: Any, x: Any, y: Any) -> None:
+    """Raise where positions stand first and weights last, the order of `ot.wasserstein_1d`."""
+    if torch.compiler.is_compiling() or any(not isinstance(t, Tensor) or t.is_meta for t in (p, q, x, y)):
+        return
+
+    def is_mass(weights: Tensor) -> bool:
+        return bool(((weights.detach().sum(-1) - 1).abs() < 1e-3).all() and (weights >= 0).all())
+
+    if not (is_mass(p) or is_mass(q)) and is_mass(x) and is_mass(y):
+        raise ValueError(
+            "p and q do not sum to 1, and the positions x and y do: positions stand first in POT's "
+            "ot.wasserstein_1d(x, y, p, q); expected wasserstein_1d(p, q, x, y)."
+        )
 
 
 def _or_uniform(name: str, weights: Tensor | None, positions: Tensor | None, other: Tensor | None) -> Tensor:

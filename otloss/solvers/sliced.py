@@ -17,6 +17,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._checks import check_broadcast, check_cloud, check_finite, check_floating, check_last_axis
+from otloss._foreign import explains_calls
 from otloss.costs.cost import recomputed
 from otloss.solvers.line import wasserstein_1d
 
@@ -24,6 +25,7 @@ from otloss.solvers.line import wasserstein_1d
 _BLOCK = 2**23
 
 
+@explains_calls
 def sliced_wasserstein(
     x: Float[Tensor, "*batch n d"],
     y: Float[Tensor, "*batch m d"],

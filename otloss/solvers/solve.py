@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from otloss._autograd import eager
-from otloss._foreign import explains_foreign_keywords
+from otloss._foreign import explains_calls, takes_arrays
 from otloss.costs import Cost, LineCost, as_cost, costs_within
 from otloss.costs.within import is_symmetric
 from otloss.solvers.derivatives import with_envelope, with_implicit_derivatives
@@ -33,7 +33,8 @@ from otloss.solvers.transport import Solution, Transport
 _DEFAULTS = Settings()
 
 
-@explains_foreign_keywords
+@explains_calls
+@takes_arrays
 @eager
 def solve(
     p: Float[Tensor, "*batch n"] | None,
@@ -83,7 +84,8 @@ def solve(
     return answer(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings, accurate=True)
 
 
-@explains_foreign_keywords
+@explains_calls
+@takes_arrays
 @eager
 def emd(
     p: Float[Tensor, "*batch n"] | None,
@@ -137,7 +139,8 @@ def emd(
     return answer(problem, _DEFAULTS).value
 
 
-@explains_foreign_keywords
+@explains_calls
+@takes_arrays
 @eager
 def sinkhorn(
     p: Float[Tensor, "*batch n"] | None,
@@ -214,7 +217,8 @@ def sinkhorn(
     return answer(pose(p, q, cost, epsilon=epsilon, mass=mass, settings=settings), settings).value
 
 
-@explains_foreign_keywords
+@explains_calls
+@takes_arrays
 @eager
 def sinkhorn_divergence(
     p: Float[Tensor, "*batch n"] | None,

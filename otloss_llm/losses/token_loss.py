@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss.costs import Cost
-from otloss.extending import check_floating, check_positive, eager
+from otloss.extending import check_floating, check_positive, eager, explains_calls
 from otloss_llm.costs.embedding import EmbeddingCost
 from otloss_llm.costs.vocabulary import TokenCost, VocabularyCost
 from otloss_llm.kernels import chunked, reference, sharded_logits
@@ -105,6 +105,7 @@ class TokenLoss(_LossNllCost):
         return Statistics(**{name: getattr(self, name) for name in Statistics._fields})
 
 
+@explains_calls
 @eager
 def token_loss(
     logits: Float[Tensor, "*batch vocab"],
@@ -180,6 +181,7 @@ def token_loss(
     return TokenLoss.at_positions(loss, statistics, valid)
 
 
+@explains_calls
 @eager
 def linear_token_loss(
     hidden: Float[Tensor, "*batch width"],
@@ -492,6 +494,7 @@ def _nll_beside_entropy(nll: Tensor, entropy: Tensor) -> Tensor:
     return nll
 
 
+@explains_calls
 def emo_loss(
     logits: Float[Tensor, "*batch vocab"],
     labels: Int[Tensor, "*batch"],
@@ -504,6 +507,10 @@ def emo_loss(
     reduction: str = "mean",
 ) -> Tensor:
     """EMO from logits in one line: `token_loss` with `EMO` and the cosine cost of `embedding`, returning the loss.
+
+    Labels are aligned with the logits: there is no shift inside. EMOLoss of the package of that name takes the same
+    three arguments and shifts; its `EMOLoss(logits, labels, W)` is `emo_loss(logits[:, :-1], labels[:, 1:], W,
+    directions=0)`. Without the slices a model learns to repeat its input, and the loss falls to 0.
 
     Args:
         logits: `(..., V)`, aligned with the labels like those of `torch.nn.functional.cross_entropy`

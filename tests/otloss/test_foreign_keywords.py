@@ -1,15 +1,18 @@
-"""Calls as GeomLoss and POT take them: each raises an error that names ours."""
+"""Calls as other packages take them: each raises an error that names ours, and arrays of numpy are tensors."""
 
 import inspect
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 import otloss
 from otloss import nn
 from otloss.costs import GridCost, PointCost
+from otloss_llm import emo_loss
+from tests.errors import raising
 
 X, Y = torch.rand(4, 2, generator=torch.Generator().manual_seed(0)), torch.rand(5, 2)
 P, Q, C = torch.full((4,), 1 / 4), torch.full((5,), 1 / 5), torch.rand(4, 5)
@@ -52,9 +55,54 @@ def test_a_foreign_keyword_names_ours(function: str, keyword: str, ours: str) ->
         CALLS[function](**{keyword: 0.5})
 
 
-def test_other_keywords_are_those_of_python() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilom'"):
-        otloss.sinkhorn(P, Q, C, epsilom=0.1)  # type: ignore[call-arg]
+GRID, LABELS, D = torch.linspace(-1, 1, 4), torch.arange(4), torch.cdist(X, X)
+W1: Any = otloss.wasserstein_1d
+test_what_a_call_says = raising(
+    (
+        lambda: otloss.sinkhorn(P, Q, C, 0.05),
+        TypeError,
+        r"takes 3 arguments .*, p, q, cost, and got 4; .*: epsilon=0.05",
+    ),
+    (lambda: CALLS["sinkhorn"](epsilom=0.1), TypeError, "no option 'epsilom'; did you mean epsilon="),
+    (lambda: CALLS["sinkhorn"](eps=0.1), TypeError, "did you mean epsilon="),
+    (lambda: nn.CloudLoss(blurr=0.1), TypeError, "CloudLoss has no option 'blurr'; did you mean blur="),
+    (lambda: otloss.ordinal_loss(C, LABELS, weight=P), TypeError, "class_weight=weight"),
+    (lambda: otloss.ordinal_loss(C, LABELS, label_smoothing=0.1), TypeError, "soft_labels"),
+    (lambda: emo_loss(C, LABELS, C.T, mode=2), TypeError, 'weighting="transport"'),
+    (lambda: W1(GRID, GRID, P, P.flip(0)), r"do not sum to 1, .*expected wasserstein_1d\(p, q, x, y\)"),
+    (lambda: W1(GRID, GRID, P, P, p=2), TypeError, "got p=2, a number, .*order="),
+    (lambda: W1(a=P, b=P, p=2), TypeError, r"has no option 'a', .*\(p, q, cost\)"),
+    (lambda: otloss.sliced_wasserstein(X, X, p=2), TypeError, "POT's; give order="),
+    (lambda: otloss.fused_gromov(D, D, P, P), r"weights stand third, .*fused_gromov\(C1, C2, p=p, q=q\)"),
+    (lambda: otloss.fused_gromov(C, D, torch.cdist(Y, Y)), r"feature cost stands first, .*\(C1, C2, M, p, q\)"),
+)
+
+
+def test_arrays_of_numpy_are_tensors_of_their_dtype() -> None:
+    rows = GRID.double().numpy()[::-1].astype(">f8")  # neither contiguous nor of this machine's byte order
+    rows.flags.writeable = False
+    for function, arguments in (
+        (otloss.emd, (P, Q, C)),
+        (otloss.solve, (P, None, C)),
+        (otloss.match, ([C, C.T],)),
+        (otloss.cloud_loss, ([X, Y], X)),
+        (W1, (P, P.flip(0), GRID)),
+        (lambda p, q, c: otloss.sinkhorn(p, q=q, cost=c, epsilon=0.1), (P, Q, C)),
+    ):
+        arrays: Any = [
+            [t.numpy() for t in one] if isinstance(one, list) else None if one is None else one.numpy()
+            for one in arguments
+        ]
+        expected, actual = (call(*given) for call, given in ((function, arguments), (function, arrays)))
+        if function is otloss.solve:
+            expected, actual = expected.plan(), actual.plan()
+        torch.testing.assert_close(actual, expected)
+    assert W1(P.double(), P.flip(0).double(), rows) == W1(P.double(), P.flip(0).double(), GRID.double().flip(0))
+    with pytest.raises(TypeError, match=r"p has dtype torch\.int64, expected a floating dtype"):
+        otloss.emd(np.arange(4), Q, C)
+
+
+def test_signatures_stay_as_they_are() -> None:
     assert "reach" not in inspect.signature(otloss.cloud_loss).parameters
     assert next(iter(inspect.signature(nn.CloudLoss).parameters)) == "kind"
 

@@ -134,7 +134,7 @@ def _run(
     count, (n, m) = len(p), matrices.shape[-2:]
     owner = np.arange(count) if matrices.dim() > 2 else np.zeros(count, np.int64)
     cells = np.empty((count, 2, 0), np.int64) if plans is None else plans.numpy()
-    f, g = torch.zeros(count, n, dtype=torch.float64), g.clone(memory_format=torch.contiguous_format)
+    f, g = torch.zeros(count, n, dtype=torch.float64, device=g.device), g.clone(memory_format=torch.contiguous_format)
     outcome = np.full((count, 2), np.nan)
     arguments = (
         p.contiguous().numpy(), q.contiguous().numpy(), matrices.reshape(-1, n, m).numpy(), owner,

@@ -91,7 +91,7 @@ def test_gradients(epsilon: float | None) -> None:
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"feature_cost": None}, "without a feature_cost"),
+        ({"feature_cost": None, "alpha": 0.5}, "without a feature_cost"),
         ({"feature_cost": torch.ones(6, 5)}, r"expected \(\.\.\., 5, 6\)"),
         ({"C_x": torch.ones(5, 6)}, "distances within a space"),
         ({"C_x": torch.ones(0, 0)}, "distances within a space"),
