@@ -154,17 +154,13 @@ def _raised(r: Tensor, power: float) -> Tensor:
 
 @dataclass(frozen=True)
 class GeometrySettings:
-    """The options of `ordinal_loss` that say how far classes are apart, by their names there.
-
-    `dtype` takes part in the promotion, in place of that of x or the cost.
-    """
+    """The options of `ordinal_loss` that say how far classes are apart, by their names there."""
 
     x: Any = None
     power: Any = 2
     cost: Any = None
     circular: bool = False
     period: Any = None
-    dtype: torch.dtype | None = None
 
     def geometry(self, classes: int, device: torch.device) -> Geometry:
         """Return the distances between so many classes.
@@ -173,8 +169,7 @@ class GeometrySettings:
             TypeError, ValueError: as `ordinal_loss`.
         """
         x, power, period = self.x, self.power, self.period
-        if not 1 <= check_number("power", power) < float("inf"):
-            raise ValueError(f"power is {power}, expected a finite number of at least 1.")
+        check_power(power)
         if self.cost is not None:
             others = {"x": x is not None, "power": power != 2, "circular": self.circular, "period": period is not None}
             for name in (name for name, is_set in others.items() if is_set):
@@ -201,7 +196,14 @@ class GeometrySettings:
     @property
     def dtypes(self) -> list[torch.dtype]:
         """Those that take part in the promotion, for settings that are valid."""
-        return [self.dtype] if self.dtype else [given.dtype for given in (self.x, self.cost) if given is not None]
+        return [given.dtype for given in (self.x, self.cost) if given is not None]
+
+
+def check_power(power: Any) -> float:
+    """Return the power if it is finite and at least 1."""
+    if not 1 <= check_number("power", power) < float("inf"):
+        raise ValueError(f"power is {power}, expected a finite number of at least 1.")
+    return float(power)
 
 
 def increasing(name: str, values: Any, *shapes: tuple[int, ...]) -> Float[Tensor, " values"]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from torch.nn.functional import one_hot
 from otloss._checks import check_finite, check_positive, check_tensor, is_differentiated
 from otloss._foreign import explains_calls
 from otloss._ordered_classes import check_choice
-from otloss.losses.geometry import GeometrySettings, increasing
+from otloss.losses.geometry import Line, check_power, increasing
 from otloss.losses.ordinal import ordinal_loss_of_rows
 from otloss.losses.rows import check_cross_entropy, check_logits, class_count, dtype_of_loss, posed_rows
 
@@ -101,7 +102,7 @@ def histogram_loss(
         >>> histogram_loss(logits, torch.tensor([40.0]), ages, power=1)
         tensor(15.0000)
     """
-    mix = check_cross_entropy(cross_entropy)
+    mix, power = check_cross_entropy(cross_entropy), check_power(power)
     _check_options(encoding, sigma, outside)
     classes = class_count(logits)
     dtype = _promoted(dtype_of_loss(logits), target=target, bins=bins, sample_weight=sample_weight)
@@ -115,8 +116,8 @@ def histogram_loss(
             )
         target = _labels(target, placed, encoding=encoding, sigma=sigma, outside=outside)
         target = target.to(wide) if target.is_floating_point() else target
-    distances = GeometrySettings(placed.centres, power, dtype=wide)
-    rows = posed_rows(logits, target, distances, sample_weight=sample_weight, reduction=reduction, dim=-1)
+    rows = posed_rows(logits.to(wide), target, sample_weight=sample_weight, reduction=reduction, dim=-1)
+    rows = replace(rows, geometry=Line(placed.centres.diff().to(wide), power))
     return ordinal_loss_of_rows(rows, mix).to(dtype)
 
 
