@@ -11,8 +11,8 @@ from scipy.sparse import issparse
 from scipy.special import log_softmax, softmax
 from sklearn.base import BaseEstimator, ClassifierMixin
 from sklearn.metrics import accuracy_score
-from sklearn.utils import check_random_state
-from sklearn.utils.validation import check_is_fitted, validate_data
+from sklearn.utils import _safe_indexing, check_random_state
+from sklearn.utils.validation import _num_samples, check_is_fitted, validate_data
 
 from otloss._ordered_classes import check_choice
 from otloss.estimators.criterion import Criterion, check_real, make_criterion
@@ -123,7 +123,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
 
     def _finite_logits(self, X: Any) -> np.ndarray:
         if len(self.classes_) == 1:
-            return np.zeros((X.shape[0], 1))
+            return np.zeros((_num_samples(X), 1))
         logits = self._logits(X)
         if not np.isfinite(logits).all():
             row = int(np.flatnonzero(~np.isfinite(logits).all(1))[0])
@@ -136,8 +136,7 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
     def _fit(self, X: Any, y: Any, sample_weight: Any, **training: Any) -> None:
         """Check everything, train, and calibrate; `training` goes to `_train`."""
         categories = categories_of(y) if self.categories is None else self.categories
-        with text_is_named(X, self._advice_for_text):
-            X, y = validate_data(self, X, y, **self._accepts())
+        X, y = self._checked(X, y)
         self._check_settings()
         self._order = label_order(y, categories)
         self._criterion = make_criterion(self._order, self)
@@ -156,12 +155,20 @@ class OrdinalBase(ClassifierMixin, BaseEstimator):
             above_zero(raw), positions[calibration_rows], sample_weight=weights[calibration_rows]
         )
 
-    def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[np.ndarray, ...]:
+    def _checked(self, X: Any, y: Any) -> tuple[Any, np.ndarray]:
+        """Return features (n, d) and labels (n,) of training, and remember the columns."""
+        with text_is_named(X, self._advice_for_text):
+            checked: tuple[Any, np.ndarray] = validate_data(self, X, y, **self._accepts())
+        return checked
+
+    def _weighted_rows(self, X: Any, y: np.ndarray, sample_weight: Any) -> tuple[Any, np.ndarray, np.ndarray]:
         """Return features, positions and weights of the rows that have weight: without it, a row is one left out."""
         positions = self._order.positions(y)
         weights = row_weights(sample_weight, self.class_weight, order=self._order, positions=positions)
-        kept = weights > 0
-        return X[kept], positions[kept], weights[kept]
+        kept = np.flatnonzero(weights > 0)
+        if len(kept) == len(weights):
+            return X, positions, weights
+        return _safe_indexing(X, kept), positions[kept], weights[kept]
 
     def _check_settings(self) -> None:
         """Raise where a setting that both estimators have is wrong; subclasses extend this."""

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from sklearn.base import clone
 from sklearn.linear_model import LogisticRegression
-from sklearn.utils import get_tags
-from sklearn.utils.validation import has_fit_parameter
+from sklearn.utils import check_array, column_or_1d, get_tags, indexable
+from sklearn.utils.validation import has_fit_parameter, validate_data
 
 from otloss._ordered_classes import check_choice
 from otloss.estimators.base import OrdinalBase, unchanged_on_error
@@ -23,7 +23,8 @@ class OrdinalDecomposition(OrdinalBase):
     """Classifier of ordered labels out of binary classifiers, one clone for each threshold between two classes.
 
     Args:
-        estimator: a classifier with `predict_proba`, cloned for each threshold; `LogisticRegression()` by default.
+        estimator: a classifier with `predict_proba`, cloned for each threshold; `LogisticRegression()` by default. It
+            gets X as it is, and checks it: it may be a pipeline that fills in missing values or encodes text.
         categories: all labels in rank order, as for `OrdinalClassifier`.
         values: (K,) increasing class values of `decode="mean"` and `expected_value`, 0 to K - 1 by default.
         decode: "median", "argmax" or "mean", as for `OrdinalClassifier`.
@@ -56,7 +57,7 @@ class OrdinalDecomposition(OrdinalBase):
         self.decode = decode
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> OrdinalDecomposition:
-        """Fit to features X (n, d), labels y (n,), and weights (n,) if given; return self.
+        """Fit to features X (n rows of what `estimator` takes), labels y (n,), and weights (n,) if given; return self.
 
         Raises:
             ValueError, TypeError: if a label, a weight, a feature or a setting is wrong; the message says which.
@@ -67,8 +68,7 @@ class OrdinalDecomposition(OrdinalBase):
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()
-        inner = get_tags(self._binary()).input_tags
-        tags.input_tags.sparse, tags.input_tags.allow_nan = inner.sparse, inner.allow_nan
+        tags.input_tags = get_tags(self._binary()).input_tags
         return tags
 
     def _binary(self) -> Any:
@@ -85,10 +85,12 @@ class OrdinalDecomposition(OrdinalBase):
                 "probabilities; wrap it in sklearn.calibration.CalibratedClassifierCV."
             )
 
-    def _accepts(self) -> dict[str, Any]:
-        tags = get_tags(self._binary()).input_tags
-        finite = "allow-nan" if tags.allow_nan else True
-        return {"dtype": np.float64, "accept_sparse": "csr" if tags.sparse else False, "ensure_all_finite": finite}
+    def _checked(self, X: Any, y: Any) -> tuple[Any, np.ndarray]:
+        X, y = indexable(*validate_data(self, X, y, skip_check_array=True))
+        return X, check_array(column_or_1d(y, warn=True), ensure_2d=False, dtype=None, input_name="y")
+
+    def _features(self, X: Any) -> Any:
+        return validate_data(self, X, reset=False, skip_check_array=True, ensure_2d=False)  # names of columns
 
     def _laid_out(self, X: Any) -> Any:
         return X

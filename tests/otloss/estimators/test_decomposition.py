@@ -5,11 +5,17 @@ scikit-learn's checks run in test_estimators.py.
 
 import numpy as np
 import pytest
+from scipy.sparse import coo_array, csr_array
 from sklearn.base import clone
+from sklearn.compose import ColumnTransformer
 from sklearn.datasets import load_diabetes
 from sklearn.ensemble import HistGradientBoostingClassifier
+from sklearn.feature_extraction.text import CountVectorizer
+from sklearn.impute import SimpleImputer
 from sklearn.linear_model import LogisticRegression, RidgeClassifier
 from sklearn.neighbors import KNeighborsClassifier
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import OneHotEncoder
 from sklearn.tree import DecisionTreeClassifier
 
 from otloss.estimators import OrdinalDecomposition
@@ -54,6 +60,30 @@ def test_order_weights_and_missing_values() -> None:
     ).all()
     with pytest.raises(ValueError, match="contains NaN"):
         plain.fit(holes, y)
+
+
+def test_the_inner_estimator_alone_checks_features() -> None:
+    pandas = pytest.importorskip("pandas")
+    holes = np.where(X > 0.12, np.nan, X)
+    filled = SimpleImputer().fit(holes[::2])
+    imputing = OrdinalDecomposition(make_pipeline(SimpleImputer(), LogisticRegression())).fit(holes[::2], y[::2])
+    expected = OrdinalDecomposition().fit(filled.transform(holes[::2]), y[::2]).predict_proba(filled.transform(holes))
+    np.testing.assert_allclose(imputing.predict_proba(holes), expected)
+    words = np.array(["none", "some", "much", "most", "all"])
+    table = pandas.DataFrame({"word": words[y], "number": X[:, 0]})
+    encoding = make_pipeline(ColumnTransformer([("word", OneHotEncoder(), ["word"])], remainder="passthrough"),
+                             DecisionTreeClassifier())  # fmt: skip
+    reader = make_pipeline(CountVectorizer(), DecisionTreeClassifier())
+    for inner, rows in ((encoding, table), (reader, words[y].tolist())):
+        model = OrdinalDecomposition(inner, categories=words).fit(rows, words[y])
+        np.testing.assert_array_equal(model.predict(rows), words[y])
+    kept = np.arange(len(y)) % 4 > 0
+    tree = OrdinalDecomposition(DecisionTreeClassifier(max_depth=2)).fit(X[kept], y[kept])
+    for rows in (X.tolist(), csr_array(X), coo_array(X)):
+        weighted = clone(tree).fit(rows, y, sample_weight=kept).predict_proba(X)
+        np.testing.assert_array_equal(weighted, tree.predict_proba(X))
+    with pytest.raises(ValueError, match="X has 9 features"):
+        tree.predict(X[:, :9])
 
 
 def test_errors_name_the_estimator() -> None:
