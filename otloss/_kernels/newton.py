@@ -5,15 +5,18 @@ a function of b has the gradient `t - c` and the curvature
 
     H = diag(c + s t) - k S^T diag(r) S        c = P^T 1,  s = epsilon / rho,  k = 1 / (1 + s)
 
-where the columns should hold t: q in balanced problems (s = 0, r = p), `q exp(-s b)` in unbalanced ones. A step is
-solved by conjugate gradients, whose product with H is one pass over the cells, and shortened or lengthened until at
-most half of the first derivative of the dual along it is left.
+where the columns should hold t: q in balanced problems (s = 0, r = p), `q exp(-s b)` in unbalanced ones.
 
     round       exact updates of f over all pairs, which give the error, and the cells that hold more than a small share
-                of their row or column; then STEPS steps on these cells
+                of their row or column; then steps on these cells
+    step        conjugate gradients for H; the step is shortened or lengthened until at most half of the first
+                derivative of the dual along it is left. What converges slowly is nearly constant on groups of columns
+                that share rows, so the diagonal of H is joined by H between groups, with a dense factor.
     stage       exact potentials are a corner of the set of optimal ones, those of an entropic problem its centre: from
                 an exact start the rounds begin at a larger epsilon. The cells of the exact plan always take part, so
                 that the problem on the cells has a solution.
+
+Costs are a matrix, or those of points, of which only the pairs that count are visited (`softmin.select`).
 
 Source: X. Tang et al., Accelerating Sinkhorn Algorithm with Sparse Newton Iterations, arXiv 2401.12253.
 """
@@ -28,15 +31,33 @@ import numpy as np
 from otloss._kernels._compile import compiled, exp64, inner, largest
 from otloss._kernels._threads import next_task
 from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
+from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
 
 STAGES, STAGE_FACTOR, STAGE_TOLERANCE = 1, 4.0, 1e-2
-STEPS, UPDATES = 6, 1  # of a round, and exact updates of g on the cells before each step
+STEPS = 6  # of a round
 GAIN = 1e-2  # factor of the error that ends a round
+CUT = 1e-2  # error that the cells left out may make in a round, as a share of the error it aims at
 RIDGE, LEAST_RIDGE = 0.02, 1e-13  # added to the curvature, the former times the error: shortens steps of weak cells
 PRODUCTS, FORCING = 150, 0.3  # with the curvature in a step, and the residual that ends it
+GROUPS, COLUMNS_OF_GROUP = 256, 4  # groups of columns at most, and columns of one at least, on average
+FEWER = 0.8  # factor of the number of groups, above which grouping groups again is of no use
 LARGEST_UPDATE = 50.0  # of g / epsilon
 LEFT, DOUBLINGS, SEARCHES = 0.5, 4, 40  # of a search along a step: share of the first derivative, and most trials
 ROUNDING = 1e-14
+NEGLIGIBLE = 1e-17  # share of a row that may be left out of its sum
+
+
+class Pairs(NamedTuple):
+    """The costs: of a matrix (n, m), or of points.
+
+    x is (n, d) with neighbours side by side, and y (d + 2, m): coordinates, the number of a column, and the least mass
+    of its cells, which `cells_of` writes. Either matrix or points are empty.
+    """
+
+    matrix: Any
+    x: Any
+    y: Any
+    metric: int
 
 
 class Cells(NamedTuple):
@@ -55,6 +76,13 @@ class Side(NamedTuple):
     logs: Any
     potential: Any
     mass: Any
+
+
+class Groups(NamedTuple):
+    """The group of each column, and H between groups as a lower triangle L with H = L L^T."""
+
+    of: Any
+    factor: Any
 
 
 @inner()
@@ -99,69 +127,117 @@ def column_error(columns: Any, epsilon: float, ratio: float) -> float:
 
 
 @inner()
-def update_columns(columns: Any, epsilon: float, ratio: float) -> float:
-    """Exact updates of g from the masses of the columns; returns the largest change of g / epsilon."""
+def change_of_column(columns: Any, j: int, epsilon: float, ratio: float) -> float:
+    """What an exact update adds to g / epsilon."""
+    wanted, mass = target(columns, j, epsilon, ratio), columns.mass[j]
+    if wanted == 0:
+        return 0.0
+    change = math.log(wanted / mass) / (1 + ratio) if mass > 0 else LARGEST_UPDATE
+    return min(max(change, -LARGEST_UPDATE), LARGEST_UPDATE)
+
+
+@inner()
+def largest_change(columns: Any, epsilon: float, ratio: float) -> float:
     farthest = 0.0
     for j in range(columns.weights.shape[0]):
-        wanted, mass = target(columns, j, epsilon, ratio), columns.mass[j]
-        if wanted > 0:
-            change = math.log(wanted / mass) / (1 + ratio) if mass > 0 else LARGEST_UPDATE
-            change = min(max(change, -LARGEST_UPDATE), LARGEST_UPDATE)
-            columns.potential[j] += epsilon * change
-            farthest = max(farthest, abs(change))
+        farthest = max(farthest, abs(change_of_column(columns, j, epsilon, ratio)))
     return farthest
 
 
 @inner()
-def rows_of_block(
-    cost: Any, first: int, rows: Any, columns: Any, epsilon: float, ratio: float, cut: float, before: Any
-) -> tuple[Any, Any, Any]:  # fmt: skip
-    """Exact updates of f in the rows of a block, over all pairs; adds to the masses of the columns.
-
-    Returns the numbers of cells of the rows, their columns and costs: those that hold more than a share `cut` of their
-    row or column, and those of `before`.
-    """
-    count, m = cost.shape
-    inverse = 1 / epsilon
-    shifted, least, scores, is_kept = np.empty(m), np.empty(m), np.empty(m), np.zeros(m, np.bool_)
-    for j in range(m):
-        shifted[j] = columns.potential[j] * inverse + columns.logs[j]
-        least[j] = cut * target(columns, j, epsilon, ratio)
-    space = min(count * m, 16 * (count + m) + m)
-    places, prices, sizes, at = np.empty(space, np.int32), np.empty(space), np.empty(count, np.int64), 0
-    for i in range(count):
-        row = cost[i]
-        for j in range(m):
-            scores[j] = shifted[j] - row[j] * inverse
-        turn_into_shares(scores, m, rows, first + i, epsilon, ratio)
-        mass = rows.mass[first + i]
-        for j in range(m):
-            columns.mass[j] += mass * scores[j]
-        if at + m > space:
-            space = max(2 * space, at + m)
-            more_places, more_prices = np.empty(space, np.int32), np.empty(space)
-            more_places[:at], more_prices[:at] = places[:at], prices[:at]
-            places, prices = more_places, more_prices
-        old = slice(before.starts[first + i], before.starts[first + i + 1])
-        for j in before.columns[old]:
-            is_kept[j] = True
-        begin = at
-        for j in range(m):
-            if mass > 0 and (scores[j] > cut or mass * scores[j] > least[j] or is_kept[j]):
-                places[at], prices[at] = j, row[j]
-                at += 1
-        sizes[i] = at - begin
-        for j in before.columns[old]:
-            is_kept[j] = False
-    return sizes, places[:at].copy(), prices[:at].copy()
+def update_columns(columns: Any, epsilon: float, ratio: float) -> None:
+    for j in range(columns.weights.shape[0]):
+        columns.potential[j] += epsilon * change_of_column(columns, j, epsilon, ratio)
 
 
 @inner()
-def as_cells(sizes: Any, places: Any, prices: Any) -> Cells:
-    starts = np.zeros(sizes.shape[0] + 1, np.int64)
-    for i in range(sizes.shape[0]):
-        starts[i + 1] = starts[i] + sizes[i]
-    return Cells(starts, places, prices, np.empty(places.shape[0]))
+def cost_of(pairs: Any, i: int, j: int) -> float:
+    if pairs.x.shape[0] == 0:
+        return pairs.matrix[i, j]
+    total = 0.0
+    for k in range(pairs.x.shape[1]):
+        apart = pairs.x[i, k] - pairs.y[k, j]
+        total += abs(apart) if pairs.metric == 2 else apart * apart
+    return math.sqrt(total) if pairs.metric == 1 else total
+
+
+@inner()
+def heavy_of(shares: Any, mass: float, least: Any, cut: float, count: int, places: Any) -> int:
+    """Write the places of the shares above the cut, or whose mass is; return their number."""
+    found = 0
+    for start in range(0, count, CHUNK):
+        stop, hits = min(start + CHUNK, count), 0
+        for e in range(start, stop):
+            hits += np.int32(shares[e] > cut) | np.int32(mass * shares[e] > least[e])
+        if hits > 0:
+            for e in range(start, stop):
+                places[found] = e
+                found += shares[e] > cut or mass * shares[e] > least[e]
+    return found
+
+
+@inner()
+def cells_of(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, cut: float, before: Any) -> Cells:
+    """Exact updates of f over all pairs, and the masses of the columns.
+
+    Returns the cells that hold more than a share `cut` of their row or column, and those of `before`.
+    """
+    n, m, d = rows.weights.shape[0], columns.weights.shape[0], pairs.x.shape[1]
+    inverse, with_points = 1 / epsilon, pairs.x.shape[0] > 0
+    h, least, scores, stamp = np.empty(m), np.empty(m), np.empty(m), np.full(m, -1)
+    costs, hits, starts = np.empty(m + CHUNK), np.empty(m + 1, np.int64), np.zeros(n + 1, np.int64)
+    size = 0.0
+    for j in range(m):
+        h[j] = columns.potential[j] + epsilon * columns.logs[j]
+        size = max(size, abs(columns.potential[j]))
+        least[j] = cut * target(columns, j, epsilon, ratio)
+        columns.mass[j] = 0.0
+    near, near_h = np.empty((2, pairs.y.shape[0], m if with_points else 0)), np.empty((2, m))
+    cutoff, taken, held = 0.0, m, m
+    if with_points:
+        pairs.y[d + 1] = least
+        cutoff = epsilon * math.log(m / NEGLIGIBLE) + ROUNDING * size
+    space = min(n * m, 16 * (n + m) + m)
+    places, prices = np.empty(space, np.int32), np.empty(space)
+    for i in range(n):
+        if with_points:
+            if i % (ROWS * BLOCK) == 0:
+                block = pairs.x[i : min(i + ROWS * BLOCK, n)]
+                taken = select(block, pairs.y, h, m, cutoff, pairs.metric, costs, near[0], near_h[0])
+            if i % ROWS == 0:
+                block = pairs.x[i : min(i + ROWS, n)]
+                held = select(block, near[0], near_h[0], taken, cutoff, pairs.metric, costs, near[1], near_h[1])
+            distances_of(pairs.x[i], near[1], 0, pairs.metric, costs, held)
+            row, potential, lightest = costs[:held], near_h[1], near[1, d + 1]
+        else:
+            row, potential, lightest = pairs.matrix[i], h, least
+        for e in range(held):
+            scores[e] = (potential[e] - row[e]) * inverse
+        turn_into_shares(scores, held, rows, i, epsilon, ratio)
+        mass = rows.mass[i]
+        if with_points:
+            for e in range(held):
+                columns.mass[np.int64(near[1, d, e])] += mass * scores[e]
+        else:
+            for e in range(held):
+                columns.mass[e] += mass * scores[e]
+        at, old = starts[i], before.columns[before.starts[i] : before.starts[i + 1]]
+        found = heavy_of(scores, mass, lightest, cut, held, hits) if mass > 0 else 0
+        if at + found + old.shape[0] > space:
+            space = max(2 * space, at + found + old.shape[0])
+            more_places, more_prices = np.empty(space, np.int32), np.empty(space)
+            more_places[:at], more_prices[:at] = places[:at], prices[:at]
+            places, prices = more_places, more_prices
+        for e in hits[:found]:
+            j = np.int64(near[1, d, e]) if with_points else e
+            places[at], prices[at], stamp[j] = j, row[e], i
+            at += 1
+        for j in old:
+            if stamp[j] != i and mass > 0:
+                places[at], prices[at] = j, cost_of(pairs, i, j)
+                at += 1
+        starts[i + 1] = at
+    return Cells(starts, places[: starts[n]].copy(), prices[: starts[n]].copy(), np.empty(starts[n]))
 
 
 @inner()
@@ -182,6 +258,123 @@ def evaluate(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float) 
         for e in range(count):
             columns.mass[places[e]] += mass * scores[e]
     return column_error(columns, epsilon, ratio)
+
+
+@inner()
+def sums_by_group(cells: Any, i: int, of: Any, sums: Any, touched: Any) -> int:
+    """Add the shares of row i to `sums`, zero before; write the groups that it touches and return their number."""
+    count = 0
+    for e in range(cells.starts[i], cells.starts[i + 1]):
+        group = of[cells.columns[e]]
+        if sums[group] == 0:
+            touched[count] = group
+            count += 1
+        sums[group] += cells.shares[e] + 1e-300  # not zero, so that it counts as touched
+    return count
+
+
+@inner()
+def merged(cells: Any, rows: Any, of: Any, count: int) -> tuple[Any, int]:
+    """Return the group that each of `count` groups goes to, and the number of these.
+
+    A row more than half of whose mass is in no new group yet makes one of it. What is left joins the heaviest new group
+    of its heaviest row.
+    """
+    into, best, sums = np.full(count, -1), np.full(count, -1.0), np.zeros(count)
+    touched, made = np.empty(count, np.int64), 0
+    for repeat in range(2):
+        for i in range(rows.mass.shape[0]):
+            size = sums_by_group(cells, i, of, sums, touched)
+            left, heaviest, home = 0.0, 0.0, -1
+            for a in touched[:size]:
+                if into[a] < 0:
+                    left += sums[a]
+                elif sums[a] > heaviest:
+                    heaviest, home = sums[a], into[a]
+            for a in touched[:size]:
+                if repeat == 0 and left > 0.5 and into[a] < 0:
+                    into[a] = made
+                elif repeat == 1 and home >= 0 and best[a] >= 0 and rows.mass[i] * sums[a] > best[a]:
+                    best[a], into[a] = rows.mass[i] * sums[a], home
+                sums[a] = 0.0
+            made += repeat == 0 and left > 0.5
+        for a in range(count):
+            best[a] = 0.0 if into[a] < 0 else -1.0
+    for a in range(count):
+        into[a] = max(into[a], 0)
+    return into, max(made, 1)
+
+
+@inner()
+def group_columns(cells: Any, rows: Any, m: int) -> tuple[Any, int]:
+    """Return the group of each column, and their number."""
+    most = max(1, min(GROUPS, m // COLUMNS_OF_GROUP))
+    of, count = np.arange(m), m
+    while count > most:
+        into, fewer = merged(cells, rows, of, count)
+        if fewer > FEWER * count:
+            for a in range(count):
+                into[a] = a * most // count
+            fewer = most
+        for j in range(m):
+            of[j] = into[of[j]]
+        count = fewer
+    return of, count
+
+
+@inner(fastmath={"contract", "nsz", "reassoc"})
+def factorise(a: Any) -> None:
+    """Cholesky's factor in the lower triangle; a row that is singular to rounding gets no part in solutions."""
+    for i in range(a.shape[0]):
+        for j in range(i):
+            total = a[i, j]
+            for k in range(j):
+                total -= a[i, k] * a[j, k]
+            a[i, j] = total / a[j, j]
+        total = a[i, i]
+        for k in range(i):
+            total -= a[i, k] * a[i, k]
+        a[i, i] = math.sqrt(total) if total > ROUNDING * a[i, i] else np.inf
+
+
+@inner(fastmath={"contract", "nsz", "reassoc"})
+def solve_factorised(a: Any, x: Any) -> None:
+    for i in range(a.shape[0]):
+        total = x[i]
+        for k in range(i):
+            total -= a[i, k] * x[k]
+        x[i] = total / a[i, i]
+    for i in range(a.shape[0] - 1, -1, -1):
+        x[i] /= a[i, i]
+        for k in range(i):
+            x[k] -= a[i, k] * x[i]
+
+
+@inner()
+def between_groups(cells: Any, rows: Any, diagonal: Any, damping: float, of: Any, count: int) -> Groups:
+    factor, sums, touched = np.zeros((count, count)), np.zeros(count), np.empty(count, np.int64)
+    for j in range(of.shape[0]):
+        factor[of[j], of[j]] += diagonal[j]
+    for i in range(rows.mass.shape[0]):
+        size = sums_by_group(cells, i, of, sums, touched)
+        for s in range(size):
+            a, weight = touched[s], damping * rows.mass[i] * sums[touched[s]]
+            for t in range(size):
+                factor[a, touched[t]] -= weight * sums[touched[t]]
+        for a in touched[:size]:
+            sums[a] = 0.0
+    factorise(factor)
+    return Groups(of, factor)
+
+
+@inner()
+def precondition(groups: Any, inverse: Any, residual: Any, sums: Any, out: Any) -> None:
+    sums[:] = 0.0
+    for j in range(residual.shape[0]):
+        sums[groups.of[j]] += residual[j]
+    solve_factorised(groups.factor, sums)
+    for j in range(residual.shape[0]):
+        out[j] = inverse[j] * residual[j] + sums[groups.of[j]]
 
 
 @inner(fastmath={"contract", "nsz", "reassoc"})
@@ -207,11 +400,13 @@ def derivative_along(columns: Any, epsilon: float, ratio: float, x: Any) -> floa
 
 
 @inner()
-def find_step(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, error: float, x: Any) -> None:
-    """Write the step of g / epsilon to x, by conjugate gradients with the diagonal of the curvature."""
+def find_step(
+    cells: Any, rows: Any, columns: Any, of: Any, count: int, epsilon: float, ratio: float, error: float, x: Any
+) -> int:  # fmt: skip
+    """Write the step of g / epsilon to x, by conjugate gradients; return the number of products."""
     m, damping = x.shape[0], 1 / (1 + ratio)
     diagonal, inverse, residual = np.empty(m), np.empty(m), np.empty(m)
-    direction, product = np.empty(m), np.empty(m)
+    direction, product, better, sums = np.empty(m), np.empty(m), np.empty(m), np.empty(count)
     size = 0.0
     for j in range(m):
         wanted = target(columns, j, epsilon, ratio)
@@ -219,32 +414,37 @@ def find_step(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float,
         size += abs(residual[j])
         diagonal[j] = columns.mass[j] + ratio * wanted + (RIDGE * error + LEAST_RIDGE) * columns.weights[j]
         inverse[j] = diagonal[j]
+    groups = between_groups(cells, rows, diagonal, damping, of, count)
     for i in range(rows.mass.shape[0]):
         for e in range(cells.starts[i], cells.starts[i + 1]):
             inverse[cells.columns[e]] -= damping * rows.mass[i] * cells.shares[e] ** 2
-    before = 0.0
     for j in range(m):
         inverse[j] = 1 / max(inverse[j], ROUNDING * diagonal[j]) if diagonal[j] > 0 else 0.0
-        direction[j] = inverse[j] * residual[j]
+    precondition(groups, inverse, residual, sums, direction)
+    before = 0.0
+    for j in range(m):
         before += residual[j] * direction[j]
     enough = FORCING * min(1.0, math.sqrt(error)) * size
-    for _ in range(PRODUCTS):
+    for products in range(PRODUCTS):
         apply_curvature(cells, rows, diagonal, damping, direction, product)
         along, after, size = 0.0, 0.0, 0.0
         for j in range(m):
             along += direction[j] * product[j]
         if not (along > 0 and before > 0):
-            return
+            return products
         for j in range(m):
             x[j] += before / along * direction[j]
             residual[j] -= before / along * product[j]
             size += abs(residual[j])
-            after += inverse[j] * residual[j] ** 2
         if size <= enough:
-            return
+            return products
+        precondition(groups, inverse, residual, sums, better)
         for j in range(m):
-            direction[j] = inverse[j] * residual[j] + after / before * direction[j]
+            after += better[j] * residual[j]
+        for j in range(m):
+            direction[j] = better[j] + after / before * direction[j]
         before = after
+    return PRODUCTS
 
 
 @inner()
@@ -271,25 +471,24 @@ def search_along(
 
 
 @inner()
-def steps_on_cells(
-    cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float
-) -> int:  # fmt: skip
-    """Newton's method on the cells, from g; returns the number of steps."""
-    x = np.empty(columns.weights.shape[0])
+def steps_on_cells(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float) -> int:
+    """Newton's method on the cells, from g; returns the number of steps. The last update of g is exact."""
+    m = columns.weights.shape[0]
+    x, enough, steps = np.empty(m), tolerance, 0
     error = evaluate(cells, rows, columns, epsilon, ratio)
     enough = max(tolerance, GAIN * error)
-    for step in range(STEPS):
-        for _ in range(UPDATES):
-            update_columns(columns, epsilon, ratio)
-            error = evaluate(cells, rows, columns, epsilon, ratio)
-        find_step(cells, rows, columns, epsilon, ratio, error, x)
+    of, count = group_columns(cells, rows, m)
+    while True:
+        update_columns(columns, epsilon, ratio)
+        if error <= enough or steps == STEPS:
+            return steps
+        error = evaluate(cells, rows, columns, epsilon, ratio)
+        find_step(cells, rows, columns, of, count, epsilon, ratio, error, x)
         derivative = derivative_along(columns, epsilon, ratio, x)
         if not derivative > 0:
-            return step
+            return steps
         error = search_along(cells, rows, columns, epsilon, ratio, x, derivative)
-        if error <= enough:
-            return step + 1
-    return STEPS
+        steps += 1
 
 
 @inner()
@@ -309,48 +508,46 @@ def support_of(places: Any, n: int) -> Cells:
 
 @inner()
 def solve_stage(
-    cost: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, settled: float, most: int,
+    pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float, settled: float, most: int,
     support: Any,
 ) -> tuple[float, int]:  # fmt: skip
     """Rounds at one epsilon; return the error, of f an exact update from g, and the number of steps."""
-    steps, cells, is_closed, change = 0, support, False, np.inf
-    cut = tolerance / (cost.shape[0] + cost.shape[1])
+    steps, cells, error = 0, support, 1.0
+    size = rows.weights.shape[0] + columns.weights.shape[0]
     while True:
-        columns.mass[:] = 0.0
-        cells = as_cells(*rows_of_block(cost, 0, rows, columns, epsilon, ratio, cut, cells))
+        cut = max(tolerance, CUT * GAIN * error) / size
+        cells = cells_of(pairs, rows, columns, epsilon, ratio, cut, cells)
         error = column_error(columns, epsilon, ratio)
-        if steps >= most or (is_closed and error <= tolerance and change <= settled):
+        is_settled = settled == np.inf or largest_change(columns, epsilon, ratio) <= settled
+        if steps >= most or (error <= tolerance and is_settled):
             return error, steps
-        if error <= tolerance and not is_closed:
-            change, is_closed = update_columns(columns, epsilon, ratio), True
-            continue
-        is_closed = False
         steps += max(1, steps_on_cells(cells, rows, columns, epsilon, ratio, 0.1 * tolerance))
 
 
-@compiled(seconds=6)
+@compiled(seconds=8)
 def newton_problems(
     counter: Any, p: Any, q: Any, costs: Any, owner: Any, epsilon: Any, rho: float, f: Any, g: Any, plans: Any,
     tolerance: float, settled: float, most: int, outcome: Any,
 ) -> None:  # fmt: skip
-    """Solve problem k = (p[k], q[k], costs[owner[k]], epsilon[k]) from g[k]; f[k] and g[k] get the potentials.
+    """Solve problem k = (p[k], q[k], costs of owner[k], epsilon[k]) from g[k]; f[k] and g[k] get the potentials.
 
-    p, q: (B, n), (B, m), shares of the mass in balanced problems, for which rho is infinite. costs: (matrices, n, m).
-    plans: (B, 2, cells), rows and columns of the cells of exact plans whose potentials are in g, or (B, 2, 0).
+    p, q: (B, n), (B, m), shares of the mass in balanced problems, for which rho is infinite. costs: the fields of
+    `Pairs`, with an axis of matrices before those of the first. plans: (B, 2, cells), rows and columns of the cells of
+    exact plans whose potentials are in g, or (B, 2, 0). All in float64.
     """
     while True:
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        cost, ratio, steps = costs[owner[k]], epsilon[k] / rho, 0
+        pairs, ratio, steps = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3]), epsilon[k] / rho, 0
         rows, columns, support = side_of(p[k], f[k]), side_of(q[k], g[k]), support_of(plans[k], p.shape[1])
         for stage in range(STAGES if plans.shape[2] else 0, 0, -1):
             larger = epsilon[k] * STAGE_FACTOR**stage
             _, more = solve_stage(
-                cost, rows, columns, larger, larger / rho, STAGE_TOLERANCE, np.inf, most - steps, support
+                pairs, rows, columns, larger, larger / rho, STAGE_TOLERANCE, np.inf, most - steps, support
             )
             steps += more
         outcome[k, ERROR], more = solve_stage(
-            cost, rows, columns, epsilon[k], ratio, tolerance, settled, most - steps, support
+            pairs, rows, columns, epsilon[k], ratio, tolerance, settled, most - steps, support
         )
         outcome[k, ITERATIONS] = steps + more
