@@ -35,6 +35,7 @@ from otloss._kernels.softmin import BLOCK, CHUNK, ROWS, distances_of, select
 
 STAGES, STAGE_FACTOR, STAGE_TOLERANCE = 1, 4.0, 1e-2
 STEPS = 6  # of a round
+UPDATES = 2  # exact ones of both sides on the cells before each step
 GAIN = 1e-2  # factor of the error that ends a round
 CUT = 1e-2  # error that the cells left out may make in a round, as a share of the error it aims at
 RIDGE, LEAST_RIDGE = 0.02, 1e-13  # added to the curvature, the former times the error: shortens steps of weak cells
@@ -277,32 +278,34 @@ def sums_by_group(cells: Any, i: int, of: Any, sums: Any, touched: Any) -> int:
 def merged(cells: Any, rows: Any, of: Any, count: int) -> tuple[Any, int]:
     """Return the group that each of `count` groups goes to, and the number of these.
 
-    A row more than half of whose mass is in no new group yet makes one of it. What is left joins the heaviest new group
-    of its heaviest row.
+    A row more than half of whose mass is in several groups that go nowhere yet makes one of them. What is left joins
+    a group that its heaviest row shares with it, or stays.
     """
-    into, best, sums = np.full(count, -1), np.full(count, -1.0), np.zeros(count)
+    into, best, sums = np.full(count, -1), np.zeros(count), np.zeros(count)
     touched, made = np.empty(count, np.int64), 0
-    for repeat in range(2):
+    for is_second in (False, True):
         for i in range(rows.mass.shape[0]):
             size = sums_by_group(cells, i, of, sums, touched)
-            left, heaviest, home = 0.0, 0.0, -1
+            left, several, heaviest, home = 0.0, 0, 0.0, -1
             for a in touched[:size]:
                 if into[a] < 0:
                     left += sums[a]
-                elif sums[a] > heaviest:
+                    several += 1
+                elif sums[a] > heaviest and best[a] == 0:
                     heaviest, home = sums[a], into[a]
+            makes_one = not is_second and left > 0.5 and several > 1
             for a in touched[:size]:
-                if repeat == 0 and left > 0.5 and into[a] < 0:
+                if makes_one and into[a] < 0:
                     into[a] = made
-                elif repeat == 1 and home >= 0 and best[a] >= 0 and rows.mass[i] * sums[a] > best[a]:
+                elif is_second and home >= 0 and (into[a] < 0 or best[a] > 0) and rows.mass[i] * sums[a] > best[a]:
                     best[a], into[a] = rows.mass[i] * sums[a], home
                 sums[a] = 0.0
-            made += repeat == 0 and left > 0.5
-        for a in range(count):
-            best[a] = 0.0 if into[a] < 0 else -1.0
+            made += makes_one
     for a in range(count):
-        into[a] = max(into[a], 0)
-    return into, max(made, 1)
+        if into[a] < 0:
+            into[a] = made
+            made += 1
+    return into, made
 
 
 @inner()
@@ -474,20 +477,25 @@ def search_along(
 def steps_on_cells(cells: Any, rows: Any, columns: Any, epsilon: float, ratio: float, tolerance: float) -> int:
     """Newton's method on the cells, from g; returns the number of steps. The last update of g is exact."""
     m = columns.weights.shape[0]
-    x, enough, steps = np.empty(m), tolerance, 0
-    error = evaluate(cells, rows, columns, epsilon, ratio)
-    enough = max(tolerance, GAIN * error)
-    of, count = group_columns(cells, rows, m)
+    x, error, enough, steps = np.empty(m), np.inf, tolerance, 0
+    of, count = np.zeros(0, np.int64), 0
     while True:
-        update_columns(columns, epsilon, ratio)
-        if error <= enough or steps == STEPS:
+        for update in range(UPDATES + 1):
+            error = evaluate(cells, rows, columns, epsilon, ratio)
+            if count == 0:
+                enough = max(tolerance, GAIN * error)
+                of, count = group_columns(cells, rows, m)
+            if update < UPDATES or error <= enough or steps == STEPS:
+                update_columns(columns, epsilon, ratio)
+            if error <= enough:
+                return steps
+        if steps == STEPS:
             return steps
-        error = evaluate(cells, rows, columns, epsilon, ratio)
         find_step(cells, rows, columns, of, count, epsilon, ratio, error, x)
         derivative = derivative_along(columns, epsilon, ratio, x)
         if not derivative > 0:
             return steps
-        error = search_along(cells, rows, columns, epsilon, ratio, x, derivative)
+        search_along(cells, rows, columns, epsilon, ratio, x, derivative)
         steps += 1
 
 
@@ -539,15 +547,13 @@ def newton_problems(
         k = next_task(counter)
         if k >= p.shape[0]:
             return
-        pairs, ratio, steps = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3]), epsilon[k] / rho, 0
+        pairs, steps = Pairs(costs[0][owner[k]], costs[1], costs[2], costs[3]), 0
         rows, columns, support = side_of(p[k], f[k]), side_of(q[k], g[k]), support_of(plans[k], p.shape[1])
-        for stage in range(STAGES if plans.shape[2] else 0, 0, -1):
-            larger = epsilon[k] * STAGE_FACTOR**stage
-            _, more = solve_stage(
-                pairs, rows, columns, larger, larger / rho, STAGE_TOLERANCE, np.inf, most - steps, support
-            )
+        for stage in range(STAGES if plans.shape[2] else 0, -1, -1):
+            width, is_last = epsilon[k] * STAGE_FACTOR**stage, stage == 0
+            outcome[k, ERROR], more = solve_stage(
+                pairs, rows, columns, width, width / rho, tolerance if is_last else STAGE_TOLERANCE,
+                settled if is_last else np.inf, most - steps, support,
+            )  # fmt: skip
             steps += more
-        outcome[k, ERROR], more = solve_stage(
-            pairs, rows, columns, epsilon[k], ratio, tolerance, settled, most - steps, support
-        )
-        outcome[k, ITERATIONS] = steps + more
+        outcome[k, ITERATIONS] = steps

@@ -20,9 +20,11 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from otloss.costs import DenseCost
+from otloss._kernels import may_run_on
+from otloss.costs import Cost, DenseCost, PointCost
 from otloss.solvers.entropic.log_domain import Goal, SearchResult, Sweep, in_float64
-from otloss.solvers.exact import solve_exact
+from otloss.solvers.exact import solve_exactly
+from otloss.solvers.exact_clouds import solve_between_clouds, takes_clouds
 from otloss.solvers.problem import Problem
 
 MOST_STEPS = 300  # of Newton's method
@@ -44,11 +46,10 @@ def newton_search(
         from_exact: start from exact potentials (balanced problems), not from those of `result`.
     """
     hard = _chosen(problem, chosen)
-    matrices = hard.cost.dense()
     g, plans = result.g[chosen].cpu().double(), None
     if from_exact:
-        g, plans = _exact_start(hard, matrices, g)
-    f, g, error, steps = _run(hard, matrices, g, plans, goal)
+        g, plans = _exact_start(hard, g)
+    f, g, error, steps = _run(hard, g, plans, goal)
     if bool((hard.q == 0).any()):
         g = torch.where(hard.q > 0, g, Sweep.of(hard).g_from(f))
     # The error of `result` may be NaN.
@@ -67,9 +68,7 @@ def settled_search(problem: Problem, result: SearchResult, chosen: Bool[Tensor, 
     log(1 + spread) / spread always increases it (F. Bach, Self-concordant analysis for logistic regression, 2010).
     """
     hard = _chosen(problem, chosen)
-    new = _settled(
-        dataclasses.replace(hard, cost=DenseCost.unchecked(hard.cost.dense().double())), result, chosen, goal
-    )
+    new = _settled(hard, result, chosen, goal)
     is_better = ~(result.error[chosen].cpu().clamp(min=goal.tolerance) < new.error)
     return _with_better(result, chosen, new, is_better)
 
@@ -100,48 +99,75 @@ def _settled(problem: Problem, result: SearchResult, chosen: Tensor, goal: Goal)
 
 
 def _chosen(problem: Problem, chosen: Tensor) -> Problem:
-    """The chosen problems, one batch axis, on the CPU; weights in float64, costs as they are."""
-    wide = in_float64(problem)
+    """The chosen problems in float64 on the CPU, with one batch axis, or one problem between large clouds."""
+    wide, cost = in_float64(problem), problem.cost
     p, q, epsilon = (t[chosen].cpu() for t in (wide.p, wide.q, wide.epsilon))
-    costs = problem.cost.dense().detach()
-    if costs.dim() > 2:
-        costs = costs.expand(*problem.batch, *costs.shape[-2:])[chosen]
-    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=DenseCost.unchecked(costs.cpu().contiguous()))
+    costs: Cost
+    if is_between_large_clouds(problem):
+        costs = wide.cost
+    else:
+        matrices = cost.dense().detach()
+        if matrices.dim() > 2:
+            matrices = matrices.expand(*problem.batch, *matrices.shape[-2:])[chosen]
+        costs = DenseCost.unchecked(matrices.cpu().double().contiguous())
+    return dataclasses.replace(problem, p=p, q=q, epsilon=epsilon, cost=costs, start=None)
 
 
-def _exact_start(problem: Problem, matrices: Tensor, g: Tensor) -> tuple[Tensor, Tensor | None]:
+def is_between_large_clouds(problem: Problem) -> bool:
+    """Whether Newton's method visits the pairs of points that count, and needs no matrix."""
+    from otloss._kernels.points import METRICS, can_leave_out
+
+    cost = problem.cost
+    if type(cost) is not PointCost or cost.metric not in METRICS or problem.batch.numel() != 1:
+        return False
+    return can_leave_out(cost.x, cost.y) and may_run_on(cost.x, cost.y)
+
+
+def _exact_start(problem: Problem, g: Tensor) -> tuple[Tensor, Tensor | None]:
     """Potentials of exact transport, and the cells of its plans; those of the search where the exact solver fails."""
+    problem = dataclasses.replace(problem, is_exact=True)
     try:
-        optimum = solve_exact(problem.p, problem.q, matrices)
+        optimum = (solve_between_clouds if takes_clouds(problem) else solve_exactly)(problem).optimum
     except RuntimeError:  # it cannot certify its potentials: Newton's method measures its own error
         return g, None
     return optimum.g, torch.stack([optimum.rows, optimum.columns], -2)
 
 
-def _run(
-    problem: Problem, matrices: Tensor, g: Tensor, plans: Tensor | None, goal: Goal
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _run(problem: Problem, g: Tensor, plans: Tensor | None, goal: Goal) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Call the kernel: f, g, the error and the steps."""
     from otloss._kernels._threads import run_on_threads
     from otloss._kernels.newton import newton_problems
+    from otloss._kernels.points import METRICS, order_of
     from otloss._kernels.sinkhorn_columns import ERROR, ITERATIONS
 
-    rho = problem.marginal_penalty
+    rho, cost = problem.marginal_penalty, problem.cost
     p, q = problem.p, problem.q
     if rho is None:
         mass = p.sum(-1, keepdim=True)
         p, q = p / mass, q / mass
-    count, (n, m) = len(p), matrices.shape[-2:]
-    owner = np.arange(count) if matrices.dim() > 2 else np.zeros(count, np.int64)
+    count, (n, m) = len(p), cost.shape
     cells = np.empty((count, 2, 0), np.int64) if plans is None else plans.numpy()
-    f, g = torch.zeros(count, n, dtype=torch.float64, device=g.device), g.clone(memory_format=torch.contiguous_format)
+    by_row, by_column = (torch.arange(size, device="cpu") for size in (n, m))
+    if isinstance(cost, PointCost):
+        by_row, by_column = order_of(cost.x), order_of(cost.y)
+        place = [torch.argsort(order) for order in (by_row, by_column)]
+        cells = cells if plans is None else np.stack([place[k][plans[:, k]].numpy() for k in range(2)], 1)
+        y = cost.y[by_column].mT
+        numbered = torch.cat([y, torch.zeros_like(y[:2])]).numpy()
+        numbered[-2] = np.arange(m)
+        costs = np.empty((1, 0, 0)), cost.x[by_row].contiguous().numpy(), numbered, METRICS[str(cost.metric)]
+    else:
+        costs = cost.dense().reshape(-1, n, m).numpy(), np.empty((0, 0)), np.empty((0, 0)), 0
+    owner = np.arange(count) % len(costs[0])
+    f, g = torch.zeros_like(p), g[:, by_column].contiguous()
     outcome = np.full((count, 2), np.nan)
     arguments = (
-        p.contiguous().numpy(), q.contiguous().numpy(), matrices.reshape(-1, n, m).numpy(), owner,
+        p[:, by_row].contiguous().numpy(), q[:, by_column].contiguous().numpy(), costs, owner,
         problem.epsilon.contiguous().numpy(), math.inf if rho is None else rho, f.numpy(), g.numpy(), cells,
         goal.tolerance, goal.settled, min(goal.most, MOST_STEPS), outcome,
     )  # fmt: skip
     run_on_threads(newton_problems, count, arguments)
+    f, g = (torch.empty_like(t).index_copy_(1, order, t) for t, order in ((f, by_row), (g, by_column)))
     if rho is None:
         f = f - (problem.epsilon * mass.squeeze(-1).log()).unsqueeze(-1)
     return f, g, torch.from_numpy(outcome[:, ERROR]), torch.from_numpy(outcome[:, ITERATIONS]).long()

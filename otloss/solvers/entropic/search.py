@@ -36,6 +36,7 @@ from otloss.solvers.entropic.newton import (
     bound_of_potential,
     error_of_potential,
     has_estimate,
+    is_between_large_clouds,
     newton_search,
     settled_search,
 )
@@ -50,15 +51,16 @@ MOST_FOR_PLANS = 2**22
 # Entries of the cost of unbalanced images up to which the numba kernel is faster than products along the axes.
 LARGEST_UNBALANCED_GRID = 2**17
 # Iterations of Sinkhorn, done or expected, after which Newton's method takes less time, its exact start included.
-PATIENCE = 500
+PATIENCE = 250
 LARGEST_GRID = 2**20  # entries of the cost of images up to which matrices are faster than products along the axes
 # Potentials are settled where the last update changes no factor of the plan by a larger share than this, and where
 # their error is at most this share of their spread.
 SETTLED = {torch.float32: 1e-3, torch.float64: 1e-5}
 NEGLIGIBLE_ERROR = 1e-5  # of potentials over epsilon: it does not count where potentials hardly differ
 UNCERTAIN = 1e-2  # share of their spread, from which an error of potentials is worth a warning
-# Epsilon over the largest potential: below, rounding in float64 changes entries of the plan by more than the tolerance.
-LEAST_EPSILON = 1e-8
+# Epsilon over the largest potential, times the tolerance: below, rounding in float64 changes entries of the plan by
+# more than the tolerance; and that share at most.
+LEAST_EPSILON, LARGEST_LEAST = 1e-15, 1e-8
 # Epsilon over marginal penalty, above which the kernel's potentials are updated once more: it iterates potentials over
 # epsilon, whose rounding counts (epsilon / marginal penalty) times in the mass of the plan.
 LARGEST_RATIO_OF_PENALTY = 1e3
@@ -93,7 +95,7 @@ def find_potentials(
     goal = Goal(tolerance, settings.max_iterations, settled, symmetric, _takes_plan(problem) and not symmetric)
     with torch.no_grad():
         result = _search(problem, settings, goal)
-        _check_not_too_small(problem, result)
+        _check_not_too_small(problem, result, min(LEAST_EPSILON / tolerance, LARGEST_LEAST))
         if accurate:
             result = _with_accurate_potentials(problem, result, goal)
     if _is_within(result.error, tolerance):
@@ -232,13 +234,13 @@ def _in_logs(problem: Problem, start: tuple[Tensor, Tensor] | None, goal: Goal) 
 
 
 def _can_take_newton(problem: Problem) -> bool:
-    """Whether Newton's method applies: on a matrix that fits the memory, and for images no larger than pay."""
+    """Whether Newton's method applies: between points, or on a matrix that fits the memory and is of use for images."""
     (n, m), cost = problem.cost.shape, problem.cost
     if not has_float64(problem.p.device) or needs_torch(problem.p, problem.q, *cost.tensors()):
         return False
     if isinstance(cost, GridCost) and len(cost.cells) > 1 and n * m > LARGEST_GRID:
         return False
-    return n * m * problem.batch.numel() <= MOST_FOR_KERNEL
+    return n * m * problem.batch.numel() <= MOST_FOR_KERNEL or is_between_large_clouds(problem)
 
 
 def _with_accurate_potentials(problem: Problem, result: SearchResult, goal: Goal) -> SearchResult:
@@ -278,7 +280,7 @@ def _usable_start(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tenso
     return torch.where(is_sane, f, 0.0), g
 
 
-def _check_not_too_small(problem: Problem, result: SearchResult) -> None:
+def _check_not_too_small(problem: Problem, result: SearchResult, least: float) -> None:
     """Raise where epsilon is so small beside the potentials that their rounding decides the plan.
 
     Potentials and not costs: a large cost that forbids a pair is harmless where no mass has to take it. For the same
@@ -288,20 +290,20 @@ def _check_not_too_small(problem: Problem, result: SearchResult) -> None:
     if not result.f.numel() or not result.g.numel():
         return
     largest = max(potential.abs().amax().item() for potential in (result.f, result.g))
-    if epsilon.amin().item() >= LEAST_EPSILON * largest:
+    if epsilon.amin().item() >= least * largest:
         return
     most = torch.inf if problem.marginal_penalty is None else NO_MASS_LEFT * problem.marginal_penalty
     size = torch.maximum(*(
         potential.masked_fill(weights.detach() == 0, 0.0).clamp(max=most).abs().amax(-1)
         for potential, weights in ((result.f, problem.p), (result.g, problem.q))
     ))  # fmt: skip
-    is_outside = epsilon < LEAST_EPSILON * size
+    is_outside = epsilon < least * size
     if is_outside.any():
         raise SmallEpsilonError(
             f"epsilon is {float(epsilon[is_outside][0]):.3g} where potentials are as large as "
-            f"{float(size[is_outside][0]):.3g}, expected at least {LEAST_EPSILON:g} times that: rounding in float64 "
+            f"{float(size[is_outside][0]):.3g}, expected at least {least:g} times that: rounding in float64 "
             "would decide the answer. Use emd or solve(..., epsilon=None), or a larger epsilon.",
-            least=LEAST_EPSILON * float(size.max()),
+            least=least * float(size.max()),
         )
 
 

@@ -75,7 +75,7 @@ def test_a_blur_too_small_for_the_clouds_is_named() -> None:
     with pytest.raises(ValueError, match=r"epsilon is 0\.01 where potentials"):
         cloud_loss(x, y, epsilon=0.01)
     with pytest.warns(otloss.ConvergenceWarning, match=r"Raise epsilon \(blur, for cloud_loss\)"):
-        cloud_loss(100 * drawn(200, 2), 100 * drawn(200, 2, seed=1), blur=0.01, tolerance=1e-15)
+        cloud_loss(100 * drawn(200, 2), 100 * drawn(200, 2, seed=1), blur=0.01, tolerance=1e-18)
 
 
 def test_equal_weights_have_the_precision_of_the_points() -> None:
