@@ -167,7 +167,7 @@ def heavy_of(shares: Any, mass: float, least: Any, cut: float, count: int, place
     """Write the places of the shares above the cut, or whose mass is; return their number."""
     found = 0
     for start in range(0, count, CHUNK):
-        stop, hits = min(start + CHUNK, count), 0
+        stop, hits = min(start + CHUNK, count), np.int32(0)
         for e in range(start, stop):
             hits += np.int32(shares[e] > cut) | np.int32(mass * shares[e] > least[e])
         if hits > 0:
@@ -230,8 +230,8 @@ def cells_of(pairs: Any, rows: Any, columns: Any, epsilon: float, ratio: float, 
             more_places[:at], more_prices[:at] = places[:at], prices[:at]
             places, prices = more_places, more_prices
         for e in hits[:found]:
-            j = np.int64(near[1, d, e]) if with_points else e
-            places[at], prices[at], stamp[j] = j, row[e], i
+            places[at], prices[at] = np.int64(near[1, d, e]) if with_points else e, row[e]
+            stamp[places[at]] = i
             at += 1
         for j in old:
             if stamp[j] != i and mass > 0:
