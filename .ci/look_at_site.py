@@ -2,8 +2,8 @@
 
 python .ci/look_at_site.py build/site [--pictures FOLDER]
 
-A page fails with an error in the console, a missing picture, or anything wider than the window that does not scroll by
-itself. Needs selenium (`pip install selenium`) and, from the system's packages, chromium with chromedriver; without
+A page fails with an error in the console, a missing picture, anything wider than the window that does not scroll by
+itself, or a table that is wider than its column. Tables are looked at on all pages. Needs selenium (`pip install selenium`) and, from the system's packages, chromium with chromedriver; without
 them nothing is checked, and the exit code is 0.
 """
 
@@ -24,6 +24,12 @@ PAGES = (
     "tutorials_built/index", "tutorials_built/plot_grades", "tutorials_built/plot_clouds",
     "tutorials_built/plot_trl", "reference/index", "reference/generated/otloss.sinkhorn",
 )  # fmt: skip
+WIDTHS = (390, 1280, 1920)  # a phone, a small and a large screen
+WIDE_TABLES = """
+return [...document.querySelectorAll("main table")]
+    .filter((table) => table.scrollWidth > table.clientWidth + 1)
+    .map((table) => "a table is wider than its column: " + table.textContent.trim().slice(0, 60));
+"""
 SIZES = {"wide": (1400, 900), "narrow": (400, 800)}
 # Pictures without pixels, and boxes beyond the right edge of the window outside of boxes that scroll by themselves.
 FAULTS = """
@@ -67,16 +73,31 @@ class Quiet(SimpleHTTPRequestHandler):
         pass
 
 
+def resize(window: Any, width: int, height: int) -> None:
+    # The window of a desktop has a least width; that of a device does not.
+    metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": width < 600}
+    window.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+
+
+def wide_tables(window: Any, address: str, site: Path) -> list[str]:
+    """Return a line for each table that is wider than its column, on any page, at one of three widths."""
+    lines = []
+    pages = sorted(path for path in site.rglob("*.html") if "<table" in path.read_text(encoding="utf-8"))
+    for width in WIDTHS:
+        resize(window, width, 900)
+        for page in pages:
+            name = page.relative_to(site).as_posix()
+            window.get(f"{address}/{name}")
+            lines += [f"{name}, {width} px: {fault}" for fault in window.execute_script(WIDE_TABLES)]
+    return lines
+
+
 def faults_of(window: Any, address: str, pictures: Path | None) -> list[str]:
     """Return a line for each fault of each page."""
     lines = []
     for name in PAGES:
         for size, (width, height) in SIZES.items():
-            # The window of a desktop has a least width; that of a device does not.
-            window.execute_cdp_cmd(
-                "Emulation.setDeviceMetricsOverride",
-                {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": size == "narrow"},
-            )
+            resize(window, width, height)
             for mode in ("light", "dark"):
                 window.get(f"{address}/{name}.html")
                 window.execute_script(
@@ -108,11 +129,12 @@ def main(arguments: list[str] | None = None) -> int:
     threading.Thread(target=server.serve_forever, daemon=True).start()
     window = browser(driver, chromium)
     try:
-        lines = faults_of(window, f"http://127.0.0.1:{server.server_port}", asked.pictures)
+        address = f"http://127.0.0.1:{server.server_port}"
+        lines = faults_of(window, address, asked.pictures) + wide_tables(window, address, asked.site)
     finally:
         window.quit()
         server.shutdown()
-    print("\n".join(lines) or f"{len(PAGES)} pages, wide and narrow, light and dark: no faults")
+    print("\n".join(lines) or f"{len(PAGES)} pages, wide and narrow, light and dark, and all tables: no faults")
     return 1 if lines else 0
 
 

@@ -64,6 +64,7 @@ html_extra_path = ["llms.txt"]
 html_theme = "pydata_sphinx_theme"
 html_title = "otloss"
 html_css_files = ["site.css"]
+html_js_files = [("tables.js", {"defer": "defer"})]
 html_favicon = "_static/favicon.svg"
 html_context = {"default_mode": "auto"}  # light or dark, as the system has it
 html_show_sphinx = False
@@ -75,7 +76,7 @@ html_theme_options = {
     "article_header_end": [],
     "pygments_light_style": "tango",
 }
-html_sidebars = {"*": []}  # only the pages of the reference have neighbours to show
+html_sidebars = {"index": [], "changelog": []}  # no neighbours to show
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4

@@ -109,7 +109,8 @@ def emd(
         (...), in the promoted dtype (16-bit points of a cost object count as float32); its unit is that of the cost
         times that of the mass. Solved in float64 on the CPU.
         Differentiable once in p, q (centred over the bins; one-sided derivatives at bins without mass; a subgradient
-        where the optimum is degenerate) and in the cost, or whatever the cost object was built from. One
+        where the optimum is degenerate, so at p = q a step against it may lead away from that minimum; order 1 of
+        `wasserstein_1d` has 0 there) and in the cost, or whatever the cost object was built from. One
         problem between two large clouds of a `PointCost` (from 2^21 pairs of at least 256 points each in up to three
         dimensions, else from 2^25 pairs) is solved without a matrix, in memory that grows with n + m. A `LineCost`
         of power >= 1 is solved and differentiated by `wasserstein_1d`.

@@ -1,0 +1,20 @@
+// A table that is wider than its column shows each row as a block, with the heading of a column before each cell.
+function stackWideTables() {
+    for (const table of document.querySelectorAll(".bd-article table.table")) {
+        table.classList.remove("stacked");
+        if (table.scrollWidth > table.clientWidth + 1) table.classList.add("stacked");
+    }
+}
+
+for (const table of document.querySelectorAll(".bd-article table.table")) {
+    const headings = [...table.querySelectorAll("thead th")].map((heading) => heading.textContent.trim());
+    for (const row of table.querySelectorAll("tbody tr")) {
+        [...row.cells].forEach((cell, place) => {
+            cell.dataset.heading = headings[place] || "";
+            cell.classList.toggle("empty", !cell.textContent.trim() && !cell.querySelector("img"));
+        });
+    }
+}
+stackWideTables();
+document.fonts.ready.then(stackWideTables);
+window.addEventListener("resize", stackWideTables);
