@@ -3,8 +3,9 @@
 python .ci/look_at_site.py build/site [--pictures FOLDER]
 
 A page fails with an error in the console, a missing picture, anything wider than the window that does not scroll by
-itself, or a table that is wider than its column. Tables are looked at on all pages. Needs selenium (`pip install selenium`) and, from the system's packages, chromium with chromedriver; without
-them nothing is checked, and the exit code is 0.
+itself, or a table that is wider than its column. Tables are looked at on all pages. Needs selenium (`pip install
+selenium`) and, from the system's packages, chromium with chromedriver; without them nothing is checked, and the exit
+code is 0.
 """
 
 from __future__ import annotations

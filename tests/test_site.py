@@ -62,6 +62,13 @@ def test_the_check_finds_links_to_nothing_and_files_of_a_network(tmp_path: Path)
     assert "otloss.emd has no page in the reference" in done.stdout
 
 
+def test_the_measure_of_a_page_leaves_out_code_and_tables() -> None:
+    measure = runpy.run_path(str(ROOT / ".ci/measure_pages.py"))["measure"]
+    text = "# A title\n\nOne of [10 words](a.md), `f(3)`.\n```python\nx = 5\n```\n- two 1e-3\n- an item of five words\n"
+    text += "\n| a | 7 |\n"
+    assert measure(text)[1:] == (12, pytest.approx(200 / 12), 5)
+
+
 @pytest.mark.slow
 def test_the_site_is_built_without_warnings_and_without_broken_links(tmp_path: Path) -> None:
     """`make docs` in a folder of its own."""

@@ -47,7 +47,7 @@ class OrdinalBoostingClassifier(OrdinalBase):
         transport, cross_entropy: weights of the two losses; some cross-entropy is advisable at power 1 and with a cost,
             which alone drive probabilities to 0 and 1.
         n_estimators: rounds, at most where training stops early: ten times those of XGBoost's own default. On large
-            tables n_estimators=250 with learning_rate=0.2 takes about a quarter of the time, for a slightly higher loss.
+            tables n_estimators=250 with learning_rate=0.2 takes a quarter of the time, for a slightly higher loss.
         learning_rate, max_depth: as XGBoost names them.
         booster_params: further settings by any of the library's own names; they take precedence. Without them each
             round samples half of the rows, leaves are limited by a sum of curvatures of 0.1 (a row has a small one: 1
