@@ -1,7 +1,8 @@
 """Training time of XGBoost and LightGBM with our objectives and with their own, in interleaved rounds.
 
 The limit is for XGBoost at power 2: at most 1.5 times the time of its own multi:softprob. All arms use the same data,
-already binned, and the same numbers of trees and threads.
+already binned, and the same numbers of trees and threads. `OrdinalBoostingClassifier` and `XGBClassifier` start from
+arrays, and have the same rounds, depth, learning rate, sampled share of the rows and threads.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ NAME = "boosting"
 ROUNDS, SMALL_ROUNDS = 7, 1
 ROWS, FEATURES, CLASSES, TREES = 100_000, 10, 5, 100
 SMALL_ROWS, SMALL_TREES = 2_000, 5
-LIMIT = 1.5
+LIMIT, LIMIT_OF_CLASSIFIER = 1.5, 1.25
+CLASSIFIER_ROWS = (500, 2_000, 20_000)
 OWN = {"xgboost": "multi:softprob", "lightgbm": "multiclass"}
 VARIANTS: dict[str, dict[str, Any]] = {"power 2": {}, "power 1": {"power": 1}, "power 2 + CE": {"cross_entropy": 0.5}}
 
@@ -32,6 +34,14 @@ def main(settings: Settings) -> None:
     for library, arms in (("xgboost", xgboost_arms), ("lightgbm", lightgbm_arms)):
         timings = timed_rounds(arms(features, labels, trees), rounds=rounds)
         report(library, case, timings, rounds=rounds, settings=settings)
+    for count in CLASSIFIER_ROWS[: 1 if settings.small else None]:
+        timings = timed_rounds(classifier_arms(*problem(count), trees), rounds=rounds)
+        case = f"n={count}, {FEATURES} features, K={CLASSES}, {trees} rounds, estimators"
+        ours, peer = timings
+        report_times(NAME, case, timings, peer=peer, rounds=rounds, output=settings.output)
+        if not settings.small:
+            limit = Limit(f"time of {ours} / {peer}, n={count}", LIMIT_OF_CLASSIFIER)
+            table([["quantity", "limit", "measured"], limit.verdict(*ratios(timings[ours], timings[peer]))])
 
 
 def problem(rows: int) -> tuple[np.ndarray, np.ndarray]:
@@ -71,6 +81,18 @@ def lightgbm_arms(features: np.ndarray, labels: np.ndarray, trees: int) -> dict[
     return {OWN["lightgbm"]: partial(train, OWN["lightgbm"])} | {
         name: partial(train, lightgbm_objective(CLASSES, **variant)) for name, variant in VARIANTS.items()
     }
+
+
+def classifier_arms(features: np.ndarray, labels: np.ndarray, trees: int) -> dict[str, Callable[[], Any]]:
+    from xgboost import XGBClassifier
+
+    from otloss.estimators import OrdinalBoostingClassifier
+    from otloss.estimators.boosters import SAMPLED
+
+    shared = {"n_estimators": trees, "max_depth": 3, "learning_rate": 0.05, "n_jobs": torch.get_num_threads()}
+    ours = OrdinalBoostingClassifier(early_stopping=False, **shared)
+    peer = XGBClassifier(subsample=SAMPLED, min_child_weight=0.1, **shared)
+    return {type(model).__name__: partial(model.fit, features, labels) for model in (ours, peer)}
 
 
 def report(library: str, case: str, timings: dict[str, Timing], *, rounds: int, settings: Settings) -> None:
