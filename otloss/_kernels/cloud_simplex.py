@@ -22,7 +22,17 @@ from otloss._kernels._compile import compiled, inner, spliced
 from otloss._kernels._threads import next_task
 from otloss._kernels.exact import whole_masses
 from otloss._kernels.simplex import ROUNDING
-from otloss._kernels.softmin import BLOCK, CHUNK, PIECE, ROWS, distances_of, select, subtract
+from otloss._kernels.softmin import (
+    BLOCK,
+    CHUNK,
+    PIECE,
+    ROWS,
+    add_slack,
+    distances_of,
+    keep_columns,
+    scores_in_box,
+    subtract,
+)
 
 PARENT, SIZE, CHILD, NEXT, BEFORE = range(5)
 NONE = -1
@@ -31,46 +41,111 @@ NONE = -1
 # ---- cells -------------------------------------------------------------------------------------------------------
 
 
+@inner(fastmath=False)
+def _insert(value: float, best: Any, count: int) -> int:
+    """Put a number into the list of the largest so far, the largest first; return how many they are."""
+    most = best.shape[0]
+    if count == most and value <= best[most - 1]:
+        return count
+    at = count if count < most else most - 1
+    count = at + 1
+    while at > 0 and best[at - 1] < value:
+        best[at] = best[at - 1]
+        at -= 1
+    best[at] = value
+    return count
+
+
+@inner(fastmath=False)
+def _select(
+    points: Any, above: Any, y: Any, g: Any, count: int, metric: int, best: Any, bounds: Any, slack: Any, near: Any,
+    near_g: Any,
+) -> int:  # fmt: skip
+    """Copy the columns that may be among the K best (K numbers `best`) of a point, with C - g below its `above`.
+
+    With r the best column at the centre a of the box, the score g_j - C_ij less that of r is at most `slack` away from
+    what it is at a.
+    """
+    half = np.empty(points.shape[1])
+    top = scores_in_box(points, y, g, count, metric, half, bounds)
+    if top < 0:
+        return 0
+    for j in range(count):
+        slack[j] = 0.0
+    add_slack(y, top, half, metric, slack[:count])
+    room = -np.inf
+    for i in range(points.shape[0]):
+        room = max(room, above[i] + g[top] - _cost_to(points[i], y, top, metric))
+    least, held = bounds[top] - room, 0
+    for start in range(0, count, CHUNK):
+        stop, reached = min(start + CHUNK, count), -np.inf
+        for j in range(start, stop):
+            low = bounds[j] - slack[j]
+            reached = low if low > reached else reached
+        if held < best.shape[0] or reached > best[best.shape[0] - 1]:
+            for j in range(start, stop):
+                held = _insert(bounds[j] - slack[j], best, held)
+    if held == best.shape[0]:
+        least = max(least, best[held - 1])
+    for j in range(count):
+        bounds[j] += slack[j]
+    return keep_columns(y, g, count, bounds, least, near, near_g)
+
+
 @compiled(seconds=3)
-def near_cells(counter: Any, x: Any, y: Any, g: Any, cutoff: float, metric: int, columns: Any, above: Any) -> None:
-    """Per point of x the K columns (n, K) of the least C - g, NONE beyond `cutoff` above the least one.
+def near_cells(counter: Any, x: Any, y: Any, g: Any, above: Any, metric: int, columns: Any, prices: Any) -> None:
+    """Per point of x the K columns (n, K) of the least C - g, those below `above` (n,); NONE where there are fewer.
 
     x (n, d) and y (d + 1, m) in orders in which neighbours follow each other; the last row of y is 0, 1, ..., m - 1.
-    `above` (n, K) is scratch.
+    `prices` (n, K) is scratch.
     """
     (n, d), m, most = x.shape, y.shape[1], columns.shape[1]
-    scores, distances, bounds = np.empty(PIECE), np.empty(PIECE), np.empty(m + CHUNK)
+    scores, distances, best = np.empty(PIECE), np.empty(PIECE), np.empty(most)
+    bounds, slack = np.empty(m + CHUNK), np.empty(m)
     near, near_g = np.empty((2, d + 1, m)), np.empty((2, m))
     while True:
         first = next_task(counter) * ROWS * BLOCK
         if first >= n:
             return
         last = min(first + ROWS * BLOCK, n)
-        taken, size = select(x[first:last], y, g, m, cutoff, metric, bounds, near[0], near_g[0]), 0
+        taken = _select(
+            x[first:last], above[first:last], y, g, m, metric, best, bounds, slack, near[0], near_g[0]
+        )  # fmt: skip
+        size = 0
         for i in range(first, last):
             if i % ROWS == 0:
-                points = x[i : min(i + ROWS, last)]
-                size = select(points, near[0], near_g[0], taken, cutoff, metric, bounds, near[1], near_g[1])
+                stop = min(i + ROWS, last)
+                size = _select(
+                    x[i:stop], above[i:stop], near[0], near_g[0], taken, metric, best, bounds, slack, near[1], near_g[1]
+                )
             # A list of the best, from the best one on.
-            count, best = 0, np.inf
+            count = 0
             for start in range(0, size, PIECE):
                 looked = size - start if size - start < PIECE else PIECE
                 distances_of(x[i], near[1], start, metric, distances, looked)
                 subtract(near_g[1, start : start + looked], distances, scores)
                 for j in range(looked):
                     price = -scores[j]
-                    if price > best + cutoff or (count == most and price >= above[i, most - 1]):
+                    if price >= above[i] or (count == most and price >= prices[i, most - 1]):
                         continue
                     at = count if count < most else most - 1
                     count = at + 1
-                    while at > 0 and above[i, at - 1] > price:
-                        above[i, at], columns[i, at] = above[i, at - 1], columns[i, at - 1]
+                    while at > 0 and prices[i, at - 1] > price:
+                        prices[i, at], columns[i, at] = prices[i, at - 1], columns[i, at - 1]
                         at -= 1
-                    above[i, at], columns[i, at] = price, np.int64(near[1, d, start + j])
-                    best = above[i, 0]
-            for k in range(most):
-                if k >= count or above[i, k] > best + cutoff:
-                    columns[i, k] = NONE
+                    prices[i, at], columns[i, at] = price, np.int64(near[1, d, start + j])
+            for k in range(count, most):
+                columns[i, k] = NONE
+
+
+@inner()
+def _cost_to(point: Any, y: Any, j: int, metric: int) -> float:
+    """The cost of a point (d,) and column j of y (d, m)."""
+    total = 0.0
+    for k in range(point.shape[0]):
+        apart = point[k] - y[k, j]
+        total += abs(apart) if metric == 2 else apart * apart
+    return np.sqrt(total) if metric == 1 else total
 
 
 @inner()

@@ -131,7 +131,7 @@ def matrix_softmin(counter: Any, matrices: Any, which: Any, h: Any, inverse: Any
 
 
 @inner(fastmath={"contract", "nsz"})
-def _add_slack(y: Any, best: int, half: Any, metric: int, bounds: Any) -> None:
+def add_slack(y: Any, best: int, half: Any, metric: int, bounds: Any) -> None:
     """Add to the scores at the centre of a box what they can gain on that of the best column within it."""
     if metric == 0:
         for k in range(half.shape[0]):
@@ -158,30 +158,34 @@ def _first_of(value: Any, scores: Any, count: int) -> int:
 
 
 @inner(fastmath=False)
-def select(
-    points: Any, y: Any, h: Any, count: int, cutoff: Any, metric: int, bounds: Any, near: Any, near_h: Any
-) -> int:
-    """Copy those of the first columns that count for any of the points (rows, d) to `near`; return their number.
+def scores_in_box(points: Any, y: Any, h: Any, count: int, metric: int, half: Any, scores: Any) -> int:
+    """Write the scores at the centre of the box of points (rows, d), and its half widths; return the best column.
 
-    y and `near` may have rows beyond d, which are copied with the others.
+    -1 if no column takes part.
     """
     d = points.shape[1]
-    centre, half = np.empty(d, h.dtype), np.empty(d, h.dtype)
+    centre = np.empty(d, h.dtype)
     for k in range(d):
         low = high = points[0, k]
         for i in range(1, points.shape[0]):
             low, high = min(low, points[i, k]), max(high, points[i, k])
         centre[k] = low + (high - low) * h.dtype.type(0.5)
         half[k] = max(high - centre[k], centre[k] - low)
-    distances_of(centre, y, 0, metric, bounds, count)
-    subtract(h[:count], bounds, bounds)
-    top = largest(bounds, count)
-    if top == -np.inf:
-        return 0
-    _add_slack(y, _first_of(top, bounds, count), half, metric, bounds[:count])
+    distances_of(centre, y, 0, metric, scores, count)
+    subtract(h[:count], scores, scores)
+    top = largest(scores, count)
+    return -1 if top == -np.inf else _first_of(top, scores, count)
+
+
+@inner(fastmath=False)
+def keep_columns(y: Any, h: Any, count: int, bounds: Any, least: Any, near: Any, near_h: Any) -> int:
+    """Copy the columns, in chunks, that reach `least` somewhere to `near`; return their number.
+
+    y and `near` may have rows beyond d, which are copied with the others.
+    """
     for j in range(count, count + CHUNK):
         bounds[j] = -np.inf
-    found, least = 0, top - cutoff
+    found = 0
     for start in range(0, count, CHUNK):
         hits = np.int32(0)
         for j in range(CHUNK):
@@ -195,6 +199,20 @@ def select(
                 near_h[found + j] = h[start + j]
             found += taken
     return found
+
+
+@inner(fastmath=False)
+def select(
+    points: Any, y: Any, h: Any, count: int, cutoff: Any, metric: int, bounds: Any, near: Any, near_h: Any
+) -> int:
+    """Copy those of the first columns that count for any of the points (rows, d) to `near`; return their number."""
+    half = np.empty(points.shape[1], h.dtype)
+    best = scores_in_box(points, y, h, count, metric, half, bounds)
+    if best < 0:
+        return 0
+    least = bounds[best] - cutoff
+    add_slack(y, best, half, metric, bounds[:count])
+    return keep_columns(y, h, count, bounds, least, near, near_h)
 
 
 @inner(fastmath={"reassoc", "contract", "nsz"})

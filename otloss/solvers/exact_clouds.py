@@ -2,8 +2,9 @@
 
 The network simplex needs few of the n m cells of the plan if it is given the right ones:
 
-1. Each cloud is grouped into at most `CLUSTERS` clusters. The entropic problem between the clusters is solved, at an
-   epsilon about as large as the costs within a cluster, and a soft minimum extends its potentials to the points.
+1. Each cloud is grouped into a quarter as many clusters, of equally many points, so that they are small where points
+   are dense. The exact problem between the centres of the clusters is solved in the same way, down to one small enough
+   for a matrix, and c-transforms extend its potentials to the points.
 2. With these potentials, the first cells are chosen: for each point the `CELLS` of least reduced cost C_ij - f_i - g_j.
 3. The simplex solves the problem on these cells (`_kernels.cloud_simplex`). Its first plan ships along the edges of a
    spanning tree of least reduced costs, leaves first, which is the optimum if the potentials are optimal.
@@ -19,7 +20,6 @@ Multiscale Strategies for Computing Optimal Transport, 2017.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -31,7 +31,7 @@ from torch import Tensor
 from otloss._kernels import may_run_on
 from otloss.costs import Cost, PointCost
 from otloss.solvers.entropic.coarse import grouped
-from otloss.solvers.exact import ExactSolution, Optimum, check_outcome
+from otloss.solvers.exact import ExactSolution, Optimum, check_outcome, solve_exact
 from otloss.solvers.problem import Problem
 
 METRICS = ("sqeuclidean", "euclidean", "l1")
@@ -39,12 +39,8 @@ METRICS = ("sqeuclidean", "euclidean", "l1")
 # only its memory counts.
 LEAST_PAIRS, LEAST_POINTS, FEW_DIMENSIONS, LEAST_PAIRS_OF_OTHERS = 2**21, 256, 3, 2**25
 LARGEST_COST = 1e100  # beyond, numbers may overflow; the solver of matrices then raises
-CLUSTERS, CLUSTER_TOLERANCE, CLUSTER_ITERATIONS = 2500, 1e-2, 300
-POINTS_OF_CLUSTER = 4  # at least, on average
-LEAST_EPSILON = 1e-5  # of the largest cost, for the clusters
-SHARE_OF_LENGTH = 0.2  # epsilon over the size of a cluster, where costs are lengths
+CLUSTERS, POINTS_OF_CLUSTER = 1000, 4  # the most for a matrix, and of a cluster at least, on average
 CELLS, MORE_CELLS = 16, 4  # of a point to begin with, and of those that are added at a time
-NEAR = 5.0  # times the epsilon of the clusters: larger reduced costs are not listed
 ROUNDING = 4e-15  # reduced costs above this, relative to the numbers they are the difference of, count as zero
 MOST_PIVOTS = 1000  # per point
 PLAN_BLOCK = 2**24  # cells of the dense plan made at a time
@@ -119,13 +115,12 @@ def _optimum(problem: Problem) -> Optimum:
     x, y, a, b = cost.x[members[0]], cost.y[members[1]], p[members[0]], q[members[1]]
     b = b * (a.sum() / b.sum())
     among = PointCost(x, y, metric=cost.metric)
-    f, g, epsilon = _first_potentials(among, a, b)
-    if problem.start is not None:
+    if problem.start is None:
+        f, g = _first_potentials(among, a, b)
+    else:
         g = problem.start[1].double().reshape(-1)[members[1]]
         f = among.softmin(g, 0.0)
-    basis = _Basis(among, a, b, f, g, cutoff=NEAR * epsilon)
-    while basis.pivots >= 0 and basis.add_cells():
-        basis.search()
+    basis = _Basis.solved(among, a, b, f, g)
     rows, columns, flows = basis.plan()
     value = float(flows @ among.pairs(rows, columns))
     g = torch.full_like(q, -torch.inf).index_copy_(0, members[1], basis.g)
@@ -138,31 +133,19 @@ def _optimum(problem: Problem) -> Optimum:
     return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in (*answer, *cells)))
 
 
-def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, float]:
-    """Return potentials (f, g) near the optimal ones, and an epsilon, the scale of their error."""
-    from otloss._kernels.sinkhorn_call import run_kernel
-
-    count = max(2, min(CLUSTERS, min(len(p), len(q)) // POINTS_OF_CLUSTER))
-    _, _, centres_x, few_p, within_x = grouped(cost.x, p, count)
-    _, _, centres_y, few_q, within_y = grouped(cost.y, q, count)
-    blur, largest = max(within_x, within_y), float(cost.largest())
-    epsilon = max(blur if cost.metric == "sqeuclidean" else SHARE_OF_LENGTH * math.sqrt(blur), LEAST_EPSILON * largest)
-    if epsilon == 0:
-        return torch.zeros_like(p), torch.zeros_like(q), 0.0
-    # In units of epsilon, in which float32 neither underflows nor overflows.
-    unit, origin = math.sqrt(epsilon) if cost.metric == "sqeuclidean" else epsilon, centres_y.mean(0)
-    scaled = [((centres - origin) / unit).float() for centres in (centres_x, centres_y)]
-    matrix = PointCost(*scaled, metric=cost.metric).dense()
-    few_p, few_q = (w / w.sum() for w in (few_p, few_q))
-    potential, _, _ = run_kernel(
-        few_p.float()[None], few_q.float()[None], matrix[None], owner=np.zeros(1, np.int64), epsilon=np.ones(1),
-        tolerance=CLUSTER_TOLERANCE, most=CLUSTER_ITERATIONS,
-    )  # fmt: skip
-    potential = epsilon * (potential[0].double() + few_p.log())
-    g = PointCost(cost.y, centres_x, metric=cost.metric).softmin(potential, epsilon)
-    if not bool(torch.isfinite(g).all()):
-        g = torch.zeros_like(q)
-    return cost.softmin(g, 0.0), g, epsilon
+def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
+    """Return potentials (f, g) near the optimal ones: those of an exact problem between clusters."""
+    count = max(2, min(len(p), len(q)) // POINTS_OF_CLUSTER)
+    _, _, centres_x, few_p, _ = grouped(cost.x, p, count)
+    _, _, centres_y, few_q, _ = grouped(cost.y, q, count)
+    few_q = few_q * (few_p.sum() / few_q.sum())
+    among = PointCost(centres_x, centres_y, metric=cost.metric)
+    if max(among.shape) <= CLUSTERS:
+        potential = solve_exact(few_p, few_q, among.dense()).f
+    else:
+        potential = _Basis.solved(among, few_p, few_q, *_first_potentials(among, few_p, few_q)).f
+    g = PointCost(cost.y, centres_x, metric=cost.metric).softmin(potential, 0.0)
+    return cost.softmin(g, 0.0), g
 
 
 class _Basis:
@@ -171,14 +154,14 @@ class _Basis:
     All points hold mass, and their order keeps neighbours side by side.
     """
 
-    def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor, *, cutoff: float) -> None:
+    def __init__(self, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> None:
         from otloss._kernels.cloud_simplex import first_tree
         from otloss._kernels.points import METRICS as NUMBERS
 
-        self.cost, self.metric, self.cutoff = cost, NUMBERS[str(cost.metric)], cutoff
+        self.cost, self.metric = cost, NUMBERS[str(cost.metric)]
         self.p, self.q, self.x, self.y = (t.contiguous().numpy() for t in (p, q, cost.x, cost.y))
         n, m = cost.shape
-        pairs = [self._near(f, g, by_rows=by_rows, count=CELLS) for by_rows in (True, False)]
+        pairs = [self._near(None, price, by_rows=by_rows, count=CELLS) for price, by_rows in ((g, True), (f, False))]
         keys = np.unique(np.concatenate([rows * m + columns for rows, columns in pairs]))
         self.rows, self.columns = keys // m, keys % m
         self.costs = self._costs(self.rows, self.columns)
@@ -192,6 +175,14 @@ class _Basis:
         )  # fmt: skip
         self.pivots, self.by_rows = 0, True
         self.search()
+
+    @classmethod
+    def solved(cls, cost: PointCost, p: Tensor, q: Tensor, f: Tensor, g: Tensor) -> _Basis:
+        """The optimum, or what is reached in so many pivots; from potentials (f, g)."""
+        basis = cls(cost, p, q, f, g)
+        while basis.pivots >= 0 and basis.add_cells():
+            basis.search()
+        return basis
 
     @property
     def f(self) -> Tensor:
@@ -215,15 +206,15 @@ class _Basis:
     def add_cells(self) -> bool:
         """Search all pairs for cells of negative reduced cost and list them; return whether there are any.
 
-        Calls search for the worst cells of each row and of each column in turn. Listed cells of large reduced cost go.
+        Calls search for the worst cells of each row and of each column in turn.
         """
-        rows, columns = self._near(self.f, self.g, by_rows=self.by_rows, count=MORE_CELLS)
+        prices = (self.f, self.g) if self.by_rows else (self.g, self.f)
+        rows, columns = self._near(*prices, by_rows=self.by_rows, count=MORE_CELLS)
         self.by_rows = not self.by_rows
         costs, f, g = self._costs(rows, columns), self.f.numpy()[rows], self.g.numpy()[columns]
         missing = costs - f - g < -ROUNDING * (costs + np.abs(f) + np.abs(g))
-        near = self._reduced(self.f, self.g) <= 2 * self.cutoff
         old, new = (self.rows, self.columns, self.costs), (rows, columns, costs)
-        cells = (np.concatenate([listed[near], more[missing]]) for listed, more in zip(old, new, strict=True))
+        cells = (np.concatenate([listed, more[missing]]) for listed, more in zip(old, new, strict=True))
         self.rows, self.columns, self.costs = cells
         return bool(missing.any())
 
@@ -238,16 +229,20 @@ class _Basis:
         ends = np.minimum(nodes, above), np.maximum(nodes, above) - n
         return torch.from_numpy(ends[0]), torch.from_numpy(ends[1]), torch.from_numpy(moved[nodes])
 
-    def _near(self, f: Tensor, g: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the cells of least reduced cost, at most `count` for each row, or for each column."""
+    def _near(self, own: Tensor | None, other: Tensor, *, by_rows: bool, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the cells of least reduced cost, at most `count` for each row, or for each column.
+
+        Only those of negative reduced cost, or with no potentials of its own side all.
+        """
         from otloss._kernels._threads import run_on_threads
         from otloss._kernels.cloud_simplex import NONE, near_cells
         from otloss._kernels.softmin import BLOCK, ROWS, tasks
 
-        x, y, price = (self.x, self.y, g) if by_rows else (self.y, self.x, f)
+        x, y = (self.x, self.y) if by_rows else (self.y, self.x)
         numbered = np.concatenate([y.T, np.arange(len(y))[None]])
         places = np.empty((len(x), count), np.int64)
-        arguments = (x, numbered, price.numpy(), self.cutoff, self.metric, places, np.empty(places.shape))
+        above = np.full(len(x), np.inf) if own is None else own.numpy()
+        arguments = (x, numbered, other.numpy(), above, self.metric, places, np.empty(places.shape))
         run_on_threads(near_cells, tasks(len(x), 1, ROWS * BLOCK), arguments)
         mine, their_place = np.nonzero(places != NONE)
         theirs = places[mine, their_place]
