@@ -1,9 +1,9 @@
 """Balanced Sinkhorn for a batch of dense problems on a CPU: scaling form, one problem per thread at a time.
 
-With p, q over their mass and potentials f, g the plan is `P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon)`. It is held
-as `P_ij = U_i G_ij V_j`, where `G_ij = exp((alpha_i + beta_j - C_ij) / epsilon)` has the potentials absorbed so far,
-and U = p, V = q right after an absorption. At a solution no entry of G is above `1 / max(p_i, q_j)`, so it does not
-overflow, and light bins have entries as large as those of others: their potentials are as accurate.
+With p, q over their mass M and potentials f, g the plan is `P_ij = M p_i q_j exp((f_i + g_j - C_ij) / epsilon)`. P / M
+is held as `P_ij = U_i G_ij V_j`, where `G_ij = exp((alpha_i + beta_j - C_ij) / epsilon)` has the potentials absorbed so
+far, and U = p, V = q right after an absorption. At a solution no entry of G is above `1 / max(p_i, q_j)`, so it does
+not overflow, and light bins have entries as large as those of others: their potentials are as accurate.
 
     absorb      alpha = softmin(beta), G from it: an exact update of f, with its exponents in float64
     iterate     U = p / (G V),  V = q / (G^T U), over-relaxed: see `sinkhorn_steps`
@@ -334,10 +334,6 @@ def _write_potentials(
         # Light bins of both sides: the potentials from heavy bins alone would let them exchange more than they hold.
         extend(cost, n >= 0, columns, m, p, inverse_p, mass - mass, f, epsilon, g, work)
         extend(cost, n < 0, rows, n, q, inverse_q, mass - mass, g, epsilon, f, work)
-    # The plan of the shares is one of mass one; f + g of the plan of mass M is less by epsilon log M.
-    shift = epsilon * math.log(mass)
-    for i in range(f.shape[0]):
-        f[i] -= shift
 
 
 @inner()

@@ -2,13 +2,13 @@
 
 Envelope. At the optimum the dual does not change with its potentials, so only its explicit dependence counts:
 
-    dV/dp = f,   dV/dq = g,   dV/dC = P,   dV/depsilon = KL(P | p q^T)
+    dV/dp = f,   dV/dq = g,   dV/dC = P,   dV/depsilon = KL(P | p q^T / M)
 
 and, with a marginal penalty rho, `dV/dp_i = rho (1 - exp(-f_i / rho)) - epsilon (exp(-f_i / rho) - mass of q)`.
 These are first derivatives, exact at convergence, and hold no history of the iterations.
 
 Implicit. At the solution (f, g) of an entropic problem write a = (f' - f) / epsilon and b = (g' - g) / epsilon for the
-solution f', g' of a changed problem, and G = exp((f + g - C) / epsilon). Balanced, they solve
+solution f', g' of a changed problem, and G = exp((f + g - C) / epsilon), balanced over the mass. Balanced, they solve
 
     a = -log(G (q e^b)),   b = -log(G^T (p e^a))
 
@@ -149,7 +149,7 @@ class ImplicitSolution(EntropicSolution):
             return self.plan_of_equations
         (f, g), problem = self.with_graph, self.problem
         p, q, epsilon, matrix = (t.to(f) for t in (problem.p, problem.q, problem.epsilon, problem.cost.dense()))
-        ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()
+        ratio = ratio_of(problem, f, g, p, epsilon, matrix)
         return p.unsqueeze(-1) * ratio * q.unsqueeze(-2)
 
     @cached_property
@@ -169,7 +169,7 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     wide = torch.float64 if has_float64(f.device) else f.dtype
     f, g, p, q, epsilon = (t.to(wide) for t in (f, g, problem.p, problem.q, problem.epsilon))
     matrix = problem.cost.dense().to(wide)
-    ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()  # G
+    ratio = ratio_of(problem, f, g, p, epsilon, matrix)
     equations = _Equations(epsilon.unsqueeze(-1), problem.marginal_penalty, is_differentiated(p, q))
     if p.shape[-1] >= q.shape[-1]:
         a, b = equations.newton(ratio, (p, q), (f, g))
@@ -179,6 +179,12 @@ def with_implicit_derivatives(solution: EntropicSolution) -> ImplicitSolution:
     f, g = f + epsilon.unsqueeze(-1) * a, g + epsilon.unsqueeze(-1) * b
     value = _dual(problem, f, g, plan)
     return ImplicitSolution(problem, solution.search, solution.tolerance, value, (f, g), plan)
+
+
+def ratio_of(problem: Problem, f: Tensor, g: Tensor, p: Tensor, epsilon: Tensor, matrix: Tensor) -> Tensor:
+    """Return G, P over p q^T."""
+    ratio = ((f.unsqueeze(-1) + g.unsqueeze(-2) - matrix) / epsilon[..., None, None]).exp()
+    return ratio if problem.marginal_penalty is not None else ratio / p.sum(-1)[..., None, None]
 
 
 def _dual(problem: Problem, f: Tensor, g: Tensor, plan: Tensor) -> Float[Tensor, "*batch"]:

@@ -1,7 +1,7 @@
 """The implicit function theorem between the cells of large grids: products along the axes, and conjugate gradients.
 
-With G = exp((f + g - C) / epsilon), R = G diag(q), S = G^T diag(p), whose rows sum to one at the solution, changes of
-the weights change the potentials by epsilon a and epsilon b,
+With G = exp((f + g - C) / epsilon) / M, M the mass, R = G diag(q), S = G^T diag(p), whose rows sum to one at the
+solution, changes of the weights change the potentials by epsilon a and epsilon b,
 
     (I - S R) b = S G dq - G^T dp,    a = -R b - G dq,    <q, b> = 0
 
@@ -24,6 +24,7 @@ from otloss._autograd import once_only
 from otloss._checks import has_tangent
 from otloss.costs import GridCost
 from otloss.costs.grid import LEAST_EXPONENT, SHIFT
+from otloss.solvers.entropic.log_domain import of_masses
 from otloss.solvers.problem import Problem
 
 LEAST_CELLS = 512  # fewer are solved as dense systems, with third derivatives
@@ -90,6 +91,7 @@ class _Equations:
         cost, epsilon = problem.cost, problem.epsilon.detach().double()
         assert isinstance(cost, GridCost)
         p, q = (w.detach().double() for w in (problem.p, problem.q))
+        f = of_masses(problem, f)
         return _Equations(_Product(cost, f, g, epsilon), _Product(cost, g, f, epsilon), p, q)
 
     def solve(self, right: Tensor) -> Tensor:

@@ -1,11 +1,13 @@
 """Pose: what the user gave becomes one checked `Problem`, here and nowhere else.
 
-    min over P >= 0 of  <C, P> + epsilon KL(P | p q^T)    and  P 1 = p, P^T 1 = q                    (balanced)
+    min over P >= 0 of  <C, P> + epsilon KL(P | p q^T / M)    and  P 1 = p, P^T 1 = q           (balanced)
                                                   or  P 1 <= p, P^T 1 <= q, sum P = mass         (partial)
                                                   or  + rho KL(P 1 | p) + rho KL(P^T 1 | q)      (unbalanced)
 
-Exact transport is epsilon = 0. A matrix may have negative entries and +inf; `otloss.solvers.reductions` turns such
-problems, and those of a part of the mass, into balanced ones with costs that are finite and at least 0.
+For a mass M of p and q the balanced entropy is that against p q^T / M: the value is M times that of p / M and q / M,
+and a mass that is one up to rounding adds nothing, however large epsilon is. Exact transport is epsilon = 0. A matrix
+may have negative entries and +inf; `otloss.solvers.reductions` turns such problems, and those of a part of the mass,
+into balanced ones with costs that are finite and at least 0.
 
 Balanced transport needs equal masses, and float sums never agree to the last bit. Masses that agree within
 `MASS_TOLERANCE` are rescaled to their mean, both sides alike, so that d(p, q) = d(q, p); larger differences are an

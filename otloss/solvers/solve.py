@@ -158,9 +158,10 @@ def sinkhorn(
     start: tuple[Tensor, Tensor] | None = None,
     impl: str = "auto",
 ) -> Float[Tensor, "*batch"]:
-    """Return the entropic transport cost, min over plans P of `<C, P> + epsilon sum P log(P / p q^T)`, per problem.
+    """Return the entropic transport cost, min over plans P of `<C, P> + epsilon KL(P | p q^T / M)`, per problem.
 
-    The sum is `KL(P | p q^T)`; masses other than one would add `mass^2 - mass` to the latter, which no plan can change.
+    M is the mass of p and of q, so the value is M times that of p / M and q / M, and a mass that is one up to rounding
+    adds nothing at a large epsilon.
 
     Args:
         p: (..., n) weights >= 0, or None for 1 / n each. The leading axes of p, q and the cost broadcast.

@@ -1,12 +1,11 @@
 """Entropic transport: the potentials of a reduced problem, and its solution.
 
-    value = min over P >= 0 of  <C, P> + epsilon KL(P | p q^T)  and  P 1 = p, P^T 1 = q              (balanced)
+    value = min over P >= 0 of  <C, P> + epsilon KL(P | p q^T / M)  and  P 1 = p, P^T 1 = q          (balanced)
                                                   or  + rho KL(P 1 | p) + rho KL(P^T 1 | q)      (unbalanced)
 
-with `KL(a | b) = sum a log(a / b) - a + b` and rho the option `marginal_penalty`. Balanced, where both masses are
-given, the last two terms of KL are a constant, and left out. The optimal plan is
-`P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon)`, where the potentials solve, with
-`softmin(g)_i = -epsilon log sum_j q_j exp((g_j - C_ij) / epsilon)`,
+with `KL(a | b) = sum a log(a / b) - a + b`, rho the option `marginal_penalty`, and M the mass of p and q if balanced,
+else one. The optimal plan is `P_ij = p_i q_j / M exp((f_i + g_j - C_ij) / epsilon)`, where the potentials solve, with
+`softmin(g)_i = -epsilon log sum_j q_j / M exp((g_j - C_ij) / epsilon)`,
 
     f = k softmin(g),  g = k softmin(f),     k = 1, or rho / (rho + epsilon)
 

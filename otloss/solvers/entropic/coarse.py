@@ -57,6 +57,7 @@ from otloss.solvers.entropic.log_domain import (
     Sweep,
     in_float64,
     iterate_in_logs,
+    of_masses,
 )
 from otloss.solvers.implicit_grid import suits_axes
 from otloss.solvers.problem import Problem, has_float64
@@ -346,7 +347,7 @@ class _ClusterSearch:
     def run(self, epsilon: float, *, tolerance: float, most: int) -> None:
         self.sweep = self.sweep.at(self.g.new_tensor(epsilon))
         self.sums, self.by_pairs = None, False
-        weights = self.sweep.log_q.exp()
+        weights = self.sweep.problem.q.detach().to(self.g.dtype)
         history = _Anderson(weights.sqrt())
         least, halved, since = float("inf"), float("inf"), 0
         for _ in range(most):
@@ -398,7 +399,9 @@ class _ClusterSearch:
     def _through_grid(self, f: Tensor, g: Tensor, share: float, *, is_bound: bool) -> GaussianSums | None:
         cost = self.sweep.problem.cost
         assert isinstance(cost, PointCost)
-        return cost.sums_near(f, g, epsilon=float(self.sweep.epsilon), share=share, is_bound=is_bound)
+        return cost.sums_near(
+            of_masses(self.sweep.problem, f), g, epsilon=float(self.sweep.epsilon), share=share, is_bound=is_bound
+        )
 
     def _updates_of(self, sums: GaussianSums, g: Tensor) -> tuple[Tensor, Tensor] | None:
         sweep = self.sweep

@@ -136,6 +136,23 @@ def _steps(problem: Problem) -> list[Tensor]:
     return steps
 
 
+def log_weights(problem: Problem, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Return log p and log q; in balanced problems, of the shares p / M and q / M of their mass M."""
+    p, q = (w.detach().to(dtype) for w in (problem.p, problem.q))
+    if problem.marginal_penalty is None:
+        tiny = torch.finfo(dtype).tiny
+        p, q = (w / w.sum(-1, keepdim=True).clamp(min=tiny) for w in (p, q))
+    return p.log(), q.log()
+
+
+def of_masses(problem: Problem, f: Tensor) -> Tensor:
+    """Return the f with which `P_ij = p_i q_j exp((f_i + g_j - C_ij) / epsilon)`; less by epsilon log M if balanced."""
+    if problem.marginal_penalty is not None:
+        return f
+    mass = problem.p.detach().to(f.dtype).sum(-1).clamp(min=torch.finfo(f.dtype).tiny)
+    return f - (problem.epsilon.detach().to(f.dtype) * mass.log()).unsqueeze(-1)
+
+
 @dataclass(frozen=True)
 class Sweep:
     """The two updates of a problem at one epsilon.
@@ -143,7 +160,7 @@ class Sweep:
     Attributes:
         problem: whose graph is not followed.
         transposed: its cost the other way; a matrix is laid out for it once, and not in every soft minimum.
-        log_p, log_q: in the dtype of the potentials.
+        log_p, log_q: of the weights; balanced, of their shares of the mass. In the dtype of the potentials.
         epsilon: (..., 1) likewise.
         damping: (..., 1), the k of `otloss.solvers.entropic`; 1 for balanced problems.
     """
@@ -160,11 +177,11 @@ class Sweep:
         # On a CPU potentials of float32 costs are kept in float64: f / epsilon would carry f's rounding in full.
         dtype = torch.float64 if problem.p.device.type == "cpu" else problem.cost.dtype
         epsilon = problem.epsilon.to(dtype).unsqueeze(-1)
-        p, q = problem.p.detach().to(dtype), problem.q.detach().to(dtype)
+        p, q = log_weights(problem, dtype)
         transposed = problem.cost.T
         if isinstance(transposed, DenseCost):
             transposed = DenseCost(transposed.matrix.detach().contiguous())
-        return Sweep(problem, transposed, p.log(), q.log(), epsilon, epsilon).at(problem.epsilon)
+        return Sweep(problem, transposed, p, q, epsilon, epsilon).at(problem.epsilon)
 
     def at(self, epsilon: Tensor) -> Sweep:
         width = epsilon.detach().to(self.log_p.dtype).unsqueeze(-1)

@@ -76,7 +76,7 @@ def settled_search(problem: Problem, result: SearchResult, chosen: Bool[Tensor, 
 def _settled(problem: Problem, result: SearchResult, chosen: Tensor, goal: Goal) -> SearchResult:
     g = result.g[chosen].cpu().double()
     sweep = Sweep.of(problem)
-    dual, q = _Dual.of(problem, sweep), sweep.log_q.exp()
+    dual, q = _Dual.of(problem, sweep), problem.q
     b = g / sweep.epsilon
     done = torch.zeros(problem.batch, dtype=torch.int64, device=g.device)
     for _ in range(min(SETTLING_STEPS, goal.most)):
@@ -143,8 +143,7 @@ def _run(problem: Problem, g: Tensor, plans: Tensor | None, goal: Goal) -> tuple
     rho, cost = problem.marginal_penalty, problem.cost
     p, q = problem.p, problem.q
     if rho is None:
-        mass = p.sum(-1, keepdim=True)
-        p, q = p / mass, q / mass
+        p, q = (w / w.sum(-1, keepdim=True) for w in (p, q))
     count, (n, m) = len(p), cost.shape
     cells = np.empty((count, 2, 0), np.int64) if plans is None else plans.numpy()
     by_row, by_column = (torch.arange(size, device="cpu") for size in (n, m))
@@ -168,8 +167,6 @@ def _run(problem: Problem, g: Tensor, plans: Tensor | None, goal: Goal) -> tuple
     )  # fmt: skip
     run_on_threads(newton_problems, count, arguments)
     f, g = (torch.empty_like(t).index_copy_(1, order, t) for t, order in ((f, by_row), (g, by_column)))
-    if rho is None:
-        f = f - (problem.epsilon * mass.squeeze(-1).log()).unsqueeze(-1)
     return f, g, torch.from_numpy(outcome[:, ERROR]), torch.from_numpy(outcome[:, ITERATIONS]).long()
 
 

@@ -4,10 +4,10 @@ All of it is made of soft minima and products, so that costs without a matrix st
 `D = f.p + g.q - epsilon (sum P - mass)`; unbalanced, `rho (1 - exp(-f / rho))` stands in place of f, and of g, and
 mass_p mass_q in place of the mass.
 
-The gap needs a plan that keeps the marginals. Where f is an exact update the rows of P are right, and only its
-columns are off. With `y = min(1, q / P^T 1)` the plan `A = P diag(y)` is too small everywhere. The missing mass, r in
-the rows and s in the columns, d in all, is moved by `B = r s^T / d`. A + B is feasible, and by the convexity of the
-entropy
+The gap needs a plan that keeps the marginals (M, their mass, is one here). Where f is an exact update the rows of P are
+right, and only its columns are off. With `y = min(1, q / P^T 1)` the plan `A = P diag(y)` is too small everywhere. The
+missing mass, r in the rows and s in the columns, d in all, is moved by `B = r s^T / d`. A + B is feasible, and by the
+convexity of the entropy
 
     primal(A + B) <= <C, A> + epsilon sum A log(A / (t p q^T)) + <C, B> + epsilon sum B log(B / ((1 - t) p q^T)) + ...
 
@@ -28,7 +28,7 @@ from torch import Tensor
 
 from otloss._autograd import Unchanged
 from otloss.solvers.bounds import lower_bound, upper_bound
-from otloss.solvers.entropic.log_domain import SearchResult, Sweep, in_float64
+from otloss.solvers.entropic.log_domain import SearchResult, Sweep, in_float64, of_masses
 from otloss.solvers.problem import Problem
 
 _PLAN_BLOCK_ENTRIES = 2**20  # of a block of the plan; several arrays of it are alive
@@ -144,7 +144,7 @@ class EntropicSolution:
         problem, (f, g) = self.problem, self.potentials
         epsilon, rho = problem.epsilon.detach().to(f.dtype), problem.marginal_penalty
         if rho is None:
-            return f, g - epsilon.unsqueeze(-1)  # the latter from the mass of the plan
+            return f, g
         mass_p, mass_q = (w.detach().to(f.dtype).sum(-1) for w in (problem.p, problem.q))
         return _weight_gradient(f, mass_q, epsilon, rho), _weight_gradient(g, mass_p, epsilon, rho)
 
@@ -158,7 +158,7 @@ class EntropicSolution:
             return (upstream[..., None, None] * self.search.plan,)
         log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
         epsilon = problem.epsilon.detach().to(f.dtype)
-        return problem.cost.plan_gradients(f, g, log_p, log_q, epsilon=epsilon, upstream=upstream)
+        return problem.cost.plan_gradients(of_masses(problem, f), g, log_p, log_q, epsilon=epsilon, upstream=upstream)
 
 
 def solution_of(problem: Problem, search: SearchResult, tolerance: float) -> EntropicSolution:
@@ -203,13 +203,13 @@ def dual_value(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"
 def column_marginal(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
     """P^T 1."""
     sweep = Sweep.of(problem)
-    return sweep.log_q.exp() * ((g - sweep.softmin_columns(f)) / sweep.epsilon).exp()
+    return problem.q.detach().to(g.dtype) * ((g - sweep.softmin_columns(f)) / sweep.epsilon).exp()
 
 
 def row_marginal(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
     """P 1."""
     sweep = Sweep.of(problem)
-    return sweep.log_p.exp() * ((f - sweep.softmin_rows(g)) / sweep.epsilon).exp()
+    return problem.p.detach().to(f.dtype) * ((f - sweep.softmin_rows(g)) / sweep.epsilon).exp()
 
 
 def linear_cost(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch"]:
@@ -235,7 +235,7 @@ def plan_blocks(problem: Problem, f: Tensor, g: Tensor) -> Any:
     """Yield (slice of rows, P there, C there), in the dtype of the potentials."""
     n, m = problem.cost.shape
     log_p, log_q = (w.detach().to(f.dtype).log() for w in (problem.p, problem.q))
-    epsilon = problem.epsilon.detach().to(f.dtype)[..., None, None]
+    f, epsilon = of_masses(problem, f), problem.epsilon.detach().to(f.dtype)[..., None, None]
     step = max(1, _PLAN_BLOCK_ENTRIES // max(1, m * problem.batch.numel()))
     for start in range(0, n, step):
         part = slice(start, min(start + step, n))
@@ -258,7 +258,7 @@ def duality_gap(problem: Problem, f: Tensor, g: Tensor) -> Float[Tensor, "*batch
 def _rounding(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """log y, and the masses r and s that `P diag(y)` lacks in its rows and columns."""
     sweep = Sweep.of(problem)
-    p, q = sweep.log_p.exp(), sweep.log_q.exp()
+    p, q = problem.p.detach().to(f.dtype), problem.q.detach().to(f.dtype)
     log_ratio = (sweep.softmin_columns(f) - g) / sweep.epsilon  # of q to P^T 1
     log_y = log_ratio.clamp(max=0.0)
     columns = torch.minimum(q, q * (-log_ratio).exp())
@@ -285,7 +285,7 @@ def _gap_balanced(problem: Problem, f: Tensor, g: Tensor) -> Tensor:
     lack, mass = (r.sum(-1) + s.sum(-1)) / 2, p.sum(-1)
     share = (lack / mass.clamp(min=torch.finfo(mass.dtype).tiny)).clamp(max=1.0)
     spread = torch.xlogy(r, r / p).nan_to_num(nan=0.0).sum(-1) + torch.xlogy(s, s / q).nan_to_num(nan=0.0).sum(-1)
-    entropy = spread - torch.xlogy(lack, lack) - torch.xlogy(lack, share)
+    entropy = spread - 2 * torch.xlogy(lack, share)
     # The dual's own terms are left out of both sides, so that what remains is small where the gap is.
     kept = -(f * r).sum(-1) - (g * s).sum(-1) + epsilon * (log_y * (q - s)).sum(-1)
     kept = kept - epsilon * torch.xlogy(mass - lack, 1 - share)

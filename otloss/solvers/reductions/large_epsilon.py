@@ -1,18 +1,15 @@
 """Problems with an epsilon far above all costs: the limit is reached, and float32 cannot hold the potentials.
 
-Potentials are epsilon log(...). Epsilon is capped at 1e8 times the largest cost in balanced problems; beyond it the
-plan equals p q^T / M to rounding, M the mass, so each unit of epsilon above the cap adds KL = -M log M to the value,
-which is 0 for M = 1. Float32 problems above 10 times the largest cost are solved in float64.
+Potentials are epsilon log(...). Epsilon is capped at 1e8 times the largest cost in balanced problems: beyond it the
+plan equals p q^T / M to rounding, M the mass, so neither plan nor value changes. Float32 problems above 10 times the
+largest cost are solved in float64.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import torch
-from jaxtyping import Float
-from torch import Tensor
 
 from otloss.solvers.problem import Problem, Settings, has_float64, of_equal_mass
 from otloss.solvers.reductions.way_back import WayBack
@@ -33,13 +30,9 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
         return None
     if not bool(((epsilon > WIDE_FROM * highest) & (highest > 0)).any()):
         return None
-    way_back = WayBack()
     if problem.marginal_penalty is None:
         # Beyond the cap the plan moves by less than 1e-8 of the mass; rounding would grow.
         capped = torch.where(highest > 0, torch.minimum(problem.epsilon, CAP * highest), problem.epsilon)
-        wide = torch.float64 if has_float64(capped.device) else capped.dtype
-        log_mass = problem.p.detach().to(wide).sum(-1).clamp(min=torch.finfo(wide).tiny).log()
-        way_back = _AboveCap((capped - problem.epsilon).to(wide) * log_mass, problem.p.detach().sum(-1))
         problem = dataclasses.replace(problem, epsilon=capped)
     if problem.cost.dtype == torch.float32 and has_float64(problem.cost.device):
         p, q = problem.p.double(), problem.q.double()
@@ -50,23 +43,4 @@ def reduce(problem: Problem, settings: Settings) -> tuple[Problem, WayBack] | No
             cost=problem.cost.to(torch.float64),
             epsilon=problem.epsilon.double(),
         )
-    return problem, way_back
-
-
-@dataclass(frozen=True)
-class _AboveCap(WayBack):
-    """The way back from a capped epsilon.
-
-    Attributes:
-        shift: (...), -log M times the epsilon above the cap, which potentials lack.
-        mass: (...), M.
-    """
-
-    shift: Float[Tensor, "*batch"]
-    mass: Float[Tensor, "*batch"]
-
-    def value(self, value: Tensor) -> Tensor:
-        return value + (self.shift * self.mass).to(value.dtype)
-
-    def potentials(self, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-        return f + self.shift.to(f.dtype).unsqueeze(-1), g
+    return problem, WayBack()

@@ -11,7 +11,7 @@ Its potentials f', g' give the derivatives. More mass in bin i of p is more in t
     dV/dp_i = f'_i + g'_dummy    dV/dq_j = g'_j + f'_dummy    dV/dmass = -(f'_dummy + g'_dummy)    dV/dC = P
 
 which no constant moved from f' to g' changes. The entropic problem is that of p', q' and C': its KL also counts what
-stays, and adds -epsilon to dV/dp_i and dV/dq_j, and +epsilon to dV/dmass, from the mass of the dummy bins.
+stays.
 Source: L. Chapel, M. Alaya, G. Gasso, Partial Optimal Transport with Applications on Positive-Unlabeled Learning, 2020.
 """
 
