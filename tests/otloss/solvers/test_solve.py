@@ -343,10 +343,10 @@ def test_values_of_any_mass_at_an_epsilon_beyond_reason(mass: float) -> None:
         (by_epsilon,) = torch.autograd.grad(answer.value, epsilon)
         torch.testing.assert_close(by_epsilon, torch.zeros_like(epsilon), rtol=0, atol=1e-9)
         torch.testing.assert_close(answer.value.detach(), (matrix * product).sum(), rtol=1e-5, atol=0)
-        torch.testing.assert_close(answer.dual_value, answer.value.detach(), rtol=1e-7, atol=0)
+        torch.testing.assert_close(answer.dual_value, answer.value.detach(), rtol=1e-5, atol=0)
         torch.testing.assert_close(answer.linear_cost.detach(), (matrix * product).sum(), rtol=1e-5, atol=0)
         f, g = (t.detach() for t in answer.potentials)
-        torch.testing.assert_close(mass * (f @ p + g @ q), answer.value.detach(), rtol=1e-7, atol=0)
+        torch.testing.assert_close(mass * (f @ p + g @ q), answer.value.detach(), rtol=1e-5, atol=0)
 
 
 def test_masses_that_are_one_up_to_rounding_add_nothing() -> None:
