@@ -182,8 +182,8 @@ def run_tests(tests: Sequence[str]) -> int:
     return int(pytest.main([*options, *tests]))
 
 
-def in_fork(limit: float, tests: Sequence[str], mutated: Mutated | None, log: Path, modules: Path | None = None) -> int:
-    """Return whether the tests fail on the mutant (without one: whether they pass), or take longer than the limit."""
+def in_fork(limit: float, tests: Sequence[str], mutated: Mutated, log: Path, modules: Path | None = None) -> int:
+    """Return KILLED if the tests fail on the mutant, or take longer than the limit in seconds, else SURVIVED."""
     child = os.fork()
     if not child:
         status = BROKEN
@@ -192,9 +192,8 @@ def in_fork(limit: float, tests: Sequence[str], mutated: Mutated | None, log: Pa
             output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(output, 1)
             os.dup2(output, 2)
-            if mutated:
-                sys.meta_path.insert(0, mutated)
-                importlib.import_module(mutated.name)
+            sys.meta_path.insert(0, mutated)
+            importlib.import_module(mutated.name)
             status = run_tests(tests)
             if modules:
                 modules.write_text("\n".join(sys.modules))
@@ -233,11 +232,12 @@ def examine(entry: str, tests: Sequence[str], sample: int, seed: int, folder: Pa
     chosen = random.Random(seed).sample(pairs, min(sample, len(pairs)))
     modules = folder / "modules"
     log = folder / "log"
-    if in_fork(900, tests, None, log, modules):
+    unchanged = Mutated(files[0], ast.parse(files[0].read_text(encoding="utf-8")))
+    if in_fork(900, tests, unchanged, log, modules):
         sys.exit(f"{entry}: the tests fail without a change:\n{log.read_text()[-3000:]}")
     import_libraries(modules.read_text().splitlines())
     start = time.monotonic()
-    if in_fork(900, tests, None, log):
+    if in_fork(900, tests, unchanged, log):
         sys.exit(f"{entry}: the tests fail after imports in advance:\n{log.read_text()[-3000:]}")
     seconds = time.monotonic() - start
     print(f"{entry}: {len(pairs)} mutants, {len(chosen)} of them tested, {seconds:.1f} s without a change", flush=True)
