@@ -2,8 +2,8 @@
 single_problems, matching, gradients, boosting, first_calls, or all.
 
 hard_clouds (with options of its own), ordinal and ordinal_loss (with packages of the extra "peers"), mathematics,
-number_regression, place_values, ratings, scaling_clouds and word_similarity run only by name: ordinal and mathematics
-train for an hour and more.
+number_regression, objectives, place_values, ratings, scaling_clouds and word_similarity run only by name: objectives,
+ordinal and mathematics train for an hour and more.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ BENCHMARKS = (
     "boosting", "first_calls",
 )  # fmt: skip
 BY_NAME = (
-    "hard_clouds", "ordinal", "ordinal_loss", "mathematics", "number_regression", "place_values", "ratings",
+    "hard_clouds", "ordinal", "ordinal_loss", "mathematics", "number_regression", "objectives", "place_values",
+    "ratings",
     "scaling_clouds", "word_similarity",
 )  # fmt: skip
 

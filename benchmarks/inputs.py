@@ -21,6 +21,7 @@ INPUTS = {
     "gpu": (("text/{text}.txt", TOKENIZER), "labels follow a Zipf law"),
     "numbers": (("math/gsm8k-train.jsonl", TOKENIZER), "it is skipped"),
     "mathematics": (("math",), "it is skipped"),
+    "objectives": (("models/stories260K", "text/warandpeace.txt"), "it is skipped"),
     "ratings": (("models/stories260K",), "it has the models from scratch alone"),
     "word_similarity": (("words/glove_twitter_25d.npz", "models/stories260K"), "it is skipped"),
     "ordinal": (("ordinal/ben-david", "ordinal/gagolews"), "it has the sets of scikit-learn and statsmodels alone"),

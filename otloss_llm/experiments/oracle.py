@@ -110,6 +110,7 @@ class Oracle:
         start_steps, start_batch, start_learning_rate: of the start, by maximum likelihood from random weights.
         steps, batch, learning_rate: of the training with the objective.
         texts: of the source for the recall, and of each student at each temperature for the precision.
+        text_scores: MAUVE, overlap and ROUGE at temperature 1, beside the divergences.
     """
 
     source: str
@@ -128,6 +129,7 @@ class Oracle:
     start: str | None = None
     train_texts: int | None = None
     lora_rank: int | None = None
+    text_scores: bool = True
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("student_layers", "start_steps", "start_batch", "steps", "batch"), 1)
@@ -189,7 +191,8 @@ def run_oracle(
         seed, the fields of `Frontier`, "entropy", "cross_entropy" and "reverse_cross_entropy" at each temperature. At
         temperature 1 (if measured there) it has, with features of the source, "mauve", "neighbour_precision",
         "neighbour_recall" and "cluster_js", whose values for two samples of the source are "overlap_ceiling", and
-        "rouge_1" and "rouge_l" of its continuations of the source's texts, whose own are "rouge_ceiling".
+        "rouge_1" and "rouge_l" of its continuations of the source's texts, whose own are "rouge_ceiling". Without
+        `oracle.text_scores` none of these is there.
 
     Raises:
         ValueError: an unknown arm, texts longer than the source's context, a source without a beginning of text, a
@@ -207,7 +210,8 @@ def run_oracle(
     if context is not None and oracle.length > context:
         raise ValueError(f"length is {oracle.length}, more than the source's context of {context} tokens; lower it.")
     arms = [OracleArm.parse(text, embeddings) for text in oracle.arms]
-    kept = {key: value for key, value in asdict(oracle).items() if key not in ("arms", "seeds", "temperatures")}
+    later_added = ("arms", "seeds", "temperatures", "text_scores")
+    kept = {key: value for key, value in asdict(oracle).items() if key not in later_added}
     for later in ("start", "train_texts", "lora_rank"):  # Folders of earlier versions do not have these fields.
         if kept[later] is None:
             del kept[later]
@@ -254,6 +258,8 @@ def _run(
     def features() -> tuple[np.ndarray, np.ndarray]:
         return _features(source, texts["test"]), _features(source, texts["ceiling"])
 
+    if not oracle.text_scores:
+        return {"settings": asdict(oracle), "runs": runs}
     ceiling = once(folder / "mauve-ceiling.json", lambda: _mauve(*features()))
     overlap = once(folder / "overlap-ceiling.json", lambda: _overlap(*features()))
     rouge_ceiling = once(folder / "rouge-ceiling.json", lambda: _rouge(source, tokenizer, texts["test"], seed=0))
@@ -370,7 +376,7 @@ def _measure(oracle: Oracle, own: Path, source: Any, tokenizer: Any, test: Tenso
     points = [once(_divergence_file(own, t), functools.partial(at, t)) for t in oracle.temperatures]
     measured: dict[str, Any] = {name: [point[name] for point in points] for name in points[0]}
     measured["temperatures"] = list(oracle.temperatures)
-    if 1.0 in oracle.temperatures:
+    if oracle.text_scores and 1.0 in oracle.temperatures:
         measured |= once(own / "mauve.json", lambda: _mauve(*features()))
         measured |= once(own / "overlap.json", lambda: _overlap(*features()))
         measured |= once(own / "rouge.json", lambda: _rouge(student(), tokenizer, test, seed=1000 + seed))

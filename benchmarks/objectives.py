@@ -1,0 +1,309 @@
+"""Which objective helps where: ten of them on four experiments with a known source, each at its own learning rate.
+
+    python -m benchmarks objectives      # about 2 hours of one core; it resumes, and two processes share the work
+
+Text is sampled from a source model, so that divergences from it are known (`otloss_llm.experiments.oracle`). Trainings
+are kept in runs/objectives, and their measures in benchmarks/objectives.csv, a row for
+each experiment, objective, learning rate and seed. The most useful runs come first, so that an interrupted benchmark
+has a balanced table:
+
+1. every objective at a learning rate of 1e-3, seed by seed, at all temperatures;
+2. at 0.3 and 3 times that rate, one seed at temperature 1;
+3. where one of these has a lower KL(source || student) on validation text, that rate with all seeds and temperatures.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from filelock import FileLock, Timeout
+from transformers import LlamaConfig, LlamaForCausalLM, SchedulerType
+from transformers.utils import logging
+
+from benchmarks.measure import FOLDER, Settings, hardware, say
+from otloss_llm import MLE
+from otloss_llm.cli.arguments import ObjectiveTrainingArguments
+from otloss_llm.data import PackedBlocks
+from otloss_llm.data.text import read_texts
+from otloss_llm.evaluation.divergences import token_divergence
+from otloss_llm.experiments.measuring import once
+from otloss_llm.experiments.oracle import Oracle, run_oracle
+from otloss_llm.models.loading import load_model, load_tokenizer
+from otloss_llm.training.folders import read_json, replaced, write_json
+from otloss_llm.training.runs import DivergenceError, train_run
+
+sys.path.append(str(FOLDER.parent / "examples"))
+from docstring_corpus import docstring_corpus  # type: ignore[import-not-found,unused-ignore]
+
+NAME, START = "objectives", "models/stories260K"
+ARMS = (
+    "mle", "emo", "emo/random", "gem:0.7", "gem:0.9", "eaft", "dft", "power:0.5", "mle+smoothing:0.1", "mixce:0.5",
+)  # fmt: skip
+SEEDS, TEMPERATURES = (0, 1, 2), (1.2, 1.0, 0.9, 0.8, 0.65)
+LEARNING_RATE, RATES = 1e-3, (1.0, 0.3, 3.0)
+TEXTS = 128  # of the source, for the recall and for validation, and of each student at each temperature
+SECONDS = {"whole": 20, "short": 15, "source": 240}  # of one core, on the machine of the CSV
+FIELDS = (
+    "experiment", "arm", "rate", "seed", "validation",
+    *(f"{side} T={temperature:g}" for temperature in TEMPERATURES for side in ("forward", "reverse")),
+    "hardware", "torch",
+)  # fmt: skip
+FINE_TUNING: dict[str, Any] = {"length": 64, "steps": 200, "batch": 16}
+FROM_SCRATCH: dict[str, Any] = {"length": 64, "steps": 200, "batch": 16, "start_steps": 400, "start_batch": 16}
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A source, and students of it.
+
+    Attributes:
+        text: what the source is trained on, a key of `TEXTS_OF`.
+        steps, batch: of that training.
+        pretrained: source and students start from stories260K, and the cost of EMO has its rows. Otherwise the source
+            is a Llama of 4 layers and width 128, a student one of 2 layers, and the cost has the source's rows.
+        students: settings of `Oracle`.
+    """
+
+    name: str
+    text: str
+    steps: int
+    batch: int
+    pretrained: bool
+    students: dict[str, Any]
+
+    @property
+    def source(self) -> str:
+        return f"source-{self.text}-{self.steps}-{'pretrained' if self.pretrained else 'scratch'}"
+
+
+EXPERIMENTS = (
+    Experiment("few texts", "docstrings", 600, 16, True, FINE_TUNING | {"train_texts": 256}),
+    Experiment("larger model", "warandpeace", 2000, 8, False, FROM_SCRATCH),
+    Experiment("LoRA", "docstrings", 600, 16, True, FINE_TUNING | {"lora_rank": 4}),
+    Experiment("enough text", "docstrings", 600, 16, True, FINE_TUNING),
+)
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training of one student, and the temperatures that it is measured at."""
+
+    experiment: Experiment
+    arm: str
+    rate: float
+    seed: int
+    temperatures: tuple[float, ...] = TEMPERATURES
+
+    @property
+    def oracle_arm(self) -> str:
+        return "emo/all-but-the-top" if self.arm == "emo" and not self.experiment.pretrained else self.arm
+
+
+class Bench:
+    """The folder of all runs; `small` has sizes that only check that everything runs."""
+
+    def __init__(self, folder: Path, data: Path, *, small: bool = False) -> None:
+        self.folder, self.start, self.small = folder, str(data / START), small
+        self.data = data
+        self.arms = ARMS[:2] if small else ARMS
+        self.seeds = SEEDS[:2] if small else SEEDS
+        self.experiments = EXPERIMENTS[:2] if small else EXPERIMENTS
+
+    def steps(self, count: int) -> int:
+        return 2 if self.small else count
+
+    def home(self, experiment: Experiment, rate: float) -> Path:
+        return self.folder / f"{experiment.name.replace(' ', '-')}-rate{rate:g}"
+
+    def student(self, job: Job) -> Path:
+        """The folder that `run_oracle` gives this student."""
+        arm = job.oracle_arm.replace("/", "-").replace(":", "-")
+        return self.home(job.experiment, job.rate) / f"{arm}-seed{job.seed}"
+
+    def arguments(self, folder: Path) -> ObjectiveTrainingArguments:
+        return ObjectiveTrainingArguments(
+            output_dir=str(folder), use_cpu=True, disable_tqdm=True, save_strategy="no", report_to=[], seed=0
+        )
+
+    # ---- sources -----------------------------------------------------------------------------------------------------
+
+    def train_source(self, experiment: Experiment) -> None:
+        folder = self.folder / experiment.source
+        if (folder / "results.json").is_file():
+            return
+        say(f"the source {experiment.source}")
+        tokenizer = load_tokenizer(self.start)
+        rows = PackedBlocks.from_texts(self.documents(experiment.text), tokenizer, 128, progress=False)
+        args = self.arguments(folder)
+        args.max_steps, args.per_device_train_batch_size = self.steps(experiment.steps), experiment.batch
+        args.lr_scheduler_type, args.warmup_steps = SchedulerType.COSINE, max(1, args.max_steps // 20)
+        args.learning_rate = 1e-3 if experiment.pretrained else 3e-3
+        args.weight_decay, args.adam_beta2 = 0.1, 0.98
+        model = load_model(self.start) if experiment.pretrained else small_llama(tokenizer)
+        settings = {"blocks": rows.fingerprint}
+        train_run(model, tokenizer, rows, args=args, objective=MLE(), cost=None, settings=settings, bar="source")
+
+    def documents(self, text: str) -> list[str]:
+        if text == "docstrings":
+            return docstring_corpus("scipy.stats" if self.small else "scipy")
+        return read_texts(self.data / f"text/{text}.txt")
+
+    # ---- students ----------------------------------------------------------------------------------------------------
+
+    def oracle(self, job: Job) -> Oracle:
+        experiment, students = job.experiment, dict(job.experiment.students)
+        if experiment.pretrained:
+            students["start"] = self.start
+        elif job.rate != RATES[0]:  # the start that was trained for the first rate
+            students["start"] = str(self.home(experiment, RATES[0]) / "start-model")
+        for name in ("steps", "start_steps"):
+            if name in students:
+                students[name] = self.steps(students[name])
+        return Oracle(
+            source=str(self.folder / experiment.source), arms=(job.oracle_arm,), seeds=(job.seed,),
+            temperatures=job.temperatures, learning_rate=LEARNING_RATE * job.rate,
+            texts=20 if self.small else TEXTS, text_scores=False, **students,
+        )  # fmt: skip
+
+    def run(self, job: Job) -> None:
+        """Train and measure a student. A training that diverges is kept as failed."""
+        home = self.home(job.experiment, job.rate)
+        try:
+            run_oracle(self.oracle(job), home, self.arguments(home), say=lambda line: None)
+        except DivergenceError as error:
+            write_json(self.student(job) / "failed.json", {"error": str(error)})
+            return
+        once(self.student(job) / "validation.json", lambda: self.validation(job))
+
+    def validation(self, job: Job) -> dict[str, float]:
+        """KL(source || student) on text of the source that is not the test text, the least over temperatures."""
+        texts = np.load(self.home(job.experiment, job.rate) / "texts-ceiling.npy").tolist()
+        source, student = load_model(str(self.folder / job.experiment.source)), load_model(str(self.student(job)))
+        divergences = token_divergence(source, student, texts, q_temperatures=TEMPERATURES)
+        return {"forward": min(one.kl for one in divergences)}
+
+    def measures(self, job: Job) -> dict[str, float]:
+        """The measures that are kept: "validation" (infinite if the training failed), "forward T=1", ..."""
+        home = self.student(job)
+        if (home / "failed.json").is_file():
+            return {"validation": math.inf}
+        if not (home / "validation.json").is_file():
+            return {}
+        values = {"validation": read_json(home / "validation.json")["forward"]}
+        for temperature in TEMPERATURES:
+            path = home / f"divergence-T{temperature:g}.json"
+            if path.is_file():
+                point = read_json(path)
+                values |= {f"{side} T={temperature:g}": point[side] for side in ("forward", "reverse")}
+        return values
+
+    def lacks(self, job: Job) -> bool:
+        values = self.measures(job)
+        return values.get("validation") != math.inf and not all(
+            f"forward T={temperature:g}" in values for temperature in job.temperatures
+        )
+
+    # ---- the order of the runs ---------------------------------------------------------------------------------------
+
+    def jobs(self) -> Iterator[Job]:
+        """All jobs in their order; those of a best rate only once that is known."""
+        cells = [(experiment, arm) for arm in self.arms for experiment in self.experiments]
+        first, *others = RATES
+        for seed in self.seeds:
+            yield from (Job(*cell, first, seed) for cell in cells)
+        for rate in others:
+            yield from (Job(*cell, rate, 0, (1.0,)) for cell in cells)
+        for seed in self.seeds:
+            for cell in cells:
+                best = self.best_rate(*cell)
+                if best is not None and best != first:
+                    yield Job(*cell, best, seed)
+
+    def best_rate(self, experiment: Experiment, arm: str) -> float | None:
+        """The rate of the least divergence on validation text with the first seed; None until all are measured."""
+        values = {rate: self.measures(Job(experiment, arm, rate, 0)).get("validation") for rate in RATES}
+        known = {rate: value for rate, value in values.items() if value is not None}
+        return min(known, key=lambda rate: known[rate]) if len(known) == len(RATES) else None
+
+    def work(self, output: Path | None) -> None:
+        """Run what is missing. A process leaves out an experiment that another one is at, and comes back to it."""
+        while missing := [job for job in self.jobs() if self.lacks(job)]:
+            done = [self.turn(job, output) for job in missing if self.lacks(job)]
+            if not any(done):
+                time.sleep(5)
+        self.write(output)
+
+    def turn(self, job: Job, output: Path | None) -> bool:
+        """Run a job, unless another process is at its experiment."""
+        started = time.perf_counter()
+        try:
+            with FileLock(self.folder / f"{job.experiment.name}.lock", timeout=0):
+                with FileLock(self.folder / f"{job.experiment.source}.lock"):
+                    self.train_source(job.experiment)
+                self.run(job)
+        except Timeout:
+            return False
+        self.write(output)
+        seconds = time.perf_counter() - started
+        say(f"{job.experiment.name}, {job.arm}, rate {job.rate:g}, seed {job.seed}: {seconds:.0f} s")
+        return True
+
+    def write(self, output: Path | None) -> None:
+        """Write objectives.csv: a row for each student that was measured."""
+        if output is None:
+            return
+        rows = []
+        for experiment in self.experiments:
+            for arm in self.arms:
+                for rate in RATES:
+                    for seed in self.seeds:
+                        if values := self.measures(Job(experiment, arm, rate, seed)):
+                            row = {name: f"{value:.5f}" for name, value in values.items()}
+                            rows.append({"experiment": experiment.name, "arm": arm, "rate": rate, "seed": seed} | row)
+        machine = {"hardware": hardware(), "torch": torch.__version__}
+        with replaced(output / f"{NAME}.csv") as partial, partial.open("w", newline="", encoding="utf-8") as stream:
+            writer = csv.DictWriter(stream, FIELDS, restval="", lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(row | machine for row in rows)
+
+
+def small_llama(tokenizer: Any) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=344, num_hidden_layers=4, num_attention_heads=4,
+        max_position_embeddings=256, tie_word_embeddings=True, bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+    ))  # fmt: skip
+
+
+def main(settings: Settings) -> None:
+    if settings.data is None:
+        return
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    if settings.small:
+        with tempfile.TemporaryDirectory() as folder:
+            Bench(Path(folder), settings.data, small=True).work(settings.output)
+        return
+    bench = Bench(FOLDER.parent / "runs" / NAME, settings.data)
+    bench.folder.mkdir(parents=True, exist_ok=True)
+    missing = [job for job in bench.jobs() if bench.lacks(job)]
+    sources = {job.experiment.source for job in missing if not (bench.folder / job.experiment.source).is_dir()}
+    whole = sum(len(job.temperatures) > 1 for job in missing)
+    seconds = (
+        (whole + 0.3 * whole) * SECONDS["whole"]
+        + (len(missing) - whole) * SECONDS["short"]
+        + len(sources) * SECONDS["source"]
+    )
+    say(f"{len(missing)} students are missing, and those of other rates: about {seconds / 60:.0f} minutes of one core")
+    bench.work(settings.output)
