@@ -3,13 +3,13 @@
     python -m benchmarks objectives      # about 2 hours of one core; it resumes, and two processes share the work
 
 Text is sampled from a source model, so that divergences from it are known (`otloss_llm.experiments.oracle`). Trainings
-are kept in runs/objectives, and their measures in benchmarks/objectives.csv, a row for
-each experiment, objective, learning rate and seed. The most useful runs come first, so that an interrupted benchmark
-has a balanced table:
+are kept in runs/objectives, and their measures in benchmarks/objectives.csv, a row for each experiment, objective,
+learning rate and seed. The most useful runs come first, so that an interrupted benchmark has a balanced table:
 
 1. every objective at a learning rate of 1e-3, seed by seed, at all temperatures;
 2. at 0.3 and 3 times that rate, one seed at temperature 1;
-3. where one of these has a lower KL(source || student) on validation text, that rate with all seeds and temperatures.
+3. where one of these has a lower KL(source || student) on validation text, that rate with all seeds and temperatures,
+   and other regularisers: weight decay and fewer steps.
 """
 
 from __future__ import annotations
@@ -50,12 +50,14 @@ ARMS = (
     "mle", "emo", "emo/random", "gem:0.7", "gem:0.9", "eaft", "dft", "power:0.5", "mle+smoothing:0.1", "mixce:0.5",
 )  # fmt: skip
 SEEDS, TEMPERATURES = (0, 1, 2), (1.2, 1.0, 0.9, 0.8, 0.65)
+# Flat and sharp objectives reach the recall of likelihood at other temperatures.
+MORE_TEMPERATURES = {"gem:0.7": (0.5,), "mle+smoothing:0.1": (0.5,), "power:0.5": (1.5,), "dft": (2.0, 1.5)}
 LEARNING_RATE, RATES = 1e-3, (1.0, 0.3, 3.0)
 TEXTS = 128  # of the source, for the recall and for validation, and of each student at each temperature
 SECONDS = {"whole": 20, "short": 15, "source": 240}  # of one core, on the machine of the CSV
 FIELDS = (
     "experiment", "arm", "rate", "seed", "validation",
-    *(f"{side} T={temperature:g}" for temperature in TEMPERATURES for side in ("forward", "reverse")),
+    *(f"{side} T={temperature:g}" for temperature in (2.0, 1.5, *TEMPERATURES, 0.5) for side in ("forward", "reverse")),
     "hardware", "torch",
 )  # fmt: skip
 FINE_TUNING: dict[str, Any] = {"length": 64, "steps": 200, "batch": 16}
@@ -67,7 +69,7 @@ class Experiment:
     """A source, and students of it.
 
     Attributes:
-        text: what the source is trained on, a key of `TEXTS_OF`.
+        text: what the source is trained on, see `Bench.documents`.
         steps, batch: of that training.
         pretrained: source and students start from stories260K, and the cost of EMO has its rows. Otherwise the source
             is a Llama of 4 layers and width 128, a student one of 2 layers, and the cost has the source's rows.
@@ -92,17 +94,33 @@ EXPERIMENTS = (
     Experiment("LoRA", "docstrings", 600, 16, True, FINE_TUNING | {"lora_rank": 4}),
     Experiment("enough text", "docstrings", 600, 16, True, FINE_TUNING),
 )
+# Other regularisers in the experiments where EMO gains, and the objectives that are trained with them.
+CONTROLS = tuple(
+    (Experiment(f"{name}, {label}", "docstrings", 600, 16, True, FINE_TUNING | students | control), arms)
+    for name, students in (("few texts", {"train_texts": 256}), ("LoRA", {"lora_rank": 4}))
+    for label, control, arms in (
+        ("weight decay 1", {"weight_decay": 1.0}, ("mle",)),
+        ("weight decay 3", {"weight_decay": 3.0}, ("mle",)),
+        ("50 steps", {"steps": 50}, ("mle", "emo")),
+        ("100 steps", {"steps": 100}, ("mle", "emo")),
+    )
+    if name == "few texts" or "steps" not in control
+)
 
 
 @dataclass(frozen=True)
 class Job:
-    """A training of one student, and the temperatures that it is measured at."""
+    """A training of one student, measured at all temperatures or, if short, at 1 alone."""
 
     experiment: Experiment
     arm: str
     rate: float
     seed: int
-    temperatures: tuple[float, ...] = TEMPERATURES
+    short: bool = False
+
+    @property
+    def temperatures(self) -> tuple[float, ...]:
+        return (1.0,) if self.short else (*TEMPERATURES, *MORE_TEMPERATURES.get(self.arm, ()))
 
     @property
     def oracle_arm(self) -> str:
@@ -116,8 +134,9 @@ class Bench:
         self.folder, self.start, self.small = folder, str(data / START), small
         self.data = data
         self.arms = ARMS[:2] if small else ARMS
-        self.seeds = SEEDS[:2] if small else SEEDS
+        self.seeds = SEEDS[:1] if small else SEEDS
         self.experiments = EXPERIMENTS[:2] if small else EXPERIMENTS
+        self.controls = CONTROLS[:1] if small else CONTROLS
 
     def steps(self, count: int) -> int:
         return 2 if self.small else count
@@ -200,7 +219,7 @@ class Bench:
         if not (home / "validation.json").is_file():
             return {}
         values = {"validation": read_json(home / "validation.json")["forward"]}
-        for temperature in TEMPERATURES:
+        for temperature in (*TEMPERATURES, *MORE_TEMPERATURES.get(job.arm, ())):
             path = home / f"divergence-T{temperature:g}.json"
             if path.is_file():
                 point = read_json(path)
@@ -222,12 +241,14 @@ class Bench:
         for seed in self.seeds:
             yield from (Job(*cell, first, seed) for cell in cells)
         for rate in others:
-            yield from (Job(*cell, rate, 0, (1.0,)) for cell in cells)
+            yield from (Job(*cell, rate, 0, short=True) for cell in cells)
         for seed in self.seeds:
             for cell in cells:
                 best = self.best_rate(*cell)
                 if best is not None and best != first:
                     yield Job(*cell, best, seed)
+            for experiment, arms in self.controls:
+                yield from (Job(experiment, arm, first, seed) for arm in arms)
 
     def best_rate(self, experiment: Experiment, arm: str) -> float | None:
         """The rate of the least divergence on validation text with the first seed; None until all are measured."""
@@ -237,9 +258,13 @@ class Bench:
 
     def work(self, output: Path | None) -> None:
         """Run what is missing. A process leaves out an experiment that another one is at, and comes back to it."""
-        while missing := [job for job in self.jobs() if self.lacks(job)]:
-            done = [self.turn(job, output) for job in missing if self.lacks(job)]
-            if not any(done):
+        missing = True
+        while missing:
+            missing = worked = False
+            for job in self.jobs():
+                if self.lacks(job):
+                    missing, worked = True, self.turn(job, output) or worked
+            if missing and not worked:
                 time.sleep(5)
         self.write(output)
 
@@ -263,7 +288,7 @@ class Bench:
         if output is None:
             return
         rows = []
-        for experiment in self.experiments:
+        for experiment in (*self.experiments, *(experiment for experiment, _ in self.controls)):
             for arm in self.arms:
                 for rate in RATES:
                     for seed in self.seeds:
@@ -299,7 +324,7 @@ def main(settings: Settings) -> None:
     bench.folder.mkdir(parents=True, exist_ok=True)
     missing = [job for job in bench.jobs() if bench.lacks(job)]
     sources = {job.experiment.source for job in missing if not (bench.folder / job.experiment.source).is_dir()}
-    whole = sum(len(job.temperatures) > 1 for job in missing)
+    whole = sum(not job.short for job in missing)
     seconds = (
         (whole + 0.3 * whole) * SECONDS["whole"]
         + (len(missing) - whole) * SECONDS["short"]

@@ -111,6 +111,7 @@ class Oracle:
         steps, batch, learning_rate: of the training with the objective.
         texts: of the source for the recall, and of each student at each temperature for the precision.
         text_scores: MAUVE, overlap and ROUGE at temperature 1, beside the divergences.
+        weight_decay: of the training with the objective.
     """
 
     source: str
@@ -130,6 +131,7 @@ class Oracle:
     train_texts: int | None = None
     lora_rank: int | None = None
     text_scores: bool = True
+    weight_decay: float = 0.1
 
     def __post_init__(self) -> None:
         least = dict.fromkeys(("student_layers", "start_steps", "start_batch", "steps", "batch"), 1)
@@ -182,7 +184,7 @@ def run_oracle(
 
     Args:
         args: of all trainings but for their folder, steps, batch, learning rate and seed, which are the oracle's, and
-            the schedule: cosine after a twentieth of warm-up, weight decay 0.1, beta2 0.98.
+            the schedule: cosine after a twentieth of warm-up, beta2 0.98.
         embeddings: those that arms may name beside the start's own.
         say: receives a line per student.
 
@@ -212,8 +214,8 @@ def run_oracle(
     arms = [OracleArm.parse(text, embeddings) for text in oracle.arms]
     later_added = ("arms", "seeds", "temperatures", "text_scores")
     kept = {key: value for key, value in asdict(oracle).items() if key not in later_added}
-    for later in ("start", "train_texts", "lora_rank"):  # Folders of earlier versions do not have these fields.
-        if kept[later] is None:
+    for later in ("start", "train_texts", "lora_rank", "weight_decay"):  # Earlier versions do not have these fields.
+        if kept[later] == getattr(Oracle, later):
             del kept[later]
     with locked(folder), full_disk_reported(folder):
         open_run(folder, kept | {"source_fingerprint": fingerprint(source.named_parameters())})
@@ -251,6 +253,7 @@ def _run(
         say(f"[{number}/{len(jobs)}] {arm.name}, seed {seed}")
         home = folder / f"{arm.name.replace('/', '-').replace(':', '-')}-seed{seed}"
         own = _arguments(args, home, oracle.steps, oracle.batch, oracle.learning_rate, seed)
+        own.weight_decay = oracle.weight_decay
         _train(oracle, folder, own, arm, embeddings, texts["train"], source, tokenizer)
         runs.append({"arm": arm.name, "seed": seed} | _measure(oracle, home, source, tokenizer, texts["test"], seed))
 
