@@ -380,3 +380,23 @@ def flows_of(tree: Any, p: Any, q: Any, root: int, moved: Any) -> None:
         # Flows of nearly nothing may come out negative: the search worked with rounded masses.
         moved[v] = max(moved[v] if v < n else -moved[v], 0.0)
     moved[root] = 0.0
+
+
+@compiled()
+def split_flows(groups: Any, masses: Any, of_flows: Any, flows: Any, members: Any, parts: Any, moved: Any) -> None:
+    """Share each flow among the members of the group that it leaves: write the member, the flow and the mass of parts.
+
+    Members and flows are sorted by their groups. Parts are as many as both, less the groups: a tree remains a tree.
+    """
+    i, k, gone, used = 0, 0, 0.0, 0.0
+    for at in range(moved.shape[0]):
+        is_last_member = i + 1 == groups.shape[0] or groups[i + 1] != groups[i]
+        is_last_flow = k + 1 == flows.shape[0] or of_flows[k + 1] != of_flows[k]
+        left, rest = max(masses[i] - gone, 0.0), max(flows[k] - used, 0.0)
+        closes_member = is_last_flow or (not is_last_member and left <= rest)
+        members[at], parts[at], moved[at] = i, k, left if closes_member else rest
+        gone, used = gone + moved[at], used + moved[at]
+        if closes_member:
+            i, gone = i + 1, 0.0
+        if is_last_member or not closes_member:
+            k, used = k + 1, 0.0

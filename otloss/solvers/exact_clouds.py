@@ -26,6 +26,7 @@ from functools import cached_property
 
 import numpy as np
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from otloss._kernels import may_run_on
@@ -105,32 +106,72 @@ def _in_float64(cost: PointCost) -> Cost:
 
 
 def _optimum(problem: Problem) -> Optimum:
-    from otloss._kernels.points import order_of
-
     cost = problem.cost
     assert isinstance(cost, PointCost)
     p, q = (w.detach().double().reshape(-1) for w in (problem.p, problem.q))
-    members = [w.nonzero().squeeze(-1) for w in (p, q)]
-    members = [places[order_of(points[places])] for places, points in zip(members, (cost.x, cost.y), strict=True)]
-    x, y, a, b = cost.x[members[0]], cost.y[members[1]], p[members[0]], q[members[1]]
-    b = b * (a.sum() / b.sum())
-    among = PointCost(x, y, metric=cost.metric)
+    of_x, of_y = _Distinct.of(cost.x, p), _Distinct.of(cost.y, q)
+    a, b = of_x.masses, of_y.masses * (of_x.masses.sum() / of_y.masses.sum())
+    among = PointCost(of_x.points, of_y.points, metric=cost.metric)
     if problem.start is None:
         f, g = _first_potentials(among, a, b)
     else:
-        g = problem.start[1].double().reshape(-1)[members[1]]
+        g = a.new_empty(len(b)).index_copy_(0, of_y.groups, problem.start[1].double().reshape(-1)[of_y.members])
         f = among.softmin(g, 0.0)
     basis = _Basis.solved(among, a, b, f, g)
     rows, columns, flows = basis.plan()
     value = float(flows @ among.pairs(rows, columns))
-    g = torch.full_like(q, -torch.inf).index_copy_(0, members[1], basis.g)
+    rows, places, flows = of_x.split(rows, flows)
+    columns, places_of_columns, flows = of_y.split(columns[places], flows)
+    g = torch.full_like(q, -torch.inf).index_copy_(0, of_y.members, basis.g[of_y.groups])
     f = cost.softmin(g, 0.0)
     g = cost.T.softmin(f.masked_fill(p == 0, -torch.inf), 0.0)
-    gap, scale = value - float(a @ f[members[0]] + b @ g[members[1]]), float(among.largest() * a.sum())
+    dual = p @ f + q[of_y.members] @ g[of_y.members] * (a.sum() / of_y.masses.sum())
+    gap, scale = value - float(dual), float(among.largest() * a.sum())
     check_outcome(np.array([[value, gap, scale, basis.pivots]]), [p[None].numpy(), q[None].numpy()], problem.batch)
     answer = (a.new_tensor(value), a.new_tensor(gap), torch.tensor(basis.pivots), f, g)
-    cells = (members[0][rows], members[1][columns], flows)
+    cells = (rows[places_of_columns], columns, flows)
     return Optimum(*(t.reshape((*problem.batch, *t.shape)) for t in (*answer, *cells)))
+
+
+@dataclass(frozen=True)
+class _Distinct:
+    """The distinct points of a cloud that hold mass, in an order that keeps neighbours side by side.
+
+    Attributes:
+        points, masses: of each distinct point.
+        members, groups, weights: all points with mass, which of the distinct points each is (sorted), and its mass.
+    """
+
+    points: Float[Tensor, "n d"]
+    masses: Float[Tensor, " n"]
+    members: Int[Tensor, " all"]
+    groups: Int[Tensor, " all"]
+    weights: Float[Tensor, " all"]
+
+    @staticmethod
+    def of(points: Tensor, weights: Tensor) -> _Distinct:
+        from otloss._kernels.points import order_of
+
+        members = weights.nonzero().squeeze(-1)
+        distinct, which = torch.unique(points[members], dim=0, return_inverse=True)
+        order = order_of(distinct)
+        groups, sorting = torch.argsort(order)[which].sort(stable=True)
+        members = members[sorting]
+        masses = weights.new_zeros(len(distinct)).index_add_(0, groups, weights[members])
+        return _Distinct(distinct[order], masses, members, groups, weights[members])
+
+    def split(self, ends: Tensor, flows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Share flows that leave distinct points among the points there: the point, flow and mass of each part."""
+        from otloss._kernels.cloud_simplex import split_flows
+
+        if len(self.members) == len(self.points):
+            return self.members[ends], torch.arange(len(ends)), flows
+        ends, sorting = ends.sort(stable=True)
+        count = len(self.members) + len(flows) - len(self.points)
+        members, parts, moved = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count)
+        arrays = (self.groups, self.weights, ends, flows[sorting])
+        split_flows(*(t.numpy() for t in arrays), members, parts, moved)
+        return self.members[torch.from_numpy(members)], sorting[torch.from_numpy(parts)], torch.from_numpy(moved)
 
 
 def _first_potentials(cost: PointCost, p: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
