@@ -16,7 +16,7 @@ from torch import Tensor
 from otloss import cdf_distance, histogram_loss
 from otloss.losses import histogram_labels, histogram_mean
 from tests.errors import raising
-from tests.otloss.oracles import as_double, central_gradients
+from tests.otloss.oracles import as_double
 
 CENTRES = np.array([0.0, 1.0, 4.0, 6.0, 7.0])
 EDGES = np.array([-0.5, 0.5, 2.5, 5.0, 6.5, 7.5])  # midway, and half a gap further at both ends
@@ -59,11 +59,8 @@ def test_gaussian_tails_keep_their_relative_accuracy(sigma: float) -> None:
         mass = np.where(right, norm.sf(e[:-1], value, sigma) - norm.sf(e[1:], value, sigma),
                         norm.cdf(e[1:], value, sigma) - norm.cdf(e[:-1], value, sigma))  # fmt: skip
         np.testing.assert_allclose(actual, mass / mass.sum(), rtol=1e-8, atol=1e-300)
-    # 0.75 bins by default.
-    default = histogram_labels(as_double(np.array(3.3)), edges, 20, encoding="gaussian")
-    torch.testing.assert_close(
-        default, histogram_labels(as_double(np.array(3.3)), edges, 20, encoding="gaussian", sigma=0.75)
-    )
+    labels = [histogram_labels(as_double(np.array(3.3)), edges, 20, encoding="gaussian", sigma=s) for s in (None, 0.75)]
+    torch.testing.assert_close(*labels)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -89,13 +86,7 @@ def test_gradients_in_logits_histograms_and_values() -> None:
         assert torch.autograd.gradgradcheck(call, z.clone().requires_grad_())
     for form in ("two_hot", "gaussian"):
         leaf = values.clone().requires_grad_()
-        (actual,) = torch.autograd.grad(histogram_loss(z, leaf, bins, encoding=form), leaf)
-
-        def value(v: np.ndarray) -> float:
-            return float(histogram_loss(z, as_double(v), bins, encoding=form))  # noqa: B023
-
-        np.testing.assert_allclose(actual.numpy(), central_gradients(value, values.numpy(), 1e-5), atol=1e-7)
-        assert actual.abs().max() > 0.05
+        assert torch.autograd.gradcheck(lambda v, form=form: histogram_loss(z, v, bins, encoding=form), leaf)
     t = drawn(4, 5, seed=2).requires_grad_()
     assert torch.autograd.gradcheck(lambda t: histogram_loss(z, t.softmax(-1), bins, power=1), t)
 
@@ -104,9 +95,8 @@ def test_mean() -> None:
     z = drawn(3, 4, 5, seed=3)
     expected = torch.einsum("abk,k->ab", z.softmax(-1), as_double(CENTRES))
     torch.testing.assert_close(histogram_mean(z, as_double(CENTRES)), expected)
-    torch.testing.assert_close(
-        histogram_mean(z, as_double(EDGES)), z.softmax(-1) @ as_double((EDGES[1:] + EDGES[:-1]) / 2)
-    )
+    by_edges = histogram_mean(z, as_double(EDGES))
+    torch.testing.assert_close(by_edges, z.softmax(-1) @ as_double((EDGES[1:] + EDGES[:-1]) / 2))
     assert torch.autograd.gradcheck(lambda z: histogram_mean(z, as_double(CENTRES)), z.requires_grad_())
     values = torch.tensor([0.2, 5.5, 7.0])
     labels = histogram_labels(values, torch.tensor(CENTRES), 5)
@@ -171,17 +161,17 @@ def call(z: Any = Z, target: Any = V, bins: Any = B, **options: Any) -> Callable
 
 
 test_bad_input = raising(
-    (call(bins=B.flip(0)), ValueError, r"bins\[0\] is 2 and bins\[1\] is 1, expected strictly increasing"),
-    (call(bins=B[:2]), ValueError, r"bins has shape \(2,\), expected \(3,\) or \(4,\)"),
-    (call(bins=B.clone().requires_grad_()), ValueError, "bins require a gradient"),
-    (call(z=Z[:, :1], bins=B[:1]), ValueError, "bins holds one centre"),
-    (call(target=V[:, None]), ValueError, r"target has shape \(2, 1\), expected values \(2,\).*squeeze\(-1\)"),
-    (call(target=V * torch.nan), ValueError, "target holds 2 NaN"),
-    (call(target=torch.ones(2, 3)), ValueError, "soft labels of row 0 sum to 3"),
-    (call(encoding="hard"), ValueError, "encoding is 'hard', expected one of"),
-    (call(sigma=1.0), ValueError, "sigma=1.0 is given with encoding='two_hot'"),
-    (call(encoding="gaussian", sigma=1e9), ValueError, r"sigma is 1000000000.0, so wide .* from -0.5 to 2.5"),
-    (call(encoding="gaussian", sigma=1e-50), ValueError, "sigma is 1e-50, expected at least 1.17549e-38"),
-    (call(target=V.clone().requires_grad_(), encoding="one_hot"), ValueError, "target requires a gradient"),
-    (lambda: histogram_mean(Z * torch.nan, B), ValueError, "logits holds 6 NaN"),
+    (call(bins=B.flip(0)), r"bins\[0\] is 2 and bins\[1\] is 1, expected strictly increasing"),
+    (call(bins=B[:2]), r"bins has shape \(2,\), expected \(3,\) or \(4,\)"),
+    (call(bins=B.clone().requires_grad_()), "bins require a gradient"),
+    (call(z=Z[:, :1], bins=B[:1]), "bins holds one centre"),
+    (call(target=V[:, None]), r"target has shape \(2, 1\), expected values \(2,\).*squeeze\(-1\)"),
+    (call(target=V * torch.nan), "target holds 2 NaN"),
+    (call(target=torch.ones(2, 3)), "soft labels of row 0 sum to 3"),
+    (call(encoding="hard"), "encoding is 'hard', expected one of"),
+    (call(sigma=1.0), "sigma=1.0 is given with encoding='two_hot'"),
+    (call(encoding="gaussian", sigma=1e9), r"sigma is 1000000000.0, so wide .* from -0.5 to 2.5"),
+    (call(encoding="gaussian", sigma=1e-50), "sigma is 1e-50, expected at least 1.17549e-38"),
+    (call(target=V.clone().requires_grad_(), encoding="one_hot"), "target requires a gradient"),
+    (lambda: histogram_mean(Z * torch.nan, B), "logits holds 6 NaN"),
 )

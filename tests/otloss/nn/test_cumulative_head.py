@@ -163,12 +163,12 @@ def test_state() -> None:
 
 
 test_bad_input = raising(
-    (lambda: nn.CumulativeLinkHead(3, 3, link="cauchit"), ValueError, "link is 'cauchit', expected one of"),
-    (lambda: nn.CumulativeLinkHead(3, 1), ValueError, "num_classes is 1, expected at least 2"),
-    (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 4)), ValueError, r"features has shape \(2, 4\)"),
+    (lambda: nn.CumulativeLinkHead(3, 3, link="cauchit"), "link is 'cauchit', expected one of"),
+    (lambda: nn.CumulativeLinkHead(3, 1), "num_classes is 1, expected at least 2"),
+    (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 4)), r"features has shape \(2, 4\)"),
     (lambda: nn.CumulativeLinkHead(3, 4)(torch.zeros(2, 3).long()), TypeError, "features has dtype torch.int64"),
-    (lambda: cumulative_log_probabilities(torch.zeros(2), torch.zeros(2, 3)), ValueError, "log_gaps has shape"),
-    (lambda: decode_classes(torch.zeros(2, 3), "mode"), ValueError, "rule is 'mode'"),
-    (lambda: decode_classes(torch.zeros(2, 3), x=torch.arange(3)), ValueError, "x is given with rule='median'"),
-    (lambda: decode_classes(torch.tensor([[0.0, torch.nan]])), ValueError, "logits holds 1 NaN"),
+    (lambda: cumulative_log_probabilities(torch.zeros(2), torch.zeros(2, 3)), "log_gaps has shape"),
+    (lambda: decode_classes(torch.zeros(2, 3), "mode"), "rule is 'mode'"),
+    (lambda: decode_classes(torch.zeros(2, 3), x=torch.arange(3)), "x is given with rule='median'"),
+    (lambda: decode_classes(torch.tensor([[0.0, torch.nan]])), "logits holds 1 NaN"),
 )

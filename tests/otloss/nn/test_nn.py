@@ -261,19 +261,15 @@ def test_other_calls() -> None:
 
 
 test_bad_settings = raising(
-    (
-        lambda: modules.Emd(cost=MATRIX.clone().requires_grad_()),
-        ValueError,
-        "matrix requires a gradient but is not",
-    ),
-    (lambda: modules.CdfDistance(x=2 * X.clone().requires_grad_()), ValueError, "x requires a gradient"),
+    (lambda: modules.Emd(cost=MATRIX.clone().requires_grad_()), "matrix requires a gradient but is not"),
+    (lambda: modules.CdfDistance(x=2 * X.clone().requires_grad_()), "x requires a gradient"),
     (lambda: modules.CdfDistance(x=[0.0, 1.0])(P, Q), TypeError, "x is a list"),  # type: ignore[arg-type]
     (lambda: modules.Sinkhorn(cost=MATRIX, epsilon=1.0, gard="x")(P, Q), TypeError, "gard"),  # type: ignore[call-arg]
-    (lambda: modules.SinkhornDivergence(cost=-MATRIX, epsilon=1.0), ValueError, "expected costs >= 0"),
-    (lambda: modules.Emd(cost=MATRIX, reduction="median"), ValueError, "reduction is 'median'"),
-    (lambda: modules.CloudLoss(kind="foo"), ValueError, "kind is 'foo'"),
-    (lambda: modules.CloudLoss(kind="emd", blur=0.1), ValueError, 'blur given for kind="emd"'),
-    (lambda: modules.OrdinalLoss(cost=MATRIX, x=X)(Z, P), ValueError, "cost and x are both given"),
+    (lambda: modules.SinkhornDivergence(cost=-MATRIX, epsilon=1.0), "expected costs >= 0"),
+    (lambda: modules.Emd(cost=MATRIX, reduction="median"), "reduction is 'median'"),
+    (lambda: modules.CloudLoss(kind="foo"), "kind is 'foo'"),
+    (lambda: modules.CloudLoss(kind="emd", blur=0.1), 'blur given for kind="emd"'),
+    (lambda: modules.OrdinalLoss(cost=MATRIX, x=X)(Z, P), "cost and x are both given"),
 )
 
 
