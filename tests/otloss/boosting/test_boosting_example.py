@@ -48,6 +48,6 @@ def test_the_benchmark_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     boosting.main(Settings(rounds=1, small=True, output=tmp_path))
     with (tmp_path / "results.csv").open(newline="", encoding="utf-8") as stream:
         rows = list(csv.DictReader(stream))
-    assert len(rows) == 8
+    assert len(rows) == 10
     assert all(float(row["ratio"]) > 0 for row in rows)
     assert "at most" not in capsys.readouterr().out, "toy sizes get no verdict"
