@@ -13,13 +13,23 @@ from torch import Tensor
 
 import otloss
 from otloss import losses
-from otloss.costs import CosineCost, GridCost, LineCost, PointCost, graph_cost
-from tests.otloss.gradient_cases import Inputs, draw, weights
+from tests.otloss.gradient_cases import (
+    CLOSED_FORMS,
+    COSTS,
+    ENTROPIC,
+    PLAIN,
+    SQUARE,
+    Inputs,
+    draw,
+    entropic_case,
+    symmetric,
+    transport_case,
+    weights,
+)
 
 LABELS = torch.tensor([0, 3, 1])
 VALUES = torch.tensor([1.0, 2.0, 5.0, torch.nan])
 SIZES = torch.tensor([[4, 3], [3, 2]])
-PARENT = torch.tensor([2, 0, 2, 0])
 
 
 @dataclass(frozen=True)
@@ -50,99 +60,56 @@ def _generator() -> torch.Generator:
     return torch.Generator("cpu").manual_seed(0)
 
 
+def _on_every_cost() -> dict[str, Entry]:
+    """Functions that read the kind of the cost with each of them; the others, and settings of Sinkhorn, in turn."""
+    exact = [("emd", "emd", name) for name in COSTS] + [("lower_bound", "lower", name) for name in COSTS]
+    exact += [("solve", "solve", name) for name in list(COSTS)[::4]]
+    exact += [("upper_bound", "best", name) for name in SQUARE[::2]]
+    cases = {
+        f"{function} of {name}": transport_case(PLAIN[short], name, empty=False) for function, short, name in exact
+    }
+    for k, name in enumerate(COSTS):
+        short = ENTROPIC[k % 3]
+        function = {"divergence": "sinkhorn_divergence", "linear_cost": "solve"}.get(short, short)
+        grad = "implicit" if short == "linear_cost" or k % 4 > 1 else "envelope"
+        penalty = 0.5 if k % 5 == 4 else None
+        cases[f"{function}, {grad}, of {name}"] = entropic_case(short, name, 0.3, penalty, grad, empty=False)
+    return {name: Entry(case.inputs, case.value) for name, case in cases.items()}
+
+
 def _transport() -> dict[str, Entry]:
     matrix = {"C": draw(2, 4, 5)}
+    graphs = {"C_x": draw(2, 4, 4), "C_y": draw(5, 5, seed=1), "M": draw(4, 5)}
     actual = {
-        "emd": Entry(_pair(**matrix), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
-        "emd, one matrix": Entry(_pair(C=draw(4, 5)), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
-        "emd of points": Entry(
-            _pair(**_clouds()), lambda t: otloss.emd(t["p"], t["q"], PointCost(t["x"], t["y"], metric="euclidean"))
-        ),
         "emd, negative costs": Entry(_pair(C=draw(2, 4, 5) - 0.5), lambda t: otloss.emd(t["p"], t["q"], t["C"])),
         "emd, mass": Entry(
             _pair(**matrix, mass=torch.tensor([0.4, 0.7], dtype=torch.float64)),
             lambda t: otloss.emd(1.5 * t["p"], t["q"], t["C"], mass=t["mass"]),
         ),
-        "emd on a line": Entry(_same_bins(x=draw(4)), lambda t: otloss.emd(t["p"], t["q"], LineCost(t["x"]))),
-        "emd on a graph": Entry(
-            _same_bins(x=draw(4, 4) + 0.5), lambda t: otloss.emd(t["p"], t["q"], graph_cost(t["x"]))
-        ),
-        "solve": Entry(_pair(**matrix), lambda t: otloss.solve(t["p"], t["q"], t["C"]).value),
-        "solve, implicit": Entry(
-            _pair(**matrix),
-            lambda t: otloss.solve(t["p"], t["q"], t["C"], grad="implicit", **_tight(t)).linear_cost,
-        ),
-        "sinkhorn": Entry(_pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], **_tight(t))),
-        "sinkhorn, implicit": Entry(
-            _pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], grad="implicit", **_tight(t))
-        ),
-        "sinkhorn of points": Entry(
-            _pair(**_clouds()),
-            lambda t: otloss.sinkhorn(t["p"], t["q"], PointCost(t["x"], t["y"]), grad="implicit", **_tight(t)),
-        ),
         "sinkhorn, mass": Entry(
             _pair(**matrix), lambda t: otloss.sinkhorn(t["p"], t["q"], t["C"], mass=0.5, **_tight(t))
         ),
-        "sinkhorn_divergence": Entry(
-            _pair(**_clouds()),
-            lambda t: otloss.sinkhorn_divergence(t["p"], t["q"], PointCost(t["x"], t["y"]), **_tight(t)),
-        ),
-        "sinkhorn_divergence, implicit": Entry(
-            _pair(**_clouds()),
-            lambda t: otloss.sinkhorn_divergence(
-                t["p"], t["q"], PointCost(t["x"], t["y"]), grad="implicit", **_tight(t)
-            ),
-        ),
-        "sinkhorn_divergence, grid": Entry(
-            _same_bins(),
-            lambda t: otloss.sinkhorn_divergence(t["p"], t["q"], GridCost((2, 2)), grad="implicit", **_tight(t)),
-        ),
-        "lower_bound": Entry(_pair(**matrix), lambda t: otloss.lower_bound(t["p"], t["q"], t["C"])),
-        "lower_bound of points": Entry(
-            _pair(**_clouds()),
-            lambda t: otloss.lower_bound(t["p"], t["q"], PointCost(t["x"], t["y"], metric="euclidean")),
-        ),
-        "upper_bound": Entry(_same_bins(C=draw(2, 4, 4)), lambda t: otloss.upper_bound(t["p"], t["q"], t["C"])),
-        "emd of points, l1": Entry(
-            _pair(**_clouds()), lambda t: otloss.emd(t["p"], t["q"], PointCost(t["x"], t["y"], metric="l1"))
-        ),
-        "lower_bound, cosine": Entry(
-            _pair(**_clouds()), lambda t: otloss.lower_bound(t["p"], t["q"], PointCost(t["x"], t["y"], metric="cosine"))
-        ),
-        "lower_bound, grid": Entry(_same_bins(), lambda t: otloss.lower_bound(t["p"], t["q"], GridCost((2, 2)))),
-        **{
-            f"sinkhorn of {cost.__name__}": Entry(
-                _same_bins(x=draw(4, 3) if cost is CosineCost else draw(4)),
-                lambda t, cost=cost: otloss.sinkhorn(t["p"], t["q"], cost(t["x"]), impl="torch", **_tight(t)),
-            )
-            for cost in (CosineCost, LineCost)
-        },
-        "upper_bound, cosine": Entry(
-            _same_bins(x=draw(4, 3)), lambda t: otloss.upper_bound(t["p"], t["q"], CosineCost(t["x"]))
-        ),
         "fused_gromov": Entry(
-            {"C_x": draw(2, 4, 4), "C_y": draw(5, 5, seed=1), "M": draw(4, 5), **weights(4, 5, empty=False)},
-            lambda t: otloss.fused_gromov(*t.values()).value,
+            {**graphs, **weights(4, 5, empty=False)}, lambda t: otloss.fused_gromov(*t.values(), tolerance=1e-14).value
         ),
         "fused_gromov, epsilon": Entry(
-            {"C_x": draw(2, 4, 4), "C_y": draw(5, 5, seed=1), "M": draw(4, 5)},
-            lambda t: otloss.fused_gromov(*t.values(), epsilon=0.2).value,
+            graphs, lambda t: otloss.fused_gromov(*t.values(), epsilon=0.2, tolerance=1e-14, max_iterations=2000).value
         ),
-        "barycenter": Entry(
-            {"p": weights(2, 5, empty=False)["p"].repeat(1, 2), "C": draw(3, 4), "weights": draw(2) / draw(2).sum()},
-            lambda t: otloss.barycenter(
-                t["p"] / t["p"].sum(-1, keepdim=True), t["C"], t["weights"], **_tight(t)
-            ),
-        ),
+        **{
+            f"barycenter, debiased {debiased}": Entry(
+                {"p": weights(2, 5, empty=False)["p"].repeat(1, 2), "C": symmetric(draw(4, 4)), "weights": draw(2)},
+                lambda t, debiased=debiased: otloss.barycenter(
+                    t["p"] / t["p"].sum(-1, keepdim=True), (t["C"] + t["C"].mT) / 2, t["weights"] / t["weights"].sum(),
+                    debiased=debiased, **_tight(t)
+                ),
+            )
+            for debiased in (False, True)
+        },
     }  # fmt: skip
+    clouds = {**_clouds(), **dict(zip("ab", weights(4, 5, empty=False).values(), strict=True))}
     for kind in ("divergence", "emd", "sliced"):
-        generator = {"generator": True} if kind == "sliced" else {}
-        actual[f"cloud_loss, {kind}"] = Entry(
-            {**_clouds(), **{k: w for k, w in zip("ab", weights(4, 5, empty=False).values(), strict=True)}},
-            lambda t, kind=kind, generator=generator: otloss.cloud_loss(
-                t["x"], t["y"], t["a"], t["b"], kind=kind, **({"generator": _generator()} if generator else {})
-            ),
-        )
+        more = {"projections": draw(7, 3, seed=2) - 0.5} if kind == "sliced" else {}
+        actual[f"cloud_loss, {kind}"] = Entry(clouds, lambda t, k=kind, m=more: otloss.cloud_loss(**t, kind=k, **m))
     actual["cloud_loss of lists"] = Entry(
         _clouds(), lambda t: otloss.cloud_loss(list(t["x"]), [t["y"][0], t["y"][1, :3]], kind="emd")
     )
@@ -151,22 +118,18 @@ def _transport() -> dict[str, Entry]:
 
 def _closed_forms() -> dict[str, Entry]:
     sorts = {"soft_sort": otloss.soft_sort, "soft_rank": otloss.soft_rank}
+    functions = {
+        "cdf": "cdf_distance", "quantiles": "wasserstein_1d", "circle": "wasserstein_circular",
+        "tree": "wasserstein_tree", "sliced": "sliced_wasserstein",
+    }  # fmt: skip
     actual = {
-        "cdf_distance": Entry(_same_bins(), lambda t: otloss.cdf_distance(**t)),
-        "cdf_distance, positions": Entry(_same_bins(x=draw(4)), lambda t: otloss.cdf_distance(**t, power=1)),
-        "wasserstein_1d": Entry(_pair(x=draw(4), y=draw(2, 5, seed=1)), lambda t: otloss.wasserstein_1d(**t, order=2)),
+        f"{functions[name.split()[0]]}, {name}": Entry(make(), value) for name, (make, value) in CLOSED_FORMS.items()
+    } | {
         "wasserstein_1d, uniform": Entry(
             {"x": draw(4), "y": draw(2, 5, seed=1)}, lambda t: otloss.wasserstein_1d(None, None, **t)
         ),
-        "wasserstein_circular": Entry(_same_bins(x=draw(4)), lambda t: otloss.wasserstein_circular(**t, period=1.0)),
         "wasserstein_circular, equal steps": Entry(_same_bins(), lambda t: otloss.wasserstein_circular(**t)),
-        "wasserstein_tree": Entry(
-            _same_bins(length=draw(4)), lambda t: otloss.wasserstein_tree(t["p"], t["q"], PARENT, t["length"])
-        ),
-        "sliced_wasserstein": Entry(
-            _clouds(), lambda t: otloss.sliced_wasserstein(**t, projections=7, generator=_generator())
-        ),
-    }  # fmt: skip
+    }
     for regularization in ("entropy", "quadratic"):
         for name, sort in sorts.items():
             actual[f"{name}, {regularization}"] = Entry(
@@ -290,7 +253,7 @@ def _others() -> dict[str, Entry]:
     }  # fmt: skip
 
 
-FUNCTIONS: dict[str, Entry] = {**_transport(), **_closed_forms(), **_of_logits(), **_others()}
+FUNCTIONS: dict[str, Entry] = {**_on_every_cost(), **_transport(), **_closed_forms(), **_of_logits(), **_others()}
 # Their results are indices: nothing to differentiate.
 OF_INDICES: dict[str, Entry] = {
     "match": Entry({"cost": draw(2, 4, 3)}, lambda t: torch.stack(otloss.match(t["cost"]))),

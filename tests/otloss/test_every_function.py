@@ -1,5 +1,5 @@
-"""What holds for every public function: derivatives in forward mode are right or an error, and what surrounds a call
-changes nothing: autocast, and defaults of torch that differ from the inputs' dtype and device."""
+"""What holds for every public function: gradients are finite differences, derivatives in forward mode the same or an
+error, and what surrounds a call changes nothing: autocast, and torch's defaults of dtype and device."""
 
 import inspect
 from collections.abc import Iterator
@@ -14,6 +14,8 @@ import otloss
 from otloss import losses
 from tests.otloss.every_function import FUNCTIONS, OF_INDICES, Entry
 from tests.otloss.gradient_cases import Inputs
+
+MASSES = ("p", "q", "a", "b")
 
 
 def test_the_table_holds_every_public_function() -> None:
@@ -37,6 +39,21 @@ def gradients(entry: Entry) -> Inputs:
         return {}
     actual = torch.autograd.grad(value, list(leaves.values()), upstream(value), materialize_grads=True)
     return dict(zip(leaves, actual, strict=True))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_gradients_are_finite_differences(name: str) -> None:
+    """Along a random direction, in which the mass of weights stays; each entry of the value has a factor of its own."""
+    entry, step = FUNCTIONS[name], 1e-4
+    for given, gradient in gradients(entry).items():
+        point = entry.inputs[given]
+        along = torch.randn(point.shape, dtype=point.dtype, generator=torch.Generator().manual_seed(3))
+        if given in MASSES:
+            along = (along - along.mean(-1, keepdim=True)) * (point > 0)
+            along = along - (point > 0) * along.sum(-1, keepdim=True) / (point > 0).sum(-1, keepdim=True)
+        ends = [entry.value({**entry.inputs, **entry.fixed, given: point + h * along}) for h in (step, -step)]
+        expected = ((ends[0] - ends[1]) * upstream(ends[0])).sum() / (2 * step)
+        assert float((gradient * along).sum()) == pytest.approx(float(expected), rel=1e-4, abs=1e-6), given
 
 
 def by_duals(entry: Entry, given: str, tangent: Tensor) -> Tensor | None:

@@ -1,7 +1,5 @@
 """Word mover's distance against linear programs, and pruned searches against all pairs."""
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from otloss import document_search
 from otloss.applications.documents import _bags, _lower_bounds, _word_costs
 from otloss.costs import PointCost
 from otloss.losses import document_distance
+from tests.errors import raising
 from tests.otloss.oracles import central_gradients, linprog_value
 
 IDS_P = torch.tensor([[0, 3, 3, -1], [5, -100, 2, 1]])
@@ -112,32 +111,25 @@ def test_a_pruned_search_finds_what_all_pairs_find() -> None:
     assert one.share_solved.shape == ()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"ids_p": IDS_P + 3}, "ids_p holds 8, expected ids below 6"),
-     ({"ids_p": IDS_P.roll(1, 1)}, "p has weight 0.5 at .0, 0., where ids_p is negative, which means padding"),
-     ({"p": None, "ids_p": None}, "p and ids_p are both None"),
-     ({"p": WEIGHTS_P[:, :3]}, "p has shape .2, 3., expected a last axis of 4"),
-     ({"p": 2 * WEIGHTS_P}, "mass"),
-     ({"p": None, "ids_p": torch.full((2, 3), -1)}, "mass"),
-     ({"embedding": vectors().expand(2, 6, 3)}, "expected .V, d.: one vector per word"),
-     ({"embedding": vectors() / 0}, "embedding holds")],
-)  # fmt: skip
-def test_bad_documents_are_named(change: dict[str, Any], message: str) -> None:
-    given = {"p": WEIGHTS_P, "q": WEIGHTS_Q, "embedding": vectors(), "ids_p": IDS_P, "ids_q": IDS_Q, **change}
-    with pytest.raises(ValueError, match=message):
-        document_distance(given.pop("p"), given.pop("q"), given.pop("embedding"), **given)
+DOCUMENTS = {"p": WEIGHTS_P, "q": WEIGHTS_Q, "embedding": vectors(), "ids_p": IDS_P, "ids_q": IDS_Q}
+SEARCH = {"query": torch.ones(6), "corpus": torch.eye(6)[:3], "embedding": vectors(), "k": 2}
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"k": 0}, "k is 0 and the corpus has shape .3, 6., 3 documents with words"), ({"k": 4}, "k is 4"),
-     ({"query": torch.zeros(2, 6)}, "query 0 has no words"), ({"query": torch.ones(5)}, "a last axis of 6"),
-     ({"corpus": csr_array(np.ones((3, 5)))}, "corpus has shape .3, 5., expected a last axis of 6"),
-     ({"corpus": -torch.ones(3, 6)}, "corpus holds -1.0, expected weights >= 0"),
-     ({"corpus": torch.full((3, 6), torch.nan)}, "corpus holds")],
-)  # fmt: skip
-def test_bad_searches_are_named(change: dict[str, Any], message: str) -> None:
-    given = {"query": torch.ones(6), "corpus": torch.eye(6)[:3], "k": 2, **change}
-    with pytest.raises(ValueError, match=message):
-        document_search(given["query"], given["corpus"], vectors(), k=given["k"])
+test_bad_input = raising(
+    (document_distance, {"ids_p": IDS_P + 3}, "ids_p holds 8, expected ids below 6"),
+    (document_distance, {"ids_p": IDS_P.roll(1, 1)}, "p has weight 0.5 at .0, 0., where ids_p is negative, which"),
+    (document_distance, {"p": None, "ids_p": None}, "p and ids_p are both None"),
+    (document_distance, {"p": WEIGHTS_P[:, :3]}, "p has shape .2, 3., expected a last axis of 4"),
+    (document_distance, {"p": 2 * WEIGHTS_P}, "mass"),
+    (document_distance, {"p": None, "ids_p": torch.full((2, 3), -1)}, "mass"),
+    (document_distance, {"embedding": vectors().expand(2, 6, 3)}, "expected .V, d.: one vector per word"),
+    (document_distance, {"embedding": vectors() / 0}, "embedding holds"),
+    (document_search, {"k": 0}, "k is 0 and the corpus has shape .3, 6., 3 documents with words"),
+    (document_search, {"k": 4}, "k is 4"),
+    (document_search, {"query": torch.zeros(2, 6)}, "query 0 has no words"),
+    (document_search, {"query": torch.ones(5)}, "a last axis of 6"),
+    (document_search, {"corpus": csr_array(np.ones((3, 5)))}, "corpus has shape .3, 5., expected a last axis of 6"),
+    (document_search, {"corpus": -torch.ones(3, 6)}, "corpus holds -1.0, expected weights >= 0"),
+    (document_search, {"corpus": torch.full((3, 6), torch.nan)}, "corpus holds"),
+    call=lambda f, change: f(**((DOCUMENTS if f is document_distance else SEARCH) | change)),
+)

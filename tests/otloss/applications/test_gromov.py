@@ -1,7 +1,6 @@
 """Fused Gromov-Wasserstein against POT, brute force over permutations, and finite differences."""
 
 import itertools
-from typing import Any
 
 import ot
 import pytest
@@ -11,6 +10,7 @@ from torch import Tensor
 from otloss import ConvergenceWarning
 from otloss.applications.gromov import _descend, _descend_by_kernel, fused_gromov
 from otloss.applications.gromov import _Energy as Energy
+from tests.errors import raising
 
 
 def _pair(seed: int, n: int = 5, m: int = 6) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -88,38 +88,28 @@ def test_gradients(epsilon: float | None) -> None:
         assert float((gradient * direction).sum()) == pytest.approx(expected, rel=2e-4, abs=1e-7)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"feature_cost": None, "alpha": 0.5}, "without a feature_cost"),
-        ({"feature_cost": torch.ones(6, 5)}, r"expected \(\.\.\., 5, 6\)"),
-        ({"C_x": torch.ones(5, 6)}, "distances within a space"),
-        ({"C_x": torch.ones(0, 0)}, "distances within a space"),
-        ({"C_x": 1e200 * torch.ones(5, 5).double()}, "overflow float64. Rescale"),
-        ({"C_x": 1e200 * torch.ones(5, 5).double(), "C_y": 1e200 * torch.ones(6, 6).double()}, "overflow float64"),
-        ({"C_x": torch.eye(5) * torch.nan}, "C_x holds .* NaN"),
-        ({"C_y": torch.ones(6, 6) * torch.inf, "alpha": 0.0}, "C_y holds 36 NaN"),
-        ({"feature_cost": torch.ones(5, 6) * torch.nan, "alpha": 1.0}, "feature_cost holds 30 NaN"),
-        ({"p": torch.ones(5).double()}, "different masses"),
-        ({"p": -torch.ones(5) / 5}, "expected weights >= 0"),
-        ({"q": torch.tensor([1, 0, 0, 0, 0, torch.inf])}, "infinite"),
-        ({"q": torch.tensor([1, 0, 0, 0, 0, torch.nan])}, "NaN"),
-        ({"q": torch.tensor(1.0)}, "at least one bin"),
-        ({"q": torch.ones(5) / 5}, "a last axis of 6"),
-        ({"alpha": 1.5}, "alpha is 1"),
-        ({"alpha": "a"}, "alpha is a str"),
-        ({"starts": 1.5}, "starts is 1.5"),
-        ({"max_iterations": 0}, "max_iterations is 0"),
-        ({"tolerance": "a"}, "tolerance is a str"),
-        ({"tolerance": -1}, "tolerance is -1"),
-        ({"tolerance": torch.nan}, "tolerance is nan"),
-        ({"epsilon": 0}, "epsilon is 0"),
-    ],
+test_bad_input = raising(
+    ({"feature_cost": None, "alpha": 0.5}, "without a feature_cost"),
+    ({"feature_cost": torch.ones(6, 5)}, r"expected \(\.\.\., 5, 6\)"),
+    ({"C_x": torch.ones(5, 6)}, "distances within a space"),
+    ({"C_x": torch.ones(0, 0)}, "distances within a space"),
+    ({"C_x": 1e200 * torch.ones(5, 5).double()}, "overflow float64. Rescale"),
+    ({"C_x": 1e200 * torch.ones(5, 5).double(), "C_y": 1e200 * torch.ones(6, 6).double()}, "overflow float64"),
+    ({"C_x": torch.eye(5) * torch.nan}, "C_x holds .* NaN"),
+    ({"C_y": torch.ones(6, 6) * torch.inf, "alpha": 0.0}, "C_y holds 36 NaN"),
+    ({"feature_cost": torch.ones(5, 6) * torch.nan, "alpha": 1.0}, "feature_cost holds 30 NaN"),
+    ({"p": torch.ones(5).double()}, "different masses"),
+    ({"q": torch.tensor(1.0)}, "at least one bin"),
+    ({"q": torch.ones(5) / 5}, "a last axis of 6"),
+    ({"alpha": 1.5}, "alpha is 1"),
+    ({"starts": 1.5}, TypeError, "starts is 1.5"),
+    ({"max_iterations": 0}, "max_iterations is 0"),
+    ({"tolerance": torch.nan}, "tolerance is nan"),
+    ({"epsilon": 0}, "epsilon is 0"),
+    call=lambda changed: fused_gromov(
+        **(dict(zip(("C_x", "C_y", "feature_cost", "p", "q"), _pair(0), strict=True)) | changed)
+    ),
 )
-def test_bad_input(changed: dict[str, Any], message: str) -> None:
-    good = dict(zip(("C_x", "C_y", "feature_cost", "p", "q"), _pair(0), strict=True))
-    with pytest.raises((TypeError, ValueError), match=message):
-        fused_gromov(**{**good, **changed})
 
 
 def test_the_dtype_is_the_promoted_one_and_the_default_weights_are_uniform() -> None:

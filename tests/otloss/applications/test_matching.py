@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from otloss.applications.matching import match
+from tests.errors import raising
 
 
 @given(
@@ -41,6 +42,7 @@ def test_ragged_batches_and_lists() -> None:
     padded = torch.full((5, 6, 6), float("nan"))
     for k, cost in enumerate(costs):
         padded[k, : cost.shape[0], : cost.shape[1]] = cost
+    assert [t.shape for t in match(padded[:0])] == [(0, 6), (0, 6)]
     rows, columns = match(padded, sizes=torch.tensor(shapes))
     assert rows.shape == (5, 4)
     for k, ((i, j), cost) in enumerate(zip(match(costs), costs, strict=True)):
@@ -60,29 +62,21 @@ def test_forbidden_pairs_and_large_problems() -> None:
     assert float(cost[rows, columns].sum()) == pytest.approx(cost[best].sum(), rel=1e-12)
 
 
-def test_bad_input() -> None:
-    good = torch.zeros(2, 3, 3)
-    forbidden = good.clone()
-    forbidden[1, :, 1:] = float("inf")
-    with pytest.raises(ValueError, match="problem 1 has no complete matching"):
-        match(forbidden)
-    for value in (float("nan"), -float("inf")):
-        wrong = good.clone()
-        wrong[1, 2, 0] = value
-        with pytest.raises(ValueError, match="problem 1 hold NaN or -inf"):
-            match(wrong)
-    with pytest.raises(ValueError, match=r"problem \(1, 0\) has no complete matching"):
-        match(forbidden.unsqueeze(1))
-    for costs, sizes, error, message in (
-        ([good[0]], torch.tensor([[3, 3]]), ValueError, "sizes are given for a list"),
-        (good, "nonsense", TypeError, "sizes is a str"),
-        (iter(good), None, TypeError, "or a list of matrices"),
-        (5, None, TypeError, "cost is a int"),
-    ):
-        with pytest.raises(error, match=message):
-            match(costs, sizes=sizes)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="rows are matched with columns"):
-        match(good[0, 0])
-    with pytest.raises(ValueError, match="rows up to 3 and columns to 3"):
-        match(good, sizes=torch.tensor([[3, 3], [3, 4]]))
-    assert [t.shape for t in match(good[:0])] == [(0, 3), (0, 3)]
+good = torch.zeros(2, 3, 3)
+forbidden = good.masked_fill(torch.tensor([[[False]], [[True]]]) & (torch.arange(3) > 0), torch.inf)
+one = torch.eye(18).reshape(18, 2, 3, 3)[15]  # problem 1, row 2, column 0
+
+
+test_bad_input = raising(
+    (forbidden, None, "problem 1 has no complete matching"),
+    (forbidden.unsqueeze(1), None, r"problem \(1, 0\) has no complete matching"),
+    (good.masked_fill(one > 0, torch.nan), None, "problem 1 hold NaN or -inf"),
+    (good.masked_fill(one > 0, -torch.inf), None, "problem 1 hold NaN or -inf"),
+    ([good[0]], torch.tensor([[3, 3]]), "sizes are given for a list"),
+    (good, "nonsense", TypeError, "sizes is a str"),
+    (iter(good), None, TypeError, "or a list of matrices"),
+    (5, None, TypeError, "cost is a int"),
+    (good[0, 0], None, "rows are matched with columns"),
+    (good, torch.tensor([[3, 3], [3, 4]]), "rows up to 3 and columns to 3"),
+    call=lambda cost, sizes: match(cost, sizes=sizes),
+)

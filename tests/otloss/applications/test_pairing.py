@@ -5,6 +5,7 @@ import torch
 from scipy.optimize import linear_sum_assignment
 
 import otloss
+from tests.errors import raising
 
 
 def drawn(*shape: int, seed: int) -> torch.Tensor:
@@ -46,17 +47,15 @@ def test_draws_follow_the_entropic_plan() -> None:
     assert (actual - rows).abs().max() < 0.07  # four standard errors of a share
 
 
-def test_bad_input() -> None:
-    x = drawn(4, 2, seed=6)
-    for call, message in (
-        (lambda: otloss.pair(x, x[:3]), "at least as many of x1"),
-        (lambda: otloss.pair(x, x[:, :1]), "the same axes after the first"),
-        (lambda: otloss.pair(x[:0], x), "n, m >= 1"),
-        (lambda: otloss.pair(x / 0, x), "x0 holds"),
-        (lambda: otloss.pair(x, x, epsilon=0.0), "epsilon is 0.0"),
-        (lambda: otloss.pair(x, x, condition=(torch.arange(3), torch.arange(4))), r"condition\[0\] has shape \(3,\)"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            call()
-    with pytest.raises(TypeError, match="condition is a tuple of 1, expected a pair"):
-        otloss.pair(x, x, condition=(torch.arange(4),))  # type: ignore[arg-type]
+x = drawn(4, 2, seed=6)
+
+
+test_bad_input = raising(
+    (lambda: otloss.pair(x, x[:3]), "at least as many of x1"),
+    (lambda: otloss.pair(x, x[:, :1]), "the same axes after the first"),
+    (lambda: otloss.pair(x[:0], x), "n, m >= 1"),
+    (lambda: otloss.pair(x / 0, x), "x0 holds"),
+    (lambda: otloss.pair(x, x, epsilon=0.0), "epsilon is 0.0"),
+    (lambda: otloss.pair(x, x, condition=(torch.arange(3), torch.arange(4))), r"condition\[0\] has shape \(3,\)"),
+    (lambda: otloss.pair(x, x, condition=(torch.arange(4),)), TypeError, "is a tuple of 1, expected a pair"),  # type: ignore[arg-type]
+)

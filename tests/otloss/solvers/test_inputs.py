@@ -65,32 +65,3 @@ def test_tensors_that_are_not_plain_are_named(name: str) -> None:
     for change, message in ODD.values():
         with pytest.raises((TypeError, ValueError), match=message):
             CALLS[name](change)
-
-
-def test_no_weights_are_equal_ones() -> None:
-    """In place of p, of q and of both; n != m, one cost per problem, and other dtypes."""
-    generator = torch.Generator().manual_seed(0)
-    x, y = torch.rand(4, generator=generator), torch.rand(6, generator=generator)
-    costs = torch.rand(2, 4, 6, generator=generator)
-    p, q = torch.rand(3, 2, 4, generator=generator), torch.rand(6, generator=generator, dtype=torch.float64)
-    p, q, even_p, even_q = p / p.sum(-1, keepdim=True), q / q.sum(), torch.full((4,), 1 / 4), torch.full((6,), 1 / 6)
-    calls: list[Callable[[Tensor | None, Tensor | None], Tensor]] = [
-        lambda p, q: otloss.emd(p, q, costs),
-        lambda p, q: otloss.emd(p, q, PointCost(x[:, None], y[:, None])),
-        lambda p, q: otloss.sinkhorn(p, q, costs, epsilon=0.1),
-        lambda p, q: otloss.sinkhorn(p, q, costs, epsilon=0.1, marginal_penalty=1.0),
-        lambda p, q: otloss.sinkhorn_divergence(p, q, PointCost(x[:, None], y[:, None]), epsilon=0.1),
-        lambda p, q: otloss.solve(p, q, costs).value,
-        lambda p, q: otloss.solve(p, q, costs, epsilon=0.1).value,
-        lambda p, q: otloss.upper_bound(p, q, costs),
-        lambda p, q: otloss.lower_bound(p, q, costs),
-        lambda p, q: otloss.wasserstein_1d(p, q, x, y),
-    ]
-    for call in calls:
-        for given, even in (((None, q), (even_p, q)), ((p, None), (p, even_q)), ((None, None), (even_p, even_q))):
-            torch.testing.assert_close(call(*given), call(*even))
-    torch.testing.assert_close(otloss.wasserstein_1d(None, q), otloss.wasserstein_1d(even_q, q))
-    with pytest.raises(ValueError, match="p is None, which is for equal weights at given positions; pass x, or p"):
-        otloss.wasserstein_1d(None, None)
-    with pytest.raises(TypeError, match="cost is a float"):
-        otloss.emd(None, None, 1.0)  # type: ignore[arg-type]

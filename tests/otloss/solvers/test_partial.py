@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import otloss
+from tests.errors import raising
 
 
 def problem(batch: int = 3) -> list[Tensor]:
@@ -60,11 +61,11 @@ def test_gradients(options: dict[str, object]) -> None:
     torch.autograd.gradcheck(value, inputs, eps=1e-6, atol=1e-5, rtol=1e-4)
 
 
-def test_messages() -> None:
-    p, q, cost, mass = problem()
-    with pytest.raises(ValueError, match="the lesser of the masses"):
-        otloss.emd(p, q, cost, mass=2 * mass)
-    with pytest.raises(ValueError, match="expected one"):
-        otloss.sinkhorn(p, q, cost, epsilon=0.1, mass=mass, marginal_penalty=1.0)
-    with pytest.raises(TypeError, match="expected a number"):
-        otloss.emd(p, q, cost, mass="half")  # type: ignore[arg-type]
+p0, q0, cost0, mass0 = problem()
+
+
+test_bad_input = raising(
+    (lambda: otloss.emd(p0, q0, cost0, mass=2 * mass0), "the lesser of the masses"),
+    (lambda: otloss.sinkhorn(p0, q0, cost0, epsilon=0.1, mass=mass0, marginal_penalty=1.0), "expected one"),
+    (lambda: otloss.emd(p0, q0, cost0, mass="half"), TypeError, "expected a number"),  # type: ignore[arg-type]
+)

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 
-from otloss import wasserstein_1d
 from otloss.solvers.sliced import sliced_wasserstein
 from tests.errors import raising
 from tests.otloss.oracles import as_double, linprog_value
@@ -70,34 +69,6 @@ def test_blocks_change_nothing(order: float, request: pytest.FixtureRequest) -> 
         answers.append([value, *first, *second])
     for whole, blocked in zip(*answers, strict=True):
         torch.testing.assert_close(whole, blocked)
-
-
-def test_batches_broadcast_and_equal_a_loop() -> None:
-    x, y = torch.randn(3, 1, 6, 2), torch.randn(4, 5, 2)
-    a, b = torch.rand(6).softmax(-1), torch.rand(2, 1, 1, 5).softmax(-1)
-    along = torch.randn(7, 2)
-    value = sliced_wasserstein(x, y, a, b, projections=along)
-    assert value.shape == (2, 3, 4)
-    torch.testing.assert_close(
-        value[1, 2, 3], sliced_wasserstein(x[2, 0], y[3], a, b[1, 0, 0], projections=3 * along), rtol=1e-4, atol=1e-6
-    )
-    assert sliced_wasserstein(x[:0], y).shape == (0, 4)
-    line = torch.randn(6)
-    expected = wasserstein_1d(torch.ones(6), torch.ones(6), line, line + 2, order=2) / 6
-    torch.testing.assert_close(sliced_wasserstein(line[:, None], line[:, None] + 2, projections=3), expected)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_dtypes(dtype: torch.dtype) -> None:
-    x, y = torch.randn(2, 8, 3).to(dtype)
-    x.requires_grad_()
-    value = sliced_wasserstein(x, y, projections=torch.eye(3))
-    assert value.dtype == dtype
-    assert torch.autograd.grad(value, x)[0].dtype == dtype
-    wide = sliced_wasserstein(x.detach().double(), y.double(), projections=torch.eye(3))
-    torch.testing.assert_close(value.double(), wide, rtol=2 * torch.finfo(dtype).eps, atol=0)
-    weighted = sliced_wasserstein(x, y, torch.full((8,), 1 / 8, dtype=torch.float64))
-    assert weighted.dtype == torch.float64
 
 
 def test_far_from_the_origin_float32_is_as_good_as_its_inputs() -> None:

@@ -365,14 +365,6 @@ def test_masses_that_are_one_up_to_rounding_add_nothing() -> None:
             torch.testing.assert_close(both[0], both[1], rtol=1e-5, atol=0)
 
 
-def test_nothing_moves_where_a_side_holds_no_mass() -> None:
-    _, q, matrix = case(())
-    answer = otloss.solve(torch.zeros(4, dtype=torch.float64), q, matrix, epsilon=0.1, marginal_penalty=2.0)
-    assert answer.linear_cost == 0
-    torch.testing.assert_close(answer.value, 2 * q.sum())
-    torch.testing.assert_close(answer.dual_value, 2 * q.sum())
-
-
 # ---- the path ----------------------------------------------------------------------------------------------------
 
 REDUCTIONS = {"__init__", "plain_costs", "partial_mass", "empty_sides", "large_epsilon"}

@@ -63,21 +63,7 @@ def test_a_path_is_a_line(n: int) -> None:
     for root in (-1, 0):
         parent = torch.arange(-1, n - 1)
         parent[0] = root
-        torch.testing.assert_close(wasserstein_tree(p, q, parent, gaps), wasserstein_1d(p, q, x))
-
-
-def test_dtypes_batches_and_shapes() -> None:
-    parent, length = torch.tensor([1, 1, 0, 1, 3]), torch.tensor([1.0, 9.0, 2.0, 0.5, 1.5])
-    p, q = torch.rand(5, 3).T.softmax(-1), torch.rand(2, 1, 5).softmax(-1)
-    value = wasserstein_tree(p, q, parent, length)
-    assert value.shape == (2, 3)
-    torch.testing.assert_close(value[1, 2], wasserstein_tree(p[2], q[1, 0], parent, length))
-    assert wasserstein_tree(p[:0], q, parent, length).shape == (2, 0)
-    assert wasserstein_tree(p.bfloat16(), q.bfloat16(), parent.int(), length.bfloat16()).dtype == torch.bfloat16
-    assert wasserstein_tree(p, q, parent, length.double()).dtype == torch.float64
-    length.requires_grad_()
-    (by_length,) = torch.autograd.grad(wasserstein_tree(torch.zeros(5), torch.zeros(5), parent, length), length)
-    assert (by_length == 0).all()
+        torch.testing.assert_close(wasserstein_tree(p, q, parent.int(), gaps), wasserstein_1d(p, q, x))
 
 
 third = torch.full((3,), 1 / 3)
@@ -92,10 +78,6 @@ test_bad_trees = raising(
     ([0, 0], ones, r"parent has shape \(2,\), expected \(3,\)"),
     ([0, 0, 0], -ones, r"length\[0\] is -1.0"),
     ([0, 0, 0], ones[:2], r"length has shape \(2,\)"),
-    call=lambda parent, length: wasserstein_tree(third, third, torch.tensor(parent), length),
+    ([0, 0, 0], ones, torch.ones(1), "p has 3 nodes and q 1"),
+    call=lambda parent, length, q=third: wasserstein_tree(third, q, torch.tensor(parent), length),
 )
-
-
-def test_bad_histograms() -> None:
-    with pytest.raises(ValueError, match="p has 3 nodes and q 1"):
-        wasserstein_tree(third, torch.ones(1), torch.tensor([0, 0, 0]), ones)
