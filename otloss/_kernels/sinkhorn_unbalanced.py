@@ -23,7 +23,6 @@ from otloss._kernels._compile import compiled, inner, spliced
 from otloss._kernels._threads import next_task
 from otloss._kernels.histograms import mass_of
 from otloss._kernels.sinkhorn import (
-    ATTEMPTS,
     CHECK_EVERY,
     FIRST_EPSILON,
     LEAST_ITERATIONS,
@@ -56,6 +55,7 @@ from otloss._kernels.sinkhorn_steps import (
 )
 
 LEAST_FACTOR_32, LEAST_FACTOR_64 = 1e-35, 1e-300
+ATTEMPTS = 4  # exact updates of both sides before the iterations, at most: Newton's method needs none
 
 
 class Sides(NamedTuple):
@@ -99,9 +99,11 @@ def _absorb_factors(cost: Any, work: Any, n: int, m: int, epsilon: float, sides:
             lost |= not (ratio > LOST and ratio < 1 / LOST)
         if not lost:
             return True
+        for i in range(n):
+            work.shifted[i] = phi[i] + math.log(p[i])
         for j in range(m):
             for i in range(n):
-                scores[i] = phi[i] - cost[i, j] / epsilon + math.log(p[i])
+                scores[i] = work.shifted[i] - cost[i, j] / epsilon
             gamma[j] = sides.damping * (softmin_of_scores(scores, 1.0, n) + sides.columns)
     return False
 
