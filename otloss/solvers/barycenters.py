@@ -12,6 +12,8 @@ histogram (H. Janati, M. Cuturi, A. Gramfort, Debiased Sinkhorn barycenters, 202
 
 It runs in products with K, for images axis by axis, as long as its numbers fit float64, and then in logarithms.
 
+Where the iteration is slow, plain barycenters are found by Newton's method on the dual (`_Ascent`).
+
 At the minimum the gradient in a, `sum_k w_k log u_k - log d`, is constant. Details of a much finer than the blur hardly
 change it, and the iteration does not reach them. So debiased barycenters of few bins are found by Newton's method on
 log u and log d, for the gradient plus `tau log a`, with tau falling as far as rounding allows: that keeps the
@@ -61,6 +63,11 @@ _MOST_STALLED, _MOST_FRUITLESS, _SMALL_CHANGE = 3, 2, 1e-3
 _UNKNOWN, _SLOWEST = 1.0, 0.95  # the error where nothing is known, and the ratio of convergence in tau where it is slow
 _LEAST_TAU, _LEAST_CHANGE = 1e-14, 1e-12
 _TAU = 1e-8  # for the derivatives of an answer that is not by Newton's method
+# Plain barycenters of so many bins at most are found by Newton's method, from _PATIENCE iterations on.
+_ASCENT_BINS, _PATIENCE = 512, 500
+_FALL, _FIRST_EPSILON, _STAGE_ERROR = 8.0, 0.05, 1e-2  # of epsilon; as a share of the largest cost; of each step of it
+_UPDATES, _HALVINGS = 2, 30  # updates by the iteration before a step, and halvings of a step
+_RIDGE, _LEAST_RIDGE = 0.02, 1e-13  # added to the curvature: the former times the error
 _LARGEST_MATRIX = 2**24  # entries of exp(-C / epsilon) that are held
 _LEAST_EXPONENT = -690.0
 _FIRST_CHECK, _CHECK_EVERY = 5, 10
@@ -123,8 +130,7 @@ def barycenter(
         return nothing.expand(*nothing.shape[:-1], problem.cost.shape[0]).to(problem.dtype)
     with torch.no_grad():
         by_newton = debiased and problem.suits_newton
-        fixed = problem.detached()
-        state, error = (_solve_by_newton if by_newton else _Problem.iterate)(fixed, tolerance, max_iterations)
+        state, error = (_solve_by_newton if by_newton else _solve)(problem.detached(), tolerance, max_iterations)
     if not bool((error <= tolerance).all()):
         warnings.warn(
             f"the barycenter did not converge: an error of {float(error.max()):.3g} where {tolerance:.3g} was asked "
@@ -261,6 +267,95 @@ def _exp(cost: Tensor, epsilon: float) -> Tensor:
     """exp(-C / epsilon), and 0 below the normal numbers, products with which are slow."""
     exponent = cost.double() / -epsilon
     return torch.where(exponent > _LEAST_EXPONENT, exponent.clamp(min=_LEAST_EXPONENT).exp(), 0.0)
+
+
+def _solve(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
+    """The state and the error of its marginals: by the iteration, and where that is slow by Newton's method."""
+    k, n = problem.p.shape[-2], problem.cost.shape[0]
+    suits = problem.p.dtype == torch.float64 and not problem.debiased and n <= _ASCENT_BINS
+    state, error = problem.iterate(tolerance, min(_PATIENCE, most) if suits else most)
+    if not suits or most <= _PATIENCE or bool((error <= tolerance).all()):
+        return state, error
+    matrix, batch = problem.cost.dense().double(), error.shape
+    p, weights = problem.p.expand(*batch, k, -1).reshape(-1, k, problem.p.shape[-1]), problem.weights.expand(*batch, k)
+    log_u, log_a = state.log_u.reshape(-1, k, n).clone(), state.log_a.reshape(-1, n).clone()
+    flat = error.reshape(-1).clone()
+    for b in (~(flat <= tolerance)).nonzero().flatten().tolist():
+        ascent = _Ascent(p[b], weights.reshape(-1, k)[b].unsqueeze(-1), matrix)
+        log_u[b], log_a[b], flat[b] = ascent.solve(problem.epsilon, tolerance, most - _PATIENCE)
+    return _State(log_u.view_as(state.log_u), state.log_d, log_a.view_as(state.log_a), state.tau), flat.view(batch)
+
+
+@dataclass(frozen=True)
+class _Ascent:
+    """Newton's method on the dual of one barycenter, epsilon falling by steps.
+
+    With P_k the plans whose columns hold p_k, and a_k their rows, the dual is concave in log u where
+    `sum_k w_k log u_k = 0`, has the gradients -w_k a_k and, in each log u_k, the curvature
+    `H_k = diag(a_k) - P_k diag(1 / p_k) P_k^T`. So `H_k dlog u_k = a - a_k` for the a with `sum_k w_k dlog u_k = 0`.
+
+    Attributes:
+        p: (k, m); weights: (k, 1); matrix: (n, m).
+    """
+
+    p: Tensor
+    weights: Tensor
+    matrix: Tensor
+
+    def solve(self, epsilon: float, tolerance: float, most: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return log u, log a and the error."""
+        steps = [epsilon]
+        while steps[0] * _FALL <= _FIRST_EPSILON * float(self.matrix.max()):
+            steps.insert(0, steps[0] * _FALL)
+        potential = self.matrix.new_zeros(len(self.p), len(self.matrix))
+        for width in steps:
+            goal = tolerance if width == epsilon else _STAGE_ERROR
+            log_u, log_a, error, done = self._settle(potential / width, width, goal, most)
+            potential, most = log_u * width, most - done
+        return log_u, log_a, error
+
+    def plans(self, log_u: Tensor, epsilon: float) -> tuple[Tensor, Tensor]:
+        """The plans (k, m, n), and the dual objective over epsilon."""
+        scores = self.matrix.mT / -epsilon + log_u.unsqueeze(-2)
+        sums = torch.logsumexp(scores, -1)
+        value = -(self.weights * torch.where(self.p > 0, self.p * sums, 0.0)).sum()
+        return (scores.sub_(sums.unsqueeze(-1)).add_(self.p.log().unsqueeze(-1))).exp_(), value
+
+    def _settle(self, log_u: Tensor, epsilon: float, goal: float, most: int) -> tuple[Tensor, Tensor, Tensor, int]:
+        mass, done = self.p.sum(-1).mean(), 0
+        while True:
+            for _ in range(_UPDATES + 1):
+                plans, value = self.plans(log_u, epsilon)
+                rows = plans.sum(-2)
+                log_rows = rows.clamp(min=torch.finfo(rows.dtype).tiny).log()
+                log_a = (self.weights * log_rows).sum(-2)
+                mean, before = (self.weights * rows).sum(-2), log_u
+                error = (self.weights * (rows - mean).abs()).sum() / mass
+                log_u = log_u + log_a - log_rows  # the iteration of the module
+            if bool(error <= goal) or done >= most:
+                return log_u, log_a, error, done
+            step = self._step(plans, rows, mean.clamp(min=_NO_MASS * mass), _RIDGE * error + _LEAST_RIDGE)
+            derivative, length = -(self.weights * rows * step).sum(), 1.0
+            for _ in range(_HALVINGS):
+                log_u = before + length * step
+                plans, moved = self.plans(log_u, epsilon)
+                if bool((-(self.weights * plans.sum(-2) * step).sum() >= -derivative / 2) & (moved >= value)):
+                    break
+                length /= 2
+            done += 1
+
+    def _step(self, plans: Tensor, rows: Tensor, scale: Tensor, ridge: Tensor) -> Tensor:
+        """dlog u, in the variables `sqrt(scale) dlog u`, in which the equations are regular; scale (n,)."""
+        root = scale.sqrt()
+        half = plans / (torch.where(self.p > 0, self.p, 1.0).sqrt().unsqueeze(-1) * root)
+        curvature = -(half.mT @ half)
+        curvature.diagonal(dim1=-2, dim2=-1).add_(rows / scale + ridge)
+        constant = root / torch.linalg.vector_norm(root)
+        inverse = torch.linalg.inv(curvature + torch.outer(constant, constant))
+        right = (self.weights * (inverse @ (rows / root).unsqueeze(-1)).squeeze(-1)).sum(-2)
+        mean = torch.linalg.solve((self.weights.unsqueeze(-1) * inverse).sum(-3), right)
+        step = (inverse @ (mean - rows / root).unsqueeze(-1)).squeeze(-1) / root
+        return step - (self.weights * step).sum(-2)
 
 
 def _solve_by_newton(problem: _Problem, tolerance: float, most: int) -> tuple[_State, Tensor]:
