@@ -20,7 +20,8 @@ that bins without mass have their one-sided derivatives. The system has the size
 Where epsilon is small the plan falls into parts that hardly exchange mass, and the system is singular to rounding: it
 does not determine how potentials of one part compare with those of another. Neither the plan nor its derivatives in
 the costs depend on that, so a tiny multiple of the identity is added and changes nothing. Derivatives in the weights do
-depend on it (mass that must move from one part to another): they raise RuntimeError.
+depend on it (mass that must move from one part to another): they raise RuntimeError where the condition of the system
+is above a bound that is far from what rounding makes of a singular one (`condition.py`).
 """
 
 from __future__ import annotations
@@ -38,15 +39,14 @@ from torch import Tensor
 from otloss._autograd import check_no_tangent, check_no_transform, once_only
 from otloss._checks import is_differentiated
 from otloss.costs.cost import makes_graph
+from otloss.solvers.condition import MOST_CORRECTIONS, SMALL_STEP, check_condition, correction, no_implicit_answer
 from otloss.solvers.entropic.solution import EntropicSolution, dual_term
 from otloss.solvers.exact import ExactSolution
 from otloss.solvers.implicit_grid import suits_axes, with_graph
 from otloss.solvers.problem import Problem, has_float64
 
 NEWTON_STEPS = 2
-SMALL_STEP = 0.1  # of g / epsilon
 IMPLICIT_RIDGE = 1e-11
-LARGEST_CONDITION = 1e13
 _SECOND_OF_EXACT = (
     "a second derivative of emd was asked for, but emd is piecewise linear and gives first derivatives only; "
     "drop create_graph=True, or use a smooth (entropic) transport cost."
@@ -205,47 +205,77 @@ class _Equations:
     def newton(
         self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        (p, q), (f, g), rho = weights, potentials, self.rho
-        damping = torch.ones_like(self.epsilon) if rho is None else rho / (rho + self.epsilon)  # k
-        offset_f, offset_g = (torch.zeros_like(t) if rho is None else -t / rho for t in (f, g))
-        b = torch.zeros_like(g)
-        identity = torch.eye(g.shape[-1], dtype=g.dtype, device=g.device)
-        share = q / q.sum(-1, keepdim=True)
+        """Return a, b, for potentials f + epsilon a, g + epsilon b at the optimum, with their derivatives."""
+        start = torch.zeros_like(potentials[1])
+        if self.through_weights:
+            with torch.no_grad():
+                start = self.corrected(ratio, weights, potentials)
+        b = start
         for _ in range(NEWTON_STEPS):
-            along = ratio * (q * b.exp()).unsqueeze(-2)
-            total = along.sum(-1)
-            a = damping * (offset_f - total.log())
-            across = ratio * (p * a.exp()).unsqueeze(-1)
-            received = across.sum(-2)
-            missing = damping * (offset_g - received.log()) - b
-            # Row-stochastic: what a change of b does to b in one round.
-            round_trip = (across / received.unsqueeze(-2)).mT @ (along / total.unsqueeze(-1))
-            system = identity - damping.unsqueeze(-1) ** 2 * round_trip
-            if rho is None:
-                # A constant in b changes nothing; q is what the round trip leaves as it is.
-                system = system + share.unsqueeze(-2).expand_as(system)
-                missing = missing - (share * missing).sum(-1, keepdim=True)
-            b = b + self.solve(system, missing, identity)
+            system, missing = self.system(ratio, weights, potentials, b)
+            b = b + self.solve(system, missing)
         # Steps from far away lead nowhere: then they give derivatives alone, and the potentials stay.
-        near = b.detach().abs().amax(-1, keepdim=True) < SMALL_STEP
-        b = torch.where(near, b, b - b.detach())
-        return damping * (offset_f - (ratio * (q * b.exp()).unsqueeze(-2)).sum(-1).log()), b
+        near = (b - start).detach().abs().amax(-1, keepdim=True) < SMALL_STEP
+        b = torch.where(near, b, start + (b - b.detach()))
+        return self.rows(ratio, weights, potentials, b), b
 
-    def solve(self, system: Tensor, right: Tensor, identity: Tensor) -> Tensor:
-        if not self.through_weights:
-            system = system + IMPLICIT_RIDGE * identity
+    def corrected(self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor]) -> Tensor:
+        """Return a b from which Newton's method takes a small step.
+
+        Raises:
+            RuntimeError: if the equations are singular to rounding, or the steps do not get small.
+        """
+        b = torch.zeros_like(potentials[1])
+        if not b.numel():
+            return b
+        for _ in range(MOST_CORRECTIONS):
+            system, missing = self.system(ratio, weights, potentials, b)
+            check_condition(torch.linalg.cond(system, torch.inf))
+            step, near = correction(self.solve(system, missing))
+            if near:
+                return b
+            b = b + step
+        raise no_implicit_answer()
+
+    def rows(
+        self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor], b: Tensor
+    ) -> Tensor:
+        """Return the a that fits b."""
+        offset = 0.0 if self.rho is None else -potentials[0] / self.rho
+        return self.damping * (offset - (ratio * (weights[1] * b.exp()).unsqueeze(-2)).sum(-1).log())
+
+    @property
+    def damping(self) -> Tensor:
+        """k."""
+        return torch.ones_like(self.epsilon) if self.rho is None else self.rho / (self.rho + self.epsilon)
+
+    def system(
+        self, ratio: Tensor, weights: tuple[Tensor, Tensor], potentials: tuple[Tensor, Tensor], b: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return the matrix and the right-hand side of a step of Newton's method from b."""
+        (p, q), damping = weights, self.damping
+        offset = 0.0 if self.rho is None else -potentials[1] / self.rho
+        along = ratio * (q * b.exp()).unsqueeze(-2)
+        total = along.sum(-1)
+        across = ratio * (p * self.rows(ratio, weights, potentials, b).exp()).unsqueeze(-1)
+        received = across.sum(-2)
+        missing = damping * (offset - received.log()) - b
+        # Row-stochastic: what a change of b does to b in one round.
+        round_trip = (across / received.unsqueeze(-2)).mT @ (along / total.unsqueeze(-1))
+        identity = torch.eye(b.shape[-1], dtype=b.dtype, device=b.device)
+        system = identity - damping.unsqueeze(-1) ** 2 * round_trip
+        if self.rho is None:
+            # A constant in b changes nothing; q is what the round trip leaves as it is.
+            share = q / q.sum(-1, keepdim=True)
+            system = system + share.unsqueeze(-2).expand_as(system)
+            missing = missing - (share * missing).sum(-1, keepdim=True)
+        return (system if self.through_weights else system + IMPLICIT_RIDGE * identity), missing
+
+    def solve(self, system: Tensor, right: Tensor) -> Tensor:
         try:
             answer: Tensor = torch.linalg.solve(system, right.unsqueeze(-1)).squeeze(-1)
-            valid = bool(torch.isfinite(answer).all())
-            if self.through_weights and valid and system.numel():
-                valid = float(torch.linalg.cond(system.detach(), 1).amax()) < LARGEST_CONDITION
         except torch.linalg.LinAlgError:
-            valid = False
-        if not valid:
-            raise RuntimeError(
-                'grad="implicit" has no answer here: the plan falls into parts that hardly exchange mass (or has not '
-                "converged), and the equations for its derivatives in the weights are singular to rounding. Raise "
-                'epsilon or max_iterations, use grad="envelope", or detach the weights if only the cost is to be '
-                "differentiated."
-            )
+            raise no_implicit_answer() from None
+        if not bool(torch.isfinite(answer).all()):
+            raise no_implicit_answer()
         return answer

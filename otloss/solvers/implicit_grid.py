@@ -8,6 +8,10 @@ solution, changes of the weights change the potentials by epsilon a and epsilon 
 S R is self-adjoint in the inner product weighted by q and has the constants as its fixed points; conjugate gradients
 take as many products as the plan's slowest mode needs. C is a sum over the axes, so G is a product of one small matrix
 for each axis, taken as conditional means: every number stays near those that are averaged.
+
+Whether there is an answer depends on the least eigenvalue of I - S R on vectors without a constant, a share of the mass
+that parts of the plan exchange. Conjugate gradients with a random right-hand side c estimate it: the quotient
+<b, c> / <b, b> of each iterate b is at least that eigenvalue, and tends to it where it is far below the others.
 """
 
 from __future__ import annotations
@@ -24,12 +28,13 @@ from otloss._autograd import once_only
 from otloss._checks import has_tangent
 from otloss.costs import GridCost
 from otloss.costs.grid import LEAST_EXPONENT, SHIFT
+from otloss.solvers.condition import MOST_CORRECTIONS, check_condition, correction, no_implicit_answer
 from otloss.solvers.entropic.log_domain import of_masses
 from otloss.solvers.problem import Problem
 
 LEAST_CELLS = 512  # fewer are solved as dense systems, with third derivatives
-LARGEST_STEP = 0.1  # of g / epsilon, that Newton's method may correct the potentials by
 RESIDUAL, MOST_STEPS = 1e-11, 3000  # of conjugate gradients
+RESIDUAL_OF_ESTIMATE = 1e-6  # of a random right-hand side, which has every mode with a weight of about 1 / sqrt(cells)
 _THIRD = "third derivatives between the cells of a grid are given up to 512 cells; drop create_graph=True."
 
 
@@ -67,6 +72,12 @@ class _Product:
             image = _image(means, axis, image)
         return image.flatten(-len(self.cells)) * (self.scale * size)
 
+    def scaled_to_one(self, weights: Tensor) -> Tensor:
+        """Return the product with the weights, after which it is one."""
+        product = self(weights)
+        self.scale = self.scale / product
+        return product
+
 
 def _lines(image: Tensor, axis: int, batch: int) -> Float[Tensor, "*batch lines size"]:
     """All lines along an axis; `batch` is the number of leading axes."""
@@ -79,62 +90,81 @@ def _image(lines: Tensor, axis: int, like: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class _Equations:
-    """G and its transpose at a solution, with the weights, all in float64 and without a graph."""
+    """R = G diag(q) and S = G^T diag(p) at a solution, their rows scaled to sum to one; in float64, without a graph.
 
-    times: Callable[[Tensor], Tensor]
+    Potentials that have converged to a tolerance give other sums, and these would stand for mass that parts exchange.
+    """
+
+    times: Callable[[Tensor], Tensor]  # v to G v
     transposed: Callable[[Tensor], Tensor]
     p: Float[Tensor, "*batch n"]
     q: Float[Tensor, "*batch n"]
+    received: Float[Tensor, "*batch n"]  # G^T p for the scaled R: 1 at the solution
+    f: Float[Tensor, "*batch n"]  # of the scaled R
 
     @staticmethod
     def at(problem: Problem, f: Tensor, g: Tensor) -> _Equations:
         cost, epsilon = problem.cost, problem.epsilon.detach().double()
         assert isinstance(cost, GridCost)
         p, q = (w.detach().double() for w in (problem.p, problem.q))
-        f = of_masses(problem, f)
-        return _Equations(_Product(cost, f, g, epsilon), _Product(cost, g, f, epsilon), p, q)
+        times = _Product(cost, f, g, epsilon)
+        f = f - epsilon.unsqueeze(-1) * times.scaled_to_one(q).log()
+        transposed = _Product(cost, g, f, epsilon)
+        return _Equations(times, transposed, p, q, transposed.scaled_to_one(p), f)
+
+    def check_condition(self) -> None:
+        """Raise RuntimeError where parts of the plan exchange so little mass that rounding decides the answer."""
+        noise = torch.randn(self.q.shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(self.q)
+        self._conjugate_gradients(torch.where(self.q > 0, noise * self.q.rsqrt(), 0.0), RESIDUAL_OF_ESTIMATE)
 
     def solve(self, right: Tensor) -> Tensor:
         """Return the b with (I - S R) b = right, less a constant, and <q, b> = 0."""
-        share = self.q / self.q.sum(-1, keepdim=True)
+        b = self._conjugate_gradients(right, RESIDUAL)
+        # What bins without mass lack, which the inner product does not see.
+        return self._centred(right + self.transposed(self.p * self.times(self.q * b)))
 
-        def centred(b: Tensor) -> Tensor:
-            return b - (share * b).sum(-1, keepdim=True)
-
-        def inner(a: Tensor, b: Tensor) -> Tensor:
-            return (share * a * b).sum(-1, keepdim=True)
-
-        residual = centred(right)
-        b, along, left = torch.zeros_like(residual), residual, inner(residual, residual)
-        enough = RESIDUAL**2 * left
+    def _conjugate_gradients(self, right: Tensor, precision: float) -> Tensor:
+        tiny = torch.finfo(right.dtype).tiny
+        residual = start = self._centred(right)
+        b, along, left = torch.zeros_like(residual), residual, self._inner(residual, residual)
+        enough = precision**2 * left
         for _ in range(MOST_STEPS):
             if bool((left <= enough).all()):
-                break
-            image = centred(along - self.transposed(self.p * self.times(self.q * along)))
-            step = left / inner(along, image).clamp(min=torch.finfo(left.dtype).tiny)
+                return b
+            image = self._centred(along - self.transposed(self.p * self.times(self.q * along)))
+            step = left / self._inner(along, image).clamp(min=tiny)
             step = step.masked_fill(left <= enough, 0.0)
             b, residual, before = b + step * along, residual - step * image, left
-            left = inner(residual, residual)
-            along = residual + left / before.clamp(min=torch.finfo(left.dtype).tiny) * along
-        if not bool((left <= enough).all()):
-            raise RuntimeError(
-                'grad="implicit" has no answer here: the plan falls into parts that hardly exchange mass (or has not '
-                "converged), and the equations for its derivatives are singular to rounding. Raise epsilon or "
-                'max_iterations, or use grad="envelope".'
-            )
-        # What bins without mass lack, which the inner product does not see.
-        return centred(right + self.transposed(self.p * self.times(self.q * b)))
+            left = self._inner(residual, residual)
+            along = residual + left / before.clamp(min=tiny) * along
+            check_condition(self._inner(b, b) / self._inner(b, start).clamp(min=tiny))
+        raise no_implicit_answer()
+
+    def _centred(self, b: Tensor) -> Tensor:
+        return b - self._inner(torch.ones_like(b), b)
+
+    def _inner(self, a: Tensor, b: Tensor) -> Tensor:
+        """S R is self-adjoint in this inner product, in which the constant 1 has the norm one."""
+        share = self.q * self.received
+        return (share / share.sum(-1, keepdim=True) * a * b).sum(-1, keepdim=True)
 
 
 def corrected(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the potentials after a step of Newton's method, where it is small."""
+    """Return the potentials after Newton's method.
+
+    Raises:
+        RuntimeError: if the equations are singular to rounding, or the steps do not get small.
+    """
     epsilon = problem.epsilon.detach().double().unsqueeze(-1)
-    equations = _Equations.at(problem, f, g)
-    a = -equations.times(equations.q).log()
-    b = equations.solve(-equations.transposed(equations.p * a.exp()).log())
-    g = g + epsilon * torch.where(b.abs().amax(-1, keepdim=True) < LARGEST_STEP, b, 0.0)
-    f = f - epsilon * _Equations.at(problem, f, g).times(equations.q).log()
-    return f, g
+    for _ in range(MOST_CORRECTIONS):
+        equations = _Equations.at(problem, f, g)
+        step, near = correction(equations.solve(-equations.received.log()))
+        g = g + epsilon * step
+        if near:
+            equations = _Equations.at(problem, f, g)
+            equations.check_condition()
+            return equations.f - of_masses(problem, torch.zeros_like(f)), g
+    raise no_implicit_answer()
 
 
 def with_graph(problem: Problem, f: Tensor, g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
